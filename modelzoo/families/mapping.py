@@ -1,0 +1,31 @@
+"""How published tensors fill the parameters of a decoder: names and axis patterns, as data.
+
+Knows nothing of files, dtypes or devices. A loader reads it in two directions: to fill a parameter
+from slices of tensors, and to prove that every tensor is used once and every parameter filled.
+
+An axis pattern says how a published tensor becomes (part of) a parameter, in the notation of
+einops: `"(n h) d -> d n h"` reads a `[N*H, D]` matrix as `[D, N, H]`. Names on both sides are the same set,
+except for a literal `1` on the right, which inserts an axis of size one.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Part:
+    """One published tensor and the axis pattern that turns it into (part of) a parameter."""
+
+    tensor: str
+    axes: str
+    sizes: tuple[tuple[str, int], ...] = ()
+    """Sizes of the names inside parentheses, all but at most one per group."""
+
+
+@dataclass(frozen=True)
+class ParameterSource:
+    """A parameter as its parts, concatenated along `concat_axis` in the given order."""
+
+    parameter: str
+    """Dotted path in the parameter tree, e.g. `layers.3.attention.qkv`."""
+    parts: tuple[Part, ...]
+    concat_axis: int = 0
