@@ -14,3 +14,191 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKEN_IDS = 32
 MAX_LOGIT_BIAS = 300
+
+
+class RowError(ValueError):
+    """A row that ends as an error: a code a program can branch on and a message a person can act on.
+
+    Codes: invalid_json, invalid_utf8, invalid_line, missing_custom_id, duplicate_custom_id, unsupported_url,
+    invalid_request, unknown_parameter, context_length_exceeded, empty_prompt, invalid_token_id,
+    chat_template_error, nonfinite_logits, internal_error.
+    """
+
+    def __init__(self, code: str, message: str, param: str | None = None):
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.param = param
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request is sampled. `temperature=0` is greedy; `top_k=0` means no limit."""
+
+    n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] | list[str] | str = ()
+    stop_token_ids: tuple[int, ...] | list[int] = ()
+    ignore_eos: bool = False
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    logprobs: int | None = None
+    """Number of alternatives to report beside each chosen token; 0 reports the chosen one alone."""
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    logit_bias: Mapping[int, float] | None = None
+
+    def __post_init__(self):
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        _check_integer("n", self.n, 1, MAX_N)
+        _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
+        _check_number("temperature", self.temperature, 0.0, math.inf)
+        _check_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _check_integer("top_k", self.top_k, -1, 2**31 - 1)
+        _check_number("min_p", self.min_p, 0.0, 1.0)
+        _check_integer("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        _check_integer("seed", self.seed, -(2**63), 2**63 - 1, optional=True)
+        _check_integer("max_tokens", self.max_tokens, 0, 2**31 - 1, optional=True)
+        _check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS, optional=True)
+        _check_integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS, optional=True)
+        for flag in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, flag), bool):
+                raise _invalid(flag, "true or false", getattr(self, flag))
+        _check_stops(stop, self.stop_token_ids)
+        _check_logit_bias(self.logit_bias)
+        if self.max_tokens == 0 and self.prompt_logprobs is None:
+            raise RowError(
+                "invalid_request",
+                "max_tokens: expected at least 1, got 0. To score a prompt set prompt_logprobs "
+                "(in a batch file: echo and logprobs) beside max_tokens 0.",
+                "max_tokens",
+            )
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise _invalid("min_tokens", f"at most max_tokens ({self.max_tokens})", self.min_tokens)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt in token ids with its sampling parameters, ready for admission."""
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams = SamplingParams()
+    prompt: str | None = None
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Log-probability of one token under the raw logits, with the likeliest alternatives."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass
+class CompletionOutput:
+    """One sampled continuation of a request."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+    """`stop` (stop token or string), `length`, or None when only the prompt was scored."""
+    stop_reason: int | str | None = None
+    """The stop string or stop token id given by the caller; None for the model's own end token."""
+    logprobs: list[TokenLogprob] | None = None
+    cumulative_logprob: float | None = None
+
+
+@dataclass(frozen=True)
+class RequestMetrics:
+    """Seconds on the engine's monotonic clock, as the field defines them.
+
+    Time to first token is `first_token - arrival` (seconds); inter-token latency is
+    `(finished - first_token) / (tokens - 1)` per sequence.
+    """
+
+    arrival: float
+    first_token: float | None
+    finished: float
+
+
+@dataclass
+class RequestOutput:
+    """All that came of one request: outputs, or an error and no outputs."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    """One entry a prompt token; the first is None, as nothing predicts it."""
+    error: RowError | None = None
+    metrics: RequestMetrics | None = None
+    finished: bool = True
+
+
+def _invalid(name: str, expected: str, got: object) -> RowError:
+    return RowError("invalid_request", f"{name}: expected {expected}, got {got!r}.", name)
+
+
+def _check_integer(
+    name: str, value: object, low: int, high: int, *, optional: bool = False
+) -> None:
+    if value is None and optional:
+        return
+    # bool is an int in Python, but `n: true` in a request is a mistake
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise _invalid(name, "an integer", value)
+    if not low <= value <= high:
+        raise _invalid(name, f"an integer from {low} to {high}", value)
+
+
+def _check_number(
+    name: str, value: object, low: float, high: float, *, open_low: bool = False
+) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise _invalid(name, "a finite number", value)
+    if value < low or value > high or (open_low and value == low):
+        opening = "above" if open_low else "at least"
+        upper = "" if math.isinf(high) else f" and at most {high:g}"
+        raise _invalid(name, f"a number {opening} {low:g}{upper}", value)
+
+
+def _check_stops(stop: Sequence[str], stop_token_ids: Sequence[int]) -> None:
+    if len(stop) > MAX_STOP_STRINGS:
+        raise _invalid("stop", f"at most {MAX_STOP_STRINGS} strings", f"{len(stop)} strings")
+    for text in stop:
+        if not isinstance(text, str) or not text:
+            raise _invalid("stop", "non-empty strings", text)
+    if len(stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise _invalid(
+            "stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids", f"{len(stop_token_ids)} ids"
+        )
+    for token in stop_token_ids:
+        _check_integer("stop_token_ids", token, 0, 2**31 - 1)
+
+
+def _check_logit_bias(logit_bias: Mapping[int, float] | None) -> None:
+    if not logit_bias:
+        return
+    if len(logit_bias) > MAX_LOGIT_BIAS:
+        raise _invalid(
+            "logit_bias", f"at most {MAX_LOGIT_BIAS} entries", f"{len(logit_bias)} entries"
+        )
+    for token, bias in logit_bias.items():
+        _check_integer("logit_bias", token, 0, 2**31 - 1)
+        _check_number(f"logit_bias[{token}]", bias, -100.0, 100.0)
