@@ -1,8 +1,9 @@
 """The nouns of the runtime: sampling parameters, requests, outputs, row errors.
 
-Knows nothing of devices, buckets or files. Names and defaults of `SamplingParams`, `RequestOutput` and
-`CompletionOutput` are vLLM's (github.com/vllm-project/vllm, sampling_params.py and outputs.py), with one exception: `max_tokens=None`, the
-default, means as many tokens as the plan's `max_length` leaves after the prompt.
+Knows nothing of devices, buckets or files. Names and defaults of `SamplingParams`, `RequestOutput`
+and `CompletionOutput` are vLLM's (github.com/vllm-project/vllm, sampling_params.py, outputs.py),
+with one exception: `max_tokens=None`, the default, means as many tokens as the plan's `max_length`
+leaves after the prompt.
 """
 
 import math
@@ -17,11 +18,11 @@ MAX_LOGIT_BIAS = 300
 
 
 class RowError(ValueError):
-    """A row that ends as an error: a code a program can branch on and a message a person can act on.
+    """A row that ends as an error: a code for programs to branch on, a message for people.
 
-    Codes: invalid_json, invalid_utf8, invalid_line, missing_custom_id, duplicate_custom_id, unsupported_url,
-    invalid_request, unknown_parameter, context_length_exceeded, empty_prompt, invalid_token_id,
-    chat_template_error, nonfinite_logits, internal_error.
+    Codes: invalid_json, invalid_utf8, invalid_line, missing_custom_id, duplicate_custom_id,
+    unsupported_url, invalid_request, unknown_parameter, context_length_exceeded, empty_prompt,
+    invalid_token_id, chat_template_error, nonfinite_logits, internal_error.
     """
 
     def __init__(self, code: str, message: str, param: str | None = None):
@@ -95,7 +96,7 @@ class Request:
 
     request_id: str
     prompt_token_ids: Sequence[int]
-    params: SamplingParams = SamplingParams()
+    params: SamplingParams = field(default_factory=SamplingParams)
     prompt: str | None = None
 
 
