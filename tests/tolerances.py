@@ -1,0 +1,25 @@
+"""The only place with numeric tolerances. Loosening one needs a reason in the commit.
+
+What must be equal (token ids, masks, rows under another order of the batch) is compared with `==`
+and has no entry here. All values are absolute unless the name says otherwise.
+"""
+
+# One operation, or a few in a row, in float32: a handful of roundings on values of order one.
+FLOAT32_ELEMENTWISE = 1e-5
+
+# Log-probabilities of a whole model in float32, against another implementation or another
+# executable of ours: sums run in another order, and the errors add up over the layers.
+FLOAT32_MODEL_LOGPROB = 1e-4
+
+# Two executables may choose different greedy tokens only where the reference's best two
+# logits are closer than this; it is ten times what whole-model sums differ by.
+NEAR_TIE_GAP = 1e-3
+
+# One operation in bfloat16: eight bits of mantissa, so 2**-8 of the value, and some slack near zero.
+BFLOAT16_ELEMENTWISE = 1e-3
+BFLOAT16_ELEMENTWISE_RELATIVE = 1e-2
+
+# Log-probabilities of a whole model with bfloat16 weights and activations against float32:
+# the mean says that the model is the same one, the largest that no single position broke.
+BFLOAT16_MODEL_LOGPROB_MEAN = 0.05
+BFLOAT16_MODEL_LOGPROB_MAX = 1.0
