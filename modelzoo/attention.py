@@ -1,0 +1,89 @@
+"""Attention as one primitive that returns `(out, lse)`, and the merge of its partial results.
+
+Knows nothing of caches, layers or meshes: masks come as arrays, made from positions. Any split of the
+keys into parts gives the whole answer after `merge`; a part in which a query sees nothing has
+`lse = -inf`, adds exactly zero, and so never changes a bit of the result.
+
+Source of the split: Rabe and Staats 2021, "Self-attention Does Not Need O(n^2) Memory", section 3.
+"""
+
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+
+EMPTY_POSITION = -1
+"""Position of a cache entry that holds no token."""
+
+_MASKED_SCORE = -1e30
+
+
+class Attend(Protocol):
+    """One attention implementation; every one must equal `attend_dense` within tolerance."""
+
+    def __call__(
+        self, q_BTKGH: jax.Array, k_BKSH: jax.Array, v_BKSH: jax.Array, mask_BTS: jax.Array
+    ) -> tuple[jax.Array, jax.Array]: ...
+
+
+def visible(
+    query_position_BT: jax.Array, key_position_BS: jax.Array, window: int | None
+) -> jax.Array:
+    """`mask_BTS`: key is a token, not after the query, and among its latest `window` positions."""
+    query_BT1, key_B1S = query_position_BT[:, :, None], key_position_BS[:, None, :]
+    mask_BTS = (key_B1S > EMPTY_POSITION) & (key_B1S <= query_BT1)
+    if window is not None:
+        mask_BTS &= key_B1S > query_BT1 - window
+    return mask_BTS
+
+
+def attend_dense(
+    q_BTKGH: jax.Array, k_BKSH: jax.Array, v_BKSH: jax.Array, mask_BTS: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Attend over all keys at once: the reference implementation.
+
+    Returns `out_BTKGH` in the dtype of `v`, and the float32 log-sum-exp of the scaled scores `lse_BTKG`.
+    Where nothing is visible `out` is zero and `lse` is -inf.
+    """
+    scale = q_BTKGH.shape[-1] ** -0.5
+    scores_BKGTS = jnp.einsum(
+        "BTKGH,BKSH->BKGTS", q_BTKGH * scale, k_BKSH, preferred_element_type=jnp.float32
+    )
+    mask_B11TS = mask_BTS[:, None, None]
+    scores_BKGTS = jnp.where(mask_B11TS, scores_BKGTS, _MASKED_SCORE)
+    max_BKGT1 = scores_BKGTS.max(axis=-1, keepdims=True)
+    # the second mask keeps fully masked rows at weight zero
+    weights_BKGTS = jnp.where(mask_B11TS, jnp.exp(scores_BKGTS - max_BKGT1), 0.0)
+    sum_BKGT = weights_BKGTS.sum(axis=-1)
+    out_BKGTH = jnp.einsum(
+        "BKGTS,BKSH->BKGTH",
+        weights_BKGTS.astype(v_BKSH.dtype),
+        v_BKSH,
+        preferred_element_type=jnp.float32,
+    )
+    is_seen_BKGT = sum_BKGT > 0
+    safe_sum_BKGT = jnp.where(is_seen_BKGT, sum_BKGT, 1.0)
+    out_BKGTH = out_BKGTH / safe_sum_BKGT[..., None]
+    lse_BKGT = jnp.where(is_seen_BKGT, max_BKGT1[..., 0] + jnp.log(safe_sum_BKGT), -jnp.inf)
+    out_BTKGH = out_BKGTH.transpose(0, 3, 1, 2, 4).astype(v_BKSH.dtype)
+    return out_BTKGH, lse_BKGT.transpose(0, 3, 1, 2)
+
+
+def merge(parts: list[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Array]:
+    """Merge `(out, lse)` over disjoint sets of keys into `(out, lse)` over their union."""
+    if len(parts) == 1:
+        return parts[0]
+    max_BTKG = parts[0][1]
+    for _, lse_BTKG in parts[1:]:
+        max_BTKG = jnp.maximum(max_BTKG, lse_BTKG)
+    safe_max_BTKG = jnp.where(jnp.isneginf(max_BTKG), 0.0, max_BTKG)
+    total_BTKG = jnp.zeros_like(max_BTKG)
+    out_BTKGH = jnp.zeros(parts[0][0].shape, jnp.float32)
+    for part_BTKGH, lse_BTKG in parts:
+        weight_BTKG = jnp.exp(lse_BTKG - safe_max_BTKG)
+        total_BTKG = total_BTKG + weight_BTKG
+        out_BTKGH = out_BTKGH + weight_BTKG[..., None] * part_BTKGH.astype(jnp.float32)
+    safe_total_BTKG = jnp.where(total_BTKG > 0, total_BTKG, 1.0)
+    out_BTKGH = (out_BTKGH / safe_total_BTKG[..., None]).astype(parts[0][0].dtype)
+    lse_BTKG = jnp.where(total_BTKG > 0, safe_max_BTKG + jnp.log(safe_total_BTKG), -jnp.inf)
+    return out_BTKGH, lse_BTKG

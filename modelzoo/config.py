@@ -1,0 +1,101 @@
+"""What a decoder is: sizes and options, as frozen data. Knows nothing of files or checkpoints."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LinearScaling:
+    """Positions divided by `factor` (position interpolation, Chen et al. 2023, arXiv 2306.15595)."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """Long wavelengths stretched by `factor`, short ones kept, a ramp between (Llama 3.1 release)."""
+
+    factor: float
+    low_frequency_factor: float
+    high_frequency_factor: float
+    original_max_position: int
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """NTK-by-parts interpolation with a temperature (YaRN, Peng et al. 2023, arXiv 2309.00071)."""
+
+    factor: float
+    original_max_position: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    """Factor on cosines and sines; None means the paper's `0.1 * ln(factor) + 1`."""
+    truncate: bool = True
+    """Whether the borders of the ramp are rounded to whole dimensions, as the paper's code does."""
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding over the whole head (Su et al. 2021, arXiv 2104.09864)."""
+
+    theta: float = 10_000.0
+    scaling: LinearScaling | Llama3Scaling | YarnScaling | None = None
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Sizes and options of one decoder-only transformer."""
+
+    vocab_size: int
+    embed: int
+    mlp: int
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
+    windows: tuple[int | None, ...]
+    """One entry a layer: how many latest positions a token sees, itself included; None sees all."""
+    max_position: int
+    """Longest sequence (prompt and output) the model was published for."""
+    norm_epsilon: float = 1e-5
+    rope: RopeConfig = RopeConfig()
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+
+    def __post_init__(self):
+        sizes = {
+            name: getattr(self, name)
+            for name in (
+                "vocab_size",
+                "embed",
+                "mlp",
+                "num_query_heads",
+                "num_kv_heads",
+                "head_dim",
+                "num_layers",
+                "max_position",
+            )
+        }
+        for name, size in sizes.items():
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(f"{name}: expected a positive integer, got {size!r}.")
+        if self.num_query_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_query_heads: expected a multiple of num_kv_heads ({self.num_kv_heads}), "
+                f"got {self.num_query_heads}."
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim: rotary embedding needs an even size, got {self.head_dim}.")
+        for window in self.windows:
+            if window is not None and window < 1:
+                raise ValueError(f"windows: expected positive window sizes, got {window}.")
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.windows)
+
+    @property
+    def heads_per_kv(self) -> int:
+        return self.num_query_heads // self.num_kv_heads

@@ -1,0 +1,173 @@
+"""The key/value cache of the decode batch: plain pytrees, written and read by position.
+
+The cache is cut along the sequence at the grid's spans into *segments*, each an array of its own: a
+decode graph with span `s` takes the segments below `s` and nothing else, so a short span costs
+neither a copy nor a read of the rest. Every entry stores its position (`EMPTY_POSITION` when it holds
+no token) and masks come from those alone.
+
+Knows nothing of slots' owners, buckets or meshes. Guarantees: `insert` rewrites a slot whole, so
+nothing of its former owner, NaN included, can reach the next one; `append` writes in place inside a
+loop when the buffers are donated, and writes nothing for a row whose position lies past the segments.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .attention import EMPTY_POSITION, Attend, merge, visible
+from .config import DecoderConfig
+
+
+class KeysValues(NamedTuple):
+    """Keys and values of one layer, one array a segment."""
+
+    k_BKSH: tuple[jax.Array, ...]
+    v_BKSH: tuple[jax.Array, ...]
+
+
+class KVCache(NamedTuple):
+    """All layers' keys and values, and the positions that they share."""
+
+    layers: tuple[KeysValues, ...]
+    position_BS: tuple[jax.Array, ...]
+
+    def head(self, num_segments: int) -> "KVCache":
+        """The first segments, as a decode graph of their span takes them."""
+        layers = tuple(
+            KeysValues(kv.k_BKSH[:num_segments], kv.v_BKSH[:num_segments]) for kv in self.layers
+        )
+        return KVCache(layers, self.position_BS[:num_segments])
+
+    def with_head(self, head: "KVCache") -> "KVCache":
+        """This cache with its first segments replaced by `head`."""
+        n = len(head.position_BS)
+        layers = tuple(
+            KeysValues(new.k_BKSH + old.k_BKSH[n:], new.v_BKSH + old.v_BKSH[n:])
+            for new, old in zip(head.layers, self.layers, strict=True)
+        )
+        return KVCache(layers, head.position_BS + self.position_BS[n:])
+
+
+class PromptKeysValues(NamedTuple):
+    """Keys and values that a prefill made for one layer; entries past the true length are padding."""
+
+    k_BKTH: jax.Array
+    v_BKTH: jax.Array
+
+
+def allocate(config: DecoderConfig, slots: int, spans: Sequence[int], dtype: jnp.dtype) -> KVCache:
+    """An empty cache of zeros: a NaN in a masked entry would poison its row, so never `empty`."""
+    lengths = [end - start for start, end in zip((0, *spans), spans, strict=False)]
+
+    def segments() -> tuple[jax.Array, ...]:
+        shape = (slots, config.num_kv_heads)
+        return tuple(jnp.zeros((*shape, S, config.head_dim), dtype) for S in lengths)
+
+    layers = tuple(KeysValues(segments(), segments()) for _ in range(config.num_layers))
+    positions = tuple(jnp.full((slots, S), EMPTY_POSITION, jnp.int32) for S in lengths)
+    return KVCache(layers, positions)
+
+
+def insert(
+    cache: KVCache,
+    prompt: Sequence[PromptKeysValues],
+    true_length_B: jax.Array,
+    row: jax.Array,
+    slot: jax.Array,
+) -> KVCache:
+    """Rewrite `slot` with row `row` of a prefill: its tokens, then zeros and empty positions."""
+    starts = _starts(cache.position_BS)
+
+    def fill(segments: tuple[jax.Array, ...], new_BKTH: jax.Array) -> tuple[jax.Array, ...]:
+        new_1KTH = jax.lax.dynamic_slice_in_dim(new_BKTH, row, 1, axis=0)
+        return tuple(
+            jax.lax.dynamic_update_slice_in_dim(old, _cut(new_1KTH, start, old), slot, axis=0)
+            for start, old in zip(starts, segments, strict=True)
+        )
+
+    layers = tuple(
+        KeysValues(fill(kv.k_BKSH, new.k_BKTH), fill(kv.v_BKSH, new.v_BKTH))
+        for kv, new in zip(cache.layers, prompt, strict=True)
+    )
+    positions = []
+    for start, old_BS in zip(starts, cache.position_BS, strict=True):
+        index_S = start + jnp.arange(old_BS.shape[1])
+        new_S = jnp.where(index_S < true_length_B[row], index_S, EMPTY_POSITION)
+        positions.append(jax.lax.dynamic_update_slice_in_dim(old_BS, new_S[None], slot, axis=0))
+    return KVCache(layers, tuple(positions))
+
+
+def append_position(
+    position_BS: tuple[jax.Array, ...], position_B: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Mark the entry of each row's next token as holding it."""
+    return tuple(
+        _write(segment_BS, position_B[:, None], position_B - start, axis=0)
+        for start, segment_BS in zip(_starts(position_BS), position_BS, strict=True)
+    )
+
+
+def append(kv: KeysValues, new: PromptKeysValues, position_B: jax.Array) -> KeysValues:
+    """Write one token's key and value per row at its position."""
+    starts = _starts(kv.k_BKSH, axis=2)
+
+    def write(segments: tuple[jax.Array, ...], new_BK1H: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(
+            _write(segment, new_BK1H, position_B - start, axis=1)
+            for start, segment in zip(starts, segments, strict=True)
+        )
+
+    return KeysValues(write(kv.k_BKSH, new.k_BKTH), write(kv.v_BKSH, new.v_BKTH))
+
+
+def attend_cached(
+    attend: Attend,
+    q_BTKGH: jax.Array,
+    kv: KeysValues,
+    query_position_BT: jax.Array,
+    key_position_BS: tuple[jax.Array, ...],
+    window: int | None,
+) -> jax.Array:
+    """Attend to every segment and merge: `out_BTKGH`."""
+    parts = [
+        attend(q_BTKGH, k_BKSH, v_BKSH, visible(query_position_BT, position_BS, window))
+        for k_BKSH, v_BKSH, position_BS in zip(kv.k_BKSH, kv.v_BKSH, key_position_BS, strict=True)
+    ]
+    out_BTKGH, _ = merge(parts)
+    return out_BTKGH
+
+
+def _starts(segments: tuple[jax.Array, ...], axis: int = 1) -> list[int]:
+    starts, end = [], 0
+    for segment in segments:
+        starts.append(end)
+        end += segment.shape[axis]
+    return starts
+
+
+def _cut(new_1KTH: jax.Array, start: int, segment_BKSH: jax.Array) -> jax.Array:
+    """The part of a prompt that falls into a segment, filled up with zeros."""
+    S = segment_BKSH.shape[2]
+    part = new_1KTH[:, :, start : start + S]
+    missing = S - part.shape[2]
+    return jnp.pad(part, ((0, 0), (0, 0), (0, missing), (0, 0))).astype(segment_BKSH.dtype)
+
+
+def _write(segment: jax.Array, new: jax.Array, index_B: jax.Array, axis: int) -> jax.Array:
+    """Write one entry per row at `index_B` of `axis` (of the row); rows whose index is outside keep theirs.
+
+    NOTE: dynamic_update_slice clamps an index that is out of range, so such a row writes back what it
+    read. Neither a scatter nor a select over the segment: the first copies the cache on TPU, the second
+    everywhere.
+    """
+    size = segment.shape[axis + 1]
+
+    def write_row(row: jax.Array, entry: jax.Array, index: jax.Array) -> jax.Array:
+        old = jax.lax.dynamic_slice_in_dim(row, index, 1, axis)
+        is_inside = (index >= 0) & (index < size)
+        entry = jnp.where(is_inside, entry.astype(row.dtype), old)
+        return jax.lax.dynamic_update_slice_in_dim(row, entry, index, axis)
+
+    return jax.vmap(write_row)(segment, new, index_B)

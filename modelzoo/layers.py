@@ -1,0 +1,78 @@
+"""The blocks' small parts: weights with logical axes, norm, embedding, gated MLP.
+
+Knows nothing of attention, caches or meshes. Every weight declares its logical axes beside its shape;
+a layout is applied from outside by those names.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from . import axes
+
+
+def weight(
+    rngs: nnx.Rngs, shape: tuple[int, ...], logical_axes: tuple[str, ...], fan_in: int
+) -> nnx.Param:
+    """A random weight of variance 1 / fan_in, carrying its logical axes as metadata."""
+    value = jax.random.normal(rngs.params(), shape, jnp.float32) * fan_in**-0.5
+    return nnx.Param(value, logical_axes=logical_axes)
+
+
+def constant(value: float, shape: tuple[int, ...], logical_axes: tuple[str, ...]) -> nnx.Param:
+    """A weight that starts as a constant: norms at one, biases at zero."""
+    return nnx.Param(jnp.full(shape, value, jnp.float32), logical_axes=logical_axes)
+
+
+class RMSNorm(nnx.Module):
+    """Root mean square norm over the last axis, in float32 (Zhang and Sennrich 2019, 1910.07467)."""
+
+    def __init__(self, size: int, epsilon: float, logical_axis: str):
+        self.scale = constant(1.0, (size,), (logical_axis,))
+        self.epsilon = epsilon
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x32 = x.astype(jnp.float32)
+        mean_square = jnp.mean(x32 * x32, axis=-1, keepdims=True)
+        normed = x32 * jax.lax.rsqrt(mean_square + self.epsilon)
+        scale = self.scale[...].astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
+        return (normed * scale).astype(x.dtype)
+
+
+class Embedding(nnx.Module):
+    """Token table, also read the other way round as the output head."""
+
+    def __init__(self, rngs: nnx.Rngs, vocab_size: int, embed: int):
+        self.table = weight(rngs, (vocab_size, embed), (axes.VOCAB, axes.EMBED_IN), embed)
+
+    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
+        # ids are checked on the host: an id out of range would silently clamp here
+        return self.table[...].at[tokens_BT].get(mode="clip")
+
+    def logits(self, x_BD: jax.Array) -> jax.Array:
+        """Float32 `logits_BV` of final hidden states (any leading axes)."""
+        return jnp.einsum(
+            "...D,VD->...V", x_BD, self.table[...], preferred_element_type=jnp.float32
+        )
+
+
+class GatedMlp(nnx.Module):
+    """`down(silu(gate(x)) * up(x))` with gate and up as one product (Shazeer 2020, 2002.05202)."""
+
+    def __init__(self, rngs: nnx.Rngs, embed: int, mlp: int, *, use_bias: bool):
+        self.gate_up = weight(rngs, (embed, 2, mlp), (axes.EMBED_IN, "", axes.MLP), embed)
+        self.down = weight(rngs, (mlp, embed), (axes.MLP, axes.EMBED_IN), mlp)
+        if use_bias:
+            self.gate_up_bias = constant(0.0, (2, mlp), ("", axes.MLP))
+            self.down_bias = constant(0.0, (embed,), (axes.EMBED_IN,))
+        self.use_bias = use_bias
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        h_BTPF = jnp.einsum("BTD,DPF->BTPF", x_BTD, self.gate_up[...])
+        if self.use_bias:
+            h_BTPF = h_BTPF + self.gate_up_bias[...][None, None]
+        h_BTF = jax.nn.silu(h_BTPF[:, :, 0]) * h_BTPF[:, :, 1]
+        out_BTD = jnp.einsum("BTF,FD->BTD", h_BTF, self.down[...])
+        if self.use_bias:
+            out_BTD = out_BTD + self.down_bias[...][None, None]
+        return out_BTD

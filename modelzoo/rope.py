@@ -1,0 +1,71 @@
+"""Rotary position embeddings: frequencies at trace time, rotation from positions given as data.
+
+Knows nothing of caches or masks. Frequencies are float64 numpy until the last step, so a graph holds
+them as one small constant. The two halves of a head are rotated against each other ("rotate half",
+the order of Hugging Face checkpoints).
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
+
+
+def rotate(x_BTNH: jax.Array, position_BT: jax.Array, rope: RopeConfig) -> jax.Array:
+    """Rotate heads by their tokens' positions; computed in float32, returned in `x`'s dtype."""
+    frequency, factor = frequencies(rope, x_BTNH.shape[-1])
+    angle_BT1h = position_BT[..., None, None].astype(jnp.float32) * frequency
+    cos, sin = jnp.cos(angle_BT1h) * factor, jnp.sin(angle_BT1h) * factor
+    first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x_BTNH.dtype)
+
+
+def frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
+    """Radians per position of each of the `head_dim / 2` pairs, and the factor on cos and sin."""
+    exponent = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
+    frequency = rope.theta**-exponent
+    factor = 1.0
+    match rope.scaling:
+        case None:
+            pass
+        case LinearScaling():
+            frequency = frequency / rope.scaling.factor
+        case Llama3Scaling():
+            frequency = _llama3(frequency, rope.scaling)
+        case YarnScaling():
+            frequency = _yarn(frequency, rope.scaling, rope.theta, head_dim)
+            factor = rope.scaling.attention_factor
+            if factor is None:
+                factor = 0.1 * math.log(rope.scaling.factor) + 1.0
+    return frequency.astype(np.float32), factor
+
+
+def _llama3(frequency: np.ndarray, scaling: Llama3Scaling) -> np.ndarray:
+    """Source: meta-llama/llama-models, models/llama3/model.py, `apply_scaling`."""
+    wavelength = 2 * np.pi / frequency
+    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    smooth = (scaling.original_max_position / wavelength - low) / (high - low)
+    # beyond either border of the ramp the clip gives the pure stretched or pure original frequency
+    smooth = np.clip(smooth, 0.0, 1.0)
+    return (1 - smooth) * frequency / scaling.factor + smooth * frequency
+
+
+def _yarn(frequency: np.ndarray, scaling: YarnScaling, theta: float, head_dim: int) -> np.ndarray:
+    """Source: YaRN, arXiv 2309.00071, section 3.2 and equations 17 to 23."""
+
+    def dimension_of(rotations: float) -> float:
+        # the pair that turns `rotations` times over the original context
+        context = scaling.original_max_position / (rotations * 2 * math.pi)
+        return head_dim * math.log(context) / (2 * math.log(theta))
+
+    low, high = dimension_of(scaling.beta_fast), dimension_of(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    ramp = (np.arange(head_dim // 2) - low) / max(high - low, 0.001)
+    interpolated = np.clip(ramp, 0.0, 1.0)
+    return interpolated * frequency / scaling.factor + (1 - interpolated) * frequency

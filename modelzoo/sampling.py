@@ -1,0 +1,229 @@
+"""Sampling as array data: every parameter is a per-slot array, and one graph serves every mix of them.
+
+Knows nothing of models, caches or requests. Guarantees: a row's token depends on its own logits, its own
+parameters and its own key and step alone. Costly parts (penalties, biases, thresholds, noise, alternatives)
+sit under `lax.cond` and run only when some live row asks for them; a row that does not ask gets the same
+bits either way.
+
+Order of operations as in vLLM (v1/sample/sampler.py): logit bias, minimum length, penalties, temperature,
+min-p, top-k, top-p. Thresholds keep every token tied with the last one kept.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class SamplingState(NamedTuple):
+    """Parameters per slot, set at insert and constant until the slot changes hands."""
+
+    temperature_B: jax.Array
+    """0 is greedy."""
+    top_k_B: jax.Array
+    """0 is no limit."""
+    top_p_B: jax.Array
+    min_p_B: jax.Array
+    presence_B: jax.Array
+    frequency_B: jax.Array
+    repetition_B: jax.Array
+    key_B2: jax.Array
+    """Words of the row's threefry key."""
+    sample_B: jax.Array
+    """Number of this continuation among the request's `n`."""
+    min_length_B: jax.Array
+    """Tokens, prompt included, before which no stop token may come."""
+    stop_ids_BX: jax.Array
+    """Ids that end the row, filled up with the vocabulary size."""
+    bias_ids_BY: jax.Array
+    """Ids with a bias, filled up with the vocabulary size."""
+    bias_BY: jax.Array
+    num_logprobs_B: jax.Array
+    """Alternatives to report; -1 reports nothing."""
+
+
+class History(NamedTuple):
+    """The ids of each row so far: what penalties and step numbers are derived from."""
+
+    tokens_BS: jax.Array
+    prompt_length_B: jax.Array
+    length_B: jax.Array
+    """Prompt and output tokens; the number of the next one."""
+
+
+class TokenScores(NamedTuple):
+    """Log-probabilities under the raw logits: of the chosen token and of the R likeliest."""
+
+    logprob_B: jax.Array
+    top_ids_BR: jax.Array
+    top_logprobs_BR: jax.Array
+
+
+def sample(
+    logits_BV: jax.Array, state: SamplingState, history: History, is_live_B: jax.Array
+) -> jax.Array:
+    """Choose one token per row. Rows that are not live get some token and cost nothing extra."""
+    processed_BV = process_logits(logits_BV, state, history, is_live_B)
+    greedy_B = jnp.argmax(processed_BV, axis=-1).astype(jnp.int32)
+    is_random_B = state.temperature_B > 0
+
+    def draw(processed_BV: jax.Array) -> jax.Array:
+        temperature_B = jnp.where(is_random_B, state.temperature_B, 1.0)
+        scaled_BV = processed_BV / temperature_B[:, None]
+        kept_BV = jnp.where(keep_mask(scaled_BV, state, is_live_B), scaled_BV, -jnp.inf)
+        noise_BV = _gumbel_noise(state, history, kept_BV.shape[-1])
+        drawn_B = jnp.argmax(kept_BV + noise_BV, axis=-1).astype(jnp.int32)
+        return jnp.where(is_random_B, drawn_B, greedy_B)
+
+    return jax.lax.cond(jnp.any(is_random_B & is_live_B), draw, lambda _: greedy_B, processed_BV)
+
+
+def process_logits(
+    logits_BV: jax.Array, state: SamplingState, history: History, is_live_B: jax.Array
+) -> jax.Array:
+    """Apply biases, minimum length and penalties; rows that ask for none keep their bits."""
+    V = logits_BV.shape[-1]
+    row_B1 = jnp.arange(logits_BV.shape[0])[:, None]
+    is_short_B = history.length_B < state.min_length_B
+
+    def add_bias(logits_BV: jax.Array) -> jax.Array:
+        return logits_BV.at[row_B1, state.bias_ids_BY].add(state.bias_BY, mode="drop")
+
+    def forbid_stops(logits_BV: jax.Array) -> jax.Array:
+        ids_BX = jnp.where(is_short_B[:, None], state.stop_ids_BX, V)
+        return logits_BV.at[row_B1, ids_BX].set(-jnp.inf, mode="drop")
+
+    def penalise(logits_BV: jax.Array) -> jax.Array:
+        return _penalise(logits_BV, state, history)
+
+    has_bias_B = jnp.any(state.bias_ids_BY < V, axis=-1)
+    has_penalty_B = (
+        (state.repetition_B != 1.0) | (state.presence_B != 0.0) | (state.frequency_B != 0.0)
+    )
+    logits_BV = _when(jnp.any(has_bias_B & is_live_B), add_bias, logits_BV)
+    logits_BV = _when(jnp.any(is_short_B & is_live_B), forbid_stops, logits_BV)
+    return _when(jnp.any(has_penalty_B & is_live_B), penalise, logits_BV)
+
+
+def keep_mask(scaled_BV: jax.Array, state: SamplingState, is_live_B: jax.Array) -> jax.Array:
+    """Which tokens min-p, top-k and top-p leave to draw from."""
+    max_B1 = scaled_BV.max(axis=-1, keepdims=True)
+    # min_p = 0 gives log(0) = -inf: everything is kept
+    floor_BV = max_B1 + jnp.log(state.min_p_B)[:, None]
+    has_threshold_B = (state.top_k_B > 0) | (state.top_p_B < 1.0)
+
+    def thresholds(scaled_BV: jax.Array) -> jax.Array:
+        scaled_BV = jnp.where(scaled_BV >= floor_BV, scaled_BV, -jnp.inf)
+        order_BV = _ordered_bits(scaled_BV)
+        kth_B1 = _top_k_threshold(order_BV, state.top_k_B)
+        weight_BV = jnp.where(order_BV >= kth_B1, jnp.exp(scaled_BV - max_B1), 0.0)
+        return jnp.maximum(kth_B1, _top_p_threshold(order_BV, weight_BV, state.top_p_B))
+
+    lowest_B1 = jnp.full_like(max_B1, jnp.iinfo(jnp.int32).min, dtype=jnp.int32)
+    threshold_B1 = jax.lax.cond(
+        jnp.any(has_threshold_B & (state.temperature_B > 0) & is_live_B),
+        thresholds,
+        lambda _: lowest_B1,
+        scaled_BV,
+    )
+    return (_ordered_bits(scaled_BV) >= threshold_B1) & (scaled_BV >= floor_BV)
+
+
+def score_tokens(
+    logits_BV: jax.Array, token_B: jax.Array, num_logprobs_B: jax.Array, num_alternatives: int
+) -> TokenScores:
+    """Log-probabilities of the given tokens and of the likeliest; zeros when no row asks for any."""
+    B = logits_BV.shape[0]
+
+    def score(logits_BV: jax.Array) -> TokenScores:
+        lse_B = jax.nn.logsumexp(logits_BV, axis=-1)
+        chosen_B = jnp.take_along_axis(logits_BV, token_B[:, None], axis=-1)[:, 0] - lse_B
+        top_BR, ids_BR = jax.lax.top_k(logits_BV, num_alternatives)
+        return TokenScores(chosen_B, ids_BR, top_BR - lse_B[:, None])
+
+    def nothing(_: jax.Array) -> TokenScores:
+        shape = (B, num_alternatives)
+        return TokenScores(jnp.zeros(B), jnp.zeros(shape, jnp.int32), jnp.zeros(shape))
+
+    return jax.lax.cond(jnp.any(num_logprobs_B >= 0), score, nothing, logits_BV)
+
+
+def _when(condition: jax.Array, change, logits_BV: jax.Array) -> jax.Array:
+    return jax.lax.cond(condition, change, lambda x: x, logits_BV)
+
+
+def _penalise(logits_BV: jax.Array, state: SamplingState, history: History) -> jax.Array:
+    """Repetition counts prompt and output, presence and frequency the output alone (as vLLM does).
+
+    Source of the formulas: repetition, CTRL (Keskar et al. 2019, 1909.05858, section 4.1); presence and
+    frequency, OpenAI API reference.
+    """
+    B, V = logits_BV.shape
+    row_B1 = jnp.arange(B)[:, None]
+    index_S = jnp.arange(history.tokens_BS.shape[1])[None]
+    is_known_BS = index_S < history.length_B[:, None]
+    is_output_BS = is_known_BS & (index_S >= history.prompt_length_B[:, None])
+    ids_BS = jnp.where(is_known_BS, history.tokens_BS, V)
+    count_BV = jnp.zeros((B, V), jnp.float32)
+    count_BV = count_BV.at[row_B1, ids_BS].add(is_output_BS.astype(jnp.float32), mode="drop")
+    is_seen_BV = jnp.zeros((B, V), bool).at[row_B1, ids_BS].set(True, mode="drop")
+
+    factor_B1 = state.repetition_B[:, None]
+    repeated_BV = jnp.where(logits_BV > 0, logits_BV / factor_B1, logits_BV * factor_B1)
+    logits_BV = jnp.where(is_seen_BV, repeated_BV, logits_BV)
+    logits_BV = logits_BV - state.frequency_B[:, None] * count_BV
+    return logits_BV - state.presence_B[:, None] * (count_BV > 0)
+
+
+def _gumbel_noise(state: SamplingState, history: History, V: int) -> jax.Array:
+    """Noise from counter-based keys: a function of the row's seed, sample and step alone."""
+    step_B = history.length_B - history.prompt_length_B
+
+    def noise_row(key_2: jax.Array, sample: jax.Array, step: jax.Array) -> jax.Array:
+        key = jax.random.wrap_key_data(key_2, impl="threefry2x32")
+        key = jax.random.fold_in(jax.random.fold_in(key, sample), step)
+        return jax.random.gumbel(key, (V,), jnp.float32)
+
+    return jax.vmap(noise_row)(state.key_B2, state.sample_B, step_B)
+
+
+def _ordered_bits(x: jax.Array) -> jax.Array:
+    """Float32 as int32 with the same order, so that thresholds can be found by bisection."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    return bits ^ ((bits >> 31) & jnp.int32(0x7FFFFFFF))
+
+
+def _top_k_threshold(order_BV: jax.Array, top_k_B: jax.Array) -> jax.Array:
+    """The k-th largest value of each row; the lowest integer where there is no limit."""
+    k_B = jnp.where(top_k_B > 0, top_k_B, order_BV.shape[-1])
+    return _bisect(lambda t_B1: jnp.sum(order_BV >= t_B1, axis=-1) >= k_B, order_BV.shape[0])
+
+
+def _top_p_threshold(order_BV: jax.Array, weight_BV: jax.Array, top_p_B: jax.Array) -> jax.Array:
+    """The largest threshold that still keeps at least `top_p` of the weight (Holtzman et al. 2020)."""
+    needed_B = jnp.where(top_p_B < 1.0, top_p_B * weight_BV.sum(axis=-1), -1.0)
+
+    def keeps_enough(t_B1: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.where(order_BV >= t_B1, weight_BV, 0.0), axis=-1) >= needed_B
+
+    lowest_B1 = jnp.iinfo(jnp.int32).min
+    return jnp.where(top_p_B[:, None] < 1.0, _bisect(keeps_enough, order_BV.shape[0]), lowest_B1)
+
+
+def _bisect(holds, num_rows: int) -> jax.Array:
+    """The largest int32 per row for which `holds` (true below, false above), in 32 halvings.
+
+    Exact, and far cheaper than a sort of the vocabulary: each halving is one fused reduction.
+    """
+    low_B1 = jnp.full((num_rows, 1), jnp.iinfo(jnp.int32).min, jnp.int32)
+    high_B1 = jnp.full((num_rows, 1), jnp.iinfo(jnp.int32).max, jnp.int32)
+
+    def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        low_B1, high_B1 = bounds
+        # the mean of two int32 without overflow
+        middle_B1 = (low_B1 & high_B1) + ((low_B1 ^ high_B1) >> 1)
+        is_true_B1 = holds(middle_B1)[:, None]
+        return jnp.where(is_true_B1, middle_B1, low_B1), jnp.where(is_true_B1, high_B1, middle_B1)
+
+    low_B1, _ = jax.lax.fori_loop(0, 32, halve, (low_B1, high_B1))
+    return low_B1
