@@ -1,0 +1,1 @@
+"""(model, grid, target) -> executables. The only floor that lowers and compiles."""

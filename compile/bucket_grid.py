@@ -1,0 +1,98 @@
+"""The grid of static shapes that a plan fixes, and the fit of a request into it.
+
+Knows nothing of models, devices or files. Guarantees: `fit` either names one prefill bucket, chosen
+by the request alone, or raises `NoBucketFits`; nothing is ever truncated.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+
+class NoBucketFits(ValueError):
+    """A request needs a shape that the plan does not have."""
+
+
+class PrefillBucket(NamedTuple):
+    """One prefill graph's shape: tokens per row, and rows."""
+
+    length: int
+    batch: int
+
+
+@dataclass(frozen=True)
+class BucketGrid:
+    """All shapes of a plan: one batch size a prefill length, one slot count, nested decode spans."""
+
+    max_length: int
+    """Prompt and output together, per row."""
+    prefill: tuple[tuple[int, int], ...]
+    """`[length, batch]`, by growing length."""
+    decode_slots: int
+    decode_spans: tuple[int, ...]
+    """How much of the cache a decode graph reads; growing, the last is `max_length`."""
+    steps_per_call: int = 8
+    score: bool = False
+    """Whether prefill graphs that also score every prompt token are built beside the plain ones."""
+
+    def __post_init__(self):
+        buckets = tuple(PrefillBucket(*pair) for pair in self.prefill)
+        object.__setattr__(self, "prefill", buckets)
+        object.__setattr__(self, "decode_spans", tuple(self.decode_spans))
+        lengths = [bucket.length for bucket in buckets]
+        _check_growing("buckets.prefill lengths", lengths)
+        _check_growing("buckets.decode_spans", self.decode_spans)
+        for name, size in (
+            ("buckets.decode_slots", self.decode_slots),
+            ("buckets.steps_per_call", self.steps_per_call),
+            *((f"buckets.prefill batch of length {b.length}", b.batch) for b in buckets),
+        ):
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(f"{name}: expected a positive integer, got {size!r}.")
+        if self.decode_spans[-1] != self.max_length:
+            raise ValueError(
+                f"buckets.decode_spans: expected the last span to be max_length "
+                f"({self.max_length}), got {self.decode_spans[-1]}."
+            )
+        if lengths[-1] > self.max_length:
+            raise ValueError(
+                f"buckets.prefill: expected lengths of at most max_length ({self.max_length}), "
+                f"got {lengths[-1]}."
+            )
+
+    def fit(self, prompt_length: int, max_tokens: int | None) -> PrefillBucket:
+        """The bucket of a prompt; raises `NoBucketFits` when prompt or output is too long."""
+        lengths = [bucket.length for bucket in self.prefill]
+        for bucket in self.prefill:
+            if prompt_length <= bucket.length:
+                self._check_output(prompt_length, max_tokens)
+                return bucket
+        raise NoBucketFits(
+            f"the prompt needs prefill length {prompt_length}; buckets.prefill has lengths {lengths}. "
+            f"Add a length of at least {prompt_length}, or shorten the prompt."
+        )
+
+    def limit(self, prompt_length: int, max_tokens: int | None) -> int:
+        """Length at which a row ends: its prompt and `max_tokens`, by default all that is left."""
+        return self.max_length if max_tokens is None else prompt_length + max_tokens
+
+    def span_of(self, length: int) -> int:
+        """The shortest span that holds `length` positions."""
+        return next(span for span in self.decode_spans if length <= span)
+
+    def _check_output(self, prompt_length: int, max_tokens: int | None) -> None:
+        needed = prompt_length + (1 if max_tokens is None else max_tokens)
+        if needed > self.max_length:
+            raise NoBucketFits(
+                f"prompt ({prompt_length} tokens) and output ({needed - prompt_length}) need "
+                f"{needed} positions; buckets.max_length is {self.max_length}. Raise max_length, "
+                f"lower max_tokens, or shorten the prompt."
+            )
+
+
+def _check_growing(name: str, values: Sequence[int]) -> None:
+    is_growing = all(a < b for a, b in pairwise(values))
+    is_whole = all(isinstance(value, int) and value > 0 for value in values)
+    if not values or not is_whole or not is_growing:
+        raise ValueError(f"{name}: expected growing positive integers, got {list(values)}.")

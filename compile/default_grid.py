@@ -1,0 +1,121 @@
+"""A grid derived from the lengths of a job, for when no plan is given.
+
+Knows nothing of models or devices. The prefill lengths are those of least padding for the given
+number of graphs, found exactly by dynamic programming over lengths that are multiples of
+`LENGTH_STEP`: an optimal choice whose longest bucket is `b` consists of the bucket `b` for the rows
+above some length `a`, and an optimal choice whose longest bucket is `a`, because the cost of a
+bucket depends only on its two borders.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .bucket_grid import BucketGrid, PrefillBucket
+
+LENGTH_STEP = 16
+SPAN_STEP = 64
+
+
+@dataclass(frozen=True)
+class GridDefaults:
+    """What a derived grid aims for; a plan or `--set buckets.*` overrides the outcome."""
+
+    tokens_per_prefill: int = 512
+    """Tokens of one prefill call: enough to fill the matrix units, short enough to waste little."""
+    max_prefill_graphs: int = 6
+    max_decode_slots: int = 64
+    max_decode_graphs: int = 3
+    steps_per_call: int = 8
+    unspecified_output: int = 512
+    """Output tokens planned for a row that names no `max_tokens`."""
+
+
+@dataclass(frozen=True)
+class RowNeed:
+    """One admissible row of a job, as the scan saw it."""
+
+    prompt_length: int
+    max_tokens: int | None
+    num_sequences: int = 1
+    is_scored: bool = False
+
+
+def derive_grid(
+    rows: Sequence[RowNeed], max_position: int, defaults: GridDefaults | None = None
+) -> BucketGrid:
+    """The default grid of a job: least prefill padding, slots for its rows, spans up to its longest."""
+    defaults = defaults or GridDefaults()
+    rows = [row for row in rows if row.prompt_length < max_position] or [RowNeed(1, 1)]
+    needs = [
+        row.prompt_length
+        + (defaults.unspecified_output if row.max_tokens is None else row.max_tokens)
+        for row in rows
+    ]
+    fitting = [need for need in needs if need <= max_position]
+    longest = max(fitting, default=max_position)
+    if any(row.max_tokens is None for row in rows):
+        longest = min(max(longest, max(needs)), max_position)
+    max_length = min(_round_up(longest, LENGTH_STEP), max_position)
+    lengths = [min(row.prompt_length, max_length) for row in rows]
+    num_sequences = sum(row.num_sequences for row in rows if row.max_tokens != 0)
+    return BucketGrid(
+        max_length=max_length,
+        prefill=tuple(_least_padding(lengths, max_length, defaults)),
+        decode_slots=max(1, min(defaults.max_decode_slots, num_sequences)),
+        decode_spans=_spans(max_length, defaults.max_decode_graphs),
+        steps_per_call=defaults.steps_per_call,
+        score=any(row.is_scored for row in rows),
+    )
+
+
+def prefill_padding(rows: Sequence[int], buckets: Sequence[PrefillBucket]) -> tuple[int, int]:
+    """Real and computed prefill tokens of prompts of these lengths, partly filled batches included."""
+    counts = dict.fromkeys(buckets, 0)
+    for length in rows:
+        counts[next(bucket for bucket in buckets if length <= bucket.length)] += 1
+    computed = sum(-(-count // b.batch) * b.batch * b.length for b, count in counts.items())
+    return sum(rows), computed
+
+
+def _least_padding(
+    lengths: Sequence[int], max_length: int, defaults: GridDefaults
+) -> list[PrefillBucket]:
+    """Prefill buckets of least computed tokens; see the module's argument."""
+    borders = sorted({min(_round_up(length, LENGTH_STEP), max_length) for length in lengths})
+    at_most = [sum(length <= border for length in lengths) for border in borders]
+
+    def bucket(start: int, end: int) -> tuple[int, PrefillBucket]:
+        count = at_most[end] - (at_most[start] if start >= 0 else 0)
+        length = borders[end]
+        return min(
+            (-(-count // batch) * batch * length, -batch) for batch in _batches(length, defaults)
+        ), length
+
+    best: list[dict[int, tuple[int, list[PrefillBucket]]]] = [{-1: (0, [])}]
+    for _ in range(defaults.max_prefill_graphs):
+        level: dict[int, tuple[int, list[PrefillBucket]]] = {}
+        for start, (cost, chosen) in best[-1].items():
+            for end in range(start + 1, len(borders)):
+                (computed, batch), length = bucket(start, end)
+                if end not in level or cost + computed < level[end][0]:
+                    level[end] = (cost + computed, [*chosen, PrefillBucket(length, -batch)])
+        best.append(level)
+    last = len(borders) - 1
+    return min((level[last] for level in best if last in level), key=lambda found: found[0])[1]
+
+
+def _batches(length: int, defaults: GridDefaults) -> range:
+    """Batch sizes that keep a call between half of and the whole target of tokens."""
+    most = max(1, defaults.tokens_per_prefill // length)
+    return range(max(1, -(-defaults.tokens_per_prefill // (2 * length))), most + 1) or range(1, 2)
+
+
+def _spans(max_length: int, count: int) -> tuple[int, ...]:
+    steps = {
+        min(_round_up(max_length * i // count, SPAN_STEP), max_length) for i in range(1, count)
+    }
+    return tuple(sorted(steps | {max_length}))
+
+
+def _round_up(value: int, step: int) -> int:
+    return -(-value // step) * step

@@ -1,0 +1,47 @@
+"""Counts compiles, so that a run can prove it made none. Knows nothing of graphs or grids."""
+
+import threading
+
+import jax
+
+_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+_CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
+
+
+class CompileMonitor:
+    """Number of programs handed to the compiler in this process since it was first asked for.
+
+    Loads from the persistent compilation cache count too: after the build neither may happen.
+    """
+
+    def __init__(self):
+        self.num_compiles = 0
+        self._local = threading.local()
+        jax.monitoring.register_event_duration_secs_listener(self._on_duration)
+        jax.monitoring.register_event_listener(self._on_event)
+
+    def take_cache_hit(self) -> bool:
+        """Whether this thread's latest compile came from the persistent cache; forgets it."""
+        hit = getattr(self._local, "hit", False)
+        self._local.hit = False
+        return hit
+
+    def _on_duration(self, event: str, duration: float, **_: object) -> None:
+        del duration
+        if event == _COMPILE_EVENT:
+            self.num_compiles += 1
+
+    def _on_event(self, event: str, **_: object) -> None:
+        if event == _CACHE_HIT_EVENT:
+            self._local.hit = True
+
+
+_monitor: CompileMonitor | None = None
+
+
+def compile_monitor() -> CompileMonitor:
+    """The process's monitor; jax offers no way to take a listener back, so there is one."""
+    global _monitor
+    if _monitor is None:
+        _monitor = CompileMonitor()
+    return _monitor
