@@ -1,0 +1,193 @@
+"""Tensors of a Hugging Face directory: `model.safetensors`, or shards with an index.
+
+Knows nothing of parameters or devices. The strict reader of the `safetensors` package does the
+parsing and the slicing; this module adds what it lets pass (duplicate keys, ranks and counts
+without end, odd dtypes) and everything about the index.
+
+Guarantees: every tensor listed is held by exactly one shard, the one that the index names, and every
+tensor in a shard is listed. Pickles (`.bin`, `.pt`, ...) are never opened.
+"""
+
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .errors import CheckpointError, InvalidSafetensors, ModelNotFound, require
+from .json_files import file_inside, parse_json_object, read_json_object
+from .tensor_source import FileStamp, Index, TensorInfo
+
+MAX_HEADER_BYTES = 32 * 2**20
+MAX_TENSORS = 100_000
+MAX_RANK = 8
+DTYPES = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL")
+"""What may stand in a file. Parameters are filled from floating tensors only."""
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+
+
+class SafetensorsDirectory:
+    """The tensors of a directory, over one open handle a file."""
+
+    def __init__(self, directory: Path):
+        self._shards, weight_map = _find_shards(directory)
+        self._files: dict[str, _File] = {}
+        self._home: dict[str, _File] = {}
+        problems: list[str] = []
+        for shard, path in self._shards.items():
+            file = self._files[shard] = _File(path)
+            for name in file.tensors:
+                if name in self._home:
+                    other = self._home[name].path.name
+                    problems.append(f"{name!r} is in two shards, {other} and {shard}")
+                elif weight_map is not None and weight_map.get(name, shard) != shard:
+                    problems.append(f"{name!r} is in {shard}, the index says {weight_map[name]}")
+                elif weight_map is not None and name not in weight_map:
+                    problems.append(f"{name!r} is in {shard} but not in the index")
+                self._home[name] = file
+        missing = (weight_map or {}).keys() - self._home.keys()
+        problems += [f"{name!r} is in the index but in no shard" for name in sorted(missing)]
+        if problems:
+            shown = "\n  ".join(problems[:20])
+            raise InvalidSafetensors(
+                f"{directory}: expected shards and index to agree, got {len(problems)} "
+                f"differences:\n  {shown}\nFetch the checkpoint again."
+            )
+        self._tensors = {name: file.tensors[name] for name, file in self._home.items()}
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        return self._tensors
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return tuple(self._shards.values())
+
+    def read(self, name: str, index: Index | None = None) -> np.ndarray:
+        """Read a tensor or a box of it; only the bytes of the box are touched."""
+        return self._home[name].read(name, index)
+
+    def close(self) -> None:
+        # The handles of safetensors have no close; a mapping ends with its last reference.
+        self._files.clear()
+        self._home.clear()
+
+
+def weight_files(directory: Path) -> tuple[Path, ...]:
+    """The safetensors files of a directory, checked to lie inside it, none opened."""
+    return tuple(_find_shards(directory)[0].values())
+
+
+def _find_shards(directory: Path) -> tuple[dict[str, Path], dict[str, str] | None]:
+    """Shards by file name, and the index's map from tensor to shard if there is one."""
+    if (directory / INDEX).exists():
+        index_path = file_inside(directory, INDEX, ".json", str(directory))
+        weight_map = read_json_object(index_path, InvalidSafetensors).get("weight_map")
+        where = f"{index_path}: weight_map"
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise InvalidSafetensors(f"{where}: expected tensor names with shards, got none.")
+        try:
+            shards = {
+                str(name): file_inside(directory, name, ".safetensors", where)
+                for name in dict.fromkeys(weight_map.values())
+            }
+        except (CheckpointError, TypeError) as error:  # TypeError: an unhashable shard "name"
+            raise InvalidSafetensors(f"{error}") from error
+        return shards, weight_map
+    if (directory / SINGLE).exists():
+        return {SINGLE: file_inside(directory, SINGLE, ".safetensors", str(directory))}, None
+    raise ModelNotFound(_what_is_there(directory))
+
+
+def _what_is_there(directory: Path) -> str:
+    expected = f"{directory}: expected {SINGLE} or {INDEX}, got"
+    pickles = sorted(p.name for p in directory.iterdir() if p.suffix in PICKLES)
+    if pickles:
+        return (
+            f"{expected} only pickled weights ({', '.join(pickles[:5])}). A pickle can run any "
+            f"program when it is opened, so noria never opens one. In an environment you trust, "
+            f"convert: transformers' `AutoModelForCausalLM.from_pretrained(SOURCE)"
+            f".save_pretrained(TARGET)` writes safetensors."
+        )
+    others = sorted(p.name for p in directory.glob("*.safetensors"))
+    return f"{expected} {', '.join(others[:5]) if others else 'no weights'}."
+
+
+class _File:
+    """One safetensors file, its header checked twice: by the package and against our limits."""
+
+    def __init__(self, path: Path):
+        package = require("safetensors", "hf")
+        self.path = path
+        self._stamp = FileStamp(path)
+        header = _read_header(path)
+        try:
+            self._handle: Any = package.safe_open(path, "np")
+        except package.SafetensorError as error:
+            raise InvalidSafetensors(f"{path}: expected a safetensors file, got {error}.") from error
+        self._error = package.SafetensorError
+        entries = parse_json_object(header, str(path), InvalidSafetensors)
+        entries.pop("__metadata__", None)
+        if len(entries) > MAX_TENSORS:
+            raise InvalidSafetensors(
+                f"{path}: expected at most {MAX_TENSORS} tensors, got {len(entries)}."
+            )
+        self.tensors = {name: _tensor_info(path, name, entry) for name, entry in entries.items()}
+
+    def read(self, name: str, index: Index | None) -> np.ndarray:
+        self._stamp.check()
+        shape = self.tensors[name].shape
+        if index and any(len(range(*s.indices(n))) == 0 for s, n in zip(index, shape, strict=True)):
+            return np.empty(
+                [len(range(*s.indices(n))) for s, n in zip(index, shape, strict=True)],
+                self.tensors[name].dtype,
+            )
+        try:
+            return self._handle.get_slice(name)[index] if index else self._handle.get_tensor(name)
+        except (self._error, OSError) as error:
+            raise InvalidSafetensors(f"{self.path}: reading {name!r} failed: {error}") from error
+
+
+def _read_header(path: Path) -> bytes:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        if len(start) < 8:
+            raise InvalidSafetensors(f"{path}: expected a safetensors header, got {size} bytes.")
+        (length,) = struct.unpack("<Q", start)
+        limit = min(MAX_HEADER_BYTES, size - 8)
+        if length > limit:
+            raise InvalidSafetensors(
+                f"{path}: expected a header of at most {limit} bytes, got {length}."
+            )
+        return file.read(length)
+
+
+def _tensor_info(path: Path, name: str, entry: dict[str, Any]) -> TensorInfo:
+    """The package has proven the offsets; what is left are our limits."""
+    stored_as, shape = entry["dtype"], tuple(entry["shape"])
+    if stored_as not in DTYPES:
+        raise InvalidSafetensors(
+            f"{path}: {name!r}: expected a dtype of {', '.join(DTYPES)}, got {stored_as}."
+        )
+    if len(shape) > MAX_RANK or 0 in shape:
+        raise InvalidSafetensors(
+            f"{path}: {name!r}: expected at most {MAX_RANK} axes, none empty, got {len(shape)} "
+            f"axes{' with an empty one' if 0 in shape else ''}."
+        )
+    start, stop = entry["data_offsets"]
+    return TensorInfo(shape, _numpy_dtype(stored_as), stored_as, stop - start)
+
+
+def _numpy_dtype(stored_as: str) -> np.dtype:
+    if stored_as == "BF16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    if stored_as == "BOOL":
+        return np.dtype(bool)
+    kind = {"F": "f", "I": "i", "U": "u"}[stored_as[0]]
+    return np.dtype(f"{kind}{int(stored_as[1:]) // 8}")

@@ -1,0 +1,261 @@
+"""Published tensors by name, read slice by slice, and rearranged into (part of) a parameter.
+
+Knows nothing of file formats, devices or families. `TensorSource` is what each format offers;
+`AxisPattern` reads "`(k g h) d -> d k g h`" and answers two questions: which shape comes out of a
+tensor, and which slice of the tensor is needed for a slice of the parameter.
+
+Guarantees: `AxisPattern.read(source, name, index)` equals the whole tensor reshaped, transposed and
+then indexed, and asks the source for the smallest contiguous box that holds the answer.
+"""
+
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from ...modelzoo.families.mapping import Part
+from .errors import CheckpointChanged
+
+Index = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Shape and dtype as `TensorSource.read` returns them, and how the file stores them."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    stored_as: str
+    """The format's own name, e.g. `BF16` or `Q4_1`."""
+    num_bytes: int
+    """Bytes in the file."""
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+class TensorSource(Protocol):
+    """The tensors of one checkpoint. Reading is by value: an array never refers to the file."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]: ...
+
+    def read(self, name: str, index: Index | None = None) -> np.ndarray:
+        """Read a tensor, or the box of it that `index` (slices of step 1) asks for."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class FileStamp:
+    """Size and modification time of a file when it was opened, to notice a change under way."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._stamp = self._now()
+
+    def check(self) -> None:
+        """Raise `CheckpointChanged` if the file is not the one that was opened."""
+        if (now := self._now()) != self._stamp:
+            raise CheckpointChanged(
+                f"{self._path}: expected the file as it was opened (bytes, mtime ns) "
+                f"{self._stamp[1:]}, got {now[1:]}. It changed while it was read: start again."
+            )
+
+    def _now(self) -> tuple[int, int, int]:
+        status = os.stat(self._path)
+        return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A half-open range of positions along an axis."""
+
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return max(self.stop - self.start, 0)
+
+    def as_slice(self) -> slice:
+        return slice(self.start, self.stop)
+
+
+def intervals(index: Sequence[slice], shape: Sequence[int]) -> tuple[Interval, ...]:
+    """Resolve slices against a shape; only step 1 is known."""
+    if len(index) != len(shape):
+        raise IndexError(f"expected {len(shape)} slices for shape {tuple(shape)}, got {len(index)}")
+    resolved = []
+    for part, size in zip(index, shape, strict=True):
+        start, stop, step = part.indices(size)
+        if step != 1:
+            raise IndexError(f"expected slices of step 1, got {part}")
+        resolved.append(Interval(start, max(stop, start)))
+    return tuple(resolved)
+
+
+@dataclass(frozen=True)
+class AxisPattern:
+    """How the axes of a tensor become those of a parameter: `(k g h) d -> d k g h`.
+
+    Each side is a sequence of groups, a group being the names that share one axis, major to minor.
+    A literal `1` on the right is an empty group: an axis of size one.
+    """
+
+    source: tuple[tuple[str, ...], ...]
+    target: tuple[tuple[str, ...], ...]
+    sizes: tuple[tuple[str, int], ...] = ()
+
+    @classmethod
+    def of(cls, part: Part) -> "AxisPattern":
+        """Parse the pattern of a part.
+
+        >>> AxisPattern.of(Part("q", "(k h) d -> d k 1 h", (("h", 4),))).target
+        (('d',), ('k',), (), ('h',))
+        """
+        sides = part.axes.split("->")
+        if len(sides) != 2:
+            raise ValueError(f"axis pattern {part.axes!r}: expected one '->', got {len(sides) - 1}")
+        source, target = (_parse_side(side, part.axes) for side in sides)
+        names = _flat(source)
+        if () in source:
+            raise ValueError(f"axis pattern {part.axes!r}: a literal 1 may stand on the right only")
+        if len(set(names)) != len(names) or sorted(names) != sorted(_flat(target)):
+            raise ValueError(
+                f"axis pattern {part.axes!r}: expected each name once on each side, "
+                f"got {names} and {_flat(target)}"
+            )
+        return cls(source, target, part.sizes)
+
+    def parameter_shape(self, tensor_shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape that a tensor of the given shape turns into; ValueError if it cannot."""
+        sizes = self._resolve(tensor_shape)
+        return tuple(math.prod(sizes[name] for name in group) for group in self.target)
+
+    def read(self, source: TensorSource, name: str, index: Index | None = None) -> np.ndarray:
+        """Read the box `index` of the parameter from the tensor `name`.
+
+        In three steps: (1) the box in target axes becomes an interval of each name, (2) the
+        intervals of a source group become one interval of that axis, which is read, (3) what was
+        read is cut, transposed, grouped and cut again where an interval had to be widened.
+        """
+        sizes = self._resolve(source.tensors[name].shape)
+        target_shape = [math.prod(sizes[n] for n in group) for group in self.target]
+        wanted = intervals(index or (slice(None),) * len(target_shape), target_shape)
+        if not all(map(len, wanted)):
+            return np.empty([len(i) for i in wanted], source.tensors[name].dtype)
+
+        kept: dict[str, Interval] = {}
+        for group, interval in zip(self.target, wanted, strict=True):
+            kept |= _split(group, interval, sizes)
+
+        boxes = [_cover(group, kept, sizes) for group in self.source]
+        array = source.read(name, tuple(box.as_slice() for box in boxes))
+
+        held: dict[str, Interval] = {}
+        for group, box in zip(self.source, boxes, strict=True):
+            held |= _split(group, box, sizes)
+        names = _flat(self.source)
+        array = array.reshape([len(held[n]) for n in names])
+        array = array[tuple(_relative(kept[n], held[n].start) for n in names)]
+        array = array.transpose([names.index(n) for n in _flat(self.target)])
+        array = array.reshape([math.prod(len(kept[n]) for n in group) for group in self.target])
+        return array[
+            tuple(
+                _relative(interval, _offset(group, kept, sizes))
+                for group, interval in zip(self.target, wanted, strict=True)
+            )
+        ]
+
+    def _resolve(self, tensor_shape: Sequence[int]) -> dict[str, int]:
+        """Sizes of all names, from the given ones and the tensor's shape."""
+        if len(tensor_shape) != len(self.source):
+            raise ValueError(f"expected {len(self.source)} axes, got shape {tuple(tensor_shape)}")
+        given = dict(self.sizes)
+        sizes: dict[str, int] = {}
+        for group, length in zip(self.source, tensor_shape, strict=True):
+            unknown = [name for name in group if name not in given]
+            known = math.prod(given[name] for name in group if name in given)
+            if len(unknown) > 1:
+                raise ValueError(f"expected at most one name of {group} without a size")
+            if known == 0 or length % known or (not unknown and length != known):
+                multiple = "a multiple of " if unknown else ""
+                raise ValueError(f"expected axis ({' '.join(group)}) of {multiple}{known}, "
+                                 f"got {length}")  # fmt: skip
+            sizes |= {name: given.get(name, length // known) for name in group}
+        return sizes
+
+
+def _parse_side(text: str, axes: str) -> tuple[tuple[str, ...], ...]:
+    tokens = re.findall(r"\([^()]*\)|[^\s()]+", text)
+    if "".join(tokens).replace(" ", "") != text.replace(" ", ""):
+        raise ValueError(f"axis pattern {axes!r}: expected names and one level of parentheses")
+    groups = []
+    for token in tokens:
+        names = token.strip("()").split()
+        groups.append(() if names == ["1"] else tuple(names))
+        if any(not name.isidentifier() for name in groups[-1]) or not names:
+            raise ValueError(f"axis pattern {axes!r}: expected names, got {token!r}")
+    return tuple(groups)
+
+
+def _flat(groups: Iterable[tuple[str, ...]]) -> list[str]:
+    return [name for group in groups for name in group]
+
+
+def _split(
+    group: tuple[str, ...], interval: Interval, sizes: Mapping[str, int]
+) -> dict[str, Interval]:
+    """Intervals of the names of a group that together hold an interval of its axis.
+
+    With sizes k=4, h=8: [8, 24) of (k h) is k [1, 3), h [0, 8); so is [9, 24), which is cut later;
+    [10, 12) is k [1, 2), h [2, 4), because inside one k the minor names are an axis of their own.
+    """
+    result: dict[str, Interval] = {}
+    for position, name in enumerate(group):
+        minor = math.prod(sizes[n] for n in group[position + 1 :])
+        major = Interval(interval.start // minor, -(-interval.stop // minor))
+        result[name] = major
+        if len(major) > 1:
+            result |= {n: Interval(0, sizes[n]) for n in group[position + 1 :]}
+            break
+        interval = Interval(
+            interval.start - major.start * minor, interval.stop - major.start * minor
+        )
+    return result
+
+
+def _cover(
+    group: tuple[str, ...], kept: Mapping[str, Interval], sizes: Mapping[str, int]
+) -> Interval:
+    """Return the smallest interval of a group's axis that holds the intervals of its names."""
+    first = _offset(group, kept, sizes)
+    last = 0
+    for name in group:
+        last = last * sizes[name] + kept[name].stop - 1
+    return _widen(group, Interval(first, last + 1), sizes)
+
+
+def _widen(group: tuple[str, ...], interval: Interval, sizes: Mapping[str, int]) -> Interval:
+    """Widen an interval of a group's axis until it is a box of the names."""
+    box = _split(group, interval, sizes)
+    first = _offset(group, box, sizes)
+    return Interval(first, first + math.prod(len(box[name]) for name in group))
+
+
+def _offset(group: tuple[str, ...], kept: Mapping[str, Interval], sizes: Mapping[str, int]) -> int:
+    """Position along the group's axis of the first element of the names' intervals."""
+    offset = 0
+    for name in group:
+        offset = offset * sizes[name] + kept[name].start
+    return offset
+
+
+def _relative(interval: Interval, origin: int) -> slice:
+    return slice(interval.start - origin, interval.stop - origin)

@@ -1,0 +1,141 @@
+"""Axis patterns against plain numpy, whole and in random slices."""
+
+import math
+
+import numpy as np
+import pytest
+
+from noria.modelzoo.families.mapping import Part
+from noria.runtime.checkpoint.errors import CheckpointChanged
+from noria.runtime.checkpoint.tensor_source import AxisPattern, FileStamp, TensorInfo
+
+K, G, H, D, V = 3, 2, 8, 5, 7
+
+CASES = {
+    "(k g h) d -> d k g h": (
+        (K * G * H, D),
+        (("k", K), ("g", G)),
+        lambda x: x.reshape(K, G, H, D).transpose(3, 0, 1, 2),
+    ),
+    "(k h) d -> d k 1 h": (
+        (K * H, D),
+        (("h", H),),
+        lambda x: x.reshape(K, H, D).transpose(2, 0, 1)[:, :, None],
+    ),
+    "f d -> d 1 f": ((V, D), (), lambda x: x.T[:, None]),
+    "v d -> v d": ((V, D), (), lambda x: x),
+    "d -> d": ((D,), (), lambda x: x),
+    "(k g half two) d -> d k g (two half)": (
+        (K * G * H, D),
+        (("k", K), ("g", G), ("two", 2)),
+        lambda x: x.reshape(K, G, H // 2, 2, D).transpose(4, 0, 1, 3, 2).reshape(D, K, G, H),
+    ),
+    "(k half two) -> k 1 (two half)": (
+        (K * H,),
+        (("k", K), ("two", 2)),
+        lambda x: x.reshape(K, H // 2, 2).transpose(0, 2, 1).reshape(K, 1, H),
+    ),
+    "d (k g h) -> k g h d": (
+        (D, K * G * H),
+        (("k", K), ("h", H)),
+        lambda x: x.reshape(D, K, G, H).transpose(1, 2, 3, 0),
+    ),
+    "(k g h) d -> (h k) (d g)": (
+        (K * G * H, D),
+        (("k", K), ("g", G), ("h", H)),
+        lambda x: x.reshape(K, G, H, D).transpose(2, 0, 3, 1).reshape(H * K, D * G),
+    ),
+    "e f d -> e d 1 f": ((K, V, D), (), lambda x: x.transpose(0, 2, 1)[:, :, None]),
+}
+
+
+class Recorded:
+    """A tensor source over one array that notes which boxes were read."""
+
+    def __init__(self, array: np.ndarray):
+        self.array = array
+        self.tensors = {"w": TensorInfo(array.shape, array.dtype, "F32", array.nbytes)}
+        self.boxes = []
+
+    def read(self, name, index=None):
+        self.boxes.append(index)
+        return self.array[index] if index else self.array
+
+    def close(self):
+        pass
+
+
+def case(axes):
+    shape, sizes, reference = CASES[axes]
+    array = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
+    return Recorded(array), AxisPattern.of(Part("w", axes, sizes)), reference(array)
+
+
+@pytest.mark.parametrize("axes", CASES)
+def test_a_whole_parameter_equals_reshape_and_transpose(axes):
+    source, pattern, expected = case(axes)
+    assert pattern.parameter_shape(source.array.shape) == expected.shape
+    np.testing.assert_array_equal(pattern.read(source, "w"), expected)
+
+
+@pytest.mark.parametrize("axes", CASES)
+def test_any_slice_equals_the_slice_of_the_whole(axes):
+    source, pattern, expected = case(axes)
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        ends = [sorted(rng.integers(0, size + 1, 2)) for size in expected.shape]
+        index = tuple(slice(int(a), int(b)) for a, b in ends)
+        np.testing.assert_array_equal(pattern.read(source, "w", index), expected[index])
+
+
+def test_a_slice_of_heads_reads_only_their_rows():
+    source, pattern, _ = case("(k g h) d -> d k g h")
+    every = slice(None)
+    pattern.read(source, "w", (every, slice(1, 2), every, every))
+    assert source.boxes == [(slice(G * H, 2 * G * H), slice(0, D))]
+
+
+def test_a_slice_inside_one_head_of_permuted_rows_reads_only_that_head():
+    source, pattern, _ = case("(k g half two) d -> d k g (two half)")
+    pattern.read(source, "w", (slice(0, 2), slice(2, 3), slice(1, 2), slice(1, 3)))
+    (box,) = source.boxes
+    first = (2 * G + 1) * H
+    assert box[0].start >= first and box[0].stop <= first + H
+    assert box[1] == slice(0, 2)
+
+
+def test_an_empty_slice_reads_nothing():
+    source, pattern, _ = case("v d -> v d")
+    assert pattern.read(source, "w", (slice(2, 2), slice(0, D))).shape == (0, D)
+    assert source.boxes == []
+
+
+def test_an_axis_that_does_not_divide_is_refused_with_the_numbers():
+    _, pattern, _ = case("(k g h) d -> d k g h")
+    with pytest.raises(ValueError, match=r"\(k g h\) of a multiple of 6, got 47"):
+        pattern.parameter_shape((47, D))
+
+
+def test_a_tensor_of_another_rank_is_refused():
+    _, pattern, _ = case("v d -> v d")
+    with pytest.raises(ValueError, match=r"expected 2 axes, got shape \(4,\)"):
+        pattern.parameter_shape((4,))
+
+
+@pytest.mark.parametrize(
+    "axes",
+    ["v d", "v d -> v", "v v -> v v", "v 1 -> v", "((v) d) -> v d", "(v d -> v d", "() v -> v"],
+)
+def test_a_pattern_that_says_nothing_sensible_is_refused(axes):
+    with pytest.raises(ValueError, match="axis pattern"):
+        AxisPattern.of(Part("w", axes))
+
+
+def test_a_file_that_changes_after_it_was_opened_is_noticed(tmp_path):
+    path = tmp_path / "weights"
+    path.write_bytes(b"one")
+    stamp = FileStamp(path)
+    stamp.check()
+    path.write_bytes(b"other")
+    with pytest.raises(CheckpointChanged, match="changed while it was read"):
+        stamp.check()
