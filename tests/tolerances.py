@@ -15,7 +15,7 @@ FLOAT32_MODEL_LOGPROB = 1e-4
 # logits are closer than this; it is ten times what whole-model sums differ by.
 NEAR_TIE_GAP = 1e-3
 
-# One operation in bfloat16: eight bits of mantissa, so 2**-8 of the value, and some slack near zero.
+# One operation in bfloat16: eight bits of mantissa, so 2**-8 of the value; slack near zero.
 BFLOAT16_ELEMENTWISE = 1e-3
 BFLOAT16_ELEMENTWISE_RELATIVE = 1e-2
 

@@ -1,0 +1,60 @@
+"""Run the benchmark's prompts through vLLM's CPU build: one `LLM.generate` call with all of them.
+
+Runs as a process of its own (see engine_protocol.py) and imports nothing of noria. vLLM compiles
+while it loads, so that time is in `load_seconds`.
+"""
+
+import os
+import time
+
+from engine_protocol import finish, read_job
+
+
+def main() -> None:
+    job = read_job()
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = "4"
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{job.num_threads - 1}"
+    os.environ["VLLM_NO_USAGE_STATS"] = "1"
+    import torch
+    import vllm
+
+    started = time.perf_counter()
+    llm = vllm.LLM(
+        model=job.model,
+        dtype="float32",
+        max_model_len=1024,
+        max_num_seqs=len(job.prompts),
+        **job.options,
+    )
+    load_seconds = time.perf_counter() - started
+
+    # other ids than the benchmark's, so that the prefix cache holds nothing of use afterwards
+    warm_up = [[1000 + token for token in range(64)] for _ in range(4)]
+    started = time.perf_counter()
+    _generate(llm, warm_up, 4)
+    warm_up_seconds = time.perf_counter() - started
+
+    started = time.perf_counter()
+    token_ids = _generate(llm, job.prompts, job.max_tokens)
+    finish(
+        token_ids,
+        load_seconds=load_seconds,
+        warm_up_seconds=warm_up_seconds,
+        generation_seconds=time.perf_counter() - started,
+        versions={"vllm": vllm.__version__, "torch": torch.__version__},
+    )
+
+
+def _generate(llm, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+    outputs = llm.generate(
+        [TokensPrompt(prompt_token_ids=ids) for ids in prompts], params, use_tqdm=False
+    )
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+if __name__ == "__main__":
+    main()
