@@ -1,0 +1,227 @@
+"""Tokenizers from GGUF metadata: the vocabulary is in the model file itself.
+
+Two kinds exist under `tokenizer.ggml.model`: `gpt2`, byte-level merges whose way of cutting text
+into words is only named (`tokenizer.ggml.pre`), so the table of names below is ours; and `llama`, a
+sentencepiece vocabulary with scores. Names that are not in the table are refused: a guess would
+give ids that look right and are not.
+
+Knows nothing about GGUF files; takes their metadata as a mapping.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from .sentencepiece_model import Piece, PieceType, load_model, model_proto
+from .tokenizer import InvalidTokenizer, TextSettings, Tokenizer
+from .tokenizer_json import build_tokenizer, import_tokenizers
+
+_SOURCE = "GGUF metadata"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+
+@dataclass(frozen=True)
+class _Words:
+    """How a family cuts text into words before merging, and its habits where metadata is silent."""
+
+    patterns: tuple[str, ...]
+    """Applied in turn, each inside the pieces that the one before left."""
+    keeps_whole_words: bool = False
+    """A word that is a token stays whole, even if no merges lead to it."""
+    composes: bool = False
+    """Text is brought to Unicode's composed form (NFC) first."""
+    add_bos: bool = False
+
+
+def _llama3(digits: str) -> str:
+    return (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+        + digits
+        + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+
+
+_WORDS = {
+    "gpt-2": _Words((_GPT2,)),
+    "smollm": _Words((r"\p{N}", _GPT2)),
+    "default": _Words((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
+    "llama-bpe": _Words((_llama3(r"\p{N}{1,3}"),), keeps_whole_words=True, add_bos=True),
+    "qwen2": _Words((_llama3(r"\p{N}"),), composes=True),
+    "tekken": _Words(
+        (
+            r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
+            r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
+            r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        ),
+        keeps_whole_words=True,
+        add_bos=True,
+    ),
+    "deepseek-v3": _Words(
+        (
+            r"\p{N}{1,3}",
+            "[一-龥\u3040-ゟ゠-ヿ]+",
+            r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"
+            r" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        ),
+        add_bos=True,
+    ),
+}
+
+
+def tokenizer_from_gguf(metadata: Mapping[str, object]) -> Tokenizer | None:
+    """Builds the tokenizer that the metadata of a GGUF file describes; None without one."""
+    model = metadata.get("tokenizer.ggml.model")
+    if model is None or model == "none":
+        return None
+    if model == "gpt2":
+        return _merges_tokenizer(metadata)
+    if model == "llama":
+        return _sentencepiece_tokenizer(metadata)
+    raise InvalidTokenizer(
+        f"tokenizer.ggml.model: expected 'gpt2' or 'llama', got {model!r}. Convert the model to a "
+        "directory with tokenizer.json."
+    )
+
+
+def _merges_tokenizer(metadata: Mapping[str, object]) -> Tokenizer:
+    library = import_tokenizers("a GGUF vocabulary", extra="gguf")
+    pre = metadata.get("tokenizer.ggml.pre", "default")
+    words = _WORDS.get(pre) if isinstance(pre, str) else None
+    if words is None:
+        raise InvalidTokenizer(
+            f"tokenizer.ggml.pre: expected one of {sorted(_WORDS)}, got {pre!r}. Convert the model "
+            "to a directory with tokenizer.json."
+        )
+    tokens, types = _tokens(metadata)
+    merges = [_merge(entry) for entry in _strings(metadata, "tokenizer.ggml.merges")]
+    try:
+        model = library.models.BPE(
+            vocab={text: token for token, text in enumerate(tokens)},
+            merges=merges,
+            ignore_merges=words.keeps_whole_words,
+        )
+    except Exception as error:  # the library raises plain Exception
+        raise InvalidTokenizer(
+            f"tokenizer.ggml.merges: expected merges of tokens: {error}"
+        ) from None
+    backend = library.Tokenizer(model)
+    if words.composes:
+        backend.normalizer = library.normalizers.NFC()
+    splits = [
+        library.pre_tokenizers.Split(library.Regex(pattern), "isolated")
+        for pattern in words.patterns
+    ]
+    bytes_only = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = library.pre_tokenizers.Sequence([*splits, bytes_only])
+    backend.decoder = library.decoders.ByteLevel()
+    for kind, is_special in ((PieceType.CONTROL, True), (PieceType.USER_DEFINED, False)):
+        texts = [text for text, type_ in zip(tokens, types, strict=True) if type_ == kind and text]
+        added = [library.AddedToken(t, special=is_special, normalized=False) for t in texts]
+        (backend.add_special_tokens if is_special else backend.add_tokens)(added)
+    return build_tokenizer(
+        backend,
+        _settings(metadata, tokens, default_add_bos=words.add_bos),
+        source=_SOURCE,
+        unused_ids=[token for token, type_ in enumerate(types) if type_ == PieceType.UNUSED],
+    )
+
+
+def _sentencepiece_tokenizer(metadata: Mapping[str, object]) -> Tokenizer:
+    tokens, types = _tokens(metadata)
+    scores = _sequence(metadata, "tokenizer.ggml.scores")
+    if len(scores) != len(tokens):
+        raise InvalidTokenizer(
+            f"tokenizer.ggml.scores: expected {len(tokens)} entries, one a token, got "
+            f"{len(scores)}."
+        )
+    pieces = [
+        Piece(text, float(score), type_)
+        for text, score, type_ in zip(tokens, scores, types, strict=True)
+    ]
+    add_space_prefix = _flag(metadata, "tokenizer.ggml.add_space_prefix", default=True)
+    data = model_proto(pieces, add_space_prefix=add_space_prefix)
+    model = load_model(data, source=_SOURCE)
+    return model.tokenizer(_settings(metadata, tokens, default_add_bos=True))
+
+
+def _settings(
+    metadata: Mapping[str, object], tokens: Sequence[str], *, default_add_bos: bool
+) -> TextSettings:
+    roles = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+    ids: dict[str, int] = {}
+    for key, role in roles.items():
+        token = metadata.get(f"tokenizer.ggml.{key}_token_id")
+        if token is None:
+            continue
+        token = int(token)  # pyright: ignore[reportArgumentType]
+        if not 0 <= token < len(tokens):
+            raise InvalidTokenizer(
+                f"tokenizer.ggml.{key}_token_id: expected an id below {len(tokens)}, got {token}."
+            )
+        ids[role] = token
+    template = metadata.get("tokenizer.chat_template")
+    return TextSettings(
+        bos_id=ids.get("bos_token"),
+        eos_id=ids.get("eos_token"),
+        add_bos=_flag(
+            metadata,
+            "tokenizer.ggml.add_bos_token",
+            default=default_add_bos and "bos_token" in ids,
+        ),
+        chat_template=template if isinstance(template, str) else None,
+        named_tokens={role: tokens[token] for role, token in ids.items()},
+    )
+
+
+def _tokens(metadata: Mapping[str, object]) -> tuple[list[str], list[PieceType]]:
+    tokens = _strings(metadata, "tokenizer.ggml.tokens")
+    if not tokens:
+        raise InvalidTokenizer("tokenizer.ggml.tokens: expected a vocabulary, got an empty one.")
+    twice = next((text for text, count in Counter(tokens).items() if count > 1), None)
+    if twice is not None:
+        raise InvalidTokenizer(
+            f"tokenizer.ggml.tokens: expected each token once, got {twice!r} twice."
+        )
+    if "tokenizer.ggml.token_type" not in metadata:
+        return tokens, [PieceType.NORMAL] * len(tokens)
+    numbers = _sequence(metadata, "tokenizer.ggml.token_type")
+    if len(numbers) != len(tokens):
+        raise InvalidTokenizer(
+            f"tokenizer.ggml.token_type: expected {len(tokens)} entries, one a token, got "
+            f"{len(numbers)}."
+        )
+    try:
+        return tokens, [PieceType(int(number)) for number in numbers]
+    except ValueError as error:
+        raise InvalidTokenizer(f"tokenizer.ggml.token_type: expected 1 to 6: {error}") from None
+
+
+def _sequence(metadata: Mapping[str, object], key: str) -> Sequence:
+    value = metadata.get(key)
+    if value is None or isinstance(value, str) or not hasattr(value, "__len__"):
+        raise InvalidTokenizer(f"{key}: expected a list, got {type(value).__name__}.")
+    return value  # pyright: ignore[reportReturnType]
+
+
+def _strings(metadata: Mapping[str, object], key: str) -> list[str]:
+    values = list(_sequence(metadata, key))
+    wrong = next((value for value in values if not isinstance(value, str)), None)
+    if wrong is not None:
+        raise InvalidTokenizer(f"{key}: expected strings, got {wrong!r}.")
+    return values
+
+
+def _flag(metadata: Mapping[str, object], key: str, *, default: bool) -> bool:
+    value = metadata.get(key, default)
+    if not isinstance(value, bool | int) or value not in (0, 1):
+        raise InvalidTokenizer(f"{key}: expected true or false, got {value!r}.")
+    return bool(value)
+
+
+def _merge(entry: str) -> tuple[str, str]:
+    left, space, right = entry.partition(" ")
+    if not (left and space and right):
+        raise InvalidTokenizer(
+            f"tokenizer.ggml.merges: expected two tokens with a space between, got {entry!r}."
+        )
+    return left, right

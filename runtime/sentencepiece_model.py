@@ -1,0 +1,179 @@
+"""Tokenizers in sentencepiece's `tokenizer.model` form, run by the library `sentencepiece`.
+
+Encoding is the library's, piecewise between special tokens: the library never reads special-token
+text. Each piece gets the model's leading space, as the models that publish this form were trained
+with. Decoding is ours, from a table of the bytes of every token.
+
+Also writes such models (`model_proto`), for vocabularies that come without the file.
+"""
+
+import re
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from pathlib import Path
+
+from .special_tokens import SpecialTokens
+from .tokenizer import InvalidTokenizer, TextSettings, Tokenizer, Vocabulary
+from .tokenizer_directory import AddedToken, read_directory
+
+_TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
+
+
+class PieceType(IntEnum):
+    """Kinds of pieces, numbered as in sentencepiece's and GGUF's files alike."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One entry of a sentencepiece vocabulary."""
+
+    text: str
+    score: float
+    type: PieceType
+
+
+@dataclass(frozen=True)
+class SentencePieceVocabulary:
+    """A loaded model: the processor and what it adds to a text, by id."""
+
+    processor: object = field(repr=False)
+    vocabulary: Vocabulary = field(repr=False)
+
+    def id_of(self, text: str) -> int | None:
+        """The id of a token given by its text."""
+        for token, special in self.vocabulary.special.text_by_id.items():
+            if special == text:
+                return token
+        token = self.processor.piece_to_id(text)  # pyright: ignore[reportAttributeAccessIssue]
+        found = self.processor.id_to_piece(token)  # pyright: ignore[reportAttributeAccessIssue]
+        return token if found == text else None
+
+    def tokenizer(self, settings: TextSettings) -> Tokenizer:
+        """The tokenizer with this vocabulary."""
+        encoder = _PieceEncoder(self.processor, self.vocabulary.special)
+        return Tokenizer(self.vocabulary, encoder, settings)
+
+
+class _PieceEncoder:
+    def __init__(self, processor, special: SpecialTokens):
+        self._processor = processor
+        self._special = special
+
+    def plain(self, text: str) -> list[int]:
+        return self._processor.encode(text)
+
+    def parsed(self, text: str) -> list[int]:
+        ids: list[int] = []
+        for piece in self._special.split(text):
+            ids.extend([piece] if isinstance(piece, int) else self.plain(piece))
+        return ids
+
+
+def tokenizer_from_sentencepiece(directory: Path) -> Tokenizer:
+    """Loads `tokenizer.model` with the settings that stand beside it."""
+    path = directory / "tokenizer.model"
+    settings = read_directory(directory)
+    model = load_model(path.read_bytes(), source=str(path), added=settings.added_tokens)
+    bos, eos = (_known(getattr(model.processor, name)()) for name in ("bos_id", "eos_id"))
+    # Models of this form begin every text with BOS unless their configuration says otherwise.
+    return model.tokenizer(
+        settings.resolve(
+            model.id_of, default_bos=bos, default_eos=eos, default_add_bos=bos is not None
+        )
+    )
+
+
+def load_model(
+    data: bytes, *, source: str, added: Mapping[int, AddedToken] | None = None
+) -> SentencePieceVocabulary:
+    """Loads a serialized model; `added` are tokens with ids behind the model's own."""
+    import sentencepiece
+
+    if _TIKTOKEN_LINE.match(data):
+        raise InvalidTokenizer(
+            f"{source}: expected a sentencepiece model, got a list of tiktoken ranks. Use the "
+            "tokenizer.json that the model's publisher offers beside it."
+        )
+    try:
+        if not data:  # which the library would accept
+            raise RuntimeError("the file is empty")
+        processor = sentencepiece.SentencePieceProcessor(model_proto=data)
+    except RuntimeError as error:
+        raise InvalidTokenizer(
+            f"{source}: expected a sentencepiece model, got {len(data)} bytes that are none "
+            f"({error}). Fetch the file again."
+        ) from None
+    return SentencePieceVocabulary(processor, _vocabulary(processor, added or {}))
+
+
+def model_proto(pieces: Sequence[Piece], *, add_space_prefix: bool) -> bytes:
+    """Serializes a sentencepiece model that merges by score, with byte tokens for the rest."""
+    parts = []
+    for piece in pieces:
+        body = _field(1, piece.text.encode("utf-8"))
+        body += b"\x15" + struct.pack("<f", piece.score) + _number(3, piece.type)
+        parts.append(_field(1, body))
+    merges_by_score = 2
+    trainer = _number(3, merges_by_score) + _number(35, True)  # model_type, byte_fallback
+    normalizer = _field(1, b"identity") + _number(3, add_space_prefix)
+    normalizer += _number(4, False) + _number(5, True)  # keep spaces; write them as "▁"
+    return b"".join([*parts, _field(2, trainer), _field(3, normalizer)])
+
+
+def _vocabulary(processor, added: Mapping[int, AddedToken]) -> Vocabulary:
+    from .tokenizer_json import piece_bytes_with_byte_tokens
+
+    size = processor.get_piece_size()
+    extra = {token: entry for token, entry in added.items() if size <= token < 2 * size}
+    table = [b""] * max([size, *(token + 1 for token in extra)])
+    special = {}
+    for token in range(size):
+        text = processor.id_to_piece(token)
+        if processor.is_control(token) or processor.is_unknown(token):
+            special[token] = text
+            table[token] = text.encode("utf-8")
+        elif not processor.is_unused(token):
+            table[token] = piece_bytes_with_byte_tokens(text)
+    for token, entry in extra.items():
+        table[token] = entry.text.encode("utf-8", "replace")
+        # special or not, the model itself does not know the text, so it is found by splitting
+        special[token] = entry.text
+    return Vocabulary(table, SpecialTokens(special), _strips_leading_space(processor, size))
+
+
+def _strips_leading_space(processor, size: int) -> bool:
+    """Asks the library to decode a word with a space before it."""
+    for token in range(size):
+        text = processor.id_to_piece(token)
+        if text.startswith("▁") and "▁" not in text[1:] and len(text) > 1:
+            return not processor.decode([token]).startswith(" ")
+    return False
+
+
+def _known(token: int) -> int | None:
+    return token if token >= 0 else None
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*out, value])
+
+
+def _field(number: int, body: bytes) -> bytes:
+    return _varint(number << 3 | 2) + _varint(len(body)) + body
+
+
+def _number(number: int, value: int) -> bytes:
+    return _varint(number << 3) + _varint(int(value))

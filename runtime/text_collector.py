@@ -1,0 +1,86 @@
+"""The text of one sampled continuation: grows with its ids and ends at a stop string.
+
+Knows nothing about the device or the batch. The engine decodes several steps per call, so ids may
+come in that lie behind the end of the text; they are counted and otherwise ignored.
+
+Guarantees: a stop string is found wherever token borders lie; the result does not depend on how the
+ids were divided into pushes; no character is split.
+"""
+
+from collections.abc import Sequence
+
+from .detokenizer import Detokenizer
+from .request import RowError, SamplingParams
+from .tokenizer import Tokenizer
+
+
+class TextCollector:
+    """Collects ids into text until a stop string ends it.
+
+    Attributes:
+      text: The text so far, without the bytes of an unfinished character.
+      num_tokens_kept: Ids up to and including the one that completed the stop string.
+      num_tokens_past_stop: Ids pushed after that one.
+      stop_reason: The stop string that ended the text, or None.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, params: SamplingParams, *, continues_text: bool = True
+    ):
+        """Without a tokenizer the text stays empty, and stop strings are refused.
+
+        `continues_text` is the Detokenizer's: True, as the ids continue their prompt.
+        """
+        if tokenizer is None and params.stop:
+            raise RowError(
+                "invalid_request",
+                "stop: expected no stop strings, as the model has no tokenizer, got "
+                f"{list(params.stop)!r}. Use stop_token_ids.",
+                "stop",
+            )
+        self._params = params
+        self._detokenizer = tokenizer and Detokenizer(
+            tokenizer, params.skip_special_tokens, continues_text=continues_text
+        )
+        self.text = ""
+        self.num_tokens_kept = 0
+        self.num_tokens_past_stop = 0
+        self.stop_reason: str | None = None
+
+    def push(self, ids: Sequence[int], *, ends_with_stop_token: bool = False) -> bool:
+        """Takes the next ids; True when a stop string has ended the text.
+
+        With `ends_with_stop_token` the last id is the one that ended the sequence: it is kept, and
+        shows in the text only with `include_stop_str_in_output`.
+        """
+        for position, token in enumerate(ids):
+            if self.stop_reason is not None:
+                self.num_tokens_past_stop += len(ids) - position
+                break
+            self.num_tokens_kept += 1
+            is_stop_token = ends_with_stop_token and position == len(ids) - 1
+            if self._detokenizer and (not is_stop_token or self._params.include_stop_str_in_output):
+                self._append(self._detokenizer.push((token,)))
+        return self.stop_reason is not None
+
+    def finish(self) -> str:
+        """Ends the text, with an unfinished character as U+FFFD, and returns all of it."""
+        if self._detokenizer and self.stop_reason is None:
+            self.text += self._detokenizer.finish()
+        return self.text
+
+    def _append(self, new_text: str) -> None:
+        old_length = len(self.text)
+        self.text += new_text
+        # min_tokens holds for stop strings too: one that a token within it completes is passed over
+        if not new_text or self.num_tokens_kept <= self._params.min_tokens:
+            return
+        found: tuple[int, str] | None = None
+        for stop in self._params.stop:
+            start = self.text.find(stop, max(0, old_length - len(stop) + 1))
+            if start >= 0 and (found is None or start < found[0]):
+                found = (start, stop)
+        if found:
+            start, self.stop_reason = found
+            is_shown = self._params.include_stop_str_in_output
+            self.text = self.text[: start + len(self.stop_reason) if is_shown else start]

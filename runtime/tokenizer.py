@@ -1,0 +1,166 @@
+"""Text to token ids and back: what every tokenizer of noria is, and where one is loaded from.
+
+A tokenizer is three things: a table with the bytes of every token, two ways to encode (special
+tokens parsed, or all text plain), and what the model's files say about BOS, EOS and chat.
+The formats fill these in: `tokenizer_json`, `sentencepiece_model`, `gguf_vocabulary`.
+
+Knows nothing about requests, sampling or devices, and never imports jax. Guarantees: an id that the
+table lacks decodes to nothing (embeddings are often padded beyond the vocabulary); encoding never
+yields a second BOS; text that has no UTF-8 form is refused by position.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from .detokenizer import Detokenizer
+from .request import RowError
+from .special_tokens import SpecialTokens
+
+
+class InvalidTokenizer(ValueError):
+    """Tokenizer files that cannot be used: corrupt, contradictory or of a kind we do not read."""
+
+
+class Encoder(Protocol):
+    """The two encodings of a format; neither adds BOS or EOS."""
+
+    def plain(self, text: str) -> list[int]:
+        """Encodes all of `text` as ordinary characters, special-token text included."""
+        ...
+
+    def parsed(self, text: str) -> list[int]:
+        """Encodes `text` with special-token text turned into special tokens."""
+        ...
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What each token id adds to a text."""
+
+    token_bytes: Sequence[bytes]
+    """By id; special tokens have the bytes of their own text, unused ids are empty."""
+    special: SpecialTokens
+    strips_leading_space: bool
+    """Decoding drops the space that encoding put before the first word (sentencepiece)."""
+
+
+@dataclass(frozen=True)
+class TextSettings:
+    """What the model's files say about the use of its vocabulary."""
+
+    bos_id: int | None = None
+    eos_id: int | None = None
+    add_bos: bool = False
+    chat_template: str | None = None
+    named_tokens: Mapping[str, str] = field(default_factory=dict)
+    """Text by role, as chat templates ask for it: `bos_token`, `eos_token`, ..."""
+
+
+class Tokenizer:
+    """Encodes and decodes with one model's vocabulary."""
+
+    def __init__(self, vocabulary: Vocabulary, encoder: Encoder, settings: TextSettings):
+        if settings.add_bos and settings.bos_id is None:
+            raise InvalidTokenizer(
+                "add_bos_token is true, but no BOS token is named. Name bos_token, or set "
+                "add_bos_token to false."
+            )
+        self._vocabulary = vocabulary
+        self._encoder = encoder
+        self.special_tokens = vocabulary.special
+        self.strips_leading_space = vocabulary.strips_leading_space
+        self.vocab_size = len(vocabulary.token_bytes)
+        self.special_ids = frozenset(vocabulary.special.text_by_id)
+        self.bos_id = settings.bos_id
+        self.eos_id = settings.eos_id
+        self.add_bos = settings.add_bos
+        self.chat_template = settings.chat_template
+        self.named_tokens = settings.named_tokens
+
+    def encode(self, text: str, *, special_tokens: bool) -> list[int]:
+        """Encodes `text`, as a prompt (`special_tokens=True`) or as plain characters.
+
+        A prompt has its special-token text parsed, and starts with BOS if the model wants that and
+        the text does not already do so. Plain text has neither.
+        """
+        check_encodable(text)
+        if not special_tokens:
+            return self._encoder.plain(text)
+        ids = self._encoder.parsed(text)
+        if self.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
+            ids.insert(0, self.bos_id)
+        return ids
+
+    def encode_rendered(self, text: str, mark: str) -> list[int]:
+        """Encodes what a chat template rendered: special tokens parsed, no BOS of our own.
+
+        Special-token text right after the character `mark` came from a user and stays plain text;
+        the marks vanish. See `special_tokens`.
+        """
+        check_encodable(text)
+        unmarked = text.replace(mark, "")
+        pieces = self.special_tokens.split(text, mark)
+        if pieces == self.special_tokens.split(unmarked):
+            return self._encoder.parsed(unmarked)  # no user text looks like a special token
+        ids = []
+        for piece in pieces:
+            ids.extend([piece] if isinstance(piece, int) else self._encoder.plain(piece))
+        return ids
+
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool) -> str:
+        """Decodes a whole text; bytes that are no UTF-8 become U+FFFD."""
+        detokenizer = Detokenizer(self, skip_special_tokens)
+        return detokenizer.push(ids) + detokenizer.finish()
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token adds to a text, which may be part of a character."""
+        if 0 <= token_id < self.vocab_size:
+            return self._vocabulary.token_bytes[token_id]
+        return b""
+
+    def token_text(self, token_id: int) -> str:
+        """A token's text on its own, for reports; part of a character shows as U+FFFD."""
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+
+def load_tokenizer(files: str | Path | Mapping[str, object]) -> Tokenizer | None:
+    """Loads the tokenizer of a model directory or of GGUF metadata; None where there is none.
+
+    In a directory `tokenizer.json` is preferred over a sentencepiece `tokenizer.model`.
+    """
+    if isinstance(files, Mapping):
+        from .gguf_vocabulary import tokenizer_from_gguf
+
+        return tokenizer_from_gguf(files)
+    directory = Path(files)
+    if (directory / "tokenizer.json").exists():
+        from .tokenizer_json import tokenizer_from_json
+
+        return tokenizer_from_json(directory)
+    if (directory / "tokenizer.model").exists():
+        from .sentencepiece_model import tokenizer_from_sentencepiece
+
+        return tokenizer_from_sentencepiece(directory)
+    for name in ("vocab.json", "vocab.txt", "tekken.json", "qwen.tiktoken"):
+        if (directory / name).exists():
+            raise InvalidTokenizer(
+                f"{directory}: expected tokenizer.json or a sentencepiece tokenizer.model, got "
+                f"only {name}. Save the tokenizer as tokenizer.json, or remove {name} to serve "
+                "prompts of token ids."
+            )
+    return None
+
+
+def check_encodable(text: str, param: str | None = None) -> None:
+    """Refuses text with a lone surrogate, which has no UTF-8 form."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RowError(
+            "invalid_request",
+            f"{param or 'text'}: expected Unicode text, got the lone surrogate "
+            f"U+{ord(text[error.start]):04X} at character {error.start}. Remove it or pair it.",
+            param,
+        ) from None

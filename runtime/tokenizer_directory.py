@@ -1,0 +1,129 @@
+"""What a model directory says about text, beside the vocabulary itself.
+
+Reads `tokenizer_config.json`, `special_tokens_map.json` and `chat_template.jinja`. Knows nothing
+about vocabularies: tokens are texts here, and `resolve` asks the vocabulary for their ids. Code
+that such files may point to (`auto_map`) is never looked at.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from .tokenizer import InvalidTokenizer, TextSettings
+
+_ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+
+
+@dataclass(frozen=True)
+class AddedToken:
+    """A token that stands outside the vocabulary's own file."""
+
+    text: str
+    is_special: bool
+
+
+@dataclass(frozen=True)
+class DirectorySettings:
+    """The text settings of a directory, tokens given by their text."""
+
+    directory: Path
+    named_tokens: Mapping[str, str]
+    add_bos: bool | None
+    chat_template: str | None
+    added_tokens: Mapping[int, AddedToken]
+
+    def resolve(
+        self,
+        id_of: Callable[[str], int | None],
+        *,
+        default_bos: int | None,
+        default_eos: int | None,
+        default_add_bos: bool,
+    ) -> TextSettings:
+        """Turns token texts into ids; the defaults are what the vocabulary's own file says."""
+        ids = {"bos_token": default_bos, "eos_token": default_eos}
+        for role in ids:
+            text = self.named_tokens.get(role)
+            if text is None:
+                continue
+            ids[role] = id_of(text)
+            if ids[role] is None:
+                raise InvalidTokenizer(
+                    f"{self.directory}: expected {role} {text!r} in the vocabulary, and it is not "
+                    "there. The tokenizer's files are of different models; take them from one."
+                )
+        return TextSettings(
+            bos_id=ids["bos_token"],
+            eos_id=ids["eos_token"],
+            add_bos=default_add_bos if self.add_bos is None else self.add_bos,
+            chat_template=self.chat_template,
+            named_tokens=self.named_tokens,
+        )
+
+
+def read_directory(directory: Path) -> DirectorySettings:
+    """Reads the settings of `directory`; files that are not there settle nothing."""
+    config = _read_json(directory / "tokenizer_config.json")
+    token_map = _read_json(directory / "special_tokens_map.json")
+    add_bos = config.get("add_bos_token")
+    if add_bos is not None and not isinstance(add_bos, bool):
+        raise InvalidTokenizer(
+            f"{directory / 'tokenizer_config.json'}: add_bos_token: expected true or false, got "
+            f"{add_bos!r}."
+        )
+    named = {role: _token_text(token_map.get(role)) for role in _ROLES}
+    named |= {role: _token_text(config[role]) for role in _ROLES if role in config}
+    return DirectorySettings(
+        directory=directory,
+        named_tokens={role: text for role, text in named.items() if text},
+        add_bos=add_bos,
+        chat_template=_chat_template(directory, config),
+        added_tokens=_added_tokens(directory, config),
+    )
+
+
+def _read_json(path: Path) -> dict[str, object]:
+    if not path.exists():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise InvalidTokenizer(f"{path}: expected JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise InvalidTokenizer(f"{path}: expected a JSON object, got {type(value).__name__}.")
+    return value
+
+
+def _token_text(value: object) -> str | None:
+    """A token is written as its text, or as an object with its text under `content`."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _chat_template(directory: Path, config: Mapping[str, object]) -> str | None:
+    path = directory / "chat_template.jinja"
+    if path.exists():
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise InvalidTokenizer(f"{path}: expected UTF-8 text: {error}") from None
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several, by name; "default" is the one for plain chat
+        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _added_tokens(directory: Path, config: Mapping[str, object]) -> dict[int, AddedToken]:
+    added: dict[int, AddedToken] = {}
+    for text, token in _read_json(directory / "added_tokens.json").items():
+        if isinstance(token, int):
+            added[token] = AddedToken(text, is_special=False)
+    entries = config.get("added_tokens_decoder")
+    for key, entry in entries.items() if isinstance(entries, dict) else ():
+        text = _token_text(entry)
+        if text is not None and isinstance(entry, dict) and key.isdecimal():
+            added[int(key)] = AddedToken(text, is_special=entry.get("special") is True)
+    return added

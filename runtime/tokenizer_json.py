@@ -1,0 +1,168 @@
+"""Tokenizers in Hugging Face's `tokenizer.json` form, run by the library `tokenizers`.
+
+Encoding is the library's. Decoding is ours, from a table of the bytes of every token, so that it
+can be done token by token; the two families of decoders that language models use are understood
+(byte-level, and sentencepiece-like with byte tokens), any other is refused.
+"""
+
+import json
+import threading
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .special_tokens import SpecialTokens
+from .tokenizer import InvalidTokenizer, TextSettings, Tokenizer, Vocabulary
+from .tokenizer_directory import read_directory
+
+if TYPE_CHECKING:
+    import tokenizers
+
+# The library's byte-level alphabet: printable Latin-1 stands for itself, the other bytes for the
+# characters from U+0100 on, in order.
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+_BYTE_OF_CHARACTER = {chr(byte): byte for byte in _PRINTABLE} | {
+    chr(0x100 + index): byte for index, byte in enumerate(_OTHERS)
+}
+
+# Steps of a sentencepiece-like decoder, which are given by their settings and not only by name.
+_REPLACE = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
+_STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+_BYTES = {"type": "ByteFallback"}
+_FUSE = {"type": "Fuse"}
+
+
+class _JsonEncoder:
+    def __init__(self, backend: "tokenizers.Tokenizer"):
+        self._backend = backend
+        self._lock = threading.Lock()  # the mode is a property of the backend, not of a call
+
+    def plain(self, text: str) -> list[int]:
+        return self._encode(text, as_text=True)
+
+    def parsed(self, text: str) -> list[int]:
+        return self._encode(text, as_text=False)
+
+    def _encode(self, text: str, *, as_text: bool) -> list[int]:
+        with self._lock:
+            self._backend.encode_special_tokens = as_text
+            return self._backend.encode(text, add_special_tokens=False).ids
+
+
+def tokenizer_from_json(directory: Path) -> Tokenizer:
+    """Loads `tokenizer.json` with the settings that stand beside it."""
+    library = import_tokenizers("tokenizer.json", extra="hf")
+    path = directory / "tokenizer.json"
+    settings = read_directory(directory)
+    try:
+        backend = library.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    except Exception as error:  # the library raises plain Exception
+        raise InvalidTokenizer(f"{path}: expected a tokenizer, got: {error}") from None
+    # A file may carry the truncation and padding of its training; a prompt is never cut silently.
+    backend.no_truncation()
+    backend.no_padding()
+    bos_text = settings.named_tokens.get("bos_token")
+    default_bos = _leading_special_token(backend)
+    text_settings = settings.resolve(
+        backend.token_to_id,
+        default_bos=default_bos,
+        default_eos=None,
+        default_add_bos=default_bos is not None
+        and (bos_text is None or backend.token_to_id(bos_text) == default_bos),
+    )
+    return build_tokenizer(backend, text_settings, source=str(path))
+
+
+def build_tokenizer(
+    backend: "tokenizers.Tokenizer",
+    settings: TextSettings,
+    *,
+    source: str,
+    unused_ids: Collection[int] = (),
+) -> Tokenizer:
+    """Makes a Tokenizer of the library's one; `unused_ids` decode to nothing."""
+    to_bytes, strips_leading_space = _decoding(backend, source)
+    ids = backend.get_vocab(with_added_tokens=True)
+    if not ids:
+        raise InvalidTokenizer(f"{source}: expected a vocabulary, got an empty one.")
+    if max(ids.values()) > 2 * len(ids) + 65_536:
+        raise InvalidTokenizer(
+            f"{source}: expected token ids in a row, got {len(ids)} tokens with ids up to "
+            f"{max(ids.values())}."
+        )
+    table = [b""] * (max(ids.values()) + 1)
+    for text, token in ids.items():
+        table[token] = to_bytes(text)
+    for token in unused_ids:
+        table[token] = b""
+    added = backend.get_added_tokens_decoder()
+    special = SpecialTokens(
+        {token: entry.content for token, entry in added.items() if entry.special},
+        strips_left=[token for token, entry in added.items() if entry.lstrip],
+        strips_right=[token for token, entry in added.items() if entry.rstrip],
+    )
+    vocabulary = Vocabulary(table, special, strips_leading_space)
+    return Tokenizer(vocabulary, _JsonEncoder(backend), settings)
+
+
+def import_tokenizers(what: str, *, extra: str):
+    """Imports the library, or says which extra brings it."""
+    try:
+        import tokenizers
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError(
+            f"reading {what} needs the package tokenizers: pip install 'noria[{extra}]'",
+            name="tokenizers",
+        ) from None
+    return tokenizers
+
+
+def _leading_special_token(backend: "tokenizers.Tokenizer") -> int | None:
+    """The token that the file's own post-processing puts before a text, if it is a special one."""
+    bare = backend.encode("a", add_special_tokens=False).ids
+    ids = backend.encode("a", add_special_tokens=True).ids
+    if len(ids) > len(bare) and ids[: len(bare)] != bare:
+        entry = backend.get_added_tokens_decoder().get(ids[0])
+        if entry is not None and entry.special:
+            return ids[0]
+    return None
+
+
+def _decoding(backend: "tokenizers.Tokenizer", source: str) -> tuple[Callable[[str], bytes], bool]:
+    """How a token's text becomes bytes, and whether a text's leading space is dropped."""
+    state: dict = json.loads(backend.decoder.__getstate__()) if backend.decoder else {"type": None}
+    steps: list[dict] = state["decoders"] if state["type"] == "Sequence" else [state]
+    kinds = [step["type"] for step in steps]
+    if kinds == ["ByteLevel"]:
+        return _byte_level_bytes, False
+    if kinds == ["Metaspace"] and steps[0]["replacement"] == "▁":
+        return _piece_bytes, steps[0]["prepend_scheme"] != "never"
+    if _REPLACE in steps and all(step in (_REPLACE, _BYTES, _FUSE, _STRIP) for step in steps):
+        return piece_bytes_with_byte_tokens if _BYTES in steps else _piece_bytes, _STRIP in steps
+    raise InvalidTokenizer(
+        f"{source}: expected a byte-level or sentencepiece-like decoder, got {kinds}. Models with "
+        "other decoders can be served with prompts of token ids, from a directory without "
+        "tokenizer files."
+    )
+
+
+def _byte_level_bytes(text: str) -> bytes:
+    try:
+        return bytes([_BYTE_OF_CHARACTER[character] for character in text])
+    except KeyError:  # an added token, which is written as it reads
+        return text.encode("utf-8", "replace")
+
+
+def _piece_bytes(text: str) -> bytes:
+    return text.replace("▁", " ").encode("utf-8", "replace")
+
+
+def piece_bytes_with_byte_tokens(text: str) -> bytes:
+    """The bytes of a sentencepiece token; `<0xE2>` is the one byte E2."""
+    if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
+        try:
+            return bytes.fromhex(text[3:5])
+        except ValueError:
+            pass
+    return _piece_bytes(text)
