@@ -14,7 +14,7 @@ from collections.abc import Iterator
 NUM_PROMPTS = 64
 MAX_TOKENS = 64
 SEED = 20
-SHORTEST_WORDS, LONGEST_WORDS = 12, 290
+SHORTEST_WORDS, LONGEST_WORDS = 18, 310
 
 OPENINGS = (
     "Here are my notes from this week.",

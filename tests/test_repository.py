@@ -1,0 +1,78 @@
+"""What no file of the repository may hold."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+# Written in pieces, so that this file does not find itself.
+FORBIDDEN = {
+    "unfinished work": re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X)\b"),
+    "a path of somebody's machine": re.compile(
+        r"(?<![\w.<{}-])/(home|Users|root|wo" + r"rk|tm" + r"p|opt)/\w"
+    ),
+    "the host of a package registry": re.compile(r"pypi\.o" + r"rg|pythonhost" + r"ed"),
+}
+
+
+def _tracked_text_files() -> dict[str, str]:
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    names = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    texts = {}
+    for name in filter(None, names.split("\0")):
+        try:
+            texts[name] = (ROOT / name).read_text(encoding="utf-8")
+        except (UnicodeDecodeError, FileNotFoundError):
+            continue  # binary test data, or deleted and not yet committed
+    return texts
+
+
+def _find(kind: str, texts: dict[str, str]) -> list[str]:
+    return [
+        f"{name}:{number}: {line.strip()[:120]}"
+        for name, text in texts.items()
+        for number, line in enumerate(text.splitlines(), start=1)
+        if FORBIDDEN[kind].search(line)
+    ]
+
+
+@pytest.mark.parametrize("kind", FORBIDDEN)
+def test_no_file_holds(kind):
+    found = _find(kind, _tracked_text_files())
+    assert not found, f"{kind}:\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("kind", "line"),
+    [
+        ("unfinished work", "# TO" + "DO: later"),
+        ("a path of somebody's machine", "open('/ho" + "me/me/model')"),
+        ("the host of a package registry", "https://pypi.o" + "rg/simple"),
+    ],
+)
+def test_a_forbidden_line_is_found(kind, line):
+    assert _find(kind, {"a.py": f"fine\n{line}\n"}) == [f"a.py:2: {line}"]
+
+
+@pytest.mark.parametrize("name", ["hello.jsonl", "mixed.jsonl"])
+def test_the_lines_of_an_example_have_distinct_ids_and_a_known_url(name):
+    lines = (ROOT / "examples" / name).read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert len({row["custom_id"] for row in rows}) == len(rows)
+    assert {row["url"] for row in rows} <= {"/v1/chat/completions", "/v1/completions"}
+
+
+def test_the_prompts_of_the_benchmark_are_what_their_script_writes():
+    script = ROOT / "scripts" / "peers" / "workload.py"
+    written = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, check=True
+    ).stdout
+    stored = ROOT / "benchmarks" / "workloads" / "peers64.jsonl"
+    assert written == stored.read_text(encoding="utf-8")
