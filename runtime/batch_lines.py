@@ -1,0 +1,272 @@
+"""One line of a batch file -> one row: a request that can be run, or the error that it ends as.
+
+Two spellings are read. An OpenAI Batch line has `custom_id`, `method`, `url` and `body`. A simple
+line is the body alone, `{"prompt": ...}` or `{"messages": ...}`, with an optional `id` or
+`custom_id`; without one it is called `row-<n>`, n counted from zero over the rows of the file.
+
+Knows nothing of files, tokenizers or buckets. Guarantees: every line gives exactly one row, and
+nothing that a line contains can raise; equal requests have equal hashes, whatever the order or
+spacing of their keys.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from .request import RowError, SamplingParams
+from .request_body import read_params, unknown_parameter
+from .strict_json import MAX_LINE_BYTES, Line, dump_line, parse_object
+
+CHAT_URL = "/v1/chat/completions"
+COMPLETION_URL = "/v1/completions"
+ROLES = ("system", "developer", "user", "assistant")
+
+_ENVELOPE = ("custom_id", "method", "url", "body")
+_MESSAGE_KEYS = ("role", "content", "name")
+_MAX_TOKEN_ID = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class BatchRow:
+    """A request as its line states it, before tokenizing."""
+
+    row: int
+    line_number: int
+    offset: int
+    custom_id: str
+    request_hash: str
+    kind: Literal["chat", "completion", "score"]
+    params: SamplingParams
+    model: str | None = None
+    messages: list[dict[str, str]] | None = None
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    prompt: str | None = None
+    prompt_token_ids: list[int] | None = None
+    echo: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """A line that ends as an error row; `custom_id` is None where it could not be read."""
+
+    row: int
+    line_number: int
+    offset: int
+    custom_id: str | None
+    request_hash: str
+    error: RowError
+
+
+def read_row(
+    line: Line, row: int, *, defaults: Mapping[str, Any] | None = None
+) -> BatchRow | BadRow:
+    """Read one line; `defaults` are sampling parameters for keys that the request leaves out."""
+    raw_hash = hashlib.sha256(line.content or b"").hexdigest()
+    custom_id = None
+    try:
+        if line.content is None:
+            raise RowError(
+                "invalid_line", f"expected at most {MAX_LINE_BYTES} bytes in a line, got more."
+            )
+        record = parse_object(line.content)
+        custom_id = _custom_id(record, row)
+        url, body = _request(record)
+        request_hash = hash_request(url, body)
+        content = _read_body(url, body, defaults or {})
+    except RowError as error:
+        if custom_id is None:
+            message = f"line {line.number}: {error.message}"
+            error = RowError(error.code, message, error.param)
+        return BadRow(row, line.number, line.offset, custom_id, raw_hash, error)
+    return BatchRow(
+        row=row,
+        line_number=line.number,
+        offset=line.offset,
+        custom_id=custom_id,
+        request_hash=request_hash,
+        **content,
+    )
+
+
+def duplicate_of(row: BatchRow | BadRow, first_line_number: int) -> BadRow:
+    """The error row for a line whose custom_id an earlier line has used."""
+    error = RowError(
+        "duplicate_custom_id",
+        f"line {row.line_number}: custom_id {str(row.custom_id)[:100]!r} was used by line "
+        f"{first_line_number}, which counts. Give every line its own.",
+        "custom_id",
+    )
+    return BadRow(row.row, row.line_number, row.offset, row.custom_id, row.request_hash, error)
+
+
+def hash_request(url: str, body: Mapping[str, Any]) -> str:
+    """SHA-256 of the request with its keys sorted at every level."""
+    canonical = {"method": "POST", "url": url, "body": body}
+    return hashlib.sha256(dump_line(_sorted(canonical))).hexdigest()
+
+
+def _sorted(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {key: _sorted(value[key]) for key in sorted(value)}
+    if isinstance(value, list):
+        return [_sorted(item) for item in value]
+    return value
+
+
+def _is_simple(record: Mapping[str, Any]) -> bool:
+    return not any(key in record for key in ("method", "url", "body"))
+
+
+def _custom_id(record: Mapping[str, Any], row: int) -> str:
+    names = ("custom_id", "id") if _is_simple(record) else ("custom_id",)
+    present = [name for name in names if record.get(name) is not None]
+    if len(present) == 2:
+        raise RowError("missing_custom_id", "expected custom_id or id, got both.", "id")
+    if not present:
+        if _is_simple(record):
+            return f"row-{row}"
+        raise RowError("missing_custom_id", "expected a custom_id, got none.", "custom_id")
+    value = record[present[0]]
+    if not isinstance(value, str) or not value:
+        shown = repr(value)[:100]
+        raise RowError(
+            "missing_custom_id",
+            f"{present[0]}: expected a string that is not empty, got {shown}.",
+            present[0],
+        )
+    return value
+
+
+def _request(record: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """The endpoint and the body, for either spelling of a line."""
+    if _is_simple(record):
+        body = {key: record[key] for key in record if key not in ("custom_id", "id")}
+        if ("prompt" in body) == ("messages" in body):
+            raise RowError(
+                "invalid_line",
+                f"expected an OpenAI Batch line ({', '.join(_ENVELOPE)}) or an object with either "
+                f"prompt or messages, got the keys {', '.join(map(repr, record))[:200] or 'none'}.",
+            )
+        return (CHAT_URL if "messages" in body else COMPLETION_URL), body
+    for key in record:
+        if key not in _ENVELOPE:
+            raise unknown_parameter(key, _ENVELOPE)
+    if record.get("method") != "POST":
+        raise _wrong("method", "'POST'", record.get("method"))
+    url = record.get("url")
+    if url not in (CHAT_URL, COMPLETION_URL):
+        expected = f"expected {CHAT_URL} or {COMPLETION_URL}"
+        raise RowError("unsupported_url", f"url: {expected}, got {str(url)[:100]!r}.", "url")
+    body = record.get("body")
+    if not isinstance(body, dict):
+        raise _wrong("body", "an object", body)
+    return url, body
+
+
+def _read_body(url: str, body: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    is_chat = url == CHAT_URL
+    read = read_params(body, is_chat=is_chat, defaults=defaults)
+    content: dict[str, Any] = {
+        "params": read.params,
+        "echo": read.echo,
+        "logprobs": read.logprobs,
+        "prompt_logprobs": read.prompt_logprobs,
+        "model": _model(body),
+    }
+    if is_chat:
+        content["kind"] = "chat"
+        content["messages"] = _messages(body.get("messages"))
+        content["chat_template_kwargs"] = _template_kwargs(body.get("chat_template_kwargs"))
+        return content
+    content["kind"] = "score" if read.params.max_tokens == 0 else "completion"
+    prompt = _prompt(body.get("prompt"))
+    content["prompt" if isinstance(prompt, str) else "prompt_token_ids"] = prompt
+    return content
+
+
+def _model(body: Mapping[str, Any]) -> str | None:
+    model = body.get("model")
+    if model is not None and not isinstance(model, str):
+        raise _wrong("model", "a string", model)
+    return model
+
+
+def _prompt(prompt: object) -> str | list[int]:
+    if prompt in ("", []):
+        raise RowError("empty_prompt", "prompt: expected text or token ids, got none.", "prompt")
+    if isinstance(prompt, str):
+        return prompt
+    if not isinstance(prompt, list):
+        raise _wrong("prompt", "a string or a list of token ids", prompt)
+    if any(isinstance(item, str | list) for item in prompt):
+        raise RowError(
+            "invalid_request",
+            "prompt: expected one prompt, got a list of prompts. Write one line for each.",
+            "prompt",
+        )
+    for index, token in enumerate(prompt):
+        # bool is an int in Python, but true is no token
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token <= _MAX_TOKEN_ID:
+            raise RowError(
+                "invalid_token_id",
+                f"prompt: expected token ids, got {str(token)[:50]} at index {index}.",
+                "prompt",
+            )
+    return prompt
+
+
+def _messages(messages: object) -> list[dict[str, str]]:
+    if not isinstance(messages, list) or not messages:
+        raise _wrong("messages", "a list with at least one message", messages)
+    return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def _message(message: object, where: str) -> dict[str, str]:
+    if not isinstance(message, dict):
+        raise _wrong(where, "an object with role and content", message, "messages")
+    given = {key: value for key, value in message.items() if value is not None}
+    for key in given:
+        if key not in _MESSAGE_KEYS:
+            error = unknown_parameter(key, _MESSAGE_KEYS)
+            raise RowError(error.code, f"{where}: {error.message}", f"{where}.{key[:100]}")
+    role = given.get("role")
+    if role not in ROLES:
+        raise _wrong(f"{where}.role", f"one of {', '.join(ROLES)}", role, "messages")
+    name = given.get("name")
+    if name is not None and not isinstance(name, str):
+        raise _wrong(f"{where}.name", "a string", name, "messages")
+    content = _message_content(given.get("content"), f"{where}.content")
+    return {"role": role, "content": content} | ({"name": name} if name is not None else {})
+
+
+def _message_content(content: object, where: str) -> str:
+    """A text, or a list of text parts, which are joined by newlines."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not content:
+        raise _wrong(where, "a string or a list of text parts", content, "messages")
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "text":
+            kind = part.get("type") if isinstance(part, dict) else part
+            raise _wrong(where, "parts of type 'text' only", kind, "messages")
+        if set(part) != {"type", "text"} or not isinstance(part["text"], str):
+            raise _wrong(where, "text parts with a string 'text' and no more", part, "messages")
+    return "\n".join(part["text"] for part in content)
+
+
+def _template_kwargs(value: object) -> dict[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise _wrong("chat_template_kwargs", "an object", value)
+    return value
+
+
+def _wrong(where: str, expected: str, got: object, param: str | None = None) -> RowError:
+    shown = "none" if got is None else repr(got)
+    shown = shown if len(shown) <= 100 else f"{shown[:100]}..."
+    message = f"{where}: expected {expected}, got {shown}."
+    return RowError("invalid_request", message, param or where)

@@ -1,0 +1,204 @@
+"""The body of an OpenAI request -> SamplingParams, for both endpoints.
+
+The two endpoints share most keys; `logprobs` means a number in one and a switch in the other, and
+`echo` exists in one only. A key that we do not know is refused by name, and so is a known one that
+we do not support: an answer that ignores what was asked for is worse than none. A key with the
+value null counts as absent, as OpenAI's clients write it.
+
+Knows nothing of lines, ids, tokenizers or buckets. Guarantees: every body gives `BodyParams` or
+raises `RowError`.
+"""
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .request import MAX_LOGPROBS, RowError, SamplingParams
+
+# keys that are SamplingParams fields under the same name, with the same meaning
+_DIRECT = (
+    "n",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "ignore_eos",
+    "min_tokens",
+    "prompt_logprobs",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
+)
+_TRANSLATED = ("max_tokens", "max_completion_tokens", "stop", "stop_token_ids", "logit_bias")
+# neither changes the answer: labels and billing of the hosted service
+_WITHOUT_EFFECT = ("user", "metadata", "store")
+_COMMON = (*_DIRECT, *_TRANSLATED, *_WITHOUT_EFFECT, "model", "logprobs", "stream")
+CHAT_KEYS = (*_COMMON, "messages", "top_logprobs", "chat_template_kwargs", "response_format")
+COMPLETION_KEYS = (*_COMMON, "prompt", "echo", "response_format")
+
+_NOT_SUPPORTED = {
+    "best_of": "Use n.",
+    "suffix": "Only continuations of the prompt are made.",
+    "tools": "Write the tools into the system message.",
+    "tool_choice": "Write the tools into the system message.",
+    "parallel_tool_calls": "Write the tools into the system message.",
+    "functions": "Write the functions into the system message.",
+    "function_call": "Write the functions into the system message.",
+    "stream_options": "A batch has no streams.",
+    "echo": "Only /v1/completions echoes its prompt.",
+    "top_logprobs": "In /v1/completions, logprobs is the number.",
+}
+
+
+@dataclass(frozen=True)
+class BodyParams:
+    """What a body says about sampling, and what its answer has to show."""
+
+    params: SamplingParams
+    echo: bool
+    logprobs: int | None
+    """Alternatives to show beside each token of the answer (and of the echoed prompt)."""
+    prompt_logprobs: int | None
+    """Alternatives to show in the separate `prompt_logprobs` field."""
+
+
+def read_params(
+    body: Mapping[str, Any], *, is_chat: bool, defaults: Mapping[str, Any]
+) -> BodyParams:
+    """Translate a body; `defaults` are SamplingParams fields for keys that it leaves out."""
+    given = {key: value for key, value in body.items() if value is not None}
+    _refuse_unknown(given, CHAT_KEYS if is_chat else COMPLETION_KEYS)
+    _check_without_effect(given)
+
+    fields: dict[str, Any] = dict(defaults)
+    fields.update((key, given[key]) for key in _DIRECT if key in given)
+    # max_tokens is the deprecated name of the two in OpenAI's interface
+    limit_key = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
+    if limit_key in given:
+        fields["max_tokens"] = given[limit_key]
+    for key, read in _READERS.items():
+        if key in given:
+            fields[key] = read(given[key])
+
+    echo = _switch(given, "echo")
+    logprobs = _chat_logprobs(given) if is_chat else _completion_logprobs(given)
+    asked_prompt_logprobs = _count(given, "prompt_logprobs")
+    fields["logprobs"] = logprobs
+    if echo and logprobs is not None:
+        # an echoed prompt shows its log-probabilities in the same list as the answer
+        fields["prompt_logprobs"] = max(logprobs, asked_prompt_logprobs or 0)
+    if fields.get("max_tokens") == 0:
+        fields["logprobs"] = None
+    try:
+        params = SamplingParams(**fields)
+    except RowError as error:
+        if error.param == "max_tokens" and limit_key != "max_tokens":
+            message = error.message.replace("max_tokens", limit_key, 1)
+            raise RowError(error.code, message, limit_key) from None
+        raise
+    return BodyParams(params, echo, logprobs, asked_prompt_logprobs)
+
+
+def unknown_parameter(key: str, known: tuple[str, ...]) -> RowError:
+    """The error for a key that nothing reads, with the key that was probably meant."""
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
+    remedy = f"Did you mean {close[0]!r}?" if close else "Remove it from the line."
+    return RowError("unknown_parameter", f"{key[:100]!r} is not a known parameter. {remedy}", key)
+
+
+def _refuse_unknown(given: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    for key, value in given.items():
+        if key in known:
+            continue
+        if key == "echo" and value is False:
+            continue
+        if key in _NOT_SUPPORTED:
+            message = f"{key!r} is not supported here. {_NOT_SUPPORTED[key]}"
+            raise RowError("unknown_parameter", message, key)
+        raise unknown_parameter(key, known)
+
+
+def _check_without_effect(given: Mapping[str, Any]) -> None:
+    """Check the keys whose only accepted values ask for nothing."""
+    if _switch(given, "stream"):
+        raise RowError("invalid_request", "stream: expected false in a batch, got true.", "stream")
+    answer_format = given.get("response_format")
+    if answer_format is not None and answer_format != {"type": "text"}:
+        kind = answer_format.get("type") if isinstance(answer_format, dict) else answer_format
+        raise RowError(
+            "unknown_parameter",
+            f"response_format {str(kind)[:100]!r} is not supported; only {{'type': 'text'}} is.",
+            "response_format",
+        )
+
+
+def _switch(given: Mapping[str, Any], key: str) -> bool:
+    value = given.get(key, False)
+    if not isinstance(value, bool):
+        raise _wrong(key, "true or false", value)
+    return value
+
+
+def _count(given: Mapping[str, Any], key: str) -> int | None:
+    value = given.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_LOGPROBS:
+        raise _wrong(key, f"an integer from 0 to {MAX_LOGPROBS}", value)
+    return value
+
+
+def _chat_logprobs(given: Mapping[str, Any]) -> int | None:
+    is_wanted = _switch(given, "logprobs")
+    count = _count(given, "top_logprobs")
+    if count is not None and not is_wanted:
+        raise RowError(
+            "invalid_request", "top_logprobs: expected logprobs to be true beside it.", "logprobs"
+        )
+    return (count or 0) if is_wanted else None
+
+
+def _completion_logprobs(given: Mapping[str, Any]) -> int | None:
+    return _count(given, "logprobs")
+
+
+def _read_stop(value: object) -> list[str]:
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list):
+        raise _wrong("stop", "a string or a list of strings", value)
+    return texts
+
+
+def _read_stop_token_ids(value: object) -> list[int]:
+    if not isinstance(value, list):
+        raise _wrong("stop_token_ids", "a list of token ids", value)
+    return value
+
+
+def _read_logit_bias(value: object) -> dict[int, float]:
+    if not isinstance(value, dict):
+        raise _wrong("logit_bias", "an object of token ids and numbers", value)
+    for key in value:
+        if not (key.isascii() and key.isdigit() and len(key) <= 10):
+            raise _wrong("logit_bias", "token ids as keys", key)
+    bias = {int(key): number for key, number in value.items()}
+    if len(bias) < len(value):
+        raise _wrong("logit_bias", "each token id once", "one spelt in two ways")
+    return bias
+
+
+_READERS: dict[str, Callable[[Any], Any]] = {
+    "stop": _read_stop,
+    "stop_token_ids": _read_stop_token_ids,
+    "logit_bias": _read_logit_bias,
+}
+
+
+def _wrong(key: str, expected: str, got: object) -> RowError:
+    shown = repr(got)
+    shown = shown if len(shown) <= 100 else f"{shown[:100]}..."
+    return RowError("invalid_request", f"{key}: expected {expected}, got {shown}.", key)
