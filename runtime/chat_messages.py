@@ -1,0 +1,122 @@
+"""Checks chat messages, and brings them to the form that chat templates expect.
+
+Knows nothing about templates or tokens. Guarantees: what passes is a copy in plain lists, dicts and
+strings that have a UTF-8 form; what does not is refused with its place, as in
+`messages[2].content`. Roles are strings here: which ones there are, the template decides.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from .request import RowError
+from .tokenizer import check_encodable
+
+_MAX_DEPTH = 32
+
+
+def checked_messages(messages: object) -> list[dict[str, Any]]:
+    """Messages as templates expect them: contents as one string, tool arguments as objects.
+
+    Several text parts of one content are joined by line ends.
+    """
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
+        raise _invalid("messages", "a list of at least one message", messages)
+    return [
+        _checked_message(message, f"messages[{index}]") for index, message in enumerate(messages)
+    ]
+
+
+def _checked_message(message: object, where: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise _invalid(where, "an object with role and content", message)
+    checked = checked_json(message, where)
+    if not isinstance(checked.get("role"), str):
+        raise _invalid(f"{where}.role", "a string", checked.get("role"))
+    if checked.get("tool_calls"):
+        checked["tool_calls"] = _parsed_tool_calls(checked["tool_calls"], f"{where}.tool_calls")
+    content = checked.get("content")
+    if content is None:
+        if checked["role"] != "assistant" or not checked.get("tool_calls"):
+            raise _invalid(f"{where}.content", "a string or a list of text parts", content)
+        checked["content"] = None
+    elif isinstance(content, list):
+        checked["content"] = "\n".join(_part_texts(content, f"{where}.content"))
+    elif not isinstance(content, str):
+        raise _invalid(f"{where}.content", "a string or a list of text parts", content)
+    return checked
+
+
+def _part_texts(parts: list, where: str) -> Iterator[str]:
+    if not parts:
+        raise _invalid(where, "at least one part", parts)
+    for index, part in enumerate(parts):
+        is_text = isinstance(part, dict) and part.get("type") == "text"
+        if not is_text or not isinstance(part.get("text"), str):
+            raise _invalid(f"{where}[{index}]", '{"type": "text", "text": string}', part)
+        yield part["text"]
+
+
+def _parsed_tool_calls(calls: object, where: str) -> list[object]:
+    """Tool calls with their arguments as objects: requests have them as JSON, templates do not."""
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise _invalid(where, "a list of objects", calls)
+    for index, call in enumerate(calls):
+        function = call.get("function")
+        if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+            continue
+        name = f"{where}[{index}].function.arguments"
+        try:
+            arguments = json.loads(function["arguments"])
+        except (ValueError, RecursionError):
+            raise _invalid(name, "a JSON object in a string", function["arguments"]) from None
+        function["arguments"] = checked_json(arguments, name)
+    return calls
+
+
+def checked_json(value: object, where: str, depth: int = 0) -> Any:
+    """A copy of `value` in plain lists and dicts, with every string known to have a UTF-8 form."""
+    param = where.partition("[")[0].partition(".")[0]
+    if depth > _MAX_DEPTH:
+        raise RowError(
+            "invalid_request", f"{param}: expected at most {_MAX_DEPTH} levels, got more.", param
+        )
+    if isinstance(value, str):
+        try:
+            check_encodable(value, where)
+        except RowError as error:
+            raise RowError(error.code, error.message, param) from None
+        return value
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise _invalid(where, "string keys", key)
+        return {
+            checked_json(key, where, depth): checked_json(item, f"{where}.{key}", depth + 1)
+            for key, item in value.items()
+        }
+    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
+        return [checked_json(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
+    raise _invalid(where, "a JSON value", value)
+
+
+def strings_in(value: object) -> Iterator[str]:
+    """Every string in a JSON value, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for item in value:
+            yield from strings_in(item)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield key
+            yield from strings_in(item)
+
+
+def _invalid(where: str, expected: str, got: object) -> RowError:
+    shown = repr(got)
+    shown = shown if len(shown) <= 80 else shown[:77] + "..."
+    param = where.partition("[")[0].partition(".")[0]
+    return RowError("invalid_request", f"{where}: expected {expected}, got {shown}.", param)

@@ -1,0 +1,151 @@
+"""The process that renders chat templates: one template, many conversations, nothing else.
+
+A chat template is a program that came with a model. jinja2's sandbox keeps it from reaching Python,
+but not from using up time and memory, so it runs here: limited in processor time, memory and
+output, without writing files, and killed by its parent (`template_process`) when it takes too long.
+
+Started as a script, not as a module of the package: nothing but the standard library and jinja2 is
+imported, whatever the package itself may import. Speaks frames, 4 bytes of length and then JSON,
+over stdin and stdout: first `{"template", "memory_bytes", ...}`, answered with `{"variables"}`,
+then `{"context"}` for each conversation, answered with `{"text"}`. A failure is `{"error"}`; with
+`"fatal": true` the process can go on no longer.
+"""
+
+import datetime
+import json
+import math
+import resource
+import struct
+import sys
+import time
+from typing import IO, Any
+
+MAX_FRAME_BYTES = 1 << 28
+_MAX_ERROR_CHARACTERS = 500
+
+
+def write_frame(stream: IO[bytes], value: object) -> None:
+    """Writes one frame and flushes it."""
+    data = json.dumps(value).encode("ascii")
+    stream.write(struct.pack(">I", len(data)))
+    stream.write(data)
+    stream.flush()
+
+
+def read_frame(stream: IO[bytes]) -> Any:
+    """Reads one frame. Raises EOFError where the stream ends, or the frame is no frame."""
+    header = stream.read(4)
+    length = struct.unpack(">I", header)[0] if len(header) == 4 else 0
+    if not 0 < length <= MAX_FRAME_BYTES:
+        raise EOFError
+    data = stream.read(length)
+    if len(data) < length:
+        raise EOFError
+    return json.loads(data)
+
+
+def main() -> None:
+    """Serves conversations until stdin ends."""
+    requests, replies = sys.stdin.buffer, sys.stdout.buffer
+    try:
+        setup = read_frame(requests)
+        environment = _environment()
+        _limit_memory(setup["memory_bytes"])
+        _limit_processor_time(setup["cpu_seconds"])
+        template, variables = _compile(environment, setup["template"])
+    except EOFError:
+        return
+    except Exception as error:
+        write_frame(replies, {"error": _describe(error), "fatal": True})
+        return
+    write_frame(replies, {"variables": sorted(variables)})
+    while True:
+        try:
+            request = read_frame(requests)
+            _limit_processor_time(setup["cpu_seconds"])
+            text = _render(template, request["context"], setup["max_characters"])
+            write_frame(replies, {"text": text})
+        except EOFError:
+            return
+        except MemoryError:
+            write_frame(replies, {"error": "it needs more memory than allowed", "fatal": True})
+            return
+        except Exception as error:
+            write_frame(replies, {"error": _describe(error)})
+
+
+def _environment():
+    """The environment that transformers gives to chat templates, made by the same rules."""
+    import jinja2.ext
+    import jinja2.sandbox
+
+    class Generation(jinja2.ext.Extension):
+        """`{% generation %}` marks what an assistant wrote, for training: here its body is all."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser):
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+        # jinja2's own filter escapes for HTML, which no model was trained on
+        return json.dumps(
+            value,
+            ensure_ascii=ensure_ascii,
+            indent=indent,
+            separators=separators,
+            sort_keys=sort_keys,
+        )
+
+    def raise_exception(message):
+        raise jinja2.TemplateError(message)
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return environment
+
+
+def _compile(environment, source: str):
+    """The template, and the names that it expects from outside."""
+    import jinja2.meta
+
+    names = jinja2.meta.find_undeclared_variables(environment.parse(source))
+    return environment.from_string(source), names - set(environment.globals)
+
+
+def _render(template, context: dict, max_characters: int) -> str:
+    pieces, length = [], 0
+    for piece in template.generate(**context):
+        length += len(piece)
+        if length > max_characters:
+            raise ValueError(f"it makes a text of more than {max_characters} characters")
+        pieces.append(piece)
+    return "".join(pieces)
+
+
+def _limit_memory(memory_bytes: int) -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _limit_processor_time(seconds: float) -> None:
+    """Allows `seconds` from now on. The system ends the process when they are used up."""
+    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    soft = math.ceil(time.process_time() + seconds)
+    resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
+
+
+def _describe(error: Exception) -> str:
+    kind = type(error).__name__
+    text = str(error) if kind == "TemplateError" else f"{kind}: {error}"
+    return text[:_MAX_ERROR_CHARACTERS]
+
+
+if __name__ == "__main__":
+    main()
