@@ -23,7 +23,7 @@ class PrefillBucket(NamedTuple):
 
 @dataclass(frozen=True)
 class BucketGrid:
-    """All shapes of a plan: one batch size a prefill length, one slot count, nested decode spans."""
+    """All shapes of a plan: one batch size a prefill length, one slot count, nested spans."""
 
     max_length: int
     """Prompt and output together, per row."""
@@ -69,8 +69,9 @@ class BucketGrid:
                 self._check_output(prompt_length, max_tokens)
                 return bucket
         raise NoBucketFits(
-            f"the prompt needs prefill length {prompt_length}; buckets.prefill has lengths {lengths}. "
-            f"Add a length of at least {prompt_length}, or shorten the prompt."
+            f"the prompt needs prefill length {prompt_length}; "
+            f"buckets.prefill has lengths {lengths}. Add a length of at least {prompt_length}, "
+            f"or shorten the prompt."
         )
 
     def limit(self, prompt_length: int, max_tokens: int | None) -> int:

@@ -82,7 +82,7 @@ class CompiledGraphs:
     def decode(
         self, parameters: Parameters, state: DecodeState, is_live_B: jax.Array, span: int
     ) -> tuple[DecodeState, DecodeOutput]:
-        """Several steps for the live rows over the first `span` cache positions. `state` is donated."""
+        """Several steps for the live rows over `span` cache positions. `state` is donated."""
         graph = self.executable(self.decode_name(span))
         num_segments = self.grid.decode_spans.index(span) + 1
         head = state._replace(cache=state.cache.head(num_segments))
@@ -95,6 +95,6 @@ class CompiledGraphs:
             return self._executables[name]
         except KeyError:
             raise GraphNotPlanned(
-                f"no graph {name!r} in this plan; it has {sorted(self._executables)}. Add the bucket "
-                f"to the plan and build again."
+                f"no graph {name!r} in this plan; it has {sorted(self._executables)}. "
+                f"Add the bucket to the plan and build again."
             ) from None

@@ -43,7 +43,7 @@ class RowNeed:
 def derive_grid(
     rows: Sequence[RowNeed], max_position: int, defaults: GridDefaults | None = None
 ) -> BucketGrid:
-    """The default grid of a job: least prefill padding, slots for its rows, spans up to its longest."""
+    """The default grid of a job: least prefill padding, and slots and spans for its rows."""
     defaults = defaults or GridDefaults()
     rows = [row for row in rows if row.prompt_length < max_position] or [RowNeed(1, 1)]
     needs = [
@@ -69,7 +69,7 @@ def derive_grid(
 
 
 def prefill_padding(rows: Sequence[int], buckets: Sequence[PrefillBucket]) -> tuple[int, int]:
-    """Real and computed prefill tokens of prompts of these lengths, partly filled batches included."""
+    """Real and computed prefill tokens of these prompts, partly filled batches included."""
     counts = dict.fromkeys(buckets, 0)
     for length in rows:
         counts[next(bucket for bucket in buckets if length <= bucket.length)] += 1

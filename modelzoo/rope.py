@@ -16,8 +16,8 @@ from .config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
 
 def rotate(x_BTNH: jax.Array, position_BT: jax.Array, rope: RopeConfig) -> jax.Array:
     """Rotate heads by their tokens' positions; computed in float32, returned in `x`'s dtype."""
-    frequency, factor = frequencies(rope, x_BTNH.shape[-1])
-    angle_BT1h = position_BT[..., None, None].astype(jnp.float32) * frequency
+    frequency_h, factor = frequencies(rope, x_BTNH.shape[-1])
+    angle_BT1h = position_BT[..., None, None].astype(jnp.float32) * frequency_h[None, None, None]
     cos, sin = jnp.cos(angle_BT1h) * factor, jnp.sin(angle_BT1h) * factor
     first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

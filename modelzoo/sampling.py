@@ -109,11 +109,11 @@ def keep_mask(scaled_BV: jax.Array, state: SamplingState, is_live_B: jax.Array) 
     """Which tokens min-p, top-k and top-p leave to draw from."""
     max_B1 = scaled_BV.max(axis=-1, keepdims=True)
     # min_p = 0 gives log(0) = -inf: everything is kept
-    floor_BV = max_B1 + jnp.log(state.min_p_B)[:, None]
+    floor_B1 = max_B1 + jnp.log(state.min_p_B)[:, None]
     has_threshold_B = (state.top_k_B > 0) | (state.top_p_B < 1.0)
 
     def thresholds(scaled_BV: jax.Array) -> jax.Array:
-        scaled_BV = jnp.where(scaled_BV >= floor_BV, scaled_BV, -jnp.inf)
+        scaled_BV = jnp.where(scaled_BV >= floor_B1, scaled_BV, -jnp.inf)
         order_BV = _ordered_bits(scaled_BV)
         kth_B1 = _top_k_threshold(order_BV, state.top_k_B)
         weight_BV = jnp.where(order_BV >= kth_B1, jnp.exp(scaled_BV - max_B1), 0.0)
@@ -126,7 +126,7 @@ def keep_mask(scaled_BV: jax.Array, state: SamplingState, is_live_B: jax.Array) 
         lambda _: lowest_B1,
         scaled_BV,
     )
-    return (_ordered_bits(scaled_BV) >= threshold_B1) & (scaled_BV >= floor_BV)
+    return (_ordered_bits(scaled_BV) >= threshold_B1) & (scaled_BV >= floor_B1)
 
 
 def score_tokens(

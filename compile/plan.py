@@ -1,0 +1,75 @@
+"""The plan: the file that fixes target, model, buckets. Reads and writes its text; touches no disk.
+
+Guarantees: `Plan.from_table(tomllib.loads(plan.to_toml())) == plan`, and keys that are not known
+are refused.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .bucket_grid import BucketGrid
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """Which model a plan was made for, and the dtype it runs in."""
+
+    source: str
+    fingerprint: str
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that decides which graphs exist."""
+
+    target: str
+    model: PlannedModel
+    buckets: BucketGrid
+
+    def to_toml(self) -> str:
+        """The plan as TOML text."""
+        lines = [f"schema = {SCHEMA}", f'target = "{self.target}"', "", "[model]"]
+        lines += [f"{key} = {_toml(value)}" for key, value in asdict(self.model).items()]
+        lines += ["", "[buckets]"]
+        lines += [f"{key} = {_toml(value)}" for key, value in asdict(self.buckets).items()]
+        return "\n".join(lines) + "\n"
+
+    @classmethod
+    def from_table(cls, table: Mapping[str, Any]) -> "Plan":
+        """Read a parsed TOML table; raises ValueError naming a key that is wrong or missing."""
+        _check_keys("plan", table, {"schema", "target", "model", "buckets"})
+        if table["schema"] != SCHEMA:
+            raise ValueError(f"plan schema: expected {SCHEMA}, got {table['schema']!r}.")
+        model, buckets = table["model"], table["buckets"]
+        _check_keys("[model]", model, {"source", "fingerprint", "dtype"})
+        optional = {"steps_per_call", "score"}
+        _check_keys("[buckets]", buckets, set(BucketGrid.__dataclass_fields__) - optional, optional)
+        return cls(table["target"], PlannedModel(**model), BucketGrid(**buckets))
+
+
+def _check_keys(
+    where: str, table: Any, required: set[str], optional: frozenset[str] | set[str] = frozenset()
+) -> None:
+    if not isinstance(table, Mapping):
+        raise ValueError(f"{where}: expected a table, got {table!r}.")
+    unknown, missing = set(table) - required - optional, required - set(table)
+    if unknown or missing:
+        raise ValueError(
+            f"{where}: expected the keys {sorted(required | optional)}; "
+            f"unknown {sorted(unknown)}, missing {sorted(missing)}."
+        )
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+        return f'"{escaped}"'
+    return str(value)

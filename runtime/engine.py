@@ -1,0 +1,246 @@
+"""The engine: carries out the scheduler's actions on the device, in token ids.
+
+Knows nothing of text, files or stop strings. What crosses to the host after a call is ids, flags
+and, when asked for, log-probabilities. Guarantees: no compile (the graphs are given), explicit
+transfers only, and a row that meets non-finite logits ends alone.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from ..compile.bucket_grid import PrefillBucket
+from ..compile.compiled_graphs import CompiledGraphs
+from ..compile.steps import NO_TOKEN, DecodeOutput, DecodeState, Prompts
+from ..modelzoo.sampling import TokenScores
+from .metrics import EngineMetrics
+from .padding import pack_prompts, pack_sampling
+from .request import Request, SamplingParams, TokenLogprob
+from .scheduler import DecodeAction, InsertAction, Job, PrefillAction, Scheduler, Sequence
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    """A request as the engine takes it: admitted, with its seed and stop ids resolved."""
+
+    job: Job
+    request: Request
+    seed: int
+    stop_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PromptScored:
+    """The log-probabilities of a request's prompt tokens, from the second on."""
+
+    number: int
+    scores: list[TokenLogprob]
+
+
+@dataclass(frozen=True)
+class TokensEmitted:
+    """New ids of one sequence, and whether and how it ended."""
+
+    number: int
+    sample: int
+    token_ids: list[int]
+    scores: list[TokenLogprob]
+    is_finished: bool
+    is_finite: bool
+
+
+Event = PromptScored | TokensEmitted
+
+
+class Engine:
+    """Slots on the device and the requests in them."""
+
+    def __init__(
+        self,
+        graphs: CompiledGraphs,
+        parameters: Mapping[str, jax.Array],
+        state: DecodeState,
+        sharding: jax.sharding.Sharding,
+        vocab_size: int,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.metrics = EngineMetrics()
+        self.scheduler = Scheduler(graphs.grid)
+        self._graphs = graphs
+        self._parameters = parameters
+        self._state = state
+        self._sharding = sharding
+        self._vocab_size = vocab_size
+        self._clock = clock
+        self._requests: dict[int, EngineRequest] = {}
+        self._prompts: dict[int, tuple[PrefillBucket, Prompts]] = {}
+        self._in_slot: dict[int, Sequence] = {}
+
+    def submit(self, request: EngineRequest) -> None:
+        """Queue a request; it must fit the grid."""
+        self.scheduler.submit(request.job)
+        self._requests[request.job.number] = request
+
+    def forget(self, number: int) -> None:
+        """Drop what is kept for a request whose sequences have all ended."""
+        del self._requests[number]
+
+    def cancel(self, number: int, sample: int) -> None:
+        """End one sequence that decodes, for a reason the device cannot see."""
+        for slot, sequence in list(self._in_slot.items()):
+            if sequence.job.number == number and sequence.sample == sample:
+                self._release(slot)
+
+    def step(self) -> list[Event] | None:
+        """Carry out the next action; None when nothing is left to do."""
+        match self.scheduler.next_action():
+            case PrefillAction() as action:
+                return self._prefill(action)
+            case InsertAction() as action:
+                return self._insert(action)
+            case DecodeAction() as action:
+                return self._decode(action)
+            case None:
+                return None
+
+    def _prefill(self, action: PrefillAction) -> list[Event]:
+        start = self._clock()
+        requests = [self._requests[job.number] for job in action.jobs]
+        prompts = [request.request.prompt_token_ids for request in requests]
+        tokens_BT, true_length_B = pack_prompts(prompts, action.bucket)
+        events: list[Event] = []
+        if action.is_scored:
+            wanted_B = np.full(action.bucket.batch, -1, np.int32)
+            wanted_B[: len(requests)] = [_num_prompt_logprobs(r) for r in requests]
+            arguments = self._put((tokens_BT, true_length_B, wanted_B))
+            made, scores = self._graphs.score(self._parameters, action.bucket, *arguments)
+            host = jax.device_get(scores)
+            for row, request in enumerate(requests):
+                events.append(_prompt_scored(request, host, row))
+        else:
+            arguments = self._put((tokens_BT, true_length_B))
+            made = self._graphs.prefill(self._parameters, action.bucket, *arguments)
+        jax.block_until_ready(made.logits_BV)
+        if any(job.limit > job.prompt_length for job in action.jobs):
+            self._prompts[action.number] = (action.bucket, made)
+        kind = " scored" if action.is_scored else ""
+        use = self.metrics.prefill[f"{action.bucket.length}x{action.bucket.batch}{kind}"]
+        use.calls += 1
+        use.rows += len(prompts)
+        use.real_tokens += sum(map(len, prompts))
+        use.computed_tokens += tokens_BT.size
+        use.seconds += self._clock() - start
+        return events
+
+    def _insert(self, action: InsertAction) -> list[Event]:
+        start = self._clock()
+        job, sample = action.sequence.job, action.sequence.sample
+        request = self._requests[job.number]
+        sampling = pack_sampling(
+            request.request.params,
+            seed=request.seed,
+            sample=sample,
+            prompt_length=job.prompt_length,
+            stop_ids=request.stop_ids,
+            vocab_size=self._vocab_size,
+        )
+        row, slot = np.int32(action.row), np.int32(action.slot)
+        arguments = self._put((row, slot, np.array([job.limit], np.int32), sampling))
+        bucket, prompts = self._prompts[action.prefill]
+        self._state = self._graphs.insert(self._state, bucket, prompts, *arguments)
+        self._in_slot[action.slot] = action.sequence
+        if action.is_last_of_prefill:
+            del self._prompts[action.prefill]
+        self.metrics.inserts += 1
+        self.metrics.insert_seconds += self._clock() - start
+        return []
+
+    def _decode(self, action: DecodeAction) -> list[Event]:
+        start = self._clock()
+        is_live_B = np.zeros(self._graphs.grid.decode_slots, bool)
+        is_live_B[list(action.slots)] = True
+        self._state, output = self._graphs.decode(
+            self._parameters, self._state, self._put(is_live_B), action.span
+        )
+        host = self._fetch(output, action.slots)
+        events: list[Event] = [self._emitted(host, slot) for slot in action.slots]
+        self._count_decode(action, host, self._clock() - start)
+        return events
+
+    def _emitted(self, output: DecodeOutput, slot: int) -> TokensEmitted:
+        sequence = self._in_slot[slot]
+        row_Q = output.tokens_BQ[slot]
+        steps = np.flatnonzero(row_Q != NO_TOKEN)
+        params = self._requests[sequence.job.number].request.params
+        scores = []
+        if params.logprobs is not None:
+            scores = [
+                _token_logprob(output.scores, (slot, q), int(row_Q[q]), params.logprobs)
+                for q in steps
+            ]
+        is_finished = not output.is_active_B[slot]
+        if is_finished:
+            self._release(slot)
+        else:
+            self.scheduler.advance(slot, len(steps))
+        return TokensEmitted(
+            number=sequence.job.number,
+            sample=sequence.sample,
+            token_ids=row_Q[steps].tolist(),
+            scores=scores,
+            is_finished=is_finished,
+            is_finite=bool(output.is_finite_B[slot]),
+        )
+
+    def _release(self, slot: int) -> None:
+        self.scheduler.release(slot)
+        del self._in_slot[slot]
+
+    def _fetch(self, output: DecodeOutput, slots: tuple[int, ...]) -> DecodeOutput:
+        """Ids and flags to the host; log-probabilities only when a row asked for them."""
+        wanted = any(self._params_in(slot).logprobs is not None for slot in slots)
+        return jax.device_get(output if wanted else output._replace(scores=None))
+
+    def _params_in(self, slot: int) -> SamplingParams:
+        return self._requests[self._in_slot[slot].job.number].request.params
+
+    def _count_decode(self, action: DecodeAction, output: DecodeOutput, seconds: float) -> None:
+        emitted_BQ = output.tokens_BQ != NO_TOKEN
+        # the loop ends early, so its steps are those in which any row emitted
+        num_steps = int(emitted_BQ.any(axis=0).sum())
+        use = self.metrics.decode[str(action.span)]
+        use.calls += 1
+        use.steps += num_steps
+        use.emitted_tokens += int(emitted_BQ.sum())
+        use.live_tokens += num_steps * len(action.slots)
+        use.computed_tokens += num_steps * len(emitted_BQ)
+        use.seconds += seconds
+
+    def _put(self, arrays):
+        return jax.device_put(arrays, self._sharding)
+
+
+def _num_prompt_logprobs(request: EngineRequest) -> int:
+    wanted = request.request.params.prompt_logprobs
+    return -1 if wanted is None else wanted
+
+
+def _prompt_scored(request: EngineRequest, scores: TokenScores, row: int) -> PromptScored:
+    ids = request.request.prompt_token_ids
+    wanted = _num_prompt_logprobs(request)
+    return PromptScored(
+        request.job.number,
+        [_token_logprob(scores, (row, t - 1), ids[t], wanted) for t in range(1, len(ids))],
+    )
+
+
+def _token_logprob(
+    scores: TokenScores, index: tuple[int, int], token_id: int, num_alternatives: int
+) -> TokenLogprob:
+    ids = scores.top_ids_BR[index][:num_alternatives]
+    values = scores.top_logprobs_BR[index][:num_alternatives]
+    top = tuple((int(i), float(v)) for i, v in zip(ids, values, strict=True))
+    return TokenLogprob(token_id, float(scores.logprob_B[index]), top)

@@ -1,0 +1,274 @@
+"""From requests to outputs: admission, the engine's events collected into text, finished requests.
+
+Knows nothing of files or command lines; `LLM` and the batch job are both built on it. Guarantees: a
+request that fits no bucket is refused by name and never truncated; every submitted request is
+returned exactly once.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..compile.bucket_grid import BucketGrid, NoBucketFits
+from ..compile.monitor import compile_monitor
+from ..compile.signatures import MAX_STOP_IDS
+from .engine import Engine, EngineRequest, Event, PromptScored, TokensEmitted
+from .metrics import latency_report
+from .padding import row_seed
+from .request import (
+    CompletionOutput,
+    Request,
+    RequestMetrics,
+    RequestOutput,
+    RowError,
+    TokenLogprob,
+)
+from .scheduler import Job
+from .text_collector import TextCollector
+from .tokenizer import Tokenizer
+
+
+@dataclass
+class _Continuation:
+    """One sequence as it grows."""
+
+    collector: TextCollector
+    output: CompletionOutput
+
+
+@dataclass
+class _InProgress:
+    """One request between submission and return."""
+
+    request: Request
+    engine_request: EngineRequest
+    arrival: float
+    continuations: list[_Continuation]
+    open_sequences: int
+    first_token: float | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    error: RowError | None = None
+
+
+@dataclass
+class Generator:
+    """Feeds an engine with requests and gives back outputs as they finish."""
+
+    engine: Engine
+    grid: BucketGrid
+    vocab_size: int
+    eos_ids: tuple[int, ...]
+    tokenizer: Tokenizer | None = None
+    run_seed: int = 0
+    clock: Callable[[], float] = time.monotonic
+    _open: dict[int, _InProgress] = field(default_factory=dict)
+    _num_submitted: int = 0
+    _latencies: list[tuple[RequestMetrics, int]] = field(default_factory=list)
+
+    def __post_init__(self):
+        self._compiles_at_start = compile_monitor().num_compiles
+
+    @property
+    def unfinished(self) -> int:
+        """Requests submitted and not returned yet."""
+        return len(self._open)
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether another request should be submitted before the next step."""
+        return self.engine.scheduler.wants_more
+
+    def submit(self, request: Request) -> None:
+        """Admit a request or raise a `RowError` that says what does not fit."""
+        params = request.params
+        stop_ids = self._check(request)
+        prompt_length = len(request.prompt_token_ids)
+        job = Job(
+            number=self._num_submitted,
+            prompt_length=prompt_length,
+            limit=self.grid.limit(prompt_length, params.max_tokens),
+            num_sequences=params.n,
+            is_scored=params.prompt_logprobs is not None,
+        )
+        seed = row_seed(params, self.run_seed, request.request_id)
+        entry = EngineRequest(job, request, seed, stop_ids)
+        continuations = [
+            _Continuation(
+                TextCollector(self.tokenizer, params),
+                CompletionOutput(index, "", [], None, logprobs=_empty_if(params.logprobs)),
+            )
+            for index in range(params.n)
+        ]
+        open_sequences = params.n if job.limit > prompt_length else 0
+        self.engine.submit(entry)
+        self._num_submitted += 1
+        self._open[job.number] = _InProgress(
+            request, entry, self.clock(), continuations, open_sequences
+        )
+
+    def step(self) -> list[RequestOutput]:
+        """Carry out one action; the requests that it finished."""
+        events = self.engine.step()
+        if events is None:
+            assert not self._open, f"{len(self._open)} requests have no work left"
+            return []
+        now = self.clock()
+        touched = [self._collect(event, now) for event in events]
+        return [
+            self._finish(number, now) for number in dict.fromkeys(touched) if self._done(number)
+        ]
+
+    def run(self) -> list[RequestOutput]:
+        """Step until every submitted request has been returned."""
+        outputs = []
+        while self._open:
+            outputs += self.step()
+        return outputs
+
+    def drain(self) -> list[str]:
+        """Drop what has no slot yet; the ids of the requests that will not be returned."""
+        dropped = self.engine.scheduler.drain()
+        return [self._close(job.number).request.request_id for job in dropped]
+
+    def statistics(self) -> dict[str, Any]:
+        """Counters of the run so far, ready for JSON."""
+        return {
+            **self.engine.metrics.report(),
+            **latency_report(self._latencies),
+            "compiles_during_run": compile_monitor().num_compiles - self._compiles_at_start,
+        }
+
+    def _check(self, request: Request) -> tuple[int, ...]:
+        """Refuse what the plan or the vocabulary cannot serve; the ids that end the row."""
+        params, prompt = request.params, request.prompt_token_ids
+        if len(prompt) == 0:
+            raise RowError(
+                "empty_prompt", "prompt: expected at least one token, got none.", "prompt"
+            )
+        self._check_ids("prompt", prompt)
+        self._check_ids("stop_token_ids", params.stop_token_ids)
+        self._check_ids("logit_bias", tuple(params.logit_bias or ()))
+        if params.prompt_logprobs is not None and not self.grid.score:
+            raise RowError(
+                "invalid_request",
+                "prompt_logprobs: this plan has no score graphs; set buckets.score = true "
+                "and build again.",
+                "prompt_logprobs",
+            )
+        try:
+            self.grid.fit(len(prompt), params.max_tokens)
+        except NoBucketFits as error:
+            message = f"request {request.request_id!r}: {error}"
+            raise RowError("context_length_exceeded", message, "prompt") from None
+        own = () if params.ignore_eos else self.eos_ids
+        stop_ids = tuple(dict.fromkeys((*own, *params.stop_token_ids)))
+        if len(stop_ids) > MAX_STOP_IDS:
+            raise RowError(
+                "invalid_request",
+                f"stop_token_ids: expected at most {MAX_STOP_IDS - len(own)} ids beside the "
+                f"model's own, got {len(params.stop_token_ids)}.",
+                "stop_token_ids",
+            )
+        return stop_ids
+
+    def _check_ids(self, name: str, ids: Sequence[int]) -> None:
+        for token in ids:
+            if not 0 <= token < self.vocab_size:
+                raise RowError(
+                    "invalid_token_id",
+                    f"{name}: expected ids from 0 to {self.vocab_size - 1}, got {token}.",
+                    name,
+                )
+
+    def _collect(self, event: Event, now: float) -> int:
+        entry = self._open[event.number]
+        match event:
+            case PromptScored():
+                entry.prompt_logprobs = [None, *event.scores]
+                if not all(math.isfinite(s.logprob) for s in event.scores):
+                    entry.error = _nonfinite(entry.request)
+            case TokensEmitted():
+                self._grow(entry, event, now)
+        return event.number
+
+    def _grow(self, entry: _InProgress, event: TokensEmitted, now: float) -> None:
+        """Add a sequence's new tokens to its text, and end it where it ends."""
+        continuation = entry.continuations[event.sample]
+        output, collector = continuation.output, continuation.collector
+        if entry.first_token is None and event.token_ids:
+            entry.first_token = now
+        ends_on_id = (
+            event.is_finished
+            and bool(event.token_ids)
+            and event.token_ids[-1] in entry.engine_request.stop_ids
+        )
+        output.token_ids += event.token_ids
+        if output.logprobs is not None:
+            output.logprobs += event.scores
+        is_cut = collector.push(event.token_ids, ends_with_stop_token=ends_on_id)
+        if not event.is_finite:
+            entry.error = _nonfinite(entry.request)
+        if is_cut:
+            self.engine.metrics.cut_tokens += collector.num_tokens_past_stop
+            del output.token_ids[collector.num_tokens_kept :]
+            if output.logprobs is not None:
+                del output.logprobs[collector.num_tokens_kept :]
+            output.finish_reason, output.stop_reason = "stop", collector.stop_reason
+            if not event.is_finished:
+                self.engine.cancel(event.number, event.sample)
+        elif event.is_finished and ends_on_id:
+            last = event.token_ids[-1]
+            is_own = last not in entry.request.params.stop_token_ids
+            output.finish_reason, output.stop_reason = "stop", None if is_own else last
+        elif event.is_finished:
+            output.finish_reason = "length"
+        if is_cut or event.is_finished:
+            entry.open_sequences -= 1
+
+    def _done(self, number: int) -> bool:
+        entry = self._open[number]
+        is_scored = entry.request.params.prompt_logprobs is not None
+        return entry.open_sequences == 0 and (entry.prompt_logprobs is not None or not is_scored)
+
+    def _finish(self, number: int, now: float) -> RequestOutput:
+        entry = self._close(number)
+        metrics = RequestMetrics(entry.arrival, entry.first_token, now)
+        output = RequestOutput(
+            entry.request.request_id,
+            entry.request.prompt,
+            list(entry.request.prompt_token_ids),
+            error=entry.error,
+            metrics=metrics,
+        )
+        if entry.error is None:
+            output.prompt_logprobs = entry.prompt_logprobs
+            output.outputs = [_completed(continuation) for continuation in entry.continuations]
+            longest = max(len(completion.token_ids) for completion in output.outputs)
+            self._latencies.append((metrics, longest))
+        return output
+
+    def _close(self, number: int) -> _InProgress:
+        self.engine.forget(number)
+        return self._open.pop(number)
+
+
+def _completed(continuation: _Continuation) -> CompletionOutput:
+    output = continuation.output
+    output.text = continuation.collector.finish()
+    if output.logprobs is not None:
+        output.cumulative_logprob = math.fsum(score.logprob for score in output.logprobs)
+    return output
+
+
+def _empty_if(num_logprobs: int | None) -> list[TokenLogprob] | None:
+    return None if num_logprobs is None else []
+
+
+def _nonfinite(request: Request) -> RowError:
+    return RowError(
+        "nonfinite_logits",
+        f"request {request.request_id!r}: the model gave NaN or infinite logits. Other rows are "
+        f"not affected; check the weights with `noria inspect`, or use --dtype float32.",
+    )

@@ -1,0 +1,118 @@
+"""What a run did: calls, seconds and tokens, real and computed, per graph.
+
+Knows nothing of devices. Padding is stated as the field argues about it: real tokens (prompt
+tokens, emitted tokens) against computed ones (B * T of every prefill call, slots * steps of every
+decode call), with prefill padding, idle slots and overshoot apart. Overshoot is what a live slot
+computed without emitting, or emitted past a stop string.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+from .request import RequestMetrics
+
+
+@dataclass
+class PrefillUse:
+    """Use of one prefill bucket."""
+
+    calls: int = 0
+    rows: int = 0
+    real_tokens: int = 0
+    computed_tokens: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
+class DecodeUse:
+    """Use of one decode span."""
+
+    calls: int = 0
+    steps: int = 0
+    emitted_tokens: int = 0
+    live_tokens: int = 0
+    """Slot-steps of slots that held a row, whether or not it emitted."""
+    computed_tokens: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
+class EngineMetrics:
+    """Counters of one engine, from its first action."""
+
+    prefill: dict[str, PrefillUse] = field(default_factory=lambda: defaultdict(PrefillUse))
+    decode: dict[str, DecodeUse] = field(default_factory=lambda: defaultdict(DecodeUse))
+    inserts: int = 0
+    insert_seconds: float = 0.0
+    cut_tokens: int = 0
+    """Emitted past a stop string, and cut."""
+
+    def report(self) -> dict[str, Any]:
+        """The counters and their totals, ready for JSON."""
+        prefill_real = sum(use.real_tokens for use in self.prefill.values())
+        prefill_computed = sum(use.computed_tokens for use in self.prefill.values())
+        emitted = sum(use.emitted_tokens for use in self.decode.values()) - self.cut_tokens
+        live = sum(use.live_tokens for use in self.decode.values())
+        decode_computed = sum(use.computed_tokens for use in self.decode.values())
+        prefill_seconds = sum(use.seconds for use in self.prefill.values())
+        decode_seconds = sum(use.seconds for use in self.decode.values())
+        return {
+            "buckets": {
+                "prefill": {name: vars(use) for name, use in self.prefill.items()},
+                "decode": {name: vars(use) for name, use in self.decode.items()},
+            },
+            "padding": {
+                "real_tokens": prefill_real + emitted,
+                "computed_tokens": prefill_computed + decode_computed,
+                "prefill_padding_tokens": prefill_computed - prefill_real,
+                "idle_slot_tokens": decode_computed - live,
+                "overshoot_tokens": live - emitted,
+            },
+            "phases": {
+                "prefill_seconds": prefill_seconds,
+                "prefill_tokens_per_second": _rate(prefill_real, prefill_seconds),
+                "insert_seconds": self.insert_seconds,
+                "decode_seconds": decode_seconds,
+                "decode_tokens_per_second": _rate(emitted, decode_seconds),
+            },
+        }
+
+
+def latency_report(requests: list[tuple[RequestMetrics, int]]) -> dict[str, Any]:
+    """Time to first token and inter-token latency over requests, with their numbers of tokens.
+
+    Time to first token counts from submission to the engine, queueing included; inter-token latency
+    is the time after the first token over the tokens after it. A call emits several tokens at once,
+    so a first token is known when its call returns.
+    """
+    first = [m.first_token - m.arrival for m, _ in requests if m.first_token is not None]
+    between = [
+        (m.finished - m.first_token) / (tokens - 1)
+        for m, tokens in requests
+        if m.first_token is not None and tokens > 1
+    ]
+    return {
+        "time_to_first_token_seconds": _distribution(first),
+        "inter_token_latency_seconds": _distribution(between),
+    }
+
+
+def _distribution(values: list[float]) -> dict[str, float] | None:
+    if not values:
+        return None
+    ordered = sorted(values)
+
+    def quantile(share: float) -> float:
+        return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
+
+    return {
+        "mean": sum(ordered) / len(ordered),
+        "p50": quantile(0.5),
+        "p90": quantile(0.9),
+        "p99": quantile(0.99),
+    }
+
+
+def _rate(tokens: int, seconds: float) -> float | None:
+    return tokens / seconds if seconds > 0 else None

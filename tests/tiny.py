@@ -1,0 +1,94 @@
+"""A small random decoder and everything to run it, for tests of the floors above the model."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from noria.compile import signatures
+from noria.compile.bucket_grid import BucketGrid
+from noria.compile.build import build
+from noria.compile.definition import Definition
+from noria.compile.targets import find_target
+from noria.modelzoo.config import DecoderConfig
+from noria.runtime.engine import Engine
+from noria.runtime.generation import Generator
+
+CONFIG = DecoderConfig(
+    vocab_size=151,
+    embed=24,
+    mlp=40,
+    num_query_heads=6,
+    num_kv_heads=2,
+    head_dim=8,
+    windows=(None, 7, None),
+    max_position=128,
+)
+GRID = BucketGrid(
+    max_length=64,
+    prefill=((8, 3), (16, 2), (48, 1)),
+    decode_slots=4,
+    decode_spans=(16, 32, 64),
+    steps_per_call=4,
+    score=True,
+)
+EOS_ID = 2
+
+
+def random_parameters(definition: Definition, seed: int = 0) -> dict[str, jax.Array]:
+    """Weights large enough that logits are far apart and mistakes show."""
+    rng = np.random.default_rng(seed)
+    return {
+        name: jnp.asarray(rng.normal(scale=0.4, size=shape.shape).astype(np.float32))
+        for name, shape in definition.abstract_parameters(jnp.float32).items()
+    }
+
+
+class TinyModel:
+    """One compiled tiny model; generators over it share its executables."""
+
+    def __init__(self, config: DecoderConfig = CONFIG, grid: BucketGrid = GRID):
+        self.config, self.grid = config, grid
+        self.target = find_target("cpu")
+        self.definition = Definition(config)
+        self.parameters = random_parameters(self.definition)
+        self.graphs = build(self.definition, grid, self.target, jnp.float32)
+        self._empty = partial(signatures.decode_state, config, grid, jnp.float32)
+        self._forward = jax.jit(self._logits)
+
+    def generator(self, parameters=None, **options) -> Generator:
+        engine = Engine(
+            self.graphs,
+            parameters or self.parameters,
+            self._empty(),
+            self.target.sharding,
+            self.config.vocab_size,
+        )
+        return Generator(engine, self.grid, self.config.vocab_size, (EOS_ID,), **options)
+
+    def next_logits(self, tokens: list[int]) -> np.ndarray:
+        """Logits after these tokens, from a plain forward pass over all of them."""
+        padded = np.zeros((1, self.grid.max_length), np.int32)
+        padded[0, : len(tokens)] = tokens
+        return np.asarray(self._forward(self.parameters, padded, np.array([len(tokens)])))[0]
+
+    def greedy(self, prompt: list[int], num_tokens: int) -> list[int]:
+        """The reference: one whole forward pass a token."""
+        tokens = list(prompt)
+        for _ in range(num_tokens):
+            tokens.append(int(self.next_logits(tokens).argmax()))
+            if tokens[-1] == EOS_ID:
+                break
+        return tokens[len(prompt) :]
+
+    def _logits(self, parameters, tokens_BT, true_length_B):
+        decoder = self.definition.bind(parameters)
+        x_BTD, _ = decoder.prefill(tokens_BT, true_length_B)
+        return decoder.logits(x_BTD[:, true_length_B[0] - 1])
+
+
+def prompts(count: int, seed: int = 1, longest: int = 40) -> list[list[int]]:
+    """Random prompts of random lengths."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, longest + 1, count)
+    return [rng.integers(3, CONFIG.vocab_size, n).tolist() for n in lengths]
