@@ -1,8 +1,8 @@
 """One line of a JSON Lines file -> one object, strictly.
 
-The standard library's parser takes more than JSON: NaN, Infinity, numbers that overflow to infinity,
-duplicate keys (the last wins in silence), lone surrogates. Each of these is refused here, with a
-code and the place, as are integers of absurd length and nesting that no request needs.
+The standard library's parser takes more than JSON: NaN, Infinity, numbers that overflow, duplicate
+keys (the last wins in silence), lone surrogates. Each of these is refused here, with a code and the
+place, as are integers of absurd length and nesting that no request needs.
 
 Knows nothing of what a request is. Guarantees: whatever the bytes, `parse_object` returns a dict
 that can be written as JSON again, or raises `RowError`; `read_lines` holds one line in memory and

@@ -1,0 +1,250 @@
+"""The journal of a job: every finished row, on disk, in the order of completion.
+
+One record a line: CRC-32 of the rest in eight hexadecimal digits, a space, the record's facts as
+JSON, and for a row a tab and the output line as it will stand in the final file. JSON holds no raw
+tab or newline, so neither needs escaping. Records are `header` (format, configuration), `plan` (the
+resolved plan, once it is known) and `row`.
+
+A row is found again by custom_id and request hash, so an edited input keeps what is unchanged.
+
+Knows nothing of models, requests or the final file. Guarantees: what `append` has returned from
+survives the death of the process, and a power cut after at most 64 rows or about a second; a torn
+tail is cut off on opening; damage anywhere else is an error that says at which byte.
+"""
+
+import json
+import os
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .disk import Disk
+from .strict_json import dump_line
+
+FORMAT = 1
+SYNC_ROWS = 64
+SYNC_SECONDS = 1.0
+
+
+class JournalError(ValueError):
+    """The journal on disk cannot be continued by this job."""
+
+
+class JournalWriteError(OSError):
+    """The disk refused a record; everything recorded before is kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class JournalRow:
+    """One finished row: what the manifest counts, and where its output line lies."""
+
+    custom_id: str
+    request_hash: str
+    code: str | None
+    """None for a result, else the error code."""
+    metrics: Mapping[str, float]
+    offset: int
+    length: int
+
+
+class Journal:
+    """An open journal. Make one with `Journal.open`, and hold the job's lock meanwhile."""
+
+    def __init__(self, path: Path, disk: Disk, clock: Callable[[], float]):
+        self.path = path
+        self.plan: str | None = None
+        self.rows: dict[tuple[str, str], JournalRow] = {}
+        self._disk = disk
+        self._clock = clock
+        self._size = 0
+        self._unsynced = 0
+        self._last_sync = clock()
+        self._descriptor = disk.open_append(path)
+
+    @classmethod
+    def open(
+        cls,
+        path: Path,
+        configuration: Mapping[str, str],
+        *,
+        disk: Disk | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> "Journal":
+        """Open or create; refuse a journal of another configuration, naming every difference."""
+        journal = cls(path, disk or Disk(), clock)
+        try:
+            journal._recover(dict(configuration))
+        except BaseException:
+            journal._disk.close(journal._descriptor)
+            raise
+        return journal
+
+    def record_plan(self, plan: str) -> None:
+        """Store the resolved plan, durably: rows may depend on it from here on."""
+        self._append({"kind": "plan", "plan": plan})
+        self.sync()
+        self.plan = plan
+
+    def record_row(
+        self,
+        *,
+        row: int,
+        custom_id: str,
+        request_hash: str,
+        line: Mapping[str, Any],
+        code: str | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        """Append one finished row with its output line."""
+        facts = {
+            "kind": "row",
+            "row": row,
+            "custom_id": custom_id,
+            "request": request_hash,
+            "code": code,
+            "metrics": dict(metrics or {}),
+        }
+        content = dump_line(line)
+        end = self._append(facts, content)
+        self._remember(facts, end - 1 - len(content), len(content))
+        self._unsynced += 1
+        if self._unsynced >= SYNC_ROWS or self._clock() - self._last_sync >= SYNC_SECONDS:
+            self.sync()
+
+    def output_line(self, row: JournalRow) -> bytes:
+        """Read a row's output line back, without a line ending."""
+        return os.pread(self._descriptor, row.length, row.offset)
+
+    def sync(self) -> None:
+        """Wait until all records are on the disk."""
+        try:
+            self._disk.fsync(self._descriptor)
+        except OSError as error:
+            raise self._write_error(error) from error
+        self._unsynced = 0
+        self._last_sync = self._clock()
+
+    def close(self) -> None:
+        self._disk.close(self._descriptor)
+
+    def _append(self, facts: Mapping[str, Any], line: bytes | None = None) -> int:
+        payload = dump_line(facts)
+        if line is not None:
+            payload += b"\t" + line
+        record = b"%08x %s\n" % (zlib.crc32(payload), payload)
+        try:
+            self._disk.write(self._descriptor, record)
+        except OSError as error:
+            self._cut_to(self._size)
+            raise self._write_error(error) from error
+        self._size += len(record)
+        return self._size
+
+    def _cut_to(self, size: int) -> None:
+        """Remove a half-written record; should that fail too, the next opening does it."""
+        try:
+            self._disk.truncate(self._descriptor, size)
+        except OSError:
+            return
+
+    def _write_error(self, error: OSError) -> JournalWriteError:
+        return JournalWriteError(
+            error.errno,
+            f"{self.path}: cannot be written ({error.strerror or error}). {len(self.rows)} finished "
+            "rows are kept in it; make room and run the same command again to go on",
+        )
+
+    def _recover(self, configuration: dict[str, str]) -> None:
+        damaged_at: int | None = None
+        header = None
+        for offset, payload in self._stored_records():
+            if payload is None:
+                damaged_at = offset if damaged_at is None else damaged_at
+                continue
+            if damaged_at is not None:
+                raise JournalError(
+                    f"{self.path}: damaged at byte {damaged_at}, with good records after it, so "
+                    "this is no interrupted write. Restore the file, or discard it with --restart."
+                )
+            facts_bytes, _, line = payload.partition(b"\t")
+            facts = json.loads(facts_bytes)
+            if header is None:
+                header = facts
+                self._check_header(facts, configuration)
+            elif facts["kind"] == "plan":
+                self.plan = facts["plan"]
+            else:
+                # eight digits, a space, the facts and a tab stand before the line
+                self._remember(facts, offset + 9 + len(facts_bytes) + 1, len(line))
+            self._size = offset + 9 + len(payload) + 1
+        if damaged_at is not None:
+            self._refuse_foreign_file(header)
+            self._disk.truncate(self._descriptor, self._size)
+        if header is None:
+            self._append({"kind": "header", "format": FORMAT, "configuration": configuration})
+            self.sync()
+            self._disk.sync_folder(self.path.parent)
+
+    def _stored_records(self) -> Iterator[tuple[int, bytes | None]]:
+        """Every line of the file as (offset, payload); the payload is None where it is damaged."""
+        with self.path.open("rb") as file:
+            offset = 0
+            for record in file:
+                payload = record[9:-1]
+                is_whole = record.endswith(b"\n") and record[:9] == b"%08x " % zlib.crc32(payload)
+                yield offset, payload if is_whole else None
+                offset += len(record)
+
+    def _check_header(self, facts: dict[str, Any], configuration: dict[str, str]) -> None:
+        if facts.get("kind") != "header" or facts.get("format") != FORMAT:
+            raise JournalError(
+                f"{self.path}: expected a journal of format {FORMAT}, got {facts.get('format')!r}. "
+                "Discard it with --restart, or finish it with the version that wrote it."
+            )
+        check_same_configuration(self.path, facts["configuration"], configuration)
+
+    def _refuse_foreign_file(self, header: object) -> None:
+        """A file without a header is a torn first write, or not ours: never cut the latter."""
+        if header is not None:
+            return
+        with self.path.open("rb") as file:
+            start = file.read(32)
+        # the start of our first record, as far as it was written
+        if b"\n" in start or (len(start) > 9 and not b'{"kind":"header"'.startswith(start[9:25])):
+            raise JournalError(
+                f"{self.path}: damaged at byte 0, or not a journal. Move it away, or discard it "
+                "with --restart."
+            )
+
+    def _remember(self, facts: Mapping[str, Any], offset: int, length: int) -> None:
+        key = (facts["custom_id"], facts["request"])
+        row = JournalRow(*key, facts["code"], facts["metrics"], offset, length)
+        # the first record counts, but an error that may pass is replaced by what came later
+        known = self.rows.get(key)
+        if known is None or known.code in RETRIED_CODES:
+            self.rows[key] = row
+
+
+RETRIED_CODES = frozenset({"internal_error"})
+"""Errors of ours, not of the request: a resumed job tries such rows again."""
+
+
+def check_same_configuration(
+    path: Path, stored: Mapping[str, str], wanted: Mapping[str, str]
+) -> None:
+    """Raise JournalError with one line for each difference between two configurations."""
+    differences = [
+        f"  {key}: there {stored.get(key, 'nothing')}, now {wanted.get(key, 'nothing')}"
+        for key in sorted({*stored, *wanted})
+        if stored.get(key) != wanted.get(key)
+    ]
+    if differences:
+        raise JournalError(
+            f"{path}: expected the configuration of this job, got another one:\n"
+            + "\n".join(differences)
+            + "\nRun with the settings it was begun with, choose another output, or discard it "
+            "with --restart."
+        )

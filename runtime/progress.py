@@ -1,0 +1,102 @@
+"""What a person sees while a job runs: rows, tokens per second, padding waste, time to go.
+
+On a terminal one line is redrawn; elsewhere (a log file, a pod) a line is written every five
+seconds. The clock and the stream are given, so tests need neither time nor a terminal.
+
+Knows nothing of where its numbers come from. Guarantees: nothing is written when quiet.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+LOG_SECONDS = 5.0
+REDRAW_SECONDS = 0.1
+
+
+class Progress:
+    """Progress of one job on a text stream."""
+
+    def __init__(
+        self,
+        *,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        is_quiet: bool = False,
+    ):
+        self._stream = stream or sys.stderr
+        self._clock = clock
+        self._is_quiet = is_quiet
+        self._is_terminal = self._stream.isatty()
+        self._next_line = 0.0
+        self._width = 0
+        self._total = self._kept = self._done = self._errors = self._tokens = 0
+        self._start = clock()
+
+    def note(self, message: str) -> None:
+        """Write a line of its own."""
+        if not self._is_quiet:
+            self._clear()
+            print(message, file=self._stream, flush=True)
+
+    def compiled(self, index: int, total: int, name: str, seconds: float, *, cached: bool) -> None:
+        """Report one executable: `compile [3/9] prefill 256x2  4.1 s (cached)`."""
+        self.note(f"compile [{index}/{total}] {name}  {seconds:.1f} s{' (cached)' * cached}")
+
+    def start_rows(self, total: int, *, done: int, errors: int) -> None:
+        """Begin the run: `done` rows need no work, being errors or kept from an earlier run."""
+        self._total, self._kept, self._done, self._errors = total, done, done, errors
+        self._tokens = 0
+        self._start = self._clock()
+        self._next_line = self._start + (REDRAW_SECONDS if self._is_terminal else LOG_SECONDS)
+
+    def row(self, *, tokens: int, is_error: bool) -> None:
+        """Count one finished row."""
+        self._done += 1
+        self._errors += is_error
+        self._tokens += tokens
+
+    def update(self, padding_waste: float | None = None) -> None:
+        """Write the line if its time has come; `padding_waste` is a fraction of computed tokens."""
+        now = self._clock()
+        if self._is_quiet or now < self._next_line:
+            return
+        line = self.line(padding_waste)
+        if self._is_terminal:
+            self._next_line = now + REDRAW_SECONDS
+            self._stream.write("\r" + line.ljust(self._width))
+            self._stream.flush()
+            self._width = len(line)
+        else:
+            self._next_line = now + LOG_SECONDS
+            print(line, file=self._stream, flush=True)
+
+    def line(self, padding_waste: float | None = None) -> str:
+        """The progress line as it stands now."""
+        elapsed = self._clock() - self._start
+        parts = [f"{self._done}/{self._total} rows", f"{self._errors} errors"]
+        parts.append(f"{self._tokens / elapsed:.1f} tokens/s" if elapsed else "- tokens/s")
+        if padding_waste is not None:
+            parts.append(f"padding {padding_waste:.1%}")
+        ran = self._done - self._kept
+        if ran and elapsed:
+            parts.append(f"ETA {_duration((self._total - self._done) * elapsed / ran)}")
+        return "  ".join(parts)
+
+    def finish(self) -> None:
+        """Leave the cursor on a fresh line."""
+        if not self._is_quiet:
+            self._clear()
+
+    def _clear(self) -> None:
+        if self._width:
+            self._stream.write("\r" + " " * self._width + "\r")
+            self._stream.flush()
+            self._width = 0
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -1,0 +1,234 @@
+"""RequestOutput and errors -> output lines in the OpenAI Batch shapes.
+
+Strict readers exist, so a line has the standard's keys and no more. Ids are hashes of custom_id,
+request and configuration: the same row of the same job has the same ids in every run. `created`
+is the wall time.
+
+Knows nothing of files, order or the journal. Guarantees: every dict it returns is finite JSON (an
+infinitely unlikely token reads -9999.0).
+"""
+
+import hashlib
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from .batch_lines import BadRow, BatchRow
+from .request import CompletionOutput, RequestOutput, RowError, TokenLogprob
+
+LOWEST_LOGPROB = -9999.0
+
+# the line was never taken for a request: the standard's `response: null` shape
+_NEVER_EXECUTED = frozenset(
+    {
+        "invalid_json",
+        "invalid_utf8",
+        "invalid_line",
+        "missing_custom_id",
+        "duplicate_custom_id",
+        "batch_cancelled",
+    }
+)
+_OUR_FAULT = frozenset({"internal_error", "nonfinite_logits"})
+
+
+class TokenNames(Protocol):
+    """The part of a tokenizer that names single tokens."""
+
+    def token_text(self, id: int, /) -> str: ...
+
+    def token_bytes(self, id: int, /) -> bytes: ...
+
+
+class OutputLines:
+    """Makes the output lines of one job."""
+
+    def __init__(
+        self,
+        *,
+        model_name: str,
+        fingerprint: str,
+        tokens: TokenNames | None = None,
+        wall_clock: Callable[[], float] = time.time,
+    ):
+        self._model_name = model_name
+        self._fingerprint = fingerprint
+        self._tokens = tokens
+        self._wall_clock = wall_clock
+
+    def result(self, row: BatchRow, output: RequestOutput) -> dict[str, Any]:
+        """The line for a request that ran; for one that ended as an error, its error line."""
+        if output.error is not None:
+            return self.error(row, output.error)
+        is_chat = row.kind == "chat"
+        make_choice = self._chat_choice if is_chat else self._text_choice
+        # scoring may come back with no continuation at all; the answer still has one choice
+        completions = output.outputs or [CompletionOutput(0, "", [], None)]
+        num_prompt = len(output.prompt_token_ids)
+        num_completion = sum(len(completion.token_ids) for completion in completions)
+        body = {
+            "id": self._id("chatcmpl-" if is_chat else "cmpl-", row),
+            "object": "chat.completion" if is_chat else "text_completion",
+            "created": int(self._wall_clock()),
+            "model": row.model or self._model_name,
+            "choices": [make_choice(row, output, completion) for completion in completions],
+            "usage": {
+                "prompt_tokens": num_prompt,
+                "completion_tokens": num_completion,
+                "total_tokens": num_prompt + num_completion,
+            },
+        }
+        if is_chat and row.prompt_logprobs is not None:
+            body["prompt_logprobs"] = self._prompt_logprobs(row, output)
+        return self._line(row, self._response(row, 200, body), None)
+
+    def error(self, row: BatchRow | BadRow, error: RowError) -> dict[str, Any]:
+        """The line for a row that ends as an error."""
+        if error.code in _NEVER_EXECUTED:
+            return self._line(row, None, {"code": error.code, "message": error.message})
+        status, kind = 400, "invalid_request_error"
+        if error.code in _OUR_FAULT:
+            status, kind = 500, "server_error"
+        description = {
+            "message": error.message,
+            "type": kind,
+            "param": error.param,
+            "code": error.code,
+        }
+        return self._line(row, self._response(row, status, {"error": description}), None)
+
+    def _line(
+        self, row: BatchRow | BadRow, response: dict[str, Any] | None, error: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        return {
+            "id": self._id("batch_req_", row),
+            "custom_id": row.custom_id,
+            "response": response,
+            "error": error,
+        }
+
+    def _response(
+        self, row: BatchRow | BadRow, status: int, body: dict[str, Any]
+    ) -> dict[str, Any]:
+        return {"status_code": status, "request_id": self._id("", row), "body": body}
+
+    def _id(self, prefix: str, row: BatchRow | BadRow) -> str:
+        # lines without a usable custom_id may be equal: their place tells them apart
+        place = str(row.row) if isinstance(row, BadRow) else ""
+        parts = (prefix, row.custom_id or "", row.request_hash, place, self._fingerprint)
+        digest = hashlib.sha256("\0".join(parts).encode("utf-8", "surrogatepass"))
+        return prefix + digest.hexdigest()[:32]
+
+    def _chat_choice(
+        self, row: BatchRow, output: RequestOutput, completion: CompletionOutput
+    ) -> dict[str, Any]:
+        logprobs = None
+        if row.logprobs is not None:
+            entries = completion.logprobs or []
+            logprobs = {"content": [self._chat_logprob(e, row.logprobs) for e in entries]}
+        return {
+            "index": completion.index,
+            "message": {"role": "assistant", "content": completion.text},
+            "logprobs": logprobs,
+            "finish_reason": completion.finish_reason or "length",
+        }
+
+    def _text_choice(
+        self, row: BatchRow, output: RequestOutput, completion: CompletionOutput
+    ) -> dict[str, Any]:
+        text = completion.text
+        entries: list[TokenLogprob | None] = list(completion.logprobs or [])
+        if row.echo:
+            text = self._prompt_text(row, output) + text
+            entries = list(output.prompt_logprobs or []) + entries
+        logprobs = None
+        if row.logprobs is not None:
+            # the first prompt token is predicted by nothing, so it has an id and no entry
+            token_ids = [entry.token_id for entry in entries if entry is not None]
+            if len(token_ids) < len(entries):
+                token_ids = [*output.prompt_token_ids[:1], *token_ids]
+            logprobs = self._text_logprobs(token_ids, entries, row.logprobs)
+        choice: dict[str, Any] = {
+            "index": completion.index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": completion.finish_reason or "length",
+        }
+        if row.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = self._prompt_logprobs(row, output)
+        return choice
+
+    def _prompt_text(self, row: BatchRow, output: RequestOutput) -> str:
+        if row.prompt is not None:
+            return row.prompt
+        if output.prompt is not None:
+            return output.prompt
+        if self._tokens is None:
+            return ""
+        pieces = (self._tokens.token_bytes(token) for token in output.prompt_token_ids)
+        return b"".join(pieces).decode("utf-8", "replace")
+
+    def _text_logprobs(
+        self, token_ids: Sequence[int], entries: Sequence[TokenLogprob | None], count: int
+    ) -> dict[str, Any]:
+        """The four parallel lists of /v1/completions."""
+        texts = [self._text(token) for token in token_ids]
+        offsets = [0]
+        for text in texts[:-1]:
+            offsets.append(offsets[-1] + len(text))
+        return {
+            "tokens": texts,
+            "token_logprobs": [entry and _finite(entry.logprob) for entry in entries],
+            "top_logprobs": [entry and self._alternatives(entry, count) for entry in entries],
+            "text_offset": offsets[: len(texts)],
+        }
+
+    def _alternatives(self, entry: TokenLogprob, count: int) -> dict[str, float]:
+        """Text -> log-probability; the chosen token is always among them, as in the standard."""
+        result: dict[str, float] = {}
+        for token, logprob in (*entry.top[:count], (entry.token_id, entry.logprob)):
+            # two tokens may share a text; the likelier one comes first
+            result.setdefault(self._text(token), _finite(logprob))
+        return result
+
+    def _chat_logprob(self, entry: TokenLogprob, count: int) -> dict[str, Any]:
+        return {
+            **self._named(entry.token_id, entry.logprob),
+            "top_logprobs": [self._named(token, value) for token, value in entry.top[:count]],
+        }
+
+    def _named(self, token: int, logprob: float) -> dict[str, Any]:
+        raw = None if self._tokens is None else list(self._tokens.token_bytes(token))
+        return {"token": self._text(token), "logprob": _finite(logprob), "bytes": raw}
+
+    def _prompt_logprobs(self, row: BatchRow, output: RequestOutput) -> list[dict[str, Any] | None]:
+        """One object a prompt token, id -> facts, as vLLM's servers write it."""
+        count = row.prompt_logprobs or 0
+        result: list[dict[str, Any] | None] = []
+        for entry in output.prompt_logprobs or []:
+            if entry is None:
+                result.append(None)
+                continue
+            ranks = {token: rank for rank, (token, _) in enumerate(entry.top, start=1)}
+            shown = dict(entry.top[:count]) | {entry.token_id: entry.logprob}
+            result.append(
+                {
+                    str(token): {
+                        "logprob": _finite(logprob),
+                        "rank": ranks.get(token),
+                        "decoded_token": self._text(token),
+                    }
+                    for token, logprob in shown.items()
+                }
+            )
+        return result
+
+    def _text(self, token: int) -> str:
+        return f"token_id:{token}" if self._tokens is None else self._tokens.token_text(token)
+
+
+def _finite(logprob: float) -> float:
+    if math.isnan(logprob):
+        raise RowError("nonfinite_logits", "expected finite log-probabilities, got NaN.")
+    return max(float(logprob), LOWEST_LOGPROB)
