@@ -1,14 +1,15 @@
 """Small JSON files of a model directory, read strictly, and names that stay inside it.
 
-Knows nothing of what the files mean. Refuses what Python's json lets pass: duplicate keys, NaN and
-Infinity, anything but an object at the top, nesting without end, files too large to be what they
-say. A model directory is data from a stranger.
+Knows nothing of what the files mean. A model directory is data from a stranger: what the strict
+parser of the batch lines refuses (duplicate keys, NaN, nesting without end) is refused here too,
+and so are files too large to be what they say and names that lead elsewhere.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
+from ..request import RowError
+from ..strict_json import parse_object
 from .errors import CheckpointError, InvalidConfig
 
 MAX_JSON_BYTES = 32 * 2**20
@@ -26,29 +27,10 @@ def parse_json_object(
     data: bytes, where: str, error: type[CheckpointError] = InvalidConfig
 ) -> dict[str, Any]:
     """Parse one JSON object; `where` opens the message of the error."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        result = dict(pairs)
-        if len(result) != len(pairs):
-            seen = set()
-            twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-            raise error(f"{where}: expected each key once, got {twice!r} twice.")
-        return result
-
-    def no_constant(text: str):
-        raise error(f"{where}: expected finite numbers, got {text}.")
-
     try:
-        value = json.loads(
-            data.decode("utf-8"), object_pairs_hook=unique, parse_constant=no_constant
-        )
-    except CheckpointError:
-        raise
-    except (ValueError, RecursionError) as problem:
-        raise error(f"{where}: expected a JSON object, got {problem}.") from problem
-    if not isinstance(value, dict):
-        raise error(f"{where}: expected a JSON object, got {type(value).__name__}.")
-    return value
+        return parse_object(data)
+    except RowError as problem:
+        raise error(f"{where}: {problem.message}") from None
 
 
 def file_inside(directory: Path, name: object, suffix: str, where: str) -> Path:

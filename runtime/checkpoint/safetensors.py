@@ -4,8 +4,8 @@ Knows nothing of parameters or devices. The strict reader of the `safetensors` p
 parsing and the slicing; this module adds what it lets pass (duplicate keys, ranks and counts
 without end, odd dtypes) and everything about the index.
 
-Guarantees: every tensor listed is held by exactly one shard, the one that the index names, and every
-tensor in a shard is listed. Pickles (`.bin`, `.pt`, ...) are never opened.
+Guarantees: every tensor listed is held by exactly one shard, the one that the index names, and
+every tensor in a shard is listed. Pickles (`.bin`, `.pt`, ...) are never opened.
 """
 
 import struct
@@ -127,7 +127,9 @@ class _File:
         try:
             self._handle: Any = package.safe_open(path, "np")
         except package.SafetensorError as error:
-            raise InvalidSafetensors(f"{path}: expected a safetensors file, got {error}.") from error
+            raise InvalidSafetensors(
+                f"{path}: expected a safetensors file, got {error}."
+            ) from error
         self._error = package.SafetensorError
         entries = parse_json_object(header, str(path), InvalidSafetensors)
         entries.pop("__metadata__", None)
@@ -184,9 +186,7 @@ def _tensor_info(path: Path, name: str, entry: dict[str, Any]) -> TensorInfo:
 
 def _numpy_dtype(stored_as: str) -> np.dtype:
     if stored_as == "BF16":
-        import ml_dtypes
-
-        return np.dtype(ml_dtypes.bfloat16)
+        return np.dtype(require("ml_dtypes", "hf").bfloat16)
     if stored_as == "BOOL":
         return np.dtype(bool)
     kind = {"F": "f", "I": "i", "U": "u"}[stored_as[0]]
