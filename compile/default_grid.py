@@ -119,3 +119,25 @@ def _spans(max_length: int, count: int) -> tuple[int, ...]:
 
 def _round_up(value: int, step: int) -> int:
     return -(-value // step) * step
+
+
+def ladder_grid(
+    max_length: int, slots: int, *, score: bool, defaults: GridDefaults | None = None
+) -> BucketGrid:
+    """A grid for requests that are not known yet: prefill lengths doubling up to `max_length`."""
+    defaults = defaults or GridDefaults()
+    lengths, length = [max_length], max_length
+    while length > 2 * LENGTH_STEP and len(lengths) < defaults.max_prefill_graphs:
+        length = _round_up(length // 2, LENGTH_STEP)
+        lengths.append(length)
+    return BucketGrid(
+        max_length=max_length,
+        prefill=tuple(
+            (length, max(1, min(defaults.tokens_per_prefill // length, slots)))
+            for length in sorted(set(lengths))
+        ),
+        decode_slots=slots,
+        decode_spans=_spans(max_length, defaults.max_decode_graphs),
+        steps_per_call=defaults.steps_per_call,
+        score=score,
+    )

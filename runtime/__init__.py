@@ -1,0 +1,21 @@
+"""Host side: text, files, queues, the engine, the command line. The only floor with I/O.
+
+`LLM` is loaded when it is first asked for, so that what needs no device starts without jax.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from .request import CompletionOutput, RequestOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from .llm import LLM
+
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "LLM":
+        from .llm import LLM
+
+        return LLM
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -83,7 +83,7 @@ class Generator:
     def submit(self, request: Request) -> None:
         """Admit a request or raise a `RowError` that says what does not fit."""
         params = request.params
-        stop_ids = self._check(request)
+        stop_ids = self.check(request)
         prompt_length = len(request.prompt_token_ids)
         job = Job(
             number=self._num_submitted,
@@ -107,6 +107,39 @@ class Generator:
         self._open[job.number] = _InProgress(
             request, entry, self.clock(), continuations, open_sequences
         )
+
+    def check(self, request: Request) -> tuple[int, ...]:
+        """Refuse what the plan or the vocabulary cannot serve; the ids that end the row."""
+        params, prompt = request.params, request.prompt_token_ids
+        if len(prompt) == 0:
+            raise RowError(
+                "empty_prompt", "prompt: expected at least one token, got none.", "prompt"
+            )
+        self._check_ids("prompt", prompt)
+        self._check_ids("stop_token_ids", params.stop_token_ids)
+        self._check_ids("logit_bias", tuple(params.logit_bias or ()))
+        if params.prompt_logprobs is not None and not self.grid.score:
+            raise RowError(
+                "invalid_request",
+                "prompt_logprobs: this plan has no score graphs; set buckets.score = true "
+                "and build again.",
+                "prompt_logprobs",
+            )
+        try:
+            self.grid.fit(len(prompt), params.max_tokens)
+        except NoBucketFits as error:
+            message = f"request {request.request_id!r}: {error}"
+            raise RowError("context_length_exceeded", message, "prompt") from None
+        own = () if params.ignore_eos else self.eos_ids
+        stop_ids = tuple(dict.fromkeys((*own, *params.stop_token_ids)))
+        if len(stop_ids) > MAX_STOP_IDS:
+            raise RowError(
+                "invalid_request",
+                f"stop_token_ids: expected at most {MAX_STOP_IDS - len(own)} ids beside the "
+                f"model's own, got {len(params.stop_token_ids)}.",
+                "stop_token_ids",
+            )
+        return stop_ids
 
     def step(self) -> list[RequestOutput]:
         """Carry out one action; the requests that it finished."""
@@ -139,39 +172,6 @@ class Generator:
             **latency_report(self._latencies),
             "compiles_during_run": compile_monitor().num_compiles - self._compiles_at_start,
         }
-
-    def _check(self, request: Request) -> tuple[int, ...]:
-        """Refuse what the plan or the vocabulary cannot serve; the ids that end the row."""
-        params, prompt = request.params, request.prompt_token_ids
-        if len(prompt) == 0:
-            raise RowError(
-                "empty_prompt", "prompt: expected at least one token, got none.", "prompt"
-            )
-        self._check_ids("prompt", prompt)
-        self._check_ids("stop_token_ids", params.stop_token_ids)
-        self._check_ids("logit_bias", tuple(params.logit_bias or ()))
-        if params.prompt_logprobs is not None and not self.grid.score:
-            raise RowError(
-                "invalid_request",
-                "prompt_logprobs: this plan has no score graphs; set buckets.score = true "
-                "and build again.",
-                "prompt_logprobs",
-            )
-        try:
-            self.grid.fit(len(prompt), params.max_tokens)
-        except NoBucketFits as error:
-            message = f"request {request.request_id!r}: {error}"
-            raise RowError("context_length_exceeded", message, "prompt") from None
-        own = () if params.ignore_eos else self.eos_ids
-        stop_ids = tuple(dict.fromkeys((*own, *params.stop_token_ids)))
-        if len(stop_ids) > MAX_STOP_IDS:
-            raise RowError(
-                "invalid_request",
-                f"stop_token_ids: expected at most {MAX_STOP_IDS - len(own)} ids beside the "
-                f"model's own, got {len(params.stop_token_ids)}.",
-                "stop_token_ids",
-            )
-        return stop_ids
 
     def _check_ids(self, name: str, ids: Sequence[int]) -> None:
         for token in ids:
