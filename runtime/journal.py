@@ -153,8 +153,8 @@ class Journal:
     def _write_error(self, error: OSError) -> JournalWriteError:
         return JournalWriteError(
             error.errno,
-            f"{self.path}: cannot be written ({error.strerror or error}). {len(self.rows)} finished "
-            "rows are kept in it; make room and run the same command again to go on",
+            f"{self.path}: cannot be written ({error.strerror or error}). {len(self.rows)} "
+            "finished rows are kept in it; make room and run the same command again to go on",
         )
 
     def _recover(self, configuration: dict[str, str]) -> None:

@@ -57,12 +57,12 @@ class Progress:
         self._errors += is_error
         self._tokens += tokens
 
-    def update(self, padding_waste: float | None = None) -> None:
-        """Write the line if its time has come; `padding_waste` is a fraction of computed tokens."""
+    def update(self, padding_waste: Callable[[], float | None] = lambda: None) -> None:
+        """Write the line if its time has come; the waste is a fraction of computed tokens."""
         now = self._clock()
         if self._is_quiet or now < self._next_line:
             return
-        line = self.line(padding_waste)
+        line = self.line(padding_waste())
         if self._is_terminal:
             self._next_line = now + REDRAW_SECONDS
             self._stream.write("\r" + line.ljust(self._width))

@@ -1,0 +1,49 @@
+"""SIGTERM and Ctrl-C for a job: the first asks it to end well, the second ends it.
+
+While rows are in flight a first signal only sets `requested`, and the job lets them finish. At any
+other time, and on a second signal, `StopNow` is raised wherever the program is; whatever is on disk
+then is as good as after a kill, which the journal survives.
+
+Knows nothing of rows or journals. Guarantees: the handlers that were there before are put back.
+"""
+
+import signal
+from types import FrameType, TracebackType
+
+EXIT_CODES = {signal.SIGTERM: 75, signal.SIGINT: 130}
+
+
+class StopNow(BaseException):
+    """Ends the job at once. Not an Exception, so that no library's handler swallows it."""
+
+    def __init__(self, signal_number: int):
+        super().__init__(signal.Signals(signal_number).name)
+        self.exit_code = EXIT_CODES[signal.Signals(signal_number)]
+
+
+class StopSignals:
+    """Context manager that holds the handlers; use it in the main thread."""
+
+    def __init__(self) -> None:
+        self.requested: signal.Signals | None = None
+        self.can_drain = False
+        self._previous: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> "StopSignals":
+        for number in EXIT_CODES:
+            self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.requested is not None or not self.can_drain:
+            raise StopNow(number)
+        self.requested = signal.Signals(number)
