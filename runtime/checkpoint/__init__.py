@@ -1,0 +1,44 @@
+"""Models on disk: open one, learn what it is, load its parameters onto devices.
+
+    with open_model("smollm2") as model:
+        params = load_params(model.spec, model.tensors, abstract, sharding)
+
+`open_model` reads Hugging Face directories (safetensors), GGUF files and checkpoints of our own,
+which `save_orbax` writes. Importing this package, opening and describing a model import no jax.
+"""
+
+from .errors import (
+    CheckpointChanged,
+    CheckpointError,
+    CheckpointMismatch,
+    InvalidConfig,
+    InvalidGGUF,
+    InvalidOrbax,
+    InvalidSafetensors,
+    ModelNotFound,
+)
+from .generation_defaults import GenerationDefaults
+from .loader import check_coverage, find_nonfinite, load_params
+from .model_files import ModelFiles, open_model
+from .orbax_store import save_orbax
+from .tensor_source import TensorInfo, TensorSource
+
+__all__ = [
+    "CheckpointChanged",
+    "CheckpointError",
+    "CheckpointMismatch",
+    "GenerationDefaults",
+    "InvalidConfig",
+    "InvalidGGUF",
+    "InvalidOrbax",
+    "InvalidSafetensors",
+    "ModelFiles",
+    "ModelNotFound",
+    "TensorInfo",
+    "TensorSource",
+    "check_coverage",
+    "find_nonfinite",
+    "load_params",
+    "open_model",
+    "save_orbax",
+]

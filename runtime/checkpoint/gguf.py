@@ -85,6 +85,7 @@ class GGUFHeader:
     version: int
     metadata: dict[str, Any]
     tensors: dict[str, GGUFTensor]
+    num_bytes: int
 
 
 class GGUFFile:
@@ -100,6 +101,7 @@ class GGUFFile:
             self._file.close()
             raise
         self.metadata: Mapping[str, Any] = header.metadata
+        self.header_bytes = header.num_bytes
         self._entries = header.tensors
         self._tensors = {name: entry.info for name, entry in header.tensors.items()}
 
@@ -191,7 +193,7 @@ def parse_header(buffer: bytes | mmap.mmap, where: str = "GGUF data") -> GGUFHea
         for name, tensor in entries.items()
     }
     _check_ranges(cursor, metadata, tensors)
-    return GGUFHeader(version, metadata, tensors)
+    return GGUFHeader(version, metadata, tensors, data_start)
 
 
 class _Cursor:

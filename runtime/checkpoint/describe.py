@@ -1,0 +1,108 @@
+"""The report of `noria inspect`: what a model on disk holds, as text.
+
+Knows nothing of terminals. A model that no family supports is described all the same, with the
+reason it cannot be run. Reads headers only, unless asked to look for NaN and infinity.
+"""
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .json_files import read_json_object
+from .loader import find_nonfinite
+
+if TYPE_CHECKING:
+    from .model_files import ModelFiles
+
+
+def describe(model: "ModelFiles", *, check_finite: bool = False) -> str:
+    """Return the report, one `subject  value` line each."""
+    tensors = model.tensors.tensors
+    num_bytes, counts = Counter(), Counter()
+    for info in tensors.values():
+        num_bytes[info.stored_as] += info.num_bytes
+        counts[info.stored_as] += 1
+    stored = ", ".join(
+        f"{kind} {_bytes(size)} in {counts[kind]}" for kind, size in num_bytes.most_common()
+    )
+    lines = [
+        ("model", f"{model.name} ({model.path})"),
+        ("kind", model.kind),
+        *_architecture(model),
+        ("tensors", f"{len(tensors)}, {_bytes(sum(num_bytes.values()))}: {stored}"),
+        ("parameters", f"{sum(info.size for info in tensors.values()):,}"),
+        ("tokenizer", _tokenizer(model.tokenizer_files)),
+        ("chat template", "yes" if has_chat_template(model.tokenizer_files) else "no"),
+        ("end tokens", ", ".join(map(str, model.generation_defaults.eos_token_ids)) or "none"),
+        ("sampling", _pairs(model.generation_defaults.sampling) or "no defaults"),
+        ("fingerprint", model.fingerprint()),
+    ]
+    if check_finite:
+        bad = find_nonfinite(model.tensors)
+        found = "; ".join(f"{name}: {count} elements" for name, count in bad.items())
+        lines.append(("NaN or infinite", found or "none"))
+    return "\n".join(f"{subject:<16} {value}" for subject, value in lines)
+
+
+def has_chat_template(files: Path | Mapping[str, Any]) -> bool:
+    """Whether the tokenizer files hold a chat template, in any of the places it may stand."""
+    if isinstance(files, Mapping):
+        return "tokenizer.chat_template" in files
+    if any((files / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):
+        return True
+    config = files / "tokenizer_config.json"
+    return config.is_file() and bool(read_json_object(config).get("chat_template"))
+
+
+def _architecture(model: "ModelFiles") -> list[tuple[str, str]]:
+    config = model.published_config
+    published = config.get("architectures") or config.get("general.architecture")
+    named = ", ".join(published) if isinstance(published, list) else published
+    lines = [("architecture", str(named))] if named else []
+    try:
+        spec = model.spec
+    except ValueError as error:
+        return [*lines, ("family", f"not supported: {error}")]
+    fields = {f.name: getattr(spec.config, f.name) for f in dataclasses.fields(spec.config)}
+    windows = fields.pop("windows", None)
+    if windows is not None:
+        fields = {"num_layers": len(windows), **fields}
+        if sizes := {window for window in windows if window is not None}:
+            fields["windows"] = f"{sorted(sizes)} in {sum(map(bool, windows))} layers"
+    return [*lines, ("family", spec.family), ("config", _pairs(fields))]
+
+
+def _tokenizer(files: Path | Mapping[str, Any]) -> str:
+    if isinstance(files, Mapping):
+        tokens = files.get("tokenizer.ggml.tokens")
+        if not isinstance(tokens, list):
+            return "none"
+        kind, pre = files.get("tokenizer.ggml.model"), files.get("tokenizer.ggml.pre")
+        return f"GGUF vocabulary ({kind}{f', {pre}' if pre else ''}), {len(tokens)} tokens"
+    for name in ("tokenizer.json", "tokenizer.model"):
+        if (files / name).is_file():
+            return name
+    return "none"
+
+
+def _pairs(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={_short(value)}" for key, value in values.items())
+
+
+def _short(value: Any) -> str:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        inner = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        return f"({_pairs({key: item for key, item in inner.items() if item is not None})})"
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _bytes(size: int) -> str:
+    value = float(size)
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.4g} {unit}"
+        value /= 1024
+    return f"{value:.4g} GiB"

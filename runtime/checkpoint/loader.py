@@ -1,0 +1,216 @@
+"""Fill the parameters of a model from published tensors, each straight onto its shards.
+
+Knows nothing of file formats or families: a `ModelSpec` says which tensors fill which parameter, a
+`TensorSource` reads them. Guarantees: nothing is read before it is proven that every parameter is
+filled, every tensor used once or ignored by name, and all shapes agree; the host holds at most one
+parameter at a time.
+"""
+
+import fnmatch
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+import numpy as np
+
+from ...modelzoo.families.mapping import ParameterSource
+from .errors import CheckpointMismatch
+from .tensor_source import AxisPattern, Index, TensorSource, intervals
+
+if TYPE_CHECKING:
+    import jax
+
+    from ...modelzoo.families.registry import ModelSpec
+
+MAX_LISTED = 20
+FINITE_CHUNK_BYTES = 64 * 2**20
+
+
+@runtime_checkable
+class RestoresItself(Protocol):
+    """A tensor source whose format places arrays on their shards on its own."""
+
+    def restore(
+        self,
+        abstract: Mapping[str, "jax.ShapeDtypeStruct"],
+        shardings: "Mapping[str, jax.sharding.Sharding]",
+    ) -> "dict[str, jax.Array]": ...
+
+
+def load_params(
+    spec: "ModelSpec",
+    tensors: TensorSource,
+    abstract: "Mapping[str, jax.ShapeDtypeStruct]",
+    shardings: "Mapping[str, jax.sharding.Sharding] | jax.sharding.Sharding",
+) -> "dict[str, jax.Array]":
+    """Load all parameters, by dotted path, in the dtypes and placements asked for.
+
+    `abstract` gives shape and dtype of every parameter; one sharding for all, or one each. Raises
+    `CheckpointMismatch`, listing every difference, before anything is read.
+    """
+    check_coverage(spec, tensors, abstract)
+    if not isinstance(shardings, Mapping):
+        shardings = dict.fromkeys(abstract, shardings)
+    if unplaced := abstract.keys() - shardings.keys():
+        raise ValueError(f"expected a sharding for every parameter, got none for {min(unplaced)!r}")
+    if isinstance(tensors, RestoresItself):
+        return tensors.restore(abstract, shardings)
+    sources = {source.parameter: source for source in spec.sources}
+    return {
+        path: _load_one(sources[path], tensors, abstract[path], shardings[path])
+        for path in abstract
+    }
+
+
+def check_coverage(
+    spec: "ModelSpec", tensors: TensorSource, abstract: "Mapping[str, jax.ShapeDtypeStruct]"
+) -> None:
+    """Prove that tensors and parameters cover each other, or list everything that does not."""
+    published = tensors.tensors
+    uses = [part.tensor for source in spec.sources for part in source.parts]
+    filled = [source.parameter for source in spec.sources]
+    ignored = tuple(spec.ignored_tensors)
+    groups = {
+        "tensors missing from the checkpoint": sorted(set(uses) - published.keys()),
+        "tensors left over, that no parameter uses": sorted(
+            name for name in published.keys() - set(uses) if not _is_ignored(name, ignored)
+        ),
+        "tensors used more than once": _repeated(uses),
+        "parameters that no tensor fills": sorted(abstract.keys() - set(filled)),
+        "parameters filled that the model does not have": sorted(set(filled) - abstract.keys()),
+        "parameters filled more than once": _repeated(filled),
+        "wrong shape or type": [
+            problem
+            for source in spec.sources
+            if source.parameter in abstract
+            for problem in _shape_problems(source, tensors, tuple(abstract[source.parameter].shape))
+        ],
+    }
+    lines = []
+    for title, found in groups.items():
+        if found:
+            more = f"\n    and {len(found) - MAX_LISTED} more" if len(found) > MAX_LISTED else ""
+            listed = "".join(f"\n    {item}" for item in found[:MAX_LISTED])
+            lines.append(f"\n  {title} ({len(found)}):{listed}{more}")
+    if lines:
+        raise CheckpointMismatch(
+            f"Expected checkpoint and model ({spec.family}) to cover each other, got these "
+            f"differences:{''.join(lines)}\nIs the config of another model, or the file incomplete?"
+        )
+
+
+def find_nonfinite(tensors: TensorSource) -> dict[str, int]:
+    """Count NaN and infinite elements of each floating tensor that has any.
+
+    Reads everything once, a piece of rows at a time.
+    """
+    found: dict[str, int] = {}
+    for name, info in tensors.tensors.items():
+        if not _is_floating(info.dtype):
+            continue
+        rows = info.shape[0] if info.shape else 1
+        step = max(1, rows * FINITE_CHUNK_BYTES // max(1, info.size * 4))
+        rest = tuple(slice(0, size) for size in info.shape[1:])
+        for start in range(0, rows, step):
+            index = (slice(start, min(start + step, rows)), *rest) if info.shape else None
+            values = tensors.read(name, index)
+            if bad := values.size - int(np.count_nonzero(np.isfinite(values))):
+                found[name] = found.get(name, 0) + bad
+    return found
+
+
+def read_parameter(
+    source: ParameterSource, tensors: TensorSource, index: Index, shape: tuple[int, ...], dtype
+) -> np.ndarray:
+    """Read the box `index` of a parameter of the given shape, its parts put together and cast."""
+    box = intervals(index, shape)
+    result = np.empty([len(interval) for interval in box], dtype)
+    axis, start = source.concat_axis, 0
+    for part in source.parts:
+        pattern = AxisPattern.of(part)
+        part_shape = pattern.parameter_shape(tensors.tensors[part.tensor].shape)
+        stop = start + part_shape[axis] if part_shape else start
+        # The overlap of this part with the box, in the axis of concatenation
+        low, high = (max(start, box[axis].start), min(stop, box[axis].stop)) if box else (0, 1)
+        if low < high:
+            wanted = [interval.as_slice() for interval in box]
+            into = [slice(None)] * len(box)
+            if box:
+                wanted[axis] = slice(low - start, high - start)
+                into[axis] = slice(low - box[axis].start, high - box[axis].start)
+            result[tuple(into)] = pattern.read(tensors, part.tensor, tuple(wanted))
+        start = stop
+    return result
+
+
+def _load_one(
+    source: ParameterSource,
+    tensors: TensorSource,
+    abstract: "jax.ShapeDtypeStruct",
+    sharding: "jax.sharding.Sharding",
+) -> "jax.Array":
+    import jax
+
+    shape, dtype = tuple(abstract.shape), np.dtype(abstract.dtype)
+    # Devices that hold the same shard ask for the same box, each in its own call
+    boxes: dict[tuple, np.ndarray] = {}
+
+    def read(index: Index | None) -> np.ndarray:
+        box = intervals(index or (), shape)
+        if box not in boxes:
+            boxes[box] = read_parameter(
+                source, tensors, tuple(interval.as_slice() for interval in box), shape, dtype
+            )
+        return boxes[box]
+
+    return jax.make_array_from_callback(shape, sharding, read, dtype=dtype)
+
+
+def _repeated(names: list[str]) -> list[str]:
+    return sorted(name for name, count in Counter(names).items() if count > 1)
+
+
+def _is_ignored(name: str, ignored: tuple[str, ...]) -> bool:
+    return any(name == pattern or fnmatch.fnmatchcase(name, pattern) for pattern in ignored)
+
+
+def _is_floating(dtype: np.dtype) -> bool:
+    # ml_dtypes' types (bfloat16) are of numpy's kind V
+    return dtype.kind == "f" or dtype.name == "bfloat16"
+
+
+def _shape_problems(
+    source: ParameterSource, tensors: TensorSource, expected: tuple[int, ...]
+) -> list[str]:
+    """What is wrong with the parts of one parameter; missing tensors are listed elsewhere."""
+    problems, shapes = [], []
+    for part in source.parts:
+        info = tensors.tensors.get(part.tensor)
+        if info is None:
+            return problems
+        if not _is_floating(info.dtype):
+            problems.append(f"{part.tensor}: expected floating numbers, got {info.stored_as}")
+        try:
+            shapes.append(AxisPattern.of(part).parameter_shape(info.shape))
+        except ValueError as error:
+            problems.append(
+                f"{part.tensor} -> {source.parameter}: shape {info.shape}, {part.axes!r}: {error}"
+            )
+    if problems:
+        return problems
+    got = _concatenated(shapes, source.concat_axis)
+    if got != expected:
+        described = ", ".join(f"{p.tensor} {tensors.tensors[p.tensor].shape}" for p in source.parts)
+        problems.append(f"{source.parameter}: expected {expected}, got {got} from {described}")
+    return problems
+
+
+def _concatenated(shapes: list[tuple[int, ...]], axis: int) -> object:
+    """Shape of parts put together; where they do not fit, the list of their shapes."""
+    if len(shapes) == 1:
+        return shapes[0]
+    others = {(shape[:axis], shape[axis + 1 :]) for shape in shapes if len(shape) > axis}
+    if len(others) != 1 or any(len(shape) <= axis for shape in shapes):
+        return shapes
+    first = shapes[0]
+    return (*first[:axis], sum(shape[axis] for shape in shapes), *first[axis + 1 :])

@@ -1,0 +1,276 @@
+"""Checkpoints of our own: parameters through orbax, and beside them all that a job needs.
+
+    PATH/params/          the flat dict of parameters, as orbax's StandardCheckpointer writes it
+    PATH/tokenizer/       tokenizer files as published, or gguf_metadata.json
+    PATH/noria.json       family, config, parameters, generation defaults; written last
+
+Knows nothing of published tensor names: parameters are stored as they are in the model, so the
+mapping back is the identity. Guarantees: a directory without noria.json was not finished and is
+refused; with it, the parameters that orbax holds are those that noria.json lists, or it is refused
+before anything is read. orbax is imported only to save or to read arrays.
+"""
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...modelzoo.families.mapping import ParameterSource, Part
+from .errors import InvalidOrbax
+from .generation_defaults import GenerationDefaults
+from .json_files import file_inside, read_json_object
+from .tensor_source import Index, TensorInfo
+
+if TYPE_CHECKING:
+    import jax
+
+    from ...modelzoo.config import DecoderConfig
+    from ...modelzoo.families.registry import ModelSpec
+
+SCHEMA = 1
+NORIA_JSON, PARAMS, TOKENIZER = "noria.json", "params", "tokenizer"
+GGUF_METADATA = "gguf_metadata.json"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+)
+"""The files of a published directory that text needs."""
+
+
+def save_orbax(
+    path: str | Path,
+    params: "Mapping[str, jax.Array]",
+    *,
+    family: str,
+    config: "DecoderConfig",
+    name: str | None = None,
+    generation_defaults: GenerationDefaults | None = None,
+    tokenizer_files: Path | Mapping[str, Any] | None = None,
+) -> None:
+    """Save parameters and what a job needs beside them into a new directory.
+
+    On a pod every process calls it, with a path that all of them see; process 0 writes the small
+    files. `tokenizer_files` is what `ModelFiles.tokenizer_files` holds.
+    """
+    import jax
+    import orbax.checkpoint as ocp
+
+    path = Path(path).resolve()
+    if path.exists() and any(path.iterdir()):
+        raise InvalidOrbax(f"{path}: expected a new or empty directory to save into, got files.")
+    description = {
+        "schema": SCHEMA,
+        "name": name or path.name,
+        "family": family,
+        "config": encode_config(config),
+        "parameters": {
+            key: {"shape": list(value.shape), "dtype": np.dtype(value.dtype).name}
+            for key, value in params.items()
+        },
+        "generation": (generation_defaults or GenerationDefaults()).as_json(),
+    }
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path / PARAMS, dict(params))
+    if jax.process_index() == 0:
+        _write_tokenizer(path / TOKENIZER, tokenizer_files)
+        _write_whole(path / NORIA_JSON, description)
+
+
+class OrbaxTensors:
+    """The parameters of one saved checkpoint, as a `TensorSource` that restores itself."""
+
+    def __init__(self, path: Path, description: Mapping[str, Any]):
+        self._directory = (path / PARAMS).resolve()
+        # orbax writes to a temporary name and renames; what is missing was never finished
+        if not (self._directory / "_CHECKPOINT_METADATA").is_file():
+            raise InvalidOrbax(
+                f"{path}: expected a finished orbax checkpoint in {PARAMS}/, got "
+                f"{'an unfinished one' if self._directory.exists() else 'none'}. Save it again."
+            )
+        self._tensors = {
+            name: _tensor_info(path, name, entry)
+            for name, entry in description["parameters"].items()
+        }
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        return self._tensors
+
+    def read(self, name: str, index: Index | None = None) -> np.ndarray:
+        """Read one parameter whole, and cut the box out of it."""
+        import orbax.checkpoint as ocp
+
+        self._check_stored()
+        with ocp.PyTreeCheckpointer() as checkpointer:
+            restored = checkpointer.restore(
+                self._directory,
+                args=ocp.args.PyTreeRestore(
+                    item={name: 0},
+                    restore_args={name: ocp.RestoreArgs(restore_type=np.ndarray)},
+                    partial_restore=True,
+                ),
+            )
+        return restored[name][index] if index else restored[name]
+
+    def restore(
+        self,
+        abstract: "Mapping[str, jax.ShapeDtypeStruct]",
+        shardings: "Mapping[str, jax.sharding.Sharding]",
+    ) -> "dict[str, jax.Array]":
+        """Restore all parameters, cast, onto the given shardings; each process its own shards."""
+        import jax
+        import orbax.checkpoint as ocp
+
+        self._check_stored()
+        target = {
+            name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=shardings[name])
+            for name, leaf in abstract.items()
+        }
+        with ocp.StandardCheckpointer() as checkpointer:
+            return dict(checkpointer.restore(self._directory, target))
+
+    def close(self) -> None:
+        """Nothing stays open between reads."""
+
+    def _check_stored(self) -> None:
+        """Compare what orbax holds with what noria.json lists."""
+        import orbax.checkpoint as ocp
+
+        try:
+            with ocp.StandardCheckpointer() as checkpointer:
+                tree = checkpointer.metadata(self._directory).item_metadata.tree
+        except Exception as error:  # orbax has no common class for damaged metadata
+            raise InvalidOrbax(
+                f"{self._directory}: reading its metadata failed: {error}"
+            ) from error
+        stored = {name: (tuple(leaf.shape), np.dtype(leaf.dtype)) for name, leaf in tree.items()}
+        listed = {name: (info.shape, info.dtype) for name, info in self._tensors.items()}
+        if differing := sorted(
+            name for name in stored.keys() | listed.keys() if stored.get(name) != listed.get(name)
+        ):
+            shown = "; ".join(
+                f"{name}: expected {listed.get(name)}, got {stored.get(name)}"
+                for name in differing[:10]
+            )
+            raise InvalidOrbax(
+                f"{self._directory}: expected the parameters that {NORIA_JSON} lists, got "
+                f"{len(differing)} differences: {shown}. The two are of different checkpoints."
+            )
+
+
+def read_description(path: Path) -> dict[str, Any]:
+    """Read noria.json; InvalidOrbax if the checkpoint was not finished or is not of this schema."""
+    if not (path / NORIA_JSON).is_file():
+        raise InvalidOrbax(
+            f"{path}: expected {NORIA_JSON}, got none: the save was not finished, or it is another "
+            f"program's checkpoint. Save it again with noria."
+        )
+    description = read_json_object(path / NORIA_JSON, InvalidOrbax)
+    if description.get("schema") != SCHEMA:
+        raise InvalidOrbax(
+            f"{path / NORIA_JSON}: expected schema {SCHEMA}, got {description.get('schema')!r}."
+        )
+    for key, kind in {"name": str, "family": str, "config": dict, "parameters": dict}.items():
+        if not isinstance(description.get(key), kind):
+            raise InvalidOrbax(f"{path / NORIA_JSON}: expected {key!r}, a {kind.__name__}, got "
+                               f"{description.get(key)!r:.80}.")  # fmt: skip
+    return description
+
+
+def spec_of(description: Mapping[str, Any]) -> "ModelSpec":
+    """Return the spec of a saved model: each parameter is filled by the array of its own name."""
+    from ...modelzoo.families.registry import ModelSpec
+
+    sources = []
+    for name, entry in description["parameters"].items():
+        axes = " ".join(f"axis{i}" for i in range(len(entry["shape"])))
+        sources.append(ParameterSource(name, (Part(name, f"{axes} -> {axes}"),)))
+    config = decode_config(description["config"])
+    return ModelSpec(description["family"], config, tuple(sources), ())
+
+
+def tokenizer_files_of(path: Path) -> Path | Mapping[str, Any]:
+    """Return the directory of tokenizer files, or the GGUF metadata that was saved instead."""
+    saved = path / TOKENIZER / GGUF_METADATA
+    return read_json_object(saved, InvalidOrbax) if saved.is_file() else path / TOKENIZER
+
+
+def encode_config(value: Any) -> Any:
+    """Turn a tree of frozen dataclasses into JSON; each names its class under `type`."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: encode_config(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {"type": type(value).__name__, **fields}
+    if isinstance(value, tuple):
+        return [encode_config(item) for item in value]
+    return value
+
+
+def decode_config(value: Any) -> Any:
+    """Build the dataclasses of `modelzoo.config` again; any other class is refused."""
+    from ...modelzoo import config as module
+
+    if isinstance(value, list):
+        return tuple(decode_config(item) for item in value)
+    if not isinstance(value, dict):
+        return value
+    fields = dict(value)
+    name = fields.pop("type", None)
+    found = getattr(module, name, None) if isinstance(name, str) else None
+    if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
+        raise InvalidOrbax(f"{NORIA_JSON}: config: expected a known type, got {name!r}.")
+    try:
+        return found(**{key: decode_config(item) for key, item in fields.items()})
+    except (TypeError, ValueError) as error:
+        raise InvalidOrbax(f"{NORIA_JSON}: config: {name}: {error}") from error
+
+
+def _tensor_info(path: Path, name: str, entry: Any) -> TensorInfo:
+    try:
+        shape = tuple(entry["shape"])
+        if entry["dtype"] == "bfloat16":
+            import ml_dtypes
+
+            dtype = np.dtype(ml_dtypes.bfloat16)
+        else:
+            dtype = np.dtype(entry["dtype"])
+        if not all(isinstance(axis, int) and axis > 0 for axis in shape):
+            raise ValueError(f"shape {shape}")
+    except (KeyError, TypeError, ValueError) as error:
+        raise InvalidOrbax(
+            f"{path / NORIA_JSON}: {name!r}: expected shape and dtype, got {entry!r:.80} ({error})."
+        ) from error
+    info = TensorInfo(shape, dtype, dtype.name, 0)
+    return dataclasses.replace(info, num_bytes=info.size * dtype.itemsize)
+
+
+def _write_tokenizer(directory: Path, files: Path | Mapping[str, Any] | None) -> None:
+    directory.mkdir(exist_ok=True)
+    if isinstance(files, Mapping):
+        kept = {k: v for k, v in files.items() if k.startswith("tokenizer.")}
+        _write_whole(directory / GGUF_METADATA, kept)
+    elif files is not None:
+        for name in TOKENIZER_FILES:
+            if (files / name).exists():
+                shutil.copyfile(file_inside(files, name, "", str(files)), directory / name)
+
+
+def _write_whole(path: Path, content: Mapping[str, Any]) -> None:
+    """Write JSON so that the file is either whole or absent."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        json.dump(content, file, ensure_ascii=False, indent=1, allow_nan=False)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
