@@ -11,6 +11,7 @@ one row and not the job.
 
 import json
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from .chat_messages import checked_json, checked_messages, strings_in
 from .request import RowError
@@ -74,8 +75,8 @@ class ChatRenderer:
             raise RowError(
                 "chat_template_error", f"the chat template failed: {error}", "messages"
             ) from None
-        # a template that writes JSON in ASCII has spelt the mark out
-        return self._tokenizer.encode_rendered(text.replace(json.dumps(mark)[1:-1], ""), mark)
+        text = text.replace(json.dumps(mark)[1:-1], mark)  # spelt out by JSON in ASCII
+        return self._tokenizer.encode_rendered(text, mark)
 
     def close(self) -> None:
         """Ends the template's process."""
@@ -101,7 +102,7 @@ class ChatRenderer:
                     "chat_template_kwargs",
                 )
 
-    def _protected(self, value, mark: str):
+    def _protected(self, value: Any, mark: str) -> Any:
         """`value` with each of its strings protected, keys included."""
         if isinstance(value, str):
             return self._tokenizer.special_tokens.protect(value, mark)

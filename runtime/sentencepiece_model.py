@@ -87,7 +87,11 @@ def tokenizer_from_sentencepiece(directory: Path) -> Tokenizer:
     # Models of this form begin every text with BOS unless their configuration says otherwise.
     return model.tokenizer(
         settings.resolve(
-            model.id_of, default_bos=bos, default_eos=eos, default_add_bos=bos is not None
+            model.id_of,
+            model.vocabulary.special.text_by_id.get,
+            default_bos=bos,
+            default_eos=eos,
+            default_add_bos=bos is not None,
         )
     )
 

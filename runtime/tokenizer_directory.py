@@ -28,7 +28,8 @@ class DirectorySettings:
     """The text settings of a directory, tokens given by their text."""
 
     directory: Path
-    named_tokens: Mapping[str, str]
+    named_tokens: Mapping[str, str | None]
+    """Text by role; None where a file says that there is no such token."""
     add_bos: bool | None
     chat_template: str | None
     added_tokens: Mapping[int, AddedToken]
@@ -36,30 +37,37 @@ class DirectorySettings:
     def resolve(
         self,
         id_of: Callable[[str], int | None],
+        text_of: Callable[[int], str | None],
         *,
         default_bos: int | None,
         default_eos: int | None,
         default_add_bos: bool,
     ) -> TextSettings:
         """Turns token texts into ids; the defaults are what the vocabulary's own file says."""
-        ids = {"bos_token": default_bos, "eos_token": default_eos}
-        for role in ids:
-            text = self.named_tokens.get(role)
-            if text is None:
-                continue
-            ids[role] = id_of(text)
-            if ids[role] is None:
-                raise InvalidTokenizer(
-                    f"{self.directory}: expected {role} {text!r} in the vocabulary, and it is not "
-                    "there. The tokenizer's files are of different models; take them from one."
-                )
+        named = dict(self.named_tokens)
+        for role, token in (("bos_token", default_bos), ("eos_token", default_eos)):
+            if token is not None:
+                named.setdefault(role, text_of(token))
+        bos, eos = (self._id(role, named.get(role), id_of) for role in ("bos_token", "eos_token"))
+        implied = default_add_bos and bos is not None and bos == default_bos
         return TextSettings(
-            bos_id=ids["bos_token"],
-            eos_id=ids["eos_token"],
-            add_bos=default_add_bos if self.add_bos is None else self.add_bos,
+            bos_id=bos,
+            eos_id=eos,
+            add_bos=implied if self.add_bos is None else self.add_bos,
             chat_template=self.chat_template,
-            named_tokens=self.named_tokens,
+            named_tokens={role: text for role, text in named.items() if text is not None},
         )
+
+    def _id(self, role: str, text: str | None, id_of: Callable[[str], int | None]) -> int | None:
+        if text is None:
+            return None
+        token = id_of(text)
+        if token is None:
+            raise InvalidTokenizer(
+                f"{self.directory}: expected {role} {text!r} in the vocabulary, and it is not "
+                "there. The tokenizer's files are of different models; take them from one."
+            )
+        return token
 
 
 def read_directory(directory: Path) -> DirectorySettings:
@@ -72,11 +80,10 @@ def read_directory(directory: Path) -> DirectorySettings:
             f"{directory / 'tokenizer_config.json'}: add_bos_token: expected true or false, got "
             f"{add_bos!r}."
         )
-    named = {role: _token_text(token_map.get(role)) for role in _ROLES}
-    named |= {role: _token_text(config[role]) for role in _ROLES if role in config}
+    tokens = {**token_map, **config}
     return DirectorySettings(
         directory=directory,
-        named_tokens={role: text for role, text in named.items() if text},
+        named_tokens={role: _token_text(tokens[role]) for role in _ROLES if role in tokens},
         add_bos=add_bos,
         chat_template=_chat_template(directory, config),
         added_tokens=_added_tokens(directory, config),
@@ -99,7 +106,7 @@ def _token_text(value: object) -> str | None:
     """A token is written as its text, or as an object with its text under `content`."""
     if isinstance(value, dict):
         value = value.get("content")
-    return value if isinstance(value, str) else None
+    return value if isinstance(value, str) and value else None
 
 
 def _chat_template(directory: Path, config: Mapping[str, object]) -> str | None:

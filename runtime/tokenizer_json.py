@@ -62,14 +62,13 @@ def tokenizer_from_json(directory: Path) -> Tokenizer:
     # A file may carry the truncation and padding of its training; a prompt is never cut silently.
     backend.no_truncation()
     backend.no_padding()
-    bos_text = settings.named_tokens.get("bos_token")
-    default_bos = _leading_special_token(backend)
+    bos = _leading_special_token(backend)
     text_settings = settings.resolve(
         backend.token_to_id,
-        default_bos=default_bos,
+        backend.id_to_token,
+        default_bos=bos,
         default_eos=None,
-        default_add_bos=default_bos is not None
-        and (bos_text is None or backend.token_to_id(bos_text) == default_bos),
+        default_add_bos=bos is not None,
     )
     return build_tokenizer(backend, text_settings, source=str(path))
 

