@@ -6,7 +6,6 @@ filled, every tensor used once or ignored by name, and all shapes agree; the hos
 parameter at a time.
 """
 
-import fnmatch
 from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -20,7 +19,7 @@ from .tensor_source import AxisPattern, Index, TensorSource, intervals
 if TYPE_CHECKING:
     import jax
 
-    from ...modelzoo.families.registry import ModelSpec
+    from ...modelzoo.families.family import ModelSpec
 
 MAX_LISTED = 20
 FINITE_CHUNK_BYTES = 64 * 2**20
@@ -69,11 +68,10 @@ def check_coverage(
     published = tensors.tensors
     uses = [part.tensor for source in spec.sources for part in source.parts]
     filled = [source.parameter for source in spec.sources]
-    ignored = tuple(spec.ignored_tensors)
     groups = {
         "tensors missing from the checkpoint": sorted(set(uses) - published.keys()),
         "tensors left over, that no parameter uses": sorted(
-            name for name in published.keys() - set(uses) if not _is_ignored(name, ignored)
+            published.keys() - set(uses) - set(spec.ignored_tensors)
         ),
         "tensors used more than once": _repeated(uses),
         "parameters that no tensor fills": sorted(abstract.keys() - set(filled)),
@@ -168,10 +166,6 @@ def _load_one(
 
 def _repeated(names: list[str]) -> list[str]:
     return sorted(name for name, count in Counter(names).items() if count > 1)
-
-
-def _is_ignored(name: str, ignored: tuple[str, ...]) -> bool:
-    return any(name == pattern or fnmatch.fnmatchcase(name, pattern) for pattern in ignored)
 
 
 def _is_floating(dtype: np.dtype) -> bool:

@@ -34,7 +34,7 @@ from .safetensors import INDEX, PICKLES, SafetensorsDirectory, weight_files
 from .tensor_source import TensorSource
 
 if TYPE_CHECKING:
-    from ...modelzoo.families.registry import ModelSpec
+    from ...modelzoo.families.family import ModelSpec
 
 EMBEDDED = "smollm2"
 EDGE_BYTES = 2**20

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import jax
 
     from ...modelzoo.config import DecoderConfig
-    from ...modelzoo.families.registry import ModelSpec
+    from ...modelzoo.families.family import ModelSpec
 
 SCHEMA = 1
 NORIA_JSON, PARAMS, TOKENIZER = "noria.json", "params", "tokenizer"
@@ -191,7 +191,7 @@ def read_description(path: Path) -> dict[str, Any]:
 
 def spec_of(description: Mapping[str, Any]) -> "ModelSpec":
     """Return the spec of a saved model: each parameter is filled by the array of its own name."""
-    from ...modelzoo.families.registry import ModelSpec
+    from ...modelzoo.families.family import ModelSpec
 
     sources = []
     for name, entry in description["parameters"].items():

@@ -89,7 +89,7 @@ def test_a_tensor_in_two_shards_is_refused(tmp_path):
         "y.safetensors": {"a": WEIGHTS["a"], "c": WEIGHTS["c"]},
     }
     weight_map = {"a": "x.safetensors", "c": "y.safetensors"}
-    with pytest.raises(InvalidSafetensors, match="'a' is in two shards, x.* and y"):
+    with pytest.raises(InvalidSafetensors, match=r"'a' is in two shards, x.* and y"):
         SafetensorsDirectory(sharded(tmp_path, weight_map, shards))
 
 
@@ -103,7 +103,7 @@ def test_a_shard_name_that_is_no_bare_file_name_is_refused(tmp_path, name):
     (inside / "sub").mkdir(parents=True)
     for place in (tmp_path, inside / "sub"):
         single(place)
-    with pytest.raises(InvalidSafetensors, match="weight_map: expected a|not JSON|unhashable"):
+    with pytest.raises(InvalidSafetensors, match=r"weight_map: expected a|not JSON|unhashable"):
         SafetensorsDirectory(sharded(inside, {"a": name}))
 
 
@@ -184,7 +184,7 @@ def test_pickles_are_refused_and_never_opened(tmp_path, suffix):
     pickle = tmp_path / f"model{suffix}"
     pickle.write_bytes(b"cos\nsystem\n(S'false'\ntR.")
     pickle.chmod(0)
-    with pytest.raises(ModelNotFound, match="never opens one.*writes safetensors"):
+    with pytest.raises(ModelNotFound, match=r"never opens one.*writes safetensors"):
         weight_files(tmp_path)
 
 

@@ -1,0 +1,215 @@
+"""Loading: parameters arrive placed and cast, once nothing is missing or left over."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
+from noria.modelzoo.families.mapping import ParameterSource, Part
+from noria.runtime.checkpoint import CheckpointMismatch, TensorInfo, find_nonfinite, load_params
+from noria.runtime.checkpoint import loader as module
+
+D, K, G, H, F, V = 8, 2, 2, 4, 16, 32
+
+
+@dataclass
+class Spec:
+    """Stands for a ModelSpec; the loader reads only these."""
+
+    sources: tuple[ParameterSource, ...]
+    ignored_tensors: tuple[str, ...] = ()
+    family: str = "tiny"
+    config: object = None
+
+
+class Arrays:
+    """A tensor source over arrays in memory, which notes how many bytes each read returned."""
+
+    def __init__(self, **arrays):
+        self.arrays = arrays
+        self.tensors = {
+            name: TensorInfo(a.shape, a.dtype, a.dtype.name, a.nbytes) for name, a in arrays.items()
+        }
+        self.reads = []
+
+    def read(self, name, index=None):
+        value = self.arrays[name][index] if index else self.arrays[name]
+        self.reads.append((name, value.size))
+        return value.copy()
+
+    def close(self):
+        pass
+
+
+def tiny():
+    rng = np.random.default_rng(0)
+    arrays = {
+        "embed_tokens": rng.standard_normal((V, D), np.float32),
+        "q": rng.standard_normal((K * G * H, D), np.float32),
+        "k": rng.standard_normal((K * H, D), np.float32),
+        "gate": rng.standard_normal((F, D), np.float32),
+        "up": rng.standard_normal((F, D), np.float32),
+        "norm": rng.standard_normal(D, np.float32),
+    }
+    sources = (
+        ParameterSource("embedding", (Part("embed_tokens", "v d -> v d"),)),
+        ParameterSource(
+            "layers.0.attention.qk",
+            (
+                Part("q", "(k g h) d -> d k g h", (("k", K), ("g", G))),
+                Part("k", "(k h) d -> d k 1 h", (("k", K),)),
+            ),
+            concat_axis=2,
+        ),
+        ParameterSource(
+            "layers.0.mlp.gate_up",
+            (Part("gate", "f d -> d 1 f"), Part("up", "f d -> d 1 f")),
+            concat_axis=1,
+        ),
+        ParameterSource("layers.0.norm", (Part("norm", "d -> d"),)),
+    )
+    expected = {
+        "embedding": arrays["embed_tokens"],
+        "layers.0.attention.qk": np.concatenate(
+            [
+                arrays["q"].reshape(K, G, H, D).transpose(3, 0, 1, 2),
+                arrays["k"].reshape(K, 1, H, D).transpose(3, 0, 1, 2),
+            ],
+            axis=2,
+        ),
+        "layers.0.mlp.gate_up": np.stack([arrays["gate"].T, arrays["up"].T], axis=1),
+        "layers.0.norm": arrays["norm"],
+    }
+    return Arrays(**arrays), Spec(sources), expected
+
+
+def abstract_of(expected, dtype=jnp.float32):
+    return {name: jax.ShapeDtypeStruct(value.shape, dtype) for name, value in expected.items()}
+
+
+SPECS = {
+    "embedding": PartitionSpec("tensor", None),
+    "layers.0.attention.qk": PartitionSpec("data", "tensor", None, None),
+    "layers.0.mlp.gate_up": PartitionSpec(None, None, ("tensor", "data")),
+    "layers.0.norm": PartitionSpec(),
+}
+
+
+def shardings():
+    mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    return {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
+
+
+def one_device():
+    return SingleDeviceSharding(jax.devices()[0])
+
+
+def test_parameters_on_one_device_equal_the_tensors_rearranged():
+    tensors, spec, expected = tiny()
+    params = load_params(spec, tensors, abstract_of(expected), one_device())
+    assert params.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_array_equal(params[name], value)
+
+
+def test_parameters_on_a_mesh_equal_the_same_and_lie_as_asked():
+    tensors, spec, expected = tiny()
+    placed = shardings()
+    params = load_params(spec, tensors, abstract_of(expected), placed)
+    for name, value in expected.items():
+        np.testing.assert_array_equal(params[name], value)
+        assert params[name].sharding == placed[name]
+
+
+def test_a_sharded_parameter_is_never_read_whole():
+    tensors, spec, expected = tiny()
+    load_params(spec, tensors, abstract_of(expected), shardings())
+    sizes = {
+        name: [size for read, size in tensors.reads if read == name] for name in tensors.tensors
+    }
+    # Two shards of the vocabulary over eight devices: each box is read once, not once a device
+    assert sizes["embed_tokens"] == [V * D // 2] * 2
+    assert sizes["gate"] == [F * D // 8] * 8
+    assert sizes["q"] == [K * G * H * D // 8] * 8
+
+
+def test_the_cast_happens_on_the_way():
+    tensors, spec, expected = tiny()
+    params = load_params(spec, tensors, abstract_of(expected, jnp.bfloat16), one_device())
+    for name, value in expected.items():
+        assert params[name].dtype == jnp.bfloat16
+        np.testing.assert_array_equal(params[name], value.astype(jnp.bfloat16))
+
+
+def test_every_difference_is_listed_at_once_and_nothing_is_read():
+    tensors, spec, expected = tiny()
+    abstract = abstract_of(expected)
+    abstract["layers.0.norm"] = jax.ShapeDtypeStruct((D + 1,), jnp.float32)
+    abstract["head"] = jax.ShapeDtypeStruct((V, D), jnp.float32)
+    del tensors.tensors["up"]
+    tensors.tensors["lm_head"] = tensors.tensors["embed_tokens"]
+    with pytest.raises(CheckpointMismatch) as caught:
+        load_params(spec, tensors, abstract, one_device())
+    message = str(caught.value)
+    for line in [
+        "tensors missing from the checkpoint (1):\n    up",
+        "tensors left over, that no parameter uses (1):\n    lm_head",
+        "parameters that no tensor fills (1):\n    head",
+        "layers.0.norm: expected (9,), got (8,) from norm (8,)",
+    ]:
+        assert line in message
+    assert tensors.reads == []
+
+
+def test_a_tensor_used_twice_is_refused():
+    tensors, spec, expected = tiny()
+    twice = ParameterSource("head", (Part("embed_tokens", "v d -> v d"),))
+    abstract = abstract_of(expected | {"head": expected["embedding"]})
+    with pytest.raises(CheckpointMismatch, match=r"used more than once \(1\):\n    embed_tokens"):
+        load_params(Spec((*spec.sources, twice)), tensors, abstract, one_device())
+
+
+def test_an_ignored_tensor_may_be_there_or_not():
+    tensors, spec, expected = tiny()
+    spec.ignored_tensors = ("rope_freqs.weight", "layers.7.inv_freq")
+    tensors.tensors["layers.7.inv_freq"] = tensors.tensors["norm"]
+    load_params(spec, tensors, abstract_of(expected), one_device())
+
+
+def test_a_transposed_tensor_is_refused():
+    tensors, spec, expected = tiny()
+    tensors.tensors["embed_tokens"] = TensorInfo((D, V), np.dtype("f4"), "F32", 4 * D * V)
+    with pytest.raises(CheckpointMismatch, match=r"embedding: expected \(32, 8\), got \(8, 32\)"):
+        load_params(spec, tensors, abstract_of(expected), one_device())
+
+
+def test_a_tensor_whose_axes_do_not_divide_is_refused():
+    tensors, spec, expected = tiny()
+    tensors.tensors["q"] = TensorInfo((K * G * H + 1, D), np.dtype("f4"), "F32", 0)
+    with pytest.raises(CheckpointMismatch, match=r"q -> layers.0.attention.qk: .* multiple of 4"):
+        load_params(spec, tensors, abstract_of(expected), one_device())
+
+
+def test_an_integer_tensor_fills_no_parameter():
+    tensors, spec, expected = tiny()
+    tensors.tensors["norm"] = TensorInfo((D,), np.dtype("i4"), "I32", 4 * D)
+    with pytest.raises(CheckpointMismatch, match="norm: expected floating numbers, got I32"):
+        load_params(spec, tensors, abstract_of(expected), one_device())
+
+
+def test_a_parameter_without_a_sharding_is_refused():
+    tensors, spec, expected = tiny()
+    with pytest.raises(ValueError, match="got none for 'embedding'"):
+        load_params(spec, tensors, abstract_of(expected), {})
+
+
+def test_nan_and_infinity_are_counted_by_tensor(monkeypatch):
+    tensors, _, _ = tiny()
+    tensors.arrays["gate"][11, 3] = np.nan
+    tensors.arrays["gate"][0, 0] = -np.inf
+    tensors.arrays["norm"][-1] = np.inf
+    assert find_nonfinite(tensors) == {"gate": 2, "norm": 1}
+    monkeypatch.setattr(module, "FINITE_CHUNK_BYTES", 40)  # about one row at a time
+    assert find_nonfinite(tensors) == {"gate": 2, "norm": 1}

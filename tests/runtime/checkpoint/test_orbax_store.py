@@ -1,0 +1,197 @@
+"""Our own checkpoints: saved, restored onto other placements, refused when not whole."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
+from noria.modelzoo.config import DecoderConfig, Llama3Scaling, RopeConfig
+from noria.runtime.checkpoint import (
+    CheckpointMismatch,
+    GenerationDefaults,
+    InvalidOrbax,
+    load_params,
+    open_model,
+    save_orbax,
+)
+from noria.runtime.checkpoint.orbax_store import decode_config, encode_config
+
+CONFIG = DecoderConfig(
+    vocab_size=16,
+    embed=8,
+    mlp=12,
+    num_query_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+    windows=(None, 7),
+    max_position=64,
+    rope=RopeConfig(5e5, Llama3Scaling(8.0, 1.0, 4.0, 32)),
+)
+VALUES = {
+    "embedding": np.arange(128, dtype=np.float32).reshape(16, 8),
+    "layers.0.attention.qkv": np.arange(64, dtype=np.float32).reshape(8, 2, 4) / 7,
+    "final_norm": np.ones(8, np.float32),
+}
+
+
+def mesh():
+    return jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+
+
+def save(path, **options):
+    params = {name: jnp.asarray(value) for name, value in VALUES.items()}
+    params["embedding"] = jax.device_put(
+        params["embedding"], NamedSharding(mesh(), PartitionSpec("data"))
+    )
+    save_orbax(path, params, family="tiny", config=CONFIG, **options)
+    return path
+
+
+def abstract(dtype=jnp.float32):
+    return {name: jax.ShapeDtypeStruct(value.shape, dtype) for name, value in VALUES.items()}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    return save(tmp_path_factory.mktemp("orbax") / "model", name="tiny-model")
+
+
+@pytest.fixture
+def copy(saved, tmp_path):
+    return shutil.copytree(saved, tmp_path / "copy")
+
+
+def test_a_config_survives_json_with_its_nested_types():
+    assert decode_config(json.loads(json.dumps(encode_config(CONFIG)))) == CONFIG
+
+
+@pytest.mark.parametrize("config", [{"type": "Popen"}, {"type": "dataclass"}, {}, {"type": 3}])
+def test_a_config_of_a_foreign_type_is_refused(config):
+    with pytest.raises(InvalidOrbax, match="expected a known type"):
+        decode_config(config)
+
+
+def test_a_config_with_an_unknown_field_is_refused():
+    with pytest.raises(InvalidOrbax, match=r"RopeConfig: .*speed"):
+        decode_config({"type": "RopeConfig", "speed": 3})
+
+
+def test_what_was_saved_is_restored_on_another_placement_in_another_dtype(saved):
+    shardings = {
+        "embedding": NamedSharding(mesh(), PartitionSpec(None, "tensor")),
+        "layers.0.attention.qkv": NamedSharding(mesh(), PartitionSpec("data", "tensor")),
+        "final_norm": SingleDeviceSharding(jax.devices()[3]),
+    }
+    with open_model(saved) as model:
+        assert model.kind == "orbax" and model.name == "tiny-model"
+        assert model.spec.family == "tiny" and model.spec.config == CONFIG
+        params = load_params(model.spec, model.tensors, abstract(jnp.bfloat16), shardings)
+    for name, value in VALUES.items():
+        np.testing.assert_array_equal(params[name], value.astype(jnp.bfloat16))
+        assert params[name].sharding == shardings[name]
+
+
+def test_one_parameter_is_read_by_slice(saved):
+    with open_model(saved) as model:
+        index = (slice(2, 5), slice(0, 8))
+        np.testing.assert_array_equal(
+            model.tensors.read("embedding", index), VALUES["embedding"][index]
+        )
+
+
+def test_another_shape_in_the_model_is_a_mismatch(saved):
+    wanted = abstract() | {"final_norm": jax.ShapeDtypeStruct((9,), jnp.float32)}
+    device = SingleDeviceSharding(jax.devices()[0])
+    with (
+        open_model(saved) as model,
+        pytest.raises(CheckpointMismatch, match=r"final_norm: expected \(9,\), got \(8,\)"),
+    ):
+        load_params(model.spec, model.tensors, wanted, device)
+
+
+def test_another_tree_in_the_model_is_a_mismatch(saved):
+    wanted = abstract()
+    wanted["layers.1.attention.qkv"] = wanted.pop("layers.0.attention.qkv")
+    device = SingleDeviceSharding(jax.devices()[0])
+    with (
+        open_model(saved) as model,
+        pytest.raises(CheckpointMismatch, match=r"no tensor fills \(1\):\n    layers.1.attention"),
+    ):
+        load_params(model.spec, model.tensors, wanted, device)
+
+
+def test_a_checkpoint_without_noria_json_was_not_finished(copy):
+    (copy / "noria.json").unlink()
+    with pytest.raises(InvalidOrbax, match="the save was not finished"):
+        open_model(copy)
+
+
+@pytest.mark.parametrize("damage", ["params", "params/_CHECKPOINT_METADATA"])
+def test_parameters_that_were_not_committed_are_refused(copy, damage):
+    path = copy / damage
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    with pytest.raises(InvalidOrbax, match="expected a finished orbax checkpoint"):
+        open_model(copy)
+
+
+def test_parameters_that_differ_from_the_list_are_refused_before_reading(copy):
+    description = json.loads((copy / "noria.json").read_text())
+    description["parameters"]["final_norm"]["shape"] = [4]
+    (copy / "noria.json").write_text(json.dumps(description))
+    wanted = abstract() | {"final_norm": jax.ShapeDtypeStruct((4,), jnp.float32)}
+    device = SingleDeviceSharding(jax.devices()[0])
+    with (
+        open_model(copy) as model,
+        pytest.raises(InvalidOrbax, match=r"final_norm: .*\(4,\).*\(8,"),
+    ):
+        load_params(model.spec, model.tensors, wanted, device)
+
+
+def test_garbage_instead_of_metadata_is_refused(copy):
+    for name in ("_METADATA", "_CHECKPOINT_METADATA"):
+        (copy / "params" / name).write_bytes(b"\x00garbage")
+    with open_model(copy) as model, pytest.raises(InvalidOrbax):
+        model.tensors.read("final_norm")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schema": 99}, "expected schema 1, got 99"),
+        ({"parameters": []}, "expected 'parameters', a dict"),
+        ({"parameters": {"a": {"shape": [-1], "dtype": "float32"}}}, "'a': expected shape and"),
+        ({"parameters": {"a": {"shape": [1], "dtype": "object!"}}}, "'a': expected shape and"),
+    ],
+)
+def test_a_damaged_description_is_refused(copy, change, message):
+    description = json.loads((copy / "noria.json").read_text()) | change
+    (copy / "noria.json").write_text(json.dumps(description))
+    with pytest.raises(InvalidOrbax, match=message):
+        open_model(copy)
+
+
+def test_saving_over_files_is_refused(saved):
+    with pytest.raises(InvalidOrbax, match="expected a new or empty directory"):
+        save(saved)
+
+
+def test_tokenizer_files_and_defaults_travel_with_the_parameters(tmp_path):
+    source = tmp_path / "published"
+    source.mkdir()
+    (source / "tokenizer.json").write_text("{}")
+    (source / "pytorch_model.bin").write_bytes(b"never")
+    defaults = GenerationDefaults((2, 7), {"temperature": 0.5})
+    path = save(tmp_path / "ours", tokenizer_files=source, generation_defaults=defaults)
+    with open_model(path) as model:
+        assert [p.name for p in model.tokenizer_files.iterdir()] == ["tokenizer.json"]
+        assert model.generation_defaults == defaults
+
+
+def test_a_gguf_vocabulary_travels_as_metadata(tmp_path):
+    metadata = {"tokenizer.ggml.tokens": ["a", "ß"], "llama.block_count": 3}
+    with open_model(save(tmp_path / "ours", tokenizer_files=metadata)) as model:
+        assert model.tokenizer_files == {"tokenizer.ggml.tokens": ["a", "ß"]}
+        assert "GGUF vocabulary (None), 2 tokens" in model.describe()
