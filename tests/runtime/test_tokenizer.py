@@ -102,6 +102,50 @@ def test_gguf_scores_give_the_ids_of_the_sentencepiece_model(mistral, sentencepi
             )
 
 
+def test_json_form_of_a_sentencepiece_model_gives_its_ids_and_texts(
+    tmp_path, mistral, sentencepiece_directory
+):
+    # the usual conversion: merges are all ways to make a piece of two, best score first
+    path = str(sentencepiece_directory / "tokenizer.model")
+    library = sentencepiece.SentencePieceProcessor(model_file=path)
+    pieces = [library.id_to_piece(token) for token in range(library.get_piece_size())]
+    vocab = {piece: token for token, piece in enumerate(pieces)}
+    merges = [
+        (-library.get_score(vocab[piece]), vocab[piece], left, right)
+        for piece in pieces
+        for left, right in ((piece[:cut], piece[cut:]) for cut in range(1, len(piece)))
+        if left in vocab and right in vocab
+    ]
+    merges = [(left, right) for *_, left, right in sorted(merges, key=lambda merge: merge[:2])]
+    model = tokenizers.models.BPE(vocab, merges, byte_fallback=True, fuse_unk=True)
+    backend = tokenizers.Tokenizer(model)
+    backend.normalizer = tokenizers.normalizers.Sequence(
+        [tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")]
+    )
+    backend.decoder = tokenizers.decoders.Sequence(
+        [
+            tokenizers.decoders.Replace("▁", " "),
+            tokenizers.decoders.ByteFallback(),
+            tokenizers.decoders.Fuse(),
+            tokenizers.decoders.Strip(" ", 1, 0),
+        ]
+    )
+    backend.add_special_tokens([pieces[token] for token in sorted(mistral.special_ids)])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    converted = load_tokenizer(tmp_path)
+    assert converted is not None
+    for text in [*TEXTS, "<s>[INST] hi [/INST]"]:
+        ids = mistral.encode(text, special_tokens=False)
+        assert converted.encode(text, special_tokens=False) == ids
+        assert converted.decode(ids, skip_special_tokens=True) == text
+    for ids in random_ids(converted):
+        for skip in (True, False):
+            decoded = converted.decode(ids, skip_special_tokens=skip)
+            assert decoded == mistral.decode(ids, skip_special_tokens=skip)
+            expected = backend.decode(ids, skip_special_tokens=skip)
+            assert decoded == expected or "\ufffd" in expected
+
+
 @pytest.fixture(scope="module")
 def gguf_of_deepseek(deepseek_directory) -> dict[str, object]:
     file = json.loads((deepseek_directory / "tokenizer.json").read_text(encoding="utf-8"))
