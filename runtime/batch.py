@@ -342,8 +342,8 @@ class _Job:
         assert self._stop.requested is not None, "rows are missing although nothing stopped the job"
         num_kept = len(self._journal.rows)
         self._progress.note(
-            f"stopped by {self._stop.requested.name}: {num_kept} finished of {num_rows} rows are in "
-            f"{self._journal.path}; run the same command again to go on"
+            f"stopped by {self._stop.requested.name}: {num_kept} finished of {num_rows} rows are "
+            f"in {self._journal.path}; run the same command again to go on"
         )
         return EXIT_CODES[self._stop.requested]
 

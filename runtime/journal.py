@@ -34,7 +34,9 @@ class JournalError(ValueError):
 
 
 class JournalWriteError(OSError):
-    """The disk refused a record; everything recorded before is kept."""
+    """The disk refused a record; everything recorded before is kept, so the job can go on."""
+
+    exit_code = 75
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,8 +114,8 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         raise ConfigError(f"{where}: expected one of {list(get_args(hint))}, got {value!r}.")
     if origin is tuple:
         return _convert_tuple(get_args(hint), value, where)
-    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-        return from_table(hint, value, where)
+    if dataclasses.is_dataclass(hint):
+        return from_table(cast(type, hint), value, where)
     if origin is not None and isinstance(origin, type) and issubclass(origin, Mapping):
         if not isinstance(value, Mapping):
             raise ConfigError(f"{where}: expected a table, got {value!r}.")

@@ -1,0 +1,144 @@
+"""The command `noria`: its subcommands, their options, and what the exit codes mean.
+
+Every subcommand's work is in a module of its own that is imported when it is called, so that
+`noria --help` and the rerun of a finished job load nothing heavy.
+
+Exit codes: 0 all rows fine, 1 some rows failed, 2 usage or configuration, 3 model or checkpoint,
+4 compile or memory, 75 stopped and resumable, 130 interrupted.
+"""
+
+import argparse
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+EXIT_USAGE = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one subcommand; errors of the user become one line on stderr."""
+    options = _parser().parse_args(arguments)
+    try:
+        return options.run(options)
+    except BaseException as error:
+        code = _exit_code(error)
+        if code is None:
+            raise
+        if options.debug:
+            traceback.print_exc()
+        else:
+            print(f"noria: {_message(error)}", file=sys.stderr)
+        return code
+
+
+def _exit_code(error: BaseException) -> int | None:
+    """The code for an error that is no bug of ours; None for one that needs its traceback."""
+    code = getattr(error, "exit_code", None)
+    if isinstance(code, int):
+        return code
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    # a missing extra is an ImportError that names it
+    return EXIT_USAGE if isinstance(error, ValueError | OSError | ImportError) else None
+
+
+def _message(error: BaseException) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error) or type(error).__name__
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="noria",
+        description="Define-then-run LLM batch inference on JAX.",
+        epilog=__doc__.partition("\n\n")[2] if __doc__ else None,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    _add_batch(commands)
+    _add_inspect(commands)
+    for name, summary in (
+        ("doctor", "what this machine offers"),
+        ("bench", "speed over a grid of batch sizes and lengths"),
+    ):
+        # these parse their own options
+        command = commands.add_parser(name, help=summary, add_help=False, prefix_chars="\0")
+        command.add_argument("rest", nargs=argparse.REMAINDER)
+        command.set_defaults(run=_run_doctor if name == "doctor" else _run_bench)
+    return parser
+
+
+def _add_batch(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    batch = commands.add_parser(
+        "batch",
+        help="answer every row of a file",
+        description="Answer every row of a JSON Lines file. Stopped at any moment, the same "
+        "command goes on where it was.",
+        epilog="example: noria batch -i examples/hello.jsonl -o out.jsonl --model smollm2",
+    )
+    add = batch.add_argument
+    add("-i", "--input", type=Path, required=True, help="OpenAI Batch lines, or simple lines")
+    add("-o", "--output", type=Path, required=True, help="results, in input order")
+    add("--model", required=True, help="directory, .gguf file, or smollm2")
+    add("--plan", type=Path, help="buckets to build; by default derived from the input")
+    add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of weights")
+    add("--target", default="cpu", help="hardware to run on (default: cpu)")
+    add("--seed", type=int, default=0, help="seeds rows that bring no seed of their own")
+    add("--set", action="append", default=[], metavar="A.B=V", help="override a key of the plan")
+    add(
+        "--generation-config",
+        choices=("model", "none"),
+        default="model",
+        help="sampling defaults: those of the model's generation_config.json, or noria's",
+    )
+    add("--grace-seconds", type=float, default=20.0, help="for rows in flight at a first signal")
+    add("--on-error", choices=("row", "raise"), default="row", help="raise: stop at a bad row")
+    add("--error-file", type=Path, help="write error rows here instead of into the output")
+    add("--restart", action="store_true", help="discard what an earlier run has finished")
+    add("--quiet", action="store_true", help="no progress on stderr")
+    batch.set_defaults(run=_run_batch)
+
+
+def _add_inspect(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    inspect = commands.add_parser("inspect", help="what a checkpoint holds")
+    inspect.add_argument("model", help="directory, .gguf file, or smollm2")
+    inspect.set_defaults(run=_run_inspect)
+
+
+def _run_batch(options: argparse.Namespace) -> int:
+    from .batch_command import run
+
+    return run(options)
+
+
+def _run_inspect(options: argparse.Namespace) -> int:
+    from .checkpoint import open_model
+    from .checkpoint.errors import CheckpointError
+
+    try:
+        print(open_model(options.model).describe())
+    except CheckpointError as error:
+        error.exit_code = 3  # pyright: ignore[reportAttributeAccessIssue]
+        raise
+    return 0
+
+
+def _run_doctor(options: argparse.Namespace) -> int:
+    from . import doctor  # pyright: ignore[reportAttributeAccessIssue]
+
+    return doctor.main(options.rest) or 0
+
+
+def _run_bench(options: argparse.Namespace) -> int:
+    from . import bench  # pyright: ignore[reportAttributeAccessIssue]
+
+    return bench.main(options.rest) or 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

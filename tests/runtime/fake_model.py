@@ -1,0 +1,142 @@
+"""A deterministic model without a device, for tests of the batch job; also runs as a program.
+
+As a program: `fake_model.py INPUT OUTPUT [SECONDS_PER_STEP]` runs one job and exits with its code.
+"""
+
+import hashlib
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from noria.runtime.batch import Build, JobSettings, JobText, run_job
+from noria.runtime.progress import Progress
+from noria.runtime.request import CompletionOutput, Request, RequestMetrics, RequestOutput, RowError
+
+VOCAB_SIZE = 256
+
+
+class ByteTokens:
+    """One token a byte."""
+
+    def token_text(self, token_id: int) -> str:
+        return chr(token_id)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id])
+
+
+class FakeGenerator:
+    """Answers a prompt with a hash of it after as many steps as its length asks for."""
+
+    def __init__(self, num_slots: int = 4, seconds_per_step: float = 0.0, max_length: int = 512):
+        self.submitted: list[str] = []
+        self.num_steps = 0
+        self._num_slots = num_slots
+        self._seconds_per_step = seconds_per_step
+        self._max_length = max_length
+        self._waiting: list[Request] = []
+        self._slots: dict[str, tuple[Request, int]] = {}
+
+    @property
+    def unfinished(self) -> int:
+        return len(self._waiting) + len(self._slots)
+
+    @property
+    def wants_more(self) -> bool:
+        return len(self._waiting) < 2
+
+    def submit(self, request: Request) -> None:
+        if any(token >= VOCAB_SIZE for token in request.prompt_token_ids):
+            raise RowError("invalid_token_id", "prompt: id outside the vocabulary.", "prompt")
+        length = len(request.prompt_token_ids) + (request.params.max_tokens or 1)
+        if length > self._max_length:
+            raise RowError("context_length_exceeded", f"length {length} does not fit.", "prompt")
+        self.submitted.append(request.request_id)
+        self._waiting.append(request)
+
+    def step(self) -> list[RequestOutput]:
+        time.sleep(self._seconds_per_step)
+        self.num_steps += 1
+        while self._waiting and len(self._slots) < self._num_slots:
+            request = self._waiting.pop(0)
+            self._slots[request.request_id] = request, 1 + len(request.prompt_token_ids) % 3
+        finished = []
+        for name, (request, steps) in list(self._slots.items()):
+            self._slots[name] = request, steps - 1
+            if steps == 1:
+                del self._slots[name]
+                finished.append(answer(request))
+        return finished
+
+    def drain(self) -> None:
+        self._waiting.clear()
+
+    def statistics(self) -> dict[str, object]:
+        return {"padding": {"real_tokens": 3, "computed_tokens": 4}, "compiles_during_run": 0}
+
+
+def answer(request: Request) -> RequestOutput:
+    if list(request.prompt_token_ids) == list(b"nan"):
+        error = RowError("nonfinite_logits", "not finite")
+        return RequestOutput(request.request_id, None, [], error=error)
+    text = hashlib.sha256(bytes(request.prompt_token_ids)).hexdigest()[:8] + "\u2028é"
+    completion = CompletionOutput(0, text, list(text.encode()), "stop")
+    return RequestOutput(
+        request.request_id,
+        request.prompt,
+        list(request.prompt_token_ids),
+        [completion],
+        metrics=RequestMetrics(1.0, 2.0, 3.0),
+    )
+
+
+class FakeModel:
+    """Counts its builds; `failure` is raised by the build in phase `failure_phase`."""
+
+    def __init__(self, generator: FakeGenerator | None = None, failure=None, failure_phase="build"):
+        self.generator = generator or FakeGenerator()
+        self.num_builds = self.num_texts = 0
+        self.stored_plans: list[str | None] = []
+        self._failure = failure
+        self._failure_phase = failure_phase
+
+    @contextmanager
+    def open_text(self) -> Iterator[JobText]:
+        self.num_texts += 1
+        yield JobText(encode, ByteTokens())
+
+    def build(self, summary, stored_plan, *, phases, progress) -> Build:
+        self.num_builds += 1
+        self.stored_plans.append(stored_plan)
+        phases.enter(self._failure_phase)
+        if self._failure is not None:
+            raise self._failure
+        longest = max(need.prompt_length for need in summary.needs)
+        return Build(self.generator, stored_plan or f"max_length = {longest}\n")
+
+
+def encode(row):
+    if row.prompt_token_ids is not None:
+        return row.prompt_token_ids
+    text = row.prompt or "".join(message["content"] for message in row.messages)
+    return list(text.encode())
+
+
+def settings(input_path: Path, output_path: Path, **changes) -> JobSettings:
+    values = {"model_name": "fake", "configuration": {"model": "fake", "dtype": "float32"}}
+    return JobSettings(Path(input_path), Path(output_path), **(values | changes))
+
+
+if __name__ == "__main__":
+    pause = float(sys.argv[3]) if len(sys.argv) > 3 else 0.0
+    job = settings(Path(sys.argv[1]), Path(sys.argv[2]))
+    try:
+        code = run_job(job, FakeModel(FakeGenerator(seconds_per_step=pause)), progress=Progress())
+    except BaseException as error:
+        code = getattr(error, "exit_code", None)
+        if code is None:
+            raise
+    assert "jax" not in sys.modules, "the job imported jax"
+    sys.exit(code)

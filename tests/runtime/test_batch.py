@@ -1,0 +1,434 @@
+"""The batch job end to end over a fake model: outcomes, resuming, faults, signals."""
+
+import contextlib
+import errno
+import importlib.util
+import io
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from noria.runtime.batch import JobError, run_job
+from noria.runtime.batch_scan import InputError
+from noria.runtime.disk import Disk
+from noria.runtime.job_lock import OutputIsLocked
+from noria.runtime.journal import JournalError, JournalWriteError
+from noria.runtime.progress import Progress
+
+_FAKE = Path(__file__).with_name("fake_model.py")
+_spec = importlib.util.spec_from_file_location("fake_model", _FAKE)
+assert _spec is not None and _spec.loader is not None
+fake = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(fake)
+
+
+def write_input(path: Path, num_rows: int = 40) -> Path:
+    lines = [
+        json.dumps({"id": f"q{i}", "prompt": f"prompt {i}" * (1 + i % 4)}) for i in range(num_rows)
+    ]
+    lines[3:3] = ["{broken", "", '{"id": "q1", "prompt": "again"}', '{"prompt": "x", "top_q": 1}']
+    lines[9:9] = ['{"id": "huge", "prompt": [999]}', '{"id": "bad", "prompt": "nan"}']
+    path.write_text("\n".join(lines))
+    return path
+
+
+def run(input_path, output_path, model=None, disk=None, **changes):
+    job = fake.settings(input_path, output_path, **changes)
+    return run_job(job, model or fake.FakeModel(), progress=Progress(is_quiet=True), disk=disk)
+
+
+def masked(path: Path) -> bytes:
+    """The file with `created` blanked; everything else must be equal byte for byte."""
+    lines = path.read_bytes().split(b"\n")
+    assert lines.pop() == b""
+    kept = []
+    for line in lines:
+        record = json.loads(line)
+        body = (record["response"] or {}).get("body") or {}
+        created = body.get("created")
+        kept.append(line.replace(b'"created":%d' % created, b"") if created else line)
+    return b"\n".join(kept)
+
+
+@pytest.fixture
+def reference(tmp_path):
+    """An input and the output of an uninterrupted run."""
+    input_path = write_input(tmp_path / "in.jsonl")
+    run(input_path, tmp_path / "reference.jsonl")
+    return input_path, masked(tmp_path / "reference.jsonl")
+
+
+def outcomes(path: Path):
+    records = [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+    return {
+        record["custom_id"]: (record["error"] or {}).get("code")
+        or record["response"]["body"].get("error", {}).get("code")
+        for record in records
+    }, records
+
+
+def test_every_row_is_one_line_in_input_order(tmp_path):
+    input_path = write_input(tmp_path / "in.jsonl")
+    assert run(input_path, tmp_path / "out.jsonl") == 1
+    codes, records = outcomes(tmp_path / "out.jsonl")
+    assert len(records) == 45
+    assert [r["custom_id"] for r in records][:8] == [
+        "q0", "q1", "q2", None, "q1", "row-5", "q3", "q4",
+    ]  # fmt: skip
+    assert codes[None] == "invalid_json"
+    assert codes["row-5"] == "unknown_parameter"
+    assert codes["huge"] == "invalid_token_id"
+    assert codes["bad"] == "nonfinite_logits"
+    assert codes["q1"] == "duplicate_custom_id", "the later of the two lines"
+    assert records[1]["error"] is None and records[1]["response"]["status_code"] == 200
+    manifest = json.loads((tmp_path / "out.jsonl.manifest.json").read_text())
+    assert manifest["rows"]["ok"] == 40 and manifest["rows"]["errors"] == 5
+    total = sum(manifest[f"{phase}_seconds"] for phase in ("scan", "load", "build", "run"))
+    assert total == pytest.approx(manifest["wall_seconds"], abs=1e-9)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "in.jsonl", "out.jsonl", "out.jsonl.manifest.json",
+    ]  # fmt: skip
+
+
+def test_a_complete_job_run_again_does_nothing(tmp_path):
+    input_path = write_input(tmp_path / "in.jsonl")
+    run(input_path, tmp_path / "out.jsonl")
+    before = (tmp_path / "out.jsonl").stat()
+    model = fake.FakeModel()
+    assert run(input_path, tmp_path / "out.jsonl", model) == 1
+    assert model.num_builds == model.num_texts == 0
+    assert (tmp_path / "out.jsonl").stat() == before
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 3, 4, 5])
+def test_any_number_of_rows_is_a_job(tmp_path, num_rows):
+    (tmp_path / "in.jsonl").write_text("".join('{"prompt": "hello"}\n' for _ in range(num_rows)))
+    model = fake.FakeModel()
+    assert run(tmp_path / "in.jsonl", tmp_path / "out.jsonl", model) == 0
+    assert (tmp_path / "out.jsonl").read_bytes().count(b"\n") == num_rows
+    assert model.num_builds == min(num_rows, 1)
+
+
+def test_error_rows_go_to_the_error_file_when_there_is_one(tmp_path):
+    input_path = write_input(tmp_path / "in.jsonl")
+    run(input_path, tmp_path / "out.jsonl", error_file=tmp_path / "err.jsonl")
+    assert (tmp_path / "out.jsonl").read_bytes().count(b"\n") == 40
+    assert (tmp_path / "err.jsonl").read_bytes().count(b"\n") == 5
+
+
+def test_on_error_raise_stops_at_the_first_bad_row_before_any_build(tmp_path):
+    model = fake.FakeModel()
+    with pytest.raises(JobError, match=r"line 4.*invalid_json") as caught:
+        run(write_input(tmp_path / "in.jsonl"), tmp_path / "out.jsonl", model, on_error="raise")
+    assert caught.value.exit_code == 1 and model.num_builds == 0
+
+
+@pytest.mark.parametrize(("phase", "code"), [("load", 3), ("build", 4)])
+def test_the_exit_code_says_whether_loading_or_compiling_failed(tmp_path, phase, code):
+    model = fake.FakeModel(failure=ValueError("no such tensor"), failure_phase=phase)
+    with pytest.raises(JobError, match="no such tensor") as caught:
+        run(write_input(tmp_path / "in.jsonl"), tmp_path / "out.jsonl", model)
+    assert caught.value.exit_code == code
+
+
+class Crash(BaseException):
+    """The machine stops here."""
+
+
+class FaultyDisk(Disk):
+    """Fails at the k-th operation: with an OSError once, or dead from there on."""
+
+    def __init__(self, at: int, error: BaseException | None = None, tear: bool = False):
+        self.calls, self._at, self._error, self._tear = 0, at, error, tear
+
+    def _count(self) -> bool:
+        self.calls += 1
+        if self._error is None:
+            return False
+        is_dead = isinstance(self._error, Crash) and self.calls > self._at
+        if is_dead:
+            raise self._error
+        return self.calls == self._at
+
+    def write(self, descriptor, content):
+        if self._count():
+            if self._tear:
+                super().write(descriptor, content[: len(content) // 2])
+            raise self._error
+        super().write(descriptor, content)
+
+
+def _counted(name):
+    def operation(self, *arguments):
+        if self._count():
+            raise self._error
+        return getattr(Disk, name)(self, *arguments)
+
+    return operation
+
+
+for _name in ("open_append", "open_new", "truncate", "fsync", "rename", "remove", "sync_folder"):
+    setattr(FaultyDisk, _name, _counted(_name))
+
+
+def test_a_crash_at_any_disk_operation_changes_nothing_in_the_end(tmp_path, reference):
+    input_path, expected = reference
+    counter = FaultyDisk(0)
+    run(input_path, tmp_path / "count.jsonl", disk=counter)
+    for at in range(1, counter.calls + 1):
+        output = tmp_path / f"{at}.jsonl"
+        with pytest.raises(Crash):
+            run(input_path, output, disk=FaultyDisk(at, Crash(), tear=at % 2 == 0))
+        assert run(input_path, output) == 1
+        assert masked(output) == expected, f"after a crash at operation {at}"
+        assert not output.with_name(f"{at}.jsonl.journal").exists()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
+def test_a_full_or_failing_disk_is_a_clear_error_and_loses_nothing(tmp_path, reference, number):
+    input_path, expected = reference
+    counter = FaultyDisk(0)
+    run(input_path, tmp_path / "count.jsonl", disk=counter)
+    for at in range(1, counter.calls + 1, 3):
+        output = tmp_path / f"{at}.jsonl"
+        error = OSError(number, os.strerror(number))
+        with pytest.raises((JobError, OSError)):
+            run(input_path, output, disk=FaultyDisk(at, error, tear=True))
+        assert run(input_path, output) == 1
+        assert masked(output) == expected
+
+
+def test_a_write_error_names_the_journal_and_the_remedy(tmp_path):
+    input_path = write_input(tmp_path / "in.jsonl")
+    full = FaultyDisk(9, OSError(errno.ENOSPC, "No space left on device"), tear=True)
+    with pytest.raises(JournalWriteError, match=r"No space left.*run the same command") as caught:
+        run(input_path, tmp_path / "out.jsonl", disk=full)
+    assert caught.value.exit_code == 75
+
+
+def stop_after(num_rows: int, tmp_path: Path, input_path: Path, output: Path) -> None:
+    """Leave a journal with some finished rows behind."""
+    with contextlib.suppress(Crash):
+        run(input_path, output, disk=FaultyDisk(num_rows + 6, Crash()))
+    assert output.with_name(output.name + ".journal").exists()
+
+
+def test_resuming_runs_only_what_is_missing_and_uses_the_stored_plan(tmp_path, reference):
+    input_path, expected = reference
+    output = tmp_path / "out.jsonl"
+    stop_after(20, tmp_path, input_path, output)
+    model = fake.FakeModel()
+    run(input_path, output, model)
+    assert 0 < len(model.generator.submitted) < 41
+    assert model.stored_plans[0].startswith("max_length")
+    assert masked(output) == expected
+
+
+def test_an_edited_input_keeps_unchanged_rows_and_runs_changed_ones(tmp_path):
+    input_path = tmp_path / "in.jsonl"
+    rows = [{"id": f"q{i}", "prompt": f"prompt {i}"} for i in range(40)]
+    input_path.write_text("\n".join(map(json.dumps, rows)))
+    output = tmp_path / "out.jsonl"
+    stop_after(30, tmp_path, input_path, output)
+    journal = (tmp_path / "out.jsonl.journal").read_text()
+    kept = [row for row in rows if f'"custom_id":"{row["id"]}"' in journal]
+    assert len(kept) > 5
+    changed = {**kept[0], "prompt": "changed"}
+    edited = [{"id": "new", "prompt": "n"}, changed, *reversed(kept[1:])]
+    input_path.write_text("\n".join(map(json.dumps, edited)))
+    model = fake.FakeModel()
+    assert run(input_path, output, model) == 0
+    assert sorted(model.generator.submitted) == sorted(["new", changed["id"]])
+    assert list(outcomes(output)[0]) == [row["id"] for row in edited]
+
+
+def test_a_journal_of_another_configuration_is_refused_with_the_difference(tmp_path, reference):
+    input_path, _ = reference
+    output = tmp_path / "out.jsonl"
+    stop_after(10, tmp_path, input_path, output)
+    other = {"model": "fake", "dtype": "bfloat16"}
+    with pytest.raises(JournalError, match=r"dtype: there float32, now bfloat16[\s\S]*--restart"):
+        run(input_path, output, configuration=other)
+    assert run(input_path, output, configuration=other, restart=True) == 1
+
+
+def test_damage_in_the_middle_of_a_journal_is_an_error_naming_the_byte(tmp_path, reference):
+    input_path, _ = reference
+    output = tmp_path / "out.jsonl"
+    stop_after(10, tmp_path, input_path, output)
+    journal = tmp_path / "out.jsonl.journal"
+    content = bytearray(journal.read_bytes())
+    start = content.index(b"\n", content.index(b'"kind":"row"')) + 1
+    content[start + 40] ^= 1
+    journal.write_bytes(content)
+    with pytest.raises(JournalError, match=f"damaged at byte {start}"):
+        run(input_path, output)
+
+
+def test_a_torn_or_doubled_tail_is_harmless(tmp_path, reference):
+    input_path, expected = reference
+    for name, spoil in {
+        "torn": lambda c: c[:-7],
+        "doubled": lambda c: c + c[c.rstrip(b"\n").rindex(b"\n") + 1 :],
+        "garbage": lambda c: c + b"\0" * 4096,
+    }.items():
+        output = tmp_path / f"{name}.jsonl"
+        stop_after(10, tmp_path, input_path, output)
+        journal = output.with_name(output.name + ".journal")
+        journal.write_bytes(spoil(journal.read_bytes()))
+        run(input_path, output)
+        assert masked(output) == expected, name
+
+
+def test_a_file_that_is_no_journal_is_never_cut(tmp_path):
+    input_path = write_input(tmp_path / "in.jsonl")
+    for content in (b"my notes\n", b"my notes, with no line ending at all"):
+        (tmp_path / "out.jsonl.journal").write_bytes(content)
+        with pytest.raises(JournalError, match="not a journal"):
+            run(input_path, tmp_path / "out.jsonl")
+        assert (tmp_path / "out.jsonl.journal").read_bytes() == content
+
+
+def test_the_output_of_something_else_is_not_overwritten(tmp_path):
+    input_path = write_input(tmp_path / "in.jsonl")
+    (tmp_path / "out.jsonl").write_text("precious")
+    with pytest.raises(InputError, match="--restart"):
+        run(input_path, tmp_path / "out.jsonl")
+    assert (tmp_path / "out.jsonl").read_text() == "precious"
+
+
+def test_inputs_and_outputs_that_cannot_work_are_refused_by_name(tmp_path):
+    input_path = write_input(tmp_path / "in.jsonl")
+    (tmp_path / "link.jsonl").symlink_to(input_path)
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "in.gz").write_bytes(b"\x1f\x8b\x08")
+    cases = [
+        (input_path, input_path, "is the input too"),
+        (input_path, tmp_path / "link.jsonl", "is the input too"),
+        (input_path, tmp_path / "none" / "out.jsonl", "expected its directory"),
+        (input_path, tmp_path, "directory"),
+        (tmp_path / "pipe", tmp_path / "out.jsonl", "pipe"),
+        (tmp_path / "in.gz", tmp_path / "out.jsonl", "gunzip"),
+        (tmp_path / "absent", tmp_path / "out.jsonl", "nothing there"),
+    ]
+    for source, target, message in cases:
+        with pytest.raises(InputError, match=message):
+            run(source, target)
+
+
+def start_program(input_path, output, pause="0.005"):
+    command = [sys.executable, str(_FAKE), str(input_path), str(output), pause]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for_rows(output: Path, num_rows: int) -> None:
+    journal = output.with_name(output.name + ".journal")
+    for _ in range(1000):
+        if journal.exists() and journal.read_bytes().count(b'"kind":"row"') >= num_rows:
+            return
+        time.sleep(0.005)
+    raise AssertionError("the job wrote no rows")
+
+
+def test_killed_at_fifty_random_moments_the_output_is_the_same(tmp_path, reference):
+    input_path, expected = reference
+    rng = random.Random(7)
+    num_kills = 0
+    for attempt in range(200):
+        output = tmp_path / f"{attempt}.jsonl"
+        code = None
+        while code != 1:
+            process = start_program(input_path, output, "0.002")
+            try:
+                _, message = process.communicate(timeout=rng.uniform(0.08, 0.4))
+                code = process.returncode
+                assert code == 1, message
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.communicate()
+                num_kills += 1
+        assert masked(output) == expected
+        if num_kills >= 50:
+            return
+    raise AssertionError(f"only {num_kills} kills came in time")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_a_signal_drains_and_the_same_command_goes_on(tmp_path, reference, number, code):
+    input_path, expected = reference
+    output = tmp_path / "out.jsonl"
+    process = start_program(input_path, output, "0.05")
+    wait_for_rows(output, 3)
+    process.send_signal(number)
+    _, message = process.communicate(timeout=20)
+    assert process.returncode == code
+    assert "run the same command again" in message
+    assert not (tmp_path / "out.jsonl.lock").exists()
+    assert run(input_path, output) == 1
+    assert masked(output) == expected
+
+
+def test_a_second_interrupt_stops_at_once(tmp_path, reference):
+    input_path, expected = reference
+    output = tmp_path / "out.jsonl"
+    process = start_program(input_path, output, "1.5")
+    wait_for_rows(output, 1)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert run(input_path, output) == 1
+    assert masked(output) == expected
+
+
+def test_two_writers_of_one_output_are_refused_and_a_dead_ones_lock_is_taken_over(
+    tmp_path, reference
+):
+    input_path, _ = reference
+    output = tmp_path / "out.jsonl"
+    process = start_program(input_path, output, "0.2")
+    wait_for_rows(output, 1)
+    with pytest.raises(OutputIsLocked, match=f"process {process.pid}"):
+        run(input_path, output)
+    process.kill()
+    process.communicate()
+    assert (tmp_path / "out.jsonl.lock").exists()
+    assert run(input_path, output) == 1
+
+
+def test_a_lock_of_another_host_is_refused(tmp_path):
+    input_path = write_input(tmp_path / "in.jsonl")
+    lock = {"pid": 1, "host": "elsewhere", "started": "1"}
+    (tmp_path / "out.jsonl.lock").write_text(json.dumps(lock))
+    with pytest.raises(OutputIsLocked, match=r"elsewhere.*delete"):
+        run(input_path, tmp_path / "out.jsonl")
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_progress_is_one_line_in_five_seconds_when_not_on_a_terminal():
+    stream, clock = io.StringIO(), Clock()
+    progress = Progress(stream=stream, clock=clock)
+    progress.compiled(3, 9, "prefill 256x2", 4.1, cached=True)
+    progress.start_rows(100, done=10, errors=2)
+    for _ in range(30):
+        clock.now += 0.5
+        progress.row(tokens=20, is_error=False)
+        progress.update(lambda: 0.25)
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "compile [3/9] prefill 256x2  4.1 s (cached)"
+    assert lines[1] == "20/100 rows  2 errors  40.0 tokens/s  padding 25.0%  ETA 0:40"
+    assert len(lines) == 4
