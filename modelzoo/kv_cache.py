@@ -2,12 +2,13 @@
 
 The cache is cut along the sequence at the grid's spans into *segments*, each an array of its own: a
 decode graph with span `s` takes the segments below `s` and nothing else, so a short span costs
-neither a copy nor a read of the rest. Every entry stores its position (`EMPTY_POSITION` when it holds
-no token) and masks come from those alone.
+neither a copy nor a read of the rest. Every entry stores its position (`EMPTY_POSITION` when it
+holds no token) and masks come from those alone.
 
 Knows nothing of slots' owners, buckets or meshes. Guarantees: `insert` rewrites a slot whole, so
 nothing of its former owner, NaN included, can reach the next one; `append` writes in place inside a
-loop when the buffers are donated, and writes nothing for a row whose position lies past the segments.
+loop when the buffers are donated, and writes nothing for a row whose position lies past the
+segments.
 """
 
 from collections.abc import Sequence
@@ -156,18 +157,29 @@ def _cut(new_1KTH: jax.Array, start: int, segment_BKSH: jax.Array) -> jax.Array:
 
 
 def _write(segment: jax.Array, new: jax.Array, index_B: jax.Array, axis: int) -> jax.Array:
-    """Write one entry per row at `index_B` of `axis` (of the row); rows whose index is outside keep theirs.
+    """Write one entry per row at `index_B` of the row's `axis`; an index outside writes nothing.
 
-    NOTE: dynamic_update_slice clamps an index that is out of range, so such a row writes back what it
-    read. Neither a scatter nor a select over the segment: the first copies the cache on TPU, the second
-    everywhere.
+    NOTE: on TPU this form alone stays in place inside a loop. Reading the old entry to write it
+    back, or indexing with `.at`, copies the cache; a select over the segment rewrites it.
     """
     size = segment.shape[axis + 1]
+    is_inside_B = (index_B >= 0) & (index_B < size)
+    dimensions = jax.lax.ScatterDimensionNumbers(
+        update_window_dims=tuple(range(segment.ndim - 1)),
+        inserted_window_dims=(),
+        scatter_dims_to_operand_dims=(axis,),
+    )
 
     def write_row(row: jax.Array, entry: jax.Array, index: jax.Array) -> jax.Array:
-        old = jax.lax.dynamic_slice_in_dim(row, index, 1, axis)
-        is_inside = (index >= 0) & (index < size)
-        entry = jnp.where(is_inside, entry.astype(row.dtype), old)
-        return jax.lax.dynamic_update_slice_in_dim(row, entry, index, axis)
+        return jax.lax.scatter(
+            row,
+            index[None],
+            entry.astype(row.dtype),
+            dimensions,
+            indices_are_sorted=True,
+            unique_indices=True,
+            mode=jax.lax.GatherScatterMode.FILL_OR_DROP,
+        )
 
-    return jax.vmap(write_row)(segment, new, index_B)
+    # past the end, and therefore dropped
+    return jax.vmap(write_row)(segment, new, jnp.where(is_inside_B, index_B, size))
