@@ -36,7 +36,7 @@ def describe(model: "ModelFiles", *, check_finite: bool = False) -> str:
         ("parameters", f"{sum(info.size for info in tensors.values()):,}"),
         ("tokenizer", _tokenizer(model.tokenizer_files)),
         ("chat template", "yes" if has_chat_template(model.tokenizer_files) else "no"),
-        ("end tokens", ", ".join(map(str, model.generation_defaults.eos_token_ids)) or "none"),
+        ("end tokens", ", ".join(map(str, model.generation_defaults.eos_ids)) or "none"),
         ("sampling", _pairs(model.generation_defaults.sampling) or "no defaults"),
         ("fingerprint", model.fingerprint()),
     ]

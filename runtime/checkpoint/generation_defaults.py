@@ -19,7 +19,7 @@ GGUF_END_KEYS = tuple(f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot
 class GenerationDefaults:
     """End tokens, any of which ends a sequence, and sampling parameters the publisher suggests."""
 
-    eos_token_ids: tuple[int, ...] = ()
+    eos_ids: tuple[int, ...] = ()
     sampling: Mapping[str, int | float] = field(default_factory=dict)
 
     @classmethod
@@ -52,7 +52,7 @@ class GenerationDefaults:
 
     def as_json(self) -> dict[str, Any]:
         """Return the form that `from_hf` reads."""
-        return {"eos_token_id": list(self.eos_token_ids), **self.sampling}
+        return {"eos_token_id": list(self.eos_ids), **self.sampling}
 
 
 def _token_ids(ids: list[Any], where: str) -> tuple[int, ...]:

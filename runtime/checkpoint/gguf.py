@@ -93,13 +93,8 @@ class GGUFFile:
 
     def __init__(self, path: Path):
         self._path = path
-        self._file = path.open("rb")
-        try:
-            self._stamp = FileStamp(path)
-            header = read_header(path)
-        except BaseException:
-            self._file.close()
-            raise
+        self._stamp = FileStamp(path)
+        header = read_header(path)
         self.metadata: Mapping[str, Any] = header.metadata
         self.header_bytes = header.num_bytes
         self._entries = header.tensors
@@ -135,21 +130,23 @@ class GGUFFile:
         return values[..., box[-1].start - origin : box[-1].stop - origin]
 
     def close(self) -> None:
-        self._file.close()
+        """Nothing stays open between reads."""
 
     def _pread(self, offset: int, count: int) -> np.ndarray:
         # Not through a memory map: a file cut short meanwhile would end the process by SIGBUS
         self._stamp.check()
         buffer = np.empty(count, np.uint8)
         view, done = buffer.data, 0
-        while done < count:
-            got = os.preadv(self._file.fileno(), [view[done:]], offset + done)
-            if got == 0:
-                raise CheckpointChanged(
-                    f"{self._path}: expected {count} bytes at {offset}, got {done}: "
-                    f"the file became shorter while it was read."
-                )
-            done += got
+        with self._path.open("rb", buffering=0) as file:
+            file.seek(offset)
+            while done < count:
+                got = file.readinto(view[done:])
+                if not got:
+                    raise CheckpointChanged(
+                        f"{self._path}: expected {count} bytes at {offset}, got {done}: "
+                        f"the file became shorter while it was read."
+                    )
+                done += got
         return buffer
 
 

@@ -166,7 +166,6 @@ class GGUFModel(ModelFiles):
         super().__init__(path, name)
         self._file = GGUFFile(path)
         if (parts := self._file.metadata.get("split.count", 1)) not in (0, 1):
-            self._file.close()
             raise CheckpointError(
                 f"{path}: expected a whole GGUF file, got one of {parts} parts. "
                 f"Merge them with: llama-gguf-split --merge FIRST-PART WHOLE.gguf"
@@ -180,7 +179,7 @@ class GGUFModel(ModelFiles):
     def spec(self) -> "ModelSpec":
         from ...modelzoo.families.registry import from_gguf_metadata
 
-        return from_gguf_metadata(self._file.metadata, tuple(self._file.tensors))
+        return from_gguf_metadata(self._file.metadata, tuple(self._file.tensors), self._file.read)
 
     @cached_property
     def tensors(self) -> GGUFFile:

