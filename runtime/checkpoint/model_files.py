@@ -278,10 +278,12 @@ def open_model(path: str | Path) -> ModelFiles:
 
 def _open_directory(path: Path) -> ModelFiles:
     name = path.resolve().name
-    if (path / NORIA_JSON).exists() or (path / PARAMS).is_dir():
+    if (path / NORIA_JSON).exists():
         return OrbaxModel(path, name)
     if (path / "config.json").exists():
         return HuggingFaceModel(path, name)
+    if (path / PARAMS).is_dir():
+        return OrbaxModel(path, name)  # says that it was not finished
     if ggufs := sorted(path.glob("*.gguf")):
         raise ModelNotFound(
             f"{path}: expected config.json with safetensors, got GGUF files. Give one of them: "

@@ -61,12 +61,13 @@ def save_orbax(
 ) -> None:
     """Save parameters and what a job needs beside them into a new directory.
 
-    On a pod every process calls it, with a path that all of them see; process 0 writes the small
-    files. `tokenizer_files` is what `ModelFiles.tokenizer_files` holds.
+    From one process only. `tokenizer_files` is what `ModelFiles.tokenizer_files` holds.
     """
     import jax
     import orbax.checkpoint as ocp
 
+    if jax.process_count() > 1:
+        raise ValueError(f"save_orbax: expected one process, got {jax.process_count()}.")
     path = Path(path).resolve()
     if path.exists() and any(path.iterdir()):
         raise InvalidOrbax(f"{path}: expected a new or empty directory to save into, got files.")
@@ -83,9 +84,8 @@ def save_orbax(
     }
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(path / PARAMS, dict(params))
-    if jax.process_index() == 0:
-        _write_tokenizer(path / TOKENIZER, tokenizer_files)
-        _write_whole(path / NORIA_JSON, description)
+    _write_tokenizer(path / TOKENIZER, tokenizer_files)
+    _write_whole(path / NORIA_JSON, description)
 
 
 class OrbaxTensors:

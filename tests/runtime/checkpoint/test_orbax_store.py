@@ -178,6 +178,12 @@ def test_saving_over_files_is_refused(saved):
         save(saved)
 
 
+def test_saving_from_several_processes_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ValueError, match="expected one process, got 2"):
+        save(tmp_path / "ours")
+
+
 def test_tokenizer_files_and_defaults_travel_with_the_parameters(tmp_path):
     source = tmp_path / "published"
     source.mkdir()
