@@ -11,132 +11,34 @@ job run again does nothing.
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, BinaryIO, Literal, Protocol
+from collections.abc import Sequence
+from contextlib import closing
+from typing import Any, BinaryIO
 
 from .batch_lines import BadRow, BatchRow
-from .batch_scan import Encode, InputError, ScannedRow, ScanSummary, check_input, read_again, scan
-from .disk import Disk, replace_file
+from .batch_scan import InputError, ScannedRow, ScanSummary, check_input, read_again, scan
+from .disk import Disk
+from .job import (
+    EXIT_BUILD,
+    EXIT_MODEL,
+    EXIT_OK,
+    EXIT_RESUMABLE,
+    EXIT_ROWS_FAILED,
+    Build,
+    Generator,
+    JobError,
+    JobModel,
+    JobSettings,
+    JobText,
+)
 from .job_lock import JobLock
+from .job_output import finalise, summarise
 from .job_signals import EXIT_CODES, StopSignals
 from .journal import RETRIED_CODES, Journal
-from .manifest import (
-    PhaseClock,
-    count_outcomes,
-    describe,
-    fingerprint,
-    is_complete,
-    make_manifest,
-    manifest_path,
-    write_manifest,
-)
+from .manifest import PhaseClock, fingerprint, is_complete, manifest_path
 from .progress import Progress
 from .request import Request, RequestOutput, RowError
-from .results import OutputLines, TokenNames
-from .strict_json import dump_line
-
-EXIT_OK, EXIT_ROWS_FAILED, EXIT_USAGE, EXIT_MODEL, EXIT_BUILD, EXIT_RESUMABLE = 0, 1, 2, 3, 4, 75
-
-
-class JobError(RuntimeError):
-    """The job cannot go on; `exit_code` is the command's."""
-
-    def __init__(self, message: str, exit_code: int):
-        super().__init__(message)
-        self.exit_code = exit_code
-
-
-class Generator(Protocol):
-    """What the job asks of the thing that answers requests."""
-
-    @property
-    def unfinished(self) -> int: ...
-
-    @property
-    def wants_more(self) -> bool: ...
-
-    def submit(self, request: Request) -> None: ...
-
-    def step(self) -> list[RequestOutput]: ...
-
-    def drain(self) -> object:
-        """Forget requests that wait; `unfinished` then counts those in flight alone."""
-
-    def statistics(self) -> dict[str, Any]: ...
-
-
-def longest_need_first(prompt_length: int, max_tokens: int | None) -> float:
-    """Order of rows that keeps a job's tail short; no limit counts as the longest."""
-    return float("-inf") if max_tokens is None else -(prompt_length + max_tokens)
-
-
-@dataclass(frozen=True)
-class Build:
-    """Everything compiled: the generator, the resolved plan, and the order it likes rows in."""
-
-    generator: Generator
-    plan: str
-    order: Callable[[int, int | None], float] = longest_need_first
-
-
-@dataclass(frozen=True)
-class JobText:
-    """The text side of a model: how rows become token ids, how ids are named."""
-
-    encode: Encode
-    tokens: TokenNames | None
-
-
-class JobModel(Protocol):
-    """A model that is not loaded yet."""
-
-    def open_text(self) -> AbstractContextManager[JobText]: ...
-
-    def build(
-        self,
-        summary: ScanSummary,
-        stored_plan: str | None,
-        *,
-        phases: PhaseClock,
-        progress: Progress,
-    ) -> Build:
-        """Load and compile. Called in phase `load`; enters `build` when parameters are in place.
-
-        With `stored_plan`, the plan of the run that is resumed, it must build exactly that.
-        """
-        ...
-
-
-@dataclass(frozen=True)
-class JobSettings:
-    """What one job reads and writes, and how it ends."""
-
-    input_path: Path
-    output_path: Path
-    model_name: str
-    configuration: Mapping[str, str]
-    """Everything that decides an answer besides its row; a journal of another one is refused."""
-    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
-    sampling_defaults_source: str = "noria"
-    error_file: Path | None = None
-    grace_seconds: float = 20.0
-    on_error: Literal["row", "raise"] = "row"
-    restart: bool = False
-
-    @property
-    def journal_path(self) -> Path:
-        return self.output_path.with_name(f"{self.output_path.name}.journal")
-
-    @property
-    def lock_path(self) -> Path:
-        return self.output_path.with_name(f"{self.output_path.name}.lock")
-
-    @property
-    def outputs(self) -> list[Path]:
-        return [path for path in (self.output_path, self.error_file) if path is not None]
+from .results import OutputLines
 
 
 def run_job(
@@ -227,7 +129,19 @@ class _Job:
                 return self._stopped(len(summary.rows))
             statistics = built.generator.statistics()
         self._phases.enter("run")
-        return self._finalise(summary, statistics, num_kept)
+        manifest = finalise(
+            self._settings,
+            summary,
+            self._journal,
+            self._lines,
+            disk=self._disk,
+            phases=self._phases,
+            statistics=statistics,
+            num_kept=num_kept,
+            num_tokens=self._num_tokens,
+        )
+        self._progress.note(summarise(self._settings.output_path, manifest))
+        return EXIT_ROWS_FAILED if manifest["rows"]["errors"] else EXIT_OK
 
     def _is_kept(self, row: ScannedRow) -> bool:
         known = self._journal.rows.get(row.key)
@@ -346,75 +260,6 @@ class _Job:
             f"in {self._journal.path}; run the same command again to go on"
         )
         return EXIT_CODES[self._stop.requested]
-
-    def _finalise(self, summary: ScanSummary, statistics: dict[str, Any], num_kept: int) -> int:
-        """Write output, then manifest, then remove the journal; stopped anywhere, it runs again."""
-        settings, disk = self._settings, self._disk
-        finished = [self._journal.rows[row.key] for row in summary.rows if row.bad is None]
-        codes = [self._code(row) for row in summary.rows]
-        try:
-            outputs = {}
-            # the main output last: once it is there, all of the output is
-            for path in reversed(settings.outputs):
-                digest = replace_file(disk, path, self._output_lines(summary, path))
-                outputs[path.name] = describe(digest)
-            manifest = make_manifest(
-                model=settings.model_name,
-                configuration=settings.configuration,
-                plan=self._journal.plan,
-                sampling_defaults={
-                    "values": dict(settings.sampling_defaults),
-                    "source": settings.sampling_defaults_source,
-                },
-                input_facts={
-                    "name": settings.input_path.name,
-                    "sha256": summary.input_sha256,
-                    "bytes": summary.num_bytes,
-                },
-                outputs=outputs,
-                rows=count_outcomes(codes, num_kept=num_kept),
-                phases=self._phases,
-                generator=statistics,
-                finished=finished,
-                num_tokens_this_run=self._num_tokens,
-            )
-            write_manifest(disk, settings.output_path, manifest)
-            disk.remove(self._journal.path)
-            disk.sync_folder(self._journal.path.parent)
-        except OSError as error:
-            raise JobError(
-                f"{settings.output_path}: cannot be written ({error.strerror or error}). Every row "
-                f"is kept in {self._journal.path}; run the same command again to finish.",
-                EXIT_RESUMABLE,
-            ) from error
-        self._report(manifest)
-        return EXIT_ROWS_FAILED if manifest["rows"]["errors"] else EXIT_OK
-
-    def _code(self, row: ScannedRow) -> str | None:
-        return row.bad.error.code if row.bad is not None else self._journal.rows[row.key].code
-
-    def _output_lines(self, summary: ScanSummary, path: Path) -> Iterator[bytes]:
-        """The lines of one output file in input order."""
-        is_split = self._settings.error_file is not None
-        for row in summary.rows:
-            is_error = self._code(row) is not None
-            if is_split and is_error != (path == self._settings.error_file):
-                continue
-            if row.bad is not None:
-                yield dump_line(self._lines.error(row.bad, row.bad.error)) + b"\n"
-            else:
-                yield self._journal.output_line(self._journal.rows[row.key]) + b"\n"
-
-    def _report(self, manifest: Mapping[str, Any]) -> None:
-        rows, rate = manifest["rows"], manifest["output_tokens_per_second"]
-        message = f"{self._settings.output_path}: {rows['total']} rows, {rows['errors']} errors"
-        if rate:
-            message += f", {rate:.1f} output tokens/s"
-        seconds = (f"{phase} {manifest[f'{phase}_seconds']:.1f} s" for phase in _PHASES)
-        self._progress.note(f"{message}  ({', '.join(seconds)})")
-
-
-_PHASES = ("scan", "load", "build", "run")
 
 
 def _check_outputs(settings: JobSettings) -> None:

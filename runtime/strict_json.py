@@ -165,7 +165,7 @@ def _refuse_constant(literal: str) -> NoReturn:
 
 def _depth_exceeds(value: object, limit: int) -> bool:
     level = [value]
-    for _ in range(limit + 1):
+    for _ in range(limit):
         if not level:
             return False
         level = [child for parent in level for child in _children(parent)]

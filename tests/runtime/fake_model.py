@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from noria.runtime.batch import Build, JobSettings, JobText, run_job
+from noria.runtime.batch import run_job
+from noria.runtime.job import Build, JobSettings, JobText
 from noria.runtime.progress import Progress
 from noria.runtime.request import CompletionOutput, Request, RequestMetrics, RequestOutput, RowError
 

@@ -14,9 +14,10 @@ import time
 from pathlib import Path
 
 import pytest
-from noria.runtime.batch import JobError, run_job
+from noria.runtime.batch import run_job
 from noria.runtime.batch_scan import InputError
 from noria.runtime.disk import Disk
+from noria.runtime.job import JobError
 from noria.runtime.job_lock import OutputIsLocked
 from noria.runtime.journal import JournalError, JournalWriteError
 from noria.runtime.progress import Progress

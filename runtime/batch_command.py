@@ -1,0 +1,155 @@
+"""`noria batch`: options -> settings and a model for the batch job.
+
+The model stays shut until the job asks for it: its files are named and fingerprinted first, its
+tokenizer is opened for the scan, and jax is imported when there is something to build.
+"""
+
+import argparse
+import json
+import tomllib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from .batch import run_job
+from .batch_scan import ScanSummary
+from .chat_template import ChatRenderer
+from .checkpoint import CheckpointError, ModelFiles, open_model
+from .job import EXIT_MODEL, Build, JobError, JobSettings, JobText
+from .manifest import PhaseClock, versions
+from .progress import Progress
+from .prompt_encoder import PromptEncoder
+from .run_config import apply_overrides, read_toml
+from .tokenizer import InvalidTokenizer, load_tokenizer
+
+_VERSIONS_THAT_DECIDE_ANSWERS = ("noria", "jax", "jaxlib")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the job that the parsed options describe."""
+    progress = Progress(is_quiet=options.quiet)
+    phases = PhaseClock()
+    plan_table = None if options.plan is None else read_toml(options.plan)
+    try:
+        with open_model(options.model) as files:
+            settings = _settings(options, files, plan_table)
+            if settings.sampling_defaults:
+                shown = json.dumps(dict(settings.sampling_defaults))
+                progress.note(f"sampling defaults {shown} ({settings.sampling_defaults_source})")
+            model = BatchModel(files, options, plan_table)
+            return run_job(settings, model, progress=progress, phases=phases)
+    except CheckpointError as error:
+        raise JobError(str(error), EXIT_MODEL) from error
+
+
+def _settings(
+    options: argparse.Namespace, files: ModelFiles, plan_table: Mapping[str, Any] | None
+) -> JobSettings:
+    uses_defaults = options.generation_config == "model"
+    defaults = dict(files.generation_defaults.sampling) if uses_defaults else {}
+    found = versions()
+    configuration = {
+        "model": f"{files.name} {files.fingerprint()}",
+        "plan": "derived" if plan_table is None else json.dumps(plan_table, sort_keys=True),
+        "overrides": " ".join(options.set),
+        "dtype": options.dtype,
+        "target": options.target,
+        "seed": str(options.seed),
+        "sampling defaults": json.dumps(defaults, sort_keys=True),
+        **{f"version of {name}": found.get(name, "") for name in _VERSIONS_THAT_DECIDE_ANSWERS},
+    }
+    return JobSettings(
+        input_path=options.input,
+        output_path=options.output,
+        model_name=files.name,
+        configuration=configuration,
+        sampling_defaults=defaults,
+        sampling_defaults_source="generation_config.json of the model" if defaults else "noria",
+        error_file=options.error_file,
+        grace_seconds=options.grace_seconds,
+        on_error=options.on_error,
+        restart=options.restart,
+    )
+
+
+class BatchModel:
+    """A model's files as the batch job uses them."""
+
+    def __init__(
+        self,
+        files: ModelFiles,
+        options: argparse.Namespace,
+        plan_table: Mapping[str, Any] | None,
+    ):
+        self._files = files
+        self._options = options
+        self._plan_table = plan_table
+
+    @contextmanager
+    def open_text(self) -> Iterator[JobText]:
+        """The tokenizer, and the process that renders chat templates."""
+        try:
+            tokenizer = load_tokenizer(self._files.tokenizer_files)
+        except InvalidTokenizer as error:
+            raise JobError(str(error), EXIT_MODEL) from error
+        if tokenizer is None:
+            yield JobText(PromptEncoder(None), None)
+            return
+        with ChatRenderer(tokenizer) as renderer:
+            yield JobText(PromptEncoder(tokenizer, renderer.encode), tokenizer)
+
+    def build(
+        self,
+        summary: ScanSummary,
+        stored_plan: str | None,
+        *,
+        phases: PhaseClock,
+        progress: Progress,
+    ) -> Build:
+        """Load the parameters, then compile the stored, the given or a derived plan."""
+        from ..compile.build import GraphBuilt
+        from ..compile.targets import find_target
+        from . import compilation_cache, session
+
+        def report(built: GraphBuilt) -> None:
+            progress.compiled(
+                built.number, built.total, built.name, built.seconds, cached=built.from_cache
+            )
+
+        compilation_cache.enable()
+        target = find_target(self._options.target)
+        plan = self._resolve_plan(summary, stored_plan, session.resolve_dtype)
+        text = plan.to_toml()
+        progress.note(text.rstrip())
+        model = session.load_model(self._files, target, plan.model.dtype)
+        phases.enter("build")
+        generator = session.start(model, plan, seed=self._options.seed, on_graph=report)
+        return Build(generator, text)
+
+    def _resolve_plan(self, summary: ScanSummary, stored_plan: str | None, resolve_dtype: Any):
+        from ..compile.default_grid import RowNeed, derive_grid
+        from ..compile.plan import Plan, PlannedModel
+        from ..compile.targets import find_target
+
+        if stored_plan is not None:
+            return Plan.from_table(tomllib.loads(stored_plan))
+        table = self._plan_table
+        if table is None:
+            target = find_target(self._options.target)
+            needs = [
+                RowNeed(
+                    need.prompt_length, need.max_tokens, need.n, need.prompt_logprobs is not None
+                )
+                for need in summary.needs
+            ]
+            grid = derive_grid(needs, self._files.spec.config.max_position)
+            dtype = resolve_dtype(self._options.dtype, target)
+            planned = PlannedModel(self._files.name, self._files.fingerprint(), dtype)
+            table = tomllib.loads(Plan(target.name, planned, grid).to_toml())
+        plan = Plan.from_table(apply_overrides(table, self._options.set))
+        if plan.model.fingerprint != self._files.fingerprint():
+            raise ValueError(
+                f"plan model.fingerprint: expected {self._files.fingerprint()}, that of "
+                f"{self._files.name}, got {plan.model.fingerprint}. Plan again for this model."
+            )
+        return plan

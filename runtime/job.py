@@ -1,0 +1,117 @@
+"""The nouns of the batch job: its settings, the model it is given, the error that ends it.
+
+`JobModel` is everything that touches a device or a tokenizer, as the job sees it. Knows nothing of
+how a job runs.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from .batch_scan import Encode, ScanSummary
+from .manifest import PhaseClock
+from .progress import Progress
+from .request import Request, RequestOutput
+from .results import TokenNames
+
+EXIT_OK, EXIT_ROWS_FAILED, EXIT_USAGE, EXIT_MODEL, EXIT_BUILD, EXIT_RESUMABLE = 0, 1, 2, 3, 4, 75
+
+
+class JobError(RuntimeError):
+    """The job cannot go on; `exit_code` is the command's."""
+
+    def __init__(self, message: str, exit_code: int):
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class Generator(Protocol):
+    """What the job asks of the thing that answers requests."""
+
+    @property
+    def unfinished(self) -> int: ...
+
+    @property
+    def wants_more(self) -> bool: ...
+
+    def submit(self, request: Request) -> None: ...
+
+    def step(self) -> list[RequestOutput]: ...
+
+    def drain(self) -> object:
+        """Forget requests that wait; `unfinished` then counts those in flight alone."""
+
+    def statistics(self) -> dict[str, Any]: ...
+
+
+def longest_need_first(prompt_length: int, max_tokens: int | None) -> float:
+    """Order of rows that keeps a job's tail short; no limit counts as the longest."""
+    return float("-inf") if max_tokens is None else -(prompt_length + max_tokens)
+
+
+@dataclass(frozen=True)
+class Build:
+    """Everything compiled: the generator, the resolved plan, and the order it likes rows in."""
+
+    generator: Generator
+    plan: str
+    order: Callable[[int, int | None], float] = longest_need_first
+
+
+@dataclass(frozen=True)
+class JobText:
+    """The text side of a model: how rows become token ids, how ids are named."""
+
+    encode: Encode
+    tokens: TokenNames | None
+
+
+class JobModel(Protocol):
+    """A model that is not loaded yet."""
+
+    def open_text(self) -> AbstractContextManager[JobText]: ...
+
+    def build(
+        self,
+        summary: ScanSummary,
+        stored_plan: str | None,
+        *,
+        phases: PhaseClock,
+        progress: Progress,
+    ) -> Build:
+        """Load and compile. Called in phase `load`; enters `build` when parameters are in place.
+
+        With `stored_plan`, the plan of the run that is resumed, it must build exactly that.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class JobSettings:
+    """What one job reads and writes, and how it ends."""
+
+    input_path: Path
+    output_path: Path
+    model_name: str
+    configuration: Mapping[str, str]
+    """Everything that decides an answer besides its row; a journal of another one is refused."""
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+    sampling_defaults_source: str = "noria"
+    error_file: Path | None = None
+    grace_seconds: float = 20.0
+    on_error: Literal["row", "raise"] = "row"
+    restart: bool = False
+
+    @property
+    def journal_path(self) -> Path:
+        return self.output_path.with_name(f"{self.output_path.name}.journal")
+
+    @property
+    def lock_path(self) -> Path:
+        return self.output_path.with_name(f"{self.output_path.name}.lock")
+
+    @property
+    def outputs(self) -> list[Path]:
+        return [path for path in (self.output_path, self.error_file) if path is not None]

@@ -1,0 +1,101 @@
+"""A finished job's journal -> output file, manifest.
+
+The order is what makes it safe to stop anywhere: the output becomes durable, then the manifest that
+proves it complete, and only then does the journal go. Until then a rerun does all of it again and
+gets the same bytes, as the journal holds the lines as they are written here.
+
+Knows nothing of models. Guarantees: one line for each row of the input, in its order.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from .batch_scan import ScannedRow, ScanSummary
+from .disk import Disk, replace_file
+from .job import EXIT_RESUMABLE, JobError, JobSettings
+from .journal import Journal
+from .manifest import PhaseClock, count_outcomes, describe, make_manifest, write_manifest
+from .results import OutputLines
+from .strict_json import dump_line
+
+
+def finalise(
+    settings: JobSettings,
+    summary: ScanSummary,
+    journal: Journal,
+    lines: OutputLines,
+    *,
+    disk: Disk,
+    phases: PhaseClock,
+    statistics: Mapping[str, Any],
+    num_kept: int,
+    num_tokens: int,
+) -> dict[str, Any]:
+    """Write output and manifest, remove the journal; returns the manifest."""
+    try:
+        outputs = {}
+        # the main output last: once it is there, all of the output is
+        for path in reversed(settings.outputs):
+            chunks = _output_lines(settings, summary, journal, lines, path)
+            outputs[path.name] = describe(replace_file(disk, path, chunks))
+        manifest = make_manifest(
+            model=settings.model_name,
+            configuration=settings.configuration,
+            plan=journal.plan,
+            sampling_defaults={
+                "values": dict(settings.sampling_defaults),
+                "source": settings.sampling_defaults_source,
+            },
+            input_facts={
+                "name": settings.input_path.name,
+                "sha256": summary.input_sha256,
+                "bytes": summary.num_bytes,
+            },
+            outputs=outputs,
+            rows=count_outcomes((_code(row, journal) for row in summary.rows), num_kept=num_kept),
+            phases=phases,
+            generator=statistics,
+            finished=[journal.rows[row.key] for row in summary.rows if row.bad is None],
+            num_tokens_this_run=num_tokens,
+        )
+        write_manifest(disk, settings.output_path, manifest)
+        disk.remove(journal.path)
+        disk.sync_folder(journal.path.parent)
+    except OSError as error:
+        raise JobError(
+            f"{settings.output_path}: cannot be written ({error.strerror or error}). Every row is "
+            f"kept in {journal.path}; run the same command again to finish.",
+            EXIT_RESUMABLE,
+        ) from error
+    return manifest
+
+
+def summarise(output: Path, manifest: Mapping[str, Any]) -> str:
+    """One line for people about a finished job."""
+    rows, rate = manifest["rows"], manifest["output_tokens_per_second"]
+    message = f"{output}: {rows['total']} rows, {rows['errors']} errors"
+    if rate:
+        message += f", {rate:.1f} output tokens/s"
+    phases = ("scan", "load", "build", "run")
+    seconds = (f"{phase} {manifest[f'{phase}_seconds']:.1f} s" for phase in phases)
+    return f"{message}  ({', '.join(seconds)})"
+
+
+def _output_lines(
+    settings: JobSettings, summary: ScanSummary, journal: Journal, lines: OutputLines, path: Path
+) -> Iterator[bytes]:
+    """The lines of one output file in input order."""
+    is_split = settings.error_file is not None
+    for row in summary.rows:
+        is_error = _code(row, journal) is not None
+        if is_split and is_error != (path == settings.error_file):
+            continue
+        if row.bad is not None:
+            yield dump_line(lines.error(row.bad, row.bad.error)) + b"\n"
+        else:
+            yield journal.output_line(journal.rows[row.key]) + b"\n"
+
+
+def _code(row: ScannedRow, journal: Journal) -> str | None:
+    return row.bad.error.code if row.bad is not None else journal.rows[row.key].code
