@@ -62,14 +62,14 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_batch(commands)
     _add_inspect(commands)
-    for name, summary in (
-        ("doctor", "what this machine offers"),
-        ("bench", "speed over a grid of batch sizes and lengths"),
-    ):
-        # these parse their own options
-        command = commands.add_parser(name, help=summary, add_help=False, prefix_chars="\0")
-        command.add_argument("rest", nargs=argparse.REMAINDER)
-        command.set_defaults(run=_run_doctor if name == "doctor" else _run_bench)
+    doctor = commands.add_parser("doctor", help="what this machine offers")
+    doctor.set_defaults(run=_run_doctor)
+    # its own module parses its options
+    bench = commands.add_parser(
+        "bench", help="speed over batch sizes and lengths", add_help=False, prefix_chars="\0"
+    )
+    bench.add_argument("rest", nargs=argparse.REMAINDER)
+    bench.set_defaults(run=_run_bench)
     return parser
 
 
@@ -129,9 +129,9 @@ def _run_inspect(options: argparse.Namespace) -> int:
 
 
 def _run_doctor(options: argparse.Namespace) -> int:
-    from . import doctor  # pyright: ignore[reportAttributeAccessIssue]
+    from . import doctor
 
-    return doctor.main(options.rest) or 0
+    return doctor.main()
 
 
 def _run_bench(options: argparse.Namespace) -> int:

@@ -1,0 +1,70 @@
+"""The command line: exit codes, one-line errors, nothing heavy imported."""
+
+import subprocess
+import sys
+
+import pytest
+from noria.runtime import cli
+
+_IMPORTS = """
+import sys
+import noria.runtime.cli, noria.runtime.batch, noria.runtime.batch_command
+heavy = {"jax", "flax", "optax", "orbax", "transformers", "tokenizers", "jinja2", "gguf"}
+print(sorted(heavy & set(sys.modules)))
+"""
+
+
+def batch(tmp_path, *extra, model="/nonexistent/model"):
+    arguments = ["batch", "-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl")]
+    return [*arguments, "--model", model, *extra]
+
+
+def test_the_batch_command_imports_nothing_heavy():
+    result = subprocess.run(
+        [sys.executable, "-c", _IMPORTS], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "[]"
+
+
+def test_a_model_that_is_not_there_is_exit_code_3_and_one_line(tmp_path, capsys):
+    (tmp_path / "in.jsonl").write_text('{"prompt": "x"}\n')
+    assert cli.main(batch(tmp_path)) == 3
+    error = capsys.readouterr().err
+    assert error.startswith("noria: ") and error.count("\n") == 1 and "Traceback" not in error
+
+
+def test_debug_shows_the_traceback(tmp_path, capsys):
+    assert cli.main(["--debug", *batch(tmp_path)]) == 3
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_inspecting_nothing_is_exit_code_3(tmp_path):
+    assert cli.main(["inspect", str(tmp_path / "absent")]) == 3
+
+
+@pytest.mark.parametrize("arguments", [[], ["bath"], ["batch"], ["batch", "--frobnicate"]])
+def test_wrong_usage_is_exit_code_2(arguments):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    assert caught.value.code == 2
+
+
+def test_an_unreadable_plan_is_exit_code_2_and_named(tmp_path, capsys):
+    plan = tmp_path / "plan.toml"
+    plan.write_text("= nonsense")
+    assert cli.main(batch(tmp_path, "--plan", str(plan))) == 2
+    assert str(plan) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(ValueError("x"), 2), (OSError("x"), 2), (KeyboardInterrupt(), 130)]
+)
+def test_errors_of_the_user_have_codes_and_our_bugs_keep_their_traceback(monkeypatch, error, code):
+    def fail(options):
+        raise error
+
+    monkeypatch.setattr(cli, "_run_inspect", fail)
+    assert cli.main(["inspect", "x"]) == code
+    error = TypeError("a bug")
+    with pytest.raises(TypeError):
+        cli.main(["inspect", "x"])
