@@ -1,7 +1,7 @@
 """Attention as one primitive that returns `(out, lse)`, and the merge of its partial results.
 
-Knows nothing of caches, layers or meshes: masks come as arrays, made from positions. Any split of the
-keys into parts gives the whole answer after `merge`; a part in which a query sees nothing has
+Knows nothing of caches, layers or meshes: masks come as arrays, made from positions. Any split of
+the keys into parts gives the whole answer after `merge`; a part in which a query sees nothing has
 `lse = -inf`, adds exactly zero, and so never changes a bit of the result.
 
 Source of the split: Rabe and Staats 2021, "Self-attention Does Not Need O(n^2) Memory", section 3.
@@ -42,8 +42,8 @@ def attend_dense(
 ) -> tuple[jax.Array, jax.Array]:
     """Attend over all keys at once: the reference implementation.
 
-    Returns `out_BTKGH` in the dtype of `v`, and the float32 log-sum-exp of the scaled scores `lse_BTKG`.
-    Where nothing is visible `out` is zero and `lse` is -inf.
+    Returns `out_BTKGH` in the dtype of `v`, and the float32 log-sum-exp of the scaled scores as
+    `lse_BTKG`. Where nothing is visible `out` is zero and `lse` is -inf.
     """
     scale = q_BTKGH.shape[-1] ** -0.5
     scores_BKGTS = jnp.einsum(

@@ -5,12 +5,12 @@ Arrays end in their letters (`x_BTD`), einsums use the same letters:
     B batch rows or slots    T query tokens          S key/value positions   D embed
     N query heads            K key/value heads       G = N / K               H head dim
     F mlp                    V vocab                 L layers                E experts
-    C capacity               M = B * T flattened     J = G + 2, a key/value head's queries, key, value
-    P gate and up (2)        Q steps of one decode call                      R alternatives reported
-    X stop ids of a row      Y biased ids of a row
+    C capacity               M = B * T flattened     P gate and up (2)       R alternatives reported
+    Q steps of one decode call                       X stop ids of a row     Y biased ids of a row
+    J = G + 2: the queries, key and value of one key/value head
 
-Weights and activations name their axes by placement decision, not by size: a rule maps a name to mesh
-axes, and everything that carries the name follows. Knows nothing of meshes or rules.
+Weights and activations name their axes by placement decision, not by size: a rule maps a name to
+mesh axes, and everything that carries the name follows. Knows nothing of meshes or rules.
 """
 
 # activations

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LinearScaling:
-    """Positions divided by `factor` (position interpolation, Chen et al. 2023, arXiv 2306.15595)."""
+    """Positions divided by `factor` (position interpolation, Chen et al. 2023, 2306.15595)."""
 
     factor: float
 
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Long wavelengths stretched by `factor`, short ones kept, a ramp between (Llama 3.1 release)."""
+    """Long wavelengths stretched by `factor`, short ones kept, a ramp between (Llama 3.1)."""
 
     factor: float
     low_frequency_factor: float
@@ -35,11 +35,18 @@ class YarnScaling:
 
 
 @dataclass(frozen=True)
+class FactorScaling:
+    """Each pair's frequency divided by its own factor: how GGUF publishes Llama 3.1's scaling."""
+
+    factors: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class RopeConfig:
     """Rotary position embedding over the whole head (Su et al. 2021, arXiv 2104.09864)."""
 
     theta: float = 10_000.0
-    scaling: LinearScaling | Llama3Scaling | YarnScaling | None = None
+    scaling: LinearScaling | Llama3Scaling | YarnScaling | FactorScaling | None = None
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """The decoder: one definition for every dense family, read through prefill and through decode.
 
-A family chooses sizes and options in `DecoderConfig`; nothing here branches on a family's name. Knows
-logical axes and positions; knows no mesh, bucket, file or text. `attend` and `constrain` are injected: other
-attention implementations and sharding constraints must not change the answer.
+A family chooses sizes and options in `DecoderConfig`; nothing here branches on a family's name.
+Knows logical axes and positions; knows no mesh, bucket, file or text. `attend` and `constrain` are
+injected: other attention implementations and sharding constraints must not change the answer.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from .rope import rotate
 
 Constrain = Callable[[jax.Array, tuple[str, ...]], jax.Array]
 AttendLayer = Callable[[jax.Array, PromptKeysValues], jax.Array]
-"""What a layer does with its queries and new keys and values: attend, and keep what must be kept."""
+"""What a layer does with its queries and new keys and values: attend, keep what must be kept."""
 
 
 def unconstrained(x: jax.Array, logical_axes: tuple[str, ...]) -> jax.Array:
@@ -37,7 +37,7 @@ def unconstrained(x: jax.Array, logical_axes: tuple[str, ...]) -> jax.Array:
 
 
 class Attention(nnx.Module):
-    """Projections of grouped-query attention (Ainslie et al. 2023, 2305.13245) around an `attend`."""
+    """Projections of grouped-query attention (Ainslie et al. 2023, 2305.13245), around `attend`."""
 
     def __init__(self, rngs: nnx.Rngs, config: DecoderConfig, window: int | None):
         D, K, G, H = config.embed, config.num_kv_heads, config.heads_per_kv, config.head_dim
@@ -59,10 +59,17 @@ class Attention(nnx.Module):
     ) -> jax.Array:
         q_BTKGH, new = self._project(x_BTD, position_BT)
         out_BTKGH = attend_layer(q_BTKGH, new)
-        out_BTD = jnp.einsum("BTKGH,KGHD->BTD", out_BTKGH, self.output[...])
+        out_BTD = self._merge_heads(out_BTKGH)
         if self.config.output_bias:
             out_BTD = out_BTD + self.output_bias[...][None, None]
         return out_BTD
+
+    def _merge_heads(self, out_BTKGH: jax.Array) -> jax.Array:
+        # heads as one axis: given two, XLA for TPU lays the weights out anew in every call
+        B, T, K, G, H = out_BTKGH.shape
+        out_BTNH = out_BTKGH.reshape(B, T, K * G, H)
+        weight_NHD = self.output[...].reshape(K * G, H, -1)
+        return jnp.einsum("BTNH,NHD->BTD", out_BTNH, weight_NHD)
 
     def _project(
         self, x_BTD: jax.Array, position_BT: jax.Array
@@ -126,7 +133,8 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, tuple[PromptKeysValues, ...]]:
         """Final hidden states `x_BTD` of right-padded prompts, and each layer's keys and values.
 
-        Padding follows the tokens, so causality alone hides it from them; its own outputs mean nothing.
+        Padding follows the tokens, so causality alone hides it from them; its own outputs mean
+        nothing.
         """
         T = tokens_BT.shape[1]
         position_BT = jnp.broadcast_to(jnp.arange(T), tokens_BT.shape)
@@ -147,7 +155,7 @@ class Decoder(nnx.Module):
     def decode(
         self, token_B: jax.Array, position_B: jax.Array, cache: KVCache
     ) -> tuple[jax.Array, KVCache]:
-        """Logits `logits_BV` after one more token per row, written into the cache at its position."""
+        """`logits_BV` after one more token per row, written into the cache at its position."""
         key_position_BS = append_position(cache.position_BS, position_B)
         remaining = list(cache.layers)
         written: list[KeysValues] = []

@@ -1,7 +1,7 @@
 """The blocks' small parts: weights with logical axes, norm, embedding, gated MLP.
 
-Knows nothing of attention, caches or meshes. Every weight declares its logical axes beside its shape;
-a layout is applied from outside by those names.
+Knows nothing of attention, caches or meshes. Every weight declares its logical axes beside its
+shape; a layout is applied from outside by those names.
 """
 
 import jax
@@ -25,7 +25,7 @@ def constant(value: float, shape: tuple[int, ...], logical_axes: tuple[str, ...]
 
 
 class RMSNorm(nnx.Module):
-    """Root mean square norm over the last axis, in float32 (Zhang and Sennrich 2019, 1910.07467)."""
+    """Root mean square norm over the last axis, in float32 (Zhang, Sennrich 2019, 1910.07467)."""
 
     def __init__(self, size: int, epsilon: float, logical_axis: str):
         self.scale = constant(1.0, (size,), (logical_axis,))
@@ -60,7 +60,7 @@ class GatedMlp(nnx.Module):
     """`down(silu(gate(x)) * up(x))` with gate and up as one product (Shazeer 2020, 2002.05202)."""
 
     def __init__(self, rngs: nnx.Rngs, embed: int, mlp: int, *, use_bias: bool):
-        self.gate_up = weight(rngs, (embed, 2, mlp), (axes.EMBED_IN, "", axes.MLP), embed)
+        self.gate_up = weight(rngs, (2, embed, mlp), ("", axes.EMBED_IN, axes.MLP), embed)
         self.down = weight(rngs, (mlp, embed), (axes.MLP, axes.EMBED_IN), mlp)
         if use_bias:
             self.gate_up_bias = constant(0.0, (2, mlp), ("", axes.MLP))
@@ -68,10 +68,12 @@ class GatedMlp(nnx.Module):
         self.use_bias = use_bias
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        h_BTPF = jnp.einsum("BTD,DPF->BTPF", x_BTD, self.gate_up[...])
+        # as a batch of two products: one call, and no backend has to lay the weights out anew
+        x_PBTD = jnp.broadcast_to(x_BTD[None], (2, *x_BTD.shape))
+        h_PBTF = jnp.einsum("PBTD,PDF->PBTF", x_PBTD, self.gate_up[...])
         if self.use_bias:
-            h_BTPF = h_BTPF + self.gate_up_bias[...][None, None]
-        h_BTF = jax.nn.silu(h_BTPF[:, :, 0]) * h_BTPF[:, :, 1]
+            h_PBTF = h_PBTF + self.gate_up_bias[...][:, None, None]
+        h_BTF = jax.nn.silu(h_PBTF[0]) * h_PBTF[1]
         out_BTD = jnp.einsum("BTF,FD->BTD", h_BTF, self.down[...])
         if self.use_bias:
             out_BTD = out_BTD + self.down_bias[...][None, None]

@@ -1,8 +1,8 @@
 """Rotary position embeddings: frequencies at trace time, rotation from positions given as data.
 
-Knows nothing of caches or masks. Frequencies are float64 numpy until the last step, so a graph holds
-them as one small constant. The two halves of a head are rotated against each other ("rotate half",
-the order of Hugging Face checkpoints).
+Knows nothing of caches or masks. Frequencies are float64 numpy until the last step, so a graph
+holds them as one small constant. The two halves of a head are rotated against each other ("rotate
+half", the order of Hugging Face checkpoints).
 """
 
 import math
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
+from .config import FactorScaling, LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
 
 
 def rotate(x_BTNH: jax.Array, position_BT: jax.Array, rope: RopeConfig) -> jax.Array:
@@ -36,6 +36,8 @@ def frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
             frequency = frequency / rope.scaling.factor
         case Llama3Scaling():
             frequency = _llama3(frequency, rope.scaling)
+        case FactorScaling():
+            frequency = frequency / np.asarray(rope.scaling.factors, np.float64)
         case YarnScaling():
             frequency = _yarn(frequency, rope.scaling, rope.theta, head_dim)
             factor = rope.scaling.attention_factor

@@ -1,12 +1,12 @@
-"""Sampling as array data: every parameter is a per-slot array, and one graph serves every mix of them.
+"""Sampling as array data: parameters are per-slot arrays, and one graph serves every mix of them.
 
-Knows nothing of models, caches or requests. Guarantees: a row's token depends on its own logits, its own
-parameters and its own key and step alone. Costly parts (penalties, biases, thresholds, noise, alternatives)
-sit under `lax.cond` and run only when some live row asks for them; a row that does not ask gets the same
-bits either way.
+Knows nothing of models, caches or requests. Guarantees: a row's token depends on its own logits,
+parameters, key and step alone. Costly parts (penalties, biases, thresholds, noise, alternatives)
+sit under `lax.cond` and run only when some live row asks for them; a row that does not ask gets the
+same bits either way.
 
-Order of operations as in vLLM (v1/sample/sampler.py): logit bias, minimum length, penalties, temperature,
-min-p, top-k, top-p. Thresholds keep every token tied with the last one kept.
+Order of operations as in vLLM (v1/sample/sampler.py): logit bias, minimum length, penalties,
+temperature, min-p, top-k, top-p. Thresholds keep every token tied with the last one kept.
 """
 
 from typing import NamedTuple
@@ -132,7 +132,7 @@ def keep_mask(scaled_BV: jax.Array, state: SamplingState, is_live_B: jax.Array) 
 def score_tokens(
     logits_BV: jax.Array, token_B: jax.Array, num_logprobs_B: jax.Array, num_alternatives: int
 ) -> TokenScores:
-    """Log-probabilities of the given tokens and of the likeliest; zeros when no row asks for any."""
+    """Log-probabilities of given tokens and of the likeliest; zeros when no row asks for any."""
     B = logits_BV.shape[0]
 
     def score(logits_BV: jax.Array) -> TokenScores:
@@ -155,8 +155,8 @@ def _when(condition: jax.Array, change, logits_BV: jax.Array) -> jax.Array:
 def _penalise(logits_BV: jax.Array, state: SamplingState, history: History) -> jax.Array:
     """Repetition counts prompt and output, presence and frequency the output alone (as vLLM does).
 
-    Source of the formulas: repetition, CTRL (Keskar et al. 2019, 1909.05858, section 4.1); presence and
-    frequency, OpenAI API reference.
+    Source of the formulas: repetition, CTRL (Keskar et al. 2019, 1909.05858, section 4.1); presence
+    and frequency, OpenAI API reference.
     """
     B, V = logits_BV.shape
     row_B1 = jnp.arange(B)[:, None]
@@ -200,7 +200,7 @@ def _top_k_threshold(order_BV: jax.Array, top_k_B: jax.Array) -> jax.Array:
 
 
 def _top_p_threshold(order_BV: jax.Array, weight_BV: jax.Array, top_p_B: jax.Array) -> jax.Array:
-    """The largest threshold that still keeps at least `top_p` of the weight (Holtzman et al. 2020)."""
+    """The largest threshold that keeps at least `top_p` of the weight (Holtzman et al. 2020)."""
     needed_B = jnp.where(top_p_B < 1.0, top_p_B * weight_BV.sum(axis=-1), -1.0)
 
     def keeps_enough(t_B1: jax.Array) -> jax.Array:

@@ -4,8 +4,8 @@ Knows nothing of files, dtypes or devices. A loader reads it in two directions: 
 from slices of tensors, and to prove that every tensor is used once and every parameter filled.
 
 An axis pattern says how a published tensor becomes (part of) a parameter, in the notation of
-einops: `"(n h) d -> d n h"` reads a `[N*H, D]` matrix as `[D, N, H]`. Both sides hold the same names,
-except for a literal `1` on the right, which inserts an axis of size one.
+einops: `"(n h) d -> d n h"` reads a `[N*H, D]` matrix as `[D, N, H]`. Both sides hold the same
+names, except for a literal `1` on the right, which inserts an axis of size one.
 """
 
 from dataclasses import dataclass

@@ -1,0 +1,52 @@
+"""What one family of models adds to the decoder that all of them share.
+
+A family is data: names, and one function from its published options to ours. Knows nothing of
+files; `hugging_face.py` and `gguf.py` read what the families have in common.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..config import DecoderConfig
+from .config_reader import ConfigReader
+from .mapping import ParameterSource
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of `DecoderConfig` in which families differ."""
+
+    windows: tuple[int | None, ...]
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    default_head_dim: int | None = None
+    """Head size where the file gives none; None means embed / query heads."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family's names, and its options as functions of a configuration and the layer count."""
+
+    name: str
+    """`model_type` of config.json and `general.architecture` of GGUF."""
+    architecture: str
+    """The class in `architectures` of config.json."""
+    hf_options: Callable[[ConfigReader, int], Options]
+    gguf_options: Callable[[ConfigReader, int], Options] | None = None
+    """None where GGUF knows no such architecture."""
+    gguf_interleaved: bool = False
+    """Whether GGUF stores the rows of query and key heads with rotated pairs side by side."""
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A published model as a decoder and where its parameters come from."""
+
+    family: str
+    config: DecoderConfig
+    sources: tuple[ParameterSource, ...]
+    """One for every parameter of the decoder."""
+    ignored_tensors: tuple[str, ...] = ()
+    """Tensors that may be present and fill no parameter: they follow from the configuration."""

@@ -1,0 +1,164 @@
+"""GGUF files: what the families' metadata keys and tensor names have in common.
+
+Names and meanings as llama.cpp writes and reads them. Knows nothing of the file format: it takes
+the parsed metadata and the names of the tensors. Guarantees: each key below the architecture's name
+is read, is known not to change the answer, or is refused by name.
+"""
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
+
+from ..config import DecoderConfig, FactorScaling, LinearScaling, RopeConfig, YarnScaling
+from .config_reader import ConfigReader, UnsupportedModel
+from .family import Family, ModelSpec
+from .hugging_face import (
+    MAX_EMBED,
+    MAX_HEAD_DIM,
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_MLP,
+    MAX_VOCAB,
+)
+from .rope_options import DEFAULT_THETA, MAX_POSITION
+from .sources import TensorNames, parameter_sources
+
+ReadTensor = Callable[[str], Iterable[float]]
+
+NAMES = TensorNames(
+    embedding="token_embd",
+    final_norm="output_norm",
+    head="output",
+    attention_norm="blk.{i}.attn_norm",
+    query="blk.{i}.attn_q",
+    key="blk.{i}.attn_k",
+    value="blk.{i}.attn_v",
+    output="blk.{i}.attn_output",
+    query_norm="blk.{i}.attn_q_norm",
+    key_norm="blk.{i}.attn_k_norm",
+    mlp_norm="blk.{i}.ffn_norm",
+    gate="blk.{i}.ffn_gate",
+    up="blk.{i}.ffn_up",
+    down="blk.{i}.ffn_down",
+)
+
+ROPE_FACTORS = "rope_freqs.weight"
+"""Divisors of the rotary frequencies: how GGUF publishes the scaling of Llama 3.1 and later."""
+
+
+def model_spec(
+    family: Family,
+    metadata: Mapping[str, object],
+    tensor_names: Collection[str],
+    read_tensor: ReadTensor | None = None,
+) -> ModelSpec:
+    """Read the metadata of a family into its decoder and the sources of its parameters."""
+    prefix = f"{family.name}."
+    config = ConfigReader(
+        {k.removeprefix(prefix): v for k, v in metadata.items() if k.startswith(prefix)}, prefix
+    )
+    decoder = _decoder_config(config, family, metadata, frozenset(tensor_names))
+    config.refuse_rest()
+    ignored = (*(f"blk.{i}.attn_rot_embd.weight" for i in range(decoder.num_layers)),)
+    if ROPE_FACTORS in tensor_names:
+        decoder = replace(decoder, rope=_with_factors(decoder, read_tensor))
+        ignored = (ROPE_FACTORS, *ignored)
+    names = replace(NAMES, is_interleaved=family.gguf_interleaved)
+    return ModelSpec(family.name, decoder, parameter_sources(decoder, names), ignored)
+
+
+def _decoder_config(
+    config: ConfigReader, family: Family, metadata: Mapping[str, object], tensors: frozenset[str]
+) -> DecoderConfig:
+    num_layers = config.integer("block_count", maximum=MAX_LAYERS)
+    assert family.gguf_options is not None, family.name
+    options = family.gguf_options(config, num_layers)
+    embed = config.integer("embedding_length", maximum=MAX_EMBED)
+    num_heads = config.integer("attention.head_count", maximum=MAX_HEADS)
+    num_kv_heads = config.integer("attention.head_count_kv", maximum=MAX_HEADS, default=num_heads)
+    if num_heads % num_kv_heads:
+        raise config.error("attention.head_count", f"a multiple of head_count_kv ({num_kv_heads})")
+    max_position = config.integer("context_length", maximum=MAX_POSITION)
+    for key, value in {"expert_count": 0, "expert_used_count": 0, "attention.causal": True}.items():
+        config.expect(key, value)
+    return DecoderConfig(
+        vocab_size=_vocab_size(config, metadata),
+        embed=embed,
+        mlp=config.integer("feed_forward_length", maximum=MAX_MLP),
+        num_query_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=_head_dim(config, embed, num_heads),
+        windows=options.windows,
+        max_position=max_position,
+        norm_epsilon=config.number("attention.layer_norm_rms_epsilon", above=0.0, maximum=1.0),
+        rope=_read_rope(config, max_position),
+        tie_embeddings=f"{NAMES.head}.weight" not in tensors,
+        qkv_bias=options.qkv_bias or NAMES.query.format(i=0) + ".bias" in tensors,
+        output_bias=options.output_bias or NAMES.output.format(i=0) + ".bias" in tensors,
+        mlp_bias=options.mlp_bias or NAMES.down.format(i=0) + ".bias" in tensors,
+        qk_norm=options.qk_norm,
+    )
+
+
+def _vocab_size(config: ConfigReader, metadata: Mapping[str, object]) -> int:
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    # older files state no size; the vocabulary is then as long as the embedding table
+    default = len(tokens) if isinstance(tokens, Collection) else None
+    return config.integer("vocab_size", maximum=MAX_VOCAB, default=default)
+
+
+def _head_dim(config: ConfigReader, embed: int, num_heads: int) -> int:
+    if config.has("attention.key_length"):
+        head_dim = config.integer("attention.key_length", maximum=MAX_HEAD_DIM)
+        if head_dim % 2:
+            raise config.error("attention.key_length", "an even number")
+    elif embed % (2 * num_heads):
+        raise config.error(
+            "embedding_length", f"an even multiple of head_count ({num_heads}), or a key_length"
+        )
+    else:
+        head_dim = embed // num_heads
+    for key in ("attention.value_length", "rope.dimension_count"):
+        config.expect(key, head_dim)
+    return head_dim
+
+
+def _read_rope(config: ConfigReader, max_position: int) -> RopeConfig:
+    theta = config.number("rope.freq_base", above=1.0, default=DEFAULT_THETA)
+    kind = config.text("rope.scaling.type", default="none")
+    config.expect("rope.scaling.attn_factor", 1.0)
+    config.ignore(("rope.scaling.finetuned",))  # says how the weights came about
+    if kind == "none":
+        config.ignore(("rope.scaling.factor", "rope.scaling.original_context_length"))
+        return RopeConfig(theta)
+    if kind not in ("linear", "yarn"):
+        raise config.error("rope.scaling.type", "none, linear or yarn, the implemented ones")
+    factor = config.number("rope.scaling.factor", above=0.0)
+    if factor < 1.0:
+        raise config.error("rope.scaling.factor", "a number not below 1")
+    original = config.integer(
+        "rope.scaling.original_context_length", maximum=MAX_POSITION, default=max_position
+    )
+    if kind == "linear":
+        return RopeConfig(theta, LinearScaling(factor))
+    return RopeConfig(theta, YarnScaling(factor, original))
+
+
+def _with_factors(decoder: DecoderConfig, read_tensor: ReadTensor | None) -> RopeConfig:
+    expected = decoder.head_dim // 2
+    if decoder.rope.scaling is not None:
+        raise UnsupportedModel(
+            f"{ROPE_FACTORS}: expected no rope.scaling.type beside it, "
+            f"got {decoder.rope.scaling}. Their combination is not implemented."
+        )
+    if read_tensor is None:
+        raise UnsupportedModel(
+            f"{ROPE_FACTORS}: expected a way to read the tensor, got names of tensors alone."
+        )
+    factors = tuple(float(factor) for factor in read_tensor(ROPE_FACTORS))
+    if len(factors) != expected or not all(math.isfinite(f) and f > 0 for f in factors):
+        raise UnsupportedModel(
+            f"{ROPE_FACTORS}: expected {expected} finite positive factors, got {len(factors)}: "
+            f"{factors[:4]}..."
+        )
+    return replace(decoder.rope, scaling=FactorScaling(factors))

@@ -1,0 +1,178 @@
+"""Hugging Face directories: what the families' config.json and tensor names have in common.
+
+Knows nothing of files: it takes the parsed table. `auto_map` is never followed: a model is what its
+`model_type` says, or it is refused. Guarantees: each key is read, is known not to change the
+answer, or is refused by name.
+"""
+
+from collections.abc import Mapping
+
+from ..config import DecoderConfig
+from .config_reader import ConfigReader
+from .family import Family, ModelSpec, Options
+from .rope_options import MAX_POSITION, read_rope
+from .sources import TensorNames, parameter_sources
+
+NAMES = TensorNames(
+    embedding="model.embed_tokens",
+    final_norm="model.norm",
+    head="lm_head",
+    attention_norm="model.layers.{i}.input_layernorm",
+    query="model.layers.{i}.self_attn.q_proj",
+    key="model.layers.{i}.self_attn.k_proj",
+    value="model.layers.{i}.self_attn.v_proj",
+    output="model.layers.{i}.self_attn.o_proj",
+    query_norm="model.layers.{i}.self_attn.q_norm",
+    key_norm="model.layers.{i}.self_attn.k_norm",
+    mlp_norm="model.layers.{i}.post_attention_layernorm",
+    gate="model.layers.{i}.mlp.gate_proj",
+    up="model.layers.{i}.mlp.up_proj",
+    down="model.layers.{i}.mlp.down_proj",
+)
+
+# Bounds far above any published model: a size beyond them is a lie or a mistake.
+MAX_LAYERS = 1024
+MAX_HEADS = 4096
+MAX_HEAD_DIM = 8192
+MAX_EMBED = 2**18
+MAX_MLP = 2**20
+MAX_VOCAB = 2**24
+
+# Keys that are written beside the model and cannot change its forward pass.
+IGNORED_KEYS = frozenset({
+    # provenance and storage
+    "_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "auto_map",
+    "torch_dtype", "dtype", "transformers.js_config", "is_llama_config", "unsloth_fixed",
+    "unsloth_version", "model_name",
+    # training
+    "initializer_range", "attention_dropout", "pretraining_tp", "gradient_checkpointing",
+    # which implementation runs, and what it returns besides
+    "use_cache", "_attn_implementation", "_attn_implementation_autoset", "_flash_attn_2_enabled",
+    "output_attentions", "output_hidden_states", "return_dict", "torchscript", "use_bfloat16",
+    "tf_legacy_loss", "keys_to_ignore_at_inference", "chunk_size_feed_forward", "is_decoder",
+    # text and tasks
+    "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id",
+    "tokenizer_class", "prefix", "task_specific_params", "finetuning_task", "problem_type",
+    "id2label", "label2id", "num_labels",
+    # sampling defaults of old releases
+    "max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups",
+    "diversity_penalty", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty",
+    "length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids",
+    "num_return_sequences", "output_scores", "return_dict_in_generate", "forced_bos_token_id",
+    "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty",
+    "suppress_tokens", "begin_suppress_tokens", "max_new_tokens",
+})  # fmt: skip
+
+# Options that the families do not have: present in some files, harmless at these values alone.
+NEUTRAL_VALUES: Mapping[str, object] = {
+    "attention_bias": False,
+    "mlp_bias": False,
+    "qkv_bias": False,
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "rope_interleaved": False,
+    "use_mrope": False,
+    "is_encoder_decoder": False,
+    "add_cross_attention": False,
+    "cross_attention_hidden_size": None,
+    "tie_encoder_decoder": False,
+    "pruned_heads": {},
+    "quantization_config": None,
+}
+
+
+def model_spec(family: Family, values: Mapping[str, object]) -> ModelSpec:
+    """Read a config.json of a family into its decoder and the sources of its parameters."""
+    config = ConfigReader(values)
+    config.text("model_type")
+    if config.has("architectures"):
+        names = config.texts("architectures")
+        if names != (family.architecture,):
+            raise config.error("architectures", f"[{family.architecture!r}]")
+    config.expect("quantization_config", None, "; convert the model to plain weights first")
+
+    decoder = _decoder_config(config, family)
+    config.ignore(IGNORED_KEYS)
+    config.expect_of_unread(NEUTRAL_VALUES)
+    config.refuse_rest()
+    return ModelSpec(
+        family.name, decoder, parameter_sources(decoder, NAMES), _ignored_tensors(decoder)
+    )
+
+
+def latter_layers_windowed(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
+    """Windows of families that slide in some layers: by `layer_types`, or from a layer on."""
+    is_used = config.flag("use_sliding_window", default=False)
+    window = None
+    if config.has("sliding_window"):
+        window = config.integer("sliding_window", maximum=MAX_POSITION)
+    first = config.integer("max_window_layers", minimum=0, maximum=MAX_LAYERS, default=28)
+    if not is_used:
+        window = None
+    if not config.has("layer_types"):
+        return tuple(window if i >= first else None for i in range(num_layers))
+
+    kinds = config.texts("layer_types")
+    allowed = {"full_attention", "sliding_attention"} if window else {"full_attention"}
+    if len(kinds) != num_layers or not set(kinds) <= allowed:
+        raise config.error("layer_types", f"{num_layers} entries of {sorted(allowed)}")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _decoder_config(config: ConfigReader, family: Family) -> DecoderConfig:
+    num_layers = config.integer("num_hidden_layers", maximum=MAX_LAYERS)
+    options = family.hf_options(config, num_layers)
+    embed = config.integer("hidden_size", maximum=MAX_EMBED)
+    num_heads, num_kv_heads = _heads(config)
+    max_position = config.integer("max_position_embeddings", maximum=MAX_POSITION)
+    config.expect("hidden_act", "silu")
+    return DecoderConfig(
+        vocab_size=config.integer("vocab_size", maximum=MAX_VOCAB),
+        embed=embed,
+        mlp=config.integer("intermediate_size", maximum=MAX_MLP),
+        num_query_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=_head_dim(config, embed, num_heads, options),
+        windows=options.windows,
+        max_position=max_position,
+        norm_epsilon=config.number("rms_norm_eps", above=0.0, maximum=1.0),
+        rope=read_rope(config, max_position),
+        tie_embeddings=config.flag("tie_word_embeddings", default=False),
+        qkv_bias=options.qkv_bias,
+        output_bias=options.output_bias,
+        mlp_bias=options.mlp_bias,
+        qk_norm=options.qk_norm,
+    )
+
+
+def _heads(config: ConfigReader) -> tuple[int, int]:
+    num_heads = config.integer("num_attention_heads", maximum=MAX_HEADS)
+    num_kv_heads = config.integer("num_key_value_heads", maximum=MAX_HEADS, default=num_heads)
+    if num_heads % num_kv_heads:
+        raise config.error("num_attention_heads", f"a multiple of num_key_value_heads "
+                           f"({num_kv_heads})")  # fmt: skip
+    return num_heads, num_kv_heads
+
+
+def _head_dim(config: ConfigReader, embed: int, num_heads: int, options: Options) -> int:
+    if config.has("head_dim"):
+        head_dim = config.integer("head_dim", maximum=MAX_HEAD_DIM)
+        if head_dim % 2:
+            raise config.error("head_dim", "an even number, as rotary embedding turns pairs")
+        return head_dim
+    if options.default_head_dim is not None:
+        return options.default_head_dim
+    if embed % (2 * num_heads):
+        raise config.error(
+            "hidden_size", f"an even multiple of num_attention_heads ({num_heads}), or a head_dim"
+        )
+    return embed // num_heads
+
+
+def _ignored_tensors(decoder: DecoderConfig) -> tuple[str, ...]:
+    # frequencies follow from the configuration; a tied head repeats the embedding
+    frequencies = (
+        "model.rotary_emb.inv_freq",
+        *(f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in range(decoder.num_layers)),
+    )
+    return (*frequencies, f"{NAMES.head}.weight") if decoder.tie_embeddings else frequencies

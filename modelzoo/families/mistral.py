@@ -1,0 +1,21 @@
+"""Mistral: Llama's blocks, all of them seeing a sliding window where the file gives one.
+
+GGUF knows no such architecture: its Mistral files say `llama`.
+"""
+
+from .config_reader import ConfigReader
+from .family import Family, Options
+from .rope_options import MAX_POSITION
+
+
+def _hf_options(config: ConfigReader, num_layers: int) -> Options:
+    window = None
+    if config.has("sliding_window"):
+        window = config.integer("sliding_window", maximum=MAX_POSITION)
+    elif not config.is_null("sliding_window"):
+        # the reference would assume 4096, and later releases mean no window
+        raise config.error("sliding_window", "a size, or null for no window")
+    return Options(windows=(window,) * num_layers)
+
+
+FAMILY = Family("mistral", "MistralForCausalLM", _hf_options)

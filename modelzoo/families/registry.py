@@ -1,0 +1,45 @@
+"""The known families, found by what a published configuration says of itself.
+
+Knows nothing of files and imports no jax. A family joins by being listed here and in the
+conformance cases of the tests. Guarantees: what is returned is understood whole; anything else is
+an `UnsupportedModel` that names what was not.
+"""
+
+from collections.abc import Collection, Mapping
+
+from . import gguf, hugging_face, llama, mistral, qwen2, qwen3
+from .config_reader import UnsupportedModel
+from .family import Family, ModelSpec
+
+__all__ = ["FAMILIES", "ModelSpec", "UnsupportedModel", "from_gguf_metadata", "from_hf_config"]
+
+FAMILIES: tuple[Family, ...] = (llama.FAMILY, mistral.FAMILY, qwen2.FAMILY, qwen3.FAMILY)
+
+
+def from_hf_config(config: Mapping[str, object]) -> ModelSpec:
+    """The model of a parsed Hugging Face config.json."""
+    return hugging_face.model_spec(_find("model_type", config, FAMILIES), config)
+
+
+def from_gguf_metadata(
+    metadata: Mapping[str, object],
+    tensor_names: Collection[str],
+    read_tensor: gguf.ReadTensor | None = None,
+) -> ModelSpec:
+    """The model of a GGUF file's metadata and tensor names.
+
+    `read_tensor` is asked for one small tensor of files that publish their rotary scaling as one.
+    """
+    families = tuple(family for family in FAMILIES if family.gguf_options is not None)
+    family = _find("general.architecture", metadata, families)
+    return gguf.model_spec(family, metadata, tensor_names, read_tensor)
+
+
+def _find(key: str, values: Mapping[str, object], families: tuple[Family, ...]) -> Family:
+    name = values.get(key)
+    for family in families:
+        if family.name == name:
+            return family
+    known = ", ".join(family.name for family in families)
+    got = repr(name) if key in values else "no such key"
+    raise UnsupportedModel(f"{key}: expected one of {known}, got {got}.")

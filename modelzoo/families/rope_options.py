@@ -1,0 +1,89 @@
+"""Rotary position embedding as config.json publishes it, in the old and in the new spelling.
+
+Old: `rope_theta` beside a table `rope_scaling` (or null). New: one table `rope_parameters` that
+holds `rope_theta` too. Knows nothing of families. A kind of scaling that is not implemented is
+refused by its name.
+"""
+
+from ..config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
+from .config_reader import ConfigReader, UnsupportedModel
+
+MAX_POSITION = 2**30
+"""Positions are 32-bit integers; half of that range leaves room for sums."""
+
+DEFAULT_THETA = 10_000.0
+
+
+def read_rope(config: ConfigReader, max_position: int) -> RopeConfig:
+    """Read either spelling; both at once must not contradict each other."""
+    old, new = config.table("rope_scaling"), config.table("rope_parameters")
+    if config.has("rope_scaling") and config.has("rope_parameters"):
+        raise config.error("rope_scaling", "no second spelling beside rope_parameters")
+    table = new if config.has("rope_parameters") else old
+
+    theta = config.number("rope_theta", above=1.0, default=DEFAULT_THETA)
+    if table.has("rope_theta"):
+        inner_theta = table.number("rope_theta", above=1.0)
+        if config.has("rope_theta") and inner_theta != theta:
+            raise table.error("rope_theta", f"the same value as the outer rope_theta ({theta})")
+        theta = inner_theta
+    for reader in (config, table):
+        reader.expect("partial_rotary_factor", 1.0)
+
+    scaling = _read_scaling(config, table, max_position)
+    table.refuse_rest()
+    return RopeConfig(theta, scaling)
+
+
+def _read_scaling(
+    config: ConfigReader, table: ConfigReader, max_position: int
+) -> LinearScaling | Llama3Scaling | YarnScaling | None:
+    kind = table.text("type", default="default")
+    if table.has("rope_type"):
+        if table.has("type") and table.text("rope_type") != kind:
+            raise table.error("rope_type", f"the same value as type ({kind!r})")
+        kind = table.text("rope_type")
+
+    if kind == "default":
+        return None
+    if kind not in ("linear", "llama3", "yarn"):
+        raise UnsupportedModel(
+            f"{table.name('rope_type')}: expected default, linear, llama3 or yarn, got {kind!r}, "
+            "which is not implemented."
+        )
+    factor = table.number("factor", above=0.0)
+    if factor < 1.0:
+        raise table.error("factor", "a number not below 1")
+    # as the reference does: outside the table it wins, and without any it is the full length
+    original = table.integer(
+        "original_max_position_embeddings", maximum=MAX_POSITION, default=max_position
+    )
+    original = config.integer(
+        "original_max_position_embeddings", maximum=MAX_POSITION, default=original
+    )
+    if kind == "linear":
+        return LinearScaling(factor)
+    if kind == "llama3":
+        return _read_llama3(table, factor, original)
+    return _read_yarn(table, factor, original)
+
+
+def _read_llama3(table: ConfigReader, factor: float, original: int) -> Llama3Scaling:
+    low = table.number("low_freq_factor", above=0.0)
+    high = table.number("high_freq_factor", above=0.0)
+    if high <= low:
+        raise table.error("high_freq_factor", f"a number above low_freq_factor ({low})")
+    return Llama3Scaling(factor, low, high, original)
+
+
+def _read_yarn(table: ConfigReader, factor: float, original: int) -> YarnScaling:
+    attention_factor = None
+    if table.has("attention_factor"):
+        attention_factor = table.number("attention_factor", above=0.0)
+    fast = table.number("beta_fast", above=0.0, default=32.0)
+    slow = table.number("beta_slow", above=0.0, default=1.0)
+    if fast <= slow:
+        raise table.error("beta_fast", f"a number above beta_slow ({slow})")
+    truncate = table.flag("truncate", default=True)
+    table.ignore(("finetuned",))  # says how the weights came about
+    return YarnScaling(factor, original, fast, slow, attention_factor, truncate)

@@ -1,0 +1,133 @@
+"""From tensor names to parameters: one table of axis patterns for every family and format.
+
+A format says what it calls its tensors (`TensorNames`); the patterns, and which parameters there
+are, follow from the configuration. Knows nothing of files. Guarantees: exactly one source for every
+parameter of the decoder of that configuration.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..config import DecoderConfig
+from .mapping import ParameterSource, Part
+
+
+@dataclass(frozen=True)
+class TensorNames:
+    """What a format calls its tensors, without `.weight` and `.bias`; `{i}` is the layer."""
+
+    embedding: str
+    final_norm: str
+    head: str
+    attention_norm: str
+    query: str
+    key: str
+    value: str
+    output: str
+    query_norm: str
+    key_norm: str
+    mlp_norm: str
+    gate: str
+    up: str
+    down: str
+    is_interleaved: bool = False
+    """Whether rows of a query or key head come as (pair, side), not as (side, pair)."""
+
+
+def parameter_sources(config: DecoderConfig, names: TensorNames) -> tuple[ParameterSource, ...]:
+    """Sources of every parameter, in the order of the layers."""
+    sources = [
+        _single("embedding.table", f"{names.embedding}.weight", "v d -> v d"),
+        *(source for i in range(config.num_layers) for source in _layer(config, names, i)),
+        _single("final_norm.scale", f"{names.final_norm}.weight", "d -> d"),
+    ]
+    if not config.tie_embeddings:
+        sources.append(_single("head.table", f"{names.head}.weight", "v d -> v d"))
+    return tuple(sources)
+
+
+def _layer(config: DecoderConfig, names: TensorNames, i: int) -> list[ParameterSource]:
+    def single(parameter: str, template: str, axes: str) -> ParameterSource:
+        return _single(f"layers.{i}.{parameter}", template.format(i=i), axes)
+
+    return [
+        single("attention_norm.scale", f"{names.attention_norm}.weight", "d -> d"),
+        *_attention(config, names, i, single),
+        single("mlp_norm.scale", f"{names.mlp_norm}.weight", "d -> d"),
+        *_mlp(config, names, i, single),
+    ]
+
+
+def _attention(
+    config: DecoderConfig,
+    names: TensorNames,
+    i: int,
+    single: Callable[[str, str, str], ParameterSource],
+) -> list[ParameterSource]:
+    K, G, H = config.num_kv_heads, config.heads_per_kv, config.head_dim
+    heads = (("k", K), ("g", G), ("h", H))
+    rotated_in, rotated_out, rotated_sizes = "h", "h", (("h", H),)
+    if names.is_interleaved:
+        rotated_in, rotated_out = "pair side", "(side pair)"
+        rotated_sizes = (("pair", H // 2), ("side", 2))
+
+    def joined(kind: str, source_d: str, target_d: str, concat_axis: int) -> ParameterSource:
+        """Queries, keys and values of each key/value head side by side, as weight or as bias."""
+        parts = (
+            Part(
+                f"{names.query}.{kind}".format(i=i),
+                f"(k g {rotated_in}){source_d} -> {target_d}k g {rotated_out}",
+                (("k", K), ("g", G), *rotated_sizes),
+            ),
+            Part(
+                f"{names.key}.{kind}".format(i=i),
+                f"(k {rotated_in}){source_d} -> {target_d}k 1 {rotated_out}",
+                (("k", K), *rotated_sizes),
+            ),
+            Part(
+                f"{names.value}.{kind}".format(i=i),
+                f"(k h){source_d} -> {target_d}k 1 h",
+                (("k", K), ("h", H)),
+            ),
+        )
+        parameter = {"weight": "qkv", "bias": "qkv_bias"}[kind]
+        return ParameterSource(f"layers.{i}.attention.{parameter}", parts, concat_axis)
+
+    output = Part(f"{names.output}.weight".format(i=i), "d (k g h) -> k g h d", heads)
+    sources = [
+        joined("weight", " d", "d ", concat_axis=2),
+        ParameterSource(f"layers.{i}.attention.output", (output,)),
+    ]
+    if config.qkv_bias:
+        sources.append(joined("bias", "", "", concat_axis=1))
+    if config.output_bias:
+        sources.append(single("attention.output_bias", f"{names.output}.bias", "d -> d"))
+    if config.qk_norm:
+        for parameter, name in (("query_norm", names.query_norm), ("key_norm", names.key_norm)):
+            sources.append(single(f"attention.{parameter}.scale", f"{name}.weight", "h -> h"))
+    return sources
+
+
+def _mlp(
+    config: DecoderConfig,
+    names: TensorNames,
+    i: int,
+    single: Callable[[str, str, str], ParameterSource],
+) -> list[ParameterSource]:
+    def joined(parameter: str, kind: str, axes: str, concat_axis: int) -> ParameterSource:
+        """Gate, then up."""
+        parts = tuple(Part(f"{name}.{kind}".format(i=i), axes) for name in (names.gate, names.up))
+        return ParameterSource(f"layers.{i}.mlp.{parameter}", parts, concat_axis)
+
+    sources = [
+        joined("gate_up", "weight", "f d -> 1 d f", concat_axis=0),
+        single("mlp.down", f"{names.down}.weight", "d f -> f d"),
+    ]
+    if config.mlp_bias:
+        sources.append(joined("gate_up_bias", "bias", "f -> 1 f", concat_axis=0))
+        sources.append(single("mlp.down_bias", f"{names.down}.bias", "d -> d"))
+    return sources
+
+
+def _single(parameter: str, tensor: str, axes: str) -> ParameterSource:
+    return ParameterSource(parameter, (Part(tensor, axes),))
