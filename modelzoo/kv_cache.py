@@ -52,7 +52,7 @@ class KVCache(NamedTuple):
 
 
 class PromptKeysValues(NamedTuple):
-    """Keys and values that a prefill made for one layer; entries past the true length are padding."""
+    """Keys and values a prefill made for one layer; entries past the true length are padding."""
 
     k_BKTH: jax.Array
     v_BKTH: jax.Array
