@@ -20,6 +20,7 @@ from .bucket_grid import BucketGrid
 from .compiled_graphs import CompiledGraphs
 from .definition import Definition
 from .monitor import compile_monitor
+from .placement import parameter_placement
 from .steps import decode_step, insert_step, prefill_step, score_step
 from .targets import Target
 
@@ -101,10 +102,7 @@ def _compile(graph: GraphToBuild, target: Target) -> tuple[jax.stages.Compiled, 
     start = time.monotonic()
     monitor = compile_monitor()
     monitor.take_cache_hit()
-    placed = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=target.sharding),
-        graph.arguments,
-    )
+    placed = [_placed(argument, target) for argument in graph.arguments]
     # float32 means float32: TPU and GPU would otherwise round the operands of products
     with jax.default_matmul_precision("float32"):
         lowered = jax.jit(
@@ -112,3 +110,17 @@ def _compile(graph: GraphToBuild, target: Target) -> tuple[jax.stages.Compiled, 
         ).lower(*placed)
     compiled = lowered.compile()
     return compiled, time.monotonic() - start, monitor.take_cache_hit()
+
+
+def _placed(argument: Any, target: Target) -> Any:
+    """An abstract argument with the placement of its arrays; parameters are dictionaries by name."""
+    if isinstance(argument, dict):
+        placements = parameter_placement(argument, target)
+        return {
+            name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placements[name])
+            for name, leaf in argument.items()
+        }
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=target.sharding),
+        argument,
+    )

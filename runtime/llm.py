@@ -57,8 +57,8 @@ class LLM:
             max_length = min(limit, max_model_len or DEFAULT_MAX_LENGTH)
             if max_model_len is not None and max_model_len > limit:
                 raise ValueError(
-                    f"max_model_len: expected at most {limit}, the longest sequence this model was "
-                    f"published for, got {max_model_len}."
+                    f"max_model_len: expected at most {limit}, the longest sequence that this "
+                    f"model was published for, got {max_model_len}."
                 )
             grid = ladder_grid(max_length, max_num_seqs, score=True)
             plan = Plan(found.name, PlannedModel(model, files.fingerprint(), dtype), grid)
