@@ -1,5 +1,7 @@
 """Measure the float32 matrix product of this machine: GFLOP/s, the best of several tries.
 
+Libraries differ by a factor of two, so several are asked; the highest is the ceiling.
+
 python scripts/peers/matmul_ceiling.py THREADS
 """
 
@@ -18,6 +20,8 @@ def main() -> None:
     measured = {"numpy": _gflops(_numpy_product())}
     if importlib.util.find_spec("torch"):
         measured["torch"] = _gflops(_torch_product(num_threads))
+    if importlib.util.find_spec("jax"):
+        measured["jax"] = _gflops(_jax_product())
     print(json.dumps(measured))
 
 
@@ -44,6 +48,16 @@ def _torch_product(num_threads: int) -> Callable[[], object]:
     torch.set_num_threads(num_threads)
     a, b = torch.randn(2, SIZE, SIZE)
     return lambda: a @ b
+
+
+def _jax_product() -> Callable[[], object]:
+    import jax
+    import jax.numpy as jnp
+
+    cpu = jax.devices("cpu")[0]  # its threads follow the cores that this process may use
+    a, b = jax.device_put(jnp.ones((2, SIZE, SIZE), jnp.float32), cpu)
+    product = jax.jit(jnp.matmul)
+    return lambda: product(a, b).block_until_ready()
 
 
 if __name__ == "__main__":
