@@ -15,6 +15,9 @@ import jax.numpy as jnp
 EMPTY_POSITION = -1
 """Position of a cache entry that holds no token."""
 
+PROMPT_BLOCK = 128
+"""Queries per block of a prompt's attention to itself."""
+
 _MASKED_SCORE = -1e30
 
 
@@ -67,6 +70,33 @@ def attend_dense(
     lse_BKGT = jnp.where(is_seen_BKGT, max_BKGT1[..., 0] + jnp.log(safe_sum_BKGT), -jnp.inf)
     out_BTKGH = out_BKGTH.transpose(0, 3, 1, 2, 4).astype(v_BKSH.dtype)
     return out_BTKGH, lse_BKGT.transpose(0, 3, 1, 2)
+
+
+def attend_prompt(
+    attend: Attend,
+    q_BTKGH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    position_BT: jax.Array,
+    window: int | None,
+) -> jax.Array:
+    """Attend from a prompt to itself, `position_BT` counting from 0 along T (padding: empty).
+
+    Blocks of queries take only the keys that causality and the window can leave visible, which are
+    static: about half of the work of the whole square.
+    """
+    T = q_BTKGH.shape[1]
+    outs = []
+    for start in range(0, T, PROMPT_BLOCK):
+        end = min(start + PROMPT_BLOCK, T)
+        first = 0 if window is None else max(0, start - window + 1)
+        query_position_BT = jnp.broadcast_to(
+            jnp.arange(start, end), (q_BTKGH.shape[0], end - start)
+        )
+        mask_BTS = visible(query_position_BT, position_BT[:, first:end], window)
+        keys, values = k_BTKH[:, :, first:end], v_BTKH[:, :, first:end]
+        outs.append(attend(q_BTKGH[:, start:end], keys, values, mask_BTS)[0])
+    return jnp.concatenate(outs, axis=1)
 
 
 def merge(parts: list[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Array]:

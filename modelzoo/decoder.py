@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from . import axes
-from .attention import Attend, attend_dense, visible
+from .attention import Attend, attend_dense, attend_prompt
 from .config import DecoderConfig
 from .kv_cache import (
     KeysValues,
@@ -142,12 +142,12 @@ class Decoder(nnx.Module):
         kept: list[PromptKeysValues] = []
 
         def attend_layer(window: int | None) -> AttendLayer:
-            def attend_prompt(q_BTKGH: jax.Array, new: PromptKeysValues) -> jax.Array:
+            def attend_self(q_BTKGH: jax.Array, new: PromptKeysValues) -> jax.Array:
                 kept.append(new)
-                mask_BTS = visible(position_BT, key_position_BT, window)
-                return self.attend(q_BTKGH, new.k_BKTH, new.v_BKTH, mask_BTS)[0]
+                k_BKTH, v_BKTH = new
+                return attend_prompt(self.attend, q_BTKGH, k_BKTH, v_BKTH, key_position_BT, window)
 
-            return attend_prompt
+            return attend_self
 
         x_BTD = self._blocks(tokens_BT, position_BT, attend_layer)
         return x_BTD, tuple(kept)
