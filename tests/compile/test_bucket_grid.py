@@ -1,0 +1,51 @@
+"""Buckets: what fits where, and what is refused by name."""
+
+import pytest
+from noria.compile.bucket_grid import BucketGrid, NoBucketFits, PrefillBucket
+
+GRID = BucketGrid(max_length=96, prefill=((16, 4), (64, 2)), decode_slots=8, decode_spans=(32, 96))
+
+
+@pytest.mark.parametrize(("length", "bucket"), [(1, (16, 4)), (16, (16, 4)), (17, (64, 2))])
+def test_a_prompt_goes_to_the_shortest_bucket_that_holds_it(length, bucket):
+    assert GRID.fit(length, 8) == PrefillBucket(*bucket)
+
+
+def test_a_prompt_longer_than_every_bucket_is_refused_with_both_numbers():
+    with pytest.raises(NoBucketFits, match=r"prefill length 65; .*lengths \[16, 64\]"):
+        GRID.fit(65, 1)
+
+
+def test_an_output_that_does_not_fit_beside_its_prompt_is_refused():
+    assert GRID.fit(64, 32)
+    with pytest.raises(NoBucketFits, match=r"need 97 positions; buckets.max_length is 96"):
+        GRID.fit(64, 33)
+
+
+def test_without_max_tokens_the_limit_is_the_plans_length():
+    assert GRID.limit(10, None) == 96
+    assert GRID.limit(10, 5) == 15
+
+
+@pytest.mark.parametrize(("length", "span"), [(1, 32), (32, 32), (33, 96), (96, 96)])
+def test_the_span_is_the_shortest_that_holds_the_positions(length, span):
+    assert GRID.span_of(length) == span
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prefill": ()}, "buckets.prefill lengths: expected growing"),
+        ({"prefill": ((64, 2), (16, 4))}, "buckets.prefill lengths: expected growing"),
+        ({"prefill": ((16, 0),)}, "batch of length 16: expected a positive integer, got 0"),
+        ({"prefill": ((128, 1),)}, r"lengths of at most max_length \(96\), got 128"),
+        ({"decode_spans": (32, 64)}, r"last span to be max_length \(96\), got 64"),
+        ({"decode_spans": (32, 32, 96)}, "buckets.decode_spans: expected growing"),
+        ({"decode_slots": 0}, "buckets.decode_slots: expected a positive integer, got 0"),
+        ({"steps_per_call": -1}, "buckets.steps_per_call: expected a positive integer, got -1"),
+    ],
+)
+def test_a_grid_that_makes_no_sense_is_refused_by_key(change, message):
+    fields = {name: getattr(GRID, name) for name in BucketGrid.__dataclass_fields__}
+    with pytest.raises(ValueError, match=message):
+        BucketGrid(**(fields | change))

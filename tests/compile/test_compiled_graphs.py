@@ -1,0 +1,72 @@
+"""Executables: one for every bucket, none for anything else, the same bits under every span."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from noria.compile import signatures
+from noria.compile.bucket_grid import PrefillBucket
+from noria.compile.build import plan_graphs
+from noria.compile.compiled_graphs import GraphNotPlanned
+from noria.compile.monitor import compile_monitor
+from tiny import GRID, TinyModel
+
+
+@pytest.fixture(scope="module")
+def model() -> TinyModel:
+    return TinyModel()
+
+
+def test_a_bucket_outside_the_plan_is_refused_by_name(model):
+    tokens_BT, true_length_B = np.zeros((1, 9), np.int32), np.ones(1, np.int32)
+    with pytest.raises(GraphNotPlanned, match=r"no graph 'prefill 9x1' in this plan"):
+        model.graphs.prefill(model.parameters, PrefillBucket(9, 1), tokens_BT, true_length_B)
+
+
+def test_another_shape_than_the_buckets_cannot_run_and_does_not_compile(model):
+    before = compile_monitor().num_compiles
+    tokens_BT, true_length_B = np.zeros((3, 9), np.int32), np.ones(3, np.int32)
+    with pytest.raises(TypeError):
+        model.graphs.prefill(model.parameters, GRID.prefill[0], tokens_BT, true_length_B)
+    assert compile_monitor().num_compiles == before
+
+
+def test_the_monitor_counts_a_compile():
+    before = compile_monitor().num_compiles
+    jax.jit(lambda x: x * 3 + before)(np.ones(7, np.float32))
+    assert compile_monitor().num_compiles > before
+
+
+def test_every_graph_of_the_grid_is_planned(model):
+    names = {graph.name for graph in plan_graphs(model.definition, GRID, jnp.dtype(jnp.float32))}
+    lengths = {
+        f"{kind} {b.length}x{b.batch}" for b in GRID.prefill for kind in ("prefill", "score")
+    }
+    inserts = {f"insert {b.length}x{b.batch}" for b in GRID.prefill}
+    assert names == lengths | inserts | {f"decode span {span}" for span in GRID.decode_spans}
+
+
+def test_a_row_has_the_same_bits_under_every_span(model):
+    """The scheduler widens the span for a row's neighbours; that may not show in the row."""
+    bucket = GRID.prefill[0]
+    tokens_BT = np.arange(3, 3 + bucket.batch * bucket.length, dtype=np.int32)
+    tokens_BT = tokens_BT.reshape(bucket.batch, bucket.length)
+    true_length_B = np.full(bucket.batch, 7, np.int32)
+    outcomes = []
+    for span in GRID.decode_spans:
+        made = model.graphs.prefill(model.parameters, bucket, tokens_BT, true_length_B)
+        state = signatures.decode_state(model.config, GRID, jnp.dtype(jnp.float32))
+        sampling = signatures.greedy_sampling(1, model.config.vocab_size)
+        sampling = sampling._replace(num_logprobs_B=jnp.array([5]))
+        for slot in range(bucket.batch):
+            row = jnp.int32(slot)
+            limit_1 = jnp.array([GRID.max_length])
+            state = model.graphs.insert(state, bucket, made, row, row, limit_1, sampling)
+        is_live_B = np.arange(GRID.decode_slots) < bucket.batch
+        # two calls stay within the shortest span
+        for _ in range(2):
+            state, output = model.graphs.decode(model.parameters, state, is_live_B, span)
+        outcomes.append(jax.device_get((output, state.logits_BV)))
+    for other in outcomes[1:]:
+        for a, b in zip(jax.tree.leaves(outcomes[0]), jax.tree.leaves(other), strict=True):
+            np.testing.assert_array_equal(a[: bucket.batch], b[: bucket.batch])

@@ -1,0 +1,96 @@
+"""The derived grid: it holds every row that the model can, with provably least prefill padding."""
+
+from itertools import combinations, product
+
+import numpy as np
+import pytest
+from noria.compile.bucket_grid import PrefillBucket
+from noria.compile.default_grid import (
+    LENGTH_STEP,
+    GridDefaults,
+    RowNeed,
+    derive_grid,
+    ladder_grid,
+    prefill_padding,
+)
+
+
+def rows_of(lengths, max_tokens=16):
+    return [RowNeed(int(length), max_tokens) for length in lengths]
+
+
+def brute_force(lengths, defaults: GridDefaults) -> int:
+    """Computed tokens of the best choice of borders and batches, by trying them all."""
+    borders = sorted({-(-length // LENGTH_STEP) * LENGTH_STEP for length in lengths})
+    best = None
+    for count in range(1, defaults.max_prefill_graphs + 1):
+        for chosen in combinations(borders[:-1], min(count, len(borders)) - 1):
+            ends = [*chosen, borders[-1]]
+            batches = [
+                range(
+                    max(1, -(-defaults.tokens_per_prefill // (2 * end))),
+                    max(1, defaults.tokens_per_prefill // end) + 1,
+                )
+                for end in ends
+            ]
+            for sizes in product(*batches):
+                buckets = [PrefillBucket(*pair) for pair in zip(ends, sizes, strict=True)]
+                computed = prefill_padding(lengths, buckets)[1]
+                best = computed if best is None else min(best, computed)
+    assert best is not None
+    return best
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("graphs", [1, 2, 3])
+def test_prefill_padding_is_the_least_possible(seed, graphs):
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 150, size=rng.integers(1, 25)).tolist()
+    defaults = GridDefaults(tokens_per_prefill=128, max_prefill_graphs=graphs)
+    grid = derive_grid(rows_of(lengths), 4096, defaults)
+    assert len(grid.prefill) <= graphs
+    assert prefill_padding(lengths, grid.prefill)[1] == brute_force(lengths, defaults)
+
+
+def test_every_row_that_the_model_can_hold_fits():
+    rng = np.random.default_rng(0)
+    rows = [
+        RowNeed(int(length), int(tokens))
+        for length, tokens in zip(rng.integers(1, 400, 50), rng.integers(1, 100, 50), strict=True)
+    ]
+    grid = derive_grid(rows, 8192)
+    for row in rows:
+        assert grid.fit(row.prompt_length, row.max_tokens)
+
+
+def test_a_row_beyond_the_models_length_does_not_stretch_the_grid():
+    grid = derive_grid([*rows_of([20, 30]), RowNeed(20, 10**6), RowNeed(9000, 10)], 512)
+    assert grid.max_length == 48
+    assert grid.prefill[-1].length == 32
+
+
+def test_a_row_without_max_tokens_gets_the_planned_output_up_to_the_models_length():
+    defaults = GridDefaults(unspecified_output=100)
+    assert derive_grid([RowNeed(20, None)], 512, defaults).max_length == 128
+    assert derive_grid([RowNeed(20, None)], 64, defaults).max_length == 64
+
+
+def test_slots_count_sequences_and_stop_at_the_limit():
+    assert derive_grid([RowNeed(5, 5, num_sequences=3), RowNeed(5, 5)], 512).decode_slots == 4
+    assert derive_grid(rows_of([5] * 200), 512).decode_slots == GridDefaults().max_decode_slots
+
+
+def test_score_graphs_are_planned_only_when_a_row_is_scored():
+    assert not derive_grid(rows_of([5]), 512).score
+    assert derive_grid([RowNeed(5, 0, is_scored=True)], 512).score
+
+
+def test_a_job_without_runnable_rows_still_has_a_grid():
+    assert derive_grid([], 512).decode_slots == 1
+
+
+@pytest.mark.parametrize("max_length", [16, 100, 2048])
+def test_the_ladder_reaches_its_length(max_length):
+    grid = ladder_grid(max_length, 8, score=True)
+    assert grid.prefill[-1].length == grid.max_length == grid.decode_spans[-1] == max_length
+    assert grid.score
