@@ -1,0 +1,169 @@
+"""The models that every family must reproduce: small, random, and each odd in its own way.
+
+A family joins by being listed in `CASES`. Each case is built by transformers, the published
+implementation, with weights large enough that a swapped head or a missing norm shows, and saved as a
+directory; what reads it must give the same log-probabilities. Knows nothing of how noria computes.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Case:
+    """One small model: options in the words of its family's config.json."""
+
+    name: str
+    family: str
+    options: Mapping[str, Any]
+    rope: Mapping[str, Any] = field(default_factory=dict)
+    """In the new spelling."""
+    is_old_spelling: bool = False
+    """Whether config.json is rewritten with `rope_theta` and `rope_scaling`."""
+
+
+SHARED = {
+    "vocab_size": 101,
+    "hidden_size": 48,
+    "intermediate_size": 56,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+
+LINEAR = {"rope_type": "linear", "factor": 2.5}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+
+
+def _heads(query: int, kv: int, head_dim: int | None = None) -> dict[str, Any]:
+    heads = {"num_attention_heads": query, "num_key_value_heads": kv}
+    return heads if head_dim is None else heads | {"head_dim": head_dim}
+
+
+CASES = (
+    Case("llama-2", "llama", _heads(4, 4), is_old_spelling=True),
+    Case("smollm2", "llama", _heads(6, 2) | {"tie_word_embeddings": True}, {"rope_theta": 1e5}),
+    Case("llama-linear", "llama", _heads(4, 2), LINEAR, is_old_spelling=True),
+    Case(
+        "llama-3.1",
+        "llama",
+        _heads(8, 1, 10) | {"tie_word_embeddings": True},
+        {"rope_theta": 5e5} | LLAMA3,
+        is_old_spelling=True,
+    ),
+    Case("llama-3.2-new", "llama", _heads(3, 1, 16), {"rope_theta": 5e5} | LLAMA3),
+    Case(
+        "llama-biases-yarn",
+        "llama",
+        _heads(4, 2, 14) | {"attention_bias": True, "mlp_bias": True},
+        YARN,
+    ),
+    Case("mistral-window", "mistral", _heads(6, 2) | {"sliding_window": 5}, is_old_spelling=True),
+    Case("mistral-head-dim", "mistral", _heads(4, 2, 20) | {"sliding_window": None}),
+    Case(
+        "mistral-yarn",
+        "mistral",
+        _heads(8, 1, 6) | {"sliding_window": 3, "tie_word_embeddings": True},
+        YARN | {"attention_factor": 1.3, "beta_fast": 8.0, "beta_slow": 0.5},
+        is_old_spelling=True,
+    ),
+    Case("qwen2", "qwen2", _heads(4, 2) | {"tie_word_embeddings": True}, {"rope_theta": 1e6}, True),
+    Case(
+        "qwen2-latter-window",
+        "qwen2",
+        _heads(2, 2)
+        | {
+            "num_hidden_layers": 3,
+            "use_sliding_window": True,
+            "sliding_window": 4,
+            "max_window_layers": 1,
+            "tie_word_embeddings": False,
+        },
+        is_old_spelling=True,
+    ),
+    Case(
+        "qwen2.5-yarn",
+        "qwen2",
+        _heads(6, 2)
+        | {
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        {"rope_theta": 1e6} | YARN,
+        is_old_spelling=True,
+    ),
+    Case("qwen3", "qwen3", _heads(8, 1, 16) | {"tie_word_embeddings": True}, {"rope_theta": 1e6}),
+    Case(
+        "qwen3-biases-linear",
+        "qwen3",
+        _heads(4, 2, 10) | {"attention_bias": True},
+        LINEAR,
+        is_old_spelling=True,
+    ),
+    Case(
+        "qwen3-yarn-window",
+        "qwen3",
+        _heads(3, 3, 12)
+        | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0},
+        {"rope_theta": 1e6} | YARN | {"truncate": False},
+    ),
+)
+
+TRUE_LENGTHS = (23, 13, 1)
+"""Prompts of every case: longer than each window, shorter, and a single token."""
+
+
+def prompts(case: Case) -> list[list[int]]:
+    """The same random prompts for every run of a case."""
+    rng = np.random.default_rng(len(case.name))
+    vocab_size = SHARED["vocab_size"]
+    return [rng.integers(0, vocab_size, length).tolist() for length in TRUE_LENGTHS]
+
+
+def save_reference(case: Case, directory: Path) -> list[np.ndarray]:
+    """Save the model of a case; return transformers' log-probabilities `[T, V]` of each prompt."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(len(case.name))
+    rope = {"rope_type": "default", "rope_theta": 10_000.0} | dict(case.rope)
+    config = AutoConfig.for_model(
+        case.family, **{**SHARED, **case.options}, rope_parameters=dict(rope)
+    )
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:  # norms start at one and biases at zero, where mistakes hide
+                parameter.add_(0.3 * torch.randn_like(parameter))
+        model.save_pretrained(directory)
+        logits = [model(torch.tensor([prompt])).logits[0] for prompt in prompts(case)]
+    if case.is_old_spelling:
+        _write_old_spelling(directory / "config.json", rope)
+    return [torch.log_softmax(each, dim=-1).numpy() for each in logits]
+
+
+def _write_old_spelling(path: Path, rope: dict[str, Any]) -> None:
+    config = json.loads(path.read_text())
+    del config["rope_parameters"]
+    config["rope_theta"] = rope.pop("rope_theta")
+    config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+    if rope["rope_type"] == "linear":
+        rope["type"] = rope.pop("rope_type")  # older still
+    config["torch_dtype"] = config.pop("dtype", "float32")
+    path.write_text(json.dumps(config))
