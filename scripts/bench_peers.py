@@ -7,7 +7,8 @@ reads the file as it is, in its quantised form, which is how its users would run
 
 The measure is output tokens a second of generation. Loading, warming up and compiling are reported
 apart: noria's `run_seconds` begin when every graph is built, as the peers' clocks begin after
-their own warm-up.
+their own warm-up. What other processes took of the cores during a run is measured, too: a ratio of
+two runs means little where that is more than a few percent.
 
     python scripts/bench_peers.py --work-dir build/bench --output benchmarks/peers.json \\
         --python-vllm .venv-vllm/bin/python --python-llamacpp .venv-llamacpp/bin/python
@@ -172,13 +173,13 @@ def _run_peer(setting: Setting, job: Job, work: Path, environment: dict[str, str
     job_path, result_path = work / "job.json", work / "result.json"
     write_job(job_path, job)
     script = HERE / "peers" / f"{setting.engine}_engine.py"
-    load_average = os.getloadavg()[0]
-    _check_run([setting.python, str(script), str(job_path), str(result_path)], environment)
+    command = [setting.python, str(script), str(job_path), str(result_path)]
+    _, busy_elsewhere = _run_alone(command, environment)
     result = json.loads(result_path.read_text(encoding="utf-8"))
     return {
         "engine": setting.engine,
         "setting": str(setting),
-        "load_average_before": round(load_average, 2),
+        "cores_busy_elsewhere": busy_elsewhere,
         "output_tokens_per_second": result["output_tokens"] / result["generation_seconds"],
         **result,
     }
@@ -194,10 +195,7 @@ def _run_noria(
     noria = Path(sys.executable).with_name("noria")
     model = ["--model", str(work / "hf")]
     command = [str(noria), "batch", "-i", str(PROMPTS), "-o", str(output), *model, *options]
-    load_average = os.getloadavg()[0]
-    started = time.perf_counter()
-    _check_run(command, environment)
-    wall_seconds = time.perf_counter() - started
+    wall_seconds, busy_elsewhere = _run_alone(command, environment)
     manifest = json.loads(Path(f"{output}.manifest.json").read_text(encoding="utf-8"))
     rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
     bodies = [row["response"]["body"] for row in rows]
@@ -208,17 +206,46 @@ def _run_noria(
     return {
         "engine": "noria",
         "setting": " ".join(["noria, float32", *options]),
-        "load_average_before": round(load_average, 2),
+        "cores_busy_elsewhere": busy_elsewhere,
         "output_tokens_per_second": output_tokens / manifest["run_seconds"],
         "load_seconds": manifest["load_seconds"],
         "warm_up_seconds": manifest["build_seconds"],
         "generation_seconds": manifest["run_seconds"],
-        "wall_seconds": round(wall_seconds, 3),
+        "wall_seconds": wall_seconds,
         "output_tokens": output_tokens,
         "versions": {name: importlib.metadata.version(name) for name in ("noria", "jax", "flax")},
         "texts": [body["choices"][0]["message"]["content"] for body in bodies],
         "manifest": manifest,
     }
+
+
+def _run_alone(command: list[str], environment: dict[str, str]) -> tuple[float, float | None]:
+    """Run to the end; return wall seconds and how many cores other processes kept busy."""
+    started, busy, ours = time.perf_counter(), _busy_core_seconds(), _children_core_seconds()
+    _check_run(command, environment)
+    wall_seconds = time.perf_counter() - started
+    busy_after = _busy_core_seconds()
+    if busy is None or busy_after is None:
+        return wall_seconds, None
+    others = busy_after - busy - (_children_core_seconds() - ours)
+    return round(wall_seconds, 3), round(max(others, 0.0) / wall_seconds, 2)
+
+
+def _busy_core_seconds() -> float | None:
+    """Core seconds spent on anything since boot, stolen time included; None where unknown."""
+    stat = Path("/proc/stat")
+    if not stat.exists():
+        return None
+    user, nice, system, _idle, _iowait, irq, soft_irq, steal = map(
+        int, stat.read_text().split("\n", 1)[0].split()[1:9]
+    )
+    ticks = user + nice + system + irq + soft_irq + steal
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _children_core_seconds() -> float:
+    times = os.times()
+    return times.children_user + times.children_system
 
 
 def _check_run(command: list, environment: dict[str, str] | None = None) -> str:
@@ -297,7 +324,8 @@ def _line(run: dict) -> str:
     return (
         f"{run['setting']}: {run['output_tokens_per_second']:.1f} tokens/s "
         f"(generation {run['generation_seconds']:.1f} s, load {run['load_seconds']:.1f} s, "
-        f"warm-up or compile {run['warm_up_seconds']:.1f} s)"
+        f"warm-up or compile {run['warm_up_seconds']:.1f} s; "
+        f"cores busy elsewhere {run['cores_busy_elsewhere']})"
     )
 
 
@@ -307,8 +335,8 @@ def _table(report: dict) -> str:
     ours = next((run for run in runs if run["engine"] == "noria"), None)
     lines = [
         "| run | output tokens/s | noria / it | of ceiling | generation s | load s "
-        "| warm-up or compile s | rows as transformers |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|",
+        "| warm-up or compile s | rows as transformers | cores busy elsewhere |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for run in sorted(runs, key=lambda run: -run["output_tokens_per_second"]):
         speed = run["output_tokens_per_second"]
@@ -316,7 +344,8 @@ def _table(report: dict) -> str:
         lines.append(
             f"| {run['setting']} | {speed:.1f} | {ratio} | {run['fraction_of_ceiling']:.0%} "
             f"| {run['generation_seconds']:.1f} | {run['load_seconds']:.1f} "
-            f"| {run['warm_up_seconds']:.1f} | {run.get('rows_equal_to_transformers', '-')} |"
+            f"| {run['warm_up_seconds']:.1f} | {run.get('rows_equal_to_transformers', '-')} "
+            f"| {run['cores_busy_elsewhere']} |"
         )
     return "\n".join(lines)
 
