@@ -9,7 +9,7 @@ import json
 import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .batch import run_job
 from .batch_scan import ScanSummary
@@ -21,6 +21,9 @@ from .progress import Progress
 from .prompt_encoder import PromptEncoder
 from .run_config import apply_overrides, read_toml
 from .tokenizer import InvalidTokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from ..compile.plan import Plan
 
 _VERSIONS_THAT_DECIDE_ANSWERS = ("noria", "jax", "jaxlib")
 
@@ -121,6 +124,7 @@ class BatchModel:
         plan = self._resolve_plan(summary, stored_plan, session.resolve_dtype)
         text = plan.to_toml()
         progress.note(text.rstrip())
+        progress.note(_padding_note(summary, plan))
         model = session.load_model(self._files, target, plan.model.dtype)
         phases.enter("build")
         generator = session.start(model, plan, seed=self._options.seed, on_graph=report)
@@ -153,3 +157,16 @@ class BatchModel:
                 f"{self._files.name}, got {plan.model.fingerprint}. Plan again for this model."
             )
         return plan
+
+
+def _padding_note(summary: ScanSummary, plan: "Plan") -> str:
+    """What the plan's prefill buckets cost on the rows of this job that fit them."""
+    from ..compile.default_grid import prefill_padding
+
+    longest = plan.buckets.prefill[-1].length
+    lengths = [need.prompt_length for need in summary.needs if need.prompt_length <= longest]
+    real, computed = prefill_padding(lengths, plan.buckets.prefill)
+    share = (computed - real) / computed if computed else 0.0
+    return (
+        f"prefill: {real} tokens in {len(lengths)} rows, {computed} computed, {share:.1%} padding"
+    )
