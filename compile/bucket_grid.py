@@ -27,8 +27,8 @@ class BucketGrid:
 
     max_length: int
     """Prompt and output together, per row."""
-    prefill: tuple[tuple[int, int], ...]
-    """`[length, batch]`, by growing length."""
+    prefill: tuple[PrefillBucket, ...]
+    """By growing length; plain `(length, batch)` pairs are accepted."""
     decode_slots: int
     decode_spans: tuple[int, ...]
     """How much of the cache a decode graph reads; growing, the last is `max_length`."""

@@ -113,7 +113,7 @@ def _compile(graph: GraphToBuild, target: Target) -> tuple[jax.stages.Compiled, 
 
 
 def _placed(argument: Any, target: Target) -> Any:
-    """An abstract argument with the placement of its arrays; parameters are dictionaries by name."""
+    """An abstract argument with its arrays placed; parameters are dictionaries by name."""
     if isinstance(argument, dict):
         placements = parameter_placement(argument, target)
         return {

@@ -84,21 +84,22 @@ def _least_padding(
     borders = sorted({min(_round_up(length, LENGTH_STEP), max_length) for length in lengths})
     at_most = [sum(length <= border for length in lengths) for border in borders]
 
-    def bucket(start: int, end: int) -> tuple[int, PrefillBucket]:
+    def cheapest(start: int, end: int) -> tuple[int, PrefillBucket]:
         count = at_most[end] - (at_most[start] if start >= 0 else 0)
         length = borders[end]
-        return min(
+        computed, batch = min(
             (-(-count // batch) * batch * length, -batch) for batch in _batches(length, defaults)
-        ), length
+        )
+        return computed, PrefillBucket(length, -batch)
 
     best: list[dict[int, tuple[int, list[PrefillBucket]]]] = [{-1: (0, [])}]
     for _ in range(defaults.max_prefill_graphs):
         level: dict[int, tuple[int, list[PrefillBucket]]] = {}
         for start, (cost, chosen) in best[-1].items():
             for end in range(start + 1, len(borders)):
-                (computed, batch), length = bucket(start, end)
+                computed, bucket = cheapest(start, end)
                 if end not in level or cost + computed < level[end][0]:
-                    level[end] = (cost + computed, [*chosen, PrefillBucket(length, -batch)])
+                    level[end] = (cost + computed, [*chosen, bucket])
         best.append(level)
     last = len(borders) - 1
     return min((level[last] for level in best if last in level), key=lambda found: found[0])[1]
@@ -133,7 +134,7 @@ def ladder_grid(
     return BucketGrid(
         max_length=max_length,
         prefill=tuple(
-            (length, max(1, min(defaults.tokens_per_prefill // length, slots)))
+            PrefillBucket(length, max(1, min(defaults.tokens_per_prefill // length, slots)))
             for length in sorted(set(lengths))
         ),
         decode_slots=slots,

@@ -26,12 +26,13 @@ class CompileMonitor:
         self._local.hit = False
         return hit
 
-    def _on_duration(self, event: str, duration: float, **_: object) -> None:
-        del duration
+    def _on_duration(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
+        del duration_secs, kwargs
         if event == _COMPILE_EVENT:
             self.num_compiles += 1
 
-    def _on_event(self, event: str, **_: object) -> None:
+    def _on_event(self, event: str, **kwargs: str | int) -> None:
+        del kwargs
         if event == _CACHE_HIT_EVENT:
             self._local.hit = True
 

@@ -179,7 +179,7 @@ class Engine:
         if params.logprobs is not None:
             scores = [
                 _token_logprob(output.scores, (slot, q), int(row_Q[q]), params.logprobs)
-                for q in steps
+                for q in map(int, steps)
             ]
         is_finished = not output.is_active_B[slot]
         if is_finished:

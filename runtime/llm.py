@@ -17,6 +17,9 @@ from .checkpoint import open_model
 from .request import Request, RequestOutput, RowError, SamplingParams
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
+_Row = tuple[str | None, list[int]]
+"""The text of a prompt, where there was one, and its ids."""
+
 DEFAULT_MAX_LENGTH = 2048
 DEFAULT_SLOTS = 16
 
@@ -73,7 +76,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Continue prompts (text, token ids, or `{"prompt": ...}` / `{"prompt_token_ids": ...}`)."""
+        """Continue prompts: text, ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`."""
         rows = _as_list(prompts)
         return self._run([self._tokenize(row) for row in rows], sampling_params)
 
@@ -88,7 +91,7 @@ class LLM:
         """Answer one conversation (a list of messages) or several."""
         is_one = bool(messages) and isinstance(messages[0], Mapping)
         conversations = [messages] if is_one else messages
-        rows = [
+        rows: list[_Row] = [
             (
                 None,
                 self._chat_renderer().encode(
@@ -119,7 +122,7 @@ class LLM:
 
     def _run(
         self,
-        rows: list[tuple[str | None, list[int]]],
+        rows: list[_Row],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[RequestOutput]:
         params = _one_each(sampling_params or SamplingParams(), len(rows))
@@ -135,7 +138,7 @@ class LLM:
         outputs = {output.request_id: output for output in self._generator.run()}
         return [outputs[request.request_id] for request in requests]
 
-    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+    def _tokenize(self, prompt: Prompt) -> _Row:
         if isinstance(prompt, Mapping):
             if set(prompt) not in ({"prompt"}, {"prompt_token_ids"}):
                 raise RowError(
@@ -146,7 +149,7 @@ class LLM:
                 )
             prompt = next(iter(prompt.values()))
         if not isinstance(prompt, str):
-            return None, list(prompt)
+            return None, list(prompt)  # pyright: ignore[reportReturnType]
         tokenizer = self._model.tokenizer
         if tokenizer is None:
             raise RowError(

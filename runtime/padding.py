@@ -38,24 +38,24 @@ def pack_sampling(
 ) -> SamplingState:
     """One row's sampling parameters, as numpy arrays with a leading axis of one."""
     bias = params.logit_bias or {}
-    words = np.array([[seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF]], np.uint32)
     num_logprobs = -1 if params.logprobs is None else params.logprobs
-    return SamplingState(
-        temperature_B=np.array([params.temperature], np.float32),
-        top_k_B=np.array([max(params.top_k, 0)], np.int32),
-        top_p_B=np.array([params.top_p], np.float32),
-        min_p_B=np.array([params.min_p], np.float32),
-        presence_B=np.array([params.presence_penalty], np.float32),
-        frequency_B=np.array([params.frequency_penalty], np.float32),
-        repetition_B=np.array([params.repetition_penalty], np.float32),
-        key_B2=words,
-        sample_B=np.array([sample], np.int32),
-        min_length_B=np.array([prompt_length + params.min_tokens], np.int32),
-        stop_ids_BX=_filled(stop_ids, MAX_STOP_IDS, vocab_size),
-        bias_ids_BY=_filled(list(bias), MAX_BIASES, vocab_size),
-        bias_BY=_filled(list(bias.values()), MAX_BIASES, 0.0),
-        num_logprobs_B=np.array([num_logprobs], np.int32),
-    )
+    fields = {
+        "temperature_B": np.array([params.temperature], np.float32),
+        "top_k_B": np.array([max(params.top_k, 0)], np.int32),
+        "top_p_B": np.array([params.top_p], np.float32),
+        "min_p_B": np.array([params.min_p], np.float32),
+        "presence_B": np.array([params.presence_penalty], np.float32),
+        "frequency_B": np.array([params.frequency_penalty], np.float32),
+        "repetition_B": np.array([params.repetition_penalty], np.float32),
+        "key_B2": np.array([[seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF]], np.uint32),
+        "sample_B": np.array([sample], np.int32),
+        "min_length_B": np.array([prompt_length + params.min_tokens], np.int32),
+        "stop_ids_BX": _filled(stop_ids, MAX_STOP_IDS, vocab_size),
+        "bias_ids_BY": _filled(list(bias), MAX_BIASES, vocab_size),
+        "bias_BY": _filled(list(bias.values()), MAX_BIASES, 0.0),
+        "num_logprobs_B": np.array([num_logprobs], np.int32),
+    }
+    return SamplingState(**fields)
 
 
 def row_seed(params: SamplingParams, run_seed: int, request_id: str) -> int:
