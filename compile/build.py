@@ -15,12 +15,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..sharding.placement import parameter_placement
 from . import signatures
 from .bucket_grid import BucketGrid
 from .compiled_graphs import CompiledGraphs
 from .definition import Definition
 from .monitor import compile_monitor
-from .placement import parameter_placement
 from .steps import decode_step, insert_step, prefill_step, score_step
 from .targets import Target
 
@@ -115,7 +115,7 @@ def _compile(graph: GraphToBuild, target: Target) -> tuple[jax.stages.Compiled, 
 def _placed(argument: Any, target: Target) -> Any:
     """An abstract argument with its arrays placed; parameters are dictionaries by name."""
     if isinstance(argument, dict):
-        placements = parameter_placement(argument, target)
+        placements = parameter_placement(argument, target.platform, target.sharding)
         return {
             name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placements[name])
             for name, leaf in argument.items()

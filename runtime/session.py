@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from ..compile import signatures
 from ..compile.build import GraphBuilt, build
 from ..compile.definition import Definition
-from ..compile.placement import place
 from ..compile.plan import Plan
 from ..compile.targets import Target
+from ..sharding.placement import place
 from .checkpoint import ModelFiles, load_params
 from .engine import Engine
 from .generation import Generator
@@ -51,7 +51,8 @@ def load_model(files: ModelFiles, target: Target, dtype: str) -> LoadedModel:
     spec = files.spec
     definition = Definition(spec.config)
     abstract = definition.abstract_parameters(jnp.dtype(dtype))
-    parameters = place(load_params(spec, files.tensors, abstract, target.sharding), target)
+    loaded = load_params(spec, files.tensors, abstract, target.sharding)
+    parameters = place(loaded, target.platform, target.sharding)
     tokenizer = load_tokenizer(files.tokenizer_files)
     return LoadedModel(
         files, definition, parameters, tokenizer, eos_ids(files, tokenizer), dtype, target

@@ -1,0 +1,1 @@
+"""Families of models as data: published configurations and tensor names, nothing else."""

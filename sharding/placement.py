@@ -1,37 +1,34 @@
 """How parameters lie on a target's devices: sharding, and memory layout where it matters.
 
-Knows nothing of graphs. Loader and lowering ask here, so they cannot disagree.
+Knows nothing of graphs or files. Loader and lowering ask here, so they cannot disagree.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import jax
 from jax.experimental.layout import Format, Layout
 from jax.sharding import Sharding
 
-from .targets import Target
-
 _TABLES = ("embedding.table", "head.table")
 
 
 def parameter_placement(
-    abstract: Mapping[str, jax.ShapeDtypeStruct], target: Target
+    names: Iterable[str], platform: str, sharding: Sharding
 ) -> dict[str, Sharding | Format]:
     """Where and how each parameter lies.
 
     On TPU the default layout of a `[V, D]` table is transposed when D is not a multiple of 128;
     every call would then copy it to gather rows, so tables are asked for row by row.
     """
-    row_major = Format(Layout(major_to_minor=(0, 1)), target.sharding)
+    row_major = Format(Layout(major_to_minor=(0, 1)), sharding)
     return {
-        name: row_major if target.platform == "tpu" and name in _TABLES else target.sharding
-        for name in abstract
+        name: row_major if platform == "tpu" and name in _TABLES else sharding for name in names
     }
 
 
-def place(parameters: Mapping[str, jax.Array], target: Target) -> dict[str, jax.Array]:
+def place(
+    parameters: Mapping[str, jax.Array], platform: str, sharding: Sharding
+) -> dict[str, jax.Array]:
     """Bring loaded parameters into the layout that the graphs expect; a no-op off TPU."""
-    placements = parameter_placement(
-        {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in parameters.items()}, target
-    )
+    placements = parameter_placement(parameters, platform, sharding)
     return {name: jax.device_put(x, placements[name]) for name, x in parameters.items()}
