@@ -1,8 +1,9 @@
 """The models that every family must reproduce: small, random, and each odd in its own way.
 
 A family joins by being listed in `CASES`. Each case is built by transformers, the published
-implementation, with weights large enough that a swapped head or a missing norm shows, and saved as a
-directory; what reads it must give the same log-probabilities. Knows nothing of how noria computes.
+implementation, with weights large enough that a swapped head or a missing norm shows, and saved as
+a directory; what reads it must give the same log-probabilities. Knows nothing of how noria
+computes.
 """
 
 import json

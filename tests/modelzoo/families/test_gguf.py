@@ -1,0 +1,182 @@
+"""GGUF metadata of every family: keys, tensor names, and the order of rotated rows."""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from noria.compile.definition import Definition
+from noria.modelzoo.config import FactorScaling, LinearScaling, RopeConfig, YarnScaling
+from noria.modelzoo.families import hugging_face
+from noria.modelzoo.families.registry import UnsupportedModel, from_gguf_metadata
+from noria.modelzoo.families.sources import parameter_sources
+from noria.runtime.checkpoint.tensor_source import AxisPattern, TensorInfo
+
+SIZES = {
+    "block_count": 2,
+    "context_length": 256,
+    "embedding_length": 32,
+    "feed_forward_length": 48,
+    "attention.head_count": 4,
+    "attention.head_count_kv": 2,
+    "rope.freq_base": 100000.0,
+    "attention.layer_norm_rms_epsilon": 9.999999747378752e-06,
+    "rope.dimension_count": 8,
+    "vocab_size": 101,
+}
+UNTIED = ("token_embd.weight", "output.weight")
+
+
+def metadata(architecture: str = "llama", **changes: object) -> dict[str, object]:
+    """`changes` spell a dot as two underscores; None takes a key away."""
+    values = SIZES | {key.replace("__", "."): value for key, value in changes.items()}
+    own = {f"{architecture}.{key}": value for key, value in values.items() if value is not None}
+    general = {"general.architecture": architecture, "general.file_type": 0}
+    return general | own | {"tokenizer.ggml.tokens": ["a"] * 99}
+
+
+class Arrays:
+    """Tensors in memory, as a checkpoint offers them."""
+
+    def __init__(self, arrays: dict[str, np.ndarray]):
+        self.arrays = arrays
+        self.tensors = {
+            name: TensorInfo(array.shape, array.dtype, "F32", array.nbytes)
+            for name, array in arrays.items()
+        }
+
+    def read(self, name, index=None):
+        return self.arrays[name] if index is None else self.arrays[name][index]
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("tensor_names", [UNTIED, UNTIED[:1]], ids=["untied", "tied"])
+def test_sources_fill_exactly_the_parameters_of_the_decoder(architecture, tensor_names):
+    spec = from_gguf_metadata(metadata(architecture), tensor_names)
+    filled = [source.parameter for source in spec.sources]
+    assert sorted(filled) == sorted(Definition(spec.config).abstract_parameters(jnp.float32))
+    assert spec.config.tie_embeddings == (tensor_names == UNTIED[:1])
+
+
+def test_biases_are_there_when_their_tensors_are():
+    names = [f"blk.0.{name}.bias" for name in ("attn_q", "attn_output", "ffn_down")]
+    spec = from_gguf_metadata(metadata(), (*UNTIED, *names))
+    assert (spec.config.qkv_bias, spec.config.output_bias, spec.config.mlp_bias) == (True,) * 3
+    filled = [source.parameter for source in spec.sources]
+    assert sorted(filled) == sorted(Definition(spec.config).abstract_parameters(jnp.float32))
+
+
+def test_llama_stores_rotated_pairs_side_by_side_and_qwen_does_not():
+    """One head of 8 rows: the converter interleaves the halves, so row 1 is what was row 4."""
+    K, G, H = 2, 2, 8
+    rows = np.arange(K * G * H, dtype=np.float32)
+    interleaved = rows.reshape(K * G, 2, H // 2).swapaxes(1, 2).reshape(-1)
+    np.testing.assert_array_equal(interleaved[:8], [0, 4, 1, 5, 2, 6, 3, 7])
+    for architecture, stored in (("llama", interleaved), ("qwen2", rows)):
+        names = (*UNTIED, "blk.0.attn_q.bias")
+        spec = from_gguf_metadata(metadata(architecture), names)
+        tensors = Arrays({
+            "blk.1.attn_q.weight": np.repeat(stored[:, None], 3, axis=1),
+            "blk.1.attn_k.weight": np.repeat(stored[: K * H, None], 3, axis=1),
+            "blk.1.attn_q.bias": stored,
+        })  # fmt: skip
+        sources = {source.parameter: source for source in spec.sources}
+        query, key, _ = sources["layers.1.attention.qkv"].parts
+        query_DKGH = AxisPattern.of(query).read(tensors, query.tensor)
+        key_DK1H = AxisPattern.of(key).read(tensors, key.tensor)
+        np.testing.assert_array_equal(query_DKGH[2], rows.reshape(K, G, H))
+        np.testing.assert_array_equal(key_DK1H[2, :, 0], rows[: K * H].reshape(K, H))
+        bias = sources["layers.1.attention.qkv_bias"].parts[0]
+        bias_KGH = AxisPattern.of(bias).read(tensors, bias.tensor)
+        np.testing.assert_array_equal(bias_KGH, rows.reshape(K, G, H))
+
+
+def test_values_and_outputs_are_never_permuted():
+    spec = from_gguf_metadata(metadata(), UNTIED)
+    hf = parameter_sources(spec.config, hugging_face.NAMES)
+    pairs = {s.parameter: (s, t) for s, t in zip(spec.sources, hf, strict=True)}
+    ours, theirs = pairs["layers.0.attention.qkv"]
+    assert ours.parts[2].axes == theirs.parts[2].axes
+    ours, theirs = pairs["layers.0.attention.output"]
+    assert ours.parts[0].axes == theirs.parts[0].axes
+
+
+def test_a_window_of_mistral_is_for_all_layers():
+    spec = from_gguf_metadata(metadata(attention__sliding_window=16), UNTIED)
+    assert spec.config.windows == (16, 16)
+    spec = from_gguf_metadata(metadata(attention__sliding_window=0), UNTIED)
+    assert spec.config.windows == (None, None)
+
+
+def test_sizes_follow_the_keys_and_the_vocabulary():
+    lengths = {"attention__key_length": 12, "attention__value_length": 12}
+    spec = from_gguf_metadata(metadata("qwen3", **lengths, rope__dimension_count=None), UNTIED)
+    assert (spec.config.head_dim, spec.config.vocab_size) == (12, 101)
+    assert from_gguf_metadata(metadata(vocab_size=None), UNTIED).config.vocab_size == 99
+
+
+def test_numpy_scalars_are_numbers():
+    spec = from_gguf_metadata(
+        metadata(block_count=np.uint32(2), rope__freq_base=np.float32(1e4)), UNTIED
+    )
+    assert spec.config.rope == RopeConfig(1e4)
+
+
+@pytest.mark.parametrize(
+    ("keys", "scaling"),
+    [
+        ({"rope__scaling__type": "none"}, None),
+        ({"rope__scaling__type": "linear", "rope__scaling__factor": 2.0}, LinearScaling(2.0)),
+        (
+            {
+                "rope__scaling__type": "yarn",
+                "rope__scaling__factor": 4.0,
+                "rope__scaling__original_context_length": 64,
+            },
+            YarnScaling(4.0, 64),
+        ),
+    ],
+)
+def test_rope_scaling_follows_the_keys(keys, scaling):
+    assert from_gguf_metadata(metadata(**keys), UNTIED).config.rope == RopeConfig(1e5, scaling)
+
+
+def test_factors_of_llama_3_1_are_read_from_their_tensor():
+    names = (*UNTIED, "rope_freqs.weight")
+    factors = np.array([1.0, 1.0, 2.5, 8.0], np.float32)
+    spec = from_gguf_metadata(metadata(), names, {"rope_freqs.weight": factors}.__getitem__)
+    assert spec.config.rope.scaling == FactorScaling((1.0, 1.0, 2.5, 8.0))
+    assert "rope_freqs.weight" in spec.ignored_tensors
+
+
+@pytest.mark.parametrize("factors", [[1.0, 2.0], [1.0, 1.0, 0.0, 1.0], [1.0, 1.0, math.nan, 1.0]])
+def test_impossible_factors_are_refused(factors):
+    with pytest.raises(UnsupportedModel, match="expected 4 finite positive factors"):
+        from_gguf_metadata(metadata(), (*UNTIED, "rope_freqs.weight"), lambda _: factors)
+
+
+REFUSED = {
+    "architecture": ("gpt2", {}, "general.architecture: expected one of llama, qwen2, qwen3"),
+    "experts": ("llama", {"expert_count": 8}, "llama.expert_count: expected 0"),
+    "unknown key": ("llama", {"logit_scale": 2.0}, "llama.logit_scale = 2.0"),
+    "window of qwen": ("qwen2", {"attention__sliding_window": 8}, "qwen2.attention.sliding_window"),
+    "partial rotary": ("llama", {"rope__dimension_count": 4}, "llama.rope.dimension_count"),
+    "value length": ("qwen3", {"attention__value_length": 4}, "qwen3.attention.value_length"),
+    "longrope": ("llama", {"rope__scaling__type": "longrope"}, "llama.rope.scaling.type"),
+    "layers": ("llama", {"block_count": 10**9}, "llama.block_count: expected an integer"),
+    "heads": ("llama", {"attention__head_count": 0}, "llama.attention.head_count: expected"),
+    "heads by layer": ("llama", {"attention__head_count": [4, 4]}, "llama.attention.head_count: "),
+    "theta": ("llama", {"rope__freq_base": math.nan}, "llama.rope.freq_base: expected a finite"),
+    "no size": ("llama", {"embedding_length": None}, "llama.embedding_length: .*no such key"),
+}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "message"), REFUSED.values(), ids=REFUSED.keys()
+)
+def test_what_is_not_implemented_is_refused_by_name(architecture, changes, message):
+    with pytest.raises(UnsupportedModel, match=message):
+        from_gguf_metadata(metadata(architecture, **changes), UNTIED)

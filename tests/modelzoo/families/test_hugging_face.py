@@ -1,0 +1,300 @@
+"""config.json of every family: what is published is read whole, and anything else is refused."""
+
+import math
+import re
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import pytest
+from noria.compile.definition import Definition
+from noria.modelzoo.config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
+from noria.modelzoo.families.registry import UnsupportedModel, from_hf_config
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+}
+LLAMA3_SCALING = {
+    "factor": 32.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 256,
+    "rope_type": "llama3",
+}
+SMOLLM2_EXTRAS = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.041666666666666664,
+    "is_llama_config": True,
+    "mlp_bias": False,
+    "pad_token_id": 2,
+    "pretraining_tp": 1,
+    "rope_interleaved": False,
+    "rope_scaling": None,
+    "rope_theta": 100000,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}},
+    "transformers_version": "4.42.3",
+    "use_cache": True,
+}
+
+
+def family(name: str, **changes: object) -> dict[str, object]:
+    architecture = {"mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}[name]
+    window = {"sliding_window": None} if name == "mistral" else {}
+    names = {"model_type": name, "architectures": [f"{architecture}ForCausalLM"]}
+    return LLAMA | names | window | changes
+
+
+CONFIGS = {
+    "llama": LLAMA,
+    "llama-tied": LLAMA | {"tie_word_embeddings": True},
+    "llama-biases": LLAMA | {"attention_bias": True, "mlp_bias": True, "head_dim": 12},
+    "mistral": family("mistral", sliding_window=7),
+    "qwen2": family("qwen2"),
+    "qwen3": family("qwen3"),
+    "qwen3-biases": family("qwen3", attention_bias=True, tie_word_embeddings=True),
+}
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+def test_sources_fill_exactly_the_parameters_of_the_decoder(config):
+    spec = from_hf_config(config)
+    filled = [source.parameter for source in spec.sources]
+    assert sorted(filled) == sorted(Definition(spec.config).abstract_parameters(jnp.float32))
+
+
+def test_reading_a_model_imports_no_jax():
+    code = (
+        "import sys; from noria.modelzoo.families.registry import from_hf_config; "
+        f"from_hf_config({LLAMA!r}); sys.exit('jax' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_keys_that_cannot_change_the_answer_are_accepted():
+    config = from_hf_config(LLAMA | SMOLLM2_EXTRAS).config
+    assert config.tie_embeddings
+    assert config.rope == RopeConfig(100_000.0)
+
+
+def test_remote_code_named_in_a_config_is_not_followed():
+    remote = {"auto_map": {"AutoModelForCausalLM": "evil--modeling.Evil"}}
+    assert from_hf_config(LLAMA | remote) == from_hf_config(LLAMA)
+
+
+def test_defaults_are_those_of_the_reference():
+    minimal = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
+    config = from_hf_config(minimal).config
+    assert (config.num_kv_heads, config.head_dim, config.tie_embeddings) == (8, 8, False)
+    assert config.rope == RopeConfig(10_000.0)
+    assert from_hf_config(family("qwen3")).config.head_dim == 128
+
+
+def test_a_null_window_of_mistral_is_none_and_an_absent_one_is_refused():
+    assert from_hf_config(family("mistral", sliding_window=7)).config.windows == (7, 7, 7)
+    assert from_hf_config(family("mistral")).config.windows == (None, None, None)
+    absent = {key: value for key, value in family("mistral").items() if key != "sliding_window"}
+    with pytest.raises(UnsupportedModel, match="sliding_window: expected a size, or null"):
+        from_hf_config(absent)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    ("options", "windows"),
+    [
+        ({"sliding_window": 7}, (None, None, None)),
+        ({"sliding_window": 7, "use_sliding_window": False}, (None, None, None)),
+        ({"sliding_window": 7, "use_sliding_window": True}, (None, None, None)),
+        (
+            {"sliding_window": 7, "use_sliding_window": True, "max_window_layers": 1},
+            (None, 7, 7),
+        ),
+        (
+            {
+                "sliding_window": 7,
+                "use_sliding_window": True,
+                "max_window_layers": 1,
+                "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            },
+            (7, None, None),
+        ),
+    ],
+)
+def test_windows_of_qwen_follow_its_options(name, options, windows):
+    assert from_hf_config(family(name, **options)).config.windows == windows
+
+
+ROPE_SPELLINGS = {
+    "default": ({"rope_theta": 5e5}, None),
+    "llama3": ({"rope_theta": 5e5, "rope_scaling": LLAMA3_SCALING},
+               Llama3Scaling(32.0, 1.0, 4.0, 256)),
+    "linear": ({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2}},
+               LinearScaling(2.0)),
+    "yarn": ({"rope_theta": 5e5, "rope_scaling": {"type": "yarn", "factor": 4.0,
+                                                  "original_max_position_embeddings": 128}},
+             YarnScaling(4.0, 128)),
+    "yarn-all": ({"rope_theta": 5e5,
+                  "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.5,
+                                   "beta_fast": 16, "beta_slow": 2, "truncate": False}},
+                 YarnScaling(4.0, 512, 16.0, 2.0, 1.5, False)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("old", "scaling"), ROPE_SPELLINGS.values(), ids=ROPE_SPELLINGS.keys())
+def test_both_spellings_of_rope_mean_the_same(old, scaling):
+    table = dict(old.get("rope_scaling") or {"rope_type": "default"})
+    if "type" in table:
+        table["rope_type"] = table.pop("type")
+    new = {"rope_parameters": table | {"rope_theta": old["rope_theta"]}}
+    assert from_hf_config(LLAMA | old).config.rope == RopeConfig(5e5, scaling)
+    assert from_hf_config(LLAMA | new).config.rope == RopeConfig(5e5, scaling)
+
+
+@pytest.mark.parametrize(
+    "kind", ["dynamic", "longrope", "su", "mrope", "proportional", "ntk-by-parts", ""]
+)
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_other_rope_types_are_refused_by_name(key, kind):
+    table = {"rope_type": kind, "factor": 2.0}
+    with pytest.raises(UnsupportedModel, match=f"{key}.rope_type: expected .*got '{kind}'"):
+        from_hf_config(LLAMA | {key: table})
+
+
+REFUSED = {
+    "unknown key": ({"attention_multiplier": 0.5}, "attention_multiplier = 0.5"),
+    "two unknown keys": ({"zeta": 1, "alpha": None}, "alpha = None, zeta = 1"),
+    "unknown rope key": (
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "mscale": 1.0}},
+        "rope_scaling.mscale = 1.0",
+    ),
+    "rope by layer type": (
+        {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+        "rope_parameters.full_attention",
+    ),
+    "both spellings": (
+        {"rope_scaling": {"type": "default"}, "rope_parameters": {"rope_type": "default"}},
+        "rope_scaling: expected no second spelling",
+    ),
+    "contradicting thetas": (
+        {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6}},
+        "rope_parameters.rope_theta: expected the same value",
+    ),
+    "contradicting types": (
+        {"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 2.0}},
+        "rope_scaling.rope_type: expected the same value",
+    ),
+    "quantized": ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+    "partial rotary": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    "activation": ({"hidden_act": "gelu"}, "hidden_act: expected 'silu'"),
+    "architecture": (
+        {"architectures": ["LlamaForSequenceClassification"]},
+        "architectures: expected .'LlamaForCausalLM'",
+    ),
+    "model type": ({"model_type": "gpt_oss"}, "model_type: expected one of llama, .*'gpt_oss'"),
+    "no model type": ({"model_type": None}, "model_type: expected one of"),
+    "window of a family without": ({"sliding_window": 64}, "sliding_window: expected null"),
+    "interleaved rope": ({"rope_interleaved": True}, "rope_interleaved: expected False"),
+    "encoder": ({"is_encoder_decoder": True}, "is_encoder_decoder: expected False"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_is_not_implemented_is_refused_by_name(changes, message):
+    with pytest.raises(UnsupportedModel, match=message):
+        from_hf_config(LLAMA | changes)
+
+
+LIES = {
+    "layers": ("num_hidden_layers", 10**9),
+    "no layers": ("num_hidden_layers", 0),
+    "layers as text": ("num_hidden_layers", "3"),
+    "layers as float": ("num_hidden_layers", 3.0),
+    "layers as flag": ("num_hidden_layers", True),
+    "no heads": ("num_attention_heads", 0),
+    "heads not a multiple": ("num_attention_heads", 7),
+    "head_dim does not divide": ("hidden_size", 65),
+    "odd head_dim": ("head_dim", 7),
+    "huge head_dim": ("head_dim", 10**6),
+    "negative vocab": ("vocab_size", -1),
+    "huge vocab": ("vocab_size", 2**40),
+    "nan theta": ("rope_theta", math.nan),
+    "infinite theta": ("rope_theta", math.inf),
+    "theta of one": ("rope_theta", 1.0),
+    "theta as text": ("rope_theta", "1e4"),
+    "nan epsilon": ("rms_norm_eps", math.nan),
+    "negative epsilon": ("rms_norm_eps", -1e-5),
+    "negative position": ("max_position_embeddings", -5),
+    "position beyond int32": ("max_position_embeddings", 2**31),
+    "tie as number": ("tie_word_embeddings", 1),
+    "bias as text": ("attention_bias", "false"),
+    "rope as list": ("rope_scaling", [1.0]),
+    "architectures as text": ("architectures", "LlamaForCausalLM"),
+    "null hidden size": ("hidden_size", None),
+}
+
+
+@pytest.mark.parametrize(("key", "value"), LIES.values(), ids=LIES.keys())
+def test_a_lie_is_an_error_that_names_the_key(key, value):
+    with pytest.raises(UnsupportedModel, match=f"^{key}: expected .*got {re.escape(repr(value))}"):
+        from_hf_config(LLAMA | {key: value})
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        {"rope_type": "linear", "factor": math.nan},
+        {"rope_type": "linear", "factor": 0.5},
+        {"rope_type": "linear"},
+        LLAMA3_SCALING | {"high_freq_factor": 1.0},
+        {"rope_type": "yarn", "factor": 2.0, "beta_fast": 1.0, "beta_slow": 2.0},
+        {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 0},
+    ],
+    ids=str,
+)
+def test_impossible_rope_numbers_are_errors_that_name_the_key(table):
+    with pytest.raises(UnsupportedModel, match=r"^rope_scaling\.\w+: expected"):
+        from_hf_config(LLAMA | {"rope_scaling": table})
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "max_position_embeddings",
+        "rms_norm_eps",
+    ],
+)
+def test_a_missing_size_is_an_error_that_names_the_key(key):
+    with pytest.raises(UnsupportedModel, match=f"^{key}: expected .*got no such key"):
+        from_hf_config({k: v for k, v in LLAMA.items() if k != key})
+
+
+def test_layer_types_must_match_the_layers_and_the_window():
+    for kinds in (["full_attention"], ["full_attention"] * 2 + ["sliding_attention"]):
+        with pytest.raises(UnsupportedModel, match="layer_types: expected 3 entries of"):
+            from_hf_config(family("qwen3", layer_types=kinds))
+
+
+def test_a_tied_head_and_old_frequency_tensors_are_ignored_by_name():
+    tied = from_hf_config(LLAMA | {"tie_word_embeddings": True}).ignored_tensors
+    untied = from_hf_config(LLAMA).ignored_tensors
+    assert set(tied) - set(untied) == {"lm_head.weight"}
+    assert "model.layers.2.self_attn.rotary_emb.inv_freq" in untied
