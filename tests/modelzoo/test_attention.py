@@ -1,0 +1,132 @@
+"""Attention against plain numpy: what is visible, what comes out, and merging partial results."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from noria.modelzoo.attention import EMPTY_POSITION, attend_dense, merge, visible
+from tolerances import FLOAT32_ELEMENTWISE
+
+B, T, K, G, S, H = 2, 4, 2, 3, 7, 8
+
+
+def random_inputs(seed: int = 0) -> tuple[jax.Array, jax.Array, jax.Array]:
+    rng = np.random.default_rng(seed)
+    shapes = ((B, T, K, G, H), (B, K, S, H), (B, K, S, H))
+    q, k, v = (jnp.asarray(rng.normal(size=shape).astype(np.float32)) for shape in shapes)
+    return q, k, v
+
+
+def reference(q_BTKGH, k_BKSH, v_BKSH, mask_BTS):
+    """One query at a time, in float64."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q_BTKGH, k_BKSH, v_BKSH))
+    out = np.zeros(q.shape)
+    lse = np.full(q.shape[:-1], -np.inf)
+    for b, t, n, g in np.ndindex(*q.shape[:-1]):
+        seen = np.flatnonzero(mask_BTS[b, t])
+        if len(seen):
+            scores = k[b, n, seen] @ q[b, t, n, g] / np.sqrt(q.shape[-1])
+            lse[b, t, n, g] = np.log(np.sum(np.exp(scores)))
+            out[b, t, n, g] = np.exp(scores - lse[b, t, n, g]) @ v[b, n, seen]
+    return out, lse
+
+
+def matrix(text: str) -> np.ndarray:
+    return np.array([[int(x) for x in line.split()] for line in text.strip().splitlines()], bool)
+
+
+@pytest.mark.parametrize(
+    ("query", "key", "window", "expected"),
+    [
+        ([0, 1, 2], [0, 1, 2], None, "1 0 0 \n 1 1 0 \n 1 1 1"),
+        ([0, 1, 2], [0, 1, 2], 2, "1 0 0 \n 1 1 0 \n 0 1 1"),
+        ([0, 1, 2], [0, 1, 2], 1, "1 0 0 \n 0 1 0 \n 0 0 1"),
+        ([0, 1, 2], [0, 1, EMPTY_POSITION], None, "1 0 0 \n 1 1 0 \n 1 1 0"),
+        ([5], [0, 1, 2, 3, 4, 5, 6], 3, "0 0 0 1 1 1 0"),
+        ([5], [4, EMPTY_POSITION, 6, 2, 5], None, "1 0 0 1 1"),
+        ([0], [EMPTY_POSITION] * 3, None, "0 0 0"),
+        ([0], [EMPTY_POSITION] * 3, 5, "0 0 0"),
+        ([2], [EMPTY_POSITION, 0, 1], 9, "0 1 1"),
+    ],
+)
+def test_a_token_sees_its_window_of_earlier_tokens_and_no_empty_entry(query, key, window, expected):
+    mask_BTS = visible(jnp.array([query]), jnp.array([key]), window)
+    np.testing.assert_array_equal(np.asarray(mask_BTS[0]), matrix(expected))
+
+
+def random_mask() -> np.ndarray:
+    mask_BTS = np.random.default_rng(3).random((B, T, S)) < 0.6
+    mask_BTS[0, 1] = False  # a query that sees nothing
+    mask_BTS[1, 2] = np.arange(S) == 4  # and one that sees a single key
+    return mask_BTS
+
+
+def test_dense_attention_equals_plain_numpy():
+    q_BTKGH, k_BKSH, v_BKSH = random_inputs()
+    mask_BTS = random_mask()
+    out, lse = attend_dense(q_BTKGH, k_BKSH, v_BKSH, jnp.asarray(mask_BTS))
+    expected_out, expected_lse = reference(q_BTKGH, k_BKSH, v_BKSH, mask_BTS)
+    np.testing.assert_allclose(out, expected_out, rtol=0, atol=FLOAT32_ELEMENTWISE)
+    np.testing.assert_allclose(lse, expected_lse, rtol=0, atol=FLOAT32_ELEMENTWISE)
+
+
+def test_a_query_that_sees_nothing_gets_exactly_zero():
+    out, lse = attend_dense(*random_inputs(), jnp.asarray(random_mask()))
+    assert np.all(np.asarray(out[0, 1]) == 0.0)
+    assert np.all(np.isneginf(lse[0, 1]))
+
+
+def test_masked_keys_and_values_never_matter():
+    q_BTKGH, k_BKSH, v_BKSH = random_inputs()
+    mask_BTS = jnp.broadcast_to(jnp.arange(S) < 5, (B, T, S))
+    before = attend_dense(q_BTKGH, k_BKSH, v_BKSH, mask_BTS)
+    after = attend_dense(
+        q_BTKGH, k_BKSH.at[:, :, 5:].set(1e4), v_BKSH.at[:, :, 5:].set(-1e4), mask_BTS
+    )
+    for old, new in zip(before, after, strict=True):
+        assert np.array_equal(old, new)
+
+
+def test_huge_scores_do_not_overflow():
+    q_BTKGH, k_BKSH, v_BKSH = random_inputs()
+    out, lse = attend_dense(q_BTKGH * 1e4, k_BKSH, v_BKSH, jnp.ones((B, T, S), bool))
+    assert np.all(np.isfinite(out)) and np.all(np.isfinite(lse))
+
+
+def parts_of(mask_BTS: np.ndarray, cuts: list[int]) -> list[tuple[jax.Array, jax.Array]]:
+    q_BTKGH, k_BKSH, v_BKSH = random_inputs()
+    return [
+        attend_dense(
+            q_BTKGH,
+            k_BKSH[:, :, start:end],
+            v_BKSH[:, :, start:end],
+            jnp.asarray(mask_BTS[:, :, start:end]),
+        )
+        for start, end in zip([0, *cuts], [*cuts, S], strict=True)
+    ]
+
+
+@pytest.mark.parametrize("cuts", [[3], [1, 6], [2, 4, 5]], ids=str)
+def test_merged_parts_equal_the_whole(cuts):
+    mask_BTS = random_mask()
+    whole = attend_dense(*random_inputs(), jnp.asarray(mask_BTS))
+    merged = merge(parts_of(mask_BTS, cuts))
+    for ours, expected in zip(merged, whole, strict=True):
+        np.testing.assert_allclose(ours, expected, rtol=0, atol=FLOAT32_ELEMENTWISE)
+
+
+def test_merging_with_parts_in_which_nothing_is_seen_changes_no_bit():
+    """Seen in full in the first part; the second, third and last are empty for every query."""
+    mask_BTS = np.zeros((B, T, S), bool)
+    mask_BTS[:, :, :4] = True
+    first, *empty = parts_of(mask_BTS, [4, 5, 6])
+    merged_out, _ = jax.jit(merge)([first, *empty])
+    assert np.array_equal(merged_out, first[0])
+    more_out, more_lse = jax.jit(merge)([first, *empty, *empty])
+    few_out, few_lse = jax.jit(merge)([first, empty[0]])
+    assert np.array_equal(more_out, few_out) and np.array_equal(more_lse, few_lse)
+
+
+def test_merging_parts_that_see_nothing_at_all_gives_zero_and_no_nan():
+    out, lse = merge(parts_of(np.zeros((B, T, S), bool), [3, 5]))
+    assert np.all(np.asarray(out) == 0.0) and np.all(np.isneginf(lse))
