@@ -33,19 +33,42 @@ CONTROL_TOKEN = 3
 
 def main() -> None:
     source, target = Path(sys.argv[1]), Path(sys.argv[2])
+    reader = _open(source)
+    tensors = _dequantised(reader)
+    target.mkdir(parents=True, exist_ok=True)
+    _write_f32_gguf(target / "model-f32.gguf", reader, tensors)
+    _write_hugging_face(target / "hf", _metadata(reader), tensors)
+
+
+def export_hugging_face(source: Path, directory: Path) -> None:
+    """Write the directory that transformers reads, and nothing else."""
+    reader = _open(source)
+    _write_hugging_face(directory, _metadata(reader), _dequantised(reader))
+
+
+def _open(source: Path) -> gguf.GGUFReader:
     reader = gguf.GGUFReader(source)
-    metadata = {name: field.contents() for name, field in reader.fields.items()}
+    metadata = _metadata(reader)
     if metadata["general.architecture"] != "llama" or metadata["tokenizer.ggml.pre"] != "smollm":
         sys.exit(f"{source}: expected a SmolLM file, got {metadata['general.architecture']!r}.")
-    directory = target / "hf"
-    directory.mkdir(parents=True, exist_ok=True)
-    tensors = {
+    return reader
+
+
+def _metadata(reader: gguf.GGUFReader) -> dict:
+    return {name: field.contents() for name, field in reader.fields.items()}
+
+
+def _dequantised(reader: gguf.GGUFReader) -> dict[str, np.ndarray]:
+    return {
         tensor.name: np.ascontiguousarray(
             dequantize(tensor.data, tensor.tensor_type), dtype=np.float32
         )
         for tensor in reader.tensors
     }
-    _write_f32_gguf(target / "model-f32.gguf", reader, tensors)
+
+
+def _write_hugging_face(directory: Path, metadata: dict, tensors: dict) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
     config = _config(metadata, untied="output.weight" in tensors)
     renamed = {
         _published_name(name): _unpermuted(name, array, config) for name, array in tensors.items()
