@@ -57,7 +57,7 @@ def build(
     graphs = plan_graphs(definition, grid, jnp.dtype(dtype))
     compiled: dict[str, jax.stages.Compiled] = {}
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        tasks = {pool.submit(_compile, graph, target): graph.name for graph in graphs}
+        tasks = {pool.submit(compile_graph, graph, target): graph.name for graph in graphs}
         for number, task in enumerate(as_completed(tasks), start=1):
             name = tasks[task]
             compiled[name], seconds, from_cache = task.result()
@@ -98,7 +98,8 @@ def _bound(definition: Definition, body: Callable[..., Any]) -> Callable[..., An
     return graph
 
 
-def _compile(graph: GraphToBuild, target: Target) -> tuple[jax.stages.Compiled, float, bool]:
+def compile_graph(graph: GraphToBuild, target: Target) -> tuple[jax.stages.Compiled, float, bool]:
+    """Lower and compile one graph: the executable, the seconds, whether it came from the cache."""
     start = time.monotonic()
     monitor = compile_monitor()
     monitor.take_cache_hit()

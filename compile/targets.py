@@ -36,8 +36,8 @@ class Target:
 
 def find_target(name: str) -> Target:
     """Parse a target's name and find its devices."""
-    platform, _, rest = name.partition(":")
-    if platform not in ("cpu", "gpu", "tpu"):
+    platform, colon, rest = name.partition(":")
+    if platform not in ("cpu", "gpu", "tpu") or bool(colon) != bool(rest):
         raise UnknownTarget(
             f"target: expected cpu, gpu, tpu or tpu:<generation>:<topology>, got {name!r}."
         )

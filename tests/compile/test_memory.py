@@ -1,0 +1,91 @@
+"""The decode graph works in place: little memory beside its arguments, no copy of weights or cache.
+
+Checked on what XLA reports of the very graphs that run, in the embedded model's shape; for TPU
+without a TPU.
+"""
+
+import re
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from noria.compile.bucket_grid import BucketGrid
+from noria.compile.build import GraphToBuild, compile_graph, plan_graphs
+from noria.compile.compiled_graphs import CompiledGraphs
+from noria.compile.definition import Definition
+from noria.compile.targets import find_target
+from noria.modelzoo.config import DecoderConfig
+
+SLOTS, VOCAB = 64, 49152
+GRID = BucketGrid(max_length=512, prefill=((512, 1),), decode_slots=SLOTS, decode_spans=(256, 512))
+TPU = "tpu:v5e:2x4"
+
+
+def decode_graph(span: int, dtype: str, num_layers: int = 30) -> GraphToBuild:
+    config = DecoderConfig(
+        vocab_size=VOCAB,
+        embed=576,
+        mlp=1536,
+        num_query_heads=9,
+        num_kv_heads=3,
+        head_dim=64,
+        windows=(None,) * num_layers,
+        max_position=8192,
+        tie_embeddings=True,
+    )
+    graphs = plan_graphs(Definition(config), GRID, jnp.dtype(dtype))
+    return next(graph for graph in graphs if graph.name == CompiledGraphs.decode_name(span))
+
+
+def temporary_bound(graph: GraphToBuild) -> float:
+    """A twentieth of the cache, and six float32 arrays of the logits' shape."""
+    _, state, _ = graph.arguments
+    cache = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.cache))
+    return 0.05 * cache + 6 * SLOTS * VOCAB * 4
+
+
+def whole_copies(hlo: str, num_elements: int) -> list[str]:
+    """Copies and transposes of bfloat16 arrays of at least this size, as shapes.
+
+    Prefetches (`copy-start`) do not count: they read once what has to be read anyway.
+    """
+    found = re.findall(r"= (bf16\[[0-9,]+\])\S* (?:copy|transpose)\(", hlo)
+    return [shape for shape in found if _size(shape) >= num_elements]
+
+
+def _size(shape: str) -> int:
+    size = 1
+    for length in re.findall(r"\d+", shape.removeprefix("bf16")):
+        size *= int(length)
+    return size
+
+
+def smallest_that_counts(graph: GraphToBuild) -> int:
+    """Elements of the smallest weight matrix or cache segment."""
+    parameters, state, _ = graph.arguments
+    segments = [leaf for layer in state.cache.layers for leaf in jax.tree.leaves(layer)]
+    return min(leaf.size for leaf in [*parameters.values(), *segments] if leaf.ndim > 1)
+
+
+def test_decode_needs_little_memory_beside_its_arguments():
+    graph = decode_graph(GRID.decode_spans[0], "float32")
+    compiled, _, _ = compile_graph(graph, find_target("cpu"))
+    assert compiled.memory_analysis().temp_size_in_bytes <= temporary_bound(graph)
+
+
+@pytest.mark.tpu_compile
+def test_decode_works_in_place_on_tpu():
+    graph = decode_graph(GRID.max_length, "bfloat16")
+    compiled, _, _ = compile_graph(graph, find_target(TPU))
+    assert compiled.memory_analysis().temp_size_in_bytes <= temporary_bound(graph)
+    assert whole_copies(compiled.as_text(), smallest_that_counts(graph)) == []
+
+
+@pytest.mark.tpu_compile
+def test_a_cache_that_is_not_donated_is_found_as_copies():
+    graph = replace(decode_graph(GRID.max_length, "bfloat16", num_layers=1), donated=())
+    compiled, _, _ = compile_graph(graph, find_target(TPU))
+    copies = whole_copies(compiled.as_text(), smallest_that_counts(graph))
+    # keys and values in two segments each
+    assert len(copies) == 4
