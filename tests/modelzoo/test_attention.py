@@ -12,20 +12,20 @@ B, T, K, G, S, H = 2, 4, 2, 3, 7, 8
 
 def random_inputs(seed: int = 0) -> tuple[jax.Array, jax.Array, jax.Array]:
     rng = np.random.default_rng(seed)
-    shapes = ((B, T, K, G, H), (B, K, S, H), (B, K, S, H))
+    shapes = ((B, T, K, G, H), (B, K, H, S), (B, K, S, H))
     q, k, v = (jnp.asarray(rng.normal(size=shape).astype(np.float32)) for shape in shapes)
     return q, k, v
 
 
-def reference(q_BTKGH, k_BKSH, v_BKSH, mask_BTS):
+def reference(q_BTKGH, k_BKHS, v_BKSH, mask_BTS):
     """One query at a time, in float64."""
-    q, k, v = (np.asarray(x, np.float64) for x in (q_BTKGH, k_BKSH, v_BKSH))
+    q, k, v = (np.asarray(x, np.float64) for x in (q_BTKGH, k_BKHS, v_BKSH))
     out = np.zeros(q.shape)
     lse = np.full(q.shape[:-1], -np.inf)
     for b, t, n, g in np.ndindex(*q.shape[:-1]):
         seen = np.flatnonzero(mask_BTS[b, t])
         if len(seen):
-            scores = k[b, n, seen] @ q[b, t, n, g] / np.sqrt(q.shape[-1])
+            scores = q[b, t, n, g] @ k[b, n][:, seen] / np.sqrt(q.shape[-1])
             lse[b, t, n, g] = np.log(np.sum(np.exp(scores)))
             out[b, t, n, g] = np.exp(scores - lse[b, t, n, g]) @ v[b, n, seen]
     return out, lse
@@ -62,10 +62,10 @@ def random_mask() -> np.ndarray:
 
 
 def test_dense_attention_equals_plain_numpy():
-    q_BTKGH, k_BKSH, v_BKSH = random_inputs()
+    q_BTKGH, k_BKHS, v_BKSH = random_inputs()
     mask_BTS = random_mask()
-    out, lse = attend_dense(q_BTKGH, k_BKSH, v_BKSH, jnp.asarray(mask_BTS))
-    expected_out, expected_lse = reference(q_BTKGH, k_BKSH, v_BKSH, mask_BTS)
+    out, lse = attend_dense(q_BTKGH, k_BKHS, v_BKSH, jnp.asarray(mask_BTS))
+    expected_out, expected_lse = reference(q_BTKGH, k_BKHS, v_BKSH, mask_BTS)
     np.testing.assert_allclose(out, expected_out, rtol=0, atol=FLOAT32_ELEMENTWISE)
     np.testing.assert_allclose(lse, expected_lse, rtol=0, atol=FLOAT32_ELEMENTWISE)
 
@@ -77,28 +77,28 @@ def test_a_query_that_sees_nothing_gets_exactly_zero():
 
 
 def test_masked_keys_and_values_never_matter():
-    q_BTKGH, k_BKSH, v_BKSH = random_inputs()
+    q_BTKGH, k_BKHS, v_BKSH = random_inputs()
     mask_BTS = jnp.broadcast_to(jnp.arange(S) < 5, (B, T, S))
-    before = attend_dense(q_BTKGH, k_BKSH, v_BKSH, mask_BTS)
+    before = attend_dense(q_BTKGH, k_BKHS, v_BKSH, mask_BTS)
     after = attend_dense(
-        q_BTKGH, k_BKSH.at[:, :, 5:].set(1e4), v_BKSH.at[:, :, 5:].set(-1e4), mask_BTS
+        q_BTKGH, k_BKHS.at[..., 5:].set(1e4), v_BKSH.at[:, :, 5:].set(-1e4), mask_BTS
     )
     for old, new in zip(before, after, strict=True):
         assert np.array_equal(old, new)
 
 
 def test_huge_scores_do_not_overflow():
-    q_BTKGH, k_BKSH, v_BKSH = random_inputs()
-    out, lse = attend_dense(q_BTKGH * 1e4, k_BKSH, v_BKSH, jnp.ones((B, T, S), bool))
+    q_BTKGH, k_BKHS, v_BKSH = random_inputs()
+    out, lse = attend_dense(q_BTKGH * 1e4, k_BKHS, v_BKSH, jnp.ones((B, T, S), bool))
     assert np.all(np.isfinite(out)) and np.all(np.isfinite(lse))
 
 
 def parts_of(mask_BTS: np.ndarray, cuts: list[int]) -> list[tuple[jax.Array, jax.Array]]:
-    q_BTKGH, k_BKSH, v_BKSH = random_inputs()
+    q_BTKGH, k_BKHS, v_BKSH = random_inputs()
     return [
         attend_dense(
             q_BTKGH,
-            k_BKSH[:, :, start:end],
+            k_BKHS[..., start:end],
             v_BKSH[:, :, start:end],
             jnp.asarray(mask_BTS[:, :, start:end]),
         )

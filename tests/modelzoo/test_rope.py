@@ -12,7 +12,7 @@ from noria.modelzoo.config import (
     RopeConfig,
     YarnScaling,
 )
-from noria.modelzoo.rope import frequencies, rotate
+from noria.modelzoo.rope import frequencies, rotate, rotation
 from tolerances import FLOAT32_ELEMENTWISE
 
 SCALINGS = {
@@ -100,7 +100,7 @@ def test_rotation_turns_each_pair_of_halves_by_position_times_frequency():
     turn = factor * np.exp(1j * position_BT[..., None, None] * frequency.astype(np.float64))
     turned = (x_BTNH[..., :4] + 1j * x_BTNH[..., 4:]) * turn
     expected = np.concatenate([turned.real, turned.imag], axis=-1)
-    ours = rotate(jnp.asarray(x_BTNH), jnp.asarray(position_BT), rope)
+    ours = rotate(jnp.asarray(x_BTNH), rotation(jnp.asarray(position_BT), rope, 8))
     np.testing.assert_allclose(ours, expected, rtol=0, atol=4 * FLOAT32_ELEMENTWISE)
     assert factor == pytest.approx(0.1 * math.log(4.0) + 1.0)
 
@@ -111,8 +111,8 @@ def test_scores_depend_on_the_distance_alone():
     rope = RopeConfig(1e4)
 
     def score(query_position: int, key_position: int) -> float:
-        query = rotate(jnp.asarray(q_11NH), jnp.full((1, 1), query_position), rope)
-        key = rotate(jnp.asarray(k_11NH), jnp.full((1, 1), key_position), rope)
+        query = rotate(jnp.asarray(q_11NH), rotation(jnp.full((1, 1), query_position), rope, 16))
+        key = rotate(jnp.asarray(k_11NH), rotation(jnp.full((1, 1), key_position), rope, 16))
         return float(jnp.sum(query * key))
 
     assert score(9, 4) == pytest.approx(score(105, 100), abs=1e-4)

@@ -1,0 +1,179 @@
+"""What holds for every decoder: causality, padding, spans, and prefill agreeing with decode."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from noria.modelzoo import axes, kv_cache
+from noria.modelzoo.config import DecoderConfig, Llama3Scaling, RopeConfig
+from noria.modelzoo.decoder import Decoder
+from tolerances import FLOAT32_MODEL_LOGPROB
+
+CONFIG = DecoderConfig(
+    vocab_size=53,
+    embed=24,
+    mlp=40,
+    num_query_heads=6,
+    num_kv_heads=2,
+    head_dim=8,
+    windows=(None, 4, None),
+    max_position=64,
+)
+VARIANTS = {
+    "plain": CONFIG,
+    "everything": replace(
+        CONFIG,
+        rope=RopeConfig(500.0, Llama3Scaling(4.0, 1.0, 4.0, 8)),
+        tie_embeddings=True,
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        qk_norm=True,
+    ),
+}
+T, SPANS = 12, (8, 16, 32)
+
+
+@pytest.fixture(scope="module", params=VARIANTS.values(), ids=VARIANTS.keys())
+def model(request):
+    """Graph definition and weights; constants are moved off their neutral values."""
+    graphdef, state = nnx.split(Decoder(request.param, rngs=nnx.Rngs(0)))
+    rng = np.random.default_rng(0)
+    state = jax.tree.map(lambda x: x + 0.2 * jnp.asarray(rng.normal(size=x.shape), x.dtype), state)
+    return graphdef, state
+
+
+def prompts(batch: int = 3) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(1).integers(0, 53, (batch, T)), jnp.int32)
+
+
+def test_no_token_depends_on_a_later_one(model):
+    """The gradient of each position's output in the embeddings of later tokens is exactly zero."""
+    graphdef, state = model
+    tokens_BT = jnp.arange(T)[None]  # all different, so each row of the table is one position
+
+    @jax.jit
+    def gradients(state):
+        def output(state, position):
+            x_BTD, _ = nnx.merge(graphdef, state).prefill(tokens_BT, jnp.array([T]))
+            return jnp.sum(x_BTD[0, position] * jnp.arange(1.0, CONFIG.embed + 1))
+
+        by_position = jax.vmap(jax.grad(output), in_axes=(None, 0))(state, jnp.arange(T))
+        return by_position["embedding"]["table"].get_value()
+
+    size_TT = np.abs(np.asarray(gradients(state))[:, :T]).max(axis=-1)
+    assert np.all(size_TT[np.triu_indices(T, 1)] == 0.0)
+    assert np.all(size_TT[np.tril_indices(T)] > 0.0)
+
+
+def prefill(graphdef, state, tokens_BT, true_length_B):
+    decoder = nnx.merge(graphdef, state)
+    x_BTD, prompt = decoder.prefill(tokens_BT, true_length_B)
+    return decoder.logits(x_BTD), prompt
+
+
+def test_what_stands_in_the_padding_changes_no_bit(model):
+    graphdef, state = model
+    run = jax.jit(partial(prefill, graphdef))
+    length_B = jnp.array([T, 7, 1])
+    is_padding_BT = jnp.arange(T)[None] >= length_B[:, None]
+    logits, prompt = run(state, prompts(), length_B)
+    other_logits, other_prompt = run(state, jnp.where(is_padding_BT, 50, prompts()), length_B)
+    for row, length in enumerate(length_B.tolist()):
+        assert np.array_equal(logits[row, :length], other_logits[row, :length])
+
+    step = jax.jit(partial(decode, graphdef))
+    next_token = state, jnp.array([5, 9, 11]), length_B
+    after, _ = step(*next_token, inserted(graphdef, state, prompt, length_B))
+    other_after, _ = step(*next_token, inserted(graphdef, state, other_prompt, length_B))
+    assert np.array_equal(after, other_after)
+
+
+def test_rows_are_bit_equal_under_permutation_of_the_batch(model):
+    graphdef, state = model
+    run = jax.jit(partial(prefill, graphdef))
+    order, length_B = jnp.array([2, 0, 1]), jnp.array([T, 7, 1])
+    logits, _ = run(state, prompts(), length_B)
+    permuted, _ = run(state, prompts()[order], length_B[order])
+    assert np.array_equal(logits[order], permuted)
+
+
+def inserted(graphdef, state, prompt, length_B):
+    """A cache that holds each row of a prefill in the slot of its number."""
+    cache = kv_cache.allocate(nnx.merge(graphdef, state).config, 3, SPANS, jnp.float32)
+    for row in range(3):
+        cache = kv_cache.insert(cache, prompt, length_B, jnp.int32(row), jnp.int32(row))
+    return cache
+
+
+def start(graphdef, state, first: int):
+    length_B = jnp.full(3, first)
+    _, prompt = prefill(graphdef, state, prompts()[:, :first], length_B)
+    return inserted(graphdef, state, prompt, length_B)
+
+
+def decode(graphdef, state, token_B, position_B, cache):
+    return nnx.merge(graphdef, state).decode(token_B, position_B, cache)
+
+
+def test_decode_token_by_token_equals_prefill(model):
+    graphdef, state = model
+    expected, _ = jax.jit(partial(prefill, graphdef))(state, prompts(), jnp.full(3, T))
+    cache = start(graphdef, state, first=3)
+    step = jax.jit(partial(decode, graphdef))
+    for position in range(3, T):
+        position_B = jnp.full(3, position)
+        logits_BV, cache = step(state, prompts()[:, position], position_B, cache)
+        np.testing.assert_allclose(
+            jax.nn.log_softmax(logits_BV),
+            jax.nn.log_softmax(expected[:, position]),
+            rtol=0,
+            atol=FLOAT32_MODEL_LOGPROB,
+        )
+
+
+@pytest.mark.parametrize("num_segments", [1, 2])
+def test_decode_over_a_shorter_span_gives_the_same_bits(model, num_segments):
+    graphdef, state = model
+    cache = start(graphdef, state, first=3)
+    step = jax.jit(partial(decode, graphdef))
+    token_B, position_B = jnp.array([5, 9, 11]), jnp.array([3, 3, 3])
+    logits, whole = step(state, token_B, position_B, cache)
+    short_logits, short = step(state, token_B, position_B, cache.head(num_segments))
+    assert np.array_equal(short_logits, logits)
+    for ours, expected in zip(
+        jax.tree.leaves(cache.with_head(short)), jax.tree.leaves(whole), strict=True
+    ):
+        assert np.array_equal(ours, expected)
+
+
+def test_a_nan_in_one_row_stays_in_that_row(model):
+    graphdef, state = model
+    cache = start(graphdef, state, first=3)
+    step = jax.jit(partial(decode, graphdef))
+    arguments = jnp.array([5, 9, 11]), jnp.array([3, 3, 3])
+    expected, _ = step(state, *arguments, cache)
+    layers = jax.tree.map(lambda x: x.at[1].set(jnp.nan), cache.layers)
+    poisoned, _ = step(state, *arguments, cache._replace(layers=layers))
+    assert np.all(np.isnan(poisoned[1]))
+    assert np.array_equal(poisoned[np.array([0, 2])], expected[np.array([0, 2])])
+
+
+def test_every_parameter_names_one_logical_axis_per_dimension(model):
+    graphdef, state = model
+    for path, variable in nnx.to_flat_state(nnx.state(nnx.merge(graphdef, state))):
+        names = variable.get_metadata()["logical_axes"]
+        assert len(names) == variable.get_value().ndim, path
+        assert set(names) <= {*axes.LOGICAL_AXES, ""}, path
+
+
+def test_tied_embeddings_have_no_head():
+    def names(config: DecoderConfig) -> set[str]:
+        state = nnx.state(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+        return {".".join(map(str, path)) for path, _ in nnx.to_flat_state(state)}
+
+    assert names(CONFIG) - names(replace(CONFIG, tie_embeddings=True)) == {"head.table"}
