@@ -7,6 +7,7 @@ Arrays end in their letters (`x_BTD`), einsums use the same letters:
     F mlp                    V vocab                 L layers                E experts
     C capacity               M = B * T flattened     P gate and up (2)       R alternatives reported
     Q steps of one decode call                       X stop ids of a row     Y biased ids of a row
+    A heads flattened: G * T in a product of one key/value head, N * H after attention
     J = G + 2: the queries, key and value of one key/value head
 
 Weights and activations name their axes by placement decision, not by size: a rule maps a name to

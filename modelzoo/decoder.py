@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from . import axes
@@ -23,7 +24,7 @@ from .kv_cache import (
     attend_cached,
 )
 from .layers import Embedding, GatedMlp, RMSNorm, constant, weight
-from .rope import rotate
+from .rope import Rotation, rotate, rotation
 
 Constrain = Callable[[jax.Array, tuple[str, ...]], jax.Array]
 AttendLayer = Callable[[jax.Array, PromptKeysValues], jax.Array]
@@ -54,10 +55,8 @@ class Attention(nnx.Module):
         self.config = config
         self.window = window
 
-    def __call__(
-        self, x_BTD: jax.Array, position_BT: jax.Array, attend_layer: AttendLayer
-    ) -> jax.Array:
-        q_BTKGH, new = self._project(x_BTD, position_BT)
+    def __call__(self, x_BTD: jax.Array, by: Rotation, attend_layer: AttendLayer) -> jax.Array:
+        q_BTKGH, new = self._project(x_BTD, by)
         out_BTKGH = attend_layer(q_BTKGH, new)
         out_BTD = self._merge_heads(out_BTKGH)
         if self.config.output_bias:
@@ -65,15 +64,12 @@ class Attention(nnx.Module):
         return out_BTD
 
     def _merge_heads(self, out_BTKGH: jax.Array) -> jax.Array:
-        # heads as one axis: given two, XLA for TPU lays the weights out anew in every call
-        B, T, K, G, H = out_BTKGH.shape
-        out_BTNH = out_BTKGH.reshape(B, T, K * G, H)
-        weight_NHD = self.output[...].reshape(K * G, H, -1)
-        return jnp.einsum("BTNH,NHD->BTD", out_BTNH, weight_NHD)
+        # heads and their entries as one axis: given three, XLA lays the weights out anew each call
+        B, T = out_BTKGH.shape[:2]
+        weight_AD = self.output[...].reshape(-1, self.config.embed)
+        return jnp.einsum("BTA,AD->BTD", out_BTKGH.reshape(B, T, -1), weight_AD)
 
-    def _project(
-        self, x_BTD: jax.Array, position_BT: jax.Array
-    ) -> tuple[jax.Array, PromptKeysValues]:
+    def _project(self, x_BTD: jax.Array, by: Rotation) -> tuple[jax.Array, PromptKeysValues]:
         qkv_BTKJH = jnp.einsum("BTD,DKJH->BTKJH", x_BTD, self.qkv[...])
         if self.config.qkv_bias:
             qkv_BTKJH = qkv_BTKJH + self.qkv_bias[...][None, None]
@@ -86,9 +82,9 @@ class Attention(nnx.Module):
         if self.config.qk_norm:
             q_BTKGH, k_BTKH = self.query_norm(q_BTKGH), self.key_norm(k_BTKH)
         B, T, K, _, H = q_BTKGH.shape
-        q_BTNH = rotate(q_BTKGH.reshape(B, T, K * G, H), position_BT, self.config.rope)
-        k_BTKH = rotate(k_BTKH, position_BT, self.config.rope)
-        new = PromptKeysValues(k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2))
+        q_BTNH = rotate(q_BTKGH.reshape(B, T, K * G, H), by)
+        k_BTKH = rotate(k_BTKH, by)
+        new = PromptKeysValues(k_BTKH.transpose(0, 2, 3, 1), v_BTKH.swapaxes(1, 2))
         return q_BTNH.reshape(B, T, K, G, H), new
 
 
@@ -101,10 +97,8 @@ class Block(nnx.Module):
         self.mlp_norm = RMSNorm(config.embed, config.norm_epsilon, axes.EMBED_IN)
         self.mlp = GatedMlp(rngs, config.embed, config.mlp, use_bias=config.mlp_bias)
 
-    def __call__(
-        self, x_BTD: jax.Array, position_BT: jax.Array, attend_layer: AttendLayer
-    ) -> jax.Array:
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), position_BT, attend_layer)
+    def __call__(self, x_BTD: jax.Array, by: Rotation, attend_layer: AttendLayer) -> jax.Array:
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), by, attend_layer)
         return x_BTD + self.mlp(self.mlp_norm(x_BTD))
 
 
@@ -137,19 +131,19 @@ class Decoder(nnx.Module):
         nothing.
         """
         T = tokens_BT.shape[1]
-        position_BT = jnp.broadcast_to(jnp.arange(T), tokens_BT.shape)
-        key_position_BT = jnp.where(position_BT < true_length_B[:, None], position_BT, -1)
+        position_1T = np.arange(T)[None]
+        key_position_BT = jnp.where(position_1T < true_length_B[:, None], position_1T, -1)
         kept: list[PromptKeysValues] = []
 
         def attend_layer(window: int | None) -> AttendLayer:
             def attend_self(q_BTKGH: jax.Array, new: PromptKeysValues) -> jax.Array:
                 kept.append(new)
-                k_BKTH, v_BKTH = new
-                return attend_prompt(self.attend, q_BTKGH, k_BKTH, v_BKTH, key_position_BT, window)
+                k_BKHT, v_BKTH = new
+                return attend_prompt(self.attend, q_BTKGH, k_BKHT, v_BKTH, key_position_BT, window)
 
             return attend_self
 
-        x_BTD = self._blocks(tokens_BT, position_BT, attend_layer)
+        x_BTD = self._blocks(tokens_BT, position_1T, attend_layer)
         return x_BTD, tuple(kept)
 
     def decode(
@@ -181,11 +175,12 @@ class Decoder(nnx.Module):
     def _blocks(
         self,
         tokens_BT: jax.Array,
-        position_BT: jax.Array,
+        position_BT: jax.Array | np.ndarray,
         attend_layer: Callable[[int | None], AttendLayer],
     ) -> jax.Array:
         block_axes = (axes.BATCH, axes.QUERY_LENGTH, axes.EMBED)
+        by = rotation(position_BT, self.config.rope, self.config.head_dim)
         x_BTD = self.constrain(self.embedding(tokens_BT), block_axes)
         for block, window in zip(self.layers, self.config.windows, strict=True):
-            x_BTD = self.constrain(block(x_BTD, position_BT, attend_layer(window)), block_axes)
+            x_BTD = self.constrain(block(x_BTD, by, attend_layer(window)), block_axes)
         return self.final_norm(x_BTD)

@@ -5,6 +5,9 @@ decode graph with span `s` takes the segments below `s` and nothing else, so a s
 neither a copy nor a read of the rest. Every entry stores its position (`EMPTY_POSITION` when it
 holds no token) and masks come from those alone.
 
+Keys lie with positions along the last axis and values with heads' entries there: the order in which
+each is read as a matrix.
+
 Knows nothing of slots' owners, buckets or meshes. Guarantees: `insert` rewrites a slot whole, so
 nothing of its former owner, NaN included, can reach the next one; `append` writes in place inside a
 loop when the buffers are donated, and writes nothing for a row whose position lies past the
@@ -24,7 +27,7 @@ from .config import DecoderConfig
 class KeysValues(NamedTuple):
     """Keys and values of one layer, one array a segment."""
 
-    k_BKSH: tuple[jax.Array, ...]
+    k_BKHS: tuple[jax.Array, ...]
     v_BKSH: tuple[jax.Array, ...]
 
 
@@ -37,7 +40,7 @@ class KVCache(NamedTuple):
     def head(self, num_segments: int) -> "KVCache":
         """The first segments, as a decode graph of their span takes them."""
         layers = tuple(
-            KeysValues(kv.k_BKSH[:num_segments], kv.v_BKSH[:num_segments]) for kv in self.layers
+            KeysValues(kv.k_BKHS[:num_segments], kv.v_BKSH[:num_segments]) for kv in self.layers
         )
         return KVCache(layers, self.position_BS[:num_segments])
 
@@ -45,7 +48,7 @@ class KVCache(NamedTuple):
         """This cache with its first segments replaced by `head`."""
         n = len(head.position_BS)
         layers = tuple(
-            KeysValues(new.k_BKSH + old.k_BKSH[n:], new.v_BKSH + old.v_BKSH[n:])
+            KeysValues(new.k_BKHS + old.k_BKHS[n:], new.v_BKSH + old.v_BKSH[n:])
             for new, old in zip(head.layers, self.layers, strict=True)
         )
         return KVCache(layers, head.position_BS + self.position_BS[n:])
@@ -54,7 +57,7 @@ class KVCache(NamedTuple):
 class PromptKeysValues(NamedTuple):
     """Keys and values a prefill made for one layer; entries past the true length are padding."""
 
-    k_BKTH: jax.Array
+    k_BKHT: jax.Array
     v_BKTH: jax.Array
 
 
@@ -62,11 +65,14 @@ def allocate(config: DecoderConfig, slots: int, spans: Sequence[int], dtype: jnp
     """An empty cache of zeros: a NaN in a masked entry would poison its row, so never `empty`."""
     lengths = [end - start for start, end in zip((0, *spans), spans, strict=False)]
 
-    def segments() -> tuple[jax.Array, ...]:
-        shape = (slots, config.num_kv_heads)
-        return tuple(jnp.zeros((*shape, S, config.head_dim), dtype) for S in lengths)
-
-    layers = tuple(KeysValues(segments(), segments()) for _ in range(config.num_layers))
+    B, K, H = slots, config.num_kv_heads, config.head_dim
+    layers = tuple(
+        KeysValues(
+            tuple(jnp.zeros((B, K, H, S), dtype) for S in lengths),
+            tuple(jnp.zeros((B, K, S, H), dtype) for S in lengths),
+        )
+        for _ in range(config.num_layers)
+    )
     positions = tuple(jnp.full((slots, S), EMPTY_POSITION, jnp.int32) for S in lengths)
     return KVCache(layers, positions)
 
@@ -81,15 +87,15 @@ def insert(
     """Rewrite `slot` with row `row` of a prefill: its tokens, then zeros and empty positions."""
     starts = _starts(cache.position_BS)
 
-    def fill(segments: tuple[jax.Array, ...], new_BKTH: jax.Array) -> tuple[jax.Array, ...]:
-        new_1KTH = jax.lax.dynamic_slice_in_dim(new_BKTH, row, 1, axis=0)
+    def fill(segments: tuple[jax.Array, ...], new: jax.Array, axis: int) -> tuple[jax.Array, ...]:
+        new = jax.lax.dynamic_slice_in_dim(new, row, 1, axis=0)
         return tuple(
-            jax.lax.dynamic_update_slice_in_dim(old, _cut(new_1KTH, start, old), slot, axis=0)
+            jax.lax.dynamic_update_slice_in_dim(old, _cut(new, start, old, axis), slot, axis=0)
             for start, old in zip(starts, segments, strict=True)
         )
 
     layers = tuple(
-        KeysValues(fill(kv.k_BKSH, new.k_BKTH), fill(kv.v_BKSH, new.v_BKTH))
+        KeysValues(fill(kv.k_BKHS, new.k_BKHT, axis=3), fill(kv.v_BKSH, new.v_BKTH, axis=2))
         for kv, new in zip(cache.layers, prompt, strict=True)
     )
     positions = []
@@ -112,15 +118,15 @@ def append_position(
 
 def append(kv: KeysValues, new: PromptKeysValues, position_B: jax.Array) -> KeysValues:
     """Write one token's key and value per row at its position."""
-    starts = _starts(kv.k_BKSH, axis=2)
+    starts = _starts(kv.v_BKSH, axis=2)
 
-    def write(segments: tuple[jax.Array, ...], new_BK1H: jax.Array) -> tuple[jax.Array, ...]:
+    def write(segments: tuple[jax.Array, ...], new: jax.Array, axis: int) -> tuple[jax.Array, ...]:
         return tuple(
-            _write(segment, new_BK1H, position_B - start, axis=1)
+            _write(segment, new, position_B - start, axis)
             for start, segment in zip(starts, segments, strict=True)
         )
 
-    return KeysValues(write(kv.k_BKSH, new.k_BKTH), write(kv.v_BKSH, new.v_BKTH))
+    return KeysValues(write(kv.k_BKHS, new.k_BKHT, axis=2), write(kv.v_BKSH, new.v_BKTH, axis=1))
 
 
 def attend_cached(
@@ -133,8 +139,8 @@ def attend_cached(
 ) -> jax.Array:
     """Attend to every segment and merge: `out_BTKGH`."""
     parts = [
-        attend(q_BTKGH, k_BKSH, v_BKSH, visible(query_position_BT, position_BS, window))
-        for k_BKSH, v_BKSH, position_BS in zip(kv.k_BKSH, kv.v_BKSH, key_position_BS, strict=True)
+        attend(q_BTKGH, k_BKHS, v_BKSH, visible(query_position_BT, position_BS, window))
+        for k_BKHS, v_BKSH, position_BS in zip(kv.k_BKHS, kv.v_BKSH, key_position_BS, strict=True)
     ]
     out_BTKGH, _ = merge(parts)
     return out_BTKGH
@@ -148,12 +154,13 @@ def _starts(segments: tuple[jax.Array, ...], axis: int = 1) -> list[int]:
     return starts
 
 
-def _cut(new_1KTH: jax.Array, start: int, segment_BKSH: jax.Array) -> jax.Array:
-    """The part of a prompt that falls into a segment, filled up with zeros."""
-    S = segment_BKSH.shape[2]
-    part = new_1KTH[:, :, start : start + S]
-    missing = S - part.shape[2]
-    return jnp.pad(part, ((0, 0), (0, 0), (0, missing), (0, 0))).astype(segment_BKSH.dtype)
+def _cut(new: jax.Array, start: int, segment: jax.Array, axis: int) -> jax.Array:
+    """The part of a prompt that falls into a segment, filled up with zeros along `axis`."""
+    S, T = segment.shape[axis], new.shape[axis]
+    part = jax.lax.slice_in_dim(new, min(start, T), min(start + S, T), axis=axis)
+    padding = [(0, 0)] * part.ndim
+    padding[axis] = (0, S - part.shape[axis])
+    return jnp.pad(part, padding).astype(segment.dtype)
 
 
 def _write(segment: jax.Array, new: jax.Array, index_B: jax.Array, axis: int) -> jax.Array:

@@ -6,6 +6,7 @@ half", the order of Hugging Face checkpoints).
 """
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +15,29 @@ import numpy as np
 from .config import FactorScaling, LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
 
 
-def rotate(x_BTNH: jax.Array, position_BT: jax.Array, rope: RopeConfig) -> jax.Array:
-    """Rotate heads by their tokens' positions; computed in float32, returned in `x`'s dtype."""
-    frequency_h, factor = frequencies(rope, x_BTNH.shape[-1])
-    angle_BT1h = position_BT[..., None, None].astype(jnp.float32) * frequency_h[None, None, None]
-    cos, sin = jnp.cos(angle_BT1h) * factor, jnp.sin(angle_BT1h) * factor
+class Rotation(NamedTuple):
+    """Cosines and sines of each token's angles, `h = H / 2` pairs to a head."""
+
+    cos_BT1h: jax.Array
+    sin_BT1h: jax.Array
+
+
+def rotation(position_BT: jax.Array | np.ndarray, rope: RopeConfig, head_dim: int) -> Rotation:
+    """The rotation of tokens at these positions, for all layers and heads.
+
+    Positions that are known now, as numpy, make it a constant of the graph: XLA would repeat the
+    trigonometry inside every layer and head.
+    """
+    frequency_h, factor = frequencies(rope, head_dim)
+    xp = np if isinstance(position_BT, np.ndarray) else jnp
+    angle_BT1h = position_BT[..., None, None].astype(xp.float32) * frequency_h[None, None, None]
+    cos, sin = xp.cos(angle_BT1h) * factor, xp.sin(angle_BT1h) * factor
+    return Rotation(jnp.asarray(cos, jnp.float32), jnp.asarray(sin, jnp.float32))
+
+
+def rotate(x_BTNH: jax.Array, by: Rotation) -> jax.Array:
+    """Rotate heads by their tokens' angles; computed in float32, returned in `x`'s dtype."""
+    cos, sin = by
     first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return rotated.astype(x_BTNH.dtype)

@@ -64,7 +64,7 @@ def sample(
 ) -> jax.Array:
     """Choose one token per row. Rows that are not live get some token and cost nothing extra."""
     processed_BV = process_logits(logits_BV, state, history, is_live_B)
-    greedy_B = jnp.argmax(processed_BV, axis=-1).astype(jnp.int32)
+    greedy_B = _argmax(processed_BV)
     is_random_B = state.temperature_B > 0
 
     def draw(processed_BV: jax.Array) -> jax.Array:
@@ -72,7 +72,7 @@ def sample(
         scaled_BV = processed_BV / temperature_B[:, None]
         kept_BV = jnp.where(keep_mask(scaled_BV, state, is_live_B), scaled_BV, -jnp.inf)
         noise_BV = _gumbel_noise(state, history, kept_BV.shape[-1])
-        drawn_B = jnp.argmax(kept_BV + noise_BV, axis=-1).astype(jnp.int32)
+        drawn_B = _argmax(kept_BV + noise_BV)
         return jnp.where(is_random_B, drawn_B, greedy_B)
 
     return jax.lax.cond(jnp.any(is_random_B & is_live_B), draw, lambda _: greedy_B, processed_BV)
@@ -146,6 +146,17 @@ def score_tokens(
         return TokenScores(jnp.zeros(B), jnp.zeros(shape, jnp.int32), jnp.zeros(shape))
 
     return jax.lax.cond(jnp.any(num_logprobs_B >= 0), score, nothing, logits_BV)
+
+
+def _argmax(x_BV: jax.Array) -> jax.Array:
+    """The first index of each row's maximum; V - 1 where a NaN hides it.
+
+    Two plain reductions: XLA for CPU does not vectorise the paired one of `jnp.argmax`.
+    """
+    V = x_BV.shape[-1]
+    is_max_BV = x_BV == x_BV.max(axis=-1, keepdims=True)
+    index_BV = jnp.where(is_max_BV, jnp.arange(V, dtype=jnp.int32)[None], V - 1)
+    return index_BV.min(axis=-1)
 
 
 def _when(condition: jax.Array, change, logits_BV: jax.Array) -> jax.Array:
