@@ -200,7 +200,8 @@ def _gumbel_noise(state: SamplingState, history: History, V: int) -> jax.Array:
 
 def _ordered_bits(x: jax.Array) -> jax.Array:
     """Float32 as int32 with the same order, so that thresholds can be found by bisection."""
-    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    # the two zeros are equal, and their bits are not
+    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)
     return bits ^ ((bits >> 31) & jnp.int32(0x7FFFFFFF))
 
 

@@ -4,7 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from noria.modelzoo.attention import EMPTY_POSITION, attend_dense, merge, visible
+from noria.modelzoo.attention import (
+    EMPTY_POSITION,
+    PROMPT_BLOCK,
+    attend_dense,
+    attend_prompt,
+    merge,
+    visible,
+)
 from tolerances import FLOAT32_ELEMENTWISE
 
 B, T, K, G, S, H = 2, 4, 2, 3, 7, 8
@@ -130,3 +137,20 @@ def test_merging_with_parts_in_which_nothing_is_seen_changes_no_bit():
 def test_merging_parts_that_see_nothing_at_all_gives_zero_and_no_nan():
     out, lse = merge(parts_of(np.zeros((B, T, S), bool), [3, 5]))
     assert np.all(np.asarray(out) == 0.0) and np.all(np.isneginf(lse))
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, PROMPT_BLOCK, PROMPT_BLOCK + 3])
+def test_a_prompt_attends_in_blocks_as_it_would_whole(window):
+    """Longer than two blocks, and not a multiple of one; the second row ends in padding."""
+    length = 2 * PROMPT_BLOCK + 9
+    rng = np.random.default_rng(7)
+    shapes = ((2, length, 1, 2, 4), (2, 1, 4, length), (2, 1, length, 4))
+    q, k, v = (jnp.asarray(rng.normal(size=shape).astype(np.float32)) for shape in shapes)
+    position_BT = np.tile(np.arange(length), (2, 1))
+    key_position_BT = np.where(position_BT < [[length], [PROMPT_BLOCK + 5]], position_BT, -1)
+    mask_BTS = visible(jnp.asarray(position_BT), jnp.asarray(key_position_BT), window)
+    whole, _ = jax.jit(attend_dense)(q, k, v, mask_BTS)
+    blocks = jax.jit(attend_prompt, static_argnums=(0, 5))(
+        attend_dense, q, k, v, jnp.asarray(key_position_BT), window
+    )
+    np.testing.assert_allclose(blocks, whole, rtol=0, atol=FLOAT32_ELEMENTWISE)
