@@ -111,7 +111,7 @@ def _add_inspect(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def _run_batch(options: argparse.Namespace) -> int:
-    from .batch_command import run
+    from .batch.command import run
 
     return run(options)
 
@@ -135,9 +135,9 @@ def _run_doctor(options: argparse.Namespace) -> int:
 
 
 def _run_bench(options: argparse.Namespace) -> int:
-    from . import bench  # pyright: ignore[reportAttributeAccessIssue]
+    from . import bench
 
-    return bench.main(options.rest) or 0
+    return bench.main(options.rest)
 
 
 if __name__ == "__main__":

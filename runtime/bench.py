@@ -1,0 +1,258 @@
+"""`noria bench`: speed over prompt lengths, output lengths and batch sizes.
+
+The grid that people know from llama-batched-bench: PP prompt tokens and TG output tokens for each
+of B rows. Each case gets the bucket grid that a batch job of such rows would derive, and the waste
+of that grid stands beside its speed. Prompts are random ids, sampling is greedy, end tokens count
+as any other. Knows nothing of texts or request files. Guarantees: compiling and a first run are
+never in a figure; times are medians of the repeats.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .batch.job import EXIT_MODEL, JobError
+from .checkpoint import CheckpointError, open_model
+from .machine import describe_machine
+from .request import Request, SamplingParams
+
+if TYPE_CHECKING:
+    from .generation import Generator
+    from .session import LoadedModel
+
+COLUMNS = ("PP", "TG", "B", "N_KV", "T_PP s", "S_PP t/s", "T_TG s", "S_TG t/s", "T s", "S t/s")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the table: B rows of PP prompt tokens and TG output tokens."""
+
+    prompt_length: int
+    output_length: int
+    rows: int
+
+    def __str__(self) -> str:
+        return f"PP {self.prompt_length}, TG {self.output_length}, B {self.rows}"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One run of a case."""
+
+    prefill_seconds: float
+    """Prefill and insert calls."""
+    decode_seconds: float
+    wall_seconds: float
+
+
+@dataclass
+class CaseResult:
+    """What a case took, and the grid that it took it on."""
+
+    case: Case
+    grid: dict[str, Any]
+    build_seconds: float
+    padding: dict[str, int]
+    compiles_during_run: int
+    timings: list[Timing] = field(default_factory=list)
+
+    def median(self, name: str) -> float:
+        """The median of one of `Timing`'s fields."""
+        return statistics.median(getattr(timing, name) for timing in self.timings)
+
+    @property
+    def waste(self) -> float:
+        """Share of the computed tokens that are neither prompt nor output."""
+        return 1 - self.padding["real_tokens"] / self.padding["computed_tokens"]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run every case, print the table as it grows, write the JSON file at the end."""
+    options = _parse(arguments)
+    try:
+        with open_model(options.model) as files:
+            cases = _cases(options, files.spec.config.max_position)
+            model = _load(files, options)
+            print(_header(files.name, model.dtype, options), flush=True)
+            results = []
+            for case in cases:
+                results.append(_run_or_name(model, case, options.repeats))
+                print(_line(results[-1]), flush=True)
+            if options.json:
+                report = _report(options, files, model.dtype, results)
+                options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    except CheckpointError as error:
+        raise JobError(str(error), EXIT_MODEL) from error
+    return 0
+
+
+def run_case(
+    model: "LoadedModel",
+    case: Case,
+    repeats: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> CaseResult:
+    """Build the grid of one case, run it once unmeasured and `repeats` times measured."""
+    from ..compile.default_grid import RowNeed, derive_grid
+    from ..compile.plan import Plan, PlannedModel
+    from . import session
+
+    needs = [RowNeed(case.prompt_length, case.output_length)] * case.rows
+    defaults = _grid_defaults(case)
+    grid = derive_grid(needs, model.definition.config.max_position, defaults)
+    planned = PlannedModel(model.files.name, model.files.fingerprint(), model.dtype)
+    started = clock()
+    generator = session.start(model, Plan(model.target.name, planned, grid))
+    build_seconds = clock() - started
+    prompts = random_prompts(case, model.definition.config.vocab_size)
+    _run_once(generator, case, prompts, clock)
+    timings = [_run_once(generator, case, prompts, clock) for _ in range(repeats)]
+    report = generator.statistics()
+    return CaseResult(
+        case,
+        asdict(grid),
+        build_seconds,
+        report["padding"],
+        report["compiles_during_run"],
+        timings,
+    )
+
+
+def random_prompts(case: Case, vocab_size: int) -> list[list[int]]:
+    """The same ids for the same case, on every machine."""
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    return rng.integers(0, vocab_size, (case.rows, case.prompt_length)).tolist()
+
+
+def _run_or_name(model: "LoadedModel", case: Case, repeats: int) -> CaseResult:
+    """As `run_case`; what the compiler or the device refuses ends with the name of the case."""
+    try:
+        return run_case(model, case, repeats)
+    except (RuntimeError, MemoryError) as error:
+        raise JobError(f"{case}: {error or type(error).__name__}", EXIT_BUILD) from error
+
+
+def _run_once(
+    generator: "Generator", case: Case, prompts: list[list[int]], clock: Callable[[], float]
+) -> Timing:
+    from .metrics import EngineMetrics
+
+    generator.engine.metrics = EngineMetrics()
+    params = SamplingParams(temperature=0, max_tokens=case.output_length, ignore_eos=True)
+    for row, prompt in enumerate(prompts):
+        generator.submit(Request(str(row), prompt, params))
+    started = clock()
+    outputs = generator.run()
+    wall_seconds = clock() - started
+    failed = next((output.error for output in outputs if output.error), None)
+    if failed is not None:
+        raise failed
+    phases = generator.engine.metrics.report()["phases"]
+    prefill_seconds = phases["prefill_seconds"] + phases["insert_seconds"]
+    return Timing(prefill_seconds, phases["decode_seconds"], wall_seconds)
+
+
+def _grid_defaults(case: Case):
+    """A slot for every row, and one span: a case asks what its own shape costs."""
+    from ..compile.default_grid import GridDefaults
+
+    return GridDefaults(max_decode_slots=case.rows, max_decode_graphs=1)
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="noria bench",
+        description="Speed over prompt lengths (PP), output lengths (TG) and batch sizes (B).",
+        epilog="example: noria bench --model smollm2 --pp 128 --tg 32 --batch 1,8",
+    )
+    add = parser.add_argument
+    add("--model", required=True, help="directory, .gguf file, or smollm2")
+    add("--pp", type=_sizes, default=[128, 256], help="prompt tokens a row (default: 128,256)")
+    add("--tg", type=_sizes, default=[32], help="output tokens a row (default: 32)")
+    add("--batch", type=_sizes, default=[1, 8, 32], help="rows (default: 1,8,32)")
+    add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of weights")
+    add("--target", default="cpu", help="hardware to run on (default: cpu)")
+    add("--repeats", type=int, default=3, help="measured runs a case; medians count (default: 3)")
+    add("--json", type=Path, help="write raw times, grids and the machine here")
+    options = parser.parse_args(arguments)
+    if options.repeats < 1:
+        parser.error(f"argument --repeats: expected at least 1, got {options.repeats}.")
+    return options
+
+
+def _sizes(text: str) -> list[int]:
+    try:
+        sizes = [int(word) for word in text.split(",")]
+    except ValueError:
+        sizes = []
+    if not sizes or min(sizes) < 1:
+        raise argparse.ArgumentTypeError(
+            f"expected positive integers with commas between, such as 128,256; got {text!r}."
+        )
+    return sizes
+
+
+def _cases(options: argparse.Namespace, max_position: int) -> list[Case]:
+    """All combinations, in the order of llama-batched-bench; refused whole if one cannot fit."""
+    cases = [Case(*sizes) for sizes in product(options.pp, options.tg, options.batch)]
+    for case in cases:
+        if case.prompt_length + case.output_length > max_position:
+            raise ValueError(
+                f"--pp, --tg: expected at most {max_position} tokens a row, the longest sequence "
+                f"that this model was published for, got {case}."
+            )
+    return cases
+
+
+def _load(files, options: argparse.Namespace) -> "LoadedModel":
+    from ..compile.targets import find_target
+    from . import compilation_cache, session
+
+    compilation_cache.enable()
+    return session.load_model(files, find_target(options.target), options.dtype)
+
+
+def _header(name: str, dtype: str, options: argparse.Namespace) -> str:
+    title = f"{name}, {dtype}, {options.target}, medians of {options.repeats}"
+    columns = " | ".join((*COLUMNS, "waste"))
+    return f"{title}\n\n| {columns} |\n|{'--:|' * (len(COLUMNS) + 1)}"
+
+
+def _line(result: CaseResult) -> str:
+    case = result.case
+    prefill, decode = result.median("prefill_seconds"), result.median("decode_seconds")
+    wall = result.median("wall_seconds")
+    prompt_tokens = case.prompt_length * case.rows
+    output_tokens = case.output_length * case.rows
+    total = prompt_tokens + output_tokens
+    cells = [
+        *(str(n) for n in (case.prompt_length, case.output_length, case.rows, total)),
+        f"{prefill:.3f}",
+        f"{prompt_tokens / prefill:.1f}",
+        f"{decode:.3f}",
+        f"{output_tokens / decode:.1f}",
+        f"{wall:.3f}",
+        f"{total / wall:.1f}",
+        f"{result.waste:.1%}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _report(
+    options: argparse.Namespace, files, dtype: str, results: list[CaseResult]
+) -> dict[str, Any]:
+    settings = {key: str(value) for key, value in vars(options).items()}
+    return {
+        "settings": settings,
+        "model": {"name": files.name, "fingerprint": files.fingerprint(), "dtype": dtype},
+        "machine": describe_machine(),
+        "cases": [asdict(result) | {"waste": result.waste} for result in results],
+    }

@@ -1,0 +1,100 @@
+"""`noria bench`: every case measured on the grid of its shape, figures that add up, refusals."""
+
+import json
+
+import pytest
+from noria.runtime import bench, cli
+from noria.runtime.checkpoint import save_orbax
+from tiny import CONFIG, TinyModel
+
+
+@pytest.fixture(scope="module")
+def model_directory(tmp_path_factory):
+    path = tmp_path_factory.mktemp("bench") / "tiny"
+    save_orbax(path, TinyModel().parameters, family="llama", config=CONFIG)
+    return path
+
+
+@pytest.fixture(scope="module")
+def report(model_directory, tmp_path_factory):
+    """The JSON report of four cases, and what was printed."""
+    path = tmp_path_factory.mktemp("report") / "bench.json"
+    arguments = f"--pp 16,24 --tg 5 --batch 1,3 --repeats 2 --json {path}"
+    printed: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setattr("builtins.print", lambda text, **_: printed.append(text))
+        assert bench.main(["--model", str(model_directory), *arguments.split()]) == 0
+    return json.loads(path.read_text()), "\n".join(printed)
+
+
+def test_every_combination_is_a_row_of_the_table(report):
+    _, printed = report
+    rows = [line.strip("| ").split(" | ") for line in printed.splitlines() if line[:1] == "|"]
+    assert rows[0] == [*bench.COLUMNS, "waste"]
+    sizes = [[int(cell) for cell in row[:4]] for row in rows[2:]]
+    assert sizes == [[16, 5, 1, 21], [16, 5, 3, 63], [24, 5, 1, 29], [24, 5, 3, 87]]
+
+
+def test_no_case_compiles_while_it_is_measured(report):
+    measured, _ = report
+    assert [case["compiles_during_run"] for case in measured["cases"]] == [0] * 4
+
+
+def test_the_report_says_what_it_was_measured_on(report):
+    machine = report[0]["machine"]
+    assert machine["processor"] and machine["devices"] and machine["versions"]["jax"]
+
+
+def test_times_of_the_phases_are_inside_the_wall_time(report):
+    measured, _ = report
+    for case in measured["cases"]:
+        assert len(case["timings"]) == 2
+        for timing in case["timings"]:
+            phases = timing["prefill_seconds"] + timing["decode_seconds"]
+            assert 0 < phases <= timing["wall_seconds"]
+
+
+def test_padding_is_of_one_run_and_of_the_grid_of_the_case(report):
+    measured, _ = report
+    for case in measured["cases"]:
+        sizes, padding = case["case"], case["padding"]
+        tokens = (sizes["prompt_length"] + sizes["output_length"]) * sizes["rows"]
+        assert padding["real_tokens"] == tokens
+        (length, batch) = case["grid"]["prefill"][0]
+        calls = -(-sizes["rows"] // batch)
+        padded = calls * batch * length - sizes["rows"] * sizes["prompt_length"]
+        assert padding["prefill_padding_tokens"] == padded
+        assert case["waste"] == pytest.approx(1 - tokens / padding["computed_tokens"])
+
+
+def test_a_case_that_is_too_long_is_refused_before_anything_is_built(model_directory, capsys):
+    code = cli.main(["bench", "--model", str(model_directory), "--pp", "8,120", "--tg", "16"])
+    assert code == 2
+    captured = capsys.readouterr()
+    assert "expected at most 128 tokens a row" in captured.err
+    assert "PP 120, TG 16, B 1" in captured.err
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize("value", ["", "0", "8,", "eight"])
+def test_sizes_that_are_no_positive_integers_are_refused(value, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        bench.main(["--model", "smollm2", f"--pp={value}"])
+    assert stopped.value.code == 2
+    assert f"got {value!r}" in capsys.readouterr().err
+
+
+def test_a_case_that_the_device_refuses_is_named(model_directory, monkeypatch, capsys):
+    def refuse(*_):
+        raise RuntimeError("RESOURCE_EXHAUSTED")
+
+    monkeypatch.setattr(bench, "run_case", refuse)
+    arguments = ["--model", str(model_directory), "--pp", "16", "--tg", "5", "--batch", "7"]
+    assert cli.main(["bench", *arguments]) == 4
+    assert "PP 16, TG 5, B 7: RESOURCE_EXHAUSTED" in capsys.readouterr().err
+
+
+def test_a_model_that_is_not_there_ends_with_the_code_of_models(capsys):
+    assert cli.main(["bench", "--model", "no/such/model"]) == 3
+    assert "no/such/model" in capsys.readouterr().err
