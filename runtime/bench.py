@@ -17,7 +17,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .batch.job import EXIT_MODEL, JobError
+from .batch.job import EXIT_BUILD, EXIT_MODEL, JobError
 from .checkpoint import CheckpointError, open_model
 from .machine import describe_machine
 from .request import Request, SamplingParams

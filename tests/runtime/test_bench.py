@@ -3,15 +3,16 @@
 import json
 
 import pytest
+from noria.compile.definition import Definition
 from noria.runtime import bench, cli
 from noria.runtime.checkpoint import save_orbax
-from tiny import CONFIG, TinyModel
+from tiny import CONFIG, random_parameters
 
 
 @pytest.fixture(scope="module")
 def model_directory(tmp_path_factory):
     path = tmp_path_factory.mktemp("bench") / "tiny"
-    save_orbax(path, TinyModel().parameters, family="llama", config=CONFIG)
+    save_orbax(path, random_parameters(Definition(CONFIG)), family="llama", config=CONFIG)
     return path
 
 
