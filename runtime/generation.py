@@ -26,8 +26,8 @@ from .request import (
     TokenLogprob,
 )
 from .scheduler import Job
-from .text_collector import TextCollector
-from .tokenizer import Tokenizer
+from .text.collector import TextCollector
+from .text.tokenizer import Tokenizer
 
 
 @dataclass

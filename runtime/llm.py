@@ -12,9 +12,9 @@ from ..compile.default_grid import ladder_grid
 from ..compile.plan import Plan, PlannedModel
 from ..compile.targets import find_target
 from . import compilation_cache, session
-from .chat_template import ChatRenderer
 from .checkpoint import open_model
 from .request import Request, RequestOutput, RowError, SamplingParams
+from .text.chat_template import ChatRenderer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 _Row = tuple[str | None, list[int]]

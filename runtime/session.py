@@ -18,7 +18,7 @@ from ..sharding.placement import place
 from .checkpoint import ModelFiles, load_params
 from .engine import Engine
 from .generation import Generator
-from .tokenizer import Tokenizer, load_tokenizer
+from .text.tokenizer import Tokenizer, load_tokenizer
 
 DTYPES = ("float32", "bfloat16")
 

@@ -8,7 +8,7 @@ from noria.runtime import cli
 
 _IMPORTS = """
 import sys
-import noria.runtime.cli, noria.runtime.batch, noria.runtime.batch_command
+import noria.runtime.cli, noria.runtime.batch.run, noria.runtime.batch.command
 heavy = {"jax", "flax", "optax", "orbax", "transformers", "tokenizers", "jinja2", "gguf"}
 print(sorted(heavy & set(sys.modules)))
 """

@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from .batch_lines import BadRow, BatchRow
-from .request import CompletionOutput, RequestOutput, RowError, TokenLogprob
+from ..request import CompletionOutput, RequestOutput, RowError, TokenLogprob
+from .lines import BadRow, BatchRow
 
 LOWEST_LOGPROB = -9999.0
 

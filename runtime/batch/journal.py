@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..strict_json import dump_line
 from .disk import Disk
-from .strict_json import dump_line
 
 FORMAT = 1
 SYNC_ROWS = 64

@@ -10,8 +10,8 @@ Knows nothing of files or buckets. Guarantees: token ids, or a `RowError`.
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from .batch_lines import BatchRow
-from .request import RowError
+from ..request import RowError
+from .lines import BatchRow
 
 
 class TextEncoder(Protocol):

@@ -11,19 +11,19 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from .batch import run_job
-from .batch_scan import ScanSummary
-from .chat_template import ChatRenderer
-from .checkpoint import CheckpointError, ModelFiles, open_model
+from ..checkpoint import CheckpointError, ModelFiles, open_model
+from ..run_config import apply_overrides, read_toml
+from ..text.chat_template import ChatRenderer
+from ..text.tokenizer import InvalidTokenizer, load_tokenizer
 from .job import EXIT_MODEL, Build, JobError, JobSettings, JobText
 from .manifest import PhaseClock, versions
 from .progress import Progress
 from .prompt_encoder import PromptEncoder
-from .run_config import apply_overrides, read_toml
-from .tokenizer import InvalidTokenizer, load_tokenizer
+from .run import run_job
+from .scan import ScanSummary
 
 if TYPE_CHECKING:
-    from ..compile.plan import Plan
+    from ...compile.plan import Plan
 
 _VERSIONS_THAT_DECIDE_ANSWERS = ("noria", "jax", "jaxlib")
 
@@ -110,9 +110,9 @@ class BatchModel:
         progress: Progress,
     ) -> Build:
         """Load the parameters, then compile the stored, the given or a derived plan."""
-        from ..compile.build import GraphBuilt
-        from ..compile.targets import find_target
-        from . import compilation_cache, session
+        from ...compile.build import GraphBuilt
+        from ...compile.targets import find_target
+        from .. import compilation_cache, session
 
         def report(built: GraphBuilt) -> None:
             progress.compiled(
@@ -131,9 +131,9 @@ class BatchModel:
         return Build(generator, text)
 
     def _resolve_plan(self, summary: ScanSummary, stored_plan: str | None, resolve_dtype: Any):
-        from ..compile.default_grid import RowNeed, derive_grid
-        from ..compile.plan import Plan, PlannedModel
-        from ..compile.targets import find_target
+        from ...compile.default_grid import RowNeed, derive_grid
+        from ...compile.plan import Plan, PlannedModel
+        from ...compile.targets import find_target
 
         if stored_plan is not None:
             return Plan.from_table(tomllib.loads(stored_plan))
@@ -161,7 +161,7 @@ class BatchModel:
 
 def _padding_note(summary: ScanSummary, plan: "Plan") -> str:
     """What the plan's prefill buckets cost on the rows of this job that fit them."""
-    from ..compile.default_grid import prefill_padding
+    from ...compile.default_grid import prefill_padding
 
     longest = plan.buckets.prefill[-1].length
     lengths = [need.prompt_length for need in summary.needs if need.prompt_length <= longest]

@@ -5,8 +5,8 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from noria.runtime.detokenizer import Detokenizer
-from noria.runtime.tokenizer import Tokenizer
+from noria.runtime.text.detokenizer import Detokenizer
+from noria.runtime.text.tokenizer import Tokenizer
 
 
 def pushed(tokenizer: Tokenizer, parts: list[list[int]], skip: bool) -> list[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from noria.runtime.checkpoint.gguf import read_header
-from noria.runtime.tokenizer import Tokenizer, load_tokenizer
+from noria.runtime.text.tokenizer import Tokenizer, load_tokenizer
 
 
 def installed_file(package: str, name: str) -> Path:

@@ -8,10 +8,10 @@ import json
 import time
 
 import pytest
-from noria.runtime.chat_template import ChatRenderer
 from noria.runtime.request import RowError
-from noria.runtime.template_process import TemplateFailure, TemplateLimits, TemplateProcess
-from noria.runtime.tokenizer import load_tokenizer
+from noria.runtime.text.chat_template import ChatRenderer
+from noria.runtime.text.template_process import TemplateFailure, TemplateLimits, TemplateProcess
+from noria.runtime.text.tokenizer import load_tokenizer
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] "

@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from .request import RowError, SamplingParams
+from ..request import RowError, SamplingParams
+from ..strict_json import MAX_LINE_BYTES, Line, dump_line, parse_object
 from .request_body import read_params, unknown_parameter
-from .strict_json import MAX_LINE_BYTES, Line, dump_line, parse_object
 
 CHAT_URL = "/v1/chat/completions"
 COMPLETION_URL = "/v1/completions"

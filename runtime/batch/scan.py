@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from .batch_lines import BadRow, BatchRow, duplicate_of, read_row
-from .request import RowError
-from .strict_json import Line, read_line_at, read_lines
+from ..request import RowError
+from ..strict_json import Line, read_line_at, read_lines
+from .lines import BadRow, BatchRow, duplicate_of, read_row
 
 Encode = Callable[[BatchRow], Sequence[int]]
 

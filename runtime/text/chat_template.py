@@ -13,8 +13,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..request import RowError
 from .chat_messages import checked_json, checked_messages, strings_in
-from .request import RowError
 from .special_tokens import unused_character
 from .template_process import TemplateFailure, TemplateLimits, TemplateProcess
 from .tokenizer import Tokenizer

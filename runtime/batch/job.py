@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from .batch_scan import Encode, ScanSummary
+from ..request import Request, RequestOutput
 from .manifest import PhaseClock
 from .progress import Progress
-from .request import Request, RequestOutput
 from .results import TokenNames
+from .scan import Encode, ScanSummary
 
 EXIT_OK, EXIT_ROWS_FAILED, EXIT_USAGE, EXIT_MODEL, EXIT_BUILD, EXIT_RESUMABLE = 0, 1, 2, 3, 4, 75
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from noria.runtime.batch import run_job
-from noria.runtime.job import Build, JobSettings, JobText
-from noria.runtime.progress import Progress
+from noria.runtime.batch.job import Build, JobSettings, JobText
+from noria.runtime.batch.progress import Progress
+from noria.runtime.batch.run import run_job
 from noria.runtime.request import CompletionOutput, Request, RequestMetrics, RequestOutput, RowError
 
 VOCAB_SIZE = 256

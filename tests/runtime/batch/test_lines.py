@@ -7,8 +7,8 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from noria.runtime.batch_lines import BadRow, BatchRow, hash_request, read_row
-from noria.runtime.batch_scan import scan
+from noria.runtime.batch.lines import BadRow, BatchRow, hash_request, read_row
+from noria.runtime.batch.scan import scan
 from noria.runtime.request import RowError
 from noria.runtime.strict_json import Line, dump_line, parse_object, read_lines
 

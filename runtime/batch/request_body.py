@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .request import MAX_LOGPROBS, RowError, SamplingParams
+from ..request import MAX_LOGPROBS, RowError, SamplingParams
 
 # keys that are SamplingParams fields under the same name, with the same meaning
 _DIRECT = (

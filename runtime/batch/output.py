@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from .batch_scan import ScannedRow, ScanSummary
+from ..strict_json import dump_line
 from .disk import Disk, replace_file
 from .job import EXIT_RESUMABLE, JobError, JobSettings
 from .journal import Journal
 from .manifest import PhaseClock, count_outcomes, describe, make_manifest, write_manifest
 from .results import OutputLines
-from .strict_json import dump_line
+from .scan import ScannedRow, ScanSummary
 
 
 def finalise(

@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from typing import Any, BinaryIO
 
-from .batch_lines import BadRow, BatchRow
-from .batch_scan import InputError, ScannedRow, ScanSummary, check_input, read_again, scan
+from ..request import Request, RequestOutput, RowError
 from .disk import Disk
 from .job import (
     EXIT_BUILD,
@@ -31,14 +30,15 @@ from .job import (
     JobSettings,
     JobText,
 )
-from .job_lock import JobLock
-from .job_output import finalise, summarise
-from .job_signals import EXIT_CODES, StopSignals
 from .journal import RETRIED_CODES, Journal
+from .lines import BadRow, BatchRow
+from .lock import JobLock
 from .manifest import PhaseClock, fingerprint, is_complete, manifest_path
+from .output import finalise, summarise
 from .progress import Progress
-from .request import Request, RequestOutput, RowError
 from .results import OutputLines
+from .scan import InputError, ScannedRow, ScanSummary, check_input, read_again, scan
+from .stop_signals import EXIT_CODES, StopSignals
 
 
 def run_job(

@@ -4,9 +4,9 @@ import json
 import math
 
 import pytest
-from noria.runtime.batch_lines import BadRow, BatchRow, read_row
+from noria.runtime.batch.lines import BadRow, BatchRow, read_row
+from noria.runtime.batch.results import OutputLines
 from noria.runtime.request import CompletionOutput, RequestOutput, RowError, TokenLogprob
-from noria.runtime.results import OutputLines
 from noria.runtime.strict_json import Line
 
 

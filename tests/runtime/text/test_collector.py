@@ -4,7 +4,7 @@ import random
 
 import pytest
 from noria.runtime.request import RowError, SamplingParams
-from noria.runtime.text_collector import TextCollector
+from noria.runtime.text.collector import TextCollector
 
 TEXT = "One two, three.\n\nUser: four 🙂 five"
 

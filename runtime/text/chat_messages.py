@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from .request import RowError
+from ..request import RowError
 from .tokenizer import check_encodable
 
 _MAX_DEPTH = 32

@@ -9,8 +9,8 @@ ids were divided into pushes; no character is split.
 
 from collections.abc import Sequence
 
+from ..request import RowError, SamplingParams
 from .detokenizer import Detokenizer
-from .request import RowError, SamplingParams
 from .tokenizer import Tokenizer
 
 

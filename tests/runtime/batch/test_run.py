@@ -14,13 +14,13 @@ import time
 from pathlib import Path
 
 import pytest
-from noria.runtime.batch import run_job
-from noria.runtime.batch_scan import InputError
-from noria.runtime.disk import Disk
-from noria.runtime.job import JobError
-from noria.runtime.job_lock import OutputIsLocked
-from noria.runtime.journal import JournalError, JournalWriteError
-from noria.runtime.progress import Progress
+from noria.runtime.batch.disk import Disk
+from noria.runtime.batch.job import JobError
+from noria.runtime.batch.journal import JournalError, JournalWriteError
+from noria.runtime.batch.lock import OutputIsLocked
+from noria.runtime.batch.progress import Progress
+from noria.runtime.batch.run import run_job
+from noria.runtime.batch.scan import InputError
 
 _FAKE = Path(__file__).with_name("fake_model.py")
 _spec = importlib.util.spec_from_file_location("fake_model", _FAKE)

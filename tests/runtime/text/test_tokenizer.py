@@ -12,8 +12,8 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 from noria.runtime.request import RowError
-from noria.runtime.special_tokens import SpecialTokens
-from noria.runtime.tokenizer import InvalidTokenizer, Tokenizer, load_tokenizer
+from noria.runtime.text.special_tokens import SpecialTokens
+from noria.runtime.text.tokenizer import InvalidTokenizer, Tokenizer, load_tokenizer
 
 TEXTS = [
     "",
@@ -451,8 +451,8 @@ def test_protected_strings_never_make_a_special_token_together(parts):
 
 def test_text_modules_import_neither_jax_nor_transformers():
     modules = "tokenizer tokenizer_json sentencepiece_model gguf_vocabulary chat_template"
-    modules += " detokenizer text_collector"
-    code = "import sys\n" + "".join(f"import noria.runtime.{m}\n" for m in modules.split())
+    modules += " detokenizer collector"
+    code = "import sys\n" + "".join(f"import noria.runtime.text.{m}\n" for m in modules.split())
     code += "print({'jax', 'flax', 'transformers', 'tokenizers', 'jinja2'} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.stdout == "set()\n", result.stderr

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from ..request import RowError
 from .detokenizer import Detokenizer
-from .request import RowError
 from .special_tokens import SpecialTokens
 
 
