@@ -1,5 +1,6 @@
 """What no file of the repository may hold."""
 
+import importlib.util
 import json
 import re
 import subprocess
@@ -76,3 +77,13 @@ def test_the_prompts_of_the_benchmark_are_what_their_script_writes():
     ).stdout
     stored = ROOT / "benchmarks" / "workloads" / "peers64.jsonl"
     assert written == stored.read_text(encoding="utf-8")
+
+
+def test_the_readmes_tree_is_what_the_files_say():
+    path = ROOT / "scripts" / "readme_tree.py"
+    spec = importlib.util.spec_from_file_location("readme_tree", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert module.with_tree(readme) == readme, "run scripts/readme_tree.py"

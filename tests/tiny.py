@@ -5,6 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+
 from noria.compile import signatures
 from noria.compile.bucket_grid import BucketGrid
 from noria.compile.build import build

@@ -1,6 +1,7 @@
 """Buckets: what fits where, and what is refused by name."""
 
 import pytest
+
 from noria.compile.bucket_grid import BucketGrid, NoBucketFits, PrefillBucket
 
 GRID = BucketGrid(max_length=96, prefill=((16, 4), (64, 2)), decode_slots=8, decode_spans=(32, 96))

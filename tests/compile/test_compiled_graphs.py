@@ -4,12 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import GRID, TinyModel
+
 from noria.compile import signatures
 from noria.compile.bucket_grid import PrefillBucket
 from noria.compile.build import plan_graphs
 from noria.compile.compiled_graphs import GraphNotPlanned
 from noria.compile.monitor import compile_monitor
-from tiny import GRID, TinyModel
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from itertools import combinations, product
 
 import numpy as np
 import pytest
+
 from noria.compile.bucket_grid import PrefillBucket
 from noria.compile.default_grid import (
     LENGTH_STEP,

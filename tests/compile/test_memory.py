@@ -10,6 +10,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import pytest
+
 from noria.compile.bucket_grid import BucketGrid
 from noria.compile.build import GraphToBuild, compile_graph, plan_graphs
 from noria.compile.compiled_graphs import CompiledGraphs

@@ -3,6 +3,7 @@
 import tomllib
 
 import pytest
+
 from noria.compile.bucket_grid import BucketGrid
 from noria.compile.plan import Plan, PlannedModel
 

@@ -2,6 +2,7 @@
 
 import jax
 import pytest
+
 from noria.compile.targets import UnknownTarget, find_target
 
 

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tolerances import FLOAT32_ELEMENTWISE
+
 from noria.modelzoo.attention import (
     EMPTY_POSITION,
     PROMPT_BLOCK,
@@ -12,7 +14,6 @@ from noria.modelzoo.attention import (
     merge,
     visible,
 )
-from tolerances import FLOAT32_ELEMENTWISE
 
 B, T, K, G, S, H = 2, 4, 2, 3, 7, 8
 

@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conformance import CASES, TRUE_LENGTHS, Case, prompts, save_reference
+from tolerances import FLOAT32_MODEL_LOGPROB
+
 from noria.compile.definition import Definition
 from noria.modelzoo import kv_cache
 from noria.modelzoo.families.registry import FAMILIES
 from noria.runtime.checkpoint.loader import load_params
 from noria.runtime.checkpoint.model_files import open_model
-from tolerances import FLOAT32_MODEL_LOGPROB
 
 pytestmark = pytest.mark.reference
 

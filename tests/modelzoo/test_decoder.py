@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from tolerances import FLOAT32_MODEL_LOGPROB
+
 from noria.modelzoo import axes, kv_cache
 from noria.modelzoo.config import DecoderConfig, Llama3Scaling, RopeConfig
 from noria.modelzoo.decoder import Decoder
-from tolerances import FLOAT32_MODEL_LOGPROB
 
 CONFIG = DecoderConfig(
     vocab_size=53,

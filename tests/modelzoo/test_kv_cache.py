@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from noria.modelzoo import kv_cache
 from noria.modelzoo.attention import EMPTY_POSITION, attend_dense
 from noria.modelzoo.config import DecoderConfig

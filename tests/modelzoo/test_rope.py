@@ -5,6 +5,8 @@ import math
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tolerances import FLOAT32_ELEMENTWISE
+
 from noria.modelzoo.config import (
     FactorScaling,
     LinearScaling,
@@ -13,7 +15,6 @@ from noria.modelzoo.config import (
     YarnScaling,
 )
 from noria.modelzoo.rope import frequencies, rotate, rotation
-from tolerances import FLOAT32_ELEMENTWISE
 
 SCALINGS = {
     "linear": (LinearScaling(2.5), {"rope_type": "linear", "factor": 2.5}),

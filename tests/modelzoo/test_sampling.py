@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tolerances import FLOAT32_ELEMENTWISE
+
 from noria.modelzoo.sampling import (
     History,
     SamplingState,
@@ -14,7 +16,6 @@ from noria.modelzoo.sampling import (
     sample,
     score_tokens,
 )
-from tolerances import FLOAT32_ELEMENTWISE
 
 V, X, Y, S = 37, 3, 4, 12
 

@@ -8,10 +8,11 @@ every step, and the steps after a near tie too.
 
 import pytest
 import tolerances
+from numerics_helpers import embedded_file, script
+
 from noria.compile.bucket_grid import BucketGrid
 from noria.compile.plan import Plan, PlannedModel
 from noria.runtime import LLM, SamplingParams
-from numerics_helpers import embedded_file, script
 
 pytestmark = pytest.mark.reference
 

@@ -3,10 +3,11 @@
 import json
 
 import pytest
+from tiny import CONFIG, random_parameters
+
 from noria.compile.definition import Definition
 from noria.runtime import bench, cli
 from noria.runtime.checkpoint import save_orbax
-from tiny import CONFIG, random_parameters
 
 
 @pytest.fixture(scope="module")

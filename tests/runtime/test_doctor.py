@@ -3,6 +3,7 @@
 import importlib.metadata
 
 import pytest
+
 from noria.runtime import doctor
 
 

@@ -3,9 +3,10 @@
 import jax
 import numpy as np
 import pytest
+from tiny import CONFIG, EOS_ID, GRID, TinyModel, prompts
+
 from noria.compile.monitor import compile_monitor
 from noria.runtime.request import Request, RowError, SamplingParams
-from tiny import CONFIG, EOS_ID, GRID, TinyModel, prompts
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 

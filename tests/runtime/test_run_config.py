@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import pytest
+
 from noria.runtime.run_config import ConfigError, apply_overrides, from_table, read_toml
 
 

@@ -3,6 +3,7 @@
 import random
 
 import pytest
+
 from noria.compile.bucket_grid import BucketGrid
 from noria.runtime.scheduler import DecodeAction, InsertAction, Job, PrefillAction, Scheduler
 

@@ -5,6 +5,7 @@ import math
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from noria.compile.definition import Definition
 from noria.modelzoo.config import FactorScaling, LinearScaling, RopeConfig, YarnScaling
 from noria.modelzoo.families import hugging_face

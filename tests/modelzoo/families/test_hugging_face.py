@@ -7,6 +7,7 @@ import sys
 
 import jax.numpy as jnp
 import pytest
+
 from noria.compile.definition import Definition
 from noria.modelzoo.config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
 from noria.modelzoo.families.registry import UnsupportedModel, from_hf_config

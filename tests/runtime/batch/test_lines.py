@@ -7,6 +7,7 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from noria.runtime.batch.lines import BadRow, BatchRow, hash_request, read_row
 from noria.runtime.batch.scan import scan
 from noria.runtime.request import RowError

@@ -4,6 +4,7 @@ import json
 import math
 
 import pytest
+
 from noria.runtime.batch.lines import BadRow, BatchRow, read_row
 from noria.runtime.batch.results import OutputLines
 from noria.runtime.request import CompletionOutput, RequestOutput, RowError, TokenLogprob

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from noria.runtime.batch.disk import Disk
 from noria.runtime.batch.job import JobError
 from noria.runtime.batch.journal import JournalError, JournalWriteError

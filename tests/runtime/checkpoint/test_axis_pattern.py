@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+
 from noria.modelzoo.families.mapping import Part
 from noria.runtime.checkpoint.errors import CheckpointChanged
 from noria.runtime.checkpoint.tensor_source import AxisPattern, FileStamp, TensorInfo

@@ -12,6 +12,7 @@ from gguf import quants
 from gguf_writer import Writer, build, f32, llama_metadata
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from noria.runtime.checkpoint.errors import CheckpointChanged, InvalidGGUF
 from noria.runtime.checkpoint.gguf import (
     MAX_ALIGNMENT,

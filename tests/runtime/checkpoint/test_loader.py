@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
+
 from noria.modelzoo.families.mapping import ParameterSource, Part
 from noria.runtime.checkpoint import CheckpointMismatch, TensorInfo, find_nonfinite, load_params
 from noria.runtime.checkpoint import loader as module

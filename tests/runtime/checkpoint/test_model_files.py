@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from gguf_writer import build, f32, llama_metadata
 from jax.sharding import SingleDeviceSharding
+from safetensors.numpy import save_file
+
 from noria.compile.definition import Definition
 from noria.runtime.checkpoint import (
     CheckpointError,
@@ -23,7 +25,6 @@ from noria.runtime.checkpoint import (
     save_orbax,
 )
 from noria.runtime.checkpoint import model_files as module
-from safetensors.numpy import save_file
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

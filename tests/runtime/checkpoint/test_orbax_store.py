@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
+
 from noria.modelzoo.config import DecoderConfig, Llama3Scaling, RopeConfig
 from noria.runtime.checkpoint import (
     CheckpointMismatch,

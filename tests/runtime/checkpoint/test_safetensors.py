@@ -6,10 +6,11 @@ import struct
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
+
 from noria.runtime.checkpoint import safetensors as module
 from noria.runtime.checkpoint.errors import CheckpointChanged, InvalidSafetensors, ModelNotFound
 from noria.runtime.checkpoint.safetensors import SafetensorsDirectory, weight_files
-from safetensors.numpy import save_file
 
 WEIGHTS = {
     "a": np.arange(24, dtype=np.float32).reshape(4, 6),

@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+
 from noria.runtime.checkpoint.gguf import read_header
 from noria.runtime.text.tokenizer import Tokenizer, load_tokenizer
 

@@ -8,6 +8,7 @@ import json
 import time
 
 import pytest
+
 from noria.runtime.request import RowError
 from noria.runtime.text.chat_template import ChatRenderer
 from noria.runtime.text.template_process import TemplateFailure, TemplateLimits, TemplateProcess

@@ -3,6 +3,7 @@
 import random
 
 import pytest
+
 from noria.runtime.request import RowError, SamplingParams
 from noria.runtime.text.collector import TextCollector
 

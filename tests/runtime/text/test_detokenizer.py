@@ -5,6 +5,7 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from noria.runtime.text.detokenizer import Detokenizer
 from noria.runtime.text.tokenizer import Tokenizer
 

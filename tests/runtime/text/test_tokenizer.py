@@ -11,6 +11,7 @@ import sentencepiece
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+
 from noria.runtime.request import RowError
 from noria.runtime.text.special_tokens import SpecialTokens
 from noria.runtime.text.tokenizer import InvalidTokenizer, Tokenizer, load_tokenizer
