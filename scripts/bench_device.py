@@ -1,0 +1,391 @@
+"""Measure decode and prefill of a random model on this accelerator, against what its memory and
+its matrix units can do, and beside transformers' compiled static-cache path.
+
+The shape is Llama 3.1 8B's unless flags say otherwise. Parameters are made on the device, so the
+host needs no memory for them. Decode is measured as the graph that a job runs, several steps a
+call, with every slot live and its cache nearly full; prefill as the prefill graph. The ceilings are
+measured here, too: bytes read and written by a copy, and bfloat16 products. A decode step must read
+every weight but the embedding table and the cache of the whole span; the fraction says how near to
+a copy's speed it does.
+
+    python scripts/bench_device.py --output benchmarks/device.json
+    python scripts/bench_device.py --target cpu --layers 2 --embed 64 --mlp 128 --query-heads 4 \\
+        --kv-heads 2 --head-dim 16 --vocab 256 --batches 1,4 --context 64 --prompt 64 --product 256
+"""
+
+import argparse
+import importlib.util
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+STEPS_PER_CALL = 8
+
+
+def main() -> None:
+    options = _parse()
+    _check_packages()
+    # before jax starts: it keeps most of a GPU's memory until its process ends
+    peer = _run_transformers(options)
+    import jax
+
+    from noria.compile.targets import find_target
+    from noria.runtime.machine import describe_machine
+
+    options.target = options.target or jax.default_backend()
+    bench = DeviceBench(find_target(options.target), options)
+    ceilings = bench.ceilings()
+    print(json.dumps(ceilings), flush=True)
+    rows = [bench.decode(batch) for batch in options.batches]
+    rows.append(bench.prefill(options.prompt))
+    report = {
+        "command": " ".join(["python", *sys.argv]),
+        "machine": describe_machine(),
+        "settings": {key: str(value) for key, value in vars(options).items()},
+        "ceilings": ceilings,
+        "noria": [row | _fractions(row, ceilings) for row in rows],
+        "transformers": peer,
+    }
+    table = markdown(report)
+    print(f"\n{table}")
+    if options.output:
+        options.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        options.output.with_suffix(".md").write_text(table, encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Work:
+    """What no implementation of one call can avoid."""
+
+    num_bytes: int
+    flops: int
+
+
+class DeviceBench:
+    """One model's parameters on the device, and the clock around its graphs."""
+
+    def __init__(self, target, options: argparse.Namespace):
+        import jax.numpy as jnp
+
+        from noria.compile.definition import Definition
+        from noria.modelzoo.config import DecoderConfig
+
+        self.target = target
+        self.options = options
+        self.dtype = jnp.dtype(options.dtype)
+        self.config = DecoderConfig(
+            vocab_size=options.vocab,
+            embed=options.embed,
+            mlp=options.mlp,
+            num_query_heads=options.query_heads,
+            num_kv_heads=options.kv_heads,
+            head_dim=options.head_dim,
+            windows=(None,) * options.layers,
+            max_position=max(options.context, options.prompt) + 1,
+        )
+        self.definition = Definition(self.config)
+        self.parameters = self._random_parameters()
+
+    def ceilings(self) -> dict[str, float]:
+        """Bytes a second of a copy, and flops a second of a square product in the dtype."""
+        import jax
+        import jax.numpy as jnp
+
+        def random(*shape: int):
+            # the power that products of constants draw is less, and clocks follow it
+            body = partial(jax.random.normal, shape=shape, dtype=self.dtype)
+            return jax.jit(body, out_shardings=self.target.sharding)(jax.random.key(0))
+
+        source = random(self.options.copy_mib * 2**20 // self.dtype.itemsize)
+        negate = jax.jit(jnp.negative)
+        copy_seconds = self._fastest(lambda: negate(source))
+        a = random(self.options.product, self.options.product)
+        product = jax.jit(jnp.matmul)
+        product_seconds = self._fastest(lambda: product(a, a))
+        return {
+            "copy_bytes_per_second": 2 * source.nbytes / copy_seconds,
+            "product_flops_per_second": 2 * self.options.product**3 / product_seconds,
+        }
+
+    def decode(self, batch: int) -> dict[str, Any]:
+        """Seconds a step with `batch` slots whose cache reaches up to the context's length."""
+        result = {"phase": "decode", "rows": batch, "tokens": batch}
+        return result | self._or_error(partial(self._decode_seconds, batch))
+
+    def prefill(self, length: int) -> dict[str, Any]:
+        """Seconds of one prompt."""
+        result = {"phase": "prefill", "rows": 1, "tokens": length}
+        return result | self._or_error(partial(self._prefill_seconds, length))
+
+    def _decode_seconds(self, batch: int) -> tuple[float, float, Work]:
+        import jax
+        import jax.numpy as jnp
+
+        from noria.compile import signatures
+
+        grid = self._grid(batch, self.options.context, prompt=1)
+        graph, build_seconds = self._compiled("decode", grid)
+        calls = 1 + self.options.repeats
+        start_length = self.options.context - calls * STEPS_PER_CALL
+
+        def filled():
+            state = signatures.decode_state(self.config, grid, self.dtype)
+            index_S = jnp.arange(self.options.context)
+            position_S = jnp.where(index_S < start_length, index_S, -1)
+            position_BS = jnp.broadcast_to(position_S, (batch, self.options.context))
+            cache = state.cache._replace(position_BS=(position_BS.astype(jnp.int32),))
+            return state._replace(
+                cache=cache,
+                prompt_length_B=jnp.full(batch, start_length, jnp.int32),
+                length_B=jnp.full(batch, start_length, jnp.int32),
+                limit_B=jnp.full(batch, self.options.context + 1, jnp.int32),
+                is_active_B=jnp.ones(batch, bool),
+            )
+
+        state = jax.jit(filled, out_shardings=self.target.sharding)()
+        is_live_B = jax.device_put(jnp.ones(batch, bool), self.target.sharding)
+        seconds = []
+        for _ in range(calls):
+            started = time.perf_counter()
+            state, output = graph(self.parameters, state, is_live_B)
+            tokens_BQ = jax.device_get(output.tokens_BQ)
+            seconds.append(time.perf_counter() - started)
+            assert (tokens_BQ >= 0).all(), "every slot must emit in every step"
+        work = decode_work(self.config, batch, self.options.context, self.dtype.itemsize)
+        return statistics.median(seconds[1:]) / STEPS_PER_CALL, build_seconds, work
+
+    def _prefill_seconds(self, length: int) -> tuple[float, float, Work]:
+        import jax
+        import jax.numpy as jnp
+
+        graph, build_seconds = self._compiled("prefill", self._grid(1, length, prompt=length))
+        put = partial(jax.device_put, device=self.target.sharding)
+        tokens_BT, true_length_B = put(jnp.ones((1, length), jnp.int32)), put(jnp.array([length]))
+        seconds = []
+        for _ in range(1 + self.options.repeats):
+            started = time.perf_counter()
+            prompts = graph(self.parameters, tokens_BT, true_length_B)
+            jax.device_get(prompts.logits_BV)
+            seconds.append(time.perf_counter() - started)
+        work = prefill_work(self.config, length, self.dtype.itemsize)
+        return statistics.median(seconds[1:]), build_seconds, work
+
+    def _grid(self, slots: int, max_length: int, prompt: int):
+        from noria.compile.bucket_grid import BucketGrid
+
+        return BucketGrid(
+            max_length=max_length,
+            prefill=((prompt, 1),),
+            decode_slots=slots,
+            decode_spans=(max_length,),
+            steps_per_call=STEPS_PER_CALL,
+        )
+
+    def _compiled(self, kind: str, grid):
+        """The one graph of that kind in the grid, and the seconds of its compile."""
+        from noria.compile.build import compile_graph, plan_graphs
+
+        graphs = plan_graphs(self.definition, grid, self.dtype)
+        (graph,) = (graph for graph in graphs if graph.name.startswith(kind))
+        compiled, seconds, _ = compile_graph(graph, self.target)
+        return compiled, seconds
+
+    def _random_parameters(self) -> dict[str, Any]:
+        """Normal weights and norms of one, each made where it stays."""
+        import jax
+        import jax.numpy as jnp
+
+        from noria.sharding.placement import parameter_placement
+
+        abstract = self.definition.abstract_parameters(self.dtype)
+        target = self.target
+        placements = parameter_placement(abstract, target.platform, target.sharding)
+
+        def make(number, shape: tuple[int, ...]):
+            if len(shape) == 1:
+                return jnp.ones(shape, self.dtype)
+            key = jax.random.fold_in(jax.random.key(0), number)
+            return 0.02 * jax.random.normal(key, shape, self.dtype)
+
+        makers: dict[Any, Callable] = {}
+        parameters = {}
+        for number, (name, leaf) in enumerate(abstract.items()):
+            kind = leaf.shape, placements[name]
+            if kind not in makers:
+                body = partial(make, shape=leaf.shape)
+                makers[kind] = jax.jit(body, out_shardings=placements[name])
+            parameters[name] = makers[kind](number)
+        return jax.block_until_ready(parameters)
+
+    def _fastest(self, run: Callable[[], Any]) -> float:
+        """The least seconds of a call; calls are queued so that the host's part is hidden."""
+        import jax
+
+        calls, seconds = 10, []
+        jax.block_until_ready(run())
+        for _ in range(self.options.repeats):
+            started = time.perf_counter()
+            last = None
+            for _ in range(calls):
+                last = run()
+            jax.block_until_ready(last)
+            seconds.append((time.perf_counter() - started) / calls)
+        return min(seconds)
+
+    def _or_error(self, measure: Callable[[], tuple[float, float, Work]]) -> dict[str, Any]:
+        """What was measured, or what the device refused: a batch may not fit its memory."""
+        try:
+            seconds, build_seconds, work = measure()
+        except RuntimeError as error:
+            return {"error": str(error).splitlines()[0]}
+        return {
+            "seconds": seconds,
+            "build_seconds": build_seconds,
+            "bytes": work.num_bytes,
+            "flops": work.flops,
+        }
+
+
+def decode_work(config, batch: int, span: int, itemsize: int) -> Work:
+    """One step: all weights but the embedding table once, the cache of the span once."""
+    weights, head = _matrix_sizes(config)
+    cache = 2 * batch * span * config.num_kv_heads * config.head_dim * config.num_layers
+    attention = 4 * batch * span * config.num_query_heads * config.head_dim * config.num_layers
+    return Work((weights + head + cache) * itemsize, 2 * batch * (weights + head) + attention)
+
+
+def prefill_work(config, length: int, itemsize: int) -> Work:
+    """One prompt: causal attention is half of the square, logits are of the last token alone."""
+    weights, head = _matrix_sizes(config)
+    attention = 2 * length**2 * config.num_query_heads * config.head_dim * config.num_layers
+    return Work((weights + head) * itemsize, 2 * length * weights + 2 * head + attention)
+
+
+def _matrix_sizes(config) -> tuple[int, int]:
+    heads = 2 * config.num_query_heads + 2 * config.num_kv_heads
+    layer = config.embed * (heads * config.head_dim + 3 * config.mlp)
+    return layer * config.num_layers, config.embed * config.vocab_size
+
+
+def _fractions(row: dict[str, Any], ceilings: dict[str, float]) -> dict[str, float]:
+    if "seconds" not in row:
+        return {}
+    seconds = row["seconds"]
+    return {
+        "tokens_per_second": row["tokens"] / seconds,
+        "of_copy_bandwidth": row["bytes"] / seconds / ceilings["copy_bytes_per_second"],
+        "of_product_rate": row["flops"] / seconds / ceilings["product_flops_per_second"],
+    }
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """The report as a table: ours, and transformers' tokens a second beside it."""
+    ceilings, machine = report["ceilings"], report["machine"]
+    peer = report["transformers"]
+    theirs = {(row["phase"], row["rows"]): row for row in peer.get("rows", [])}
+    settings = report["settings"]
+    lines = [
+        f"# {', '.join(sorted(set(machine['devices'])))}: {settings['layers']} layers of "
+        f"{settings['embed']}, {settings['dtype']}",
+        "",
+        f"Copy {ceilings['copy_bytes_per_second'] / 1e9:.0f} GB/s, products "
+        f"{ceilings['product_flops_per_second'] / 1e12:.2f} TFLOP/s, both measured. Decode over "
+        f"{settings['context']} positions. Made by `{report['command']}`.",
+        "",
+        "| phase | rows | ms | tokens/s | of copy | of products | transformers tokens/s |",
+        "|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    for row in report["noria"]:
+        other = theirs.get((row["phase"], row["rows"]), {})
+        lines.append(f"| {row['phase']} | {row['rows']} | {_cells(row)} | {_speed(other)} |")
+    if "missing" in peer:
+        lines += ["", f"transformers was not measured: {peer['missing']}"]
+    return "\n".join(lines) + "\n"
+
+
+def _cells(row: dict[str, Any]) -> str:
+    if "error" in row:
+        return f"{row['error'][:60]} | - | - | -"
+    return (
+        f"{1000 * row['seconds']:.2f} | {row['tokens_per_second']:.0f} "
+        f"| {row['of_copy_bandwidth']:.0%} | {row['of_product_rate']:.0%}"
+    )
+
+
+def _speed(row: dict[str, Any]) -> str:
+    return f"{row['tokens'] / row['seconds']:.0f}" if "seconds" in row else row.get("error", "-")
+
+
+def _run_transformers(options: argparse.Namespace) -> dict[str, Any]:
+    """The peer's rows, from a process of its own; or what is missing for them."""
+    if options.python_torch is None:
+        return {"missing": "torch and transformers are not installed here; see --python-torch."}
+    script = HERE / "peers" / "transformers_device.py"
+    job = json.dumps({key: value for key, value in vars(options).items() if key != "output"})
+    done = subprocess.run(
+        [options.python_torch, script], input=job, capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        return {"missing": (done.stderr.strip() or "no message").splitlines()[-1]}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _check_packages() -> None:
+    for name in ("jax", "flax", "noria"):
+        if importlib.util.find_spec(name) is None:
+            sys.exit(f"{name} is not installed here: pip install -e '.[cuda12]' (or tpu, cuda13).")
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    sizes = {
+        "layers": 32,
+        "embed": 4096,
+        "mlp": 14336,
+        "query-heads": 32,
+        "kv-heads": 8,
+        "head-dim": 128,
+        "vocab": 128256,
+        "context": 1024,
+        "prompt": 2048,
+        "copy-mib": 1024,
+        "product": 8192,
+        "repeats": 5,
+    }
+    for name, size in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=size, help=f"(default: {size})")
+    parser.add_argument("--batches", type=_sizes, default=[1, 8, 64, 256], help="decode slots")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--target", help="cpu, gpu or tpu; by default jax's default backend")
+    parser.add_argument("--output", type=Path, help="JSON; a table goes beside it")
+    has_torch = all(map(importlib.util.find_spec, ("torch", "transformers")))
+    parser.add_argument(
+        "--python-torch",
+        default=sys.executable if has_torch else None,
+        help="the Python that has torch and transformers",
+    )
+    options = parser.parse_args()
+    if options.context <= (1 + options.repeats) * STEPS_PER_CALL:
+        parser.error(
+            f"--context: expected more than {(1 + options.repeats) * STEPS_PER_CALL}, the tokens "
+            f"that {options.repeats} repeats decode, got {options.context}."
+        )
+    return options
+
+
+def _sizes(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
+
+
+if __name__ == "__main__":
+    main()

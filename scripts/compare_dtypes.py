@@ -1,0 +1,205 @@
+"""Compare a model in bfloat16 with itself in float32: probabilities, and greedy tokens.
+
+Both run the same chat prompts on the same grid. The differences of log-probabilities are taken
+over prompts and float32's own answers, fed to both (teacher-forced); the first divergence is the
+step at which the greedy tokens of the two part. After it the two answer different texts, so nothing
+is compared there.
+
+    python scripts/compare_dtypes.py --rows 24 --output benchmarks/dtypes.json
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from noria.compile.bucket_grid import BucketGrid
+from noria.compile.plan import Plan, PlannedModel
+from noria.runtime import LLM, RequestOutput, SamplingParams
+from noria.runtime.machine import describe_machine
+
+PROMPTS = Path(__file__).resolve().parent.parent / "benchmarks" / "workloads" / "peers64.jsonl"
+DTYPES = REFERENCE, COMPARED = ("float32", "bfloat16")
+LONGEST_PROMPT = 400
+
+
+def main() -> None:
+    options = _parse()
+    started = time.perf_counter()
+    lines = options.prompts.read_text(encoding="utf-8").splitlines()[: options.rows]
+    conversations = [json.loads(line)["body"]["messages"] for line in lines]
+    grid = grid_of(len(lines), LONGEST_PROMPT + options.max_tokens)
+    reference, compared = (load(options.model, dtype, grid) for dtype in DTYPES)
+    figures = compare(reference, compared, conversations, options.max_tokens)
+    report = {
+        "command": " ".join(["python", *sys.argv]),
+        "model": options.model,
+        "machine": describe_machine(),
+        "seconds": round(time.perf_counter() - started, 1),
+        **figures,
+    }
+    table = markdown(report)
+    print(table)
+    if options.output:
+        options.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        options.output.with_suffix(".md").write_text(table, encoding="utf-8")
+
+
+def load(model: str, dtype: str, grid: BucketGrid) -> LLM:
+    """The model in one dtype."""
+    return LLM(model, plan=Plan("cpu", PlannedModel(model, "", dtype), grid))
+
+
+def grid_of(rows: int, longest: int) -> BucketGrid:
+    """The grid that both dtypes share: a slot for every row, two lengths."""
+    half = longest // 2
+    return BucketGrid(
+        max_length=longest,
+        prefill=((half, 2), (longest, 1)),
+        decode_slots=rows,
+        decode_spans=(half, longest),
+        score=True,
+    )
+
+
+def compare(
+    reference: LLM, compared: LLM, conversations: Sequence[Any], max_tokens: int
+) -> dict[str, Any]:
+    """All figures of two models over the same conversations, ready for JSON."""
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=2)
+    answers = [llm.chat(conversations, params) for llm in (reference, compared)]
+    rows = [row.prompt_token_ids + row.outputs[0].token_ids for row in answers[0]]
+    scores = [llm.score(rows, num_alternatives=2) for llm in (reference, compared)]
+    return {
+        "rows": len(rows),
+        "prompt_tokens": sum(len(row.prompt_token_ids) for row in answers[0]),
+        "output_tokens_a_row": max_tokens,
+        "teacher_forced": teacher_forced(scores[0], scores[1]),
+        "greedy": first_divergences(answers[0], answers[1], max_tokens),
+    }
+
+
+def teacher_forced(
+    reference: Sequence[RequestOutput], compared: Sequence[RequestOutput]
+) -> dict[str, float]:
+    """How far the log-probabilities of the same tokens lie apart, and how often the best token."""
+    pairs = [
+        pair
+        for a, b in zip(reference, compared, strict=True)
+        for pair in zip(_scores(a), _scores(b), strict=True)
+    ]
+    signed = np.array([b.logprob - a.logprob for a, b in pairs])
+    size = np.abs(signed)
+    agrees = np.array([a.top[0][0] == b.top[0][0] for a, b in pairs])
+    gaps = np.array([_gap(a) for a, _ in pairs])
+    return {
+        "tokens": len(pairs),
+        "mean": float(size.mean()),
+        "median": float(np.median(size)),
+        "p99": float(np.quantile(size, 0.99)),
+        "max": float(size.max()),
+        "mean_signed": float(signed.mean()),
+        "best_token_agreement": float(agrees.mean()),
+        "widest_gap_of_a_changed_best_token": float(gaps[~agrees].max(initial=0.0)),
+    }
+
+
+def first_divergences(
+    reference: Sequence[RequestOutput], compared: Sequence[RequestOutput], max_tokens: int
+) -> dict[str, Any]:
+    """How many rows are still equal after so many steps, and how close the choice was."""
+    steps: list[int | None] = []
+    gaps = []
+    for a, b in zip(reference, compared, strict=True):
+        ours, theirs = a.outputs[0], b.outputs[0]
+        pairs = zip(ours.token_ids, theirs.token_ids, strict=True)
+        step = next((step for step, (x, y) in enumerate(pairs) if x != y), None)
+        steps.append(step)
+        if step is not None:
+            assert ours.logprobs is not None
+            gaps.append(_gap(ours.logprobs[step]))
+    equal = {
+        count: sum(step is None or step >= count for step in steps) / len(steps)
+        for count in _powers_of_two(max_tokens)
+    }
+    compared_steps = sum(max_tokens if step is None else step + 1 for step in steps)
+    return {
+        "first_divergence_steps": steps,
+        "rows_equal_after": equal,
+        "divergences_a_step": len(gaps) / compared_steps,
+        "median_gap_at_divergence": float(np.median(gaps)) if gaps else None,
+        "widest_gap_at_divergence": max(gaps, default=None),
+    }
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """The report as two short tables."""
+    forced, greedy = report["teacher_forced"], report["greedy"]
+    machine = report["machine"]
+    names = ("mean", "median", "p99", "max", "mean_signed")
+    equal = greedy["rows_equal_after"]
+    lines = [
+        f"# {report['model']}: {COMPARED} against {REFERENCE}",
+        "",
+        f"{report['rows']} chat prompts ({report['prompt_tokens']} tokens), "
+        f"{report['output_tokens_a_row']} greedy tokens each; {machine['processor']}, "
+        f"jax {machine['versions']['jax']}. Made by `{report['command']}`.",
+        "",
+        f"Teacher-forced log-probabilities of {forced['tokens']} tokens: absolute difference "
+        "(the last column signed), and how often the best token is the same.",
+        "",
+        "| mean | median | p99 | max | mean, signed | same best token |",
+        "|--:|--:|--:|--:|--:|--:|",
+        f"| {' | '.join(f'{forced[name]:.4f}' for name in names)} "
+        f"| {forced['best_token_agreement']:.2%} |",
+        "",
+        "Share of rows whose greedy tokens are still equal after so many steps:",
+        "",
+        f"| {' | '.join(map(str, equal))} |",
+        f"|{'--:|' * len(equal)}",
+        f"| {' | '.join(f'{share:.0%}' for share in equal.values())} |",
+        "",
+        f"First divergences a step: {greedy['divergences_a_step']:.2%}.",
+    ]
+    if greedy["widest_gap_at_divergence"] is not None:
+        lines[-1] += (
+            f" {REFERENCE}'s best two log-probabilities lay "
+            f"{greedy['median_gap_at_divergence']:.3f} apart there (median; widest "
+            f"{greedy['widest_gap_at_divergence']:.3f})."
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _scores(output: RequestOutput):
+    assert output.prompt_logprobs is not None, output.error
+    return output.prompt_logprobs[1:]
+
+
+def _gap(score) -> float:
+    """How much likelier the best token is than the second."""
+    return score.top[0][1] - score.top[1][1]
+
+
+def _powers_of_two(largest: int) -> list[int]:
+    return [*(2**n for n in range(largest.bit_length()) if 2**n < largest), largest]
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--prompts", type=Path, default=PROMPTS, help="OpenAI Batch chat lines")
+    parser.add_argument("--rows", type=int, default=24, help="how many of the prompts (24)")
+    parser.add_argument("--max-tokens", type=int, default=64, help="greedy tokens a row (64)")
+    parser.add_argument("--output", type=Path, help="JSON; a table goes beside it")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

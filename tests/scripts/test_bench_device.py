@@ -1,0 +1,82 @@
+"""The device benchmark, tiny and on the CPU: it measures every case, and counts work rightly."""
+
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from numerics_helpers import ROOT, script
+
+from noria.compile.definition import Definition
+from noria.modelzoo.config import DecoderConfig
+
+TINY = (
+    "--target cpu --layers 2 --embed 32 --mlp 48 --query-heads 4 --kv-heads 2 --head-dim 8 "
+    "--vocab 64 --context 32 --prompt 32 --batches 1,3 --product 64 --copy-mib 1 --repeats 2"
+)
+CONFIG = DecoderConfig(
+    vocab_size=64,
+    embed=32,
+    mlp=48,
+    num_query_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    windows=(None, None),
+    max_position=64,
+)
+
+
+@pytest.mark.reference
+def test_every_case_is_measured_beside_transformers(tmp_path):
+    output = tmp_path / "device.json"
+    command = [sys.executable, ROOT / "scripts" / "bench_device.py", *TINY.split()]
+    subprocess.run([*command, "--output", output], check=True, capture_output=True)
+    report = json.loads(output.read_text())
+    cases = [("decode", 1), ("decode", 3), ("prefill", 1)]
+    assert [(row["phase"], row["rows"]) for row in report["noria"]] == cases
+    assert all(row["tokens_per_second"] > 0 for row in report["noria"])
+    theirs = report["transformers"]["rows"]
+    assert [(row["phase"], row["rows"]) for row in theirs] == cases
+    assert all(row["seconds"] > 0 for row in theirs)
+    assert output.with_suffix(".md").read_text().count("\n| decode |") == 2
+
+
+def test_what_is_missing_for_the_peer_is_said():
+    bench = script("scripts/bench_device.py")
+    options = bench.argparse.Namespace(python_torch=None)
+    assert "torch and transformers are not installed" in bench._run_transformers(options)["missing"]
+
+
+def test_the_bytes_of_a_decode_step_are_its_matrices_and_its_cache():
+    bench = script("scripts/bench_device.py")
+    definition = Definition(CONFIG)
+    matrices = sum(
+        leaf.size
+        for name, leaf in definition.abstract_parameters(jnp.float32).items()
+        if leaf.ndim > 1 and name != "embedding.table"
+    )
+    cache = 2 * CONFIG.num_layers * 3 * CONFIG.num_kv_heads * 16 * CONFIG.head_dim
+    work = bench.decode_work(CONFIG, batch=3, span=16, itemsize=4)
+    assert work.num_bytes == 4 * (matrices + cache)
+
+
+def test_the_flops_of_a_prefill_are_nearly_those_that_xla_counts():
+    bench = script("scripts/bench_device.py")
+    length, definition = 64, Definition(CONFIG)
+
+    def prefill(parameters, tokens_BT, true_length_B):
+        decoder = definition.bind(parameters)
+        x_BTD, _ = decoder.prefill(tokens_BT, true_length_B)
+        return decoder.logits(x_BTD[:, -1])
+
+    arguments = (
+        definition.abstract_parameters(jnp.float32),
+        jax.ShapeDtypeStruct((1, length), jnp.int32),
+        jax.ShapeDtypeStruct((1,), jnp.int32),
+    )
+    counted = jax.jit(prefill).lower(*arguments).compile().cost_analysis()["flops"]
+    work = bench.prefill_work(CONFIG, length, itemsize=4)
+    # XLA counts norms, rotations and the masked half of the attention, too
+    assert 0.6 * counted < work.flops < counted
