@@ -52,6 +52,7 @@ class LLM:
         import jax
 
         compilation_cache.enable()
+        session.use_only_cpu_if_asked(target or (plan.target if plan else None))
         found = find_target(target or (plan.target if plan else jax.default_backend()))
         files = open_model(model)
         dtype = session.resolve_dtype(plan.model.dtype if plan else dtype, found)

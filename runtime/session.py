@@ -36,6 +36,15 @@ class LoadedModel:
     target: Target
 
 
+def use_only_cpu_if_asked(target: str | None) -> None:
+    """Keep jax from starting other backends, which is slow and loud, when the CPU is the target.
+
+    Does nothing once a backend runs, or when the user has chosen platforms.
+    """
+    if target == "cpu" and not jax.config.values["jax_platforms"]:
+        jax.config.update("jax_platforms", "cpu")
+
+
 def resolve_dtype(dtype: str, target: Target) -> str:
     """`auto` is float32 on the CPU, where narrower products are slower, and bfloat16 elsewhere."""
     if dtype == "auto":

@@ -15,7 +15,7 @@ from ..checkpoint import CheckpointError, ModelFiles, open_model
 from ..run_config import apply_overrides, read_toml
 from ..text.chat_template import ChatRenderer
 from ..text.tokenizer import InvalidTokenizer, load_tokenizer
-from .job import EXIT_MODEL, Build, JobError, JobSettings, JobText
+from .job import EXIT_MODEL, EXIT_USAGE, Build, JobError, JobSettings, JobText
 from .manifest import PhaseClock, versions
 from .progress import Progress
 from .prompt_encoder import PromptEncoder
@@ -120,8 +120,12 @@ class BatchModel:
             )
 
         compilation_cache.enable()
-        target = find_target(self._options.target)
-        plan = self._resolve_plan(summary, stored_plan, session.resolve_dtype)
+        session.use_only_cpu_if_asked(self._options.target)
+        try:
+            target = find_target(self._options.target)
+            plan = self._resolve_plan(summary, stored_plan, session.resolve_dtype)
+        except ValueError as error:
+            raise JobError(str(error), EXIT_USAGE) from error
         text = plan.to_toml()
         progress.note(text.rstrip())
         progress.note(_padding_note(summary, plan))

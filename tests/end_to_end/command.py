@@ -1,0 +1,76 @@
+"""The command `noria` in processes of its own, and the lines it reads and writes."""
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+COMMAND = (sys.executable, "-c", "import sys; from noria.runtime.cli import main; sys.exit(main())")
+
+
+@dataclass(frozen=True)
+class Noria:
+    """Starts the command in one environment."""
+
+    environment: dict[str, str]
+    model: Path
+
+    def start(self, *arguments: object) -> subprocess.Popen[str]:
+        command = [*COMMAND, *map(str, arguments)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen(command, env=self.environment, **pipes)
+
+    def run(self, *arguments: object, expect: int = 0) -> subprocess.CompletedProcess[str]:
+        process = self.start(*arguments)
+        out, err = process.communicate(timeout=300)
+        assert process.returncode == expect, f"exit {process.returncode}:\n{out}\n{err}"
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    def batch(self, source: Path, output: Path, *options: object, expect: int = 0):
+        """Run a job to its end; the rows of the output and the manifest."""
+        arguments = ("-i", source, "-o", output, "--model", self.model)
+        self.run("batch", *arguments, *options, expect=expect)
+        return read_rows(output), read_manifest(output)
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+def read_manifest(output: Path) -> dict[str, Any]:
+    return json.loads(output.with_name(f"{output.name}.manifest.json").read_text("utf-8"))
+
+
+def write_lines(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def completion(custom_id: str, prompt: str | list[int], **body: Any) -> dict[str, Any]:
+    """An OpenAI Batch line."""
+    return {
+        "custom_id": custom_id,
+        "method": "POST",
+        "url": "/v1/completions",
+        "body": {"model": "m", "prompt": prompt, **body},
+    }
+
+
+def chat(custom_id: str, content: str, **body: Any) -> dict[str, Any]:
+    """An OpenAI Batch line."""
+    return {
+        "custom_id": custom_id,
+        "method": "POST",
+        "url": "/v1/chat/completions",
+        "body": {"model": "m", "messages": [{"role": "user", "content": content}], **body},
+    }
+
+
+def answer(row: dict[str, Any]) -> Any:
+    """What a row says, without ids and times."""
+    if row["response"] is None:
+        return row["error"]
+    body = row["response"]["body"]
+    return body.get("error") or (body["choices"], body["usage"])

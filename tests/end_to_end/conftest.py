@@ -1,0 +1,20 @@
+"""One small model on disk and one compile cache for all tests of the command."""
+
+import os
+
+import pytest
+from command import Noria
+from model_on_disk import write_model
+
+
+@pytest.fixture(scope="session")
+def noria(tmp_path_factory) -> Noria:
+    root = tmp_path_factory.mktemp("noria")
+    model = root / "model"
+    write_model(model)
+    environment = {**os.environ, "XDG_CACHE_HOME": str(root / "cache")}
+    # one device, as a user has it
+    del environment["XLA_FLAGS"]
+    # and the platforms are the command's to choose
+    del environment["JAX_PLATFORMS"]
+    return Noria(environment, model)

@@ -1,0 +1,98 @@
+"""A small random Llama directory with a tokenizer of its own, as a hub would publish it."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TEXT = ["the water wheel turns", "buckets of fixed size", "driven by the stream", "héllo wörld ☂"]
+EMBED, MLP, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 32, 48, 4, 2, 8, 2
+MAX_POSITION = 128
+
+
+def write_model(directory: Path, *, tokenizer: bool = True) -> int:
+    """Write all files of the model; returns its vocabulary's size."""
+    directory.mkdir(parents=True)
+    vocab_size = _write_tokenizer(directory) if tokenizer else 300
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": vocab_size,
+        "hidden_size": EMBED,
+        "intermediate_size": MLP,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "hidden_act": "silu",
+        "max_position_embeddings": MAX_POSITION,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+    }
+    _write_json(directory / "config.json", config)
+    _write_json(directory / "generation_config.json", {"eos_token_id": 2, "bos_token_id": 0})
+    save_file(_tensors(vocab_size), directory / "model.safetensors")
+    return vocab_size
+
+
+def _tensors(vocab_size: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+
+    def random(*shape: int) -> np.ndarray:
+        # large, so that the logits of different prompts are far apart
+        return rng.normal(scale=0.5, size=shape).astype(np.float32)
+
+    tensors = {
+        "model.embed_tokens.weight": random(vocab_size, EMBED),
+        "lm_head.weight": random(vocab_size, EMBED),
+        "model.norm.weight": np.ones(EMBED, np.float32),
+    }
+    for layer in range(LAYERS):
+        prefix = f"model.layers.{layer}"
+        tensors |= {
+            f"{prefix}.input_layernorm.weight": np.ones(EMBED, np.float32),
+            f"{prefix}.post_attention_layernorm.weight": np.ones(EMBED, np.float32),
+            f"{prefix}.self_attn.q_proj.weight": random(HEADS * HEAD_DIM, EMBED),
+            f"{prefix}.self_attn.k_proj.weight": random(KV_HEADS * HEAD_DIM, EMBED),
+            f"{prefix}.self_attn.v_proj.weight": random(KV_HEADS * HEAD_DIM, EMBED),
+            f"{prefix}.self_attn.o_proj.weight": random(EMBED, HEADS * HEAD_DIM),
+            f"{prefix}.mlp.gate_proj.weight": random(MLP, EMBED),
+            f"{prefix}.mlp.up_proj.weight": random(MLP, EMBED),
+            f"{prefix}.mlp.down_proj.weight": random(EMBED, MLP),
+        }
+    return tensors
+
+
+def _write_tokenizer(directory: Path) -> int:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TEXT, trainer)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {
+        "bos_token": SPECIAL[0],
+        "eos_token": SPECIAL[2],
+        "add_bos_token": False,
+        "chat_template": TEMPLATE,
+    }
+    _write_json(directory / "tokenizer_config.json", settings)
+    return tokenizer.get_vocab_size()
+
+
+def _write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value), encoding="utf-8")

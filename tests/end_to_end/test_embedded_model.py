@@ -1,0 +1,37 @@
+"""The embedded model, as the quickstart and the README show it."""
+
+from command import chat, read_rows, write_lines
+
+CAPITAL = "The capital of France is Paris."
+CAPITAL_IDS = [504, 3575, 282, 4649, 314, 7042, 30]
+END_ID = 2
+
+
+def test_the_capital_of_france(noria, tmp_path):
+    question = chat("capital", "What is the capital of France?", temperature=0, max_tokens=48)
+    source = write_lines(tmp_path / "in.jsonl", [question])
+    output = tmp_path / "out.jsonl"
+    done = noria.run("batch", "-i", source, "-o", output, "--model", "smollm2")
+    (row,) = read_rows(output)
+    (choice,) = row["response"]["body"]["choices"]
+    assert choice["message"]["content"] == CAPITAL
+    assert choice["finish_reason"] == "stop"
+    assert "Traceback" not in done.stderr
+
+
+def test_the_python_surface_gives_the_same_ids():
+    from noria.runtime import LLM, SamplingParams
+
+    llm = LLM(model="smollm2", max_model_len=64, max_num_seqs=2)
+    conversation = [{"role": "user", "content": "What is the capital of France?"}]
+    (output,) = llm.chat(conversation, SamplingParams(temperature=0, max_tokens=16))
+    assert output.outputs[0].token_ids == [*CAPITAL_IDS, END_ID]
+    assert output.outputs[0].text == CAPITAL
+    llm.close()
+
+
+def test_inspect_and_doctor_report(noria):
+    report = noria.run("inspect", "smollm2").stdout
+    assert "llama" in report
+    assert "134515008" in report.replace(",", "").replace("_", "")
+    assert "jax" in noria.run("doctor").stdout
