@@ -88,7 +88,8 @@ def _least_padding(
         count = at_most[end] - (at_most[start] if start >= 0 else 0)
         length = borders[end]
         computed, batch = min(
-            (-(-count // batch) * batch * length, -batch) for batch in _batches(length, defaults)
+            (-(-count // batch) * batch * length, -batch)
+            for batch in _batches(length, count, defaults)
         )
         return computed, PrefillBucket(length, -batch)
 
@@ -105,10 +106,14 @@ def _least_padding(
     return min((level[last] for level in best if last in level), key=lambda found: found[0])[1]
 
 
-def _batches(length: int, defaults: GridDefaults) -> range:
-    """Batch sizes that keep a call between half of and the whole target of tokens."""
+def _batches(length: int, count: int, defaults: GridDefaults) -> range:
+    """Batch sizes that keep a call between half of and the whole target of tokens.
+
+    Fewer rows than that are one call of their own size, not a call of dummies.
+    """
     most = max(1, defaults.tokens_per_prefill // length)
-    return range(max(1, -(-defaults.tokens_per_prefill // (2 * length))), most + 1) or range(1, 2)
+    half = -(-defaults.tokens_per_prefill // (2 * length))
+    return range(min(half, count, most), most + 1)
 
 
 def _spans(max_length: int, count: int) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
 """The derived grid: it holds every row that the model can, with provably least prefill padding."""
 
-from itertools import combinations, product
+from itertools import combinations, pairwise, product
 
 import numpy as np
 import pytest
@@ -27,13 +27,12 @@ def brute_force(lengths, defaults: GridDefaults) -> int:
     for count in range(1, defaults.max_prefill_graphs + 1):
         for chosen in combinations(borders[:-1], min(count, len(borders)) - 1):
             ends = [*chosen, borders[-1]]
-            batches = [
-                range(
-                    max(1, -(-defaults.tokens_per_prefill // (2 * end))),
-                    max(1, defaults.tokens_per_prefill // end) + 1,
-                )
-                for end in ends
-            ]
+            batches = []
+            for start, end in pairwise([0, *ends]):
+                rows = sum(start < length <= end for length in lengths)
+                half = -(-defaults.tokens_per_prefill // (2 * end))
+                most = max(1, defaults.tokens_per_prefill // end)
+                batches.append(range(min(half, rows, most), most + 1))
             for sizes in product(*batches):
                 buckets = [PrefillBucket(*pair) for pair in zip(ends, sizes, strict=True)]
                 computed = prefill_padding(lengths, buckets)[1]
@@ -95,3 +94,9 @@ def test_the_ladder_reaches_its_length(max_length):
     grid = ladder_grid(max_length, 8, score=True)
     assert grid.prefill[-1].length == grid.max_length == grid.decode_spans[-1] == max_length
     assert grid.score
+
+
+@pytest.mark.parametrize("rows", [1, 3, 5])
+def test_few_rows_are_one_call_without_dummies(rows):
+    grid = derive_grid([RowNeed(32, 4)] * rows, max_position=128)
+    assert grid.prefill == (PrefillBucket(32, rows),)
