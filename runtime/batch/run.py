@@ -153,6 +153,8 @@ class _Job:
             built = self._model.build(
                 summary, self._journal.plan, phases=self._phases, progress=self._progress
             )
+        except JobError:
+            raise
         except (ValueError, OSError, RuntimeError, MemoryError, ImportError) as error:
             code = EXIT_MODEL if self._phases.phase == "load" else EXIT_BUILD
             raise JobError(str(error) or type(error).__name__, code) from error
