@@ -1,7 +1,6 @@
-"""Measure decode and prefill of a random model on this accelerator, against what its memory and
-its matrix units can do, and beside transformers' compiled static-cache path.
+"""Measure decode and prefill of a random 8B model against what this accelerator can do.
 
-The shape is Llama 3.1 8B's unless flags say otherwise. Parameters are made on the device, so the
+Beside it runs transformers' compiled static-cache path, where torch is installed. The shape is Llama 3.1 8B's unless flags say otherwise. Parameters are made on the device, so the
 host needs no memory for them. Decode is measured as the graph that a job runs, several steps a
 call, with every slot live and its cache nearly full; prefill as the prefill graph. The ceilings are
 measured here, too: bytes read and written by a copy, and bfloat16 products. A decode step must read
