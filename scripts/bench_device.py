@@ -1,11 +1,12 @@
 """Measure decode and prefill of a random 8B model against what this accelerator can do.
 
-Beside it runs transformers' compiled static-cache path, where torch is installed. The shape is Llama 3.1 8B's unless flags say otherwise. Parameters are made on the device, so the
-host needs no memory for them. Decode is measured as the graph that a job runs, several steps a
-call, with every slot live and its cache nearly full; prefill as the prefill graph. The ceilings are
-measured here, too: bytes read and written by a copy, and bfloat16 products. A decode step must read
-every weight but the embedding table and the cache of the whole span; the fraction says how near to
-a copy's speed it does.
+Beside it runs transformers' compiled static-cache path, where torch is installed. The shape is
+Llama 3.1 8B's unless flags say otherwise. Parameters are made on the device, so the host needs no
+memory for them. Decode is measured as the graph that a job runs, several steps a call, with every
+slot live and its cache nearly full; prefill as the prefill graph. The ceilings are measured here,
+too: bytes read and written by a copy, and bfloat16 products. A decode step must read every weight
+but the embedding table and the cache of the whole span; the fraction says how near to a copy's
+speed it does.
 
     python scripts/bench_device.py --output benchmarks/device.json
     python scripts/bench_device.py --target cpu --layers 2 --embed 64 --mlp 128 --query-heads 4 \\
