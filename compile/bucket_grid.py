@@ -7,7 +7,7 @@ by the request alone, or raises `NoBucketFits`; nothing is ever truncated.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class NoBucketFits(ValueError):
@@ -37,9 +37,10 @@ class BucketGrid:
     """Whether prefill graphs that also score every prompt token are built beside the plain ones."""
 
     def __post_init__(self):
-        buckets = tuple(PrefillBucket(*pair) for pair in self.prefill)
+        buckets = tuple(_bucket(pair) for pair in _sequence("buckets.prefill", self.prefill))
         object.__setattr__(self, "prefill", buckets)
-        object.__setattr__(self, "decode_spans", tuple(self.decode_spans))
+        spans = tuple(_sequence("buckets.decode_spans", self.decode_spans))
+        object.__setattr__(self, "decode_spans", spans)
         lengths = [bucket.length for bucket in buckets]
         _check_growing("buckets.prefill lengths", lengths)
         _check_growing("buckets.decode_spans", self.decode_spans)
@@ -48,8 +49,10 @@ class BucketGrid:
             ("buckets.steps_per_call", self.steps_per_call),
             *((f"buckets.prefill batch of length {b.length}", b.batch) for b in buckets),
         ):
-            if not isinstance(size, int) or size < 1:
+            if not _is_count(size):
                 raise ValueError(f"{name}: expected a positive integer, got {size!r}.")
+        if not isinstance(self.score, bool):
+            raise ValueError(f"buckets.score: expected true or false, got {self.score!r}.")
         if self.decode_spans[-1] != self.max_length:
             raise ValueError(
                 f"buckets.decode_spans: expected the last span to be max_length "
@@ -92,8 +95,24 @@ class BucketGrid:
             )
 
 
+def _sequence(name: str, values: object) -> Sequence[Any]:
+    if not isinstance(values, tuple | list):
+        raise ValueError(f"{name}: expected a list, got {values!r}.")
+    return values
+
+
+def _bucket(pair: object) -> PrefillBucket:
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        raise ValueError(f"buckets.prefill: expected pairs of length and batch, got {pair!r}.")
+    return PrefillBucket(*pair)
+
+
+def _is_count(value: object) -> bool:
+    # bool is an int in Python; `decode_slots = true` is a mistake
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
 def _check_growing(name: str, values: Sequence[int]) -> None:
-    is_growing = all(a < b for a, b in pairwise(values))
-    is_whole = all(isinstance(value, int) and value > 0 for value in values)
-    if not values or not is_whole or not is_growing:
+    is_whole = all(_is_count(value) for value in values)
+    if not values or not is_whole or not all(a < b for a, b in pairwise(values)):
         raise ValueError(f"{name}: expected growing positive integers, got {list(values)}.")

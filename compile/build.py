@@ -56,12 +56,16 @@ def build(
     """Compile all graphs of `grid` for `target`; the longest-running are started first."""
     graphs = plan_graphs(definition, grid, jnp.dtype(dtype))
     compiled: dict[str, jax.stages.Compiled] = {}
-    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+    pool = ThreadPoolExecutor(max_workers=os.cpu_count())
+    try:
         tasks = {pool.submit(compile_graph, graph, target): graph.name for graph in graphs}
         for number, task in enumerate(as_completed(tasks), start=1):
             name = tasks[task]
             compiled[name], seconds, from_cache = task.result()
             on_graph(GraphBuilt(name, number, len(graphs), seconds, from_cache))
+    finally:
+        # after a failure or Ctrl-C nobody waits for graphs that are not begun
+        pool.shutdown(cancel_futures=True)
     return CompiledGraphs(grid, compiled)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from .bucket_grid import BucketGrid
 
 SCHEMA = 1
+DTYPES = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,15 @@ class PlannedModel:
 
     source: str
     fingerprint: str
+    """Of the model's files; empty where the plan is for any model that fits it."""
     dtype: str
+
+    def __post_init__(self):
+        for name in ("source", "fingerprint"):
+            if not isinstance(getattr(self, name), str):
+                raise ValueError(f"model.{name}: expected a string, got {getattr(self, name)!r}.")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"model.dtype: expected {' or '.join(DTYPES)}, got {self.dtype!r}.")
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ def _add_batch(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     add("--model", required=True, help="directory, .gguf file, or smollm2")
     add("--plan", type=Path, help="buckets to build; by default derived from the input")
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of weights")
-    add("--target", default="cpu", help="hardware to run on (default: cpu)")
+    add("--target", help="hardware to run on (default: that of the plan, or cpu)")
     add("--seed", type=int, default=0, help="seeds rows that bring no seed of their own")
     add("--set", action="append", default=[], metavar="A.B=V", help="override a key of the plan")
     add(

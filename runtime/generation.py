@@ -118,6 +118,7 @@ class Generator:
         self._check_ids("prompt", prompt)
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("logit_bias", tuple(params.logit_bias or ()))
+        TextCollector(self.tokenizer, params)  # refuses stop strings where there is no text
         if params.prompt_logprobs is not None and not self.grid.score:
             raise RowError(
                 "invalid_request",
@@ -126,7 +127,9 @@ class Generator:
                 "prompt_logprobs",
             )
         try:
-            self.grid.fit(len(prompt), params.max_tokens)
+            # without max_tokens a row takes what is left, which min_tokens must fit in
+            least = params.min_tokens or None if params.max_tokens is None else params.max_tokens
+            self.grid.fit(len(prompt), least)
         except NoBucketFits as error:
             message = f"request {request.request_id!r}: {error}"
             raise RowError("context_length_exceeded", message, "prompt") from None

@@ -8,11 +8,12 @@ its call runs.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..compile.bucket_grid import BucketGrid
 from ..compile.default_grid import ladder_grid
 from ..compile.plan import Plan, PlannedModel
 from ..compile.targets import find_target
 from . import compilation_cache, session
-from .checkpoint import open_model
+from .checkpoint import ModelFiles, open_model
 from .request import Request, RequestOutput, RowError, SamplingParams
 from .text.chat_template import ChatRenderer
 
@@ -55,19 +56,13 @@ class LLM:
         session.use_only_cpu_if_asked(target or (plan.target if plan else None))
         found = find_target(target or (plan.target if plan else jax.default_backend()))
         files = open_model(model)
-        dtype = session.resolve_dtype(plan.model.dtype if plan else dtype, found)
         if plan is None:
-            limit = files.spec.config.max_position
-            max_length = min(limit, max_model_len or DEFAULT_MAX_LENGTH)
-            if max_model_len is not None and max_model_len > limit:
-                raise ValueError(
-                    f"max_model_len: expected at most {limit}, the longest sequence that this "
-                    f"model was published for, got {max_model_len}."
-                )
-            grid = ladder_grid(max_length, max_num_seqs, score=True)
+            dtype = session.resolve_dtype(dtype, found)
+            grid = _ladder(files, max_model_len, max_num_seqs)
             plan = Plan(found.name, PlannedModel(model, files.fingerprint(), dtype), grid)
+        session.check_plan(plan, files, found, dtype)
         self.plan = plan
-        self._model = session.load_model(files, found, dtype)
+        self._model = session.load_model(files, found, plan.model.dtype)
         self._generator = session.start(self._model, plan, seed=seed)
         self._renderer: ChatRenderer | None = None
         self._num_requests = 0
@@ -126,7 +121,7 @@ class LLM:
         rows: list[_Row],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[RequestOutput]:
-        params = _one_each(sampling_params or SamplingParams(), len(rows))
+        params = _one_each(sampling_params, len(rows))
         requests = []
         for (text, ids), param in zip(rows, params, strict=True):
             requests.append(Request(str(self._num_requests), ids, param, text))
@@ -173,6 +168,16 @@ class LLM:
         return self._renderer
 
 
+def _ladder(files: ModelFiles, max_model_len: int | None, max_num_seqs: int) -> BucketGrid:
+    limit = files.spec.config.max_position
+    if max_model_len is not None and max_model_len > limit:
+        raise ValueError(
+            f"max_model_len: expected at most {limit}, the longest sequence that this model was "
+            f"published for, got {max_model_len}."
+        )
+    return ladder_grid(min(limit, max_model_len or DEFAULT_MAX_LENGTH), max_num_seqs, score=True)
+
+
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     is_one = isinstance(prompts, str | Mapping) or (
         len(prompts) > 0 and isinstance(prompts[0], int)
@@ -181,8 +186,10 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _one_each(
-    params: SamplingParams | Sequence[SamplingParams], count: int
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
 ) -> Sequence[SamplingParams]:
+    if params is None:
+        params = SamplingParams()
     if isinstance(params, SamplingParams):
         return [params] * count
     if len(params) != count:

@@ -12,15 +12,13 @@ import jax.numpy as jnp
 from ..compile import signatures
 from ..compile.build import GraphBuilt, build
 from ..compile.definition import Definition
-from ..compile.plan import Plan
+from ..compile.plan import DTYPES, Plan
 from ..compile.targets import Target
 from ..sharding.placement import place
 from .checkpoint import ModelFiles, load_params
 from .engine import Engine
 from .generation import Generator
 from .text.tokenizer import Tokenizer, load_tokenizer
-
-DTYPES = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -52,6 +50,31 @@ def resolve_dtype(dtype: str, target: Target) -> str:
     if dtype not in DTYPES:
         raise ValueError(f"dtype: expected auto, {' or '.join(DTYPES)}, got {dtype!r}.")
     return dtype
+
+
+def check_plan(plan: Plan, files: ModelFiles, target: Target, dtype: str = "auto") -> None:
+    """Refuse a plan that is for another model, target or dtype than asked for, or cannot run."""
+    if not target.is_present:
+        raise ValueError(
+            f"target: expected one that is on this machine, as rows are to run, got {target.name}."
+        )
+    _expect("target", target.name, plan.target, "Ask for the target that was planned for.")
+    if plan.model.fingerprint:
+        expected = files.fingerprint()
+        _expect("model.fingerprint", expected, plan.model.fingerprint, "Plan again for this model.")
+    if dtype != "auto":
+        _expect("model.dtype", dtype, plan.model.dtype, "Ask for auto to run as planned.")
+    longest = files.spec.config.max_position
+    if plan.buckets.max_length > longest:
+        raise ValueError(
+            f"plan buckets.max_length: expected at most {longest}, the longest sequence that "
+            f"{files.name} was published for, got {plan.buckets.max_length}."
+        )
+
+
+def _expect(key: str, expected: str, got: str, remedy: str) -> None:
+    if got != expected:
+        raise ValueError(f"plan {key}: expected {expected}, got {got}. {remedy}")
 
 
 def load_model(files: ModelFiles, target: Target, dtype: str) -> LoadedModel:

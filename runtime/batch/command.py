@@ -56,7 +56,7 @@ def _settings(
         "plan": "derived" if plan_table is None else json.dumps(plan_table, sort_keys=True),
         "overrides": " ".join(options.set),
         "dtype": options.dtype,
-        "target": options.target,
+        "target": _target_name(options, plan_table),
         "seed": str(options.seed),
         "sampling defaults": json.dumps(defaults, sort_keys=True),
         **{f"version of {name}": found.get(name, "") for name in _VERSIONS_THAT_DECIDE_ANSWERS},
@@ -73,6 +73,10 @@ def _settings(
         on_error=options.on_error,
         restart=options.restart,
     )
+
+
+def _target_name(options: argparse.Namespace, plan_table: Mapping[str, Any] | None) -> str:
+    return options.target or str((plan_table or {}).get("target", "cpu"))
 
 
 class BatchModel:
@@ -111,6 +115,7 @@ class BatchModel:
     ) -> Build:
         """Load the parameters, then compile the stored, the given or a derived plan."""
         from ...compile.build import GraphBuilt
+        from ...compile.plan import Plan
         from ...compile.targets import find_target
         from .. import compilation_cache, session
 
@@ -120,10 +125,16 @@ class BatchModel:
             )
 
         compilation_cache.enable()
-        session.use_only_cpu_if_asked(self._options.target)
+        name = _target_name(self._options, self._plan_table)
+        session.use_only_cpu_if_asked(name)
         try:
-            target = find_target(self._options.target)
-            plan = self._resolve_plan(summary, stored_plan, session.resolve_dtype)
+            target = find_target(name)
+            if stored_plan is not None:
+                plan = Plan.from_table(tomllib.loads(stored_plan))
+            else:
+                dtype = session.resolve_dtype(self._options.dtype, target)
+                plan = self._make_plan(summary, name, dtype)
+            session.check_plan(plan, self._files, target, self._options.dtype)
         except ValueError as error:
             raise JobError(str(error), EXIT_USAGE) from error
         text = plan.to_toml()
@@ -134,16 +145,13 @@ class BatchModel:
         generator = session.start(model, plan, seed=self._options.seed, on_graph=report)
         return Build(generator, text)
 
-    def _resolve_plan(self, summary: ScanSummary, stored_plan: str | None, resolve_dtype: Any):
+    def _make_plan(self, summary: ScanSummary, target_name: str, dtype: str) -> "Plan":
+        """The given plan, or one for the rows of this job; either with the overrides."""
         from ...compile.default_grid import RowNeed, derive_grid
         from ...compile.plan import Plan, PlannedModel
-        from ...compile.targets import find_target
 
-        if stored_plan is not None:
-            return Plan.from_table(tomllib.loads(stored_plan))
         table = self._plan_table
         if table is None:
-            target = find_target(self._options.target)
             needs = [
                 RowNeed(
                     need.prompt_length, need.max_tokens, need.n, need.prompt_logprobs is not None
@@ -151,16 +159,9 @@ class BatchModel:
                 for need in summary.needs
             ]
             grid = derive_grid(needs, self._files.spec.config.max_position)
-            dtype = resolve_dtype(self._options.dtype, target)
             planned = PlannedModel(self._files.name, self._files.fingerprint(), dtype)
-            table = tomllib.loads(Plan(target.name, planned, grid).to_toml())
-        plan = Plan.from_table(apply_overrides(table, self._options.set))
-        if plan.model.fingerprint != self._files.fingerprint():
-            raise ValueError(
-                f"plan model.fingerprint: expected {self._files.fingerprint()}, that of "
-                f"{self._files.name}, got {plan.model.fingerprint}. Plan again for this model."
-            )
-        return plan
+            table = tomllib.loads(Plan(target_name, planned, grid).to_toml())
+        return Plan.from_table(apply_overrides(table, self._options.set))
 
 
 def _padding_note(summary: ScanSummary, plan: "Plan") -> str:

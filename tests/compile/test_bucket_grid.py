@@ -43,6 +43,12 @@ def test_the_span_is_the_shortest_that_holds_the_positions(length, span):
         ({"decode_spans": (32, 64)}, r"last span to be max_length \(96\), got 64"),
         ({"decode_spans": (32, 32, 96)}, "buckets.decode_spans: expected growing"),
         ({"decode_slots": 0}, "buckets.decode_slots: expected a positive integer, got 0"),
+        ({"decode_slots": True}, "buckets.decode_slots: expected a positive integer, got True"),
+        ({"prefill": 7}, "buckets.prefill: expected a list, got 7"),
+        ({"prefill": (16, 4)}, "buckets.prefill: expected pairs of length and batch, got 16"),
+        ({"prefill": ((16, 4, 1),)}, r"pairs of length and batch, got \(16, 4, 1\)"),
+        ({"decode_spans": 96}, "buckets.decode_spans: expected a list, got 96"),
+        ({"score": 1}, "buckets.score: expected true or false, got 1"),
         ({"steps_per_call": -1}, "buckets.steps_per_call: expected a positive integer, got -1"),
     ],
 )

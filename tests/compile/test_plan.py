@@ -22,10 +22,12 @@ def test_a_plan_survives_its_file():
         ("decode_slots = 8", "decode_slotz = 8", r"unknown \['decode_slotz'\]"),
         ("max_length = 64\n", "", r"missing \['max_length'\]"),
         ("[model]", "[modell]", r"unknown \['modell'\], missing \['model'\]"),
+        ('dtype = "float32"', 'dtype = "float16"', "model.dtype: expected float32 or bfloat16"),
+        ('"sha256:00"', "7", "model.fingerprint: expected a string, got 7"),
         ('target = "cpu"', 'target = "cpu"\nmesh = 3', r"unknown \['mesh'\]"),
     ],
 )
-def test_a_wrong_key_is_refused_by_name(old, new, message):
+def test_a_wrong_key_or_value_is_refused_by_name(old, new, message):
     text = PLAN.to_toml()
     assert old in text
     with pytest.raises(ValueError, match=message):

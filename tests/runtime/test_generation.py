@@ -221,6 +221,22 @@ def test_without_max_tokens_a_row_fills_the_plans_length(model):
     assert len(row) + len(completion.token_ids) == GRID.max_length
 
 
+def test_min_tokens_that_cannot_be_reached_are_refused(model):
+    generator = model.generator()
+    params = SamplingParams(min_tokens=GRID.max_length - 2)
+    generator.check(Request("fits", [5, 6], params))
+    with pytest.raises(RowError, match=r"need 65 positions; buckets.max_length") as caught:
+        generator.check(Request("row", [5, 6, 7], params))
+    assert caught.value.code == "context_length_exceeded"
+
+
+def test_stop_strings_without_a_tokenizer_are_refused_before_the_row_is_queued(model):
+    generator = model.generator()
+    with pytest.raises(RowError, match="stop: expected no stop strings"):
+        generator.check(Request("row", [5, 6], SamplingParams(stop="x")))
+    assert generator.unfinished == 0
+
+
 def test_drain_returns_what_has_no_slot_and_finishes_the_rest(model):
     rows = prompts(20, seed=13)
     generator = model.generator()
