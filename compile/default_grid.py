@@ -39,24 +39,27 @@ class RowNeed:
     num_sequences: int = 1
     is_scored: bool = False
 
+    @property
+    def least_length(self) -> int:
+        """Positions without which the row cannot run."""
+        return self.prompt_length + (1 if self.max_tokens is None else self.max_tokens)
+
 
 def derive_grid(
     rows: Sequence[RowNeed], max_position: int, defaults: GridDefaults | None = None
 ) -> BucketGrid:
     """The default grid of a job: least prefill padding, and slots and spans for its rows."""
     defaults = defaults or GridDefaults()
-    rows = [row for row in rows if row.prompt_length < max_position] or [RowNeed(1, 1)]
-    needs = [
-        row.prompt_length
-        + (defaults.unspecified_output if row.max_tokens is None else row.max_tokens)
+    # rows that no grid for this model can hold will be refused, and must not stretch it
+    rows = [row for row in rows if row.least_length <= max_position] or [RowNeed(1, 1)]
+    wanted = [
+        row.prompt_length + defaults.unspecified_output
+        if row.max_tokens is None
+        else row.least_length
         for row in rows
     ]
-    fitting = [need for need in needs if need <= max_position]
-    longest = max(fitting, default=max_position)
-    if any(row.max_tokens is None for row in rows):
-        longest = min(max(longest, max(needs)), max_position)
-    max_length = min(_round_up(longest, LENGTH_STEP), max_position)
-    lengths = [min(row.prompt_length, max_length) for row in rows]
+    max_length = min(_round_up(max(wanted), LENGTH_STEP), max_position)
+    lengths = [row.prompt_length for row in rows]
     num_sequences = sum(row.num_sequences for row in rows if row.max_tokens != 0)
     return BucketGrid(
         max_length=max_length,

@@ -100,3 +100,16 @@ def test_the_ladder_reaches_its_length(max_length):
 def test_few_rows_are_one_call_without_dummies(rows):
     grid = derive_grid([RowNeed(32, 4)] * rows, max_position=128)
     assert grid.prefill == (PrefillBucket(32, rows),)
+
+
+@pytest.mark.parametrize("impossible", [RowNeed(500, 8), RowNeed(5, 10**6), RowNeed(128, None)])
+@pytest.mark.parametrize("max_tokens", [8, None])
+def test_rows_that_no_grid_can_hold_do_not_change_it(impossible, max_tokens):
+    rows = [RowNeed(20, max_tokens), RowNeed(30, max_tokens)]
+    defaults = GridDefaults(unspecified_output=16)
+    assert derive_grid([*rows, impossible], 128, defaults) == derive_grid(rows, 128, defaults)
+
+
+def test_a_prompt_as_long_as_the_model_can_be_scored():
+    grid = derive_grid([RowNeed(128, 0, is_scored=True)], 128)
+    assert grid.fit(128, 0).length == 128
