@@ -119,13 +119,6 @@ class Generator:
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("logit_bias", tuple(params.logit_bias or ()))
         TextCollector(self.tokenizer, params)  # refuses stop strings where there is no text
-        if params.prompt_logprobs is not None and not self.grid.score:
-            raise RowError(
-                "invalid_request",
-                "prompt_logprobs: this plan has no score graphs; set buckets.score = true "
-                "and build again.",
-                "prompt_logprobs",
-            )
         try:
             # without max_tokens a row takes what is left, which min_tokens must fit in
             least = params.min_tokens or None if params.max_tokens is None else params.max_tokens
@@ -133,6 +126,13 @@ class Generator:
         except NoBucketFits as error:
             message = f"request {request.request_id!r}: {error}"
             raise RowError("context_length_exceeded", message, "prompt") from None
+        if params.prompt_logprobs is not None and not self.grid.score:
+            raise RowError(
+                "invalid_request",
+                "prompt_logprobs: this plan has no score graphs; set buckets.score = true "
+                "and build again.",
+                "prompt_logprobs",
+            )
         own = () if params.ignore_eos else self.eos_ids
         stop_ids = tuple(dict.fromkeys((*own, *params.stop_token_ids)))
         if len(stop_ids) > MAX_STOP_IDS:
