@@ -1,10 +1,10 @@
 """A grid derived from the lengths of a job, for when no plan is given.
 
-Knows nothing of models or devices. The prefill lengths are those of least padding for the given
-number of graphs, found exactly by dynamic programming over lengths that are multiples of
-`LENGTH_STEP`: an optimal choice whose longest bucket is `b` consists of the bucket `b` for the rows
-above some length `a`, and an optimal choice whose longest bucket is `a`, because the cost of a
-bucket depends only on its two borders.
+Knows nothing of models or devices. The prefill lengths are those of least cost, padding and graphs
+together, found exactly by dynamic programming over lengths that are multiples of `LENGTH_STEP`: an
+optimal choice whose longest bucket is `b` consists of the bucket `b` for the rows above some length
+`a`, and an optimal choice whose longest bucket is `a`, because the cost of a bucket depends only on
+its two borders.
 """
 
 from collections.abc import Sequence
@@ -23,6 +23,8 @@ class GridDefaults:
     tokens_per_prefill: int = 512
     """Tokens of one prefill call: enough to fill the matrix units, short enough to waste little."""
     max_prefill_graphs: int = 6
+    tokens_per_graph: int = 512
+    """What one more prefill graph must save: its compile and its slow first call, in tokens."""
     max_decode_slots: int = 64
     max_decode_graphs: int = 3
     steps_per_call: int = 8
@@ -83,7 +85,7 @@ def prefill_padding(rows: Sequence[int], buckets: Sequence[PrefillBucket]) -> tu
 def _least_padding(
     lengths: Sequence[int], max_length: int, defaults: GridDefaults
 ) -> list[PrefillBucket]:
-    """Prefill buckets of least computed tokens; see the module's argument."""
+    """Prefill buckets of least computed tokens and graphs; see the module's argument."""
     borders = sorted({min(_round_up(length, LENGTH_STEP), max_length) for length in lengths})
     at_most = [sum(length <= border for length in lengths) for border in borders]
 
@@ -102,8 +104,9 @@ def _least_padding(
         for start, (cost, chosen) in best[-1].items():
             for end in range(start + 1, len(borders)):
                 computed, bucket = cheapest(start, end)
-                if end not in level or cost + computed < level[end][0]:
-                    level[end] = (cost + computed, [*chosen, bucket])
+                total = cost + computed + defaults.tokens_per_graph
+                if end not in level or total < level[end][0]:
+                    level[end] = (total, [*chosen, bucket])
         best.append(level)
     last = len(borders) - 1
     return min((level[last] for level in best if last in level), key=lambda found: found[0])[1]

@@ -20,8 +20,13 @@ def rows_of(lengths, max_tokens=16):
     return [RowNeed(int(length), max_tokens) for length in lengths]
 
 
+def cost_of(lengths, buckets, defaults: GridDefaults) -> int:
+    """Computed tokens, and what the graphs cost in tokens."""
+    return prefill_padding(lengths, buckets)[1] + len(buckets) * defaults.tokens_per_graph
+
+
 def brute_force(lengths, defaults: GridDefaults) -> int:
-    """Computed tokens of the best choice of borders and batches, by trying them all."""
+    """Cost of the best choice of borders and batches, by trying them all."""
     borders = sorted({-(-length // LENGTH_STEP) * LENGTH_STEP for length in lengths})
     best = None
     for count in range(1, defaults.max_prefill_graphs + 1):
@@ -35,21 +40,24 @@ def brute_force(lengths, defaults: GridDefaults) -> int:
                 batches.append(range(min(half, rows, most), most + 1))
             for sizes in product(*batches):
                 buckets = [PrefillBucket(*pair) for pair in zip(ends, sizes, strict=True)]
-                computed = prefill_padding(lengths, buckets)[1]
+                computed = cost_of(lengths, buckets, defaults)
                 best = computed if best is None else min(best, computed)
     assert best is not None
     return best
 
 
 @pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("tokens_per_graph", [0, 150])
 @pytest.mark.parametrize("graphs", [1, 2, 3])
-def test_prefill_padding_is_the_least_possible(seed, graphs):
+def test_the_prefill_buckets_are_those_of_least_cost(seed, graphs, tokens_per_graph):
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 150, size=rng.integers(1, 25)).tolist()
-    defaults = GridDefaults(tokens_per_prefill=128, max_prefill_graphs=graphs)
+    defaults = GridDefaults(
+        tokens_per_prefill=128, max_prefill_graphs=graphs, tokens_per_graph=tokens_per_graph
+    )
     grid = derive_grid(rows_of(lengths), 4096, defaults)
     assert len(grid.prefill) <= graphs
-    assert prefill_padding(lengths, grid.prefill)[1] == brute_force(lengths, defaults)
+    assert cost_of(lengths, grid.prefill, defaults) == brute_force(lengths, defaults)
 
 
 def test_every_row_that_the_model_can_hold_fits():
