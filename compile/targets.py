@@ -64,6 +64,8 @@ def _tpu_topology(name: str, rest: str) -> Target:
 
     # without this libtpu asks a metadata server that only exists on Google's machines
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    # compiling takes no TPU, so it need not be the machine's only process with libtpu
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     try:
         devices = topologies.get_topology_desc(platform="tpu", topology_name=rest).devices
     except Exception as error:

@@ -124,6 +124,8 @@ class BatchModel:
                 built.number, built.total, built.name, built.seconds, cached=built.from_cache
             )
 
+        # before the plan: a model that no family knows is the model's fault
+        max_position = self._files.spec.config.max_position
         compilation_cache.enable()
         name = _target_name(self._options, self._plan_table)
         session.use_only_cpu_if_asked(name)
@@ -133,7 +135,7 @@ class BatchModel:
                 plan = Plan.from_table(tomllib.loads(stored_plan))
             else:
                 dtype = session.resolve_dtype(self._options.dtype, target)
-                plan = self._make_plan(summary, name, dtype)
+                plan = self._make_plan(summary, name, dtype, max_position)
             session.check_plan(plan, self._files, target, self._options.dtype)
         except ValueError as error:
             raise JobError(str(error), EXIT_USAGE) from error
@@ -145,7 +147,9 @@ class BatchModel:
         generator = session.start(model, plan, seed=self._options.seed, on_graph=report)
         return Build(generator, text)
 
-    def _make_plan(self, summary: ScanSummary, target_name: str, dtype: str) -> "Plan":
+    def _make_plan(
+        self, summary: ScanSummary, target_name: str, dtype: str, max_position: int
+    ) -> "Plan":
         """The given plan, or one for the rows of this job; either with the overrides."""
         from ...compile.default_grid import RowNeed, derive_grid
         from ...compile.plan import Plan, PlannedModel
@@ -158,7 +162,7 @@ class BatchModel:
                 )
                 for need in summary.needs
             ]
-            grid = derive_grid(needs, self._files.spec.config.max_position)
+            grid = derive_grid(needs, max_position)
             planned = PlannedModel(self._files.name, self._files.fingerprint(), dtype)
             table = tomllib.loads(Plan(target_name, planned, grid).to_toml())
         return Plan.from_table(apply_overrides(table, self._options.set))

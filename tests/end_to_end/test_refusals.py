@@ -1,0 +1,110 @@
+"""What the command refuses: the exit code, and words on stderr that say what is wrong."""
+
+import json
+import resource
+import shutil
+
+import numpy as np
+import pytest
+from command import completion, write_lines
+from safetensors.numpy import load_file, save_file
+
+EXIT_USAGE, EXIT_MODEL, EXIT_BUILD = 2, 3, 4
+
+
+@pytest.fixture
+def source(tmp_path):
+    row = completion("row", "the water", temperature=0, max_tokens=4)
+    return write_lines(tmp_path / "in.jsonl", [row])
+
+
+@pytest.fixture
+def copy(noria, tmp_path):
+    return shutil.copytree(noria.model, tmp_path / "model")
+
+
+def refusal(noria, source, *options, model=None, expect) -> str:
+    output = source.with_name("out.jsonl")
+    arguments = ("-i", source, "-o", output, "--model", model or noria.model)
+    done = noria.run("batch", *arguments, "--quiet", *options, expect=expect)
+    assert not output.exists()
+    assert "Traceback" not in done.stderr
+    return done.stderr.partition("noria: ")[2]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--dtype", "bfloat16", "--set", "model.dtype=float32"], "expected bfloat16, got float32"),
+        (["--set", "model.dtype=float16"], "model.dtype: expected float32 or bfloat16"),
+        (["--set", "target=tpu"], "plan target: expected cpu, got tpu"),
+        (["--target", "cuda"], "target: expected cpu, gpu, tpu or"),
+        (["--set", "buckets.prefill=16"], "buckets.prefill: expected a list, got 16"),
+        (["--set", "buckets.slots=3"], "unknown ['slots']"),
+        (["--set", "buckets.decode_slots"], "expected a.b=value"),
+        (
+            ["--set", "buckets.max_length=129", "--set", "buckets.decode_spans=[129]"],
+            "buckets.max_length: expected at most 128",
+        ),
+    ],
+)
+def test_a_plan_or_option_that_cannot_be_followed(noria, source, options, message):
+    assert message in refusal(noria, source, *options, expect=EXIT_USAGE)
+
+
+def test_a_target_that_is_not_there_cannot_run_rows(noria, source):
+    pytest.importorskip("libtpu")
+    message = refusal(noria, source, "--target", "tpu:v5e:2x4", expect=EXIT_USAGE)
+    assert "expected one that is on this machine" in message
+
+
+def test_a_model_of_an_unknown_architecture(noria, source, copy):
+    config = json.loads((copy / "config.json").read_text())
+    config |= {"model_type": "mamba", "architectures": ["MambaForCausalLM"]}
+    (copy / "config.json").write_text(json.dumps(config))
+    message = refusal(noria, source, model=copy, expect=EXIT_MODEL)
+    assert "expected one of llama" in message and "got 'mamba'" in message
+
+
+def test_weights_that_end_early(noria, source, copy):
+    weights = copy / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    assert str(weights) in refusal(noria, source, model=copy, expect=EXIT_MODEL)
+
+
+def test_weights_that_lack_one_tensor_and_bring_another(noria, source, copy):
+    tensors = load_file(copy / "model.safetensors")
+    del tensors["model.norm.weight"]
+    tensors["adapter.weight"] = np.ones(3, np.float32)
+    save_file(tensors, copy / "model.safetensors")
+    message = refusal(noria, source, model=copy, expect=EXIT_MODEL)
+    assert "model.norm.weight" in message and "adapter.weight" in message
+
+
+def test_a_tokenizer_that_cannot_be_read(noria, source, copy):
+    (copy / "tokenizer.json").write_text("{")
+    assert "tokenizer.json" in refusal(noria, source, model=copy, expect=EXIT_MODEL)
+
+
+def test_a_plan_that_no_memory_holds(noria, source):
+    output = source.with_name("out.jsonl")
+    arguments = ("-i", source, "-o", output, "--model", noria.model)
+    process = noria.start("batch", *arguments, "--set", "buckets.decode_slots=1000000000")
+    # terabytes: some systems would promise even those
+    resource.prlimit(process.pid, resource.RLIMIT_AS, (2**35, 2**35))
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == EXIT_BUILD
+    assert "memory" in err and "Traceback" not in err
+
+
+def test_an_input_that_is_not_there(noria, tmp_path):
+    message = refusal(noria, tmp_path / "absent.jsonl", expect=EXIT_USAGE)
+    assert "absent.jsonl: expected an input file" in message
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["batch", "--help"], ["inspect", "--help"], ["bench", "--help"]]
+)
+def test_every_command_explains_itself(noria, arguments):
+    text = noria.run(*arguments).stdout
+    assert text.startswith("usage: noria") and "--help" in text
