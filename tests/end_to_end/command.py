@@ -17,10 +17,15 @@ class Noria:
     environment: dict[str, str]
     model: Path
 
-    def start(self, *arguments: object) -> subprocess.Popen[str]:
-        command = [*COMMAND, *map(str, arguments)]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        return subprocess.Popen(command, env=self.environment, **pipes)
+    def start(self, *arguments: object, start_new_session: bool = False) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [*COMMAND, *map(str, arguments)],
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=start_new_session,
+        )
 
     def run(self, *arguments: object, expect: int = 0) -> subprocess.CompletedProcess[str]:
         process = self.start(*arguments)

@@ -98,8 +98,11 @@ def test_rows_are_the_same_under_permutation_subset_and_split(noria, plan, tmp_p
 def test_a_run_through_every_bucket_compiles_nothing_and_accounts_for_its_time(
     noria, plan, tmp_path
 ):
-    rows = [completion("short", [5, 6], **GREEDY), completion("long", [7] * 30, **GREEDY)]
-    rows += [
+    # the long row ends first, so that the short one is alone, and within the short span
+    greedy = {"temperature": 0, "ignore_eos": True}
+    rows = [
+        completion("short", [5, 6], **greedy, max_tokens=20),
+        completion("long", [7] * 30, **greedy, max_tokens=4),
         completion("score-short", [5, 6, 7], echo=True, max_tokens=0, logprobs=1),
         completion("score-long", [9] * 40, echo=True, max_tokens=0, logprobs=1),
     ]
@@ -109,6 +112,7 @@ def test_a_run_through_every_bucket_compiles_nothing_and_accounts_for_its_time(
     lifetime = time.monotonic() - started
     buckets = manifest["generator"]["buckets"]
     assert set(buckets["prefill"]) == {"16x3", "48x2", "16x3 scored", "48x2 scored"}
+    assert set(buckets["decode"]) == {"24", "64"}
     assert manifest["compiles_during_run"] == 0
     phases = sum(manifest[f"{name}_seconds"] for name in ("scan", "load", "build", "run"))
     assert phases == pytest.approx(manifest["wall_seconds"], rel=0.01, abs=0.05)
@@ -256,13 +260,11 @@ def test_a_plan_that_is_not_this_models_is_refused(noria, plan, tmp_path, old, n
     assert "Traceback" not in done.stderr
 
 
-def test_bfloat16_answers(noria, plan, tmp_path):
-    text = plan.read_text().replace("float32", "bfloat16")
-    other = tmp_path / "plan.toml"
-    other.write_text(text)
+def test_bfloat16_answers_and_the_plan_says_so(noria, tmp_path):
     source = write_lines(tmp_path / "in.jsonl", mixed_rows(5))
-    rows, _ = noria.batch(source, tmp_path / "out.jsonl", "--plan", other)
+    rows, manifest = noria.batch(source, tmp_path / "out.jsonl", "--dtype", "bfloat16")
     assert all(code_of(row) is None for row in rows)
+    assert 'dtype = "bfloat16"' in manifest["plan"]
 
 
 def test_a_model_without_a_tokenizer_serves_token_ids_and_refuses_text(noria, tmp_path):

@@ -1,12 +1,14 @@
 """Jobs that are killed, stopped and run again, with the real engine and real signals."""
 
+import os
 import random
 import re
 import signal
 import time
+from dataclasses import replace
 
 import pytest
-from command import completion, read_manifest, write_lines
+from command import chat, completion, read_manifest, read_rows, write_lines
 
 KILLS = [6, pytest.param(50, marks=pytest.mark.slow)]
 
@@ -38,6 +40,15 @@ def masked(path) -> str:
     return re.sub(r'"created":\d+', '"created":0', path.read_text("utf-8"))
 
 
+def wait_for_records(process, output, count: int) -> None:
+    """Wait until the job has written rows, and is in the middle of them."""
+    journal = output.with_name(f"{output.name}.journal")
+    deadline = time.monotonic() + 120
+    while not (journal.exists() and journal.read_bytes().count(b"\n") > count):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("kills", KILLS)
 def test_a_job_killed_at_random_moments_ends_as_if_undisturbed(noria, job, tmp_path, kills):
     source, whole = job
@@ -64,11 +75,16 @@ def test_a_job_killed_at_random_moments_ends_as_if_undisturbed(noria, job, tmp_p
 
 def test_a_complete_job_run_again_does_nothing_quickly(noria, job):
     source, output = job
-    before = {path.name: path.stat().st_mtime_ns for path in output.parent.iterdir()}
+
+    def contents() -> dict[str, tuple[int, bytes]]:
+        paths = output.parent.iterdir()
+        return {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in paths}
+
+    before = contents()
     start = time.monotonic()
     done = noria.run("batch", "-i", source, "-o", output, "--model", noria.model, expect=1)
     seconds = time.monotonic() - start
-    assert {path.name: path.stat().st_mtime_ns for path in output.parent.iterdir()} == before
+    assert contents() == before
     assert "complete already" in done.stdout + done.stderr
     assert seconds < 3
 
@@ -77,16 +93,59 @@ def test_a_complete_job_run_again_does_nothing_quickly(noria, job):
 def test_a_stopped_job_drains_and_goes_on_later(noria, job, tmp_path, number, status):
     source, whole = job
     output = tmp_path / "out.jsonl"
-    journal = tmp_path / "out.jsonl.journal"
     arguments = ("batch", "-i", source, "-o", output, "--model", noria.model)
     process = noria.start(*arguments)
-    deadline = time.monotonic() + 120
-    while not (journal.exists() and journal.read_bytes().count(b"\n") > 20):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for_records(process, output, 20)
     process.send_signal(number)
     _, err = process.communicate(timeout=120)
     assert process.returncode == status, err
     assert not output.exists()
     noria.run(*arguments, expect=1)
     assert masked(output) == masked(whole)
+
+
+def test_a_complete_job_run_again_imports_nothing_heavy(noria, job):
+    source, output = job
+    talkative = replace(noria, environment={**noria.environment, "PYTHONPROFILEIMPORTTIME": "1"})
+    arguments = ("-i", source, "-o", output, "--model", noria.model)
+    done = talkative.run("batch", *arguments, expect=1)
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "noria.runtime.batch.run" in imported
+    assert not imported & {"jax", "jaxlib", "flax", "optax", "orbax", "tokenizers", "jinja2"}
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_a_job_stopped_while_it_compiles_ends_soon_and_goes_on_later(
+    noria, job, tmp_path, number, status
+):
+    source, whole = job
+    output = tmp_path / "out.jsonl"
+    arguments = ("batch", "-i", source, "-o", output, "--model", noria.model)
+    # no compile cache: there is time to stop it
+    cold = replace(noria, environment={**noria.environment, "XDG_CACHE_HOME": str(tmp_path)})
+    process = cold.start(*arguments)
+    first = next(line for line in process.stderr if line.startswith("compile [1/"))
+    process.send_signal(number)
+    _, rest = process.communicate(timeout=120)
+    assert process.returncode == status, rest
+    assert "Traceback" not in rest
+    num_graphs = int(first.partition("/")[2].partition("]")[0])
+    assert rest.count("compile [") < num_graphs - 1
+    assert not output.exists() and not output.with_name("out.jsonl.lock").exists()
+    noria.run(*arguments, expect=1)
+    assert masked(output) == masked(whole)
+
+
+def test_ctrl_c_at_a_terminal_reaches_every_process_and_still_drains(noria, tmp_path):
+    rows = [chat(f"row-{i}", "the wheel turns", max_tokens=60, ignore_eos=True) for i in range(300)]
+    source = write_lines(tmp_path / "in.jsonl", rows)
+    output = tmp_path / "out.jsonl"
+    arguments = ("batch", "-i", source, "-o", output, "--model", noria.model)
+    process = noria.start(*arguments, start_new_session=True)
+    wait_for_records(process, output, 20)
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err and "run the same command again" in err
+    noria.run(*arguments)
+    assert len(read_rows(output)) == 300
