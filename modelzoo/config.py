@@ -106,3 +106,35 @@ class DecoderConfig:
     @property
     def heads_per_kv(self) -> int:
         return self.num_query_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """How weights are arranged for a layout: the same model, in other shapes.
+
+    The default is the canonical arrangement, in which checkpoints of ours are saved.
+    """
+
+    kv_copies: int = 1
+    """Each key/value head stored this often, side by side; its queries are shared out in order."""
+    padded_vocab: int | None = None
+    """Rows of the token tables, those past the vocabulary zero; None means vocab_size."""
+
+    def __post_init__(self):
+        for name in ("kv_copies", "padded_vocab"):
+            size = getattr(self, name)
+            if size is not None and (not isinstance(size, int) or size < 1):
+                raise ValueError(f"{name}: expected a positive integer, got {size!r}.")
+
+    def check(self, config: DecoderConfig) -> None:
+        """Raise ValueError if weights of this configuration cannot be arranged so."""
+        if config.heads_per_kv % self.kv_copies:
+            raise ValueError(
+                f"kv_copies: expected a divisor of the {config.heads_per_kv} query heads of each "
+                f"key/value head, got {self.kv_copies}. Split the heads over fewer devices."
+            )
+        if self.padded_vocab is not None and self.padded_vocab < config.vocab_size:
+            raise ValueError(
+                f"padded_vocab: expected at least the {config.vocab_size} tokens of the "
+                f"vocabulary, got {self.padded_vocab}. Padding adds rows and drops none."
+            )
