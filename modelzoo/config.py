@@ -110,10 +110,7 @@ class DecoderConfig:
 
 @dataclass(frozen=True)
 class Arrangement:
-    """How weights are arranged for a layout: the same model, in other shapes.
-
-    The default is the canonical arrangement, in which checkpoints of ours are saved.
-    """
+    """How weights are arranged for a layout: the same model, in other shapes."""
 
     kv_copies: int = 1
     """Each key/value head stored this often, side by side; its queries are shared out in order."""
@@ -138,3 +135,7 @@ class Arrangement:
                 f"padded_vocab: expected at least the {config.vocab_size} tokens of the "
                 f"vocabulary, got {self.padded_vocab}. Padding adds rows and drops none."
             )
+
+
+CANONICAL = Arrangement()
+"""Each key/value head once and a row for each token: how checkpoints of ours are saved."""

@@ -5,11 +5,12 @@ files; `hugging_face.py` and `gguf.py` read what the families have in common.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ..config import DecoderConfig
+from ..config import CANONICAL, Arrangement, DecoderConfig
 from .config_reader import ConfigReader
 from .mapping import ParameterSource
+from .sources import TensorNames, parameter_sources
 
 
 @dataclass(frozen=True)
@@ -50,3 +51,18 @@ class ModelSpec:
     """One for every parameter of the decoder."""
     ignored_tensors: tuple[str, ...] = ()
     """Tensors that may be present and fill no parameter: they follow from the configuration."""
+    names: TensorNames | None = None
+    """None where tensors are parameters in the canonical arrangement, under their own names."""
+    arrangement: Arrangement = CANONICAL
+
+    def arranged(self, arrangement: Arrangement) -> "ModelSpec":
+        """The same model with its parameters arranged for a layout.
+
+        The sources follow the arrangement, unless the tensors are parameters already: those are
+        rearranged by whoever reads them.
+        """
+        arrangement.check(self.config)
+        sources = self.sources
+        if self.names is not None:
+            sources = parameter_sources(self.config, self.names, arrangement)
+        return replace(self, sources=sources, arrangement=arrangement)

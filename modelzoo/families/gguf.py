@@ -64,7 +64,7 @@ def model_spec(
         decoder = replace(decoder, rope=_with_factors(decoder, read_tensor))
         ignored = (ROPE_FACTORS, *ignored)
     names = replace(NAMES, is_interleaved=family.gguf_interleaved)
-    return ModelSpec(family.name, decoder, parameter_sources(decoder, names), ignored)
+    return ModelSpec(family.name, decoder, parameter_sources(decoder, names), ignored, names)
 
 
 def _decoder_config(

@@ -96,7 +96,7 @@ def model_spec(family: Family, values: Mapping[str, object]) -> ModelSpec:
     config.expect_of_unread(NEUTRAL_VALUES)
     config.refuse_rest()
     return ModelSpec(
-        family.name, decoder, parameter_sources(decoder, NAMES), _ignored_tensors(decoder)
+        family.name, decoder, parameter_sources(decoder, NAMES), _ignored_tensors(decoder), NAMES
     )
 
 

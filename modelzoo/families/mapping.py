@@ -5,7 +5,9 @@ from slices of tensors, and to prove that every tensor is used once and every pa
 
 An axis pattern says how a published tensor becomes (part of) a parameter, in the notation of
 einops: `"(n h) d -> d n h"` reads a `[N*H, D]` matrix as `[D, N, H]`. Both sides hold the same
-names, except for a literal `1` on the right, which inserts an axis of size one.
+names, but for two things that may stand on the right only: a literal `1`, which inserts an axis of
+size one, and a name with a size, along which everything repeats: `"(k h) -> (k r) h"` with r = 2
+holds each row twice, copies side by side.
 """
 
 from dataclasses import dataclass
@@ -18,7 +20,7 @@ class Part:
     tensor: str
     axes: str
     sizes: tuple[tuple[str, int], ...] = ()
-    """Sizes of the names inside parentheses, all but at most one per group."""
+    """Sizes of the names inside parentheses, all but at most one per group, and of repetitions."""
 
 
 @dataclass(frozen=True)
@@ -29,3 +31,5 @@ class ParameterSource:
     """Dotted path in the parameter tree, e.g. `layers.3.attention.qkv`."""
     parts: tuple[Part, ...]
     concat_axis: int = 0
+    padding_rows: int = 0
+    """Rows of zeros that follow what the parts fill, along axis 0."""

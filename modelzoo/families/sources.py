@@ -1,14 +1,14 @@
 """From tensor names to parameters: one table of axis patterns for every family and format.
 
 A format says what it calls its tensors (`TensorNames`); the patterns, and which parameters there
-are, follow from the configuration. Knows nothing of files. Guarantees: exactly one source for every
-parameter of the decoder of that configuration.
+are, follow from the configuration and the arrangement of its weights. Knows nothing of files.
+Guarantees: exactly one source for every parameter of the decoder of that configuration.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ..config import DecoderConfig
+from ..config import CANONICAL, Arrangement, DecoderConfig
 from .mapping import ParameterSource, Part
 
 
@@ -34,25 +34,39 @@ class TensorNames:
     """Whether rows of a query or key head come as (pair, side), not as (side, pair)."""
 
 
-def parameter_sources(config: DecoderConfig, names: TensorNames) -> tuple[ParameterSource, ...]:
+def parameter_sources(
+    config: DecoderConfig, names: TensorNames, arrangement: Arrangement = CANONICAL
+) -> tuple[ParameterSource, ...]:
     """Sources of every parameter, in the order of the layers."""
+    arrangement.check(config)
+    padding = (arrangement.padded_vocab or config.vocab_size) - config.vocab_size
+
+    def table(parameter: str, tensor: str) -> ParameterSource:
+        return replace(_single(parameter, f"{tensor}.weight", "v d -> v d"), padding_rows=padding)
+
     sources = [
-        _single("embedding.table", f"{names.embedding}.weight", "v d -> v d"),
-        *(source for i in range(config.num_layers) for source in _layer(config, names, i)),
+        table("embedding.table", names.embedding),
+        *(
+            source
+            for i in range(config.num_layers)
+            for source in _layer(config, names, arrangement.kv_copies, i)
+        ),
         _single("final_norm.scale", f"{names.final_norm}.weight", "d -> d"),
     ]
     if not config.tie_embeddings:
-        sources.append(_single("head.table", f"{names.head}.weight", "v d -> v d"))
+        sources.append(table("head.table", names.head))
     return tuple(sources)
 
 
-def _layer(config: DecoderConfig, names: TensorNames, i: int) -> list[ParameterSource]:
+def _layer(
+    config: DecoderConfig, names: TensorNames, kv_copies: int, i: int
+) -> list[ParameterSource]:
     def single(parameter: str, template: str, axes: str) -> ParameterSource:
         return _single(f"layers.{i}.{parameter}", template.format(i=i), axes)
 
     return [
         single("attention_norm.scale", f"{names.attention_norm}.weight", "d -> d"),
-        *_attention(config, names, i, single),
+        *_attention(config, names, kv_copies, i, single),
         single("mlp_norm.scale", f"{names.mlp_norm}.weight", "d -> d"),
         *_mlp(config, names, i, single),
     ]
@@ -61,11 +75,14 @@ def _layer(config: DecoderConfig, names: TensorNames, i: int) -> list[ParameterS
 def _attention(
     config: DecoderConfig,
     names: TensorNames,
+    kv_copies: int,
     i: int,
     single: Callable[[str, str, str], ParameterSource],
 ) -> list[ParameterSource]:
     K, G, H = config.num_kv_heads, config.heads_per_kv, config.head_dim
-    heads = (("k", K), ("g", G), ("h", H))
+    # a copy of a key/value head takes its share of the queries, so these keep their order
+    queries = (("k", K * kv_copies), ("g", G // kv_copies))
+    keys = (("k", K), ("copy", kv_copies))
     rotated_in, rotated_out, rotated_sizes = "h", "h", (("h", H),)
     if names.is_interleaved:
         rotated_in, rotated_out = "pair side", "(side pair)"
@@ -77,23 +94,25 @@ def _attention(
             Part(
                 f"{names.query}.{kind}".format(i=i),
                 f"(k g {rotated_in}){source_d} -> {target_d}k g {rotated_out}",
-                (("k", K), ("g", G), *rotated_sizes),
+                (*queries, *rotated_sizes),
             ),
             Part(
                 f"{names.key}.{kind}".format(i=i),
-                f"(k {rotated_in}){source_d} -> {target_d}k 1 {rotated_out}",
-                (("k", K), *rotated_sizes),
+                f"(k {rotated_in}){source_d} -> {target_d}(k copy) 1 {rotated_out}",
+                (*keys, *rotated_sizes),
             ),
             Part(
                 f"{names.value}.{kind}".format(i=i),
-                f"(k h){source_d} -> {target_d}k 1 h",
-                (("k", K), ("h", H)),
+                f"(k h){source_d} -> {target_d}(k copy) 1 h",
+                (*keys, ("h", H)),
             ),
         )
         parameter = {"weight": "qkv", "bias": "qkv_bias"}[kind]
         return ParameterSource(f"layers.{i}.attention.{parameter}", parts, concat_axis)
 
-    output = Part(f"{names.output}.weight".format(i=i), "d (k g h) -> k g h d", heads)
+    output = Part(
+        f"{names.output}.weight".format(i=i), "d (k g h) -> k g h d", (*queries, ("h", H))
+    )
     sources = [
         joined("weight", " d", "d ", concat_axis=2),
         ParameterSource(f"layers.{i}.attention.output", (output,)),

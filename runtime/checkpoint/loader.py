@@ -14,7 +14,7 @@ import numpy as np
 
 from ...modelzoo.families.mapping import ParameterSource
 from .errors import CheckpointMismatch
-from .tensor_source import AxisPattern, Index, TensorSource, intervals
+from .tensor_source import AxisPattern, Index, Interval, TensorSource, intervals
 
 if TYPE_CHECKING:
     import jax
@@ -122,7 +122,20 @@ def read_parameter(
 ) -> np.ndarray:
     """Read the box `index` of a parameter of the given shape, its parts put together and cast."""
     box = intervals(index, shape)
-    result = np.empty([len(interval) for interval in box], dtype)
+    # zeros cost no more than empty here: the pages come zeroed from the system
+    result = filled = np.zeros([len(interval) for interval in box], dtype)
+    if source.padding_rows:
+        published = shape[0] - source.padding_rows
+        box = (Interval(box[0].start, min(box[0].stop, published)), *box[1:])
+        filled = result[: len(box[0])]
+    _fill(filled, source, tensors, box)
+    return result
+
+
+def _fill(
+    result: np.ndarray, source: ParameterSource, tensors: TensorSource, box: tuple[Interval, ...]
+) -> None:
+    """Put what the parts hold of a box into `result`."""
     axis, start = source.concat_axis, 0
     for part in source.parts:
         pattern = AxisPattern.of(part)
@@ -138,7 +151,6 @@ def read_parameter(
                 into[axis] = slice(low - box[axis].start, high - box[axis].start)
             result[tuple(into)] = pattern.read(tensors, part.tensor, tuple(wanted))
         start = stop
-    return result
 
 
 def _load_one(
@@ -192,15 +204,26 @@ def _shape_problems(
             )
     if problems:
         return problems
-    got = _concatenated(shapes, source.concat_axis)
+    got = _filled_shape(source, shapes)
     if got != expected:
         described = ", ".join(f"{p.tensor} {tensors.tensors[p.tensor].shape}" for p in source.parts)
-        problems.append(f"{source.parameter}: expected {expected}, got {got} from {described}")
+        padding = f" and {source.padding_rows} rows of zeros" if source.padding_rows else ""
+        problems.append(
+            f"{source.parameter}: expected {expected}, got {got} from {described}{padding}"
+        )
     return problems
 
 
+def _filled_shape(source: ParameterSource, shapes: list[tuple[int, ...]]) -> object:
+    """Shape of a parameter from those of its parts; where they do not fit, the list of them."""
+    shape = _concatenated(shapes, source.concat_axis)
+    if source.padding_rows and isinstance(shape, tuple) and shape:
+        return (shape[0] + source.padding_rows, *shape[1:])
+    return shape
+
+
 def _concatenated(shapes: list[tuple[int, ...]], axis: int) -> object:
-    """Shape of parts put together; where they do not fit, the list of their shapes."""
+    """Shape of parts put together along an axis."""
     if len(shapes) == 1:
         return shapes[0]
     others = {(shape[:axis], shape[axis + 1 :]) for shape in shapes if len(shape) > axis}

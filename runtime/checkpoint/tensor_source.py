@@ -4,8 +4,8 @@ Knows nothing of file formats, devices or families. `TensorSource` is what each 
 `AxisPattern` reads "`(k g h) d -> d k g h`" and answers two questions: which shape comes out of a
 tensor, and which slice of the tensor is needed for a slice of the parameter.
 
-Guarantees: `AxisPattern.read(source, name, index)` equals the whole tensor reshaped, transposed and
-then indexed, and asks the source for the smallest contiguous box that holds the answer.
+Guarantees: `AxisPattern.read(source, name, index)` equals the whole tensor reshaped, transposed,
+repeated and then indexed, and asks the source for the smallest contiguous box that holds it.
 """
 
 import math
@@ -105,7 +105,8 @@ class AxisPattern:
     """How the axes of a tensor become those of a parameter: `(k g h) d -> d k g h`.
 
     Each side is a sequence of groups, a group being the names that share one axis, major to minor.
-    A literal `1` on the right is an empty group: an axis of size one.
+    A literal `1` on the right is an empty group: an axis of size one. A name on the right only is a
+    repetition.
     """
 
     source: tuple[tuple[str, ...], ...]
@@ -123,13 +124,19 @@ class AxisPattern:
         if len(sides) != 2:
             raise ValueError(f"axis pattern {part.axes!r}: expected one '->', got {len(sides) - 1}")
         source, target = (_parse_side(side, part.axes) for side in sides)
-        names = _flat(source)
+        left, right = _flat(source), _flat(target)
         if () in source:
             raise ValueError(f"axis pattern {part.axes!r}: a literal 1 may stand on the right only")
-        if len(set(names)) != len(names) or sorted(names) != sorted(_flat(target)):
+        repeated = set(right) - set(left)
+        if sorted({*left, *repeated}) != sorted(right) or len(set(left)) != len(left):
             raise ValueError(
-                f"axis pattern {part.axes!r}: expected each name once on each side, "
-                f"got {names} and {_flat(target)}"
+                f"axis pattern {part.axes!r}: expected each name once on each side, or once on the "
+                f"right to repeat, got {left} and {right}"
+            )
+        if missing := sorted(repeated - dict(part.sizes).keys()):
+            raise ValueError(
+                f"axis pattern {part.axes!r}: expected a size for {missing}, got none: a name that "
+                f"stands on the right only repeats, so it must say how often"
             )
         return cls(source, target, part.sizes)
 
@@ -143,7 +150,7 @@ class AxisPattern:
 
         In three steps: (1) the box in target axes becomes an interval of each name, (2) the
         intervals of a source group become one interval of that axis, which is read, (3) what was
-        read is cut, transposed, grouped and cut again where an interval had to be widened.
+        read is cut, transposed, repeated, grouped and cut again where an interval was widened.
         """
         sizes = self._resolve(source.tensors[name].shape)
         target_shape = [math.prod(sizes[n] for n in group) for group in self.target]
@@ -161,10 +168,12 @@ class AxisPattern:
         held: dict[str, Interval] = {}
         for group, box in zip(self.source, boxes, strict=True):
             held |= _split(group, box, sizes)
-        names = _flat(self.source)
+        names, target = _flat(self.source), _flat(self.target)
         array = array.reshape([len(held[n]) for n in names])
         array = array[tuple(_relative(kept[n], held[n].start) for n in names)]
-        array = array.transpose([names.index(n) for n in _flat(self.target)])
+        array = array.transpose([names.index(n) for n in target if n in names])
+        array = array.reshape([len(kept[n]) if n in names else 1 for n in target])
+        array = np.broadcast_to(array, [len(kept[n]) for n in target])
         array = array.reshape([math.prod(len(kept[n]) for n in group) for group in self.target])
         return array[
             tuple(
@@ -178,7 +187,7 @@ class AxisPattern:
         if len(tensor_shape) != len(self.source):
             raise ValueError(f"expected {len(self.source)} axes, got shape {tuple(tensor_shape)}")
         given = dict(self.sizes)
-        sizes: dict[str, int] = {}
+        sizes = {name: given[name] for name in _flat(self.target) if name in given}
         for group, length in zip(self.source, tensor_shape, strict=True):
             unknown = [name for name in group if name not in given]
             known = math.prod(given[name] for name in group if name in given)

@@ -9,7 +9,7 @@ from noria.modelzoo.families.mapping import Part
 from noria.runtime.checkpoint.errors import CheckpointChanged
 from noria.runtime.checkpoint.tensor_source import AxisPattern, FileStamp, TensorInfo
 
-K, G, H, D, V = 3, 2, 8, 5, 7
+K, G, H, D, V, R = 3, 2, 8, 5, 7, 2
 
 CASES = {
     "(k g h) d -> d k g h": (
@@ -46,6 +46,21 @@ CASES = {
         lambda x: x.reshape(K, G, H, D).transpose(2, 0, 3, 1).reshape(H * K, D * G),
     ),
     "e f d -> e d 1 f": ((K, V, D), (), lambda x: x.transpose(0, 2, 1)[:, :, None]),
+    "(k h) d -> d (k r) 1 h": (
+        (K * H, D),
+        (("h", H), ("r", R)),
+        lambda x: x.reshape(K, H, D).repeat(R, axis=0).transpose(2, 0, 1)[:, :, None],
+    ),
+    "(k half two) -> (k r) 1 (two half)": (
+        (K * H,),
+        (("k", K), ("two", 2), ("r", 3)),
+        lambda x: x.reshape(K, H // 2, 2).swapaxes(1, 2).reshape(K, 1, H).repeat(3, axis=0),
+    ),
+    "k d -> (r d) r2 k": (
+        (K, D),
+        (("r", R), ("r2", 4)),
+        lambda x: np.tile(x, (1, R)).T[:, None].repeat(4, axis=1),
+    ),
 }
 
 
@@ -104,6 +119,22 @@ def test_a_slice_inside_one_head_of_permuted_rows_reads_only_that_head():
     assert box[1] == slice(0, 2)
 
 
+@pytest.mark.parametrize(
+    ("copies", "heads"), [((5, 6), (2, 3)), ((1, 2), (0, 1)), ((1, 3), (0, 2)), ((2, 4), (1, 2))]
+)
+def test_a_slice_of_copies_reads_only_the_heads_that_they_are_of(copies, heads):
+    source, pattern, expected = case("(k h) d -> d (k r) 1 h")
+    every = slice(None)
+    index = (every, slice(*copies), every, every)
+    np.testing.assert_array_equal(pattern.read(source, "w", index), expected[index])
+    assert source.boxes == [(slice(heads[0] * H, heads[1] * H), slice(0, D))]
+
+
+def test_a_repetition_without_a_size_is_refused():
+    with pytest.raises(ValueError, match=r"'\(k h\) -> \(k r\) h': expected a size for \['r'\]"):
+        AxisPattern.of(Part("w", "(k h) -> (k r) h", (("h", 4),)))
+
+
 def test_an_empty_slice_reads_nothing():
     source, pattern, _ = case("v d -> v d")
     assert pattern.read(source, "w", (slice(2, 2), slice(0, D))).shape == (0, D)
@@ -124,7 +155,16 @@ def test_a_tensor_of_another_rank_is_refused():
 
 @pytest.mark.parametrize(
     "axes",
-    ["v d", "v d -> v", "v v -> v v", "v 1 -> v", "((v) d) -> v d", "(v d -> v d", "() v -> v"],
+    [
+        "v d",
+        "v d -> v",
+        "v v -> v v",
+        "v -> v v",
+        "v 1 -> v",
+        "((v) d) -> v d",
+        "(v d -> v d",
+        "() v -> v",
+    ],
 )
 def test_a_pattern_that_says_nothing_sensible_is_refused(axes):
     with pytest.raises(ValueError, match="axis pattern"):

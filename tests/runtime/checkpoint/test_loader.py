@@ -1,6 +1,6 @@
 """Loading: parameters arrive placed and cast, once nothing is missing or left over."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSha
 from noria.modelzoo.families.mapping import ParameterSource, Part
 from noria.runtime.checkpoint import CheckpointMismatch, TensorInfo, find_nonfinite, load_params
 from noria.runtime.checkpoint import loader as module
+from noria.runtime.checkpoint.loader import read_parameter
 
 D, K, G, H, F, V = 8, 2, 2, 4, 16, 32
 
@@ -142,6 +143,43 @@ def test_the_cast_happens_on_the_way():
     for name, value in expected.items():
         assert params[name].dtype == jnp.bfloat16
         np.testing.assert_array_equal(params[name], value.astype(jnp.bfloat16))
+
+
+def padded():
+    """The tiny model with five rows of zeros after its token table."""
+    tensors, spec, expected = tiny()
+    table = replace(spec.sources[0], padding_rows=5)
+    expected["embedding"] = np.pad(expected["embedding"], ((0, 5), (0, 0)))
+    return tensors, Spec((table, *spec.sources[1:])), expected
+
+
+@pytest.mark.parametrize("rows", [(0, 37), (30, 34), (3, 9), (31, 32), (32, 37), (36, 36)])
+def test_padding_rows_are_zeros_in_any_slice_and_are_never_read(rows):
+    tensors, spec, expected = padded()
+    index = (slice(*rows), slice(2, 7))
+    box = read_parameter(spec.sources[0], tensors, index, (V + 5, D), np.dtype("f4"))
+    np.testing.assert_array_equal(box, expected["embedding"][index])
+    published = max(min(rows[1], V) - rows[0], 0)
+    assert sum(size for _, size in tensors.reads) == 5 * published
+
+
+def test_a_padded_table_arrives_on_a_mesh_whose_last_shards_are_all_padding():
+    tensors, spec, expected = padded()
+    spec.sources = (replace(spec.sources[0], padding_rows=16), *spec.sources[1:])
+    expected["embedding"] = np.pad(expected["embedding"][:V], ((0, 16), (0, 0)))
+    placed = shardings()
+    placed["embedding"] = NamedSharding(placed["embedding"].mesh, PartitionSpec(("data", "tensor")))
+    params = load_params(spec, tensors, abstract_of(expected), placed)
+    np.testing.assert_array_equal(params["embedding"], expected["embedding"])
+
+
+@pytest.mark.parametrize("rows", [V - 1, V + 5])
+def test_padding_does_not_hide_a_table_of_another_size(rows):
+    tensors, spec, expected = padded()
+    tensors.tensors["embed_tokens"] = TensorInfo((rows, D), np.dtype("f4"), "F32", 0)
+    message = rf"expected \(37, 8\), got \({rows + 5}, 8\) from .* and 5 rows of zeros"
+    with pytest.raises(CheckpointMismatch, match=message):
+        load_params(spec, tensors, abstract_of(expected), one_device())
 
 
 def test_every_difference_is_listed_at_once_and_nothing_is_read():
