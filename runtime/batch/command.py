@@ -17,6 +17,7 @@ from ..text.chat_template import ChatRenderer
 from ..text.tokenizer import InvalidTokenizer, load_tokenizer
 from .job import EXIT_MODEL, EXIT_USAGE, Build, JobError, JobSettings, JobText
 from .manifest import PhaseClock, versions
+from .part import Part
 from .progress import Progress
 from .prompt_encoder import PromptEncoder
 from .run import run_job
@@ -72,6 +73,7 @@ def _settings(
         grace_seconds=options.grace_seconds,
         on_error=options.on_error,
         restart=options.restart,
+        part=Part.parse(options.rows),
     )
 
 
@@ -128,7 +130,7 @@ class BatchModel:
         max_position = self._files.spec.config.max_position
         compilation_cache.enable()
         name = _target_name(self._options, self._plan_table)
-        session.use_only_cpu_if_asked(name)
+        session.prepare_cpu(name)
         try:
             target = find_target(name)
             if stored_plan is not None:

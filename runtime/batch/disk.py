@@ -81,10 +81,15 @@ def replace_file(disk: Disk, path: Path, chunks: Iterable[bytes]) -> FileDigest:
 
 def digest_file(path: Path) -> FileDigest:
     """SHA-256 and size of a file, read once."""
+    with path.open("rb") as file:
+        return digest_chunks(iter(lambda: file.read(2**20), b""))
+
+
+def digest_chunks(chunks: Iterable[bytes]) -> FileDigest:
+    """SHA-256 and size of what a file of these chunks would hold."""
     digest = hashlib.sha256()
     num_bytes = 0
-    with path.open("rb") as file:
-        while chunk := file.read(2**20):
-            digest.update(chunk)
-            num_bytes += len(chunk)
+    for chunk in chunks:
+        digest.update(chunk)
+        num_bytes += len(chunk)
     return FileDigest(digest.hexdigest(), num_bytes)

@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from ..request import Request, RequestOutput
+from .journal import journal_path
+from .lock import lock_path
 from .manifest import PhaseClock
+from .part import WHOLE, Part
 from .progress import Progress
 from .results import TokenNames
 from .scan import Encode, ScanSummary
@@ -103,14 +106,27 @@ class JobSettings:
     grace_seconds: float = 20.0
     on_error: Literal["row", "raise"] = "row"
     restart: bool = False
+    part: Part = WHOLE
+
+    def __post_init__(self):
+        if self.part.of > 1 and self.error_file is not None:
+            raise ValueError(
+                "error_file: expected none beside a part of the rows, as a part keeps its error "
+                f"rows in their places, got {self.error_file}. Give it to noria merge instead."
+            )
+
+    @property
+    def stored_configuration(self) -> dict[str, str]:
+        """What a journal or a finished output must agree with to be this job's."""
+        return {**self.configuration, "rows": str(self.part)}
 
     @property
     def journal_path(self) -> Path:
-        return self.output_path.with_name(f"{self.output_path.name}.journal")
+        return journal_path(self.output_path)
 
     @property
     def lock_path(self) -> Path:
-        return self.output_path.with_name(f"{self.output_path.name}.lock")
+        return lock_path(self.output_path)
 
     @property
     def outputs(self) -> list[Path]:

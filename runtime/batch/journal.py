@@ -29,6 +29,10 @@ SYNC_ROWS = 64
 SYNC_SECONDS = 1.0
 
 
+def journal_path(output: Path) -> Path:
+    return output.with_name(f"{output.name}.journal")
+
+
 class JournalError(ValueError):
     """The journal on disk cannot be continued by this job."""
 
@@ -238,15 +242,22 @@ def check_same_configuration(
     path: Path, stored: Mapping[str, str], wanted: Mapping[str, str]
 ) -> None:
     """Raise JournalError with one line for each difference between two configurations."""
-    differences = [
-        f"  {key}: there {stored.get(key, 'nothing')}, now {wanted.get(key, 'nothing')}"
-        for key in sorted({*stored, *wanted})
-        if stored.get(key) != wanted.get(key)
-    ]
-    if differences:
+    found = differences(stored, wanted, ("there", "now"))
+    if found:
         raise JournalError(
             f"{path}: expected the configuration of this job, got another one:\n"
-            + "\n".join(differences)
+            + "\n".join(found)
             + "\nRun with the settings it was begun with, choose another output, or discard it "
             "with --restart."
         )
+
+
+def differences(
+    first: Mapping[str, object], second: Mapping[str, object], names: tuple[str, str]
+) -> list[str]:
+    """One line for each key whose values differ, with both; `names` say whose they are."""
+    return [
+        f"  {key}: {names[0]} {first.get(key, 'nothing')}, {names[1]} {second.get(key, 'nothing')}"
+        for key in sorted({*first, *second})
+        if first.get(key) != second.get(key)
+    ]

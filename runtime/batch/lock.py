@@ -17,6 +17,10 @@ from pathlib import Path
 from types import TracebackType
 
 
+def lock_path(output: Path) -> Path:
+    return output.with_name(f"{output.name}.lock")
+
+
 class OutputIsLocked(ValueError):
     """Another process writes this output."""
 

@@ -114,6 +114,7 @@ def make_manifest(
     *,
     model: str,
     configuration: Mapping[str, str],
+    fingerprint: str,
     plan: str | None,
     sampling_defaults: Mapping[str, Any],
     input_facts: Mapping[str, Any],
@@ -134,7 +135,7 @@ def make_manifest(
         "versions": versions(),
         "platform": {"python": platform.python_version(), "system": platform.platform()},
         "configuration": dict(configuration),
-        "fingerprint": fingerprint(configuration),
+        "fingerprint": fingerprint,
         "plan": plan,
         "plan_fingerprint": plan and "sha256:" + hashlib.sha256(plan.encode()).hexdigest(),
         "sampling_defaults": dict(sampling_defaults),
@@ -155,7 +156,20 @@ def make_manifest(
 
 def count_outcomes(codes: Iterable[str | None], *, num_kept: int) -> dict[str, Any]:
     """Rows by outcome; `num_kept` of them were finished by earlier runs of the job."""
-    counts = Counter(codes)
+    return _outcomes(Counter(codes), num_kept)
+
+
+def add_outcomes(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The row counts of several parts together."""
+    counts: Counter[str | None] = Counter()
+    num_kept = 0
+    for rows in parts:
+        counts.update({None: rows["ok"], **rows["errors_by_code"]})
+        num_kept += rows["kept_from_earlier_runs"]
+    return _outcomes(counts, num_kept)
+
+
+def _outcomes(counts: Counter[str | None], num_kept: int) -> dict[str, Any]:
     num_ok = counts.pop(None, 0)
     errors = {str(code): counts[code] for code in sorted(counts, key=str)}
     num_errors = sum(errors.values())

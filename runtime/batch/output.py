@@ -4,10 +4,11 @@ The order is what makes it safe to stop anywhere: the output becomes durable, th
 proves it complete, and only then does the journal go. Until then a rerun does all of it again and
 gets the same bytes, as the journal holds the lines as they are written here.
 
-Knows nothing of models. Guarantees: one line for each row of the input, in its order.
+Knows nothing of models. Guarantees: one line for each row of the job's part of the input,
+in its order.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,33 @@ from ..strict_json import dump_line
 from .disk import Disk, replace_file
 from .job import EXIT_RESUMABLE, JobError, JobSettings
 from .journal import Journal
-from .manifest import PhaseClock, count_outcomes, describe, make_manifest, write_manifest
+from .manifest import (
+    PhaseClock,
+    count_outcomes,
+    describe,
+    fingerprint,
+    make_manifest,
+    write_manifest,
+)
 from .results import OutputLines
-from .scan import ScannedRow, ScanSummary
+from .scan import InputError, ScannedRow, ScanSummary
+
+
+def check_outputs(outputs: Sequence[Path], sources: Iterable[Path], source: str) -> None:
+    """Refuse outputs that cannot be written, or that are one of the sources or each other."""
+    resolved_sources = {path.resolve() for path in sources}
+    for path in outputs:
+        if not path.parent.is_dir():
+            raise InputError(f"{path}: expected its directory to exist. Create {path.parent}.")
+        if path.is_dir():
+            raise InputError(f"{path}: expected a file to write, got a directory.")
+        if path.resolve() in resolved_sources:
+            raise InputError(
+                f"{path}: is {source} too. Choose another output; what is read is never "
+                "overwritten."
+            )
+    if len({path.resolve() for path in outputs}) < len(outputs):
+        raise InputError(f"{outputs[0]}: is the error file too. Choose two files.")
 
 
 def finalise(
@@ -33,15 +58,17 @@ def finalise(
     num_tokens: int,
 ) -> dict[str, Any]:
     """Write output and manifest, remove the journal; returns the manifest."""
+    rows = settings.part.take(summary.rows)
     try:
         outputs = {}
         # the main output last: once it is there, all of the output is
         for path in reversed(settings.outputs):
-            chunks = _output_lines(settings, summary, journal, lines, path)
+            chunks = _output_lines(settings, rows, journal, lines, path)
             outputs[path.name] = describe(replace_file(disk, path, chunks))
         manifest = make_manifest(
             model=settings.model_name,
-            configuration=settings.configuration,
+            configuration=settings.stored_configuration,
+            fingerprint=fingerprint(settings.configuration),
             plan=journal.plan,
             sampling_defaults={
                 "values": dict(settings.sampling_defaults),
@@ -51,12 +78,13 @@ def finalise(
                 "name": settings.input_path.name,
                 "sha256": summary.input_sha256,
                 "bytes": summary.num_bytes,
+                "rows": len(summary.rows),
             },
             outputs=outputs,
-            rows=count_outcomes((_code(row, journal) for row in summary.rows), num_kept=num_kept),
+            rows=count_outcomes((_code(row, journal) for row in rows), num_kept=num_kept),
             phases=phases,
             generator=statistics,
-            finished=[journal.rows[row.key] for row in summary.rows if row.bad is None],
+            finished=[journal.rows[row.key] for row in rows if row.bad is None],
             num_tokens_this_run=num_tokens,
         )
         write_manifest(disk, settings.output_path, manifest)
@@ -83,11 +111,15 @@ def summarise(output: Path, manifest: Mapping[str, Any]) -> str:
 
 
 def _output_lines(
-    settings: JobSettings, summary: ScanSummary, journal: Journal, lines: OutputLines, path: Path
+    settings: JobSettings,
+    rows: Sequence[ScannedRow],
+    journal: Journal,
+    lines: OutputLines,
+    path: Path,
 ) -> Iterator[bytes]:
     """The lines of one output file in input order."""
     is_split = settings.error_file is not None
-    for row in summary.rows:
+    for row in rows:
         is_error = _code(row, journal) is not None
         if is_split and is_error != (path == settings.error_file):
             continue

@@ -4,9 +4,10 @@ Everything that touches a device comes through `JobModel`, so a job can be teste
 one recognised, without any. Files of a job beside `out.jsonl`: `.journal` while it is unfinished,
 `.lock` while it runs, `.manifest.json` once it is complete.
 
-Guarantees: every row of the input is exactly one row of the output, in input order; a job that is
-killed at any moment and run again writes the file that it would have written at once; a complete
-job run again does nothing.
+Guarantees: every row of the input, or of the job's part of it, is exactly one row of the output, in
+input order; a part gives the answers that the whole job would give; a job that is killed at any
+moment and run again writes the file that it would have written at once; a complete job run again
+does nothing.
 """
 
 import time
@@ -34,7 +35,7 @@ from .journal import RETRIED_CODES, Journal
 from .lines import BadRow, BatchRow
 from .lock import JobLock
 from .manifest import PhaseClock, fingerprint, is_complete, manifest_path
-from .output import finalise, summarise
+from .output import check_outputs, finalise, summarise
 from .progress import Progress
 from .results import OutputLines
 from .scan import InputError, ScannedRow, ScanSummary, check_input, read_again, scan
@@ -52,7 +53,7 @@ def run_job(
     """Run a job to its end, or go on with one that was stopped; returns the exit code."""
     progress, disk, phases = progress or Progress(), disk or Disk(), phases or PhaseClock()
     check_input(settings.input_path)
-    _check_outputs(settings)
+    check_outputs(settings.outputs, [settings.input_path], "the input")
     with StopSignals() as stop, JobLock(settings.lock_path):
         if settings.restart:
             # the manifest first: without it the old output no longer counts as complete
@@ -63,7 +64,7 @@ def run_job(
             progress.note(f"{settings.output_path}: complete already, nothing to do")
             return EXIT_ROWS_FAILED if manifest["rows"]["errors"] else EXIT_OK
         _refuse_foreign_outputs(settings)
-        journal = Journal.open(settings.journal_path, settings.configuration, disk=disk)
+        journal = Journal.open(settings.journal_path, settings.stored_configuration, disk=disk)
         with (
             closing(journal),
             settings.input_path.open("rb") as input_file,
@@ -112,9 +113,11 @@ class _Job:
             defaults=self._settings.sampling_defaults,
             on_error=self._refuse_if_asked,
         )
-        waiting = [row for row in summary.rows if row.need is not None and not self._is_kept(row)]
-        num_bad = sum(row.bad is not None for row in summary.rows)
-        num_kept = len(summary.rows) - num_bad - len(waiting)
+        # the scan is of the whole input: duplicates, and the plan, are those of the whole job
+        rows = self._settings.part.take(summary.rows)
+        waiting = [row for row in rows if row.need is not None and not self._is_kept(row)]
+        num_bad = sum(row.bad is not None for row in rows)
+        num_kept = len(rows) - num_bad - len(waiting)
         if num_kept:
             self._progress.note(f"resumed: {num_kept} rows are finished, {len(waiting)} to go")
 
@@ -122,11 +125,11 @@ class _Job:
         if waiting:
             built = self._build(summary)
             self._phases.enter("run")
-            self._progress.start_rows(len(summary.rows), done=num_bad + num_kept, errors=num_bad)
+            self._progress.start_rows(len(rows), done=num_bad + num_kept, errors=num_bad)
             is_finished = self._run_rows(built, waiting)
             self._progress.finish()
             if not is_finished:
-                return self._stopped(len(summary.rows))
+                return self._stopped(len(rows))
             statistics = built.generator.statistics()
         self._phases.enter("run")
         manifest = finalise(
@@ -264,25 +267,11 @@ class _Job:
         return EXIT_CODES[self._stop.requested]
 
 
-def _check_outputs(settings: JobSettings) -> None:
-    for path in settings.outputs:
-        if not path.parent.is_dir():
-            raise InputError(f"{path}: expected its directory to exist. Create {path.parent}.")
-        if path.is_dir():
-            raise InputError(f"{path}: expected a file to write, got a directory.")
-        if path.resolve() == settings.input_path.resolve():
-            raise InputError(
-                f"{path}: is the input too. Choose another output; the input is never overwritten."
-            )
-    if len({path.resolve() for path in settings.outputs}) < len(settings.outputs):
-        raise InputError(f"{settings.output_path}: is the error file too. Choose two files.")
-
-
 def _complete(settings: JobSettings) -> dict[str, Any] | None:
     return is_complete(
         settings.output_path,
         input_path=settings.input_path,
-        configuration=settings.configuration,
+        configuration=settings.stored_configuration,
         error_file=settings.error_file,
     )
 
