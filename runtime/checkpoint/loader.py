@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
+from ...modelzoo.config import Arrangement
 from ...modelzoo.families.mapping import ParameterSource
 from .errors import CheckpointMismatch
 from .tensor_source import AxisPattern, Index, Interval, TensorSource, intervals
@@ -26,8 +27,10 @@ FINITE_CHUNK_BYTES = 64 * 2**20
 
 
 @runtime_checkable
-class RestoresItself(Protocol):
-    """A tensor source whose format places arrays on their shards on its own."""
+class RestoresItself(TensorSource, Protocol):
+    """A tensor source of parameters, whose format places them on their shards on its own."""
+
+    def arranged(self, arrangement: Arrangement) -> "RestoresItself": ...
 
     def restore(
         self,
@@ -47,6 +50,8 @@ def load_params(
     `abstract` gives shape and dtype of every parameter; one sharding for all, or one each. Raises
     `CheckpointMismatch`, listing every difference, before anything is read.
     """
+    if isinstance(tensors, RestoresItself):
+        tensors = tensors.arranged(spec.arrangement)
     check_coverage(spec, tensors, abstract)
     if not isinstance(shardings, Mapping):
         shardings = dict.fromkeys(abstract, shardings)

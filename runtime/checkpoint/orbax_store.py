@@ -5,9 +5,10 @@
     PATH/noria.json       family, config, parameters, generation defaults; written last
 
 Knows nothing of published tensor names: parameters are stored as they are in the model, so the
-mapping back is the identity. Guarantees: a directory without noria.json was not finished and is
-refused; with it, the parameters that orbax holds are those that noria.json lists, or it is refused
-before anything is read. orbax is imported only to save or to read arrays.
+mapping back is the identity. Guarantees: parameters are always stored in the canonical arrangement,
+whatever the layout that they come from or go to; a directory without noria.json was not finished
+and is refused; with it, the parameters that orbax holds are those that noria.json lists, or it is
+refused before anything is read. orbax is imported only to save or to read arrays.
 """
 
 import dataclasses
@@ -15,12 +16,15 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ...modelzoo.config import CANONICAL, Arrangement
 from ...modelzoo.families.mapping import ParameterSource, Part
+from .arranging import concerns, sharding_for, to_arrangement, to_canonical
 from .errors import InvalidOrbax
 from .generation_defaults import GenerationDefaults
 from .json_files import file_inside, read_json_object
@@ -55,13 +59,16 @@ def save_orbax(
     *,
     family: str,
     config: "DecoderConfig",
+    arrangement: Arrangement = CANONICAL,
     name: str | None = None,
     generation_defaults: GenerationDefaults | None = None,
     tokenizer_files: Path | Mapping[str, Any] | None = None,
 ) -> None:
     """Save parameters and what a job needs beside them into a new directory.
 
-    From one process only. `tokenizer_files` is what `ModelFiles.tokenizer_files` holds.
+    From one process only. `arrangement` is the one that `params` are in; it is undone, and the
+    parameters that it concerns exist twice until they are saved. `tokenizer_files` is what
+    `ModelFiles.tokenizer_files` holds.
     """
     import jax
     import orbax.checkpoint as ocp
@@ -71,6 +78,8 @@ def save_orbax(
     path = Path(path).resolve()
     if path.exists() and any(path.iterdir()):
         raise InvalidOrbax(f"{path}: expected a new or empty directory to save into, got files.")
+    arrangement.check(config)
+    params = {key: _canonical(value, key, arrangement, config) for key, value in params.items()}
     description = {
         "schema": SCHEMA,
         "name": name or path.name,
@@ -83,15 +92,30 @@ def save_orbax(
         "generation": (generation_defaults or GenerationDefaults()).as_json(),
     }
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(path / PARAMS, dict(params))
+        checkpointer.save(path / PARAMS, params)
     _write_tokenizer(path / TOKENIZER, tokenizer_files)
     _write_whole(path / NORIA_JSON, description)
+
+
+def _canonical(
+    x: "jax.Array", name: str, arrangement: Arrangement, config: "DecoderConfig"
+) -> "jax.Array":
+    import jax
+
+    if not concerns(arrangement, name):
+        return x
+    undo = partial(to_canonical, parameter=name, arrangement=arrangement, config=config)
+    sharding = sharding_for(jax.eval_shape(undo, x).shape, x.sharding)
+    return jax.jit(undo, out_shardings=sharding)(x)
 
 
 class OrbaxTensors:
     """The parameters of one saved checkpoint, as a `TensorSource` that restores itself."""
 
-    def __init__(self, path: Path, description: Mapping[str, Any]):
+    def __init__(
+        self, path: Path, description: Mapping[str, Any], arrangement: Arrangement = CANONICAL
+    ):
+        self._path, self._description, self._arrangement = path, description, arrangement
         self._directory = (path / PARAMS).resolve()
         # orbax writes to a temporary name and renames; what is missing was never finished
         if not (self._directory / "_CHECKPOINT_METADATA").is_file():
@@ -99,50 +123,89 @@ class OrbaxTensors:
                 f"{path}: expected a finished orbax checkpoint in {PARAMS}/, got "
                 f"{'an unfinished one' if self._directory.exists() else 'none'}. Save it again."
             )
-        self._tensors = {
+        self._stored = {
             name: _tensor_info(path, name, entry)
             for name, entry in description["parameters"].items()
+        }
+        self._tensors = {
+            name: _arranged_info(path, name, info, arrangement)
+            for name, info in self._stored.items()
         }
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
         return self._tensors
 
+    def arranged(self, arrangement: Arrangement) -> "OrbaxTensors":
+        """The same checkpoint, its parameters read in an arrangement."""
+        return OrbaxTensors(self._path, self._description, arrangement)
+
     def read(self, name: str, index: Index | None = None) -> np.ndarray:
         """Read one parameter whole, and cut the box out of it."""
         import orbax.checkpoint as ocp
 
         self._check_stored()
-        with ocp.PyTreeCheckpointer() as checkpointer:
-            restored = checkpointer.restore(
-                self._directory,
-                args=ocp.args.PyTreeRestore(
-                    item={name: 0},
-                    restore_args={name: ocp.RestoreArgs(restore_type=np.ndarray)},
-                    partial_restore=True,
-                ),
-            )
-        return restored[name][index] if index else restored[name]
+        stored = self._restore({name: ocp.RestoreArgs(restore_type=np.ndarray)})[name]
+        array = to_arrangement(stored, name, self._arrangement)
+        return array[index] if index else array
 
     def restore(
         self,
         abstract: "Mapping[str, jax.ShapeDtypeStruct]",
         shardings: "Mapping[str, jax.sharding.Sharding]",
     ) -> "dict[str, jax.Array]":
-        """Restore all parameters, cast, onto the given shardings; each process its own shards."""
-        import jax
-        import orbax.checkpoint as ocp
+        """Restore all parameters, cast, onto the given shardings; each process its own shards.
 
+        A parameter that the arrangement concerns is restored as it is stored, over the same
+        devices, and then arranged; one at a time, so that one at most exists twice. Where its
+        stored axes do not divide over the mesh, it is split along others for that moment, or
+        replicated (`sharding_for`).
+        """
         self._check_stored()
-        target = {
-            name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=shardings[name])
-            for name, leaf in abstract.items()
-        }
-        with ocp.StandardCheckpointer() as checkpointer:
-            return dict(checkpointer.restore(self._directory, target))
+        moved = [name for name in abstract if concerns(self._arrangement, name)]
+        params = self._restore(
+            {
+                name: _placed(leaf.shape, leaf.dtype, shardings[name])
+                for name, leaf in abstract.items()
+                if name not in moved
+            }
+        )
+        for name in moved:
+            params[name] = self._restore_arranged(name, abstract[name].dtype, shardings[name])
+        return {name: params[name] for name in abstract}
 
     def close(self) -> None:
         """Nothing stays open between reads."""
+
+    def _restore_arranged(
+        self, name: str, dtype: Any, sharding: "jax.sharding.Sharding"
+    ) -> "jax.Array":
+        import jax
+
+        shape = self._stored[name].shape
+        stored = self._restore({name: _placed(shape, dtype, sharding_for(shape, sharding))})[name]
+        arrange = jax.jit(
+            to_arrangement, static_argnames=("parameter", "arrangement"), out_shardings=sharding
+        )
+        # without its layer the name is the same for all layers, and so is the executable
+        kind = ".".join(name.split(".")[-2:])
+        array = arrange(stored, parameter=kind, arrangement=self._arrangement)
+        # the next one is read when this one exists once
+        return array.block_until_ready()
+
+    def _restore(self, restore_args: Mapping[str, Any]) -> dict[str, Any]:
+        """Read some of the stored parameters, each as its arguments say."""
+        import orbax.checkpoint as ocp
+
+        with ocp.PyTreeCheckpointer() as checkpointer:
+            return checkpointer.restore(
+                self._directory,
+                args=ocp.args.PyTreeRestore(
+                    item=dict.fromkeys(restore_args, 0),
+                    restore_args=dict(restore_args),
+                    partial_restore=True,
+                ),
+            )
 
     def _check_stored(self) -> None:
         """Compare what orbax holds with what noria.json lists."""
@@ -156,7 +219,7 @@ class OrbaxTensors:
                 f"{self._directory}: reading its metadata failed: {error}"
             ) from error
         stored = {name: (tuple(leaf.shape), np.dtype(leaf.dtype)) for name, leaf in tree.items()}
-        listed = {name: (info.shape, info.dtype) for name, info in self._tensors.items()}
+        listed = {name: (info.shape, info.dtype) for name, info in self._stored.items()}
         if differing := sorted(
             name for name in stored.keys() | listed.keys() if stored.get(name) != listed.get(name)
         ):
@@ -253,6 +316,30 @@ def _tensor_info(path: Path, name: str, entry: Any) -> TensorInfo:
         ) from error
     info = TensorInfo(shape, dtype, dtype.name, 0)
     return dataclasses.replace(info, num_bytes=info.size * dtype.itemsize)
+
+
+def _arranged_info(path: Path, name: str, info: TensorInfo, arrangement: Arrangement) -> TensorInfo:
+    if not concerns(arrangement, name):
+        return info
+    import jax
+
+    stored = jax.ShapeDtypeStruct(info.shape, info.dtype)
+    try:
+        shape = jax.eval_shape(
+            partial(to_arrangement, parameter=name, arrangement=arrangement), stored
+        ).shape
+    except (TypeError, ValueError) as error:
+        raise InvalidOrbax(
+            f"{path / NORIA_JSON}: {name!r}: expected a shape for {arrangement}, got {info.shape}."
+        ) from error
+    return dataclasses.replace(info, shape=shape)
+
+
+def _placed(shape: tuple[int, ...], dtype: Any, sharding: "jax.sharding.Sharding") -> Any:
+    """Restore arguments for one array on its shards."""
+    import orbax.checkpoint as ocp
+
+    return ocp.ArrayRestoreArgs(dtype=dtype, sharding=sharding, global_shape=shape)
 
 
 def _write_tokenizer(directory: Path, files: Path | Mapping[str, Any] | None) -> None:

@@ -1,0 +1,106 @@
+"""Parameters between the canonical arrangement and that of a layout, array by array.
+
+Works on arrays of numpy and of jax alike, inside a trace too, and tells parameters by their names.
+Knows nothing of files. Guarantees: values are moved, never computed, so `to_canonical` undoes
+`to_arrangement` bit for bit, and a parameter that an arrangement does not concern stays as it is.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from ...modelzoo.config import Arrangement, DecoderConfig
+
+if TYPE_CHECKING:
+    import jax
+
+QKV = ("attention.qkv", "attention.qkv_bias")
+OUTPUT = "attention.output"
+TABLES = ("embedding.table", "head.table")
+
+
+def concerns(arrangement: Arrangement, parameter: str) -> bool:
+    """Whether an arrangement gives a parameter another shape."""
+    if parameter.endswith(TABLES):
+        return arrangement.padded_vocab is not None
+    return parameter.endswith((*QKV, OUTPUT)) and arrangement.kv_copies > 1
+
+
+def to_arrangement(x: Any, parameter: str, arrangement: Arrangement) -> Any:
+    """Arrange a canonical array."""
+    if not concerns(arrangement, parameter):
+        return x
+    array_functions, copies = x.__array_namespace__(), arrangement.kv_copies
+    if parameter.endswith(TABLES):
+        V, D = x.shape
+        padding = array_functions.zeros((arrangement.padded_vocab - V, D), x.dtype)
+        return array_functions.concat([x, padding])
+    if parameter.endswith(OUTPUT):
+        K, G, H, D = x.shape
+        return x.reshape(K * copies, G // copies, H, D)
+
+    *outer, K, J, H = x.shape
+    G = J - 2
+    queries = x[..., :G, :].reshape(*outer, K * copies, G // copies, H)
+    key_value = array_functions.repeat(x[..., G:, :], copies, axis=-3)
+    return array_functions.concat([queries, key_value], axis=-2)
+
+
+def to_canonical(x: Any, parameter: str, arrangement: Arrangement, config: DecoderConfig) -> Any:
+    """Undo an arrangement; ValueError if the array is not arranged so."""
+    if not concerns(arrangement, parameter):
+        return x
+    array_functions, copies = x.__array_namespace__(), arrangement.kv_copies
+    if parameter.endswith(TABLES):
+        _expect(x.shape[:1], (arrangement.padded_vocab,), parameter, arrangement)
+        return x[: config.vocab_size]
+    K, G = config.num_kv_heads, config.heads_per_kv
+    if parameter.endswith(OUTPUT):
+        _expect(x.shape[:2], (K * copies, G // copies), parameter, arrangement)
+        return x.reshape(K, G, *x.shape[2:])
+
+    _expect(x.shape[-3:-1], (K * copies, G // copies + 2), parameter, arrangement)
+    *outer, _, _, H = x.shape
+    queries = x[..., : G // copies, :].reshape(*outer, K, G, H)
+    key_value = x[..., ::copies, G // copies :, :]
+    return array_functions.concat([queries, key_value], axis=-2)
+
+
+def sharding_for(shape: tuple[int, ...], like: "jax.sharding.Sharding") -> "jax.sharding.Sharding":
+    """Spread an array over the devices of a sharding that was made for another shape.
+
+    A mesh axis that does not divide its dimension moves to the first dimension that it divides, and
+    where there is none the array is replicated along it. Two key/value heads over four devices,
+    `[D, K_tensor, J, H]`, become `[D_tensor, K, J, H]`. Other shardings than those of a mesh are
+    returned as they are.
+    """
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    if not isinstance(like, NamedSharding):
+        return like
+    pieces = list(shape)
+    spec: list[tuple[str, ...]] = [()] * len(shape)
+    wishes = [
+        (dimension, axis)
+        for dimension, entry in enumerate(like.spec)
+        for axis in ((entry,) if isinstance(entry, str) else entry or ())
+    ]
+
+    def take(dimension: int, axis: str) -> bool:
+        if fits := pieces[dimension] % like.mesh.shape[axis] == 0:
+            pieces[dimension] //= like.mesh.shape[axis]
+            spec[dimension] += (axis,)
+        return fits
+
+    moved = [axis for dimension, axis in wishes if not take(dimension, axis)]
+    for axis in moved:
+        any(take(dimension, axis) for dimension in range(len(shape)))
+    return NamedSharding(like.mesh, PartitionSpec(*spec), memory_kind=like.memory_kind)
+
+
+def _expect(
+    got: tuple[int, ...], expected: tuple[int | None, ...], parameter: str, arrangement: Arrangement
+) -> None:
+    if got != expected:
+        raise ValueError(
+            f"{parameter}: expected axes of {expected} in {arrangement}, got {got}. "
+            f"Give the arrangement that the parameters are in."
+        )
