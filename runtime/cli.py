@@ -61,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_batch(commands)
+    _add_merge(commands)
     _add_inspect(commands)
     doctor = commands.add_parser("doctor", help="what this machine offers")
     doctor.set_defaults(run=_run_doctor)
@@ -111,10 +112,35 @@ def _add_inspect(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     inspect.set_defaults(run=_run_inspect)
 
 
+def _add_merge(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    merge = commands.add_parser(
+        "merge",
+        help="the parts of a job into one file",
+        description="Put the parts of a job, each answered by noria batch --rows I/N, together in "
+        "input order. Every part must be finished, with its manifest beside it. Parts keep their "
+        "error rows in their places; --error-file takes them out here.",
+        epilog="example: noria merge part0.jsonl part1.jsonl -o out.jsonl",
+    )
+    add = merge.add_argument
+    add("parts", nargs="+", type=Path, metavar="PART", help="outputs of all N parts, in any order")
+    add("-o", "--output", type=Path, required=True, help="results, in input order")
+    add("--error-file", type=Path, help="write error rows here instead of into the output")
+    add("--quiet", action="store_true", help="nothing on stderr")
+    merge.set_defaults(run=_run_merge)
+
+
 def _run_batch(options: argparse.Namespace) -> int:
     from .batch.command import run
 
     return run(options)
+
+
+def _run_merge(options: argparse.Namespace) -> int:
+    from .batch.merge import merge
+    from .batch.progress import Progress
+
+    progress = Progress(is_quiet=options.quiet)
+    return merge(options.parts, options.output, error_file=options.error_file, progress=progress)
 
 
 def _run_inspect(options: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ import platform
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -88,17 +88,20 @@ def is_complete(
     manifest = read_manifest(output)
     if manifest is None or manifest.get("configuration") != dict(configuration):
         return None
-    expected = manifest.get("outputs")
-    paths = [path for path in (output, error_file) if path is not None]
-    if not isinstance(expected, dict) or set(expected) != {path.name for path in paths}:
-        return None
-    if not all(path.is_file() for path in paths):
-        return None
     if manifest.get("input", {}).get("sha256") != digest_file(input_path).sha256:
         return None
-    if any(expected[path.name] != describe(digest_file(path)) for path in paths):
-        return None
-    return manifest
+    paths = [path for path in (output, error_file) if path is not None]
+    return manifest if matches_outputs(manifest, paths) else None
+
+
+def matches_outputs(manifest: Mapping[str, Any], paths: Sequence[Path]) -> bool:
+    """Whether these are the outputs that the manifest describes, all of them and whole."""
+    expected = manifest.get("outputs")
+    if not isinstance(expected, dict) or set(expected) != {path.name for path in paths}:
+        return False
+    return all(
+        path.is_file() and expected[path.name] == describe(digest_file(path)) for path in paths
+    )
 
 
 def describe(digest: FileDigest) -> dict[str, Any]:

@@ -8,7 +8,7 @@ Knows nothing of models. Guarantees: one line for each row of the job's part of 
 in its order.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +60,11 @@ def finalise(
     """Write output and manifest, remove the journal; returns the manifest."""
     rows = settings.part.take(summary.rows)
     try:
-        outputs = {}
-        # the main output last: once it is there, all of the output is
-        for path in reversed(settings.outputs):
-            chunks = _output_lines(settings, rows, journal, lines, path)
-            outputs[path.name] = describe(replace_file(disk, path, chunks))
+        outputs = write_outputs(
+            disk,
+            settings.outputs,
+            lambda path: _output_lines(settings, rows, journal, lines, path),
+        )
         manifest = make_manifest(
             model=settings.model_name,
             configuration=settings.stored_configuration,
@@ -97,6 +97,16 @@ def finalise(
             EXIT_RESUMABLE,
         ) from error
     return manifest
+
+
+def write_outputs(
+    disk: Disk, outputs: Sequence[Path], lines_of: Callable[[Path], Iterable[bytes]]
+) -> dict[str, Any]:
+    """Write the output and what else there is, each whole or not at all; returns their digests."""
+    # the main output last: once it is there, all of the output is
+    return {
+        path.name: describe(replace_file(disk, path, lines_of(path))) for path in reversed(outputs)
+    }
 
 
 def summarise(output: Path, manifest: Mapping[str, Any]) -> str:

@@ -30,7 +30,7 @@ class Part:
     @classmethod
     def parse(cls, text: str) -> "Part":
         """Read what a person writes: `0/3`."""
-        found = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", text)
+        found = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text)
         if found is None:
             raise ValueError(_expected(text))
         return cls(int(found[1]), int(found[2]))

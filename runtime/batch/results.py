@@ -9,6 +9,7 @@ infinitely unlikely token reads -9999.0).
 """
 
 import hashlib
+import json
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -226,6 +227,12 @@ class OutputLines:
 
     def _text(self, token: int) -> str:
         return f"token_id:{token}" if self._tokens is None else self._tokens.token_text(token)
+
+
+def is_error_line(line: bytes) -> bool:
+    """Whether an output line is that of a row which ended as an error."""
+    record = json.loads(line)
+    return record["error"] is not None or record["response"]["status_code"] != 200
 
 
 def _finite(logprob: float) -> float:

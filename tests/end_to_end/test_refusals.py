@@ -42,6 +42,8 @@ def refusal(noria, source, *options, model=None, expect) -> str:
         (["--set", "buckets.prefill=16"], "buckets.prefill: expected a list, got 16"),
         (["--set", "buckets.slots=3"], "unknown ['slots']"),
         (["--set", "buckets.decode_slots"], "expected a.b=value"),
+        (["--rows", "3/3"], "rows: expected i/n with 0 <= i < n, got '3/3'"),
+        (["--rows", "0/3", "--error-file", "err.jsonl"], "Give it to noria merge instead"),
         (
             ["--set", "buckets.max_length=129", "--set", "buckets.decode_spans=[129]"],
             "buckets.max_length: expected at most 128",
@@ -103,7 +105,8 @@ def test_an_input_that_is_not_there(noria, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["batch", "--help"], ["inspect", "--help"], ["bench", "--help"]]
+    "arguments",
+    [["--help"], *([name, "--help"] for name in ("batch", "merge", "inspect", "bench"))],
 )
 def test_every_command_explains_itself(noria, arguments):
     text = noria.run(*arguments).stdout

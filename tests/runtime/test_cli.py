@@ -10,6 +10,7 @@ from noria.runtime import cli
 _IMPORTS = """
 import sys
 import noria.runtime.cli, noria.runtime.batch.run, noria.runtime.batch.command
+import noria.runtime.batch.merge
 heavy = {"jax", "flax", "optax", "orbax", "transformers", "tokenizers", "jinja2", "gguf"}
 print(sorted(heavy & set(sys.modules)))
 """
@@ -20,7 +21,7 @@ def batch(tmp_path, *extra, model="/nonexistent/model"):
     return [*arguments, "--model", model, *extra]
 
 
-def test_the_batch_command_imports_nothing_heavy():
+def test_the_batch_and_merge_commands_import_nothing_heavy():
     result = subprocess.run(
         [sys.executable, "-c", _IMPORTS], capture_output=True, text=True, check=True
     )
@@ -43,7 +44,9 @@ def test_inspecting_nothing_is_exit_code_3(tmp_path):
     assert cli.main(["inspect", str(tmp_path / "absent")]) == 3
 
 
-@pytest.mark.parametrize("arguments", [[], ["bath"], ["batch"], ["batch", "--frobnicate"]])
+@pytest.mark.parametrize(
+    "arguments", [[], ["bath"], ["batch"], ["batch", "--frobnicate"], ["merge", "a"]]
+)
 def test_wrong_usage_is_exit_code_2(arguments):
     with pytest.raises(SystemExit) as caught:
         cli.main(arguments)

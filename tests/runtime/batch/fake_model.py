@@ -4,6 +4,7 @@ As a program: `fake_model.py INPUT OUTPUT [SECONDS_PER_STEP]` runs one job and e
 """
 
 import hashlib
+import json
 import sys
 import time
 from collections.abc import Iterator
@@ -128,6 +129,34 @@ def encode(row):
 def settings(input_path: Path, output_path: Path, **changes) -> JobSettings:
     values = {"model_name": "fake", "configuration": {"model": "fake", "dtype": "float32"}}
     return JobSettings(Path(input_path), Path(output_path), **(values | changes))
+
+
+def write_input(path: Path, num_rows: int = 40) -> Path:
+    lines = [
+        json.dumps({"id": f"q{i}", "prompt": f"prompt {i}" * (1 + i % 4)}) for i in range(num_rows)
+    ]
+    lines[3:3] = ["{broken", "", '{"id": "q1", "prompt": "again"}', '{"prompt": "x", "top_q": 1}']
+    lines[9:9] = ['{"id": "huge", "prompt": [999]}', '{"id": "bad", "prompt": "nan"}']
+    path.write_text("\n".join(lines))
+    return path
+
+
+def run(input_path, output_path, model=None, disk=None, **changes):
+    job = settings(input_path, output_path, **changes)
+    return run_job(job, model or FakeModel(), progress=Progress(is_quiet=True), disk=disk)
+
+
+def masked(path: Path) -> bytes:
+    """The file with `created` blanked; everything else must be equal byte for byte."""
+    lines = path.read_bytes().split(b"\n")
+    assert lines.pop() == b""
+    kept = []
+    for line in lines:
+        record = json.loads(line)
+        body = (record["response"] or {}).get("body") or {}
+        created = body.get("created")
+        kept.append(line.replace(b'"created":%d' % created, b"") if created else line)
+    return b"\n".join(kept)
 
 
 if __name__ == "__main__":

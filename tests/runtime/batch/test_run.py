@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import importlib.util
 import io
 import json
 import os
@@ -13,49 +12,16 @@ import sys
 import time
 from pathlib import Path
 
+import fake_model as fake
 import pytest
+from fake_model import masked, run, write_input
+from faulty_disk import Crash, FaultyDisk
 
-from noria.runtime.batch.disk import Disk
 from noria.runtime.batch.job import JobError
 from noria.runtime.batch.journal import JournalError, JournalWriteError
 from noria.runtime.batch.lock import OutputIsLocked
 from noria.runtime.batch.progress import Progress
-from noria.runtime.batch.run import run_job
 from noria.runtime.batch.scan import InputError
-
-_FAKE = Path(__file__).with_name("fake_model.py")
-_spec = importlib.util.spec_from_file_location("fake_model", _FAKE)
-assert _spec is not None and _spec.loader is not None
-fake = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(fake)
-
-
-def write_input(path: Path, num_rows: int = 40) -> Path:
-    lines = [
-        json.dumps({"id": f"q{i}", "prompt": f"prompt {i}" * (1 + i % 4)}) for i in range(num_rows)
-    ]
-    lines[3:3] = ["{broken", "", '{"id": "q1", "prompt": "again"}', '{"prompt": "x", "top_q": 1}']
-    lines[9:9] = ['{"id": "huge", "prompt": [999]}', '{"id": "bad", "prompt": "nan"}']
-    path.write_text("\n".join(lines))
-    return path
-
-
-def run(input_path, output_path, model=None, disk=None, **changes):
-    job = fake.settings(input_path, output_path, **changes)
-    return run_job(job, model or fake.FakeModel(), progress=Progress(is_quiet=True), disk=disk)
-
-
-def masked(path: Path) -> bytes:
-    """The file with `created` blanked; everything else must be equal byte for byte."""
-    lines = path.read_bytes().split(b"\n")
-    assert lines.pop() == b""
-    kept = []
-    for line in lines:
-        record = json.loads(line)
-        body = (record["response"] or {}).get("body") or {}
-        created = body.get("created")
-        kept.append(line.replace(b'"created":%d' % created, b"") if created else line)
-    return b"\n".join(kept)
 
 
 @pytest.fixture
@@ -137,46 +103,6 @@ def test_the_exit_code_says_whether_loading_or_compiling_failed(tmp_path, phase,
     with pytest.raises(JobError, match="no such tensor") as caught:
         run(write_input(tmp_path / "in.jsonl"), tmp_path / "out.jsonl", model)
     assert caught.value.exit_code == code
-
-
-class Crash(BaseException):
-    """The machine stops here."""
-
-
-class FaultyDisk(Disk):
-    """Fails at the k-th operation: with an OSError once, or dead from there on."""
-
-    def __init__(self, at: int, error: BaseException | None = None, tear: bool = False):
-        self.calls, self._at, self._error, self._tear = 0, at, error, tear
-
-    def _count(self) -> bool:
-        self.calls += 1
-        if self._error is None:
-            return False
-        is_dead = isinstance(self._error, Crash) and self.calls > self._at
-        if is_dead:
-            raise self._error
-        return self.calls == self._at
-
-    def write(self, descriptor, content):
-        if self._count():
-            if self._tear:
-                super().write(descriptor, content[: len(content) // 2])
-            raise self._error
-        super().write(descriptor, content)
-
-
-def _counted(name):
-    def operation(self, *arguments):
-        if self._count():
-            raise self._error
-        return getattr(Disk, name)(self, *arguments)
-
-    return operation
-
-
-for _name in ("open_append", "open_new", "truncate", "fsync", "rename", "remove", "sync_folder"):
-    setattr(FaultyDisk, _name, _counted(_name))
 
 
 def test_a_crash_at_any_disk_operation_changes_nothing_in_the_end(tmp_path, reference):
@@ -325,7 +251,7 @@ def test_inputs_and_outputs_that_cannot_work_are_refused_by_name(tmp_path):
 
 
 def start_program(input_path, output, pause="0.005"):
-    command = [sys.executable, str(_FAKE), str(input_path), str(output), pause]
+    command = [sys.executable, fake.__file__, str(input_path), str(output), pause]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
 
 

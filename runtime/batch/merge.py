@@ -1,0 +1,278 @@
+"""The finished parts of a job -> one output in input order, and a manifest for all of it.
+
+A part is what `noria batch --rows i/n` writes. Line k of part i is row i + k*n of the input, so
+merging reads parts alone, line by line, and needs no input, model or device.
+
+Knows nothing of requests. Guarantees: nothing is written unless every one of the n parts is there
+once, whole, and of one job; then the output is the whole job's, ids included (`created` is the time
+at which a row ran), and its manifest says so to `noria batch` too; a file that holds anything else
+is never replaced; merging again does nothing.
+"""
+
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from .disk import Disk, digest_chunks, digest_file
+from .job import EXIT_OK, EXIT_RESUMABLE, EXIT_ROWS_FAILED, JobError
+from .journal import differences, journal_path
+from .lock import JobLock, lock_path
+from .manifest import (
+    SCHEMA,
+    add_outcomes,
+    describe,
+    manifest_path,
+    matches_outputs,
+    read_manifest,
+    write_manifest,
+)
+from .output import check_outputs, write_outputs
+from .part import WHOLE, Part
+from .progress import Progress
+from .results import is_error_line
+
+_OF_THE_JOB = (
+    "schema",
+    "model",
+    "versions",
+    "configuration",
+    "fingerprint",
+    "plan",
+    "plan_fingerprint",
+    "sampling_defaults",
+    "input",
+)
+"""What parts have in common; everything else in a manifest is of its part alone."""
+
+
+class MergeError(ValueError):
+    """These files are not all parts of one job, each once and finished."""
+
+
+@dataclass(frozen=True)
+class FinishedPart:
+    """A part's output, held open so that what is checked is what is copied."""
+
+    path: Path
+    part: Part
+    manifest: Mapping[str, Any]
+    file: BinaryIO
+
+
+def merge(
+    paths: Sequence[Path],
+    output: Path,
+    *,
+    error_file: Path | None = None,
+    progress: Progress | None = None,
+    disk: Disk | None = None,
+) -> int:
+    """Merge the parts at `paths`; with `error_file`, error rows go there. Returns the exit code."""
+    progress, disk = progress or Progress(), disk or Disk()
+    outputs = [path for path in (output, error_file) if path is not None]
+    check_outputs(outputs, paths, "a part")
+    with JobLock(lock_path(output)), ExitStack() as files:
+        parts = [_open_part(path, files) for path in paths]
+        _refuse_other_jobs(parts)
+        parts = _in_order(parts)
+        for part in parts:
+            _check_content(part)
+        manifest = _merged_manifest(parts)
+        errors = manifest["rows"]["errors"]
+        if _is_merged(manifest, outputs):
+            progress.note(f"{output}: merged already, nothing to do")
+        else:
+            lines_of = partial(_output_lines, parts, error_file)
+            _refuse_foreign_outputs(outputs, lines_of)
+            _write(disk, outputs, lines_of, manifest)
+            total = manifest["rows"]["total"]
+            progress.note(f"{output}: {total} rows of {len(parts)} parts, {errors} errors")
+    return EXIT_ROWS_FAILED if errors else EXIT_OK
+
+
+def _open_part(path: Path, files: ExitStack) -> FinishedPart:
+    missing = next((p for p in (path, manifest_path(path)) if not p.is_file()), None)
+    if missing is not None:
+        raise MergeError(
+            f"{path}: expected a finished part with its manifest beside it, got no {missing.name}. "
+            "Copy both, or finish the part with the command that began it."
+        )
+    file = files.enter_context(path.open("rb"))
+    manifest = read_manifest(path) or {}
+    rows = manifest.get("configuration", {}).get("rows")
+    if manifest.get("schema") != SCHEMA or rows is None:
+        raise MergeError(
+            f"{manifest_path(path)}: expected a manifest of schema {SCHEMA} that states its part "
+            f"of the rows, got schema {manifest.get('schema')!r} and rows {rows!r}. Merge with the "
+            "version that wrote it, or run the part again."
+        )
+    return FinishedPart(path, Part.from_manifest(rows), manifest, file)
+
+
+def _refuse_other_jobs(parts: Sequence[FinishedPart]) -> None:
+    first = parts[0]
+    # a part whose rows were all in error has built nothing, and has no plan
+    planned = [part for part in parts if part.manifest["plan"] is not None]
+    found = []
+    for part in parts[1:]:
+        names = (str(first.path), str(part.path))
+        found += differences(_job_facts(first), _job_facts(part), names)
+    for part in planned[1:]:
+        names = (str(planned[0].path), str(part.path))
+        found += differences(_plan_facts(planned[0]), _plan_facts(part), names)
+    if found:
+        raise MergeError(
+            "parts: expected parts of one job, got parts of different ones:\n"
+            + "\n".join(found)
+            + "\nRun those that differ again, with the settings, input and versions of the others."
+        )
+
+
+def _job_facts(part: FinishedPart) -> dict[str, object]:
+    manifest = part.manifest
+    configuration = {**manifest["configuration"], "rows": f"{part.part.of} parts"}
+    content = {key: value for key, value in manifest["input"].items() if key != "name"}
+    return {
+        "model": manifest["model"],
+        **_flat("versions", manifest["versions"]),
+        **_flat("configuration", configuration),
+        **_flat("input", content),
+    }
+
+
+def _plan_facts(part: FinishedPart) -> dict[str, object]:
+    return _flat("plan", tomllib.loads(part.manifest["plan"]))
+
+
+def _flat(name: str, value: object) -> dict[str, object]:
+    """A nested table as one level of dotted keys."""
+    if not isinstance(value, Mapping):
+        return {name: value}
+    return {
+        key: leaf
+        for inner, content in value.items()
+        for key, leaf in _flat(f"{name}.{inner}", content).items()
+    }
+
+
+def _in_order(parts: Sequence[FinishedPart]) -> list[FinishedPart]:
+    """The parts of one job by index; refuses one that is missing or there twice."""
+    by_index: dict[int, FinishedPart] = {}
+    for part in parts:
+        known = by_index.setdefault(part.part.index, part)
+        if known is not part:
+            raise MergeError(
+                f"{part.part}: expected once, got {known.path} and {part.path}. Give each part "
+                "once."
+            )
+    of = parts[0].part.of
+    missing = [f"{index}/{of}" for index in range(of) if index not in by_index]
+    if missing:
+        raise MergeError(
+            f"parts: expected all {of} parts of the job, got {len(parts)}. Missing: "
+            f"{', '.join(missing)}. Finish them with noria batch --rows, and give them too."
+        )
+    return [by_index[index] for index in range(of)]
+
+
+def _check_content(part: FinishedPart) -> None:
+    described = part.manifest["outputs"]
+    if len(described) != 1:
+        raise MergeError(
+            f"{part.path}: expected error rows in their places, got them in a file of their own "
+            f"({', '.join(described)}). Run it without --error-file, and give that to noria merge."
+        )
+    num_lines = 0
+
+    def lines() -> Iterator[bytes]:
+        nonlocal num_lines
+        for line in part.file:
+            num_lines += 1
+            yield line
+
+    (expected,) = described.values()
+    num_rows = part.part.count(part.manifest["input"]["rows"])
+    found = describe(digest_chunks(lines()))
+    if found != expected or num_lines != num_rows:
+        raise MergeError(
+            f"{part.path}: expected the {num_rows} lines, {expected['bytes']} bytes and sha256 "
+            f"{expected['sha256'][:12]} that its manifest states, got {num_lines}, "
+            f"{found['bytes']} and {found['sha256'][:12]}. Copy it again with its manifest, or run "
+            "the part again with --restart."
+        )
+
+
+def _merged_manifest(parts: Sequence[FinishedPart]) -> dict[str, Any]:
+    """The whole job's manifest, but for `outputs`; what is of one part stands under `parts`."""
+    manifests = [part.manifest for part in parts]
+    job = next((m for m in manifests if m["plan"] is not None), manifests[0])
+    totals = ("prompt_tokens", "output_tokens", "compiles_during_run")
+    return {
+        **{key: job[key] for key in _OF_THE_JOB},
+        "configuration": {**job["configuration"], "rows": str(WHOLE)},
+        "rows": add_outcomes(manifest["rows"] for manifest in manifests),
+        **{key: sum(manifest[key] for manifest in manifests) for key in totals},
+        "parts": [
+            {"name": part.path.name, "part": str(part.part)}
+            | {key: value for key, value in part.manifest.items() if key not in _OF_THE_JOB}
+            for part in parts
+        ],
+    }
+
+
+def _is_merged(manifest: Mapping[str, Any], outputs: Sequence[Path]) -> bool:
+    known = read_manifest(outputs[0])
+    if known is None or {**manifest, "outputs": known.get("outputs")} != known:
+        return False
+    return matches_outputs(known, outputs)
+
+
+def _output_lines(
+    parts: Sequence[FinishedPart], error_file: Path | None, path: Path
+) -> Iterator[bytes]:
+    """The lines of one output file in input order."""
+    for part in parts:
+        part.file.seek(0)
+    for row in range(parts[0].manifest["input"]["rows"]):
+        line = parts[row % len(parts)].file.readline()
+        if error_file is None or is_error_line(line) == (path == error_file):
+            yield line
+
+
+def _refuse_foreign_outputs(
+    outputs: Sequence[Path], lines_of: Callable[[Path], Iterator[bytes]]
+) -> None:
+    """Never replace a file of anything else; a merge that was cut short has left whole files."""
+    journal = journal_path(outputs[0])
+    if journal.exists():
+        raise MergeError(
+            f"{outputs[0]}: expected to be free, but {journal.name} is of an unfinished job that "
+            "writes there. Finish that job, or choose another output."
+        )
+    for path in outputs:
+        if path.exists() and digest_file(path) != digest_chunks(lines_of(path)):
+            raise MergeError(
+                f"{path}: exists and is not what these parts merge to. Choose another output, or "
+                "move it away."
+            )
+
+
+def _write(
+    disk: Disk,
+    outputs: Sequence[Path],
+    lines_of: Callable[[Path], Iterator[bytes]],
+    manifest: Mapping[str, Any],
+) -> None:
+    try:
+        described = write_outputs(disk, outputs, lines_of)
+        write_manifest(disk, outputs[0], {**manifest, "outputs": described})
+    except OSError as error:
+        raise JobError(
+            f"{outputs[0]}: cannot be written ({error.strerror or error}). The parts are as they "
+            "were; make room and run the same command again.",
+            EXIT_RESUMABLE,
+        ) from error

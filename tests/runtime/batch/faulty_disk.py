@@ -1,0 +1,43 @@
+"""A disk that fails at any one operation that a test chooses."""
+
+from noria.runtime.batch.disk import Disk
+
+
+class Crash(BaseException):
+    """The machine stops here."""
+
+
+class FaultyDisk(Disk):
+    """Fails at the k-th operation: with an OSError once, or dead from there on."""
+
+    def __init__(self, at: int, error: BaseException | None = None, tear: bool = False):
+        self.calls, self._at, self._error, self._tear = 0, at, error, tear
+
+    def _count(self) -> bool:
+        self.calls += 1
+        if self._error is None:
+            return False
+        is_dead = isinstance(self._error, Crash) and self.calls > self._at
+        if is_dead:
+            raise self._error
+        return self.calls == self._at
+
+    def write(self, descriptor, content):
+        if self._count():
+            if self._tear:
+                super().write(descriptor, content[: len(content) // 2])
+            raise self._error
+        super().write(descriptor, content)
+
+
+def _counted(name):
+    def operation(self, *arguments):
+        if self._count():
+            raise self._error
+        return getattr(Disk, name)(self, *arguments)
+
+    return operation
+
+
+for _name in ("open_append", "open_new", "truncate", "fsync", "rename", "remove", "sync_folder"):
+    setattr(FaultyDisk, _name, _counted(_name))
