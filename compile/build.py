@@ -15,14 +15,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..sharding.placement import parameter_placement
+from ..modelzoo.operations import Axes, Operations
+from ..sharding.layout import PHASES
+from ..sharding.placement import Placement
 from . import signatures
-from .bucket_grid import BucketGrid
+from .bucket_grid import BucketGrid, PrefillBucket
 from .compiled_graphs import CompiledGraphs
 from .definition import Definition
 from .monitor import compile_monitor
-from .steps import decode_step, insert_step, prefill_step, score_step
-from .targets import Target
+from .steps import DecodeState, decode_step, insert_step, prefill_step, score_step
 
 
 @dataclass(frozen=True)
@@ -38,27 +39,29 @@ class GraphBuilt:
 
 @dataclass(frozen=True)
 class GraphToBuild:
-    """A graph body with its abstract arguments and the arguments that it may overwrite."""
+    """A graph body with its placed abstract arguments and the arguments that it may overwrite."""
 
     name: str
     body: Callable[..., Any]
     arguments: tuple[Any, ...]
+    results: Any
+    """Shardings of what it returns, or of each part of that."""
     donated: tuple[int, ...] = ()
 
 
 def build(
     definition: Definition,
     grid: BucketGrid,
-    target: Target,
+    placement: Placement,
     dtype: jax.typing.DTypeLike,
     on_graph: Callable[[GraphBuilt], None] = lambda built: None,
 ) -> CompiledGraphs:
-    """Compile all graphs of `grid` for `target`; the longest-running are started first."""
-    graphs = plan_graphs(definition, grid, jnp.dtype(dtype))
+    """Compile all graphs of `grid` for a placement; the longest-running are started first."""
+    graphs = plan_graphs(definition, grid, placement, jnp.dtype(dtype))
     compiled: dict[str, jax.stages.Compiled] = {}
     pool = ThreadPoolExecutor(max_workers=os.cpu_count())
     try:
-        tasks = {pool.submit(compile_graph, graph, target): graph.name for graph in graphs}
+        tasks = {pool.submit(compile_graph, graph): graph.name for graph in graphs}
         for number, task in enumerate(as_completed(tasks), start=1):
             name = tasks[task]
             compiled[name], seconds, from_cache = task.result()
@@ -69,63 +72,105 @@ def build(
     return CompiledGraphs(grid, compiled)
 
 
-def plan_graphs(definition: Definition, grid: BucketGrid, dtype: jnp.dtype) -> list[GraphToBuild]:
-    """Every graph of the grid, with abstract arguments."""
-    config = definition.config
-    parameters = definition.abstract_parameters(dtype)
-    state = jax.eval_shape(partial(signatures.decode_state, config, grid, dtype))
-    graphs: list[GraphToBuild] = []
-    for number, span in enumerate(grid.decode_spans, start=1):
-        body = partial(decode_step, span=span, num_steps=grid.steps_per_call)
-        head = state._replace(cache=state.cache.head(number))
-        arguments = (parameters, head, signatures.live_mask(grid))
+def plan_graphs(
+    definition: Definition, grid: BucketGrid, placement: Placement, dtype: jnp.dtype
+) -> list[GraphToBuild]:
+    """Every graph of the grid, with placed abstract arguments and the placement of results."""
+    return _GraphPlanner(definition, grid, placement, dtype).graphs()
+
+
+def empty_state(
+    definition: Definition, grid: BucketGrid, placement: Placement, dtype: jnp.dtype
+) -> DecodeState:
+    """A decode state without rows, in place."""
+    planner = _GraphPlanner(definition, grid, placement, dtype)
+    return jax.jit(planner.make_state, out_shardings=_shardings(planner.state))()
+
+
+class _GraphPlanner:
+    """Graph bodies, arguments and placements of one model, grid and layout."""
+
+    def __init__(
+        self, definition: Definition, grid: BucketGrid, placement: Placement, dtype: jnp.dtype
+    ):
+        self._definition, self._grid, self._placement = definition, grid, placement
+        config = definition.config
+        self._prefill, self._decode = (placement.operations(phase, config) for phase in PHASES)
+        shardings = placement.formats(placement.parameters(definition.logical_axes()))
+        self._parameters = {
+            name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=shardings[name])
+            for name, leaf in definition.abstract_parameters(dtype).items()
+        }
+        num_heads = placement.num_cache_heads(config)
+        self.make_state = partial(signatures.decode_state, definition, grid, dtype, num_heads)
+        state = jax.eval_shape(self.make_state)
+        self.state = signatures.placed_state(state, partial(self._place, "decode"))
+
+    def graphs(self) -> list[GraphToBuild]:
+        """Decode first, then prefill from the longest on: the longest to compile come first."""
+        graphs = [self._decode_graph(span) for span in self._grid.decode_spans]
+        for bucket in reversed(self._grid.prefill):
+            graphs += self._bucket_graphs(bucket)
+        return graphs
+
+    def _decode_graph(self, span: int) -> GraphToBuild:
+        body = partial(decode_step, span=span, num_steps=self._grid.steps_per_call)
+        num_segments = self._grid.decode_spans.index(span) + 1
+        head = self.state._replace(cache=self.state.cache.head(num_segments))
+        arguments = (self._parameters, head, self._on_host(signatures.live_mask(self._grid)))
+        results = (_shardings(head), self._placement.replicated)
         name = CompiledGraphs.decode_name(span)
-        graphs.append(GraphToBuild(name, _bound(definition, body), arguments, (1,)))
-    for bucket in reversed(grid.prefill):
-        arguments = (parameters, *signatures.prefill_arguments(bucket))
-        body = _bound(definition, prefill_step)
-        graphs.append(GraphToBuild(CompiledGraphs.prefill_name(bucket), body, arguments))
-        if grid.score:
-            scored = (parameters, *signatures.score_arguments(bucket))
+        return GraphToBuild(name, self._bound(body, self._decode), arguments, results, (1,))
+
+    def _bucket_graphs(self, bucket: PrefillBucket) -> list[GraphToBuild]:
+        host = self._placement.replicated
+        arguments = (self._parameters, *self._on_host(signatures.prefill_arguments(bucket)))
+        body = self._bound(prefill_step, self._prefill)
+        prompts = signatures.placed_prompts(
+            jax.eval_shape(body, *arguments), partial(self._place, "prefill")
+        )
+        made = _shardings(prompts)
+        graphs = [GraphToBuild(CompiledGraphs.prefill_name(bucket), body, arguments, made)]
+        if self._grid.score:
+            scored = (self._parameters, *self._on_host(signatures.score_arguments(bucket)))
             name = CompiledGraphs.score_name(bucket)
-            graphs.append(GraphToBuild(name, _bound(definition, score_step), scored))
-        prompts = jax.eval_shape(body, *arguments)
-        insert = (state, prompts, *signatures.insert_arguments(config))
-        graphs.append(GraphToBuild(CompiledGraphs.insert_name(bucket), insert_step, insert, (0,)))
-    return graphs
+            score = self._bound(score_step, self._prefill)
+            graphs.append(GraphToBuild(name, score, scored, (made, host)))
+        given = self._on_host(signatures.insert_arguments(self._definition))
+        insert = partial(insert_step, source=self._prefill, target=self._decode)
+        name, arguments = CompiledGraphs.insert_name(bucket), (self.state, prompts, *given)
+        return [*graphs, GraphToBuild(name, insert, arguments, _shardings(self.state), (0,))]
+
+    def _bound(self, body: Callable[..., Any], operations: Operations) -> Callable[..., Any]:
+        def graph(parameters: dict[str, jax.Array], *arguments: Any) -> Any:
+            return body(self._definition.bind(parameters, operations), *arguments)
+
+        return graph
+
+    def _place(self, phase: str, leaf: Any, logical_axes: Axes) -> jax.ShapeDtypeStruct:
+        sharding = self._placement.sharding(phase, logical_axes)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    def _on_host(self, arguments: Any) -> Any:
+        sharding = self._placement.replicated
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), arguments
+        )
 
 
-def _bound(definition: Definition, body: Callable[..., Any]) -> Callable[..., Any]:
-    def graph(parameters: dict[str, jax.Array], *arguments: Any) -> Any:
-        return body(definition.bind(parameters), *arguments)
-
-    return graph
+def _shardings(placed: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.sharding, placed)
 
 
-def compile_graph(graph: GraphToBuild, target: Target) -> tuple[jax.stages.Compiled, float, bool]:
+def compile_graph(graph: GraphToBuild) -> tuple[jax.stages.Compiled, float, bool]:
     """Lower and compile one graph: the executable, the seconds, whether it came from the cache."""
     start = time.monotonic()
     monitor = compile_monitor()
     monitor.take_cache_hit()
-    placed = [_placed(argument, target) for argument in graph.arguments]
     # float32 means float32: TPU and GPU would otherwise round the operands of products
     with jax.default_matmul_precision("float32"):
         lowered = jax.jit(
-            graph.body, donate_argnums=graph.donated, out_shardings=target.sharding
-        ).lower(*placed)
+            graph.body, donate_argnums=graph.donated, out_shardings=graph.results
+        ).lower(*graph.arguments)
     compiled = lowered.compile()
     return compiled, time.monotonic() - start, monitor.take_cache_hit()
-
-
-def _placed(argument: Any, target: Target) -> Any:
-    """An abstract argument with its arrays placed; parameters are dictionaries by name."""
-    if isinstance(argument, dict):
-        placements = parameter_placement(argument, target.platform, target.sharding)
-        return {
-            name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placements[name])
-            for name, leaf in argument.items()
-        }
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=target.sharding),
-        argument,
-    )

@@ -7,9 +7,12 @@ optimal choice whose longest bucket is `b` consists of the bucket `b` for the ro
 its two borders.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..modelzoo import axes
+from ..sharding.layout import PHASES, Layout
 from .bucket_grid import BucketGrid, PrefillBucket
 
 LENGTH_STEP = 16
@@ -30,6 +33,33 @@ class GridDefaults:
     steps_per_call: int = 8
     unspecified_output: int = 512
     """Output tokens planned for a row that names no `max_tokens`."""
+    batch_multiple: int = 1
+    """Prefill batches are multiples of it: the pieces that a layout splits rows into."""
+    slot_multiple: int = 1
+    length_multiple: int = 1
+    """Prefill lengths are multiples of it."""
+
+    @classmethod
+    def for_layout(cls, layout: Layout | None) -> "GridDefaults":
+        """Shapes that divide as a layout splits them, and as much work as for one device a row."""
+        if layout is None:
+            return cls()
+        prefill, decode = (layout.phase(phase) for phase in PHASES)
+        rows = (axes.BATCH, axes.ATTENTION_BATCH, axes.RESIDUAL_BATCH)
+        shards = layout.mesh.num_shards
+        replicas = [shards(rules[axes.BATCH]) for rules in (prefill, decode)]
+        return cls(
+            tokens_per_prefill=cls.tokens_per_prefill * replicas[0],
+            max_decode_slots=cls.max_decode_slots * replicas[1],
+            batch_multiple=math.lcm(*(shards(prefill[axis]) for axis in rows)),
+            slot_multiple=math.lcm(*(shards(decode[axis]) for axis in rows)),
+            length_multiple=shards(prefill[axes.RESIDUAL_LENGTH]),
+        )
+
+    @property
+    def length_step(self) -> int:
+        """Lengths of prefill buckets are multiples of this."""
+        return math.lcm(LENGTH_STEP, self.length_multiple)
 
 
 @dataclass(frozen=True)
@@ -63,10 +93,11 @@ def derive_grid(
     max_length = min(_round_up(max(wanted), LENGTH_STEP), max_position)
     lengths = [row.prompt_length for row in rows]
     num_sequences = sum(row.num_sequences for row in rows if row.max_tokens != 0)
+    slots = max(1, min(defaults.max_decode_slots, num_sequences))
     return BucketGrid(
         max_length=max_length,
         prefill=tuple(_least_padding(lengths, max_length, defaults)),
-        decode_slots=max(1, min(defaults.max_decode_slots, num_sequences)),
+        decode_slots=_round_up(slots, defaults.slot_multiple),
         decode_spans=_spans(max_length, defaults.max_decode_graphs),
         steps_per_call=defaults.steps_per_call,
         score=any(row.is_scored for row in rows),
@@ -86,7 +117,9 @@ def _least_padding(
     lengths: Sequence[int], max_length: int, defaults: GridDefaults
 ) -> list[PrefillBucket]:
     """Prefill buckets of least computed tokens and graphs; see the module's argument."""
-    borders = sorted({min(_round_up(length, LENGTH_STEP), max_length) for length in lengths})
+    step = defaults.length_step
+    longest = max_length // defaults.length_multiple * defaults.length_multiple
+    borders = sorted({min(_round_up(length, step), longest) for length in lengths})
     at_most = [sum(length <= border for length in lengths) for border in borders]
 
     def cheapest(start: int, end: int) -> tuple[int, PrefillBucket]:
@@ -112,14 +145,16 @@ def _least_padding(
     return min((level[last] for level in best if last in level), key=lambda found: found[0])[1]
 
 
-def _batches(length: int, count: int, defaults: GridDefaults) -> range:
+def _batches(length: int, count: int, defaults: GridDefaults) -> list[int]:
     """Batch sizes that keep a call between half of and the whole target of tokens.
 
     Fewer rows than that are one call of their own size, not a call of dummies.
     """
     most = max(1, defaults.tokens_per_prefill // length)
     half = -(-defaults.tokens_per_prefill // (2 * length))
-    return range(min(half, count, most), most + 1)
+    multiple = defaults.batch_multiple
+    sizes = {_round_up(size, multiple) for size in range(min(half, count, most), most + 1)}
+    return sorted(sizes)
 
 
 def _spans(max_length: int, count: int) -> tuple[int, ...]:
@@ -138,17 +173,24 @@ def ladder_grid(
 ) -> BucketGrid:
     """A grid for requests that are not known yet: prefill lengths doubling up to `max_length`."""
     defaults = defaults or GridDefaults()
-    lengths, length = [max_length], max_length
-    while length > 2 * LENGTH_STEP and len(lengths) < defaults.max_prefill_graphs:
-        length = _round_up(length // 2, LENGTH_STEP)
+    length = max_length // defaults.length_multiple * defaults.length_multiple
+    lengths = [length]
+    while length > 2 * defaults.length_step and len(lengths) < defaults.max_prefill_graphs:
+        length = _round_up(length // 2, defaults.length_step)
         lengths.append(length)
     return BucketGrid(
         max_length=max_length,
         prefill=tuple(
-            PrefillBucket(length, max(1, min(defaults.tokens_per_prefill // length, slots)))
+            PrefillBucket(
+                length,
+                _round_up(
+                    max(1, min(defaults.tokens_per_prefill // length, slots)),
+                    defaults.batch_multiple,
+                ),
+            )
             for length in sorted(set(lengths))
         ),
-        decode_slots=slots,
+        decode_slots=_round_up(slots, defaults.slot_multiple),
         decode_spans=_spans(max_length, defaults.max_decode_graphs),
         steps_per_call=defaults.steps_per_call,
         score=score,

@@ -10,8 +10,25 @@ import jax
 from flax import nnx
 
 from ..modelzoo.attention import Attend, attend_dense
-from ..modelzoo.config import DecoderConfig
-from ..modelzoo.decoder import Constrain, Decoder, unconstrained
+from ..modelzoo.config import AS_PUBLISHED, Arrangement, DecoderConfig
+from ..modelzoo.decoder import Decoder
+from ..modelzoo.operations import ON_ONE_DEVICE, Operations
+from ..sharding.legality import ModelSizes
+from .bucket_grid import BucketGrid
+
+
+def model_sizes(
+    config: DecoderConfig, num_devices: int, grid: BucketGrid | None = None
+) -> ModelSizes:
+    """What a layout of this model is checked against, with a grid's shapes where there is one."""
+    definition = Definition(config)
+    shapes = definition.abstract_parameters("float32")
+    weights = {name: (shapes[name].shape, a) for name, a in definition.logical_axes().items()}
+    if grid is None:
+        return ModelSizes(config, num_devices, weights, lengths={"decode": (1,)})
+    batches = {"prefill": [b.batch for b in grid.prefill], "decode": [grid.decode_slots]}
+    lengths = {"prefill": [b.length for b in grid.prefill], "decode": [1]}
+    return ModelSizes(config, num_devices, weights, batches, lengths)
 
 
 class Definition:
@@ -20,13 +37,14 @@ class Definition:
     def __init__(
         self,
         config: DecoderConfig,
+        arrangement: Arrangement = AS_PUBLISHED,
         *,
         attend: Attend = attend_dense,
-        constrain: Constrain = unconstrained,
     ):
         self.config = config
+        self.arrangement = arrangement
         module = nnx.eval_shape(
-            lambda: Decoder(config, rngs=nnx.Rngs(0), attend=attend, constrain=constrain)
+            lambda: Decoder(config, rngs=nnx.Rngs(0), arrangement=arrangement, attend=attend)
         )
         self._graphdef, state = nnx.split(module)
         self._variables = {
@@ -48,10 +66,19 @@ class Definition:
             for name, (_, variable) in self._variables.items()
         }
 
-    def bind(self, parameters: Mapping[str, jax.Array]) -> Decoder:
+    @property
+    def padded_vocab(self) -> int:
+        """Columns of logits."""
+        return self.arrangement.padded_vocab or self.config.vocab_size
+
+    def bind(
+        self, parameters: Mapping[str, jax.Array], operations: Operations = ON_ONE_DEVICE
+    ) -> Decoder:
         """The decoder over these arrays, for use inside a trace."""
         flat = [
             (path, variable.replace(parameters[name]))
             for name, (path, variable) in self._variables.items()
         ]
-        return nnx.merge(self._graphdef, nnx.from_flat_state(flat))
+        decoder = nnx.merge(self._graphdef, nnx.from_flat_state(flat))
+        decoder.operations = operations
+        return decoder

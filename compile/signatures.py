@@ -1,32 +1,42 @@
 """Abstract arguments of every graph of a grid: what is lowered, and what callers must pass.
 
-Knows nothing of devices; placements are added by whoever lowers. One function a graph kind.
+Knows nothing of devices: logical axes go with the arrays, and whoever lowers turns them into
+placements. One function a graph kind.
 """
+
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ..modelzoo import kv_cache
-from ..modelzoo.config import DecoderConfig
+from ..modelzoo import axes, kv_cache
+from ..modelzoo.operations import Axes
 from ..modelzoo.sampling import SamplingState
 from .bucket_grid import BucketGrid, PrefillBucket
-from .steps import DecodeState
+from .definition import Definition
+from .steps import DecodeState, Prompts
 
 MAX_STOP_IDS = 48
 """Ids that may end one row: the model's own and the caller's."""
 MAX_BIASES = 300
 
 
-def decode_state(config: DecoderConfig, grid: BucketGrid, dtype: jnp.dtype) -> DecodeState:
+def decode_state(
+    definition: Definition,
+    grid: BucketGrid,
+    dtype: jnp.dtype,
+    num_cache_heads: int | None = None,
+) -> DecodeState:
     """An empty decode state of the grid; evaluate abstractly for its signature."""
-    B, V = grid.decode_slots, config.vocab_size
+    config, B, V = definition.config, grid.decode_slots, definition.padded_vocab
 
     def zeros() -> jax.Array:
         # one buffer each: donated arguments must not share
         return jnp.zeros(B, jnp.int32)
 
     return DecodeState(
-        cache=kv_cache.allocate(config, B, grid.decode_spans, dtype),
+        cache=kv_cache.allocate(config, B, grid.decode_spans, dtype, num_cache_heads),
         logits_BV=jnp.zeros((B, V), jnp.float32),
         tokens_BS=jnp.zeros((B, grid.max_length), jnp.int32),
         prompt_length_B=zeros(),
@@ -34,6 +44,32 @@ def decode_state(config: DecoderConfig, grid: BucketGrid, dtype: jnp.dtype) -> D
         limit_B=zeros(),
         is_active_B=jnp.zeros(B, bool),
         sampling=greedy_sampling(B, V),
+    )
+
+
+Place = Callable[[Any, Axes], Any]
+"""An abstract array with its logical axes -> the same with its sharding."""
+
+
+def placed_state(state: DecodeState, place: Place) -> DecodeState:
+    """The signature of a decode state with every array placed."""
+
+    def by_slot(leaf: Any) -> Any:
+        return place(leaf, axes.LOGITS[:1])
+
+    return jax.tree.map(by_slot, state)._replace(
+        cache=jax.tree.map(lambda leaf: place(leaf, axes.CACHE[: leaf.ndim - 1]), state.cache),
+        logits_BV=place(state.logits_BV, axes.LOGITS),
+    )
+
+
+def placed_prompts(prompts: Prompts, place: Place) -> Prompts:
+    """The signature of what a prefill leaves with every array placed."""
+    return Prompts(
+        layers=jax.tree.map(lambda leaf: place(leaf, axes.CACHE), prompts.layers),
+        logits_BV=place(prompts.logits_BV, axes.LOGITS),
+        tokens_BT=place(prompts.tokens_BT, ()),
+        true_length_B=place(prompts.true_length_B, ()),
     )
 
 
@@ -70,10 +106,10 @@ def score_arguments(bucket: PrefillBucket) -> tuple[jax.ShapeDtypeStruct, ...]:
     return (*prefill_arguments(bucket), jax.ShapeDtypeStruct((bucket.batch,), jnp.int32))
 
 
-def insert_arguments(config: DecoderConfig):
+def insert_arguments(definition: Definition):
     """`row, slot, limit_1` and the row's sampling parameters."""
     scalar = jax.ShapeDtypeStruct((), jnp.int32)
-    sampling = jax.eval_shape(lambda: greedy_sampling(1, config.vocab_size))
+    sampling = jax.eval_shape(lambda: greedy_sampling(1, definition.padded_vocab))
     return scalar, scalar, jax.ShapeDtypeStruct((1,), jnp.int32), sampling
 
 

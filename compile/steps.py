@@ -9,8 +9,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ..modelzoo import axes
 from ..modelzoo.decoder import Decoder
 from ..modelzoo.kv_cache import KVCache, PromptKeysValues, insert
+from ..modelzoo.operations import Operations
 from ..modelzoo.sampling import History, SamplingState, TokenScores, sample, score_tokens
 
 NUM_ALTERNATIVES = 20
@@ -79,7 +81,9 @@ def score_step(
         x_BTD, target_BT = inputs
         logits_MV = decoder.logits(x_BTD.reshape(B * piece, D))
         wanted_M = jnp.repeat(num_logprobs_B, piece)
-        return score_tokens(logits_MV, target_BT.reshape(-1), wanted_M, NUM_ALTERNATIVES)
+        return score_tokens(
+            logits_MV, target_BT.reshape(-1), wanted_M, NUM_ALTERNATIVES, decoder.operations
+        )
 
     def pieces(x: jax.Array) -> jax.Array:
         return x.reshape(B, T // piece, piece, *x.shape[2:]).swapaxes(0, 1)
@@ -101,22 +105,28 @@ def insert_step(
     slot: jax.Array,
     limit_1: jax.Array,
     sampling: SamplingState,
+    *,
+    source: Operations,
+    target: Operations,
 ) -> DecodeState:
-    """Give `slot` to row `row` of a prefill. Donated: state. Dummy rows are never inserted."""
+    """Give `slot` to row `row` of a prefill. Donated: state. Dummy rows are never inserted.
+
+    `source` are the operations of prefill, `target` those of decode: where the two phases are laid
+    out differently, the row moves from one layout to the other here.
+    """
 
     def put(old: jax.Array, new: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), slot, axis=0)
+        return target.put_row(old, new, slot, axes.LOGITS[:1])
 
-    def take(x: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_slice_in_dim(x, row, 1, axis=0)
-
-    true_length_1 = take(prompts.true_length_B)
-    missing = state.tokens_BS.shape[1] - prompts.tokens_BT.shape[1]
-    tokens_1S = jnp.pad(take(prompts.tokens_BT), ((0, 0), (0, missing)))
+    true_length_1 = jax.lax.dynamic_slice_in_dim(prompts.true_length_B, row, 1, axis=0)
+    tokens_1T = jax.lax.dynamic_slice_in_dim(prompts.tokens_BT, row, 1, axis=0)
+    missing = state.tokens_BS.shape[1] - tokens_1T.shape[1]
+    logits_1V = source.take_row(prompts.logits_BV, row, axes.LOGITS)
+    cache = insert(state.cache, prompts.layers, prompts.true_length_B, row, slot, source, target)
     return DecodeState(
-        cache=insert(state.cache, prompts.layers, prompts.true_length_B, row, slot),
-        logits_BV=put(state.logits_BV, take(prompts.logits_BV)),
-        tokens_BS=put(state.tokens_BS, tokens_1S),
+        cache=cache,
+        logits_BV=target.put_row(state.logits_BV, logits_1V, slot, axes.LOGITS),
+        tokens_BS=put(state.tokens_BS, jnp.pad(tokens_1T, ((0, 0), (0, missing)))),
         prompt_length_B=put(state.prompt_length_B, true_length_1),
         length_B=put(state.length_B, true_length_1),
         limit_B=put(state.limit_B, limit_1),
@@ -153,7 +163,9 @@ def decode_step(
         is_finite_B = jnp.isfinite(state.logits_BV.max(axis=-1)) | ~runs_B
         emits_B = runs_B & is_finite_B
         num_logprobs_B = jnp.where(emits_B, state.sampling.num_logprobs_B, -1)
-        scores = score_tokens(state.logits_BV, token_B, num_logprobs_B, NUM_ALTERNATIVES)
+        scores = score_tokens(
+            state.logits_BV, token_B, num_logprobs_B, NUM_ALTERNATIVES, decoder.operations
+        )
         output = _record(output, step, jnp.where(emits_B, token_B, NO_TOKEN), is_finite_B, scores)
 
         logits_BV, cache = decoder.decode(token_B, state.length_B, state.cache)
@@ -180,8 +192,9 @@ def _prompts(
     tokens_BT: jax.Array,
     true_length_B: jax.Array,
 ) -> Prompts:
-    last_B11 = (true_length_B - 1)[:, None, None]
-    x_BD = jnp.take_along_axis(x_BTD, last_B11, axis=1)[:, 0]
+    # a sum with one term that is not zero: a gather along tokens would bring them all together
+    is_last_BT1 = (jnp.arange(x_BTD.shape[1])[None] == (true_length_B - 1)[:, None])[..., None]
+    x_BD = jnp.where(is_last_BT1, x_BTD, 0).sum(axis=1)
     return Prompts(layers, decoder.logits(x_BD), tokens_BT, true_length_B)
 
 

@@ -1,23 +1,21 @@
 """Hardware that graphs are compiled for, present or not.
 
 Knows nothing of models or grids. `cpu`, `gpu` and `tpu` are this machine's first device of that
-kind; `tpu:<generation>:<topology>` (for example `tpu:v5e:2x4`) is a topology that need not be
-present: graphs compile for it and report memory, and cannot run.
+kind, `cpu:8` eight of them (on the CPU simulated, so any number); with several processes they are
+the devices of all. `tpu:<generation>:<topology>` (for example `tpu:v5e:2x4`) is a topology that
+need not be present: graphs compile for it and report memory and collectives, and cannot run.
 """
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import (
-    AxisType,
-    Mesh,
-    NamedSharding,
-    PartitionSpec,
-    Sharding,
-    SingleDeviceSharding,
-)
+from jax.sharding import AxisType, Mesh
+
+from ..sharding.layout import Layout
+from ..sharding.placement import Placement
 
 
 class UnknownTarget(ValueError):
@@ -26,37 +24,64 @@ class UnknownTarget(ValueError):
 
 @dataclass(frozen=True)
 class Target:
-    """Where graphs are compiled for, and how one array lies there (whole, on every device)."""
+    """The devices that graphs are compiled for, in order."""
 
     name: str
     platform: str
-    sharding: Sharding
+    devices: tuple[Any, ...]
     is_present: bool
+
+    def placement(self, layout: Layout | None = None) -> Placement:
+        """Where a model lies on these devices; without a layout whole on each of them."""
+        if layout is not None:
+            return Placement(layout.mesh.build(self.devices), self.platform, layout)
+        mesh = Mesh(np.array(self.devices), ("data",), axis_types=(AxisType.Auto,))
+        return Placement(mesh, self.platform)
 
 
 def find_target(name: str) -> Target:
     """Parse a target's name and find its devices."""
     platform, colon, rest = name.partition(":")
     if platform not in ("cpu", "gpu", "tpu") or bool(colon) != bool(rest):
-        raise UnknownTarget(
-            f"target: expected cpu, gpu, tpu or tpu:<generation>:<topology>, got {name!r}."
-        )
-    if not rest:
-        return _present(name, platform)
-    if platform == "tpu":
+        raise _unknown(name)
+    if platform == "tpu" and ":" in rest:
         return _tpu_topology(name, rest)
-    raise UnknownTarget(f"target: {platform} takes one device in this version, got {name!r}.")
+    if rest and not (rest.isascii() and rest.isdigit() and int(rest) > 0):
+        raise _unknown(name)
+    return _present(name, platform, int(rest or 1))
 
 
-def _present(name: str, platform: str) -> Target:
+def num_simulated(name: str) -> int:
+    """How many devices of the CPU a target asks for; 1 for other targets."""
+    platform, _, rest = name.partition(":")
+    return int(rest) if platform == "cpu" and rest.isascii() and rest.isdigit() else 1
+
+
+def _unknown(name: str) -> UnknownTarget:
+    return UnknownTarget(
+        f"target: expected cpu, gpu, tpu, a number of them (cpu:8) or "
+        f"tpu:<generation>:<topology>, got {name!r}."
+    )
+
+
+def _present(name: str, platform: str, count: int) -> Target:
+    is_alone = jax.process_count() == 1
     try:
-        device = jax.local_devices(backend=platform)[0]
+        devices = (jax.local_devices if is_alone else jax.devices)(backend=platform)
     except RuntimeError as error:
         raise UnknownTarget(
             f"target: {platform!r} is not on this machine ({error}). Install the extra for it, "
             f"or use --target cpu."
         ) from error
-    return Target(name, platform, SingleDeviceSharding(device), is_present=True)
+    if len(devices) < count or (not is_alone and len(devices) != count):
+        remedy = "" if platform != "cpu" else (
+            " Simulated devices are made before jax starts: set XLA_FLAGS="
+            f"--xla_force_host_platform_device_count={count}."
+        )  # fmt: skip
+        raise UnknownTarget(
+            f"target: {name} needs {count} devices, got {len(devices)} of kind {platform}.{remedy}"
+        )
+    return Target(name, platform, tuple(devices[:count]), is_present=True)
 
 
 def _tpu_topology(name: str, rest: str) -> Target:
@@ -73,5 +98,4 @@ def _tpu_topology(name: str, rest: str) -> Target:
             f"target: no topology {rest!r} ({error}). Expected for example tpu:v5e:2x4; "
             f"compiling for absent TPUs needs the package libtpu."
         ) from error
-    mesh = Mesh(np.array(devices), ("data",), axis_types=(AxisType.Auto,))
-    return Target(name, "tpu", NamedSharding(mesh, PartitionSpec()), is_present=False)
+    return Target(name, "tpu", tuple(devices), is_present=False)

@@ -11,36 +11,49 @@ Arrays end in their letters (`x_BTD`), einsums use the same letters:
     J = G + 2: the queries, key and value of one key/value head
 
 Weights and activations name their axes by placement decision, not by size: a rule maps a name to
-mesh axes, and everything that carries the name follows. Knows nothing of meshes or rules.
+mesh axes, and everything that carries the name follows. An axis without a name (`""`) is never
+split. Knows nothing of meshes or rules.
 """
 
-# activations
 BATCH = "batch"
+"""Rows in projections."""
 ATTENTION_BATCH = "attention_batch"
-QUERY_LENGTH = "query_length"
-KV_LENGTH = "kv_length"
+"""Rows in attention and of the cache; follows `batch` unless a rule says otherwise."""
+RESIDUAL_BATCH = "residual_batch"
+"""Rows of the residual stream, between projections; follows `batch`."""
+RESIDUAL_LENGTH = "residual_length"
+"""Tokens of the residual stream."""
 EMBED = "embed"
+"""Entries of the residual stream."""
+LOGIT_BATCH = "logit_batch"
+"""Rows of logits and of what is kept per slot: the mesh axes of `batch` that `vocab` leaves."""
 
-# weights, and the activations that they make
 EMBED_IN = "embed_in"
+"""The embed side of a projection's weight."""
 QUERY_HEADS = "query_heads"
+"""Heads in projections: of weights, and of what they make."""
 KV_HEADS = "kv_heads"
-HEADS_PER_KV = "heads_per_kv"
-HEAD_DIM = "head_dim"
+"""Key/value heads in attention and of the cache; follows `query_heads`."""
 MLP = "mlp"
 VOCAB = "vocab"
+
+RESIDUAL = (RESIDUAL_BATCH, RESIDUAL_LENGTH, EMBED)
+HEADS = (BATCH, "", QUERY_HEADS, "", "")
+HIDDEN = (BATCH, "", MLP)
+LOGITS = (LOGIT_BATCH, VOCAB)
+CACHE = (ATTENTION_BATCH, KV_HEADS, "", "")
 
 LOGICAL_AXES = (
     BATCH,
     ATTENTION_BATCH,
-    QUERY_LENGTH,
-    KV_LENGTH,
+    RESIDUAL_BATCH,
+    RESIDUAL_LENGTH,
     EMBED,
+    LOGIT_BATCH,
     EMBED_IN,
     QUERY_HEADS,
     KV_HEADS,
-    HEADS_PER_KV,
-    HEAD_DIM,
     MLP,
     VOCAB,
 )
+WEIGHT_AXES = (EMBED_IN, QUERY_HEADS, MLP, VOCAB)

@@ -139,3 +139,6 @@ class Arrangement:
 
 CANONICAL = Arrangement()
 """Each key/value head once and a row for each token: how checkpoints of ours are saved."""
+
+
+AS_PUBLISHED = Arrangement()

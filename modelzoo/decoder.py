@@ -1,8 +1,8 @@
 """The decoder: one definition for every dense family, read through prefill and through decode.
 
 A family chooses sizes and options in `DecoderConfig`; nothing here branches on a family's name.
-Knows logical axes and positions; knows no mesh, bucket, file or text. `attend` and `constrain` are
-injected: other attention implementations and sharding constraints must not change the answer.
+Knows logical axes and positions; knows no mesh, bucket, file or text. `attend` and `operations` are
+injected: other attention implementations and layouts must not change the answer.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from flax import nnx
 
 from . import axes
 from .attention import Attend, attend_dense, attend_prompt
-from .config import DecoderConfig
+from .config import AS_PUBLISHED, Arrangement, DecoderConfig
 from .kv_cache import (
     KeysValues,
     KVCache,
@@ -24,56 +24,54 @@ from .kv_cache import (
     attend_cached,
 )
 from .layers import Embedding, GatedMlp, RMSNorm, constant, weight
+from .operations import ON_ONE_DEVICE, Operations, einsum
 from .rope import Rotation, rotate, rotation
 
-Constrain = Callable[[jax.Array, tuple[str, ...]], jax.Array]
+CachedRows = tuple[jax.Array, tuple[jax.Array, ...]]
+"""The position of each row's token, and the positions of the cache's entries by segment."""
 AttendLayer = Callable[[jax.Array, PromptKeysValues], jax.Array]
 """What a layer does with its queries and new keys and values: attend, keep what must be kept."""
-
-
-def unconstrained(x: jax.Array, logical_axes: tuple[str, ...]) -> jax.Array:
-    """The `constrain` of a single device."""
-    del logical_axes
-    return x
 
 
 class Attention(nnx.Module):
     """Projections of grouped-query attention (Ainslie et al. 2023, 2305.13245), around `attend`."""
 
-    def __init__(self, rngs: nnx.Rngs, config: DecoderConfig, window: int | None):
-        D, K, G, H = config.embed, config.num_kv_heads, config.heads_per_kv, config.head_dim
-        qkv_axes = (axes.KV_HEADS, axes.HEADS_PER_KV, axes.HEAD_DIM)
-        self.qkv = weight(rngs, (D, K, G + 2, H), (axes.EMBED_IN, *qkv_axes), D)
-        self.output = weight(rngs, (K, G, H, D), (*qkv_axes, axes.EMBED_IN), K * G * H)
+    def __init__(self, rngs: nnx.Rngs, config: DecoderConfig, arrangement: Arrangement):
+        D, H, copies = config.embed, config.head_dim, arrangement.kv_copies
+        K, G = config.num_kv_heads * copies, config.heads_per_kv // copies
+        heads = (axes.QUERY_HEADS, "", "")
+        self.qkv = weight(rngs, (D, K, G + 2, H), (axes.EMBED_IN, *heads), D)
+        self.output = weight(rngs, (K, G, H, D), (*heads, axes.EMBED_IN), K * G * H)
         if config.qkv_bias:
-            self.qkv_bias = constant(0.0, (K, G + 2, H), qkv_axes)
+            self.qkv_bias = constant(0.0, (K, G + 2, H), heads)
         if config.output_bias:
-            self.output_bias = constant(0.0, (D,), (axes.EMBED_IN,))
+            self.output_bias = constant(0.0, (D,), ("",))
         if config.qk_norm:
-            self.query_norm = RMSNorm(H, config.norm_epsilon, axes.HEAD_DIM)
-            self.key_norm = RMSNorm(H, config.norm_epsilon, axes.HEAD_DIM)
+            self.query_norm = RMSNorm(H, config.norm_epsilon)
+            self.key_norm = RMSNorm(H, config.norm_epsilon)
         self.config = config
-        self.window = window
 
-    def __call__(self, x_BTD: jax.Array, by: Rotation, attend_layer: AttendLayer) -> jax.Array:
-        q_BTKGH, new = self._project(x_BTD, by)
+    def __call__(
+        self, x_BTD: jax.Array, by: Rotation, attend_layer: AttendLayer, operations: Operations
+    ) -> jax.Array:
+        q_BTKGH, new = self._project(x_BTD, by, operations)
         out_BTKGH = attend_layer(q_BTKGH, new)
-        out_BTD = self._merge_heads(out_BTKGH)
+        merge_heads = ("BTKGH,KGHD->BTD", _merge_heads)
+        out_BTD = operations.project(
+            *merge_heads, out_BTKGH, self.output, axes.HEADS, axes.RESIDUAL
+        )
         if self.config.output_bias:
             out_BTD = out_BTD + self.output_bias[...][None, None]
         return out_BTD
 
-    def _merge_heads(self, out_BTKGH: jax.Array) -> jax.Array:
-        # heads and their entries as one axis: given three, XLA lays the weights out anew each call
-        B, T = out_BTKGH.shape[:2]
-        weight_AD = self.output[...].reshape(-1, self.config.embed)
-        return jnp.einsum("BTA,AD->BTD", out_BTKGH.reshape(B, T, -1), weight_AD)
-
-    def _project(self, x_BTD: jax.Array, by: Rotation) -> tuple[jax.Array, PromptKeysValues]:
-        qkv_BTKJH = jnp.einsum("BTD,DKJH->BTKJH", x_BTD, self.qkv[...])
+    def _project(
+        self, x_BTD: jax.Array, by: Rotation, operations: Operations
+    ) -> tuple[jax.Array, PromptKeysValues]:
+        product = einsum("BTD,DKJH->BTKJH")
+        qkv_BTKJH = operations.project(*product, x_BTD, self.qkv, axes.RESIDUAL, axes.HEADS)
         if self.config.qkv_bias:
             qkv_BTKJH = qkv_BTKJH + self.qkv_bias[...][None, None]
-        G = self.config.heads_per_kv
+        G = qkv_BTKJH.shape[3] - 2
         q_BTKGH, k_BTKH, v_BTKH = (
             qkv_BTKJH[..., :G, :],
             qkv_BTKJH[..., G, :],
@@ -88,18 +86,29 @@ class Attention(nnx.Module):
         return q_BTNH.reshape(B, T, K, G, H), new
 
 
+def _merge_heads(out_BTKGH: jax.Array, output_KGHD: jax.Array) -> jax.Array:
+    # heads and their entries as one axis: given three, XLA lays the weights out anew each call
+    B, T = out_BTKGH.shape[:2]
+    output_AD = output_KGHD.reshape(-1, output_KGHD.shape[-1])
+    return jnp.einsum("BTA,AD->BTD", out_BTKGH.reshape(B, T, -1), output_AD)
+
+
 class Block(nnx.Module):
     """Pre-norm residual block: attention, then MLP."""
 
-    def __init__(self, rngs: nnx.Rngs, config: DecoderConfig, window: int | None):
-        self.attention_norm = RMSNorm(config.embed, config.norm_epsilon, axes.EMBED_IN)
-        self.attention = Attention(rngs, config, window)
-        self.mlp_norm = RMSNorm(config.embed, config.norm_epsilon, axes.EMBED_IN)
+    def __init__(self, rngs: nnx.Rngs, config: DecoderConfig, arrangement: Arrangement):
+        self.attention_norm = RMSNorm(config.embed, config.norm_epsilon)
+        self.attention = Attention(rngs, config, arrangement)
+        self.mlp_norm = RMSNorm(config.embed, config.norm_epsilon)
         self.mlp = GatedMlp(rngs, config.embed, config.mlp, use_bias=config.mlp_bias)
 
-    def __call__(self, x_BTD: jax.Array, by: Rotation, attend_layer: AttendLayer) -> jax.Array:
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), by, attend_layer)
-        return x_BTD + self.mlp(self.mlp_norm(x_BTD))
+    def __call__(
+        self, x_BTD: jax.Array, by: Rotation, attend_layer: AttendLayer, operations: Operations
+    ) -> jax.Array:
+        attended_BTD = self.attention(self.attention_norm(x_BTD), by, attend_layer, operations)
+        x_BTD = operations.constrain(x_BTD + attended_BTD, axes.RESIDUAL)
+        x_BTD = x_BTD + self.mlp(self.mlp_norm(x_BTD), operations)
+        return operations.constrain(x_BTD, axes.RESIDUAL)
 
 
 class Decoder(nnx.Module):
@@ -110,17 +119,19 @@ class Decoder(nnx.Module):
         config: DecoderConfig,
         *,
         rngs: nnx.Rngs,
+        arrangement: Arrangement = AS_PUBLISHED,
         attend: Attend = attend_dense,
-        constrain: Constrain = unconstrained,
+        operations: Operations = ON_ONE_DEVICE,
     ):
-        self.embedding = Embedding(rngs, config.vocab_size, config.embed)
-        self.layers = nnx.List(Block(rngs, config, window) for window in config.windows)
-        self.final_norm = RMSNorm(config.embed, config.norm_epsilon, axes.EMBED_IN)
+        num_rows = arrangement.padded_vocab or config.vocab_size
+        self.embedding = Embedding(rngs, num_rows, config.embed)
+        self.layers = nnx.List(Block(rngs, config, arrangement) for _ in config.windows)
+        self.final_norm = RMSNorm(config.embed, config.norm_epsilon)
         if not config.tie_embeddings:
-            self.head = Embedding(rngs, config.vocab_size, config.embed)
+            self.head = Embedding(rngs, num_rows, config.embed)
         self.config = config
         self.attend = attend
-        self.constrain = constrain
+        self.operations = operations
 
     def prefill(
         self, tokens_BT: jax.Array, true_length_B: jax.Array
@@ -136,12 +147,23 @@ class Decoder(nnx.Module):
         kept: list[PromptKeysValues] = []
 
         def attend_layer(window: int | None) -> AttendLayer:
-            def attend_self(q_BTKGH: jax.Array, new: PromptKeysValues) -> jax.Array:
-                kept.append(new)
+            def attend_self(
+                q_BTKGH: jax.Array, new: PromptKeysValues, key_position_BT: jax.Array, _: tuple[()]
+            ) -> tuple[jax.Array, PromptKeysValues]:
                 k_BKHT, v_BKTH = new
-                return attend_prompt(self.attend, q_BTKGH, k_BKHT, v_BKTH, key_position_BT, window)
+                out_BTKGH = attend_prompt(
+                    self.attend, q_BTKGH, k_BKHT, v_BKTH, key_position_BT, window
+                )
+                return out_BTKGH, new
 
-            return attend_self
+            def layer(q_BTKGH: jax.Array, new: PromptKeysValues) -> jax.Array:
+                out_BTKGH, keys_values = self.operations.attend(
+                    attend_self, q_BTKGH, new, key_position_BT, ()
+                )
+                kept.append(keys_values)
+                return out_BTKGH
+
+            return layer
 
         x_BTD = self._blocks(tokens_BT, position_1T, attend_layer)
         return x_BTD, tuple(kept)
@@ -150,27 +172,42 @@ class Decoder(nnx.Module):
         self, token_B: jax.Array, position_B: jax.Array, cache: KVCache
     ) -> tuple[jax.Array, KVCache]:
         """`logits_BV` after one more token per row, written into the cache at its position."""
-        key_position_BS = append_position(cache.position_BS, position_B)
+        key_position_BS = self.operations.by_row(append_position, cache.position_BS, position_B)
         remaining = list(cache.layers)
         written: list[KeysValues] = []
 
         def attend_layer(window: int | None) -> AttendLayer:
-            def attend_cache(q_BTKGH: jax.Array, new: PromptKeysValues) -> jax.Array:
-                kv = append(remaining[len(written)], new, position_B)
-                written.append(kv)
+            def attend_cache(
+                q_BTKGH: jax.Array, new: PromptKeysValues, rows: CachedRows, kv: KeysValues
+            ) -> tuple[jax.Array, KeysValues]:
+                position_B, key_position_BS = rows
+                kv = append(kv, new, position_B)
                 position_B1 = position_B[:, None]
-                return attend_cached(self.attend, q_BTKGH, kv, position_B1, key_position_BS, window)
+                out_BTKGH = attend_cached(
+                    self.attend, q_BTKGH, kv, position_B1, key_position_BS, window
+                )
+                return out_BTKGH, kv
 
-            return attend_cache
+            def layer(q_BTKGH: jax.Array, new: PromptKeysValues) -> jax.Array:
+                rows = (position_B, key_position_BS)
+                kv = remaining[len(written)]
+                out_BTKGH, kv = self.operations.attend(attend_cache, q_BTKGH, new, rows, kv)
+                written.append(kv)
+                return out_BTKGH
+
+            return layer
 
         x_B1D = self._blocks(token_B[:, None], position_B[:, None], attend_layer)
         return self.logits(x_B1D[:, 0]), KVCache(tuple(written), key_position_BS)
 
     def logits(self, x_BD: jax.Array) -> jax.Array:
-        """Float32 logits of final hidden states."""
+        """Float32 logits of final hidden states; of ids that pad the vocabulary, -inf."""
         head = self.embedding if self.config.tie_embeddings else self.head
-        logits_BV = head.logits(x_BD)
-        return self.constrain(logits_BV, (axes.BATCH, axes.VOCAB))
+        logits_BV = head.logits(x_BD, self.operations)
+        if logits_BV.shape[-1] > self.config.vocab_size:
+            id_BV = jax.lax.broadcasted_iota(jnp.int32, logits_BV.shape, logits_BV.ndim - 1)
+            logits_BV = jnp.where(id_BV < self.config.vocab_size, logits_BV, -jnp.inf)
+        return self.operations.constrain(logits_BV, axes.LOGITS)
 
     def _blocks(
         self,
@@ -178,9 +215,8 @@ class Decoder(nnx.Module):
         position_BT: jax.Array | np.ndarray,
         attend_layer: Callable[[int | None], AttendLayer],
     ) -> jax.Array:
-        block_axes = (axes.BATCH, axes.QUERY_LENGTH, axes.EMBED)
         by = rotation(position_BT, self.config.rope, self.config.head_dim)
-        x_BTD = self.constrain(self.embedding(tokens_BT), block_axes)
+        x_BTD = self.embedding(tokens_BT, self.operations)
         for block, window in zip(self.layers, self.config.windows, strict=True):
-            x_BTD = self.constrain(block(x_BTD, by, attend_layer(window)), block_axes)
+            x_BTD = block(x_BTD, by, attend_layer(window), self.operations)
         return self.final_norm(x_BTD)

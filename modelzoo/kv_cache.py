@@ -20,8 +20,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from . import axes
 from .attention import EMPTY_POSITION, Attend, merge, visible
 from .config import DecoderConfig
+from .operations import ON_ONE_DEVICE, Operations
 
 
 class KeysValues(NamedTuple):
@@ -61,11 +63,20 @@ class PromptKeysValues(NamedTuple):
     v_BKTH: jax.Array
 
 
-def allocate(config: DecoderConfig, slots: int, spans: Sequence[int], dtype: jnp.dtype) -> KVCache:
-    """An empty cache of zeros: a NaN in a masked entry would poison its row, so never `empty`."""
+def allocate(
+    config: DecoderConfig,
+    slots: int,
+    spans: Sequence[int],
+    dtype: jnp.dtype,
+    num_heads: int | None = None,
+) -> KVCache:
+    """An empty cache of zeros: a NaN in a masked entry would poison its row, so never `empty`.
+
+    `num_heads` are the key/value heads kept, where they are not the model's own ones.
+    """
     lengths = [end - start for start, end in zip((0, *spans), spans, strict=False)]
 
-    B, K, H = slots, config.num_kv_heads, config.head_dim
+    B, K, H = slots, num_heads or config.num_kv_heads, config.head_dim
     layers = tuple(
         KeysValues(
             tuple(jnp.zeros((B, K, H, S), dtype) for S in lengths),
@@ -83,14 +94,20 @@ def insert(
     true_length_B: jax.Array,
     row: jax.Array,
     slot: jax.Array,
+    source: Operations = ON_ONE_DEVICE,
+    target: Operations = ON_ONE_DEVICE,
 ) -> KVCache:
-    """Rewrite `slot` with row `row` of a prefill: its tokens, then zeros and empty positions."""
+    """Rewrite `slot` with row `row` of a prefill: its tokens, then zeros and empty positions.
+
+    Between the true length and the prefill's own length the entries keep what padding made, under
+    empty positions. `source` are the operations of the prefill, `target` those of the cache.
+    """
     starts = _starts(cache.position_BS)
 
     def fill(segments: tuple[jax.Array, ...], new: jax.Array, axis: int) -> tuple[jax.Array, ...]:
-        new = jax.lax.dynamic_slice_in_dim(new, row, 1, axis=0)
+        new = _match_heads(source.take_row(new, row, axes.CACHE), segments[0].shape[1])
         return tuple(
-            jax.lax.dynamic_update_slice_in_dim(old, _cut(new, start, old, axis), slot, axis=0)
+            target.put_row(old, _cut(new, start, old, axis), slot, axes.CACHE)
             for start, old in zip(starts, segments, strict=True)
         )
 
@@ -102,8 +119,16 @@ def insert(
     for start, old_BS in zip(starts, cache.position_BS, strict=True):
         index_S = start + jnp.arange(old_BS.shape[1])
         new_S = jnp.where(index_S < true_length_B[row], index_S, EMPTY_POSITION)
-        positions.append(jax.lax.dynamic_update_slice_in_dim(old_BS, new_S[None], slot, axis=0))
+        positions.append(target.put_row(old_BS, new_S[None], slot, axes.CACHE[:1]))
     return KVCache(layers, tuple(positions))
+
+
+def _match_heads(new: jax.Array, num_heads: int) -> jax.Array:
+    """Heads in copies as single ones or the other way round: phases may keep them differently."""
+    K = new.shape[1]
+    if num_heads < K:
+        return new[:, :: K // num_heads]
+    return jnp.repeat(new, num_heads // K, axis=1) if num_heads > K else new
 
 
 def append_position(

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from . import axes
+from .operations import Operations, einsum
 
 
 def weight(
@@ -27,8 +28,9 @@ def constant(value: float, shape: tuple[int, ...], logical_axes: tuple[str, ...]
 class RMSNorm(nnx.Module):
     """Root mean square norm over the last axis, in float32 (Zhang, Sennrich 2019, 1910.07467)."""
 
-    def __init__(self, size: int, epsilon: float, logical_axis: str):
-        self.scale = constant(1.0, (size,), (logical_axis,))
+    def __init__(self, size: int, epsilon: float):
+        # whole on every device: small, and wanted wherever the residual stream is
+        self.scale = constant(1.0, (size,), ("",))
         self.epsilon = epsilon
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -42,18 +44,17 @@ class RMSNorm(nnx.Module):
 class Embedding(nnx.Module):
     """Token table, also read the other way round as the output head."""
 
-    def __init__(self, rngs: nnx.Rngs, vocab_size: int, embed: int):
-        self.table = weight(rngs, (vocab_size, embed), (axes.VOCAB, axes.EMBED_IN), embed)
+    def __init__(self, rngs: nnx.Rngs, num_rows: int, embed: int):
+        self.table = weight(rngs, (num_rows, embed), (axes.VOCAB, ""), embed)
 
-    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
-        # ids are checked on the host: an id out of range would silently clamp here
-        return self.table[...].at[tokens_BT].get(mode="clip")
+    def __call__(self, tokens_BT: jax.Array, operations: Operations) -> jax.Array:
+        return operations.lookup(self.table, tokens_BT, axes.RESIDUAL)
 
-    def logits(self, x_BD: jax.Array) -> jax.Array:
-        """Float32 `logits_BV` of final hidden states (any leading axes)."""
-        return jnp.einsum(
-            "...D,VD->...V", x_BD, self.table[...], preferred_element_type=jnp.float32
-        )
+    def logits(self, x_BD: jax.Array, operations: Operations) -> jax.Array:
+        """Float32 `logits_BV` of final hidden states (on one device with any leading axes)."""
+        x_axes = (axes.RESIDUAL_BATCH, axes.EMBED)
+        _, product = einsum("...D,VD->...V", jnp.float32)
+        return operations.project("BD,VD->BV", product, x_BD, self.table, x_axes, axes.LOGITS)
 
 
 class GatedMlp(nnx.Module):
@@ -64,17 +65,24 @@ class GatedMlp(nnx.Module):
         self.down = weight(rngs, (mlp, embed), (axes.MLP, axes.EMBED_IN), mlp)
         if use_bias:
             self.gate_up_bias = constant(0.0, (2, mlp), ("", axes.MLP))
-            self.down_bias = constant(0.0, (embed,), (axes.EMBED_IN,))
+            self.down_bias = constant(0.0, (embed,), ("",))
         self.use_bias = use_bias
 
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        # as a batch of two products: one call, and no backend has to lay the weights out anew
-        x_PBTD = jnp.broadcast_to(x_BTD[None], (2, *x_BTD.shape))
-        h_PBTF = jnp.einsum("PBTD,PDF->PBTF", x_PBTD, self.gate_up[...])
+    def __call__(self, x_BTD: jax.Array, operations: Operations) -> jax.Array:
+        project = operations.project
+        gate_up = ("BTD,PDF->PBTF", _gate_up_product)
+        h_PBTF = project(*gate_up, x_BTD, self.gate_up, axes.RESIDUAL, ("", *axes.HIDDEN))
         if self.use_bias:
             h_PBTF = h_PBTF + self.gate_up_bias[...][:, None, None]
         h_BTF = jax.nn.silu(h_PBTF[0]) * h_PBTF[1]
-        out_BTD = jnp.einsum("BTF,FD->BTD", h_BTF, self.down[...])
+        down = einsum("BTF,FD->BTD")
+        out_BTD = project(*down, h_BTF, self.down, axes.HIDDEN, axes.RESIDUAL)
         if self.use_bias:
             out_BTD = out_BTD + self.down_bias[...][None, None]
         return out_BTD
+
+
+def _gate_up_product(x_BTD: jax.Array, gate_up_PDF: jax.Array) -> jax.Array:
+    # as a batch of two products: one call, and no backend has to lay the weights out anew
+    x_PBTD = jnp.broadcast_to(x_BTD[None], (2, *x_BTD.shape))
+    return jnp.einsum("PBTD,PDF->PBTF", x_PBTD, gate_up_PDF)

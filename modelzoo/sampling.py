@@ -14,6 +14,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .operations import Operations
+
 
 class SamplingState(NamedTuple):
     """Parameters per slot, set at insert and constant until the slot changes hands."""
@@ -130,7 +132,11 @@ def keep_mask(scaled_BV: jax.Array, state: SamplingState, is_live_B: jax.Array) 
 
 
 def score_tokens(
-    logits_BV: jax.Array, token_B: jax.Array, num_logprobs_B: jax.Array, num_alternatives: int
+    logits_BV: jax.Array,
+    token_B: jax.Array,
+    num_logprobs_B: jax.Array,
+    num_alternatives: int,
+    operations: Operations,
 ) -> TokenScores:
     """Log-probabilities of given tokens and of the likeliest; zeros when no row asks for any."""
     B = logits_BV.shape[0]
@@ -138,7 +144,7 @@ def score_tokens(
     def score(logits_BV: jax.Array) -> TokenScores:
         lse_B = jax.nn.logsumexp(logits_BV, axis=-1)
         chosen_B = jnp.take_along_axis(logits_BV, token_B[:, None], axis=-1)[:, 0] - lse_B
-        top_BR, ids_BR = jax.lax.top_k(logits_BV, num_alternatives)
+        top_BR, ids_BR = operations.top_k(logits_BV, num_alternatives)
         return TokenScores(chosen_B, ids_BR, top_BR - lse_B[:, None])
 
     def nothing(_: jax.Array) -> TokenScores:

@@ -89,6 +89,9 @@ def _add_batch(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     add("--plan", type=Path, help="buckets to build; by default derived from the input")
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of weights")
     add("--target", help="hardware to run on (default: that of the plan, or cpu)")
+    add(
+        "--layout", help="how the model lies on several devices: a name, name@data=2,tensor=4, FILE"
+    )
     add("--seed", type=int, default=0, help="seeds rows that bring no seed of their own")
     add("--set", action="append", default=[], metavar="A.B=V", help="override a key of the plan")
     add(

@@ -16,6 +16,7 @@ from ..compile.bucket_grid import PrefillBucket
 from ..compile.compiled_graphs import CompiledGraphs
 from ..compile.steps import NO_TOKEN, DecodeOutput, DecodeState, Prompts
 from ..modelzoo.sampling import TokenScores
+from .host_arrays import HostArrays
 from .metrics import EngineMetrics
 from .padding import pack_prompts, pack_sampling
 from .request import Request, SamplingParams, TokenLogprob
@@ -63,8 +64,8 @@ class Engine:
         graphs: CompiledGraphs,
         parameters: Mapping[str, jax.Array],
         state: DecodeState,
-        sharding: jax.sharding.Sharding,
-        vocab_size: int,
+        host: HostArrays,
+        padded_vocab: int,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.metrics = EngineMetrics()
@@ -72,8 +73,8 @@ class Engine:
         self._graphs = graphs
         self._parameters = parameters
         self._state = state
-        self._sharding = sharding
-        self._vocab_size = vocab_size
+        self._host = host
+        self._padded_vocab = padded_vocab
         self._clock = clock
         self._requests: dict[int, EngineRequest] = {}
         self._prompts: dict[int, tuple[PrefillBucket, Prompts]] = {}
@@ -115,13 +116,13 @@ class Engine:
         if action.is_scored:
             wanted_B = np.full(action.bucket.batch, -1, np.int32)
             wanted_B[: len(requests)] = [_num_prompt_logprobs(r) for r in requests]
-            arguments = self._put((tokens_BT, true_length_B, wanted_B))
+            arguments = self._host.put((tokens_BT, true_length_B, wanted_B))
             made, scores = self._graphs.score(self._parameters, action.bucket, *arguments)
-            host = jax.device_get(scores)
+            host = self._host.fetch(scores)
             for row, request in enumerate(requests):
                 events.append(_prompt_scored(request, host, row))
         else:
-            arguments = self._put((tokens_BT, true_length_B))
+            arguments = self._host.put((tokens_BT, true_length_B))
             made = self._graphs.prefill(self._parameters, action.bucket, *arguments)
         jax.block_until_ready(made.logits_BV)
         if any(job.limit > job.prompt_length for job in action.jobs):
@@ -145,10 +146,10 @@ class Engine:
             sample=sample,
             prompt_length=job.prompt_length,
             stop_ids=request.stop_ids,
-            vocab_size=self._vocab_size,
+            vocab_size=self._padded_vocab,
         )
         row, slot = np.int32(action.row), np.int32(action.slot)
-        arguments = self._put((row, slot, np.array([job.limit], np.int32), sampling))
+        arguments = self._host.put((row, slot, np.array([job.limit], np.int32), sampling))
         bucket, prompts = self._prompts[action.prefill]
         self._state = self._graphs.insert(self._state, bucket, prompts, *arguments)
         self._in_slot[action.slot] = action.sequence
@@ -163,7 +164,7 @@ class Engine:
         is_live_B = np.zeros(self._graphs.grid.decode_slots, bool)
         is_live_B[list(action.slots)] = True
         self._state, output = self._graphs.decode(
-            self._parameters, self._state, self._put(is_live_B), action.span
+            self._parameters, self._state, self._host.put(is_live_B), action.span
         )
         host = self._fetch(output, action.slots)
         events: list[Event] = [self._emitted(host, slot) for slot in action.slots]
@@ -202,7 +203,7 @@ class Engine:
     def _fetch(self, output: DecodeOutput, slots: tuple[int, ...]) -> DecodeOutput:
         """Ids and flags to the host; log-probabilities only when a row asked for them."""
         wanted = any(self._params_in(slot).logprobs is not None for slot in slots)
-        return jax.device_get(output if wanted else output._replace(scores=None))
+        return self._host.fetch(output if wanted else output._replace(scores=None))
 
     def _params_in(self, slot: int) -> SamplingParams:
         return self._requests[self._in_slot[slot].job.number].request.params
@@ -218,9 +219,6 @@ class Engine:
         use.live_tokens += num_steps * len(action.slots)
         use.computed_tokens += num_steps * len(emitted_BQ)
         use.seconds += seconds
-
-    def _put(self, arrays):
-        return jax.device_put(arrays, self._sharding)
 
 
 def _num_prompt_logprobs(request: EngineRequest) -> int:

@@ -9,11 +9,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..compile.bucket_grid import BucketGrid
-from ..compile.default_grid import ladder_grid
+from ..compile.default_grid import GridDefaults, ladder_grid
 from ..compile.plan import Plan, PlannedModel
 from ..compile.targets import find_target
+from ..sharding.layout import Layout
 from . import compilation_cache, session
 from .checkpoint import ModelFiles, open_model
+from .layout_files import read_layout_table
 from .request import Request, RequestOutput, RowError, SamplingParams
 from .text.chat_template import ChatRenderer
 
@@ -35,7 +37,10 @@ class LLM:
         most 2048.
       max_num_seqs: Decode slots.
       dtype: `float32`, `bfloat16` or `auto` (float32 on CPU, bfloat16 elsewhere).
-      target: Device kind; by default jax's default backend.
+      target: Device kind, with a number of devices (`cpu:8`) for a layout; by default jax's default
+        backend.
+      layout: How the model lies on several devices: the name of a layout, with another mesh as in
+        `data-tensor@data=4,tensor=2`, or a TOML file.
       seed: Seeds the rows that bring no seed of their own.
     """
 
@@ -48,21 +53,26 @@ class LLM:
         max_num_seqs: int = DEFAULT_SLOTS,
         dtype: str = "auto",
         target: str | None = None,
+        layout: str | None = None,
         seed: int = 0,
     ):
         import jax
 
         compilation_cache.enable()
-        session.use_only_cpu_if_asked(target or (plan.target if plan else None))
+        session.prepare_cpu(target or (plan.target if plan else None))
         found = find_target(target or (plan.target if plan else jax.default_backend()))
         files = open_model(model)
         if plan is None:
             dtype = session.resolve_dtype(dtype, found)
-            grid = _ladder(files, max_model_len, max_num_seqs)
-            plan = Plan(found.name, PlannedModel(model, files.fingerprint(), dtype), grid)
+            chosen = None if layout is None else Layout.from_table(read_layout_table(layout))
+            session.check_layout(chosen, files, found)
+            grid = _ladder(files, max_model_len, max_num_seqs, GridDefaults.for_layout(chosen))
+            plan = Plan(found.name, PlannedModel(model, files.fingerprint(), dtype), grid, chosen)
+        elif layout is not None:
+            raise ValueError("layout: the plan has its own layout. Change it there.")
         session.check_plan(plan, files, found, dtype)
         self.plan = plan
-        self._model = session.load_model(files, found, plan.model.dtype)
+        self._model = session.load_model(files, found, plan.model.dtype, plan.layout)
         self._generator = session.start(self._model, plan, seed=seed)
         self._renderer: ChatRenderer | None = None
         self._num_requests = 0
@@ -168,14 +178,17 @@ class LLM:
         return self._renderer
 
 
-def _ladder(files: ModelFiles, max_model_len: int | None, max_num_seqs: int) -> BucketGrid:
+def _ladder(
+    files: ModelFiles, max_model_len: int | None, max_num_seqs: int, defaults: GridDefaults
+) -> BucketGrid:
     limit = files.spec.config.max_position
     if max_model_len is not None and max_model_len > limit:
         raise ValueError(
             f"max_model_len: expected at most {limit}, the longest sequence that this model was "
             f"published for, got {max_model_len}."
         )
-    return ladder_grid(min(limit, max_model_len or DEFAULT_MAX_LENGTH), max_num_seqs, score=True)
+    max_length = min(limit, max_model_len or DEFAULT_MAX_LENGTH)
+    return ladder_grid(max_length, max_num_seqs, score=True, defaults=defaults)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -4,20 +4,24 @@ The one path that `LLM`, the batch job and the benchmarks share. Knows nothing o
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 
-from ..compile import signatures
-from ..compile.build import GraphBuilt, build
-from ..compile.definition import Definition
+from ..compile.bucket_grid import BucketGrid
+from ..compile.build import GraphBuilt, build, empty_state
+from ..compile.definition import Definition, model_sizes
 from ..compile.plan import DTYPES, Plan
-from ..compile.targets import Target
-from ..sharding.placement import place
+from ..compile.targets import Target, num_simulated
+from ..sharding.layout import Layout
+from ..sharding.legality import require
+from ..sharding.placement import Placement
 from .checkpoint import ModelFiles, load_params
 from .engine import Engine
 from .generation import Generator
+from .host_arrays import HostArrays
 from .text.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -32,15 +36,23 @@ class LoadedModel:
     eos_ids: tuple[int, ...]
     dtype: str
     target: Target
+    placement: Placement
 
 
-def use_only_cpu_if_asked(target: str | None) -> None:
-    """Keep jax from starting other backends, which is slow and loud, when the CPU is the target.
+def prepare_cpu(target: str | None) -> None:
+    """Before jax starts: keep other backends shut when the CPU is the target, simulate devices.
 
-    Does nothing once a backend runs, or when the user has chosen platforms.
+    Other backends are slow and loud to start. Does nothing once a backend runs, or where the user
+    has chosen platforms.
     """
-    if target == "cpu" and not jax.config.values["jax_platforms"]:
+    if target is None or target.partition(":")[0] != "cpu":
+        return
+    if not jax.config.values["jax_platforms"]:
         jax.config.update("jax_platforms", "cpu")
+    count = num_simulated(target)
+    if count > 1 and not jax.config.values["jax_num_cpu_devices"] > 0:
+        with suppress(RuntimeError):  # a backend runs already: whether it has enough is seen later
+            jax.config.update("jax_num_cpu_devices", count)
 
 
 def resolve_dtype(dtype: str, target: Target) -> str:
@@ -70,6 +82,21 @@ def check_plan(plan: Plan, files: ModelFiles, target: Target, dtype: str = "auto
             f"plan buckets.max_length: expected at most {longest}, the longest sequence that "
             f"{files.name} was published for, got {plan.buckets.max_length}."
         )
+    check_layout(plan.layout, files, target, plan.buckets)
+
+
+def check_layout(
+    layout: Layout | None, files: ModelFiles, target: Target, grid: BucketGrid | None = None
+) -> None:
+    """Refuse a layout that cannot be for this model, target and grid, saying all that is wrong."""
+    num_devices = len(target.devices)
+    if layout is not None:
+        require(layout, model_sizes(files.spec.config, num_devices, grid))
+    elif num_devices > 1:
+        raise ValueError(
+            f"target {target.name}: has {num_devices} devices and nothing says how the model lies "
+            f"on them. Name a layout (--layout data-parallel@data={num_devices}, or a file)."
+        )
 
 
 def _expect(key: str, expected: str, got: str, remedy: str) -> None:
@@ -77,17 +104,31 @@ def _expect(key: str, expected: str, got: str, remedy: str) -> None:
         raise ValueError(f"plan {key}: expected {expected}, got {got}. {remedy}")
 
 
-def load_model(files: ModelFiles, target: Target, dtype: str) -> LoadedModel:
+def load_model(
+    files: ModelFiles, target: Target, dtype: str, layout: Layout | None = None
+) -> LoadedModel:
     """Read the parameters, slice by slice, straight into their placement on the target."""
     dtype = resolve_dtype(dtype, target)
-    spec = files.spec
-    definition = Definition(spec.config)
-    abstract = definition.abstract_parameters(jnp.dtype(dtype))
-    loaded = load_params(spec, files.tensors, abstract, target.sharding)
-    parameters = place(loaded, target.platform, target.sharding)
+    placement = target.placement(layout)
+    arrangement = placement.arrangement(files.spec.config)
+    definition = Definition(files.spec.config, arrangement)
+    parameters = load_params(
+        files.spec.arranged(arrangement),
+        files.tensors,
+        definition.abstract_parameters(jnp.dtype(dtype)),
+        placement.parameters(definition.logical_axes()),
+    )
+    parameters = placement.place(parameters)
     tokenizer = load_tokenizer(files.tokenizer_files)
     return LoadedModel(
-        files, definition, parameters, tokenizer, eos_ids(files, tokenizer), dtype, target
+        files,
+        definition,
+        parameters,
+        tokenizer,
+        eos_ids(files, tokenizer),
+        dtype,
+        target,
+        placement,
     )
 
 
@@ -107,13 +148,11 @@ def start(
     on_graph: Callable[[GraphBuilt], None] = lambda built: None,
 ) -> Generator:
     """Compile the plan's graphs and put an empty decode state in place."""
-    definition, target, grid = model.definition, model.target, plan.buckets
+    definition, placement, grid = model.definition, model.placement, plan.buckets
     dtype = jnp.dtype(model.dtype)
-    graphs = build(definition, grid, target, dtype, on_graph)
-    state = jax.jit(
-        lambda: signatures.decode_state(definition.config, grid, dtype),
-        out_shardings=target.sharding,
-    )()
+    graphs = build(definition, grid, placement, dtype, on_graph)
+    state = empty_state(definition, grid, placement, dtype)
+    host = HostArrays(placement.replicated)
+    engine = Engine(graphs, model.parameters, state, host, definition.padded_vocab)
     vocab_size = definition.config.vocab_size
-    engine = Engine(graphs, model.parameters, state, target.sharding, vocab_size)
     return Generator(engine, grid, vocab_size, model.eos_ids, model.tokenizer, seed)

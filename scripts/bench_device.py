@@ -78,7 +78,7 @@ class DeviceBench:
         from noria.compile.definition import Definition
         from noria.modelzoo.config import DecoderConfig
 
-        self.target = target
+        self.placement = target.placement()
         self.options = options
         self.dtype = jnp.dtype(options.dtype)
         self.config = DecoderConfig(
@@ -102,7 +102,7 @@ class DeviceBench:
         def random(*shape: int):
             # the power that products of constants draw is less, and clocks follow it
             body = partial(jax.random.normal, shape=shape, dtype=self.dtype)
-            return jax.jit(body, out_shardings=self.target.sharding)(jax.random.key(0))
+            return jax.jit(body, out_shardings=self.placement.replicated)(jax.random.key(0))
 
         source = random(self.options.copy_mib * 2**20 // self.dtype.itemsize)
         negate = jax.jit(jnp.negative)
@@ -137,7 +137,7 @@ class DeviceBench:
         start_length = self.options.context - calls * STEPS_PER_CALL
 
         def filled():
-            state = signatures.decode_state(self.config, grid, self.dtype)
+            state = signatures.decode_state(self.definition, grid, self.dtype)
             index_S = jnp.arange(self.options.context)
             position_S = jnp.where(index_S < start_length, index_S, -1)
             position_BS = jnp.broadcast_to(position_S, (batch, self.options.context))
@@ -150,8 +150,8 @@ class DeviceBench:
                 is_active_B=jnp.ones(batch, bool),
             )
 
-        state = jax.jit(filled, out_shardings=self.target.sharding)()
-        is_live_B = jax.device_put(jnp.ones(batch, bool), self.target.sharding)
+        state = jax.jit(filled, out_shardings=self.placement.replicated)()
+        is_live_B = jax.device_put(jnp.ones(batch, bool), self.placement.replicated)
         seconds = []
         for _ in range(calls):
             started = time.perf_counter()
@@ -167,7 +167,7 @@ class DeviceBench:
         import jax.numpy as jnp
 
         graph, build_seconds = self._compiled("prefill", self._grid(1, length, prompt=length))
-        put = partial(jax.device_put, device=self.target.sharding)
+        put = partial(jax.device_put, device=self.placement.replicated)
         tokens_BT, true_length_B = put(jnp.ones((1, length), jnp.int32)), put(jnp.array([length]))
         seconds = []
         for _ in range(1 + self.options.repeats):
@@ -193,9 +193,9 @@ class DeviceBench:
         """The one graph of that kind in the grid, and the seconds of its compile."""
         from noria.compile.build import compile_graph, plan_graphs
 
-        graphs = plan_graphs(self.definition, grid, self.dtype)
+        graphs = plan_graphs(self.definition, grid, self.placement, self.dtype)
         (graph,) = (graph for graph in graphs if graph.name.startswith(kind))
-        compiled, seconds, _ = compile_graph(graph, self.target)
+        compiled, seconds, _ = compile_graph(graph)
         return compiled, seconds
 
     def _random_parameters(self) -> dict[str, Any]:
@@ -203,11 +203,9 @@ class DeviceBench:
         import jax
         import jax.numpy as jnp
 
-        from noria.sharding.placement import parameter_placement
-
         abstract = self.definition.abstract_parameters(self.dtype)
-        target = self.target
-        placements = parameter_placement(abstract, target.platform, target.sharding)
+        lying = self.placement.parameters(self.definition.logical_axes())
+        placements = self.placement.formats(lying)
 
         def make(number, shape: tuple[int, ...]):
             if len(shape) == 1:

@@ -1,34 +1,96 @@
-"""How parameters lie on a target's devices: sharding, and memory layout where it matters.
+"""Where everything of one model lies on a mesh: parameters, cache, host inputs, and the operations.
 
-Knows nothing of graphs or files. Loader and lowering ask here, so they cannot disagree.
+Knows nothing of graphs or files. Loader and lowering ask here, so they cannot disagree. Without a
+layout everything lies whole on every device of the mesh, and the operations are the reference.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import jax
-from jax.experimental.layout import Format, Layout
-from jax.sharding import Sharding
+from jax.experimental.layout import Format
+from jax.experimental.layout import Layout as MemoryLayout
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
+from ..modelzoo import axes
+from ..modelzoo.config import Arrangement, DecoderConfig
+from ..modelzoo.operations import ON_ONE_DEVICE, Axes, Operations
+from .axis_rules import AxisRules, kv_copies
+from .layout import Layout
+from .sharded_operations import ShardedOperations
 
 _TABLES = ("embedding.table", "head.table")
 
 
-def parameter_placement(
-    names: Iterable[str], platform: str, sharding: Sharding
-) -> dict[str, Sharding | Format]:
-    """Where and how each parameter lies.
+@dataclass(frozen=True)
+class Placement:
+    """A layout on the devices of a target, or no layout."""
 
-    On TPU the default layout of a `[V, D]` table is transposed when D is not a multiple of 128;
-    every call would then copy it to gather rows, so tables are asked for row by row.
-    """
-    row_major = Format(Layout(major_to_minor=(0, 1)), sharding)
-    return {
-        name: row_major if platform == "tpu" and name in _TABLES else sharding for name in names
-    }
+    mesh: Mesh
+    platform: str
+    layout: Layout | None = None
 
+    @property
+    def replicated(self) -> NamedSharding:
+        """Whole on every device: what comes from the host and goes there."""
+        return NamedSharding(self.mesh, PartitionSpec())
 
-def place(
-    parameters: Mapping[str, jax.Array], platform: str, sharding: Sharding
-) -> dict[str, jax.Array]:
-    """Bring loaded parameters into the layout that the graphs expect; a no-op off TPU."""
-    placements = parameter_placement(parameters, platform, sharding)
-    return {name: jax.device_put(x, placements[name]) for name, x in parameters.items()}
+    def sharding(self, phase: str, logical_axes: Axes) -> NamedSharding:
+        """Where an array of a phase's graphs lies."""
+        return NamedSharding(self.mesh, self._rules(phase).spec(logical_axes))
+
+    def parameters(self, logical_axes: Mapping[str, Axes]) -> dict[str, Sharding]:
+        """Where each parameter lies."""
+        stored = AxisRules({}) if self.layout is None else self.layout.rules
+        return {
+            name: NamedSharding(self.mesh, stored.spec(names))
+            for name, names in logical_axes.items()
+        }
+
+    def formats(self, shardings: Mapping[str, Sharding]) -> dict[str, Sharding | Format]:
+        """Where and how each parameter lies.
+
+        On TPU the default layout of a `[V, D]` table is transposed when D is not a multiple of 128;
+        every call would then copy it to gather rows, so tables are asked for row by row.
+        """
+        if self.platform != "tpu":
+            return dict(shardings)
+        row_major = MemoryLayout(major_to_minor=(0, 1))
+        return {
+            name: Format(row_major, sharding) if name in _TABLES else sharding
+            for name, sharding in shardings.items()
+        }
+
+    def place(self, parameters: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """Bring loaded parameters into the memory layout that graphs expect; off TPU a no-op."""
+        formats = self.formats({name: x.sharding for name, x in parameters.items()})
+        return {name: jax.device_put(x, formats[name]) for name, x in parameters.items()}
+
+    def arrangement(self, config: DecoderConfig) -> Arrangement:
+        """How this layout wants the weights of a model arranged."""
+        if self.layout is None:
+            return Arrangement()
+        heads, vocab = (self._shards(self.layout.rules[a]) for a in (axes.QUERY_HEADS, axes.VOCAB))
+        padded = -(-config.vocab_size // vocab) * vocab
+        return Arrangement(
+            kv_copies=kv_copies(config.num_kv_heads, heads),
+            padded_vocab=None if padded == config.vocab_size else padded,
+        )
+
+    def num_cache_heads(self, config: DecoderConfig) -> int:
+        """Key/value heads that the decode cache keeps, copies included."""
+        shards = self._shards(self._rules("decode")[axes.KV_HEADS])
+        return config.num_kv_heads * kv_copies(config.num_kv_heads, shards)
+
+    def operations(self, phase: str, config: DecoderConfig) -> Operations:
+        """The operations of a phase's graphs."""
+        if self.layout is None:
+            return ON_ONE_DEVICE
+        rules = self.layout.phase(phase)
+        return ShardedOperations(self.mesh, rules, self.layout.rules, config.num_kv_heads)
+
+    def _rules(self, phase: str) -> AxisRules:
+        return AxisRules({}) if self.layout is None else self.layout.phase(phase)
+
+    def _shards(self, mesh_axes: tuple[str, ...]) -> int:
+        return 1 if self.layout is None else self.layout.mesh.num_shards(mesh_axes)

@@ -14,6 +14,7 @@ from noria.compile.targets import find_target
 from noria.modelzoo.config import DecoderConfig
 from noria.runtime.engine import Engine
 from noria.runtime.generation import Generator
+from noria.runtime.host_arrays import HostArrays
 
 CONFIG = DecoderConfig(
     vocab_size=151,
@@ -50,11 +51,11 @@ class TinyModel:
 
     def __init__(self, config: DecoderConfig = CONFIG, grid: BucketGrid = GRID):
         self.config, self.grid = config, grid
-        self.target = find_target("cpu")
+        self.placement = find_target("cpu").placement()
         self.definition = Definition(config)
         self.parameters = random_parameters(self.definition)
-        self.graphs = build(self.definition, grid, self.target, jnp.float32)
-        self._empty = partial(signatures.decode_state, config, grid, jnp.float32)
+        self.graphs = build(self.definition, grid, self.placement, jnp.float32)
+        self._empty = partial(signatures.decode_state, self.definition, grid, jnp.float32)
         self._forward = jax.jit(self._logits)
 
     def generator(self, parameters=None, **options) -> Generator:
@@ -62,7 +63,7 @@ class TinyModel:
             self.graphs,
             parameters or self.parameters,
             self._empty(),
-            self.target.sharding,
+            HostArrays(self.placement.replicated),
             self.config.vocab_size,
         )
         return Generator(engine, self.grid, self.config.vocab_size, (EOS_ID,), **options)

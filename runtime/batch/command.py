@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint import CheckpointError, ModelFiles, open_model
-from ..run_config import apply_overrides, read_toml
+from ..layout_files import read_layout_table
+from ..run_config import ConfigError, apply_overrides, read_toml
 from ..text.chat_template import ChatRenderer
 from ..text.tokenizer import InvalidTokenizer, load_tokenizer
 from .job import EXIT_MODEL, EXIT_USAGE, Build, JobError, JobSettings, JobText
@@ -25,6 +26,7 @@ from .scan import ScanSummary
 
 if TYPE_CHECKING:
     from ...compile.plan import Plan
+    from ...sharding.layout import Layout
 
 _VERSIONS_THAT_DECIDE_ANSWERS = ("noria", "jax", "jaxlib")
 
@@ -34,20 +36,26 @@ def run(options: argparse.Namespace) -> int:
     progress = Progress(is_quiet=options.quiet)
     phases = PhaseClock()
     plan_table = None if options.plan is None else read_toml(options.plan)
+    layout_table = None if options.layout is None else read_layout_table(options.layout)
+    if plan_table is not None and layout_table is not None:
+        raise ConfigError("--layout: the plan has its own layout. Change it there, or with --set.")
     try:
         with open_model(options.model) as files:
-            settings = _settings(options, files, plan_table)
+            settings = _settings(options, files, plan_table, layout_table)
             if settings.sampling_defaults:
                 shown = json.dumps(dict(settings.sampling_defaults))
                 progress.note(f"sampling defaults {shown} ({settings.sampling_defaults_source})")
-            model = BatchModel(files, options, plan_table)
+            model = BatchModel(files, options, plan_table, layout_table)
             return run_job(settings, model, progress=progress, phases=phases)
     except CheckpointError as error:
         raise JobError(str(error), EXIT_MODEL) from error
 
 
 def _settings(
-    options: argparse.Namespace, files: ModelFiles, plan_table: Mapping[str, Any] | None
+    options: argparse.Namespace,
+    files: ModelFiles,
+    plan_table: Mapping[str, Any] | None,
+    layout_table: Mapping[str, Any] | None,
 ) -> JobSettings:
     uses_defaults = options.generation_config == "model"
     defaults = dict(files.generation_defaults.sampling) if uses_defaults else {}
@@ -55,6 +63,7 @@ def _settings(
     configuration = {
         "model": f"{files.name} {files.fingerprint()}",
         "plan": "derived" if plan_table is None else json.dumps(plan_table, sort_keys=True),
+        "layout": "" if layout_table is None else json.dumps(layout_table, sort_keys=True),
         "overrides": " ".join(options.set),
         "dtype": options.dtype,
         "target": _target_name(options, plan_table),
@@ -89,10 +98,18 @@ class BatchModel:
         files: ModelFiles,
         options: argparse.Namespace,
         plan_table: Mapping[str, Any] | None,
+        layout_table: Mapping[str, Any] | None,
     ):
         self._files = files
         self._options = options
         self._plan_table = plan_table
+        self._layout_table = layout_table
+
+    @property
+    def _layout(self) -> "Layout | None":
+        from ...sharding.layout import Layout
+
+        return None if self._layout_table is None else Layout.from_table(self._layout_table)
 
     @contextmanager
     def open_text(self) -> Iterator[JobText]:
@@ -136,6 +153,8 @@ class BatchModel:
             if stored_plan is not None:
                 plan = Plan.from_table(tomllib.loads(stored_plan))
             else:
+                if self._plan_table is None:
+                    session.check_layout(self._layout, self._files, target)
                 dtype = session.resolve_dtype(self._options.dtype, target)
                 plan = self._make_plan(summary, name, dtype, max_position)
             session.check_plan(plan, self._files, target, self._options.dtype)
@@ -144,7 +163,7 @@ class BatchModel:
         text = plan.to_toml()
         progress.note(text.rstrip())
         progress.note(_padding_note(summary, plan))
-        model = session.load_model(self._files, target, plan.model.dtype)
+        model = session.load_model(self._files, target, plan.model.dtype, plan.layout)
         phases.enter("build")
         generator = session.start(model, plan, seed=self._options.seed, on_graph=report)
         return Build(generator, text)
@@ -153,7 +172,7 @@ class BatchModel:
         self, summary: ScanSummary, target_name: str, dtype: str, max_position: int
     ) -> "Plan":
         """The given plan, or one for the rows of this job; either with the overrides."""
-        from ...compile.default_grid import RowNeed, derive_grid
+        from ...compile.default_grid import GridDefaults, RowNeed, derive_grid
         from ...compile.plan import Plan, PlannedModel
 
         table = self._plan_table
@@ -164,9 +183,9 @@ class BatchModel:
                 )
                 for need in summary.needs
             ]
-            grid = derive_grid(needs, max_position)
+            grid = derive_grid(needs, max_position, GridDefaults.for_layout(self._layout))
             planned = PlannedModel(self._files.name, self._files.fingerprint(), dtype)
-            table = tomllib.loads(Plan(target_name, planned, grid).to_toml())
+            table = tomllib.loads(Plan(target_name, planned, grid, self._layout).to_toml())
         return Plan.from_table(apply_overrides(table, self._options.set))
 
 

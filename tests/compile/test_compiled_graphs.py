@@ -39,7 +39,8 @@ def test_the_monitor_counts_a_compile():
 
 
 def test_every_graph_of_the_grid_is_planned(model):
-    names = {graph.name for graph in plan_graphs(model.definition, GRID, jnp.dtype(jnp.float32))}
+    planned = plan_graphs(model.definition, GRID, model.placement, jnp.dtype(jnp.float32))
+    names = {graph.name for graph in planned}
     lengths = {
         f"{kind} {b.length}x{b.batch}" for b in GRID.prefill for kind in ("prefill", "score")
     }
@@ -56,7 +57,7 @@ def test_a_row_has_the_same_bits_under_every_span(model):
     outcomes = []
     for span in GRID.decode_spans:
         made = model.graphs.prefill(model.parameters, bucket, tokens_BT, true_length_B)
-        state = signatures.decode_state(model.config, GRID, jnp.dtype(jnp.float32))
+        state = signatures.decode_state(model.definition, GRID, jnp.dtype(jnp.float32))
         sampling = signatures.greedy_sampling(1, model.config.vocab_size)
         sampling = sampling._replace(num_logprobs_B=jnp.array([5]))
         for slot in range(bucket.batch):

@@ -23,7 +23,7 @@ GRID = BucketGrid(max_length=512, prefill=((512, 1),), decode_slots=SLOTS, decod
 TPU = "tpu:v5e:2x4"
 
 
-def decode_graph(span: int, dtype: str, num_layers: int = 30) -> GraphToBuild:
+def decode_graph(target: str, span: int, dtype: str, num_layers: int = 30) -> GraphToBuild:
     config = DecoderConfig(
         vocab_size=VOCAB,
         embed=576,
@@ -35,7 +35,9 @@ def decode_graph(span: int, dtype: str, num_layers: int = 30) -> GraphToBuild:
         max_position=8192,
         tie_embeddings=True,
     )
-    graphs = plan_graphs(Definition(config), GRID, jnp.dtype(dtype))
+    graphs = plan_graphs(
+        Definition(config), GRID, find_target(target).placement(), jnp.dtype(dtype)
+    )
     return next(graph for graph in graphs if graph.name == CompiledGraphs.decode_name(span))
 
 
@@ -70,23 +72,23 @@ def smallest_that_counts(graph: GraphToBuild) -> int:
 
 
 def test_decode_needs_little_memory_beside_its_arguments():
-    graph = decode_graph(GRID.decode_spans[0], "float32")
-    compiled, _, _ = compile_graph(graph, find_target("cpu"))
+    graph = decode_graph("cpu", GRID.decode_spans[0], "float32")
+    compiled, _, _ = compile_graph(graph)
     assert compiled.memory_analysis().temp_size_in_bytes <= temporary_bound(graph)
 
 
 @pytest.mark.tpu_compile
 def test_decode_works_in_place_on_tpu():
-    graph = decode_graph(GRID.max_length, "bfloat16")
-    compiled, _, _ = compile_graph(graph, find_target(TPU))
+    graph = decode_graph(TPU, GRID.max_length, "bfloat16")
+    compiled, _, _ = compile_graph(graph)
     assert compiled.memory_analysis().temp_size_in_bytes <= temporary_bound(graph)
     assert whole_copies(compiled.as_text(), smallest_that_counts(graph)) == []
 
 
 @pytest.mark.tpu_compile
 def test_a_cache_that_is_not_donated_is_found_as_copies():
-    graph = replace(decode_graph(GRID.max_length, "bfloat16", num_layers=1), donated=())
-    compiled, _, _ = compile_graph(graph, find_target(TPU))
+    graph = replace(decode_graph(TPU, GRID.max_length, "bfloat16", num_layers=1), donated=())
+    compiled, _, _ = compile_graph(graph)
     copies = whole_copies(compiled.as_text(), smallest_that_counts(graph))
     # keys and values in two segments each
     assert len(copies) == 4

@@ -10,20 +10,26 @@ def test_cpu_is_the_first_device_of_this_machine():
     target = find_target("cpu")
     assert target.is_present
     assert target.platform == "cpu"
-    assert target.sharding.device_set == {jax.devices("cpu")[0]}
+    assert target.devices == (jax.devices("cpu")[0],)
 
 
-@pytest.mark.parametrize("name", ["", "CPU", "cuda", "v5e:2x4", "gpu0", "cpu:", "tpu:"])
+@pytest.mark.parametrize(
+    "name", ["", "CPU", "cuda", "v5e:2x4", "gpu0", "cpu:", "tpu:", "cpu:0", "cpu:x", "gpu:h100:8"]
+)
 def test_a_name_of_no_known_platform_is_refused_with_the_names_that_are(name):
-    message = f"expected cpu, gpu, tpu or tpu:<generation>:<topology>, got {name!r}"
+    message = f"expected cpu, gpu, tpu, a number of them .*, got {name!r}"
     with pytest.raises(UnknownTarget, match=message):
         find_target(name)
 
 
-@pytest.mark.parametrize("name", ["cpu:8", "gpu:h100:8"])
-def test_several_devices_are_refused_by_name(name):
-    with pytest.raises(UnknownTarget, match=f"takes one device in this version, got '{name}'"):
-        find_target(name)
+def test_a_number_of_devices_is_the_first_ones_of_that_kind():
+    assert find_target("cpu:6").devices == tuple(jax.devices("cpu")[:6])
+
+
+def test_more_devices_than_there_are_is_refused_with_the_remedy():
+    message = "cpu:9 needs 9 devices, got 8 of kind cpu.*device_count=9"
+    with pytest.raises(UnknownTarget, match=message):
+        find_target("cpu:9")
 
 
 @pytest.mark.parametrize("name", ["gpu", "tpu"])
@@ -39,8 +45,8 @@ def test_a_tpu_topology_need_not_be_present():
     target = find_target("tpu:v5e:2x4")
     assert not target.is_present
     assert target.platform == "tpu"
-    assert len(target.sharding.device_set) == 8
-    assert target.sharding.is_fully_replicated
+    assert len(target.devices) == 8
+    assert target.placement().replicated.is_fully_replicated
 
 
 @pytest.mark.tpu_compile

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from tolerances import FLOAT32_ELEMENTWISE
 
+from noria.modelzoo.operations import Operations
 from noria.modelzoo.sampling import (
     History,
     SamplingState,
@@ -307,8 +308,8 @@ def test_draws_are_a_function_of_key_sample_and_step_alone():
 def test_scores_are_log_probabilities_of_the_raw_logits():
     logits_BV = random_logits(4)
     token_B = jnp.array([0, 5, 36, 11])
-    scores = jax.jit(score_tokens, static_argnums=3)(
-        logits_BV, token_B, jnp.array([-1, 0, 3, -1]), 3
+    scores = jax.jit(score_tokens, static_argnums=(3, 4))(
+        logits_BV, token_B, jnp.array([-1, 0, 3, -1]), 3, Operations()
     )
     logits = np.asarray(logits_BV, np.float64)
     expected_BV = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
@@ -325,5 +326,7 @@ def test_scores_are_log_probabilities_of_the_raw_logits():
 
 
 def test_scores_are_zero_when_no_row_asks():
-    scores = score_tokens(random_logits(4), jnp.zeros(4, jnp.int32), jnp.full(4, -1), 2)
+    scores = score_tokens(
+        random_logits(4), jnp.zeros(4, jnp.int32), jnp.full(4, -1), 2, Operations()
+    )
     assert all(np.all(np.asarray(part) == 0) for part in scores)

@@ -1,0 +1,82 @@
+"""The operations that a layout may carry out in its own way, and their reference on one device.
+
+Blocks say what they compute and which logical axes the arrays have; `sharding` has the operations
+over a mesh, which are injected and must equal these. Knows nothing of meshes.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+Axes = tuple[str, ...]
+Product = Callable[[jax.Array, jax.Array], jax.Array]
+"""A product of activations and a weight, linear in both, for whole arrays and pieces alike."""
+
+
+class Operations:
+    """One device: every operation is what it says, and placement means nothing."""
+
+    def constrain(self, x: jax.Array, logical_axes: Axes) -> jax.Array:
+        """Lay `x` out by its logical axes."""
+        del logical_axes
+        return x
+
+    def project(
+        self, equation: str, product: Product, x: jax.Array, weight: nnx.Param, x_axes: Axes,
+        out_axes: Axes,
+    ) -> jax.Array:  # fmt: skip
+        """`product(x, weight)`, which is the einsum of `equation`, from `x_axes` to `out_axes`."""
+        del equation, x_axes, out_axes
+        return product(x, weight[...])
+
+    def lookup(self, table: nnx.Param, ids_BT: jax.Array, out_axes: Axes) -> jax.Array:
+        """Rows of a table."""
+        del out_axes
+        # ids are checked on the host: an id out of range would silently clamp here
+        return table[...].at[ids_BT].get(mode="clip")
+
+    def attend(
+        self, body: Callable[..., tuple[jax.Array, Any]], q_BTKGH: jax.Array, new: Any, rows: Any,
+        cache: Any,
+    ) -> tuple[jax.Array, Any]:  # fmt: skip
+        """`body(q, new, rows, cache)`: a layer's attention, and what it keeps.
+
+        `body` treats rows and key/value heads independently. `new` are keys and values of the
+        projections, `rows` arrays that lead with B, `cache` and what is kept have CACHE axes.
+        """
+        return body(q_BTKGH, new, rows, cache)
+
+    def by_row(self, body: Callable[..., Any], *arrays: Any) -> Any:
+        """`body` of arrays that lead with the rows of attention, which it treats independently."""
+        return body(*arrays)
+
+    def take_row(self, x: jax.Array, row: jax.Array, logical_axes: Axes) -> jax.Array:
+        """Row `row` of an array that leads with B, as an array of one row."""
+        del logical_axes
+        return jax.lax.dynamic_slice_in_dim(x, row, 1, axis=0)
+
+    def put_row(
+        self, x: jax.Array, new: jax.Array, row: jax.Array, logical_axes: Axes
+    ) -> jax.Array:
+        """`x` with row `row` replaced by an array of one row."""
+        del logical_axes
+        return jax.lax.dynamic_update_slice_in_dim(x, new.astype(x.dtype), row, axis=0)
+
+    def top_k(self, logits_BV: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+        """The k largest values of each row and their ids; the lowest id first among equals."""
+        return jax.lax.top_k(logits_BV, k)
+
+
+def einsum(equation: str, dtype: jax.typing.DTypeLike | None = None) -> tuple[str, Product]:
+    """An equation and the product that it is, with the result in `dtype` where one is given."""
+
+    def product(x: jax.Array, weight: jax.Array) -> jax.Array:
+        return jnp.einsum(equation, x, weight, preferred_element_type=dtype)
+
+    return equation, product
+
+
+ON_ONE_DEVICE = Operations()

@@ -1,0 +1,54 @@
+"""Layouts by name or by file: the ones that ship with noria, and the user's own.
+
+A name may bring another mesh: `data-tensor@data=4,tensor=2`. Knows nothing of models, and imports
+no jax: what is read are tables, which `sharding.layout.Layout.from_table` understands.
+"""
+
+import tomllib
+from importlib import resources
+from typing import Any
+
+from .. import sharding
+from .run_config import ConfigError, read_toml
+
+
+def named_layout_tables() -> dict[str, dict[str, Any]]:
+    """The tables of every layout that ships with noria, by name."""
+    folder = resources.files(sharding) / "layouts"
+    files = sorted(folder.iterdir(), key=lambda file: file.name)
+    return {
+        file.name.removesuffix(".toml"): tomllib.loads(file.read_text(encoding="utf-8"))
+        for file in files
+        if file.name.endswith(".toml")
+    }
+
+
+def read_layout_table(spelling: str) -> dict[str, Any]:
+    """The tables of a named layout or a TOML file, with the mesh after an `@` in place of its own.
+
+    Raises `ConfigError` for what is neither.
+    """
+    name, at, mesh = spelling.partition("@")
+    if name.endswith(".toml"):
+        table = {"name": name, **read_toml(name)}
+    else:
+        known = named_layout_tables()
+        if name not in known:
+            raise ConfigError(
+                f"layout: expected a .toml file or one of {', '.join(known)}, got {name!r}."
+            )
+        table = known[name]
+    return {**table, "mesh": _mesh(spelling, mesh)} if at else table
+
+
+def _mesh(spelling: str, text: str) -> dict[str, int]:
+    sizes = {}
+    for part in text.split(","):
+        axis, equals, size = (piece.strip() for piece in part.partition("="))
+        if not equals or not size.isdecimal() or axis in sizes:
+            raise ConfigError(
+                f"layout {spelling}: expected a mesh such as data=2,tensor=4 after the @, "
+                f"got {text!r}."
+            )
+        sizes[axis] = int(size)
+    return sizes

@@ -1,0 +1,252 @@
+"""Whether a layout can be: every rule, axis and size checked at once, before anything is lowered.
+
+Knows nothing of devices or graphs; the sizes come from a model's configuration and, where there is
+one, a grid's shapes. Guarantees: a layout without findings lowers, and one with findings says of
+each which axis, which rule and which number.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ..modelzoo import axes
+from ..modelzoo.config import DecoderConfig
+from ..modelzoo.operations import Axes
+from .axis_rules import AxisRules, kv_copies
+from .layout import PHASES, Layout
+from .mesh_layout import MESH_AXES
+
+RULE_AXES = tuple(axis for axis in axes.LOGICAL_AXES if axis != axes.LOGIT_BATCH)
+_MUST_BEGIN_AS = {axes.ATTENTION_BATCH: axes.BATCH, axes.RESIDUAL_BATCH: axes.BATCH}
+_ARRAYS: dict[str, Axes] = {
+    "the residual stream": axes.RESIDUAL,
+    "queries": axes.HEADS,
+    "the MLP's activations": axes.HIDDEN,
+    "logits": axes.LOGITS,
+    "the cache": axes.CACHE,
+}
+
+
+class IllegalLayout(ValueError):
+    """A layout that cannot be, with everything that is wrong with it."""
+
+    def __init__(self, layout: Layout, findings: Sequence[str]):
+        self.findings = tuple(findings)
+        listed = "".join(f"\n  {finding}" for finding in findings)
+        super().__init__(f"layout {layout.name!r} ({layout.mesh}) cannot be:{listed}")
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """What a layout is checked against."""
+
+    config: DecoderConfig
+    num_devices: int
+    weights: Mapping[str, tuple[tuple[int, ...], Axes]]
+    """Shape and logical axes of every parameter as published."""
+    batches: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Batch sizes of each phase's graphs; none where no grid is known yet."""
+    lengths: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Tokens of a row in each phase's graphs."""
+
+
+def check(layout: Layout, sizes: ModelSizes) -> list[str]:
+    """Everything that is wrong with a layout; an empty list for a legal one."""
+    findings = [*_mesh_findings(layout, sizes.num_devices), *_name_findings(layout)]
+    if findings:
+        # sizes mean nothing while names and mesh are wrong
+        return findings
+    by_phase = {phase: list(_phase_findings(layout, phase, sizes)) for phase in PHASES}
+    in_both = set.intersection(*map(set, by_phase.values()))
+    for phase, found in by_phase.items():
+        findings += [f if f in in_both else f"{phase}: {f}" for f in found]
+    return list(dict.fromkeys([*findings, *_weight_findings(layout, sizes)]))
+
+
+def require(layout: Layout, sizes: ModelSizes) -> None:
+    """Raise `IllegalLayout` unless the layout is legal."""
+    if findings := check(layout, sizes):
+        raise IllegalLayout(layout, findings)
+
+
+def _mesh_findings(layout: Layout, num_devices: int) -> Iterable[str]:
+    for axis, size in layout.mesh.axes:
+        if axis not in MESH_AXES:
+            yield f"[mesh] {axis}: expected an axis of {', '.join(MESH_AXES)}. Rename it."
+        elif not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            yield f"[mesh] {axis}: expected a positive integer, got {size!r}."
+    sizes = [size for _, size in layout.mesh.axes]
+    if all(isinstance(size, int) and size > 0 for size in sizes):
+        product = math.prod(sizes)
+        if product != num_devices:
+            yield (
+                f"[mesh] {layout.mesh}: the sizes make {product} devices, the target has "
+                f"{num_devices}. Change a size, or the target."
+            )
+
+
+def _name_findings(layout: Layout) -> Iterable[str]:
+    for where, table in _tables(layout):
+        for axis, mesh_axes in table.items():
+            if axis not in RULE_AXES:
+                known = ", ".join(RULE_AXES)
+                yield f"{where} {axis}: matches nothing. Logical axes are {known}."
+            for mesh_axis in mesh_axes:
+                if mesh_axis not in layout.mesh.sizes:
+                    yield (
+                        f"{where} {axis} = {_shown(mesh_axes)}: the mesh has no axis "
+                        f"{mesh_axis!r}, only {', '.join(layout.mesh.sizes)}. Add it to [mesh] or "
+                        f"change the rule."
+                    )
+            if len(set(mesh_axes)) < len(mesh_axes):
+                yield f"{where} {axis} = {_shown(mesh_axes)}: names a mesh axis twice."
+
+
+def _tables(layout: Layout) -> list[tuple[str, Mapping[str, tuple[str, ...]]]]:
+    return [
+        ("[rules]", layout.rules.table),
+        ("[prefill.rules]", layout.prefill),
+        ("[decode.rules]", layout.decode),
+    ]
+
+
+def _phase_findings(layout: Layout, phase: str, sizes: ModelSizes) -> Iterable[str]:
+    rules = layout.phase(phase)
+    yield from _collisions(rules)
+    yield from _order_findings(rules)
+    yield from _gathering_findings(layout.rules, rules)
+    yield from _head_findings(layout, rules, sizes.config)
+    for axis in (axes.BATCH, axes.ATTENTION_BATCH, axes.RESIDUAL_BATCH):
+        for batch in sizes.batches.get(phase, ()):
+            yield from _division(layout, rules, axis, batch, "the graphs' batch")
+    for length in sizes.lengths.get(phase, ()):
+        yield from _division(layout, rules, axes.RESIDUAL_LENGTH, length, "the graphs' length")
+    yield from _division(layout, rules, axes.EMBED, sizes.config.embed, "embed")
+
+
+def _collisions(rules: AxisRules) -> Iterable[str]:
+    """One array cannot be split twice over one mesh axis."""
+    for name, logical_axes in _ARRAYS.items():
+        yield from _collision(name, logical_axes, rules)
+
+
+def _collision(name: str, logical_axes: Axes, rules: AxisRules) -> Iterable[str]:
+    by_mesh_axis: dict[str, list[str]] = {}
+    for logical_axis in filter(None, logical_axes):
+        for mesh_axis in rules[logical_axis]:
+            by_mesh_axis.setdefault(mesh_axis, []).append(logical_axis)
+    for mesh_axis, logical in by_mesh_axis.items():
+        if len(logical) > 1:
+            yield (
+                f"mesh axis {mesh_axis!r} splits {name} twice, as {' and as '.join(logical)}. "
+                f"Change one of the rules."
+            )
+
+
+def _order_findings(rules: AxisRules) -> Iterable[str]:
+    for axis, leader in _MUST_BEGIN_AS.items():
+        begins = rules[axis][: len(rules[leader])]
+        if begins != rules[leader]:
+            yield (
+                f"{axis} = {_shown(rules[axis])}: expected to begin with the mesh axes of "
+                f"{leader}, {_shown(rules[leader])}: rows are split further, not anew."
+            )
+    heads, spread = rules[axes.QUERY_HEADS], rules.spread
+    shared = [axis for axis in spread if axis in heads]
+    if shared and heads[len(heads) - len(spread) :] != spread:
+        yield (
+            f"attention_batch = {_shown(rules[axes.ATTENTION_BATCH])}: what it adds to batch, "
+            f"{_shown(spread)}, must be the last mesh axes of query_heads ({_shown(heads)}), in "
+            f"that order, or none of them."
+        )
+
+
+def _gathering_findings(stored: AxisRules, used: AxisRules) -> Iterable[str]:
+    for axis in axes.WEIGHT_AXES:
+        if used[axis] != stored[axis][: len(used[axis])]:
+            yield (
+                f"{axis} = {_shown(used[axis])}: expected the mesh axes of [rules], "
+                f"{_shown(stored[axis])}, or the first of them: a phase may gather weights, not "
+                f"split them anew."
+            )
+
+
+def _head_findings(layout: Layout, rules: AxisRules, config: DecoderConfig) -> Iterable[str]:
+    N, K, H = config.num_query_heads, config.num_kv_heads, config.head_dim
+    yield from _division(layout, rules, axes.QUERY_HEADS, N, "query heads")
+    shards = layout.mesh.num_shards(rules[axes.KV_HEADS])
+    wanted = rules.table.get(axes.KV_HEADS)
+    if wanted and wanted != rules[axes.KV_HEADS]:
+        yield (
+            f"kv_heads = {_shown(wanted)}: expected {_shown(rules[axes.KV_HEADS])}, the mesh axes "
+            f'of query_heads that attention_batch leaves, or "" for copies. Leave the rule out.'
+        )
+    if wanted != () and K % shards:
+        yield (
+            f"kv_heads: {K} heads do not divide over {shards} devices "
+            f'({_shown(rules[axes.KV_HEADS])}). Set kv_heads = "" to keep a copy of a head on '
+            f"every device whose queries read it, or shard attention over batch "
+            f"(attention_batch)."
+        )
+    stored = layout.mesh.num_shards(layout.rules[axes.QUERY_HEADS])
+    copies = kv_copies(K, stored)
+    if N % (K * copies):
+        yield (
+            f"query_heads: {N} heads in groups of {N // K} cannot be split over {stored} devices "
+            f"with {copies} copies of each of {K} KV heads. Use a number of devices that divides "
+            f"{K}, or a multiple of {K} that divides {N}."
+        )
+    surplus = copies // kv_copies(K, shards)
+    if set(rules.spread) & set(rules[axes.QUERY_HEADS]) and H % surplus:
+        yield (
+            f"attention_batch: head_dim {H} does not divide over the {surplus} devices that hold "
+            f"one KV head. Use fewer devices along {_shown(rules[axes.QUERY_HEADS])}."
+        )
+
+
+def _weight_findings(layout: Layout, sizes: ModelSizes) -> Iterable[str]:
+    config, rules = sizes.config, layout.rules
+    yield from _division(layout, rules, axes.MLP, config.mlp, "mlp")
+    yield from _division(layout, rules, axes.EMBED_IN, config.embed, "embed")
+    kinds = {logical_axes for _, logical_axes in sizes.weights.values()}
+    for logical_axes in sorted(kinds):
+        shown = ", ".join(filter(None, logical_axes))
+        yield from _collision(f"a weight ({shown})", logical_axes, rules)
+    yield from _replication_findings(layout, sizes)
+
+
+def _replication_findings(layout: Layout, sizes: ModelSizes) -> Iterable[str]:
+    """Weights held whole along an axis; one that splits the batch makes replicas."""
+    of_batch = {axis for phase in PHASES for axis in layout.phase(phase)[axes.BATCH]}
+    total = sum(math.prod(shape) for shape, _ in sizes.weights.values())
+    for mesh_axis, size in layout.mesh.axes:
+        if size == 1 or mesh_axis in of_batch:
+            continue
+        whole = {
+            name: math.prod(shape)
+            for name, (shape, logical_axes) in sizes.weights.items()
+            if not any(axis and mesh_axis in layout.rules[axis] for axis in logical_axes)
+        }
+        share = sum(whole.values()) / total
+        if share > layout.max_replicated:
+            largest = max(whole, key=lambda name: whole[name])
+            yield (
+                f"mesh axis {mesh_axis!r}: {share:.0%} of the weights lie whole on each of its "
+                f"{size} devices, the largest of them {largest}; max_replicated is "
+                f"{layout.max_replicated:g}. Add a rule that splits them, or allow it."
+            )
+
+
+def _division(layout: Layout, rules: AxisRules, axis: str, size: int, what: str) -> Iterable[str]:
+    mesh_axes = rules[axis]
+    shards = layout.mesh.num_shards(mesh_axes)
+    if size % shards:
+        yield (
+            f"{axis} = {_shown(mesh_axes)}: {what} {size} does not divide over {shards} devices."
+        )
+
+
+def _shown(mesh_axes: tuple[str, ...]) -> str:
+    """Mesh axes in the spelling of files."""
+    quoted = [f'"{axis}"' for axis in mesh_axes]
+    return f"[{', '.join(quoted)}]" if len(quoted) > 1 else "".join(quoted) or '""'

@@ -1,0 +1,48 @@
+"""The shape of a device mesh: named axes and their sizes, major to minor in device order.
+
+Knows nothing of models, rules or files.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+MESH_AXES = ("data", "sequence", "tensor", "expert")
+
+
+@dataclass(frozen=True)
+class MeshLayout:
+    """Axis names with sizes, in device order. A size may be any integer until it is checked."""
+
+    axes: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def of(cls, sizes: Mapping[str, int]) -> "MeshLayout":
+        """The mesh of a table such as `{"data": 2, "tensor": 4}`; order counts."""
+        return cls(tuple(sizes.items()))
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return dict(self.axes)
+
+    @property
+    def num_devices(self) -> int:
+        return math.prod(size for _, size in self.axes)
+
+    def num_shards(self, mesh_axes: Iterable[str]) -> int:
+        """Pieces that a dimension falls into over these mesh axes."""
+        sizes = self.sizes
+        return math.prod(sizes[axis] for axis in mesh_axes)
+
+    def build(self, devices: Sequence[Any]) -> Mesh:
+        """A mesh of exactly these devices. `AxisType.Auto`: XLA places what no rule names."""
+        names, sizes = zip(*self.axes, strict=True)
+        array = np.array(devices).reshape(sizes)
+        return Mesh(array, names, axis_types=(AxisType.Auto,) * len(names))
+
+    def __str__(self) -> str:
+        return ", ".join(f"{axis}={size}" for axis, size in self.axes)

@@ -1,0 +1,135 @@
+"""One product over a mesh: what moves before it and what is summed after it.
+
+The labels of an einsum say which dimensions meet. Each label is split, while the product runs, over
+one set of mesh axes:
+
+    of the weight          as the weight is used; pieces of it beyond that are gathered first
+    of activations only    over the mesh axes that come in and go out alike and that no label of the
+                           weight takes; activations are gathered or cut to that
+
+The mesh axes of contracted labels hold partial sums. One that the result is to be split over is
+reduce-scattered onto that dimension, the others are all-reduced. Example, `x[B, D_tensor]`,
+`w[D, F_tensor]` and a result `[B, F_tensor]`: x is gathered along D, nothing is summed.
+
+Knows nothing of models. Source of the scheme: Pope et al. 2022, "Efficiently Scaling Transformer
+Inference", section 3.2, with collectives as in their appendix A.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+
+MeshAxes = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Projection:
+    """The collectives of one product; mesh axes by dimension."""
+
+    gather_weight: tuple[MeshAxes, ...]
+    gather_x: tuple[MeshAxes, ...]
+    cut_x: tuple[MeshAxes, ...]
+    scatter: tuple[MeshAxes, ...]
+    """Partial sums that end as pieces of this dimension."""
+    sum_over: MeshAxes
+    """Partial sums that end whole."""
+    gather_out: tuple[MeshAxes, ...]
+    cut_out: tuple[MeshAxes, ...]
+
+    @classmethod
+    def of(
+        cls,
+        equation: str,
+        x: Sequence[MeshAxes],
+        weight_stored: Sequence[MeshAxes],
+        weight_used: Sequence[MeshAxes],
+        out: Sequence[MeshAxes],
+    ) -> "Projection":
+        """Work out the collectives from the mesh axes of every dimension."""
+        inputs, out_labels = equation.split("->")
+        x_labels, weight_labels = inputs.split(",")
+        split = dict(zip(weight_labels, weight_used, strict=True))
+        taken = {axis for mesh_axes in weight_used for axis in mesh_axes}
+        goes_out = dict(zip(out_labels, out, strict=True))
+        for label, comes_in in zip(x_labels, x, strict=True):
+            if label not in split:
+                shared = _common(comes_in, goes_out[label])
+                split[label] = tuple(_before(shared, taken))
+        contracted = [label for label in (x_labels + weight_labels) if label not in out_labels]
+        partial = {axis for label in contracted for axis in split[label]}
+        ends = [(split[label], goes_out[label]) for label in out_labels]
+        scatter = tuple(
+            tuple(axis for axis in _beyond(goal, done) if axis in partial) for done, goal in ends
+        )
+        scattered = {axis for mesh_axes in scatter for axis in mesh_axes}
+        return cls(
+            gather_weight=_each(_beyond, weight_stored, weight_used),
+            gather_x=tuple(_beyond(a, split[label]) for label, a in zip(x_labels, x, strict=True)),
+            cut_x=tuple(_beyond(split[label], a) for label, a in zip(x_labels, x, strict=True)),
+            scatter=scatter,
+            sum_over=tuple(
+                dict.fromkeys(
+                    axis for label in contracted for axis in split[label] if axis not in scattered
+                )
+            ),
+            gather_out=tuple(_beyond(done, goal) for done, goal in ends),
+            cut_out=tuple(
+                tuple(axis for axis in _beyond(goal, done) if axis not in partial)
+                for done, goal in ends
+            ),
+        )
+
+    def bring(self, x: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Pieces of both operands as this device's product needs them."""
+        return _cut(_gather(x, self.gather_x), self.cut_x), _gather(weight, self.gather_weight)
+
+    def reduce(self, out: jax.Array) -> jax.Array:
+        """This device's piece of the result, from its partial one."""
+        for dimension, mesh_axes in enumerate(self.scatter):
+            if mesh_axes:
+                out = jax.lax.psum_scatter(out, mesh_axes, scatter_dimension=dimension, tiled=True)
+        if self.sum_over:
+            out = jax.lax.psum(out, self.sum_over)
+        return _cut(_gather(out, self.gather_out), self.cut_out)
+
+
+def _gather(x: jax.Array, by_dimension: tuple[MeshAxes, ...]) -> jax.Array:
+    for dimension, mesh_axes in enumerate(by_dimension):
+        if mesh_axes:
+            x = jax.lax.all_gather(x, mesh_axes, axis=dimension, tiled=True)
+    return x
+
+
+def _cut(x: jax.Array, by_dimension: tuple[MeshAxes, ...]) -> jax.Array:
+    for dimension, mesh_axes in enumerate(by_dimension):
+        if mesh_axes:
+            size = x.shape[dimension] // jax.lax.axis_size(mesh_axes)
+            start = jax.lax.axis_index(mesh_axes) * size
+            x = jax.lax.dynamic_slice_in_dim(x, start, size, axis=dimension)
+    return x
+
+
+def _common(left: MeshAxes, right: MeshAxes) -> MeshAxes:
+    """The longest common beginning."""
+    count = 0
+    while count < min(len(left), len(right)) and left[count] == right[count]:
+        count += 1
+    return left[:count]
+
+
+def _before(mesh_axes: MeshAxes, taken: set[str]) -> MeshAxes:
+    """The beginning of `mesh_axes` up to the first one that is taken."""
+    count = 0
+    while count < len(mesh_axes) and mesh_axes[count] not in taken:
+        count += 1
+    return mesh_axes[:count]
+
+
+def _beyond(longer: MeshAxes, shorter: MeshAxes) -> MeshAxes:
+    """What follows the common beginning: the axes by which one splits further than the other."""
+    return longer[len(_common(longer, shorter)) :]
+
+
+def _each(function, left: Sequence[MeshAxes], right: Sequence[MeshAxes]) -> tuple[MeshAxes, ...]:
+    return tuple(function(a, b) for a, b in zip(left, right, strict=True))

@@ -1,0 +1,228 @@
+"""The operations of a model over a mesh, each one `shard_map` with its collectives written out.
+
+Nothing is left for a partitioner to decide except elementwise work and the sums of norms, so a
+layout communicates the same on every platform, and what it communicates can be read here.
+
+Knows nothing of graphs or files. Guarantees: every operation equals its reference in
+`modelzoo.operations`, up to the order of sums.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ..modelzoo import axes
+from ..modelzoo.kv_cache import PromptKeysValues
+from ..modelzoo.operations import Axes, Operations, Product
+from .axis_rules import AxisRules, kv_copies
+from .projection import Projection
+
+MeshAxes = tuple[str, ...]
+
+
+class ShardedOperations(Operations):
+    """The operations of one phase of a layout."""
+
+    def __init__(self, mesh: Mesh, rules: AxisRules, stored: AxisRules, num_kv_heads: int):
+        """`rules` are the phase's, `stored` those that the weights lie by."""
+        self._mesh = mesh
+        self._rules = rules
+        self._stored = stored
+        self._num_kv_heads = num_kv_heads
+
+    def constrain(self, x: jax.Array, logical_axes: Axes) -> jax.Array:
+        sharding = NamedSharding(self._mesh, self._rules.spec(logical_axes))
+        return jax.lax.with_sharding_constraint(x, sharding)
+
+    def project(
+        self, equation: str, product: Product, x: jax.Array, weight: nnx.Param, x_axes: Axes,
+        out_axes: Axes,
+    ) -> jax.Array:  # fmt: skip
+        weight_axes = weight.get_metadata()["logical_axes"]
+        projection = Projection.of(
+            equation,
+            self._rules.dimensions(x_axes),
+            self._stored.dimensions(weight_axes),
+            self._rules.dimensions(weight_axes),
+            self._rules.dimensions(out_axes),
+        )
+
+        def local(x: jax.Array, weight: jax.Array) -> jax.Array:
+            x, weight = projection.bring(x, weight)
+            return projection.reduce(product(x, weight))
+
+        specs = self._rules.spec(x_axes), self._stored.spec(weight_axes)
+        return self._map(local, specs, self._rules.spec(out_axes))(x, weight[...])
+
+    def lookup(self, table: nnx.Param, ids_BT: jax.Array, out_axes: Axes) -> jax.Array:
+        shards = self._rules[axes.VOCAB]
+
+        def rows(ids_BT: jax.Array, table_VD: jax.Array) -> jax.Array:
+            V = table_VD.shape[0]
+            local_BT = ids_BT - jax.lax.axis_index(shards) * V if shards else ids_BT
+            is_here_BT = (local_BT >= 0) & (local_BT < V)
+            rows_BTD = table_VD.at[local_BT].get(mode="clip")
+            return jnp.where(is_here_BT[..., None], rows_BTD, 0)
+
+        return self.project("BT,VD->BTD", rows, ids_BT, table, (axes.BATCH, ""), out_axes)
+
+    def attend(
+        self, body: Callable[..., tuple[jax.Array, Any]], q_BTKGH: jax.Array, new: Any, rows: Any,
+        cache: Any,
+    ) -> tuple[jax.Array, Any]:  # fmt: skip
+        heads, batch = self._rules.dimensions((axes.QUERY_HEADS, axes.BATCH))
+        spread = self._rules.spread
+        cache_shards = math.prod(self._mesh.shape[axis] for axis in self._rules[axes.KV_HEADS])
+        num_cache_heads = self._num_kv_heads * kv_copies(self._num_kv_heads, cache_shards)
+        copies = q_BTKGH.shape[2] // num_cache_heads
+
+        def local(q_BTKGH: jax.Array, new: PromptKeysValues, rows: Any, cache: Any):
+            G = q_BTKGH.shape[3]
+            q_BTKGH, new = _enter_attention(q_BTKGH, new, heads, spread, copies)
+            out_BTKGH, kept = body(q_BTKGH, new, rows, cache)
+            return _leave_attention(out_BTKGH, heads, spread, G), kept
+
+        kept_spec = self._rules.spec(axes.CACHE)
+        q_spec = self._rules.spec(axes.HEADS)
+        new_spec = P(batch or None, heads or None)
+        row_spec = self._rules.spec((axes.ATTENTION_BATCH,))
+        in_specs = (q_spec, new_spec, row_spec, kept_spec)
+        return self._map(local, in_specs, (q_spec, kept_spec))(q_BTKGH, new, rows, cache)
+
+    def by_row(self, body: Callable[..., Any], *arrays: Any) -> Any:
+        spec = self._rules.spec((axes.ATTENTION_BATCH,))
+        return self._map(body, (spec,) * len(arrays), spec)(*arrays)
+
+    def take_row(self, x: jax.Array, row: jax.Array, logical_axes: Axes) -> jax.Array:
+        spec = self._rules.spec(logical_axes)
+        batch = self._rules[logical_axes[0]]
+
+        def local(x: jax.Array, row: jax.Array) -> jax.Array:
+            index, is_here = _local_row(x, row, batch)
+            taken = jax.lax.dynamic_slice_in_dim(x, index, 1, axis=0)
+            return jax.lax.psum(jnp.where(is_here, taken, 0), batch)
+
+        if not batch:
+            return super().take_row(x, row, logical_axes)
+        return self._map(local, (spec, P()), P(None, *spec[1:]))(x, row)
+
+    def put_row(
+        self, x: jax.Array, new: jax.Array, row: jax.Array, logical_axes: Axes
+    ) -> jax.Array:
+        spec = self._rules.spec(logical_axes)
+        batch = self._rules[logical_axes[0]]
+
+        def local(x: jax.Array, new: jax.Array, row: jax.Array) -> jax.Array:
+            index, is_here = _local_row(x, row, batch)
+            old = jax.lax.dynamic_slice_in_dim(x, index, 1, axis=0)
+            new = jnp.where(is_here, new.astype(x.dtype), old)
+            return jax.lax.dynamic_update_slice_in_dim(x, new, index, axis=0)
+
+        return self._map(local, (spec, P(None, *spec[1:]), P()), spec)(x, new, row)
+
+    def top_k(self, logits_BV: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+        shards = self._rules[axes.VOCAB]
+        if not shards:
+            return super().top_k(logits_BV, k)
+        spec = self._rules.spec((axes.LOGIT_BATCH, axes.VOCAB))
+
+        def local(logits_BV: jax.Array) -> tuple[jax.Array, jax.Array]:
+            V = logits_BV.shape[1]
+            value_BR, id_BR = jax.lax.top_k(logits_BV, min(k, V))
+            id_BR = id_BR + jax.lax.axis_index(shards) * V
+            # shards in order of ids: the first of equal candidates has the lowest id
+            value_BR = jax.lax.all_gather(value_BR, shards, axis=1, tiled=True)
+            id_BR = jax.lax.all_gather(id_BR, shards, axis=1, tiled=True)
+            value_BR, index_BR = jax.lax.top_k(value_BR, k)
+            return value_BR, jnp.take_along_axis(id_BR, index_BR, axis=1)
+
+        out_spec = P(spec[0], None)
+        return self._map(local, (spec,), (out_spec, out_spec))(logits_BV)
+
+    def _map(self, body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        return jax.shard_map(
+            body, mesh=self._mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )
+
+
+def _local_row(x: jax.Array, row: jax.Array, batch: MeshAxes) -> tuple[jax.Array, jax.Array]:
+    """Index of a row on this device, clipped, and whether the row is here at all."""
+    if not batch:
+        return row, jnp.bool_(True)
+    size = x.shape[0]
+    index = row - jax.lax.axis_index(batch) * size
+    return jnp.clip(index, 0, size - 1), (index >= 0) & (index < size)
+
+
+def _enter_attention(
+    q_BTKGH: jax.Array, new: PromptKeysValues, heads: MeshAxes, spread: MeshAxes, copies: int
+) -> tuple[jax.Array, PromptKeysValues]:
+    """From the rows and heads of projections to those of attention.
+
+    Over the mesh axes `spread`, attention has fewer rows and more heads than the projections: each
+    device gives away heads and gets rows (Pope et al. 2022, section 3.3). Heads that the
+    projections hold in `copies` are sent in that many pieces, one by each holder, and put together.
+    """
+    if not spread:
+        return _regroup(q_BTKGH, copies), _one_of_each(new, copies)
+    if not set(spread) & set(heads):
+        rows = partial(_rows_of, spread=spread)
+        q_BTKGH, new = jax.tree.map(rows, (q_BTKGH, new))
+        return _regroup(q_BTKGH, copies), _one_of_each(new, copies)
+    exchange = partial(jax.lax.all_to_all, axis_name=spread, split_axis=0, tiled=True)
+    k_BKHT, v_BKTH = new
+    k_BKHT = exchange(_piece_of_copy(k_BKHT, 2, heads, copies), concat_axis=1)
+    v_BKTH = exchange(_piece_of_copy(v_BKTH, 3, heads, copies), concat_axis=1)
+    B, _, _, T = k_BKHT.shape
+    k_BKHT = k_BKHT.reshape(B, k_BKHT.shape[1] // copies, -1, T)
+    pieces_BKCTH = v_BKTH.reshape(B, v_BKTH.shape[1] // copies, copies, T, -1)
+    v_BKTH = pieces_BKCTH.swapaxes(2, 3).reshape(B, pieces_BKCTH.shape[1], T, -1)
+    q_BTKGH = _regroup(exchange(q_BTKGH, concat_axis=2), copies)
+    return q_BTKGH, PromptKeysValues(k_BKHT, v_BKTH)
+
+
+def _leave_attention(out_BTKGH: jax.Array, heads: MeshAxes, spread: MeshAxes, G: int) -> jax.Array:
+    """Back to the rows and heads of projections, which have G queries to a key/value head."""
+    B, T, _, _, H = out_BTKGH.shape
+    out_BTKGH = out_BTKGH.reshape(B, T, -1, G, H)
+    if not spread:
+        return out_BTKGH
+    if not set(spread) & set(heads):
+        return jax.lax.all_gather(out_BTKGH, spread, axis=0, tiled=True)
+    return jax.lax.all_to_all(out_BTKGH, spread, split_axis=2, concat_axis=0, tiled=True)
+
+
+def _regroup(q_BTKGH: jax.Array, copies: int) -> jax.Array:
+    """Queries of `copies` neighbouring key/value heads as those of one."""
+    B, T, K, G, H = q_BTKGH.shape
+    return q_BTKGH.reshape(B, T, K // copies, G * copies, H)
+
+
+def _one_of_each(new: PromptKeysValues, copies: int) -> PromptKeysValues:
+    return PromptKeysValues(new.k_BKHT[:, ::copies], new.v_BKTH[:, ::copies])
+
+
+def _rows_of(x: jax.Array, spread: MeshAxes) -> jax.Array:
+    """This device's share of rows that every device along `spread` holds."""
+    size = x.shape[0] // jax.lax.axis_size(spread)
+    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(spread) * size, size, axis=0)
+
+
+def _piece_of_copy(x: jax.Array, axis: int, heads: MeshAxes, copies: int) -> jax.Array:
+    """Of each local head its share of the head dimension: copy c of a head sends piece c."""
+    if copies == 1:
+        return x
+    K, size = x.shape[1], x.shape[axis] // copies
+    first = jax.lax.axis_index(heads) * K
+    pieces = [
+        jax.lax.dynamic_slice_in_dim(x[:, k : k + 1], (first + k) % copies * size, size, axis=axis)
+        for k in range(K)
+    ]
+    return jnp.concatenate(pieces, axis=1)
