@@ -64,12 +64,17 @@ def resolve_dtype(dtype: str, target: Target) -> str:
     return dtype
 
 
-def check_plan(plan: Plan, files: ModelFiles, target: Target, dtype: str = "auto") -> None:
-    """Refuse a plan that is for another model, target or dtype than asked for, or cannot run."""
+def check_present(target: Target) -> None:
+    """Refuse a target that graphs can only be compiled for."""
     if not target.is_present:
         raise ValueError(
             f"target: expected one that is on this machine, as rows are to run, got {target.name}."
         )
+
+
+def check_plan(plan: Plan, files: ModelFiles, target: Target, dtype: str = "auto") -> None:
+    """Refuse a plan that is for another model, target or dtype than asked for, or cannot run."""
+    check_present(target)
     _expect("target", target.name, plan.target, "Ask for the target that was planned for.")
     if plan.model.fingerprint:
         expected = files.fingerprint()

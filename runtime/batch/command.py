@@ -153,6 +153,7 @@ class BatchModel:
             if stored_plan is not None:
                 plan = Plan.from_table(tomllib.loads(stored_plan))
             else:
+                session.check_present(target)
                 if self._plan_table is None:
                     session.check_layout(self._layout, self._files, target)
                 dtype = session.resolve_dtype(self._options.dtype, target)

@@ -24,7 +24,7 @@ def test_a_plan_survives_its_file():
         ("[model]", "[modell]", r"unknown \['modell'\], missing \['model'\]"),
         ('dtype = "float32"', 'dtype = "float16"', "model.dtype: expected float32 or bfloat16"),
         ('"sha256:00"', "7", "model.fingerprint: expected a string, got 7"),
-        ('target = "cpu"', 'target = "cpu"\nmeshes = 3', r"unknown \['mesh'\]"),
+        ('target = "cpu"', 'target = "cpu"\nmeshes = 3', r"unknown \['meshes'\]"),
     ],
 )
 def test_a_wrong_key_or_value_is_refused_by_name(old, new, message):

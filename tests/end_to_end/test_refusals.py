@@ -38,7 +38,7 @@ def refusal(noria, source, *options, model=None, expect) -> str:
         (["--dtype", "bfloat16", "--set", "model.dtype=float32"], "expected bfloat16, got float32"),
         (["--set", "model.dtype=float16"], "model.dtype: expected float32 or bfloat16"),
         (["--set", "target=tpu"], "plan target: expected cpu, got tpu"),
-        (["--target", "cuda"], "target: expected cpu, gpu, tpu or"),
+        (["--target", "cuda"], "target: expected cpu, gpu, tpu, a number of them"),
         (["--set", "buckets.prefill=16"], "buckets.prefill: expected a list, got 16"),
         (["--set", "buckets.slots=3"], "unknown ['slots']"),
         (["--set", "buckets.decode_slots"], "expected a.b=value"),
