@@ -156,9 +156,11 @@ def decode_step(
 
     def one_token(carry: tuple[jax.Array, DecodeState, DecodeOutput]):
         step, state, output = carry
+        state = _constrain_slots(state, decoder.operations)
         runs_B = runs(state)
         history = History(state.tokens_BS, state.prompt_length_B, state.length_B)
         token_B = sample(state.logits_BV, state.sampling, history, runs_B)
+        token_B = decoder.operations.constrain(token_B, axes.LOGITS[:1])
         # max passes NaN on; a row of -inf alone has nothing to choose from
         is_finite_B = jnp.isfinite(state.logits_BV.max(axis=-1)) | ~runs_B
         emits_B = runs_B & is_finite_B
@@ -183,6 +185,17 @@ def decode_step(
 
     _, state, output = jax.lax.while_loop(more, one_token, (jnp.int32(0), state, output))
     return state, output._replace(is_active_B=state.is_active_B)
+
+
+def _constrain_slots(state: DecodeState, operations: Operations) -> DecodeState:
+    """Keep what is kept per slot where its signature says, whatever attention does with it."""
+
+    def constrain(x: jax.Array) -> jax.Array:
+        return operations.constrain(x, axes.LOGITS[:1])
+
+    return jax.tree.map(constrain, state._replace(cache=(), logits_BV=()))._replace(
+        cache=state.cache, logits_BV=operations.constrain(state.logits_BV, axes.LOGITS)
+    )
 
 
 def _prompts(

@@ -28,6 +28,10 @@ EMBED = "embed"
 LOGIT_BATCH = "logit_batch"
 """Rows of logits and of what is kept per slot: the mesh axes of `batch` that `vocab` leaves."""
 
+HEAD_BATCH = "head_batch"
+"""Rows of queries and of what attention gives back: those of attention, unless its mesh axes split
+heads in the projections; then those of `batch`, and rows are exchanged for heads."""
+
 EMBED_IN = "embed_in"
 """The embed side of a projection's weight."""
 QUERY_HEADS = "query_heads"
@@ -38,7 +42,7 @@ MLP = "mlp"
 VOCAB = "vocab"
 
 RESIDUAL = (RESIDUAL_BATCH, RESIDUAL_LENGTH, EMBED)
-HEADS = (BATCH, "", QUERY_HEADS, "", "")
+HEADS = (HEAD_BATCH, "", QUERY_HEADS, "", "")
 HIDDEN = (BATCH, "", MLP)
 LOGITS = (LOGIT_BATCH, VOCAB)
 CACHE = (ATTENTION_BATCH, KV_HEADS, "", "")
@@ -50,6 +54,7 @@ LOGICAL_AXES = (
     RESIDUAL_LENGTH,
     EMBED,
     LOGIT_BATCH,
+    HEAD_BATCH,
     EMBED_IN,
     QUERY_HEADS,
     KV_HEADS,

@@ -217,6 +217,7 @@ class Decoder(nnx.Module):
     ) -> jax.Array:
         by = rotation(position_BT, self.config.rope, self.config.head_dim)
         x_BTD = self.embedding(tokens_BT, self.operations)
-        for block, window in zip(self.layers, self.config.windows, strict=True):
-            x_BTD = block(x_BTD, by, attend_layer(window), self.operations)
+        for i, (block, window) in enumerate(zip(self.layers, self.config.windows, strict=True)):
+            with jax.named_scope(f"layers.{i}"):
+                x_BTD = block(x_BTD, by, attend_layer(window), self.operations)
         return self.final_norm(x_BTD)

@@ -30,6 +30,9 @@ class AxisRules:
         """Mesh axes of a logical axis, major to minor; none for an axis that is not split."""
         if logical_axis == axes.LOGIT_BATCH:
             return tuple(axis for axis in self[axes.BATCH] if axis not in self[axes.VOCAB])
+        if logical_axis == axes.HEAD_BATCH:
+            is_exchanged = set(self.spread) & set(self[axes.QUERY_HEADS])
+            return self[axes.BATCH if is_exchanged else axes.ATTENTION_BATCH]
         if logical_axis == axes.KV_HEADS:
             # a rule for it says whether copies are wanted; where they lie follows from the others
             return tuple(axis for axis in self[axes.QUERY_HEADS] if axis not in self.spread)

@@ -16,7 +16,8 @@ from .axis_rules import AxisRules, kv_copies
 from .layout import PHASES, Layout
 from .mesh_layout import MESH_AXES
 
-RULE_AXES = tuple(axis for axis in axes.LOGICAL_AXES if axis != axes.LOGIT_BATCH)
+_DERIVED = (axes.LOGIT_BATCH, axes.HEAD_BATCH)
+RULE_AXES = tuple(axis for axis in axes.LOGICAL_AXES if axis not in _DERIVED)
 _MUST_BEGIN_AS = {axes.ATTENTION_BATCH: axes.BATCH, axes.RESIDUAL_BATCH: axes.BATCH}
 _ARRAYS: dict[str, Axes] = {
     "the residual stream": axes.RESIDUAL,

@@ -77,8 +77,8 @@ class ShardedOperations(Operations):
         self, body: Callable[..., tuple[jax.Array, Any]], q_BTKGH: jax.Array, new: Any, rows: Any,
         cache: Any,
     ) -> tuple[jax.Array, Any]:  # fmt: skip
-        heads, batch = self._rules.dimensions((axes.QUERY_HEADS, axes.BATCH))
-        spread = self._rules.spread
+        heads, batch = self._rules.dimensions((axes.QUERY_HEADS, axes.HEAD_BATCH))
+        spread = self._rules[axes.ATTENTION_BATCH][len(batch) :]
         cache_shards = math.prod(self._mesh.shape[axis] for axis in self._rules[axes.KV_HEADS])
         num_cache_heads = self._num_kv_heads * kv_copies(self._num_kv_heads, cache_shards)
         copies = q_BTKGH.shape[2] // num_cache_heads
@@ -87,7 +87,7 @@ class ShardedOperations(Operations):
             G = q_BTKGH.shape[3]
             q_BTKGH, new = _enter_attention(q_BTKGH, new, heads, spread, copies)
             out_BTKGH, kept = body(q_BTKGH, new, rows, cache)
-            return _leave_attention(out_BTKGH, heads, spread, G), kept
+            return _leave_attention(out_BTKGH, spread, G), kept
 
         kept_spec = self._rules.spec(axes.CACHE)
         q_spec = self._rules.spec(axes.HEADS)
@@ -172,10 +172,6 @@ def _enter_attention(
     """
     if not spread:
         return _regroup(q_BTKGH, copies), _one_of_each(new, copies)
-    if not set(spread) & set(heads):
-        rows = partial(_rows_of, spread=spread)
-        q_BTKGH, new = jax.tree.map(rows, (q_BTKGH, new))
-        return _regroup(q_BTKGH, copies), _one_of_each(new, copies)
     exchange = partial(jax.lax.all_to_all, axis_name=spread, split_axis=0, tiled=True)
     k_BKHT, v_BKTH = new
     k_BKHT = exchange(_piece_of_copy(k_BKHT, 2, heads, copies), concat_axis=1)
@@ -188,14 +184,12 @@ def _enter_attention(
     return q_BTKGH, PromptKeysValues(k_BKHT, v_BKTH)
 
 
-def _leave_attention(out_BTKGH: jax.Array, heads: MeshAxes, spread: MeshAxes, G: int) -> jax.Array:
+def _leave_attention(out_BTKGH: jax.Array, spread: MeshAxes, G: int) -> jax.Array:
     """Back to the rows and heads of projections, which have G queries to a key/value head."""
     B, T, _, _, H = out_BTKGH.shape
     out_BTKGH = out_BTKGH.reshape(B, T, -1, G, H)
     if not spread:
         return out_BTKGH
-    if not set(spread) & set(heads):
-        return jax.lax.all_gather(out_BTKGH, spread, axis=0, tiled=True)
     return jax.lax.all_to_all(out_BTKGH, spread, split_axis=2, concat_axis=0, tiled=True)
 
 
@@ -207,12 +201,6 @@ def _regroup(q_BTKGH: jax.Array, copies: int) -> jax.Array:
 
 def _one_of_each(new: PromptKeysValues, copies: int) -> PromptKeysValues:
     return PromptKeysValues(new.k_BKHT[:, ::copies], new.v_BKTH[:, ::copies])
-
-
-def _rows_of(x: jax.Array, spread: MeshAxes) -> jax.Array:
-    """This device's share of rows that every device along `spread` holds."""
-    size = x.shape[0] // jax.lax.axis_size(spread)
-    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(spread) * size, size, axis=0)
 
 
 def _piece_of_copy(x: jax.Array, axis: int, heads: MeshAxes, copies: int) -> jax.Array:
