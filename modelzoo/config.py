@@ -137,8 +137,5 @@ class Arrangement:
             )
 
 
-CANONICAL = Arrangement()
-"""Each key/value head once and a row for each token: how checkpoints of ours are saved."""
-
-
 AS_PUBLISHED = Arrangement()
+"""The canonical arrangement, in which checkpoints are: each key/value head once, a row a token."""

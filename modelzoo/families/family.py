@@ -7,7 +7,7 @@ files; `hugging_face.py` and `gguf.py` read what the families have in common.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ..config import CANONICAL, Arrangement, DecoderConfig
+from ..config import AS_PUBLISHED, Arrangement, DecoderConfig
 from .config_reader import ConfigReader
 from .mapping import ParameterSource
 from .sources import TensorNames, parameter_sources
@@ -53,7 +53,7 @@ class ModelSpec:
     """Tensors that may be present and fill no parameter: they follow from the configuration."""
     names: TensorNames | None = None
     """None where tensors are parameters in the canonical arrangement, under their own names."""
-    arrangement: Arrangement = CANONICAL
+    arrangement: Arrangement = AS_PUBLISHED
 
     def arranged(self, arrangement: Arrangement) -> "ModelSpec":
         """The same model with its parameters arranged for a layout.

@@ -8,7 +8,7 @@ Guarantees: exactly one source for every parameter of the decoder of that config
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ..config import CANONICAL, Arrangement, DecoderConfig
+from ..config import AS_PUBLISHED, Arrangement, DecoderConfig
 from .mapping import ParameterSource, Part
 
 
@@ -35,7 +35,7 @@ class TensorNames:
 
 
 def parameter_sources(
-    config: DecoderConfig, names: TensorNames, arrangement: Arrangement = CANONICAL
+    config: DecoderConfig, names: TensorNames, arrangement: Arrangement = AS_PUBLISHED
 ) -> tuple[ParameterSource, ...]:
     """Sources of every parameter, in the order of the layers."""
     arrangement.check(config)

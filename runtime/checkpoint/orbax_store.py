@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...modelzoo.config import CANONICAL, Arrangement
+from ...modelzoo.config import AS_PUBLISHED, Arrangement
 from ...modelzoo.families.mapping import ParameterSource, Part
 from .arranging import concerns, sharding_for, to_arrangement, to_canonical
 from .errors import InvalidOrbax
@@ -59,7 +59,7 @@ def save_orbax(
     *,
     family: str,
     config: "DecoderConfig",
-    arrangement: Arrangement = CANONICAL,
+    arrangement: Arrangement = AS_PUBLISHED,
     name: str | None = None,
     generation_defaults: GenerationDefaults | None = None,
     tokenizer_files: Path | Mapping[str, Any] | None = None,
@@ -113,7 +113,7 @@ class OrbaxTensors:
     """The parameters of one saved checkpoint, as a `TensorSource` that restores itself."""
 
     def __init__(
-        self, path: Path, description: Mapping[str, Any], arrangement: Arrangement = CANONICAL
+        self, path: Path, description: Mapping[str, Any], arrangement: Arrangement = AS_PUBLISHED
     ):
         self._path, self._description, self._arrangement = path, description, arrangement
         self._directory = (path / PARAMS).resolve()

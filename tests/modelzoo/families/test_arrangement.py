@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from noria.modelzoo.config import CANONICAL, Arrangement, DecoderConfig
+from noria.modelzoo.config import AS_PUBLISHED, Arrangement, DecoderConfig
 from noria.modelzoo.families import gguf, hugging_face
 from noria.modelzoo.families.family import ModelSpec
 from noria.modelzoo.families.sources import parameter_sources
@@ -72,15 +72,15 @@ def reference(joined, copies, kv_axis):
 def test_each_copy_of_a_head_holds_its_share_of_the_queries_and_the_key_and_value(names, copies):
     arranged = Arrangement(kv_copies=copies)
     Kr, Jr = K * copies, G // copies + 2
-    qkv = filled(names, CANONICAL, "layers.0.attention.qkv", (D, K, G + 2, H))
+    qkv = filled(names, AS_PUBLISHED, "layers.0.attention.qkv", (D, K, G + 2, H))
     got = filled(names, arranged, "layers.0.attention.qkv", (D, Kr, Jr, H))
     np.testing.assert_array_equal(got, reference(qkv, copies, kv_axis=1))
 
-    bias = filled(names, CANONICAL, "layers.0.attention.qkv_bias", (K, G + 2, H))
+    bias = filled(names, AS_PUBLISHED, "layers.0.attention.qkv_bias", (K, G + 2, H))
     got = filled(names, arranged, "layers.0.attention.qkv_bias", (Kr, Jr, H))
     np.testing.assert_array_equal(got, reference(bias, copies, kv_axis=0))
 
-    output = filled(names, CANONICAL, "layers.0.attention.output", (K, G, H, D))
+    output = filled(names, AS_PUBLISHED, "layers.0.attention.output", (K, G, H, D))
     got = filled(names, arranged, "layers.0.attention.output", (Kr, G // copies, H, D))
     np.testing.assert_array_equal(got, output.reshape(Kr, G // copies, H, D))
 
@@ -100,7 +100,7 @@ def test_any_box_of_arranged_weights_equals_the_box_of_the_whole(names):
 
 @pytest.mark.parametrize("parameter", ["embedding.table", "head.table"])
 def test_rows_past_the_vocabulary_are_zero(parameter):
-    table = filled(hugging_face.NAMES, CANONICAL, parameter, (V, D))
+    table = filled(hugging_face.NAMES, AS_PUBLISHED, parameter, (V, D))
     padded = filled(hugging_face.NAMES, Arrangement(padded_vocab=16), parameter, (16, D))
     np.testing.assert_array_equal(padded[:V], table)
     assert not padded[V:].any()
@@ -130,4 +130,4 @@ def test_a_spec_arranged_and_back_is_the_spec():
     arranged = spec.arranged(Arrangement(2, 16))
     assert arranged.sources == parameter_sources(CONFIG, names, Arrangement(2, 16))
     assert arranged != spec
-    assert arranged.arranged(CANONICAL) == spec
+    assert arranged.arranged(AS_PUBLISHED) == spec

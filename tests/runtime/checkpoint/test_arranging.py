@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from noria.modelzoo.config import CANONICAL, Arrangement, DecoderConfig
+from noria.modelzoo.config import AS_PUBLISHED, Arrangement, DecoderConfig
 from noria.runtime.checkpoint.arranging import (
     concerns,
     sharding_for,
@@ -34,7 +34,7 @@ SHAPES = {
     "layers.0.attention.output_bias": (D,),
     "layers.0.mlp.down": (5, D),
 }
-ARRANGEMENTS = [CANONICAL, Arrangement(2), Arrangement(4), Arrangement(1, 16), Arrangement(2, V)]
+ARRANGEMENTS = [AS_PUBLISHED, Arrangement(2), Arrangement(4), Arrangement(1, 16), Arrangement(2, V)]
 
 
 def array(parameter):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from noria.modelzoo.config import CANONICAL, Arrangement, DecoderConfig
+from noria.modelzoo.config import AS_PUBLISHED, Arrangement, DecoderConfig
 from noria.runtime.checkpoint import CheckpointMismatch, load_params, open_model, save_orbax
 from noria.runtime.checkpoint.arranging import to_arrangement
 
@@ -45,8 +45,8 @@ VALUES = {name: RNG.standard_normal(shape, np.float32) for name, shape in SHAPES
 
 # Mesh, arrangement, and the mesh axes of heads and of table rows
 LAYOUTS = {
-    "one device": ((1, 1), CANONICAL, None, None),
-    "heads over 2": ((4, 2), CANONICAL, "tensor", None),
+    "one device": ((1, 1), AS_PUBLISHED, None, None),
+    "heads over 2": ((4, 2), AS_PUBLISHED, "tensor", None),
     "heads over 4": ((2, 4), Arrangement(2, 16), "tensor", "tensor"),
     "heads over 8": ((1, 8), Arrangement(4, 16), "tensor", "tensor"),
     "heads over both": ((2, 4), Arrangement(4, 16), ("data", "tensor"), ("data", "tensor")),
