@@ -2,12 +2,13 @@
 
 Knows nothing of file formats or families: a `ModelSpec` says which tensors fill which parameter, a
 `TensorSource` reads them. Guarantees: nothing is read before it is proven that every parameter is
-filled, every tensor used once or ignored by name, and all shapes agree; the host holds at most one
-parameter at a time.
+filled, every tensor used once or ignored by name, and all shapes agree; beside the arrays that it
+returns the host holds at most its shards of one parameter and a piece of one tensor.
 """
 
+import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
 
 MAX_LISTED = 20
 FINITE_CHUNK_BYTES = 64 * 2**20
+PIECE_BYTES = 4 * 2**20
+"""Of a tensor, read at a time."""
+ALIGNMENT = 64
+"""Bytes; where devices are the CPU, jax adopts a host array that begins at a multiple of it."""
 
 
 @runtime_checkable
@@ -127,8 +132,7 @@ def read_parameter(
 ) -> np.ndarray:
     """Read the box `index` of a parameter of the given shape, its parts put together and cast."""
     box = intervals(index, shape)
-    # zeros cost no more than empty here: the pages come zeroed from the system
-    result = filled = np.zeros([len(interval) for interval in box], dtype)
+    result = filled = _aligned_zeros([len(interval) for interval in box], np.dtype(dtype))
     if source.padding_rows:
         published = shape[0] - source.padding_rows
         box = (Interval(box[0].start, min(box[0].stop, published)), *box[1:])
@@ -140,22 +144,35 @@ def read_parameter(
 def _fill(
     result: np.ndarray, source: ParameterSource, tensors: TensorSource, box: tuple[Interval, ...]
 ) -> None:
-    """Put what the parts hold of a box into `result`."""
+    """Put what the parts hold of a box into `result`, piece by piece."""
     axis, start = source.concat_axis, 0
     for part in source.parts:
         pattern = AxisPattern.of(part)
-        part_shape = pattern.parameter_shape(tensors.tensors[part.tensor].shape)
+        info = tensors.tensors[part.tensor]
+        part_shape = pattern.parameter_shape(info.shape)
         stop = start + part_shape[axis] if part_shape else start
         # The overlap of this part with the box, in the axis of concatenation
         low, high = (max(start, box[axis].start), min(stop, box[axis].stop)) if box else (0, 1)
         if low < high:
-            wanted = [interval.as_slice() for interval in box]
-            into = [slice(None)] * len(box)
+            # where the result begins, as the part counts its positions
+            origin, wanted = [interval.start for interval in box], list(box)
             if box:
-                wanted[axis] = slice(low - start, high - start)
-                into[axis] = slice(low - box[axis].start, high - box[axis].start)
-            result[tuple(into)] = pattern.read(tensors, part.tensor, tuple(wanted))
+                origin[axis] -= start
+                wanted[axis] = Interval(low - start, high - start)
+            max_elements = PIECE_BYTES // info.dtype.itemsize
+            for piece in pattern.pieces(info.shape, tuple(wanted), max_elements):
+                into = tuple(i.as_slice(first) for i, first in zip(piece, origin, strict=True))
+                index = tuple(interval.as_slice() for interval in piece)
+                result[into] = pattern.read(tensors, part.tensor, index)
         start = stop
+
+
+def _aligned_zeros(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    # zeros cost no more than empty: the pages of large arrays come zeroed from the system
+    num_bytes = math.prod(shape) * dtype.itemsize
+    memory = np.zeros(num_bytes + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + num_bytes].view(dtype).reshape(shape)
 
 
 def _load_one(
@@ -178,7 +195,9 @@ def _load_one(
             )
         return boxes[box]
 
-    return jax.make_array_from_callback(shape, sharding, read, dtype=dtype)
+    array = jax.make_array_from_callback(shape, sharding, read, dtype=dtype)
+    # a transfer under way still needs its host array: wait, or the next one comes on top
+    return array.block_until_ready()
 
 
 def _repeated(names: list[str]) -> list[str]:

@@ -11,7 +11,7 @@ repeated and then indexed, and asks the source for the smallest contiguous box t
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -83,8 +83,9 @@ class Interval:
     def __len__(self) -> int:
         return max(self.stop - self.start, 0)
 
-    def as_slice(self) -> slice:
-        return slice(self.start, self.stop)
+    def as_slice(self, origin: int = 0) -> slice:
+        """The same positions, counted from `origin`."""
+        return slice(self.start - origin, self.stop - origin)
 
 
 def intervals(index: Sequence[slice], shape: Sequence[int]) -> tuple[Interval, ...]:
@@ -158,29 +159,52 @@ class AxisPattern:
         if not all(map(len, wanted)):
             return np.empty([len(i) for i in wanted], source.tensors[name].dtype)
 
-        kept: dict[str, Interval] = {}
-        for group, interval in zip(self.target, wanted, strict=True):
-            kept |= _split(group, interval, sizes)
-
+        kept = _split_all(self.target, wanted, sizes)
         boxes = [_cover(group, kept, sizes) for group in self.source]
         array = source.read(name, tuple(box.as_slice() for box in boxes))
 
-        held: dict[str, Interval] = {}
-        for group, box in zip(self.source, boxes, strict=True):
-            held |= _split(group, box, sizes)
+        held = _split_all(self.source, boxes, sizes)
         names, target = _flat(self.source), _flat(self.target)
         array = array.reshape([len(held[n]) for n in names])
-        array = array[tuple(_relative(kept[n], held[n].start) for n in names)]
+        array = array[tuple(kept[n].as_slice(held[n].start) for n in names)]
         array = array.transpose([names.index(n) for n in target if n in names])
         array = array.reshape([len(kept[n]) if n in names else 1 for n in target])
         array = np.broadcast_to(array, [len(kept[n]) for n in target])
         array = array.reshape([math.prod(len(kept[n]) for n in group) for group in self.target])
         return array[
             tuple(
-                _relative(interval, _offset(group, kept, sizes))
+                interval.as_slice(_offset(group, kept, sizes))
                 for group, interval in zip(self.target, wanted, strict=True)
             )
         ]
+
+    def pieces(
+        self, tensor_shape: Sequence[int], box: tuple[Interval, ...], max_elements: int
+    ) -> Iterator[tuple[Interval, ...]]:
+        """Cut a box of the parameter into boxes for each of which at most `max_elements` are read.
+
+        It is cut along what is major in the tensor, so that each piece is read in long runs.
+        """
+        if not all(map(len, box)):
+            return
+        sizes = self._resolve(tensor_shape)
+        kept = _split_all(self.target, box, sizes)
+        size = max(
+            math.prod(len(_cover(group, kept, sizes)) for group in self.source),
+            math.prod(map(len, box)),
+        )
+        major = (
+            axis for name in _flat(self.source) for axis, g in enumerate(self.target) if name in g
+        )
+        axis = next((axis for axis in major if len(box[axis]) > 1), None)
+        if size <= max_elements or axis is None:
+            yield box
+            return
+        step = max(1, len(box[axis]) * max_elements // size)
+        for start in range(box[axis].start, box[axis].stop, step):
+            piece = Interval(start, min(start + step, box[axis].stop))
+            rest = (*box[:axis], piece, *box[axis + 1 :])
+            yield from self.pieces(tensor_shape, rest, max_elements)
 
     def _resolve(self, tensor_shape: Sequence[int]) -> dict[str, int]:
         """Sizes of all names, from the given ones and the tensor's shape."""
@@ -216,6 +240,16 @@ def _parse_side(text: str, axes: str) -> tuple[tuple[str, ...], ...]:
 
 def _flat(groups: Iterable[tuple[str, ...]]) -> list[str]:
     return [name for group in groups for name in group]
+
+
+def _split_all(
+    groups: Iterable[tuple[str, ...]], box: Iterable[Interval], sizes: Mapping[str, int]
+) -> dict[str, Interval]:
+    """Intervals of all names that together hold a box."""
+    result: dict[str, Interval] = {}
+    for group, interval in zip(groups, box, strict=True):
+        result |= _split(group, interval, sizes)
+    return result
 
 
 def _split(
@@ -264,7 +298,3 @@ def _offset(group: tuple[str, ...], kept: Mapping[str, Interval], sizes: Mapping
     for name in group:
         offset = offset * sizes[name] + kept[name].start
     return offset
-
-
-def _relative(interval: Interval, origin: int) -> slice:
-    return slice(interval.start - origin, interval.stop - origin)

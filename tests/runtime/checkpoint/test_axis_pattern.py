@@ -7,7 +7,12 @@ import pytest
 
 from noria.modelzoo.families.mapping import Part
 from noria.runtime.checkpoint.errors import CheckpointChanged
-from noria.runtime.checkpoint.tensor_source import AxisPattern, FileStamp, TensorInfo
+from noria.runtime.checkpoint.tensor_source import (
+    AxisPattern,
+    FileStamp,
+    TensorInfo,
+    intervals,
+)
 
 K, G, H, D, V, R = 3, 2, 8, 5, 7, 2
 
@@ -133,6 +138,35 @@ def test_a_slice_of_copies_reads_only_the_heads_that_they_are_of(copies, heads):
 def test_a_repetition_without_a_size_is_refused():
     with pytest.raises(ValueError, match=r"'\(k h\) -> \(k r\) h': expected a size for \['r'\]"):
         AxisPattern.of(Part("w", "(k h) -> (k r) h", (("h", 4),)))
+
+
+@pytest.mark.parametrize("max_elements", [1, 7, 24, 10_000])
+@pytest.mark.parametrize("axes", CASES)
+def test_pieces_cover_a_box_once_and_none_is_too_large(axes, max_elements):
+    source, pattern, expected = case(axes)
+    rng = np.random.default_rng(max_elements)
+    for _ in range(20):
+        ends = [sorted(rng.integers(0, size + 1, 2)) for size in expected.shape]
+        index = tuple(slice(int(a), int(b)) for a, b in ends)
+        counted = np.zeros(expected.shape, int)
+        box = intervals(index, expected.shape)
+        for piece in pattern.pieces(source.array.shape, box, max_elements):
+            source.boxes.clear()
+            part = tuple(interval.as_slice() for interval in piece)
+            counted[part] += 1
+            np.testing.assert_array_equal(pattern.read(source, "w", part), expected[part])
+            read = [math.prod(axis.stop - axis.start for axis in b) for b in source.boxes]
+            assert sum(read) <= max_elements
+        assert counted[index].all() and counted.sum() == counted[index].size
+
+
+def test_pieces_are_cut_along_what_is_major_in_the_tensor():
+    source, pattern, expected = case("(k g h) d -> d k g h")
+    box = intervals((slice(None),) * 4, expected.shape)
+    for piece in pattern.pieces(source.array.shape, box, G * H * D):
+        pattern.read(source, "w", tuple(interval.as_slice() for interval in piece))
+    rows = G * H
+    assert source.boxes == [(slice(k * rows, (k + 1) * rows), slice(0, D)) for k in range(K)]
 
 
 def test_an_empty_slice_reads_nothing():

@@ -137,6 +137,31 @@ def test_a_sharded_parameter_is_never_read_whole():
     assert sizes["q"] == [K * G * H * D // 8] * 8
 
 
+@pytest.mark.parametrize("piece_bytes", [4, 100, 1000])
+def test_parameters_are_read_in_pieces_of_bounded_size(monkeypatch, piece_bytes):
+    monkeypatch.setattr(module, "PIECE_BYTES", piece_bytes)
+    tensors, spec, expected = padded()
+    params = load_params(spec, tensors, abstract_of(expected), one_device())
+    for name, value in expected.items():
+        np.testing.assert_array_equal(params[name], value)
+    assert max(size for _, size in tensors.reads) <= piece_bytes // 4
+    assert sum(size for _, size in tensors.reads) == sum(a.size for a in tensors.arrays.values())
+
+
+def test_a_device_that_is_the_cpu_adopts_the_array_that_was_read(monkeypatch):
+    tensors, spec, expected = tiny()
+    read = []
+
+    def noted(*arguments):
+        read.append(read_parameter(*arguments))
+        return read[-1]
+
+    monkeypatch.setattr(module, "read_parameter", noted)
+    params = load_params(spec, tensors, abstract_of(expected), one_device())
+    for array, host in zip(params.values(), read, strict=True):
+        assert array.unsafe_buffer_pointer() == host.ctypes.data
+
+
 def test_the_cast_happens_on_the_way():
     tensors, spec, expected = tiny()
     params = load_params(spec, tensors, abstract_of(expected, jnp.bfloat16), one_device())

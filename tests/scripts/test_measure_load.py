@@ -1,0 +1,45 @@
+"""Loading in four processes: each holds its own shards once, and the script would notice more."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from numerics_helpers import ROOT, script
+
+MIB = 2**20
+# Two token tables are most of this model: a loader that held copies of a parameter would be over
+TABLES = "--layers 1 --embed 1024 --vocab 25013 --files 3"
+
+
+@pytest.fixture(scope="module")
+def measure_load():
+    return script("scripts/measure_load.py")
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
+def test_the_peak_of_each_process_stays_within_its_bound(measure_load):
+    command = [sys.executable, ROOT / "scripts" / "measure_load.py", *TABLES.split()]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stdout + result.stderr
+    rows = [line.split("|")[1:-1] for line in result.stdout.splitlines() if line.startswith("|")]
+    for number, row in enumerate(rows[2:]):
+        process, share, peak, _, bound, read, _ = map(float, row)
+        assert process == number and share * 0.9 < peak < bound
+        # its own shards and no more: heads in copies are read once for all their copies
+        assert read <= share
+    assert len(rows) == 2 + 4
+
+
+@pytest.mark.parametrize(("peak", "code"), [(146 * MIB, None), (147 * MIB, "expected at most 1.3")])
+def test_a_peak_above_the_bound_fails(monkeypatch, capsys, measure_load, peak, code):
+    row = measure_load.Row(100 * MIB, peak, 100 * MIB, 1.0)
+    monkeypatch.setattr(measure_load, "write_checkpoint", lambda folder, options: 400 * MIB)
+    monkeypatch.setattr(measure_load, "measure", lambda folder, options: [row])
+    monkeypatch.setattr(sys, "argv", ["measure_load.py"])
+    if code is None:
+        measure_load.main()
+    else:
+        with pytest.raises(SystemExit, match=code):
+            measure_load.main()
+    assert f"| 0 | 100.0 | {peak / MIB:.1f} |" in capsys.readouterr().out
