@@ -7,8 +7,8 @@ one set of mesh axes:
     of activations only    over the mesh axes that come in and go out alike and that no label of the
                            weight takes; activations are gathered or cut to that
 
-The mesh axes of contracted labels hold partial sums. One that the result is to be split over is
-reduce-scattered onto that dimension, the others are all-reduced. Example, `x[B, D_tensor]`,
+The mesh axes of contracted labels hold partial sums. Those that the result is to be split over next
+are reduce-scattered onto that dimension, the others are all-reduced. Example, `x[B, D_tensor]`,
 `w[D, F_tensor]` and a result `[B, F_tensor]`: x is gathered along D, nothing is summed.
 
 Knows nothing of models. Source of the scheme: Pope et al. 2022, "Efficiently Scaling Transformer
@@ -17,6 +17,7 @@ Inference", section 3.2, with collectives as in their appendix A.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import jax
 
@@ -59,9 +60,7 @@ class Projection:
         contracted = [label for label in (x_labels + weight_labels) if label not in out_labels]
         partial = {axis for label in contracted for axis in split[label]}
         ends = [(split[label], goes_out[label]) for label in out_labels]
-        scatter = tuple(
-            tuple(axis for axis in _beyond(goal, done) if axis in partial) for done, goal in ends
-        )
+        scatter = tuple(_scattered(done, goal, partial) for done, goal in ends)
         scattered = {axis for mesh_axes in scatter for axis in mesh_axes}
         return cls(
             gather_weight=_each(_beyond, weight_stored, weight_used),
@@ -75,8 +74,8 @@ class Projection:
             ),
             gather_out=tuple(_beyond(done, goal) for done, goal in ends),
             cut_out=tuple(
-                tuple(axis for axis in _beyond(goal, done) if axis not in partial)
-                for done, goal in ends
+                _beyond(goal, done + pieces)
+                for (done, goal), pieces in zip(ends, scatter, strict=True)
             ),
         )
 
@@ -108,6 +107,16 @@ def _cut(x: jax.Array, by_dimension: tuple[MeshAxes, ...]) -> jax.Array:
             start = jax.lax.axis_index(mesh_axes) * size
             x = jax.lax.dynamic_slice_in_dim(x, start, size, axis=dimension)
     return x
+
+
+def _scattered(done: MeshAxes, goal: MeshAxes, partial: set[str]) -> MeshAxes:
+    """The mesh axes of partial sums that split further what `done` splits, and nothing between.
+
+    Pieces of pieces come in the order of `goal` only if major axes split before minor ones.
+    """
+    if done != goal[: len(done)]:
+        return ()
+    return tuple(takewhile(partial.__contains__, goal[len(done) :]))
 
 
 def _common(left: MeshAxes, right: MeshAxes) -> MeshAxes:

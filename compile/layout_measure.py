@@ -1,0 +1,183 @@
+"""One layout of one model measured by compiling it: memory, collectives, flops, compile seconds.
+
+Knows nothing of files or pictures. A layout that cannot be is not lowered: it comes back with what
+is wrong with it.
+"""
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..modelzoo.config import DecoderConfig
+from ..sharding import communication
+from ..sharding.communication import LayerSizes
+from ..sharding.explain import cache_bytes_per_device, explain
+from ..sharding.layout import PHASES, Layout
+from ..sharding.legality import check
+from .bucket_grid import BucketGrid
+from .build import compile_graph, plan_graphs
+from .collectives import Collective, read_collectives
+from .definition import Definition, model_sizes
+from .targets import Target
+
+_LAYER_SCOPE = re.compile(r"/layers\.\d+/")
+
+
+@dataclass(frozen=True)
+class CollectiveTotal:
+    """Collectives of one kind over the same mesh axes in one prefill call or one decode step."""
+
+    phase: str
+    kind: str
+    axis: str
+    count: int
+    bytes: int
+    """Of all of them together, on one device; see `sharding.communication` for what is counted."""
+    per_layer: float
+    """Of the count, those inside layers, by layer."""
+    bytes_per_layer: float
+    formula_bytes_per_layer: int | None
+    """What the formula of a named layout says; None where there is none."""
+
+
+@dataclass
+class LayoutResult:
+    """What is known of one layout."""
+
+    name: str
+    mesh: dict[str, int]
+    legal: bool
+    findings: list[str]
+    bytes_per_device: dict[str, int] = field(default_factory=dict)
+    """Of parameters, cache, and temporaries of the graph that needs most."""
+    temp_by_phase: dict[str, int] = field(default_factory=dict)
+    collectives: list[CollectiveTotal] = field(default_factory=list)
+    flops: float = 0.0
+    """On one device, of one prefill call and one decode step together."""
+    flops_by_phase: dict[str, float] = field(default_factory=dict)
+    compile_seconds: float = 0.0
+    max_abs_diff: float | None = None
+    """Worst difference of logits from one device, where that was asked for."""
+
+    def as_json(self) -> dict[str, Any]:
+        """The result as one JSON object; without a verification it has no `max_abs_diff`."""
+        table = asdict(self)
+        if self.max_abs_diff is None:
+            del table["max_abs_diff"]
+        return table
+
+
+def measure(
+    config: DecoderConfig,
+    layout: Layout,
+    target: Target,
+    grid: BucketGrid,
+    dtype: jax.typing.DTypeLike,
+    on_graph: Callable[[str, float], None] = lambda name, seconds: None,
+) -> LayoutResult:
+    """Compile the longest prefill and decode graph of a grid under a layout, and read them."""
+    findings = check(layout, model_sizes(config, len(target.devices), grid))
+    result = LayoutResult(layout.name, dict(layout.mesh.axes), not findings, findings)
+    if findings:
+        return result
+    placement = target.placement(layout)
+    definition = Definition(config, placement.arrangement(config))
+    result.bytes_per_device = _bytes_per_device(definition, layout, grid, dtype)
+    graphs = {}
+    for graph in plan_graphs(definition, grid, placement, jnp.dtype(dtype)):
+        phase = graph.name.split()[0]
+        # decode graphs come by growing span, prefill graphs by shrinking length
+        if phase == "decode" or (phase == "prefill" and phase not in graphs):
+            graphs[phase] = graph
+    for phase in PHASES:
+        compiled, seconds, _ = compile_graph(graphs[phase])
+        on_graph(graphs[phase].name, seconds)
+        result.compile_seconds += seconds
+        _read(result, phase, compiled, layout, config, grid, jnp.dtype(dtype).itemsize)
+    result.bytes_per_device["temp"] = max(result.temp_by_phase.values())
+    result.flops = sum(result.flops_by_phase.values())
+    return result
+
+
+def _bytes_per_device(
+    definition: Definition, layout: Layout, grid: BucketGrid, dtype: jax.typing.DTypeLike
+) -> dict[str, int]:
+    shapes = {name: x.shape for name, x in definition.abstract_parameters(dtype).items()}
+    placed = explain(layout, shapes, definition.logical_axes(), dtype)
+    return {
+        "params": sum(parameter.bytes_per_device for parameter in placed),
+        "cache": cache_bytes_per_device(
+            definition.config, layout, grid.decode_slots, grid.max_length, dtype
+        ),
+    }
+
+
+def _read(
+    result: LayoutResult,
+    phase: str,
+    compiled: jax.stages.Compiled,
+    layout: Layout,
+    config: DecoderConfig,
+    grid: BucketGrid,
+    itemsize: int,
+) -> None:
+    """Add what one executable says."""
+    memory = compiled.memory_analysis()
+    result.temp_by_phase[phase] = memory.temp_size_in_bytes if memory is not None else 0
+    # the body of the loop over steps counts once: one step
+    result.flops_by_phase[phase] = float((compiled.cost_analysis() or {}).get("flops", 0.0))
+    rows, tokens = (grid.decode_slots, 1) if phase == "decode" else reversed(grid.prefill[-1])
+    sizes = LayerSizes.of(config, layout, rows, tokens, itemsize)
+    formulas = communication.expected(layout, phase, sizes)
+    found = read_collectives(compiled.as_text(), layout.mesh.sizes)
+    result.collectives += _totals(phase, found, formulas, config.num_layers)
+
+
+def _totals(
+    phase: str,
+    found: list[Collective],
+    formulas: list[communication.Expected] | None,
+    num_layers: int,
+) -> list[CollectiveTotal]:
+    groups: dict[tuple[str, tuple[str, ...]], list[Collective]] = {}
+    for one in found:
+        groups.setdefault((one.kind, one.mesh_axes), []).append(one)
+    result = []
+    for (kind, mesh_axes), members in sorted(groups.items()):
+        times = [_times(one) for one in members]
+        in_layer = [bool(_LAYER_SCOPE.search(one.source)) for one in members]
+        num_bytes = [n * one.num_bytes for n, one in zip(times, members, strict=True)]
+        formula = None
+        if formulas is not None:
+            formula = sum(
+                e.times * e.num_bytes
+                for e in formulas
+                if (e.kind, e.mesh_axes) == (kind, mesh_axes)
+            )
+        result.append(
+            CollectiveTotal(
+                phase,
+                kind,
+                "+".join(mesh_axes),
+                sum(times),
+                sum(num_bytes),
+                _sum_where(times, in_layer) / num_layers,
+                _sum_where(num_bytes, in_layer) / num_layers,
+                formula,
+            )
+        )
+    return result
+
+
+def _times(one: Collective) -> int:
+    """Executions in one call or step: of the loop over steps, whose length is open, one turn."""
+    return math.prod(turns for turns in one.loops if turns is not None)
+
+
+def _sum_where(values: list[int], wanted: list[bool]) -> int:
+    return sum(value for value, is_wanted in zip(values, wanted, strict=True) if is_wanted)

@@ -1,0 +1,80 @@
+"""What layouts communicate, compiled for a TPU slice that is not there, against the formulas.
+
+The difference between graphs of three and of two layers is what one layer does: the first and the
+last layer are next to the embedding and the head, and XLA may treat them in a way of their own.
+"""
+
+from collections import Counter
+
+import jax.numpy as jnp
+import pytest
+
+from noria.compile.bucket_grid import BucketGrid
+from noria.compile.build import compile_graph, plan_graphs
+from noria.compile.collectives import Collective, read_collectives
+from noria.compile.definition import Definition
+from noria.compile.targets import find_target
+from noria.modelzoo.config import DecoderConfig
+from noria.runtime.layout_files import named_layout_tables
+from noria.sharding.communication import FORMULAS, LayerSizes, expected
+from noria.sharding.layout import Layout
+
+pytestmark = pytest.mark.tpu_compile
+
+TARGET = "tpu:v5e:2x4"
+SLOTS, PROMPTS, LENGTH = 64, 8, 256
+GRID = BucketGrid(512, ((LENGTH, PROMPTS),), SLOTS, (512,), steps_per_call=8)
+ROWS = {"prefill": (PROMPTS, LENGTH), "decode": (SLOTS, 1)}
+NUM_KV_HEADS = {
+    "weight-stationary-1d-kv-copies": 2,
+    "weight-stationary-1d-batch-attention": 4,
+    "data-tensor-batch-attention": 2,
+}
+
+
+CARRIED_OUT_AS_ALL_REDUCE = {("weight-stationary-2d", "prefill"), ("embed-parallel", "decode")}
+"""Where XLA for TPU makes an all-reduce and a cut of a reduce-scatter, at these sizes."""
+
+
+def config_of(name: str, num_layers: int) -> DecoderConfig:
+    return DecoderConfig(
+        vocab_size=1024,
+        embed=512,
+        mlp=1536,
+        num_query_heads=16,
+        num_kv_heads=NUM_KV_HEADS.get(name, 8),
+        head_dim=64,
+        windows=(None,) * num_layers,
+        max_position=2048,
+    )
+
+
+def collectives(layout: Layout, phase: str, num_layers: int) -> list[Collective]:
+    config = config_of(layout.name, num_layers)
+    placement = find_target(TARGET).placement(layout)
+    definition = Definition(config, placement.arrangement(config))
+    graphs = plan_graphs(definition, GRID, placement, jnp.dtype(jnp.bfloat16))
+    (graph,) = (graph for graph in graphs if graph.name.startswith(phase))
+    return read_collectives(compile_graph(graph)[0].as_text(), layout.mesh.sizes)
+
+
+def of_one_layer(layout: Layout, phase: str) -> Counter:
+    counts = [
+        Counter((c.kind, c.mesh_axes, c.num_bytes) for c in collectives(layout, phase, num_layers))
+        for num_layers in (2, 3)
+    ]
+    return counts[1] - counts[0]
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("name", FORMULAS)
+def test_a_layer_communicates_what_the_formulas_say_and_nothing_else(name, phase):
+    layout = Layout.from_table(named_layout_tables()[name])
+    sizes = LayerSizes.of(config_of(name, 1), layout, *ROWS[phase], itemsize=2)
+    formulas = expected(layout, phase, sizes)
+    assert formulas is not None
+    wanted = Counter()
+    for e in formulas:
+        is_cut = e.kind == "reduce-scatter" and (name, phase) in CARRIED_OUT_AS_ALL_REDUCE
+        wanted["all-reduce" if is_cut else e.kind, e.mesh_axes, e.num_bytes] += e.times
+    assert of_one_layer(layout, phase) == wanted
