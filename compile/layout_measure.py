@@ -4,7 +4,6 @@ Knows nothing of files or pictures. A layout that cannot be is not lowered: it c
 is wrong with it.
 """
 
-import math
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -35,9 +34,14 @@ class CollectiveTotal:
     phase: str
     kind: str
     axis: str
+    """Mesh axes, joined by `+`."""
+    conditional: bool
+    """Only for what some rows ask for, such as sampling or log-probabilities."""
     count: int
     bytes: int
     """Of all of them together, on one device; see `sharding.communication` for what is counted."""
+    sent_bytes: float
+    """What each device sends for them, by the ring algorithms."""
     per_layer: float
     """Of the count, those inside layers, by layer."""
     bytes_per_layer: float
@@ -134,50 +138,43 @@ def _read(
     rows, tokens = (grid.decode_slots, 1) if phase == "decode" else reversed(grid.prefill[-1])
     sizes = LayerSizes.of(config, layout, rows, tokens, itemsize)
     formulas = communication.expected(layout, phase, sizes)
-    found = read_collectives(compiled.as_text(), layout.mesh.sizes)
-    result.collectives += _totals(phase, found, formulas, config.num_layers)
+    found = read_collectives(compiled.as_text() or "", layout.mesh.sizes)
+    result.collectives += _totals(phase, found, formulas, layout, config.num_layers)
 
 
 def _totals(
     phase: str,
     found: list[Collective],
     formulas: list[communication.Expected] | None,
+    layout: Layout,
     num_layers: int,
 ) -> list[CollectiveTotal]:
-    groups: dict[tuple[str, tuple[str, ...]], list[Collective]] = {}
+    groups: dict[tuple[str, tuple[str, ...], bool], list[Collective]] = {}
     for one in found:
-        groups.setdefault((one.kind, one.mesh_axes), []).append(one)
+        groups.setdefault((one.kind, one.mesh_axes, one.is_conditional), []).append(one)
     result = []
-    for (kind, mesh_axes), members in sorted(groups.items()):
-        times = [_times(one) for one in members]
-        in_layer = [bool(_LAYER_SCOPE.search(one.source)) for one in members]
-        num_bytes = [n * one.num_bytes for n, one in zip(times, members, strict=True)]
+    for (kind, mesh_axes, is_conditional), members in sorted(groups.items()):
+        in_layers = [one for one in members if _LAYER_SCOPE.search(one.source)]
         formula = None
-        if formulas is not None:
+        if formulas is not None and not is_conditional:
             formula = sum(
                 e.times * e.num_bytes
                 for e in formulas
                 if (e.kind, e.mesh_axes) == (kind, mesh_axes)
             )
-        result.append(
-            CollectiveTotal(
-                phase,
-                kind,
-                "+".join(mesh_axes),
-                sum(times),
-                sum(num_bytes),
-                _sum_where(times, in_layer) / num_layers,
-                _sum_where(num_bytes, in_layer) / num_layers,
-                formula,
-            )
+        num_bytes = sum(one.times * one.num_bytes for one in members)
+        group = layout.mesh.num_shards(mesh_axes)
+        total = CollectiveTotal(
+            phase=phase,
+            kind=kind,
+            axis="+".join(mesh_axes),
+            conditional=is_conditional,
+            count=sum(one.times for one in members),
+            bytes=num_bytes,
+            sent_bytes=communication.sent_bytes(kind, num_bytes, group),
+            per_layer=sum(one.times for one in in_layers) / num_layers,
+            bytes_per_layer=sum(one.times * one.num_bytes for one in in_layers) / num_layers,
+            formula_bytes_per_layer=formula,
         )
+        result.append(total)
     return result
-
-
-def _times(one: Collective) -> int:
-    """Executions in one call or step: of the loop over steps, whose length is open, one turn."""
-    return math.prod(turns for turns in one.loops if turns is not None)
-
-
-def _sum_where(values: list[int], wanted: list[bool]) -> int:
-    return sum(value for value, is_wanted in zip(values, wanted, strict=True) if is_wanted)

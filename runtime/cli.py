@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-EXIT_USAGE = 2
+from . import errors
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,33 +22,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return options.run(options)
     except BaseException as error:
-        code = _exit_code(error)
+        code = errors.exit_code(error)
         if code is None:
             raise
         if options.debug:
             traceback.print_exc()
         else:
-            print(f"noria: {_message(error)}", file=sys.stderr)
+            print(f"noria: {errors.message(error)}", file=sys.stderr)
         return code
-
-
-def _exit_code(error: BaseException) -> int | None:
-    """The code for an error that is no bug of ours; None for one that needs its traceback."""
-    code = getattr(error, "exit_code", None)
-    if isinstance(code, int):
-        return code
-    if isinstance(error, KeyboardInterrupt):
-        return 130
-    # a missing extra is an ImportError that names it
-    return EXIT_USAGE if isinstance(error, ValueError | OSError | ImportError) else None
-
-
-def _message(error: BaseException) -> str:
-    if isinstance(error, KeyboardInterrupt):
-        return "interrupted"
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
-    return str(error) or type(error).__name__
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -62,6 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_batch(commands)
     _add_merge(commands)
+    _add_layouts(commands)
     _add_inspect(commands)
     doctor = commands.add_parser("doctor", help="what this machine offers")
     doctor.set_defaults(run=_run_doctor)
@@ -106,7 +88,43 @@ def _add_batch(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     add("--rows", default="0/1", metavar="I/N", help="only rows I, I+N, I+2N, ...; see noria merge")
     add("--restart", action="store_true", help="discard what an earlier run has finished")
     add("--quiet", action="store_true", help="no progress on stderr")
+    _add_pod_options(batch.add_argument_group("several processes over one mesh"))
     batch.set_defaults(run=_run_batch)
+
+
+def _add_pod_options(group: "argparse._ArgumentGroup") -> None:
+    add = group.add_argument
+    add("--coordinator", metavar="HOST:PORT", help="where process 0 listens, for all others")
+    add("--num-processes", type=int, metavar="N", help="how many times this command is started")
+    add("--process-id", type=int, metavar="I", help="which of them this is, from 0 to N-1")
+    add(
+        "--distributed",
+        choices=("auto",),
+        help="instead of these three: as the cluster tells (TPU pods, Slurm, Open MPI)",
+    )
+    add(
+        "--peer-timeout-seconds",
+        type=float,
+        default=60.0,
+        help="end, naming it, when another process has been silent for so long (default: 60)",
+    )
+    add(
+        "--allow-different-numerics",
+        action="store_true",
+        help="go on with a job that another set-up of processes began; the manifest says so",
+    )
+
+
+def _add_layouts(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    from .layouts.command import add_options
+
+    layouts = commands.add_parser(
+        "layouts",
+        help="compare layouts: legality, memory, collectives",
+        description="Check layouts of a model on a target, compile them and read what they cost.",
+        epilog="example: noria layouts --model smollm2 --target cpu:6 -o report --verify",
+    )
+    add_options(layouts)
 
 
 def _add_inspect(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -7,6 +7,7 @@ whole on every device. Knows nothing of models or files.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import dropwhile
 
 from jax.sharding import PartitionSpec
 
@@ -31,20 +32,20 @@ class AxisRules:
         if logical_axis == axes.LOGIT_BATCH:
             return tuple(axis for axis in self[axes.BATCH] if axis not in self[axes.VOCAB])
         if logical_axis == axes.HEAD_BATCH:
-            is_exchanged = set(self.spread) & set(self[axes.QUERY_HEADS])
-            return self[axes.BATCH if is_exchanged else axes.ATTENTION_BATCH]
+            return self[axes.ATTENTION_BATCH][: -len(self.exchanged) or None]
         if logical_axis == axes.KV_HEADS:
             # a rule for it says whether copies are wanted; where they lie follows from the others
-            return tuple(axis for axis in self[axes.QUERY_HEADS] if axis not in self.spread)
+            return tuple(axis for axis in self[axes.QUERY_HEADS] if axis not in self.exchanged)
         if logical_axis in self.table:
             return self.table[logical_axis]
         leader = FOLLOWS.get(logical_axis)
         return () if leader is None else self[leader]
 
     @property
-    def spread(self) -> tuple[str, ...]:
-        """Mesh axes that split the rows of attention and not those of projections."""
-        return self[axes.ATTENTION_BATCH][len(self[axes.BATCH]) :]
+    def exchanged(self) -> tuple[str, ...]:
+        """Mesh axes over which the rows of attention are had for heads of the projections."""
+        heads = self[axes.QUERY_HEADS]
+        return tuple(dropwhile(lambda axis: axis not in heads, self[axes.ATTENTION_BATCH]))
 
     def updated(self, table: Mapping[str, tuple[str, ...]]) -> "AxisRules":
         """These rules with those of one phase on top."""

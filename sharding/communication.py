@@ -213,6 +213,15 @@ FORMULAS: Mapping[str, Mapping[str, Formula]] = {
 """By name of a layout that ships with noria and by phase."""
 
 
+def sent_bytes(kind: str, num_bytes: int, group: int) -> float:
+    """Bytes that each device of a group sends for a collective, by the ring algorithms.
+
+    Source: Pope et al. 2022, appendix A.1.
+    """
+    share = (group - 1) / group
+    return num_bytes * {"all-reduce": 2 * share, "collective-permute": 1.0}.get(kind, share)
+
+
 def expected(layout: Layout, phase: str, sizes: LayerSizes) -> list[Expected] | None:
     """What every layer has to communicate; None for a layout without a formula.
 

@@ -152,13 +152,12 @@ def _order_findings(rules: AxisRules) -> Iterable[str]:
                 f"{axis} = {_shown(rules[axis])}: expected to begin with the mesh axes of "
                 f"{leader}, {_shown(rules[leader])}: rows are split further, not anew."
             )
-    heads, spread = rules[axes.QUERY_HEADS], rules.spread
-    shared = [axis for axis in spread if axis in heads]
-    if shared and heads[len(heads) - len(spread) :] != spread:
+    heads, exchanged = rules[axes.QUERY_HEADS], rules.exchanged
+    if heads[len(heads) - len(exchanged) :] != exchanged:
         yield (
-            f"attention_batch = {_shown(rules[axes.ATTENTION_BATCH])}: what it adds to batch, "
-            f"{_shown(spread)}, must be the last mesh axes of query_heads ({_shown(heads)}), in "
-            f"that order, or none of them."
+            f"attention_batch = {_shown(rules[axes.ATTENTION_BATCH])}: from the first mesh axis of "
+            f"query_heads on, here {_shown(exchanged)}, it must name the last ones of query_heads "
+            f"({_shown(heads)}), in that order."
         )
 
 
@@ -198,7 +197,7 @@ def _head_findings(layout: Layout, rules: AxisRules, config: DecoderConfig) -> I
             f"{K}, or a multiple of {K} that divides {N}."
         )
     surplus = copies // kv_copies(K, shards)
-    if set(rules.spread) & set(rules[axes.QUERY_HEADS]) and H % surplus:
+    if rules.exchanged and H % surplus:
         yield (
             f"attention_batch: head_dim {H} does not divide over the {surplus} devices that hold "
             f"one KV head. Use fewer devices along {_shown(rules[axes.QUERY_HEADS])}."

@@ -38,6 +38,19 @@ class MeshLayout:
         sizes = self.sizes
         return math.prod(sizes[axis] for axis in mesh_axes)
 
+    def fitted(self, num_devices: int) -> "MeshLayout":
+        """The same axes with sizes that make `num_devices`, in proportions as near as can be."""
+        names, wanted = zip(*self.axes, strict=True)
+
+        def distance(sizes: tuple[int, ...]) -> float:
+            # of the shape alone: the number of devices is given
+            ratios = [math.log(size / aim) for size, aim in zip(sizes, wanted, strict=True)]
+            mean = sum(ratios) / len(ratios)
+            return sum((ratio - mean) ** 2 for ratio in ratios)
+
+        sizes = min(_factorisations(num_devices, len(names)), key=distance)
+        return MeshLayout(tuple(zip(names, sizes, strict=True)))
+
     def build(self, devices: Sequence[Any]) -> Mesh:
         """A mesh of exactly these devices. `AxisType.Auto`: XLA places what no rule names."""
         names, sizes = zip(*self.axes, strict=True)
@@ -46,3 +59,15 @@ class MeshLayout:
 
     def __str__(self) -> str:
         return ", ".join(f"{axis}={size}" for axis, size in self.axes)
+
+
+def _factorisations(number: int, count: int) -> list[tuple[int, ...]]:
+    """All ways to write a number as a product of `count` factors, order counting."""
+    if count == 1:
+        return [(number,)]
+    return [
+        (factor, *rest)
+        for factor in range(1, number + 1)
+        if number % factor == 0
+        for rest in _factorisations(number // factor, count - 1)
+    ]

@@ -78,16 +78,16 @@ class ShardedOperations(Operations):
         cache: Any,
     ) -> tuple[jax.Array, Any]:  # fmt: skip
         heads, batch = self._rules.dimensions((axes.QUERY_HEADS, axes.HEAD_BATCH))
-        spread = self._rules[axes.ATTENTION_BATCH][len(batch) :]
+        exchanged = self._rules.exchanged
         cache_shards = math.prod(self._mesh.shape[axis] for axis in self._rules[axes.KV_HEADS])
         num_cache_heads = self._num_kv_heads * kv_copies(self._num_kv_heads, cache_shards)
         copies = q_BTKGH.shape[2] // num_cache_heads
 
         def local(q_BTKGH: jax.Array, new: PromptKeysValues, rows: Any, cache: Any):
             G = q_BTKGH.shape[3]
-            q_BTKGH, new = _enter_attention(q_BTKGH, new, heads, spread, copies)
+            q_BTKGH, new = _enter_attention(q_BTKGH, new, heads, exchanged, copies)
             out_BTKGH, kept = body(q_BTKGH, new, rows, cache)
-            return _leave_attention(out_BTKGH, spread, G), kept
+            return _leave_attention(out_BTKGH, exchanged, G), kept
 
         kept_spec = self._rules.spec(axes.CACHE)
         q_spec = self._rules.spec(axes.HEADS)
@@ -162,17 +162,17 @@ def _local_row(x: jax.Array, row: jax.Array, batch: MeshAxes) -> tuple[jax.Array
 
 
 def _enter_attention(
-    q_BTKGH: jax.Array, new: PromptKeysValues, heads: MeshAxes, spread: MeshAxes, copies: int
+    q_BTKGH: jax.Array, new: PromptKeysValues, heads: MeshAxes, exchanged: MeshAxes, copies: int
 ) -> tuple[jax.Array, PromptKeysValues]:
     """From the rows and heads of projections to those of attention.
 
-    Over the mesh axes `spread`, attention has fewer rows and more heads than the projections: each
-    device gives away heads and gets rows (Pope et al. 2022, section 3.3). Heads that the
+    Over the mesh axes `exchanged`, attention has fewer rows and more heads than the projections:
+    each device gives away heads and gets rows (Pope et al. 2022, section 3.3). Heads that the
     projections hold in `copies` are sent in that many pieces, one by each holder, and put together.
     """
-    if not spread:
+    if not exchanged:
         return _regroup(q_BTKGH, copies), _one_of_each(new, copies)
-    exchange = partial(jax.lax.all_to_all, axis_name=spread, split_axis=0, tiled=True)
+    exchange = partial(jax.lax.all_to_all, axis_name=exchanged, split_axis=0, tiled=True)
     k_BKHT, v_BKTH = new
     k_BKHT = exchange(_piece_of_copy(k_BKHT, 2, heads, copies), concat_axis=1)
     v_BKTH = exchange(_piece_of_copy(v_BKTH, 3, heads, copies), concat_axis=1)
@@ -184,13 +184,13 @@ def _enter_attention(
     return q_BTKGH, PromptKeysValues(k_BKHT, v_BKTH)
 
 
-def _leave_attention(out_BTKGH: jax.Array, spread: MeshAxes, G: int) -> jax.Array:
+def _leave_attention(out_BTKGH: jax.Array, exchanged: MeshAxes, G: int) -> jax.Array:
     """Back to the rows and heads of projections, which have G queries to a key/value head."""
     B, T, _, _, H = out_BTKGH.shape
     out_BTKGH = out_BTKGH.reshape(B, T, -1, G, H)
-    if not spread:
+    if not exchanged:
         return out_BTKGH
-    return jax.lax.all_to_all(out_BTKGH, spread, split_axis=2, concat_axis=0, tiled=True)
+    return jax.lax.all_to_all(out_BTKGH, exchanged, split_axis=2, concat_axis=0, tiled=True)
 
 
 def _regroup(q_BTKGH: jax.Array, copies: int) -> jax.Array:

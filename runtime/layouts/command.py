@@ -1,0 +1,175 @@
+"""`noria layouts`: compare layouts of one model on one target, which need not be present.
+
+Each layout is checked, and where it is legal its longest prefill and decode graph are compiled and
+read. Writes `layouts.json` and `layouts.png` into the output folder and a table to stdout. Weights
+are read only for `--verify`.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..checkpoint import ModelFiles, open_model
+from ..checkpoint.errors import CheckpointError
+from ..layout_files import named_layout_tables, read_layout_table
+from ..run_config import ConfigError
+
+if TYPE_CHECKING:
+    from ...compile.bucket_grid import BucketGrid
+    from ...compile.layout_measure import LayoutResult
+    from ...compile.targets import Target
+    from ...modelzoo.config import DecoderConfig
+    from ...sharding.layout import Layout
+
+EXIT_OK, EXIT_MODEL, EXIT_ILLEGAL = 0, 3, 1
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of the subcommand."""
+    add = parser.add_argument
+    add("--model", required=True, help="directory, .gguf file, or smollm2; only its config is read")
+    add("--target", required=True, help="cpu:8 (simulated), tpu:v5e:2x4, ...")
+    add("-o", "--output", type=Path, required=True, help="folder for layouts.json and layouts.png")
+    add("--layouts", default="all", help="NAME, NAME@data=2,tensor=4 or FILE, joined by spaces")
+    add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of weights")
+    add("--slots", type=int, default=64, help="rows of the decode batch")
+    add("--length", type=int, default=1024, help="prompt and output together: the cache's length")
+    add("--prompt", type=int, default=512, help="length of the prefill graph")
+    add("--prompts", type=int, default=8, help="rows of the prefill graph")
+    add("--layers", type=int, help="compile so many layers only, for a quick look")
+    add("--verify", action="store_true", help="run each layout, compare logits with one device")
+    add("--quiet", action="store_true", help="no progress on stderr")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure every layout that was asked for; 1 where one is illegal."""
+    try:
+        with open_model(options.model) as files:
+            return _run(options, files)
+    except CheckpointError as error:
+        error.exit_code = EXIT_MODEL  # pyright: ignore[reportAttributeAccessIssue]
+        raise
+
+
+def _run(options: argparse.Namespace, files: ModelFiles) -> int:
+    from ...compile.targets import find_target
+    from .. import compilation_cache, session
+    from .table import table_of
+
+    compilation_cache.enable()
+    session.prepare_cpu(options.target)
+    target = find_target(options.target)
+    if options.verify:
+        session.check_present(target)
+    dtype = session.resolve_dtype(options.dtype, target)
+    config, grid = _config(options, files), _grid(options)
+    layouts = _layouts(options.layouts, len(target.devices))
+    results = [_measure(options, config, layout, target, grid, dtype) for layout in layouts]
+    if options.verify:
+        _verify(options, files, target, dtype, layouts, results)
+    print(table_of(results))
+    _write(options, files, dtype, config, grid, results)
+    return EXIT_OK if all(result.legal for result in results) else EXIT_ILLEGAL
+
+
+def _layouts(asked: str, num_devices: int) -> list["Layout"]:
+    """The layouts by their spellings; named ones without a mesh are fitted to the target."""
+    from ...sharding.layout import Layout
+
+    named = named_layout_tables()
+    spellings: Sequence[str] = list(named) if asked == "all" else asked.split()
+    if not spellings:
+        raise ConfigError("--layouts: expected at least one layout, got none.")
+    layouts = []
+    for spelling in spellings:
+        layout = Layout.from_table(read_layout_table(spelling), spelling)
+        layouts.append(layout.on(layout.mesh.fitted(num_devices)) if spelling in named else layout)
+    return layouts
+
+
+def _config(options: argparse.Namespace, files: ModelFiles) -> "DecoderConfig":
+    config = files.spec.config
+    if options.layers is None:
+        return config
+    if not 0 < options.layers <= config.num_layers:
+        raise ConfigError(
+            f"--layers: expected 1 to {config.num_layers}, the model's, got {options.layers}."
+        )
+    return dataclasses.replace(config, windows=config.windows[: options.layers])
+
+
+def _grid(options: argparse.Namespace) -> "BucketGrid":
+    from ...compile.bucket_grid import BucketGrid, PrefillBucket
+
+    prefill = (PrefillBucket(options.prompt, options.prompts),)
+    return BucketGrid(options.length, prefill, options.slots, (options.length,))
+
+
+def _measure(
+    options: argparse.Namespace,
+    config: "DecoderConfig",
+    layout: "Layout",
+    target: "Target",
+    grid: "BucketGrid",
+    dtype: str,
+) -> "LayoutResult":
+    from ...compile.layout_measure import measure
+
+    def report(graph: str, seconds: float) -> None:
+        _note(options, f"{layout.name}: {graph}  {seconds:.1f} s")
+
+    result = measure(config, layout, target, grid, dtype, report)
+    if not result.legal:
+        _note(options, f"{layout.name}: cannot be, {len(result.findings)} findings")
+    return result
+
+
+def _verify(
+    options: argparse.Namespace,
+    files: ModelFiles,
+    target: "Target",
+    dtype: str,
+    layouts: Sequence["Layout"],
+    results: Sequence["LayoutResult"],
+) -> None:
+    from .verify import Verification
+
+    verification = Verification(files, target, dtype)
+    for layout, result in zip(layouts, results, strict=True):
+        if result.legal:
+            result.max_abs_diff = verification.max_abs_diff(layout)
+            _note(options, f"{layout.name}: worst logit difference {result.max_abs_diff:.2e}")
+
+
+def _write(
+    options: argparse.Namespace,
+    files: ModelFiles,
+    dtype: str,
+    config: "DecoderConfig",
+    grid: "BucketGrid",
+    results: Sequence["LayoutResult"],
+) -> None:
+    from .picture import draw
+
+    options.output.mkdir(parents=True, exist_ok=True)
+    path = options.output / "layouts.json"
+    content = json.dumps([result.as_json() for result in results], indent=1)
+    path.write_text(content + "\n", encoding="utf-8")
+    title = (
+        f"{files.name}, {config.num_layers} layers, {dtype}, on {options.target}: prefill of "
+        f"{grid.prefill[-1].batch} prompts of {grid.prefill[-1].length}, decode of "
+        f"{grid.decode_slots} slots of {grid.max_length}"
+    )
+    picture = options.output / "layouts.png"
+    draw(results, title, picture)
+    print(f"{path} and {picture}")
+
+
+def _note(options: argparse.Namespace, text: str) -> None:
+    if not options.quiet:
+        print(text, file=sys.stderr, flush=True)

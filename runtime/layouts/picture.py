@@ -1,0 +1,107 @@
+"""Layouts side by side as a picture: memory on a device, and what it sends in prefill and decode.
+
+Knows nothing of how results were measured.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ...compile.layout_measure import LayoutResult
+
+_MEMORY = {"params": "#4c72b0", "cache": "#dd8452", "temp": "#937860"}
+_KINDS = {
+    "all-reduce": "#c44e52",
+    "all-gather": "#55a868",
+    "reduce-scatter": "#8172b3",
+    "all-to-all": "#ccb974",
+    "collective-permute": "#64b5cd",
+}
+
+
+def draw(results: Sequence[LayoutResult], title: str, path: Path) -> None:
+    """Write a PNG with one bar a layout in each of three panels."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ImportError(
+            "the picture of layouts needs matplotlib. Install it with: pip install 'noria[report]'"
+        ) from error
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    height = 2.2 + 0.42 * len(results)
+    figure, panels = pyplot.subplots(1, 3, figsize=(15, height), sharey=True, layout="constrained")
+    figure.suptitle(title, fontsize=10)
+    _memory_panel(panels[0], results)
+    _traffic_panel(panels[1], results, "prefill", "sent by a device in a prefill call")
+    _traffic_panel(panels[2], results, "decode", "sent by a device in a decode step")
+    panels[0].set_yticks(range(len(results)), [_label(result) for result in results], fontsize=8)
+    panels[0].invert_yaxis()
+    named = {}
+    for panel in panels:
+        handles, labels = panel.get_legend_handles_labels()
+        named |= dict(zip(labels, handles, strict=True))
+    figure.legend(
+        named.values(), named.keys(), loc="outside lower center", ncols=8, fontsize=8, frameon=False
+    )
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _label(result: LayoutResult) -> str:
+    mesh = " ".join(f"{axis}={size}" for axis, size in result.mesh.items())
+    return f"{result.name}\n{mesh}"
+
+
+def _memory_panel(panel: Any, results: Sequence[LayoutResult]) -> None:
+    parts = [{kind: result.bytes_per_device.get(kind, 0) for kind in _MEMORY} for result in results]
+    _stack(panel, parts, _MEMORY)
+    _name_illegal(panel, results)
+    _finish(panel, "memory per device")
+
+
+def _traffic_panel(panel: Any, results: Sequence[LayoutResult], phase: str, title: str) -> None:
+    parts: list[dict[str, float]] = []
+    for result in results:
+        chosen = [c for c in result.collectives if c.phase == phase and not c.conditional]
+        parts.append({k: sum(c.sent_bytes for c in chosen if c.kind == k) for k in _KINDS})
+    _stack(panel, parts, _KINDS)
+    for row, (result, part) in enumerate(zip(results, parts, strict=True)):
+        if result.legal and not any(part.values()):
+            panel.text(0, row, " nothing", va="center", fontsize=8, color="#555555")
+    _finish(panel, title)
+
+
+def _stack(panel: Any, parts: Sequence[dict[str, float]], colours: dict[str, str]) -> None:
+    """Bars of megabytes, the parts one after the other; only parts that are there are named."""
+    left = [0.0] * len(parts)
+    for kind, colour in colours.items():
+        widths = [part[kind] / 1e6 for part in parts]
+        if any(widths):
+            panel.barh(range(len(parts)), widths, left=left, color=colour, label=kind, height=0.7)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    for row, total in enumerate(left):
+        if total:
+            panel.text(total, row, f" {_shown(total)}", va="center", fontsize=8)
+
+
+def _shown(megabytes: float) -> str:
+    if megabytes >= 1000:
+        return f"{megabytes / 1000:.2f} GB"
+    return f"{megabytes:.0f} MB" if megabytes >= 10 else f"{megabytes:.2g} MB"
+
+
+def _name_illegal(panel: Any, results: Sequence[LayoutResult]) -> None:
+    for row, result in enumerate(results):
+        if not result.legal:
+            text = f" cannot be: {len(result.findings)} findings"
+            panel.text(0, row, text, va="center", fontsize=8, color="#b22222")
+
+
+def _finish(panel: Any, title: str) -> None:
+    panel.set_title(title, fontsize=10)
+    panel.set_xlabel("MB", fontsize=8)
+    panel.tick_params(axis="x", labelsize=8)
+    panel.margins(x=0.18)
+    panel.spines[["top", "right"]].set_visible(False)

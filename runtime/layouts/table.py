@@ -1,0 +1,72 @@
+"""Results of layouts as a table for the terminal. Knows nothing of how they were measured."""
+
+from collections.abc import Sequence
+
+from ...compile.layout_measure import LayoutResult
+
+MEGABYTE = 1e6
+_COLUMNS = (
+    "layout",
+    "mesh",
+    "params MB",
+    "cache MB",
+    "temp MB",
+    "prefill coll.",
+    "sent MB",
+    "decode coll.",
+    "sent MB",
+    "GFLOP",
+    "compile s",
+    "max diff",
+)
+
+
+def table_of(results: Sequence[LayoutResult]) -> str:
+    """One line a layout, per device; below it what is wrong with those that cannot be."""
+    rows = [_COLUMNS, *(_row(result) for result in results)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
+    lines = [_line(row, widths) for row in rows]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    for result in results:
+        if not result.legal:
+            lines.append(f"\n{result.name} cannot be:")
+            lines += [f"  {finding}" for finding in result.findings]
+    return "\n".join(lines)
+
+
+def communicated(result: LayoutResult, phase: str) -> tuple[int, float]:
+    """Collectives of one prefill call or one greedy decode step, and what a device sends."""
+    chosen = [c for c in result.collectives if c.phase == phase and not c.conditional]
+    return sum(c.count for c in chosen), sum(c.sent_bytes for c in chosen)
+
+
+def _row(result: LayoutResult) -> tuple[str, ...]:
+    mesh = ",".join(f"{axis}={size}" for axis, size in result.mesh.items())
+    if not result.legal:
+        return (result.name, mesh, "illegal", *[""] * (len(_COLUMNS) - 3))
+    numbers = [_megabytes(result.bytes_per_device[key]) for key in ("params", "cache", "temp")]
+    for phase in ("prefill", "decode"):
+        count, num_bytes = communicated(result, phase)
+        numbers += [str(count), _megabytes(num_bytes)]
+    difference = "" if result.max_abs_diff is None else f"{result.max_abs_diff:.1e}"
+    numbers += [f"{result.flops / 1e9:.1f}", f"{result.compile_seconds:.1f}", difference]
+    return (result.name, mesh, *numbers)
+
+
+def _megabytes(num_bytes: float) -> str:
+    megabytes = num_bytes / MEGABYTE
+    return (
+        f"{megabytes:.2f}"
+        if megabytes < 10
+        else f"{megabytes:.1f}"
+        if megabytes < 1000
+        else f"{megabytes:,.0f}"
+    )
+
+
+def _line(row: Sequence[str], widths: Sequence[int]) -> str:
+    cells = [
+        cell.ljust(width) if i < 2 else cell.rjust(width)
+        for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+    ]
+    return "  ".join(cells).rstrip()

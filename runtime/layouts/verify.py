@@ -1,0 +1,94 @@
+"""The same rows through a layout and through one device: how far apart are the logits?
+
+Runs the real weights on a present target, simulated devices included: prefill of random prompts,
+some decode steps, and the logits after each. A row counts as long as both have chosen the same ids;
+where they part, the reference's two best logits must be close, which the difference itself shows.
+Knows nothing of reports.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...compile.bucket_grid import BucketGrid, PrefillBucket
+from ...compile.build import build, empty_state
+from ...compile.default_grid import GridDefaults
+from ...compile.signatures import greedy_sampling
+from ...compile.targets import Target
+from ...sharding.layout import Layout
+from .. import session
+from ..checkpoint import ModelFiles
+from ..host_arrays import HostArrays
+from ..padding import pack_prompts
+
+NUM_PROMPTS, LENGTH, NUM_STEPS = 8, 32, 4
+
+
+@dataclass
+class Verification:
+    """The reference's logits, made once, and the comparison with any layout."""
+
+    files: ModelFiles
+    target: Target
+    dtype: str
+    _reference: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+
+    def max_abs_diff(self, layout: Layout) -> float:
+        """The worst difference of a logit under the layout from one device."""
+        if not self._reference:
+            first = Target(self.target.name, self.target.platform, self.target.devices[:1], True)
+            self._reference = list(self._logits(first, None))
+        worst = 0.0
+        same_B = np.ones(NUM_PROMPTS, bool)
+        steps = zip(self._reference, self._logits(self.target, layout), strict=True)
+        for (tokens_B, logits_BV), (our_tokens_B, our_logits_BV) in steps:
+            same_B &= tokens_B == our_tokens_B
+            difference_B = np.abs(logits_BV - our_logits_BV).max(axis=-1)
+            worst = max(worst, float(difference_B[same_B].max(initial=0.0)))
+        return worst
+
+    def _logits(
+        self, target: Target, layout: Layout | None
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """The ids chosen and the logits then, after prefill and after every decode step."""
+        model = session.load_model(self.files, target, self.dtype, layout)
+        grid, dtype = _grid(layout), jnp.dtype(self.dtype)
+        graphs = build(model.definition, grid, model.placement, dtype)
+        state = empty_state(model.definition, grid, model.placement, dtype)
+        put = HostArrays(model.placement.replicated).put
+        sampling = put(greedy_sampling(1, model.definition.padded_vocab))
+        vocab_size, bucket = model.definition.config.vocab_size, grid.prefill[0]
+        prompts = _prompts(vocab_size)
+        for start in range(0, NUM_PROMPTS, bucket.batch):
+            rows = prompts[start : start + bucket.batch]
+            made = graphs.prefill(model.parameters, bucket, *put(pack_prompts(rows, bucket)))
+            for row in range(len(rows)):
+                index, slot = put((np.int32(row), np.int32(start + row)))
+                limit_1 = put(np.array([grid.max_length], np.int32))
+                state = graphs.insert(state, bucket, made, index, slot, limit_1, sampling)
+        nothing_B = np.zeros(NUM_PROMPTS, np.int32)
+        yield nothing_B, np.asarray(state.logits_BV)[:NUM_PROMPTS, :vocab_size]
+        is_live_B = put(np.arange(grid.decode_slots) < NUM_PROMPTS)
+        for _ in range(NUM_STEPS):
+            state, output = graphs.decode(model.parameters, state, is_live_B, grid.max_length)
+            tokens_B = jax.device_get(output.tokens_BQ)[:NUM_PROMPTS, 0]
+            yield tokens_B, np.asarray(state.logits_BV)[:NUM_PROMPTS, :vocab_size]
+
+
+def _grid(layout: Layout | None) -> BucketGrid:
+    """The smallest shapes for the rows that the layout divides."""
+    shape = GridDefaults.for_layout(layout)
+    length = -(-LENGTH // shape.length_multiple) * shape.length_multiple
+    batch = -(-NUM_PROMPTS // shape.batch_multiple) * shape.batch_multiple
+    slots = -(-NUM_PROMPTS // shape.slot_multiple) * shape.slot_multiple
+    span = length + NUM_STEPS + 1
+    return BucketGrid(span, (PrefillBucket(length, batch),), slots, (span,), steps_per_call=1)
+
+
+def _prompts(vocab_size: int) -> list[list[int]]:
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, LENGTH + 1, NUM_PROMPTS)
+    return [rng.integers(0, vocab_size, length).tolist() for length in lengths]
