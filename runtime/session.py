@@ -39,18 +39,24 @@ class LoadedModel:
     placement: Placement
 
 
-def prepare_cpu(target: str | None) -> None:
+def prepare_cpu(target: str | None, num_processes: int = 1) -> None:
     """Before jax starts: keep other backends shut when the CPU is the target, simulate devices.
 
     Other backends are slow and loud to start. Does nothing once a backend runs, or where the user
-    has chosen platforms.
+    has chosen platforms. Several processes simulate an equal share of the devices each.
     """
     if target is None or target.partition(":")[0] != "cpu":
         return
     if not jax.config.values["jax_platforms"]:
         jax.config.update("jax_platforms", "cpu")
-    count = num_simulated(target)
-    if count > 1 and not jax.config.values["jax_num_cpu_devices"] > 0:
+    total = num_simulated(target)
+    count, left_over = divmod(total, num_processes)
+    if left_over:
+        raise ValueError(
+            f"target {target}: expected a number of devices that {num_processes} processes share "
+            f"evenly, got {total}. Ask for --target cpu:{(count + 1) * num_processes}."
+        )
+    if (count > 1 or num_processes > 1) and not jax.config.values["jax_num_cpu_devices"] > 0:
         with suppress(RuntimeError):  # a backend runs already: whether it has enough is seen later
             jax.config.update("jax_num_cpu_devices", count)
 

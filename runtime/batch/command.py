@@ -19,6 +19,7 @@ from ..text.tokenizer import InvalidTokenizer, load_tokenizer
 from .job import EXIT_MODEL, EXIT_USAGE, Build, JobError, JobSettings, JobText
 from .manifest import PhaseClock, versions
 from .part import Part
+from .peers import ALONE, Peers
 from .progress import Progress
 from .prompt_encoder import PromptEncoder
 from .run import run_job
@@ -33,20 +34,51 @@ _VERSIONS_THAT_DECIDE_ANSWERS = ("noria", "jax", "jaxlib")
 
 def run(options: argparse.Namespace) -> int:
     """Run the job that the parsed options describe."""
-    progress = Progress(is_quiet=options.quiet)
     phases = PhaseClock()
     plan_table = None if options.plan is None else read_toml(options.plan)
     layout_table = None if options.layout is None else read_layout_table(options.layout)
     if plan_table is not None and layout_table is not None:
         raise ConfigError("--layout: the plan has its own layout. Change it there, or with --set.")
+    with _peers(options, _target_name(options, plan_table)) as peers:
+        return _run(options, plan_table, layout_table, peers, phases)
+
+
+@contextmanager
+def _peers(options: argparse.Namespace, target: str) -> Iterator[Peers]:
+    """This process among those of its job, however many they are."""
+    address = (options.coordinator, options.num_processes, options.process_id)
+    if address.count(None) not in (0, 3) or (options.distributed and address.count(None) != 3):
+        raise ConfigError(
+            "--coordinator, --num-processes, --process-id: expected all three, or none of them, or "
+            "--distributed auto alone. Give every process the same coordinator and number, and an "
+            "id of its own."
+        )
+    if address.count(None) == 3 and not options.distributed:
+        yield ALONE
+        return
+    from ..pod import Address, Pod, PodOptions
+
+    found = Address(*address) if not options.distributed else None
+    with Pod.connect(PodOptions(found, options.peer_timeout_seconds), target) as pod:
+        yield pod
+
+
+def _run(
+    options: argparse.Namespace,
+    plan_table: Mapping[str, Any] | None,
+    layout_table: Mapping[str, Any] | None,
+    peers: Peers,
+    phases: PhaseClock,
+) -> int:
+    progress = Progress(is_quiet=options.quiet or not peers.leads)
     try:
         with open_model(options.model) as files:
-            settings = _settings(options, files, plan_table, layout_table)
+            settings = _settings(options, files, plan_table, layout_table, peers.setup)
             if settings.sampling_defaults:
                 shown = json.dumps(dict(settings.sampling_defaults))
                 progress.note(f"sampling defaults {shown} ({settings.sampling_defaults_source})")
-            model = BatchModel(files, options, plan_table, layout_table)
-            return run_job(settings, model, progress=progress, phases=phases)
+            model = BatchModel(files, options, plan_table, layout_table, peers)
+            return run_job(settings, model, peers=peers, progress=progress, phases=phases)
     except CheckpointError as error:
         raise JobError(str(error), EXIT_MODEL) from error
 
@@ -56,6 +88,7 @@ def _settings(
     files: ModelFiles,
     plan_table: Mapping[str, Any] | None,
     layout_table: Mapping[str, Any] | None,
+    setup: str,
 ) -> JobSettings:
     uses_defaults = options.generation_config == "model"
     defaults = dict(files.generation_defaults.sampling) if uses_defaults else {}
@@ -83,6 +116,8 @@ def _settings(
         on_error=options.on_error,
         restart=options.restart,
         part=Part.parse(options.rows),
+        setup=setup,
+        allow_other_setup=options.allow_different_numerics,
     )
 
 
@@ -99,11 +134,13 @@ class BatchModel:
         options: argparse.Namespace,
         plan_table: Mapping[str, Any] | None,
         layout_table: Mapping[str, Any] | None,
+        peers: Peers = ALONE,
     ):
         self._files = files
         self._options = options
         self._plan_table = plan_table
         self._layout_table = layout_table
+        self._peers = peers
 
     @property
     def _layout(self) -> "Layout | None":
@@ -147,7 +184,7 @@ class BatchModel:
         max_position = self._files.spec.config.max_position
         compilation_cache.enable()
         name = _target_name(self._options, self._plan_table)
-        session.prepare_cpu(name)
+        session.prepare_cpu(name, self._peers.size)
         try:
             target = find_target(name)
             if stored_plan is not None:
@@ -162,6 +199,7 @@ class BatchModel:
         except ValueError as error:
             raise JobError(str(error), EXIT_USAGE) from error
         text = plan.to_toml()
+        self._peers.agree(lambda: {"plan": text})
         progress.note(text.rstrip())
         progress.note(_padding_note(summary, plan))
         model = session.load_model(self._files, target, plan.model.dtype, plan.layout)

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from ..request import Request, RequestOutput
-from .journal import journal_path
+from .journal import SETUP, journal_path
 from .lock import lock_path
 from .manifest import PhaseClock
 from .part import WHOLE, Part
+from .peers import ALONE
 from .progress import Progress
 from .results import TokenNames
 from .scan import Encode, ScanSummary
@@ -107,6 +108,9 @@ class JobSettings:
     on_error: Literal["row", "raise"] = "row"
     restart: bool = False
     part: Part = WHOLE
+    setup: str = ALONE.setup
+    """Which processes run it, in `Peers.setup`'s words; it decides in what order sums run."""
+    allow_other_setup: bool = False
 
     def __post_init__(self):
         if self.part.of > 1 and self.error_file is not None:
@@ -118,7 +122,12 @@ class JobSettings:
     @property
     def stored_configuration(self) -> dict[str, str]:
         """What a journal or a finished output must agree with to be this job's."""
-        return {**self.configuration, "rows": str(self.part)}
+        return {**self.configuration, "rows": str(self.part), SETUP: self.setup}
+
+    @property
+    def may_differ(self) -> frozenset[str]:
+        """The keys of it that may be others than those the job was begun with."""
+        return frozenset({SETUP} if self.allow_other_setup else ())
 
     @property
     def journal_path(self) -> Path:

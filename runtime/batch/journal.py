@@ -3,7 +3,7 @@
 One record a line: CRC-32 of the rest in eight hexadecimal digits, a space, the record's facts as
 JSON, and for a row a tab and the output line as it will stand in the final file. JSON holds no raw
 tab or newline, so neither needs escaping. Records are `header` (format, configuration), `plan` (the
-resolved plan, once it is known) and `row`.
+resolved plan, once it is known), `row`, and `setup` where another set-up of processes goes on.
 
 A row is found again by custom_id and request hash, so an edited input keeps what is unchanged.
 
@@ -16,7 +16,7 @@ import json
 import os
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ from ..strict_json import dump_line
 from .disk import Disk
 
 FORMAT = 1
+SETUP = "processes"
+"""The key of the configuration that says which processes run the job."""
 SYNC_ROWS = 64
 SYNC_SECONDS = 1.0
 
@@ -63,6 +65,8 @@ class Journal:
         self.path = path
         self.plan: str | None = None
         self.rows: dict[tuple[str, str], JournalRow] = {}
+        self.setups: list[str] = []
+        """Every set-up of processes that has run the job, this one last."""
         self._disk = disk
         self._clock = clock
         self._size = 0
@@ -76,13 +80,17 @@ class Journal:
         path: Path,
         configuration: Mapping[str, str],
         *,
+        may_differ: Collection[str] = (),
         disk: Disk | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> "Journal":
-        """Open or create; refuse a journal of another configuration, naming every difference."""
+        """Open or create; refuse a journal of another configuration, naming every difference.
+
+        Where the set-up may differ, going on with another one is recorded.
+        """
         journal = cls(path, disk or Disk(), clock)
         try:
-            journal._recover(dict(configuration))
+            journal._recover(dict(configuration), may_differ)
         except BaseException:
             journal._disk.close(journal._descriptor)
             raise
@@ -163,7 +171,7 @@ class Journal:
             "finished rows are kept in it; make room and run the same command again to go on",
         )
 
-    def _recover(self, configuration: dict[str, str]) -> None:
+    def _recover(self, configuration: dict[str, str], may_differ: Collection[str]) -> None:
         damaged_at: int | None = None
         header = None
         for offset, payload in self._stored_records():
@@ -179,13 +187,22 @@ class Journal:
             facts = json.loads(facts_bytes)
             if header is None:
                 header = facts
-                self._check_header(facts, configuration)
+                self._check_format(facts)
+                self.setups.append(facts["configuration"].get(SETUP, ""))
             elif facts["kind"] == "plan":
                 self.plan = facts["plan"]
+            elif facts["kind"] == "setup":
+                self.setups.append(facts["setup"])
             else:
                 # eight digits, a space, the facts and a tab stand before the line
                 self._remember(facts, offset + 9 + len(facts_bytes) + 1, len(line))
             self._size = offset + 9 + len(payload) + 1
+        if header is not None:
+            stored = {**header["configuration"], SETUP: self.setups[-1]}
+            wanted = {SETUP: "", **configuration}
+            for key in may_differ:
+                stored[key] = wanted[key]
+            check_same_configuration(self.path, stored, wanted)
         if damaged_at is not None:
             self._refuse_foreign_file(header)
             self._disk.truncate(self._descriptor, self._size)
@@ -193,6 +210,12 @@ class Journal:
             self._append({"kind": "header", "format": FORMAT, "configuration": configuration})
             self.sync()
             self._disk.sync_folder(self.path.parent)
+        setup = configuration.get(SETUP, "")
+        if self.setups and self.setups[-1] != setup:
+            self._append({"kind": "setup", "setup": setup})
+            self.sync()
+        if self.setups[-1:] != [setup]:
+            self.setups.append(setup)
 
     def _stored_records(self) -> Iterator[tuple[int, bytes | None]]:
         """Every line of the file as (offset, payload); the payload is None where it is damaged."""
@@ -204,13 +227,12 @@ class Journal:
                 yield offset, payload if is_whole else None
                 offset += len(record)
 
-    def _check_header(self, facts: dict[str, Any], configuration: dict[str, str]) -> None:
+    def _check_format(self, facts: dict[str, Any]) -> None:
         if facts.get("kind") != "header" or facts.get("format") != FORMAT:
             raise JournalError(
                 f"{self.path}: expected a journal of format {FORMAT}, got {facts.get('format')!r}. "
                 "Discard it with --restart, or finish it with the version that wrote it."
             )
-        check_same_configuration(self.path, facts["configuration"], configuration)
 
     def _refuse_foreign_file(self, header: object) -> None:
         """A file without a header is a torn first write, or not ours: never cut the latter."""
@@ -248,8 +270,14 @@ def check_same_configuration(
             f"{path}: expected the configuration of this job, got another one:\n"
             + "\n".join(found)
             + "\nRun with the settings it was begun with, choose another output, or discard it "
-            "with --restart."
+            f"with --restart.{_SETUP_REMEDY if stored.get(SETUP) != wanted.get(SETUP) else ''}"
         )
+
+
+_SETUP_REMEDY = (
+    " Other processes and devices add up in another order; --allow-different-numerics goes on all "
+    "the same, and the manifest says so."
+)
 
 
 def differences(

@@ -13,7 +13,7 @@ import platform
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -82,11 +82,17 @@ def is_complete(
     *,
     input_path: Path,
     configuration: Mapping[str, str],
+    may_differ: Collection[str] = (),
     error_file: Path | None,
 ) -> dict[str, Any] | None:
     """The manifest, if these outputs are whole and of exactly this input and configuration."""
     manifest = read_manifest(output)
-    if manifest is None or manifest.get("configuration") != dict(configuration):
+    if manifest is None:
+        return None
+    stored, wanted = dict(manifest.get("configuration", {})), dict(configuration)
+    for key in may_differ:
+        stored[key] = wanted[key]
+    if stored != wanted:
         return None
     if manifest.get("input", {}).get("sha256") != digest_file(input_path).sha256:
         return None
@@ -117,6 +123,7 @@ def make_manifest(
     *,
     model: str,
     configuration: Mapping[str, str],
+    setups: Sequence[str],
     fingerprint: str,
     plan: str | None,
     sampling_defaults: Mapping[str, Any],
@@ -138,6 +145,7 @@ def make_manifest(
         "versions": versions(),
         "platform": {"python": platform.python_version(), "system": platform.platform()},
         "configuration": dict(configuration),
+        "setups": list(setups),
         "fingerprint": fingerprint,
         "plan": plan,
         "plan_fingerprint": plan and "sha256:" + hashlib.sha256(plan.encode()).hexdigest(),

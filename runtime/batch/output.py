@@ -68,6 +68,7 @@ def finalise(
         manifest = make_manifest(
             model=settings.model_name,
             configuration=settings.stored_configuration,
+            setups=journal.setups,
             fingerprint=fingerprint(settings.configuration),
             plan=journal.plan,
             sampling_defaults={

@@ -10,10 +10,13 @@ moment and run again writes the file that it would have written at once; a compl
 does nothing.
 """
 
-import time
+import hashlib
+import platform
+import signal
 from collections import deque
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 from ..request import Request, RequestOutput, RowError
@@ -34,18 +37,20 @@ from .job import (
 from .journal import RETRIED_CODES, Journal
 from .lines import BadRow, BatchRow
 from .lock import JobLock
-from .manifest import PhaseClock, fingerprint, is_complete, manifest_path
+from .manifest import PhaseClock, fingerprint, is_complete, manifest_path, versions
 from .output import check_outputs, finalise, summarise
+from .peers import ALONE, GO, Peers
 from .progress import Progress
 from .results import OutputLines
 from .scan import InputError, ScannedRow, ScanSummary, check_input, read_again, scan
-from .stop_signals import EXIT_CODES, StopSignals
+from .stop_signals import EXIT_CODES, Drain, StopSignals
 
 
 def run_job(
     settings: JobSettings,
     model: JobModel,
     *,
+    peers: Peers = ALONE,
     progress: Progress | None = None,
     disk: Disk | None = None,
     phases: PhaseClock | None = None,
@@ -53,6 +58,9 @@ def run_job(
     """Run a job to its end, or go on with one that was stopped; returns the exit code."""
     progress, disk, phases = progress or Progress(), disk or Disk(), phases or PhaseClock()
     check_input(settings.input_path)
+    if not peers.leads:
+        with StopSignals() as stop:
+            return _follow(settings, model, peers, disk, progress, phases, stop)
     check_outputs(settings.outputs, [settings.input_path], "the input")
     with StopSignals() as stop, JobLock(settings.lock_path):
         if settings.restart:
@@ -62,117 +70,127 @@ def run_job(
         elif (manifest := _complete(settings)) is not None:
             disk.remove(settings.journal_path)
             progress.note(f"{settings.output_path}: complete already, nothing to do")
-            return EXIT_ROWS_FAILED if manifest["rows"]["errors"] else EXIT_OK
+            return peers.share(EXIT_ROWS_FAILED if manifest["rows"]["errors"] else EXIT_OK)
         _refuse_foreign_outputs(settings)
-        journal = Journal.open(settings.journal_path, settings.stored_configuration, disk=disk)
-        with (
-            closing(journal),
-            settings.input_path.open("rb") as input_file,
-            model.open_text() as text,
-        ):
-            job = _Job(settings, model, text, input_file, journal, disk, progress, phases, stop)
-            return job.run()
-
-
-class _Job:
-    """One run of a job, its journal open and its output locked."""
-
-    def __init__(
-        self,
-        settings: JobSettings,
-        model: JobModel,
-        text: JobText,
-        input_file: BinaryIO,
-        journal: Journal,
-        disk: Disk,
-        progress: Progress,
-        phases: PhaseClock,
-        stop: StopSignals,
-    ):
-        self._settings = settings
-        self._model = model
-        self._text = text
-        self._input_file = input_file
-        self._journal = journal
-        self._disk = disk
-        self._progress = progress
-        self._phases = phases
-        self._stop = stop
-        self._lines = OutputLines(
-            model_name=settings.model_name,
-            fingerprint=fingerprint(settings.configuration),
-            tokens=text.tokens,
+        journal = Journal.open(
+            settings.journal_path,
+            settings.stored_configuration,
+            may_differ=settings.may_differ,
+            disk=disk,
         )
-        self._in_flight: dict[str, BatchRow] = {}
-        self._num_tokens = 0
+        peers.share(None)
+        with closing(journal), _inputs(settings, model) as (file, text):
+            return _Job(
+                settings, model, text, file, journal, peers, disk, progress, phases, stop
+            ).run()
+
+
+def _follow(
+    settings: JobSettings,
+    model: JobModel,
+    peers: Peers,
+    disk: Disk,
+    progress: Progress,
+    phases: PhaseClock,
+    stop: StopSignals,
+) -> int:
+    """Run the steps of a job whose files are process 0's."""
+    if (code := peers.share(None)) is not None:
+        return code
+    with _inputs(settings, model) as (file, text):
+        return _Job(settings, model, text, file, None, peers, disk, progress, phases, stop).run()
+
+
+@contextmanager
+def _inputs(settings: JobSettings, model: JobModel) -> Iterator[tuple[BinaryIO, JobText]]:
+    with settings.input_path.open("rb") as file, model.open_text() as text:
+        yield file, text
+
+
+@dataclass
+class _Job:
+    """One run of a job, its journal open and its output locked where this process leads."""
+
+    settings: JobSettings
+    model: JobModel
+    text: JobText
+    input_file: BinaryIO
+    journal: Journal | None
+    """None on a process that follows: what it does is recorded by process 0."""
+    peers: Peers
+    disk: Disk
+    progress: Progress
+    phases: PhaseClock
+    stop: StopSignals
+    in_flight: dict[str, BatchRow] = field(default_factory=dict)
+    num_tokens: int = 0
+
+    def __post_init__(self):
+        self.lines = OutputLines(
+            model_name=self.settings.model_name,
+            fingerprint=fingerprint(self.settings.configuration),
+            tokens=self.text.tokens,
+        )
 
     def run(self) -> int:
         summary = scan(
-            self._input_file,
-            self._text.encode,
-            defaults=self._settings.sampling_defaults,
+            self.input_file,
+            self.text.encode,
+            defaults=self.settings.sampling_defaults,
             on_error=self._refuse_if_asked,
         )
+        self.peers.agree(lambda: _facts(self.settings, summary))
         # the scan is of the whole input: duplicates, and the plan, are those of the whole job
-        rows = self._settings.part.take(summary.rows)
-        waiting = [row for row in rows if row.need is not None and not self._is_kept(row)]
+        rows = self.settings.part.take(summary.rows)
+        kept = set(self.peers.share([row.row for row in rows if self._is_kept(row)]))
+        waiting = [row for row in rows if row.need is not None and row.row not in kept]
         num_bad = sum(row.bad is not None for row in rows)
         num_kept = len(rows) - num_bad - len(waiting)
         if num_kept:
-            self._progress.note(f"resumed: {num_kept} rows are finished, {len(waiting)} to go")
+            self.progress.note(f"resumed: {num_kept} rows are finished, {len(waiting)} to go")
 
         statistics: dict[str, Any] = {}
         if waiting:
             built = self._build(summary)
-            self._phases.enter("run")
-            self._progress.start_rows(len(rows), done=num_bad + num_kept, errors=num_bad)
-            is_finished = self._run_rows(built, waiting)
-            self._progress.finish()
-            if not is_finished:
-                return self._stopped(len(rows))
+            self.phases.enter("run")
+            self.progress.start_rows(len(rows), done=num_bad + num_kept, errors=num_bad)
+            stopped_by = self._run_rows(built, waiting)
+            self.progress.finish()
+            if stopped_by is not None:
+                return self._stopped(stopped_by, len(rows))
             statistics = built.generator.statistics()
-        self._phases.enter("run")
-        manifest = finalise(
-            self._settings,
-            summary,
-            self._journal,
-            self._lines,
-            disk=self._disk,
-            phases=self._phases,
-            statistics=statistics,
-            num_kept=num_kept,
-            num_tokens=self._num_tokens,
-        )
-        self._progress.note(summarise(self._settings.output_path, manifest))
-        return EXIT_ROWS_FAILED if manifest["rows"]["errors"] else EXIT_OK
+        self.phases.enter("run")
+        return self._finish(summary, statistics, num_kept)
 
     def _is_kept(self, row: ScannedRow) -> bool:
-        known = self._journal.rows.get(row.key)
-        return known is not None and known.code not in RETRIED_CODES
+        known = self.journal and row.need and self.journal.rows.get(row.key)
+        return bool(known) and known.code not in RETRIED_CODES
 
     def _build(self, summary: ScanSummary) -> Build:
-        self._phases.enter("load")
+        self.phases.enter("load")
+        stored_plan = self.peers.share(self.journal and self.journal.plan)
         try:
-            built = self._model.build(
-                summary, self._journal.plan, phases=self._phases, progress=self._progress
+            built = self.model.build(
+                summary, stored_plan, phases=self.phases, progress=self.progress
             )
         except JobError:
             raise
         except (ValueError, OSError, RuntimeError, MemoryError, ImportError) as error:
-            code = EXIT_MODEL if self._phases.phase == "load" else EXIT_BUILD
+            code = EXIT_MODEL if self.phases.phase == "load" else EXIT_BUILD
             raise JobError(str(error) or type(error).__name__, code) from error
-        if self._journal.plan is None:
-            self._journal.record_plan(built.plan)
-        elif self._journal.plan != built.plan:
+        if stored_plan is None:
+            if self.journal is not None:
+                self.journal.record_plan(built.plan)
+        elif stored_plan != built.plan:
             raise JobError(
-                f"{self._journal.path}: expected the plan that the job was begun with, got another "
-                "one from the build. Discard the journal with --restart.",
+                f"{self.settings.journal_path}: expected the plan that the job was begun with, got "
+                "another one from the build. Discard the journal with --restart.",
                 EXIT_BUILD,
             )
         return built
 
-    def _run_rows(self, built: Build, rows: Sequence[ScannedRow]) -> bool:
-        """Run rows until none waits, or a signal came and what was in flight has ended."""
+    def _run_rows(self, built: Build, rows: Sequence[ScannedRow]) -> str | None:
+        """Run rows until none waits, or until a signal; returns its name if it left any."""
         generator = built.generator
 
         def order(row: ScannedRow) -> tuple[float, int]:
@@ -180,44 +198,43 @@ class _Job:
             return built.order(row.need.prompt_length, row.need.max_tokens), row.row
 
         waiting = deque(sorted(rows, key=order))
-        self._stop.can_drain = True
-        deadline = None
+        drain = Drain(self.stop, self.peers, self.settings.grace_seconds)
+        word = GO
         while waiting or generator.unfinished:
-            if self._stop.requested is not None:
-                if deadline is None:
-                    deadline = time.monotonic() + self._settings.grace_seconds
-                    generator.drain()
-                    self._progress.note(
-                        f"{self._stop.requested.name}: finishing {generator.unfinished} rows in "
-                        f"flight, at most {self._settings.grace_seconds:g} s"
-                    )
-                if not generator.unfinished or time.monotonic() >= deadline:
-                    break
-            else:
+            was, word = word, drain.next_word()
+            if word.course == "go":
                 self._feed(generator, waiting)
+            elif was.course == "go":
+                generator.drain()
+                self.progress.note(
+                    f"{word.signal}: finishing {generator.unfinished} rows in flight, at most "
+                    f"{self.settings.grace_seconds:g} s"
+                )
+            if word.course == "stop" or not (word.course == "go" or generator.unfinished):
+                break
             for output in self._step(generator):
-                self._record(self._in_flight.pop(output.request_id), output)
-            self._progress.update(lambda: _padding_waste(generator))
-        self._stop.can_drain = False
-        self._journal.sync()
-        return not waiting and not self._in_flight
+                self._record(self.in_flight.pop(output.request_id), output)
+            self.progress.update(lambda: _padding_waste(generator))
+        drain.end()
+        if self.journal is not None:
+            self.journal.sync()
+        return word.signal if waiting or self.in_flight else None
 
     def _feed(self, generator: Generator, waiting: deque[ScannedRow]) -> None:
         """Submit rows while the generator wants them; a row that it refuses is finished."""
-        while waiting and generator.wants_more and self._stop.requested is None:
+        while waiting and generator.wants_more:
             scanned = waiting.popleft()
             try:
-                row = read_again(
-                    self._input_file, scanned, defaults=self._settings.sampling_defaults
-                )
+                row = read_again(self.input_file, scanned, defaults=self.settings.sampling_defaults)
             except InputError as error:
                 raise JobError(str(error), EXIT_RESUMABLE) from None
-            self._in_flight[row.custom_id] = row
+            self.in_flight[row.custom_id] = row
             try:
-                token_ids = self._text.encode(row)
+                token_ids = self.text.encode(row)
                 generator.submit(Request(row.custom_id, token_ids, row.params, row.prompt))
+                self.peers.saw(row.row, len(token_ids))
             except RowError as error:
-                del self._in_flight[row.custom_id]
+                del self.in_flight[row.custom_id]
                 self._record(row, RequestOutput(row.custom_id, None, [], error=error))
 
     def _step(self, generator: Generator) -> list[RequestOutput]:
@@ -226,20 +243,26 @@ class _Job:
         try:
             return generator.step()
         except (RuntimeError, MemoryError) as error:
+            # where processes share a collective, one that is lost fails all others
+            self.peers.blame()
             raise JobError(
-                f"the device failed: {error}. Finished rows are kept in {self._journal.path}.",
+                f"the device failed: {error}. Finished rows are kept in "
+                f"{self.settings.journal_path}.",
                 EXIT_BUILD,
             ) from error
 
     def _record(self, row: BatchRow, output: RequestOutput) -> None:
         """Write one finished row to the journal."""
+        self.peers.saw(row.row, [completion.token_ids for completion in output.outputs])
+        if self.journal is None:
+            return
         try:
-            line = self._lines.result(row, output)
+            line = self.lines.result(row, output)
             error = output.error
         except RowError as problem:  # a log-probability that is no number
-            line, error = self._lines.error(row, problem), problem
+            line, error = self.lines.error(row, problem), problem
         metrics = _row_metrics(output)
-        self._journal.record_row(
+        self.journal.record_row(
             row=row.row,
             custom_id=row.custom_id,
             request_hash=row.request_hash,
@@ -248,23 +271,54 @@ class _Job:
             metrics=metrics,
         )
         num_tokens = int(metrics.get("output_tokens", 0))
-        self._num_tokens += num_tokens
-        self._progress.row(tokens=num_tokens, is_error=error is not None)
-        if error is not None and self._settings.on_error == "raise":
+        self.num_tokens += num_tokens
+        self.progress.row(tokens=num_tokens, is_error=error is not None)
+        if error is not None and self.settings.on_error == "raise":
             raise _first_error(row, error)
 
     def _refuse_if_asked(self, bad: BadRow) -> None:
-        if self._settings.on_error == "raise":
+        if self.settings.on_error == "raise":
             raise _first_error(bad, bad.error)
 
-    def _stopped(self, num_rows: int) -> int:
-        assert self._stop.requested is not None, "rows are missing although nothing stopped the job"
-        num_kept = len(self._journal.rows)
-        self._progress.note(
-            f"stopped by {self._stop.requested.name}: {num_kept} finished of {num_rows} rows are "
-            f"in {self._journal.path}; run the same command again to go on"
+    def _stopped(self, signal_name: str, num_rows: int) -> int:
+        num_kept = len(self.journal.rows) if self.journal is not None else 0
+        self.progress.note(
+            f"stopped by {signal_name}: {num_kept} finished of {num_rows} rows are in "
+            f"{self.settings.journal_path}; run the same command again to go on"
         )
-        return EXIT_CODES[self._stop.requested]
+        return EXIT_CODES[signal.Signals[signal_name]]
+
+    def _finish(self, summary: ScanSummary, statistics: Mapping[str, Any], num_kept: int) -> int:
+        if self.journal is None:
+            return self.peers.share(EXIT_OK)
+        manifest = finalise(
+            self.settings,
+            summary,
+            self.journal,
+            self.lines,
+            disk=self.disk,
+            phases=self.phases,
+            statistics=statistics,
+            num_kept=num_kept,
+            num_tokens=self.num_tokens,
+        )
+        self.progress.note(summarise(self.settings.output_path, manifest))
+        return self.peers.share(EXIT_ROWS_FAILED if manifest["rows"]["errors"] else EXIT_OK)
+
+
+def _facts(settings: JobSettings, summary: ScanSummary) -> dict[str, str]:
+    """What all processes of a job must have in common before they run it."""
+    rows = hashlib.sha256()
+    for row in summary.rows:
+        rows.update(repr((row.key, row.need, row.bad and row.bad.error.code)).encode())
+    return {
+        **settings.stored_configuration,
+        **{f"version of {name}": version for name, version in versions().items()},
+        "version of python": platform.python_version(),
+        "on-error": settings.on_error,
+        "input": f"sha256:{summary.input_sha256}",
+        "rows as tokenized": f"sha256:{rows.hexdigest()}",
+    }
 
 
 def _complete(settings: JobSettings) -> dict[str, Any] | None:
@@ -272,6 +326,7 @@ def _complete(settings: JobSettings) -> dict[str, Any] | None:
         settings.output_path,
         input_path=settings.input_path,
         configuration=settings.stored_configuration,
+        may_differ=settings.may_differ,
         error_file=settings.error_file,
     )
 

@@ -4,11 +4,16 @@ While rows are in flight a first signal only sets `requested`, and the job lets 
 other time, and on a second signal, `StopNow` is raised wherever the program is; whatever is on disk
 then is as good as after a kill, which the journal survives.
 
+Where several processes run the job, process 0 decides for all, whichever of them got the signal.
+
 Knows nothing of rows or journals. Guarantees: the handlers that were there before are put back.
 """
 
 import signal
+import time
 from types import FrameType, TracebackType
+
+from .peers import GO, Peers, Word
 
 EXIT_CODES = {signal.SIGTERM: 75, signal.SIGINT: 130}
 
@@ -47,3 +52,31 @@ class StopSignals:
         if self.requested is not None or not self.can_drain:
             raise StopNow(number)
         self.requested = signal.Signals(number)
+
+
+class Drain:
+    """Which way a running job goes, step by step: on, to the end of its rows in flight, or out."""
+
+    def __init__(self, stop: StopSignals, peers: Peers, grace_seconds: float):
+        self._stop = stop
+        self._peers = peers
+        self._grace_seconds = grace_seconds
+        self._deadline: float | None = None
+        stop.can_drain = True
+
+    def next_word(self) -> Word:
+        """The word for the next step, which is the same on all processes."""
+        requested = self._stop.requested
+        own = None if requested is None else requested.name
+        asked = own or self._peers.asked
+        return self._peers.follow(GO if asked is None else self._drain(asked), own)
+
+    def end(self) -> None:
+        """No rows are in flight: from now on a signal ends the job at once."""
+        self._stop.can_drain = False
+
+    def _drain(self, signal_name: str) -> Word:
+        now = time.monotonic()
+        if self._deadline is None:
+            self._deadline = now + self._grace_seconds
+        return Word("drain" if now < self._deadline else "stop", signal_name)

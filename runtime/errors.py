@@ -1,0 +1,26 @@
+"""What an error means to the command: an exit code, and one line for people.
+
+Knows nothing of subcommands. An exception may carry its code in an attribute `exit_code`.
+"""
+
+EXIT_USAGE, EXIT_INTERRUPTED = 2, 130
+
+
+def exit_code(error: BaseException) -> int | None:
+    """The code for an error that is no bug of ours; None for one that needs its traceback."""
+    code = getattr(error, "exit_code", None)
+    if isinstance(code, int):
+        return code
+    if isinstance(error, KeyboardInterrupt):
+        return EXIT_INTERRUPTED
+    # a missing extra is an ImportError that names it
+    return EXIT_USAGE if isinstance(error, ValueError | OSError | ImportError) else None
+
+
+def message(error: BaseException) -> str:
+    """The error in one line, or as many as it brings."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error) or type(error).__name__

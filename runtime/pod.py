@@ -1,0 +1,174 @@
+"""A pod: many processes that run one batch job over one mesh of all their devices.
+
+What decides the next step comes from process 0: before every step it puts one word into the
+key-value store of jax's coordination service, and the others wait for it. With the word comes a
+checksum of all that process 0 has submitted and received, so processes that are out of step are
+refused before the next collective and not lost in it.
+
+A process that ends, for whatever reason, is followed by all: see `watchdog.py`.
+
+Knows nothing of rows. `batch/peers.py` says what the job asks of it.
+"""
+
+import atexit
+import json
+import os
+import sys
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TypeVar
+
+from . import coordination, errors
+from .batch.journal import differences
+from .batch.peers import Word
+from .coordination import Address
+from .watchdog import MARGIN_SECONDS, Watchdog
+
+Value = TypeVar("Value")
+
+WORDS_KEPT = 4096
+"""Words in a folder of the store; one folder is kept beside the current one."""
+_COLLECTIVES = {"cpu": "gloo", "gpu": "nccl", "tpu": "tpu"}
+
+
+class Disagreement(ValueError):
+    """The processes were not given the same."""
+
+
+class OutOfStep(RuntimeError):
+    """A process has not done what process 0 has done; its rows are not to be trusted."""
+
+    exit_code = 4
+
+
+@dataclass(frozen=True)
+class PodOptions:
+    """How the processes find each other, and how long they wait for a silent one."""
+
+    address: Address | None
+    """None on a cluster that tells (TPU pods, Slurm, Open MPI)."""
+    peer_timeout_seconds: float
+
+    def __post_init__(self):
+        if not self.peer_timeout_seconds > 0:
+            raise ValueError(
+                f"--peer-timeout-seconds: expected more than 0, got {self.peer_timeout_seconds:g}."
+            )
+
+
+class Pod:
+    """This process among those of its pod; a context manager that ends with all or ends all.
+
+    Make one with `Pod.connect`.
+    """
+
+    def __init__(self, store: coordination.Coordination, setup: str, peer_timeout_seconds: float):
+        self.rank, self.size, self.setup = store.rank, store.size, setup
+        self._store = store
+        self._watchdog = Watchdog(store, store.rank, store.size, peer_timeout_seconds)
+        self._num_shared = self._num_steps = self._trace = 0
+
+    @classmethod
+    def connect(cls, options: PodOptions, target: str) -> "Pod":
+        """Meet the others; call it before jax starts. `target` names the devices of all."""
+        from . import session
+
+        if options.address is not None:  # a number of devices that cannot be is refused at once
+            session.prepare_cpu(target, options.address.num_processes)
+        limit = options.peer_timeout_seconds
+        store = coordination.connect(
+            options.address,
+            farewell_seconds=limit + MARGIN_SECONDS,
+            # jax is the second to notice
+            patience=max(100.0, 4 * limit),
+        )
+        pod = cls(store, "", limit)
+        pod._watchdog.start()
+        session.prepare_cpu(target, store.size)
+        pod.setup = _setup(target, store.size)
+        return pod
+
+    def __enter__(self) -> "Pod":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self._watchdog.leave()
+            self._store.leave()
+            return
+        code = errors.exit_code(error) or 1
+        self._watchdog.fail(errors.message(error), code)
+        # jax's own end would wait for processes and collectives that are no more
+        atexit.register(_leave_at_once, code)
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def asked(self) -> str | None:
+        return self._watchdog.asked
+
+    def share(self, value: Value) -> Value:
+        key = f"shared/{self._num_shared}"
+        self._num_shared += 1
+        if self.leads:
+            self._store.put(key, zlib.compress(json.dumps(value).encode(), level=1))
+            return value
+        return json.loads(zlib.decompress(self._store.get(key)))
+
+    def agree(self, facts: Callable[[], Mapping[str, str]]) -> None:
+        own = dict(facts())
+        leaders = self.share(own)
+        names = ("process 0 has", f"process {self.rank} has")
+        if found := differences(leaders, own, names):
+            listed = "\n".join(found)
+            raise Disagreement(f"expected all processes to be given the same, got:\n{listed}")
+        self._store.barrier(f"agreed/{self._num_shared}")
+
+    def follow(self, word: Word, own_signal: str | None) -> Word:
+        self._watchdog.signal = own_signal
+        folder, step = divmod(self._num_steps, WORDS_KEPT)
+        key = f"words/{folder}/{step}"
+        if self.leads:
+            self._store.put(key, json.dumps([self._trace, *word]).encode())
+            if step == 0 and folder > 1:
+                self._store.remove_folder(f"words/{folder - 2}")
+        else:
+            trace, *rest = json.loads(self._store.get(key))
+            word = Word(*rest)
+            if trace != self._trace:
+                raise OutOfStep(
+                    f"process {self.rank} is out of step with process 0 before step "
+                    f"{self._num_steps}: they had other rows or other tokens. Are all hosts of one "
+                    "kind? Finished rows of earlier steps are kept."
+                )
+        self._num_steps += 1
+        return word
+
+    def saw(self, *facts: object) -> None:
+        self._trace = zlib.crc32(repr(facts).encode(), self._trace)
+
+    def blame(self) -> None:
+        self._watchdog.await_verdict()
+
+
+def _setup(target: str, size: int) -> str:
+    import jax
+
+    platform = target.partition(":")[0]
+    num_devices = jax.local_device_count(platform)
+    return f"{size} processes of {num_devices} devices, {_COLLECTIVES.get(platform, platform)}"
+
+
+def _leave_at_once(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
