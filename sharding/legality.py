@@ -190,7 +190,7 @@ def _head_findings(layout: Layout, rules: AxisRules, config: DecoderConfig) -> I
         )
     stored = layout.mesh.num_shards(layout.rules[axes.QUERY_HEADS])
     copies = kv_copies(K, stored)
-    if N % (K * copies):
+    if N % stored == 0 and N % (K * copies):
         yield (
             f"query_heads: {N} heads in groups of {N // K} cannot be split over {stored} devices "
             f"with {copies} copies of each of {K} KV heads. Use a number of devices that divides "

@@ -42,11 +42,12 @@ class MeshLayout:
         """The same axes with sizes that make `num_devices`, in proportions as near as can be."""
         names, wanted = zip(*self.axes, strict=True)
 
-        def distance(sizes: tuple[int, ...]) -> float:
+        def distance(sizes: tuple[int, ...]) -> tuple[float, int]:
             # of the shape alone: the number of devices is given
             ratios = [math.log(size / aim) for size, aim in zip(sizes, wanted, strict=True)]
             mean = sum(ratios) / len(ratios)
-            return sum((ratio - mean) ** 2 for ratio in ratios)
+            # of equally near ones the most even
+            return round(sum((ratio - mean) ** 2 for ratio in ratios), 9), max(sizes)
 
         sizes = min(_factorisations(num_devices, len(names)), key=distance)
         return MeshLayout(tuple(zip(names, sizes, strict=True)))

@@ -3,7 +3,7 @@
 Knows nothing of how results were measured.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,7 @@ def _traffic_panel(panel: Any, results: Sequence[LayoutResult], phase: str, titl
     _finish(panel, title)
 
 
-def _stack(panel: Any, parts: Sequence[dict[str, float]], colours: dict[str, str]) -> None:
+def _stack(panel: Any, parts: Sequence[Mapping[str, float]], colours: dict[str, str]) -> None:
     """Bars of megabytes, the parts one after the other; only parts that are there are named."""
     left = [0.0] * len(parts)
     for kind, colour in colours.items():

@@ -1,0 +1,94 @@
+"""`noria layouts` on a small model and simulated devices: the file, the table, the picture."""
+
+import json
+
+import pytest
+from model_on_disk import write_model
+
+from noria.runtime.cli import main
+
+SHAPES = ["--slots", "8", "--length", "48", "--prompt", "16", "--prompts", "4"]
+OPTIONS = ["--target", "cpu:4", *SHAPES, "--quiet"]
+LEGAL = ("data-parallel", "data-tensor", "weight-gathered")
+KEYS = {
+    "name",
+    "mesh",
+    "legal",
+    "findings",
+    "bytes_per_device",
+    "collectives",
+    "flops",
+    "compile_seconds",
+}
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    """The folder, the objects of layouts.json and what was printed."""
+    folder = tmp_path_factory.mktemp("layouts")
+    write_model(folder / "model")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(report):
+    layouts = " ".join([*LEGAL, "weight-stationary-1d@tensor=4"])
+    arguments = ["--model", str(report / "model"), "-o", str(report), "--layouts", layouts]
+    assert main(["layouts", *arguments, *OPTIONS, "--verify"]) == 1
+    content = json.loads((report / "layouts.json").read_text())
+    return {result["name"]: result for result in content}
+
+
+@pytest.mark.parametrize("name", LEGAL)
+def test_a_legal_layout_has_every_fact(results, name):
+    result = results[name]
+    assert result["legal"] and result["findings"] == []
+    assert result.keys() >= KEYS
+    assert result["bytes_per_device"].keys() == {"params", "cache", "temp"}
+    assert all(value > 0 for value in result["bytes_per_device"].values())
+    assert result["flops"] > 0
+    assert {entry["phase"] for entry in result["collectives"]} <= {"prefill", "decode"}
+
+
+def test_the_mesh_of_a_named_layout_is_fitted_to_the_target(results):
+    assert results["data-parallel"]["mesh"] == {"data": 4}
+    assert results["data-tensor"]["mesh"] == {"data": 2, "tensor": 2}
+
+
+@pytest.mark.parametrize("name", LEGAL)
+def test_verified_logits_are_those_of_one_device(results, name):
+    assert 0 <= results[name]["max_abs_diff"] < 1e-4
+
+
+def test_weights_split_over_two_axes_take_less_than_over_one(results):
+    params = {name: results[name]["bytes_per_device"]["params"] for name in LEGAL}
+    assert params["weight-gathered"] < params["data-tensor"] < params["data-parallel"]
+
+
+def test_collectives_of_a_layer_agree_with_the_formula(results):
+    """On the CPU an all-reduce is an all-reduce; the layer of float32 rows is what is summed."""
+    (found,) = (
+        entry
+        for entry in results["data-tensor"]["collectives"]
+        if entry["phase"] == "prefill" and entry["kind"] == "all-reduce"
+    )
+    assert found["axis"] == "tensor"
+    assert found["per_layer"] == 2
+    assert found["bytes_per_layer"] == found["formula_bytes_per_layer"]
+
+
+def test_an_illegal_layout_says_why_and_has_no_figures(results):
+    result = results["weight-stationary-1d"]
+    assert not result["legal"]
+    assert any("2 heads do not divide over 4 devices" in text for text in result["findings"])
+    assert result["collectives"] == []
+
+
+def test_a_picture_is_drawn(report, results):
+    assert (report / "layouts.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_unknown_layout_is_refused_with_the_names_that_are_known(report, capsys):
+    arguments = ["--model", str(report / "model"), "-o", str(report), "--layouts", "tensor-4d"]
+    assert main(["layouts", *arguments, *OPTIONS]) == 2
+    assert "expected a .toml file or one of data-parallel" in capsys.readouterr().err

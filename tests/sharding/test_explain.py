@@ -1,0 +1,100 @@
+"""Bytes on each device, from shapes alone: the published claim, and what real arrays take."""
+
+import jax.numpy as jnp
+import pytest
+from laid_out import layout_of
+
+from noria.compile.definition import Definition
+from noria.compile.targets import find_target
+from noria.modelzoo.config import DecoderConfig
+from noria.sharding.explain import cache_bytes_per_device, explain, max_context
+from noria.sharding.layout import Layout
+
+CHIPS, LAYERS = 64, 118
+CACHE_BYTES = int(0.3 * 32 * 2**30)
+"""Pope et al. 2022, table 1: 30 % of a TPU v4's memory for the cache, PaLM's 118 layers."""
+
+
+def palm(kv_heads: int, head_dim: int) -> DecoderConfig:
+    return DecoderConfig(
+        vocab_size=256_000,
+        embed=18_432,
+        mlp=73_728,
+        num_query_heads=64,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        windows=(None,) * LAYERS,
+        max_position=2**20,
+    )
+
+
+MULTIHEAD, MULTIQUERY = palm(64, 128), palm(1, 256)
+
+
+def on_chips(name: str) -> Layout:
+    return layout_of(f"{name}@tensor={CHIPS}")
+
+
+@pytest.mark.parametrize(
+    ("batch", "contexts"), [(128, (1332, 666, 42_653)), (512, (333, 166, 10_663))]
+)
+def test_multiquery_attention_over_batch_holds_32_times_the_context_of_multihead(batch, contexts):
+    """The paper's table 1 has 1320, 660 and 43,000 at batch 128, and 330, 165 and 10,700 at 512."""
+    over_heads = on_chips("weight-stationary-1d-kv-copies")
+    over_batch = on_chips("weight-stationary-1d-batch-attention")
+    found = tuple(
+        max_context(config, layout, batch, CACHE_BYTES, jnp.bfloat16)
+        for config, layout in (
+            (MULTIHEAD, over_heads),
+            (MULTIQUERY, over_heads),
+            (MULTIQUERY, over_batch),
+        )
+    )
+    assert found == contexts
+    bytes_of = [
+        cache_bytes_per_device(config, layout, batch, 1024, jnp.bfloat16)
+        for config, layout in (
+            (MULTIHEAD, over_heads),
+            (MULTIQUERY, over_heads),
+            (MULTIQUERY, over_batch),
+        )
+    ]
+    assert bytes_of[0] == 32 * bytes_of[2]
+    assert bytes_of[1] == 64 * bytes_of[2]
+
+
+SMALL = DecoderConfig(
+    vocab_size=104,
+    embed=32,
+    mlp=64,
+    num_query_heads=16,
+    num_kv_heads=2,
+    head_dim=8,
+    windows=(None, None),
+    max_position=64,
+)
+
+
+@pytest.mark.parametrize(
+    "name", ["data-parallel", "v5e-host", "v5p-slice", "data-tensor-batch-attention"]
+)
+def test_the_bytes_are_those_of_the_shards(name):
+    layout = layout_of(name)
+    placement = find_target("cpu:8").placement(layout)
+    definition = Definition(SMALL, placement.arrangement(SMALL))
+    shapes = {n: x.shape for n, x in definition.abstract_parameters(jnp.float32).items()}
+    shardings = placement.parameters(definition.logical_axes())
+    for placed in explain(layout, shapes, definition.logical_axes(), jnp.float32):
+        shard = shardings[placed.name].shard_shape(placed.shape)
+        assert placed.bytes_per_device == jnp.zeros(shard).nbytes
+        copies = 8 * placed.bytes_per_device / jnp.zeros(placed.shape).nbytes
+        assert placed.replicated_share == pytest.approx(1 - 1 / copies)
+
+
+def test_a_parameter_reads_as_one_line():
+    layout = layout_of("v5p-slice")
+    definition = Definition(SMALL)
+    shapes = {"layers.0.mlp.down": (64, 32)}
+    (placed,) = explain(layout, shapes, definition.logical_axes(), jnp.bfloat16)
+    for part in ("layers.0.mlp.down", "64x32", "'tensor', 'data'", "512 B", "0% replicated"):
+        assert part in str(placed)
