@@ -1,28 +1,116 @@
-"""A tiny random model under a layout, on simulated devices, beside the same model on one device."""
+"""Small random models under layouts on simulated devices, and what they answer.
 
+One odd model a family, read from the family's own config.json; what is compiled are the graphs of
+the build, and what is compared with is the same model on one device.
+"""
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from tiny import random_parameters
 
 from noria.compile.bucket_grid import BucketGrid
-from noria.compile.build import build, empty_state
+from noria.compile.build import compile_graph, empty_state, plan_graphs
 from noria.compile.compiled_graphs import CompiledGraphs
 from noria.compile.definition import Definition
-from noria.compile.signatures import greedy_sampling
+from noria.compile.steps import DecodeOutput, DecodeState, Prompts
 from noria.compile.targets import find_target
 from noria.modelzoo.config import Arrangement, DecoderConfig
+from noria.modelzoo.families.registry import from_hf_config
 from noria.runtime.host_arrays import HostArrays
-from noria.runtime.layout_files import named_layout_tables
+from noria.runtime.layout_files import read_layout_table
+from noria.runtime.padding import pack_prompts, pack_sampling
+from noria.runtime.request import SamplingParams
 from noria.sharding.layout import Layout
-from noria.sharding.mesh_layout import MeshLayout
+
+VOCAB = 151
+"""Prime, so that every layout that splits it pads it."""
+
+_SHARED = {
+    "hidden_act": "silu",
+    "hidden_size": 48,
+    "intermediate_size": 72,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 24,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": VOCAB,
+}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+FAMILIES: Mapping[str, Mapping[str, Any]] = {
+    "llama": {"attention_bias": True, "mlp_bias": True, "rope_scaling": _LLAMA3},
+    "mistral": {"sliding_window": 5, "tie_word_embeddings": True},
+    "qwen2": {
+        "use_sliding_window": True,
+        "sliding_window": 6,
+        "max_window_layers": 1,
+        "rope_scaling": _YARN,
+    },
+    "qwen3": {"attention_bias": True, "tie_word_embeddings": True, "rope_theta": 1e6},
+}
+
+GREEDY = SamplingParams(temperature=0)
+STOP_ID = 2
+PROMPT_LENGTHS = (24, 9, 1, 17, 5, 23)
 
 
-def named_layout(name: str, mesh: dict[str, int] | None = None) -> Layout:
-    layout = Layout.from_table(named_layout_tables()[name])
-    return layout if mesh is None else layout.on(MeshLayout.of(mesh))
+@dataclass(frozen=True)
+class Row:
+    """A prompt and how it is sampled."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams = GREEDY
+    seed: int = 7
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What rows in slots came to; every array leads with the slots."""
+
+    prompt_logprobs_BV: np.ndarray
+    logprobs_BV: np.ndarray
+    """After the last token."""
+    output: DecodeOutput
+    """Of all calls, along the axis of steps."""
+    prompts: Prompts
+    state: DecodeState
+
+
+def config_of(family: str, num_kv_heads: int = 8) -> DecoderConfig:
+    table = {"model_type": family, "num_key_value_heads": num_kv_heads}
+    return from_hf_config({**_SHARED, **table, **FAMILIES[family]}).config
+
+
+def layout_of(spelling: str) -> Layout:
+    """A layout in the spelling of the command line."""
+    return Layout.from_table(read_layout_table(spelling))
+
+
+def grid_of(num_devices: int) -> BucketGrid:
+    """A row a device, and a cache of two segments; shorter than windows and longer."""
+    rows = 8 if num_devices == 1 else num_devices
+    return BucketGrid(40, ((24, rows),), rows, (24, 40), steps_per_call=4, score=True)
+
+
+def greedy_rows() -> dict[int, Row]:
+    """A row of each length by slot; on eight devices two slots stay free."""
+    rng = np.random.default_rng(0)
+    prompts = [tuple(rng.integers(3, VOCAB, n).tolist()) for n in PROMPT_LENGTHS]
+    return dict(enumerate(map(Row, prompts)))
 
 
 def arranged(
@@ -50,18 +138,22 @@ def arranged(
 
 @dataclass
 class LaidOut:
-    """One model under one layout (None: on one device), compiled."""
+    """One model under one layout (None: on one device)."""
 
     config: DecoderConfig
-    grid: BucketGrid
-    parameters: dict[str, np.ndarray]
     layout: Layout | None = None
+
+    @property
+    def num_devices(self) -> int:
+        return 1 if self.layout is None else self.layout.mesh.num_devices
+
+    @property
+    def grid(self) -> BucketGrid:
+        return grid_of(self.num_devices)
 
     @cached_property
     def placement(self):
-        target = find_target(
-            f"cpu:{self.layout.mesh.num_devices}" if self.layout is not None else "cpu"
-        )
+        target = find_target(f"cpu:{self.num_devices}")
         return target.placement(self.layout)
 
     @cached_property
@@ -69,43 +161,100 @@ class LaidOut:
         return Definition(self.config, self.placement.arrangement(self.config))
 
     @cached_property
-    def graphs(self) -> CompiledGraphs:
-        return build(self.definition, self.grid, self.placement, jnp.float32)
-
-    @cached_property
-    def placed(self) -> dict[str, jax.Array]:
-        weights = arranged(self.parameters, self.config, self.definition.arrangement)
+    def parameters(self) -> dict[str, jax.Array]:
+        published = random_parameters(Definition(self.config))
+        weights = {name: np.asarray(x) for name, x in published.items()}
+        weights = arranged(weights, self.config, self.definition.arrangement)
         shardings = self.placement.parameters(self.definition.logical_axes())
         return {name: jax.device_put(x, shardings[name]) for name, x in weights.items()}
 
-    def run(self, prompts: list[list[int]], num_calls: int = 2):
-        """Prefill logits of every prompt, and the ids and logits after some decode calls."""
-        bucket, V = self.grid.prefill[0], self.config.vocab_size
-        put = HostArrays(self.placement.replicated).put
-        state = empty_state(self.definition, self.grid, self.placement, jnp.dtype(jnp.float32))
-        sampling = put(greedy_sampling(1, self.definition.padded_vocab))
-        sampling = sampling._replace(num_logprobs_B=put(np.array([3], np.int32)))
-        logits = []
-        for start in range(0, len(prompts), bucket.batch):
-            rows = prompts[start : start + bucket.batch]
-            tokens_BT = np.zeros((bucket.batch, bucket.length), np.int32)
-            for row, prompt in enumerate(rows):
-                tokens_BT[row, : len(prompt)] = prompt
-            length_B = np.ones(bucket.batch, np.int32)
-            length_B[: len(rows)] = [len(prompt) for prompt in rows]
-            made = self.graphs.prefill(self.placed, bucket, *put((tokens_BT, length_B)))
-            logits.append(np.asarray(made.logits_BV)[: len(rows), :V])
-            for row in range(len(rows)):
-                where = put((np.int32(row), np.int32(start + row)))
-                limit_1 = put(np.array([self.grid.max_length], np.int32))
-                state = self.graphs.insert(state, bucket, made, *where, limit_1, sampling)
-        is_live_B = put(np.arange(self.grid.decode_slots) < len(prompts))
-        tokens, outputs = [], []
+    @cached_property
+    def graphs(self) -> CompiledGraphs:
+        """Of the longest span alone: compiling is most of a test's time."""
+        span = self.grid.decode_spans[-1]
+        kinds = ("prefill", "insert", CompiledGraphs.decode_name(span))
+        return self.compile(*kinds)
+
+    def compile(self, *kinds: str) -> CompiledGraphs:
+        """The graphs of the build whose names begin so."""
+        planned = plan_graphs(self.definition, self.grid, self.placement, jnp.dtype(jnp.float32))
+        wanted = [graph for graph in planned if graph.name.startswith(kinds)]
+        with ThreadPoolExecutor() as pool:
+            compiled = [executable for executable, *_ in pool.map(compile_graph, wanted)]
+        names = [graph.name for graph in wanted]
+        return CompiledGraphs(self.grid, dict(zip(names, compiled, strict=True)))
+
+    def put(self, arrays: Any) -> Any:
+        return HostArrays(self.placement.replicated).put(arrays)
+
+    def empty_state(self) -> DecodeState:
+        dtype = jnp.dtype(jnp.float32)
+        return empty_state(self.definition, self.grid, self.placement, dtype)
+
+    def prefill(self, rows: Mapping[int, Row]) -> Prompts:
+        """Each row at the number of its slot."""
+        (bucket,) = self.grid.prefill
+        prompts = [rows[slot].prompt if slot in rows else (0,) for slot in range(bucket.batch)]
+        return self.graphs.prefill(
+            self.parameters, bucket, *self.put(pack_prompts(prompts, bucket))
+        )
+
+    def insert(self, state: DecodeState, prompts: Prompts, slot: int, row: Row) -> DecodeState:
+        sampling = pack_sampling(
+            row.params,
+            seed=row.seed,
+            sample=0,
+            prompt_length=len(row.prompt),
+            stop_ids=() if row.params.ignore_eos else (STOP_ID,),
+            vocab_size=self.definition.padded_vocab,
+        )
+        limit_1 = np.array([self.grid.max_length], np.int32)
+        arguments = self.put((np.int32(slot), np.int32(slot), limit_1, sampling))
+        return self.graphs.insert(state, self.grid.prefill[0], prompts, *arguments)
+
+    def start(self, rows: Mapping[int, Row], state: DecodeState | None = None):
+        """Prompts, and the state that they were inserted into."""
+        prompts = self.prefill(rows)
+        state = self.empty_state() if state is None else state
+        for slot, row in rows.items():
+            state = self.insert(state, prompts, slot, row)
+        return prompts, state
+
+    def answer(
+        self, rows: Mapping[int, Row], state: DecodeState | None = None, num_calls: int = 3
+    ) -> Answers:
+        prompts, state = self.start(rows, state)
+        return self.decode(prompts, state, rows, num_calls)
+
+    def decode(
+        self, prompts: Prompts, state: DecodeState, rows: Mapping[int, Row], num_calls: int = 3
+    ) -> Answers:
+        is_live_B = np.zeros(self.grid.decode_slots, bool)
+        is_live_B[list(rows)] = True
+        outputs = []
         for _ in range(num_calls):
-            span = self.grid.decode_spans[-1]
-            state, output = self.graphs.decode(self.placed, state, is_live_B, span)
-            output = jax.device_get(output)
-            tokens.append(output.tokens_BQ)
-            outputs.append(output)
-        after = np.asarray(state.logits_BV)[: len(prompts), :V]
-        return np.concatenate(logits), np.concatenate(tokens, axis=1), after, outputs
+            state, output = self.graphs.decode(
+                self.parameters, state, self.put(is_live_B), self.grid.decode_spans[-1]
+            )
+            outputs.append(jax.device_get(output))
+        joined = jax.tree.map(lambda *calls: np.concatenate(calls, axis=1), *map(_steps, outputs))
+        flags = np.stack([output.is_finite_B for output in outputs]).all(axis=0)
+        output = joined._replace(is_finite_B=flags, is_active_B=outputs[-1].is_active_B)
+        return Answers(
+            self._logprobs(prompts.logits_BV), self._logprobs(state.logits_BV), output, prompts,
+            state,
+        )  # fmt: skip
+
+    def _logprobs(self, logits_BV: jax.Array) -> np.ndarray:
+        return np.asarray(jax.nn.log_softmax(np.asarray(logits_BV)[:, : self.config.vocab_size]))
+
+
+def _steps(output: DecodeOutput) -> DecodeOutput:
+    return output._replace(is_active_B=None, is_finite_B=None)
+
+
+@cache
+def laid_out(family: str, layout: str | None = None, num_kv_heads: int = 8) -> LaidOut:
+    """A model under a layout, compiled once for all tests of a run."""
+    config = config_of(family, num_kv_heads)
+    return LaidOut(config, None if layout is None else layout_of(layout))
