@@ -118,9 +118,14 @@ def test_a_product_moves_what_it_must(x, stored, used, out, expected):
             "B T F_data",
             {"gather_out": ((), (), ("tensor",)), "cut_out": ((), (), ("data",))},
         ),
+        (
+            "D_data F_tensor",
+            "B T F_sequence+data",
+            {"gather_out": ((), (), ("tensor",)), "cut_out": ((), (), ("sequence", "data"))},
+        ),
         ("D_data F", "B T F_tensor+data", {"cut_out": ((), (), ("tensor", "data"))}),
     ],
-    ids=["another axis", "behind another axis"],
+    ids=["other pieces", "other and finer pieces", "pieces of pieces"],
 )
 def test_partial_sums_are_scattered_only_where_pieces_come_out_in_order(weight, out, expected):
     """A scatter before a gather or a cut of the same dimension would deal its pieces out wrong."""
