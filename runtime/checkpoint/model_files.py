@@ -114,13 +114,14 @@ class HuggingFaceModel(ModelFiles):
 
     kind = "hf"
 
-    def __init__(self, path: Path, name: str):
+    def __init__(self, path: Path, name: str, *, needs_weights: bool = True):
         super().__init__(path, name)
         self._config = self._json("config.json")
         # Code that comes with a checkpoint is never run, so its address is not even passed on
         self._config.pop("auto_map", None)
         check_config(self._config, str(path / "config.json"))
-        weight_files(path)
+        if needs_weights:
+            weight_files(path)
 
     @property
     def published_config(self) -> Mapping[str, Any]:
@@ -248,10 +249,11 @@ class OrbaxModel(ModelFiles):
         return [p for p in (self.path / PARAMS).rglob("*") if p.is_file()]
 
 
-def open_model(path: str | Path) -> ModelFiles:
+def open_model(path: str | Path, *, needs_weights: bool = True) -> ModelFiles:
     """Open a Hugging Face directory, a .gguf file, a checkpoint of ours, or the word `smollm2`.
 
-    A directory of that name is reached as `./smollm2`.
+    A directory of that name is reached as `./smollm2`. Where only the configuration is wanted, a
+    directory with config.json will do.
     """
     if str(path) == EMBEDDED:
         return GGUFModel(_embedded_file(), EMBEDDED)
@@ -262,7 +264,7 @@ def open_model(path: str | Path) -> ModelFiles:
             f"this path. noria never downloads; fetch the model first."
         )
     if found.is_dir():
-        return _open_directory(found)
+        return _open_directory(found, needs_weights)
     if found.suffix in PICKLES:
         raise ModelNotFound(
             f"{path}: expected safetensors or GGUF, got a pickle, which noria never opens. "
@@ -276,12 +278,12 @@ def open_model(path: str | Path) -> ModelFiles:
     return GGUFModel(found, found.stem)
 
 
-def _open_directory(path: Path) -> ModelFiles:
+def _open_directory(path: Path, needs_weights: bool) -> ModelFiles:
     name = path.resolve().name
     if (path / NORIA_JSON).exists():
         return OrbaxModel(path, name)
     if (path / "config.json").exists():
-        return HuggingFaceModel(path, name)
+        return HuggingFaceModel(path, name, needs_weights=needs_weights)
     if (path / PARAMS).is_dir():
         return OrbaxModel(path, name)  # says that it was not finished
     if ggufs := sorted(path.glob("*.gguf")):

@@ -30,7 +30,7 @@ EXIT_OK, EXIT_MODEL, EXIT_ILLEGAL = 0, 3, 1
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of the subcommand."""
     add = parser.add_argument
-    add("--model", required=True, help="directory, .gguf file, or smollm2; only its config is read")
+    add("--model", required=True, help="directory (config.json will do), .gguf file, or smollm2")
     add("--target", required=True, help="cpu:8 (simulated), tpu:v5e:2x4, ...")
     add("-o", "--output", type=Path, required=True, help="folder for layouts.json and layouts.png")
     add("--layouts", default="all", help="NAME, NAME@data=2,tensor=4 or FILE, joined by spaces")
@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
     from ..checkpoint.errors import CheckpointError
 
     try:
-        with open_model(options.model) as files:
+        with open_model(options.model, needs_weights=options.verify) as files:
             return _run(options, files)
     except CheckpointError as error:
         error.exit_code = EXIT_MODEL  # pyright: ignore[reportAttributeAccessIssue]
