@@ -1,0 +1,115 @@
+"""Every family under every named layout gives the answer of one device.
+
+Prefill and decode, in float32, with prompts shorter and longer than the windows; and what the
+graphs give back lies where the layout says.
+"""
+
+from functools import cache
+
+import jax
+import numpy as np
+import pytest
+from laid_out import FAMILIES, Answers, config_of, greedy_rows, grid_of, laid_out, layout_of
+from tolerances import FLOAT32_MODEL_LOGPROB
+
+from noria.compile.definition import model_sizes
+from noria.modelzoo import axes
+from noria.runtime.layout_files import named_layout_tables
+from noria.sharding.legality import check
+
+LAYOUTS = tuple(named_layout_tables())
+KV_HEADS = (8, 2, 1)
+OFTEN = {("v5e-host", 2), ("weight-stationary-1d-batch-attention", 2), ("v5p-slice", 1)}
+"""Copies of heads, copies that are sent in pieces, and both on two mesh axes."""
+OTHER_MESHES = (
+    "gpu-host@data=2,tensor=3",
+    "data-tensor-batch-attention@data=4,tensor=2",
+    "weight-gathered@data=3,tensor=2",
+    "v5p-slice@tensor=2,data=4",
+    "data-parallel@data=6",
+    "embed-parallel@tensor=4",
+    "gpu-host@data=1,tensor=8",
+    "sequence-parallel@tensor=2",
+    "weight-gathered-all@data=4,tensor=2",
+    "weight-stationary-2d@data=8,tensor=1",
+)
+
+
+def is_legal(layout: str, num_kv_heads: int) -> bool:
+    parsed = layout_of(layout)
+    num_devices = parsed.mesh.num_devices
+    config = config_of("llama", num_kv_heads)
+    return not check(parsed, model_sizes(config, num_devices, grid_of(num_devices)))
+
+
+def pairs() -> list:
+    """Family, layout and KV heads. Not slow: each layout with one family, families in turn."""
+    found = []
+    for i, layout in enumerate(LAYOUTS):
+        for j, family in enumerate(FAMILIES):
+            found.append((family, layout, 8, i % len(FAMILIES) == j))
+        for num_kv_heads in KV_HEADS[1:]:
+            if is_legal(layout, num_kv_heads):
+                found.append(("qwen3", layout, num_kv_heads, (layout, num_kv_heads) in OFTEN))
+    found += [("llama", layout, 8, layout in OTHER_MESHES[:4]) for layout in OTHER_MESHES]
+    return [
+        pytest.param(*pair, marks=[] if is_often else [pytest.mark.slow])
+        for *pair, is_often in found
+    ]
+
+
+EVERY_PAIR = pytest.mark.parametrize(("family", "layout", "num_kv_heads"), pairs())
+
+
+@cache
+def answers(family: str, layout: str | None, num_kv_heads: int) -> Answers:
+    return laid_out(family, layout, num_kv_heads).answer(greedy_rows())
+
+
+def test_the_number_of_legal_pairs_is_known():
+    """A rule of legality that refuses more or less than before shows here."""
+    legal = {
+        num_kv_heads: [layout for layout in LAYOUTS if is_legal(layout, num_kv_heads)]
+        for num_kv_heads in KV_HEADS
+    }
+    assert {num_kv_heads: len(found) for num_kv_heads, found in legal.items()} == {
+        8: 14,
+        2: 7,
+        1: 7,
+    }
+    assert all(is_legal(layout, 8) for layout in OTHER_MESHES)
+
+
+@EVERY_PAIR
+def test_the_answer_is_that_of_one_device(family, layout, num_kv_heads):
+    """Log-probabilities after the prompt and after twelve tokens; ids equal."""
+    expected, got = (answers(family, name, num_kv_heads) for name in (None, layout))
+    slots = list(greedy_rows())
+    assert (got.output.tokens_BQ[slots] == expected.output.tokens_BQ[slots]).all()
+    for name in ("prompt_logprobs_BV", "logprobs_BV"):
+        np.testing.assert_allclose(
+            getattr(got, name)[slots],
+            getattr(expected, name)[slots],
+            rtol=0,
+            atol=FLOAT32_MODEL_LOGPROB,
+        )
+
+
+@EVERY_PAIR
+def test_what_the_graphs_give_back_lies_as_the_rules_say(family, layout, num_kv_heads):
+    got, placement = answers(family, layout, num_kv_heads), laid_out(family, layout, num_kv_heads)
+
+    def assert_lies(array: jax.Array, phase: str, logical_axes: tuple[str, ...]) -> None:
+        declared = placement.placement.sharding(phase, logical_axes)
+        assert array.sharding.is_equivalent_to(declared, array.ndim), (array.sharding, declared)
+
+    assert_lies(got.prompts.logits_BV, "prefill", axes.LOGITS)
+    assert_lies(got.state.logits_BV, "decode", axes.LOGITS)
+    for array in jax.tree.leaves(got.prompts.layers):
+        assert_lies(array, "prefill", axes.CACHE)
+    for array in jax.tree.leaves(got.state.cache.layers):
+        assert_lies(array, "decode", axes.CACHE)
+    for array in got.state.cache.position_BS:
+        assert_lies(array, "decode", axes.CACHE[:1])
+    for array in jax.tree.leaves(got.state.sampling):
+        assert_lies(array, "decode", axes.LOGITS[:1])

@@ -1,0 +1,240 @@
+"""Each operation over a mesh equals its reference on one device.
+
+Values are small integers, so that sums are exact in any order and every comparison is `==`.
+"""
+
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import Mesh
+
+from noria.modelzoo import axes
+from noria.modelzoo.kv_cache import PromptKeysValues
+from noria.modelzoo.operations import ON_ONE_DEVICE, einsum
+from noria.sharding.axis_rules import AxisRules, kv_copies
+from noria.sharding.layout import Layout
+from noria.sharding.mesh_layout import MeshLayout
+from noria.sharding.sharded_operations import ShardedOperations
+
+SIZES = {"data": 2, "tensor": 4}
+RNG = np.random.default_rng(0)
+
+
+def integers(*shape: int) -> np.ndarray:
+    return RNG.integers(-4, 5, shape).astype(np.float32)
+
+
+@cache
+def mesh() -> Mesh:
+    return MeshLayout.of(SIZES).build(jax.devices())
+
+
+def rules_of(**rules: str | list[str]) -> AxisRules:
+    return Layout.from_table({"mesh": SIZES, "rules": rules}).rules
+
+
+def operations(
+    used: AxisRules, stored: AxisRules | None = None, num_kv_heads: int = 8
+) -> ShardedOperations:
+    return ShardedOperations(mesh(), used, stored or used, num_kv_heads)
+
+
+def run(function, *arguments: Any) -> Any:
+    return jax.tree.map(np.asarray, jax.jit(function)(*arguments))
+
+
+ONE_DIMENSION = rules_of(mlp="tensor", query_heads="tensor", vocab="tensor")
+TWO_DIMENSIONS = rules_of(
+    embed_in="data", embed="data", mlp="tensor", query_heads="tensor", vocab=["data", "tensor"]
+)
+REPLICAS = rules_of(batch="data", mlp="tensor", query_heads="tensor", vocab="tensor")
+BY_TOKENS = REPLICAS.updated({"residual_length": ("tensor",)})
+BY_ROWS = ONE_DIMENSION.updated({"residual_batch": ("tensor", "data")})
+GATHERED = TWO_DIMENSIONS.updated(
+    {"batch": ("data", "tensor"), "embed_in": (), "embed": (), "mlp": (), "vocab": ("data",)}
+)
+PHASES = pytest.mark.parametrize(
+    ("used", "stored"),
+    [
+        (AxisRules({}), None),
+        (ONE_DIMENSION, None),
+        (TWO_DIMENSIONS, None),
+        (REPLICAS, None),
+        (BY_TOKENS, REPLICAS),
+        (BY_ROWS, ONE_DIMENSION),
+        (GATHERED, TWO_DIMENSIONS),
+        (TWO_DIMENSIONS.updated({"batch": ("data",), "embed": ()}), TWO_DIMENSIONS),
+    ],
+    ids=[
+        "whole", "1d", "2d", "replicas", "by tokens", "by rows", "gathered", "batch over embed_in",
+    ],
+)  # fmt: skip
+
+
+@PHASES
+def test_projections_up_and_down_give_the_product(used, stored):
+    x_BTD, up_DF, down_FD = integers(8, 4, 16), integers(16, 8), integers(8, 16)
+    up = nnx.Param(jnp.asarray(up_DF), logical_axes=(axes.EMBED_IN, axes.MLP))
+    down = nnx.Param(jnp.asarray(down_FD), logical_axes=(axes.MLP, axes.EMBED_IN))
+
+    def both(operations, x_BTD):
+        h_BTF = operations.project(*einsum("BTD,DF->BTF"), x_BTD, up, axes.RESIDUAL, axes.HIDDEN)
+        return operations.project(
+            *einsum("BTF,FD->BTD"), h_BTF, down, axes.HIDDEN, axes.RESIDUAL
+        )  # fmt: skip
+
+    got = run(lambda x_BTD: both(operations(used, stored), x_BTD), x_BTD)
+    assert (got == x_BTD @ up_DF @ down_FD).all()
+
+
+@PHASES
+def test_looking_up_ids_gives_rows_of_the_table(used, stored):
+    table_VD, ids_BT = integers(24, 16), RNG.integers(0, 24, (8, 4))
+    table_VD[3] = np.nan
+    ids_BT[ids_BT == 3] = 4
+    ids_BT[5, 2] = 3
+    table = nnx.Param(jnp.asarray(table_VD), logical_axes=(axes.VOCAB, ""))
+    got = run(lambda ids: operations(used, stored).lookup(table, ids, axes.RESIDUAL), ids_BT)
+    # the row of NaN reaches the token that asks for it, and no other
+    np.testing.assert_array_equal(got, table_VD[ids_BT])
+
+
+def test_constrain_places_an_array_and_keeps_its_values():
+    x_BV = integers(8, 16)
+    over = operations(REPLICAS)
+    placed = jax.jit(lambda x_BV: over.constrain(x_BV, axes.LOGITS))(x_BV)
+    assert placed.sharding.shard_shape(placed.shape) == (4, 4)
+    assert (np.asarray(placed) == x_BV).all()
+
+
+ATTENTION = {
+    "a head a device": (8, {"query_heads": ["data", "tensor"]}),
+    "copies": (2, {"query_heads": ["data", "tensor"]}),
+    "copies of one head": (1, {"query_heads": "tensor", "batch": "data"}),
+    "rows for heads": (8, {"query_heads": "tensor", "attention_batch": "tensor"}),
+    "rows for heads in copies": (2, {"query_heads": "tensor", "attention_batch": "tensor"}),
+    "rows for some axes of the heads": (
+        2,
+        {"query_heads": ["data", "tensor"], "attention_batch": "tensor"},
+    ),
+    "rows for some, heads in copies left": (
+        1,
+        {"query_heads": ["data", "tensor"], "attention_batch": "tensor"},
+    ),
+    "rows for all axes of the heads": (
+        2,
+        {"query_heads": ["tensor", "data"], "attention_batch": ["tensor", "data"]},
+    ),
+    "further rows beside replicas": (
+        2,
+        {"query_heads": "tensor", "batch": "data", "attention_batch": ["data", "tensor"]},
+    ),
+    "rows over an axis without heads": (4, {"query_heads": "tensor", "attention_batch": "data"}),
+    "rows over both": (1, {"query_heads": "tensor", "attention_batch": ["data", "tensor"]}),
+    "no heads split": (2, {"attention_batch": ["tensor", "data"]}),
+}
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention_sees_its_rows_and_heads_whole_and_gives_them_back(name):
+    """The body marks each entry with its row, its key/value head and the cache's entry."""
+    B, T, K, N, H, S = 8, 2, ATTENTION[name][0], 16, 4, 3
+    rules = rules_of(**ATTENTION[name][1])
+    stored = kv_copies(K, MeshLayout.of(SIZES).num_shards(rules[axes.QUERY_HEADS]))
+    kept = kv_copies(K, MeshLayout.of(SIZES).num_shards(rules[axes.KV_HEADS]))
+    G = N // K
+    q_BTKGH, row_B = integers(B, T, K, G, H), np.arange(B, dtype=np.float32)
+    k_BKHT, v_BKTH, cache_BKHS = integers(B, K, H, T), integers(B, K, T, H), integers(B, K, H, S)
+
+    def body(q_BTKGH, new, row_B, cache_BKHS):
+        mark_BKTH = new.v_BKTH + 10 * new.k_BKHT.swapaxes(2, 3) + 100 * cache_BKHS[:, :, None, :, 0]
+        out_BTKGH = q_BTKGH + mark_BKTH.swapaxes(1, 2)[:, :, :, None]
+        out_BTKGH = out_BTKGH + 1000 * row_B[:, None, None, None, None]
+        return out_BTKGH, cache_BKHS + new.k_BKHT[..., :1]
+
+    new = PromptKeysValues(k_BKHT, v_BKTH)
+    out_BTKGH, cache = body(q_BTKGH, new, row_B, cache_BKHS)
+    got_BTKGH, got_cache = run(
+        lambda *arguments: operations(rules, num_kv_heads=K).attend(body, *arguments),
+        q_BTKGH.reshape(B, T, K * stored, G // stored, H),
+        jax.tree.map(lambda x: np.repeat(x, stored, axis=1), new),
+        row_B,
+        np.repeat(cache_BKHS, kept, axis=1),
+    )
+    assert (got_BTKGH.reshape(out_BTKGH.shape) == out_BTKGH).all()
+    assert (got_cache == np.repeat(cache, kept, axis=1)).all()
+
+
+def test_a_body_by_row_sees_each_row_once():
+    rules = rules_of(batch="data", attention_batch=["data", "tensor"])
+    x_BS, y_B = integers(8, 3), integers(8)
+    got_BS = run(
+        lambda x_BS, y_B: operations(rules).by_row(
+            lambda x_BS, y_B: (x_BS.sum(axis=1) + y_B, x_BS[:, ::-1]), x_BS, y_B
+        ),
+        x_BS,
+        y_B,
+    )
+    assert (got_BS[0] == x_BS.sum(axis=1) + y_B).all()
+    assert (got_BS[1] == x_BS[:, ::-1]).all()
+
+
+PLACES_OF_ROWS = [{}, {"batch": "data"}, {"batch": ["tensor", "data"]}, {"vocab": "tensor"}]
+BY_PLACE_OF_ROWS = pytest.mark.parametrize("rules", PLACES_OF_ROWS, ids=str)
+
+
+@BY_PLACE_OF_ROWS
+def test_a_row_is_taken_from_wherever_it_lies(rules):
+    """The others may hold anything."""
+    x_BV = integers(8, 16)
+    x_BV[2], x_BV[5] = np.nan, -np.inf
+    over = operations(rules_of(**rules))
+    take = jax.jit(lambda x_BV, row: over.take_row(x_BV, row, axes.LOGITS))
+    for row in range(8):
+        np.testing.assert_array_equal(take(x_BV, row), x_BV[row : row + 1])
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.int32, np.bool_])
+@BY_PLACE_OF_ROWS
+def test_a_row_is_put_where_it_belongs_and_the_others_stay(rules, dtype):
+    x_BV, new_1V = integers(8, 16).astype(dtype), (integers(1, 16) + 20).astype(dtype)
+    over = operations(rules_of(**rules))
+    put = jax.jit(lambda x_BV, new, row: over.put_row(x_BV, new, row, axes.LOGITS))
+    for row in range(8):
+        expected_BV = x_BV.copy()
+        expected_BV[row] = new_1V[0]
+        got_BV = np.asarray(put(x_BV, new_1V, row))
+        assert got_BV.dtype == dtype
+        assert (got_BV == expected_BV).all()
+
+
+def test_the_best_of_a_split_vocabulary_come_lowest_id_first_among_equals():
+    """Four devices of two ids each, two rows in each of two replicas."""
+    inf = np.inf
+    logits_BV = np.array(
+        [
+            [1, 3, 3, 2, 3, 0, 3, 3],
+            [0, 0, 0, 0, 0, 0, 0, 0],
+            [0, 1, 2, 3, 4, 5, 6, 7],
+            [-inf, 5, -inf, 5, -inf, -inf, 7, -inf],
+        ],
+        np.float32,
+    )
+    value_BR, id_BR = run(lambda x_BV: operations(REPLICAS).top_k(x_BV, 4), logits_BV)
+    assert id_BR.tolist() == [[1, 2, 4, 6], [0, 1, 2, 3], [7, 6, 5, 4], [6, 1, 3, 0]]
+    assert value_BR.tolist() == [[3, 3, 3, 3], [0, 0, 0, 0], [7, 6, 5, 4], [7, 5, 5, -inf]]
+
+
+@pytest.mark.parametrize("k", [1, 3, 20, 24])
+@pytest.mark.parametrize("used", [ONE_DIMENSION, TWO_DIMENSIONS, REPLICAS, GATHERED])
+def test_the_best_of_a_split_vocabulary_are_those_of_a_whole_one(used, k):
+    """More of them than a device has, too."""
+    logits_BV = integers(8, 24)
+    got = run(lambda x_BV: operations(used).top_k(x_BV, k), logits_BV)
+    for found, expected in zip(got, ON_ONE_DEVICE.top_k(logits_BV, k), strict=True):
+        assert (found == expected).all()
