@@ -12,17 +12,19 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .batch.job import EXIT_BUILD, EXIT_MODEL, JobError
 from .checkpoint import CheckpointError, open_model
+from .layout_files import read_layout_table
 from .machine import describe_machine
 from .request import Request, SamplingParams
 
 if TYPE_CHECKING:
+    from ..sharding.layout import Layout
     from .generation import Generator
     from .session import LoadedModel
 
@@ -104,11 +106,12 @@ def run_case(
     from . import session
 
     needs = [RowNeed(case.prompt_length, case.output_length)] * case.rows
-    defaults = _grid_defaults(case)
+    layout = model.placement.layout
+    defaults = _grid_defaults(case, layout)
     grid = derive_grid(needs, model.definition.config.max_position, defaults)
     planned = PlannedModel(model.files.name, model.files.fingerprint(), model.dtype)
     started = clock()
-    generator = session.start(model, Plan(model.target.name, planned, grid))
+    generator = session.start(model, Plan(model.target.name, planned, grid, layout))
     build_seconds = clock() - started
     prompts = random_prompts(case, model.definition.config.vocab_size)
     _run_once(generator, case, prompts, clock)
@@ -160,11 +163,12 @@ def _run_once(
     return Timing(prefill_seconds, phases["decode_seconds"], wall_seconds)
 
 
-def _grid_defaults(case: Case):
+def _grid_defaults(case: Case, layout: "Layout | None"):
     """A slot for every row, and one span: a case asks what its own shape costs."""
     from ..compile.default_grid import GridDefaults
 
-    return GridDefaults(max_decode_slots=case.rows, max_decode_graphs=1)
+    defaults = GridDefaults.for_layout(layout)
+    return replace(defaults, max_decode_slots=case.rows, max_decode_graphs=1)
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -180,6 +184,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--batch", type=_sizes, default=[1, 8, 32], help="rows (default: 1,8,32)")
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of weights")
     add("--target", default="cpu", help="hardware to run on (default: cpu)")
+    add(
+        "--layout", help="how the model lies on several devices: a name, name@data=2,tensor=4, FILE"
+    )
     add("--repeats", type=int, default=3, help="measured runs a case; medians count (default: 3)")
     add("--json", type=Path, help="write raw times, grids and the machine here")
     options = parser.parse_args(arguments)
@@ -214,14 +221,22 @@ def _cases(options: argparse.Namespace, max_position: int) -> list[Case]:
 
 def _load(files, options: argparse.Namespace) -> "LoadedModel":
     from ..compile.targets import find_target
+    from ..sharding.layout import Layout
     from . import compilation_cache, session
 
     compilation_cache.enable()
-    return session.load_model(files, find_target(options.target), options.dtype)
+    table = None if options.layout is None else read_layout_table(options.layout)
+    layout = None if table is None else Layout.from_table(table)
+    session.prepare_cpu(options.target)
+    target = find_target(options.target)
+    session.check_present(target)
+    session.check_layout(layout, files, target)
+    return session.load_model(files, target, options.dtype, layout)
 
 
 def _header(name: str, dtype: str, options: argparse.Namespace) -> str:
-    title = f"{name}, {dtype}, {options.target}, medians of {options.repeats}"
+    where = f"{options.target}, {options.layout}" if options.layout else options.target
+    title = f"{name}, {dtype}, {where}, medians of {options.repeats}"
     columns = " | ".join((*COLUMNS, "waste"))
     return f"{title}\n\n| {columns} |\n|{'--:|' * (len(COLUMNS) + 1)}"
 

@@ -79,6 +79,16 @@ def test_a_case_that_is_too_long_is_refused_before_anything_is_built(model_direc
     assert captured.out == ""
 
 
+def test_a_layout_is_measured_as_one_device_is(model_directory, tmp_path):
+    path = tmp_path / "bench.json"
+    sizes = ["--pp", "16", "--tg", "4", "--batch", "3", "--repeats", "1", "--json", str(path)]
+    layout = ["--target", "cpu:4", "--layout", "data-tensor@data=2,tensor=2"]
+    assert cli.main(["bench", "--model", str(model_directory), *sizes, *layout]) == 0
+    (case,) = json.loads(path.read_text())["cases"]
+    assert case["grid"]["decode_slots"] == 4  # three rows, in slots that two replicas divide
+    assert case["compiles_during_run"] == 0
+
+
 @pytest.mark.parametrize("value", ["", "0", "8,", "eight"])
 def test_sizes_that_are_no_positive_integers_are_refused(value, capsys):
     with pytest.raises(SystemExit) as stopped:
