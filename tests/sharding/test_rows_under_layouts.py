@@ -1,0 +1,118 @@
+"""Within one layout a row's bits depend on the row alone: not on its slot, neighbours or NaN there.
+
+The slots lie on different devices, and what crosses between them must not carry more than it says.
+"""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from laid_out import VOCAB, Answers, LaidOut, Row, greedy_rows, laid_out
+
+from noria.compile.steps import NO_TOKEN, DecodeState
+from noria.runtime.request import SamplingParams
+
+LAYOUTS = pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("llama", "data-parallel"),
+        ("mistral", "data-tensor-batch-attention"),
+        ("qwen3", "v5p-slice"),
+    ],
+)
+ORDER = (5, 2, 7, 0, 1, 4)
+"""The slots of the rows in another order, the free ones in other places."""
+
+
+def rows() -> dict[int, Row]:
+    """Of every length; every second one sampled."""
+    sampled = SamplingParams(temperature=2.0, top_p=0.9)
+    return {
+        slot: Row(row.prompt, sampled, seed=slot) if slot % 2 else row
+        for slot, row in greedy_rows().items()
+    }
+
+
+@cache
+def answers(family: str, layout: str) -> Answers:
+    return laid_out(family, layout).answer(rows())
+
+
+def bits(answer: Answers, slot: int) -> tuple[np.ndarray, ...]:
+    """All that a row came to."""
+    return (
+        answer.output.tokens_BQ[slot],
+        np.asarray(answer.prompts.logits_BV)[slot],
+        np.asarray(answer.state.logits_BV)[slot],
+    )
+
+
+def assert_same_bits(got: Answers, got_slot: int, expected: Answers, slot: int) -> None:
+    for found, wanted in zip(bits(got, got_slot), bits(expected, slot), strict=True):
+        np.testing.assert_array_equal(found, wanted)
+
+
+@LAYOUTS
+def test_slots_do_not_matter(family, layout):
+    moved = {ORDER[slot]: row for slot, row in rows().items()}
+    got = laid_out(family, layout).answer(moved)
+    for slot in rows():
+        assert_same_bits(got, ORDER[slot], answers(family, layout), slot)
+
+
+@LAYOUTS
+def test_neighbours_do_not_matter(family, layout):
+    """Some other ones, and none where there were some."""
+    rng = np.random.default_rng(1)
+    kept = {slot: row for slot, row in rows().items() if slot in (0, 3)}
+    strangers = {slot: Row(tuple(rng.integers(3, VOCAB, 11).tolist())) for slot in (1, 6, 7)}
+    got = laid_out(family, layout).answer({**kept, **strangers})
+    for slot in kept:
+        assert_same_bits(got, slot, answers(family, layout), slot)
+
+
+@LAYOUTS
+def test_nan_in_free_slots_changes_nothing(family, layout):
+    """A slot's rest of its former owner, whatever it is, reaches neither others nor the next."""
+    under = laid_out(family, layout)
+    got = under.answer(rows(), filled_with_nan(under))
+    for slot in rows():
+        assert_same_bits(got, slot, answers(family, layout), slot)
+
+
+@LAYOUTS
+def test_a_row_that_meets_nan_ends_alone(family, layout):
+    under, sick = laid_out(family, layout), 2
+    prompts, state = under.start(rows())
+    got = under.decode(prompts, with_nan_in(state, sick), rows())
+    assert got.output.is_finite_B.tolist() == [slot != sick for slot in range(8)]
+    assert (got.output.tokens_BQ[sick, 1:] == NO_TOKEN).all()
+    for slot in set(rows()) - {sick}:
+        assert_same_bits(got, slot, answers(family, layout), slot)
+
+
+def filled_with_nan(under: LaidOut) -> DecodeState:
+    """An empty state whose slots held NaN: keys, values and logits."""
+    state = under.empty_state()
+    layers = jax.tree.map(lambda x: placed_like(np.full(x.shape, np.nan), x), state.cache.layers)
+    logits_BV = placed_like(np.full(state.logits_BV.shape, np.nan), state.logits_BV)
+    return state._replace(cache=state.cache._replace(layers=layers), logits_BV=logits_BV)
+
+
+def with_nan_in(state: DecodeState, slot: int) -> DecodeState:
+    """The state with NaN in one slot's keys and values."""
+
+    def poison(x: jax.Array) -> jax.Array:
+        values = np.array(x)
+        values[slot] = np.nan
+        return placed_like(values, x)
+
+    return state._replace(
+        cache=state.cache._replace(layers=jax.tree.map(poison, state.cache.layers))
+    )
+
+
+def placed_like(values: np.ndarray, x: jax.Array) -> jax.Array:
+    return jax.device_put(jnp.asarray(values, x.dtype), x.sharding)

@@ -1,0 +1,170 @@
+"""Sampling over a split and padded vocabulary: the tokens of one device, to the last option.
+
+The vocabulary has 151 ids, so every layout that splits it pads it.
+"""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from laid_out import STOP_ID, VOCAB, Answers, Row, greedy_rows, laid_out
+from tolerances import FLOAT32_MODEL_LOGPROB
+
+from noria.compile.signatures import greedy_sampling
+from noria.compile.steps import NO_TOKEN
+from noria.modelzoo.sampling import History, sample
+from noria.runtime.padding import pack_prompts
+from noria.runtime.request import SamplingParams
+from noria.sharding.mesh_layout import MeshLayout
+
+SPLIT = pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("llama", "weight-stationary-1d"),
+        ("mistral", "data-tensor-batch-attention"),
+        ("qwen3", "v5p-slice"),
+    ],
+)
+OPTIONS = (
+    SamplingParams(temperature=1.5, logprobs=0),
+    SamplingParams(temperature=50.0),
+    SamplingParams(temperature=5.0, top_k=3),
+    SamplingParams(temperature=5.0, top_p=0.7),
+    SamplingParams(temperature=5.0, min_p=0.2),
+    SamplingParams(
+        temperature=0, presence_penalty=2.0, frequency_penalty=1.5, repetition_penalty=3.0
+    ),
+    SamplingParams(temperature=9.0, logit_bias={150: 100.0, 149: 100.0, 5: -100.0}, logprobs=20),
+    SamplingParams(temperature=0, logit_bias={STOP_ID: 100.0}, min_tokens=3, logprobs=5),
+)
+REPORTING = {0: 0, 6: 20, 7: 5}
+"""Alternatives by slot."""
+
+
+def rows() -> dict[int, Row]:
+    prompts = [row.prompt for row in greedy_rows().values()]
+    return {
+        slot: Row(prompts[slot % len(prompts)], params, seed=slot)
+        for slot, params in enumerate(OPTIONS)
+    }
+
+
+@cache
+def answers(family: str, layout: str | None) -> Answers:
+    return laid_out(family, layout).answer(rows())
+
+
+@SPLIT
+def test_sampled_tokens_are_those_of_one_device(family, layout):
+    got, expected = (answers(family, name).output.tokens_BQ for name in (layout, None))
+    assert (got == expected).all()
+
+
+@SPLIT
+def test_ids_that_pad_the_vocabulary_are_never_chosen(family, layout):
+    under, answer = laid_out(family, layout), answers(family, layout)
+    assert under.definition.padded_vocab == 152
+    padding_BV = np.asarray(answer.state.logits_BV)[:, VOCAB:]
+    assert padding_BV.shape == (8, 1)
+    assert (padding_BV == -np.inf).all()
+    assert answer.output.tokens_BQ.max() < VOCAB
+
+
+@SPLIT
+def test_reported_logprobs_and_alternatives_are_those_of_one_device(family, layout):
+    got, expected = (answers(family, name).output for name in (layout, None))
+    for slot, num_alternatives in REPORTING.items():
+        emitted_Q = expected.tokens_BQ[slot] != NO_TOKEN
+        chosen, alternatives = (slot, emitted_Q), (slot, emitted_Q, slice(num_alternatives))
+        assert (
+            got.scores.top_ids_BR[alternatives] == expected.scores.top_ids_BR[alternatives]
+        ).all()
+        for values, wanted in (
+            (got.scores.logprob_B[chosen], expected.scores.logprob_B[chosen]),
+            (
+                got.scores.top_logprobs_BR[alternatives],
+                expected.scores.top_logprobs_BR[alternatives],
+            ),
+        ):
+            np.testing.assert_allclose(values, wanted, rtol=0, atol=FLOAT32_MODEL_LOGPROB)
+
+
+def test_the_options_do_something_on_one_device():
+    """Else rows that ignore them would pass."""
+    tokens_BQ = answers("llama", None).output.tokens_BQ
+    prompts = {slot: Row(row.prompt) for slot, row in rows().items()}
+    greedy_BQ = laid_out("llama").answer(prompts).output.tokens_BQ
+    assert (tokens_BQ[:7] != greedy_BQ[:7]).any(axis=1).all()
+    assert set(tokens_BQ[6]) <= {149, 150}
+    assert tokens_BQ[7].tolist().index(STOP_ID) == 3
+
+
+@pytest.mark.parametrize("padded_vocab", [152, 153, 160])
+def test_the_noise_of_an_id_does_not_depend_on_the_padding(padded_vocab):
+    """Every id is as likely as another, so that noise alone decides."""
+    B = 64
+
+    def draw(V: int) -> np.ndarray:
+        state = greedy_sampling(B, V)._replace(
+            temperature_B=jnp.ones(B), key_B2=jnp.arange(2 * B, dtype=jnp.uint32).reshape(B, 2)
+        )
+        logits_BV = jnp.where(jnp.arange(V)[None] < VOCAB, jnp.zeros((B, V)), -jnp.inf)
+        length_B = jnp.arange(B)
+        history = History(jnp.zeros((B, B), jnp.int32), jnp.zeros_like(length_B), length_B)
+        return np.asarray(jax.jit(sample)(logits_BV, state, history, jnp.ones(B, bool)))
+
+    drawn_B = draw(VOCAB)
+    assert len(set(drawn_B.tolist())) > B / 2
+    assert (draw(padded_vocab) == drawn_B).all()
+
+
+def test_a_tie_between_shards_goes_to_the_lowest_id():
+    mesh = MeshLayout.of({"tensor": 8}).build(jax.devices())
+    logits_BV = np.array(
+        [
+            [0, 0, 0, 0, 0, 0, 0, 0],
+            [0, 0, 5, 0, 0, 5, 0, 5],
+            [1, 1, 1, 1, 1, 1, 2, 2],
+            [-np.inf, -np.inf, -np.inf, 3, 3, -np.inf, -np.inf, -np.inf],
+        ],
+        np.float32,
+    )
+    B, V = logits_BV.shape
+    history = History(jnp.zeros((B, 4), jnp.int32), jnp.zeros(B, jnp.int32), jnp.ones(B, jnp.int32))
+    split_BV = jax.device_put(logits_BV, NamedSharding(mesh, P(None, "tensor")))
+    chosen_B = jax.jit(sample)(split_BV, greedy_sampling(B, V), history, jnp.ones(B, bool))
+    assert chosen_B.tolist() == [0, 2, 6, 3]
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [("mistral", "sequence-parallel"), ("mistral", "data-tensor-batch-attention")],
+)
+def test_prompt_tokens_score_as_on_one_device(family, layout):
+    """Where prefill splits tokens, and where it splits rows."""
+    got, expected = (score(family, name) for name in (layout, None))
+    for slot, row in greedy_rows().items():
+        scored = slice(len(row.prompt) - 1)
+        np.testing.assert_allclose(
+            got.logprob_B[slot, scored],
+            expected.logprob_B[slot, scored],
+            rtol=0,
+            atol=FLOAT32_MODEL_LOGPROB,
+        )
+        found, wanted = (scores.top_ids_BR[slot, scored, :5] for scores in (got, expected))
+        assert (found == wanted).all()
+
+
+@cache
+def score(family: str, layout: str | None):
+    under = laid_out(family, layout)
+    (bucket,) = under.grid.prefill
+    prompts = [row.prompt for row in greedy_rows().values()]
+    num_logprobs_B = np.full(bucket.batch, 5, np.int32)
+    arguments = under.put((*pack_prompts(prompts, bucket), num_logprobs_B))
+    _, scores = under.compile("score").score(under.parameters, bucket, *arguments)
+    return jax.device_get(scores)
