@@ -74,16 +74,19 @@ def _mesh_findings(layout: Layout, num_devices: int) -> Iterable[str]:
     for axis, size in layout.mesh.axes:
         if axis not in MESH_AXES:
             yield f"[mesh] {axis}: expected an axis of {', '.join(MESH_AXES)}. Rename it."
-        elif not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        elif not _is_count(size):
             yield f"[mesh] {axis}: expected a positive integer, got {size!r}."
-    sizes = [size for _, size in layout.mesh.axes]
-    if all(isinstance(size, int) and size > 0 for size in sizes):
-        product = math.prod(sizes)
-        if product != num_devices:
-            yield (
-                f"[mesh] {layout.mesh}: the sizes make {product} devices, the target has "
-                f"{num_devices}. Change a size, or the target."
-            )
+    are_counts = all(map(_is_count, layout.mesh.sizes.values()))
+    if are_counts and layout.mesh.num_devices != num_devices:
+        yield (
+            f"[mesh] {layout.mesh}: the sizes make {layout.mesh.num_devices} devices, the target "
+            f"has {num_devices}. Change a size, or the target."
+        )
+
+
+def _is_count(size: object) -> bool:
+    # bool is an int in Python; `data = true` is a mistake
+    return isinstance(size, int) and not isinstance(size, bool) and size > 0
 
 
 def _name_findings(layout: Layout) -> Iterable[str]:
@@ -91,7 +94,10 @@ def _name_findings(layout: Layout) -> Iterable[str]:
         for axis, mesh_axes in table.items():
             if axis not in RULE_AXES:
                 known = ", ".join(RULE_AXES)
-                yield f"{where} {axis}: matches nothing. Logical axes are {known}."
+                yield (
+                    f"{where} {axis}: matches nothing. Rename it or leave it out; logical axes are "
+                    f"{known}."
+                )
             for mesh_axis in mesh_axes:
                 if mesh_axis not in layout.mesh.sizes:
                     yield (
@@ -100,7 +106,8 @@ def _name_findings(layout: Layout) -> Iterable[str]:
                         f"change the rule."
                     )
             if len(set(mesh_axes)) < len(mesh_axes):
-                yield f"{where} {axis} = {_shown(mesh_axes)}: names a mesh axis twice."
+                shown = _shown(mesh_axes)
+                yield f"{where} {axis} = {shown}: names a mesh axis twice. Name it once."
 
 
 def _tables(layout: Layout) -> list[tuple[str, Mapping[str, tuple[str, ...]]]]:
@@ -117,12 +124,25 @@ def _phase_findings(layout: Layout, phase: str, sizes: ModelSizes) -> Iterable[s
     yield from _order_findings(rules)
     yield from _gathering_findings(layout.rules, rules)
     yield from _head_findings(layout, rules, sizes.config)
-    for axis in (axes.BATCH, axes.ATTENTION_BATCH, axes.RESIDUAL_BATCH):
+    yield from _shape_findings(layout, phase, sizes)
+    yield from _division(layout, rules, axes.EMBED, "embed", sizes.config.embed)
+
+
+def _shape_findings(layout: Layout, phase: str, sizes: ModelSizes) -> Iterable[str]:
+    """Batches and lengths of the graphs against the rules of rows and tokens."""
+    rules = layout.phase(phase)
+    row_axes = [axes.BATCH]
+    # what merely follows `batch` would say the same again
+    row_axes += [axis for axis in _MUST_BEGIN_AS if rules[axis] != rules[axes.BATCH]]
+    for axis in row_axes:
+        remedy = "Plan batches that do, or change the rule."
         for batch in sizes.batches.get(phase, ()):
-            yield from _division(layout, rules, axis, batch, "the graphs' batch")
+            yield from _division(layout, rules, axis, "a graph's batch", batch, remedy)
     for length in sizes.lengths.get(phase, ()):
-        yield from _division(layout, rules, axes.RESIDUAL_LENGTH, length, "the graphs' length")
-    yield from _division(layout, rules, axes.EMBED, sizes.config.embed, "embed")
+        remedy = "Plan lengths that do, or change the rule."
+        if phase == "decode":
+            remedy = "Put the rule under [prefill.rules]: decode has one token a row."
+        yield from _division(layout, rules, axes.RESIDUAL_LENGTH, "a row's length", length, remedy)
 
 
 def _collisions(rules: AxisRules) -> Iterable[str]:
@@ -150,7 +170,8 @@ def _order_findings(rules: AxisRules) -> Iterable[str]:
         if begins != rules[leader]:
             yield (
                 f"{axis} = {_shown(rules[axis])}: expected to begin with the mesh axes of "
-                f"{leader}, {_shown(rules[leader])}: rows are split further, not anew."
+                f"{leader}, {_shown(rules[leader])}: rows are split further, not anew. Name those "
+                f"first."
             )
     heads, exchanged = rules[axes.QUERY_HEADS], rules.exchanged
     if heads[len(heads) - len(exchanged) :] != exchanged:
@@ -167,13 +188,12 @@ def _gathering_findings(stored: AxisRules, used: AxisRules) -> Iterable[str]:
             yield (
                 f"{axis} = {_shown(used[axis])}: expected the mesh axes of [rules], "
                 f"{_shown(stored[axis])}, or the first of them: a phase may gather weights, not "
-                f"split them anew."
+                f"split them anew. Change the rule of [rules], or leave this one out."
             )
 
 
 def _head_findings(layout: Layout, rules: AxisRules, config: DecoderConfig) -> Iterable[str]:
-    N, K, H = config.num_query_heads, config.num_kv_heads, config.head_dim
-    yield from _division(layout, rules, axes.QUERY_HEADS, N, "query heads")
+    K, H = config.num_kv_heads, config.head_dim
     shards = layout.mesh.num_shards(rules[axes.KV_HEADS])
     wanted = rules.table.get(axes.KV_HEADS)
     if wanted and wanted != rules[axes.KV_HEADS]:
@@ -189,14 +209,7 @@ def _head_findings(layout: Layout, rules: AxisRules, config: DecoderConfig) -> I
             f"(attention_batch)."
         )
     stored = layout.mesh.num_shards(layout.rules[axes.QUERY_HEADS])
-    copies = kv_copies(K, stored)
-    if N % stored == 0 and N % (K * copies):
-        yield (
-            f"query_heads: {N} heads in groups of {N // K} cannot be split over {stored} devices "
-            f"with {copies} copies of each of {K} KV heads. Use a number of devices that divides "
-            f"{K}, or a multiple of {K} that divides {N}."
-        )
-    surplus = copies // kv_copies(K, shards)
+    surplus = kv_copies(K, stored) // kv_copies(K, shards)
     if rules.exchanged and H % surplus:
         yield (
             f"attention_batch: head_dim {H} does not divide over the {surplus} devices that hold "
@@ -206,12 +219,14 @@ def _head_findings(layout: Layout, rules: AxisRules, config: DecoderConfig) -> I
 
 def _weight_findings(layout: Layout, sizes: ModelSizes) -> Iterable[str]:
     config, rules = sizes.config, layout.rules
-    yield from _division(layout, rules, axes.MLP, config.mlp, "mlp")
-    yield from _division(layout, rules, axes.EMBED_IN, config.embed, "embed")
-    kinds = {logical_axes for _, logical_axes in sizes.weights.values()}
+    # where these divide, the copies of key/value heads do: both counts divide the query heads
+    heads = "the number of query heads"
+    yield from _division(layout, rules, axes.QUERY_HEADS, heads, config.num_query_heads)
+    yield from _division(layout, rules, axes.MLP, "mlp", config.mlp)
+    yield from _division(layout, rules, axes.EMBED_IN, "embed", config.embed)
+    kinds = {tuple(sorted(filter(None, a))) for _, a in sizes.weights.values()}
     for logical_axes in sorted(kinds):
-        shown = ", ".join(filter(None, logical_axes))
-        yield from _collision(f"a weight ({shown})", logical_axes, rules)
+        yield from _collision(f"a weight ({', '.join(logical_axes)})", logical_axes, rules)
     yield from _replication_findings(layout, sizes)
 
 
@@ -233,16 +248,24 @@ def _replication_findings(layout: Layout, sizes: ModelSizes) -> Iterable[str]:
             yield (
                 f"mesh axis {mesh_axis!r}: {share:.0%} of the weights lie whole on each of its "
                 f"{size} devices, the largest of them {largest}; max_replicated is "
-                f"{layout.max_replicated:g}. Add a rule that splits them, or allow it."
+                f"{layout.max_replicated:g}. Add a rule that splits them, or raise "
+                f"max_replicated."
             )
 
 
-def _division(layout: Layout, rules: AxisRules, axis: str, size: int, what: str) -> Iterable[str]:
-    mesh_axes = rules[axis]
-    shards = layout.mesh.num_shards(mesh_axes)
+def _division(
+    layout: Layout,
+    rules: AxisRules,
+    axis: str,
+    what: str,
+    size: int,
+    remedy: str = "Change the size of a mesh axis, or the rule.",
+) -> Iterable[str]:
+    shards = layout.mesh.num_shards(rules[axis])
     if size % shards:
         yield (
-            f"{axis} = {_shown(mesh_axes)}: {what} {size} does not divide over {shards} devices."
+            f"{axis} = {_shown(rules[axis])}: {what} is {size}, which does not divide over "
+            f"{shards} devices. {remedy}"
         )
 
 
