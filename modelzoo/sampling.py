@@ -85,15 +85,14 @@ def process_logits(
 ) -> jax.Array:
     """Apply biases, minimum length and penalties; rows that ask for none keep their bits."""
     V = logits_BV.shape[-1]
-    row_B1 = jnp.arange(logits_BV.shape[0])[:, None]
     is_short_B = history.length_B < state.min_length_B
 
     def add_bias(logits_BV: jax.Array) -> jax.Array:
-        return logits_BV.at[row_B1, state.bias_ids_BY].add(state.bias_BY, mode="drop")
+        return _add(logits_BV, state.bias_ids_BY, state.bias_BY)
 
     def forbid_stops(logits_BV: jax.Array) -> jax.Array:
         ids_BX = jnp.where(is_short_B[:, None], state.stop_ids_BX, V)
-        return logits_BV.at[row_B1, ids_BX].set(-jnp.inf, mode="drop")
+        return _set(logits_BV, ids_BX, -jnp.inf)
 
     def penalise(logits_BV: jax.Array) -> jax.Array:
         return _penalise(logits_BV, state, history)
@@ -169,6 +168,21 @@ def _when(condition: jax.Array, change, logits_BV: jax.Array) -> jax.Array:
     return jax.lax.cond(condition, change, lambda x: x, logits_BV)
 
 
+def _add(x_BV: jax.Array, ids_BY: jax.Array, values_BY: jax.Array) -> jax.Array:
+    """Add values to each row at its ids; an id past the end adds nothing."""
+
+    # row by row: of one scatter over all rows XLA would gather ids and values from every device
+    def add_row(x_V: jax.Array, ids_Y: jax.Array, values_Y: jax.Array) -> jax.Array:
+        return x_V.at[ids_Y].add(values_Y, mode="drop")
+
+    return jax.vmap(add_row)(x_BV, ids_BY, values_BY)
+
+
+def _set(x_BV: jax.Array, ids_BY: jax.Array, value: float) -> jax.Array:
+    """Put a value into each row at its ids; an id past the end changes nothing."""
+    return jax.vmap(lambda x_V, ids_Y: x_V.at[ids_Y].set(value, mode="drop"))(x_BV, ids_BY)
+
+
 def _penalise(logits_BV: jax.Array, state: SamplingState, history: History) -> jax.Array:
     """Repetition counts prompt and output, presence and frequency the output alone (as vLLM does).
 
@@ -176,14 +190,12 @@ def _penalise(logits_BV: jax.Array, state: SamplingState, history: History) -> j
     and frequency, OpenAI API reference.
     """
     B, V = logits_BV.shape
-    row_B1 = jnp.arange(B)[:, None]
     index_S = jnp.arange(history.tokens_BS.shape[1])[None]
     is_known_BS = index_S < history.length_B[:, None]
     is_output_BS = is_known_BS & (index_S >= history.prompt_length_B[:, None])
     ids_BS = jnp.where(is_known_BS, history.tokens_BS, V)
-    count_BV = jnp.zeros((B, V), jnp.float32)
-    count_BV = count_BV.at[row_B1, ids_BS].add(is_output_BS.astype(jnp.float32), mode="drop")
-    is_seen_BV = jnp.zeros((B, V), bool).at[row_B1, ids_BS].set(True, mode="drop")
+    count_BV = _add(jnp.zeros((B, V), jnp.float32), ids_BS, is_output_BS.astype(jnp.float32))
+    is_seen_BV = _set(jnp.zeros((B, V), bool), ids_BS, True)
 
     factor_B1 = state.repetition_B[:, None]
     repeated_BV = jnp.where(logits_BV > 0, logits_BV / factor_B1, logits_BV * factor_B1)
