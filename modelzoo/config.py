@@ -1,6 +1,7 @@
 """What a decoder is: sizes and options, as frozen data. Knows nothing of files or checkpoints."""
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,12 @@ class RopeConfig:
     scaling: LinearScaling | Llama3Scaling | YarnScaling | FactorScaling | None = None
 
 
+NormPlacement = Literal["before", "after", "both"]
+"""Where a block norms: what attention and MLP read, what they write, or both."""
+QKNorm = Literal["head", "projection"]
+"""How queries and keys are normed: each head alone and all with one scale, or all heads as one."""
+
+
 @dataclass(frozen=True)
 class DecoderConfig:
     """Sizes and options of one decoder-only transformer."""
@@ -70,8 +77,15 @@ class DecoderConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    qk_norm_kind: QKNorm = "head"
+    norm_placement: NormPlacement = "before"
 
     def __post_init__(self):
+        for name, options in (("qk_norm_kind", QKNorm), ("norm_placement", NormPlacement)):
+            if getattr(self, name) not in get_args(options):
+                raise ValueError(
+                    f"{name}: expected one of {get_args(options)}, got {getattr(self, name)!r}."
+                )
         sizes = {
             name: getattr(self, name)
             for name in (

@@ -23,7 +23,7 @@ from .kv_cache import (
     append_position,
     attend_cached,
 )
-from .layers import Embedding, GatedMlp, RMSNorm, constant, weight
+from .layers import Embedding, GatedMlp, ProjectionNorm, RMSNorm, Unnormed, constant, weight
 from .operations import ON_ONE_DEVICE, Operations, einsum
 from .rope import Rotation, rotate, rotation
 
@@ -47,8 +47,7 @@ class Attention(nnx.Module):
         if config.output_bias:
             self.output_bias = constant(0.0, (D,), ("",))
         if config.qk_norm:
-            self.query_norm = RMSNorm(H, config.norm_epsilon)
-            self.key_norm = RMSNorm(H, config.norm_epsilon)
+            self.query_norm, self.key_norm = _query_key_norms(config, copies)
         self.config = config
 
     def __call__(
@@ -93,21 +92,43 @@ def _merge_heads(out_BTKGH: jax.Array, output_KGHD: jax.Array) -> jax.Array:
     return jnp.einsum("BTA,AD->BTD", out_BTKGH.reshape(B, T, -1), output_AD)
 
 
+def _query_key_norms(config: DecoderConfig, kv_copies: int) -> tuple[RMSNorm, RMSNorm]:
+    N, K, H, epsilon = (
+        config.num_query_heads,
+        config.num_kv_heads,
+        config.head_dim,
+        config.norm_epsilon,
+    )
+    match config.qk_norm_kind:
+        case "head":
+            return RMSNorm(H, epsilon), RMSNorm(H, epsilon)
+        case "projection":
+            return ProjectionNorm(N, H, epsilon), ProjectionNorm(K, H, epsilon, kv_copies)
+
+
 class Block(nnx.Module):
-    """Pre-norm residual block: attention, then MLP."""
+    """Residual block: attention, then MLP, each between the norms that the configuration has."""
 
     def __init__(self, rngs: nnx.Rngs, config: DecoderConfig, arrangement: Arrangement):
-        self.attention_norm = RMSNorm(config.embed, config.norm_epsilon)
+        def norm(place: str) -> RMSNorm | Unnormed:
+            is_there = config.norm_placement in (place, "both")
+            return RMSNorm(config.embed, config.norm_epsilon) if is_there else Unnormed()
+
+        self.attention_norm = norm("before")
         self.attention = Attention(rngs, config, arrangement)
-        self.mlp_norm = RMSNorm(config.embed, config.norm_epsilon)
+        self.attention_post_norm = norm("after")
+        self.mlp_norm = norm("before")
         self.mlp = GatedMlp(rngs, config.embed, config.mlp, use_bias=config.mlp_bias)
+        self.mlp_post_norm = norm("after")
 
     def __call__(
         self, x_BTD: jax.Array, by: Rotation, attend_layer: AttendLayer, operations: Operations
     ) -> jax.Array:
-        attended_BTD = self.attention(self.attention_norm(x_BTD), by, attend_layer, operations)
-        x_BTD = operations.constrain(x_BTD + attended_BTD, axes.RESIDUAL)
-        x_BTD = x_BTD + self.mlp(self.mlp_norm(x_BTD), operations)
+        out_BTD = self.attention(self.attention_norm(x_BTD), by, attend_layer, operations)
+        x_BTD = x_BTD + self.attention_post_norm(out_BTD)
+        x_BTD = operations.constrain(x_BTD, axes.RESIDUAL)
+        out_BTD = self.mlp(self.mlp_norm(x_BTD), operations)
+        x_BTD = x_BTD + self.mlp_post_norm(out_BTD)
         return operations.constrain(x_BTD, axes.RESIDUAL)
 
 

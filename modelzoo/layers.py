@@ -34,11 +34,40 @@ class RMSNorm(nnx.Module):
         self.epsilon = epsilon
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        return self._norm(x, self.scale[...], -1)
+
+    def _norm(self, x: jax.Array, scale: jax.Array, axis: int | tuple[int, ...]) -> jax.Array:
+        """Norm over `axis`; the scale has the last axes of `x`."""
         x32 = x.astype(jnp.float32)
-        mean_square = jnp.mean(x32 * x32, axis=-1, keepdims=True)
+        mean_square = jnp.mean(x32 * x32, axis=axis, keepdims=True)
         normed = x32 * jax.lax.rsqrt(mean_square + self.epsilon)
-        scale = self.scale[...].astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
+        scale = scale.astype(jnp.float32).reshape((1,) * (x.ndim - scale.ndim) + scale.shape)
         return (normed * scale).astype(x.dtype)
+
+
+class ProjectionNorm(RMSNorm):
+    """The norm of all heads of a projection as one vector, wherever their axes lie.
+
+    Heads may come in copies side by side: as each comes equally often, their mean is the same.
+    """
+
+    def __init__(self, num_heads: int, head_dim: int, epsilon: float, copies: int = 1):
+        super().__init__(num_heads * head_dim, epsilon)
+        self.copies = copies
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Norm `[B, T, ..., H]`, of which the axes between hold the heads in order."""
+        scale = self.scale[...]
+        if self.copies > 1:
+            scale = jnp.repeat(scale.reshape(-1, x.shape[-1]), self.copies, axis=0)
+        return self._norm(x, scale.reshape(x.shape[2:]), tuple(range(2, x.ndim)))
+
+
+class Unnormed(nnx.Module):
+    """Stands where a block has no norm."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x
 
 
 class Embedding(nnx.Module):

@@ -124,6 +124,14 @@ CASES = (
         | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0},
         {"rope_theta": 1e6} | YARN | {"truncate": False},
     ),
+    Case("olmo2", "olmo2", _heads(4, 4), {"rope_theta": 5e5}, is_old_spelling=True),
+    Case(
+        "olmo2-32b-biases-yarn",
+        "olmo2",
+        _heads(10, 2, 6) | {"attention_bias": True, "tie_word_embeddings": True},
+        {"rope_theta": 5e5} | YARN,
+    ),
+    Case("olmo2-linear", "olmo2", _heads(6, 1, 14), LINEAR, is_old_spelling=True),
 )
 
 TRUE_LENGTHS = (23, 13, 1)

@@ -5,9 +5,10 @@ files; `hugging_face.py` and `gguf.py` read what the families have in common.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
-from ..config import AS_PUBLISHED, Arrangement, DecoderConfig
+from ..config import AS_PUBLISHED, Arrangement, DecoderConfig, NormPlacement, QKNorm
 from .config_reader import ConfigReader
 from .mapping import ParameterSource
 from .sources import TensorNames, parameter_sources
@@ -22,8 +23,20 @@ class Options:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    default_head_dim: int | None = None
-    """Head size where the file gives none; None means embed / query heads."""
+    qk_norm_kind: QKNorm = "head"
+    norm_placement: NormPlacement = "before"
+
+    def decoder_fields(self) -> dict[str, Any]:
+        """By name, as `DecoderConfig` takes them."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+@dataclass(frozen=True)
+class HFDefaults:
+    """What a family's config.json means where it is silent."""
+
+    head_dim: int | None = None
+    """None means embed / query heads."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +50,7 @@ class Family:
     hf_options: Callable[[ConfigReader, int], Options]
     gguf_options: Callable[[ConfigReader, int], Options] | None = None
     """None where GGUF knows no such architecture."""
+    hf_defaults: HFDefaults = HFDefaults()
     gguf_interleaved: bool = False
     """Whether GGUF stores the rows of query and key heads with rotated pairs side by side."""
 

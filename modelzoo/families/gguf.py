@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from ..config import DecoderConfig, FactorScaling, LinearScaling, RopeConfig, YarnScaling
 from .config_reader import ConfigReader, UnsupportedModel
-from .family import Family, ModelSpec
+from .family import Family, ModelSpec, Options
 from .hugging_face import (
     MAX_EMBED,
     MAX_HEAD_DIM,
@@ -36,10 +36,12 @@ NAMES = TensorNames(
     output="blk.{i}.attn_output",
     query_norm="blk.{i}.attn_q_norm",
     key_norm="blk.{i}.attn_k_norm",
+    attention_post_norm="blk.{i}.post_attention_norm",
     mlp_norm="blk.{i}.ffn_norm",
     gate="blk.{i}.ffn_gate",
     up="blk.{i}.ffn_up",
     down="blk.{i}.ffn_down",
+    mlp_post_norm="blk.{i}.post_ffw_norm",
 )
 
 ROPE_FACTORS = "rope_freqs.weight"
@@ -88,15 +90,21 @@ def _decoder_config(
         num_query_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=_head_dim(config, embed, num_heads),
-        windows=options.windows,
         max_position=max_position,
         norm_epsilon=config.number("attention.layer_norm_rms_epsilon", above=0.0, maximum=1.0),
         rope=_read_rope(config, max_position),
         tie_embeddings=f"{NAMES.head}.weight" not in tensors,
+        **_with_biases(options, tensors).decoder_fields(),
+    )
+
+
+def _with_biases(options: Options, tensors: frozenset[str]) -> Options:
+    """Biases that the family always has, and those of which there are tensors."""
+    return replace(
+        options,
         qkv_bias=options.qkv_bias or NAMES.query.format(i=0) + ".bias" in tensors,
         output_bias=options.output_bias or NAMES.output.format(i=0) + ".bias" in tensors,
         mlp_bias=options.mlp_bias or NAMES.down.format(i=0) + ".bias" in tensors,
-        qk_norm=options.qk_norm,
     )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from ..config import DecoderConfig
 from .config_reader import ConfigReader
-from .family import Family, ModelSpec, Options
+from .family import Family, ModelSpec
 from .rope_options import MAX_POSITION, read_rope
 from .sources import TensorNames, parameter_sources
 
@@ -24,10 +24,12 @@ NAMES = TensorNames(
     output="model.layers.{i}.self_attn.o_proj",
     query_norm="model.layers.{i}.self_attn.q_norm",
     key_norm="model.layers.{i}.self_attn.k_norm",
+    attention_post_norm="model.layers.{i}.post_attention_layernorm",
     mlp_norm="model.layers.{i}.post_attention_layernorm",
     gate="model.layers.{i}.mlp.gate_proj",
     up="model.layers.{i}.mlp.up_proj",
     down="model.layers.{i}.mlp.down_proj",
+    mlp_post_norm="model.layers.{i}.post_feedforward_layernorm",
 )
 
 # Bounds far above any published model: a size beyond them is a lie or a mistake.
@@ -132,16 +134,12 @@ def _decoder_config(config: ConfigReader, family: Family) -> DecoderConfig:
         mlp=config.integer("intermediate_size", maximum=MAX_MLP),
         num_query_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=_head_dim(config, embed, num_heads, options),
-        windows=options.windows,
+        head_dim=_head_dim(config, embed, num_heads, family.hf_defaults.head_dim),
         max_position=max_position,
         norm_epsilon=config.number("rms_norm_eps", above=0.0, maximum=1.0),
         rope=read_rope(config, max_position),
         tie_embeddings=config.flag("tie_word_embeddings", default=False),
-        qkv_bias=options.qkv_bias,
-        output_bias=options.output_bias,
-        mlp_bias=options.mlp_bias,
-        qk_norm=options.qk_norm,
+        **options.decoder_fields(),
     )
 
 
@@ -154,14 +152,14 @@ def _heads(config: ConfigReader) -> tuple[int, int]:
     return num_heads, num_kv_heads
 
 
-def _head_dim(config: ConfigReader, embed: int, num_heads: int, options: Options) -> int:
+def _head_dim(config: ConfigReader, embed: int, num_heads: int, default: int | None) -> int:
     if config.has("head_dim"):
         head_dim = config.integer("head_dim", maximum=MAX_HEAD_DIM)
         if head_dim % 2:
             raise config.error("head_dim", "an even number, as rotary embedding turns pairs")
         return head_dim
-    if options.default_head_dim is not None:
-        return options.default_head_dim
+    if default is not None:
+        return default
     if embed % (2 * num_heads):
         raise config.error(
             "hidden_size", f"an even multiple of num_attention_heads ({num_heads}), or a head_dim"

@@ -1,7 +1,7 @@
 """Qwen3, dense: query and key heads are normed before the rotation; heads need not be D / N."""
 
 from .config_reader import ConfigReader
-from .family import Family, Options
+from .family import Family, HFDefaults, Options
 from .hugging_face import latter_layers_windowed
 
 
@@ -12,7 +12,6 @@ def _hf_options(config: ConfigReader, num_layers: int) -> Options:
         qkv_bias=has_bias,
         output_bias=has_bias,
         qk_norm=True,
-        default_head_dim=128,
     )
 
 
@@ -21,4 +20,4 @@ def _gguf_options(config: ConfigReader, num_layers: int) -> Options:
     return Options(windows=(None,) * num_layers, qk_norm=True)
 
 
-FAMILY = Family("qwen3", "Qwen3ForCausalLM", _hf_options, _gguf_options)
+FAMILY = Family("qwen3", "Qwen3ForCausalLM", _hf_options, _gguf_options, HFDefaults(head_dim=128))

@@ -7,13 +7,19 @@ an `UnsupportedModel` that names what was not.
 
 from collections.abc import Collection, Mapping
 
-from . import gguf, hugging_face, llama, mistral, qwen2, qwen3
+from . import gguf, hugging_face, llama, mistral, olmo2, qwen2, qwen3
 from .config_reader import UnsupportedModel
 from .family import Family, ModelSpec
 
 __all__ = ["FAMILIES", "ModelSpec", "UnsupportedModel", "from_gguf_metadata", "from_hf_config"]
 
-FAMILIES: tuple[Family, ...] = (llama.FAMILY, mistral.FAMILY, qwen2.FAMILY, qwen3.FAMILY)
+FAMILIES: tuple[Family, ...] = (
+    llama.FAMILY,
+    mistral.FAMILY,
+    qwen2.FAMILY,
+    qwen3.FAMILY,
+    olmo2.FAMILY,
+)
 
 
 def from_hf_config(config: Mapping[str, object]) -> ModelSpec:

@@ -26,10 +26,12 @@ class TensorNames:
     output: str
     query_norm: str
     key_norm: str
+    attention_post_norm: str
     mlp_norm: str
     gate: str
     up: str
     down: str
+    mlp_post_norm: str
     is_interleaved: bool = False
     """Whether rows of a query or key head come as (pair, side), not as (side, pair)."""
 
@@ -64,10 +66,14 @@ def _layer(
     def single(parameter: str, template: str, axes: str) -> ParameterSource:
         return _single(f"layers.{i}.{parameter}", template.format(i=i), axes)
 
+    before, after = ("attention_norm", "mlp_norm"), ("attention_post_norm", "mlp_post_norm")
+    norms = {"before": before, "after": after, "both": before + after}
     return [
-        single("attention_norm.scale", f"{names.attention_norm}.weight", "d -> d"),
+        *(
+            single(f"{norm}.scale", f"{getattr(names, norm)}.weight", "d -> d")
+            for norm in norms[config.norm_placement]
+        ),
         *_attention(config, names, kv_copies, i, single),
-        single("mlp_norm.scale", f"{names.mlp_norm}.weight", "d -> d"),
         *_mlp(config, names, i, single),
     ]
 

@@ -35,6 +35,7 @@ VARIANTS = {
         mlp_bias=True,
         qk_norm=True,
     ),
+    "other kinds": replace(CONFIG, qk_norm=True, qk_norm_kind="projection", norm_placement="both"),
 }
 T, SPANS = 12, (8, 16, 32)
 
@@ -172,9 +173,28 @@ def test_every_parameter_names_one_logical_axis_per_dimension(model):
         assert set(names) <= {*axes.LOGICAL_AXES, ""}, path
 
 
-def test_tied_embeddings_have_no_head():
-    def names(config: DecoderConfig) -> set[str]:
-        state = nnx.state(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
-        return {".".join(map(str, path)) for path, _ in nnx.to_flat_state(state)}
+def names(config: DecoderConfig) -> set[str]:
+    state = nnx.state(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+    return {".".join(map(str, path)) for path, _ in nnx.to_flat_state(state)}
 
+
+def test_norms_stand_where_the_configuration_places_them():
+    before = names(CONFIG)
+    after = names(replace(CONFIG, norm_placement="after"))
+    both = names(replace(CONFIG, norm_placement="both"))
+    assert before | after == both
+    assert {name.split(".")[2] for name in both - after} == {"attention_norm", "mlp_norm"}
+    assert {name.split(".")[2] for name in both - before} == {
+        "attention_post_norm",
+        "mlp_post_norm",
+    }
+
+
+@pytest.mark.parametrize("field", ["qk_norm_kind", "norm_placement"])
+def test_a_kind_that_is_unknown_is_refused(field):
+    with pytest.raises(ValueError, match=f"{field}: expected one of .*, got 'sideways'"):
+        replace(CONFIG, **{field: "sideways"})
+
+
+def test_tied_embeddings_have_no_head():
     assert names(CONFIG) - names(replace(CONFIG, tie_embeddings=True)) == {"head.table"}

@@ -61,6 +61,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "rope_scaling": _YARN,
     },
     "qwen3": {"attention_bias": True, "tie_word_embeddings": True, "rope_theta": 1e6},
+    "olmo2": {"attention_bias": True, "rope_theta": 5e5},
 }
 
 GREEDY = SamplingParams(temperature=0)

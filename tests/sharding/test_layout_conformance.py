@@ -21,6 +21,8 @@ LAYOUTS = tuple(named_layout_tables())
 KV_HEADS = (8, 2, 1)
 OFTEN = {("v5e-host", 2), ("weight-stationary-1d-batch-attention", 2), ("v5p-slice", 1)}
 """Copies of heads, copies that are sent in pieces, and both on two mesh axes."""
+NORMED_COPIES = (("v5e-host", 2), ("weight-stationary-1d-batch-attention", 1))
+"""Copies of heads that are normed as one vector."""
 OTHER_MESHES = (
     "gpu-host@data=2,tensor=3",
     "data-tensor-batch-attention@data=4,tensor=2",
@@ -51,6 +53,7 @@ def pairs() -> list:
         for num_kv_heads in KV_HEADS[1:]:
             if is_legal(layout, num_kv_heads):
                 found.append(("qwen3", layout, num_kv_heads, (layout, num_kv_heads) in OFTEN))
+    found += [("olmo2", *pair, True) for pair in NORMED_COPIES]
     found += [("llama", layout, 8, layout in OTHER_MESHES[:4]) for layout in OTHER_MESHES]
     return [
         pytest.param(*pair, marks=[] if is_often else [pytest.mark.slow])

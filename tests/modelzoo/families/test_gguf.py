@@ -53,7 +53,7 @@ class Arrays:
         pass
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "olmo2"])
 @pytest.mark.parametrize("tensor_names", [UNTIED, UNTIED[:1]], ids=["untied", "tied"])
 def test_sources_fill_exactly_the_parameters_of_the_decoder(architecture, tensor_names):
     spec = from_gguf_metadata(metadata(architecture), tensor_names)
@@ -93,6 +93,13 @@ def test_llama_stores_rotated_pairs_side_by_side_and_qwen_does_not():
         bias = sources["layers.1.attention.qkv_bias"].parts[0]
         bias_KGH = AxisPattern.of(bias).read(tensors, bias.tensor)
         np.testing.assert_array_equal(bias_KGH, rows.reshape(K, G, H))
+
+
+def test_norms_after_attention_and_mlp_have_the_names_of_llama_cpp():
+    spec = from_gguf_metadata(metadata("olmo2"), UNTIED)
+    tensors = {source.parameter: source.parts[0].tensor for source in spec.sources}
+    assert tensors["layers.1.attention_post_norm.scale"] == "blk.1.post_attention_norm.weight"
+    assert tensors["layers.1.mlp_post_norm.scale"] == "blk.1.post_ffw_norm.weight"
 
 
 def test_values_and_outputs_are_never_permuted():

@@ -54,9 +54,8 @@ SMOLLM2_EXTRAS = {
 
 
 def family(name: str, **changes: object) -> dict[str, object]:
-    architecture = {"mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}[name]
     window = {"sliding_window": None} if name == "mistral" else {}
-    names = {"model_type": name, "architectures": [f"{architecture}ForCausalLM"]}
+    names = {"model_type": name, "architectures": [f"{name.capitalize()}ForCausalLM"]}
     return LLAMA | names | window | changes
 
 
@@ -68,6 +67,8 @@ CONFIGS = {
     "qwen2": family("qwen2"),
     "qwen3": family("qwen3"),
     "qwen3-biases": family("qwen3", attention_bias=True, tie_word_embeddings=True),
+    "olmo2": family("olmo2"),
+    "olmo2-biases": family("olmo2", attention_bias=True),
 }
 
 
@@ -103,6 +104,18 @@ def test_defaults_are_those_of_the_reference():
     assert (config.num_kv_heads, config.head_dim, config.tie_embeddings) == (8, 8, False)
     assert config.rope == RopeConfig(10_000.0)
     assert from_hf_config(family("qwen3")).config.head_dim == 128
+
+
+def test_olmo2_norms_what_attention_and_mlp_write_and_all_heads_as_one():
+    spec = from_hf_config(family("olmo2"))
+    assert (spec.config.norm_placement, spec.config.qk_norm_kind) == ("after", "projection")
+    tensors = {source.parameter: source.parts[0].tensor for source in spec.sources}
+    norm = "model.layers.2.post_{}_layernorm.weight"
+    assert tensors["layers.2.attention_post_norm.scale"] == norm.format("attention")
+    assert tensors["layers.2.mlp_post_norm.scale"] == norm.format("feedforward")
+    shapes = Definition(spec.config).abstract_parameters(jnp.float32)
+    assert shapes["layers.0.attention.query_norm.scale"].shape == (64,)
+    assert shapes["layers.0.attention.key_norm.scale"].shape == (16,)
 
 
 def test_a_null_window_of_mistral_is_none_and_an_absent_one_is_refused():
