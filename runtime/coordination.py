@@ -123,16 +123,18 @@ def _check_port(coordinator: str) -> None:
     except OSError as error:
         raise ValueError(
             f"--coordinator {coordinator}: process 0 cannot listen on port {port} "
-            f"({error.strerror}). Choose a port that is free."
+            f"({os.strerror(error.errno or 0)}). Choose a port that is free."
         ) from error
 
 
 def _why_not_connected(address: Address | None) -> str:
-    who = "the processes" if address is None else f"all {address.num_processes} processes"
-    where = "" if address is None else f" at {address.coordinator}"
+    who, where = "the processes", ""
+    if address is not None:
+        who, where = f"all {address.num_processes} processes", f" at {address.coordinator}"
     return (
-        f"expected {who} to meet{where} within {CONNECT_SECONDS} s. Start the same command once "
-        "for every --process-id, and see that the coordinator's port can be reached."
+        f"expected {who} to meet{where} within {CONNECT_SECONDS} s, and could not (jax says more "
+        "above). Start the same command once for every --process-id, none twice, and see that the "
+        "coordinator's port can be reached."
     )
 
 

@@ -13,15 +13,17 @@ Knows nothing of rows. `batch/peers.py` says what the job asks of it.
 import atexit
 import json
 import os
+import platform
 import sys
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TypeVar
 
 from . import coordination, errors
 from .batch.journal import differences
+from .batch.manifest import versions
 from .batch.peers import Word
 from .coordination import Address
 from .watchdog import MARGIN_SECONDS, Watchdog
@@ -58,55 +60,51 @@ class PodOptions:
             )
 
 
-class Pod:
-    """This process among those of its pod; a context manager that ends with all or ends all.
+@contextmanager
+def join(options: PodOptions, target: str) -> "Iterator[Pod]":
+    """Meet the other processes, before jax starts; all end together, well or not.
 
-    Make one with `Pod.connect`.
+    `target` names the devices of all of them.
     """
+    from . import session
 
-    def __init__(self, store: coordination.Coordination, setup: str, peer_timeout_seconds: float):
-        self.rank, self.size, self.setup = store.rank, store.size, setup
-        self._store = store
-        self._watchdog = Watchdog(store, store.rank, store.size, peer_timeout_seconds)
-        self._num_shared = self._num_steps = self._trace = 0
-
-    @classmethod
-    def connect(cls, options: PodOptions, target: str) -> "Pod":
-        """Meet the others; call it before jax starts. `target` names the devices of all."""
-        from . import session
-
-        if options.address is not None:  # a number of devices that cannot be is refused at once
-            session.prepare_cpu(target, options.address.num_processes)
-        limit = options.peer_timeout_seconds
-        store = coordination.connect(
-            options.address,
-            farewell_seconds=limit + MARGIN_SECONDS,
-            # jax is the second to notice
-            patience=max(100.0, 4 * limit),
-        )
-        pod = cls(store, "", limit)
-        pod._watchdog.start()
+    if options.address is not None:  # a number of devices that cannot be is refused at once
+        session.prepare_cpu(target, options.address.num_processes)
+    limit = options.peer_timeout_seconds
+    store = coordination.connect(
+        options.address,
+        farewell_seconds=limit + MARGIN_SECONDS,
+        # jax is the second to notice
+        patience=max(100.0, 4 * limit),
+    )
+    watchdog = Watchdog(store, store.rank, store.size, limit)
+    watchdog.start()
+    try:
+        pod = Pod(store, watchdog)
+        pod.agree(lambda: _what_must_agree_first(store.size, target))
         session.prepare_cpu(target, store.size)
         pod.setup = _setup(target, store.size)
-        return pod
-
-    def __enter__(self) -> "Pod":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if error is None:
-            self._watchdog.leave()
-            self._store.leave()
-            return
+        yield pod
+    except BaseException as error:
         code = errors.exit_code(error) or 1
-        self._watchdog.fail(errors.message(error), code)
+        watchdog.fail(errors.message(error), code)
         # jax's own end would wait for processes and collectives that are no more
         atexit.register(_leave_at_once, code)
+        raise
+    watchdog.leave()
+    store.leave()
+
+
+class Pod:
+    """This process among those of its pod. `join` makes one."""
+
+    setup = ""
+
+    def __init__(self, store: coordination.Coordination, watchdog: Watchdog):
+        self.rank, self.size = store.rank, store.size
+        self._store = store
+        self._watchdog = watchdog
+        self._num_shared = self._num_steps = self._trace = 0
 
     @property
     def leads(self) -> bool:
@@ -160,12 +158,22 @@ class Pod:
         self._watchdog.await_verdict()
 
 
+def _what_must_agree_first(size: int, target: str) -> dict[str, str]:
+    """What jax needs to be alike before the devices of all processes can be one mesh."""
+    return {
+        "number of processes": str(size),
+        "target": target,
+        "version of python": platform.python_version(),
+        **{f"version of {name}": version for name, version in versions().items()},
+    }
+
+
 def _setup(target: str, size: int) -> str:
     import jax
 
-    platform = target.partition(":")[0]
-    num_devices = jax.local_device_count(platform)
-    return f"{size} processes of {num_devices} devices, {_COLLECTIVES.get(platform, platform)}"
+    kind = target.partition(":")[0]
+    num_devices = jax.local_device_count(kind)
+    return f"{size} processes of {num_devices} devices, {_COLLECTIVES.get(kind, kind)}"
 
 
 def _leave_at_once(code: int) -> None:

@@ -3,6 +3,7 @@
 The one path that `LLM`, the batch job and the benchmarks share. Knows nothing of request files.
 """
 
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ def prepare_cpu(target: str | None, num_processes: int = 1) -> None:
     """Before jax starts: keep other backends shut when the CPU is the target, simulate devices.
 
     Other backends are slow and loud to start. Does nothing once a backend runs, or where the user
-    has chosen platforms. Several processes simulate an equal share of the devices each.
+    has chosen platforms or devices. Several processes simulate an equal share of the devices each.
     """
     if target is None or target.partition(":")[0] != "cpu":
         return
@@ -56,7 +57,9 @@ def prepare_cpu(target: str | None, num_processes: int = 1) -> None:
             f"target {target}: expected a number of devices that {num_processes} processes share "
             f"evenly, got {total}. Ask for --target cpu:{(count + 1) * num_processes}."
         )
-    if (count > 1 or num_processes > 1) and not jax.config.values["jax_num_cpu_devices"] > 0:
+    is_chosen = "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    is_chosen |= jax.config.values["jax_num_cpu_devices"] > 0
+    if (count > 1 or num_processes > 1) and not is_chosen:
         with suppress(RuntimeError):  # a backend runs already: whether it has enough is seen later
             jax.config.update("jax_num_cpu_devices", count)
 

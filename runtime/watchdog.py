@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -101,24 +102,19 @@ class Watchdog:
         self._announce({"failed": None})
 
     def fail(self, reason: str, exit_code: int) -> None:
-        """Tell the others why this process ends; they follow.
-
-        Process 0 stays for a moment, as the store goes with it.
-        """
-        self._announce({"failed": reason, "exit_code": exit_code})
-        deadline = self._clock() + _LINGER_SECONDS
-        while self._rank == 0 and self._is_anyone_there() and self._clock() < deadline:
-            time.sleep(self._interval / 4)
+        """Tell the others why this process ends; they follow."""
+        self._end_all(f"process {self._rank} ended: {reason}", exit_code)
 
     def await_verdict(self) -> None:
         """Give the watch the time to find out whom this process lost; if so, it ends here."""
         time.sleep(self.limit + MARGIN_SECONDS)
 
     def verdict(self) -> Verdict | None:
-        """Whom this process has lost."""
-        for rank, member in self._others.items():
-            if reason := (member.told.get("end") or {}).get("failed"):
-                return Verdict(f"process {rank} ended: {reason}", member.told["end"]["exit_code"])
+        """Why this process must end: another one did, or is lost."""
+        for member in self._others.values():
+            ending = member.told.get("end") or {}
+            if reason := ending.get("failed"):
+                return Verdict(reason, ending["exit_code"])
         for rank, member in self._others.items():
             # the store answers from process 0; while it does not, nobody else can be heard
             until = self._clock() if rank == 0 else self._answered
@@ -126,15 +122,6 @@ class Watchdog:
             if silence > self.limit and not member.told.get("end"):
                 return self._lost(f"process {rank} has been silent for {silence:.1f} s")
         return None
-
-    def _beat(self) -> None:
-        while not self._published.is_set():
-            try:
-                self.exchange()
-            except RuntimeError:  # process 0 is gone; the watch sees how long it has been
-                time.sleep(self._interval)
-            if self._ending is None:
-                self._wake.wait(self._interval)
 
     def exchange(self) -> None:
         """Tell the others of this process, and hear of them."""
@@ -150,6 +137,15 @@ class Watchdog:
         if ending is not None:
             self._published.set()
 
+    def _beat(self) -> None:
+        while not self._published.is_set():
+            try:
+                self.exchange()
+            except RuntimeError:  # process 0 is gone; the watch sees how long it has been
+                time.sleep(self._interval)
+            if self._ending is None:
+                self._wake.wait(self._interval)
+
     def _watch(self) -> None:
         while self._ending is None:
             before = self._clock()
@@ -160,9 +156,10 @@ class Watchdog:
             else:
                 verdict = self.verdict()
             if verdict is not None and self._ending is None:
-                line = f"noria: process {self._rank}: {verdict.reason}"
-                print(line, file=sys.stderr, flush=True)
-                self.fail(verdict.reason, verdict.exit_code)
+                with suppress(OSError):  # a closed stderr must not keep this process alive
+                    line = f"noria: process {self._rank}: {verdict.reason}"
+                    print(line, file=sys.stderr, flush=True)
+                self._end_all(verdict.reason, verdict.exit_code)
                 self._end(verdict.exit_code)
 
     def _lost(self, what: str) -> Verdict:
@@ -171,6 +168,13 @@ class Watchdog:
             "commands again.",
             EXIT_LOST,
         )
+
+    def _end_all(self, reason: str, exit_code: int) -> None:
+        """Pass a reason on; process 0 stays for a moment, as the store goes with it."""
+        self._announce({"failed": reason, "exit_code": exit_code})
+        deadline = self._clock() + _LINGER_SECONDS
+        while self._rank == 0 and self._is_anyone_there() and self._clock() < deadline:
+            time.sleep(self._interval / 4)
 
     def _announce(self, ending: dict[str, Any]) -> None:
         self._ending = ending

@@ -56,10 +56,10 @@ def _peers(options: argparse.Namespace, target: str) -> Iterator[Peers]:
     if address.count(None) == 3 and not options.distributed:
         yield ALONE
         return
-    from ..pod import Address, Pod, PodOptions
+    from ..pod import Address, PodOptions, join
 
     found = Address(*address) if not options.distributed else None
-    with Pod.connect(PodOptions(found, options.peer_timeout_seconds), target) as pod:
+    with join(PodOptions(found, options.peer_timeout_seconds), target) as pod:
         yield pod
 
 

@@ -11,7 +11,6 @@ does nothing.
 """
 
 import hashlib
-import platform
 import signal
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,7 +36,7 @@ from .job import (
 from .journal import RETRIED_CODES, Journal
 from .lines import BadRow, BatchRow
 from .lock import JobLock
-from .manifest import PhaseClock, fingerprint, is_complete, manifest_path, versions
+from .manifest import PhaseClock, fingerprint, is_complete, manifest_path
 from .output import check_outputs, finalise, summarise
 from .peers import ALONE, GO, Peers
 from .progress import Progress
@@ -313,8 +312,6 @@ def _facts(settings: JobSettings, summary: ScanSummary) -> dict[str, str]:
         rows.update(repr((row.key, row.need, row.bad and row.bad.error.code)).encode())
     return {
         **settings.stored_configuration,
-        **{f"version of {name}": version for name, version in versions().items()},
-        "version of python": platform.python_version(),
         "on-error": settings.on_error,
         "input": f"sha256:{summary.input_sha256}",
         "rows as tokenized": f"sha256:{rows.hexdigest()}",

@@ -17,7 +17,7 @@ EMBED, MLP, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 32, 48, 4, 2, 8, 2
 MAX_POSITION = 128
 
 
-def write_model(directory: Path, *, tokenizer: bool = True) -> int:
+def write_model(directory: Path, *, tokenizer: bool = True, kv_heads: int = KV_HEADS) -> int:
     """Write all files of the model; returns its vocabulary's size."""
     directory.mkdir(parents=True)
     vocab_size = _write_tokenizer(directory) if tokenizer else 300
@@ -29,7 +29,7 @@ def write_model(directory: Path, *, tokenizer: bool = True) -> int:
         "intermediate_size": MLP,
         "num_hidden_layers": LAYERS,
         "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
+        "num_key_value_heads": kv_heads,
         "head_dim": HEAD_DIM,
         "hidden_act": "silu",
         "max_position_embeddings": MAX_POSITION,
@@ -40,11 +40,11 @@ def write_model(directory: Path, *, tokenizer: bool = True) -> int:
     }
     _write_json(directory / "config.json", config)
     _write_json(directory / "generation_config.json", {"eos_token_id": 2, "bos_token_id": 0})
-    save_file(_tensors(vocab_size), directory / "model.safetensors")
+    save_file(_tensors(vocab_size, kv_heads), directory / "model.safetensors")
     return vocab_size
 
 
-def _tensors(vocab_size: int) -> dict[str, np.ndarray]:
+def _tensors(vocab_size: int, kv_heads: int) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
 
     def random(*shape: int) -> np.ndarray:
@@ -62,8 +62,8 @@ def _tensors(vocab_size: int) -> dict[str, np.ndarray]:
             f"{prefix}.input_layernorm.weight": np.ones(EMBED, np.float32),
             f"{prefix}.post_attention_layernorm.weight": np.ones(EMBED, np.float32),
             f"{prefix}.self_attn.q_proj.weight": random(HEADS * HEAD_DIM, EMBED),
-            f"{prefix}.self_attn.k_proj.weight": random(KV_HEADS * HEAD_DIM, EMBED),
-            f"{prefix}.self_attn.v_proj.weight": random(KV_HEADS * HEAD_DIM, EMBED),
+            f"{prefix}.self_attn.k_proj.weight": random(kv_heads * HEAD_DIM, EMBED),
+            f"{prefix}.self_attn.v_proj.weight": random(kv_heads * HEAD_DIM, EMBED),
             f"{prefix}.self_attn.o_proj.weight": random(EMBED, HEADS * HEAD_DIM),
             f"{prefix}.mlp.gate_proj.weight": random(MLP, EMBED),
             f"{prefix}.mlp.up_proj.weight": random(MLP, EMBED),
