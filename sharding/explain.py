@@ -29,11 +29,20 @@ class PlacedParameter:
     """Of the copies that the devices hold together: 0 where every element is held once."""
 
     def __str__(self) -> str:
-        shape = "x".join(map(str, self.shape))
+        """One line; a dimension split over mesh axes reads `1536/tensor`."""
+        split = [*self.spec, *[None] * (len(self.shape) - len(self.spec))]
+        shape = " ".join(_dimension(*both) for both in zip(self.shape, split, strict=True))
         return (
-            f"{self.name:40} {shape:>20} {self.spec!s:40} {self.bytes_per_device:>14,} B "
+            f"{self.name:40} {shape:>36} {self.bytes_per_device:>16,} B "
             f"{self.replicated_share:4.0%} replicated"
         )
+
+
+def _dimension(size: int, mesh_axes: str | tuple[str, ...] | None) -> str:
+    if not mesh_axes:
+        return str(size)
+    names = (mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes
+    return f"{size}/{'+'.join(names)}"
 
 
 def explain(

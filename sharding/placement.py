@@ -13,13 +13,24 @@ from jax.experimental.layout import Layout as MemoryLayout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from ..modelzoo import axes
-from ..modelzoo.config import Arrangement, DecoderConfig
+from ..modelzoo.config import AS_PUBLISHED, Arrangement, DecoderConfig
 from ..modelzoo.operations import ON_ONE_DEVICE, Axes, Operations
 from .axis_rules import AxisRules, kv_copies
 from .layout import Layout
 from .sharded_operations import ShardedOperations
 
 _TABLES = ("embedding.table", "head.table")
+
+
+def arrangement_of(layout: Layout, config: DecoderConfig) -> Arrangement:
+    """How a layout wants the weights of a model arranged: heads in copies, rows padded."""
+    rules, num_shards = layout.rules, layout.mesh.num_shards
+    heads, vocab = num_shards(rules[axes.QUERY_HEADS]), num_shards(rules[axes.VOCAB])
+    padded = -(-config.vocab_size // vocab) * vocab
+    return Arrangement(
+        kv_copies=kv_copies(config.num_kv_heads, heads),
+        padded_vocab=None if padded == config.vocab_size else padded,
+    )
 
 
 @dataclass(frozen=True)
@@ -68,14 +79,7 @@ class Placement:
 
     def arrangement(self, config: DecoderConfig) -> Arrangement:
         """How this layout wants the weights of a model arranged."""
-        if self.layout is None:
-            return Arrangement()
-        heads, vocab = (self._shards(self.layout.rules[a]) for a in (axes.QUERY_HEADS, axes.VOCAB))
-        padded = -(-config.vocab_size // vocab) * vocab
-        return Arrangement(
-            kv_copies=kv_copies(config.num_kv_heads, heads),
-            padded_vocab=None if padded == config.vocab_size else padded,
-        )
+        return AS_PUBLISHED if self.layout is None else arrangement_of(self.layout, config)
 
     def num_cache_heads(self, config: DecoderConfig) -> int:
         """Key/value heads that the decode cache keeps, copies included."""

@@ -41,6 +41,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--prompts", type=int, default=8, help="rows of the prefill graph")
     add("--layers", type=int, help="compile so many layers only, for a quick look")
     add("--verify", action="store_true", help="run each layout, compare logits with one device")
+    add("--explain", action="store_true", help="list parameters: shape, partition, bytes, copies")
     add("--quiet", action="store_true", help="no progress on stderr")
     parser.set_defaults(run=run)
 
@@ -61,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace, files: "ModelFiles") -> int:
     from ...compile.targets import find_target
     from .. import compilation_cache, session
-    from .table import table_of
+    from .table import explanation, table_of
 
     compilation_cache.enable()
     session.prepare_cpu(options.target)
@@ -75,6 +76,10 @@ def _run(options: argparse.Namespace, files: "ModelFiles") -> int:
     if options.verify:
         _verify(options, files, target, dtype, layouts, results)
     print(table_of(results))
+    if options.explain:
+        for layout, result in zip(layouts, results, strict=True):
+            if result.legal:
+                print(explanation(layout, config, dtype))
     _write(options, files, dtype, config, grid, results)
     is_fine = options.layouts == "all" or all(result.legal for result in results)
     return EXIT_OK if is_fine else EXIT_ILLEGAL

@@ -96,5 +96,5 @@ def test_a_parameter_reads_as_one_line():
     definition = Definition(SMALL)
     shapes = {"layers.0.mlp.down": (64, 32)}
     (placed,) = explain(layout, shapes, definition.logical_axes(), jnp.bfloat16)
-    for part in ("layers.0.mlp.down", "64x32", "'tensor', 'data'", "512 B", "0% replicated"):
+    for part in ("layers.0.mlp.down", "64/tensor 32/data", "512 B", "0% replicated"):
         assert part in str(placed)
