@@ -12,6 +12,8 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
+from .config import PLAIN_SCORES, Scores
+
 EMPTY_POSITION = -1
 """Position of a cache entry that holds no token."""
 
@@ -25,7 +27,12 @@ class Attend(Protocol):
     """One attention implementation; every one must equal `attend_dense` within tolerance."""
 
     def __call__(
-        self, q_BTKGH: jax.Array, k_BKHS: jax.Array, v_BKSH: jax.Array, mask_BTS: jax.Array
+        self,
+        q_BTKGH: jax.Array,
+        k_BKHS: jax.Array,
+        v_BKSH: jax.Array,
+        mask_BTS: jax.Array,
+        scores: Scores = ...,
     ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -41,16 +48,21 @@ def visible(
 
 
 def attend_dense(
-    q_BTKGH: jax.Array, k_BKHS: jax.Array, v_BKSH: jax.Array, mask_BTS: jax.Array
+    q_BTKGH: jax.Array,
+    k_BKHS: jax.Array,
+    v_BKSH: jax.Array,
+    mask_BTS: jax.Array,
+    scores: Scores = PLAIN_SCORES,
 ) -> tuple[jax.Array, jax.Array]:
     """Attend over all keys at once: the reference implementation.
 
-    Returns `out_BTKGH` in the dtype of `v`, and the float32 log-sum-exp of the scaled scores as
+    Returns `out_BTKGH` in the dtype of `v`, and the float32 log-sum-exp of the scores as
     `lse_BTKG`. Where nothing is visible `out` is zero and `lse` is -inf.
     """
     B, T, K, G, H = q_BTKGH.shape
     # queries and heads of a group as the rows of one product: XLA for CPU is slow at anything else
-    q_BKAH = (q_BTKGH * H**-0.5).transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H)
+    scale = H**-0.5 if scores.scale is None else scores.scale
+    q_BKAH = (q_BTKGH * scale).transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H)
     scores_BKAS = _product(q_BKAH, k_BKHS)
     mask_B11TS = mask_BTS[:, None, None]
     scores_BKGTS = jnp.where(mask_B11TS, scores_BKAS.reshape(B, K, G, T, -1), _MASKED_SCORE)

@@ -1,5 +1,6 @@
 """What a decoder is: sizes and options, as frozen data. Knows nothing of files or checkpoints."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -50,6 +51,41 @@ class RopeConfig:
     scaling: LinearScaling | Llama3Scaling | YarnScaling | FactorScaling | None = None
 
 
+@dataclass(frozen=True)
+class Scores:
+    """How attention scores follow from products of queries and keys."""
+
+    scale: float | None = None
+    """None means `head_dim ** -0.5` (Vaswani et al. 2017, arXiv 1706.03762, section 3.2.1)."""
+
+    def __post_init__(self):
+        _require_positive("scores", scale=self.scale)
+
+
+@dataclass(frozen=True)
+class Multipliers:
+    """Constant factors inside the model; a factor of one is no operation at all."""
+
+    embedding: float = 1.0
+    """On the rows of the token table, as they enter the residual stream."""
+    residual: float = 1.0
+    """On what attention and MLP add to the residual stream."""
+    logits: float = 1.0
+
+    def __post_init__(self):
+        factors = {"embedding": self.embedding, "residual": self.residual, "logits": self.logits}
+        _require_positive("multipliers", **factors)
+
+
+def _require_positive(of: str, **numbers: float | None) -> None:
+    for name, number in numbers.items():
+        if number is not None and not (math.isfinite(number) and number > 0):
+            raise ValueError(f"{of}.{name}: expected a finite number above 0, got {number!r}.")
+
+
+PLAIN_SCORES = Scores()
+NO_MULTIPLIERS = Multipliers()
+
 NormPlacement = Literal["before", "after", "both"]
 """Where a block norms: what attention and MLP read, what they write, or both."""
 QKNorm = Literal["head", "projection"]
@@ -79,6 +115,8 @@ class DecoderConfig:
     qk_norm: bool = False
     qk_norm_kind: QKNorm = "head"
     norm_placement: NormPlacement = "before"
+    scores: Scores = PLAIN_SCORES
+    multipliers: Multipliers = NO_MULTIPLIERS
 
     def __post_init__(self):
         for name, options in (("qk_norm_kind", QKNorm), ("norm_placement", NormPlacement)):

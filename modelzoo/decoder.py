@@ -6,6 +6,7 @@ injected: other attention implementations and layouts must not change the answer
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from flax import nnx
 
 from . import axes
 from .attention import Attend, attend_dense, attend_prompt
-from .config import AS_PUBLISHED, Arrangement, DecoderConfig
+from .config import AS_PUBLISHED, PLAIN_SCORES, Arrangement, DecoderConfig, Scores
 from .kv_cache import (
     KeysValues,
     KVCache,
@@ -23,7 +24,16 @@ from .kv_cache import (
     append_position,
     attend_cached,
 )
-from .layers import Embedding, GatedMlp, ProjectionNorm, RMSNorm, Unnormed, constant, weight
+from .layers import (
+    Embedding,
+    GatedMlp,
+    ProjectionNorm,
+    RMSNorm,
+    Unnormed,
+    constant,
+    scaled,
+    weight,
+)
 from .operations import ON_ONE_DEVICE, Operations, einsum
 from .rope import Rotation, rotate, rotation
 
@@ -120,16 +130,22 @@ class Block(nnx.Module):
         self.mlp_norm = norm("before")
         self.mlp = GatedMlp(rngs, config.embed, config.mlp, use_bias=config.mlp_bias)
         self.mlp_post_norm = norm("after")
+        self.multiplier = config.multipliers.residual
 
     def __call__(
         self, x_BTD: jax.Array, by: Rotation, attend_layer: AttendLayer, operations: Operations
     ) -> jax.Array:
         out_BTD = self.attention(self.attention_norm(x_BTD), by, attend_layer, operations)
-        x_BTD = x_BTD + self.attention_post_norm(out_BTD)
+        x_BTD = x_BTD + scaled(self.attention_post_norm(out_BTD), self.multiplier)
         x_BTD = operations.constrain(x_BTD, axes.RESIDUAL)
         out_BTD = self.mlp(self.mlp_norm(x_BTD), operations)
-        x_BTD = x_BTD + self.mlp_post_norm(out_BTD)
+        x_BTD = x_BTD + scaled(self.mlp_post_norm(out_BTD), self.multiplier)
         return operations.constrain(x_BTD, axes.RESIDUAL)
+
+
+def _with_scores(attend: Attend, scores: Scores) -> Attend:
+    """An implementation that makes scores as a model asks; as it is where nothing is asked."""
+    return attend if scores == PLAIN_SCORES else partial(attend, scores=scores)
 
 
 class Decoder(nnx.Module):
@@ -151,7 +167,7 @@ class Decoder(nnx.Module):
         if not config.tie_embeddings:
             self.head = Embedding(rngs, num_rows, config.embed)
         self.config = config
-        self.attend = attend
+        self.attend = _with_scores(attend, config.scores)
         self.operations = operations
 
     def prefill(
@@ -225,6 +241,7 @@ class Decoder(nnx.Module):
         """Float32 logits of final hidden states; of ids that pad the vocabulary, -inf."""
         head = self.embedding if self.config.tie_embeddings else self.head
         logits_BV = head.logits(x_BD, self.operations)
+        logits_BV = scaled(logits_BV, self.config.multipliers.logits)
         if logits_BV.shape[-1] > self.config.vocab_size:
             id_BV = jax.lax.broadcasted_iota(jnp.int32, logits_BV.shape, logits_BV.ndim - 1)
             logits_BV = jnp.where(id_BV < self.config.vocab_size, logits_BV, -jnp.inf)
@@ -238,6 +255,7 @@ class Decoder(nnx.Module):
     ) -> jax.Array:
         by = rotation(position_BT, self.config.rope, self.config.head_dim)
         x_BTD = self.embedding(tokens_BT, self.operations)
+        x_BTD = scaled(x_BTD, self.config.multipliers.embedding)
         for i, (block, window) in enumerate(zip(self.layers, self.config.windows, strict=True)):
             with jax.named_scope(f"layers.{i}"):
                 x_BTD = block(x_BTD, by, attend_layer(window), self.operations)

@@ -25,6 +25,11 @@ def constant(value: float, shape: tuple[int, ...], logical_axes: tuple[str, ...]
     return nnx.Param(jnp.full(shape, value, jnp.float32), logical_axes=logical_axes)
 
 
+def scaled(x: jax.Array, factor: float) -> jax.Array:
+    """`x` times a constant that is not rounded to the dtype of `x`; nothing for a factor of one."""
+    return x if factor == 1.0 else (x.astype(jnp.float32) * factor).astype(x.dtype)
+
+
 class RMSNorm(nnx.Module):
     """Root mean square norm over the last axis, in float32 (Zhang, Sennrich 2019, 1910.07467)."""
 

@@ -132,6 +132,33 @@ CASES = (
         {"rope_theta": 5e5} | YARN,
     ),
     Case("olmo2-linear", "olmo2", _heads(6, 1, 14), LINEAR, is_old_spelling=True),
+    Case(
+        "granite-3",
+        "granite",
+        _heads(6, 2)
+        | {
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 8.0,
+            "tie_word_embeddings": True,
+        },
+        {"rope_theta": 5e6},
+        is_old_spelling=True,
+    ),
+    Case(
+        "granite-biases-yarn",
+        "granite",
+        _heads(4, 1, 14)
+        | {
+            "attention_bias": True,
+            "mlp_bias": True,
+            "embedding_multiplier": 3,
+            "residual_multiplier": 0.7,
+        },
+        YARN,
+    ),
+    Case("granite-linear", "granite", _heads(3, 3) | {"logits_scaling": 0.5}, LINEAR),
 )
 
 TRUE_LENGTHS = (23, 13, 1)

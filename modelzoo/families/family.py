@@ -8,7 +8,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from ..config import AS_PUBLISHED, Arrangement, DecoderConfig, NormPlacement, QKNorm
+from ..config import (
+    AS_PUBLISHED,
+    NO_MULTIPLIERS,
+    PLAIN_SCORES,
+    Arrangement,
+    DecoderConfig,
+    Multipliers,
+    NormPlacement,
+    QKNorm,
+    Scores,
+)
 from .config_reader import ConfigReader
 from .mapping import ParameterSource
 from .sources import TensorNames, parameter_sources
@@ -25,6 +35,8 @@ class Options:
     qk_norm: bool = False
     qk_norm_kind: QKNorm = "head"
     norm_placement: NormPlacement = "before"
+    scores: Scores = PLAIN_SCORES
+    multipliers: Multipliers = NO_MULTIPLIERS
 
     def decoder_fields(self) -> dict[str, Any]:
         """By name, as `DecoderConfig` takes them."""

@@ -7,7 +7,7 @@ an `UnsupportedModel` that names what was not.
 
 from collections.abc import Collection, Mapping
 
-from . import gguf, hugging_face, llama, mistral, olmo2, qwen2, qwen3
+from . import gguf, granite, hugging_face, llama, mistral, olmo2, qwen2, qwen3
 from .config_reader import UnsupportedModel
 from .family import Family, ModelSpec
 
@@ -19,6 +19,7 @@ FAMILIES: tuple[Family, ...] = (
     qwen2.FAMILY,
     qwen3.FAMILY,
     olmo2.FAMILY,
+    granite.FAMILY,
 )
 
 

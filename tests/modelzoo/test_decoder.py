@@ -11,7 +11,7 @@ from flax import nnx
 from tolerances import FLOAT32_MODEL_LOGPROB
 
 from noria.modelzoo import axes, kv_cache
-from noria.modelzoo.config import DecoderConfig, Llama3Scaling, RopeConfig
+from noria.modelzoo.config import DecoderConfig, Llama3Scaling, Multipliers, RopeConfig, Scores
 from noria.modelzoo.decoder import Decoder
 
 CONFIG = DecoderConfig(
@@ -35,7 +35,14 @@ VARIANTS = {
         mlp_bias=True,
         qk_norm=True,
     ),
-    "other kinds": replace(CONFIG, qk_norm=True, qk_norm_kind="projection", norm_placement="both"),
+    "other kinds": replace(
+        CONFIG,
+        qk_norm=True,
+        qk_norm_kind="projection",
+        norm_placement="both",
+        scores=Scores(scale=0.5),
+        multipliers=Multipliers(embedding=3.0, residual=0.3, logits=0.5),
+    ),
 }
 T, SPANS = 12, (8, 16, 32)
 
@@ -194,6 +201,31 @@ def test_norms_stand_where_the_configuration_places_them():
 def test_a_kind_that_is_unknown_is_refused(field):
     with pytest.raises(ValueError, match=f"{field}: expected one of .*, got 'sideways'"):
         replace(CONFIG, **{field: "sideways"})
+
+
+def test_a_factor_of_one_is_no_operation_and_any_other_is_one():
+    """Multiplications in the traced prefill, of which there are more only where asked for."""
+
+    def count(multipliers: Multipliers) -> int:
+        config = replace(CONFIG, multipliers=multipliers)
+        graphdef, state = nnx.split(Decoder(config, rngs=nnx.Rngs(0)))
+        traced = jax.make_jaxpr(partial(prefill, graphdef))(state, prompts(), jnp.full(3, T))
+        return str(traced).count(" mul ")
+
+    plain = count(Multipliers())
+    assert count(Multipliers(logits=0.5)) == plain + 1
+    assert count(Multipliers(embedding=2.0)) == plain + 1
+    assert count(Multipliers(residual=0.5)) == plain + 2 * CONFIG.num_layers
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_factor_that_makes_no_sense_is_refused(value):
+    with pytest.raises(
+        ValueError, match=r"multipliers\.residual: expected a finite number above 0"
+    ):
+        Multipliers(residual=value)
+    with pytest.raises(ValueError, match=r"scores\.scale: expected a finite number above 0"):
+        Scores(scale=value)
 
 
 def test_tied_embeddings_have_no_head():

@@ -62,6 +62,13 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     },
     "qwen3": {"attention_bias": True, "tie_word_embeddings": True, "rope_theta": 1e6},
     "olmo2": {"attention_bias": True, "rope_theta": 5e5},
+    "granite": {
+        "mlp_bias": True,
+        "embedding_multiplier": 2.0,
+        "attention_multiplier": 0.25,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 4.0,
+    },
 }
 
 GREEDY = SamplingParams(temperature=0)

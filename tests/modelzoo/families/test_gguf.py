@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 
 from noria.compile.definition import Definition
-from noria.modelzoo.config import FactorScaling, LinearScaling, RopeConfig, YarnScaling
+from noria.modelzoo.config import (
+    FactorScaling,
+    LinearScaling,
+    Multipliers,
+    RopeConfig,
+    Scores,
+    YarnScaling,
+)
 from noria.modelzoo.families import hugging_face
 from noria.modelzoo.families.registry import UnsupportedModel, from_gguf_metadata
 from noria.modelzoo.families.sources import parameter_sources
@@ -53,7 +60,7 @@ class Arrays:
         pass
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "olmo2"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "olmo2", "granite"])
 @pytest.mark.parametrize("tensor_names", [UNTIED, UNTIED[:1]], ids=["untied", "tied"])
 def test_sources_fill_exactly_the_parameters_of_the_decoder(architecture, tensor_names):
     spec = from_gguf_metadata(metadata(architecture), tensor_names)
@@ -93,6 +100,16 @@ def test_llama_stores_rotated_pairs_side_by_side_and_qwen_does_not():
         bias = sources["layers.1.attention.qkv_bias"].parts[0]
         bias_KGH = AxisPattern.of(bias).read(tensors, bias.tensor)
         np.testing.assert_array_equal(bias_KGH, rows.reshape(K, G, H))
+
+
+def test_the_factors_of_granite_are_read_and_logits_are_divided():
+    factors = {"embedding_scale": 12.0, "residual_scale": 0.25, "logit_scale": 8.0}
+    config = from_gguf_metadata(
+        metadata("granite", attention__scale=0.125, **factors), UNTIED
+    ).config
+    assert config.multipliers == Multipliers(embedding=12.0, residual=0.25, logits=0.125)
+    assert config.scores == Scores(scale=0.125)
+    assert from_gguf_metadata(metadata("granite"), UNTIED).config.scores == Scores()
 
 
 def test_norms_after_attention_and_mlp_have_the_names_of_llama_cpp():

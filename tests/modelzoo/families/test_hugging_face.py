@@ -9,7 +9,14 @@ import jax.numpy as jnp
 import pytest
 
 from noria.compile.definition import Definition
-from noria.modelzoo.config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
+from noria.modelzoo.config import (
+    LinearScaling,
+    Llama3Scaling,
+    Multipliers,
+    RopeConfig,
+    Scores,
+    YarnScaling,
+)
 from noria.modelzoo.families.registry import UnsupportedModel, from_hf_config
 
 LLAMA = {
@@ -69,6 +76,8 @@ CONFIGS = {
     "qwen3-biases": family("qwen3", attention_bias=True, tie_word_embeddings=True),
     "olmo2": family("olmo2"),
     "olmo2-biases": family("olmo2", attention_bias=True),
+    "granite": family("granite", residual_multiplier=0.22),
+    "granite-biases": family("granite", attention_bias=True, mlp_bias=True),
 }
 
 
@@ -116,6 +125,21 @@ def test_olmo2_norms_what_attention_and_mlp_write_and_all_heads_as_one():
     shapes = Definition(spec.config).abstract_parameters(jnp.float32)
     assert shapes["layers.0.attention.query_norm.scale"].shape == (64,)
     assert shapes["layers.0.attention.key_norm.scale"].shape == (16,)
+
+
+def test_the_factors_of_granite_are_read_and_logits_are_divided():
+    factors = {"embedding_multiplier": 12, "residual_multiplier": 0.22, "logits_scaling": 8.0}
+    config = from_hf_config(family("granite", attention_multiplier=0.25, **factors)).config
+    assert config.multipliers == Multipliers(embedding=12.0, residual=0.22, logits=0.125)
+    assert config.scores == Scores(scale=0.25)
+    # the reference's default is one, and not one over the root of the head size
+    assert from_hf_config(family("granite")).config.scores == Scores(scale=1.0)
+
+
+@pytest.mark.parametrize("value", [0, -1.0, math.nan, "12"])
+def test_an_impossible_factor_of_granite_is_an_error_that_names_the_key(value):
+    with pytest.raises(UnsupportedModel, match="logits_scaling: expected a finite number above"):
+        from_hf_config(family("granite", logits_scaling=value))
 
 
 def test_a_null_window_of_mistral_is_none_and_an_absent_one_is_refused():
