@@ -1,0 +1,117 @@
+"""Decode under layouts: sampling never brings logits together, and the cache stays in place.
+
+Read from the compiled program: on simulated CPU devices, and for a TPU slice that is not there.
+Every branch counts, also those of penalties, biases and thresholds that few rows take.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import pytest
+from laid_out import layout_of
+
+from noria.compile.bucket_grid import BucketGrid
+from noria.compile.build import compile_graph, plan_graphs
+from noria.compile.collectives import Collective, read_collectives
+from noria.compile.compiled_graphs import CompiledGraphs
+from noria.compile.definition import Definition
+from noria.compile.targets import find_target
+from noria.modelzoo.config import DecoderConfig
+
+CONFIG = DecoderConfig(
+    vocab_size=32001,
+    embed=64,
+    mlp=128,
+    num_query_heads=16,
+    num_kv_heads=8,
+    head_dim=64,
+    windows=(None, 64),
+    max_position=32768,
+)
+"""A long vocabulary and a long cache on a small model, so that nothing else is as large."""
+GRID = BucketGrid(32768, ((64, 16),), 16, (8192, 32768), steps_per_call=4)
+TPU = "tpu:v5e:2x4"
+ON_BOTH = pytest.mark.parametrize(
+    ("target", "layout"),
+    [
+        ("cpu:8", "data-tensor"),
+        ("cpu:8", "v5p-slice"),
+        pytest.param("cpu:8", "weight-stationary-1d", marks=pytest.mark.slow),
+        pytest.param("cpu:8", "data-tensor-batch-attention", marks=pytest.mark.slow),
+        pytest.param(TPU, "data-tensor-batch-attention", marks=pytest.mark.tpu_compile),
+        pytest.param(TPU, "v5p-slice", marks=pytest.mark.tpu_compile),
+        pytest.param(
+            TPU, "weight-stationary-1d", marks=[pytest.mark.tpu_compile, pytest.mark.slow]
+        ),
+        pytest.param(TPU, "data-tensor", marks=[pytest.mark.tpu_compile, pytest.mark.slow]),
+    ],
+)
+
+
+@dataclass(frozen=True)
+class Decode:
+    """A compiled decode graph, and bytes of its arrays on one device."""
+
+    collectives: list[Collective]
+    temporaries: int
+    overwritten: int
+    """Of arguments, by results."""
+    logits: int
+    cache: int
+    smallest_segment: int
+    """Of keys or values of one layer."""
+
+
+@cache
+def compiled_decode(target: str, layout: str) -> Decode:
+    laid = layout_of(layout)
+    placement = find_target(target).placement(laid)
+    definition = Definition(CONFIG, placement.arrangement(CONFIG))
+    name = CompiledGraphs.decode_name(GRID.max_length)
+    graphs = plan_graphs(definition, GRID, placement, jnp.dtype(jnp.float32))
+    graph = next(graph for graph in graphs if graph.name == name)
+    compiled, _, _ = compile_graph(graph)
+    _, state, _ = graph.arguments
+    segments = [num_bytes(leaf) for leaf in jax.tree.leaves(state.cache.layers)]
+    return Decode(
+        read_collectives(compiled.as_text(), laid.mesh.sizes),
+        compiled.memory_analysis().temp_size_in_bytes,
+        compiled.memory_analysis().alias_size_in_bytes,
+        num_bytes(state.logits_BV),
+        sum(segments),
+        min(segments),
+    )
+
+
+def num_bytes(placed: jax.ShapeDtypeStruct) -> int:
+    """Of the piece of one device."""
+    shape = placed.sharding.shard_shape(placed.shape)
+    return jax.ShapeDtypeStruct(shape, placed.dtype).size * placed.dtype.itemsize
+
+
+@ON_BOTH
+def test_no_collective_moves_as_much_as_a_device_has_of_the_logits(target, layout):
+    """A gather of logits would move all shards of them: four times the bound or eight times."""
+    decode = compiled_decode(target, layout)
+    assert decode.collectives
+    assert max(one.num_bytes for one in decode.collectives) < decode.logits
+
+
+@ON_BOTH
+def test_no_collective_moves_as_much_as_a_segment_of_the_cache(target, layout):
+    decode = compiled_decode(target, layout)
+    assert max(one.num_bytes for one in decode.collectives) < decode.smallest_segment
+
+
+@ON_BOTH
+def test_decode_works_in_place_on_its_piece_of_the_cache(target, layout):
+    """Beside it a twentieth of the piece, and six float32 arrays of the logits' piece.
+
+    That is less than the smallest segment, so a copy of any would show.
+    """
+    decode = compiled_decode(target, layout)
+    assert decode.overwritten >= decode.cache
+    bound = 0.05 * decode.cache + 6 * decode.logits
+    assert decode.temporaries <= bound < decode.smallest_segment
