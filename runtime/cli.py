@@ -106,7 +106,8 @@ def _add_pod_options(group: "argparse._ArgumentGroup") -> None:
         "--peer-timeout-seconds",
         type=float,
         default=60.0,
-        help="end, naming it, when another process has been silent for so long (default: 60)",
+        help="when another process has been silent for so long, name it, and end within 5 s more "
+        "(default: 60)",
     )
     add(
         "--allow-different-numerics",

@@ -2,7 +2,7 @@
 
 Process 0 runs the service, and the messages go through its key-value store: no device takes part,
 so they get through while a collective hangs or a compiler runs. The only module that reaches into
-jax for it; what is private there is the same in jax 0.10 to 0.12.
+jax for it. Tested with jax 0.10; the sources of 0.12 have the same names.
 
 Knows nothing of jobs. Guarantees: signal handlers stay as they are; when jax ends this process
 because the service is gone, a line of ours says so first.
@@ -104,6 +104,11 @@ def connect(address: Address | None, *, farewell_seconds: float, patience: float
             heartbeat_timeout_seconds=int(patience),
             shutdown_timeout_seconds=int(farewell_seconds),
         )
+    except ValueError as error:  # jax's way to say that it found no cluster
+        raise ValueError(
+            f"--distributed auto: expected a cluster that says where its processes are, got: "
+            f"{error} Name them with --coordinator, --num-processes and --process-id."
+        ) from error
     finally:
         signal.signal(signal.SIGINT, previous)
     state = distributed.global_state

@@ -154,6 +154,9 @@ class Pod:
     def saw(self, *facts: object) -> None:
         self._trace = zlib.crc32(repr(facts).encode(), self._trace)
 
+    def before_end(self, action: Callable[[], object]) -> None:
+        self._watchdog.before_end = action
+
     def blame(self) -> None:
         self._watchdog.await_verdict()
 

@@ -72,6 +72,8 @@ class Watchdog:
     ):
         self.signal: str | None = None
         """The name of the signal that this process got."""
+        self.before_end: Callable[[], object] = lambda: None
+        """What to do before this process is ended because of another one."""
         self.limit = limit
         self._store = store
         self._rank = rank
@@ -156,9 +158,10 @@ class Watchdog:
             else:
                 verdict = self.verdict()
             if verdict is not None and self._ending is None:
-                with suppress(OSError):  # a closed stderr must not keep this process alive
+                with suppress(OSError):  # a closed stderr or full disk must not keep it alive
                     line = f"noria: process {self._rank}: {verdict.reason}"
                     print(line, file=sys.stderr, flush=True)
+                    self.before_end()
                 self._end_all(verdict.reason, verdict.exit_code)
                 self._end(verdict.exit_code)
 

@@ -55,6 +55,10 @@ class JobLock:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Remove the lock, if it is held."""
         if self._descriptor is not None:
             self.path.unlink(missing_ok=True)
             os.close(self._descriptor)

@@ -61,6 +61,10 @@ class Peers(Protocol):
         """Take note of what this process did: before the next step all must have done the same."""
         ...
 
+    def before_end(self, action: Callable[[], object]) -> None:
+        """Do this before the loss of another process ends this one on the spot."""
+        ...
+
     def blame(self) -> None:
         """After a failure of the devices, wait for what ends this process if another one failed."""
         ...
@@ -86,6 +90,9 @@ class Alone:
 
     def saw(self, *facts: object) -> None:
         del facts
+
+    def before_end(self, action: Callable[[], object]) -> None:
+        del action
 
     def blame(self) -> None:
         return

@@ -61,7 +61,9 @@ def run_job(
         with StopSignals() as stop:
             return _follow(settings, model, peers, disk, progress, phases, stop)
     check_outputs(settings.outputs, [settings.input_path], "the input")
-    with StopSignals() as stop, JobLock(settings.lock_path):
+    with StopSignals() as stop, JobLock(settings.lock_path) as lock:
+        # the next run may be on another host, which cannot tell that this process is gone
+        peers.before_end(lock.release)
         if settings.restart:
             # the manifest first: without it the old output no longer counts as complete
             disk.remove(manifest_path(settings.output_path))

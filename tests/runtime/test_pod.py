@@ -1,5 +1,8 @@
 """What the processes of a pod say to each other, over a store in memory."""
 
+import subprocess
+import sys
+
 import pytest
 
 from noria.runtime.batch.peers import GO, Word
@@ -106,3 +109,13 @@ def test_an_address_that_cannot_be_is_refused(address, message):
 def test_a_limit_of_no_time_is_refused():
     with pytest.raises(ValueError, match="--peer-timeout-seconds: expected more than 0, got 0"):
         PodOptions(None, 0.0)
+
+
+def test_a_job_of_one_process_imports_nothing_of_pods():
+    program = (
+        "import sys, noria.runtime.cli, noria.runtime.batch.command; "
+        "print([name for name in ('pod', 'coordination', 'watchdog') "
+        "if f'noria.runtime.{name}' in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr
