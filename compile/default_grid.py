@@ -90,7 +90,7 @@ def derive_grid(
         else row.least_length
         for row in rows
     ]
-    max_length = min(_round_up(max(wanted), LENGTH_STEP), max_position)
+    max_length = min(_round_up(max(wanted), defaults.length_step), max_position)
     lengths = [row.prompt_length for row in rows]
     num_sequences = sum(row.num_sequences for row in rows if row.max_tokens != 0)
     slots = max(1, min(defaults.max_decode_slots, num_sequences))
@@ -153,7 +153,9 @@ def _batches(length: int, count: int, defaults: GridDefaults) -> list[int]:
     most = max(1, defaults.tokens_per_prefill // length)
     half = -(-defaults.tokens_per_prefill // (2 * length))
     multiple = defaults.batch_multiple
-    sizes = {_round_up(size, multiple) for size in range(min(half, count, most), most + 1)}
+    # at least one: rows too long for every bucket leave the last one empty
+    least = max(1, min(half, count, most))
+    sizes = {_round_up(size, multiple) for size in range(least, most + 1)}
     return sorted(sizes)
 
 

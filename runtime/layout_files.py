@@ -28,7 +28,9 @@ def read_layout_table(spelling: str) -> dict[str, Any]:
 
     Raises `ConfigError` for what is neither.
     """
-    name, at, mesh = spelling.partition("@")
+    # the @ in the path of a file is part of its name
+    has_mesh = "@" in spelling and not spelling.endswith(".toml")
+    name, _, mesh = spelling.rpartition("@") if has_mesh else (spelling, "", "")
     if name.endswith(".toml"):
         table = {"name": name, **read_toml(name)}
     else:
@@ -38,14 +40,14 @@ def read_layout_table(spelling: str) -> dict[str, Any]:
                 f"layout: expected a .toml file or one of {', '.join(known)}, got {name!r}."
             )
         table = known[name]
-    return {**table, "mesh": _mesh(spelling, mesh)} if at else table
+    return {**table, "mesh": _mesh(spelling, mesh)} if has_mesh else table
 
 
 def _mesh(spelling: str, text: str) -> dict[str, int]:
     sizes = {}
     for part in text.split(","):
         axis, equals, size = (piece.strip() for piece in part.partition("="))
-        if not equals or not size.isdecimal() or axis in sizes:
+        if not (axis and equals and size.isdecimal()) or axis in sizes:
             raise ConfigError(
                 f"layout {spelling}: expected a mesh such as data=2,tensor=4 after the @, "
                 f"got {text!r}."

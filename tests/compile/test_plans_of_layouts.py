@@ -1,0 +1,140 @@
+"""Plans and derived grids under layouts: the layout survives the file, the shapes divide."""
+
+import tomllib
+
+import numpy as np
+import pytest
+
+from noria.compile.bucket_grid import BucketGrid, NoBucketFits
+from noria.compile.default_grid import GridDefaults, RowNeed, derive_grid, ladder_grid
+from noria.compile.definition import model_sizes
+from noria.compile.plan import Plan, PlannedModel
+from noria.modelzoo.config import DecoderConfig
+from noria.runtime.layout_files import named_layout_tables, read_layout_table
+from noria.sharding.layout import Layout
+from noria.sharding.legality import check
+
+MODEL = PlannedModel("model", "sha256:00", "float32")
+GRID = BucketGrid(64, ((16, 8),), 8, (32, 64))
+CONFIG = DecoderConfig(
+    vocab_size=1000,
+    embed=96,
+    mlp=192,
+    num_query_heads=48,
+    num_kv_heads=24,
+    head_dim=48,
+    windows=(None,),
+    max_position=1000,
+)
+SPELLINGS = (
+    *named_layout_tables(),
+    "data-parallel@data=6",
+    "gpu-host@data=3,tensor=2",
+    "sequence-parallel@tensor=12",
+    "v5e-host@tensor=24",
+    "data-tensor-batch-attention@data=3,tensor=4",
+    "weight-gathered-all@data=4,tensor=3",
+)
+
+
+def layout_of(spelling: str) -> Layout:
+    return Layout.from_table(read_layout_table(spelling))
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_a_plan_with_a_layout_survives_its_file(spelling):
+    layout = layout_of(spelling)
+    plan = Plan(f"cpu:{layout.mesh.num_devices}", MODEL, GRID, layout)
+    assert Plan.from_table(tomllib.loads(plan.to_toml())) == plan
+
+
+def test_the_layout_of_a_plan_stands_in_it_as_in_a_file():
+    plan = Plan("cpu:8", MODEL, GRID, layout_of("data-tensor-batch-attention"))
+    _, _, text = plan.to_toml().partition("decode_spans")
+    assert text.splitlines()[1:] == [
+        "steps_per_call = 8",
+        "score = false",
+        "",
+        "[mesh]",
+        "data = 2",
+        "tensor = 4",
+        "",
+        "[rules]",
+        'batch = "data"',
+        'query_heads = "tensor"',
+        'kv_heads = ""',
+        'mlp = "tensor"',
+        'vocab = "tensor"',
+        "",
+        "[decode.rules]",
+        'attention_batch = ["data", "tensor"]',
+    ]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('mlp = "tensor"', "mlp = 4", r"plan \[rules\] mlp: expected a mesh axis"),
+        ("[mesh]", "[meshes]", r"unknown \['meshes'\]"),
+        ("[decode.rules]", "[decode.mesh]", r"plan: expected \[decode.rules\] and no more"),
+        ("max_replicated = 0.05", "max_replicated = 2", "plan max_replicated: expected a share"),
+    ],
+)
+def test_a_plan_with_a_layout_of_another_form_is_refused(old, new, message):
+    text = Plan("cpu:8", MODEL, GRID, layout_of("data-tensor-batch-attention")).to_toml()
+    assert old in text
+    with pytest.raises(ValueError, match=message):
+        Plan.from_table(tomllib.loads(text.replace(old, new)))
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_derived_grids_divide_as_the_layout_splits_them(spelling):
+    """Of jobs of any size; the checks of legality are the judge."""
+    layout = layout_of(spelling)
+    num_devices = layout.mesh.num_devices
+    sizes = model_sizes(CONFIG, num_devices)
+    defaults = GridDefaults.for_layout(layout)
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        lengths = rng.integers(1, 900, rng.integers(1, 60)).tolist()
+        outputs = rng.integers(1, 100, len(lengths)).tolist()
+        rows = [RowNeed(*pair) for pair in zip(lengths, outputs, strict=True)]
+        slots = int(rng.integers(1, 100))
+        for grid in (
+            derive_grid(rows, CONFIG.max_position, defaults),
+            ladder_grid(int(rng.integers(100, 1000)), slots, score=False, defaults=defaults),
+        ):
+            shaped = model_sizes_with(grid, sizes)
+            assert check(layout, shaped) == [], grid
+
+
+def model_sizes_with(grid: BucketGrid, sizes):
+    """The model's sizes are the same for every grid, and slow to find."""
+    batches = {"prefill": [b.batch for b in grid.prefill], "decode": [grid.decode_slots]}
+    lengths = {"prefill": [b.length for b in grid.prefill], "decode": [1]}
+    return type(sizes)(sizes.config, sizes.num_devices, sizes.weights, batches, lengths)
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize("longest", [1, 5, 15, 16, 17, 100, 950])
+def test_every_prompt_of_a_job_fits_the_grid_that_is_derived_for_it(spelling, longest):
+    rows = [RowNeed(length, 0, is_scored=True) for length in (longest, -(-longest // 2))]
+    grid = derive_grid(rows, CONFIG.max_position, GridDefaults.for_layout(layout_of(spelling)))
+    for row in rows:
+        assert grid.fit(row.prompt_length, row.max_tokens)
+
+
+def test_a_prompt_whose_length_no_layout_could_split_is_refused_by_name():
+    """Tokens split over 12 devices end at 996 of the model's 1000."""
+    defaults = GridDefaults.for_layout(layout_of("sequence-parallel@tensor=12"))
+    grid = derive_grid([RowNeed(999, 0)], CONFIG.max_position, defaults)
+    assert grid.prefill[-1].length == 996
+    with pytest.raises(NoBucketFits, match="prefill length 999"):
+        grid.fit(999, 0)
+
+
+def test_replicas_multiply_what_a_grid_aims_for():
+    one, four = (GridDefaults.for_layout(layout_of(f"data-parallel@data={n}")) for n in (1, 4))
+    assert one == GridDefaults()
+    assert four.tokens_per_prefill == 4 * one.tokens_per_prefill
+    assert four.max_decode_slots == 4 * one.max_decode_slots
