@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from .config import PLAIN_SCORES, Scores
+from .layers import soft_cap
 
 EMPTY_POSITION = -1
 """Position of a cache entry that holds no token."""
@@ -63,7 +64,7 @@ def attend_dense(
     # queries and heads of a group as the rows of one product: XLA for CPU is slow at anything else
     scale = H**-0.5 if scores.scale is None else scores.scale
     q_BKAH = (q_BTKGH * scale).transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H)
-    scores_BKAS = _product(q_BKAH, k_BKHS)
+    scores_BKAS = soft_cap(_product(q_BKAH, k_BKHS), scores.cap)
     mask_B11TS = mask_BTS[:, None, None]
     scores_BKGTS = jnp.where(mask_B11TS, scores_BKAS.reshape(B, K, G, T, -1), _MASKED_SCORE)
     max_BKGT1 = scores_BKGTS.max(axis=-1, keepdims=True)

@@ -58,8 +58,11 @@ class Scores:
     scale: float | None = None
     """None means `head_dim ** -0.5` (Vaswani et al. 2017, arXiv 1706.03762, section 3.2.1)."""
 
+    cap: float | None = None
+    """Scores become `cap * tanh(score / cap)` (Bello et al. 2016, 1611.09940, section 5)."""
+
     def __post_init__(self):
-        _require_positive("scores", scale=self.scale)
+        _require_positive("scores", scale=self.scale, cap=self.cap)
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ class Multipliers:
     """Constant factors inside the model; a factor of one is no operation at all."""
 
     embedding: float = 1.0
-    """On the rows of the token table, as they enter the residual stream."""
+    """On the rows of the token table, rounded to their dtype, as Gemma was trained."""
     residual: float = 1.0
     """On what attention and MLP add to the residual stream."""
     logits: float = 1.0
@@ -86,10 +89,15 @@ def _require_positive(of: str, **numbers: float | None) -> None:
 PLAIN_SCORES = Scores()
 NO_MULTIPLIERS = Multipliers()
 
+Activation = Literal["silu", "gelu_tanh"]
+"""Of the MLP's gate; `gelu_tanh` is the approximation by tanh (Hendrycks, Gimpel 1606.08415)."""
 NormPlacement = Literal["before", "after", "both"]
 """Where a block norms: what attention and MLP read, what they write, or both."""
 QKNorm = Literal["head", "projection"]
 """How queries and keys are normed: each head alone and all with one scale, or all heads as one."""
+
+
+_CHOICES = {"qk_norm_kind": QKNorm, "norm_placement": NormPlacement, "activation": Activation}
 
 
 @dataclass(frozen=True)
@@ -107,6 +115,9 @@ class DecoderConfig:
     max_position: int
     """Longest sequence (prompt and output) the model was published for."""
     norm_epsilon: float = 1e-5
+    norm_offset: float = 0.0
+    """Added to the scales of norms as they are stored."""
+    activation: Activation = "silu"
     rope: RopeConfig = RopeConfig()
     tie_embeddings: bool = False
     qkv_bias: bool = False
@@ -117,13 +128,16 @@ class DecoderConfig:
     norm_placement: NormPlacement = "before"
     scores: Scores = PLAIN_SCORES
     multipliers: Multipliers = NO_MULTIPLIERS
+    logit_cap: float | None = None
+    """Logits become `cap * tanh(logit / cap)`."""
 
     def __post_init__(self):
-        for name, options in (("qk_norm_kind", QKNorm), ("norm_placement", NormPlacement)):
+        for name, options in _CHOICES.items():
             if getattr(self, name) not in get_args(options):
                 raise ValueError(
                     f"{name}: expected one of {get_args(options)}, got {getattr(self, name)!r}."
                 )
+        _require_positive("config", logit_cap=self.logit_cap)
         sizes = {
             name: getattr(self, name)
             for name in (

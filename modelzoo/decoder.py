@@ -32,6 +32,7 @@ from .layers import (
     Unnormed,
     constant,
     scaled,
+    soft_cap,
     weight,
 )
 from .operations import ON_ONE_DEVICE, Operations, einsum
@@ -103,17 +104,12 @@ def _merge_heads(out_BTKGH: jax.Array, output_KGHD: jax.Array) -> jax.Array:
 
 
 def _query_key_norms(config: DecoderConfig, kv_copies: int) -> tuple[RMSNorm, RMSNorm]:
-    N, K, H, epsilon = (
-        config.num_query_heads,
-        config.num_kv_heads,
-        config.head_dim,
-        config.norm_epsilon,
-    )
+    N, K, H = config.num_query_heads, config.num_kv_heads, config.head_dim
     match config.qk_norm_kind:
         case "head":
-            return RMSNorm(H, epsilon), RMSNorm(H, epsilon)
+            return RMSNorm(H, config), RMSNorm(H, config)
         case "projection":
-            return ProjectionNorm(N, H, epsilon), ProjectionNorm(K, H, epsilon, kv_copies)
+            return ProjectionNorm(N, config), ProjectionNorm(K, config, kv_copies)
 
 
 class Block(nnx.Module):
@@ -122,13 +118,13 @@ class Block(nnx.Module):
     def __init__(self, rngs: nnx.Rngs, config: DecoderConfig, arrangement: Arrangement):
         def norm(place: str) -> RMSNorm | Unnormed:
             is_there = config.norm_placement in (place, "both")
-            return RMSNorm(config.embed, config.norm_epsilon) if is_there else Unnormed()
+            return RMSNorm(config.embed, config) if is_there else Unnormed()
 
         self.attention_norm = norm("before")
         self.attention = Attention(rngs, config, arrangement)
         self.attention_post_norm = norm("after")
         self.mlp_norm = norm("before")
-        self.mlp = GatedMlp(rngs, config.embed, config.mlp, use_bias=config.mlp_bias)
+        self.mlp = GatedMlp(rngs, config)
         self.mlp_post_norm = norm("after")
         self.multiplier = config.multipliers.residual
 
@@ -163,7 +159,7 @@ class Decoder(nnx.Module):
         num_rows = arrangement.padded_vocab or config.vocab_size
         self.embedding = Embedding(rngs, num_rows, config.embed)
         self.layers = nnx.List(Block(rngs, config, arrangement) for _ in config.windows)
-        self.final_norm = RMSNorm(config.embed, config.norm_epsilon)
+        self.final_norm = RMSNorm(config.embed, config)
         if not config.tie_embeddings:
             self.head = Embedding(rngs, num_rows, config.embed)
         self.config = config
@@ -242,10 +238,18 @@ class Decoder(nnx.Module):
         head = self.embedding if self.config.tie_embeddings else self.head
         logits_BV = head.logits(x_BD, self.operations)
         logits_BV = scaled(logits_BV, self.config.multipliers.logits)
+        logits_BV = soft_cap(logits_BV, self.config.logit_cap)
         if logits_BV.shape[-1] > self.config.vocab_size:
             id_BV = jax.lax.broadcasted_iota(jnp.int32, logits_BV.shape, logits_BV.ndim - 1)
             logits_BV = jnp.where(id_BV < self.config.vocab_size, logits_BV, -jnp.inf)
         return self.operations.constrain(logits_BV, axes.LOGITS)
+
+    def embed(self, tokens_BT: jax.Array) -> jax.Array:
+        """The residual stream as it begins."""
+        x_BTD = self.embedding(tokens_BT, self.operations)
+        # a plain product rounds the factor to the dtype of the table, as it should
+        factor = self.config.multipliers.embedding
+        return x_BTD if factor == 1.0 else x_BTD * factor
 
     def _blocks(
         self,
@@ -254,8 +258,7 @@ class Decoder(nnx.Module):
         attend_layer: Callable[[int | None], AttendLayer],
     ) -> jax.Array:
         by = rotation(position_BT, self.config.rope, self.config.head_dim)
-        x_BTD = self.embedding(tokens_BT, self.operations)
-        x_BTD = scaled(x_BTD, self.config.multipliers.embedding)
+        x_BTD = self.embed(tokens_BT)
         for i, (block, window) in enumerate(zip(self.layers, self.config.windows, strict=True)):
             with jax.named_scope(f"layers.{i}"):
                 x_BTD = block(x_BTD, by, attend_layer(window), self.operations)

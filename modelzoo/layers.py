@@ -4,12 +4,17 @@ Knows nothing of attention, caches or meshes. Every weight declares its logical 
 shape; a layout is applied from outside by those names.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from . import axes
+from .config import DecoderConfig
 from .operations import Operations, einsum
+
+_ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": partial(jax.nn.gelu, approximate=True)}
 
 
 def weight(
@@ -30,13 +35,18 @@ def scaled(x: jax.Array, factor: float) -> jax.Array:
     return x if factor == 1.0 else (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
+def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
+    """Squash to within `cap` of zero; nothing for a cap of None."""
+    return x if cap is None else jnp.tanh(x / cap) * cap
+
+
 class RMSNorm(nnx.Module):
     """Root mean square norm over the last axis, in float32 (Zhang, Sennrich 2019, 1910.07467)."""
 
-    def __init__(self, size: int, epsilon: float):
+    def __init__(self, size: int, config: DecoderConfig):
         # whole on every device: small, and wanted wherever the residual stream is
-        self.scale = constant(1.0, (size,), ("",))
-        self.epsilon = epsilon
+        self.scale = constant(1.0 - config.norm_offset, (size,), ("",))
+        self.config = config
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self._norm(x, self.scale[...], -1)
@@ -45,8 +55,10 @@ class RMSNorm(nnx.Module):
         """Norm over `axis`; the scale has the last axes of `x`."""
         x32 = x.astype(jnp.float32)
         mean_square = jnp.mean(x32 * x32, axis=axis, keepdims=True)
-        normed = x32 * jax.lax.rsqrt(mean_square + self.epsilon)
+        normed = x32 * jax.lax.rsqrt(mean_square + self.config.norm_epsilon)
         scale = scale.astype(jnp.float32).reshape((1,) * (x.ndim - scale.ndim) + scale.shape)
+        if self.config.norm_offset:
+            scale = scale + self.config.norm_offset
         return (normed * scale).astype(x.dtype)
 
 
@@ -56,8 +68,8 @@ class ProjectionNorm(RMSNorm):
     Heads may come in copies side by side: as each comes equally often, their mean is the same.
     """
 
-    def __init__(self, num_heads: int, head_dim: int, epsilon: float, copies: int = 1):
-        super().__init__(num_heads * head_dim, epsilon)
+    def __init__(self, num_heads: int, config: DecoderConfig, copies: int = 1):
+        super().__init__(num_heads * config.head_dim, config)
         self.copies = copies
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -92,26 +104,27 @@ class Embedding(nnx.Module):
 
 
 class GatedMlp(nnx.Module):
-    """`down(silu(gate(x)) * up(x))` with gate and up as one product (Shazeer 2020, 2002.05202)."""
+    """`down(act(gate(x)) * up(x))` with gate and up as one product (Shazeer 2020, 2002.05202)."""
 
-    def __init__(self, rngs: nnx.Rngs, embed: int, mlp: int, *, use_bias: bool):
+    def __init__(self, rngs: nnx.Rngs, config: DecoderConfig):
+        embed, mlp = config.embed, config.mlp
         self.gate_up = weight(rngs, (2, embed, mlp), ("", axes.EMBED_IN, axes.MLP), embed)
         self.down = weight(rngs, (mlp, embed), (axes.MLP, axes.EMBED_IN), mlp)
-        if use_bias:
+        if config.mlp_bias:
             self.gate_up_bias = constant(0.0, (2, mlp), ("", axes.MLP))
             self.down_bias = constant(0.0, (embed,), ("",))
-        self.use_bias = use_bias
+        self.config = config
 
     def __call__(self, x_BTD: jax.Array, operations: Operations) -> jax.Array:
         project = operations.project
         gate_up = ("BTD,PDF->PBTF", _gate_up_product)
         h_PBTF = project(*gate_up, x_BTD, self.gate_up, axes.RESIDUAL, ("", *axes.HIDDEN))
-        if self.use_bias:
+        if self.config.mlp_bias:
             h_PBTF = h_PBTF + self.gate_up_bias[...][:, None, None]
-        h_BTF = jax.nn.silu(h_PBTF[0]) * h_PBTF[1]
+        h_BTF = _ACTIVATIONS[self.config.activation](h_PBTF[0]) * h_PBTF[1]
         down = einsum("BTF,FD->BTD")
         out_BTD = project(*down, h_BTF, self.down, axes.HIDDEN, axes.RESIDUAL)
-        if self.use_bias:
+        if self.config.mlp_bias:
             out_BTD = out_BTD + self.down_bias[...][None, None]
         return out_BTD
 

@@ -158,6 +158,40 @@ CASES = (
         },
         YARN,
     ),
+    Case(
+        "gemma2",
+        "gemma2",
+        _heads(4, 2, 14)
+        | {
+            "num_hidden_layers": 3,
+            "sliding_window": 5,
+            "query_pre_attn_scalar": 20,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 3.0,
+        },
+        is_old_spelling=True,
+    ),
+    Case(
+        "gemma2-27b-untied",
+        "gemma2",
+        _heads(8, 1, 10)
+        | {
+            "sliding_window": 4,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": None,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "tie_word_embeddings": False,
+        },
+        LINEAR,
+    ),
+    Case(
+        "gemma2-biases-uncapped",
+        "gemma2",
+        _heads(3, 3, 16)
+        | {"attention_bias": True, "attn_logit_softcapping": None, "sliding_window": 7},
+        YARN,
+        is_old_spelling=True,
+    ),
     Case("granite-linear", "granite", _heads(3, 3) | {"logits_scaling": 0.5}, LINEAR),
 )
 
@@ -190,12 +224,14 @@ def save_reference(case: Case, directory: Path) -> list[np.ndarray]:
         model.save_pretrained(directory)
         logits = [model(torch.tensor([prompt])).logits[0] for prompt in prompts(case)]
     if case.is_old_spelling:
-        _write_old_spelling(directory / "config.json", rope)
+        _write_old_spelling(case, directory / "config.json", rope)
     return [torch.log_softmax(each, dim=-1).numpy() for each in logits]
 
 
-def _write_old_spelling(path: Path, rope: dict[str, Any]) -> None:
+def _write_old_spelling(case: Case, path: Path, rope: dict[str, Any]) -> None:
     config = json.loads(path.read_text())
+    if "layer_types" not in case.options:
+        config.pop("layer_types", None)  # follow from other options
     del config["rope_parameters"]
     config["rope_theta"] = rope.pop("rope_theta")
     config["rope_scaling"] = None if rope["rope_type"] == "default" else rope

@@ -4,14 +4,15 @@ A family is data: names, and one function from its published options to ours. Kn
 files; `hugging_face.py` and `gguf.py` read what the families have in common.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from ..config import (
     AS_PUBLISHED,
     NO_MULTIPLIERS,
     PLAIN_SCORES,
+    Activation,
     Arrangement,
     DecoderConfig,
     Multipliers,
@@ -37,10 +38,13 @@ class Options:
     norm_placement: NormPlacement = "before"
     scores: Scores = PLAIN_SCORES
     multipliers: Multipliers = NO_MULTIPLIERS
+    logit_cap: float | None = None
+    norm_offset: float = 0.0
+    activation: Activation = "silu"
 
     def decoder_fields(self) -> dict[str, Any]:
         """By name, as `DecoderConfig` takes them."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return {option.name: getattr(self, option.name) for option in fields(self)}
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,7 @@ class HFDefaults:
 
     head_dim: int | None = None
     """None means embed / query heads."""
+    tie_embeddings: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,8 @@ class Family:
     gguf_options: Callable[[ConfigReader, int], Options] | None = None
     """None where GGUF knows no such architecture."""
     hf_defaults: HFDefaults = HFDefaults()
+    hf_names: Mapping[str, str] = field(default_factory=dict)
+    """Fields of `TensorNames` that differ from the usual ones."""
     gguf_interleaved: bool = False
     """Whether GGUF stores the rows of query and key heads with rotated pairs side by side."""
 

@@ -6,6 +6,7 @@ answer, or is refused by name.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from ..config import DecoderConfig
 from .config_reader import ConfigReader
@@ -32,6 +33,9 @@ NAMES = TensorNames(
     mlp_post_norm="model.layers.{i}.post_feedforward_layernorm",
 )
 
+ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
+"""Ours and what config.json calls them."""
+
 # Bounds far above any published model: a size beyond them is a lie or a mistake.
 MAX_LAYERS = 1024
 MAX_HEADS = 4096
@@ -49,7 +53,8 @@ IGNORED_KEYS = frozenset({
     # training
     "initializer_range", "attention_dropout", "pretraining_tp", "gradient_checkpointing",
     # which implementation runs, and what it returns besides
-    "use_cache", "_attn_implementation", "_attn_implementation_autoset", "_flash_attn_2_enabled",
+    "use_cache", "cache_implementation",
+    "_attn_implementation", "_attn_implementation_autoset", "_flash_attn_2_enabled",
     "output_attentions", "output_hidden_states", "return_dict", "torchscript", "use_bfloat16",
     "tf_legacy_loss", "keys_to_ignore_at_inference", "chunk_size_feed_forward", "is_decoder",
     # text and tasks
@@ -97,8 +102,9 @@ def model_spec(family: Family, values: Mapping[str, object]) -> ModelSpec:
     config.ignore(IGNORED_KEYS)
     config.expect_of_unread(NEUTRAL_VALUES)
     config.refuse_rest()
+    names = replace(NAMES, **family.hf_names)
     return ModelSpec(
-        family.name, decoder, parameter_sources(decoder, NAMES), _ignored_tensors(decoder), NAMES
+        family.name, decoder, parameter_sources(decoder, names), _ignored_tensors(decoder), names
     )
 
 
@@ -113,7 +119,24 @@ def latter_layers_windowed(config: ConfigReader, num_layers: int) -> tuple[int |
         window = None
     if not config.has("layer_types"):
         return tuple(window if i >= first else None for i in range(num_layers))
+    return _windows_by_kind(config, num_layers, window)
 
+
+def all_but_each(
+    period: int, config: ConfigReader, num_layers: int, default: int
+) -> tuple[int | None, ...]:
+    """Windows in all layers but each `period`-th one, or by `layer_types`."""
+    if config.is_null("sliding_window"):
+        raise config.error("sliding_window", "a size, as some layers slide a window")
+    window = config.integer("sliding_window", maximum=MAX_POSITION, default=default)
+    if config.has("layer_types"):
+        return _windows_by_kind(config, num_layers, window)
+    return tuple(window if (i + 1) % period else None for i in range(num_layers))
+
+
+def _windows_by_kind(
+    config: ConfigReader, num_layers: int, window: int | None
+) -> tuple[int | None, ...]:
     kinds = config.texts("layer_types")
     allowed = {"full_attention", "sliding_attention"} if window else {"full_attention"}
     if len(kinds) != num_layers or not set(kinds) <= allowed:
@@ -127,7 +150,8 @@ def _decoder_config(config: ConfigReader, family: Family) -> DecoderConfig:
     embed = config.integer("hidden_size", maximum=MAX_EMBED)
     num_heads, num_kv_heads = _heads(config)
     max_position = config.integer("max_position_embeddings", maximum=MAX_POSITION)
-    config.expect("hidden_act", "silu")
+    for key in ("hidden_act", "hidden_activation"):
+        config.expect(key, ACTIVATIONS[options.activation])
     return DecoderConfig(
         vocab_size=config.integer("vocab_size", maximum=MAX_VOCAB),
         embed=embed,
@@ -138,7 +162,9 @@ def _decoder_config(config: ConfigReader, family: Family) -> DecoderConfig:
         max_position=max_position,
         norm_epsilon=config.number("rms_norm_eps", above=0.0, maximum=1.0),
         rope=read_rope(config, max_position),
-        tie_embeddings=config.flag("tie_word_embeddings", default=False),
+        tie_embeddings=config.flag(
+            "tie_word_embeddings", default=family.hf_defaults.tie_embeddings
+        ),
         **options.decoder_fields(),
     )
 

@@ -7,7 +7,7 @@ an `UnsupportedModel` that names what was not.
 
 from collections.abc import Collection, Mapping
 
-from . import gguf, granite, hugging_face, llama, mistral, olmo2, qwen2, qwen3
+from . import gemma2, gguf, granite, hugging_face, llama, mistral, olmo2, qwen2, qwen3
 from .config_reader import UnsupportedModel
 from .family import Family, ModelSpec
 
@@ -20,6 +20,7 @@ FAMILIES: tuple[Family, ...] = (
     qwen3.FAMILY,
     olmo2.FAMILY,
     granite.FAMILY,
+    gemma2.FAMILY,
 )
 
 

@@ -14,6 +14,7 @@ from noria.modelzoo.attention import (
     merge,
     visible,
 )
+from noria.modelzoo.config import Scores
 
 B, T, K, G, S, H = 2, 4, 2, 3, 7, 8
 
@@ -25,7 +26,7 @@ def random_inputs(seed: int = 0) -> tuple[jax.Array, jax.Array, jax.Array]:
     return q, k, v
 
 
-def reference(q_BTKGH, k_BKHS, v_BKSH, mask_BTS):
+def reference(q_BTKGH, k_BKHS, v_BKSH, mask_BTS, scale=H**-0.5, cap=None):
     """One query at a time, in float64."""
     q, k, v = (np.asarray(x, np.float64) for x in (q_BTKGH, k_BKHS, v_BKSH))
     out = np.zeros(q.shape)
@@ -33,7 +34,8 @@ def reference(q_BTKGH, k_BKHS, v_BKSH, mask_BTS):
     for b, t, n, g in np.ndindex(*q.shape[:-1]):
         seen = np.flatnonzero(mask_BTS[b, t])
         if len(seen):
-            scores = q[b, t, n, g] @ k[b, n][:, seen] / np.sqrt(q.shape[-1])
+            scores = q[b, t, n, g] @ k[b, n][:, seen] * scale
+            scores = scores if cap is None else cap * np.tanh(scores / cap)
             lse[b, t, n, g] = np.log(np.sum(np.exp(scores)))
             out[b, t, n, g] = np.exp(scores - lse[b, t, n, g]) @ v[b, n, seen]
     return out, lse
@@ -76,6 +78,18 @@ def test_dense_attention_equals_plain_numpy():
     expected_out, expected_lse = reference(q_BTKGH, k_BKHS, v_BKSH, mask_BTS)
     np.testing.assert_allclose(out, expected_out, rtol=0, atol=FLOAT32_ELEMENTWISE)
     np.testing.assert_allclose(lse, expected_lse, rtol=0, atol=FLOAT32_ELEMENTWISE)
+
+
+@pytest.mark.parametrize("cap", [None, 0.7])
+def test_scores_are_scaled_and_then_capped(cap):
+    q_BTKGH, k_BKHS, v_BKSH = random_inputs()
+    mask_BTS = random_mask()
+    scores = Scores(scale=0.9, cap=cap)
+    out, lse = attend_dense(q_BTKGH, k_BKHS, v_BKSH, jnp.asarray(mask_BTS), scores)
+    expected_out, expected_lse = reference(q_BTKGH, k_BKHS, v_BKSH, mask_BTS, 0.9, cap)
+    np.testing.assert_allclose(out, expected_out, rtol=0, atol=FLOAT32_ELEMENTWISE)
+    np.testing.assert_allclose(lse, expected_lse, rtol=0, atol=FLOAT32_ELEMENTWISE)
+    assert np.all(np.isneginf(lse[0, 1]))
 
 
 def test_a_query_that_sees_nothing_gets_exactly_zero():

@@ -11,7 +11,14 @@ from flax import nnx
 from tolerances import FLOAT32_MODEL_LOGPROB
 
 from noria.modelzoo import axes, kv_cache
-from noria.modelzoo.config import DecoderConfig, Llama3Scaling, Multipliers, RopeConfig, Scores
+from noria.modelzoo.config import (
+    Arrangement,
+    DecoderConfig,
+    Llama3Scaling,
+    Multipliers,
+    RopeConfig,
+    Scores,
+)
 from noria.modelzoo.decoder import Decoder
 
 CONFIG = DecoderConfig(
@@ -40,8 +47,11 @@ VARIANTS = {
         qk_norm=True,
         qk_norm_kind="projection",
         norm_placement="both",
-        scores=Scores(scale=0.5),
+        scores=Scores(scale=0.5, cap=3.0),
         multipliers=Multipliers(embedding=3.0, residual=0.3, logits=0.5),
+        logit_cap=4.0,
+        norm_offset=1.0,
+        activation="gelu_tanh",
     ),
 }
 T, SPANS = 12, (8, 16, 32)
@@ -197,7 +207,7 @@ def test_norms_stand_where_the_configuration_places_them():
     }
 
 
-@pytest.mark.parametrize("field", ["qk_norm_kind", "norm_placement"])
+@pytest.mark.parametrize("field", ["qk_norm_kind", "norm_placement", "activation"])
 def test_a_kind_that_is_unknown_is_refused(field):
     with pytest.raises(ValueError, match=f"{field}: expected one of .*, got 'sideways'"):
         replace(CONFIG, **{field: "sideways"})
@@ -216,6 +226,25 @@ def test_a_factor_of_one_is_no_operation_and_any_other_is_one():
     assert count(Multipliers(logits=0.5)) == plain + 1
     assert count(Multipliers(embedding=2.0)) == plain + 1
     assert count(Multipliers(residual=0.5)) == plain + 2 * CONFIG.num_layers
+
+
+def test_a_factor_on_embeddings_is_rounded_to_their_dtype():
+    """The root of 3072 is 55.43, and was 55.5 in bfloat16 when the model was trained."""
+    decoder = Decoder(replace(CONFIG, multipliers=Multipliers(3072**0.5)), rngs=nnx.Rngs(0))
+    plain = Decoder(CONFIG, rngs=nnx.Rngs(0))
+    rows = jax.random.normal(jax.random.key(0), (53, CONFIG.embed), jnp.bfloat16)
+    for model in (decoder, plain):
+        model.embedding.table.set_value(rows)
+    embedded = decoder.embed(prompts())
+    assert embedded.dtype == jnp.bfloat16
+    assert np.array_equal(embedded, plain.embed(prompts()) * jnp.bfloat16(55.5))
+
+
+def test_logits_stay_within_their_cap_and_padding_stays_out():
+    arrangement = Arrangement(padded_vocab=64)
+    decoder = Decoder(replace(CONFIG, logit_cap=2.0), rngs=nnx.Rngs(0), arrangement=arrangement)
+    logits_BV = decoder.logits(1e3 * jax.random.normal(jax.random.key(0), (4, CONFIG.embed)))
+    assert np.all(np.abs(logits_BV[:, :53]) <= 2.0) and np.all(np.isneginf(logits_BV[:, 53:]))
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])

@@ -69,6 +69,12 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "residual_multiplier": 0.5,
         "logits_scaling": 4.0,
     },
+    "gemma2": {
+        "hidden_act": "gelu_pytorch_tanh",
+        "sliding_window": 5,
+        "attn_logit_softcapping": 3.0,
+        "final_logit_softcapping": 8.0,
+    },
 }
 
 GREEDY = SamplingParams(temperature=0)

@@ -60,7 +60,7 @@ class Arrays:
         pass
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "olmo2", "granite"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "olmo2", "granite", "gemma2"])
 @pytest.mark.parametrize("tensor_names", [UNTIED, UNTIED[:1]], ids=["untied", "tied"])
 def test_sources_fill_exactly_the_parameters_of_the_decoder(architecture, tensor_names):
     spec = from_gguf_metadata(metadata(architecture), tensor_names)
@@ -110,6 +110,18 @@ def test_the_factors_of_granite_are_read_and_logits_are_divided():
     assert config.multipliers == Multipliers(embedding=12.0, residual=0.25, logits=0.125)
     assert config.scores == Scores(scale=0.125)
     assert from_gguf_metadata(metadata("granite"), UNTIED).config.scores == Scores()
+
+
+def test_gemma2_is_read_as_llama_cpp_does():
+    caps = {"attn_logit_softcapping": 40.0, "final_logit_softcapping": 20.0}
+    read = metadata("gemma2", attention__sliding_window=9, embedding_length=64, **caps)
+    config = from_gguf_metadata(read | {"gemma2.rope.dimension_count": 16}, UNTIED[:1]).config
+    assert config.windows == (9, None)
+    assert (config.scores, config.logit_cap) == (Scores(cap=40.0), 20.0)
+    assert config.multipliers == Multipliers(embedding=8.0)
+    assert (config.norm_offset, config.activation) == (0.0, "gelu_tanh")
+    large = from_gguf_metadata(metadata("gemma2", block_count=46), UNTIED[:1]).config
+    assert large.scores == Scores(scale=8**-0.5, cap=50.0)
 
 
 def test_norms_after_attention_and_mlp_have_the_names_of_llama_cpp():

@@ -61,9 +61,12 @@ SMOLLM2_EXTRAS = {
 
 
 def family(name: str, **changes: object) -> dict[str, object]:
-    window = {"sliding_window": None} if name == "mistral" else {}
+    needed = {
+        "mistral": {"sliding_window": None},
+        "gemma2": {"hidden_act": "gelu_pytorch_tanh", "head_dim": 16},
+    }
     names = {"model_type": name, "architectures": [f"{name.capitalize()}ForCausalLM"]}
-    return LLAMA | names | window | changes
+    return LLAMA | names | needed.get(name, {}) | changes
 
 
 CONFIGS = {
@@ -78,6 +81,8 @@ CONFIGS = {
     "olmo2-biases": family("olmo2", attention_bias=True),
     "granite": family("granite", residual_multiplier=0.22),
     "granite-biases": family("granite", attention_bias=True, mlp_bias=True),
+    "gemma2": family("gemma2"),
+    "gemma2-untied": family("gemma2", tie_word_embeddings=False, attention_bias=True),
 }
 
 
@@ -140,6 +145,50 @@ def test_the_factors_of_granite_are_read_and_logits_are_divided():
 def test_an_impossible_factor_of_granite_is_an_error_that_names_the_key(value):
     with pytest.raises(UnsupportedModel, match="logits_scaling: expected a finite number above"):
         from_hf_config(family("granite", logits_scaling=value))
+
+
+def test_gemma2_is_read_as_published():
+    published = {
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "query_pre_attn_scalar": 144,
+        "sliding_window": 100,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "cache_implementation": "hybrid",
+    }
+    config = from_hf_config(family("gemma2", **published)).config
+    assert config.windows == (100, None, 100)
+    assert config.scores == Scores(scale=1 / 12, cap=50.0)
+    assert (config.logit_cap, config.norm_offset, config.activation) == (30.0, 1.0, "gelu_tanh")
+    assert config.multipliers == Multipliers(embedding=8.0)
+    assert config.tie_embeddings
+
+
+def test_what_gemma2_leaves_out_is_what_the_reference_assumes():
+    sizes = {k: v for k, v in family("gemma2").items() if k != "head_dim"}
+    config = from_hf_config(sizes).config
+    assert (config.head_dim, config.windows[0]) == (256, 4096)
+    assert (config.scores, config.logit_cap) == (Scores(scale=1 / 16, cap=50.0), 30.0)
+    nulls = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+    config = from_hf_config(family("gemma2", **nulls)).config
+    assert (config.scores.cap, config.logit_cap) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_act": "silu"}, "hidden_act: expected 'gelu_pytorch_tanh'"),
+        ({"hidden_activation": "gelu"}, "hidden_activation: expected 'gelu_pytorch_tanh'"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention: expected False"),
+        ({"num_key_value_heads": None}, "num_key_value_heads: expected a number of heads"),
+        ({"sliding_window": None}, "sliding_window: expected a size, as some layers"),
+        ({"final_logit_softcapping": 0.0}, "final_logit_softcapping: expected a finite number"),
+        ({"layer_types": ["chunked_attention"] * 3}, "layer_types: expected 3 entries"),
+    ],
+)
+def test_what_gemma2_does_not_implement_is_refused_by_name(changes, message):
+    with pytest.raises(UnsupportedModel, match=message):
+        from_hf_config(family("gemma2", **changes))
 
 
 def test_a_null_window_of_mistral_is_none_and_an_absent_one_is_refused():
