@@ -1,0 +1,100 @@
+"""The embedded model under layouts gives the greedy tokens of one device.
+
+It has 9 query heads and 3 key/value heads, so its heads split over three devices; six hold it with
+replicas, or split in two dimensions. Near ties as the rule for different executables has them.
+"""
+
+from collections.abc import Sequence
+
+import pytest
+from command import chat, read_manifest, read_rows, write_lines
+from tolerances import NEAR_TIE_GAP
+
+from noria.compile.bucket_grid import BucketGrid
+from noria.compile.plan import Plan, PlannedModel
+from noria.runtime import LLM, SamplingParams
+from noria.runtime.layout_files import read_layout_table
+from noria.runtime.request import RequestOutput
+from noria.sharding.layout import Layout
+
+NUM_TOKENS = 16
+QUESTIONS = (
+    "What is the capital of France?",
+    "Explain in two sentences why the sky is blue.",
+    "Write a short poem about an old mill by the river.",
+    "How do I make bread? List the steps.",
+    "Who was Ada Lovelace?",
+)
+OFTEN = ("v5p-slice@data=2,tensor=3",)
+NOW_AND_THEN = (
+    "data-parallel@data=6",
+    "data-tensor-batch-attention@data=2,tensor=3",
+    "data-tensor@data=2,tensor=3",
+    "embed-parallel@tensor=3",
+    "gpu-host@data=2,tensor=3",
+    "sequence-parallel@tensor=3",
+    "v5e-host@tensor=3",
+    "weight-gathered-all@data=2,tensor=3",
+    "weight-gathered@data=2,tensor=3",
+    "weight-stationary-1d-batch-attention@tensor=3",
+    "weight-stationary-1d-kv-copies@tensor=3",
+    "weight-stationary-1d@tensor=3",
+    "weight-stationary-2d@data=2,tensor=3",
+)
+
+
+def answers(layout: Layout | None) -> list[RequestOutput]:
+    num_devices = 1 if layout is None else layout.mesh.num_devices
+    grid = BucketGrid(96, ((72, 6),), 6, (96,))
+    target, model = f"cpu:{num_devices}", PlannedModel("smollm2", "", "float32")
+    llm = LLM("smollm2", plan=Plan(target, model, grid, layout))
+    conversations = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2)
+    outputs = llm.chat(conversations, params)
+    llm.close()
+    return outputs
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[RequestOutput]:
+    return answers(None)
+
+
+def gap(answer: RequestOutput, step: int) -> float:
+    """Between the two likeliest tokens of a step."""
+    (_, best), (_, second) = answer.outputs[0].logprobs[step].top
+    return best - second
+
+
+def assert_same_up_to_a_near_tie(got: Sequence[int], expected: RequestOutput) -> None:
+    wanted = expected.outputs[0].token_ids
+    assert len(got) == len(wanted) == NUM_TOKENS
+    for step, (token, other) in enumerate(zip(got, wanted, strict=True)):
+        if token != other:
+            assert gap(expected, step) < NEAR_TIE_GAP, f"step {step}: {token}, not {other}"
+            return
+
+
+@pytest.mark.parametrize(
+    "spelling", [*OFTEN, *(pytest.param(name, marks=pytest.mark.slow) for name in NOW_AND_THEN)]
+)
+def test_greedy_tokens_are_those_of_one_device(expected, spelling):
+    layout = Layout.from_table(read_layout_table(spelling))
+    for got, wanted in zip(answers(layout), expected, strict=True):
+        assert_same_up_to_a_near_tie(got.outputs[0].token_ids, wanted)
+
+
+def test_a_batch_job_under_a_layout_writes_the_answers_of_one_device(noria, tmp_path, expected):
+    """The command simulates six devices of its own."""
+    options = {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
+    lines = [chat(question, question, **options) for question in QUESTIONS]
+    source, output = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    layout = ("--target", "cpu:6", "--layout", "data-tensor@data=2,tensor=3")
+    noria.run("batch", "-i", source, "-o", output, "--model", "smollm2", *layout)
+    rows = read_rows(output)
+    assert [row["custom_id"] for row in rows] == list(QUESTIONS)
+    for row, wanted in zip(rows, expected, strict=True):
+        (choice,) = row["response"]["body"]["choices"]
+        assert all(gap(wanted, step) >= NEAR_TIE_GAP for step in range(NUM_TOKENS))
+        assert choice["message"]["content"] == wanted.outputs[0].text
+    assert read_manifest(output)["compiles_during_run"] == 0
