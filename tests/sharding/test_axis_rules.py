@@ -1,0 +1,77 @@
+"""Where the axes of a literal layout lie, and how often key/value heads are kept."""
+
+import pytest
+from jax.sharding import PartitionSpec as P
+from laid_out import config_of, layout_of
+
+from noria.compile.targets import find_target
+from noria.modelzoo import axes
+from noria.modelzoo.config import Arrangement
+from noria.sharding.axis_rules import AxisRules, kv_copies
+
+RULES = AxisRules(
+    {
+        "batch": ("data",),
+        "query_heads": ("sequence", "tensor"),
+        "mlp": ("tensor",),
+        "vocab": ("data", "tensor"),
+    }
+)
+
+
+def test_an_axis_without_a_rule_is_whole_or_follows_another():
+    assert RULES.spec((axes.EMBED, "", axes.MLP)) == P(None, None, "tensor")
+    assert RULES[axes.ATTENTION_BATCH] == RULES[axes.RESIDUAL_BATCH] == ("data",)
+    assert RULES.updated({"attention_batch": ("data", "tensor")})[axes.RESIDUAL_BATCH] == ("data",)
+
+
+def test_rows_of_logits_leave_to_the_vocabulary_the_axes_that_it_takes():
+    assert RULES.spec(axes.LOGITS) == P(None, ("data", "tensor"))
+    whole = RULES.updated({"vocab": ("tensor",)})
+    assert whole.spec(axes.LOGITS) == P("data", "tensor")
+
+
+@pytest.mark.parametrize(
+    ("attention_batch", "cache_heads", "head_batch"),
+    [
+        (("data",), ("sequence", "tensor"), ("data",)),
+        (("data", "tensor"), ("sequence",), ("data",)),
+        (("data", "sequence", "tensor"), (), ("data",)),
+        (("data", "expert"), ("sequence", "tensor"), ("data", "expert")),
+        (("data", "expert", "tensor"), ("sequence",), ("data", "expert")),
+    ],
+    ids=str,
+)
+def test_the_cache_has_the_heads_that_its_rows_leave(attention_batch, cache_heads, head_batch):
+    """Rows over mesh axes of heads are exchanged for heads; over other axes, queries follow."""
+    rules = RULES.updated({"attention_batch": attention_batch})
+    assert rules.spec(axes.CACHE) == P(attention_batch, cache_heads or None, None, None)
+    assert rules.spec(axes.HEADS) == P(head_batch, None, ("sequence", "tensor"), None, None)
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_shards", "copies"),
+    [(8, 1, 1), (8, 8, 1), (8, 4, 1), (2, 8, 4), (1, 8, 8), (3, 6, 2), (4, 6, 3), (3, 2, 2)],
+)
+def test_a_head_is_kept_as_often_as_makes_the_heads_divide(num_heads, num_shards, copies):
+    assert kv_copies(num_heads, num_shards) == copies
+    assert num_heads * copies % num_shards == 0
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_kv_heads", "arrangement", "num_cache_heads"),
+    [
+        ("weight-stationary-1d", 8, Arrangement(1, 152), 8),
+        ("v5e-host", 2, Arrangement(4, 152), 8),
+        ("weight-stationary-1d-batch-attention", 2, Arrangement(4, 152), 2),
+        ("gpu-host@data=2,tensor=3", 8, Arrangement(3, 153), 24),
+        ("data-parallel", 1, Arrangement(), 1),
+    ],
+)
+def test_weights_and_cache_are_arranged_as_a_layout_wants_them(
+    layout, num_kv_heads, arrangement, num_cache_heads
+):
+    laid, config = layout_of(layout), config_of("llama", num_kv_heads)
+    placement = find_target(f"cpu:{laid.mesh.num_devices}").placement(laid)
+    assert placement.arrangement(config) == arrangement
+    assert placement.num_cache_heads(config) == num_cache_heads
