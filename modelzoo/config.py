@@ -119,6 +119,8 @@ class DecoderConfig:
     """Added to the scales of norms as they are stored."""
     activation: Activation = "silu"
     rope: RopeConfig = RopeConfig()
+    local_rope: RopeConfig | None = None
+    """Of layers that have a window; None means that `rope` is for them too."""
     tie_embeddings: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
@@ -164,6 +166,10 @@ class DecoderConfig:
         for window in self.windows:
             if window is not None and window < 1:
                 raise ValueError(f"windows: expected positive window sizes, got {window}.")
+
+    def rope_of(self, window: int | None) -> RopeConfig:
+        """The rotation in layers of this window."""
+        return self.rope if window is None or self.local_rope is None else self.local_rope
 
     @property
     def num_layers(self) -> int:

@@ -257,9 +257,11 @@ class Decoder(nnx.Module):
         position_BT: jax.Array | np.ndarray,
         attend_layer: Callable[[int | None], AttendLayer],
     ) -> jax.Array:
-        by = rotation(position_BT, self.config.rope, self.config.head_dim)
+        ropes = dict.fromkeys(map(self.config.rope_of, self.config.windows))
+        by = {rope: rotation(position_BT, rope, self.config.head_dim) for rope in ropes}
         x_BTD = self.embed(tokens_BT)
         for i, (block, window) in enumerate(zip(self.layers, self.config.windows, strict=True)):
             with jax.named_scope(f"layers.{i}"):
-                x_BTD = block(x_BTD, by, attend_layer(window), self.operations)
+                rope = self.config.rope_of(window)
+                x_BTD = block(x_BTD, by[rope], attend_layer(window), self.operations)
         return self.final_norm(x_BTD)

@@ -6,6 +6,7 @@ a directory; what reads it must give the same log-probabilities. Knows nothing o
 computes.
 """
 
+import copy
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -54,6 +55,12 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 def _heads(query: int, kv: int, head_dim: int | None = None) -> dict[str, Any]:
     heads = {"num_attention_heads": query, "num_key_value_heads": kv}
     return heads if head_dim is None else heads | {"head_dim": head_dim}
+
+
+def by_kind(full: dict[str, Any], sliding: dict[str, Any]) -> dict[str, Any]:
+    """Rope options of layers that see all, and of layers with a window."""
+    default = {"rope_type": "default"}
+    return {"full_attention": default | full, "sliding_attention": default | sliding}
 
 
 CASES = (
@@ -192,6 +199,40 @@ CASES = (
         YARN,
         is_old_spelling=True,
     ),
+    Case(
+        "gemma3-1b",
+        "gemma3_text",
+        _heads(4, 1, 14)
+        | {
+            "num_hidden_layers": 4,
+            "sliding_window": 5,
+            "sliding_window_pattern": 3,
+            "query_pre_attn_scalar": 20,
+        },
+        by_kind({"rope_theta": 1e6}, {"rope_theta": 1e4}),
+        is_old_spelling=True,
+    ),
+    Case(
+        "gemma3-4b-linear",
+        "gemma3_text",
+        _heads(8, 2, 6)
+        | {"sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"]},
+        by_kind({"rope_theta": 1e6, "rope_type": "linear", "factor": 8.0}, {"rope_theta": 300.0}),
+    ),
+    Case(
+        "gemma3-biases-capped",
+        "gemma3_text",
+        _heads(3, 3, 12)
+        | {
+            "attention_bias": True,
+            "final_logit_softcapping": 2.0,
+            "sliding_window": 3,
+            "sliding_window_pattern": 2,
+            "tie_word_embeddings": False,
+        },
+        by_kind({"rope_theta": 500.0} | YARN, {"rope_theta": 1e4}),
+        is_old_spelling=True,
+    ),
     Case("granite-linear", "granite", _heads(3, 3) | {"logits_scaling": 0.5}, LINEAR),
 )
 
@@ -212,9 +253,11 @@ def save_reference(case: Case, directory: Path) -> list[np.ndarray]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(len(case.name))
-    rope = {"rope_type": "default", "rope_theta": 10_000.0} | dict(case.rope)
+    rope = dict(case.rope)
+    if "full_attention" not in rope:
+        rope = {"rope_type": "default", "rope_theta": 10_000.0} | rope
     config = AutoConfig.for_model(
-        case.family, **{**SHARED, **case.options}, rope_parameters=dict(rope)
+        case.family, **{**SHARED, **case.options}, rope_parameters=copy.deepcopy(rope)
     )
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     with torch.no_grad():
@@ -233,6 +276,11 @@ def _write_old_spelling(case: Case, path: Path, rope: dict[str, Any]) -> None:
     if "layer_types" not in case.options:
         config.pop("layer_types", None)  # follow from other options
     del config["rope_parameters"]
+    if "_sliding_window_pattern" in config:
+        config["sliding_window_pattern"] = config.pop("_sliding_window_pattern")
+    if "full_attention" in rope:
+        config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
     config["rope_theta"] = rope.pop("rope_theta")
     config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
     if rope["rope_type"] == "linear":

@@ -18,6 +18,7 @@ from ..config import (
     Multipliers,
     NormPlacement,
     QKNorm,
+    RopeConfig,
     Scores,
 )
 from .config_reader import ConfigReader
@@ -30,6 +31,9 @@ class Options:
     """The options of `DecoderConfig` in which families differ."""
 
     windows: tuple[int | None, ...]
+    rope: RopeConfig | None = None
+    """None means that it is published as in most families."""
+    local_rope: RopeConfig | None = None
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
@@ -61,7 +65,7 @@ class Family:
     """A family's names, and its options as functions of a configuration and the layer count."""
 
     name: str
-    """`model_type` of config.json and `general.architecture` of GGUF."""
+    """`model_type` of config.json and, unless another is given, `general.architecture` of GGUF."""
     architecture: str
     """The class in `architectures` of config.json."""
     hf_options: Callable[[ConfigReader, int], Options]
@@ -70,8 +74,13 @@ class Family:
     hf_defaults: HFDefaults = HFDefaults()
     hf_names: Mapping[str, str] = field(default_factory=dict)
     """Fields of `TensorNames` that differ from the usual ones."""
+    gguf_architecture: str | None = None
     gguf_interleaved: bool = False
     """Whether GGUF stores the rows of query and key heads with rotated pairs side by side."""
+
+    @property
+    def gguf_name(self) -> str:
+        return self.gguf_architecture or self.name
 
 
 @dataclass(frozen=True)

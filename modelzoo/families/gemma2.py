@@ -6,6 +6,7 @@ layers is taken to be the one whose factor does not follow from the head size.
 """
 
 import math
+from dataclasses import replace
 
 from ..config import Multipliers, Scores
 from .config_reader import ConfigReader
@@ -15,53 +16,77 @@ from .rope_options import MAX_POSITION
 
 HF_DEFAULTS = HFDefaults(head_dim=256, tie_embeddings=True)
 HF_NAMES = {"mlp_norm": "model.layers.{i}.pre_feedforward_layernorm"}
-_DEFAULT_WINDOW = 4096
+DEFAULT_WINDOW = 4096
 _LAYERS_OF_27B = 46
 
 
-def _hf_options(config: ConfigReader, num_layers: int) -> Options:
-    def cap(key: str, default: float) -> float | None:
-        is_off = config.is_null(key)
-        value = config.number(key, above=0.0, default=default)
-        return None if is_off else value
-
-    embed = config.integer("hidden_size", maximum=MAX_EMBED)
+def shared_hf_options(config: ConfigReader, windows: tuple[int | None, ...]) -> Options:
+    """What a config.json of Gemma 2 or 3 says alike."""
     if not config.has("num_key_value_heads"):
         # the reference would assume 4
         raise config.error("num_key_value_heads", "a number of heads")
     if config.has("use_bidirectional_attention"):
         config.expect("use_bidirectional_attention", False)
+    embed = config.integer("hidden_size", maximum=MAX_EMBED)
     has_bias = config.flag("attention_bias", default=False)
     scale = config.number("query_pre_attn_scalar", above=0.0, default=256) ** -0.5
     return Options(
-        windows=all_but_each(2, config, num_layers, _DEFAULT_WINDOW),
+        windows=windows,
         qkv_bias=has_bias,
         output_bias=has_bias,
         norm_placement="both",
         norm_offset=1.0,
         activation="gelu_tanh",
-        scores=Scores(scale, cap("attn_logit_softcapping", 50.0)),
+        scores=Scores(scale),
         multipliers=Multipliers(embedding=math.sqrt(embed)),
-        logit_cap=cap("final_logit_softcapping", 30.0),
+    )
+
+
+def shared_gguf_options(
+    config: ConfigReader, windows: tuple[int | None, ...], layers_of_27b: int
+) -> Options:
+    """What the metadata of Gemma 2 and 3 say alike."""
+    embed = config.integer("embedding_length", maximum=MAX_EMBED)
+    scale = None
+    if len(windows) == layers_of_27b:
+        scale = (embed / config.integer("attention.head_count", maximum=MAX_HEADS)) ** -0.5
+    return Options(
+        windows=windows,
+        norm_placement="both",
+        activation="gelu_tanh",
+        scores=Scores(scale),
+        multipliers=Multipliers(embedding=math.sqrt(embed)),
+    )
+
+
+def read_cap(config: ConfigReader, key: str, default: float | None) -> float | None:
+    """A cap, which null switches off."""
+    if config.is_null(key) or (default is None and not config.has(key)):
+        config.ignore((key,))
+        return None
+    return config.number(key, above=0.0, default=default)
+
+
+def _hf_options(config: ConfigReader, num_layers: int) -> Options:
+    windows = all_but_each(2, config, num_layers, DEFAULT_WINDOW)
+    options = shared_hf_options(config, windows)
+    return replace(
+        options,
+        scores=replace(options.scores, cap=read_cap(config, "attn_logit_softcapping", 50.0)),
+        logit_cap=read_cap(config, "final_logit_softcapping", 30.0),
     )
 
 
 def _gguf_options(config: ConfigReader, num_layers: int) -> Options:
     window = config.integer(
-        "attention.sliding_window", maximum=MAX_POSITION, default=_DEFAULT_WINDOW
+        "attention.sliding_window", maximum=MAX_POSITION, default=DEFAULT_WINDOW
     )
-    embed = config.integer("embedding_length", maximum=MAX_EMBED)
-    scale = None
-    if num_layers == _LAYERS_OF_27B:
-        scale = (embed / config.integer("attention.head_count", maximum=MAX_HEADS)) ** -0.5
-    cap = config.number("attn_logit_softcapping", above=0.0, default=50.0)
-    return Options(
-        windows=tuple(window if i % 2 == 0 else None for i in range(num_layers)),
-        norm_placement="both",
-        activation="gelu_tanh",
-        scores=Scores(scale, cap),
-        multipliers=Multipliers(embedding=math.sqrt(embed)),
-        logit_cap=config.number("final_logit_softcapping", above=0.0, default=30.0),
+    windows = tuple(window if i % 2 == 0 else None for i in range(num_layers))
+    options = shared_gguf_options(config, windows, _LAYERS_OF_27B)
+    return replace(
+        options,
+        scores=replace(options.scores, cap=read_cap(config, "attn_logit_softcapping", 50.0)),
+        logit_cap=read_cap(config, "final_logit_softcapping", 30.0),
     )
 
 

@@ -55,7 +55,7 @@ def model_spec(
     read_tensor: ReadTensor | None = None,
 ) -> ModelSpec:
     """Read the metadata of a family into its decoder and the sources of its parameters."""
-    prefix = f"{family.name}."
+    prefix = f"{family.gguf_name}."
     config = ConfigReader(
         {k.removeprefix(prefix): v for k, v in metadata.items() if k.startswith(prefix)}, prefix
     )
@@ -74,7 +74,7 @@ def _decoder_config(
 ) -> DecoderConfig:
     num_layers = config.integer("block_count", maximum=MAX_LAYERS)
     assert family.gguf_options is not None, family.name
-    options = family.gguf_options(config, num_layers)
+    options = _with_biases(family.gguf_options(config, num_layers), tensors)
     embed = config.integer("embedding_length", maximum=MAX_EMBED)
     num_heads = config.integer("attention.head_count", maximum=MAX_HEADS)
     num_kv_heads = config.integer("attention.head_count_kv", maximum=MAX_HEADS, default=num_heads)
@@ -92,9 +92,8 @@ def _decoder_config(
         head_dim=_head_dim(config, embed, num_heads),
         max_position=max_position,
         norm_epsilon=config.number("attention.layer_norm_rms_epsilon", above=0.0, maximum=1.0),
-        rope=_read_rope(config, max_position),
         tie_embeddings=f"{NAMES.head}.weight" not in tensors,
-        **_with_biases(options, tensors).decoder_fields(),
+        **replace(options, rope=_read_rope(config, max_position)).decoder_fields(),
     )
 
 

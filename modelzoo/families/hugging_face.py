@@ -161,11 +161,10 @@ def _decoder_config(config: ConfigReader, family: Family) -> DecoderConfig:
         head_dim=_head_dim(config, embed, num_heads, family.hf_defaults.head_dim),
         max_position=max_position,
         norm_epsilon=config.number("rms_norm_eps", above=0.0, maximum=1.0),
-        rope=read_rope(config, max_position),
         tie_embeddings=config.flag(
             "tie_word_embeddings", default=family.hf_defaults.tie_embeddings
         ),
-        **options.decoder_fields(),
+        **replace(options, rope=options.rope or read_rope(config, max_position)).decoder_fields(),
     )
 
 

@@ -7,7 +7,7 @@ an `UnsupportedModel` that names what was not.
 
 from collections.abc import Collection, Mapping
 
-from . import gemma2, gguf, granite, hugging_face, llama, mistral, olmo2, qwen2, qwen3
+from . import gemma2, gemma3, gguf, granite, hugging_face, llama, mistral, olmo2, qwen2, qwen3
 from .config_reader import UnsupportedModel
 from .family import Family, ModelSpec
 
@@ -21,12 +21,14 @@ FAMILIES: tuple[Family, ...] = (
     olmo2.FAMILY,
     granite.FAMILY,
     gemma2.FAMILY,
+    gemma3.FAMILY,
 )
 
 
 def from_hf_config(config: Mapping[str, object]) -> ModelSpec:
     """The model of a parsed Hugging Face config.json."""
-    return hugging_face.model_spec(_find("model_type", config, FAMILIES), config)
+    names = {family.name: family for family in FAMILIES}
+    return hugging_face.model_spec(_find("model_type", config, names), config)
 
 
 def from_gguf_metadata(
@@ -38,16 +40,14 @@ def from_gguf_metadata(
 
     `read_tensor` is asked for one small tensor of files that publish their rotary scaling as one.
     """
-    families = tuple(family for family in FAMILIES if family.gguf_options is not None)
-    family = _find("general.architecture", metadata, families)
+    names = {family.gguf_name: family for family in FAMILIES if family.gguf_options is not None}
+    family = _find("general.architecture", metadata, names)
     return gguf.model_spec(family, metadata, tensor_names, read_tensor)
 
 
-def _find(key: str, values: Mapping[str, object], families: tuple[Family, ...]) -> Family:
+def _find(key: str, values: Mapping[str, object], families: Mapping[str, Family]) -> Family:
     name = values.get(key)
-    for family in families:
-        if family.name == name:
-            return family
-    known = ", ".join(family.name for family in families)
+    if isinstance(name, str) and name in families:
+        return families[name]
     got = repr(name) if key in values else "no such key"
-    raise UnsupportedModel(f"{key}: expected one of {known}, got {got}.")
+    raise UnsupportedModel(f"{key}: expected one of {', '.join(families)}, got {got}.")

@@ -1,8 +1,9 @@
 """Rotary position embedding as config.json publishes it, in the old and in the new spelling.
 
 Old: `rope_theta` beside a table `rope_scaling` (or null). New: one table `rope_parameters` that
-holds `rope_theta` too. Knows nothing of families. A kind of scaling that is not implemented is
-refused by its name.
+holds `rope_theta` too. Where layers with a window rotate otherwise, the old spelling is a second
+number, `rope_local_base_freq`, and the new one a table of tables by kind of layer. Knows nothing of
+families. A kind of scaling that is not implemented is refused by its name.
 """
 
 from ..config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
@@ -14,18 +15,45 @@ MAX_POSITION = 2**30
 DEFAULT_THETA = 10_000.0
 
 
-def read_rope(config: ConfigReader, max_position: int) -> RopeConfig:
+def read_rope(
+    config: ConfigReader, max_position: int, default_theta: float = DEFAULT_THETA
+) -> RopeConfig:
     """Read either spelling; both at once must not contradict each other."""
-    old, new = config.table("rope_scaling"), config.table("rope_parameters")
+    table = config.table("rope_parameters" if _is_new(config) else "rope_scaling")
+    return _read_table(config, table, max_position, "rope_theta", default_theta)
+
+
+def read_ropes_by_kind(
+    config: ConfigReader, max_position: int, default_theta: float, default_local_theta: float
+) -> tuple[RopeConfig, RopeConfig]:
+    """The rotations of layers without a window, and of layers with one."""
+    local_key = "rope_local_base_freq"
+    if not _is_new(config):
+        local = config.number(local_key, above=1.0, default=default_local_theta)
+        return read_rope(config, max_position, default_theta), RopeConfig(local)
+    by_kind = config.table("rope_parameters")
+    full, sliding = by_kind.table("full_attention"), by_kind.table("sliding_attention")
+    by_kind.refuse_rest()
+    return (
+        _read_table(config, full, max_position, "rope_theta", default_theta),
+        _read_table(config, sliding, max_position, local_key, default_local_theta),
+    )
+
+
+def _is_new(config: ConfigReader) -> bool:
     if config.has("rope_scaling") and config.has("rope_parameters"):
         raise config.error("rope_scaling", "no second spelling beside rope_parameters")
-    table = new if config.has("rope_parameters") else old
+    return config.has("rope_parameters")
 
-    theta = config.number("rope_theta", above=1.0, default=DEFAULT_THETA)
+
+def _read_table(
+    config: ConfigReader, table: ConfigReader, max_position: int, outer_key: str, theta: float
+) -> RopeConfig:
+    theta = config.number(outer_key, above=1.0, default=theta)
     if table.has("rope_theta"):
         inner_theta = table.number("rope_theta", above=1.0)
-        if config.has("rope_theta") and inner_theta != theta:
-            raise table.error("rope_theta", f"the same value as the outer rope_theta ({theta})")
+        if config.has(outer_key) and inner_theta != theta:
+            raise table.error("rope_theta", f"the same value as the outer {outer_key} ({theta})")
         theta = inner_theta
     for reader in (config, table):
         reader.expect("partial_rotary_factor", 1.0)

@@ -50,6 +50,7 @@ VARIANTS = {
         scores=Scores(scale=0.5, cap=3.0),
         multipliers=Multipliers(embedding=3.0, residual=0.3, logits=0.5),
         logit_cap=4.0,
+        local_rope=RopeConfig(50.0),
         norm_offset=1.0,
         activation="gelu_tanh",
     ),

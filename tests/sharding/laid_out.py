@@ -75,6 +75,11 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "attn_logit_softcapping": 3.0,
         "final_logit_softcapping": 8.0,
     },
+    "gemma3_text": {
+        "hidden_act": "gelu_pytorch_tanh",
+        "sliding_window": 5,
+        "sliding_window_pattern": 2,
+    },
 }
 
 GREEDY = SamplingParams(temperature=0)

@@ -60,7 +60,9 @@ class Arrays:
         pass
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "olmo2", "granite", "gemma2"])
+@pytest.mark.parametrize(
+    "architecture", ["llama", "qwen2", "qwen3", "olmo2", "granite", "gemma2", "gemma3"]
+)
 @pytest.mark.parametrize("tensor_names", [UNTIED, UNTIED[:1]], ids=["untied", "tied"])
 def test_sources_fill_exactly_the_parameters_of_the_decoder(architecture, tensor_names):
     spec = from_gguf_metadata(metadata(architecture), tensor_names)
@@ -122,6 +124,19 @@ def test_gemma2_is_read_as_llama_cpp_does():
     assert (config.norm_offset, config.activation) == (0.0, "gelu_tanh")
     large = from_gguf_metadata(metadata("gemma2", block_count=46), UNTIED[:1]).config
     assert large.scores == Scores(scale=8**-0.5, cap=50.0)
+
+
+def test_gemma3_is_read_as_llama_cpp_does():
+    read = metadata("gemma3", attention__sliding_window=9, block_count=7)
+    config = from_gguf_metadata(read, UNTIED[:1]).config
+    assert config.windows == (9, 9, 9, 9, 9, None, 9)
+    assert (config.rope, config.local_rope) == (RopeConfig(1e5), RopeConfig(1e4))
+    assert (config.scores, config.logit_cap, config.qk_norm) == (Scores(), None, True)
+    assert from_gguf_metadata(metadata("gemma3"), UNTIED[:1]).config.windows == (None, None)
+    changed = {"attention__sliding_window_pattern": 2, "rope__freq_base_swa": 3e4}
+    read = metadata("gemma3", attention__sliding_window=9, **changed)
+    config = from_gguf_metadata(read, UNTIED[:1]).config
+    assert (config.windows, config.local_rope) == ((9, None), RopeConfig(3e4))
 
 
 def test_norms_after_attention_and_mlp_have_the_names_of_llama_cpp():

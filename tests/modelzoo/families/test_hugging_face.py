@@ -64,8 +64,10 @@ def family(name: str, **changes: object) -> dict[str, object]:
     needed = {
         "mistral": {"sliding_window": None},
         "gemma2": {"hidden_act": "gelu_pytorch_tanh", "head_dim": 16},
+        "gemma3_text": {"hidden_act": "gelu_pytorch_tanh"},
     }
-    names = {"model_type": name, "architectures": [f"{name.capitalize()}ForCausalLM"]}
+    architecture = f"{name.removesuffix('_text').capitalize()}ForCausalLM"
+    names = {"model_type": name, "architectures": [architecture]}
     return LLAMA | names | needed.get(name, {}) | changes
 
 
@@ -82,6 +84,8 @@ CONFIGS = {
     "granite": family("granite", residual_multiplier=0.22),
     "granite-biases": family("granite", attention_bias=True, mlp_bias=True),
     "gemma2": family("gemma2"),
+    "gemma3": family("gemma3_text"),
+    "gemma3-untied": family("gemma3_text", tie_word_embeddings=False, head_dim=12),
     "gemma2-untied": family("gemma2", tie_word_embeddings=False, attention_bias=True),
 }
 
@@ -189,6 +193,62 @@ def test_what_gemma2_leaves_out_is_what_the_reference_assumes():
 def test_what_gemma2_does_not_implement_is_refused_by_name(changes, message):
     with pytest.raises(UnsupportedModel, match=message):
         from_hf_config(family("gemma2", **changes))
+
+
+GEMMA3_ROPES = {
+    "old": {"rope_theta": 1e6, "rope_local_base_freq": 2e4,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"}},
+    "new": {"rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 2e4}}},
+    "by default": {"rope_local_base_freq": 2e4,
+                   "rope_scaling": {"factor": 8.0, "rope_type": "linear"}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", GEMMA3_ROPES.values(), ids=GEMMA3_ROPES.keys())
+def test_layers_of_gemma3_rotate_by_their_kind(options):
+    published = {"sliding_window": 9, "sliding_window_pattern": 2, "query_pre_attn_scalar": 64}
+    config = from_hf_config(family("gemma3_text", **published, **options)).config
+    full, local = RopeConfig(1e6, LinearScaling(8.0)), RopeConfig(2e4)
+    assert config.windows == (9, None, 9)
+    assert [config.rope_of(window) for window in config.windows] == [local, full, local]
+    assert (config.scores, config.logit_cap, config.qk_norm) == (Scores(scale=1 / 8), None, True)
+
+
+def test_five_layers_of_six_slide_a_window_in_gemma3_where_nothing_else_is_said():
+    config = from_hf_config(family("gemma3_text", num_hidden_layers=13)).config
+    assert config.windows == ((4096,) * 5 + (None,)) * 2 + (4096,)
+    assert (config.rope, config.local_rope) == (RopeConfig(1e6), RopeConfig(1e4))
+    assert config.head_dim == 256
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping: expected null"),
+        ({"model_type": "gemma3"}, "model_type: expected one of .*gemma3_text, got 'gemma3'"),
+        ({"_sliding_window_pattern": 3}, "_sliding_window_pattern = 3"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 8.0}},
+            r"rope_parameters\.factor = 8.0",
+        ),
+        (
+            {
+                "rope_local_base_freq": 1e4,
+                "rope_parameters": {"sliding_attention": {"rope_theta": 2e4}},
+            },
+            "sliding_attention.rope_theta: expected the same value as the outer rope_local_base",
+        ),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "dynamic", "factor": 2.0}}},
+            "full_attention.rope_type: expected default",
+        ),
+    ],
+)
+def test_what_gemma3_does_not_implement_is_refused_by_name(changes, message):
+    with pytest.raises(UnsupportedModel, match=message):
+        from_hf_config(family("gemma3_text", **changes))
 
 
 def test_a_null_window_of_mistral_is_none_and_an_absent_one_is_refused():
