@@ -132,7 +132,7 @@ class Pod:
         self._store.barrier(f"agreed/{self._num_shared}")
 
     def follow(self, word: Word, own_signal: str | None) -> Word:
-        self._watchdog.signal = own_signal
+        self._watchdog.pass_on(own_signal)
         folder, step = divmod(self._num_steps, WORDS_KEPT)
         key = f"words/{folder}/{step}"
         if self.leads:

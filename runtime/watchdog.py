@@ -1,6 +1,6 @@
 """The watch that the processes of a pod keep on each other.
 
-Every process tells all others, about once a second, that it lives, which signal it got, and in the
+Every process tells all others, about twice a second, that it lives, which signal it got, and in the
 end how it ended. It does so from a thread of its own, so a collective or a compiler may take as
 long as it likes. A process that is killed, stopped or cut off falls silent; one that fails says so.
 Either way the others say whom they lost, and end: in a collective that one member has left they
@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, Protocol
 
 EXIT_LOST = 75
 MARGIN_SECONDS = 5.0
+MAX_INTERVAL_SECONDS = 0.5
 _FOLDER = "alive"
 _LINGER_SECONDS = 3.0
 
@@ -70,8 +71,6 @@ class Watchdog:
         clock: Callable[[], float] = time.monotonic,
         end: Callable[[int], object] = os._exit,
     ):
-        self.signal: str | None = None
-        """The name of the signal that this process got."""
         self.before_end: Callable[[], object] = lambda: None
         """What to do before this process is ended because of another one."""
         self.limit = limit
@@ -79,7 +78,8 @@ class Watchdog:
         self._rank = rank
         self._clock = clock
         self._end = end
-        self._interval = min(1.0, limit / 5)
+        self._interval = min(MAX_INTERVAL_SECONDS, limit / 5)
+        self._signal: str | None = None
         self._beats = 0
         self._ending: dict[str, Any] | None = None
         self._wake = threading.Event()
@@ -92,6 +92,12 @@ class Watchdog:
     def start(self) -> None:
         for task in (self._beat, self._watch):
             threading.Thread(target=task, name=f"noria {task.__name__}", daemon=True).start()
+
+    def pass_on(self, signal: str | None) -> None:
+        """Tell the others soon of the signal that this process got, if it did."""
+        if signal != self._signal:
+            self._signal = signal
+            self._wake.set()
 
     @property
     def asked(self) -> str | None:
@@ -128,7 +134,7 @@ class Watchdog:
     def exchange(self) -> None:
         """Tell the others of this process, and hear of them."""
         ending, self._beats = self._ending, self._beats + 1
-        told = {"beat": self._beats, "signal": self.signal, "end": ending}
+        told = {"beat": self._beats, "signal": self._signal, "end": ending}
         self._store.put(f"{_FOLDER}/{self._rank}", json.dumps(told).encode())
         heard = self._store.folder(_FOLDER)
         self._answered = self._clock()
@@ -145,8 +151,8 @@ class Watchdog:
                 self.exchange()
             except RuntimeError:  # process 0 is gone; the watch sees how long it has been
                 time.sleep(self._interval)
-            if self._ending is None:
-                self._wake.wait(self._interval)
+            self._wake.wait(self._interval)
+            self._wake.clear()
 
     def _watch(self) -> None:
         while self._ending is None:

@@ -101,7 +101,7 @@ def test_a_process_that_left_well_is_not_missed(pod):
 
 def test_the_signal_of_one_process_is_known_to_the_others(pod):
     _, clock, watchdogs = pod
-    watchdogs[2].signal = "SIGTERM"
+    watchdogs[2].pass_on("SIGTERM")
     run(clock, watchdogs, 1)
     assert [watchdog.asked for watchdog in watchdogs] == ["SIGTERM", "SIGTERM", None]
 
