@@ -38,17 +38,24 @@ class YarnScaling:
 
 @dataclass(frozen=True)
 class FactorScaling:
-    """Each pair's frequency divided by its own factor: how GGUF publishes Llama 3.1's scaling."""
+    """Each pair's frequency divided by its own factor (LongRoPE, Ding et al. 2024, 2402.13753).
+
+    Also how GGUF publishes the scaling of Llama 3.1.
+    """
 
     factors: tuple[float, ...]
+    attention_factor: float = 1.0
+    """On cosines and sines."""
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding over the whole head (Su et al. 2021, arXiv 2104.09864)."""
+    """Rotary position embedding (Su et al. 2021, arXiv 2104.09864)."""
 
     theta: float = 10_000.0
     scaling: LinearScaling | Llama3Scaling | YarnScaling | FactorScaling | None = None
+    rotated: int | None = None
+    """How many entries of a head turn, the first ones; None means all."""
 
 
 @dataclass(frozen=True)
@@ -163,6 +170,13 @@ class DecoderConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim: rotary embedding needs an even size, got {self.head_dim}.")
+        for rope in filter(None, (self.rope, self.local_rope)):
+            rotated = rope.rotated or self.head_dim
+            if not 2 <= rotated <= self.head_dim or rotated % 2:
+                raise ValueError(
+                    f"rope.rotated: expected an even number of a head's {self.head_dim} entries, "
+                    f"got {rope.rotated}."
+                )
         for window in self.windows:
             if window is not None and window < 1:
                 raise ValueError(f"windows: expected positive window sizes, got {window}.")

@@ -36,15 +36,22 @@ def rotation(position_BT: jax.Array | np.ndarray, rope: RopeConfig, head_dim: in
 
 
 def rotate(x_BTNH: jax.Array, by: Rotation) -> jax.Array:
-    """Rotate heads by their tokens' angles; computed in float32, returned in `x`'s dtype."""
+    """Rotate heads by their tokens' angles; computed in float32, returned in `x`'s dtype.
+
+    Entries beyond those that have angles stay as they are.
+    """
     cos, sin = by
+    if (rotated := 2 * cos.shape[-1]) < x_BTNH.shape[-1]:
+        turned, rest = x_BTNH[..., :rotated], x_BTNH[..., rotated:]
+        return jnp.concatenate([rotate(turned, by), rest], axis=-1)
     first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return rotated.astype(x_BTNH.dtype)
 
 
 def frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
-    """Radians per position of each of the `head_dim / 2` pairs, and the factor on cos and sin."""
+    """Radians per position of each rotated pair of a head, and the factor on cosine and sine."""
+    head_dim = rope.rotated or head_dim
     exponent = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
     frequency = rope.theta**-exponent
     factor = 1.0
@@ -57,6 +64,7 @@ def frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
             frequency = _llama3(frequency, rope.scaling)
         case FactorScaling():
             frequency = frequency / np.asarray(rope.scaling.factors, np.float64)
+            factor = rope.scaling.attention_factor
         case YarnScaling():
             frequency = _yarn(frequency, rope.scaling, rope.theta, head_dim)
             factor = rope.scaling.attention_factor

@@ -63,6 +63,16 @@ def by_kind(full: dict[str, Any], sliding: dict[str, Any]) -> dict[str, Any]:
     return {"full_attention": default | full, "sliding_attention": default | sliding}
 
 
+def long_rope(num_factors: int, original: int) -> dict[str, Any]:
+    """Factors for sequences up to the original length, and much larger ones beyond it."""
+    return {
+        "rope_type": "longrope",
+        "short_factor": [1.0 + 0.3 * i for i in range(num_factors)],
+        "long_factor": [5.0 + 2.0 * i for i in range(num_factors)],
+        "original_max_position_embeddings": original,
+    }
+
+
 CASES = (
     Case("llama-2", "llama", _heads(4, 4), is_old_spelling=True),
     Case("smollm2", "llama", _heads(6, 2) | {"tie_word_embeddings": True}, {"rope_theta": 1e5}),
@@ -233,6 +243,27 @@ CASES = (
         by_kind({"rope_theta": 500.0} | YARN, {"rope_theta": 1e4}),
         is_old_spelling=True,
     ),
+    Case("phi3-mini-4k", "phi3", _heads(4, 4) | {"sliding_window": 5}, is_old_spelling=True),
+    Case(
+        "phi3.5-mini",
+        "phi3",
+        _heads(4, 4) | {"original_max_position_embeddings": 32, "sliding_window": 9},
+        long_rope(6, 32),
+        is_old_spelling=True,
+    ),
+    Case(
+        "phi4-mini",
+        "phi3",
+        _heads(3, 1) | {"original_max_position_embeddings": 24, "tie_word_embeddings": True},
+        long_rope(6, 24) | {"partial_rotary_factor": 0.75, "rope_theta": 500.0},
+    ),
+    Case(
+        "phi3-partial",
+        "phi3",
+        _heads(6, 2) | {"original_max_position_embeddings": 40},
+        long_rope(2, 40) | {"partial_rotary_factor": 0.5, "attention_factor": 1.2},
+        is_old_spelling=True,
+    ),
     Case("granite-linear", "granite", _heads(3, 3) | {"logits_scaling": 0.5}, LINEAR),
 )
 
@@ -282,6 +313,9 @@ def _write_old_spelling(case: Case, path: Path, rope: dict[str, Any]) -> None:
         config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
         rope = rope["full_attention"]
     config["rope_theta"] = rope.pop("rope_theta")
+    for key in ("partial_rotary_factor", "original_max_position_embeddings"):
+        if case.family == "phi3" and key in rope:
+            config[key] = rope.pop(key)
     config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
     if rope["rope_type"] == "linear":
         rope["type"] = rope.pop("rope_type")  # older still

@@ -69,6 +69,14 @@ class ConfigReader:
             raise self.error(key, f"a finite number above {above}{bound}")
         return float(value)
 
+    def numbers(self, key: str, *, count: int, above: float) -> tuple[float, ...]:
+        """A list of `count` finite numbers greater than `above`."""
+        values = self._value(key, REQUIRED)
+        if isinstance(values, list | tuple) and len(values) == count:
+            items = ConfigReader({str(i): x for i, x in enumerate(values)}, f"{self.name(key)}.")
+            return tuple(items.number(str(i), above=above) for i in range(count))
+        raise self.error(key, f"a list of {count} numbers")
+
     def flag(self, key: str, *, default: object = REQUIRED) -> bool:
         """A boolean; null counts as absent."""
         value = self._value(key, default)

@@ -34,6 +34,8 @@ class Options:
     rope: RopeConfig | None = None
     """None means that it is published as in most families."""
     local_rope: RopeConfig | None = None
+    max_position: int | None = None
+    """None means as published."""
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False

@@ -81,6 +81,7 @@ def _decoder_config(
     if num_heads % num_kv_heads:
         raise config.error("attention.head_count", f"a multiple of head_count_kv ({num_kv_heads})")
     max_position = config.integer("context_length", maximum=MAX_POSITION)
+    options = replace(options, rope=_read_rope(config, max_position), max_position=max_position)
     for key, value in {"expert_count": 0, "expert_used_count": 0, "attention.causal": True}.items():
         config.expect(key, value)
     return DecoderConfig(
@@ -90,10 +91,9 @@ def _decoder_config(
         num_query_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=_head_dim(config, embed, num_heads),
-        max_position=max_position,
         norm_epsilon=config.number("attention.layer_norm_rms_epsilon", above=0.0, maximum=1.0),
         tie_embeddings=f"{NAMES.head}.weight" not in tensors,
-        **replace(options, rope=_read_rope(config, max_position)).decoder_fields(),
+        **options.decoder_fields(),
     )
 
 

@@ -150,6 +150,11 @@ def _decoder_config(config: ConfigReader, family: Family) -> DecoderConfig:
     embed = config.integer("hidden_size", maximum=MAX_EMBED)
     num_heads, num_kv_heads = _heads(config)
     max_position = config.integer("max_position_embeddings", maximum=MAX_POSITION)
+    options = replace(
+        options,
+        rope=options.rope or read_rope(config, max_position),
+        max_position=options.max_position or max_position,
+    )
     for key in ("hidden_act", "hidden_activation"):
         config.expect(key, ACTIVATIONS[options.activation])
     return DecoderConfig(
@@ -159,12 +164,11 @@ def _decoder_config(config: ConfigReader, family: Family) -> DecoderConfig:
         num_query_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=_head_dim(config, embed, num_heads, family.hf_defaults.head_dim),
-        max_position=max_position,
         norm_epsilon=config.number("rms_norm_eps", above=0.0, maximum=1.0),
         tie_embeddings=config.flag(
             "tie_word_embeddings", default=family.hf_defaults.tie_embeddings
         ),
-        **replace(options, rope=options.rope or read_rope(config, max_position)).decoder_fields(),
+        **options.decoder_fields(),
     )
 
 

@@ -21,6 +21,8 @@ class Part:
     axes: str
     sizes: tuple[tuple[str, int], ...] = ()
     """Sizes of the names inside parentheses, all but at most one per group, and of repetitions."""
+    rows: tuple[int, int] | None = None
+    """The tensor's rows from the first number up to the second; None means all."""
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,7 @@ def read_rope(
     config: ConfigReader, max_position: int, default_theta: float = DEFAULT_THETA
 ) -> RopeConfig:
     """Read either spelling; both at once must not contradict each other."""
-    table = config.table("rope_parameters" if _is_new(config) else "rope_scaling")
-    return _read_table(config, table, max_position, "rope_theta", default_theta)
+    return _read_table(config, rope_table(config), max_position, "rope_theta", default_theta)
 
 
 def read_ropes_by_kind(
@@ -40,6 +39,32 @@ def read_ropes_by_kind(
     )
 
 
+def rope_table(config: ConfigReader) -> ConfigReader:
+    """The table of rotary options, in either spelling."""
+    return config.table("rope_parameters" if _is_new(config) else "rope_scaling")
+
+
+def read_theta(config: ConfigReader, table: ConfigReader, outer_key: str, default: float) -> float:
+    """The base of the rotation: outside the table, inside it, or both alike."""
+    theta = config.number(outer_key, above=1.0, default=default)
+    if table.has("rope_theta"):
+        inner_theta = table.number("rope_theta", above=1.0)
+        if config.has(outer_key) and inner_theta != theta:
+            raise table.error("rope_theta", f"the same value as the outer {outer_key} ({theta})")
+        theta = inner_theta
+    return theta
+
+
+def read_kind(table: ConfigReader) -> str:
+    """The kind of scaling, under its old name, its new one, or both alike."""
+    kind = table.text("type", default="default")
+    if table.has("rope_type"):
+        if table.has("type") and table.text("rope_type") != kind:
+            raise table.error("rope_type", f"the same value as type ({kind!r})")
+        kind = table.text("rope_type")
+    return kind
+
+
 def _is_new(config: ConfigReader) -> bool:
     if config.has("rope_scaling") and config.has("rope_parameters"):
         raise config.error("rope_scaling", "no second spelling beside rope_parameters")
@@ -47,14 +72,9 @@ def _is_new(config: ConfigReader) -> bool:
 
 
 def _read_table(
-    config: ConfigReader, table: ConfigReader, max_position: int, outer_key: str, theta: float
+    config: ConfigReader, table: ConfigReader, max_position: int, outer_key: str, default: float
 ) -> RopeConfig:
-    theta = config.number(outer_key, above=1.0, default=theta)
-    if table.has("rope_theta"):
-        inner_theta = table.number("rope_theta", above=1.0)
-        if config.has(outer_key) and inner_theta != theta:
-            raise table.error("rope_theta", f"the same value as the outer {outer_key} ({theta})")
-        theta = inner_theta
+    theta = read_theta(config, table, outer_key, default)
     for reader in (config, table):
         reader.expect("partial_rotary_factor", 1.0)
 
@@ -66,12 +86,7 @@ def _read_table(
 def _read_scaling(
     config: ConfigReader, table: ConfigReader, max_position: int
 ) -> LinearScaling | Llama3Scaling | YarnScaling | None:
-    kind = table.text("type", default="default")
-    if table.has("rope_type"):
-        if table.has("type") and table.text("rope_type") != kind:
-            raise table.error("rope_type", f"the same value as type ({kind!r})")
-        kind = table.text("rope_type")
-
+    kind = read_kind(table)
     if kind == "default":
         return None
     if kind not in ("linear", "llama3", "yarn"):

@@ -5,8 +5,9 @@ are, follow from the configuration and the arrangement of its weights. Knows not
 Guarantees: exactly one source for every parameter of the decoder of that configuration.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from ..config import AS_PUBLISHED, Arrangement, DecoderConfig
 from .mapping import ParameterSource, Part
@@ -14,7 +15,11 @@ from .mapping import ParameterSource, Part
 
 @dataclass(frozen=True)
 class TensorNames:
-    """What a format calls its tensors, without `.weight` and `.bias`; `{i}` is the layer."""
+    """What a format calls its tensors, without `.weight` and `.bias`; `{i}` is the layer.
+
+    Where query, key and value, or gate and up, have one name, they are one tensor: their rows come
+    one after the other.
+    """
 
     embedding: str
     final_norm: str
@@ -96,21 +101,26 @@ def _attention(
 
     def joined(kind: str, source_d: str, target_d: str, concat_axis: int) -> ParameterSource:
         """Queries, keys and values of each key/value head side by side, as weight or as bias."""
+        tensors = (names.query, names.key, names.value)
+        of_query, of_key, of_value = _rows(tensors, (K * G * H, K * H, K * H))
         parts = (
             Part(
                 f"{names.query}.{kind}".format(i=i),
                 f"(k g {rotated_in}){source_d} -> {target_d}k g {rotated_out}",
                 (*queries, *rotated_sizes),
+                of_query,
             ),
             Part(
                 f"{names.key}.{kind}".format(i=i),
                 f"(k {rotated_in}){source_d} -> {target_d}(k copy) 1 {rotated_out}",
                 (*keys, *rotated_sizes),
+                of_key,
             ),
             Part(
                 f"{names.value}.{kind}".format(i=i),
                 f"(k h){source_d} -> {target_d}(k copy) 1 h",
                 (*keys, ("h", H)),
+                of_value,
             ),
         )
         parameter = {"weight": "qkv", "bias": "qkv_bias"}[kind]
@@ -141,7 +151,12 @@ def _mlp(
 ) -> list[ParameterSource]:
     def joined(parameter: str, kind: str, axes: str, concat_axis: int) -> ParameterSource:
         """Gate, then up."""
-        parts = tuple(Part(f"{name}.{kind}".format(i=i), axes) for name in (names.gate, names.up))
+        tensors = (names.gate, names.up)
+        rows = _rows(tensors, (config.mlp, config.mlp))
+        parts = tuple(
+            Part(f"{name}.{kind}".format(i=i), axes, rows=of_part)
+            for name, of_part in zip(tensors, rows, strict=True)
+        )
         return ParameterSource(f"layers.{i}.mlp.{parameter}", parts, concat_axis)
 
     sources = [
@@ -152,6 +167,13 @@ def _mlp(
         sources.append(joined("gate_up_bias", "bias", "f -> 1 f", concat_axis=0))
         sources.append(single("mlp.down_bias", f"{names.down}.bias", "d -> d"))
     return sources
+
+
+def _rows(tensors: Sequence[str], sizes: Sequence[int]) -> list[tuple[int, int] | None]:
+    """The rows of each part: all of its own tensor, or its share of the one that all have."""
+    if len(set(tensors)) > 1:
+        return [None] * len(tensors)
+    return [(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
 
 
 def _single(parameter: str, tensor: str, axes: str) -> ParameterSource:

@@ -9,6 +9,7 @@ returns the host holds at most its shards of one parameter and a piece of one te
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
@@ -16,7 +17,7 @@ import numpy as np
 from ...modelzoo.config import Arrangement
 from ...modelzoo.families.mapping import ParameterSource
 from .errors import CheckpointMismatch
-from .tensor_source import AxisPattern, Index, Interval, TensorSource, intervals
+from .tensor_source import AxisPattern, Index, Interval, TensorSource, intervals, source_of
 
 if TYPE_CHECKING:
     import jax
@@ -83,7 +84,8 @@ def check_coverage(
         "tensors left over, that no parameter uses": sorted(
             published.keys() - set(uses) - set(spec.ignored_tensors)
         ),
-        "tensors used more than once": _repeated(uses),
+        "tensors used more than once": _overlapping(spec),
+        "tensors of which no parameter uses some rows": _left_over_rows(spec, tensors),
         "parameters that no tensor fills": sorted(abstract.keys() - set(filled)),
         "parameters filled that the model does not have": sorted(set(filled) - abstract.keys()),
         "parameters filled more than once": _repeated(filled),
@@ -148,7 +150,8 @@ def _fill(
     axis, start = source.concat_axis, 0
     for part in source.parts:
         pattern = AxisPattern.of(part)
-        info = tensors.tensors[part.tensor]
+        held = source_of(part, tensors)
+        info = held.tensors[part.tensor]
         part_shape = pattern.parameter_shape(info.shape)
         stop = start + part_shape[axis] if part_shape else start
         # The overlap of this part with the box, in the axis of concatenation
@@ -163,7 +166,7 @@ def _fill(
             for piece in pattern.pieces(info.shape, tuple(wanted), max_elements):
                 into = tuple(i.as_slice(first) for i, first in zip(piece, origin, strict=True))
                 index = tuple(interval.as_slice() for interval in piece)
-                result[into] = pattern.read(tensors, part.tensor, index)
+                result[into] = pattern.read(held, part.tensor, index)
         start = stop
 
 
@@ -200,6 +203,35 @@ def _load_one(
     return array.block_until_ready()
 
 
+def _rows_by_tensor(spec: "ModelSpec") -> dict[str, list[tuple[int, float]]]:
+    """The rows of each tensor that parts use, in order; infinitely many are all."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for source in spec.sources:
+        for part in source.parts:
+            found.setdefault(part.tensor, []).append(part.rows or (0, math.inf))
+    return {tensor: sorted(rows) for tensor, rows in found.items()}
+
+
+def _overlapping(spec: "ModelSpec") -> list[str]:
+    return sorted(
+        tensor
+        for tensor, rows in _rows_by_tensor(spec).items()
+        if any(end > start for (_, end), (start, _) in pairwise(rows))
+    )
+
+
+def _left_over_rows(spec: "ModelSpec", tensors: TensorSource) -> list[str]:
+    left_over = []
+    for tensor, rows in _rows_by_tensor(spec).items():
+        if rows[-1][1] == math.inf or tensor not in tensors.tensors:
+            continue
+        shape = tensors.tensors[tensor].shape
+        used = sum(end - start for start, end in rows)
+        if shape and used < shape[0]:
+            left_over.append(f"{tensor}: expected {used} rows, got {shape[0]}")
+    return sorted(left_over)
+
+
 def _repeated(names: list[str]) -> list[str]:
     return sorted(name for name, count in Counter(names).items() if count > 1)
 
@@ -221,7 +253,8 @@ def _shape_problems(
         if not _is_floating(info.dtype):
             problems.append(f"{part.tensor}: expected floating numbers, got {info.stored_as}")
         try:
-            shapes.append(AxisPattern.of(part).parameter_shape(info.shape))
+            shape = source_of(part, tensors).tensors[part.tensor].shape
+            shapes.append(AxisPattern.of(part).parameter_shape(shape))
         except ValueError as error:
             problems.append(
                 f"{part.tensor} -> {source.parameter}: shape {info.shape}, {part.axes!r}: {error}"

@@ -12,7 +12,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -51,6 +51,33 @@ class TensorSource(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class Rows:
+    """Some rows of one tensor, as a source of a tensor of that name."""
+
+    def __init__(self, source: TensorSource, name: str, rows: tuple[int, int]):
+        self._source = source
+        self._rows = rows
+        info = source.tensors[name]
+        first, end = rows
+        if not info.shape or end > info.shape[0]:
+            raise ValueError(f"expected at least {end} rows, got shape {info.shape}")
+        self.tensors = {name: replace(info, shape=(end - first, *info.shape[1:]))}
+
+    def read(self, name: str, index: Index | None = None) -> np.ndarray:
+        shape = self.tensors[name].shape
+        rows, *rest = intervals(index or (slice(None),) * len(shape), shape)
+        moved = Interval(rows.start + self._rows[0], rows.stop + self._rows[0])
+        return self._source.read(name, tuple(i.as_slice() for i in (moved, *rest)))
+
+    def close(self) -> None:
+        """The whole tensor's source is closed by whoever opened it."""
+
+
+def source_of(part: Part, source: TensorSource) -> TensorSource:
+    """Where the tensor of a part is read; ValueError if it has not the rows of the part."""
+    return source if part.rows is None else Rows(source, part.tensor, part.rows)
 
 
 class FileStamp:

@@ -50,7 +50,7 @@ VARIANTS = {
         scores=Scores(scale=0.5, cap=3.0),
         multipliers=Multipliers(embedding=3.0, residual=0.3, logits=0.5),
         logit_cap=4.0,
-        local_rope=RopeConfig(50.0),
+        local_rope=RopeConfig(50.0, rotated=4),
         norm_offset=1.0,
         activation="gelu_tanh",
     ),
@@ -227,6 +227,12 @@ def test_a_factor_of_one_is_no_operation_and_any_other_is_one():
     assert count(Multipliers(logits=0.5)) == plain + 1
     assert count(Multipliers(embedding=2.0)) == plain + 1
     assert count(Multipliers(residual=0.5)) == plain + 2 * CONFIG.num_layers
+
+
+@pytest.mark.parametrize("rotated", [10, 5, -2])
+def test_more_than_a_head_and_halves_of_pairs_cannot_be_rotated(rotated):
+    with pytest.raises(ValueError, match=r"rope\.rotated: expected an even number of .* 8 entries"):
+        replace(CONFIG, rope=RopeConfig(rotated=rotated))
 
 
 def test_a_factor_on_embeddings_is_rounded_to_their_dtype():

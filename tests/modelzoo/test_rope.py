@@ -118,3 +118,17 @@ def test_scores_depend_on_the_distance_alone():
 
     assert score(9, 4) == pytest.approx(score(105, 100), abs=1e-4)
     assert score(9, 4) != pytest.approx(score(9, 5), abs=1e-2)
+
+
+def test_entries_beyond_the_rotated_ones_stay_as_they_are():
+    rope = RopeConfig(100.0, FactorScaling((1.0, 2.0, 4.0), attention_factor=1.25), rotated=6)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, 3, 10)), jnp.float32)
+    positions = jnp.arange(10).reshape(2, 5)
+    turned = rotate(x, rotation(positions, rope, 10))
+    alone = rotate(x[..., :6], rotation(positions, RopeConfig(rope.theta, rope.scaling), 6))
+    np.testing.assert_array_equal(turned[..., :6], alone)
+    np.testing.assert_array_equal(turned[..., 6:], x[..., 6:])
+    # at position zero only the factor is left
+    np.testing.assert_allclose(
+        turned[0, 0, :, :6], 1.25 * x[0, 0, :, :6], rtol=0, atol=FLOAT32_ELEMENTWISE
+    )

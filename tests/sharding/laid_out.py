@@ -75,6 +75,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "attn_logit_softcapping": 3.0,
         "final_logit_softcapping": 8.0,
     },
+    "phi3": {"sliding_window": 5, "partial_rotary_factor": 0.75, "head_dim": 16},
     "gemma3_text": {
         "hidden_act": "gelu_pytorch_tanh",
         "sliding_window": 5,

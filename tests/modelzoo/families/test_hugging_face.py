@@ -10,6 +10,7 @@ import pytest
 
 from noria.compile.definition import Definition
 from noria.modelzoo.config import (
+    FactorScaling,
     LinearScaling,
     Llama3Scaling,
     Multipliers,
@@ -84,6 +85,8 @@ CONFIGS = {
     "granite": family("granite", residual_multiplier=0.22),
     "granite-biases": family("granite", attention_bias=True, mlp_bias=True),
     "gemma2": family("gemma2"),
+    "phi3": family("phi3"),
+    "phi3-partial": family("phi3", partial_rotary_factor=0.5, tie_word_embeddings=True),
     "gemma3": family("gemma3_text"),
     "gemma3-untied": family("gemma3_text", tie_word_embeddings=False, head_dim=12),
     "gemma2-untied": family("gemma2", tie_word_embeddings=False, attention_bias=True),
@@ -227,7 +230,7 @@ def test_five_layers_of_six_slide_a_window_in_gemma3_where_nothing_else_is_said(
     ("changes", "message"),
     [
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping: expected null"),
-        ({"model_type": "gemma3"}, "model_type: expected one of .*gemma3_text, got 'gemma3'"),
+        ({"model_type": "gemma3"}, "model_type: expected one of .*gemma3_text, .*got 'gemma3'"),
         ({"_sliding_window_pattern": 3}, "_sliding_window_pattern = 3"),
         (
             {"rope_parameters": {"rope_type": "linear", "factor": 8.0}},
@@ -249,6 +252,82 @@ def test_five_layers_of_six_slide_a_window_in_gemma3_where_nothing_else_is_said(
 def test_what_gemma3_does_not_implement_is_refused_by_name(changes, message):
     with pytest.raises(UnsupportedModel, match=message):
         from_hf_config(family("gemma3_text", **changes))
+
+
+def long_rope(rotated: int = 8, **changes: object) -> dict[str, object]:
+    factors = {"short_factor": [1.5] * (rotated // 2), "long_factor": [4] * (rotated // 2)}
+    return {"type": "longrope"} | factors | changes
+
+
+ORIGINAL = {"original_max_position_embeddings": 128}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ORIGINAL | {"rope_scaling": long_rope()},
+        ORIGINAL | {"rope_scaling": long_rope(type="su")},
+        ORIGINAL | {"rope_parameters": long_rope(**ORIGINAL)},
+    ],
+    ids=["old", "older", "new"],
+)
+def test_long_phi3_serves_the_length_of_its_pretraining_by_short_factors(options):
+    config = from_hf_config(family("phi3", **options)).config
+    factor = math.sqrt(1 + math.log(512 / 128) / math.log(128))
+    assert config.rope == RopeConfig(1e4, FactorScaling((1.5,) * 4, factor), rotated=8)
+    assert config.max_position == 128
+
+
+def test_phi3_serves_its_whole_length_where_both_sets_of_factors_are_the_same():
+    same = long_rope(long_factor=[1.5] * 4)
+    assert from_hf_config(family("phi3", **ORIGINAL, rope_scaling=same)).config.max_position == 512
+    assert from_hf_config(family("phi3")).config.max_position == 512
+
+
+@pytest.mark.parametrize("where", ["outside", "inside"])
+def test_phi4_mini_rotates_a_part_of_each_head(where):
+    share = {"partial_rotary_factor": 0.75, "rope_theta": 5e5}
+    table = long_rope(rotated=12, factor=2.0, attention_factor=1.25)
+    options = {"head_dim": 16, **ORIGINAL}
+    if where == "outside":
+        options |= share | {"rope_scaling": table}
+    else:
+        options |= {"rope_parameters": table | share}
+    config = from_hf_config(family("phi3", **options)).config
+    assert config.rope == RopeConfig(5e5, FactorScaling((1.5,) * 6, 1.25), rotated=12)
+
+
+def test_tensors_of_phi3_are_fused():
+    spec = from_hf_config(family("phi3", sliding_window=9))
+    parts = {source.parameter: source.parts for source in spec.sources}
+    qkv, gate_up = parts["layers.1.attention.qkv"], parts["layers.1.mlp.gate_up"]
+    assert {part.tensor for part in qkv} == {"model.layers.1.self_attn.qkv_proj.weight"}
+    assert [part.rows for part in qkv] == [(0, 64), (64, 80), (80, 96)]
+    assert {part.tensor for part in gate_up} == {"model.layers.1.mlp.gate_up_proj.weight"}
+    assert [part.rows for part in gate_up] == [(0, 96), (96, 192)]
+    assert spec.config.windows == (9, 9, 9)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_scaling": long_rope(type="yarn")}, "rope_type: expected default, longrope or su"),
+        ({"rope_scaling": long_rope(rotated=6)}, "short_factor: expected a list of 4 numbers"),
+        ({"rope_scaling": long_rope(long_factor=[1, 1, 0, 1])}, "long_factor.2: expected a finite"),
+        ({"rope_scaling": long_rope(mscale=1.0)}, r"rope_scaling\.mscale = 1.0"),
+        ({"partial_rotary_factor": 0.4}, "partial_rotary_factor: expected an even number"),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor: expected a finite number"),
+        (
+            ORIGINAL | {"rope_parameters": long_rope(original_max_position_embeddings=64)},
+            "embeddings: expected the same value as the outer .*128",
+        ),
+        ({"lm_head_bias": True}, "lm_head_bias: expected False"),
+        ({"full_attn_mod": 2}, "full_attn_mod: expected 1"),
+    ],
+)
+def test_what_phi3_does_not_implement_is_refused_by_name(changes, message):
+    with pytest.raises(UnsupportedModel, match=message):
+        from_hf_config(family("phi3", **changes))
 
 
 def test_a_null_window_of_mistral_is_none_and_an_absent_one_is_refused():

@@ -235,6 +235,42 @@ def test_a_tensor_used_twice_is_refused():
         load_params(Spec((*spec.sources, twice)), tensors, abstract, one_device())
 
 
+def fused(rows_of_up=(F, 2 * F)):
+    """Gate and up as the rows of one tensor, beside the same as tensors of their own."""
+    tensors, spec, expected = tiny()
+    arrays = dict(tensors.arrays)
+    arrays["both"] = np.concatenate([arrays.pop("gate"), arrays.pop("up")])
+    parts = (
+        Part("both", "f d -> d 1 f", rows=(0, F)),
+        Part("both", "f d -> d 1 f", (), rows_of_up),
+    )
+    one = ParameterSource("layers.0.mlp.gate_up", parts, concat_axis=1)
+    return arrays, (*spec.sources[:2], one, *spec.sources[3:]), expected
+
+
+@pytest.mark.parametrize("box", [(), (slice(2, 5), slice(0, 2), slice(3, 11))], ids=["all", "box"])
+def test_parts_that_are_rows_of_one_tensor_fill_what_tensors_of_their_own_would(box):
+    arrays, sources, expected = fused()
+    index = box or (slice(None),) * 3
+    got = read_parameter(sources[2], Arrays(**arrays), index, (D, 2, F), np.dtype("f4"))
+    np.testing.assert_array_equal(got, expected["layers.0.mlp.gate_up"][index])
+
+
+@pytest.mark.parametrize(
+    ("rows_of_up", "message"),
+    [
+        ((F - 1, 2 * F), r"used more than once \(1\):\n    both"),
+        ((F, 2 * F - 1), r"no parameter uses some rows \(1\):\n    both: expected 31 rows, got 32"),
+        ((F, 2 * F + 1), "both -> layers.0.mlp.gate_up: .* expected at least 33 rows"),
+    ],
+    ids=["twice", "left over", "too few"],
+)
+def test_rows_must_be_used_once_each(rows_of_up, message):
+    arrays, sources, expected = fused(rows_of_up)
+    with pytest.raises(CheckpointMismatch, match=message):
+        load_params(Spec(sources), Arrays(**arrays), abstract_of(expected), one_device())
+
+
 def test_an_ignored_tensor_may_be_there_or_not():
     tensors, spec, expected = tiny()
     spec.ignored_tensors = ("rope_freqs.weight", "layers.7.inv_freq")

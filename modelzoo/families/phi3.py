@@ -1,0 +1,97 @@
+"""Phi-3, 3.5 and Phi-4-mini: fused tensors, and rotations that depend on the sequence's length.
+
+The long models rotate by short factors as long as a sequence fits the length of their pretraining,
+and by long factors from there on: all of its tokens, so that the reference throws its cache away at
+that point. A graph has one set of factors. Here these are the short ones, and the model's longest
+sequence is that of its pretraining: within it, every token is rotated as the reference does, and
+anything longer is refused by name instead of answered otherwise. The limit falls away where the
+two sets are the same.
+
+Source: "LongRoPE" (2402.13753), and for the factor on cosines and sines transformers'
+`modeling_rope_utils.py`.
+"""
+
+import math
+
+from ..config import FactorScaling, RopeConfig
+from .config_reader import ConfigReader, UnsupportedModel
+from .family import Family, Options
+from .hugging_face import MAX_EMBED, MAX_HEAD_DIM, MAX_HEADS
+from .rope_options import DEFAULT_THETA, MAX_POSITION, read_kind, read_theta, rope_table
+
+_ORIGINAL = "original_max_position_embeddings"
+_DEFAULT_ORIGINAL = 4096
+_QKV = "model.layers.{i}.self_attn.qkv_proj"
+_GATE_UP = "model.layers.{i}.mlp.gate_up_proj"
+HF_NAMES = {"query": _QKV, "key": _QKV, "value": _QKV, "gate": _GATE_UP, "up": _GATE_UP}
+
+
+def _hf_options(config: ConfigReader, num_layers: int) -> Options:
+    window = None
+    if config.has("sliding_window"):
+        window = config.integer("sliding_window", maximum=MAX_POSITION)
+    for key, value in {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False}.items():
+        config.expect(key, value)
+    config.ignore(("resid_pdrop", "embd_pdrop"))  # of training
+    rope, longest = _read_rope(config)
+    return Options(windows=(window,) * num_layers, rope=rope, max_position=longest)
+
+
+def _read_rope(config: ConfigReader) -> tuple[RopeConfig, int]:
+    """The rotation, and the longest sequence that it is right for."""
+    max_position = config.integer("max_position_embeddings", maximum=MAX_POSITION)
+    table = rope_table(config)
+    theta = read_theta(config, table, "rope_theta", DEFAULT_THETA)
+    rotated = _read_rotated(config, table)
+    kind, original = read_kind(table), _read_original(config, table)
+    if kind == "default":
+        table.refuse_rest()
+        return RopeConfig(theta, rotated=rotated), max_position
+    if kind not in ("longrope", "su"):
+        raise UnsupportedModel(
+            f"{table.name('rope_type')}: expected default, longrope or su, got {kind!r}, which is "
+            "not implemented."
+        )
+    short, long = (
+        table.numbers(key, count=rotated // 2, above=0.0) for key in ("short_factor", "long_factor")
+    )
+    factor = table.number("factor", above=0.0, default=max_position / original)
+    # LongRoPE, section 3.3: what keeps the entropy of attention as it was
+    temperature = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    attention_factor = table.number("attention_factor", above=0.0, default=temperature)
+    table.refuse_rest()
+    longest = max_position if short == long else min(max_position, original)
+    return RopeConfig(theta, FactorScaling(short, attention_factor), rotated), longest
+
+
+def _read_rotated(config: ConfigReader, table: ConfigReader) -> int:
+    """How many entries of a head turn."""
+    num_heads = config.integer("num_attention_heads", maximum=MAX_HEADS)
+    default = config.integer("hidden_size", maximum=MAX_EMBED) // num_heads or None
+    head_dim = config.integer("head_dim", maximum=MAX_HEAD_DIM, default=default)
+    key = "partial_rotary_factor"
+    share = config.number(key, above=0.0, maximum=1.0, default=1.0)
+    if table.has(key):
+        inner = table.number(key, above=0.0, maximum=1.0)
+        if config.has(key) and inner != share:
+            raise table.error(key, f"the same value as the outer {key} ({share})")
+        share = inner
+    rotated = int(head_dim * share)
+    if rotated < 2 or rotated % 2:
+        raise UnsupportedModel(
+            f"{key}: expected an even number of rotated entries, got {rotated} of {head_dim}."
+        )
+    return rotated
+
+
+def _read_original(config: ConfigReader, table: ConfigReader) -> int:
+    """The length of pretraining; what stands outside the table wins, its default included."""
+    original = config.integer(_ORIGINAL, minimum=2, maximum=MAX_POSITION, default=_DEFAULT_ORIGINAL)
+    if table.has(_ORIGINAL):
+        inner = table.integer(_ORIGINAL, minimum=2, maximum=MAX_POSITION)
+        if inner != original:
+            raise table.error(_ORIGINAL, f"the same value as the outer {_ORIGINAL} ({original})")
+    return original
+
+
+FAMILY = Family("phi3", "Phi3ForCausalLM", _hf_options, hf_names=HF_NAMES)
