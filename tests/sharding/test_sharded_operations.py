@@ -137,7 +137,10 @@ ATTENTION = {
     "rows over an axis without heads": (4, {"query_heads": "tensor", "attention_batch": "data"}),
     "rows over both": (1, {"query_heads": "tensor", "attention_batch": ["data", "tensor"]}),
     "no heads split": (2, {"attention_batch": ["tensor", "data"]}),
+    "heads gathered": (2, {"batch": "data", "query_heads": ""}),
+    "heads gathered to fewer copies": (2, {"query_heads": "data"}),
 }
+"""Key/value heads, and rules; where those gather heads, the weights lie over all mesh axes."""
 
 
 @pytest.mark.parametrize("name", ATTENTION)
@@ -145,7 +148,8 @@ def test_attention_sees_its_rows_and_heads_whole_and_gives_them_back(name):
     """The body marks each entry with its row, its key/value head and the cache's entry."""
     B, T, K, N, H, S = 8, 2, ATTENTION[name][0], 16, 4, 3
     rules = rules_of(**ATTENTION[name][1])
-    stored = kv_copies(K, MeshLayout.of(SIZES).num_shards(rules[axes.QUERY_HEADS]))
+    lies_over = ("data", "tensor") if "gathered" in name else rules[axes.QUERY_HEADS]
+    stored = kv_copies(K, MeshLayout.of(SIZES).num_shards(lies_over))
     kept = kv_copies(K, MeshLayout.of(SIZES).num_shards(rules[axes.KV_HEADS]))
     G = N // K
     q_BTKGH, row_B = integers(B, T, K, G, H), np.arange(B, dtype=np.float32)
