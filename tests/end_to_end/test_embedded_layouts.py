@@ -98,3 +98,20 @@ def test_a_batch_job_under_a_layout_writes_the_answers_of_one_device(noria, tmp_
         assert all(gap(wanted, step) >= NEAR_TIE_GAP for step in range(NUM_TOKENS))
         assert choice["message"]["content"] == wanted.outputs[0].text
     assert read_manifest(output)["compiles_during_run"] == 0
+
+
+def test_a_layout_that_cannot_be_is_refused_with_all_that_is_wrong(noria, tmp_path):
+    """Nine query heads and three key/value heads, over four devices."""
+    source = write_lines(tmp_path / "in.jsonl", [chat("a", "Hello")])
+    output = tmp_path / "out.jsonl"
+    layout = ("--target", "cpu:8", "--layout", "data-tensor")
+    done = noria.run("batch", "-i", source, "-o", output, "--model", "smollm2", *layout, expect=2)
+    assert done.stderr.splitlines()[-3:] == [
+        "noria: layout 'data-tensor' (data=2, tensor=4) cannot be:",
+        '  kv_heads: 3 heads do not divide over 4 devices ("tensor"). Set kv_heads = "" to keep a '
+        "copy of a head on every device whose queries read it, or shard attention over batch "
+        "(attention_batch).",
+        '  query_heads = "tensor": the number of query heads is 9, which does not divide over 4 '
+        "devices. Change the size of a mesh axis, or the rule.",
+    ]
+    assert not output.exists()
