@@ -100,11 +100,19 @@ Activation = Literal["silu", "gelu_tanh"]
 """Of the MLP's gate; `gelu_tanh` is the approximation by tanh (Hendrycks, Gimpel 1606.08415)."""
 NormPlacement = Literal["before", "after", "both"]
 """Where a block norms: what attention and MLP read, what they write, or both."""
-QKNorm = Literal["head", "projection"]
-"""How queries and keys are normed: each head alone and all with one scale, or all heads as one."""
+NormKind = Literal["rms", "layer"]
+"""Root mean square, or the same around the mean: layer norm without bias."""
+QKNorm = Literal["head", "heads", "projection"]
+"""How queries and keys are normed: each head alone, all with one scale; each head alone, with a
+scale of its own; or all heads as one."""
 
 
-_CHOICES = {"qk_norm_kind": QKNorm, "norm_placement": NormPlacement, "activation": Activation}
+_CHOICES = {
+    "qk_norm_kind": QKNorm,
+    "norm_placement": NormPlacement,
+    "activation": Activation,
+    "norm": NormKind,
+}
 
 
 @dataclass(frozen=True)
@@ -121,6 +129,7 @@ class DecoderConfig:
     """One entry a layer: how many latest positions a token sees, itself included; None sees all."""
     max_position: int
     """Longest sequence (prompt and output) the model was published for."""
+    norm: NormKind = "rms"
     norm_epsilon: float = 1e-5
     norm_offset: float = 0.0
     """Added to the scales of norms as they are stored."""
@@ -135,6 +144,8 @@ class DecoderConfig:
     qk_norm: bool = False
     qk_norm_kind: QKNorm = "head"
     norm_placement: NormPlacement = "before"
+    is_parallel: bool = False
+    """Whether attention and MLP read one norm and are added together; it stands before them."""
     scores: Scores = PLAIN_SCORES
     multipliers: Multipliers = NO_MULTIPLIERS
     logit_cap: float | None = None

@@ -27,8 +27,8 @@ from .kv_cache import (
 from .layers import (
     Embedding,
     GatedMlp,
-    ProjectionNorm,
-    RMSNorm,
+    HeadsNorm,
+    Norm,
     Unnormed,
     constant,
     scaled,
@@ -103,22 +103,22 @@ def _merge_heads(out_BTKGH: jax.Array, output_KGHD: jax.Array) -> jax.Array:
     return jnp.einsum("BTA,AD->BTD", out_BTKGH.reshape(B, T, -1), output_AD)
 
 
-def _query_key_norms(config: DecoderConfig, kv_copies: int) -> tuple[RMSNorm, RMSNorm]:
+def _query_key_norms(config: DecoderConfig, kv_copies: int) -> tuple[Norm, Norm]:
     N, K, H = config.num_query_heads, config.num_kv_heads, config.head_dim
     match config.qk_norm_kind:
         case "head":
-            return RMSNorm(H, config), RMSNorm(H, config)
-        case "projection":
-            return ProjectionNorm(N, config), ProjectionNorm(K, config, kv_copies)
+            return Norm(H, config), Norm(H, config)
+        case "heads" | "projection":
+            return HeadsNorm(N, config), HeadsNorm(K, config, kv_copies)
 
 
 class Block(nnx.Module):
     """Residual block: attention, then MLP, each between the norms that the configuration has."""
 
     def __init__(self, rngs: nnx.Rngs, config: DecoderConfig, arrangement: Arrangement):
-        def norm(place: str) -> RMSNorm | Unnormed:
+        def norm(place: str) -> Norm | Unnormed:
             is_there = config.norm_placement in (place, "both")
-            return RMSNorm(config.embed, config) if is_there else Unnormed()
+            return Norm(config.embed, config) if is_there else Unnormed()
 
         self.attention_norm = norm("before")
         self.attention = Attention(rngs, config, arrangement)
@@ -137,6 +137,24 @@ class Block(nnx.Module):
         out_BTD = self.mlp(self.mlp_norm(x_BTD), operations)
         x_BTD = x_BTD + scaled(self.mlp_post_norm(out_BTD), self.multiplier)
         return operations.constrain(x_BTD, axes.RESIDUAL)
+
+
+class ParallelBlock(nnx.Module):
+    """Residual block whose attention and MLP read one norm (Wang, Komatsuzaki 2021, GPT-J-6B)."""
+
+    def __init__(self, rngs: nnx.Rngs, config: DecoderConfig, arrangement: Arrangement):
+        self.norm = Norm(config.embed, config)
+        self.attention = Attention(rngs, config, arrangement)
+        self.mlp = GatedMlp(rngs, config)
+        self.multiplier = config.multipliers.residual
+
+    def __call__(
+        self, x_BTD: jax.Array, by: Rotation, attend_layer: AttendLayer, operations: Operations
+    ) -> jax.Array:
+        normed_BTD = self.norm(x_BTD)
+        out_BTD = self.attention(normed_BTD, by, attend_layer, operations)
+        out_BTD = out_BTD + self.mlp(normed_BTD, operations)
+        return operations.constrain(x_BTD + scaled(out_BTD, self.multiplier), axes.RESIDUAL)
 
 
 def _with_scores(attend: Attend, scores: Scores) -> Attend:
@@ -158,8 +176,9 @@ class Decoder(nnx.Module):
     ):
         num_rows = arrangement.padded_vocab or config.vocab_size
         self.embedding = Embedding(rngs, num_rows, config.embed)
-        self.layers = nnx.List(Block(rngs, config, arrangement) for _ in config.windows)
-        self.final_norm = RMSNorm(config.embed, config)
+        block = ParallelBlock if config.is_parallel else Block
+        self.layers = nnx.List(block(rngs, config, arrangement) for _ in config.windows)
+        self.final_norm = Norm(config.embed, config)
         if not config.tie_embeddings:
             self.head = Embedding(rngs, num_rows, config.embed)
         self.config = config

@@ -40,8 +40,12 @@ def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
     return x if cap is None else jnp.tanh(x / cap) * cap
 
 
-class RMSNorm(nnx.Module):
-    """Root mean square norm over the last axis, in float32 (Zhang, Sennrich 2019, 1910.07467)."""
+class Norm(nnx.Module):
+    """Norm over the last axis, in float32.
+
+    Root mean square norm (Zhang, Sennrich 2019, 1910.07467), or layer norm without bias (Ba et al.
+    2016, 1607.06450).
+    """
 
     def __init__(self, size: int, config: DecoderConfig):
         # whole on every device: small, and wanted wherever the residual stream is
@@ -54,6 +58,8 @@ class RMSNorm(nnx.Module):
     def _norm(self, x: jax.Array, scale: jax.Array, axis: int | tuple[int, ...]) -> jax.Array:
         """Norm over `axis`; the scale has the last axes of `x`."""
         x32 = x.astype(jnp.float32)
+        if self.config.norm == "layer":
+            x32 = x32 - jnp.mean(x32, axis=axis, keepdims=True)
         mean_square = jnp.mean(x32 * x32, axis=axis, keepdims=True)
         normed = x32 * jax.lax.rsqrt(mean_square + self.config.norm_epsilon)
         scale = scale.astype(jnp.float32).reshape((1,) * (x.ndim - scale.ndim) + scale.shape)
@@ -62,8 +68,8 @@ class RMSNorm(nnx.Module):
         return (normed * scale).astype(x.dtype)
 
 
-class ProjectionNorm(RMSNorm):
-    """The norm of all heads of a projection as one vector, wherever their axes lie.
+class HeadsNorm(Norm):
+    """The norm of all heads of a projection, each alone or as one vector, with a scale a head.
 
     Heads may come in copies side by side: as each comes equally often, their mean is the same.
     """
@@ -77,7 +83,8 @@ class ProjectionNorm(RMSNorm):
         scale = self.scale[...]
         if self.copies > 1:
             scale = jnp.repeat(scale.reshape(-1, x.shape[-1]), self.copies, axis=0)
-        return self._norm(x, scale.reshape(x.shape[2:]), tuple(range(2, x.ndim)))
+        is_one = self.config.qk_norm_kind == "projection"
+        return self._norm(x, scale.reshape(x.shape[2:]), tuple(range(2, x.ndim)) if is_one else -1)
 
 
 class Unnormed(nnx.Module):

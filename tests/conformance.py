@@ -264,6 +264,20 @@ CASES = (
         long_rope(2, 40) | {"partial_rotary_factor": 0.5, "attention_factor": 1.2},
         is_old_spelling=True,
     ),
+    Case("command-r", "cohere", _heads(4, 4) | {"logit_scale": 0.5}, is_old_spelling=True),
+    Case(
+        "command-r-plus",
+        "cohere",
+        _heads(6, 2, 10) | {"use_qk_norm": True, "logit_scale": 2.0, "tie_word_embeddings": False},
+        {"rope_theta": 1e6},
+    ),
+    Case(
+        "command-r-biases-linear",
+        "cohere",
+        _heads(8, 1, 6) | {"attention_bias": True, "use_qk_norm": True},
+        LINEAR,
+        is_old_spelling=True,
+    ),
     Case("granite-linear", "granite", _heads(3, 3) | {"logits_scaling": 0.5}, LINEAR),
 )
 
@@ -292,8 +306,10 @@ def save_reference(case: Case, directory: Path) -> list[np.ndarray]:
     )
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:  # norms start at one and biases at zero, where mistakes hide
+        for name, parameter in model.named_parameters():
+            if (
+                parameter.ndim == 1 or "norm" in name
+            ):  # norms start at one and biases at zero, where mistakes hide
                 parameter.add_(0.3 * torch.randn_like(parameter))
         model.save_pretrained(directory)
         logits = [model(torch.tensor([prompt])).logits[0] for prompt in prompts(case)]

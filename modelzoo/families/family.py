@@ -16,6 +16,7 @@ from ..config import (
     Arrangement,
     DecoderConfig,
     Multipliers,
+    NormKind,
     NormPlacement,
     QKNorm,
     RopeConfig,
@@ -41,7 +42,9 @@ class Options:
     mlp_bias: bool = False
     qk_norm: bool = False
     qk_norm_kind: QKNorm = "head"
+    norm: NormKind = "rms"
     norm_placement: NormPlacement = "before"
+    is_parallel: bool = False
     scores: Scores = PLAIN_SCORES
     multipliers: Multipliers = NO_MULTIPLIERS
     logit_cap: float | None = None
@@ -74,7 +77,7 @@ class Family:
     gguf_options: Callable[[ConfigReader, int], Options] | None = None
     """None where GGUF knows no such architecture."""
     hf_defaults: HFDefaults = HFDefaults()
-    hf_names: Mapping[str, str] = field(default_factory=dict)
+    hf_names: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `TensorNames` that differ from the usual ones."""
     gguf_architecture: str | None = None
     gguf_interleaved: bool = False

@@ -44,6 +44,11 @@ NAMES = TensorNames(
     mlp_post_norm="blk.{i}.post_ffw_norm",
 )
 
+EPSILONS = {
+    "rms": "attention.layer_norm_rms_epsilon",
+    "layer": "attention.layer_norm_epsilon",
+}
+
 ROPE_FACTORS = "rope_freqs.weight"
 """Divisors of the rotary frequencies: how GGUF publishes the scaling of Llama 3.1 and later."""
 
@@ -91,7 +96,7 @@ def _decoder_config(
         num_query_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=_head_dim(config, embed, num_heads),
-        norm_epsilon=config.number("attention.layer_norm_rms_epsilon", above=0.0, maximum=1.0),
+        norm_epsilon=config.number(EPSILONS[options.norm], above=0.0, maximum=1.0),
         tie_embeddings=f"{NAMES.head}.weight" not in tensors,
         **options.decoder_fields(),
     )

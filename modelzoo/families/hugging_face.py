@@ -36,6 +36,8 @@ NAMES = TensorNames(
 ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
 """Ours and what config.json calls them."""
 
+EPSILONS = {"rms": "rms_norm_eps", "layer": "layer_norm_eps"}
+
 # Bounds far above any published model: a size beyond them is a lie or a mistake.
 MAX_LAYERS = 1024
 MAX_HEADS = 4096
@@ -164,7 +166,7 @@ def _decoder_config(config: ConfigReader, family: Family) -> DecoderConfig:
         num_query_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=_head_dim(config, embed, num_heads, family.hf_defaults.head_dim),
-        norm_epsilon=config.number("rms_norm_eps", above=0.0, maximum=1.0),
+        norm_epsilon=config.number(EPSILONS[options.norm], above=0.0, maximum=1.0),
         tie_embeddings=config.flag(
             "tie_word_embeddings", default=family.hf_defaults.tie_embeddings
         ),

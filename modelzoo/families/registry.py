@@ -7,7 +7,20 @@ an `UnsupportedModel` that names what was not.
 
 from collections.abc import Collection, Mapping
 
-from . import gemma2, gemma3, gguf, granite, hugging_face, llama, mistral, olmo2, phi3, qwen2, qwen3
+from . import (
+    cohere,
+    gemma2,
+    gemma3,
+    gguf,
+    granite,
+    hugging_face,
+    llama,
+    mistral,
+    olmo2,
+    phi3,
+    qwen2,
+    qwen3,
+)
 from .config_reader import UnsupportedModel
 from .family import Family, ModelSpec
 
@@ -23,6 +36,7 @@ FAMILIES: tuple[Family, ...] = (
     gemma2.FAMILY,
     gemma3.FAMILY,
     phi3.FAMILY,
+    cohere.FAMILY,
 )
 
 

@@ -71,16 +71,26 @@ def _layer(
     def single(parameter: str, template: str, axes: str) -> ParameterSource:
         return _single(f"layers.{i}.{parameter}", template.format(i=i), axes)
 
-    before, after = ("attention_norm", "mlp_norm"), ("attention_post_norm", "mlp_post_norm")
-    norms = {"before": before, "after": after, "both": before + after}
     return [
         *(
-            single(f"{norm}.scale", f"{getattr(names, norm)}.weight", "d -> d")
-            for norm in norms[config.norm_placement]
+            single(f"{norm}.scale", f"{tensor}.weight", "d -> d")
+            for norm, tensor in _norms(config, names).items()
         ),
         *_attention(config, names, kv_copies, i, single),
         *_mlp(config, names, i, single),
     ]
+
+
+def _norms(config: DecoderConfig, names: TensorNames) -> dict[str, str]:
+    """The tensors of a block's norms."""
+    if config.is_parallel:
+        return {"norm": names.attention_norm}
+    before = {"attention_norm": names.attention_norm, "mlp_norm": names.mlp_norm}
+    after = {
+        "attention_post_norm": names.attention_post_norm,
+        "mlp_post_norm": names.mlp_post_norm,
+    }
+    return {"before": before, "after": after, "both": before | after}[config.norm_placement]
 
 
 def _attention(
@@ -138,8 +148,13 @@ def _attention(
     if config.output_bias:
         sources.append(single("attention.output_bias", f"{names.output}.bias", "d -> d"))
     if config.qk_norm:
+        axes, sizes = "h -> h", ()
+        if config.qk_norm_kind == "heads":
+            inner = rotated_out.strip("()")
+            axes, sizes = f"n ({rotated_in}) -> (n {inner})", rotated_sizes
         for parameter, name in (("query_norm", names.query_norm), ("key_norm", names.key_norm)):
-            sources.append(single(f"attention.{parameter}.scale", f"{name}.weight", "h -> h"))
+            part = Part(f"{name}.weight".format(i=i), axes, sizes)
+            sources.append(ParameterSource(f"layers.{i}.attention.{parameter}.scale", (part,)))
     return sources
 
 

@@ -42,6 +42,7 @@ VARIANTS = {
         mlp_bias=True,
         qk_norm=True,
     ),
+    "parallel": replace(CONFIG, is_parallel=True, norm="layer", qk_norm=True, qk_norm_kind="heads"),
     "other kinds": replace(
         CONFIG,
         qk_norm=True,
@@ -208,7 +209,16 @@ def test_norms_stand_where_the_configuration_places_them():
     }
 
 
-@pytest.mark.parametrize("field", ["qk_norm_kind", "norm_placement", "activation"])
+def test_a_parallel_block_has_one_norm():
+    parallel = names(replace(CONFIG, is_parallel=True))
+    assert {name.split(".")[2] for name in parallel if name.startswith("layers.0.")} == {
+        "norm",
+        "attention",
+        "mlp",
+    }
+
+
+@pytest.mark.parametrize("field", ["qk_norm_kind", "norm_placement", "activation", "norm"])
 def test_a_kind_that_is_unknown_is_refused(field):
     with pytest.raises(ValueError, match=f"{field}: expected one of .*, got 'sideways'"):
         replace(CONFIG, **{field: "sideways"})

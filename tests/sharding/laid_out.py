@@ -76,6 +76,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "final_logit_softcapping": 8.0,
     },
     "phi3": {"sliding_window": 5, "partial_rotary_factor": 0.75, "head_dim": 16},
+    "cohere": {"rms_norm_eps": None, "layer_norm_eps": 1e-5, "use_qk_norm": True},
     "gemma3_text": {
         "hidden_act": "gelu_pytorch_tanh",
         "sliding_window": 5,
@@ -112,7 +113,8 @@ class Answers:
 
 def config_of(family: str, num_kv_heads: int = 8) -> DecoderConfig:
     table = {"model_type": family, "num_key_value_heads": num_kv_heads}
-    return from_hf_config({**_SHARED, **table, **FAMILIES[family]}).config
+    config = {**_SHARED, **table, **FAMILIES[family]}
+    return from_hf_config({key: value for key, value in config.items() if value is not None}).config
 
 
 def layout_of(spelling: str) -> Layout:

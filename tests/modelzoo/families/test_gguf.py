@@ -139,6 +139,18 @@ def test_gemma3_is_read_as_llama_cpp_does():
     assert (config.windows, config.local_rope) == ((9, None), RopeConfig(3e4))
 
 
+@pytest.mark.parametrize(("num_layers", "has_qk_norm"), [(40, False), (64, True)])
+def test_command_r_is_read_as_llama_cpp_does(num_layers, has_qk_norm):
+    norms = {"attention__layer_norm_rms_epsilon": None, "attention__layer_norm_epsilon": 1e-5}
+    read = metadata("command-r", **norms, logit_scale=0.0625, block_count=num_layers)
+    spec = from_gguf_metadata(read, UNTIED[:1])
+    assert spec.config.multipliers == Multipliers(logits=0.0625)
+    assert (spec.config.norm, spec.config.is_parallel) == ("layer", True)
+    assert spec.config.qk_norm == has_qk_norm
+    filled = [source.parameter for source in spec.sources]
+    assert sorted(filled) == sorted(Definition(spec.config).abstract_parameters(jnp.float32))
+
+
 def test_norms_after_attention_and_mlp_have_the_names_of_llama_cpp():
     spec = from_gguf_metadata(metadata("olmo2"), UNTIED)
     tensors = {source.parameter: source.parts[0].tensor for source in spec.sources}

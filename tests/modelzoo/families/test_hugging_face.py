@@ -69,7 +69,10 @@ def family(name: str, **changes: object) -> dict[str, object]:
     }
     architecture = f"{name.removesuffix('_text').capitalize()}ForCausalLM"
     names = {"model_type": name, "architectures": [architecture]}
-    return LLAMA | names | needed.get(name, {}) | changes
+    shared = dict(LLAMA)
+    if name == "cohere":
+        shared["layer_norm_eps"] = shared.pop("rms_norm_eps")
+    return shared | names | needed.get(name, {}) | changes
 
 
 CONFIGS = {
@@ -87,6 +90,8 @@ CONFIGS = {
     "gemma2": family("gemma2"),
     "phi3": family("phi3"),
     "phi3-partial": family("phi3", partial_rotary_factor=0.5, tie_word_embeddings=True),
+    "cohere": family("cohere"),
+    "cohere-normed": family("cohere", use_qk_norm=True, attention_bias=True),
     "gemma3": family("gemma3_text"),
     "gemma3-untied": family("gemma3_text", tie_word_embeddings=False, head_dim=12),
     "gemma2-untied": family("gemma2", tie_word_embeddings=False, attention_bias=True),
@@ -328,6 +333,38 @@ def test_tensors_of_phi3_are_fused():
 def test_what_phi3_does_not_implement_is_refused_by_name(changes, message):
     with pytest.raises(UnsupportedModel, match=message):
         from_hf_config(family("phi3", **changes))
+
+
+def test_command_r_is_read_as_published():
+    config = from_hf_config(family("cohere", use_qk_norm=True, logit_scale=0.25)).config
+    assert (config.norm, config.is_parallel, config.tie_embeddings) == ("layer", True, True)
+    assert (config.qk_norm, config.qk_norm_kind) == (True, "heads")
+    assert config.multipliers == Multipliers(logits=0.25)
+    plain = from_hf_config(family("cohere")).config
+    assert (plain.qk_norm, plain.rope, plain.multipliers.logits) == (False, RopeConfig(5e5), 0.0625)
+
+
+def test_command_r_stores_rotated_pairs_side_by_side_in_weights_and_norms():
+    spec = from_hf_config(family("cohere", use_qk_norm=True))
+    parts = {source.parameter: source.parts[0] for source in spec.sources}
+    assert parts["layers.0.attention.qkv"].axes == "(k g pair side) d -> d k g (side pair)"
+    assert parts["layers.0.attention.key_norm.scale"].axes == "n (pair side) -> (n side pair)"
+    assert parts["layers.2.norm.scale"].tensor == "model.layers.2.input_layernorm.weight"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"logit_scale": None}, "logit_scale: expected a number, got None"),
+        ({"logit_scale": 0.0}, "logit_scale: expected a finite number above 0"),
+        ({"rms_norm_eps": 1e-5}, "rms_norm_eps = 1e-05"),
+        ({"use_qk_norm": 1}, "use_qk_norm: expected true or false"),
+        ({"layer_norm_eps": None}, "layer_norm_eps: expected a finite number"),
+    ],
+)
+def test_what_command_r_does_not_implement_is_refused_by_name(changes, message):
+    with pytest.raises(UnsupportedModel, match=message):
+        from_hf_config(family("cohere", **changes))
 
 
 def test_a_null_window_of_mistral_is_none_and_an_absent_one_is_refused():

@@ -1,0 +1,59 @@
+"""Command-R: attention and MLP side by side on one layer norm, scaled logits, heads normed or not.
+
+Rotated pairs lie side by side in the published rows, in both formats. Options and names as in
+transformers and, for GGUF, llama.cpp.
+"""
+
+from dataclasses import replace
+
+from ..config import Multipliers
+from .config_reader import ConfigReader
+from .family import Family, HFDefaults, Options
+from .rope_options import MAX_POSITION, read_rope
+
+_THETA = 500_000.0
+_LOGIT_SCALE = 0.0625
+_LAYERS_OF_PLUS = 64
+
+
+def _options(num_layers: int, logit_scale: float, *, qk_norm: bool) -> Options:
+    return Options(
+        windows=(None,) * num_layers,
+        norm="layer",
+        is_parallel=True,
+        qk_norm=qk_norm,
+        qk_norm_kind="heads",
+        multipliers=Multipliers(logits=logit_scale),
+    )
+
+
+def _hf_options(config: ConfigReader, num_layers: int) -> Options:
+    if config.is_null("logit_scale"):
+        raise config.error("logit_scale", "a number")
+    scale = config.number("logit_scale", above=0.0, default=_LOGIT_SCALE)
+    has_bias = config.flag("attention_bias", default=False)
+    max_position = config.integer("max_position_embeddings", maximum=MAX_POSITION)
+    return replace(
+        _options(num_layers, scale, qk_norm=config.flag("use_qk_norm", default=False)),
+        qkv_bias=has_bias,
+        output_bias=has_bias,
+        rope=read_rope(config, max_position, _THETA),
+    )
+
+
+def _gguf_options(config: ConfigReader, num_layers: int) -> Options:
+    scale = config.number("logit_scale", above=0.0)
+    # no key says so: llama.cpp looks for the norms in models of this depth
+    return _options(num_layers, scale, qk_norm=num_layers >= _LAYERS_OF_PLUS)
+
+
+FAMILY = Family(
+    "cohere",
+    "CohereForCausalLM",
+    _hf_options,
+    _gguf_options,
+    HFDefaults(tie_embeddings=True),
+    hf_names={"is_interleaved": True},
+    gguf_architecture="command-r",
+    gguf_interleaved=True,
+)
