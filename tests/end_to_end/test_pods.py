@@ -104,8 +104,8 @@ def wait_for_rows(processes: list[subprocess.Popen[str]], output: Path, count: i
     while not (
         journal_of(output).exists() and journal_of(output).read_bytes().count(b"\n") >= count + 2
     ):
-        assert all(process.poll() is None for process in processes)
-        assert time.monotonic() < deadline
+        is_running = all(process.poll() is None for process in processes)
+        assert is_running and time.monotonic() < deadline, wait(processes)
         time.sleep(0.01)
 
 
