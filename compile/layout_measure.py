@@ -136,8 +136,10 @@ def _read(
     # the body of the loop over steps counts once: one step
     result.flops_by_phase[phase] = float((compiled.cost_analysis() or {}).get("flops", 0.0))
     rows, tokens = (grid.decode_slots, 1) if phase == "decode" else reversed(grid.prefill[-1])
-    sizes = LayerSizes.of(config, layout, rows, tokens, itemsize)
-    formulas = communication.expected(layout, phase, sizes)
+    formulas = None
+    if communication.describes(config):
+        sizes = LayerSizes.of(config, layout, rows, tokens, itemsize)
+        formulas = communication.expected(layout, phase, sizes)
     found = read_collectives(compiled.as_text() or "", layout.mesh.sizes)
     result.collectives += _totals(phase, found, formulas, layout, config.num_layers)
 

@@ -5,6 +5,7 @@ last layer are next to the embedding and the head, and XLA may treat them in a w
 """
 
 from collections import Counter
+from dataclasses import replace
 
 import jax.numpy as jnp
 import pytest
@@ -16,7 +17,7 @@ from noria.compile.definition import Definition
 from noria.compile.targets import find_target
 from noria.modelzoo.config import DecoderConfig
 from noria.runtime.layout_files import named_layout_tables
-from noria.sharding.communication import FORMULAS, LayerSizes, expected
+from noria.sharding.communication import FORMULAS, LayerSizes, describes, expected
 from noria.sharding.layout import Layout
 
 pytestmark = pytest.mark.tpu_compile
@@ -78,3 +79,12 @@ def test_a_layer_communicates_what_the_formulas_say_and_nothing_else(name, phase
         is_cut = e.kind == "reduce-scatter" and (name, phase) in CARRIED_OUT_AS_ALL_REDUCE
         wanted["all-reduce" if is_cut else e.kind, e.mesh_axes, e.num_bytes] += e.times
     assert of_one_layer(layout, phase) == wanted
+
+
+@pytest.mark.parametrize(
+    "option", [{"norm_placement": "both"}, {"is_parallel": True}, {"norm": "layer"}], ids=str
+)
+def test_the_formulas_claim_nothing_of_other_blocks(option):
+    config = config_of("weight-stationary-1d", 1)
+    assert describes(config)
+    assert not describes(replace(config, **option))
