@@ -24,7 +24,7 @@ from noria.compile.targets import find_target
 from noria.modelzoo.config import Arrangement, DecoderConfig
 from noria.modelzoo.families.registry import from_hf_config
 from noria.runtime.host_arrays import HostArrays
-from noria.runtime.layout_files import read_layout_table
+from noria.runtime.layout_files import named_layout_tables, read_layout_table
 from noria.runtime.padding import pack_prompts, pack_sampling
 from noria.runtime.request import SamplingParams
 from noria.sharding.layout import Layout
@@ -83,6 +83,10 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "sliding_window_pattern": 2,
     },
 }
+
+LAYOUTS = tuple(named_layout_tables())
+FAMILY_OF = {layout: list(FAMILIES)[i % len(FAMILIES)] for i, layout in enumerate(LAYOUTS)}
+"""Families in turn: the pair of each layout that every run tests, compiled once for all tests."""
 
 GREEDY = SamplingParams(temperature=0)
 STOP_ID = 2

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from laid_out import VOCAB, Answers, LaidOut, Row, greedy_rows, laid_out
+from laid_out import FAMILY_OF, VOCAB, Answers, LaidOut, Row, greedy_rows, laid_out
 
 from noria.compile.steps import NO_TOKEN, DecodeState
 from noria.runtime.request import SamplingParams
@@ -17,9 +17,8 @@ from noria.runtime.request import SamplingParams
 LAYOUTS = pytest.mark.parametrize(
     ("family", "layout"),
     [
-        ("llama", "data-parallel"),
-        ("mistral", "data-tensor-batch-attention"),
-        ("qwen3", "v5p-slice"),
+        (FAMILY_OF[layout], layout)
+        for layout in ("data-parallel", "data-tensor-batch-attention", "v5p-slice")
     ],
 )
 ORDER = (5, 2, 7, 0, 1, 4)
