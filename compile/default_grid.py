@@ -41,7 +41,8 @@ class GridDefaults:
 
     @classmethod
     def for_layout(cls, layout: Layout | None) -> "GridDefaults":
-        """Shapes that divide as a layout splits them, and as much work as for one device a row."""
+        """Shapes that divide as a layout splits them; tokens and slots as for one device, times
+        the pieces that the rows fall into."""
         if layout is None:
             return cls()
         prefill, decode = (layout.phase(phase) for phase in PHASES)
@@ -60,6 +61,16 @@ class GridDefaults:
     def length_step(self) -> int:
         """Lengths of prefill buckets are multiples of this."""
         return math.lcm(LENGTH_STEP, self.length_multiple)
+
+    def longest_prefill(self, max_length: int) -> int:
+        """The longest prefill bucket of a grid; ValueError where no length divides."""
+        if max_length < self.length_multiple:
+            raise ValueError(
+                f"max_length: expected at least {self.length_multiple}, the pieces that the layout "
+                f"splits a row's tokens into, got {max_length}. Plan longer rows, or change the "
+                f"rule of residual_length."
+            )
+        return max_length // self.length_multiple * self.length_multiple
 
 
 @dataclass(frozen=True)
@@ -118,7 +129,7 @@ def _least_padding(
 ) -> list[PrefillBucket]:
     """Prefill buckets of least computed tokens and graphs; see the module's argument."""
     step = defaults.length_step
-    longest = max_length // defaults.length_multiple * defaults.length_multiple
+    longest = defaults.longest_prefill(max_length)
     borders = sorted({min(_round_up(length, step), longest) for length in lengths})
     at_most = [sum(length <= border for length in lengths) for border in borders]
 
@@ -175,7 +186,7 @@ def ladder_grid(
 ) -> BucketGrid:
     """A grid for requests that are not known yet: prefill lengths doubling up to `max_length`."""
     defaults = defaults or GridDefaults()
-    length = max_length // defaults.length_multiple * defaults.length_multiple
+    length = defaults.longest_prefill(max_length)
     lengths = [length]
     while length > 2 * defaults.length_step and len(lengths) < defaults.max_prefill_graphs:
         length = _round_up(length // 2, defaults.length_step)

@@ -5,6 +5,7 @@ stays out of the hot path. Knows nothing of buckets or devices.
 """
 
 from collections.abc import Mapping
+from functools import cache
 
 import jax
 from flax import nnx
@@ -12,7 +13,7 @@ from flax import nnx
 from ..modelzoo.attention import Attend, attend_dense
 from ..modelzoo.config import AS_PUBLISHED, Arrangement, DecoderConfig
 from ..modelzoo.decoder import Decoder
-from ..modelzoo.operations import ON_ONE_DEVICE, Operations
+from ..modelzoo.operations import ON_ONE_DEVICE, Axes, Operations
 from ..sharding.legality import ModelSizes
 from .bucket_grid import BucketGrid
 
@@ -21,14 +22,20 @@ def model_sizes(
     config: DecoderConfig, num_devices: int, grid: BucketGrid | None = None
 ) -> ModelSizes:
     """What a layout of this model is checked against, with a grid's shapes where there is one."""
-    definition = Definition(config)
-    shapes = definition.abstract_parameters("float32")
-    weights = {name: (shapes[name].shape, a) for name, a in definition.logical_axes().items()}
+    weights = _published_weights(config)
     if grid is None:
         return ModelSizes(config, num_devices, weights, lengths={"decode": (1,)})
     batches = {"prefill": [b.batch for b in grid.prefill], "decode": [grid.decode_slots]}
     lengths = {"prefill": [b.length for b in grid.prefill], "decode": [1]}
     return ModelSizes(config, num_devices, weights, batches, lengths)
+
+
+@cache
+def _published_weights(config: DecoderConfig) -> Mapping[str, tuple[tuple[int, ...], Axes]]:
+    """Shape and logical axes of every parameter; found once, as it takes a trace of the model."""
+    definition = Definition(config)
+    shapes = definition.abstract_parameters("float32")
+    return {name: (shapes[name].shape, a) for name, a in definition.logical_axes().items()}
 
 
 class Definition:

@@ -57,6 +57,7 @@ class LayoutResult:
     mesh: dict[str, int]
     legal: bool
     findings: list[str]
+    """What is wrong: of an illegal layout its rules, of a legal one that it does not compile."""
     bytes_per_device: dict[str, int] = field(default_factory=dict)
     """Of parameters, cache, and temporaries of the graph that needs most."""
     temp_by_phase: dict[str, int] = field(default_factory=dict)
@@ -99,7 +100,16 @@ def measure(
         if phase == "decode" or (phase == "prefill" and phase not in graphs):
             graphs[phase] = graph
     for phase in PHASES:
-        compiled, seconds, _ = compile_graph(graphs[phase])
+        try:
+            compiled, seconds, _ = compile_graph(graphs[phase])
+        except RuntimeError as error:
+            # an over-full device is what a comparison should find out
+            reason = str(error).strip().partition("\n")[0]
+            result.findings.append(
+                f"{graphs[phase].name} does not compile for {target.name}: {reason} Try more "
+                f"devices, fewer slots, shorter rows or a layout that splits more."
+            )
+            return result
         on_graph(graphs[phase].name, seconds)
         result.compile_seconds += seconds
         _read(result, phase, compiled, layout, config, grid, jnp.dtype(dtype).itemsize)

@@ -74,12 +74,14 @@ def _present(name: str, platform: str, count: int) -> Target:
             f"or use --target cpu."
         ) from error
     if len(devices) < count or (not is_alone and len(devices) != count):
-        remedy = "" if platform != "cpu" else (
-            " Simulated devices are made before jax starts: set XLA_FLAGS="
-            f"--xla_force_host_platform_device_count={count}."
-        )  # fmt: skip
+        remedy = "Ask for as many as there are."
+        if platform == "cpu":
+            remedy = (
+                "Simulated devices are made before jax starts: set XLA_FLAGS="
+                f"--xla_force_host_platform_device_count={count}."
+            )
         raise UnknownTarget(
-            f"target: {name} needs {count} devices, got {len(devices)} of kind {platform}.{remedy}"
+            f"target: {name} needs {count} devices, got {len(devices)} of kind {platform}. {remedy}"
         )
     return Target(name, platform, tuple(devices[:count]), is_present=True)
 

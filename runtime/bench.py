@@ -17,8 +17,8 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .batch.job import EXIT_BUILD, EXIT_MODEL, JobError
-from .checkpoint import CheckpointError, open_model
+from .batch.job import EXIT_BUILD, JobError
+from .checkpoint import open_model
 from .layout_files import read_layout_table
 from .machine import describe_machine
 from .request import Request, SamplingParams
@@ -77,20 +77,17 @@ class CaseResult:
 def main(arguments: Sequence[str]) -> int:
     """Run every case, print the table as it grows, write the JSON file at the end."""
     options = _parse(arguments)
-    try:
-        with open_model(options.model) as files:
-            cases = _cases(options, files.spec.config.max_position)
-            model = _load(files, options)
-            print(_header(files.name, model.dtype, options), flush=True)
-            results = []
-            for case in cases:
-                results.append(_run_or_name(model, case, options.repeats))
-                print(_line(results[-1]), flush=True)
-            if options.json:
-                report = _report(options, files, model.dtype, results)
-                options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    except CheckpointError as error:
-        raise JobError(str(error), EXIT_MODEL) from error
+    with open_model(options.model) as files:
+        cases = _cases(options, files.spec.config.max_position)
+        model = _load(files, options)
+        print(_header(files.name, model.dtype, options), flush=True)
+        results = []
+        for case in cases:
+            results.append(_run_or_name(model, case, options.repeats))
+            print(_line(results[-1]), flush=True)
+        if options.json:
+            report = _report(options, files, model.dtype, results)
+            options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

@@ -167,13 +167,8 @@ def _run_merge(options: argparse.Namespace) -> int:
 
 def _run_inspect(options: argparse.Namespace) -> int:
     from .checkpoint import open_model
-    from .checkpoint.errors import CheckpointError
 
-    try:
-        print(open_model(options.model).describe())
-    except CheckpointError as error:
-        error.exit_code = 3  # pyright: ignore[reportAttributeAccessIssue]
-        raise
+    print(open_model(options.model).describe())
     return 0
 
 

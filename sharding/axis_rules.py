@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 from ..modelzoo import axes
 
 FOLLOWS = {axes.ATTENTION_BATCH: axes.BATCH, axes.RESIDUAL_BATCH: axes.BATCH}
+"""Leaders: an axis without a rule lies as its leader; a rule for it begins with the leader's."""
 
 
 def kv_copies(num_kv_heads: int, num_shards: int) -> int:

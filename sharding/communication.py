@@ -1,4 +1,4 @@
-"""What a layer has to communicate under each named layout: formulas, to hold programs against.
+"""What a layer has to communicate under a published layout: formulas, to hold programs against.
 
 Bytes are of the whole array along the communicated dimension on one device, so that an all-reduce
 has the bytes of the reduce-scatter and the all-gather that it is made of; over n devices a link

@@ -6,7 +6,7 @@ gathered inside that phase's graphs.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .axis_rules import AxisRules
@@ -37,7 +37,7 @@ class Layout:
 
     def on(self, mesh: MeshLayout) -> "Layout":
         """The same rules on another mesh."""
-        return Layout(self.name, mesh, self.rules, self.prefill, self.decode, self.max_replicated)
+        return replace(self, mesh=mesh)
 
     def to_table(self) -> dict[str, Any]:
         """The layout as the tables of its file."""

@@ -12,13 +12,12 @@ from dataclasses import dataclass, field
 from ..modelzoo import axes
 from ..modelzoo.config import DecoderConfig
 from ..modelzoo.operations import Axes
-from .axis_rules import AxisRules, kv_copies
+from .axis_rules import FOLLOWS, AxisRules, kv_copies
 from .layout import PHASES, Layout
 from .mesh_layout import MESH_AXES
 
 _DERIVED = (axes.LOGIT_BATCH, axes.HEAD_BATCH)
 RULE_AXES = tuple(axis for axis in axes.LOGICAL_AXES if axis not in _DERIVED)
-_MUST_BEGIN_AS = {axes.ATTENTION_BATCH: axes.BATCH, axes.RESIDUAL_BATCH: axes.BATCH}
 _ARRAYS: dict[str, Axes] = {
     "the residual stream": axes.RESIDUAL,
     "queries": axes.HEADS,
@@ -133,7 +132,7 @@ def _shape_findings(layout: Layout, phase: str, sizes: ModelSizes) -> Iterable[s
     rules = layout.phase(phase)
     row_axes = [axes.BATCH]
     # what merely follows `batch` would say the same again
-    row_axes += [axis for axis in _MUST_BEGIN_AS if rules[axis] != rules[axes.BATCH]]
+    row_axes += [axis for axis in FOLLOWS if rules[axis] != rules[axes.BATCH]]
     for axis in row_axes:
         remedy = "Plan batches that do, or change the rule."
         for batch in sizes.batches.get(phase, ()):
@@ -165,7 +164,7 @@ def _collision(name: str, logical_axes: Axes, rules: AxisRules) -> Iterable[str]
 
 
 def _order_findings(rules: AxisRules) -> Iterable[str]:
-    for axis, leader in _MUST_BEGIN_AS.items():
+    for axis, leader in FOLLOWS.items():
         begins = rules[axis][: len(rules[leader])]
         if begins != rules[leader]:
             yield (

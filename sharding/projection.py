@@ -56,14 +56,14 @@ class Projection:
         for label, comes_in in zip(x_labels, x, strict=True):
             if label not in split:
                 shared = _common(comes_in, goes_out[label])
-                split[label] = tuple(_before(shared, taken))
+                split[label] = tuple(takewhile(lambda axis: axis not in taken, shared))
         contracted = [label for label in (x_labels + weight_labels) if label not in out_labels]
         partial = {axis for label in contracted for axis in split[label]}
         ends = [(split[label], goes_out[label]) for label in out_labels]
         scatter = tuple(_scattered(done, goal, partial) for done, goal in ends)
         scattered = {axis for mesh_axes in scatter for axis in mesh_axes}
         return cls(
-            gather_weight=_each(_beyond, weight_stored, weight_used),
+            gather_weight=tuple(map(_beyond, weight_stored, weight_used)),
             gather_x=tuple(_beyond(a, split[label]) for label, a in zip(x_labels, x, strict=True)),
             cut_x=tuple(_beyond(split[label], a) for label, a in zip(x_labels, x, strict=True)),
             scatter=scatter,
@@ -121,24 +121,10 @@ def _scattered(done: MeshAxes, goal: MeshAxes, partial: set[str]) -> MeshAxes:
 
 def _common(left: MeshAxes, right: MeshAxes) -> MeshAxes:
     """The longest common beginning."""
-    count = 0
-    while count < min(len(left), len(right)) and left[count] == right[count]:
-        count += 1
-    return left[:count]
-
-
-def _before(mesh_axes: MeshAxes, taken: set[str]) -> MeshAxes:
-    """The beginning of `mesh_axes` up to the first one that is taken."""
-    count = 0
-    while count < len(mesh_axes) and mesh_axes[count] not in taken:
-        count += 1
-    return mesh_axes[:count]
+    pairs = zip(left, right, strict=False)
+    return tuple(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _beyond(longer: MeshAxes, shorter: MeshAxes) -> MeshAxes:
     """What follows the common beginning: the axes by which one splits further than the other."""
     return longer[len(_common(longer, shorter)) :]
-
-
-def _each(function, left: Sequence[MeshAxes], right: Sequence[MeshAxes]) -> tuple[MeshAxes, ...]:
-    return tuple(function(a, b) for a, b in zip(left, right, strict=True))

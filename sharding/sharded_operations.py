@@ -1,7 +1,8 @@
 """The operations of a model over a mesh, each one `shard_map` with its collectives written out.
 
 Nothing is left for a partitioner to decide except elementwise work and the sums of norms, so a
-layout communicates the same on every platform, and what it communicates can be read here.
+layout asks for the same communication on every platform, and what it asks for can be read here.
+XLA may carry it out otherwise, for example a reduce-scatter as an all-reduce and a cut.
 
 Knows nothing of graphs or files. Guarantees: every operation equals its reference in
 `modelzoo.operations`, up to the order of sums.

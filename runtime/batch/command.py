@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from ..checkpoint import CheckpointError, ModelFiles, open_model
+from ..checkpoint import ModelFiles, open_model
 from ..layout_files import read_layout_table
 from ..run_config import ConfigError, apply_overrides, read_toml
 from ..text.chat_template import ChatRenderer
@@ -71,16 +71,13 @@ def _run(
     phases: PhaseClock,
 ) -> int:
     progress = Progress(is_quiet=options.quiet or not peers.leads)
-    try:
-        with open_model(options.model) as files:
-            settings = _settings(options, files, plan_table, layout_table, peers.setup)
-            if settings.sampling_defaults:
-                shown = json.dumps(dict(settings.sampling_defaults))
-                progress.note(f"sampling defaults {shown} ({settings.sampling_defaults_source})")
-            model = BatchModel(files, options, plan_table, layout_table, peers)
-            return run_job(settings, model, peers=peers, progress=progress, phases=phases)
-    except CheckpointError as error:
-        raise JobError(str(error), EXIT_MODEL) from error
+    with open_model(options.model) as files:
+        settings = _settings(options, files, plan_table, layout_table, peers.setup)
+        if settings.sampling_defaults:
+            shown = json.dumps(dict(settings.sampling_defaults))
+            progress.note(f"sampling defaults {shown} ({settings.sampling_defaults_source})")
+        model = BatchModel(files, options, plan_table, layout_table, peers)
+        return run_job(settings, model, peers=peers, progress=progress, phases=phases)
 
 
 def _settings(

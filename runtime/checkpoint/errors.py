@@ -11,6 +11,8 @@ from types import ModuleType
 class CheckpointError(ValueError):
     """A model on disk that cannot be used as it is."""
 
+    exit_code = 3
+
 
 class ModelNotFound(CheckpointError):
     """A path or name at which there is no model, or none in a format that is read."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ...sharding.layout import Layout
     from ..checkpoint import ModelFiles
 
-EXIT_OK, EXIT_MODEL, EXIT_ILLEGAL = 0, 3, 1
+EXIT_OK, EXIT_ILLEGAL = 0, 1
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -47,16 +47,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure every layout that was asked for; 1 where a chosen one is illegal."""
+    """Measure every layout that was asked for; 1 where a chosen one cannot be."""
     from ..checkpoint import open_model
-    from ..checkpoint.errors import CheckpointError
 
-    try:
-        with open_model(options.model, needs_weights=options.verify) as files:
-            return _run(options, files)
-    except CheckpointError as error:
-        error.exit_code = EXIT_MODEL  # pyright: ignore[reportAttributeAccessIssue]
-        raise
+    with open_model(options.model, needs_weights=options.verify) as files:
+        return _run(options, files)
 
 
 def _run(options: argparse.Namespace, files: "ModelFiles") -> int:
@@ -81,7 +76,7 @@ def _run(options: argparse.Namespace, files: "ModelFiles") -> int:
             if result.legal:
                 print(explanation(layout, config, dtype))
     _write(options, files, dtype, config, grid, results)
-    is_fine = options.layouts == "all" or all(result.legal for result in results)
+    is_fine = options.layouts == "all" or not any(result.findings for result in results)
     return EXIT_OK if is_fine else EXIT_ILLEGAL
 
 
@@ -132,8 +127,8 @@ def _measure(
         _note(options, f"{layout.name}: {graph}  {seconds:.1f} s")
 
     result = measure(config, layout, target, grid, dtype, report)
-    if not result.legal:
-        _note(options, f"{layout.name}: cannot be, {len(result.findings)} findings")
+    if result.findings:
+        _note(options, f"{layout.name}: {len(result.findings)} findings")
     return result
 
 
@@ -149,7 +144,7 @@ def _verify(
 
     verification = Verification(files, target, dtype)
     for layout, result in zip(layouts, results, strict=True):
-        if result.legal:
+        if not result.findings:
             result.max_abs_diff = verification.max_abs_diff(layout)
             _note(options, f"{layout.name}: worst logit difference {result.max_abs_diff:.2e}")
 

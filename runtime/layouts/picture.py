@@ -55,9 +55,13 @@ def _label(result: LayoutResult) -> str:
 
 
 def _memory_panel(panel: Any, results: Sequence[LayoutResult]) -> None:
-    parts = [{kind: result.bytes_per_device.get(kind, 0) for kind in _MEMORY} for result in results]
+    # of a layout that does not compile parameters and cache are known, which is not all of it
+    parts = [
+        {kind: 0 if result.findings else result.bytes_per_device[kind] for kind in _MEMORY}
+        for result in results
+    ]
     _stack(panel, parts, _MEMORY)
-    _name_illegal(panel, results)
+    _name_refused(panel, results)
     _finish(panel, "memory per device")
 
 
@@ -68,7 +72,7 @@ def _traffic_panel(panel: Any, results: Sequence[LayoutResult], phase: str, titl
         parts.append({k: sum(c.sent_bytes for c in chosen if c.kind == k) for k in _KINDS})
     _stack(panel, parts, _KINDS)
     for row, (result, part) in enumerate(zip(results, parts, strict=True)):
-        if result.legal and not any(part.values()):
+        if not result.findings and not any(part.values()):
             panel.text(0, row, " nothing", va="center", fontsize=8, color="#555555")
     _finish(panel, title)
 
@@ -92,10 +96,11 @@ def _shown(megabytes: float) -> str:
     return f"{megabytes:.0f} MB" if megabytes >= 10 else f"{megabytes:.2g} MB"
 
 
-def _name_illegal(panel: Any, results: Sequence[LayoutResult]) -> None:
+def _name_refused(panel: Any, results: Sequence[LayoutResult]) -> None:
     for row, result in enumerate(results):
-        if not result.legal:
-            text = f" cannot be: {len(result.findings)} findings"
+        if result.findings:
+            count = len(result.findings)
+            text = " does not compile" if result.legal else f" cannot be: {count} findings"
             panel.text(0, row, text, va="center", fontsize=8, color="#b22222")
 
 

@@ -35,7 +35,7 @@ def table_of(results: Sequence[LayoutResult]) -> str:
     lines = [_line(row, widths) for row in rows]
     lines.insert(1, "  ".join("-" * width for width in widths))
     for result in results:
-        if not result.legal:
+        if result.findings:
             lines.append(f"\n{result.name} cannot be:")
             lines += [f"  {finding}" for finding in result.findings]
     return "\n".join(lines)
@@ -63,8 +63,9 @@ def communicated(result: LayoutResult, phase: str) -> tuple[int, float]:
 
 def _row(result: LayoutResult) -> tuple[str, ...]:
     mesh = ",".join(f"{axis}={size}" for axis, size in result.mesh.items())
-    if not result.legal:
-        return (result.name, mesh, "illegal", *[""] * (len(_COLUMNS) - 3))
+    if result.findings:
+        verdict = "does not compile" if result.legal else "illegal"
+        return (result.name, mesh, verdict, *[""] * (len(_COLUMNS) - 3))
     numbers = [_megabytes(result.bytes_per_device[key]) for key in ("params", "cache", "temp")]
     for phase in ("prefill", "decode"):
         count, num_bytes = communicated(result, phase)

@@ -6,6 +6,7 @@ where they part, the reference's two best logits must be close, which the differ
 Knows nothing of reports.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -47,7 +48,15 @@ class Verification:
         for (tokens_B, logits_BV), (our_tokens_B, our_logits_BV) in steps:
             same_B &= tokens_B == our_tokens_B
             difference_B = np.abs(logits_BV - our_logits_BV).max(axis=-1)
-            worst = max(worst, float(difference_B[same_B].max(initial=0.0)))
+            difference = float(difference_B[same_B].max(initial=0.0))
+            if not math.isfinite(difference):
+                # max(0.0, nan) is 0.0
+                raise ValueError(
+                    f"--verify {layout.name}: expected finite logits, got a difference of "
+                    f"{difference} from one device in {self.dtype}. Try --dtype float32; if that "
+                    f"does no better, the layout or the weights are at fault."
+                )
+            worst = max(worst, difference)
         return worst
 
     def _logits(

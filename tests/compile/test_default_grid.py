@@ -104,6 +104,12 @@ def test_the_ladder_reaches_its_length(max_length):
     assert grid.score
 
 
+def test_a_length_too_short_for_the_layout_is_refused_with_both_numbers():
+    message = "max_length: expected at least 24, .* got 16. Plan longer rows"
+    with pytest.raises(ValueError, match=message):
+        ladder_grid(16, 8, score=False, defaults=GridDefaults(length_multiple=24))
+
+
 @pytest.mark.parametrize("rows", [1, 3, 5])
 def test_few_rows_are_one_call_without_dummies(rows):
     grid = derive_grid([RowNeed(32, 4)] * rows, max_position=128)

@@ -32,6 +32,13 @@ def test_more_devices_than_there_are_is_refused_with_the_remedy():
         find_target("cpu:9")
 
 
+def test_more_devices_of_another_platform_than_there_are_says_to_ask_for_fewer(monkeypatch):
+    monkeypatch.setattr(jax, "local_devices", lambda backend: ["one", "two"])
+    message = r"gpu:3 needs 3 devices, got 2 of kind gpu\. Ask for as many as there are\.$"
+    with pytest.raises(UnknownTarget, match=message):
+        find_target("gpu:3")
+
+
 @pytest.mark.parametrize("name", ["gpu", "tpu"])
 def test_a_platform_that_is_not_here_names_the_remedy(name):
     if any(device.platform == name for device in jax.devices()):

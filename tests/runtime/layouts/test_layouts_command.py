@@ -2,10 +2,17 @@
 
 import json
 
+import numpy as np
 import pytest
 from model_on_disk import write_model
 
+from noria.compile import layout_measure
+from noria.compile.targets import find_target
+from noria.runtime.checkpoint import open_model
 from noria.runtime.cli import main
+from noria.runtime.layout_files import read_layout_table
+from noria.runtime.layouts.verify import NUM_PROMPTS, Verification
+from noria.sharding.layout import Layout
 
 SHAPES = ["--slots", "8", "--length", "48", "--prompt", "16", "--prompts", "4"]
 OPTIONS = ["--target", "cpu:4", *SHAPES, "--quiet"]
@@ -93,6 +100,38 @@ def test_parameters_are_explained_with_like_ones_of_all_layers_together(report, 
     assert main(["layouts", *arguments, *OPTIONS, "--layers", "1", "--explain"]) == 0
     (line,) = (line for line in capsys.readouterr().out.splitlines() if "mlp.down" in line)
     assert " ".join(line.split()) == "layers.*.mlp.down 48/tensor 32 3,072 B 50% replicated"
+
+
+def test_a_layout_that_does_not_compile_is_reported_beside_the_others(report, capsys, monkeypatch):
+    """On an over-full device the compiler raises, and a comparison should say so and go on."""
+
+    def run_out(graph):
+        raise RuntimeError(f"RESOURCE_EXHAUSTED: 17 GB of 16 GB\nin {graph.name}")
+
+    monkeypatch.setattr(layout_measure, "compile_graph", run_out)
+    folder = report / "full"
+    arguments = ["--model", str(report / "model"), "-o", str(folder), "--layouts", "data-tensor"]
+    assert main(["layouts", *arguments, *OPTIONS]) == 1
+    (result,) = json.loads((folder / "layouts.json").read_text())
+    (finding,) = result["findings"]
+    assert result["legal"]
+    assert "prefill 16x4 does not compile for cpu:4: RESOURCE_EXHAUSTED: 17 GB of 16 GB" in finding
+    printed = capsys.readouterr().out
+    assert finding in printed and printed.count("does not compile") == 2
+    assert (folder / "layouts.png").exists()
+
+
+def test_a_logit_that_is_not_a_number_is_no_agreement(report, monkeypatch):
+    def logits(self, target, layout):
+        logits_BV = np.full((NUM_PROMPTS, 3), 1.0 if layout is None else np.nan)
+        yield np.zeros(NUM_PROMPTS, np.int32), logits_BV
+
+    monkeypatch.setattr(Verification, "_logits", logits)
+    layout = Layout.from_table(read_layout_table("data-tensor@data=2,tensor=2"))
+    with open_model(str(report / "model")) as files:
+        verification = Verification(files, find_target("cpu:4"), "float32")
+        with pytest.raises(ValueError, match=r"expected finite logits, got .* nan"):
+            verification.max_abs_diff(layout)
 
 
 def test_an_unknown_layout_is_refused_with_the_names_that_are_known(report, capsys):
