@@ -13,6 +13,7 @@ from flax import nnx
 from ..modelzoo.attention import Attend, attend_dense
 from ..modelzoo.config import AS_PUBLISHED, Arrangement, DecoderConfig
 from ..modelzoo.decoder import Decoder
+from ..modelzoo.moe.config import LOSSLESS, Dispatch
 from ..modelzoo.operations import ON_ONE_DEVICE, Axes, Operations
 from ..sharding.legality import ModelSizes
 from .bucket_grid import BucketGrid
@@ -60,9 +61,14 @@ class Definition:
         }
 
     def abstract_parameters(self, dtype: jax.typing.DTypeLike) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes of all parameters by dotted path, in the dtype that weights are kept in."""
+        """Shapes of all parameters by dotted path, in the dtype that weights are kept in.
+
+        A few are kept in a dtype of their own.
+        """
         return {
-            name: jax.ShapeDtypeStruct(variable.get_value().shape, dtype)
+            name: jax.ShapeDtypeStruct(
+                variable.get_value().shape, variable.get_metadata().get("kept_dtype") or dtype
+            )
             for name, (_, variable) in self._variables.items()
         }
 
@@ -79,7 +85,10 @@ class Definition:
         return self.arrangement.padded_vocab or self.config.vocab_size
 
     def bind(
-        self, parameters: Mapping[str, jax.Array], operations: Operations = ON_ONE_DEVICE
+        self,
+        parameters: Mapping[str, jax.Array],
+        operations: Operations = ON_ONE_DEVICE,
+        dispatch: Dispatch = LOSSLESS,
     ) -> Decoder:
         """The decoder over these arrays, for use inside a trace."""
         flat = [
@@ -88,4 +97,5 @@ class Definition:
         ]
         decoder = nnx.merge(self._graphdef, nnx.from_flat_state(flat))
         decoder.operations = operations
+        decoder.dispatch = dispatch
         return decoder

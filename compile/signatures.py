@@ -70,6 +70,7 @@ def placed_prompts(prompts: Prompts, place: Place) -> Prompts:
         logits_BV=place(prompts.logits_BV, axes.LOGITS),
         tokens_BT=place(prompts.tokens_BT, ()),
         true_length_B=place(prompts.true_length_B, ()),
+        experts=jax.tree.map(lambda leaf: place(leaf, ()), prompts.experts),
     )
 
 

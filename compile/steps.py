@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from ..modelzoo import axes
 from ..modelzoo.decoder import Decoder
 from ..modelzoo.kv_cache import KVCache, PromptKeysValues, insert
+from ..modelzoo.moe.use import ExpertReport
 from ..modelzoo.operations import Operations
 from ..modelzoo.sampling import History, SamplingState, TokenScores, sample, score_tokens
 
@@ -44,6 +45,7 @@ class Prompts(NamedTuple):
     logits_BV: jax.Array
     tokens_BT: jax.Array
     true_length_B: jax.Array
+    experts: ExpertReport | None = None
 
 
 class DecodeOutput(NamedTuple):
@@ -56,12 +58,14 @@ class DecodeOutput(NamedTuple):
     """False when a row met NaN or infinite logits; it then stopped without a token."""
     scores: TokenScores
     """Of every step, along a second axis Q."""
+    experts: ExpertReport | None = None
+    """Of all steps together."""
 
 
 def prefill_step(decoder: Decoder, tokens_BT: jax.Array, true_length_B: jax.Array) -> Prompts:
     """Run right-padded prompts. Static: B, T. Logits only for each row's last token."""
-    x_BTD, layers = decoder.prefill(tokens_BT, true_length_B)
-    return _prompts(decoder, x_BTD, layers, tokens_BT, true_length_B)
+    x_BTD, layers, experts = decoder.prefill(tokens_BT, true_length_B)
+    return _prompts(decoder, x_BTD, layers, tokens_BT, true_length_B, experts)
 
 
 def score_step(
@@ -72,7 +76,7 @@ def score_step(
     Entry t of the scores is of token t + 1; entries from `true_length - 1` on mean nothing. Logits
     are made for a few positions at a time, so no `[B, T, V]` array exists.
     """
-    x_BTD, layers = decoder.prefill(tokens_BT, true_length_B)
+    x_BTD, layers, experts = decoder.prefill(tokens_BT, true_length_B)
     B, T, D = x_BTD.shape
     piece = _piece(B, T)
     target_BT = jnp.roll(tokens_BT, -1, axis=1)
@@ -95,7 +99,8 @@ def score_step(
         return x.reshape(B, T, *x.shape[3:])
 
     scores = jax.tree.map(whole, scores)
-    return _prompts(decoder, x_BTD, layers, tokens_BT, true_length_B), scores
+    prompts = _prompts(decoder, x_BTD, layers, tokens_BT, true_length_B, experts)
+    return prompts, scores
 
 
 def insert_step(
@@ -145,7 +150,7 @@ def decode_step(
     rows may run.
     """
     B = state.length_B.shape[0]
-    output = _empty_output(B, num_steps)
+    output = _empty_output(B, num_steps)._replace(experts=_no_report(decoder, state))
 
     def runs(state: DecodeState) -> jax.Array:
         return state.is_active_B & is_live_B & (state.length_B < span)
@@ -170,7 +175,8 @@ def decode_step(
         )
         output = _record(output, step, jnp.where(emits_B, token_B, NO_TOKEN), is_finite_B, scores)
 
-        logits_BV, cache = decoder.decode(token_B, state.length_B, state.cache)
+        logits_BV, cache, experts = decoder.decode(token_B, state.length_B, state.cache, emits_B)
+        output = output._replace(experts=jax.tree.map(jnp.add, output.experts, experts))
         is_stop_B = jnp.any(token_B[:, None] == state.sampling.stop_ids_BX, axis=-1)
         length_B = state.length_B + emits_B
         ends_B = is_stop_B | (length_B >= state.limit_B) | ~is_finite_B
@@ -204,11 +210,12 @@ def _prompts(
     layers: tuple[PromptKeysValues, ...],
     tokens_BT: jax.Array,
     true_length_B: jax.Array,
+    experts: ExpertReport | None,
 ) -> Prompts:
     # a sum with one term that is not zero: a gather along tokens would bring them all together
     is_last_BT1 = (jnp.arange(x_BTD.shape[1])[None] == (true_length_B - 1)[:, None])[..., None]
     x_BD = jnp.where(is_last_BT1, x_BTD, 0).sum(axis=1)
-    return Prompts(layers, decoder.logits(x_BD), tokens_BT, true_length_B)
+    return Prompts(layers, decoder.logits(x_BD), tokens_BT, true_length_B, experts)
 
 
 def _piece(B: int, T: int) -> int:
@@ -225,6 +232,14 @@ def _empty_output(B: int, num_steps: int) -> DecodeOutput:
     )
     tokens_BQ = jnp.full(shape, NO_TOKEN, jnp.int32)
     return DecodeOutput(tokens_BQ, jnp.zeros(B, bool), jnp.ones(B, bool), scores)
+
+
+def _no_report(decoder: Decoder, state: DecodeState) -> ExpertReport | None:
+    """What sparse layers report before the first step: zeros."""
+    _, _, report = jax.eval_shape(
+        lambda: decoder.decode(state.length_B, state.length_B, state.cache, state.is_active_B)
+    )
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), report)
 
 
 def _record(

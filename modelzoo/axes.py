@@ -7,6 +7,7 @@ Arrays end in their letters (`x_BTD`), einsums use the same letters:
     F mlp                    V vocab                 L layers                E experts
     C capacity               M = B * T flattened     P gate and up (2)       R alternatives reported
     Q steps of one decode call                       X stop ids of a row     Y biased ids of a row
+    Z experts chosen by a token                      U rows of experts       W rows of a tile
     A heads flattened: G * T in a product of one key/value head, N * H after attention
     J = G + 2: the queries, key and value of one key/value head
 
@@ -40,6 +41,10 @@ KV_HEADS = "kv_heads"
 """Key/value heads in attention and of the cache; follows `query_heads`."""
 MLP = "mlp"
 VOCAB = "vocab"
+EXPERTS = "experts"
+"""Experts of a sparse layer. Over mesh axes that split tokens, too, tokens are exchanged."""
+EXPERT_MLP = "expert_mlp"
+"""The hidden size of an expert: the mesh axes of `mlp` that `experts` leaves."""
 
 RESIDUAL = (RESIDUAL_BATCH, RESIDUAL_LENGTH, EMBED)
 HEADS = (HEAD_BATCH, "", QUERY_HEADS, "", "")
@@ -60,5 +65,7 @@ LOGICAL_AXES = (
     KV_HEADS,
     MLP,
     VOCAB,
+    EXPERTS,
+    EXPERT_MLP,
 )
 WEIGHT_AXES = (EMBED_IN, QUERY_HEADS, MLP, VOCAB)

@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from .moe.config import MoeConfig
+
 
 @dataclass(frozen=True)
 class LinearScaling:
@@ -150,6 +152,8 @@ class DecoderConfig:
     multipliers: Multipliers = NO_MULTIPLIERS
     logit_cap: float | None = None
     """Logits become `cap * tanh(logit / cap)`."""
+    moe: MoeConfig | None = None
+    """None means that every layer is dense."""
 
     def __post_init__(self):
         for name, options in _CHOICES.items():
@@ -181,6 +185,11 @@ class DecoderConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim: rotary embedding needs an even size, got {self.head_dim}.")
+        if self.moe is not None and len(self.moe.layers) != self.num_layers:
+            raise ValueError(
+                f"moe.layers: expected {self.num_layers} entries, one a layer, got "
+                f"{len(self.moe.layers)}."
+            )
         for rope in filter(None, (self.rope, self.local_rope)):
             rotated = rope.rotated or self.head_dim
             if not 2 <= rotated <= self.head_dim or rotated % 2:

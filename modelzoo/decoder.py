@@ -35,6 +35,9 @@ from .layers import (
     soft_cap,
     weight,
 )
+from .moe.config import LOSSLESS, Dispatch, MoeConfig
+from .moe.layer import ExpertCall, SparseMlp
+from .moe.use import ExpertReport
 from .operations import ON_ONE_DEVICE, Operations, einsum
 from .rope import Rotation, rotate, rotation
 
@@ -115,7 +118,15 @@ def _query_key_norms(config: DecoderConfig, kv_copies: int) -> tuple[Norm, Norm]
 class Block(nnx.Module):
     """Residual block: attention, then MLP, each between the norms that the configuration has."""
 
-    def __init__(self, rngs: nnx.Rngs, config: DecoderConfig, arrangement: Arrangement):
+    def __init__(
+        self,
+        rngs: nnx.Rngs,
+        config: DecoderConfig,
+        arrangement: Arrangement,
+        moe: MoeConfig | None = None,
+    ):
+        """`moe` makes the block sparse."""
+
         def norm(place: str) -> Norm | Unnormed:
             is_there = config.norm_placement in (place, "both")
             return Norm(config.embed, config) if is_there else Unnormed()
@@ -124,17 +135,22 @@ class Block(nnx.Module):
         self.attention = Attention(rngs, config, arrangement)
         self.attention_post_norm = norm("after")
         self.mlp_norm = norm("before")
-        self.mlp = GatedMlp(rngs, config)
+        self.mlp = GatedMlp(rngs, config) if moe is None else SparseMlp(rngs, config, moe)
         self.mlp_post_norm = norm("after")
         self.multiplier = config.multipliers.residual
 
     def __call__(
-        self, x_BTD: jax.Array, by: Rotation, attend_layer: AttendLayer, operations: Operations
+        self,
+        x_BTD: jax.Array,
+        by: Rotation,
+        attend_layer: AttendLayer,
+        operations: Operations,
+        experts: ExpertCall,
     ) -> jax.Array:
         out_BTD = self.attention(self.attention_norm(x_BTD), by, attend_layer, operations)
         x_BTD = x_BTD + scaled(self.attention_post_norm(out_BTD), self.multiplier)
         x_BTD = operations.constrain(x_BTD, axes.RESIDUAL)
-        out_BTD = self.mlp(self.mlp_norm(x_BTD), operations)
+        out_BTD = self.mlp(self.mlp_norm(x_BTD), operations, experts)
         x_BTD = x_BTD + scaled(self.mlp_post_norm(out_BTD), self.multiplier)
         return operations.constrain(x_BTD, axes.RESIDUAL)
 
@@ -142,18 +158,30 @@ class Block(nnx.Module):
 class ParallelBlock(nnx.Module):
     """Residual block whose attention and MLP read one norm (Wang, Komatsuzaki 2021, GPT-J-6B)."""
 
-    def __init__(self, rngs: nnx.Rngs, config: DecoderConfig, arrangement: Arrangement):
+    def __init__(
+        self,
+        rngs: nnx.Rngs,
+        config: DecoderConfig,
+        arrangement: Arrangement,
+        moe: MoeConfig | None = None,
+    ):
+        """`moe` makes the block sparse."""
         self.norm = Norm(config.embed, config)
         self.attention = Attention(rngs, config, arrangement)
-        self.mlp = GatedMlp(rngs, config)
+        self.mlp = GatedMlp(rngs, config) if moe is None else SparseMlp(rngs, config, moe)
         self.multiplier = config.multipliers.residual
 
     def __call__(
-        self, x_BTD: jax.Array, by: Rotation, attend_layer: AttendLayer, operations: Operations
+        self,
+        x_BTD: jax.Array,
+        by: Rotation,
+        attend_layer: AttendLayer,
+        operations: Operations,
+        experts: ExpertCall,
     ) -> jax.Array:
         normed_BTD = self.norm(x_BTD)
         out_BTD = self.attention(normed_BTD, by, attend_layer, operations)
-        out_BTD = out_BTD + self.mlp(normed_BTD, operations)
+        out_BTD = out_BTD + self.mlp(normed_BTD, operations, experts)
         return operations.constrain(x_BTD + scaled(out_BTD, self.multiplier), axes.RESIDUAL)
 
 
@@ -173,25 +201,30 @@ class Decoder(nnx.Module):
         arrangement: Arrangement = AS_PUBLISHED,
         attend: Attend = attend_dense,
         operations: Operations = ON_ONE_DEVICE,
+        dispatch: Dispatch = LOSSLESS,
     ):
         num_rows = arrangement.padded_vocab or config.vocab_size
         self.embedding = Embedding(rngs, num_rows, config.embed)
         block = ParallelBlock if config.is_parallel else Block
-        self.layers = nnx.List(block(rngs, config, arrangement) for _ in config.windows)
+        is_sparse = config.moe.layers if config.moe else (False,) * config.num_layers
+        self.layers = nnx.List(
+            block(rngs, config, arrangement, config.moe if sparse else None) for sparse in is_sparse
+        )
         self.final_norm = Norm(config.embed, config)
         if not config.tie_embeddings:
             self.head = Embedding(rngs, num_rows, config.embed)
         self.config = config
         self.attend = _with_scores(attend, config.scores)
         self.operations = operations
+        self.dispatch = dispatch
 
     def prefill(
         self, tokens_BT: jax.Array, true_length_B: jax.Array
-    ) -> tuple[jax.Array, tuple[PromptKeysValues, ...]]:
+    ) -> tuple[jax.Array, tuple[PromptKeysValues, ...], ExpertReport | None]:
         """Final hidden states `x_BTD` of right-padded prompts, and each layer's keys and values.
 
         Padding follows the tokens, so causality alone hides it from them; its own outputs mean
-        nothing.
+        nothing, and it takes no expert. The last of the three results is of sparse layers.
         """
         T = tokens_BT.shape[1]
         position_1T = np.arange(T)[None]
@@ -217,13 +250,17 @@ class Decoder(nnx.Module):
 
             return layer
 
-        x_BTD = self._blocks(tokens_BT, position_1T, attend_layer)
-        return x_BTD, tuple(kept)
+        is_token_BT = jnp.asarray(position_1T) < true_length_B[:, None]
+        x_BTD, report = self._blocks(tokens_BT, position_1T, attend_layer, is_token_BT)
+        return x_BTD, tuple(kept), report
 
     def decode(
-        self, token_B: jax.Array, position_B: jax.Array, cache: KVCache
-    ) -> tuple[jax.Array, KVCache]:
-        """`logits_BV` after one more token per row, written into the cache at its position."""
+        self, token_B: jax.Array, position_B: jax.Array, cache: KVCache, is_token_B: jax.Array
+    ) -> tuple[jax.Array, KVCache, ExpertReport | None]:
+        """`logits_BV` after one more token per row, written into the cache at its position.
+
+        Rows without a token take no expert; what is computed for them means nothing.
+        """
         key_position_BS = self.operations.by_row(append_position, cache.position_BS, position_B)
         remaining = list(cache.layers)
         written: list[KeysValues] = []
@@ -249,8 +286,10 @@ class Decoder(nnx.Module):
 
             return layer
 
-        x_B1D = self._blocks(token_B[:, None], position_B[:, None], attend_layer)
-        return self.logits(x_B1D[:, 0]), KVCache(tuple(written), key_position_BS)
+        x_B1D, report = self._blocks(
+            token_B[:, None], position_B[:, None], attend_layer, is_token_B[:, None]
+        )
+        return self.logits(x_B1D[:, 0]), KVCache(tuple(written), key_position_BS), report
 
     def logits(self, x_BD: jax.Array) -> jax.Array:
         """Float32 logits of final hidden states; of ids that pad the vocabulary, -inf."""
@@ -275,12 +314,14 @@ class Decoder(nnx.Module):
         tokens_BT: jax.Array,
         position_BT: jax.Array | np.ndarray,
         attend_layer: Callable[[int | None], AttendLayer],
-    ) -> jax.Array:
+        is_token_BT: jax.Array,
+    ) -> tuple[jax.Array, ExpertReport | None]:
+        experts = ExpertCall(is_token_BT, self.dispatch)
         ropes = dict.fromkeys(map(self.config.rope_of, self.config.windows))
         by = {rope: rotation(position_BT, rope, self.config.head_dim) for rope in ropes}
         x_BTD = self.embed(tokens_BT)
         for i, (block, window) in enumerate(zip(self.layers, self.config.windows, strict=True)):
             with jax.named_scope(f"layers.{i}"):
                 rope = self.config.rope_of(window)
-                x_BTD = block(x_BTD, by[rope], attend_layer(window), self.operations)
-        return self.final_norm(x_BTD)
+                x_BTD = block(x_BTD, by[rope], attend_layer(window), self.operations, experts)
+        return self.final_norm(x_BTD), experts.report()

@@ -5,6 +5,7 @@ shape; a layout is applied from outside by those names.
 """
 
 from functools import partial
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,10 @@ from . import axes
 from .config import DecoderConfig
 from .operations import Operations, einsum
 
-_ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": partial(jax.nn.gelu, approximate=True)}
+if TYPE_CHECKING:
+    from .moe.layer import ExpertCall
+
+ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": partial(jax.nn.gelu, approximate=True)}
 
 
 def weight(
@@ -25,9 +29,18 @@ def weight(
     return nnx.Param(value, logical_axes=logical_axes)
 
 
-def constant(value: float, shape: tuple[int, ...], logical_axes: tuple[str, ...]) -> nnx.Param:
-    """A weight that starts as a constant: norms at one, biases at zero."""
-    return nnx.Param(jnp.full(shape, value, jnp.float32), logical_axes=logical_axes)
+def constant(
+    value: float,
+    shape: tuple[int, ...],
+    logical_axes: tuple[str, ...],
+    dtype: jax.typing.DTypeLike | None = None,
+) -> nnx.Param:
+    """A weight that starts as a constant: norms at one, biases at zero.
+
+    With a dtype it is kept in that one, whatever dtype the model's weights are kept in.
+    """
+    initial = jnp.full(shape, value, jnp.float32)
+    return nnx.Param(initial, logical_axes=logical_axes, kept_dtype=dtype)
 
 
 def scaled(x: jax.Array, factor: float) -> jax.Array:
@@ -113,8 +126,8 @@ class Embedding(nnx.Module):
 class GatedMlp(nnx.Module):
     """`down(act(gate(x)) * up(x))` with gate and up as one product (Shazeer 2020, 2002.05202)."""
 
-    def __init__(self, rngs: nnx.Rngs, config: DecoderConfig):
-        embed, mlp = config.embed, config.mlp
+    def __init__(self, rngs: nnx.Rngs, config: DecoderConfig, mlp: int | None = None):
+        embed, mlp = config.embed, mlp or config.mlp
         self.gate_up = weight(rngs, (2, embed, mlp), ("", axes.EMBED_IN, axes.MLP), embed)
         self.down = weight(rngs, (mlp, embed), (axes.MLP, axes.EMBED_IN), mlp)
         if config.mlp_bias:
@@ -122,13 +135,16 @@ class GatedMlp(nnx.Module):
             self.down_bias = constant(0.0, (embed,), ("",))
         self.config = config
 
-    def __call__(self, x_BTD: jax.Array, operations: Operations) -> jax.Array:
+    def __call__(
+        self, x_BTD: jax.Array, operations: Operations, experts: "ExpertCall | None" = None
+    ) -> jax.Array:
+        del experts  # of sparse layers, which stand in the same place
         project = operations.project
         gate_up = ("BTD,PDF->PBTF", _gate_up_product)
         h_PBTF = project(*gate_up, x_BTD, self.gate_up, axes.RESIDUAL, ("", *axes.HIDDEN))
         if self.config.mlp_bias:
             h_PBTF = h_PBTF + self.gate_up_bias[...][:, None, None]
-        h_BTF = _ACTIVATIONS[self.config.activation](h_PBTF[0]) * h_PBTF[1]
+        h_BTF = ACTIVATIONS[self.config.activation](h_PBTF[0]) * h_PBTF[1]
         down = einsum("BTF,FD->BTD")
         out_BTD = project(*down, h_BTF, self.down, axes.HIDDEN, axes.RESIDUAL)
         if self.config.mlp_bias:

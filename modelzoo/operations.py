@@ -5,11 +5,16 @@ over a mesh, which are injected and must equal these. Knows nothing of meshes.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+
+if TYPE_CHECKING:
+    from .moe.experts import ExpertWeights
+    from .moe.mix import Mixed, Mixture
+    from .moe.routing import Router
 
 Axes = tuple[str, ...]
 Product = Callable[[jax.Array, jax.Array], jax.Array]
@@ -52,6 +57,13 @@ class Operations:
     def by_row(self, body: Callable[..., Any], *arrays: Any) -> Any:
         """`body` of arrays that lead with the rows of attention, which it treats independently."""
         return body(*arrays)
+
+    def mix_experts(
+        self, mixture: "Mixture", x_BTD: jax.Array, is_token_BT: jax.Array, router: "Router",
+        weights: "ExpertWeights",
+    ) -> "Mixed":  # fmt: skip
+        """The mixture of a sparse layer."""
+        return mixture(x_BTD, is_token_BT, router, weights)
 
     def take_row(self, x: jax.Array, row: jax.Array, logical_axes: Axes) -> jax.Array:
         """Row `row` of an array that leads with B, as an array of one row."""

@@ -1,7 +1,7 @@
 """Requests to the arrays that a graph takes: host numpy first, then one explicit transfer.
 
-Knows nothing of scheduling or text. `true_length_B` is the only word of padding; dummy rows are one
-token long, so that nothing in them is undefined.
+Knows nothing of scheduling or text. `true_length_B` is the only word of padding; dummy rows have
+no token, so that nothing is set aside for them.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ def pack_prompts(
 ) -> tuple[np.ndarray, np.ndarray]:
     """`tokens_BT, true_length_B` of prompts that fit the bucket, right-padded with zeros."""
     tokens_BT = np.zeros((bucket.batch, bucket.length), np.int32)
-    true_length_B = np.ones(bucket.batch, np.int32)
+    true_length_B = np.zeros(bucket.batch, np.int32)
     for row, prompt in enumerate(prompts):
         tokens_BT[row, : len(prompt)] = prompt
         true_length_B[row] = len(prompt)

@@ -57,6 +57,10 @@ def _heads(query: int, kv: int, head_dim: int | None = None) -> dict[str, Any]:
     return heads if head_dim is None else heads | {"head_dim": head_dim}
 
 
+def _experts(count: int, chosen: int) -> dict[str, Any]:
+    return {"num_local_experts": count, "num_experts_per_tok": chosen}
+
+
 def by_kind(full: dict[str, Any], sliding: dict[str, Any]) -> dict[str, Any]:
     """Rope options of layers that see all, and of layers with a window."""
     default = {"rope_type": "default"}
@@ -100,6 +104,14 @@ CASES = (
         YARN | {"attention_factor": 1.3, "beta_fast": 8.0, "beta_slow": 0.5},
         is_old_spelling=True,
     ),
+    Case("mixtral", "mixtral", _heads(4, 2) | _experts(4, 2), is_old_spelling=True),
+    Case(
+        "mixtral-window-one-choice",
+        "mixtral",
+        _heads(6, 2, 10) | _experts(3, 1) | {"sliding_window": 5, "tie_word_embeddings": True},
+    ),
+    Case("mixtral-all-chosen", "mixtral", _heads(3, 3, 12) | _experts(5, 5)),
+    Case("mixtral-many", "mixtral", _heads(8, 1, 6) | _experts(16, 3) | {"sliding_window": 3}),
     Case("qwen2", "qwen2", _heads(4, 2) | {"tie_word_embeddings": True}, {"rope_theta": 1e6}, True),
     Case(
         "qwen2-latter-window",

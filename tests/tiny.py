@@ -85,7 +85,7 @@ class TinyModel:
 
     def _logits(self, parameters, tokens_BT, true_length_B):
         decoder = self.definition.bind(parameters)
-        x_BTD, _ = decoder.prefill(tokens_BT, true_length_B)
+        x_BTD, *_ = decoder.prefill(tokens_BT, true_length_B)
         return decoder.logits(x_BTD[:, true_length_B[0] - 1])
 
 

@@ -22,7 +22,9 @@ from ..config import (
     RopeConfig,
     Scores,
 )
+from ..moe.config import MoeConfig
 from .config_reader import ConfigReader
+from .expert_sources import ExpertNames
 from .mapping import ParameterSource
 from .sources import TensorNames, parameter_sources
 
@@ -50,6 +52,7 @@ class Options:
     logit_cap: float | None = None
     norm_offset: float = 0.0
     activation: Activation = "silu"
+    moe: MoeConfig | None = None
 
     def decoder_fields(self) -> dict[str, Any]:
         """By name, as `DecoderConfig` takes them."""
@@ -79,6 +82,8 @@ class Family:
     hf_defaults: HFDefaults = HFDefaults()
     hf_names: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `TensorNames` that differ from the usual ones."""
+    hf_experts: tuple[ExpertNames, ...] = ()
+    """The forms in which experts are published, the usual one first; empty for the usual ones."""
     gguf_architecture: str | None = None
     gguf_interleaved: bool = False
     """Whether GGUF stores the rows of query and key heads with rotated pairs side by side."""

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from ..config import DecoderConfig, FactorScaling, LinearScaling, RopeConfig, YarnScaling
 from .config_reader import ConfigReader, UnsupportedModel
+from .expert_sources import ExpertNames
 from .family import Family, ModelSpec, Options
 from .hugging_face import (
     MAX_EMBED,
@@ -42,6 +43,22 @@ NAMES = TensorNames(
     up="blk.{i}.ffn_up",
     down="blk.{i}.ffn_down",
     mlp_post_norm="blk.{i}.post_ffw_norm",
+    experts=ExpertNames(
+        router="blk.{i}.ffn_gate_inp.weight",
+        gate="blk.{i}.ffn_gate_exps.weight",
+        up="blk.{i}.ffn_up_exps.weight",
+        down="blk.{i}.ffn_down_exps.weight",
+        router_bias="blk.{i}.ffn_gate_inp.bias",
+        choice_bias="blk.{i}.exp_probs_b.bias",
+        gate_bias="blk.{i}.ffn_gate_exps.bias",
+        up_bias="blk.{i}.ffn_up_exps.bias",
+        down_bias="blk.{i}.ffn_down_exps.bias",
+        shared_router="blk.{i}.ffn_gate_inp_shexp.weight",
+        shared_router_axes="d -> d",
+    ),
+    shared_gate="blk.{i}.ffn_gate_shexp",
+    shared_up="blk.{i}.ffn_up_shexp",
+    shared_down="blk.{i}.ffn_down_shexp",
 )
 
 EPSILONS = {
@@ -87,8 +104,10 @@ def _decoder_config(
         raise config.error("attention.head_count", f"a multiple of head_count_kv ({num_kv_heads})")
     max_position = config.integer("context_length", maximum=MAX_POSITION)
     options = replace(options, rope=_read_rope(config, max_position), max_position=max_position)
-    for key, value in {"expert_count": 0, "expert_used_count": 0, "attention.causal": True}.items():
-        config.expect(key, value)
+    config.expect("attention.causal", True)
+    if options.moe is None:
+        config.expect("expert_count", 0)
+        config.expect("expert_used_count", 0)
     return DecoderConfig(
         vocab_size=_vocab_size(config, metadata),
         embed=embed,

@@ -5,14 +5,32 @@ Knows nothing of files: it takes the parsed table. `auto_map` is never followed:
 answer, or is refused by name.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from ..config import DecoderConfig
 from .config_reader import ConfigReader
+from .expert_sources import ExpertNames
 from .family import Family, ModelSpec
 from .rope_options import MAX_POSITION, read_rope
 from .sources import TensorNames, parameter_sources
+
+_MLP = "model.layers.{i}.mlp"
+SPLIT_EXPERTS = ExpertNames(
+    router=f"{_MLP}.gate.weight",
+    gate=f"{_MLP}.experts.{{e}}.gate_proj.weight",
+    up=f"{_MLP}.experts.{{e}}.up_proj.weight",
+    down=f"{_MLP}.experts.{{e}}.down_proj.weight",
+    choice_bias=f"{_MLP}.gate.e_score_correction_bias",
+    shared_router=f"{_MLP}.shared_expert_gate.weight",
+)
+FUSED_EXPERTS = replace(
+    SPLIT_EXPERTS,
+    gate=f"{_MLP}.experts.gate_up_proj",
+    up=f"{_MLP}.experts.gate_up_proj",
+    down=f"{_MLP}.experts.down_proj",
+)
+"""As transformers keeps them in memory, and writes them when it is asked to."""
 
 NAMES = TensorNames(
     embedding="model.embed_tokens",
@@ -31,6 +49,10 @@ NAMES = TensorNames(
     up="model.layers.{i}.mlp.up_proj",
     down="model.layers.{i}.mlp.down_proj",
     mlp_post_norm="model.layers.{i}.post_feedforward_layernorm",
+    experts=SPLIT_EXPERTS,
+    shared_gate=f"{_MLP}.shared_expert.gate_proj",
+    shared_up=f"{_MLP}.shared_expert.up_proj",
+    shared_down=f"{_MLP}.shared_expert.down_proj",
 )
 
 ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
@@ -44,6 +66,7 @@ MAX_HEADS = 4096
 MAX_HEAD_DIM = 8192
 MAX_EMBED = 2**18
 MAX_MLP = 2**20
+MAX_EXPERTS = 2**14
 MAX_VOCAB = 2**24
 
 # Keys that are written beside the model and cannot change its forward pass.
@@ -90,8 +113,13 @@ NEUTRAL_VALUES: Mapping[str, object] = {
 }
 
 
-def model_spec(family: Family, values: Mapping[str, object]) -> ModelSpec:
-    """Read a config.json of a family into its decoder and the sources of its parameters."""
+def model_spec(
+    family: Family, values: Mapping[str, object], tensor_names: Collection[str] = ()
+) -> ModelSpec:
+    """Read a config.json of a family into its decoder and the sources of its parameters.
+
+    The names of tensors say in which of its published forms a model with experts is.
+    """
     config = ConfigReader(values)
     config.text("model_type")
     if config.has("architectures"):
@@ -104,10 +132,21 @@ def model_spec(family: Family, values: Mapping[str, object]) -> ModelSpec:
     config.ignore(IGNORED_KEYS)
     config.expect_of_unread(NEUTRAL_VALUES)
     config.refuse_rest()
-    names = replace(NAMES, **family.hf_names)
+    experts = _form_of_experts(decoder, family, frozenset(tensor_names))
+    names = replace(NAMES, experts=experts, **family.hf_names)
     return ModelSpec(
         family.name, decoder, parameter_sources(decoder, names), _ignored_tensors(decoder), names
     )
+
+
+def _form_of_experts(
+    decoder: DecoderConfig, family: Family, tensor_names: frozenset[str]
+) -> ExpertNames:
+    forms = family.hf_experts or (SPLIT_EXPERTS, FUSED_EXPERTS)
+    if decoder.moe is None:
+        return forms[0]
+    first = decoder.moe.layers.index(True)
+    return next((f for f in forms if f.of_layer(f.down, first, "0") in tensor_names), forms[0])
 
 
 def latter_layers_windowed(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:

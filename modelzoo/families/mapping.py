@@ -23,6 +23,16 @@ class Part:
     """Sizes of the names inside parentheses, all but at most one per group, and of repetitions."""
     rows: tuple[int, int] | None = None
     """The tensor's rows from the first number up to the second; None means all."""
+    stacked: int = 0
+    """`tensor` holds `{e}` and stands for so many tensors, numbered from 0, stacked along a new
+    first axis; 0 for one tensor as it is."""
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """The names of the tensors that the part is read from."""
+        if not self.stacked:
+            return (self.tensor,)
+        return tuple(self.tensor.replace("{e}", str(e)) for e in range(self.stacked))
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from . import (
     hugging_face,
     llama,
     mistral,
+    mixtral,
     olmo2,
     phi3,
     qwen2,
@@ -29,6 +30,7 @@ __all__ = ["FAMILIES", "ModelSpec", "UnsupportedModel", "from_gguf_metadata", "f
 FAMILIES: tuple[Family, ...] = (
     llama.FAMILY,
     mistral.FAMILY,
+    mixtral.FAMILY,
     qwen2.FAMILY,
     qwen3.FAMILY,
     olmo2.FAMILY,
@@ -40,10 +42,13 @@ FAMILIES: tuple[Family, ...] = (
 )
 
 
-def from_hf_config(config: Mapping[str, object]) -> ModelSpec:
-    """The model of a parsed Hugging Face config.json."""
+def from_hf_config(config: Mapping[str, object], tensor_names: Collection[str] = ()) -> ModelSpec:
+    """The model of a parsed Hugging Face config.json.
+
+    `tensor_names` decide where a family publishes its tensors in more than one form.
+    """
     names = {family.name: family for family in FAMILIES}
-    return hugging_face.model_spec(_find("model_type", config, names), config)
+    return hugging_face.model_spec(_find("model_type", config, names), config, tensor_names)
 
 
 def from_gguf_metadata(

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from ..config import AS_PUBLISHED, Arrangement, DecoderConfig
+from .expert_sources import ExpertNames, sparse_sources
 from .mapping import ParameterSource, Part
 
 
@@ -37,6 +38,10 @@ class TensorNames:
     up: str
     down: str
     mlp_post_norm: str
+    experts: ExpertNames
+    shared_gate: str
+    shared_up: str
+    shared_down: str
     is_interleaved: bool = False
     """Whether rows of a query or key head come as (pair, side), not as (side, pair)."""
 
@@ -77,7 +82,7 @@ def _layer(
             for norm, tensor in _norms(config, names).items()
         ),
         *_attention(config, names, kv_copies, i, single),
-        *_mlp(config, names, i, single),
+        *_feed_forward(config, names, i, single),
     ]
 
 
@@ -158,29 +163,49 @@ def _attention(
     return sources
 
 
-def _mlp(
+def _feed_forward(
     config: DecoderConfig,
     names: TensorNames,
     i: int,
     single: Callable[[str, str, str], ParameterSource],
 ) -> list[ParameterSource]:
+    moe = config.moe
+    if moe is None or not moe.layers[i]:
+        tensors = (names.gate, names.up, names.down)
+        return _mlp("mlp", config.mlp, config.mlp_bias, tensors, i, single)
+    sources = sparse_sources(moe, names.experts, i)
+    if moe.shared_mlp:
+        shared = (names.shared_gate, names.shared_up, names.shared_down)
+        sources += _mlp("mlp.shared", moe.shared_mlp, config.mlp_bias, shared, i, single)
+    return sources
+
+
+def _mlp(
+    path: str,
+    size: int,
+    has_bias: bool,
+    gate_up_down: tuple[str, str, str],
+    i: int,
+    single: Callable[[str, str, str], ParameterSource],
+) -> list[ParameterSource]:
+    *tensors, down = gate_up_down
+
     def joined(parameter: str, kind: str, axes: str, concat_axis: int) -> ParameterSource:
         """Gate, then up."""
-        tensors = (names.gate, names.up)
-        rows = _rows(tensors, (config.mlp, config.mlp))
+        rows = _rows(tensors, (size, size))
         parts = tuple(
             Part(f"{name}.{kind}".format(i=i), axes, rows=of_part)
             for name, of_part in zip(tensors, rows, strict=True)
         )
-        return ParameterSource(f"layers.{i}.mlp.{parameter}", parts, concat_axis)
+        return ParameterSource(f"layers.{i}.{path}.{parameter}", parts, concat_axis)
 
     sources = [
         joined("gate_up", "weight", "f d -> 1 d f", concat_axis=0),
-        single("mlp.down", f"{names.down}.weight", "d f -> f d"),
+        single(f"{path}.down", f"{down}.weight", "d f -> f d"),
     ]
-    if config.mlp_bias:
+    if has_bias:
         sources.append(joined("gate_up_bias", "bias", "f -> 1 f", concat_axis=0))
-        sources.append(single("mlp.down_bias", f"{names.down}.bias", "d -> d"))
+        sources.append(single(f"{path}.down_bias", f"{down}.bias", "d -> d"))
     return sources
 
 

@@ -77,7 +77,7 @@ def check_coverage(
 ) -> None:
     """Prove that tensors and parameters cover each other, or list everything that does not."""
     published = tensors.tensors
-    uses = [part.tensor for source in spec.sources for part in source.parts]
+    uses = [name for source in spec.sources for part in source.parts for name in part.tensors]
     filled = [source.parameter for source in spec.sources]
     groups = {
         "tensors missing from the checkpoint": sorted(set(uses) - published.keys()),
@@ -208,7 +208,8 @@ def _rows_by_tensor(spec: "ModelSpec") -> dict[str, list[tuple[int, float]]]:
     found: dict[str, list[tuple[int, float]]] = {}
     for source in spec.sources:
         for part in source.parts:
-            found.setdefault(part.tensor, []).append(part.rows or (0, math.inf))
+            for name in part.tensors:
+                found.setdefault(name, []).append(part.rows or (0, math.inf))
     return {tensor: sorted(rows) for tensor, rows in found.items()}
 
 
@@ -247,9 +248,9 @@ def _shape_problems(
     """What is wrong with the parts of one parameter; missing tensors are listed elsewhere."""
     problems, shapes = [], []
     for part in source.parts:
-        info = tensors.tensors.get(part.tensor)
-        if info is None:
+        if not all(name in tensors.tensors for name in part.tensors):
             return problems
+        info = tensors.tensors[part.tensors[0]]
         if not _is_floating(info.dtype):
             problems.append(f"{part.tensor}: expected floating numbers, got {info.stored_as}")
         try:
@@ -263,7 +264,9 @@ def _shape_problems(
         return problems
     got = _filled_shape(source, shapes)
     if got != expected:
-        described = ", ".join(f"{p.tensor} {tensors.tensors[p.tensor].shape}" for p in source.parts)
+        described = ", ".join(
+            f"{p.tensor} {source_of(p, tensors).tensors[p.tensor].shape}" for p in source.parts
+        )
         padding = f" and {source.padding_rows} rows of zeros" if source.padding_rows else ""
         problems.append(
             f"{source.parameter}: expected {expected}, got {got} from {described}{padding}"

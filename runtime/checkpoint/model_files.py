@@ -120,6 +120,7 @@ class HuggingFaceModel(ModelFiles):
         # Code that comes with a checkpoint is never run, so its address is not even passed on
         self._config.pop("auto_map", None)
         check_config(self._config, str(path / "config.json"))
+        self._has_weights = needs_weights
         if needs_weights:
             weight_files(path)
 
@@ -131,7 +132,7 @@ class HuggingFaceModel(ModelFiles):
     def spec(self) -> "ModelSpec":
         from ...modelzoo.families.registry import from_hf_config
 
-        return from_hf_config(self._config)
+        return from_hf_config(self._config, self.tensors.tensors if self._has_weights else ())
 
     @cached_property
     def tensors(self) -> SafetensorsDirectory:

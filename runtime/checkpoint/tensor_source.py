@@ -75,8 +75,37 @@ class Rows:
         """The whole tensor's source is closed by whoever opened it."""
 
 
+class Stacked:
+    """Tensors of one shape, stacked along a new first axis, as a source of one tensor."""
+
+    def __init__(self, source: TensorSource, name: str, members: Sequence[str]):
+        self._source = source
+        self._members = members
+        infos = [source.tensors[member] for member in members]
+        if len({(info.shape, info.dtype) for info in infos}) > 1:
+            shapes = sorted({f"{info.shape} {info.dtype}" for info in infos})
+            raise ValueError(f"expected one shape and type to stack, got {', '.join(shapes)}")
+        num_bytes = sum(info.num_bytes for info in infos)
+        shape = (len(members), *infos[0].shape)
+        self.tensors = {name: replace(infos[0], shape=shape, num_bytes=num_bytes)}
+
+    def read(self, name: str, index: Index | None = None) -> np.ndarray:
+        info = self.tensors[name]
+        which, *rest = intervals(index or (slice(None),) * len(info.shape), info.shape)
+        inner = tuple(interval.as_slice() for interval in rest)
+        result = np.empty([len(which), *map(len, rest)], info.dtype)
+        for row, member in zip(result, self._members[which.as_slice()], strict=True):
+            row[...] = self._source.read(member, inner)
+        return result
+
+    def close(self) -> None:
+        """The tensors' source is closed by whoever opened it."""
+
+
 def source_of(part: Part, source: TensorSource) -> TensorSource:
-    """Where the tensor of a part is read; ValueError if it has not the rows of the part."""
+    """Where the tensor of a part is read; ValueError if there is none of that shape."""
+    if part.stacked:
+        return Stacked(source, part.tensor, part.tensors)
     return source if part.rows is None else Rows(source, part.tensor, part.rows)
 
 

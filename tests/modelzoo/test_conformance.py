@@ -63,7 +63,7 @@ def test_prefill_gives_the_logprobs_of_transformers(loaded: LoadedCase, bucket_l
     @jax.jit
     def prefill(parameters, tokens_BT, true_length_B):
         decoder = loaded.definition.bind(parameters)
-        x_BTD, _ = decoder.prefill(tokens_BT, true_length_B)
+        x_BTD, *_ = decoder.prefill(tokens_BT, true_length_B)
         return decoder.logits(x_BTD)
 
     tokens_BT = loaded.padded_prompts(bucket_length)
@@ -79,7 +79,7 @@ def test_decoding_token_by_token_gives_the_logprobs_of_transformers(
 
     @jax.jit
     def start(parameters, tokens_BT, length_B):
-        _, prompt = loaded.definition.bind(parameters).prefill(tokens_BT, length_B)
+        _, prompt, _ = loaded.definition.bind(parameters).prefill(tokens_BT, length_B)
         B = len(TRUE_LENGTHS)
         cache = kv_cache.allocate(loaded.definition.config, B, spans, jnp.float32)
         for row in range(B):
@@ -88,7 +88,9 @@ def test_decoding_token_by_token_gives_the_logprobs_of_transformers(
 
     @jax.jit
     def step(parameters, token_B, position_B, cache):
-        return loaded.definition.bind(parameters).decode(token_B, position_B, cache)
+        decoder = loaded.definition.bind(parameters)
+        is_token_B = position_B < spans[-1]
+        return decoder.decode(token_B, position_B, cache, is_token_B)[:2]
 
     length_B = np.minimum(TRUE_LENGTHS, first)
     cache = start(loaded.parameters, loaded.padded_prompts(8), jnp.asarray(length_B))

@@ -80,7 +80,7 @@ def test_no_token_depends_on_a_later_one(model):
     @jax.jit
     def gradients(state):
         def output(state, position):
-            x_BTD, _ = nnx.merge(graphdef, state).prefill(tokens_BT, jnp.array([T]))
+            x_BTD, *_ = nnx.merge(graphdef, state).prefill(tokens_BT, jnp.array([T]))
             return jnp.sum(x_BTD[0, position] * jnp.arange(1.0, CONFIG.embed + 1))
 
         by_position = jax.vmap(jax.grad(output), in_axes=(None, 0))(state, jnp.arange(T))
@@ -93,7 +93,7 @@ def test_no_token_depends_on_a_later_one(model):
 
 def prefill(graphdef, state, tokens_BT, true_length_B):
     decoder = nnx.merge(graphdef, state)
-    x_BTD, prompt = decoder.prefill(tokens_BT, true_length_B)
+    x_BTD, prompt, _ = decoder.prefill(tokens_BT, true_length_B)
     return decoder.logits(x_BTD), prompt
 
 
@@ -138,7 +138,8 @@ def start(graphdef, state, first: int):
 
 
 def decode(graphdef, state, token_B, position_B, cache):
-    return nnx.merge(graphdef, state).decode(token_B, position_B, cache)
+    is_token_B = jnp.ones(token_B.shape, bool)
+    return nnx.merge(graphdef, state).decode(token_B, position_B, cache, is_token_B)[:2]
 
 
 def test_decode_token_by_token_equals_prefill(model):

@@ -68,7 +68,7 @@ def test_the_flops_of_a_prefill_are_nearly_those_that_xla_counts():
 
     def prefill(parameters, tokens_BT, true_length_B):
         decoder = definition.bind(parameters)
-        x_BTD, _ = decoder.prefill(tokens_BT, true_length_B)
+        x_BTD, *_ = decoder.prefill(tokens_BT, true_length_B)
         return decoder.logits(x_BTD[:, -1])
 
     arguments = (

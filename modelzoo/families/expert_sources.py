@@ -1,0 +1,89 @@
+"""Where the parameters of sparse layers come from: one tensor an expert, one for all, or one fused.
+
+Knows nothing of files. Guarantees: exactly one source for every parameter of a sparse layer.
+"""
+
+from dataclasses import dataclass
+
+from ..moe.config import MoeConfig
+from .mapping import ParameterSource, Part
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """What a format calls the tensors of a sparse layer; `{i}` is the layer, `{e}` the expert.
+
+    Names are whole. Where gate and up have one name, they are one tensor.
+    """
+
+    router: str
+    gate: str
+    up: str
+    down: str
+    gate_up_axes: str = "e (p f) d"
+    """Axes of the tensor that holds gate and up; `p` tells them apart."""
+    down_axes: str = "e d f"
+    router_bias: str = ""
+    choice_bias: str = ""
+    gate_bias: str = ""
+    up_bias: str = ""
+    down_bias: str = ""
+    shared_router: str = ""
+    """Of the gate that weighs the shared expert."""
+    shared_router_axes: str = "s d -> (s d)"
+
+    def of_layer(self, template: str, layer: int, expert: str = "{e}") -> str:
+        """A tensor's name in one layer; still a template if experts have tensors of their own."""
+        return template.replace("{i}", str(layer)).replace("{e}", expert)
+
+
+def sparse_sources(moe: MoeConfig, names: ExpertNames, i: int) -> list[ParameterSource]:
+    """Sources of a sparse layer's router and experts; the shared expert is an MLP like any."""
+    routing = moe.routing
+    sources = [_source(names, i, "router", names.router, "e d -> d e")]
+    if routing.has_bias:
+        sources.append(_source(names, i, "router_bias", names.router_bias, "e -> e"))
+    if routing.has_choice_bias:
+        sources.append(_source(names, i, "choice_bias", names.choice_bias, "e -> e"))
+    E = routing.num_experts
+    gate_up = (names.gate, names.up)
+    sources += [
+        _gate_up(names, i, "gate_up", gate_up, f"{names.gate_up_axes} -> e p d f", E),
+        _source(names, i, "down", names.down, f"{names.down_axes} -> e f d", E),
+    ]
+    if moe.has_bias:
+        fused = names.gate_up_axes.replace(" d", "")
+        biases = (names.gate_bias, names.up_bias)
+        sources += [
+            _gate_up(names, i, "gate_up_bias", biases, f"{fused} -> e p f", E),
+            _source(names, i, "down_bias", names.down_bias, "e d -> e d", E),
+        ]
+    if moe.has_shared_gate:
+        shared = names.shared_router_axes
+        sources.append(_source(names, i, "shared_gate", names.shared_router, shared))
+    return sources
+
+
+def _source(
+    names: ExpertNames, i: int, parameter: str, tensor: str, axes: str, num_experts: int = 0
+) -> ParameterSource:
+    part = _part(names.of_layer(tensor, i), axes, num_experts)
+    return ParameterSource(f"layers.{i}.mlp.{parameter}", (part,))
+
+
+def _gate_up(
+    names: ExpertNames, i: int, parameter: str, tensors: tuple[str, str], fused: str, E: int
+) -> ParameterSource:
+    """Gate and up as one tensor, or side by side from two."""
+    path = f"layers.{i}.mlp.{parameter}"
+    gate, up = (names.of_layer(tensor, i) for tensor in tensors)
+    if gate == up:
+        return ParameterSource(path, (_part(gate, fused, E, sizes=(("p", 2),)),))
+    axes = "e f -> e 1 f" if parameter.endswith("bias") else "e f d -> e 1 d f"
+    return ParameterSource(path, (_part(gate, axes, E), _part(up, axes, E)), concat_axis=1)
+
+
+def _part(
+    tensor: str, axes: str, num_experts: int, sizes: tuple[tuple[str, int], ...] = ()
+) -> Part:
+    return Part(tensor, axes, sizes, stacked=num_experts if "{e}" in tensor else 0)

@@ -1,0 +1,1 @@
+"""Mixture of experts with static shapes: routing, dispatch, the experts' products, combination."""

@@ -1,0 +1,111 @@
+"""The sparse MLP of a block: router, experts, and the expert that every token shares."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ..config import DecoderConfig
+from ..layers import ACTIVATIONS, GatedMlp, constant, weight
+from ..operations import Operations
+from .config import LOSSLESS, ClampedUnit, Dispatch, MoeConfig
+from .experts import (
+    DOWN_AXES,
+    DOWN_BIAS_AXES,
+    GATE_UP_AXES,
+    GATE_UP_BIAS_AXES,
+    ExpertWeights,
+    GatedUnit,
+)
+from .mix import Mixture
+from .routing import Router
+from .use import ExpertReport, ExpertUse
+
+
+@dataclass
+class ExpertCall:
+    """What sparse layers are told of the call that they are part of, and what they report of it."""
+
+    is_token_BT: jax.Array
+    """Padding and rows that nobody asked for take no expert."""
+    dispatch: Dispatch = LOSSLESS
+    uses: list[ExpertUse] = field(default_factory=list)
+    num_dropped_BT: jax.Array | int = 0
+    """Choices dropped of each token, in all layers so far."""
+
+    def report(self) -> ExpertReport | None:
+        """Of all sparse layers; None where there are none."""
+        if not self.uses:
+            return None
+        use = jax.tree.map(lambda *layers: jnp.stack(layers), *self.uses)
+        return ExpertReport(use, jnp.sum(self.num_dropped_BT, axis=1))
+
+
+class SparseMlp(nnx.Module):
+    """A mixture of experts in place of an MLP."""
+
+    def __init__(self, rngs: nnx.Rngs, config: DecoderConfig, moe: MoeConfig):
+        D, E, F = config.embed, moe.routing.num_experts, moe.mlp
+        self.router = weight(rngs, (D, E), ("", ""), D)
+        if moe.routing.has_bias:
+            self.router_bias = constant(0.0, (E,), ("",))
+        if moe.routing.has_choice_bias:
+            # it decides between scores that may differ by less than a short dtype tells apart
+            self.choice_bias = constant(0.0, (E,), ("",), dtype=jnp.float32)
+        self.gate_up = weight(rngs, (E, 2, D, F), GATE_UP_AXES, D)
+        self.down = weight(rngs, (E, F, D), DOWN_AXES, F)
+        if moe.has_bias:
+            self.gate_up_bias = constant(0.0, (E, 2, F), GATE_UP_BIAS_AXES)
+            self.down_bias = constant(0.0, (E, D), DOWN_BIAS_AXES)
+        if moe.shared_mlp:
+            self.shared = GatedMlp(rngs, config, moe.shared_mlp)
+        if moe.has_shared_gate:
+            self.shared_gate = weight(rngs, (D,), ("",), D)
+        self.config, self.moe = config, moe
+
+    def __call__(self, x_BTD: jax.Array, operations: Operations, call: ExpertCall) -> jax.Array:
+        unit = _unit(self.config, self.moe)
+        mixture = Mixture(self.moe.routing, call.dispatch, unit)
+        router = Router(self.router[...], _value(self, "router_bias"), _value(self, "choice_bias"))
+        weights = ExpertWeights(
+            self.gate_up[...],
+            self.down[...],
+            _value(self, "gate_up_bias"),
+            _value(self, "down_bias"),
+        )
+        mixed = operations.mix_experts(mixture, x_BTD, call.is_token_BT, router, weights)
+        call.uses.append(mixed.use)
+        call.num_dropped_BT = call.num_dropped_BT + mixed.num_dropped_BT
+        if not self.moe.shared_mlp:
+            return mixed.out_BTD
+        return mixed.out_BTD + self._shared(x_BTD, operations)
+
+    def _shared(self, x_BTD: jax.Array, operations: Operations) -> jax.Array:
+        out_BTD = self.shared(x_BTD, operations)
+        if not self.moe.has_shared_gate:
+            return out_BTD
+        gate_BT = jnp.einsum(
+            "BTD,D->BT", x_BTD, self.shared_gate[...], preferred_element_type=jnp.float32
+        )
+        return (out_BTD * jax.nn.sigmoid(gate_BT)[..., None]).astype(out_BTD.dtype)
+
+
+def _value(module: nnx.Module, name: str) -> jax.Array | None:
+    parameter = getattr(module, name, None)
+    return None if parameter is None else parameter[...]
+
+
+def _unit(config: DecoderConfig, moe: MoeConfig) -> GatedUnit:
+    if moe.clamped is not None:
+        return partial(_clamped, of=moe.clamped)
+    activation: Callable[[jax.Array], jax.Array] = ACTIVATIONS[config.activation]
+    return lambda gate, up: activation(gate) * up
+
+
+def _clamped(gate: jax.Array, up: jax.Array, of: ClampedUnit) -> jax.Array:
+    gate = jnp.minimum(gate, of.limit)
+    up = jnp.clip(up, -of.limit, of.limit)
+    return (up + 1) * gate * jax.nn.sigmoid(gate * of.alpha)

@@ -1,0 +1,195 @@
+"""A sparse layer's mixture: dispatch, the experts' products, combination. On one device or a shard.
+
+`ExpertShards` says what the device that runs it holds, and moves rows between the devices that
+share experts out; `sharding` makes one from a mesh. Knows nothing of meshes itself.
+
+Source of the scheme with a fixed capacity: Lepikhin et al. 2020, "GShard", 2006.16668, algorithm 1.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .config import Dispatch, Routing
+from .dispatch import Places, capacity_places, load, lossless_places
+from .experts import ExpertWeights, GatedUnit, run_ragged, run_tiles
+from .routing import Choices, Router, route
+from .use import ExpertUse, count_use, rows_of_tiles
+
+
+@dataclass(frozen=True)
+class ExpertShards:
+    """Which experts are here, and how rows come to the others.
+
+    Tokens that are split over the devices that share the experts out are exchanged with them; where
+    all of those devices have the same tokens, each adds what its own experts make of them.
+    """
+
+    first: jax.Array | int = 0
+    """The first expert that is held here."""
+    num_exchanging: int = 1
+    """Devices that exchange tokens, in order of their experts."""
+    exchange: Callable[[jax.Array], jax.Array] = lambda x: x
+    """Piece j of the leading axis to device j; its inverse is itself."""
+
+
+ALL_EXPERTS = ExpertShards()
+
+
+class Mixed(NamedTuple):
+    """What a mixture gives back: of tokens, and of the experts."""
+
+    out_BTD: jax.Array
+    num_dropped_BT: jax.Array
+    use: ExpertUse
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The mixture of one layer as a function of arrays."""
+
+    routing: Routing
+    dispatch: Dispatch
+    unit: GatedUnit
+
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        is_token_BT: jax.Array,
+        router: Router,
+        weights: ExpertWeights,
+        shards: ExpertShards = ALL_EXPERTS,
+    ) -> Mixed:
+        B, T, D = x_BTD.shape
+        x_MD = x_BTD.reshape(B * T, D)
+        choices = route(x_MD, is_token_BT.reshape(-1), router, self.routing)
+        mix = self._with_capacity if self.dispatch.kind == "capacity" else self._lossless
+        out_MD, is_dropped_MZ, rows_E = mix(x_MD, choices, weights, shards)
+        use = count_use(choices.expert_MZ, rows_E, is_dropped_MZ, self.routing.num_experts)
+        num_dropped_BT = is_dropped_MZ.sum(axis=-1, dtype=jnp.int32).reshape(B, T)
+        return Mixed(out_MD.astype(x_BTD.dtype).reshape(B, T, D), num_dropped_BT, use)
+
+    def _lossless(
+        self, x_MD: jax.Array, choices: Choices, weights: ExpertWeights, shards: ExpertShards
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Every token goes to every device that it is exchanged with: any may have all its experts.
+
+        Each of those makes the weighted sum over its own experts, so one row a token comes back.
+        """
+        M, D = x_MD.shape
+        n, E = shards.num_exchanging, self.routing.num_experts
+        is_dropped_MZ = jnp.zeros(choices.expert_MZ.shape, bool)
+        if n > 1:
+            x_MD, choices = _exchange_tokens(x_MD, choices, shards)
+        local_MZ = _local(choices.expert_MZ, weights, shards)
+        num_here = weights.down_EFD.shape[0]
+        tile = 1 if self.dispatch.kind == "ragged" else self.dispatch.tile(local_MZ.size, E)
+        places = lossless_places(local_MZ, num_here, tile)
+        y_UD = self._run(x_MD, places, choices, weights, tile)
+        out_MD = self._combine(y_UD, places, choices.weight_MZ)
+        if n == 1:
+            return out_MD, is_dropped_MZ, rows_of_tiles(load(choices.expert_MZ, E), tile)
+        rows_E = jnp.zeros(E + num_here, jnp.int32)
+        rows_E = jax.lax.dynamic_update_slice(rows_E, places.num_tiles_E * tile, (shards.first,))
+        parts = shards.exchange(out_MD.reshape(n, M, D).astype(x_MD.dtype))
+        return _sum_in_order(parts), is_dropped_MZ, rows_E[:E]
+
+    def _with_capacity(
+        self, x_MD: jax.Array, choices: Choices, weights: ExpertWeights, shards: ExpertShards
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Each device's tokens have their own rows with every expert."""
+        n, E, D = shards.num_exchanging, self.routing.num_experts, x_MD.shape[1]
+        num_here = weights.down_EFD.shape[0]
+        tile = self.dispatch.tile(choices.expert_MZ.size, E)
+        capacity = self.dispatch.capacity(choices.expert_MZ.size, E)
+        everywhere = capacity_places(choices.expert_MZ, E, capacity, tile)
+        is_token_MZ = choices.expert_MZ < E
+        is_dropped_MZ = is_token_MZ & (everywhere.row_MZ == E * capacity)
+        rows_E = jnp.full(E, capacity, jnp.int32)
+        if n == 1:
+            local_MZ = _local(choices.expert_MZ, weights, shards)
+            places = capacity_places(local_MZ, num_here, capacity, tile)
+            y_UD = self._run(x_MD, places, choices, weights, tile)
+            return self._combine(y_UD, places, choices.weight_MZ), is_dropped_MZ, rows_E
+        x_UD = self._rows(x_MD, everywhere, choices)
+        x_SECD = shards.exchange(x_UD.reshape(n, num_here, capacity, D))
+        x_UD = x_SECD.swapaxes(0, 1).reshape(-1, D)
+        y_UD = run_tiles(x_UD, _full(num_here, n * capacity, tile), weights, self.unit, tile)
+        y_SECD = y_UD.reshape(num_here, n, capacity, D).swapaxes(0, 1).astype(x_MD.dtype)
+        y_UD = shards.exchange(y_SECD).reshape(-1, D)
+        return self._combine(y_UD, everywhere, choices.weight_MZ), is_dropped_MZ, rows_E
+
+    def _run(
+        self, x_MD: jax.Array, places: Places, choices: Choices, weights: ExpertWeights, tile: int
+    ) -> jax.Array:
+        x_UD = self._rows(x_MD, places, choices)
+        if self.dispatch.kind == "ragged":
+            return run_ragged(x_UD, places.num_tiles_E, weights, self.unit)
+        return run_tiles(x_UD, places, weights, self.unit, tile)
+
+    def _rows(self, x_MD: jax.Array, places: Places, choices: Choices) -> jax.Array:
+        """The tokens of the rows, zeros for empty ones."""
+        x_UD = x_MD.at[places.token_U].get(mode="fill", fill_value=0)
+        if not self.routing.weighs_input:
+            return x_UD
+        weight_U = jnp.zeros(places.token_U.shape, jnp.float32)
+        weight_U = weight_U.at[places.row_MZ].set(choices.weight_MZ, mode="drop")
+        return (x_UD * weight_U[:, None]).astype(x_MD.dtype)
+
+    def _combine(self, y_UD: jax.Array, places: Places, weight_MZ: jax.Array) -> jax.Array:
+        """Each token's weighted sum over its experts, best first: `out_MD` in float32."""
+        M, D = places.row_MZ.shape[0], y_UD.shape[1]
+        out_MD = jnp.zeros((M, D), jnp.float32)
+        for i in range(self.routing.num_chosen):
+            y_MD = y_UD.at[places.row_MZ[:, i]].get(mode="fill", fill_value=0)
+            y_MD = y_MD.astype(jnp.float32)
+            out_MD += y_MD if self.routing.weighs_input else weight_MZ[:, i, None] * y_MD
+        return out_MD
+
+
+def _local(expert_MZ: jax.Array, weights: ExpertWeights, shards: ExpertShards) -> jax.Array:
+    """Experts as they are numbered here; those that are elsewhere are none."""
+    num_here = weights.down_EFD.shape[0]
+    local_MZ = expert_MZ - shards.first
+    return jnp.where((local_MZ >= 0) & (local_MZ < num_here), local_MZ, num_here)
+
+
+def _full(num_experts: int, rows: int, tile: int) -> Places:
+    """Rows that other devices filled: any of them may hold a token."""
+    none = jnp.zeros((0, 0), jnp.int32)
+    first_row_E = jnp.arange(num_experts, dtype=jnp.int32) * rows
+    return Places(none, none[0], first_row_E, jnp.full(num_experts, rows // tile, jnp.int32))
+
+
+def _exchange_tokens(
+    x_MD: jax.Array, choices: Choices, shards: ExpertShards
+) -> tuple[jax.Array, Choices]:
+    """The tokens of all devices on each, with their choices in the same message.
+
+    As integers of the width of `x`, so that no transfer can touch a bit of any of them.
+    """
+    word = jnp.uint32 if x_MD.dtype.itemsize == 4 else jnp.uint16
+    M, D = x_MD.shape
+    pieces = [jax.lax.bitcast_convert_type(x_MD, word), choices.expert_MZ.astype(word)]
+    pieces.append(jax.lax.bitcast_convert_type(choices.weight_MZ, word).reshape(M, -1))
+    packed = jnp.concatenate(pieces, axis=1)
+    packed = jnp.broadcast_to(packed[None], (shards.num_exchanging, *packed.shape))
+    packed = shards.exchange(packed).reshape(-1, packed.shape[-1])
+    Z = choices.expert_MZ.shape[1]
+    weight = packed[:, D + Z :]
+    if word == jnp.uint16:
+        weight = weight.reshape(-1, Z, 2)
+    return jax.lax.bitcast_convert_type(packed[:, :D], x_MD.dtype), Choices(
+        packed[:, D : D + Z].astype(jnp.int32),
+        jax.lax.bitcast_convert_type(weight, jnp.float32),
+    )
+
+
+def _sum_in_order(parts: jax.Array) -> jax.Array:
+    total = parts[0].astype(jnp.float32)
+    for part in parts[1:]:
+        total = total + part.astype(jnp.float32)
+    return total

@@ -1,0 +1,65 @@
+"""Which experts each token takes, and with which weights. Always in float32."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .config import ExpertGroups, Routing
+
+_EPSILON = 1e-20
+"""Keeps a sum of vanished sigmoids from dividing by zero, as DeepSeek-V3's code does."""
+
+
+class Router(NamedTuple):
+    """The weights of one layer's router, whole on every device."""
+
+    weight_DE: jax.Array
+    bias_E: jax.Array | None = None
+    choice_bias_E: jax.Array | None = None
+
+
+class Choices(NamedTuple):
+    """The experts of each token, best first; the number of experts stands for none."""
+
+    expert_MZ: jax.Array
+    weight_MZ: jax.Array
+
+
+def route(x_MD: jax.Array, is_token_M: jax.Array, router: Router, routing: Routing) -> Choices:
+    """Choose experts; padding chooses none. Among equal scores the first expert wins."""
+    logits_ME = jnp.matmul(x_MD, router.weight_DE, preferred_element_type=jnp.float32)
+    if router.bias_E is not None:
+        logits_ME = logits_ME + router.bias_E.astype(jnp.float32)[None]
+    match routing.scoring:
+        case "softmax":
+            scores_ME = jax.nn.softmax(logits_ME, axis=-1)
+        case "softmax_of_chosen":
+            scores_ME = logits_ME
+        case "sigmoid":
+            scores_ME = jax.nn.sigmoid(logits_ME)
+    ranked_ME = scores_ME
+    if router.choice_bias_E is not None:
+        ranked_ME = ranked_ME + router.choice_bias_E.astype(jnp.float32)[None]
+    if routing.groups is not None:
+        ranked_ME = _within_best_groups(ranked_ME, routing.groups)
+    _, expert_MZ = jax.lax.top_k(ranked_ME, routing.num_chosen)
+    weight_MZ = _weights(jnp.take_along_axis(scores_ME, expert_MZ, axis=-1), routing)
+    return Choices(jnp.where(is_token_M[:, None], expert_MZ, routing.num_experts), weight_MZ)
+
+
+def _within_best_groups(ranked_ME: jax.Array, groups: ExpertGroups) -> jax.Array:
+    M, E = ranked_ME.shape
+    grouped = ranked_ME.reshape(M, groups.count, E // groups.count)
+    of_group = jax.lax.top_k(grouped, groups.best)[0].sum(axis=-1)
+    _, best = jax.lax.top_k(of_group, groups.chosen)
+    is_best = jnp.any(best[:, :, None] == jnp.arange(groups.count)[None, None], axis=1)
+    return jnp.where(is_best[:, :, None], grouped, -jnp.inf).reshape(M, E)
+
+
+def _weights(scores_MZ: jax.Array, routing: Routing) -> jax.Array:
+    if routing.scoring == "softmax_of_chosen":
+        scores_MZ = jax.nn.softmax(scores_MZ, axis=-1)
+    elif routing.is_normalized:
+        scores_MZ = scores_MZ / (scores_MZ.sum(axis=-1, keepdims=True) + _EPSILON)
+    return scores_MZ * routing.scale if routing.scale != 1.0 else scores_MZ

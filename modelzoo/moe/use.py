@@ -1,0 +1,52 @@
+"""What a call made of its experts: load, rows set aside, choices dropped. Counts, nothing else."""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .dispatch import load
+
+FACTORS = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0)
+"""Capacity factors of which it is counted what they would have dropped."""
+
+
+class ExpertUse(NamedTuple):
+    """Of one sparse layer, by shard of the tokens (S); or of all layers, along a first axis."""
+
+    load_SE: jax.Array
+    """Choices of each expert."""
+    rows_SE: jax.Array
+    """Rows of products that were made for each expert, padding among them."""
+    dropped_SE: jax.Array
+    excess_SC: jax.Array
+    """Choices beyond the capacity that each of `FACTORS` stands for."""
+
+
+class ExpertReport(NamedTuple):
+    """What sparse layers report of a call."""
+
+    use: ExpertUse
+    """Of each sparse layer, along a first axis."""
+    num_dropped_B: jax.Array
+    """Choices dropped of each row's tokens, in all layers."""
+
+
+def count_use(
+    expert_MZ: jax.Array, rows_E: jax.Array, dropped_MZ: jax.Array, num_experts: int
+) -> ExpertUse:
+    """Count one shard's choices; `dropped_MZ` says which of them have no row."""
+    load_E = load(expert_MZ, num_experts)
+    num_choices = expert_MZ.size
+    capacity_C = jnp.array(
+        [math.ceil(factor * num_choices / num_experts) for factor in FACTORS], jnp.int32
+    )
+    excess_C = jnp.maximum(load_E[None] - capacity_C[:, None], 0).sum(axis=1)
+    dropped_E = load(jnp.where(dropped_MZ, expert_MZ, num_experts), num_experts)
+    return ExpertUse(load_E[None], rows_E[None], dropped_E[None], excess_C[None])
+
+
+def rows_of_tiles(load_E: jax.Array, tile: int) -> jax.Array:
+    """Rows of the whole tiles that hold a load."""
+    return (load_E + tile - 1) // tile * tile
