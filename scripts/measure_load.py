@@ -9,6 +9,7 @@ the interpreter is locked. The share is the bytes of the process's shards, repli
 
     python scripts/measure_load.py
     python scripts/measure_load.py --dtype bfloat16 --devices 2
+    python scripts/measure_load.py --stored-dtype float8
 
 Exits with 1 if a process's peak exceeds BOUND_RATIO times its share plus BOUND_BYTES.
 """
@@ -35,8 +36,13 @@ BOUND_RATIO = 1.3
 BOUND_BYTES = 16 * 2**20
 """For pieces of tensors under way, and what the runtime keeps besides arrays."""
 CHUNK_ELEMENTS = 2**20
+STORED_AS = {"float32": "F32", "bfloat16": "BF16", "float8": "F8_E4M3"}
+FLOAT8_BLOCK = 128
 SAMPLE_SECONDS = 0.002
 MIB = 2**20
+
+Stored = tuple[tuple[int, ...], str]
+"""Shape and dtype of a tensor in the file."""
 
 
 def main() -> None:
@@ -102,18 +108,27 @@ def write_checkpoint(folder: Path, options: argparse.Namespace) -> int:
         "rms_norm_eps": 1e-5,
         "hidden_act": "silu",
     }
+    if options.stored_dtype == "float8":
+        config["quantization_config"] = {
+            "quant_method": "fp8",
+            "weight_block_size": [FLOAT8_BLOCK, FLOAT8_BLOCK],
+        }
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    tensors = list(_tensors(options))
+    tensors = [
+        stored
+        for name, shape in _tensors(options)
+        for stored in _stored(name, shape, options.stored_dtype)
+    ]
     per_file = math.ceil(len(tensors) / options.files)
     weight_map = {}
     for number in range(options.files):
         held = dict(tensors[number * per_file : (number + 1) * per_file])
         name = f"model-{number + 1:05}-of-{options.files:05}.safetensors"
         weight_map |= dict.fromkeys(held, name)
-        _write_safetensors(folder / name, held, options.stored_dtype, seed=number)
+        _write_safetensors(folder / name, held, seed=number)
     index = {"metadata": {}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
-    return sum(math.prod(shape) for _, shape in tensors) * _dtype(options.stored_dtype).itemsize
+    return sum(math.prod(shape) * _dtype(kind).itemsize for _, (shape, kind) in tensors)
 
 
 def _tensors(options: argparse.Namespace) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -138,21 +153,33 @@ def _tensors(options: argparse.Namespace) -> Iterator[tuple[str, tuple[int, ...]
     yield "lm_head.weight", (V, D)
 
 
-def _write_safetensors(path: Path, shapes: dict[str, Any], dtype: str, seed: int) -> None:
+def _stored(name: str, shape: tuple[int, ...], dtype: str) -> Iterator[tuple[str, Stored]]:
+    """A tensor as it is written: projections in float8 with their scales, all else in float32."""
+    if dtype != "float8":
+        yield name, (shape, dtype)
+    elif "_proj" not in name:
+        yield name, (shape, "float32")
+    else:
+        yield name, (shape, "float8")
+        yield f"{name}_scale_inv", (tuple(-(-n // FLOAT8_BLOCK) for n in shape), "float32")
+
+
+def _write_safetensors(path: Path, tensors: dict[str, Stored], seed: int) -> None:
     """One file, a piece at a time: the header's length, the header, the numbers."""
-    kind, header, offset = _dtype(dtype), {}, 0
-    for name, shape in shapes.items():
-        stop = offset + math.prod(shape) * kind.itemsize
-        stored_as = {"float32": "F32", "bfloat16": "BF16"}[dtype]
-        header[name] = {"dtype": stored_as, "shape": shape, "data_offsets": [offset, stop]}
+    header, offset = {}, 0
+    for name, (shape, kind) in tensors.items():
+        stop = offset + math.prod(shape) * _dtype(kind).itemsize
+        header[name] = {"dtype": STORED_AS[kind], "shape": shape, "data_offsets": [offset, stop]}
         offset = stop
     text = json.dumps(header).encode()
     rng = np.random.default_rng(seed)
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
-        for start in range(0, offset // kind.itemsize, CHUNK_ELEMENTS):
-            count = min(CHUNK_ELEMENTS, offset // kind.itemsize - start)
-            file.write(rng.random(count, np.float32).astype(kind).tobytes())
+        for shape, kind in tensors.values():
+            size = math.prod(shape)
+            for start in range(0, size, CHUNK_ELEMENTS):
+                count = min(CHUNK_ELEMENTS, size - start)
+                file.write(rng.random(count, np.float32).astype(_dtype(kind)).tobytes())
 
 
 def measure(folder: Path, options: argparse.Namespace) -> list[Row]:
@@ -239,7 +266,10 @@ def load_in_worker(options: argparse.Namespace) -> None:
 
     from noria.compile.definition import Definition
     from noria.modelzoo.config import Arrangement
+    from noria.modelzoo.families.config_reader import ConfigReader
+    from noria.modelzoo.families.quantisation import read_quantisation
     from noria.runtime.checkpoint import load_params, open_model
+    from noria.runtime.checkpoint.dequantised import dequantised
 
     n = jax.device_count()
     with open_model(options.folder) as model:
@@ -249,7 +279,8 @@ def load_in_worker(options: argparse.Namespace) -> None:
         )
         abstract = Definition(config, arrangement).abstract_parameters(options.dtype)
         placed = shardings(abstract)
-        tensors = Counted(model.tensors)
+        counted = Counted(model.stored_tensors)
+        tensors = dequantised(counted, read_quantisation(ConfigReader(model.published_config)))
         print(json.dumps("ready"), flush=True)
         sys.stdin.readline()
 
@@ -258,7 +289,7 @@ def load_in_worker(options: argparse.Namespace) -> None:
         jax.block_until_ready(params)
         seconds = time.perf_counter() - start
     share = sum(s.data.nbytes for array in params.values() for s in array.addressable_shards)
-    answer = {"share_bytes": share, "read_bytes": tensors.num_bytes, "seconds": seconds}
+    answer = {"share_bytes": share, "read_bytes": counted.num_bytes, "seconds": seconds}
     print(json.dumps(answer), flush=True)
     sys.stdin.readline()
 
@@ -298,7 +329,8 @@ class Counted:
 def _dtype(name: str) -> np.dtype:
     import ml_dtypes
 
-    return np.dtype({"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}[name])
+    kinds = {"bfloat16": ml_dtypes.bfloat16, "float8": ml_dtypes.float8_e4m3fn}
+    return np.dtype(kinds.get(name, np.float32))
 
 
 def _parse() -> argparse.Namespace:
@@ -310,8 +342,8 @@ def _parse() -> argparse.Namespace:
         "query-heads": 16, "kv-heads": 2, "head-dim": 64, "vocab": 12007,
     }.items():  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
-    for name in ("dtype", "stored-dtype"):
-        parser.add_argument(f"--{name}", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--stored-dtype", choices=tuple(STORED_AS), default="float32")
     for name in ("worker", "port"):
         parser.add_argument(f"--{name}", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)

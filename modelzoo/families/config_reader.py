@@ -71,11 +71,13 @@ class ConfigReader:
 
     def numbers(self, key: str, *, count: int, above: float) -> tuple[float, ...]:
         """A list of `count` finite numbers greater than `above`."""
-        values = self._value(key, REQUIRED)
-        if isinstance(values, list | tuple) and len(values) == count:
-            items = ConfigReader({str(i): x for i, x in enumerate(values)}, f"{self.name(key)}.")
-            return tuple(items.number(str(i), above=above) for i in range(count))
-        raise self.error(key, f"a list of {count} numbers")
+        items = self._items(key, count, "numbers")
+        return tuple(items.number(str(i), above=above) for i in range(count))
+
+    def integers(self, key: str, *, count: int, maximum: int) -> tuple[int, ...]:
+        """A list of `count` integers from 1 to `maximum`."""
+        items = self._items(key, count, "integers")
+        return tuple(items.integer(str(i), maximum=maximum) for i in range(count))
 
     def flag(self, key: str, *, default: object = REQUIRED) -> bool:
         """A boolean; null counts as absent."""
@@ -132,6 +134,13 @@ class ConfigReader:
                 f"{', ...' if len(unknown) > 8 else ''}. "
                 "Remove a key that cannot change the model's answers; any other is not implemented."
             )
+
+    def _items(self, key: str, count: int, kind: str) -> "ConfigReader":
+        """The items of a list of a certain length, as a table by position."""
+        values = self._value(key, REQUIRED)
+        if not isinstance(values, list | tuple) or len(values) != count:
+            raise self.error(key, f"a list of {count} {kind}")
+        return ConfigReader({str(i): x for i, x in enumerate(values)}, f"{self.name(key)}.")
 
     def _value(self, key: str, default: object) -> Any:
         self._read.add(key)

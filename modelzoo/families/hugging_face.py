@@ -12,6 +12,7 @@ from ..config import DecoderConfig
 from .config_reader import ConfigReader
 from .expert_sources import ExpertNames
 from .family import Family, ModelSpec
+from .quantisation import read_quantisation
 from .rope_options import MAX_POSITION, read_rope
 from .sources import TensorNames, parameter_sources
 
@@ -109,7 +110,6 @@ NEUTRAL_VALUES: Mapping[str, object] = {
     "cross_attention_hidden_size": None,
     "tie_encoder_decoder": False,
     "pruned_heads": {},
-    "quantization_config": None,
 }
 
 
@@ -126,8 +126,7 @@ def model_spec(
         names = config.texts("architectures")
         if names != (family.architecture,):
             raise config.error("architectures", f"[{family.architecture!r}]")
-    config.expect("quantization_config", None, "; convert the model to plain weights first")
-
+    read_quantisation(config)  # its tensors are presented as if they were plain
     decoder = _decoder_config(config, family)
     config.ignore(IGNORED_KEYS)
     config.expect_of_unread(NEUTRAL_VALUES)

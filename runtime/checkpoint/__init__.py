@@ -14,6 +14,7 @@ from .errors import (
     InvalidConfig,
     InvalidGGUF,
     InvalidOrbax,
+    InvalidQuantisation,
     InvalidSafetensors,
     ModelNotFound,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "InvalidConfig",
     "InvalidGGUF",
     "InvalidOrbax",
+    "InvalidQuantisation",
     "InvalidSafetensors",
     "ModelFiles",
     "ModelNotFound",

@@ -11,8 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...modelzoo.families.config_reader import UnsupportedModel
 from .json_files import read_json_object
 from .loader import find_nonfinite
+from .tensor_source import TensorSource
 
 if TYPE_CHECKING:
     from .model_files import ModelFiles
@@ -20,7 +22,8 @@ if TYPE_CHECKING:
 
 def describe(model: "ModelFiles", *, check_finite: bool = False) -> str:
     """Return the report, one `subject  value` line each."""
-    tensors = model.tensors.tensors
+    source = _tensors(model)
+    tensors = source.tensors
     num_bytes, counts = Counter(), Counter()
     for info in tensors.values():
         num_bytes[info.stored_as] += info.num_bytes
@@ -41,7 +44,7 @@ def describe(model: "ModelFiles", *, check_finite: bool = False) -> str:
         ("fingerprint", model.fingerprint()),
     ]
     if check_finite:
-        bad = find_nonfinite(model.tensors)
+        bad = find_nonfinite(source)
         found = "; ".join(f"{name}: {count} elements" for name, count in bad.items())
         lines.append(("NaN or infinite", found or "none"))
     return "\n".join(f"{subject:<16} {value}" for subject, value in lines)
@@ -55,6 +58,14 @@ def has_chat_template(files: Path | Mapping[str, Any]) -> bool:
         return True
     config = files / "tokenizer_config.json"
     return config.is_file() and bool(read_json_object(config).get("chat_template"))
+
+
+def _tensors(model: "ModelFiles") -> TensorSource:
+    """What parameters are read from; where it is quantised in a way not read, what files hold."""
+    try:
+        return model.tensors
+    except UnsupportedModel:
+        return model.stored_tensors
 
 
 def _architecture(model: "ModelFiles") -> list[tuple[str, str]]:

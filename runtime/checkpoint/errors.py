@@ -26,6 +26,10 @@ class InvalidSafetensors(CheckpointError):
     """A safetensors file or index that is malformed, inconsistent, or outside the limits."""
 
 
+class InvalidQuantisation(CheckpointError):
+    """Quantised tensors and scales that do not belong together; lists every one at once."""
+
+
 class InvalidGGUF(CheckpointError):
     """A GGUF file that is malformed or outside the limits."""
 

@@ -163,7 +163,7 @@ def _fill(
                 origin[axis] -= start
                 wanted[axis] = Interval(low - start, high - start)
             max_elements = PIECE_BYTES // info.dtype.itemsize
-            for piece in pattern.pieces(info.shape, tuple(wanted), max_elements):
+            for piece in pattern.pieces(info, tuple(wanted), max_elements):
                 into = tuple(i.as_slice(first) for i, first in zip(piece, origin, strict=True))
                 index = tuple(interval.as_slice() for interval in piece)
                 result[into] = pattern.read(held, part.tensor, index)

@@ -15,7 +15,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...modelzoo.families.config_reader import ConfigReader
+from ...modelzoo.families.quantisation import read_quantisation
 from .config_check import check_config
+from .dequantised import dequantised
 from .errors import CheckpointError, ModelNotFound
 from .generation_defaults import GenerationDefaults
 from .gguf import GGUFFile
@@ -57,7 +60,13 @@ class ModelFiles(ABC):
 
     @cached_property
     @abstractmethod
-    def tensors(self) -> TensorSource: ...
+    def tensors(self) -> TensorSource:
+        """What `spec` names, ready to be read as numbers."""
+
+    @cached_property
+    def stored_tensors(self) -> TensorSource:
+        """What the files hold under its own names, which differs where weights are quantised."""
+        return self.tensors
 
     @cached_property
     @abstractmethod
@@ -135,7 +144,11 @@ class HuggingFaceModel(ModelFiles):
         return from_hf_config(self._config, self.tensors.tensors if self._has_weights else ())
 
     @cached_property
-    def tensors(self) -> SafetensorsDirectory:
+    def tensors(self) -> TensorSource:
+        return dequantised(self.stored_tensors, read_quantisation(ConfigReader(self._config)))
+
+    @cached_property
+    def stored_tensors(self) -> TensorSource:
         return SafetensorsDirectory(self.path)
 
     @cached_property
@@ -147,6 +160,10 @@ class HuggingFaceModel(ModelFiles):
     @cached_property
     def tokenizer_files(self) -> Path:
         return self.path
+
+    def close(self) -> None:
+        if "stored_tensors" in self.__dict__:
+            self.stored_tensors.close()
 
     def _json(self, name: str) -> dict[str, Any]:
         return read_json_object(file_inside(self.path, name, ".json", str(self.path)))

@@ -34,6 +34,8 @@ class TensorInfo:
     """The format's own name, e.g. `BF16` or `Q4_1`."""
     num_bytes: int
     """Bytes in the file."""
+    axis_order: tuple[int, ...] | None = None
+    """Axes as the file stores them, major to minor; None means in the order of the shape."""
 
     @property
     def size(self) -> int:
@@ -87,7 +89,7 @@ class Stacked:
             raise ValueError(f"expected one shape and type to stack, got {', '.join(shapes)}")
         num_bytes = sum(info.num_bytes for info in infos)
         shape = (len(members), *infos[0].shape)
-        self.tensors = {name: replace(infos[0], shape=shape, num_bytes=num_bytes)}
+        self.tensors = {name: replace(infos[0], shape=shape, num_bytes=num_bytes, axis_order=None)}
 
     def read(self, name: str, index: Index | None = None) -> np.ndarray:
         info = self.tensors[name]
@@ -235,23 +237,22 @@ class AxisPattern:
         ]
 
     def pieces(
-        self, tensor_shape: Sequence[int], box: tuple[Interval, ...], max_elements: int
+        self, info: TensorInfo, box: tuple[Interval, ...], max_elements: int
     ) -> Iterator[tuple[Interval, ...]]:
         """Cut a box of the parameter into boxes for each of which at most `max_elements` are read.
 
-        It is cut along what is major in the tensor, so that each piece is read in long runs.
+        It is cut along what is major in the file, so that each piece is read in long runs.
         """
         if not all(map(len, box)):
             return
-        sizes = self._resolve(tensor_shape)
+        sizes = self._resolve(info.shape)
         kept = _split_all(self.target, box, sizes)
         size = max(
             math.prod(len(_cover(group, kept, sizes)) for group in self.source),
             math.prod(map(len, box)),
         )
-        major = (
-            axis for name in _flat(self.source) for axis, g in enumerate(self.target) if name in g
-        )
+        stored = (self.source[axis] for axis in info.axis_order or range(len(info.shape)))
+        major = (axis for name in _flat(stored) for axis, g in enumerate(self.target) if name in g)
         axis = next((axis for axis in major if len(box[axis]) > 1), None)
         if size <= max_elements or axis is None:
             yield box
@@ -260,7 +261,7 @@ class AxisPattern:
         for start in range(box[axis].start, box[axis].stop, step):
             piece = Interval(start, min(start + step, box[axis].stop))
             rest = (*box[:axis], piece, *box[axis + 1 :])
-            yield from self.pieces(tensor_shape, rest, max_elements)
+            yield from self.pieces(info, rest, max_elements)
 
     def _resolve(self, tensor_shape: Sequence[int]) -> dict[str, int]:
         """Sizes of all names, from the given ones and the tensor's shape."""

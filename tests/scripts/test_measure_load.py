@@ -10,6 +10,7 @@ from numerics_helpers import ROOT, script
 MIB = 2**20
 # Two token tables are most of this model: a loader that held copies of a parameter would be over
 TABLES = "--layers 1 --embed 1024 --vocab 25013 --files 3"
+FLOAT8 = "--layers 4 --vocab 1007 --files 3 --stored-dtype float8"
 
 
 @pytest.fixture(scope="module")
@@ -18,8 +19,9 @@ def measure_load():
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
-def test_the_peak_of_each_process_stays_within_its_bound(measure_load):
-    command = [sys.executable, ROOT / "scripts" / "measure_load.py", *TABLES.split()]
+@pytest.mark.parametrize("options", [TABLES, FLOAT8])
+def test_the_peak_of_each_process_stays_within_its_bound(options):
+    command = [sys.executable, ROOT / "scripts" / "measure_load.py", *options.split()]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stdout + result.stderr
     rows = [line.split("|")[1:-1] for line in result.stdout.splitlines() if line.startswith("|")]

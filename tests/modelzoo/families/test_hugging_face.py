@@ -18,6 +18,8 @@ from noria.modelzoo.config import (
     Scores,
     YarnScaling,
 )
+from noria.modelzoo.families.config_reader import ConfigReader
+from noria.modelzoo.families.quantisation import BlockFloat8, Mxfp4, read_quantisation
 from noria.modelzoo.families.registry import UnsupportedModel, from_hf_config
 
 LLAMA = {
@@ -437,6 +439,36 @@ def test_other_rope_types_are_refused_by_name(key, kind):
         from_hf_config(LLAMA | {key: table})
 
 
+def fp8(**changes):
+    """The option as DeepSeek-V3 publishes it, with changes."""
+    published = {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    }
+    return {"quantization_config": published | changes}
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [
+        ({}, None),
+        ({"quantization_config": None}, None),
+        (fp8(), BlockFloat8(128, 128)),
+        (fp8(scale_fmt="ue8m0", weight_block_size=[64, 32]), BlockFloat8(64, 32)),
+        (fp8(modules_to_not_convert=["lm_head"]), BlockFloat8(128, 128)),
+        (
+            {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["x"]}},
+            Mxfp4(),
+        ),
+    ],
+)
+def test_the_published_quantisation_is_read_beside_any_family(option, expected):
+    assert read_quantisation(ConfigReader(LLAMA | option)) == expected
+    assert from_hf_config(LLAMA | option) == from_hf_config(LLAMA)
+
+
 REFUSED = {
     "unknown key": ({"attention_multiplier": 0.5}, "attention_multiplier = 0.5"),
     "two unknown keys": ({"zeta": 1, "alpha": None}, "alpha = None, zeta = 1"),
@@ -460,7 +492,31 @@ REFUSED = {
         {"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 2.0}},
         "rope_scaling.rope_type: expected the same value",
     ),
-    "quantized": ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+    "quantised otherwise": (
+        {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+        "quantization_config.quant_method: expected fp8 or mxfp4, .*plain weights first, "
+        "got 'gptq'",
+    ),
+    "quantised without a method": ({"quantization_config": {}}, "quant_method: expected a string"),
+    "quantised as text": ({"quantization_config": "fp8"}, "quantization_config: expected a table"),
+    "float8 of another kind": (fp8(fmt="e5m2"), "quantization_config.fmt: expected 'e4m3'"),
+    "float8 with static activations": (
+        fp8(activation_scheme="static"),
+        "activation_scheme: expected 'dynamic'.*plain weights first",
+    ),
+    "float8 with four-bit experts": (fp8(expert_dtype="fp4"), "expert_dtype: expected 'fp8'"),
+    "one scale a tensor": (
+        fp8(weight_block_size=None),
+        "weight_block_size: expected a list of two integers; convert .*got None",
+    ),
+    "blocks of one size": (fp8(weight_block_size=[128]), "expected a list of 2 integers"),
+    "blocks of no size": (fp8(weight_block_size=[128, 0]), "weight_block_size.1: expected an int"),
+    "blocks of half a row": (fp8(weight_block_size=[0.5, 1]), "weight_block_size.0: expected an"),
+    "unknown option of float8": (fp8(zeta=1), "got quantization_config.zeta = 1"),
+    "option of another method": (
+        {"quantization_config": {"quant_method": "mxfp4", "weight_block_size": [1, 32]}},
+        "got quantization_config.weight_block_size",
+    ),
     "partial rotary": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act: expected 'silu'"),
     "architecture": (

@@ -1,4 +1,4 @@
-"""Lets the tests of this folder import their helper `gguf_writer`, which stands beside them."""
+"""Lets the tests of this folder import their helpers, which stand beside them."""
 
 import sys
 from pathlib import Path

@@ -1,6 +1,7 @@
 """Axis patterns against plain numpy, whole and in random slices."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -150,7 +151,7 @@ def test_pieces_cover_a_box_once_and_none_is_too_large(axes, max_elements):
         index = tuple(slice(int(a), int(b)) for a, b in ends)
         counted = np.zeros(expected.shape, int)
         box = intervals(index, expected.shape)
-        for piece in pattern.pieces(source.array.shape, box, max_elements):
+        for piece in pattern.pieces(source.tensors["w"], box, max_elements):
             source.boxes.clear()
             part = tuple(interval.as_slice() for interval in piece)
             counted[part] += 1
@@ -163,10 +164,23 @@ def test_pieces_cover_a_box_once_and_none_is_too_large(axes, max_elements):
 def test_pieces_are_cut_along_what_is_major_in_the_tensor():
     source, pattern, expected = case("(k g h) d -> d k g h")
     box = intervals((slice(None),) * 4, expected.shape)
-    for piece in pattern.pieces(source.array.shape, box, G * H * D):
+    for piece in pattern.pieces(source.tensors["w"], box, G * H * D):
         pattern.read(source, "w", tuple(interval.as_slice() for interval in piece))
     rows = G * H
     assert source.boxes == [(slice(k * rows, (k + 1) * rows), slice(0, D)) for k in range(K)]
+
+
+def test_pieces_are_cut_along_what_is_major_in_the_file():
+    source, pattern, expected = case("e f d -> e d 1 f")
+    info = replace(source.tensors["w"], axis_order=(0, 2, 1))
+    box = intervals((slice(None),) * 4, expected.shape)
+    for piece in pattern.pieces(info, box, 2 * V):
+        pattern.read(source, "w", tuple(interval.as_slice() for interval in piece))
+    # d is major to f where the tensor is presented transposed, so f stays whole
+    pairs = [(slice(start, min(start + 2, D))) for start in range(0, D, 2)]
+    assert source.boxes == [
+        (slice(e, e + 1), slice(0, V), pair) for e in range(K) for pair in pairs
+    ]
 
 
 def test_an_empty_slice_reads_nothing():

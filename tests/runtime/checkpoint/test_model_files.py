@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from gguf_writer import build, f32, llama_metadata
 from jax.sharding import SingleDeviceSharding
-from safetensors.numpy import save_file
+from tiny_llama import CONFIG, random_tensors, save, shapes
 
 from noria.compile.definition import Definition
 from noria.runtime.checkpoint import (
@@ -26,45 +26,11 @@ from noria.runtime.checkpoint import (
 )
 from noria.runtime.checkpoint import model_files as module
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 32,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": True,
-    "eos_token_id": 5,
-}
-SHAPES = {
-    "model.embed_tokens.weight": (32, 16),
-    "model.layers.0.input_layernorm.weight": (16,),
-    "model.layers.0.self_attn.q_proj.weight": (16, 16),
-    "model.layers.0.self_attn.k_proj.weight": (8, 16),
-    "model.layers.0.self_attn.v_proj.weight": (8, 16),
-    "model.layers.0.self_attn.o_proj.weight": (16, 16),
-    "model.layers.0.post_attention_layernorm.weight": (16,),
-    "model.layers.0.mlp.gate_proj.weight": (24, 16),
-    "model.layers.0.mlp.up_proj.weight": (24, 16),
-    "model.layers.0.mlp.down_proj.weight": (16, 24),
-    "model.norm.weight": (16,),
-}
+SHAPES = shapes(CONFIG)
 
 
 def hf_model(path, config=None, **files):
-    path.mkdir(parents=True, exist_ok=True)
-    (path / "config.json").write_text(json.dumps(CONFIG | (config or {})))
-    rng = np.random.default_rng(0)
-    save_file(
-        {name: rng.standard_normal(shape, np.float32) for name, shape in SHAPES.items()},
-        path / "model.safetensors",
-    )
+    save(path, CONFIG | (config or {}), random_tensors(CONFIG))
     for name, content in files.items():
         (path / name.replace("__", ".")).write_text(json.dumps(content))
     return path

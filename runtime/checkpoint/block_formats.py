@@ -1,0 +1,167 @@
+"""Formats of quantised tensors: codes of few bits, and one scale for each block of them.
+
+A format says under which suffixes and types a file holds both, in which shape the numbers are
+presented, and how a box of them is computed. Knows nothing of files, and reads nothing. Guarantees:
+every value is its code's value times the scale of its block, in float32 and rounded once, whichever
+box it is asked for in.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Protocol
+
+import numpy as np
+
+from ...modelzoo.families.quantisation import BlockFloat8, Quantisation
+from .errors import require
+from .tensor_source import Index, Interval
+
+Shape = tuple[int, ...]
+Box = tuple[Interval, ...]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """How a file holds the codes, or the scales, of a tensor."""
+
+    suffix: str
+    """What follows the tensor's plain name."""
+    stored_as: tuple[str, ...]
+
+
+class BlockFormat(Protocol):
+    """One way of quantising."""
+
+    name: str
+    codes: Stored
+    scales: Stored
+
+    def scales_shape(self, codes_shape: Shape) -> Shape:
+        """Shape of the scales that codes need; ValueError for a shape that codes cannot have."""
+        ...
+
+    def presented(self, codes_shape: Shape) -> tuple[Shape, tuple[int, ...] | None]:
+        """Shape of the numbers, and the order in which the codes hold its axes."""
+        ...
+
+    def boxes(self, box: Box) -> tuple[Index, Index]:
+        """What to read of codes and of scales for a box of the numbers."""
+        ...
+
+    def values(self, codes: np.ndarray, scales: np.ndarray, box: Box) -> np.ndarray:
+        """The numbers of a box, as float32, from what `boxes` asks for."""
+        ...
+
+
+def format_of(quantisation: Quantisation) -> BlockFormat:
+    """The format of a published quantisation."""
+    if isinstance(quantisation, BlockFloat8):
+        return Float8Blocks(quantisation)
+    return Mxfp4Experts()
+
+
+class Float8Blocks:
+    """Matrices in float8_e4m3fn under their plain names, a scale for each block of both axes.
+
+    The last blocks of an axis may be smaller. DeepSeek publishes scales in float32, Qwen3 in
+    bfloat16; the name says `inv` as the scale undoes the one of quantising.
+    """
+
+    codes = Stored("", ("F8_E4M3",))
+    scales = Stored("_scale_inv", ("F32", "BF16"))
+
+    def __init__(self, block: BlockFloat8):
+        self._block = (block.rows, block.columns)
+        self.name = f"F8_E4M3 by {block.rows}x{block.columns}"
+
+    def scales_shape(self, codes_shape: Shape) -> Shape:
+        if len(codes_shape) != 2:
+            raise ValueError(f"expected rows and columns, got shape {codes_shape}")
+        return tuple(
+            -(-length // size) for length, size in zip(codes_shape, self._block, strict=True)
+        )
+
+    def presented(self, codes_shape: Shape) -> tuple[Shape, None]:
+        return codes_shape, None
+
+    def boxes(self, box: Box) -> tuple[Index, Index]:
+        touched = tuple(_blocks(i, size) for i, size in zip(box, self._block, strict=True))
+        return _index(box), _index(touched)
+
+    def values(self, codes: np.ndarray, scales: np.ndarray, box: Box) -> np.ndarray:
+        rows, columns = (
+            np.arange(i.start, i.stop) // size - i.start // size
+            for i, size in zip(box, self._block, strict=True)
+        )
+        values = _float8_values()[codes.view(np.uint8)]
+        values *= scales.astype(np.float32)[:, columns][rows]
+        return values
+
+
+class Mxfp4Experts:
+    """Matrices of experts in float4_e2m1fn, a scale (float8_e8m0fnu) for each 32 of their inputs.
+
+    Codes are `[expert, output, block, byte]`, two in a byte, the first in the low half; the numbers
+    are presented as `[expert, input, output]`, which is how transformers holds them. The scale 255
+    is NaN, and with it all of its block. Source: "OCP Microscaling Formats (MX) Specification" 1.0;
+    for the layout, transformers' `integrations/mxfp4.py`.
+    """
+
+    name = "MXFP4"
+    codes = Stored("_blocks", ("U8",))
+    scales = Stored("_scales", ("U8",))
+
+    BLOCK = 32
+    BLOCK_BYTES = BLOCK // 2
+
+    def scales_shape(self, codes_shape: Shape) -> Shape:
+        if len(codes_shape) != 4 or codes_shape[-1] != self.BLOCK_BYTES:
+            raise ValueError(
+                f"expected experts, outputs, blocks and {self.BLOCK_BYTES} bytes, "
+                f"got shape {codes_shape}"
+            )
+        return codes_shape[:-1]
+
+    def presented(self, codes_shape: Shape) -> tuple[Shape, tuple[int, ...]]:
+        experts, outputs, blocks, _ = codes_shape
+        return (experts, blocks * self.BLOCK, outputs), (0, 2, 1)
+
+    def boxes(self, box: Box) -> tuple[Index, Index]:
+        experts, inputs, outputs = box
+        held = _index((experts, outputs, _blocks(inputs, self.BLOCK)))
+        return (*held, slice(0, self.BLOCK_BYTES)), held
+
+    def values(self, codes: np.ndarray, scales: np.ndarray, box: Box) -> np.ndarray:
+        float8_e8m0fnu = require("ml_dtypes", "hf").float8_e8m0fnu
+        values = _float4_pairs()[codes].view(np.float32)
+        values *= scales.view(float8_e8m0fnu).astype(np.float32)[..., None]
+        experts, outputs, num_blocks, _ = values.shape
+        values = values.reshape(experts, outputs, num_blocks * self.BLOCK).transpose(0, 2, 1)
+        inputs = box[1]
+        return values[:, inputs.as_slice(inputs.start // self.BLOCK * self.BLOCK)]
+
+
+@cache
+def _float8_values() -> np.ndarray:
+    """The value of each byte: a table is several times as fast as the cast of ml_dtypes."""
+    return (
+        np.arange(256, dtype=np.uint8).view(require("ml_dtypes", "hf").float8_e4m3fn).astype("f4")
+    )
+
+
+@cache
+def _float4_pairs() -> np.ndarray:
+    """The two float32 values of each byte, low half first, as the eight bytes of one integer."""
+    bytes_ = np.arange(256, dtype=np.uint8)
+    halves = np.stack([bytes_ & 15, bytes_ >> 4], axis=-1)
+    values = halves.view(require("ml_dtypes", "hf").float4_e2m1fn).astype(np.float32)
+    return values.view(np.uint64)[:, 0]
+
+
+def _blocks(positions: Interval, size: int) -> Interval:
+    """The blocks that hold positions of an axis."""
+    return Interval(positions.start // size, -(-positions.stop // size))
+
+
+def _index(box: Box) -> Index:
+    return tuple(interval.as_slice() for interval in box)
