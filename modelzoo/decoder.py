@@ -19,6 +19,7 @@ from .config import AS_PUBLISHED, PLAIN_SCORES, Arrangement, DecoderConfig, Scor
 from .kv_cache import (
     KeysValues,
     KVCache,
+    Positions,
     PromptKeysValues,
     append,
     append_position,
@@ -41,8 +42,8 @@ from .moe.use import ExpertReport
 from .operations import ON_ONE_DEVICE, Operations, einsum
 from .rope import Rotation, rotate, rotation
 
-CachedRows = tuple[jax.Array, tuple[jax.Array, ...]]
-"""The position of each row's token, and the positions of the cache's entries by segment."""
+CachedRows = tuple[jax.Array, Positions]
+"""The position of each row's token, and the positions of the cache's entries."""
 AttendLayer = Callable[[jax.Array, PromptKeysValues], jax.Array]
 """What a layer does with its queries and new keys and values: attend, keep what must be kept."""
 
@@ -261,7 +262,7 @@ class Decoder(nnx.Module):
 
         Rows without a token take no expert; what is computed for them means nothing.
         """
-        key_position_BS = self.operations.by_row(append_position, cache.position_BS, position_B)
+        positions = self.operations.by_row(append_position, cache.positions, position_B)
         remaining = list(cache.layers)
         written: list[KeysValues] = []
 
@@ -269,16 +270,16 @@ class Decoder(nnx.Module):
             def attend_cache(
                 q_BTKGH: jax.Array, new: PromptKeysValues, rows: CachedRows, kv: KeysValues
             ) -> tuple[jax.Array, KeysValues]:
-                position_B, key_position_BS = rows
-                kv = append(kv, new, position_B)
-                position_B1 = position_B[:, None]
+                position_B, positions = rows
+                kv = append(kv, new, positions.entry(position_B, window))
+                position_B1, key_position_BS = position_B[:, None], positions.of(window)
                 out_BTKGH = attend_cached(
                     self.attend, q_BTKGH, kv, position_B1, key_position_BS, window
                 )
                 return out_BTKGH, kv
 
             def layer(q_BTKGH: jax.Array, new: PromptKeysValues) -> jax.Array:
-                rows = (position_B, key_position_BS)
+                rows = (position_B, positions)
                 kv = remaining[len(written)]
                 out_BTKGH, kv = self.operations.attend(attend_cache, q_BTKGH, new, rows, kv)
                 written.append(kv)
@@ -289,7 +290,7 @@ class Decoder(nnx.Module):
         x_B1D, report = self._blocks(
             token_B[:, None], position_B[:, None], attend_layer, is_token_B[:, None]
         )
-        return self.logits(x_B1D[:, 0]), KVCache(tuple(written), key_position_BS), report
+        return self.logits(x_B1D[:, 0]), KVCache(tuple(written), positions), report
 
     def logits(self, x_BD: jax.Array) -> jax.Array:
         """Float32 logits of final hidden states; of ids that pad the vocabulary, -inf."""

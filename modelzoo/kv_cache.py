@@ -5,16 +5,23 @@ decode graph with span `s` takes the segments below `s` and nothing else, so a s
 neither a copy nor a read of the rest. Every entry stores its position (`EMPTY_POSITION` when it
 holds no token) and masks come from those alone.
 
+A layer whose window is shorter than the longest span is a *ring* of as many entries as its window:
+position p lies at entry p mod window, where position p - window has just left the window. So a
+decode step, which writes one token before it attends, needs no entry more. Where the span ends
+before the ring does, nothing has come round yet, and the segments below it are all there is.
+
 Keys lie with positions along the last axis and values with heads' entries there: the order in which
 each is read as a matrix.
 
 Knows nothing of slots' owners, buckets or meshes. Guarantees: `insert` rewrites a slot whole, so
 nothing of its former owner, NaN included, can reach the next one; `append` writes in place inside a
 loop when the buffers are donated, and writes nothing for a row whose position lies past the
-segments.
+segments. In a ring no position lies past them: a row that waits may write at its next position
+again and again, as no query of its own sees what was there.
 """
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import jax
@@ -23,37 +30,57 @@ import jax.numpy as jnp
 from . import axes
 from .attention import EMPTY_POSITION, Attend, merge, visible
 from .config import DecoderConfig
-from .operations import ON_ONE_DEVICE, Operations
+from .operations import ON_ONE_DEVICE, Axes, Operations
+
+Segments = tuple[jax.Array, ...]
 
 
 class KeysValues(NamedTuple):
     """Keys and values of one layer, one array a segment."""
 
-    k_BKHS: tuple[jax.Array, ...]
-    v_BKSH: tuple[jax.Array, ...]
+    k_BKHS: Segments
+    v_BKSH: Segments
+
+
+class Positions(NamedTuple):
+    """The position that each entry holds; layers that keep the same ones share them."""
+
+    whole_BS: Segments
+    """Of layers that keep every position; without segments where all layers are rings."""
+    ring_BS: dict[int, Segments]
+    """Of rings, by window."""
+
+    def of(self, window: int | None) -> Segments:
+        """Those of layers with this window."""
+        if window in self.ring_BS:
+            return self.ring_BS[window]
+        return self.whole_BS
+
+    def entry(self, position_B: jax.Array, window: int | None) -> jax.Array:
+        """Where a token of that position lies in layers with this window."""
+        return position_B % window if window in self.ring_BS else position_B
 
 
 class KVCache(NamedTuple):
-    """All layers' keys and values, and the positions that they share."""
+    """All layers' keys and values, and their positions."""
 
     layers: tuple[KeysValues, ...]
-    position_BS: tuple[jax.Array, ...]
+    positions: Positions
 
     def head(self, num_segments: int) -> "KVCache":
         """The first segments, as a decode graph of their span takes them."""
-        layers = tuple(
-            KeysValues(kv.k_BKHS[:num_segments], kv.v_BKSH[:num_segments]) for kv in self.layers
-        )
-        return KVCache(layers, self.position_BS[:num_segments])
+        return jax.tree.map(lambda segments: segments[:num_segments], self, is_leaf=_is_segments)
 
     def with_head(self, head: "KVCache") -> "KVCache":
         """This cache with its first segments replaced by `head`."""
-        n = len(head.position_BS)
-        layers = tuple(
-            KeysValues(new.k_BKHS + old.k_BKHS[n:], new.v_BKSH + old.v_BKSH[n:])
-            for new, old in zip(head.layers, self.layers, strict=True)
+        return jax.tree.map(
+            lambda old, new: new + old[len(new) :], self, head, is_leaf=_is_segments
         )
-        return KVCache(layers, head.position_BS + self.position_BS[n:])
+
+
+def _is_segments(x: object) -> bool:
+    """Whether this is the segments of one array: the only plain tuple of no tuples here."""
+    return type(x) is tuple and bool(x) and not isinstance(x[0], tuple)
 
 
 class PromptKeysValues(NamedTuple):
@@ -61,6 +88,11 @@ class PromptKeysValues(NamedTuple):
 
     k_BKHT: jax.Array
     v_BKTH: jax.Array
+
+
+def kept_entries(window: int | None, longest: int) -> int:
+    """Entries that a layer keeps for every slot, where the longest span is `longest`."""
+    return longest if window is None else min(window, longest)
 
 
 def allocate(
@@ -74,18 +106,30 @@ def allocate(
 
     `num_heads` are the key/value heads kept, where they are not the model's own ones.
     """
-    lengths = [end - start for start, end in zip((0, *spans), spans, strict=False)]
-
     B, K, H = slots, num_heads or config.num_kv_heads, config.head_dim
-    layers = tuple(
-        KeysValues(
+    longest = spans[-1]
+
+    def keys_values(window: int | None) -> KeysValues:
+        lengths = _segment_lengths(spans, kept_entries(window, longest))
+        return KeysValues(
             tuple(jnp.zeros((B, K, H, S), dtype) for S in lengths),
             tuple(jnp.zeros((B, K, S, H), dtype) for S in lengths),
         )
-        for _ in range(config.num_layers)
-    )
-    positions = tuple(jnp.full((slots, S), EMPTY_POSITION, jnp.int32) for S in lengths)
-    return KVCache(layers, positions)
+
+    def positions(kept: int) -> Segments:
+        lengths = _segment_lengths(spans, kept)
+        return tuple(jnp.full((B, S), EMPTY_POSITION, jnp.int32) for S in lengths)
+
+    kept = {kept_entries(window, longest) for window in config.windows}
+    whole_BS = positions(longest) if longest in kept else ()
+    ring_BS = {window: positions(window) for window in kept if window < longest}
+    layers = tuple(keys_values(window) for window in config.windows)
+    return KVCache(layers, Positions(whole_BS, ring_BS))
+
+
+def _segment_lengths(spans: Sequence[int], kept: int) -> list[int]:
+    ends = [span for span in spans if span < kept]
+    return [end - start for start, end in pairwise((0, *ends, kept))]
 
 
 def insert(
@@ -99,28 +143,53 @@ def insert(
 ) -> KVCache:
     """Rewrite `slot` with row `row` of a prefill: its tokens, then zeros and empty positions.
 
-    Between the true length and the prefill's own length the entries keep what padding made, under
-    empty positions. `source` are the operations of the prefill, `target` those of the cache.
+    A ring takes the latest tokens of the row. Between the true length and the prefill's own length
+    the entries keep what padding made, under empty positions. `source` are the operations of the
+    prefill, `target` those of the cache.
     """
-    starts = _starts(cache.position_BS)
+    true_length = true_length_B[row]
 
-    def fill(segments: tuple[jax.Array, ...], new: jax.Array, axis: int) -> tuple[jax.Array, ...]:
-        new = _match_heads(source.take_row(new, row, axes.CACHE), segments[0].shape[1])
+    def put(segments: Segments, new: jax.Array, axis: int, logical_axes: Axes) -> Segments:
+        starts = _starts(segments, axis)
         return tuple(
-            target.put_row(old, _cut(new, start, old, axis), slot, axes.CACHE)
+            target.put_row(old, _cut(new, start, old, axis), slot, logical_axes)
             for start, old in zip(starts, segments, strict=True)
         )
+
+    def fill(segments: Segments, new: jax.Array, axis: int) -> Segments:
+        new = _match_heads(source.take_row(new, row, axes.CACHE), segments[0].shape[1])
+        new = _latest(new, true_length, _num_entries(segments, axis), axis)
+        return put(segments, new, axis, axes.CACHE)
+
+    def mark(segments: Segments) -> Segments:
+        held_S = held_positions(true_length, _num_entries(segments, axis=1))
+        return put(segments, held_S[None], 1, axes.CACHE[:1])
 
     layers = tuple(
         KeysValues(fill(kv.k_BKHS, new.k_BKHT, axis=3), fill(kv.v_BKSH, new.v_BKTH, axis=2))
         for kv, new in zip(cache.layers, prompt, strict=True)
     )
-    positions = []
-    for start, old_BS in zip(starts, cache.position_BS, strict=True):
-        index_S = start + jnp.arange(old_BS.shape[1])
-        new_S = jnp.where(index_S < true_length_B[row], index_S, EMPTY_POSITION)
-        positions.append(target.put_row(old_BS, new_S[None], slot, axes.CACHE[:1]))
-    return KVCache(layers, tuple(positions))
+    return KVCache(layers, jax.tree.map(mark, cache.positions, is_leaf=_is_segments))
+
+
+def held_positions(length: jax.Array | int, num_entries: int) -> jax.Array:
+    """The position in each entry after `length` tokens: the latest that lies there, or empty.
+
+    Entry e of n has the largest p below the length with p mod n = e. Of 4 entries after 6 tokens
+    `[4, 5, 2, 3]`, after 3 tokens `[0, 1, 2, empty]`.
+    """
+    last = length - 1
+    position_S = last - (last - jnp.arange(num_entries)) % num_entries
+    return jnp.where(position_S < 0, EMPTY_POSITION, position_S)
+
+
+def _latest(new: jax.Array, length: jax.Array, num_entries: int, axis: int) -> jax.Array:
+    """Of a prompt that is longer than a ring the latest tokens, each at its entry of the ring."""
+    if new.shape[axis] <= num_entries:
+        return new
+    start = jnp.maximum(length - num_entries, 0)
+    latest = jax.lax.dynamic_slice_in_dim(new, start, num_entries, axis=axis)
+    return jnp.roll(latest, start % num_entries, axis=axis)
 
 
 def _match_heads(new: jax.Array, num_heads: int) -> jax.Array:
@@ -131,27 +200,32 @@ def _match_heads(new: jax.Array, num_heads: int) -> jax.Array:
     return jnp.repeat(new, num_heads // K, axis=1) if num_heads > K else new
 
 
-def append_position(
-    position_BS: tuple[jax.Array, ...], position_B: jax.Array
-) -> tuple[jax.Array, ...]:
+def append_position(positions: Positions, position_B: jax.Array) -> Positions:
     """Mark the entry of each row's next token as holding it."""
-    return tuple(
-        _write(segment_BS, position_B[:, None], position_B - start, axis=0)
-        for start, segment_BS in zip(_starts(position_BS), position_BS, strict=True)
+
+    def mark(segments: Segments, entry_B: jax.Array) -> Segments:
+        return _append(segments, position_B[:, None], entry_B, axis=0)
+
+    rings = {
+        window: mark(segments, positions.entry(position_B, window))
+        for window, segments in positions.ring_BS.items()
+    }
+    return Positions(mark(positions.whole_BS, position_B), rings)
+
+
+def append(kv: KeysValues, new: PromptKeysValues, entry_B: jax.Array) -> KeysValues:
+    """Write one token's key and value per row, at its entry."""
+    return KeysValues(
+        _append(kv.k_BKHS, new.k_BKHT, entry_B, axis=2),
+        _append(kv.v_BKSH, new.v_BKTH, entry_B, axis=1),
     )
 
 
-def append(kv: KeysValues, new: PromptKeysValues, position_B: jax.Array) -> KeysValues:
-    """Write one token's key and value per row at its position."""
-    starts = _starts(kv.v_BKSH, axis=2)
-
-    def write(segments: tuple[jax.Array, ...], new: jax.Array, axis: int) -> tuple[jax.Array, ...]:
-        return tuple(
-            _write(segment, new, position_B - start, axis)
-            for start, segment in zip(starts, segments, strict=True)
-        )
-
-    return KeysValues(write(kv.k_BKHS, new.k_BKHT, axis=2), write(kv.v_BKSH, new.v_BKTH, axis=1))
+def _append(segments: Segments, new: jax.Array, entry_B: jax.Array, axis: int) -> Segments:
+    return tuple(
+        _write(segment, new, entry_B - start, axis)
+        for start, segment in zip(_starts(segments, axis + 1), segments, strict=True)
+    )
 
 
 def attend_cached(
@@ -159,7 +233,7 @@ def attend_cached(
     q_BTKGH: jax.Array,
     kv: KeysValues,
     query_position_BT: jax.Array,
-    key_position_BS: tuple[jax.Array, ...],
+    key_position_BS: Segments,
     window: int | None,
 ) -> jax.Array:
     """Attend to every segment and merge: `out_BTKGH`."""
@@ -171,12 +245,13 @@ def attend_cached(
     return out_BTKGH
 
 
-def _starts(segments: tuple[jax.Array, ...], axis: int = 1) -> list[int]:
-    starts, end = [], 0
-    for segment in segments:
-        starts.append(end)
-        end += segment.shape[axis]
-    return starts
+def _starts(segments: Segments, axis: int) -> list[int]:
+    lengths = [segment.shape[axis] for segment in segments]
+    return [end - length for end, length in zip(accumulate(lengths), lengths, strict=True)]
+
+
+def _num_entries(segments: Segments, axis: int) -> int:
+    return sum(segment.shape[axis] for segment in segments)
 
 
 def _cut(new: jax.Array, start: int, segment: jax.Array, axis: int) -> jax.Array:

@@ -130,18 +130,20 @@ class DeviceBench:
         import jax.numpy as jnp
 
         from noria.compile import signatures
+        from noria.modelzoo.kv_cache import held_positions
 
         grid = self._grid(batch, self.options.context, prompt=1)
         graph, build_seconds = self._compiled("decode", grid)
         calls = 1 + self.options.repeats
         start_length = self.options.context - calls * STEPS_PER_CALL
 
+        def held(position_BS):
+            position_S = held_positions(start_length, position_BS.shape[1])
+            return jnp.broadcast_to(position_S, position_BS.shape)
+
         def filled():
             state = signatures.decode_state(self.definition, grid, self.dtype)
-            index_S = jnp.arange(self.options.context)
-            position_S = jnp.where(index_S < start_length, index_S, -1)
-            position_BS = jnp.broadcast_to(position_S, (batch, self.options.context))
-            cache = state.cache._replace(position_BS=(position_BS.astype(jnp.int32),))
+            cache = state.cache._replace(positions=jax.tree.map(held, state.cache.positions))
             return state._replace(
                 cache=cache,
                 prompt_length_B=jnp.full(batch, start_length, jnp.int32),

@@ -4,6 +4,7 @@ Knows nothing of devices or graphs, so it answers for meshes of any size.
 """
 
 import math
+from bisect import bisect_right
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jax.typing import DTypeLike
 
 from ..modelzoo import axes
 from ..modelzoo.config import DecoderConfig
+from ..modelzoo.kv_cache import kept_entries
 from ..modelzoo.operations import Axes
 from .axis_rules import kv_copies
 from .layout import Layout
@@ -70,12 +72,19 @@ def cache_bytes_per_device(
     rules, shards = layout.phase("decode"), layout.mesh.num_shards
     over_heads, over_rows = shards(rules[axes.KV_HEADS]), shards(rules[axes.ATTENTION_BATCH])
     heads = config.num_kv_heads * kv_copies(config.num_kv_heads, over_heads) // over_heads
-    per_layer = 2 * (slots // over_rows) * heads * length * config.head_dim
-    return config.num_layers * per_layer * jnp.dtype(dtype).itemsize
+    entries = sum(kept_entries(window, length) for window in config.windows)
+    return 2 * (slots // over_rows) * heads * entries * config.head_dim * jnp.dtype(dtype).itemsize
 
 
 def max_context(
     config: DecoderConfig, layout: Layout, slots: int, cache_bytes: int, dtype: DTypeLike
 ) -> int:
-    """Positions of every slot that fit into so many bytes of cache on each device."""
-    return cache_bytes // cache_bytes_per_device(config, layout, slots, 1, dtype)
+    """Positions of every slot that fit into so many bytes of cache on each device.
+
+    At most as many as the model was published for: windows alone would leave it without a bound.
+    """
+
+    def needed(length: int) -> int:
+        return cache_bytes_per_device(config, layout, slots, length, dtype)
+
+    return bisect_right(range(1, config.max_position + 1), cache_bytes, key=needed)

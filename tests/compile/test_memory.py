@@ -23,7 +23,12 @@ GRID = BucketGrid(max_length=512, prefill=((512, 1),), decode_slots=SLOTS, decod
 TPU = "tpu:v5e:2x4"
 
 
-def decode_graph(target: str, span: int, dtype: str, num_layers: int = 30) -> GraphToBuild:
+Windows = tuple[int | None, ...]
+WHOLE: Windows = (None,) * 30
+RINGS: Windows = (96, None) * 15
+
+
+def decode_graph(target: str, span: int, dtype: str, windows: Windows = WHOLE) -> GraphToBuild:
     config = DecoderConfig(
         vocab_size=VOCAB,
         embed=576,
@@ -31,7 +36,7 @@ def decode_graph(target: str, span: int, dtype: str, num_layers: int = 30) -> Gr
         num_query_heads=9,
         num_kv_heads=3,
         head_dim=64,
-        windows=(None,) * num_layers,
+        windows=windows,
         max_position=8192,
         tie_embeddings=True,
     )
@@ -71,15 +76,17 @@ def smallest_that_counts(graph: GraphToBuild) -> int:
     return min(leaf.size for leaf in [*parameters.values(), *segments] if leaf.ndim > 1)
 
 
-def test_decode_needs_little_memory_beside_its_arguments():
-    graph = decode_graph("cpu", GRID.decode_spans[0], "float32")
+@pytest.mark.parametrize("windows", [WHOLE, RINGS], ids=["whole", "rings"])
+def test_decode_needs_little_memory_beside_its_arguments(windows):
+    graph = decode_graph("cpu", GRID.decode_spans[0], "float32", windows)
     compiled, _, _ = compile_graph(graph)
     assert compiled.memory_analysis().temp_size_in_bytes <= temporary_bound(graph)
 
 
 @pytest.mark.tpu_compile
-def test_decode_works_in_place_on_tpu():
-    graph = decode_graph(TPU, GRID.max_length, "bfloat16")
+@pytest.mark.parametrize("windows", [WHOLE, RINGS], ids=["whole", "rings"])
+def test_decode_works_in_place_on_tpu(windows):
+    graph = decode_graph(TPU, GRID.max_length, "bfloat16", windows)
     compiled, _, _ = compile_graph(graph)
     assert compiled.memory_analysis().temp_size_in_bytes <= temporary_bound(graph)
     assert whole_copies(compiled.as_text(), smallest_that_counts(graph)) == []
@@ -87,7 +94,7 @@ def test_decode_works_in_place_on_tpu():
 
 @pytest.mark.tpu_compile
 def test_a_cache_that_is_not_donated_is_found_as_copies():
-    graph = replace(decode_graph(TPU, GRID.max_length, "bfloat16", num_layers=1), donated=())
+    graph = replace(decode_graph(TPU, GRID.max_length, "bfloat16", (None,)), donated=())
     compiled, _, _ = compile_graph(graph)
     copies = whole_copies(compiled.as_text(), smallest_that_counts(graph))
     # keys and values in two segments each

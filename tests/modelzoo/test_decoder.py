@@ -54,6 +54,7 @@ VARIANTS = {
         local_rope=RopeConfig(50.0, rotated=4),
         norm_offset=1.0,
         activation="gelu_tanh",
+        windows=(4, 10, 4),
     ),
 }
 T, SPANS = 12, (8, 16, 32)

@@ -4,59 +4,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from caches import CONFIG, SLOTS, H, K, filled_with_nan, random_prompt, sides
 
 from noria.modelzoo import kv_cache
 from noria.modelzoo.attention import EMPTY_POSITION, attend_dense
-from noria.modelzoo.config import DecoderConfig
-from noria.modelzoo.kv_cache import KVCache, PromptKeysValues
+from noria.modelzoo.kv_cache import KVCache
 
-SLOTS, SPANS = 4, (4, 8, 16)
-CONFIG = DecoderConfig(
-    vocab_size=11,
-    embed=8,
-    mlp=8,
-    num_query_heads=6,
-    num_kv_heads=2,
-    head_dim=4,
-    windows=(None, 3),
-    max_position=16,
-)
-K, H = CONFIG.num_kv_heads, CONFIG.head_dim
+SPANS = (4, 8, 16)
 CUTS = [(16,), (4, 8, 16), (1, 15, 16)]
 
 
-def random_prompt(rows: int, length: int, seed: int = 0) -> tuple[PromptKeysValues, ...]:
-    rng = np.random.default_rng(seed)
-    shapes = (rows, K, H, length), (rows, K, length, H)
-    return tuple(
-        PromptKeysValues(*(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes))
-        for _ in range(CONFIG.num_layers)
-    )
-
-
-def sides(layers) -> list[np.ndarray]:
-    """Keys and values of each layer as `[B, K, positions, H]`, segments joined."""
-    plain = []
-    for keys, values in layers:
-        keys, values = (x if isinstance(x, tuple) else (x,) for x in (keys, values))
-        plain.append(np.concatenate([np.asarray(k) for k in keys], axis=3).swapaxes(2, 3))
-        plain.append(np.concatenate([np.asarray(v) for v in values], axis=2))
-    return plain
-
-
 def positions_of(cache: KVCache) -> np.ndarray:
-    return np.concatenate([np.asarray(segment) for segment in cache.position_BS], axis=1)
+    return np.concatenate([np.asarray(segment) for segment in cache.positions.whole_BS], axis=1)
 
 
 def flat(cache: KVCache) -> list[np.ndarray]:
     """Positions, then keys and values of each layer."""
     return [positions_of(cache), *sides(cache.layers)]
-
-
-def filled_with_nan(cache: KVCache) -> KVCache:
-    """As a predecessor may leave it: every entry valid and NaN."""
-    positions = tuple(jnp.zeros_like(segment) + 1 for segment in cache.position_BS)
-    return jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), cache)._replace(position_BS=positions)
 
 
 @pytest.mark.parametrize("spans", CUTS, ids=str)
@@ -99,7 +63,7 @@ def test_append_writes_one_entry_a_row(spans):
             jax.jit(kv_cache.append)(kv, each, position_B)
             for kv, each in zip(cache.layers, new, strict=True)
         )
-        cache = KVCache(layers, kv_cache.append_position(cache.position_BS, position_B))
+        cache = KVCache(layers, kv_cache.append_position(cache.positions, position_B))
         for row, index in enumerate(position):
             model[0][row, index] = index
             for array, side in zip(model[1:], sides(new), strict=True):
@@ -119,9 +83,9 @@ def test_append_past_the_segments_writes_nothing(spans, position):
     position_B = jnp.array([position, 2, position, position])
     new = random_prompt(SLOTS, 1, seed=9)
     kv = kv_cache.append(cache.layers[0], new[0], position_B)
-    positions = kv_cache.append_position(cache.position_BS, position_B)
+    positions = kv_cache.append_position(cache.positions, position_B)
     idle = [0, 2, 3]
-    after = cache._replace(position_BS=positions)
+    after = cache._replace(positions=positions)
     np.testing.assert_array_equal(positions_of(after), positions_of(cache))
     triples = zip(sides([kv]), sides(cache.layers[:1]), sides(new[:1]), strict=True)
     for ours, old, side in triples:
@@ -133,7 +97,12 @@ def attend(cache: KVCache, q_BTKGH, position_B, window) -> np.ndarray:
     @jax.jit
     def attend_step(cache, q_BTKGH, position_B):
         return kv_cache.attend_cached(
-            attend_dense, q_BTKGH, cache.layers[0], position_B[:, None], cache.position_BS, window
+            attend_dense,
+            q_BTKGH,
+            cache.layers[0],
+            position_B[:, None],
+            cache.positions.whole_BS,
+            window,
         )
 
     return np.asarray(attend_step(cache, q_BTKGH, position_B))

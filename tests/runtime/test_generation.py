@@ -100,11 +100,8 @@ def test_a_reused_slot_never_sees_its_predecessors_cache(model):
     generator = model.generator()
     state = generator.engine._state
     canary = jax.tree.map(lambda x: jax.numpy.full_like(x, np.nan), state.cache.layers)
-    positions = tuple(
-        jax.numpy.broadcast_to(jax.numpy.arange(p.shape[1]), p.shape) * 0
-        for p in state.cache.position_BS
-    )
-    cache = state.cache._replace(layers=canary, position_BS=positions)
+    positions = jax.tree.map(jax.numpy.zeros_like, state.cache.positions)
+    cache = state.cache._replace(layers=canary, positions=positions)
     generator.engine._state = state._replace(cache=cache)
     for request in requests_of(rows):
         generator.submit(request)

@@ -1,9 +1,14 @@
 """Bytes on each device, from shapes alone: the published claim, and what real arrays take."""
 
+from dataclasses import replace
+
+import jax
 import jax.numpy as jnp
 import pytest
 from laid_out import layout_of
 
+from noria.compile.bucket_grid import BucketGrid
+from noria.compile.build import plan_graphs
 from noria.compile.definition import Definition
 from noria.compile.targets import find_target
 from noria.modelzoo.config import DecoderConfig
@@ -75,9 +80,36 @@ SMALL = DecoderConfig(
 )
 
 
-@pytest.mark.parametrize(
+WINDOWED = replace(SMALL, windows=(None, 5, 24, 5))
+SOME_LAYOUTS = pytest.mark.parametrize(
     "name", ["data-parallel", "v5e-host", "v5p-slice", "data-tensor-batch-attention"]
 )
+
+
+@SOME_LAYOUTS
+def test_the_cache_takes_the_bytes_of_its_shards(name):
+    """With a layer that keeps all, two that keep their window, and one whose window is longer."""
+    layout = layout_of(name)
+    placement = find_target("cpu:8").placement(layout)
+    definition = Definition(WINDOWED, placement.arrangement(WINDOWED))
+    grid = BucketGrid(16, ((8, 8),), 8, (8, 16))
+    graphs = plan_graphs(definition, grid, placement, jnp.dtype(jnp.float32))
+    (state,) = (graph.arguments[0] for graph in graphs if graph.name.startswith("insert"))
+    shards = [x.sharding.shard_shape(x.shape) for x in jax.tree.leaves(state.cache.layers)]
+    expected = sum(jnp.zeros(shard).nbytes for shard in shards)
+    assert cache_bytes_per_device(WINDOWED, layout, 8, 16, jnp.float32) == expected
+
+
+def test_windows_leave_room_for_longer_contexts():
+    layout = layout_of("data-parallel")
+    entry = cache_bytes_per_device(SMALL, layout, 8, 1, jnp.float32) // 2
+    # beyond position 24 one layer grows alone
+    full = (24 + 5 + 24 + 5) * entry
+    for room, context in ((full - 1, 23), (full, 24), (full + 7 * entry, 31), (2**60, 64), (0, 0)):
+        assert max_context(WINDOWED, layout, 8, room, jnp.float32) == context
+
+
+@SOME_LAYOUTS
 def test_the_bytes_are_those_of_the_shards(name):
     layout = layout_of(name)
     placement = find_target("cpu:8").placement(layout)

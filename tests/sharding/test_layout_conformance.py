@@ -124,7 +124,7 @@ def test_what_the_graphs_give_back_lies_as_the_rules_say(family, layout, num_kv_
         assert_lies(array, "prefill", axes.CACHE)
     for array in jax.tree.leaves(got.state.cache.layers):
         assert_lies(array, "decode", axes.CACHE)
-    for array in got.state.cache.position_BS:
+    for array in jax.tree.leaves(got.state.cache.positions):
         assert_lies(array, "decode", axes.CACHE[:1])
     for array in jax.tree.leaves(got.state.sampling):
         assert_lies(array, "decode", axes.LOGITS[:1])

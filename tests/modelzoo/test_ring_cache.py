@@ -1,0 +1,164 @@
+"""Layers with a window keep their latest positions alone, whatever came before.
+
+Each slot is compared with a plain dictionary from positions to keys and values.
+"""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from caches import CONFIG, SLOTS, H, K, filled_with_nan, random_prompt, sides
+from tolerances import FLOAT32_ELEMENTWISE
+
+from noria.modelzoo import kv_cache
+from noria.modelzoo.attention import EMPTY_POSITION, attend_dense
+from noria.modelzoo.config import DecoderConfig
+from noria.modelzoo.kv_cache import KVCache
+
+CUTS = [(24,), (4, 24), (2, 4, 8, 24), (5, 24)]
+"""Spans above the windows, below them and equal to one."""
+WINDOWS = (3, None, 5, 3)
+RINGS = replace(CONFIG, windows=WINDOWS)
+
+
+def prompt_of(length: int, rows: int = 1):
+    return random_prompt(rows, length, num_layers=len(WINDOWS))
+
+
+def entries(cache: KVCache, layer: int, slot: int) -> dict[int, np.ndarray]:
+    """What a slot holds in one layer: `[2, K, H]`, key and value, by stored position."""
+    positions = cache.positions.of(WINDOWS[layer])
+    position_S = np.concatenate([np.asarray(segment[slot]) for segment in positions])
+    keys, values = (side[slot] for side in sides(cache.layers[layer : layer + 1]))
+    held = [s for s, position in enumerate(position_S) if position != EMPTY_POSITION]
+    assert len(set(position_S[held])) == len(held)
+    return {int(position_S[s]): np.stack([keys[:, s], values[:, s]]) for s in held}
+
+
+def latest(tokens: dict[int, np.ndarray], window: int | None) -> dict[int, np.ndarray]:
+    positions = sorted(tokens)
+    return {p: tokens[p] for p in positions[-window if window else None :]}
+
+
+def assert_same(got: dict[int, np.ndarray], expected: dict[int, np.ndarray]) -> None:
+    assert got.keys() == expected.keys()
+    for position, entry in expected.items():
+        np.testing.assert_array_equal(got[position], entry)
+
+
+def tokens_of(prompt, layer: int, row: int, length: int) -> dict[int, np.ndarray]:
+    keys, values = (side[row] for side in sides(prompt[layer : layer + 1]))
+    return {p: np.stack([keys[:, p], values[:, p]]) for p in range(length)}
+
+
+@pytest.mark.parametrize("spans", CUTS, ids=str)
+@pytest.mark.parametrize(
+    ("length", "true_length"),
+    [(2, 2), (3, 3), (4, 4), (5, 1), (12, 2), (12, 9), (12, 11), (24, 24)],
+)
+def test_insert_keeps_the_latest_tokens_and_nothing_of_the_former_owner(spans, length, true_length):
+    before = filled_with_nan(kv_cache.allocate(RINGS, SLOTS, spans, jnp.float32))
+    prompt = prompt_of(length, rows=2)
+    lengths_B = jnp.array([length, true_length])
+    after = jax.jit(kv_cache.insert)(before, prompt, lengths_B, jnp.int32(1), jnp.int32(2))
+    for layer, window in enumerate(WINDOWS):
+        tokens = tokens_of(prompt, layer, row=1, length=true_length)
+        assert_same(entries(after, layer, slot=2), latest(tokens, window))
+    assert all(np.all(np.isfinite(x[2])) for x in jax.tree.leaves(after))
+    for new, old in zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True):
+        np.testing.assert_array_equal(np.delete(new, 2, axis=0), np.delete(old, 2, axis=0))
+
+
+@pytest.mark.parametrize("spans", CUTS, ids=str)
+def test_appending_goes_round_and_round(spans):
+    """Rows of other lengths side by side, each through its ring several times."""
+    cache = kv_cache.allocate(RINGS, SLOTS, spans, jnp.float32)
+    prompt, lengths = prompt_of(12), (1, 3, 7, 12)
+    for slot, length in enumerate(lengths):
+        cache = kv_cache.insert(cache, prompt, jnp.array([length]), jnp.int32(0), jnp.int32(slot))
+    held = [
+        [tokens_of(prompt, layer, 0, length) for length in lengths] for layer in range(len(WINDOWS))
+    ]
+    step = jax.jit(append)
+    for number in range(12):
+        position_B = jnp.array(lengths) + number
+        new = random_prompt(SLOTS, 1, number, len(WINDOWS))
+        cache = step(cache, new, position_B)
+        for layer, window in enumerate(WINDOWS):
+            for slot, length in enumerate(lengths):
+                token = tokens_of(new, layer, slot, length=1)[0]
+                held[layer][slot][length + number] = token
+                assert_same(entries(cache, layer, slot), latest(held[layer][slot], window))
+
+
+def append(cache: KVCache, new, position_B) -> KVCache:
+    """One token per row in every layer."""
+    layers = tuple(
+        kv_cache.append(kv, each, cache.positions.entry(position_B, window))
+        for kv, each, window in zip(cache.layers, new, WINDOWS, strict=True)
+    )
+    return KVCache(layers, kv_cache.append_position(cache.positions, position_B))
+
+
+@pytest.mark.parametrize("spans", CUTS, ids=str)
+@pytest.mark.parametrize("position", [2, 4, 11, 23])
+def test_a_ring_gives_the_attention_of_a_cache_that_keeps_all(spans, position):
+    """One with a mask over all positions, and the ring of that window."""
+    prompt, new, length = prompt_of(24), prompt_of(1), jnp.array([position])
+    # layer 1 keeps all, layer 3 is a ring: let them keep the same
+    prompt, new = ((*each[:3], each[1]) for each in (prompt, new))
+    cache = kv_cache.allocate(RINGS, 1, spans, jnp.float32)
+    cache = kv_cache.insert(cache, prompt, length, jnp.int32(0), jnp.int32(0))
+    cache = append(cache, new, length)
+    q_BTKGH = jnp.asarray(np.random.default_rng(2).normal(size=(1, 1, K, 3, H)), jnp.float32)
+
+    def attend(layer: int, kept: int | None):
+        return kv_cache.attend_cached(
+            attend_dense, q_BTKGH, cache.layers[layer], length[:, None], cache.positions.of(kept), 3
+        )
+
+    np.testing.assert_allclose(attend(3, kept=3), attend(1, None), rtol=0, atol=FLOAT32_ELEMENTWISE)
+
+
+@pytest.mark.parametrize("num_segments", [1, 2, 3, 4])
+def test_a_head_has_the_segments_below_its_span(num_segments):
+    """Spans 2, 4, 8 and 24: a ring of 3 ends in the second of them, one of 5 in the third."""
+    cache = filled_with_nan(kv_cache.allocate(RINGS, SLOTS, CUTS[2], jnp.float32))
+    head = cache.head(num_segments)
+    lengths = {
+        window: [segment.shape[1] for segment in head.positions.of(window)] for window in WINDOWS
+    }
+    expected = {3: [2, 1], None: [2, 2, 4, 16], 5: [2, 2, 1]}
+    assert lengths == {window: of_all[:num_segments] for window, of_all in expected.items()}
+    joined = cache.with_head(jax.tree.map(jnp.zeros_like, head))
+    assert jax.tree.structure(joined) == jax.tree.structure(cache)
+    is_zero = [[bool(np.all(segment == 0)) for segment in layer.v_BKSH] for layer in joined.layers]
+    assert is_zero == [
+        [i < num_segments for i in range(len(expected[window]))] for window in WINDOWS
+    ]
+
+
+def num_bytes(config: DecoderConfig, spans: tuple[int, ...]) -> int:
+    cache = jax.eval_shape(lambda: kv_cache.allocate(config, SLOTS, spans, jnp.float32))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
+
+
+@pytest.mark.parametrize("spans", CUTS, ids=str)
+@pytest.mark.parametrize(
+    ("windows", "entries_of_layers", "entries_of_positions"),
+    [
+        ((3, None, 5, 3), (3, 24, 5, 3), (3, 24, 5)),
+        ((3, 3), (3, 3), (3,)),
+        ((None, 24, 25), (24, 24, 24), (24,)),
+        ((23,), (23,), (23,)),
+    ],
+)
+def test_layers_take_the_bytes_of_their_windows_and_share_positions(
+    spans, windows, entries_of_layers, entries_of_positions
+):
+    config = replace(CONFIG, windows=windows)
+    keys_values = 2 * sum(entries_of_layers) * K * H * 4
+    positions = sum(entries_of_positions) * 4
+    assert num_bytes(config, spans) == SLOTS * (keys_values + positions)
