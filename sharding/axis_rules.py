@@ -37,6 +37,8 @@ class AxisRules:
         if logical_axis == axes.KV_HEADS:
             # a rule for it says whether copies are wanted; where they lie follows from the others
             return tuple(axis for axis in self[axes.QUERY_HEADS] if axis not in self.exchanged)
+        if logical_axis == axes.EXPERT_MLP:
+            return tuple(axis for axis in self[axes.MLP] if axis not in self[axes.EXPERTS])
         if logical_axis in self.table:
             return self.table[logical_axis]
         leader = FOLLOWS.get(logical_axis)

@@ -216,11 +216,13 @@ FORMULAS: Mapping[str, Mapping[str, Formula]] = {
 def describes(config: DecoderConfig) -> bool:
     """Whether the formulas are of this model's blocks: one norm before attention, one before MLP.
 
-    Other norms sum once more where the residual stream or the heads are split.
+    Sparse layers exchange tokens, as `expert_exchange` says. Other norms sum once more where the
+    residual stream or the heads are split.
     """
     norms_all_heads = config.qk_norm and config.qk_norm_kind == "projection"
     is_plain = config.norm == "rms" and config.norm_placement == "before"
-    return is_plain and not config.is_parallel and not norms_all_heads
+    is_dense = config.moe is None
+    return is_plain and is_dense and not config.is_parallel and not norms_all_heads
 
 
 def sent_bytes(kind: str, num_bytes: int, group: int) -> float:

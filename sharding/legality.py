@@ -16,7 +16,7 @@ from .axis_rules import FOLLOWS, AxisRules, kv_copies
 from .layout import PHASES, Layout
 from .mesh_layout import MESH_AXES
 
-_DERIVED = (axes.LOGIT_BATCH, axes.HEAD_BATCH)
+_DERIVED = (axes.LOGIT_BATCH, axes.HEAD_BATCH, axes.EXPERT_MLP)
 RULE_AXES = tuple(axis for axis in axes.LOGICAL_AXES if axis not in _DERIVED)
 _ARRAYS: dict[str, Axes] = {
     "the residual stream": axes.RESIDUAL,
@@ -123,6 +123,7 @@ def _phase_findings(layout: Layout, phase: str, sizes: ModelSizes) -> Iterable[s
     yield from _order_findings(rules)
     yield from _gathering_findings(layout.rules, rules)
     yield from _head_findings(layout, rules, sizes.config)
+    yield from _expert_findings(layout, rules, sizes.config)
     yield from _shape_findings(layout, phase, sizes)
     yield from _division(layout, rules, axes.EMBED, "embed", sizes.config.embed)
 
@@ -216,12 +217,36 @@ def _head_findings(layout: Layout, rules: AxisRules, config: DecoderConfig) -> I
         )
 
 
+def _expert_findings(layout: Layout, rules: AxisRules, config: DecoderConfig) -> Iterable[str]:
+    moe, experts = config.moe, rules[axes.EXPERTS]
+    if moe is None:
+        return
+    if experts != layout.rules[axes.EXPERTS]:
+        yield (
+            f"experts = {_shown(experts)}: expected {_shown(layout.rules[axes.EXPERTS])} as in "
+            f"[rules]: experts stay where they are stored. Leave this one out."
+        )
+    of_tokens = {*rules[axes.RESIDUAL_BATCH], *rules[axes.RESIDUAL_LENGTH]}
+    if of_tokens & set(experts) and not of_tokens >= set(experts):
+        without = tuple(axis for axis in experts if axis not in of_tokens)
+        yield (
+            f"experts = {_shown(experts)}: some of these mesh axes split tokens, but not "
+            f"{_shown(without)}. Name that in batch, too, or take it out."
+        )
+    yield from _division(
+        layout, rules, axes.EXPERTS, "the number of experts", moe.routing.num_experts
+    )
+    yield from _division(layout, rules, axes.EXPERT_MLP, "mlp of an expert", moe.mlp)
+    yield from _division(layout, rules, axes.MLP, "mlp of the shared expert", moe.shared_mlp)
+
+
 def _weight_findings(layout: Layout, sizes: ModelSizes) -> Iterable[str]:
     config, rules = sizes.config, layout.rules
     # where these divide, the copies of key/value heads do: both counts divide the query heads
     heads = "the number of query heads"
     yield from _division(layout, rules, axes.QUERY_HEADS, heads, config.num_query_heads)
-    yield from _division(layout, rules, axes.MLP, "mlp", config.mlp)
+    if config.moe is None or not all(config.moe.layers):
+        yield from _division(layout, rules, axes.MLP, "mlp", config.mlp)
     yield from _division(layout, rules, axes.EMBED_IN, "embed", config.embed)
     kinds = {tuple(sorted(filter(None, a))) for _, a in sizes.weights.values()}
     for logical_axes in sorted(kinds):

@@ -63,25 +63,29 @@ class Projection:
         scatter = tuple(_scattered(done, goal, partial) for done, goal in ends)
         scattered = {axis for mesh_axes in scatter for axis in mesh_axes}
         return cls(
-            gather_weight=tuple(map(_beyond, weight_stored, weight_used)),
-            gather_x=tuple(_beyond(a, split[label]) for label, a in zip(x_labels, x, strict=True)),
-            cut_x=tuple(_beyond(split[label], a) for label, a in zip(x_labels, x, strict=True)),
+            gather_weight=tuple(map(beyond, weight_stored, weight_used)),
+            gather_x=tuple(beyond(a, split[label]) for label, a in zip(x_labels, x, strict=True)),
+            cut_x=tuple(beyond(split[label], a) for label, a in zip(x_labels, x, strict=True)),
             scatter=scatter,
             sum_over=tuple(
                 dict.fromkeys(
                     axis for label in contracted for axis in split[label] if axis not in scattered
                 )
             ),
-            gather_out=tuple(_beyond(done, goal) for done, goal in ends),
+            gather_out=tuple(beyond(done, goal) for done, goal in ends),
             cut_out=tuple(
-                _beyond(goal, done + pieces)
+                beyond(goal, done + pieces)
                 for (done, goal), pieces in zip(ends, scatter, strict=True)
             ),
         )
 
     def bring(self, x: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Pieces of both operands as this device's product needs them."""
-        return _cut(_gather(x, self.gather_x), self.cut_x), _gather(weight, self.gather_weight)
+        return self.bring_x(x), gather(weight, self.gather_weight)
+
+    def bring_x(self, x: jax.Array) -> jax.Array:
+        """The piece of the activations alone."""
+        return _cut(gather(x, self.gather_x), self.cut_x)
 
     def reduce(self, out: jax.Array) -> jax.Array:
         """This device's piece of the result, from its partial one."""
@@ -90,10 +94,11 @@ class Projection:
                 out = jax.lax.psum_scatter(out, mesh_axes, scatter_dimension=dimension, tiled=True)
         if self.sum_over:
             out = jax.lax.psum(out, self.sum_over)
-        return _cut(_gather(out, self.gather_out), self.cut_out)
+        return _cut(gather(out, self.gather_out), self.cut_out)
 
 
-def _gather(x: jax.Array, by_dimension: tuple[MeshAxes, ...]) -> jax.Array:
+def gather(x: jax.Array, by_dimension: tuple[MeshAxes, ...]) -> jax.Array:
+    """Bring together what lies in pieces along the mesh axes of each dimension."""
     for dimension, mesh_axes in enumerate(by_dimension):
         if mesh_axes:
             x = jax.lax.all_gather(x, mesh_axes, axis=dimension, tiled=True)
@@ -125,6 +130,6 @@ def _common(left: MeshAxes, right: MeshAxes) -> MeshAxes:
     return tuple(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-def _beyond(longer: MeshAxes, shorter: MeshAxes) -> MeshAxes:
+def beyond(longer: MeshAxes, shorter: MeshAxes) -> MeshAxes:
     """What follows the common beginning: the axes by which one splits further than the other."""
     return longer[len(_common(longer, shorter)) :]

@@ -21,8 +21,12 @@ from jax.sharding import PartitionSpec as P
 
 from ..modelzoo import axes
 from ..modelzoo.kv_cache import PromptKeysValues
+from ..modelzoo.moe.experts import ExpertWeights
+from ..modelzoo.moe.mix import Mixed, Mixture
+from ..modelzoo.moe.routing import Router
 from ..modelzoo.operations import Axes, Operations, Product
 from .axis_rules import AxisRules, kv_copies
+from .expert_exchange import ExpertExchange
 from .projection import Projection
 
 MeshAxes = tuple[str, ...]
@@ -100,6 +104,13 @@ class ShardedOperations(Operations):
     def by_row(self, body: Callable[..., Any], *arrays: Any) -> Any:
         spec = self._rules.spec((axes.ATTENTION_BATCH,))
         return self._map(body, (spec,) * len(arrays), spec)(*arrays)
+
+    def mix_experts(
+        self, mixture: Mixture, x_BTD: jax.Array, is_token_BT: jax.Array, router: Router,
+        weights: ExpertWeights,
+    ) -> Mixed:  # fmt: skip
+        exchange = ExpertExchange(self._rules, self._stored)
+        return exchange.mix(self._map, mixture, x_BTD, is_token_BT, router, weights)
 
     def take_row(self, x: jax.Array, row: jax.Array, logical_axes: Axes) -> jax.Array:
         spec = self._rules.spec(logical_axes)

@@ -10,6 +10,14 @@ import jax
 import jax.numpy as jnp
 
 
+class Tiles(NamedTuple):
+    """The rows of each expert: some whole tiles, one after another."""
+
+    first_row_E: jax.Array
+    num_tiles_E: jax.Array
+    """Tiles that may have a token in them; they are the expert's first."""
+
+
 class Places(NamedTuple):
     """Where choices went: U rows, of which each expert has some whole tiles."""
 
@@ -17,9 +25,7 @@ class Places(NamedTuple):
     """Row of each choice; U for one that has none."""
     token_U: jax.Array
     """Token of each row; M for an empty one."""
-    first_row_E: jax.Array
-    num_tiles_E: jax.Array
-    """Tiles with a token in them; they are the expert's first."""
+    tiles: Tiles
 
 
 def lossless_places(expert_MZ: jax.Array, num_experts: int, tile: int) -> Places:
@@ -32,7 +38,7 @@ def lossless_places(expert_MZ: jax.Array, num_experts: int, tile: int) -> Places
     first_row_E = (jnp.cumsum(num_tiles_E) - num_tiles_E) * tile
     row_MZ = first_row_E.at[expert_MZ].get(mode="fill", fill_value=num_rows) + rank_MZ
     row_MZ = jnp.minimum(row_MZ, num_rows)
-    return Places(row_MZ, _tokens(row_MZ, num_rows), first_row_E, num_tiles_E)
+    return Places(row_MZ, _tokens(row_MZ, num_rows), Tiles(first_row_E, num_tiles_E))
 
 
 def capacity_places(expert_MZ: jax.Array, num_experts: int, capacity: int, tile: int) -> Places:
@@ -43,7 +49,13 @@ def capacity_places(expert_MZ: jax.Array, num_experts: int, capacity: int, tile:
     row_MZ = jnp.where(has_row_MZ, expert_MZ * capacity + rank_MZ, num_rows)
     num_tiles_E = (jnp.minimum(load_E, capacity) + tile - 1) // tile
     first_row_E = jnp.arange(num_experts, dtype=jnp.int32) * capacity
-    return Places(row_MZ, _tokens(row_MZ, num_rows), first_row_E, num_tiles_E)
+    return Places(row_MZ, _tokens(row_MZ, num_rows), Tiles(first_row_E, num_tiles_E))
+
+
+def all_tiles(num_experts: int, capacity: int, tile: int) -> Tiles:
+    """Rows that others filled, so that any of them may have a token."""
+    first_row_E = jnp.arange(num_experts, dtype=jnp.int32) * capacity
+    return Tiles(first_row_E, jnp.full(num_experts, capacity // tile, jnp.int32))
 
 
 def load(expert_MZ: jax.Array, num_experts: int) -> jax.Array:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import axes
-from .dispatch import Places
+from .dispatch import Tiles
 
 GatedUnit = Callable[[jax.Array, jax.Array], jax.Array]
 """The hidden activations from those of gate and up."""
@@ -40,7 +40,7 @@ WEIGHT_AXES = (GATE_UP_AXES, DOWN_AXES, GATE_UP_BIAS_AXES, DOWN_BIAS_AXES)
 
 
 def run_tiles(
-    x_UD: jax.Array, places: Places, weights: ExpertWeights, unit: GatedUnit, tile: int
+    x_UD: jax.Array, tiles: Tiles, weights: ExpertWeights, unit: GatedUnit, tile: int
 ) -> jax.Array:
     """Float32 outputs `y_UD` of rows in whole tiles; tiles without a token stay zero."""
     E, F, D = weights.down_EFD.shape
@@ -52,7 +52,7 @@ def run_tiles(
             down_bias_D = None if weights.down_bias_ED is None else weights.down_bias_ED[e]
 
             def one_tile(t: jax.Array, y_UD: jax.Array) -> jax.Array:
-                row = places.first_row_E[e] + t * tile
+                row = tiles.first_row_E[e] + t * tile
                 x_WD = jax.lax.dynamic_slice_in_dim(x_UD, row, tile)
                 old_WD = jax.lax.dynamic_slice_in_dim(y_UD, row, tile)
                 y_WD = old_WD + _hidden(x_WD, of_piece, unit)
@@ -61,7 +61,7 @@ def run_tiles(
                     y_WD = y_WD + jnp.where(p == 0, down_bias_D, 0)[None]
                 return jax.lax.dynamic_update_slice_in_dim(y_UD, y_WD, row, axis=0)
 
-            return jax.lax.fori_loop(0, places.num_tiles_E[e], one_tile, y_UD)
+            return jax.lax.fori_loop(0, tiles.num_tiles_E[e], one_tile, y_UD)
 
         return jax.lax.fori_loop(0, F // piece, one_piece, y_UD)
 

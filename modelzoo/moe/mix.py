@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from .config import Dispatch, Routing
-from .dispatch import Places, capacity_places, load, lossless_places
+from .dispatch import Places, all_tiles, capacity_places, load, lossless_places
 from .experts import ExpertWeights, GatedUnit, run_ragged, run_tiles
 from .routing import Choices, Router, route
 from .use import ExpertUse, count_use, rows_of_tiles
@@ -93,7 +93,9 @@ class Mixture:
         if n == 1:
             return out_MD, is_dropped_MZ, rows_of_tiles(load(choices.expert_MZ, E), tile)
         rows_E = jnp.zeros(E + num_here, jnp.int32)
-        rows_E = jax.lax.dynamic_update_slice(rows_E, places.num_tiles_E * tile, (shards.first,))
+        rows_E = jax.lax.dynamic_update_slice(
+            rows_E, places.tiles.num_tiles_E * tile, (shards.first,)
+        )
         parts = shards.exchange(out_MD.reshape(n, M, D).astype(x_MD.dtype))
         return _sum_in_order(parts), is_dropped_MZ, rows_E[:E]
 
@@ -117,7 +119,7 @@ class Mixture:
         x_UD = self._rows(x_MD, everywhere, choices)
         x_SECD = shards.exchange(x_UD.reshape(n, num_here, capacity, D))
         x_UD = x_SECD.swapaxes(0, 1).reshape(-1, D)
-        y_UD = run_tiles(x_UD, _full(num_here, n * capacity, tile), weights, self.unit, tile)
+        y_UD = run_tiles(x_UD, all_tiles(num_here, n * capacity, tile), weights, self.unit, tile)
         y_SECD = y_UD.reshape(num_here, n, capacity, D).swapaxes(0, 1).astype(x_MD.dtype)
         y_UD = shards.exchange(y_SECD).reshape(-1, D)
         return self._combine(y_UD, everywhere, choices.weight_MZ), is_dropped_MZ, rows_E
@@ -127,8 +129,8 @@ class Mixture:
     ) -> jax.Array:
         x_UD = self._rows(x_MD, places, choices)
         if self.dispatch.kind == "ragged":
-            return run_ragged(x_UD, places.num_tiles_E, weights, self.unit)
-        return run_tiles(x_UD, places, weights, self.unit, tile)
+            return run_ragged(x_UD, places.tiles.num_tiles_E, weights, self.unit)
+        return run_tiles(x_UD, places.tiles, weights, self.unit, tile)
 
     def _rows(self, x_MD: jax.Array, places: Places, choices: Choices) -> jax.Array:
         """The tokens of the rows, zeros for empty ones."""
@@ -155,13 +157,6 @@ def _local(expert_MZ: jax.Array, weights: ExpertWeights, shards: ExpertShards) -
     num_here = weights.down_EFD.shape[0]
     local_MZ = expert_MZ - shards.first
     return jnp.where((local_MZ >= 0) & (local_MZ < num_here), local_MZ, num_here)
-
-
-def _full(num_experts: int, rows: int, tile: int) -> Places:
-    """Rows that other devices filled: any of them may hold a token."""
-    none = jnp.zeros((0, 0), jnp.int32)
-    first_row_E = jnp.arange(num_experts, dtype=jnp.int32) * rows
-    return Places(none, none[0], first_row_E, jnp.full(num_experts, rows // tile, jnp.int32))
 
 
 def _exchange_tokens(

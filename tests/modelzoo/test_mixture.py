@@ -187,7 +187,7 @@ def test_lossless_places_are_distinct_and_within_their_bound(tile):
         assert len(set(rows[is_placed])) == is_placed.sum() and rows[is_placed].max() < num_rows
         tokens, _ = np.nonzero(is_placed)
         assert (np.asarray(places.token_U)[rows[is_placed]] == tokens).all()
-        first_E, tiles_E = np.asarray(places.first_row_E), np.asarray(places.num_tiles_E)
+        first_E, tiles_E = map(np.asarray, places.tiles)
         e = expert_MZ[is_placed]
         assert (rows[is_placed] >= first_E[e]).all()
         assert (rows[is_placed] < first_E[e] + tiles_E[e] * tile).all() and not (

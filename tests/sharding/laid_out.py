@@ -54,6 +54,7 @@ _LLAMA3 = {
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True, "rope_scaling": _LLAMA3},
     "mistral": {"sliding_window": 5, "tie_word_embeddings": True},
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 7},
     "qwen2": {
         "use_sliding_window": True,
         "sliding_window": 6,
@@ -276,7 +277,7 @@ class LaidOut:
 
 
 def _steps(output: DecodeOutput) -> DecodeOutput:
-    return output._replace(is_active_B=None, is_finite_B=None)
+    return output._replace(is_active_B=None, is_finite_B=None, experts=None)
 
 
 @cache
