@@ -31,6 +31,12 @@ def test_rows_of_logits_leave_to_the_vocabulary_the_axes_that_it_takes():
     assert whole.spec(axes.LOGITS) == P("data", "tensor")
 
 
+def test_the_hidden_size_of_experts_leaves_to_the_experts_the_axes_that_they_take():
+    assert RULES[axes.EXPERT_MLP] == ("tensor",)
+    shared = RULES.updated({"experts": ("tensor",), "mlp": ("sequence", "tensor")})
+    assert shared.spec((axes.EXPERTS, axes.EXPERT_MLP)) == P("tensor", "sequence")
+
+
 @pytest.mark.parametrize(
     ("attention_batch", "cache_heads", "head_batch"),
     [

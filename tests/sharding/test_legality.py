@@ -14,6 +14,7 @@ from noria.compile.bucket_grid import BucketGrid
 from noria.compile.definition import model_sizes
 from noria.compile.monitor import compile_monitor
 from noria.modelzoo.config import DecoderConfig
+from noria.modelzoo.moe.config import MoeConfig, Routing
 from noria.sharding.layout import Layout
 from noria.sharding.legality import IllegalLayout, check, require
 
@@ -37,7 +38,7 @@ COPIES = (
 )
 RENAME = (
     "Rename it or leave it out; logical axes are batch, attention_batch, residual_batch, "
-    "residual_length, embed, embed_in, query_heads, kv_heads, mlp, vocab."
+    "residual_length, embed, embed_in, query_heads, kv_heads, mlp, vocab, experts."
 )
 RESIZE = "Change the size of a mesh axis, or the rule."
 
@@ -55,6 +56,9 @@ def layout(
     table |= {"rules": RULES | rules, "max_replicated": max_replicated}
     table |= {"prefill": {"rules": prefill or {}}, "decode": {"rules": decode or {}}}
     return Layout.from_table(table)
+
+
+MOE = MoeConfig(Routing(6, 2), mlp=30, layers=(True, False), shared_mlp=34)
 
 
 def findings(of: Layout, grid: BucketGrid | None = GRID, **sizes: int) -> list[str]:
@@ -102,6 +106,51 @@ def test_the_layout_that_the_illegal_ones_change_is_legal():
 )
 def test_a_mesh_or_a_name_that_cannot_be_is_refused(illegal, expected):
     assert findings(illegal) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("illegal", "expected"),
+    [
+        (
+            layout(experts="tensor"),
+            [
+                'experts = "tensor": the number of experts is 6, which does not divide over 4 '
+                f"devices. {RESIZE}",
+                'mlp = "tensor": mlp of the shared expert is 34, which does not divide over 4 '
+                f"devices. {RESIZE}",
+            ],
+        ),
+        (
+            layout(experts="data"),
+            [
+                'expert_mlp = "tensor": mlp of an expert is 30, which does not divide over 4 '
+                f"devices. {RESIZE}",
+                'mlp = "tensor": mlp of the shared expert is 34, which does not divide over 4 '
+                f"devices. {RESIZE}",
+            ],
+        ),
+        (
+            layout(CUBE, mlp="", experts=["data", "tensor"], max_replicated=1),
+            [
+                'experts = ["data", "tensor"]: some of these mesh axes split tokens, but not '
+                '"tensor". Name that in batch, too, or take it out.',
+                'experts = ["data", "tensor"]: the number of experts is 6, which does not divide '
+                f"over 4 devices. {RESIZE}",
+            ],
+        ),
+        (
+            layout(CUBE, experts="data", decode={"experts": ""}, max_replicated=1),
+            [
+                'decode: experts = "": expected "data" as in [rules]: experts stay where they are '
+                "stored. Leave this one out.",
+            ],
+        ),
+    ],
+    ids=["experts", "hidden size", "partly exchanged", "moved"],
+)
+def test_experts_that_cannot_be_shared_out_are_refused(illegal, expected):
+    sizes = model_sizes(replace(CONFIG, moe=MOE), 8, GRID)
+    assert check(illegal, sizes) == expected
 
 
 @pytest.mark.parametrize(
