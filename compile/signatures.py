@@ -57,8 +57,9 @@ def placed_state(state: DecodeState, place: Place) -> DecodeState:
     def by_slot(leaf: Any) -> Any:
         return place(leaf, axes.LOGITS[:1])
 
+    positions = jax.tree.map(lambda leaf: place(leaf, axes.CACHE[:1]), state.cache.positions)
     return jax.tree.map(by_slot, state)._replace(
-        cache=jax.tree.map(lambda leaf: place(leaf, axes.CACHE[: leaf.ndim - 1]), state.cache),
+        cache=kv_cache.KVCache(_placed_layers(state.cache.layers, place), positions),
         logits_BV=place(state.logits_BV, axes.LOGITS),
     )
 
@@ -66,12 +67,21 @@ def placed_state(state: DecodeState, place: Place) -> DecodeState:
 def placed_prompts(prompts: Prompts, place: Place) -> Prompts:
     """The signature of what a prefill leaves with every array placed."""
     return Prompts(
-        layers=jax.tree.map(lambda leaf: place(leaf, axes.CACHE), prompts.layers),
+        layers=_placed_layers(prompts.layers, place),
         logits_BV=place(prompts.logits_BV, axes.LOGITS),
         tokens_BT=place(prompts.tokens_BT, ()),
         true_length_B=place(prompts.true_length_B, ()),
         experts=jax.tree.map(lambda leaf: place(leaf, ()), prompts.experts),
     )
+
+
+def _placed_layers(layers: tuple[Any, ...], place: Place) -> tuple[Any, ...]:
+    """What layers keep, each by its own axes."""
+
+    def placed(layer: Any) -> Any:
+        return jax.tree.map(lambda leaf: place(leaf, layer.AXES), layer)
+
+    return tuple(map(placed, layers))
 
 
 def greedy_sampling(B: int, V: int) -> SamplingState:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from ..modelzoo import axes
 from ..modelzoo.decoder import Decoder
-from ..modelzoo.kv_cache import KVCache, PromptKeysValues, insert
+from ..modelzoo.kv_cache import KVCache, PromptLayer, insert
 from ..modelzoo.moe.use import ExpertReport
 from ..modelzoo.operations import Operations
 from ..modelzoo.sampling import History, SamplingState, TokenScores, sample, score_tokens
@@ -41,7 +41,7 @@ class DecodeState(NamedTuple):
 class Prompts(NamedTuple):
     """What a prefill leaves on the device for its rows to be inserted."""
 
-    layers: tuple[PromptKeysValues, ...]
+    layers: tuple[PromptLayer, ...]
     logits_BV: jax.Array
     tokens_BT: jax.Array
     true_length_B: jax.Array
@@ -207,7 +207,7 @@ def _constrain_slots(state: DecodeState, operations: Operations) -> DecodeState:
 def _prompts(
     decoder: Decoder,
     x_BTD: jax.Array,
-    layers: tuple[PromptKeysValues, ...],
+    layers: tuple[PromptLayer, ...],
     tokens_BT: jax.Array,
     true_length_B: jax.Array,
     experts: ExpertReport | None,

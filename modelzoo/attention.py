@@ -57,7 +57,8 @@ def attend_dense(
 ) -> tuple[jax.Array, jax.Array]:
     """Attend over all keys at once: the reference implementation.
 
-    Returns `out_BTKGH` in the dtype of `v`, and the float32 log-sum-exp of the scores as
+    Heads of values may have another size than those of keys. Returns `out_BTKGH`, with heads as
+    values have them and in the dtype of `v`, and the float32 log-sum-exp of the scores as
     `lse_BTKG`. Where nothing is visible `out` is zero and `lse` is -inf.
     """
     B, T, K, G, H = q_BTKGH.shape
@@ -72,7 +73,7 @@ def attend_dense(
     weights_BKGTS = jnp.where(mask_B11TS, jnp.exp(scores_BKGTS - max_BKGT1), 0.0)
     sum_BKGT = weights_BKGTS.sum(axis=-1)
     weights_BKAS = weights_BKGTS.reshape(B, K, G * T, -1).astype(v_BKSH.dtype)
-    out_BKGTH = _product(weights_BKAS, v_BKSH).reshape(B, K, G, T, H)
+    out_BKGTH = _product(weights_BKAS, v_BKSH).reshape(B, K, G, T, -1)
     is_seen_BKGT = sum_BKGT > 0
     safe_sum_BKGT = jnp.where(is_seen_BKGT, sum_BKGT, 1.0)
     out_BKGTH = out_BKGTH / safe_sum_BKGT[..., None]

@@ -10,6 +10,8 @@ Arrays end in their letters (`x_BTD`), einsums use the same letters:
     Z experts chosen by a token                      U rows of experts       W rows of a tile
     A heads flattened: G * T in a product of one key/value head, N * H after attention
     J = G + 2: the queries, key and value of one key/value head
+    I entries of a latent, which a token's queries, or its keys and values, are made from; with the
+      rotated key beside it, it is the one head of H entries that a cache of latents has
 
 Weights and activations name their axes by placement decision, not by size: a rule maps a name to
 mesh axes, and everything that carries the name follows. An axis without a name (`""`) is never
@@ -48,9 +50,13 @@ EXPERT_MLP = "expert_mlp"
 
 RESIDUAL = (RESIDUAL_BATCH, RESIDUAL_LENGTH, EMBED)
 HEADS = (HEAD_BATCH, "", QUERY_HEADS, "", "")
+LATENTS = (HEAD_BATCH, "", "")
+LATENT_HEADS = (*LATENTS[:2], QUERY_HEADS, "")
+"""Heads that are made from latents, or that read them: each has its own keys and values."""
 HIDDEN = (BATCH, "", MLP)
 LOGITS = (LOGIT_BATCH, VOCAB)
 CACHE = (ATTENTION_BATCH, KV_HEADS, "", "")
+LATENT_CACHE = (ATTENTION_BATCH, "", "")
 
 LOGICAL_AXES = (
     BATCH,

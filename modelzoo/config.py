@@ -1,7 +1,7 @@
 """What a decoder is: sizes and options, as frozen data. Knows nothing of files or checkpoints."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from .moe.config import MoeConfig
@@ -95,6 +95,42 @@ def _require_positive(of: str, **numbers: float | None) -> None:
             raise ValueError(f"{of}.{name}: expected a finite number above 0, got {number!r}.")
 
 
+@dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-V2, 2405.04434, section 2.1): sizes.
+
+    Keys and values of all heads are made from one latent a token. A head of queries and keys is
+    `plain_dim` entries of its own and `rope_dim` rotated ones, of which all heads share one key.
+    """
+
+    rank: int
+    """Entries of the latent of keys and values."""
+    plain_dim: int
+    rope_dim: int
+    value_dim: int
+    query_rank: int | None = None
+    """Entries of the latent that queries are made from; None means the residual stream itself."""
+    norm_epsilon: float = 1e-6
+    """Of the norms of latents."""
+
+    def __post_init__(self):
+        _require_positive("latent", norm_epsilon=self.norm_epsilon)
+        for name in ("rank", "plain_dim", "rope_dim", "value_dim", "query_rank"):
+            size = getattr(self, name)
+            if size is not None and (not isinstance(size, int) or size < 1):
+                raise ValueError(f"latent.{name}: expected a positive integer, got {size!r}.")
+
+    @property
+    def head_dim(self) -> int:
+        """Entries of a head of queries and keys."""
+        return self.plain_dim + self.rope_dim
+
+    @property
+    def kept_dim(self) -> int:
+        """Numbers that the cache holds of a token and layer."""
+        return self.rank + self.rope_dim
+
+
 PLAIN_SCORES = Scores()
 NO_MULTIPLIERS = Multipliers()
 
@@ -139,6 +175,8 @@ class DecoderConfig:
     rope: RopeConfig = RopeConfig()
     local_rope: RopeConfig | None = None
     """Of layers that have a window; None means that `rope` is for them too."""
+    latent: LatentAttention | None = None
+    """None means that every head's keys and values are kept."""
     tie_embeddings: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
@@ -183,27 +221,61 @@ class DecoderConfig:
                 f"num_query_heads: expected a multiple of num_kv_heads ({self.num_kv_heads}), "
                 f"got {self.num_query_heads}."
             )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim: rotary embedding needs an even size, got {self.head_dim}.")
+        if self.latent is not None:
+            self._check_latent(self.latent)
+        if self.rope_dim % 2:
+            raise ValueError(f"head_dim: rotary embedding needs an even size, got {self.rope_dim}.")
         if self.moe is not None and len(self.moe.layers) != self.num_layers:
             raise ValueError(
                 f"moe.layers: expected {self.num_layers} entries, one a layer, got "
                 f"{len(self.moe.layers)}."
             )
         for rope in filter(None, (self.rope, self.local_rope)):
-            rotated = rope.rotated or self.head_dim
-            if not 2 <= rotated <= self.head_dim or rotated % 2:
+            rotated = rope.rotated or self.rope_dim
+            if not 2 <= rotated <= self.rope_dim or rotated % 2:
                 raise ValueError(
-                    f"rope.rotated: expected an even number of a head's {self.head_dim} entries, "
+                    f"rope.rotated: expected an even number of a head's {self.rope_dim} entries, "
                     f"got {rope.rotated}."
                 )
         for window in self.windows:
             if window is not None and window < 1:
                 raise ValueError(f"windows: expected positive window sizes, got {window}.")
 
+    def _check_latent(self, latent: LatentAttention) -> None:
+        """Latent attention has a shape of its own, and none of the options of other heads."""
+        if (self.num_kv_heads, self.head_dim) != (self.num_query_heads, latent.head_dim):
+            raise ValueError(
+                f"latent: expected {self.num_query_heads} num_kv_heads, one a query head, with a "
+                f"head_dim of {latent.head_dim}, plain_dim and rope_dim together, got "
+                f"{self.num_kv_heads} with {self.head_dim}."
+            )
+        options = ("qkv_bias", "output_bias", "qk_norm")
+        if asked := [option for option in options if getattr(self, option)]:
+            raise ValueError(f"latent: expected no {', '.join(asked)} beside it, none implemented.")
+
     def rope_of(self, window: int | None) -> RopeConfig:
         """The rotation in layers of this window."""
         return self.rope if window is None or self.local_rope is None else self.local_rope
+
+    @property
+    def rope_dim(self) -> int:
+        """Entries of a head that rotation is for."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
+
+    @property
+    def kept_dim(self) -> int:
+        """Numbers of one head that the cache holds of a token: of a key, of a value, or of both."""
+        return self.head_dim if self.latent is None else self.latent.kept_dim
+
+    @property
+    def attention_scores(self) -> Scores:
+        """The scores, with a scale where it would not follow from what attention is given.
+
+        Queries of latents are longer than the head whose size the scale follows from.
+        """
+        if self.latent is None or self.scores.scale is not None:
+            return self.scores
+        return replace(self.scores, scale=self.head_dim**-0.5)
 
     @property
     def num_layers(self) -> int:

@@ -17,10 +17,13 @@ from . import axes
 from .attention import Attend, attend_dense, attend_prompt
 from .config import AS_PUBLISHED, PLAIN_SCORES, Arrangement, DecoderConfig, Scores
 from .kv_cache import (
-    KeysValues,
+    AttendLayer,
+    KeptLayer,
     KVCache,
     Positions,
     PromptKeysValues,
+    PromptLatents,
+    PromptLayer,
     append,
     append_position,
     attend_cached,
@@ -32,20 +35,22 @@ from .layers import (
     Norm,
     Unnormed,
     constant,
+    merge_heads,
     scaled,
     soft_cap,
     weight,
 )
+from .mla import LatentHeads
 from .moe.config import LOSSLESS, Dispatch, MoeConfig
 from .moe.layer import ExpertCall, SparseMlp
 from .moe.use import ExpertReport
 from .operations import ON_ONE_DEVICE, Operations, einsum
 from .rope import Rotation, rotate, rotation
 
-CachedRows = tuple[jax.Array, Positions]
-"""The position of each row's token, and the positions of the cache's entries."""
-AttendLayer = Callable[[jax.Array, PromptKeysValues], jax.Array]
-"""What a layer does with its queries and new keys and values: attend, keep what must be kept."""
+PromptRows = tuple[jax.Array, PromptLatents | None]
+"""The positions of each row's tokens, and their latents where there are any."""
+CachedRows = tuple[jax.Array, Positions, PromptLatents | None]
+"""The position of each row's token, the positions of the cache's entries, latents."""
 
 
 class Attention(nnx.Module):
@@ -70,10 +75,8 @@ class Attention(nnx.Module):
     ) -> jax.Array:
         q_BTKGH, new = self._project(x_BTD, by, operations)
         out_BTKGH = attend_layer(q_BTKGH, new)
-        merge_heads = ("BTKGH,KGHD->BTD", _merge_heads)
-        out_BTD = operations.project(
-            *merge_heads, out_BTKGH, self.output, axes.HEADS, axes.RESIDUAL
-        )
+        merge = ("BTKGH,KGHD->BTD", merge_heads)
+        out_BTD = operations.project(*merge, out_BTKGH, self.output, axes.HEADS, axes.RESIDUAL)
         if self.config.output_bias:
             out_BTD = out_BTD + self.output_bias[...][None, None]
         return out_BTD
@@ -100,13 +103,6 @@ class Attention(nnx.Module):
         return q_BTNH.reshape(B, T, K, G, H), new
 
 
-def _merge_heads(out_BTKGH: jax.Array, output_KGHD: jax.Array) -> jax.Array:
-    # heads and their entries as one axis: given three, XLA lays the weights out anew each call
-    B, T = out_BTKGH.shape[:2]
-    output_AD = output_KGHD.reshape(-1, output_KGHD.shape[-1])
-    return jnp.einsum("BTA,AD->BTD", out_BTKGH.reshape(B, T, -1), output_AD)
-
-
 def _query_key_norms(config: DecoderConfig, kv_copies: int) -> tuple[Norm, Norm]:
     N, K, H = config.num_query_heads, config.num_kv_heads, config.head_dim
     match config.qk_norm_kind:
@@ -114,6 +110,14 @@ def _query_key_norms(config: DecoderConfig, kv_copies: int) -> tuple[Norm, Norm]
             return Norm(H, config), Norm(H, config)
         case "heads" | "projection":
             return HeadsNorm(N, config), HeadsNorm(K, config, kv_copies)
+
+
+def _attention(
+    rngs: nnx.Rngs, config: DecoderConfig, arrangement: Arrangement
+) -> Attention | LatentHeads:
+    if config.latent is not None:
+        return LatentHeads(rngs, config, config.latent)
+    return Attention(rngs, config, arrangement)
 
 
 class Block(nnx.Module):
@@ -133,7 +137,7 @@ class Block(nnx.Module):
             return Norm(config.embed, config) if is_there else Unnormed()
 
         self.attention_norm = norm("before")
-        self.attention = Attention(rngs, config, arrangement)
+        self.attention = _attention(rngs, config, arrangement)
         self.attention_post_norm = norm("after")
         self.mlp_norm = norm("before")
         self.mlp = GatedMlp(rngs, config) if moe is None else SparseMlp(rngs, config, moe)
@@ -168,7 +172,7 @@ class ParallelBlock(nnx.Module):
     ):
         """`moe` makes the block sparse."""
         self.norm = Norm(config.embed, config)
-        self.attention = Attention(rngs, config, arrangement)
+        self.attention = _attention(rngs, config, arrangement)
         self.mlp = GatedMlp(rngs, config) if moe is None else SparseMlp(rngs, config, moe)
         self.multiplier = config.multipliers.residual
 
@@ -189,6 +193,13 @@ class ParallelBlock(nnx.Module):
 def _with_scores(attend: Attend, scores: Scores) -> Attend:
     """An implementation that makes scores as a model asks; as it is where nothing is asked."""
     return attend if scores == PLAIN_SCORES else partial(attend, scores=scores)
+
+
+def _kept(new: PromptKeysValues | None, latents: PromptLatents | None) -> PromptLayer:
+    """What is kept of new tokens."""
+    kept = new if latents is None else latents
+    assert kept is not None
+    return kept
 
 
 class Decoder(nnx.Module):
@@ -215,13 +226,13 @@ class Decoder(nnx.Module):
         if not config.tie_embeddings:
             self.head = Embedding(rngs, num_rows, config.embed)
         self.config = config
-        self.attend = _with_scores(attend, config.scores)
+        self.attend = _with_scores(attend, config.attention_scores)
         self.operations = operations
         self.dispatch = dispatch
 
     def prefill(
         self, tokens_BT: jax.Array, true_length_B: jax.Array
-    ) -> tuple[jax.Array, tuple[PromptKeysValues, ...], ExpertReport | None]:
+    ) -> tuple[jax.Array, tuple[PromptLayer, ...], ExpertReport | None]:
         """Final hidden states `x_BTD` of right-padded prompts, and each layer's keys and values.
 
         Padding follows the tokens, so causality alone hides it from them; its own outputs mean
@@ -230,30 +241,34 @@ class Decoder(nnx.Module):
         T = tokens_BT.shape[1]
         position_1T = np.arange(T)[None]
         key_position_BT = jnp.where(position_1T < true_length_B[:, None], position_1T, -1)
-        kept: list[PromptKeysValues] = []
+        made: list[PromptLayer] = []
 
         def attend_layer(window: int | None) -> AttendLayer:
             def attend_self(
-                q_BTKGH: jax.Array, new: PromptKeysValues, key_position_BT: jax.Array, _: tuple[()]
-            ) -> tuple[jax.Array, PromptKeysValues]:
+                q_BTKGH: jax.Array, new: PromptKeysValues, rows: PromptRows, _: tuple[()]
+            ) -> tuple[jax.Array, PromptLayer]:
                 k_BKHT, v_BKTH = new
+                key_position_BT, latents = rows
                 out_BTKGH = attend_prompt(
                     self.attend, q_BTKGH, k_BKHT, v_BKTH, key_position_BT, window
                 )
-                return out_BTKGH, new
+                return out_BTKGH, _kept(new, latents)
 
-            def layer(q_BTKGH: jax.Array, new: PromptKeysValues) -> jax.Array:
-                out_BTKGH, keys_values = self.operations.attend(
-                    attend_self, q_BTKGH, new, key_position_BT, ()
+            def attend(
+                q_BTKGH: jax.Array, new: PromptKeysValues | None, latents: PromptLatents | None
+            ) -> jax.Array:
+                rows, kept_axes = (key_position_BT, latents), _kept(new, latents).AXES
+                out_BTKGH, kept = self.operations.attend(
+                    attend_self, q_BTKGH, new, rows, (), kept_axes
                 )
-                kept.append(keys_values)
+                made.append(kept)
                 return out_BTKGH
 
-            return layer
+            return AttendLayer(attend, reads_cache=False)
 
         is_token_BT = jnp.asarray(position_1T) < true_length_B[:, None]
         x_BTD, report = self._blocks(tokens_BT, position_1T, attend_layer, is_token_BT)
-        return x_BTD, tuple(kept), report
+        return x_BTD, tuple(made), report
 
     def decode(
         self, token_B: jax.Array, position_B: jax.Array, cache: KVCache, is_token_B: jax.Array
@@ -264,28 +279,32 @@ class Decoder(nnx.Module):
         """
         positions = self.operations.by_row(append_position, cache.positions, position_B)
         remaining = list(cache.layers)
-        written: list[KeysValues] = []
+        written: list[KeptLayer] = []
 
         def attend_layer(window: int | None) -> AttendLayer:
             def attend_cache(
-                q_BTKGH: jax.Array, new: PromptKeysValues, rows: CachedRows, kv: KeysValues
-            ) -> tuple[jax.Array, KeysValues]:
-                position_B, positions = rows
-                kv = append(kv, new, positions.entry(position_B, window))
+                q_BTKGH: jax.Array, new: PromptKeysValues | None, rows: CachedRows, old: KeptLayer
+            ) -> tuple[jax.Array, KeptLayer]:
+                position_B, positions, latents = rows
+                kept = append(old, _kept(new, latents), positions.entry(position_B, window))
                 position_B1, key_position_BS = position_B[:, None], positions.of(window)
                 out_BTKGH = attend_cached(
-                    self.attend, q_BTKGH, kv, position_B1, key_position_BS, window
+                    self.attend, q_BTKGH, kept, position_B1, key_position_BS, window
                 )
-                return out_BTKGH, kv
+                return out_BTKGH, kept
 
-            def layer(q_BTKGH: jax.Array, new: PromptKeysValues) -> jax.Array:
-                rows = (position_B, positions)
-                kv = remaining[len(written)]
-                out_BTKGH, kv = self.operations.attend(attend_cache, q_BTKGH, new, rows, kv)
-                written.append(kv)
+            def attend(
+                q_BTKGH: jax.Array, new: PromptKeysValues | None, latents: PromptLatents | None
+            ) -> jax.Array:
+                rows = (position_B, positions, latents)
+                old = remaining[len(written)]
+                out_BTKGH, kept = self.operations.attend(
+                    attend_cache, q_BTKGH, new, rows, old, old.AXES
+                )
+                written.append(kept)
                 return out_BTKGH
 
-            return layer
+            return AttendLayer(attend, reads_cache=True)
 
         x_B1D, report = self._blocks(
             token_B[:, None], position_B[:, None], attend_layer, is_token_B[:, None]
@@ -319,7 +338,7 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, ExpertReport | None]:
         experts = ExpertCall(is_token_BT, self.dispatch)
         ropes = dict.fromkeys(map(self.config.rope_of, self.config.windows))
-        by = {rope: rotation(position_BT, rope, self.config.head_dim) for rope in ropes}
+        by = {rope: rotation(position_BT, rope, self.config.rope_dim) for rope in ropes}
         x_BTD = self.embed(tokens_BT)
         for i, (block, window) in enumerate(zip(self.layers, self.config.windows, strict=True)):
             with jax.named_scope(f"layers.{i}"):

@@ -11,7 +11,7 @@ decode step, which writes one token before it attends, needs no entry more. Wher
 before the ring does, nothing has come round yet, and the segments below it are all there is.
 
 Keys lie with positions along the last axis and values with heads' entries there: the order in which
-each is read as a matrix.
+each is read as a matrix. Layers of latent attention keep latents alone, which are keys and values.
 
 Knows nothing of slots' owners, buckets or meshes. Guarantees: `insert` rewrites a slot whole, so
 nothing of its former owner, NaN included, can reach the next one; `append` writes in place inside a
@@ -20,7 +20,8 @@ segments. In a ring no position lies past them: a row that waits may write at it
 again and again, as no query of its own sees what was there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -40,6 +41,33 @@ class KeysValues(NamedTuple):
 
     k_BKHS: Segments
     v_BKSH: Segments
+
+    AXES = axes.CACHE
+    POSITION_AXES = (3, 2)
+
+    def read(self) -> list[tuple[jax.Array, jax.Array]]:
+        """`k_BKHS` and `v_BKSH` of each segment."""
+        return list(zip(self.k_BKHS, self.v_BKSH, strict=True))
+
+
+class Latents(NamedTuple):
+    """Latents and rotated keys of one layer, one array a segment."""
+
+    kept_BSH: Segments
+
+    AXES = axes.LATENT_CACHE
+    POSITION_AXES = (1,)
+
+    def read(self) -> list[tuple[jax.Array, jax.Array]]:
+        """`k_BKHS` and `v_BKSH` of each segment: of one head, keys and values in one.
+
+        Of what attention makes of such values, entries past the latent mean nothing. That is less
+        work than values without them, which would be a copy of nearly all of the segment.
+        """
+        return [(x_BSH.swapaxes(1, 2)[:, None], x_BSH[:, None]) for x_BSH in self.kept_BSH]
+
+
+KeptLayer = KeysValues | Latents
 
 
 class Positions(NamedTuple):
@@ -62,9 +90,9 @@ class Positions(NamedTuple):
 
 
 class KVCache(NamedTuple):
-    """All layers' keys and values, and their positions."""
+    """What all layers keep, and their positions."""
 
-    layers: tuple[KeysValues, ...]
+    layers: tuple[KeptLayer, ...]
     positions: Positions
 
     def head(self, num_segments: int) -> "KVCache":
@@ -89,6 +117,40 @@ class PromptKeysValues(NamedTuple):
     k_BKHT: jax.Array
     v_BKTH: jax.Array
 
+    AXES = axes.CACHE
+
+
+class PromptLatents(NamedTuple):
+    """Latents and rotated keys a prefill made for one layer, padded likewise."""
+
+    kept_BTH: jax.Array
+
+    AXES = axes.LATENT_CACHE
+
+
+PromptLayer = PromptKeysValues | PromptLatents
+
+
+@dataclass(frozen=True)
+class AttendLayer:
+    """What a layer does with its queries and new keys and values: attend, keep what must be kept.
+
+    New keys and values are those of the projections' heads. Where there are latents they are kept
+    instead, and attended to where the layer reads its cache.
+    """
+
+    attend: Callable[[jax.Array, PromptKeysValues | None, PromptLatents | None], jax.Array]
+    reads_cache: bool
+
+    def __call__(
+        self,
+        q_BTKGH: jax.Array,
+        new: PromptKeysValues | None,
+        latents: PromptLatents | None = None,
+    ) -> jax.Array:
+        """`out_BTKGH` of queries."""
+        return self.attend(q_BTKGH, new, latents)
+
 
 def kept_entries(window: int | None, longest: int) -> int:
     """Entries that a layer keeps for every slot, where the longest span is `longest`."""
@@ -106,11 +168,13 @@ def allocate(
 
     `num_heads` are the key/value heads kept, where they are not the model's own ones.
     """
-    B, K, H = slots, num_heads or config.num_kv_heads, config.head_dim
+    B, K, H = slots, num_heads or config.num_kv_heads, config.kept_dim
     longest = spans[-1]
 
-    def keys_values(window: int | None) -> KeysValues:
+    def layer(window: int | None) -> KeptLayer:
         lengths = _segment_lengths(spans, kept_entries(window, longest))
+        if config.latent is not None:
+            return Latents(tuple(jnp.zeros((B, S, H), dtype) for S in lengths))
         return KeysValues(
             tuple(jnp.zeros((B, K, H, S), dtype) for S in lengths),
             tuple(jnp.zeros((B, K, S, H), dtype) for S in lengths),
@@ -123,7 +187,7 @@ def allocate(
     kept = {kept_entries(window, longest) for window in config.windows}
     whole_BS = positions(longest) if longest in kept else ()
     ring_BS = {window: positions(window) for window in kept if window < longest}
-    layers = tuple(keys_values(window) for window in config.windows)
+    layers = tuple(layer(window) for window in config.windows)
     return KVCache(layers, Positions(whole_BS, ring_BS))
 
 
@@ -134,7 +198,7 @@ def _segment_lengths(spans: Sequence[int], kept: int) -> list[int]:
 
 def insert(
     cache: KVCache,
-    prompt: Sequence[PromptKeysValues],
+    prompt: Sequence[PromptLayer],
     true_length_B: jax.Array,
     row: jax.Array,
     slot: jax.Array,
@@ -156,19 +220,22 @@ def insert(
             for start, old in zip(starts, segments, strict=True)
         )
 
-    def fill(segments: Segments, new: jax.Array, axis: int) -> Segments:
-        new = _match_heads(source.take_row(new, row, axes.CACHE), segments[0].shape[1])
+    def fill(segments: Segments, new: jax.Array, axis: int, logical_axes: Axes) -> Segments:
+        new = source.take_row(new, row, logical_axes)
+        if axes.KV_HEADS in logical_axes:
+            new = _match_heads(new, segments[0].shape[1])
         new = _latest(new, true_length, _num_entries(segments, axis), axis)
-        return put(segments, new, axis, axes.CACHE)
+        return put(segments, new, axis, logical_axes)
 
     def mark(segments: Segments) -> Segments:
         held_S = held_positions(true_length, _num_entries(segments, axis=1))
         return put(segments, held_S[None], 1, axes.CACHE[:1])
 
-    layers = tuple(
-        KeysValues(fill(kv.k_BKHS, new.k_BKHT, axis=3), fill(kv.v_BKSH, new.v_BKTH, axis=2))
-        for kv, new in zip(cache.layers, prompt, strict=True)
-    )
+    def filled(layer: KeptLayer, new: PromptLayer) -> KeptLayer:
+        arrays = zip(layer, new, layer.POSITION_AXES, strict=True)
+        return type(layer)(*(fill(old, made, axis, layer.AXES) for old, made, axis in arrays))
+
+    layers = tuple(map(filled, cache.layers, prompt))
     return KVCache(layers, jax.tree.map(mark, cache.positions, is_leaf=_is_segments))
 
 
@@ -204,7 +271,7 @@ def append_position(positions: Positions, position_B: jax.Array) -> Positions:
     """Mark the entry of each row's next token as holding it."""
 
     def mark(segments: Segments, entry_B: jax.Array) -> Segments:
-        return _append(segments, position_B[:, None], entry_B, axis=0)
+        return _append(segments, position_B[:, None], entry_B, axis=1)
 
     rings = {
         window: mark(segments, positions.entry(position_B, window))
@@ -213,36 +280,42 @@ def append_position(positions: Positions, position_B: jax.Array) -> Positions:
     return Positions(mark(positions.whole_BS, position_B), rings)
 
 
-def append(kv: KeysValues, new: PromptKeysValues, entry_B: jax.Array) -> KeysValues:
-    """Write one token's key and value per row, at its entry."""
-    return KeysValues(
-        _append(kv.k_BKHS, new.k_BKHT, entry_B, axis=2),
-        _append(kv.v_BKSH, new.v_BKTH, entry_B, axis=1),
-    )
+def append(layer: KeptLayer, new: PromptLayer, entry_B: jax.Array) -> KeptLayer:
+    """Write what is kept of one token per row, at its entry."""
+    arrays = zip(layer, new, layer.POSITION_AXES, strict=True)
+    return type(layer)(*(_append(old, made, entry_B, axis) for old, made, axis in arrays))
 
 
 def _append(segments: Segments, new: jax.Array, entry_B: jax.Array, axis: int) -> Segments:
     return tuple(
-        _write(segment, new, entry_B - start, axis)
-        for start, segment in zip(_starts(segments, axis + 1), segments, strict=True)
+        # of a row, so one axis less
+        _write(segment, new, entry_B - start, axis - 1)
+        for start, segment in zip(_starts(segments, axis), segments, strict=True)
     )
 
 
 def attend_cached(
     attend: Attend,
     q_BTKGH: jax.Array,
-    kv: KeysValues,
+    layer: KeptLayer,
     query_position_BT: jax.Array,
     key_position_BS: Segments,
     window: int | None,
 ) -> jax.Array:
-    """Attend to every segment and merge: `out_BTKGH`."""
+    """Attend to every segment and merge: `out_BTKGH`.
+
+    Queries of several heads may read one head of the cache.
+    """
+    segments = layer.read()
+    B, T, _, _, H = q_BTKGH.shape
+    num_heads = segments[0][0].shape[1]
+    grouped_BTKGH = q_BTKGH.reshape(B, T, num_heads, -1, H)
     parts = [
-        attend(q_BTKGH, k_BKHS, v_BKSH, visible(query_position_BT, position_BS, window))
-        for k_BKHS, v_BKSH, position_BS in zip(kv.k_BKHS, kv.v_BKSH, key_position_BS, strict=True)
+        attend(grouped_BTKGH, k_BKHS, v_BKSH, visible(query_position_BT, position_BS, window))
+        for (k_BKHS, v_BKSH), position_BS in zip(segments, key_position_BS, strict=True)
     ]
     out_BTKGH, _ = merge(parts)
-    return out_BTKGH
+    return out_BTKGH.reshape(*q_BTKGH.shape[:-1], -1)
 
 
 def _starts(segments: Segments, axis: int) -> list[int]:

@@ -53,6 +53,14 @@ def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
     return x if cap is None else jnp.tanh(x / cap) * cap
 
 
+def merge_heads(out: jax.Array, output: jax.Array) -> jax.Array:
+    """The product of heads `[B, T, ..., H]` and the weight `[..., H, D]` that merges them."""
+    # heads and their entries as one axis: given three, XLA lays the weights out anew each call
+    B, T = out.shape[:2]
+    output_AD = output.reshape(-1, output.shape[-1])
+    return jnp.einsum("BTA,AD->BTD", out.reshape(B, T, -1), output_AD)
+
+
 class Norm(nnx.Module):
     """Norm over the last axis, in float32.
 

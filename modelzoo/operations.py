@@ -45,13 +45,15 @@ class Operations:
 
     def attend(
         self, body: Callable[..., tuple[jax.Array, Any]], q_BTKGH: jax.Array, new: Any, rows: Any,
-        cache: Any,
+        cache: Any, kept_axes: Axes,
     ) -> tuple[jax.Array, Any]:  # fmt: skip
         """`body(q, new, rows, cache)`: a layer's attention, and what it keeps.
 
         `body` treats rows and key/value heads independently. `new` are keys and values of the
-        projections, `rows` arrays that lead with B, `cache` and what is kept have CACHE axes.
+        projections or None, `rows` arrays that lead with B; `cache` and what is kept have
+        `kept_axes`.
         """
+        del kept_axes
         return body(q_BTKGH, new, rows, cache)
 
     def by_row(self, body: Callable[..., Any], *arrays: Any) -> Any:

@@ -221,8 +221,8 @@ def describes(config: DecoderConfig) -> bool:
     """
     norms_all_heads = config.qk_norm and config.qk_norm_kind == "projection"
     is_plain = config.norm == "rms" and config.norm_placement == "before"
-    is_dense = config.moe is None
-    return is_plain and is_dense and not config.is_parallel and not norms_all_heads
+    has_own_blocks = config.is_parallel or config.latent is not None or config.moe is not None
+    return is_plain and not has_own_blocks and not norms_all_heads
 
 
 def sent_bytes(kind: str, num_bytes: int, group: int) -> float:

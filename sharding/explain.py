@@ -73,7 +73,9 @@ def cache_bytes_per_device(
     over_heads, over_rows = shards(rules[axes.KV_HEADS]), shards(rules[axes.ATTENTION_BATCH])
     heads = config.num_kv_heads * kv_copies(config.num_kv_heads, over_heads) // over_heads
     entries = sum(kept_entries(window, length) for window in config.windows)
-    return 2 * (slots // over_rows) * heads * entries * config.head_dim * jnp.dtype(dtype).itemsize
+    # latents are keys and values in one, of one head, on every device that has the row
+    of_entry = config.kept_dim * (2 * heads if config.latent is None else 1)
+    return (slots // over_rows) * entries * of_entry * jnp.dtype(dtype).itemsize
 
 
 def max_context(

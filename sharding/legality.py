@@ -201,6 +201,9 @@ def _head_findings(layout: Layout, rules: AxisRules, config: DecoderConfig) -> I
             f"kv_heads = {_shown(wanted)}: expected {_shown(rules[axes.KV_HEADS])}, the mesh axes "
             f'of query_heads that attention_batch leaves, or "" for copies. Leave the rule out.'
         )
+    if config.latent is not None:
+        # the cache has no heads to divide, and those of the projections are query heads
+        return
     if wanted != () and K % shards:
         yield (
             f"kv_heads: {K} heads do not divide over {shards} devices "

@@ -80,7 +80,7 @@ class ShardedOperations(Operations):
 
     def attend(
         self, body: Callable[..., tuple[jax.Array, Any]], q_BTKGH: jax.Array, new: Any, rows: Any,
-        cache: Any,
+        cache: Any, kept_axes: Axes,
     ) -> tuple[jax.Array, Any]:  # fmt: skip
         heads, batch = self._rules.dimensions((axes.QUERY_HEADS, axes.HEAD_BATCH))
         exchanged = self._rules.exchanged
@@ -88,13 +88,15 @@ class ShardedOperations(Operations):
         num_cache_heads = self._num_kv_heads * kv_copies(self._num_kv_heads, cache_shards)
         copies = q_BTKGH.shape[2] // num_cache_heads
 
-        def local(q_BTKGH: jax.Array, new: PromptKeysValues, rows: Any, cache: Any):
+        def local(q_BTKGH: jax.Array, new: PromptKeysValues | None, rows: Any, cache: Any):
             G = q_BTKGH.shape[3]
-            q_BTKGH, new = _enter_attention(q_BTKGH, new, heads, exchanged, copies)
+            q_BTKGH = _enter_queries(q_BTKGH, exchanged, copies)
+            if new is not None:
+                new = _enter_keys_values(new, heads, exchanged, copies)
             out_BTKGH, kept = body(q_BTKGH, new, rows, cache)
             return _leave_attention(out_BTKGH, exchanged, G), kept
 
-        kept_spec = self._rules.spec(axes.CACHE)
+        kept_spec = self._rules.spec(kept_axes)
         q_spec = self._rules.spec(axes.HEADS)
         new_spec = P(batch or None, heads or None)
         row_spec = self._rules.spec((axes.ATTENTION_BATCH,))
@@ -173,17 +175,27 @@ def _local_row(x: jax.Array, row: jax.Array, batch: MeshAxes) -> tuple[jax.Array
     return jnp.clip(index, 0, size - 1), (index >= 0) & (index < size)
 
 
-def _enter_attention(
-    q_BTKGH: jax.Array, new: PromptKeysValues, heads: MeshAxes, exchanged: MeshAxes, copies: int
-) -> tuple[jax.Array, PromptKeysValues]:
+def _enter_queries(q_BTKGH: jax.Array, exchanged: MeshAxes, copies: int) -> jax.Array:
     """From the rows and heads of projections to those of attention.
 
     Over the mesh axes `exchanged`, attention has fewer rows and more heads than the projections:
-    each device gives away heads and gets rows (Pope et al. 2022, section 3.3). Heads that the
-    projections hold in `copies` are sent in that many pieces, one by each holder, and put together.
+    each device gives away heads and gets rows (Pope et al. 2022, section 3.3).
+    """
+    if exchanged:
+        q_BTKGH = jax.lax.all_to_all(q_BTKGH, exchanged, split_axis=0, concat_axis=2, tiled=True)
+    return _regroup(q_BTKGH, copies)
+
+
+def _enter_keys_values(
+    new: PromptKeysValues, heads: MeshAxes, exchanged: MeshAxes, copies: int
+) -> PromptKeysValues:
+    """The same for keys and values.
+
+    Heads that the projections hold in `copies` are sent in that many pieces, one by each holder,
+    and put together.
     """
     if not exchanged:
-        return _regroup(q_BTKGH, copies), _one_of_each(new, copies)
+        return _one_of_each(new, copies)
     exchange = partial(jax.lax.all_to_all, axis_name=exchanged, split_axis=0, tiled=True)
     k_BKHT, v_BKTH = new
     k_BKHT = exchange(_piece_of_copy(k_BKHT, 2, heads, copies), concat_axis=1)
@@ -192,8 +204,7 @@ def _enter_attention(
     k_BKHT = k_BKHT.reshape(B, k_BKHT.shape[1] // copies, -1, T)
     pieces_BKCTH = v_BKTH.reshape(B, v_BKTH.shape[1] // copies, copies, T, -1)
     v_BKTH = pieces_BKCTH.swapaxes(2, 3).reshape(B, pieces_BKCTH.shape[1], T, -1)
-    q_BTKGH = _regroup(exchange(q_BTKGH, concat_axis=2), copies)
-    return q_BTKGH, PromptKeysValues(k_BKHT, v_BKTH)
+    return PromptKeysValues(k_BKHT, v_BKTH)
 
 
 def _leave_attention(out_BTKGH: jax.Array, exchanged: MeshAxes, G: int) -> jax.Array:

@@ -49,6 +49,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+YARN_SCALED = {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 16}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 
 
@@ -59,6 +60,17 @@ def _heads(query: int, kv: int, head_dim: int | None = None) -> dict[str, Any]:
 
 def _experts(count: int, chosen: int) -> dict[str, Any]:
     return {"num_local_experts": count, "num_experts_per_tok": chosen}
+
+
+def _latent(heads: int, rank: int, plain: int, rotated: int, value: int) -> dict[str, Any]:
+    """Sizes of latent attention, in a model without experts."""
+    return _heads(heads, heads) | {
+        "kv_lora_rank": rank,
+        "qk_nope_head_dim": plain,
+        "qk_rope_head_dim": rotated,
+        "v_head_dim": value,
+        "first_k_dense_replace": 2,
+    }
 
 
 def by_kind(full: dict[str, Any], sliding: dict[str, Any]) -> dict[str, Any]:
@@ -289,6 +301,52 @@ CASES = (
         _heads(8, 1, 6) | {"attention_bias": True, "use_qk_norm": True},
         LINEAR,
         is_old_spelling=True,
+    ),
+    Case("deepseek-v2-lite", "deepseek_v2", _latent(4, 12, 10, 6, 14) | {"q_lora_rank": None}),
+    Case(
+        "deepseek-v2",
+        "deepseek_v2",
+        _latent(3, 20, 6, 8, 10) | {"q_lora_rank": 15},
+        YARN_SCALED | {"mscale": 0.707, "mscale_all_dim": 0.707},
+        is_old_spelling=True,
+    ),
+    Case(
+        "deepseek-v2-mscales-differ",
+        "deepseek_v2",
+        _latent(6, 18, 16, 4, 6) | {"q_lora_rank": None, "tie_word_embeddings": True},
+        YARN_SCALED | {"mscale": 1.4, "mscale_all_dim": 0.6},
+    ),
+    Case(
+        "deepseek-v2-linear",
+        "deepseek_v2",
+        _latent(1, 8, 4, 2, 3) | {"q_lora_rank": 11},
+        LINEAR,
+        is_old_spelling=True,
+    ),
+    Case(
+        "deepseek-v3",
+        "deepseek_v3",
+        _latent(8, 16, 8, 4, 8) | {"q_lora_rank": 24, "rms_norm_eps": 0.3},
+        YARN_SCALED | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        is_old_spelling=True,
+    ),
+    Case(
+        "deepseek-v3-halves",
+        "deepseek_v3",
+        _latent(5, 10, 3, 6, 9) | {"q_lora_rank": 13, "rope_interleave": False},
+        {"rope_theta": 500.0},
+    ),
+    Case(
+        "deepseek-v3-mscale-alone",
+        "deepseek_v3",
+        _latent(2, 13, 12, 10, 20) | {"q_lora_rank": None, "tie_word_embeddings": True},
+        YARN_SCALED | {"mscale_all_dim": 0.8, "beta_fast": 8.0},
+    ),
+    Case(
+        "deepseek-v3-attention-factor",
+        "deepseek_v3",
+        _latent(3, 8, 4, 8, 5) | {"q_lora_rank": 6},
+        YARN_SCALED | {"mscale": 0.5, "mscale_all_dim": 0.9, "attention_factor": 1.3},
     ),
     Case("granite-linear", "granite", _heads(3, 3) | {"logits_scaling": 0.5}, LINEAR),
 )

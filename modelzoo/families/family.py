@@ -15,6 +15,7 @@ from ..config import (
     Activation,
     Arrangement,
     DecoderConfig,
+    LatentAttention,
     Multipliers,
     NormKind,
     NormPlacement,
@@ -37,6 +38,7 @@ class Options:
     rope: RopeConfig | None = None
     """None means that it is published as in most families."""
     local_rope: RopeConfig | None = None
+    latent: LatentAttention | None = None
     max_position: int | None = None
     """None means as published."""
     qkv_bias: bool = False
@@ -84,6 +86,8 @@ class Family:
     """Fields of `TensorNames` that differ from the usual ones."""
     hf_experts: tuple[ExpertNames, ...] = ()
     """The forms in which experts are published, the usual one first; empty for the usual ones."""
+    hf_interleaved_key: str | None = None
+    """The option of config.json that says whether rotated pairs lie side by side; on by default."""
     gguf_architecture: str | None = None
     gguf_interleaved: bool = False
     """Whether GGUF stores the rows of query and key heads with rotated pairs side by side."""

@@ -128,11 +128,13 @@ def model_spec(
             raise config.error("architectures", f"[{family.architecture!r}]")
     read_quantisation(config)  # its tensors are presented as if they were plain
     decoder = _decoder_config(config, family)
+    experts = _form_of_experts(decoder, family, frozenset(tensor_names))
+    names = replace(NAMES, experts=experts, **family.hf_names)
+    if (key := family.hf_interleaved_key) is not None:
+        names = replace(names, is_interleaved=config.flag(key, default=True))
     config.ignore(IGNORED_KEYS)
     config.expect_of_unread(NEUTRAL_VALUES)
     config.refuse_rest()
-    experts = _form_of_experts(decoder, family, frozenset(tensor_names))
-    names = replace(NAMES, experts=experts, **family.hf_names)
     return ModelSpec(
         family.name, decoder, parameter_sources(decoder, names), _ignored_tensors(decoder), names
     )
@@ -197,13 +199,17 @@ def _decoder_config(config: ConfigReader, family: Family) -> DecoderConfig:
     )
     for key in ("hidden_act", "hidden_activation"):
         config.expect(key, ACTIVATIONS[options.activation])
+    if options.latent is not None:
+        head_dim = options.latent.head_dim
+    else:
+        head_dim = _head_dim(config, embed, num_heads, family.hf_defaults.head_dim)
     return DecoderConfig(
         vocab_size=config.integer("vocab_size", maximum=MAX_VOCAB),
         embed=embed,
         mlp=config.integer("intermediate_size", maximum=MAX_MLP),
         num_query_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=_head_dim(config, embed, num_heads, family.hf_defaults.head_dim),
+        head_dim=head_dim,
         norm_epsilon=config.number(EPSILONS[options.norm], above=0.0, maximum=1.0),
         tie_embeddings=config.flag(
             "tie_word_embeddings", default=family.hf_defaults.tie_embeddings

@@ -23,6 +23,8 @@ class Part:
     """Sizes of the names inside parentheses, all but at most one per group, and of repetitions."""
     rows: tuple[int, int] | None = None
     """The tensor's rows from the first number up to the second; None means all."""
+    block: int | None = None
+    """The tensor is blocks of this many rows, and `rows` are of each; None means one block."""
     stacked: int = 0
     """`tensor` holds `{e}` and stands for so many tensors, numbered from 0, stacked along a new
     first axis; 0 for one tensor as it is."""

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 
 from . import (
     cohere,
+    deepseek,
     gemma2,
     gemma3,
     gguf,
@@ -39,6 +40,8 @@ FAMILIES: tuple[Family, ...] = (
     gemma3.FAMILY,
     phi3.FAMILY,
     cohere.FAMILY,
+    deepseek.V2,
+    deepseek.V3,
 )
 
 

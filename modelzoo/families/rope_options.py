@@ -6,6 +6,8 @@ number, `rope_local_base_freq`, and the new one a table of tables by kind of lay
 families. A kind of scaling that is not implemented is refused by its name.
 """
 
+import math
+
 from ..config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
 from .config_reader import ConfigReader, UnsupportedModel
 
@@ -13,6 +15,14 @@ MAX_POSITION = 2**30
 """Positions are 32-bit integers; half of that range leaves room for sums."""
 
 DEFAULT_THETA = 10_000.0
+
+
+def yarn_mscale(factor: float, weight: float) -> float:
+    """What keeps attention as sharp over a context `factor` times as long.
+
+    Source: YaRN, arXiv 2309.00071, equation 22, with the weight that DeepSeek-V2 publishes.
+    """
+    return 0.1 * weight * math.log(factor) + 1.0
 
 
 def read_rope(
@@ -127,6 +137,13 @@ def _read_yarn(table: ConfigReader, factor: float, original: int) -> YarnScaling
     slow = table.number("beta_slow", above=0.0, default=1.0)
     if fast <= slow:
         raise table.error("beta_fast", f"a number above beta_slow ({slow})")
+    scales = [
+        yarn_mscale(factor, table.number(key, above=0.0))
+        for key in ("mscale", "mscale_all_dim")
+        if table.has(key)
+    ]
+    if attention_factor is None and len(scales) == 2:
+        attention_factor = scales[0] / scales[1]
     truncate = table.flag("truncate", default=True)
     table.ignore(("finetuned",))  # says how the weights came about
     return YarnScaling(factor, original, fast, slow, attention_factor, truncate)

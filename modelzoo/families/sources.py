@@ -11,6 +11,7 @@ from itertools import accumulate
 
 from ..config import AS_PUBLISHED, Arrangement, DecoderConfig
 from .expert_sources import ExpertNames, sparse_sources
+from .latent_sources import LatentNames, latent_attention
 from .mapping import ParameterSource, Part
 
 
@@ -42,6 +43,8 @@ class TensorNames:
     shared_gate: str
     shared_up: str
     shared_down: str
+    latent: LatentNames | None = None
+    """Of latent attention; None where a format has none."""
     is_interleaved: bool = False
     """Whether rows of a query or key head come as (pair, side), not as (side, pair)."""
 
@@ -76,12 +79,18 @@ def _layer(
     def single(parameter: str, template: str, axes: str) -> ParameterSource:
         return _single(f"layers.{i}.{parameter}", template.format(i=i), axes)
 
+    if config.latent is None:
+        attention = _attention(config, names, kv_copies, i, single)
+    else:
+        assert names.latent is not None, "a family with latent attention names its tensors"
+        heads, turned = config.num_query_heads, names.is_interleaved
+        attention = latent_attention(heads, config.latent, names.latent, turned, i)
     return [
         *(
             single(f"{norm}.scale", f"{tensor}.weight", "d -> d")
             for norm, tensor in _norms(config, names).items()
         ),
-        *_attention(config, names, kv_copies, i, single),
+        *attention,
         *_feed_forward(config, names, i, single),
     ]
 

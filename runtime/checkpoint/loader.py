@@ -204,7 +204,7 @@ def _load_one(
 
 
 def _rows_by_tensor(spec: "ModelSpec") -> dict[str, list[tuple[int, float]]]:
-    """The rows of each tensor that parts use, in order; infinitely many are all."""
+    """The rows of each tensor or block that parts use, in order; infinitely many are all."""
     found: dict[str, list[tuple[int, float]]] = {}
     for source in spec.sources:
         for part in source.parts:
@@ -222,14 +222,15 @@ def _overlapping(spec: "ModelSpec") -> list[str]:
 
 
 def _left_over_rows(spec: "ModelSpec", tensors: TensorSource) -> list[str]:
+    blocks = {part.tensor: part.block for source in spec.sources for part in source.parts}
     left_over = []
     for tensor, rows in _rows_by_tensor(spec).items():
         if rows[-1][1] == math.inf or tensor not in tensors.tensors:
             continue
         shape = tensors.tensors[tensor].shape
         used = sum(end - start for start, end in rows)
-        if shape and used < shape[0]:
-            left_over.append(f"{tensor}: expected {used} rows, got {shape[0]}")
+        if shape and used < (in_block := blocks[tensor] or shape[0]):
+            left_over.append(f"{tensor}: expected {used} rows, got {in_block}")
     return sorted(left_over)
 
 

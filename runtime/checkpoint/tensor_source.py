@@ -56,22 +56,36 @@ class TensorSource(Protocol):
 
 
 class Rows:
-    """Some rows of one tensor, as a source of a tensor of that name."""
+    """Some rows of each block of one tensor, as a source of a tensor of that name."""
 
-    def __init__(self, source: TensorSource, name: str, rows: tuple[int, int]):
+    def __init__(self, source: TensorSource, name: str, rows: tuple[int, int], block: int | None):
         self._source = source
-        self._rows = rows
+        self._first, end = rows
+        self._count = end - self._first
         info = source.tensors[name]
-        first, end = rows
         if not info.shape or end > info.shape[0]:
             raise ValueError(f"expected at least {end} rows, got shape {info.shape}")
-        self.tensors = {name: replace(info, shape=(end - first, *info.shape[1:]))}
+        self._block = block or info.shape[0]
+        if info.shape[0] % self._block:
+            raise ValueError(f"expected a multiple of {block} rows, got shape {info.shape}")
+        num_rows = info.shape[0] // self._block * self._count
+        self.tensors = {name: replace(info, shape=(num_rows, *info.shape[1:]))}
 
     def read(self, name: str, index: Index | None = None) -> np.ndarray:
         shape = self.tensors[name].shape
         rows, *rest = intervals(index or (slice(None),) * len(shape), shape)
-        moved = Interval(rows.start + self._rows[0], rows.stop + self._rows[0])
-        return self._source.read(name, tuple(i.as_slice() for i in (moved, *rest)))
+        if not len(rows):
+            return np.empty([0, *map(len, rest)], self.tensors[name].dtype)
+        held = Interval(self._row_of(rows.start), self._row_of(rows.stop - 1) + 1)
+        array = self._source.read(name, tuple(i.as_slice() for i in (held, *rest)))
+        if len(held) == len(rows):
+            return array
+        wanted = [self._row_of(row) - held.start for row in range(rows.start, rows.stop)]
+        return array[wanted]
+
+    def _row_of(self, row: int) -> int:
+        """Where the whole tensor has a row of these."""
+        return row // self._count * self._block + self._first + row % self._count
 
     def close(self) -> None:
         """The whole tensor's source is closed by whoever opened it."""
@@ -108,7 +122,7 @@ def source_of(part: Part, source: TensorSource) -> TensorSource:
     """Where the tensor of a part is read; ValueError if there is none of that shape."""
     if part.stacked:
         return Stacked(source, part.tensor, part.tensors)
-    return source if part.rows is None else Rows(source, part.tensor, part.rows)
+    return source if part.rows is None else Rows(source, part.tensor, part.rows, part.block)
 
 
 class FileStamp:

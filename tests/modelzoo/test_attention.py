@@ -29,7 +29,7 @@ def random_inputs(seed: int = 0) -> tuple[jax.Array, jax.Array, jax.Array]:
 def reference(q_BTKGH, k_BKHS, v_BKSH, mask_BTS, scale=H**-0.5, cap=None):
     """One query at a time, in float64."""
     q, k, v = (np.asarray(x, np.float64) for x in (q_BTKGH, k_BKHS, v_BKSH))
-    out = np.zeros(q.shape)
+    out = np.zeros((*q.shape[:-1], v.shape[-1]))
     lse = np.full(q.shape[:-1], -np.inf)
     for b, t, n, g in np.ndindex(*q.shape[:-1]):
         seen = np.flatnonzero(mask_BTS[b, t])
@@ -78,6 +78,21 @@ def test_dense_attention_equals_plain_numpy():
     expected_out, expected_lse = reference(q_BTKGH, k_BKHS, v_BKSH, mask_BTS)
     np.testing.assert_allclose(out, expected_out, rtol=0, atol=FLOAT32_ELEMENTWISE)
     np.testing.assert_allclose(lse, expected_lse, rtol=0, atol=FLOAT32_ELEMENTWISE)
+
+
+@pytest.mark.parametrize("value_dim", [1, 5, 11])
+def test_heads_of_values_may_have_another_size_than_those_of_keys(value_dim):
+    q_BTKGH, k_BKHS, _ = random_inputs()
+    rng = np.random.default_rng(5)
+    v_BKSH = jnp.asarray(rng.normal(size=(B, K, S, value_dim)).astype(np.float32))
+    mask_BTS = random_mask()
+    parts = [
+        attend_dense(q_BTKGH, k_BKHS[..., i:j], v_BKSH[:, :, i:j], jnp.asarray(mask_BTS[..., i:j]))
+        for i, j in ((0, 3), (3, S))
+    ]
+    out, _ = merge(parts)
+    expected_out, _ = reference(q_BTKGH, k_BKHS, v_BKSH, mask_BTS)
+    np.testing.assert_allclose(out, expected_out, rtol=0, atol=FLOAT32_ELEMENTWISE)
 
 
 @pytest.mark.parametrize("cap", [None, 0.7])

@@ -51,6 +51,17 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+_MSCALES = {"mscale": 0.7, "mscale_all_dim": 1.2}
+_LATENT = {
+    "intermediate_size": 120,
+    "num_key_value_heads": 24,
+    "head_dim": 6,
+    "kv_lora_rank": 14,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 5,
+    "first_k_dense_replace": 2,
+}
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True, "rope_scaling": _LLAMA3},
     "mistral": {"sliding_window": 5, "tie_word_embeddings": True},
@@ -78,6 +89,8 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     },
     "phi3": {"sliding_window": 5, "partial_rotary_factor": 0.75, "head_dim": 16},
     "cohere": {"rms_norm_eps": None, "layer_norm_eps": 1e-5, "use_qk_norm": True},
+    "deepseek_v2": _LATENT | {"q_lora_rank": None, "rope_scaling": _YARN | _MSCALES},
+    "deepseek_v3": _LATENT | {"q_lora_rank": 10, "tie_word_embeddings": True},
     "gemma3_text": {
         "hidden_act": "gelu_pytorch_tanh",
         "sliding_window": 5,
@@ -119,7 +132,8 @@ class Answers:
 def config_of(family: str, num_kv_heads: int = 8) -> DecoderConfig:
     table = {"model_type": family, "num_key_value_heads": num_kv_heads}
     config = {**_SHARED, **table, **FAMILIES[family]}
-    return from_hf_config({key: value for key, value in config.items() if value is not None}).config
+    left_out = [key for key in _SHARED if config[key] is None]
+    return from_hf_config({k: v for k, v in config.items() if k not in left_out}).config
 
 
 def layout_of(spelling: str) -> Layout:
@@ -154,7 +168,7 @@ def arranged(
             shape = (*x.shape[:axis], x.shape[axis] * copies, G // copies, x.shape[-1])
             kv = np.repeat(kv, copies, axis=axis)
             x = np.concatenate([queries.reshape(shape), kv], axis=axis + 1)
-        elif last == "output":
+        elif last == "output" and copies > 1:
             K, _, H, D = x.shape
             x = x.reshape(K * copies, G // copies, H, D)
         elif last == "table" and arrangement.padded_vocab:

@@ -11,7 +11,7 @@ from noria.compile.bucket_grid import BucketGrid
 from noria.compile.build import plan_graphs
 from noria.compile.definition import Definition
 from noria.compile.targets import find_target
-from noria.modelzoo.config import DecoderConfig
+from noria.modelzoo.config import DecoderConfig, LatentAttention
 from noria.sharding.explain import cache_bytes_per_device, explain, max_context
 from noria.sharding.layout import Layout
 
@@ -130,3 +130,13 @@ def test_a_parameter_reads_as_one_line():
     (placed,) = explain(layout, shapes, definition.logical_axes(), jnp.bfloat16)
     for part in ("layers.0.mlp.down", "64/tensor 32/data", "512 B", "0% replicated"):
         assert part in str(placed)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"), [("data-parallel", 2), ("v5e-host", 16), ("v5p-slice", 2), ("data-tensor", 8)]
+)
+def test_a_cache_of_latents_is_whole_on_every_device_that_has_the_row(name, rows):
+    latent = LatentAttention(rank=12, plain_dim=5, rope_dim=4, value_dim=6)
+    config = replace(SMALL, num_kv_heads=16, head_dim=9, latent=latent)
+    got = cache_bytes_per_device(config, layout_of(name), 16, 64, jnp.bfloat16)
+    assert got == config.num_layers * rows * 64 * (12 + 4) * 2

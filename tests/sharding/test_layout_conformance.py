@@ -120,10 +120,10 @@ def test_what_the_graphs_give_back_lies_as_the_rules_say(family, layout, num_kv_
 
     assert_lies(got.prompts.logits_BV, "prefill", axes.LOGITS)
     assert_lies(got.state.logits_BV, "decode", axes.LOGITS)
-    for array in jax.tree.leaves(got.prompts.layers):
-        assert_lies(array, "prefill", axes.CACHE)
-    for array in jax.tree.leaves(got.state.cache.layers):
-        assert_lies(array, "decode", axes.CACHE)
+    for phase, layers in (("prefill", got.prompts.layers), ("decode", got.state.cache.layers)):
+        for layer in layers:
+            for array in jax.tree.leaves(layer):
+                assert_lies(array, phase, layer.AXES)
     for array in jax.tree.leaves(got.state.cache.positions):
         assert_lies(array, "decode", axes.CACHE[:1])
     for array in jax.tree.leaves(got.state.sampling):

@@ -164,7 +164,7 @@ def test_attention_sees_its_rows_and_heads_whole_and_gives_them_back(name):
     new = PromptKeysValues(k_BKHT, v_BKTH)
     out_BTKGH, cache = body(q_BTKGH, new, row_B, cache_BKHS)
     got_BTKGH, got_cache = run(
-        lambda *arguments: operations(rules, num_kv_heads=K).attend(body, *arguments),
+        lambda *arguments: operations(rules, num_kv_heads=K).attend(body, *arguments, axes.CACHE),
         q_BTKGH.reshape(B, T, K * stored, G // stored, H),
         jax.tree.map(lambda x: np.repeat(x, stored, axis=1), new),
         row_B,
@@ -172,6 +172,37 @@ def test_attention_sees_its_rows_and_heads_whole_and_gives_them_back(name):
     )
     assert (got_BTKGH.reshape(out_BTKGH.shape) == out_BTKGH).all()
     assert (got_cache == np.repeat(cache, kept, axis=1)).all()
+
+
+LATENT_ATTENTION = {
+    "heads split": {"query_heads": "tensor"},
+    "rows for heads": {"query_heads": "tensor", "attention_batch": "tensor"},
+    "rows over both": {
+        "batch": "data",
+        "query_heads": "tensor",
+        "attention_batch": ["data", "tensor"],
+    },
+}
+
+
+@pytest.mark.parametrize("rules", LATENT_ATTENTION.values(), ids=LATENT_ATTENTION)
+def test_attention_without_new_keys_sees_its_rows_of_what_is_kept_whole(rules):
+    B, T, N, H, S = 8, 2, 8, 4, 3
+    q_BTKGH, cache_BSH, row_B = integers(B, T, N, 1, H), integers(B, S, H), np.arange(B)
+
+    def body(q_BTKGH, new, row_B, cache_BSH):
+        assert new is None
+        out_BTKGH = q_BTKGH + 10 * cache_BSH.sum(1)[:, None, None, None]
+        return out_BTKGH + 1000 * row_B[:, None, None, None, None], cache_BSH + 1
+
+    arguments = (q_BTKGH, None, row_B.astype(np.float32), cache_BSH)
+    expected_BTKGH, expected_BSH = body(*arguments)
+    on_mesh = operations(rules_of(**rules), num_kv_heads=N)
+    got_BTKGH, got_BSH = run(
+        lambda *arguments: on_mesh.attend(body, *arguments, axes.LATENT_CACHE), *arguments
+    )
+    assert (got_BTKGH == expected_BTKGH).all()
+    assert (got_BSH == expected_BSH).all()
 
 
 def test_a_body_by_row_sees_each_row_once():

@@ -11,6 +11,7 @@ import pytest
 from noria.compile.definition import Definition
 from noria.modelzoo.config import (
     FactorScaling,
+    LatentAttention,
     LinearScaling,
     Llama3Scaling,
     Multipliers,
@@ -63,15 +64,26 @@ SMOLLM2_EXTRAS = {
 }
 
 
+LATENT = {
+    "num_key_value_heads": 8,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 12,
+    "first_k_dense_replace": 3,
+}
+
+
 def family(name: str, **changes: object) -> dict[str, object]:
     needed = {
         "mistral": {"sliding_window": None},
         "gemma2": {"hidden_act": "gelu_pytorch_tanh", "head_dim": 16},
         "gemma3_text": {"hidden_act": "gelu_pytorch_tanh"},
     }
-    architecture = f"{name.removesuffix('_text').capitalize()}ForCausalLM"
+    architecture = f"{name.removesuffix('_text').title().replace('_', '')}ForCausalLM"
     names = {"model_type": name, "architectures": [architecture]}
-    shared = dict(LLAMA)
+    shared = dict(LLAMA) | (LATENT if name.startswith("deepseek") else {})
     if name == "cohere":
         shared["layer_norm_eps"] = shared.pop("rms_norm_eps")
     return shared | names | needed.get(name, {}) | changes
@@ -96,6 +108,9 @@ CONFIGS = {
     "cohere-normed": family("cohere", use_qk_norm=True, attention_bias=True),
     "gemma3": family("gemma3_text"),
     "gemma3-untied": family("gemma3_text", tie_word_embeddings=False, head_dim=12),
+    "deepseek-v2": family("deepseek_v2"),
+    "deepseek-v2-lite": family("deepseek_v2", q_lora_rank=None),
+    "deepseek-v3": family("deepseek_v3", tie_word_embeddings=True),
     "gemma2-untied": family("gemma2", tie_word_embeddings=False, attention_bias=True),
 }
 
@@ -132,6 +147,46 @@ def test_defaults_are_those_of_the_reference():
     assert (config.num_kv_heads, config.head_dim, config.tie_embeddings) == (8, 8, False)
     assert config.rope == RopeConfig(10_000.0)
     assert from_hf_config(family("qwen3")).config.head_dim == 128
+
+
+def test_the_sizes_of_latent_attention_are_read():
+    config = from_hf_config(family("deepseek_v3")).config
+    assert config.latent == LatentAttention(16, 10, 6, 12, query_rank=24, norm_epsilon=1e-6)
+    assert (config.num_kv_heads, config.head_dim, config.rope_dim) == (8, 16, 6)
+    assert from_hf_config(CONFIGS["deepseek-v2-lite"]).config.latent.query_rank is None
+
+
+def test_yarn_scales_rotations_by_one_ratio_and_scores_by_a_square():
+    """The numbers of DeepSeek-V2: one temperature for all entries, none for rotated ones alone."""
+    table = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 16}
+    scaled = table | {"mscale": 0.707, "mscale_all_dim": 0.707}
+    config = from_hf_config(family("deepseek_v2", rope_scaling=scaled)).config
+    assert config.rope.scaling.attention_factor == 1.0
+    assert config.scores.scale == pytest.approx(0.25 * (0.0707 * math.log(40) + 1) ** 2)
+    # without a scale for all entries it is the rotated ones that the paper's temperature is on
+    config = from_hf_config(family("deepseek_v2", rope_scaling=table)).config
+    assert config.rope.scaling.attention_factor is None
+    assert config.scores.scale == 0.25
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_key_value_heads": 2}, "num_key_value_heads: expected 8, the only one implemented"),
+        ({"attention_bias": True}, "attention_bias: expected False"),
+        ({"head_dim": 16}, "head_dim: expected 6"),
+        ({"qk_head_dim": 15}, "qk_head_dim: expected 16"),
+        ({"qk_rope_head_dim": 5}, "qk_rope_head_dim: expected an even number"),
+        ({"kv_lora_rank": None}, "kv_lora_rank: expected an integer"),
+        ({"q_lora_rank": 0}, "q_lora_rank: expected an integer"),
+        ({"rope_interleave": "no"}, "rope_interleave: expected true or false"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0, "mscale_all_dim": 1.0}}, "mscale_all"),
+    ],
+    ids=str,
+)
+def test_options_of_deepseek_that_are_not_implemented_are_refused_by_name(changes, message):
+    with pytest.raises(UnsupportedModel, match=message):
+        from_hf_config(family("deepseek_v3", **changes))
 
 
 def test_olmo2_norms_what_attention_and_mlp_write_and_all_heads_as_one():

@@ -271,6 +271,49 @@ def test_rows_must_be_used_once_each(rows_of_up, message):
         load_params(Spec(sources), Arrays(**arrays), abstract_of(expected), one_device())
 
 
+N, HEAD, OF_KEY = 3, 5, 2
+"""Heads whose first two rows are a key, the others a value."""
+
+
+def blocks(of_key=(0, OF_KEY), of_value=(OF_KEY, HEAD), block=HEAD):
+    arrays = np.random.default_rng(0).normal(size=(N * HEAD, D)).astype(np.float32)
+    axes, sizes = "(n h) d -> n h d", (("n", N),)
+    sources = {
+        "key": ParameterSource("key", (Part("both", axes, sizes, of_key, block),)),
+        "value": ParameterSource("value", (Part("both", axes, sizes, of_value, block),)),
+    }
+    split = arrays.reshape(N, HEAD, D)
+    return arrays, sources, {"key": split[:, :OF_KEY], "value": split[:, OF_KEY:]}
+
+
+def test_any_box_of_rows_of_blocks_is_that_of_the_tensor_taken_apart():
+    arrays, sources, expected = blocks()
+    rng = np.random.default_rng(1)
+    for _ in range(100):
+        for name, whole in expected.items():
+            ends = [sorted(rng.integers(0, size + 1, 2)) for size in whole.shape]
+            index = tuple(slice(int(a), int(b)) for a, b in ends)
+            tensors = Arrays(both=arrays)
+            got = read_parameter(sources[name], tensors, index, whole.shape, np.dtype("f4"))
+            np.testing.assert_array_equal(got, whole[index])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"of_value": (OF_KEY, 4)}, r"some rows \(1\):\n    both: expected 4 rows, got 5"),
+        ({"of_key": (0, 3)}, r"used more than once \(1\):\n    both"),
+        ({"block": 4, "of_value": (OF_KEY, 4)}, "both -> key: .* expected a multiple of 4 rows"),
+    ],
+    ids=str,
+)
+def test_rows_of_blocks_must_be_used_once_each(changes, message):
+    arrays, sources, expected = blocks(**changes)
+    spec = Spec(tuple(sources.values()))
+    with pytest.raises(CheckpointMismatch, match=message):
+        load_params(spec, Arrays(both=arrays), abstract_of(expected), one_device())
+
+
 def test_an_ignored_tensor_may_be_there_or_not():
     tensors, spec, expected = tiny()
     spec.ignored_tensors = ("rope_freqs.weight", "layers.7.inv_freq")

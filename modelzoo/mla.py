@@ -1,0 +1,109 @@
+"""Multi-head latent attention: keys and values of all heads come from one small latent a token.
+
+A latent is kept beside one rotated key for all heads, and nothing else. A prompt attends to keys
+and values that are made from its latents for each head. A token that reads the cache attends to
+the latents themselves: what would make keys is applied to its queries instead, and what would make
+values to its results, both linear, so the scores and the answer are the same ("absorbed").
+
+Source: DeepSeek-V2 (2405.04434), section 2.1 and appendix C; 2.1.2 names the absorption. Knows
+nothing of caches, masks or meshes.
+"""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from . import axes
+from .config import DecoderConfig, LatentAttention
+from .kv_cache import AttendLayer, PromptKeysValues, PromptLatents
+from .layers import Norm, merge_heads, weight
+from .operations import Operations, einsum
+from .rope import Rotation, rotate
+
+
+class LatentHeads(nnx.Module):
+    """Projections of latent attention around `attend`; each head has its own keys and values."""
+
+    def __init__(self, rngs: nnx.Rngs, config: DecoderConfig, latent: LatentAttention):
+        D, N, rank = config.embed, config.num_query_heads, latent.rank
+        of_latents = replace(config, norm_epsilon=latent.norm_epsilon)
+        query_in, query_axis = D, axes.EMBED_IN
+        if latent.query_rank is not None:
+            query_in, query_axis = latent.query_rank, ""
+            self.query_down = weight(rngs, (D, query_in), (axes.EMBED_IN, ""), D)
+            self.query_norm = Norm(query_in, of_latents)
+        of_query = (query_axis, axes.QUERY_HEADS, "")
+        self.query = weight(rngs, (query_in, N, latent.head_dim), of_query, query_in)
+        self.latent_down = weight(rngs, (D, latent.kept_dim), (axes.EMBED_IN, ""), D)
+        self.latent_norm = Norm(rank, of_latents)
+        of_heads = (axes.QUERY_HEADS, "", "")
+        self.key_up = weight(rngs, (N, latent.plain_dim, rank), of_heads, rank)
+        self.value_up = weight(rngs, (N, latent.value_dim, rank), of_heads, rank)
+        of_output = (axes.QUERY_HEADS, "", axes.EMBED_IN)
+        self.output = weight(rngs, (N, latent.value_dim, D), of_output, N * latent.value_dim)
+        self.sizes = latent
+
+    def __call__(
+        self, x_BTD: jax.Array, by: Rotation, attend_layer: AttendLayer, operations: Operations
+    ) -> jax.Array:
+        q_BTNH = self._queries(x_BTD, operations)
+        plain_BTNH, rotated_BTNH = jnp.split(q_BTNH, [self.sizes.plain_dim], axis=-1)
+        latents = self._latents(x_BTD, by, operations)
+        attend = self._attend_latents if attend_layer.reads_cache else self._attend_heads
+        out_BTNH = attend(plain_BTNH, rotate(rotated_BTNH, by), latents, attend_layer, operations)
+        merge = ("BTNH,NHD->BTD", merge_heads)
+        return operations.project(*merge, out_BTNH, self.output, axes.LATENT_HEADS, axes.RESIDUAL)
+
+    def _queries(self, x_BTD: jax.Array, operations: Operations) -> jax.Array:
+        """Queries, whose last entries are yet to be rotated."""
+        project, heads = operations.project, axes.LATENT_HEADS
+        if self.sizes.query_rank is None:
+            return project(*einsum("BTD,DNH->BTNH"), x_BTD, self.query, axes.RESIDUAL, heads)
+        down, up = einsum("BTD,DI->BTI"), einsum("BTI,INH->BTNH")
+        x_BTI = project(*down, x_BTD, self.query_down, axes.RESIDUAL, axes.LATENTS)
+        return project(*up, self.query_norm(x_BTI), self.query, axes.LATENTS, heads)
+
+    def _latents(self, x_BTD: jax.Array, by: Rotation, operations: Operations) -> PromptLatents:
+        """What is kept of tokens: the normed latent, then the rotated key."""
+        down = einsum("BTD,DH->BTH")
+        kept_BTH = operations.project(*down, x_BTD, self.latent_down, axes.RESIDUAL, axes.LATENTS)
+        x_BTI, key_BTH = jnp.split(kept_BTH, [self.sizes.rank], axis=-1)
+        key_BTH = rotate(key_BTH[:, :, None], by)[:, :, 0]
+        return PromptLatents(jnp.concatenate([self.latent_norm(x_BTI), key_BTH], axis=-1))
+
+    def _attend_heads(
+        self,
+        plain_BTNH: jax.Array,
+        rotated_BTNH: jax.Array,
+        latents: PromptLatents,
+        attend_layer: AttendLayer,
+        operations: Operations,
+    ) -> jax.Array:
+        """Keys and values made for each head."""
+        x_BTI, key_BTH = jnp.split(latents.kept_BTH, [self.sizes.rank], axis=-1)
+        up, places = einsum("BTI,NHI->BTNH"), (axes.LATENTS, axes.LATENT_HEADS)
+        k_BTNH = operations.project(*up, x_BTI, self.key_up, *places)
+        v_BTNH = operations.project(*up, x_BTI, self.value_up, *places)
+        shared_BTNH = jnp.broadcast_to(key_BTH[:, :, None], rotated_BTNH.shape)
+        k_BTNH = jnp.concatenate([k_BTNH, shared_BTNH], axis=-1)
+        q_BTNH = jnp.concatenate([plain_BTNH, rotated_BTNH], axis=-1)
+        new = PromptKeysValues(k_BTNH.transpose(0, 2, 3, 1), v_BTNH.swapaxes(1, 2))
+        return attend_layer(q_BTNH[:, :, :, None], new, latents)[:, :, :, 0]
+
+    def _attend_latents(
+        self,
+        plain_BTNH: jax.Array,
+        rotated_BTNH: jax.Array,
+        latents: PromptLatents,
+        attend_layer: AttendLayer,
+        operations: Operations,
+    ) -> jax.Array:
+        """Latents as keys and values of all heads."""
+        absorbed, places = einsum("BTNH,NHI->BTNI"), (axes.LATENT_HEADS, axes.LATENT_HEADS)
+        q_BTNI = operations.project(*absorbed, plain_BTNH, self.key_up, *places)
+        q_BTNH = jnp.concatenate([q_BTNI, rotated_BTNH], axis=-1)
+        out_BTNH = attend_layer(q_BTNH[:, :, :, None], None, latents)[:, :, :, 0]
+        up, out_BTNI = einsum("BTNI,NHI->BTNH"), out_BTNH[..., : self.sizes.rank]
+        return operations.project(*up, out_BTNI, self.value_up, *places)

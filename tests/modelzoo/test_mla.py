@@ -1,0 +1,144 @@
+"""Latent attention: what its cache holds, and that attending to latents is attending to heads.
+
+That both give what the published implementation gives is for the conformance tests.
+"""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import random_parameters
+from tolerances import FLOAT32_MODEL_LOGPROB
+
+from noria.compile.definition import Definition
+from noria.modelzoo import kv_cache
+from noria.modelzoo.config import DecoderConfig, LatentAttention
+from noria.modelzoo.kv_cache import KVCache, PromptLatents
+
+LATENT = LatentAttention(rank=10, plain_dim=6, rope_dim=4, value_dim=7, query_rank=9)
+CONFIG = DecoderConfig(
+    vocab_size=37,
+    embed=16,
+    mlp=24,
+    num_query_heads=3,
+    num_kv_heads=3,
+    head_dim=10,
+    windows=(None, None),
+    max_position=32,
+    latent=LATENT,
+)
+SLOTS, SPANS, LENGTH = 2, (4, 7, 16), 12
+
+
+def prefill(config: DecoderConfig, tokens_BT: np.ndarray, true_length_B: np.ndarray):
+    """Logits of every position, and what the layers keep."""
+    decoder = Definition(config).bind(random_parameters(Definition(config)))
+    x_BTD, layers, _ = decoder.prefill(jnp.asarray(tokens_BT), jnp.asarray(true_length_B))
+    return np.asarray(decoder.logits(x_BTD)), layers
+
+
+def random_tokens() -> np.ndarray:
+    return np.random.default_rng(0).integers(0, CONFIG.vocab_size, (SLOTS, LENGTH))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_the_cache_holds_a_latent_and_a_rotated_key_a_token_and_nothing_else(dtype):
+    cache = kv_cache.allocate(CONFIG, SLOTS, SPANS, dtype)
+    num_bytes = sum(array.nbytes for array in jax.tree.leaves(cache.layers))
+    numbers = CONFIG.num_layers * SLOTS * SPANS[-1] * (LATENT.rank + LATENT.rope_dim)
+    assert num_bytes == numbers * jnp.dtype(dtype).itemsize
+
+
+def test_a_prefill_leaves_as_much_a_token():
+    _, layers = prefill(CONFIG, random_tokens(), np.full(SLOTS, LENGTH))
+    assert {array.shape for array in jax.tree.leaves(layers)} == {(SLOTS, LENGTH, 14)}
+
+
+@pytest.mark.parametrize(("query_rank", "window"), [(None, None), (9, 5)])
+def test_tokens_that_read_latents_from_the_cache_answer_as_in_a_prompt(query_rank, window):
+    """Three tokens of one row and seven of the other come from a prefill, the rest one by one."""
+    latent = replace(LATENT, query_rank=query_rank)
+    config = replace(CONFIG, latent=latent, windows=(None, window))
+    tokens_BT, lengths = random_tokens(), np.array([3, 7])
+    expected_BTV, _ = prefill(config, tokens_BT, np.full(SLOTS, LENGTH))
+    _, prompt = prefill(config, tokens_BT[:, :7], lengths)
+    cache = kv_cache.allocate(config, SLOTS, SPANS, jnp.float32)
+    for row in range(SLOTS):
+        rows = jnp.asarray(lengths), jnp.int32(row), jnp.int32(row)
+        cache = kv_cache.insert(cache, prompt, *rows)
+    definition = Definition(config)
+    decoder = definition.bind(random_parameters(definition))
+    for step in range(5):
+        position_B = lengths + step
+        token_B = tokens_BT[np.arange(SLOTS), position_B]
+        is_token_B = jnp.ones(SLOTS, bool)
+        logits_BV, cache, _ = decoder.decode(
+            jnp.asarray(token_B), jnp.asarray(position_B), cache, is_token_B
+        )
+        np.testing.assert_allclose(
+            jax.nn.log_softmax(logits_BV),
+            jax.nn.log_softmax(expected_BTV[np.arange(SLOTS), position_B]),
+            rtol=0,
+            atol=FLOAT32_MODEL_LOGPROB,
+        )
+
+
+def joined(layers) -> list[np.ndarray]:
+    """Latents of each layer, segments joined."""
+    return [np.concatenate([np.asarray(x) for x in layer.kept_BSH], axis=1) for layer in layers]
+
+
+@pytest.mark.parametrize("true_length", [1, 6])
+def test_insert_rewrites_its_slot_whole_and_no_other(true_length):
+    rng = np.random.default_rng(1)
+    empty = kv_cache.allocate(CONFIG, SLOTS, SPANS, jnp.float32)
+    before = empty._replace(layers=jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), empty.layers))
+    prompt = [PromptLatents(jnp.asarray(rng.normal(size=(1, 6, 14)), jnp.float32))] * 2
+    rows = jnp.array([true_length]), jnp.int32(0), jnp.int32(1)
+    after = kv_cache.insert(before, prompt, *rows)
+    for array, new in zip(joined(after.layers), prompt, strict=True):
+        np.testing.assert_array_equal(array[1, :6], new.kept_BTH[0])
+        assert not array[1, 6:].any()
+        assert np.isnan(array[0]).all()
+
+
+def test_append_writes_one_entry_a_row_and_past_the_segments_none():
+    cache = kv_cache.allocate(CONFIG, SLOTS, SPANS, jnp.float32)
+    new = PromptLatents(jnp.ones((SLOTS, 1, 14)))
+    layer = kv_cache.append(cache.layers[0], new, jnp.array([5, 16]))
+    (array,) = joined([layer])
+    expected = np.zeros((SLOTS, 16, 14), np.float32)
+    expected[0, 5] = 1.0
+    np.testing.assert_array_equal(array, expected)
+
+
+def test_a_head_put_back_gives_the_cache_again():
+    cache = kv_cache.allocate(CONFIG, SLOTS, SPANS, jnp.float32)
+    changed = jax.tree.map(jnp.ones_like, cache.head(2))
+    whole: KVCache = cache.with_head(changed)
+    assert jax.tree.structure(whole) == jax.tree.structure(cache)
+    for array in joined(whole.layers):
+        assert np.all(array[:, :7] == 1) and np.all(array[:, 7:] == 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_kv_heads": 1}, "expected 3 num_kv_heads, one a query head.* got 1 with 10"),
+        ({"head_dim": 12}, "head_dim of 10, plain_dim and rope_dim together, got 3 with 12"),
+        ({"qkv_bias": True, "qk_norm": True}, "expected no qkv_bias, qk_norm beside it"),
+        ({"latent": replace(LATENT, plain_dim=7, rope_dim=3)}, "needs an even size, got 3"),
+    ],
+    ids=str,
+)
+def test_a_configuration_that_cannot_be_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        replace(CONFIG, **changes)
+
+
+@pytest.mark.parametrize("size", ["rank", "plain_dim", "rope_dim", "value_dim", "query_rank"])
+def test_a_size_that_is_none_is_refused(size):
+    with pytest.raises(ValueError, match=f"latent.{size}: expected a positive integer, got 0"):
+        replace(LATENT, **{size: 0})
