@@ -1,0 +1,261 @@
+"""What one sparse layer costs: against transformers, `ragged_dot` and other ways to dispatch.
+
+    pip install torch transformers    # for the comparison alone
+    python scripts/bench_experts.py --output benchmarks/experts.json
+
+The first table runs the same layer (float32, lossless) side by side, one call of each in turn. Its
+floor is the time that this machine takes to read the weights of the experts that are used, at the
+rate at which it sums an array that no cache holds. The second compares ways to place choices and to
+move their tokens, at published expert counts: sorting choices, counting them by a running sum of
+one-hot rows, and the one-hot products of GShard (2006.16668), which move tokens as they place them.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from noria.modelzoo.moe.config import LOSSLESS, Dispatch, Routing
+from noria.modelzoo.moe.dispatch import lossless_places
+from noria.modelzoo.moe.experts import ExpertWeights
+from noria.modelzoo.moe.mix import Mixture
+from noria.modelzoo.moe.routing import Router
+from noria.runtime.machine import describe_machine
+
+EXPERTS, CHOSEN, EMBED, HIDDEN = 8, 2, 1024, 3584
+TOKENS = (32, 512)
+PLACED = ((8, 2), (64, 6), (128, 8), (256, 8))
+PLACED_TOKENS = (32, 512, 4096)
+PLACED_EMBED = 512
+CAPACITY_FACTOR = 1.25
+MOST_ONE_HOT = 2**28
+"""Entries of a one-hot mask beyond which its products are not run."""
+
+Run = Callable[[], Any]
+
+
+def main() -> None:
+    options = _parse()
+    report = {
+        "command": " ".join(["python", *sys.argv]),
+        "machine": describe_machine(),
+        "layer": [measure_layer(tokens, options.repeats) for tokens in TOKENS],
+        "placing": [
+            measure_placing(*sizes, tokens, options.repeats)
+            for sizes in PLACED
+            for tokens in PLACED_TOKENS
+        ],
+    }
+    table = markdown(report)
+    print(table)
+    if options.output:
+        options.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        options.output.with_suffix(".md").write_text(table, encoding="utf-8")
+
+
+def measure_layer(tokens: int, repeats: int) -> dict[str, Any]:
+    """Milliseconds of one layer by implementation, its floor, and the rows that it computes."""
+    rng = np.random.default_rng(0)
+
+    def normal(*shape: int) -> np.ndarray:
+        return rng.standard_normal(shape, np.float32) * shape[-2] ** -0.5
+
+    weights = ExpertWeights(normal(EXPERTS, 2, EMBED, HIDDEN), normal(EXPERTS, HIDDEN, EMBED))
+    router = Router(normal(EMBED, EXPERTS))
+    x_BTD = rng.standard_normal((1, tokens, EMBED), np.float32)
+    of_noria = {
+        "noria, lossless": LOSSLESS,
+        f"noria, capacity {CAPACITY_FACTOR}": Dispatch("capacity", CAPACITY_FACTOR),
+        "jax.lax.ragged_dot": Dispatch("ragged"),
+    }
+    arrays = jax.device_put((x_BTD, np.ones((1, tokens), bool), router, weights))
+    layers = {name: _mixture(dispatch) for name, dispatch in of_noria.items()}
+    runs: dict[str, Run] = {name: partial(_run, layer, arrays) for name, layer in layers.items()}
+    theirs = _transformers(router, weights)
+    runs |= {f"transformers, {kind}": partial(run, x_BTD) for kind, run in theirs.items()}
+    expected = np.asarray(runs["jax.lax.ragged_dot"]().out_BTD)
+    for run in theirs.values():
+        np.testing.assert_allclose(run(x_BTD), expected, atol=1e-4)
+    use = layers["noria, lossless"](*arrays).use
+    num_choices = tokens * CHOSEN
+    tile = LOSSLESS.tile(num_choices, EXPERTS)
+    used = int((np.asarray(use.load_SE) > 0).sum())
+    return {
+        "tokens": tokens,
+        "milliseconds": side_by_side(runs, repeats),
+        "floor_milliseconds": used * 3 * EMBED * HIDDEN * 4 / read_rate(repeats) * 1e3,
+        "rows_over_choices": int(np.asarray(use.rows_SE).sum()) / num_choices,
+        "bound_over_choices": (num_choices + EXPERTS * (tile - 1)) / num_choices,
+    }
+
+
+def measure_placing(experts: int, chosen: int, tokens: int, repeats: int) -> dict[str, Any]:
+    """Milliseconds, flops and bytes of placing choices and bringing their tokens, by method."""
+    rng = np.random.default_rng(1)
+    scores_ME = rng.standard_normal((tokens, experts))
+    expert_MZ = np.argsort(-scores_ME, axis=1)[:, :chosen].astype(np.int32)
+    x_MD = rng.standard_normal((tokens, PLACED_EMBED), np.float32)
+    tile = LOSSLESS.tile(expert_MZ.size, experts)
+    capacity = Dispatch("capacity", CAPACITY_FACTOR).capacity(expert_MZ.size, experts)
+    methods: dict[str, Callable] = {
+        "sorted": partial(_sorted, experts=experts, tile=tile),
+        "running sum": partial(_running_sum, experts=experts, tile=tile),
+    }
+    if tokens * experts * capacity <= MOST_ONE_HOT:
+        methods["one-hot products"] = partial(_one_hot, experts=experts, capacity=capacity)
+    arrays = jax.device_put((x_MD, expert_MZ))
+    compiled = {name: jax.jit(f).lower(*arrays).compile() for name, f in methods.items()}
+    costs = {name: executable.cost_analysis() or {} for name, executable in compiled.items()}
+    runs = {name: partial(_run, executable, arrays) for name, executable in compiled.items()}
+    return {
+        "experts": experts,
+        "chosen": chosen,
+        "tokens": tokens,
+        "milliseconds": side_by_side(runs, repeats),
+        "flops": {name: cost.get("flops") for name, cost in costs.items()},
+        "bytes": {name: cost.get("bytes accessed") for name, cost in costs.items()},
+    }
+
+
+def side_by_side(runs: Mapping[str, Run], repeats: int) -> dict[str, float]:
+    """Median milliseconds of each, one call of every one in turn."""
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(repeats + 1):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run()
+            if turn:  # the first call warms up
+                seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(of_one) * 1e3 for name, of_one in seconds.items()}
+
+
+def read_rate(repeats: int) -> float:
+    """Bytes a second that a sum reads from memory."""
+    x = jax.device_put(np.ones((8, 2**24), np.float32))
+    total = jax.jit(lambda x: x.sum(axis=1))
+    return x.nbytes / (side_by_side({"sum": partial(_run, total, (x,))}, repeats)["sum"] / 1e3)
+
+
+def _mixture(dispatch: Dispatch) -> Callable:
+    def unit(gate: jax.Array, up: jax.Array) -> jax.Array:
+        return jax.nn.silu(gate) * up
+
+    return jax.jit(Mixture(Routing(EXPERTS, CHOSEN), dispatch, unit))
+
+
+def _run(function: Callable, arrays: tuple) -> Any:
+    return jax.block_until_ready(function(*arrays))
+
+
+def _transformers(router: Router, weights: ExpertWeights) -> dict[str, Callable]:
+    """The block of Mixtral with the same weights, in the ways that transformers can run it."""
+    import torch
+    from transformers import MixtralConfig
+    from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
+    config = MixtralConfig(
+        hidden_size=EMBED,
+        intermediate_size=HIDDEN,
+        num_local_experts=EXPERTS,
+        num_experts_per_tok=CHOSEN,
+    )
+    gate_up = np.asarray(weights.gate_up_EPDF).transpose(0, 1, 3, 2).reshape(EXPERTS, -1, EMBED)
+    down = np.asarray(weights.down_EFD).transpose(0, 2, 1)
+    runs = {}
+    for kind in ("eager", "grouped_mm"):
+        config._experts_implementation = kind
+        block = MixtralSparseMoeBlock(config).eval()
+        block.load_state_dict({
+            "gate.weight": torch.tensor(np.asarray(router.weight_DE).T),
+            "experts.gate_up_proj": torch.tensor(gate_up),
+            "experts.down_proj": torch.tensor(down),
+        })  # fmt: skip
+
+        def run(x_BTD: np.ndarray, block: torch.nn.Module = block) -> np.ndarray:
+            with torch.no_grad():
+                return block(torch.from_numpy(x_BTD)).numpy()
+
+        runs[kind] = run
+    return runs
+
+
+def _sorted(x_MD: jax.Array, expert_MZ: jax.Array, experts: int, tile: int) -> jax.Array:
+    places = lossless_places(expert_MZ, experts, tile)
+    return x_MD.at[places.token_U].get(mode="fill", fill_value=0)
+
+
+def _running_sum(x_MD: jax.Array, expert_MZ: jax.Array, experts: int, tile: int) -> jax.Array:
+    choice = expert_MZ.reshape(-1)
+    is_chosen = (choice[:, None] == jnp.arange(experts)[None]).astype(jnp.int32)
+    count = jnp.cumsum(is_chosen, axis=0)
+    rank = jnp.take_along_axis(count, choice[:, None], axis=1)[:, 0] - 1
+    num_tiles = (count[-1] + tile - 1) // tile
+    row = ((jnp.cumsum(num_tiles) - num_tiles) * tile)[choice] + rank
+    num_rows = -(-(choice.size + experts * (tile - 1)) // tile) * tile
+    token = jnp.full(num_rows, x_MD.shape[0], jnp.int32)
+    token = token.at[row].set(jnp.arange(choice.size, dtype=jnp.int32) // expert_MZ.shape[1])
+    return x_MD.at[token].get(mode="fill", fill_value=0)
+
+
+def _one_hot(x_MD: jax.Array, expert_MZ: jax.Array, experts: int, capacity: int) -> jax.Array:
+    choice = expert_MZ.reshape(-1)
+    is_chosen = (choice[:, None] == jnp.arange(experts)[None]).astype(jnp.int32)
+    rank = (jnp.cumsum(is_chosen, axis=0) * is_chosen).sum(axis=1) - 1
+    of_row = jax.nn.one_hot(rank, capacity, dtype=x_MD.dtype)
+    mask = jnp.einsum("ae,ac->aec", is_chosen.astype(x_MD.dtype), of_row)
+    mask_MEC = mask.reshape(*expert_MZ.shape, experts, capacity).sum(axis=1)
+    return jnp.einsum("mec,md->ecd", mask_MEC, x_MD)
+
+
+def markdown(report: Mapping[str, Any]) -> str:
+    """The report as two tables."""
+    machine = report["machine"]
+    lines = [
+        "# One sparse layer",
+        "",
+        f"{machine['processor']}, jax {machine['versions']['jax']}. Made by `{report['command']}`. Medians, in ms.",
+        "",
+        f"E {EXPERTS}, k {CHOSEN}, D {EMBED}, F {HIDDEN}, float32; the ratio is to the faster form "
+        "of transformers, rows are those of products over choices, with the bound of their number.",
+        "",
+    ]
+    first = report["layer"][0]["milliseconds"]
+    lines.append(f"| tokens | {' | '.join(first)} | ratio | memory floor | rows | bound |")
+    lines.append("|--:" * (len(first) + 5) + "|")
+    for row in report["layer"]:
+        times = row["milliseconds"]
+        best = min(time for name, time in times.items() if name.startswith("transformers"))
+        cells = [f"{row['tokens']}", *(f"{time:.1f}" for time in times.values())]
+        cells += [f"{times['noria, lossless'] / best:.2f}", f"{row['floor_milliseconds']:.1f}"]
+        cells += [f"{row['rows_over_choices']:.3f}", f"{row['bound_over_choices']:.3f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", f"Placing choices and bringing tokens of {PLACED_EMBED} float32; capacity factor "
+              f"{CAPACITY_FACTOR} where a method needs a capacity.", ""]  # fmt: skip
+    lines.append("| E / k | tokens | method | ms | Mflop | MB |")
+    lines.append("|--:|--:|:--|--:|--:|--:|")
+    for row in report["placing"]:
+        for name, milliseconds in row["milliseconds"].items():
+            sizes = f"{row['experts']} / {row['chosen']} | {row['tokens']}"
+            cost = (f"{(row[unit][name] or 0) / 1e6:.1f}" for unit in ("flops", "bytes"))
+            lines.append(f"| {sizes} | {name} | {milliseconds:.2f} | {' | '.join(cost)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--output", type=Path, help="write JSON here, and Markdown beside it")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
