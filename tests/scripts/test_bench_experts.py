@@ -3,11 +3,18 @@
 import jax
 import numpy as np
 import pytest
-from scripts import bench_experts
+from numerics_helpers import script
+
+
+@pytest.fixture(scope="module")
+def bench_experts():
+    return script("scripts/bench_experts.py")
 
 
 @pytest.mark.reference
-def test_a_small_run_measures_every_implementation_and_is_written_as_tables(monkeypatch):
+def test_a_small_run_measures_every_implementation_and_is_written_as_tables(
+    bench_experts, monkeypatch
+):
     for name, size in {"EMBED": 16, "HIDDEN": 24, "PLACED_EMBED": 8}.items():
         monkeypatch.setattr(bench_experts, name, size)
     layer = bench_experts.measure_layer(8, repeats=1)
@@ -20,7 +27,7 @@ def test_a_small_run_measures_every_implementation_and_is_written_as_tables(monk
     assert "| 6 / 2 | 20 | one-hot products |" in table
 
 
-def test_all_methods_bring_the_same_tokens():
+def test_all_methods_bring_the_same_tokens(bench_experts):
     rng = np.random.default_rng(0)
     expert_MZ = np.argsort(rng.random((20, 6)), axis=1)[:, :2].astype(np.int32)
     x_MD = jax.numpy.asarray(rng.standard_normal((20, 8), np.float32))
