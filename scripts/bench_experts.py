@@ -222,7 +222,8 @@ def markdown(report: Mapping[str, Any]) -> str:
     lines = [
         "# One sparse layer",
         "",
-        f"{machine['processor']}, jax {machine['versions']['jax']}. Made by `{report['command']}`. Medians, in ms.",
+        f"{machine['processor']}, jax {machine['versions']['jax']}. Made by "
+        f"`{report['command']}`. Medians, in ms.",
         "",
         f"E {EXPERTS}, k {CHOSEN}, D {EMBED}, F {HIDDEN}, float32; the ratio is to the faster form "
         "of transformers, rows are those of products over choices, with the bound of their number.",

@@ -1,0 +1,96 @@
+"""What sparse layers communicate, compiled for a TPU slice that is not there.
+
+As for dense layers, the difference between graphs of three and of two layers is one layer.
+"""
+
+from collections import Counter
+
+import jax.numpy as jnp
+import pytest
+
+from noria.compile.bucket_grid import BucketGrid
+from noria.compile.build import compile_graph, plan_graphs
+from noria.compile.collectives import read_collectives
+from noria.compile.definition import Definition
+from noria.compile.targets import find_target
+from noria.modelzoo.config import DecoderConfig
+from noria.modelzoo.moe.config import MoeConfig, Routing
+from noria.modelzoo.moe.use import FACTORS
+from noria.runtime.layout_files import named_layout_tables
+from noria.sharding.layout import Layout
+
+pytestmark = pytest.mark.tpu_compile
+
+TARGET = "tpu:v5e:2x4"
+SLOTS, PROMPTS, LENGTH, EMBED, BYTES = 64, 8, 256, 512, 2
+NUM_EXPERTS, CHOSEN = 8, 2
+GRID = BucketGrid(512, ((LENGTH, PROMPTS),), SLOTS, (512,), steps_per_call=8)
+TOKENS = {"prefill": PROMPTS * LENGTH, "decode": SLOTS}
+WEIGHTS_OF_ONE_EXPERT = 3 * EMBED * 1536 * BYTES
+
+
+def layout_of(name: str) -> Layout:
+    return Layout.from_table(named_layout_tables()[name])
+
+
+def compiled(layout: Layout, phase: str, num_layers: int):
+    config = DecoderConfig(
+        vocab_size=1024,
+        embed=EMBED,
+        mlp=1536,
+        num_query_heads=16,
+        num_kv_heads=8,
+        head_dim=64,
+        windows=(None,) * num_layers,
+        max_position=2048,
+        moe=MoeConfig(Routing(NUM_EXPERTS, CHOSEN), 1536, (True,) * num_layers),
+    )
+    placement = find_target(TARGET).placement(layout)
+    definition = Definition(config, placement.arrangement(config))
+    graphs = plan_graphs(definition, GRID, placement, jnp.dtype(jnp.bfloat16))
+    (graph,) = (graph for graph in graphs if graph.name.startswith(phase))
+    return compile_graph(graph)[0]
+
+
+def collectives(program, layout: Layout, num_layers: int) -> Counter:
+    """All but the counts of experts, which cross to the host once a call."""
+    shards = layout.mesh.num_devices // layout.mesh.sizes.get("tensor", 1)
+    of_counts = {num_layers * shards * size * 4 for size in (NUM_EXPERTS, len(FACTORS))}
+    found = read_collectives(program.as_text(), layout.mesh.sizes)
+    return Counter(
+        (c.kind, c.mesh_axes, c.num_bytes) for c in found if c.num_bytes not in of_counts
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "phase"),
+    [
+        ("expert-tensor", "prefill"),
+        ("expert-tensor", "decode"),
+        pytest.param("expert-parallel", "prefill", marks=pytest.mark.slow),
+        pytest.param("expert-parallel", "decode", marks=pytest.mark.slow),
+        pytest.param("expert-stationary", "prefill", marks=pytest.mark.slow),
+        pytest.param("expert-stationary", "decode", marks=pytest.mark.slow),
+    ],
+)
+def test_a_sparse_layer_exchanges_tokens_twice_and_gathers_no_expert(name, phase):
+    """There with their choices and weights beside them, back alone; a row a token."""
+    layout = layout_of(name)
+    mesh = layout.mesh.sizes
+    programs = [compiled(layout, phase, num_layers) for num_layers in (2, 3)]
+    two, three = (collectives(*of) for of in zip(programs, [layout] * 2, (2, 3), strict=True))
+    # each device sends its tokens to every device that it exchanges with
+    exchanging = mesh.get("expert", 1)
+    sent = TOKENS[phase] // (mesh.get("data", 1) * exchanging) * exchanging
+    words_of_choices = CHOSEN + CHOSEN * 4 // BYTES
+    wanted = Counter()
+    if exchanging > 1:
+        wanted["all-to-all", ("expert",), sent * (EMBED + words_of_choices) * BYTES] += 1
+        wanted["all-to-all", ("expert",), sent * EMBED * BYTES] += 1
+    if "tensor" in mesh:
+        # attention's sum, and that of the experts' hidden size or of the experts themselves
+        residual = TOKENS[phase] // (mesh.get("data", 1) * exchanging) * EMBED * BYTES
+        wanted["all-reduce", ("tensor",), residual] += 2
+    assert three - two == wanted
+    # nor are weights copied on their way into a product
+    assert programs[0].memory_analysis().temp_size_in_bytes < 4 * WEIGHTS_OF_ONE_EXPERT
