@@ -63,13 +63,28 @@ def _experts(count: int, chosen: int) -> dict[str, Any]:
 
 
 def _latent(heads: int, rank: int, plain: int, rotated: int, value: int) -> dict[str, Any]:
-    """Sizes of latent attention, in a model without experts."""
+    """Sizes of latent attention."""
     return _heads(heads, heads) | {
         "kv_lora_rank": rank,
         "qk_nope_head_dim": plain,
         "qk_rope_head_dim": rotated,
         "v_head_dim": value,
-        "first_k_dense_replace": 2,
+    }
+
+
+def _routed(
+    count: int, chosen: int, groups: tuple[int, int] | None = None, shared: int = 1, dense: int = 1
+) -> dict[str, Any]:
+    """Experts of DeepSeek, in groups of which the best few are open to a token."""
+    return {
+        "n_routed_experts": count,
+        "num_experts_per_tok": chosen,
+        "n_group": groups and groups[0],
+        "topk_group": groups and groups[1],
+        "n_shared_experts": shared,
+        "moe_intermediate_size": 20,
+        "first_k_dense_replace": dense,
+        "routed_scaling_factor": 1.0,
     }
 
 
@@ -302,50 +317,66 @@ CASES = (
         LINEAR,
         is_old_spelling=True,
     ),
-    Case("deepseek-v2-lite", "deepseek_v2", _latent(4, 12, 10, 6, 14) | {"q_lora_rank": None}),
+    Case(
+        "deepseek-v2-lite",
+        "deepseek_v2",
+        _latent(4, 12, 10, 6, 14) | _routed(8, 3, (1, 1), shared=2) | {"q_lora_rank": None},
+    ),
     Case(
         "deepseek-v2",
         "deepseek_v2",
-        _latent(3, 20, 6, 8, 10) | {"q_lora_rank": 15},
+        _latent(3, 20, 6, 8, 10)
+        | _routed(12, 4, (4, 2))
+        | {"q_lora_rank": 15, "topk_method": "group_limited_greedy", "routed_scaling_factor": 4.0},
         YARN_SCALED | {"mscale": 0.707, "mscale_all_dim": 0.707},
         is_old_spelling=True,
     ),
     Case(
         "deepseek-v2-mscales-differ",
         "deepseek_v2",
-        _latent(6, 18, 16, 4, 6) | {"q_lora_rank": None, "tie_word_embeddings": True},
+        _latent(6, 18, 16, 4, 6)
+        | _routed(6, 1, dense=0)
+        | {"q_lora_rank": None, "tie_word_embeddings": True, "rms_norm_eps": 0.3},
         YARN_SCALED | {"mscale": 1.4, "mscale_all_dim": 0.6},
     ),
     Case(
         "deepseek-v2-linear",
         "deepseek_v2",
-        _latent(1, 8, 4, 2, 3) | {"q_lora_rank": 11},
+        _latent(1, 8, 4, 2, 3)
+        | _routed(9, 2, (3, 1), shared=3)
+        | {"q_lora_rank": 11, "topk_method": "group_limited_greedy", "num_hidden_layers": 3},
         LINEAR,
         is_old_spelling=True,
     ),
     Case(
         "deepseek-v3",
         "deepseek_v3",
-        _latent(8, 16, 8, 4, 8) | {"q_lora_rank": 24, "rms_norm_eps": 0.3},
+        _latent(8, 16, 8, 4, 8)
+        | _routed(16, 4, (4, 2))
+        | {"q_lora_rank": 24, "rms_norm_eps": 0.3, "routed_scaling_factor": 2.5},
         YARN_SCALED | {"mscale": 1.0, "mscale_all_dim": 1.0},
         is_old_spelling=True,
     ),
     Case(
         "deepseek-v3-halves",
         "deepseek_v3",
-        _latent(5, 10, 3, 6, 9) | {"q_lora_rank": 13, "rope_interleave": False},
+        _latent(5, 10, 3, 6, 9)
+        | _routed(6, 2, (1, 1), dense=0)
+        | {"q_lora_rank": 13, "rope_interleave": False},
         {"rope_theta": 500.0},
     ),
     Case(
         "deepseek-v3-mscale-alone",
         "deepseek_v3",
-        _latent(2, 13, 12, 10, 20) | {"q_lora_rank": None, "tie_word_embeddings": True},
+        _latent(2, 13, 12, 10, 20)
+        | _routed(12, 5, (3, 2), shared=2)
+        | {"q_lora_rank": None, "tie_word_embeddings": True, "norm_topk_prob": False},
         YARN_SCALED | {"mscale_all_dim": 0.8, "beta_fast": 8.0},
     ),
     Case(
         "deepseek-v3-attention-factor",
         "deepseek_v3",
-        _latent(3, 8, 4, 8, 5) | {"q_lora_rank": 6},
+        _latent(3, 7, 4, 8, 5) | _routed(8, 2, (4, 1)) | {"q_lora_rank": 6, "num_hidden_layers": 3},
         YARN_SCALED | {"mscale": 0.5, "mscale_all_dim": 0.9, "attention_factor": 1.3},
     ),
     Case("granite-linear", "granite", _heads(3, 3) | {"logits_scaling": 0.5}, LINEAR),
@@ -381,6 +412,9 @@ def save_reference(case: Case, directory: Path) -> list[np.ndarray]:
                 parameter.ndim == 1 or "norm" in name
             ):  # norms start at one and biases at zero, where mistakes hide
                 parameter.add_(0.3 * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(0.3 * torch.randn_like(buffer))
         model.save_pretrained(directory)
         logits = [model(torch.tensor([prompt])).logits[0] for prompt in prompts(case)]
     if case.is_old_spelling:

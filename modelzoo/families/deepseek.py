@@ -1,13 +1,18 @@
-"""DeepSeek V2, V3 and R1: latent attention, long contexts by YaRN.
+"""DeepSeek V2, V3 and R1: latent attention, experts beside shared ones, long contexts by YaRN.
 
 Sources: DeepSeek-V2 (2405.04434), DeepSeek-V3 (2412.19437), and transformers for what config.json
 means: there norms of latents have an epsilon of their own, whatever is published for the others.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
 from ..config import LatentAttention, Scores
+from ..moe.config import ExpertGroups, MoeConfig, Routing
 from .config_reader import ConfigReader
 from .family import Family, Options
-from .hugging_face import MAX_EMBED, MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS
+from .hugging_face import MAX_EMBED, MAX_EXPERTS, MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_MLP
 from .latent_sources import LatentNames
 from .rope_options import read_kind, rope_table, yarn_mscale
 
@@ -24,35 +29,90 @@ _HF_LATENT_NAMES = LatentNames(
     output=f"{_ATTENTION}.o_proj",
 )
 
-_OF_EXPERTS = (
-    "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size",
-    "moe_layer_freq", "n_group", "topk_group", "topk_method", "scoring_func", "norm_topk_prob",
-    "routed_scaling_factor", "output_router_logits", "aux_loss_alpha", "seq_aux", "ep_size",
-    "num_nextn_predict_layers",
-)  # fmt: skip
+_HF_NAMES = {
+    "latent": _HF_LATENT_NAMES,
+    "shared_gate": "model.layers.{i}.mlp.shared_experts.gate_proj",
+    "shared_up": "model.layers.{i}.mlp.shared_experts.up_proj",
+    "shared_down": "model.layers.{i}.mlp.shared_experts.down_proj",
+}
+_OF_TRAINING = ("aux_loss_alpha", "seq_aux", "ep_size", "output_router_logits")
 
 
-def _hf_options(config: ConfigReader, num_layers: int) -> Options:
+ReadRouting = Callable[[ConfigReader], Routing]
+
+
+def _hf_options(config: ConfigReader, num_layers: int, read_routing: ReadRouting) -> Options:
     num_heads = config.integer("num_attention_heads", maximum=MAX_HEADS)
     config.expect("num_key_value_heads", num_heads)
     config.expect("attention_bias", False)
+    config.ignore(_OF_TRAINING)
     latent = _read_latent(config)
-    _expect_dense(config, num_layers)
     return Options(
         windows=(None,) * num_layers,
         latent=latent,
         scores=Scores(latent.head_dim**-0.5 * _sharpness(rope_table(config))),
+        moe=_read_experts(config, num_layers, read_routing(config)),
     )
 
 
-def _expect_dense(config: ConfigReader, num_layers: int) -> None:
-    """Options of experts mean nothing to a model without any."""
-    dense = config.integer("first_k_dense_replace", minimum=0, maximum=MAX_LAYERS)
-    if dense < num_layers:
-        raise config.error(
-            "first_k_dense_replace", f"all {num_layers} layers, as experts are not implemented"
-        )
-    config.ignore(_OF_EXPERTS)
+def _read_experts(config: ConfigReader, num_layers: int, routing: Routing) -> MoeConfig:
+    """Sparse layers follow some dense ones."""
+    num_dense = config.integer("first_k_dense_replace", minimum=0, maximum=num_layers - 1)
+    config.expect("moe_layer_freq", 1)
+    width = config.integer("moe_intermediate_size", maximum=MAX_MLP)
+    num_shared = config.integer("n_shared_experts", maximum=MAX_EXPERTS)
+    layers = tuple(i >= num_dense for i in range(num_layers))
+    return MoeConfig(routing, width, layers, num_shared * width)
+
+
+def _read_v2_routing(config: ConfigReader) -> Routing:
+    """Weights are as the softmax gives them; the best score ranks a group."""
+    config.expect("scoring_func", "softmax")
+    # transformers never normalizes, and the published code does not scale what it normalizes
+    config.expect("norm_topk_prob", False)
+    method = config.text("topk_method", default="greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise config.error("topk_method", "greedy or group_limited_greedy")
+    if method == "greedy":
+        config.ignore(("n_group", "topk_group"))
+    groups = None if method == "greedy" else _read_groups(config, best=1)
+    return replace(_read_choices(config), groups=groups, is_normalized=False)
+
+
+def _read_v3_routing(config: ConfigReader) -> Routing:
+    """The sum of the best two scores ranks a group, with the bias that every choice is made by."""
+    config.expect("scoring_func", "sigmoid")
+    config.expect("topk_method", "noaux_tc")
+    return replace(
+        _read_choices(config),
+        scoring="sigmoid",
+        is_normalized=config.flag("norm_topk_prob"),
+        groups=_read_groups(config, best=2),
+        has_choice_bias=True,
+    )
+
+
+def _read_choices(config: ConfigReader) -> Routing:
+    num_experts = config.integer("n_routed_experts", maximum=MAX_EXPERTS)
+    return Routing(
+        num_experts,
+        config.integer("num_experts_per_tok", maximum=num_experts),
+        scale=config.number("routed_scaling_factor", above=0.0),
+    )
+
+
+def _read_groups(config: ConfigReader, best: int) -> ExpertGroups | None:
+    count = config.integer("n_group", maximum=MAX_EXPERTS)
+    if config.integer("n_routed_experts", maximum=MAX_EXPERTS) % count:
+        raise config.error("n_group", "a divisor of n_routed_experts")
+    chosen = config.integer("topk_group", maximum=count)
+    return ExpertGroups(count, chosen, best) if count > 1 else None
+
+
+def _unused_tensors(config: ConfigReader, num_layers: int) -> tuple[str, ...]:
+    """Layers past the last predict further tokens (DeepSeek-V3, section 2.2)."""
+    count = config.integer("num_nextn_predict_layers", minimum=0, maximum=MAX_LAYERS, default=0)
+    return tuple(f"model.layers.{num_layers + i}." for i in range(count))
 
 
 def _read_latent(config: ConfigReader) -> LatentAttention:
@@ -89,13 +149,14 @@ def _sharpness(rope: ConfigReader) -> float:
 V2 = Family(
     "deepseek_v2",
     "DeepseekV2ForCausalLM",
-    _hf_options,
-    hf_names={"latent": _HF_LATENT_NAMES, "is_interleaved": True},
+    partial(_hf_options, read_routing=_read_v2_routing),
+    hf_names=_HF_NAMES | {"is_interleaved": True},
 )
 V3 = Family(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
-    _hf_options,
-    hf_names={"latent": _HF_LATENT_NAMES},
+    partial(_hf_options, read_routing=_read_v3_routing),
+    hf_names=_HF_NAMES,
     hf_interleaved_key="rope_interleave",
+    hf_unused_tensors=_unused_tensors,
 )

@@ -86,6 +86,9 @@ class Family:
     """Fields of `TensorNames` that differ from the usual ones."""
     hf_experts: tuple[ExpertNames, ...] = ()
     """The forms in which experts are published, the usual one first; empty for the usual ones."""
+    hf_unused_tensors: Callable[[ConfigReader, int], tuple[str, ...]] | None = None
+    """Beginnings of the names of tensors that may be there and that no forward pass needs, as a
+    function of a configuration and the layer count."""
     hf_interleaved_key: str | None = None
     """The option of config.json that says whether rotated pairs lie side by side; on by default."""
     gguf_architecture: str | None = None

@@ -132,12 +132,14 @@ def model_spec(
     names = replace(NAMES, experts=experts, **family.hf_names)
     if (key := family.hf_interleaved_key) is not None:
         names = replace(names, is_interleaved=config.flag(key, default=True))
+    unused = ()
+    if family.hf_unused_tensors is not None:
+        unused = family.hf_unused_tensors(config, decoder.num_layers)
+    ignored = (*_ignored_tensors(decoder), *(n for n in tensor_names if n.startswith(unused)))
     config.ignore(IGNORED_KEYS)
     config.expect_of_unread(NEUTRAL_VALUES)
     config.refuse_rest()
-    return ModelSpec(
-        family.name, decoder, parameter_sources(decoder, names), _ignored_tensors(decoder), names
-    )
+    return ModelSpec(family.name, decoder, parameter_sources(decoder, names), ignored, names)
 
 
 def _form_of_experts(

@@ -53,14 +53,20 @@ _LLAMA3 = {
 }
 _MSCALES = {"mscale": 0.7, "mscale_all_dim": 1.2}
 _LATENT = {
-    "intermediate_size": 120,
     "num_key_value_heads": 24,
     "head_dim": 6,
     "kv_lora_rank": 14,
     "qk_nope_head_dim": 4,
     "qk_rope_head_dim": 6,
     "v_head_dim": 5,
-    "first_k_dense_replace": 2,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 2.5,
+    "n_group": 4,
+    "topk_group": 2,
 }
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True, "rope_scaling": _LLAMA3},
@@ -89,8 +95,14 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     },
     "phi3": {"sliding_window": 5, "partial_rotary_factor": 0.75, "head_dim": 16},
     "cohere": {"rms_norm_eps": None, "layer_norm_eps": 1e-5, "use_qk_norm": True},
-    "deepseek_v2": _LATENT | {"q_lora_rank": None, "rope_scaling": _YARN | _MSCALES},
-    "deepseek_v3": _LATENT | {"q_lora_rank": 10, "tie_word_embeddings": True},
+    "deepseek_v2": _LATENT
+    | {
+        "q_lora_rank": None,
+        "topk_method": "group_limited_greedy",
+        "rope_scaling": _YARN | _MSCALES,
+    },
+    "deepseek_v3": _LATENT
+    | {"q_lora_rank": 10, "norm_topk_prob": True, "tie_word_embeddings": True},
     "gemma3_text": {
         "hidden_act": "gelu_pytorch_tanh",
         "sliding_window": 5,

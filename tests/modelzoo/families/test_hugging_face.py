@@ -22,6 +22,7 @@ from noria.modelzoo.config import (
 from noria.modelzoo.families.config_reader import ConfigReader
 from noria.modelzoo.families.quantisation import BlockFloat8, Mxfp4, read_quantisation
 from noria.modelzoo.families.registry import UnsupportedModel, from_hf_config
+from noria.modelzoo.moe.config import ExpertGroups, Routing
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -71,7 +72,15 @@ LATENT = {
     "qk_nope_head_dim": 10,
     "qk_rope_head_dim": 6,
     "v_head_dim": 12,
-    "first_k_dense_replace": 3,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 20,
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 2.5,
 }
 
 
@@ -156,6 +165,29 @@ def test_the_sizes_of_latent_attention_are_read():
     assert from_hf_config(CONFIGS["deepseek-v2-lite"]).config.latent.query_rank is None
 
 
+def test_deepseek_chooses_experts_within_its_best_groups():
+    limited = family("deepseek_v2", topk_method="group_limited_greedy", moe_layer_freq=1)
+    moe = from_hf_config(limited).config.moe
+    assert (moe.mlp, moe.shared_mlp, moe.layers) == (20, 40, (False, True, True))
+    groups = ExpertGroups(count=4, chosen=2, best=1)
+    assert moe.routing == Routing(12, 3, is_normalized=False, scale=2.5, groups=groups)
+    assert from_hf_config(family("deepseek_v2", n_group=None)).config.moe.routing.groups is None
+
+    moe = from_hf_config(family("deepseek_v3", norm_topk_prob=True)).config.moe
+    groups = ExpertGroups(count=4, chosen=2, best=2)
+    sigmoid = {"scoring": "sigmoid", "has_choice_bias": True}
+    assert moe.routing == Routing(12, 3, scale=2.5, groups=groups, **sigmoid)
+
+
+def test_layers_that_predict_further_tokens_are_ignored_by_name():
+    published = family("deepseek_v3", num_nextn_predict_layers=1)
+    beyond = {"model.layers.3.eh_proj.weight", "model.layers.3.mlp.experts.0.up_proj.weight"}
+    last = "model.layers.2.mlp.experts.0.up_proj.weight"
+    names = {*beyond, last, "model.layers.30.eh_proj.weight"}
+    assert beyond == names & set(from_hf_config(published, names).ignored_tensors)
+    assert not names & set(from_hf_config(family("deepseek_v3"), names).ignored_tensors)
+
+
 def test_yarn_scales_rotations_by_one_ratio_and_scores_by_a_square():
     """The numbers of DeepSeek-V2: one temperature for all entries, none for rotated ones alone."""
     table = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 16}
@@ -172,6 +204,20 @@ def test_yarn_scales_rotations_by_one_ratio_and_scores_by_a_square():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"norm_topk_prob": True}, "norm_topk_prob: expected False"),
+        ({"topk_method": "noaux_tc"}, "topk_method: expected greedy or group_limited_greedy"),
+        ({"scoring_func": "sigmoid"}, "scoring_func: expected 'softmax'"),
+    ],
+    ids=str,
+)
+def test_options_of_v2_that_are_not_implemented_are_refused_by_name(changes, message):
+    with pytest.raises(UnsupportedModel, match=message):
+        from_hf_config(family("deepseek_v2", **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
         ({"num_key_value_heads": 2}, "num_key_value_heads: expected 8, the only one implemented"),
         ({"attention_bias": True}, "attention_bias: expected False"),
         ({"head_dim": 16}, "head_dim: expected 6"),
@@ -179,12 +225,19 @@ def test_yarn_scales_rotations_by_one_ratio_and_scores_by_a_square():
         ({"qk_rope_head_dim": 5}, "qk_rope_head_dim: expected an even number"),
         ({"kv_lora_rank": None}, "kv_lora_rank: expected an integer"),
         ({"q_lora_rank": 0}, "q_lora_rank: expected an integer"),
+        ({"first_k_dense_replace": 3}, "first_k_dense_replace: expected an integer from 0 to 2"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq: expected 1"),
+        ({"scoring_func": "softmax"}, "scoring_func: expected 'sigmoid'"),
+        ({"topk_method": "greedy"}, "topk_method: expected 'noaux_tc'"),
+        ({"n_group": 5}, "n_group: expected a divisor of n_routed_experts, got 5"),
+        ({"n_group": None}, "n_group: expected an integer"),
+        ({"topk_group": 5}, "topk_group: expected an integer from 1 to 4"),
         ({"rope_interleave": "no"}, "rope_interleave: expected true or false"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0, "mscale_all_dim": 1.0}}, "mscale_all"),
     ],
     ids=str,
 )
-def test_options_of_deepseek_that_are_not_implemented_are_refused_by_name(changes, message):
+def test_options_of_v3_that_are_not_implemented_are_refused_by_name(changes, message):
     with pytest.raises(UnsupportedModel, match=message):
         from_hf_config(family("deepseek_v3", **changes))
 
