@@ -98,11 +98,21 @@ def mix(x_BTD, router, weights, routing, dispatch=LOSSLESS, is_token_BT=None) ->
     return jax.jit(mixture)(x_BTD, is_token_BT, router, weights)
 
 
-@pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS.keys())
-@pytest.mark.parametrize("kind", ["lossless", "ragged", "capacity"])
-@pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "biases"])
-def test_every_dispatch_gives_what_plain_numpy_gives(routing, kind, has_bias):
+EVERY_ROUTING = [(name, "lossless", False) for name in ROUTINGS]
+EVERY_DISPATCH = [
+    (name, kind, has_bias)
+    for name in ("normalised", "sigmoid of one, on the input")
+    for kind in ("lossless", "ragged", "capacity")
+    for has_bias in (True, False)
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "has_bias"), dict.fromkeys(EVERY_ROUTING + EVERY_DISPATCH), ids=str
+)
+def test_every_routing_and_dispatch_gives_what_plain_numpy_gives(name, kind, has_bias):
     """A capacity that holds everything is lossless, too."""
+    routing = ROUTINGS[name]
     x_BTD, router, weights = random_layer(routing, has_bias=has_bias)
     factor = float(routing.num_experts) if kind == "capacity" else None
     mixed = mix(x_BTD, router, weights, routing, Dispatch(kind, factor))
