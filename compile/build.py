@@ -15,13 +15,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..modelzoo.operations import Axes, Operations
+from ..modelzoo.operations import Axes
 from ..sharding.layout import PHASES
 from ..sharding.placement import Placement
 from . import signatures
 from .bucket_grid import BucketGrid, PrefillBucket
 from .compiled_graphs import CompiledGraphs
 from .definition import Definition
+from .expert_plan import LOSSLESS_EXPERTS, ExpertPlan
 from .monitor import compile_monitor
 from .steps import DecodeState, decode_step, insert_step, prefill_step, score_step
 
@@ -55,9 +56,10 @@ def build(
     placement: Placement,
     dtype: jax.typing.DTypeLike,
     on_graph: Callable[[GraphBuilt], None] = lambda built: None,
+    experts: ExpertPlan = LOSSLESS_EXPERTS,
 ) -> CompiledGraphs:
     """Compile all graphs of `grid` for a placement; the longest-running are started first."""
-    graphs = plan_graphs(definition, grid, placement, jnp.dtype(dtype))
+    graphs = plan_graphs(definition, grid, placement, jnp.dtype(dtype), experts)
     compiled: dict[str, jax.stages.Compiled] = {}
     pool = ThreadPoolExecutor(max_workers=os.cpu_count())
     try:
@@ -73,10 +75,14 @@ def build(
 
 
 def plan_graphs(
-    definition: Definition, grid: BucketGrid, placement: Placement, dtype: jnp.dtype
+    definition: Definition,
+    grid: BucketGrid,
+    placement: Placement,
+    dtype: jnp.dtype,
+    experts: ExpertPlan = LOSSLESS_EXPERTS,
 ) -> list[GraphToBuild]:
     """Every graph of the grid, with placed abstract arguments and the placement of results."""
-    return _GraphPlanner(definition, grid, placement, dtype).graphs()
+    return _GraphPlanner(definition, grid, placement, dtype, experts).graphs()
 
 
 def empty_state(
@@ -91,11 +97,17 @@ class _GraphPlanner:
     """Graph bodies, arguments and placements of one model, grid and layout."""
 
     def __init__(
-        self, definition: Definition, grid: BucketGrid, placement: Placement, dtype: jnp.dtype
+        self,
+        definition: Definition,
+        grid: BucketGrid,
+        placement: Placement,
+        dtype: jnp.dtype,
+        experts: ExpertPlan = LOSSLESS_EXPERTS,
     ):
         self._definition, self._grid, self._placement = definition, grid, placement
         config = definition.config
-        self._prefill, self._decode = (placement.operations(phase, config) for phase in PHASES)
+        self._operations = {phase: placement.operations(phase, config) for phase in PHASES}
+        self._dispatch = {phase: experts.dispatch(phase, placement.platform) for phase in PHASES}
         shardings = placement.formats(placement.parameters(definition.logical_axes()))
         self._parameters = {
             name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=shardings[name])
@@ -120,12 +132,12 @@ class _GraphPlanner:
         arguments = (self._parameters, head, self._on_host(signatures.live_mask(self._grid)))
         results = (_shardings(head), self._placement.replicated)
         name = CompiledGraphs.decode_name(span)
-        return GraphToBuild(name, self._bound(body, self._decode), arguments, results, (1,))
+        return GraphToBuild(name, self._bound(body, "decode"), arguments, results, (1,))
 
     def _bucket_graphs(self, bucket: PrefillBucket) -> list[GraphToBuild]:
         host = self._placement.replicated
         arguments = (self._parameters, *self._on_host(signatures.prefill_arguments(bucket)))
-        body = self._bound(prefill_step, self._prefill)
+        body = self._bound(prefill_step, "prefill")
         prompts = signatures.placed_prompts(
             jax.eval_shape(body, *arguments), partial(self._place, "prefill")
         )
@@ -134,16 +146,19 @@ class _GraphPlanner:
         if self._grid.score:
             scored = (self._parameters, *self._on_host(signatures.score_arguments(bucket)))
             name = CompiledGraphs.score_name(bucket)
-            score = self._bound(score_step, self._prefill)
+            score = self._bound(score_step, "prefill")
             graphs.append(GraphToBuild(name, score, scored, (made, host)))
         given = self._on_host(signatures.insert_arguments(self._definition))
-        insert = partial(insert_step, source=self._prefill, target=self._decode)
+        source, target = (self._operations[phase] for phase in PHASES)
+        insert = partial(insert_step, source=source, target=target)
         name, arguments = CompiledGraphs.insert_name(bucket), (self.state, prompts, *given)
         return [*graphs, GraphToBuild(name, insert, arguments, _shardings(self.state), (0,))]
 
-    def _bound(self, body: Callable[..., Any], operations: Operations) -> Callable[..., Any]:
+    def _bound(self, body: Callable[..., Any], phase: str) -> Callable[..., Any]:
+        operations, dispatch = self._operations[phase], self._dispatch[phase]
+
         def graph(parameters: dict[str, jax.Array], *arguments: Any) -> Any:
-            return body(self._definition.bind(parameters, operations), *arguments)
+            return body(self._definition.bind(parameters, operations, dispatch), *arguments)
 
         return graph
 

@@ -1,4 +1,4 @@
-"""The plan: the file that fixes target, model, buckets and layout.
+"""The plan: the file that fixes target, model, buckets, layout and the dispatch to experts.
 
 Reads and writes its text; touches no disk.
 
@@ -12,6 +12,8 @@ from typing import Any
 
 from ..sharding.layout import PHASES, Layout
 from .bucket_grid import BucketGrid
+from .expert_plan import ExpertPlan
+from .plan_tables import check_keys, table_lines, toml
 
 SCHEMA = 1
 _LAYOUT_KEYS = {"layout", "max_replicated", "mesh", "rules", *PHASES}
@@ -44,35 +46,41 @@ class Plan:
     buckets: BucketGrid
     layout: Layout | None = None
     """How the model lies on several devices; None on one."""
+    experts: ExpertPlan | None = None
+    """Of a model with experts, where None means without loss; others have none."""
 
     def to_toml(self) -> str:
         """The plan as TOML text."""
-        lines = [f"schema = {SCHEMA}", f'target = "{self.target}"', "", "[model]"]
-        lines += [f"{key} = {_toml(value)}" for key, value in asdict(self.model).items()]
-        lines += ["", "[buckets]"]
-        lines += [f"{key} = {_toml(value)}" for key, value in asdict(self.buckets).items()]
+        lines = [f"schema = {SCHEMA}", f'target = "{self.target}"']
+        lines += table_lines("model", asdict(self.model))
+        lines += table_lines("buckets", asdict(self.buckets))
+        if self.experts is not None:
+            lines += self.experts.to_lines()
         if self.layout is not None:
             table = self.layout.to_table()
-            lines.insert(2, f"layout = {_toml(table.pop('name'))}")
+            lines.insert(2, f"layout = {toml(table.pop('name'))}")
             lines.insert(3, f"max_replicated = {table.pop('max_replicated')}")
             for phase in PHASES:
                 table[f"{phase}.rules"] = table.pop(phase, {}).get("rules", {})
             for name, values in table.items():
                 if values:
-                    lines += ["", f"[{name}]", *(f"{k} = {_toml(v)}" for k, v in values.items())]
+                    lines += table_lines(name, values)
         return "\n".join(lines) + "\n"
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> "Plan":
         """Read a parsed TOML table; raises ValueError naming a key that is wrong or missing."""
-        _check_keys("plan", table, {"schema", "target", "model", "buckets"}, _LAYOUT_KEYS)
+        optional = {*_LAYOUT_KEYS, "experts"}
+        check_keys("plan", table, {"schema", "target", "model", "buckets"}, optional)
         if table["schema"] != SCHEMA:
             raise ValueError(f"plan schema: expected {SCHEMA}, got {table['schema']!r}.")
         model, buckets = table["model"], table["buckets"]
-        _check_keys("[model]", model, {"source", "fingerprint", "dtype"})
+        check_keys("[model]", model, {"source", "fingerprint", "dtype"})
         optional = {"steps_per_call", "score"}
-        _check_keys("[buckets]", buckets, set(BucketGrid.__dataclass_fields__) - optional, optional)
-        return cls(table["target"], PlannedModel(**model), BucketGrid(**buckets), _layout(table))
+        check_keys("[buckets]", buckets, set(BucketGrid.__dataclass_fields__) - optional, optional)
+        experts = ExpertPlan.from_table(table["experts"]) if "experts" in table else None
+        grid = BucketGrid(**buckets)
+        return cls(table["target"], PlannedModel(**model), grid, _layout(table), experts)
 
 
 def _layout(table: Mapping[str, Any]) -> Layout | None:
@@ -81,27 +89,3 @@ def _layout(table: Mapping[str, Any]) -> Layout | None:
         return None
     found["name"] = found.pop("layout", "of the plan")
     return Layout.from_table(found, "plan")
-
-
-def _check_keys(
-    where: str, table: Any, required: set[str], optional: frozenset[str] | set[str] = frozenset()
-) -> None:
-    if not isinstance(table, Mapping):
-        raise ValueError(f"{where}: expected a table, got {table!r}.")
-    unknown, missing = set(table) - required - optional, required - set(table)
-    if unknown or missing:
-        raise ValueError(
-            f"{where}: expected the keys {sorted(required | optional)}; "
-            f"unknown {sorted(unknown)}, missing {sorted(missing)}."
-        )
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, tuple | list):
-        return f"[{', '.join(map(_toml, value))}]"
-    if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-        return f'"{escaped}"'
-    return str(value)

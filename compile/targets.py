@@ -17,6 +17,11 @@ from jax.sharding import AxisType, Mesh
 from ..sharding.layout import Layout
 from ..sharding.placement import Placement
 
+EXPERT_TILES = {"cpu": (4, 64), "gpu": (16, 128), "tpu": (8, 128)}
+"""The fewest and the most rows of one product of an expert: a register tile's (TPU: sublanes of
+float32; GPU: a tensor core's), and those of one pass of the matrix unit, past which a larger tile
+gains no speed; a CPU's products are at full speed from 32 to 64 rows."""
+
 
 class UnknownTarget(ValueError):
     """A target that cannot be parsed or is not there."""

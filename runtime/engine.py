@@ -1,12 +1,12 @@
 """The engine: carries out the scheduler's actions on the device, in token ids.
 
-Knows nothing of text, files or stop strings. What crosses to the host after a call is ids, flags
-and, when asked for, log-probabilities. Guarantees: no compile (the graphs are given), explicit
-transfers only, and a row that meets non-finite logits ends alone.
+Knows nothing of text, files or stop strings. What crosses to the host after a call is ids, flags,
+counts of experts and, when asked for, log-probabilities. Guarantees: no compile (the graphs are
+given), explicit transfers only, and a row that meets non-finite logits ends alone.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import jax
@@ -15,6 +15,7 @@ import numpy as np
 from ..compile.bucket_grid import PrefillBucket
 from ..compile.compiled_graphs import CompiledGraphs
 from ..compile.steps import NO_TOKEN, DecodeOutput, DecodeState, Prompts
+from ..modelzoo.moe.use import ExpertReport
 from ..modelzoo.sampling import TokenScores
 from .host_arrays import HostArrays
 from .metrics import EngineMetrics
@@ -53,7 +54,17 @@ class TokensEmitted:
     is_finite: bool
 
 
-Event = PromptScored | TokensEmitted
+@dataclass(frozen=True)
+class ChoicesDropped:
+    """Choices of experts that found a capacity full, in one call."""
+
+    number: int
+    sample: int | None
+    """The sequence that lost them; None for the prompt, which all of a request share."""
+    count: int
+
+
+Event = PromptScored | TokensEmitted | ChoicesDropped
 
 
 class Engine:
@@ -125,6 +136,10 @@ class Engine:
             arguments = self._host.put((tokens_BT, true_length_B))
             made = self._graphs.prefill(self._parameters, action.bucket, *arguments)
         jax.block_until_ready(made.logits_BV)
+        report = self._host.fetch(made.experts)
+        if report is not None:
+            self.metrics.experts["prefill"].add(report.use, tokens_BT.size)
+            events += _dropped(report, enumerate((job.number, None) for job in action.jobs))
         if any(job.limit > job.prompt_length for job in action.jobs):
             self._prompts[action.number] = (action.bucket, made)
         kind = " scored" if action.is_scored else ""
@@ -167,7 +182,11 @@ class Engine:
             self._parameters, self._state, self._host.put(is_live_B), action.span
         )
         host = self._fetch(output, action.slots)
-        events: list[Event] = [self._emitted(host, slot) for slot in action.slots]
+        events: list[Event] = []
+        if host.experts is not None:
+            rows = ((slot, self._in_slot[slot]) for slot in action.slots)
+            events += _dropped(host.experts, ((slot, (s.job.number, s.sample)) for slot, s in rows))
+        events += [self._emitted(host, slot) for slot in action.slots]
         self._count_decode(action, host, self._clock() - start)
         return events
 
@@ -219,6 +238,19 @@ class Engine:
         use.live_tokens += num_steps * len(action.slots)
         use.computed_tokens += num_steps * len(emitted_BQ)
         use.seconds += seconds
+        if output.experts is not None:
+            self.metrics.experts["decode"].add(output.experts.use, len(emitted_BQ), num_steps)
+
+
+def _dropped(
+    report: ExpertReport, rows: Iterable[tuple[int, tuple[int, int | None]]]
+) -> list[Event]:
+    """An event for each row of a call, with its request and sequence, that lost choices."""
+    return [
+        ChoicesDropped(number, sample, int(report.num_dropped_B[row]))
+        for row, (number, sample) in rows
+        if report.num_dropped_B[row]
+    ]
 
 
 def _num_prompt_logprobs(request: EngineRequest) -> int:

@@ -14,7 +14,8 @@ from typing import Any
 from ..compile.bucket_grid import BucketGrid, NoBucketFits
 from ..compile.monitor import compile_monitor
 from ..compile.signatures import MAX_STOP_IDS
-from .engine import Engine, EngineRequest, Event, PromptScored, TokensEmitted
+from .engine import ChoicesDropped, Engine, EngineRequest, Event, PromptScored, TokensEmitted
+from .expert_use import ExpertSetup
 from .metrics import latency_report
 from .padding import row_seed
 from .request import (
@@ -49,6 +50,8 @@ class _InProgress:
     open_sequences: int
     first_token: float | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
+    num_dropped: int = 0
+    """Choices of experts."""
     error: RowError | None = None
 
 
@@ -62,6 +65,8 @@ class Generator:
     eos_ids: tuple[int, ...]
     tokenizer: Tokenizer | None = None
     run_seed: int = 0
+    experts: ExpertSetup | None = None
+    """Of a model with experts."""
     clock: Callable[[], float] = time.monotonic
     _open: dict[int, _InProgress] = field(default_factory=dict)
     _num_submitted: int = 0
@@ -170,11 +175,17 @@ class Generator:
 
     def statistics(self) -> dict[str, Any]:
         """Counters of the run so far, ready for JSON."""
+        metrics, experts = self.engine.metrics, self.experts
         return {
-            **self.engine.metrics.report(),
+            **metrics.report(),
+            **({} if experts is None else {"experts": experts.report(metrics.experts)}),
             **latency_report(self._latencies),
             "compiles_during_run": compile_monitor().num_compiles - self._compiles_at_start,
         }
+
+    @property
+    def _refuses_drops(self) -> bool:
+        return self.experts is not None and self.experts.plan.overflow == "error"
 
     def _check_ids(self, name: str, ids: Sequence[int]) -> None:
         for token in ids:
@@ -194,6 +205,11 @@ class Generator:
                     entry.error = _nonfinite(entry.request)
             case TokensEmitted():
                 self._grow(entry, event, now)
+            case ChoicesDropped():
+                entry.num_dropped += event.count
+                for continuation in entry.continuations:
+                    if event.sample in (None, continuation.output.index):
+                        continuation.output.dropped_expert_choices += event.count
         return event.number
 
     def _grow(self, entry: _InProgress, event: TokensEmitted, now: float) -> None:
@@ -237,6 +253,8 @@ class Generator:
 
     def _finish(self, number: int, now: float) -> RequestOutput:
         entry = self._close(number)
+        if entry.num_dropped and self._refuses_drops and entry.error is None:
+            entry.error = _overflow(entry)
         metrics = RequestMetrics(entry.arrival, entry.first_token, now)
         output = RequestOutput(
             entry.request.request_id,
@@ -244,6 +262,7 @@ class Generator:
             list(entry.request.prompt_token_ids),
             error=entry.error,
             metrics=metrics,
+            dropped_expert_choices=entry.num_dropped,
         )
         if entry.error is None:
             output.prompt_logprobs = entry.prompt_logprobs
@@ -267,6 +286,16 @@ def _completed(continuation: _Continuation) -> CompletionOutput:
 
 def _empty_if(num_logprobs: int | None) -> list[TokenLogprob] | None:
     return None if num_logprobs is None else []
+
+
+def _overflow(entry: _InProgress) -> RowError:
+    return RowError(
+        "expert_overflow",
+        f"request {entry.request.request_id!r}: {entry.num_dropped} choices of experts were "
+        f"dropped, as the capacity that the plan gives experts was full. Raise capacity_factor in "
+        f'the plan\'s [experts.prefill] or [experts.decode], or say dispatch = "lossless" there; '
+        f'with overflow = "drop" in [experts] such rows are answered, with the number.',
+    )
 
 
 def _nonfinite(request: Request) -> RowError:

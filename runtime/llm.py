@@ -10,6 +10,7 @@ from typing import Any
 
 from ..compile.bucket_grid import BucketGrid
 from ..compile.default_grid import GridDefaults, ladder_grid
+from ..compile.expert_plan import ExpertPlan, default_experts
 from ..compile.plan import Plan, PlannedModel
 from ..compile.targets import find_target
 from ..sharding.layout import Layout
@@ -41,6 +42,7 @@ class LLM:
         backend.
       layout: How the model lies on several devices: the name of a layout, with another mesh as in
         `data-tensor@data=4,tensor=2`, or a TOML file.
+      experts: How tokens come to the experts of a mixture; by default without loss.
       seed: Seeds the rows that bring no seed of their own.
     """
 
@@ -54,6 +56,7 @@ class LLM:
         dtype: str = "auto",
         target: str | None = None,
         layout: str | None = None,
+        experts: ExpertPlan | None = None,
         seed: int = 0,
     ):
         import jax
@@ -67,9 +70,11 @@ class LLM:
             chosen = None if layout is None else Layout.from_table(read_layout_table(layout))
             session.check_layout(chosen, files, found)
             grid = _ladder(files, max_model_len, max_num_seqs, GridDefaults.for_layout(chosen))
-            plan = Plan(found.name, PlannedModel(model, files.fingerprint(), dtype), grid, chosen)
-        elif layout is not None:
-            raise ValueError("layout: the plan has its own layout. Change it there.")
+            planned = PlannedModel(model, files.fingerprint(), dtype)
+            experts = experts or default_experts(files.spec.config)
+            plan = Plan(found.name, planned, grid, chosen, experts)
+        elif layout is not None or experts is not None:
+            raise ValueError("layout, experts: the plan has its own. Change them there.")
         session.check_plan(plan, files, found, dtype)
         self.plan = plan
         self._model = session.load_model(files, found, plan.model.dtype, plan.layout)

@@ -10,6 +10,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
+from .expert_use import ExpertTotals
 from .request import RequestMetrics
 
 
@@ -47,6 +48,8 @@ class EngineMetrics:
     insert_seconds: float = 0.0
     cut_tokens: int = 0
     """Emitted past a stop string, and cut."""
+    experts: dict[str, ExpertTotals] = field(default_factory=lambda: defaultdict(ExpertTotals))
+    """By phase, for a model with experts."""
 
     def report(self) -> dict[str, Any]:
         """The counters and their totals, ready for JSON."""

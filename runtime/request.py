@@ -22,7 +22,7 @@ class RowError(ValueError):
 
     Codes: invalid_json, invalid_utf8, invalid_line, missing_custom_id, duplicate_custom_id,
     unsupported_url, invalid_request, unknown_parameter, context_length_exceeded, empty_prompt,
-    invalid_token_id, chat_template_error, nonfinite_logits, internal_error.
+    invalid_token_id, chat_template_error, nonfinite_logits, expert_overflow, internal_error.
     """
 
     def __init__(self, code: str, message: str, param: str | None = None):
@@ -122,6 +122,8 @@ class CompletionOutput:
     """The stop string or stop token id given by the caller; None for the model's own end token."""
     logprobs: list[TokenLogprob] | None = None
     cumulative_logprob: float | None = None
+    dropped_expert_choices: int = 0
+    """Of the prompt and of this continuation, in all layers; 0 without a capacity."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,8 @@ class RequestOutput:
     error: RowError | None = None
     metrics: RequestMetrics | None = None
     finished: bool = True
+    dropped_expert_choices: int = 0
+    """Of the prompt, counted once, and of all continuations."""
 
 
 def _invalid(name: str, expected: str, got: object) -> RowError:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from ..compile.bucket_grid import BucketGrid
 from ..compile.build import GraphBuilt, build, empty_state
 from ..compile.definition import Definition, model_sizes
+from ..compile.expert_plan import LOSSLESS_EXPERTS, ExpertPlan
 from ..compile.plan import DTYPES, Plan
 from ..compile.targets import Target, num_simulated
 from ..sharding.layout import Layout
@@ -21,6 +22,7 @@ from ..sharding.legality import require
 from ..sharding.placement import Placement
 from .checkpoint import ModelFiles, load_params
 from .engine import Engine
+from .expert_use import ExpertSetup
 from .generation import Generator
 from .host_arrays import HostArrays
 from .text.tokenizer import Tokenizer, load_tokenizer
@@ -96,7 +98,17 @@ def check_plan(plan: Plan, files: ModelFiles, target: Target, dtype: str = "auto
             f"plan buckets.max_length: expected at most {longest}, the longest sequence that "
             f"{files.name} was published for, got {plan.buckets.max_length}."
         )
+    check_experts(plan.experts, files)
     check_layout(plan.layout, files, target, plan.buckets)
+
+
+def check_experts(experts: ExpertPlan | None, files: ModelFiles) -> None:
+    """Refuse a dispatch to experts for a model that has none."""
+    if experts is not None and files.spec.config.moe is None:
+        raise ValueError(
+            f"plan [experts]: expected no such table, as {files.name} is a dense model, got one. "
+            f"Remove it."
+        )
 
 
 def check_layout(
@@ -164,9 +176,13 @@ def start(
     """Compile the plan's graphs and put an empty decode state in place."""
     definition, placement, grid = model.definition, model.placement, plan.buckets
     dtype = jnp.dtype(model.dtype)
-    graphs = build(definition, grid, placement, dtype, on_graph)
+    experts = plan.experts or LOSSLESS_EXPERTS
+    graphs = build(definition, grid, placement, dtype, on_graph, experts)
     state = empty_state(definition, grid, placement, dtype)
     host = HostArrays(placement.replicated)
     engine = Engine(graphs, model.parameters, state, host, definition.padded_vocab)
-    vocab_size = definition.config.vocab_size
-    return Generator(engine, grid, vocab_size, model.eos_ids, model.tokenizer, seed)
+    config = definition.config
+    setup = None if config.moe is None else ExpertSetup(config.moe, experts, placement.platform)
+    return Generator(
+        engine, grid, config.vocab_size, model.eos_ids, model.tokenizer, seed, experts=setup
+    )

@@ -129,7 +129,13 @@ class Dispatch:
                     f"capacity_factor: expected none with {self.kind!r}, got {factor!r}. Leave it "
                     f"out, or choose 'capacity'."
                 )
-        elif not isinstance(factor, int | float) or not math.isfinite(factor) or factor <= 0:
+        # bool is an int in Python; `capacity_factor = true` is a mistake
+        elif (
+            not isinstance(factor, int | float)
+            or isinstance(factor, bool)
+            or not math.isfinite(factor)
+            or factor <= 0
+        ):
             raise ValueError(f"capacity_factor: expected a number above 0, got {factor!r}.")
 
     def tile(self, num_choices: int, num_experts: int) -> int:

@@ -209,6 +209,7 @@ class BatchModel:
     ) -> "Plan":
         """The given plan, or one for the rows of this job; either with the overrides."""
         from ...compile.default_grid import GridDefaults, RowNeed, derive_grid
+        from ...compile.expert_plan import default_experts
         from ...compile.plan import Plan, PlannedModel
 
         table = self._plan_table
@@ -221,7 +222,9 @@ class BatchModel:
             ]
             grid = derive_grid(needs, max_position, GridDefaults.for_layout(self._layout))
             planned = PlannedModel(self._files.name, self._files.fingerprint(), dtype)
-            table = tomllib.loads(Plan(target_name, planned, grid, self._layout).to_toml())
+            experts = default_experts(self._files.spec.config)
+            plan = Plan(target_name, planned, grid, self._layout, experts)
+            table = tomllib.loads(plan.to_toml())
         return Plan.from_table(apply_overrides(table, self._options.set))
 
 

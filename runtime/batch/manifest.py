@@ -165,22 +165,28 @@ def make_manifest(
     }
 
 
-def count_outcomes(codes: Iterable[str | None], *, num_kept: int) -> dict[str, Any]:
-    """Rows by outcome; `num_kept` of them were finished by earlier runs of the job."""
-    return _outcomes(Counter(codes), num_kept)
+def count_outcomes(
+    codes: Iterable[str | None], *, num_kept: int, num_dropping: int
+) -> dict[str, Any]:
+    """Rows by outcome; `num_kept` of them were finished by earlier runs of the job.
+
+    `num_dropping` were answered although choices of experts were dropped.
+    """
+    return _outcomes(Counter(codes), num_kept, num_dropping)
 
 
 def add_outcomes(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """The row counts of several parts together."""
     counts: Counter[str | None] = Counter()
-    num_kept = 0
+    num_kept = num_dropping = 0
     for rows in parts:
         counts.update({None: rows["ok"], **rows["errors_by_code"]})
         num_kept += rows["kept_from_earlier_runs"]
-    return _outcomes(counts, num_kept)
+        num_dropping += rows["ok_with_dropped_choices"]
+    return _outcomes(counts, num_kept, num_dropping)
 
 
-def _outcomes(counts: Counter[str | None], num_kept: int) -> dict[str, Any]:
+def _outcomes(counts: Counter[str | None], num_kept: int, num_dropping: int) -> dict[str, Any]:
     num_ok = counts.pop(None, 0)
     errors = {str(code): counts[code] for code in sorted(counts, key=str)}
     num_errors = sum(errors.values())
@@ -190,6 +196,7 @@ def _outcomes(counts: Counter[str | None], num_kept: int) -> dict[str, Any]:
         "errors": num_errors,
         "errors_by_code": errors,
         "kept_from_earlier_runs": num_kept,
+        "ok_with_dropped_choices": num_dropping,
     }
 
 

@@ -24,7 +24,7 @@ from .manifest import (
     make_manifest,
     write_manifest,
 )
-from .results import OutputLines
+from .results import DROPPED, OutputLines
 from .scan import InputError, ScannedRow, ScanSummary
 
 
@@ -59,6 +59,7 @@ def finalise(
 ) -> dict[str, Any]:
     """Write output and manifest, remove the journal; returns the manifest."""
     rows = settings.part.take(summary.rows)
+    finished = [journal.rows[row.key] for row in rows if row.bad is None]
     try:
         outputs = write_outputs(
             disk,
@@ -82,10 +83,14 @@ def finalise(
                 "rows": len(summary.rows),
             },
             outputs=outputs,
-            rows=count_outcomes((_code(row, journal) for row in rows), num_kept=num_kept),
+            rows=count_outcomes(
+                (_code(row, journal) for row in rows),
+                num_kept=num_kept,
+                num_dropping=sum(DROPPED in row.metrics for row in finished),
+            ),
             phases=phases,
             generator=statistics,
-            finished=[journal.rows[row.key] for row in rows if row.bad is None],
+            finished=finished,
             num_tokens_this_run=num_tokens,
         )
         write_manifest(disk, settings.output_path, manifest)
@@ -114,6 +119,8 @@ def summarise(output: Path, manifest: Mapping[str, Any]) -> str:
     """One line for people about a finished job."""
     rows, rate = manifest["rows"], manifest["output_tokens_per_second"]
     message = f"{output}: {rows['total']} rows, {rows['errors']} errors"
+    if rows["ok_with_dropped_choices"]:
+        message += f", {rows['ok_with_dropped_choices']} with dropped choices of experts"
     if rate:
         message += f", {rate:.1f} output tokens/s"
     phases = ("scan", "load", "build", "run")

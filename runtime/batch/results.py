@@ -1,8 +1,9 @@
 """RequestOutput and errors -> output lines in the OpenAI Batch shapes.
 
-Strict readers exist, so a line has the standard's keys and no more. Ids are hashes of custom_id,
-request and configuration: the same row of the same job has the same ids in every run. `created`
-is the wall time.
+Strict readers exist, so a line has the standard's keys and no more, except that an answer from
+which choices of experts were dropped has their number, in `noria` beside `usage`. Ids are hashes
+of custom_id, request and configuration: the same row of the same job has the same ids in every run.
+`created` is the wall time.
 
 Knows nothing of files, order or the journal. Guarantees: every dict it returns is finite JSON (an
 infinitely unlikely token reads -9999.0).
@@ -19,6 +20,8 @@ from ..request import CompletionOutput, RequestOutput, RowError, TokenLogprob
 from .lines import BadRow, BatchRow
 
 LOWEST_LOGPROB = -9999.0
+DROPPED = "dropped_expert_choices"
+"""The name of that number, in output lines and in the journal."""
 
 # the line was never taken for a request: the standard's `response: null` shape
 _NEVER_EXECUTED = frozenset(
@@ -31,7 +34,7 @@ _NEVER_EXECUTED = frozenset(
         "batch_cancelled",
     }
 )
-_OUR_FAULT = frozenset({"internal_error", "nonfinite_logits"})
+_OUR_FAULT = frozenset({"internal_error", "nonfinite_logits", "expert_overflow"})
 
 
 class TokenNames(Protocol):
@@ -80,6 +83,8 @@ class OutputLines:
                 "total_tokens": num_prompt + num_completion,
             },
         }
+        if output.dropped_expert_choices:
+            body["noria"] = {DROPPED: output.dropped_expert_choices}
         if is_chat and row.prompt_logprobs is not None:
             body["prompt_logprobs"] = self._prompt_logprobs(row, output)
         return self._line(row, self._response(row, 200, body), None)

@@ -40,7 +40,7 @@ from .manifest import PhaseClock, fingerprint, is_complete, manifest_path
 from .output import check_outputs, finalise, summarise
 from .peers import ALONE, GO, Peers
 from .progress import Progress
-from .results import OutputLines
+from .results import DROPPED, OutputLines
 from .scan import InputError, ScannedRow, ScanSummary, check_input, read_again, scan
 from .stop_signals import EXIT_CODES, Drain, StopSignals
 
@@ -356,6 +356,8 @@ def _row_metrics(output: RequestOutput) -> dict[str, float]:
         "prompt_tokens": len(output.prompt_token_ids),
         "output_tokens": sum(lengths),
     }
+    if output.dropped_expert_choices:
+        values[DROPPED] = output.dropped_expert_choices
     times = output.metrics
     if times is not None and times.first_token is not None:
         values["time_to_first_token"] = times.first_token - times.arrival

@@ -1,0 +1,81 @@
+"""What a plan says of experts: each phase's dispatch, and what becomes of rows that lose a choice.
+
+In a plan's file these are the tables `[experts]`, `[experts.prefill]` and `[experts.decode]`.
+Knows nothing of the model. Guarantees: without them nothing is ever dropped.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+from ..modelzoo.config import DecoderConfig
+from ..modelzoo.moe.config import LOSSLESS, Dispatch
+from ..sharding.layout import PHASES
+from .plan_tables import check_keys, table_lines
+from .targets import EXPERT_TILES
+
+Overflow = Literal["error", "drop"]
+"""A row of which a choice was dropped ends as an error, or is answered with the count beside it."""
+
+
+@dataclass(frozen=True)
+class ExpertPlan:
+    """Dispatch of the two phases, and the policy for rows that a capacity drops choices of."""
+
+    prefill: Dispatch = LOSSLESS
+    decode: Dispatch = LOSSLESS
+    overflow: Overflow = "error"
+
+    def __post_init__(self):
+        if self.overflow not in get_args(Overflow):
+            raise ValueError(
+                f"[experts] overflow: expected one of {get_args(Overflow)}, got {self.overflow!r}."
+            )
+        for phase in PHASES:
+            if getattr(self, phase).tiles != LOSSLESS.tiles:
+                raise ValueError(
+                    f"[experts.{phase}] tiles: expected those of the target, got others. Leave "
+                    f"them out of the dispatch."
+                )
+
+    def dispatch(self, phase: str, platform: str) -> Dispatch:
+        """How the graphs of a phase dispatch on a platform, in tiles that it likes."""
+        return replace(getattr(self, phase), tiles=EXPERT_TILES[platform])
+
+    def to_lines(self) -> list[str]:
+        """The tables as lines of TOML."""
+        lines = table_lines("experts", {"overflow": self.overflow})
+        for phase in PHASES:
+            lines += table_lines(f"experts.{phase}", dispatch_table(getattr(self, phase)))
+        return lines
+
+    @classmethod
+    def from_table(cls, table: Any) -> "ExpertPlan":
+        """Read the parsed table `[experts]`; raises ValueError naming what is wrong."""
+        check_keys("[experts]", table, set(), {"overflow", *PHASES})
+        phases = {phase: _dispatch(phase, table[phase]) for phase in PHASES if phase in table}
+        return cls(**{**table, **phases})
+
+
+LOSSLESS_EXPERTS = ExpertPlan()
+
+
+def default_experts(config: DecoderConfig) -> ExpertPlan | None:
+    """What is planned for a model where nobody asks for anything; None for one without experts."""
+    return None if config.moe is None else LOSSLESS_EXPERTS
+
+
+def dispatch_table(dispatch: Dispatch) -> dict[str, Any]:
+    """One phase's table."""
+    table: dict[str, Any] = {"dispatch": dispatch.kind}
+    if dispatch.capacity_factor is not None:
+        table["capacity_factor"] = dispatch.capacity_factor
+    return table
+
+
+def _dispatch(phase: str, table: Any) -> Dispatch:
+    where = f"[experts.{phase}]"
+    check_keys(where, table, {"dispatch"}, {"capacity_factor"})
+    try:
+        return Dispatch(table["dispatch"], table.get("capacity_factor"))
+    except ValueError as error:
+        raise ValueError(f"{where} {error}") from None
