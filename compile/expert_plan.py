@@ -45,7 +45,7 @@ class ExpertPlan:
         """The tables as lines of TOML."""
         lines = table_lines("experts", {"overflow": self.overflow})
         for phase in PHASES:
-            lines += table_lines(f"experts.{phase}", dispatch_table(getattr(self, phase)))
+            lines += dispatch_lines(phase, getattr(self, phase))
         return lines
 
     @classmethod
@@ -64,12 +64,12 @@ def default_experts(config: DecoderConfig) -> ExpertPlan | None:
     return None if config.moe is None else LOSSLESS_EXPERTS
 
 
-def dispatch_table(dispatch: Dispatch) -> dict[str, Any]:
-    """One phase's table."""
+def dispatch_lines(phase: str, dispatch: Dispatch) -> list[str]:
+    """One phase's table as lines of TOML, with an empty one before it."""
     table: dict[str, Any] = {"dispatch": dispatch.kind}
     if dispatch.capacity_factor is not None:
         table["capacity_factor"] = dispatch.capacity_factor
-    return table
+    return table_lines(f"experts.{phase}", table)
 
 
 def _dispatch(phase: str, table: Any) -> Dispatch:

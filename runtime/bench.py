@@ -2,7 +2,8 @@
 
 The grid that people know from llama-batched-bench: PP prompt tokens and TG output tokens for each
 of B rows. Each case gets the bucket grid that a batch job of such rows would derive, and the waste
-of that grid stands beside its speed. Prompts are random ids, sampling is greedy, end tokens count
+of that grid stands beside its speed; for a model with experts, too, what was dropped and padded in
+each phase. Prompts are random ids, sampling is greedy, end tokens count
 as any other. Knows nothing of texts or request files. Guarantees: compiling and a first run are
 never in a figure; times are medians of the repeats.
 """
@@ -11,6 +12,7 @@ import argparse
 import json
 import statistics
 import time
+import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
@@ -22,13 +24,16 @@ from .checkpoint import open_model
 from .layout_files import read_layout_table
 from .machine import describe_machine
 from .request import Request, SamplingParams
+from .run_config import apply_overrides
 
 if TYPE_CHECKING:
+    from ..compile.plan import Plan
     from ..sharding.layout import Layout
     from .generation import Generator
     from .session import LoadedModel
 
 COLUMNS = ("PP", "TG", "B", "N_KV", "T_PP s", "S_PP t/s", "T_TG s", "S_TG t/s", "T s", "S t/s")
+EXPERT_COLUMNS = ("drop PP", "pad PP", "drop TG", "pad TG")
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,8 @@ class CaseResult:
     build_seconds: float
     padding: dict[str, int]
     compiles_during_run: int
+    experts: dict[str, Any] | None
+    """Use of the experts, where the model has any."""
     timings: list[Timing] = field(default_factory=list)
 
     def median(self, name: str) -> float:
@@ -80,10 +87,10 @@ def main(arguments: Sequence[str]) -> int:
     with open_model(options.model) as files:
         cases = _cases(options, files.spec.config.max_position)
         model = _load(files, options)
-        print(_header(files.name, model.dtype, options), flush=True)
+        print(_header(model, options), flush=True)
         results = []
         for case in cases:
-            results.append(_run_or_name(model, case, options.repeats))
+            results.append(_run_or_name(model, case, options.repeats, options.set))
             print(_line(results[-1]), flush=True)
         if options.json:
             report = _report(options, files, model.dtype, results)
@@ -95,20 +102,16 @@ def run_case(
     model: "LoadedModel",
     case: Case,
     repeats: int,
+    overrides: Sequence[str] = (),
     clock: Callable[[], float] = time.perf_counter,
 ) -> CaseResult:
     """Build the grid of one case, run it once unmeasured and `repeats` times measured."""
-    from ..compile.default_grid import RowNeed, derive_grid
-    from ..compile.plan import Plan, PlannedModel
     from . import session
 
-    needs = [RowNeed(case.prompt_length, case.output_length)] * case.rows
-    layout = model.placement.layout
-    defaults = _grid_defaults(case, layout)
-    grid = derive_grid(needs, model.definition.config.max_position, defaults)
-    planned = PlannedModel(model.files.name, model.files.fingerprint(), model.dtype)
+    plan = _plan(model, case, overrides)
+    session.check_plan(plan, model.files, model.target)
     started = clock()
-    generator = session.start(model, Plan(model.target.name, planned, grid, layout))
+    generator = session.start(model, plan)
     build_seconds = clock() - started
     prompts = random_prompts(case, model.definition.config.vocab_size)
     _run_once(generator, case, prompts, clock)
@@ -116,10 +119,11 @@ def run_case(
     report = generator.statistics()
     return CaseResult(
         case,
-        asdict(grid),
+        asdict(plan.buckets),
         build_seconds,
         report["padding"],
         report["compiles_during_run"],
+        report.get("experts"),
         timings,
     )
 
@@ -132,10 +136,26 @@ def random_prompts(case: Case, vocab_size: int) -> list[list[int]]:
     return rng.integers(0, vocab_size, (case.rows, case.prompt_length)).tolist()
 
 
-def _run_or_name(model: "LoadedModel", case: Case, repeats: int) -> CaseResult:
+def _plan(model: "LoadedModel", case: Case, overrides: Sequence[str]) -> "Plan":
+    """The plan that a batch job of such rows would derive, with keys of the user's."""
+    from ..compile.default_grid import RowNeed, derive_grid
+    from ..compile.expert_plan import default_experts
+    from ..compile.plan import Plan, PlannedModel
+
+    needs = [RowNeed(case.prompt_length, case.output_length)] * case.rows
+    config, layout = model.definition.config, model.placement.layout
+    grid = derive_grid(needs, config.max_position, _grid_defaults(case, layout))
+    planned = PlannedModel(model.files.name, model.files.fingerprint(), model.dtype)
+    plan = Plan(model.target.name, planned, grid, layout, default_experts(config))
+    return Plan.from_table(apply_overrides(tomllib.loads(plan.to_toml()), overrides))
+
+
+def _run_or_name(
+    model: "LoadedModel", case: Case, repeats: int, overrides: Sequence[str]
+) -> CaseResult:
     """As `run_case`; what the compiler or the device refuses ends with the name of the case."""
     try:
-        return run_case(model, case, repeats)
+        return run_case(model, case, repeats, overrides)
     except (RuntimeError, MemoryError) as error:
         raise JobError(f"{case}: {error or type(error).__name__}", EXIT_BUILD) from error
 
@@ -184,6 +204,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     add(
         "--layout", help="how the model lies on several devices: a name, name@data=2,tensor=4, FILE"
     )
+    add("--set", action="append", default=[], metavar="A.B=V", help="override a key of the plan")
     add("--repeats", type=int, default=3, help="measured runs a case; medians count (default: 3)")
     add("--json", type=Path, help="write raw times, grids and the machine here")
     options = parser.parse_args(arguments)
@@ -231,11 +252,12 @@ def _load(files, options: argparse.Namespace) -> "LoadedModel":
     return session.load_model(files, target, options.dtype, layout)
 
 
-def _header(name: str, dtype: str, options: argparse.Namespace) -> str:
-    where = f"{options.target}, {options.layout}" if options.layout else options.target
-    title = f"{name}, {dtype}, {where}, medians of {options.repeats}"
-    columns = " | ".join((*COLUMNS, "waste"))
-    return f"{title}\n\n| {columns} |\n|{'--:|' * (len(COLUMNS) + 1)}"
+def _header(model: "LoadedModel", options: argparse.Namespace) -> str:
+    where = ", ".join(filter(None, (options.target, options.layout, *options.set)))
+    title = f"{model.files.name}, {model.dtype}, {where}, medians of {options.repeats}"
+    is_sparse = model.definition.config.moe is not None
+    columns = (*COLUMNS, "waste", *(EXPERT_COLUMNS if is_sparse else ()))
+    return f"{title}\n\n| {' | '.join(columns)} |\n|{'--:|' * len(columns)}"
 
 
 def _line(result: CaseResult) -> str:
@@ -254,8 +276,18 @@ def _line(result: CaseResult) -> str:
         f"{wall:.3f}",
         f"{total / wall:.1f}",
         f"{result.waste:.1%}",
+        *_expert_cells(result.experts),
     ]
     return f"| {' | '.join(cells)} |"
+
+
+def _expert_cells(experts: dict[str, Any] | None) -> list[str]:
+    """What was dropped and padded, of prefill and then of decode."""
+    if experts is None:
+        return []
+    phases = [experts[phase] for phase in ("prefill", "decode")]
+    shares = [(p["dropped"] / p["choices"], p["padded_share"]) for p in phases]
+    return [f"{share:.1%}" for of_phase in shares for share in of_phase]
 
 
 def _report(

@@ -10,9 +10,11 @@ from noria.compile import signatures
 from noria.compile.bucket_grid import BucketGrid
 from noria.compile.build import build
 from noria.compile.definition import Definition
+from noria.compile.expert_plan import LOSSLESS_EXPERTS, ExpertPlan
 from noria.compile.targets import find_target
 from noria.modelzoo.config import DecoderConfig
 from noria.runtime.engine import Engine
+from noria.runtime.expert_use import ExpertSetup
 from noria.runtime.generation import Generator
 from noria.runtime.host_arrays import HostArrays
 
@@ -49,12 +51,18 @@ def random_parameters(definition: Definition, seed: int = 0) -> dict[str, jax.Ar
 class TinyModel:
     """One compiled tiny model; generators over it share its executables."""
 
-    def __init__(self, config: DecoderConfig = CONFIG, grid: BucketGrid = GRID):
+    def __init__(
+        self,
+        config: DecoderConfig = CONFIG,
+        grid: BucketGrid = GRID,
+        experts: ExpertPlan = LOSSLESS_EXPERTS,
+    ):
         self.config, self.grid = config, grid
         self.placement = find_target("cpu").placement()
         self.definition = Definition(config)
         self.parameters = random_parameters(self.definition)
-        self.graphs = build(self.definition, grid, self.placement, jnp.float32)
+        self.experts = config.moe and ExpertSetup(config.moe, experts, self.placement.platform)
+        self.graphs = build(self.definition, grid, self.placement, jnp.float32, experts=experts)
         self._empty = partial(signatures.decode_state, self.definition, grid, jnp.float32)
         self._forward = jax.jit(self._logits)
 
@@ -66,6 +74,7 @@ class TinyModel:
             HostArrays(self.placement.replicated),
             self.config.vocab_size,
         )
+        options = {"experts": self.experts, **options}
         return Generator(engine, self.grid, self.config.vocab_size, (EOS_ID,), **options)
 
     def next_logits(self, tokens: list[int]) -> np.ndarray:

@@ -1,18 +1,26 @@
 """The plan file: what is written is what is read, and what is not known is refused."""
 
 import tomllib
+from dataclasses import replace
 
 import pytest
 
 from noria.compile.bucket_grid import BucketGrid
+from noria.compile.expert_plan import ExpertPlan
 from noria.compile.plan import Plan, PlannedModel
+from noria.modelzoo.moe.config import LOSSLESS, Dispatch
 
 GRID = BucketGrid(64, ((16, 4), (48, 1)), 8, (32, 64), steps_per_call=4, score=True)
 PLAN = Plan("cpu", PlannedModel('a "quoted" \\ name', "sha256:00", "float32"), GRID)
 
 
-def test_a_plan_survives_its_file():
-    assert Plan.from_table(tomllib.loads(PLAN.to_toml())) == PLAN
+EXPERTS = ExpertPlan(LOSSLESS, Dispatch("capacity", 1.25), "drop")
+
+
+@pytest.mark.parametrize("experts", [None, ExpertPlan(), EXPERTS])
+def test_a_plan_survives_its_file(experts):
+    plan = replace(PLAN, experts=experts)
+    assert Plan.from_table(tomllib.loads(plan.to_toml())) == plan
 
 
 @pytest.mark.parametrize(
@@ -32,3 +40,41 @@ def test_a_wrong_key_or_value_is_refused_by_name(old, new, message):
     assert old in text
     with pytest.raises(ValueError, match=message):
         Plan.from_table(tomllib.loads(text.replace(old, new)))
+
+
+def test_what_is_left_out_of_the_tables_of_experts_is_without_loss():
+    table = tomllib.loads('[experts.prefill]\ndispatch = "capacity"\ncapacity_factor = 2')
+    expected = ExpertPlan(Dispatch("capacity", 2), LOSSLESS, "error")
+    assert ExpertPlan.from_table(table["experts"]) == expected
+    assert ExpertPlan.from_table({}) == ExpertPlan(LOSSLESS, LOSSLESS, "error")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('overflow = "drop"', 'overflow = "ignore"', r"\[experts\] overflow: expected one of"),
+        ('overflow = "drop"', "drop = true", r"\[experts\]: .* unknown \['drop'\]"),
+        ("[experts.decode]", "[experts.decod]", r"\[experts\]: .* unknown \['decod'\]"),
+        ('"capacity"', '"dense"', r"\[experts.decode\] dispatch: expected one of .*'dense'"),
+        ('"capacity"', '"lossless"', r"\[experts.decode\] capacity_factor: expected none"),
+        ("capacity_factor = 1.25", "", r"capacity_factor: expected a number above 0, got None"),
+        ("= 1.25", "= 0", r"\[experts.decode\] capacity_factor: .* above 0, got 0"),
+        ("= 1.25", "= true", r"\[experts.decode\] capacity_factor: .* above 0, got True"),
+        ("capacity_factor", "factor", r"\[experts.decode\]: .* unknown \['factor'\]"),
+    ],
+)
+def test_a_wrong_table_of_experts_is_refused_by_name(old, new, message):
+    text = replace(PLAN, experts=EXPERTS).to_toml()
+    assert text.count(old) == 1
+    with pytest.raises(ValueError, match=message):
+        Plan.from_table(tomllib.loads(text.replace(old, new)))
+
+
+def test_tiles_are_the_targets_and_no_plans():
+    tiles = {name: EXPERTS.dispatch("decode", name).tiles for name in ("cpu", "gpu", "tpu")}
+    assert tiles == {"cpu": (4, 64), "gpu": (16, 128), "tpu": (8, 128)}
+    assert replace(EXPERTS.dispatch("decode", "tpu"), tiles=LOSSLESS.tiles) == EXPERTS.decode
+    with pytest.raises(
+        ValueError, match=r"\[experts.prefill\] tiles: expected those of the target"
+    ):
+        ExpertPlan(Dispatch(tiles=(2, 2)))

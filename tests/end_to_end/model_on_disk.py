@@ -1,4 +1,4 @@
-"""A small random Llama directory with a tokenizer of its own, as a hub would publish it."""
+"""A small random Llama or Mixtral directory with its tokenizer, as a hub would publish it."""
 
 import json
 from pathlib import Path
@@ -17,8 +17,10 @@ EMBED, MLP, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 32, 48, 4, 2, 8, 2
 MAX_POSITION = 128
 
 
-def write_model(directory: Path, *, tokenizer: bool = True, kv_heads: int = KV_HEADS) -> int:
-    """Write all files of the model; returns its vocabulary's size."""
+def write_model(
+    directory: Path, *, tokenizer: bool = True, kv_heads: int = KV_HEADS, num_experts: int = 0
+) -> int:
+    """Write all files of the model, a Mixtral if it has experts; returns its vocabulary's size."""
     directory.mkdir(parents=True)
     vocab_size = _write_tokenizer(directory) if tokenizer else 300
     config = {
@@ -38,13 +40,16 @@ def write_model(directory: Path, *, tokenizer: bool = True, kv_heads: int = KV_H
         "tie_word_embeddings": False,
         "torch_dtype": "float32",
     }
+    if num_experts:
+        config |= {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+        config |= {"num_local_experts": num_experts, "num_experts_per_tok": 2}
     _write_json(directory / "config.json", config)
     _write_json(directory / "generation_config.json", {"eos_token_id": 2, "bos_token_id": 0})
-    save_file(_tensors(vocab_size, kv_heads), directory / "model.safetensors")
+    save_file(_tensors(vocab_size, kv_heads, num_experts), directory / "model.safetensors")
     return vocab_size
 
 
-def _tensors(vocab_size: int, kv_heads: int) -> dict[str, np.ndarray]:
+def _tensors(vocab_size: int, kv_heads: int, num_experts: int) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
 
     def random(*shape: int) -> np.ndarray:
@@ -65,10 +70,22 @@ def _tensors(vocab_size: int, kv_heads: int) -> dict[str, np.ndarray]:
             f"{prefix}.self_attn.k_proj.weight": random(kv_heads * HEAD_DIM, EMBED),
             f"{prefix}.self_attn.v_proj.weight": random(kv_heads * HEAD_DIM, EMBED),
             f"{prefix}.self_attn.o_proj.weight": random(EMBED, HEADS * HEAD_DIM),
-            f"{prefix}.mlp.gate_proj.weight": random(MLP, EMBED),
-            f"{prefix}.mlp.up_proj.weight": random(MLP, EMBED),
-            f"{prefix}.mlp.down_proj.weight": random(EMBED, MLP),
         }
+        if not num_experts:
+            tensors |= {
+                f"{prefix}.mlp.gate_proj.weight": random(MLP, EMBED),
+                f"{prefix}.mlp.up_proj.weight": random(MLP, EMBED),
+                f"{prefix}.mlp.down_proj.weight": random(EMBED, MLP),
+            }
+            continue
+        tensors[f"{prefix}.block_sparse_moe.gate.weight"] = random(num_experts, EMBED)
+        for expert in range(num_experts):
+            of_expert = f"{prefix}.block_sparse_moe.experts.{expert}"
+            tensors |= {
+                f"{of_expert}.w1.weight": random(MLP, EMBED),
+                f"{of_expert}.w3.weight": random(MLP, EMBED),
+                f"{of_expert}.w2.weight": random(EMBED, MLP),
+            }
     return tensors
 
 
