@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,15 @@ def test_no_file_holds(kind):
 )
 def test_a_forbidden_line_is_found(kind, line):
     assert _find(kind, {"a.py": f"fine\n{line}\n"}) == [f"a.py:2: {line}"]
+
+
+def test_every_package_is_distributed():
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    listed = tomllib.loads(text)["tool"]["setuptools"]["packages"]
+    floors = ("modelzoo", "sharding", "compile", "runtime")
+    found = [path.parent for floor in floors for path in (ROOT / floor).rglob("__init__.py")]
+    names = [".".join(("noria", *path.relative_to(ROOT).parts)) for path in found]
+    assert sorted(listed) == sorted(names)
 
 
 @pytest.mark.parametrize("name", ["hello.jsonl", "mixed.jsonl"])

@@ -117,7 +117,7 @@ def masked(path: Path) -> str:
 def job(noria, tmp_path_factory) -> PodJob:
     folder = tmp_path_factory.mktemp("pod")
     model = folder / "model"
-    write_model(model, kv_heads=4)
+    write_model(model, kv_heads=4, num_experts=4)
     rng = random.Random(5)
     rows = [
         completion(
@@ -158,6 +158,9 @@ def test_two_processes_answer_as_one_does_and_compile_nothing_in_the_run(job, tm
     assert masked(output) == masked(job.whole)
     manifest = read_manifest(job.whole)
     assert manifest["compiles_during_run"] == 0
+    experts = manifest["generator"]["experts"]
+    assert experts == read_manifest(output)["generator"]["experts"]
+    assert experts["prefill"]["choices"] and experts["decode"]["choices"]
     assert manifest["setups"] == ["2 processes of 4 devices, gloo"]
     assert read_manifest(output)["setups"] == ["1 process"]
 

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from model_on_disk import write_model
 from tiny import CONFIG, random_parameters
 
 from noria.compile.definition import Definition
@@ -87,6 +88,24 @@ def test_a_layout_is_measured_as_one_device_is(model_directory, tmp_path):
     (case,) = json.loads(path.read_text())["cases"]
     assert case["grid"]["decode_slots"] == 4  # three rows, in slots that two replicas divide
     assert case["compiles_during_run"] == 0
+
+
+def test_a_model_with_experts_shows_what_was_dropped_and_padded(tmp_path, capsys):
+    model = tmp_path / "sparse"
+    write_model(model, tokenizer=False, num_experts=4)
+    path = tmp_path / "bench.json"
+    sizes = ["--pp", "16", "--tg", "4", "--batch", "9", "--repeats", "1", "--json", str(path)]
+    keys = ["decode.dispatch=capacity", "decode.capacity_factor=0.5", "overflow=drop"]
+    options = [word for key in keys for word in ("--set", f"experts.{key}")]
+    assert cli.main(["bench", "--model", str(model), *sizes, *options]) == 0
+    (case,) = json.loads(path.read_text())["cases"]
+    phases = [case["experts"][phase] for phase in ("prefill", "decode")]
+    assert phases[0]["dropped"] == 0 < phases[1]["dropped"]
+    header, _, row = capsys.readouterr().out.splitlines()[-3:]
+    assert header.strip("| ").split(" | ")[-4:] == list(bench.EXPERT_COLUMNS)
+    shares = [(p["dropped"] / p["choices"], p["padded_share"]) for p in phases]
+    cells = [f"{share:.1%}" for of_phase in shares for share in of_phase]
+    assert row.strip("| ").split(" | ")[-4:] == cells
 
 
 @pytest.mark.parametrize("value", ["", "0", "8,", "eight"])
