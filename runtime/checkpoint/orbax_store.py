@@ -281,8 +281,9 @@ def encode_config(value: Any) -> Any:
 
 
 def decode_config(value: Any) -> Any:
-    """Build the dataclasses of `modelzoo.config` again; any other class is refused."""
-    from ...modelzoo import config as module
+    """Build the dataclasses of a decoder's configuration again; any other class is refused."""
+    from ...modelzoo import config
+    from ...modelzoo.moe import config as moe
 
     if isinstance(value, list):
         return tuple(decode_config(item) for item in value)
@@ -290,7 +291,7 @@ def decode_config(value: Any) -> Any:
         return value
     fields = dict(value)
     name = fields.pop("type", None)
-    found = getattr(module, name, None) if isinstance(name, str) else None
+    found = {**vars(moe), **vars(config)}.get(name) if isinstance(name, str) else None
     if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
         raise InvalidOrbax(f"{NORIA_JSON}: config: expected a known type, got {name!r}.")
     try:

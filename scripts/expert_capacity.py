@@ -1,0 +1,79 @@
+"""Measure what capacities drop and pad on random routing, by experts, tokens and skew.
+
+Each token takes k distinct experts with probabilities in proportion to rank ** -s (Zipf; s = 0 is
+uniform), drawn anew for every batch. Places come from the functions that the graphs use.
+
+    python scripts/expert_capacity.py > table.md
+"""
+
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+
+from noria.modelzoo.moe.config import LOSSLESS, Dispatch
+from noria.modelzoo.moe.dispatch import capacity_places, lossless_places
+from noria.runtime.machine import describe_machine
+
+EXPERTS = ((8, 2), (64, 6), (128, 8), (256, 8))
+TOKENS = (32, 512, 4096)
+SKEWS = (0.0, 0.5, 1.0)
+DISPATCHES = (*(Dispatch("capacity", factor) for factor in (1.0, 1.25, 2.0)), LOSSLESS)
+NUM_DRAWS = 10
+
+
+def main() -> None:
+    machine = describe_machine()
+    print(
+        f"{machine['processor']}, jax {machine['versions']['jax']}. Made by `python {sys.argv[0]}`."
+    )
+    print(f"\nMeans of {NUM_DRAWS} batches: choices dropped / rows padded.\n")
+    names = [f"{d.kind} {d.capacity_factor or ''}".strip() for d in DISPATCHES]
+    print(f"| experts | tokens | skew | {' | '.join(names)} |")
+    print(f"|---|--:|--:|{'--:|' * len(names)}")
+    rng = np.random.default_rng(0)
+    for num_experts, num_chosen in EXPERTS:
+        for num_tokens in TOKENS:
+            for skew in SKEWS:
+                batches = [
+                    random_choices(rng, num_tokens, num_experts, num_chosen, skew)
+                    for _ in range(NUM_DRAWS)
+                ]
+                cells = [_cell(batches, num_experts, dispatch) for dispatch in DISPATCHES]
+                name = f"{num_experts}, {num_chosen} chosen"
+                print(f"| {name} | {num_tokens} | {skew:g} | {' | '.join(cells)} |", flush=True)
+
+
+def random_choices(
+    rng: np.random.Generator, num_tokens: int, num_experts: int, num_chosen: int, skew: float
+) -> np.ndarray:
+    """Distinct experts of each token: the largest of Gumbel-perturbed log-probabilities.
+
+    Source: Kool et al. 2019, "Stochastic Beams and Where to Find Them", 1903.06059, section 3.
+    """
+    logits_E = -skew * np.log(np.arange(1, num_experts + 1))
+    noisy_ME = logits_E + rng.gumbel(size=(num_tokens, num_experts))
+    return np.argsort(-noisy_ME, axis=1)[:, :num_chosen].astype(np.int32)
+
+
+def shares(expert_MZ: np.ndarray, num_experts: int, dispatch: Dispatch) -> tuple[float, float]:
+    """Share of choices that are dropped, and share of rows that hold none."""
+    tile = dispatch.tile(expert_MZ.size, num_experts)
+    if dispatch.kind == "capacity":
+        capacity = dispatch.capacity(expert_MZ.size, num_experts)
+        places = capacity_places(jnp.asarray(expert_MZ), num_experts, capacity, tile)
+        num_rows = num_experts * capacity
+    else:
+        places = lossless_places(jnp.asarray(expert_MZ), num_experts, tile)
+        num_rows = int(places.tiles.num_tiles_E.sum()) * tile
+    num_placed = int((places.row_MZ < len(places.token_U)).sum())
+    return 1 - num_placed / expert_MZ.size, 1 - num_placed / num_rows
+
+
+def _cell(batches: list[np.ndarray], num_experts: int, dispatch: Dispatch) -> str:
+    means = np.mean([shares(batch, num_experts, dispatch) for batch in batches], axis=0)
+    return " / ".join(f"{mean:.1%}" for mean in means)
+
+
+if __name__ == "__main__":
+    main()
