@@ -27,6 +27,8 @@ class Case:
     """In the new spelling."""
     is_old_spelling: bool = False
     """Whether config.json is rewritten with `rope_theta` and `rope_scaling`."""
+    is_fused: bool = False
+    """Whether experts are saved as transformers keeps them in memory, not as they are published."""
 
 
 SHARED = {
@@ -58,8 +60,13 @@ def _heads(query: int, kv: int, head_dim: int | None = None) -> dict[str, Any]:
     return heads if head_dim is None else heads | {"head_dim": head_dim}
 
 
-def _experts(count: int, chosen: int) -> dict[str, Any]:
-    return {"num_local_experts": count, "num_experts_per_tok": chosen}
+def _experts(count: int, chosen: int, key: str = "num_local_experts") -> dict[str, Any]:
+    return {key: count, "num_experts_per_tok": chosen}
+
+
+def _small_experts(count: int, chosen: int) -> dict[str, Any]:
+    """Experts of a width of their own, beside layers that are dense."""
+    return _experts(count, chosen, "num_experts") | {"moe_intermediate_size": 24}
 
 
 def _latent(heads: int, rank: int, plain: int, rotated: int, value: int) -> dict[str, Any]:
@@ -138,7 +145,155 @@ CASES = (
         _heads(6, 2, 10) | _experts(3, 1) | {"sliding_window": 5, "tie_word_embeddings": True},
     ),
     Case("mixtral-all-chosen", "mixtral", _heads(3, 3, 12) | _experts(5, 5)),
-    Case("mixtral-many", "mixtral", _heads(8, 1, 6) | _experts(16, 3) | {"sliding_window": 3}),
+    Case(
+        "mixtral-many-fused",
+        "mixtral",
+        _heads(8, 1, 6) | _experts(16, 3) | {"sliding_window": 3},
+        is_fused=True,
+    ),
+    Case(
+        "qwen1.5-moe",
+        "qwen2_moe",
+        _heads(4, 4) | _small_experts(6, 2) | {"shared_expert_intermediate_size": 40},
+        {"rope_theta": 1e6},
+        is_old_spelling=True,
+    ),
+    Case(
+        "qwen2-moe-normalised-after-a-dense-layer",
+        "qwen2_moe",
+        _heads(6, 2)
+        | _small_experts(5, 3)
+        | {
+            "shared_expert_intermediate_size": 20,
+            "num_hidden_layers": 3,
+            "mlp_only_layers": [0],
+            "norm_topk_prob": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    Case(
+        "qwen2-moe-each-second-one-choice-window",
+        "qwen2_moe",
+        _heads(8, 1, 10)
+        | _small_experts(3, 1)
+        | {
+            "shared_expert_intermediate_size": 12,
+            "num_hidden_layers": 4,
+            "decoder_sparse_step": 2,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "max_window_layers": 2,
+        },
+        is_old_spelling=True,
+    ),
+    Case(
+        "qwen2-moe-all-chosen-fused-yarn",
+        "qwen2_moe",
+        _heads(3, 1, 14)
+        | _small_experts(4, 4)
+        | {
+            "shared_expert_intermediate_size": 36,
+            "qkv_bias": False,
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "layer_types": ["full_attention", "sliding_attention"],
+        },
+        YARN,
+        is_fused=True,
+    ),
+    Case(
+        "qwen3-moe",
+        "qwen3_moe",
+        _heads(8, 1, 16) | _small_experts(8, 3) | {"norm_topk_prob": True},
+        {"rope_theta": 1e6},
+        is_old_spelling=True,
+    ),
+    Case(
+        "qwen3-moe-one-choice-window-before-a-dense-layer",
+        "qwen3_moe",
+        _heads(3, 3, 12)
+        | _small_experts(5, 1)
+        | {
+            "num_hidden_layers": 3,
+            "mlp_only_layers": [2],
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "tie_word_embeddings": True,
+        },
+        is_old_spelling=True,
+    ),
+    Case(
+        "qwen3-moe-each-second-all-chosen-biases",
+        "qwen3_moe",
+        _heads(4, 2, 10)
+        | _small_experts(4, 4)
+        | {"num_hidden_layers": 4, "decoder_sparse_step": 2, "attention_bias": True},
+        LINEAR,
+    ),
+    Case(
+        "qwen3-moe-many-fused-yarn",
+        "qwen3_moe",
+        _heads(6, 2, 6) | _small_experts(16, 5) | {"norm_topk_prob": True},
+        {"rope_theta": 1e6} | YARN,
+        is_fused=True,
+    ),
+    Case("olmoe", "olmoe", _heads(4, 4) | _experts(8, 2, "num_experts"), is_old_spelling=True),
+    Case(
+        "olmoe-all-chosen-biases-yarn",
+        "olmoe",
+        _heads(6, 2)
+        | _experts(3, 3, "num_experts")
+        | {"attention_bias": True, "norm_topk_prob": True, "tie_word_embeddings": True},
+        YARN,
+    ),
+    Case(
+        "olmoe-one-choice",
+        "olmoe",
+        _heads(3, 1) | _experts(7, 1, "num_experts"),
+        {"rope_theta": 300.0},
+    ),
+    Case(
+        "olmoe-many-fused-linear",
+        "olmoe",
+        _heads(12, 2) | _experts(12, 5, "num_experts"),
+        LINEAR,
+        is_fused=True,
+    ),
+    Case(
+        "granite-moe",
+        "granitemoe",
+        _heads(6, 2)
+        | _experts(8, 2)
+        | {
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.25,
+            "residual_multiplier": 0.25,
+            "logits_scaling": 8.0,
+            "tie_word_embeddings": True,
+        },
+        is_old_spelling=True,
+    ),
+    Case(
+        "granite-moe-all-chosen-biases-yarn",
+        "granitemoe",
+        _heads(4, 1, 14)
+        | _experts(5, 5)
+        | {"attention_bias": True, "embedding_multiplier": 3, "residual_multiplier": 0.7},
+        YARN,
+    ),
+    Case(
+        "granite-moe-one-choice-linear",
+        "granitemoe",
+        _heads(3, 3) | _experts(4, 1) | {"logits_scaling": 0.5},
+        LINEAR,
+    ),
+    Case(
+        "granite-moe-many-fused",
+        "granitemoe",
+        _heads(8, 1) | _experts(16, 6) | {"attention_multiplier": 0.3},
+        is_old_spelling=True,
+        is_fused=True,
+    ),
     Case("qwen2", "qwen2", _heads(4, 2) | {"tie_word_embeddings": True}, {"rope_theta": 1e6}, True),
     Case(
         "qwen2-latter-window",
@@ -415,7 +570,7 @@ def save_reference(case: Case, directory: Path) -> list[np.ndarray]:
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.add_(0.3 * torch.randn_like(buffer))
-        model.save_pretrained(directory)
+        model.save_pretrained(directory, save_original_format=not case.is_fused)
         logits = [model(torch.tensor([prompt])).logits[0] for prompt in prompts(case)]
     if case.is_old_spelling:
         _write_old_spelling(case, directory / "config.json", rope)

@@ -79,6 +79,15 @@ class ConfigReader:
         items = self._items(key, count, "integers")
         return tuple(items.integer(str(i), maximum=maximum) for i in range(count))
 
+    def integers(self, key: str, *, maximum: int, minimum: int = 0) -> tuple[int, ...]:
+        """A list of integers within bounds; null and absent count as empty."""
+        values = self._value(key, ())
+        if not isinstance(values, list | tuple):
+            raise self.error(key, "a list of integers")
+        items = ConfigReader({str(i): x for i, x in enumerate(values)}, f"{self.name(key)}.")
+        bounds = {"minimum": minimum, "maximum": maximum}
+        return tuple(items.integer(str(i), **bounds) for i in range(len(values)))
+
     def flag(self, key: str, *, default: object = REQUIRED) -> bool:
         """A boolean; null counts as absent."""
         value = self._value(key, default)

@@ -3,6 +3,8 @@
 Knows nothing of files. Guarantees: exactly one source for every parameter of a sparse layer.
 """
 
+import itertools
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from ..moe.config import MoeConfig
@@ -35,6 +37,29 @@ class ExpertNames:
     def of_layer(self, template: str, layer: int, expert: str = "{e}") -> str:
         """A tensor's name in one layer; still a template if experts have tensors of their own."""
         return template.replace("{i}", str(layer)).replace("{e}", expert)
+
+    def tensors(self, moe: MoeConfig) -> frozenset[str]:
+        """Those that hold the routers and experts of a model."""
+        experts = [str(e) for e in range(moe.routing.num_experts)]
+        layers = [i for i, is_sparse in enumerate(moe.layers) if is_sparse]
+        templates = (self.router, self.gate, self.up, self.down)
+        return frozenset(
+            self.of_layer(*which) for which in itertools.product(templates, layers, experts)
+        )
+
+
+def form_of_experts(
+    moe: MoeConfig | None, forms: Sequence[ExpertNames], tensor_names: Set[str]
+) -> ExpertNames:
+    """The form of which the largest share is there; the first one where all are alike."""
+    if moe is None:
+        return forms[0]
+
+    def share(form: ExpertNames) -> float:
+        tensors = form.tensors(moe)
+        return len(tensors & tensor_names) / len(tensors)
+
+    return max(forms, key=share)
 
 
 def sparse_sources(moe: MoeConfig, names: ExpertNames, i: int) -> list[ParameterSource]:

@@ -80,7 +80,7 @@ class Family:
     """The class in `architectures` of config.json."""
     hf_options: Callable[[ConfigReader, int], Options]
     gguf_options: Callable[[ConfigReader, int], Options] | None = None
-    """None where GGUF knows no such architecture."""
+    """None where GGUF knows no such architecture, or it is another family that reads it."""
     hf_defaults: HFDefaults = HFDefaults()
     hf_names: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `TensorNames` that differ from the usual ones."""

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from ..config import DecoderConfig, FactorScaling, LinearScaling, RopeConfig, YarnScaling
 from .config_reader import ConfigReader, UnsupportedModel
-from .expert_sources import ExpertNames
+from .expert_sources import ExpertNames, form_of_experts
 from .family import Family, ModelSpec, Options
 from .hugging_face import (
     MAX_EMBED,
@@ -25,6 +25,27 @@ from .rope_options import DEFAULT_THETA, MAX_POSITION
 from .sources import TensorNames, parameter_sources
 
 ReadTensor = Callable[[str], Iterable[float]]
+
+STACKED_EXPERTS = ExpertNames(
+    router="blk.{i}.ffn_gate_inp.weight",
+    gate="blk.{i}.ffn_gate_exps.weight",
+    up="blk.{i}.ffn_up_exps.weight",
+    down="blk.{i}.ffn_down_exps.weight",
+    router_bias="blk.{i}.ffn_gate_inp.bias",
+    choice_bias="blk.{i}.exp_probs_b.bias",
+    gate_bias="blk.{i}.ffn_gate_exps.bias",
+    up_bias="blk.{i}.ffn_up_exps.bias",
+    down_bias="blk.{i}.ffn_down_exps.bias",
+    shared_router="blk.{i}.ffn_gate_inp_shexp.weight",
+    shared_router_axes="d -> d",
+)
+SPLIT_EXPERTS = replace(
+    STACKED_EXPERTS,
+    gate="blk.{i}.ffn_gate.{e}.weight",
+    up="blk.{i}.ffn_up.{e}.weight",
+    down="blk.{i}.ffn_down.{e}.weight",
+)
+"""As the first Mixtral files have them."""
 
 NAMES = TensorNames(
     embedding="token_embd",
@@ -43,19 +64,7 @@ NAMES = TensorNames(
     up="blk.{i}.ffn_up",
     down="blk.{i}.ffn_down",
     mlp_post_norm="blk.{i}.post_ffw_norm",
-    experts=ExpertNames(
-        router="blk.{i}.ffn_gate_inp.weight",
-        gate="blk.{i}.ffn_gate_exps.weight",
-        up="blk.{i}.ffn_up_exps.weight",
-        down="blk.{i}.ffn_down_exps.weight",
-        router_bias="blk.{i}.ffn_gate_inp.bias",
-        choice_bias="blk.{i}.exp_probs_b.bias",
-        gate_bias="blk.{i}.ffn_gate_exps.bias",
-        up_bias="blk.{i}.ffn_up_exps.bias",
-        down_bias="blk.{i}.ffn_down_exps.bias",
-        shared_router="blk.{i}.ffn_gate_inp_shexp.weight",
-        shared_router_axes="d -> d",
-    ),
+    experts=STACKED_EXPERTS,
     shared_gate="blk.{i}.ffn_gate_shexp",
     shared_up="blk.{i}.ffn_up_shexp",
     shared_down="blk.{i}.ffn_down_shexp",
@@ -87,7 +96,9 @@ def model_spec(
     if ROPE_FACTORS in tensor_names:
         decoder = replace(decoder, rope=_with_factors(decoder, read_tensor))
         ignored = (ROPE_FACTORS, *ignored)
-    names = replace(NAMES, is_interleaved=family.gguf_interleaved)
+    forms = (STACKED_EXPERTS, SPLIT_EXPERTS)
+    experts = form_of_experts(decoder.moe, forms, frozenset(tensor_names))
+    names = replace(NAMES, experts=experts, is_interleaved=family.gguf_interleaved)
     return ModelSpec(family.name, decoder, parameter_sources(decoder, names), ignored, names)
 
 

@@ -4,12 +4,16 @@ Source: maximal update parametrisation as "Power Scheduler" (2408.13359) uses it
 meanings as in transformers and, for GGUF, llama.cpp.
 """
 
+from dataclasses import replace
+
 from ..config import Multipliers, Scores
 from .config_reader import ConfigReader
 from .family import Family, Options
 
 
-def _hf_options(config: ConfigReader, num_layers: int) -> Options:
+def factor_options(config: ConfigReader, num_layers: int) -> Options:
+    """Of config.json, as dense and sparse models have them."""
+
     def factor(key: str) -> float:
         return config.number(key, above=0.0, default=1.0)
 
@@ -18,7 +22,6 @@ def _hf_options(config: ConfigReader, num_layers: int) -> Options:
         windows=(None,) * num_layers,
         qkv_bias=has_bias,
         output_bias=has_bias,
-        mlp_bias=config.flag("mlp_bias", default=False),
         scores=Scores(scale=factor("attention_multiplier")),
         multipliers=Multipliers(
             embedding=factor("embedding_multiplier"),
@@ -28,7 +31,9 @@ def _hf_options(config: ConfigReader, num_layers: int) -> Options:
     )
 
 
-def _gguf_options(config: ConfigReader, num_layers: int) -> Options:
+def gguf_factor_options(config: ConfigReader, num_layers: int) -> Options:
+    """Of GGUF metadata, as dense and sparse models have them."""
+
     def factor(key: str) -> float:
         return config.number(key, above=0.0, default=1.0)
 
@@ -45,4 +50,11 @@ def _gguf_options(config: ConfigReader, num_layers: int) -> Options:
     )
 
 
-FAMILY = Family("granite", "GraniteForCausalLM", _hf_options, _gguf_options, gguf_interleaved=True)
+def _hf_options(config: ConfigReader, num_layers: int) -> Options:
+    mlp_bias = config.flag("mlp_bias", default=False)
+    return replace(factor_options(config, num_layers), mlp_bias=mlp_bias)
+
+
+FAMILY = Family(
+    "granite", "GraniteForCausalLM", _hf_options, gguf_factor_options, gguf_interleaved=True
+)

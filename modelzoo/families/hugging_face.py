@@ -5,12 +5,12 @@ Knows nothing of files: it takes the parsed table. `auto_map` is never followed:
 answer, or is refused by name.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
 from ..config import DecoderConfig
 from .config_reader import ConfigReader
-from .expert_sources import ExpertNames
+from .expert_sources import ExpertNames, form_of_experts
 from .family import Family, ModelSpec
 from .quantisation import read_quantisation
 from .rope_options import MAX_POSITION, read_rope
@@ -78,10 +78,12 @@ IGNORED_KEYS = frozenset({
     "unsloth_version", "model_name",
     # training
     "initializer_range", "attention_dropout", "pretraining_tp", "gradient_checkpointing",
+    "router_aux_loss_coef",
     # which implementation runs, and what it returns besides
     "use_cache", "cache_implementation",
     "_attn_implementation", "_attn_implementation_autoset", "_flash_attn_2_enabled",
-    "output_attentions", "output_hidden_states", "return_dict", "torchscript", "use_bfloat16",
+    "output_attentions", "output_hidden_states", "output_router_logits", "return_dict",
+    "torchscript", "use_bfloat16",
     "tf_legacy_loss", "keys_to_ignore_at_inference", "chunk_size_feed_forward", "is_decoder",
     # text and tasks
     "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id",
@@ -128,7 +130,8 @@ def model_spec(
             raise config.error("architectures", f"[{family.architecture!r}]")
     read_quantisation(config)  # its tensors are presented as if they were plain
     decoder = _decoder_config(config, family)
-    experts = _form_of_experts(decoder, family, frozenset(tensor_names))
+    forms = family.hf_experts or (SPLIT_EXPERTS, FUSED_EXPERTS)
+    experts = form_of_experts(decoder.moe, forms, frozenset(tensor_names))
     names = replace(NAMES, experts=experts, **family.hf_names)
     if (key := family.hf_interleaved_key) is not None:
         names = replace(names, is_interleaved=config.flag(key, default=True))
@@ -142,27 +145,28 @@ def model_spec(
     return ModelSpec(family.name, decoder, parameter_sources(decoder, names), ignored, names)
 
 
-def _form_of_experts(
-    decoder: DecoderConfig, family: Family, tensor_names: frozenset[str]
-) -> ExpertNames:
-    forms = family.hf_experts or (SPLIT_EXPERTS, FUSED_EXPERTS)
-    if decoder.moe is None:
-        return forms[0]
-    first = decoder.moe.layers.index(True)
-    return next((f for f in forms if f.of_layer(f.down, first, "0") in tensor_names), forms[0])
-
-
 def latter_layers_windowed(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
     """Windows of families that slide in some layers: by `layer_types`, or from a layer on."""
+    return windows_if_used(config, num_layers, lambda i, first: i >= first)
+
+
+def windows_if_used(
+    config: ConfigReader, num_layers: int, slides: Callable[[int, int], bool]
+) -> tuple[int | None, ...]:
+    """Windows where `use_sliding_window` asks for them: by `layer_types`, or in layers that slide.
+
+    `slides` is asked with a layer and `max_window_layers`.
+    """
     is_used = config.flag("use_sliding_window", default=False)
     window = None
     if config.has("sliding_window"):
-        window = config.integer("sliding_window", maximum=MAX_POSITION)
-    first = config.integer("max_window_layers", minimum=0, maximum=MAX_LAYERS, default=28)
+        # a window that is not used is published as 0 or as any size
+        window = config.integer("sliding_window", minimum=int(is_used), maximum=MAX_POSITION)
+    border = config.integer("max_window_layers", minimum=0, maximum=MAX_LAYERS, default=28)
     if not is_used:
         window = None
     if not config.has("layer_types"):
-        return tuple(window if i >= first else None for i in range(num_layers))
+        return tuple(window if slides(i, border) else None for i in range(num_layers))
     return _windows_by_kind(config, num_layers, window)
 
 

@@ -1,10 +1,13 @@
 """Llama 2, 3, 3.1, 3.2 and what shares their architecture, SmolLM2 among them.
 
-GGUF files of Mistral models carry this architecture too, some with a window.
+GGUF files of Mistral and Mixtral models carry this architecture too: some have a window, some
+experts.
 """
 
 from .config_reader import ConfigReader
+from .expert_options import read_gguf_experts
 from .family import Family, Options
+from .hugging_face import MAX_EXPERTS
 from .rope_options import MAX_POSITION
 
 
@@ -20,7 +23,9 @@ def _hf_options(config: ConfigReader, num_layers: int) -> Options:
 
 def _gguf_options(config: ConfigReader, num_layers: int) -> Options:
     window = config.integer("attention.sliding_window", minimum=0, maximum=MAX_POSITION, default=0)
-    return Options(windows=(window or None,) * num_layers)
+    is_sparse = config.integer("expert_count", minimum=0, maximum=MAX_EXPERTS, default=0) > 0
+    moe = read_gguf_experts(config, num_layers) if is_sparse else None
+    return Options(windows=(window or None,) * num_layers, moe=moe)
 
 
 FAMILY = Family("llama", "LlamaForCausalLM", _hf_options, _gguf_options, gguf_interleaved=True)

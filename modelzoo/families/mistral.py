@@ -18,4 +18,4 @@ def _hf_options(config: ConfigReader, num_layers: int) -> Options:
     return Options(windows=(window,) * num_layers)
 
 
-FAMILY = Family("mistral", "MistralForCausalLM", _hf_options)
+FAMILY = Family("mistral", "MistralForCausalLM", _hf_options, gguf_architecture="llama")

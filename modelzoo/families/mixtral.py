@@ -1,13 +1,19 @@
-"""Mixtral: Mistral's blocks with a mixture of experts in place of every MLP (2401.04088)."""
+"""Mixtral: Mistral's blocks with a mixture of experts in place of every MLP (2401.04088).
+
+Options and defaults as in transformers' `mixtral`. GGUF knows no such architecture: its Mixtral
+files say `llama`.
+"""
 
 from dataclasses import replace
 
-from ..moe.config import MoeConfig, Routing
+from ..moe.config import MoeConfig
 from .config_reader import ConfigReader
+from .expert_options import read_routing
 from .family import Family, Options
-from .hugging_face import FUSED_EXPERTS, MAX_EXPERTS, MAX_MLP, SPLIT_EXPERTS
-from .rope_options import MAX_POSITION
+from .hugging_face import FUSED_EXPERTS, MAX_MLP, SPLIT_EXPERTS
+from .rope_options import MAX_POSITION, read_rope
 
+_THETA = 1e6
 _BLOCK = "model.layers.{i}.block_sparse_moe"
 PUBLISHED = replace(
     SPLIT_EXPERTS,
@@ -22,15 +28,21 @@ def _hf_options(config: ConfigReader, num_layers: int) -> Options:
     window = None
     if config.has("sliding_window"):
         window = config.integer("sliding_window", maximum=MAX_POSITION)
-    # of training
-    config.ignore(("output_router_logits", "router_aux_loss_coef", "router_jitter_noise"))
-    routing = Routing(
-        config.integer("num_local_experts", maximum=MAX_EXPERTS, default=8),
-        config.integer("num_experts_per_tok", maximum=MAX_EXPERTS, default=2),
-    )
+    config.ignore(("router_jitter_noise",))  # of training
+    routing = read_routing(config, num_experts=8, num_chosen=2)
     width = config.integer("intermediate_size", maximum=MAX_MLP)
-    moe = MoeConfig(routing, width, layers=(True,) * num_layers)
-    return Options(windows=(window,) * num_layers, moe=moe)
+    max_position = config.integer("max_position_embeddings", maximum=MAX_POSITION)
+    return Options(
+        windows=(window,) * num_layers,
+        rope=read_rope(config, max_position, _THETA),
+        moe=MoeConfig(routing, width, layers=(True,) * num_layers),
+    )
 
 
-FAMILY = Family("mixtral", "MixtralForCausalLM", _hf_options, hf_experts=(PUBLISHED, FUSED_EXPERTS))
+FAMILY = Family(
+    "mixtral",
+    "MixtralForCausalLM",
+    _hf_options,
+    hf_experts=(PUBLISHED, FUSED_EXPERTS),
+    gguf_architecture="llama",
+)

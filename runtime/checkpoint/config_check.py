@@ -20,7 +20,6 @@ SIZES = {
     "head_dim": 2**14,
     "vocab_size": 2**24,
     "max_position_embeddings": 2**31,
-    "sliding_window": 2**31,
 }
 """The largest plausible value of each size; all are at least 1."""
 

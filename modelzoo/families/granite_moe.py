@@ -1,0 +1,50 @@
+"""Granite 3, sparse: Granite's factors, and experts weighed by the softmax of those chosen.
+
+Names and meanings as in transformers' `granitemoe` and, for GGUF, llama.cpp.
+"""
+
+from dataclasses import replace
+
+from ..moe.config import MoeConfig
+from .config_reader import ConfigReader
+from .expert_options import read_gguf_experts, read_routing
+from .expert_sources import ExpertNames
+from .family import Family, Options
+from .granite import factor_options, gguf_factor_options
+from .hugging_face import MAX_MLP
+
+_BLOCK = "model.layers.{i}.block_sparse_moe"
+_PUBLISHED = ExpertNames(
+    router=f"{_BLOCK}.router.layer.weight",
+    gate=f"{_BLOCK}.input_linear.weight",
+    up=f"{_BLOCK}.input_linear.weight",
+    down=f"{_BLOCK}.output_linear.weight",
+)
+_IN_MEMORY = ExpertNames(
+    router=f"{_BLOCK}.router.weight",
+    gate=f"{_BLOCK}.experts.gate_up_proj",
+    up=f"{_BLOCK}.experts.gate_up_proj",
+    down=f"{_BLOCK}.experts.down_proj",
+)
+
+
+def _hf_options(config: ConfigReader, num_layers: int) -> Options:
+    routing = read_routing(config, num_experts=8, num_chosen=2, scoring="softmax_of_chosen")
+    width = config.integer("intermediate_size", maximum=MAX_MLP)
+    moe = MoeConfig(routing, width, layers=(True,) * num_layers)
+    return replace(factor_options(config, num_layers), moe=moe)
+
+
+def _gguf_options(config: ConfigReader, num_layers: int) -> Options:
+    moe = read_gguf_experts(config, num_layers, scoring="softmax_of_chosen")
+    return replace(gguf_factor_options(config, num_layers), moe=moe)
+
+
+FAMILY = Family(
+    "granitemoe",
+    "GraniteMoeForCausalLM",
+    _hf_options,
+    _gguf_options,
+    hf_experts=(_PUBLISHED, _IN_MEMORY),
+    gguf_interleaved=True,
+)

@@ -1,0 +1,52 @@
+"""Qwen1.5-MoE and Qwen2-MoE: Qwen2's attention, and an expert that all tokens share, behind a gate.
+
+Source: "Qwen2 Technical Report" (2407.10671), section 2.2.2; options and defaults as in
+transformers' `qwen2_moe`, by which each second layer below `max_window_layers` slides a window
+where windows are asked for.
+"""
+
+from dataclasses import replace
+
+from ..moe.config import MoeConfig
+from .config_reader import ConfigReader
+from .expert_options import read_gguf_experts, read_routing, sparse_layers
+from .family import Family, Options
+from .hugging_face import MAX_MLP, windows_if_used
+
+
+def _hf_options(config: ConfigReader, num_layers: int) -> Options:
+    routing = read_routing(
+        config,
+        num_experts=60,
+        num_chosen=4,
+        is_normalized=config.flag("norm_topk_prob", default=False),
+    )
+    width = config.integer("moe_intermediate_size", maximum=MAX_MLP)
+    shared = config.integer("shared_expert_intermediate_size", maximum=MAX_MLP)
+    layers = sparse_layers(config, num_layers)
+    return Options(
+        windows=windows_if_used(config, num_layers, lambda i, first: i % 2 == 0 and i < first),
+        qkv_bias=config.flag("qkv_bias", default=True),
+        moe=_mixture(MoeConfig(routing, width, layers), shared) if any(layers) else None,
+    )
+
+
+def _gguf_options(config: ConfigReader, num_layers: int) -> Options:
+    moe = read_gguf_experts(config, num_layers, is_normalized=False, is_width_shared=True)
+    dense = config.integer("feed_forward_length", maximum=MAX_MLP)
+    key = "expert_shared_feed_forward_length"
+    shared = config.integer(key, maximum=MAX_MLP, default=dense)
+    return Options(windows=(None,) * num_layers, moe=_mixture(moe, shared))
+
+
+def _mixture(moe: MoeConfig, shared: int) -> MoeConfig:
+    return replace(moe, shared_mlp=shared, has_shared_gate=True)
+
+
+FAMILY = Family(
+    "qwen2_moe",
+    "Qwen2MoeForCausalLM",
+    _hf_options,
+    _gguf_options,
+    gguf_architecture="qwen2moe",
+)

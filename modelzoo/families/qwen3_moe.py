@@ -1,0 +1,44 @@
+"""Qwen3-MoE: Qwen3's attention with a mixture of experts in place of most MLPs.
+
+Source: "Qwen3 Technical Report" (2505.09388), section 2; options and defaults as in transformers'
+`qwen3_moe`, where all layers slide a window or none does.
+"""
+
+from ..moe.config import MoeConfig
+from .config_reader import ConfigReader
+from .expert_options import read_gguf_experts, read_routing, sparse_layers
+from .family import Family, Options
+from .hugging_face import MAX_MLP, windows_if_used
+
+
+def _hf_options(config: ConfigReader, num_layers: int) -> Options:
+    has_bias = config.flag("attention_bias", default=False)
+    routing = read_routing(
+        config,
+        num_experts=128,
+        num_chosen=8,
+        is_normalized=config.flag("norm_topk_prob", default=False),
+    )
+    width = config.integer("moe_intermediate_size", maximum=MAX_MLP)
+    layers = sparse_layers(config, num_layers)
+    return Options(
+        windows=windows_if_used(config, num_layers, lambda i, first: True),
+        qkv_bias=has_bias,
+        output_bias=has_bias,
+        qk_norm=True,
+        moe=MoeConfig(routing, width, layers) if any(layers) else None,
+    )
+
+
+def _gguf_options(config: ConfigReader, num_layers: int) -> Options:
+    moe = read_gguf_experts(config, num_layers, is_width_shared=True)
+    return Options(windows=(None,) * num_layers, qk_norm=True, moe=moe)
+
+
+FAMILY = Family(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    _hf_options,
+    _gguf_options,
+    gguf_architecture="qwen3moe",
+)
