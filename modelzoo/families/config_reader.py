@@ -72,21 +72,14 @@ class ConfigReader:
     def numbers(self, key: str, *, count: int, above: float) -> tuple[float, ...]:
         """A list of `count` finite numbers greater than `above`."""
         items = self._items(key, count, "numbers")
-        return tuple(items.number(str(i), above=above) for i in range(count))
+        return tuple(items.number(i, above=above) for i in items._values)
 
-    def integers(self, key: str, *, count: int, maximum: int) -> tuple[int, ...]:
-        """A list of `count` integers from 1 to `maximum`."""
+    def integers(
+        self, key: str, *, maximum: int, minimum: int = 1, count: int | None = None
+    ) -> tuple[int, ...]:
+        """A list of integers within bounds; `count` of them, where it is given."""
         items = self._items(key, count, "integers")
-        return tuple(items.integer(str(i), maximum=maximum) for i in range(count))
-
-    def integers(self, key: str, *, maximum: int, minimum: int = 0) -> tuple[int, ...]:
-        """A list of integers within bounds; null and absent count as empty."""
-        values = self._value(key, ())
-        if not isinstance(values, list | tuple):
-            raise self.error(key, "a list of integers")
-        items = ConfigReader({str(i): x for i, x in enumerate(values)}, f"{self.name(key)}.")
-        bounds = {"minimum": minimum, "maximum": maximum}
-        return tuple(items.integer(str(i), **bounds) for i in range(len(values)))
+        return tuple(items.integer(i, minimum=minimum, maximum=maximum) for i in items._values)
 
     def flag(self, key: str, *, default: object = REQUIRED) -> bool:
         """A boolean; null counts as absent."""
@@ -144,11 +137,11 @@ class ConfigReader:
                 "Remove a key that cannot change the model's answers; any other is not implemented."
             )
 
-    def _items(self, key: str, count: int, kind: str) -> "ConfigReader":
-        """The items of a list of a certain length, as a table by position."""
+    def _items(self, key: str, count: int | None, kind: str) -> "ConfigReader":
+        """The items of a list, of a certain length where one is given, as a table by position."""
         values = self._value(key, REQUIRED)
-        if not isinstance(values, list | tuple) or len(values) != count:
-            raise self.error(key, f"a list of {count} {kind}")
+        if not isinstance(values, list | tuple) or len(values) != (count or len(values)):
+            raise self.error(key, f"a list of {f'{count} ' if count else ''}{kind}")
         return ConfigReader({str(i): x for i, x in enumerate(values)}, f"{self.name(key)}.")
 
     def _value(self, key: str, default: object) -> Any:

@@ -29,7 +29,9 @@ def read_routing(
 def sparse_layers(config: ConfigReader, num_layers: int) -> tuple[bool, ...]:
     """Each `decoder_sparse_step`-th layer, but for `mlp_only_layers`."""
     step = config.integer("decoder_sparse_step", maximum=MAX_LAYERS, default=1)
-    dense = config.integers("mlp_only_layers", maximum=num_layers - 1)
+    dense: tuple[int, ...] = ()
+    if config.has("mlp_only_layers"):
+        dense = config.integers("mlp_only_layers", minimum=0, maximum=num_layers - 1)
     return tuple((i + 1) % step == 0 and i not in dense for i in range(num_layers))
 
 

@@ -10,8 +10,10 @@ to the file. Every count is checked against the bytes that are left before anyth
 and no two tensors share a byte. ggml lists axes minor to major; shapes here are in numpy's order.
 """
 
+import itertools
 import math
 import mmap
+import operator
 import os
 import struct
 from collections.abc import Mapping
@@ -22,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from .errors import CheckpointChanged, InvalidGGUF, require
-from .tensor_source import FileStamp, Index, TensorInfo, intervals
+from .tensor_source import FileStamp, Index, Interval, TensorInfo, intervals
 
 MAX_METADATA_KEYS = 65_536
 MAX_TENSORS = 100_000
@@ -113,14 +115,8 @@ class GGUFFile:
             return np.empty([len(interval) for interval in box], np.float32)
 
         _, block_size, block_bytes = TENSOR_TYPES[entry.type_number]
-        stored_shape = (*shape[:-1], shape[-1] // block_size * block_bytes)
-        row_bytes = math.prod(stored_shape[1:])
-        if len(shape) == 1:
-            stored = self._pread(entry.offset, stored_shape[0])
-        else:
-            stored = self._pread(entry.offset + box[0].start * row_bytes, len(box[0]) * row_bytes)
-            stored = stored.reshape(len(box[0]), *stored_shape[1:])
-            stored = stored[(slice(None), *(interval.as_slice() for interval in box[1:-1]))]
+        row_bytes = shape[-1] // block_size * block_bytes
+        stored = self._read_rows(entry.offset, shape[:-1], row_bytes, box[:-1])
 
         # Whole blocks of the last axis that hold the wanted elements, cut after dequantising
         first, last = box[-1].start // block_size, -(-box[-1].stop // block_size)
@@ -131,6 +127,24 @@ class GGUFFile:
 
     def close(self) -> None:
         """Nothing stays open between reads."""
+
+    def _read_rows(
+        self, offset: int, shape: tuple[int, ...], row_bytes: int, box: tuple[Interval, ...]
+    ) -> np.ndarray:
+        """The bytes of a box of rows, `[*box, row_bytes]`; each run without a gap is one read."""
+        if not shape:
+            return self._pread(offset, row_bytes)
+        strides = [math.prod(shape[axis + 1 :]) * row_bytes for axis in range(len(shape))]
+        # axes after the last one that is cut are whole, and part of the runs
+        cut = max((axis for axis, size in enumerate(shape) if len(box[axis]) < size), default=0)
+        starts = itertools.product(*(range(i.start, i.stop) for i in box[:cut]), [box[cut].start])
+        run_bytes = len(box[cut]) * strides[cut]
+        runs = [
+            self._pread(offset + sum(map(operator.mul, start, strides)), run_bytes)
+            for start in starts
+        ]
+        stored = runs[0] if len(runs) == 1 else np.concatenate(runs)
+        return stored.reshape(*map(len, box), row_bytes)
 
     def _pread(self, offset: int, count: int) -> np.ndarray:
         # Not through a memory map: a file cut short meanwhile would end the process by SIGBUS

@@ -251,15 +251,19 @@ def _shape_problems(
     for part in source.parts:
         if not all(name in tensors.tensors for name in part.tensors):
             return problems
-        info = tensors.tensors[part.tensors[0]]
-        if not _is_floating(info.dtype):
-            problems.append(f"{part.tensor}: expected floating numbers, got {info.stored_as}")
+        infos = [tensors.tensors[name] for name in part.tensors]
+        problems += [
+            f"{name}: expected floating numbers, got {info.stored_as}"
+            for name, info in zip(part.tensors, infos, strict=True)
+            if not _is_floating(info.dtype)
+        ]
         try:
             shape = source_of(part, tensors).tensors[part.tensor].shape
             shapes.append(AxisPattern.of(part).parameter_shape(shape))
         except ValueError as error:
             problems.append(
-                f"{part.tensor} -> {source.parameter}: shape {info.shape}, {part.axes!r}: {error}"
+                f"{part.tensor} -> {source.parameter}: shape {infos[0].shape}, {part.axes!r}: "
+                f"{error}"
             )
     if problems:
         return problems

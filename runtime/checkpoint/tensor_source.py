@@ -11,8 +11,10 @@ repeated and then indexed, and asks the source for the smallest contiguous box t
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
 from typing import Protocol
 
@@ -92,18 +94,26 @@ class Rows:
 
 
 class Stacked:
-    """Tensors of one shape, stacked along a new first axis, as a source of one tensor."""
+    """Tensors of one shape, stacked along a new first axis, as a source of one tensor.
+
+    It has the dtype that holds every value of theirs.
+    """
 
     def __init__(self, source: TensorSource, name: str, members: Sequence[str]):
         self._source = source
         self._members = members
         infos = [source.tensors[member] for member in members]
-        if len({(info.shape, info.dtype) for info in infos}) > 1:
-            shapes = sorted({f"{info.shape} {info.dtype}" for info in infos})
-            raise ValueError(f"expected one shape and type to stack, got {', '.join(shapes)}")
-        num_bytes = sum(info.num_bytes for info in infos)
-        shape = (len(members), *infos[0].shape)
-        self.tensors = {name: replace(infos[0], shape=shape, num_bytes=num_bytes, axis_order=None)}
+        ((shape, _),) = Counter(info.shape for info in infos).most_common(1)
+        for member, info in zip(members, infos, strict=True):
+            if info.shape != shape:
+                raise ValueError(f"expected {shape} of each to stack, got {member} {info.shape}")
+        stacked = TensorInfo(
+            shape=(len(members), *shape),
+            dtype=_common_dtype([info.dtype for info in infos]),
+            stored_as="/".join(sorted({info.stored_as for info in infos})),
+            num_bytes=sum(info.num_bytes for info in infos),
+        )
+        self.tensors = {name: stacked}
 
     def read(self, name: str, index: Index | None = None) -> np.ndarray:
         info = self.tensors[name]
@@ -116,6 +126,14 @@ class Stacked:
 
     def close(self) -> None:
         """The tensors' source is closed by whoever opened it."""
+
+
+def _common_dtype(dtypes: Sequence[np.dtype]) -> np.dtype:
+    """The one of all, or one that holds every value of theirs."""
+    if len(set(dtypes)) == 1:
+        return dtypes[0]
+    # by way of float32: float16 and bfloat16 have no common dtype for numpy
+    return reduce(np.promote_types, dtypes, np.dtype(np.float32))
 
 
 def source_of(part: Part, source: TensorSource) -> TensorSource:

@@ -223,8 +223,8 @@ def test_impossible_factors_are_refused(factors):
 
 
 REFUSED = {
-    "architecture": ("gpt2", {}, "general.architecture: expected one of llama, qwen2, qwen3"),
-    "experts": ("llama", {"expert_count": 8}, "llama.expert_count: expected 0"),
+    "architecture": ("gpt2", {}, "general.architecture: expected one of llama, qwen2, qwen2moe"),
+    "experts": ("qwen2", {"expert_count": 8}, "qwen2.expert_count: expected 0"),
     "unknown key": ("llama", {"logit_scale": 2.0}, "llama.logit_scale = 2.0"),
     "window of qwen": ("qwen2", {"attention__sliding_window": 8}, "qwen2.attention.sliding_window"),
     "partial rotary": ("llama", {"rope__dimension_count": 4}, "llama.rope.dimension_count"),
