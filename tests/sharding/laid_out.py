@@ -68,6 +68,13 @@ _LATENT = {
     "n_group": 4,
     "topk_group": 2,
 }
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+_FACTORS = {
+    "embedding_multiplier": 2.0,
+    "attention_multiplier": 0.25,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 4.0,
+}
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True, "rope_scaling": _LLAMA3},
     "mistral": {"sliding_window": 5, "tie_word_embeddings": True},
@@ -78,15 +85,24 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "max_window_layers": 1,
         "rope_scaling": _YARN,
     },
+    "qwen2_moe": _EXPERTS
+    | {
+        "shared_expert_intermediate_size": 56,
+        "mlp_only_layers": [0],
+        "use_sliding_window": True,
+        "sliding_window": 5,
+    },
+    "qwen3_moe": _EXPERTS | {"norm_topk_prob": True, "tie_word_embeddings": True},
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 5, "attention_bias": True},
+    "granitemoe": _FACTORS | {"num_local_experts": 16, "num_experts_per_tok": 3},
     "qwen3": {"attention_bias": True, "tie_word_embeddings": True, "rope_theta": 1e6},
     "olmo2": {"attention_bias": True, "rope_theta": 5e5},
-    "granite": {
-        "mlp_bias": True,
-        "embedding_multiplier": 2.0,
-        "attention_multiplier": 0.25,
-        "residual_multiplier": 0.5,
-        "logits_scaling": 4.0,
+    "gemma3_text": {
+        "hidden_act": "gelu_pytorch_tanh",
+        "sliding_window": 5,
+        "sliding_window_pattern": 2,
     },
+    "granite": _FACTORS | {"mlp_bias": True},
     "gemma2": {
         "hidden_act": "gelu_pytorch_tanh",
         "sliding_window": 5,
@@ -103,11 +119,6 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     },
     "deepseek_v3": _LATENT
     | {"q_lora_rank": 10, "norm_topk_prob": True, "tie_word_embeddings": True},
-    "gemma3_text": {
-        "hidden_act": "gelu_pytorch_tanh",
-        "sliding_window": 5,
-        "sliding_window_pattern": 2,
-    },
 }
 
 LAYOUTS = tuple(named_layout_tables())
