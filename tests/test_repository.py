@@ -1,6 +1,5 @@
 """What no file of the repository may hold."""
 
-import importlib.util
 import json
 import re
 import subprocess
@@ -9,6 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from numerics_helpers import script
 
 ROOT = Path(__file__).resolve().parent.parent
 # Written in pieces, so that this file does not find itself.
@@ -90,10 +90,12 @@ def test_the_prompts_of_the_benchmark_are_what_their_script_writes():
 
 
 def test_the_readmes_tree_is_what_the_files_say():
-    path = ROOT / "scripts" / "readme_tree.py"
-    spec = importlib.util.spec_from_file_location("readme_tree", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert module.with_tree(readme) == readme, "run scripts/readme_tree.py"
+    updated = script("scripts/readme_tree.py").with_tree(readme)
+    assert updated == readme, "run scripts/readme_tree.py"
+
+
+def test_the_readmes_table_of_models_is_what_families_and_cases_say():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    updated = script("scripts/conformance_table.py").with_table(readme)
+    assert updated == readme, "run scripts/conformance_table.py"

@@ -1,4 +1,4 @@
-"""Llama 2, 3, 3.1, 3.2 and what shares their architecture, SmolLM2 among them.
+"""Llama 2, 3, 3.1, 3.2 and SmolLM2: grouped queries, rotary scaling of several kinds, biases.
 
 GGUF files of Mistral and Mixtral models carry this architecture too: some have a window, some
 experts.

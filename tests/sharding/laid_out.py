@@ -97,11 +97,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "granitemoe": _FACTORS | {"num_local_experts": 16, "num_experts_per_tok": 3},
     "qwen3": {"attention_bias": True, "tie_word_embeddings": True, "rope_theta": 1e6},
     "olmo2": {"attention_bias": True, "rope_theta": 5e5},
-    "gemma3_text": {
-        "hidden_act": "gelu_pytorch_tanh",
-        "sliding_window": 5,
-        "sliding_window_pattern": 2,
-    },
+    "phi3": {"sliding_window": 5, "partial_rotary_factor": 0.75, "head_dim": 16},
     "granite": _FACTORS | {"mlp_bias": True},
     "gemma2": {
         "hidden_act": "gelu_pytorch_tanh",
@@ -109,7 +105,11 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "attn_logit_softcapping": 3.0,
         "final_logit_softcapping": 8.0,
     },
-    "phi3": {"sliding_window": 5, "partial_rotary_factor": 0.75, "head_dim": 16},
+    "gemma3_text": {
+        "hidden_act": "gelu_pytorch_tanh",
+        "sliding_window": 5,
+        "sliding_window_pattern": 2,
+    },
     "cohere": {"rms_norm_eps": None, "layer_norm_eps": 1e-5, "use_qk_norm": True},
     "deepseek_v2": _LATENT
     | {
