@@ -7,7 +7,7 @@ the keys into parts gives the whole answer after `merge`; a part in which a quer
 Source of the split: Rabe and Staats 2021, "Self-attention Does Not Need O(n^2) Memory", section 3.
 """
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,13 @@ PROMPT_BLOCK = 128
 """Queries per block of a prompt's attention to itself."""
 
 _MASKED_SCORE = -1e30
+
+
+class Queries(NamedTuple):
+    """Queries of a layer, and the sinks of their heads, which lie wherever these heads do."""
+
+    q_BTKGH: jax.Array
+    sink_KG: jax.Array | None = None
 
 
 class Attend(Protocol):
@@ -94,6 +101,7 @@ def attend_prompt(
     v_BKTH: jax.Array,
     position_BT: jax.Array,
     window: int | None,
+    sink_KG: jax.Array | None = None,
 ) -> jax.Array:
     """Attend from a prompt to itself, `position_BT` counting from 0 along T (padding: empty).
 
@@ -110,7 +118,8 @@ def attend_prompt(
         )
         mask_BTS = visible(query_position_BT, position_BT[:, first:end], window)
         keys, values = k_BKHT[..., first:end], v_BKTH[:, :, first:end]
-        outs.append(attend(q_BTKGH[:, start:end], keys, values, mask_BTS)[0])
+        attended = attend(q_BTKGH[:, start:end], keys, values, mask_BTS)
+        outs.append(with_sinks(*attended, sink_KG))
     return jnp.concatenate(outs, axis=1)
 
 
@@ -132,3 +141,17 @@ def merge(parts: list[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Arra
     out_BTKGH = (out_BTKGH / safe_total_BTKG[..., None]).astype(parts[0][0].dtype)
     lse_BTKG = jnp.where(total_BTKG > 0, safe_max_BTKG + jnp.log(safe_total_BTKG), -jnp.inf)
     return out_BTKGH, lse_BTKG
+
+
+def with_sinks(out_BTKGH: jax.Array, lse_BTKG: jax.Array, sink_KG: jax.Array | None) -> jax.Array:
+    """`out` as it is beside one more key a head, whose score is the sink and whose value is zero.
+
+    The sum of exponentials exp(lse) grows by exp(sink), so every weight and thereby `out` becomes
+    exp(lse) / (exp(lse) + exp(sink)) = sigmoid(lse - sink) of itself; zero stays zero where nothing
+    is seen. To be used once, on attention over all keys. Source: "gpt-oss" (2508.10925), section
+    2.2.
+    """
+    if sink_KG is None:
+        return out_BTKGH
+    share_BTKG = jax.nn.sigmoid(lse_BTKG - sink_KG.astype(jnp.float32)[None, None])
+    return (out_BTKGH * share_BTKG[..., None]).astype(out_BTKGH.dtype)

@@ -183,6 +183,8 @@ class DecoderConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     qk_norm_kind: QKNorm = "head"
+    sinks: bool = False
+    """Whether each query head has a learned score that joins the softmax and adds no value."""
     norm_placement: NormPlacement = "before"
     is_parallel: bool = False
     """Whether attention and MLP read one norm and are added together; it stands before them."""
@@ -249,7 +251,7 @@ class DecoderConfig:
                 f"head_dim of {latent.head_dim}, plain_dim and rope_dim together, got "
                 f"{self.num_kv_heads} with {self.head_dim}."
             )
-        options = ("qkv_bias", "output_bias", "qk_norm")
+        options = ("qkv_bias", "output_bias", "qk_norm", "sinks")
         if asked := [option for option in options if getattr(self, option)]:
             raise ValueError(f"latent: expected no {', '.join(asked)} beside it, none implemented.")
 

@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 
 from . import axes
-from .attention import Attend, attend_dense, attend_prompt
+from .attention import Attend, Queries, attend_dense, attend_prompt
 from .config import AS_PUBLISHED, PLAIN_SCORES, Arrangement, DecoderConfig, Scores
 from .kv_cache import (
     AttendLayer,
@@ -68,13 +68,16 @@ class Attention(nnx.Module):
             self.output_bias = constant(0.0, (D,), ("",))
         if config.qk_norm:
             self.query_norm, self.key_norm = _query_key_norms(config, copies)
+        if config.sinks:
+            self.sinks = constant(0.0, (K, G), heads[:2])
         self.config = config
 
     def __call__(
         self, x_BTD: jax.Array, by: Rotation, attend_layer: AttendLayer, operations: Operations
     ) -> jax.Array:
         q_BTKGH, new = self._project(x_BTD, by, operations)
-        out_BTKGH = attend_layer(q_BTKGH, new)
+        sink_KG = self.sinks[...] if self.config.sinks else None
+        out_BTKGH = attend_layer(Queries(q_BTKGH, sink_KG), new)
         merge = ("BTKGH,KGHD->BTD", merge_heads)
         out_BTD = operations.project(*merge, out_BTKGH, self.output, axes.HEADS, axes.RESIDUAL)
         if self.config.output_bias:
@@ -245,21 +248,22 @@ class Decoder(nnx.Module):
 
         def attend_layer(window: int | None) -> AttendLayer:
             def attend_self(
-                q_BTKGH: jax.Array, new: PromptKeysValues, rows: PromptRows, _: tuple[()]
+                queries: Queries, new: PromptKeysValues, rows: PromptRows, _: tuple[()]
             ) -> tuple[jax.Array, PromptLayer]:
+                q_BTKGH, sink_KG = queries
                 k_BKHT, v_BKTH = new
                 key_position_BT, latents = rows
                 out_BTKGH = attend_prompt(
-                    self.attend, q_BTKGH, k_BKHT, v_BKTH, key_position_BT, window
+                    self.attend, q_BTKGH, k_BKHT, v_BKTH, key_position_BT, window, sink_KG
                 )
                 return out_BTKGH, _kept(new, latents)
 
             def attend(
-                q_BTKGH: jax.Array, new: PromptKeysValues | None, latents: PromptLatents | None
+                queries: Queries, new: PromptKeysValues | None, latents: PromptLatents | None
             ) -> jax.Array:
                 rows, kept_axes = (key_position_BT, latents), _kept(new, latents).AXES
                 out_BTKGH, kept = self.operations.attend(
-                    attend_self, q_BTKGH, new, rows, (), kept_axes
+                    attend_self, queries, new, rows, (), kept_axes
                 )
                 made.append(kept)
                 return out_BTKGH
@@ -283,23 +287,24 @@ class Decoder(nnx.Module):
 
         def attend_layer(window: int | None) -> AttendLayer:
             def attend_cache(
-                q_BTKGH: jax.Array, new: PromptKeysValues | None, rows: CachedRows, old: KeptLayer
+                queries: Queries, new: PromptKeysValues | None, rows: CachedRows, old: KeptLayer
             ) -> tuple[jax.Array, KeptLayer]:
+                q_BTKGH, sink_KG = queries
                 position_B, positions, latents = rows
                 kept = append(old, _kept(new, latents), positions.entry(position_B, window))
                 position_B1, key_position_BS = position_B[:, None], positions.of(window)
                 out_BTKGH = attend_cached(
-                    self.attend, q_BTKGH, kept, position_B1, key_position_BS, window
+                    self.attend, q_BTKGH, kept, position_B1, key_position_BS, window, sink_KG
                 )
                 return out_BTKGH, kept
 
             def attend(
-                q_BTKGH: jax.Array, new: PromptKeysValues | None, latents: PromptLatents | None
+                queries: Queries, new: PromptKeysValues | None, latents: PromptLatents | None
             ) -> jax.Array:
                 rows = (position_B, positions, latents)
                 old = remaining[len(written)]
                 out_BTKGH, kept = self.operations.attend(
-                    attend_cache, q_BTKGH, new, rows, old, old.AXES
+                    attend_cache, queries, new, rows, old, old.AXES
                 )
                 written.append(kept)
                 return out_BTKGH

@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 
 from . import axes
-from .attention import EMPTY_POSITION, Attend, merge, visible
+from .attention import EMPTY_POSITION, Attend, Queries, merge, visible, with_sinks
 from .config import DecoderConfig
 from .operations import ON_ONE_DEVICE, Axes, Operations
 
@@ -139,17 +139,17 @@ class AttendLayer:
     instead, and attended to where the layer reads its cache.
     """
 
-    attend: Callable[[jax.Array, PromptKeysValues | None, PromptLatents | None], jax.Array]
+    attend: Callable[[Queries, PromptKeysValues | None, PromptLatents | None], jax.Array]
     reads_cache: bool
 
     def __call__(
         self,
-        q_BTKGH: jax.Array,
+        queries: Queries,
         new: PromptKeysValues | None,
         latents: PromptLatents | None = None,
     ) -> jax.Array:
         """`out_BTKGH` of queries."""
-        return self.attend(q_BTKGH, new, latents)
+        return self.attend(queries, new, latents)
 
 
 def kept_entries(window: int | None, longest: int) -> int:
@@ -301,6 +301,7 @@ def attend_cached(
     query_position_BT: jax.Array,
     key_position_BS: Segments,
     window: int | None,
+    sink_KG: jax.Array | None = None,
 ) -> jax.Array:
     """Attend to every segment and merge: `out_BTKGH`.
 
@@ -314,7 +315,7 @@ def attend_cached(
         attend(grouped_BTKGH, k_BKHS, v_BKSH, visible(query_position_BT, position_BS, window))
         for (k_BKHS, v_BKSH), position_BS in zip(segments, key_position_BS, strict=True)
     ]
-    out_BTKGH, _ = merge(parts)
+    out_BTKGH = with_sinks(*merge(parts), sink_KG)
     return out_BTKGH.reshape(*q_BTKGH.shape[:-1], -1)
 
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from . import axes
+from .attention import Queries
 from .config import DecoderConfig, LatentAttention
 from .kv_cache import AttendLayer, PromptKeysValues, PromptLatents
 from .layers import Norm, merge_heads, weight
@@ -90,7 +91,7 @@ class LatentHeads(nnx.Module):
         k_BTNH = jnp.concatenate([k_BTNH, shared_BTNH], axis=-1)
         q_BTNH = jnp.concatenate([plain_BTNH, rotated_BTNH], axis=-1)
         new = PromptKeysValues(k_BTNH.transpose(0, 2, 3, 1), v_BTNH.swapaxes(1, 2))
-        return attend_layer(q_BTNH[:, :, :, None], new, latents)[:, :, :, 0]
+        return attend_layer(Queries(q_BTNH[:, :, :, None]), new, latents)[:, :, :, 0]
 
     def _attend_latents(
         self,
@@ -104,6 +105,6 @@ class LatentHeads(nnx.Module):
         absorbed, places = einsum("BTNH,NHI->BTNI"), (axes.LATENT_HEADS, axes.LATENT_HEADS)
         q_BTNI = operations.project(*absorbed, plain_BTNH, self.key_up, *places)
         q_BTNH = jnp.concatenate([q_BTNI, rotated_BTNH], axis=-1)
-        out_BTNH = attend_layer(q_BTNH[:, :, :, None], None, latents)[:, :, :, 0]
+        out_BTNH = attend_layer(Queries(q_BTNH[:, :, :, None]), None, latents)[:, :, :, 0]
         up, out_BTNI = einsum("BTNI,NHI->BTNH"), out_BTNH[..., : self.sizes.rank]
         return operations.project(*up, out_BTNI, self.value_up, *places)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 if TYPE_CHECKING:
+    from .attention import Queries
     from .moe.experts import ExpertWeights
     from .moe.mix import Mixed, Mixture
     from .moe.routing import Router
@@ -44,17 +45,17 @@ class Operations:
         return table[...].at[ids_BT].get(mode="clip")
 
     def attend(
-        self, body: Callable[..., tuple[jax.Array, Any]], q_BTKGH: jax.Array, new: Any, rows: Any,
+        self, body: Callable[..., tuple[jax.Array, Any]], queries: "Queries", new: Any, rows: Any,
         cache: Any, kept_axes: Axes,
     ) -> tuple[jax.Array, Any]:  # fmt: skip
-        """`body(q, new, rows, cache)`: a layer's attention, and what it keeps.
+        """`body(queries, new, rows, cache)`: a layer's attention, and what it keeps.
 
         `body` treats rows and key/value heads independently. `new` are keys and values of the
         projections or None, `rows` arrays that lead with B; `cache` and what is kept have
         `kept_axes`.
         """
         del kept_axes
-        return body(q_BTKGH, new, rows, cache)
+        return body(queries, new, rows, cache)
 
     def by_row(self, body: Callable[..., Any], *arrays: Any) -> Any:
         """`body` of arrays that lead with the rows of attention, which it treats independently."""

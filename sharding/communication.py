@@ -217,12 +217,12 @@ def describes(config: DecoderConfig) -> bool:
     """Whether the formulas are of this model's blocks: one norm before attention, one before MLP.
 
     Sparse layers exchange tokens, as `expert_exchange` says. Other norms sum once more where the
-    residual stream or the heads are split.
+    residual stream or the heads are split. Sinks are gathered where rows are exchanged for heads.
     """
     norms_all_heads = config.qk_norm and config.qk_norm_kind == "projection"
     is_plain = config.norm == "rms" and config.norm_placement == "before"
     has_own_blocks = config.is_parallel or config.latent is not None or config.moe is not None
-    return is_plain and not has_own_blocks and not norms_all_heads
+    return is_plain and not (has_own_blocks or config.sinks or norms_all_heads)
 
 
 def sent_bytes(kind: str, num_bytes: int, group: int) -> float:

@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..modelzoo import axes
+from ..modelzoo.attention import Queries
 from ..modelzoo.kv_cache import PromptKeysValues
 from ..modelzoo.moe.experts import ExpertWeights
 from ..modelzoo.moe.mix import Mixed, Mixture
@@ -79,29 +80,30 @@ class ShardedOperations(Operations):
         return self.project("BT,VD->BTD", rows, ids_BT, table, (axes.BATCH, ""), out_axes)
 
     def attend(
-        self, body: Callable[..., tuple[jax.Array, Any]], q_BTKGH: jax.Array, new: Any, rows: Any,
+        self, body: Callable[..., tuple[jax.Array, Any]], queries: Queries, new: Any, rows: Any,
         cache: Any, kept_axes: Axes,
     ) -> tuple[jax.Array, Any]:  # fmt: skip
         heads, batch = self._rules.dimensions((axes.QUERY_HEADS, axes.HEAD_BATCH))
         exchanged = self._rules.exchanged
         cache_shards = math.prod(self._mesh.shape[axis] for axis in self._rules[axes.KV_HEADS])
         num_cache_heads = self._num_kv_heads * kv_copies(self._num_kv_heads, cache_shards)
-        copies = q_BTKGH.shape[2] // num_cache_heads
+        copies = queries.q_BTKGH.shape[2] // num_cache_heads
 
-        def local(q_BTKGH: jax.Array, new: PromptKeysValues | None, rows: Any, cache: Any):
-            G = q_BTKGH.shape[3]
-            q_BTKGH = _enter_queries(q_BTKGH, exchanged, copies)
+        def local(queries: Queries, new: PromptKeysValues | None, rows: Any, cache: Any):
+            G = queries.q_BTKGH.shape[3]
+            queries = _enter_queries(queries, exchanged, copies)
             if new is not None:
                 new = _enter_keys_values(new, heads, exchanged, copies)
-            out_BTKGH, kept = body(q_BTKGH, new, rows, cache)
+            out_BTKGH, kept = body(queries, new, rows, cache)
             return _leave_attention(out_BTKGH, exchanged, G), kept
 
         kept_spec = self._rules.spec(kept_axes)
         q_spec = self._rules.spec(axes.HEADS)
         new_spec = P(batch or None, heads or None)
         row_spec = self._rules.spec((axes.ATTENTION_BATCH,))
-        in_specs = (q_spec, new_spec, row_spec, kept_spec)
-        return self._map(local, in_specs, (q_spec, kept_spec))(q_BTKGH, new, rows, cache)
+        queries_spec = Queries._make((q_spec, self._rules.spec((axes.QUERY_HEADS,))))
+        in_specs = (queries_spec, new_spec, row_spec, kept_spec)
+        return self._map(local, in_specs, (q_spec, kept_spec))(queries, new, rows, cache)
 
     def by_row(self, body: Callable[..., Any], *arrays: Any) -> Any:
         spec = self._rules.spec((axes.ATTENTION_BATCH,))
@@ -175,15 +177,19 @@ def _local_row(x: jax.Array, row: jax.Array, batch: MeshAxes) -> tuple[jax.Array
     return jnp.clip(index, 0, size - 1), (index >= 0) & (index < size)
 
 
-def _enter_queries(q_BTKGH: jax.Array, exchanged: MeshAxes, copies: int) -> jax.Array:
+def _enter_queries(queries: Queries, exchanged: MeshAxes, copies: int) -> Queries:
     """From the rows and heads of projections to those of attention.
 
     Over the mesh axes `exchanged`, attention has fewer rows and more heads than the projections:
-    each device gives away heads and gets rows (Pope et al. 2022, section 3.3).
+    each device gives away heads and gets rows (Pope et al. 2022, section 3.3). Sinks are of no row,
+    so they are gathered.
     """
+    q_BTKGH, sink_KG = queries
     if exchanged:
         q_BTKGH = jax.lax.all_to_all(q_BTKGH, exchanged, split_axis=0, concat_axis=2, tiled=True)
-    return _regroup(q_BTKGH, copies)
+    if exchanged and sink_KG is not None:
+        sink_KG = jax.lax.all_gather(sink_KG, exchanged, tiled=True)
+    return _regroup(Queries(q_BTKGH, sink_KG), copies)
 
 
 def _enter_keys_values(
@@ -216,10 +222,12 @@ def _leave_attention(out_BTKGH: jax.Array, exchanged: MeshAxes, G: int) -> jax.A
     return jax.lax.all_to_all(out_BTKGH, exchanged, split_axis=2, concat_axis=0, tiled=True)
 
 
-def _regroup(q_BTKGH: jax.Array, copies: int) -> jax.Array:
+def _regroup(queries: Queries, copies: int) -> Queries:
     """Queries of `copies` neighbouring key/value heads as those of one."""
-    B, T, K, G, H = q_BTKGH.shape
-    return q_BTKGH.reshape(B, T, K // copies, G * copies, H)
+    B, T, K, G, H = queries.q_BTKGH.shape
+    heads = K // copies, G * copies
+    sink_KG = None if queries.sink_KG is None else queries.sink_KG.reshape(heads)
+    return Queries(queries.q_BTKGH.reshape(B, T, *heads, H), sink_KG)
 
 
 def _one_of_each(new: PromptKeysValues, copies: int) -> PromptKeysValues:

@@ -46,6 +46,7 @@ class Options:
     mlp_bias: bool = False
     qk_norm: bool = False
     qk_norm_kind: QKNorm = "head"
+    sinks: bool = False
     norm: NormKind = "rms"
     norm_placement: NormPlacement = "before"
     is_parallel: bool = False

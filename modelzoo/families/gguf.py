@@ -56,6 +56,7 @@ NAMES = TensorNames(
     key="blk.{i}.attn_k",
     value="blk.{i}.attn_v",
     output="blk.{i}.attn_output",
+    sinks="blk.{i}.attn_sinks.weight",
     query_norm="blk.{i}.attn_q_norm",
     key_norm="blk.{i}.attn_k_norm",
     attention_post_norm="blk.{i}.post_attention_norm",

@@ -42,6 +42,7 @@ NAMES = TensorNames(
     key="model.layers.{i}.self_attn.k_proj",
     value="model.layers.{i}.self_attn.v_proj",
     output="model.layers.{i}.self_attn.o_proj",
+    sinks="model.layers.{i}.self_attn.sinks",
     query_norm="model.layers.{i}.self_attn.q_norm",
     key_norm="model.layers.{i}.self_attn.k_norm",
     attention_post_norm="model.layers.{i}.post_attention_layernorm",

@@ -31,6 +31,8 @@ class TensorNames:
     key: str
     value: str
     output: str
+    sinks: str
+    """The whole name."""
     query_norm: str
     key_norm: str
     attention_post_norm: str
@@ -159,6 +161,9 @@ def _attention(
     ]
     if config.qkv_bias:
         sources.append(joined("bias", "", "", concat_axis=1))
+    if config.sinks:
+        part = Part(names.sinks.format(i=i), "(k g) -> k g", queries)
+        sources.append(ParameterSource(f"layers.{i}.attention.sinks", (part,)))
     if config.output_bias:
         sources.append(single("attention.output_bias", f"{names.output}.bias", "d -> d"))
     if config.qk_norm:

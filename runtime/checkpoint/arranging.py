@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import jax
 
 QKV = ("attention.qkv", "attention.qkv_bias")
-OUTPUT = "attention.output"
+BY_QUERY_HEAD = ("attention.output", "attention.sinks")
 TABLES = ("embedding.table", "head.table")
 
 
@@ -21,7 +21,7 @@ def concerns(arrangement: Arrangement, parameter: str) -> bool:
     """Whether an arrangement gives a parameter another shape."""
     if parameter.endswith(TABLES):
         return arrangement.padded_vocab is not None
-    return parameter.endswith((*QKV, OUTPUT)) and arrangement.kv_copies > 1
+    return parameter.endswith((*QKV, *BY_QUERY_HEAD)) and arrangement.kv_copies > 1
 
 
 def to_arrangement(x: Any, parameter: str, arrangement: Arrangement) -> Any:
@@ -33,9 +33,9 @@ def to_arrangement(x: Any, parameter: str, arrangement: Arrangement) -> Any:
         V, D = x.shape
         padding = array_functions.zeros((arrangement.padded_vocab - V, D), x.dtype)
         return array_functions.concat([x, padding])
-    if parameter.endswith(OUTPUT):
-        K, G, H, D = x.shape
-        return x.reshape(K * copies, G // copies, H, D)
+    if parameter.endswith(BY_QUERY_HEAD):
+        K, G, *rest = x.shape
+        return x.reshape(K * copies, G // copies, *rest)
 
     *outer, K, J, H = x.shape
     G = J - 2
@@ -53,7 +53,7 @@ def to_canonical(x: Any, parameter: str, arrangement: Arrangement, config: Decod
         _expect(x.shape[:1], (arrangement.padded_vocab,), parameter, arrangement)
         return x[: config.vocab_size]
     K, G = config.num_kv_heads, config.heads_per_kv
-    if parameter.endswith(OUTPUT):
+    if parameter.endswith(BY_QUERY_HEAD):
         _expect(x.shape[:2], (K * copies, G // copies), parameter, arrangement)
         return x.reshape(K, G, *x.shape[2:])
 

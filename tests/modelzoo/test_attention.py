@@ -13,6 +13,7 @@ from noria.modelzoo.attention import (
     attend_prompt,
     merge,
     visible,
+    with_sinks,
 )
 from noria.modelzoo.config import Scores
 
@@ -105,6 +106,36 @@ def test_scores_are_scaled_and_then_capped(cap):
     np.testing.assert_allclose(out, expected_out, rtol=0, atol=FLOAT32_ELEMENTWISE)
     np.testing.assert_allclose(lse, expected_lse, rtol=0, atol=FLOAT32_ELEMENTWISE)
     assert np.all(np.isneginf(lse[0, 1]))
+
+
+def random_sinks() -> jax.Array:
+    """Far below the other scores, among them and far above."""
+    return jnp.asarray(np.random.default_rng(4).normal(scale=4.0, size=(K, G)), jnp.float32)
+
+
+@pytest.mark.parametrize("parts", [[slice(S)], [slice(3), slice(3, S)]], ids=["whole", "parts"])
+def test_sinks_are_one_more_key_whose_value_is_zero(parts):
+    """The whole softmax written out, with the sink's score among the others."""
+    q_BTKGH, k_BKHS, v_BKSH = random_inputs()
+    mask_BTS, sink_KG = random_mask(), random_sinks()
+    attended = [
+        attend_dense(q_BTKGH, k_BKHS[..., s], v_BKSH[:, :, s], jnp.asarray(mask_BTS[..., s]))
+        for s in parts
+    ]
+    out = with_sinks(*merge(attended), sink_KG)
+
+    scores = np.einsum("btkgh,bkhs->btkgs", q_BTKGH, k_BKHS) * H**-0.5
+    exponentials = np.where(mask_BTS[:, :, None, None], np.exp(scores), 0.0)
+    total = exponentials.sum(axis=-1) + np.exp(sink_KG)
+    expected = np.einsum("btkgs,bksh->btkgh", exponentials / total[..., None], v_BKSH)
+    np.testing.assert_allclose(out, expected, rtol=0, atol=FLOAT32_ELEMENTWISE)
+    assert np.all(np.asarray(out[0, 1]) == 0.0)
+
+
+def test_a_sink_that_weighs_nothing_changes_no_bit():
+    out, lse = attend_dense(*random_inputs(), jnp.asarray(random_mask()))
+    assert np.array_equal(with_sinks(out, lse, jnp.full((K, G), -1e30)), out)
+    assert np.array_equal(with_sinks(out, lse, None), out)
 
 
 def test_a_query_that_sees_nothing_gets_exactly_zero():

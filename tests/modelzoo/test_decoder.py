@@ -41,6 +41,7 @@ VARIANTS = {
         output_bias=True,
         mlp_bias=True,
         qk_norm=True,
+        sinks=True,
     ),
     "parallel": replace(CONFIG, is_parallel=True, norm="layer", qk_norm=True, qk_norm_kind="heads"),
     "other kinds": replace(

@@ -191,9 +191,8 @@ def arranged(
             shape = (*x.shape[:axis], x.shape[axis] * copies, G // copies, x.shape[-1])
             kv = np.repeat(kv, copies, axis=axis)
             x = np.concatenate([queries.reshape(shape), kv], axis=axis + 1)
-        elif last == "output" and copies > 1:
-            K, _, H, D = x.shape
-            x = x.reshape(K * copies, G // copies, H, D)
+        elif last in ("output", "sinks") and copies > 1:
+            x = x.reshape(x.shape[0] * copies, G // copies, *x.shape[2:])
         elif last == "table" and arrangement.padded_vocab:
             x = np.pad(x, ((0, arrangement.padded_vocab - x.shape[0]), (0, 0)))
         result[name] = x

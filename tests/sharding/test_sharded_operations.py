@@ -14,6 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from noria.modelzoo import axes
+from noria.modelzoo.attention import Queries
 from noria.modelzoo.kv_cache import PromptKeysValues
 from noria.modelzoo.operations import ON_ONE_DEVICE, einsum
 from noria.sharding.axis_rules import AxisRules, kv_copies
@@ -145,27 +146,34 @@ ATTENTION = {
 
 @pytest.mark.parametrize("name", ATTENTION)
 def test_attention_sees_its_rows_and_heads_whole_and_gives_them_back(name):
-    """The body marks each entry with its row, its key/value head and the cache's entry."""
+    """The body marks each entry with its row, its head, its sink and the cache's entry."""
     B, T, K, N, H, S = 8, 2, ATTENTION[name][0], 16, 4, 3
     rules = rules_of(**ATTENTION[name][1])
     lies_over = ("data", "tensor") if "gathered" in name else rules[axes.QUERY_HEADS]
     stored = kv_copies(K, MeshLayout.of(SIZES).num_shards(lies_over))
     kept = kv_copies(K, MeshLayout.of(SIZES).num_shards(rules[axes.KV_HEADS]))
     G = N // K
-    q_BTKGH, row_B = integers(B, T, K, G, H), np.arange(B, dtype=np.float32)
+    queries = Queries(integers(B, T, K, G, H), 10_000 * integers(K, G))
+    row_B = np.arange(B, dtype=np.float32)
     k_BKHT, v_BKTH, cache_BKHS = integers(B, K, H, T), integers(B, K, T, H), integers(B, K, H, S)
 
-    def body(q_BTKGH, new, row_B, cache_BKHS):
+    def body(queries, new, row_B, cache_BKHS):
+        q_BTKGH, sink_KG = queries
         mark_BKTH = new.v_BKTH + 10 * new.k_BKHT.swapaxes(2, 3) + 100 * cache_BKHS[:, :, None, :, 0]
-        out_BTKGH = q_BTKGH + mark_BKTH.swapaxes(1, 2)[:, :, :, None]
+        out_BTKGH = (
+            q_BTKGH + mark_BKTH.swapaxes(1, 2)[:, :, :, None] + sink_KG[None, None, ..., None]
+        )
         out_BTKGH = out_BTKGH + 1000 * row_B[:, None, None, None, None]
         return out_BTKGH, cache_BKHS + new.k_BKHT[..., :1]
 
     new = PromptKeysValues(k_BKHT, v_BKTH)
-    out_BTKGH, cache = body(q_BTKGH, new, row_B, cache_BKHS)
+    out_BTKGH, cache = body(queries, new, row_B, cache_BKHS)
     got_BTKGH, got_cache = run(
         lambda *arguments: operations(rules, num_kv_heads=K).attend(body, *arguments, axes.CACHE),
-        q_BTKGH.reshape(B, T, K * stored, G // stored, H),
+        Queries(
+            queries.q_BTKGH.reshape(B, T, K * stored, G // stored, H),
+            queries.sink_KG.reshape(K * stored, G // stored),
+        ),
         jax.tree.map(lambda x: np.repeat(x, stored, axis=1), new),
         row_B,
         np.repeat(cache_BKHS, kept, axis=1),
@@ -190,12 +198,12 @@ def test_attention_without_new_keys_sees_its_rows_of_what_is_kept_whole(rules):
     B, T, N, H, S = 8, 2, 8, 4, 3
     q_BTKGH, cache_BSH, row_B = integers(B, T, N, 1, H), integers(B, S, H), np.arange(B)
 
-    def body(q_BTKGH, new, row_B, cache_BSH):
+    def body(queries, new, row_B, cache_BSH):
         assert new is None
-        out_BTKGH = q_BTKGH + 10 * cache_BSH.sum(1)[:, None, None, None]
+        out_BTKGH = queries.q_BTKGH + 10 * cache_BSH.sum(1)[:, None, None, None]
         return out_BTKGH + 1000 * row_B[:, None, None, None, None], cache_BSH + 1
 
-    arguments = (q_BTKGH, None, row_B.astype(np.float32), cache_BSH)
+    arguments = (Queries(q_BTKGH), None, row_B.astype(np.float32), cache_BSH)
     expected_BTKGH, expected_BSH = body(*arguments)
     on_mesh = operations(rules_of(**rules), num_kv_heads=N)
     got_BTKGH, got_BSH = run(

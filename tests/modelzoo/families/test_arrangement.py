@@ -23,6 +23,7 @@ CONFIG = DecoderConfig(
     windows=(None,),
     max_position=64,
     qkv_bias=True,
+    sinks=True,
 )
 INTERLEAVED = replace(gguf.NAMES, is_interleaved=True)
 
@@ -37,6 +38,7 @@ class Arrays:
             shapes[f"{getattr(names, field).format(i=0)}.weight"] = (rows, D)
             shapes[f"{getattr(names, field).format(i=0)}.bias"] = (rows,)
         shapes[f"{names.output.format(i=0)}.weight"] = (D, K * G * H)
+        shapes[names.sinks.format(i=0)] = (K * G,)
         rng = np.random.default_rng(0)
         self.arrays = {k: rng.standard_normal(s, np.float32) for k, s in shapes.items()}
         self.tensors = {
@@ -83,6 +85,10 @@ def test_each_copy_of_a_head_holds_its_share_of_the_queries_and_the_key_and_valu
     output = filled(names, AS_PUBLISHED, "layers.0.attention.output", (K, G, H, D))
     got = filled(names, arranged, "layers.0.attention.output", (Kr, G // copies, H, D))
     np.testing.assert_array_equal(got, output.reshape(Kr, G // copies, H, D))
+
+    sinks = filled(names, AS_PUBLISHED, "layers.0.attention.sinks", (K, G))
+    got = filled(names, arranged, "layers.0.attention.sinks", (Kr, G // copies))
+    np.testing.assert_array_equal(got, sinks.reshape(Kr, G // copies))
 
 
 @pytest.mark.parametrize("names", [hugging_face.NAMES, INTERLEAVED], ids=["hf", "interleaved"])

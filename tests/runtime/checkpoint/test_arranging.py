@@ -32,6 +32,7 @@ SHAPES = {
     "layers.0.attention.qkv_bias": (K, G + 2, H),
     "layers.0.attention.output": (K, G, H, D),
     "layers.0.attention.output_bias": (D,),
+    "layers.0.attention.sinks": (K, G),
     "layers.0.mlp.down": (5, D),
 }
 ARRANGEMENTS = [AS_PUBLISHED, Arrangement(2), Arrangement(4), Arrangement(1, 16), Arrangement(2, V)]
