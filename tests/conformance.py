@@ -534,6 +534,42 @@ CASES = (
         _latent(3, 7, 4, 8, 5) | _routed(8, 2, (4, 1)) | {"q_lora_rank": 6, "num_hidden_layers": 3},
         YARN_SCALED | {"mscale": 0.5, "mscale_all_dim": 0.9, "attention_factor": 1.3},
     ),
+    Case(
+        "gpt-oss",
+        "gpt_oss",
+        _heads(4, 2, 12) | _experts(4, 2) | {"num_hidden_layers": 4, "sliding_window": 5},
+        {"rope_theta": 15e4} | YARN | {"truncate": False},
+        is_old_spelling=True,
+    ),
+    Case(
+        "gpt-oss-clamped",
+        "gpt_oss",
+        # odd numbers of heads, and units that the limit cuts often
+        _heads(9, 3, 10) | _experts(7, 3) | {"sliding_window": 3, "swiglu_limit": 0.5},
+        {"rope_theta": 500.0} | YARN | {"truncate": False},
+    ),
+    Case(
+        "gpt-oss-one-choice",
+        "gpt_oss",
+        _heads(5, 1, 6)
+        | _experts(3, 1)
+        | {"attention_bias": False, "sliding_window": 9, "swiglu_alpha": 0.8},
+    ),
+    Case(
+        "gpt-oss-all-chosen-linear",
+        "gpt_oss",
+        _heads(3, 3)
+        | _experts(5, 5)
+        | {
+            "num_hidden_layers": 3,
+            "head_dim": 16,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "sliding_window": 2,
+            "tie_word_embeddings": True,
+        },
+        LINEAR,
+        is_old_spelling=True,
+    ),
     Case("granite-linear", "granite", _heads(3, 3) | {"logits_scaling": 0.5}, LINEAR),
 )
 
@@ -563,9 +599,8 @@ def save_reference(case: Case, directory: Path) -> list[np.ndarray]:
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if (
-                parameter.ndim == 1 or "norm" in name
-            ):  # norms start at one and biases at zero, where mistakes hide
+            # norms start at one and biases at zero, where mistakes hide
+            if parameter.ndim == 1 or "norm" in name or name.endswith("bias"):
                 parameter.add_(0.3 * torch.randn_like(parameter))
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):

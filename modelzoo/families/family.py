@@ -93,6 +93,8 @@ class Family:
     hf_interleaved_key: str | None = None
     """The option of config.json that says whether rotated pairs lie side by side; on by default."""
     gguf_architecture: str | None = None
+    gguf_names: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `TensorNames` that differ from the usual ones."""
     gguf_interleaved: bool = False
     """Whether GGUF stores the rows of query and key heads with rotated pairs side by side."""
 

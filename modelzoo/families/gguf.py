@@ -99,7 +99,12 @@ def model_spec(
         ignored = (ROPE_FACTORS, *ignored)
     forms = (STACKED_EXPERTS, SPLIT_EXPERTS)
     experts = form_of_experts(decoder.moe, forms, frozenset(tensor_names))
-    names = replace(NAMES, experts=experts, is_interleaved=family.gguf_interleaved)
+    names = replace(
+        NAMES,
+        experts=experts,
+        is_interleaved=family.gguf_interleaved,
+        **family.gguf_names,
+    )
     return ModelSpec(family.name, decoder, parameter_sources(decoder, names), ignored, names)
 
 
@@ -115,7 +120,8 @@ def _decoder_config(
     if num_heads % num_kv_heads:
         raise config.error("attention.head_count", f"a multiple of head_count_kv ({num_kv_heads})")
     max_position = config.integer("context_length", maximum=MAX_POSITION)
-    options = replace(options, rope=_read_rope(config, max_position), max_position=max_position)
+    rope = options.rope or read_rope(config, max_position)
+    options = replace(options, rope=rope, max_position=max_position)
     config.expect("attention.causal", True)
     if options.moe is None:
         config.expect("expert_count", 0)
@@ -166,7 +172,8 @@ def _head_dim(config: ConfigReader, embed: int, num_heads: int) -> int:
     return head_dim
 
 
-def _read_rope(config: ConfigReader, max_position: int) -> RopeConfig:
+def read_rope(config: ConfigReader, max_position: int) -> RopeConfig:
+    """The rotation as most architectures publish it."""
     theta = config.number("rope.freq_base", above=1.0, default=DEFAULT_THETA)
     kind = config.text("rope.scaling.type", default="none")
     config.expect("rope.scaling.attn_factor", 1.0)

@@ -13,6 +13,7 @@ from . import (
     gemma2,
     gemma3,
     gguf,
+    gpt_oss,
     granite,
     granite_moe,
     hugging_face,
@@ -50,6 +51,7 @@ FAMILIES: tuple[Family, ...] = (
     cohere.FAMILY,
     deepseek.V2,
     deepseek.V3,
+    gpt_oss.FAMILY,
 )
 
 

@@ -119,6 +119,12 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     },
     "deepseek_v3": _LATENT
     | {"q_lora_rank": 10, "norm_topk_prob": True, "tie_word_embeddings": True},
+    "gpt_oss": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "sliding_window": 5,
+        "rope_scaling": {**_YARN, "truncate": False},
+    },
 }
 
 LAYOUTS = tuple(named_layout_tables())

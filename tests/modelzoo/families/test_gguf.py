@@ -5,6 +5,7 @@ import math
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from memory_tensors import Arrays
 
 from noria.compile.definition import Definition
 from noria.modelzoo.config import (
@@ -18,7 +19,7 @@ from noria.modelzoo.config import (
 from noria.modelzoo.families import hugging_face
 from noria.modelzoo.families.registry import UnsupportedModel, from_gguf_metadata
 from noria.modelzoo.families.sources import parameter_sources
-from noria.runtime.checkpoint.tensor_source import AxisPattern, TensorInfo
+from noria.runtime.checkpoint.tensor_source import AxisPattern
 
 SIZES = {
     "block_count": 2,
@@ -41,23 +42,6 @@ def metadata(architecture: str = "llama", **changes: object) -> dict[str, object
     own = {f"{architecture}.{key}": value for key, value in values.items() if value is not None}
     general = {"general.architecture": architecture, "general.file_type": 0}
     return general | own | {"tokenizer.ggml.tokens": ["a"] * 99}
-
-
-class Arrays:
-    """Tensors in memory, as a checkpoint offers them."""
-
-    def __init__(self, arrays: dict[str, np.ndarray]):
-        self.arrays = arrays
-        self.tensors = {
-            name: TensorInfo(array.shape, array.dtype, "F32", array.nbytes)
-            for name, array in arrays.items()
-        }
-
-    def read(self, name, index=None):
-        return self.arrays[name] if index is None else self.arrays[name][index]
-
-    def close(self):
-        pass
 
 
 @pytest.mark.parametrize(

@@ -631,7 +631,7 @@ REFUSED = {
         {"architectures": ["LlamaForSequenceClassification"]},
         "architectures: expected .'LlamaForCausalLM'",
     ),
-    "model type": ({"model_type": "gpt_oss"}, "model_type: expected one of llama, .*'gpt_oss'"),
+    "model type": ({"model_type": "falcon"}, "model_type: expected one of llama, .*'falcon'"),
     "no model type": ({"model_type": None}, "model_type: expected one of"),
     "window of a family without": ({"sliding_window": 64}, "sliding_window: expected null"),
     "interleaved rope": ({"rope_interleaved": True}, "rope_interleaved: expected False"),

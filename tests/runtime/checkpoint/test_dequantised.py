@@ -167,6 +167,63 @@ def test_a_parameter_is_filled_from_experts_by_an_axis_pattern(tmp_path):
     source.close()
 
 
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "vocab_size": 40,
+    "hidden_size": 64,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_local_experts": 3,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": {"rope_type": "default"},
+    "tie_word_embeddings": True,
+}
+
+
+def gpt_oss_tensors():
+    """All of a model but the weights of its experts."""
+    rng = np.random.default_rng(1)
+    attention, mlp = "model.layers.0.self_attn", "model.layers.0.mlp"
+    shapes = {"model.embed_tokens.weight": (40, 64), f"{attention}.sinks": (4,)}
+    for norm in ("norm", "layers.0.input_layernorm", "layers.0.post_attention_layernorm"):
+        shapes[f"model.{norm}.weight"] = (64,)
+    for projection, rows, columns in (("q", 32, 64), ("k", 16, 64), ("v", 16, 64), ("o", 64, 32)):
+        shapes[f"{attention}.{projection}_proj.weight"] = (rows, columns)
+        shapes[f"{attention}.{projection}_proj.bias"] = (rows,)
+    shapes |= {f"{mlp}.router.weight": (3, 64), f"{mlp}.router.bias": (3,)}
+    shapes |= {
+        f"{mlp}.experts.gate_up_proj_bias": (3, 64),
+        f"{mlp}.experts.down_proj_bias": (3, 64),
+    }
+    return {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+
+
+def test_a_model_with_mxfp4_experts_loads_as_the_same_numbers_written_out(tmp_path):
+    rng = np.random.default_rng(2)
+    stored = expected = gpt_oss_tensors()
+    for name, blocks in (("gate_up_proj", 2), ("down_proj", 1)):
+        name = f"model.layers.0.mlp.experts.{name}"
+        codes = {
+            f"{name}_blocks": rng.integers(0, 256, (3, 64, blocks, 16), np.uint8),
+            f"{name}_scales": rng.integers(120, 130, (3, 64, blocks), np.uint8),
+        }
+        source = opened(tmp_path, codes, Mxfp4())
+        # safetensors writes memory as it lies
+        numbers = np.ascontiguousarray(source.read(name))
+        stored, expected = stored | codes, expected | {name: numbers}
+        source.close()
+    save(tmp_path / "mxfp4", GPT_OSS | {"quantization_config": {"quant_method": "mxfp4"}}, stored)
+    save(tmp_path / "plain", GPT_OSS, expected)
+    params = load(tmp_path / "mxfp4", split=False)
+    for name, value in load(tmp_path / "plain", split=False).items():
+        np.testing.assert_array_equal(params[name], value)
+
+
 def test_a_parameter_is_filled_from_float8_experts_of_one_tensor_each(tmp_path):
     rng = np.random.default_rng(0)
     names = [f"experts.{e}.down" for e in range(3)]

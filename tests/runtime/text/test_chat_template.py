@@ -37,7 +37,29 @@ MISTRAL = (
     "{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}"
     "{% else %}{{ ' ' + message['content'] + eos_token }}{% endif %}{% endfor %}"
 )
-TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "mistral": MISTRAL}
+HARMONY = (
+    "{#- the constructs of GPT-OSS's template: macros that read the conversation and the date #}\n"
+    "{%- macro system() -%}\n"
+    "    {%- if effort is not defined %}{% set effort = 'medium' %}{% endif %}\n"
+    "    {{- 'Current date: ' + strftime_now('%Y-%m-%d') + '\\n\\nReasoning: ' + effort }}\n"
+    "    {%- if tools -%}{{ '\\n# Tools' }}{%- endif -%}\n"
+    "{%- endmacro -%}\n"
+    "{{- '<|start|>system<|message|>' }}{{- system() }}{{- '<|end|>' }}\n"
+    "{%- set last = namespace(role=none) %}\n"
+    "{%- for message in messages[:] -%}\n"
+    "    {%- if message.role == 'assistant' -%}\n"
+    "        {%- if 'thinking' in message or '<|channel|>' in message.content %}\n"
+    "            {{- raise_exception('no thoughts in a conversation') }}\n"
+    "        {%- endif %}\n"
+    "        {{- '<|start|>assistant<|channel|>final<|message|>' + message.content + '<|end|>' }}\n"
+    "    {%- else -%}\n"
+    "        {{- '<|start|>' + message.role + '<|message|>' + message.content + '<|end|>' }}\n"
+    "    {%- endif -%}\n"
+    "    {%- set last.role = message.role %}\n"
+    "{%- endfor -%}\n"
+    "{%- if add_generation_prompt and last.role == 'user' -%}<|start|>assistant{%- endif -%}\n"
+)
+TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "mistral": MISTRAL, "harmony": HARMONY}
 CONVERSATION = [
     {"role": "user", "content": "Hello, how are you? "},
     {"role": "assistant", "content": "  > fine <\n"},

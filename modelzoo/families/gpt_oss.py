@@ -1,0 +1,103 @@
+"""GPT-OSS: windows in each second layer, sinks, experts of a clamped unit, biases everywhere.
+
+Source: the model card (2508.10925), section 2, and transformers' `gpt_oss`. Gate and up are the
+even and the odd entries of one tensor, and two tensors in GGUF, whose names are llama.cpp's.
+
+The borders of YaRN's ramp are not rounded. GGUF has no key that says so, so its models are taken to
+be as published (llama.cpp rounds).
+"""
+
+from dataclasses import replace
+
+from ..config import RopeConfig, YarnScaling
+from ..moe.config import ClampedUnit, MoeConfig, Routing
+from . import gguf
+from .config_reader import ConfigReader
+from .expert_sources import ExpertNames
+from .family import Family, HFDefaults, Options
+from .hugging_face import MAX_EXPERTS, MAX_MLP, all_but_each
+from .rope_options import MAX_POSITION, read_rope
+
+_THETA = 150_000.0
+_WINDOW = 128
+_UNIT = ClampedUnit(alpha=1.702, limit=7.0)
+_MLP = "model.layers.{i}.mlp"
+HF_EXPERTS = ExpertNames(
+    router=f"{_MLP}.router.weight",
+    gate=f"{_MLP}.experts.gate_up_proj",
+    up=f"{_MLP}.experts.gate_up_proj",
+    down=f"{_MLP}.experts.down_proj",
+    gate_up_axes="e d (f p)",
+    down_axes="e f d",
+    router_bias=f"{_MLP}.router.bias",
+    gate_bias=f"{_MLP}.experts.gate_up_proj_bias",
+    up_bias=f"{_MLP}.experts.gate_up_proj_bias",
+    down_bias=f"{_MLP}.experts.down_proj_bias",
+)
+
+
+def _options(
+    windows: tuple[int | None, ...], rope: RopeConfig, moe: MoeConfig, *, has_bias: bool = True
+) -> Options:
+    return Options(windows, rope, qkv_bias=has_bias, output_bias=has_bias, sinks=True, moe=moe)
+
+
+def _moe(
+    num_layers: int, num_experts: int, num_chosen: int, width: int, unit: ClampedUnit = _UNIT
+) -> MoeConfig:
+    routing = Routing(num_experts, num_chosen, scoring="softmax_of_chosen", has_bias=True)
+    return MoeConfig(routing, width, (True,) * num_layers, has_bias=True, clamped=unit)
+
+
+def _hf_options(config: ConfigReader, num_layers: int) -> Options:
+    if not (config.has("rope_scaling") or config.has("rope_parameters")):
+        # the reference would assume the one of the published models
+        raise config.error("rope_scaling", "a table of rotary options")
+    # second names, which the reference does not read, and training
+    config.ignore(("experts_per_token", "initial_context_length"))
+    config.ignore(("output_router_logits", "router_aux_loss_coef"))
+    num_experts = config.integer("num_local_experts", maximum=MAX_EXPERTS, default=128)
+    moe = _moe(
+        num_layers,
+        num_experts,
+        config.integer("num_experts_per_tok", maximum=num_experts, default=4),
+        config.integer("intermediate_size", maximum=MAX_MLP),
+        ClampedUnit(
+            config.number("swiglu_alpha", above=0.0, default=_UNIT.alpha),
+            config.number("swiglu_limit", above=0.0, default=_UNIT.limit),
+        ),
+    )
+    max_position = config.integer("max_position_embeddings", maximum=MAX_POSITION)
+    return _options(
+        all_but_each(2, config, num_layers, _WINDOW),
+        read_rope(config, max_position, _THETA),
+        moe,
+        has_bias=config.flag("attention_bias", default=True),
+    )
+
+
+def _gguf_options(config: ConfigReader, num_layers: int) -> Options:
+    num_experts = config.integer("expert_count", maximum=MAX_EXPERTS)
+    moe = _moe(
+        num_layers,
+        num_experts,
+        config.integer("expert_used_count", maximum=num_experts),
+        config.integer("expert_feed_forward_length", maximum=MAX_MLP),
+    )
+    window = config.integer("attention.sliding_window", maximum=MAX_POSITION)
+    rope = gguf.read_rope(config, config.integer("context_length", maximum=MAX_POSITION))
+    if isinstance(rope.scaling, YarnScaling):
+        rope = replace(rope, scaling=replace(rope.scaling, truncate=False))
+    return _options(tuple(None if i % 2 else window for i in range(num_layers)), rope, moe)
+
+
+FAMILY = Family(
+    "gpt_oss",
+    "GptOssForCausalLM",
+    _hf_options,
+    _gguf_options,
+    HFDefaults(head_dim=64),
+    hf_experts=(HF_EXPERTS,),
+    gguf_architecture="gpt-oss",
+    gguf_names={"mlp_norm": "blk.{i}.post_attention_norm"},
+)
