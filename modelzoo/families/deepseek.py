@@ -10,6 +10,7 @@ from functools import partial
 
 from ..config import LatentAttention, Scores
 from ..moe.config import ExpertGroups, MoeConfig, Routing
+from . import deepseek_gguf
 from .config_reader import ConfigReader
 from .family import Family, Options
 from .hugging_face import MAX_EMBED, MAX_EXPERTS, MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_MLP
@@ -150,7 +151,10 @@ V2 = Family(
     "deepseek_v2",
     "DeepseekV2ForCausalLM",
     partial(_hf_options, read_routing=_read_v2_routing),
+    deepseek_gguf.gguf_options,
     hf_names=_HF_NAMES | {"is_interleaved": True},
+    gguf_architecture="deepseek2",
+    gguf_interleaved=True,
 )
 V3 = Family(
     "deepseek_v3",

@@ -21,6 +21,7 @@ from .hugging_face import (
     MAX_MLP,
     MAX_VOCAB,
 )
+from .latent_sources import LatentNames
 from .rope_options import DEFAULT_THETA, MAX_POSITION
 from .sources import TensorNames, parameter_sources
 
@@ -71,6 +72,19 @@ NAMES = TensorNames(
     shared_down="blk.{i}.ffn_down_shexp",
 )
 
+_JOINED_LATENT = LatentNames(
+    query="blk.{i}.attn_q",
+    query_down="blk.{i}.attn_q_a",
+    query_norm="blk.{i}.attn_q_a_norm",
+    query_up="blk.{i}.attn_q_b",
+    latent_down="blk.{i}.attn_kv_a_mqa",
+    latent_norm="blk.{i}.attn_kv_a_norm",
+    key_up="blk.{i}.attn_kv_b",
+    value_up="blk.{i}.attn_kv_b",
+    output="blk.{i}.attn_output",
+)
+_SPLIT_LATENT = replace(_JOINED_LATENT, key_up="blk.{i}.attn_k_b", value_up="blk.{i}.attn_v_b")
+
 EPSILONS = {
     "rms": "attention.layer_norm_rms_epsilon",
     "layer": "attention.layer_norm_epsilon",
@@ -99,9 +113,11 @@ def model_spec(
         ignored = (ROPE_FACTORS, *ignored)
     forms = (STACKED_EXPERTS, SPLIT_EXPERTS)
     experts = form_of_experts(decoder.moe, forms, frozenset(tensor_names))
+    is_split = f"{_SPLIT_LATENT.key_up.format(i=0)}.weight" in tensor_names
     names = replace(
         NAMES,
         experts=experts,
+        latent=_SPLIT_LATENT if is_split else _JOINED_LATENT,
         is_interleaved=family.gguf_interleaved,
         **family.gguf_names,
     )
@@ -116,9 +132,10 @@ def _decoder_config(
     options = _with_biases(family.gguf_options(config, num_layers), tensors)
     embed = config.integer("embedding_length", maximum=MAX_EMBED)
     num_heads = config.integer("attention.head_count", maximum=MAX_HEADS)
-    num_kv_heads = config.integer("attention.head_count_kv", maximum=MAX_HEADS, default=num_heads)
-    if num_heads % num_kv_heads:
-        raise config.error("attention.head_count", f"a multiple of head_count_kv ({num_kv_heads})")
+    if options.latent is not None:
+        num_kv_heads, head_dim = num_heads, options.latent.head_dim
+    else:
+        num_kv_heads, head_dim = _kv_heads(config, num_heads), _head_dim(config, embed, num_heads)
     max_position = config.integer("context_length", maximum=MAX_POSITION)
     rope = options.rope or read_rope(config, max_position)
     options = replace(options, rope=rope, max_position=max_position)
@@ -132,7 +149,7 @@ def _decoder_config(
         mlp=config.integer("feed_forward_length", maximum=MAX_MLP),
         num_query_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=_head_dim(config, embed, num_heads),
+        head_dim=head_dim,
         norm_epsilon=config.number(EPSILONS[options.norm], above=0.0, maximum=1.0),
         tie_embeddings=f"{NAMES.head}.weight" not in tensors,
         **options.decoder_fields(),
@@ -154,6 +171,13 @@ def _vocab_size(config: ConfigReader, metadata: Mapping[str, object]) -> int:
     # older files state no size; the vocabulary is then as long as the embedding table
     default = len(tokens) if isinstance(tokens, Collection) else None
     return config.integer("vocab_size", maximum=MAX_VOCAB, default=default)
+
+
+def _kv_heads(config: ConfigReader, num_heads: int) -> int:
+    num_kv_heads = config.integer("attention.head_count_kv", maximum=MAX_HEADS, default=num_heads)
+    if num_heads % num_kv_heads:
+        raise config.error("attention.head_count", f"a multiple of head_count_kv ({num_kv_heads})")
+    return num_kv_heads
 
 
 def _head_dim(config: ConfigReader, embed: int, num_heads: int) -> int:
@@ -191,7 +215,11 @@ def read_rope(config: ConfigReader, max_position: int) -> RopeConfig:
     )
     if kind == "linear":
         return RopeConfig(theta, LinearScaling(factor))
-    return RopeConfig(theta, YarnScaling(factor, original))
+    fast = config.number("rope.scaling.yarn_beta_fast", above=0.0, default=32.0)
+    slow = config.number("rope.scaling.yarn_beta_slow", above=0.0, default=1.0)
+    if fast <= slow:
+        raise config.error("rope.scaling.yarn_beta_fast", f"a number above yarn_beta_slow ({slow})")
+    return RopeConfig(theta, YarnScaling(factor, original, fast, slow))
 
 
 def _with_factors(decoder: DecoderConfig, read_tensor: ReadTensor | None) -> RopeConfig:

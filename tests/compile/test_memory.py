@@ -16,7 +16,7 @@ from noria.compile.build import GraphToBuild, compile_graph, plan_graphs
 from noria.compile.compiled_graphs import CompiledGraphs
 from noria.compile.definition import Definition
 from noria.compile.targets import find_target
-from noria.modelzoo.config import DecoderConfig
+from noria.modelzoo.config import DecoderConfig, LatentAttention
 
 SLOTS, VOCAB = 64, 49152
 GRID = BucketGrid(max_length=512, prefill=((512, 1),), decode_slots=SLOTS, decode_spans=(256, 512))
@@ -28,7 +28,9 @@ WHOLE: Windows = (None,) * 30
 RINGS: Windows = (96, None) * 15
 
 
-def decode_graph(target: str, span: int, dtype: str, windows: Windows = WHOLE) -> GraphToBuild:
+def decode_graph(
+    target: str, span: int, dtype: str, windows: Windows = WHOLE, **heads: object
+) -> GraphToBuild:
     config = DecoderConfig(
         vocab_size=VOCAB,
         embed=576,
@@ -40,6 +42,7 @@ def decode_graph(target: str, span: int, dtype: str, windows: Windows = WHOLE) -
         max_position=8192,
         tie_embeddings=True,
     )
+    config = replace(config, **heads)
     graphs = plan_graphs(
         Definition(config), GRID, find_target(target).placement(), jnp.dtype(dtype)
     )
@@ -81,6 +84,29 @@ def test_decode_needs_little_memory_beside_its_arguments(windows):
     graph = decode_graph("cpu", GRID.decode_spans[0], "float32", windows)
     compiled, _, _ = compile_graph(graph)
     assert compiled.memory_analysis().temp_size_in_bytes <= temporary_bound(graph)
+
+
+LATENTS = {
+    "vocab_size": 1000,
+    "num_query_heads": 16,
+    "num_kv_heads": 16,
+    "head_dim": 192,
+    "latent": LatentAttention(rank=512, plain_dim=128, rope_dim=64, value_dim=128),
+}
+"""Heads of DeepSeek-V2-Lite; logits are small, so that nothing is as large as the cache."""
+
+
+@pytest.mark.parametrize(
+    ("target", "dtype"),
+    [("cpu", "float32"), pytest.param(TPU, "bfloat16", marks=pytest.mark.tpu_compile)],
+)
+def test_decode_reads_latents_where_they_lie(target, dtype):
+    """No segment is laid out anew for keys, and no values are taken out of it."""
+    graph = decode_graph(target, GRID.max_length, dtype, (None,) * 4, **LATENTS)
+    compiled, _, _ = compile_graph(graph)
+    segments = jax.tree.leaves(graph.arguments[1].cache.layers)
+    smallest = min(leaf.size * leaf.dtype.itemsize for leaf in segments)
+    assert compiled.memory_analysis().temp_size_in_bytes < smallest
 
 
 @pytest.mark.tpu_compile

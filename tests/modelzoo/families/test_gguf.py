@@ -1,6 +1,7 @@
 """GGUF metadata of every family: keys, tensor names, and the order of rotated rows."""
 
 import math
+from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,8 +18,13 @@ from noria.modelzoo.config import (
     YarnScaling,
 )
 from noria.modelzoo.families import hugging_face
-from noria.modelzoo.families.registry import UnsupportedModel, from_gguf_metadata
+from noria.modelzoo.families.registry import (
+    UnsupportedModel,
+    from_gguf_metadata,
+    from_hf_config,
+)
 from noria.modelzoo.families.sources import parameter_sources
+from noria.runtime.checkpoint.loader import read_parameter
 from noria.runtime.checkpoint.tensor_source import AxisPattern
 
 SIZES = {
@@ -228,3 +234,157 @@ REFUSED = {
 def test_what_is_not_implemented_is_refused_by_name(architecture, changes, message):
     with pytest.raises(UnsupportedModel, match=message):
         from_gguf_metadata(metadata(architecture, **changes), UNTIED)
+
+
+LATENT = {
+    "attention__head_count_kv": 4,
+    "attention__kv_lora_rank": 6,
+    "attention__q_lora_rank": 7,
+    "attention__key_length": 9,
+    "attention__value_length": 3,
+    "rope__dimension_count": 4,
+    "leading_dense_block_count": 1,
+    "expert_feed_forward_length": 5,
+    "expert_shared_count": 2,
+    "expert_count": 8,
+    "expert_used_count": 2,
+    "expert_weights_scale": 2.5,
+    "expert_weights_norm": True,
+    "expert_gating_func": 2,
+    "expert_group_count": 4,
+    "expert_group_used_count": 2,
+}
+NEWER_LATENT = LATENT | {
+    "attention__head_count_kv": 1,
+    "attention__key_length": 10,
+    "attention__value_length": 6,
+    "attention__key_length_mla": 9,
+    "attention__value_length_mla": 3,
+}
+YARN = {
+    "rope__scaling__type": "yarn",
+    "rope__scaling__factor": 40.0,
+    "rope__scaling__original_context_length": 32,
+    "rope__scaling__yarn_log_multiplier": 0.0707,
+}
+DEEPSEEK_V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 256,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "rope_theta": 100000.0,
+    "rms_norm_eps": SIZES["attention.layer_norm_rms_epsilon"],
+    "vocab_size": 101,
+    "kv_lora_rank": 6,
+    "q_lora_rank": 7,
+    "qk_nope_head_dim": 5,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 3,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 5,
+    "n_shared_experts": 2,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+    "n_group": 4,
+    "topk_group": 2,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40.0,
+        "original_max_position_embeddings": 32,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+    },
+}
+SPLIT = (*UNTIED, "blk.0.attn_k_b.weight")
+
+
+@pytest.mark.parametrize("sizes", [LATENT, NEWER_LATENT], ids=["older", "newer"])
+def test_metadata_of_deepseek_mean_what_its_config_json_means(sizes):
+    """But for the epsilon of latents' norms, of which GGUF has none."""
+    config = from_gguf_metadata(metadata("deepseek2", **sizes, **YARN), UNTIED).config
+    published = from_hf_config(DEEPSEEK_V3).config
+    assert config.scores.scale == pytest.approx(published.scores.scale)
+    latent = replace(published.latent, norm_epsilon=published.norm_epsilon)
+    assert replace(config, scores=published.scores) == replace(published, latent=latent)
+
+
+def random_attention() -> Arrays:
+    """Matrices of a layer's latent attention, as a directory of `DEEPSEEK_V3` has them."""
+    rng = np.random.default_rng(0)
+    heads = {"q_b_proj": (36, 7), "kv_b_proj": (32, 6), "o_proj": (32, 12)}
+    down = {"q_a_proj": (7, 32), "kv_a_proj_with_mqa": (10, 32)}
+    prefix = "model.layers.1.self_attn"
+    return Arrays({
+        f"{prefix}.{name}.weight": rng.normal(size=shape) for name, shape in (heads | down).items()
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize("is_split", [False, True], ids=["kv_b", "k_b and v_b"])
+def test_latent_attention_of_a_gguf_file_is_that_of_the_directory_it_was_made_from(is_split):
+    """Newer converters split what makes keys and values, and transpose the former."""
+    published = from_hf_config(DEEPSEEK_V3)
+    tensors = random_attention()
+    renamed = {
+        "q_a_proj": "attn_q_a", "q_b_proj": "attn_q_b", "kv_a_proj_with_mqa": "attn_kv_a_mqa",
+        "kv_b_proj": "attn_kv_b", "o_proj": "attn_output",
+    }  # fmt: skip
+    arrays = {
+        f"blk.1.{renamed[name.split('.')[-2]]}.weight": x for name, x in tensors.arrays.items()
+    }
+    if is_split:
+        both_NHI = arrays.pop("blk.1.attn_kv_b.weight").reshape(4, 8, 6)
+        arrays["blk.1.attn_k_b.weight"] = both_NHI[:, :5].transpose(0, 2, 1)
+        arrays["blk.1.attn_v_b.weight"] = both_NHI[:, 5:]
+    sizes = NEWER_LATENT if is_split else LATENT
+    converted = from_gguf_metadata(
+        metadata("deepseek2", **sizes, **YARN), SPLIT if is_split else UNTIED
+    )
+    shapes = Definition(published.config).abstract_parameters(jnp.float32)
+    names = ("query", "query_down", "latent_down", "key_up", "value_up", "output")
+    for name in (f"layers.1.attention.{name}" for name in names):
+        shape = shapes[name].shape
+        expected, got = (
+            read_parameter(source, held, (slice(None),) * len(shape), shape, np.dtype("f4"))
+            for spec, held in ((published, tensors), (converted, Arrays(arrays)))
+            for source in spec.sources
+            if source.parameter == name
+        )
+        np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("names", [UNTIED, SPLIT], ids=["kv_b", "k_b and v_b"])
+def test_sources_of_deepseek_fill_exactly_the_parameters_of_the_decoder(names):
+    spec = from_gguf_metadata(metadata("deepseek2", **NEWER_LATENT), names)
+    filled = [source.parameter for source in spec.sources]
+    assert sorted(filled) == sorted(Definition(spec.config).abstract_parameters(jnp.float32))
+
+
+def test_a_file_without_a_gating_function_scores_by_softmax():
+    """As files of DeepSeek-V2 are, which has no groups in GGUF."""
+    no_keys = dict.fromkeys((k for k in LATENT if "group" in k or "gating" in k), None)
+    config = from_gguf_metadata(metadata("deepseek2", **LATENT | no_keys), UNTIED).config
+    assert (config.moe.routing.scoring, config.moe.routing.groups) == ("softmax", None)
+    assert not config.moe.routing.has_choice_bias
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention__key_length": 11}, "attention.key_length: expected 10"),
+        ({"attention__head_count_kv": 4}, "attention.head_count_kv: expected 1"),
+        ({"attention__key_length_mla": 4}, "attention.key_length_mla: expected more than rope"),
+        ({"expert_gating_func": 3}, "expert_gating_func: expected an integer from 1 to 2"),
+        ({"expert_gating_func": 1}, "expert_group_count: expected 1, the only one implemented"),
+        ({"expert_group_count": 3}, "expert_group_count: expected a divisor of expert_count"),
+        (YARN | {"rope__scaling__yarn_log_multiplier": None}, "yarn_log_multiplier: expected a"),
+    ],
+    ids=str,
+)
+def test_metadata_of_deepseek_that_contradict_each_other_are_refused_by_name(changes, message):
+    with pytest.raises(UnsupportedModel, match=message):
+        from_gguf_metadata(metadata("deepseek2", **NEWER_LATENT | changes), UNTIED)
