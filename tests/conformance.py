@@ -138,6 +138,12 @@ CASES = (
         YARN | {"attention_factor": 1.3, "beta_fast": 8.0, "beta_slow": 0.5},
         is_old_spelling=True,
     ),
+    Case(
+        "mistral-odd-heads-tied",
+        "mistral",
+        _heads(5, 5, 12) | {"sliding_window": 11, "tie_word_embeddings": True},
+        LINEAR,
+    ),
     Case("mixtral", "mixtral", _heads(4, 2) | _experts(4, 2), is_old_spelling=True),
     Case(
         "mixtral-window-one-choice",
@@ -320,6 +326,7 @@ CASES = (
         {"rope_theta": 1e6} | YARN,
         is_old_spelling=True,
     ),
+    Case("qwen2-odd-heads", "qwen2", _heads(3, 1) | {"tie_word_embeddings": False}, LINEAR),
     Case("qwen3", "qwen3", _heads(8, 1, 16) | {"tie_word_embeddings": True}, {"rope_theta": 1e6}),
     Case(
         "qwen3-biases-linear",
@@ -335,6 +342,7 @@ CASES = (
         | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0},
         {"rope_theta": 1e6} | YARN | {"truncate": False},
     ),
+    Case("qwen3-odd-heads", "qwen3", _heads(5, 1, 8) | {"tie_word_embeddings": False}),
     Case("olmo2", "olmo2", _heads(4, 4), {"rope_theta": 5e5}, is_old_spelling=True),
     Case(
         "olmo2-32b-biases-yarn",
@@ -343,6 +351,7 @@ CASES = (
         {"rope_theta": 5e5} | YARN,
     ),
     Case("olmo2-linear", "olmo2", _heads(6, 1, 14), LINEAR, is_old_spelling=True),
+    Case("olmo2-odd-heads", "olmo2", _heads(3, 3, 10) | {"tie_word_embeddings": True}),
     Case(
         "granite-3",
         "granite",
@@ -368,6 +377,18 @@ CASES = (
             "residual_multiplier": 0.7,
         },
         YARN,
+    ),
+    Case(
+        "granite-odd-heads-linear",
+        "granite",
+        _heads(3, 1, 12) | {"attention_multiplier": 0.3, "logits_scaling": 2.0},
+        LINEAR,
+        is_old_spelling=True,
+    ),
+    Case(
+        "granite-all-heads",
+        "granite",
+        _heads(5, 5, 8) | {"residual_multiplier": 0.4, "tie_word_embeddings": True},
     ),
     Case(
         "gemma2",
@@ -403,6 +424,7 @@ CASES = (
         YARN,
         is_old_spelling=True,
     ),
+    Case("gemma2-odd-heads", "gemma2", _heads(3, 1, 8) | {"sliding_window": 3}),
     Case(
         "gemma3-1b",
         "gemma3_text",
@@ -437,6 +459,12 @@ CASES = (
         by_kind({"rope_theta": 500.0} | YARN, {"rope_theta": 1e4}),
         is_old_spelling=True,
     ),
+    Case(
+        "gemma3-odd-heads",
+        "gemma3_text",
+        _heads(3, 1, 10) | {"sliding_window": 9, "sliding_window_pattern": 2},
+        by_kind({"rope_theta": 1e5}, {"rope_theta": 1e3}),
+    ),
     Case("phi3-mini-4k", "phi3", _heads(4, 4) | {"sliding_window": 5}, is_old_spelling=True),
     Case(
         "phi3.5-mini",
@@ -465,6 +493,7 @@ CASES = (
         _heads(6, 2, 10) | {"use_qk_norm": True, "logit_scale": 2.0, "tie_word_embeddings": False},
         {"rope_theta": 1e6},
     ),
+    Case("command-r-odd-heads", "cohere", _heads(3, 1, 8) | {"tie_word_embeddings": False}),
     Case(
         "command-r-biases-linear",
         "cohere",
