@@ -10,16 +10,18 @@ be as published (llama.cpp rounds).
 from dataclasses import replace
 
 from ..config import RopeConfig, YarnScaling
-from ..moe.config import ClampedUnit, MoeConfig, Routing
+from ..moe.config import ClampedUnit, MoeConfig, Scoring
 from . import gguf
 from .config_reader import ConfigReader
+from .expert_options import read_gguf_experts, read_routing
 from .expert_sources import ExpertNames
 from .family import Family, HFDefaults, Options
-from .hugging_face import MAX_EXPERTS, MAX_MLP, all_but_each
+from .hugging_face import MAX_MLP, all_but_each
 from .rope_options import MAX_POSITION, read_rope
 
 _THETA = 150_000.0
 _WINDOW = 128
+_SCORING: Scoring = "softmax_of_chosen"
 _UNIT = ClampedUnit(alpha=1.702, limit=7.0)
 _MLP = "model.layers.{i}.mlp"
 HF_EXPERTS = ExpertNames(
@@ -37,57 +39,45 @@ HF_EXPERTS = ExpertNames(
 
 
 def _options(
-    windows: tuple[int | None, ...], rope: RopeConfig, moe: MoeConfig, *, has_bias: bool = True
+    windows: tuple[int | None, ...],
+    rope: RopeConfig,
+    moe: MoeConfig,
+    *,
+    unit: ClampedUnit = _UNIT,
+    has_bias: bool = True,
 ) -> Options:
+    routing = replace(moe.routing, has_bias=True)
+    moe = replace(moe, routing=routing, has_bias=True, clamped=unit)
     return Options(windows, rope, qkv_bias=has_bias, output_bias=has_bias, sinks=True, moe=moe)
-
-
-def _moe(
-    num_layers: int, num_experts: int, num_chosen: int, width: int, unit: ClampedUnit = _UNIT
-) -> MoeConfig:
-    routing = Routing(num_experts, num_chosen, scoring="softmax_of_chosen", has_bias=True)
-    return MoeConfig(routing, width, (True,) * num_layers, has_bias=True, clamped=unit)
 
 
 def _hf_options(config: ConfigReader, num_layers: int) -> Options:
     if not (config.has("rope_scaling") or config.has("rope_parameters")):
         # the reference would assume the one of the published models
         raise config.error("rope_scaling", "a table of rotary options")
-    # second names, which the reference does not read, and training
+    # second names, which the reference does not read
     config.ignore(("experts_per_token", "initial_context_length"))
-    config.ignore(("output_router_logits", "router_aux_loss_coef"))
-    num_experts = config.integer("num_local_experts", maximum=MAX_EXPERTS, default=128)
-    moe = _moe(
-        num_layers,
-        num_experts,
-        config.integer("num_experts_per_tok", maximum=num_experts, default=4),
-        config.integer("intermediate_size", maximum=MAX_MLP),
-        ClampedUnit(
-            config.number("swiglu_alpha", above=0.0, default=_UNIT.alpha),
-            config.number("swiglu_limit", above=0.0, default=_UNIT.limit),
-        ),
-    )
+    routing = read_routing(config, num_experts=128, num_chosen=4, scoring=_SCORING)
+    width = config.integer("intermediate_size", maximum=MAX_MLP)
     max_position = config.integer("max_position_embeddings", maximum=MAX_POSITION)
     return _options(
         all_but_each(2, config, num_layers, _WINDOW),
         read_rope(config, max_position, _THETA),
-        moe,
+        MoeConfig(routing, width, layers=(True,) * num_layers),
+        unit=ClampedUnit(
+            config.number("swiglu_alpha", above=0.0, default=_UNIT.alpha),
+            config.number("swiglu_limit", above=0.0, default=_UNIT.limit),
+        ),
         has_bias=config.flag("attention_bias", default=True),
     )
 
 
 def _gguf_options(config: ConfigReader, num_layers: int) -> Options:
-    num_experts = config.integer("expert_count", maximum=MAX_EXPERTS)
-    moe = _moe(
-        num_layers,
-        num_experts,
-        config.integer("expert_used_count", maximum=num_experts),
-        config.integer("expert_feed_forward_length", maximum=MAX_MLP),
-    )
     window = config.integer("attention.sliding_window", maximum=MAX_POSITION)
     rope = gguf.read_rope(config, config.integer("context_length", maximum=MAX_POSITION))
     if isinstance(rope.scaling, YarnScaling):
         rope = replace(rope, scaling=replace(rope.scaling, truncate=False))
+    moe = read_gguf_experts(config, num_layers, scoring=_SCORING)
     return _options(tuple(None if i % 2 else window for i in range(num_layers)), rope, moe)
 
 
