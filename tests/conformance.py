@@ -573,9 +573,9 @@ CASES = (
     Case(
         "gpt-oss-clamped",
         "gpt_oss",
-        # odd numbers of heads, and units that the limit cuts often
-        _heads(9, 3, 10) | _experts(7, 3) | {"sliding_window": 3, "swiglu_limit": 0.5},
-        {"rope_theta": 500.0} | YARN | {"truncate": False},
+        # odd numbers of heads, units that the limit cuts often, a ramp that rounding would move
+        _heads(9, 3, 16) | _experts(7, 3) | {"sliding_window": 3, "swiglu_limit": 0.5},
+        {"rope_theta": 500.0} | YARN | {"truncate": False, "original_max_position_embeddings": 32},
     ),
     Case(
         "gpt-oss-one-choice",
