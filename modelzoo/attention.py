@@ -7,12 +7,12 @@ the keys into parts gives the whole answer after `merge`; a part in which a quer
 Source of the split: Rabe and Staats 2021, "Self-attention Does Not Need O(n^2) Memory", section 3.
 """
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from .config import PLAIN_SCORES, Scores
+from .config import PLAIN_SCORES, Chunk, Scores, Window
 from .layers import soft_cap
 
 EMPTY_POSITION = -1
@@ -22,6 +22,8 @@ PROMPT_BLOCK = 128
 """Queries per block of a prompt's attention to itself."""
 
 _MASKED_SCORE = -1e30
+
+Position = TypeVar("Position", int, jax.Array)
 
 
 class Queries(NamedTuple):
@@ -44,15 +46,20 @@ class Attend(Protocol):
     ) -> tuple[jax.Array, jax.Array]: ...
 
 
-def visible(
-    query_position_BT: jax.Array, key_position_BS: jax.Array, window: int | None
-) -> jax.Array:
-    """`mask_BTS`: key is a token, not after the query, and among its latest `window` positions."""
+def visible(query_position_BT: jax.Array, key_position_BS: jax.Array, window: Window) -> jax.Array:
+    """`mask_BTS`: key is a token, not after the query, and within its window."""
     query_BT1, key_B1S = query_position_BT[:, :, None], key_position_BS[:, None, :]
     mask_BTS = (key_B1S > EMPTY_POSITION) & (key_B1S <= query_BT1)
     if window is not None:
-        mask_BTS &= key_B1S > query_BT1 - window
+        mask_BTS &= key_B1S >= _first_visible(query_BT1, window)
     return mask_BTS
+
+
+def _first_visible(position: Position, window: int | Chunk) -> Position:
+    """The first position in the window of a query at `position`, which may come out below 0."""
+    if isinstance(window, Chunk):
+        return position - position % window.size
+    return position - window + 1
 
 
 def attend_dense(
@@ -100,7 +107,7 @@ def attend_prompt(
     k_BKHT: jax.Array,
     v_BKTH: jax.Array,
     position_BT: jax.Array,
-    window: int | None,
+    window: Window,
     sink_KG: jax.Array | None = None,
 ) -> jax.Array:
     """Attend from a prompt to itself, `position_BT` counting from 0 along T (padding: empty).
@@ -112,7 +119,7 @@ def attend_prompt(
     outs = []
     for start in range(0, T, PROMPT_BLOCK):
         end = min(start + PROMPT_BLOCK, T)
-        first = 0 if window is None else max(0, start - window + 1)
+        first = 0 if window is None else max(0, _first_visible(start, window))
         query_position_BT = jnp.broadcast_to(
             jnp.arange(start, end), (q_BTKGH.shape[0], end - start)
         )

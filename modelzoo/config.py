@@ -58,6 +58,45 @@ class RopeConfig:
     scaling: LinearScaling | Llama3Scaling | YarnScaling | FactorScaling | None = None
     rotated: int | None = None
     """How many entries of a head turn, the first ones; None means all."""
+    norm_epsilon: float | None = None
+    """Of the root mean square norm, without scale, of each turned head; None means no norm."""
+
+
+@dataclass(frozen=True)
+class NoRope:
+    """No rotation: what a token sees is all that tells its position (2305.19466).
+
+    Queries at position p may grow, to `1 + scale * ln(1 + floor((p + 1) / interval))` times what
+    they are, so that attention over many keys stays sharp (Nakanishi 2025, 2501.19399; Llama 4).
+    """
+
+    scale: float = 0.0
+    interval: int = 1
+
+    def __post_init__(self):
+        if not (math.isfinite(self.scale) and self.scale >= 0) or self.interval < 1:
+            raise ValueError(
+                f"rope: expected a scale of at least 0 and an interval of at least 1, got {self}."
+            )
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Sequences are cut at multiples of `size`: a token sees what its own piece holds so far."""
+
+    size: int
+
+    def __str__(self) -> str:
+        return f"chunks of {self.size}"
+
+
+Window = int | Chunk | None
+"""What a token sees, itself included: so many latest positions, its chunk's, or all of them."""
+
+
+def window_size(window: int | Chunk) -> int:
+    """The most positions that a token sees."""
+    return window.size if isinstance(window, Chunk) else window
 
 
 @dataclass(frozen=True)
@@ -163,8 +202,8 @@ class DecoderConfig:
     num_query_heads: int
     num_kv_heads: int
     head_dim: int
-    windows: tuple[int | None, ...]
-    """One entry a layer: how many latest positions a token sees, itself included; None sees all."""
+    windows: tuple[Window, ...]
+    """One entry a layer."""
     max_position: int
     """Longest sequence (prompt and output) the model was published for."""
     norm: NormKind = "rms"
@@ -172,7 +211,7 @@ class DecoderConfig:
     norm_offset: float = 0.0
     """Added to the scales of norms as they are stored."""
     activation: Activation = "silu"
-    rope: RopeConfig = RopeConfig()
+    rope: RopeConfig | NoRope = RopeConfig()
     local_rope: RopeConfig | None = None
     """Of layers that have a window; None means that `rope` is for them too."""
     latent: LatentAttention | None = None
@@ -232,7 +271,8 @@ class DecoderConfig:
                 f"moe.layers: expected {self.num_layers} entries, one a layer, got "
                 f"{len(self.moe.layers)}."
             )
-        for rope in filter(None, (self.rope, self.local_rope)):
+        rotations = [x for x in (self.rope, self.local_rope) if isinstance(x, RopeConfig)]
+        for rope in rotations:
             rotated = rope.rotated or self.rope_dim
             if not 2 <= rotated <= self.rope_dim or rotated % 2:
                 raise ValueError(
@@ -240,7 +280,7 @@ class DecoderConfig:
                     f"got {rope.rotated}."
                 )
         for window in self.windows:
-            if window is not None and window < 1:
+            if window is not None and window_size(window) < 1:
                 raise ValueError(f"windows: expected positive window sizes, got {window}.")
 
     def _check_latent(self, latent: LatentAttention) -> None:
@@ -251,11 +291,13 @@ class DecoderConfig:
                 f"head_dim of {latent.head_dim}, plain_dim and rope_dim together, got "
                 f"{self.num_kv_heads} with {self.head_dim}."
             )
+        if isinstance(self.rope, NoRope):
+            raise ValueError(f"latent: expected layers that rotate, got {self.rope}.")
         options = ("qkv_bias", "output_bias", "qk_norm", "sinks")
         if asked := [option for option in options if getattr(self, option)]:
             raise ValueError(f"latent: expected no {', '.join(asked)} beside it, none implemented.")
 
-    def rope_of(self, window: int | None) -> RopeConfig:
+    def rope_of(self, window: Window) -> RopeConfig | NoRope:
         """The rotation in layers of this window."""
         return self.rope if window is None or self.local_rope is None else self.local_rope
 

@@ -15,7 +15,7 @@ from flax import nnx
 
 from . import axes
 from .attention import Attend, Queries, attend_dense, attend_prompt
-from .config import AS_PUBLISHED, PLAIN_SCORES, Arrangement, DecoderConfig, Scores
+from .config import AS_PUBLISHED, PLAIN_SCORES, Arrangement, DecoderConfig, Scores, Window
 from .kv_cache import (
     AttendLayer,
     KeptLayer,
@@ -45,7 +45,7 @@ from .moe.config import LOSSLESS, Dispatch, MoeConfig
 from .moe.layer import ExpertCall, SparseMlp
 from .moe.use import ExpertReport
 from .operations import ON_ONE_DEVICE, Operations, einsum
-from .rope import Rotation, rotate, rotation
+from .rope import PositionCode, encode, position_code
 
 PromptRows = tuple[jax.Array, PromptLatents | None]
 """The positions of each row's tokens, and their latents where there are any."""
@@ -73,7 +73,7 @@ class Attention(nnx.Module):
         self.config = config
 
     def __call__(
-        self, x_BTD: jax.Array, by: Rotation, attend_layer: AttendLayer, operations: Operations
+        self, x_BTD: jax.Array, by: PositionCode, attend_layer: AttendLayer, operations: Operations
     ) -> jax.Array:
         q_BTKGH, new = self._project(x_BTD, by, operations)
         sink_KG = self.sinks[...] if self.config.sinks else None
@@ -85,7 +85,7 @@ class Attention(nnx.Module):
         return out_BTD
 
     def _project(
-        self, x_BTD: jax.Array, by: Rotation, operations: Operations
+        self, x_BTD: jax.Array, by: PositionCode, operations: Operations
     ) -> tuple[jax.Array, PromptKeysValues]:
         product = einsum("BTD,DKJH->BTKJH")
         qkv_BTKJH = operations.project(*product, x_BTD, self.qkv, axes.RESIDUAL, axes.HEADS)
@@ -100,8 +100,7 @@ class Attention(nnx.Module):
         if self.config.qk_norm:
             q_BTKGH, k_BTKH = self.query_norm(q_BTKGH), self.key_norm(k_BTKH)
         B, T, K, _, H = q_BTKGH.shape
-        q_BTNH = rotate(q_BTKGH.reshape(B, T, K * G, H), by)
-        k_BTKH = rotate(k_BTKH, by)
+        q_BTNH, k_BTKH = encode(q_BTKGH.reshape(B, T, K * G, H), k_BTKH, by)
         new = PromptKeysValues(k_BTKH.transpose(0, 2, 3, 1), v_BTKH.swapaxes(1, 2))
         return q_BTNH.reshape(B, T, K, G, H), new
 
@@ -150,7 +149,7 @@ class Block(nnx.Module):
     def __call__(
         self,
         x_BTD: jax.Array,
-        by: Rotation,
+        by: PositionCode,
         attend_layer: AttendLayer,
         operations: Operations,
         experts: ExpertCall,
@@ -182,7 +181,7 @@ class ParallelBlock(nnx.Module):
     def __call__(
         self,
         x_BTD: jax.Array,
-        by: Rotation,
+        by: PositionCode,
         attend_layer: AttendLayer,
         operations: Operations,
         experts: ExpertCall,
@@ -246,7 +245,7 @@ class Decoder(nnx.Module):
         key_position_BT = jnp.where(position_1T < true_length_B[:, None], position_1T, -1)
         made: list[PromptLayer] = []
 
-        def attend_layer(window: int | None) -> AttendLayer:
+        def attend_layer(window: Window) -> AttendLayer:
             def attend_self(
                 queries: Queries, new: PromptKeysValues, rows: PromptRows, _: tuple[()]
             ) -> tuple[jax.Array, PromptLayer]:
@@ -285,7 +284,7 @@ class Decoder(nnx.Module):
         remaining = list(cache.layers)
         written: list[KeptLayer] = []
 
-        def attend_layer(window: int | None) -> AttendLayer:
+        def attend_layer(window: Window) -> AttendLayer:
             def attend_cache(
                 queries: Queries, new: PromptKeysValues | None, rows: CachedRows, old: KeptLayer
             ) -> tuple[jax.Array, KeptLayer]:
@@ -338,12 +337,12 @@ class Decoder(nnx.Module):
         self,
         tokens_BT: jax.Array,
         position_BT: jax.Array | np.ndarray,
-        attend_layer: Callable[[int | None], AttendLayer],
+        attend_layer: Callable[[Window], AttendLayer],
         is_token_BT: jax.Array,
     ) -> tuple[jax.Array, ExpertReport | None]:
         experts = ExpertCall(is_token_BT, self.dispatch)
         ropes = dict.fromkeys(map(self.config.rope_of, self.config.windows))
-        by = {rope: rotation(position_BT, rope, self.config.rope_dim) for rope in ropes}
+        by = {rope: position_code(position_BT, rope, self.config.rope_dim) for rope in ropes}
         x_BTD = self.embed(tokens_BT)
         for i, (block, window) in enumerate(zip(self.layers, self.config.windows, strict=True)):
             with jax.named_scope(f"layers.{i}"):

@@ -5,9 +5,10 @@ decode graph with span `s` takes the segments below `s` and nothing else, so a s
 neither a copy nor a read of the rest. Every entry stores its position (`EMPTY_POSITION` when it
 holds no token) and masks come from those alone.
 
-A layer whose window is shorter than the longest span is a *ring* of as many entries as its window:
-position p lies at entry p mod window, where position p - window has just left the window. So a
-decode step, which writes one token before it attends, needs no entry more. Where the span ends
+A layer whose window is shorter than the longest span is a *ring* of as many entries as its window
+has: position p lies at entry p mod size, where position p - size has just left the window. So a
+decode step, which writes one token before it attends, needs no entry more. A ring of a layer that
+sees chunks fills with one chunk after the other, each on top of the last. Where the span ends
 before the ring does, nothing has come round yet, and the segments below it are all there is.
 
 Keys lie with positions along the last axis and values with heads' entries there: the order in which
@@ -30,7 +31,7 @@ import jax.numpy as jnp
 
 from . import axes
 from .attention import EMPTY_POSITION, Attend, Queries, merge, visible, with_sinks
-from .config import DecoderConfig
+from .config import DecoderConfig, Window, window_size
 from .operations import ON_ONE_DEVICE, Axes, Operations
 
 Segments = tuple[jax.Array, ...]
@@ -76,17 +77,22 @@ class Positions(NamedTuple):
     whole_BS: Segments
     """Of layers that keep every position; without segments where all layers are rings."""
     ring_BS: dict[int, Segments]
-    """Of rings, by window."""
+    """Of rings, by their size."""
 
-    def of(self, window: int | None) -> Segments:
+    def of(self, window: Window) -> Segments:
         """Those of layers with this window."""
-        if window in self.ring_BS:
-            return self.ring_BS[window]
-        return self.whole_BS
+        size = self._ring_size(window)
+        return self.whole_BS if size is None else self.ring_BS[size]
 
-    def entry(self, position_B: jax.Array, window: int | None) -> jax.Array:
+    def entry(self, position_B: jax.Array, window: Window) -> jax.Array:
         """Where a token of that position lies in layers with this window."""
-        return position_B % window if window in self.ring_BS else position_B
+        size = self._ring_size(window)
+        return position_B if size is None else position_B % size
+
+    def _ring_size(self, window: Window) -> int | None:
+        """None of layers that keep every position."""
+        size = None if window is None else window_size(window)
+        return size if size in self.ring_BS else None
 
 
 class KVCache(NamedTuple):
@@ -152,9 +158,9 @@ class AttendLayer:
         return self.attend(queries, new, latents)
 
 
-def kept_entries(window: int | None, longest: int) -> int:
+def kept_entries(window: Window, longest: int) -> int:
     """Entries that a layer keeps for every slot, where the longest span is `longest`."""
-    return longest if window is None else min(window, longest)
+    return longest if window is None else min(window_size(window), longest)
 
 
 def allocate(
@@ -171,7 +177,7 @@ def allocate(
     B, K, H = slots, num_heads or config.num_kv_heads, config.kept_dim
     longest = spans[-1]
 
-    def layer(window: int | None) -> KeptLayer:
+    def layer(window: Window) -> KeptLayer:
         lengths = _segment_lengths(spans, kept_entries(window, longest))
         if config.latent is not None:
             return Latents(tuple(jnp.zeros((B, S, H), dtype) for S in lengths))
@@ -186,7 +192,7 @@ def allocate(
 
     kept = {kept_entries(window, longest) for window in config.windows}
     whole_BS = positions(longest) if longest in kept else ()
-    ring_BS = {window: positions(window) for window in kept if window < longest}
+    ring_BS = {size: positions(size) for size in kept if size < longest}
     layers = tuple(layer(window) for window in config.windows)
     return KVCache(layers, Positions(whole_BS, ring_BS))
 
@@ -274,8 +280,8 @@ def append_position(positions: Positions, position_B: jax.Array) -> Positions:
         return _append(segments, position_B[:, None], entry_B, axis=1)
 
     rings = {
-        window: mark(segments, positions.entry(position_B, window))
-        for window, segments in positions.ring_BS.items()
+        size: mark(segments, positions.entry(position_B, size))
+        for size, segments in positions.ring_BS.items()
     }
     return Positions(mark(positions.whole_BS, position_B), rings)
 
@@ -300,7 +306,7 @@ def attend_cached(
     layer: KeptLayer,
     query_position_BT: jax.Array,
     key_position_BS: Segments,
-    window: int | None,
+    window: Window,
     sink_KG: jax.Array | None = None,
 ) -> jax.Array:
     """Attend to every segment and merge: `out_BTKGH`.

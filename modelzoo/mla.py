@@ -21,7 +21,7 @@ from .config import DecoderConfig, LatentAttention
 from .kv_cache import AttendLayer, PromptKeysValues, PromptLatents
 from .layers import Norm, merge_heads, weight
 from .operations import Operations, einsum
-from .rope import Rotation, rotate
+from .rope import PositionCode, Rotation, rotate
 
 
 class LatentHeads(nnx.Module):
@@ -47,8 +47,9 @@ class LatentHeads(nnx.Module):
         self.sizes = latent
 
     def __call__(
-        self, x_BTD: jax.Array, by: Rotation, attend_layer: AttendLayer, operations: Operations
+        self, x_BTD: jax.Array, by: PositionCode, attend_layer: AttendLayer, operations: Operations
     ) -> jax.Array:
+        assert isinstance(by, Rotation), "configurations of latent attention rotate"
         q_BTNH = self._queries(x_BTD, operations)
         plain_BTNH, rotated_BTNH = jnp.split(q_BTNH, [self.sizes.plain_dim], axis=-1)
         latents = self._latents(x_BTD, by, operations)

@@ -1,8 +1,9 @@
 """Rotary position embeddings: frequencies at trace time, rotation from positions given as data.
 
-Knows nothing of caches or masks. Frequencies are float64 numpy until the last step, so a graph
-holds them as one small constant. The two halves of a head are rotated against each other ("rotate
-half", the order of Hugging Face checkpoints).
+Layers that do not rotate may have queries that grow with their positions instead. Knows nothing of
+caches or masks. Frequencies are float64 numpy until the last step, so a graph holds them as one
+small constant. The two halves of a head are rotated against each other ("rotate half", the order of
+Hugging Face checkpoints).
 """
 
 import math
@@ -12,7 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .config import FactorScaling, LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
+from .config import (
+    FactorScaling,
+    LinearScaling,
+    Llama3Scaling,
+    NoRope,
+    RopeConfig,
+    YarnScaling,
+)
 
 
 class Rotation(NamedTuple):
@@ -20,6 +28,41 @@ class Rotation(NamedTuple):
 
     cos_BT1h: jax.Array
     sin_BT1h: jax.Array
+    norm_epsilon: float | None = None
+    """As in `RopeConfig`."""
+
+
+class QueryGrowth(NamedTuple):
+    """What queries grow by where nothing rotates; None means that they stay as they are."""
+
+    factor_BT11: jax.Array | None
+
+
+PositionCode = Rotation | QueryGrowth
+"""What positions do to queries and keys of one kind of layer."""
+
+
+def position_code(
+    position_BT: jax.Array | np.ndarray, rope: RopeConfig | NoRope, head_dim: int
+) -> PositionCode:
+    """What these positions do, for all layers and heads of that kind."""
+    if isinstance(rope, RopeConfig):
+        return rotation(position_BT, rope, head_dim)
+    if not rope.scale:
+        return QueryGrowth(None)
+    xp = np if isinstance(position_BT, np.ndarray) else jnp
+    num_intervals_BT = xp.floor((position_BT.astype(xp.float32) + 1) / rope.interval)
+    factor_BT = 1 + rope.scale * xp.log1p(num_intervals_BT)
+    return QueryGrowth(jnp.asarray(factor_BT, jnp.float32)[..., None, None])
+
+
+def encode(q_BTNH: jax.Array, k_BTKH: jax.Array, by: PositionCode) -> tuple[jax.Array, jax.Array]:
+    """Queries and keys after what their positions do to them."""
+    if isinstance(by, Rotation):
+        return rotate(q_BTNH, by), rotate(k_BTKH, by)
+    if by.factor_BT11 is not None:
+        q_BTNH = (q_BTNH.astype(jnp.float32) * by.factor_BT11).astype(q_BTNH.dtype)
+    return q_BTNH, k_BTKH
 
 
 def rotation(position_BT: jax.Array | np.ndarray, rope: RopeConfig, head_dim: int) -> Rotation:
@@ -32,21 +75,27 @@ def rotation(position_BT: jax.Array | np.ndarray, rope: RopeConfig, head_dim: in
     xp = np if isinstance(position_BT, np.ndarray) else jnp
     angle_BT1h = position_BT[..., None, None].astype(xp.float32) * frequency_h[None, None, None]
     cos, sin = xp.cos(angle_BT1h) * factor, xp.sin(angle_BT1h) * factor
-    return Rotation(jnp.asarray(cos, jnp.float32), jnp.asarray(sin, jnp.float32))
+    cos_BT1h, sin_BT1h = (jnp.asarray(side, jnp.float32) for side in (cos, sin))
+    return Rotation(cos_BT1h, sin_BT1h, rope.norm_epsilon)
 
 
 def rotate(x_BTNH: jax.Array, by: Rotation) -> jax.Array:
     """Rotate heads by their tokens' angles; computed in float32, returned in `x`'s dtype.
 
-    Entries beyond those that have angles stay as they are.
+    Entries beyond those that have angles stay as they are. Where heads are normed, whole heads are.
     """
-    cos, sin = by
-    if (rotated := 2 * cos.shape[-1]) < x_BTNH.shape[-1]:
-        turned, rest = x_BTNH[..., :rotated], x_BTNH[..., rotated:]
-        return jnp.concatenate([rotate(turned, by), rest], axis=-1)
-    first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x_BTNH.dtype)
+    turned_BTNH = _turn(x_BTNH.astype(jnp.float32), by.cos_BT1h, by.sin_BT1h)
+    if by.norm_epsilon is not None:
+        mean_square = jnp.mean(turned_BTNH * turned_BTNH, axis=-1, keepdims=True)
+        turned_BTNH = turned_BTNH * jax.lax.rsqrt(mean_square + by.norm_epsilon)
+    return turned_BTNH.astype(x_BTNH.dtype)
+
+
+def _turn(x_BTNH: jax.Array, cos_BT1h: jax.Array, sin_BT1h: jax.Array) -> jax.Array:
+    h = cos_BT1h.shape[-1]
+    first, second, rest = jnp.split(x_BTNH, [h, 2 * h], axis=-1)
+    turned = (first * cos_BT1h - second * sin_BT1h, second * cos_BT1h + first * sin_BT1h)
+    return jnp.concatenate([*turned, rest], axis=-1)
 
 
 def frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
@@ -77,7 +126,8 @@ def _llama3(frequency: np.ndarray, scaling: Llama3Scaling) -> np.ndarray:
     """Source: meta-llama/llama-models, models/llama3/model.py, `apply_scaling`."""
     wavelength = 2 * np.pi / frequency
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
-    smooth = (scaling.original_max_position / wavelength - low) / (high - low)
+    # the ramp may be a step: Llama 4 publishes the same factor twice
+    smooth = (scaling.original_max_position / wavelength - low) / max(high - low, 1e-6)
     # beyond either border of the ramp the clip gives the pure stretched or pure original frequency
     smooth = np.clip(smooth, 0.0, 1.0)
     return (1 - smooth) * frequency / scaling.factor + smooth * frequency

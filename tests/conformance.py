@@ -95,6 +95,11 @@ def _routed(
     }
 
 
+def _chunks(size: int, **growth: Any) -> dict[str, Any]:
+    """Chunks, and how queries of the layers that see all grow."""
+    return {"attention_chunk_size": size, **growth}
+
+
 def by_kind(full: dict[str, Any], sliding: dict[str, Any]) -> dict[str, Any]:
     """Rope options of layers that see all, and of layers with a window."""
     default = {"rope_type": "default"}
@@ -127,6 +132,62 @@ CASES = (
         "llama-biases-yarn",
         "llama",
         _heads(4, 2, 14) | {"attention_bias": True, "mlp_bias": True},
+        YARN,
+    ),
+    Case(
+        "llama4-scout",
+        "llama4_text",
+        _heads(10, 2, 6)
+        | _chunks(5, floor_scale=3)
+        | _experts(16, 1)
+        | {"num_hidden_layers": 4, "intermediate_size_mlp": 40},
+        {"rope_theta": 5e5} | LLAMA3 | {"low_freq_factor": 1.0, "high_freq_factor": 1.0},
+        is_old_spelling=True,
+    ),
+    Case(
+        "llama4-maverick-alternating",
+        "llama4_text",
+        _heads(5, 1, 14)
+        | _chunks(8, floor_scale=5, attn_scale=0.7)
+        | _experts(6, 2)
+        | {
+            "interleave_moe_layer_step": 2,
+            "no_rope_layer_interval": 2,
+            "num_hidden_layers": 4,
+            "intermediate_size_mlp": 72,
+            "use_qk_norm": False,
+            "tie_word_embeddings": True,
+        },
+        {"rope_theta": 5e5},
+    ),
+    Case(
+        "llama4-dense-biases",
+        "llama4_text",
+        _heads(3, 3, 12)
+        | _chunks(3, floor_scale=2, attn_scale=1.5)
+        | {
+            "moe_layers": [],
+            "no_rope_layers": [0, 1, 1],
+            "num_hidden_layers": 3,
+            "intermediate_size_mlp": 56,
+            "attention_bias": True,
+        },
+        LINEAR,
+        is_old_spelling=True,
+    ),
+    Case(
+        "llama4-all-chosen-untuned",
+        "llama4_text",
+        _heads(6, 2, 10)
+        | _chunks(64, floor_scale=2, attn_temperature_tuning=False)
+        | _experts(3, 3)
+        | {
+            "no_rope_layers": [1, 0, 1],
+            "moe_layers": [0, 2],
+            "num_hidden_layers": 3,
+            "intermediate_size_mlp": 24,
+            "tie_word_embeddings": True,
+        },
         YARN,
     ),
     Case("mistral-window", "mistral", _heads(6, 2) | {"sliding_window": 5}, is_old_spelling=True),

@@ -19,9 +19,11 @@ from ..config import (
     Multipliers,
     NormKind,
     NormPlacement,
+    NoRope,
     QKNorm,
     RopeConfig,
     Scores,
+    Window,
 )
 from ..moe.config import MoeConfig
 from .config_reader import ConfigReader
@@ -34,13 +36,15 @@ from .sources import TensorNames, parameter_sources
 class Options:
     """The options of `DecoderConfig` in which families differ."""
 
-    windows: tuple[int | None, ...]
-    rope: RopeConfig | None = None
+    windows: tuple[Window, ...]
+    rope: RopeConfig | NoRope | None = None
     """None means that it is published as in most families."""
     local_rope: RopeConfig | None = None
     latent: LatentAttention | None = None
     max_position: int | None = None
     """None means as published."""
+    mlp: int | None = None
+    """Of dense layers; None means as published."""
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
@@ -72,6 +76,21 @@ class HFDefaults:
 
 
 @dataclass(frozen=True)
+class WholeModel:
+    """A model of more than text that a family is published as a part of."""
+
+    name: str
+    """`model_type` of config.json, whose `text_config` is the family's."""
+    architecture: str
+    prefix: str
+    """What the names of the family's tensors begin with."""
+    other_prefixes: tuple[str, ...]
+    """What those of the other parts begin with."""
+    other_keys: tuple[str, ...]
+    """Keys of config.json that are about the other parts."""
+
+
+@dataclass(frozen=True)
 class Family:
     """A family's names, and its options as functions of a configuration and the layer count."""
 
@@ -92,6 +111,7 @@ class Family:
     function of a configuration and the layer count."""
     hf_interleaved_key: str | None = None
     """The option of config.json that says whether rotated pairs lie side by side; on by default."""
+    part_of: WholeModel | None = None
     gguf_architecture: str | None = None
     gguf_names: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `TensorNames` that differ from the usual ones."""
@@ -116,6 +136,8 @@ class ModelSpec:
     names: TensorNames | None = None
     """None where tensors are parameters in the canonical arrangement, under their own names."""
     arrangement: Arrangement = AS_PUBLISHED
+    ignored_prefixes: tuple[str, ...] = ()
+    """What the names of other tensors begin with that fill none: parts that are not read."""
 
     def arranged(self, arrangement: Arrangement) -> "ModelSpec":
         """The same model with its parameters arranged for a layout.

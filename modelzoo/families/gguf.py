@@ -137,8 +137,12 @@ def _decoder_config(
     else:
         num_kv_heads, head_dim = _kv_heads(config, num_heads), _head_dim(config, embed, num_heads)
     max_position = config.integer("context_length", maximum=MAX_POSITION)
-    rope = options.rope or read_rope(config, max_position)
-    options = replace(options, rope=rope, max_position=max_position)
+    options = replace(
+        options,
+        rope=options.rope or read_rope(config, max_position),
+        max_position=max_position,
+        mlp=options.mlp or config.integer("feed_forward_length", maximum=MAX_MLP),
+    )
     config.expect("attention.causal", True)
     if options.moe is None:
         config.expect("expert_count", 0)
@@ -146,7 +150,6 @@ def _decoder_config(
     return DecoderConfig(
         vocab_size=_vocab_size(config, metadata),
         embed=embed,
-        mlp=config.integer("feed_forward_length", maximum=MAX_MLP),
         num_query_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -223,11 +226,12 @@ def read_rope(config: ConfigReader, max_position: int) -> RopeConfig:
 
 
 def _with_factors(decoder: DecoderConfig, read_tensor: ReadTensor | None) -> RopeConfig:
-    expected = decoder.head_dim // 2
-    if decoder.rope.scaling is not None:
+    expected, rope = decoder.head_dim // 2, decoder.rope
+    assert isinstance(rope, RopeConfig), "what this module reads rotates"
+    if rope.scaling is not None:
         raise UnsupportedModel(
             f"{ROPE_FACTORS}: expected no rope.scaling.type beside it, "
-            f"got {decoder.rope.scaling}. Their combination is not implemented."
+            f"got {rope.scaling}. Their combination is not implemented."
         )
     if read_tensor is None:
         raise UnsupportedModel(
@@ -239,4 +243,4 @@ def _with_factors(decoder: DecoderConfig, read_tensor: ReadTensor | None) -> Rop
             f"{ROPE_FACTORS}: expected {expected} finite positive factors, got {len(factors)}: "
             f"{factors[:4]}..."
         )
-    return replace(decoder.rope, scaling=FactorScaling(factors))
+    return replace(rope, scaling=FactorScaling(factors))

@@ -117,18 +117,14 @@ NEUTRAL_VALUES: Mapping[str, object] = {
 
 
 def model_spec(
-    family: Family, values: Mapping[str, object], tensor_names: Collection[str] = ()
+    family: Family, config: ConfigReader, tensor_names: Collection[str] = ()
 ) -> ModelSpec:
-    """Read a config.json of a family into its decoder and the sources of its parameters.
+    """Read the config.json of a family into its decoder and the sources of its parameters.
 
     The names of tensors say in which of its published forms a model with experts is.
     """
-    config = ConfigReader(values)
     config.text("model_type")
-    if config.has("architectures"):
-        names = config.texts("architectures")
-        if names != (family.architecture,):
-            raise config.error("architectures", f"[{family.architecture!r}]")
+    check_architecture(config, family.architecture)
     read_quantisation(config)  # its tensors are presented as if they were plain
     decoder = _decoder_config(config, family)
     forms = family.hf_experts or (SPLIT_EXPERTS, FUSED_EXPERTS)
@@ -144,6 +140,12 @@ def model_spec(
     config.expect_of_unread(NEUTRAL_VALUES)
     config.refuse_rest()
     return ModelSpec(family.name, decoder, parameter_sources(decoder, names), ignored, names)
+
+
+def check_architecture(config: ConfigReader, architecture: str) -> None:
+    """Refuse a file that names the class of another model."""
+    if config.has("architectures") and config.texts("architectures") != (architecture,):
+        raise config.error("architectures", f"[{architecture!r}]")
 
 
 def latter_layers_windowed(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
@@ -203,6 +205,7 @@ def _decoder_config(config: ConfigReader, family: Family) -> DecoderConfig:
         options,
         rope=options.rope or read_rope(config, max_position),
         max_position=options.max_position or max_position,
+        mlp=options.mlp or config.integer("intermediate_size", maximum=MAX_MLP),
     )
     for key in ("hidden_act", "hidden_activation"):
         config.expect(key, ACTIVATIONS[options.activation])
@@ -213,7 +216,6 @@ def _decoder_config(config: ConfigReader, family: Family) -> DecoderConfig:
     return DecoderConfig(
         vocab_size=config.integer("vocab_size", maximum=MAX_VOCAB),
         embed=embed,
-        mlp=config.integer("intermediate_size", maximum=MAX_MLP),
         num_query_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,

@@ -10,7 +10,7 @@ size one, and a name with a size, along which everything repeats: `"(k h) -> (k 
 holds each row twice, copies side by side.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -47,3 +47,8 @@ class ParameterSource:
     concat_axis: int = 0
     padding_rows: int = 0
     """Rows of zeros that follow what the parts fill, along axis 0."""
+
+    def below(self, prefix: str) -> "ParameterSource":
+        """The same source with tensors whose names begin with `prefix`."""
+        parts = tuple(replace(part, tensor=prefix + part.tensor) for part in self.parts)
+        return replace(self, parts=parts)

@@ -18,6 +18,7 @@ from . import (
     granite_moe,
     hugging_face,
     llama,
+    llama4,
     mistral,
     mixtral,
     olmo2,
@@ -28,13 +29,15 @@ from . import (
     qwen3,
     qwen3_moe,
 )
-from .config_reader import UnsupportedModel
+from .config_reader import ConfigReader, UnsupportedModel
 from .family import Family, ModelSpec
+from .text_part import text_part_spec
 
 __all__ = ["FAMILIES", "ModelSpec", "UnsupportedModel", "from_gguf_metadata", "from_hf_config"]
 
 FAMILIES: tuple[Family, ...] = (
     llama.FAMILY,
+    llama4.FAMILY,
     mistral.FAMILY,
     mixtral.FAMILY,
     qwen2.FAMILY,
@@ -61,7 +64,10 @@ def from_hf_config(config: Mapping[str, object], tensor_names: Collection[str] =
     `tensor_names` decide where a family publishes its tensors in more than one form.
     """
     names = {family.name: family for family in FAMILIES}
-    return hugging_face.model_spec(_find("model_type", config, names), config, tensor_names)
+    wholes = {family.part_of.name: family for family in FAMILIES if family.part_of is not None}
+    family = _find("model_type", config, names | wholes)
+    read = text_part_spec if config["model_type"] in wholes else hugging_face.model_spec
+    return read(family, ConfigReader(config), tensor_names)
 
 
 def from_gguf_metadata(

@@ -124,8 +124,8 @@ def _read_scaling(
 def _read_llama3(table: ConfigReader, factor: float, original: int) -> Llama3Scaling:
     low = table.number("low_freq_factor", above=0.0)
     high = table.number("high_freq_factor", above=0.0)
-    if high <= low:
-        raise table.error("high_freq_factor", f"a number above low_freq_factor ({low})")
+    if high < low:
+        raise table.error("high_freq_factor", f"a number not below low_freq_factor ({low})")
     return Llama3Scaling(factor, low, high, original)
 
 

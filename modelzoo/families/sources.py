@@ -47,6 +47,8 @@ class TensorNames:
     shared_down: str
     latent: LatentNames | None = None
     """Of latent attention; None where a format has none."""
+    prefix: str = ""
+    """What all names begin with, for models that are part of another one."""
     is_interleaved: bool = False
     """Whether rows of a query or key head come as (pair, side), not as (side, pair)."""
 
@@ -72,7 +74,7 @@ def parameter_sources(
     ]
     if not config.tie_embeddings:
         sources.append(table("head.table", names.head))
-    return tuple(sources)
+    return tuple(source.below(names.prefix) for source in sources)
 
 
 def _layer(

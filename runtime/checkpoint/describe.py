@@ -81,8 +81,9 @@ def _architecture(model: "ModelFiles") -> list[tuple[str, str]]:
     windows = fields.pop("windows", None)
     if windows is not None:
         fields = {"num_layers": len(windows), **fields}
-        if sizes := {window for window in windows if window is not None}:
-            fields["windows"] = f"{sorted(sizes)} in {sum(map(bool, windows))} layers"
+        if counts := Counter(filter(None, windows)):
+            found = (f"{window} in {count} layers" for window, count in counts.items())
+            fields["windows"] = " and ".join(found)
     return [*lines, ("family", spec.family), ("config", _pairs(fields))]
 
 

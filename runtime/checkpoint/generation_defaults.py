@@ -30,6 +30,10 @@ class GenerationDefaults:
         ids = generation.get("eos_token_id")
         if ids is None:
             ids = config.get("eos_token_id")
+        text = config.get("text_config")
+        if ids is None and isinstance(text, Mapping):
+            # a model of more than text keeps them with its text part
+            ids = text.get("eos_token_id")
         ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
         sampling = {}
         for key in SAMPLING_KEYS:

@@ -82,7 +82,9 @@ def check_coverage(
     groups = {
         "tensors missing from the checkpoint": sorted(set(uses) - published.keys()),
         "tensors left over, that no parameter uses": sorted(
-            published.keys() - set(uses) - set(spec.ignored_tensors)
+            name
+            for name in published.keys() - set(uses) - set(spec.ignored_tensors)
+            if not name.startswith(spec.ignored_prefixes)
         ),
         "tensors used more than once": _overlapping(spec),
         "tensors of which no parameter uses some rows": _left_over_rows(spec, tensors),

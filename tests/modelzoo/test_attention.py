@@ -15,7 +15,7 @@ from noria.modelzoo.attention import (
     visible,
     with_sinks,
 )
-from noria.modelzoo.config import Scores
+from noria.modelzoo.config import Chunk, Scores
 
 B, T, K, G, S, H = 2, 4, 2, 3, 7, 8
 
@@ -58,6 +58,14 @@ def matrix(text: str) -> np.ndarray:
         ([0], [EMPTY_POSITION] * 3, None, "0 0 0"),
         ([0], [EMPTY_POSITION] * 3, 5, "0 0 0"),
         ([2], [EMPTY_POSITION, 0, 1], 9, "0 1 1"),
+        (
+            [1, 2, 3, 4],
+            [0, 1, 2, 3, 4],
+            Chunk(2),
+            "1 1 0 0 0 \n 0 0 1 0 0 \n 0 0 1 1 0 \n 0 0 0 0 1",
+        ),
+        ([5, 6], [6, 4, 5, 3], Chunk(3), "0 1 1 1 \n 1 0 0 0"),
+        ([2], [0, EMPTY_POSITION, 2], Chunk(9), "1 0 1"),
     ],
 )
 def test_a_token_sees_its_window_of_earlier_tokens_and_no_empty_entry(query, key, window, expected):
@@ -200,7 +208,14 @@ def test_merging_parts_that_see_nothing_at_all_gives_zero_and_no_nan():
     assert np.all(np.asarray(out) == 0.0) and np.all(np.isneginf(lse))
 
 
-@pytest.mark.parametrize("window", [None, 1, 5, PROMPT_BLOCK, PROMPT_BLOCK + 3])
+@pytest.mark.parametrize(
+    "window",
+    [
+        *(None, 1, 5, PROMPT_BLOCK, PROMPT_BLOCK + 3),
+        *map(Chunk, (1, 5, PROMPT_BLOCK, PROMPT_BLOCK + 3)),
+    ],
+    ids=str,
+)
 def test_a_prompt_attends_in_blocks_as_it_would_whole(window):
     """Longer than two blocks, and not a multiple of one; the second row ends in padding."""
     length = 2 * PROMPT_BLOCK + 9

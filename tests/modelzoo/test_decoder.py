@@ -13,9 +13,11 @@ from tolerances import FLOAT32_MODEL_LOGPROB
 from noria.modelzoo import axes, kv_cache
 from noria.modelzoo.config import (
     Arrangement,
+    Chunk,
     DecoderConfig,
     Llama3Scaling,
     Multipliers,
+    NoRope,
     RopeConfig,
     Scores,
 )
@@ -42,6 +44,12 @@ VARIANTS = {
         mlp_bias=True,
         qk_norm=True,
         sinks=True,
+    ),
+    "chunks": replace(
+        CONFIG,
+        rope=NoRope(0.4, interval=3),
+        local_rope=RopeConfig(norm_epsilon=1e-5),
+        windows=(Chunk(5), None, Chunk(20)),
     ),
     "parallel": replace(CONFIG, is_parallel=True, norm="layer", qk_norm=True, qk_norm_kind="heads"),
     "other kinds": replace(

@@ -14,7 +14,7 @@ from tolerances import FLOAT32_ELEMENTWISE
 
 from noria.modelzoo import kv_cache
 from noria.modelzoo.attention import EMPTY_POSITION, attend_dense
-from noria.modelzoo.config import DecoderConfig
+from noria.modelzoo.config import Chunk, DecoderConfig, Window
 from noria.modelzoo.kv_cache import KVCache
 
 CUTS = [(24,), (4, 24), (2, 4, 8, 24), (5, 24)]
@@ -103,9 +103,10 @@ def append(cache: KVCache, new, position_B) -> KVCache:
 
 
 @pytest.mark.parametrize("spans", CUTS, ids=str)
-@pytest.mark.parametrize("position", [2, 4, 11, 23])
-def test_a_ring_gives_the_attention_of_a_cache_that_keeps_all(spans, position):
-    """One with a mask over all positions, and the ring of that window."""
+@pytest.mark.parametrize("position", [2, 4, 11, 12, 23])
+@pytest.mark.parametrize("window", [3, Chunk(3)], ids=str)
+def test_a_ring_gives_the_attention_of_a_cache_that_keeps_all(spans, position, window):
+    """One with a mask over all positions, and the ring of that size."""
     prompt, new, length = prompt_of(24), prompt_of(1), jnp.array([position])
     # layer 1 keeps all, layer 3 is a ring: let them keep the same
     prompt, new = ((*each[:3], each[1]) for each in (prompt, new))
@@ -114,12 +115,14 @@ def test_a_ring_gives_the_attention_of_a_cache_that_keeps_all(spans, position):
     cache = append(cache, new, length)
     q_BTKGH = jnp.asarray(np.random.default_rng(2).normal(size=(1, 1, K, 3, H)), jnp.float32)
 
-    def attend(layer: int, kept: int | None):
+    def attend(layer: int, kept: Window):
+        positions = cache.positions.of(kept)
         return kv_cache.attend_cached(
-            attend_dense, q_BTKGH, cache.layers[layer], length[:, None], cache.positions.of(kept), 3
+            attend_dense, q_BTKGH, cache.layers[layer], length[:, None], positions, window
         )
 
-    np.testing.assert_allclose(attend(3, kept=3), attend(1, None), rtol=0, atol=FLOAT32_ELEMENTWISE)
+    whole = attend(1, kept=None)
+    np.testing.assert_allclose(attend(3, window), whole, rtol=0, atol=FLOAT32_ELEMENTWISE)
 
 
 @pytest.mark.parametrize("num_segments", [1, 2, 3, 4])
@@ -151,6 +154,7 @@ def num_bytes(config: DecoderConfig, spans: tuple[int, ...]) -> int:
     [
         ((3, None, 5, 3), (3, 24, 5, 3), (3, 24, 5)),
         ((3, 3), (3, 3), (3,)),
+        ((Chunk(3), None, 3, Chunk(25)), (3, 24, 3, 24), (3, 24)),
         ((None, 24, 25), (24, 24, 24), (24,)),
         ((23,), (23,), (23,)),
     ],

@@ -11,10 +11,11 @@ from noria.modelzoo.config import (
     FactorScaling,
     LinearScaling,
     Llama3Scaling,
+    NoRope,
     RopeConfig,
     YarnScaling,
 )
-from noria.modelzoo.rope import frequencies, rotate, rotation
+from noria.modelzoo.rope import encode, frequencies, position_code, rotate, rotation
 
 SCALINGS = {
     "linear": (LinearScaling(2.5), {"rope_type": "linear", "factor": 2.5}),
@@ -25,6 +26,16 @@ SCALINGS = {
             "factor": 8.0,
             "low_freq_factor": 1.0,
             "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    ),
+    "llama3-step": (
+        Llama3Scaling(16.0, 1.0, 1.0, 8192),
+        {
+            "rope_type": "llama3",
+            "factor": 16.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 1.0,
             "original_max_position_embeddings": 8192,
         },
     ),
@@ -132,3 +143,32 @@ def test_entries_beyond_the_rotated_ones_stay_as_they_are():
     np.testing.assert_allclose(
         turned[0, 0, :, :6], 1.25 * x[0, 0, :, :6], rtol=0, atol=FLOAT32_ELEMENTWISE
     )
+
+
+def test_heads_that_are_normed_have_a_mean_square_of_one_and_keep_their_direction():
+    plain, normed = RopeConfig(100.0), RopeConfig(100.0, norm_epsilon=0.25)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, 3, 8)), jnp.float32)
+    positions = jnp.arange(10).reshape(2, 5)
+    turned = np.asarray(rotate(x, rotation(positions, plain, 8)))
+    mean_square = np.mean(np.asarray(x) ** 2, axis=-1, keepdims=True)
+    expected = turned / np.sqrt(mean_square + 0.25)
+    ours = rotate(x, rotation(positions, normed, 8))
+    np.testing.assert_allclose(ours, expected, rtol=0, atol=FLOAT32_ELEMENTWISE)
+
+
+@pytest.mark.parametrize("array", [np.asarray, jnp.asarray], ids=["constant", "data"])
+def test_where_nothing_rotates_queries_grow_at_each_interval_and_keys_stay(array):
+    """Of 4 positions each: the first interval ends with position 3."""
+    position_BT = array([[0, 2, 3], [6, 7, 40]], dtype=np.int32)
+    q, k = (jnp.ones((2, 3, heads, 4)) for heads in (3, 1))
+    q, unchanged = encode(q, k, position_code(position_BT, NoRope(0.5, interval=4), 4))
+    whole_intervals = np.array([[0, 0, 1], [1, 2, 10]])
+    expected = 1 + 0.5 * np.log(1 + whole_intervals)
+    np.testing.assert_allclose(q[..., 0, 0], expected, rtol=0, atol=FLOAT32_ELEMENTWISE)
+    assert np.all(np.asarray(q) == q[:, :, :1, :1]) and unchanged is k
+
+
+def test_without_growth_nothing_happens_where_nothing_rotates():
+    q, k = jnp.ones((1, 2, 3, 4)), jnp.ones((1, 2, 1, 4))
+    encoded = encode(q, k, position_code(jnp.array([[5, 90]]), NoRope(), 4))
+    assert encoded[0] is q and encoded[1] is k

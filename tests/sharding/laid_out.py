@@ -125,6 +125,15 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "sliding_window": 5,
         "rope_scaling": {**_YARN, "truncate": False},
     },
+    "llama4_text": {
+        "intermediate_size_mlp": 96,
+        "num_local_experts": 8,
+        "interleave_moe_layer_step": 2,
+        "no_rope_layer_interval": 2,
+        "attention_chunk_size": 7,
+        "floor_scale": 4,
+        "attention_bias": True,
+    },
 }
 
 LAYOUTS = tuple(named_layout_tables())

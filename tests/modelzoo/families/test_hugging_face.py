@@ -686,7 +686,7 @@ def test_a_lie_is_an_error_that_names_the_key(key, value):
         {"rope_type": "linear", "factor": math.nan},
         {"rope_type": "linear", "factor": 0.5},
         {"rope_type": "linear"},
-        LLAMA3_SCALING | {"high_freq_factor": 1.0},
+        LLAMA3_SCALING | {"high_freq_factor": 0.5},
         {"rope_type": "yarn", "factor": 2.0, "beta_fast": 1.0, "beta_slow": 2.0},
         {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 0},
     ],

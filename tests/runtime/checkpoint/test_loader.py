@@ -22,6 +22,7 @@ class Spec:
 
     sources: tuple[ParameterSource, ...]
     ignored_tensors: tuple[str, ...] = ()
+    ignored_prefixes: tuple[str, ...] = ()
     family: str = "tiny"
     config: object = None
 
@@ -318,6 +319,15 @@ def test_an_ignored_tensor_may_be_there_or_not():
     tensors, spec, expected = tiny()
     spec.ignored_tensors = ("rope_freqs.weight", "layers.7.inv_freq")
     tensors.tensors["layers.7.inv_freq"] = tensors.tensors["norm"]
+    load_params(spec, tensors, abstract_of(expected), one_device())
+
+
+def test_tensors_of_parts_that_are_not_read_may_be_there():
+    tensors, spec, expected = tiny()
+    tensors.tensors["vision.norm"] = tensors.tensors["norm"]
+    with pytest.raises(CheckpointMismatch, match=r"left over.*\n.*vision\.norm"):
+        load_params(spec, tensors, abstract_of(expected), one_device())
+    spec.ignored_prefixes = ("audio.", "vision.")
     load_params(spec, tensors, abstract_of(expected), one_device())
 
 

@@ -199,6 +199,13 @@ def test_generation_defaults_come_from_the_file_then_the_config(tmp_path, genera
         assert model.generation_defaults == expected
 
 
+def test_end_tokens_of_a_model_of_more_than_text_stand_with_its_text_part():
+    config = {"text_config": {"eos_token_id": [7, 8]}}
+    assert GenerationDefaults.from_hf({}, config).eos_ids == (7, 8)
+    assert GenerationDefaults.from_hf({}, config | {"eos_token_id": 3}).eos_ids == (3,)
+    assert GenerationDefaults.from_hf({}, {"text_config": 7}).eos_ids == ()
+
+
 @pytest.mark.parametrize(
     "generation",
     [{"eos_token_id": "</s>"}, {"eos_token_id": [-1]}, {"eos_token_id": True}, {"top_p": "0.9"}],

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from noria.modelzoo.config import DecoderConfig, Llama3Scaling, RopeConfig
+from noria.modelzoo.config import Chunk, DecoderConfig, Llama3Scaling, NoRope, RopeConfig
 from noria.runtime.checkpoint import (
     CheckpointMismatch,
     GenerationDefaults,
@@ -27,9 +27,10 @@ CONFIG = DecoderConfig(
     num_query_heads=4,
     num_kv_heads=2,
     head_dim=4,
-    windows=(None, 7),
+    windows=(None, 7, Chunk(9)),
     max_position=64,
-    rope=RopeConfig(5e5, Llama3Scaling(8.0, 1.0, 4.0, 32)),
+    rope=NoRope(0.1, interval=8),
+    local_rope=RopeConfig(5e5, Llama3Scaling(8.0, 1.0, 4.0, 32)),
 )
 VALUES = {
     "embedding": np.arange(128, dtype=np.float32).reshape(16, 8),

@@ -1,0 +1,124 @@
+"""Llama 4, text: most layers rotate and see chunks; the others see all and do not rotate.
+
+Queries of those others grow with their position, and heads are normed after the rotation alone. A
+token takes the experts that score best, the sigmoid of each score weighs what its expert reads, and
+one more expert is for all tokens. Rotated pairs lie side by side in the published rows. Options,
+defaults and names as in transformers' `llama4_text`; the published models hold it beside a vision
+tower, which is not read.
+"""
+
+from dataclasses import replace
+
+from ..config import Chunk, NoRope, RopeConfig
+from ..moe.config import MoeConfig
+from .config_reader import ConfigReader
+from .expert_options import read_routing
+from .expert_sources import ExpertNames
+from .family import Family, HFDefaults, Options, WholeModel
+from .hugging_face import MAX_LAYERS, MAX_MLP
+from .rope_options import MAX_POSITION, read_rope
+
+_THETA = 500_000.0
+_PERIOD = 4
+_CHUNK = _INTERVAL = 8192
+_GROWTH = 0.1
+
+_BLOCK = "model.layers.{i}.feed_forward"
+_EXPERTS = ExpertNames(
+    router=f"{_BLOCK}.router.weight",
+    gate=f"{_BLOCK}.experts.gate_up_proj",
+    up=f"{_BLOCK}.experts.gate_up_proj",
+    down=f"{_BLOCK}.experts.down_proj",
+    gate_up_axes="e d (p f)",
+    down_axes="e f d",
+)
+_HF_NAMES = {
+    "gate": f"{_BLOCK}.gate_proj",
+    "up": f"{_BLOCK}.up_proj",
+    "down": f"{_BLOCK}.down_proj",
+    "shared_gate": f"{_BLOCK}.shared_expert.gate_proj",
+    "shared_up": f"{_BLOCK}.shared_expert.up_proj",
+    "shared_down": f"{_BLOCK}.shared_expert.down_proj",
+    "is_interleaved": True,
+}
+
+
+def _hf_options(config: ConfigReader, num_layers: int) -> Options:
+    # of training, and of quantisation
+    config.ignore(("output_router_logits", "router_aux_loss_coef", "router_jitter_noise"))
+    config.ignore(("for_llm_compressor",))
+    has_bias = config.flag("attention_bias", default=False)
+    return Options(
+        windows=_windows(config, num_layers),
+        rope=_no_rope(config),
+        local_rope=_rope(config),
+        mlp=config.integer("intermediate_size_mlp", maximum=MAX_MLP),
+        qkv_bias=has_bias,
+        output_bias=has_bias,
+        moe=_moe(config, num_layers),
+    )
+
+
+def _windows(config: ConfigReader, num_layers: int) -> tuple[Chunk | None, ...]:
+    """A chunk in each layer that rotates."""
+    period = config.integer("no_rope_layer_interval", maximum=MAX_LAYERS, default=_PERIOD)
+    rotates = tuple(int((i + 1) % period > 0) for i in range(num_layers))
+    # the name is wrong in the reference too: 1 stands for a layer that rotates
+    if config.has("no_rope_layers"):
+        rotates = config.integers("no_rope_layers", minimum=0, maximum=1) or rotates
+    if len(rotates) != num_layers:
+        raise config.error("no_rope_layers", f"{num_layers} entries of 0 and 1, or none")
+    kinds = tuple("chunked_attention" if rotate else "full_attention" for rotate in rotates)
+    if config.has("layer_types") and config.texts("layer_types") != kinds:
+        raise config.error("layer_types", f"chunks in the layers that rotate: {list(kinds)}")
+    if config.is_null("attention_chunk_size"):
+        raise config.error("attention_chunk_size", "a size, as some layers see chunks")
+    size = config.integer("attention_chunk_size", maximum=MAX_POSITION, default=_CHUNK)
+    return tuple(Chunk(size) if rotate else None for rotate in rotates)
+
+
+def _rope(config: ConfigReader) -> RopeConfig:
+    max_position = config.integer("max_position_embeddings", maximum=MAX_POSITION)
+    rope = read_rope(config, max_position, _THETA)
+    if not config.flag("use_qk_norm", default=True):
+        return rope
+    return replace(rope, norm_epsilon=config.number("rms_norm_eps", above=0.0, maximum=1.0))
+
+
+def _no_rope(config: ConfigReader) -> NoRope:
+    growth = config.number("attn_scale", above=0.0, default=_GROWTH)
+    interval = config.integer("floor_scale", maximum=MAX_POSITION, default=_INTERVAL)
+    is_tuned = config.flag("attn_temperature_tuning", default=True)
+    return NoRope(growth, interval) if is_tuned else NoRope()
+
+
+def _moe(config: ConfigReader, num_layers: int) -> MoeConfig | None:
+    step = config.integer("interleave_moe_layer_step", maximum=MAX_LAYERS, default=1)
+    sparse = tuple(range(step - 1, num_layers, step))
+    if config.has("moe_layers"):
+        sparse = config.integers("moe_layers", minimum=0, maximum=num_layers - 1)
+    routing = read_routing(
+        config, num_experts=16, num_chosen=1, scoring="sigmoid", is_normalized=False
+    )
+    width = config.integer("intermediate_size", maximum=MAX_MLP)
+    layers = tuple(i in sparse for i in range(num_layers))
+    routing = replace(routing, weighs_input=True)
+    return MoeConfig(routing, width, layers, shared_mlp=width) if sparse else None
+
+
+_WHOLE = WholeModel(
+    "llama4",
+    "Llama4ForConditionalGeneration",
+    prefix="language_model.",
+    other_prefixes=("vision_model.", "multi_modal_projector."),
+    other_keys=("vision_config", "boi_token_index", "eoi_token_index", "image_token_index"),
+)
+FAMILY = Family(
+    "llama4_text",
+    "Llama4ForCausalLM",
+    _hf_options,
+    hf_defaults=HFDefaults(head_dim=128),
+    hf_names=_HF_NAMES,
+    hf_experts=(_EXPERTS,),
+    part_of=_WHOLE,
+)
