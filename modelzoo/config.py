@@ -321,6 +321,14 @@ class DecoderConfig:
             return self.scores
         return replace(self.scores, scale=self.head_dim**-0.5)
 
+    def first_layers(self, count: int) -> "DecoderConfig":
+        """The same decoder with its first layers alone."""
+        moe = self.moe
+        if moe is not None:
+            layers = moe.layers[:count]
+            moe = replace(moe, layers=layers) if any(layers) else None
+        return replace(self, windows=self.windows[:count], moe=moe)
+
     @property
     def num_layers(self) -> int:
         return len(self.windows)

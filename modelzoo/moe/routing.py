@@ -38,7 +38,10 @@ def route(x_MD: jax.Array, is_token_M: jax.Array, router: Router, routing: Routi
             scores_ME = logits_ME
         case "sigmoid":
             scores_ME = jax.nn.sigmoid(logits_ME)
-    ranked_ME = scores_ME
+    # in the order of the scores, some of which may be equal where logits still differ
+    ranked_ME = logits_ME
+    if router.choice_bias_E is not None or routing.groups is not None:
+        ranked_ME = scores_ME
     if router.choice_bias_E is not None:
         ranked_ME = ranked_ME + router.choice_bias_E.astype(jnp.float32)[None]
     if routing.groups is not None:

@@ -6,7 +6,6 @@ are read only for `--verify`.
 """
 
 import argparse
-import dataclasses
 import json
 import sys
 from collections.abc import Sequence
@@ -103,7 +102,7 @@ def _config(options: argparse.Namespace, files: "ModelFiles") -> "DecoderConfig"
         raise ConfigError(
             f"--layers: expected 1 to {config.num_layers}, the model's, got {options.layers}."
         )
-    return dataclasses.replace(config, windows=config.windows[: options.layers])
+    return config.first_layers(options.layers)
 
 
 def _grid(options: argparse.Namespace) -> "BucketGrid":

@@ -27,10 +27,10 @@ CONFIG = DecoderConfig(
     num_query_heads=16,
     num_kv_heads=8,
     head_dim=64,
-    windows=(None, 64),
+    windows=(None, 16384),
     max_position=32768,
 )
-"""A long vocabulary and a long cache on a small model, so that nothing else is as large."""
+"""A long vocabulary and long caches on a small model, so that nothing else is as large."""
 GRID = BucketGrid(32768, ((64, 16),), 16, (8192, 32768), steps_per_call=4)
 TPU = "tpu:v5e:2x4"
 ON_BOTH = pytest.mark.parametrize(

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from tolerances import FLOAT32_ELEMENTWISE
 
-from noria.modelzoo.moe.config import LOSSLESS, Dispatch, ExpertGroups, Routing
+from noria.modelzoo.config import DecoderConfig
+from noria.modelzoo.moe.config import LOSSLESS, Dispatch, ExpertGroups, MoeConfig, Routing
 from noria.modelzoo.moe.dispatch import capacity_places, lossless_places
 from noria.modelzoo.moe.experts import ExpertWeights
 from noria.modelzoo.moe.mix import Mixed, Mixture
@@ -215,6 +216,23 @@ def test_places_of_a_capacity_go_to_the_first_choices_of_each_expert():
 def test_equal_scores_choose_the_first_experts():
     x_MD, router = jnp.ones((2, D)), Router(jnp.zeros((D, 6)))
     assert route(x_MD, jnp.ones(2, bool), router, PLAIN).expert_MZ.tolist() == [[0, 1]] * 2
+
+
+def test_scores_that_have_become_equal_still_choose_by_their_logits():
+    routing = Routing(6, 2, "sigmoid")
+    logits_ME = jnp.array([[0.0, 40.0, 50.0, 60.0, 45.0, -1.0]])
+    choices = route(jnp.ones((1, 1)), jnp.ones(1, bool), Router(logits_ME), routing)
+    assert choices.expert_MZ.tolist() == [[3, 2]]
+
+
+def test_the_first_layers_of_a_decoder_keep_their_kinds():
+    moe = MoeConfig(PLAIN, mlp=F, layers=(False, True, False, True))
+    sizes = {"vocab_size": 9, "embed": D, "mlp": F, "head_dim": 4, "max_position": 8}
+    heads = {"num_query_heads": 2, "num_kv_heads": 1}
+    config = DecoderConfig(**sizes, **heads, windows=(None, 3, None, 3), moe=moe)
+    two = config.first_layers(2)
+    assert two.windows == (None, 3) and two.moe is not None and two.moe.layers == (False, True)
+    assert config.first_layers(1).moe is None
 
 
 @pytest.mark.parametrize(
