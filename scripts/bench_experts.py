@@ -37,7 +37,7 @@ PLACED = ((8, 2), (64, 6), (128, 8), (256, 8))
 PLACED_TOKENS = (32, 512, 4096)
 PLACED_EMBED = 512
 CAPACITY_FACTOR = 1.25
-MOST_ONE_HOT = 2**28
+MOST_ONE_HOT = 2**26
 """Entries of a one-hot mask beyond which its products are not run."""
 
 Run = Callable[[], Any]
