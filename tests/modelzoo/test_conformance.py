@@ -1,8 +1,8 @@
 """Every family gives the log-probabilities of its published implementation.
 
 Saved by transformers, opened and loaded as a user's model is, and compared with what transformers
-computed on each prompt alone: through prefill, in two bucket lengths, and token by token through
-decode, over two cuts of the cache into segments.
+computed on each prompt alone: through prefill and, from a shorter bucket on, token by token through
+decode, over a cache of several segments. A longer bucket and a cache in one piece are `slow`.
 """
 
 from collections import Counter
@@ -60,7 +60,7 @@ def loaded(request, tmp_path_factory) -> LoadedCase:
     return LoadedCase(request.param, tmp_path_factory.mktemp(request.param.name))
 
 
-@pytest.mark.parametrize("bucket_length", [24, 40])
+@pytest.mark.parametrize("bucket_length", [24, pytest.param(40, marks=pytest.mark.slow)])
 def test_prefill_gives_the_logprobs_of_transformers(loaded: LoadedCase, bucket_length: int):
     @jax.jit
     def prefill(parameters, tokens_BT, true_length_B):
@@ -72,7 +72,9 @@ def test_prefill_gives_the_logprobs_of_transformers(loaded: LoadedCase, bucket_l
     loaded.assert_close(prefill(loaded.parameters, tokens_BT, jnp.asarray(TRUE_LENGTHS)))
 
 
-@pytest.mark.parametrize("spans", [(32,), (8, 16, 48)], ids=str)
+@pytest.mark.parametrize(
+    "spans", [pytest.param((32,), marks=pytest.mark.slow), (8, 16, 48)], ids=str
+)
 def test_decoding_token_by_token_gives_the_logprobs_of_transformers(
     loaded: LoadedCase, spans: tuple[int, ...]
 ):
