@@ -7,7 +7,7 @@ the build, and what is compared with is the same model on one device.
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import jax
@@ -331,8 +331,11 @@ def _steps(output: DecodeOutput) -> DecodeOutput:
     return output._replace(is_active_B=None, is_finite_B=None, experts=None)
 
 
-@cache
+@lru_cache(maxsize=48)
 def laid_out(family: str, layout: str | None = None, num_kv_heads: int = 8) -> LaidOut:
-    """A model under a layout, compiled once for all tests of a run."""
+    """A model under a layout, compiled once for all tests of a usual run.
+
+    Executables of all pairs would map more pieces of memory than Linux lets one process have.
+    """
     config = config_of(family, num_kv_heads)
     return LaidOut(config, None if layout is None else layout_of(layout))

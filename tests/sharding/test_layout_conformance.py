@@ -64,12 +64,19 @@ def pairs() -> list:
                 found.append(("olmo2", layout, num_kv_heads, (layout, num_kv_heads) in OFTEN))
     found += [("llama", layout, 8, layout in OTHER_MESHES[:2]) for layout in OTHER_MESHES]
     return [
-        pytest.param(*pair, marks=[] if is_often else [pytest.mark.slow])
+        pytest.param(
+            tuple(pair),
+            marks=[] if is_often else [pytest.mark.slow],
+            id="-".join(map(str, pair)),
+        )
         for *pair, is_often in found
     ]
 
 
-EVERY_PAIR = pytest.mark.parametrize(("family", "layout", "num_kv_heads"), pairs())
+@pytest.fixture(scope="module", params=pairs())
+def pair(request: pytest.FixtureRequest) -> tuple[str, str, int]:
+    """All tests of a pair run one after the other: executables are not kept for all pairs."""
+    return request.param
 
 
 @cache
@@ -95,9 +102,9 @@ def test_every_family_has_a_case():
     assert set(FAMILIES) == {family.name for family in registry.FAMILIES}
 
 
-@EVERY_PAIR
-def test_the_answer_is_that_of_one_device(family, layout, num_kv_heads):
+def test_the_answer_is_that_of_one_device(pair):
     """Log-probabilities after the prompt and after twelve tokens; ids equal."""
+    family, layout, num_kv_heads = pair
     expected, got = (answers(family, name, num_kv_heads) for name in (None, layout))
     slots = list(greedy_rows())
     assert (got.output.tokens_BQ[slots] == expected.output.tokens_BQ[slots]).all()
@@ -110,9 +117,8 @@ def test_the_answer_is_that_of_one_device(family, layout, num_kv_heads):
         )
 
 
-@EVERY_PAIR
-def test_what_the_graphs_give_back_lies_as_the_rules_say(family, layout, num_kv_heads):
-    got, placement = answers(family, layout, num_kv_heads), laid_out(family, layout, num_kv_heads)
+def test_what_the_graphs_give_back_lies_as_the_rules_say(pair):
+    got, placement = answers(*pair), laid_out(*pair)
 
     def assert_lies(array: jax.Array, phase: str, logical_axes: tuple[str, ...]) -> None:
         declared = placement.placement.sharding(phase, logical_axes)
