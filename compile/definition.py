@@ -10,7 +10,8 @@ from functools import cache
 import jax
 from flax import nnx
 
-from ..modelzoo.attention import Attend, attend_dense
+from ..modelzoo.attention import Attend
+from ..modelzoo.blockwise import attend_blockwise
 from ..modelzoo.config import AS_PUBLISHED, Arrangement, DecoderConfig
 from ..modelzoo.decoder import Decoder
 from ..modelzoo.moe.config import LOSSLESS, Dispatch
@@ -47,7 +48,7 @@ class Definition:
         config: DecoderConfig,
         arrangement: Arrangement = AS_PUBLISHED,
         *,
-        attend: Attend = attend_dense,
+        attend: Attend = attend_blockwise,
     ):
         self.config = config
         self.arrangement = arrangement

@@ -7,7 +7,8 @@ the keys into parts gives the whole answer after `merge`; a part in which a quer
 Source of the split: Rabe and Staats 2021, "Self-attention Does Not Need O(n^2) Memory", section 3.
 """
 
-from typing import NamedTuple, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +19,7 @@ from .layers import soft_cap
 EMPTY_POSITION = -1
 """Position of a cache entry that holds no token."""
 
-PROMPT_BLOCK = 128
-"""Queries per block of a prompt's attention to itself."""
-
 _MASKED_SCORE = -1e30
-
-Position = TypeVar("Position", int, jax.Array)
 
 
 class Queries(NamedTuple):
@@ -41,9 +37,22 @@ class Attend(Protocol):
         q_BTKGH: jax.Array,
         k_BKHS: jax.Array,
         v_BKSH: jax.Array,
-        mask_BTS: jax.Array,
+        visibility: "Visibility",
         scores: Scores = ...,
     ) -> tuple[jax.Array, jax.Array]: ...
+
+
+@dataclass(frozen=True)
+class Visibility:
+    """Which keys each query sees, as positions: masks are made of these where they are needed."""
+
+    query_position_BT: jax.Array
+    key_position_BS: jax.Array
+    window: Window = None
+
+    def mask(self) -> jax.Array:
+        """`mask_BTS`."""
+        return visible(self.query_position_BT, self.key_position_BS, self.window)
 
 
 def visible(query_position_BT: jax.Array, key_position_BS: jax.Array, window: Window) -> jax.Array:
@@ -55,7 +64,7 @@ def visible(query_position_BT: jax.Array, key_position_BS: jax.Array, window: Wi
     return mask_BTS
 
 
-def _first_visible(position: Position, window: int | Chunk) -> Position:
+def _first_visible(position: jax.Array, window: int | Chunk) -> jax.Array:
     """The first position in the window of a query at `position`, which may come out below 0."""
     if isinstance(window, Chunk):
         return position - position % window.size
@@ -66,14 +75,26 @@ def attend_dense(
     q_BTKGH: jax.Array,
     k_BKHS: jax.Array,
     v_BKSH: jax.Array,
+    visibility: Visibility,
+    scores: Scores = PLAIN_SCORES,
+) -> tuple[jax.Array, jax.Array]:
+    """Attend over all keys at once: the reference implementation, whose scores grow as T * S."""
+    out_BTKGH, lse_BTKG = attend_masked(q_BTKGH, k_BKHS, v_BKSH, visibility.mask(), scores)
+    return out_BTKGH.astype(v_BKSH.dtype), lse_BTKG
+
+
+def attend_masked(
+    q_BTKGH: jax.Array,
+    k_BKHS: jax.Array,
+    v_BKSH: jax.Array,
     mask_BTS: jax.Array,
     scores: Scores = PLAIN_SCORES,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attend over all keys at once: the reference implementation.
+    """Attend to the keys that a mask shows, as one softmax.
 
     Heads of values may have another size than those of keys. Returns `out_BTKGH`, with heads as
-    values have them and in the dtype of `v`, and the float32 log-sum-exp of the scores as
-    `lse_BTKG`. Where nothing is visible `out` is zero and `lse` is -inf.
+    values have them, and the log-sum-exp of the scores as `lse_BTKG`, both float32. Where nothing
+    is visible `out` is zero and `lse` is -inf.
     """
     B, T, K, G, H = q_BTKGH.shape
     # queries and heads of a group as the rows of one product: XLA for CPU is slow at anything else
@@ -92,42 +113,12 @@ def attend_dense(
     safe_sum_BKGT = jnp.where(is_seen_BKGT, sum_BKGT, 1.0)
     out_BKGTH = out_BKGTH / safe_sum_BKGT[..., None]
     lse_BKGT = jnp.where(is_seen_BKGT, max_BKGT1[..., 0] + jnp.log(safe_sum_BKGT), -jnp.inf)
-    out_BTKGH = out_BKGTH.transpose(0, 3, 1, 2, 4).astype(v_BKSH.dtype)
-    return out_BTKGH, lse_BKGT.transpose(0, 3, 1, 2)
+    return out_BKGTH.transpose(0, 3, 1, 2, 4), lse_BKGT.transpose(0, 3, 1, 2)
 
 
 def _product(x: jax.Array, y: jax.Array) -> jax.Array:
     """Batched matrix product with float32 accumulation and result."""
     return jnp.matmul(x, y, preferred_element_type=jnp.float32)
-
-
-def attend_prompt(
-    attend: Attend,
-    q_BTKGH: jax.Array,
-    k_BKHT: jax.Array,
-    v_BKTH: jax.Array,
-    position_BT: jax.Array,
-    window: Window,
-    sink_KG: jax.Array | None = None,
-) -> jax.Array:
-    """Attend from a prompt to itself, `position_BT` counting from 0 along T (padding: empty).
-
-    Blocks of queries take only the keys that causality and the window can leave visible, which are
-    static: about half of the work of the whole square.
-    """
-    T = q_BTKGH.shape[1]
-    outs = []
-    for start in range(0, T, PROMPT_BLOCK):
-        end = min(start + PROMPT_BLOCK, T)
-        first = 0 if window is None else max(0, _first_visible(start, window))
-        query_position_BT = jnp.broadcast_to(
-            jnp.arange(start, end), (q_BTKGH.shape[0], end - start)
-        )
-        mask_BTS = visible(query_position_BT, position_BT[:, first:end], window)
-        keys, values = k_BKHT[..., first:end], v_BKTH[:, :, first:end]
-        attended = attend(q_BTKGH[:, start:end], keys, values, mask_BTS)
-        outs.append(with_sinks(*attended, sink_KG))
-    return jnp.concatenate(outs, axis=1)
 
 
 def merge(parts: list[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Array]:

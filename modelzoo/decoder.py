@@ -14,7 +14,8 @@ import numpy as np
 from flax import nnx
 
 from . import axes
-from .attention import Attend, Queries, attend_dense, attend_prompt
+from .attention import Attend, Queries, Visibility, with_sinks
+from .blockwise import attend_blockwise
 from .config import AS_PUBLISHED, PLAIN_SCORES, Arrangement, DecoderConfig, Scores, Window
 from .kv_cache import (
     AttendLayer,
@@ -213,7 +214,7 @@ class Decoder(nnx.Module):
         *,
         rngs: nnx.Rngs,
         arrangement: Arrangement = AS_PUBLISHED,
-        attend: Attend = attend_dense,
+        attend: Attend = attend_blockwise,
         operations: Operations = ON_ONE_DEVICE,
         dispatch: Dispatch = LOSSLESS,
     ):
@@ -252,10 +253,10 @@ class Decoder(nnx.Module):
                 q_BTKGH, sink_KG = queries
                 k_BKHT, v_BKTH = new
                 key_position_BT, latents = rows
-                out_BTKGH = attend_prompt(
-                    self.attend, q_BTKGH, k_BKHT, v_BKTH, key_position_BT, window, sink_KG
-                )
-                return out_BTKGH, _kept(new, latents)
+                query_position_BT = jnp.broadcast_to(position_1T, key_position_BT.shape)
+                visibility = Visibility(query_position_BT, key_position_BT, window)
+                attended = self.attend(q_BTKGH, k_BKHT, v_BKTH, visibility)
+                return with_sinks(*attended, sink_KG), _kept(new, latents)
 
             def attend(
                 queries: Queries, new: PromptKeysValues | None, latents: PromptLatents | None

@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 
 from . import axes
-from .attention import EMPTY_POSITION, Attend, Queries, merge, visible, with_sinks
+from .attention import EMPTY_POSITION, Attend, Queries, Visibility, merge, with_sinks
 from .config import DecoderConfig, Window, window_size
 from .operations import ON_ONE_DEVICE, Axes, Operations
 
@@ -318,7 +318,7 @@ def attend_cached(
     num_heads = segments[0][0].shape[1]
     grouped_BTKGH = q_BTKGH.reshape(B, T, num_heads, -1, H)
     parts = [
-        attend(grouped_BTKGH, k_BKHS, v_BKSH, visible(query_position_BT, position_BS, window))
+        attend(grouped_BTKGH, k_BKHS, v_BKSH, Visibility(query_position_BT, position_BS, window))
         for (k_BKHS, v_BKSH), position_BS in zip(segments, key_position_BS, strict=True)
     ]
     out_BTKGH = with_sinks(*merge(parts), sink_KG)

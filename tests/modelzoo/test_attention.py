@@ -8,9 +8,7 @@ from tolerances import FLOAT32_ELEMENTWISE
 
 from noria.modelzoo.attention import (
     EMPTY_POSITION,
-    PROMPT_BLOCK,
-    attend_dense,
-    attend_prompt,
+    attend_masked,
     merge,
     visible,
     with_sinks,
@@ -83,7 +81,7 @@ def random_mask() -> np.ndarray:
 def test_dense_attention_equals_plain_numpy():
     q_BTKGH, k_BKHS, v_BKSH = random_inputs()
     mask_BTS = random_mask()
-    out, lse = attend_dense(q_BTKGH, k_BKHS, v_BKSH, jnp.asarray(mask_BTS))
+    out, lse = attend_masked(q_BTKGH, k_BKHS, v_BKSH, jnp.asarray(mask_BTS))
     expected_out, expected_lse = reference(q_BTKGH, k_BKHS, v_BKSH, mask_BTS)
     np.testing.assert_allclose(out, expected_out, rtol=0, atol=FLOAT32_ELEMENTWISE)
     np.testing.assert_allclose(lse, expected_lse, rtol=0, atol=FLOAT32_ELEMENTWISE)
@@ -96,7 +94,7 @@ def test_heads_of_values_may_have_another_size_than_those_of_keys(value_dim):
     v_BKSH = jnp.asarray(rng.normal(size=(B, K, S, value_dim)).astype(np.float32))
     mask_BTS = random_mask()
     parts = [
-        attend_dense(q_BTKGH, k_BKHS[..., i:j], v_BKSH[:, :, i:j], jnp.asarray(mask_BTS[..., i:j]))
+        attend_masked(q_BTKGH, k_BKHS[..., i:j], v_BKSH[:, :, i:j], jnp.asarray(mask_BTS[..., i:j]))
         for i, j in ((0, 3), (3, S))
     ]
     out, _ = merge(parts)
@@ -109,7 +107,7 @@ def test_scores_are_scaled_and_then_capped(cap):
     q_BTKGH, k_BKHS, v_BKSH = random_inputs()
     mask_BTS = random_mask()
     scores = Scores(scale=0.9, cap=cap)
-    out, lse = attend_dense(q_BTKGH, k_BKHS, v_BKSH, jnp.asarray(mask_BTS), scores)
+    out, lse = attend_masked(q_BTKGH, k_BKHS, v_BKSH, jnp.asarray(mask_BTS), scores)
     expected_out, expected_lse = reference(q_BTKGH, k_BKHS, v_BKSH, mask_BTS, 0.9, cap)
     np.testing.assert_allclose(out, expected_out, rtol=0, atol=FLOAT32_ELEMENTWISE)
     np.testing.assert_allclose(lse, expected_lse, rtol=0, atol=FLOAT32_ELEMENTWISE)
@@ -127,7 +125,7 @@ def test_sinks_are_one_more_key_whose_value_is_zero(parts):
     q_BTKGH, k_BKHS, v_BKSH = random_inputs()
     mask_BTS, sink_KG = random_mask(), random_sinks()
     attended = [
-        attend_dense(q_BTKGH, k_BKHS[..., s], v_BKSH[:, :, s], jnp.asarray(mask_BTS[..., s]))
+        attend_masked(q_BTKGH, k_BKHS[..., s], v_BKSH[:, :, s], jnp.asarray(mask_BTS[..., s]))
         for s in parts
     ]
     out = with_sinks(*merge(attended), sink_KG)
@@ -141,13 +139,13 @@ def test_sinks_are_one_more_key_whose_value_is_zero(parts):
 
 
 def test_a_sink_that_weighs_nothing_changes_no_bit():
-    out, lse = attend_dense(*random_inputs(), jnp.asarray(random_mask()))
+    out, lse = attend_masked(*random_inputs(), jnp.asarray(random_mask()))
     assert np.array_equal(with_sinks(out, lse, jnp.full((K, G), -1e30)), out)
     assert np.array_equal(with_sinks(out, lse, None), out)
 
 
 def test_a_query_that_sees_nothing_gets_exactly_zero():
-    out, lse = attend_dense(*random_inputs(), jnp.asarray(random_mask()))
+    out, lse = attend_masked(*random_inputs(), jnp.asarray(random_mask()))
     assert np.all(np.asarray(out[0, 1]) == 0.0)
     assert np.all(np.isneginf(lse[0, 1]))
 
@@ -155,8 +153,8 @@ def test_a_query_that_sees_nothing_gets_exactly_zero():
 def test_masked_keys_and_values_never_matter():
     q_BTKGH, k_BKHS, v_BKSH = random_inputs()
     mask_BTS = jnp.broadcast_to(jnp.arange(S) < 5, (B, T, S))
-    before = attend_dense(q_BTKGH, k_BKHS, v_BKSH, mask_BTS)
-    after = attend_dense(
+    before = attend_masked(q_BTKGH, k_BKHS, v_BKSH, mask_BTS)
+    after = attend_masked(
         q_BTKGH, k_BKHS.at[..., 5:].set(1e4), v_BKSH.at[:, :, 5:].set(-1e4), mask_BTS
     )
     for old, new in zip(before, after, strict=True):
@@ -165,14 +163,14 @@ def test_masked_keys_and_values_never_matter():
 
 def test_huge_scores_do_not_overflow():
     q_BTKGH, k_BKHS, v_BKSH = random_inputs()
-    out, lse = attend_dense(q_BTKGH * 1e4, k_BKHS, v_BKSH, jnp.ones((B, T, S), bool))
+    out, lse = attend_masked(q_BTKGH * 1e4, k_BKHS, v_BKSH, jnp.ones((B, T, S), bool))
     assert np.all(np.isfinite(out)) and np.all(np.isfinite(lse))
 
 
 def parts_of(mask_BTS: np.ndarray, cuts: list[int]) -> list[tuple[jax.Array, jax.Array]]:
     q_BTKGH, k_BKHS, v_BKSH = random_inputs()
     return [
-        attend_dense(
+        attend_masked(
             q_BTKGH,
             k_BKHS[..., start:end],
             v_BKSH[:, :, start:end],
@@ -185,7 +183,7 @@ def parts_of(mask_BTS: np.ndarray, cuts: list[int]) -> list[tuple[jax.Array, jax
 @pytest.mark.parametrize("cuts", [[3], [1, 6], [2, 4, 5]], ids=str)
 def test_merged_parts_equal_the_whole(cuts):
     mask_BTS = random_mask()
-    whole = attend_dense(*random_inputs(), jnp.asarray(mask_BTS))
+    whole = attend_masked(*random_inputs(), jnp.asarray(mask_BTS))
     merged = merge(parts_of(mask_BTS, cuts))
     for ours, expected in zip(merged, whole, strict=True):
         np.testing.assert_allclose(ours, expected, rtol=0, atol=FLOAT32_ELEMENTWISE)
@@ -206,27 +204,3 @@ def test_merging_with_parts_in_which_nothing_is_seen_changes_no_bit():
 def test_merging_parts_that_see_nothing_at_all_gives_zero_and_no_nan():
     out, lse = merge(parts_of(np.zeros((B, T, S), bool), [3, 5]))
     assert np.all(np.asarray(out) == 0.0) and np.all(np.isneginf(lse))
-
-
-@pytest.mark.parametrize(
-    "window",
-    [
-        *(None, 1, 5, PROMPT_BLOCK, PROMPT_BLOCK + 3),
-        *map(Chunk, (1, 5, PROMPT_BLOCK, PROMPT_BLOCK + 3)),
-    ],
-    ids=str,
-)
-def test_a_prompt_attends_in_blocks_as_it_would_whole(window):
-    """Longer than two blocks, and not a multiple of one; the second row ends in padding."""
-    length = 2 * PROMPT_BLOCK + 9
-    rng = np.random.default_rng(7)
-    shapes = ((2, length, 1, 2, 4), (2, 1, 4, length), (2, 1, length, 4))
-    q, k, v = (jnp.asarray(rng.normal(size=shape).astype(np.float32)) for shape in shapes)
-    position_BT = np.tile(np.arange(length), (2, 1))
-    key_position_BT = np.where(position_BT < [[length], [PROMPT_BLOCK + 5]], position_BT, -1)
-    mask_BTS = visible(jnp.asarray(position_BT), jnp.asarray(key_position_BT), window)
-    whole, _ = jax.jit(attend_dense)(q, k, v, mask_BTS)
-    blocks = jax.jit(attend_prompt, static_argnums=(0, 5))(
-        attend_dense, q, k, v, jnp.asarray(key_position_BT), window
-    )
-    np.testing.assert_allclose(blocks, whole, rtol=0, atol=FLOAT32_ELEMENTWISE)

@@ -1,0 +1,110 @@
+"""Attention block by block: memory that grows with the tokens, not with their square.
+
+The scores of one block of queries with one block of keys exist at a time, and partial results
+`(out, lse)` are merged as they come. Pairs of blocks in which nothing is visible are skipped, so
+causality saves half of the work and a window all but its own part; which pairs these are is read
+from positions, in whatever order tokens lie.
+
+Knows nothing of caches, layers or meshes. Guarantees: equals `attend_dense` up to the order of
+sums. Source: Rabe and Staats 2021, "Self-attention Does Not Need O(n^2) Memory" (2112.05682),
+section 3, with the merge of normalised parts.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from .attention import EMPTY_POSITION, Visibility, attend_masked, merge
+from .config import PLAIN_SCORES, Scores
+
+QUERY_BLOCK = 256
+"""Most queries of a block."""
+BLOCK_SCORES = QUERY_BLOCK * 512
+"""Most scores of one head in a block: few queries take all the more keys at a time."""
+
+Attended = tuple[jax.Array, jax.Array]
+
+
+def attend_blockwise(
+    q_BTKGH: jax.Array,
+    k_BKHS: jax.Array,
+    v_BKSH: jax.Array,
+    visibility: Visibility,
+    scores: Scores = PLAIN_SCORES,
+    *,
+    query_block: int = QUERY_BLOCK,
+    block_scores: int = BLOCK_SCORES,
+) -> Attended:
+    """As `attend_dense`. Static: the limits of a block's size."""
+    T, S = q_BTKGH.shape[1], k_BKHS.shape[3]
+    block_T = block_size(T, query_block)
+    block_S = block_size(S, max(1, block_scores // block_T))
+    if block_T == T and block_S == S:
+        out_BTKGH, lse_BTKG = attend_masked(q_BTKGH, k_BKHS, v_BKSH, visibility.mask(), scores)
+        return out_BTKGH.astype(v_BKSH.dtype), lse_BTKG
+    queries = _Blocks(block_T, (q_BTKGH, 1), (visibility.query_position_BT, 1))
+    keys = _Blocks(block_S, (k_BKHS, 3), (v_BKSH, 2), (visibility.key_position_BS, 1))
+
+    def attend_block(i: jax.Array) -> Attended:
+        block_BTKGH, query_position_BT = queries[i]
+
+        def add_keys(j: jax.Array, attended: Attended) -> Attended:
+            block_BKHS, block_BKSH, key_position_BS = keys[j]
+            seen = Visibility(query_position_BT, key_position_BS, visibility.window)
+            mask_BTS = seen.mask()
+
+            def add() -> Attended:
+                part = attend_masked(block_BTKGH, block_BKHS, block_BKSH, mask_BTS, scores)
+                return merge([attended, part])
+
+            return jax.lax.cond(mask_BTS.any(), add, lambda: attended)
+
+        shape = (*block_BTKGH.shape[:-1], v_BKSH.shape[-1])
+        nothing = jnp.zeros(shape), jnp.full(shape[:-1], -jnp.inf)
+        out_BTKGH, lse_BTKG = jax.lax.fori_loop(0, keys.count, add_keys, nothing)
+        return out_BTKGH.astype(v_BKSH.dtype), lse_BTKG
+
+    blocks = jax.lax.map(attend_block, jnp.arange(queries.count))
+    return jax.tree.map(lambda x: _joined(x)[:, :T], blocks)
+
+
+def block_size(length: int, most: int) -> int:
+    """The size of the fewest blocks that hold `length`; of a divisor of it, if one is near."""
+    fewest = -(-length // most)
+    divisors = (length // n for n in range(fewest, 2 * fewest + 1) if length % n == 0)
+    return next(divisors, -(-length // fewest))
+
+
+class _Blocks:
+    """Arrays cut alike along an axis of each, filled up to whole blocks; the last are positions."""
+
+    def __init__(self, size: int, *arrays: tuple[jax.Array, int]):
+        length = arrays[0][0].shape[arrays[0][1]]
+        self._size = size
+        self._axes = [axis for _, axis in arrays]
+        self.count = -(-length // size)
+        missing = self.count * size - length
+        fills = [0] * (len(arrays) - 1) + [EMPTY_POSITION]
+        self._arrays = [
+            _filled(x, missing, axis, fill) for (x, axis), fill in zip(arrays, fills, strict=True)
+        ]
+
+    def __getitem__(self, index: jax.Array) -> list[jax.Array]:
+        """Block `index` of each array."""
+        return [
+            jax.lax.dynamic_slice_in_dim(x, index * self._size, self._size, axis)
+            for x, axis in zip(self._arrays, self._axes, strict=True)
+        ]
+
+
+def _filled(x: jax.Array, missing: int, axis: int, fill: int) -> jax.Array:
+    if not missing:
+        return x
+    padding = [(0, 0)] * x.ndim
+    padding[axis] = (0, missing)
+    return jnp.pad(x, padding, constant_values=fill)
+
+
+def _joined(blocks: jax.Array) -> jax.Array:
+    """Blocks of queries, stacked along a first axis, as one array `[B, T, ...]`."""
+    blocks = blocks.swapaxes(0, 1)
+    return blocks.reshape(blocks.shape[0], -1, *blocks.shape[3:])
