@@ -69,6 +69,11 @@ class LayoutResult:
     max_abs_diff: float | None = None
     """Worst difference of logits from one device, where that was asked for."""
 
+    @property
+    def verdict(self) -> str:
+        """In two words, what is wrong with a layout that has findings."""
+        return "does not compile" if self.legal else "illegal"
+
     def as_json(self) -> dict[str, Any]:
         """The result as one JSON object; without a verification it has no `max_abs_diff`."""
         table = asdict(self)

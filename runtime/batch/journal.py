@@ -197,6 +197,11 @@ class Journal:
                 # eight digits, a space, the facts and a tab stand before the line
                 self._remember(facts, offset + 9 + len(facts_bytes) + 1, len(line))
             self._size = offset + 9 + len(payload) + 1
+        if header is not None and self.plan is None and not self.rows:
+            # nothing was decided under it, so a job that was refused does not bind the next one
+            self._disk.truncate(self._descriptor, 0)
+            header, self._size, damaged_at = None, 0, None
+            self.setups.clear()
         if header is not None:
             stored = {**header["configuration"], SETUP: self.setups[-1]}
             wanted = {SETUP: "", **configuration}

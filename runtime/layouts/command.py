@@ -127,7 +127,7 @@ def _measure(
 
     result = measure(config, layout, target, grid, dtype, report)
     if result.findings:
-        _note(options, f"{layout.name}: {len(result.findings)} findings")
+        _note(options, f"{layout.name}: {result.verdict}")
     return result
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...compile.layout_measure import LayoutResult
+from .table import unconditional
 
 _MEMORY = {"params": "#4c72b0", "cache": "#dd8452", "temp": "#937860"}
 _KINDS = {
@@ -68,7 +69,7 @@ def _memory_panel(panel: Any, results: Sequence[LayoutResult]) -> None:
 def _traffic_panel(panel: Any, results: Sequence[LayoutResult], phase: str, title: str) -> None:
     parts: list[dict[str, float]] = []
     for result in results:
-        chosen = [c for c in result.collectives if c.phase == phase and not c.conditional]
+        chosen = [] if result.findings else unconditional(result, phase)
         parts.append({k: sum(c.sent_bytes for c in chosen if c.kind == k) for k in _KINDS})
     _stack(panel, parts, _KINDS)
     for row, (result, part) in enumerate(zip(results, parts, strict=True)):
@@ -99,9 +100,7 @@ def _shown(megabytes: float) -> str:
 def _name_refused(panel: Any, results: Sequence[LayoutResult]) -> None:
     for row, result in enumerate(results):
         if result.findings:
-            count = len(result.findings)
-            text = " does not compile" if result.legal else f" cannot be: {count} findings"
-            panel.text(0, row, text, va="center", fontsize=8, color="#b22222")
+            panel.text(0, row, f" {result.verdict}", va="center", fontsize=8, color="#b22222")
 
 
 def _finish(panel: Any, title: str) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ...compile.definition import Definition
-from ...compile.layout_measure import LayoutResult
+from ...compile.layout_measure import CollectiveTotal, LayoutResult
 from ...modelzoo.config import DecoderConfig
 from ...sharding.explain import PlacedParameter, explain
 from ...sharding.layout import Layout
@@ -36,7 +36,7 @@ def table_of(results: Sequence[LayoutResult]) -> str:
     lines.insert(1, "  ".join("-" * width for width in widths))
     for result in results:
         if result.findings:
-            lines.append(f"\n{result.name} cannot be:")
+            lines.append(f"\n{result.name}:")
             lines += [f"  {finding}" for finding in result.findings]
     return "\n".join(lines)
 
@@ -55,17 +55,21 @@ def explanation(layout: Layout, config: DecoderConfig, dtype: str) -> str:
     return "\n".join(lines)
 
 
+def unconditional(result: LayoutResult, phase: str) -> list[CollectiveTotal]:
+    """Collectives of one prefill call or one greedy decode step."""
+    return [c for c in result.collectives if c.phase == phase and not c.conditional]
+
+
 def communicated(result: LayoutResult, phase: str) -> tuple[int, float]:
-    """Collectives of one prefill call or one greedy decode step, and what a device sends."""
-    chosen = [c for c in result.collectives if c.phase == phase and not c.conditional]
+    """How many these are, and what a device sends in them."""
+    chosen = unconditional(result, phase)
     return sum(c.count for c in chosen), sum(c.sent_bytes for c in chosen)
 
 
 def _row(result: LayoutResult) -> tuple[str, ...]:
     mesh = ",".join(f"{axis}={size}" for axis, size in result.mesh.items())
     if result.findings:
-        verdict = "does not compile" if result.legal else "illegal"
-        return (result.name, mesh, verdict, *[""] * (len(_COLUMNS) - 3))
+        return (result.name, mesh, result.verdict, *[""] * (len(_COLUMNS) - 3))
     numbers = [_megabytes(result.bytes_per_device[key]) for key in ("params", "cache", "temp")]
     for phase in ("prefill", "decode"):
         count, num_bytes = communicated(result, phase)

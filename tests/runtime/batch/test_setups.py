@@ -13,7 +13,10 @@ TWO, FOUR = "2 processes of 4 devices, gloo", "4 processes of 2 devices, gloo"
 
 
 def begin(path, setup: str, **options) -> None:
-    Journal.open(path, {"model": "m", SETUP: setup}, **options).close()
+    journal = Journal.open(path, {"model": "m", SETUP: setup}, **options)
+    if journal.plan is None:
+        journal.record_plan("plan")
+    journal.close()
 
 
 def test_a_job_goes_on_with_the_set_up_that_came_last(tmp_path):
@@ -45,6 +48,17 @@ def test_a_refusal_leaves_the_journal_as_it_was(tmp_path):
     with pytest.raises(JournalError):
         begin(path, FOUR)
     assert path.read_bytes() == before
+
+
+def test_a_journal_without_a_plan_binds_nothing(tmp_path):
+    """What it was begun with was refused, or never came to a build."""
+    path = tmp_path / "out.jsonl.journal"
+    Journal.open(path, {"model": "m", SETUP: TWO}).close()
+    path.write_bytes(path.read_bytes() + b"torn")
+    begin(path, FOUR)
+    journal = Journal.open(path, {"model": "m", SETUP: FOUR})
+    assert journal.setups == [FOUR] and journal.plan == "plan"
+    journal.close()
 
 
 def test_rows_are_the_same_and_the_manifest_names_every_set_up(tmp_path):
