@@ -180,8 +180,8 @@ def layout_of(spelling: str) -> Layout:
 
 
 def grid_of(num_devices: int) -> BucketGrid:
-    """A row a device, and a cache of two segments; shorter than windows and longer."""
-    rows = 8 if num_devices == 1 else num_devices
+    """Rows for all prompts, and a cache of two segments; shorter than windows and longer."""
+    rows = 8 if num_devices == 1 else -(-len(PROMPT_LENGTHS) // num_devices) * num_devices
     return BucketGrid(40, ((24, rows),), rows, (24, 40), steps_per_call=4, score=True)
 
 
