@@ -1,8 +1,9 @@
 """`noria experts`: what capacities would have dropped and taken in finished jobs, and a plan of it.
 
-Reads manifests alone. Figures are those of the tokens, batches and buckets of their runs; rows of
-products are counted, what an exchange between devices sends is not. Whole tiles hold a little more
-than the capacity that drops are counted against, so a share is what is dropped at most.
+Reads manifests alone. Figures are those of the tokens, batches and buckets of their runs. Rows of a
+capacity are those set aside, which all run where tokens are exchanged between devices; rows of
+lossless are those that run. Whole tiles hold a little more than the capacity that drops are counted
+against, so a share is what is dropped at most.
 """
 
 import json
@@ -29,21 +30,26 @@ class PhaseUse:
     dropped: Mapping[float, float]
     """Share of choices by capacity factor."""
     rows: Mapping[float, int]
-    lossless_rows: int | None
-    """None where a job ran this phase otherwise, so that nobody counted them."""
+    """Rows set aside by capacity factor."""
+    lossless_rows: int
+    is_bound: bool = False
+    """Whether a job ran this phase otherwise, so that of `lossless_rows` only a bound is known."""
 
     def advise(self, max_dropped: float) -> tuple[Dispatch, str]:
         """The cheapest dispatch that drops no more than this share, and why it is."""
         factor = next((f for f in FACTORS if self.dropped[f] <= max_dropped), None)
         if factor is None:
             return LOSSLESS, f"no factor of {FACTORS} drops at most {max_dropped:g} of the choices"
-        cost = f"capacity {factor} takes {self.cost(self.rows[factor])} rows a choice"
-        if self.lossless_rows is None:
-            return Dispatch("capacity", factor), f"{cost}; lossless was not run"
-        cost += f", lossless {self.cost(self.lossless_rows)}"
+        cost = f"capacity {factor} sets aside {self.cost(self.rows[factor])} rows a choice"
+        cost += f", lossless runs {self.lossless_cost}"
         if self.lossless_rows <= self.rows[factor]:
             return LOSSLESS, f"{cost}: lossless is no dearer, and drops nothing"
         return Dispatch("capacity", factor), cost
+
+    @property
+    def lossless_cost(self) -> str:
+        """The cost of dropping nothing, or the bound that is known."""
+        return f"{'<= ' if self.is_bound else ''}{self.cost(self.lossless_rows)}"
 
     def cost(self, rows: int) -> str:
         """Rows over choices, as text."""
@@ -103,15 +109,15 @@ def read_sections(path: Path) -> list[Mapping[str, Any]]:
             f"{path}: expected the manifest of a model with experts, got that of "
             f"{manifest.get('model')}, which is dense."
         )
-    return [of_run["experts"] for of_run in statistics]
+    model = manifest["configuration"]["model"]
+    return [{**of_run["experts"], "model": model} for of_run in statistics]
 
 
 def _check_same_model(sections: Sequence[Mapping[str, Any]]) -> None:
-    sizes = {(section["num_experts"], section["num_chosen"]) for section in sections}
-    if len(sizes) > 1:
+    models = sorted({section["model"] for section in sections})
+    if len(models) > 1:
         raise ValueError(
-            f"manifests: expected runs of one model, got (experts, chosen) of {sorted(sizes)}. "
-            f"Ask for each model apart."
+            f"manifests: expected runs of one model, got {', '.join(models)}. Ask for each apart."
         )
 
 
@@ -120,15 +126,18 @@ def _together(phases: Sequence[Mapping[str, Any]]) -> PhaseUse | None:
     choices = sum(phase["choices"] for phase in phases)
     if not choices:
         return None
-    is_lossless = all(phase["dispatch"] == "lossless" for phase in phases)
     return PhaseUse(
         choices,
         {
             f: sum(phase["would_drop"][str(f)] * phase["choices"] for phase in phases) / choices
             for f in FACTORS
         },
-        {f: sum(phase["would_take_rows"][str(f)] for phase in phases) for f in FACTORS},
-        sum(phase["rows"] for phase in phases) if is_lossless else None,
+        {f: sum(phase["would_set_aside_rows"][str(f)] for phase in phases) for f in FACTORS},
+        sum(
+            phase["rows"] if phase["dispatch"] == "lossless" else phase["lossless_rows_at_most"]
+            for phase in phases
+        ),
+        is_bound=any(phase["dispatch"] != "lossless" for phase in phases),
     )
 
 
@@ -137,5 +146,4 @@ def _table(phase: str, use: PhaseUse) -> list[str]:
     for factor in FACTORS:
         name, rows = f"capacity {factor}", use.cost(use.rows[factor])
         lines.append(f"  {name:<14}{use.dropped[factor]:>9.3%}  {rows:>13}")
-    rows = "not run" if use.lossless_rows is None else use.cost(use.lossless_rows)
-    return [*lines, f"  {'lossless':<14}{0:>9.3%}  {rows:>13}"]
+    return [*lines, f"  {'lossless':<14}{0:>9.3%}  {use.lossless_cost:>13}"]

@@ -1,8 +1,9 @@
 """What a run made of its experts, by phase and sparse layer: load, rows, choices dropped.
 
 A choice is one expert of one token in one layer; padding makes none. Rows are those that products
-have for choices, so the padded ones are `rows - (choices - dropped)`. Sums are of 64 bits. Knows
-nothing of devices.
+ran over, so the padded ones are `rows - (choices - dropped)`. What a capacity sets aside is more:
+all of it runs where tokens are exchanged, on one device only tiles with a token do. Sums are of 64
+bits. Knows nothing of devices.
 """
 
 from collections import Counter
@@ -73,35 +74,51 @@ class ExpertSetup:
                 str(factor): _share(int(excess), choices)
                 for factor, excess in zip(FACTORS, excess_C, strict=True)
             },
-            "would_take_rows": {
-                str(factor): self._rows(
-                    replace(dispatch, kind="capacity", capacity_factor=factor), totals.num_batches
-                )
+            "would_set_aside_rows": {
+                str(factor): self._rows_of_capacity(dispatch, factor, totals.num_batches)
                 for factor in FACTORS
             },
+            "lossless_rows_at_most": choices + self._tile_padding(dispatch, totals.num_batches),
             "layers": [
-                _layer(layer, load_E, int(dropped_E.sum()))
-                for layer, load_E, dropped_E in zip(
-                    sparse, totals.load_LE, totals.dropped_LE, strict=True
+                _layer(*of_layer)
+                for of_layer in zip(
+                    sparse, totals.load_LE, totals.rows_LE, totals.dropped_LE, strict=True
                 )
             ],
         }
 
-    def _rows(self, dispatch: Dispatch, num_batches: Mapping[int, int]) -> int:
-        """Rows that a capacity takes for batches of these sizes, in all sparse layers."""
+    def _rows_of_capacity(
+        self, dispatch: Dispatch, factor: float, num_batches: Mapping[int, int]
+    ) -> int:
+        """Rows set aside for batches of these sizes, in all sparse layers."""
         routing, num_layers = self.moe.routing, sum(self.moe.layers)
-        E = routing.num_experts
+        k, E = routing.num_chosen, routing.num_experts
+        capacity = replace(dispatch, kind="capacity", capacity_factor=factor).capacity
         return num_layers * sum(
-            count * E * dispatch.capacity(size * routing.num_chosen, E)
-            for size, count in num_batches.items()
+            count * E * capacity(size, k, E) for size, count in num_batches.items()
+        )
+
+    def _tile_padding(self, dispatch: Dispatch, num_batches: Mapping[int, int]) -> int:
+        """The most rows that whole tiles add without a capacity, in all sparse layers."""
+        routing, num_layers = self.moe.routing, sum(self.moe.layers)
+        k, E = routing.num_chosen, routing.num_experts
+        return num_layers * sum(
+            count * E * (dispatch.tile(size * k, E) - 1) for size, count in num_batches.items()
         )
 
 
-def _layer(layer: int, load_E: np.ndarray, dropped: int) -> dict[str, Any]:
+def _layer(
+    layer: int, load_E: np.ndarray, rows_E: np.ndarray, dropped_E: np.ndarray
+) -> dict[str, Any]:
     """One sparse layer; balance is the largest load over the mean, 1.0 where all are equal."""
     mean = float(load_E.mean())
-    balance = float(load_E.max()) / mean if mean else None
-    return {"layer": layer, "load": load_E.tolist(), "dropped": dropped, "balance": balance}
+    return {
+        "layer": layer,
+        "load": load_E.tolist(),
+        "rows": rows_E.tolist(),
+        "dropped": dropped_E.tolist(),
+        "balance": float(load_E.max()) / mean if mean else None,
+    }
 
 
 def _share(part: int, whole: int) -> float:

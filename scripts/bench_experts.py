@@ -105,7 +105,7 @@ def measure_placing(experts: int, chosen: int, tokens: int, repeats: int) -> dic
     expert_MZ = np.argsort(-scores_ME, axis=1)[:, :chosen].astype(np.int32)
     x_MD = rng.standard_normal((tokens, PLACED_EMBED), np.float32)
     tile = LOSSLESS.tile(expert_MZ.size, experts)
-    capacity = Dispatch("capacity", CAPACITY_FACTOR).capacity(expert_MZ.size, experts)
+    capacity = Dispatch("capacity", CAPACITY_FACTOR).capacity(*expert_MZ.shape, experts)
     methods: dict[str, Callable] = {
         "sorted": partial(_sorted, experts=experts, tile=tile),
         "running sum": partial(_running_sum, experts=experts, tile=tile),

@@ -43,7 +43,8 @@ def with_table(readme: str) -> str:
 
 def _row(family: Family, num_cases: int) -> str:
     model, _, notable = _docstring(family).split("\n")[0].rstrip(".").partition(": ")
-    is_in_gguf = family.gguf_options is not None or family.gguf_architecture is not None
+    in_gguf = {other.gguf_name for other in registry.FAMILIES if other.gguf_options is not None}
+    is_in_gguf = family.gguf_name in in_gguf
     gguf = f"`{family.gguf_name}`" if is_in_gguf else "no"
     return f"| {model} | `{family.architecture}` | {gguf} | {num_cases} | {notable} |\n"
 

@@ -27,7 +27,8 @@ def main() -> None:
     print(
         f"{machine['processor']}, jax {machine['versions']['jax']}. Made by `python {sys.argv[0]}`."
     )
-    print(f"\nMeans of {NUM_DRAWS} batches: choices dropped / rows padded.\n")
+    print(f"\nMeans of {NUM_DRAWS} batches: choices dropped / rows padded,")
+    print("of a capacity those set aside, of lossless those of tiles that run.\n")
     names = [f"{d.kind} {d.capacity_factor or ''}".strip() for d in DISPATCHES]
     print(f"| experts | tokens | skew | {' | '.join(names)} |")
     print(f"|---|--:|--:|{'--:|' * len(names)}")
@@ -57,10 +58,10 @@ def random_choices(
 
 
 def shares(expert_MZ: np.ndarray, num_experts: int, dispatch: Dispatch) -> tuple[float, float]:
-    """Share of choices that are dropped, and share of rows that hold none."""
+    """Share of choices that are dropped, and share of rows set aside, or of tiles, with none."""
     tile = dispatch.tile(expert_MZ.size, num_experts)
     if dispatch.kind == "capacity":
-        capacity = dispatch.capacity(expert_MZ.size, num_experts)
+        capacity = dispatch.capacity(*expert_MZ.shape, num_experts)
         places = capacity_places(jnp.asarray(expert_MZ), num_experts, capacity, tile)
         num_rows = num_experts * capacity
     else:

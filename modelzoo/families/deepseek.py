@@ -77,7 +77,7 @@ def _read_v2_routing(config: ConfigReader) -> Routing:
     if method == "greedy":
         config.ignore(("n_group", "topk_group"))
     groups = None if method == "greedy" else _read_groups(config, best=1)
-    return replace(_read_choices(config), groups=groups, is_normalized=False)
+    return replace(_read_choices(config, groups), is_normalized=False)
 
 
 def _read_v3_routing(config: ConfigReader) -> Routing:
@@ -85,27 +85,29 @@ def _read_v3_routing(config: ConfigReader) -> Routing:
     config.expect("scoring_func", "sigmoid")
     config.expect("topk_method", "noaux_tc")
     return replace(
-        _read_choices(config),
+        _read_choices(config, _read_groups(config, best=2)),
         scoring="sigmoid",
         is_normalized=config.flag("norm_topk_prob"),
-        groups=_read_groups(config, best=2),
         has_choice_bias=True,
     )
 
 
-def _read_choices(config: ConfigReader) -> Routing:
+def _read_choices(config: ConfigReader, groups: ExpertGroups | None) -> Routing:
     num_experts = config.integer("n_routed_experts", maximum=MAX_EXPERTS)
+    open_to_a_token = num_experts if groups is None else num_experts // groups.count * groups.chosen
     return Routing(
         num_experts,
-        config.integer("num_experts_per_tok", maximum=num_experts),
+        config.integer("num_experts_per_tok", maximum=open_to_a_token),
         scale=config.number("routed_scaling_factor", above=0.0),
+        groups=groups,
     )
 
 
 def _read_groups(config: ConfigReader, best: int) -> ExpertGroups | None:
     count = config.integer("n_group", maximum=MAX_EXPERTS)
-    if config.integer("n_routed_experts", maximum=MAX_EXPERTS) % count:
-        raise config.error("n_group", "a divisor of n_routed_experts")
+    num_experts = config.integer("n_routed_experts", maximum=MAX_EXPERTS)
+    if num_experts % count or (count > 1 and num_experts // count < best):
+        raise config.error("n_group", f"a divisor of n_routed_experts with {best} experts a group")
     chosen = config.integer("topk_group", maximum=count)
     return ExpertGroups(count, chosen, best) if count > 1 else None
 
@@ -160,6 +162,7 @@ V3 = Family(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
     partial(_hf_options, read_routing=_read_v3_routing),
+    gguf_architecture="deepseek2",
     hf_names=_HF_NAMES,
     hf_interleaved_key="rope_interleave",
     hf_unused_tensors=_unused_tensors,

@@ -115,9 +115,12 @@ class Dispatch:
     capacity_factor: float | None = None
     """Rows set aside over the mean load of an expert, `M*k/E`; of `capacity` alone."""
     tiles: tuple[int, int] = (4, 64)
-    """The fewest and the most rows of one product; powers of two."""
+    """The fewest and the most rows of one product; powers of two, so that every tile divides."""
 
     def __post_init__(self):
+        least, most = self.tiles
+        if not (0 < least <= most and least.bit_count() == most.bit_count() == 1):
+            raise ValueError(f"tiles: expected growing powers of two, got {self.tiles}.")
         if self.kind not in get_args(DispatchKind):
             raise ValueError(
                 f"dispatch: expected one of {get_args(DispatchKind)}, got {self.kind!r}."
@@ -139,15 +142,21 @@ class Dispatch:
             raise ValueError(f"capacity_factor: expected a number above 0, got {factor!r}.")
 
     def tile(self, num_choices: int, num_experts: int) -> int:
-        """Rows of a tile: an eighth of the mean load, so that at most an eighth is padding."""
+        """Rows of a tile: an eighth of the mean load or less, within `tiles`.
+
+        Of an expert with that load at most an eighth is padding, unless it is the fewest rows of a
+        product that decide.
+        """
         eighth = num_choices // (8 * num_experts)
         power = 1 << max(eighth.bit_length() - 1, 0)
         return min(max(power, self.tiles[0]), self.tiles[1])
 
-    def capacity(self, num_choices: int, num_experts: int) -> int:
-        """Rows of each expert, in whole tiles."""
+    def capacity(self, num_tokens: int, num_chosen: int, num_experts: int) -> int:
+        """Rows of each expert, in whole tiles; no more than tokens, which take it once at most."""
         assert self.capacity_factor is not None
+        num_choices = num_tokens * num_chosen
         rows = math.ceil(self.capacity_factor * num_choices / num_experts)
+        rows = min(rows, num_tokens)
         tile = self.tile(num_choices, num_experts)
         return -(-rows // tile) * tile
 

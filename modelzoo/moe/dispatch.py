@@ -32,7 +32,7 @@ def lossless_places(expert_MZ: jax.Array, num_experts: int, tile: int) -> Places
     """A row for every choice, experts one after another, each from the start of a tile."""
     M, Z = expert_MZ.shape
     num_rows = M * min(Z, num_experts) + num_experts * (tile - 1)
-    num_rows = -(-num_rows // tile) * tile
+    num_rows = num_rows // tile * tile
     rank_MZ, load_E = _ranks(expert_MZ, num_experts)
     num_tiles_E = (load_E + tile - 1) // tile
     first_row_E = (jnp.cumsum(num_tiles_E) - num_tiles_E) * tile

@@ -92,36 +92,37 @@ class Mixture:
         out_MD = self._combine(y_UD, places, choices.weight_MZ)
         if n == 1:
             return out_MD, is_dropped_MZ, rows_of_tiles(load(choices.expert_MZ, E), tile)
-        rows_E = jnp.zeros(E + num_here, jnp.int32)
         rows_E = jax.lax.dynamic_update_slice(
-            rows_E, places.tiles.num_tiles_E * tile, (shards.first,)
+            jnp.zeros(E, jnp.int32), places.tiles.num_tiles_E * tile, (shards.first,)
         )
         parts = shards.exchange(out_MD.reshape(n, M, D).astype(x_MD.dtype))
-        return _sum_in_order(parts), is_dropped_MZ, rows_E[:E]
+        return _sum_in_order(parts), is_dropped_MZ, rows_E
 
     def _with_capacity(
         self, x_MD: jax.Array, choices: Choices, weights: ExpertWeights, shards: ExpertShards
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Each device's tokens have their own rows with every expert."""
-        n, E, D = shards.num_exchanging, self.routing.num_experts, x_MD.shape[1]
+        n, E, (M, D) = shards.num_exchanging, self.routing.num_experts, x_MD.shape
         num_here = weights.down_EFD.shape[0]
         tile = self.dispatch.tile(choices.expert_MZ.size, E)
-        capacity = self.dispatch.capacity(choices.expert_MZ.size, E)
+        capacity = self.dispatch.capacity(M, self.routing.num_chosen, E)
         everywhere = capacity_places(choices.expert_MZ, E, capacity, tile)
         is_token_MZ = choices.expert_MZ < E
         is_dropped_MZ = is_token_MZ & (everywhere.row_MZ == E * capacity)
-        rows_E = jnp.full(E, capacity, jnp.int32)
         if n == 1:
             local_MZ = _local(choices.expert_MZ, weights, shards)
             places = capacity_places(local_MZ, num_here, capacity, tile)
             y_UD = self._run(x_MD, places, choices, weights, tile)
-            return self._combine(y_UD, places, choices.weight_MZ), is_dropped_MZ, rows_E
+            held_E = jnp.minimum(load(choices.expert_MZ, E), capacity)
+            out_MD = self._combine(y_UD, places, choices.weight_MZ)
+            return out_MD, is_dropped_MZ, rows_of_tiles(held_E, tile)
         x_UD = self._rows(x_MD, everywhere, choices)
         x_SECD = shards.exchange(x_UD.reshape(n, num_here, capacity, D))
         x_UD = x_SECD.swapaxes(0, 1).reshape(-1, D)
         y_UD = run_tiles(x_UD, all_tiles(num_here, n * capacity, tile), weights, self.unit, tile)
         y_SECD = y_UD.reshape(num_here, n, capacity, D).swapaxes(0, 1).astype(x_MD.dtype)
         y_UD = shards.exchange(y_SECD).reshape(-1, D)
+        rows_E = jnp.full(E, capacity, jnp.int32)
         return self._combine(y_UD, everywhere, choices.weight_MZ), is_dropped_MZ, rows_E
 
     def _run(

@@ -1,4 +1,4 @@
-"""What a call made of its experts: load, rows set aside, choices dropped. Counts, nothing else."""
+"""What a call made of its experts: load, rows of products, choices dropped. Counts alone."""
 
 import math
 from typing import NamedTuple
@@ -18,7 +18,7 @@ class ExpertUse(NamedTuple):
     load_SE: jax.Array
     """Choices of each expert."""
     rows_SE: jax.Array
-    """Rows of products that were made for each expert, padding among them."""
+    """Rows that each expert's products ran over, padding among them."""
     dropped_SE: jax.Array
     excess_SC: jax.Array
     """Choices beyond the capacity that each of `FACTORS` stands for."""

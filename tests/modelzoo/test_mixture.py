@@ -175,7 +175,7 @@ def test_what_a_capacity_drops_is_what_came_last_and_is_counted():
     assert not out_MD[8:].any()
     np.testing.assert_array_equal(out_MD[1:8], np.broadcast_to(out_MD[0], (7, D)))
     (load_E,), (rows_E,), (dropped_E,) = mixed.use.load_SE, mixed.use.rows_SE, mixed.use.dropped_SE
-    assert sorted(load_E.tolist()) == [0, 0, 15, 15] and rows_E.tolist() == [8] * 4
+    assert sorted(load_E.tolist()) == [0, 0, 15, 15] and sorted(rows_E.tolist()) == [0, 0, 8, 8]
     assert sorted(dropped_E.tolist()) == [0, 0, 7, 7]
     # beyond 8, 10, 12, 15, 23 and 30 rows
     assert mixed.use.excess_SC[0].tolist() == [14, 10, 6, 0, 0, 0]
@@ -191,7 +191,7 @@ def test_lossless_places_are_distinct_and_within_their_bound(tile):
         expert_MZ[rng.random(M) < 0.2] = E
         places = lossless_places(jnp.asarray(expert_MZ), E, tile)
         num_rows = len(places.token_U)
-        assert num_rows < M * k + E * (tile - 1) + tile
+        assert num_rows <= M * k + E * (tile - 1)
         is_placed = expert_MZ < E
         rows = np.asarray(places.row_MZ)
         assert (rows[~is_placed] == num_rows).all()

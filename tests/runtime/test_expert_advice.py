@@ -11,7 +11,7 @@ from noria.runtime import cli
 from noria.runtime.expert_advice import PhaseUse, report
 
 
-def use(dropped: list[float], rows: list[int], lossless_rows: int | None) -> PhaseUse:
+def use(dropped: list[float], rows: list[int], lossless_rows: int) -> PhaseUse:
     return PhaseUse(
         1000,
         dict(zip(FACTORS, dropped, strict=True)),
@@ -31,7 +31,6 @@ ROWS = [1000, 1300, 1500, 2000, 3000, 4000]
         (0.029, 2100, Dispatch("capacity", 2.0)),
         (0.029, 2000, Dispatch("lossless")),
         (0.0, 3001, Dispatch("capacity", 3.0)),
-        (0.0, None, Dispatch("capacity", 3.0)),
     ],
 )
 def test_the_smallest_factor_within_the_bound_is_advised_unless_lossless_takes_no_more_rows(
@@ -39,7 +38,6 @@ def test_the_smallest_factor_within_the_bound_is_advised_unless_lossless_takes_n
 ):
     dispatch, reason = use(DROPPED, ROWS, lossless_rows).advise(max_dropped)
     assert dispatch == expected
-    assert ("lossless was not run" in reason) == (lossless_rows is None)
     assert ("no dearer" in reason) == (expected.kind == "lossless")
 
 
@@ -48,21 +46,29 @@ def test_without_a_factor_within_the_bound_lossless_is_advised():
     assert dispatch == Dispatch() and "no factor" in reason
 
 
-def section(choices: int, drops: float, rows: int, num_experts: int = 8) -> dict:
+def section(choices: int, drops: float, rows: int) -> dict:
     phase = {
         "dispatch": "lossless",
         "choices": choices,
         "rows": rows,
         "would_drop": {str(factor): drops for factor in FACTORS},
-        "would_take_rows": {str(factor): int(factor * choices) for factor in FACTORS},
+        "would_set_aside_rows": {str(factor): int(factor * choices) for factor in FACTORS},
+        "lossless_rows_at_most": 2 * choices,
     }
-    return {"num_experts": num_experts, "num_chosen": 2, "overflow": "error", "decode": phase}
+    sizes = {"num_experts": 8, "num_chosen": 2}
+    return {**sizes, "overflow": "error", "model": "m", "decode": phase}
 
 
 def manifest(path, *sections, model="m"):
     runs = [{"generator": {"experts": of_run}} for of_run in sections]
     path.write_text(
-        json.dumps({"model": model, **(runs[0] if len(runs) == 1 else {"parts": runs})})
+        json.dumps(
+            {
+                "model": model,
+                "configuration": {"model": f"{model} sha256:0"},
+                **(runs[0] if len(runs) == 1 else {"parts": runs}),
+            }
+        )
     )
     return str(path)
 
@@ -84,16 +90,22 @@ def test_runs_are_put_together_by_their_choices(tmp_path, capsys):
     assert tables == {"decode": {"dispatch": "capacity", "capacity_factor": 1.0}}
 
 
-def test_lossless_stands_in_no_table_where_a_run_was_not():
-    lossy = section(100, 0.0, 200)
+def test_of_lossless_a_bound_is_known_where_a_run_was_not():
+    """150 rows of one run, and at most 200 of the other: 350 of 200 choices, so 2.0 is dearer."""
+    lossy = section(100, 0.1, 100)
     lossy["decode"] |= {"dispatch": "capacity"}
-    said = report([section(100, 0.0, 150), lossy], 0.0)
-    assert "  lossless         0.000%        not run" in said.splitlines()
+    lossy["decode"]["would_drop"] |= {"2.0": 0.0}
+    lossless = section(100, 0.1, 150)
+    lossless["decode"]["would_drop"] |= {"2.0": 0.0}
+    said = report([lossless, lossy], 0.0)
+    assert "  lossless         0.000%        <= 1.75" in said.splitlines()
+    assert "capacity 2.0 sets aside 2.00 rows a choice, lossless runs <= 1.75" in said
+    assert tomllib.loads(said[said.index("\n#") :])["experts"]["decode"] == {"dispatch": "lossless"}
 
 
 def test_what_is_no_manifest_of_one_model_with_experts_is_refused(tmp_path, capsys):
     good = manifest(tmp_path / "good.json", section(100, 0.0, 150))
-    other = manifest(tmp_path / "other.json", section(100, 0.0, 150, num_experts=4))
+    other = manifest(tmp_path / "other.json", section(100, 0.0, 150), model="n")
     texts = {
         "dense": '{"model": "smollm2", "generator": {"padding": {}}}',
         "resumed": '{"model": "m", "generator": {}}',
@@ -109,7 +121,7 @@ def test_what_is_no_manifest_of_one_model_with_experts_is_refused(tmp_path, caps
         ([files["list"]], "list: expected a manifest with the statistics of a run"),
         ([files["output"]], "output: expected a manifest, got no JSON"),
         ([tmp_path / "none"], "none"),
-        ([good, other], "expected runs of one model, got (experts, chosen) of [(4, 2), (8, 2)]"),
+        ([good, other], "expected runs of one model, got m sha256:0, n sha256:0. Ask for each"),
         ([good, "--max-dropped", "1"], "--max-dropped: expected a share from 0 to below 1"),
         ([good, "--max-dropped", "nan"], "--max-dropped: expected a share"),
     ]:

@@ -157,7 +157,8 @@ def test_loads_are_all_choices_of_all_tokens(lossy):
         assert [layer["layer"] for layer in of_phase["layers"]] == [1, 2]
         assert [sum(layer["load"]) for layer in of_phase["layers"]] == [tokens * NUM_CHOSEN] * 2
         assert of_phase["choices"] == tokens * NUM_CHOSEN * 2
-        assert of_phase["dropped"] == sum(layer["dropped"] for layer in of_phase["layers"])
+        assert of_phase["dropped"] == sum(sum(layer["dropped"]) for layer in of_phase["layers"])
+        assert of_phase["rows"] == sum(sum(layer["rows"]) for layer in of_phase["layers"])
         held = of_phase["choices"] - of_phase["dropped"]
         assert of_phase["padded_share"] == pytest.approx(1 - held / of_phase["rows"])
         for layer in of_phase["layers"]:
@@ -166,8 +167,8 @@ def test_loads_are_all_choices_of_all_tokens(lossy):
     assert dropped == sum(output.dropped_expert_choices for output in outputs.values())
 
 
-def test_what_a_capacity_would_take_is_what_it_takes(lossless, lossy):
-    """One run without loss, one under the capacity: the first must foretell the second's rows."""
+def test_what_a_dispatch_would_take_bounds_what_it_takes(lossless, lossy):
+    """One run without loss, one under the capacity: each must foretell the other's rows."""
     generators = lossless.generator(), lossy.generator()
     for generator in generators:
         run(generator, requests())
@@ -175,7 +176,9 @@ def test_what_a_capacity_would_take_is_what_it_takes(lossless, lossy):
     factor = TIGHT.capacity_factor
     for phase in ("prefill", "decode"):
         told, taken = foretold[phase], found[phase]
-        assert told["would_take_rows"][str(factor)] == taken["rows"]
+        held = taken["choices"] - taken["dropped"]
+        assert held <= taken["rows"] <= told["would_set_aside_rows"][str(factor)]
+        assert told["rows"] <= taken["lossless_rows_at_most"] == told["lossless_rows_at_most"]
         assert told["dropped"] == 0 < told["would_drop"][str(factor)]
         assert told["rows"] >= told["choices"]
         assert (told["dispatch"], told["capacity_factor"]) == ("lossless", None)
@@ -193,4 +196,5 @@ def test_sums_do_not_wrap_at_32_bits():
     report = ExpertSetup(moe, ExpertPlan(), "cpu").report({"decode": totals})
     assert report["decode"]["choices"] == 4 * 4 * 2 * 2**30
     # eight batches of four tokens: 8 choices over 4 experts, in tiles of 4
-    assert report["decode"]["would_take_rows"]["1.0"] == 8 * 4 * 4
+    assert report["decode"]["would_set_aside_rows"]["1.0"] == 8 * 4 * 4
+    assert report["decode"]["lossless_rows_at_most"] == 4 * 4 * 2 * 2**30 + 8 * 4 * 3
