@@ -114,7 +114,9 @@ class _GraphPlanner:
             for name, leaf in definition.abstract_parameters(dtype).items()
         }
         num_heads = placement.num_cache_heads(config)
-        self.make_state = partial(signatures.decode_state, definition, grid, dtype, num_heads)
+        self.make_state = partial(
+            signatures.decode_state, definition, grid, dtype, num_heads, placement.cache_stripes
+        )
         state = jax.eval_shape(self.make_state)
         self.state = signatures.placed_state(state, partial(self._place, "decode"))
 

@@ -38,6 +38,8 @@ class GridDefaults:
     slot_multiple: int = 1
     length_multiple: int = 1
     """Prefill lengths are multiples of it."""
+    span_multiple: int = 1
+    """Spans are multiples of it."""
 
     @classmethod
     def for_layout(cls, layout: Layout | None) -> "GridDefaults":
@@ -55,6 +57,7 @@ class GridDefaults:
             batch_multiple=math.lcm(*(shards(prefill[axis]) for axis in rows)),
             slot_multiple=math.lcm(*(shards(decode[axis]) for axis in rows)),
             length_multiple=shards(prefill[axes.RESIDUAL_LENGTH]),
+            span_multiple=shards(decode[axes.CACHE_LENGTH]),
         )
 
     @property
@@ -64,13 +67,12 @@ class GridDefaults:
 
     def longest_prefill(self, max_length: int) -> int:
         """The longest prefill bucket of a grid; ValueError where no length divides."""
-        if max_length < self.length_multiple:
-            raise ValueError(
-                f"max_length: expected at least {self.length_multiple}, the pieces that the layout "
-                f"splits a row's tokens into, got {max_length}. Plan longer rows, or change the "
-                f"rule of residual_length."
-            )
-        return max_length // self.length_multiple * self.length_multiple
+        split = "a row's tokens", "residual_length"
+        return _longest_multiple(max_length, self.length_multiple, *split)
+
+    def longest_span(self, max_length: int) -> int:
+        """The longest span of a grid; ValueError where none divides."""
+        return _longest_multiple(max_length, self.span_multiple, "the cache", "cache_length")
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,9 @@ def derive_grid(
         else row.least_length
         for row in rows
     ]
-    max_length = min(_round_up(max(wanted), defaults.length_step), max_position)
+    max_length = defaults.longest_span(
+        min(_round_up(max(wanted), defaults.length_step), max_position)
+    )
     lengths = [row.prompt_length for row in rows]
     num_sequences = sum(row.num_sequences for row in rows if row.max_tokens != 0)
     slots = max(1, min(defaults.max_decode_slots, num_sequences))
@@ -109,7 +113,7 @@ def derive_grid(
         max_length=max_length,
         prefill=tuple(_least_padding(lengths, max_length, defaults)),
         decode_slots=_round_up(slots, defaults.slot_multiple),
-        decode_spans=_spans(max_length, defaults.max_decode_graphs),
+        decode_spans=_spans(max_length, defaults),
         steps_per_call=defaults.steps_per_call,
         score=any(row.is_scored for row in rows),
     )
@@ -170,11 +174,19 @@ def _batches(length: int, count: int, defaults: GridDefaults) -> list[int]:
     return sorted(sizes)
 
 
-def _spans(max_length: int, count: int) -> tuple[int, ...]:
-    steps = {
-        min(_round_up(max_length * i // count, SPAN_STEP), max_length) for i in range(1, count)
-    }
+def _spans(max_length: int, defaults: GridDefaults) -> tuple[int, ...]:
+    count, step = defaults.max_decode_graphs, math.lcm(SPAN_STEP, defaults.span_multiple)
+    steps = {min(_round_up(max_length * i // count, step), max_length) for i in range(1, count)}
     return tuple(sorted(steps | {max_length}))
+
+
+def _longest_multiple(max_length: int, multiple: int, what: str, axis: str) -> int:
+    if max_length < multiple:
+        raise ValueError(
+            f"max_length: expected at least {multiple}, the pieces that the layout splits {what} "
+            f"into, got {max_length}. Plan longer rows, or change the rule of {axis}."
+        )
+    return max_length // multiple * multiple
 
 
 def _round_up(value: int, step: int) -> int:
@@ -186,6 +198,7 @@ def ladder_grid(
 ) -> BucketGrid:
     """A grid for requests that are not known yet: prefill lengths doubling up to `max_length`."""
     defaults = defaults or GridDefaults()
+    max_length = defaults.longest_span(max_length)
     length = defaults.longest_prefill(max_length)
     lengths = [length]
     while length > 2 * defaults.length_step and len(lengths) < defaults.max_prefill_graphs:
@@ -204,7 +217,7 @@ def ladder_grid(
             for length in sorted(set(lengths))
         ),
         decode_slots=_round_up(slots, defaults.slot_multiple),
-        decode_spans=_spans(max_length, defaults.max_decode_graphs),
+        decode_spans=_spans(max_length, defaults),
         steps_per_call=defaults.steps_per_call,
         score=score,
     )

@@ -29,7 +29,7 @@ def model_sizes(
         return ModelSizes(config, num_devices, weights, lengths={"decode": (1,)})
     batches = {"prefill": [b.batch for b in grid.prefill], "decode": [grid.decode_slots]}
     lengths = {"prefill": [b.length for b in grid.prefill], "decode": [1]}
-    return ModelSizes(config, num_devices, weights, batches, lengths)
+    return ModelSizes(config, num_devices, weights, batches, lengths, grid.decode_spans)
 
 
 @cache

@@ -152,7 +152,7 @@ def _read(
     result.flops_by_phase[phase] = float((compiled.cost_analysis() or {}).get("flops", 0.0))
     rows, tokens = (grid.decode_slots, 1) if phase == "decode" else reversed(grid.prefill[-1])
     formulas = None
-    if communication.describes(config):
+    if communication.describes(config, layout):
         sizes = LayerSizes.of(config, layout, rows, tokens, itemsize)
         formulas = communication.expected(layout, phase, sizes)
     found = read_collectives(compiled.as_text() or "", layout.mesh.sizes)

@@ -16,7 +16,7 @@ from .expert_plan import ExpertPlan
 from .plan_tables import check_keys, table_lines, toml
 
 SCHEMA = 1
-_LAYOUT_KEYS = {"layout", "max_replicated", "mesh", "rules", *PHASES}
+_LAYOUT_KEYS = {"layout", "max_replicated", "tokens", "mesh", "rules", *PHASES}
 DTYPES = ("float32", "bfloat16")
 
 
@@ -58,8 +58,9 @@ class Plan:
             lines += self.experts.to_lines()
         if self.layout is not None:
             table = self.layout.to_table()
-            lines.insert(2, f"layout = {toml(table.pop('name'))}")
-            lines.insert(3, f"max_replicated = {table.pop('max_replicated')}")
+            table["layout"] = table.pop("name")
+            scalars = ("layout", "max_replicated", "tokens")
+            lines[2:2] = [f"{key} = {toml(table.pop(key))}" for key in scalars if key in table]
             for phase in PHASES:
                 table[f"{phase}.rules"] = table.pop(phase, {}).get("rules", {})
             for name, values in table.items():

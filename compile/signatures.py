@@ -27,6 +27,7 @@ def decode_state(
     grid: BucketGrid,
     dtype: jnp.dtype,
     num_cache_heads: int | None = None,
+    cache_stripes: int = 1,
 ) -> DecodeState:
     """An empty decode state of the grid; evaluate abstractly for its signature."""
     config, B, V = definition.config, grid.decode_slots, definition.padded_vocab
@@ -36,7 +37,9 @@ def decode_state(
         return jnp.zeros(B, jnp.int32)
 
     return DecodeState(
-        cache=kv_cache.allocate(config, B, grid.decode_spans, dtype, num_cache_heads),
+        cache=kv_cache.allocate(
+            config, B, grid.decode_spans, dtype, num_cache_heads, cache_stripes
+        ),
         logits_BV=jnp.zeros((B, V), jnp.float32),
         tokens_BS=jnp.zeros((B, grid.max_length), jnp.int32),
         prompt_length_B=zeros(),
@@ -57,9 +60,12 @@ def placed_state(state: DecodeState, place: Place) -> DecodeState:
     def by_slot(leaf: Any) -> Any:
         return place(leaf, axes.LOGITS[:1])
 
-    positions = jax.tree.map(lambda leaf: place(leaf, axes.CACHE[:1]), state.cache.positions)
+    cache = kv_cache.KVCache(
+        tuple(_placed(layer, place) for layer in state.cache.layers),
+        _placed(state.cache.positions, place),
+    )
     return jax.tree.map(by_slot, state)._replace(
-        cache=kv_cache.KVCache(_placed_layers(state.cache.layers, place), positions),
+        cache=cache,
         logits_BV=place(state.logits_BV, axes.LOGITS),
     )
 
@@ -67,7 +73,7 @@ def placed_state(state: DecodeState, place: Place) -> DecodeState:
 def placed_prompts(prompts: Prompts, place: Place) -> Prompts:
     """The signature of what a prefill leaves with every array placed."""
     return Prompts(
-        layers=_placed_layers(prompts.layers, place),
+        layers=tuple(_placed(layer, place) for layer in prompts.layers),
         logits_BV=place(prompts.logits_BV, axes.LOGITS),
         tokens_BT=place(prompts.tokens_BT, ()),
         true_length_B=place(prompts.true_length_B, ()),
@@ -75,13 +81,13 @@ def placed_prompts(prompts: Prompts, place: Place) -> Prompts:
     )
 
 
-def _placed_layers(layers: tuple[Any, ...], place: Place) -> tuple[Any, ...]:
-    """What layers keep, each by its own axes."""
-
-    def placed(layer: Any) -> Any:
-        return jax.tree.map(lambda leaf: place(leaf, layer.AXES), layer)
-
-    return tuple(map(placed, layers))
+def _placed(kept: Any, place: Place) -> Any:
+    """A named tuple of arrays, each field by the axes that it declares."""
+    fields = (
+        jax.tree.map(lambda leaf, a=logical_axes: place(leaf, a), field)
+        for field, logical_axes in zip(kept, kept.AXES, strict=True)
+    )
+    return type(kept)(*fields)
 
 
 def greedy_sampling(B: int, V: int) -> SamplingState:

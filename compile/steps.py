@@ -79,7 +79,8 @@ def score_step(
     x_BTD, layers, experts = decoder.prefill(tokens_BT, true_length_B)
     B, T, D = x_BTD.shape
     piece = _piece(B, T)
-    target_BT = jnp.roll(tokens_BT, -1, axis=1)
+    stripes = decoder.operations.prompt_stripes
+    target_BT = stripes.lay(jnp.roll(tokens_BT, -1, axis=1), axis=1)
 
     def score_piece(inputs: tuple[jax.Array, jax.Array]) -> TokenScores:
         x_BTD, target_BT = inputs
@@ -96,7 +97,7 @@ def score_step(
 
     def whole(x: jax.Array) -> jax.Array:
         x = x.reshape(T // piece, B, piece, *x.shape[2:]).swapaxes(0, 1)
-        return x.reshape(B, T, *x.shape[3:])
+        return stripes.restore(x.reshape(B, T, *x.shape[3:]), axis=1)
 
     scores = jax.tree.map(whole, scores)
     prompts = _prompts(decoder, x_BTD, layers, tokens_BT, true_length_B, experts)
@@ -213,8 +214,9 @@ def _prompts(
     experts: ExpertReport | None,
 ) -> Prompts:
     # a sum with one term that is not zero: a gather along tokens would bring them all together
-    is_last_BT1 = (jnp.arange(x_BTD.shape[1])[None] == (true_length_B - 1)[:, None])[..., None]
-    x_BD = jnp.where(is_last_BT1, x_BTD, 0).sum(axis=1)
+    position_1T = decoder.operations.positions(x_BTD.shape[1])
+    is_last_BT = position_1T == (true_length_B - 1)[:, None]
+    x_BD = jnp.where(is_last_BT[..., None], x_BTD, 0).sum(axis=1)
     return Prompts(layers, decoder.logits(x_BD), tokens_BT, true_length_B, experts)
 
 

@@ -8,7 +8,7 @@ Source of the split: Rabe and Staats 2021, "Self-attention Does Not Need O(n^2) 
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from .config import PLAIN_SCORES, Chunk, Scores, Window
 from .layers import soft_cap
 
+Position = TypeVar("Position", jax.Array, int)
 EMPTY_POSITION = -1
 """Position of a cache entry that holds no token."""
 
@@ -60,11 +61,11 @@ def visible(query_position_BT: jax.Array, key_position_BS: jax.Array, window: Wi
     query_BT1, key_B1S = query_position_BT[:, :, None], key_position_BS[:, None, :]
     mask_BTS = (key_B1S > EMPTY_POSITION) & (key_B1S <= query_BT1)
     if window is not None:
-        mask_BTS &= key_B1S >= _first_visible(query_BT1, window)
+        mask_BTS &= key_B1S >= first_visible(query_BT1, window)
     return mask_BTS
 
 
-def _first_visible(position: jax.Array, window: int | Chunk) -> jax.Array:
+def first_visible(position: Position, window: int | Chunk) -> Position:
     """The first position in the window of a query at `position`, which may come out below 0."""
     if isinstance(window, Chunk):
         return position - position % window.size

@@ -24,8 +24,12 @@ ATTENTION_BATCH = "attention_batch"
 """Rows in attention and of the cache; follows `batch` unless a rule says otherwise."""
 RESIDUAL_BATCH = "residual_batch"
 """Rows of the residual stream, between projections; follows `batch`."""
+LENGTH = "length"
+"""Tokens of a prompt, of prefill alone: decode has one token a row."""
 RESIDUAL_LENGTH = "residual_length"
-"""Tokens of the residual stream."""
+"""Tokens of the residual stream; follows `length`."""
+CACHE_LENGTH = "cache_length"
+"""Entries of the cache, dealt out in turn: entry e lies on device e mod n."""
 EMBED = "embed"
 """Entries of the residual stream."""
 LOGIT_BATCH = "logit_batch"
@@ -49,20 +53,31 @@ EXPERT_MLP = "expert_mlp"
 """The hidden size of an expert: the mesh axes of `mlp` that `experts` leaves."""
 
 RESIDUAL = (RESIDUAL_BATCH, RESIDUAL_LENGTH, EMBED)
-HEADS = (HEAD_BATCH, "", QUERY_HEADS, "", "")
-LATENTS = (HEAD_BATCH, "", "")
+HEADS = (HEAD_BATCH, LENGTH, QUERY_HEADS, "", "")
+LATENTS = (HEAD_BATCH, LENGTH, "")
 LATENT_HEADS = (*LATENTS[:2], QUERY_HEADS, "")
 """Heads that are made from latents, or that read them: each has its own keys and values."""
-HIDDEN = (BATCH, "", MLP)
+HIDDEN = (BATCH, LENGTH, MLP)
 LOGITS = (LOGIT_BATCH, VOCAB)
-CACHE = (ATTENTION_BATCH, KV_HEADS, "", "")
-LATENT_CACHE = (ATTENTION_BATCH, "", "")
+NEW_KEYS = (HEAD_BATCH, QUERY_HEADS, "", LENGTH)
+"""Keys as projections make them; `NEW_VALUES` likewise."""
+NEW_VALUES = (HEAD_BATCH, QUERY_HEADS, LENGTH, "")
+PROMPT_KEYS = (ATTENTION_BATCH, KV_HEADS, "", LENGTH)
+"""What a prefill keeps, as attention had it."""
+PROMPT_VALUES = (ATTENTION_BATCH, KV_HEADS, LENGTH, "")
+PROMPT_LATENTS = (ATTENTION_BATCH, LENGTH, "")
+CACHE_KEYS = (ATTENTION_BATCH, KV_HEADS, "", CACHE_LENGTH)
+CACHE_VALUES = (ATTENTION_BATCH, KV_HEADS, CACHE_LENGTH, "")
+CACHE_LATENTS = (ATTENTION_BATCH, CACHE_LENGTH, "")
+CACHE_POSITIONS = (ATTENTION_BATCH, CACHE_LENGTH)
 
 LOGICAL_AXES = (
     BATCH,
     ATTENTION_BATCH,
     RESIDUAL_BATCH,
+    LENGTH,
     RESIDUAL_LENGTH,
+    CACHE_LENGTH,
     EMBED,
     LOGIT_BATCH,
     HEAD_BATCH,

@@ -36,8 +36,7 @@ def attend_blockwise(
 ) -> Attended:
     """As `attend_dense`. Static: the limits of a block's size."""
     T, S = q_BTKGH.shape[1], k_BKHS.shape[3]
-    block_T = block_size(T, query_block)
-    block_S = block_size(S, max(1, block_scores // block_T))
+    block_T, block_S = block_sizes(T, S, query_block, block_scores)
     if block_T == T and block_S == S:
         out_BTKGH, lse_BTKG = attend_masked(q_BTKGH, k_BKHS, v_BKSH, visibility.mask(), scores)
         return out_BTKGH.astype(v_BKSH.dtype), lse_BTKG
@@ -65,6 +64,17 @@ def attend_blockwise(
 
     blocks = jax.lax.map(attend_block, jnp.arange(queries.count))
     return jax.tree.map(lambda x: _joined(x)[:, :T], blocks)
+
+
+def block_sizes(
+    num_queries: int,
+    num_keys: int,
+    query_block: int = QUERY_BLOCK,
+    block_scores: int = BLOCK_SCORES,
+) -> tuple[int, int]:
+    """Queries and keys of a block."""
+    block_T = block_size(num_queries, query_block)
+    return block_T, block_size(num_keys, max(1, block_scores // block_T))
 
 
 def block_size(length: int, most: int) -> int:

@@ -14,17 +14,19 @@ import numpy as np
 from flax import nnx
 
 from . import axes
-from .attention import Attend, Queries, Visibility, with_sinks
+from .attention import EMPTY_POSITION, Attend, Queries, Visibility, with_sinks
 from .blockwise import attend_blockwise
 from .config import AS_PUBLISHED, PLAIN_SCORES, Arrangement, DecoderConfig, Scores, Window
 from .kv_cache import (
     AttendLayer,
+    CachedRows,
     KeptLayer,
     KVCache,
     Positions,
     PromptKeysValues,
     PromptLatents,
     PromptLayer,
+    PromptRows,
     append,
     append_position,
     attend_cached,
@@ -47,11 +49,6 @@ from .moe.layer import ExpertCall, SparseMlp
 from .moe.use import ExpertReport
 from .operations import ON_ONE_DEVICE, Operations, einsum
 from .rope import PositionCode, encode, position_code
-
-PromptRows = tuple[jax.Array, PromptLatents | None]
-"""The positions of each row's tokens, and their latents where there are any."""
-CachedRows = tuple[jax.Array, Positions, PromptLatents | None]
-"""The position of each row's token, the positions of the cache's entries, latents."""
 
 
 class Attention(nnx.Module):
@@ -238,39 +235,39 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, tuple[PromptLayer, ...], ExpertReport | None]:
         """Final hidden states `x_BTD` of right-padded prompts, and each layer's keys and values.
 
-        Padding follows the tokens, so causality alone hides it from them; its own outputs mean
-        nothing, and it takes no expert. The last of the three results is of sparse layers.
+        Tokens come in order and leave as `operations` lays them. Padding follows the tokens, so
+        causality alone hides it from them; its own outputs mean nothing, and it takes no expert.
+        The last of the three results is of sparse layers.
         """
-        T = tokens_BT.shape[1]
-        position_1T = np.arange(T)[None]
-        key_position_BT = jnp.where(position_1T < true_length_B[:, None], position_1T, -1)
+        tokens_BT = self.operations.prompt_stripes.lay(tokens_BT, axis=1)
+        position_1T = self.operations.positions(tokens_BT.shape[1])
+        query_position_BT = jnp.broadcast_to(position_1T, tokens_BT.shape)
+        is_token_BT = query_position_BT < true_length_B[:, None]
+        key_position_BT = jnp.where(is_token_BT, query_position_BT, EMPTY_POSITION)
+        attend_tokens = self.operations.over_tokens(self.attend)
         made: list[PromptLayer] = []
 
         def attend_layer(window: Window) -> AttendLayer:
             def attend_self(
-                queries: Queries, new: PromptKeysValues, rows: PromptRows, _: tuple[()]
+                queries: Queries, new: PromptKeysValues, rows: PromptRows, _: None
             ) -> tuple[jax.Array, PromptLayer]:
                 q_BTKGH, sink_KG = queries
-                k_BKHT, v_BKTH = new
-                key_position_BT, latents = rows
-                query_position_BT = jnp.broadcast_to(position_1T, key_position_BT.shape)
-                visibility = Visibility(query_position_BT, key_position_BT, window)
-                attended = self.attend(q_BTKGH, k_BKHT, v_BKTH, visibility)
-                return with_sinks(*attended, sink_KG), _kept(new, latents)
+                visibility = Visibility(rows.query_position_BT, rows.key_position_BT, window)
+                attended = attend_tokens(q_BTKGH, *new, visibility)
+                return with_sinks(*attended, sink_KG), _kept(new, rows.latents)
 
             def attend(
                 queries: Queries, new: PromptKeysValues | None, latents: PromptLatents | None
             ) -> jax.Array:
-                rows, kept_axes = (key_position_BT, latents), _kept(new, latents).AXES
+                rows = PromptRows(query_position_BT, key_position_BT, latents)
                 out_BTKGH, kept = self.operations.attend(
-                    attend_self, queries, new, rows, (), kept_axes
+                    attend_self, queries, new, rows, None, type(_kept(new, latents))
                 )
                 made.append(kept)
                 return out_BTKGH
 
             return AttendLayer(attend, reads_cache=False)
 
-        is_token_BT = jnp.asarray(position_1T) < true_length_B[:, None]
         x_BTD, report = self._blocks(tokens_BT, position_1T, attend_layer, is_token_BT)
         return x_BTD, tuple(made), report
 
@@ -281,7 +278,12 @@ class Decoder(nnx.Module):
 
         Rows without a token take no expert; what is computed for them means nothing.
         """
-        positions = self.operations.by_row(append_position, cache.positions, position_B)
+        operations = self.operations
+
+        def mark(positions: Positions, position_B: jax.Array) -> Positions:
+            return append_position(positions, position_B, operations.stripe)
+
+        positions = operations.by_row(mark, cache.positions, position_B)
         remaining = list(cache.layers)
         written: list[KeptLayer] = []
 
@@ -291,20 +293,22 @@ class Decoder(nnx.Module):
             ) -> tuple[jax.Array, KeptLayer]:
                 q_BTKGH, sink_KG = queries
                 position_B, positions, latents = rows
-                kept = append(old, _kept(new, latents), positions.entry(position_B, window))
+                entry_B = operations.stripe.place(positions.entry(position_B, window))
+                kept = append(old, _kept(new, latents), entry_B)
                 position_B1, key_position_BS = position_B[:, None], positions.of(window)
                 out_BTKGH = attend_cached(
-                    self.attend, q_BTKGH, kept, position_B1, key_position_BS, window, sink_KG
-                )
+                    self.attend, q_BTKGH, kept, position_B1, key_position_BS, window, sink_KG,
+                    operations,
+                )  # fmt: skip
                 return out_BTKGH, kept
 
             def attend(
                 queries: Queries, new: PromptKeysValues | None, latents: PromptLatents | None
             ) -> jax.Array:
-                rows = (position_B, positions, latents)
+                rows = CachedRows(position_B, positions, latents)
                 old = remaining[len(written)]
-                out_BTKGH, kept = self.operations.attend(
-                    attend_cache, queries, new, rows, old, old.AXES
+                out_BTKGH, kept = operations.attend(
+                    attend_cache, queries, new, rows, old, type(old)
                 )
                 written.append(kept)
                 return out_BTKGH

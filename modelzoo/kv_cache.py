@@ -11,6 +11,10 @@ decode step, which writes one token before it attends, needs no entry more. A ri
 sees chunks fills with one chunk after the other, each on top of the last. Where the span ends
 before the ring does, nothing has come round yet, and the segments below it are all there is.
 
+Entries may be dealt out in stripes (`modelzoo.stripes`), each segment for itself; spans then divide
+by the number of stripes, and rings are rounded up to a multiple of it. A stripe of a cache is a
+cache of its own, of every n-th token, and what is written to and read from it is the same code.
+
 Keys lie with positions along the last axis and values with heads' entries there: the order in which
 each is read as a matrix. Layers of latent attention keep latents alone, which are keys and values.
 
@@ -33,6 +37,7 @@ from . import axes
 from .attention import EMPTY_POSITION, Attend, Queries, Visibility, merge, with_sinks
 from .config import DecoderConfig, Window, window_size
 from .operations import ON_ONE_DEVICE, Axes, Operations
+from .stripes import WHOLE, Stripe, Stripes
 
 Segments = tuple[jax.Array, ...]
 
@@ -43,7 +48,7 @@ class KeysValues(NamedTuple):
     k_BKHS: Segments
     v_BKSH: Segments
 
-    AXES = axes.CACHE
+    AXES = (axes.CACHE_KEYS, axes.CACHE_VALUES)
     POSITION_AXES = (3, 2)
 
     def read(self) -> list[tuple[jax.Array, jax.Array]]:
@@ -56,7 +61,7 @@ class Latents(NamedTuple):
 
     kept_BSH: Segments
 
-    AXES = axes.LATENT_CACHE
+    AXES = (axes.CACHE_LATENTS,)
     POSITION_AXES = (1,)
 
     def read(self) -> list[tuple[jax.Array, jax.Array]]:
@@ -77,7 +82,9 @@ class Positions(NamedTuple):
     whole_BS: Segments
     """Of layers that keep every position; without segments where all layers are rings."""
     ring_BS: dict[int, Segments]
-    """Of rings, by their size."""
+    """Of rings, by their number of entries."""
+
+    AXES = (axes.CACHE_POSITIONS, axes.CACHE_POSITIONS)
 
     def of(self, window: Window) -> Segments:
         """Those of layers with this window."""
@@ -90,9 +97,10 @@ class Positions(NamedTuple):
         return position_B if size is None else position_B % size
 
     def _ring_size(self, window: Window) -> int | None:
-        """None of layers that keep every position."""
-        size = None if window is None else window_size(window)
-        return size if size in self.ring_BS else None
+        """Of the smallest ring that holds the window; None of layers that keep every position."""
+        if window is None:
+            return None
+        return min((size for size in self.ring_BS if size >= window_size(window)), default=None)
 
 
 class KVCache(NamedTuple):
@@ -123,7 +131,7 @@ class PromptKeysValues(NamedTuple):
     k_BKHT: jax.Array
     v_BKTH: jax.Array
 
-    AXES = axes.CACHE
+    AXES = (axes.PROMPT_KEYS, axes.PROMPT_VALUES)
 
 
 class PromptLatents(NamedTuple):
@@ -131,10 +139,32 @@ class PromptLatents(NamedTuple):
 
     kept_BTH: jax.Array
 
-    AXES = axes.LATENT_CACHE
+    AXES = (axes.PROMPT_LATENTS,)
 
 
 PromptLayer = PromptKeysValues | PromptLatents
+
+
+class PromptRows(NamedTuple):
+    """What attention knows of the rows of a prompt, beside queries, keys and values."""
+
+    query_position_BT: jax.Array
+    """Of all tokens, also where queries and keys are those of some."""
+    key_position_BT: jax.Array
+    latents: PromptLatents | None
+
+    AXES = ((axes.ATTENTION_BATCH, ""), (axes.ATTENTION_BATCH, ""), axes.PROMPT_LATENTS)
+
+
+class CachedRows(NamedTuple):
+    """What attention knows of rows of one token, beside queries, keys and values."""
+
+    position_B: jax.Array
+    positions: Positions
+    """Of the cache's entries."""
+    latents: PromptLatents | None
+
+    AXES = ((axes.ATTENTION_BATCH,), axes.CACHE_POSITIONS, axes.PROMPT_LATENTS)
 
 
 @dataclass(frozen=True)
@@ -158,9 +188,11 @@ class AttendLayer:
         return self.attend(queries, new, latents)
 
 
-def kept_entries(window: Window, longest: int) -> int:
+def kept_entries(window: Window, longest: int, stripes: int = 1) -> int:
     """Entries that a layer keeps for every slot, where the longest span is `longest`."""
-    return longest if window is None else min(window_size(window), longest)
+    if window is None:
+        return longest
+    return min(-(-window_size(window) // stripes) * stripes, longest)
 
 
 def allocate(
@@ -169,6 +201,7 @@ def allocate(
     spans: Sequence[int],
     dtype: jnp.dtype,
     num_heads: int | None = None,
+    stripes: int = 1,
 ) -> KVCache:
     """An empty cache of zeros: a NaN in a masked entry would poison its row, so never `empty`.
 
@@ -176,9 +209,10 @@ def allocate(
     """
     B, K, H = slots, num_heads or config.num_kv_heads, config.kept_dim
     longest = spans[-1]
+    num_kept = {window: kept_entries(window, longest, stripes) for window in config.windows}
 
     def layer(window: Window) -> KeptLayer:
-        lengths = _segment_lengths(spans, kept_entries(window, longest))
+        lengths = _segment_lengths(spans, num_kept[window])
         if config.latent is not None:
             return Latents(tuple(jnp.zeros((B, S, H), dtype) for S in lengths))
         return KeysValues(
@@ -190,7 +224,7 @@ def allocate(
         lengths = _segment_lengths(spans, kept)
         return tuple(jnp.full((B, S), EMPTY_POSITION, jnp.int32) for S in lengths)
 
-    kept = {kept_entries(window, longest) for window in config.windows}
+    kept = set(num_kept.values())
     whole_BS = positions(longest) if longest in kept else ()
     ring_BS = {size: positions(size) for size in kept if size < longest}
     layers = tuple(layer(window) for window in config.windows)
@@ -215,34 +249,56 @@ def insert(
 
     A ring takes the latest tokens of the row. Between the true length and the prefill's own length
     the entries keep what padding made, under empty positions. `source` are the operations of the
-    prefill, `target` those of the cache.
+    prefill, `target` those of the cache: a row moves where they have it elsewhere.
     """
     true_length = true_length_B[row]
 
-    def put(segments: Segments, new: jax.Array, axis: int, logical_axes: Axes) -> Segments:
-        starts = _starts(segments, axis)
-        return tuple(
-            target.put_row(old, _cut(new, start, old, axis), slot, logical_axes)
-            for start, old in zip(starts, segments, strict=True)
-        )
+    def taken(layer: KeptLayer, new: PromptLayer) -> PromptLayer:
+        def moved(x: jax.Array, logical_axes: Axes, axis: int) -> jax.Array:
+            x = source.take_row(x, row, logical_axes)
+            if axes.KV_HEADS in logical_axes:
+                x = _match_heads(x, layer[0][0].shape[1])
+            return _dealt(x, axis, source.prompt_stripes, target.cache_stripes)
 
-    def fill(segments: Segments, new: jax.Array, axis: int, logical_axes: Axes) -> Segments:
-        new = source.take_row(new, row, logical_axes)
-        if axes.KV_HEADS in logical_axes:
-            new = _match_heads(new, segments[0].shape[1])
-        new = _latest(new, true_length, _num_entries(segments, axis), axis)
-        return put(segments, new, axis, logical_axes)
-
-    def mark(segments: Segments) -> Segments:
-        held_S = held_positions(true_length, _num_entries(segments, axis=1))
-        return put(segments, held_S[None], 1, axes.CACHE[:1])
+        return type(new)(*map(moved, new, new.AXES, layer.POSITION_AXES))
 
     def filled(layer: KeptLayer, new: PromptLayer) -> KeptLayer:
-        arrays = zip(layer, new, layer.POSITION_AXES, strict=True)
-        return type(layer)(*(fill(old, made, axis, layer.AXES) for old, made, axis in arrays))
+        return target.put_prompt(_rows, layer, taken(layer, new), true_length, slot)
 
     layers = tuple(map(filled, cache.layers, prompt))
-    return KVCache(layers, jax.tree.map(mark, cache.positions, is_leaf=_is_segments))
+    positions = target.put_prompt(_marks, cache.positions, None, true_length, slot)
+    return KVCache(layers, positions)
+
+
+def _dealt(x: jax.Array, axis: int, lies: Stripes, wanted: Stripes) -> jax.Array:
+    """Tokens in other stripes than they came in, filled up to as many as divide."""
+    if lies == wanted:
+        return x
+    x = lies.restore(x, axis)
+    padding = [(0, 0)] * x.ndim
+    padding[axis] = (0, -x.shape[axis] % wanted.count)
+    return wanted.lay(jnp.pad(x, padding), axis)
+
+
+def _rows(layer: KeptLayer, new: PromptLayer, length: jax.Array, stripe: Stripe) -> KeptLayer:
+    """One row of every segment: of a stripe's tokens those that it keeps."""
+
+    def rows(segments: Segments, x: jax.Array, axis: int) -> Segments:
+        x = _latest(x, stripe.num_tokens(length), _num_entries(segments, axis), axis)
+        return _cut(x, segments, axis)
+
+    return type(layer)(*map(rows, layer, new, layer.POSITION_AXES))
+
+
+def _marks(positions: Positions, _: None, length: jax.Array, stripe: Stripe) -> Positions:
+    """One row of every segment: the position that each entry of a stripe holds."""
+
+    def marks(segments: Segments) -> Segments:
+        place_S = held_positions(stripe.num_tokens(length), _num_entries(segments, axis=1))
+        held_S = jnp.where(place_S == EMPTY_POSITION, EMPTY_POSITION, stripe.position(place_S))
+        return _cut(held_S[None], segments, axis=1)
+
+    return jax.tree.map(marks, positions, is_leaf=_is_segments)
 
 
 def held_positions(length: jax.Array | int, num_entries: int) -> jax.Array:
@@ -273,21 +329,22 @@ def _match_heads(new: jax.Array, num_heads: int) -> jax.Array:
     return jnp.repeat(new, num_heads // K, axis=1) if num_heads > K else new
 
 
-def append_position(positions: Positions, position_B: jax.Array) -> Positions:
-    """Mark the entry of each row's next token as holding it."""
+def append_position(
+    positions: Positions, position_B: jax.Array, stripe: Stripe = WHOLE
+) -> Positions:
+    """Mark the entry of each row's next token as holding it, where it lies in this stripe."""
 
     def mark(segments: Segments, entry_B: jax.Array) -> Segments:
-        return _append(segments, position_B[:, None], entry_B, axis=1)
+        return _append(segments, position_B[:, None], stripe.place(entry_B), axis=1)
 
     rings = {
-        size: mark(segments, positions.entry(position_B, size))
-        for size, segments in positions.ring_BS.items()
+        size: mark(segments, position_B % size) for size, segments in positions.ring_BS.items()
     }
     return Positions(mark(positions.whole_BS, position_B), rings)
 
 
 def append(layer: KeptLayer, new: PromptLayer, entry_B: jax.Array) -> KeptLayer:
-    """Write what is kept of one token per row, at its entry."""
+    """Write what is kept of one token per row, at its entry; nothing at an entry elsewhere."""
     arrays = zip(layer, new, layer.POSITION_AXES, strict=True)
     return type(layer)(*(_append(old, made, entry_B, axis) for old, made, axis in arrays))
 
@@ -308,8 +365,9 @@ def attend_cached(
     key_position_BS: Segments,
     window: Window,
     sink_KG: jax.Array | None = None,
+    operations: Operations = ON_ONE_DEVICE,
 ) -> jax.Array:
-    """Attend to every segment and merge: `out_BTKGH`.
+    """Attend to every segment and merge, with those of other devices too: `out_BTKGH`.
 
     Queries of several heads may read one head of the cache.
     """
@@ -321,7 +379,7 @@ def attend_cached(
         attend(grouped_BTKGH, k_BKHS, v_BKSH, Visibility(query_position_BT, position_BS, window))
         for (k_BKHS, v_BKSH), position_BS in zip(segments, key_position_BS, strict=True)
     ]
-    out_BTKGH = with_sinks(*merge(parts), sink_KG)
+    out_BTKGH = with_sinks(*operations.merge_shards(*merge(parts)), sink_KG)
     return out_BTKGH.reshape(*q_BTKGH.shape[:-1], -1)
 
 
@@ -334,8 +392,15 @@ def _num_entries(segments: Segments, axis: int) -> int:
     return sum(segment.shape[axis] for segment in segments)
 
 
-def _cut(new: jax.Array, start: int, segment: jax.Array, axis: int) -> jax.Array:
-    """The part of a prompt that falls into a segment, filled up with zeros along `axis`."""
+def _cut(new: jax.Array, segments: Segments, axis: int) -> Segments:
+    """A row in pieces like the segments, filled up with zeros along `axis`."""
+    return tuple(
+        _piece(new, start, segment, axis)
+        for start, segment in zip(_starts(segments, axis), segments, strict=True)
+    )
+
+
+def _piece(new: jax.Array, start: int, segment: jax.Array, axis: int) -> jax.Array:
     S, T = segment.shape[axis], new.shape[axis]
     part = jax.lax.slice_in_dim(new, min(start, T), min(start + S, T), axis=axis)
     padding = [(0, 0)] * part.ndim

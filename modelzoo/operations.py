@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
+from .stripes import IN_ORDER, WHOLE, Stripe, Stripes
+
 if TYPE_CHECKING:
-    from .attention import Queries
+    from .attention import Attend, Queries
     from .moe.experts import ExpertWeights
     from .moe.mix import Mixed, Mixture
     from .moe.routing import Router
@@ -24,6 +27,15 @@ Product = Callable[[jax.Array, jax.Array], jax.Array]
 
 class Operations:
     """One device: every operation is what it says, and placement means nothing."""
+
+    prompt_stripes: Stripes = IN_ORDER
+    """The order in which the tokens of a prompt lie."""
+    cache_stripes: Stripes = IN_ORDER
+    """The order in which the entries of the cache lie."""
+
+    def positions(self, length: int) -> jax.Array | np.ndarray:
+        """`position_1T` of the tokens of a prompt, in the order in which they lie."""
+        return np.arange(length)[None]
 
     def constrain(self, x: jax.Array, logical_axes: Axes) -> jax.Array:
         """Lay `x` out by its logical axes."""
@@ -46,20 +58,52 @@ class Operations:
 
     def attend(
         self, body: Callable[..., tuple[jax.Array, Any]], queries: "Queries", new: Any, rows: Any,
-        cache: Any, kept_axes: Axes,
+        cache: Any, kept: type,
     ) -> tuple[jax.Array, Any]:  # fmt: skip
         """`body(queries, new, rows, cache)`: a layer's attention, and what it keeps.
 
         `body` treats rows and key/value heads independently. `new` are keys and values of the
-        projections or None, `rows` arrays that lead with B; `cache` and what is kept have
-        `kept_axes`.
+        projections or None; `rows`, `cache` and what is kept, of type `kept`, are named tuples that
+        declare the axes of their arrays as `AXES`; a prompt has no cache.
         """
-        del kept_axes
+        del kept
         return body(queries, new, rows, cache)
 
-    def by_row(self, body: Callable[..., Any], *arrays: Any) -> Any:
-        """`body` of arrays that lead with the rows of attention, which it treats independently."""
-        return body(*arrays)
+    def over_tokens(self, attend: "Attend") -> "Attend":
+        """Inside `attend`: attention to all tokens of a prompt, whatever part of them is here.
+
+        Its positions are of all tokens, its queries, keys and values of those that are here.
+        """
+        return attend
+
+    def merge_shards(
+        self, out_BTKGH: jax.Array, lse_BTKG: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Inside `attend`: attention to the whole cache, from that to the entries here."""
+        return out_BTKGH, lse_BTKG
+
+    @property
+    def stripe(self) -> Stripe:
+        """Inside `attend`, `by_row` and `put_prompt`: the stripe of the cache that is here."""
+        return WHOLE
+
+    def by_row(self, body: Callable[..., Any], kept: Any, *rows: jax.Array) -> Any:
+        """`body(kept, *rows)`, like `kept`, of arrays that lead with the rows of attention.
+
+        `body` treats rows independently; `kept` declares its axes as in `attend`.
+        """
+        return body(kept, *rows)
+
+    def put_prompt(
+        self, body: Callable[..., Any], kept: Any, new: Any, length: jax.Array, slot: jax.Array
+    ) -> Any:
+        """`kept` with row `slot` replaced by `body(kept, new, length, stripe)`.
+
+        `body` makes that row from a prompt of one row, or from its length alone, and treats heads
+        and stripes independently; `kept` declares its axes as in `attend`.
+        """
+        rows = body(kept, new, length, WHOLE)
+        return jax.tree.map(lambda old, row: self.put_row(old, row, slot, ()), kept, rows)
 
     def mix_experts(
         self, mixture: "Mixture", x_BTD: jax.Array, is_token_BT: jax.Array, router: "Router",

@@ -13,7 +13,11 @@ from jax.sharding import PartitionSpec
 
 from ..modelzoo import axes
 
-FOLLOWS = {axes.ATTENTION_BATCH: axes.BATCH, axes.RESIDUAL_BATCH: axes.BATCH}
+FOLLOWS = {
+    axes.ATTENTION_BATCH: axes.BATCH,
+    axes.RESIDUAL_BATCH: axes.BATCH,
+    axes.RESIDUAL_LENGTH: axes.LENGTH,
+}
 """Leaders: an axis without a rule lies as its leader; a rule for it begins with the leader's."""
 
 

@@ -8,7 +8,8 @@ Source: Pope et al. 2022, "Efficiently Scaling Transformer Inference" (2211.0510
 and appendix A.2.1 for one-dimensional weight-stationary, 3.2.2 and A.2.2 for two-dimensional, 3.2.3
 and A.2.3 for weight-gathered, 3.3 for attention sharded over batch; Korthikanti et al. 2022,
 "Reducing Activation Recomputation in Large Transformer Models" (2205.05198), section 4.2.2, for
-sequence-parallel residuals. They count the MLP; the formulas here add attention's projections,
+sequence-parallel residuals; Liu et al. 2023, "Ring Attention" (2310.01889), section 3, for keys and
+values that go round. They count the MLP; the formulas here add attention's projections,
 which this code runs one after the other, and the sums that norms of a split residual stream need.
 
 Knows nothing of programs: `compile.collectives` reads what one does.
@@ -16,7 +17,7 @@ Knows nothing of programs: `compile.collectives` reads what one does.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..modelzoo import axes
 from ..modelzoo.config import DecoderConfig
@@ -90,6 +91,11 @@ class LayerSizes:
     def keys(self) -> int:
         """Of all heads as stored; values are as many."""
         return self.rows * self.tokens * self.kv_heads * self.head_dim * self.itemsize
+
+    @property
+    def lse(self) -> int:
+        """Bytes of one number a token and query head in float32: what a part of keys counts for."""
+        return self.rows * self.tokens * self.query_heads * FLOAT32_BYTES
 
     @property
     def hidden(self) -> int:
@@ -194,6 +200,47 @@ def _gathered_all(sizes: LayerSizes, mesh: Mesh) -> list[Expected]:
     ]
 
 
+def _ring(sizes: LayerSizes, mesh: Mesh) -> list[Expected]:
+    """Keys and values go on to the next device until all have had them."""
+    n = mesh["sequence"]
+    keys = sizes.keys // (n * mesh.get("tensor", 1) * mesh.get("data", 1))
+    return [Expected("collective-permute", ("sequence",), keys, 2 * (n - 1))]
+
+
+def _merged(sizes: LayerSizes, mesh: Mesh) -> list[Expected]:
+    """A maximum, and a sum of results with their weights, of any number of keys."""
+    lse = sizes.lse // (mesh.get("tensor", 1) * mesh.get("data", 1))
+    return [
+        Expected("all-reduce", ("sequence",), lse),
+        Expected("all-reduce", ("sequence",), lse * (sizes.head_dim + 1)),
+    ]
+
+
+def _ring_scattered(sizes: LayerSizes, mesh: Mesh) -> list[Expected]:
+    """A ring of groups with a piece of the tokens each, which split the residual stream further."""
+    of_group = replace(sizes, tokens=sizes.tokens // mesh["sequence"])
+    return [*_ring(sizes, mesh), *_scattered_1d(of_group, mesh)]
+
+
+def _merged_stationary(sizes: LayerSizes, mesh: Mesh) -> list[Expected]:
+    return [*_merged(sizes, mesh), *_stationary_1d(sizes, mesh)]
+
+
+def _ring_gathered(sizes: LayerSizes, mesh: Mesh) -> list[Expected]:
+    """A ring that shares the MLP's weights out, and brings them together for long prompts."""
+    return [
+        *_ring(sizes, mesh),
+        Expected("all-gather", ("sequence",), 2 * sizes.mlp_weight),
+        Expected("all-gather", ("sequence",), sizes.mlp_weight),
+    ]
+
+
+def _merged_mlp(sizes: LayerSizes, mesh: Mesh) -> list[Expected]:
+    """Every device has the tokens of its replica, and a part of the MLP."""
+    residual = sizes.residual // mesh["data"]
+    return [*_merged(sizes, mesh), Expected("all-reduce", ("sequence",), residual)]
+
+
 FORMULAS: Mapping[str, Mapping[str, Formula]] = {
     name: {"prefill": prefill, "decode": decode}
     for name, prefill, decode in (
@@ -208,21 +255,27 @@ FORMULAS: Mapping[str, Mapping[str, Formula]] = {
         ("data-tensor-batch-attention", _stationary_1d, _exchanged_1d),
         ("sequence-parallel", _scattered_1d, _scattered_1d),
         ("embed-parallel", _scattered_embed, _scattered_embed),
+        ("ring", _ring, _merged),
+        ("ring-contiguous", _ring, _merged),
+        ("ring-tensor", _ring_scattered, _merged_stationary),
+        ("ring-data-expert", _ring_gathered, _merged_mlp),
     )
 }
 """By name of a layout that ships with noria and by phase."""
 
 
-def describes(config: DecoderConfig) -> bool:
+def describes(config: DecoderConfig, layout: Layout) -> bool:
     """Whether the formulas are of this model's blocks: one norm before attention, one before MLP.
 
     Sparse layers exchange tokens, as `expert_exchange` says. Other norms sum once more where the
     residual stream or the heads are split. Sinks are gathered where rows are exchanged for heads.
+    Windows end a ring early.
     """
     norms_all_heads = config.qk_norm and config.qk_norm_kind == "projection"
     is_plain = config.norm == "rms" and config.norm_placement == "before"
     has_own_blocks = config.is_parallel or config.latent is not None or config.moe is not None
-    return is_plain and not (has_own_blocks or config.sinks or norms_all_heads)
+    ends_early = any(config.windows) and layout.phase("prefill")[axes.LENGTH]
+    return is_plain and not (has_own_blocks or config.sinks or norms_all_heads or ends_early)
 
 
 def sent_bytes(kind: str, num_bytes: int, group: int) -> float:

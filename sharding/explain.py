@@ -72,10 +72,11 @@ def cache_bytes_per_device(
     rules, shards = layout.phase("decode"), layout.mesh.num_shards
     over_heads, over_rows = shards(rules[axes.KV_HEADS]), shards(rules[axes.ATTENTION_BATCH])
     heads = config.num_kv_heads * kv_copies(config.num_kv_heads, over_heads) // over_heads
-    entries = sum(kept_entries(window, length) for window in config.windows)
+    stripes = shards(rules[axes.CACHE_LENGTH])
+    entries = sum(kept_entries(window, length, stripes) for window in config.windows)
     # latents are keys and values in one, of one head, on every device that has the row
     of_entry = config.kept_dim * (2 * heads if config.latent is None else 1)
-    return (slots // over_rows) * entries * of_entry * jnp.dtype(dtype).itemsize
+    return (slots // over_rows) * -(-entries // stripes) * of_entry * jnp.dtype(dtype).itemsize
 
 
 def max_context(

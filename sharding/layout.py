@@ -7,7 +7,7 @@ gathered inside that phase's graphs.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 from .axis_rules import AxisRules
 from .mesh_layout import MeshLayout
@@ -15,7 +15,14 @@ from .mesh_layout import MeshLayout
 PHASES = ("prefill", "decode")
 MAX_REPLICATED = 0.05
 
-_KEYS = {"name", "mesh", "rules", "prefill", "decode", "max_replicated"}
+Tokens = Literal["striped", "contiguous"]
+"""Which tokens of a prompt a device has where `length` is split: every n-th one, or neighbours.
+
+Stripes share the work of causal attention evenly (Brandon et al. 2023, 2311.09431); of neighbours a
+window needs the nearest devices alone."""
+DEFAULT_TOKENS: Tokens = "striped"
+
+_KEYS = {"name", "mesh", "rules", "prefill", "decode", "max_replicated", "tokens"}
 _RULE = "a mesh axis, a list of them, or \"\" for replicated"  # fmt: skip
 
 
@@ -30,6 +37,7 @@ class Layout:
     decode: Mapping[str, tuple[str, ...]]
     max_replicated: float = MAX_REPLICATED
     """Share of the weights that may lie whole along a mesh axis that does not split the batch."""
+    tokens: Tokens = DEFAULT_TOKENS
 
     def phase(self, phase: str) -> AxisRules:
         """The rules of `prefill` or `decode`."""
@@ -42,6 +50,8 @@ class Layout:
     def to_table(self) -> dict[str, Any]:
         """The layout as the tables of its file."""
         table: dict[str, Any] = {"name": self.name, "max_replicated": self.max_replicated}
+        if self.tokens != DEFAULT_TOKENS:
+            table["tokens"] = self.tokens
         table["mesh"] = self.mesh.sizes
         table["rules"] = _written(self.rules.table)
         for phase in PHASES:
@@ -72,6 +82,9 @@ class Layout:
         share = table.get("max_replicated", MAX_REPLICATED)
         if not isinstance(share, int | float) or isinstance(share, bool) or not 0 <= share <= 1:
             raise ValueError(f"{where} max_replicated: expected a share of 0 to 1, got {share!r}.")
+        tokens = table.get("tokens", DEFAULT_TOKENS)
+        if tokens not in get_args(Tokens):
+            raise ValueError(f"{where} tokens: expected one of {get_args(Tokens)}, got {tokens!r}.")
         return cls(
             str(table.get("name", where)),
             MeshLayout.of(mesh),
@@ -79,6 +92,7 @@ class Layout:
             phases["prefill"],
             phases["decode"],
             float(share),
+            tokens,
         )
 
 

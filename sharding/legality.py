@@ -8,12 +8,13 @@ each which axis, which rule and which number.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 from ..modelzoo import axes
 from ..modelzoo.config import DecoderConfig
 from ..modelzoo.operations import Axes
 from .axis_rules import FOLLOWS, AxisRules, kv_copies
-from .layout import PHASES, Layout
+from .layout import DEFAULT_TOKENS, PHASES, Layout
 from .mesh_layout import MESH_AXES
 
 _DERIVED = (axes.LOGIT_BATCH, axes.HEAD_BATCH, axes.EXPERT_MLP)
@@ -23,7 +24,7 @@ _ARRAYS: dict[str, Axes] = {
     "queries": axes.HEADS,
     "the MLP's activations": axes.HIDDEN,
     "logits": axes.LOGITS,
-    "the cache": axes.CACHE,
+    "the cache": axes.CACHE_KEYS,
 }
 
 
@@ -48,11 +49,17 @@ class ModelSizes:
     """Batch sizes of each phase's graphs; none where no grid is known yet."""
     lengths: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Tokens of a row in each phase's graphs."""
+    spans: Sequence[int] = ()
+    """Entries of the cache that decode graphs read."""
 
 
 def check(layout: Layout, sizes: ModelSizes) -> list[str]:
     """Everything that is wrong with a layout; an empty list for a legal one."""
-    findings = [*_mesh_findings(layout, sizes.num_devices), *_name_findings(layout)]
+    findings = [
+        *_mesh_findings(layout, sizes.num_devices),
+        *_name_findings(layout),
+        *_idle_findings(layout),
+    ]
     if findings:
         # sizes mean nothing while names and mesh are wrong
         return findings
@@ -109,6 +116,20 @@ def _name_findings(layout: Layout) -> Iterable[str]:
                 yield f"{where} {axis} = {shown}: names a mesh axis twice. Name it once."
 
 
+def _idle_findings(layout: Layout) -> Iterable[str]:
+    """What is said of tokens and caches where it has no effect."""
+    if layout.tokens != DEFAULT_TOKENS and not layout.phase("prefill")[axes.LENGTH]:
+        yield (
+            f'tokens = "{layout.tokens}": matches nothing, as no rule of prefill splits length. '
+            f"Leave it out, or add the rule under [prefill.rules]."
+        )
+    if axes.CACHE_LENGTH in layout.prefill:
+        yield (
+            "[prefill.rules] cache_length: matches nothing, as prefill has no cache. Put it under "
+            "[decode.rules]."
+        )
+
+
 def _tables(layout: Layout) -> list[tuple[str, Mapping[str, tuple[str, ...]]]]:
     return [
         ("[rules]", layout.rules.table),
@@ -133,16 +154,26 @@ def _shape_findings(layout: Layout, phase: str, sizes: ModelSizes) -> Iterable[s
     rules = layout.phase(phase)
     row_axes = [axes.BATCH]
     # what merely follows `batch` would say the same again
-    row_axes += [axis for axis in FOLLOWS if rules[axis] != rules[axes.BATCH]]
+    row_axes += [
+        axis
+        for axis, leader in FOLLOWS.items()
+        if leader == axes.BATCH and rules[axis] != rules[axes.BATCH]
+    ]
     for axis in row_axes:
         remedy = "Plan batches that do, or change the rule."
         for batch in sizes.batches.get(phase, ()):
             yield from _division(layout, rules, axis, "a graph's batch", batch, remedy)
-    for length in sizes.lengths.get(phase, ()):
+    length_axes = [axes.LENGTH]
+    if rules[axes.RESIDUAL_LENGTH] != rules[axes.LENGTH]:
+        length_axes.append(axes.RESIDUAL_LENGTH)
+    for length, axis in product(sizes.lengths.get(phase, ()), length_axes):
         remedy = "Plan lengths that do, or change the rule."
         if phase == "decode":
             remedy = "Put the rule under [prefill.rules]: decode has one token a row."
-        yield from _division(layout, rules, axes.RESIDUAL_LENGTH, "a row's length", length, remedy)
+        yield from _division(layout, rules, axis, "a row's length", length, remedy)
+    for span in sizes.spans if phase == "decode" else ():
+        remedy = "Plan spans that do, or change the rule."
+        yield from _division(layout, rules, axes.CACHE_LENGTH, "a span", span, remedy)
 
 
 def _collisions(rules: AxisRules) -> Iterable[str]:
@@ -166,12 +197,13 @@ def _collision(name: str, logical_axes: Axes, rules: AxisRules) -> Iterable[str]
 
 def _order_findings(rules: AxisRules) -> Iterable[str]:
     for axis, leader in FOLLOWS.items():
+        what = "tokens" if leader == axes.LENGTH else "rows"
         begins = rules[axis][: len(rules[leader])]
         if begins != rules[leader]:
             yield (
                 f"{axis} = {_shown(rules[axis])}: expected to begin with the mesh axes of "
-                f"{leader}, {_shown(rules[leader])}: rows are split further, not anew. Name those "
-                f"first."
+                f"{leader}, {_shown(rules[leader])}: {what} are split further, not anew. Name "
+                f"those first."
             )
     heads, exchanged = rules[axes.QUERY_HEADS], rules.exchanged
     if heads[len(heads) - len(exchanged) :] != exchanged:

@@ -86,12 +86,23 @@ class Placement:
         shards = self._shards(self._rules("decode")[axes.KV_HEADS])
         return config.num_kv_heads * kv_copies(config.num_kv_heads, shards)
 
+    @property
+    def cache_stripes(self) -> int:
+        """Pieces that the entries of the decode cache are dealt into."""
+        return self._shards(self._rules("decode")[axes.CACHE_LENGTH])
+
     def operations(self, phase: str, config: DecoderConfig) -> Operations:
         """The operations of a phase's graphs."""
         if self.layout is None:
             return ON_ONE_DEVICE
-        rules = self.layout.phase(phase)
-        return ShardedOperations(self.mesh, rules, self.layout.rules, config.num_kv_heads)
+        layout = self.layout
+        return ShardedOperations(
+            self.mesh,
+            layout.phase(phase),
+            layout.rules,
+            config.num_kv_heads,
+            is_striped=layout.tokens == "striped",
+        )
 
     def _rules(self, phase: str) -> AxisRules:
         return AxisRules({}) if self.layout is None else self.layout.phase(phase)

@@ -15,20 +15,23 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..modelzoo import axes
-from ..modelzoo.attention import Queries
+from ..modelzoo.attention import Attend, Queries
 from ..modelzoo.kv_cache import PromptKeysValues
 from ..modelzoo.moe.experts import ExpertWeights
 from ..modelzoo.moe.mix import Mixed, Mixture
 from ..modelzoo.moe.routing import Router
 from ..modelzoo.operations import Axes, Operations, Product
+from ..modelzoo.stripes import WHOLE, Stripe, Stripes
 from .axis_rules import AxisRules, kv_copies
 from .expert_exchange import ExpertExchange
 from .projection import Projection
+from .ring_attention import Ring, merge_shards
 
 MeshAxes = tuple[str, ...]
 
@@ -36,12 +39,33 @@ MeshAxes = tuple[str, ...]
 class ShardedOperations(Operations):
     """The operations of one phase of a layout."""
 
-    def __init__(self, mesh: Mesh, rules: AxisRules, stored: AxisRules, num_kv_heads: int):
-        """`rules` are the phase's, `stored` those that the weights lie by."""
+    def __init__(
+        self,
+        mesh: Mesh,
+        rules: AxisRules,
+        stored: AxisRules,
+        num_kv_heads: int,
+        *,
+        is_striped: bool = True,
+    ):
+        """`rules` are the phase's, `stored` those that the weights lie by.
+
+        `is_striped` says of the tokens of a prompt whether devices have stripes or neighbours.
+        """
         self._mesh = mesh
         self._rules = rules
         self._stored = stored
         self._num_kv_heads = num_kv_heads
+        self._ring = Ring(rules[axes.LENGTH], is_striped)
+        self.prompt_stripes = Stripes(self._num_shards(axes.LENGTH) if is_striped else 1)
+        self.cache_stripes = Stripes(self._num_shards(axes.CACHE_LENGTH))
+
+    def positions(self, length: int) -> jax.Array | np.ndarray:
+        if not self._rules[axes.LENGTH]:
+            return super().positions(length)
+        # not a constant, of which every device would hold all angles of all tokens
+        position_1T = self.prompt_stripes.lay(jnp.arange(length)[None], axis=1)
+        return self.constrain(position_1T, ("", axes.LENGTH))
 
     def constrain(self, x: jax.Array, logical_axes: Axes) -> jax.Array:
         sharding = NamedSharding(self._mesh, self._rules.spec(logical_axes))
@@ -77,15 +101,15 @@ class ShardedOperations(Operations):
             rows_BTD = table_VD.at[local_BT].get(mode="clip")
             return jnp.where(is_here_BT[..., None], rows_BTD, 0)
 
-        return self.project("BT,VD->BTD", rows, ids_BT, table, (axes.BATCH, ""), out_axes)
+        return self.project("BT,VD->BTD", rows, ids_BT, table, (axes.BATCH, axes.LENGTH), out_axes)
 
     def attend(
         self, body: Callable[..., tuple[jax.Array, Any]], queries: Queries, new: Any, rows: Any,
-        cache: Any, kept_axes: Axes,
+        cache: Any, kept: type,
     ) -> tuple[jax.Array, Any]:  # fmt: skip
-        heads, batch = self._rules.dimensions((axes.QUERY_HEADS, axes.HEAD_BATCH))
+        heads = self._rules[axes.QUERY_HEADS]
         exchanged = self._rules.exchanged
-        cache_shards = math.prod(self._mesh.shape[axis] for axis in self._rules[axes.KV_HEADS])
+        cache_shards = self._num_shards(axes.KV_HEADS)
         num_cache_heads = self._num_kv_heads * kv_copies(self._num_kv_heads, cache_shards)
         copies = queries.q_BTKGH.shape[2] // num_cache_heads
 
@@ -97,17 +121,48 @@ class ShardedOperations(Operations):
             out_BTKGH, kept = body(queries, new, rows, cache)
             return _leave_attention(out_BTKGH, exchanged, G), kept
 
-        kept_spec = self._rules.spec(kept_axes)
-        q_spec = self._rules.spec(axes.HEADS)
-        new_spec = P(batch or None, heads or None)
-        row_spec = self._rules.spec((axes.ATTENTION_BATCH,))
+        q_spec, *new_specs = map(self._rules.spec, (axes.HEADS, axes.NEW_KEYS, axes.NEW_VALUES))
         queries_spec = Queries._make((q_spec, self._rules.spec((axes.QUERY_HEADS,))))
-        in_specs = (queries_spec, new_spec, row_spec, kept_spec)
-        return self._map(local, in_specs, (q_spec, kept_spec))(queries, new, rows, cache)
+        new_spec = P() if new is None else PromptKeysValues._make(new_specs)
+        cache_spec = P() if cache is None else self._specs(type(cache))
+        in_specs = (queries_spec, new_spec, self._specs(type(rows)), cache_spec)
+        out_specs = q_spec, self._specs(kept)
+        return self._map(local, in_specs, out_specs)(queries, new, rows, cache)
 
-    def by_row(self, body: Callable[..., Any], *arrays: Any) -> Any:
-        spec = self._rules.spec((axes.ATTENTION_BATCH,))
-        return self._map(body, (spec,) * len(arrays), spec)(*arrays)
+    def over_tokens(self, attend: Attend) -> Attend:
+        return partial(self._ring.attend, attend) if self._ring.mesh_axes else attend
+
+    def merge_shards(
+        self, out_BTKGH: jax.Array, lse_BTKG: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        mesh_axes = self._rules[axes.CACHE_LENGTH]
+        if not mesh_axes:
+            return out_BTKGH, lse_BTKG
+        return merge_shards(out_BTKGH, lse_BTKG, mesh_axes)
+
+    @property
+    def stripe(self) -> Stripe:
+        mesh_axes = self._rules[axes.CACHE_LENGTH]
+        if not mesh_axes:
+            return WHOLE
+        return Stripe(jax.lax.axis_index(mesh_axes), self.cache_stripes.count)
+
+    def by_row(self, body: Callable[..., Any], kept: Any, *rows: jax.Array) -> Any:
+        specs, row_spec = self._specs(type(kept)), self._rules.spec((axes.ATTENTION_BATCH,))
+        return self._map(body, (specs, *[row_spec] * len(rows)), specs)(kept, *rows)
+
+    def put_prompt(
+        self, body: Callable[..., Any], kept: Any, new: Any, length: jax.Array, slot: jax.Array
+    ) -> Any:
+        specs, batch = self._specs(type(kept)), self._rules[axes.ATTENTION_BATCH]
+        new_specs = P() if new is None else type(new)._make(P(None, *spec[1:]) for spec in specs)
+
+        def local(kept: Any, new: Any, length: jax.Array, slot: jax.Array) -> Any:
+            rows = body(kept, new, length, self.stripe)
+            return jax.tree.map(lambda old, row: _put_local(old, row, slot, batch), kept, rows)
+
+        in_specs = (specs, new_specs, P(), P())
+        return self._map(local, in_specs, specs)(kept, new, length, slot)
 
     def mix_experts(
         self, mixture: Mixture, x_BTD: jax.Array, is_token_BT: jax.Array, router: Router,
@@ -135,12 +190,7 @@ class ShardedOperations(Operations):
         spec = self._rules.spec(logical_axes)
         batch = self._rules[logical_axes[0]]
 
-        def local(x: jax.Array, new: jax.Array, row: jax.Array) -> jax.Array:
-            index, is_here = _local_row(x, row, batch)
-            old = jax.lax.dynamic_slice_in_dim(x, index, 1, axis=0)
-            new = jnp.where(is_here, new.astype(x.dtype), old)
-            return jax.lax.dynamic_update_slice_in_dim(x, new, index, axis=0)
-
+        local = partial(_put_local, batch=batch)
         return self._map(local, (spec, P(None, *spec[1:]), P()), spec)(x, new, row)
 
     def top_k(self, logits_BV: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
@@ -162,6 +212,13 @@ class ShardedOperations(Operations):
         out_spec = P(spec[0], None)
         return self._map(local, (spec,), (out_spec, out_spec))(logits_BV)
 
+    def _num_shards(self, logical_axis: str) -> int:
+        return math.prod(self._mesh.shape[axis] for axis in self._rules[logical_axis])
+
+    def _specs(self, kind: type) -> Any:
+        """Partitions of the fields of a named tuple, by the axes that it declares."""
+        return kind._make(map(self._rules.spec, kind.AXES))
+
     def _map(self, body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         return jax.shard_map(
             body, mesh=self._mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
@@ -175,6 +232,14 @@ def _local_row(x: jax.Array, row: jax.Array, batch: MeshAxes) -> tuple[jax.Array
     size = x.shape[0]
     index = row - jax.lax.axis_index(batch) * size
     return jnp.clip(index, 0, size - 1), (index >= 0) & (index < size)
+
+
+def _put_local(x: jax.Array, new: jax.Array, row: jax.Array, batch: MeshAxes) -> jax.Array:
+    """This device's rows with `row` replaced, where it is one of them."""
+    index, is_here = _local_row(x, row, batch)
+    old = jax.lax.dynamic_slice_in_dim(x, index, 1, axis=0)
+    new = jnp.where(is_here, new.astype(x.dtype), old)
+    return jax.lax.dynamic_update_slice_in_dim(x, new, index, axis=0)
 
 
 def _enter_queries(queries: Queries, exchanged: MeshAxes, copies: int) -> Queries:

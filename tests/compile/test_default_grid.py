@@ -110,6 +110,20 @@ def test_a_length_too_short_for_the_layout_is_refused_with_both_numbers():
         ladder_grid(16, 8, score=False, defaults=GridDefaults(length_multiple=24))
 
 
+def test_spans_divide_as_the_layout_splits_the_cache():
+    """Also where the model's longest position does not."""
+    defaults = GridDefaults(span_multiple=48)
+    for grid in (
+        derive_grid([RowNeed(900, 50)], 1000, defaults),
+        ladder_grid(1000, 8, score=False, defaults=defaults),
+    ):
+        assert grid.max_length == grid.decode_spans[-1] == 960
+        assert all(span % 48 == 0 for span in grid.decode_spans)
+        assert len(grid.decode_spans) == defaults.max_decode_graphs
+    with pytest.raises(ValueError, match=r"max_length: expected at least 48, .* cache_length"):
+        ladder_grid(40, 8, score=False, defaults=defaults)
+
+
 @pytest.mark.parametrize("rows", [1, 3, 5])
 def test_few_rows_are_one_call_without_dummies(rows):
     grid = derive_grid([RowNeed(32, 4)] * rows, max_position=128)

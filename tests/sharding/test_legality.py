@@ -38,7 +38,8 @@ COPIES = (
 )
 RENAME = (
     "Rename it or leave it out; logical axes are batch, attention_batch, residual_batch, "
-    "residual_length, embed, embed_in, query_heads, kv_heads, mlp, vocab, experts."
+    "length, residual_length, cache_length, embed, embed_in, query_heads, kv_heads, mlp, vocab, "
+    "experts."
 )
 RESIZE = "Change the size of a mesh axis, or the rule."
 
@@ -189,6 +190,35 @@ def test_experts_that_cannot_be_shared_out_are_refused(illegal, expected):
         (
             layout(
                 CUBE,
+                prefill={"length": "sequence", "residual_length": "tensor"},
+                max_replicated=1,
+            ),
+            'prefill: residual_length = "tensor": expected to begin with the mesh axes of length, '
+            '"sequence": tokens are split further, not anew. Name those first.',
+        ),
+        (
+            layout(decode={"cache_length": "tensor"}),
+            "decode: mesh axis 'tensor' splits the cache twice, as kv_heads and as cache_length. "
+            "Change one of the rules.",
+        ),
+        (
+            layout(prefill={"length": "tensor", "mlp": "", "vocab": ""}),
+            "prefill: mesh axis 'tensor' splits queries twice, as length and as query_heads. "
+            "Change one of the rules.",
+        ),
+        (
+            layout(CUBE, prefill={"cache_length": "sequence"}, max_replicated=1),
+            "[prefill.rules] cache_length: matches nothing, as prefill has no cache. Put it under "
+            "[decode.rules].",
+        ),
+        (
+            replace(layout(), tokens="contiguous"),
+            'tokens = "contiguous": matches nothing, as no rule of prefill splits length. Leave it '
+            "out, or add the rule under [prefill.rules].",
+        ),
+        (
+            layout(
+                CUBE,
                 query_heads=["tensor", "sequence"],
                 mlp=["tensor", "sequence"],
                 vocab=["tensor", "sequence"],
@@ -300,6 +330,24 @@ def test_sizes_of_the_model_that_do_not_divide_are_refused(illegal, sizes, expec
             'decode: residual_length = "tensor": a row\'s length is 1, which does not divide over '
             "4 devices. Put the rule under [prefill.rules]: decode has one token a row.",
         ),
+        (
+            layout(CUBE, length="sequence", max_replicated=1),
+            None,
+            'decode: length = "sequence": a row\'s length is 1, which does not divide over 2 '
+            "devices. Put the rule under [prefill.rules]: decode has one token a row.",
+        ),
+        (
+            layout(CUBE, prefill={"length": "sequence"}, max_replicated=1),
+            BucketGrid(64, ((17, 8),), 16, (64,)),
+            'prefill: length = "sequence": a row\'s length is 17, which does not divide over 2 '
+            "devices. Plan lengths that do, or change the rule.",
+        ),
+        (
+            layout(CUBE, decode={"cache_length": "sequence"}, max_replicated=1),
+            BucketGrid(64, ((16, 8),), 16, (33, 64)),
+            'decode: cache_length = "sequence": a span is 33, which does not divide over 2 '
+            "devices. Plan spans that do, or change the rule.",
+        ),
     ],
 )
 def test_shapes_of_the_graphs_that_do_not_divide_are_refused(illegal, grid, expected):
@@ -348,7 +396,11 @@ def test_a_layout_is_refused_quickly_and_without_a_compile(monkeypatch):
         (
             {"meshes": 1},
             "mine.toml: expected the keys ['decode', 'max_replicated', 'mesh', 'name', 'prefill', "
-            "'rules'], got ['meshes'] too.",
+            "'rules', 'tokens'], got ['meshes'] too.",
+        ),
+        (
+            {"tokens": "scattered"},
+            "mine.toml tokens: expected one of ('striped', 'contiguous'), got 'scattered'.",
         ),
         ({"mesh": None}, "mine.toml: expected a table [mesh] of axis sizes, got None."),
         ({"mesh": {}}, "mine.toml: expected a table [mesh] of axis sizes, got {}."),

@@ -4,7 +4,7 @@ Values are small integers, so that sums are exact in any order and every compari
 """
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -113,6 +113,31 @@ def test_constrain_places_an_array_and_keeps_its_values():
     assert (np.asarray(placed) == x_BV).all()
 
 
+class Rows(NamedTuple):
+    row_B: np.ndarray
+
+    AXES = ((axes.ATTENTION_BATCH,),)
+
+
+class Entries(NamedTuple):
+    cache_BKHS: np.ndarray
+
+    AXES = (axes.CACHE_KEYS,)
+
+
+class LatentEntries(NamedTuple):
+    cache_BSH: np.ndarray
+
+    AXES = (axes.CACHE_LATENTS,)
+
+
+class Pair(NamedTuple):
+    x_BS: np.ndarray
+    y_BS: np.ndarray
+
+    AXES = (axes.CACHE_POSITIONS, axes.CACHE_POSITIONS)
+
+
 ATTENTION = {
     "a head a device": (8, {"query_heads": ["data", "tensor"]}),
     "copies": (2, {"query_heads": ["data", "tensor"]}),
@@ -157,26 +182,26 @@ def test_attention_sees_its_rows_and_heads_whole_and_gives_them_back(name):
     row_B = np.arange(B, dtype=np.float32)
     k_BKHT, v_BKTH, cache_BKHS = integers(B, K, H, T), integers(B, K, T, H), integers(B, K, H, S)
 
-    def body(queries, new, row_B, cache_BKHS):
-        q_BTKGH, sink_KG = queries
+    def body(queries, new, rows, cache):
+        (q_BTKGH, sink_KG), (row_B,), (cache_BKHS,) = queries, rows, cache
         mark_BKTH = new.v_BKTH + 10 * new.k_BKHT.swapaxes(2, 3) + 100 * cache_BKHS[:, :, None, :, 0]
         out_BTKGH = (
             q_BTKGH + mark_BKTH.swapaxes(1, 2)[:, :, :, None] + sink_KG[None, None, ..., None]
         )
         out_BTKGH = out_BTKGH + 1000 * row_B[:, None, None, None, None]
-        return out_BTKGH, cache_BKHS + new.k_BKHT[..., :1]
+        return out_BTKGH, Entries(cache_BKHS + new.k_BKHT[..., :1])
 
     new = PromptKeysValues(k_BKHT, v_BKTH)
-    out_BTKGH, cache = body(queries, new, row_B, cache_BKHS)
-    got_BTKGH, got_cache = run(
-        lambda *arguments: operations(rules, num_kv_heads=K).attend(body, *arguments, axes.CACHE),
+    out_BTKGH, (cache,) = body(queries, new, Rows(row_B), Entries(cache_BKHS))
+    got_BTKGH, (got_cache,) = run(
+        lambda *arguments: operations(rules, num_kv_heads=K).attend(body, *arguments, Entries),
         Queries(
             queries.q_BTKGH.reshape(B, T, K * stored, G // stored, H),
             queries.sink_KG.reshape(K * stored, G // stored),
         ),
         jax.tree.map(lambda x: np.repeat(x, stored, axis=1), new),
-        row_B,
-        np.repeat(cache_BKHS, kept, axis=1),
+        Rows(row_B),
+        Entries(np.repeat(cache_BKHS, kept, axis=1)),
     )
     assert (got_BTKGH.reshape(out_BTKGH.shape) == out_BTKGH).all()
     assert (got_cache == np.repeat(cache, kept, axis=1)).all()
@@ -198,16 +223,18 @@ def test_attention_without_new_keys_sees_its_rows_of_what_is_kept_whole(rules):
     B, T, N, H, S = 8, 2, 8, 4, 3
     q_BTKGH, cache_BSH, row_B = integers(B, T, N, 1, H), integers(B, S, H), np.arange(B)
 
-    def body(queries, new, row_B, cache_BSH):
+    def body(queries, new, rows, cache):
         assert new is None
+        (row_B,), (cache_BSH,) = rows, cache
         out_BTKGH = queries.q_BTKGH + 10 * cache_BSH.sum(1)[:, None, None, None]
-        return out_BTKGH + 1000 * row_B[:, None, None, None, None], cache_BSH + 1
+        return out_BTKGH + 1000 * row_B[:, None, None, None, None], LatentEntries(cache_BSH + 1)
 
-    arguments = (Queries(q_BTKGH), None, row_B.astype(np.float32), cache_BSH)
-    expected_BTKGH, expected_BSH = body(*arguments)
+    rows = Rows(row_B.astype(np.float32))
+    arguments = (Queries(q_BTKGH), None, rows, LatentEntries(cache_BSH))
+    expected_BTKGH, (expected_BSH,) = body(*arguments)
     on_mesh = operations(rules_of(**rules), num_kv_heads=N)
-    got_BTKGH, got_BSH = run(
-        lambda *arguments: on_mesh.attend(body, *arguments, axes.LATENT_CACHE), *arguments
+    got_BTKGH, (got_BSH,) = run(
+        lambda *arguments: on_mesh.attend(body, *arguments, LatentEntries), *arguments
     )
     assert (got_BTKGH == expected_BTKGH).all()
     assert (got_BSH == expected_BSH).all()
@@ -215,16 +242,15 @@ def test_attention_without_new_keys_sees_its_rows_of_what_is_kept_whole(rules):
 
 def test_a_body_by_row_sees_each_row_once():
     rules = rules_of(batch="data", attention_batch=["data", "tensor"])
-    x_BS, y_B = integers(8, 3), integers(8)
-    got_BS = run(
-        lambda x_BS, y_B: operations(rules).by_row(
-            lambda x_BS, y_B: (x_BS.sum(axis=1) + y_B, x_BS[:, ::-1]), x_BS, y_B
-        ),
-        x_BS,
-        y_B,
-    )
-    assert (got_BS[0] == x_BS.sum(axis=1) + y_B).all()
-    assert (got_BS[1] == x_BS[:, ::-1]).all()
+    kept, z_B = Pair(integers(8, 3), integers(8, 3)), integers(8)
+
+    def body(kept, z_B):
+        x_BS, y_BS = kept
+        return Pair(x_BS.sum(axis=1, keepdims=True) + y_BS, y_BS[:, ::-1] + z_B[:, None])
+
+    got = run(lambda kept, z_B: operations(rules).by_row(body, kept, z_B), kept, z_B)
+    for ours, expected in zip(got, body(kept, z_B), strict=True):
+        assert (ours == expected).all()
 
 
 PLACES_OF_ROWS = [{}, {"batch": "data"}, {"batch": ["tensor", "data"]}, {"vocab": "tensor"}]

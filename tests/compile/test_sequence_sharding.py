@@ -1,0 +1,95 @@
+"""Graphs over a ring: memory falls with the devices, what moves does not grow with the cache."""
+
+from collections import Counter
+from dataclasses import replace
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from laid_out import LaidOut, layout_of
+from tolerances import FLOAT32_MODEL_LOGPROB
+
+from noria.compile.bucket_grid import BucketGrid, PrefillBucket
+from noria.compile.build import compile_graph, plan_graphs
+from noria.compile.collectives import read_collectives
+from noria.compile.compiled_graphs import CompiledGraphs
+from noria.compile.definition import Definition
+from noria.compile.steps import prefill_step
+from noria.compile.targets import find_target
+from noria.modelzoo.config import DecoderConfig
+from noria.runtime.padding import pack_prompts
+from noria.sharding.layout import Layout
+
+SLOTS, SHORT, LONG, PROMPT = 16, 64, 512, 1 << 18
+CONFIG = DecoderConfig(
+    vocab_size=64,
+    embed=256,
+    mlp=512,
+    num_query_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    windows=(None, 24),
+    max_position=PROMPT,
+)
+ON_BOTH = pytest.mark.parametrize(
+    "target", ["cpu:8", pytest.param("tpu:v5e:2x4", marks=pytest.mark.tpu_compile)]
+)
+
+
+@cache
+def compiled(target: str, num_devices: int, name: str, grid: BucketGrid) -> jax.stages.Compiled:
+    placement = find_target(target).placement(layout_of(f"ring@sequence={num_devices}"))
+    graphs = plan_graphs(Definition(CONFIG), grid, placement, jnp.dtype(jnp.float32))
+    return compile_graph(next(graph for graph in graphs if graph.name == name))[0]
+
+
+@ON_BOTH
+def test_a_short_span_costs_two_sums_a_layer_and_no_permute(target):
+    """The cache has entries of the span and beyond it on every device."""
+    grid = BucketGrid(LONG, ((64, 1),), SLOTS, (SHORT, LONG), steps_per_call=4)
+    program = compiled(target, 8, CompiledGraphs.decode_name(SHORT), grid)
+    found = read_collectives(program.as_text(), {"sequence": 8})
+    lse = SLOTS * CONFIG.num_query_heads * 4
+    each = {("all-reduce", lse): 2, ("all-reduce", lse * (CONFIG.head_dim + 1)): 2}
+    assert Counter((c.kind, c.num_bytes) for c in found) == each
+
+
+def test_an_insert_moves_nothing():
+    """Prompt and cache are dealt out alike: each device copies its own entries."""
+    grid = BucketGrid(LONG, ((64, 2),), SLOTS, (SHORT, LONG))
+    program = compiled("cpu:8", 8, CompiledGraphs.insert_name(grid.prefill[0]), grid)
+    assert read_collectives(program.as_text(), {"sequence": 8}) == []
+
+
+def test_what_a_device_holds_of_a_prompt_falls_with_the_devices():
+    """Keys and values exactly; temporaries but for positions and for blocks of scores."""
+    grid = BucketGrid(PROMPT, ((PROMPT, 1),), 1, (PROMPT,))
+    name = CompiledGraphs.prefill_name(grid.prefill[0])
+    memory = {n: compiled(f"cpu:{n}", n, name, grid).memory_analysis() for n in (1, 2, 4, 8)}
+    kept = 2 * CONFIG.num_layers * PROMPT * CONFIG.num_kv_heads * CONFIG.head_dim * 4
+    whole_on_each = memory[1].output_size_in_bytes - kept
+    for n, of_device in memory.items():
+        assert of_device.output_size_in_bytes - whole_on_each == kept // n
+        assert of_device.temp_size_in_bytes < 1.02 * memory[1].temp_size_in_bytes / n
+
+
+@pytest.mark.slow
+def test_a_prompt_of_131072_tokens_is_answered_as_on_one_device():
+    length = 1 << 17
+    config = replace(CONFIG, embed=32, mlp=64, num_query_heads=2, head_dim=8, windows=(None,))
+    prompt = np.random.default_rng(0).integers(3, CONFIG.vocab_size, length - 5).tolist()
+    bucket = PrefillBucket(length, 1)
+
+    def logprobs(layout: Layout | None) -> np.ndarray:
+        model = LaidOut(config, layout)
+        decoder = partial(
+            model.definition.bind, operations=model.placement.operations("prefill", config)
+        )
+        step = jax.jit(lambda parameters, *prompts: prefill_step(decoder(parameters), *prompts))
+        made = step(model.parameters, *model.put(pack_prompts([prompt], bucket)))
+        return np.asarray(jax.nn.log_softmax(made.logits_BV))
+
+    one, ring = logprobs(None), logprobs(layout_of("ring"))
+    np.testing.assert_allclose(ring, one, rtol=0, atol=FLOAT32_MODEL_LOGPROB)
