@@ -14,6 +14,7 @@ from ..modelzoo import axes
 from ..modelzoo.config import DecoderConfig
 from ..modelzoo.operations import Axes
 from .axis_rules import FOLLOWS, AxisRules, kv_copies
+from .expert_exchange import ExpertExchange
 from .layout import DEFAULT_TOKENS, PHASES, Layout
 from .mesh_layout import MESH_AXES
 
@@ -268,6 +269,14 @@ def _expert_findings(layout: Layout, rules: AxisRules, config: DecoderConfig) ->
             f"experts = {_shown(experts)}: some of these mesh axes split tokens, but not "
             f"{_shown(without)}. Name that in batch, too, or take it out."
         )
+    elif of_tokens & set(experts):
+        batch, length = ExpertExchange(rules, layout.rules).tokens
+        if gathered := tuple(axis for axis in experts if axis not in batch + length):
+            yield (
+                f"experts = {_shown(experts)}: tokens are gathered along {_shown(gathered)} before "
+                f"experts see them, so they would be exchanged with themselves. In the rules of "
+                f"residual_batch and residual_length, name it before the mesh axes of mlp."
+            )
     yield from _division(
         layout, rules, axes.EXPERTS, "the number of experts", moe.routing.num_experts
     )

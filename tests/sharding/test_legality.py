@@ -140,6 +140,20 @@ def test_a_mesh_or_a_name_that_cannot_be_is_refused(illegal, expected):
             ],
         ),
         (
+            layout(
+                CUBE,
+                batch="",
+                residual_batch=["tensor", "data"],
+                experts="data",
+                max_replicated=1,
+            ),
+            [
+                'experts = "data": tokens are gathered along "data" before experts see them, so '
+                "they would be exchanged with themselves. In the rules of residual_batch and "
+                "residual_length, name it before the mesh axes of mlp.",
+            ],
+        ),
+        (
             layout(CUBE, experts="data", decode={"experts": ""}, max_replicated=1),
             [
                 'decode: experts = "": expected "data" as in [rules]: experts stay where they are '
@@ -147,7 +161,7 @@ def test_a_mesh_or_a_name_that_cannot_be_is_refused(illegal, expected):
             ],
         ),
     ],
-    ids=["experts", "hidden size", "partly exchanged", "moved"],
+    ids=["experts", "hidden size", "partly exchanged", "gathered", "moved"],
 )
 def test_experts_that_cannot_be_shared_out_are_refused(illegal, expected):
     sizes = model_sizes(replace(CONFIG, moe=MOE), 8, GRID)
