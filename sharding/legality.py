@@ -142,7 +142,7 @@ def _tables(layout: Layout) -> list[tuple[str, Mapping[str, tuple[str, ...]]]]:
 def _phase_findings(layout: Layout, phase: str, sizes: ModelSizes) -> Iterable[str]:
     rules = layout.phase(phase)
     yield from _collisions(rules)
-    yield from _order_findings(rules)
+    yield from _order_findings(layout, rules)
     yield from _gathering_findings(layout.rules, rules)
     yield from _head_findings(layout, rules, sizes.config)
     yield from _expert_findings(layout, rules, sizes.config)
@@ -196,7 +196,7 @@ def _collision(name: str, logical_axes: Axes, rules: AxisRules) -> Iterable[str]
             )
 
 
-def _order_findings(rules: AxisRules) -> Iterable[str]:
+def _order_findings(layout: Layout, rules: AxisRules) -> Iterable[str]:
     for axis, leader in FOLLOWS.items():
         what = "tokens" if leader == axes.LENGTH else "rows"
         begins = rules[axis][: len(rules[leader])]
@@ -206,6 +206,12 @@ def _order_findings(rules: AxisRules) -> Iterable[str]:
                 f"{leader}, {_shown(rules[leader])}: {what} are split further, not anew. Name "
                 f"those first."
             )
+    in_order = tuple(axis for axis, _ in layout.mesh.axes if axis in rules[axes.LENGTH])
+    if rules[axes.LENGTH] != in_order:
+        yield (
+            f"length = {_shown(rules[axes.LENGTH])}: expected the order of [mesh], "
+            f"{_shown(in_order)}: keys and values go round in that. Name them so."
+        )
     heads, exchanged = rules[axes.QUERY_HEADS], rules.exchanged
     if heads[len(heads) - len(exchanged) :] != exchanged:
         yield (

@@ -173,7 +173,11 @@ def _part(visibility: Visibility, of_queries: jax.Array, of_keys: jax.Array, n: 
 
 
 def _sent(arrays: Any, mesh_axes: MeshAxes, distance: int) -> Any:
-    """Arrays of the device `distance` before this one."""
+    """Arrays of the device `distance` before this one.
+
+    NOTE: `ppermute` numbers devices in the order of the mesh, `axis_index` in that of the names;
+    the two must be the same, which is checked with the layout.
+    """
     n = jax.lax.axis_size(mesh_axes)
     to = [(i, (i + distance) % n) for i in range(n)]
     return jax.tree.map(lambda x: jax.lax.ppermute(x, mesh_axes, to), arrays)

@@ -211,6 +211,14 @@ def test_experts_that_cannot_be_shared_out_are_refused(illegal, expected):
             '"sequence": tokens are split further, not anew. Name those first.',
         ),
         (
+            layout(
+                prefill={"batch": "", "query_heads": "", "mlp": "", "length": ["tensor", "data"]},
+                max_replicated=1,
+            ),
+            'prefill: length = ["tensor", "data"]: expected the order of [mesh], ["data", '
+            '"tensor"]: keys and values go round in that. Name them so.',
+        ),
+        (
             layout(decode={"cache_length": "tensor"}),
             "decode: mesh axis 'tensor' splits the cache twice, as kv_heads and as cache_length. "
             "Change one of the rules.",

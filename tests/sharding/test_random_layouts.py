@@ -43,7 +43,8 @@ def random_layouts(seed: int) -> Iterator[Layout]:
         rules = {axis: random_axes(rng, mesh) for axis in WEIGHT_AXES}
         rules |= {"kv_heads": []} if rng.random() < 0.7 else {}
         rules |= {"batch": random_axes(rng, mesh)} if rng.random() < 0.4 else {}
-        table = {"mesh": mesh, "rules": written(rules), "max_replicated": 1}
+        tokens = rng.choice(("striped", "contiguous"))
+        table = {"mesh": mesh, "rules": written(rules), "max_replicated": 1, "tokens": tokens}
         for phase in PHASES:
             table[phase] = {"rules": written(phase_rules(rng, mesh, rules, phase))}
         yield Layout.from_table(table, f"seed {seed}")
@@ -60,8 +61,12 @@ def phase_rules(
     for axis in ("attention_batch", "residual_batch"):
         if rng.random() < 0.4:
             own[axis] = [*batch, *random_beginning(rng, rng.sample(others, len(others)))]
+    if rng.random() < 0.4 and phase == "prefill":
+        own["length"] = random_axes(rng, mesh)
     if rng.random() < 0.3 and phase == "prefill":
-        own["residual_length"] = random_axes(rng, mesh)
+        own["residual_length"] = [*own.get("length", []), *random_axes(rng, mesh)]
+    if rng.random() < 0.4 and phase == "decode":
+        own["cache_length"] = random_axes(rng, mesh)
     if rng.random() < 0.4:
         own["embed"] = random_axes(rng, mesh)
     return own
