@@ -2,12 +2,17 @@
 
 Knows nothing of models, devices or files. Guarantees: `fit` either names one prefill bucket, chosen
 by the request alone, or raises `NoBucketFits`; nothing is ever truncated.
+
+With `chunk`, a prompt is poured into its slot in pieces of that many tokens, and the lengths of
+`prefill` are spans: each piece passes through the graph of the shortest span that holds its end.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
+
+CHUNKS_PER_DECODE = 32
 
 
 class NoBucketFits(ValueError):
@@ -18,6 +23,7 @@ class PrefillBucket(NamedTuple):
     """One prefill graph's shape: tokens per row, and rows."""
 
     length: int
+    """Of prompts in chunks, the span: what a row sees of its slot, with its own tokens."""
     batch: int
 
 
@@ -35,6 +41,10 @@ class BucketGrid:
     steps_per_call: int = 8
     score: bool = False
     """Whether prefill graphs that also score every prompt token are built beside the plain ones."""
+    chunk: int | None = None
+    """Tokens of a piece of a prompt; None runs prompts whole."""
+    chunks_per_decode: int | None = None
+    """With `chunk`, the most calls that pour between two decode calls while a row decodes."""
 
     def __post_init__(self):
         buckets = tuple(_bucket(pair) for pair in _sequence("buckets.prefill", self.prefill))
@@ -53,6 +63,7 @@ class BucketGrid:
                 raise ValueError(f"{name}: expected a positive integer, got {size!r}.")
         if not isinstance(self.score, bool):
             raise ValueError(f"buckets.score: expected true or false, got {self.score!r}.")
+        self._check_chunk(lengths)
         if self.decode_spans[-1] != self.max_length:
             raise ValueError(
                 f"buckets.decode_spans: expected the last span to be max_length "
@@ -66,16 +77,30 @@ class BucketGrid:
 
     def fit(self, prompt_length: int, max_tokens: int | None) -> PrefillBucket:
         """The bucket of a prompt; raises `NoBucketFits` when prompt or output is too long."""
+        needed = self.computed_length(prompt_length)
+        if needed <= self.prefill[-1].length:
+            self._check_output(prompt_length, max_tokens)
+            return self.bucket_of(needed)
         lengths = [bucket.length for bucket in self.prefill]
-        for bucket in self.prefill:
-            if prompt_length <= bucket.length:
-                self._check_output(prompt_length, max_tokens)
-                return bucket
+        chunks = "" if self.chunk is None else f", in whole chunks of {self.chunk}"
         raise NoBucketFits(
-            f"the prompt needs prefill length {prompt_length}; "
-            f"buckets.prefill has lengths {lengths}. Add a length of at least {prompt_length}, "
+            f"the prompt needs prefill length {needed}{chunks}; "
+            f"buckets.prefill has lengths {lengths}. Add a length of at least {needed}, "
             f"or shorten the prompt."
         )
+
+    def bucket_of(self, end: int) -> PrefillBucket:
+        """The bucket of a prompt of that length, or of the chunk that ends there."""
+        return next(bucket for bucket in self.prefill if end <= bucket.length)
+
+    def computed_length(self, prompt_length: int) -> int:
+        """Positions that a prompt takes in the cache while it is poured in: whole chunks."""
+        chunk = self.chunk or 1
+        return -(-prompt_length // chunk) * chunk
+
+    def tokens_per_row(self, bucket: PrefillBucket) -> int:
+        """Tokens of a row of a bucket's calls."""
+        return self.chunk or bucket.length
 
     def limit(self, prompt_length: int, max_tokens: int | None) -> int:
         """Length at which a row ends: its prompt and `max_tokens`, by default all that is left."""
@@ -84,6 +109,33 @@ class BucketGrid:
     def span_of(self, length: int) -> int:
         """The shortest span that holds `length` positions."""
         return next(span for span in self.decode_spans if length <= span)
+
+    def _check_chunk(self, spans: Sequence[int]) -> None:
+        if self.chunk is None:
+            if self.chunks_per_decode is not None:
+                raise ValueError(
+                    "buckets.chunks_per_decode: expected none without buckets.chunk, got "
+                    f"{self.chunks_per_decode!r}. Give a chunk, or leave it out."
+                )
+            return
+        if self.chunks_per_decode is None:
+            object.__setattr__(self, "chunks_per_decode", CHUNKS_PER_DECODE)
+        for name in ("chunk", "chunks_per_decode"):
+            if not _is_count(size := getattr(self, name)):
+                raise ValueError(f"buckets.{name}: expected a positive integer, got {size!r}.")
+        first = self.decode_spans[: len(spans)]
+        if tuple(spans) != first:
+            raise ValueError(
+                f"buckets.prefill: with buckets.chunk, expected the first of buckets.decode_spans "
+                f"{list(self.decode_spans)}, where the cache is cut, got spans {list(spans)}. "
+                f"Change either."
+            )
+        if uneven := [span for span in first if span % self.chunk]:
+            raise ValueError(
+                f"buckets.decode_spans: expected multiples of buckets.chunk ({self.chunk}) up to "
+                f"the longest span of buckets.prefill ({spans[-1]}), so that a chunk lies in one "
+                f"piece of the cache, got {uneven}. Change them, or the chunk."
+            )
 
     def _check_output(self, prompt_length: int, max_tokens: int | None) -> None:
         needed = prompt_length + (1 if max_tokens is None else max_tokens)

@@ -20,6 +20,7 @@ from ..sharding.layout import PHASES
 from ..sharding.placement import Placement
 from . import signatures
 from .bucket_grid import BucketGrid, PrefillBucket
+from .chunk_steps import chunk_score_step, chunk_step, fork_step, open_step
 from .compiled_graphs import CompiledGraphs
 from .definition import Definition
 from .expert_plan import LOSSLESS_EXPERTS, ExpertPlan
@@ -118,23 +119,61 @@ class _GraphPlanner:
             signatures.decode_state, definition, grid, dtype, num_heads, placement.cache_stripes
         )
         state = jax.eval_shape(self.make_state)
-        self.state = signatures.placed_state(state, partial(self._place, "decode"))
+        self.state = state.map(partial(self._place, "decode"))
 
     def graphs(self) -> list[GraphToBuild]:
         """Decode first, then prefill from the longest on: the longest to compile come first."""
         graphs = [self._decode_graph(span) for span in self._grid.decode_spans]
+        if self._grid.chunk is not None:
+            graphs += [self._open_graph(), self._fork_graph()]
         for bucket in reversed(self._grid.prefill):
-            graphs += self._bucket_graphs(bucket)
+            graphs += (
+                self._bucket_graphs(bucket)
+                if self._grid.chunk is None
+                else self._chunk_graphs(bucket, self._grid.chunk)
+            )
         return graphs
 
     def _decode_graph(self, span: int) -> GraphToBuild:
         body = partial(decode_step, span=span, num_steps=self._grid.steps_per_call)
-        num_segments = self._grid.decode_spans.index(span) + 1
-        head = self.state._replace(cache=self.state.cache.head(num_segments))
+        head = self._head(span)
         arguments = (self._parameters, head, self._on_host(signatures.live_mask(self._grid)))
         results = (_shardings(head), self._placement.replicated)
         name = CompiledGraphs.decode_name(span)
         return GraphToBuild(name, self._bound(body, "decode"), arguments, results, (1,))
+
+    def _head(self, span: int) -> DecodeState:
+        """The state with what its cache has below a span."""
+        num_segments = self._grid.decode_spans.index(span) + 1
+        return self.state._replace(cache=self.state.cache.head(num_segments))
+
+    def _open_graph(self) -> GraphToBuild:
+        arguments = (self.state, *self._on_host(signatures.open_arguments(self._definition)))
+        body = partial(open_step, stored=self._operations["decode"])
+        return GraphToBuild(CompiledGraphs.OPEN, body, arguments, _shardings(self.state), (0,))
+
+    def _fork_graph(self) -> GraphToBuild:
+        arguments = (self.state, *self._on_host(signatures.fork_arguments(self._definition)))
+        body = partial(fork_step, stored=self._operations["decode"])
+        return GraphToBuild(CompiledGraphs.FORK, body, arguments, _shardings(self.state), (0,))
+
+    def _chunk_graphs(self, bucket: PrefillBucket, chunk: int) -> list[GraphToBuild]:
+        head = self._head(bucket.length)
+        results = (_shardings(head), self._placement.replicated)
+        kinds: list[tuple[Callable[..., Any], Callable[..., Any], bool]]
+        kinds = [(chunk_step, signatures.chunk_arguments, False)]
+        if self._grid.score:
+            kinds.append((chunk_score_step, signatures.chunk_score_arguments, True))
+        return [
+            GraphToBuild(
+                CompiledGraphs.chunk_name(bucket, is_scored),
+                self._bound(partial(body, stored=self._operations["decode"]), "prefill"),
+                (self._parameters, head, *self._on_host(arguments(chunk, bucket))),
+                results,
+                (1,),
+            )
+            for body, arguments, is_scored in kinds
+        ]
 
     def _bucket_graphs(self, bucket: PrefillBucket) -> list[GraphToBuild]:
         host = self._placement.replicated

@@ -3,11 +3,14 @@
 Knows nothing of requests, text or clocks. There is no fallback: nothing here can compile.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
 
+from ..modelzoo.chunk_cache import ChunkRows
+from ..modelzoo.moe.use import ExpertReport
 from ..modelzoo.sampling import SamplingState, TokenScores
 from .bucket_grid import BucketGrid, PrefillBucket
 from .steps import DecodeOutput, DecodeState, Prompts
@@ -20,7 +23,10 @@ class GraphNotPlanned(ValueError):
 
 
 class CompiledGraphs:
-    """Prefill, score, insert and decode executables of one grid."""
+    """The executables of one grid: of prefill, whole or in chunks, of slots, and of decode."""
+
+    OPEN = "open"
+    FORK = "fork"
 
     def __init__(self, grid: BucketGrid, executables: Mapping[str, jax.stages.Compiled]):
         self.grid = grid
@@ -79,14 +85,68 @@ class CompiledGraphs:
         graph = self.executable(self.insert_name(bucket))
         return graph(state, prompts, row, slot, limit_1, sampling)
 
+    @staticmethod
+    def chunk_name(bucket: PrefillBucket, is_scored: bool) -> str:
+        return f"chunk{' score' * is_scored} span {bucket.length} x{bucket.batch}"
+
+    def open(
+        self,
+        state: DecodeState,
+        slot: jax.Array,
+        prompt_length_1: jax.Array,
+        limit_1: jax.Array,
+        sampling: SamplingState,
+    ) -> DecodeState:
+        """Give a slot to a prompt. `state` is donated."""
+        return self.executable(self.OPEN)(state, slot, prompt_length_1, limit_1, sampling)
+
+    def fork(
+        self, state: DecodeState, source: jax.Array, slot: jax.Array, sampling: SamplingState
+    ) -> DecodeState:
+        """Copy a slot to another. `state` is donated."""
+        return self.executable(self.FORK)(state, source, slot, sampling)
+
+    def chunk(
+        self,
+        parameters: Parameters,
+        state: DecodeState,
+        bucket: PrefillBucket,
+        rows: ChunkRows,
+        tokens_BT: jax.Array,
+    ) -> tuple[DecodeState, ExpertReport | None]:
+        """Pour a chunk each into some slots. `state` is donated."""
+        graph = self.executable(self.chunk_name(bucket, False))
+        return self._over_span(state, bucket.length, partial(graph, parameters), rows, tokens_BT)
+
+    def chunk_score(
+        self,
+        parameters: Parameters,
+        state: DecodeState,
+        bucket: PrefillBucket,
+        rows: ChunkRows,
+        tokens_BT: jax.Array,
+        next_BT: jax.Array,
+        num_logprobs_B: jax.Array,
+    ) -> tuple[DecodeState, tuple[ExpertReport | None, TokenScores]]:
+        """Pour a chunk each into some slots, and score it. `state` is donated."""
+        graph = partial(self.executable(self.chunk_name(bucket, True)), parameters)
+        arguments = (rows, tokens_BT, next_BT, num_logprobs_B)
+        return self._over_span(state, bucket.length, graph, *arguments)
+
     def decode(
         self, parameters: Parameters, state: DecodeState, is_live_B: jax.Array, span: int
     ) -> tuple[DecodeState, DecodeOutput]:
         """Several steps for the live rows over `span` cache positions. `state` is donated."""
-        graph = self.executable(self.decode_name(span))
+        graph = partial(self.executable(self.decode_name(span)), parameters)
+        return self._over_span(state, span, graph, is_live_B)
+
+    def _over_span(
+        self, state: DecodeState, span: int, graph: Callable[..., Any], *arguments: Any
+    ) -> tuple[DecodeState, Any]:
+        """Call a graph that takes what the cache has below a span and gives it back."""
         num_segments = self.grid.decode_spans.index(span) + 1
         head = state._replace(cache=state.cache.head(num_segments))
-        new, output = graph(parameters, head, is_live_B)
+        new, output = graph(head, *arguments)
         return new._replace(cache=state.cache.with_head(new.cache)), output
 
     def executable(self, name: str) -> Any:

@@ -9,7 +9,8 @@ its two borders.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from ..modelzoo import axes
 from ..sharding.layout import PHASES, Layout
@@ -40,6 +41,8 @@ class GridDefaults:
     """Prefill lengths are multiples of it."""
     span_multiple: int = 1
     """Spans are multiples of it."""
+    chunk: int | None = None
+    """Tokens of a chunk; None derives a ladder of whole-prompt buckets."""
 
     @classmethod
     def for_layout(cls, layout: Layout | None) -> "GridDefaults":
@@ -63,7 +66,12 @@ class GridDefaults:
     @property
     def length_step(self) -> int:
         """Lengths of prefill buckets are multiples of this."""
-        return math.lcm(LENGTH_STEP, self.length_multiple)
+        return math.lcm(LENGTH_STEP, self.length_multiple, self.chunk or 1)
+
+    def chunk_batch(self, most_rows: int) -> int:
+        """Rows of a chunk call: as many as make a whole one, where there are so many."""
+        rows = max(1, min(self.tokens_per_prefill // (self.chunk or 1), most_rows))
+        return _round_up(rows, self.batch_multiple)
 
     def longest_prefill(self, max_length: int) -> int:
         """The longest prefill bucket of a grid; ValueError where no length divides."""
@@ -109,18 +117,68 @@ def derive_grid(
     lengths = [row.prompt_length for row in rows]
     num_sequences = sum(row.num_sequences for row in rows if row.max_tokens != 0)
     slots = max(1, min(defaults.max_decode_slots, num_sequences))
+    score = any(row.is_scored for row in rows)
+    if defaults.chunk is not None:
+        return _chunk_grid(max_length, max(lengths), slots, min(slots, len(rows)), score, defaults)
     return BucketGrid(
         max_length=max_length,
         prefill=tuple(_least_padding(lengths, max_length, defaults)),
         decode_slots=_round_up(slots, defaults.slot_multiple),
         decode_spans=_spans(max_length, defaults),
         steps_per_call=defaults.steps_per_call,
-        score=any(row.is_scored for row in rows),
+        score=score,
     )
 
 
-def prefill_padding(rows: Sequence[int], buckets: Sequence[PrefillBucket]) -> tuple[int, int]:
-    """Real and computed prefill tokens of these prompts, partly filled batches included."""
+def with_chunk(defaults: GridDefaults, chunk: Any) -> GridDefaults:
+    """Defaults for prompts in chunks, where `chunk` is a number that a user gave."""
+    if not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1:
+        raise ValueError(f"buckets.chunk: expected a positive integer, got {chunk!r}.")
+    return replace(defaults, chunk=chunk)
+
+
+def _chunk_grid(
+    max_length: int,
+    longest_prompt: int,
+    slots: int,
+    most_rows: int,
+    score: bool,
+    defaults: GridDefaults,
+) -> BucketGrid:
+    """Spans of whole chunks, as far as prompts go; the last span is whatever is left."""
+    chunk = defaults.chunk or 1
+    whole = max_length // chunk * chunk
+    if not whole:
+        raise ValueError(
+            f"buckets.chunk: expected at most {max_length}, the longest row of this job or model, "
+            f"got {chunk}. Plan a smaller chunk."
+        )
+    count, step = defaults.max_decode_graphs, math.lcm(SPAN_STEP, chunk)
+    steps = {min(_round_up(whole * i // count, step), whole) for i in range(1, count)}
+    cuts = sorted(steps | {whole})
+    needed = min(_round_up(longest_prompt, chunk), whole)
+    last = next(i for i, span in enumerate(cuts) if needed <= span)
+    batch = defaults.chunk_batch(most_rows)
+    return BucketGrid(
+        max_length=max_length,
+        prefill=tuple(PrefillBucket(span, batch) for span in cuts[: last + 1]),
+        decode_slots=_round_up(slots, defaults.slot_multiple),
+        decode_spans=tuple(sorted({*cuts, max_length})),
+        steps_per_call=defaults.steps_per_call,
+        score=score,
+        chunk=chunk,
+    )
+
+
+def prefill_padding(
+    rows: Sequence[int], buckets: Sequence[PrefillBucket], chunk: int | None = None
+) -> tuple[int, int]:
+    """Real and computed prefill tokens of these prompts, partly filled batches included.
+
+    With chunks, batches count as full: which chunks meet in one shows when rows run.
+    """
+    if chunk is not None:
+        return sum(rows), sum(_round_up(length, chunk) for length in rows)
     counts = dict.fromkeys(buckets, 0)
     for length in rows:
         counts[next(bucket for bucket in buckets if length <= bucket.length)] += 1
@@ -196,9 +254,12 @@ def _round_up(value: int, step: int) -> int:
 def ladder_grid(
     max_length: int, slots: int, *, score: bool, defaults: GridDefaults | None = None
 ) -> BucketGrid:
-    """A grid for requests that are not known yet: prefill lengths doubling up to `max_length`."""
+    """A grid for requests that are not known yet: prefill lengths doubling up to `max_length`, or
+    chunks."""
     defaults = defaults or GridDefaults()
     max_length = defaults.longest_span(max_length)
+    if defaults.chunk is not None:
+        return _chunk_grid(max_length, max_length, slots, slots, score, defaults)
     length = defaults.longest_prefill(max_length)
     lengths = [length]
     while length > 2 * defaults.length_step and len(lengths) < defaults.max_prefill_graphs:

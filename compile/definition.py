@@ -28,7 +28,7 @@ def model_sizes(
     if grid is None:
         return ModelSizes(config, num_devices, weights, lengths={"decode": (1,)})
     batches = {"prefill": [b.batch for b in grid.prefill], "decode": [grid.decode_slots]}
-    lengths = {"prefill": [b.length for b in grid.prefill], "decode": [1]}
+    lengths = {"prefill": [grid.tokens_per_row(b) for b in grid.prefill], "decode": [1]}
     return ModelSizes(config, num_devices, weights, batches, lengths, grid.decode_spans)
 
 

@@ -77,7 +77,7 @@ class Plan:
             raise ValueError(f"plan schema: expected {SCHEMA}, got {table['schema']!r}.")
         model, buckets = table["model"], table["buckets"]
         check_keys("[model]", model, {"source", "fingerprint", "dtype"})
-        optional = {"steps_per_call", "score"}
+        optional = {"steps_per_call", "score", "chunk", "chunks_per_decode"}
         check_keys("[buckets]", buckets, set(BucketGrid.__dataclass_fields__) - optional, optional)
         experts = ExpertPlan.from_table(table["experts"]) if "experts" in table else None
         grid = BucketGrid(**buckets)

@@ -19,8 +19,9 @@ def check_keys(
 
 
 def table_lines(name: str, values: Mapping[str, Any]) -> list[str]:
-    """A table as lines of TOML, with an empty one before it."""
-    return ["", f"[{name}]", *(f"{key} = {toml(value)}" for key, value in values.items())]
+    """A table as lines of TOML, with an empty one before it; None is a key left out."""
+    lines = (f"{key} = {toml(value)}" for key, value in values.items() if value is not None)
+    return ["", f"[{name}]", *lines]
 
 
 def toml(value: Any) -> str:

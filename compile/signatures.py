@@ -4,18 +4,15 @@ Knows nothing of devices: logical axes go with the arrays, and whoever lowers tu
 placements. One function a graph kind.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from ..modelzoo import axes, kv_cache
-from ..modelzoo.operations import Axes
+from ..modelzoo.chunk_cache import ChunkRows
 from ..modelzoo.sampling import SamplingState
 from .bucket_grid import BucketGrid, PrefillBucket
 from .definition import Definition
-from .steps import DecodeState, Prompts
+from .steps import DecodeState, Prompts, Visit, map_fields
 
 MAX_STOP_IDS = 48
 """Ids that may end one row: the model's own and the caller's."""
@@ -50,44 +47,15 @@ def decode_state(
     )
 
 
-Place = Callable[[Any, Axes], Any]
-"""An abstract array with its logical axes -> the same with its sharding."""
-
-
-def placed_state(state: DecodeState, place: Place) -> DecodeState:
-    """The signature of a decode state with every array placed."""
-
-    def by_slot(leaf: Any) -> Any:
-        return place(leaf, axes.LOGITS[:1])
-
-    cache = kv_cache.KVCache(
-        tuple(_placed(layer, place) for layer in state.cache.layers),
-        _placed(state.cache.positions, place),
-    )
-    return jax.tree.map(by_slot, state)._replace(
-        cache=cache,
-        logits_BV=place(state.logits_BV, axes.LOGITS),
-    )
-
-
-def placed_prompts(prompts: Prompts, place: Place) -> Prompts:
+def placed_prompts(prompts: Prompts, place: Visit) -> Prompts:
     """The signature of what a prefill leaves with every array placed."""
     return Prompts(
-        layers=tuple(_placed(layer, place) for layer in prompts.layers),
+        layers=tuple(map_fields(layer, place) for layer in prompts.layers),
         logits_BV=place(prompts.logits_BV, axes.LOGITS),
         tokens_BT=place(prompts.tokens_BT, ()),
         true_length_B=place(prompts.true_length_B, ()),
         experts=jax.tree.map(lambda leaf: place(leaf, ()), prompts.experts),
     )
-
-
-def _placed(kept: Any, place: Place) -> Any:
-    """A named tuple of arrays, each field by the axes that it declares."""
-    fields = (
-        jax.tree.map(lambda leaf, a=logical_axes: place(leaf, a), field)
-        for field, logical_axes in zip(kept, kept.AXES, strict=True)
-    )
-    return type(kept)(*fields)
 
 
 def greedy_sampling(B: int, V: int) -> SamplingState:
@@ -128,6 +96,31 @@ def insert_arguments(definition: Definition):
     scalar = jax.ShapeDtypeStruct((), jnp.int32)
     sampling = jax.eval_shape(lambda: greedy_sampling(1, definition.padded_vocab))
     return scalar, scalar, jax.ShapeDtypeStruct((1,), jnp.int32), sampling
+
+
+def chunk_arguments(chunk: int, bucket: PrefillBucket) -> tuple[ChunkRows, jax.ShapeDtypeStruct]:
+    """`rows, tokens_BT`."""
+    B = bucket.batch
+    rows = jax.eval_shape(lambda: ChunkRows(*(jnp.zeros(B, jnp.int32) for _ in range(3))))
+    return rows, jax.ShapeDtypeStruct((B, chunk), jnp.int32)
+
+
+def chunk_score_arguments(chunk: int, bucket: PrefillBucket):
+    """`rows, tokens_BT, next_BT, num_logprobs_B`."""
+    rows, tokens_BT = chunk_arguments(chunk, bucket)
+    return rows, tokens_BT, tokens_BT, rows.count_B
+
+
+def open_arguments(definition: Definition):
+    """`slot, prompt_length_1, limit_1` and the row's sampling parameters."""
+    _, slot, limit_1, sampling = insert_arguments(definition)
+    return slot, limit_1, limit_1, sampling
+
+
+def fork_arguments(definition: Definition):
+    """`source, slot` and the row's sampling parameters."""
+    source, slot, _, sampling = insert_arguments(definition)
+    return source, slot, sampling
 
 
 def live_mask(grid: BucketGrid) -> jax.ShapeDtypeStruct:

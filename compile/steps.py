@@ -4,7 +4,8 @@ Shapes are a function of the bucket alone; what changes from call to call is an 
 is the only thing that knows of padding. Knows nothing of requests, text, queues or clocks.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from ..modelzoo import axes
 from ..modelzoo.decoder import Decoder
 from ..modelzoo.kv_cache import KVCache, PromptLayer, insert
 from ..modelzoo.moe.use import ExpertReport
-from ..modelzoo.operations import Operations
+from ..modelzoo.operations import Axes, Operations
 from ..modelzoo.sampling import History, SamplingState, TokenScores, sample, score_tokens
 
 NUM_ALTERNATIVES = 20
@@ -36,6 +37,31 @@ class DecodeState(NamedTuple):
     """Length at which the row ends."""
     is_active_B: jax.Array
     sampling: SamplingState
+
+    def map(self, visit: "Visit") -> "DecodeState":
+        """`visit` of every array and its logical axes."""
+
+        def by_slot(leaf: Any) -> Any:
+            return visit(leaf, axes.LOGITS[:1])
+
+        layers = tuple(map_fields(layer, visit) for layer in self.cache.layers)
+        return jax.tree.map(by_slot, self._replace(cache=(), logits_BV=()))._replace(
+            cache=KVCache(layers, map_fields(self.cache.positions, visit)),
+            logits_BV=visit(self.logits_BV, axes.LOGITS),
+        )
+
+
+Visit = Callable[[Any, Axes], Any]
+"""An array, or what stands for one, and its logical axes."""
+
+
+def map_fields(kept: Any, visit: Visit) -> Any:
+    """`visit` of a named tuple of arrays, each field with the axes that it declares."""
+    fields = (
+        jax.tree.map(lambda leaf, a=logical_axes: visit(leaf, a), field)
+        for field, logical_axes in zip(kept, kept.AXES, strict=True)
+    )
+    return type(kept)(*fields)
 
 
 class Prompts(NamedTuple):
@@ -73,14 +99,26 @@ def score_step(
 ) -> tuple[Prompts, TokenScores]:
     """As `prefill_step`, and each prompt token's log-probability given those before it.
 
-    Entry t of the scores is of token t + 1; entries from `true_length - 1` on mean nothing. Logits
-    are made for a few positions at a time, so no `[B, T, V]` array exists.
+    Entry t of the scores is of token t + 1; entries from `true_length - 1` on mean nothing.
     """
     x_BTD, layers, experts = decoder.prefill(tokens_BT, true_length_B)
+    next_BT = jnp.roll(tokens_BT, -1, axis=1)
+    scores = score_positions(decoder, x_BTD, next_BT, num_logprobs_B)
+    prompts = _prompts(decoder, x_BTD, layers, tokens_BT, true_length_B, experts)
+    return prompts, scores
+
+
+def score_positions(
+    decoder: Decoder, x_BTD: jax.Array, target_BT: jax.Array, num_logprobs_B: jax.Array
+) -> TokenScores:
+    """The log-probability of `target`, in order, after each position's hidden state.
+
+    Logits are made for a few positions at a time, so no `[B, T, V]` array exists.
+    """
     B, T, D = x_BTD.shape
     piece = _piece(B, T)
     stripes = decoder.operations.prompt_stripes
-    target_BT = stripes.lay(jnp.roll(tokens_BT, -1, axis=1), axis=1)
+    target_BT = stripes.lay(target_BT, axis=1)
 
     def score_piece(inputs: tuple[jax.Array, jax.Array]) -> TokenScores:
         x_BTD, target_BT = inputs
@@ -99,9 +137,7 @@ def score_step(
         x = x.reshape(T // piece, B, piece, *x.shape[2:]).swapaxes(0, 1)
         return stripes.restore(x.reshape(B, T, *x.shape[3:]), axis=1)
 
-    scores = jax.tree.map(whole, scores)
-    prompts = _prompts(decoder, x_BTD, layers, tokens_BT, true_length_B, experts)
-    return prompts, scores
+    return jax.tree.map(whole, scores)
 
 
 def insert_step(
@@ -213,11 +249,16 @@ def _prompts(
     true_length_B: jax.Array,
     experts: ExpertReport | None,
 ) -> Prompts:
+    logits_BV = decoder.logits(last_hidden(decoder, x_BTD, true_length_B))
+    return Prompts(layers, logits_BV, tokens_BT, true_length_B, experts)
+
+
+def last_hidden(decoder: Decoder, x_BTD: jax.Array, count_B: jax.Array) -> jax.Array:
+    """`x_BD` of the last of each row's tokens."""
     # a sum with one term that is not zero: a gather along tokens would bring them all together
     position_1T = decoder.operations.positions(x_BTD.shape[1])
-    is_last_BT = position_1T == (true_length_B - 1)[:, None]
-    x_BD = jnp.where(is_last_BT[..., None], x_BTD, 0).sum(axis=1)
-    return Prompts(layers, decoder.logits(x_BD), tokens_BT, true_length_B, experts)
+    is_last_BT = position_1T == (count_B - 1)[:, None]
+    return jnp.where(is_last_BT[..., None], x_BTD, 0).sum(axis=1)
 
 
 def _piece(B: int, T: int) -> int:

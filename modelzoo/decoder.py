@@ -1,4 +1,4 @@
-"""The decoder: one definition for every dense family, read through prefill and through decode.
+"""The decoder: one definition for every family, read whole, in chunks, or token by token.
 
 A family chooses sizes and options in `DecoderConfig`; nothing here branches on a family's name.
 Knows logical axes and positions; knows no mesh, bucket, file or text. `attend` and `operations` are
@@ -16,6 +16,14 @@ from flax import nnx
 from . import axes
 from .attention import EMPTY_POSITION, Attend, Queries, Visibility, with_sinks
 from .blockwise import attend_blockwise
+from .chunk_cache import (
+    ChunkContext,
+    ChunkRows,
+    keep_chunk,
+    layer_of_slots,
+    positions_below,
+    with_chunk,
+)
 from .config import AS_PUBLISHED, PLAIN_SCORES, Arrangement, DecoderConfig, Scores, Window
 from .kv_cache import (
     AttendLayer,
@@ -270,6 +278,54 @@ class Decoder(nnx.Module):
 
         x_BTD, report = self._blocks(tokens_BT, position_1T, attend_layer, is_token_BT)
         return x_BTD, tuple(made), report
+
+    def prefill_chunk(
+        self, tokens_BT: jax.Array, rows: ChunkRows, cache: KVCache, stored: Operations
+    ) -> tuple[jax.Array, KVCache, ExpertReport | None]:
+        """Final hidden states `x_BTD` of right-padded pieces of prompts, written into the cache.
+
+        Each row attends to what its slot holds of the tokens before it, and to itself. `stored` are
+        the operations of the cache. As in `prefill`, padding takes no expert.
+        """
+        offset_1T = jnp.arange(tokens_BT.shape[1])[None]
+        position_BT = rows.start_B[:, None] + offset_1T
+        is_token_BT = offset_1T < rows.count_B[:, None]
+        kept_position_BT = jnp.where(is_token_BT, position_BT, EMPTY_POSITION)
+        positions = positions_below(cache.positions, rows, stored)
+        num_heads = self.operations.num_cache_heads(self.config.num_kv_heads)
+        made: list[PromptLayer] = []
+
+        def attend_layer(window: Window) -> AttendLayer:
+            def attend_chunk(
+                queries: Queries, new: PromptKeysValues | None, rows: ChunkContext, old: KeptLayer
+            ) -> tuple[jax.Array, PromptLayer]:
+                q_BTKGH, sink_KG = queries
+                position_BT, positions, kept_position_BT, latents = rows
+                kept = _kept(new, latents)
+                seen, key_position_BS = with_chunk(old, kept), positions.of(window)
+                key_position_BS = (*key_position_BS, kept_position_BT)
+                out_BTKGH = attend_cached(
+                    self.attend, q_BTKGH, seen, position_BT, key_position_BS, window, sink_KG
+                )
+                return out_BTKGH, kept
+
+            def attend(
+                queries: Queries, new: PromptKeysValues | None, latents: PromptLatents | None
+            ) -> jax.Array:
+                of_rows = ChunkContext(position_BT, positions, kept_position_BT, latents)
+                layer = cache.layers[len(made)]
+                old = layer_of_slots(layer, rows.slot_B, num_heads, stored)
+                out_BTKGH, kept = self.operations.attend(
+                    attend_chunk, queries, new, of_rows, old, type(_kept(new, latents))
+                )
+                made.append(kept)
+                return out_BTKGH
+
+            return AttendLayer(attend, reads_cache=True)
+
+        x_BTD, report = self._blocks(tokens_BT, position_BT, attend_layer, is_token_BT)
+        cache = keep_chunk(cache, made, kept_position_BT, rows, self.config.windows, stored)
+        return x_BTD, cache, report
 
     def decode(
         self, token_B: jax.Array, position_B: jax.Array, cache: KVCache, is_token_B: jax.Array

@@ -96,6 +96,10 @@ class Positions(NamedTuple):
         size = self._ring_size(window)
         return position_B if size is None else position_B % size
 
+    def is_ring(self, window: Window) -> bool:
+        """Whether layers with this window keep rings."""
+        return self._ring_size(window) is not None
+
     def _ring_size(self, window: Window) -> int | None:
         """Of the smallest ring that holds the window; None of layers that keep every position."""
         if window is None:
@@ -257,7 +261,7 @@ def insert(
         def moved(x: jax.Array, logical_axes: Axes, axis: int) -> jax.Array:
             x = source.take_row(x, row, logical_axes)
             if axes.KV_HEADS in logical_axes:
-                x = _match_heads(x, layer[0][0].shape[1])
+                x = match_heads(x, layer[0][0].shape[1])
             return _dealt(x, axis, source.prompt_stripes, target.cache_stripes)
 
         return type(new)(*map(moved, new, new.AXES, layer.POSITION_AXES))
@@ -284,7 +288,8 @@ def _rows(layer: KeptLayer, new: PromptLayer, length: jax.Array, stripe: Stripe)
     """One row of every segment: of a stripe's tokens those that it keeps."""
 
     def rows(segments: Segments, x: jax.Array, axis: int) -> Segments:
-        x = _latest(x, stripe.num_tokens(length), _num_entries(segments, axis), axis)
+        if x.shape[axis] > (size := num_entries(segments, axis)):
+            x = at_entries(x, 0, stripe.num_tokens(length), size, axis)
         return _cut(x, segments, axis)
 
     return type(layer)(*map(rows, layer, new, layer.POSITION_AXES))
@@ -294,7 +299,7 @@ def _marks(positions: Positions, _: None, length: jax.Array, stripe: Stripe) -> 
     """One row of every segment: the position that each entry of a stripe holds."""
 
     def marks(segments: Segments) -> Segments:
-        place_S = held_positions(stripe.num_tokens(length), _num_entries(segments, axis=1))
+        place_S = held_positions(stripe.num_tokens(length), num_entries(segments, axis=1))
         held_S = jnp.where(place_S == EMPTY_POSITION, EMPTY_POSITION, stripe.position(place_S))
         return _cut(held_S[None], segments, axis=1)
 
@@ -312,16 +317,24 @@ def held_positions(length: jax.Array | int, num_entries: int) -> jax.Array:
     return jnp.where(position_S < 0, EMPTY_POSITION, position_S)
 
 
-def _latest(new: jax.Array, length: jax.Array, num_entries: int, axis: int) -> jax.Array:
-    """Of a prompt that is longer than a ring the latest tokens, each at its entry of the ring."""
-    if new.shape[axis] <= num_entries:
-        return new
-    start = jnp.maximum(length - num_entries, 0)
-    latest = jax.lax.dynamic_slice_in_dim(new, start, num_entries, axis=axis)
-    return jnp.roll(latest, start % num_entries, axis=axis)
+def at_entries(
+    new: jax.Array, start: jax.Array | int, count: jax.Array, size: int, axis: int
+) -> jax.Array:
+    """Of `count` tokens from position `start` on the latest, each at its entry of `size`.
+
+    What lies at the other entries means nothing.
+    """
+    missing = size - new.shape[axis]
+    if missing >= 0:
+        padding = [(0, 0)] * new.ndim
+        padding[axis] = (0, missing)
+        return jnp.roll(jnp.pad(new, padding), start % size, axis=axis)
+    first = jnp.maximum(count - size, 0)
+    latest = jax.lax.dynamic_slice_in_dim(new, first, size, axis=axis)
+    return jnp.roll(latest, (start + first) % size, axis=axis)
 
 
-def _match_heads(new: jax.Array, num_heads: int) -> jax.Array:
+def match_heads(new: jax.Array, num_heads: int) -> jax.Array:
     """Heads in copies as single ones or the other way round: phases may keep them differently."""
     K = new.shape[1]
     if num_heads < K:
@@ -353,7 +366,7 @@ def _append(segments: Segments, new: jax.Array, entry_B: jax.Array, axis: int) -
     return tuple(
         # of a row, so one axis less
         _write(segment, new, entry_B - start, axis - 1)
-        for start, segment in zip(_starts(segments, axis), segments, strict=True)
+        for start, segment in zip(segment_starts(segments, axis), segments, strict=True)
     )
 
 
@@ -383,12 +396,14 @@ def attend_cached(
     return out_BTKGH.reshape(*q_BTKGH.shape[:-1], -1)
 
 
-def _starts(segments: Segments, axis: int) -> list[int]:
+def segment_starts(segments: Segments, axis: int) -> list[int]:
+    """The first entry of each segment, counted over all of them."""
     lengths = [segment.shape[axis] for segment in segments]
     return [end - length for end, length in zip(accumulate(lengths), lengths, strict=True)]
 
 
-def _num_entries(segments: Segments, axis: int) -> int:
+def num_entries(segments: Segments, axis: int) -> int:
+    """Entries of all segments."""
     return sum(segment.shape[axis] for segment in segments)
 
 
@@ -396,7 +411,7 @@ def _cut(new: jax.Array, segments: Segments, axis: int) -> Segments:
     """A row in pieces like the segments, filled up with zeros along `axis`."""
     return tuple(
         _piece(new, start, segment, axis)
-        for start, segment in zip(_starts(segments, axis), segments, strict=True)
+        for start, segment in zip(segment_starts(segments, axis), segments, strict=True)
     )
 
 

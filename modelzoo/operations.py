@@ -124,9 +124,34 @@ class Operations:
         del logical_axes
         return jax.lax.dynamic_update_slice_in_dim(x, new.astype(x.dtype), row, axis=0)
 
+    def take_rows(self, x: jax.Array, row_B: jax.Array, logical_axes: Axes) -> jax.Array:
+        """Rows `row_B` of an array that leads with rows; zeros for one past the last."""
+        del logical_axes
+        return rows_of(x, row_B)
+
+    def write_rows(
+        self, body: Callable[..., Any], old: Any, new: Any, rows: Any, logical_axes: Axes
+    ) -> Any:
+        """`body(old, new, rows)`: arrays that lead with rows, after some of them were written.
+
+        `new` leads with B and else has the axes of `old`; `rows` are arrays of B entries, the first
+        of which says which row of `old` each belongs to. Nothing is written for others.
+        """
+        del logical_axes
+        return body(old, new, rows)
+
+    def num_cache_heads(self, num_kv_heads: int) -> int:
+        """Key/value heads that attention has of those of the model, copies included."""
+        return num_kv_heads
+
     def top_k(self, logits_BV: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
         """The k largest values of each row and their ids; the lowest id first among equals."""
         return jax.lax.top_k(logits_BV, k)
+
+
+def rows_of(x: jax.Array, row_B: jax.Array) -> jax.Array:
+    """Rows of an array; zeros for one past the last."""
+    return x.at[row_B].get(mode="fill", fill_value=0)
 
 
 def einsum(equation: str, dtype: jax.typing.DTypeLike | None = None) -> tuple[str, Product]:

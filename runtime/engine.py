@@ -16,12 +16,14 @@ from ..compile.bucket_grid import PrefillBucket
 from ..compile.compiled_graphs import CompiledGraphs
 from ..compile.steps import NO_TOKEN, DecodeOutput, DecodeState, Prompts
 from ..modelzoo.moe.use import ExpertReport
-from ..modelzoo.sampling import TokenScores
+from ..modelzoo.sampling import SamplingState, TokenScores
+from .chunk_scheduler import ChunkAction, ChunkOfPrompt, ChunkScheduler, ForkAction, OpenAction
+from .decode_slots import DecodeAction, Job, Sequence
 from .host_arrays import HostArrays
 from .metrics import EngineMetrics
-from .padding import pack_prompts, pack_sampling
+from .padding import pack_chunks, pack_prompts, pack_sampling
 from .request import Request, SamplingParams, TokenLogprob
-from .scheduler import DecodeAction, InsertAction, Job, PrefillAction, Scheduler, Sequence
+from .scheduler import InsertAction, PrefillAction, Scheduler
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,8 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ):
         self.metrics = EngineMetrics()
-        self.scheduler = Scheduler(graphs.grid)
+        in_chunks = graphs.grid.chunk is not None
+        self.scheduler = (ChunkScheduler if in_chunks else Scheduler)(graphs.grid)
         self._graphs = graphs
         self._parameters = parameters
         self._state = state
@@ -90,6 +93,8 @@ class Engine:
         self._requests: dict[int, EngineRequest] = {}
         self._prompts: dict[int, tuple[PrefillBucket, Prompts]] = {}
         self._in_slot: dict[int, Sequence] = {}
+        self._scores: dict[int, list[TokenLogprob]] = {}
+        """Of prompts of which some chunks are scored."""
 
     def submit(self, request: EngineRequest) -> None:
         """Queue a request; it must fit the grid."""
@@ -113,6 +118,12 @@ class Engine:
                 return self._prefill(action)
             case InsertAction() as action:
                 return self._insert(action)
+            case OpenAction() as action:
+                return self._open(action)
+            case ChunkAction() as action:
+                return self._chunk(action)
+            case ForkAction() as action:
+                return self._fork(action)
             case DecodeAction() as action:
                 return self._decode(action)
             case None:
@@ -125,54 +136,136 @@ class Engine:
         tokens_BT, true_length_B = pack_prompts(prompts, action.bucket)
         events: list[Event] = []
         if action.is_scored:
-            wanted_B = np.full(action.bucket.batch, -1, np.int32)
-            wanted_B[: len(requests)] = [_num_prompt_logprobs(r) for r in requests]
-            arguments = self._host.put((tokens_BT, true_length_B, wanted_B))
+            arguments = (tokens_BT, true_length_B, _wanted(requests, action.bucket))
+            arguments = self._host.put(arguments)
             made, scores = self._graphs.score(self._parameters, action.bucket, *arguments)
             host = self._host.fetch(scores)
-            for row, request in enumerate(requests):
-                events.append(_prompt_scored(request, host, row))
+            events += [
+                PromptScored(
+                    request.job.number,
+                    _prompt_scores(request, host, row, 0, request.job.prompt_length),
+                )
+                for row, request in enumerate(requests)
+            ]
         else:
             arguments = self._host.put((tokens_BT, true_length_B))
             made = self._graphs.prefill(self._parameters, action.bucket, *arguments)
         jax.block_until_ready(made.logits_BV)
-        report = self._host.fetch(made.experts)
-        if report is not None:
-            self.metrics.experts["prefill"].add(report.use, tokens_BT.size)
-            events += _dropped(report, enumerate((job.number, None) for job in action.jobs))
-        if any(job.limit > job.prompt_length for job in action.jobs):
+        events += self._count_experts(
+            made.experts, tokens_BT.size, [job.number for job in action.jobs]
+        )
+        if any(job.generates for job in action.jobs):
             self._prompts[action.number] = (action.bucket, made)
+        num_tokens = sum(map(len, prompts))
+        self._count_prefill(action, len(prompts), num_tokens, tokens_BT.size, start)
+        return events
+
+    def _count_experts(
+        self, made: ExpertReport | None, num_tokens: int, numbers: Iterable[int]
+    ) -> list[Event]:
+        """Count what a call of prompts made of its experts; `numbers` are its rows' requests."""
+        report = self._host.fetch(made)
+        if report is None:
+            return []
+        self.metrics.experts["prefill"].add(report.use, num_tokens)
+        return _dropped(report, enumerate((number, None) for number in numbers))
+
+    def _count_prefill(
+        self,
+        action: PrefillAction | ChunkAction,
+        num_rows: int,
+        real_tokens: int,
+        computed_tokens: int,
+        start: float,
+    ) -> None:
         kind = " scored" if action.is_scored else ""
         use = self.metrics.prefill[f"{action.bucket.length}x{action.bucket.batch}{kind}"]
         use.calls += 1
-        use.rows += len(prompts)
-        use.real_tokens += sum(map(len, prompts))
-        use.computed_tokens += tokens_BT.size
+        use.rows += num_rows
+        use.real_tokens += real_tokens
+        use.computed_tokens += computed_tokens
         use.seconds += self._clock() - start
-        return events
 
     def _insert(self, action: InsertAction) -> list[Event]:
         start = self._clock()
-        job, sample = action.sequence.job, action.sequence.sample
-        request = self._requests[job.number]
-        sampling = pack_sampling(
-            request.request.params,
-            seed=request.seed,
-            sample=sample,
-            prompt_length=job.prompt_length,
-            stop_ids=request.stop_ids,
-            vocab_size=self._padded_vocab,
-        )
+        limit_1 = np.array([action.sequence.job.limit], np.int32)
         row, slot = np.int32(action.row), np.int32(action.slot)
-        arguments = self._host.put((row, slot, np.array([job.limit], np.int32), sampling))
+        arguments = self._host.put((row, slot, limit_1, self._sampling(action.sequence)))
         bucket, prompts = self._prompts[action.prefill]
         self._state = self._graphs.insert(self._state, bucket, prompts, *arguments)
         self._in_slot[action.slot] = action.sequence
         if action.is_last_of_prefill:
             del self._prompts[action.prefill]
+        return self._inserted(start)
+
+    def _sampling(self, sequence: Sequence) -> SamplingState:
+        request = self._requests[sequence.job.number]
+        return pack_sampling(
+            request.request.params,
+            seed=request.seed,
+            sample=sequence.sample,
+            prompt_length=sequence.job.prompt_length,
+            stop_ids=request.stop_ids,
+            vocab_size=self._padded_vocab,
+        )
+
+    def _inserted(self, start: float) -> list[Event]:
         self.metrics.inserts += 1
         self.metrics.insert_seconds += self._clock() - start
         return []
+
+    def _open(self, action: OpenAction) -> list[Event]:
+        start = self._clock()
+        job = action.sequence.job
+        lengths = (np.array([length], np.int32) for length in (job.prompt_length, job.limit))
+        arguments = (np.int32(action.slot), *lengths, self._sampling(action.sequence))
+        self._state = self._graphs.open(self._state, *self._host.put(arguments))
+        return self._inserted(start)
+
+    def _fork(self, action: ForkAction) -> list[Event]:
+        start = self._clock()
+        source, slot = np.int32(action.source), np.int32(action.slot)
+        arguments = self._host.put((source, slot, self._sampling(action.sequence)))
+        self._state = self._graphs.fork(self._state, *arguments)
+        self._in_slot[action.slot] = action.sequence
+        return self._inserted(start)
+
+    def _chunk(self, action: ChunkAction) -> list[Event]:
+        start, grid = self._clock(), self._graphs.grid
+        requests = [self._requests[row.sequence.job.number] for row in action.rows]
+        prompts = [request.request.prompt_token_ids for request in requests]
+        shape = (action.bucket.batch, grid.tokens_per_row(action.bucket))
+        rows, tokens_BT, next_BT = pack_chunks(action.rows, prompts, shape, grid.decode_slots)
+        call = (self._parameters, self._state, action.bucket)
+        events: list[Event] = []
+        if action.is_scored:
+            arguments = self._host.put((rows, tokens_BT, next_BT, _wanted(requests, action.bucket)))
+            self._state, (experts, scores) = self._graphs.chunk_score(*call, *arguments)
+            events += self._scored(action.rows, self._host.fetch(scores))
+        else:
+            arguments = self._host.put((rows, tokens_BT))
+            self._state, experts = self._graphs.chunk(*call, *arguments)
+        jax.block_until_ready(self._state.logits_BV)
+        numbers = [row.sequence.job.number for row in action.rows]
+        events += self._count_experts(experts, tokens_BT.size, numbers)
+        for row in action.rows:
+            if row.is_last and row.sequence.job.generates:
+                self._in_slot[row.slot] = row.sequence
+        num_tokens = sum(row.count for row in action.rows)
+        self._count_prefill(action, len(action.rows), num_tokens, tokens_BT.size, start)
+        return events
+
+    def _scored(self, rows: Iterable[ChunkOfPrompt], scores: TokenScores) -> list[Event]:
+        """Keep what chunks scored; an event for each prompt that is whole."""
+        events: list[Event] = []
+        for i, row in enumerate(rows):
+            number = row.sequence.job.number
+            known = self._scores.setdefault(number, [])
+            of_row = _prompt_scores(self._requests[number], scores, i, row.start, row.count)
+            known += of_row
+            if row.is_last:
+                events.append(PromptScored(number, self._scores.pop(number)))
+        return events
 
     def _decode(self, action: DecodeAction) -> list[Event]:
         start = self._clock()
@@ -258,13 +351,23 @@ def _num_prompt_logprobs(request: EngineRequest) -> int:
     return -1 if wanted is None else wanted
 
 
-def _prompt_scored(request: EngineRequest, scores: TokenScores, row: int) -> PromptScored:
-    ids = request.request.prompt_token_ids
-    wanted = _num_prompt_logprobs(request)
-    return PromptScored(
-        request.job.number,
-        [_token_logprob(scores, (row, t - 1), ids[t], wanted) for t in range(1, len(ids))],
-    )
+def _wanted(requests: Iterable[EngineRequest], bucket: PrefillBucket) -> np.ndarray:
+    """`num_logprobs_B` of a scored call."""
+    wanted_B = np.full(bucket.batch, -1, np.int32)
+    for row, request in enumerate(requests):
+        wanted_B[row] = _num_prompt_logprobs(request)
+    return wanted_B
+
+
+def _prompt_scores(
+    request: EngineRequest, scores: TokenScores, row: int, start: int, count: int
+) -> list[TokenLogprob]:
+    """Of the prompt's tokens that follow `count` tokens from position `start` on."""
+    ids, wanted = request.request.prompt_token_ids, _num_prompt_logprobs(request)
+    return [
+        _token_logprob(scores, (row, t), token_id, wanted)
+        for t, token_id in enumerate(ids[start + 1 : start + count + 1])
+    ]
 
 
 def _token_logprob(

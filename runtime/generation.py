@@ -14,6 +14,7 @@ from typing import Any
 from ..compile.bucket_grid import BucketGrid, NoBucketFits
 from ..compile.monitor import compile_monitor
 from ..compile.signatures import MAX_STOP_IDS
+from .decode_slots import Job
 from .engine import ChoicesDropped, Engine, EngineRequest, Event, PromptScored, TokensEmitted
 from .expert_use import ExpertSetup
 from .metrics import latency_report
@@ -26,7 +27,6 @@ from .request import (
     RowError,
     TokenLogprob,
 )
-from .scheduler import Job
 from .text.collector import TextCollector
 from .text.tokenizer import Tokenizer
 

@@ -11,7 +11,9 @@ import numpy as np
 
 from ..compile.bucket_grid import PrefillBucket
 from ..compile.signatures import MAX_BIASES, MAX_STOP_IDS
+from ..modelzoo.chunk_cache import ChunkRows
 from ..modelzoo.sampling import SamplingState
+from .chunk_scheduler import ChunkOfPrompt
 from .request import SamplingParams
 
 
@@ -25,6 +27,28 @@ def pack_prompts(
         tokens_BT[row, : len(prompt)] = prompt
         true_length_B[row] = len(prompt)
     return tokens_BT, true_length_B
+
+
+def pack_chunks(
+    rows: Sequence[ChunkOfPrompt],
+    prompts: Sequence[Sequence[int]],
+    shape: tuple[int, int],
+    num_slots: int,
+) -> tuple[ChunkRows, np.ndarray, np.ndarray]:
+    """Which tokens rows have, `tokens_BT`, and the prompts' next tokens as `next_BT`.
+
+    `shape` is that of the tokens. Dummy rows are of no slot.
+    """
+    tokens_BT, next_BT = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+    slot_B, start_B, count_B = (np.zeros(shape[0], np.int32) for _ in range(3))
+    slot_B[:] = num_slots
+    for i, (row, prompt) in enumerate(zip(rows, prompts, strict=True)):
+        end = row.start + row.count
+        tokens_BT[i, : row.count] = prompt[row.start : end]
+        following = prompt[row.start + 1 : end + 1]
+        next_BT[i, : len(following)] = following
+        slot_B[i], start_B[i], count_B[i] = row.slot, row.start, row.count
+    return ChunkRows._make((slot_B, start_B, count_B)), tokens_BT, next_BT
 
 
 def pack_sampling(

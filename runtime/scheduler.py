@@ -16,30 +16,10 @@ every submitted sequence is inserted exactly once or dropped by `drain`.
 """
 
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..compile.bucket_grid import BucketGrid, PrefillBucket
-
-
-@dataclass(frozen=True)
-class Job:
-    """What scheduling needs to know of one request."""
-
-    number: int
-    prompt_length: int
-    limit: int
-    """Length at which each of its sequences ends; `prompt_length` when nothing is generated."""
-    num_sequences: int
-    is_scored: bool
-
-
-@dataclass(frozen=True)
-class Sequence:
-    """One continuation of a request."""
-
-    job: Job
-    sample: int
+from .decode_slots import DecodeAction, DecodeSlots, Job, Sequence
 
 
 @dataclass(frozen=True)
@@ -64,22 +44,8 @@ class InsertAction:
     """Whether the prefill's arrays can be released after this."""
 
 
-@dataclass(frozen=True)
-class DecodeAction:
-    """Run one decode call for the live slots."""
-
-    span: int
-    slots: tuple[int, ...]
-
-
 Action = PrefillAction | InsertAction | DecodeAction
 _Queue = tuple[PrefillBucket, bool]
-
-
-@dataclass
-class _Occupant:
-    sequence: Sequence
-    length: int
 
 
 @dataclass(frozen=True)
@@ -96,7 +62,7 @@ class Scheduler:
         self._grid = grid
         self._waiting: dict[_Queue, deque[Job]] = {}
         self._ready: deque[_Ready] = deque()
-        self._slots: list[_Occupant | None] = [None] * grid.decode_slots
+        self._slots = DecodeSlots(grid)
         self._num_prefills = 0
 
     @property
@@ -117,28 +83,25 @@ class Scheduler:
 
     def next_action(self) -> Action | None:
         """What to run next; None when all work is done."""
-        free = self._slots.count(None)
+        free = self._slots.free
         if free and self._ready:
-            return self._insert()
-        queues = self._open_queues(free > 0)
+            return self._insert(free[0])
+        queues = self._open_queues(bool(free))
         if queues:
             return self._prefill(queues)
-        live = [slot for slot, occupant in enumerate(self._slots) if occupant]
-        return self._decode(live) if live else None
+        return self._slots.decode()
 
     def advance(self, slot: int, num_tokens: int) -> None:
         """Note that a slot's row grew."""
-        occupant = self._slots[slot]
-        assert occupant is not None, f"slot {slot} is empty"
-        occupant.length += num_tokens
+        self._slots.advance(slot, num_tokens)
 
     def release(self, slot: int) -> None:
         """Free a slot whose row ended."""
-        self._slots[slot] = None
+        self._slots.release(slot)
 
     def drain(self) -> list[Job]:
         """Drop all that has no slot yet, unless the request has another sequence in one."""
-        in_flight = {o.sequence.job.number for o in self._slots if o}
+        in_flight = self._slots.job_numbers
         dropped = [job for queue in self._waiting.values() for job in queue]
         dropped += {
             ready.sequence.job.number: ready.sequence.job
@@ -154,13 +117,12 @@ class Scheduler:
         return [
             key
             for key, queue in self._waiting.items()
-            if has_free_slot or all(job.limit == job.prompt_length for job in queue)
+            if has_free_slot or not any(job.generates for job in queue)
         ]
 
-    def _insert(self) -> InsertAction:
+    def _insert(self, slot: int) -> InsertAction:
         ready = self._ready.popleft()
-        slot = self._slots.index(None)
-        self._slots[slot] = _Occupant(ready.sequence, ready.sequence.job.prompt_length)
+        self._slots.put(slot, ready.sequence)
         is_last = all(other.prefill != ready.prefill for other in self._ready)
         return InsertAction(slot, ready.sequence, ready.prefill, ready.row, is_last)
 
@@ -175,21 +137,10 @@ class Scheduler:
         for row, job in enumerate(jobs):
             self._ready.extend(
                 _Ready(Sequence(job, sample), number, row)
-                for sample in range(job.num_sequences if job.limit > job.prompt_length else 0)
+                for sample in range(job.num_sequences if job.generates else 0)
             )
         return PrefillAction(number, bucket, is_scored, jobs)
 
     def _choose(self, queues: list[_Queue]) -> _Queue:
         full = [key for key in queues if len(self._waiting[key]) >= key[0].batch]
         return min(full or queues, key=lambda key: self._waiting[key][0].number)
-
-    def _decode(self, live: Iterable[int]) -> DecodeAction:
-        live = tuple(live)
-        needed = max(self._next_length(slot) for slot in live)
-        return DecodeAction(self._grid.span_of(needed), live)
-
-    def _next_length(self, slot: int) -> int:
-        """Positions that the slot's row may hold after one more call."""
-        occupant = self._slots[slot]
-        assert occupant is not None, f"slot {slot} is empty"
-        return min(occupant.length + self._grid.steps_per_call, occupant.sequence.job.limit)

@@ -109,9 +109,7 @@ class ShardedOperations(Operations):
     ) -> tuple[jax.Array, Any]:  # fmt: skip
         heads = self._rules[axes.QUERY_HEADS]
         exchanged = self._rules.exchanged
-        cache_shards = self._num_shards(axes.KV_HEADS)
-        num_cache_heads = self._num_kv_heads * kv_copies(self._num_kv_heads, cache_shards)
-        copies = queries.q_BTKGH.shape[2] // num_cache_heads
+        copies = queries.q_BTKGH.shape[2] // self.num_cache_heads(self._num_kv_heads)
 
         def local(queries: Queries, new: PromptKeysValues | None, rows: Any, cache: Any):
             G = queries.q_BTKGH.shape[3]
@@ -193,6 +191,34 @@ class ShardedOperations(Operations):
         local = partial(_put_local, batch=batch)
         return self._map(local, (spec, P(None, *spec[1:]), P()), spec)(x, new, row)
 
+    def take_rows(self, x: jax.Array, row_B: jax.Array, logical_axes: Axes) -> jax.Array:
+        spec = self._rules.spec(logical_axes)
+        batch = self._rules[logical_axes[0]]
+
+        def local(x: jax.Array, row_B: jax.Array) -> jax.Array:
+            taken = super(ShardedOperations, self).take_rows(
+                x, _local_rows(x, row_B, batch), logical_axes
+            )
+            return jax.lax.psum(taken, batch) if batch else taken
+
+        return self._map(local, (spec, P()), P(None, *spec[1:]))(x, row_B)
+
+    def write_rows(
+        self, body: Callable[..., Any], old: Any, new: Any, rows: Any, logical_axes: Axes
+    ) -> Any:
+        spec = self._rules.spec(logical_axes)
+        batch = self._rules[logical_axes[0]]
+
+        def local(old: Any, new: Any, rows: Any) -> Any:
+            row_B, *others = rows
+            row_B = _local_rows(jax.tree.leaves(old)[0], row_B, batch)
+            return body(old, new, type(rows)(row_B, *others))
+
+        return self._map(local, (spec, P(None, *spec[1:]), P()), spec)(old, new, rows)
+
+    def num_cache_heads(self, num_kv_heads: int) -> int:
+        return num_kv_heads * kv_copies(num_kv_heads, self._num_shards(axes.KV_HEADS))
+
     def top_k(self, logits_BV: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
         shards = self._rules[axes.VOCAB]
         if not shards:
@@ -240,6 +266,13 @@ def _put_local(x: jax.Array, new: jax.Array, row: jax.Array, batch: MeshAxes) ->
     old = jax.lax.dynamic_slice_in_dim(x, index, 1, axis=0)
     new = jnp.where(is_here, new.astype(x.dtype), old)
     return jax.lax.dynamic_update_slice_in_dim(x, new, index, axis=0)
+
+
+def _local_rows(x: jax.Array, row_B: jax.Array, batch: MeshAxes) -> jax.Array:
+    """Rows as they are numbered on this device; one past the last for those that are elsewhere."""
+    size = x.shape[0]
+    local_B = row_B - jax.lax.axis_index(batch) * size if batch else row_B
+    return jnp.where((local_B >= 0) & (local_B < size), local_B, size)
 
 
 def _enter_queries(queries: Queries, exchanged: MeshAxes, copies: int) -> Queries:

@@ -36,6 +36,17 @@ GRID = BucketGrid(
     steps_per_call=4,
     score=True,
 )
+CHUNK_GRID = BucketGrid(
+    max_length=64,
+    prefill=((16, 2), (32, 1), (48, 2)),
+    decode_slots=4,
+    decode_spans=(16, 32, 48, 64),
+    steps_per_call=4,
+    score=True,
+    chunk=8,
+    chunks_per_decode=3,
+)
+"""A chunk is longer than the window."""
 EOS_ID = 2
 
 

@@ -26,9 +26,13 @@ from .run import run_job
 from .scan import ScanSummary
 
 if TYPE_CHECKING:
+    from ...compile.bucket_grid import BucketGrid
+    from ...compile.default_grid import RowNeed
     from ...compile.plan import Plan
     from ...sharding.layout import Layout
 
+OTHER_CHUNK = 256
+"""The chunk that whole prompts are compared with, in what is said of padding."""
 _VERSIONS_THAT_DECIDE_ANSWERS = ("noria", "jax", "jaxlib")
 
 
@@ -198,7 +202,7 @@ class BatchModel:
         text = plan.to_toml()
         self._peers.agree(lambda: {"plan": text})
         progress.note(text.rstrip())
-        progress.note(_padding_note(summary, plan))
+        progress.note(_padding_note(summary, plan.buckets, plan.layout))
         model = session.load_model(self._files, target, plan.model.dtype, plan.layout)
         phases.enter("build")
         generator = session.start(model, plan, seed=self._options.seed, on_graph=report)
@@ -208,19 +212,18 @@ class BatchModel:
         self, summary: ScanSummary, target_name: str, dtype: str, max_position: int
     ) -> "Plan":
         """The given plan, or one for the rows of this job; either with the overrides."""
-        from ...compile.default_grid import GridDefaults, RowNeed, derive_grid
+        from ...compile.default_grid import GridDefaults, derive_grid, with_chunk
         from ...compile.expert_plan import default_experts
         from ...compile.plan import Plan, PlannedModel
 
         table = self._plan_table
         if table is None:
-            needs = [
-                RowNeed(
-                    need.prompt_length, need.max_tokens, need.n, need.prompt_logprobs is not None
-                )
-                for need in summary.needs
-            ]
-            grid = derive_grid(needs, max_position, GridDefaults.for_layout(self._layout))
+            defaults = GridDefaults.for_layout(self._layout)
+            asked = apply_overrides({}, self._options.set).get("buckets", {})
+            if "chunk" in asked:
+                # spans and batches are derived for it, then it is set like any other key
+                defaults = with_chunk(defaults, asked["chunk"])
+            grid = derive_grid(_row_needs(summary), max_position, defaults)
             planned = PlannedModel(self._files.name, self._files.fingerprint(), dtype)
             experts = default_experts(self._files.spec.config)
             plan = Plan(target_name, planned, grid, self._layout, experts)
@@ -228,14 +231,35 @@ class BatchModel:
         return Plan.from_table(apply_overrides(table, self._options.set))
 
 
-def _padding_note(summary: ScanSummary, plan: "Plan") -> str:
-    """What the plan's prefill buckets cost on the rows of this job that fit them."""
+def _row_needs(summary: ScanSummary) -> "list[RowNeed]":
+    from ...compile.default_grid import RowNeed
+
+    return [
+        RowNeed(need.prompt_length, need.max_tokens, need.n, need.prompt_logprobs is not None)
+        for need in summary.needs
+    ]
+
+
+def _padding_note(summary: ScanSummary, grid: "BucketGrid", layout: "Layout | None") -> str:
+    """What prompts cost in this grid, whole or in chunks, and what they would cost otherwise."""
+    from ...compile.default_grid import GridDefaults, derive_grid, with_chunk
+
+    defaults = GridDefaults.for_layout(layout)
+    if grid.chunk is None:
+        defaults = with_chunk(defaults, min(OTHER_CHUNK, grid.max_length))
+    other = derive_grid(_row_needs(summary), grid.max_length, defaults)
+    return f"prefill: {_padding(summary, grid)}; {_padding(summary, other)} otherwise"
+
+
+def _padding(summary: ScanSummary, grid: "BucketGrid") -> str:
     from ...compile.default_grid import prefill_padding
 
-    longest = plan.buckets.prefill[-1].length
-    lengths = [need.prompt_length for need in summary.needs if need.prompt_length <= longest]
-    real, computed = prefill_padding(lengths, plan.buckets.prefill)
+    longest = grid.prefill[-1].length
+    prompts = [need.prompt_length for need in summary.needs]
+    lengths = [length for length in prompts if grid.computed_length(length) <= longest]
+    real, computed = prefill_padding(lengths, grid.prefill, grid.chunk)
     share = (computed - real) / computed if computed else 0.0
+    how = "whole prompts" if grid.chunk is None else f"chunks of {grid.chunk}"
     return (
-        f"prefill: {real} tokens in {len(lengths)} rows, {computed} computed, {share:.1%} padding"
+        f"{real} tokens in {len(lengths)} rows, {computed} computed in {how}, {share:.1%} padding"
     )

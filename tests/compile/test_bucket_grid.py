@@ -2,7 +2,12 @@
 
 import pytest
 
-from noria.compile.bucket_grid import BucketGrid, NoBucketFits, PrefillBucket
+from noria.compile.bucket_grid import (
+    CHUNKS_PER_DECODE,
+    BucketGrid,
+    NoBucketFits,
+    PrefillBucket,
+)
 
 GRID = BucketGrid(max_length=96, prefill=((16, 4), (64, 2)), decode_slots=8, decode_spans=(32, 96))
 
@@ -54,5 +59,47 @@ def test_the_span_is_the_shortest_that_holds_the_positions(length, span):
 )
 def test_a_grid_that_makes_no_sense_is_refused_by_key(change, message):
     fields = {name: getattr(GRID, name) for name in BucketGrid.__dataclass_fields__}
+    with pytest.raises(ValueError, match=message):
+        BucketGrid(**(fields | change))
+
+
+CHUNKS = BucketGrid(
+    max_length=100,
+    prefill=((16, 4), (48, 2)),
+    decode_slots=8,
+    decode_spans=(16, 48, 100),
+    chunk=16,
+)
+
+
+@pytest.mark.parametrize(("length", "bucket"), [(1, (16, 4)), (16, (16, 4)), (17, (48, 2))])
+def test_a_prompt_in_chunks_fits_with_its_last_chunk_whole(length, bucket):
+    assert CHUNKS.fit(length, 8) == PrefillBucket(*bucket)
+
+
+def test_a_prompt_whose_last_chunk_does_not_fit_is_refused_with_both_numbers():
+    with pytest.raises(NoBucketFits, match=r"prefill length 64, in whole chunks of 16; .*\[16, 48"):
+        CHUNKS.fit(49, 1)
+
+
+def test_decode_goes_on_between_chunks_by_default():
+    assert CHUNKS.chunks_per_decode == CHUNKS_PER_DECODE
+    assert GRID.chunks_per_decode is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"chunk": 0}, "buckets.chunk: expected a positive integer, got 0"),
+        ({"chunk": True}, "buckets.chunk: expected a positive integer, got True"),
+        ({"chunks_per_decode": 0}, "chunks_per_decode: expected a positive integer, got 0"),
+        ({"chunk": None}, "chunks_per_decode: expected none without buckets.chunk, got 32"),
+        ({"prefill": ((48, 2),)}, r"the first of buckets.decode_spans \[16, 48, 100\], .* \[48\]"),
+        ({"prefill": ((32, 2),)}, r"the first of buckets.decode_spans \[16, 48, 100\], .* \[32\]"),
+        ({"chunk": 32}, r"multiples of buckets.chunk \(32\) .* \(48\), .* got \[16, 48\]"),
+    ],
+)
+def test_chunks_that_do_not_fit_the_spans_are_refused_by_key(change, message):
+    fields = {name: getattr(CHUNKS, name) for name in BucketGrid.__dataclass_fields__}
     with pytest.raises(ValueError, match=message):
         BucketGrid(**(fields | change))

@@ -6,6 +6,7 @@ decode, over a cache of several segments. A longer bucket and a cache in one pie
 """
 
 from collections import Counter
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,9 @@ from tolerances import FLOAT32_MODEL_LOGPROB
 
 from noria.compile.definition import Definition
 from noria.modelzoo import kv_cache
+from noria.modelzoo.chunk_cache import ChunkRows
 from noria.modelzoo.families.registry import FAMILIES
+from noria.modelzoo.operations import ON_ONE_DEVICE
 from noria.runtime.checkpoint.loader import load_params
 from noria.runtime.checkpoint.model_files import open_model
 
@@ -27,6 +30,7 @@ class LoadedCase:
     """A case read by noria, beside what transformers says about it."""
 
     def __init__(self, case: Case, directory):
+        self.case = case
         self.reference = save_reference(case, directory)
         self.prompts = prompts(case)
         with open_model(str(directory)) as files:
@@ -53,6 +57,14 @@ class LoadedCase:
                 rtol=0,
                 atol=FLOAT32_MODEL_LOGPROB,
             )
+
+
+IN_CHUNKS = {"llama-2", "mistral-window", "llama4-scout", "deepseek-v2-lite", "gpt-oss"}
+
+
+@pytest.fixture(scope="module")
+def is_slow(request) -> bool:
+    return request.config.getoption("--slow")
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: case.name)
@@ -106,6 +118,40 @@ def test_decoding_token_by_token_gives_the_logprobs_of_transformers(
         logits_BV, cache = step(loaded.parameters, tokens_BT[:, position], position_B, cache)
         logits.append(np.asarray(logits_BV))
     loaded.assert_close(np.stack(logits, axis=1), first)
+
+
+@pytest.mark.parametrize("spans", [pytest.param((32,), marks=pytest.mark.slow), (8, 24)], ids=str)
+def test_prefill_in_chunks_gives_the_logprobs_of_transformers(
+    loaded: LoadedCase, is_slow: bool, spans: tuple[int, ...]
+):
+    """Slots are not in the order of rows; a row without tokens is none, and has no slot.
+
+    In every run one family for each way of keeping a layer, the others when asked.
+    """
+    if not (is_slow or loaded.case.name in IN_CHUNKS):
+        pytest.skip("slow; run with --slow")
+    chunk, slot_B = 8, np.array([2, 0, 1], np.int32)
+    B = len(TRUE_LENGTHS)
+
+    @partial(jax.jit, static_argnames="num_segments")
+    def pour(parameters, tokens_BT, rows, cache, num_segments):
+        decoder = loaded.definition.bind(parameters)
+        head = cache.head(num_segments)
+        x_BTD, head, _ = decoder.prefill_chunk(tokens_BT, rows, head, ON_ONE_DEVICE)
+        return decoder.logits(x_BTD), cache.with_head(head)
+
+    cache = kv_cache.allocate(loaded.definition.config, B, spans, jnp.float32)
+    tokens_BT = loaded.padded_prompts(max(spans))
+    logits = []
+    for start in range(0, max(TRUE_LENGTHS), chunk):
+        count_B = np.clip(np.asarray(TRUE_LENGTHS) - start, 0, chunk).astype(np.int32)
+        slots_B = np.where(count_B, slot_B, B).astype(np.int32)
+        rows = ChunkRows(*map(jnp.asarray, (slots_B, np.full(B, start, np.int32), count_B)))
+        num_segments = 1 + sum(start + chunk > span for span in spans)
+        piece_BT = tokens_BT[:, start : start + chunk]
+        logits_BTV, cache = pour(loaded.parameters, piece_BT, rows, cache, num_segments)
+        logits.append(np.asarray(logits_BTV))
+    loaded.assert_close(np.concatenate(logits, axis=1))
 
 
 def test_every_family_has_at_least_four_cases():

@@ -10,9 +10,10 @@ from tiny import CONFIG, TinyModel, prompts
 from noria.compile.bucket_grid import BucketGrid
 from noria.compile.expert_plan import ExpertPlan
 from noria.modelzoo.moe.config import Dispatch, MoeConfig, Routing
+from noria.runtime.decode_slots import DecodeAction
 from noria.runtime.expert_use import ExpertSetup, ExpertTotals
 from noria.runtime.request import Request, SamplingParams
-from noria.runtime.scheduler import DecodeAction, InsertAction, PrefillAction
+from noria.runtime.scheduler import InsertAction, PrefillAction
 
 NUM_CHOSEN = 2
 MOE = MoeConfig(Routing(6, NUM_CHOSEN), mlp=16, layers=(False, True, True))

@@ -5,7 +5,8 @@ import random
 import pytest
 
 from noria.compile.bucket_grid import BucketGrid
-from noria.runtime.scheduler import DecodeAction, InsertAction, Job, PrefillAction, Scheduler
+from noria.runtime.decode_slots import DecodeAction, Job
+from noria.runtime.scheduler import InsertAction, PrefillAction, Scheduler
 
 GRID = BucketGrid(
     max_length=64,

@@ -1,0 +1,192 @@
+"""A chunk of a prompt beside the cache: what it sees of its slot, and how it is kept there.
+
+A chunk attends before it is kept: to what its slot holds from below its first position, and to
+itself as to one more segment. So a ring needs no entry more than its window, however long a chunk
+is. Then whole layers get the chunk as one block, and rings the latest tokens in place of the oldest
+ones.
+
+Knows nothing of prompts, queues or meshes. Guarantees: nothing at or after a row's first position
+is seen, so a slot that decode writes to while it fills up shows nothing of that; rows of a slot
+that the cache does not have write nothing; every block is written in place where the cache is
+donated.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from . import axes
+from .attention import EMPTY_POSITION
+from .config import Window
+from .kv_cache import (
+    KeptLayer,
+    KVCache,
+    Positions,
+    PromptLatents,
+    PromptLayer,
+    Segments,
+    at_entries,
+    held_positions,
+    match_heads,
+    num_entries,
+    segment_starts,
+)
+from .operations import Axes, Operations, rows_of
+
+
+class ChunkRows(NamedTuple):
+    """Which tokens each row of a chunk call has."""
+
+    slot_B: jax.Array
+    """Where the row's prompt is kept; past the slots for a dummy row."""
+    start_B: jax.Array
+    """Position of the first token. The chunk lies within the last segment, padding included."""
+    count_B: jax.Array
+    """Tokens; the rest of the row is padding."""
+
+
+class ChunkContext(NamedTuple):
+    """What attention knows of the rows of a chunk, beside queries, keys and values."""
+
+    position_BT: jax.Array
+    seen: Positions
+    """Of what the rows' slots hold from before."""
+    kept_position_BT: jax.Array
+    """Of the chunk's own tokens, empty where it is padded."""
+    latents: PromptLatents | None
+
+    AXES = (
+        (axes.ATTENTION_BATCH, ""),
+        axes.CACHE_POSITIONS,
+        (axes.ATTENTION_BATCH, ""),
+        axes.PROMPT_LATENTS,
+    )
+
+
+def positions_below(positions: Positions, rows: ChunkRows, operations: Operations) -> Positions:
+    """The positions that the slots of rows hold below the rows' first ones."""
+
+    def take(position_BS: jax.Array) -> jax.Array:
+        taken_BS = operations.take_rows(position_BS, rows.slot_B, axes.CACHE_POSITIONS)
+        return jnp.where(taken_BS < rows.start_B[:, None], taken_BS, EMPTY_POSITION)
+
+    return jax.tree.map(take, positions)
+
+
+def layer_of_slots(
+    layer: KeptLayer, slot_B: jax.Array, num_heads: int, operations: Operations
+) -> KeptLayer:
+    """What the slots of rows keep of a layer, with `num_heads` where it keeps heads."""
+
+    def take(segments: Segments, logical_axes: Axes) -> Segments:
+        taken = (operations.take_rows(x, slot_B, logical_axes) for x in segments)
+        if axes.KV_HEADS in logical_axes:
+            taken = (match_heads(x, num_heads) for x in taken)
+        return tuple(taken)
+
+    return type(layer)(*map(take, layer, layer.AXES))
+
+
+def with_chunk(layer: KeptLayer, made: PromptLayer) -> KeptLayer:
+    """A layer with a chunk as its last segment."""
+    return type(layer)(*((*old, new) for old, new in zip(layer, made, strict=True)))
+
+
+def keep_chunk(
+    cache: KVCache,
+    made: Sequence[PromptLayer],
+    position_BT: jax.Array,
+    rows: ChunkRows,
+    windows: Sequence[Window],
+    operations: Operations,
+) -> KVCache:
+    """The cache with a chunk's tokens at their entries, under their positions.
+
+    Where a chunk is padded, `position_BT` is empty.
+    """
+
+    def keep(write: _Write, old: Segments, new: jax.Array, axis: int, names: Axes) -> Segments:
+        if axes.KV_HEADS in names:
+            new = match_heads(new, old[0].shape[1])
+
+        def body(old: Segments, new: jax.Array, rows: ChunkRows) -> Segments:
+            return write(old, new, rows, axis)
+
+        return operations.write_rows(body, old, new, rows, names)
+
+    def kept(layer: KeptLayer, new: PromptLayer, window: Window) -> KeptLayer:
+        write = _write_ring if cache.positions.is_ring(window) else _write_blocks
+        arrays = zip(layer, new, layer.POSITION_AXES, layer.AXES, strict=True)
+        return type(layer)(*(keep(write, *array) for array in arrays))
+
+    def marked(write: _Write, old: Segments) -> Segments:
+        return keep(write, old, position_BT, 1, axes.CACHE_POSITIONS)
+
+    whole_BS, ring_BS = cache.positions
+    positions = Positions(
+        marked(_write_blocks, whole_BS) if whole_BS else (),
+        {size: marked(_write_ring, segments) for size, segments in ring_BS.items()},
+    )
+    return KVCache(tuple(map(kept, cache.layers, made, windows)), positions)
+
+
+_Write = Callable[[Segments, jax.Array, ChunkRows, int], Segments]
+"""Segments with the tokens of rows along an axis."""
+
+
+def _write_blocks(segments: Segments, new: jax.Array, rows: ChunkRows, axis: int) -> Segments:
+    """Each row as one block of the last segment; its padding leaves what was there.
+
+    That makes what is written depend on the rows as attention read them: they are read before they
+    are written, and no copy of the segment is needed.
+    """
+    *others, last = segments
+    T = new.shape[axis]
+    index_B = rows.start_B - segment_starts(segments, axis)[-1]
+    cut = jax.vmap(lambda x, index: jax.lax.dynamic_slice_in_dim(x, index, T, axis - 1))
+    is_token_BT = jnp.arange(T)[None] < rows.count_B[:, None]
+    is_token = jnp.expand_dims(is_token_BT, [a for a in range(1, new.ndim) if a != axis])
+    old = cut(rows_of(last, rows.slot_B), index_B)
+    block = jnp.where(is_token, new.astype(last.dtype), old)
+    return (*others, put_blocks(last, block, rows.slot_B, index_B, axis))
+
+
+def _write_ring(segments: Segments, new: jax.Array, rows: ChunkRows, axis: int) -> Segments:
+    """The latest tokens of each row, and what the ring had at the entries that they leave."""
+    size = num_entries(segments, axis)
+
+    def merged(old: jax.Array, new: jax.Array, start: jax.Array, count: jax.Array) -> jax.Array:
+        shape = [1] * old.ndim
+        shape[axis - 1] = size
+        is_new_S = held_positions(start + count, size) >= start
+        fresh = at_entries(new, start, count, size, axis - 1)
+        return jnp.where(is_new_S.reshape(shape), fresh, old)
+
+    old = jnp.concatenate([rows_of(x, rows.slot_B) for x in segments], axis=axis)
+    ring = jax.vmap(merged)(old, new.astype(old.dtype), rows.start_B, rows.count_B)
+    pieces = jnp.split(ring, segment_starts(segments, axis)[1:], axis=axis)
+    first_B = jnp.zeros_like(rows.slot_B)
+    return tuple(
+        put_blocks(old, piece, rows.slot_B, first_B, axis)
+        for old, piece in zip(segments, pieces, strict=True)
+    )
+
+
+def put_blocks(
+    x: jax.Array, blocks: jax.Array, slot_B: jax.Array, index_B: jax.Array, axis: int
+) -> jax.Array:
+    """Write block b at slot `slot_B[b]` and `index_B[b]` of `axis`; one that lies outside is not.
+
+    One slice after the other: a scatter would copy the cache where it is laid out otherwise.
+    """
+    size = x.shape[axis] - blocks.shape[axis]
+    is_inside_B = (slot_B >= 0) & (slot_B < x.shape[0]) & (index_B >= 0) & (index_B <= size)
+    for b in range(blocks.shape[0]):
+        block = blocks[b : b + 1].astype(x.dtype)
+        start = [jnp.int32(0)] * x.ndim
+        start[0], start[axis] = slot_B[b], index_B[b]
+        old = jax.lax.dynamic_slice(x, start, block.shape)
+        x = jax.lax.dynamic_update_slice(x, jnp.where(is_inside_B[b], block, old), start)
+    return x

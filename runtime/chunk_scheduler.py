@@ -1,0 +1,200 @@
+"""The scheduler of plans with chunks: prompts are poured into their slots, piece by piece.
+
+A pure state machine as `Scheduler` is: no clock, no I/O, no device. Policy, in this order:
+
+1. what waits takes free slots, first come first served: a request as many as it has sequences, so
+   that its prompt is poured into one of them and copied to the others;
+2. copies are made as soon as their prompt is whole;
+3. a chunk batch runs: a whole one first, the one whose first prompt came first. At most
+   `chunks_per_decode` of them run in a row while any row decodes, and one that is not whole runs
+   only after a decode call: each slot that fills makes every later decode call worth more;
+4. otherwise the live slots decode, over the shortest span that holds them all.
+
+Guarantees: the chunks of a prompt pass through the spans of its own length, whatever else waits;
+every submitted sequence decodes exactly once or is dropped by `drain`; a prompt is poured once, and
+again for each further set of sequences where it has more than there are slots.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+from ..compile.bucket_grid import BucketGrid, PrefillBucket
+from .decode_slots import DecodeAction, DecodeSlots, Job, Sequence
+
+
+@dataclass(frozen=True)
+class OpenAction:
+    """Give a slot to a sequence whose prompt is to be poured in."""
+
+    slot: int
+    sequence: Sequence
+
+
+@dataclass(frozen=True)
+class ChunkOfPrompt:
+    """One row of a chunk call."""
+
+    slot: int
+    sequence: Sequence
+    start: int
+    count: int
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the prompt is whole after it."""
+        return self.start + self.count == self.sequence.job.prompt_length
+
+
+@dataclass(frozen=True)
+class ChunkAction:
+    """Run one chunk batch; its rows in this order, dummies after them."""
+
+    bucket: PrefillBucket
+    is_scored: bool
+    rows: tuple[ChunkOfPrompt, ...]
+
+
+@dataclass(frozen=True)
+class ForkAction:
+    """Copy a whole prompt to the slot of another sequence of its request."""
+
+    source: int
+    slot: int
+    sequence: Sequence
+
+
+Action = OpenAction | ChunkAction | ForkAction | DecodeAction
+_Queue = tuple[PrefillBucket, bool]
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    job: Job
+    first_sample: int = 0
+
+
+@dataclass
+class _Filling:
+    """A prompt on its way into a slot, and the slots that are kept for its other sequences."""
+
+    sequence: Sequence
+    slot: int
+    kept: list[int]
+    length: int = 0
+
+
+class ChunkScheduler:
+    """Prompts that wait and that fill slots, and the choice of the next action."""
+
+    def __init__(self, grid: BucketGrid):
+        assert grid.chunk is not None and grid.chunks_per_decode is not None
+        self._grid, self._chunk, self._most_chunks = grid, grid.chunk, grid.chunks_per_decode
+        self._waiting: deque[_Waiting] = deque()
+        self._filling: list[_Filling] = []
+        """In the order in which they took their slots."""
+        self._forks: deque[ForkAction] = deque()
+        self._slots = DecodeSlots(grid)
+        self._chunks_since_decode = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have no slot yet."""
+        return len(self._waiting)
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether the queue is too short to keep slots full."""
+        return self.num_waiting < 2 * len(self._slots)
+
+    def submit(self, job: Job) -> None:
+        """Queue a request that fits the grid."""
+        self._grid.fit(job.prompt_length, job.limit - job.prompt_length)
+        self._waiting.append(_Waiting(job))
+
+    def next_action(self) -> Action | None:
+        """What to run next; None when all work is done."""
+        if self._forks:
+            fork = self._forks.popleft()
+            self._slots.put(fork.slot, fork.sequence)
+            return fork
+        if (opened := self._open()) is not None:
+            return opened
+        if (chunk := self._choose()) is not None:
+            self._chunks_since_decode += bool(self._slots.live)
+            return self._pour(chunk)
+        self._chunks_since_decode = 0
+        return self._slots.decode()
+
+    def advance(self, slot: int, num_tokens: int) -> None:
+        """Note that a slot's row grew."""
+        self._slots.advance(slot, num_tokens)
+
+    def release(self, slot: int) -> None:
+        """Free a slot whose row ended."""
+        self._slots.release(slot)
+
+    def drain(self) -> list[Job]:
+        """Drop all that has no slot yet, unless the request has another sequence in one."""
+        in_flight = self._slots.job_numbers
+        in_flight |= {filling.sequence.job.number for filling in self._filling}
+        dropped = [entry.job for entry in self._waiting if entry.job.number not in in_flight]
+        self._waiting = deque(e for e in self._waiting if e.job.number in in_flight)
+        return dropped
+
+    def _open(self) -> OpenAction | None:
+        if not self._waiting:
+            return None
+        job, first = self._waiting[0].job, self._waiting[0].first_sample
+        left = job.num_sequences - first if job.generates else 1
+        count = min(left, len(self._slots))
+        taken = {slot for filling in self._filling for slot in (filling.slot, *filling.kept)}
+        free = [slot for slot in self._slots.free if slot not in taken]
+        if len(free) < count:
+            return None
+        self._waiting.popleft()
+        if count < left:
+            self._waiting.appendleft(_Waiting(job, first + count))
+        sequence = Sequence(job, first)
+        self._filling.append(_Filling(sequence, free[0], free[1:count]))
+        return OpenAction(free[0], sequence)
+
+    def _choose(self) -> tuple[_Queue, list[_Filling]] | None:
+        """The rows of the next chunk batch, if one is to run now."""
+        queues: dict[_Queue, list[_Filling]] = {}
+        for filling in self._filling:
+            queues.setdefault(self._queue_of(filling), []).append(filling)
+        whole = [key for key, rows in queues.items() if len(rows) >= key[0].batch]
+        most = self._most_chunks if whole else 1
+        if not queues or (self._slots.live and self._chunks_since_decode >= most):
+            return None
+        # by the first of their rows, as they were found
+        key = (whole or list(queues))[0]
+        return key, queues[key][: key[0].batch]
+
+    def _queue_of(self, filling: _Filling) -> _Queue:
+        job = filling.sequence.job
+        end = min(filling.length + self._chunk, job.prompt_length)
+        return self._grid.bucket_of(end), job.is_scored
+
+    def _pour(self, chosen: tuple[_Queue, list[_Filling]]) -> ChunkAction:
+        (bucket, is_scored), batch = chosen
+        rows = []
+        for filling in batch:
+            left = filling.sequence.job.prompt_length - filling.length
+            count = min(self._chunk, left)
+            rows.append(ChunkOfPrompt(filling.slot, filling.sequence, filling.length, count))
+            filling.length += count
+            if count == left:
+                self._filled(filling)
+        return ChunkAction(bucket, is_scored, tuple(rows))
+
+    def _filled(self, filling: _Filling) -> None:
+        self._filling.remove(filling)
+        job, sample = filling.sequence.job, filling.sequence.sample
+        if not job.generates:
+            return
+        self._slots.put(filling.slot, filling.sequence)
+        self._forks.extend(
+            ForkAction(filling.slot, slot, Sequence(job, sample + i))
+            for i, slot in enumerate(filling.kept, start=1)
+        )

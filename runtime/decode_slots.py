@@ -1,0 +1,102 @@
+"""The slots of the decode batch, as scheduling sees them: who is in them, and the next call's span.
+
+Pure state, without clock or device. Knows nothing of how prompts come into slots.
+"""
+
+from dataclasses import dataclass
+
+from ..compile.bucket_grid import BucketGrid
+
+
+@dataclass(frozen=True)
+class Job:
+    """What scheduling needs to know of one request."""
+
+    number: int
+    prompt_length: int
+    limit: int
+    """Length at which each of its sequences ends; `prompt_length` when nothing is generated."""
+    num_sequences: int
+    is_scored: bool
+
+    @property
+    def generates(self) -> bool:
+        """Whether its sequences decode at all."""
+        return self.limit > self.prompt_length
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """One continuation of a request."""
+
+    job: Job
+    sample: int
+
+
+@dataclass(frozen=True)
+class DecodeAction:
+    """Run one decode call for the live slots."""
+
+    span: int
+    slots: tuple[int, ...]
+
+
+@dataclass
+class _Occupant:
+    sequence: Sequence
+    length: int
+
+
+class DecodeSlots:
+    """The rows that decode."""
+
+    def __init__(self, grid: BucketGrid):
+        self._grid = grid
+        self._occupants: list[_Occupant | None] = [None] * grid.decode_slots
+
+    def __len__(self) -> int:
+        return len(self._occupants)
+
+    @property
+    def free(self) -> list[int]:
+        """Slots in which nothing decodes."""
+        return [slot for slot, occupant in enumerate(self._occupants) if occupant is None]
+
+    @property
+    def live(self) -> tuple[int, ...]:
+        """Slots whose rows decode."""
+        return tuple(slot for slot, occupant in enumerate(self._occupants) if occupant is not None)
+
+    @property
+    def job_numbers(self) -> set[int]:
+        """The requests that decode."""
+        return {occupant.sequence.job.number for occupant in self._occupants if occupant}
+
+    def put(self, slot: int, sequence: Sequence) -> None:
+        """Let a sequence decode whose prompt is in its slot."""
+        self._occupants[slot] = _Occupant(sequence, sequence.job.prompt_length)
+
+    def advance(self, slot: int, num_tokens: int) -> None:
+        """Note that a slot's row grew."""
+        self._occupant(slot).length += num_tokens
+
+    def release(self, slot: int) -> None:
+        """Free a slot whose row ended."""
+        self._occupants[slot] = None
+
+    def decode(self) -> DecodeAction | None:
+        """The call of all live slots over the shortest span that holds them; None without any."""
+        live = self.live
+        if not live:
+            return None
+        return DecodeAction(self._grid.span_of(max(map(self._next_length, live))), live)
+
+    def _next_length(self, slot: int) -> int:
+        """Positions that the slot's row may hold after one more call."""
+        occupant = self._occupant(slot)
+        return min(occupant.length + self._grid.steps_per_call, occupant.sequence.job.limit)
+
+    def _occupant(self, slot: int) -> _Occupant:
+        occupant = self._occupants[slot]
+        assert occupant is not None, f"slot {slot} is empty"
+        return occupant

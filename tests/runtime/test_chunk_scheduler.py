@@ -1,0 +1,206 @@
+"""The scheduler of chunks alone: a pure state machine, driven without a device."""
+
+import random
+from collections import Counter
+
+import pytest
+
+from noria.compile.bucket_grid import BucketGrid
+from noria.runtime.chunk_scheduler import ChunkAction, ChunkScheduler, ForkAction, OpenAction
+from noria.runtime.decode_slots import DecodeAction, Job
+
+GRID = BucketGrid(
+    max_length=64,
+    prefill=((16, 2), (32, 2)),
+    decode_slots=4,
+    decode_spans=(16, 32, 64),
+    steps_per_call=4,
+    chunk=8,
+    chunks_per_decode=3,
+)
+
+
+def job(number, prompt_length=5, max_tokens=8, num_sequences=1, is_scored=False) -> Job:
+    return Job(number, prompt_length, prompt_length + max_tokens, num_sequences, is_scored)
+
+
+def random_jobs(count: int, seed: int = 1) -> list[Job]:
+    rng = random.Random(seed)
+    return [
+        job(
+            n,
+            prompt_length=rng.randint(1, 32),
+            max_tokens=rng.choice([0, 1, 9, 30]),
+            num_sequences=rng.randint(1, 6),
+            is_scored=rng.random() < 0.3,
+        )
+        for n in range(count)
+    ]
+
+
+class Play:
+    """A run to the end as the engine would drive it, with rows that end early at random.
+
+    Keeps what each slot holds, and fails where an action does not fit to that.
+    """
+
+    def __init__(self, jobs: list[Job], seed: int = 0):
+        self.scheduler, self.actions = ChunkScheduler(GRID), []
+        self.filled, self.length, self.limit = {}, {}, {}
+        rng = random.Random(seed)
+        pending = list(jobs)
+        while True:
+            while pending and self.scheduler.wants_more:
+                self.scheduler.submit(pending.pop(0))
+            action = self.scheduler.next_action()
+            if action is None:
+                assert not pending and not self.filled and not self.length
+                return
+            self.actions.append(action)
+            self._carry_out(action, rng)
+
+    def _carry_out(self, action, rng) -> None:
+        match action:
+            case OpenAction():
+                assert action.slot not in self.filled and action.slot not in self.length
+                self.filled[action.slot] = 0
+            case ChunkAction():
+                for row in action.rows:
+                    assert self.filled[row.slot] == row.start
+                    self.filled[row.slot] += row.count
+                    if row.is_last:
+                        del self.filled[row.slot]
+                        if row.sequence.job.generates:
+                            self._decodes(row.slot, row.sequence.job)
+            case ForkAction():
+                assert action.slot not in self.filled and action.slot not in self.length
+                # the source has the prompt and nothing behind it
+                assert self.length[action.source] == action.sequence.job.prompt_length
+                self._decodes(action.slot, action.sequence.job)
+            case DecodeAction():
+                assert set(action.slots) == set(self.length)
+                for slot in action.slots:
+                    self._grow(slot, rng)
+
+    def _decodes(self, slot: int, of: Job) -> None:
+        self.length[slot], self.limit[slot] = of.prompt_length, of.limit
+
+    def _grow(self, slot: int, rng) -> None:
+        grown = min(GRID.steps_per_call, self.limit[slot] - self.length[slot])
+        self.length[slot] += grown
+        if self.length[slot] == self.limit[slot] or rng.random() < 0.1:
+            del self.length[slot]
+            self.scheduler.release(slot)
+        else:
+            self.scheduler.advance(slot, grown)
+
+    def chunks_of(self, number: int) -> list[tuple]:
+        """Bucket, start and count of each chunk of a request, in order."""
+        return [
+            (action.bucket, row.start, row.count)
+            for action in self.actions
+            if isinstance(action, ChunkAction)
+            for row in action.rows
+            if row.sequence.job.number == number
+        ]
+
+
+def test_every_sequence_decodes_exactly_once_and_every_prompt_is_poured():
+    jobs = random_jobs(200)
+    play = Play(jobs)
+    begun = Counter()
+    for action in play.actions:
+        match action:
+            case OpenAction() | ForkAction():
+                begun[action.sequence.job.number, action.sequence.sample] += 1
+    samples = {j.number: range(j.num_sequences if j.generates else 1) for j in jobs}
+    assert begun == Counter((number, i) for number, each in samples.items() for i in each)
+    for j in jobs:
+        # in two sets where there are more sequences than slots
+        sets = 2 if j.generates and j.num_sequences > GRID.decode_slots else 1
+        assert sum(count for _, _, count in play.chunks_of(j.number)) == sets * j.prompt_length
+
+
+def test_the_graphs_of_a_prompt_follow_from_its_length_whatever_else_waits():
+    jobs = [job(n, prompt_length=1 + n % 32) for n in range(100)]
+    play = Play(jobs)
+    for j in jobs:
+        alone = Play([j])
+        assert play.chunks_of(j.number) == alone.chunks_of(j.number)
+        for bucket, start, count in play.chunks_of(j.number):
+            assert bucket.length == GRID.span_of(start + count)
+
+
+def test_batches_are_of_one_span_and_one_kind_and_no_larger_than_planned():
+    for action in Play(random_jobs(100, seed=3)).actions:
+        if isinstance(action, ChunkAction):
+            assert 1 <= len(action.rows) <= action.bucket.batch
+            assert {row.sequence.job.is_scored for row in action.rows} == {action.is_scored}
+            assert len({row.slot for row in action.rows}) == len(action.rows)
+
+
+def kinds(scheduler: ChunkScheduler, count: int) -> list[type]:
+    return [type(scheduler.next_action()) for _ in range(count)]
+
+
+def test_slots_fill_before_the_first_decode_call():
+    scheduler = ChunkScheduler(GRID)
+    for n in range(5):
+        scheduler.submit(job(n, prompt_length=12))
+    expected = [*[OpenAction] * 4, *[ChunkAction] * 4, DecodeAction]
+    assert kinds(scheduler, 9) == expected
+
+
+def test_decode_calls_go_on_between_the_chunks_of_long_prompts():
+    scheduler = ChunkScheduler(GRID)
+    scheduler.submit(job(0, max_tokens=40))
+    assert kinds(scheduler, 3) == [OpenAction, ChunkAction, DecodeAction]
+    for n in (1, 2):
+        scheduler.submit(job(n, prompt_length=32))
+    # whole batches, of which at most three run in a row
+    expected = [OpenAction] * 2 + [ChunkAction] * 3 + [DecodeAction, ChunkAction, DecodeAction]
+    assert kinds(scheduler, 8) == expected
+
+
+def test_a_batch_that_is_not_whole_alternates_with_decode_calls():
+    scheduler = ChunkScheduler(GRID)
+    scheduler.submit(job(0, max_tokens=40))
+    kinds(scheduler, 3)
+    scheduler.submit(job(1, prompt_length=20))
+    expected = [OpenAction, ChunkAction, DecodeAction, ChunkAction, DecodeAction]
+    assert kinds(scheduler, 5) == expected
+
+
+def test_prompts_that_generate_nothing_give_their_slots_back():
+    scheduler = ChunkScheduler(GRID)
+    for n in range(6):
+        scheduler.submit(job(n, max_tokens=0, is_scored=True))
+    expected = [*[OpenAction] * 4, ChunkAction, *[OpenAction] * 2, ChunkAction, ChunkAction]
+    assert kinds(scheduler, 10) == [*expected, type(None)]
+
+
+def test_sequences_of_a_prompt_are_copied_before_the_first_decodes_on():
+    scheduler = ChunkScheduler(GRID)
+    scheduler.submit(job(0, num_sequences=3))
+    actions = [scheduler.next_action() for _ in range(5)]
+    expected = [OpenAction, ChunkAction, ForkAction, ForkAction, DecodeAction]
+    assert [type(action) for action in actions] == expected
+    assert [action.slot for action in actions[2:4]] == [1, 2]
+
+
+def test_drain_drops_what_has_no_slot_and_keeps_prompts_that_fill_one():
+    scheduler = ChunkScheduler(GRID)
+    scheduler.submit(job(0, num_sequences=6))
+    for n in range(1, 4):
+        scheduler.submit(job(n))
+    scheduler.next_action()
+    assert [j.number for j in scheduler.drain()] == [1, 2, 3]
+    # the two sequences that found no slot belong to a request that has some
+    assert scheduler.num_waiting == 1
+
+
+def test_a_request_that_does_not_fit_is_not_queued():
+    scheduler = ChunkScheduler(GRID)
+    with pytest.raises(ValueError, match="prefill length 40, in whole chunks of 8"):
+        scheduler.submit(job(0, prompt_length=33))
+    assert scheduler.num_waiting == 0

@@ -1,0 +1,110 @@
+"""Prompts in chunks under layouts give the answer of whole prompts on one device.
+
+A row of a chunk call and its slot may lie on different devices: slots are taken from the last one
+on, and chunks are longer and shorter than the windows.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import pytest
+from laid_out import Answers, LaidOut, Row, config_of, greedy_rows, laid_out, layout_of
+from tolerances import FLOAT32_MODEL_LOGPROB
+
+from noria.compile.bucket_grid import BucketGrid, PrefillBucket
+from noria.compile.compiled_graphs import CompiledGraphs
+from noria.compile.steps import DecodeState, Prompts
+from noria.modelzoo.chunk_cache import ChunkRows
+from noria.runtime.padding import pack_sampling
+
+CHUNK = 8
+
+
+@dataclass
+class InChunks(LaidOut):
+    """One model under one layout whose prompts are poured into their slots."""
+
+    @property
+    def grid(self) -> BucketGrid:
+        n = 8 if self.num_devices == 1 else self.num_devices
+        return BucketGrid(40, ((8, n), (24, n)), n, (8, 24, 40), steps_per_call=4, chunk=CHUNK)
+
+    @cached_property
+    def graphs(self) -> CompiledGraphs:
+        span = self.grid.decode_spans[-1]
+        return self.compile("open", "fork", "chunk", CompiledGraphs.decode_name(span))
+
+    def answer_in_chunks(self, rows: dict[int, Row]) -> Answers:
+        """Each row in the slot of its number, counted from the last."""
+        last = self.grid.decode_slots - 1
+        state = self.empty_state()
+        for number, row in rows.items():
+            state = self._open(state, last - number, row)
+        for start in range(0, max(len(row.prompt) for row in rows.values()), CHUNK):
+            state = self._pour(state, rows, start)
+        poured = Prompts((), np.asarray(state.logits_BV), state.tokens_BS, state.length_B)
+        return self.decode(poured, state, {last - number: row for number, row in rows.items()})
+
+    def _open(self, state: DecodeState, slot: int, row: Row) -> DecodeState:
+        sampling = pack_sampling(
+            row.params,
+            seed=row.seed,
+            sample=0,
+            prompt_length=len(row.prompt),
+            stop_ids=(),
+            vocab_size=self.definition.padded_vocab,
+        )
+        lengths = (np.array([n], np.int32) for n in (len(row.prompt), self.grid.max_length))
+        return self.graphs.open(state, *self.put((np.int32(slot), *lengths, sampling)))
+
+    def _pour(self, state: DecodeState, rows: dict[int, Row], start: int) -> DecodeState:
+        bucket = next(b for b in self.grid.prefill if start + CHUNK <= b.length)
+        B = self.grid.decode_slots
+        tokens_BT, count_B = np.zeros((bucket.batch, CHUNK), np.int32), np.zeros(B, np.int32)
+        slot_B = np.full(B, B, np.int32)
+        for number, row in rows.items():
+            piece = row.prompt[start : start + CHUNK]
+            tokens_BT[number, : len(piece)], count_B[number] = piece, len(piece)
+            slot_B[number] = B - 1 - number if piece else B
+        of_rows = ChunkRows._make((slot_B, np.full(B, start, np.int32), count_B))
+        arguments = self.put((of_rows, tokens_BT))
+        state, _ = self.graphs.chunk(self.parameters, state, PrefillBucket(*bucket), *arguments)
+        return state
+
+
+PAIRS = [
+    ("llama", None, 8),
+    ("qwen2", "data-tensor", 8),
+    ("gpt_oss", "v5p-slice", 8),
+    ("olmo2", "v5p-slice", 1),
+    ("mixtral", "expert-parallel", 8),
+    ("deepseek_v2", "data-tensor", 8),
+    ("llama4_text", "data-parallel", 8),
+    ("gemma3_text", "sequence-parallel", 8),
+    ("qwen3", "data-tensor-batch-attention", 8),
+    ("olmo2", "weight-stationary-1d-batch-attention", 2),
+    ("mistral", "weight-gathered", 8),
+]
+OFTEN = [("gpt_oss", "v5p-slice", 8)]
+"""Rows, heads and experts over two axes, other rules for decode, windows and sinks."""
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "num_kv_heads"),
+    [pytest.param(*pair, marks=[] if pair in OFTEN else [pytest.mark.slow]) for pair in PAIRS],
+)
+def test_chunks_give_the_answer_of_whole_prompts_on_one_device(family, layout, num_kv_heads):
+    rows = greedy_rows()
+    slots = list(rows)
+    expected = laid_out(family, None, num_kv_heads).answer(rows)
+    laid = None if layout is None else layout_of(layout)
+    got = InChunks(config_of(family, num_kv_heads), laid).answer_in_chunks(rows)
+    assert (got.output.tokens_BQ[::-1][slots] == expected.output.tokens_BQ[slots]).all()
+    for name in ("prompt_logprobs_BV", "logprobs_BV"):
+        np.testing.assert_allclose(
+            getattr(got, name)[::-1][slots],
+            getattr(expected, name)[slots],
+            rtol=0,
+            atol=FLOAT32_MODEL_LOGPROB,
+        )
