@@ -157,7 +157,7 @@ def test_a_grid_of_chunks_holds_every_prompt_in_whole_chunks(chunk, max_position
 def test_a_grid_of_chunks_has_no_span_that_no_prompt_reaches():
     rows = [RowNeed(100, 800)]
     grid = derive_grid(rows, 8192, GridDefaults(chunk=128, max_decode_graphs=3))
-    assert grid.decode_spans == (384, 640, 1024)
+    assert grid.decode_spans == (384, 768, 1024)
     assert [bucket.length for bucket in grid.prefill] == [384]
 
 
