@@ -1,0 +1,103 @@
+"""Jobs whose prompts are poured into their slots in chunks, through the command."""
+
+import random
+import re
+import time
+
+import pytest
+from command import answer, completion, read_manifest, read_rows, write_lines
+
+CHUNKS = ("--set", "buckets.chunk=16", "--set", "buckets.decode_slots=6")
+
+
+@pytest.fixture(scope="module")
+def source(noria, tmp_path_factory):
+    rng = random.Random(5)
+    rows = [
+        completion(
+            f"row-{i}",
+            [rng.randrange(3, 250) for _ in range(rng.randint(1, 90))],
+            temperature=0,
+            max_tokens=rng.randint(1, 30),
+        )
+        for i in range(120)
+    ]
+    rows[3]["body"] |= {"n": 3, "temperature": 0.8, "seed": 4}
+    rows[4]["body"] |= {"echo": True, "max_tokens": 0, "logprobs": 1}
+    return write_lines(tmp_path_factory.mktemp("chunks") / "in.jsonl", rows)
+
+
+@pytest.fixture(scope="module")
+def in_chunks(noria, source):
+    """The output of an undisturbed run, and what it said."""
+    output = source.with_name("chunks.jsonl")
+    arguments = ("batch", "-i", source, "-o", output, "--model", noria.model, *CHUNKS)
+    return output, noria.run(*arguments).stderr
+
+
+def masked(path) -> str:
+    return re.sub(r'"created":\d+', '"created":0', path.read_text("utf-8"))
+
+
+def test_chunks_and_whole_prompts_give_the_same_texts(noria, source, in_chunks):
+    output, _ = in_chunks
+    whole, _ = noria.batch(source, source.with_name("whole.jsonl"))
+    for i, (got, expected) in enumerate(zip(read_rows(output), whole, strict=True)):
+        if i != 4:  # log-probabilities are of other executables
+            assert answer(got) == answer(expected)
+    assert read_manifest(output)["compiles_during_run"] == 0
+
+
+def test_the_padding_of_chunks_is_in_the_manifest(in_chunks, source):
+    used = read_manifest(in_chunks[0])["generator"]["buckets"]["prefill"]
+    prompts = [row["body"]["prompt"] for row in read_rows(source)]
+    assert sum(use["real_tokens"] for use in used.values()) == sum(map(len, prompts))
+    whole = sum(-(-len(prompt) // 16) * 16 for prompt in prompts)
+    assert sum(use["computed_tokens"] for use in used.values()) >= whole
+    for name, use in used.items():
+        batch = int(name.split()[0].partition("x")[2])
+        assert use["computed_tokens"] == use["calls"] * batch * 16
+
+
+def test_a_job_that_is_killed_goes_on_to_the_same_file(noria, source, in_chunks, tmp_path):
+    output = tmp_path / "out.jsonl"
+    arguments = ("batch", "-i", source, "-o", output, "--model", noria.model, *CHUNKS)
+    process = noria.start(*arguments)
+    journal = output.with_name(f"{output.name}.journal")
+    deadline = time.monotonic() + 120
+    while not (journal.exists() and journal.read_bytes().count(b"\n") > 10):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    process.kill()
+    process.communicate()
+    assert not output.exists()
+    noria.run(*arguments)
+    assert masked(output) == masked(in_chunks[0])
+
+
+@pytest.mark.slow
+def test_parts_of_a_job_give_the_rows_of_the_whole(noria, source, in_chunks, tmp_path):
+    expected = read_rows(in_chunks[0])
+    for part in (0, 1):
+        rows, _ = noria.batch(
+            source, tmp_path / f"part{part}.jsonl", *CHUNKS, "--rows", f"{part}/2"
+        )
+        assert [answer(row) for row in rows] == [answer(row) for row in expected[part::2]]
+
+
+def test_what_chunks_and_whole_prompts_would_waste_is_printed(in_chunks):
+    pattern = r"computed in chunks of 16, [\d.]+% padding; .* in whole prompts, [\d.]+% padding"
+    assert re.search(pattern, in_chunks[1])
+
+
+def test_a_chunk_that_is_none_is_refused_by_key(noria, source, tmp_path):
+    arguments = ("-i", source, "-o", tmp_path / "out.jsonl", "--model", noria.model)
+    done = noria.run("batch", *arguments, "--set", "buckets.chunk=0", expect=2)
+    assert "buckets.chunk: expected a positive integer, got 0" in done.stderr
+
+
+def test_chunks_are_refused_where_a_layout_splits_sequences(noria, source, tmp_path):
+    arguments = ("-i", source, "-o", tmp_path / "out.jsonl", "--model", noria.model, *CHUNKS)
+    ring = ("--target", "cpu:2", "--layout", "ring@sequence=2")
+    done = noria.run("batch", *arguments, *ring, expect=2)
+    assert "buckets.chunk: expected none under a layout that splits sequences" in done.stderr
