@@ -33,7 +33,7 @@ NUM_KV_HEADS = {
 }
 
 
-SLOW = {"ring-contiguous", "ring-data-expert"}
+SLOW = {"ring-contiguous", "ring-data-expert", "ring-tensor"}
 """What they add to other rings are sums and gathers that other layouts have."""
 CARRIED_OUT_AS_ALL_REDUCE = {("weight-stationary-2d", "prefill"), ("embed-parallel", "decode")}
 """Where XLA for TPU makes an all-reduce and a cut of a reduce-scatter, at these sizes."""

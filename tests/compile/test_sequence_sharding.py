@@ -16,6 +16,7 @@ from noria.compile.build import compile_graph, plan_graphs
 from noria.compile.collectives import read_collectives
 from noria.compile.compiled_graphs import CompiledGraphs
 from noria.compile.definition import Definition
+from noria.compile.hlo_text import read_program
 from noria.compile.steps import prefill_step
 from noria.compile.targets import find_target
 from noria.modelzoo.config import DecoderConfig
@@ -33,15 +34,18 @@ CONFIG = DecoderConfig(
     windows=(None, 24),
     max_position=PROMPT,
 )
+RING_OPCODES = ("collective-permute-start", "collective-permute-done", "while")
 ON_BOTH = pytest.mark.parametrize(
     "target", ["cpu:8", pytest.param("tpu:v5e:2x4", marks=pytest.mark.tpu_compile)]
 )
 
 
 @cache
-def compiled(target: str, num_devices: int, name: str, grid: BucketGrid) -> jax.stages.Compiled:
+def compiled(
+    target: str, num_devices: int, name: str, grid: BucketGrid, config: DecoderConfig = CONFIG
+) -> jax.stages.Compiled:
     placement = find_target(target).placement(layout_of(f"ring@sequence={num_devices}"))
-    graphs = plan_graphs(Definition(CONFIG), grid, placement, jnp.dtype(jnp.float32))
+    graphs = plan_graphs(Definition(config), grid, placement, jnp.dtype(jnp.float32))
     return compile_graph(next(graph for graph in graphs if graph.name == name))[0]
 
 
@@ -54,6 +58,24 @@ def test_a_short_span_costs_two_sums_a_layer_and_no_permute(target):
     lse = SLOTS * CONFIG.num_query_heads * 4
     each = {("all-reduce", lse): 2, ("all-reduce", lse * (CONFIG.head_dim + 1)): 2}
     assert Counter((c.kind, c.num_bytes) for c in found) == each
+
+
+@pytest.mark.tpu_compile
+def test_the_next_keys_are_in_flight_while_a_device_attends():
+    """In the loop over the ring both permutes start, attention loops, and both end."""
+    length = 8192
+    grid = BucketGrid(length, ((length, 1),), 8, (length,))
+    name = CompiledGraphs.prefill_name(grid.prefill[0])
+    config = replace(CONFIG, windows=(None,))
+    program = compiled("tpu:v5e:2x4", 8, name, grid, config)
+    computations = read_program(program.as_text()).computations
+    order = [
+        [one.opcode for one in computation.instructions.values() if one.opcode in RING_OPCODES]
+        for computation in computations.values()
+    ]
+    start, done = "collective-permute-start", "collective-permute-done"
+    in_ring = [opcodes for opcodes in order if start in opcodes]
+    assert in_ring == [[start, start, "while", done, done]]
 
 
 def test_an_insert_moves_nothing():

@@ -21,7 +21,9 @@ def scores(model: LaidOut) -> TokenScores:
     return jax.device_get(made)
 
 
-@pytest.mark.parametrize("layout", ["ring", "ring-contiguous"])
+@pytest.mark.parametrize(
+    "layout", ["ring", pytest.param("ring-contiguous", marks=pytest.mark.slow)]
+)
 def test_tokens_are_scored_as_on_one_device(layout):
     one, ring = (scores(laid_out("gpt_oss", name)) for name in (None, layout))
     for row, length in enumerate(PROMPT_LENGTHS):
