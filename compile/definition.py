@@ -29,7 +29,8 @@ def model_sizes(
         return ModelSizes(config, num_devices, weights, lengths={"decode": (1,)})
     batches = {"prefill": [b.batch for b in grid.prefill], "decode": [grid.decode_slots]}
     lengths = {"prefill": [grid.tokens_per_row(b) for b in grid.prefill], "decode": [1]}
-    return ModelSizes(config, num_devices, weights, batches, lengths, grid.decode_spans)
+    spans, is_chunked = grid.decode_spans, grid.chunk is not None
+    return ModelSizes(config, num_devices, weights, batches, lengths, spans, is_chunked)
 
 
 @cache

@@ -52,6 +52,8 @@ class ModelSizes:
     """Tokens of a row in each phase's graphs."""
     spans: Sequence[int] = ()
     """Entries of the cache that decode graphs read."""
+    is_chunked: bool = False
+    """Whether prompts are poured into the cache in chunks."""
 
 
 def check(layout: Layout, sizes: ModelSizes) -> list[str]:
@@ -172,6 +174,12 @@ def _shape_findings(layout: Layout, phase: str, sizes: ModelSizes) -> Iterable[s
         if phase == "decode":
             remedy = "Put the rule under [prefill.rules]: decode has one token a row."
         yield from _division(layout, rules, axis, "a row's length", length, remedy)
+    for axis in (axes.LENGTH, axes.CACHE_LENGTH) if sizes.is_chunked else ():
+        if rules[axis]:
+            yield (
+                f"{axis} = {_shown(rules[axis])}: chunks of prompts take tokens and cache whole. "
+                f"Leave buckets.chunk out, or the rule."
+            )
     for span in sizes.spans if phase == "decode" else ():
         remedy = "Plan spans that do, or change the rule."
         yield from _division(layout, rules, axes.CACHE_LENGTH, "a span", span, remedy)

@@ -29,6 +29,7 @@ CONFIG = DecoderConfig(
     max_position=512,
 )
 GRID = BucketGrid(64, ((16, 16), (32, 8)), 16, (64,))
+CHUNKED = BucketGrid(64, ((32, 16), (64, 16)), 16, (32, 64), chunk=16)
 MESH = {"data": 2, "tensor": 4}
 RULES = {"batch": "data", "query_heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
 CUBE = {"data": 2, "tensor": 2, "sequence": 2}
@@ -369,6 +370,18 @@ def test_sizes_of_the_model_that_do_not_divide_are_refused(illegal, sizes, expec
             BucketGrid(64, ((16, 8),), 16, (33, 64)),
             'decode: cache_length = "sequence": a span is 33, which does not divide over 2 '
             "devices. Plan spans that do, or change the rule.",
+        ),
+        (
+            layout(CUBE, prefill={"length": "sequence"}, max_replicated=1),
+            CHUNKED,
+            'prefill: length = "sequence": chunks of prompts take tokens and cache whole. Leave '
+            "buckets.chunk out, or the rule.",
+        ),
+        (
+            layout(CUBE, decode={"cache_length": "sequence"}, max_replicated=1),
+            CHUNKED,
+            'decode: cache_length = "sequence": chunks of prompts take tokens and cache whole. '
+            "Leave buckets.chunk out, or the rule.",
         ),
     ],
 )
