@@ -90,11 +90,15 @@ class Verification:
 def _grid(layout: Layout | None) -> BucketGrid:
     """The smallest shapes for the rows that the layout divides."""
     shape = GridDefaults.for_layout(layout)
-    length = -(-LENGTH // shape.length_multiple) * shape.length_multiple
-    batch = -(-NUM_PROMPTS // shape.batch_multiple) * shape.batch_multiple
-    slots = -(-NUM_PROMPTS // shape.slot_multiple) * shape.slot_multiple
-    span = length + NUM_STEPS + 1
+    length = _rounded_up(LENGTH, shape.length_multiple)
+    batch = _rounded_up(NUM_PROMPTS, shape.batch_multiple)
+    slots = _rounded_up(NUM_PROMPTS, shape.slot_multiple)
+    span = _rounded_up(length + NUM_STEPS + 1, shape.span_multiple)
     return BucketGrid(span, (PrefillBucket(length, batch),), slots, (span,), steps_per_call=1)
+
+
+def _rounded_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
 
 
 def _prompts(vocab_size: int) -> list[list[int]]:

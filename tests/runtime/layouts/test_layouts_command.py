@@ -16,7 +16,7 @@ from noria.sharding.layout import Layout
 
 SHAPES = ["--slots", "8", "--length", "48", "--prompt", "16", "--prompts", "4"]
 OPTIONS = ["--target", "cpu:4", *SHAPES, "--quiet"]
-LEGAL = ("data-parallel", "data-tensor", "weight-gathered")
+LEGAL = ("data-parallel", "data-tensor", "weight-gathered", "ring")
 KEYS = {
     "name",
     "mesh",
