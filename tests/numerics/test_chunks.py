@@ -1,0 +1,52 @@
+"""The embedded model gives the same greedy tokens from prompts in chunks as from whole ones.
+
+Both are executables of their own, so the near-tie rule holds: up to the first step at which the
+best two are closer than `NEAR_TIE_GAP` the tokens are the same.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import tolerances
+
+from noria.compile.bucket_grid import BucketGrid
+from noria.compile.plan import Plan, PlannedModel
+from noria.runtime import LLM, SamplingParams
+
+PROMPTS = Path(__file__).parents[2] / "benchmarks/workloads/peers64.jsonl"
+SPANS = (256, 512)
+WHOLE = BucketGrid(512, ((512, 1),), decode_slots=16, decode_spans=(512,))
+CHUNKS = BucketGrid(512, ((256, 2), (512, 2)), decode_slots=16, decode_spans=SPANS, chunk=64)
+
+
+def answers(grid: BucketGrid, conversations: list, max_tokens: int = 16):
+    llm = LLM("smollm2", plan=Plan("cpu", PlannedModel("smollm2", "", "float32"), grid))
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=2)
+    outputs = llm.chat(conversations, params)
+    llm.close()
+    return [output.outputs[0] for output in outputs]
+
+
+def conversations_of(count: int) -> list:
+    """Those of the benchmark, and then the ends of them."""
+    lines = PROMPTS.read_text("utf-8").splitlines()
+    rows = [json.loads(line)["body"]["messages"] for line in lines]
+    found = []
+    for i in range(count):
+        (message,) = rows[i % len(rows)]
+        skipped = i // len(rows) * 150
+        found.append([{"role": "user", "content": message["content"][skipped:]}])
+    return found
+
+
+@pytest.mark.parametrize("count", [12, pytest.param(200, marks=pytest.mark.slow)])
+def test_chunks_give_the_greedy_tokens_of_whole_prompts(count):
+    conversations = conversations_of(count)
+    whole, chunks = (answers(grid, conversations) for grid in (WHOLE, CHUNKS))
+    for expected, got in zip(whole, chunks, strict=True):
+        for step, score in enumerate(expected.logprobs):
+            (_, best), (_, second) = score.top
+            if best - second < tolerances.NEAR_TIE_GAP:
+                break
+            assert got.token_ids[step] == expected.token_ids[step]
