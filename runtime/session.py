@@ -17,8 +17,7 @@ from ..compile.definition import Definition, model_sizes
 from ..compile.expert_plan import LOSSLESS_EXPERTS, ExpertPlan
 from ..compile.plan import DTYPES, Plan
 from ..compile.targets import Target, num_simulated
-from ..modelzoo import axes
-from ..sharding.layout import PHASES, Layout
+from ..sharding.layout import Layout
 from ..sharding.legality import require
 from ..sharding.placement import Placement
 from .checkpoint import ModelFiles, load_params
@@ -101,21 +100,6 @@ def check_plan(plan: Plan, files: ModelFiles, target: Target, dtype: str = "auto
         )
     check_experts(plan.experts, files)
     check_layout(plan.layout, files, target, plan.buckets)
-    _check_chunk(plan)
-
-
-def _check_chunk(plan: Plan) -> None:
-    """Refuse chunks under a layout that splits the tokens of a row, which they do not know."""
-    if plan.buckets.chunk is None or plan.layout is None:
-        return
-    for phase in PHASES:
-        for axis in (axes.LENGTH, axes.CACHE_LENGTH):
-            if mesh_axes := plan.layout.phase(phase)[axis]:
-                raise ValueError(
-                    f"plan buckets.chunk: expected none under a layout that splits sequences, got "
-                    f"{plan.buckets.chunk} with {axis} over {', '.join(mesh_axes)} in {phase}. "
-                    f"Leave out the chunk, or use another layout."
-                )
 
 
 def check_experts(experts: ExpertPlan | None, files: ModelFiles) -> None:

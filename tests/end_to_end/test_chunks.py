@@ -100,4 +100,4 @@ def test_chunks_are_refused_where_a_layout_splits_sequences(noria, source, tmp_p
     arguments = ("-i", source, "-o", tmp_path / "out.jsonl", "--model", noria.model, *CHUNKS)
     ring = ("--target", "cpu:2", "--layout", "ring@sequence=2")
     done = noria.run("batch", *arguments, *ring, expect=2)
-    assert "buckets.chunk: expected none under a layout that splits sequences" in done.stderr
+    assert "chunks of prompts take tokens and cache whole" in done.stderr
