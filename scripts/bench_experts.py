@@ -200,7 +200,7 @@ def _running_sum(x_MD: jax.Array, expert_MZ: jax.Array, experts: int, tile: int)
     rank = jnp.take_along_axis(count, choice[:, None], axis=1)[:, 0] - 1
     num_tiles = (count[-1] + tile - 1) // tile
     row = ((jnp.cumsum(num_tiles) - num_tiles) * tile)[choice] + rank
-    num_rows = -(-(choice.size + experts * (tile - 1)) // tile) * tile
+    num_rows = (choice.size + experts * (tile - 1)) // tile * tile
     token = jnp.full(num_rows, x_MD.shape[0], jnp.int32)
     token = token.at[row].set(jnp.arange(choice.size, dtype=jnp.int32) // expert_MZ.shape[1])
     return x_MD.at[token].get(mode="fill", fill_value=0)
