@@ -24,7 +24,7 @@ from .chunk_cache import (
     positions_below,
     with_chunk,
 )
-from .config import AS_PUBLISHED, PLAIN_SCORES, Arrangement, DecoderConfig, Scores, Window
+from .config import AS_PUBLISHED, PLAIN_SCORES, Arrangement, DecoderConfig, Window
 from .kv_cache import (
     AttendLayer,
     CachedRows,
@@ -198,11 +198,6 @@ class ParallelBlock(nnx.Module):
         return operations.constrain(x_BTD + scaled(out_BTD, self.multiplier), axes.RESIDUAL)
 
 
-def _with_scores(attend: Attend, scores: Scores) -> Attend:
-    """An implementation that makes scores as a model asks; as it is where nothing is asked."""
-    return attend if scores == PLAIN_SCORES else partial(attend, scores=scores)
-
-
 def _kept(new: PromptKeysValues | None, latents: PromptLatents | None) -> PromptLayer:
     """What is kept of new tokens."""
     kept = new if latents is None else latents
@@ -234,7 +229,7 @@ class Decoder(nnx.Module):
         if not config.tie_embeddings:
             self.head = Embedding(rngs, num_rows, config.embed)
         self.config = config
-        self.attend = _with_scores(attend, config.attention_scores)
+        self.attend = attend
         self.operations = operations
         self.dispatch = dispatch
 
@@ -252,7 +247,7 @@ class Decoder(nnx.Module):
         query_position_BT = jnp.broadcast_to(position_1T, tokens_BT.shape)
         is_token_BT = query_position_BT < true_length_B[:, None]
         key_position_BT = jnp.where(is_token_BT, query_position_BT, EMPTY_POSITION)
-        attend_tokens = self.operations.over_tokens(self.attend)
+        attend_tokens = self._scored(self.operations.over_tokens(self.attend))
         made: list[PromptLayer] = []
 
         def attend_layer(window: Window) -> AttendLayer:
@@ -293,6 +288,7 @@ class Decoder(nnx.Module):
         kept_position_BT = jnp.where(is_token_BT, position_BT, EMPTY_POSITION)
         positions = positions_below(cache.positions, rows, stored)
         num_heads = self.operations.num_cache_heads(self.config.num_kv_heads)
+        attend_segment = self._scored(self.attend)
         made: list[PromptLayer] = []
 
         def attend_layer(window: Window) -> AttendLayer:
@@ -305,7 +301,7 @@ class Decoder(nnx.Module):
                 seen, key_position_BS = with_chunk(old, kept), positions.of(window)
                 key_position_BS = (*key_position_BS, kept_position_BT)
                 out_BTKGH = attend_cached(
-                    self.attend, q_BTKGH, seen, position_BT, key_position_BS, window, sink_KG
+                    attend_segment, q_BTKGH, seen, position_BT, key_position_BS, window, sink_KG
                 )
                 return out_BTKGH, kept
 
@@ -340,6 +336,7 @@ class Decoder(nnx.Module):
             return append_position(positions, position_B, operations.stripe)
 
         positions = operations.by_row(mark, cache.positions, position_B)
+        attend_segment = self._scored(self.attend)
         remaining = list(cache.layers)
         written: list[KeptLayer] = []
 
@@ -353,7 +350,7 @@ class Decoder(nnx.Module):
                 kept = append(old, _kept(new, latents), entry_B)
                 position_B1, key_position_BS = position_B[:, None], positions.of(window)
                 out_BTKGH = attend_cached(
-                    self.attend, q_BTKGH, kept, position_B1, key_position_BS, window, sink_KG,
+                    attend_segment, q_BTKGH, kept, position_B1, key_position_BS, window, sink_KG,
                     operations,
                 )  # fmt: skip
                 return out_BTKGH, kept
@@ -393,6 +390,14 @@ class Decoder(nnx.Module):
         # a plain product rounds the factor to the dtype of the table, as it should
         factor = self.config.multipliers.embedding
         return x_BTD if factor == 1.0 else x_BTD * factor
+
+    def _scored(self, attend: Attend) -> Attend:
+        """An implementation that makes scores as the model asks; as it is where nothing is asked.
+
+        For what `over_tokens` gives: that passes scores on, in place of any bound before it.
+        """
+        scores = self.config.attention_scores
+        return attend if scores == PLAIN_SCORES else partial(attend, scores=scores)
 
     def _blocks(
         self,

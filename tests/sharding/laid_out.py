@@ -139,11 +139,11 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
 LAYOUTS = tuple(named_layout_tables())
 _OF_RINGS = {
     "ring": "gpt_oss",
-    "ring-contiguous": "mistral",
+    "ring-contiguous": "gemma2",
     "ring-data-expert": "llama4_text",
     "ring-tensor": "deepseek_v3",
 }
-"""Sinks and windows, windows alone, chunks and experts, latents."""
+"""Sinks and windows, windows and capped scores, chunks and experts, latents."""
 FAMILY_OF = {
     layout: list(FAMILIES)[i % len(FAMILIES)]
     for i, layout in enumerate(layout for layout in LAYOUTS if layout not in _OF_RINGS)
