@@ -1,20 +1,20 @@
 """A grid derived from the lengths of a job, for when no plan is given.
 
 Knows nothing of models or devices. The prefill lengths are those of least cost, padding and graphs
-together, found exactly by dynamic programming over lengths that are multiples of `LENGTH_STEP`: an
-optimal choice whose longest bucket is `b` consists of the bucket `b` for the rows above some length
-`a`, and an optimal choice whose longest bucket is `a`, because the cost of a bucket depends only on
-its two borders.
+together, over lengths that are multiples of `LENGTH_STEP`.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
+
+import numpy as np
 
 from ..modelzoo import axes
 from ..sharding.layout import PHASES, Layout
 from .bucket_grid import BucketGrid, PrefillBucket
+from .bucket_search import cheapest_cuts
 
 LENGTH_STEP = 16
 SPAN_STEP = 64
@@ -122,7 +122,7 @@ def derive_grid(
         return _chunk_grid(max_length, max(lengths), slots, min(slots, len(rows)), score, defaults)
     return BucketGrid(
         max_length=max_length,
-        prefill=tuple(_least_padding(lengths, max_length, defaults)),
+        prefill=tuple(cheapest_prefill(lengths, max_length, defaults)),
         decode_slots=_round_up(slots, defaults.slot_multiple),
         decode_spans=_spans(max_length, defaults),
         steps_per_call=defaults.steps_per_call,
@@ -186,50 +186,72 @@ def prefill_padding(
     return sum(rows), computed
 
 
-def _least_padding(
-    lengths: Sequence[int], max_length: int, defaults: GridDefaults
+def _num_tokens(bucket: PrefillBucket) -> float:
+    return bucket.batch * bucket.length
+
+
+def cheapest_prefill(
+    lengths: Sequence[int],
+    max_length: int,
+    defaults: GridDefaults,
+    price: Callable[[PrefillBucket], float] = _num_tokens,
+    price_of_graph: float | None = None,
 ) -> list[PrefillBucket]:
-    """Prefill buckets of least computed tokens and graphs; see the module's argument."""
-    step = defaults.length_step
+    """Prefill buckets of least cost of calls and graphs together, for prompts of these lengths.
+
+    `price` is of one call, `price_of_graph` of building one; by default both are in tokens.
+    """
+    if price_of_graph is None:
+        price_of_graph = defaults.tokens_per_graph
     longest = defaults.longest_prefill(max_length)
-    borders = sorted({min(_round_up(length, step), longest) for length in lengths})
-    at_most = [sum(length <= border for length in lengths) for border in borders]
+    steps = np.minimum(_round_up(np.array(lengths), defaults.length_step), longest)
+    borders, counts = np.unique(steps, return_counts=True)
+    rows_below = np.concatenate([[0], np.cumsum(counts)])
 
-    def cheapest(start: int, end: int) -> tuple[int, PrefillBucket]:
-        count = at_most[end] - (at_most[start] if start >= 0 else 0)
-        length = borders[end]
-        computed, batch = min(
-            (-(-count // batch) * batch * length, -batch)
-            for batch in _batches(length, count, defaults)
-        )
-        return computed, PrefillBucket(length, -batch)
+    def of_sizes(end: int, first: int | slice) -> tuple[list[int], np.ndarray]:
+        """Batch sizes of the bucket that ends at a border, and what each costs by first border."""
+        rows = np.atleast_1d(rows_below[end + 1] - rows_below[first])
+        length = int(borders[end])
+        sizes = _batch_sizes(length, defaults)
+        costs = [
+            np.where(
+                _may_have(size, length, rows, defaults),
+                -(-rows // size) * price(PrefillBucket(length, size)),
+                np.inf,
+            )
+            for size in sizes
+        ]
+        return sizes, np.array(costs)
 
-    best: list[dict[int, tuple[int, list[PrefillBucket]]]] = [{-1: (0, [])}]
-    for _ in range(defaults.max_prefill_graphs):
-        level: dict[int, tuple[int, list[PrefillBucket]]] = {}
-        for start, (cost, chosen) in best[-1].items():
-            for end in range(start + 1, len(borders)):
-                computed, bucket = cheapest(start, end)
-                total = cost + computed + defaults.tokens_per_graph
-                if end not in level or total < level[end][0]:
-                    level[end] = (total, [*chosen, bucket])
-        best.append(level)
-    last = len(borders) - 1
-    return min((level[last] for level in best if last in level), key=lambda found: found[0])[1]
+    ends = cheapest_cuts(
+        lambda end: of_sizes(end, slice(end + 1))[1].min(axis=0),
+        len(borders),
+        defaults.max_prefill_graphs,
+        price_of_graph,
+    )
+    buckets = []
+    for first, end in zip([0, *(end + 1 for end in ends)], ends, strict=False):
+        sizes, costs = of_sizes(end, first)
+        buckets.append(PrefillBucket(int(borders[end]), sizes[int(costs[:, 0].argmin())]))
+    return buckets
 
 
-def _batches(length: int, count: int, defaults: GridDefaults) -> list[int]:
-    """Batch sizes that keep a call between half of and the whole target of tokens.
+def _batch_sizes(length: int, defaults: GridDefaults) -> list[int]:
+    """Batch sizes up to the target of tokens, largest first: of equal cost, fewest calls."""
+    most = max(1, defaults.tokens_per_prefill // length)
+    return sorted({_round_up(n, defaults.batch_multiple) for n in range(1, most + 1)}, reverse=True)
+
+
+def _may_have(size: int, length: int, rows: np.ndarray, defaults: GridDefaults) -> np.ndarray:
+    """Whether a call of that size is between half of and the whole target of tokens.
 
     Fewer rows than that are one call of their own size, not a call of dummies.
     """
     most = max(1, defaults.tokens_per_prefill // length)
     half = -(-defaults.tokens_per_prefill // (2 * length))
-    multiple = defaults.batch_multiple
     # at least one: rows too long for every bucket leave the last one empty
-    least = max(1, min(half, count, most))
-    sizes = {_round_up(size, multiple) for size in range(least, most + 1)}
-    return sorted(sizes)
+    least = np.maximum(1, np.minimum(np.minimum(half, rows), most))
+    return np.minimum(size, most) >= least
 
 
 def _spans(max_length: int, defaults: GridDefaults) -> tuple[int, ...]:
@@ -247,7 +269,10 @@ def _longest_multiple(max_length: int, multiple: int, what: str, axis: str) -> i
     return max_length // multiple * multiple
 
 
-def _round_up(value: int, step: int) -> int:
+_Count = TypeVar("_Count", int, np.ndarray)
+
+
+def _round_up(value: _Count, step: int) -> _Count:
     return -(-value // step) * step
 
 

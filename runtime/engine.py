@@ -67,6 +67,7 @@ class ChoicesDropped:
 
 
 Event = PromptScored | TokensEmitted | ChoicesDropped
+Action = PrefillAction | InsertAction | OpenAction | ChunkAction | ForkAction | DecodeAction
 
 
 class Engine:
@@ -84,6 +85,7 @@ class Engine:
         self.metrics = EngineMetrics()
         in_chunks = graphs.grid.chunk is not None
         self.scheduler = (ChunkScheduler if in_chunks else Scheduler)(graphs.grid)
+        self.last_action: Action | None = None
         self._graphs = graphs
         self._parameters = parameters
         self._state = state
@@ -113,7 +115,8 @@ class Engine:
 
     def step(self) -> list[Event] | None:
         """Carry out the next action; None when nothing is left to do."""
-        match self.scheduler.next_action():
+        self.last_action = self.scheduler.next_action()
+        match self.last_action:
             case PrefillAction() as action:
                 return self._prefill(action)
             case InsertAction() as action:
@@ -178,13 +181,14 @@ class Engine:
         computed_tokens: int,
         start: float,
     ) -> None:
-        kind = " scored" if action.is_scored else ""
-        use = self.metrics.prefill[f"{action.bucket.length}x{action.bucket.batch}{kind}"]
-        use.calls += 1
-        use.rows += num_rows
-        use.real_tokens += real_tokens
-        use.computed_tokens += computed_tokens
-        use.seconds += self._clock() - start
+        self.metrics.count_prefill(
+            action.bucket,
+            is_scored=action.is_scored,
+            rows=num_rows,
+            real_tokens=real_tokens,
+            computed_tokens=computed_tokens,
+            seconds=self._clock() - start,
+        )
 
     def _insert(self, action: InsertAction) -> list[Event]:
         start = self._clock()
@@ -210,8 +214,7 @@ class Engine:
         )
 
     def _inserted(self, start: float) -> list[Event]:
-        self.metrics.inserts += 1
-        self.metrics.insert_seconds += self._clock() - start
+        self.metrics.count_insert(self._clock() - start)
         return []
 
     def _open(self, action: OpenAction) -> list[Event]:
@@ -324,13 +327,14 @@ class Engine:
         emitted_BQ = output.tokens_BQ != NO_TOKEN
         # the loop ends early, so its steps are those in which any row emitted
         num_steps = int(emitted_BQ.any(axis=0).sum())
-        use = self.metrics.decode[str(action.span)]
-        use.calls += 1
-        use.steps += num_steps
-        use.emitted_tokens += int(emitted_BQ.sum())
-        use.live_tokens += num_steps * len(action.slots)
-        use.computed_tokens += num_steps * len(emitted_BQ)
-        use.seconds += seconds
+        self.metrics.count_decode(
+            action.span,
+            steps=num_steps,
+            emitted=int(emitted_BQ.sum()),
+            live_slots=len(action.slots),
+            slots=len(emitted_BQ),
+            seconds=seconds,
+        )
         if output.experts is not None:
             self.metrics.experts["decode"].add(output.experts.use, len(emitted_BQ), num_steps)
 

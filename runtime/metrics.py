@@ -10,6 +10,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..compile.bucket_grid import PrefillBucket
 from .expert_use import ExpertTotals
 from .request import RequestMetrics
 
@@ -50,6 +51,42 @@ class EngineMetrics:
     """Emitted past a stop string, and cut."""
     experts: dict[str, ExpertTotals] = field(default_factory=lambda: defaultdict(ExpertTotals))
     """By phase, for a model with experts."""
+
+    def count_prefill(
+        self,
+        bucket: PrefillBucket,
+        *,
+        is_scored: bool,
+        rows: int,
+        real_tokens: int,
+        computed_tokens: int,
+        seconds: float,
+    ) -> None:
+        """Note one call that prefilled prompts, or chunks of them."""
+        kind = " scored" if is_scored else ""
+        use = self.prefill[f"{bucket.length}x{bucket.batch}{kind}"]
+        use.calls += 1
+        use.rows += rows
+        use.real_tokens += real_tokens
+        use.computed_tokens += computed_tokens
+        use.seconds += seconds
+
+    def count_decode(
+        self, span: int, *, steps: int, emitted: int, live_slots: int, slots: int, seconds: float
+    ) -> None:
+        """Note one decode call: steps that ran, and tokens that its live slots emitted."""
+        use = self.decode[str(span)]
+        use.calls += 1
+        use.steps += steps
+        use.emitted_tokens += emitted
+        use.live_tokens += steps * live_slots
+        use.computed_tokens += steps * slots
+        use.seconds += seconds
+
+    def count_insert(self, seconds: float) -> None:
+        """Note that a slot was given to a sequence."""
+        self.inserts += 1
+        self.insert_seconds += seconds
 
     def report(self) -> dict[str, Any]:
         """The counters and their totals, ready for JSON."""

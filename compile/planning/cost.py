@@ -1,0 +1,172 @@
+"""Seconds of a graph's call: the work of its parts over peaks, corrected where it was measured.
+
+A part takes as long as its products or its memory, whichever is longer, and then what it sends
+(the roofline: Williams, Waterman, Patterson 2009, "Roofline: An Insightful Visual Performance
+Model", doi:10.1145/1498765.1498785); parts run one after the other. A calibration multiplies each
+part by a factor, and adds seconds to every call. Without one the figures are bounds from published
+peaks, which no program reaches.
+
+Knows nothing of grids or schedules. Every figure here is a prediction.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from scipy.optimize import nnls
+
+from ...sharding.layout import PHASES
+from ..plan_tables import check_keys
+from .hardware import Hardware
+from .work import Call, Part, Work
+
+BINDS = ("compute", "memory", "network", "overhead")
+
+
+@dataclass(frozen=True)
+class PhaseFactors:
+    """How a phase's calls differ from the roofline."""
+
+    overhead: float = 0.0
+    """Seconds of every call; of decode, of every step."""
+    factors: Mapping[str, float] = field(default_factory=dict)
+    """Of parts, by name; 1 of a part that has none."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What measurement says about a model on a machine."""
+
+    model: str
+    """Fingerprint of the model's files."""
+    dtype: str
+    target: str
+    phases: Mapping[str, PhaseFactors]
+    insert_seconds: float
+    """Of giving a slot to a prompt."""
+    median_error: float
+    """Of the fit, relative, over the calls that it was made from."""
+    machine: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """What `from_json` reads."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, table: Mapping[str, Any]) -> "Calibration":
+        """Read a calibration; ValueError names a key that is wrong or missing."""
+        check_keys("calibration", table, set(cls.__dataclass_fields__))
+        check_keys("calibration phases", table["phases"], set(PHASES))
+        for phase, found in table["phases"].items():
+            check_keys(f"calibration phases.{phase}", found, {"overhead", "factors"})
+        phases = {phase: PhaseFactors(**found) for phase, found in table["phases"].items()}
+        return cls(**{**table, "phases": phases})
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Predicted seconds of one call."""
+
+    parts: Mapping[str, float]
+    """By name of the part; `overhead` is no part's."""
+    limits: Mapping[str, float]
+    """The same seconds by what they wait for, of `BINDS`."""
+
+    @cached_property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def binds(self) -> str:
+        """What most of the time is spent on."""
+        return max(self.limits, key=lambda name: self.limits[name])
+
+
+class CostModel:
+    """Seconds of calls of one model under a layout, on one kind of hardware."""
+
+    def __init__(self, work: Work, hardware: Hardware, calibration: Calibration | None = None):
+        self.work, self.hardware, self.calibration = work, hardware, calibration
+        self._peak = hardware.peak(work.dtype)
+        self._known: dict[Call, Estimate] = {}
+
+    @property
+    def insert_seconds(self) -> float:
+        """Of giving a slot to a prompt; its copy in memory is counted with the prompt."""
+        return 0.0 if self.calibration is None else self.calibration.insert_seconds
+
+    def seconds(self, call: Call) -> float:
+        """Of one call; of decode, of one step."""
+        return self.estimate(call).seconds
+
+    def estimate(self, call: Call) -> Estimate:
+        """Where the seconds of a call go."""
+        if call not in self._known:
+            self._known[call] = self._estimate(call)
+        return self._known[call]
+
+    def _estimate(self, call: Call) -> Estimate:
+        found = PhaseFactors()
+        if self.calibration is not None:
+            found = self.calibration.phases[call.phase]
+        parts: dict[str, float] = {}
+        limits: dict[str, float] = dict.fromkeys(BINDS, 0.0)
+        for part in self.work.parts(call):
+            factor = found.factors.get(part.name, 1.0)
+            local, limit = self._local(part)
+            network = sum(part.sent.values()) / self.hardware.axis_rate
+            parts[part.name] = factor * (local + network)
+            limits[limit] += factor * local
+            limits["network"] += factor * network
+        if found.overhead:
+            parts["overhead"] = limits["overhead"] = found.overhead
+        return Estimate(parts, limits)
+
+    def _local(self, part: Part) -> tuple[float, str]:
+        """Seconds of a part on its device, and what they wait for."""
+        compute, memory = part.flops / self._peak, part.bytes / self.hardware.memory_rate
+        return (compute, "compute") if compute >= memory else (memory, "memory")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A call and the seconds that it took."""
+
+    call: Call
+    seconds: float
+
+
+def calibrate(
+    work: Work,
+    hardware: Hardware,
+    measured: Sequence[Measured],
+    insert_seconds: float,
+    **about: Any,
+) -> Calibration:
+    """The factors of least squared relative error, none below 0 (Lawson and Hanson 1974, ch. 23).
+
+    `about` is what else a `Calibration` says of itself.
+    """
+    model = CostModel(work, hardware)
+    phases, errors = {}, []
+    for phase in PHASES:
+        samples = [sample for sample in measured if sample.call.phase == phase]
+        if not samples:
+            raise ValueError(f"calibration: expected measured calls of {phase}, got none.")
+        rows = [model.estimate(sample.call).parts for sample in samples]
+        names = list(rows[0])
+        seconds = np.array([sample.seconds for sample in samples])
+        features = np.array([[1.0, *(row[name] for name in names)] for row in rows])
+        solution, _ = nnls(features / seconds[:, None], np.ones(len(samples)))
+        overhead, *factors = map(float, solution)
+        phases[phase] = PhaseFactors(overhead, dict(zip(names, factors, strict=True)))
+        errors += list(abs(features @ solution - seconds) / seconds)
+    return Calibration(
+        phases=phases,
+        insert_seconds=insert_seconds,
+        median_error=float(np.median(errors)),
+        dtype=work.dtype,
+        **about,
+    )

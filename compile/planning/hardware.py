@@ -1,0 +1,106 @@
+"""Peaks of hardware, from a table that names the source of every figure; users add their own.
+
+Knows nothing of models or graphs, and asks no device: the hardware need not be there.
+"""
+
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib import resources
+from typing import Any
+
+from .. import planning
+from ..plan_tables import check_keys
+
+_NUMBERS = ("memory_bytes", "memory_rate", "link_rate", "links")
+
+
+class UnknownHardware(ValueError):
+    """A target whose peaks no table has."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Peaks of one device, in operations, bytes, and bytes a second."""
+
+    name: str
+    source: str
+    """Where the figures are from."""
+    flops: Mapping[str, float]
+    """Of matrix products, by the operands' dtype."""
+    memory_bytes: float
+    memory_rate: float
+    link_rate: float
+    """To one neighbour, in one direction."""
+    links: int
+    """Neighbours at once: two a torus dimension, or one switch."""
+
+    def __post_init__(self):
+        numbers = {f"flops.{dtype}": rate for dtype, rate in self.flops.items()}
+        numbers |= {name: getattr(self, name) for name in _NUMBERS}
+        for name, number in numbers.items():
+            is_number = isinstance(number, int | float) and not isinstance(number, bool)
+            if not (is_number and math.isfinite(number) and number > 0):
+                raise ValueError(
+                    f"hardware {self.name}.{name}: expected a number above 0, got {number!r}."
+                )
+        if not self.flops:
+            raise ValueError(
+                f"hardware {self.name}.flops: expected a rate for at least one dtype, got none."
+            )
+
+    @property
+    def axis_rate(self) -> float:
+        """Bytes a second that a device sends along one mesh axis.
+
+        A ring in a torus sends both ways round; a switch has one way out.
+        """
+        return self.link_rate * min(2, self.links)
+
+    def peak(self, dtype: str) -> float:
+        """Operations a second of products of that dtype."""
+        if dtype not in self.flops:
+            raise ValueError(
+                f"hardware {self.name}: expected a rate for {dtype}, got {sorted(self.flops)}. "
+                f"Add flops.{dtype} to a hardware table of your own."
+            )
+        return self.flops[dtype]
+
+    def to_table(self) -> dict[str, Any]:
+        """What `read_hardware` reads, without the name."""
+        table = asdict(self)
+        del table["name"]
+        return table
+
+
+def read_hardware(tables: Mapping[str, Any]) -> dict[str, Hardware]:
+    """Parsed TOML, one table a device; ValueError names a key that is wrong or missing."""
+    found = {}
+    for name, table in tables.items():
+        check_keys(f"hardware [{name}]", table, {"source", "flops", *_NUMBERS})
+        if not isinstance(table["flops"], Mapping):
+            raise ValueError(
+                f"hardware {name}.flops: expected a table by dtype, got {table['flops']!r}."
+            )
+        found[name] = Hardware(name, **table)
+    return found
+
+
+def published_hardware() -> dict[str, Hardware]:
+    """The tables that ship with noria, by name."""
+    text = (resources.files(planning) / "hardware.toml").read_text(encoding="utf-8")
+    return read_hardware(tomllib.loads(text))
+
+
+def hardware_of(target: str, known: Mapping[str, Hardware]) -> Hardware:
+    """The device of a target: its platform's (`cpu:8`) or its generation's (`tpu:v5e:2x4`)."""
+    parts = target.split(":")
+    name = parts[0] if parts[0] == "cpu" or len(parts) == 1 else parts[1]
+    if name not in known:
+        raise UnknownHardware(
+            f"target {target}: expected hardware of {', '.join(known)}, got {name!r}. Name the "
+            f"generation (tpu:v5e:2x4, gpu:h100:8), or add a table [{name}] of your own with "
+            f"--hardware FILE."
+        )
+    return known[name]

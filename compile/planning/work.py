@@ -1,0 +1,243 @@
+"""What a graph has to do, from shapes alone: operations and bytes of its parts on one device.
+
+Products take two operations a weight and token (Pope et al. 2022, "Efficiently Scaling Transformer
+Inference", 2211.05102, section 2), attention two an entry of a head and pair of query and key, for
+scores and again for values. Memory is read for weights once a call, for keys and values once a
+block of queries. Work is taken to be evenly shared between the devices whose mesh axes split it;
+what a device sends is as `sharding.communication` says.
+
+Knows nothing of hardware, seconds or grids; compiles nothing.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import jax.numpy as jnp
+
+from ...modelzoo import axes
+from ...modelzoo.attention import first_visible
+from ...modelzoo.blockwise import block_sizes
+from ...modelzoo.config import DecoderConfig, Window
+from ...modelzoo.kv_cache import kept_entries
+from ...modelzoo.moe.config import LOSSLESS
+from ...sharding import communication
+from ...sharding.axis_rules import AxisRules
+from ...sharding.communication import LayerSizes, sent_bytes
+from ...sharding.explain import cache_bytes_per_device, explain
+from ...sharding.layout import Layout
+from ..bucket_grid import BucketGrid, PrefillBucket
+from ..definition import Definition
+
+FLOAT32_BYTES = 4
+ONE_DEVICE = Layout.from_table({"name": "one device", "mesh": {"data": 1}, "rules": {}})
+ACTIVATION_PASSES = 16
+"""Times that a layer reads or writes the residual stream in norms, rotations, sums and gates."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Work of one kind in one call, on one device."""
+
+    name: str
+    flops: float = 0.0
+    bytes: float = 0.0
+    """Read from and written to memory."""
+    sent: Mapping[str, float] = field(default_factory=dict)
+    """Bytes to other devices, by mesh axes joined by `+`."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """Shape of one call of a graph; of decode, of one step of it."""
+
+    phase: str
+    rows: int
+    tokens: int
+    """Of a row: of the prompt or chunk, and 1 in decode."""
+    span: int
+    """Positions that a token may see: the tokens themselves in a whole prompt."""
+
+    is_scored: bool = False
+    """Whether every token gets logits, not the last of each row alone."""
+
+    @classmethod
+    def of_bucket(
+        cls, grid: BucketGrid, bucket: PrefillBucket, *, is_scored: bool = False
+    ) -> "Call":
+        """One of a grid's prefill calls; of chunks, those that end their span."""
+        tokens = grid.tokens_per_row(bucket)
+        return cls("prefill", bucket.batch, tokens, bucket.length, is_scored)
+
+    @classmethod
+    def of_step(cls, slots: int, span: int) -> "Call":
+        """One decode step."""
+        return cls("decode", slots, 1, span)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.rows * self.tokens
+
+    @property
+    def num_logits(self) -> int:
+        """Tokens that get logits."""
+        return self.num_tokens if self.is_scored else self.rows
+
+
+class Work:
+    """The work of one model's graphs under a layout."""
+
+    def __init__(self, definition: Definition, dtype: str, layout: Layout | None = None):
+        self.config = definition.config
+        self.dtype = dtype
+        self.layout = layout or ONE_DEVICE
+        self._itemsize = jnp.dtype(dtype).itemsize
+        shapes = {name: x.shape for name, x in definition.abstract_parameters(dtype).items()}
+        logical_axes = definition.logical_axes()
+        placed = explain(self.layout, shapes, logical_axes, dtype)
+        self.parameter_bytes = sum(parameter.bytes_per_device for parameter in placed)
+        """On each device."""
+        self._weights = [(math.prod(shapes[name]), logical_axes[name]) for name in shapes]
+
+    def parts(self, call: Call) -> tuple[Part, ...]:
+        """What one call has to do."""
+        found = [
+            self._products(call),
+            self._experts(call),
+            self._attention(call),
+            self._logits(call),
+            self._activations(call),
+            self._exchanges(call),
+        ]
+        return tuple(part for part in found if part is not None)
+
+    def cache_bytes(self, slots: int, length: int) -> int:
+        """Keys and values of all slots on each device."""
+        return cache_bytes_per_device(self.config, self.layout, slots, length, self.dtype)
+
+    def _products(self, call: Call) -> Part:
+        """Every weight that all tokens pass through."""
+        found = [
+            self._product(call.num_tokens, size, axes_of, self._row_axes(call))
+            for size, axes_of in self._weights
+            if not {axes.EXPERTS, axes.VOCAB} & set(axes_of)
+        ]
+        return Part("products", sum(f for f, _ in found), sum(b for _, b in found))
+
+    def _experts(self, call: Call) -> Part | None:
+        """Weights of the experts that so many tokens choose, in lossless tiles."""
+        moe = self.config.moe
+        if moe is None:
+            return None
+        E, Z = moe.routing.num_experts, moe.routing.num_chosen
+        choices = call.num_tokens * Z
+        # choices spread evenly leave an expert without a token with this probability
+        used = 1 - (1 - Z / E) ** call.num_tokens
+        rows = choices + used * E * (LOSSLESS.tile(choices, E) - 1) / 2
+        # tokens come to experts, so over the mesh axes of experts no weight is gathered for rows
+        row_axes = self._row_axes(call) - self._mesh_axes((axes.EXPERTS,), self.layout.rules)
+        found = [
+            self._product(rows / E, size, axes_of, row_axes)
+            for size, axes_of in self._weights
+            if axes.EXPERTS in axes_of
+        ]
+        return Part("experts", sum(f for f, _ in found), used * sum(b for _, b in found))
+
+    def _product(
+        self, rows: float, size: int, axes_of: Iterable[str], row_axes: frozenset[str]
+    ) -> tuple[float, float]:
+        """Operations and bytes; over axes that split rows, weights are gathered first."""
+        weight_axes = self._mesh_axes(axes_of, self.layout.rules)
+        shards = self.layout.mesh.num_shards
+        read = size / shards(weight_axes - row_axes)
+        gathered = size / shards(weight_axes) if weight_axes & row_axes else 0
+        return 2 * rows * size / shards(weight_axes | row_axes), (read + gathered) * self._itemsize
+
+    def _attention(self, call: Call) -> Part:
+        config, layout = self.config, self.layout
+        rules = layout.phase(call.phase)
+        length = axes.CACHE_LENGTH if call.phase == "decode" else axes.LENGTH
+        split = (axes.ATTENTION_BATCH, axes.KV_HEADS, length)
+        shards = layout.mesh.num_shards(self._mesh_axes(split, rules))
+        pairs = sum(_pairs(call, window) for window in config.windows)
+        flops = 2 * call.rows * pairs * config.num_query_heads * _entries_of_a_pair(call, config)
+        return Part("attention", flops / shards, self._kept_bytes(call))
+
+    def _kept_bytes(self, call: Call) -> float:
+        """Keys and values read, once a block of queries, and those that are written."""
+        of_span = self.cache_bytes(call.rows, call.span)
+        if call.phase == "decode":
+            return of_span
+        block, _ = block_sizes(call.tokens, call.span)
+        blocks = math.ceil(call.tokens / block)
+        seen = sum(_pairs(call, window) for window in self.config.windows)
+        everything = call.tokens * call.span * self.config.num_layers
+        return of_span * (blocks * seen / everything + call.tokens / call.span)
+
+    def _logits(self, call: Call) -> Part:
+        """The products with the vocabulary, and what they leave in memory."""
+        config = self.config
+        split = (axes.LOGIT_BATCH, axes.VOCAB)
+        rules = self.layout.phase(call.phase)
+        shards = self.layout.mesh.num_shards(self._mesh_axes(split, rules))
+        table = config.embed * config.vocab_size
+        weights = self.layout.mesh.num_shards(self.layout.rules[axes.VOCAB])
+        made = call.num_logits * config.vocab_size * FLOAT32_BYTES
+        num_bytes = table * self._itemsize / weights + 2 * made / shards
+        return Part("logits", 2 * call.num_logits * table / shards, num_bytes)
+
+    def _activations(self, call: Call) -> Part:
+        config = self.config
+        shards = self.layout.mesh.num_shards(self._row_axes(call))
+        stream = call.num_tokens * config.embed * self._itemsize / shards
+        return Part("activations", 0.0, ACTIVATION_PASSES * config.num_layers * stream)
+
+    def _exchanges(self, call: Call) -> Part | None:
+        """What layers send; None where no formula says."""
+        layout = self.layout
+        if layout.mesh.num_devices == 1 or not communication.describes(self.config, layout):
+            return None
+        sizes = LayerSizes.of(self.config, layout, call.rows, call.tokens, self._itemsize)
+        formulas = communication.expected(layout, call.phase, sizes)
+        if formulas is None:
+            return None
+        sent: dict[str, float] = {}
+        for one in formulas:
+            group = layout.mesh.num_shards(one.mesh_axes)
+            of_layer = one.times * sent_bytes(one.kind, one.num_bytes, group)
+            name = "+".join(one.mesh_axes)
+            sent[name] = sent.get(name, 0.0) + self.config.num_layers * of_layer
+        return Part("exchanges", sent=sent)
+
+    def _row_axes(self, call: Call) -> frozenset[str]:
+        split = (axes.BATCH,) if call.phase == "decode" else (axes.BATCH, axes.LENGTH)
+        return self._mesh_axes(split, self.layout.phase(call.phase))
+
+    @staticmethod
+    def _mesh_axes(logical_axes: Iterable[str], rules: AxisRules) -> frozenset[str]:
+        return frozenset(mesh for axis in logical_axes if axis for mesh in rules[axis])
+
+
+def _pairs(call: Call, window: Window) -> int:
+    """Pairs of query and key that a row's attention computes in one layer: whole blocks."""
+    if call.phase == "decode":
+        return kept_entries(window, call.span, 1)
+    block_T, block_S = block_sizes(call.tokens, call.span)
+    first = call.span - call.tokens
+    pairs = 0
+    for start in range(first, call.span, block_T):
+        seen_from = 0 if window is None else max(0, first_visible(start, window))
+        last = min(start + block_T, call.span) - 1
+        num_blocks = last // block_S - seen_from // block_S + 1
+        pairs += block_T * min(num_blocks * block_S, call.span)
+    return pairs
+
+
+def _entries_of_a_pair(call: Call, config: DecoderConfig) -> int:
+    """Entries of a query's head, and of what it takes from values."""
+    latent = config.latent
+    if latent is None:
+        return 2 * config.head_dim
+    if call.phase == "decode":
+        return latent.kept_dim + latent.rank
+    return latent.head_dim + latent.value_dim

@@ -1,0 +1,1 @@
+"""`noria plan` and what it stands on: workloads read, graphs timed, schedules simulated."""

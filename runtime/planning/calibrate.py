@@ -1,0 +1,116 @@
+"""Timing the graphs of a model on a target that is there, so that predictions of it hold.
+
+Rows of random ids run through the engine, a few calls of each shape; what a call takes is what the
+generator's step took, with everything that the host does for it. Knows nothing of files.
+"""
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from ...compile.bucket_grid import BucketGrid, PrefillBucket
+from ...compile.plan import Plan, PlannedModel
+from ...compile.planning.cost import Calibration, Measured, calibrate
+from ...compile.planning.hardware import Hardware
+from ...compile.planning.work import Call, Work
+from ..decode_slots import DecodeAction
+from ..generation import Generator
+from ..machine import describe_machine
+from ..request import Request, SamplingParams
+from ..scheduler import InsertAction, PrefillAction
+from ..session import LoadedModel, start
+
+SHORT_PROMPT = 16
+STEPS_PER_CALL = 8
+CALLS = 4
+"""Calls of a shape; the first warms up."""
+
+
+class _Trial(NamedTuple):
+    """The shapes that are timed together, as one grid."""
+
+    slots: int
+    tokens_per_prefill: int
+
+
+TRIALS = (_Trial(4, 128), _Trial(16, 256), _Trial(64, 512))
+
+
+def measure(
+    model: LoadedModel,
+    hardware: Hardware,
+    longest: int,
+    on_trial: Callable[[str], None] = lambda line: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Calibration:
+    """Time prefill and decode graphs of rows of up to `longest` positions, and fit the model."""
+    work = Work(model.definition, model.dtype, model.placement.layout)
+    seconds: dict[Call, list[float]] = defaultdict(list)
+    inserts: list[float] = []
+    for trial in TRIALS:
+        grid = _grid(trial, longest)
+        planned = PlannedModel(model.files.name, model.files.fingerprint(), model.dtype)
+        plan = Plan(model.target.name, planned, grid, model.placement.layout)
+        generator = start(model, plan)
+        for span in grid.decode_spans:
+            _submit(generator, grid, span)
+            _run(generator, seconds, inserts, clock)
+        on_trial(f"calibration: {trial.slots} slots timed")
+    measured = [Measured(call, statistics.median(times[1:])) for call, times in seconds.items()]
+    return calibrate(
+        work,
+        hardware,
+        measured,
+        statistics.median(inserts),
+        model=model.files.fingerprint(),
+        target=model.target.name,
+        machine=describe_machine(),
+    )
+
+
+def _grid(trial: _Trial, longest: int) -> BucketGrid:
+    spans = sorted({min(longest, span) for span in (128, longest // 2, longest)})
+    lengths = [SHORT_PROMPT, *(span - STEPS_PER_CALL * CALLS for span in spans)]
+    prefill = [
+        PrefillBucket(length, max(1, min(trial.tokens_per_prefill // length, trial.slots)))
+        for length in lengths
+    ]
+    return BucketGrid(longest, tuple(prefill), trial.slots, tuple(spans), STEPS_PER_CALL)
+
+
+def _submit(generator: Generator, grid: BucketGrid, span: int) -> None:
+    """A full batch whose span is decided by as many long rows as make one prefill call."""
+    rng = np.random.default_rng(0)
+    length = span - STEPS_PER_CALL * CALLS
+    bucket = grid.bucket_of(length)
+    lengths = [length] * min(CALLS * bucket.batch, grid.decode_slots)
+    lengths += [SHORT_PROMPT] * (grid.decode_slots - len(lengths))
+    params = SamplingParams(temperature=0, max_tokens=STEPS_PER_CALL * CALLS, ignore_eos=True)
+    for row, prompt_length in enumerate(lengths):
+        prompt = rng.integers(0, generator.vocab_size, prompt_length).tolist()
+        generator.submit(Request(str(row), prompt, params))
+
+
+def _run(
+    generator: Generator,
+    seconds: dict[Call, list[float]],
+    inserts: list[float],
+    clock: Callable[[], float],
+) -> None:
+    """Run what was submitted; all rows decode together, so every decode call has all its steps."""
+    while generator.unfinished:
+        started = clock()
+        generator.step()
+        taken = clock() - started
+        match generator.engine.last_action:
+            case PrefillAction(bucket=bucket):
+                seconds[Call.of_bucket(generator.grid, bucket)].append(taken)
+            case InsertAction():
+                inserts.append(taken)
+            case DecodeAction(span=span):
+                call = Call.of_step(generator.grid.decode_slots, span)
+                seconds[call].append(taken / generator.grid.steps_per_call)

@@ -1,0 +1,175 @@
+"""A job replayed against a grid: the scheduler's own code, without a device or a clock.
+
+Every action of the schedule is counted as the engine counts it and priced by a cost model. Given
+the lengths that a real run emitted, calls, padding and slot occupancy are that run's exactly; the
+seconds are predictions.
+
+Rows come in the order in which a job feeds them, and a few at a time, as the scheduler asks. What
+ends on the device (a stop id, its limit) ends at that step; a stop string is seen by the host, so
+its row runs to the end of the call.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ...compile.bucket_grid import BucketGrid
+from ...compile.planning.cost import CostModel
+from ...compile.planning.work import Call
+from ..chunk_scheduler import ChunkAction, ChunkScheduler, ForkAction, OpenAction
+from ..decode_slots import DecodeAction, Job
+from ..decode_slots import Sequence as Continuation
+from ..metrics import EngineMetrics
+from ..scheduler import InsertAction, PrefillAction, Scheduler
+
+
+@dataclass(frozen=True)
+class SimulatedRow:
+    """A row that fits the grid, and what it will emit."""
+
+    prompt_length: int
+    limit: int
+    """Length at which its sequences must end."""
+    outputs: tuple[int, ...]
+    """Tokens of each sequence, a stop id included; none where the row generates nothing."""
+    ends_on_host: bool = False
+    """Whether a stop string ends its sequences."""
+    is_scored: bool = False
+
+    def job(self, number: int) -> Job:
+        """The row as the scheduler knows it."""
+        limit = self.limit if self.outputs else self.prompt_length
+        return Job(number, self.prompt_length, limit, max(1, len(self.outputs)), self.is_scored)
+
+
+@dataclass
+class Simulation:
+    """What a job did, or would do."""
+
+    metrics: EngineMetrics = field(default_factory=EngineMetrics)
+    tail_seconds: float = 0.0
+    """From the moment at which no row waits any more."""
+
+    @property
+    def seconds(self) -> float:
+        """Predicted, of all calls."""
+        calls = [*self.metrics.prefill.values(), *self.metrics.decode.values()]
+        return sum(use.seconds for use in calls) + self.metrics.insert_seconds
+
+    @property
+    def emitted_tokens(self) -> int:
+        emitted = sum(use.emitted_tokens for use in self.metrics.decode.values())
+        return emitted - self.metrics.cut_tokens
+
+    @property
+    def occupancy(self) -> float:
+        """Share of the slot-steps in which the slot held a row."""
+        uses = self.metrics.decode.values()
+        computed = sum(use.computed_tokens for use in uses)
+        return sum(use.live_tokens for use in uses) / computed if computed else 0.0
+
+
+@dataclass
+class _Live:
+    """A sequence in a slot."""
+
+    sequence: Continuation
+    emitted: int = 0
+
+
+def simulate(grid: BucketGrid, rows: Sequence[SimulatedRow], cost: CostModel | None) -> Simulation:
+    """Run a job of these rows, in this order; without a cost model no call takes any time."""
+    return _Replay(grid, rows, cost).run()
+
+
+class _Replay:
+    def __init__(self, grid: BucketGrid, rows: Sequence[SimulatedRow], cost: CostModel | None):
+        self._grid, self._rows, self._cost = grid, rows, cost
+        self._scheduler = (Scheduler if grid.chunk is None else ChunkScheduler)(grid)
+        self._live: dict[int, _Live] = {}
+        self._result = Simulation()
+
+    def run(self) -> Simulation:
+        waiting = deque(enumerate(self._rows))
+        seconds_at_last_row = None
+        while True:
+            while waiting and self._scheduler.wants_more:
+                number, row = waiting.popleft()
+                self._scheduler.submit(row.job(number))
+            if seconds_at_last_row is None and not waiting and not self._scheduler.num_waiting:
+                seconds_at_last_row = self._result.seconds
+            if (action := self._scheduler.next_action()) is None:
+                break
+            self._carry_out(action)
+        self._result.tail_seconds = self._result.seconds - (seconds_at_last_row or 0.0)
+        return self._result
+
+    def _carry_out(self, action: object) -> None:
+        metrics, insert = self._result.metrics, self._cost.insert_seconds if self._cost else 0.0
+        match action:
+            case PrefillAction(jobs=jobs):
+                self._count_prefill(action, len(jobs), sum(job.prompt_length for job in jobs))
+            case ChunkAction(rows=rows):
+                self._count_prefill(action, len(rows), sum(row.count for row in rows))
+                for row in rows:
+                    if row.is_last and row.sequence.job.generates:
+                        self._live[row.slot] = _Live(row.sequence)
+            case (
+                InsertAction(slot=slot, sequence=sequence)
+                | ForkAction(slot=slot, sequence=sequence)
+            ):
+                metrics.count_insert(insert)
+                self._live[slot] = _Live(sequence)
+            case OpenAction():
+                metrics.count_insert(insert)
+            case DecodeAction():
+                self._decode(action)
+
+    def _count_prefill(
+        self, action: PrefillAction | ChunkAction, num_rows: int, real_tokens: int
+    ) -> None:
+        bucket = action.bucket
+        call = Call.of_bucket(self._grid, bucket, is_scored=action.is_scored)
+        self._result.metrics.count_prefill(
+            bucket,
+            is_scored=action.is_scored,
+            rows=num_rows,
+            real_tokens=real_tokens,
+            computed_tokens=call.num_tokens,
+            seconds=self._cost.seconds(call) if self._cost else 0.0,
+        )
+
+    def _decode(self, action: DecodeAction) -> None:
+        slots = self._grid.decode_slots
+        emitted = {slot: self._emits(self._live[slot]) for slot in action.slots}
+        steps = max(emitted.values())
+        call = Call.of_step(slots, action.span)
+        self._result.metrics.count_decode(
+            action.span,
+            steps=steps,
+            emitted=sum(emitted.values()),
+            live_slots=len(action.slots),
+            slots=slots,
+            seconds=steps * self._cost.seconds(call) if self._cost else 0.0,
+        )
+        for slot, count in emitted.items():
+            self._advance(slot, count)
+
+    def _emits(self, live: _Live) -> int:
+        """Tokens of the next call, past a stop string too."""
+        row = self._rows[live.sequence.job.number]
+        length = row.limit - row.prompt_length
+        if not row.ends_on_host:
+            length = row.outputs[live.sequence.sample]
+        return min(self._grid.steps_per_call, length - live.emitted)
+
+    def _advance(self, slot: int, count: int) -> None:
+        live = self._live[slot]
+        live.emitted += count
+        wanted = self._rows[live.sequence.job.number].outputs[live.sequence.sample]
+        if live.emitted < wanted:
+            self._scheduler.advance(slot, count)
+            return
+        self._result.metrics.cut_tokens += live.emitted - wanted
+        self._scheduler.release(slot)
+        del self._live[slot]
