@@ -71,7 +71,7 @@ class GridDefaults:
     def chunk_batch(self, most_rows: int) -> int:
         """Rows of a chunk call: as many as make a whole one, where there are so many."""
         rows = max(1, min(self.tokens_per_prefill // (self.chunk or 1), most_rows))
-        return _round_up(rows, self.batch_multiple)
+        return round_up(rows, self.batch_multiple)
 
     def longest_prefill(self, max_length: int) -> int:
         """The longest prefill bucket of a grid; ValueError where no length divides."""
@@ -112,7 +112,7 @@ def derive_grid(
         for row in rows
     ]
     max_length = defaults.longest_span(
-        min(_round_up(max(wanted), defaults.length_step), max_position)
+        min(round_up(max(wanted), defaults.length_step), max_position)
     )
     lengths = [row.prompt_length for row in rows]
     num_sequences = sum(row.num_sequences for row in rows if row.max_tokens != 0)
@@ -123,7 +123,7 @@ def derive_grid(
     return BucketGrid(
         max_length=max_length,
         prefill=tuple(cheapest_prefill(lengths, max_length, defaults)),
-        decode_slots=_round_up(slots, defaults.slot_multiple),
+        decode_slots=round_up(slots, defaults.slot_multiple),
         decode_spans=_spans(max_length, defaults),
         steps_per_call=defaults.steps_per_call,
         score=score,
@@ -154,15 +154,15 @@ def _chunk_grid(
             f"got {chunk}. Plan a smaller chunk."
         )
     count, step = defaults.max_decode_graphs, math.lcm(SPAN_STEP, chunk)
-    steps = {min(_round_up(whole * i // count, step), whole) for i in range(1, count)}
+    steps = {min(round_up(whole * i // count, step), whole) for i in range(1, count)}
     cuts = sorted(steps | {whole})
-    needed = min(_round_up(longest_prompt, chunk), whole)
+    needed = min(round_up(longest_prompt, chunk), whole)
     last = next(i for i, span in enumerate(cuts) if needed <= span)
     batch = defaults.chunk_batch(most_rows)
     return BucketGrid(
         max_length=max_length,
         prefill=tuple(PrefillBucket(span, batch) for span in cuts[: last + 1]),
-        decode_slots=_round_up(slots, defaults.slot_multiple),
+        decode_slots=round_up(slots, defaults.slot_multiple),
         decode_spans=tuple(sorted({*cuts, max_length})),
         steps_per_call=defaults.steps_per_call,
         score=score,
@@ -178,7 +178,7 @@ def prefill_padding(
     With chunks, batches count as full: which chunks meet in one shows when rows run.
     """
     if chunk is not None:
-        return sum(rows), sum(_round_up(length, chunk) for length in rows)
+        return sum(rows), sum(round_up(length, chunk) for length in rows)
     counts = dict.fromkeys(buckets, 0)
     for length in rows:
         counts[next(bucket for bucket in buckets if length <= bucket.length)] += 1
@@ -191,7 +191,7 @@ def _num_tokens(bucket: PrefillBucket) -> float:
 
 
 def cheapest_prefill(
-    lengths: Sequence[int],
+    lengths: Sequence[int] | np.ndarray,
     max_length: int,
     defaults: GridDefaults,
     price: Callable[[PrefillBucket], float] = _num_tokens,
@@ -204,7 +204,7 @@ def cheapest_prefill(
     if price_of_graph is None:
         price_of_graph = defaults.tokens_per_graph
     longest = defaults.longest_prefill(max_length)
-    steps = np.minimum(_round_up(np.array(lengths), defaults.length_step), longest)
+    steps = np.minimum(round_up(np.array(lengths), defaults.length_step), longest)
     borders, counts = np.unique(steps, return_counts=True)
     rows_below = np.concatenate([[0], np.cumsum(counts)])
 
@@ -239,7 +239,7 @@ def cheapest_prefill(
 def _batch_sizes(length: int, defaults: GridDefaults) -> list[int]:
     """Batch sizes up to the target of tokens, largest first: of equal cost, fewest calls."""
     most = max(1, defaults.tokens_per_prefill // length)
-    return sorted({_round_up(n, defaults.batch_multiple) for n in range(1, most + 1)}, reverse=True)
+    return sorted({round_up(n, defaults.batch_multiple) for n in range(1, most + 1)}, reverse=True)
 
 
 def _may_have(size: int, length: int, rows: np.ndarray, defaults: GridDefaults) -> np.ndarray:
@@ -256,7 +256,7 @@ def _may_have(size: int, length: int, rows: np.ndarray, defaults: GridDefaults) 
 
 def _spans(max_length: int, defaults: GridDefaults) -> tuple[int, ...]:
     count, step = defaults.max_decode_graphs, math.lcm(SPAN_STEP, defaults.span_multiple)
-    steps = {min(_round_up(max_length * i // count, step), max_length) for i in range(1, count)}
+    steps = {min(round_up(max_length * i // count, step), max_length) for i in range(1, count)}
     return tuple(sorted(steps | {max_length}))
 
 
@@ -272,7 +272,8 @@ def _longest_multiple(max_length: int, multiple: int, what: str, axis: str) -> i
 _Count = TypeVar("_Count", int, np.ndarray)
 
 
-def _round_up(value: _Count, step: int) -> _Count:
+def round_up(value: _Count, step: int) -> _Count:
+    """The least multiple of `step` that is no less than a value, or than each of an array."""
     return -(-value // step) * step
 
 
@@ -288,21 +289,21 @@ def ladder_grid(
     length = defaults.longest_prefill(max_length)
     lengths = [length]
     while length > 2 * defaults.length_step and len(lengths) < defaults.max_prefill_graphs:
-        length = _round_up(length // 2, defaults.length_step)
+        length = round_up(length // 2, defaults.length_step)
         lengths.append(length)
     return BucketGrid(
         max_length=max_length,
         prefill=tuple(
             PrefillBucket(
                 length,
-                _round_up(
+                round_up(
                     max(1, min(defaults.tokens_per_prefill // length, slots)),
                     defaults.batch_multiple,
                 ),
             )
             for length in sorted(set(lengths))
         ),
-        decode_slots=_round_up(slots, defaults.slot_multiple),
+        decode_slots=round_up(slots, defaults.slot_multiple),
         decode_spans=_spans(max_length, defaults),
         steps_per_call=defaults.steps_per_call,
         score=score,

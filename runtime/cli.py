@@ -43,6 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_batch(commands)
     _add_merge(commands)
+    _add_plan(commands)
     _add_layouts(commands)
     _add_experts(commands)
     _add_inspect(commands)
@@ -115,6 +116,19 @@ def _add_pod_options(group: "argparse._ArgumentGroup") -> None:
         action="store_true",
         help="go on with a job that another set-up of processes began; the manifest says so",
     )
+
+
+def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    from .planning.command import add_options
+
+    plan = commands.add_parser(
+        "plan",
+        help="choose buckets for a workload",
+        description="Choose the buckets that serve a workload best on a target, which need not be "
+        "there, and predict what they cost. Every second is a prediction.",
+        epilog="example: noria plan --model smollm2 --workload in.jsonl -o plan.toml",
+    )
+    add_options(plan)
 
 
 def _add_layouts(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -4,13 +4,10 @@ Knows nothing of models or graphs, and asks no device: the hardware need not be 
 """
 
 import math
-import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from importlib import resources
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from .. import planning
 from ..plan_tables import check_keys
 
 _NUMBERS = ("memory_bytes", "memory_rate", "link_rate", "links")
@@ -67,6 +64,16 @@ class Hardware:
             )
         return self.flops[dtype]
 
+    def shared_by(self, count: int) -> "Hardware":
+        """One of so many devices that are parts of this one."""
+        return replace(
+            self,
+            flops={dtype: rate / count for dtype, rate in self.flops.items()},
+            memory_bytes=self.memory_bytes / count,
+            memory_rate=self.memory_rate / count,
+            link_rate=self.link_rate / count,
+        )
+
     def to_table(self) -> dict[str, Any]:
         """What `read_hardware` reads, without the name."""
         table = asdict(self)
@@ -87,20 +94,31 @@ def read_hardware(tables: Mapping[str, Any]) -> dict[str, Hardware]:
     return found
 
 
-def published_hardware() -> dict[str, Hardware]:
-    """The tables that ship with noria, by name."""
-    text = (resources.files(planning) / "hardware.toml").read_text(encoding="utf-8")
-    return read_hardware(tomllib.loads(text))
+def num_devices(target: str) -> int:
+    """Devices of a target by its name alone: `cpu:8`, `tpu:v5e:2x4`, `gpu:h100:8`."""
+    platform, _, rest = target.partition(":")
+    shape = rest if platform == "cpu" else rest.partition(":")[2]
+    sizes = shape.split("x") if shape else ["1"]
+    if not all(size.isascii() and size.isdigit() and int(size) > 0 for size in sizes):
+        raise UnknownHardware(
+            f"target {target}: expected cpu:8, tpu:v5e:2x4, gpu:h100:8 or the like, got {shape!r} "
+            f"for its devices."
+        )
+    return math.prod(map(int, sizes))
 
 
 def hardware_of(target: str, known: Mapping[str, Hardware]) -> Hardware:
-    """The device of a target: its platform's (`cpu:8`) or its generation's (`tpu:v5e:2x4`)."""
-    parts = target.split(":")
-    name = parts[0] if parts[0] == "cpu" or len(parts) == 1 else parts[1]
+    """One device of a target: its platform's (`cpu:8`) or its generation's (`tpu:v5e:2x4`).
+
+    Devices of the CPU are simulated: they share what there is.
+    """
+    platform, _, rest = target.partition(":")
+    name = platform if platform == "cpu" or not rest else rest.partition(":")[0]
     if name not in known:
         raise UnknownHardware(
             f"target {target}: expected hardware of {', '.join(known)}, got {name!r}. Name the "
             f"generation (tpu:v5e:2x4, gpu:h100:8), or add a table [{name}] of your own with "
             f"--hardware FILE."
         )
-    return known[name]
+    device = known[name]
+    return device.shared_by(num_devices(target)) if platform == "cpu" else device

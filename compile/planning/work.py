@@ -70,6 +70,11 @@ class Call:
         return cls("prefill", bucket.batch, tokens, bucket.length, is_scored)
 
     @classmethod
+    def whole(cls, bucket: PrefillBucket) -> "Call":
+        """A call of whole prompts."""
+        return cls("prefill", bucket.batch, bucket.length, bucket.length)
+
+    @classmethod
     def of_step(cls, slots: int, span: int) -> "Call":
         """One decode step."""
         return cls("decode", slots, 1, span)

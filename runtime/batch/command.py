@@ -8,7 +8,7 @@ import argparse
 import json
 import tomllib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint import ModelFiles, open_model
@@ -23,7 +23,7 @@ from .peers import ALONE, Peers
 from .progress import Progress
 from .prompt_encoder import PromptEncoder
 from .run import run_job
-from .scan import ScanSummary
+from .scan import Need, ScanSummary
 
 if TYPE_CHECKING:
     from ...compile.bucket_grid import BucketGrid
@@ -149,18 +149,9 @@ class BatchModel:
 
         return None if self._layout_table is None else Layout.from_table(self._layout_table)
 
-    @contextmanager
-    def open_text(self) -> Iterator[JobText]:
+    def open_text(self) -> AbstractContextManager[JobText]:
         """The tokenizer, and the process that renders chat templates."""
-        try:
-            tokenizer = load_tokenizer(self._files.tokenizer_files)
-        except InvalidTokenizer as error:
-            raise JobError(str(error), EXIT_MODEL) from error
-        if tokenizer is None:
-            yield JobText(PromptEncoder(None), None)
-            return
-        with ChatRenderer(tokenizer) as renderer:
-            yield JobText(PromptEncoder(tokenizer, renderer.encode), tokenizer)
+        return open_text(self._files)
 
     def build(
         self,
@@ -231,13 +222,30 @@ class BatchModel:
         return Plan.from_table(apply_overrides(table, self._options.set))
 
 
-def _row_needs(summary: ScanSummary) -> "list[RowNeed]":
+@contextmanager
+def open_text(files: ModelFiles) -> Iterator[JobText]:
+    """The tokenizer of a model, and the process that renders its chat template."""
+    try:
+        tokenizer = load_tokenizer(files.tokenizer_files)
+    except InvalidTokenizer as error:
+        raise JobError(str(error), EXIT_MODEL) from error
+    if tokenizer is None:
+        yield JobText(PromptEncoder(None), None)
+        return
+    with ChatRenderer(tokenizer) as renderer:
+        yield JobText(PromptEncoder(tokenizer, renderer.encode), tokenizer)
+
+
+def row_need(need: Need) -> "RowNeed":
+    """A scanned row's need in the words of grids."""
     from ...compile.default_grid import RowNeed
 
-    return [
-        RowNeed(need.prompt_length, need.max_tokens, need.n, need.prompt_logprobs is not None)
-        for need in summary.needs
-    ]
+    is_scored = need.prompt_logprobs is not None
+    return RowNeed(need.prompt_length, need.max_tokens, need.n, is_scored)
+
+
+def _row_needs(summary: ScanSummary) -> "list[RowNeed]":
+    return [row_need(need) for need in summary.needs]
 
 
 def _padding_note(summary: ScanSummary, grid: "BucketGrid", layout: "Layout | None") -> str:

@@ -31,6 +31,8 @@ class Need:
     n: int
     logprobs: int | None
     prompt_logprobs: int | None
+    has_stops: bool = False
+    """Whether stop strings may end it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +140,7 @@ def _measure(row: BatchRow | BadRow, encode: Encode) -> ScannedRow:
                 n=params.n,
                 logprobs=params.logprobs,
                 prompt_logprobs=params.prompt_logprobs,
+                has_stops=bool(params.stop),
             )
         except RowError as error:
             row = _bad(row, error)

@@ -1,0 +1,231 @@
+"""Grids worth trying for a workload, each with a bound below which its run cannot come.
+
+For every choice of slots, tokens a call and chunk, prefill lengths and spans are cut exactly
+(`bucket_search`), each on its own; the bound adds up what would remain if every call were full and
+every token ran over its own span. No schedule does better, so a candidate whose bound is above what
+another one needs in a whole schedule cannot be the best.
+
+Knows nothing of schedules. Every second here is a prediction.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+import numpy as np
+
+from ..bucket_grid import BucketGrid, PrefillBucket
+from ..bucket_search import cheapest_cuts
+from ..default_grid import SPAN_STEP, GridDefaults, RowNeed, cheapest_prefill, round_up
+from .cost import CostModel
+from .work import Call
+
+SLOTS = (4, 8, 16, 32, 64, 128, 256, 512)
+TOKENS_PER_PREFILL = (256, 512, 1024, 2048)
+CHUNKS = (16, 32, 64, 128, 256, 512)
+
+
+@dataclass(frozen=True)
+class ExpectedRow:
+    """A row of a workload, and the tokens that it is expected to emit."""
+
+    need: RowNeed
+    output: int
+    """Of each of its sequences, a stop id included."""
+    ends_on_host: bool = False
+    """Whether a stop string ends it."""
+
+    def limit(self, max_length: int) -> int:
+        """Length at which its sequences must end."""
+        most = self.need.max_tokens
+        return max_length if most is None else self.need.prompt_length + most
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a plan may take."""
+
+    prefill_graphs: int = 8
+    decode_graphs: int = 4
+    memory_bytes: float = math.inf
+    """On each device."""
+    compile_seconds: float = math.inf
+    """Of all graphs together."""
+    seconds_per_graph: float = 0.0
+    """Predicted, of compiling one; a graph must save as much."""
+
+    def build_seconds(self, grid: BucketGrid) -> float:
+        """Predicted, of compiling all of a grid; those that give slots take next to nothing."""
+        return self.seconds_per_graph * num_graphs(grid)
+
+
+def num_graphs(grid: BucketGrid) -> int:
+    """Prefill and decode graphs of a grid."""
+    return len(grid.prefill) * (1 + grid.score) + len(grid.decode_spans)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A grid, and the seconds of building and running below which no schedule of it comes."""
+
+    grid: BucketGrid
+    bound: float
+
+
+class CandidateGrids:
+    """Every grid of a family, for one workload."""
+
+    def __init__(
+        self,
+        rows: Sequence[ExpectedRow],
+        max_position: int,
+        cost: CostModel,
+        budget: Budget,
+        defaults: GridDefaults,
+    ):
+        if not rows:
+            raise ValueError("workload: expected at least one row that fits the model, got none.")
+        self._rows, self._cost, self._budget, self._defaults = rows, cost, budget, defaults
+        longest = max(row.need.prompt_length + max(row.output, 1) for row in rows)
+        declared = max(row.limit(0) for row in rows)
+        wanted = min(round_up(max(longest, declared), defaults.length_step), max_position)
+        self._max_length = defaults.longest_span(wanted)
+        self._max_position = max_position
+        self._prompts = np.array([row.need.prompt_length for row in rows])
+        self._longest_output = max(row.output for row in rows)
+        self._num_sequences = sum(row.need.num_sequences for row in rows if row.output)
+        self._emitted_below = self._count_emitted()
+        """By length: tokens that are emitted into positions below it."""
+        self._cuts: dict[int, list[PrefillBucket]] = {}
+
+    def __iter__(self) -> Iterator[Candidate]:
+        """Those within the budget, in no order."""
+        for slots in self._slot_counts():
+            step = math.lcm(SPAN_STEP, self._defaults.span_multiple)
+            spans = self._spans(slots, step, self._max_length)
+            grids = [
+                self._grid(slots, self._cut(tokens), spans, None) for tokens in TOKENS_PER_PREFILL
+            ]
+            for tokens, chunk in product(TOKENS_PER_PREFILL, CHUNKS):
+                if (grid := self._chunked(slots, tokens, chunk)) is not None:
+                    grids.append(grid)
+            for grid in dict.fromkeys(grids):
+                if self._budget.build_seconds(grid) <= self._budget.compile_seconds:
+                    yield Candidate(grid, self.bound(grid))
+
+    def prefill_of(self, grid: BucketGrid) -> tuple[PrefillBucket, ...]:
+        """The best prefill lengths for calls of as many tokens as the grid's fullest one has."""
+        tokens = max(bucket.length * bucket.batch for bucket in grid.prefill)
+        return tuple(self._cut(tokens // self._defaults.batch_multiple))
+
+    def bound(self, grid: BucketGrid) -> float:
+        """Seconds below which no schedule over a grid comes, its build included."""
+        build = self._budget.build_seconds(grid)
+        return build + self._prefill_bound(grid) + self._decode_bound(grid)
+
+    def _count_emitted(self) -> np.ndarray:
+        change = np.zeros(self._max_length + max(CHUNKS) + 2)
+        for row in self._rows:
+            start = row.need.prompt_length
+            end = min(start + row.output, self._max_length)
+            change[start] += row.need.num_sequences
+            change[end] -= row.need.num_sequences
+        return np.concatenate([[0], np.cumsum(np.cumsum(change))])
+
+    def _slot_counts(self) -> list[int]:
+        multiple = self._defaults.slot_multiple
+        counts = {round_up(min(slots, max(self._num_sequences, 1)), multiple) for slots in SLOTS}
+        return [slots for slots in sorted(counts) if self._fits(slots)]
+
+    def _fits(self, slots: int) -> bool:
+        work = self._cost.work
+        cache = work.cache_bytes(slots, self._max_length)
+        return work.parameter_bytes + cache <= self._budget.memory_bytes
+
+    def _cut(self, tokens: int) -> list[PrefillBucket]:
+        """Prefill buckets of least cost for calls of up to so many tokens, or of one row."""
+        if tokens not in self._cuts:
+            defaults = replace(
+                self._defaults,
+                tokens_per_prefill=tokens * self._defaults.batch_multiple,
+                max_prefill_graphs=self._budget.prefill_graphs,
+            )
+            self._cuts[tokens] = cheapest_prefill(
+                self._prompts,
+                self._max_length,
+                defaults,
+                lambda bucket: self._cost.seconds(Call.whole(bucket)),
+                self._budget.seconds_per_graph,
+            )
+        return self._cuts[tokens]
+
+    def _chunked(self, slots: int, tokens: int, chunk: int) -> BucketGrid | None:
+        batch = round_up(max(1, min(tokens // chunk, slots)), self._defaults.batch_multiple)
+        step = math.lcm(SPAN_STEP, chunk, self._defaults.span_multiple)
+        longest = min(round_up(self._max_length, chunk), self._max_position)
+        whole = longest // chunk * chunk
+        needed = int(round_up(self._prompts.max(), chunk))
+        if chunk % self._defaults.length_multiple or batch > slots or needed > whole:
+            return None
+        # chunks lie in one piece of the cache, so spans are multiples of them as far as prompts go
+        spans = self._spans(slots, step, longest)
+        cuts = sorted({*(span for span in spans if not span % chunk), whole})
+        last = next(i for i, span in enumerate(cuts) if needed <= span)
+        prefill = [PrefillBucket(span, batch) for span in cuts[: last + 1]]
+        return self._grid(slots, prefill, tuple(sorted({*cuts, longest})), chunk)
+
+    def _grid(
+        self,
+        slots: int,
+        prefill: Sequence[PrefillBucket],
+        spans: tuple[int, ...],
+        chunk: int | None,
+    ) -> BucketGrid:
+        return BucketGrid(
+            max_length=spans[-1],
+            prefill=tuple(prefill),
+            decode_slots=slots,
+            decode_spans=spans,
+            steps_per_call=self._defaults.steps_per_call,
+            score=any(row.need.is_scored for row in self._rows),
+            chunk=chunk,
+        )
+
+    def _spans(self, slots: int, step: int, longest: int) -> tuple[int, ...]:
+        """Spans of least cost, if every token ran over its own."""
+        borders = np.append(np.arange(step, longest, step), longest)
+        tokens_below = self._emitted_below[[0, *borders]]
+
+        def costs(end: int) -> np.ndarray:
+            seconds = self._cost.seconds(Call.of_step(slots, int(borders[end]))) / slots
+            return (tokens_below[end + 1] - tokens_below[: end + 1]) * seconds
+
+        ends = cheapest_cuts(
+            costs, len(borders), self._budget.decode_graphs, self._budget.seconds_per_graph
+        )
+        return tuple(int(borders[end]) for end in ends)
+
+    def _prefill_bound(self, grid: BucketGrid) -> float:
+        """Every call full; of chunks, every one over the span that holds its end."""
+        of_row = [
+            self._cost.seconds(Call.of_bucket(grid, bucket)) / bucket.batch
+            for bucket in grid.prefill
+        ]
+        lengths = [bucket.length for bucket in grid.prefill]
+        if grid.chunk is None:
+            return float(np.take(of_row, np.searchsorted(lengths, self._prompts)).sum())
+        total = 0.0
+        for seconds, start, end in zip(of_row, [0, *lengths], lengths, strict=False):
+            inside = np.minimum(self._prompts, end) - start
+            total += seconds * float((-(-np.maximum(inside, 0) // grid.chunk)).sum())
+        return total
+
+    def _decode_bound(self, grid: BucketGrid) -> float:
+        """Every slot busy; and no less than the row that takes longest on its own."""
+        of_step = [
+            self._cost.seconds(Call.of_step(grid.decode_slots, span)) for span in grid.decode_spans
+        ]
+        tokens = np.diff(self._emitted_below[[0, *grid.decode_spans]])
+        shared = float(tokens @ of_step) / grid.decode_slots
+        return max(shared, self._longest_output * min(of_step))

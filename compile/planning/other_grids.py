@@ -1,0 +1,53 @@
+"""Grids as they are picked by hand, to hold a plan against: its slots and spans, other lengths.
+
+Knows nothing of what a grid costs.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from ..bucket_grid import BucketGrid, PrefillBucket
+from ..default_grid import round_up
+
+LANES = 128
+"""The step of lengths that fill a TPU's lanes."""
+
+
+def hand_picked(
+    grid: BucketGrid, longest_prompt: int, tokens_per_call: int
+) -> Mapping[str, BucketGrid]:
+    """By name: ladders of whole prompts with as many prefill graphs as `grid` has.
+
+    Powers of two up to the longest prompt are what serving stacks ship (JetStream and vLLM's TPU
+    backend begin at 16, SGLang's at 64); equal steps of 128 are the other common choice.
+    """
+    count = len(grid.prefill)
+    ladders = {
+        "powers of two": powers_of_two(count, longest_prompt),
+        "multiples of 128": multiples(count, longest_prompt),
+    }
+    return {
+        name: _with_lengths(grid, lengths, tokens_per_call) for name, lengths in ladders.items()
+    }
+
+
+def powers_of_two(count: int, longest: int) -> list[int]:
+    """The `count` largest powers of two of which the last holds `longest`."""
+    top = (longest - 1).bit_length()
+    return [2**power for power in range(max(0, top - count + 1), top + 1)]
+
+
+def multiples(count: int, longest: int) -> list[int]:
+    """Equal steps, multiples of 128, of which the last holds `longest`."""
+    step = round_up(-(-longest // count), LANES)
+    return list(range(step, round_up(longest, step) + 1, step))
+
+
+def _with_lengths(grid: BucketGrid, lengths: Sequence[int], tokens_per_call: int) -> BucketGrid:
+    """The grid with other prefill lengths, none of them past the longest row."""
+    lengths = sorted({min(length, grid.max_length) for length in lengths})
+    prefill = [
+        PrefillBucket(length, max(1, min(tokens_per_call // length, grid.decode_slots)))
+        for length in lengths
+    ]
+    return replace(grid, prefill=tuple(prefill), chunk=None, chunks_per_decode=None)

@@ -1,0 +1,108 @@
+"""A plan for a workload: every grid of the family weighed, the best one held against others.
+
+Knows nothing of options or files. Every second here is a prediction.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from ...compile.bucket_grid import BucketGrid
+from ...compile.default_grid import GridDefaults
+from ...compile.planning.candidates import Budget, CandidateGrids, ExpectedRow
+from ...compile.planning.cost import CostModel
+from ...compile.planning.other_grids import hand_picked
+from .search import MOST_TRIES, Search, Tried, find_best, try_grid
+
+
+class NoPlanFits(ValueError):
+    """No grid of the family fits what a plan may take."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The grid that was chosen, and what stands beside it."""
+
+    search: Search
+    others: dict[str, Tried]
+    """Hand-picked grids, and the best ones with a prefill graph more or fewer, by name."""
+
+    @property
+    def best(self) -> Tried:
+        return self.search.best
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Plans for one workload and cost model."""
+
+    rows: Sequence[ExpectedRow]
+    max_position: int
+    cost: CostModel
+    budget: Budget
+    defaults: GridDefaults
+    may_chunk: bool = True
+    must_chunk: bool = False
+    most_tries: int = MOST_TRIES
+    on_try: Callable[[Tried], None] = lambda tried: None
+
+    def plan(self) -> Planned:
+        """Search, and compare."""
+        search = self._search(self.budget, self.may_chunk, self.must_chunk)
+        if search is None:
+            raise NoPlanFits(self._reason())
+        best = search.best.grid
+        longest = max(row.need.prompt_length for row in self.rows)
+        tokens = self.defaults.tokens_per_prefill
+        others = {
+            name: self._try(grid) for name, grid in hand_picked(best, longest, tokens).items()
+        }
+        if best.chunk is None:
+            others |= self._neighbours(best)
+        return Planned(search, others)
+
+    def _search(self, budget: Budget, may_chunk: bool, must_chunk: bool) -> Search | None:
+        grids = CandidateGrids(self.rows, self.max_position, self.cost, budget, self.defaults)
+        kept = (
+            candidate
+            for candidate in grids
+            if (may_chunk or candidate.grid.chunk is None)
+            and (not must_chunk or candidate.grid.chunk is not None)
+        )
+        return find_best(kept, self.rows, self.cost, budget, self.most_tries, self.on_try)
+
+    def _neighbours(self, best: BucketGrid) -> dict[str, Tried]:
+        """The best ladders of one prefill graph fewer and one more."""
+        found = {}
+        for name, change in (("one graph fewer", -1), ("one graph more", 1)):
+            count = len(best.prefill) + change
+            if count < 1:
+                continue
+            # a graph more is wanted here whatever it costs to build
+            budget = replace(self.budget, prefill_graphs=count, seconds_per_graph=0.0)
+            grids = CandidateGrids(self.rows, self.max_position, self.cost, budget, self.defaults)
+            prefill = grids.prefill_of(best)
+            if len(prefill) == count:
+                found[name] = self._try(replace(best, prefill=prefill))
+        return found
+
+    def _try(self, grid: BucketGrid) -> Tried:
+        return try_grid(grid, self.rows, self.cost, self.budget)
+
+    def _reason(self) -> str:
+        work = self.cost.work
+        slots = self.defaults.slot_multiple
+        longest = max(row.need.least_length for row in self.rows)
+        needed = work.parameter_bytes + work.cache_bytes(slots, longest)
+        allowed = self.budget.memory_bytes
+        if needed > allowed:
+            return (
+                f"no plan fits: weights ({work.parameter_bytes / 1e9:.2f} GB a device) and a cache "
+                f"of {slots} rows of {longest} positions need {needed / 1e9:.2f} GB, "
+                f"{(needed - allowed) / 1e9:.2f} GB more than the {allowed / 1e9:.2f} GB there "
+                f"are. Take more devices, a layout that splits more, or shorter rows."
+            )
+        return (
+            f"no plan fits: building the fewest graphs takes longer than the "
+            f"{self.budget.compile_seconds / 60:.1f} minutes there are (predicted "
+            f"{self.budget.seconds_per_graph:.0f} s a graph). Raise --max-compile-minutes."
+        )

@@ -1,0 +1,207 @@
+"""What a plan predicts, for people and programs: a summary, report.json.
+
+Every second is a prediction, and says what it waits for.
+"""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...compile.planning.candidates import num_graphs
+from ...compile.planning.cost import CostModel
+from ...compile.planning.work import Call
+
+if TYPE_CHECKING:
+    from .command import Prediction
+    from .search import Tried
+
+GIGABYTE = 1e9
+
+
+def summary(prediction: "Prediction") -> str:
+    """A page for the terminal."""
+    workload, best = prediction.workload, prediction.planned.best
+    search, hardware = prediction.planned.search, prediction.cost.hardware
+    calibrated = "calibrated" if prediction.cost.calibration else "published peaks, a bound"
+    lines = [
+        f"workload   {workload.name}: {len(workload.rows)} rows, {workload.prompt_tokens} prompt "
+        f"tokens, {workload.output_tokens} expected output tokens",
+        f"target     {prediction.plan.target} ({hardware.name}: {calibrated})",
+        "",
+        *_graph_lines(prediction),
+        "",
+        *_comparison_lines(prediction),
+        "",
+        f"predicted  {best.simulation.seconds:.1f} s to run and {best.build_seconds:.0f} s to "
+        f"compile {num_graphs(best.grid)} graphs; slots {best.simulation.occupancy:.1%} full, "
+        f"{best.simulation.tail_seconds:.1f} s of tail",
+        f"memory     {_gigabytes(prediction)}",
+        f"search     {search.tried} of {search.candidates} grids simulated; none of the others can "
+        f"be more than {search.gap:.1%} faster; {prediction.seconds:.1f} s",
+    ]
+    return "\n".join(lines)
+
+
+def as_json(prediction: "Prediction") -> dict[str, Any]:
+    """The same and more, as one JSON object."""
+    workload, planned, cost = prediction.workload, prediction.planned, prediction.cost
+    grid, work = planned.best.grid, cost.work
+    return {
+        "plan": prediction.plan.to_toml(),
+        "target": prediction.plan.target,
+        "workload": {
+            "name": workload.name,
+            "rows": len(workload.rows),
+            "refused": workload.num_refused,
+            "prompt_tokens": workload.prompt_tokens,
+            "expected_output_tokens": workload.output_tokens,
+        },
+        "hardware": {"name": cost.hardware.name, **cost.hardware.to_table()},
+        "calibration": cost.calibration and cost.calibration.to_json(),
+        "predicted": _figures(planned.best),
+        "graphs": graphs(prediction),
+        "comparison": {name: _figures(tried) for name, tried in planned.others.items()},
+        "memory_bytes": {
+            "parameters": work.parameter_bytes,
+            "cache": work.cache_bytes(grid.decode_slots, grid.max_length),
+            "device": cost.hardware.memory_bytes,
+        },
+        "search": {
+            "candidates": planned.search.candidates,
+            "simulated": planned.search.tried,
+            "gap": planned.search.gap,
+            "seconds": prediction.seconds,
+        },
+    }
+
+
+def graphs(prediction: "Prediction") -> list[dict[str, Any]]:
+    """Every prefill and decode graph: use, and where the seconds of a call go."""
+    best, cost = prediction.planned.best, prediction.cost
+    grid, metrics = best.grid, best.simulation.metrics
+    found = []
+    for bucket in grid.prefill:
+        uses = [use for name, use in metrics.prefill.items() if _is_of(name, bucket)]
+        found.append(
+            {
+                "graph": f"prefill {bucket.length}x{bucket.batch}",
+                "calls": sum(use.calls for use in uses),
+                "real_tokens": sum(use.real_tokens for use in uses),
+                "computed_tokens": sum(use.computed_tokens for use in uses),
+                "total_seconds": sum(use.seconds for use in uses),
+                **_estimate(cost, Call.of_bucket(grid, bucket)),
+            }
+        )
+    for span in grid.decode_spans:
+        use = metrics.decode.get(str(span))
+        found.append(
+            {
+                "graph": f"decode span {span}",
+                "calls": use.steps if use else 0,
+                "real_tokens": use.emitted_tokens if use else 0,
+                "computed_tokens": use.computed_tokens if use else 0,
+                "total_seconds": use.seconds if use else 0.0,
+                **_estimate(cost, Call.of_step(grid.decode_slots, span)),
+            }
+        )
+    return found
+
+
+def write(prediction: "Prediction", folder: Path) -> None:
+    """Write report.json into a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    content = json.dumps(as_json(prediction), indent=1)
+    (folder / "report.json").write_text(content + "\n", encoding="utf-8")
+
+
+def _is_of(name: str, bucket: Any) -> bool:
+    return name.removesuffix(" scored") == f"{bucket.length}x{bucket.batch}"
+
+
+def _estimate(cost: CostModel, call: Call) -> dict[str, Any]:
+    parts, estimate = cost.work.parts(call), cost.estimate(call)
+    return {
+        "flops": sum(part.flops for part in parts),
+        "bytes": sum(part.bytes for part in parts),
+        "sent_bytes": sum(sum(part.sent.values()) for part in parts),
+        "seconds": estimate.seconds,
+        "by_part": dict(estimate.parts),
+        "binds": estimate.binds,
+    }
+
+
+def _figures(tried: "Tried") -> dict[str, Any]:
+    padding = tried.simulation.metrics.report()["padding"]
+    prefill = tried.simulation.metrics.prefill.values()
+    return {
+        "prefill": [list(bucket) for bucket in tried.grid.prefill],
+        "chunk": tried.grid.chunk,
+        "decode_slots": tried.grid.decode_slots,
+        "decode_spans": list(tried.grid.decode_spans),
+        "graphs": num_graphs(tried.grid),
+        "run_seconds": tried.simulation.seconds,
+        "build_seconds": tried.build_seconds,
+        "tail_seconds": tried.simulation.tail_seconds,
+        "occupancy": tried.simulation.occupancy,
+        "prefill_real_tokens": sum(use.real_tokens for use in prefill),
+        "prefill_computed_tokens": sum(use.computed_tokens for use in prefill),
+        **padding,
+    }
+
+
+def _graph_lines(prediction: "Prediction") -> list[str]:
+    rows = [("graph", "calls", "tokens real / computed", "ms a call", "waits for", "s in all")]
+    for graph in graphs(prediction):
+        rows.append(
+            (
+                graph["graph"],
+                str(graph["calls"]),
+                f"{graph['real_tokens']} / {graph['computed_tokens']}",
+                f"{graph['seconds'] * 1e3:.1f}",
+                graph["binds"],
+                f"{graph['total_seconds']:.1f}",
+            )
+        )
+    return _table(rows)
+
+
+def _comparison_lines(prediction: "Prediction") -> list[str]:
+    tried = {"this plan": prediction.planned.best, **prediction.planned.others}
+    rows = [("grid", "graphs", "prefill padding", "idle slots", "run s", "")]
+    least = prediction.planned.best.simulation.seconds
+    for name, one in tried.items():
+        figures = _figures(one)
+        computed = figures["prefill_computed_tokens"]
+        decoded = figures["computed_tokens"] - computed
+        rows.append(
+            (
+                name,
+                str(figures["graphs"]),
+                f"{figures['prefill_padding_tokens'] / max(computed, 1):.1%}",
+                f"{figures['idle_slot_tokens'] / max(decoded, 1):.1%}",
+                f"{one.simulation.seconds:.1f}",
+                f"x{one.simulation.seconds / least:.2f}",
+            )
+        )
+    return _table(rows)
+
+
+def _gigabytes(prediction: "Prediction") -> str:
+    cost, grid = prediction.cost, prediction.planned.best.grid
+    parameters = cost.work.parameter_bytes / GIGABYTE
+    cache = cost.work.cache_bytes(grid.decode_slots, grid.max_length) / GIGABYTE
+    return (
+        f"weights {parameters:.2f} GB and cache {cache:.2f} GB of "
+        f"{cost.hardware.memory_bytes / GIGABYTE:.1f} GB on each device"
+    )
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

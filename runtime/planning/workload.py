@@ -1,0 +1,169 @@
+"""What a job asks of a plan: its rows' lengths, from a batch file, a table of lengths, or a run.
+
+A batch file says what rows may emit at most, not what they will; a finished job's output says it.
+A table of lengths is CSV with the columns `prompt_tokens` and `output_tokens`, and, where rows may
+emit more than they are expected to, `max_tokens`.
+"""
+
+import csv
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ...compile.default_grid import GridDefaults, RowNeed
+from ...compile.planning.candidates import ExpectedRow
+from ..batch.command import open_text, row_need
+from ..batch.disk import digest_file
+from ..batch.job import EXIT_USAGE, JobError
+from ..batch.manifest import read_manifest
+from ..batch.scan import ScannedRow, check_input, scan
+from ..checkpoint import ModelFiles
+
+OK = 200
+COLUMNS = ("prompt_tokens", "output_tokens", "max_tokens")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The rows that a plan is made for."""
+
+    name: str
+    rows: tuple[ExpectedRow, ...]
+    num_refused: int = 0
+    """Rows that no plan can serve: errors, and those too long for the model."""
+    manifest: Mapping[str, Any] | None = None
+    """Of the run that the outputs' lengths are from."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(row.need.prompt_length for row in self.rows)
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(row.output * row.need.num_sequences for row in self.rows)
+
+    def that_fits(self, max_position: int) -> "Workload":
+        """Without the rows that are too long for a model."""
+        rows = tuple(row for row in self.rows if row.need.least_length <= max_position)
+        return replace(
+            self,
+            rows=tuple(_within(row, max_position) for row in rows),
+            num_refused=self.num_refused + len(self.rows) - len(rows),
+        )
+
+
+def read_workload(
+    path: Path, files: ModelFiles, *, share_of_limit: float = 1.0, output: Path | None = None
+) -> Workload:
+    """The rows of a file; `output` is that of a finished job of the same input.
+
+    Without it, rows are expected to emit a share of their `max_tokens`, or of what is planned for
+    rows that name none.
+    """
+    if path.suffix == ".csv":
+        if output is not None:
+            raise JobError(
+                "--from-output: expected the batch file of the job as --workload, got a table of "
+                "lengths, which has outputs of its own. Leave one out.",
+                EXIT_USAGE,
+            )
+        return Workload(path.name, tuple(_table_rows(path)))
+    check_input(path)
+    with path.open("rb") as file, open_text(files) as text:
+        summary = scan(file, text.encode, defaults=files.generation_defaults.sampling)
+    emitted, manifest = {}, None
+    if output is not None:
+        manifest = _manifest_of(output, summary.input_sha256)
+        emitted = _emitted(output)
+    rows = [_expected(row, emitted, share_of_limit) for row in summary.rows if row.need is not None]
+    return Workload(path.name, tuple(rows), len(summary.rows) - len(rows), manifest)
+
+
+def _expected(
+    row: ScannedRow, emitted: Mapping[str, tuple[int, bool]], share_of_limit: float
+) -> ExpectedRow:
+    assert row.need is not None
+    need = row_need(row.need)
+    if (known := emitted.get(row.custom_id or "")) is not None:
+        output, stopped = known
+        # of several answers only the sum is known
+        return ExpectedRow(need, output // need.num_sequences, stopped and row.need.has_stops)
+    limit = need.max_tokens
+    if limit is None:
+        limit = GridDefaults().unspecified_output
+    return ExpectedRow(need, min(limit, max(1, round(limit * share_of_limit))))
+
+
+def _within(row: ExpectedRow, max_position: int) -> ExpectedRow:
+    return replace(row, output=min(row.output, max_position - row.need.prompt_length))
+
+
+def _manifest_of(output: Path, input_sha256: str) -> Mapping[str, Any]:
+    manifest = read_manifest(output)
+    if manifest is None:
+        raise JobError(
+            f"{output}: expected the output of a finished job, with its manifest beside it, got no "
+            f"manifest. Finish the job first.",
+            EXIT_USAGE,
+        )
+    if manifest["input"]["sha256"] != input_sha256:
+        raise JobError(
+            f"{output}: expected the output of a job of this --workload, got one of "
+            f"{manifest['input']['name']} with another content. Give the job's own input.",
+            EXIT_USAGE,
+        )
+    recorded = manifest["outputs"].get(output.name, {}).get("sha256")
+    if recorded != digest_file(output).sha256:
+        raise JobError(
+            f"{output}: expected the content that its manifest records, got another one. Run the "
+            f"job again.",
+            EXIT_USAGE,
+        )
+    return manifest
+
+
+def _emitted(output: Path) -> dict[str, tuple[int, bool]]:
+    """Tokens of each answered row, and whether a stop ended one of its answers; by custom_id."""
+    found = {}
+    with output.open(encoding="utf-8") as file:
+        for line in file:
+            row = json.loads(line)
+            if row["response"] is None or row["response"]["status_code"] != OK:
+                continue
+            body = row["response"]["body"]
+            stopped = any(choice["finish_reason"] == "stop" for choice in body["choices"])
+            found[row["custom_id"]] = (body["usage"]["completion_tokens"], stopped)
+    return found
+
+
+def _table_rows(path: Path) -> Iterator[ExpectedRow]:
+    with path.open(newline="", encoding="utf-8") as file:
+        reader = csv.DictReader(file)
+        columns = reader.fieldnames or []
+        if not set(COLUMNS[:2]) <= set(columns) <= set(COLUMNS):
+            raise JobError(
+                f"{path}: expected the columns {', '.join(COLUMNS)}, the last one as an option, "
+                f"got {', '.join(columns) or 'none'}.",
+                EXIT_USAGE,
+            )
+        for row in reader:
+            yield _table_row(path, reader.line_num, row)
+
+
+def _table_row(path: Path, line: int, row: Mapping[str, str]) -> ExpectedRow:
+    try:
+        prompt, output = (int(row[name]) for name in COLUMNS[:2])
+        limit = int(row.get("max_tokens") or output)
+    except (TypeError, ValueError):
+        raise JobError(
+            f"{path} line {line}: expected whole numbers, got {row}.", EXIT_USAGE
+        ) from None
+    if prompt < 1 or not 0 <= output <= limit:
+        raise JobError(
+            f"{path} line {line}: expected at least one prompt token, and outputs from 0 to "
+            f"max_tokens, got {prompt}, {output} and {limit}.",
+            EXIT_USAGE,
+        )
+    return ExpectedRow(RowNeed(prompt, limit), output)
