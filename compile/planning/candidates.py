@@ -22,7 +22,7 @@ from .cost import CostModel
 from .work import Call
 
 SLOTS = (4, 8, 16, 32, 64, 128, 256, 512)
-TOKENS_PER_PREFILL = (256, 512, 1024, 2048)
+TOKENS_PER_PREFILL = (32, 64, 128, 256, 512, 1024, 2048)
 CHUNKS = (16, 32, 64, 128, 256, 512)
 
 
@@ -98,6 +98,7 @@ class CandidateGrids:
         self._emitted_below = self._count_emitted()
         """By length: tokens that are emitted into positions below it."""
         self._cuts: dict[int, list[PrefillBucket]] = {}
+        self._known_spans: dict[tuple[int, int, int], tuple[int, ...]] = {}
 
     def __iter__(self) -> Iterator[Candidate]:
         """Those within the budget, in no order."""
@@ -194,6 +195,8 @@ class CandidateGrids:
 
     def _spans(self, slots: int, step: int, longest: int) -> tuple[int, ...]:
         """Spans of least cost, if every token ran over its own."""
+        if (known := self._known_spans.get((slots, step, longest))) is not None:
+            return known
         borders = np.append(np.arange(step, longest, step), longest)
         tokens_below = self._emitted_below[[0, *borders]]
 
@@ -204,7 +207,8 @@ class CandidateGrids:
         ends = cheapest_cuts(
             costs, len(borders), self._budget.decode_graphs, self._budget.seconds_per_graph
         )
-        return tuple(int(borders[end]) for end in ends)
+        found = tuple(int(borders[end]) for end in ends)
+        return self._known_spans.setdefault((slots, step, longest), found)
 
     def _prefill_bound(self, grid: BucketGrid) -> float:
         """Every call full; of chunks, every one over the span that holds its end."""

@@ -26,9 +26,7 @@ def hand_picked(
         "powers of two": powers_of_two(count, longest_prompt),
         "multiples of 128": multiples(count, longest_prompt),
     }
-    return {
-        name: _with_lengths(grid, lengths, tokens_per_call) for name, lengths in ladders.items()
-    }
+    return {name: with_lengths(grid, lengths, tokens_per_call) for name, lengths in ladders.items()}
 
 
 def powers_of_two(count: int, longest: int) -> list[int]:
@@ -43,7 +41,7 @@ def multiples(count: int, longest: int) -> list[int]:
     return list(range(step, round_up(longest, step) + 1, step))
 
 
-def _with_lengths(grid: BucketGrid, lengths: Sequence[int], tokens_per_call: int) -> BucketGrid:
+def with_lengths(grid: BucketGrid, lengths: Sequence[int], tokens_per_call: int) -> BucketGrid:
     """The grid with other prefill lengths, none of them past the longest row."""
     lengths = sorted({min(length, grid.max_length) for length in lengths})
     prefill = [

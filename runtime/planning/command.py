@@ -62,7 +62,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--max-compile-minutes", type=float, default=math.inf, help="for all graphs together")
     add("--seconds-per-graph", type=float, help="of compiling one (default: by layers)")
     add("--max-memory-gb", type=float, help="on each device (default: 90 %% of what it has)")
-    add("--tries", type=int, default=40, help="grids to simulate at most (default: 40)")
+    add("--tries", type=int, default=24, help="grids to simulate at most (default: 24)")
     add("--quiet", action="store_true", help="no progress on stderr")
     parser.set_defaults(run=run)
 

@@ -14,7 +14,7 @@ from ...compile.planning.cost import CostModel
 from ..batch.job import longest_need_first
 from .simulator import SimulatedRow, Simulation, simulate
 
-MOST_TRIES = 16
+MOST_TRIES = 24
 
 
 @dataclass(frozen=True)

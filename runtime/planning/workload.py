@@ -69,7 +69,7 @@ def read_workload(
                 "lengths, which has outputs of its own. Leave one out.",
                 EXIT_USAGE,
             )
-        return Workload(path.name, tuple(_table_rows(path)))
+        return Workload(path.name, tuple(read_table(path)))
     check_input(path)
     with path.open("rb") as file, open_text(files) as text:
         summary = scan(file, text.encode, defaults=files.generation_defaults.sampling)
@@ -138,7 +138,8 @@ def _emitted(output: Path) -> dict[str, tuple[int, bool]]:
     return found
 
 
-def _table_rows(path: Path) -> Iterator[ExpectedRow]:
+def read_table(path: Path) -> Iterator[ExpectedRow]:
+    """The rows of a table of lengths."""
     with path.open(newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file)
         columns = reader.fieldnames or []

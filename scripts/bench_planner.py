@@ -1,0 +1,186 @@
+"""Padding and predicted seconds of planned grids, against grids as they are picked by hand.
+
+For each workload the ladder of as many prefill lengths as there are powers of two from 16 to the
+longest prompt, held against those powers, against equal steps of 128, and against what peers ship;
+and the plan with chunks. Everything is simulated and predicted from published peaks: nothing runs.
+
+Example: python scripts/bench_planner.py benchmarks/workloads/*.csv --output benchmarks/planner
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from noria.compile.bucket_grid import BucketGrid
+from noria.compile.default_grid import GridDefaults
+from noria.compile.definition import Definition
+from noria.compile.planning.candidates import Budget, CandidateGrids, ExpectedRow
+from noria.compile.planning.cost import CostModel
+from noria.compile.planning.hardware import hardware_of
+from noria.compile.planning.other_grids import multiples, powers_of_two, with_lengths
+from noria.compile.planning.work import Work
+from noria.modelzoo.config import DecoderConfig
+from noria.runtime.planning.hardware_files import known_hardware
+from noria.runtime.planning.planning import Planner
+from noria.runtime.planning.search import Tried, try_grid
+from noria.runtime.planning.workload import read_table
+
+TARGET, SHORTEST = "tpu:v5e:1x1", 16
+SHIPPED = {
+    "JetStream, MaxText: 16 to 32768, doubling": [2**power for power in range(4, 16)],
+    "SGLang's JAX port: 64 to 8192, doubling": [2**power for power in range(6, 14)],
+    "Saxml: 128, 1024, 4096": [128, 1024, 4096],
+}
+"""Lists in the projects' sources: DEFAULT_PREFILL_BUCKETS, PRECOMPILE_DEFAULT_TOKEN_PADDINGS, and
+BUCKET_KEYS of the language models' parameters."""
+LLAMA_1B = DecoderConfig(
+    vocab_size=128256,
+    embed=2048,
+    mlp=8192,
+    num_query_heads=32,
+    num_kv_heads=8,
+    head_dim=64,
+    windows=(None,) * 16,
+    max_position=131072,
+    tie_embeddings=True,
+)
+"""Shape of Llama 3.2 1B, as published in its config.json."""
+
+
+def main() -> None:
+    """Measure every workload, write JSON and a table."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("workloads", nargs="+", type=Path)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--tries", type=int, default=12)
+    options = parser.parse_args()
+    found = []
+    for path in options.workloads:
+        found.append(measure(path, options.tries))
+        print(table([found[-1]]), file=sys.stderr, flush=True)
+    report = {"target": TARGET, "workloads": found}
+    options.output.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+    options.output.with_suffix(".md").write_text(markdown(found), "utf-8")
+
+
+def measure(path: Path, tries: int) -> dict[str, Any]:
+    """Every grid of one workload, as figures by name."""
+    rows = tuple(read_table(path))
+    hardware = hardware_of(TARGET, known_hardware())
+    cost = CostModel(Work(Definition(LLAMA_1B), "bfloat16"), hardware)
+    longest = max(row.need.prompt_length for row in rows)
+    powers = powers_of_two(len(range(SHORTEST.bit_length(), longest.bit_length() + 1)), longest)
+    budget = Budget(prefill_graphs=len(powers), memory_bytes=0.9 * hardware.memory_bytes)
+    planner = Planner(rows, LLAMA_1B.max_position, cost, budget, GridDefaults(), most_tries=tries)
+    whole = replace(planner, may_chunk=False).plan().best
+    chunked = replace(planner, must_chunk=True).plan().best
+    grids = {
+        "powers of two": powers,
+        "steps of 128": multiples(len(powers), longest),
+        **{name: _reaching(lengths, longest) for name, lengths in SHIPPED.items()},
+    }
+    tokens = max(bucket.length * bucket.batch for bucket in whole.grid.prefill)
+    by_hand = {}
+    for name, lengths in grids.items():
+        grid = with_lengths(whole.grid, lengths, tokens)
+        by_hand[name] = {
+            "grid": figures(try_grid(grid, rows, cost, budget)),
+            "planned": figures(_planned(whole.grid, len(grid.prefill), rows, cost, budget)),
+        }
+    return {
+        "workload": path.stem,
+        "rows": len(rows),
+        "prompt_tokens": sum(row.need.prompt_length for row in rows),
+        "whole": figures(whole),
+        "chunked": figures(chunked),
+        "by_hand": by_hand,
+    }
+
+
+def _planned(
+    grid: BucketGrid, count: int, rows: Sequence[ExpectedRow], cost: CostModel, budget: Budget
+) -> Tried:
+    """The best ladder of at most so many lengths, with the slots and spans of a grid."""
+    budget = replace(budget, prefill_graphs=count)
+    grids = CandidateGrids(rows, LLAMA_1B.max_position, cost, budget, GridDefaults())
+    return try_grid(replace(grid, prefill=grids.prefill_of(grid)), rows, cost, budget)
+
+
+def _reaching(lengths: list[int], longest: int) -> list[int]:
+    """A shipped list as far as prompts go, its last length doubled until it holds them."""
+    kept = [length for length in lengths if length < longest]
+    top = next((length for length in lengths if length >= longest), None)
+    while top is None or top < longest:
+        top = 2 * (top or lengths[-1])
+    return [*kept, top]
+
+
+def figures(tried: Tried) -> dict[str, Any]:
+    """What a table needs of one grid."""
+    metrics = tried.simulation.metrics
+    padding, prefill = metrics.report()["padding"], metrics.prefill.values()
+    return {
+        "prefill": [list(bucket) for bucket in tried.grid.prefill],
+        "chunk": tried.grid.chunk,
+        "slots": tried.grid.decode_slots,
+        "real_tokens": sum(use.real_tokens for use in prefill),
+        "computed_tokens": sum(use.computed_tokens for use in prefill),
+        "idle_slot_tokens": padding["idle_slot_tokens"],
+        "overshoot_tokens": padding["overshoot_tokens"],
+        "seconds": tried.simulation.seconds,
+    }
+
+
+def overhead(found: dict[str, Any]) -> float:
+    """Computed over real prefill tokens."""
+    return found["computed_tokens"] / found["real_tokens"]
+
+
+def table(found: Sequence[dict[str, Any]]) -> str:
+    """A line a workload and hand-picked grid."""
+    lines = []
+    for one in found:
+        for name, pair in one["by_hand"].items():
+            hand, plan = pair["grid"], pair["planned"]
+            less = (overhead(hand) - 1) / max(overhead(plan) - 1, 1e-9)
+            lines.append(
+                f"| {one['workload']} | {name} | {len(hand['prefill'])} | {overhead(hand):.3f} | "
+                f"{overhead(plan):.3f} | {less:.1f} | {hand['seconds'] / plan['seconds']:.2f} |"
+            )
+        chunked = one["chunked"]
+        lines.append(
+            f"| {one['workload']} | chunks of {chunked['chunk']} | {len(chunked['prefill'])} | | "
+            f"{overhead(chunked):.3f} | | {one['whole']['seconds'] / chunked['seconds']:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def markdown(found: Sequence[dict[str, Any]]) -> str:
+    """The whole page."""
+    return "\n".join(
+        [
+            "# Planned buckets against those picked by hand",
+            "",
+            f"Llama 3.2 1B's shape in bfloat16 on {TARGET}; simulated schedules, predicted from "
+            "published peaks. Made by `python scripts/bench_planner.py benchmarks/workloads/*.csv "
+            "--output benchmarks/planner`.",
+            "",
+            "Computed over real prefill tokens of a grid picked by hand and of the plan with as "
+            "many prefill lengths; how many times less the plan pads, and how many times longer "
+            "the hand-picked grid takes in all. In lines of chunks the last column compares with "
+            "the plan of whole prompts.",
+            "",
+            "| workload | against | lengths | by hand | plan | times less | seconds over |",
+            "|:--|:--|--:|--:|--:|--:|--:|",
+            table(found),
+            "",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    main()
