@@ -19,6 +19,7 @@ from ..modelzoo.operations import Axes
 from ..sharding.layout import PHASES
 from ..sharding.placement import Placement
 from . import signatures
+from .attention_kernels import AUTO_ATTENTION, AttentionPlan, Choice, choose_kernels
 from .bucket_grid import BucketGrid, PrefillBucket
 from .chunk_steps import chunk_score_step, chunk_step, fork_step, open_step
 from .compiled_graphs import CompiledGraphs
@@ -58,9 +59,10 @@ def build(
     dtype: jax.typing.DTypeLike,
     on_graph: Callable[[GraphBuilt], None] = lambda built: None,
     experts: ExpertPlan = LOSSLESS_EXPERTS,
+    attention: AttentionPlan = AUTO_ATTENTION,
 ) -> CompiledGraphs:
     """Compile all graphs of `grid` for a placement; the longest-running are started first."""
-    graphs = plan_graphs(definition, grid, placement, jnp.dtype(dtype), experts)
+    graphs = plan_graphs(definition, grid, placement, jnp.dtype(dtype), experts, attention)
     compiled: dict[str, jax.stages.Compiled] = {}
     pool = ThreadPoolExecutor(max_workers=os.cpu_count())
     try:
@@ -81,9 +83,10 @@ def plan_graphs(
     placement: Placement,
     dtype: jnp.dtype,
     experts: ExpertPlan = LOSSLESS_EXPERTS,
+    attention: AttentionPlan = AUTO_ATTENTION,
 ) -> list[GraphToBuild]:
     """Every graph of the grid, with placed abstract arguments and the placement of results."""
-    return _GraphPlanner(definition, grid, placement, dtype, experts).graphs()
+    return _GraphPlanner(definition, grid, placement, dtype, experts, attention).graphs()
 
 
 def empty_state(
@@ -104,11 +107,13 @@ class _GraphPlanner:
         placement: Placement,
         dtype: jnp.dtype,
         experts: ExpertPlan = LOSSLESS_EXPERTS,
+        attention: AttentionPlan = AUTO_ATTENTION,
     ):
         self._definition, self._grid, self._placement = definition, grid, placement
         config = definition.config
         self._operations = {phase: placement.operations(phase, config) for phase in PHASES}
         self._dispatch = {phase: experts.dispatch(phase, placement.platform) for phase in PHASES}
+        self._kernels = choose_kernels(config, grid, placement, dtype, attention)
         shardings = placement.formats(placement.parameters(definition.logical_axes()))
         self._parameters = {
             name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=shardings[name])
@@ -140,7 +145,8 @@ class _GraphPlanner:
         arguments = (self._parameters, head, self._on_host(signatures.live_mask(self._grid)))
         results = (_shardings(head), self._placement.replicated)
         name = CompiledGraphs.decode_name(span)
-        return GraphToBuild(name, self._bound(body, "decode"), arguments, results, (1,))
+        bound = self._bound(body, "decode", self._kernels.decode)
+        return GraphToBuild(name, bound, arguments, results, (1,))
 
     def _head(self, span: int) -> DecodeState:
         """The state with what its cache has below a span."""
@@ -160,6 +166,7 @@ class _GraphPlanner:
     def _chunk_graphs(self, bucket: PrefillBucket, chunk: int) -> list[GraphToBuild]:
         head = self._head(bucket.length)
         results = (_shardings(head), self._placement.replicated)
+        kernel = self._kernels.prefill[bucket.length]
         kinds: list[tuple[Callable[..., Any], Callable[..., Any], bool]]
         kinds = [(chunk_step, signatures.chunk_arguments, False)]
         if self._grid.score:
@@ -167,7 +174,7 @@ class _GraphPlanner:
         return [
             GraphToBuild(
                 CompiledGraphs.chunk_name(bucket, is_scored),
-                self._bound(partial(body, stored=self._operations["decode"]), "prefill"),
+                self._bound(partial(body, stored=self._operations["decode"]), "prefill", kernel),
                 (self._parameters, head, *self._on_host(arguments(chunk, bucket))),
                 results,
                 (1,),
@@ -178,7 +185,8 @@ class _GraphPlanner:
     def _bucket_graphs(self, bucket: PrefillBucket) -> list[GraphToBuild]:
         host = self._placement.replicated
         arguments = (self._parameters, *self._on_host(signatures.prefill_arguments(bucket)))
-        body = self._bound(prefill_step, "prefill")
+        kernel = self._kernels.prefill[bucket.length]
+        body = self._bound(prefill_step, "prefill", kernel)
         prompts = signatures.placed_prompts(
             jax.eval_shape(body, *arguments), partial(self._place, "prefill")
         )
@@ -187,7 +195,7 @@ class _GraphPlanner:
         if self._grid.score:
             scored = (self._parameters, *self._on_host(signatures.score_arguments(bucket)))
             name = CompiledGraphs.score_name(bucket)
-            score = self._bound(score_step, "prefill")
+            score = self._bound(score_step, "prefill", kernel)
             graphs.append(GraphToBuild(name, score, scored, (made, host)))
         given = self._on_host(signatures.insert_arguments(self._definition))
         source, target = (self._operations[phase] for phase in PHASES)
@@ -195,11 +203,11 @@ class _GraphPlanner:
         name, arguments = CompiledGraphs.insert_name(bucket), (self.state, prompts, *given)
         return [*graphs, GraphToBuild(name, insert, arguments, _shardings(self.state), (0,))]
 
-    def _bound(self, body: Callable[..., Any], phase: str) -> Callable[..., Any]:
-        operations, dispatch = self._operations[phase], self._dispatch[phase]
+    def _bound(self, body: Callable[..., Any], phase: str, kernel: Choice) -> Callable[..., Any]:
+        options = self._operations[phase], self._dispatch[phase], kernel.attend
 
         def graph(parameters: dict[str, jax.Array], *arguments: Any) -> Any:
-            return body(self._definition.bind(parameters, operations, dispatch), *arguments)
+            return body(self._definition.bind(parameters, *options), *arguments)
 
         return graph
 

@@ -44,18 +44,10 @@ def _published_weights(config: DecoderConfig) -> Mapping[str, tuple[tuple[int, .
 class Definition:
     """One decoder's structure: its abstract parameters, and the module bound to real ones."""
 
-    def __init__(
-        self,
-        config: DecoderConfig,
-        arrangement: Arrangement = AS_PUBLISHED,
-        *,
-        attend: Attend = attend_blockwise,
-    ):
+    def __init__(self, config: DecoderConfig, arrangement: Arrangement = AS_PUBLISHED):
         self.config = config
         self.arrangement = arrangement
-        module = nnx.eval_shape(
-            lambda: Decoder(config, rngs=nnx.Rngs(0), arrangement=arrangement, attend=attend)
-        )
+        module = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), arrangement=arrangement))
         self._graphdef, state = nnx.split(module)
         self._variables = {
             ".".join(map(str, path)): (path, variable)
@@ -91,6 +83,7 @@ class Definition:
         parameters: Mapping[str, jax.Array],
         operations: Operations = ON_ONE_DEVICE,
         dispatch: Dispatch = LOSSLESS,
+        attend: Attend = attend_blockwise,
     ) -> Decoder:
         """The decoder over these arrays, for use inside a trace."""
         flat = [
@@ -100,4 +93,5 @@ class Definition:
         decoder = nnx.merge(self._graphdef, nnx.from_flat_state(flat))
         decoder.operations = operations
         decoder.dispatch = dispatch
+        decoder.attend = attend
         return decoder

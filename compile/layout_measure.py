@@ -18,6 +18,7 @@ from ..sharding.communication import LayerSizes
 from ..sharding.explain import cache_bytes_per_device, explain
 from ..sharding.layout import PHASES, Layout
 from ..sharding.legality import check
+from .attention_kernels import choose_kernels
 from .bucket_grid import BucketGrid
 from .build import compile_graph, plan_graphs
 from .collectives import Collective, read_collectives
@@ -65,6 +66,8 @@ class LayoutResult:
     flops: float = 0.0
     """On one device, of one prefill call and one decode step together."""
     flops_by_phase: dict[str, float] = field(default_factory=dict)
+    attention: dict[str, str] = field(default_factory=dict)
+    """The kernel of each phase, and why it was chosen."""
     compile_seconds: float = 0.0
     max_abs_diff: float | None = None
     """Worst difference of logits from one device, where that was asked for."""
@@ -98,6 +101,7 @@ def measure(
     placement = target.placement(layout)
     definition = Definition(config, placement.arrangement(config))
     result.bytes_per_device = _bytes_per_device(definition, layout, grid, dtype)
+    result.attention = choose_kernels(config, grid, placement, jnp.dtype(dtype)).report()
     graphs = {}
     for graph in plan_graphs(definition, grid, placement, jnp.dtype(dtype)):
         phase = graph.name.split()[0]

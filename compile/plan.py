@@ -1,4 +1,4 @@
-"""The plan: the file that fixes target, model, buckets, layout and the dispatch to experts.
+"""The plan: the file that fixes target, model, buckets, layout, attention and dispatch to experts.
 
 Reads and writes its text; touches no disk.
 
@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..sharding.layout import PHASES, Layout
+from .attention_kernels import AUTO_ATTENTION, AttentionPlan
 from .bucket_grid import BucketGrid
 from .expert_plan import ExpertPlan
 from .plan_tables import check_keys, table_lines, toml
@@ -48,12 +49,15 @@ class Plan:
     """How the model lies on several devices; None on one."""
     experts: ExpertPlan | None = None
     """Of a model with experts, where None means without loss; others have none."""
+    attention: AttentionPlan = AUTO_ATTENTION
 
     def to_toml(self) -> str:
         """The plan as TOML text."""
         lines = [f"schema = {SCHEMA}", f'target = "{self.target}"']
         lines += table_lines("model", asdict(self.model))
         lines += table_lines("buckets", asdict(self.buckets))
+        if self.attention != AUTO_ATTENTION:
+            lines += table_lines("attention", asdict(self.attention))
         if self.experts is not None:
             lines += self.experts.to_lines()
         if self.layout is not None:
@@ -71,7 +75,7 @@ class Plan:
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> "Plan":
         """Read a parsed TOML table; raises ValueError naming a key that is wrong or missing."""
-        optional = {*_LAYOUT_KEYS, "experts"}
+        optional = {*_LAYOUT_KEYS, "experts", "attention"}
         check_keys("plan", table, {"schema", "target", "model", "buckets"}, optional)
         if table["schema"] != SCHEMA:
             raise ValueError(f"plan schema: expected {SCHEMA}, got {table['schema']!r}.")
@@ -80,8 +84,9 @@ class Plan:
         optional = {"steps_per_call", "score", "chunk", "chunks_per_decode"}
         check_keys("[buckets]", buckets, set(BucketGrid.__dataclass_fields__) - optional, optional)
         experts = ExpertPlan.from_table(table["experts"]) if "experts" in table else None
-        grid = BucketGrid(**buckets)
-        return cls(table["target"], PlannedModel(**model), grid, _layout(table), experts)
+        attention = AttentionPlan.from_table(table.get("attention", {}))
+        grid, planned = BucketGrid(**buckets), PlannedModel(**model)
+        return cls(table["target"], planned, grid, _layout(table), experts, attention)
 
 
 def _layout(table: Mapping[str, Any]) -> Layout | None:

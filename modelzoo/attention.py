@@ -50,6 +50,9 @@ class Visibility:
     query_position_BT: jax.Array
     key_position_BS: jax.Array
     window: Window = None
+    is_in_order: bool = False
+    """Static: query t and key t are token t of one prompt, whose padding comes last. Masks may then
+    be made of indices, and padding may see padding."""
 
     def mask(self) -> jax.Array:
         """`mask_BTS`."""

@@ -57,6 +57,7 @@ from .moe.layer import ExpertCall, SparseMlp
 from .moe.use import ExpertReport
 from .operations import ON_ONE_DEVICE, Operations, einsum
 from .rope import PositionCode, encode, position_code
+from .stripes import IN_ORDER
 
 
 class Attention(nnx.Module):
@@ -247,6 +248,7 @@ class Decoder(nnx.Module):
         query_position_BT = jnp.broadcast_to(position_1T, tokens_BT.shape)
         is_token_BT = query_position_BT < true_length_B[:, None]
         key_position_BT = jnp.where(is_token_BT, query_position_BT, EMPTY_POSITION)
+        is_in_order = self.operations.prompt_stripes == IN_ORDER
         attend_tokens = self._scored(self.operations.over_tokens(self.attend))
         made: list[PromptLayer] = []
 
@@ -255,7 +257,8 @@ class Decoder(nnx.Module):
                 queries: Queries, new: PromptKeysValues, rows: PromptRows, _: None
             ) -> tuple[jax.Array, PromptLayer]:
                 q_BTKGH, sink_KG = queries
-                visibility = Visibility(rows.query_position_BT, rows.key_position_BT, window)
+                positions = rows.query_position_BT, rows.key_position_BT
+                visibility = Visibility(*positions, window, is_in_order)
                 attended = attend_tokens(q_BTKGH, *new, visibility)
                 return with_sinks(*attended, sink_KG), _kept(new, rows.latents)
 

@@ -7,7 +7,7 @@ returned exactly once.
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,6 +67,8 @@ class Generator:
     run_seed: int = 0
     experts: ExpertSetup | None = None
     """Of a model with experts."""
+    attention: Mapping[str, str] = field(default_factory=dict)
+    """The kernel of each phase, and why it was chosen."""
     clock: Callable[[], float] = time.monotonic
     _open: dict[int, _InProgress] = field(default_factory=dict)
     _num_submitted: int = 0
@@ -178,6 +180,7 @@ class Generator:
         metrics, experts = self.engine.metrics, self.experts
         return {
             **metrics.report(),
+            "attention": dict(self.attention),
             **({} if experts is None else {"experts": experts.report(metrics.experts)}),
             **latency_report(self._latencies),
             "compiles_during_run": compile_monitor().num_compiles - self._compiles_at_start,

@@ -11,12 +11,14 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from ..compile.attention_kernels import AttentionChoices, choose_kernels
 from ..compile.bucket_grid import BucketGrid
 from ..compile.build import GraphBuilt, build, empty_state
 from ..compile.definition import Definition, model_sizes
 from ..compile.expert_plan import LOSSLESS_EXPERTS, ExpertPlan
 from ..compile.plan import DTYPES, Plan
 from ..compile.targets import Target, num_simulated
+from ..modelzoo.config import DecoderConfig
 from ..sharding.layout import Layout
 from ..sharding.legality import require
 from ..sharding.placement import Placement
@@ -100,6 +102,13 @@ def check_plan(plan: Plan, files: ModelFiles, target: Target, dtype: str = "auto
         )
     check_experts(plan.experts, files)
     check_layout(plan.layout, files, target, plan.buckets)
+    attention_kernels(plan, files.spec.config, target)
+
+
+def attention_kernels(plan: Plan, config: DecoderConfig, target: Target) -> AttentionChoices:
+    """The attention kernel of each graph; refuses one that is asked for and cannot serve."""
+    placement, dtype = target.placement(plan.layout), jnp.dtype(plan.model.dtype)
+    return choose_kernels(config, plan.buckets, placement, dtype, plan.attention)
 
 
 def check_experts(experts: ExpertPlan | None, files: ModelFiles) -> None:
@@ -177,12 +186,20 @@ def start(
     definition, placement, grid = model.definition, model.placement, plan.buckets
     dtype = jnp.dtype(model.dtype)
     experts = plan.experts or LOSSLESS_EXPERTS
-    graphs = build(definition, grid, placement, dtype, on_graph, experts)
+    graphs = build(definition, grid, placement, dtype, on_graph, experts, plan.attention)
     state = empty_state(definition, grid, placement, dtype)
     host = HostArrays(placement.replicated)
     engine = Engine(graphs, model.parameters, state, host, definition.padded_vocab)
     config = definition.config
     setup = None if config.moe is None else ExpertSetup(config.moe, experts, placement.platform)
+    attention = attention_kernels(plan, config, model.target).report()
     return Generator(
-        engine, grid, config.vocab_size, model.eos_ids, model.tokenizer, seed, experts=setup
+        engine,
+        grid,
+        config.vocab_size,
+        model.eos_ids,
+        model.tokenizer,
+        seed,
+        experts=setup,
+        attention=attention,
     )

@@ -91,6 +91,16 @@ class Placement:
         """Pieces that the entries of the decode cache are dealt into."""
         return self._shards(self._rules("decode")[axes.CACHE_LENGTH])
 
+    @property
+    def has_whole_prompts(self) -> bool:
+        """Whether each device attends to prompts in code of its own, to all tokens of them.
+
+        Without a layout a partitioner decides what each of several devices does.
+        """
+        if self.layout is None:
+            return self.mesh.size == 1
+        return not self._rules("prefill")[axes.LENGTH]
+
     def operations(self, phase: str, config: DecoderConfig) -> Operations:
         """The operations of a phase's graphs."""
         if self.layout is None:

@@ -194,6 +194,7 @@ class BatchModel:
         self._peers.agree(lambda: {"plan": text})
         progress.note(text.rstrip())
         progress.note(_padding_note(summary, plan.buckets, plan.layout))
+        progress.note(str(session.attention_kernels(plan, self._files.spec.config, target)))
         model = session.load_model(self._files, target, plan.model.dtype, plan.layout)
         phases.enter("build")
         generator = session.start(model, plan, seed=self._options.seed, on_graph=report)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from noria.compile.attention_kernels import AttentionPlan
 from noria.compile.bucket_grid import BucketGrid
 from noria.compile.expert_plan import ExpertPlan
 from noria.compile.plan import Plan, PlannedModel
@@ -15,6 +16,30 @@ PLAN = Plan("cpu", PlannedModel('a "quoted" \\ name', "sha256:00", "float32"), G
 
 
 EXPERTS = ExpertPlan(LOSSLESS, Dispatch("capacity", 1.25), "drop")
+
+
+def test_a_plan_says_which_kernel_was_asked_for():
+    plan = replace(PLAN, attention=AttentionPlan(prefill="xla"))
+    text = plan.to_toml()
+    assert '[attention]\nprefill = "xla"\ndecode = "auto"' in text
+    assert Plan.from_table(tomllib.loads(text)) == plan
+    assert "[attention]" not in PLAN.to_toml()
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (
+            'decode = "pages"',
+            r"\[attention\] decode: expected one of auto, splash, cudnn, xla, got",
+        ),
+        ("prefill = 1", r"\[attention\] prefill: expected one of .* got 1"),
+        ('chunk = "xla"', r"\[attention\]: .* unknown \['chunk'\]"),
+    ],
+)
+def test_a_kernel_that_does_not_exist_is_refused(table, message):
+    with pytest.raises(ValueError, match=message):
+        Plan.from_table(tomllib.loads(PLAN.to_toml() + "[attention]\n" + table))
 
 
 @pytest.mark.parametrize("experts", [None, ExpertPlan(), EXPERTS])

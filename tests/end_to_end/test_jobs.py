@@ -114,6 +114,11 @@ def test_a_run_through_every_bucket_compiles_nothing_and_accounts_for_its_time(
     assert set(buckets["prefill"]) == {"16x3", "48x2", "16x3 scored", "48x2 scored"}
     assert set(buckets["decode"]) == {"24", "64"}
     assert manifest["compiles_during_run"] == 0
+    attention = manifest["generator"]["attention"]
+    assert {phase: said.partition(" ")[0] for phase, said in attention.items()} == {
+        "prefill": "xla",
+        "decode": "xla",
+    }
     phases = sum(manifest[f"{name}_seconds"] for name in ("scan", "load", "build", "run"))
     assert phases == pytest.approx(manifest["wall_seconds"], rel=0.01, abs=0.05)
     # what is left is the interpreter's start and end

@@ -1,0 +1,67 @@
+"""Flash attention of cuDNN for NVIDIA GPUs, through `jax.nn.dot_product_attention`.
+
+Knows nothing of caches or meshes. Source of what it takes: the checks of jax 0.10.2 in
+`jax/_src/cudnn/fused_attention_stablehlo.py`.
+"""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from ..attention import Visibility
+from ..config import PLAIN_SCORES, Chunk, Scores
+from .call import AttentionCall
+
+HEAD_STEP, MOST_HEAD = 8, 128
+"""Sizes of heads are multiples up to here on every GPU that has the kernel (from Ampere on)."""
+
+
+def cudnn_refusal(call: AttentionCall) -> str | None:
+    """Why the kernel cannot serve a call, or None."""
+    if not call.is_in_order:
+        return "it takes whole prompts whose tokens lie in order on one device"
+    if call.dtype.name not in ("bfloat16", "float16"):
+        return f"it takes bfloat16 and float16, got {call.dtype.name}"
+    if call.key_dim != call.value_dim:
+        return f"it takes values of the size of keys, got {call.value_dim} and {call.key_dim}"
+    if call.key_dim % HEAD_STEP or call.key_dim > MOST_HEAD:
+        return f"it takes heads of multiples of {HEAD_STEP} to {MOST_HEAD}, got {call.key_dim}"
+    if call.scores.cap is not None:
+        return "it does not cap scores"
+    if call.has_sinks:
+        return "its log-sum-exp is rounded as its results are, too coarse to weigh sinks against"
+    if any(isinstance(window, Chunk) for window in call.windows):
+        return "it has no mask of chunks"
+    return None
+
+
+def attend_cudnn(
+    q_BTKGH: jax.Array,
+    k_BKHS: jax.Array,
+    v_BKSH: jax.Array,
+    visibility: Visibility,
+    scores: Scores = PLAIN_SCORES,
+    *,
+    implementation: Literal["cudnn", "xla"] = "cudnn",
+) -> tuple[jax.Array, jax.Array]:
+    """As `attend_dense` for tokens, with `lse` rounded to their dtype; padding sees padding, too.
+
+    `implementation` names another one of the same function, to compare with.
+    """
+    assert visibility.is_in_order, "the mask is made of indices"
+    assert scores.cap is None and not isinstance(visibility.window, Chunk)
+    B, T, K, G, H = q_BTKGH.shape
+    window = visibility.window
+    out_BTNH, lse_BTN = jax.nn.dot_product_attention(
+        q_BTKGH.reshape(B, T, K * G, H),
+        k_BKHS.transpose(0, 3, 1, 2),
+        v_BKSH.swapaxes(1, 2),
+        scale=scores.scale,
+        is_causal=True,
+        local_window_size=None if window is None else (window - 1, 0),
+        implementation=implementation,
+        return_residual=True,
+    )
+    lse_BTKG = lse_BTN.reshape(B, T, K, G).astype(jnp.float32)
+    return out_BTNH.reshape(B, T, K, G, H), lse_BTKG

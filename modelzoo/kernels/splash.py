@@ -1,0 +1,90 @@
+"""The splash kernel of jax for TPU: prompts block by block, masks made of indices in the kernel.
+
+Blocks in which nothing is visible are neither read nor computed, and scores never leave the chip.
+Knows nothing of caches or meshes. Source: `jax.experimental.pallas.ops.tpu.splash_attention`.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+from ..attention import Visibility
+from ..config import PLAIN_SCORES, Chunk, Scores, Window
+from .call import AttentionCall
+
+BLOCKS = (512, 256, 128)
+"""Tokens of a block, the largest that divides a prompt; 128 are the lanes of a register."""
+MOST_BLOCKS = 256
+"""Blocks of a prompt: what is visible of each pair of them is a table in a small memory."""
+
+
+def splash_refusal(call: AttentionCall) -> str | None:
+    """Why the kernel cannot serve a call, or None."""
+    if not call.is_in_order:
+        return "it takes whole prompts whose tokens lie in order on one device"
+    if call.num_queries % BLOCKS[-1]:
+        return f"it takes whole blocks of {BLOCKS[-1]} tokens, got {call.num_queries} tokens"
+    if call.num_queries // _block(call.num_queries) > MOST_BLOCKS:
+        most = MOST_BLOCKS * _block(call.num_queries)
+        return f"its table of blocks ends at {most} tokens, got {call.num_queries} tokens"
+    return None
+
+
+def attend_splash(
+    q_BTKGH: jax.Array,
+    k_BKHS: jax.Array,
+    v_BKSH: jax.Array,
+    visibility: Visibility,
+    scores: Scores = PLAIN_SCORES,
+    *,
+    needs_lse: bool = True,
+) -> tuple[jax.Array, jax.Array]:
+    """As `attend_dense` for tokens; padding sees padding, too.
+
+    Static: `needs_lse`; without it `lse` is NaN, and the kernel spared writing it 128 times over.
+    """
+    assert visibility.is_in_order, "the mask is made of indices"
+    B, T, K, G, H = q_BTKGH.shape
+    kernel = splash.make_splash_mha(
+        # rows are heads of their own: under vmap the kernel does not run in the interpreter
+        masks.MultiHeadMask([_mask(visibility.window, T)] * (B * K * G)),
+        block_sizes=_block_sizes(T),
+        head_shards=1,
+        q_seq_shards=1,
+        save_residuals=needs_lse,
+        attn_logits_soft_cap=scores.cap,
+    )
+    scale = H**-0.5 if scores.scale is None else scores.scale
+    q_BKGTH = (q_BTKGH * scale).transpose(0, 2, 3, 1, 4)
+    k_BKTH = k_BKHS.swapaxes(2, 3)
+    heads = [x.reshape(-1, T, x.shape[-1]) for x in (q_BKGTH, k_BKTH, v_BKSH)]
+    # the compiler refuses products of narrow operands in float32; they are exact as they are
+    precision = "float32" if q_BTKGH.dtype == jnp.float32 else "default"
+    with jax.default_matmul_precision(precision):
+        attended = kernel(*heads)
+    has_lse = isinstance(attended, tuple)
+    out, lse = (attended[0], attended[1][0]) if has_lse else (attended, jnp.float32(jnp.nan))
+    out_BTKGH = out.reshape(B, K, G, T, -1).transpose(0, 3, 1, 2, 4)
+    lse_BKGT = jnp.broadcast_to(lse, (B * K * G, T)).reshape(B, K, G, T)
+    return out_BTKGH, lse_BKGT.transpose(0, 3, 1, 2)
+
+
+def _mask(window: Window, T: int) -> masks.Mask:
+    match window:
+        case None:
+            return masks.CausalMask((T, T))
+        case Chunk(size):
+            return masks.ChunkedCausalMask((T, T), size)
+        case _:
+            return masks.LocalMask((T, T), (window - 1, 0), offset=0)
+
+
+def _block_sizes(T: int) -> splash.BlockSizes:
+    """Blocks of a prompt, and keys as they lie here: tokens along the last axis."""
+    block = _block(T)
+    return splash.BlockSizes(block, block, block, k_layout=splash.QKVLayout.SEQ_MINOR)
+
+
+def _block(T: int) -> int:
+    return next(block for block in BLOCKS if T % block == 0)

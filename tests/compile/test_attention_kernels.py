@@ -1,0 +1,169 @@
+"""Every listed kernel against the reference, or refused with a reason; which one is chosen."""
+
+from dataclasses import replace
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from tolerances import FLOAT32_ELEMENTWISE
+
+from noria.compile.attention_kernels import KERNELS, Kernel, choose
+from noria.modelzoo.attention import EMPTY_POSITION, Visibility, attend_dense, with_sinks
+from noria.modelzoo.config import PLAIN_SCORES, Chunk, Scores
+from noria.modelzoo.kernels.call import AttentionCall
+from noria.modelzoo.kernels.cudnn import attend_cudnn
+from noria.modelzoo.kernels.splash import attend_splash
+
+T, TRUE_LENGTHS = 384, (384, 130)
+"""Three blocks of a prompt."""
+PLAIN = AttentionCall(
+    num_queries=T,
+    key_dim=16,
+    value_dim=16,
+    dtype=jnp.dtype(jnp.bfloat16),
+    windows=frozenset([None]),
+    scores=PLAIN_SCORES,
+    has_sinks=False,
+    is_in_order=True,
+)
+CALLS = {
+    "causal": PLAIN,
+    "windows, scaled": replace(PLAIN, windows=frozenset([100]), scores=Scores(scale=0.9)),
+    "chunks": replace(PLAIN, windows=frozenset([Chunk(96)])),
+    "capped": replace(PLAIN, scores=Scores(cap=0.7)),
+    "sinks": replace(PLAIN, has_sinks=True),
+    "values of their own size": replace(PLAIN, key_dim=24, value_dim=16),
+    "one position": replace(PLAIN, windows=frozenset([1])),
+    "windows of all": replace(PLAIN, windows=frozenset([T + 44])),
+}
+OFTEN = {"windows, scaled", "values of their own size"}
+"""The others are slow; what of them models have is tested with models, too."""
+SERVED = {
+    "splash": {*CALLS},
+    "cudnn": {"causal", "windows, scaled", "one position", "windows of all"},
+    "xla": {*CALLS},
+}
+
+
+def here(kernel: Kernel, call: AttentionCall):
+    """The kernel as it runs on the CPU: of cuDNN's function the other implementation."""
+    if kernel.name == "cudnn":
+        return partial(attend_cudnn, implementation="xla")
+    return kernel.attend(call)
+
+
+def inputs(call: AttentionCall, dtype):
+    rng = np.random.default_rng(0)
+    B, K, G = len(TRUE_LENGTHS), 2, 2
+    H, value_dim = call.key_dim, call.value_dim
+    shapes = ((B, T, K, G, H), (B, K, H, T), (B, K, T, value_dim), (K, G))
+    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+
+
+def prompts(call: AttentionCall) -> Visibility:
+    (window,) = call.windows
+    position_BT = np.broadcast_to(np.arange(T), (len(TRUE_LENGTHS), T))
+    is_token_BT = position_BT < np.array(TRUE_LENGTHS)[:, None]
+    key_position_BT = np.where(is_token_BT, position_BT, EMPTY_POSITION)
+    return Visibility(jnp.asarray(position_BT), jnp.asarray(key_position_BT), window, True)
+
+
+def attended(attend, call: AttentionCall, dtype=jnp.float32, exact: bool = False):
+    """`out` beside sinks, where the call has them, and `lse`, of tokens alone.
+
+    `exact` computes with numbers of `dtype` in float32.
+    """
+
+    def run(q_BTKGH, k_BKHS, v_BKSH, sink_KG):
+        out, lse = attend(q_BTKGH, k_BKHS, v_BKSH, prompts(call), call.scores)
+        return with_sinks(out, lse, sink_KG if call.has_sinks else None), lse
+
+    arrays = [x.astype(jnp.float32) if exact else x for x in inputs(call, dtype)]
+    with pltpu.force_tpu_interpret_mode():
+        result = jax.jit(run)(*arrays)
+    is_token_BT = np.asarray(prompts(call).key_position_BS) != EMPTY_POSITION
+    return [np.asarray(x, np.float32)[is_token_BT] for x in result]
+
+
+@cache
+def expected_of(case: str):
+    return attended(attend_dense, CALLS[case])
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[] if case in OFTEN else [pytest.mark.slow]) for case in CALLS],
+)
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_a_kernel_equals_the_reference_or_refuses(kernel, case):
+    """In float32, also where the kernel takes narrower numbers: another one runs in its place."""
+    call = CALLS[case]
+    assert (kernel.refusal(call) is None) == (case in SERVED[kernel.name])
+    if kernel.refusal(call) is not None:
+        return
+    out, lse = attended(here(kernel, call), call)
+    expected_out, expected_lse = expected_of(case)
+    np.testing.assert_allclose(out, expected_out, rtol=0, atol=FLOAT32_ELEMENTWISE)
+    if call.has_sinks:
+        np.testing.assert_allclose(lse, expected_lse, rtol=0, atol=FLOAT32_ELEMENTWISE)
+    elif kernel.name == "splash":
+        assert np.isnan(lse).all(), "what is not asked for cannot be used by mistake"
+
+
+def test_splash_keeps_sums_of_half_precision_in_float32():
+    exact, _ = attended(attend_dense, PLAIN, jnp.bfloat16, exact=True)
+    dense, _ = attended(attend_dense, PLAIN, jnp.bfloat16)
+    out, _ = attended(attend_splash, PLAIN, jnp.bfloat16)
+    error, of_dense = (np.abs(x - exact).mean() for x in (out, dense))
+    assert 0 < error < 1.1 * of_dense
+
+
+@pytest.mark.parametrize(
+    ("kernel", "change", "reason"),
+    [
+        ("splash", {"num_queries": 200}, "whole blocks of 128 tokens, got 200"),
+        ("splash", {"num_queries": 257 * 128}, "ends at 32768 tokens, got 32896"),
+        ("splash", {"is_in_order": False}, "whole prompts whose tokens lie in order"),
+        ("cudnn", {"is_in_order": False}, "whole prompts whose tokens lie in order"),
+        ("cudnn", {"dtype": jnp.dtype(jnp.float32)}, "takes bfloat16 and float16, got float32"),
+        ("cudnn", {"value_dim": 8}, "values of the size of keys, got 8 and 16"),
+        ("cudnn", {"key_dim": 12, "value_dim": 12}, "multiples of 8 to 128, got 12"),
+        ("cudnn", {"key_dim": 256, "value_dim": 256}, "multiples of 8 to 128, got 256"),
+        ("cudnn", {"scores": Scores(cap=1.0)}, "does not cap"),
+        ("cudnn", {"has_sinks": True}, "too coarse to weigh sinks"),
+        ("cudnn", {"windows": frozenset([None, Chunk(4)])}, "no mask of chunks"),
+    ],
+)
+def test_what_a_kernel_cannot_serve_is_refused_with_a_reason(kernel, change, reason):
+    (found,) = (one for one in KERNELS if one.name == kernel)
+    assert found.refusal(PLAIN) is None
+    assert reason in (found.refusal(replace(PLAIN, **change)) or "")
+
+
+@pytest.mark.parametrize(
+    ("platform", "expected"),
+    [
+        ("cpu", "xla (cpu, bfloat16, heads of 16, causal)"),
+        ("tpu", "splash (tpu, bfloat16, heads of 16, causal)"),
+        ("gpu", "cudnn (gpu, bfloat16, heads of 16, causal)"),
+    ],
+)
+def test_a_platform_has_its_kernel_chosen(platform, expected):
+    assert str(choose(PLAIN, platform)) == expected
+
+
+def test_the_reason_for_another_kernel_is_what_was_refused():
+    choice = choose(replace(PLAIN, num_queries=200), "tpu")
+    assert choice.kernel == "xla"
+    assert choice.reason == "splash: it takes whole blocks of 128 tokens, got 200 tokens"
+
+
+def test_a_kernel_that_is_asked_for_is_never_replaced():
+    assert choose(PLAIN, "tpu", "xla").kernel == "xla"
+    with pytest.raises(ValueError, match=r"decode: expected .* got 'splash': it is of tpu, not of"):
+        choose(PLAIN, "cpu", "splash", "decode")
+    with pytest.raises(ValueError, match="got 'cudnn': it takes bfloat16 and float16"):
+        choose(replace(PLAIN, dtype=jnp.dtype(jnp.float32)), "gpu", "cudnn")
