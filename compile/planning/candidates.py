@@ -59,6 +59,15 @@ class Budget:
         """Predicted, of compiling all of a grid; those that give slots take next to nothing."""
         return self.seconds_per_graph * num_graphs(grid)
 
+    def within(self, *, score: bool) -> "Budget":
+        """Numbers of graphs that can be built in time, a third of them for decode."""
+        if not (self.seconds_per_graph and math.isfinite(self.compile_seconds)):
+            return self
+        most = int(self.compile_seconds / self.seconds_per_graph)
+        decode = min(self.decode_graphs, max(1, most // 3))
+        prefill = min(self.prefill_graphs, max(1, (most - decode) // (1 + score)))
+        return replace(self, prefill_graphs=prefill, decode_graphs=decode)
+
 
 def num_graphs(grid: BucketGrid) -> int:
     """Prefill and decode graphs of a grid."""
@@ -86,7 +95,9 @@ class CandidateGrids:
     ):
         if not rows:
             raise ValueError("workload: expected at least one row that fits the model, got none.")
-        self._rows, self._cost, self._budget, self._defaults = rows, cost, budget, defaults
+        self._rows, self._cost, self._defaults = rows, cost, defaults
+        self._score = any(row.need.is_scored for row in rows)
+        self._budget = budget.within(score=self._score)
         longest = max(row.need.prompt_length + max(row.output, 1) for row in rows)
         declared = max(row.limit(0) for row in rows)
         wanted = min(round_up(max(longest, declared), defaults.length_step), max_position)
@@ -189,7 +200,7 @@ class CandidateGrids:
             decode_slots=slots,
             decode_spans=spans,
             steps_per_call=self._defaults.steps_per_call,
-            score=any(row.need.is_scored for row in self._rows),
+            score=self._score,
             chunk=chunk,
         )
 

@@ -10,6 +10,7 @@ import json
 import math
 import sys
 import time
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 SECONDS_PER_LAYER = {"cpu": 0.2, "gpu": 0.1, "tpu": 0.1}
 """Of compiling one graph with unrolled layers on two cores, measured on models of 30 to 80 layers;
 `--seconds-per-graph` says it better."""
+PLAN_OF_RUN = "plan of the run"
 MEMORY_SHARE = 0.9
 """Of a device's memory for weights and cache; the rest is for what a graph needs meanwhile."""
 
@@ -146,6 +148,7 @@ def _predict(options: argparse.Namespace, files: "ModelFiles") -> Prediction:
         must_chunk=options.chunks == "always",
         most_tries=options.tries,
         on_try=report,
+        compared=_grids_of_run(workload),
     )
     planned = planner.plan()
     _require(layout, config, num_devices(options.target), planned.best.grid)
@@ -240,6 +243,15 @@ def _calibration(options: argparse.Namespace, files: "ModelFiles", dtype: str):
                 f"noria bench --calibration."
             )
     return calibration
+
+
+def _grids_of_run(workload: "Workload") -> "dict[str, BucketGrid]":
+    """The grid that a finished job ran on."""
+    from ...compile.plan import Plan
+
+    if workload.manifest is None:
+        return {}
+    return {PLAN_OF_RUN: Plan.from_table(tomllib.loads(workload.manifest["plan"])).buckets}
 
 
 def _memory(options: argparse.Namespace, hardware: "Hardware") -> float:

@@ -3,8 +3,8 @@
 Knows nothing of options or files. Every second here is a prediction.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from ...compile.bucket_grid import BucketGrid
 from ...compile.default_grid import GridDefaults
@@ -44,6 +44,8 @@ class Planner:
     must_chunk: bool = False
     most_tries: int = MOST_TRIES
     on_try: Callable[[Tried], None] = lambda tried: None
+    compared: Mapping[str, BucketGrid] = field(default_factory=dict)
+    """Grids to hold the plan against, by name."""
 
     def plan(self) -> Planned:
         """Search, and compare."""
@@ -53,9 +55,8 @@ class Planner:
         best = search.best.grid
         longest = max(row.need.prompt_length for row in self.rows)
         tokens = self.defaults.tokens_per_prefill
-        others = {
-            name: self._try(grid) for name, grid in hand_picked(best, longest, tokens).items()
-        }
+        compared = {**self.compared, **hand_picked(best, longest, tokens)}
+        others = {name: self._try(grid) for name, grid in compared.items()}
         if best.chunk is None:
             others |= self._neighbours(best)
         return Planned(search, others)

@@ -1,0 +1,27 @@
+"""Shapes of models whose work is predicted: a plain one and a sparse one."""
+
+from dataclasses import replace
+
+from noria.compile.definition import Definition
+from noria.compile.planning.work import Work
+from noria.modelzoo.config import DecoderConfig
+from noria.modelzoo.moe.config import MoeConfig, Routing
+from noria.sharding.layout import Layout
+
+PLAIN = DecoderConfig(
+    vocab_size=512,
+    embed=64,
+    mlp=160,
+    num_query_heads=8,
+    num_kv_heads=2,
+    head_dim=16,
+    windows=(None,) * 3,
+    max_position=512,
+)
+SPARSE = replace(
+    PLAIN, moe=MoeConfig(Routing(num_experts=8, num_chosen=2), mlp=96, layers=(True,) * 3)
+)
+
+
+def work_of(config: DecoderConfig, layout: Layout | None = None) -> Work:
+    return Work(Definition(config), "float32", layout)

@@ -1,0 +1,121 @@
+"""Seconds from work: the roofline by hand, and factors that are found again from made-up times."""
+
+import json
+
+import numpy as np
+import pytest
+from planning_models import PLAIN, work_of
+
+from noria.compile.planning.cost import Calibration, CostModel, Measured, PhaseFactors, calibrate
+from noria.compile.planning.hardware import Hardware
+from noria.compile.planning.work import Call
+from noria.sharding.layout import Layout
+
+HARDWARE = Hardware("mine", "made up", {"float32": 1e9}, 1e9, 1e8, 1e7, 4)
+CALLS = [
+    *(Call("prefill", rows, length, length) for rows in (1, 4, 16) for length in (16, 128, 1024)),
+    *(Call.of_step(slots, span) for slots in (1, 8, 64) for span in (64, 512, 4096)),
+]
+
+
+def test_a_part_takes_its_products_or_its_memory_whichever_is_longer():
+    model = CostModel(work_of(PLAIN), HARDWARE)
+    for call in CALLS:
+        estimate = model.estimate(call)
+        for part in model.work.parts(call):
+            expected = max(part.flops / 1e9, part.bytes / 1e8)
+            assert estimate.parts[part.name] == pytest.approx(expected)
+        assert model.seconds(call) == pytest.approx(sum(estimate.parts.values()))
+        assert sum(estimate.limits.values()) == pytest.approx(estimate.seconds)
+        assert estimate.limits[estimate.binds] == max(estimate.limits.values())
+
+
+def test_one_row_waits_for_memory_and_many_for_products():
+    model = CostModel(work_of(PLAIN), HARDWARE)
+    assert model.estimate(Call.of_step(1, 64)).binds == "memory"
+    assert model.estimate(Call("prefill", 16, 128, 128)).binds == "compute"
+
+
+def test_what_is_sent_takes_its_time_too():
+    rules = {"query_heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
+    layout = Layout.from_table(
+        {"name": "weight-stationary-1d", "mesh": {"tensor": 2}, "rules": rules}
+    )
+    model = CostModel(work_of(PLAIN, layout), HARDWARE)
+    call = Call("prefill", 4, 32, 32)
+    sent = sum(sum(part.sent.values()) for part in model.work.parts(call))
+    assert model.estimate(call).limits["network"] == pytest.approx(sent / 2e7)
+
+
+def made_up(overhead: float, factors: dict[str, float]) -> list[Measured]:
+    """Times of a machine that differs from the roofline by exactly these factors."""
+    model = CostModel(work_of(PLAIN), HARDWARE)
+    return [
+        Measured(
+            call,
+            overhead
+            + sum(factors[name] * seconds for name, seconds in model.estimate(call).parts.items()),
+        )
+        for call in CALLS
+    ]
+
+
+FACTORS = {"products": 1.5, "attention": 4.0, "logits": 1.0, "activations": 2.0}
+
+
+def fitted(measured: list[Measured]) -> Calibration:
+    work = work_of(PLAIN)
+    return calibrate(work, HARDWARE, measured, 0.25, model="sha256:0", target="cpu")
+
+
+def test_a_calibration_finds_the_factors_of_a_machine_and_predicts_other_calls():
+    calibration = fitted(made_up(0.01, FACTORS))
+    assert calibration.median_error < 1e-6
+    model = CostModel(work_of(PLAIN), HARDWARE, calibration)
+    plain = CostModel(work_of(PLAIN), HARDWARE)
+    for call in (Call("prefill", 3, 300, 300), Call.of_step(24, 1000)):
+        parts = plain.estimate(call).parts
+        expected = 0.01 + sum(FACTORS[name] * seconds for name, seconds in parts.items())
+        # parts that grow alike share their factors in any way
+        assert model.seconds(call) == pytest.approx(expected, rel=1e-3)
+    assert model.insert_seconds == 0.25
+    assert plain.insert_seconds == 0
+
+
+def test_factors_are_never_negative_and_the_error_of_a_noisy_machine_is_told():
+    rng = np.random.default_rng(0)
+    noisy = [
+        Measured(one.call, one.seconds * rng.uniform(0.7, 1.3)) for one in made_up(0.01, FACTORS)
+    ]
+    calibration = fitted(noisy)
+    for phase in calibration.phases.values():
+        assert phase.overhead >= 0
+        assert all(factor >= 0 for factor in phase.factors.values())
+    assert 0.01 < calibration.median_error < 0.3
+
+
+def test_a_calibration_survives_its_file_and_refuses_other_keys():
+    calibration = fitted(made_up(0.01, FACTORS))
+    table = json.loads(json.dumps(calibration.to_json()))
+    assert Calibration.from_json(table) == calibration
+    with pytest.raises(ValueError, match="colour"):
+        Calibration.from_json(table | {"colour": "red"})
+    del table["phases"]["decode"]["overhead"]
+    with pytest.raises(ValueError, match="overhead"):
+        Calibration.from_json(table)
+
+
+def test_a_phase_that_was_not_measured_is_refused():
+    only_prefill = [one for one in made_up(0, FACTORS) if one.call.phase == "prefill"]
+    with pytest.raises(ValueError, match="decode"):
+        fitted(only_prefill)
+
+
+def test_calibrated_overhead_is_no_parts():
+    factors = {"prefill": PhaseFactors(0.5), "decode": PhaseFactors(0.5)}
+    calibration = Calibration("m", "float32", "cpu", factors, 0.0, 0.0)
+    model = CostModel(work_of(PLAIN), HARDWARE, calibration)
+    call = Call.of_step(1, 64)
+    plain = CostModel(work_of(PLAIN), HARDWARE)
+    assert model.seconds(call) == pytest.approx(plain.seconds(call) + 0.5)
+    assert model.estimate(call).limits["overhead"] == 0.5

@@ -1,0 +1,102 @@
+"""Tables of hardware: every figure has a source, and a wrong one is refused by name."""
+
+import pytest
+
+from noria.compile.planning.hardware import (
+    UnknownHardware,
+    hardware_of,
+    num_devices,
+    read_hardware,
+)
+from noria.runtime.planning.hardware_files import known_hardware
+from noria.runtime.run_config import ConfigError
+
+GOOD = {
+    "source": "a datasheet",
+    "flops": {"bfloat16": 100e12},
+    "memory_bytes": 32e9,
+    "memory_rate": 1e12,
+    "link_rate": 50e9,
+    "links": 4,
+}
+
+
+def test_every_published_device_names_its_source_and_the_dtypes_of_plans():
+    for device in known_hardware().values():
+        assert len(device.source) > 20
+        assert set(device.flops) == {"bfloat16", "float32"}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("memory_rate", 0),
+        ("memory_rate", -1.0),
+        ("links", True),
+        ("flops", {}),
+        ("flops", {"bfloat16": float("nan")}),
+        ("flops", 3.0),
+        ("link_rate", "fast"),
+    ],
+)
+def test_a_figure_that_cannot_be_is_refused_by_name(key, value):
+    with pytest.raises(ValueError, match=key):
+        read_hardware({"mine": GOOD | {key: value}})
+
+
+def test_keys_must_be_exactly_those_of_a_device():
+    with pytest.raises(ValueError, match="watts"):
+        read_hardware({"mine": GOOD | {"watts": 3}})
+    with pytest.raises(ValueError, match="source"):
+        read_hardware({"mine": {key: GOOD[key] for key in GOOD if key != "source"}})
+
+
+@pytest.mark.parametrize(
+    ("target", "count"),
+    [("cpu", 1), ("cpu:8", 8), ("tpu:v5e:2x4", 8), ("tpu:v5p:4x4x8", 128), ("gpu:h100:8", 8)],
+)
+def test_a_targets_name_says_how_many_devices_it_has(target, count):
+    assert num_devices(target) == count
+
+
+@pytest.mark.parametrize("target", ["cpu:x", "tpu:v5e:2x", "gpu:h100:-1", "tpu:v5e:2x0"])
+def test_a_name_that_says_no_number_is_refused(target):
+    with pytest.raises(UnknownHardware, match="devices"):
+        num_devices(target)
+
+
+def test_simulated_devices_share_the_machine():
+    known = known_hardware()
+    whole, part = hardware_of("cpu", known), hardware_of("cpu:4", known)
+    assert part.memory_bytes == whole.memory_bytes / 4
+    assert part.peak("float32") == whole.peak("float32") / 4
+    assert hardware_of("tpu:v5e:2x4", known) == known["v5e"]
+
+
+def test_unknown_hardware_and_dtypes_are_refused_with_what_there_is():
+    known = known_hardware()
+    with pytest.raises(UnknownHardware, match="v5e"):
+        hardware_of("tpu:v9:2x4", known)
+    with pytest.raises(ValueError, match="int4"):
+        known["v5e"].peak("int4")
+
+
+def test_a_users_table_replaces_the_published_one_and_adds_others(tmp_path):
+    path = tmp_path / "mine.toml"
+    table = "\n".join(
+        [
+            'source = "measured"',
+            "flops = { bfloat16 = 1e12 }",
+            "memory_bytes = 1e9",
+            "memory_rate = 1e9",
+            "link_rate = 1e9",
+            "links = 1",
+        ]
+    )
+    path.write_text(f"[v5e]\n{table}\n[mine]\n{table}\n")
+    known = known_hardware(path)
+    assert known["v5e"].source == known["mine"].source == "measured"
+    assert hardware_of("gpu:mine:4", known) == known["mine"]
+    path.write_text("[v5e]\nsource = 1\n")
+    with pytest.raises(ConfigError, match="v5e"):
+        known_hardware(path)

@@ -1,0 +1,137 @@
+"""`noria plan` through the command: what it writes runs, and what a run did it knows exactly."""
+
+import json
+import random
+
+import pytest
+from command import completion, read_manifest, write_lines
+
+PADDING = (
+    "real_tokens",
+    "computed_tokens",
+    "prefill_padding_tokens",
+    "idle_slot_tokens",
+    "overshoot_tokens",
+)
+
+
+@pytest.fixture(scope="module")
+def source(noria, tmp_path_factory):
+    rng = random.Random(7)
+    rows = [
+        completion(
+            f"row-{i}",
+            [rng.randrange(3, 250) for _ in range(rng.randint(1, 80))],
+            temperature=1.0,
+            seed=i,
+            max_tokens=rng.randint(1, 40),
+            stop=["e"] if i % 3 == 0 else None,
+            # ids that are met now and then end a row before its limit
+            stop_token_ids=list(range(5, 25)) if i % 3 == 1 else [],
+        )
+        for i in range(80)
+    ]
+    rows[5]["body"] |= {"echo": True, "max_tokens": 0, "logprobs": 1}
+    return write_lines(tmp_path_factory.mktemp("plans") / "in.jsonl", rows)
+
+
+def plan(noria, source, *arguments):
+    """The plan's path and its report."""
+    folder = source.parent / f"report-{len(list(source.parent.iterdir()))}"
+    path = folder.with_suffix(".toml")
+    options = ("--model", noria.model, "--workload", source, "-o", path, "--report", folder)
+    result = noria.run("plan", *options, *arguments)
+    return path, json.loads((folder / "report.json").read_text("utf-8")), result.stdout
+
+
+@pytest.fixture(scope="module")
+def planned(noria, source):
+    return plan(noria, source, "--max-prefill-graphs", "3", "--chunks", "never")
+
+
+@pytest.fixture(scope="module")
+def output(noria, source, planned):
+    """The output of a job under the plan."""
+    path = source.with_name("out.jsonl")
+    arguments = ("-i", source, "-o", path, "--model", noria.model, "--plan", planned[0])
+    noria.run("batch", *arguments)
+    return path
+
+
+def test_a_plan_runs_as_it_is_and_its_prefill_padding_is_as_predicted(planned, output):
+    _, report, _ = planned
+    manifest = read_manifest(output)
+    assert manifest["rows"]["ok"] == 80
+    assert manifest["compiles_during_run"] == 0
+    used = manifest["generator"]["buckets"]["prefill"].values()
+    assert report["predicted"]["prefill_computed_tokens"] == sum(u["computed_tokens"] for u in used)
+    assert report["plan"] == manifest["plan"]
+
+
+def test_given_the_outputs_of_a_run_its_padding_is_known_exactly(noria, source, output):
+    _, report, _ = plan(noria, source, "--from-output", output)
+    ran = read_manifest(output)["generator"]["padding"]
+    known = report["comparison"]["plan of the run"]
+    assert {name: known[name] for name in PADDING} == ran
+    assert ran["overshoot_tokens"] > 0
+    assert report["predicted"]["run_seconds"] <= known["run_seconds"]
+
+
+def test_the_summary_names_every_graph_and_says_that_it_predicts(planned):
+    _, report, summary = planned
+    for graph in report["graphs"]:
+        assert graph["graph"] in summary
+    assert "predicted" in summary
+    assert "powers of two" in summary
+
+
+def test_a_table_of_lengths_is_a_workload_for_hardware_that_is_not_there(noria, source):
+    table = source.with_name("lengths.csv")
+    rows = ["prompt_tokens,output_tokens", *(f"{i % 60 + 1},{i % 20 + 1}" for i in range(300))]
+    table.write_text("\n".join(rows) + "\n")
+    _, report, summary = plan(noria, table, "--target", "tpu:v5e:1x1", "--chunks", "always")
+    assert 'target = "tpu:v5e:1x1"' in report["plan"]
+    assert 'dtype = "bfloat16"' in report["plan"]
+    assert "chunk = " in report["plan"]
+    assert report["hardware"]["name"] == "v5e"
+    assert "published peaks" in summary
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("prompt,output\n1,2\n", "prompt_tokens"),
+        ("prompt_tokens,output_tokens\n1,x\n", "line 2"),
+        ("prompt_tokens,output_tokens\n0,4\n", "line 2"),
+        ("prompt_tokens,output_tokens,max_tokens\n5,4,3\n", "line 2"),
+        ("prompt_tokens,output_tokens\n", "at least one row"),
+    ],
+)
+def test_a_table_that_cannot_be_is_refused_by_line(noria, source, content, message):
+    table = source.with_name("wrong.csv")
+    table.write_text(content)
+    arguments = ("--model", noria.model, "--workload", table, "-o", source.with_name("no.toml"))
+    assert message in noria.run("plan", *arguments, expect=2).stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--target", "tpu:v5e:2x2"), "Name a layout"),
+        (("--target", "tpu:v9:2x2"), "v5e"),
+        (("--max-memory-gb", "0.0001"), "GB more than"),
+        (("--expected-output", "0"), "--expected-output"),
+        (("--layout", "data-parallel@data=2"), "devices"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_with_the_remedy(noria, source, arguments, message):
+    options = ("--model", noria.model, "--workload", source, "-o", source.with_name("no.toml"))
+    assert message in noria.run("plan", *options, *arguments, expect=2).stderr
+    assert not source.with_name("no.toml").exists()
+
+
+def test_an_output_of_another_job_is_refused(noria, source, output):
+    other = write_lines(source.with_name("other.jsonl"), [completion("a", [5, 6])])
+    options = ("--model", noria.model, "--workload", other, "-o", source.with_name("no.toml"))
+    result = noria.run("plan", *options, "--from-output", output, expect=2)
+    assert "another content" in result.stderr

@@ -1,0 +1,162 @@
+"""Candidates and their bounds: no schedule beats its own, and the best grid is the best of all."""
+
+from dataclasses import replace
+from itertools import combinations
+
+import numpy as np
+import pytest
+from tiny import CONFIG
+
+from noria.compile.bucket_grid import PrefillBucket
+from noria.compile.default_grid import LENGTH_STEP, GridDefaults, RowNeed
+from noria.compile.definition import Definition
+from noria.compile.planning.candidates import Budget, CandidateGrids, ExpectedRow
+from noria.compile.planning.cost import CostModel
+from noria.compile.planning.hardware import Hardware
+from noria.compile.planning.work import Call, Work
+from noria.runtime.planning.planning import NoPlanFits, Planner
+from noria.runtime.planning.search import find_best, try_grid
+
+HARDWARE = Hardware("mine", "made up", {"float32": 1e9}, 1e9, 1e8, 1e7, 4)
+COST = CostModel(Work(Definition(CONFIG), "float32"), HARDWARE)
+
+
+def rows_of(seed: int, count: int = 60, longest: int = 90) -> list[ExpectedRow]:
+    rng = np.random.default_rng(seed)
+    prompts, outputs = rng.integers(1, longest, count), rng.integers(0, 30, count)
+    return [
+        ExpectedRow(RowNeed(int(prompt), int(output) + 3, int(rng.integers(1, 3))), int(output))
+        for prompt, output in zip(prompts, outputs, strict=True)
+    ]
+
+
+def candidates(rows, budget=None, defaults=None) -> list:
+    budget, defaults = budget or Budget(), defaults or GridDefaults()
+    return list(CandidateGrids(rows, CONFIG.max_position, COST, budget, defaults))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_schedule_comes_below_its_bound_and_every_row_fits(seed):
+    rows, budget = rows_of(seed), Budget(seconds_per_graph=0.003)
+    found = candidates(rows, budget)
+    assert any(candidate.grid.chunk for candidate in found)
+    assert any(not candidate.grid.chunk for candidate in found)
+    for candidate in found:
+        for row in rows:
+            candidate.grid.fit(row.need.prompt_length, row.need.max_tokens)
+        tried = try_grid(candidate.grid, rows, COST, budget)
+        assert tried.seconds >= candidate.bound * (1 - 1e-9)
+        sequences = sum(row.output * row.need.num_sequences for row in rows)
+        assert tried.simulation.emitted_tokens == sequences
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_best_of_the_family_is_found_without_trying_all_of_it(seed):
+    rows, budget = rows_of(seed), Budget()
+    found = candidates(rows, budget)
+    search = find_best(found, rows, COST, budget, most_tries=len(found))
+    assert search is not None
+    assert search.gap == 0
+    every = [try_grid(candidate.grid, rows, COST, budget).seconds for candidate in found]
+    assert search.best.seconds == min(every)
+    assert search.tried < search.candidates == len(found)
+
+
+def test_a_search_that_ends_early_says_what_the_rest_might_be():
+    rows, budget = rows_of(0), Budget()
+    found = candidates(rows, budget)
+    every = [try_grid(candidate.grid, rows, COST, budget).seconds for candidate in found]
+    search = find_best(found, rows, COST, budget, most_tries=1)
+    assert search is not None
+    assert search.tried == 1
+    assert search.gap > 0
+    assert search.best.seconds * (1 - search.gap) <= min(every)
+
+
+def test_prefill_lengths_are_those_of_least_predicted_seconds():
+    rows, tokens = rows_of(1, count=12), 64
+    lengths = [row.need.prompt_length for row in rows]
+    grids = CandidateGrids(
+        rows, CONFIG.max_position, COST, Budget(prefill_graphs=3), GridDefaults()
+    )
+    whole = next(iter(grids)).grid
+    prefill = tuple(PrefillBucket(length, 1) for length in (16, tokens))
+    found = grids.prefill_of(replace(whole, prefill=prefill))
+
+    def seconds(buckets) -> float:
+        total = 0.0
+        for start, bucket in zip([0, *(b.length for b in buckets)], buckets, strict=False):
+            count = sum(start < length <= bucket.length for length in lengths)
+            total += -(-count // bucket.batch) * COST.seconds(Call.whole(bucket))
+        return total
+
+    borders = sorted({-(-length // LENGTH_STEP) * LENGTH_STEP for length in lengths})
+    best = float("inf")
+    for size in range(3):
+        for chosen in combinations(borders[:-1], size):
+            ends = [*chosen, borders[-1]]
+            best = min(best, cheapest_batches(ends, lengths, tokens, seconds))
+    assert seconds(found) == pytest.approx(best)
+
+
+def cheapest_batches(ends, lengths, tokens, seconds) -> float:
+    """The least seconds of these lengths over the batch sizes that each may have."""
+    total = 0.0
+    for start, end in zip([0, *ends], ends, strict=False):
+        count = sum(start < length <= end for length in lengths)
+        most, half = max(1, tokens // end), -(-tokens // (2 * end))
+        sizes = range(max(1, min(half, count, most)), most + 1)
+        total += min(
+            -(-count // size) * COST.seconds(Call.whole(PrefillBucket(end, size))) for size in sizes
+        )
+    return total
+
+
+def planner(rows, **options) -> Planner:
+    options = {"budget": Budget(), **options}
+    return Planner(rows, CONFIG.max_position, COST, defaults=GridDefaults(), **options)
+
+
+def test_the_plan_beats_grids_of_as_many_graphs_that_are_picked_by_hand():
+    rows = rows_of(2, count=200)
+    planned = planner(rows).plan()
+    assert {"powers of two", "multiples of 128"} <= set(planned.others)
+    for name in ("powers of two", "multiples of 128"):
+        assert planned.best.seconds <= planned.others[name].seconds
+
+
+def test_a_graph_more_never_takes_longer_and_one_fewer_never_less():
+    planned = planner(
+        rows_of(3, count=200), budget=Budget(prefill_graphs=3), may_chunk=False
+    ).plan()
+    by_graphs = [planned.others["one graph fewer"], planned.best, planned.others["one graph more"]]
+    assert [len(tried.grid.prefill) for tried in by_graphs] == [2, 3, 4]
+    prefill = [
+        sum(use.seconds for use in tried.simulation.metrics.prefill.values()) for tried in by_graphs
+    ]
+    assert prefill[0] >= prefill[1] >= prefill[2]
+
+
+def test_chunks_come_as_asked_for():
+    rows = rows_of(0)
+    assert planner(rows, may_chunk=False).plan().best.grid.chunk is None
+    assert planner(rows, must_chunk=True).plan().best.grid.chunk is not None
+
+
+def test_slots_stay_within_memory_and_too_little_is_refused_with_what_is_missing():
+    rows = rows_of(0, count=200)
+    most = COST.work.parameter_bytes + COST.work.cache_bytes(16, 128)
+    for candidate in candidates(rows, Budget(memory_bytes=most)):
+        assert candidate.grid.decode_slots <= 16
+    with pytest.raises(NoPlanFits, match="GB more than"):
+        planner(rows, budget=Budget(memory_bytes=COST.work.parameter_bytes)).plan()
+
+
+def test_graphs_stay_within_the_compile_budget():
+    rows = rows_of(0, count=200)
+    budget = Budget(compile_seconds=3.0, seconds_per_graph=1.0)
+    for candidate in candidates(rows, budget):
+        grid = candidate.grid
+        assert len(grid.prefill) + len(grid.decode_spans) <= 3
+    with pytest.raises(NoPlanFits, match="max-compile-minutes"):
+        planner(rows, budget=Budget(compile_seconds=1.0, seconds_per_graph=1.0)).plan()
