@@ -111,8 +111,10 @@ class _GraphPlanner:
     ):
         self._definition, self._grid, self._placement = definition, grid, placement
         config = definition.config
-        self._operations = {phase: placement.operations(phase, config) for phase in PHASES}
+        phases = (*PHASES, "chunk")
+        self._operations = {phase: placement.operations(phase, config) for phase in phases}
         self._dispatch = {phase: experts.dispatch(phase, placement.platform) for phase in PHASES}
+        self._dispatch["chunk"] = self._dispatch["prefill"]
         self._kernels = choose_kernels(config, grid, placement, dtype, attention)
         shardings = placement.formats(placement.parameters(definition.logical_axes()))
         self._parameters = {
@@ -174,7 +176,7 @@ class _GraphPlanner:
         return [
             GraphToBuild(
                 CompiledGraphs.chunk_name(bucket, is_scored),
-                self._bound(partial(body, stored=self._operations["decode"]), "prefill", kernel),
+                self._bound(partial(body, stored=self._operations["decode"]), "chunk", kernel),
                 (self._parameters, head, *self._on_host(arguments(chunk, bucket))),
                 results,
                 (1,),

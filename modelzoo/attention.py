@@ -7,8 +7,9 @@ the keys into parts gives the whole answer after `merge`; a part in which a quer
 Source of the split: Rabe and Staats 2021, "Self-attention Does Not Need O(n^2) Memory", section 3.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +42,10 @@ class Attend(Protocol):
         visibility: "Visibility",
         scores: Scores = ...,
     ) -> tuple[jax.Array, jax.Array]: ...
+
+
+AttendEntries = Callable[[jax.Array, jax.Array, Any], tuple[jax.Array, jax.Array]]
+"""`(out, lse)` of `q_BTKGH` at `position_BT` over entries of a cache, which know their positions."""
 
 
 @dataclass(frozen=True)

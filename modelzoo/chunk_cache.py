@@ -3,7 +3,7 @@
 A chunk attends before it is kept: to what its slot holds from below its first position, and to
 itself as to one more segment. So a ring needs no entry more than its window, however long a chunk
 is. Then whole layers get the chunk as one block, and rings the latest tokens in place of the oldest
-ones.
+ones. Where the cache is dealt out in stripes a chunk is, too: every stripe keeps its own tokens.
 
 Knows nothing of prompts, queues or meshes. Guarantees: nothing at or after a row's first position
 is seen, so a slot that decode writes to while it fills up shows nothing of that; rows of a slot
@@ -34,6 +34,7 @@ from .kv_cache import (
     segment_starts,
 )
 from .operations import Axes, Operations, rows_of
+from .stripes import Stripe
 
 
 class ChunkRows(NamedTuple):
@@ -46,11 +47,17 @@ class ChunkRows(NamedTuple):
     count_B: jax.Array
     """Tokens; the rest of the row is padding."""
 
+    def of(self, stripe: Stripe) -> "ChunkRows":
+        """The rows as one stripe has them; first positions divide by the number of stripes."""
+        start_B = self.start_B // stripe.count
+        return ChunkRows(self.slot_B, start_B, stripe.num_tokens(self.count_B))
+
 
 class ChunkContext(NamedTuple):
     """What attention knows of the rows of a chunk, beside queries, keys and values."""
 
     position_BT: jax.Array
+    """Of all tokens, also where queries are those of some."""
     seen: Positions
     """Of what the rows' slots hold from before."""
     kept_position_BT: jax.Array
@@ -60,7 +67,7 @@ class ChunkContext(NamedTuple):
     AXES = (
         (axes.ATTENTION_BATCH, ""),
         axes.CACHE_POSITIONS,
-        (axes.ATTENTION_BATCH, ""),
+        (axes.ATTENTION_BATCH, axes.LENGTH),
         axes.PROMPT_LATENTS,
     )
 
@@ -112,7 +119,7 @@ def keep_chunk(
             new = match_heads(new, old[0].shape[1])
 
         def body(old: Segments, new: jax.Array, rows: ChunkRows) -> Segments:
-            return write(old, new, rows, axis)
+            return write(old, new, rows.of(operations.stripe), axis)
 
         return operations.write_rows(body, old, new, rows, names)
 

@@ -283,9 +283,11 @@ class Decoder(nnx.Module):
         """Final hidden states `x_BTD` of right-padded pieces of prompts, written into the cache.
 
         Each row attends to what its slot holds of the tokens before it, and to itself. `stored` are
-        the operations of the cache. As in `prefill`, padding takes no expert.
+        the operations of the cache, in whose order tokens leave. As in `prefill`, padding takes no
+        expert.
         """
-        offset_1T = jnp.arange(tokens_BT.shape[1])[None]
+        tokens_BT = self.operations.prompt_stripes.lay(tokens_BT, axis=1)
+        offset_1T = self.operations.positions(tokens_BT.shape[1])
         position_BT = rows.start_B[:, None] + offset_1T
         is_token_BT = offset_1T < rows.count_B[:, None]
         kept_position_BT = jnp.where(is_token_BT, position_BT, EMPTY_POSITION)
@@ -304,8 +306,9 @@ class Decoder(nnx.Module):
                 seen, key_position_BS = with_chunk(old, kept), positions.of(window)
                 key_position_BS = (*key_position_BS, kept_position_BT)
                 out_BTKGH = attend_cached(
-                    attend_segment, q_BTKGH, seen, position_BT, key_position_BS, window, sink_KG
-                )
+                    attend_segment, q_BTKGH, seen, position_BT, key_position_BS, window, sink_KG,
+                    self.operations,
+                )  # fmt: skip
                 return out_BTKGH, kept
 
             def attend(

@@ -382,18 +382,26 @@ def attend_cached(
 ) -> jax.Array:
     """Attend to every segment and merge, with those of other devices too: `out_BTKGH`.
 
-    Queries of several heads may read one head of the cache.
+    Queries of several heads may read one head of the cache. `query_position_BT` is of all queries,
+    also where some of them are elsewhere.
     """
-    segments = layer.read()
+
+    def attend_entries(
+        q_BTKGH: jax.Array, query_position_BT: jax.Array, entries: tuple[KeptLayer, Segments]
+    ) -> tuple[jax.Array, jax.Array]:
+        layer, key_position_BS = entries
+        parts = [
+            attend(q_BTKGH, k_BKHS, v_BKSH, Visibility(query_position_BT, position_BS, window))
+            for (k_BKHS, v_BKSH), position_BS in zip(layer.read(), key_position_BS, strict=True)
+        ]
+        return merge(parts)
+
     B, T, _, _, H = q_BTKGH.shape
-    num_heads = segments[0][0].shape[1]
-    grouped_BTKGH = q_BTKGH.reshape(B, T, num_heads, -1, H)
-    parts = [
-        attend(grouped_BTKGH, k_BKHS, v_BKSH, Visibility(query_position_BT, position_BS, window))
-        for (k_BKHS, v_BKSH), position_BS in zip(segments, key_position_BS, strict=True)
-    ]
-    out_BTKGH = with_sinks(*operations.merge_shards(*merge(parts)), sink_KG)
-    return out_BTKGH.reshape(*q_BTKGH.shape[:-1], -1)
+    k_BKHS, _ = layer.read()[0]
+    grouped_BTKGH = q_BTKGH.reshape(B, T, k_BKHS.shape[1], -1, H)
+    attend_cache = operations.over_cache(attend_entries, window)
+    attended = attend_cache(grouped_BTKGH, query_position_BT, (layer, key_position_BS))
+    return with_sinks(*attended, sink_KG).reshape(*q_BTKGH.shape[:-1], -1)
 
 
 def segment_starts(segments: Segments, axis: int) -> list[int]:

@@ -15,7 +15,8 @@ from flax import nnx
 from .stripes import IN_ORDER, WHOLE, Stripe, Stripes
 
 if TYPE_CHECKING:
-    from .attention import Attend, Queries
+    from .attention import Attend, AttendEntries, Queries
+    from .config import Window
     from .moe.experts import ExpertWeights
     from .moe.mix import Mixed, Mixture
     from .moe.routing import Router
@@ -76,15 +77,17 @@ class Operations:
         """
         return attend
 
-    def merge_shards(
-        self, out_BTKGH: jax.Array, lse_BTKG: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """Inside `attend`: attention to the whole cache, from that to the entries here."""
-        return out_BTKGH, lse_BTKG
+    def over_cache(self, attend: "AttendEntries", window: "Window") -> "AttendEntries":
+        """Inside `attend`: attention to the whole cache, whatever part of its entries is here.
+
+        Its positions are of all queries, its queries and entries those that are here.
+        """
+        del window
+        return attend
 
     @property
     def stripe(self) -> Stripe:
-        """Inside `attend`, `by_row` and `put_prompt`: the stripe of the cache that is here."""
+        """Inside `attend`, `by_row`, `put_prompt` and `write_rows`: the stripe of the cache here."""
         return WHOLE
 
     def by_row(self, body: Callable[..., Any], kept: Any, *rows: jax.Array) -> Any:

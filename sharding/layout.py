@@ -9,10 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
+from ..modelzoo import axes
 from .axis_rules import AxisRules
 from .mesh_layout import MeshLayout
 
 PHASES = ("prefill", "decode")
+"""Those that may have rules of their own."""
 MAX_REPLICATED = 0.05
 
 Tokens = Literal["striped", "contiguous"]
@@ -40,7 +42,10 @@ class Layout:
     tokens: Tokens = DEFAULT_TOKENS
 
     def phase(self, phase: str) -> AxisRules:
-        """The rules of `prefill` or `decode`."""
+        """The rules of `prefill`, `decode` or `chunk`: prefill beside the cache that decode has."""
+        if phase == "chunk":
+            of_cache = self.phase("decode")[axes.CACHE_LENGTH]
+            return self.phase("prefill").updated({axes.CACHE_LENGTH: of_cache})
         return self.rules.updated(self.prefill if phase == "prefill" else self.decode)
 
     def on(self, mesh: MeshLayout) -> "Layout":

@@ -70,6 +70,8 @@ def check(layout: Layout, sizes: ModelSizes) -> list[str]:
     in_both = set.intersection(*map(set, by_phase.values()))
     for phase, found in by_phase.items():
         findings += [f if f in in_both else f"{phase}: {f}" for f in found]
+    if sizes.is_chunked:
+        findings += _chunk_findings(layout)
     return list(dict.fromkeys([*findings, *_weight_findings(layout, sizes)]))
 
 
@@ -170,19 +172,27 @@ def _shape_findings(layout: Layout, phase: str, sizes: ModelSizes) -> Iterable[s
     if rules[axes.RESIDUAL_LENGTH] != rules[axes.LENGTH]:
         length_axes.append(axes.RESIDUAL_LENGTH)
     for length, axis in product(sizes.lengths.get(phase, ()), length_axes):
-        remedy = "Plan lengths that do, or change the rule."
+        what, remedy = "a row's length", "Plan lengths that do, or change the rule."
         if phase == "decode":
             remedy = "Put the rule under [prefill.rules]: decode has one token a row."
-        yield from _division(layout, rules, axis, "a row's length", length, remedy)
-    for axis in (axes.LENGTH, axes.CACHE_LENGTH) if sizes.is_chunked else ():
-        if rules[axis]:
-            yield (
-                f"{axis} = {_shown(rules[axis])}: chunks of prompts take tokens and cache whole. "
-                f"Leave buckets.chunk out, or the rule."
-            )
+        elif sizes.is_chunked:
+            what, remedy = "buckets.chunk", "Plan one that does, or change the rule."
+        yield from _division(layout, rules, axis, what, length, remedy)
     for span in sizes.spans if phase == "decode" else ():
         remedy = "Plan spans that do, or change the rule."
         yield from _division(layout, rules, axes.CACHE_LENGTH, "a span", span, remedy)
+
+
+def _chunk_findings(layout: Layout) -> Iterable[str]:
+    """A device reads the tokens of a chunk that it keeps."""
+    length = layout.phase("prefill")[axes.LENGTH]
+    cache_length = layout.phase("decode")[axes.CACHE_LENGTH]
+    if length != cache_length:
+        yield (
+            f"prefill: length = {_shown(length)}: with buckets.chunk, expected the mesh axes of "
+            f"cache_length in decode, {_shown(cache_length)}: each device reads the tokens of a "
+            f"chunk that it keeps. Change either rule, or leave buckets.chunk out."
+        )
 
 
 def _collisions(rules: AxisRules) -> Iterable[str]:

@@ -111,7 +111,8 @@ class Placement:
             layout.phase(phase),
             layout.rules,
             config.num_kv_heads,
-            is_striped=layout.tokens == "striped",
+            # chunks lie as the cache that they are written to, which is always in stripes
+            is_striped=phase == "chunk" or layout.tokens == "striped",
         )
 
     def _rules(self, phase: str) -> AxisRules:

@@ -2,8 +2,7 @@
 
 A prompt's queries, keys and values lie in equal parts on a ring of devices. Keys and values go
 round, the next part in flight while one is attended to; or, where that is less to send, queries and
-their partial results go round and keys stay. A token that reads a cache in parts attends to each
-where it is, and two small sums merge the results, whatever the length of the context.
+their partial results go round and keys stay.
 
 Positions are data: those of all tokens are on every device, so only what has heads travels, once a
 key/value head however many queries read it. Keys and values that were made from latents travel as
@@ -13,10 +12,11 @@ last merge.
 Knows nothing of models or rules. Guarantees: equals `attend` over all keys, up to the order of
 sums. Sources: Liu et al. 2023, "Ring Attention" (2310.01889), section 3; Yang et al. 2024, "Context
 Parallelism for Scalable Million-Token Inference" (2411.01783), section 3.4, for queries that go
-round; Dao et al. 2023, "Flash-Decoding", for the merge of a cache's parts.
+round.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -97,23 +97,40 @@ def pass_keys(
     mesh_axes: MeshAxes,
     num_steps: int,
 ) -> Attended:
-    """Keys and values go round. After s steps a device has those of the device s before it."""
+    """Keys and values go round."""
     q_BTKGH, *keys_values = arrays
     n, me = jax.lax.axis_size(mesh_axes), jax.lax.axis_index(mesh_axes)
 
-    def add(step: jax.Array | int, keys_values: list[jax.Array], attended: Attended) -> Attended:
-        (k_BKHS, v_BKSH), seen = keys_values, _part(visibility, me, (me - step) % n, n)
-        return merge([attended, attend(q_BTKGH, k_BKHS, v_BKSH, seen)])
+    def attend_part(keys_values: list[jax.Array], device: jax.Array) -> Attended:
+        return attend(q_BTKGH, *keys_values, _part(visibility, me, device, n))
 
-    def turn(step: jax.Array, carry: tuple[list[jax.Array], Attended]):
-        keys_values, attended = carry
+    return merge_round(attend_part, keys_values, mesh_axes, num_steps)
+
+
+def merge_round(
+    attend_part: Callable[[Any, jax.Array], Attended],
+    keys: Any,
+    mesh_axes: MeshAxes,
+    num_steps: int,
+) -> Attended:
+    """`attend_part(keys, device)` of the keys of each device, merged as they come round.
+
+    After s steps a device has those of the device s before it.
+    """
+    n, me = jax.lax.axis_size(mesh_axes), jax.lax.axis_index(mesh_axes)
+
+    def add(step: jax.Array | int, keys: Any, attended: Attended) -> Attended:
+        return merge([attended, attend_part(keys, (me - step) % n)])
+
+    def turn(step: jax.Array, carry: tuple[Any, Attended]):
+        keys, attended = carry
         # sent before it is used: the next part is in flight meanwhile
-        following = _sent(keys_values, mesh_axes, 1)
-        return following, add(step, keys_values, attended)
+        following = _sent(keys, mesh_axes, 1)
+        return following, add(step, keys, attended)
 
-    carry = keys_values, _nothing(*arrays)
-    keys_values, attended = jax.lax.fori_loop(0, num_steps - 1, turn, carry)
-    return _as_values(add(num_steps - 1, keys_values, attended), arrays)
+    made = jax.eval_shape(attend_part, keys, me)
+    keys, attended = jax.lax.fori_loop(0, num_steps - 1, turn, (keys, _nothing(made)))
+    return _rounded(add(num_steps - 1, keys, attended), made)
 
 
 def pass_queries(
@@ -130,45 +147,37 @@ def pass_queries(
     q_BTKGH, k_BKHS, v_BKSH = arrays
     n, me = jax.lax.axis_size(mesh_axes), jax.lax.axis_index(mesh_axes)
 
+    def attend_part(q_BTKGH: jax.Array, device: jax.Array) -> Attended:
+        return attend(q_BTKGH, k_BKHS, v_BKSH, _part(visibility, device, me, n))
+
     def add(step: jax.Array | int, q_BTKGH: jax.Array, attended: Attended) -> Attended:
-        seen = _part(visibility, (me + step) % n, me, n)
-        return merge([attended, attend(q_BTKGH, k_BKHS, v_BKSH, seen)])
+        return merge([attended, attend_part(q_BTKGH, (me + step) % n)])
 
     def turn(step: jax.Array, carry: tuple[jax.Array, Attended]):
         q_BTKGH, attended = carry
         following = _sent(q_BTKGH, mesh_axes, -1)
         return following, _sent(add(step, q_BTKGH, attended), mesh_axes, -1)
 
-    carry = q_BTKGH, _nothing(*arrays)
-    q_BTKGH, attended = jax.lax.fori_loop(0, num_steps - 1, turn, carry)
+    made = jax.eval_shape(attend_part, q_BTKGH, me)
+    q_BTKGH, attended = jax.lax.fori_loop(0, num_steps - 1, turn, (q_BTKGH, _nothing(made)))
     attended = add(num_steps - 1, q_BTKGH, attended)
-    return _as_values(_sent(attended, mesh_axes, num_steps - 1), arrays)
+    return _rounded(_sent(attended, mesh_axes, num_steps - 1), made)
 
 
-def merge_shards(out_BTKGH: jax.Array, lse_BTKG: jax.Array, mesh_axes: MeshAxes) -> Attended:
-    """`merge` over devices: a maximum of B * N numbers, and a sum of B * N * (H + 1)."""
-    max_BTKG = jax.lax.pmax(lse_BTKG, mesh_axes)
-    safe_max_BTKG = jnp.where(jnp.isneginf(max_BTKG), 0.0, max_BTKG)
-    weight_BTKG1 = jnp.exp(lse_BTKG - safe_max_BTKG)[..., None]
-    weighted = [weight_BTKG1 * out_BTKGH.astype(jnp.float32), weight_BTKG1]
-    sum_BTKGH = jax.lax.psum(jnp.concatenate(weighted, axis=-1), mesh_axes)
-    total_BTKG = sum_BTKGH[..., -1]
-    is_seen_BTKG = total_BTKG > 0
-    safe_total_BTKG = jnp.where(is_seen_BTKG, total_BTKG, 1.0)
-    merged_BTKGH = (sum_BTKGH[..., :-1] / safe_total_BTKG[..., None]).astype(out_BTKGH.dtype)
-    lse_BTKG = jnp.where(is_seen_BTKG, safe_max_BTKG + jnp.log(safe_total_BTKG), -jnp.inf)
-    return merged_BTKGH, lse_BTKG
+def own_part(x_BT: jax.Array, mesh_axes: MeshAxes) -> jax.Array:
+    """This device's part of what is of all tokens."""
+    return _cut(x_BT, jax.lax.axis_index(mesh_axes), jax.lax.axis_size(mesh_axes))
+
+
+def _cut(x_BT: jax.Array, device: jax.Array, n: int) -> jax.Array:
+    T = x_BT.shape[1] // n
+    return jax.lax.dynamic_slice_in_dim(x_BT, device * T, T, axis=1)
 
 
 def _part(visibility: Visibility, of_queries: jax.Array, of_keys: jax.Array, n: int) -> Visibility:
     """What queries of one device see of the keys of another."""
-
-    def cut(position_BT: jax.Array, device: jax.Array) -> jax.Array:
-        T = position_BT.shape[1] // n
-        return jax.lax.dynamic_slice_in_dim(position_BT, device * T, T, axis=1)
-
-    query_BT = cut(visibility.query_position_BT, of_queries)
-    key_BS = cut(visibility.key_position_BS, of_keys)
+    query_BT = _cut(visibility.query_position_BT, of_queries, n)
+    key_BS = _cut(visibility.key_position_BS, of_keys, n)
     return Visibility(query_BT, key_BS, visibility.window)
 
 
@@ -183,13 +192,12 @@ def _sent(arrays: Any, mesh_axes: MeshAxes, distance: int) -> Any:
     return jax.tree.map(lambda x: jax.lax.ppermute(x, mesh_axes, to), arrays)
 
 
-def _nothing(q_BTKGH: jax.Array, k_BKHS: jax.Array, v_BKSH: jax.Array) -> Attended:
+def _nothing(made: Attended) -> Attended:
     """Attention to no keys, in float32: partial sums are rounded once, at the end."""
-    del k_BKHS
-    shape = q_BTKGH.shape[:-1]
-    return jnp.zeros((*shape, v_BKSH.shape[-1])), jnp.full(shape, -jnp.inf)
+    out_BTKGH, lse_BTKG = made
+    return jnp.zeros(out_BTKGH.shape), jnp.full(lse_BTKG.shape, -jnp.inf)
 
 
-def _as_values(attended: Attended, arrays: Arrays) -> Attended:
+def _rounded(attended: Attended, made: Attended) -> Attended:
     out_BTKGH, lse_BTKG = attended
-    return out_BTKGH.astype(arrays[2].dtype), lse_BTKG
+    return out_BTKGH.astype(made[0].dtype), lse_BTKG

@@ -21,7 +21,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..modelzoo import axes
-from ..modelzoo.attention import Attend, Queries
+from ..modelzoo.attention import Attend, AttendEntries, Queries
+from ..modelzoo.config import Window
 from ..modelzoo.kv_cache import PromptKeysValues
 from ..modelzoo.moe.experts import ExpertWeights
 from ..modelzoo.moe.mix import Mixed, Mixture
@@ -29,9 +30,10 @@ from ..modelzoo.moe.routing import Router
 from ..modelzoo.operations import Axes, Operations, Product
 from ..modelzoo.stripes import WHOLE, Stripe, Stripes
 from .axis_rules import AxisRules, kv_copies
+from .cache_attention import attend_for_all, attend_for_some
 from .expert_exchange import ExpertExchange
 from .projection import Projection
-from .ring_attention import Ring, merge_shards
+from .ring_attention import Ring
 
 MeshAxes = tuple[str, ...]
 
@@ -130,13 +132,13 @@ class ShardedOperations(Operations):
     def over_tokens(self, attend: Attend) -> Attend:
         return partial(self._ring.attend, attend) if self._ring.mesh_axes else attend
 
-    def merge_shards(
-        self, out_BTKGH: jax.Array, lse_BTKG: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+    def over_cache(self, attend: AttendEntries, window: Window) -> AttendEntries:
         mesh_axes = self._rules[axes.CACHE_LENGTH]
         if not mesh_axes:
-            return out_BTKGH, lse_BTKG
-        return merge_shards(out_BTKGH, lse_BTKG, mesh_axes)
+            return attend
+        if not self._rules[axes.LENGTH]:
+            return partial(attend_for_all, attend, mesh_axes)
+        return partial(attend_for_some, attend, mesh_axes, window)
 
     @property
     def stripe(self) -> Stripe:

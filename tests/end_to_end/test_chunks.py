@@ -96,8 +96,8 @@ def test_a_chunk_that_is_none_is_refused_by_key(noria, source, tmp_path):
     assert "buckets.chunk: expected a positive integer, got 0" in done.stderr
 
 
-def test_chunks_are_refused_where_a_layout_splits_sequences(noria, source, tmp_path):
-    arguments = ("-i", source, "-o", tmp_path / "out.jsonl", "--model", noria.model, *CHUNKS)
-    ring = ("--target", "cpu:2", "--layout", "ring@sequence=2")
-    done = noria.run("batch", *arguments, *ring, expect=2)
-    assert "chunks of prompts take tokens and cache whole" in done.stderr
+def test_a_chunk_that_does_not_divide_over_a_ring_is_refused(noria, source, tmp_path):
+    arguments = ("-i", source, "-o", tmp_path / "out.jsonl", "--model", noria.model)
+    ring = ("--target", "cpu:3", "--layout", "ring@sequence=3")
+    done = noria.run("batch", *arguments, *CHUNKS, *ring, expect=2)
+    assert "buckets.chunk is 16, which does not divide over 3 devices" in done.stderr

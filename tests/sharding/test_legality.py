@@ -33,6 +33,11 @@ CHUNKED = BucketGrid(64, ((32, 16), (64, 16)), 16, (32, 64), chunk=16)
 MESH = {"data": 2, "tensor": 4}
 RULES = {"batch": "data", "query_heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
 CUBE = {"data": 2, "tensor": 2, "sequence": 2}
+IN_STRIPES = {
+    "prefill": {"length": "sequence"},
+    "decode": {"cache_length": "sequence"},
+    "max_replicated": 1,
+}
 COPIES = (
     'Set kv_heads = "" to keep a copy of a head on every device whose queries read it, or shard '
     "attention over batch (attention_batch)."
@@ -374,19 +379,31 @@ def test_sizes_of_the_model_that_do_not_divide_are_refused(illegal, sizes, expec
         (
             layout(CUBE, prefill={"length": "sequence"}, max_replicated=1),
             CHUNKED,
-            'prefill: length = "sequence": chunks of prompts take tokens and cache whole. Leave '
-            "buckets.chunk out, or the rule.",
+            'prefill: length = "sequence": with buckets.chunk, expected the mesh axes of '
+            'cache_length in decode, "": each device reads the tokens of a chunk that it keeps. '
+            "Change either rule, or leave buckets.chunk out.",
         ),
         (
             layout(CUBE, decode={"cache_length": "sequence"}, max_replicated=1),
             CHUNKED,
-            'decode: cache_length = "sequence": chunks of prompts take tokens and cache whole. '
-            "Leave buckets.chunk out, or the rule.",
+            'prefill: length = "": with buckets.chunk, expected the mesh axes of cache_length in '
+            'decode, "sequence": each device reads the tokens of a chunk that it keeps. Change '
+            "either rule, or leave buckets.chunk out.",
+        ),
+        (
+            layout(CUBE, **IN_STRIPES),
+            BucketGrid(60, ((30, 8), (60, 8)), 16, (30, 60), chunk=15),
+            'prefill: length = "sequence": buckets.chunk is 15, which does not divide over 2 '
+            "devices. Plan one that does, or change the rule.",
         ),
     ],
 )
 def test_shapes_of_the_graphs_that_do_not_divide_are_refused(illegal, grid, expected):
     assert findings(illegal, grid) == [expected]
+
+
+def test_chunks_are_legal_where_tokens_and_entries_are_split_alike():
+    assert findings(layout(CUBE, **IN_STRIPES), CHUNKED) == []
 
 
 def test_all_that_is_wrong_with_a_layout_is_said_at_once():

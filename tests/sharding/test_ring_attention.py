@@ -23,7 +23,8 @@ from noria.modelzoo.blockwise import attend_blockwise, block_sizes
 from noria.modelzoo.config import PLAIN_SCORES, Chunk, Scores, Window
 from noria.modelzoo.stripes import Stripe, Stripes
 from noria.sharding import ring_attention
-from noria.sharding.ring_attention import Ring, merge_shards, pass_queries, steps
+from noria.sharding.cache_attention import merge_shards
+from noria.sharding.ring_attention import Ring, pass_queries, steps
 
 AXES = ("sequence",)
 RINGS = (2, 4, 8)
