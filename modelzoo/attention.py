@@ -45,7 +45,7 @@ class Attend(Protocol):
 
 
 AttendEntries = Callable[[jax.Array, jax.Array, Any], tuple[jax.Array, jax.Array]]
-"""`(out, lse)` of `q_BTKGH` at `position_BT` over entries of a cache, which know their positions."""
+"""`(out, lse)` of `q_BTKGH` at `position_BT` over entries that know their positions."""
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ class Operations:
 
     @property
     def stripe(self) -> Stripe:
-        """Inside `attend`, `by_row`, `put_prompt` and `write_rows`: the stripe of the cache here."""
+        """Inside `attend`, `by_row`, `put_prompt`, `write_rows`: the stripe of the cache here."""
         return WHOLE
 
     def by_row(self, body: Callable[..., Any], kept: Any, *rows: jax.Array) -> Any:

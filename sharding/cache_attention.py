@@ -15,7 +15,6 @@ Parallelism for Scalable Million-Token Inference" (2411.01783), section 3.4, for
 prompt that goes on.
 """
 
-import math
 from typing import Any
 
 import jax
@@ -49,26 +48,27 @@ def attend_for_some(
     """Attention of the queries here to the entries everywhere; both are stripes."""
     n, T = jax.lax.axis_size(mesh_axes), q_BTKGH.shape[1]
     num_steps = steps(window, T, n, is_striped=True)
-    out_BTKGH, _ = jax.eval_shape(attend, q_BTKGH, own_part(position_BT, mesh_axes), entries)
-    if entry_bytes(entries, num_steps) < query_bytes(q_BTKGH, out_BTKGH.shape[-1], n):
+    out_BTKGH, lse_BTKG = jax.eval_shape(attend, q_BTKGH, own_part(position_BT, mesh_axes), entries)
+    num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(entries))
+    of_lse = lse_BTKG.size * FLOAT32_BYTES
+    of_queries = query_bytes(q_BTKGH.nbytes, of_lse, out_BTKGH.shape[-1], n)
+    if entry_bytes(num_bytes, num_steps) < of_queries:
         return pass_entries(attend, mesh_axes, num_steps, q_BTKGH, position_BT, entries)
     return gather_queries(attend, mesh_axes, q_BTKGH, position_BT, entries)
 
 
-def entry_bytes(entries: Any, num_steps: int) -> int:
-    """What a device sends where entries go round, their positions with them."""
-    return (num_steps - 1) * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(entries))
+def entry_bytes(of_entries: int, num_steps: int) -> int:
+    """What a device sends where entries go round, from the bytes of its own and their positions."""
+    return (num_steps - 1) * of_entries
 
 
-def query_bytes(q_BTKGH: jax.Array, value_dim: int, n: int) -> int:
+def query_bytes(of_queries: int, of_lse: int, value_dim: int, n: int) -> int:
     """What a device sends where queries are gathered, and float32 results summed on their way back.
 
-    Of arrays that are n times as long as those here, by the ring algorithms: once for queries and
-    results, twice for the maximum of `lse`.
+    From the bytes of its own queries and of one float32 number for each. By the ring algorithms a
+    gather and a scattered sum send n - 1 times as much, a maximum that all get twice that.
     """
-    num_queries = math.prod(q_BTKGH.shape[:-1])
-    of_results = num_queries * (value_dim + 1) * FLOAT32_BYTES
-    return (n - 1) * (q_BTKGH.nbytes + of_results + 2 * num_queries * FLOAT32_BYTES)
+    return (n - 1) * (of_queries + of_lse * (value_dim + 1) + 2 * of_lse)
 
 
 def gather_queries(

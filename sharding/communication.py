@@ -9,8 +9,9 @@ and appendix A.2.1 for one-dimensional weight-stationary, 3.2.2 and A.2.2 for tw
 and A.2.3 for weight-gathered, 3.3 for attention sharded over batch; Korthikanti et al. 2022,
 "Reducing Activation Recomputation in Large Transformer Models" (2205.05198), section 4.2.2, for
 sequence-parallel residuals; Liu et al. 2023, "Ring Attention" (2310.01889), section 3, for keys and
-values that go round. They count the MLP; the formulas here add attention's projections,
-which this code runs one after the other, and the sums that norms of a split residual stream need.
+values that go round. They count the MLP; the formulas here add attention's projections, which this
+code runs one after the other, the sums that norms of a split residual stream need, and chunks of
+prompts, whose choice of what to send is that of `cache_attention`.
 
 Knows nothing of programs: `compile.collectives` reads what one does.
 """
@@ -22,9 +23,10 @@ from dataclasses import dataclass, replace
 from ..modelzoo import axes
 from ..modelzoo.config import DecoderConfig
 from .axis_rules import kv_copies
+from .cache_attention import entry_bytes, query_bytes
 from .layout import Layout
 
-FLOAT32_BYTES = 4
+FLOAT32_BYTES = INT32_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ class LayerSizes:
     """Copies of one head, where attention keeps it once."""
     head_dim: int
     itemsize: int
+    segments: tuple[int, ...] = ()
+    """Entries of the cache that a chunk reads, by segment."""
 
     @classmethod
     def of(
@@ -216,33 +220,61 @@ def _merged(sizes: LayerSizes, mesh: Mesh) -> list[Expected]:
     ]
 
 
-def _ring_scattered(sizes: LayerSizes, mesh: Mesh) -> list[Expected]:
-    """A ring of groups with a piece of the tokens each, which split the residual stream further."""
-    of_group = replace(sizes, tokens=sizes.tokens // mesh["sequence"])
-    return [*_ring(sizes, mesh), *_scattered_1d(of_group, mesh)]
-
-
-def _merged_stationary(sizes: LayerSizes, mesh: Mesh) -> list[Expected]:
-    return [*_merged(sizes, mesh), *_stationary_1d(sizes, mesh)]
-
-
-def _ring_gathered(sizes: LayerSizes, mesh: Mesh) -> list[Expected]:
-    """A ring that shares the MLP's weights out, and brings them together for long prompts."""
+def _chunk(sizes: LayerSizes, mesh: Mesh) -> list[Expected]:
+    """Queries are gathered and results scattered, or entries go round: what is less to send."""
+    n, t = mesh["sequence"], mesh.get("tensor", 1)
+    keys, positions = sizes.keys // (n * t), sizes.rows * sizes.tokens // n * INT32_BYTES
+    of_segments = [
+        (keys * entries // sizes.tokens, positions * entries // sizes.tokens)
+        for entries in (*sizes.segments, sizes.tokens)
+    ]
+    entries = sum(2 * of_keys + of_positions for of_keys, of_positions in of_segments)
+    queries, lse = sizes.queries // t, sizes.lse // t
+    if entry_bytes(entries, n) < query_bytes(queries // n, lse // n, sizes.head_dim, n):
+        return [
+            Expected("collective-permute", ("sequence",), num_bytes, times * (n - 1))
+            for segment in of_segments
+            for num_bytes, times in zip(segment, (2, 1), strict=True)
+        ]
     return [
-        *_ring(sizes, mesh),
+        Expected("all-gather", ("sequence",), queries),
+        Expected("all-reduce", ("sequence",), lse),
+        Expected("reduce-scatter", ("sequence",), lse * (sizes.head_dim + 1)),
+    ]
+
+
+def _scattered_in_group(sizes: LayerSizes, mesh: Mesh) -> list[Expected]:
+    """Of groups with a part of the tokens each, which split the residual stream further."""
+    return _scattered_1d(replace(sizes, tokens=sizes.tokens // mesh["sequence"]), mesh)
+
+
+def _gathered_mlp(sizes: LayerSizes, mesh: Mesh) -> list[Expected]:
+    """Weights that the ring shares out are brought together for long prompts."""
+    del mesh
+    return [
         Expected("all-gather", ("sequence",), 2 * sizes.mlp_weight),
         Expected("all-gather", ("sequence",), sizes.mlp_weight),
     ]
 
 
-def _merged_mlp(sizes: LayerSizes, mesh: Mesh) -> list[Expected]:
+def _split_mlp(sizes: LayerSizes, mesh: Mesh) -> list[Expected]:
     """Every device has the tokens of its replica, and a part of the MLP."""
-    residual = sizes.residual // mesh["data"]
-    return [*_merged(sizes, mesh), Expected("all-reduce", ("sequence",), residual)]
+    return [Expected("all-reduce", ("sequence",), sizes.residual // mesh["data"])]
 
+
+def _both(attention: Formula, rest: Formula) -> Formula:
+    return lambda sizes, mesh: [*attention(sizes, mesh), *rest(sizes, mesh)]
+
+
+_OF_CHUNKS: Mapping[str, Mapping[str, Formula]] = {
+    "ring": {"chunk": _chunk},
+    "ring-contiguous": {"chunk": _chunk},
+    "ring-tensor": {"chunk": _both(_chunk, _scattered_in_group)},
+}
+"""Not where `data` splits slots: XLA decides how they are brought together for a chunk."""
 
 FORMULAS: Mapping[str, Mapping[str, Formula]] = {
-    name: {"prefill": prefill, "decode": decode}
+    name: {"prefill": prefill, "decode": decode, **_OF_CHUNKS.get(name, {})}
     for name, prefill, decode in (
         ("data-parallel", _silent, _silent),
         ("weight-stationary-1d", _stationary_1d, _stationary_1d),
@@ -257,8 +289,8 @@ FORMULAS: Mapping[str, Mapping[str, Formula]] = {
         ("embed-parallel", _scattered_embed, _scattered_embed),
         ("ring", _ring, _merged),
         ("ring-contiguous", _ring, _merged),
-        ("ring-tensor", _ring_scattered, _merged_stationary),
-        ("ring-data-expert", _ring_gathered, _merged_mlp),
+        ("ring-tensor", _both(_ring, _scattered_in_group), _both(_merged, _stationary_1d)),
+        ("ring-data-expert", _both(_ring, _gathered_mlp), _both(_merged, _split_mlp)),
     )
 }
 """By name of a layout that ships with noria and by phase."""
@@ -288,15 +320,16 @@ def sent_bytes(kind: str, num_bytes: int, group: int) -> float:
 
 
 def expected(layout: Layout, phase: str, sizes: LayerSizes) -> list[Expected] | None:
-    """What every layer has to communicate; None for a layout without a formula.
+    """What every layer has to communicate; None for a layout and phase without a formula.
 
     Collectives of equal kind, mesh axes and bytes are one entry.
     """
-    if layout.name not in FORMULAS:
+    formula = FORMULAS.get(layout.name, {}).get(phase)
+    if formula is None:
         return None
     mesh = layout.mesh.sizes
     times: dict[tuple[str, tuple[str, ...], int], int] = {}
-    for one in FORMULAS[layout.name][phase](sizes, mesh):
+    for one in formula(sizes, mesh):
         if math.prod(mesh[axis] for axis in one.mesh_axes) > 1:
             key = (one.kind, one.mesh_axes, one.num_bytes)
             times[key] = times.get(key, 0) + one.times

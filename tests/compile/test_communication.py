@@ -25,6 +25,8 @@ pytestmark = pytest.mark.tpu_compile
 TARGET = "tpu:v5e:2x4"
 SLOTS, PROMPTS, LENGTH = 64, 8, 256
 GRID = BucketGrid(512, ((LENGTH, PROMPTS),), SLOTS, (512,), steps_per_call=8)
+CHUNK, SHORT, LONG = 256, 512, 4096
+CHUNKS = BucketGrid(LONG, ((SHORT, PROMPTS), (LONG, PROMPTS)), SLOTS, (SHORT, LONG), chunk=CHUNK)
 ROWS = {"prefill": (PROMPTS, LENGTH), "decode": (SLOTS, 1)}
 NUM_KV_HEADS = {
     "weight-stationary-1d-kv-copies": 2,
@@ -56,19 +58,19 @@ def config_of(name: str, num_layers: int) -> DecoderConfig:
     )
 
 
-def collectives(layout: Layout, phase: str, num_layers: int) -> list[Collective]:
+def collectives(layout: Layout, name: str, grid: BucketGrid, num_layers: int) -> list[Collective]:
     config = config_of(layout.name, num_layers)
     placement = find_target(TARGET).placement(layout)
     definition = Definition(config, placement.arrangement(config))
-    graphs = plan_graphs(definition, GRID, placement, jnp.dtype(jnp.bfloat16))
-    (graph,) = (graph for graph in graphs if graph.name.startswith(phase))
+    graphs = plan_graphs(definition, grid, placement, jnp.dtype(jnp.bfloat16))
+    (graph,) = (graph for graph in graphs if graph.name.startswith(name))
     return read_collectives(compile_graph(graph)[0].as_text(), layout.mesh.sizes)
 
 
-def of_one_layer(layout: Layout, phase: str) -> Counter:
+def of_one_layer(layout: Layout, name: str, grid: BucketGrid = GRID) -> Counter:
     counts = [Counter(), Counter()]
     for count, num_layers in zip(counts, (2, 3), strict=True):
-        for c in collectives(layout, phase, num_layers):
+        for c in collectives(layout, name, grid, num_layers):
             count[c.kind, c.mesh_axes, c.num_bytes] += c.times
     return counts[1] - counts[0]
 
@@ -88,6 +90,26 @@ def test_a_layer_communicates_what_the_formulas_say_and_nothing_else(name, phase
         is_cut = e.kind == "reduce-scatter" and (name, phase) in CARRIED_OUT_AS_ALL_REDUCE
         wanted["all-reduce" if is_cut else e.kind, e.mesh_axes, e.num_bytes] += e.times
     assert of_one_layer(layout, phase) == wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "segments", "kind"),
+    [
+        ("ring", (SHORT,), "collective-permute"),
+        ("ring", (SHORT, LONG - SHORT), "all-gather"),
+        pytest.param("ring-tensor", (SHORT,), "collective-permute", marks=pytest.mark.slow),
+        pytest.param("ring-tensor", (SHORT, LONG - SHORT), "all-gather", marks=pytest.mark.slow),
+    ],
+)
+def test_a_chunk_sends_its_entries_or_its_queries_whichever_are_fewer_bytes(name, segments, kind):
+    """Of one span the entries, of another the queries: nothing else goes along the ring."""
+    layout = layout_of(name)
+    sizes = LayerSizes.of(config_of(name, 1), layout, PROMPTS, CHUNK, itemsize=2)
+    formulas = expected(layout, "chunk", replace(sizes, segments=segments))
+    assert formulas is not None
+    assert kind in {e.kind for e in formulas if e.mesh_axes == ("sequence",)}
+    wanted = Counter({(e.kind, e.mesh_axes, e.num_bytes): e.times for e in formulas})
+    assert of_one_layer(layout, f"chunk span {sum(segments)} ", CHUNKS) == wanted
 
 
 @pytest.mark.parametrize(
