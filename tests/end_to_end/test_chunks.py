@@ -59,9 +59,9 @@ def test_the_padding_of_chunks_is_in_the_manifest(in_chunks, source):
         assert use["computed_tokens"] == use["calls"] * batch * 16
 
 
-def test_a_job_that_is_killed_goes_on_to_the_same_file(noria, source, in_chunks, tmp_path):
-    output = tmp_path / "out.jsonl"
-    arguments = ("batch", "-i", source, "-o", output, "--model", noria.model, *CHUNKS)
+def run_killed_in_between(noria, output, *arguments) -> None:
+    """Run a job that is killed after some rows, and again to its end."""
+    arguments = ("batch", "-o", output, "--model", noria.model, *arguments)
     process = noria.start(*arguments)
     journal = output.with_name(f"{output.name}.journal")
     deadline = time.monotonic() + 120
@@ -72,7 +72,28 @@ def test_a_job_that_is_killed_goes_on_to_the_same_file(noria, source, in_chunks,
     process.communicate()
     assert not output.exists()
     noria.run(*arguments)
+
+
+def test_a_job_that_is_killed_goes_on_to_the_same_file(noria, source, in_chunks, tmp_path):
+    output = tmp_path / "out.jsonl"
+    run_killed_in_between(noria, output, "-i", source, *CHUNKS)
     assert masked(output) == masked(in_chunks[0])
+
+
+@pytest.mark.slow
+def test_chunks_over_a_ring_of_groups_give_the_texts_of_one_device(
+    noria, source, in_chunks, tmp_path
+):
+    """Killed in between; log-probabilities are of other executables."""
+    output = tmp_path / "out.jsonl"
+    ring = ("--target", "cpu:4", "--layout", "ring-tensor@sequence=2,tensor=2")
+    run_killed_in_between(noria, output, "-i", source, *CHUNKS, *ring)
+    for i, (got, expected) in enumerate(
+        zip(read_rows(output), read_rows(in_chunks[0]), strict=True)
+    ):
+        if i != 4:
+            assert answer(got) == answer(expected)
+    assert read_manifest(output)["compiles_during_run"] == 0
 
 
 @pytest.mark.slow

@@ -93,8 +93,9 @@ PAIRS = [
     ("gemma2", "ring-data-expert", 8),
     ("llama4_text", "ring-data-expert", 8),
 ]
-OFTEN = [("gpt_oss", "v5p-slice", 8)]
-"""Rows, heads and experts over two axes, other rules for decode, windows and sinks."""
+OFTEN = [("gpt_oss", "v5p-slice", 8), ("mistral", "ring-contiguous", 8)]
+"""Rows, heads and experts over two axes, other rules for decode, windows and sinks; a ring, whose
+devices send entries of the first span and of windows, and queries beside the second span."""
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,240 @@
+"""Chunks beside a cache that is shared out: both ways give the answer of one device."""
+
+from functools import cache, partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from tolerances import FLOAT32_ELEMENTWISE
+
+from noria.modelzoo.attention import EMPTY_POSITION, attend_dense
+from noria.modelzoo.blockwise import attend_blockwise
+from noria.modelzoo.chunk_cache import with_chunk
+from noria.modelzoo.config import PLAIN_SCORES, Chunk, Scores, Window
+from noria.modelzoo.kv_cache import (
+    KeptLayer,
+    KeysValues,
+    Latents,
+    PromptKeysValues,
+    PromptLatents,
+    attend_cached,
+    held_positions,
+)
+from noria.modelzoo.operations import ON_ONE_DEVICE, Operations
+from noria.modelzoo.stripes import Stripes
+from noria.sharding import cache_attention
+from noria.sharding.cache_attention import attend_for_some, gather_queries, pass_entries
+from noria.sharding.ring_attention import steps
+
+AXES = ("sequence",)
+B, T, K, G, H = 2, 16, 2, 3, 4
+START_B, COUNT_B = np.array([24, 8]), np.array([16, 9])
+SPANS, RING = (16, 16), (8,)
+"""Entries of the segments of a whole layer, and of one with a window of at most 8."""
+SMALL_BLOCKS = partial(attend_blockwise, query_block=4, block_scores=20)
+
+
+class Case(NamedTuple):
+    """What a layer is asked for."""
+
+    window: Window = None
+    scores: Scores = PLAIN_SCORES
+    has_sinks: bool = False
+    keeps_latents: bool = False
+
+
+CASES = {
+    "causal": Case(),
+    "window": Case(window=3),
+    "chunks": Case(window=Chunk(6)),
+    "sinks": Case(window=8, has_sinks=True),
+    "cap": Case(scores=Scores(0.9, 0.7)),
+    "latents": Case(keeps_latents=True),
+}
+
+
+class Inputs(NamedTuple):
+    """A chunk and what its slots hold, in the order of tokens or as stripes."""
+
+    q_BTKGH: np.ndarray
+    position_BT: np.ndarray
+    layer: KeptLayer
+    key_position_BS: tuple[np.ndarray, ...]
+
+    def in_stripes(self, n: int) -> "Inputs":
+        lay = Stripes(n).lay
+        layer = (
+            tuple(lay(x, axis) for x in segments)
+            for segments, axis in zip(self.layer, self.layer.POSITION_AXES, strict=True)
+        )
+        keys = tuple(lay(x, 1) for x in self.key_position_BS)
+        position_BT = lay(self.position_BT, 1)
+        return Inputs(lay(self.q_BTKGH, 1), position_BT, type(self.layer)(*layer), keys)
+
+
+def inputs(case: Case) -> Inputs:
+    """Two rows: one begins in the middle of a segment and is full, one is padded."""
+    rng = np.random.default_rng(0)
+
+    def random(*shape: int) -> np.ndarray:
+        return rng.normal(size=shape).astype(np.float32)
+
+    position_BT = START_B[:, None] + np.arange(T)[None]
+    own_BT = np.where(np.arange(T)[None] < COUNT_B[:, None], position_BT, EMPTY_POSITION)
+    sizes = SPANS if case.window is None else RING
+    held_BS = np.stack([held_positions(start, sum(sizes)) for start in START_B])
+    keys = (*np.split(held_BS, np.cumsum(sizes)[:-1], axis=1), own_BT)
+    if case.keeps_latents:
+        layer = Latents(tuple(random(B, size, H) for size in sizes))
+        layer, q_BTKGH = (
+            with_chunk(layer, PromptLatents(random(B, T, H))),
+            random(B, T, K * G, 1, H),
+        )
+        return Inputs(q_BTKGH, position_BT, layer, keys)
+    k_BKHS = tuple(random(B, K, H, size) for size in sizes)
+    v_BKSH = tuple(random(B, K, size, H) for size in sizes)
+    new = PromptKeysValues(random(B, K, H, T), random(B, K, T, H))
+    layer = with_chunk(KeysValues(k_BKHS, v_BKSH), new)
+    return Inputs(random(B, T, K, G, H), position_BT, layer, keys)
+
+
+def attend_layer(
+    case: Case, made: Inputs, operations: Operations = ON_ONE_DEVICE, attend=attend_dense
+) -> jax.Array:
+    sink_KG = None
+    if case.has_sinks:
+        sink_KG = jnp.asarray(np.random.default_rng(1).normal(size=(K, G)), jnp.float32)
+    attend = partial(attend, scores=case.scores)
+    window, position_BT = case.window, jnp.asarray(made.position_BT)
+    return attend_cached(
+        attend, made.q_BTKGH, made.layer, position_BT, made.key_position_BS, window, sink_KG,
+        operations,
+    )  # fmt: skip
+
+
+@cache
+def mesh(n: int) -> Mesh:
+    return Mesh(np.array(jax.devices()[:n]), AXES)
+
+
+class OverRing(Operations):
+    """A cache shared out over a ring, to which queries attend in one way."""
+
+    def __init__(self, way):
+        self._way = way
+
+    def over_cache(self, attend, window):
+        return partial(self._way, attend, AXES, window)
+
+
+def by_queries(attend, mesh_axes, window, *arrays):
+    return gather_queries(attend, mesh_axes, *arrays)
+
+
+def by_entries(attend, mesh_axes, window, q_BTKGH, *arrays):
+    n = jax.lax.axis_size(mesh_axes)
+    num_steps = steps(window, q_BTKGH.shape[1], n, is_striped=True)
+    return pass_entries(attend, mesh_axes, num_steps, q_BTKGH, *arrays)
+
+
+def on_a_ring(case: Case, made: Inputs, n: int, way, attend=attend_dense) -> jax.Array:
+    """Every device has a stripe of all arrays, and positions of all queries."""
+    made = made.in_stripes(n)
+    in_stripes = {1: P(None, "sequence"), 2: P(None, None, "sequence")}
+    in_stripes[3] = P(None, None, None, "sequence")
+    layer_specs = type(made.layer)(
+        *(
+            tuple(in_stripes[axis] for _ in segments)
+            for segments, axis in zip(made.layer, made.layer.POSITION_AXES, strict=True)
+        )
+    )
+    key_specs = tuple(in_stripes[1] for _ in made.key_position_BS)
+    over = jax.shard_map(
+        lambda made: attend_layer(case, made, OverRing(way), attend),
+        mesh=mesh(n),
+        in_specs=(Inputs(in_stripes[1], P(), layer_specs, key_specs),),
+        out_specs=in_stripes[1],
+        check_vma=False,
+    )
+    return Stripes(n).restore(over(made), 1)
+
+
+@pytest.mark.parametrize(
+    ("n", "name"),
+    [
+        pytest.param(n, name, marks=[pytest.mark.slow] * (n != 4 and name != "causal"))
+        for n in (2, 4, 8)
+        for name in CASES
+    ],
+)
+def test_a_chunk_attends_in_either_way_as_on_one_device(n, name):
+    """Two segments of which a row begins in the second, grouped heads, a row with padding."""
+    case = CASES[name]
+    made = inputs(case)
+    expected = jax.jit(partial(attend_layer, case))(made)
+    ways = (by_queries, by_entries)
+    got = jax.jit(lambda made: [on_a_ring(case, made, n, way) for way in ways])(made)
+    is_token_BT = np.arange(T)[None] < COUNT_B[:, None]
+    for ours in got:
+        np.testing.assert_allclose(
+            ours[is_token_BT], expected[is_token_BT], rtol=0, atol=FLOAT32_ELEMENTWISE
+        )
+
+
+def test_either_way_goes_block_by_block():
+    """Blocks that divide no device's part."""
+    case = CASES["causal"]
+    made = inputs(case)
+    expected = jax.jit(partial(attend_layer, case))(made)
+    for way in (by_queries, by_entries):
+        got = jax.jit(partial(on_a_ring, case, n=4, way=way, attend=SMALL_BLOCKS))(made)
+        np.testing.assert_allclose(got, expected, rtol=0, atol=FLOAT32_ELEMENTWISE)
+
+
+def chosen(monkeypatch, *, chunk: int, span: int, window: Window = None, queries: int = G) -> str:
+    """The way of a chunk beside a cache of one segment, on four devices."""
+    found = []
+    for name in ("pass_entries", "gather_queries"):
+        monkeypatch.setattr(cache_attention, name, lambda *x, name=name: found.append(name))
+
+    def trace(q_BTKGH, entries):
+        attend_for_some(
+            lambda q_BTKGH, position_BT, entries: (q_BTKGH, q_BTKGH[..., 0]),
+            AXES,
+            window,
+            q_BTKGH,
+            jnp.zeros((1, 4 * chunk), jnp.int32),
+            entries,
+        )
+        return q_BTKGH
+
+    over = jax.shard_map(trace, mesh=mesh(4), in_specs=P(), out_specs=P(), check_vma=False)
+    k_BKHS = jax.ShapeDtypeStruct((1, K, H, chunk + span), jnp.bfloat16)
+    q_BTKGH = jax.ShapeDtypeStruct((1, chunk, K, queries, H), jnp.bfloat16)
+    jax.eval_shape(over, q_BTKGH, (k_BKHS, k_BKHS))
+    (way,) = found
+    return way
+
+
+def test_what_sends_less_is_chosen_by_chunk_span_and_heads(monkeypatch):
+    choose = partial(chosen, monkeypatch)
+    assert choose(chunk=8, span=8) == "pass_entries"
+    assert choose(chunk=8, span=64) == "gather_queries"
+    assert choose(chunk=64, span=64) == "pass_entries"
+    assert choose(chunk=8, span=64, queries=16) == "pass_entries"
+    # two of four devices are within such a window
+    assert choose(chunk=8, span=64, window=2) == "pass_entries"
+
+
+def test_bytes_of_either_way_are_those_of_what_is_sent():
+    """Eight devices: bfloat16 entries of 8 heads against float32 results of 64."""
+    of_entries = 2 * (16 * 8 * 128 * 2) + 16 * 4
+    of_queries, of_lse = 16 * 64 * 128 * 2, 16 * 64 * 4
+    assert cache_attention.entry_bytes(of_entries, 8) == 7 * (65536 + 64)
+    assert cache_attention.entry_bytes(of_entries, 1) == 0
+    gathered, maximum, scattered = 7 * of_queries, 2 * 7 * of_lse, 7 * 129 * of_lse
+    assert cache_attention.query_bytes(of_queries, of_lse, 128, 8) == gathered + maximum + scattered
