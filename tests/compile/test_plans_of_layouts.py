@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 
 from noria.compile.bucket_grid import BucketGrid, NoBucketFits
-from noria.compile.default_grid import GridDefaults, RowNeed, derive_grid, ladder_grid
+from noria.compile.default_grid import (
+    GridDefaults,
+    RowNeed,
+    derive_grid,
+    ladder_grid,
+    with_chunk,
+)
 from noria.compile.definition import model_sizes
 from noria.compile.plan import Plan, PlannedModel
 from noria.modelzoo.config import DecoderConfig
@@ -26,6 +32,8 @@ CONFIG = DecoderConfig(
     windows=(None,),
     max_position=1000,
 )
+CHUNK = 48
+"""Divides as all of these layouts split tokens."""
 SPELLINGS = (
     *named_layout_tables(),
     "data-parallel@data=6",
@@ -91,28 +99,21 @@ def test_a_plan_with_a_layout_of_another_form_is_refused(old, new, message):
 def test_derived_grids_divide_as_the_layout_splits_them(spelling):
     """Of jobs of any size; the checks of legality are the judge."""
     layout = layout_of(spelling)
-    num_devices = layout.mesh.num_devices
-    sizes = model_sizes(CONFIG, num_devices)
-    defaults = GridDefaults.for_layout(layout)
+    whole = GridDefaults.for_layout(layout)
     rng = np.random.default_rng(0)
     for _ in range(20):
         lengths = rng.integers(1, 900, rng.integers(1, 60)).tolist()
         outputs = rng.integers(1, 100, len(lengths)).tolist()
         rows = [RowNeed(*pair) for pair in zip(lengths, outputs, strict=True)]
         slots = int(rng.integers(1, 100))
-        for grid in (
-            derive_grid(rows, CONFIG.max_position, defaults),
-            ladder_grid(int(rng.integers(100, 1000)), slots, score=False, defaults=defaults),
-        ):
-            shaped = model_sizes_with(grid, sizes)
-            assert check(layout, shaped) == [], grid
-
-
-def model_sizes_with(grid: BucketGrid, sizes):
-    """The model's sizes are the same for every grid, and slow to find."""
-    batches = {"prefill": [b.batch for b in grid.prefill], "decode": [grid.decode_slots]}
-    lengths = {"prefill": [b.length for b in grid.prefill], "decode": [1]}
-    return type(sizes)(sizes.config, sizes.num_devices, sizes.weights, batches, lengths)
+        length = int(rng.integers(100, 1000))
+        for defaults in (whole, with_chunk(whole, CHUNK)):
+            for grid in (
+                derive_grid(rows, CONFIG.max_position, defaults),
+                ladder_grid(length, slots, score=False, defaults=defaults),
+            ):
+                sizes = model_sizes(CONFIG, layout.mesh.num_devices, grid)
+                assert check(layout, sizes) == [], grid
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)

@@ -97,6 +97,19 @@ def test_what_a_device_holds_of_a_prompt_falls_with_the_devices():
         assert of_device.temp_size_in_bytes < 1.02 * memory[1].temp_size_in_bytes / n
 
 
+def test_what_a_device_holds_of_the_cache_beside_a_chunk_falls_with_the_devices():
+    """The cache exactly, written in place; temporaries but for those of the chunk itself."""
+    span, slots = 1 << 14, 2
+    grid = BucketGrid(span, ((span, 1),), slots, (span,), chunk=256)
+    name = CompiledGraphs.chunk_name(grid.prefill[0], is_scored=False)
+    memory = {n: compiled(f"cpu:{n}", n, name, grid).memory_analysis() for n in (1, 8)}
+    entries = slots * (span + 24)
+    kept = entries * (2 * CONFIG.num_kv_heads * CONFIG.head_dim + 1) * 4
+    saved = memory[1].alias_size_in_bytes - memory[8].alias_size_in_bytes
+    assert saved == kept - kept // 8
+    assert memory[8].temp_size_in_bytes < memory[1].temp_size_in_bytes / 2
+
+
 @pytest.mark.slow
 def test_a_prompt_of_131072_tokens_is_answered_as_on_one_device():
     length = 1 << 17

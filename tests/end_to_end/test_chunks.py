@@ -4,10 +4,13 @@ import random
 import re
 import time
 
+import numpy as np
 import pytest
 from command import answer, completion, read_manifest, read_rows, write_lines
+from tolerances import FLOAT32_MODEL_LOGPROB
 
 CHUNKS = ("--set", "buckets.chunk=16", "--set", "buckets.decode_slots=6")
+SCORED = "row-4"
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +26,7 @@ def source(noria, tmp_path_factory):
         for i in range(120)
     ]
     rows[3]["body"] |= {"n": 3, "temperature": 0.8, "seed": 4}
+    assert rows[4]["custom_id"] == SCORED
     rows[4]["body"] |= {"echo": True, "max_tokens": 0, "logprobs": 1}
     return write_lines(tmp_path_factory.mktemp("chunks") / "in.jsonl", rows)
 
@@ -35,6 +39,12 @@ def in_chunks(noria, source):
     return output, noria.run(*arguments).stderr
 
 
+def logprobs(row) -> list[float]:
+    """Of the tokens of a prompt but the first."""
+    (choice,) = row["response"]["body"]["choices"]
+    return choice["logprobs"]["token_logprobs"][1:]
+
+
 def masked(path) -> str:
     return re.sub(r'"created":\d+', '"created":0', path.read_text("utf-8"))
 
@@ -42,8 +52,8 @@ def masked(path) -> str:
 def test_chunks_and_whole_prompts_give_the_same_texts(noria, source, in_chunks):
     output, _ = in_chunks
     whole, _ = noria.batch(source, source.with_name("whole.jsonl"))
-    for i, (got, expected) in enumerate(zip(read_rows(output), whole, strict=True)):
-        if i != 4:  # log-probabilities are of other executables
+    for got, expected in zip(read_rows(output), whole, strict=True):
+        if got["custom_id"] != SCORED:  # log-probabilities are of other executables
             assert answer(got) == answer(expected)
     assert read_manifest(output)["compiles_during_run"] == 0
 
@@ -84,14 +94,16 @@ def test_a_job_that_is_killed_goes_on_to_the_same_file(noria, source, in_chunks,
 def test_chunks_over_a_ring_of_groups_give_the_texts_of_one_device(
     noria, source, in_chunks, tmp_path
 ):
-    """Killed in between; log-probabilities are of other executables."""
+    """Killed in between."""
     output = tmp_path / "out.jsonl"
     ring = ("--target", "cpu:4", "--layout", "ring-tensor@sequence=2,tensor=2")
     run_killed_in_between(noria, output, "-i", source, *CHUNKS, *ring)
-    for i, (got, expected) in enumerate(
-        zip(read_rows(output), read_rows(in_chunks[0]), strict=True)
-    ):
-        if i != 4:
+    for got, expected in zip(read_rows(output), read_rows(in_chunks[0]), strict=True):
+        if got["custom_id"] == SCORED:
+            np.testing.assert_allclose(
+                logprobs(got), logprobs(expected), rtol=0, atol=FLOAT32_MODEL_LOGPROB
+            )
+        else:
             assert answer(got) == answer(expected)
     assert read_manifest(output)["compiles_during_run"] == 0
 

@@ -87,13 +87,13 @@ PAIRS = [
     ("mistral", "weight-gathered", 8),
     ("gpt_oss", "ring", 8),
     ("gemma3_text", "ring", 8),
-    ("mistral", "ring-contiguous", 8),
+    ("qwen2", "ring-contiguous", 8),
     ("llama", "ring-tensor", 8),
     ("deepseek_v3", "ring-tensor", 8),
     ("gemma2", "ring-data-expert", 8),
     ("llama4_text", "ring-data-expert", 8),
 ]
-OFTEN = [("gpt_oss", "v5p-slice", 8), ("mistral", "ring-contiguous", 8)]
+OFTEN = [("gpt_oss", "v5p-slice", 8), ("qwen2", "ring-contiguous", 8)]
 """Rows, heads and experts over two axes, other rules for decode, windows and sinks; a ring, whose
 devices send entries of the first span and of windows, and queries beside the second span."""
 
