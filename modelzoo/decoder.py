@@ -283,11 +283,10 @@ class Decoder(nnx.Module):
         """Final hidden states `x_BTD` of right-padded pieces of prompts, written into the cache.
 
         Each row attends to what its slot holds of the tokens before it, and to itself. `stored` are
-        the operations of the cache, in whose order tokens leave. As in `prefill`, padding takes no
-        expert.
+        the operations of the cache, in whose order tokens leave. Padding takes no expert.
         """
         tokens_BT = self.operations.prompt_stripes.lay(tokens_BT, axis=1)
-        offset_1T = self.operations.positions(tokens_BT.shape[1])
+        offset_1T = jnp.asarray(self.operations.positions(tokens_BT.shape[1]))
         position_BT = rows.start_B[:, None] + offset_1T
         is_token_BT = offset_1T < rows.count_B[:, None]
         kept_position_BT = jnp.where(is_token_BT, position_BT, EMPTY_POSITION)

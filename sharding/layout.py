@@ -21,7 +21,7 @@ Tokens = Literal["striped", "contiguous"]
 """Which tokens of a prompt a device has where `length` is split: every n-th one, or neighbours.
 
 Stripes share the work of causal attention evenly (Brandon et al. 2023, 2311.09431); of neighbours a
-window needs the nearest devices alone."""
+window needs the nearest devices alone. Chunks lie as the cache does, in stripes."""
 DEFAULT_TOKENS: Tokens = "striped"
 
 _KEYS = {"name", "mesh", "rules", "prefill", "decode", "max_replicated", "tokens"}

@@ -98,13 +98,14 @@ def pass_keys(
     num_steps: int,
 ) -> Attended:
     """Keys and values go round."""
-    q_BTKGH, *keys_values = arrays
+    q_BTKGH, k_BKHS, v_BKSH = arrays
     n, me = jax.lax.axis_size(mesh_axes), jax.lax.axis_index(mesh_axes)
 
-    def attend_part(keys_values: list[jax.Array], device: jax.Array) -> Attended:
-        return attend(q_BTKGH, *keys_values, _part(visibility, me, device, n))
+    def attend_part(keys_values: tuple[jax.Array, jax.Array], device: jax.Array) -> Attended:
+        k_BKHS, v_BKSH = keys_values
+        return attend(q_BTKGH, k_BKHS, v_BKSH, _part(visibility, me, device, n))
 
-    return merge_round(attend_part, keys_values, mesh_axes, num_steps)
+    return merge_round(attend_part, (k_BKHS, v_BKSH), mesh_axes, num_steps)
 
 
 def merge_round(
