@@ -27,7 +27,7 @@ class InChunks(LaidOut):
 
     @property
     def grid(self) -> BucketGrid:
-        n = 8 if self.num_devices == 1 else self.num_devices
+        n = super().grid.decode_slots
         return BucketGrid(40, ((8, n), (24, n)), n, (8, 24, 40), steps_per_call=4, chunk=CHUNK)
 
     @cached_property
@@ -86,14 +86,14 @@ PAIRS = [
     ("olmo2", "weight-stationary-1d-batch-attention", 2),
     ("mistral", "weight-gathered", 8),
     ("gpt_oss", "ring", 8),
-    ("gemma3_text", "ring", 8),
-    ("qwen2", "ring-contiguous", 8),
+    ("gemma3_text", "ring@sequence=2", 8),
+    ("qwen2", "ring-contiguous@sequence=4", 8),
     ("llama", "ring-tensor", 8),
     ("deepseek_v3", "ring-tensor", 8),
     ("gemma2", "ring-data-expert", 8),
     ("llama4_text", "ring-data-expert", 8),
 ]
-OFTEN = [("gpt_oss", "v5p-slice", 8), ("qwen2", "ring-contiguous", 8)]
+OFTEN = [("gpt_oss", "v5p-slice", 8), ("qwen2", "ring-contiguous@sequence=4", 8)]
 """Rows, heads and experts over two axes, other rules for decode, windows and sinks; a ring, whose
 devices send entries of the first span and of windows, and queries beside the second span."""
 
