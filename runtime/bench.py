@@ -3,9 +3,11 @@
 The grid that people know from llama-batched-bench: PP prompt tokens and TG output tokens for each
 of B rows. Each case gets the bucket grid that a batch job of such rows would derive, and the waste
 of that grid stands beside its speed; for a model with experts, too, what was dropped and padded in
-each phase. Prompts are random ids, sampling is greedy, end tokens count
-as any other. Knows nothing of texts or request files. Guarantees: compiling and a first run are
-never in a figure; times are medians of the repeats.
+each phase. Prompts are random ids, sampling is greedy, end tokens count as any other. With
+`--calibration` graphs of many shapes are timed instead, for the predictions of `noria plan`.
+
+Knows nothing of texts or request files. Guarantees: compiling and a first run are never in a
+figure; times are medians of the repeats.
 """
 
 import argparse
@@ -85,6 +87,8 @@ def main(arguments: Sequence[str]) -> int:
     """Run every case, print the table as it grows, write the JSON file at the end."""
     options = _parse(arguments)
     with open_model(options.model) as files:
+        if options.calibration is not None:
+            return _calibrate(_load(files, options), options)
         cases = _cases(options, files.spec.config.max_position)
         model = _load(files, options)
         print(_header(model, options), flush=True)
@@ -207,6 +211,13 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--set", action="append", default=[], metavar="A.B=V", help="override a key of the plan")
     add("--repeats", type=int, default=3, help="measured runs a case; medians count (default: 3)")
     add("--json", type=Path, help="write raw times, grids and the machine here")
+    add(
+        "--calibration",
+        type=Path,
+        metavar="FILE",
+        help="instead of cases, time graphs of many shapes for the predictions of noria plan",
+    )
+    add("--longest", type=int, default=1024, help="positions of the longest rows timed for it")
     options = parser.parse_args(arguments)
     if options.repeats < 1:
         parser.error(f"argument --repeats: expected at least 1, got {options.repeats}.")
@@ -250,6 +261,23 @@ def _load(files, options: argparse.Namespace) -> "LoadedModel":
     session.check_present(target)
     session.check_layout(layout, files, target)
     return session.load_model(files, target, options.dtype, layout)
+
+
+def _calibrate(model: "LoadedModel", options: argparse.Namespace) -> int:
+    from ..compile.planning.hardware import hardware_of
+    from .planning.calibrate import measure
+    from .planning.hardware_files import known_hardware
+
+    longest = min(options.longest, model.definition.config.max_position)
+    hardware = hardware_of(options.target, known_hardware())
+    calibration = measure(model, hardware, longest, lambda line: print(line, flush=True))
+    content = json.dumps(calibration.to_json(), indent=1)
+    options.calibration.write_text(content + "\n", encoding="utf-8")
+    print(
+        f"{options.calibration}: median error {calibration.median_error:.1%} over the calls that "
+        f"it was made from"
+    )
+    return 0
 
 
 def _header(model: "LoadedModel", options: argparse.Namespace) -> str:

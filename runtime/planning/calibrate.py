@@ -25,9 +25,10 @@ from ..scheduler import InsertAction, PrefillAction
 from ..session import LoadedModel, start
 
 SHORT_PROMPT = 16
+SHORTEST_SPAN = 128
 STEPS_PER_CALL = 8
 CALLS = 4
-"""Calls of a shape; the first warms up."""
+"""Of a shape."""
 
 
 class _Trial(NamedTuple):
@@ -48,6 +49,11 @@ def measure(
     clock: Callable[[], float] = time.perf_counter,
 ) -> Calibration:
     """Time prefill and decode graphs of rows of up to `longest` positions, and fit the model."""
+    least = SHORT_PROMPT + STEPS_PER_CALL * CALLS
+    if longest < least:
+        raise ValueError(
+            f"calibration: expected rows of at least {least} positions, got {longest}."
+        )
     work = Work(model.definition, model.dtype, model.placement.layout)
     seconds: dict[Call, list[float]] = defaultdict(list)
     inserts: list[float] = []
@@ -60,7 +66,12 @@ def measure(
             _submit(generator, grid, span)
             _run(generator, seconds, inserts, clock)
         on_trial(f"calibration: {trial.slots} slots timed")
-    measured = [Measured(call, statistics.median(times[1:])) for call, times in seconds.items()]
+    # the first call of a shape warms up
+    measured = [
+        Measured(call, statistics.median(times[1:]))
+        for call, times in seconds.items()
+        if len(times) > 1
+    ]
     return calibrate(
         work,
         hardware,
@@ -73,8 +84,9 @@ def measure(
 
 
 def _grid(trial: _Trial, longest: int) -> BucketGrid:
-    spans = sorted({min(longest, span) for span in (128, longest // 2, longest)})
-    lengths = [SHORT_PROMPT, *(span - STEPS_PER_CALL * CALLS for span in spans)]
+    """Spans up to the longest row, and a prefill bucket for rows that fill each."""
+    spans = sorted({min(longest, span) for span in (SHORTEST_SPAN, longest // 2, longest)})
+    lengths = sorted({SHORT_PROMPT, *map(_long_prompt, spans)})
     prefill = [
         PrefillBucket(length, max(1, min(trial.tokens_per_prefill // length, trial.slots)))
         for length in lengths
@@ -82,10 +94,15 @@ def _grid(trial: _Trial, longest: int) -> BucketGrid:
     return BucketGrid(longest, tuple(prefill), trial.slots, tuple(spans), STEPS_PER_CALL)
 
 
+def _long_prompt(span: int) -> int:
+    """Of a row whose last call reaches the end of a span."""
+    return max(SHORT_PROMPT, span - STEPS_PER_CALL * CALLS)
+
+
 def _submit(generator: Generator, grid: BucketGrid, span: int) -> None:
     """A full batch whose span is decided by as many long rows as make one prefill call."""
     rng = np.random.default_rng(0)
-    length = span - STEPS_PER_CALL * CALLS
+    length = _long_prompt(span)
     bucket = grid.bucket_of(length)
     lengths = [length] * min(CALLS * bucket.batch, grid.decode_slots)
     lengths += [SHORT_PROMPT] * (grid.decode_slots - len(lengths))

@@ -135,3 +135,18 @@ def test_an_output_of_another_job_is_refused(noria, source, output):
     options = ("--model", noria.model, "--workload", other, "-o", source.with_name("no.toml"))
     result = noria.run("plan", *options, "--from-output", output, expect=2)
     assert "another content" in result.stderr
+
+
+def test_a_calibration_is_made_on_the_target_and_used_for_no_other(noria, source):
+    path = source.with_name("calibration.json")
+    result = noria.run("bench", "--model", noria.model, "--calibration", path)
+    assert "median error" in result.stdout
+    found = json.loads(path.read_text("utf-8"))
+    assert found["insert_seconds"] > 0
+    assert all(phase["factors"] for phase in found["phases"].values())
+    _, report, summary = plan(noria, source, "--calibration", path)
+    assert report["calibration"] == found
+    assert "calibrated" in summary
+    arguments = ("--model", noria.model, "--workload", source, "-o", source.with_name("no.toml"))
+    arguments += ("--calibration", path, "--dtype", "bfloat16")
+    assert "Calibrate again" in noria.run("plan", *arguments, expect=2).stderr
