@@ -1,15 +1,18 @@
-"""What a plan predicts, for people and programs: a summary, report.json.
+"""What a plan predicts, for people and programs: a summary, report.json, report.html.
 
 Every second is a prediction, and says what it waits for.
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...compile.planning.candidates import num_graphs
 from ...compile.planning.cost import CostModel
 from ...compile.planning.work import Call
+from . import pictures
+from .page import page
 
 if TYPE_CHECKING:
     from .command import Prediction
@@ -108,10 +111,39 @@ def graphs(prediction: "Prediction") -> list[dict[str, Any]]:
 
 
 def write(prediction: "Prediction", folder: Path) -> None:
-    """Write report.json into a folder."""
+    """Write report.json and report.html into a folder."""
+    report = as_json(prediction)
+    content = page(report, _pictures(prediction, report))
     folder.mkdir(parents=True, exist_ok=True)
-    content = json.dumps(as_json(prediction), indent=1)
-    (folder / "report.json").write_text(content + "\n", encoding="utf-8")
+    (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    (folder / "report.html").write_text(content, encoding="utf-8")
+
+
+def _pictures(prediction: "Prediction", report: Mapping[str, Any]) -> list[tuple[str, bytes]]:
+    rows, grid = prediction.workload.rows, prediction.planned.best.grid
+    hardware, memory = prediction.cost.hardware, dict(report["memory_bytes"])
+    device = memory.pop("device")
+    return [
+        (
+            "rows by length, and the buckets they fall into",
+            pictures.workload(
+                [row.need.prompt_length for row in rows],
+                [row.output for row in rows],
+                [bucket.length for bucket in grid.prefill],
+            ),
+        ),
+        (
+            "predicted seconds of this plan and other grids",
+            pictures.grids({"this plan": report["predicted"], **report["comparison"]}),
+        ),
+        (
+            "graphs under the roofline",
+            pictures.roofline(
+                report["graphs"], hardware.peak(prediction.plan.model.dtype), hardware.memory_rate
+            ),
+        ),
+        ("memory on each device", pictures.memory(memory, device)),
+    ]
 
 
 def _is_of(name: str, bucket: Any) -> bool:
@@ -133,6 +165,7 @@ def _estimate(cost: CostModel, call: Call) -> dict[str, Any]:
 def _figures(tried: "Tried") -> dict[str, Any]:
     padding = tried.simulation.metrics.report()["padding"]
     prefill = tried.simulation.metrics.prefill.values()
+    decode = tried.simulation.metrics.decode.values()
     return {
         "prefill": [list(bucket) for bucket in tried.grid.prefill],
         "chunk": tried.grid.chunk,
@@ -143,6 +176,8 @@ def _figures(tried: "Tried") -> dict[str, Any]:
         "build_seconds": tried.build_seconds,
         "tail_seconds": tried.simulation.tail_seconds,
         "occupancy": tried.simulation.occupancy,
+        "prefill_seconds": sum(use.seconds for use in prefill),
+        "decode_seconds": sum(use.seconds for use in decode),
         "prefill_real_tokens": sum(use.real_tokens for use in prefill),
         "prefill_computed_tokens": sum(use.computed_tokens for use in prefill),
         **padding,

@@ -1,7 +1,10 @@
 """`noria plan` through the command: what it writes runs, and what a run did it knows exactly."""
 
+import base64
+import html
 import json
 import random
+import re
 
 import pytest
 from command import completion, read_manifest, write_lines
@@ -83,6 +86,18 @@ def test_the_summary_names_every_graph_and_says_that_it_predicts(planned):
         assert graph["graph"] in summary
     assert "predicted" in summary
     assert "powers of two" in summary
+
+
+def test_the_page_is_whole_without_network_and_shows_the_plan(planned):
+    path, report, _ = planned
+    page = path.with_suffix("").joinpath("report.html").read_text("utf-8")
+    assert "http" not in re.sub(r"base64,[^\"]*", "", page)
+    pictures = [base64.b64decode(found) for found in re.findall(r"base64,([^\"]*)", page)]
+    assert len(pictures) == 4
+    assert all(picture.startswith(b"\x89PNG") for picture in pictures)
+    for graph in report["graphs"]:
+        assert f"<td>{graph['graph']}</td>" in page
+    assert html.escape(path.read_text("utf-8")) in page
 
 
 def test_a_table_of_lengths_is_a_workload_for_hardware_that_is_not_there(noria, source):

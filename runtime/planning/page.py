@@ -1,0 +1,85 @@
+"""A plan's report as one HTML page that needs no other file and no network."""
+
+import base64
+import html
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
+table { border-collapse: collapse; margin: 0.8rem 0; }
+td, th { padding: 0.2rem 0.7rem; text-align: right; border-bottom: 1px solid #ddd; }
+td:first-child, th:first-child { text-align: left; }
+pre { background: #f5f5f5; padding: 0.8rem; overflow-x: auto; }
+img { max-width: 100%; display: block; margin: 1rem 0; }
+.note { color: #666; }
+"""
+
+
+def page(report: Mapping[str, Any], pictures: Sequence[tuple[str, bytes]]) -> str:
+    """The whole page, from the report's JSON and pictures with what they show."""
+    predicted, workload = report["predicted"], report["workload"]
+    calibrated = "a calibration" if report["calibration"] else "published peaks, so they are bounds"
+    body = [
+        f"<h1>Plan for {_text(workload['name'])} on {_text(report['target'])}</h1>",
+        f"<p>{workload['rows']} rows, {workload['prompt_tokens']} prompt tokens, "
+        f"{workload['expected_output_tokens']} expected output tokens. Predicted "
+        f"<b>{predicted['run_seconds']:.1f} s</b> to run and {predicted['build_seconds']:.0f} s to "
+        f"compile {predicted['graphs']} graphs.</p>",
+        f'<p class="note">Every second on this page is a prediction, from {calibrated} '
+        f"({_text(report['hardware']['name'])}: {_text(report['hardware']['source'])}).</p>",
+        *(_picture(text, png) for text, png in pictures),
+        "<h2>Graphs</h2>",
+        _table(
+            ("graph", "calls", "real tokens", "computed", "ms a call", "waits for", "seconds"),
+            (
+                (
+                    graph["graph"],
+                    graph["calls"],
+                    graph["real_tokens"],
+                    graph["computed_tokens"],
+                    f"{graph['seconds'] * 1e3:.2f}",
+                    graph["binds"],
+                    f"{graph['total_seconds']:.1f}",
+                )
+                for graph in report["graphs"]
+            ),
+        ),
+        "<h2>Other grids</h2>",
+        _table(
+            ("grid", "graphs", "prefill computed / real", "slots full", "run seconds"),
+            (
+                (
+                    name,
+                    figures["graphs"],
+                    f"{figures['prefill_computed_tokens'] / figures['prefill_real_tokens']:.3f}",
+                    f"{figures['occupancy']:.1%}",
+                    f"{figures['run_seconds']:.1f}",
+                )
+                for name, figures in {"this plan": predicted, **report["comparison"]}.items()
+            ),
+        ),
+        "<h2>The plan</h2>",
+        f"<pre>{_text(report['plan'])}</pre>",
+    ]
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>noria plan</title>'
+        f"<style>{_STYLE}</style></head><body>{''.join(body)}</body></html>\n"
+    )
+
+
+def _text(value: object) -> str:
+    return html.escape(str(value))
+
+
+def _picture(text: str, png: bytes) -> str:
+    data = base64.b64encode(png).decode()
+    return f'<img alt="{_text(text)}" src="data:image/png;base64,{data}">'
+
+
+def _table(columns: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
+    head = "".join(f"<th>{_text(column)}</th>" for column in columns)
+    lines = "".join(
+        f"<tr>{''.join(f'<td>{_text(cell)}</td>' for cell in row)}</tr>" for row in rows
+    )
+    return f"<table><tr>{head}</tr>{lines}</table>"

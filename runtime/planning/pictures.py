@@ -1,0 +1,105 @@
+"""Pictures of a plan: the workload in its buckets, graphs under the roofline, memory, other grids.
+
+Knows nothing of how any of it was found. Each picture is a PNG as bytes.
+"""
+
+import io
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+_PREFILL, _DECODE, _WASTE = "#4c72b0", "#dd8452", "#c44e52"
+_SIZE, _DPI = (7.2, 3.6), 110
+
+
+def workload(prompts: Sequence[int], outputs: Sequence[int], lengths: Sequence[int]) -> bytes:
+    """How many rows have which prompt and output, with the borders of prefill lengths or spans."""
+    with _figure("Rows by length of prompt and output") as (figure, panel, png):
+        most = max(max(lengths), max(prompts))
+        bins = (np.geomspace(1, most, 60), np.geomspace(1, max(2, *outputs), 30))
+        # a row without output is drawn with those of one token
+        drawn = np.maximum(outputs, 1)
+        *_, image = panel.hist2d(prompts, drawn, bins=bins, cmin=1, cmap="viridis")
+        for length in lengths:
+            panel.axvline(length, color=_WASTE, linewidth=1)
+        panel.set(xscale="log", yscale="log", xlabel="prompt tokens", ylabel="output tokens")
+        figure.colorbar(image, ax=panel, label="rows")
+        panel.set_title("rows by length; lines are buckets of prompts", fontsize=9)
+    return png.getvalue()
+
+
+def roofline(graphs: Sequence[Mapping[str, Any]], peak: float, memory_rate: float) -> bytes:
+    """Every graph by operations a byte and predicted operations a second, under the peaks."""
+    with _figure("Graphs under the roofline") as (_, panel, png):
+        intensity = [graph["flops"] / graph["bytes"] for graph in graphs]
+        ridge = peak / memory_rate
+        line = np.geomspace(min(*intensity, ridge) / 3, max(*intensity, ridge) * 3, 100)
+        panel.plot(line, np.minimum(peak, line * memory_rate) / 1e9, color="black", linewidth=1)
+        for number, (graph, x) in enumerate(zip(graphs, intensity, strict=True)):
+            is_decode = graph["graph"].startswith("decode")
+            color = _DECODE if is_decode else _PREFILL
+            y = graph["flops"] / graph["seconds"] / 1e9
+            panel.scatter(x, y, color=color, zorder=3)
+            # one below the other, as prefill graphs lie close together; they come first
+            below = (4, -8 if is_decode else -8 * (number + 1))
+            panel.annotate(
+                graph["graph"], (x, y), fontsize=6, xytext=below, textcoords="offset points"
+            )
+        panel.set(xscale="log", yscale="log", xlabel="operations a byte", ylabel="GFLOP/s")
+        panel.set_title("graphs under the roofline of one device", fontsize=9)
+    return png.getvalue()
+
+
+def memory(parts: Mapping[str, int], device: float) -> bytes:
+    """What lies on a device, and what it has."""
+    with _figure("Memory on each device", (7.2, 1.5)) as (figure, panel, png):
+        start = 0.0
+        for (name, num_bytes), color in zip(parts.items(), (_PREFILL, _DECODE), strict=False):
+            width = num_bytes / 1e9
+            label = f"{name} {width:.2f} GB"
+            panel.barh(0, width, left=start, color=color, label=label)
+            start += width
+        panel.axvline(
+            device / 1e9, color="black", linewidth=1, label=f"device {device / 1e9:.1f} GB"
+        )
+        panel.set(xlabel="GB on each device", yticks=[])
+        figure.legend(fontsize=7, ncols=3, loc="outside upper center", frameon=False)
+    return png.getvalue()
+
+
+def grids(figures: Mapping[str, Mapping[str, Any]]) -> bytes:
+    """Predicted seconds of each grid, of prefill and of decode."""
+    with _figure("Predicted seconds", (7.2, 1.2 + 0.34 * len(figures))) as (_, panel, png):
+        names = list(figures)
+        prefill = [figures[name]["prefill_seconds"] for name in names]
+        decode = [figures[name]["decode_seconds"] for name in names]
+        panel.barh(names, prefill, color=_PREFILL, label="prefill")
+        panel.barh(names, decode, left=prefill, color=_DECODE, label="decode")
+        panel.invert_yaxis()
+        panel.set(xlabel="predicted seconds")
+        panel.legend(fontsize=7)
+    return png.getvalue()
+
+
+@contextmanager
+def _figure(title: str, size: tuple[float, float] = _SIZE):
+    """A figure of one panel, and the buffer that has it as a PNG afterwards."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ImportError(
+            f"the picture {title!r} of a plan's report needs matplotlib. Install it with: pip "
+            f"install 'noria[report]'"
+        ) from error
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, panel = pyplot.subplots(figsize=size, layout="constrained")
+    png = io.BytesIO()
+    try:
+        yield figure, panel, png
+        figure.savefig(png, dpi=_DPI, format="png")
+    finally:
+        pyplot.close(figure)
