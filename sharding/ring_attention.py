@@ -2,7 +2,8 @@
 
 A prompt's queries, keys and values lie in equal parts on a ring of devices. Keys and values go
 round, the next part in flight while one is attended to; or, where that is less to send, queries and
-their partial results go round and keys stay.
+their partial results go round and keys stay. Where devices have neighbouring tokens and no query of
+a layer sees past the device before, only what it sees of that is sent.
 
 Positions are data: those of all tokens are on every device, so only what has heads travels, once a
 key/value head however many queries read it. Keys and values that were made from latents travel as
@@ -17,7 +18,7 @@ round.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -25,7 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from ..modelzoo.attention import Attend, Visibility, first_visible, merge
-from ..modelzoo.config import PLAIN_SCORES, Scores, Window, window_size
+from ..modelzoo.config import PLAIN_SCORES, Chunk, Scores, Window, window_size
 from .projection import MeshAxes
 
 FLOAT32_BYTES = 4
@@ -53,12 +54,15 @@ class Ring:
     ) -> Attended:
         """Attention of the queries here to the keys everywhere; positions are of all tokens."""
         n, T = jax.lax.axis_size(self.mesh_axes), q_BTKGH.shape[1]
-        attend = partial(attend, scores=scores)
-        num_steps = steps(visibility.window, T, n, self.is_striped)
+        attend, arrays = partial(attend, scores=scores), (q_BTKGH, k_BKHS, v_BKSH)
+        window, num_steps = visibility.window, steps(visibility.window, T, n, self.is_striped)
+        if window is not None and num_steps == 2 and not self.is_striped:
+            length = reach(window, T, n)
+            return pass_tails(attend, arrays, visibility, self.mesh_axes, length)
         passes = pass_keys
         if query_bytes(q_BTKGH, v_BKSH, num_steps) < key_bytes(k_BKHS, v_BKSH, num_steps):
             passes = pass_queries
-        return passes(attend, (q_BTKGH, k_BKHS, v_BKSH), visibility, self.mesh_axes, num_steps)
+        return passes(attend, arrays, visibility, self.mesh_axes, num_steps)
 
 
 def steps(window: Window, length: int, n: int, is_striped: bool) -> int:
@@ -71,8 +75,13 @@ def steps(window: Window, length: int, n: int, is_striped: bool) -> int:
         return n
     if is_striped:
         return min(n, window_size(window))
-    reached = [max(0, first_visible(i * length, window)) // length for i in range(n)]
-    return 1 + max(i - first for i, first in enumerate(reached))
+    return 1 + -(-reach(window, length, n) // length)
+
+
+def reach(window: int | Chunk, length: int, n: int) -> int:
+    """How many tokens before those of its device a query sees, where devices have neighbours."""
+    starts = [i * length for i in range(n)]
+    return max(start - max(0, first_visible(start, window)) for start in starts)
 
 
 def key_bytes(k_BKHS: jax.Array, v_BKSH: jax.Array, num_steps: int) -> int:
@@ -132,6 +141,24 @@ def merge_round(
     made = jax.eval_shape(attend_part, keys, me)
     keys, attended = jax.lax.fori_loop(0, num_steps - 1, turn, (keys, _nothing(made)))
     return _rounded(add(num_steps - 1, keys, attended), made)
+
+
+def pass_tails(
+    attend: Attend,
+    arrays: Arrays,
+    visibility: Visibility,
+    mesh_axes: MeshAxes,
+    length: int,
+) -> Attended:
+    """The last keys and values of each device go on to the next, whose queries see no further."""
+    q_BTKGH, k_BKHS, v_BKSH = arrays
+    n, me = jax.lax.axis_size(mesh_axes), jax.lax.axis_index(mesh_axes)
+    tails = k_BKHS[..., -length:], v_BKSH[..., -length:, :]
+    k_tail_BKHS, v_tail_BKSH = _sent(tails, mesh_axes, 1)
+    before = _part(visibility, me, (me - 1) % n, n)
+    of_tail = replace(before, key_position_BS=before.key_position_BS[:, -length:])
+    own = attend(q_BTKGH, k_BKHS, v_BKSH, _part(visibility, me, me, n))
+    return merge([own, attend(q_BTKGH, k_tail_BKHS, v_tail_BKSH, of_tail)])
 
 
 def pass_queries(

@@ -42,9 +42,14 @@ ON_BOTH = pytest.mark.parametrize(
 
 @cache
 def compiled(
-    target: str, num_devices: int, name: str, grid: BucketGrid, config: DecoderConfig = CONFIG
+    target: str,
+    num_devices: int,
+    name: str,
+    grid: BucketGrid,
+    config: DecoderConfig = CONFIG,
+    ring: str = "ring",
 ) -> jax.stages.Compiled:
-    placement = find_target(target).placement(layout_of(f"ring@sequence={num_devices}"))
+    placement = find_target(target).placement(layout_of(f"{ring}@sequence={num_devices}"))
     graphs = plan_graphs(Definition(config), grid, placement, jnp.dtype(jnp.float32))
     return compile_graph(next(graph for graph in graphs if graph.name == name))[0]
 
@@ -58,6 +63,18 @@ def test_a_short_span_costs_two_sums_a_layer_and_no_permute(target):
     lse = SLOTS * CONFIG.num_query_heads * 4
     each = {("all-reduce", lse): 2, ("all-reduce", lse * (CONFIG.head_dim + 1)): 2}
     assert Counter((c.kind, c.num_bytes) for c in found) == each
+
+
+@ON_BOTH
+def test_a_window_among_neighbours_costs_its_own_length_and_no_ring(target):
+    """Of 64 tokens of a device the last 23; a layer without a window sends all, seven times."""
+    grid = BucketGrid(LONG, ((LONG, 2),), SLOTS, (LONG,))
+    name = CompiledGraphs.prefill_name(grid.prefill[0])
+    program = compiled(target, 8, name, grid, ring="ring-contiguous")
+    found = read_collectives(program.as_text(), {"sequence": 8})
+    of_token = 2 * CONFIG.num_kv_heads * CONFIG.head_dim * 4
+    permutes = Counter((c.num_bytes, c.times) for c in found if c.kind == "collective-permute")
+    assert permutes == {(LONG // 8 * of_token, 7): 2, (23 * of_token, 1): 2}
 
 
 @pytest.mark.tpu_compile

@@ -24,7 +24,7 @@ from noria.modelzoo.config import PLAIN_SCORES, Chunk, Scores, Window
 from noria.modelzoo.stripes import Stripe, Stripes
 from noria.sharding import ring_attention
 from noria.sharding.cache_attention import merge_shards
-from noria.sharding.ring_attention import Ring, pass_queries, steps
+from noria.sharding.ring_attention import Ring, pass_queries, reach, steps
 
 AXES = ("sequence",)
 RINGS = (2, 4, 8)
@@ -171,6 +171,22 @@ def test_a_ring_turns_as_far_as_some_query_sees_and_no_further(n, is_striped, wi
     is_seen = is_seen_TS.reshape(n, length, n, length).any(axis=(1, 3))
     needed = {(i - j) % n for i in range(n) for j in range(n) if is_seen[i, j]}
     assert steps(window, length, n, is_striped) == max(needed) + 1
+
+
+@SIZES
+@pytest.mark.parametrize("window", WINDOWS[1:], ids=str)
+def test_a_window_reaches_as_far_before_neighbours_as_some_query_sees(n, window):
+    length, position_T = T // n, np.arange(T)
+    is_seen_TS = visible(position_T[None], position_T[None], window)[0]
+    first_T = is_seen_TS.argmax(axis=1)
+    assert reach(window, length, n) == max(position_T // length * length - first_T)
+
+
+def test_a_window_in_stripes_sends_what_a_layer_without_one_sends_and_among_neighbours_itself():
+    """Tokens whose keys and values a device sends, of 131,072 on eight."""
+    length = 131_072 // 8
+    assert (steps(1024, length, 8, is_striped=True) - 1) * length == 114_688
+    assert reach(1024, length, 8) == 1023
 
 
 def test_sinks_join_after_the_last_merge():
