@@ -89,14 +89,6 @@ def plan_graphs(
     return _GraphPlanner(definition, grid, placement, dtype, experts, attention).graphs()
 
 
-def empty_state(
-    definition: Definition, grid: BucketGrid, placement: Placement, dtype: jnp.dtype
-) -> DecodeState:
-    """A decode state without rows, in place."""
-    planner = _GraphPlanner(definition, grid, placement, dtype)
-    return jax.jit(planner.make_state, out_shardings=_shardings(planner.state))()
-
-
 class _GraphPlanner:
     """Graph bodies, arguments and placements of one model, grid and layout."""
 
@@ -122,11 +114,11 @@ class _GraphPlanner:
             for name, leaf in definition.abstract_parameters(dtype).items()
         }
         num_heads = placement.num_cache_heads(config)
-        self.make_state = partial(
+        self._make_state = partial(
             signatures.decode_state, definition, grid, dtype, num_heads, placement.cache_stripes
         )
-        state = jax.eval_shape(self.make_state)
-        self.state = state.map(partial(self._place, "decode"))
+        state = jax.eval_shape(self._make_state)
+        self._state = state.map(partial(self._place, "decode"))
 
     def graphs(self) -> list[GraphToBuild]:
         """Decode first, then prefill from the longest on: the longest to compile come first."""
@@ -139,7 +131,11 @@ class _GraphPlanner:
                 if self._grid.chunk is None
                 else self._chunk_graphs(bucket, self._grid.chunk)
             )
-        return graphs
+        return [*graphs, self._empty_state_graph()]
+
+    def _empty_state_graph(self) -> GraphToBuild:
+        name, results = CompiledGraphs.EMPTY_STATE, _shardings(self._state)
+        return GraphToBuild(name, self._make_state, (), results)
 
     def _decode_graph(self, span: int) -> GraphToBuild:
         body = partial(decode_step, span=span, num_steps=self._grid.steps_per_call)
@@ -153,17 +149,17 @@ class _GraphPlanner:
     def _head(self, span: int) -> DecodeState:
         """The state with what its cache has below a span."""
         num_segments = self._grid.decode_spans.index(span) + 1
-        return self.state._replace(cache=self.state.cache.head(num_segments))
+        return self._state._replace(cache=self._state.cache.head(num_segments))
 
     def _open_graph(self) -> GraphToBuild:
-        arguments = (self.state, *self._on_host(signatures.open_arguments(self._definition)))
+        arguments = (self._state, *self._on_host(signatures.open_arguments(self._definition)))
         body = partial(open_step, stored=self._operations["decode"])
-        return GraphToBuild(CompiledGraphs.OPEN, body, arguments, _shardings(self.state), (0,))
+        return GraphToBuild(CompiledGraphs.OPEN, body, arguments, _shardings(self._state), (0,))
 
     def _fork_graph(self) -> GraphToBuild:
-        arguments = (self.state, *self._on_host(signatures.fork_arguments(self._definition)))
+        arguments = (self._state, *self._on_host(signatures.fork_arguments(self._definition)))
         body = partial(fork_step, stored=self._operations["decode"])
-        return GraphToBuild(CompiledGraphs.FORK, body, arguments, _shardings(self.state), (0,))
+        return GraphToBuild(CompiledGraphs.FORK, body, arguments, _shardings(self._state), (0,))
 
     def _chunk_graphs(self, bucket: PrefillBucket, chunk: int) -> list[GraphToBuild]:
         head = self._head(bucket.length)
@@ -202,8 +198,8 @@ class _GraphPlanner:
         given = self._on_host(signatures.insert_arguments(self._definition))
         source, target = (self._operations[phase] for phase in PHASES)
         insert = partial(insert_step, source=source, target=target)
-        name, arguments = CompiledGraphs.insert_name(bucket), (self.state, prompts, *given)
-        return [*graphs, GraphToBuild(name, insert, arguments, _shardings(self.state), (0,))]
+        name, arguments = CompiledGraphs.insert_name(bucket), (self._state, prompts, *given)
+        return [*graphs, GraphToBuild(name, insert, arguments, _shardings(self._state), (0,))]
 
     def _bound(self, body: Callable[..., Any], phase: str, kernel: Choice) -> Callable[..., Any]:
         options = self._operations[phase], self._dispatch[phase], kernel.attend

@@ -27,10 +27,12 @@ class CompiledGraphs:
 
     OPEN = "open"
     FORK = "fork"
+    EMPTY_STATE = "empty state"
 
     def __init__(self, grid: BucketGrid, executables: Mapping[str, jax.stages.Compiled]):
         self.grid = grid
-        self._executables = dict(executables)
+        self.executables = dict(executables)
+        """By name."""
 
     @staticmethod
     def prefill_name(bucket: PrefillBucket) -> str:
@@ -88,6 +90,10 @@ class CompiledGraphs:
     @staticmethod
     def chunk_name(bucket: PrefillBucket, is_scored: bool) -> str:
         return f"chunk{' score' * is_scored} span {bucket.length} x{bucket.batch}"
+
+    def empty_state(self) -> DecodeState:
+        """A decode state without rows, in place."""
+        return self.executable(self.EMPTY_STATE)()
 
     def open(
         self,
@@ -152,9 +158,9 @@ class CompiledGraphs:
     def executable(self, name: str) -> Any:
         """The executable of that name, or `GraphNotPlanned`."""
         try:
-            return self._executables[name]
+            return self.executables[name]
         except KeyError:
             raise GraphNotPlanned(
-                f"no graph {name!r} in this plan; it has {sorted(self._executables)}. "
+                f"no graph {name!r} in this plan; it has {sorted(self.executables)}. "
                 f"Add the bucket to the plan and build again."
             ) from None

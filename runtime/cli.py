@@ -44,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_batch(commands)
     _add_merge(commands)
     _add_plan(commands)
+    _add_compile(commands)
     _add_layouts(commands)
     _add_experts(commands)
     _add_inspect(commands)
@@ -70,7 +71,7 @@ def _add_batch(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     add("-i", "--input", type=Path, required=True, help="OpenAI Batch lines, or simple lines")
     add("-o", "--output", type=Path, required=True, help="results, in input order")
     add("--model", required=True, help="directory, .gguf file, or smollm2")
-    add("--plan", type=Path, help="buckets to build; by default derived from the input")
+    add("--plan", type=Path, help="plan or bundle; by default derived from the input")
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of weights")
     add("--target", help="hardware to run on (default: that of the plan, or cpu)")
     add(
@@ -129,6 +130,19 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         epilog="example: noria plan --model smollm2 --workload in.jsonl -o plan.toml",
     )
     add_options(plan)
+
+
+def _add_compile(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    from .compile_command import add_options
+
+    compiling = commands.add_parser(
+        "compile",
+        help="build every executable of a plan, and keep them",
+        description="Compile a plan into a bundle, which noria batch --plan starts from without "
+        "compiling. For a target that is not there, everything is compiled and reported.",
+        epilog="example: noria compile --model smollm2 --plan plan.toml -o bundle",
+    )
+    add_options(compiling)
 
 
 def _add_layouts(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

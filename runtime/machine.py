@@ -32,6 +32,12 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
+def processor_flags() -> str:
+    """Name and instructions of the processor, as far as the system tells."""
+    facts = _processor_facts()
+    return f"{platform.machine()} {facts.get('model name', '')} {facts.get('flags', '')}".strip()
+
+
 def _processor_facts() -> dict[str, str]:
     path = Path("/proc/cpuinfo")
     if not path.exists():

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 
 from ..compile.attention_kernels import AttentionChoices, choose_kernels
 from ..compile.bucket_grid import BucketGrid
-from ..compile.build import GraphBuilt, build, empty_state
+from ..compile.build import GraphBuilt, build
+from ..compile.compiled_graphs import CompiledGraphs
 from ..compile.definition import Definition, model_sizes
 from ..compile.expert_plan import LOSSLESS_EXPERTS, ExpertPlan
 from ..compile.plan import DTYPES, Plan
@@ -22,6 +23,7 @@ from ..modelzoo.config import DecoderConfig
 from ..sharding.layout import Layout
 from ..sharding.legality import require
 from ..sharding.placement import Placement
+from .bundle import Bundle, BundleUnusable
 from .checkpoint import ModelFiles, load_params
 from .engine import Engine
 from .expert_use import ExpertSetup
@@ -175,21 +177,56 @@ def eos_ids(files: ModelFiles, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     return tuple(ids)
 
 
+def compile_plan(
+    definition: Definition,
+    plan: Plan,
+    placement: Placement,
+    on_graph: Callable[[GraphBuilt], None] = lambda built: None,
+) -> CompiledGraphs:
+    """Every graph of a plan, for a target that may be absent."""
+    return build(
+        definition,
+        plan.buckets,
+        placement,
+        jnp.dtype(plan.model.dtype),
+        on_graph,
+        plan.experts or LOSSLESS_EXPERTS,
+        plan.attention,
+    )
+
+
+def _loaded(
+    bundle: Bundle | None, model: LoadedModel, plan: Plan, on_note: Callable[[str], None]
+) -> CompiledGraphs | None:
+    """The executables of a bundle; None, and a note, where they cannot be used."""
+    if bundle is None:
+        return None
+    try:
+        graphs = bundle.load(plan, model.target, model.files.path)
+    except BundleUnusable as error:
+        on_note(f"bundle {bundle.folder}: {error}. Compiling the plan instead.")
+        return None
+    on_note(f"bundle {bundle.folder}: {len(graphs.executables)} executables loaded, none compiled")
+    return graphs
+
+
 def start(
     model: LoadedModel,
     plan: Plan,
     *,
     seed: int = 0,
     on_graph: Callable[[GraphBuilt], None] = lambda built: None,
+    bundle: Bundle | None = None,
+    on_note: Callable[[str], None] = lambda line: None,
 ) -> Generator:
-    """Compile the plan's graphs and put an empty decode state in place."""
+    """Compile the plan's graphs, or load them, and put an empty decode state in place."""
     definition, placement, grid = model.definition, model.placement, plan.buckets
-    dtype = jnp.dtype(model.dtype)
     experts = plan.experts or LOSSLESS_EXPERTS
-    graphs = build(definition, grid, placement, dtype, on_graph, experts, plan.attention)
-    state = empty_state(definition, grid, placement, dtype)
+    graphs = _loaded(bundle, model, plan, on_note)
+    if graphs is None:
+        graphs = compile_plan(definition, plan, placement, on_graph)
     host = HostArrays(placement.replicated)
-    engine = Engine(graphs, model.parameters, state, host, definition.padded_vocab)
+    engine = Engine(graphs, model.parameters, graphs.empty_state(), host, definition.padded_vocab)
     config = definition.config
     setup = None if config.moe is None else ExpertSetup(config.moe, experts, placement.platform)
     attention = attention_kernels(plan, config, model.target).report()

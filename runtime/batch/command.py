@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..checkpoint import ModelFiles, open_model
 from ..layout_files import read_layout_table
-from ..run_config import ConfigError, apply_overrides, read_toml
+from ..plan_files import read_plan_table
+from ..run_config import ConfigError, apply_overrides
 from ..text.chat_template import ChatRenderer
 from ..text.tokenizer import InvalidTokenizer, load_tokenizer
 from .job import EXIT_MODEL, EXIT_USAGE, Build, JobError, JobSettings, JobText
@@ -39,7 +40,7 @@ _VERSIONS_THAT_DECIDE_ANSWERS = ("noria", "jax", "jaxlib")
 def run(options: argparse.Namespace) -> int:
     """Run the job that the parsed options describe."""
     phases = PhaseClock()
-    plan_table = None if options.plan is None else read_toml(options.plan)
+    plan_table = None if options.plan is None else read_plan_table(options.plan)
     layout_table = None if options.layout is None else read_layout_table(options.layout)
     if plan_table is not None and layout_table is not None:
         raise ConfigError("--layout: the plan has its own layout. Change it there, or with --set.")
@@ -166,6 +167,7 @@ class BatchModel:
         from ...compile.plan import Plan
         from ...compile.targets import find_target
         from .. import compilation_cache, session
+        from ..bundle import Bundle
 
         def report(built: GraphBuilt) -> None:
             progress.compiled(
@@ -197,7 +199,15 @@ class BatchModel:
         progress.note(str(session.attention_kernels(plan, self._files.spec.config, target)))
         model = session.load_model(self._files, target, plan.model.dtype, plan.layout)
         phases.enter("build")
-        generator = session.start(model, plan, seed=self._options.seed, on_graph=report)
+        path = self._options.plan
+        generator = session.start(
+            model,
+            plan,
+            seed=self._options.seed,
+            on_graph=report,
+            bundle=Bundle(path) if path is not None and path.is_dir() else None,
+            on_note=progress.note,
+        )
         return Build(generator, text)
 
     def _make_plan(

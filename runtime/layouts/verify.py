@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...compile.bucket_grid import BucketGrid, PrefillBucket
-from ...compile.build import build, empty_state
+from ...compile.build import build
 from ...compile.default_grid import GridDefaults
 from ...compile.signatures import greedy_sampling
 from ...compile.targets import Target
@@ -66,7 +66,7 @@ class Verification:
         model = session.load_model(self.files, target, self.dtype, layout)
         grid, dtype = _grid(layout), jnp.dtype(self.dtype)
         graphs = build(model.definition, grid, model.placement, dtype)
-        state = empty_state(model.definition, grid, model.placement, dtype)
+        state = graphs.empty_state()
         put = HostArrays(model.placement.replicated).put
         sampling = put(greedy_sampling(1, model.definition.padded_vocab))
         vocab_size, bucket = model.definition.config.vocab_size, grid.prefill[0]

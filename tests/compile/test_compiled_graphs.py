@@ -45,7 +45,8 @@ def test_every_graph_of_the_grid_is_planned(model):
         f"{kind} {b.length}x{b.batch}" for b in GRID.prefill for kind in ("prefill", "score")
     }
     inserts = {f"insert {b.length}x{b.batch}" for b in GRID.prefill}
-    assert names == lengths | inserts | {f"decode span {span}" for span in GRID.decode_spans}
+    spans = {f"decode span {span}" for span in GRID.decode_spans}
+    assert names == lengths | inserts | spans | {"empty state"}
 
 
 def test_a_row_has_the_same_bits_under_every_span(model):

@@ -16,7 +16,7 @@ import numpy as np
 from tiny import random_parameters
 
 from noria.compile.bucket_grid import BucketGrid
-from noria.compile.build import compile_graph, empty_state, plan_graphs
+from noria.compile.build import compile_graph, plan_graphs
 from noria.compile.compiled_graphs import CompiledGraphs
 from noria.compile.definition import Definition
 from noria.compile.steps import DecodeOutput, DecodeState, Prompts
@@ -260,7 +260,7 @@ class LaidOut:
     def graphs(self) -> CompiledGraphs:
         """Of the longest span alone: compiling is most of a test's time."""
         span = self.grid.decode_spans[-1]
-        kinds = ("prefill", "insert", CompiledGraphs.decode_name(span))
+        kinds = ("prefill", "insert", "empty", CompiledGraphs.decode_name(span))
         return self.compile(*kinds)
 
     def compile(self, *kinds: str) -> CompiledGraphs:
@@ -276,8 +276,7 @@ class LaidOut:
         return HostArrays(self.placement.replicated).put(arrays)
 
     def empty_state(self) -> DecodeState:
-        dtype = jnp.dtype(jnp.float32)
-        return empty_state(self.definition, self.grid, self.placement, dtype)
+        return self.graphs.empty_state()
 
     def prefill(self, rows: Mapping[int, Row]) -> Prompts:
         """Each row at the number of its slot."""

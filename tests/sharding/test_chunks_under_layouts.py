@@ -33,7 +33,7 @@ class InChunks(LaidOut):
     @cached_property
     def graphs(self) -> CompiledGraphs:
         span = self.grid.decode_spans[-1]
-        return self.compile("open", "fork", "chunk", CompiledGraphs.decode_name(span))
+        return self.compile("empty", "open", "fork", "chunk", CompiledGraphs.decode_name(span))
 
     def answer_in_chunks(self, rows: dict[int, Row]) -> Answers:
         """Each row in the slot of its number, counted from the last."""

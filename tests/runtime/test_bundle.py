@@ -1,0 +1,156 @@
+"""Bundles: what was built is loaded without a compiler, and whatever was touched is not opened."""
+
+import json
+import os
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from tiny import GRID, TinyModel
+
+from noria.compile.monitor import compile_monitor
+from noria.compile.plan import Plan, PlannedModel
+from noria.compile.targets import Target, find_target
+from noria.runtime.bundle import CONTENTS, GRAPHS, Bundle, BundleUnusable, key_of, write
+from noria.runtime.run_config import ConfigError
+
+PLAN = Plan("cpu", PlannedModel("tiny", "", "float32"), GRID)
+ELSEWHERE = Path("/nonexistent/model")
+
+
+@pytest.fixture(scope="module")
+def model() -> TinyModel:
+    return TinyModel()
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return find_target("cpu")
+
+
+@pytest.fixture
+def bundle(model, target, tmp_path) -> Bundle:
+    folder = tmp_path / "bundle"
+    write(folder, PLAN, target, model.graphs, dict.fromkeys(model.graphs.executables, 0.5))
+    return Bundle(folder)
+
+
+def edit_contents(bundle: Bundle, change) -> None:
+    path = bundle.folder / CONTENTS
+    contents = json.loads(path.read_text())
+    change(contents)
+    path.write_text(json.dumps(contents))
+
+
+def refusal(bundle: Bundle, target: Target, plan: Plan = PLAN, model_path: Path = ELSEWHERE) -> str:
+    with pytest.raises(BundleUnusable) as error:
+        bundle.load(plan, target, model_path)
+    return str(error.value)
+
+
+def test_what_is_loaded_computes_the_same_bits_and_nothing_is_compiled(model, target, bundle):
+    before = compile_monitor().num_compiles
+    loaded = bundle.load(PLAN, target, ELSEWHERE)
+    assert set(loaded.executables) == set(model.graphs.executables)
+    bucket = GRID.prefill[1]
+    tokens_BT = np.arange(3, 3 + bucket.batch * bucket.length, dtype=np.int32)
+    tokens_BT = tokens_BT.reshape(bucket.batch, bucket.length)
+    true_length_B = np.array([7, bucket.length], np.int32)
+    made = [
+        graphs.prefill(model.parameters, bucket, tokens_BT, true_length_B)
+        for graphs in (model.graphs, loaded)
+    ]
+    for ours, theirs in zip(*map(jax.tree.leaves, made), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    state = loaded.empty_state()
+    live_B = np.zeros(GRID.decode_slots, bool)
+    loaded.decode(model.parameters, state, live_B, GRID.decode_spans[0])
+    assert compile_monitor().num_compiles == before
+
+
+def test_a_bundle_says_what_each_graph_took_and_needs(bundle):
+    graphs = json.loads((bundle.folder / CONTENTS).read_text())["graphs"]
+    for graph in graphs.values():
+        assert graph["compile_seconds"] == 0.5
+        assert graph["output_bytes"] > 0
+
+
+@pytest.mark.parametrize(
+    "name", ["version of jax", "compiler", "XLA_FLAGS", "sources", "processor"]
+)
+def test_executables_of_another_build_are_refused_by_what_differs(bundle, target, name):
+    assert name in key_of(PLAN, target)
+    edit_contents(bundle, lambda contents: contents["key"].update({name: "other"}))
+    assert f"{name}: 'other' then" in refusal(bundle, target)
+
+
+def test_flags_of_this_process_count(bundle, target, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
+    assert "XLA_FLAGS" in refusal(bundle, target)
+
+
+def test_another_plan_is_refused(bundle, target):
+    other = Plan("cpu", PlannedModel("tiny", "", "bfloat16"), GRID)
+    assert "plan" in refusal(bundle, target, other)
+
+
+def test_a_truncated_or_changed_executable_is_refused(bundle, target):
+    path = next((bundle.folder / GRAPHS).iterdir())
+    content = path.read_bytes()
+    path.write_bytes(content[:-10])
+    assert "not the file that was written" in refusal(bundle, target)
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert "not the file that was written" in refusal(bundle, target)
+    path.unlink()
+    assert "No such file" in refusal(bundle, target)
+
+
+def test_what_others_can_write_is_refused(bundle, target):
+    for path in (bundle.folder, bundle.folder / GRAPHS, bundle.folder / CONTENTS):
+        mode = path.stat().st_mode
+        path.chmod(mode | 0o020)
+        assert "can be written by others" in refusal(bundle, target)
+        path.chmod(mode)
+    bundle.load(PLAN, target, ELSEWHERE)
+
+
+def test_what_belongs_to_another_user_is_refused(bundle, target, monkeypatch):
+    me = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: me + 1)
+    assert "another user" in refusal(bundle, target)
+
+
+def test_links_are_refused(bundle, target):
+    path = next((bundle.folder / GRAPHS).iterdir())
+    moved = bundle.folder.parent / "moved"
+    path.rename(moved)
+    path.symlink_to(moved)
+    assert "is a link" in refusal(bundle, target)
+
+
+def test_nothing_is_run_from_the_models_directory(bundle, target):
+    assert "model's directory" in refusal(bundle, target, model_path=bundle.folder.parent)
+    beside = bundle.folder.parent / "model.gguf"
+    assert "model's directory" in refusal(bundle, target, model_path=beside)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"schema": 1}'])
+def test_contents_that_cannot_be_read_are_refused(bundle, target, content):
+    (bundle.folder / CONTENTS).write_bytes(content)
+    assert "cannot be read" in refusal(bundle, target)
+
+
+def test_an_unfinished_bundle_is_none(bundle, target):
+    (bundle.folder / CONTENTS).unlink()
+    assert "No such file" in refusal(bundle, target)
+
+
+def test_a_bundle_replaces_a_bundle_and_nothing_else(model, target, bundle, tmp_path):
+    seconds = dict.fromkeys(model.graphs.executables, 0.1)
+    write(bundle.folder, PLAN, target, model.graphs, seconds)
+    bundle.load(PLAN, target, ELSEWHERE)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("x")
+    with pytest.raises(ConfigError, match="other files"):
+        write(tmp_path / "mine", PLAN, target, model.graphs, seconds)
