@@ -102,7 +102,7 @@ class CandidateGrids:
         declared = max(row.limit(0) for row in rows)
         wanted = min(round_up(max(longest, declared), defaults.length_step), max_position)
         self._max_length = defaults.longest_span(wanted)
-        self._max_position = max_position
+        self._longest_span = defaults.longest_span(max_position)
         self._prompts = np.array([row.need.prompt_length for row in rows])
         self._longest_output = max(row.output for row in rows)
         self._num_sequences = sum(row.need.num_sequences for row in rows if row.output)
@@ -175,7 +175,7 @@ class CandidateGrids:
     def _chunked(self, slots: int, tokens: int, chunk: int) -> BucketGrid | None:
         batch = round_up(max(1, min(tokens // chunk, slots)), self._defaults.batch_multiple)
         step = math.lcm(SPAN_STEP, chunk, self._defaults.span_multiple)
-        longest = min(round_up(self._max_length, chunk), self._max_position)
+        longest = min(round_up(self._max_length, chunk), self._longest_span)
         whole = longest // chunk * chunk
         needed = int(round_up(self._prompts.max(), chunk))
         if chunk % self._defaults.length_multiple or batch > slots or needed > whole:

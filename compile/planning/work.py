@@ -11,7 +11,7 @@ Knows nothing of hardware, seconds or grids; compiles nothing.
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax.numpy as jnp
 
@@ -23,7 +23,7 @@ from ...modelzoo.kv_cache import kept_entries
 from ...modelzoo.moe.config import LOSSLESS
 from ...sharding import communication
 from ...sharding.axis_rules import AxisRules
-from ...sharding.communication import LayerSizes, sent_bytes
+from ...sharding.communication import Expected, LayerSizes, sent_bytes
 from ...sharding.explain import cache_bytes_per_device, explain
 from ...sharding.layout import Layout
 from ..bucket_grid import BucketGrid, PrefillBucket
@@ -60,6 +60,8 @@ class Call:
 
     is_scored: bool = False
     """Whether every token gets logits, not the last of each row alone."""
+    is_chunk: bool = False
+    """Whether the span is of the cache, beside the tokens of a chunk."""
 
     @classmethod
     def of_bucket(
@@ -67,7 +69,8 @@ class Call:
     ) -> "Call":
         """One of a grid's prefill calls; of chunks, those that end their span."""
         tokens = grid.tokens_per_row(bucket)
-        return cls("prefill", bucket.batch, tokens, bucket.length, is_scored)
+        is_chunk = grid.chunk is not None
+        return cls("prefill", bucket.batch, tokens, bucket.length, is_scored, is_chunk)
 
     @classmethod
     def whole(cls, bucket: PrefillBucket) -> "Call":
@@ -202,8 +205,7 @@ class Work:
         layout = self.layout
         if layout.mesh.num_devices == 1 or not communication.describes(self.config, layout):
             return None
-        sizes = LayerSizes.of(self.config, layout, call.rows, call.tokens, self._itemsize)
-        formulas = communication.expected(layout, call.phase, sizes)
+        formulas = self._formulas(call)
         if formulas is None:
             return None
         sent: dict[str, float] = {}
@@ -213,6 +215,16 @@ class Work:
             name = "+".join(one.mesh_axes)
             sent[name] = sent.get(name, 0.0) + self.config.num_layers * of_layer
         return Part("exchanges", sent=sent)
+
+    def _formulas(self, call: Call) -> list[Expected] | None:
+        """Of a layer. A chunk without one counts as prompts of its length."""
+        layout = self.layout
+        sizes = LayerSizes.of(self.config, layout, call.rows, call.tokens, self._itemsize)
+        of_chunk = None
+        if call.is_chunk:
+            beside_span = replace(sizes, segments=(call.span,))
+            of_chunk = communication.expected(layout, "chunk", beside_span)
+        return of_chunk or communication.expected(layout, call.phase, sizes)
 
     def _row_axes(self, call: Call) -> frozenset[str]:
         split = (axes.BATCH,) if call.phase == "decode" else (axes.BATCH, axes.LENGTH)

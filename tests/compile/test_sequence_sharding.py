@@ -127,6 +127,14 @@ def test_what_a_device_holds_of_the_cache_beside_a_chunk_falls_with_the_devices(
     assert memory[8].temp_size_in_bytes < memory[1].temp_size_in_bytes / 2
 
 
+def test_the_work_of_a_chunk_is_shared_out():
+    """Projections, MLP and attention; queries are gathered, so no loop hides a part of it."""
+    grid = BucketGrid(LONG, ((LONG, 1),), 1, (LONG,), chunk=256)
+    name = CompiledGraphs.chunk_name(grid.prefill[0], is_scored=False)
+    one, shared = (compiled(f"cpu:{n}", n, name, grid).cost_analysis()["flops"] for n in (1, 8))
+    assert shared < 1.02 * one / 8
+
+
 @pytest.mark.slow
 def test_a_prompt_of_131072_tokens_is_answered_as_on_one_device():
     length = 1 << 17

@@ -107,6 +107,25 @@ def test_devices_share_the_work_and_say_what_they_send():
     assert all(part.name != "exchanges" for part in alone.parts(call))
 
 
+def test_a_chunk_on_a_ring_sends_its_entries_or_its_queries():
+    """Two devices. Of each row and layer entries of 2 heads of 16 with their positions, or what 8
+    heads ask and get: queries, a maximum there and back, sums with their weights."""
+    table = {
+        "name": "ring",
+        "mesh": {"sequence": 2},
+        "prefill": {"rules": {"length": "sequence"}},
+        "decode": {"rules": {"cache_length": "sequence"}},
+    }
+    work = work_of(PLAIN, Layout.from_table(table))
+    sent = [
+        part(work, Call("prefill", 4, 32, span, is_chunk=True), "exchanges").sent
+        for span in (64, 256)
+    ]
+    entries = (64 + 32) // 2 * (2 * 2 * 16 + 1) * 4
+    queries = 32 // 2 * 8 * (16 + 2 + 17) * 4
+    assert sent == [{"sequence": 3 * 4 * entries}, {"sequence": 3 * 4 * queries}]
+
+
 def test_gathered_weights_are_written_and_read_whole():
     table = {
         "name": "gathered",

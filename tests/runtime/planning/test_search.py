@@ -62,6 +62,15 @@ def test_the_best_of_the_family_is_found_without_trying_all_of_it(seed):
     assert search.tried < search.candidates == len(found)
 
 
+def test_positions_that_a_layout_does_not_divide_are_left_out_of_every_candidate():
+    """Of 126 on eight devices."""
+    defaults = GridDefaults(length_multiple=8, span_multiple=8)
+    found = CandidateGrids(rows_of(0, longest=50), 126, COST, Budget(), defaults)
+    grids = [candidate.grid for candidate in found]
+    assert any(grid.chunk for grid in grids)
+    assert all(span % 8 == 0 for grid in grids for span in grid.decode_spans)
+
+
 def test_a_search_that_ends_early_says_what_the_rest_might_be():
     rows, budget = rows_of(0), Budget()
     found = candidates(rows, budget)
