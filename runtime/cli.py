@@ -43,9 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_batch(commands)
     _add_merge(commands)
-    _add_plan(commands)
-    _add_compile(commands)
-    _add_layouts(commands)
+    _add_modules(commands)
     _add_experts(commands)
     _add_inspect(commands)
     doctor = commands.add_parser("doctor", help="what this machine offers")
@@ -119,42 +117,40 @@ def _add_pod_options(group: "argparse._ArgumentGroup") -> None:
     )
 
 
-def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    from .planning.command import add_options
+def _add_modules(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Subcommands with a module each that has their options, and loads nothing heavy for them."""
+    from . import compile_command
+    from .layouts import command as layouts_command
+    from .planning import command as plan_command
 
-    plan = commands.add_parser(
-        "plan",
-        help="choose buckets for a workload",
-        description="Choose the buckets that serve a workload best on a target, which need not be "
-        "there, and predict what they cost. Every second is a prediction.",
-        epilog="example: noria plan --model smollm2 --workload in.jsonl -o plan.toml",
+    add = commands.add_parser
+    plan_command.add_options(
+        add(
+            "plan",
+            help="choose buckets for a workload",
+            description="Choose the buckets that serve a workload best on a target, which need not "
+            "be there, and predict what they cost. Every second is a prediction.",
+            epilog="example: noria plan --model smollm2 --workload in.jsonl -o plan.toml",
+        )
     )
-    add_options(plan)
-
-
-def _add_compile(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    from .compile_command import add_options
-
-    compiling = commands.add_parser(
-        "compile",
-        help="build every executable of a plan, and keep them",
-        description="Compile a plan into a bundle, which noria batch --plan starts from without "
-        "compiling. For a target that is not there, everything is compiled and reported.",
-        epilog="example: noria compile --model smollm2 --plan plan.toml -o bundle",
+    compile_command.add_options(
+        add(
+            "compile",
+            help="build every executable of a plan, and keep them",
+            description="Compile a plan into a bundle, which noria batch --plan starts from "
+            "without compiling. For an absent target everything is compiled and reported.",
+            epilog="example: noria compile --model smollm2 --plan plan.toml -o bundle",
+        )
     )
-    add_options(compiling)
-
-
-def _add_layouts(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    from .layouts.command import add_options
-
-    layouts = commands.add_parser(
-        "layouts",
-        help="compare layouts: legality, memory, collectives",
-        description="Check layouts of a model on a target, compile them and read what they cost.",
-        epilog="example: noria layouts --model smollm2 --target cpu:6 -o report --verify",
+    layouts_command.add_options(
+        add(
+            "layouts",
+            help="compare layouts: legality, memory, collectives",
+            description="Check layouts of a model on a target, compile them and read what they "
+            "cost.",
+            epilog="example: noria layouts --model smollm2 --target cpu:6 -o report --verify",
+        )
     )
-    add_options(layouts)
 
 
 def _add_experts(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
