@@ -4,9 +4,10 @@ A row of a chunk call and its slot may lie on different devices: slots are taken
 on, and chunks are longer and shorter than the windows.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
+import jax
 import numpy as np
 import pytest
 from laid_out import Answers, LaidOut, Row, config_of, greedy_rows, laid_out, layout_of
@@ -14,11 +15,9 @@ from tolerances import FLOAT32_MODEL_LOGPROB
 
 from noria.compile.bucket_grid import BucketGrid, PrefillBucket
 from noria.compile.compiled_graphs import CompiledGraphs
-from noria.compile.steps import DecodeState, Prompts
+from noria.compile.steps import DecodeState, Prompts, prefill_step
 from noria.modelzoo.chunk_cache import ChunkRows
-from noria.runtime.padding import pack_sampling
-
-CHUNK = 8
+from noria.runtime.padding import pack_prompts, pack_sampling
 
 
 @dataclass
@@ -28,7 +27,7 @@ class InChunks(LaidOut):
     @property
     def grid(self) -> BucketGrid:
         n = super().grid.decode_slots
-        return BucketGrid(40, ((8, n), (24, n)), n, (8, 24, 40), steps_per_call=4, chunk=CHUNK)
+        return BucketGrid(40, ((8, n), (24, n)), n, (8, 24, 40), steps_per_call=4, chunk=8)
 
     @cached_property
     def graphs(self) -> CompiledGraphs:
@@ -37,14 +36,19 @@ class InChunks(LaidOut):
 
     def answer_in_chunks(self, rows: dict[int, Row]) -> Answers:
         """Each row in the slot of its number, counted from the last."""
-        last = self.grid.decode_slots - 1
+        state, last = self.pour(rows), self.grid.decode_slots - 1
+        poured = Prompts((), np.asarray(state.logits_BV), state.tokens_BS, state.length_B)
+        return self.decode(poured, state, {last - number: row for number, row in rows.items()})
+
+    def pour(self, rows: dict[int, Row]) -> DecodeState:
+        """Slots with whole prompts."""
+        last, chunk = self.grid.decode_slots - 1, self.grid.chunk
         state = self.empty_state()
         for number, row in rows.items():
             state = self._open(state, last - number, row)
-        for start in range(0, max(len(row.prompt) for row in rows.values()), CHUNK):
-            state = self._pour(state, rows, start)
-        poured = Prompts((), np.asarray(state.logits_BV), state.tokens_BS, state.length_B)
-        return self.decode(poured, state, {last - number: row for number, row in rows.items()})
+        for start in range(0, max(len(row.prompt) for row in rows.values()), chunk):
+            state = self._pour(state, rows, start, chunk)
+        return state
 
     def _open(self, state: DecodeState, slot: int, row: Row) -> DecodeState:
         sampling = pack_sampling(
@@ -58,13 +62,15 @@ class InChunks(LaidOut):
         lengths = (np.array([n], np.int32) for n in (len(row.prompt), self.grid.max_length))
         return self.graphs.open(state, *self.put((np.int32(slot), *lengths, sampling)))
 
-    def _pour(self, state: DecodeState, rows: dict[int, Row], start: int) -> DecodeState:
-        bucket = next(b for b in self.grid.prefill if start + CHUNK <= b.length)
+    def _pour(
+        self, state: DecodeState, rows: dict[int, Row], start: int, chunk: int
+    ) -> DecodeState:
+        bucket = next(b for b in self.grid.prefill if start + chunk <= b.length)
         B = self.grid.decode_slots
-        tokens_BT, count_B = np.zeros((bucket.batch, CHUNK), np.int32), np.zeros(B, np.int32)
+        tokens_BT, count_B = np.zeros((bucket.batch, chunk), np.int32), np.zeros(B, np.int32)
         slot_B = np.full(B, B, np.int32)
         for number, row in rows.items():
-            piece = row.prompt[start : start + CHUNK]
+            piece = row.prompt[start : start + chunk]
             tokens_BT[number, : len(piece)], count_B[number] = piece, len(piece)
             slot_B[number] = B - 1 - number if piece else B
         of_rows = ChunkRows._make((slot_B, np.full(B, start, np.int32), count_B))
@@ -116,3 +122,34 @@ def test_chunks_give_the_answer_of_whole_prompts_on_one_device(family, layout, n
             rtol=0,
             atol=FLOAT32_MODEL_LOGPROB,
         )
+
+
+LONG = 8192
+
+
+@dataclass
+class InLongChunks(InChunks):
+    """The same for long prompts."""
+
+    @property
+    def grid(self) -> BucketGrid:
+        return BucketGrid(LONG, ((2048, 2), (LONG, 2)), 2, (2048, LONG), chunk=512)
+
+
+@pytest.mark.slow
+def test_chunks_of_long_prompts_on_a_ring_give_the_answer_of_whole_ones_on_one_device():
+    """Windows and layers without; one prompt fills the longest span, one ends within it."""
+    config = replace(config_of("gemma3_text"), max_position=LONG)
+    rng = np.random.default_rng(0)
+    prompts = [tuple(rng.integers(3, config.vocab_size, n).tolist()) for n in (LONG, 5000)]
+    poured = InLongChunks(config, layout_of("ring")).pour(dict(enumerate(map(Row, prompts))))
+    one = LaidOut(config)
+    tokens = one.put(pack_prompts(prompts, PrefillBucket(LONG, 2)))
+    decoder = one.definition.bind
+    whole = jax.jit(lambda parameters, *tokens: prefill_step(decoder(parameters), *tokens))
+    expected_BV = whole(one.parameters, *tokens).logits_BV
+    got, expected = (
+        jax.nn.log_softmax(np.asarray(x)[:, : config.vocab_size])
+        for x in (poured.logits_BV, expected_BV)
+    )
+    np.testing.assert_allclose(got[::-1], expected, rtol=0, atol=FLOAT32_MODEL_LOGPROB)
