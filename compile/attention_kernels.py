@@ -9,15 +9,19 @@ same wherever it is built; a kernel that is asked for and cannot serve is an err
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax.numpy as jnp
 
+from ..modelzoo import axes
 from ..modelzoo.attention import Attend
 from ..modelzoo.blockwise import attend_blockwise
-from ..modelzoo.config import DecoderConfig
+from ..modelzoo.config import DecoderConfig, Scores, Window
 from ..modelzoo.kernels.call import AttentionCall
 from ..modelzoo.kernels.cudnn import attend_cudnn, cudnn_refusal
+from ..modelzoo.kernels.paged import attend_paged, paged_refusal
 from ..modelzoo.kernels.splash import attend_splash, splash_refusal
+from ..modelzoo.kv_cache import kept_entries, segment_lengths
 from ..sharding.layout import PHASES
 from ..sharding.placement import Placement
 from .bucket_grid import BucketGrid
@@ -31,28 +35,45 @@ class Kernel:
     """One implementation of attention, and the calls that it serves."""
 
     name: str
-    platform: str | None
-    """None for one that every platform has."""
+    platforms: tuple[str, ...]
+    phases: tuple[str, ...]
     refusal: Callable[[AttentionCall], str | None]
+    """Why it cannot serve a call of these, or None."""
     attend: Callable[[AttentionCall], Attend]
     """The implementation for a call that it serves."""
+    wants_keys_by_entry: bool = False
+    """Whether keys of a cache must lie entry by entry in memory, as values do."""
+    reserve: str | None = None
+    """Why it is chosen where a plan asks for it, and not by itself."""
 
-    def refuses(self, call: AttentionCall, platform: str) -> str | None:
-        """Why it cannot serve a call on a platform, or None."""
-        if self.platform not in (None, platform):
-            return f"it is of {self.platform}, not of {platform}"
+    def refuses(self, call: AttentionCall, platform: str, phase: str) -> str | None:
+        """Why it cannot serve a call of a phase on a platform, or None."""
+        if platform not in self.platforms:
+            return f"it is of {self.platforms[0]}, not of {platform}"
+        if phase not in self.phases:
+            return f"it is for {self.phases[0]} alone"
         return self.refusal(call)
 
 
 KERNELS = (
     Kernel(
         "splash",
-        "tpu",
+        ("tpu",),
+        ("prefill",),
         splash_refusal,
         lambda call: partial(attend_splash, needs_lse=call.has_sinks),
     ),
-    Kernel("cudnn", "gpu", cudnn_refusal, lambda call: attend_cudnn),
-    Kernel("xla", None, lambda call: None, lambda call: attend_blockwise),
+    Kernel(
+        "paged",
+        ("tpu",),
+        ("decode",),
+        paged_refusal,
+        lambda call: attend_paged,
+        wants_keys_by_entry=True,
+        reserve="it reads less, but has not been timed; a plan may ask for it",
+    ),
+    Kernel("cudnn", ("gpu",), ("prefill",), cudnn_refusal, lambda call: attend_cudnn),
+    Kernel("xla", ("cpu", "gpu", "tpu"), PHASES, lambda call: None, lambda call: attend_blockwise),
 )
 """By preference; the last serves every call."""
 
@@ -90,6 +111,7 @@ class Choice:
     kernel: str
     reason: str
     attend: Attend
+    wants_keys_by_entry: bool = False
 
     def __str__(self) -> str:
         return f"{self.kernel} ({self.reason})"
@@ -125,57 +147,75 @@ def choose_kernels(
     plan: AttentionPlan = AUTO_ATTENTION,
 ) -> AttentionChoices:
     """The kernel of every graph; raises ValueError where one that is asked for cannot serve."""
-    reads_cache = grid.chunk is not None
-    is_in_order = placement.has_whole_prompts and not reads_cache
+    in_order = placement.has_whole("prefill", axes.LENGTH)
     prompts = {
-        bucket.length: _call(config, dtype, grid.tokens_per_row(bucket), reads_cache, is_in_order)
+        bucket.length: _of_prompts(config, dtype, bucket.length, in_order)
+        if grid.chunk is None
+        else _of_cache(config, dtype, grid.chunk)
         for bucket in grid.prefill
     }
     prefill = {
-        length: choose(call, placement.platform, plan.prefill, f"prefill of {length} tokens")
+        length: choose(call, placement.platform, "prefill", plan.prefill)
         for length, call in prompts.items()
     }
-    step = _call(config, dtype, 1, reads_cache=True, is_in_order=False)
-    return AttentionChoices(prefill, choose(step, placement.platform, plan.decode, "decode"))
+    step = _of_cache(
+        config,
+        dtype,
+        num_queries=1,
+        sees_beginning=placement.has_whole("decode", axes.CACHE_LENGTH),
+        segments=_segments(config, grid),
+    )
+    return AttentionChoices(prefill, choose(step, placement.platform, "decode", plan.decode))
 
 
-def choose(call: AttentionCall, platform: str, asked: str = AUTO, graph: str = "") -> Choice:
-    """The first kernel that serves a call on a platform, or the one that is asked for by name."""
+def choose(call: AttentionCall, platform: str, phase: str, asked: str = AUTO) -> Choice:
+    """The first kernel that serves a call of a phase, or the one that is asked for by name."""
     if asked != AUTO:
         (kernel,) = (kernel for kernel in KERNELS if kernel.name == asked)
-        if (refusal := kernel.refuses(call, platform)) is not None:
+        if (refusal := kernel.refuses(call, platform, phase)) is not None:
             raise ValueError(
-                f"[attention] {graph}: expected a kernel that can serve it, got {asked!r}: "
+                f"[attention] {phase}: expected a kernel that can serve it, got {asked!r}: "
                 f"{refusal}. Ask for {AUTO!r}, or another one."
             )
-        return Choice(kernel.name, "as the plan asks", kernel.attend(call))
+        return _choice(kernel, call, "as the plan asks")
     refusals = []
-    for kernel in (kernel for kernel in KERNELS if kernel.platform in (None, platform)):
-        if (refusal := kernel.refusal(call)) is None:
-            reason = "; ".join(refusals) or f"{platform}, {call}"
-            return Choice(kernel.name, reason, kernel.attend(call))
+    for kernel in KERNELS:
+        if platform not in kernel.platforms or phase not in kernel.phases:
+            continue
+        if (refusal := kernel.refusal(call) or kernel.reserve) is None:
+            return _choice(kernel, call, "; ".join(refusals) or f"{platform}, {call}")
         refusals.append(f"{kernel.name}: {refusal}")
     raise AssertionError("the last kernel serves every call")
 
 
-def _call(
-    config: DecoderConfig,
-    dtype: jnp.dtype,
-    num_queries: int,
-    reads_cache: bool,
-    is_in_order: bool,
+def _choice(kernel: Kernel, call: AttentionCall, reason: str) -> Choice:
+    return Choice(kernel.name, reason, kernel.attend(call), kernel.wants_keys_by_entry)
+
+
+def _of_prompts(
+    config: DecoderConfig, dtype: jnp.dtype, num_tokens: int, is_in_order: bool
 ) -> AttentionCall:
-    """Attention of a graph's layers; a cache of latents has these as keys and values."""
-    key_dim = value_dim = config.kept_dim
-    if config.latent is not None and not reads_cache:
-        key_dim, value_dim = config.head_dim, config.latent.value_dim
-    return AttentionCall(
-        num_queries,
-        key_dim,
-        value_dim,
-        dtype,
-        frozenset(config.windows),
-        config.attention_scores,
-        config.sinks,
-        is_in_order,
-    )
+    """Attention of prompts to themselves; of latents, heads are made first."""
+    latent = config.latent
+    value_dim = config.head_dim if latent is None else latent.value_dim
+    sizes = num_tokens, config.head_dim, value_dim
+    return AttentionCall(*sizes, dtype, *_options(config), is_in_order=is_in_order)
+
+
+def _of_cache(
+    config: DecoderConfig, dtype: jnp.dtype, num_queries: int, **cache: Any
+) -> AttentionCall:
+    """Attention to a cache; latents are its keys and values."""
+    sizes = num_queries, config.kept_dim, config.kept_dim
+    return AttentionCall(*sizes, dtype, *_options(config), **cache)
+
+
+def _options(config: DecoderConfig) -> tuple[frozenset[Window], Scores, bool]:
+    return frozenset(config.windows), config.attention_scores, config.sinks
+
+
+def _segments(config: DecoderConfig, grid: BucketGrid) -> frozenset[tuple[int, ...]]:
+    """Entries of each segment of a layer's cache, of all layers."""
+    spans = grid.decode_spans
+    kept = {kept_entries(window, spans[-1]) for window in config.windows}
+    return frozenset(tuple(segment_lengths(spans, entries)) for entries in kept)

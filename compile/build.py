@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..modelzoo import axes
 from ..modelzoo.operations import Axes
 from ..sharding.layout import PHASES
 from ..sharding.placement import Placement
@@ -118,7 +119,7 @@ class _GraphPlanner:
             signatures.decode_state, definition, grid, dtype, num_heads, placement.cache_stripes
         )
         state = jax.eval_shape(self._make_state)
-        self._state = state.map(partial(self._place, "decode"))
+        self._state = state.map(self._place_state)
 
     def graphs(self) -> list[GraphToBuild]:
         """Decode first, then prefill from the longest on: the longest to compile come first."""
@@ -213,6 +214,13 @@ class _GraphPlanner:
         sharding = self._placement.sharding(phase, logical_axes)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
+    def _place_state(self, leaf: Any, logical_axes: Axes) -> jax.ShapeDtypeStruct:
+        placed = self._place("decode", leaf, logical_axes)
+        if logical_axes != axes.CACHE_KEYS or not self._kernels.decode.wants_keys_by_entry:
+            return placed
+        lies = self._placement.by_entry(placed.sharding)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=lies)
+
     def _on_host(self, arguments: Any) -> Any:
         sharding = self._placement.replicated
         return jax.tree.map(
@@ -221,7 +229,7 @@ class _GraphPlanner:
 
 
 def _shardings(placed: Any) -> Any:
-    return jax.tree.map(lambda leaf: leaf.sharding, placed)
+    return jax.tree.map(lambda leaf: leaf.format, placed)
 
 
 def compile_graph(graph: GraphToBuild) -> tuple[jax.stages.Compiled, float, bool]:

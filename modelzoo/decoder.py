@@ -342,6 +342,8 @@ class Decoder(nnx.Module):
 
         positions = operations.by_row(mark, cache.positions, position_B)
         attend_segment = self._scored(self.attend)
+        # a ring is as long as its window: it fills up, and then all of it is seen
+        sees_beginning = operations.cache_stripes == IN_ORDER
         remaining = list(cache.layers)
         written: list[KeptLayer] = []
 
@@ -356,7 +358,7 @@ class Decoder(nnx.Module):
                 position_B1, key_position_BS = position_B[:, None], positions.of(window)
                 out_BTKGH = attend_cached(
                     attend_segment, q_BTKGH, kept, position_B1, key_position_BS, window, sink_KG,
-                    operations,
+                    operations, sees_beginning,
                 )  # fmt: skip
                 return out_BTKGH, kept
 

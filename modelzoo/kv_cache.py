@@ -27,6 +27,7 @@ again and again, as no query of its own sees what was there.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -216,7 +217,7 @@ def allocate(
     num_kept = {window: kept_entries(window, longest, stripes) for window in config.windows}
 
     def layer(window: Window) -> KeptLayer:
-        lengths = _segment_lengths(spans, num_kept[window])
+        lengths = segment_lengths(spans, num_kept[window])
         if config.latent is not None:
             return Latents(tuple(jnp.zeros((B, S, H), dtype) for S in lengths))
         return KeysValues(
@@ -225,7 +226,7 @@ def allocate(
         )
 
     def positions(kept: int) -> Segments:
-        lengths = _segment_lengths(spans, kept)
+        lengths = segment_lengths(spans, kept)
         return tuple(jnp.full((B, S), EMPTY_POSITION, jnp.int32) for S in lengths)
 
     kept = set(num_kept.values())
@@ -235,7 +236,8 @@ def allocate(
     return KVCache(layers, Positions(whole_BS, ring_BS))
 
 
-def _segment_lengths(spans: Sequence[int], kept: int) -> list[int]:
+def segment_lengths(spans: Sequence[int], kept: int) -> list[int]:
+    """Entries of each segment of a layer that keeps so many."""
     ends = [span for span in spans if span < kept]
     return [end - start for start, end in pairwise((0, *ends, kept))]
 
@@ -379,19 +381,21 @@ def attend_cached(
     window: Window,
     sink_KG: jax.Array | None = None,
     operations: Operations = ON_ONE_DEVICE,
+    sees_beginning: bool = False,
 ) -> jax.Array:
     """Attend to every segment and merge, with those of other devices too: `out_BTKGH`.
 
     Queries of several heads may read one head of the cache. `query_position_BT` is of all queries,
-    also where some of them are elsewhere.
+    also where some of them are elsewhere. Static: `sees_beginning`, as `Visibility` has it.
     """
 
     def attend_entries(
         q_BTKGH: jax.Array, query_position_BT: jax.Array, entries: tuple[KeptLayer, Segments]
     ) -> tuple[jax.Array, jax.Array]:
         layer, key_position_BS = entries
+        see = partial(Visibility, query_position_BT, window=window, sees_beginning=sees_beginning)
         parts = [
-            attend(q_BTKGH, k_BKHS, v_BKSH, Visibility(query_position_BT, position_BS, window))
+            attend(q_BTKGH, k_BKHS, v_BKSH, see(position_BS))
             for (k_BKHS, v_BKSH), position_BS in zip(layer.read(), key_position_BS, strict=True)
         ]
         return merge(parts)

@@ -72,6 +72,10 @@ class Placement:
             for name, sharding in shardings.items()
         }
 
+    def by_entry(self, sharding: Sharding) -> Format:
+        """Keys of a cache, `[B, K, H, S]`, with the heads of an entry along the last axis."""
+        return Format(MemoryLayout(major_to_minor=(0, 1, 3, 2)), sharding)
+
     def place(self, parameters: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """Bring loaded parameters into the memory layout that graphs expect; off TPU a no-op."""
         formats = self.formats({name: x.sharding for name, x in parameters.items()})
@@ -91,15 +95,14 @@ class Placement:
         """Pieces that the entries of the decode cache are dealt into."""
         return self._shards(self._rules("decode")[axes.CACHE_LENGTH])
 
-    @property
-    def has_whole_prompts(self) -> bool:
-        """Whether each device attends to prompts in code of its own, to all tokens of them.
+    def has_whole(self, phase: str, logical_axis: str) -> bool:
+        """Whether each device has all of an axis, in code of its own.
 
         Without a layout a partitioner decides what each of several devices does.
         """
         if self.layout is None:
             return self.mesh.size == 1
-        return not self._rules("prefill")[axes.LENGTH]
+        return not self._rules(phase)[logical_axis]
 
     def operations(self, phase: str, config: DecoderConfig) -> Operations:
         """The operations of a phase's graphs."""

@@ -152,18 +152,22 @@ def test_what_a_kernel_cannot_serve_is_refused_with_a_reason(kernel, change, rea
     ],
 )
 def test_a_platform_has_its_kernel_chosen(platform, expected):
-    assert str(choose(PLAIN, platform)) == expected
+    assert str(choose(PLAIN, platform, "prefill")) == expected
 
 
 def test_the_reason_for_another_kernel_is_what_was_refused():
-    choice = choose(replace(PLAIN, num_queries=200), "tpu")
+    choice = choose(replace(PLAIN, num_queries=200), "tpu", "prefill")
     assert choice.kernel == "xla"
     assert choice.reason == "splash: it takes whole blocks of 128 tokens, got 200 tokens"
 
 
 def test_a_kernel_that_is_asked_for_is_never_replaced():
-    assert choose(PLAIN, "tpu", "xla").kernel == "xla"
-    with pytest.raises(ValueError, match=r"decode: expected .* got 'splash': it is of tpu, not of"):
-        choose(PLAIN, "cpu", "splash", "decode")
-    with pytest.raises(ValueError, match="got 'cudnn': it takes bfloat16 and float16"):
-        choose(replace(PLAIN, dtype=jnp.dtype(jnp.float32)), "gpu", "cudnn")
+    assert str(choose(PLAIN, "tpu", "prefill", "xla")) == "xla (as the plan asks)"
+    in_float32 = replace(PLAIN, dtype=jnp.dtype(jnp.float32))
+    for call, platform, phase, asked, reason in (
+        (PLAIN, "cpu", "prefill", "splash", "it is of tpu, not of cpu"),
+        (PLAIN, "tpu", "decode", "splash", "it is for prefill alone"),
+        (in_float32, "gpu", "prefill", "cudnn", "it takes bfloat16 and float16"),
+    ):
+        with pytest.raises(ValueError, match=rf"\[attention\] {phase}: .* '{asked}': {reason}"):
+            choose(call, platform, phase, asked)

@@ -31,7 +31,7 @@ def test_a_plan_says_which_kernel_was_asked_for():
     [
         (
             'decode = "pages"',
-            r"\[attention\] decode: expected one of auto, splash, cudnn, xla, got",
+            r"\[attention\] decode: expected one of auto, splash, paged, cudnn, xla, got",
         ),
         ("prefill = 1", r"\[attention\] prefill: expected one of .* got 1"),
         ('chunk = "xla"', r"\[attention\]: .* unknown \['chunk'\]"),
