@@ -25,8 +25,8 @@ def splash_refusal(call: AttentionCall) -> str | None:
         return "it takes whole prompts whose tokens lie in order on one device"
     if call.num_queries % BLOCKS[-1]:
         return f"it takes whole blocks of {BLOCKS[-1]} tokens, got {call.num_queries} tokens"
-    if call.num_queries // _block(call.num_queries) > MOST_BLOCKS:
-        most = MOST_BLOCKS * _block(call.num_queries)
+    if call.num_queries // block_size(call.num_queries) > MOST_BLOCKS:
+        most = MOST_BLOCKS * block_size(call.num_queries)
         return f"its table of blocks ends at {most} tokens, got {call.num_queries} tokens"
     return None
 
@@ -82,9 +82,10 @@ def _mask(window: Window, T: int) -> masks.Mask:
 
 def _block_sizes(T: int) -> splash.BlockSizes:
     """Blocks of a prompt, and keys as they lie here: tokens along the last axis."""
-    block = _block(T)
+    block = block_size(T)
     return splash.BlockSizes(block, block, block, k_layout=splash.QKVLayout.SEQ_MINOR)
 
 
-def _block(T: int) -> int:
+def block_size(T: int) -> int:
+    """Tokens of a block of a prompt."""
     return next(block for block in BLOCKS if T % block == 0)

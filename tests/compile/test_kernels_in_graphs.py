@@ -1,7 +1,6 @@
 """Kernels inside the graphs that run: the answer of the reference, and compiled for absent TPUs."""
 
 from dataclasses import replace
-from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,7 @@ from jax.experimental.pallas import tpu as pltpu
 from tiny import CONFIG, random_parameters
 from tolerances import FLOAT32_MODEL_LOGPROB
 
-from noria.compile.attention_kernels import AUTO, AttentionPlan, choose_kernels
+from noria.compile.attention_kernels import choose_kernels
 from noria.compile.bucket_grid import BucketGrid
 from noria.compile.build import compile_graph, plan_graphs
 from noria.compile.compiled_graphs import CompiledGraphs
@@ -81,13 +80,11 @@ def placed(layout: str | None = None) -> Placement:
     return target.placement(Layout.from_table(read_layout_table(layout)))
 
 
-@cache
-def prefill_on_tpu(config: DecoderConfig, layout: str | None = None, asked: str = AUTO):
+def prefill_on_tpu(config: DecoderConfig, layout: str | None) -> jax.stages.Compiled:
     """The longest prefill, compiled."""
     placement = placed(layout)
     definition = Definition(config, placement.arrangement(config))
-    plan, dtype = AttentionPlan(prefill=asked), jnp.dtype(jnp.bfloat16)
-    graphs = plan_graphs(definition, WIDE_GRID, placement, dtype, attention=plan)
+    graphs = plan_graphs(definition, WIDE_GRID, placement, jnp.dtype(jnp.bfloat16))
     name = CompiledGraphs.prefill_name(WIDE_GRID.prefill[-1])
     compiled, *_ = compile_graph(next(graph for graph in graphs if graph.name == name))
     return compiled
@@ -109,13 +106,6 @@ def test_prefill_with_splash_compiles_for_a_tpu(config, layout):
     """One kernel a layer, in `shard_map` where a layout splits heads."""
     text = prefill_on_tpu(config, layout).as_text()
     assert text.count("tpu_custom_call") == len(config.windows)
-
-
-@pytest.mark.slow
-def test_splash_needs_less_memory_than_blocks_of_xla():
-    compiled = prefill_on_tpu(WIDE), prefill_on_tpu(WIDE, asked="xla")
-    splash, xla = (one.memory_analysis().temp_size_in_bytes for one in compiled)
-    assert splash < xla, (splash, xla)
 
 
 def test_what_is_chosen_is_said_by_length():
