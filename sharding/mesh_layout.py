@@ -52,6 +52,15 @@ class MeshLayout:
         sizes = min(_factorisations(num_devices, len(names)), key=distance)
         return MeshLayout(tuple(zip(names, sizes, strict=True)))
 
+    def all_fitted(self, num_devices: int) -> "list[MeshLayout]":
+        """The same axes with every choice of sizes that makes `num_devices`, none of them 1."""
+        names = [name for name, _ in self.axes]
+        return [
+            MeshLayout(tuple(zip(names, sizes, strict=True)))
+            for sizes in _factorisations(num_devices, len(names))
+            if min(sizes) > 1
+        ]
+
     def build(self, devices: Sequence[Any]) -> Mesh:
         """A mesh of exactly these devices. `AxisType.Auto`: XLA places what no rule names."""
         names, sizes = zip(*self.axes, strict=True)

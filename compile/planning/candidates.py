@@ -9,7 +9,7 @@ Knows nothing of schedules. Every second here is a prediction.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -23,7 +23,7 @@ from .work import Call
 
 SLOTS = (4, 8, 16, 32, 64, 128, 256, 512)
 TOKENS_PER_PREFILL = (32, 64, 128, 256, 512, 1024, 2048)
-CHUNKS = (16, 32, 64, 128, 256, 512)
+CHUNKS = (8, 16, 32, 64, 128, 256, 512)
 
 
 @dataclass(frozen=True)
@@ -113,18 +113,29 @@ class CandidateGrids:
 
     def __iter__(self) -> Iterator[Candidate]:
         """Those within the budget, in no order."""
-        for slots in self._slot_counts():
-            step = math.lcm(SPAN_STEP, self._defaults.span_multiple)
-            spans = self._spans(slots, step, self._max_length)
-            grids = [
-                self._grid(slots, self._cut(tokens), spans, None) for tokens in TOKENS_PER_PREFILL
-            ]
-            for tokens, chunk in product(TOKENS_PER_PREFILL, CHUNKS):
-                if (grid := self._chunked(slots, tokens, chunk)) is not None:
-                    grids.append(grid)
-            for grid in dict.fromkeys(grids):
-                if self._budget.build_seconds(grid) <= self._budget.compile_seconds:
-                    yield Candidate(grid, self.bound(grid))
+        yield from self.of_whole_prompts()
+        yield from self.of_chunks()
+
+    def of_whole_prompts(self) -> Iterator[Candidate]:
+        """Those that run prompts whole."""
+        step = math.lcm(SPAN_STEP, self._defaults.span_multiple)
+        return self._within_budget(
+            self._grid(slots, self._cut(tokens), spans, None)
+            for slots in self._slot_counts()
+            for spans in [self._spans(slots, step, self._max_length)]
+            for tokens in TOKENS_PER_PREFILL
+        )
+
+    def of_chunks(self) -> Iterator[Candidate]:
+        """Those that pour prompts in."""
+        choices = product(self._slot_counts(), TOKENS_PER_PREFILL, CHUNKS)
+        found = (self._chunked(*choice) for choice in choices)
+        return self._within_budget(grid for grid in found if grid is not None)
+
+    def _within_budget(self, grids: Iterable[BucketGrid]) -> Iterator[Candidate]:
+        for grid in dict.fromkeys(grids):
+            if self._budget.build_seconds(grid) <= self._budget.compile_seconds:
+                yield Candidate(grid, self.bound(grid))
 
     def prefill_of(self, grid: BucketGrid) -> tuple[PrefillBucket, ...]:
         """The best prefill lengths for calls of as many tokens as the grid's fullest one has."""

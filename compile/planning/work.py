@@ -21,6 +21,7 @@ from ...modelzoo.blockwise import block_sizes
 from ...modelzoo.config import DecoderConfig, Window
 from ...modelzoo.kv_cache import kept_entries
 from ...modelzoo.moe.config import LOSSLESS
+from ...modelzoo.operations import Axes
 from ...sharding import communication
 from ...sharding.axis_rules import AxisRules
 from ...sharding.communication import Expected, LayerSizes, sent_bytes
@@ -105,7 +106,12 @@ class Work:
         placed = explain(self.layout, shapes, logical_axes, dtype)
         self.parameter_bytes = sum(parameter.bytes_per_device for parameter in placed)
         """On each device."""
-        self._weights = [(math.prod(shapes[name]), logical_axes[name]) for name in shapes]
+        sizes: dict[Axes, int] = {}
+        for name, shape in shapes.items():
+            axes_of = logical_axes[name]
+            sizes[axes_of] = sizes.get(axes_of, 0) + math.prod(shape)
+        self._weights = list(sizes.items())
+        """Entries of all parameters with the same logical axes, which are split alike."""
 
     def parts(self, call: Call) -> tuple[Part, ...]:
         """What one call has to do."""
@@ -119,6 +125,14 @@ class Work:
         ]
         return tuple(part for part in found if part is not None)
 
+    @property
+    def knows_exchanges(self) -> bool:
+        """Whether what devices send to each other is known."""
+        layout = self.layout
+        is_named = layout.name in communication.FORMULAS
+        is_known = is_named and communication.describes(self.config, layout)
+        return is_known or layout.mesh.num_devices == 1
+
     def cache_bytes(self, slots: int, length: int) -> int:
         """Keys and values of all slots on each device."""
         return cache_bytes_per_device(self.config, self.layout, slots, length, self.dtype)
@@ -127,7 +141,7 @@ class Work:
         """Every weight that all tokens pass through."""
         found = [
             self._product(call.num_tokens, size, axes_of, self._row_axes(call))
-            for size, axes_of in self._weights
+            for axes_of, size in self._weights
             if not {axes.EXPERTS, axes.VOCAB} & set(axes_of)
         ]
         return Part("products", sum(f for f, _ in found), sum(b for _, b in found))
@@ -146,7 +160,7 @@ class Work:
         row_axes = self._row_axes(call) - self._mesh_axes((axes.EXPERTS,), self.layout.rules)
         found = [
             self._product(rows / E, size, axes_of, row_axes)
-            for size, axes_of in self._weights
+            for axes_of, size in self._weights
             if axes.EXPERTS in axes_of
         ]
         return Part("experts", sum(f for f, _ in found), used * sum(b for _, b in found))
@@ -203,7 +217,7 @@ class Work:
     def _exchanges(self, call: Call) -> Part | None:
         """What layers send; None where no formula says."""
         layout = self.layout
-        if layout.mesh.num_devices == 1 or not communication.describes(self.config, layout):
+        if layout.mesh.num_devices == 1 or not self.knows_exchanges:
             return None
         formulas = self._formulas(call)
         if formulas is None:

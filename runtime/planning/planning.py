@@ -51,7 +51,7 @@ class Planner:
         """Search, and compare."""
         search = self._search(self.budget, self.may_chunk, self.must_chunk)
         if search is None:
-            raise NoPlanFits(self._reason())
+            raise NoPlanFits("no plan fits the budget, or may be in chunks as asked.")
         best = search.best.grid
         longest = max(row.need.prompt_length for row in self.rows)
         tokens = self.defaults.tokens_per_prefill
@@ -63,13 +63,10 @@ class Planner:
 
     def _search(self, budget: Budget, may_chunk: bool, must_chunk: bool) -> Search | None:
         grids = CandidateGrids(self.rows, self.max_position, self.cost, budget, self.defaults)
-        kept = (
-            candidate
-            for candidate in grids
-            if (may_chunk or candidate.grid.chunk is None)
-            and (not must_chunk or candidate.grid.chunk is not None)
-        )
-        return find_best(kept, self.rows, self.cost, budget, self.most_tries, self.on_try)
+        candidates = [] if must_chunk else list(grids.of_whole_prompts())
+        if may_chunk:
+            candidates += grids.of_chunks()
+        return find_best(candidates, self.rows, self.cost, budget, self.most_tries, self.on_try)
 
     def _neighbours(self, best: BucketGrid) -> dict[str, Tried]:
         """The best ladders of one prefill graph fewer and one more."""
@@ -88,22 +85,3 @@ class Planner:
 
     def _try(self, grid: BucketGrid) -> Tried:
         return try_grid(grid, self.rows, self.cost, self.budget)
-
-    def _reason(self) -> str:
-        work = self.cost.work
-        slots = self.defaults.slot_multiple
-        longest = max(row.need.least_length for row in self.rows)
-        needed = work.parameter_bytes + work.cache_bytes(slots, longest)
-        allowed = self.budget.memory_bytes
-        if needed > allowed:
-            return (
-                f"no plan fits: weights ({work.parameter_bytes / 1e9:.2f} GB a device) and a cache "
-                f"of {slots} rows of {longest} positions need {needed / 1e9:.2f} GB, "
-                f"{(needed - allowed) / 1e9:.2f} GB more than the {allowed / 1e9:.2f} GB there "
-                f"are. Take more devices, a layout that splits more, or shorter rows."
-            )
-        return (
-            f"no plan fits: building the fewest graphs takes longer than the "
-            f"{self.budget.compile_seconds / 60:.1f} minutes there are (predicted "
-            f"{self.budget.seconds_per_graph:.0f} s a graph). Raise --max-compile-minutes."
-        )

@@ -15,7 +15,8 @@ from . import pictures
 from .page import page
 
 if TYPE_CHECKING:
-    from .command import Prediction
+    from .layout_ranking import RankedLayout
+    from .predict import Prediction
     from .search import Tried
 
 GIGABYTE = 1e9
@@ -30,6 +31,7 @@ def summary(prediction: "Prediction") -> str:
         f"workload   {workload.name}: {len(workload.rows)} rows, {workload.prompt_tokens} prompt "
         f"tokens, {workload.output_tokens} expected output tokens",
         f"target     {prediction.plan.target} ({hardware.name}: {calibrated})",
+        *_layout_lines(prediction),
         "",
         *_graph_lines(prediction),
         "",
@@ -64,6 +66,7 @@ def as_json(prediction: "Prediction") -> dict[str, Any]:
         "predicted": _figures(planned.best),
         "graphs": graphs(prediction),
         "comparison": {name: _figures(tried) for name, tried in planned.others.items()},
+        "layouts": [_ranked(one) for one in prediction.layouts],
         "memory_bytes": {
             "parameters": work.parameter_bytes,
             "cache": work.cache_bytes(grid.decode_slots, grid.max_length),
@@ -146,6 +149,15 @@ def _pictures(prediction: "Prediction", report: Mapping[str, Any]) -> list[tuple
     ]
 
 
+def _ranked(one: "RankedLayout") -> dict[str, Any]:
+    return {
+        "name": one.layout and one.layout.name,
+        "mesh": one.layout and one.layout.mesh.sizes,
+        "bound_of_sample": one.bound,
+        "findings": list(one.findings),
+    }
+
+
 def _is_of(name: str, bucket: Any) -> bool:
     return name.removesuffix(" scored") == f"{bucket.length}x{bucket.batch}"
 
@@ -219,6 +231,18 @@ def _comparison_lines(prediction: "Prediction") -> list[str]:
             )
         )
     return _table(rows)
+
+
+def _layout_lines(prediction: "Prediction") -> list[str]:
+    layout = prediction.plan.layout
+    if layout is None:
+        return []
+    ranked = sum(one.bound is not None for one in prediction.layouts)
+    of = f", the best of {ranked} that can be ranked" if ranked > 1 else ""
+    line = f"layout     {layout.name} ({layout.mesh}){of}"
+    if not prediction.cost.work.knows_exchanges:
+        line += "; what devices send is not counted"
+    return [line]
 
 
 def _gigabytes(prediction: "Prediction") -> str:

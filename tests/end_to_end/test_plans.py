@@ -5,6 +5,7 @@ import html
 import json
 import random
 import re
+import tomllib
 
 import pytest
 from command import completion, read_manifest, write_lines
@@ -132,7 +133,6 @@ def test_a_table_that_cannot_be_is_refused_by_line(noria, source, content, messa
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--target", "tpu:v5e:2x2"), "Name a layout"),
         (("--target", "tpu:v9:2x2"), "v5e"),
         (("--max-memory-gb", "0.0001"), "GB more than"),
         (("--expected-output", "0"), "--expected-output"),
@@ -143,6 +143,23 @@ def test_what_cannot_be_planned_is_refused_with_the_remedy(noria, source, argume
     options = ("--model", noria.model, "--workload", source, "-o", source.with_name("no.toml"))
     assert message in noria.run("plan", *options, *arguments, expect=2).stderr
     assert not source.with_name("no.toml").exists()
+
+
+def test_the_best_layout_of_several_devices_is_chosen_and_the_others_ranked(noria, source):
+    path, report, summary = plan(noria, source, "--target", "cpu:4", "--tries", "2")
+    written = tomllib.loads(path.read_text("utf-8"))
+    ranked = [one for one in report["layouts"] if one["bound_of_sample"] is not None]
+    assert written["layout"] in {one["name"] for one in ranked[:3]}
+    assert len(ranked) > 5
+    bounds = [one["bound_of_sample"] for one in ranked]
+    assert bounds == sorted(bounds)
+    refused = [one for one in report["layouts"] if one["bound_of_sample"] is None]
+    assert refused and all(one["findings"] for one in refused)
+    assert f"{written['layout']} (" in summary
+    output = source.with_name("on-four.jsonl")
+    arguments = ("-i", source, "-o", output, "--model", noria.model, "--plan", path)
+    noria.run("batch", *arguments)
+    assert read_manifest(output)["rows"]["ok"] == 80
 
 
 def test_an_output_of_another_job_is_refused(noria, source, output):

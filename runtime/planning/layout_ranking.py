@@ -1,0 +1,119 @@
+"""Layouts by what a workload takes at least under each: legality, memory, then a bound.
+
+The bound is that of the best grid of whole prompts for a sample of the rows, so it is cheap and
+ranks layouts that differ in more than a few percent; the first ones deserve a search of their own.
+A layout whose exchanges no formula gives is not ranked: what it sends is known once compiled.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ...compile.default_grid import GridDefaults
+from ...compile.definition import Definition, model_sizes
+from ...compile.planning.candidates import Budget, CandidateGrids, ExpectedRow
+from ...compile.planning.cost import Calibration, CostModel
+from ...compile.planning.hardware import Hardware
+from ...compile.planning.work import Work
+from ...modelzoo.config import AS_PUBLISHED, DecoderConfig
+from ...sharding.layout import Layout
+from ...sharding.legality import check
+from ...sharding.placement import arrangement_of
+
+SAMPLE = 400
+"""Most rows of a bound."""
+
+
+@dataclass(frozen=True)
+class RankedLayout:
+    """One layout, and why it is where it is."""
+
+    layout: Layout | None
+    cost: CostModel | None = None
+    findings: tuple[str, ...] = ()
+    """What rules it out."""
+    bound: float | None = None
+    """Seconds that the sample of rows takes at least; None of a layout that is not ranked."""
+
+    def __str__(self) -> str:
+        name = "one device" if self.layout is None else f"{self.layout.name} ({self.layout.mesh})"
+        if self.bound is not None:
+            return f"\n{self.bound:10.2f} s at least for the sample: {name}"
+        return f"\n{name}: {' '.join(self.findings)}"
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Layouts of one model and workload on one kind of device."""
+
+    config: DecoderConfig
+    rows: Sequence[ExpectedRow]
+    hardware: Hardware
+    dtype: str
+    budget: Budget
+    num_devices: int
+    calibration: Calibration | None = None
+    _definitions: dict[object, Definition] = field(default_factory=dict)
+
+    def rank(
+        self, layouts: Sequence[Layout | None], *, must_know_exchanges: bool = True
+    ) -> list[RankedLayout]:
+        """The fastest first, then those that are not ranked, with a reason each."""
+        found = [self._judge(layout, must_know_exchanges) for layout in layouts]
+        return sorted(found, key=lambda ranked: (ranked.bound is None, ranked.bound or 0.0))
+
+    def _judge(self, layout: Layout | None, must_know_exchanges: bool) -> RankedLayout:
+        if layout is not None:
+            findings = check(layout, model_sizes(self.config, self.num_devices))
+            if findings:
+                return RankedLayout(layout, findings=tuple(findings))
+        work = Work(self._definition(layout), self.dtype, layout)
+        cost = CostModel(work, self.hardware, self.calibration)
+        if must_know_exchanges and not work.knows_exchanges:
+            return RankedLayout(layout, cost, ("what it sends is not known before it is compiled",))
+        try:
+            bound = self._bound(cost, GridDefaults.for_layout(layout))
+        except ValueError as error:
+            return RankedLayout(layout, cost, (str(error),))
+        if bound is None:
+            return RankedLayout(layout, cost, (self._why_none(work, layout),))
+        return RankedLayout(layout, cost, bound=bound)
+
+    def _bound(self, cost: CostModel, defaults: GridDefaults) -> float | None:
+        """Of the best grid of whole prompts; None where none fits."""
+        sample = self.rows[:: -(-len(self.rows) // SAMPLE)]
+        grids = CandidateGrids(sample, self.config.max_position, cost, self.budget, defaults)
+        return min((candidate.bound for candidate in grids.of_whole_prompts()), default=None)
+
+    def _why_none(self, work: Work, layout: Layout | None) -> str:
+        """What keeps the smallest grid from being one."""
+        slots = GridDefaults.for_layout(layout).slot_multiple
+        longest = max(row.need.least_length for row in self.rows)
+        needed = work.parameter_bytes + work.cache_bytes(slots, longest)
+        allowed = self.budget.memory_bytes
+        if needed > allowed:
+            return (
+                f"weights ({work.parameter_bytes / 1e9:.2f} GB a device) and a cache of {slots} "
+                f"rows of {longest} positions need {needed / 1e9:.2f} GB, "
+                f"{(needed - allowed) / 1e9:.2f} GB more than the {allowed / 1e9:.2f} GB there "
+                f"are. Take more devices, a layout that splits more, or shorter rows."
+            )
+        return (
+            f"building the fewest graphs takes longer than the "
+            f"{self.budget.compile_seconds / 60:.1f} minutes there are (predicted "
+            f"{self.budget.seconds_per_graph:.0f} s a graph). Raise --max-compile-minutes."
+        )
+
+    def _definition(self, layout: Layout | None) -> Definition:
+        """Traced once for all layouts that arrange weights alike."""
+        arrangement = AS_PUBLISHED if layout is None else arrangement_of(layout, self.config)
+        if arrangement not in self._definitions:
+            self._definitions[arrangement] = Definition(self.config, arrangement)
+        return self._definitions[arrangement]
+
+
+def all_layouts(tables: Mapping[str, Mapping[str, object]], num_devices: int) -> Iterator[Layout]:
+    """Every named layout over every mesh of so many devices."""
+    for name, table in tables.items():
+        layout = Layout.from_table(table, name)
+        for mesh in layout.mesh.all_fitted(num_devices):
+            yield layout.on(mesh)

@@ -1,0 +1,218 @@
+"""From the options of `noria plan` to a prediction: workload, layouts, search, plan.
+
+Every second here is a prediction.
+"""
+
+import argparse
+import json
+import sys
+import time
+import tomllib
+from dataclasses import dataclass
+
+from ...compile.bucket_grid import BucketGrid
+from ...compile.default_grid import GridDefaults
+from ...compile.definition import model_sizes
+from ...compile.expert_plan import default_experts
+from ...compile.plan import Plan, PlannedModel
+from ...compile.planning.candidates import Budget
+from ...compile.planning.cost import Calibration, CostModel
+from ...compile.planning.hardware import Hardware, hardware_of, num_devices
+from ...modelzoo.config import DecoderConfig
+from ...sharding.layout import Layout
+from ...sharding.legality import require
+from ..checkpoint import ModelFiles
+from ..checkpoint.errors import CheckpointError
+from ..layout_files import named_layout_tables, read_layout_table
+from ..run_config import ConfigError
+from .hardware_files import known_hardware
+from .layout_ranking import RankedLayout, Ranking, all_layouts
+from .planning import NoPlanFits, Planned, Planner
+from .search import Tried
+from .workload import Workload, read_workload
+
+SECONDS_PER_LAYER = {"cpu": 0.2, "gpu": 0.1, "tpu": 0.1}
+"""Of compiling one graph with unrolled layers on two cores, measured on models of 30 to 80 layers;
+`--seconds-per-graph` says it better."""
+ALL = "all"
+LAYOUTS_SEARCHED = 3
+"""Of the best ranked."""
+PLAN_OF_RUN = "plan of the run"
+MEMORY_SHARE = 0.9
+"""Of a device's memory for weights and cache; the rest is for what a graph needs meanwhile."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A plan and everything that it was made from."""
+
+    plan: Plan
+    planned: Planned
+    workload: Workload
+    cost: CostModel
+    layouts: list[RankedLayout]
+    """All that were weighed, the fastest first."""
+    seconds: float
+    """That planning took."""
+
+
+def predict(options: argparse.Namespace, files: ModelFiles) -> Prediction:
+    """The best plan that the options allow; ValueError says why there is none."""
+    started = time.perf_counter()
+    config, dtype = files.spec.config, _dtype(options)
+    workload = read_workload(
+        options.workload,
+        files,
+        share_of_limit=options.expected_output,
+        output=options.from_output,
+    ).that_fits(config.max_position)
+    _note(options, f"{len(workload.rows)} rows to plan for, {workload.num_refused} refused")
+    if not workload.rows:
+        raise ConfigError(
+            f"{options.workload}: expected at least one row that the model can serve, got none of "
+            f"{workload.num_refused}."
+        )
+    ranked = _rank(options, files, workload, dtype)
+    chosen = [one for one in ranked if one.bound is not None][:LAYOUTS_SEARCHED]
+    if not chosen:
+        raise NoPlanFits("no layout can serve this:" + "".join(map(str, ranked)))
+    found = [(one, _planner(options, config, workload, one).plan()) for one in chosen]
+    best, planned = min(found, key=lambda pair: pair[1].best.seconds)
+    _require(best.layout, config, num_devices(options.target), planned.best.grid)
+    model = PlannedModel(files.name, _fingerprint(files), dtype)
+    plan = Plan(options.target, model, planned.best.grid, best.layout, default_experts(config))
+    assert best.cost is not None
+    return Prediction(plan, planned, workload, best.cost, ranked, time.perf_counter() - started)
+
+
+def _rank(
+    options: argparse.Namespace, files: ModelFiles, workload: Workload, dtype: str
+) -> list[RankedLayout]:
+    """The layouts to choose from; one that was named alone needs no rank, but must be legal."""
+    config, hardware = files.spec.config, _hardware(options)
+    count = num_devices(options.target)
+    layouts = _layouts(options, count)
+    if len(layouts) == 1:
+        _require(layouts[0], config, count, None)
+    ranking = Ranking(
+        config,
+        workload.rows,
+        hardware,
+        dtype,
+        _budget(options, config, hardware),
+        count,
+        _calibration(options, files, dtype),
+    )
+    ranked = ranking.rank(layouts, must_know_exchanges=len(layouts) > 1)
+    if len(layouts) > 1:
+        for one in ranked:
+            _note(options, str(one).strip())
+    return ranked
+
+
+def _planner(
+    options: argparse.Namespace, config: DecoderConfig, workload: Workload, one: RankedLayout
+) -> Planner:
+    def report(tried: Tried) -> None:
+        _note(options, f"{tried.seconds:10.1f} s predicted: {_short(tried)}")
+
+    assert one.cost is not None
+    if one.layout is not None:
+        _note(options, f"{one.layout.name} ({one.layout.mesh}):")
+    return Planner(
+        workload.rows,
+        config.max_position,
+        one.cost,
+        _budget(options, config, one.cost.hardware),
+        GridDefaults.for_layout(one.layout),
+        may_chunk=options.chunks != "never",
+        must_chunk=options.chunks == "always",
+        most_tries=options.tries,
+        on_try=report,
+        compared=_grids_of_run(workload),
+    )
+
+
+def _budget(options: argparse.Namespace, config: DecoderConfig, hardware: Hardware) -> Budget:
+    per_layer = SECONDS_PER_LAYER[options.target.partition(":")[0]]
+    return Budget(
+        prefill_graphs=options.max_prefill_graphs,
+        decode_graphs=options.max_decode_graphs,
+        memory_bytes=_memory(options, hardware),
+        compile_seconds=options.max_compile_minutes * 60,
+        seconds_per_graph=options.seconds_per_graph or per_layer * config.num_layers,
+    )
+
+
+def _hardware(options: argparse.Namespace) -> Hardware:
+    return hardware_of(options.target, known_hardware(options.hardware))
+
+
+def _layouts(options: argparse.Namespace, count: int) -> list[Layout | None]:
+    """Those that were named, or every named layout over every mesh of so many devices."""
+    if options.layout is not None and options.layout != ALL:
+        spellings = options.layout.split()
+        return [Layout.from_table(read_layout_table(one), one) for one in spellings]
+    return [None] if count == 1 else list(all_layouts(named_layout_tables(), count))
+
+
+def _require(
+    layout: Layout | None, config: DecoderConfig, num_devices: int, grid: BucketGrid | None
+) -> None:
+    if layout is not None:
+        require(layout, model_sizes(config, num_devices, grid))
+
+
+def _dtype(options: argparse.Namespace) -> str:
+    if options.dtype != "auto":
+        return options.dtype
+    return "float32" if options.target.partition(":")[0] == "cpu" else "bfloat16"
+
+
+def _calibration(options: argparse.Namespace, files: ModelFiles, dtype: str):
+
+    if options.calibration is None:
+        return None
+    with options.calibration.open(encoding="utf-8") as file:
+        calibration = Calibration.from_json(json.load(file))
+    expected = {"model": _fingerprint(files), "dtype": dtype, "target": options.target}
+    for name, value in expected.items():
+        if (got := getattr(calibration, name)) != value:
+            raise ConfigError(
+                f"{options.calibration} {name}: expected {value}, got {got}. Calibrate again with "
+                f"noria bench --calibration."
+            )
+    return calibration
+
+
+def _grids_of_run(workload: Workload) -> "dict[str, BucketGrid]":
+    """The grid that a finished job ran on."""
+    if workload.manifest is None:
+        return {}
+    return {PLAN_OF_RUN: Plan.from_table(tomllib.loads(workload.manifest["plan"])).buckets}
+
+
+def _memory(options: argparse.Namespace, hardware: Hardware) -> float:
+    if options.max_memory_gb is not None:
+        return options.max_memory_gb * 1e9
+    return MEMORY_SHARE * hardware.memory_bytes
+
+
+def _fingerprint(files: ModelFiles) -> str:
+    """Of a model without weights none: such a plan is for any model that fits it."""
+    try:
+        return files.fingerprint()
+    except CheckpointError:
+        return ""
+
+
+def _short(tried: Tried) -> str:
+    grid = tried.grid
+    how = "whole prompts" if grid.chunk is None else f"chunks of {grid.chunk}"
+    shapes = " ".join(f"{bucket.length}x{bucket.batch}" for bucket in grid.prefill)
+    return f"{how} {shapes}, {grid.decode_slots} slots"
+
+
+def _note(options: argparse.Namespace, line: str) -> None:
+    if not options.quiet:
+        print(line, file=sys.stderr, flush=True)
