@@ -26,7 +26,7 @@ TARGET = "tpu:v5e:2x4"
 SLOTS, PROMPTS, LENGTH = 64, 8, 256
 GRID = BucketGrid(512, ((LENGTH, PROMPTS),), SLOTS, (512,), steps_per_call=8)
 CHUNK, SHORT, LONG = 256, 512, 4096
-CHUNKS = BucketGrid(LONG, ((SHORT, PROMPTS), (LONG, PROMPTS)), SLOTS, (SHORT, LONG), chunk=CHUNK)
+CHUNKS = BucketGrid(LONG, ((SHORT, 1), (LONG, 1)), SLOTS, (SHORT, LONG), chunk=CHUNK)
 ROWS = {"prefill": (PROMPTS, LENGTH), "decode": (SLOTS, 1)}
 NUM_KV_HEADS = {
     "weight-stationary-1d-kv-copies": 2,
@@ -104,7 +104,7 @@ def test_a_layer_communicates_what_the_formulas_say_and_nothing_else(name, phase
 def test_a_chunk_sends_its_entries_or_its_queries_whichever_are_fewer_bytes(name, segments, kind):
     """Of one span the entries, of another the queries: nothing else goes along the ring."""
     layout = layout_of(name)
-    sizes = LayerSizes.of(config_of(name, 1), layout, PROMPTS, CHUNK, itemsize=2)
+    sizes = LayerSizes.of(config_of(name, 1), layout, 1, CHUNK, itemsize=2)
     formulas = expected(layout, "chunk", replace(sizes, segments=segments))
     assert formulas is not None
     assert kind in {e.kind for e in formulas if e.mesh_axes == ("sequence",)}

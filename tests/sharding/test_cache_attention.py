@@ -166,7 +166,7 @@ def on_a_ring(case: Case, made: Inputs, n: int, way, attend=attend_dense) -> jax
 @pytest.mark.parametrize(
     ("n", "name"),
     [
-        pytest.param(n, name, marks=[pytest.mark.slow] * (n != 4 and name != "causal"))
+        pytest.param(n, name, marks=[pytest.mark.slow] * (n != 4))
         for n in (2, 4, 8)
         for name in CASES
     ],
