@@ -64,7 +64,7 @@ class LayoutResult:
     temp_by_phase: dict[str, int] = field(default_factory=dict)
     collectives: list[CollectiveTotal] = field(default_factory=list)
     flops: float = 0.0
-    """On one device, of one prefill call and one decode step together."""
+    """On one device, of one prefill call and one decode step together; of Pallas kernels none."""
     flops_by_phase: dict[str, float] = field(default_factory=dict)
     attention: dict[str, str] = field(default_factory=dict)
     """The kernel of each phase, and why it was chosen."""

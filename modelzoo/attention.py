@@ -32,7 +32,10 @@ class Queries(NamedTuple):
 
 
 class Attend(Protocol):
-    """One attention implementation; every one must equal `attend_dense` within tolerance."""
+    """One attention implementation; every one must equal `attend_dense` within tolerance.
+
+    Where nobody uses `lse`, a kernel that does not make it gives NaN in its place.
+    """
 
     def __call__(
         self,
