@@ -18,6 +18,21 @@ from .steps import DecodeOutput, DecodeState, Prompts
 Parameters = Mapping[str, jax.Array]
 
 
+def graph_names(grid: BucketGrid) -> set[str]:
+    """Of every graph of a grid."""
+    names = {CompiledGraphs.decode_name(span) for span in grid.decode_spans}
+    names.add(CompiledGraphs.EMPTY_STATE)
+    kinds = (False, True) if grid.score else (False,)
+    if grid.chunk is not None:
+        names |= {CompiledGraphs.OPEN, CompiledGraphs.FORK}
+        return names | {CompiledGraphs.chunk_name(b, kind) for b in grid.prefill for kind in kinds}
+    for bucket in grid.prefill:
+        names |= {CompiledGraphs.prefill_name(bucket), CompiledGraphs.insert_name(bucket)}
+        if grid.score:
+            names.add(CompiledGraphs.score_name(bucket))
+    return names
+
+
 class GraphNotPlanned(ValueError):
     """A call for a graph that the plan does not have."""
 

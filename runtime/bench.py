@@ -217,6 +217,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         metavar="FILE",
         help="instead of cases, time graphs of many shapes for the predictions of noria plan",
     )
+    add("--hardware", help="for it: what the devices are, such as gpu:h100:1 (default: --target)")
     add("--longest", type=int, default=1024, help="positions of the longest rows timed for it")
     options = parser.parse_args(arguments)
     if options.repeats < 1:
@@ -269,8 +270,10 @@ def _calibrate(model: "LoadedModel", options: argparse.Namespace) -> int:
     from .planning.hardware_files import known_hardware
 
     longest = min(options.longest, model.definition.config.max_position)
-    hardware = hardware_of(options.target, known_hardware())
-    calibration = measure(model, hardware, longest, lambda line: print(line, flush=True))
+    hardware = hardware_of(options.hardware or options.target, known_hardware())
+    calibration = measure(
+        model, hardware, longest, options.layout or "", lambda line: print(line, flush=True)
+    )
     content = json.dumps(calibration.to_json(), indent=1)
     options.calibration.write_text(content + "\n", encoding="utf-8")
     print(

@@ -14,8 +14,9 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,9 +28,10 @@ import jax
 from .. import compile as compile_floor
 from .. import modelzoo, sharding
 from ..compile import serialised
-from ..compile.compiled_graphs import CompiledGraphs
+from ..compile.compiled_graphs import CompiledGraphs, graph_names
 from ..compile.plan import Plan
 from ..compile.targets import Target
+from ..modelzoo.config import DecoderConfig
 from .batch.disk import Disk, digest_file, replace_file
 from .batch.manifest import versions
 from .machine import processor_flags
@@ -52,12 +54,20 @@ class Bundle:
 
     folder: Path
 
-    def load(self, plan: Plan, target: Target, model_path: Path) -> CompiledGraphs:
+    def load(
+        self, plan: Plan, target: Target, config: DecoderConfig, model_path: Path
+    ) -> CompiledGraphs:
         """The executables; `BundleUnusable` unless all of them are trusted and built for this."""
-        self._check_trust(model_path)
-        contents = self._contents()
-        self._check_key(contents["key"], key_of(plan, target))
-        dumped = {name: self._content_of(graph) for name, graph in contents["graphs"].items()}
+        if _is_inside_model(self.folder, model_path):
+            raise BundleUnusable("it lies in the model's directory, from which nothing is run")
+        try:
+            contents, dumped = self._read()
+        except OSError as error:
+            raise BundleUnusable(f"{error.filename or self.folder}: {error.strerror}") from None
+        _check_key(contents["key"], key_of(plan, target, config))
+        missing = graph_names(plan.buckets) ^ set(dumped)
+        if missing:
+            raise BundleUnusable(f"its executables are not those of the plan ({sorted(missing)})")
         load = partial(serialised.load, devices=target.devices)
         try:
             with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
@@ -66,68 +76,53 @@ class Bundle:
             raise BundleUnusable(f"its executables cannot be loaded ({error})") from error
         return CompiledGraphs(plan.buckets, dict(zip(dumped, loaded, strict=True)))
 
-    def _check_trust(self, model_path: Path) -> None:
-        folder = self.folder.resolve()
-        model = model_path.resolve()
-        if folder.is_relative_to(model if model.is_dir() else model.parent):
-            raise BundleUnusable(
-                f"{self.folder} lies in the model's directory, from which nothing is run"
-            )
-        for path in (self.folder, self.folder / GRAPHS, *self._files()):
-            _check_own(path)
+    def _read(self) -> tuple[Mapping[str, Any], dict[str, bytes]]:
+        """Contents and executables, each read from the very file whose owner was checked.
 
-    def _files(self) -> Iterable[Path]:
-        yield self.folder / CONTENTS
-        yield self.folder / PLAN
-        if (self.folder / GRAPHS).is_dir():
-            yield from sorted((self.folder / GRAPHS).iterdir())
+        Folders are held open, so nobody who can rename them can put others in their place.
+        """
+        with _opened(self.folder) as folder:
+            contents = _contents(_read_file(CONTENTS, folder))
+            with _opened(GRAPHS, folder) as graphs:
+                dumped = {
+                    name: _read_file(file, graphs) for name, (file, _) in contents["files"].items()
+                }
+        for name, (file, sha256) in contents["files"].items():
+            if hashlib.sha256(dumped[name]).hexdigest() != sha256:
+                raise BundleUnusable(f"{GRAPHS}/{file} is not the file that was written")
+        return contents, dumped
 
-    def _contents(self) -> Mapping[str, Any]:
-        try:
-            contents = json.loads((self.folder / CONTENTS).read_bytes())
-            schema, executable = contents["schema"], contents["executable"]
-        except (ValueError, KeyError, TypeError):
-            raise BundleUnusable(f"{self.folder / CONTENTS} cannot be read") from None
-        if schema != SCHEMA:
-            raise BundleUnusable(f"{CONTENTS}: expected schema {SCHEMA}, got {schema}")
-        if not executable:
-            raise BundleUnusable("it was compiled for a target that was not there")
-        return contents
 
-    @staticmethod
-    def _check_key(built_for: Mapping[str, str], wanted: Mapping[str, str]) -> None:
-        names = sorted(set(built_for) | set(wanted))
-        if differing := [name for name in names if built_for.get(name) != wanted.get(name)]:
-            listed = "; ".join(
-                f"{name}: {built_for.get(name)!r} then, {wanted.get(name)!r} now"
-                for name in differing
-            )
-            raise BundleUnusable(f"it was built for something else ({listed})")
-
-    def _content_of(self, graph: Mapping[str, Any]) -> bytes:
-        path = self.folder / GRAPHS / Path(graph["file"]).name
-        try:
-            content = path.read_bytes()
-        except OSError as error:
-            raise BundleUnusable(f"{path}: {error.strerror}") from None
-        if hashlib.sha256(content).hexdigest() != graph["sha256"]:
-            raise BundleUnusable(f"{path} is not the file that was written")
-        return content
+def check_folder(folder: Path, model_path: Path) -> None:
+    """Refuse a folder for a bundle before anything is compiled for it."""
+    if _is_inside_model(folder, model_path):
+        raise ConfigError(
+            f"{folder}: expected a folder outside the model's directory, from which no executable "
+            f"is run. Choose another."
+        )
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder}: expected a folder, got a file. Choose another name.")
+    others = {path.name for path in folder.iterdir()} if folder.exists() else set()
+    # an interrupted bundle has no contents yet
+    if others - {PLAN, CONTENTS, GRAPHS}:
+        raise ConfigError(
+            f"{folder}: expected a new folder or a bundle, got one with other files. Choose "
+            f"another folder."
+        )
 
 
 def write(
     folder: Path,
     plan: Plan,
     target: Target,
+    config: DecoderConfig,
     graphs: CompiledGraphs,
     seconds: Mapping[str, float],
 ) -> None:
     """Fill a folder, whose earlier bundle is replaced; executables only for a target that is there.
 
-    `seconds` are those that each graph took to compile.
+    `seconds` are those that each graph took to compile. See `check_folder` for which folders.
     """
-    if folder.exists() and any(folder.iterdir()) and not (folder / CONTENTS).exists():
-        raise ConfigError(f"{folder}: expected a new folder or a bundle, got one with other files.")
     disk = Disk()
     for path in (folder, folder / GRAPHS):
         path.mkdir(parents=True, exist_ok=True)
@@ -148,13 +143,13 @@ def write(
     contents = {
         "schema": SCHEMA,
         "executable": target.is_present,
-        "key": key_of(plan, target),
+        "key": key_of(plan, target, config),
         "graphs": described,
     }
     replace_file(disk, folder / CONTENTS, [json.dumps(contents, indent=1).encode() + b"\n"])
 
 
-def key_of(plan: Plan, target: Target) -> dict[str, str]:
+def key_of(plan: Plan, target: Target, config: DecoderConfig) -> dict[str, str]:
     """Everything that an executable depends on."""
     device = target.devices[0]
     return {
@@ -167,17 +162,38 @@ def key_of(plan: Plan, target: Target) -> dict[str, str]:
         **{name: os.environ.get(name, "") for name in _FLAGS},
         "sources": _source_fingerprint(),
         "plan": _digest(plan.to_toml()),
+        "model": _digest(repr(config)),
     }
 
 
-def _check_own(path: Path) -> None:
-    """Only the user may have written it."""
+def _is_inside_model(folder: Path, model_path: Path) -> bool:
+    model = model_path.resolve()
+    return folder.resolve().is_relative_to(model if model.is_dir() else model.parent)
+
+
+@contextmanager
+def _opened(path: Path | str, folder: int | None = None) -> Iterator[int]:
+    """A folder as a descriptor, the user's own."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(path, flags, dir_fd=folder)
     try:
-        found = path.lstat()
-    except OSError as error:
-        raise BundleUnusable(f"{path}: {error.strerror}") from None
-    if stat.S_ISLNK(found.st_mode):
-        raise BundleUnusable(f"{path} is a link")
+        _check_own(path, descriptor)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _read_file(name: str, folder: int) -> bytes:
+    """A file of a folder that is held open, the user's own; links are not followed."""
+    descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    with os.fdopen(descriptor, "rb") as file:
+        _check_own(name, descriptor)
+        return file.read()
+
+
+def _check_own(path: Path | str, descriptor: int) -> None:
+    """Only the user may have written it."""
+    found = os.fstat(descriptor)
     if found.st_uid != os.geteuid():
         raise BundleUnusable(f"{path} belongs to another user ({found.st_uid})")
     if found.st_mode & _WRITABLE_BY_OTHERS:
@@ -185,6 +201,36 @@ def _check_own(path: Path) -> None:
             f"{path} can be written by others ({stat.filemode(found.st_mode)}); chmod go-w it if "
             f"none of them has"
         )
+
+
+def _contents(text: bytes) -> Mapping[str, Any]:
+    """The key, and the file and hash of every graph."""
+    try:
+        contents = json.loads(text)
+        if contents["schema"] != SCHEMA:
+            raise BundleUnusable(
+                f"{CONTENTS}: expected schema {SCHEMA}, got {contents['schema']!r}"
+            )
+        if not contents["executable"]:
+            raise BundleUnusable("it was compiled for a target that was not there")
+        files = {
+            str(name): (Path(graph["file"]).name, str(graph["sha256"]))
+            for name, graph in contents["graphs"].items()
+        }
+        return {"key": dict(contents["key"]), "files": files}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, BundleUnusable):
+            raise
+        raise BundleUnusable(f"{CONTENTS} cannot be read") from None
+
+
+def _check_key(built_for: Mapping[str, str], wanted: Mapping[str, str]) -> None:
+    names = sorted(set(built_for) | set(wanted))
+    if differing := [name for name in names if built_for.get(name) != wanted.get(name)]:
+        listed = "; ".join(
+            f"{name}: {built_for.get(name)!r} then, {wanted.get(name)!r} now" for name in differing
+        )
+        raise BundleUnusable(f"it was built for something else ({listed})")
 
 
 def memory_of(executable: jax.stages.Compiled) -> int:

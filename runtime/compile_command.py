@@ -49,8 +49,9 @@ def run(options: argparse.Namespace) -> int:
             print(line + cached, file=sys.stderr, flush=True)
 
     with open_model(options.model, needs_weights=False) as files:
+        bundle.check_folder(options.output, files.path)
+        session.check_model(plan, files)
         session.check_layout(plan.layout, files, target, plan.buckets)
-        session.check_experts(plan.experts, files)
         placement = target.placement(plan.layout)
         config = files.spec.config
         definition = Definition(config, placement.arrangement(config))
@@ -58,11 +59,11 @@ def run(options: argparse.Namespace) -> int:
             graphs = session.compile_plan(definition, plan, placement, report)
         except (RuntimeError, MemoryError) as error:
             raise JobError(f"{target.name}: {error}", EXIT_BUILD) from error
-    bundle.write(options.output, plan, target, graphs, seconds)
+    bundle.write(options.output, plan, target, config, graphs, seconds)
     kept = "kept" if target.is_present else f"not kept, as {target.name} is not there"
     most = max(bundle.memory_of(executable) for executable in graphs.executables.values())
     print(
         f"{options.output}: {len(seconds)} graphs compiled in {sum(seconds.values()):.1f} s of "
-        f"threads, {kept}; the largest needs {most / GIGABYTE:.2f} GB on each device"
+        f"threads, {kept}; a call needs up to {most / GIGABYTE:.2f} GB of its own on each device"
     )
     return 0

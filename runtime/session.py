@@ -18,6 +18,7 @@ from ..compile.compiled_graphs import CompiledGraphs
 from ..compile.definition import Definition, model_sizes
 from ..compile.expert_plan import LOSSLESS_EXPERTS, ExpertPlan
 from ..compile.plan import DTYPES, Plan
+from ..compile.planning.hardware import num_devices
 from ..compile.targets import Target, num_simulated
 from ..modelzoo.config import DecoderConfig
 from ..sharding.layout import Layout
@@ -83,26 +84,18 @@ def check_present(target: Target) -> None:
     """Refuse a target that graphs can only be compiled for."""
     if not target.is_present:
         raise ValueError(
-            f"target: expected one that is on this machine, as rows are to run, got {target.name}."
+            f"target: expected one that is on this machine, as rows are to run, got {target.name}. "
+            f"Where its devices are, ask for --target {target.platform}:{len(target.devices)}."
         )
 
 
 def check_plan(plan: Plan, files: ModelFiles, target: Target, dtype: str = "auto") -> None:
     """Refuse a plan that is for another model, target or dtype than asked for, or cannot run."""
     check_present(target)
-    _expect("target", target.name, plan.target, "Ask for the target that was planned for.")
-    if plan.model.fingerprint:
-        expected = files.fingerprint()
-        _expect("model.fingerprint", expected, plan.model.fingerprint, "Plan again for this model.")
+    check_target(plan, target)
+    check_model(plan, files)
     if dtype != "auto":
         _expect("model.dtype", dtype, plan.model.dtype, "Ask for auto to run as planned.")
-    longest = files.spec.config.max_position
-    if plan.buckets.max_length > longest:
-        raise ValueError(
-            f"plan buckets.max_length: expected at most {longest}, the longest sequence that "
-            f"{files.name} was published for, got {plan.buckets.max_length}."
-        )
-    check_experts(plan.experts, files)
     check_layout(plan.layout, files, target, plan.buckets)
     attention_kernels(plan, files.spec.config, target)
 
@@ -111,6 +104,33 @@ def attention_kernels(plan: Plan, config: DecoderConfig, target: Target) -> Atte
     """The attention kernel of each graph; refuses one that is asked for and cannot serve."""
     placement, dtype = target.placement(plan.layout), jnp.dtype(plan.model.dtype)
     return choose_kernels(config, plan.buckets, placement, dtype, plan.attention)
+
+
+def check_target(plan: Plan, target: Target) -> None:
+    """Refuse a plan for other devices; one for a topology is for as many of that platform."""
+    platform = plan.target.partition(":")[0]
+    if target.name != plan.target and (platform, num_devices(plan.target)) != (
+        target.platform,
+        len(target.devices),
+    ):
+        raise ValueError(
+            f"plan target: expected {target.name}, got {plan.target}. Ask for the target that was "
+            f"planned for."
+        )
+
+
+def check_model(plan: Plan, files: ModelFiles) -> None:
+    """Refuse a plan that was made for another model, or for longer rows than this one's."""
+    if plan.model.fingerprint:
+        expected = files.fingerprint()
+        _expect("model.fingerprint", expected, plan.model.fingerprint, "Plan again for this model.")
+    longest = files.spec.config.max_position
+    if plan.buckets.max_length > longest:
+        raise ValueError(
+            f"plan buckets.max_length: expected at most {longest}, the longest sequence that "
+            f"{files.name} was published for, got {plan.buckets.max_length}."
+        )
+    check_experts(plan.experts, files)
 
 
 def check_experts(experts: ExpertPlan | None, files: ModelFiles) -> None:
@@ -202,7 +222,8 @@ def _loaded(
     if bundle is None:
         return None
     try:
-        graphs = bundle.load(plan, model.target, model.files.path)
+        config = model.definition.config
+        graphs = bundle.load(plan, model.target, config, model.files.path)
     except BundleUnusable as error:
         on_note(f"bundle {bundle.folder}: {error}. Compiling the plan instead.")
         return None

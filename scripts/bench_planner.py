@@ -16,7 +16,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from noria.compile.bucket_grid import BucketGrid
 from noria.compile.default_grid import GridDefaults
 from noria.compile.definition import Definition
 from noria.compile.planning.candidates import Budget, CandidateGrids, ExpectedRow
@@ -77,7 +76,7 @@ def measure(target: str, path: Path, tries: int) -> dict[str, Any]:
     hardware = hardware_of(target, known_hardware())
     cost = CostModel(Work(Definition(LLAMA_1B), TARGETS[target]), hardware)
     longest = max(row.need.prompt_length for row in rows)
-    powers = powers_of_two(len(range(SHORTEST.bit_length(), longest.bit_length() + 1)), longest)
+    powers = powers_of_two((longest - 1).bit_length() - SHORTEST.bit_length() + 2, longest)
     budget = Budget(prefill_graphs=len(powers), memory_bytes=0.9 * hardware.memory_bytes)
     planner = Planner(rows, LLAMA_1B.max_position, cost, budget, GridDefaults(), most_tries=tries)
     whole = replace(planner, may_chunk=False).plan().best
@@ -93,7 +92,7 @@ def measure(target: str, path: Path, tries: int) -> dict[str, Any]:
         grid = with_lengths(whole.grid, lengths, tokens)
         by_hand[name] = {
             "grid": figures(try_grid(grid, rows, cost, budget)),
-            "planned": figures(_planned(whole.grid, len(grid.prefill), rows, cost, budget)),
+            "planned": figures(_planned(whole, len(grid.prefill), rows, cost, budget)),
         }
     return {
         "target": target,
@@ -107,12 +106,14 @@ def measure(target: str, path: Path, tries: int) -> dict[str, Any]:
 
 
 def _planned(
-    grid: BucketGrid, count: int, rows: Sequence[ExpectedRow], cost: CostModel, budget: Budget
+    whole: Tried, count: int, rows: Sequence[ExpectedRow], cost: CostModel, budget: Budget
 ) -> Tried:
     """The best ladder of at most so many lengths, with the slots and spans of a grid."""
+    grid, tokens = whole.grid, whole.tokens
+    assert tokens is not None
     budget = replace(budget, prefill_graphs=count)
     grids = CandidateGrids(rows, LLAMA_1B.max_position, cost, budget, GridDefaults())
-    return try_grid(replace(grid, prefill=grids.prefill_of(grid)), rows, cost, budget)
+    return try_grid(replace(grid, prefill=grids.prefill_of(tokens)), rows, cost, budget)
 
 
 def _reaching(lengths: list[int], longest: int) -> list[int]:

@@ -21,7 +21,7 @@ from ..default_grid import SPAN_STEP, GridDefaults, RowNeed, cheapest_prefill, r
 from .cost import CostModel
 from .work import Call
 
-SLOTS = (4, 8, 16, 32, 64, 128, 256, 512)
+SLOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 TOKENS_PER_PREFILL = (32, 64, 128, 256, 512, 1024, 2048)
 CHUNKS = (8, 16, 32, 64, 128, 256, 512)
 
@@ -80,6 +80,8 @@ class Candidate:
 
     grid: BucketGrid
     bound: float
+    tokens: int
+    """Most tokens of a prefill call that has several rows, times the layout's pieces."""
 
 
 class CandidateGrids:
@@ -102,6 +104,12 @@ class CandidateGrids:
         declared = max(row.limit(0) for row in rows)
         wanted = min(round_up(max(longest, declared), defaults.length_step), max_position)
         self._max_length = defaults.longest_span(wanted)
+        longest_prompt = max(row.need.prompt_length for row in rows)
+        if longest_prompt > (most := defaults.longest_prefill(self._max_length)):
+            raise ValueError(
+                f"prompts: expected at most {most} tokens, the longest prefill that the layout "
+                f"divides and the model allows, got {longest_prompt}."
+            )
         self._longest_span = defaults.longest_span(max_position)
         self._prompts = np.array([row.need.prompt_length for row in rows])
         self._longest_output = max(row.output for row in rows)
@@ -120,7 +128,7 @@ class CandidateGrids:
         """Those that run prompts whole."""
         step = math.lcm(SPAN_STEP, self._defaults.span_multiple)
         return self._within_budget(
-            self._grid(slots, self._cut(tokens), spans, None)
+            (self._grid(slots, self._cut(tokens), spans, None), tokens)
             for slots in self._slot_counts()
             for spans in [self._spans(slots, step, self._max_length)]
             for tokens in TOKENS_PER_PREFILL
@@ -129,18 +137,26 @@ class CandidateGrids:
     def of_chunks(self) -> Iterator[Candidate]:
         """Those that pour prompts in."""
         choices = product(self._slot_counts(), TOKENS_PER_PREFILL, CHUNKS)
-        found = (self._chunked(*choice) for choice in choices)
-        return self._within_budget(grid for grid in found if grid is not None)
+        found = ((self._chunked(*choice), choice[1]) for choice in choices)
+        return self._within_budget((grid, tokens) for grid, tokens in found if grid is not None)
 
-    def _within_budget(self, grids: Iterable[BucketGrid]) -> Iterator[Candidate]:
-        for grid in dict.fromkeys(grids):
-            if self._budget.build_seconds(grid) <= self._budget.compile_seconds:
-                yield Candidate(grid, self.bound(grid))
+    @property
+    def least_bytes(self) -> int:
+        """Of weights and the smallest cache, on each device."""
+        work, slots = self._cost.work, self._defaults.slot_multiple
+        return work.parameter_bytes + work.cache_bytes(slots, self._max_length)
 
-    def prefill_of(self, grid: BucketGrid) -> tuple[PrefillBucket, ...]:
-        """The best prefill lengths for calls of as many tokens as the grid's fullest one has."""
-        tokens = max(bucket.length * bucket.batch for bucket in grid.prefill)
-        return tuple(self._cut(tokens // self._defaults.batch_multiple))
+    def _within_budget(self, found: Iterable[tuple[BucketGrid, int]]) -> Iterator[Candidate]:
+        work, budget = self._cost.work, self._budget
+        for grid, tokens in dict(found).items():
+            needed = work.parameter_bytes + work.cache_bytes(grid.decode_slots, grid.max_length)
+            fits = needed <= budget.memory_bytes
+            if fits and budget.build_seconds(grid) <= budget.compile_seconds:
+                yield Candidate(grid, self.bound(grid), tokens)
+
+    def prefill_of(self, tokens: int) -> tuple[PrefillBucket, ...]:
+        """The best prefill lengths for calls of so many tokens, as candidates have them."""
+        return tuple(self._cut(tokens))
 
     def bound(self, grid: BucketGrid) -> float:
         """Seconds below which no schedule over a grid comes, its build included."""
@@ -159,12 +175,7 @@ class CandidateGrids:
     def _slot_counts(self) -> list[int]:
         multiple = self._defaults.slot_multiple
         counts = {round_up(min(slots, max(self._num_sequences, 1)), multiple) for slots in SLOTS}
-        return [slots for slots in sorted(counts) if self._fits(slots)]
-
-    def _fits(self, slots: int) -> bool:
-        work = self._cost.work
-        cache = work.cache_bytes(slots, self._max_length)
-        return work.parameter_bytes + cache <= self._budget.memory_bytes
+        return sorted(counts)
 
     def _cut(self, tokens: int) -> list[PrefillBucket]:
         """Prefill buckets of least cost for calls of up to so many tokens, or of one row."""
@@ -179,7 +190,7 @@ class CandidateGrids:
                 self._max_length,
                 defaults,
                 lambda bucket: self._cost.seconds(Call.whole(bucket)),
-                self._budget.seconds_per_graph,
+                self._budget.seconds_per_graph * (1 + self._score),
             )
         return self._cuts[tokens]
 

@@ -3,8 +3,8 @@
 A part takes as long as its products or its memory, whichever is longer, and then what it sends
 (the roofline: Williams, Waterman, Patterson 2009, "Roofline: An Insightful Visual Performance
 Model", doi:10.1145/1498765.1498785); parts run one after the other. A calibration multiplies each
-part by a factor, and adds seconds to every call. Without one the figures are bounds from published
-peaks, which no program reaches.
+part by a factor, and adds seconds to every call. Without one the figures are what
+published peaks would allow: programs lose against them, and win where parts overlap.
 
 Knows nothing of grids or schedules. Every figure here is a prediction.
 """
@@ -42,7 +42,10 @@ class Calibration:
     model: str
     """Fingerprint of the model's files."""
     dtype: str
-    target: str
+    hardware: Mapping[str, Any]
+    """The peaks that factors are of, with their name."""
+    layout: str
+    """As it was asked for; empty for one device."""
     phases: Mapping[str, PhaseFactors]
     insert_seconds: float
     """Of giving a slot to a prompt."""
@@ -61,6 +64,8 @@ class Calibration:
         check_keys("calibration phases", table["phases"], set(PHASES))
         for phase, found in table["phases"].items():
             check_keys(f"calibration phases.{phase}", found, {"overhead", "factors"})
+            if not isinstance(found["factors"], Mapping):
+                raise ValueError(f"calibration phases.{phase}.factors: expected a table.")
         phases = {phase: PhaseFactors(**found) for phase, found in table["phases"].items()}
         return cls(**{**table, "phases": phases})
 
@@ -168,5 +173,6 @@ def calibrate(
         insert_seconds=insert_seconds,
         median_error=float(np.median(errors)),
         dtype=work.dtype,
+        hardware={"name": hardware.name, **hardware.to_table()},
         **about,
     )

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..plan_tables import check_keys
 
+PLATFORMS = ("cpu", "gpu", "tpu")
 _NUMBERS = ("memory_bytes", "memory_rate", "link_rate", "links")
 
 
@@ -97,8 +98,9 @@ def read_hardware(tables: Mapping[str, Any]) -> dict[str, Hardware]:
 def num_devices(target: str) -> int:
     """Devices of a target by its name alone: `cpu:8`, `tpu:v5e:2x4`, `gpu:h100:8`."""
     platform, _, rest = target.partition(":")
-    shape = rest if platform == "cpu" else rest.partition(":")[2]
-    sizes = shape.split("x") if shape else ["1"]
+    is_count = platform == "cpu" or rest.isdecimal()
+    shape = rest if is_count else rest.partition(":")[2]
+    sizes = [shape] if is_count and shape else shape.split("x") if shape else ["1"]
     if not all(size.isascii() and size.isdigit() and int(size) > 0 for size in sizes):
         raise UnknownHardware(
             f"target {target}: expected cpu:8, tpu:v5e:2x4, gpu:h100:8 or the like, got {shape!r} "
@@ -113,8 +115,8 @@ def hardware_of(target: str, known: Mapping[str, Hardware]) -> Hardware:
     Devices of the CPU are simulated: they share what there is.
     """
     platform, _, rest = target.partition(":")
-    name = platform if platform == "cpu" or not rest else rest.partition(":")[0]
-    if name not in known:
+    name = platform if platform == "cpu" else rest.partition(":")[0]
+    if platform not in PLATFORMS or name not in known:
         raise UnknownHardware(
             f"target {target}: expected hardware of {', '.join(known)}, got {name!r}. Name the "
             f"generation (tpu:v5e:2x4, gpu:h100:8), or add a table [{name}] of your own with "

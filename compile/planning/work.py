@@ -101,6 +101,11 @@ class Work:
         self.dtype = dtype
         self.layout = layout or ONE_DEVICE
         self._itemsize = jnp.dtype(dtype).itemsize
+        heads = {axes.QUERY_HEADS: self.layout.phase("prefill")[axes.KV_HEADS]}
+        self._heads_only = replace(
+            self.layout, rules=AxisRules(heads), prefill={}, decode={}, name="heads alone"
+        )
+        """The layout as far as it splits heads of prompts."""
         shapes = {name: x.shape for name, x in definition.abstract_parameters(dtype).items()}
         logical_axes = definition.logical_axes()
         placed = explain(self.layout, shapes, logical_axes, dtype)
@@ -187,9 +192,14 @@ class Work:
 
     def _kept_bytes(self, call: Call) -> float:
         """Keys and values read, once a block of queries, and those that are written."""
-        of_span = self.cache_bytes(call.rows, call.span)
         if call.phase == "decode":
-            return of_span
+            return self.cache_bytes(call.rows, call.span)
+        # as if one row were alone, then shared as the prompt's attention is
+        rules, shards = self.layout.phase(call.phase), self.layout.mesh.num_shards
+        split = (axes.ATTENTION_BATCH, axes.LENGTH)
+        pieces = shards(self._mesh_axes(split, rules))
+        alone = cache_bytes_per_device(self.config, self._heads_only, 1, call.span, self.dtype)
+        of_span = call.rows * alone / pieces
         block, _ = block_sizes(call.tokens, call.span)
         blocks = math.ceil(call.tokens / block)
         seen = sum(_pairs(call, window) for window in self.config.windows)

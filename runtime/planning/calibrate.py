@@ -45,6 +45,7 @@ def measure(
     model: LoadedModel,
     hardware: Hardware,
     longest: int,
+    layout: str = "",
     on_trial: Callable[[str], None] = lambda line: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Calibration:
@@ -78,7 +79,7 @@ def measure(
         measured,
         statistics.median(inserts),
         model=model.files.fingerprint(),
-        target=model.target.name,
+        layout=layout,
         machine=describe_machine(),
     )
 
@@ -100,7 +101,7 @@ def _long_prompt(span: int) -> int:
 
 
 def _submit(generator: Generator, grid: BucketGrid, span: int) -> None:
-    """A full batch whose span is decided by as many long rows as make one prefill call."""
+    """A full batch, some of whose rows are long enough to decide its span."""
     rng = np.random.default_rng(0)
     length = _long_prompt(span)
     bucket = grid.bucket_of(length)

@@ -23,7 +23,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--layout",
         help="how the model lies on several devices: NAME, NAME@data=2,tensor=4 or FILE, or some "
-        "of them joined by spaces (default: the best of all named ones over all meshes)",
+        "of them joined by spaces (default: all, the best of the named ones over all meshes)",
     )
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of weights")
     add("--from-output", type=Path, metavar="OUT", help="output of a finished job of the workload")
@@ -54,6 +54,8 @@ def run(options: argparse.Namespace) -> int:
     from .predict import predict
 
     _check(options)
+    if options.report is not None:
+        report.require_pictures()
     with open_model(options.model, needs_weights=False) as files:
         prediction = predict(options, files)
     options.output.write_text(prediction.plan.to_toml(), encoding="utf-8")

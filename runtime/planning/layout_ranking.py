@@ -70,30 +70,32 @@ class Ranking:
         cost = CostModel(work, self.hardware, self.calibration)
         if must_know_exchanges and not work.knows_exchanges:
             return RankedLayout(layout, cost, ("what it sends is not known before it is compiled",))
+        defaults = GridDefaults.for_layout(layout)
         try:
-            bound = self._bound(cost, GridDefaults.for_layout(layout))
+            grids = CandidateGrids(
+                self._sample(), self.config.max_position, cost, self.budget, defaults
+            )
         except ValueError as error:
             return RankedLayout(layout, cost, (str(error),))
+        bound = min((candidate.bound for candidate in grids.of_whole_prompts()), default=None)
         if bound is None:
-            return RankedLayout(layout, cost, (self._why_none(work, layout),))
+            return RankedLayout(layout, cost, (self._why_none(grids.least_bytes),))
         return RankedLayout(layout, cost, bound=bound)
 
-    def _bound(self, cost: CostModel, defaults: GridDefaults) -> float | None:
-        """Of the best grid of whole prompts; None where none fits."""
-        sample = self.rows[:: -(-len(self.rows) // SAMPLE)]
-        grids = CandidateGrids(sample, self.config.max_position, cost, self.budget, defaults)
-        return min((candidate.bound for candidate in grids.of_whole_prompts()), default=None)
+    def _sample(self) -> list[ExpectedRow]:
+        """Rows in equal steps, and those that decide how long a plan's rows are."""
+        sample = list(self.rows[:: -(-len(self.rows) // SAMPLE)])
+        longest_limit = max(self.rows, key=lambda row: row.limit(0))
+        longest_row = max(self.rows, key=lambda row: row.need.prompt_length + row.output)
+        longest_prompt = max(self.rows, key=lambda row: row.need.prompt_length)
+        return [*sample, longest_limit, longest_row, longest_prompt]
 
-    def _why_none(self, work: Work, layout: Layout | None) -> str:
-        """What keeps the smallest grid from being one."""
-        slots = GridDefaults.for_layout(layout).slot_multiple
-        longest = max(row.need.least_length for row in self.rows)
-        needed = work.parameter_bytes + work.cache_bytes(slots, longest)
+    def _why_none(self, needed: int) -> str:
+        """What keeps the smallest grid from being one, which needs so many bytes."""
         allowed = self.budget.memory_bytes
         if needed > allowed:
             return (
-                f"weights ({work.parameter_bytes / 1e9:.2f} GB a device) and a cache of {slots} "
-                f"rows of {longest} positions need {needed / 1e9:.2f} GB, "
+                f"weights and the smallest cache need {needed / 1e9:.2f} GB a device, "
                 f"{(needed - allowed) / 1e9:.2f} GB more than the {allowed / 1e9:.2f} GB there "
                 f"are. Take more devices, a layout that splits more, or shorter rows."
             )

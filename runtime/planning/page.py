@@ -19,14 +19,13 @@ img { max-width: 100%; display: block; margin: 1rem 0; }
 def page(report: Mapping[str, Any], pictures: Sequence[tuple[str, bytes]]) -> str:
     """The whole page, from the report's JSON and pictures with what they show."""
     predicted, workload = report["predicted"], report["workload"]
-    calibrated = "a calibration" if report["calibration"] else "published peaks, so they are bounds"
     body = [
         f"<h1>Plan for {_text(workload['name'])} on {_text(report['target'])}</h1>",
         f"<p>{workload['rows']} rows, {workload['prompt_tokens']} prompt tokens, "
         f"{workload['expected_output_tokens']} expected output tokens. Predicted "
         f"<b>{predicted['run_seconds']:.1f} s</b> to run and {predicted['build_seconds']:.0f} s to "
         f"compile {predicted['graphs']} graphs.</p>",
-        f'<p class="note">Every second on this page is a prediction, from {calibrated} '
+        f'<p class="note">Every second on this page is a prediction, from {_text(report["basis"])} '
         f"({_text(report['hardware']['name'])}: {_text(report['hardware']['source'])}).</p>",
         *(_picture(text, png) for text, png in pictures),
         "<h2>Graphs</h2>",

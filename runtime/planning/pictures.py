@@ -6,6 +6,7 @@ Knows nothing of how any of it was found. Each picture is a PNG as bytes.
 import io
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ _SIZE, _DPI = (7.2, 3.6), 110
 
 def workload(prompts: Sequence[int], outputs: Sequence[int], lengths: Sequence[int]) -> bytes:
     """How many rows have which prompt and output, with the borders of prefill lengths or spans."""
-    with _figure("Rows by length of prompt and output") as (figure, panel, png):
+    with _figure() as (figure, panel, png):
         most = max(max(lengths), max(prompts))
         bins = (np.geomspace(1, most, 60), np.geomspace(1, max(2, *outputs), 30))
         # a row without output is drawn with those of one token
@@ -32,7 +33,7 @@ def workload(prompts: Sequence[int], outputs: Sequence[int], lengths: Sequence[i
 
 def roofline(graphs: Sequence[Mapping[str, Any]], peak: float, memory_rate: float) -> bytes:
     """Every graph by operations a byte and predicted operations a second, under the peaks."""
-    with _figure("Graphs under the roofline") as (_, panel, png):
+    with _figure() as (_, panel, png):
         intensity = [graph["flops"] / graph["bytes"] for graph in graphs]
         ridge = peak / memory_rate
         line = np.geomspace(min(*intensity, ridge) / 3, max(*intensity, ridge) * 3, 100)
@@ -54,7 +55,7 @@ def roofline(graphs: Sequence[Mapping[str, Any]], peak: float, memory_rate: floa
 
 def memory(parts: Mapping[str, int], device: float) -> bytes:
     """What lies on a device, and what it has."""
-    with _figure("Memory on each device", (7.2, 1.5)) as (figure, panel, png):
+    with _figure((7.2, 1.5)) as (figure, panel, png):
         start = 0.0
         for (name, num_bytes), color in zip(parts.items(), (_PREFILL, _DECODE), strict=False):
             width = num_bytes / 1e9
@@ -71,7 +72,7 @@ def memory(parts: Mapping[str, int], device: float) -> bytes:
 
 def grids(figures: Mapping[str, Mapping[str, Any]]) -> bytes:
     """Predicted seconds of each grid, of prefill and of decode."""
-    with _figure("Predicted seconds", (7.2, 1.2 + 0.34 * len(figures))) as (_, panel, png):
+    with _figure((7.2, 1.2 + 0.34 * len(figures))) as (_, panel, png):
         names = list(figures)
         prefill = [figures[name]["prefill_seconds"] for name in names]
         decode = [figures[name]["decode_seconds"] for name in names]
@@ -83,17 +84,22 @@ def grids(figures: Mapping[str, Mapping[str, Any]]) -> bytes:
     return png.getvalue()
 
 
-@contextmanager
-def _figure(title: str, size: tuple[float, float] = _SIZE):
-    """A figure of one panel, and the buffer that has it as a PNG afterwards."""
+def matplotlib() -> ModuleType:
+    """The package, or an ImportError with the remedy."""
     try:
         import matplotlib
     except ImportError as error:
         raise ImportError(
-            f"the picture {title!r} of a plan's report needs matplotlib. Install it with: pip "
-            f"install 'noria[report]'"
+            "the pictures of a plan's report need matplotlib. Install it with: pip install "
+            "'noria[report]'"
         ) from error
-    matplotlib.use("agg")
+    return matplotlib
+
+
+@contextmanager
+def _figure(size: tuple[float, float] = _SIZE):
+    """A figure of one panel, and the buffer that has it as a PNG afterwards."""
+    matplotlib().use("agg")
     from matplotlib import pyplot
 
     figure, panel = pyplot.subplots(figsize=size, layout="constrained")

@@ -51,14 +51,16 @@ class Planner:
         """Search, and compare."""
         search = self._search(self.budget, self.may_chunk, self.must_chunk)
         if search is None:
-            raise NoPlanFits("no plan fits the budget, or may be in chunks as asked.")
+            raise NoPlanFits(
+                "no grid is within the budget of memory and graphs, or in chunks as asked."
+            )
         best = search.best.grid
         longest = max(row.need.prompt_length for row in self.rows)
         tokens = self.defaults.tokens_per_prefill
         compared = {**self.compared, **hand_picked(best, longest, tokens)}
         others = {name: self._try(grid) for name, grid in compared.items()}
-        if best.chunk is None:
-            others |= self._neighbours(best)
+        if best.chunk is None and search.best.tokens is not None:
+            others |= self._neighbours(best, search.best.tokens)
         return Planned(search, others)
 
     def _search(self, budget: Budget, may_chunk: bool, must_chunk: bool) -> Search | None:
@@ -68,7 +70,7 @@ class Planner:
             candidates += grids.of_chunks()
         return find_best(candidates, self.rows, self.cost, budget, self.most_tries, self.on_try)
 
-    def _neighbours(self, best: BucketGrid) -> dict[str, Tried]:
+    def _neighbours(self, best: BucketGrid, tokens: int) -> dict[str, Tried]:
         """The best ladders of one prefill graph fewer and one more."""
         found = {}
         for name, change in (("one graph fewer", -1), ("one graph more", 1)):
@@ -78,7 +80,7 @@ class Planner:
             # a graph more is wanted here whatever it costs to build
             budget = replace(self.budget, prefill_graphs=count, seconds_per_graph=0.0)
             grids = CandidateGrids(self.rows, self.max_position, self.cost, budget, self.defaults)
-            prefill = grids.prefill_of(best)
+            prefill = grids.prefill_of(tokens)
             if len(prefill) == count:
                 found[name] = self._try(replace(best, prefill=prefill))
         return found

@@ -20,7 +20,7 @@ from ...compile.planning.cost import Calibration, CostModel
 from ...compile.planning.hardware import Hardware, hardware_of, num_devices
 from ...modelzoo.config import DecoderConfig
 from ...sharding.layout import Layout
-from ...sharding.legality import require
+from ...sharding.legality import IllegalLayout, require
 from ..checkpoint import ModelFiles
 from ..checkpoint.errors import CheckpointError
 from ..layout_files import named_layout_tables, read_layout_table
@@ -76,13 +76,32 @@ def predict(options: argparse.Namespace, files: ModelFiles) -> Prediction:
     chosen = [one for one in ranked if one.bound is not None][:LAYOUTS_SEARCHED]
     if not chosen:
         raise NoPlanFits("no layout can serve this:" + "".join(map(str, ranked)))
-    found = [(one, _planner(options, config, workload, one).plan()) for one in chosen]
-    best, planned = min(found, key=lambda pair: pair[1].best.seconds)
-    _require(best.layout, config, num_devices(options.target), planned.best.grid)
+    best, planned = _best_of(options, config, workload, chosen)
     model = PlannedModel(files.name, _fingerprint(files), dtype)
     plan = Plan(options.target, model, planned.best.grid, best.layout, default_experts(config))
     assert best.cost is not None
     return Prediction(plan, planned, workload, best.cost, ranked, time.perf_counter() - started)
+
+
+def _best_of(
+    options: argparse.Namespace,
+    config: DecoderConfig,
+    workload: Workload,
+    chosen: list[RankedLayout],
+) -> tuple[RankedLayout, Planned]:
+    """The layout whose plan takes least; one that has no legal plan is left out with a word."""
+    found, reasons = [], []
+    for one in chosen:
+        try:
+            planned = _planner(options, config, workload, one).plan()
+            _require(one.layout, config, num_devices(options.target), planned.best.grid)
+            found.append((one, planned))
+        except (NoPlanFits, IllegalLayout) as error:
+            reasons.append(f"{one.layout.name if one.layout else 'one device'}: {error}")
+            _note(options, reasons[-1])
+    if not found:
+        raise NoPlanFits("no plan fits. " + " ".join(reasons))
+    return min(found, key=lambda pair: pair[1].best.seconds)
 
 
 def _rank(
@@ -174,13 +193,22 @@ def _calibration(options: argparse.Namespace, files: ModelFiles, dtype: str):
     if options.calibration is None:
         return None
     with options.calibration.open(encoding="utf-8") as file:
-        calibration = Calibration.from_json(json.load(file))
-    expected = {"model": _fingerprint(files), "dtype": dtype, "target": options.target}
+        try:
+            calibration = Calibration.from_json(json.load(file))
+        except ValueError as error:
+            raise ConfigError(f"{options.calibration}: {error}") from None
+    hardware = _hardware(options)
+    expected = {
+        "model": _fingerprint(files),
+        "dtype": dtype,
+        "layout": options.layout or "",
+        "hardware": {"name": hardware.name, **hardware.to_table()},
+    }
     for name, value in expected.items():
         if (got := getattr(calibration, name)) != value:
             raise ConfigError(
                 f"{options.calibration} {name}: expected {value}, got {got}. Calibrate again with "
-                f"noria bench --calibration."
+                f"noria bench --calibration, or plan for what was calibrated."
             )
     return calibration
 

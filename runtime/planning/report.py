@@ -5,11 +5,13 @@ Every second is a prediction, and says what it waits for.
 
 import json
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...compile.planning.candidates import num_graphs
 from ...compile.planning.cost import CostModel
+from ...compile.planning.hardware import Hardware
 from ...compile.planning.work import Call
 from . import pictures
 from .page import page
@@ -26,7 +28,7 @@ def summary(prediction: "Prediction") -> str:
     """A page for the terminal."""
     workload, best = prediction.workload, prediction.planned.best
     search, hardware = prediction.planned.search, prediction.cost.hardware
-    calibrated = "calibrated" if prediction.cost.calibration else "published peaks, a bound"
+    calibrated = "calibrated" if prediction.cost.calibration else basis(hardware)
     lines = [
         f"workload   {workload.name}: {len(workload.rows)} rows, {workload.prompt_tokens} prompt "
         f"tokens, {workload.output_tokens} expected output tokens",
@@ -47,6 +49,12 @@ def summary(prediction: "Prediction") -> str:
     return "\n".join(lines)
 
 
+def basis(hardware: Hardware) -> str:
+    """What uncalibrated predictions rest on."""
+    assumed = hardware.source.startswith("assumed")
+    return f"{'assumed' if assumed else 'published'} peaks, not calibrated"
+
+
 def as_json(prediction: "Prediction") -> dict[str, Any]:
     """The same and more, as one JSON object."""
     workload, planned, cost = prediction.workload, prediction.planned, prediction.cost
@@ -63,6 +71,7 @@ def as_json(prediction: "Prediction") -> dict[str, Any]:
         },
         "hardware": {"name": cost.hardware.name, **cost.hardware.to_table()},
         "calibration": cost.calibration and cost.calibration.to_json(),
+        "basis": "a calibration" if cost.calibration else basis(cost.hardware),
         "predicted": _figures(planned.best),
         "graphs": graphs(prediction),
         "comparison": {name: _figures(tried) for name, tried in planned.others.items()},
@@ -86,16 +95,17 @@ def graphs(prediction: "Prediction") -> list[dict[str, Any]]:
     best, cost = prediction.planned.best, prediction.cost
     grid, metrics = best.grid, best.simulation.metrics
     found = []
-    for bucket in grid.prefill:
-        uses = [use for name, use in metrics.prefill.items() if _is_of(name, bucket)]
+    kinds = {False: "", True: " scored"} if grid.score else {False: ""}
+    for bucket, (is_scored, kind) in product(grid.prefill, kinds.items()):
+        use = metrics.prefill.get(f"{bucket.length}x{bucket.batch}{kind}")
         found.append(
             {
-                "graph": f"prefill {bucket.length}x{bucket.batch}",
-                "calls": sum(use.calls for use in uses),
-                "real_tokens": sum(use.real_tokens for use in uses),
-                "computed_tokens": sum(use.computed_tokens for use in uses),
-                "total_seconds": sum(use.seconds for use in uses),
-                **_estimate(cost, Call.of_bucket(grid, bucket)),
+                "graph": f"prefill {bucket.length}x{bucket.batch}{kind}",
+                "calls": use.calls if use else 0,
+                "real_tokens": use.real_tokens if use else 0,
+                "computed_tokens": use.computed_tokens if use else 0,
+                "total_seconds": use.seconds if use else 0.0,
+                **_estimate(cost, Call.of_bucket(grid, bucket, is_scored=is_scored)),
             }
         )
     for span in grid.decode_spans:
@@ -111,6 +121,11 @@ def graphs(prediction: "Prediction") -> list[dict[str, Any]]:
             }
         )
     return found
+
+
+def require_pictures() -> None:
+    """Raise ImportError, with the remedy, before a plan is made whose report needs pictures."""
+    pictures.matplotlib()
 
 
 def write(prediction: "Prediction", folder: Path) -> None:
@@ -156,10 +171,6 @@ def _ranked(one: "RankedLayout") -> dict[str, Any]:
         "bound_of_sample": one.bound,
         "findings": list(one.findings),
     }
-
-
-def _is_of(name: str, bucket: Any) -> bool:
-    return name.removesuffix(" scored") == f"{bucket.length}x{bucket.batch}"
 
 
 def _estimate(cost: CostModel, call: Call) -> dict[str, Any]:

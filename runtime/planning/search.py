@@ -6,7 +6,7 @@ many tries the search ends early, and says by how much an untried one might be b
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...compile.bucket_grid import BucketGrid
 from ...compile.planning.candidates import Budget, Candidate, ExpectedRow
@@ -25,6 +25,8 @@ class Tried:
     simulation: Simulation
     build_seconds: float
     """Predicted, of compiling its graphs."""
+    tokens: int | None = None
+    """As its candidate has them."""
 
     @property
     def seconds(self) -> float:
@@ -67,7 +69,7 @@ def find_best(
         if best is not None and (is_hopeless or number == most_tries):
             bound = None if is_hopeless else candidate.bound
             return Search(best, number, len(by_bound), bound)
-        tried = try_grid(candidate.grid, rows, cost, budget)
+        tried = replace(try_grid(candidate.grid, rows, cost, budget), tokens=candidate.tokens)
         on_try(tried)
         if best is None or tried.seconds < best.seconds:
             best = tried

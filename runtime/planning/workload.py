@@ -18,6 +18,7 @@ from ..batch.command import open_text, row_need
 from ..batch.disk import digest_file
 from ..batch.job import EXIT_USAGE, JobError
 from ..batch.manifest import read_manifest
+from ..batch.part import WHOLE
 from ..batch.scan import ScannedRow, check_input, scan
 from ..checkpoint import ModelFiles
 
@@ -60,7 +61,9 @@ def read_workload(
     """The rows of a file; `output` is that of a finished job of the same input.
 
     Without it, rows are expected to emit a share of their `max_tokens`, or of what is planned for
-    rows that name none.
+    rows that name none. Of a finished job only the rows count that it answered. Its output does not
+    tell a stop string from an end token: a row that has stop strings and stopped counts as ended by
+    one.
     """
     if path.suffix == ".csv":
         if output is not None:
@@ -77,7 +80,12 @@ def read_workload(
     if output is not None:
         manifest = _manifest_of(output, summary.input_sha256)
         emitted = _emitted(output)
-    rows = [_expected(row, emitted, share_of_limit) for row in summary.rows if row.need is not None]
+    rows = [
+        _expected(row, emitted, share_of_limit)
+        for row in summary.rows
+        # of a finished job, rows that it has not answered are none of its work
+        if row.need is not None and (output is None or row.custom_id in emitted)
+    ]
     return Workload(path.name, tuple(rows), len(summary.rows) - len(rows), manifest)
 
 
@@ -112,6 +120,12 @@ def _manifest_of(output: Path, input_sha256: str) -> Mapping[str, Any]:
         raise JobError(
             f"{output}: expected the output of a job of this --workload, got one of "
             f"{manifest['input']['name']} with another content. Give the job's own input.",
+            EXIT_USAGE,
+        )
+    if (part := manifest["configuration"]["rows"]) != str(WHOLE) or not manifest["plan"]:
+        raise JobError(
+            f"{output}: expected the output of a whole job that ran rows, got one of part {part}. "
+            f"Put the parts together with noria merge, and give a run of the whole.",
             EXIT_USAGE,
         )
     recorded = manifest["outputs"].get(output.name, {}).get("sha256")

@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import GRID, TinyModel
+from tiny import CHUNK_GRID, GRID, TinyModel
 
 from noria.compile import signatures
 from noria.compile.bucket_grid import PrefillBucket
 from noria.compile.build import plan_graphs
-from noria.compile.compiled_graphs import GraphNotPlanned
+from noria.compile.compiled_graphs import GraphNotPlanned, graph_names
 from noria.compile.monitor import compile_monitor
 
 
@@ -46,7 +46,12 @@ def test_every_graph_of_the_grid_is_planned(model):
     }
     inserts = {f"insert {b.length}x{b.batch}" for b in GRID.prefill}
     spans = {f"decode span {span}" for span in GRID.decode_spans}
-    assert names == lengths | inserts | spans | {"empty state"}
+    assert names == lengths | inserts | spans | {"empty state"} == graph_names(GRID)
+
+
+def test_every_graph_of_chunks_has_a_name(model):
+    planned = plan_graphs(model.definition, CHUNK_GRID, model.placement, jnp.dtype(jnp.float32))
+    assert {graph.name for graph in planned} == graph_names(CHUNK_GRID)
 
 
 def test_a_row_has_the_same_bits_under_every_span(model):

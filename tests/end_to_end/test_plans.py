@@ -83,8 +83,14 @@ def test_given_the_outputs_of_a_run_its_padding_is_known_exactly(noria, source, 
 
 def test_the_summary_names_every_graph_and_says_that_it_predicts(planned):
     _, report, summary = planned
+    names = {graph["graph"] for graph in report["graphs"]}
+    for length, batch in report["predicted"]["prefill"]:
+        # one row is scored
+        assert {f"prefill {length}x{batch}", f"prefill {length}x{batch} scored"} <= names
+    assert {f"decode span {span}" for span in report["predicted"]["decode_spans"]} <= names
+    assert all(name in summary for name in names)
     for graph in report["graphs"]:
-        assert graph["graph"] in summary
+        assert graph["total_seconds"] == pytest.approx(graph["calls"] * graph["seconds"])
     assert "predicted" in summary
     assert "powers of two" in summary
 
@@ -110,7 +116,7 @@ def test_a_table_of_lengths_is_a_workload_for_hardware_that_is_not_there(noria, 
     assert 'dtype = "bfloat16"' in report["plan"]
     assert "chunk = " in report["plan"]
     assert report["hardware"]["name"] == "v5e"
-    assert "published peaks" in summary
+    assert "published peaks, not calibrated" in summary
 
 
 @pytest.mark.parametrize(
@@ -134,6 +140,7 @@ def test_a_table_that_cannot_be_is_refused_by_line(noria, source, content, messa
     ("arguments", "message"),
     [
         (("--target", "tpu:v9:2x2"), "v5e"),
+        (("--target", "h100"), "v5e"),
         (("--max-memory-gb", "0.0001"), "GB more than"),
         (("--expected-output", "0"), "--expected-output"),
         (("--layout", "data-parallel@data=2"), "devices"),
@@ -160,6 +167,27 @@ def test_the_best_layout_of_several_devices_is_chosen_and_the_others_ranked(nori
     arguments = ("-i", source, "-o", output, "--model", noria.model, "--plan", path)
     noria.run("batch", *arguments)
     assert read_manifest(output)["rows"]["ok"] == 80
+
+
+def test_a_job_in_which_rows_were_refused_can_be_planned_again(noria, source):
+    rows = [completion(f"ok-{i}", [5, 6, 7], max_tokens=4) for i in range(6)]
+    rows += [completion("long", list(range(3, 120)), max_tokens=4)]
+    job = write_lines(source.with_name("refused.jsonl"), rows)
+    path, _, _ = plan(noria, write_lines(source.with_name("short.jsonl"), rows[:6]))
+    done = source.with_name("refused-out.jsonl")
+    arguments = ("-i", job, "-o", done, "--model", noria.model, "--plan", path)
+    noria.run("batch", *arguments, expect=1)
+    _, report, _ = plan(noria, job, "--from-output", done)
+    known = report["comparison"]["plan of the run"]
+    assert {name: known[name] for name in PADDING} == read_manifest(done)["generator"]["padding"]
+    assert report["workload"]["refused"] == 1
+
+
+def test_a_part_of_a_job_is_no_run_to_plan_from(noria, source):
+    part = source.with_name("part.jsonl")
+    noria.run("batch", "-i", source, "-o", part, "--model", noria.model, "--rows", "0/2")
+    options = ("--model", noria.model, "--workload", source, "-o", source.with_name("no.toml"))
+    assert "noria merge" in noria.run("plan", *options, "--from-output", part, expect=2).stderr
 
 
 def test_an_output_of_another_job_is_refused(noria, source, output):

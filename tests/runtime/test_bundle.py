@@ -2,17 +2,27 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from tiny import GRID, TinyModel
+from tiny import CONFIG, GRID, TinyModel
 
 from noria.compile.monitor import compile_monitor
 from noria.compile.plan import Plan, PlannedModel
 from noria.compile.targets import Target, find_target
-from noria.runtime.bundle import CONTENTS, GRAPHS, Bundle, BundleUnusable, key_of, write
+from noria.modelzoo.config import RopeConfig
+from noria.runtime.bundle import (
+    CONTENTS,
+    GRAPHS,
+    Bundle,
+    BundleUnusable,
+    check_folder,
+    key_of,
+    write,
+)
 from noria.runtime.run_config import ConfigError
 
 PLAN = Plan("cpu", PlannedModel("tiny", "", "float32"), GRID)
@@ -32,7 +42,8 @@ def target() -> Target:
 @pytest.fixture
 def bundle(model, target, tmp_path) -> Bundle:
     folder = tmp_path / "bundle"
-    write(folder, PLAN, target, model.graphs, dict.fromkeys(model.graphs.executables, 0.5))
+    seconds = dict.fromkeys(model.graphs.executables, 0.5)
+    write(folder, PLAN, target, CONFIG, model.graphs, seconds)
     return Bundle(folder)
 
 
@@ -43,15 +54,17 @@ def edit_contents(bundle: Bundle, change) -> None:
     path.write_text(json.dumps(contents))
 
 
-def refusal(bundle: Bundle, target: Target, plan: Plan = PLAN, model_path: Path = ELSEWHERE) -> str:
+def refusal(
+    bundle: Bundle, target: Target, plan: Plan = PLAN, model=CONFIG, model_path: Path = ELSEWHERE
+) -> str:
     with pytest.raises(BundleUnusable) as error:
-        bundle.load(plan, target, model_path)
+        bundle.load(plan, target, model, model_path)
     return str(error.value)
 
 
 def test_what_is_loaded_computes_the_same_bits_and_nothing_is_compiled(model, target, bundle):
     before = compile_monitor().num_compiles
-    loaded = bundle.load(PLAN, target, ELSEWHERE)
+    loaded = bundle.load(PLAN, target, CONFIG, ELSEWHERE)
     assert set(loaded.executables) == set(model.graphs.executables)
     bucket = GRID.prefill[1]
     tokens_BT = np.arange(3, 3 + bucket.batch * bucket.length, dtype=np.int32)
@@ -80,7 +93,7 @@ def test_a_bundle_says_what_each_graph_took_and_needs(bundle):
     "name", ["version of jax", "compiler", "XLA_FLAGS", "sources", "processor"]
 )
 def test_executables_of_another_build_are_refused_by_what_differs(bundle, target, name):
-    assert name in key_of(PLAN, target)
+    assert name in key_of(PLAN, target, CONFIG)
     edit_contents(bundle, lambda contents: contents["key"].update({name: "other"}))
     assert f"{name}: 'other' then" in refusal(bundle, target)
 
@@ -112,7 +125,7 @@ def test_what_others_can_write_is_refused(bundle, target):
         path.chmod(mode | 0o020)
         assert "can be written by others" in refusal(bundle, target)
         path.chmod(mode)
-    bundle.load(PLAN, target, ELSEWHERE)
+    bundle.load(PLAN, target, CONFIG, ELSEWHERE)
 
 
 def test_what_belongs_to_another_user_is_refused(bundle, target, monkeypatch):
@@ -126,7 +139,27 @@ def test_links_are_refused(bundle, target):
     moved = bundle.folder.parent / "moved"
     path.rename(moved)
     path.symlink_to(moved)
-    assert "is a link" in refusal(bundle, target)
+    assert "symbolic links" in refusal(bundle, target)
+
+
+def test_a_link_to_a_bundle_is_no_bundle(bundle, target, tmp_path):
+    link = tmp_path / "link"
+    link.symlink_to(bundle.folder)
+    assert "irectory" in refusal(Bundle(link), target)
+
+
+def test_graphs_of_another_model_of_the_same_shapes_are_refused(bundle, target):
+    other = replace(CONFIG, rope=RopeConfig(theta=500_000.0))
+    assert "model" in refusal(bundle, target, model=other)
+
+
+def test_a_graph_too_few_or_too_many_is_refused(bundle, target):
+    names = json.loads((bundle.folder / CONTENTS).read_text())["graphs"]
+    first = next(iter(names))
+    edit_contents(bundle, lambda contents: contents["graphs"].pop(first))
+    assert first in refusal(bundle, target)
+    edit_contents(bundle, lambda contents: contents["graphs"].update({"more": names[first]}))
+    assert "more" in refusal(bundle, target)
 
 
 def test_nothing_is_run_from_the_models_directory(bundle, target):
@@ -135,7 +168,18 @@ def test_nothing_is_run_from_the_models_directory(bundle, target):
     assert "model's directory" in refusal(bundle, target, model_path=beside)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"schema": 1}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'{"schema": 1}',
+        b'{"schema": 1, "executable": true}',
+        b'{"schema": 1, "executable": true, "graphs": {"a": {}}, "key": {}}',
+        b'{"schema": 1, "executable": true, "graphs": [], "key": {}}',
+    ],
+)
 def test_contents_that_cannot_be_read_are_refused(bundle, target, content):
     (bundle.folder / CONTENTS).write_bytes(content)
     assert "cannot be read" in refusal(bundle, target)
@@ -148,9 +192,14 @@ def test_an_unfinished_bundle_is_none(bundle, target):
 
 def test_a_bundle_replaces_a_bundle_and_nothing_else(model, target, bundle, tmp_path):
     seconds = dict.fromkeys(model.graphs.executables, 0.1)
-    write(bundle.folder, PLAN, target, model.graphs, seconds)
-    bundle.load(PLAN, target, ELSEWHERE)
+    check_folder(bundle.folder, ELSEWHERE)
+    write(bundle.folder, PLAN, target, CONFIG, model.graphs, seconds)
+    bundle.load(PLAN, target, CONFIG, ELSEWHERE)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("x")
     with pytest.raises(ConfigError, match="other files"):
-        write(tmp_path / "mine", PLAN, target, model.graphs, seconds)
+        check_folder(tmp_path / "mine", ELSEWHERE)
+    with pytest.raises(ConfigError, match="model's directory"):
+        check_folder(tmp_path / "model" / "bundle", tmp_path / "model" / "x.gguf")
+    (bundle.folder / CONTENTS).unlink()
+    check_folder(bundle.folder, ELSEWHERE)

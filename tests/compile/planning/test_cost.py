@@ -65,7 +65,7 @@ FACTORS = {"products": 1.5, "attention": 4.0, "logits": 1.0, "activations": 2.0}
 
 def fitted(measured: list[Measured]) -> Calibration:
     work = work_of(PLAIN)
-    return calibrate(work, HARDWARE, measured, 0.25, model="sha256:0", target="cpu")
+    return calibrate(work, HARDWARE, measured, 0.25, model="sha256:0", layout="")
 
 
 def test_a_calibration_finds_the_factors_of_a_machine_and_predicts_other_calls():
@@ -113,7 +113,7 @@ def test_a_phase_that_was_not_measured_is_refused():
 
 def test_calibrated_overhead_is_no_parts():
     factors = {"prefill": PhaseFactors(0.5), "decode": PhaseFactors(0.5)}
-    calibration = Calibration("m", "float32", "cpu", factors, 0.0, 0.0)
+    calibration = Calibration("m", "float32", {}, "", factors, 0.0, 0.0)
     model = CostModel(work_of(PLAIN), HARDWARE, calibration)
     call = Call.of_step(1, 64)
     plain = CostModel(work_of(PLAIN), HARDWARE)

@@ -53,13 +53,20 @@ def test_keys_must_be_exactly_those_of_a_device():
 
 @pytest.mark.parametrize(
     ("target", "count"),
-    [("cpu", 1), ("cpu:8", 8), ("tpu:v5e:2x4", 8), ("tpu:v5p:4x4x8", 128), ("gpu:h100:8", 8)],
+    [
+        ("cpu", 1),
+        ("cpu:8", 8),
+        ("gpu:8", 8),
+        ("tpu:v5e:2x4", 8),
+        ("tpu:v5p:4x4x8", 128),
+        ("gpu:h100:8", 8),
+    ],
 )
 def test_a_targets_name_says_how_many_devices_it_has(target, count):
     assert num_devices(target) == count
 
 
-@pytest.mark.parametrize("target", ["cpu:x", "tpu:v5e:2x", "gpu:h100:-1", "tpu:v5e:2x0"])
+@pytest.mark.parametrize("target", ["cpu:x", "cpu:2x4", "tpu:v5e:2x", "gpu:h100:-1", "tpu:v5e:2x0"])
 def test_a_name_that_says_no_number_is_refused(target):
     with pytest.raises(UnknownHardware, match="devices"):
         num_devices(target)
@@ -75,8 +82,9 @@ def test_simulated_devices_share_the_machine():
 
 def test_unknown_hardware_and_dtypes_are_refused_with_what_there_is():
     known = known_hardware()
-    with pytest.raises(UnknownHardware, match="v5e"):
-        hardware_of("tpu:v9:2x4", known)
+    for target in ("tpu:v9:2x4", "h100", "v5e", "tpu:8", "gpu"):
+        with pytest.raises(UnknownHardware, match="v5e"):
+            hardware_of(target, known)
     with pytest.raises(ValueError, match="int4"):
         known["v5e"].peak("int4")
 

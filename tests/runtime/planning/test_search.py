@@ -1,6 +1,5 @@
 """Candidates and their bounds: no schedule beats its own, and the best grid is the best of all."""
 
-from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
@@ -88,9 +87,7 @@ def test_prefill_lengths_are_those_of_least_predicted_seconds():
     grids = CandidateGrids(
         rows, CONFIG.max_position, COST, Budget(prefill_graphs=3), GridDefaults()
     )
-    whole = next(iter(grids)).grid
-    prefill = tuple(PrefillBucket(length, 1) for length in (16, tokens))
-    found = grids.prefill_of(replace(whole, prefill=prefill))
+    found = grids.prefill_of(tokens)
 
     def seconds(buckets) -> float:
         total = 0.0
@@ -152,11 +149,37 @@ def test_chunks_come_as_asked_for():
     assert planner(rows, must_chunk=True).plan().best.grid.chunk is not None
 
 
+def test_long_chunks_that_lengthen_the_cache_stay_within_memory_too():
+    rows = [ExpectedRow(RowNeed(30, 50), 50)] * 100
+    most = COST.work.parameter_bytes + COST.work.cache_bytes(64, 80)
+    for candidate in candidates(rows, Budget(memory_bytes=most)):
+        grid = candidate.grid
+        needed = COST.work.cache_bytes(grid.decode_slots, grid.max_length)
+        assert COST.work.parameter_bytes + needed <= most
+
+
+def test_a_prompt_that_no_length_of_a_layout_holds_is_refused():
+    rows = [ExpectedRow(RowNeed(CONFIG.max_position - 1, 1), 1)]
+    with pytest.raises(ValueError, match="longest prefill"):
+        candidates(rows, defaults=GridDefaults(length_multiple=3))
+
+
+def test_rows_that_generate_nothing_can_be_planned_for():
+    rows = [ExpectedRow(RowNeed(20, 0, is_scored=True), 0)] * 5
+    best = planner(rows).plan().best
+    assert best.grid.score
+    assert best.simulation.emitted_tokens == 0
+
+
 def test_slots_stay_within_memory_and_too_little_is_refused():
     rows = rows_of(0, count=200)
     most = COST.work.parameter_bytes + COST.work.cache_bytes(16, 128)
-    for candidate in candidates(rows, Budget(memory_bytes=most)):
-        assert candidate.grid.decode_slots <= 16
+    kept = candidates(rows, Budget(memory_bytes=most))
+    assert kept
+    for candidate in kept:
+        grid = candidate.grid
+        needed = COST.work.cache_bytes(grid.decode_slots, grid.max_length)
+        assert COST.work.parameter_bytes + needed <= most
     with pytest.raises(NoPlanFits):
         planner(rows, budget=Budget(memory_bytes=COST.work.parameter_bytes)).plan()
 
