@@ -36,7 +36,8 @@ def run(options: argparse.Namespace) -> int:
     from .checkpoint import open_model
 
     plan = Plan.from_table(apply_overrides(read_plan_table(options.plan), options.set))
-    compilation_cache.enable()
+    # what comes out of the cache cannot be kept again: on the CPU it lacks functions when it runs
+    compilation_cache.disable()
     session.prepare_cpu(plan.target)
     target = find_target(plan.target)
     seconds: dict[str, float] = {}
@@ -44,9 +45,8 @@ def run(options: argparse.Namespace) -> int:
     def report(built: GraphBuilt) -> None:
         seconds[built.name] = built.seconds
         if not options.quiet:
-            cached = " (cached)" * built.from_cache
             line = f"compile [{built.number}/{built.total}] {built.name}  {built.seconds:.1f} s"
-            print(line + cached, file=sys.stderr, flush=True)
+            print(line, file=sys.stderr, flush=True)
 
     with open_model(options.model, needs_weights=False) as files:
         bundle.check_folder(options.output, files.path)

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from noria.compile.monitor import compile_monitor
 from noria.compile.plan import Plan, PlannedModel
 from noria.compile.targets import Target, find_target
 from noria.modelzoo.config import RopeConfig
+from noria.runtime import compilation_cache
 from noria.runtime.bundle import (
     CONTENTS,
     GRAPHS,
@@ -30,8 +32,11 @@ ELSEWHERE = Path("/nonexistent/model")
 
 
 @pytest.fixture(scope="module")
-def model() -> TinyModel:
-    return TinyModel()
+def model() -> Iterator[TinyModel]:
+    # other tests of this process may have compiled the same graphs into the cache
+    compilation_cache.disable()
+    yield TinyModel()
+    compilation_cache.restore()
 
 
 @pytest.fixture(scope="module")
