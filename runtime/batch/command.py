@@ -195,7 +195,7 @@ class BatchModel:
         text = plan.to_toml()
         self._peers.agree(lambda: {"plan": text})
         progress.note(text.rstrip())
-        progress.note(_padding_note(summary, plan.buckets, plan.layout))
+        progress.note(padding_note(summary, plan.buckets, plan.layout, max_position))
         progress.note(str(session.attention_kernels(plan, self._files.spec.config, target)))
         model = session.load_model(self._files, target, plan.model.dtype, plan.layout)
         phases.enter("build")
@@ -259,14 +259,17 @@ def _row_needs(summary: ScanSummary) -> "list[RowNeed]":
     return [row_need(need) for need in summary.needs]
 
 
-def _padding_note(summary: ScanSummary, grid: "BucketGrid", layout: "Layout | None") -> str:
+def padding_note(
+    summary: ScanSummary, grid: "BucketGrid", layout: "Layout | None", max_position: int
+) -> str:
     """What prompts cost in this grid, whole or in chunks, and what they would cost otherwise."""
     from ...compile.default_grid import GridDefaults, derive_grid, with_chunk
 
     defaults = GridDefaults.for_layout(layout)
     if grid.chunk is None:
         defaults = with_chunk(defaults, min(OTHER_CHUNK, grid.max_length))
-    other = derive_grid(_row_needs(summary), grid.max_length, defaults)
+    # whole chunks may need longer rows than the grid has
+    other = derive_grid(_row_needs(summary), max_position, defaults)
     return f"prefill: {_padding(summary, grid)}; {_padding(summary, other)} otherwise"
 
 
