@@ -59,7 +59,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("workloads", nargs="+", type=Path)
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--tries", type=int, default=12)
+    parser.add_argument("--tries", type=int, default=8)
     options = parser.parse_args()
     found = []
     for target, path in product(TARGETS, options.workloads):
