@@ -61,10 +61,9 @@ class Bundle:
         if _is_inside_model(self.folder, model_path):
             raise BundleUnusable("it lies in the model's directory, from which nothing is run")
         try:
-            contents, dumped = self._read()
+            dumped = self._read(key_of(plan, target, config))
         except OSError as error:
             raise BundleUnusable(f"{error.filename or self.folder}: {error.strerror}") from None
-        _check_key(contents["key"], key_of(plan, target, config))
         missing = graph_names(plan.buckets) ^ set(dumped)
         if missing:
             raise BundleUnusable(f"its executables are not those of the plan ({sorted(missing)})")
@@ -76,13 +75,14 @@ class Bundle:
             raise BundleUnusable(f"its executables cannot be loaded ({error})") from error
         return CompiledGraphs(plan.buckets, dict(zip(dumped, loaded, strict=True)))
 
-    def _read(self) -> tuple[Mapping[str, Any], dict[str, bytes]]:
-        """Contents and executables, each read from the very file whose owner was checked.
+    def _read(self, key: Mapping[str, str]) -> dict[str, bytes]:
+        """The executables built for a key, each read from the very file whose owner was checked.
 
         Folders are held open, so nobody who can rename them can put others in their place.
         """
         with _opened(self.folder) as folder:
             contents = _contents(_read_file(CONTENTS, folder))
+            _check_key(contents["key"], key)
             with _opened(GRAPHS, folder) as graphs:
                 dumped = {
                     name: _read_file(file, graphs) for name, (file, _) in contents["files"].items()
@@ -90,7 +90,7 @@ class Bundle:
         for name, (file, sha256) in contents["files"].items():
             if hashlib.sha256(dumped[name]).hexdigest() != sha256:
                 raise BundleUnusable(f"{GRAPHS}/{file} is not the file that was written")
-        return contents, dumped
+        return dumped
 
 
 def check_folder(folder: Path, model_path: Path) -> None:

@@ -12,7 +12,7 @@ import argparse
 import json
 import math
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
@@ -22,11 +22,13 @@ from noria.compile.bucket_grid import BucketGrid, PrefillBucket
 from noria.compile.build import compile_graph, plan_graphs
 from noria.compile.collectives import read_collectives
 from noria.compile.definition import Definition, model_sizes
+from noria.compile.planning.hardware import Hardware, hardware_of
 from noria.compile.targets import find_target
 from noria.modelzoo.blockwise import QUERY_BLOCK
 from noria.modelzoo.config import DecoderConfig
 from noria.runtime.layout_files import read_layout_table
 from noria.runtime.machine import describe_machine
+from noria.runtime.planning.hardware_files import known_hardware
 from noria.sharding.communication import LayerSizes, expected, sent_bytes
 from noria.sharding.explain import cache_bytes_per_device, explain
 from noria.sharding.layout import Layout
@@ -36,25 +38,6 @@ BYTES = 2
 """Of a bfloat16."""
 
 
-@dataclass(frozen=True)
-class Chip:
-    """Published peaks of one chip.
-
-    Sources: docs.cloud.google.com/tpu/docs/v5p and /v5e, "key specifications". A link is one
-    direction to one neighbour: the bidirectional figure of a chip, 1200 and 400 GB/s, over twice
-    the 6 and 4 neighbours of a three- and a two-dimensional torus.
-    """
-
-    flops: float
-    memory_bytes: float
-    memory_rate: float
-    link_rate: float
-
-
-CHIPS = {
-    "v5p": Chip(459e12, 95e9, 2765e9, 1200e9 / 12),
-    "v5e": Chip(197e12, 16e9, 819e9, 400e9 / 8),
-}
 WEIGHTS_OVER_BOTH = {
     "name": "ring-2d",
     "mesh": {"sequence": 8, "tensor": 8},
@@ -132,12 +115,16 @@ def main() -> None:
     report = {
         "command": " ".join(["python", *sys.argv]),
         "machine": describe_machine(),
-        "chips": {name: asdict(chip) for name, chip in CHIPS.items()},
+        "chips": {one.name: one.to_table() for one in (chip_of(case) for case in CASES)},
         "cases": [measure(case) for case in CASES],
     }
     print(markdown(report))
     if options.output:
         options.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def chip_of(case: Case) -> Hardware:
+    return hardware_of(case.target, known_hardware())
 
 
 def measure(case: Case) -> dict:
@@ -218,7 +205,7 @@ def predict(case: Case, weights: int, kept: int, collectives: list[dict]) -> dic
     key. Memory is read for weights and keys once, in prefill keys once a block of queries; a device
     sends over one link at a time, as if neighbours on a mesh axis were neighbours in the torus.
     """
-    chip, config = CHIPS[case.target.split(":")[1]], case.config
+    chip, config = chip_of(case), case.config
     num_devices = case.layout.mesh.num_devices
     is_prefill = case.phase == "prefill"
     tokens = case.rows * (case.length if is_prefill else 1)
@@ -235,7 +222,7 @@ def predict(case: Case, weights: int, kept: int, collectives: list[dict]) -> dic
     blocks = math.ceil(case.length / ring / QUERY_BLOCK)
     key_reads = kept * ring / 2 * blocks if is_prefill else kept
     seconds = {
-        "compute": (flops + logits) / num_devices / chip.flops,
+        "compute": (flops + logits) / num_devices / chip.peak("bfloat16"),
         "memory": (weights + key_reads) / chip.memory_rate,
         "links": sum(one["sent_bytes"] for one in collectives) / chip.link_rate,
     }
@@ -248,7 +235,7 @@ def markdown(report: dict) -> str:
         "",
         f"Compiled with jax {report['machine']['versions']['jax']}; nothing ran. Made by "
         f"`{report['command']}`.",
-        "Seconds are predictions: work over published peaks (the script's `Chip` names them), as "
+        "Seconds are predictions: work over published peaks (`compile/planning/hardware.toml`), as "
         "if neighbours on a mesh axis were neighbours in the torus.",
     ]
     for case in report["cases"]:

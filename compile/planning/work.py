@@ -33,7 +33,8 @@ from ..definition import Definition
 FLOAT32_BYTES = 4
 ONE_DEVICE = Layout.from_table({"name": "one device", "mesh": {"data": 1}, "rules": {}})
 ACTIVATION_PASSES = 16
-"""Times that a layer reads or writes the residual stream in norms, rotations, sums and gates."""
+"""Times that a layer reads or writes the residual stream in norms, rotations, sums and gates: an
+estimate, as compilers fuse some of them; a calibration corrects it."""
 
 
 @dataclass(frozen=True)

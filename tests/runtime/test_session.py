@@ -1,0 +1,41 @@
+"""Which devices a plan may run on."""
+
+import pytest
+from tiny import GRID
+
+from noria.compile.plan import Plan, PlannedModel
+from noria.compile.targets import Target
+from noria.runtime.session import check_target
+
+
+def plan_for(target: str) -> Plan:
+    return Plan(target, PlannedModel("tiny", "", "bfloat16"), GRID)
+
+
+def present(name: str, platform: str, count: int) -> Target:
+    return Target(name, platform, tuple(range(count)), is_present=True)
+
+
+@pytest.mark.parametrize(
+    ("planned", "found"),
+    [
+        ("tpu:v5e:2x4", present("tpu:8", "tpu", 8)),
+        ("gpu:h100:8", present("gpu:8", "gpu", 8)),
+        ("cpu", present("cpu", "cpu", 1)),
+    ],
+)
+def test_a_plan_for_a_topology_runs_on_as_many_devices_of_its_platform(planned, found):
+    check_target(plan_for(planned), found)
+
+
+@pytest.mark.parametrize(
+    ("planned", "found"),
+    [
+        ("tpu:v5e:2x4", present("tpu:4", "tpu", 4)),
+        ("tpu:v5e:2x4", present("cpu:8", "cpu", 8)),
+        ("cpu", present("cpu:2", "cpu", 2)),
+    ],
+)
+def test_a_plan_for_other_devices_is_refused_by_name(planned, found):
+    with pytest.raises(ValueError, match=f"expected {found.name}, got {planned}"):
+        check_target(plan_for(planned), found)
