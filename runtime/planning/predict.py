@@ -33,7 +33,7 @@ from .workload import Workload, read_workload
 
 SECONDS_PER_LAYER = {"cpu": 0.2, "gpu": 0.1, "tpu": 0.1}
 """Of compiling one graph with unrolled layers on two cores: seen on the CPU with 30 layers, rounded
-up for TPU from 80 layers in 5 s, and assumed alike for GPU; `--seconds-per-graph` says it better."""
+up for TPU from 80 layers in 5 s, assumed alike for GPU; `--seconds-per-graph` says it better."""
 ALL = "all"
 LAYOUTS_SEARCHED = 3
 """Of the best ranked."""
