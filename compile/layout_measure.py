@@ -18,13 +18,15 @@ from ..sharding.communication import LayerSizes
 from ..sharding.explain import cache_bytes_per_device, explain
 from ..sharding.layout import PHASES, Layout
 from ..sharding.legality import check
-from .attention_kernels import choose_kernels
+from .attention_kernels import AUTO_ATTENTION, AttentionPlan, choose_kernels
 from .bucket_grid import BucketGrid
 from .build import compile_graph, plan_graphs
 from .collectives import Collective, read_collectives
 from .definition import Definition, model_sizes
+from .planning.work import Call, Work
 from .targets import Target
 
+COMPILER, SHAPES = "the compiler", "shapes"
 _LAYER_SCOPE = re.compile(r"/layers\.\d+/")
 
 
@@ -65,6 +67,8 @@ class LayoutResult:
     collectives: list[CollectiveTotal] = field(default_factory=list)
     flops: float = 0.0
     """On one device, of one prefill call and one decode step together; of Pallas kernels none."""
+    flops_from: str = COMPILER
+    """Who counted them: compilers for GPU do not, so those of the shapes stand for them."""
     flops_by_phase: dict[str, float] = field(default_factory=dict)
     attention: dict[str, str] = field(default_factory=dict)
     """The kernel of each phase, and why it was chosen."""
@@ -92,6 +96,7 @@ def measure(
     grid: BucketGrid,
     dtype: jax.typing.DTypeLike,
     on_graph: Callable[[str, float], None] = lambda name, seconds: None,
+    attention: AttentionPlan = AUTO_ATTENTION,
 ) -> LayoutResult:
     """Compile the longest prefill and decode graph of a grid under a layout, and read them."""
     findings = check(layout, model_sizes(config, len(target.devices), grid))
@@ -101,9 +106,10 @@ def measure(
     placement = target.placement(layout)
     definition = Definition(config, placement.arrangement(config))
     result.bytes_per_device = _bytes_per_device(definition, layout, grid, dtype)
-    result.attention = choose_kernels(config, grid, placement, jnp.dtype(dtype)).report()
+    kernels = choose_kernels(config, grid, placement, jnp.dtype(dtype), attention)
+    result.attention = kernels.report()
     graphs = {}
-    for graph in plan_graphs(definition, grid, placement, jnp.dtype(dtype)):
+    for graph in plan_graphs(definition, grid, placement, jnp.dtype(dtype), attention=attention):
         phase = graph.name.split()[0]
         # decode graphs come by growing span, prefill graphs by shrinking length
         if phase == "decode" or (phase == "prefill" and phase not in graphs):
@@ -121,7 +127,7 @@ def measure(
             return result
         on_graph(graphs[phase].name, seconds)
         result.compile_seconds += seconds
-        _read(result, phase, compiled, layout, config, grid, jnp.dtype(dtype).itemsize)
+        _read(result, phase, compiled, layout, definition, grid, jnp.dtype(dtype))
     result.bytes_per_device["temp"] = max(result.temp_by_phase.values())
     result.flops = sum(result.flops_by_phase.values())
     return result
@@ -145,22 +151,34 @@ def _read(
     phase: str,
     compiled: jax.stages.Compiled,
     layout: Layout,
-    config: DecoderConfig,
+    definition: Definition,
     grid: BucketGrid,
-    itemsize: int,
+    dtype: jnp.dtype,
 ) -> None:
-    """Add what one executable says."""
+    """Add what one executable says, and the flops of the shapes where it says nothing of them."""
+    config = definition.config
     memory = compiled.memory_analysis()
     result.temp_by_phase[phase] = memory.temp_size_in_bytes if memory is not None else 0
     # the body of the loop over steps counts once: one step
-    result.flops_by_phase[phase] = float((compiled.cost_analysis() or {}).get("flops", 0.0))
+    flops = (compiled.cost_analysis() or {}).get("flops")
+    if flops is None:
+        result.flops_from = SHAPES
+        flops = _flops_of_shapes(phase, Work(definition, dtype.name, layout), grid)
+    result.flops_by_phase[phase] = float(flops)
     rows, tokens = (grid.decode_slots, 1) if phase == "decode" else reversed(grid.prefill[-1])
     formulas = None
     if communication.describes(config, layout):
-        sizes = LayerSizes.of(config, layout, rows, tokens, itemsize)
+        sizes = LayerSizes.of(config, layout, rows, tokens, dtype.itemsize)
         formulas = communication.expected(layout, phase, sizes)
     found = read_collectives(compiled.as_text() or "", layout.mesh.sizes)
     result.collectives += _totals(phase, found, formulas, layout, config.num_layers)
+
+
+def _flops_of_shapes(phase: str, work: Work, grid: BucketGrid) -> float:
+    """Of the graphs that are measured: the longest prefill, and a step over the shortest span."""
+    decode = Call.of_step(grid.decode_slots, grid.decode_spans[0])
+    call = decode if phase == "decode" else Call.of_bucket(grid, grid.prefill[-1])
+    return sum(part.flops for part in work.parts(call))
 
 
 def _totals(

@@ -2,8 +2,9 @@
 
 Knows nothing of models or grids. `cpu`, `gpu` and `tpu` are this machine's first device of that
 kind, `cpu:8` eight of them (on the CPU simulated, so any number); with several processes they are
-the devices of all. `tpu:<generation>:<topology>` (for example `tpu:v5e:2x4`) is a topology that
-need not be present: graphs compile for it and report memory and collectives, and cannot run.
+the devices of all. `tpu:<generation>:<topology>` (for example `tpu:v5e:2x4`) and `gpu:<kind>:<n>`
+(`gpu:h100:8`) need not be present: graphs compile for them and report memory and collectives, and
+cannot run.
 """
 
 import os
@@ -11,11 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, SingleDeviceSharding
 
 from ..sharding.layout import Layout
 from ..sharding.placement import Placement
+from .gpu_kinds import GPU_KINDS, GPUS_PER_HOST, host_topology
 
 EXPERT_TILES = {"cpu": (4, 64), "gpu": (16, 128), "tpu": (8, 128)}
 """The fewest and the most rows of one product of an expert: a register tile's (TPU: sublanes of
@@ -51,9 +54,14 @@ def find_target(name: str) -> Target:
         raise _unknown(name)
     if platform == "tpu" and ":" in rest:
         return _tpu_topology(name, rest)
-    if rest and not (rest.isascii() and rest.isdigit() and int(rest) > 0):
+    kind, colon, number = rest.rpartition(":")
+    if number and not (number.isascii() and number.isdigit() and int(number) > 0):
         raise _unknown(name)
-    return _present(name, platform, int(rest or 1))
+    if platform == "gpu" and colon:
+        return _gpu_topology(name, kind, int(number or 0))
+    if colon:
+        raise _unknown(name)
+    return _present(name, platform, int(number or 1))
 
 
 def num_simulated(name: str) -> int:
@@ -62,10 +70,15 @@ def num_simulated(name: str) -> int:
     return int(rest) if platform == "cpu" and rest.isascii() and rest.isdigit() else 1
 
 
+def need_not_be_present(name: str) -> bool:
+    """Whether a target is a kind of hardware (`gpu:h100:8`), not what this machine has."""
+    return name.count(":") > 1
+
+
 def _unknown(name: str) -> UnknownTarget:
     return UnknownTarget(
-        f"target: expected cpu, gpu, tpu, a number of them (cpu:8) or "
-        f"tpu:<generation>:<topology>, got {name!r}."
+        f"target: expected cpu, gpu, tpu, a number of them (cpu:8), "
+        f"tpu:<generation>:<topology> or gpu:<kind>:<number>, got {name!r}."
     )
 
 
@@ -106,3 +119,30 @@ def _tpu_topology(name: str, rest: str) -> Target:
             f"compiling for absent TPUs needs the package libtpu."
         ) from error
     return Target(name, "tpu", tuple(devices), is_present=False)
+
+
+def _gpu_topology(name: str, kind: str, count: int) -> Target:
+    from jax.experimental import topologies
+
+    if kind not in GPU_KINDS or (topology := host_topology(count)) is None or not count:
+        raise UnknownTarget(
+            f"target: no GPUs {name!r}. Expected for example gpu:h100:8: a kind of "
+            f"{', '.join(GPU_KINDS)}, up to {GPUS_PER_HOST} of them or whole hosts of as many."
+        )
+    try:
+        devices = topologies.get_topology_desc(
+            name, "cuda", target_config=GPU_KINDS[kind].target_config(), topology=topology
+        ).devices
+        _probe(devices[0])
+    except Exception as error:
+        raise UnknownTarget(
+            f"target: cannot compile for {name} here ({error}). Compiling for absent GPUs needs "
+            f"jax's CUDA plugin, ptxas and libdevice: pip install 'noria[gpu-compile]'."
+        ) from error
+    return Target(name, "gpu", tuple(devices), is_present=False)
+
+
+def _probe(device: Any) -> None:
+    """Compile the least that NVIDIA's assembler and library of device functions are needed for."""
+    number = jax.ShapeDtypeStruct((), jnp.float32, sharding=SingleDeviceSharding(device))
+    jax.jit(jnp.exp).lower(number).compile()

@@ -21,7 +21,7 @@ OLDEST_PYTHON = (3, 11)
 USER_EXTRAS = ("hf", "gguf")
 PLUGINS = {
     "libtpu": ("libtpu", "TPU runtime, and compiling for TPUs that are absent"),
-    "CUDA 12 plugin": ("jax-cuda12-plugin", "NVIDIA GPUs"),
+    "CUDA 12 plugin": ("jax-cuda12-plugin", "NVIDIA GPUs, and compiling for absent ones"),
     "CUDA 13 plugin": ("jax-cuda13-plugin", "NVIDIA GPUs"),
 }
 

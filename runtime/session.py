@@ -19,7 +19,7 @@ from ..compile.definition import Definition, model_sizes
 from ..compile.expert_plan import LOSSLESS_EXPERTS, ExpertPlan
 from ..compile.plan import DTYPES, Plan
 from ..compile.planning.hardware import num_devices
-from ..compile.targets import Target, num_simulated
+from ..compile.targets import Target, need_not_be_present, num_simulated
 from ..modelzoo.config import DecoderConfig
 from ..sharding.layout import Layout
 from ..sharding.legality import require
@@ -48,15 +48,22 @@ class LoadedModel:
 
 
 def prepare_cpu(target: str | None, num_processes: int = 1) -> None:
-    """Before jax starts: keep other backends shut when the CPU is the target, simulate devices.
+    """Before jax starts: keep other backends shut when none of them is to run, simulate devices.
 
-    Other backends are slow and loud to start. Does nothing once a backend runs, or where the user
+    Other backends are slow and loud to start, and without a GPU that of CUDA only compiles while it
+    is not asked to run. Does nothing once a backend runs, or where the user
     has chosen platforms or devices. Several processes simulate an equal share of the devices each.
     """
-    if target is None or target.partition(":")[0] != "cpu":
+    is_cpu = target is not None and target.partition(":")[0] == "cpu"
+    if target is None or not (is_cpu or need_not_be_present(target)):
         return
     if not jax.config.values["jax_platforms"]:
         jax.config.update("jax_platforms", "cpu")
+    if is_cpu:
+        _simulate_devices(target, num_processes)
+
+
+def _simulate_devices(target: str, num_processes: int) -> None:
     total = num_simulated(target)
     count, left_over = divmod(total, num_processes)
     if left_over:

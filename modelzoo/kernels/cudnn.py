@@ -53,15 +53,22 @@ def attend_cudnn(
     assert scores.cap is None and not isinstance(visibility.window, Chunk)
     B, T, K, G, H = q_BTKGH.shape
     window = visibility.window
-    out_BTNH, lse_BTN = jax.nn.dot_product_attention(
-        q_BTKGH.reshape(B, T, K * G, H),
-        k_BKHS.transpose(0, 3, 1, 2),
-        v_BKSH.swapaxes(1, 2),
-        scale=scores.scale,
-        is_causal=True,
-        local_window_size=None if window is None else (window - 1, 0),
-        implementation=implementation,
-        return_residual=True,
-    )
+    try:
+        out_BTNH, lse_BTN = jax.nn.dot_product_attention(
+            q_BTKGH.reshape(B, T, K * G, H),
+            k_BKHS.transpose(0, 3, 1, 2),
+            v_BKSH.swapaxes(1, 2),
+            scale=scores.scale,
+            is_causal=True,
+            local_window_size=None if window is None else (window - 1, 0),
+            implementation=implementation,
+            return_residual=True,
+        )
+    except RuntimeError as error:  # what jax raises where it finds no library of cuDNN
+        raise ValueError(
+            f"attention kernel cudnn: expected cuDNN's library, as graphs are lowered for its "
+            f"version, got: {error} Install the extra noria[gpu-compile] (without a GPU) or "
+            f"noria[cuda12], or ask for the kernel xla."
+        ) from error
     lse_BTKG = lse_BTN.reshape(B, T, K, G).astype(jnp.float32)
     return out_BTNH.reshape(B, T, K, G, H), lse_BTKG

@@ -30,7 +30,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of the subcommand."""
     add = parser.add_argument
     add("--model", required=True, help="directory (config.json will do), .gguf file, or smollm2")
-    add("--target", required=True, help="cpu:8 (simulated), tpu:v5e:2x4, ...")
+    add("--target", required=True, help="cpu:8 (simulated), tpu:v5e:2x4, gpu:h100:8")
     add("-o", "--output", type=Path, required=True, help="folder for layouts.json and layouts.png")
     add("--layouts", default="all", help="NAME, NAME@data=2,tensor=4 or FILE, joined by spaces")
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of weights")
@@ -38,6 +38,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--length", type=int, default=1024, help="prompt and output together: the cache's length")
     add("--prompt", type=int, default=512, help="length of the prefill graph")
     add("--prompts", type=int, default=8, help="rows of the prefill graph")
+    add(
+        "--attention", default="auto", metavar="KERNEL", help="of the prefill graph (default: auto)"
+    )
     add("--layers", type=int, help="compile so many layers only, for a quick look")
     add("--verify", action="store_true", help="run each layout, compare logits with one device")
     add("--explain", action="store_true", help="list parameters: shape, partition, bytes, copies")
@@ -120,12 +123,15 @@ def _measure(
     grid: "BucketGrid",
     dtype: str,
 ) -> "LayoutResult":
+    from ...compile.attention_kernels import AttentionPlan
     from ...compile.layout_measure import measure
+
+    attention = AttentionPlan(prefill=options.attention)
 
     def report(graph: str, seconds: float) -> None:
         _note(options, f"{layout.name}: {graph}  {seconds:.1f} s")
 
-    result = measure(config, layout, target, grid, dtype, report)
+    result = measure(config, layout, target, grid, dtype, report, attention)
     if result.findings:
         _note(options, f"{layout.name}: {result.verdict}")
     return result

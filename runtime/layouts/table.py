@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ...compile.definition import Definition
-from ...compile.layout_measure import CollectiveTotal, LayoutResult
+from ...compile.layout_measure import SHAPES, CollectiveTotal, LayoutResult
 from ...modelzoo.config import DecoderConfig
 from ...sharding.explain import PlacedParameter, explain
 from ...sharding.layout import Layout
@@ -34,6 +34,8 @@ def table_of(results: Sequence[LayoutResult]) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
     lines = [_line(row, widths) for row in rows]
     lines.insert(1, "  ".join("-" * width for width in widths))
+    if any(result.flops_from == SHAPES for result in results):
+        lines.append("\nThe compiler did not count operations: GFLOP are those of the shapes.")
     for result in results:
         if result.findings:
             lines.append(f"\n{result.name}:")

@@ -147,6 +147,16 @@ def test_what_a_kernel_cannot_serve_is_refused_with_a_reason(kernel, change, rea
     assert reason in (found.refusal(replace(PLAIN, **change)) or "")
 
 
+def test_a_graph_that_needs_a_library_which_is_not_here_says_what_to_install(monkeypatch):
+    def without_cudnn(*arguments, **options):
+        raise RuntimeError("cuDNN is not detected.")
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", without_cudnn)
+    message = r"expected cuDNN's library.* not detected\. Install .*gpu-compile.* the kernel xla"
+    with pytest.raises(ValueError, match=message):
+        attended(attend_cudnn, PLAIN, jnp.bfloat16)
+
+
 @pytest.mark.parametrize(
     ("platform", "expected"),
     [

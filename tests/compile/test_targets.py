@@ -1,5 +1,7 @@
 """Targets: names, what they lead to, and what is said of those that lead nowhere."""
 
+from importlib.util import find_spec
+
 import jax
 import pytest
 
@@ -14,7 +16,20 @@ def test_cpu_is_the_first_device_of_this_machine():
 
 
 @pytest.mark.parametrize(
-    "name", ["", "CPU", "cuda", "v5e:2x4", "gpu0", "cpu:", "tpu:", "cpu:0", "cpu:x", "gpu:h100:8"]
+    "name",
+    [
+        "",
+        "CPU",
+        "cuda",
+        "v5e:2x4",
+        "gpu0",
+        "cpu:",
+        "tpu:",
+        "cpu:0",
+        "cpu:x",
+        "cpu:a:8",
+        "gpu:h100:x",
+    ],
 )
 def test_a_name_of_no_known_platform_is_refused_with_the_names_that_are(name):
     message = f"expected cpu, gpu, tpu, a number of them .*, got {name!r}"
@@ -61,3 +76,16 @@ def test_an_unknown_topology_is_refused_with_one_that_exists():
     message = "no topology 'v5e:3x5'.*Expected for example tpu:v5e:2x4"
     with pytest.raises(UnknownTarget, match=f"(?s){message}"):
         find_target("tpu:v5e:3x5")
+
+
+@pytest.mark.parametrize("name", ["gpu:b1:8", "gpu:h100:12", "gpu:h100:"])
+def test_gpus_that_no_host_has_are_refused_with_those_that_are_known(name):
+    message = f"no GPUs {name!r}.*gpu:h100:8: a kind of a100, h100, h200, up to 8"
+    with pytest.raises(UnknownTarget, match=message):
+        find_target(name)
+
+
+@pytest.mark.skipif(find_spec("jax_cuda12_plugin") is not None, reason="jax's CUDA plugin is here")
+def test_absent_gpus_without_the_plugin_name_the_extra_that_brings_it():
+    with pytest.raises(UnknownTarget, match=r"cannot compile for gpu:h100:8.*noria\[gpu-compile\]"):
+        find_target("gpu:h100:8")

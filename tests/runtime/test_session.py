@@ -1,11 +1,14 @@
-"""Which devices a plan may run on."""
+"""Which devices a plan may run on, and which of them jax is let start."""
 
+from types import SimpleNamespace
+
+import jax
 import pytest
 from tiny import GRID
 
 from noria.compile.plan import Plan, PlannedModel
 from noria.compile.targets import Target
-from noria.runtime.session import check_target
+from noria.runtime.session import check_target, prepare_cpu
 
 
 def plan_for(target: str) -> Plan:
@@ -39,3 +42,23 @@ def test_a_plan_for_a_topology_runs_on_as_many_devices_of_its_platform(planned, 
 def test_a_plan_for_other_devices_is_refused_by_name(planned, found):
     with pytest.raises(ValueError, match=f"expected {found.name}, got {planned}"):
         check_target(plan_for(planned), found)
+
+
+@pytest.mark.parametrize(
+    ("target", "starts"),
+    [
+        ("cpu", {"jax_platforms": "cpu"}),
+        ("gpu:h100:8", {"jax_platforms": "cpu"}),
+        ("tpu:v5e:2x4", {"jax_platforms": "cpu"}),
+        ("gpu:8", {}),
+        ("tpu", {}),
+        (None, {}),
+    ],
+)
+def test_jax_starts_no_other_backend_for_what_is_not_to_run_on_one(target, starts, monkeypatch):
+    set_by_us = {}
+    values = {"jax_platforms": None, "jax_num_cpu_devices": 0}
+    config = SimpleNamespace(values=values, update=set_by_us.__setitem__)
+    monkeypatch.setattr(jax, "config", config)
+    prepare_cpu(target)
+    assert set_by_us == starts

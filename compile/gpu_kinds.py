@@ -1,0 +1,108 @@
+"""GPUs that graphs can be compiled for without one: what the compiler asks of a device, by kind.
+
+Knows nothing of graphs. XLA describes a GPU by a text proto (`GpuTargetConfigProto`); what differs
+between kinds is in `GPU_KINDS`, the rest is the same on all that they stand for: the limits of
+compute capability 8.0 and 9.0 (docs.nvidia.com/cuda/cuda-c-programming-guide, "Technical
+Specifications per Compute Capability"). Clock, bandwidth and memory are those that the devices
+themselves report, as in XLA's `xla/backends/gpu/target_config/specs` (a100_sxm_80, h100_sxm, h200).
+"""
+
+from dataclasses import dataclass, replace
+
+GPUS_PER_HOST = 8
+"""Of an HGX board: NVLink joins these, hosts are joined by a network."""
+
+
+@dataclass(frozen=True)
+class GpuKind:
+    """What the compiler has to know of one GPU; memory in bytes."""
+
+    description: str
+    """As the device names itself."""
+    capability: str
+    """Compute capability, as fields of a proto."""
+    cores: int
+    """Streaming multiprocessors."""
+    float32_units: int
+    """Of each of them."""
+    clock_ghz: float
+    memory_bytes: int
+    memory_rate: int
+    """Bytes a second."""
+    l2_bytes: int
+    shared_bytes_of_core: int
+    shared_bytes_of_block: int
+    """At most, where a kernel asks for more than the usual 48 KiB."""
+
+    def target_config(self) -> str:
+        """The text proto that XLA's CUDA plugin takes for a GPU that is not there."""
+        return f"""
+            gpu_device_info {{
+              cuda_compute_capability {{ {self.capability} }}
+              core_count: {self.cores}
+              fpus_per_core: {self.float32_units}
+              clock_rate_ghz: {self.clock_ghz}
+              device_memory_size: {self.memory_bytes}
+              memory_bandwidth: {self.memory_rate}
+              l2_cache_size: {self.l2_bytes}
+              shared_memory_per_core: {self.shared_bytes_of_core}
+              shared_memory_per_block: {48 << 10}
+              shared_memory_per_block_optin: {self.shared_bytes_of_block}
+              threads_per_warp: 32
+              threads_per_block_limit: 1024
+              threads_per_core_limit: 2048
+              registers_per_core_limit: {64 << 10}
+              registers_per_block_limit: {64 << 10}
+              block_dim_limit_x: {(1 << 31) - 1}
+              block_dim_limit_y: {(1 << 16) - 1}
+              block_dim_limit_z: {(1 << 16) - 1}
+            }}
+            platform_name: "CUDA"
+            dnn_version_info {{ major: 9 minor: 10 }}
+            device_description_str: "{self.description}"
+        """
+
+
+_H100 = GpuKind(
+    description="NVIDIA H100 80GB HBM3",
+    # matrix units of 9.0 have instructions that only code for exactly 9.0 (sm_90a) may use
+    capability="major: 9 feature_extension: ACCELERATED_FEATURES",
+    cores=132,
+    float32_units=128,
+    clock_ghz=1.98,
+    memory_bytes=84_942_979_072,
+    memory_rate=3_352_320_000_000,
+    l2_bytes=50 << 20,
+    shared_bytes_of_core=228 << 10,
+    shared_bytes_of_block=227 << 10,
+)
+GPU_KINDS = {
+    "a100": GpuKind(
+        description="NVIDIA A100-SXM4-80GB",
+        capability="major: 8",
+        cores=108,
+        float32_units=64,
+        clock_ghz=1.41,
+        memory_bytes=85_100_068_864,
+        memory_rate=2_039_040_000_000,
+        l2_bytes=40 << 20,
+        shared_bytes_of_core=164 << 10,
+        shared_bytes_of_block=163 << 10,
+    ),
+    "h100": _H100,
+    "h200": replace(
+        _H100,
+        description="NVIDIA H200 141GB HBM3e",
+        memory_bytes=151_397_597_184,
+        memory_rate=4_800_000_000_000,
+    ),
+}
+"""By the names that hardware tables have, too."""
+
+
+def host_topology(count: int) -> str | None:
+    """`slices x hosts x GPUs of a host` for so many GPUs; None where hosts would not be full."""
+    if count <= GPUS_PER_HOST:
+        return f"1x1x{count}"
+    hosts, rest = divmod(count, GPUS_PER_HOST)
+    return None if rest else f"1x{hosts}x{GPUS_PER_HOST}"
