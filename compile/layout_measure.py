@@ -14,8 +14,8 @@ import jax.numpy as jnp
 
 from ..modelzoo.config import DecoderConfig
 from ..sharding import communication
-from ..sharding.communication import LayerSizes
 from ..sharding.explain import cache_bytes_per_device, explain
+from ..sharding.layer_call import Expected, LayerCall
 from ..sharding.layout import PHASES, Layout
 from ..sharding.legality import check
 from .attention_kernels import AUTO_ATTENTION, AttentionPlan, choose_kernels
@@ -48,8 +48,8 @@ class CollectiveTotal:
     per_layer: float
     """Of the count, those inside layers, by layer."""
     bytes_per_layer: float
-    formula_bytes_per_layer: int | None
-    """What the formula of a named layout says; None where there is none."""
+    formula_bytes_per_layer: float | None
+    """What the layout's rules say; None of what only some rows ask for."""
 
 
 @dataclass
@@ -166,10 +166,8 @@ def _read(
         flops = _flops_of_shapes(phase, Work(definition, dtype.name, layout), grid)
     result.flops_by_phase[phase] = float(flops)
     rows, tokens = (grid.decode_slots, 1) if phase == "decode" else reversed(grid.prefill[-1])
-    formulas = None
-    if communication.describes(config, layout):
-        sizes = LayerSizes.of(config, layout, rows, tokens, dtype.itemsize)
-        formulas = communication.expected(layout, phase, sizes)
+    call = LayerCall(phase, rows, tokens)
+    formulas = communication.expected(config, layout, call, dtype.itemsize)
     found = read_collectives(compiled.as_text() or "", layout.mesh.sizes)
     result.collectives += _totals(phase, found, formulas, layout, config.num_layers)
 
@@ -184,7 +182,7 @@ def _flops_of_shapes(phase: str, work: Work, grid: BucketGrid) -> float:
 def _totals(
     phase: str,
     found: list[Collective],
-    formulas: list[communication.Expected] | None,
+    formulas: list[Expected],
     layout: Layout,
     num_layers: int,
 ) -> list[CollectiveTotal]:
@@ -195,12 +193,13 @@ def _totals(
     for (kind, mesh_axes, is_conditional), members in sorted(groups.items()):
         in_layers = [one for one in members if _LAYER_SCOPE.search(one.source)]
         formula = None
-        if formulas is not None and not is_conditional:
-            formula = sum(
+        if not is_conditional:
+            of_all = sum(
                 e.times * e.num_bytes
                 for e in formulas
                 if (e.kind, e.mesh_axes) == (kind, mesh_axes)
             )
+            formula = of_all / num_layers
         num_bytes = sum(one.times * one.num_bytes for one in members)
         group = layout.mesh.num_shards(mesh_axes)
         total = CollectiveTotal(

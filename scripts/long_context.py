@@ -29,8 +29,9 @@ from noria.modelzoo.config import DecoderConfig
 from noria.runtime.layout_files import read_layout_table
 from noria.runtime.machine import describe_machine
 from noria.runtime.planning.hardware_files import known_hardware
-from noria.sharding.communication import LayerSizes, expected, sent_bytes
+from noria.sharding.communication import expected, sent_bytes
 from noria.sharding.explain import cache_bytes_per_device, explain
+from noria.sharding.layer_call import LayerCall
 from noria.sharding.layout import Layout
 from noria.sharding.legality import require
 
@@ -173,8 +174,8 @@ def kept_bytes(case: Case) -> int:
 def collectives_of(case: Case, compiled: jax.stages.Compiled) -> list[dict]:
     """By kind and mesh axes: executions, and bytes that a device sends for them.
 
-    Of prefill the formulas of `sharding.communication`, which tests hold against programs of the
-    same layout: libtpu 0.0.51 cannot print this one (an `async-update` of three operands).
+    Of prefill what `sharding.communication` says, which tests hold against programs of the same
+    layout: libtpu 0.0.51 cannot print this one (an `async-update` of three operands).
     """
     counts: dict[tuple[str, tuple[str, ...]], list[float]] = {}
 
@@ -184,9 +185,9 @@ def collectives_of(case: Case, compiled: jax.stages.Compiled) -> list[dict]:
         total[1] += times * sent_bytes(kind, num_bytes, case.layout.mesh.num_shards(mesh_axes))
 
     if case.phase == "prefill":
-        sizes = LayerSizes.of(case.config, case.layout, case.rows, case.length, BYTES)
-        for one in expected(case.layout, case.phase, sizes) or []:
-            count(one.kind, one.mesh_axes, one.num_bytes, one.times * case.config.num_layers)
+        call = LayerCall(case.phase, case.rows, case.length)
+        for one in expected(case.config, case.layout, call, BYTES):
+            count(one.kind, one.mesh_axes, one.num_bytes, one.times)
     else:
         for one in read_collectives(compiled.as_text() or "", case.layout.mesh.sizes):
             # what some rows ask for, such as penalties, is no part of a plain step

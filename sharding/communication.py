@@ -1,313 +1,50 @@
-"""What a layer has to communicate under a published layout: formulas, to hold programs against.
+"""What the layers of a model send each other's devices under any layout: from its rules alone.
+
+Every product of a layer asks for the collectives that `projection` works out, attention for those
+of rows exchanged for heads, of rings and of caches in pieces, a sparse layer for those of
+`expert_exchange`, and a norm of a residual stream that is split along embed for a sum. Products
+that read one array gather it once, those that add to one sum once. So this holds for layouts that
+nobody has published, and tests hold it against compiled programs and against published formulas:
+Pope et al. 2022, "Efficiently Scaling Transformer Inference" (2211.05102), section 3 and appendix
+A; Korthikanti et al. 2022 (2205.05198), section 4.2.2; Liu et al. 2023, "Ring Attention"
+(2310.01889), section 3; Lepikhin et al. 2020, "GShard" (2006.16668), section 3.3.
 
 Bytes are of the whole array along the communicated dimension on one device, so that an all-reduce
 has the bytes of the reduce-scatter and the all-gather that it is made of; over n devices a link
 then carries about (n - 1) / n of them (twice that for an all-reduce).
 
-Source: Pope et al. 2022, "Efficiently Scaling Transformer Inference" (2211.05102): section 3.2.1
-and appendix A.2.1 for one-dimensional weight-stationary, 3.2.2 and A.2.2 for two-dimensional, 3.2.3
-and A.2.3 for weight-gathered, 3.3 for attention sharded over batch; Korthikanti et al. 2022,
-"Reducing Activation Recomputation in Large Transformer Models" (2205.05198), section 4.2.2, for
-sequence-parallel residuals; Liu et al. 2023, "Ring Attention" (2310.01889), section 3, for keys and
-values that go round. They count the MLP; the formulas here add attention's projections, which this
-code runs one after the other, the sums that norms of a split residual stream need, and chunks of
-prompts, whose choice of what to send is that of `cache_attention`.
-
-Knows nothing of programs: `compile.collectives` reads what one does.
+Left out as too small to matter: sinks, and counts of how experts were used. Experts are taken to
+dispatch losslessly. Rows of a chunk whose batch is split over caches in pieces are brought together
+by XLA, which is not counted. Knows nothing of programs: `compile.collectives` reads what one does.
 """
 
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 from ..modelzoo import axes
 from ..modelzoo.config import DecoderConfig
-from .axis_rules import kv_copies
-from .cache_attention import entry_bytes, query_bytes
+from ..modelzoo.moe.config import MoeConfig
+from ..modelzoo.moe.experts import DOWN_AXES, GATE_UP_AXES
+from .attention_communication import of_attention
+from .expert_exchange import ExpertExchange
+from .layer_call import FLOAT32_BYTES, Expected, LayerCall, LayerShapes
+from .layer_products import LayerProduct, attention_products, mlp_products
 from .layout import Layout
-
-FLOAT32_BYTES = INT32_BYTES = 4
-
-
-@dataclass(frozen=True)
-class Expected:
-    """Collectives of one kind and size in every layer."""
-
-    kind: str
-    mesh_axes: tuple[str, ...]
-    num_bytes: int
-    times: int = 1
+from .projection import MeshAxes, Projection, beyond
 
 
-@dataclass(frozen=True)
-class LayerSizes:
-    """Sizes of one layer in one graph: all rows, all devices."""
-
-    rows: int
-    tokens: int
-    """Of a row: its length in prefill, 1 in decode."""
-    embed: int
-    mlp: int
-    query_heads: int
-    kv_heads: int
-    """As stored, copies included."""
-    kv_copies: int
-    """Copies of one head, where attention keeps it once."""
-    head_dim: int
-    itemsize: int
-    segments: tuple[int, ...] = ()
-    """Entries of the cache that a chunk reads, by segment."""
-
-    @classmethod
-    def of(
-        cls, config: DecoderConfig, layout: Layout, rows: int, tokens: int, itemsize: int
-    ) -> "LayerSizes":
-        """The sizes of a model's layers under a layout."""
-        shards = layout.mesh.num_shards(layout.rules[axes.QUERY_HEADS])
-        copies = kv_copies(config.num_kv_heads, shards)
-        return cls(
-            rows,
-            tokens,
-            config.embed,
-            config.mlp,
-            config.num_query_heads,
-            config.num_kv_heads * copies,
-            copies,
-            config.head_dim,
-            itemsize,
-        )
-
-    @property
-    def residual(self) -> int:
-        """Bytes of the residual stream."""
-        return self.rows * self.tokens * self.embed * self.itemsize
-
-    @property
-    def norm(self) -> int:
-        """Bytes of one number a token in float32, which a norm over split entries sums."""
-        return self.rows * self.tokens * FLOAT32_BYTES
-
-    @property
-    def queries(self) -> int:
-        return self.rows * self.tokens * self.query_heads * self.head_dim * self.itemsize
-
-    @property
-    def keys(self) -> int:
-        """Of all heads as stored; values are as many."""
-        return self.rows * self.tokens * self.kv_heads * self.head_dim * self.itemsize
-
-    @property
-    def lse(self) -> int:
-        """Bytes of one number a token and query head in float32: what a part of keys counts for."""
-        return self.rows * self.tokens * self.query_heads * FLOAT32_BYTES
-
-    @property
-    def hidden(self) -> int:
-        return self.rows * self.tokens * self.mlp * self.itemsize
-
-    @property
-    def qkv_weight(self) -> int:
-        heads = self.query_heads + 2 * self.kv_heads
-        return self.embed * heads * self.head_dim * self.itemsize
-
-    @property
-    def output_weight(self) -> int:
-        return self.embed * self.query_heads * self.head_dim * self.itemsize
-
-    @property
-    def mlp_weight(self) -> int:
-        """Of `down`, or of one of gate and up."""
-        return self.embed * self.mlp * self.itemsize
-
-
-Mesh = Mapping[str, int]
-Formula = Callable[[LayerSizes, Mesh], list[Expected]]
-
-
-def _silent(sizes: LayerSizes, mesh: Mesh) -> list[Expected]:
-    """Replicas have nothing to say to each other."""
-    del sizes, mesh
-    return []
-
-
-def _stationary_1d(sizes: LayerSizes, mesh: Mesh) -> list[Expected]:
-    """Attention and MLP each end in a sum over all devices of a group."""
-    residual = sizes.residual // mesh.get("data", 1)
-    return [Expected("all-reduce", ("tensor",), residual, 2)]
-
-
-def _scattered_1d(sizes: LayerSizes, mesh: Mesh) -> list[Expected]:
-    """The same sum in two halves, with norms and residuals on a piece of the stream between."""
-    residual = sizes.residual // mesh.get("data", 1)
-    return [
-        Expected("reduce-scatter", ("tensor",), residual, 2),
-        Expected("all-gather", ("tensor",), residual, 2),
-    ]
-
-
-def _scattered_embed(sizes: LayerSizes, mesh: Mesh) -> list[Expected]:
-    """As above with the stream split along embed, so that each norm sums over the pieces."""
-    return [*_scattered_1d(sizes, mesh), Expected("all-reduce", ("tensor",), sizes.norm, 2)]
-
-
-def _exchanged_1d(sizes: LayerSizes, mesh: Mesh) -> list[Expected]:
-    """Queries go from heads to rows, results back; of a head in copies each copy sends a part."""
-    group = mesh["tensor"] * mesh.get("data", 1)
-    keys = sizes.keys // sizes.kv_copies // group
-    return [
-        *_stationary_1d(sizes, mesh),
-        Expected("all-to-all", ("tensor",), sizes.queries // group, 2),
-        Expected("all-to-all", ("tensor",), keys, 2),
-    ]
-
-
-def _stationary_2d(sizes: LayerSizes, mesh: Mesh) -> list[Expected]:
-    """Products sum over `data` where embed is contracted and over `tensor` where heads or MLP are.
-
-    Attention is split by rows over `data`: queries, keys and values arrive there scattered, and its
-    results are gathered for the next product.
-    """
-    x, t = mesh["data"], mesh["tensor"]
-    return [
-        Expected("reduce-scatter", ("data",), (sizes.queries + 2 * sizes.keys) // t),
-        Expected("all-gather", ("data",), sizes.queries // t),
-        Expected("all-reduce", ("data",), 2 * sizes.hidden // t),
-        Expected("all-reduce", ("tensor",), sizes.residual // x, 2),
-        Expected("all-reduce", ("data",), sizes.norm, 2),
-    ]
-
-
-def _gathered(sizes: LayerSizes, mesh: Mesh) -> list[Expected]:
-    """Weights travel over `data`, activations over `tensor` as in one dimension."""
-    t = mesh["tensor"]
-    return [
-        Expected("all-gather", ("data",), sizes.qkv_weight // t),
-        Expected("all-gather", ("data",), sizes.output_weight // t),
-        Expected("all-gather", ("data",), 2 * sizes.mlp_weight // t),
-        Expected("all-gather", ("data",), sizes.mlp_weight // t),
-        *_stationary_1d(sizes, mesh),
-    ]
-
-
-def _gathered_all(sizes: LayerSizes, mesh: Mesh) -> list[Expected]:
-    """Only weights travel, first over the mesh axis of their first dimension, then whole."""
-    x, t = mesh["data"], mesh["tensor"]
-    return [
-        Expected("all-gather", ("data",), sizes.qkv_weight // t),
-        Expected("all-gather", ("tensor",), sizes.qkv_weight),
-        Expected("all-gather", ("tensor",), sizes.output_weight // x),
-        Expected("all-gather", ("data",), sizes.output_weight),
-        Expected("all-gather", ("data",), 2 * sizes.mlp_weight // t),
-        Expected("all-gather", ("tensor",), 2 * sizes.mlp_weight),
-        Expected("all-gather", ("tensor",), sizes.mlp_weight // x),
-        Expected("all-gather", ("data",), sizes.mlp_weight),
-    ]
-
-
-def _ring(sizes: LayerSizes, mesh: Mesh) -> list[Expected]:
-    """Keys and values go on to the next device until all have had them."""
-    n = mesh["sequence"]
-    keys = sizes.keys // (n * mesh.get("tensor", 1) * mesh.get("data", 1))
-    return [Expected("collective-permute", ("sequence",), keys, 2 * (n - 1))]
-
-
-def _merged(sizes: LayerSizes, mesh: Mesh) -> list[Expected]:
-    """A maximum, and a sum of results with their weights, of any number of keys."""
-    lse = sizes.lse // (mesh.get("tensor", 1) * mesh.get("data", 1))
-    return [
-        Expected("all-reduce", ("sequence",), lse),
-        Expected("all-reduce", ("sequence",), lse * (sizes.head_dim + 1)),
-    ]
-
-
-def _chunk(sizes: LayerSizes, mesh: Mesh) -> list[Expected]:
-    """Queries are gathered and results scattered, or entries go round: what is less to send."""
-    n, t = mesh["sequence"], mesh.get("tensor", 1)
-    keys, positions = sizes.keys // (n * t), sizes.rows * sizes.tokens // n * INT32_BYTES
-    of_segments = [
-        (keys * entries // sizes.tokens, positions * entries // sizes.tokens)
-        for entries in (*sizes.segments, sizes.tokens)
-    ]
-    entries = sum(2 * of_keys + of_positions for of_keys, of_positions in of_segments)
-    queries, lse = sizes.queries // t, sizes.lse // t
-    if entry_bytes(entries, n) < query_bytes(queries // n, lse // n, sizes.head_dim, n):
-        return [
-            Expected("collective-permute", ("sequence",), num_bytes, times * (n - 1))
-            for segment in of_segments
-            for num_bytes, times in zip(segment, (2, 1), strict=True)
-        ]
-    return [
-        Expected("all-gather", ("sequence",), queries),
-        Expected("all-reduce", ("sequence",), lse),
-        Expected("reduce-scatter", ("sequence",), lse * (sizes.head_dim + 1)),
-    ]
-
-
-def _scattered_in_group(sizes: LayerSizes, mesh: Mesh) -> list[Expected]:
-    """Of groups with a part of the tokens each, which split the residual stream further."""
-    return _scattered_1d(replace(sizes, tokens=sizes.tokens // mesh["sequence"]), mesh)
-
-
-def _gathered_mlp(sizes: LayerSizes, mesh: Mesh) -> list[Expected]:
-    """Weights that the ring shares out are brought together for long prompts."""
-    del mesh
-    return [
-        Expected("all-gather", ("sequence",), 2 * sizes.mlp_weight),
-        Expected("all-gather", ("sequence",), sizes.mlp_weight),
-    ]
-
-
-def _split_mlp(sizes: LayerSizes, mesh: Mesh) -> list[Expected]:
-    """Every device has the tokens of its replica, and a part of the MLP."""
-    return [Expected("all-reduce", ("sequence",), sizes.residual // mesh["data"])]
-
-
-def _both(attention: Formula, rest: Formula) -> Formula:
-    return lambda sizes, mesh: [*attention(sizes, mesh), *rest(sizes, mesh)]
-
-
-_OF_CHUNKS: Mapping[str, Mapping[str, Formula]] = {
-    "ring": {"chunk": _chunk},
-    "ring-contiguous": {"chunk": _chunk},
-    "ring-tensor": {"chunk": _both(_chunk, _scattered_in_group)},
-}
-"""Not where `data` splits slots: XLA decides how they are brought together for a chunk."""
-
-FORMULAS: Mapping[str, Mapping[str, Formula]] = {
-    name: {"prefill": prefill, "decode": decode, **_OF_CHUNKS.get(name, {})}
-    for name, prefill, decode in (
-        ("data-parallel", _silent, _silent),
-        ("weight-stationary-1d", _stationary_1d, _stationary_1d),
-        ("weight-stationary-1d-kv-copies", _stationary_1d, _stationary_1d),
-        ("weight-stationary-1d-batch-attention", _stationary_1d, _exchanged_1d),
-        ("weight-stationary-2d", _stationary_2d, _stationary_2d),
-        ("weight-gathered", _gathered, _stationary_2d),
-        ("weight-gathered-all", _gathered_all, _stationary_2d),
-        ("data-tensor", _stationary_1d, _stationary_1d),
-        ("data-tensor-batch-attention", _stationary_1d, _exchanged_1d),
-        ("sequence-parallel", _scattered_1d, _scattered_1d),
-        ("embed-parallel", _scattered_embed, _scattered_embed),
-        ("ring", _ring, _merged),
-        ("ring-contiguous", _ring, _merged),
-        ("ring-tensor", _both(_ring, _scattered_in_group), _both(_merged, _stationary_1d)),
-        ("ring-data-expert", _both(_ring, _gathered_mlp), _both(_merged, _split_mlp)),
-    )
-}
-"""By name of a layout that ships with noria and by phase."""
-
-
-def describes(config: DecoderConfig, layout: Layout) -> bool:
-    """Whether the formulas are of this model's blocks: one norm before attention, one before MLP.
-
-    Sparse layers exchange tokens, as `expert_exchange` says. Other norms sum once more where the
-    residual stream or the heads are split. Sinks are gathered where rows are exchanged for heads.
-    Windows end a ring early.
-    """
-    norms_all_heads = config.qk_norm and config.qk_norm_kind == "projection"
-    is_plain = config.norm == "rms" and config.norm_placement == "before"
-    has_own_blocks = config.is_parallel or config.latent is not None or config.moe is not None
-    ends_early = any(config.windows) and layout.phase("prefill")[axes.LENGTH]
-    return is_plain and not (has_own_blocks or config.sinks or norms_all_heads or ends_early)
+def expected(
+    config: DecoderConfig, layout: Layout, call: LayerCall, itemsize: int
+) -> list[Expected]:
+    """What all layers send in one call; collectives of equal kind, mesh axes and bytes are one."""
+    shapes = LayerShapes(config, layout, call, itemsize)
+    is_sparse = (False,) * config.num_layers if config.moe is None else config.moe.layers
+    times: Counter[tuple[str, MeshAxes, int]] = Counter()
+    for (window, sparse), count in Counter(zip(config.windows, is_sparse, strict=True)).items():
+        moe = config.moe if sparse else None
+        for one in [*_of_block(shapes, moe), *of_attention(shapes, window)]:
+            times[one.kind, one.mesh_axes, one.num_bytes] += count * one.times
+    return [Expected(*key, count) for key, count in times.items()]
 
 
 def sent_bytes(kind: str, num_bytes: int, group: int) -> float:
@@ -319,18 +56,134 @@ def sent_bytes(kind: str, num_bytes: int, group: int) -> float:
     return num_bytes * {"all-reduce": 2 * share, "collective-permute": 1.0}.get(kind, share)
 
 
-def expected(layout: Layout, phase: str, sizes: LayerSizes) -> list[Expected] | None:
-    """What every layer has to communicate; None for a layout and phase without a formula.
+_Once = tuple[object, Expected]
+"""A collective, and what it is of: two of the same kind, size and object are one."""
 
-    Collectives of equal kind, mesh axes and bytes are one entry.
+
+def _of_block(shapes: LayerShapes, moe: MoeConfig | None) -> Iterator[Expected]:
+    """All but attention itself. Both halves of a parallel block read one array and add to one."""
+    config, reads_cache = shapes.config, shapes.call.phase != "prefill"
+    halves = [attention_products(config, reads_cache=reads_cache)]
+    halves.append(mlp_products(config.mlp if moe is None else moe.shared_mlp))
+    once = [{one for product in half for one in _once(shapes, product)} for half in halves]
+    if moe is not None:
+        exchange = ExpertExchange(shapes.rules, shapes.layout.rules)
+        once[1] |= set(_once_around_experts(shapes, exchange))
+        yield from _of_experts(shapes, exchange, moe)
+    for of_half in [once[0] | once[1]] if config.is_parallel else once:
+        yield from (collective for _, collective in of_half)
+    for product in halves[0] + halves[1]:
+        yield from _every_time(shapes, product)
+    yield from _of_norms(shapes)
+
+
+def _projection(shapes: LayerShapes, product: LayerProduct) -> Projection:
+    rules, stored = shapes.rules, shapes.layout.rules
+    return Projection.of(
+        product.equation,
+        rules.dimensions(product.x),
+        stored.dimensions(product.weight),
+        rules.dimensions(product.weight),
+        rules.dimensions(product.out),
+    )
+
+
+def _once(shapes: LayerShapes, product: LayerProduct) -> Iterator[_Once]:
+    """Gathers of what is read, and sums into the residual stream: XLA adds up, then sums."""
+    labels, _, of_out = product.labels
+    sizes = {**shapes.sizes, **product.sizes}
+    projection, before = _projection(shapes, product), shapes.rules.dimensions(product.x)
+    read = [sizes[label] for label in labels]
+    for one in _gathers(shapes, read, before, projection.gather_x):
+        yield product.reads, one
+    if product.out == axes.RESIDUAL:
+        for one in _reduced(shapes, [sizes[label] for label in of_out], projection):
+            yield product.out, one
+
+
+def _every_time(shapes: LayerShapes, product: LayerProduct) -> Iterator[Expected]:
+    """Weights as they are gathered, and what becomes of results that are nobody else's."""
+    _, of_weight, of_out = product.labels
+    sizes = {**shapes.sizes, **product.sizes}
+    projection = _projection(shapes, product)
+    stored = shapes.layout.rules.dimensions(product.weight)
+    weight = [sizes[label] for label in of_weight]
+    yield from _gathers(shapes, weight, stored, projection.gather_weight)
+    if product.out != axes.RESIDUAL:
+        yield from _reduced(shapes, [sizes[label] for label in of_out], projection)
+
+
+def _gathers(
+    shapes: LayerShapes,
+    sizes: Sequence[int],
+    before: Sequence[MeshAxes],
+    gathered: Sequence[MeshAxes],
+) -> Iterator[Expected]:
+    """One dimension after the other, from an array that is split as `before`."""
+    split = list(before)
+    for dimension, mesh_axes in enumerate(gathered):
+        if mesh_axes:
+            split[dimension] = split[dimension][: -len(mesh_axes)]
+            yield from shapes.send("all-gather", mesh_axes, shapes.local(sizes, split))
+
+
+def _reduced(
+    shapes: LayerShapes, sizes: Sequence[int], projection: Projection
+) -> Iterator[Expected]:
+    """Partial sums of a result: scattered, summed, and what lies in pieces too many gathered."""
+    split = list(projection.made)
+    for dimension, mesh_axes in enumerate(projection.scatter):
+        if mesh_axes:
+            yield from shapes.send("reduce-scatter", mesh_axes, shapes.local(sizes, split))
+            split[dimension] += mesh_axes
+    yield from shapes.send("all-reduce", projection.sum_over, shapes.local(sizes, split))
+    yield from _gathers(shapes, sizes, split, projection.gather_out)
+
+
+def _once_around_experts(shapes: LayerShapes, exchange: ExpertExchange) -> Iterator[_Once]:
+    """Experts read and add to what the expert that all tokens share does."""
+    before, projection = shapes.rules.dimensions(axes.RESIDUAL), exchange.projection
+    sizes = [shapes.sizes[label] for label in "BTD"]
+    for one in _gathers(shapes, sizes, before, projection.gather_x):
+        yield ("BTD", axes.RESIDUAL), one
+    for one in _reduced(shapes, sizes, projection):
+        yield axes.RESIDUAL, one
+
+
+def _of_experts(
+    shapes: LayerShapes, exchange: ExpertExchange, moe: MoeConfig
+) -> Iterator[Expected]:
+    """A row a token to every device that experts are exchanged with, its choices beside it.
+
+    As `modelzoo.moe.mix` packs it: ids of experts in words as wide as activations, weights of
+    choices in float32. One row a token comes back.
     """
-    formula = FORMULAS.get(layout.name, {}).get(phase)
-    if formula is None:
-        return None
-    mesh = layout.mesh.sizes
-    times: dict[tuple[str, tuple[str, ...], int], int] = {}
-    for one in formula(sizes, mesh):
-        if math.prod(mesh[axis] for axis in one.mesh_axes) > 1:
-            key = (one.kind, one.mesh_axes, one.num_bytes)
-            times[key] = times.get(key, 0) + one.times
-    return [Expected(*key, count) for key, count in times.items()]
+    B, T, D = (shapes.sizes[label] for label in "BTD")
+    batch, length = exchange.tokens
+    over, Z = exchange.exchanged, moe.routing.num_chosen
+    rows = shapes.local((B, T), (batch, length), 1) * shapes.layout.mesh.num_shards(over)
+    of_choices = Z * (shapes.itemsize + FLOAT32_BYTES)
+    yield from shapes.send("all-to-all", over, rows * (D * shapes.itemsize + of_choices))
+    yield from shapes.send("all-to-all", over, rows * D * shapes.itemsize)
+    E, F, P = moe.routing.num_experts, moe.mlp, 2
+    for of_weight, sizes in ((GATE_UP_AXES, (E, P, D, F)), (DOWN_AXES, (E, F, D))):
+        stored, used = (r.dimensions(of_weight) for r in (shapes.layout.rules, shapes.rules))
+        yield from _gathers(shapes, sizes, stored, tuple(map(beyond, stored, used)))
+
+
+def _of_norms(shapes: LayerShapes) -> Iterator[Expected]:
+    """Norms of a residual stream that is split along embed sum one number a token over the pieces.
+
+    A layer norm sums twice, once for the mean. The partitioner does it, in float32.
+    """
+    config, rules = shapes.config, shapes.rules
+    num_norms = 1 if config.is_parallel else 4 if config.norm_placement == "both" else 2
+    sums = num_norms * (2 if config.norm == "layer" else 1)
+    batch, length, embed = rules.dimensions(axes.RESIDUAL)
+    call = shapes.call
+    num_bytes = shapes.local((call.rows, call.tokens), (batch, length), FLOAT32_BYTES)
+    yield from shapes.send("all-reduce", embed, num_bytes, sums)
+    if config.qk_norm and config.qk_norm_kind == "projection":
+        batch, length, heads = rules.dimensions(axes.HEADS[:3])
+        num_bytes = shapes.local((call.rows, call.tokens), (batch, length), FLOAT32_BYTES)
+        yield from shapes.send("all-reduce", heads, num_bytes, 2)

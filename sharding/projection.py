@@ -31,6 +31,8 @@ class Projection:
     gather_weight: tuple[MeshAxes, ...]
     gather_x: tuple[MeshAxes, ...]
     cut_x: tuple[MeshAxes, ...]
+    made: tuple[MeshAxes, ...]
+    """Of the result while it is partial."""
     scatter: tuple[MeshAxes, ...]
     """Partial sums that end as pieces of this dimension."""
     sum_over: MeshAxes
@@ -66,6 +68,7 @@ class Projection:
             gather_weight=tuple(map(beyond, weight_stored, weight_used)),
             gather_x=tuple(beyond(a, split[label]) for label, a in zip(x_labels, x, strict=True)),
             cut_x=tuple(beyond(split[label], a) for label, a in zip(x_labels, x, strict=True)),
+            made=tuple(split[label] for label in out_labels),
             scatter=scatter,
             sum_over=tuple(
                 dict.fromkeys(

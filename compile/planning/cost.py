@@ -19,7 +19,7 @@ from scipy.optimize import nnls
 
 from ...sharding.layout import PHASES
 from ..plan_tables import check_keys
-from .hardware import Hardware
+from .hardware import Hardware, rings
 from .work import Call, Part, Work
 
 BINDS = ("compute", "memory", "network", "overhead")
@@ -92,8 +92,16 @@ class Estimate:
 class CostModel:
     """Seconds of calls of one model under a layout, on one kind of hardware."""
 
-    def __init__(self, work: Work, hardware: Hardware, calibration: Calibration | None = None):
+    def __init__(
+        self,
+        work: Work,
+        hardware: Hardware,
+        calibration: Calibration | None = None,
+        torus: Sequence[int] = (),
+    ):
+        """`torus` are the dimensions of the interconnect; without them an axis is one ring."""
         self.work, self.hardware, self.calibration = work, hardware, calibration
+        self._rings = rings(work.layout.mesh.sizes, torus)
         self._peak = hardware.peak(work.dtype)
         self._known: dict[Call, Estimate] = {}
 
@@ -121,13 +129,17 @@ class CostModel:
         for part in self.work.parts(call):
             factor = found.factors.get(part.name, 1.0)
             local, limit = self._local(part)
-            network = sum(part.sent.values()) / self.hardware.axis_rate
+            network = sum(of / self._rate(name) for name, of in part.sent.items())
             parts[part.name] = factor * (local + network)
             limits[limit] += factor * local
             limits["network"] += factor * network
         if found.overhead:
             parts["overhead"] = limits["overhead"] = found.overhead
         return Estimate(parts, limits)
+
+    def _rate(self, mesh_axes: str) -> float:
+        """Bytes a second along mesh axes, as the keys of what a part sends name them."""
+        return self.hardware.rate(sum(self._rings[axis] for axis in mesh_axes.split("+")))
 
     def _local(self, part: Part) -> tuple[float, str]:
         """Seconds of a part on its device, and what they wait for."""

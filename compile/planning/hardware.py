@@ -4,7 +4,7 @@ Knows nothing of models or graphs, and asks no device: the hardware need not be 
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -48,13 +48,12 @@ class Hardware:
                 f"hardware {self.name}.flops: expected a rate for at least one dtype, got none."
             )
 
-    @property
-    def axis_rate(self) -> float:
-        """Bytes a second that a device sends along one mesh axis.
+    def rate(self, rings: int = 1) -> float:
+        """Bytes a second that a device sends along a mesh axis of so many dimensions of a torus.
 
         A ring in a torus sends both ways round; a switch has one way out.
         """
-        return self.link_rate * min(2, self.links)
+        return self.link_rate * min(2 * rings, self.links)
 
     def peak(self, dtype: str) -> float:
         """Operations a second of products of that dtype."""
@@ -107,6 +106,32 @@ def num_devices(target: str) -> int:
             f"for its devices."
         )
     return math.prod(map(int, sizes))
+
+
+def torus(target: str) -> tuple[int, ...]:
+    """Dimensions of a target's interconnect; none where it is a switch, or not known."""
+    platform, _, rest = target.partition(":")
+    shape = rest.partition(":")[2]
+    return tuple(map(int, shape.split("x"))) if platform == "tpu" and shape else ()
+
+
+def rings(mesh: Mapping[str, int], dimensions: Sequence[int]) -> dict[str, int]:
+    """By mesh axis: dimensions of a torus that it spans whole, at least one.
+
+    The last mesh axis has the first dimensions, as devices are numbered. On 4x4x4, 4 by 16 devices
+    are rings of 4 beside planes of 4x4, which send along both of their dimensions at once.
+    """
+    found, left = {}, [size for size in dimensions if size > 1]
+    for axis, size in reversed(mesh.items()):
+        whole = 0
+        while left and size > 1 and size % left[0] == 0:
+            size //= left.pop(0)
+            whole += 1
+        if left and size > 1:
+            # a part of a dimension is no ring of its own; what is left of it is for the next axis
+            left[0] = max(1, left[0] // size)
+        found[axis] = max(1, whole)
+    return found
 
 
 def hardware_of(target: str, known: Mapping[str, Hardware]) -> Hardware:

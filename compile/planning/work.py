@@ -24,8 +24,9 @@ from ...modelzoo.moe.config import LOSSLESS
 from ...modelzoo.operations import Axes
 from ...sharding import communication
 from ...sharding.axis_rules import AxisRules
-from ...sharding.communication import Expected, LayerSizes, sent_bytes
+from ...sharding.communication import sent_bytes
 from ...sharding.explain import cache_bytes_per_device, explain
+from ...sharding.layer_call import LayerCall
 from ...sharding.layout import Layout
 from ..bucket_grid import BucketGrid, PrefillBucket
 from ..definition import Definition
@@ -131,14 +132,6 @@ class Work:
         ]
         return tuple(part for part in found if part is not None)
 
-    @property
-    def knows_exchanges(self) -> bool:
-        """Whether what devices send to each other is known."""
-        layout = self.layout
-        is_named = layout.name in communication.FORMULAS
-        is_known = is_named and communication.describes(self.config, layout)
-        return is_known or layout.mesh.num_devices == 1
-
     def cache_bytes(self, slots: int, length: int) -> int:
         """Keys and values of all slots on each device."""
         return cache_bytes_per_device(self.config, self.layout, slots, length, self.dtype)
@@ -221,35 +214,25 @@ class Work:
 
     def _activations(self, call: Call) -> Part:
         config = self.config
-        shards = self.layout.mesh.num_shards(self._row_axes(call))
+        rules = self.layout.phase(call.phase)
+        shards = self.layout.mesh.num_shards(self._mesh_axes(axes.RESIDUAL, rules))
         stream = call.num_tokens * config.embed * self._itemsize / shards
         return Part("activations", 0.0, ACTIVATION_PASSES * config.num_layers * stream)
 
     def _exchanges(self, call: Call) -> Part | None:
-        """What layers send; None where no formula says."""
-        layout = self.layout
-        if layout.mesh.num_devices == 1 or not self.knows_exchanges:
+        """What layers send."""
+        if self.layout.mesh.num_devices == 1:
             return None
-        formulas = self._formulas(call)
-        if formulas is None:
-            return None
+        segments = (call.span,) if call.is_chunk else ()
+        phase = "chunk" if call.is_chunk else call.phase
+        of_layers = LayerCall(phase, call.rows, call.tokens, segments)
         sent: dict[str, float] = {}
-        for one in formulas:
-            group = layout.mesh.num_shards(one.mesh_axes)
-            of_layer = one.times * sent_bytes(one.kind, one.num_bytes, group)
+        for one in communication.expected(self.config, self.layout, of_layers, self._itemsize):
+            group = self.layout.mesh.num_shards(one.mesh_axes)
             name = "+".join(one.mesh_axes)
-            sent[name] = sent.get(name, 0.0) + self.config.num_layers * of_layer
+            num_bytes = one.times * sent_bytes(one.kind, one.num_bytes, group)
+            sent[name] = sent.get(name, 0.0) + num_bytes
         return Part("exchanges", sent=sent)
-
-    def _formulas(self, call: Call) -> list[Expected] | None:
-        """Of a layer. A chunk without one counts as prompts of its length."""
-        layout = self.layout
-        sizes = LayerSizes.of(self.config, layout, call.rows, call.tokens, self._itemsize)
-        of_chunk = None
-        if call.is_chunk:
-            beside_span = replace(sizes, segments=(call.span,))
-            of_chunk = communication.expected(layout, "chunk", beside_span)
-        return of_chunk or communication.expected(layout, call.phase, sizes)
 
     def _row_axes(self, call: Call) -> frozenset[str]:
         split = (axes.BATCH,) if call.phase == "decode" else (axes.BATCH, axes.LENGTH)

@@ -2,7 +2,6 @@
 
 The bound is that of the best grid of whole prompts for a sample of the rows, so it is cheap and
 ranks layouts that differ in more than a few percent; the first ones deserve a search of their own.
-A layout whose exchanges no formula gives is not ranked: what it sends is known once compiled.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -51,25 +50,23 @@ class Ranking:
     dtype: str
     budget: Budget
     num_devices: int
+    torus: Sequence[int] = ()
+    """Dimensions of the interconnect."""
     calibration: Calibration | None = None
     _definitions: dict[object, Definition] = field(default_factory=dict)
 
-    def rank(
-        self, layouts: Sequence[Layout | None], *, must_know_exchanges: bool = True
-    ) -> list[RankedLayout]:
+    def rank(self, layouts: Sequence[Layout | None]) -> list[RankedLayout]:
         """The fastest first, then those that are not ranked, with a reason each."""
-        found = [self._judge(layout, must_know_exchanges) for layout in layouts]
+        found = [self._judge(layout) for layout in layouts]
         return sorted(found, key=lambda ranked: (ranked.bound is None, ranked.bound or 0.0))
 
-    def _judge(self, layout: Layout | None, must_know_exchanges: bool) -> RankedLayout:
+    def _judge(self, layout: Layout | None) -> RankedLayout:
         if layout is not None:
             findings = check(layout, model_sizes(self.config, self.num_devices))
             if findings:
                 return RankedLayout(layout, findings=tuple(findings))
         work = Work(self._definition(layout), self.dtype, layout)
-        cost = CostModel(work, self.hardware, self.calibration)
-        if must_know_exchanges and not work.knows_exchanges:
-            return RankedLayout(layout, cost, ("what it sends is not known before it is compiled",))
+        cost = CostModel(work, self.hardware, self.calibration, self.torus)
         defaults = GridDefaults.for_layout(layout)
         try:
             grids = CandidateGrids(

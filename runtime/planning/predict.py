@@ -17,7 +17,7 @@ from ...compile.expert_plan import default_experts
 from ...compile.plan import Plan, PlannedModel
 from ...compile.planning.candidates import Budget
 from ...compile.planning.cost import Calibration, CostModel
-from ...compile.planning.hardware import Hardware, hardware_of, num_devices
+from ...compile.planning.hardware import Hardware, hardware_of, num_devices, torus
 from ...modelzoo.config import DecoderConfig
 from ...sharding.layout import Layout
 from ...sharding.legality import IllegalLayout, require
@@ -120,9 +120,10 @@ def _rank(
         dtype,
         _budget(options, config, hardware),
         count,
+        torus(options.target),
         _calibration(options, files, dtype),
     )
-    ranked = ranking.rank(layouts, must_know_exchanges=len(layouts) > 1)
+    ranked = ranking.rank(layouts)
     if len(layouts) > 1:
         for one in ranked:
             _note(options, str(one).strip())

@@ -250,10 +250,7 @@ def _layout_lines(prediction: "Prediction") -> list[str]:
         return []
     ranked = sum(one.bound is not None for one in prediction.layouts)
     of = f", the best of {ranked} that can be ranked" if ranked > 1 else ""
-    line = f"layout     {layout.name} ({layout.mesh}){of}"
-    if not prediction.cost.work.knows_exchanges:
-        line += "; what devices send is not counted"
-    return [line]
+    return [f"layout     {layout.name} ({layout.mesh}){of}"]
 
 
 def _gigabytes(prediction: "Prediction") -> str:

@@ -47,6 +47,20 @@ def test_what_is_sent_takes_its_time_too():
     assert model.estimate(call).limits["network"] == pytest.approx(sent / 2e7)
 
 
+def test_a_mesh_axis_of_two_dimensions_of_a_torus_sends_twice_as_fast():
+    table = {
+        "name": "planes",
+        "mesh": {"tensor": 4},
+        "rules": {"query_heads": "tensor", "kv_heads": "", "mlp": "tensor", "vocab": "tensor"},
+    }
+    work, call = work_of(PLAIN, Layout.from_table(table)), Call("prefill", 4, 32, 32)
+    line, plane = (
+        CostModel(work, HARDWARE, torus=torus).estimate(call).limits["network"]
+        for torus in ((), (2, 2))
+    )
+    assert line == 2 * plane > 0
+
+
 def made_up(overhead: float, factors: dict[str, float]) -> list[Measured]:
     """Times of a machine that differs from the roofline by exactly these factors."""
     model = CostModel(work_of(PLAIN), HARDWARE)

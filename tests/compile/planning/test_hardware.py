@@ -7,6 +7,8 @@ from noria.compile.planning.hardware import (
     hardware_of,
     num_devices,
     read_hardware,
+    rings,
+    torus,
 )
 from noria.runtime.planning.hardware_files import known_hardware
 from noria.runtime.run_config import ConfigError
@@ -108,3 +110,29 @@ def test_a_users_table_replaces_the_published_one_and_adds_others(tmp_path):
     path.write_text("[v5e]\nsource = 1\n")
     with pytest.raises(ConfigError, match="v5e"):
         known_hardware(path)
+
+
+def test_a_tpu_is_a_torus_and_other_targets_have_none():
+    assert torus("tpu:v4:4x4x8") == (4, 4, 8)
+    assert torus("gpu:h100:8") == torus("cpu:8") == torus("tpu:8") == ()
+
+
+@pytest.mark.parametrize(
+    ("mesh", "dimensions", "wanted"),
+    [
+        ({"data": 4, "tensor": 16}, (4, 4, 4), {"data": 1, "tensor": 2}),
+        ({"data": 16, "tensor": 4}, (4, 4, 4), {"data": 2, "tensor": 1}),
+        ({"tensor": 64}, (4, 4, 4), {"tensor": 3}),
+        ({"data": 2, "tensor": 2}, (1, 4), {"data": 1, "tensor": 1}),
+        ({"data": 8, "tensor": 8}, (4, 4, 4), {"data": 2, "tensor": 1}),
+        ({"tensor": 8}, (), {"tensor": 1}),
+    ],
+    ids=str,
+)
+def test_a_mesh_axis_sends_along_the_dimensions_that_it_spans_whole(mesh, dimensions, wanted):
+    assert rings(mesh, dimensions) == wanted
+
+
+def test_a_device_sends_over_no_more_links_than_it_has():
+    device = read_hardware({"mine": GOOD})["mine"]
+    assert [device.rate(count) for count in (1, 2, 3)] == [100e9, 200e9, 200e9]

@@ -1,0 +1,298 @@
+"""The layouts of "Efficiently Scaling Transformer Inference" weighed by the planner, for PaLM 540B.
+
+Pope et al. 2022 (2211.05102) served PaLM 540B on 64 chips of TPU v4. Here the planner's cost model
+says which of their layouts is fastest at which batch in each phase, and how long contexts may be;
+the paper's published figures stand beside ours. Some graphs, of few layers at full width, are
+compiled for 64 chips that are not there, and what they send is held against what was predicted.
+
+    python scripts/layout_study.py --output benchmarks/layout_study
+
+writes `.md`, `.json` and `.png`; `--no-compile` leaves compiled programs out.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+from layout_study_report import draw, markdown
+
+from noria.compile.bucket_grid import BucketGrid
+from noria.compile.build import compile_graph, plan_graphs
+from noria.compile.collectives import read_collectives
+from noria.compile.default_grid import GridDefaults, round_up
+from noria.compile.definition import Definition, model_sizes
+from noria.compile.planning.cost import CostModel
+from noria.compile.planning.hardware import hardware_of, torus
+from noria.compile.planning.work import Call, Work
+from noria.compile.targets import find_target
+from noria.modelzoo.config import DecoderConfig
+from noria.runtime.layout_files import named_layout_tables
+from noria.runtime.planning.hardware_files import known_hardware
+from noria.sharding.communication import expected, sent_bytes
+from noria.sharding.explain import max_context
+from noria.sharding.layer_call import LayerCall
+from noria.sharding.layout import Layout
+from noria.sharding.legality import require
+from noria.sharding.placement import arrangement_of
+
+TARGET, CHIPS = "tpu:v4:4x4x4", 64
+COMPILED_FOR = "tpu:v5p:4x4x4"
+"""As many chips in the same torus: a v4 that is not there has two devices a chip."""
+LENGTH, STEPS = 2048, 64
+"""Of prompts, and decoded after them (paper, section 4)."""
+PARAMETERS = 540.35e9
+"""Of PaLM 540B (Chowdhery et al. 2022, 2204.02311), without the heads that it is padded with."""
+CACHE_SHARE = 0.3
+"""Of a device's memory, for the table of context lengths (paper, table 1)."""
+
+PALM = DecoderConfig(
+    vocab_size=256_000,
+    embed=18432,
+    mlp=73728,
+    num_query_heads=64,  # 48, padded (paper, section 4)
+    num_kv_heads=1,
+    head_dim=256,
+    windows=(None,) * 118,
+    max_position=1 << 16,
+    is_parallel=True,
+    tie_embeddings=True,
+)
+SERIAL = replace(PALM, is_parallel=False)
+MULTIHEAD = replace(PALM, num_kv_heads=64, head_dim=128)
+
+
+def layout(name: str, mesh: Mapping[str, int], **decode: str | list[str]) -> Layout:
+    """A named layout on 64 chips, with copies of the one key/value head where heads are split."""
+    table = dict(named_layout_tables()[name])
+    table["mesh"] = dict(mesh)
+    table["rules"] = {**table["rules"], "kv_heads": ""}
+    if decode:
+        table["decode"] = {"rules": {**table.get("decode", {}).get("rules", {}), **decode}}
+    return Layout.from_table(table)
+
+
+LINE, PLANES, FLIPPED = {"tensor": 64}, {"data": 4, "tensor": 16}, {"data": 16, "tensor": 4}
+PREFILL = {
+    "weight-stationary 1D": layout("weight-stationary-1d-kv-copies", LINE),
+    "weight-stationary 2D": layout("weight-stationary-2d", PLANES),
+    "weight-gathered X": layout("weight-gathered", PLANES),
+    "weight-gathered XY": layout("weight-gathered", FLIPPED),
+    "weight-gathered XYZ": layout("weight-gathered-all", PLANES),
+}
+DECODE = {
+    "1D, attention by heads": layout("weight-stationary-1d-kv-copies", LINE),
+    "1D, attention by batch": layout("weight-stationary-1d-batch-attention", LINE),
+    "2D, attention by heads": layout("weight-stationary-2d", PLANES, attention_batch=""),
+    "2D, attention by batch": layout("v5p-slice", PLANES),
+}
+CONTEXTS = {
+    "multihead, by heads": (MULTIHEAD, DECODE["1D, attention by heads"]),
+    "multiquery, by heads": (PALM, DECODE["1D, attention by heads"]),
+    "multiquery, by batch": (PALM, DECODE["1D, attention by batch"]),
+}
+ROWS = {"prefill": [1 << i for i in range(10)], "decode": [1 << i for i in range(11)]}
+
+PAPER_CONTEXTS = {
+    "multihead, by heads": {128: 1320, 512: 330},
+    "multiquery, by heads": {128: 660, 512: 165},
+    "multiquery, by batch": {128: 43_000, 512: 10_700},
+}
+"""Table 1: the longest contexts, by batch."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """A measurement of the paper."""
+
+    what: str
+    phase: str
+    rows: int
+    layout: str
+    weights: str
+    seconds: float
+    """Of the prefill call, or of one decode step."""
+    mfu: float | None
+    source: str
+
+
+PAPER = (
+    Published("prefill", "prefill", 512, "weight-gathered XYZ", "bfloat16", 85.2, 0.76, "table 2"),
+    Published("decode", "decode", 512, "2D, attention by batch", "bfloat16", 6.0 / 64, 0.33, "table 2"),
+    Published("decode", "decode", 64, "2D, attention by batch", "bfloat16", 0.0369, None, "section 4.4"),
+    Published("prefill", "prefill", 1, "weight-stationary 2D", "int8", 0.29, 0.43, "table 2"),
+    Published("decode", "decode", 64, "2D, attention by batch", "int8", 1.82 / 64, 0.14, "table 2"),
+)  # fmt: skip
+PAPER_SERIAL = 1.14
+"""Seconds of a decode step of 512 rows with serial layers over parallel ones (section 4.3)."""
+
+
+class Planner:
+    """Seconds of calls by layout; definitions are traced once."""
+
+    def __init__(self):
+        self._definitions: dict[object, Definition] = {}
+        self._costs: dict[object, CostModel] = {}
+
+    def cost(self, config: DecoderConfig, of: Layout) -> CostModel:
+        if (config, of.name, of.mesh) not in self._costs:
+            arrangement = arrangement_of(of, config)
+            key = config, arrangement
+            if key not in self._definitions:
+                self._definitions[key] = Definition(config, arrangement)
+            work = Work(self._definitions[key], "bfloat16", of)
+            hardware = hardware_of(TARGET, known_hardware())
+            cost = CostModel(work, hardware, torus=torus(TARGET))
+            self._costs[config, of.name, of.mesh] = cost
+        return self._costs[config, of.name, of.mesh]
+
+    def judge(self, config: DecoderConfig, of: Layout, phase: str, rows: int) -> dict[str, Any]:
+        """One call: seconds, what they wait for, and use of the chips (paper, section 2)."""
+        defaults, cost = GridDefaults.for_layout(of), self.cost(config, of)
+        multiple = defaults.batch_multiple if phase == "prefill" else defaults.slot_multiple
+        filled = round_up(rows, multiple)
+        call = Call("prefill", filled, LENGTH, LENGTH)
+        if phase == "decode":
+            call = Call.of_step(filled, LENGTH)
+        estimate, tokens = cost.estimate(call), rows * (LENGTH if phase == "prefill" else 1)
+        needed = cost.work.parameter_bytes + cost.work.cache_bytes(
+            round_up(rows, defaults.slot_multiple), LENGTH + STEPS
+        )
+        peak = CHIPS * cost.hardware.peak("bfloat16")
+        return {
+            "rows": rows,
+            "seconds": estimate.seconds,
+            "limits": dict(estimate.limits),
+            "mfu": 2 * PARAMETERS * tokens / peak / estimate.seconds,
+            "sent_bytes": sum(sum(part.sent.values()) for part in cost.work.parts(call)),
+            "fits": needed <= cost.hardware.memory_bytes,
+            "bytes_per_device": needed,
+        }
+
+
+def sweep(planner: Planner, phase: str, layouts: Mapping[str, Layout]) -> dict[str, list[dict]]:
+    return {
+        name: [planner.judge(PALM, of, phase, rows) for rows in ROWS[phase]]
+        for name, of in layouts.items()
+    }
+
+
+def winners(swept: Mapping[str, Sequence[dict]]) -> Iterator[tuple[int, str]]:
+    """The batch from which on each layout is the fastest of those that fit."""
+    best = None
+    for points in zip(*swept.values(), strict=True):
+        fitting = {name: p for name, p in zip(swept, points, strict=True) if p["fits"]}
+        name = min(fitting, key=lambda name: fitting[name]["seconds"]) if fitting else None
+        if name is not None and name != best:
+            best = name
+            yield points[0]["rows"], name
+
+
+def contexts(planner: Planner) -> dict[str, dict[int, int]]:
+    """Longest contexts whose cache fits its share of memory."""
+    share = int(CACHE_SHARE * planner.cost(*CONTEXTS["multiquery, by batch"]).hardware.memory_bytes)
+    return {
+        name: {rows: max_context(*of, rows, share, jnp.bfloat16) for rows in (128, 512)}
+        for name, of in CONTEXTS.items()
+    }
+
+
+def compiled_layers() -> list[dict[str, Any]]:
+    """What one layer sends, by the model and by programs of two and of three layers."""
+    cases = [("prefill", name, 64) for name in list(PREFILL)[1:]]
+    cases += [("decode", name, 512) for name in ("1D, attention by batch", "2D, attention by batch")]
+    found = []
+    for phase, name, rows in cases:
+        of = (PREFILL if phase == "prefill" else DECODE)[name]
+        sent = [sent_by_program(of, phase, rows, num_layers) for num_layers in (2, 3)]
+        one = {axis: sent[1][axis] - sent[0].get(axis, 0.0) for axis in sent[1]}
+        found.append(
+            {
+                "graph": f"{phase} of {rows} rows",
+                "layout": name,
+                "predicted": sent_by_model(of, phase, rows),
+                "compiled": {axis: num_bytes for axis, num_bytes in one.items() if num_bytes},
+            }
+        )
+        print(found[-1], file=sys.stderr, flush=True)
+    return found
+
+
+def sent_by_model(of: Layout, phase: str, rows: int) -> dict[str, float]:
+    sent: dict[str, float] = {}
+    call = LayerCall(phase, rows, LENGTH if phase == "prefill" else 1)
+    for one in expected(PALM.first_layers(1), of, call, itemsize=2):
+        add(sent, of, one.kind, one.mesh_axes, one.times * one.num_bytes)
+    return sent
+
+
+def sent_by_program(of: Layout, phase: str, rows: int, num_layers: int) -> dict[str, float]:
+    config, target = PALM.first_layers(num_layers), find_target(COMPILED_FOR)
+    grid = BucketGrid(LENGTH, ((LENGTH, rows),), rows, (LENGTH,), steps_per_call=8)
+    require(of, model_sizes(config, CHIPS, grid))
+    placement = target.placement(of)
+    definition = Definition(config, placement.arrangement(config))
+    graphs = plan_graphs(definition, grid, placement, jnp.dtype(jnp.bfloat16))
+    compiled, *_ = compile_graph(next(g for g in graphs if g.name.startswith(phase)))
+    sent: dict[str, float] = {}
+    for one in read_collectives(compiled.as_text() or "", of.mesh.sizes):
+        add(sent, of, one.kind, one.mesh_axes, one.times * one.num_bytes)
+    return sent
+
+
+def add(
+    sent: dict[str, float], of: Layout, kind: str, mesh_axes: tuple[str, ...], num_bytes: int
+) -> None:
+    name = "+".join(mesh_axes)
+    group = of.mesh.num_shards(mesh_axes)
+    sent[name] = sent.get(name, 0.0) + sent_bytes(kind, num_bytes, group)
+
+
+def study(options: argparse.Namespace) -> dict[str, Any]:
+    planner = Planner()
+    swept = {"prefill": sweep(planner, "prefill", PREFILL), "decode": sweep(planner, "decode", DECODE)}
+    by_name = PREFILL | DECODE
+    beside = []
+    for one in PAPER:
+        ours = planner.judge(PALM, by_name[one.layout], one.phase, one.rows)
+        beside.append({"paper": vars(one), "ours": ours})
+    serial = {
+        phase: planner.judge(SERIAL, by_name[name], phase, rows)["seconds"]
+        / planner.judge(PALM, by_name[name], phase, rows)["seconds"]
+        for phase, name, rows in (
+            ("decode", "2D, attention by batch", 512),
+            ("prefill", "weight-gathered XYZ", 512),
+        )
+    }
+    hardware = hardware_of(TARGET, known_hardware())
+    return {
+        "command": " ".join(["python", *sys.argv]),
+        "hardware": {"name": hardware.name, **hardware.to_table()},
+        "sweeps": swept,
+        "winners": {phase: list(winners(of)) for phase, of in swept.items()},
+        "contexts": contexts(planner),
+        "paper_contexts": PAPER_CONTEXTS,
+        "measured": beside,
+        "serial_over_parallel": serial,
+        "compiled": [] if options.no_compile else compiled_layers(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--output", type=Path, required=True, help="files without their ending")
+    parser.add_argument("--no-compile", action="store_true", help="predictions alone")
+    options = parser.parse_args()
+    report = study(options)
+    write = options.output.with_suffix
+    write(".json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write(".md").write_text(markdown(report), encoding="utf-8")
+    draw(report, write(".png"))
+
+
+if __name__ == "__main__":
+    main()

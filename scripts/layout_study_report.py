@@ -1,0 +1,196 @@
+"""The layout study as text and as a picture; see `layout_study.py`, which makes the figures."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+GRAY = "#777777"
+
+
+def markdown(report: Mapping[str, Any]) -> str:
+    lines = [
+        "# The layouts of PaLM 540B on 64 chips of TPU v4",
+        "",
+        f"Predicted from published peaks, not calibrated. Made by `{report['command']}`.",
+        "The paper is Pope et al. 2022, 2211.05102.",
+        "",
+        *_winners(report),
+        *_contexts(report),
+        *_measured(report),
+        *_serial(report),
+        *_compiled(report),
+        *_differences(),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterator[str]:
+    yield f"| {' | '.join(columns)} |"
+    yield f"|:--|{'--:|' * (len(columns) - 1)}"
+    for row in rows:
+        yield f"| {' | '.join(map(str, row))} |"
+    yield ""
+
+
+def _winners(report: Mapping[str, Any]) -> Iterator[str]:
+    for phase, swept in report["sweeps"].items():
+        tokens = "tokens a call, prompts of 2048" if phase == "prefill" else "rows, 2048 before each"
+        yield f"## {phase}: milliseconds by {tokens}"
+        yield ""
+        counts = [point["rows"] * (2048 if phase == "prefill" else 1) for point in next(iter(swept.values()))]
+        rows = [
+            [name, *(f"{p['seconds'] * 1e3:.1f}" + ("" if p["fits"] else "*") for p in points)]
+            for name, points in swept.items()
+        ]
+        yield from _table(["layout", *map(str, counts)], rows)
+        yield "`*` weights and cache do not fit the chips' memory."
+        yield ""
+        scale = 2048 if phase == "prefill" else 1
+        for first, name in report["winners"][phase]:
+            yield f"- from {first * scale} on: **{name}**"
+        yield ""
+
+
+def _contexts(report: Mapping[str, Any]) -> Iterator[str]:
+    yield "## Longest context with 30% of memory for the cache (paper: table 1)"
+    yield ""
+    rows = [
+        [name, *(f"{ours[rows]} ({report['paper_contexts'][name][rows]})" for rows in ours)]
+        for name, ours in report["contexts"].items()
+    ]
+    yield from _table(["attention", "128 rows (paper)", "512 rows (paper)"], rows)
+
+
+def _measured(report: Mapping[str, Any]) -> Iterator[str]:
+    yield "## Beside what the paper measured"
+    yield ""
+    columns = ["graph", "layout", "weights", "paper s", "ours s", "paper MFU", "ours MFU", "waits for"]
+    rows = []
+    for both in report["measured"]:
+        paper, ours = both["paper"], both["ours"]
+        binds = max(ours["limits"], key=lambda name: ours["limits"][name])
+        mfu = "" if paper["mfu"] is None else f"{paper['mfu']:.0%}"
+        rows.append(
+            [
+                f"{paper['what']} of {paper['rows']} ({paper['source']})",
+                paper["layout"],
+                paper["weights"],
+                f"{paper['seconds']:.4g}",
+                f"{ours['seconds']:.4g}",
+                mfu,
+                f"{ours['mfu']:.0%}",
+                binds,
+            ]
+        )
+    yield from _table(columns, rows)
+    yield "Ours are of bfloat16 weights throughout, and of one decode step; the paper's of 64 are divided."
+    yield ""
+
+
+def _serial(report: Mapping[str, Any]) -> Iterator[str]:
+    serial = report["serial_over_parallel"]
+    yield "## Serial layers in place of parallel ones"
+    yield ""
+    yield (
+        f"Attention and then MLP, each with a sum of its own: decode of 512 rows takes "
+        f"{serial['decode'] - 1:.0%} longer (paper, section 4.3: 14%), prefill of 512 rows with "
+        f"weights gathered over all axes {serial['prefill'] - 1:.0%}."
+    )
+    yield ""
+
+
+def _compiled(report: Mapping[str, Any]) -> Iterator[str]:
+    if not report["compiled"]:
+        return
+    yield "## What a layer sends: predicted, and in programs compiled for 64 chips"
+    yield ""
+    rows = []
+    for case in report["compiled"]:
+        for axis in case["predicted"] | case["compiled"]:
+            predicted, compiled = (case[key].get(axis, 0.0) for key in ("predicted", "compiled"))
+            rows.append(
+                [
+                    case["graph"],
+                    case["layout"],
+                    axis,
+                    f"{predicted / 1e6:.3f}",
+                    f"{compiled / 1e6:.3f}",
+                    f"{compiled / predicted:.3f}" if predicted else "",
+                ]
+            )
+    columns = ["graph", "layout", "along", "predicted MB", "compiled MB", "compiled / predicted"]
+    yield from _table(columns, rows)
+
+
+def _differences() -> Iterator[str]:
+    return iter(())
+
+
+def draw(report: Mapping[str, Any], path: Path) -> None:
+    """Four panels: prefill, what it sends, decode, context lengths."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(2, 2, figsize=(11, 8), layout="constrained")
+    _draw_prefill(report, panels[0][0])
+    _draw_sent(report, panels[0][1])
+    _draw_decode(report, panels[1][0])
+    _draw_contexts(report, panels[1][1])
+    figure.suptitle("PaLM 540B on 64 chips of TPU v4: predicted, and as published (2211.05102)")
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _draw_prefill(report: Mapping[str, Any], panel: Any) -> None:
+    for name, points in report["sweeps"]["prefill"].items():
+        panel.plot([p["rows"] * 2048 for p in points], [p["mfu"] for p in points], "o-", label=name)
+    panel.scatter([512 * 2048], [0.76], marker="*", s=140, color="black", zorder=3)
+    panel.annotate("paper, XYZ: 76%", (512 * 2048, 0.76), xytext=(-88, 6), textcoords="offset points", fontsize=8)
+    panel.set(xscale="log", xlabel="tokens a prefill call", ylabel="model FLOPS utilisation", ylim=(0, 1))
+    panel.set_title("prefill of prompts of 2048 tokens", fontsize=10)
+    panel.legend(fontsize=7)
+
+
+def _draw_sent(report: Mapping[str, Any], panel: Any) -> None:
+    layers = 118
+    for name, points in report["sweeps"]["prefill"].items():
+        sent = [p["sent_bytes"] / layers / 1e9 for p in points]
+        panel.plot([p["rows"] * 2048 for p in points], sent, "o-", label=name)
+    panel.set(xscale="log", yscale="log", xlabel="tokens a prefill call", ylabel="GB sent a chip and layer")
+    panel.set_title("what the same calls send", fontsize=10)
+    panel.legend(fontsize=7)
+
+
+def _draw_decode(report: Mapping[str, Any], panel: Any) -> None:
+    for name, points in report["sweeps"]["decode"].items():
+        rows = [p["rows"] for p in points]
+        (line,) = panel.plot(rows, [p["seconds"] * 1e3 for p in points], "-", label=name)
+        for fits, marker in ((True, "o"), (False, "x")):
+            shown = [p for p in points if p["fits"] == fits]
+            xs, ys = [p["rows"] for p in shown], [p["seconds"] * 1e3 for p in shown]
+            panel.plot(xs, ys, marker, color=line.get_color())
+    measured = [both["paper"] for both in report["measured"]]
+    for one in measured:
+        if one["phase"] == "decode" and one["weights"] == "bfloat16":
+            panel.scatter([one["rows"]], [one["seconds"] * 1e3], marker="*", s=140, color="black", zorder=3)
+            text = f"paper: {one['seconds'] * 1e3:.0f} ms"
+            panel.annotate(text, (one["rows"], one["seconds"] * 1e3), xytext=(-70, 4), textcoords="offset points", fontsize=8)
+    panel.set(xscale="log", yscale="log", xlabel="rows", ylabel="ms a step")
+    panel.set_title("decode after 2048 tokens; x does not fit memory", fontsize=10)
+    panel.legend(fontsize=7)
+
+
+def _draw_contexts(report: Mapping[str, Any], panel: Any) -> None:
+    names = list(report["contexts"])
+    for offset, (rows, shade) in enumerate(((128, 1.0), (512, 0.5))):
+        at = [i + 0.2 * (2 * offset - 1) - 0.1 for i in range(len(names))]
+        ours = [report["contexts"][name][rows] for name in names]
+        paper = [report["paper_contexts"][name][rows] for name in names]
+        panel.bar(at, ours, 0.2, color="#4c72b0", alpha=shade, label=f"ours, {rows} rows")
+        panel.bar([x + 0.2 for x in at], paper, 0.2, color=GRAY, alpha=shade, label=f"paper, {rows} rows")
+    panel.set(yscale="log", ylabel="tokens", xticks=range(len(names)))
+    panel.set_xticklabels(names, fontsize=8)
+    panel.set_title("longest context in 30% of memory", fontsize=10)
+    panel.legend(fontsize=7)

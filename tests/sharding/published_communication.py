@@ -1,0 +1,246 @@
+"""Published formulas of what a dense layer communicates, to hold the derived ones against.
+
+Source: Pope et al. 2022, "Efficiently Scaling Transformer Inference" (2211.05102): section 3.2.1
+and appendix A.2.1 for one-dimensional weight-stationary, 3.2.2 and A.2.2 for two-dimensional, 3.2.3
+and A.2.3 for weight-gathered, 3.3 for attention sharded over batch; Korthikanti et al. 2022,
+"Reducing Activation Recomputation in Large Transformer Models" (2205.05198), section 4.2.2, for
+sequence-parallel residuals; Liu et al. 2023, "Ring Attention" (2310.01889), section 3, for keys and
+values that go round. They count the MLP; the formulas here add attention's projections, which this
+code runs one after the other, and the sums that norms of a split residual stream need.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from noria.modelzoo import axes
+from noria.modelzoo.config import DecoderConfig
+from noria.sharding.axis_rules import kv_copies
+from noria.sharding.layer_call import Expected
+from noria.sharding.layout import Layout
+
+FLOAT32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class LayerSizes:
+    """Sizes of one layer in one graph: all rows, all devices."""
+
+    rows: int
+    tokens: int
+    """Of a row: its length in prefill, 1 in decode."""
+    embed: int
+    mlp: int
+    query_heads: int
+    kv_heads: int
+    """As stored, copies included."""
+    kv_copies: int
+    """Copies of one head, where attention keeps it once."""
+    head_dim: int
+    itemsize: int
+
+    @classmethod
+    def of(
+        cls, config: DecoderConfig, layout: Layout, rows: int, tokens: int, itemsize: int
+    ) -> "LayerSizes":
+        """The sizes of a model's layers under a layout."""
+        shards = layout.mesh.num_shards(layout.rules[axes.QUERY_HEADS])
+        copies = kv_copies(config.num_kv_heads, shards)
+        return cls(
+            rows,
+            tokens,
+            config.embed,
+            config.mlp,
+            config.num_query_heads,
+            config.num_kv_heads * copies,
+            copies,
+            config.head_dim,
+            itemsize,
+        )
+
+    @property
+    def residual(self) -> int:
+        """Bytes of the residual stream."""
+        return self.rows * self.tokens * self.embed * self.itemsize
+
+    @property
+    def norm(self) -> int:
+        """Bytes of one number a token in float32, which a norm over split entries sums."""
+        return self.rows * self.tokens * FLOAT32_BYTES
+
+    @property
+    def queries(self) -> int:
+        return self.rows * self.tokens * self.query_heads * self.head_dim * self.itemsize
+
+    @property
+    def keys(self) -> int:
+        """Of all heads as stored; values are as many."""
+        return self.rows * self.tokens * self.kv_heads * self.head_dim * self.itemsize
+
+    @property
+    def lse(self) -> int:
+        """Bytes of one number a token and query head in float32: what a part of keys counts for."""
+        return self.rows * self.tokens * self.query_heads * FLOAT32_BYTES
+
+    @property
+    def hidden(self) -> int:
+        return self.rows * self.tokens * self.mlp * self.itemsize
+
+    @property
+    def qkv_weight(self) -> int:
+        heads = self.query_heads + 2 * self.kv_heads
+        return self.embed * heads * self.head_dim * self.itemsize
+
+    @property
+    def output_weight(self) -> int:
+        return self.embed * self.query_heads * self.head_dim * self.itemsize
+
+    @property
+    def mlp_weight(self) -> int:
+        """Of `down`, or of one of gate and up."""
+        return self.embed * self.mlp * self.itemsize
+
+
+Mesh = Mapping[str, int]
+Formula = Callable[[LayerSizes, Mesh], list[Expected]]
+
+
+def _silent(sizes: LayerSizes, mesh: Mesh) -> list[Expected]:
+    """Replicas have nothing to say to each other."""
+    del sizes, mesh
+    return []
+
+
+def _stationary_1d(sizes: LayerSizes, mesh: Mesh) -> list[Expected]:
+    """Attention and MLP each end in a sum over all devices of a group."""
+    residual = sizes.residual // mesh.get("data", 1)
+    return [Expected("all-reduce", ("tensor",), residual, 2)]
+
+
+def _scattered_1d(sizes: LayerSizes, mesh: Mesh) -> list[Expected]:
+    """The same sum in two halves, with norms and residuals on a piece of the stream between."""
+    residual = sizes.residual // mesh.get("data", 1)
+    return [
+        Expected("reduce-scatter", ("tensor",), residual, 2),
+        Expected("all-gather", ("tensor",), residual, 2),
+    ]
+
+
+def _scattered_embed(sizes: LayerSizes, mesh: Mesh) -> list[Expected]:
+    """As above with the stream split along embed, so that each norm sums over the pieces."""
+    return [*_scattered_1d(sizes, mesh), Expected("all-reduce", ("tensor",), sizes.norm, 2)]
+
+
+def _exchanged_1d(sizes: LayerSizes, mesh: Mesh) -> list[Expected]:
+    """Queries go from heads to rows, results back; of a head in copies each copy sends a part."""
+    group = mesh["tensor"] * mesh.get("data", 1)
+    keys = sizes.keys // sizes.kv_copies // group
+    return [
+        *_stationary_1d(sizes, mesh),
+        Expected("all-to-all", ("tensor",), sizes.queries // group, 2),
+        Expected("all-to-all", ("tensor",), keys, 2),
+    ]
+
+
+def _stationary_2d(sizes: LayerSizes, mesh: Mesh) -> list[Expected]:
+    """Products sum over `data` where embed is contracted and over `tensor` where heads or MLP are.
+
+    Attention is split by rows over `data`: queries, keys and values arrive there scattered, and its
+    results are gathered for the next product.
+    """
+    x, t = mesh["data"], mesh["tensor"]
+    return [
+        Expected("reduce-scatter", ("data",), (sizes.queries + 2 * sizes.keys) // t),
+        Expected("all-gather", ("data",), sizes.queries // t),
+        Expected("all-reduce", ("data",), 2 * sizes.hidden // t),
+        Expected("all-reduce", ("tensor",), sizes.residual // x, 2),
+        Expected("all-reduce", ("data",), sizes.norm, 2),
+    ]
+
+
+def _gathered(sizes: LayerSizes, mesh: Mesh) -> list[Expected]:
+    """Weights travel over `data`, activations over `tensor` as in one dimension."""
+    t = mesh["tensor"]
+    return [
+        Expected("all-gather", ("data",), sizes.qkv_weight // t),
+        Expected("all-gather", ("data",), sizes.output_weight // t),
+        Expected("all-gather", ("data",), 2 * sizes.mlp_weight // t),
+        Expected("all-gather", ("data",), sizes.mlp_weight // t),
+        *_stationary_1d(sizes, mesh),
+    ]
+
+
+def _gathered_all(sizes: LayerSizes, mesh: Mesh) -> list[Expected]:
+    """Only weights travel, first over the mesh axis of their first dimension, then whole."""
+    x, t = mesh["data"], mesh["tensor"]
+    return [
+        Expected("all-gather", ("data",), sizes.qkv_weight // t),
+        Expected("all-gather", ("tensor",), sizes.qkv_weight),
+        Expected("all-gather", ("tensor",), sizes.output_weight // x),
+        Expected("all-gather", ("data",), sizes.output_weight),
+        Expected("all-gather", ("data",), 2 * sizes.mlp_weight // t),
+        Expected("all-gather", ("tensor",), 2 * sizes.mlp_weight),
+        Expected("all-gather", ("tensor",), sizes.mlp_weight // x),
+        Expected("all-gather", ("data",), sizes.mlp_weight),
+    ]
+
+
+def _ring(sizes: LayerSizes, mesh: Mesh) -> list[Expected]:
+    """Keys and values go on to the next device until all have had them."""
+    n = mesh["sequence"]
+    keys = sizes.keys // (n * mesh.get("tensor", 1) * mesh.get("data", 1))
+    return [Expected("collective-permute", ("sequence",), keys, 2 * (n - 1))]
+
+
+def _merged(sizes: LayerSizes, mesh: Mesh) -> list[Expected]:
+    """A maximum, and a sum of results with their weights, of any number of keys."""
+    lse = sizes.lse // (mesh.get("tensor", 1) * mesh.get("data", 1))
+    return [
+        Expected("all-reduce", ("sequence",), lse),
+        Expected("all-reduce", ("sequence",), lse * (sizes.head_dim + 1)),
+    ]
+
+
+def _scattered_in_group(sizes: LayerSizes, mesh: Mesh) -> list[Expected]:
+    """Of groups with a part of the tokens each, which split the residual stream further."""
+    return _scattered_1d(replace(sizes, tokens=sizes.tokens // mesh["sequence"]), mesh)
+
+
+def _gathered_mlp(sizes: LayerSizes, mesh: Mesh) -> list[Expected]:
+    """Weights that the ring shares out are brought together for long prompts."""
+    del mesh
+    return [
+        Expected("all-gather", ("sequence",), 2 * sizes.mlp_weight),
+        Expected("all-gather", ("sequence",), sizes.mlp_weight),
+    ]
+
+
+def _split_mlp(sizes: LayerSizes, mesh: Mesh) -> list[Expected]:
+    """Every device has the tokens of its replica, and a part of the MLP."""
+    return [Expected("all-reduce", ("sequence",), sizes.residual // mesh["data"])]
+
+
+def _both(attention: Formula, rest: Formula) -> Formula:
+    return lambda sizes, mesh: [*attention(sizes, mesh), *rest(sizes, mesh)]
+
+
+FORMULAS: Mapping[str, Mapping[str, Formula]] = {
+    name: {"prefill": prefill, "decode": decode}
+    for name, prefill, decode in (
+        ("data-parallel", _silent, _silent),
+        ("weight-stationary-1d", _stationary_1d, _stationary_1d),
+        ("weight-stationary-1d-kv-copies", _stationary_1d, _stationary_1d),
+        ("weight-stationary-1d-batch-attention", _stationary_1d, _exchanged_1d),
+        ("weight-stationary-2d", _stationary_2d, _stationary_2d),
+        ("weight-gathered", _gathered, _stationary_2d),
+        ("weight-gathered-all", _gathered_all, _stationary_2d),
+        ("data-tensor", _stationary_1d, _stationary_1d),
+        ("data-tensor-batch-attention", _stationary_1d, _exchanged_1d),
+        ("sequence-parallel", _scattered_1d, _scattered_1d),
+        ("embed-parallel", _scattered_embed, _scattered_embed),
+        ("ring", _ring, _merged),
+        ("ring-contiguous", _ring, _merged),
+        ("ring-tensor", _both(_ring, _scattered_in_group), _both(_merged, _stationary_1d)),
+        ("ring-data-expert", _both(_ring, _gathered_mlp), _both(_merged, _split_mlp)),
+    )
+}
+"""By name of a layout and by phase."""

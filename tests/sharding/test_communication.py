@@ -1,0 +1,48 @@
+"""What is derived from rules against published formulas, and what follows from them."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from published_communication import FORMULAS, LayerSizes
+
+from noria.modelzoo.config import DecoderConfig
+from noria.runtime.layout_files import named_layout_tables
+from noria.sharding.communication import expected
+from noria.sharding.layer_call import LayerCall
+from noria.sharding.layout import Layout
+
+ITEMSIZE = 2
+CONFIG = DecoderConfig(
+    vocab_size=1024,
+    embed=512,
+    mlp=1536,
+    num_query_heads=16,
+    num_kv_heads=8,
+    head_dim=64,
+    windows=(None,) * 3,
+    max_position=2048,
+)
+CALLS = {"prefill": LayerCall("prefill", 8, 256), "decode": LayerCall("decode", 64, 1)}
+NUM_KV_HEADS = {
+    "weight-stationary-1d-kv-copies": 2,
+    "weight-stationary-1d-batch-attention": 4,
+    "data-tensor-batch-attention": 2,
+}
+
+
+def layout_of(name: str) -> Layout:
+    return Layout.from_table(named_layout_tables()[name])
+
+
+@pytest.mark.parametrize("phase", CALLS)
+@pytest.mark.parametrize("name", FORMULAS)
+def test_named_layouts_send_what_the_published_formulas_say(name, phase):
+    layout, call = layout_of(name), CALLS[phase]
+    config = replace(CONFIG, num_kv_heads=NUM_KV_HEADS.get(name, CONFIG.num_kv_heads))
+    sizes = LayerSizes.of(config, layout, call.rows, call.tokens, ITEMSIZE)
+    wanted = Counter()
+    for one in FORMULAS[name][phase](sizes, layout.mesh.sizes):
+        wanted[one.kind, one.mesh_axes, one.num_bytes] += config.num_layers * one.times
+    found = expected(config, layout, call, ITEMSIZE)
+    assert Counter({(e.kind, e.mesh_axes, e.num_bytes): e.times for e in found}) == wanted
