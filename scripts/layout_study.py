@@ -19,13 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
-from layout_study_report import draw, markdown
 
 from noria.compile.bucket_grid import BucketGrid
-from noria.compile.build import compile_graph, plan_graphs
-from noria.compile.collectives import read_collectives
 from noria.compile.default_grid import GridDefaults, round_up
-from noria.compile.definition import Definition, model_sizes
+from noria.compile.definition import Definition
+from noria.compile.layout_measure import measure
 from noria.compile.planning.cost import CostModel
 from noria.compile.planning.hardware import hardware_of, torus
 from noria.compile.planning.work import Call, Work
@@ -33,16 +31,18 @@ from noria.compile.targets import find_target
 from noria.modelzoo.config import DecoderConfig
 from noria.runtime.layout_files import named_layout_tables
 from noria.runtime.planning.hardware_files import known_hardware
-from noria.sharding.communication import expected, sent_bytes
+from noria.sharding.communication import expected
 from noria.sharding.explain import max_context
 from noria.sharding.layer_call import LayerCall
 from noria.sharding.layout import Layout
-from noria.sharding.legality import require
 from noria.sharding.placement import arrangement_of
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from layout_study_report import draw, markdown
+
 TARGET, CHIPS = "tpu:v4:4x4x4", 64
-COMPILED_FOR = "tpu:v5p:4x4x4"
-"""As many chips in the same torus: a v4 that is not there has two devices a chip."""
+COMPILED_FOR = "tpu:v4:4x4x2"
+"""As many devices: a chip of TPU v4 that is not there has two."""
 LENGTH, STEPS = 2048, 64
 """Of prompts, and decoded after them (paper, section 4)."""
 PARAMETERS = 540.35e9
@@ -66,29 +66,36 @@ SERIAL = replace(PALM, is_parallel=False)
 MULTIHEAD = replace(PALM, num_kv_heads=64, head_dim=128)
 
 
-def layout(name: str, mesh: Mapping[str, int], **decode: str | list[str]) -> Layout:
-    """A named layout on 64 chips, with copies of the one key/value head where heads are split."""
+def layout(name: str, mesh: Mapping[str, int], **phases: Mapping[str, Any]) -> Layout:
+    """A named layout on 64 chips, with copies of the one key/value head where heads are split.
+
+    `phases` are rules of phases, beside those that it has.
+    """
     table = dict(named_layout_tables()[name])
     table["mesh"] = dict(mesh)
     table["rules"] = {**table["rules"], "kv_heads": ""}
-    if decode:
-        table["decode"] = {"rules": {**table.get("decode", {}).get("rules", {}), **decode}}
+    for phase, rules in phases.items():
+        table[phase] = {"rules": {**table.get(phase, {}).get("rules", {}), **rules}}
     return Layout.from_table(table)
 
 
 LINE, PLANES, FLIPPED = {"tensor": 64}, {"data": 4, "tensor": 16}, {"data": 16, "tensor": 4}
+BY_HEADS, BY_BATCH = {"attention_batch": ""}, {"attention_batch": ["data", "tensor"]}
 PREFILL = {
-    "weight-stationary 1D": layout("weight-stationary-1d-kv-copies", LINE),
-    "weight-stationary 2D": layout("weight-stationary-2d", PLANES),
-    "weight-gathered X": layout("weight-gathered", PLANES),
-    "weight-gathered XY": layout("weight-gathered", FLIPPED),
-    "weight-gathered XYZ": layout("weight-gathered-all", PLANES),
+    "weight-stationary 1D": layout("weight-stationary-1d-batch-attention", LINE),
+    "weight-stationary 2D": layout(
+        "weight-stationary-2d", PLANES, prefill=BY_HEADS, decode=BY_BATCH
+    ),
+    "weight-gathered X": layout("weight-gathered", PLANES, decode=BY_BATCH),
+    "weight-gathered XY": layout("weight-gathered", FLIPPED, decode=BY_BATCH),
+    "weight-gathered XYZ": layout("weight-gathered-all", PLANES, decode=BY_BATCH),
 }
+"""Attention of decode by batch, which all of their caches are for."""
 DECODE = {
     "1D, attention by heads": layout("weight-stationary-1d-kv-copies", LINE),
     "1D, attention by batch": layout("weight-stationary-1d-batch-attention", LINE),
-    "2D, attention by heads": layout("weight-stationary-2d", PLANES, attention_batch=""),
-    "2D, attention by batch": layout("v5p-slice", PLANES),
+    "2D, attention by heads": layout("weight-stationary-2d", PLANES, decode=BY_HEADS),
+    "2D, attention by batch": layout("weight-stationary-2d", PLANES, decode=BY_BATCH),
 }
 CONTEXTS = {
     "multihead, by heads": (MULTIHEAD, DECODE["1D, attention by heads"]),
@@ -109,7 +116,6 @@ PAPER_CONTEXTS = {
 class Published:
     """A measurement of the paper."""
 
-    what: str
     phase: str
     rows: int
     layout: str
@@ -120,13 +126,14 @@ class Published:
     source: str
 
 
+_XYZ, _2D = "weight-gathered XYZ", "2D, attention by batch"
 PAPER = (
-    Published("prefill", "prefill", 512, "weight-gathered XYZ", "bfloat16", 85.2, 0.76, "table 2"),
-    Published("decode", "decode", 512, "2D, attention by batch", "bfloat16", 6.0 / 64, 0.33, "table 2"),
-    Published("decode", "decode", 64, "2D, attention by batch", "bfloat16", 0.0369, None, "section 4.4"),
-    Published("prefill", "prefill", 1, "weight-stationary 2D", "int8", 0.29, 0.43, "table 2"),
-    Published("decode", "decode", 64, "2D, attention by batch", "int8", 1.82 / 64, 0.14, "table 2"),
-)  # fmt: skip
+    Published("prefill", 512, _XYZ, "bfloat16", 85.2, 0.76, "table 2"),
+    Published("decode", 512, _2D, "bfloat16", 6.0 / STEPS, 0.33, "table 2"),
+    Published("decode", 64, _2D, "bfloat16", 0.0369, None, "section 4.4"),
+    Published("prefill", 1, "weight-stationary 2D", "int8", 0.29, 0.43, "table 2"),
+    Published("decode", 64, _2D, "int8", 1.82 / STEPS, 0.14, "table 2"),
+)
 PAPER_SERIAL = 1.14
 """Seconds of a decode step of 512 rows with serial layers over parallel ones (section 4.3)."""
 
@@ -136,19 +143,13 @@ class Planner:
 
     def __init__(self):
         self._definitions: dict[object, Definition] = {}
-        self._costs: dict[object, CostModel] = {}
 
     def cost(self, config: DecoderConfig, of: Layout) -> CostModel:
-        if (config, of.name, of.mesh) not in self._costs:
-            arrangement = arrangement_of(of, config)
-            key = config, arrangement
-            if key not in self._definitions:
-                self._definitions[key] = Definition(config, arrangement)
-            work = Work(self._definitions[key], "bfloat16", of)
-            hardware = hardware_of(TARGET, known_hardware())
-            cost = CostModel(work, hardware, torus=torus(TARGET))
-            self._costs[config, of.name, of.mesh] = cost
-        return self._costs[config, of.name, of.mesh]
+        arrangement = arrangement_of(of, config)
+        if (config, arrangement) not in self._definitions:
+            self._definitions[config, arrangement] = Definition(config, arrangement)
+        work = Work(self._definitions[config, arrangement], "bfloat16", of)
+        return CostModel(work, hardware_of(TARGET, known_hardware()), torus=torus(TARGET))
 
     def judge(self, config: DecoderConfig, of: Layout, phase: str, rows: int) -> dict[str, Any]:
         """One call: seconds, what they wait for, and use of the chips (paper, section 2)."""
@@ -169,9 +170,16 @@ class Planner:
             "limits": dict(estimate.limits),
             "mfu": 2 * PARAMETERS * tokens / peak / estimate.seconds,
             "sent_bytes": sum(sum(part.sent.values()) for part in cost.work.parts(call)),
+            "num_collectives": num_collectives(config, of, phase, filled),
             "fits": needed <= cost.hardware.memory_bytes,
             "bytes_per_device": needed,
         }
+
+
+def num_collectives(config: DecoderConfig, of: Layout, phase: str, rows: int) -> int:
+    """Of all layers in one call."""
+    call = LayerCall(phase, rows, LENGTH if phase == "prefill" else 1)
+    return sum(one.times for one in expected(config, of, call, itemsize=2))
 
 
 def sweep(planner: Planner, phase: str, layouts: Mapping[str, Layout]) -> dict[str, list[dict]]:
@@ -192,9 +200,9 @@ def winners(swept: Mapping[str, Sequence[dict]]) -> Iterator[tuple[int, str]]:
             yield points[0]["rows"], name
 
 
-def contexts(planner: Planner) -> dict[str, dict[int, int]]:
+def contexts() -> dict[str, dict[int, int]]:
     """Longest contexts whose cache fits its share of memory."""
-    share = int(CACHE_SHARE * planner.cost(*CONTEXTS["multiquery, by batch"]).hardware.memory_bytes)
+    share = int(CACHE_SHARE * hardware_of(TARGET, known_hardware()).memory_bytes)
     return {
         name: {rows: max_context(*of, rows, share, jnp.bfloat16) for rows in (128, 512)}
         for name, of in CONTEXTS.items()
@@ -202,59 +210,36 @@ def contexts(planner: Planner) -> dict[str, dict[int, int]]:
 
 
 def compiled_layers() -> list[dict[str, Any]]:
-    """What one layer sends, by the model and by programs of two and of three layers."""
-    cases = [("prefill", name, 64) for name in list(PREFILL)[1:]]
-    cases += [("decode", name, 512) for name in ("1D, attention by batch", "2D, attention by batch")]
+    """What a layer sends, by the model and by programs of two layers at full width."""
+    grid, target = BucketGrid(LENGTH, ((LENGTH, 64),), 512, (LENGTH,)), find_target(COMPILED_FOR)
     found = []
-    for phase, name, rows in cases:
-        of = (PREFILL if phase == "prefill" else DECODE)[name]
-        sent = [sent_by_program(of, phase, rows, num_layers) for num_layers in (2, 3)]
-        one = {axis: sent[1][axis] - sent[0].get(axis, 0.0) for axis in sent[1]}
-        found.append(
+    for name in ("weight-stationary 2D", "weight-gathered XYZ", "weight-gathered XY"):
+        result = measure(PALM.first_layers(2), PREFILL[name], target, grid, jnp.bfloat16, note)
+        found += [
             {
-                "graph": f"{phase} of {rows} rows",
                 "layout": name,
-                "predicted": sent_by_model(of, phase, rows),
-                "compiled": {axis: num_bytes for axis, num_bytes in one.items() if num_bytes},
+                "graph": "prefill of 64 rows" if one.phase == "prefill" else "decode of 512 rows",
+                "kind": one.kind,
+                "axis": one.axis,
+                "predicted": one.formula_bytes_per_layer,
+                "compiled": one.bytes_per_layer,
             }
-        )
-        print(found[-1], file=sys.stderr, flush=True)
+            for one in result.collectives
+            if one.bytes_per_layer and not one.conditional
+        ]
     return found
 
 
-def sent_by_model(of: Layout, phase: str, rows: int) -> dict[str, float]:
-    sent: dict[str, float] = {}
-    call = LayerCall(phase, rows, LENGTH if phase == "prefill" else 1)
-    for one in expected(PALM.first_layers(1), of, call, itemsize=2):
-        add(sent, of, one.kind, one.mesh_axes, one.times * one.num_bytes)
-    return sent
-
-
-def sent_by_program(of: Layout, phase: str, rows: int, num_layers: int) -> dict[str, float]:
-    config, target = PALM.first_layers(num_layers), find_target(COMPILED_FOR)
-    grid = BucketGrid(LENGTH, ((LENGTH, rows),), rows, (LENGTH,), steps_per_call=8)
-    require(of, model_sizes(config, CHIPS, grid))
-    placement = target.placement(of)
-    definition = Definition(config, placement.arrangement(config))
-    graphs = plan_graphs(definition, grid, placement, jnp.dtype(jnp.bfloat16))
-    compiled, *_ = compile_graph(next(g for g in graphs if g.name.startswith(phase)))
-    sent: dict[str, float] = {}
-    for one in read_collectives(compiled.as_text() or "", of.mesh.sizes):
-        add(sent, of, one.kind, one.mesh_axes, one.times * one.num_bytes)
-    return sent
-
-
-def add(
-    sent: dict[str, float], of: Layout, kind: str, mesh_axes: tuple[str, ...], num_bytes: int
-) -> None:
-    name = "+".join(mesh_axes)
-    group = of.mesh.num_shards(mesh_axes)
-    sent[name] = sent.get(name, 0.0) + sent_bytes(kind, num_bytes, group)
+def note(graph: str, seconds: float) -> None:
+    print(f"compiled {graph} in {seconds:.0f} s", file=sys.stderr, flush=True)
 
 
 def study(options: argparse.Namespace) -> dict[str, Any]:
     planner = Planner()
-    swept = {"prefill": sweep(planner, "prefill", PREFILL), "decode": sweep(planner, "decode", DECODE)}
+    swept = {
+        "prefill": sweep(planner, "prefill", PREFILL),
+        "decode": sweep(planner, "decode", DECODE),
+    }
     by_name = PREFILL | DECODE
     beside = []
     for one in PAPER:
@@ -274,10 +259,11 @@ def study(options: argparse.Namespace) -> dict[str, Any]:
         "hardware": {"name": hardware.name, **hardware.to_table()},
         "sweeps": swept,
         "winners": {phase: list(winners(of)) for phase, of in swept.items()},
-        "contexts": contexts(planner),
+        "contexts": contexts(),
         "paper_contexts": PAPER_CONTEXTS,
         "measured": beside,
         "serial_over_parallel": serial,
+        "paper_serial_over_parallel": PAPER_SERIAL,
         "compiled": [] if options.no_compile else compiled_layers(),
     }
 
