@@ -122,7 +122,7 @@ def rings(mesh: Mapping[str, int], dimensions: Sequence[int]) -> dict[str, int]:
     are rings of 4 beside planes of 4x4, which send along both of their dimensions at once.
     """
     found, left = {}, [size for size in dimensions if size > 1]
-    for axis, size in reversed(mesh.items()):
+    for axis, size in reversed(list(mesh.items())):
         whole = 0
         while left and size > 1 and size % left[0] == 0:
             size //= left.pop(0)
