@@ -186,7 +186,7 @@ def _draw_prefill(report: Mapping[str, Any], panel: Any) -> None:
     panel.annotate(
         "paper, XYZ: 76%",
         (512 * 2048, 0.76),
-        xytext=(-88, 6),
+        xytext=(-82, -20),
         textcoords="offset points",
         fontsize=8,
     )
