@@ -5,13 +5,16 @@ itself as to one more segment. So a ring needs no entry more than its window, ho
 is. Then whole layers get the chunk as one block, and rings the latest tokens in place of the oldest
 ones. Where the cache is dealt out in stripes a chunk is, too: every stripe keeps its own tokens.
 
+A chunk lies within the last segment, so no token of it sees the last entries of that, as many as
+the chunk has tokens: a chunk that begins a prompt in a segment of its own size sees itself alone.
+
 Knows nothing of prompts, queues or meshes. Guarantees: nothing at or after a row's first position
 is seen, so a slot that decode writes to while it fills up shows nothing of that; rows of a slot
 that the cache does not have write nothing; every block is written in place where the cache is
 donated.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -19,10 +22,8 @@ import jax.numpy as jnp
 
 from . import axes
 from .attention import EMPTY_POSITION
-from .config import Window
 from .kv_cache import (
     KeptLayer,
-    KVCache,
     Positions,
     PromptLatents,
     PromptLayer,
@@ -52,6 +53,10 @@ class ChunkRows(NamedTuple):
         start_B = self.start_B // stripe.count
         return ChunkRows(self.slot_B, start_B, stripe.num_tokens(self.count_B))
 
+    def after(self, x_BTKGH: jax.Array, operations: Operations) -> "ChunkRows":
+        """The same rows, their slots not known before `x_BTKGH` is computed."""
+        return self._replace(slot_B=operations.after(self.slot_B, x_BTKGH))
+
 
 class ChunkContext(NamedTuple):
     """What attention knows of the rows of a chunk, beside queries, keys and values."""
@@ -72,28 +77,52 @@ class ChunkContext(NamedTuple):
     )
 
 
-def positions_below(positions: Positions, rows: ChunkRows, operations: Operations) -> Positions:
-    """The positions that the slots of rows hold below the rows' first ones."""
+def positions_below(
+    positions: Positions, rows: ChunkRows, num_unseen: int, operations: Operations
+) -> Positions:
+    """The positions that the slots of rows hold below the rows' first ones.
+
+    Of layers that keep every position the last `num_unseen` entries are left out.
+    """
 
     def take(position_BS: jax.Array) -> jax.Array:
         taken_BS = operations.take_rows(position_BS, rows.slot_B, axes.CACHE_POSITIONS)
         return jnp.where(taken_BS < rows.start_B[:, None], taken_BS, EMPTY_POSITION)
 
-    return jax.tree.map(take, positions)
+    whole_BS = _without_last(positions.whole_BS, num_unseen, axis=1)
+    return jax.tree.map(take, Positions(whole_BS, positions.ring_BS))
 
 
 def layer_of_slots(
-    layer: KeptLayer, slot_B: jax.Array, num_heads: int, operations: Operations
+    layer: KeptLayer,
+    slot_B: jax.Array,
+    num_unseen: int,
+    num_heads: int,
+    operations: Operations,
 ) -> KeptLayer:
-    """What the slots of rows keep of a layer, with `num_heads` where it keeps heads."""
+    """What the slots of rows keep of a layer, with `num_heads` where it keeps heads.
 
-    def take(segments: Segments, logical_axes: Axes) -> Segments:
+    The last `num_unseen` entries are left out.
+    """
+
+    def take(segments: Segments, axis: int, logical_axes: Axes) -> Segments:
+        segments = _without_last(segments, num_unseen, axis)
         taken = (operations.take_rows(x, slot_B, logical_axes) for x in segments)
         if axes.KV_HEADS in logical_axes:
             taken = (match_heads(x, num_heads) for x in taken)
         return tuple(taken)
 
-    return type(layer)(*map(take, layer, layer.AXES))
+    return type(layer)(*map(take, layer, layer.POSITION_AXES, layer.AXES))
+
+
+def _without_last(segments: Segments, num_entries: int, axis: int) -> Segments:
+    """Segments without the last entries of the last of them, which has at least so many."""
+    if not segments or not num_entries:
+        return segments
+    *others, last = segments
+    if num_entries == last.shape[axis]:
+        return tuple(others)
+    return (*others, jax.lax.slice_in_dim(last, 0, last.shape[axis] - num_entries, axis=axis))
 
 
 def with_chunk(layer: KeptLayer, made: PromptLayer) -> KeptLayer:
@@ -102,62 +131,51 @@ def with_chunk(layer: KeptLayer, made: PromptLayer) -> KeptLayer:
 
 
 def keep_chunk(
-    cache: KVCache,
-    made: Sequence[PromptLayer],
-    position_BT: jax.Array,
-    rows: ChunkRows,
-    windows: Sequence[Window],
-    operations: Operations,
-) -> KVCache:
-    """The cache with a chunk's tokens at their entries, under their positions.
+    layer: KeptLayer, made: PromptLayer, rows: ChunkRows, is_ring: bool, operations: Operations
+) -> KeptLayer:
+    """The layer with a chunk's tokens at their entries."""
+    write = _write_ring if is_ring else _write_blocks
+    arrays = zip(layer, made, layer.POSITION_AXES, layer.AXES, strict=True)
+    return type(layer)(*(_keep(write, rows, operations, *array) for array in arrays))
 
-    Where a chunk is padded, `position_BT` is empty.
-    """
 
-    def keep(write: _Write, old: Segments, new: jax.Array, axis: int, names: Axes) -> Segments:
-        if axes.KV_HEADS in names:
-            new = match_heads(new, old[0].shape[1])
-
-        def body(old: Segments, new: jax.Array, rows: ChunkRows) -> Segments:
-            return write(old, new, rows.of(operations.stripe), axis)
-
-        return operations.write_rows(body, old, new, rows, names)
-
-    def kept(layer: KeptLayer, new: PromptLayer, window: Window) -> KeptLayer:
-        write = _write_ring if cache.positions.is_ring(window) else _write_blocks
-        arrays = zip(layer, new, layer.POSITION_AXES, layer.AXES, strict=True)
-        return type(layer)(*(keep(write, *array) for array in arrays))
+def keep_positions(
+    positions: Positions, position_BT: jax.Array, rows: ChunkRows, operations: Operations
+) -> Positions:
+    """The cache's entries under the positions of a chunk, which are empty where it is padded."""
 
     def marked(write: _Write, old: Segments) -> Segments:
-        return keep(write, old, position_BT, 1, axes.CACHE_POSITIONS)
+        return _keep(write, rows, operations, old, position_BT, 1, axes.CACHE_POSITIONS)
 
-    whole_BS, ring_BS = cache.positions
-    positions = Positions(
+    whole_BS, ring_BS = positions
+    return Positions(
         marked(_write_blocks, whole_BS) if whole_BS else (),
         {size: marked(_write_ring, segments) for size, segments in ring_BS.items()},
     )
-    return KVCache(tuple(map(kept, cache.layers, made, windows)), positions)
 
 
 _Write = Callable[[Segments, jax.Array, ChunkRows, int], Segments]
 """Segments with the tokens of rows along an axis."""
 
 
-def _write_blocks(segments: Segments, new: jax.Array, rows: ChunkRows, axis: int) -> Segments:
-    """Each row as one block of the last segment; its padding leaves what was there.
+def _keep(
+    write: _Write, rows: ChunkRows, operations: Operations, old: Segments, new: jax.Array,
+    axis: int, names: Axes,
+) -> Segments:  # fmt: skip
+    if axes.KV_HEADS in names:
+        new = match_heads(new, old[0].shape[1])
 
-    That makes what is written depend on the rows as attention read them: they are read before they
-    are written, and no copy of the segment is needed.
-    """
+    def body(old: Segments, new: jax.Array, rows: ChunkRows) -> Segments:
+        return write(old, new, rows.of(operations.stripe), axis)
+
+    return operations.write_rows(body, old, new, rows, names)
+
+
+def _write_blocks(segments: Segments, new: jax.Array, rows: ChunkRows, axis: int) -> Segments:
+    """Each row as one block of the last segment, its padding too, under empty positions."""
     *others, last = segments
-    T = new.shape[axis]
     index_B = rows.start_B - segment_starts(segments, axis)[-1]
-    cut = jax.vmap(lambda x, index: jax.lax.dynamic_slice_in_dim(x, index, T, axis - 1))
-    is_token_BT = jnp.arange(T)[None] < rows.count_B[:, None]
-    is_token = jnp.expand_dims(is_token_BT, [a for a in range(1, new.ndim) if a != axis])
-    old = cut(rows_of(last, rows.slot_B), index_B)
-    block = jnp.where(is_token, new.astype(last.dtype), old)
-    return (*others, put_blocks(last, block, rows.slot_B, index_B, axis))
+    return (*others, put_blocks(last, new, rows.slot_B, index_B, axis))
 
 
 def _write_ring(segments: Segments, new: jax.Array, rows: ChunkRows, axis: int) -> Segments:

@@ -20,6 +20,7 @@ from .chunk_cache import (
     ChunkContext,
     ChunkRows,
     keep_chunk,
+    keep_positions,
     layer_of_slots,
     positions_below,
     with_chunk,
@@ -290,10 +291,12 @@ class Decoder(nnx.Module):
         position_BT = rows.start_B[:, None] + offset_1T
         is_token_BT = offset_1T < rows.count_B[:, None]
         kept_position_BT = jnp.where(is_token_BT, position_BT, EMPTY_POSITION)
-        positions = positions_below(cache.positions, rows, stored)
+        # a stripe's last entries are not the last of all
+        num_unseen = 0 if stored.cache_stripes.count > 1 else tokens_BT.shape[1]
+        positions = positions_below(cache.positions, rows, num_unseen, stored)
         num_heads = self.operations.num_cache_heads(self.config.num_kv_heads)
         attend_segment = self._scored(self.attend)
-        made: list[PromptLayer] = []
+        layers: list[KeptLayer] = []
 
         def attend_layer(window: Window) -> AttendLayer:
             def attend_chunk(
@@ -314,19 +317,24 @@ class Decoder(nnx.Module):
                 queries: Queries, new: PromptKeysValues | None, latents: PromptLatents | None
             ) -> jax.Array:
                 of_rows = ChunkContext(position_BT, positions, kept_position_BT, latents)
-                layer = cache.layers[len(made)]
-                old = layer_of_slots(layer, rows.slot_B, num_heads, stored)
+                layer = cache.layers[len(layers)]
+                of_layer = rows.after(queries[0], self.operations)
+                is_ring = cache.positions.is_ring(window)
+                num_left = 0 if is_ring else num_unseen
+                old = layer_of_slots(layer, of_layer.slot_B, num_left, num_heads, stored)
                 out_BTKGH, kept = self.operations.attend(
                     attend_chunk, queries, new, of_rows, old, type(_kept(new, latents))
                 )
-                made.append(kept)
+                # what a ring writes is made of what it had, a block waits for those that read
+                written = of_layer if is_ring else of_layer.after(out_BTKGH, self.operations)
+                layers.append(keep_chunk(layer, kept, written, is_ring, stored))
                 return out_BTKGH
 
             return AttendLayer(attend, reads_cache=True)
 
         x_BTD, report = self._blocks(tokens_BT, position_BT, attend_layer, is_token_BT)
-        cache = keep_chunk(cache, made, kept_position_BT, rows, self.config.windows, stored)
-        return x_BTD, cache, report
+        kept_positions = keep_positions(cache.positions, kept_position_BT, rows, stored)
+        return x_BTD, KVCache(tuple(layers), kept_positions), report
 
     def decode(
         self, token_B: jax.Array, position_B: jax.Array, cache: KVCache, is_token_B: jax.Array

@@ -132,6 +132,16 @@ class Operations:
         del logical_axes
         return rows_of(x, row_B)
 
+    def after(self, row_B: jax.Array, x_BTKGH: jax.Array) -> jax.Array:
+        """`row_B`, not known before `x_BTKGH`, of the axes of queries, is computed.
+
+        For the order of reads and writes. XLA's CPU backend starts first what waits for nothing, so
+        the rows of all layers would be taken ahead of the first layer and lie there; and a write
+        that waits for no read is made in a copy. An optimization barrier is gone by then.
+        """
+        is_never = x_BTKGH.ravel()[0] < -jnp.inf
+        return jnp.where(is_never, 0, row_B)
+
     def write_rows(
         self, body: Callable[..., Any], old: Any, new: Any, rows: Any, logical_axes: Axes
     ) -> Any:

@@ -9,6 +9,7 @@ published peaks would allow: programs lose against them, and win where parts ove
 Knows nothing of grids or schedules. Every figure here is a prediction.
 """
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -17,20 +18,21 @@ from typing import Any
 import numpy as np
 from scipy.optimize import nnls
 
-from ...sharding.layout import PHASES
 from ..plan_tables import check_keys
 from .hardware import Hardware, rings
-from .work import Call, Part, Work
+from .work import KINDS, Call, Part, Work
 
 BINDS = ("compute", "memory", "network", "overhead")
 
 
 @dataclass(frozen=True)
-class PhaseFactors:
-    """How a phase's calls differ from the roofline."""
+class KindFactors:
+    """How calls of a kind differ from the roofline."""
 
     overhead: float = 0.0
     """Seconds of every call; of decode, of every step."""
+    first_call: float = 0.0
+    """Seconds that the first call of a graph takes beyond others."""
     factors: Mapping[str, float] = field(default_factory=dict)
     """Of parts, by name; 1 of a part that has none."""
 
@@ -46,7 +48,7 @@ class Calibration:
     """The peaks that factors are of, with their name."""
     layout: str
     """As it was asked for; empty for one device."""
-    phases: Mapping[str, PhaseFactors]
+    kinds: Mapping[str, KindFactors]
     insert_seconds: float
     """Of giving a slot to a prompt."""
     median_error: float
@@ -61,13 +63,13 @@ class Calibration:
     def from_json(cls, table: Mapping[str, Any]) -> "Calibration":
         """Read a calibration; ValueError names a key that is wrong or missing."""
         check_keys("calibration", table, set(cls.__dataclass_fields__))
-        check_keys("calibration phases", table["phases"], set(PHASES))
-        for phase, found in table["phases"].items():
-            check_keys(f"calibration phases.{phase}", found, {"overhead", "factors"})
+        check_keys("calibration kinds", table["kinds"], set(KINDS))
+        for kind, found in table["kinds"].items():
+            check_keys(f"calibration kinds.{kind}", found, set(KindFactors.__dataclass_fields__))
             if not isinstance(found["factors"], Mapping):
-                raise ValueError(f"calibration phases.{phase}.factors: expected a table.")
-        phases = {phase: PhaseFactors(**found) for phase, found in table["phases"].items()}
-        return cls(**{**table, "phases": phases})
+                raise ValueError(f"calibration kinds.{kind}.factors: expected a table.")
+        kinds = {kind: KindFactors(**found) for kind, found in table["kinds"].items()}
+        return cls(**{**table, "kinds": kinds})
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,10 @@ class CostModel:
         """Of giving a slot to a prompt; its copy in memory is counted with the prompt."""
         return 0.0 if self.calibration is None else self.calibration.insert_seconds
 
+    def first_call_seconds(self, call: Call) -> float:
+        """What the first call of a graph takes beyond others."""
+        return 0.0 if self.calibration is None else self.calibration.kinds[call.kind].first_call
+
     def seconds(self, call: Call) -> float:
         """Of one call; of decode, of one step."""
         return self.estimate(call).seconds
@@ -121,9 +127,9 @@ class CostModel:
         return self._known[call]
 
     def _estimate(self, call: Call) -> Estimate:
-        found = PhaseFactors()
+        found = KindFactors()
         if self.calibration is not None:
-            found = self.calibration.phases[call.phase]
+            found = self.calibration.kinds[call.kind]
         parts: dict[str, float] = {}
         limits: dict[str, float] = dict.fromkeys(BINDS, 0.0)
         for part in self.work.parts(call):
@@ -149,10 +155,12 @@ class CostModel:
 
 @dataclass(frozen=True)
 class Measured:
-    """A call and the seconds that it took."""
+    """A call and the seconds that it took; of decode, those of one step."""
 
     call: Call
     seconds: float
+    first_call: float = 0.0
+    """Seconds that the graph's first call took beyond that."""
 
 
 def calibrate(
@@ -167,21 +175,22 @@ def calibrate(
     `about` is what else a `Calibration` says of itself.
     """
     model = CostModel(work, hardware)
-    phases, errors = {}, []
-    for phase in PHASES:
-        samples = [sample for sample in measured if sample.call.phase == phase]
+    kinds, errors = {}, []
+    for kind in KINDS:
+        samples = [sample for sample in measured if sample.call.kind == kind]
         if not samples:
-            raise ValueError(f"calibration: expected measured calls of {phase}, got none.")
+            raise ValueError(f"calibration: expected measured calls of {kind}, got none.")
         rows = [model.estimate(sample.call).parts for sample in samples]
         names = list(rows[0])
         seconds = np.array([sample.seconds for sample in samples])
         features = np.array([[1.0, *(row[name] for name in names)] for row in rows])
         solution, _ = nnls(features / seconds[:, None], np.ones(len(samples)))
         overhead, *factors = map(float, solution)
-        phases[phase] = PhaseFactors(overhead, dict(zip(names, factors, strict=True)))
+        first_call = max(0.0, statistics.median(sample.first_call for sample in samples))
+        kinds[kind] = KindFactors(overhead, first_call, dict(zip(names, factors, strict=True)))
         errors += list(abs(features @ solution - seconds) / seconds)
     return Calibration(
-        phases=phases,
+        kinds=kinds,
         insert_seconds=insert_seconds,
         median_error=float(np.median(errors)),
         dtype=work.dtype,

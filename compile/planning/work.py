@@ -33,6 +33,7 @@ from ..definition import Definition
 
 FLOAT32_BYTES = 4
 ONE_DEVICE = Layout.from_table({"name": "one device", "mesh": {"data": 1}, "rules": {}})
+KINDS = ("prefill", "chunk", "decode")
 ACTIVATION_PASSES = 16
 """Times that a layer reads or writes the residual stream in norms, rotations, sums and gates: an
 estimate, as compilers fuse some of them; a calibration corrects it."""
@@ -84,6 +85,11 @@ class Call:
     def of_step(cls, slots: int, span: int) -> "Call":
         """One decode step."""
         return cls("decode", slots, 1, span)
+
+    @property
+    def kind(self) -> str:
+        """Of `KINDS`: calls whose time has the same causes."""
+        return "chunk" if self.is_chunk else self.phase
 
     @property
     def num_tokens(self) -> int:

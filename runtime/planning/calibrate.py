@@ -7,7 +7,7 @@ generator's step took, with everything that the host does for it. Knows nothing 
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +17,7 @@ from ...compile.plan import Plan, PlannedModel
 from ...compile.planning.cost import Calibration, Measured, calibrate
 from ...compile.planning.hardware import Hardware
 from ...compile.planning.work import Call, Work
+from ..chunk_scheduler import ChunkAction, OpenAction
 from ..decode_slots import DecodeAction
 from ..generation import Generator
 from ..machine import describe_machine
@@ -31,14 +32,21 @@ CALLS = 4
 """Of a shape."""
 
 
-class _Trial(NamedTuple):
+class Trial(NamedTuple):
     """The shapes that are timed together, as one grid."""
 
     slots: int
     tokens_per_prefill: int
+    chunk: int | None = None
 
 
-TRIALS = (_Trial(4, 128), _Trial(16, 256), _Trial(64, 512))
+TRIALS = (
+    Trial(4, 128),
+    Trial(16, 256),
+    Trial(64, 512),
+    Trial(8, 128, chunk=32),
+    Trial(8, 512, chunk=128),
+)
 
 
 def measure(
@@ -48,9 +56,10 @@ def measure(
     layout: str = "",
     on_trial: Callable[[str], None] = lambda line: None,
     clock: Callable[[], float] = time.perf_counter,
+    trials: Sequence[Trial] = TRIALS,
 ) -> Calibration:
-    """Time prefill and decode graphs of rows of up to `longest` positions, and fit the model."""
-    least = SHORT_PROMPT + STEPS_PER_CALL * CALLS
+    """Time graphs of rows of up to `longest` positions, with chunks and without; fit the model."""
+    least = max(SHORT_PROMPT + STEPS_PER_CALL * CALLS, *(trial.chunk or 0 for trial in trials))
     if longest < least:
         raise ValueError(
             f"calibration: expected rows of at least {least} positions, got {longest}."
@@ -58,7 +67,7 @@ def measure(
     work = Work(model.definition, model.dtype, model.placement.layout)
     seconds: dict[Call, list[float]] = defaultdict(list)
     inserts: list[float] = []
-    for trial in TRIALS:
+    for trial in trials:
         grid = _grid(trial, longest)
         planned = PlannedModel(model.files.name, model.files.fingerprint(), model.dtype)
         plan = Plan(model.target.name, planned, grid, model.placement.layout)
@@ -66,13 +75,9 @@ def measure(
         for span in grid.decode_spans:
             _submit(generator, grid, span)
             _run(generator, seconds, inserts, clock)
-        on_trial(f"calibration: {trial.slots} slots timed")
-    # the first call of a shape warms up
-    measured = [
-        Measured(call, statistics.median(times[1:]))
-        for call, times in seconds.items()
-        if len(times) > 1
-    ]
+        kind = "whole prompts" if trial.chunk is None else f"chunks of {trial.chunk}"
+        on_trial(f"calibration: {kind}, {trial.slots} slots timed")
+    measured = [_measured(call, times) for call, times in seconds.items() if len(times) > 1]
     return calibrate(
         work,
         hardware,
@@ -84,8 +89,17 @@ def measure(
     )
 
 
-def _grid(trial: _Trial, longest: int) -> BucketGrid:
-    """Spans up to the longest row, and a prefill bucket for rows that fill each."""
+def _measured(call: Call, seconds: list[float]) -> Measured:
+    first, *others = seconds
+    usual = statistics.median(others)
+    steps = STEPS_PER_CALL if call.phase == "decode" else 1
+    return Measured(call, usual / steps, first - usual)
+
+
+def _grid(trial: Trial, longest: int) -> BucketGrid:
+    """Spans up to the longest row, and prefill for rows that fill each."""
+    if trial.chunk is not None:
+        return _chunk_grid(trial, trial.chunk, longest)
     spans = sorted({min(longest, span) for span in (SHORTEST_SPAN, longest // 2, longest)})
     lengths = sorted({SHORT_PROMPT, *map(_long_prompt, spans)})
     prefill = [
@@ -95,18 +109,30 @@ def _grid(trial: _Trial, longest: int) -> BucketGrid:
     return BucketGrid(longest, tuple(prefill), trial.slots, tuple(spans), STEPS_PER_CALL)
 
 
+def _chunk_grid(trial: Trial, chunk: int, longest: int) -> BucketGrid:
+    """Spans of whole chunks, none longer than `longest`."""
+    spans = sorted({max(1, span // chunk) * chunk for span in (1, longest // 2, longest)})
+    batch = min(trial.tokens_per_prefill // chunk, trial.slots)
+    prefill = tuple(PrefillBucket(span, batch) for span in spans)
+    return BucketGrid(spans[-1], prefill, trial.slots, tuple(spans), STEPS_PER_CALL, chunk=chunk)
+
+
 def _long_prompt(span: int) -> int:
     """Of a row whose last call reaches the end of a span."""
     return max(SHORT_PROMPT, span - STEPS_PER_CALL * CALLS)
 
 
 def _submit(generator: Generator, grid: BucketGrid, span: int) -> None:
-    """A full batch, some of whose rows are long enough to decide its span."""
+    """A full batch, some of whose rows are long enough to decide its span.
+
+    Where there are chunks all rows are: so many fill their batches.
+    """
     rng = np.random.default_rng(0)
     length = _long_prompt(span)
-    bucket = grid.bucket_of(length)
-    lengths = [length] * min(CALLS * bucket.batch, grid.decode_slots)
-    lengths += [SHORT_PROMPT] * (grid.decode_slots - len(lengths))
+    num_long = grid.decode_slots
+    if grid.chunk is None:
+        num_long = min(CALLS * grid.bucket_of(length).batch, num_long)
+    lengths = [length] * num_long + [SHORT_PROMPT] * (grid.decode_slots - num_long)
     params = SamplingParams(temperature=0, max_tokens=STEPS_PER_CALL * CALLS, ignore_eos=True)
     for row, prompt_length in enumerate(lengths):
         prompt = rng.integers(0, generator.vocab_size, prompt_length).tolist()
@@ -125,10 +151,10 @@ def _run(
         generator.step()
         taken = clock() - started
         match generator.engine.last_action:
-            case PrefillAction(bucket=bucket):
+            case PrefillAction(bucket=bucket) | ChunkAction(bucket=bucket):
                 seconds[Call.of_bucket(generator.grid, bucket)].append(taken)
-            case InsertAction():
+            case InsertAction() | OpenAction():
                 inserts.append(taken)
             case DecodeAction(span=span):
                 call = Call.of_step(generator.grid.decode_slots, span)
-                seconds[call].append(taken / generator.grid.steps_per_call)
+                seconds[call].append(taken)

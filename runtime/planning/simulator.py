@@ -88,6 +88,7 @@ class _Replay:
         self._scheduler = (Scheduler if grid.chunk is None else ChunkScheduler)(grid)
         self._live: dict[int, _Live] = {}
         self._result = Simulation()
+        self._called: set[Call] = set()
 
     def run(self) -> Simulation:
         waiting = deque(enumerate(self._rows))
@@ -136,7 +137,7 @@ class _Replay:
             rows=num_rows,
             real_tokens=real_tokens,
             computed_tokens=call.num_tokens,
-            seconds=self._cost.seconds(call) if self._cost else 0.0,
+            seconds=self._seconds(call),
         )
 
     def _decode(self, action: DecodeAction) -> None:
@@ -150,10 +151,17 @@ class _Replay:
             emitted=sum(emitted.values()),
             live_slots=len(action.slots),
             slots=slots,
-            seconds=steps * self._cost.seconds(call) if self._cost else 0.0,
+            seconds=self._seconds(call, steps),
         )
         for slot, count in emitted.items():
             self._advance(slot, count)
+
+    def _seconds(self, call: Call, steps: int = 1) -> float:
+        if self._cost is None:
+            return 0.0
+        first = 0.0 if call in self._called else self._cost.first_call_seconds(call)
+        self._called.add(call)
+        return first + steps * self._cost.seconds(call)
 
     def _emits(self, live: _Live) -> int:
         """Tokens of the next call, past a stop string too."""

@@ -1,19 +1,25 @@
 """Seconds from work: the roofline by hand, and factors that are found again from made-up times."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from planning_models import PLAIN, work_of
 
-from noria.compile.planning.cost import Calibration, CostModel, Measured, PhaseFactors, calibrate
+from noria.compile.planning.cost import Calibration, CostModel, KindFactors, Measured, calibrate
 from noria.compile.planning.hardware import Hardware
-from noria.compile.planning.work import Call
+from noria.compile.planning.work import KINDS, Call
 from noria.sharding.layout import Layout
 
 HARDWARE = Hardware("mine", "made up", {"float32": 1e9}, 1e9, 1e8, 1e7, 4)
 CALLS = [
     *(Call("prefill", rows, length, length) for rows in (1, 4, 16) for length in (16, 128, 1024)),
+    *(
+        Call("prefill", rows, 64, span, is_chunk=True)
+        for rows in (1, 4, 16)
+        for span in (64, 256, 1024)
+    ),
     *(Call.of_step(slots, span) for slots in (1, 8, 64) for span in (64, 512, 4096)),
 ]
 
@@ -102,9 +108,9 @@ def test_factors_are_never_negative_and_the_error_of_a_noisy_machine_is_told():
         Measured(one.call, one.seconds * rng.uniform(0.7, 1.3)) for one in made_up(0.01, FACTORS)
     ]
     calibration = fitted(noisy)
-    for phase in calibration.phases.values():
-        assert phase.overhead >= 0
-        assert all(factor >= 0 for factor in phase.factors.values())
+    for kind in calibration.kinds.values():
+        assert kind.overhead >= 0
+        assert all(factor >= 0 for factor in kind.factors.values())
     assert 0.01 < calibration.median_error < 0.3
 
 
@@ -114,19 +120,31 @@ def test_a_calibration_survives_its_file_and_refuses_other_keys():
     assert Calibration.from_json(table) == calibration
     with pytest.raises(ValueError, match="colour"):
         Calibration.from_json(table | {"colour": "red"})
-    del table["phases"]["decode"]["overhead"]
+    del table["kinds"]["chunk"]["overhead"]
     with pytest.raises(ValueError, match="overhead"):
         Calibration.from_json(table)
 
 
-def test_a_phase_that_was_not_measured_is_refused():
-    only_prefill = [one for one in made_up(0, FACTORS) if one.call.phase == "prefill"]
-    with pytest.raises(ValueError, match="decode"):
-        fitted(only_prefill)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kind_that_was_not_measured_is_refused(kind):
+    others = [one for one in made_up(0, FACTORS) if one.call.kind != kind]
+    with pytest.raises(ValueError, match=kind):
+        fitted(others)
+
+
+def test_the_first_call_of_a_graph_takes_longer_by_the_median_of_what_was_seen():
+    extra = dict(zip(KINDS, (0.3, 0.2, -0.1), strict=True))
+    calibration = fitted(
+        [replace(one, first_call=extra[one.call.kind]) for one in made_up(0, FACTORS)]
+    )
+    assert [calibration.kinds[kind].first_call for kind in KINDS] == [0.3, 0.2, 0.0]
+    model = CostModel(work_of(PLAIN), HARDWARE, calibration)
+    assert model.first_call_seconds(Call("prefill", 1, 8, 8)) == 0.3
+    assert CostModel(work_of(PLAIN), HARDWARE).first_call_seconds(Call("prefill", 1, 8, 8)) == 0
 
 
 def test_calibrated_overhead_is_no_parts():
-    factors = {"prefill": PhaseFactors(0.5), "decode": PhaseFactors(0.5)}
+    factors = {kind: KindFactors(0.5) for kind in KINDS}
     calibration = Calibration("m", "float32", {}, "", factors, 0.0, 0.0)
     model = CostModel(work_of(PLAIN), HARDWARE, calibration)
     call = Call.of_step(1, 64)
