@@ -123,6 +123,7 @@ class Work:
         for name, shape in shapes.items():
             axes_of = logical_axes[name]
             sizes[axes_of] = sizes.get(axes_of, 0) + math.prod(shape)
+        self._known_exchanges: dict[LayerCall, Part] = {}
         self._weights = list(sizes.items())
         """Entries of all parameters with the same logical axes, which are split alike."""
 
@@ -232,13 +233,20 @@ class Work:
         segments = (call.span,) if call.is_chunk else ()
         phase = "chunk" if call.is_chunk else call.phase
         of_layers = LayerCall(phase, call.rows, call.tokens, segments)
+        # spans of decode send alike, and a search asks for many
+        if of_layers not in self._known_exchanges:
+            self._known_exchanges[of_layers] = Part("exchanges", sent=self._sent(of_layers))
+        return self._known_exchanges[of_layers]
+
+    def _sent(self, call: LayerCall) -> dict[str, float]:
+        """Bytes by mesh axes."""
         sent: dict[str, float] = {}
-        for one in communication.expected(self.config, self.layout, of_layers, self._itemsize):
+        for one in communication.expected(self.config, self.layout, call, self._itemsize):
             group = self.layout.mesh.num_shards(one.mesh_axes)
             name = "+".join(one.mesh_axes)
             num_bytes = one.times * sent_bytes(one.kind, one.num_bytes, group)
             sent[name] = sent.get(name, 0.0) + num_bytes
-        return Part("exchanges", sent=sent)
+        return sent
 
     def _row_axes(self, call: Call) -> frozenset[str]:
         split = (axes.BATCH,) if call.phase == "decode" else (axes.BATCH, axes.LENGTH)

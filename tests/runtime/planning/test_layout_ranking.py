@@ -1,0 +1,46 @@
+"""Layouts of a mixture of experts in their order: what they send counts."""
+
+from dataclasses import replace
+
+import pytest
+from planning_models import SPARSE
+
+from noria.compile.default_grid import RowNeed
+from noria.compile.planning.candidates import Budget, ExpectedRow
+from noria.compile.planning.hardware import Hardware
+from noria.runtime.layout_files import named_layout_tables
+from noria.runtime.planning.layout_ranking import RankedLayout, Ranking, all_layouts
+
+FAST = Hardware("mine", "made up", {"float32": 1e9}, 1e9, 1e8, 1e7, 4)
+SLOW = replace(FAST, link_rate=1e4)
+ROWS = [ExpectedRow(RowNeed(length, 8, 1), 8) for length in (8, 16, 24, 40)]
+NAMES = ("data-parallel", "expert-parallel", "expert-stationary", "expert-tensor")
+
+
+def ranked(hardware: Hardware, num_devices: int, **options) -> list[RankedLayout]:
+    tables = {name: named_layout_tables()[name] for name in NAMES}
+    ranking = Ranking(SPARSE, ROWS, hardware, "float32", Budget(), num_devices, **options)
+    return ranking.rank(list(all_layouts(tables, num_devices)))
+
+
+def bounds(found: list[RankedLayout]) -> dict[str, float]:
+    return {one.layout.name: one.bound for one in found if one.layout and one.bound is not None}
+
+
+def test_every_legal_layout_of_a_sparse_model_has_a_bound():
+    found = ranked(FAST, 2)
+    assert {one.layout.name for one in found if one.layout} == {*NAMES[:3]}
+    assert all(one.bound is not None and not one.findings for one in found)
+
+
+def test_slow_links_favour_what_sends_nothing():
+    fast, slow = bounds(ranked(FAST, 2)), bounds(ranked(SLOW, 2))
+    assert next(iter(slow)) == "data-parallel"
+    assert slow["data-parallel"] == fast["data-parallel"]
+    assert slow["expert-parallel"] > 2 * fast["expert-parallel"]
+
+
+def test_more_dimensions_of_a_torus_make_links_count_for_less():
+    line, plane = (bounds(ranked(SLOW, 4, torus=torus)) for torus in ((), (2, 2)))
+    assert plane["expert-parallel"] < line["expert-parallel"]
+    assert plane["data-parallel"] == pytest.approx(line["data-parallel"])
