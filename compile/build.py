@@ -39,6 +39,16 @@ class GraphBuilt:
     total: int
     seconds: float
     from_cache: bool
+    remaining_seconds: float
+    """Of all that are left, if they take as long as those that are done; as the longest to compile
+    are begun first, it is rather less."""
+
+    def __str__(self) -> str:
+        """A line of progress: `compile [3/9] prefill 256x2  4.1 s (cached), about 9 s left`."""
+        line = f"compile [{self.number}/{self.total}] {self.name}  {self.seconds:.1f} s"
+        line += " (cached)" * self.from_cache
+        is_last = self.number == self.total
+        return line if is_last else f"{line}, about {self.remaining_seconds:.0f} s left"
 
 
 @dataclass(frozen=True)
@@ -65,13 +75,16 @@ def build(
     """Compile all graphs of `grid` for a placement; the longest-running are started first."""
     graphs = plan_graphs(definition, grid, placement, jnp.dtype(dtype), experts, attention)
     compiled: dict[str, jax.stages.Compiled] = {}
+    started = time.monotonic()
     pool = ThreadPoolExecutor(max_workers=os.cpu_count())
     try:
         tasks = {pool.submit(compile_graph, graph): graph.name for graph in graphs}
         for number, task in enumerate(as_completed(tasks), start=1):
             name = tasks[task]
             compiled[name], seconds, from_cache = task.result()
-            on_graph(GraphBuilt(name, number, len(graphs), seconds, from_cache))
+            each = (time.monotonic() - started) / number
+            remaining = each * (len(graphs) - number)
+            on_graph(GraphBuilt(name, number, len(graphs), seconds, from_cache, remaining))
     finally:
         # after a failure or Ctrl-C nobody waits for graphs that are not begun
         pool.shutdown(cancel_futures=True)

@@ -8,7 +8,6 @@ import argparse
 import sys
 from pathlib import Path
 
-from .batch.job import EXIT_BUILD, JobError
 from .plan_files import read_plan_table
 from .run_config import apply_overrides
 
@@ -28,42 +27,26 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Compile, write, and say what it took."""
-    from ..compile.build import GraphBuilt
-    from ..compile.definition import Definition
     from ..compile.plan import Plan
-    from ..compile.targets import find_target
-    from . import bundle, compilation_cache, session
+    from . import bundle
     from .checkpoint import open_model
+    from .compiled_plan import compile_for_target
 
     plan = Plan.from_table(apply_overrides(read_plan_table(options.plan), options.set))
-    # what comes out of the cache cannot be kept again: on the CPU it lacks functions when it runs
-    compilation_cache.disable()
-    session.prepare_cpu(plan.target)
-    target = find_target(plan.target)
-    seconds: dict[str, float] = {}
 
-    def report(built: GraphBuilt) -> None:
-        seconds[built.name] = built.seconds
+    def report(built: object) -> None:
         if not options.quiet:
-            line = f"compile [{built.number}/{built.total}] {built.name}  {built.seconds:.1f} s"
-            print(line, file=sys.stderr, flush=True)
+            print(built, file=sys.stderr, flush=True)
 
     with open_model(options.model, needs_weights=False) as files:
         bundle.check_folder(options.output, files.path)
-        session.check_model(plan, files)
-        session.check_layout(plan.layout, files, target, plan.buckets)
-        placement = target.placement(plan.layout)
-        config = files.spec.config
-        definition = Definition(config, placement.arrangement(config))
-        try:
-            graphs = session.compile_plan(definition, plan, placement, report)
-        except (RuntimeError, MemoryError) as error:
-            raise JobError(f"{target.name}: {error}", EXIT_BUILD) from error
-    bundle.write(options.output, plan, target, config, graphs, seconds)
+        found = compile_for_target(plan, files, report)
+    target, seconds = found.target, found.graph_seconds
+    bundle.write(options.output, plan, target, files.spec.config, found.graphs, seconds)
     kept = "kept" if target.is_present else f"not kept, as {target.name} is not there"
-    most = max(bundle.memory_of(executable) for executable in graphs.executables.values())
+    most = max(found.memory_bytes.values())
     print(
-        f"{options.output}: {len(seconds)} graphs compiled in {sum(seconds.values()):.1f} s of "
-        f"threads, {kept}; a call needs up to {most / GIGABYTE:.2f} GB of its own on each device"
+        f"{options.output}: {len(seconds)} graphs compiled in {found.seconds:.1f} s, {kept}; a "
+        f"call needs up to {most / GIGABYTE:.2f} GB on each device, with all that it is given"
     )
     return 0

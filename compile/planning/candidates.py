@@ -18,6 +18,7 @@ import numpy as np
 from ..bucket_grid import BucketGrid, PrefillBucket
 from ..bucket_search import cheapest_cuts
 from ..default_grid import SPAN_STEP, GridDefaults, RowNeed, cheapest_prefill, round_up
+from .compile_time import NO_TIME, GraphSeconds
 from .cost import CostModel
 from .work import Call
 
@@ -52,20 +53,21 @@ class Budget:
     """On each device."""
     compile_seconds: float = math.inf
     """Of all graphs together."""
-    seconds_per_graph: float = 0.0
+    graph_seconds: GraphSeconds = NO_TIME
     """Predicted, of compiling one; a graph must save as much."""
 
     def build_seconds(self, grid: BucketGrid) -> float:
         """Predicted, of compiling all of a grid; those that give slots take next to nothing."""
-        return self.seconds_per_graph * num_graphs(grid)
+        return self.graph_seconds.of(grid)
 
     def within(self, *, score: bool) -> "Budget":
-        """Numbers of graphs that can be built in time, a third of them for decode."""
-        if not (self.seconds_per_graph and math.isfinite(self.compile_seconds)):
+        """Numbers of graphs that can be built in time, a third of it for decode."""
+        each = self.graph_seconds
+        if not (each.prefill and each.decode and math.isfinite(self.compile_seconds)):
             return self
-        most = int(self.compile_seconds / self.seconds_per_graph)
-        decode = min(self.decode_graphs, max(1, most // 3))
-        prefill = min(self.prefill_graphs, max(1, (most - decode) // (1 + score)))
+        decode = min(self.decode_graphs, max(1, int(self.compile_seconds / 3 / each.decode)))
+        left = self.compile_seconds - decode * each.decode
+        prefill = min(self.prefill_graphs, max(1, int(left / each.prefill / (1 + score))))
         return replace(self, prefill_graphs=prefill, decode_graphs=decode)
 
 
@@ -103,9 +105,10 @@ class CandidateGrids:
         longest = max(row.need.prompt_length + max(row.output, 1) for row in rows)
         declared = max(row.limit(0) for row in rows)
         wanted = min(round_up(max(longest, declared), defaults.length_step), max_position)
-        self._max_length = defaults.longest_span(wanted)
+        self.max_length = defaults.longest_span(wanted)
+        """Of prompt and output together, in grids of whole prompts."""
         longest_prompt = max(row.need.prompt_length for row in rows)
-        if longest_prompt > (most := defaults.longest_prefill(self._max_length)):
+        if longest_prompt > (most := defaults.longest_prefill(self.max_length)):
             raise ValueError(
                 f"prompts: expected at most {most} tokens, the longest prefill that the layout "
                 f"divides and the model allows, got {longest_prompt}."
@@ -130,7 +133,7 @@ class CandidateGrids:
         return self._within_budget(
             (self._grid(slots, self._cut(tokens), spans, None), tokens)
             for slots in self._slot_counts()
-            for spans in [self._spans(slots, step, self._max_length)]
+            for spans in [self._spans(slots, step, self.max_length)]
             for tokens in TOKENS_PER_PREFILL
         )
 
@@ -144,7 +147,7 @@ class CandidateGrids:
     def least_bytes(self) -> int:
         """Of weights and the smallest cache, on each device."""
         work, slots = self._cost.work, self._defaults.slot_multiple
-        return work.parameter_bytes + work.cache_bytes(slots, self._max_length)
+        return work.parameter_bytes + work.cache_bytes(slots, self.max_length)
 
     def _within_budget(self, found: Iterable[tuple[BucketGrid, int]]) -> Iterator[Candidate]:
         work, budget = self._cost.work, self._budget
@@ -164,10 +167,10 @@ class CandidateGrids:
         return build + self._prefill_bound(grid) + self._decode_bound(grid)
 
     def _count_emitted(self) -> np.ndarray:
-        change = np.zeros(self._max_length + max(CHUNKS) + 2)
+        change = np.zeros(self.max_length + max(CHUNKS) + 2)
         for row in self._rows:
             start = row.need.prompt_length
-            end = min(start + row.output, self._max_length)
+            end = min(start + row.output, self.max_length)
             change[start] += row.need.num_sequences
             change[end] -= row.need.num_sequences
         return np.concatenate([[0], np.cumsum(np.cumsum(change))])
@@ -187,17 +190,17 @@ class CandidateGrids:
             )
             self._cuts[tokens] = cheapest_prefill(
                 self._prompts,
-                self._max_length,
+                self.max_length,
                 defaults,
                 lambda bucket: self._cost.seconds(Call.whole(bucket)),
-                self._budget.seconds_per_graph * (1 + self._score),
+                self._budget.graph_seconds.prefill * (1 + self._score),
             )
         return self._cuts[tokens]
 
     def _chunked(self, slots: int, tokens: int, chunk: int) -> BucketGrid | None:
         batch = round_up(max(1, min(tokens // chunk, slots)), self._defaults.batch_multiple)
         step = math.lcm(SPAN_STEP, chunk, self._defaults.span_multiple)
-        longest = min(round_up(self._max_length, chunk), self._longest_span)
+        longest = min(round_up(self.max_length, chunk), self._longest_span)
         whole = longest // chunk * chunk
         needed = int(round_up(self._prompts.max(), chunk))
         if chunk % self._defaults.length_multiple or batch > slots or needed > whole:
@@ -238,7 +241,7 @@ class CandidateGrids:
             return (tokens_below[end + 1] - tokens_below[: end + 1]) * seconds
 
         ends = cheapest_cuts(
-            costs, len(borders), self._budget.decode_graphs, self._budget.seconds_per_graph
+            costs, len(borders), self._budget.decode_graphs, self._budget.graph_seconds.decode
         )
         found = tuple(int(borders[end]) for end in ends)
         return self._known_spans.setdefault((slots, step, longest), found)

@@ -170,9 +170,7 @@ class BatchModel:
         from ..bundle import Bundle
 
         def report(built: GraphBuilt) -> None:
-            progress.compiled(
-                built.number, built.total, built.name, built.seconds, cached=built.from_cache
-            )
+            progress.note(str(built))
 
         # before the plan: a model that no family knows is the model's fault
         max_position = self._files.spec.config.max_position

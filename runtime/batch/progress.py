@@ -40,10 +40,6 @@ class Progress:
             self._clear()
             print(message, file=self._stream, flush=True)
 
-    def compiled(self, index: int, total: int, name: str, seconds: float, *, cached: bool) -> None:
-        """Report one executable: `compile [3/9] prefill 256x2  4.1 s (cached)`."""
-        self.note(f"compile [{index}/{total}] {name}  {seconds:.1f} s{' (cached)' * cached}")
-
     def start_rows(self, total: int, *, done: int, errors: int) -> None:
         """Begin the run: `done` rows need no work, being errors or kept from an earlier run."""
         self._total, self._kept, self._done, self._errors = total, done, done, errors

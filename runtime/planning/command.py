@@ -2,11 +2,13 @@
 
 Reads the lengths of a workload, weighs every layout and grid of the family by their predicted
 seconds, and writes the best as a plan that `noria batch --plan` runs; a report beside it says why.
-Weights are not read, and nothing is compiled.
+Weights are not read, and nothing is compiled unless that is asked for.
 """
 
 import argparse
 import math
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 from ..run_config import ConfigError
@@ -40,7 +42,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--max-prefill-graphs", type=int, default=8, help="default: 8")
     add("--max-decode-graphs", type=int, default=4, help="default: 4")
     add("--max-compile-minutes", type=float, default=math.inf, help="for all graphs together")
-    add("--seconds-per-graph", type=float, help="of compiling one (default: by layers)")
+    add("--seconds-per-graph", type=float, help="of compiling one (default: by phase and layers)")
+    add("--compile", action="store_true", help="and compile the plan: what it takes, and memory")
     add("--max-memory-gb", type=float, help="on each device (default: 90 %% of what it has)")
     add("--tries", type=int, default=24, help="grids to simulate at most (default: 24)")
     add("--quiet", action="store_true", help="no progress on stderr")
@@ -49,16 +52,28 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Plan, write, and print a summary."""
+    from .. import session
     from ..checkpoint import open_model
+    from ..compiled_plan import compile_for_target
     from . import report
     from .predict import predict
 
     _check(options)
     if options.report is not None:
         report.require_pictures()
+    if options.compile:
+        session.prepare_cpu(options.target)
+
+    def progress(built: object) -> None:
+        if not options.quiet:
+            print(built, file=sys.stderr, flush=True)
+
     with open_model(options.model, needs_weights=False) as files:
         prediction = predict(options, files)
-    options.output.write_text(prediction.plan.to_toml(), encoding="utf-8")
+        options.output.write_text(prediction.plan.to_toml(), encoding="utf-8")
+        if options.compile:
+            compiled = compile_for_target(prediction.plan, files, progress)
+            prediction = replace(prediction, compiled=compiled)
     if options.report is not None:
         report.write(prediction, options.report)
     print(report.summary(prediction))

@@ -32,6 +32,10 @@ class RankedLayout:
     """What rules it out."""
     bound: float | None = None
     """Seconds that the sample of rows takes at least; None of a layout that is not ranked."""
+    least_bytes: int | None = None
+    """On each device, of weights and the smallest cache that holds the longest row."""
+    longest: int | None = None
+    """Tokens of that row."""
 
     def __str__(self) -> str:
         name = "one device" if self.layout is None else f"{self.layout.name} ({self.layout.mesh})"
@@ -75,9 +79,9 @@ class Ranking:
         except ValueError as error:
             return RankedLayout(layout, cost, (str(error),))
         bound = min((candidate.bound for candidate in grids.of_whole_prompts()), default=None)
-        if bound is None:
-            return RankedLayout(layout, cost, (self._why_none(grids.least_bytes),))
-        return RankedLayout(layout, cost, bound=bound)
+        findings = () if bound is not None else (self._why_none(grids.least_bytes),)
+        sizes = grids.least_bytes, grids.max_length
+        return RankedLayout(layout, cost, findings, bound, *sizes)
 
     def _sample(self) -> list[ExpectedRow]:
         """Rows in equal steps, and those that decide how long a plan's rows are."""
@@ -99,7 +103,7 @@ class Ranking:
         return (
             f"building the fewest graphs takes longer than the "
             f"{self.budget.compile_seconds / 60:.1f} minutes there are (predicted "
-            f"{self.budget.seconds_per_graph:.0f} s a graph). Raise --max-compile-minutes."
+            f"{self.budget.graph_seconds.decode:.0f} s of decode). Raise --max-compile-minutes."
         )
 
     def _definition(self, layout: Layout | None) -> Definition:

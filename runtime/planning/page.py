@@ -25,8 +25,9 @@ def page(report: Mapping[str, Any], pictures: Sequence[tuple[str, bytes]]) -> st
         f"{workload['expected_output_tokens']} expected output tokens. Predicted "
         f"<b>{predicted['run_seconds']:.1f} s</b> to run and {predicted['build_seconds']:.0f} s to "
         f"compile {predicted['graphs']} graphs.</p>",
-        f'<p class="note">Every second on this page is a prediction, from {_text(report["basis"])} '
+        f'<p class="note">Seconds of runs are predictions, from {_text(report["basis"])} '
         f"({_text(report['hardware']['name'])}: {_text(report['hardware']['source'])}).</p>",
+        *_compiled(report["compiled"]),
         *(_picture(text, png) for text, png in pictures),
         "<h2>Graphs</h2>",
         _table(
@@ -65,6 +66,21 @@ def page(report: Mapping[str, Any], pictures: Sequence[tuple[str, bytes]]) -> st
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>noria plan</title>'
         f"<style>{_STYLE}</style></head><body>{''.join(body)}</body></html>\n"
     )
+
+
+def _compiled(compiled: Mapping[str, Any] | None) -> list[str]:
+    """What compiling took, where the plan was compiled."""
+    if compiled is None:
+        return []
+    columns = ("compiled graph", "seconds", "MB on each device, with all that it is given")
+    rows = [
+        (name, f"{graph['seconds']:.1f}", f"{graph['bytes'] / 1e6:.1f}")
+        for name, graph in compiled["graphs"].items()
+    ]
+    return [
+        f"<h2>Compiled</h2><p>Measured: {compiled['seconds']:.1f} s for all graphs.</p>",
+        _table(columns, rows),
+    ]
 
 
 def _text(value: object) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from ...compile.bucket_grid import BucketGrid
 from ...compile.default_grid import GridDefaults
 from ...compile.planning.candidates import Budget, CandidateGrids, ExpectedRow
+from ...compile.planning.compile_time import NO_TIME
 from ...compile.planning.cost import CostModel
 from ...compile.planning.other_grids import hand_picked
 from .search import MOST_TRIES, Search, Tried, find_best, try_grid
@@ -78,7 +79,7 @@ class Planner:
             if count < 1:
                 continue
             # a graph more is wanted here whatever it costs to build
-            budget = replace(self.budget, prefill_graphs=count, seconds_per_graph=0.0)
+            budget = replace(self.budget, prefill_graphs=count, graph_seconds=NO_TIME)
             grids = CandidateGrids(self.rows, self.max_position, self.cost, budget, self.defaults)
             prefill = grids.prefill_of(tokens)
             if len(prefill) == count:

@@ -16,6 +16,7 @@ from ...compile.definition import model_sizes
 from ...compile.expert_plan import default_experts
 from ...compile.plan import Plan, PlannedModel
 from ...compile.planning.candidates import Budget
+from ...compile.planning.compile_time import GraphSeconds
 from ...compile.planning.cost import Calibration, CostModel
 from ...compile.planning.hardware import Hardware, hardware_of, num_devices, torus
 from ...modelzoo.config import DecoderConfig
@@ -23,17 +24,16 @@ from ...sharding.layout import Layout
 from ...sharding.legality import IllegalLayout, require
 from ..checkpoint import ModelFiles
 from ..checkpoint.errors import CheckpointError
+from ..compiled_plan import CompiledPlan
 from ..layout_files import named_layout_tables, read_layout_table
 from ..run_config import ConfigError
 from .hardware_files import known_hardware
 from .layout_ranking import RankedLayout, Ranking, all_layouts
+from .nearest import nearest
 from .planning import NoPlanFits, Planned, Planner
 from .search import Tried
 from .workload import Workload, read_workload
 
-SECONDS_PER_LAYER = {"cpu": 0.2, "gpu": 0.1, "tpu": 0.1}
-"""Of compiling one graph with unrolled layers on two cores: seen on the CPU with 30 layers, rounded
-up for TPU from 80 layers in 5 s, assumed alike for GPU; `--seconds-per-graph` says it better."""
 ALL = "all"
 LAYOUTS_SEARCHED = 3
 """Of the best ranked."""
@@ -54,6 +54,8 @@ class Prediction:
     """All that were weighed, the fastest first."""
     seconds: float
     """That planning took."""
+    compiled: CompiledPlan | None = None
+    """What compiling the plan took, where that was asked for."""
 
 
 def predict(options: argparse.Namespace, files: ModelFiles) -> Prediction:
@@ -72,10 +74,12 @@ def predict(options: argparse.Namespace, files: ModelFiles) -> Prediction:
             f"{options.workload}: expected at least one row that the model can serve, got none of "
             f"{workload.num_refused}."
         )
-    ranked = _rank(options, files, workload, dtype)
+    ranking = _ranking(options, files, workload, dtype)
+    ranked = _rank(options, ranking)
     chosen = [one for one in ranked if one.bound is not None][:LAYOUTS_SEARCHED]
     if not chosen:
-        raise NoPlanFits("no layout can serve this:" + "".join(map(str, ranked)))
+        reasons = "".join(map(str, ranked))
+        raise NoPlanFits(f"no layout can serve this:{reasons}{nearest(ranking, ranked)}")
     best, planned = _best_of(options, config, workload, chosen)
     model = PlannedModel(files.name, _fingerprint(files), dtype)
     plan = Plan(options.target, model, planned.best.grid, best.layout, default_experts(config))
@@ -104,25 +108,27 @@ def _best_of(
     return min(found, key=lambda pair: pair[1].best.seconds)
 
 
-def _rank(
+def _ranking(
     options: argparse.Namespace, files: ModelFiles, workload: Workload, dtype: str
-) -> list[RankedLayout]:
-    """The layouts to choose from; one that was named alone needs no rank, but must be legal."""
+) -> Ranking:
     config, hardware = files.spec.config, _hardware(options)
-    count = num_devices(options.target)
-    layouts = _layouts(options, count)
-    if len(layouts) == 1:
-        _require(layouts[0], config, count, None)
-    ranking = Ranking(
+    return Ranking(
         config,
         workload.rows,
         hardware,
         dtype,
         _budget(options, config, hardware),
-        count,
+        num_devices(options.target),
         torus(options.target),
         _calibration(options, files, dtype),
     )
+
+
+def _rank(options: argparse.Namespace, ranking: Ranking) -> list[RankedLayout]:
+    """The layouts to choose from; one that was named alone needs no rank, but must be legal."""
+    layouts = _layouts(options, ranking.num_devices)
+    if len(layouts) == 1:
+        _require(layouts[0], ranking.config, ranking.num_devices, None)
     ranked = ranking.rank(layouts)
     if len(layouts) > 1:
         for one in ranked:
@@ -154,13 +160,14 @@ def _planner(
 
 
 def _budget(options: argparse.Namespace, config: DecoderConfig, hardware: Hardware) -> Budget:
-    per_layer = SECONDS_PER_LAYER[options.target.partition(":")[0]]
+    platform, asked = options.target.partition(":")[0], options.seconds_per_graph
+    predicted = GraphSeconds.predicted(platform, config.num_layers)
     return Budget(
         prefill_graphs=options.max_prefill_graphs,
         decode_graphs=options.max_decode_graphs,
         memory_bytes=_memory(options, hardware),
         compile_seconds=options.max_compile_minutes * 60,
-        seconds_per_graph=options.seconds_per_graph or per_layer * config.num_layers,
+        graph_seconds=GraphSeconds(asked, asked) if asked else predicted,
     )
 
 

@@ -43,6 +43,7 @@ def summary(prediction: "Prediction") -> str:
         f"compile {num_graphs(best.grid)} graphs; slots {best.simulation.occupancy:.1%} full, "
         f"{best.simulation.tail_seconds:.1f} s of tail",
         f"memory     {_gigabytes(prediction)}",
+        *_compiled_lines(prediction),
         f"search     {search.tried} of {search.candidates} grids simulated; none of the others can "
         f"be more than {search.gap:.1%} faster; {prediction.seconds:.1f} s",
     ]
@@ -81,6 +82,7 @@ def as_json(prediction: "Prediction") -> dict[str, Any]:
             "cache": work.cache_bytes(grid.decode_slots, grid.max_length),
             "device": cost.hardware.memory_bytes,
         },
+        "compiled": _compiled(prediction),
         "search": {
             "candidates": planned.search.candidates,
             "simulated": planned.search.tried,
@@ -251,6 +253,35 @@ def _layout_lines(prediction: "Prediction") -> list[str]:
     ranked = sum(one.bound is not None for one in prediction.layouts)
     of = f", the best of {ranked} that can be ranked" if ranked > 1 else ""
     return [f"layout     {layout.name} ({layout.mesh}){of}"]
+
+
+def _compiled(prediction: "Prediction") -> dict[str, Any] | None:
+    """What was measured by compiling the plan, by graph."""
+    found = prediction.compiled
+    if found is None:
+        return None
+    memory = found.memory_bytes
+    return {
+        "seconds": found.seconds,
+        "graphs": {
+            name: {"seconds": seconds, "bytes": memory[name]}
+            for name, seconds in found.graph_seconds.items()
+        },
+    }
+
+
+def _compiled_lines(prediction: "Prediction") -> list[str]:
+    found, device = prediction.compiled, prediction.cost.hardware.memory_bytes
+    if found is None:
+        return []
+    memory = found.memory_bytes
+    largest = max(memory, key=lambda name: memory[name])
+    needed = memory[largest]
+    verdict = "fits" if needed <= device else f"{(needed - device) / GIGABYTE:.2f} GB too many"
+    return [
+        f"compiled   {len(memory)} graphs in {found.seconds:.1f} s, small ones included; {largest} "
+        f"needs {needed / GIGABYTE:.2f} GB on each device with all that it is given: {verdict}"
+    ]
 
 
 def _gigabytes(prediction: "Prediction") -> str:

@@ -350,13 +350,13 @@ class Clock:
 def test_progress_is_one_line_in_five_seconds_when_not_on_a_terminal():
     stream, clock = io.StringIO(), Clock()
     progress = Progress(stream=stream, clock=clock)
-    progress.compiled(3, 9, "prefill 256x2", 4.1, cached=True)
+    progress.note("compile [9/9] prefill 256x2  4.1 s")
     progress.start_rows(100, done=10, errors=2)
     for _ in range(30):
         clock.now += 0.5
         progress.row(tokens=20, is_error=False)
         progress.update(lambda: 0.25)
     lines = stream.getvalue().splitlines()
-    assert lines[0] == "compile [3/9] prefill 256x2  4.1 s (cached)"
+    assert lines[0] == "compile [9/9] prefill 256x2  4.1 s"
     assert lines[1] == "20/100 rows  2 errors  40.0 tokens/s  padding 25.0%  ETA 0:40"
     assert len(lines) == 4

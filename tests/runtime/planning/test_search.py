@@ -10,6 +10,7 @@ from noria.compile.bucket_grid import PrefillBucket
 from noria.compile.default_grid import LENGTH_STEP, GridDefaults, RowNeed
 from noria.compile.definition import Definition
 from noria.compile.planning.candidates import Budget, CandidateGrids, ExpectedRow
+from noria.compile.planning.compile_time import GraphSeconds
 from noria.compile.planning.cost import CostModel
 from noria.compile.planning.hardware import Hardware
 from noria.compile.planning.work import Call, Work
@@ -36,7 +37,7 @@ def candidates(rows, budget=None, defaults=None) -> list:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_no_schedule_comes_below_its_bound_and_every_row_fits(seed):
-    rows, budget = rows_of(seed), Budget(seconds_per_graph=0.003)
+    rows, budget = rows_of(seed), Budget(graph_seconds=GraphSeconds(0.003, 0.003))
     found = candidates(rows, budget)
     assert any(candidate.grid.chunk for candidate in found)
     assert any(not candidate.grid.chunk for candidate in found)
@@ -186,9 +187,10 @@ def test_slots_stay_within_memory_and_too_little_is_refused():
 
 def test_graphs_stay_within_the_compile_budget():
     rows = rows_of(0, count=200)
-    budget = Budget(compile_seconds=3.0, seconds_per_graph=1.0)
+    each = GraphSeconds(1.0, 1.0)
+    budget = Budget(compile_seconds=3.0, graph_seconds=each)
     for candidate in candidates(rows, budget):
         grid = candidate.grid
         assert len(grid.prefill) + len(grid.decode_spans) <= 3
     with pytest.raises(NoPlanFits):
-        planner(rows, budget=Budget(compile_seconds=1.0, seconds_per_graph=1.0)).plan()
+        planner(rows, budget=Budget(compile_seconds=1.0, graph_seconds=each)).plan()

@@ -1,0 +1,51 @@
+"""Predicted seconds of compiling the graphs of a grid, on two cores.
+
+    seconds of a graph = once + of_layer * layers
+
+as layers are unrolled; what a decode graph takes once is its sampling, and the loop over steps.
+Graphs that give slots take next to nothing and are left out.
+
+Fitted to Llama 3.1 8B and 70B in `benchmarks/whole_plans.json`: the processor's seconds of a graph,
+halved, as two graphs compile at once. On the CPU they are the embedded model's, of both phases.
+"""
+
+from dataclasses import dataclass
+
+from ..bucket_grid import BucketGrid
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """Seconds of one graph of a phase."""
+
+    once: float
+    of_layer: float
+
+    def seconds(self, num_layers: int) -> float:
+        return self.once + num_layers * self.of_layer
+
+
+_PREFILL = {"cpu": _Fit(0, 0.2), "gpu": _Fit(0, 0.06), "tpu": _Fit(0, 0.25)}
+_DECODE = {"cpu": _Fit(0, 0.2), "gpu": _Fit(0, 0.18), "tpu": _Fit(15, 0.23)}
+
+
+@dataclass(frozen=True)
+class GraphSeconds:
+    """Seconds that one graph of each phase takes to compile."""
+
+    prefill: float = 0.0
+    decode: float = 0.0
+
+    @classmethod
+    def predicted(cls, platform: str, num_layers: int) -> "GraphSeconds":
+        """Of a model with so many layers."""
+        found = (_PREFILL[platform], _DECODE[platform])
+        return cls(*(fit.seconds(num_layers) for fit in found))
+
+    def of(self, grid: BucketGrid) -> float:
+        """Of all graphs of a grid."""
+        num_prefill = len(grid.prefill) * (1 + grid.score)
+        return num_prefill * self.prefill + len(grid.decode_spans) * self.decode
+
+
+NO_TIME = GraphSeconds()

@@ -1,0 +1,263 @@
+"""Whole plans of published models, every graph compiled for hardware that is not there.
+
+For each model and target: the plan that `noria plan` chooses from `config.json` and a workload,
+then each of its graphs through the target's compiler, one after the other: seconds, and what the
+graph needs on a device. A plan that cannot be is recorded with the planner's reason. Results are
+kept as they come, and those that are there are not made again, so the script may be stopped.
+
+    nice python scripts/compile_whole_plans.py --output benchmarks/whole_plans
+
+Seconds of the processor are those of all threads of the compiler: two cores that do nothing else
+take at least half of them.
+"""
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax.numpy as jnp
+
+from noria.compile.build import GraphToBuild, compile_graph, plan_graphs
+from noria.compile.definition import Definition
+from noria.compile.expert_plan import LOSSLESS_EXPERTS
+from noria.compile.targets import find_target
+from noria.runtime import compilation_cache, session
+from noria.runtime.checkpoint import ModelFiles, open_model
+from noria.runtime.machine import describe_machine
+from noria.runtime.planning import command
+from noria.runtime.planning.planning import NoPlanFits
+from noria.runtime.planning.predict import Prediction, predict
+from noria.sharding.legality import IllegalLayout
+
+MODELS = Path("benchmarks/models")
+WORKLOAD = Path("benchmarks/workloads/uniform-short.csv")
+GIGABYTE = 1e9
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model on one target."""
+
+    model: str
+    target: str
+    layout: str
+    """As `noria plan --layout` takes it: several of them, of which the planner takes the best."""
+    prefill_graphs: int = 1
+    """At most: each takes the compiler minutes, as layers are unrolled."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.model} on {self.target}"
+
+
+def dense(model: str, target: str, data: int, tensor: int, prefill_graphs: int = 1) -> Case:
+    """Weights split over one mesh axis or over two, whichever serves the workload faster."""
+    one = f"weight-stationary-1d@tensor={data * tensor}"
+    two = f"weight-stationary-2d@data={data},tensor={tensor}"
+    return Case(model, target, f"{one} {two}", prefill_graphs)
+
+
+def sparse(model: str, target: str, expert: int, tensor: int) -> Case:
+    """Experts split over both mesh axes, attention over one."""
+    return Case(model, target, f"expert-tensor@data=1,expert={expert},tensor={tensor}")
+
+
+CASES = (
+    dense("llama-3.1-8b", "tpu:v5e:2x4", 2, 4, prefill_graphs=2),
+    dense("llama-3.1-8b", "gpu:h100:8", 2, 4, prefill_graphs=2),
+    dense("llama-3.1-405b", "tpu:v5e:2x4", 2, 4),
+    dense("llama-3.1-70b", "tpu:v5e:2x4", 2, 4),
+    sparse("deepseek-v3", "gpu:h100:8", 2, 4),
+    dense("llama-3.1-70b", "tpu:v6e:2x4", 2, 4),
+    sparse("qwen3-235b-a22b", "tpu:v5p:2x2x4", 4, 4),
+    sparse("deepseek-v3", "tpu:v5p:4x4x8", 32, 4),
+    dense("llama-3.1-405b", "tpu:v5p:4x4x4", 8, 8),
+    dense("llama-3.1-70b", "gpu:h100:8", 2, 4),
+    dense("llama-3.1-70b", "tpu:v5e:4x4", 2, 8),
+    sparse("qwen3-235b-a22b", "tpu:v6e:4x8", 8, 4),
+    dense("llama-3.1-405b", "tpu:v5e:16x16", 32, 8),
+    sparse("deepseek-v3", "tpu:v6e:16x16", 64, 4),
+)
+"""Every model, generation and size of slice; the third to fifth are too large for where they are
+put. Those come first that take the compiler least."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--output", type=Path, required=True, help="without .json and .md")
+    parser.add_argument("--only", default="", help="cases whose names have this part")
+    options = parser.parse_args()
+    path = options.output.with_suffix(".json")
+    report = json.loads(path.read_text("utf-8")) if path.exists() else {"cases": {}}
+    report |= {"command": " ".join(["python", *sys.argv]), "machine": describe_machine()}
+
+    def keep() -> None:
+        path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        options.output.with_suffix(".md").write_text(markdown(report), encoding="utf-8")
+
+    compilation_cache.disable()
+    for case in CASES:
+        if options.only in case.name:
+            measure(case, report["cases"].setdefault(case.name, {}), keep)
+
+
+def measure(case: Case, record: dict, keep) -> None:
+    """Plan and compile one case, keeping the record after each graph."""
+    if record.get("is_done"):
+        return
+    with open_model(str(MODELS / case.model), needs_weights=False) as files:
+        try:
+            prediction = predict(plan_options(case), files)
+        except (NoPlanFits, IllegalLayout) as error:
+            record |= {"refused": " ".join(str(error).split()), "is_done": True}
+            keep()
+            return
+        record |= facts(prediction)
+        compile_all(case, files, prediction, record, keep)
+    record["is_done"] = True
+    keep()
+
+
+def plan_options(case: Case) -> argparse.Namespace:
+    """What `noria plan` is asked."""
+    parser = argparse.ArgumentParser()
+    command.add_options(parser)
+    files = ("--model", str(MODELS / case.model), "--workload", str(WORKLOAD), "-o", "unused")
+    where = ("--target", case.target, "--layout", case.layout)
+    few = ("--max-prefill-graphs", str(case.prefill_graphs), "--max-decode-graphs", "1")
+    return parser.parse_args([*files, *where, *few, "--chunks", "never", "--quiet"])
+
+
+def facts(prediction: Prediction) -> dict:
+    """The plan, and what was predicted of it."""
+    plan, work = prediction.plan, prediction.cost.work
+    grid = plan.buckets
+    assert plan.layout is not None
+    return {
+        "layout": f"{plan.layout.name} ({plan.layout.mesh})",
+        "prefill": [list(bucket) for bucket in grid.prefill],
+        "decode_slots": grid.decode_slots,
+        "decode_spans": list(grid.decode_spans),
+        "planning_seconds": round(prediction.seconds, 1),
+        "predicted_run_seconds": round(prediction.planned.best.simulation.seconds, 1),
+        "predicted_compile_seconds": round(prediction.planned.best.build_seconds, 1),
+        "weight_bytes": work.parameter_bytes,
+        "cache_bytes": work.cache_bytes(grid.decode_slots, grid.max_length),
+        "device_bytes": prediction.cost.hardware.memory_bytes,
+    }
+
+
+def compile_all(case: Case, files: ModelFiles, prediction: Prediction, record: dict, keep) -> None:
+    """Every graph of the plan; the record's `graphs` has them by name."""
+    session.prepare_cpu(case.target)
+    target, plan = find_target(case.target), prediction.plan
+    placement = target.placement(plan.layout)
+    config = files.spec.config
+    definition = Definition(config, placement.arrangement(config))
+    graphs = plan_graphs(
+        definition,
+        plan.buckets,
+        placement,
+        jnp.dtype(plan.model.dtype),
+        plan.experts or LOSSLESS_EXPERTS,
+    )
+    done = record.setdefault("graphs", {})
+    for graph in graphs:
+        if graph.name not in done:
+            done[graph.name] = compiled(graph)
+            print(case.name, graph.name, done[graph.name], flush=True)
+            keep()
+
+
+def compiled(graph: GraphToBuild) -> dict:
+    """Seconds of one graph, and bytes on a device; or why the compiler refuses it."""
+    started, cpu_started = time.monotonic(), time.process_time()
+    try:
+        executable, _, _ = compile_graph(graph)
+    except RuntimeError as error:
+        # that a device is over-full is what is to be found out
+        return {"refused": str(error).strip().partition("\n")[0]}
+    memory = executable.memory_analysis()
+    assert memory is not None
+    kept = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    return {
+        "seconds": round(time.monotonic() - started, 1),
+        "cpu_seconds": round(time.process_time() - cpu_started, 1),
+        "temp_bytes": memory.temp_size_in_bytes,
+        "all_bytes": kept - memory.alias_size_in_bytes + memory.temp_size_in_bytes,
+    }
+
+
+def markdown(report: dict) -> str:
+    """The record for people."""
+    machine, cases = report["machine"], report["cases"]
+    done = {name: case for name, case in cases.items() if case.get("is_done")}
+    lines = [
+        "# Whole plans of published models, compiled for hardware that is not there",
+        "",
+        f"jax {machine['versions']['jax']}, {machine['cores']} cores; bfloat16, unrolled layers; "
+        f"the workload is `{WORKLOAD}`. Made by `{report['command']}`.",
+        "The plan is the planner's, each graph is compiled for the target, and GB are of one "
+        "device: the most that is there while a graph runs, as its compiler says.",
+        "Minutes are the processor's, of all graphs and threads of the compiler.",
+        "",
+        "| model and target | layout | prefill | slots x tokens | weights GB | cache GB | most GB "
+        "| of GB | graphs | minutes |",
+        "|:--|:--|:--|--:|--:|--:|--:|--:|--:|--:|",
+        *(row(name, case) for name, case in done.items() if "graphs" in case),
+        "",
+        "## Refused",
+        "",
+        *(f"- {name}: {case['refused']}" for name, case in done.items() if "refused" in case),
+        "",
+        "## Every graph",
+        "",
+        "| model and target | graph | processor s | temporaries GB | all GB |",
+        "|:--|:--|--:|--:|--:|",
+        *(line for name, case in cases.items() for line in graph_rows(name, case)),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def row(name: str, case: dict) -> str:
+    """A plan that was compiled."""
+    graphs = {graph: one for graph, one in case["graphs"].items() if "refused" not in one}
+    # the cache lies on the device beside a prefill, which is not given it
+    beside = {graph: case["cache_bytes"] * graph.startswith("prefill") for graph in graphs}
+    most = max(one["all_bytes"] + beside[graph] for graph, one in graphs.items())
+    is_whole = len(graphs) == len(case["graphs"]) and most <= case["device_bytes"]
+    cells = [
+        name,
+        case["layout"],
+        " ".join(f"{length}x{rows}" for length, rows in case["prefill"]),
+        f"{case['decode_slots']} x {case['decode_spans'][-1]}",
+        gigabytes(case["weight_bytes"]),
+        gigabytes(case["cache_bytes"]),
+        gigabytes(most) + ("" if is_whole else ", does not fit"),
+        gigabytes(case["device_bytes"]),
+        str(len(graphs)),
+        f"{sum(one['cpu_seconds'] for one in graphs.values()) / 60:.1f}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def graph_rows(name: str, case: dict) -> list[str]:
+    """The graphs of a case, as far as they are compiled."""
+    return [
+        f"| {name} | {graph} | {found['refused']} | | |"
+        if "refused" in found
+        else f"| {name} | {graph} | {found['cpu_seconds']:.1f} | {gigabytes(found['temp_bytes'])} "
+        f"| {gigabytes(found['all_bytes'])} |"
+        for graph, found in case.get("graphs", {}).items()
+    ]
+
+
+def gigabytes(num_bytes: float) -> str:
+    return f"{num_bytes / GIGABYTE:.2f}"
+
+
+if __name__ == "__main__":
+    main()

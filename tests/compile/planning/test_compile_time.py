@@ -1,0 +1,37 @@
+"""Predicted compile times against the recorded ones that they stand for."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from noria.compile.bucket_grid import BucketGrid
+from noria.compile.planning.compile_time import GraphSeconds
+
+RECORD = Path(__file__).resolve().parents[3] / "benchmarks" / "whole_plans.json"
+LAYERS = {"llama-3.1-8b": 32, "llama-3.1-70b": 80}
+CASES = {
+    name: case
+    for name, case in json.loads(RECORD.read_text("utf-8"))["cases"].items()
+    if name.partition(" on ")[0] in LAYERS and case.get("is_done") and "graphs" in case
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_plan_compiles_about_as_long_as_is_predicted(name):
+    """Within a factor of 1.5, of half the processor's seconds: one number is to stand for all."""
+    case, (model, target) = CASES[name], name.split(" on ")
+    prefill = tuple((length, rows) for length, rows in case["prefill"])
+    spans = tuple(case["decode_spans"])
+    grid = BucketGrid(spans[-1], prefill, case["decode_slots"], spans)
+    predicted = GraphSeconds.predicted(target.partition(":")[0], LAYERS[model]).of(grid)
+    measured = sum(graph["cpu_seconds"] for graph in case["graphs"].values()) / 2
+    assert measured / 1.5 < predicted < measured * 1.5
+
+
+def test_scored_prompts_have_graphs_of_their_own():
+    each = GraphSeconds(prefill=3.0, decode=5.0)
+    grid = BucketGrid(64, ((16, 2), (32, 1)), 4, (32, 64))
+    assert each.of(grid) == 2 * 3 + 2 * 5
+    scored = BucketGrid(64, ((16, 2), (32, 1)), 4, (32, 64), score=True)
+    assert each.of(scored) == 4 * 3 + 2 * 5

@@ -1,0 +1,71 @@
+"""What would fit in place of a plan that does not: the numbers that are said hold, and barely."""
+
+import re
+from dataclasses import replace
+
+from tiny import CONFIG
+
+from noria.compile.default_grid import RowNeed
+from noria.compile.planning.candidates import Budget, ExpectedRow
+from noria.compile.planning.hardware import Hardware
+from noria.runtime.layout_files import read_layout_table
+from noria.runtime.planning.layout_ranking import Ranking
+from noria.runtime.planning.nearest import nearest
+from noria.sharding.layout import Layout
+
+SPLIT = replace(CONFIG, vocab_size=256, mlp=64, num_query_heads=8, num_kv_heads=8)
+"""Over up to eight devices."""
+HARDWARE = Hardware("mine", "made up", {"float32": 1e9}, 1e9, 1e8, 1e7, 4)
+ROWS = [ExpectedRow(RowNeed(40, 60, 1), 60)]
+
+
+def ranking(memory_bytes: float, num_devices: int = 2) -> Ranking:
+    budget = Budget(memory_bytes=memory_bytes)
+    return Ranking(SPLIT, ROWS, HARDWARE, "float32", budget, num_devices)
+
+
+def tensor(num_devices: int) -> Layout:
+    return Layout.from_table(read_layout_table(f"weight-stationary-1d@tensor={num_devices}"))
+
+
+def needed(num_devices: int) -> int:
+    """Bytes on each device, of weights and a slot of the longest row."""
+    (one,) = ranking(1e12, num_devices).rank([tensor(num_devices)])
+    assert one.least_bytes is not None
+    return one.least_bytes
+
+
+def said(memory_bytes: float, num_devices: int = 2) -> str:
+    asked = ranking(memory_bytes, num_devices)
+    refused = asked.rank([tensor(num_devices)])
+    assert refused[0].bound is None
+    return nearest(asked, refused)
+
+
+def test_so_many_devices_are_named_that_half_of_them_would_not_do():
+    text = said(needed(8))
+    assert "8 devices in place of 2 (weight-stationary-1d, tensor=8: 0.00 GB a device)" in text
+    assert needed(4) > needed(8)
+    assert "4 devices in place of 2" in said(needed(4))
+
+
+def test_rows_are_named_that_fit_beside_the_weights_and_longer_ones_do_not():
+    (one,) = ranking(1e12).rank([tensor(2)])
+    assert one.cost is not None and one.longest is not None
+    work = one.cost.work
+    allowed = work.parameter_bytes + work.cache_bytes(1, 50)
+    found = re.search(r"rows of at most (\d+) tokens in place of (\d+), 1 at a time", said(allowed))
+    assert found is not None
+    longest, wanted = map(int, found.groups())
+    assert wanted == one.longest
+    assert work.cache_bytes(1, longest) <= allowed - work.parameter_bytes
+    assert work.cache_bytes(1, longest + 1) > allowed - work.parameter_bytes
+
+
+def test_weights_that_no_mesh_of_the_layout_splits_enough_have_no_plan_near():
+    assert said(needed(8) / 2, num_devices=8).endswith("fits: none under these layouts.")
+
+
+def test_nothing_is_said_of_memory_where_it_suffices():
+    asked = ranking(1e12)
+    assert nearest(asked, asked.rank([tensor(2)])) == ""
