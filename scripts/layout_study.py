@@ -212,22 +212,20 @@ def contexts() -> dict[str, dict[int, int]]:
 def compiled_layers() -> list[dict[str, Any]]:
     """What a layer sends, by the model and by programs of two layers at full width."""
     grid, target = BucketGrid(LENGTH, ((LENGTH, 64),), 512, (LENGTH,)), find_target(COMPILED_FOR)
-    found = []
-    for name in ("weight-stationary 2D", "weight-gathered XYZ", "weight-gathered XY"):
-        result = measure(PALM.first_layers(2), PREFILL[name], target, grid, jnp.bfloat16, note)
-        found += [
-            {
-                "layout": name,
-                "graph": "prefill of 64 rows" if one.phase == "prefill" else "decode of 512 rows",
-                "kind": one.kind,
-                "axis": one.axis,
-                "predicted": one.formula_bytes_per_layer,
-                "compiled": one.bytes_per_layer,
-            }
-            for one in result.collectives
-            if one.bytes_per_layer and not one.conditional
-        ]
-    return found
+    name = "weight-stationary 2D"
+    result = measure(PALM.first_layers(2), PREFILL[name], target, grid, jnp.bfloat16, note)
+    return [
+        {
+            "layout": name,
+            "graph": "prefill of 64 rows" if one.phase == "prefill" else "decode of 512 rows",
+            "kind": one.kind,
+            "axis": one.axis,
+            "predicted": one.formula_bytes_per_layer,
+            "compiled": one.bytes_per_layer,
+        }
+        for one in result.collectives
+        if one.bytes_per_layer and not one.conditional
+    ]
 
 
 def note(graph: str, seconds: float) -> None:
