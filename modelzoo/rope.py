@@ -68,14 +68,21 @@ def encode(q_BTNH: jax.Array, k_BTKH: jax.Array, by: PositionCode) -> tuple[jax.
 def rotation(position_BT: jax.Array | np.ndarray, rope: RopeConfig, head_dim: int) -> Rotation:
     """The rotation of tokens at these positions, for all layers and heads.
 
-    Positions that are known now, as numpy, make it a constant of the graph: XLA would repeat the
-    trigonometry inside every layer and head.
+    XLA would repeat the trigonometry inside every layer and head. Positions that are known now, as
+    numpy, make it a constant of the graph; of rows of several tokens it is done in a loop, into
+    which nothing else is fused.
     """
     frequency_h, factor = frequencies(rope, head_dim)
     xp = np if isinstance(position_BT, np.ndarray) else jnp
-    angle_BT1h = position_BT[..., None, None].astype(xp.float32) * frequency_h[None, None, None]
-    cos, sin = xp.cos(angle_BT1h) * factor, xp.sin(angle_BT1h) * factor
-    cos_BT1h, sin_BT1h = (jnp.asarray(side, jnp.float32) for side in (cos, sin))
+
+    def sides(position: jax.Array | np.ndarray) -> tuple[jax.Array, jax.Array]:
+        by_axes = np.expand_dims(frequency_h, tuple(range(position.ndim + 1)))
+        angle = position[..., None, None].astype(xp.float32) * by_axes
+        cos, sin = xp.cos(angle) * factor, xp.sin(angle) * factor
+        return jnp.asarray(cos, jnp.float32), jnp.asarray(sin, jnp.float32)
+
+    is_looped = xp is jnp and position_BT.shape[1] > 1
+    cos_BT1h, sin_BT1h = jax.lax.map(sides, position_BT) if is_looped else sides(position_BT)
     return Rotation(cos_BT1h, sin_BT1h, rope.norm_epsilon)
 
 

@@ -6,8 +6,10 @@ A pure state machine as `Scheduler` is: no clock, no I/O, no device. Policy, in 
    that its prompt is poured into one of them and copied to the others;
 2. copies are made as soon as their prompt is whole;
 3. a chunk batch runs: a whole one first, the one whose first prompt came first. At most
-   `chunks_per_decode` of them run in a row while any row decodes, and one that is not whole runs
-   only after a decode call: each slot that fills makes every later decode call worth more;
+   `chunks_per_decode` of them run in a row while any row decodes. While requests wait, one that is
+   not whole runs only after a decode call, whose rows may leave their slots to prompts to fill it.
+   When none wait nothing is gained by that: the shortest span comes first, as its prompts go on to
+   the longer ones, and then all slots decode together;
 4. otherwise the live slots decode, over the shortest span that holds them all.
 
 Guarantees: the chunks of a prompt pass through the spans of its own length, whatever else waits;
@@ -164,11 +166,15 @@ class ChunkScheduler:
         for filling in self._filling:
             queues.setdefault(self._queue_of(filling), []).append(filling)
         whole = [key for key, rows in queues.items() if len(rows) >= key[0].batch]
-        most = self._most_chunks if whole else 1
+        is_patient = not whole and bool(self._waiting)
+        most = 1 if is_patient else self._most_chunks
         if not queues or (self._slots.live and self._chunks_since_decode >= most):
             return None
-        # by the first of their rows, as they were found
-        key = (whole or list(queues))[0]
+        if whole or is_patient:
+            # by the first of their rows, as they were found
+            key = (whole or list(queues))[0]
+        else:
+            key = min(queues, key=lambda queue: queue[0].length)
         return key, queues[key][: key[0].batch]
 
     def _queue_of(self, filling: _Filling) -> _Queue:

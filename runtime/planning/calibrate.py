@@ -59,7 +59,7 @@ def measure(
     trials: Sequence[Trial] = TRIALS,
 ) -> Calibration:
     """Time graphs of rows of up to `longest` positions, with chunks and without; fit the model."""
-    least = max(SHORT_PROMPT + STEPS_PER_CALL * CALLS, *(trial.chunk or 0 for trial in trials))
+    least = SHORT_PROMPT + STEPS_PER_CALL * CALLS
     if longest < least:
         raise ValueError(
             f"calibration: expected rows of at least {least} positions, got {longest}."
@@ -99,7 +99,7 @@ def _measured(call: Call, seconds: list[float]) -> Measured:
 def _grid(trial: Trial, longest: int) -> BucketGrid:
     """Spans up to the longest row, and prefill for rows that fill each."""
     if trial.chunk is not None:
-        return _chunk_grid(trial, trial.chunk, longest)
+        return _chunk_grid(trial, min(trial.chunk, longest), longest)
     spans = sorted({min(longest, span) for span in (SHORTEST_SPAN, longest // 2, longest)})
     lengths = sorted({SHORT_PROMPT, *map(_long_prompt, spans)})
     prefill = [

@@ -209,13 +209,14 @@ def test_an_output_of_another_job_is_refused(noria, source, output):
     assert "another content" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_calibration_is_made_on_the_target_and_used_for_no_other(noria, source):
     path = source.with_name("calibration.json")
     result = noria.run("bench", "--model", noria.model, "--calibration", path)
     assert "median error" in result.stdout
     found = json.loads(path.read_text("utf-8"))
     assert found["insert_seconds"] > 0
-    assert all(phase["factors"] for phase in found["phases"].values())
+    assert all(kind["factors"] for kind in found["kinds"].values())
     _, report, summary = plan(noria, source, "--calibration", path)
     assert report["calibration"] == found
     assert "calibrated" in summary

@@ -162,13 +162,30 @@ def test_decode_calls_go_on_between_the_chunks_of_long_prompts():
     assert kinds(scheduler, 8) == expected
 
 
-def test_a_batch_that_is_not_whole_alternates_with_decode_calls():
+def test_a_batch_that_is_not_whole_alternates_with_decode_calls_while_requests_wait():
+    scheduler = ChunkScheduler(GRID)
+    for n in range(3):
+        scheduler.submit(job(n, max_tokens=40))
+    kinds(scheduler, 3 + 2 + 1)
+    for n in (3, 4):
+        scheduler.submit(job(n, prompt_length=20))
+    expected = [OpenAction, ChunkAction, DecodeAction, ChunkAction, DecodeAction]
+    assert kinds(scheduler, 5) == expected
+
+
+def test_when_no_request_waits_prompts_fill_their_slots_and_meet_on_the_way():
     scheduler = ChunkScheduler(GRID)
     scheduler.submit(job(0, max_tokens=40))
     kinds(scheduler, 3)
     scheduler.submit(job(1, prompt_length=20))
-    expected = [OpenAction, ChunkAction, DecodeAction, ChunkAction, DecodeAction]
-    assert kinds(scheduler, 5) == expected
+    # one chunk ahead of the next
+    assert kinds(scheduler, 2) == [OpenAction, ChunkAction]
+    scheduler.submit(job(2, prompt_length=20))
+    assert kinds(scheduler, 1) == [OpenAction]
+    calls = [scheduler.next_action() for _ in range(2)]
+    assert [type(call) for call in calls] == [ChunkAction] * 2
+    assert [sorted(row.start for row in call.rows) for call in calls] == [[0, 8], [8]]
+    assert kinds(scheduler, 2) == [DecodeAction, ChunkAction]
 
 
 def test_prompts_that_generate_nothing_give_their_slots_back():

@@ -1,0 +1,56 @@
+"""Calibration on the machine at hand: every kind of call is timed."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from tiny import CONFIG, EOS_ID, random_parameters
+
+from noria.compile.definition import Definition
+from noria.compile.planning.cost import CostModel
+from noria.compile.planning.hardware import Hardware
+from noria.compile.planning.work import KINDS, Call, Work
+from noria.compile.targets import find_target
+from noria.runtime.planning.calibrate import Trial, measure
+from noria.runtime.session import LoadedModel
+
+HARDWARE = Hardware("mine", "made up", {"float32": 1e9}, 1e9, 1e8, 1e7, 4)
+TRIALS = (Trial(4, 32), Trial(4, 32, chunk=16))
+
+
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    definition, target = Definition(CONFIG), find_target("cpu")
+    files = cast(Any, SimpleNamespace(name="tiny", fingerprint=lambda: "sha256:0"))
+    parameters = random_parameters(definition)
+    placement = target.placement()
+    return LoadedModel(files, definition, parameters, None, (EOS_ID,), "float32", target, placement)
+
+
+def test_every_kind_of_call_is_timed(model):
+    lines = []
+    found = measure(model, HARDWARE, 64, on_trial=lines.append, trials=TRIALS)
+    assert set(found.kinds) == set(KINDS)
+    assert found.insert_seconds > 0
+    assert [line.split(",")[0] for line in lines] == [
+        "calibration: whole prompts",
+        "calibration: chunks of 16",
+    ]
+    cost = CostModel(Work(model.definition, "float32"), HARDWARE, found)
+    for call in (Call("prefill", 1, 32, 32), Call.of_step(4, 64)):
+        assert 1e-5 < cost.seconds(call) < 1
+
+
+def test_a_clock_that_ticks_alike_at_every_call_leaves_nothing_but_overhead(model):
+    ticks = iter(range(10**6))
+    found = measure(model, HARDWARE, 64, clock=lambda: float(next(ticks)), trials=TRIALS)
+    cost = CostModel(Work(model.definition, "float32"), HARDWARE, found)
+    assert cost.seconds(Call("prefill", 1, 32, 32)) == pytest.approx(1.0, rel=1e-3)
+    # a call of eight steps
+    assert cost.seconds(Call.of_step(4, 64)) == pytest.approx(1 / 8, rel=1e-3)
+    assert found.median_error < 1e-3
+
+
+def test_rows_that_are_too_short_to_time_are_refused(model):
+    with pytest.raises(ValueError, match="at least 48 positions, got 40"):
+        measure(model, HARDWARE, 40, trials=TRIALS)
