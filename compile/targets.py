@@ -111,8 +111,10 @@ def _tpu_topology(name: str, rest: str) -> Target:
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     # compiling takes no TPU, so it need not be the machine's only process with libtpu
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    # the two cores of a v4 chip are one device, as on Google's machines, only if that is asked for
+    cores = {"chip_config_name": "megacore"} if rest.startswith("v4:") else {}
     try:
-        devices = topologies.get_topology_desc(platform="tpu", topology_name=rest).devices
+        devices = topologies.get_topology_desc(rest, "tpu", **cores).devices
     except Exception as error:
         raise UnknownTarget(
             f"target: no topology {rest!r} ({error}). Expected for example tpu:v5e:2x4; "

@@ -1,14 +1,19 @@
-"""Padding of prompts of random lengths: chunks against ladders of whole-prompt buckets.
+"""Chunks against ladders of whole-prompt buckets: what they pad, and how fast they are.
 
-Runs the same job, prompts of 1 to 12288 tokens through a tiny random model, under one plan each,
-and reads what was computed from the manifests of the runs.
+`padding`: prompts of 1 to 12288 tokens through a tiny random model, under one plan each; what was
+computed is read from the manifests of the runs. `speed`: the 64 prompts of the main benchmark
+through the embedded model, ladder and chunks by turns, one process at a time; the machine should
+have nothing else to do. Either keeps what the other has found.
 
-Example: python scripts/bench_chunks.py --work-dir build/chunks --output benchmarks/chunks
+Example: python scripts/bench_chunks.py padding speed --work-dir build/chunks \
+             --output benchmarks/chunks
 """
 
 import argparse
 import json
 import random
+import re
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +21,8 @@ from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
+
+from noria.runtime.machine import describe_machine
 
 LONGEST = 12288
 VOCAB, EMBED, MLP, HEADS, HEAD_DIM = 64, 16, 16, 2, 8
@@ -29,31 +36,66 @@ schema = 1
 target = "cpu"
 
 [model]
-source = "tiny"
+source = "{model}"
 fingerprint = ""
 dtype = "float32"
 
 [buckets]
 max_length = {max_length}
 prefill = {prefill}
-decode_slots = 4
+decode_slots = {slots}
 decode_spans = {spans}
 {chunk}
 """
 
+PEER_PROMPTS = Path("benchmarks/workloads/peers64.jsonl")
+CHUNKS_OF_64 = PLAN.format(
+    model="smollm2",
+    max_length=464,
+    prefill=[[256, 4], [448, 4]],
+    slots=64,
+    spans=[256, 448, 464],
+    chunk="chunk = 64\nchunks_per_decode = 256",
+)
+
 
 def main() -> None:
-    """Write model, job and plans, run every plan, write the table."""
+    """Measure what was asked for, write all that is known."""
     options = _parse()
     options.work_dir.mkdir(parents=True, exist_ok=True)
-    model = options.work_dir / "tiny"
+    path = options.output.with_suffix(".json")
+    report = json.loads(path.read_text("utf-8")) if path.exists() else {}
+    if "padding" in options.measure:
+        report["padding"] = measure_padding(options.work_dir, options.prompts)
+    if "speed" in options.measure:
+        report["speed"] = measure_speed(options.work_dir, options.turns)
+    path.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+    options.output.with_suffix(".md").write_text(page(report), "utf-8")
+    print(page(report))
+
+
+def measure_padding(work_dir: Path, prompts: int) -> dict[str, Any]:
+    """Model and job are made here."""
+    model = work_dir / "tiny"
     write_model(model)
-    source = write_job(options.work_dir / "in.jsonl", options.prompts)
-    rows = [run(options.work_dir, model, source, name, text) for name, text in plans().items()]
-    report = {"prompts": options.prompts, "longest": LONGEST, "runs": rows}
-    options.output.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n", "utf-8")
-    options.output.with_suffix(".md").write_text(table(report), "utf-8")
-    print(table(report))
+    source = write_job(work_dir / "in.jsonl", prompts)
+    rows = [padding_of(work_dir, model, source, name, text) for name, text in plans().items()]
+    return {"prompts": prompts, "longest": LONGEST, "runs": rows}
+
+
+def measure_speed(work_dir: Path, turns: int) -> dict[str, Any]:
+    """Ladder and chunks by turns, so that a machine that changes its speed changes both."""
+    kinds = {"ladder, as derived": None, "chunks of 64, 4 rows": CHUNKS_OF_64}
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in kinds}
+    for _ in range(turns):
+        for name, plan in kinds.items():
+            manifest = run(work_dir, "smollm2", PEER_PROMPTS, name, plan)
+            phases = manifest["generator"]["phases"]
+            runs[name].append(
+                {key: manifest[key] for key in ("run_seconds", "output_tokens_per_second")}
+                | {key: phases[key] for key in ("prefill_seconds", "decode_seconds")}
+            )
+    return {"machine": describe_machine(), "turns": turns, "runs": runs}
 
 
 def plans() -> dict[str, str]:
@@ -68,21 +110,32 @@ def plans() -> dict[str, str]:
 
 def _plan(lengths: list[int], spans: list[int], chunk: str) -> str:
     prefill = [[length, 1] for length in lengths]
-    return PLAN.format(max_length=spans[-1], prefill=prefill, spans=spans, chunk=chunk)
+    return PLAN.format(
+        model="tiny", max_length=spans[-1], prefill=prefill, slots=4, spans=spans, chunk=chunk
+    )
 
 
-def run(work_dir: Path, model: Path, source: Path, name: str, plan: str) -> dict[str, Any]:
-    """One row of the table, from the manifest of a run."""
-    stem = name.replace(" ", "-")
-    plan_path, output = work_dir / f"{stem}.toml", work_dir / f"{stem}.jsonl"
-    plan_path.write_text(plan, "utf-8")
+def run(
+    work_dir: Path, model: Path | str, source: Path, name: str, plan: str | None
+) -> dict[str, Any]:
+    """The manifest of a run under a plan, or under the one that is derived."""
+    stem = re.sub(r"\W+", "-", name)
+    output = work_dir / f"{stem}.jsonl"
+    arguments = ["-i", source, "-o", output, "--model", model, "--restart", "--quiet"]
+    if plan is not None:
+        plan_path = work_dir / f"{stem}.toml"
+        plan_path.write_text(plan, "utf-8")
+        arguments += ["--plan", plan_path]
     command = "import sys; from noria.runtime.cli import main; sys.exit(main())"
-    arguments = ["-i", source, "-o", output, "--model", model, "--plan", plan_path]
-    arguments += ["--restart", "--quiet"]
     subprocess.run(
         [sys.executable, "-c", command, "batch", *map(str, arguments)], check=True, timeout=3600
     )
-    manifest = json.loads(output.with_name(f"{output.name}.manifest.json").read_text("utf-8"))
+    return json.loads(output.with_name(f"{output.name}.manifest.json").read_text("utf-8"))
+
+
+def padding_of(work_dir: Path, model: Path, source: Path, name: str, plan: str) -> dict[str, Any]:
+    """One row of the table."""
+    manifest = run(work_dir, model, source, name, plan)
     used = manifest["generator"]["buckets"]["prefill"].values()
     real, computed = (sum(use[key] for use in used) for key in ("real_tokens", "computed_tokens"))
     return {
@@ -95,23 +148,53 @@ def run(work_dir: Path, model: Path, source: Path, name: str, plan: str) -> dict
     }
 
 
-def table(report: dict[str, Any]) -> str:
-    """The report as Markdown."""
+def page(report: dict[str, Any]) -> str:
+    """What is known, as Markdown."""
+    lines = ["# Chunks and whole prompts", "", "Made by `scripts/bench_chunks.py`.", ""]
+    if "padding" in report:
+        lines += padding_table(report["padding"])
+    if "speed" in report:
+        lines += speed_table(report["speed"])
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def padding_table(found: dict[str, Any]) -> list[str]:
+    """A line for each way to bring prompts in."""
     lines = [
-        "# Padding of prompts of random lengths",
+        "## Padding",
         "",
-        f"{report['prompts']} prompts of 1 to {report['longest']} tokens, lengths uniform, through "
-        "a tiny random model: what prefill computed, from the manifests of the runs. Every call "
-        "has one row. `python scripts/bench_chunks.py --work-dir build/chunks --output "
-        "benchmarks/chunks` repeats it.",
+        f"{found['prompts']} prompts of 1 to {found['longest']} tokens, lengths uniform, through a "
+        "tiny random model: what prefill computed, from the manifests of the runs. Every call has "
+        "one row.",
         "",
         "| prompts in | graphs | calls | prompt tokens | computed tokens | padding |",
         "|---|--:|--:|--:|--:|--:|",
     ]
-    for row in report["runs"]:
+    for row in found["runs"]:
         numbers = [f"{row[key]:,}" for key in ("graphs", "calls", "real_tokens", "computed_tokens")]
         lines.append(f"| {row['plan']} | {' | '.join(numbers)} | {row['waste']:.1%} |")
-    return "\n".join(lines) + "\n"
+    return [*lines, ""]
+
+
+def speed_table(found: dict[str, Any]) -> list[str]:
+    """Medians, and every run's throughput."""
+    machine = found["machine"]
+    lines = [
+        "## Speed",
+        "",
+        "The 64 chat prompts of the main benchmark (14,564 tokens), 64 greedy tokens each, "
+        f"SmolLM2-135M in float32, {machine['processor']}, {machine['cores']} cores, jax "
+        f"{machine['versions']['jax']}: {found['turns']} runs of each by turns; medians.",
+        "",
+        "| prompts in | output tokens/s | run s | prefill s | decode s | tokens/s of every run |",
+        "|---|--:|--:|--:|--:|:--|",
+    ]
+    keys = ("output_tokens_per_second", "run_seconds", "prefill_seconds", "decode_seconds")
+    for name, runs in found["runs"].items():
+        medians = [f"{statistics.median(run[key] for run in runs):.1f}" for key in keys]
+        every = " ".join(f"{run['output_tokens_per_second']:.1f}" for run in runs)
+        lines.append(f"| {name} | {' | '.join(medians)} | {every} |")
+    return [*lines, ""]
 
 
 def write_job(path: Path, count: int) -> Path:
@@ -164,9 +247,11 @@ def write_model(directory: Path) -> None:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("measure", nargs="+", choices=("padding", "speed"))
     parser.add_argument("--work-dir", type=Path, required=True, help="where runs are kept")
     parser.add_argument("--output", type=Path, required=True, help="table and figures, no suffix")
-    parser.add_argument("--prompts", type=int, default=128, help="rows of the job (default: 128)")
+    parser.add_argument("--prompts", type=int, default=128, help="rows of padding (default: 128)")
+    parser.add_argument("--turns", type=int, default=5, help="of speed (default: 5)")
     return parser.parse_args()
 
 

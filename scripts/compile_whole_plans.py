@@ -92,7 +92,8 @@ def main() -> None:
     options = parser.parse_args()
     path = options.output.with_suffix(".json")
     report = json.loads(path.read_text("utf-8")) if path.exists() else {"cases": {}}
-    report |= {"command": " ".join(["python", *sys.argv]), "machine": describe_machine()}
+    command = f"python {sys.argv[0]} --output {options.output}"
+    report |= {"command": command, "machine": describe_machine()}
 
     def keep() -> None:
         path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -227,7 +227,15 @@ class CandidateGrids:
             steps_per_call=self._defaults.steps_per_call,
             score=self._score,
             chunk=chunk,
+            chunks_per_decode=chunk and self._calls_to_fill(slots, prefill, chunk),
         )
+
+    @staticmethod
+    def _calls_to_fill(slots: int, prefill: Sequence[PrefillBucket], chunk: int) -> int:
+        """Chunk calls that fill all slots with the longest prompts: nobody waits for a first token,
+        so no row decodes beside empty slots."""
+        longest = prefill[-1]
+        return -(-slots // longest.batch) * (longest.length // chunk)
 
     def _spans(self, slots: int, step: int, longest: int) -> tuple[int, ...]:
         """Spans of least cost, if every token ran over its own."""

@@ -5,6 +5,7 @@ from importlib.util import find_spec
 import jax
 import pytest
 
+from noria.compile.planning.hardware import num_devices
 from noria.compile.targets import UnknownTarget, find_target
 
 
@@ -69,6 +70,12 @@ def test_a_tpu_topology_need_not_be_present():
     assert target.platform == "tpu"
     assert len(target.devices) == 8
     assert target.placement().replicated.is_fully_replicated
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.parametrize("name", ["tpu:v4:2x2x4", "tpu:v5e:4x4", "tpu:v5p:2x2x4", "tpu:v6e:4x4"])
+def test_a_topology_has_as_many_devices_as_its_name_says(name):
+    assert len(find_target(name).devices) == num_devices(name) == 16
 
 
 @pytest.mark.tpu_compile
