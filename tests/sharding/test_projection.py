@@ -31,8 +31,13 @@ def placed(text: str) -> list[tuple[str, ...]]:
 
 def moves(x: str, stored: str, used: str, out: str) -> dict[str, object]:
     """What a projection of `EQUATION` does, without the steps that do nothing."""
-    projection = Projection.of(EQUATION, *map(placed, (x, stored, used, out)))
-    return {name: step for name, step in vars(projection).items() if any(step)}
+    steps = vars(Projection.of(EQUATION, *map(placed, (x, stored, used, out))))
+    return {name: step for name, step in steps.items() if name != "made" and any(step)}
+
+
+def test_a_product_is_made_as_its_operands_lie_before_anything_is_summed():
+    arrays = ("B_data T D_tensor", "D_tensor F", "D_tensor F", "B_data T_tensor F")
+    assert Projection.of(EQUATION, *map(placed, arrays)).made == (("data",), (), ())
 
 
 @pytest.mark.parametrize(
