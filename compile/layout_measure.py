@@ -173,8 +173,8 @@ def _read(
 
 
 def _flops_of_shapes(phase: str, work: Work, grid: BucketGrid) -> float:
-    """Of the graphs that are measured: the longest prefill, and a step over the shortest span."""
-    decode = Call.of_step(grid.decode_slots, grid.decode_spans[0])
+    """Of the graphs that are measured: the longest prefill, and a step over the longest span."""
+    decode = Call.of_step(grid.decode_slots, grid.decode_spans[-1])
     call = decode if phase == "decode" else Call.of_bucket(grid, grid.prefill[-1])
     return sum(part.flops for part in work.parts(call))
 

@@ -232,8 +232,10 @@ class CandidateGrids:
 
     @staticmethod
     def _calls_to_fill(slots: int, prefill: Sequence[PrefillBucket], chunk: int) -> int:
-        """Chunk calls that fill all slots with the longest prompts: nobody waits for a first token,
-        so no row decodes beside empty slots."""
+        """Chunk calls that fill all slots with the longest prompts.
+
+        Nobody waits for a first token, so no row need decode beside empty slots.
+        """
         longest = prefill[-1]
         return -(-slots // longest.batch) * (longest.length // chunk)
 

@@ -6,7 +6,9 @@ import pytest
 
 from noria.compile.attention_kernels import AttentionPlan
 from noria.compile.bucket_grid import BucketGrid
+from noria.compile.definition import Definition
 from noria.compile.layout_measure import COMPILER, SHAPES, measure
+from noria.compile.planning.work import Call, Work
 from noria.compile.targets import find_target
 from noria.modelzoo.config import DecoderConfig
 from noria.runtime.layout_files import read_layout_table
@@ -23,7 +25,7 @@ CONFIG = DecoderConfig(
     windows=(None,) * NUM_LAYERS,
     max_position=256,
 )
-GRID = BucketGrid(max_length=256, prefill=((128, 4),), decode_slots=8, decode_spans=(256,))
+GRID = BucketGrid(max_length=256, prefill=((128, 4),), decode_slots=8, decode_spans=(128, 256))
 TENSOR = Layout.from_table(read_layout_table("weight-stationary-1d@tensor=8"))
 WITHOUT_CUDNN = AttentionPlan(prefill="xla")
 
@@ -72,3 +74,5 @@ def test_operations_that_the_compiler_does_not_count_are_those_of_the_shapes(res
     assert result.flops_by_phase["prefill"] == pytest.approx(
         on_cpu.flops_by_phase["prefill"], rel=0.2
     )
+    longest = Work(Definition(CONFIG), "bfloat16", TENSOR).parts(Call.of_step(8, 256))
+    assert result.flops_by_phase["decode"] == sum(part.flops for part in longest)

@@ -71,6 +71,16 @@ def test_positions_that_a_layout_does_not_divide_are_left_out_of_every_candidate
     assert all(span % 8 == 0 for grid in grids for span in grid.decode_spans)
 
 
+def test_all_slots_of_a_planned_grid_may_fill_before_any_row_decodes():
+    found = CandidateGrids(rows_of(0, longest=50), 126, COST, Budget(), GridDefaults())
+    grids = [candidate.grid for candidate in found.of_chunks()]
+    assert grids
+    for grid in grids:
+        chunks = grid.decode_slots * grid.prefill[-1].length // grid.chunk
+        calls = -(-chunks // grid.prefill[-1].batch)
+        assert calls <= grid.chunks_per_decode < calls + grid.prefill[-1].length // grid.chunk
+
+
 def test_a_search_that_ends_early_says_what_the_rest_might_be():
     rows, budget = rows_of(0), Budget()
     found = candidates(rows, budget)
