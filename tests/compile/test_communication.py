@@ -89,7 +89,10 @@ def config_of(name: str, num_layers: int, kind: str = "dense") -> DecoderConfig:
 def collectives(
     layout: Layout, name: str, grid: BucketGrid, config: DecoderConfig, target: str
 ) -> Iterator[Collective]:
-    """All but counts of experts, which cross to the host once a call, all layers' at once."""
+    """All but counts of experts, which cross to the host once a call, all layers' at once.
+
+    Other collectives may be as small, but they are inside decode's loop.
+    """
     placement = find_target(target).placement(layout)
     definition = Definition(config, placement.arrangement(config))
     graphs = plan_graphs(definition, grid, placement, jnp.dtype(DTYPES[target]))
@@ -97,7 +100,7 @@ def collectives(
     shards = layout.mesh.num_devices // layout.mesh.sizes.get("tensor", 1)
     of_counts = {config.num_layers * shards * size * 4 for size in (8, len(FACTORS))}
     for one in read_collectives(compile_graph(graph)[0].as_text(), layout.mesh.sizes):
-        is_count = config.moe is not None and one.num_bytes in of_counts
+        is_count = config.moe is not None and one.num_bytes in of_counts and not one.loops
         if not (is_count or one.source.endswith("/stack")):
             yield one
 
