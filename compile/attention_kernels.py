@@ -119,7 +119,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class AttentionChoices:
-    """The kernels of a grid: of a prefill by its bucket's length, of decode one for all spans."""
+    """The kernels of a grid: of a prefill by its row's tokens, of decode one for all spans."""
 
     prefill: Mapping[int, Choice]
     decode: Choice
@@ -149,14 +149,14 @@ def choose_kernels(
     """The kernel of every graph; raises ValueError where one that is asked for cannot serve."""
     in_order = placement.has_whole("prefill", axes.LENGTH)
     prompts = {
-        bucket.length: _of_prompts(config, dtype, bucket.length, in_order)
-        if grid.chunk is None
-        else _of_cache(config, dtype, grid.chunk)
+        bucket.tokens: _of_prompts(config, dtype, bucket.tokens, in_order)
+        if bucket.chunk is None
+        else _of_cache(config, dtype, bucket.chunk)
         for bucket in grid.prefill
     }
     prefill = {
-        length: choose(call, placement.platform, "prefill", plan.prefill)
-        for length, call in prompts.items()
+        tokens: choose(call, placement.platform, "prefill", plan.prefill)
+        for tokens, call in prompts.items()
     }
     step = _of_cache(
         config,

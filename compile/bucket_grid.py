@@ -3,13 +3,17 @@
 Knows nothing of models, devices or files. Guarantees: `fit` either names one prefill bucket, chosen
 by the request alone, or raises `NoBucketFits`; nothing is ever truncated.
 
-With `chunk`, a prompt is poured into its slot in pieces of that many tokens, and the lengths of
-`prefill` are spans: each piece passes through the graph of the shortest span that holds its end.
+In chunks a prompt is poured into its slot piece by piece, and the lengths of `prefill` are spans:
+each piece passes through the graph of its size and of the shortest span that holds its end. Whole
+pieces of the largest chunk come first, then those of the next one that what is left fills, and so
+on; the smallest one alone is padded. In chunks of 16 and 256 a prompt of 530 tokens is poured in
+pieces of 256, 256, 16 and 2.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import groupby, pairwise, product
 from typing import Any, NamedTuple
 
 CHUNKS_PER_DECODE = 32
@@ -25,33 +29,43 @@ class PrefillBucket(NamedTuple):
     length: int
     """Of prompts in chunks, the span: what a row sees of its slot, with its own tokens."""
     batch: int
+    chunk: int | None = None
+    """Most tokens of a piece of a prompt; None runs prompts whole."""
+
+    @property
+    def tokens(self) -> int:
+        """Of a row."""
+        return self.chunk or self.length
+
+    def __str__(self) -> str:
+        """Tokens and rows, and the span of chunks: `256x4`, `16x32 span 1024`."""
+        return f"{self.tokens}x{self.batch}" + (f" span {self.length}" if self.chunk else "")
 
 
 @dataclass(frozen=True)
 class BucketGrid:
-    """All shapes of a plan: one batch size a prefill length, one slot count, nested spans."""
+    """All shapes of a plan: one batch size a prefill graph, one slot count, nested spans."""
 
     max_length: int
     """Prompt and output together, per row."""
     prefill: tuple[PrefillBucket, ...]
-    """By growing length; plain `(length, batch)` pairs are accepted."""
+    """By growing length, then chunk; plain `(length, batch)` and `(span, batch, chunk)` are
+    accepted."""
     decode_slots: int
     decode_spans: tuple[int, ...]
     """How much of the cache a decode graph reads; growing, the last is `max_length`."""
     steps_per_call: int = 8
     score: bool = False
     """Whether prefill graphs that also score every prompt token are built beside the plain ones."""
-    chunk: int | None = None
-    """Tokens of a piece of a prompt; None runs prompts whole."""
     chunks_per_decode: int | None = None
-    """With `chunk`, the most calls that pour between two decode calls while a row decodes."""
+    """With chunks, the most calls that pour between two decode calls while a row decodes."""
 
     def __post_init__(self):
-        buckets = tuple(_bucket(pair) for pair in _sequence("buckets.prefill", self.prefill))
+        buckets = tuple(map(_bucket, _sequence("buckets.prefill", self.prefill)))
         object.__setattr__(self, "prefill", buckets)
         spans = tuple(_sequence("buckets.decode_spans", self.decode_spans))
         object.__setattr__(self, "decode_spans", spans)
-        lengths = [bucket.length for bucket in buckets]
+        lengths = _distinct_lengths(buckets)
         _check_growing("buckets.prefill lengths", lengths)
         _check_growing("buckets.decode_spans", self.decode_spans)
         for name, size in (
@@ -63,7 +77,7 @@ class BucketGrid:
                 raise ValueError(f"{name}: expected a positive integer, got {size!r}.")
         if not isinstance(self.score, bool):
             raise ValueError(f"buckets.score: expected true or false, got {self.score!r}.")
-        self._check_chunk(lengths)
+        self._check_chunks(lengths)
         if self.decode_spans[-1] != self.max_length:
             raise ValueError(
                 f"buckets.decode_spans: expected the last span to be max_length "
@@ -75,32 +89,61 @@ class BucketGrid:
                 f"got {lengths[-1]}."
             )
 
+    @classmethod
+    def from_table(cls, table: Mapping[str, Any]) -> "BucketGrid":
+        """The table of a plan, where chunks stand apart: `chunk = [16, 256]`, or a single number.
+
+        Entries of `prefill` then have a batch for each of them, `[span, batch, batch]`.
+        """
+        fields = dict(table)
+        chunk = fields.pop("chunk", None)
+        chunks = () if chunk is None else chunk_sizes(chunk)
+        entries = _sequence("buckets.prefill", fields.pop("prefill"))
+        return cls(
+            prefill=tuple(b for entry in entries for b in _of_entry(entry, chunks)), **fields
+        )
+
+    def to_table(self) -> dict[str, Any]:
+        """What `from_table` reads; None is as a key left out."""
+        by_length = groupby(self.prefill, key=lambda bucket: bucket.length)
+        entries = [[length, *(bucket.batch for bucket in of)] for length, of in by_length]
+        return asdict(self) | {"prefill": entries, "chunk": self.chunks or None}
+
+    @cached_property
+    def chunks(self) -> tuple[int, ...]:
+        """Tokens of pieces of prompts, growing, each a multiple of the one before.
+
+        Empty where prompts run whole.
+        """
+        of_first = (b.chunk for b in self.prefill if b.length == self.prefill[0].length)
+        return tuple(chunk for chunk in of_first if chunk is not None)
+
     def fit(self, prompt_length: int, max_tokens: int | None) -> PrefillBucket:
-        """The bucket of a prompt; raises `NoBucketFits` when prompt or output is too long."""
+        """The bucket in which a prompt begins; `NoBucketFits` when it or its output is too long."""
         needed = self.computed_length(prompt_length)
         if needed <= self.prefill[-1].length:
             self._check_output(prompt_length, max_tokens)
-            return self.bucket_of(needed)
-        lengths = [bucket.length for bucket in self.prefill]
-        chunks = "" if self.chunk is None else f", in whole chunks of {self.chunk}"
+            return self.bucket_of(prompt_length)
+        lengths = _distinct_lengths(self.prefill)
+        chunks = f", in whole chunks of {self.chunks[0]}" if self.chunks else ""
         raise NoBucketFits(
             f"the prompt needs prefill length {needed}{chunks}; "
             f"buckets.prefill has lengths {lengths}. Add a length of at least {needed}, "
             f"or shorten the prompt."
         )
 
-    def bucket_of(self, end: int) -> PrefillBucket:
-        """The bucket of a prompt of that length, or of the chunk that ends there."""
-        return next(bucket for bucket in self.prefill if end <= bucket.length)
+    def bucket_of(self, prompt_length: int, start: int = 0) -> PrefillBucket:
+        """The bucket of a prompt, or of the piece of it that begins at `start`."""
+        left = prompt_length - start
+        filled = [size for size in self.chunks if size <= left]
+        chunk = (filled or self.chunks)[-1 if filled else 0] if self.chunks else None
+        end = start + min(left, chunk or left)
+        return next(b for b in self.prefill if b.chunk == chunk and end <= b.length)
 
     def computed_length(self, prompt_length: int) -> int:
-        """Positions that a prompt takes in the cache while it is poured in: whole chunks."""
-        chunk = self.chunk or 1
+        """Positions that a prompt takes in the cache while it is poured in, padding included."""
+        chunk = self.chunks[0] if self.chunks else 1
         return -(-prompt_length // chunk) * chunk
-
-    def tokens_per_row(self, bucket: PrefillBucket) -> int:
-        """Tokens of a row of a bucket's calls."""
-        return self.chunk or bucket.length
 
     def limit(self, prompt_length: int, max_tokens: int | None) -> int:
         """Length at which a row ends: its prompt and `max_tokens`, by default all that is left."""
@@ -110,8 +153,14 @@ class BucketGrid:
         """The shortest span that holds `length` positions."""
         return next(span for span in self.decode_spans if length <= span)
 
-    def _check_chunk(self, spans: Sequence[int]) -> None:
-        if self.chunk is None:
+    def _check_chunks(self, spans: Sequence[int]) -> None:
+        every = list(product(spans, self.chunks or [None]))
+        if [(bucket.length, bucket.chunk) for bucket in self.prefill] != every:
+            raise ValueError(
+                f"buckets.prefill: expected each of the lengths {list(spans)} once, or once with "
+                f"each chunk of {list(self.chunks)}, got {list(map(tuple, self.prefill))}."
+            )
+        if not self.chunks:
             if self.chunks_per_decode is not None:
                 raise ValueError(
                     "buckets.chunks_per_decode: expected none without buckets.chunk, got "
@@ -120,9 +169,11 @@ class BucketGrid:
             return
         if self.chunks_per_decode is None:
             object.__setattr__(self, "chunks_per_decode", CHUNKS_PER_DECODE)
-        for name in ("chunk", "chunks_per_decode"):
-            if not _is_count(size := getattr(self, name)):
-                raise ValueError(f"buckets.{name}: expected a positive integer, got {size!r}.")
+        if not _is_count(most := self.chunks_per_decode):
+            raise ValueError(
+                f"buckets.chunks_per_decode: expected a positive integer, got {most!r}."
+            )
+        longest = chunk_sizes(self.chunks)[-1]
         first = self.decode_spans[: len(spans)]
         if tuple(spans) != first:
             raise ValueError(
@@ -130,11 +181,11 @@ class BucketGrid:
                 f"{list(self.decode_spans)}, where the cache is cut, got spans {list(spans)}. "
                 f"Change either."
             )
-        if uneven := [span for span in first if span % self.chunk]:
+        if uneven := [span for span in first if span % longest]:
             raise ValueError(
-                f"buckets.decode_spans: expected multiples of buckets.chunk ({self.chunk}) up to "
+                f"buckets.decode_spans: expected multiples of buckets.chunk ({longest}) up to "
                 f"the longest span of buckets.prefill ({spans[-1]}), so that a chunk lies in one "
-                f"piece of the cache, got {uneven}. Change them, or the chunk."
+                f"segment of the cache, got {uneven}. Change them, or the chunk."
             )
 
     def _check_output(self, prompt_length: int, max_tokens: int | None) -> None:
@@ -147,16 +198,44 @@ class BucketGrid:
             )
 
 
+def chunk_sizes(value: Any) -> tuple[int, ...]:
+    """The chunks that a user gave, as a number or a list; ValueError where they are none."""
+    sizes = tuple(value) if isinstance(value, tuple | list) else (value,)
+    _check_growing("buckets.chunk", sizes)
+    if uneven := [size for less, size in pairwise(sizes) if size % less]:
+        raise ValueError(
+            f"buckets.chunk: expected each to be a multiple of the one before, so that all lie in "
+            f"one segment of the cache, got {list(sizes)}, where {uneven} are none."
+        )
+    return sizes
+
+
 def _sequence(name: str, values: object) -> Sequence[Any]:
     if not isinstance(values, tuple | list):
         raise ValueError(f"{name}: expected a list, got {values!r}.")
     return values
 
 
-def _bucket(pair: object) -> PrefillBucket:
-    if not isinstance(pair, tuple | list) or len(pair) != 2:
-        raise ValueError(f"buckets.prefill: expected pairs of length and batch, got {pair!r}.")
-    return PrefillBucket(*pair)
+def _bucket(entry: object) -> PrefillBucket:
+    if not isinstance(entry, tuple | list) or len(entry) not in (2, 3):
+        raise ValueError(f"buckets.prefill: expected pairs of length and batch, got {entry!r}.")
+    return PrefillBucket(*entry)
+
+
+def _of_entry(entry: object, chunks: Sequence[int]) -> list[PrefillBucket]:
+    """The buckets of an entry of a plan's table."""
+    if not isinstance(entry, tuple | list) or len(entry) != 1 + max(1, len(chunks)):
+        wanted = "pairs of length and batch"
+        if chunks:
+            wanted = f"a span and a batch for each of buckets.chunk {list(chunks)}"
+        raise ValueError(f"buckets.prefill: expected {wanted}, got {entry!r}.")
+    length, *batches = entry
+    pairs = zip(batches, chunks or (None,), strict=True)
+    return [PrefillBucket(length, batch, chunk) for batch, chunk in pairs]
+
+
+def _distinct_lengths(buckets: Sequence[PrefillBucket]) -> list[int]:
+    return [length for length, _ in groupby(bucket.length for bucket in buckets)]
 
 
 def _is_count(value: object) -> bool:

@@ -137,13 +137,11 @@ class _GraphPlanner:
     def graphs(self) -> list[GraphToBuild]:
         """Decode first, then prefill from the longest on: the longest to compile come first."""
         graphs = [self._decode_graph(span) for span in self._grid.decode_spans]
-        if self._grid.chunk is not None:
+        if self._grid.chunks:
             graphs += [self._open_graph(), self._fork_graph()]
         for bucket in reversed(self._grid.prefill):
             graphs += (
-                self._bucket_graphs(bucket)
-                if self._grid.chunk is None
-                else self._chunk_graphs(bucket, self._grid.chunk)
+                self._bucket_graphs(bucket) if bucket.chunk is None else self._chunk_graphs(bucket)
             )
         return [*graphs, self._empty_state_graph()]
 
@@ -175,10 +173,10 @@ class _GraphPlanner:
         body = partial(fork_step, stored=self._operations["decode"])
         return GraphToBuild(CompiledGraphs.FORK, body, arguments, _shardings(self._state), (0,))
 
-    def _chunk_graphs(self, bucket: PrefillBucket, chunk: int) -> list[GraphToBuild]:
+    def _chunk_graphs(self, bucket: PrefillBucket) -> list[GraphToBuild]:
         head = self._head(bucket.length)
         results = (_shardings(head), self._placement.replicated)
-        kernel = self._kernels.prefill[bucket.length]
+        kernel = self._kernels.prefill[bucket.tokens]
         kinds: list[tuple[Callable[..., Any], Callable[..., Any], bool]]
         kinds = [(chunk_step, signatures.chunk_arguments, False)]
         if self._grid.score:
@@ -187,7 +185,7 @@ class _GraphPlanner:
             GraphToBuild(
                 CompiledGraphs.chunk_name(bucket, is_scored),
                 self._bound(partial(body, stored=self._operations["decode"]), "chunk", kernel),
-                (self._parameters, head, *self._on_host(arguments(chunk, bucket))),
+                (self._parameters, head, *self._on_host(arguments(bucket))),
                 results,
                 (1,),
             )
@@ -197,7 +195,7 @@ class _GraphPlanner:
     def _bucket_graphs(self, bucket: PrefillBucket) -> list[GraphToBuild]:
         host = self._placement.replicated
         arguments = (self._parameters, *self._on_host(signatures.prefill_arguments(bucket)))
-        kernel = self._kernels.prefill[bucket.length]
+        kernel = self._kernels.prefill[bucket.tokens]
         body = self._bound(prefill_step, "prefill", kernel)
         prompts = signatures.placed_prompts(
             jax.eval_shape(body, *arguments), partial(self._place, "prefill")

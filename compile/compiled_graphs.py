@@ -23,7 +23,7 @@ def graph_names(grid: BucketGrid) -> set[str]:
     names = {CompiledGraphs.decode_name(span) for span in grid.decode_spans}
     names.add(CompiledGraphs.EMPTY_STATE)
     kinds = (False, True) if grid.score else (False,)
-    if grid.chunk is not None:
+    if grid.chunks:
         names |= {CompiledGraphs.OPEN, CompiledGraphs.FORK}
         return names | {CompiledGraphs.chunk_name(b, kind) for b in grid.prefill for kind in kinds}
     for bucket in grid.prefill:
@@ -51,15 +51,15 @@ class CompiledGraphs:
 
     @staticmethod
     def prefill_name(bucket: PrefillBucket) -> str:
-        return f"prefill {bucket.length}x{bucket.batch}"
+        return f"prefill {bucket}"
 
     @staticmethod
     def score_name(bucket: PrefillBucket) -> str:
-        return f"score {bucket.length}x{bucket.batch}"
+        return f"score {bucket}"
 
     @staticmethod
     def insert_name(bucket: PrefillBucket) -> str:
-        return f"insert {bucket.length}x{bucket.batch}"
+        return f"insert {bucket}"
 
     @staticmethod
     def decode_name(span: int) -> str:
@@ -104,7 +104,7 @@ class CompiledGraphs:
 
     @staticmethod
     def chunk_name(bucket: PrefillBucket, is_scored: bool) -> str:
-        return f"chunk{' score' * is_scored} span {bucket.length} x{bucket.batch}"
+        return f"chunk{' score' * is_scored} {bucket}"
 
     def empty_state(self) -> DecodeState:
         """A decode state without rows, in place."""

@@ -7,13 +7,14 @@ together, over lengths that are multiples of `LENGTH_STEP`.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, TypeVar
 
 import numpy as np
 
 from ..modelzoo import axes
 from ..sharding.layout import PHASES, Layout
-from .bucket_grid import BucketGrid, PrefillBucket
+from .bucket_grid import BucketGrid, PrefillBucket, chunk_sizes
 from .bucket_search import cheapest_cuts
 
 LENGTH_STEP = 16
@@ -41,8 +42,8 @@ class GridDefaults:
     """Prefill lengths are multiples of it."""
     span_multiple: int = 1
     """Spans are multiples of it."""
-    chunk: int | None = None
-    """Tokens of a chunk; None derives a ladder of whole-prompt buckets."""
+    chunks: tuple[int, ...] = ()
+    """Tokens of pieces of prompts, growing; without any, a ladder of whole-prompt buckets."""
 
     @classmethod
     def for_layout(cls, layout: Layout | None) -> "GridDefaults":
@@ -66,11 +67,14 @@ class GridDefaults:
     @property
     def length_step(self) -> int:
         """Lengths of prefill buckets are multiples of this."""
-        return math.lcm(LENGTH_STEP, self.length_multiple, self.chunk or 1)
+        return math.lcm(LENGTH_STEP, self.length_multiple, *self.chunks)
 
-    def chunk_batch(self, most_rows: int) -> int:
-        """Rows of a chunk call: as many as make a whole one, where there are so many."""
-        rows = max(1, min(self.tokens_per_prefill // (self.chunk or 1), most_rows))
+    def chunk_batch(self, chunk: int, most_rows: int) -> int:
+        """Rows of a call of chunks: as many as make a whole one, where there are so many.
+
+        Of several sizes each has its share, as a row waits for those of its size alone.
+        """
+        rows = max(1, min(self.tokens_per_prefill // chunk, most_rows // len(self.chunks)))
         return round_up(rows, self.batch_multiple)
 
     def longest_prefill(self, max_length: int) -> int:
@@ -118,7 +122,7 @@ def derive_grid(
     num_sequences = sum(row.num_sequences for row in rows if row.max_tokens != 0)
     slots = max(1, min(defaults.max_decode_slots, num_sequences))
     score = any(row.is_scored for row in rows)
-    if defaults.chunk is not None:
+    if defaults.chunks:
         return _chunk_grid(max_length, max(lengths), slots, min(slots, len(rows)), score, defaults)
     return BucketGrid(
         max_length=max_length,
@@ -131,10 +135,8 @@ def derive_grid(
 
 
 def with_chunk(defaults: GridDefaults, chunk: Any) -> GridDefaults:
-    """Defaults for prompts in chunks, where `chunk` is a number that a user gave."""
-    if not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1:
-        raise ValueError(f"buckets.chunk: expected a positive integer, got {chunk!r}.")
-    return replace(defaults, chunk=chunk)
+    """Defaults for prompts in chunks, where `chunk` is what a user gave: a number, or several."""
+    return replace(defaults, chunks=chunk_sizes(chunk))
 
 
 def _chunk_grid(
@@ -146,38 +148,38 @@ def _chunk_grid(
     defaults: GridDefaults,
 ) -> BucketGrid:
     """Spans of whole chunks, as far as prompts go; the last span is whatever is left."""
-    chunk = defaults.chunk or 1
-    whole = max_length // chunk * chunk
+    longest = defaults.chunks[-1]
+    whole = max_length // longest * longest
     if not whole:
         raise ValueError(
             f"buckets.chunk: expected at most {max_length}, the longest row of this job or model, "
-            f"got {chunk}. Plan a smaller chunk."
+            f"got {longest}. Plan a smaller chunk."
         )
-    count, step = defaults.max_decode_graphs, math.lcm(SPAN_STEP, chunk)
+    count, step = defaults.max_decode_graphs, math.lcm(SPAN_STEP, longest)
     steps = {min(round_up(whole * i // count, step), whole) for i in range(1, count)}
     cuts = sorted(steps | {whole})
-    needed = min(round_up(longest_prompt, chunk), whole)
+    needed = min(round_up(longest_prompt, defaults.chunks[0]), whole)
     last = next(i for i, span in enumerate(cuts) if needed <= span)
-    batch = defaults.chunk_batch(most_rows)
+    prefill = (
+        PrefillBucket(span, defaults.chunk_batch(chunk, most_rows), chunk)
+        for span, chunk in product(cuts[: last + 1], defaults.chunks)
+    )
     return BucketGrid(
         max_length=max_length,
-        prefill=tuple(PrefillBucket(span, batch) for span in cuts[: last + 1]),
+        prefill=tuple(prefill),
         decode_slots=round_up(slots, defaults.slot_multiple),
         decode_spans=tuple(sorted({*cuts, max_length})),
         steps_per_call=defaults.steps_per_call,
         score=score,
-        chunk=chunk,
     )
 
 
-def prefill_padding(
-    rows: Sequence[int], buckets: Sequence[PrefillBucket], chunk: int | None = None
-) -> tuple[int, int]:
+def prefill_padding(rows: Sequence[int], buckets: Sequence[PrefillBucket]) -> tuple[int, int]:
     """Real and computed prefill tokens of these prompts, partly filled batches included.
 
     With chunks, batches count as full: which chunks meet in one shows when rows run.
     """
-    if chunk is not None:
+    if (chunk := buckets[0].chunk) is not None:
         return sum(rows), sum(round_up(length, chunk) for length in rows)
     counts = dict.fromkeys(buckets, 0)
     for length in rows:
@@ -284,7 +286,7 @@ def ladder_grid(
     chunks."""
     defaults = defaults or GridDefaults()
     max_length = defaults.longest_span(max_length)
-    if defaults.chunk is not None:
+    if defaults.chunks:
         return _chunk_grid(max_length, max_length, slots, slots, score, defaults)
     length = defaults.longest_prefill(max_length)
     lengths = [length]

@@ -28,8 +28,8 @@ def model_sizes(
     if grid is None:
         return ModelSizes(config, num_devices, weights, lengths={"decode": (1,)})
     batches = {"prefill": [b.batch for b in grid.prefill], "decode": [grid.decode_slots]}
-    lengths = {"prefill": [grid.tokens_per_row(b) for b in grid.prefill], "decode": [1]}
-    spans, is_chunked = grid.decode_spans, grid.chunk is not None
+    lengths = {"prefill": [b.tokens for b in grid.prefill], "decode": [1]}
+    spans, is_chunked = grid.decode_spans, bool(grid.chunks)
     return ModelSizes(config, num_devices, weights, batches, lengths, spans, is_chunked)
 
 

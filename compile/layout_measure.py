@@ -165,7 +165,8 @@ def _read(
         result.flops_from = SHAPES
         flops = _flops_of_shapes(phase, Work(definition, dtype.name, layout), grid)
     result.flops_by_phase[phase] = float(flops)
-    rows, tokens = (grid.decode_slots, 1) if phase == "decode" else reversed(grid.prefill[-1])
+    longest = grid.prefill[-1]
+    rows, tokens = (grid.decode_slots, 1) if phase == "decode" else (longest.batch, longest.tokens)
     call = LayerCall(phase, rows, tokens)
     formulas = communication.expected(config, layout, call, dtype.itemsize)
     found = read_collectives(compiled.as_text() or "", layout.mesh.sizes)
@@ -175,7 +176,7 @@ def _read(
 def _flops_of_shapes(phase: str, work: Work, grid: BucketGrid) -> float:
     """Of the graphs that are measured: the longest prefill, and a step over the longest span."""
     decode = Call.of_step(grid.decode_slots, grid.decode_spans[-1])
-    call = decode if phase == "decode" else Call.of_bucket(grid, grid.prefill[-1])
+    call = decode if phase == "decode" else Call.of_bucket(grid.prefill[-1])
     return sum(part.flops for part in work.parts(call))
 
 

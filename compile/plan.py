@@ -55,7 +55,7 @@ class Plan:
         """The plan as TOML text."""
         lines = [f"schema = {SCHEMA}", f'target = "{self.target}"']
         lines += table_lines("model", asdict(self.model))
-        lines += table_lines("buckets", asdict(self.buckets))
+        lines += table_lines("buckets", self.buckets.to_table())
         if self.attention != AUTO_ATTENTION:
             lines += table_lines("attention", asdict(self.attention))
         if self.experts is not None:
@@ -85,7 +85,7 @@ class Plan:
         check_keys("[buckets]", buckets, set(BucketGrid.__dataclass_fields__) - optional, optional)
         experts = ExpertPlan.from_table(table["experts"]) if "experts" in table else None
         attention = AttentionPlan.from_table(table.get("attention", {}))
-        grid, planned = BucketGrid(**buckets), PlannedModel(**model)
+        grid, planned = BucketGrid.from_table(buckets), PlannedModel(**model)
         return cls(table["target"], planned, grid, _layout(table), experts, attention)
 
 

@@ -98,16 +98,16 @@ def insert_arguments(definition: Definition):
     return scalar, scalar, jax.ShapeDtypeStruct((1,), jnp.int32), sampling
 
 
-def chunk_arguments(chunk: int, bucket: PrefillBucket) -> tuple[ChunkRows, jax.ShapeDtypeStruct]:
+def chunk_arguments(bucket: PrefillBucket) -> tuple[ChunkRows, jax.ShapeDtypeStruct]:
     """`rows, tokens_BT`."""
     B = bucket.batch
     rows = jax.eval_shape(lambda: ChunkRows(*(jnp.zeros(B, jnp.int32) for _ in range(3))))
-    return rows, jax.ShapeDtypeStruct((B, chunk), jnp.int32)
+    return rows, jax.ShapeDtypeStruct((B, bucket.tokens), jnp.int32)
 
 
-def chunk_score_arguments(chunk: int, bucket: PrefillBucket):
+def chunk_score_arguments(bucket: PrefillBucket):
     """`rows, tokens_BT, next_BT, num_logprobs_B`."""
-    rows, tokens_BT = chunk_arguments(chunk, bucket)
+    rows, tokens_BT = chunk_arguments(bucket)
     return rows, tokens_BT, tokens_BT, rows.count_B
 
 

@@ -123,7 +123,7 @@ def run_case(
     report = generator.statistics()
     return CaseResult(
         case,
-        asdict(plan.buckets),
+        plan.buckets.to_table(),
         build_seconds,
         report["padding"],
         report["compiles_during_run"],

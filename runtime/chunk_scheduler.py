@@ -5,14 +5,16 @@ A pure state machine as `Scheduler` is: no clock, no I/O, no device. Policy, in 
 1. what waits takes free slots, first come first served: a request as many as it has sequences, so
    that its prompt is poured into one of them and copied to the others;
 2. copies are made as soon as their prompt is whole;
-3. a chunk batch runs: a whole one first, the one whose first prompt came first. At most
-   `chunks_per_decode` of them run in a row while any row decodes. While requests wait, one that is
-   not whole runs only after a decode call, whose rows may leave their slots to prompts to fill it.
-   When none wait nothing is gained by that: the shortest span comes first, as its prompts go on to
-   the longer ones, and then all slots decode together;
+3. a chunk batch runs, of one size and span: a whole one first, the one whose first prompt came
+   first. At most `chunks_per_decode` of them run in a row while any row decodes. While requests
+   wait, one that is not whole runs only after a decode call, whose rows may leave their slots to
+   prompts to fill it, and not before an eighth of the slots is taken by prompts: to leave fewer
+   idle costs less than dummy rows. When none wait nothing is gained by that: the largest chunks
+   come first, and of them the shortest span, as prompts go on from these to the other ones, and
+   then all slots decode together;
 4. otherwise the live slots decode, over the shortest span that holds them all.
 
-Guarantees: the chunks of a prompt pass through the spans of its own length, whatever else waits;
+Guarantees: the chunks of a prompt and their graphs follow from its own length, whatever else waits;
 every submitted sequence decodes exactly once or is dropped by `drain`; a prompt is poured once, and
 again for each further set of sequences where it has more than there are slots.
 """
@@ -65,6 +67,9 @@ class ForkAction:
     sequence: Sequence
 
 
+IDLE_SHARE = 1 / 8
+"""Of all slots, that may be taken by prompts while these wait for others to fill a batch."""
+
 Action = OpenAction | ChunkAction | ForkAction | DecodeAction
 _Queue = tuple[PrefillBucket, bool]
 
@@ -89,8 +94,8 @@ class ChunkScheduler:
     """Prompts that wait and that fill slots, and the choice of the next action."""
 
     def __init__(self, grid: BucketGrid):
-        assert grid.chunk is not None and grid.chunks_per_decode is not None
-        self._grid, self._chunk, self._most_chunks = grid, grid.chunk, grid.chunks_per_decode
+        assert grid.chunks_per_decode is not None
+        self._grid, self._most_chunks = grid, grid.chunks_per_decode
         self._waiting: deque[_Waiting] = deque()
         self._filling: list[_Filling] = []
         """In the order in which they took their slots."""
@@ -167,27 +172,32 @@ class ChunkScheduler:
             queues.setdefault(self._queue_of(filling), []).append(filling)
         whole = [key for key, rows in queues.items() if len(rows) >= key[0].batch]
         is_patient = not whole and bool(self._waiting)
-        most = 1 if is_patient else self._most_chunks
-        if not queues or (self._slots.live and self._chunks_since_decode >= most):
+        if not queues or (self._slots.live and self._must_decode(is_patient)):
             return None
         if whole or is_patient:
             # by the first of their rows, as they were found
             key = (whole or list(queues))[0]
         else:
-            key = min(queues, key=lambda queue: queue[0].length)
+            key = min(queues, key=lambda queue: (-queue[0].tokens, queue[0].length))
         return key, queues[key][: key[0].batch]
+
+    def _must_decode(self, is_patient: bool) -> bool:
+        """Whether live rows decode before more is poured."""
+        if not is_patient:
+            return self._chunks_since_decode >= self._most_chunks
+        num_taken = sum(1 + len(filling.kept) for filling in self._filling)
+        return self._chunks_since_decode > 0 or num_taken < IDLE_SHARE * len(self._slots)
 
     def _queue_of(self, filling: _Filling) -> _Queue:
         job = filling.sequence.job
-        end = min(filling.length + self._chunk, job.prompt_length)
-        return self._grid.bucket_of(end), job.is_scored
+        return self._grid.bucket_of(job.prompt_length, filling.length), job.is_scored
 
     def _pour(self, chosen: tuple[_Queue, list[_Filling]]) -> ChunkAction:
         (bucket, is_scored), batch = chosen
         rows = []
         for filling in batch:
             left = filling.sequence.job.prompt_length - filling.length
-            count = min(self._chunk, left)
+            count = min(bucket.tokens, left)
             rows.append(ChunkOfPrompt(filling.slot, filling.sequence, filling.length, count))
             filling.length += count
             if count == left:

@@ -83,8 +83,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ):
         self.metrics = EngineMetrics()
-        in_chunks = graphs.grid.chunk is not None
-        self.scheduler = (ChunkScheduler if in_chunks else Scheduler)(graphs.grid)
+        self.scheduler = (ChunkScheduler if graphs.grid.chunks else Scheduler)(graphs.grid)
         self.last_action: Action | None = None
         self._graphs = graphs
         self._parameters = parameters
@@ -234,11 +233,10 @@ class Engine:
         return self._inserted(start)
 
     def _chunk(self, action: ChunkAction) -> list[Event]:
-        start, grid = self._clock(), self._graphs.grid
+        start, num_slots = self._clock(), self._graphs.grid.decode_slots
         requests = [self._requests[row.sequence.job.number] for row in action.rows]
         prompts = [request.request.prompt_token_ids for request in requests]
-        shape = (action.bucket.batch, grid.tokens_per_row(action.bucket))
-        rows, tokens_BT, next_BT = pack_chunks(action.rows, prompts, shape, grid.decode_slots)
+        rows, tokens_BT, next_BT = pack_chunks(action.rows, prompts, action.bucket, num_slots)
         call = (self._parameters, self._state, action.bucket)
         events: list[Event] = []
         if action.is_scored:

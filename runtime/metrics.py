@@ -64,7 +64,7 @@ class EngineMetrics:
     ) -> None:
         """Note one call that prefilled prompts, or chunks of them."""
         kind = " scored" if is_scored else ""
-        use = self.prefill[f"{bucket.length}x{bucket.batch}{kind}"]
+        use = self.prefill[f"{bucket}{kind}"]
         use.calls += 1
         use.rows += rows
         use.real_tokens += real_tokens

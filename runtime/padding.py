@@ -32,13 +32,14 @@ def pack_prompts(
 def pack_chunks(
     rows: Sequence[ChunkOfPrompt],
     prompts: Sequence[Sequence[int]],
-    shape: tuple[int, int],
+    bucket: PrefillBucket,
     num_slots: int,
 ) -> tuple[ChunkRows, np.ndarray, np.ndarray]:
     """Which tokens rows have, `tokens_BT`, and the prompts' next tokens as `next_BT`.
 
-    `shape` is that of the tokens. Dummy rows are of no slot.
+    Dummy rows are of no slot.
     """
+    shape = (bucket.batch, bucket.tokens)
     tokens_BT, next_BT = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
     slot_B, start_B, count_B = (np.zeros(shape[0], np.int32) for _ in range(3))
     slot_B[:] = num_slots

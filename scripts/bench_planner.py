@@ -130,8 +130,8 @@ def figures(tried: Tried) -> dict[str, Any]:
     metrics = tried.simulation.metrics
     padding, prefill = metrics.report()["padding"], metrics.prefill.values()
     return {
-        "prefill": [list(bucket) for bucket in tried.grid.prefill],
-        "chunk": tried.grid.chunk,
+        "prefill": tried.grid.to_table()["prefill"],
+        "chunk": tried.grid.to_table()["chunk"],
         "slots": tried.grid.decode_slots,
         "real_tokens": sum(use.real_tokens for use in prefill),
         "computed_tokens": sum(use.computed_tokens for use in prefill),

@@ -139,7 +139,7 @@ def facts(prediction: Prediction) -> dict:
     assert plan.layout is not None
     return {
         "layout": f"{plan.layout.name} ({plan.layout.mesh})",
-        "prefill": [list(bucket) for bucket in grid.prefill],
+        "prefill": grid.to_table()["prefill"],
         "decode_slots": grid.decode_slots,
         "decode_spans": list(grid.decode_spans),
         "planning_seconds": round(prediction.seconds, 1),

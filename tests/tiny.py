@@ -38,15 +38,24 @@ GRID = BucketGrid(
 )
 CHUNK_GRID = BucketGrid(
     max_length=64,
-    prefill=((16, 2), (32, 1), (48, 2)),
+    prefill=((16, 2, 8), (32, 1, 8), (48, 2, 8)),
     decode_slots=4,
     decode_spans=(16, 32, 48, 64),
     steps_per_call=4,
     score=True,
-    chunk=8,
     chunks_per_decode=3,
 )
 """A chunk is longer than the window."""
+TAIL_GRID = BucketGrid(
+    max_length=64,
+    prefill=((16, 3, 4), (16, 1, 16), (48, 2, 4), (48, 2, 16)),
+    decode_slots=4,
+    decode_spans=(16, 48, 64),
+    steps_per_call=4,
+    score=True,
+    chunks_per_decode=3,
+)
+"""Chunks longer than the window, then shorter ones."""
 EOS_ID = 2
 
 

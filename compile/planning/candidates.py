@@ -131,7 +131,7 @@ class CandidateGrids:
         """Those that run prompts whole."""
         step = math.lcm(SPAN_STEP, self._defaults.span_multiple)
         return self._within_budget(
-            (self._grid(slots, self._cut(tokens), spans, None), tokens)
+            (self._grid(slots, self._cut(tokens), spans), tokens)
             for slots in self._slot_counts()
             for spans in [self._spans(slots, step, self.max_length)]
             for tokens in TOKENS_PER_PREFILL
@@ -192,7 +192,7 @@ class CandidateGrids:
                 self._prompts,
                 self.max_length,
                 defaults,
-                lambda bucket: self._cost.seconds(Call.whole(bucket)),
+                lambda bucket: self._cost.seconds(Call.of_bucket(bucket)),
                 self._budget.graph_seconds.prefill * (1 + self._score),
             )
         return self._cuts[tokens]
@@ -209,15 +209,14 @@ class CandidateGrids:
         spans = self._spans(slots, step, longest)
         cuts = sorted({*(span for span in spans if not span % chunk), whole})
         last = next(i for i, span in enumerate(cuts) if needed <= span)
-        prefill = [PrefillBucket(span, batch) for span in cuts[: last + 1]]
-        return self._grid(slots, prefill, tuple(sorted({*cuts, longest})), chunk)
+        prefill = [PrefillBucket(span, batch, chunk) for span in cuts[: last + 1]]
+        return self._grid(slots, prefill, tuple(sorted({*cuts, longest})))
 
     def _grid(
         self,
         slots: int,
         prefill: Sequence[PrefillBucket],
         spans: tuple[int, ...],
-        chunk: int | None,
     ) -> BucketGrid:
         return BucketGrid(
             max_length=spans[-1],
@@ -226,18 +225,19 @@ class CandidateGrids:
             decode_spans=spans,
             steps_per_call=self._defaults.steps_per_call,
             score=self._score,
-            chunk=chunk,
-            chunks_per_decode=chunk and self._calls_to_fill(slots, prefill, chunk),
+            chunks_per_decode=self._calls_to_fill(slots, prefill),
         )
 
     @staticmethod
-    def _calls_to_fill(slots: int, prefill: Sequence[PrefillBucket], chunk: int) -> int:
+    def _calls_to_fill(slots: int, prefill: Sequence[PrefillBucket]) -> int | None:
         """Chunk calls that fill all slots with the longest prompts.
 
         Nobody waits for a first token, so no row need decode beside empty slots.
         """
         longest = prefill[-1]
-        return -(-slots // longest.batch) * (longest.length // chunk)
+        if longest.chunk is None:
+            return None
+        return -(-slots // longest.batch) * (longest.length // longest.chunk)
 
     def _spans(self, slots: int, step: int, longest: int) -> tuple[int, ...]:
         """Spans of least cost, if every token ran over its own."""
@@ -259,16 +259,15 @@ class CandidateGrids:
     def _prefill_bound(self, grid: BucketGrid) -> float:
         """Every call full; of chunks, every one over the span that holds its end."""
         of_row = [
-            self._cost.seconds(Call.of_bucket(grid, bucket)) / bucket.batch
-            for bucket in grid.prefill
+            self._cost.seconds(Call.of_bucket(bucket)) / bucket.batch for bucket in grid.prefill
         ]
         lengths = [bucket.length for bucket in grid.prefill]
-        if grid.chunk is None:
+        if not grid.chunks:
             return float(np.take(of_row, np.searchsorted(lengths, self._prompts)).sum())
         total = 0.0
         for seconds, start, end in zip(of_row, [0, *lengths], lengths, strict=False):
             inside = np.minimum(self._prompts, end) - start
-            total += seconds * float((-(-np.maximum(inside, 0) // grid.chunk)).sum())
+            total += seconds * float((-(-np.maximum(inside, 0) // grid.chunks[0])).sum())
         return total
 
     def _decode_bound(self, grid: BucketGrid) -> float:

@@ -48,4 +48,4 @@ def with_lengths(grid: BucketGrid, lengths: Sequence[int], tokens_per_call: int)
         PrefillBucket(length, max(1, min(tokens_per_call // length, grid.decode_slots)))
         for length in lengths
     ]
-    return replace(grid, prefill=tuple(prefill), chunk=None, chunks_per_decode=None)
+    return replace(grid, prefill=tuple(prefill), chunks_per_decode=None)

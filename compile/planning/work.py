@@ -28,7 +28,7 @@ from ...sharding.communication import sent_bytes
 from ...sharding.explain import cache_bytes_per_device, explain
 from ...sharding.layer_call import LayerCall
 from ...sharding.layout import Layout
-from ..bucket_grid import BucketGrid, PrefillBucket
+from ..bucket_grid import PrefillBucket
 from ..definition import Definition
 
 FLOAT32_BYTES = 4
@@ -68,18 +68,10 @@ class Call:
     """Whether the span is of the cache, beside the tokens of a chunk."""
 
     @classmethod
-    def of_bucket(
-        cls, grid: BucketGrid, bucket: PrefillBucket, *, is_scored: bool = False
-    ) -> "Call":
-        """One of a grid's prefill calls; of chunks, those that end their span."""
-        tokens = grid.tokens_per_row(bucket)
-        is_chunk = grid.chunk is not None
-        return cls("prefill", bucket.batch, tokens, bucket.length, is_scored, is_chunk)
-
-    @classmethod
-    def whole(cls, bucket: PrefillBucket) -> "Call":
-        """A call of whole prompts."""
-        return cls("prefill", bucket.batch, bucket.length, bucket.length)
+    def of_bucket(cls, bucket: PrefillBucket, *, is_scored: bool = False) -> "Call":
+        """A prefill call; of chunks, one whose pieces end their span."""
+        is_chunk = bucket.chunk is not None
+        return cls("prefill", bucket.batch, bucket.tokens, bucket.length, is_scored, is_chunk)
 
     @classmethod
     def of_step(cls, slots: int, span: int) -> "Call":

@@ -264,7 +264,7 @@ def padding_note(
     from ...compile.default_grid import GridDefaults, derive_grid, with_chunk
 
     defaults = GridDefaults.for_layout(layout)
-    if grid.chunk is None:
+    if not grid.chunks:
         defaults = with_chunk(defaults, min(OTHER_CHUNK, grid.max_length))
     # whole chunks may need longer rows than the grid has
     other = derive_grid(_row_needs(summary), max_position, defaults)
@@ -277,9 +277,10 @@ def _padding(summary: ScanSummary, grid: "BucketGrid") -> str:
     longest = grid.prefill[-1].length
     prompts = [need.prompt_length for need in summary.needs]
     lengths = [length for length in prompts if grid.computed_length(length) <= longest]
-    real, computed = prefill_padding(lengths, grid.prefill, grid.chunk)
+    real, computed = prefill_padding(lengths, grid.prefill)
     share = (computed - real) / computed if computed else 0.0
-    how = "whole prompts" if grid.chunk is None else f"chunks of {grid.chunk}"
+    chunks = " and ".join(map(str, grid.chunks))
+    how = f"chunks of {chunks}" if chunks else "whole prompts"
     return (
         f"{real} tokens in {len(lengths)} rows, {computed} computed in {how}, {share:.1%} padding"
     )

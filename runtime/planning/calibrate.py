@@ -44,6 +44,7 @@ TRIALS = (
     Trial(4, 128),
     Trial(16, 256),
     Trial(64, 512),
+    Trial(32, 256, chunk=8),
     Trial(8, 128, chunk=32),
     Trial(8, 512, chunk=128),
 )
@@ -113,8 +114,8 @@ def _chunk_grid(trial: Trial, chunk: int, longest: int) -> BucketGrid:
     """Spans of whole chunks, none longer than `longest`."""
     spans = sorted({max(1, span // chunk) * chunk for span in (1, longest // 2, longest)})
     batch = min(trial.tokens_per_prefill // chunk, trial.slots)
-    prefill = tuple(PrefillBucket(span, batch) for span in spans)
-    return BucketGrid(spans[-1], prefill, trial.slots, tuple(spans), STEPS_PER_CALL, chunk=chunk)
+    prefill = tuple(PrefillBucket(span, batch, chunk) for span in spans)
+    return BucketGrid(spans[-1], prefill, trial.slots, tuple(spans), STEPS_PER_CALL)
 
 
 def _long_prompt(span: int) -> int:
@@ -130,7 +131,7 @@ def _submit(generator: Generator, grid: BucketGrid, span: int) -> None:
     rng = np.random.default_rng(0)
     length = _long_prompt(span)
     num_long = grid.decode_slots
-    if grid.chunk is None:
+    if not grid.chunks:
         num_long = min(CALLS * grid.bucket_of(length).batch, num_long)
     lengths = [length] * num_long + [SHORT_PROMPT] * (grid.decode_slots - num_long)
     params = SamplingParams(temperature=0, max_tokens=STEPS_PER_CALL * CALLS, ignore_eos=True)
@@ -152,7 +153,7 @@ def _run(
         taken = clock() - started
         match generator.engine.last_action:
             case PrefillAction(bucket=bucket) | ChunkAction(bucket=bucket):
-                seconds[Call.of_bucket(generator.grid, bucket)].append(taken)
+                seconds[Call.of_bucket(bucket)].append(taken)
             case InsertAction() | OpenAction():
                 inserts.append(taken)
             case DecodeAction(span=span):

@@ -60,7 +60,7 @@ class Planner:
         tokens = self.defaults.tokens_per_prefill
         compared = {**self.compared, **hand_picked(best, longest, tokens)}
         others = {name: self._try(grid) for name, grid in compared.items()}
-        if best.chunk is None and search.best.tokens is not None:
+        if not best.chunks and search.best.tokens is not None:
             others |= self._neighbours(best, search.best.tokens)
         return Planned(search, others)
 

@@ -244,9 +244,8 @@ def _fingerprint(files: ModelFiles) -> str:
 
 def _short(tried: Tried) -> str:
     grid = tried.grid
-    how = "whole prompts" if grid.chunk is None else f"chunks of {grid.chunk}"
-    shapes = " ".join(f"{bucket.length}x{bucket.batch}" for bucket in grid.prefill)
-    return f"{how} {shapes}, {grid.decode_slots} slots"
+    how = "chunks" if grid.chunks else "whole prompts"
+    return f"{how} {', '.join(map(str, grid.prefill))}, {grid.decode_slots} slots"
 
 
 def _note(options: argparse.Namespace, line: str) -> None:

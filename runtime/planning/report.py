@@ -99,15 +99,15 @@ def graphs(prediction: "Prediction") -> list[dict[str, Any]]:
     found = []
     kinds = {False: "", True: " scored"} if grid.score else {False: ""}
     for bucket, (is_scored, kind) in product(grid.prefill, kinds.items()):
-        use = metrics.prefill.get(f"{bucket.length}x{bucket.batch}{kind}")
+        use = metrics.prefill.get(f"{bucket}{kind}")
         found.append(
             {
-                "graph": f"prefill {bucket.length}x{bucket.batch}{kind}",
+                "graph": f"prefill {bucket}{kind}",
                 "calls": use.calls if use else 0,
                 "real_tokens": use.real_tokens if use else 0,
                 "computed_tokens": use.computed_tokens if use else 0,
                 "total_seconds": use.seconds if use else 0.0,
-                **_estimate(cost, Call.of_bucket(grid, bucket, is_scored=is_scored)),
+                **_estimate(cost, Call.of_bucket(bucket, is_scored=is_scored)),
             }
         )
     for span in grid.decode_spans:
@@ -191,9 +191,10 @@ def _figures(tried: "Tried") -> dict[str, Any]:
     padding = tried.simulation.metrics.report()["padding"]
     prefill = tried.simulation.metrics.prefill.values()
     decode = tried.simulation.metrics.decode.values()
+    table = tried.grid.to_table()
     return {
-        "prefill": [list(bucket) for bucket in tried.grid.prefill],
-        "chunk": tried.grid.chunk,
+        "prefill": table["prefill"],
+        "chunk": table["chunk"],
         "decode_slots": tried.grid.decode_slots,
         "decode_spans": list(tried.grid.decode_spans),
         "graphs": num_graphs(tried.grid),

@@ -85,7 +85,7 @@ def simulate(grid: BucketGrid, rows: Sequence[SimulatedRow], cost: CostModel | N
 class _Replay:
     def __init__(self, grid: BucketGrid, rows: Sequence[SimulatedRow], cost: CostModel | None):
         self._grid, self._rows, self._cost = grid, rows, cost
-        self._scheduler = (Scheduler if grid.chunk is None else ChunkScheduler)(grid)
+        self._scheduler = (Scheduler if not grid.chunks else ChunkScheduler)(grid)
         self._live: dict[int, _Live] = {}
         self._result = Simulation()
         self._called: set[Call] = set()
@@ -130,7 +130,7 @@ class _Replay:
         self, action: PrefillAction | ChunkAction, num_rows: int, real_tokens: int
     ) -> None:
         bucket = action.bucket
-        call = Call.of_bucket(self._grid, bucket, is_scored=action.is_scored)
+        call = Call.of_bucket(bucket, is_scored=action.is_scored)
         self._result.metrics.count_prefill(
             bucket,
             is_scored=action.is_scored,

@@ -58,23 +58,44 @@ def test_the_span_is_the_shortest_that_holds_the_positions(length, span):
     ],
 )
 def test_a_grid_that_makes_no_sense_is_refused_by_key(change, message):
-    fields = {name: getattr(GRID, name) for name in BucketGrid.__dataclass_fields__}
     with pytest.raises(ValueError, match=message):
-        BucketGrid(**(fields | change))
+        BucketGrid.from_table(GRID.to_table() | change)
 
 
 CHUNKS = BucketGrid(
     max_length=100,
-    prefill=((16, 4), (48, 2)),
+    prefill=((16, 4, 16), (48, 2, 16)),
     decode_slots=8,
     decode_spans=(16, 48, 100),
-    chunk=16,
+)
+TAILS = BucketGrid(
+    max_length=100,
+    prefill=((48, 4, 4), (48, 2, 16), (96, 3, 4), (96, 1, 16)),
+    decode_slots=8,
+    decode_spans=(48, 96, 100),
 )
 
 
-@pytest.mark.parametrize(("length", "bucket"), [(1, (16, 4)), (16, (16, 4)), (17, (48, 2))])
-def test_a_prompt_in_chunks_fits_with_its_last_chunk_whole(length, bucket):
-    assert CHUNKS.fit(length, 8) == PrefillBucket(*bucket)
+@pytest.mark.parametrize(
+    ("length", "start", "bucket"), [(1, 0, (16, 4)), (16, 0, (16, 4)), (17, 16, (48, 2))]
+)
+def test_a_chunk_goes_to_the_shortest_span_that_holds_its_end(length, start, bucket):
+    assert CHUNKS.bucket_of(length, start) == PrefillBucket(*bucket, 16)
+
+
+@pytest.mark.parametrize(
+    ("start", "bucket"),
+    [(0, (48, 2, 16)), (32, (48, 2, 16)), (48, (96, 1, 16)), (64, (96, 3, 4)), (72, (96, 3, 4))],
+)
+def test_a_prompt_begins_in_whole_large_chunks_and_ends_in_small_ones(start, bucket):
+    assert TAILS.bucket_of(74, start) == PrefillBucket(*bucket)
+
+
+def test_only_the_smallest_chunk_is_padded():
+    assert TAILS.computed_length(74) == 76
+    assert TAILS.fit(95, 5) == PrefillBucket(48, 2, 16)
+    with pytest.raises(NoBucketFits, match="prefill length 100, in whole chunks of 4"):
+        TAILS.fit(97, 1)
 
 
 def test_a_prompt_whose_last_chunk_does_not_fit_is_refused_with_both_numbers():
@@ -90,16 +111,30 @@ def test_decode_goes_on_between_chunks_by_default():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"chunk": 0}, "buckets.chunk: expected a positive integer, got 0"),
-        ({"chunk": True}, "buckets.chunk: expected a positive integer, got True"),
+        ({"chunk": 0}, r"buckets.chunk: expected growing positive integers, got \[0\]"),
+        ({"chunk": True}, r"buckets.chunk: expected growing positive integers, got \[True\]"),
+        ({"chunk": []}, r"buckets.chunk: expected growing positive integers, got \[\]"),
+        ({"chunk": [16, 8]}, r"buckets.chunk: expected growing positive integers, got \[16, 8\]"),
+        ({"chunk": [16, 24]}, r"multiple of the one before, .* \[16, 24\], where \[24\] are"),
+        ({"chunk": [8, 16]}, r"a batch for each of buckets.chunk \[8, 16\], got \[16, 4\]"),
         ({"chunks_per_decode": 0}, "chunks_per_decode: expected a positive integer, got 0"),
         ({"chunk": None}, "chunks_per_decode: expected none without buckets.chunk, got 32"),
+        ({"prefill": [[16, 4, 2]]}, r"a batch for each of buckets.chunk \[16\], got \[16, 4, 2\]"),
         ({"prefill": ((48, 2),)}, r"the first of buckets.decode_spans \[16, 48, 100\], .* \[48\]"),
         ({"prefill": ((32, 2),)}, r"the first of buckets.decode_spans \[16, 48, 100\], .* \[32\]"),
         ({"chunk": 32}, r"multiples of buckets.chunk \(32\) .* \(48\), .* got \[16, 48\]"),
     ],
 )
 def test_chunks_that_do_not_fit_the_spans_are_refused_by_key(change, message):
-    fields = {name: getattr(CHUNKS, name) for name in BucketGrid.__dataclass_fields__}
     with pytest.raises(ValueError, match=message):
-        BucketGrid(**(fields | change))
+        BucketGrid.from_table(CHUNKS.to_table() | change)
+
+
+@pytest.mark.parametrize("grid", [GRID, CHUNKS, TAILS])
+def test_a_grid_is_read_back_from_its_table(grid):
+    assert BucketGrid.from_table(grid.to_table()) == grid
+
+
+def test_one_chunk_may_be_given_as_a_number():
+    assert BucketGrid.from_table(CHUNKS.to_table() | {"chunk": 16}) == CHUNKS
+    assert TAILS.to_table()["prefill"] == [[48, 4, 2], [96, 3, 1]]

@@ -28,10 +28,10 @@ def chunk_graph(
     target: str, slots: int, dtype: str, config: DecoderConfig = CONFIG
 ) -> GraphToBuild:
     """The graph of the longest span."""
-    grid = BucketGrid(2048, ((1024, 2), (2048, 2)), slots, (1024, 2048), chunk=128)
+    grid = BucketGrid(2048, ((1024, 2, 128), (2048, 2, 128)), slots, (1024, 2048))
     placement = find_target(target).placement()
     graphs = plan_graphs(Definition(config), grid, placement, jnp.dtype(dtype))
-    return next(graph for graph in graphs if graph.name.startswith("chunk span 2048"))
+    return next(graph for graph in graphs if graph.name == "chunk 128x2 span 2048")
 
 
 def temporaries(graph: GraphToBuild) -> int:
@@ -62,7 +62,7 @@ def test_what_a_chunk_needs_does_not_grow_with_the_layers():
 def test_the_first_chunk_of_a_prompt_attends_to_itself_alone():
     """A span of one chunk is as much work as a whole prompt of that length."""
     definition = Definition(replace(CONFIG, windows=(None,) * 3))
-    chunks = BucketGrid(128, ((128, 2),), 2, (128,), chunk=128)
+    chunks = BucketGrid(128, ((128, 2, 128),), 2, (128,))
     prompts = BucketGrid(128, ((128, 2),), 2, (128,))
     placement = find_target("cpu").placement()
 

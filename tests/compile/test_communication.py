@@ -185,9 +185,9 @@ def test_a_chunk_sends_its_entries_or_its_queries_whichever_are_fewer_bytes(
     Of few rows XLA for TPU makes an all-reduce and a cut of a reduce-scatter in a ring of groups.
     """
     layout = layout_of(name)
-    grid = BucketGrid(LONG, ((SHORT, rows), (LONG, rows)), SLOTS, (SHORT, LONG), chunk=CHUNK)
+    grid = BucketGrid(LONG, ((SHORT, rows, CHUNK), (LONG, rows, CHUNK)), SLOTS, (SHORT, LONG))
     call = LayerCall("chunk", rows, CHUNK, segments)
     formulas = expected(config_of(name, 1), layout, call, itemsize=2)
     assert kind in {e.kind for e in formulas if e.mesh_axes == ("sequence",)}
     wanted = Counter({(e.kind, e.mesh_axes, e.num_bytes): e.times for e in formulas})
-    assert of_one_layer(layout, f"chunk span {sum(segments)} ", grid) == wanted
+    assert of_one_layer(layout, f"chunk {CHUNK}x{rows} span {sum(segments)}", grid) == wanted

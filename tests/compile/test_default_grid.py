@@ -148,33 +148,35 @@ def test_a_prompt_as_long_as_the_model_can_be_scored():
 def test_a_grid_of_chunks_holds_every_prompt_in_whole_chunks(chunk, max_position):
     whole = max_position // chunk * chunk
     rows = [RowNeed(length, 4) for length in (1, chunk, whole - 4)]
-    grid = derive_grid(rows, max_position, GridDefaults(chunk=chunk))
+    grid = derive_grid(rows, max_position, GridDefaults(chunks=(chunk,)))
     for row in rows:
         assert grid.fit(row.prompt_length, row.max_tokens).length % chunk == 0
-    assert grid.chunk == chunk
+    assert grid.chunks == (chunk,)
 
 
 def test_a_grid_of_chunks_has_no_span_that_no_prompt_reaches():
     rows = [RowNeed(100, 800)]
-    grid = derive_grid(rows, 8192, GridDefaults(chunk=128, max_decode_graphs=3))
+    grid = derive_grid(rows, 8192, GridDefaults(chunks=(128,), max_decode_graphs=3))
     assert grid.decode_spans == (384, 768, 1024)
     assert [bucket.length for bucket in grid.prefill] == [384]
 
 
 def test_a_chunk_call_has_as_many_rows_as_fill_it_and_no_more_than_there_are():
-    grids = [derive_grid([RowNeed(100, 8)] * n, 8192, GridDefaults(chunk=128)) for n in (1, 3, 9)]
+    grids = [
+        derive_grid([RowNeed(100, 8)] * n, 8192, GridDefaults(chunks=(128,))) for n in (1, 3, 9)
+    ]
     assert [grid.prefill[0].batch for grid in grids] == [1, 3, 4]
 
 
 def test_a_chunk_longer_than_every_row_is_refused_with_both_numbers():
     with pytest.raises(ValueError, match=r"buckets.chunk: expected at most 100, .* got 128"):
-        derive_grid([RowNeed(10, 8)], 100, GridDefaults(chunk=128))
+        derive_grid([RowNeed(10, 8)], 100, GridDefaults(chunks=(128,)))
 
 
 def test_chunks_are_padded_to_whole_ones_alone():
-    assert prefill_padding([1, 16, 17], [PrefillBucket(64, 2)], chunk=16) == (34, 64)
+    assert prefill_padding([1, 16, 17], [PrefillBucket(64, 2, 16)]) == (34, 64)
 
 
 def test_the_ladder_of_chunks_reaches_its_length():
-    grid = ladder_grid(2048, 8, score=True, defaults=GridDefaults(chunk=256))
+    grid = ladder_grid(2048, 8, score=True, defaults=GridDefaults(chunks=(256,)))
     assert grid.prefill[-1].length == grid.max_length == 2048

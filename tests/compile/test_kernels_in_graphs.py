@@ -124,7 +124,7 @@ def test_what_has_no_whole_prompts_in_order_on_a_device_keeps_xla(why):
         case "a ring":
             placement = placed("ring@sequence=4")
         case "chunks":
-            grid = replace(WIDE_GRID, prefill=((1024, 2),), chunk=256)
+            grid = replace(WIDE_GRID, prefill=((1024, 2, 256),))
         case _:
             placement = find_target("tpu:v5e:2x2").placement()
     kernels = choose_kernels(WIDE, grid, placement, jnp.dtype(jnp.bfloat16))

@@ -117,7 +117,7 @@ def test_what_a_device_holds_of_a_prompt_falls_with_the_devices():
 def test_what_a_device_holds_of_the_cache_beside_a_chunk_falls_with_the_devices():
     """The cache exactly, written in place; temporaries but for those of the chunk itself."""
     span, slots = 1 << 14, 2
-    grid = BucketGrid(span, ((span, 1),), slots, (span,), chunk=256)
+    grid = BucketGrid(span, ((span, 1, 256),), slots, (span,))
     name = CompiledGraphs.chunk_name(grid.prefill[0], is_scored=False)
     memory = {n: compiled(f"cpu:{n}", n, name, grid).memory_analysis() for n in (1, 8)}
     entries = slots * (span + 24)
@@ -134,7 +134,7 @@ def test_the_work_of_a_chunk_is_shared_out():
     chunk's own place.
     """
     T = 256
-    grid = BucketGrid(LONG, ((LONG, 1),), 1, (LONG,), chunk=T)
+    grid = BucketGrid(LONG, ((LONG, 1, T),), 1, (LONG,))
     name = CompiledGraphs.chunk_name(grid.prefill[0], is_scored=False)
     one, shared = (compiled(f"cpu:{n}", n, name, grid).cost_analysis()["flops"] for n in (1, 8))
     left_out = 4 * T * T * CONFIG.num_query_heads * CONFIG.head_dim * CONFIG.num_layers

@@ -69,6 +69,19 @@ def test_the_padding_of_chunks_is_in_the_manifest(in_chunks, source):
         assert use["computed_tokens"] == use["calls"] * batch * 16
 
 
+def test_chunks_of_two_sizes_give_the_texts_of_one(noria, source, in_chunks):
+    output = source.with_name("tails.jsonl")
+    tails = ("--set", "buckets.chunk=[4, 16]", "--set", "buckets.decode_slots=6")
+    rows, _ = noria.batch(source, output, *tails)
+    for got, expected in zip(rows, read_rows(in_chunks[0]), strict=True):
+        if got["custom_id"] != SCORED:
+            assert answer(got) == answer(expected)
+    manifest = read_manifest(output)
+    assert manifest["compiles_during_run"] == 0
+    used = manifest["generator"]["buckets"]["prefill"]
+    assert {name.partition("x")[0] for name in used} == {"4", "16"}
+
+
 def run_killed_in_between(noria, output, *arguments) -> None:
     """Run a job that is killed after some rows, and again to its end."""
     arguments = ("batch", "-o", output, "--model", noria.model, *arguments)
@@ -126,7 +139,7 @@ def test_what_chunks_and_whole_prompts_would_waste_is_printed(in_chunks):
 def test_a_chunk_that_is_none_is_refused_by_key(noria, source, tmp_path):
     arguments = ("-i", source, "-o", tmp_path / "out.jsonl", "--model", noria.model)
     done = noria.run("batch", *arguments, "--set", "buckets.chunk=0", expect=2)
-    assert "buckets.chunk: expected a positive integer, got 0" in done.stderr
+    assert "buckets.chunk: expected growing positive integers, got [0]" in done.stderr
 
 
 def test_a_chunk_that_does_not_divide_over_a_ring_is_refused(noria, source, tmp_path):

@@ -17,7 +17,7 @@ from noria.runtime import LLM, SamplingParams
 PROMPTS = Path(__file__).parents[2] / "benchmarks/workloads/peers64.jsonl"
 SPANS = (256, 512)
 WHOLE = BucketGrid(512, ((512, 1),), decode_slots=16, decode_spans=(512,))
-CHUNKS = BucketGrid(512, ((256, 2), (512, 2)), decode_slots=16, decode_spans=SPANS, chunk=64)
+CHUNKS = BucketGrid(512, ((256, 2, 64), (512, 2, 64)), decode_slots=16, decode_spans=SPANS)
 
 
 def answers(grid: BucketGrid, conversations: list, max_tokens: int = 16):

@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -11,13 +12,13 @@ from noria.runtime.decode_slots import DecodeAction, Job
 
 GRID = BucketGrid(
     max_length=64,
-    prefill=((16, 2), (32, 2)),
+    prefill=((16, 2, 8), (32, 2, 8)),
     decode_slots=4,
     decode_spans=(16, 32, 64),
     steps_per_call=4,
-    chunk=8,
     chunks_per_decode=3,
 )
+TAILS = replace(GRID, prefill=((16, 3, 2), (16, 2, 8), (32, 4, 2), (32, 1, 8)))
 
 
 def job(number, prompt_length=5, max_tokens=8, num_sequences=1, is_scored=False) -> Job:
@@ -44,8 +45,8 @@ class Play:
     Keeps what each slot holds, and fails where an action does not fit to that.
     """
 
-    def __init__(self, jobs: list[Job], seed: int = 0):
-        self.scheduler, self.actions = ChunkScheduler(GRID), []
+    def __init__(self, jobs: list[Job], grid: BucketGrid = GRID, seed: int = 0):
+        self.scheduler, self.actions = ChunkScheduler(grid), []
         self.filled, self.length, self.limit = {}, {}, {}
         rng = random.Random(seed)
         pending = list(jobs)
@@ -105,9 +106,14 @@ class Play:
         ]
 
 
-def test_every_sequence_decodes_exactly_once_and_every_prompt_is_poured():
+@pytest.fixture(params=[GRID, TAILS], ids=["one size", "two sizes"])
+def grid(request) -> BucketGrid:
+    return request.param
+
+
+def test_every_sequence_decodes_exactly_once_and_every_prompt_is_poured(grid):
     jobs = random_jobs(200)
-    play = Play(jobs)
+    play = Play(jobs, grid)
     begun = Counter()
     for action in play.actions:
         match action:
@@ -121,22 +127,33 @@ def test_every_sequence_decodes_exactly_once_and_every_prompt_is_poured():
         assert sum(count for _, _, count in play.chunks_of(j.number)) == sets * j.prompt_length
 
 
-def test_the_graphs_of_a_prompt_follow_from_its_length_whatever_else_waits():
+def test_the_graphs_of_a_prompt_follow_from_its_length_whatever_else_waits(grid):
     jobs = [job(n, prompt_length=1 + n % 32) for n in range(100)]
-    play = Play(jobs)
+    play = Play(jobs, grid)
     for j in jobs:
-        alone = Play([j])
+        alone = Play([j], grid)
         assert play.chunks_of(j.number) == alone.chunks_of(j.number)
         for bucket, start, count in play.chunks_of(j.number):
             assert bucket.length == GRID.span_of(start + count)
 
 
-def test_batches_are_of_one_span_and_one_kind_and_no_larger_than_planned():
-    for action in Play(random_jobs(100, seed=3)).actions:
+def test_a_prompt_is_poured_in_whole_large_chunks_and_then_in_small_ones():
+    found = Play([job(0, prompt_length=29)], TAILS).chunks_of(0)
+    pieces = [(bucket.length, bucket.chunk, start, count) for bucket, start, count in found]
+    assert pieces == [
+        *((16, 8, start, 8) for start in (0, 8)),
+        (32, 8, 16, 8),
+        *((32, 2, 24 + start, count) for start, count in ((0, 2), (2, 2), (4, 1))),
+    ]
+
+
+def test_batches_are_of_one_graph_and_no_larger_than_planned(grid):
+    for action in Play(random_jobs(100, seed=3), grid).actions:
         if isinstance(action, ChunkAction):
             assert 1 <= len(action.rows) <= action.bucket.batch
             assert {row.sequence.job.is_scored for row in action.rows} == {action.is_scored}
             assert len({row.slot for row in action.rows}) == len(action.rows)
+            assert all(row.count <= action.bucket.chunk for row in action.rows)
 
 
 def kinds(scheduler: ChunkScheduler, count: int) -> list[type]:
@@ -173,6 +190,21 @@ def test_a_batch_that_is_not_whole_alternates_with_decode_calls_while_requests_w
     assert kinds(scheduler, 5) == expected
 
 
+def test_a_batch_that_is_not_whole_waits_while_few_slots_are_idle():
+    """Three of 30, whose rows end one by one; with the fourth it runs."""
+    prefill = ((16, 6, 8), (32, 6, 8))
+    scheduler = ChunkScheduler(replace(GRID, prefill=prefill, decode_slots=30, chunks_per_decode=5))
+    for n in range(40):
+        scheduler.submit(job(n, max_tokens=40))
+    assert kinds(scheduler, 30 + 5) == [OpenAction] * 30 + [ChunkAction] * 5
+    for _ in range(4):
+        action = scheduler.next_action()
+        assert isinstance(action, DecodeAction)
+        scheduler.release(action.slots[0])
+        assert kinds(scheduler, 1) == [OpenAction]
+    assert len(scheduler.next_action().rows) == 4
+
+
 def test_when_no_request_waits_prompts_fill_their_slots_and_meet_on_the_way():
     scheduler = ChunkScheduler(GRID)
     scheduler.submit(job(0, max_tokens=40))
@@ -186,6 +218,16 @@ def test_when_no_request_waits_prompts_fill_their_slots_and_meet_on_the_way():
     assert [type(call) for call in calls] == [ChunkAction] * 2
     assert [sorted(row.start for row in call.rows) for call in calls] == [[0, 8], [8]]
     assert kinds(scheduler, 2) == [DecodeAction, ChunkAction]
+
+
+def test_when_no_request_waits_large_chunks_come_before_the_small_ones_that_they_lead_to():
+    scheduler = ChunkScheduler(TAILS)
+    for n, length in enumerate((29, 3)):
+        scheduler.submit(job(n, prompt_length=length))
+    kinds(scheduler, 2)
+    calls = [scheduler.next_action() for _ in range(6)]
+    shapes = [(call.bucket.chunk, call.bucket.length, len(call.rows)) for call in calls]
+    assert shapes == [(8, 16, 1), (8, 16, 1), (8, 32, 1), (2, 16, 1), (2, 16, 1), (2, 32, 1)]
 
 
 def test_prompts_that_generate_nothing_give_their_slots_back():

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from tiny import CHUNK_GRID, CONFIG, EOS_ID, GRID, TinyModel, prompts
+from tiny import CHUNK_GRID, CONFIG, EOS_ID, GRID, TAIL_GRID, TinyModel, prompts
 
 from noria.compile.monitor import compile_monitor
 from noria.runtime.request import Request, RowError, SamplingParams
@@ -11,7 +11,9 @@ from noria.runtime.request import Request, RowError, SamplingParams
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 
 
-@pytest.fixture(scope="module", params=[GRID, CHUNK_GRID], ids=["whole", "chunks"])
+@pytest.fixture(
+    scope="module", params=[GRID, CHUNK_GRID, TAIL_GRID], ids=["whole", "chunks", "tails"]
+)
 def model(request) -> TinyModel:
     return TinyModel(grid=request.param)
 
@@ -55,7 +57,7 @@ def test_no_compile_happens_after_the_build_in_a_run_that_uses_every_graph(model
     report = generator.statistics()
     assert compile_monitor().num_compiles == before
     assert report["compiles_during_run"] == 0
-    names = {f"{b.length}x{b.batch}" for b in model.grid.prefill}
+    names = set(map(str, model.grid.prefill))
     assert set(report["buckets"]["prefill"]) == names | {f"{name} scored" for name in names}
     assert set(report["buckets"]["decode"]) == set(map(str, model.grid.decode_spans))
 

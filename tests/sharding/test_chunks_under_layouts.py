@@ -1,7 +1,7 @@
 """Prompts in chunks under layouts give the answer of whole prompts on one device.
 
 A row of a chunk call and its slot may lie on different devices: slots are taken from the last one
-on, and chunks are longer and shorter than the windows.
+on, and chunks of two sizes are longer and shorter than the windows.
 """
 
 from dataclasses import dataclass, replace
@@ -27,7 +27,8 @@ class InChunks(LaidOut):
     @property
     def grid(self) -> BucketGrid:
         n = super().grid.decode_slots
-        return BucketGrid(40, ((8, n), (24, n)), n, (8, 24, 40), steps_per_call=4, chunk=8)
+        chunks = ((16, n, 8), (16, n, 16), (32, n, 8), (32, n, 16))
+        return BucketGrid(40, chunks, n, (16, 32, 40), steps_per_call=4)
 
     @cached_property
     def graphs(self) -> CompiledGraphs:
@@ -42,12 +43,16 @@ class InChunks(LaidOut):
 
     def pour(self, rows: dict[int, Row]) -> DecodeState:
         """Slots with whole prompts."""
-        last, chunk = self.grid.decode_slots - 1, self.grid.chunk
-        state = self.empty_state()
+        last, state = self.grid.decode_slots - 1, self.empty_state()
         for number, row in rows.items():
             state = self._open(state, last - number, row)
-        for start in range(0, max(len(row.prompt) for row in rows.values()), chunk):
-            state = self._pour(state, rows, start, chunk)
+        poured = dict.fromkeys(rows, 0)
+        while left := [n for n in rows if poured[n] < len(rows[n].prompt)]:
+            buckets = {n: self.grid.bucket_of(len(rows[n].prompt), poured[n]) for n in left}
+            bucket = buckets[left[0]]
+            together = {n: poured[n] for n in left if buckets[n] == bucket}
+            state = self._pour(state, rows, bucket, together)
+            poured |= {n: start + bucket.tokens for n, start in together.items()}
         return state
 
     def _open(self, state: DecodeState, slot: int, row: Row) -> DecodeState:
@@ -63,19 +68,24 @@ class InChunks(LaidOut):
         return self.graphs.open(state, *self.put((np.int32(slot), *lengths, sampling)))
 
     def _pour(
-        self, state: DecodeState, rows: dict[int, Row], start: int, chunk: int
+        self,
+        state: DecodeState,
+        rows: dict[int, Row],
+        bucket: PrefillBucket,
+        together: dict[int, int],
     ) -> DecodeState:
-        bucket = next(b for b in self.grid.prefill if start + chunk <= b.length)
+        """A piece more of some rows, each from its own position on."""
         B = self.grid.decode_slots
-        tokens_BT, count_B = np.zeros((bucket.batch, chunk), np.int32), np.zeros(B, np.int32)
-        slot_B = np.full(B, B, np.int32)
-        for number, row in rows.items():
-            piece = row.prompt[start : start + chunk]
+        tokens_BT = np.zeros((bucket.batch, bucket.tokens), np.int32)
+        slot_B, start_B, count_B = (np.zeros(B, np.int32) for _ in range(3))
+        slot_B[:] = B
+        for number, start in together.items():
+            piece = rows[number].prompt[start : start + bucket.tokens]
             tokens_BT[number, : len(piece)], count_B[number] = piece, len(piece)
-            slot_B[number] = B - 1 - number if piece else B
-        of_rows = ChunkRows._make((slot_B, np.full(B, start, np.int32), count_B))
+            slot_B[number], start_B[number] = B - 1 - number, start
+        of_rows = ChunkRows._make((slot_B, start_B, count_B))
         arguments = self.put((of_rows, tokens_BT))
-        state, _ = self.graphs.chunk(self.parameters, state, PrefillBucket(*bucket), *arguments)
+        state, _ = self.graphs.chunk(self.parameters, state, bucket, *arguments)
         return state
 
 
@@ -133,7 +143,7 @@ class InLongChunks(InChunks):
 
     @property
     def grid(self) -> BucketGrid:
-        return BucketGrid(LONG, ((2048, 2), (LONG, 2)), 2, (2048, LONG), chunk=512)
+        return BucketGrid(LONG, ((2048, 2, 512), (LONG, 2, 512)), 2, (2048, LONG))
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ CONFIG = DecoderConfig(
     max_position=512,
 )
 GRID = BucketGrid(64, ((16, 16), (32, 8)), 16, (64,))
-CHUNKED = BucketGrid(64, ((32, 16), (64, 16)), 16, (32, 64), chunk=16)
+CHUNKED = BucketGrid(64, ((32, 16, 16), (64, 16, 16)), 16, (32, 64))
 MESH = {"data": 2, "tensor": 4}
 RULES = {"batch": "data", "query_heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
 CUBE = {"data": 2, "tensor": 2, "sequence": 2}
@@ -392,7 +392,7 @@ def test_sizes_of_the_model_that_do_not_divide_are_refused(illegal, sizes, expec
         ),
         (
             layout(CUBE, **IN_STRIPES),
-            BucketGrid(60, ((30, 8), (60, 8)), 16, (30, 60), chunk=15),
+            BucketGrid(60, ((30, 8, 15), (60, 8, 15)), 16, (30, 60)),
             'prefill: length = "sequence": buckets.chunk is 15, which does not divide over 2 '
             "devices. Plan one that does, or change the rule.",
         ),

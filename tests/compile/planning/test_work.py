@@ -25,7 +25,7 @@ def test_operations_are_near_those_that_the_compiler_counts(config):
     placement = find_target("cpu").placement()
     work = work_of(config)
     calls = {
-        "prefill 32x4": Call.of_bucket(grid, grid.prefill[0]),
+        "prefill 32x4": Call.of_bucket(grid.prefill[0]),
         "decode span 64": Call.of_step(16, 64),
     }
     for graph in plan_graphs(Definition(config), grid, placement, jnp.dtype("float32")):
@@ -62,7 +62,7 @@ def test_a_window_bounds_what_a_step_attends_to():
 
 def test_longer_prompts_cost_attention_more_than_their_share_and_products_exactly_it():
     work = work_of(PLAIN)
-    short, long = (Call.whole(PrefillBucket(length, 1)) for length in (1024, 2048))
+    short, long = (Call.of_bucket(PrefillBucket(length, 1)) for length in (1024, 2048))
     assert part(work, long, "products").flops == 2 * part(work, short, "products").flops
     ratio = part(work, long, "attention").flops / part(work, short, "attention").flops
     assert 3 < ratio < 4

@@ -22,7 +22,7 @@ def test_rows_that_need_one_chunk_more_than_the_grid_has_count_too():
 
 
 def test_a_plan_of_chunks_is_compared_with_whole_prompts():
-    grid = BucketGrid(512, ((512, 1),), 4, (512,), chunk=128)
+    grid = BucketGrid(512, ((512, 1, 128),), 4, (512,))
     note = padding_note(summary_of([100, 300]), grid, None, max_position=2048)
     assert "400 tokens in 2 rows, 512 computed in chunks of 128" in note
     assert "computed in whole prompts" in note.partition("; ")[2]

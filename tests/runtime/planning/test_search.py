@@ -39,8 +39,8 @@ def candidates(rows, budget=None, defaults=None) -> list:
 def test_no_schedule_comes_below_its_bound_and_every_row_fits(seed):
     rows, budget = rows_of(seed), Budget(graph_seconds=GraphSeconds(0.003, 0.003))
     found = candidates(rows, budget)
-    assert any(candidate.grid.chunk for candidate in found)
-    assert any(not candidate.grid.chunk for candidate in found)
+    assert any(candidate.grid.chunks for candidate in found)
+    assert any(not candidate.grid.chunks for candidate in found)
     for candidate in found:
         for row in rows:
             candidate.grid.fit(row.need.prompt_length, row.need.max_tokens)
@@ -67,7 +67,7 @@ def test_positions_that_a_layout_does_not_divide_are_left_out_of_every_candidate
     defaults = GridDefaults(length_multiple=8, span_multiple=8)
     found = CandidateGrids(rows_of(0, longest=50), 126, COST, Budget(), defaults)
     grids = [candidate.grid for candidate in found]
-    assert any(grid.chunk for grid in grids)
+    assert any(grid.chunks for grid in grids)
     assert all(span % 8 == 0 for grid in grids for span in grid.decode_spans)
 
 
@@ -76,9 +76,9 @@ def test_all_slots_of_a_planned_grid_may_fill_before_any_row_decodes():
     grids = [candidate.grid for candidate in found.of_chunks()]
     assert grids
     for grid in grids:
-        chunks = grid.decode_slots * grid.prefill[-1].length // grid.chunk
+        chunks = grid.decode_slots * grid.prefill[-1].length // grid.chunks[-1]
         calls = -(-chunks // grid.prefill[-1].batch)
-        assert calls <= grid.chunks_per_decode < calls + grid.prefill[-1].length // grid.chunk
+        assert calls <= grid.chunks_per_decode < calls + grid.prefill[-1].length // grid.chunks[-1]
 
 
 def test_a_search_that_ends_early_says_what_the_rest_might_be():
@@ -104,7 +104,7 @@ def test_prefill_lengths_are_those_of_least_predicted_seconds():
         total = 0.0
         for start, bucket in zip([0, *(b.length for b in buckets)], buckets, strict=False):
             count = sum(start < length <= bucket.length for length in lengths)
-            total += -(-count // bucket.batch) * COST.seconds(Call.whole(bucket))
+            total += -(-count // bucket.batch) * COST.seconds(Call.of_bucket(bucket))
         return total
 
     borders = sorted({-(-length // LENGTH_STEP) * LENGTH_STEP for length in lengths})
@@ -124,7 +124,8 @@ def cheapest_batches(ends, lengths, tokens, seconds) -> float:
         most, half = max(1, tokens // end), -(-tokens // (2 * end))
         sizes = range(max(1, min(half, count, most)), most + 1)
         total += min(
-            -(-count // size) * COST.seconds(Call.whole(PrefillBucket(end, size))) for size in sizes
+            -(-count // size) * COST.seconds(Call.of_bucket(PrefillBucket(end, size)))
+            for size in sizes
         )
     return total
 
@@ -156,8 +157,8 @@ def test_a_graph_more_never_takes_longer_and_one_fewer_never_less():
 
 def test_chunks_come_as_asked_for():
     rows = rows_of(0)
-    assert planner(rows, may_chunk=False).plan().best.grid.chunk is None
-    assert planner(rows, must_chunk=True).plan().best.grid.chunk is not None
+    assert planner(rows, may_chunk=False).plan().best.grid.chunks == ()
+    assert planner(rows, must_chunk=True).plan().best.grid.chunks
 
 
 def test_long_chunks_that_lengthen_the_cache_stay_within_memory_too():

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from tiny import CHUNK_GRID, GRID, TinyModel, prompts
+from tiny import CHUNK_GRID, GRID, TAIL_GRID, TinyModel, prompts
 
 from noria.runtime.planning.simulator import SimulatedRow, simulate
 from noria.runtime.request import Request, SamplingParams
@@ -10,7 +10,9 @@ from noria.runtime.request import Request, SamplingParams
 COUNTS = ("calls", "rows", "steps", "real_tokens", "computed_tokens", "emitted_tokens")
 
 
-@pytest.fixture(scope="module", params=[GRID, CHUNK_GRID], ids=["whole", "chunks"])
+@pytest.fixture(
+    scope="module", params=[GRID, CHUNK_GRID, TAIL_GRID], ids=["whole", "chunks", "tails"]
+)
 def model(request) -> TinyModel:
     return TinyModel(grid=request.param)
 
