@@ -1,15 +1,22 @@
 """`noria compile`: build every executable of a plan; on a target that is there, keep them.
 
 For an absent target everything is compiled all the same, and `bundle.json` keeps what the compiler
-said of each graph: seconds and memory. Weights are not read.
+said of each graph: seconds and memory. Weights are read only to be kept.
 """
 
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .plan_files import read_plan_table
-from .run_config import apply_overrides
+from .run_config import ConfigError, apply_overrides
+
+if TYPE_CHECKING:
+    from ..compile.plan import Plan
+    from ..compile.targets import Target
+    from .bundles.bundle import Weights
+    from .checkpoint import ModelFiles
 
 GIGABYTE = 1e9
 
@@ -20,6 +27,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--model", required=True, help="directory (config.json will do), .gguf file, or smollm2")
     add("--plan", type=Path, required=True, help="made by noria plan, or by hand")
     add("-o", "--output", type=Path, required=True, help="folder of the bundle")
+    add("--weights", action="store_true", help="keep the weights too, as the plan wants them")
     add("--set", action="append", default=[], metavar="A.B=V", help="override a key of the plan")
     add("--quiet", action="store_true", help="no progress on stderr")
     parser.set_defaults(run=run)
@@ -28,25 +36,49 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Compile, write, and say what it took."""
     from ..compile.plan import Plan
-    from . import bundle
+    from .bundles import bundle
     from .checkpoint import open_model
     from .compiled_plan import compile_for_target
 
     plan = Plan.from_table(apply_overrides(read_plan_table(options.plan), options.set))
+    if options.weights:
+        _check_weights(plan.target)
 
     def report(built: object) -> None:
         if not options.quiet:
             print(built, file=sys.stderr, flush=True)
 
-    with open_model(options.model, needs_weights=False) as files:
+    with open_model(options.model, needs_weights=options.weights) as files:
         bundle.check_folder(options.output, files.path)
         found = compile_for_target(plan, files, report)
-    target, seconds = found.target, found.graph_seconds
-    bundle.write(options.output, plan, target, files.spec.config, found.graphs, seconds)
+        target, seconds, config = found.target, found.graph_seconds, files.spec.config
+        weights = _weights(plan, target, files) if options.weights else None
+        bundle.write(options.output, plan, target, config, found.graphs, seconds, weights)
     kept = "kept" if target.is_present else f"not kept, as {target.name} is not there"
+    kept += f", with {weights.num_bytes / GIGABYTE:.2f} GB of weights" if weights else ""
     most = max(found.memory_bytes.values())
     print(
         f"{options.output}: {len(seconds)} graphs compiled in {found.seconds:.1f} s, {kept}; a "
         f"call needs up to {most / GIGABYTE:.2f} GB on each device, with all that it is given"
     )
     return 0
+
+
+def _check_weights(target: str) -> None:
+    """Refuse to keep weights where there are no devices to cut them for."""
+    from ..compile.targets import need_not_be_present
+
+    if need_not_be_present(target):
+        raise ConfigError(
+            f"--weights: expected a target that is on this machine, as weights are kept from its "
+            f"devices, got {target}. Compile without --weights."
+        )
+
+
+def _weights(plan: "Plan", target: "Target", files: "ModelFiles") -> "Weights":
+    """The parameters as the plan wants them."""
+    from . import session
+    from .bundles.bundle import Weights
+
+    model = session.load_model(files, target, plan.model.dtype, plan.layout)
+    return Weights(files.fingerprint(), model.parameters)

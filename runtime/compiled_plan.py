@@ -11,8 +11,8 @@ from ..compile.plan import Plan
 from ..compile.targets import Target, find_target
 from . import compilation_cache, session
 from .batch.job import EXIT_BUILD, JobError
-from .bundle import memory_of
 from .checkpoint import ModelFiles
+from .graph_memory import memory_of
 
 
 @dataclass(frozen=True)

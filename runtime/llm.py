@@ -5,7 +5,10 @@ graphs are compiled at construction; a prompt that does not fit the grid raises 
 its call runs.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ..compile.bucket_grid import BucketGrid
@@ -15,8 +18,10 @@ from ..compile.plan import Plan, PlannedModel
 from ..compile.targets import find_target
 from ..sharding.layout import Layout
 from . import compilation_cache, session
+from .bundles.warm_start import begin
 from .checkpoint import ModelFiles, open_model
 from .layout_files import read_layout_table
+from .plan_files import read_plan_table
 from .request import Request, RequestOutput, RowError, SamplingParams
 from .text.chat_template import ChatRenderer
 
@@ -33,7 +38,8 @@ class LLM:
 
     Args:
       model: A Hugging Face directory, a `.gguf` file, a checkpoint of ours, or `smollm2`.
-      plan: The plan to build; without one the grid comes from the next two.
+      plan: The plan to build, its file, or a bundle, which compiles nothing; without one the grid
+        comes from the next two.
       max_model_len: Longest prompt and output together; by default the model's own limit, at
         most 2048.
       max_num_seqs: Decode slots.
@@ -50,7 +56,7 @@ class LLM:
         self,
         model: str,
         *,
-        plan: Plan | None = None,
+        plan: Plan | str | Path | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int = DEFAULT_SLOTS,
         dtype: str = "auto",
@@ -61,6 +67,9 @@ class LLM:
     ):
         import jax
 
+        path = Path(plan) if isinstance(plan, str | Path) else None
+        if isinstance(plan, str | Path):
+            plan = Plan.from_table(read_plan_table(Path(plan)))
         compilation_cache.enable()
         session.prepare_cpu(target or (plan.target if plan else None))
         found = find_target(target or (plan.target if plan else jax.default_backend()))
@@ -77,8 +86,9 @@ class LLM:
             raise ValueError("layout, experts: the plan has its own. Change them there.")
         session.check_plan(plan, files, found, dtype)
         self.plan = plan
-        self._model = session.load_model(files, found, plan.model.dtype, plan.layout)
-        self._generator = session.start(self._model, plan, seed=seed)
+        warm = begin(path, plan, found, files, partial(print, file=sys.stderr))
+        self._model = session.load_model(files, found, plan.model.dtype, plan.layout, warm)
+        self._generator = session.start(self._model, plan, seed=seed, warm=warm)
         self._renderer: ChatRenderer | None = None
         self._num_requests = 0
 

@@ -24,7 +24,7 @@ from ..modelzoo.config import DecoderConfig
 from ..sharding.layout import Layout
 from ..sharding.legality import require
 from ..sharding.placement import Placement
-from .bundle import Bundle, BundleUnusable
+from .bundles.warm_start import WarmStart
 from .checkpoint import ModelFiles, load_params
 from .engine import Engine
 from .expert_use import ExpertSetup
@@ -169,19 +169,26 @@ def _expect(key: str, expected: str, got: str, remedy: str) -> None:
 
 
 def load_model(
-    files: ModelFiles, target: Target, dtype: str, layout: Layout | None = None
+    files: ModelFiles,
+    target: Target,
+    dtype: str,
+    layout: Layout | None = None,
+    warm: WarmStart | None = None,
 ) -> LoadedModel:
-    """Read the parameters, slice by slice, straight into their placement on the target."""
+    """Read the parameters, slice by slice, straight into their placement on the target.
+
+    Those that `warm` has ready are taken from there.
+    """
     dtype = resolve_dtype(dtype, target)
     placement = target.placement(layout)
     arrangement = placement.arrangement(files.spec.config)
     definition = Definition(files.spec.config, arrangement)
-    parameters = load_params(
-        files.spec.arranged(arrangement),
-        files.tensors,
-        definition.abstract_parameters(jnp.dtype(dtype)),
-        placement.parameters(definition.logical_axes()),
-    )
+    abstract = definition.abstract_parameters(jnp.dtype(dtype))
+    shardings = placement.parameters(definition.logical_axes())
+    parameters = warm and warm.parameters(abstract, shardings)
+    if parameters is None:
+        spec = files.spec.arranged(arrangement)
+        parameters = load_params(spec, files.tensors, abstract, shardings)
     parameters = placement.place(parameters)
     tokenizer = load_tokenizer(files.tokenizer_files)
     return LoadedModel(
@@ -222,39 +229,25 @@ def compile_plan(
     )
 
 
-def _loaded(
-    bundle: Bundle | None, model: LoadedModel, plan: Plan, on_note: Callable[[str], None]
-) -> CompiledGraphs | None:
-    """The executables of a bundle; None, and a note, where they cannot be used."""
-    if bundle is None:
-        return None
-    try:
-        config = model.definition.config
-        graphs = bundle.load(plan, model.target, config, model.files.path)
-    except BundleUnusable as error:
-        on_note(f"bundle {bundle.folder}: {error}. Compiling the plan instead.")
-        return None
-    on_note(f"bundle {bundle.folder}: {len(graphs.executables)} executables loaded, none compiled")
-    return graphs
-
-
 def start(
     model: LoadedModel,
     plan: Plan,
     *,
     seed: int = 0,
     on_graph: Callable[[GraphBuilt], None] = lambda built: None,
-    bundle: Bundle | None = None,
-    on_note: Callable[[str], None] = lambda line: None,
+    warm: WarmStart | None = None,
 ) -> Generator:
-    """Compile the plan's graphs, or load them, and put an empty decode state in place."""
+    """Compile the plan's graphs, or take those of `warm`; put an empty decode state in place."""
     definition, placement, grid = model.definition, model.placement, plan.buckets
     experts = plan.experts or LOSSLESS_EXPERTS
-    graphs = _loaded(bundle, model, plan, on_note)
-    if graphs is None:
+    loaded = warm and warm.graphs()
+    if loaded is None:
         graphs = compile_plan(definition, plan, placement, on_graph)
+        state = graphs.empty_state()
+    else:
+        graphs, state = loaded
     host = HostArrays(placement.replicated)
-    engine = Engine(graphs, model.parameters, graphs.empty_state(), host, definition.padded_vocab)
+    engine = Engine(graphs, model.parameters, state, host, definition.padded_vocab)
     config = definition.config
     setup = None if config.moe is None else ExpertSetup(config.moe, experts, placement.platform)
     attention = attention_kernels(plan, config, model.target).report()

@@ -167,7 +167,7 @@ class BatchModel:
         from ...compile.plan import Plan
         from ...compile.targets import find_target
         from .. import compilation_cache, session
-        from ..bundle import Bundle
+        from ..bundles.warm_start import begin
 
         def report(built: GraphBuilt) -> None:
             progress.note(str(built))
@@ -192,20 +192,14 @@ class BatchModel:
             raise JobError(str(error), EXIT_USAGE) from error
         text = plan.to_toml()
         self._peers.agree(lambda: {"plan": text})
+        warm = begin(self._options.plan, plan, target, self._files, progress.note)
         progress.note(text.rstrip())
         progress.note(padding_note(summary, plan.buckets, plan.layout, max_position))
         progress.note(str(session.attention_kernels(plan, self._files.spec.config, target)))
-        model = session.load_model(self._files, target, plan.model.dtype, plan.layout)
+        model = session.load_model(self._files, target, plan.model.dtype, plan.layout, warm)
         phases.enter("build")
-        path = self._options.plan
-        generator = session.start(
-            model,
-            plan,
-            seed=self._options.seed,
-            on_graph=report,
-            bundle=Bundle(path) if path is not None and path.is_dir() else None,
-            on_note=progress.note,
-        )
+        seed = self._options.seed
+        generator = session.start(model, plan, seed=seed, on_graph=report, warm=warm)
         return Build(generator, text)
 
     def _make_plan(

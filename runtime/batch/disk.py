@@ -31,7 +31,7 @@ class Disk:
     def open_new(self, path: Path) -> int:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
 
-    def write(self, descriptor: int, content: bytes) -> None:
+    def write(self, descriptor: int, content: bytes | memoryview) -> None:
         view = memoryview(content)
         while view:
             view = view[os.write(descriptor, view) :]
@@ -60,7 +60,7 @@ class Disk:
             os.close(descriptor)
 
 
-def replace_file(disk: Disk, path: Path, chunks: Iterable[bytes]) -> FileDigest:
+def replace_file(disk: Disk, path: Path, chunks: Iterable[bytes | memoryview]) -> FileDigest:
     """Write a file under a temporary name and rename it over `path` once it is durable."""
     temporary = path.with_name(f"{path.name}.tmp")
     digest = hashlib.sha256()

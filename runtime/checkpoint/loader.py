@@ -136,7 +136,7 @@ def read_parameter(
 ) -> np.ndarray:
     """Read the box `index` of a parameter of the given shape, its parts put together and cast."""
     box = intervals(index, shape)
-    result = filled = _aligned_zeros([len(interval) for interval in box], np.dtype(dtype))
+    result = filled = aligned_zeros([len(interval) for interval in box], np.dtype(dtype))
     if source.padding_rows:
         published = shape[0] - source.padding_rows
         box = (Interval(box[0].start, min(box[0].stop, published)), *box[1:])
@@ -172,7 +172,7 @@ def _fill(
         start = stop
 
 
-def _aligned_zeros(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+def aligned_zeros(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     # zeros cost no more than empty: the pages of large arrays come zeroed from the system
     num_bytes = math.prod(shape) * dtype.itemsize
     memory = np.zeros(num_bytes + ALIGNMENT, np.uint8)

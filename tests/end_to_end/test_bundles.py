@@ -1,9 +1,14 @@
 """`noria compile` and jobs that start from what it kept, through the command."""
 
 import json
+import re
+import subprocess
+import sys
 
 import pytest
 from command import answer, completion, read_rows, write_lines
+from model_on_disk import write_model
+from safetensors.numpy import load_file, save_file
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +45,62 @@ def test_a_job_starts_from_a_bundle_without_compiling(noria, source, plan, bundl
         assert answer(ours) == answer(theirs)
 
 
+def test_weights_are_kept_and_taken_instead_of_the_models(noria, source, plan):
+    folder = source.with_name("with-weights")
+    options = ("--model", noria.model, "--plan", plan, "-o", folder)
+    assert "of weights" in noria.run("compile", *options, "--weights").stdout
+    given = ("-i", source, "--model", noria.model, "--plan", folder)
+
+    output = source.with_name("warm.jsonl")
+    said = noria.run("batch", *given, "-o", output).stderr
+    assert "executables loaded, none compiled" in said
+    assert "Reading those of" not in said
+    compiled, _ = noria.batch(source, source.with_name("compiled.jsonl"), "--plan", plan)
+    assert [answer(row) for row in read_rows(output)] == [answer(row) for row in compiled]
+
+    shard = max((folder / "weights").iterdir(), key=lambda path: path.stat().st_size)
+    shard.write_bytes(shard.read_bytes()[:-4])
+    said = noria.run("batch", *given, "-o", source.with_name("cut.jsonl")).stderr
+    assert f"{shard.name}: expected" in said
+    assert "Reading those of model instead" in said
+    rows = read_rows(source.with_name("cut.jsonl"))
+    assert [answer(row) for row in rows] == [answer(row) for row in compiled]
+
+
+def test_weights_of_another_model_are_not_taken(noria, source, plan, tmp_path):
+    other, folder = tmp_path / "other", tmp_path / "bundle"
+    write_model(other)
+    tensors = load_file(other / "model.safetensors")
+    save_file({name: -x for name, x in tensors.items()}, other / "model.safetensors")
+    for_any = tmp_path / "plan.toml"
+    for_any.write_text(re.sub('fingerprint = ".*"', 'fingerprint = ""', plan.read_text()))
+    noria.run("compile", "--model", noria.model, "--plan", for_any, "-o", folder, "--weights")
+    output = tmp_path / "out.jsonl"
+    said = noria.run("batch", "-i", source, "-o", output, "--model", other, "--plan", folder).stderr
+    assert "executables loaded" in said
+    assert "weights of: " in said
+    plain = tmp_path / "plain.jsonl"
+    noria.run("batch", "-i", source, "-o", plain, "--model", other, "--plan", for_any)
+    assert [*map(answer, read_rows(output))] == [*map(answer, read_rows(plain))]
+
+
+def test_a_script_starts_from_a_bundle(noria, bundle):
+    code = (
+        "import sys; from noria.runtime import LLM, SamplingParams\n"
+        "llm = LLM(sys.argv[1], plan=sys.argv[2])\n"
+        "print(llm.generate([3, 4, 5], SamplingParams(max_tokens=1))[0].outputs[0].token_ids)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code, noria.model, bundle],
+        env=noria.environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "executables loaded, none compiled" in run.stderr
+    assert run.stdout.startswith("[")
+
+
 def test_an_edited_plan_is_compiled_with_a_word(noria, source, bundle):
     output = source.with_name("edited.jsonl")
     arguments = ("-i", source, "-o", output, "--model", noria.model, "--plan", bundle)
@@ -53,6 +114,13 @@ def test_a_folder_without_a_plan_is_refused(noria, source, tmp_path):
     arguments = ("-i", source, "-o", source.with_name("no.jsonl"), "--model", noria.model)
     said = noria.run("batch", *arguments, "--plan", tmp_path, expect=2).stderr
     assert "noria compile" in said
+
+
+def test_weights_are_not_kept_for_a_target_that_is_not_there(noria, source, plan, tmp_path):
+    away = tmp_path / "plan.toml"
+    away.write_text(plan.read_text().replace('target = "cpu"', 'target = "tpu:v5e:1x1"'))
+    options = ("--model", noria.model, "--plan", away, "-o", tmp_path / "bundle", "--weights")
+    assert "Compile without --weights" in noria.run("compile", *options, expect=2).stderr
 
 
 @pytest.mark.tpu_compile

@@ -1,0 +1,233 @@
+"""A bundle: a plan with its executables, and weights if asked for; starting from it compiles none.
+
+`plan.toml` is the plan, `bundle.json` says what all was built for and the files' hashes, `graphs/`
+has executables, `weights/` shards. Executables are pickles, so they are opened only where nobody
+else can have written them: folder and files must be the user's own, writable by no one else,
+outside the model's directory, and exactly those that `bundle.json` names. They must also have been
+built by these very versions, sources and flags, for these devices. Whatever does not hold is said,
+and the plan is compiled instead, or the model's own weights are read.
+
+Knows nothing of requests. Guarantees: a bundle is whole or not there, as `bundle.json` comes last.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import jax
+
+from ...compile import serialised
+from ...compile.compiled_graphs import CompiledGraphs, graph_names
+from ...compile.plan import Plan
+from ...compile.steps import DecodeState
+from ...compile.targets import Target
+from ...modelzoo.config import DecoderConfig
+from ..batch.disk import Disk, digest_file, replace_file
+from ..graph_memory import memory_facts
+from ..plan_files import PLAN
+from ..run_config import ConfigError
+from .key import check_key, key_of, weights_key_of
+from .own_files import BundleUnusable, KeptFile, opened, read_file, read_kept
+from .weights import Shards, read_shards, write_shards
+
+SCHEMA = 2
+EMPTY_STATE = CompiledGraphs.EMPTY_STATE
+CONTENTS, GRAPHS, WEIGHTS = "bundle.json", "graphs", "weights"
+
+
+@dataclass(frozen=True)
+class Contents:
+    """`bundle.json`, as far as loading needs it."""
+
+    key: Mapping[str, str]
+    graphs: Mapping[str, KeptFile]
+    weights_key: Mapping[str, str]
+    """Empty where a bundle has no weights."""
+    shards: Shards
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A folder that `write` has filled, and that was built for this plan, target and model."""
+
+    folder: Path
+    plan: Plan
+    target: Target
+    contents: Contents
+
+    @classmethod
+    def open(
+        cls, folder: Path, plan: Plan, target: Target, config: DecoderConfig, model_path: Path
+    ) -> "Bundle":
+        """The bundle of a folder; `BundleUnusable` where it is not trusted or not for this."""
+        if _is_inside_model(folder, model_path):
+            raise BundleUnusable("it lies in the model's directory, from which nothing is run")
+        with _said(folder), opened(folder) as descriptor:
+            contents = _contents(read_file(CONTENTS, descriptor))
+        check_key(contents.key, key_of(plan, target, config), "it was built")
+        if missing := graph_names(plan.buckets) ^ set(contents.graphs):
+            raise BundleUnusable(f"its executables are not those of the plan ({sorted(missing)})")
+        return cls(folder, plan, target, contents)
+
+    @property
+    def has_weights(self) -> bool:
+        return bool(self.contents.weights_key)
+
+    def load(self) -> tuple[CompiledGraphs, DecodeState]:
+        """The executables, `BundleUnusable` unless all are what was written, and an empty state.
+
+        The state's memory is zeroed while the other executables load.
+        """
+        dumped = self._read_graphs()
+        by_need = sorted(dumped, key=lambda name: (name != EMPTY_STATE, -len(dumped[name])))
+        load = partial(serialised.load, devices=self.target.devices)
+        try:
+            with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+                tasks = {EMPTY_STATE: pool.submit(load, dumped[EMPTY_STATE])}
+                state = pool.submit(lambda: jax.block_until_ready(tasks[EMPTY_STATE].result()()))
+                tasks |= {name: pool.submit(load, dumped[name]) for name in by_need[1:]}
+                loaded = {name: tasks[name].result() for name in dumped}
+        except (RuntimeError, ValueError, EOFError, UnpicklingError) as error:
+            raise BundleUnusable(f"its executables cannot be loaded ({error})") from error
+        return CompiledGraphs(self.plan.buckets, loaded), state.result()
+
+    def _read_graphs(self) -> dict[str, bytes]:
+        with _said(self.folder), opened(self.folder) as folder, opened(GRAPHS, folder) as graphs:
+            return {name: read_kept(file, graphs) for name, file in self.contents.graphs.items()}
+
+    def parameters(
+        self,
+        model_fingerprint: str,
+        abstract: Mapping[str, jax.ShapeDtypeStruct],
+        shardings: Mapping[str, jax.sharding.Sharding],
+    ) -> dict[str, jax.Array]:
+        """The weights on their shards; `BundleUnusable` unless they are this model's, whole."""
+        check_key(self.contents.weights_key, weights_key_of(model_fingerprint), "they were kept")
+        with _said(self.folder), opened(self.folder) as folder, opened(WEIGHTS, folder) as weights:
+            return read_shards(weights, self.contents.shards, abstract, shardings)
+
+
+def check_folder(folder: Path, model_path: Path) -> None:
+    """Refuse a folder for a bundle before anything is compiled for it."""
+    if _is_inside_model(folder, model_path):
+        raise ConfigError(
+            f"{folder}: expected a folder outside the model's directory, from which no executable "
+            f"is run. Choose another."
+        )
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder}: expected a folder, got a file. Choose another name.")
+    others = {path.name for path in folder.iterdir()} if folder.exists() else set()
+    # an interrupted bundle has no contents yet
+    if others - {PLAN, CONTENTS, GRAPHS, WEIGHTS}:
+        raise ConfigError(
+            f"{folder}: expected a new folder or a bundle, got one with other files. Choose "
+            f"another folder."
+        )
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Parameters in place, and the fingerprint of the model whose they are."""
+
+    model_fingerprint: str
+    parameters: Mapping[str, jax.Array]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(array.nbytes for array in self.parameters.values())
+
+
+def write(
+    folder: Path,
+    plan: Plan,
+    target: Target,
+    config: DecoderConfig,
+    graphs: CompiledGraphs,
+    seconds: Mapping[str, float],
+    weights: Weights | None = None,
+) -> None:
+    """Fill a folder, whose earlier bundle is replaced; executables only for a target that is there.
+
+    `seconds` are those that each graph took to compile. See `check_folder` for which folders.
+    """
+    disk = Disk()
+    _empty(disk, folder)
+    dumped = serialised.dump(graphs) if target.is_present else {}
+    described = {}
+    for number, (name, executable) in enumerate(graphs.executables.items()):
+        described[name] = {"compile_seconds": seconds[name], **memory_facts(executable)}
+        if name in dumped:
+            path = folder / GRAPHS / f"{number:03}.bin"
+            replace_file(disk, path, [dumped[name]])
+            described[name] |= KeptFile(path.name, digest_file(path).sha256).described
+    replace_file(disk, folder / PLAN, [plan.to_toml().encode()])
+    contents = {
+        "schema": SCHEMA,
+        "executable": target.is_present,
+        "key": key_of(plan, target, config),
+        "graphs": described,
+        "weights": None if weights is None else _write_weights(disk, folder / WEIGHTS, weights),
+    }
+    replace_file(disk, folder / CONTENTS, [json.dumps(contents, indent=1).encode() + b"\n"])
+
+
+def _empty(disk: Disk, folder: Path) -> None:
+    """Make the folders of a bundle, the user's alone, without the files of an earlier one."""
+    for path in (folder, folder / GRAPHS, folder / WEIGHTS):
+        path.mkdir(parents=True, exist_ok=True)
+        path.chmod(0o700)
+    disk.remove(folder / CONTENTS)
+    for name in (GRAPHS, WEIGHTS):
+        for old in (folder / name).iterdir():
+            disk.remove(old)
+
+
+def _write_weights(disk: Disk, folder: Path, weights: Weights) -> dict[str, Any]:
+    kept = write_shards(disk, folder, weights.parameters)
+    shards = {
+        name: {box: file.described for box, file in boxes.items()} for name, boxes in kept.items()
+    }
+    return {"key": weights_key_of(weights.model_fingerprint), "shards": shards}
+
+
+@contextmanager
+def _said(folder: Path) -> Iterator[None]:
+    """What the disk refuses, as a reason not to use a bundle."""
+    try:
+        yield
+    except OSError as error:
+        raise BundleUnusable(f"{error.filename or folder}: {error.strerror}") from None
+
+
+def _is_inside_model(folder: Path, model_path: Path) -> bool:
+    model = model_path.resolve()
+    return folder.resolve().is_relative_to(model if model.is_dir() else model.parent)
+
+
+def _contents(text: bytes) -> Contents:
+    try:
+        contents = json.loads(text)
+        if contents["schema"] != SCHEMA:
+            raise BundleUnusable(
+                f"{CONTENTS}: expected schema {SCHEMA}, got {contents['schema']!r}"
+            )
+        if not contents["executable"]:
+            raise BundleUnusable("it was compiled for a target that was not there")
+        graphs = {str(name): KeptFile.of(graph) for name, graph in contents["graphs"].items()}
+        weights = contents["weights"] or {"key": {}, "shards": {}}
+        shards = {
+            str(name): {str(box): KeptFile.of(file) for box, file in boxes.items()}
+            for name, boxes in weights["shards"].items()
+        }
+        return Contents(dict(contents["key"]), graphs, dict(weights["key"]), shards)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, BundleUnusable):
+            raise
+        raise BundleUnusable(f"{CONTENTS} cannot be read") from None

@@ -1,0 +1,71 @@
+"""What executables and weights depend on, as words: kept with them, and compared before their use.
+
+Reads the sources of the library, no file of a bundle.
+"""
+
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+
+import jax
+
+from ... import compile as compile_floor
+from ... import modelzoo, sharding
+from ...compile.plan import Plan
+from ...compile.targets import Target
+from ...modelzoo.config import DecoderConfig
+from .. import checkpoint
+from ..batch.manifest import versions
+from ..machine import processor_flags
+from .own_files import BundleUnusable
+
+_FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+
+
+def key_of(plan: Plan, target: Target, config: DecoderConfig) -> dict[str, str]:
+    """Everything that an executable depends on."""
+    device = target.devices[0]
+    return {
+        **{f"version of {name}": number for name, number in versions().items()},
+        "compiler": str(device.client.platform_version) if target.is_present else "",
+        "devices": f"{len(target.devices)} x {device.device_kind}",
+        "processes": str(jax.process_count()),
+        # code for a CPU uses the instructions of the one it was compiled on
+        "processor": _digest(processor_flags()) if target.platform == "cpu" else "",
+        **{name: os.environ.get(name, "") for name in _FLAGS},
+        "sources": _source_fingerprint(modelzoo, sharding, compile_floor),
+        "plan": _digest(plan.to_toml()),
+        "model": _digest(repr(config)),
+    }
+
+
+def weights_key_of(model_fingerprint: str) -> dict[str, str]:
+    """What arranged weights depend on besides."""
+    return {"weights of": model_fingerprint, "loader": _source_fingerprint(checkpoint)}
+
+
+def check_key(built_for: Mapping[str, str], wanted: Mapping[str, str], what: str) -> None:
+    """Refuse what was made for another key, naming all that differs."""
+    names = sorted(set(built_for) | set(wanted))
+    if differing := [name for name in names if built_for.get(name) != wanted.get(name)]:
+        listed = "; ".join(
+            f"{name}: {built_for.get(name)!r} then, {wanted.get(name)!r} now" for name in differing
+        )
+        raise BundleUnusable(f"{what} for something else ({listed})")
+
+
+def _source_fingerprint(*packages: ModuleType) -> str:
+    """Of every source file of some packages."""
+    digest = hashlib.sha256()
+    for package in packages:
+        root = Path(next(iter(package.__path__)))
+        for path in sorted(root.rglob("*.py")):
+            digest.update(f"{package.__name__} {path.relative_to(root)}\n".encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,85 @@
+"""A start from a bundle: executables load in the background while the rest is made ready.
+
+Loading executables takes a thread of the compiler's runtime and no interpreter, reading weights the
+disk and hashes: side by side they take as long as the longer one. What cannot be used is said in
+a note, and left to the caller to make. Knows nothing of how that is done.
+"""
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import jax
+
+from ...compile.compiled_graphs import CompiledGraphs
+from ...compile.plan import Plan
+from ...compile.steps import DecodeState
+from ...compile.targets import Target
+from ..checkpoint import ModelFiles
+from .bundle import Bundle
+from .own_files import BundleUnusable
+
+
+def begin(
+    path: Path | None,
+    plan: Plan,
+    target: Target,
+    files: ModelFiles,
+    on_note: Callable[[str], None],
+) -> "WarmStart | None":
+    """A start from the bundle that a plan was read from; None where it was a file, or none."""
+    if path is None or not path.is_dir():
+        return None
+    return WarmStart(path, plan, target, files, on_note)
+
+
+class WarmStart:
+    """What a folder has ready for a plan. Begins to load executables when it is made."""
+
+    def __init__(
+        self,
+        folder: Path,
+        plan: Plan,
+        target: Target,
+        files: ModelFiles,
+        on_note: Callable[[str], None],
+    ):
+        self._folder, self._files, self._on_note = folder, files, on_note
+        self._bundle: Bundle | None = None
+        try:
+            self._bundle = Bundle.open(folder, plan, target, files.spec.config, files.path)
+        except BundleUnusable as error:
+            self._say(f"{error}. Compiling the plan instead.")
+            return
+        background = ThreadPoolExecutor(max_workers=1)
+        self._loaded = background.submit(self._bundle.load)
+        background.shutdown(wait=False)
+
+    def graphs(self) -> tuple[CompiledGraphs, DecodeState] | None:
+        """The executables, once they are loaded, and an empty state; None where there are none."""
+        if self._bundle is None:
+            return None
+        try:
+            graphs, state = self._loaded.result()
+        except BundleUnusable as error:
+            self._say(f"{error}. Compiling the plan instead.")
+            return None
+        self._say(f"{len(graphs.executables)} executables loaded, none compiled")
+        return graphs, state
+
+    def parameters(
+        self,
+        abstract: Mapping[str, jax.ShapeDtypeStruct],
+        shardings: Mapping[str, jax.sharding.Sharding],
+    ) -> dict[str, jax.Array] | None:
+        """The weights in place; None where there are none, or none that can be used."""
+        if self._bundle is None or not self._bundle.has_weights:
+            return None
+        try:
+            return self._bundle.parameters(self._files.fingerprint(), abstract, shardings)
+        except BundleUnusable as error:
+            self._say(f"weights: {error}. Reading those of {self._files.name} instead.")
+            return None
+
+    def _say(self, what: str) -> None:
+        self._on_note(f"bundle {self._folder}: {what}")

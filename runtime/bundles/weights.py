@@ -1,0 +1,97 @@
+"""Weights of a bundle: every shard of this process as a file of its plain bytes, row by row.
+
+They lie as the plan's layout wants them (dequantised, fused, cast, cut), so loading them is
+reading. They are read, not mapped: on the CPU products over the pages of a mapped file took twice
+as long as over memory of our own, which comes in huge pages, and a copy from the page cache takes a
+tenth of what the hash does.
+
+What is checked, and against what: owner and permissions against other users; size and SHA-256
+against copies cut short and disks that lie; the model's fingerprint against weights of another
+model. Numbers cannot run, so nothing guards against the user, who may write both a file and its
+hash. Every byte is hashed at every start: with the SHA instructions of today's processors a thread
+hashes 1.9 GB a second, and several threads more than disks give.
+
+Knows nothing of model files. Guarantees: parameters are bit for bit those that were kept.
+"""
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from ..batch.disk import Disk, replace_file
+from ..checkpoint.loader import aligned_zeros
+from ..checkpoint.tensor_source import Index, Interval, intervals
+from .own_files import BundleUnusable, KeptFile, read_kept_into
+
+NUM_READERS = 4
+"""Each holds one shard on the host until its device has it."""
+
+Shards = Mapping[str, Mapping[str, KeptFile]]
+"""Files by parameter and box."""
+
+
+def write_shards(
+    disk: Disk, folder: Path, parameters: Mapping[str, jax.Array]
+) -> dict[str, dict[str, KeptFile]]:
+    """Write the shards of this process, each box once, however many of its devices hold it."""
+    kept: dict[str, dict[str, KeptFile]] = {}
+    for number, (name, array) in enumerate(parameters.items()):
+        boxes = kept[name] = {}
+        for shard in array.addressable_shards:
+            box = _box_name(intervals(shard.index, array.shape))
+            if box not in boxes:
+                path = folder / f"{number:05}-{len(boxes):03}.bin"
+                content = np.ascontiguousarray(shard.data).reshape(-1).view(np.uint8)
+                digest = replace_file(disk, path, [content.data])
+                boxes[box] = KeptFile(path.name, digest.sha256)
+    return kept
+
+
+def read_shards(
+    folder: int,
+    shards: Shards,
+    abstract: Mapping[str, jax.ShapeDtypeStruct],
+    shardings: Mapping[str, jax.sharding.Sharding],
+) -> dict[str, jax.Array]:
+    """All parameters, each on its shards, from a folder that is held open."""
+    if missing := abstract.keys() ^ shards.keys():
+        raise BundleUnusable(f"its weights are not those of the model ({min(missing)})")
+
+    def read(name: str) -> jax.Array:
+        return _read_parameter(folder, shards[name], abstract[name], shardings[name])
+
+    with ThreadPoolExecutor(max_workers=NUM_READERS) as pool:
+        return dict(zip(abstract, pool.map(read, abstract), strict=True))
+
+
+def _read_parameter(
+    folder: int,
+    boxes: Mapping[str, KeptFile],
+    abstract: jax.ShapeDtypeStruct,
+    sharding: jax.sharding.Sharding,
+) -> jax.Array:
+    shape, dtype = tuple(abstract.shape), np.dtype(abstract.dtype)
+    # devices that hold the same shard ask for the same box, each in its own call
+    arrays: dict[str, np.ndarray] = {}
+
+    def read(index: Index | None) -> np.ndarray:
+        box = intervals(index or (), shape)
+        name = _box_name(box)
+        if name not in arrays:
+            if name not in boxes:
+                raise BundleUnusable(f"its weights are cut otherwise (no box {name})")
+            arrays[name] = aligned_zeros([len(interval) for interval in box], dtype)
+            read_kept_into(arrays[name], boxes[name], folder)
+        return arrays[name]
+
+    array = jax.make_array_from_callback(shape, sharding, read, dtype=dtype)
+    # a transfer under way still needs its host array: wait, or the next one comes on top
+    return array.block_until_ready()
+
+
+def _box_name(box: tuple[Interval, ...]) -> str:
+    """`0:576,192:384`."""
+    return ",".join(f"{interval.start}:{interval.stop}" for interval in box)

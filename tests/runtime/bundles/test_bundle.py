@@ -1,0 +1,203 @@
+"""Bundles: what was built is loaded without a compiler, and whatever was touched is not opened."""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from tiny import CONFIG, GRID, TinyModel
+
+from noria.compile.monitor import compile_monitor
+from noria.compile.plan import Plan, PlannedModel
+from noria.compile.targets import Target, find_target
+from noria.modelzoo.config import RopeConfig
+from noria.runtime import compilation_cache
+from noria.runtime.bundles.bundle import CONTENTS, GRAPHS, Bundle, check_folder, write
+from noria.runtime.bundles.key import key_of
+from noria.runtime.bundles.own_files import BundleUnusable
+from noria.runtime.run_config import ConfigError
+
+PLAN = Plan("cpu", PlannedModel("tiny", "", "float32"), GRID)
+ELSEWHERE = Path("/nonexistent/model")
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[TinyModel]:
+    # other tests of this process may have compiled the same graphs into the cache
+    compilation_cache.disable()
+    yield TinyModel()
+    compilation_cache.restore()
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return find_target("cpu")
+
+
+@pytest.fixture
+def folder(model, target, tmp_path) -> Path:
+    path = tmp_path / "bundle"
+    seconds = dict.fromkeys(model.graphs.executables, 0.5)
+    write(path, PLAN, target, CONFIG, model.graphs, seconds)
+    return path
+
+
+def edit_contents(folder: Path, change) -> None:
+    path = folder / CONTENTS
+    contents = json.loads(path.read_text())
+    change(contents)
+    path.write_text(json.dumps(contents))
+
+
+def refusal(
+    folder: Path, target: Target, plan: Plan = PLAN, model=CONFIG, model_path: Path = ELSEWHERE
+) -> str:
+    with pytest.raises(BundleUnusable) as error:
+        Bundle.open(folder, plan, target, model, model_path).load()
+    return str(error.value)
+
+
+def test_what_is_loaded_computes_the_same_bits_and_nothing_is_compiled(model, target, folder):
+    before = compile_monitor().num_compiles
+    loaded, state = Bundle.open(folder, PLAN, target, CONFIG, ELSEWHERE).load()
+    assert set(loaded.executables) == set(model.graphs.executables)
+    bucket = GRID.prefill[1]
+    tokens_BT = np.arange(3, 3 + bucket.batch * bucket.length, dtype=np.int32)
+    tokens_BT = tokens_BT.reshape(bucket.batch, bucket.length)
+    true_length_B = np.array([7, bucket.length], np.int32)
+    made = [
+        graphs.prefill(model.parameters, bucket, tokens_BT, true_length_B)
+        for graphs in (model.graphs, loaded)
+    ]
+    for ours, theirs in zip(*map(jax.tree.leaves, made), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    live_B = np.zeros(GRID.decode_slots, bool)
+    loaded.decode(model.parameters, state, live_B, GRID.decode_spans[0])
+    assert compile_monitor().num_compiles == before
+
+
+def test_a_bundle_says_what_each_graph_took_and_needs(folder):
+    graphs = json.loads((folder / CONTENTS).read_text())["graphs"]
+    for graph in graphs.values():
+        assert graph["compile_seconds"] == 0.5
+        assert graph["output_bytes"] > 0
+
+
+@pytest.mark.parametrize(
+    "name", ["version of jax", "compiler", "XLA_FLAGS", "sources", "processor"]
+)
+def test_executables_of_another_build_are_refused_by_what_differs(folder, target, name):
+    assert name in key_of(PLAN, target, CONFIG)
+    edit_contents(folder, lambda contents: contents["key"].update({name: "other"}))
+    assert f"{name}: 'other' then" in refusal(folder, target)
+
+
+def test_flags_of_this_process_count(folder, target, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
+    assert "XLA_FLAGS" in refusal(folder, target)
+
+
+def test_another_plan_is_refused(folder, target):
+    other = Plan("cpu", PlannedModel("tiny", "", "bfloat16"), GRID)
+    assert "plan" in refusal(folder, target, other)
+
+
+def test_a_truncated_or_changed_executable_is_refused(folder, target):
+    path = next((folder / GRAPHS).iterdir())
+    content = path.read_bytes()
+    path.write_bytes(content[:-10])
+    assert "not the file that was written" in refusal(folder, target)
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert "not the file that was written" in refusal(folder, target)
+    path.unlink()
+    assert "No such file" in refusal(folder, target)
+
+
+def test_what_others_can_write_is_refused(folder, target):
+    for path in (folder, folder / GRAPHS, folder / CONTENTS):
+        mode = path.stat().st_mode
+        path.chmod(mode | 0o020)
+        assert "can be written by others" in refusal(folder, target)
+        path.chmod(mode)
+    Bundle.open(folder, PLAN, target, CONFIG, ELSEWHERE).load()
+
+
+def test_what_belongs_to_another_user_is_refused(folder, target, monkeypatch):
+    me = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: me + 1)
+    assert "another user" in refusal(folder, target)
+
+
+def test_links_are_refused(folder, target):
+    path = next((folder / GRAPHS).iterdir())
+    moved = folder.parent / "moved"
+    path.rename(moved)
+    path.symlink_to(moved)
+    assert "symbolic links" in refusal(folder, target)
+
+
+def test_a_link_to_a_bundle_is_no_bundle(folder, target, tmp_path):
+    link = tmp_path / "link"
+    link.symlink_to(folder)
+    assert "irectory" in refusal(link, target)
+
+
+def test_graphs_of_another_model_of_the_same_shapes_are_refused(folder, target):
+    other = replace(CONFIG, rope=RopeConfig(theta=500_000.0))
+    assert "model" in refusal(folder, target, model=other)
+
+
+def test_a_graph_too_few_or_too_many_is_refused(folder, target):
+    names = json.loads((folder / CONTENTS).read_text())["graphs"]
+    first = next(iter(names))
+    edit_contents(folder, lambda contents: contents["graphs"].pop(first))
+    assert first in refusal(folder, target)
+    edit_contents(folder, lambda contents: contents["graphs"].update({"more": names[first]}))
+    assert "more" in refusal(folder, target)
+
+
+def test_nothing_is_run_from_the_models_directory(folder, target):
+    assert "model's directory" in refusal(folder, target, model_path=folder.parent)
+    beside = folder.parent / "model.gguf"
+    assert "model's directory" in refusal(folder, target, model_path=beside)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'{"schema": 2}',
+        b'{"schema": 2, "executable": true}',
+        b'{"schema": 2, "executable": true, "graphs": {"a": {}}, "key": {}}',
+        b'{"schema": 2, "executable": true, "graphs": [], "key": {}}',
+    ],
+)
+def test_contents_that_cannot_be_read_are_refused(folder, target, content):
+    (folder / CONTENTS).write_bytes(content)
+    assert "cannot be read" in refusal(folder, target)
+
+
+def test_an_unfinished_bundle_is_none(folder, target):
+    (folder / CONTENTS).unlink()
+    assert "No such file" in refusal(folder, target)
+
+
+def test_a_bundle_replaces_a_bundle_and_nothing_else(model, target, folder, tmp_path):
+    seconds = dict.fromkeys(model.graphs.executables, 0.1)
+    check_folder(folder, ELSEWHERE)
+    write(folder, PLAN, target, CONFIG, model.graphs, seconds)
+    Bundle.open(folder, PLAN, target, CONFIG, ELSEWHERE).load()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("x")
+    with pytest.raises(ConfigError, match="other files"):
+        check_folder(tmp_path / "mine", ELSEWHERE)
+    with pytest.raises(ConfigError, match="model's directory"):
+        check_folder(tmp_path / "model" / "bundle", tmp_path / "model" / "x.gguf")
+    (folder / CONTENTS).unlink()
+    check_folder(folder, ELSEWHERE)

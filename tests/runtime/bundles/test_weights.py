@@ -1,0 +1,179 @@
+"""Weights of a bundle: the same bits on the same shards, and nothing that was touched."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tiny import CONFIG, GRID, TinyModel
+
+from noria.compile.plan import Plan, PlannedModel
+from noria.compile.targets import Target, find_target
+from noria.runtime import compilation_cache
+from noria.runtime.batch.disk import Disk
+from noria.runtime.bundles.bundle import CONTENTS, WEIGHTS, Bundle, Weights, write
+from noria.runtime.bundles.own_files import BundleUnusable, opened
+from noria.runtime.bundles.warm_start import begin
+from noria.runtime.bundles.weights import read_shards, write_shards
+
+PLAN = Plan("cpu", PlannedModel("tiny", "", "float32"), GRID)
+ELSEWHERE = Path("/nonexistent/model")
+SPECS = {
+    "cut twice": ((8, 6), np.float32, ("data", "tensor")),
+    "cut once": ((6, 4), ml_dtypes.bfloat16, (None, "tensor")),
+    "whole": ((5,), np.float32, ()),
+    "scalar": ((), np.float32, ()),
+}
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Mesh:
+    return Mesh(np.array(jax.devices("cpu")[:4]).reshape(2, 2), ("data", "tensor"))
+
+
+@pytest.fixture(scope="module")
+def parameters(mesh) -> dict[str, jax.Array]:
+    rng = np.random.default_rng(0)
+    return {
+        name: jax.device_put(
+            np.asarray(rng.normal(size=shape)).astype(dtype),
+            NamedSharding(mesh, PartitionSpec(*spec)),
+        )
+        for name, (shape, dtype, spec) in SPECS.items()
+    }
+
+
+def read_back(folder: Path, kept, parameters) -> dict[str, jax.Array]:
+    abstract = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in parameters.items()}
+    with opened(folder) as descriptor:
+        shardings = {name: x.sharding for name, x in parameters.items()}
+        return read_shards(descriptor, kept, abstract, shardings)
+
+
+def test_every_shard_comes_back_bit_for_bit_where_it_was(parameters, tmp_path):
+    read = read_back(tmp_path, write_shards(Disk(), tmp_path, parameters), parameters)
+    for name, x in parameters.items():
+        assert read[name].sharding == x.sharding
+        assert read[name].dtype == x.dtype
+        for ours, theirs in zip(read[name].addressable_shards, x.addressable_shards, strict=True):
+            assert ours.device == theirs.device
+            assert np.asarray(ours.data).tobytes() == np.asarray(theirs.data).tobytes()
+
+
+def test_a_box_that_several_devices_hold_is_kept_once(parameters, tmp_path):
+    kept = write_shards(Disk(), tmp_path, parameters)
+    assert {name: len(boxes) for name, boxes in kept.items()} == {
+        "cut twice": 4,
+        "cut once": 2,
+        "whole": 1,
+        "scalar": 1,
+    }
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) == sum(
+        x.nbytes for x in parameters.values()
+    )
+
+
+def test_weights_cut_for_another_layout_are_refused(parameters, mesh, tmp_path):
+    kept = write_shards(Disk(), tmp_path, parameters)
+    other = jax.device_put(parameters["cut twice"], NamedSharding(mesh, PartitionSpec("tensor")))
+    with pytest.raises(BundleUnusable, match="cut otherwise"):
+        read_back(tmp_path, kept, {**parameters, "cut twice": other})
+
+
+@pytest.fixture(scope="module")
+def model():
+    compilation_cache.disable()
+    yield TinyModel()
+    compilation_cache.restore()
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return find_target("cpu")
+
+
+@pytest.fixture
+def folder(model, target, tmp_path) -> Path:
+    path = tmp_path / "bundle"
+    seconds = dict.fromkeys(model.graphs.executables, 0.5)
+    weights = Weights("sha256:tiny", model.parameters)
+    write(path, PLAN, target, CONFIG, model.graphs, seconds, weights)
+    return path
+
+
+class Loading:
+    """Reads the weights of a bundle as a start does."""
+
+    def __init__(self, model: TinyModel, target: Target, folder: Path, fingerprint: str):
+        spec = SimpleNamespace(config=CONFIG)
+        files = SimpleNamespace(
+            spec=spec, path=ELSEWHERE, name="tiny", fingerprint=lambda: fingerprint
+        )
+        self.notes: list[str] = []
+        self.warm = begin(folder, PLAN, target, files, self.notes.append)
+        abstract = model.definition.abstract_parameters("float32")
+        shardings = model.placement.parameters(model.definition.logical_axes())
+        self.parameters = self.warm.parameters(abstract, shardings)
+
+
+def refusal(model, target, folder: Path, fingerprint: str = "sha256:tiny") -> str:
+    """What is said of weights that are not used; the executables are, all the same."""
+    loading = Loading(model, target, folder, fingerprint)
+    assert loading.parameters is None
+    (said,) = loading.notes
+    assert "Reading those of tiny instead" in said
+    assert loading.warm.graphs() is not None
+    return said
+
+
+def test_a_start_takes_the_weights_of_its_bundle(model, target, folder):
+    loading = Loading(model, target, folder, "sha256:tiny")
+    assert loading.parameters.keys() == model.parameters.keys()
+    for name, x in model.parameters.items():
+        np.testing.assert_array_equal(loading.parameters[name], x)
+    assert not loading.notes
+
+
+def test_weights_of_another_model_are_refused(model, target, folder):
+    assert "weights of: 'sha256:tiny' then" in refusal(model, target, folder, "sha256:other")
+
+
+def test_a_weights_file_cut_short_or_edited_is_refused(model, target, folder):
+    path = max((folder / WEIGHTS).iterdir(), key=lambda path: path.stat().st_size)
+    content = path.read_bytes()
+    path.write_bytes(content[:-4])
+    assert f"expected {len(content)} bytes, got {len(content) - 4}" in refusal(
+        model, target, folder
+    )
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert "not the file that was written" in refusal(model, target, folder)
+    path.unlink()
+    assert "No such file" in refusal(model, target, folder)
+
+
+def test_a_weights_file_that_others_can_write_is_refused(model, target, folder):
+    path = next((folder / WEIGHTS).iterdir())
+    path.chmod(0o666)
+    assert "can be written by others" in refusal(model, target, folder)
+
+
+def test_a_parameter_too_few_is_refused(model, target, folder):
+    path = folder / CONTENTS
+    contents = json.loads(path.read_text())
+    gone = next(iter(contents["weights"]["shards"]))
+    del contents["weights"]["shards"][gone]
+    path.write_text(json.dumps(contents))
+    assert gone in refusal(model, target, folder)
+
+
+def test_a_bundle_without_weights_leaves_them_to_the_model_without_a_word(model, target, folder):
+    write(folder, PLAN, target, CONFIG, model.graphs, dict.fromkeys(model.graphs.executables, 0.5))
+    assert not any((folder / WEIGHTS).iterdir())
+    assert not Bundle.open(folder, PLAN, target, CONFIG, ELSEWHERE).has_weights
+    loading = Loading(model, target, folder, "sha256:tiny")
+    assert loading.parameters is None
+    assert not loading.notes
