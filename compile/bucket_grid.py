@@ -3,6 +3,10 @@
 Knows nothing of models, devices or files. Guarantees: `fit` either names one prefill bucket, chosen
 by the request alone, or raises `NoBucketFits`; nothing is ever truncated.
 
+With `span_slots`, the first slots reach the last span and others end before it: where few rows are
+long, the cache need not have room for many. A row goes into a slot that holds all that it may
+become, so such a grid serves the same requests.
+
 In chunks a prompt is poured into its slot piece by piece, and the lengths of `prefill` are spans:
 each piece passes through the graph of its size and of the shortest span that holds its end. Whole
 pieces of the largest chunk come first, then those of the next one that what is left fills, and so
@@ -10,6 +14,7 @@ on; the smallest one alone is padded. In chunks of 16 and 256 a prompt of 530 to
 pieces of 256, 256, 16 and 2.
 """
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -59,6 +64,11 @@ class BucketGrid:
     """Whether prefill graphs that also score every prompt token are built beside the plain ones."""
     chunks_per_decode: int | None = None
     """With chunks, the most calls that pour between two decode calls while a row decodes."""
+    span_slots: tuple[int, ...] | None = None
+    """How many slots reach each of `decode_spans`: falling from `decode_slots`; None: all do."""
+    slot_groups: int | None = None
+    """With `span_slots`, the equal groups of slots that lie on devices of their own; each has its
+    share of those that reach a span, the first of the group."""
 
     def __post_init__(self):
         buckets = tuple(map(_bucket, _sequence("buckets.prefill", self.prefill)))
@@ -78,6 +88,7 @@ class BucketGrid:
         if not isinstance(self.score, bool):
             raise ValueError(f"buckets.score: expected true or false, got {self.score!r}.")
         self._check_chunks(lengths)
+        self._check_span_slots()
         if self.decode_spans[-1] != self.max_length:
             raise ValueError(
                 f"buckets.decode_spans: expected the last span to be max_length "
@@ -152,6 +163,66 @@ class BucketGrid:
     def span_of(self, length: int) -> int:
         """The shortest span that holds `length` positions."""
         return next(span for span in self.decode_spans if length <= span)
+
+    def reach(self, slot: int) -> int:
+        """The longest row that a slot holds."""
+        if self.span_slots is None:
+            return self.max_length
+        groups = self.slot_groups or 1
+        number = slot % (self.decode_slots // groups) * groups
+        reached = zip(self.span_slots, self.decode_spans, strict=True)
+        return max(span for slots, span in reached if number < slots)
+
+    def reach_of(self, length: int) -> int:
+        """How far the shortest slots reach that hold so many positions."""
+        return self._reaches[bisect_left(self._reaches, length)]
+
+    @cached_property
+    def _reaches(self) -> list[int]:
+        return [end for _, end in self.segments(self.max_length)]
+
+    def segments(self, span: int) -> tuple[tuple[int, int], ...]:
+        """Slots and end of each piece of the cache below a span, from the first on.
+
+        Pieces of equally many slots are one.
+        """
+        slots = self.span_slots or (self.decode_slots,) * len(self.decode_spans)
+        ends = {
+            slots: end for slots, end in zip(slots, self.decode_spans, strict=True) if end <= span
+        }
+        return tuple(ends.items())
+
+    def _check_span_slots(self) -> None:
+        if self.span_slots is None:
+            if self.slot_groups is not None:
+                raise ValueError(
+                    f"buckets.slot_groups: expected none without buckets.span_slots, got "
+                    f"{self.slot_groups!r}. Give the slots of each span, or leave it out."
+                )
+            return
+        if self.chunks and self.slot_groups not in (None, 1):
+            raise ValueError(
+                f"buckets.slot_groups: with buckets.chunk, expected 1, got {self.slot_groups!r}: "
+                f"chunks find their slots by one number. Leave buckets.span_slots out."
+            )
+        if self.slot_groups is None:
+            object.__setattr__(self, "slot_groups", 1)
+        if not _is_count(groups := self.slot_groups):
+            raise ValueError(f"buckets.slot_groups: expected a positive integer, got {groups!r}.")
+        slots = tuple(_sequence("buckets.span_slots", self.span_slots))
+        object.__setattr__(self, "span_slots", slots)
+        is_falling = all(map(_is_count, slots)) and all(a >= b for a, b in pairwise(slots))
+        if not is_falling or len(slots) != len(self.decode_spans) or slots[0] != self.decode_slots:
+            raise ValueError(
+                f"buckets.span_slots: expected one number of slots for each of decode_spans "
+                f"{list(self.decode_spans)}, falling from decode_slots ({self.decode_slots}), got "
+                f"{list(slots)}."
+            )
+        if uneven := [count for count in slots if count % groups]:
+            raise ValueError(
+                f"buckets.span_slots: expected multiples of buckets.slot_groups ({groups}), got "
+                f"{uneven}. Change them."
+            )
 
     def _check_chunks(self, spans: Sequence[int]) -> None:
         every = list(product(spans, self.chunks or [None]))

@@ -100,10 +100,21 @@ def fork_step(
         row = stored.take_row(x, source, logical_axes)
         return stored.put_row(x, row, slot, logical_axes)
 
+    def copy_positions(position_BS: jax.Array) -> jax.Array:
+        row_1S = stored.take_row(position_BS, source, axes.CACHE_POSITIONS)
+        # what a shorter slot has no room for holds no token
+        row_1S = jnp.where(source < position_BS.shape[0], row_1S, EMPTY_POSITION)
+        return stored.put_row(position_BS, row_1S, slot, axes.CACHE_POSITIONS)
+
     def put(old: jax.Array, new: jax.Array) -> jax.Array:
         return stored.put_row(old, new, slot, _BY_SLOT)
 
-    return state.map(copy)._replace(sampling=jax.tree.map(put, state.sampling, sampling))
+    positions = jax.tree.map(copy_positions, state.cache.positions)
+    state = state.map(copy)
+    return state._replace(
+        cache=state.cache._replace(positions=positions),
+        sampling=jax.tree.map(put, state.sampling, sampling),
+    )
 
 
 def _pour(

@@ -29,8 +29,16 @@ def model_sizes(
         return ModelSizes(config, num_devices, weights, lengths={"decode": (1,)})
     batches = {"prefill": [b.batch for b in grid.prefill], "decode": [grid.decode_slots]}
     lengths = {"prefill": [b.tokens for b in grid.prefill], "decode": [1]}
-    spans, is_chunked = grid.decode_spans, bool(grid.chunks)
-    return ModelSizes(config, num_devices, weights, batches, lengths, spans, is_chunked)
+    return ModelSizes(
+        config,
+        num_devices,
+        weights,
+        batches,
+        lengths,
+        grid.decode_spans,
+        grid.slot_groups,
+        bool(grid.chunks),
+    )
 
 
 @cache

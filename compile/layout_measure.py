@@ -14,7 +14,6 @@ import jax.numpy as jnp
 
 from ..modelzoo.config import DecoderConfig
 from ..sharding import communication
-from ..sharding.explain import cache_bytes_per_device, explain
 from ..sharding.layer_call import Expected, LayerCall
 from ..sharding.layout import PHASES, Layout
 from ..sharding.legality import check
@@ -136,14 +135,8 @@ def measure(
 def _bytes_per_device(
     definition: Definition, layout: Layout, grid: BucketGrid, dtype: jax.typing.DTypeLike
 ) -> dict[str, int]:
-    shapes = {name: x.shape for name, x in definition.abstract_parameters(dtype).items()}
-    placed = explain(layout, shapes, definition.logical_axes(), dtype)
-    return {
-        "params": sum(parameter.bytes_per_device for parameter in placed),
-        "cache": cache_bytes_per_device(
-            definition.config, layout, grid.decode_slots, grid.max_length, dtype
-        ),
-    }
+    work = Work(definition, jnp.dtype(dtype).name, layout)
+    return {"params": work.parameter_bytes, "cache": work.grid_bytes(grid)}
 
 
 def _read(
@@ -175,7 +168,7 @@ def _read(
 
 def _flops_of_shapes(phase: str, work: Work, grid: BucketGrid) -> float:
     """Of the graphs that are measured: the longest prefill, and a step over the longest span."""
-    decode = Call.of_step(grid.decode_slots, grid.decode_spans[-1])
+    decode = Call.of_decode(grid, grid.max_length)
     call = decode if phase == "decode" else Call.of_bucket(grid.prefill[-1])
     return sum(part.flops for part in work.parts(call))
 

@@ -7,7 +7,7 @@ are refused.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
 from ..sharding.layout import PHASES, Layout
@@ -81,8 +81,9 @@ class Plan:
             raise ValueError(f"plan schema: expected {SCHEMA}, got {table['schema']!r}.")
         model, buckets = table["model"], table["buckets"]
         check_keys("[model]", model, {"source", "fingerprint", "dtype"})
-        optional = {"steps_per_call", "score", "chunk", "chunks_per_decode"}
-        check_keys("[buckets]", buckets, set(BucketGrid.__dataclass_fields__) - optional, optional)
+        required = {key.name for key in fields(BucketGrid) if key.default is MISSING}
+        optional = {key.name for key in fields(BucketGrid)} - required | {"chunk"}
+        check_keys("[buckets]", buckets, required, optional)
         experts = ExpertPlan.from_table(table["experts"]) if "experts" in table else None
         attention = AttentionPlan.from_table(table.get("attention", {}))
         grid, planned = BucketGrid.from_table(buckets), PlannedModel(**model)

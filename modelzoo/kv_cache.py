@@ -5,6 +5,10 @@ decode graph with span `s` takes the segments below `s` and nothing else, so a s
 neither a copy nor a read of the rest. Every entry stores its position (`EMPTY_POSITION` when it
 holds no token) and masks come from those alone.
 
+A segment has as many rows as there are slots that reach so far, which are the first ones: where few
+rows are long, the others need not keep room for it, nor read it. What a segment has no row for is
+not written, and to such a row it shows nothing.
+
 A layer whose window is shorter than the longest span is a *ring* of as many entries as its window
 has: position p lies at entry p mod size, where position p - size has just left the window. So a
 decode step, which writes one token before it attends, needs no entry more. A ring of a layer that
@@ -207,27 +211,33 @@ def allocate(
     dtype: jnp.dtype,
     num_heads: int | None = None,
     stripes: int = 1,
+    span_slots: Sequence[int] | None = None,
 ) -> KVCache:
     """An empty cache of zeros: a NaN in a masked entry would poison its row, so never `empty`.
 
-    `num_heads` are the key/value heads kept, where they are not the model's own ones.
+    `num_heads` are the key/value heads kept, where they are not the model's own ones; `span_slots`
+    how many of the slots reach each span, where not all of them do.
     """
-    B, K, H = slots, num_heads or config.num_kv_heads, config.kept_dim
+    K, H = num_heads or config.num_kv_heads, config.kept_dim
+    reaching = span_slots or [slots] * len(spans)
     longest = spans[-1]
     num_kept = {window: kept_entries(window, longest, stripes) for window in config.windows}
 
+    def sizes(kept: int) -> list[tuple[int, int]]:
+        """Rows and entries of each segment."""
+        return list(zip(reaching, segment_lengths(spans, kept), strict=False))
+
     def layer(window: Window) -> KeptLayer:
-        lengths = segment_lengths(spans, num_kept[window])
+        segments = sizes(num_kept[window])
         if config.latent is not None:
-            return Latents(tuple(jnp.zeros((B, S, H), dtype) for S in lengths))
+            return Latents(tuple(jnp.zeros((B, S, H), dtype) for B, S in segments))
         return KeysValues(
-            tuple(jnp.zeros((B, K, H, S), dtype) for S in lengths),
-            tuple(jnp.zeros((B, K, S, H), dtype) for S in lengths),
+            tuple(jnp.zeros((B, K, H, S), dtype) for B, S in segments),
+            tuple(jnp.zeros((B, K, S, H), dtype) for B, S in segments),
         )
 
     def positions(kept: int) -> Segments:
-        lengths = segment_lengths(spans, kept)
-        return tuple(jnp.full((B, S), EMPTY_POSITION, jnp.int32) for S in lengths)
+        return tuple(jnp.full(size, EMPTY_POSITION, jnp.int32) for size in sizes(kept))
 
     kept = set(num_kept.values())
     whole_BS = positions(longest) if longest in kept else ()
@@ -367,7 +377,7 @@ def append(layer: KeptLayer, new: PromptLayer, entry_B: jax.Array) -> KeptLayer:
 def _append(segments: Segments, new: jax.Array, entry_B: jax.Array, axis: int) -> Segments:
     return tuple(
         # of a row, so one axis less
-        _write(segment, new, entry_B - start, axis - 1)
+        _write(segment, rows_in(new, segment), rows_in(entry_B - start, segment), axis - 1)
         for start, segment in zip(segment_starts(segments, axis), segments, strict=True)
     )
 
@@ -393,11 +403,12 @@ def attend_cached(
         q_BTKGH: jax.Array, query_position_BT: jax.Array, entries: tuple[KeptLayer, Segments]
     ) -> tuple[jax.Array, jax.Array]:
         layer, key_position_BS = entries
-        see = partial(Visibility, query_position_BT, window=window, sees_beginning=sees_beginning)
-        parts = [
-            attend(q_BTKGH, k_BKHS, v_BKSH, see(position_BS))
-            for (k_BKHS, v_BKSH), position_BS in zip(layer.read(), key_position_BS, strict=True)
-        ]
+        see = partial(Visibility, window=window, sees_beginning=sees_beginning)
+        parts = []
+        for (k_BKHS, v_BKSH), position_BS in zip(layer.read(), key_position_BS, strict=True):
+            visibility = see(rows_in(query_position_BT, position_BS), position_BS)
+            part = attend(rows_in(q_BTKGH, position_BS), k_BKHS, v_BKSH, visibility)
+            parts.append(_seen_by_all(*part, q_BTKGH.shape[0]))
         return merge(parts)
 
     B, T, _, _, H = q_BTKGH.shape
@@ -406,6 +417,22 @@ def attend_cached(
     attend_cache = operations.over_cache(attend_entries, window)
     attended = attend_cache(grouped_BTKGH, query_position_BT, (layer, key_position_BS))
     return with_sinks(*attended, sink_KG).reshape(*q_BTKGH.shape[:-1], -1)
+
+
+def rows_in(x_B: jax.Array, segment: jax.Array) -> jax.Array:
+    """Those of an array's rows that a segment has."""
+    return x_B[: segment.shape[0]]
+
+
+def _seen_by_all(
+    out_BTKGH: jax.Array, lse_BTKG: jax.Array, num_rows: int
+) -> tuple[jax.Array, jax.Array]:
+    """Attention to a segment with the rows that it does not have, which see nothing there."""
+    missing = num_rows - out_BTKGH.shape[0]
+    if not missing:
+        return out_BTKGH, lse_BTKG
+    padding = [(0, missing)] + [(0, 0)] * 4
+    return jnp.pad(out_BTKGH, padding), jnp.pad(lse_BTKG, padding[:4], constant_values=-jnp.inf)
 
 
 def segment_starts(segments: Segments, axis: int) -> list[int]:

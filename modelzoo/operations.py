@@ -116,16 +116,16 @@ class Operations:
         return mixture(x_BTD, is_token_BT, router, weights)
 
     def take_row(self, x: jax.Array, row: jax.Array, logical_axes: Axes) -> jax.Array:
-        """Row `row` of an array that leads with B, as an array of one row."""
+        """Row `row` of an array that leads with B, as an array; zeros where it has no such row."""
         del logical_axes
-        return jax.lax.dynamic_slice_in_dim(x, row, 1, axis=0)
+        return row_of(x, row)
 
     def put_row(
         self, x: jax.Array, new: jax.Array, row: jax.Array, logical_axes: Axes
     ) -> jax.Array:
-        """`x` with row `row` replaced by an array of one row."""
+        """`x` with row `row` replaced by an array of one row; as it is where it has no such row."""
         del logical_axes
-        return jax.lax.dynamic_update_slice_in_dim(x, new.astype(x.dtype), row, axis=0)
+        return with_row(x, new, row)
 
     def take_rows(self, x: jax.Array, row_B: jax.Array, logical_axes: Axes) -> jax.Array:
         """Rows `row_B` of an array that leads with rows; zeros for one past the last."""
@@ -160,6 +160,21 @@ class Operations:
     def top_k(self, logits_BV: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
         """The k largest values of each row and their ids; the lowest id first among equals."""
         return jax.lax.top_k(logits_BV, k)
+
+
+def row_of(x: jax.Array, row: jax.Array) -> jax.Array:
+    """One row of an array, as an array; zeros where it has no such row."""
+    index = jnp.clip(row, 0, x.shape[0] - 1)
+    taken = jax.lax.dynamic_slice_in_dim(x, index, 1, axis=0)
+    return jnp.where(index == row, taken, 0)
+
+
+def with_row(x: jax.Array, new: jax.Array, row: jax.Array) -> jax.Array:
+    """`x` with one row replaced; as it is where it has no such row."""
+    index = jnp.clip(row, 0, x.shape[0] - 1)
+    old = jax.lax.dynamic_slice_in_dim(x, index, 1, axis=0)
+    new = jnp.where(index == row, new.astype(x.dtype), old)
+    return jax.lax.dynamic_update_slice_in_dim(x, new, index, axis=0)
 
 
 def rows_of(x: jax.Array, row_B: jax.Array) -> jax.Array:

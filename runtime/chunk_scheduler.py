@@ -3,7 +3,9 @@
 A pure state machine as `Scheduler` is: no clock, no I/O, no device. Policy, in this order:
 
 1. what waits takes free slots, first come first served: a request as many as it has sequences, so
-   that its prompt is poured into one of them and copied to the others;
+   that its prompt is poured into one of them and copied to the others. Where slots have several
+   lengths, it takes the shortest that hold all that it may become; while it lacks some, those that
+   come after it take shorter ones;
 2. copies are made as soon as their prompt is whole;
 3. a chunk batch runs, of one size and span: a whole one first, the one whose first prompt came
    first. At most `chunks_per_decode` of them run in a row while any row decodes. While requests
@@ -16,7 +18,7 @@ A pure state machine as `Scheduler` is: no clock, no I/O, no device. Policy, in 
 
 Guarantees: the chunks of a prompt and their graphs follow from its own length, whatever else waits;
 every submitted sequence decodes exactly once or is dropped by `drain`; a prompt is poured once, and
-again for each further set of sequences where it has more than there are slots.
+again for each further set of sequences where it has more than there are slots that hold them.
 """
 
 from collections import deque
@@ -149,21 +151,27 @@ class ChunkScheduler:
         return dropped
 
     def _open(self) -> OpenAction | None:
-        if not self._waiting:
-            return None
-        job, first = self._waiting[0].job, self._waiting[0].first_sample
-        left = job.num_sequences - first if job.generates else 1
-        count = min(left, len(self._slots))
         taken = {slot for filling in self._filling for slot in (filling.slot, *filling.kept)}
         free = [slot for slot in self._slots.free if slot not in taken]
-        if len(free) < count:
-            return None
-        self._waiting.popleft()
-        if count < left:
-            self._waiting.appendleft(_Waiting(job, first + count))
-        sequence = Sequence(job, first)
-        self._filling.append(_Filling(sequence, free[0], free[1:count]))
-        return OpenAction(free[0], sequence)
+        for index, entry in enumerate(self._waiting):
+            if not free:
+                return None
+            job, first = entry.job, entry.first_sample
+            left = job.num_sequences - first if job.generates else 1
+            count = min(left, self._slots.num_for(job))
+            suited = self._slots.those_for(job, free)
+            if len(suited) < count:
+                # what it waits for is not for those that come after it
+                free = [slot for slot in free if slot not in suited]
+                continue
+            if count < left:
+                self._waiting[index] = _Waiting(job, first + count)
+            else:
+                del self._waiting[index]
+            sequence = Sequence(job, first)
+            self._filling.append(_Filling(sequence, suited[0], suited[1:count]))
+            return OpenAction(suited[0], sequence)
+        return None
 
     def _choose(self) -> tuple[_Queue, list[_Filling]] | None:
         """The rows of the next chunk batch, if one is to run now."""

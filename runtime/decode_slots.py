@@ -53,6 +53,7 @@ class DecodeSlots:
     def __init__(self, grid: BucketGrid):
         self._grid = grid
         self._occupants: list[_Occupant | None] = [None] * grid.decode_slots
+        self._reach = [grid.reach(slot) for slot in range(grid.decode_slots)]
 
     def __len__(self) -> int:
         return len(self._occupants)
@@ -61,6 +62,20 @@ class DecodeSlots:
     def free(self) -> list[int]:
         """Slots in which nothing decodes."""
         return [slot for slot, occupant in enumerate(self._occupants) if occupant is None]
+
+    @property
+    def longest_free(self) -> int:
+        """How far the longest free slot reaches; 0 without any."""
+        return max((self._reach[slot] for slot in self.free), default=0)
+
+    def those_for(self, job: Job, slots: list[int]) -> list[int]:
+        """Of these slots those that hold all that a sequence may become, the shortest first."""
+        suited = (slot for slot in slots if job.limit <= self._reach[slot])
+        return sorted(suited, key=self._reach.__getitem__)
+
+    def num_for(self, job: Job) -> int:
+        """Slots, free or not, that hold all that a sequence of a job may become."""
+        return sum(job.limit <= reach for reach in self._reach)
 
     @property
     def live(self) -> tuple[int, ...]:

@@ -3,12 +3,12 @@
 No clock, no I/O, no device: the engine drives it, and so can a simulator. It knows requests by a
 number and their lengths. Policy, in this order:
 
-1. a free slot is refilled from prompts that are prefilled already, before anything else runs;
-2. when slots are free and nothing is prefilled, one prefill batch runs: the fullest choice first (a
-bucket
-   with a whole batch waiting, the one whose first prompt came first; if none, the bucket of the
-   oldest prompt). What finds no slot waits prefilled, so batches stay full when slots free up one
-   by one;
+1. a free slot is refilled from prompts that are prefilled already, before anything else runs; each
+   goes into the shortest slot that holds all that it may become;
+2. when slots are free and nothing that fits them is prefilled, one prefill batch runs: the fullest
+   choice first (a bucket with a whole batch waiting, the one whose first prompt came first; if
+   none, the bucket of the oldest prompt). What finds no slot waits prefilled, so batches stay full
+   when slots free up one by one; of rows that need slots as long, none is prefilled before it;
 3. otherwise the live slots decode, over the shortest span that holds them all.
 
 Guarantees: a request passes through the prefill bucket of its own length, whatever else waits;
@@ -46,6 +46,8 @@ class InsertAction:
 
 Action = PrefillAction | InsertAction | DecodeAction
 _Queue = tuple[PrefillBucket, bool]
+BLOCKED_QUEUE = 8
+"""Times as many requests that wait while none of them fits a free slot."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class Scheduler:
 
     def __init__(self, grid: BucketGrid):
         self._grid = grid
-        self._waiting: dict[_Queue, deque[Job]] = {}
+        self._waiting: dict[_Queue, list[Job]] = {}
         self._ready: deque[_Ready] = deque()
         self._slots = DecodeSlots(grid)
         self._num_prefills = 0
@@ -74,21 +76,26 @@ class Scheduler:
     def wants_more(self) -> bool:
         """Whether the queue is too short to choose full batches from."""
         rows = sum(bucket.batch for bucket in self._grid.prefill)
-        return self.num_waiting < 2 * (rows + len(self._slots))
+        enough = 2 * (rows + len(self._slots))
+        if (waiting := self.num_waiting) < enough:
+            return True
+        # while what waits is too long for the slots that are free, something shorter may come
+        is_blocked = bool(self._slots.free) and not self._choices()
+        return is_blocked and waiting < BLOCKED_QUEUE * enough
 
     def submit(self, job: Job) -> None:
         """Queue a request that fits the grid."""
         bucket = self._grid.fit(job.prompt_length, job.limit - job.prompt_length)
-        self._waiting.setdefault((bucket, job.is_scored), deque()).append(job)
+        self._waiting.setdefault((bucket, job.is_scored), []).append(job)
 
     def next_action(self) -> Action | None:
         """What to run next; None when all work is done."""
-        free = self._slots.free
-        if free and self._ready:
-            return self._insert(free[0])
-        queues = self._open_queues(bool(free))
-        if queues:
-            return self._prefill(queues)
+        longest = self._slots.longest_free
+        for ready in self._ready:
+            if ready.sequence.job.limit <= longest:
+                return self._insert(ready)
+        if choices := self._choices():
+            return self._prefill(choices)
         return self._slots.decode()
 
     def advance(self, slot: int, num_tokens: int) -> None:
@@ -112,25 +119,37 @@ class Scheduler:
         self._waiting.clear()
         return dropped
 
-    def _open_queues(self, has_free_slot: bool) -> list[_Queue]:
-        """Queues that a prefill may take from; prompts that generate nothing need no slot."""
-        return [
-            key
-            for key, queue in self._waiting.items()
-            if has_free_slot or not any(job.generates for job in queue)
-        ]
+    def _choices(self) -> dict[_Queue, list[Job]]:
+        """What the next prefill may take, by queue: of those of which a row finds a slot at once.
 
-    def _insert(self, slot: int) -> InsertAction:
-        ready = self._ready.popleft()
+        Prompts that generate nothing need no slot.
+        """
+        longest = self._slots.longest_free
+        in_stock = {self._grid.reach_of(ready.sequence.job.limit) for ready in self._ready}
+        choices = {}
+        for key, queue in self._waiting.items():
+            jobs = [job for job in queue if self._is_wanted(job, in_stock)]
+            generating = [job for job in queue if job.generates]
+            finds_slot = any(job.generates and job.limit <= longest for job in jobs)
+            if finds_slot or not generating:
+                choices[key] = jobs
+        return choices
+
+    def _is_wanted(self, job: Job, in_stock: set[int]) -> bool:
+        return not job.generates or self._grid.reach_of(job.limit) not in in_stock
+
+    def _insert(self, ready: _Ready) -> InsertAction:
+        self._ready.remove(ready)
+        slot = self._slots.those_for(ready.sequence.job, self._slots.free)[0]
         self._slots.put(slot, ready.sequence)
         is_last = all(other.prefill != ready.prefill for other in self._ready)
         return InsertAction(slot, ready.sequence, ready.prefill, ready.row, is_last)
 
-    def _prefill(self, queues: list[_Queue]) -> PrefillAction:
-        bucket, is_scored = key = self._choose(queues)
-        queue = self._waiting[key]
-        jobs = tuple(queue.popleft() for _ in range(min(bucket.batch, len(queue))))
-        if not queue:
+    def _prefill(self, choices: dict[_Queue, list[Job]]) -> PrefillAction:
+        bucket, is_scored = key = _fullest(choices)
+        jobs = tuple(choices[key][: bucket.batch])
+        self._waiting[key] = [job for job in self._waiting[key] if job not in jobs]
+        if not self._waiting[key]:
             del self._waiting[key]
         number = self._num_prefills
         self._num_prefills += 1
@@ -141,6 +160,7 @@ class Scheduler:
             )
         return PrefillAction(number, bucket, is_scored, jobs)
 
-    def _choose(self, queues: list[_Queue]) -> _Queue:
-        full = [key for key in queues if len(self._waiting[key]) >= key[0].batch]
-        return min(full or queues, key=lambda key: self._waiting[key][0].number)
+
+def _fullest(choices: dict[_Queue, list[Job]]) -> _Queue:
+    full = [key for key, jobs in choices.items() if len(jobs) >= key[0].batch]
+    return min(full or choices, key=lambda key: choices[key][0].number)

@@ -146,7 +146,7 @@ def facts(prediction: Prediction) -> dict:
         "predicted_run_seconds": round(prediction.planned.best.simulation.seconds, 1),
         "predicted_compile_seconds": round(prediction.planned.best.build_seconds, 1),
         "weight_bytes": work.parameter_bytes,
-        "cache_bytes": work.cache_bytes(grid.decode_slots, grid.max_length),
+        "cache_bytes": work.grid_bytes(grid),
         "device_bytes": prediction.cost.hardware.memory_bytes,
     }
 

@@ -52,6 +52,8 @@ class ModelSizes:
     """Tokens of a row in each phase's graphs."""
     spans: Sequence[int] = ()
     """Entries of the cache that decode graphs read."""
+    slot_groups: int | None = None
+    """Groups into which a grid divides slots of several lengths; None where all are alike."""
     is_chunked: bool = False
     """Whether prompts are poured into the cache in chunks."""
 
@@ -178,9 +180,22 @@ def _shape_findings(layout: Layout, phase: str, sizes: ModelSizes) -> Iterable[s
         elif sizes.is_chunked:
             what, remedy = "buckets.chunk", "Plan one that does, or change the rule."
         yield from _division(layout, rules, axis, what, length, remedy)
+    if phase == "decode":
+        yield from _group_findings(layout, rules, sizes.slot_groups)
     for span in sizes.spans if phase == "decode" else ():
         remedy = "Plan spans that do, or change the rule."
         yield from _division(layout, rules, axes.CACHE_LENGTH, "a span", span, remedy)
+
+
+def _group_findings(layout: Layout, rules: AxisRules, groups: int | None) -> Iterable[str]:
+    """Devices that have other slots must have as many long ones as any."""
+    mesh_axes = rules[axes.ATTENTION_BATCH]
+    if groups not in (None, pieces := layout.mesh.num_shards(mesh_axes)):
+        yield (
+            f"attention_batch = {_shown(mesh_axes)}: with buckets.span_slots, expected "
+            f"buckets.slot_groups to be the pieces that it splits slots into, {pieces}, got "
+            f"{groups}. Change slot_groups, or leave both out."
+        )
 
 
 def _chunk_findings(layout: Layout) -> Iterable[str]:

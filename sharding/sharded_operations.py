@@ -27,7 +27,7 @@ from ..modelzoo.kv_cache import PromptKeysValues
 from ..modelzoo.moe.experts import ExpertWeights
 from ..modelzoo.moe.mix import Mixed, Mixture
 from ..modelzoo.moe.routing import Router
-from ..modelzoo.operations import Axes, Operations, Product
+from ..modelzoo.operations import Axes, Operations, Product, row_of, with_row
 from ..modelzoo.stripes import WHOLE, Stripe, Stripes
 from .axis_rules import AxisRules, kv_copies
 from .cache_attention import attend_for_all, attend_for_some
@@ -159,7 +159,9 @@ class ShardedOperations(Operations):
 
         def local(kept: Any, new: Any, length: jax.Array, slot: jax.Array) -> Any:
             rows = body(kept, new, length, self.stripe)
-            return jax.tree.map(lambda old, row: _put_local(old, row, slot, batch), kept, rows)
+            # the first segment has a row of every slot, others of the first slots here
+            slot = _number_here(slot, batch, jax.tree.leaves(kept)[0].shape[0])
+            return jax.tree.map(lambda old, row: with_row(old, row, slot), kept, rows)
 
         in_specs = (specs, new_specs, P(), P())
         return self._map(local, in_specs, specs)(kept, new, length, slot)
@@ -176,9 +178,7 @@ class ShardedOperations(Operations):
         batch = self._rules[logical_axes[0]]
 
         def local(x: jax.Array, row: jax.Array) -> jax.Array:
-            index, is_here = _local_row(x, row, batch)
-            taken = jax.lax.dynamic_slice_in_dim(x, index, 1, axis=0)
-            return jax.lax.psum(jnp.where(is_here, taken, 0), batch)
+            return jax.lax.psum(row_of(x, _number_here(row, batch, x.shape[0])), batch)
 
         if not batch:
             return super().take_row(x, row, logical_axes)
@@ -190,7 +190,9 @@ class ShardedOperations(Operations):
         spec = self._rules.spec(logical_axes)
         batch = self._rules[logical_axes[0]]
 
-        local = partial(_put_local, batch=batch)
+        def local(x: jax.Array, new: jax.Array, row: jax.Array) -> jax.Array:
+            return with_row(x, new, _number_here(row, batch, x.shape[0]))
+
         return self._map(local, (spec, P(None, *spec[1:]), P()), spec)(x, new, row)
 
     def take_rows(self, x: jax.Array, row_B: jax.Array, logical_axes: Axes) -> jax.Array:
@@ -258,27 +260,15 @@ class ShardedOperations(Operations):
         )
 
 
-def _local_row(x: jax.Array, row: jax.Array, batch: MeshAxes) -> tuple[jax.Array, jax.Array]:
-    """Index of a row on this device, clipped, and whether the row is here at all."""
-    if not batch:
-        return row, jnp.bool_(True)
-    size = x.shape[0]
-    index = row - jax.lax.axis_index(batch) * size
-    return jnp.clip(index, 0, size - 1), (index >= 0) & (index < size)
-
-
-def _put_local(x: jax.Array, new: jax.Array, row: jax.Array, batch: MeshAxes) -> jax.Array:
-    """This device's rows with `row` replaced, where it is one of them."""
-    index, is_here = _local_row(x, row, batch)
-    old = jax.lax.dynamic_slice_in_dim(x, index, 1, axis=0)
-    new = jnp.where(is_here, new.astype(x.dtype), old)
-    return jax.lax.dynamic_update_slice_in_dim(x, new, index, axis=0)
+def _number_here(row: jax.Array, batch: MeshAxes, num_rows: int) -> jax.Array:
+    """A row's number on this device, which has `num_rows`; none of these where it is elsewhere."""
+    return row - jax.lax.axis_index(batch) * num_rows if batch else row
 
 
 def _local_rows(x: jax.Array, row_B: jax.Array, batch: MeshAxes) -> jax.Array:
     """Rows as they are numbered on this device; one past the last for those that are elsewhere."""
     size = x.shape[0]
-    local_B = row_B - jax.lax.axis_index(batch) * size if batch else row_B
+    local_B = _number_here(row_B, batch, size)
     return jnp.where((local_B >= 0) & (local_B < size), local_B, size)
 
 

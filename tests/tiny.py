@@ -1,5 +1,6 @@
 """A small random decoder and everything to run it, for tests of the floors above the model."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -36,6 +37,8 @@ GRID = BucketGrid(
     steps_per_call=4,
     score=True,
 )
+RAGGED_GRID = replace(GRID, span_slots=(4, 3, 1))
+"""Most slots end before the longest rows do."""
 CHUNK_GRID = BucketGrid(
     max_length=64,
     prefill=((16, 2, 8), (32, 1, 8), (48, 2, 8)),
@@ -56,6 +59,7 @@ TAIL_GRID = BucketGrid(
     chunks_per_decode=3,
 )
 """Chunks longer than the window, then shorter ones."""
+RAGGED_CHUNK_GRID = replace(TAIL_GRID, span_slots=(4, 2, 1))
 EOS_ID = 2
 
 

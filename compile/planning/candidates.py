@@ -152,7 +152,7 @@ class CandidateGrids:
     def _within_budget(self, found: Iterable[tuple[BucketGrid, int]]) -> Iterator[Candidate]:
         work, budget = self._cost.work, self._budget
         for grid, tokens in dict(found).items():
-            needed = work.parameter_bytes + work.cache_bytes(grid.decode_slots, grid.max_length)
+            needed = work.parameter_bytes + work.grid_bytes(grid)
             fits = needed <= budget.memory_bytes
             if fits and budget.build_seconds(grid) <= budget.compile_seconds:
                 yield Candidate(grid, self.bound(grid), tokens)
@@ -272,9 +272,7 @@ class CandidateGrids:
 
     def _decode_bound(self, grid: BucketGrid) -> float:
         """Every slot busy; and no less than the row that takes longest on its own."""
-        of_step = [
-            self._cost.seconds(Call.of_step(grid.decode_slots, span)) for span in grid.decode_spans
-        ]
+        of_step = [self._cost.seconds(Call.of_decode(grid, span)) for span in grid.decode_spans]
         tokens = np.diff(self._emitted_below[[0, *grid.decode_spans]])
         shared = float(tokens @ of_step) / grid.decode_slots
         return max(shared, self._longest_output * min(of_step))

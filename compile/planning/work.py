@@ -10,7 +10,7 @@ Knows nothing of hardware, seconds or grids; compiles nothing.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ from ...sharding.communication import sent_bytes
 from ...sharding.explain import cache_bytes_per_device, explain
 from ...sharding.layer_call import LayerCall
 from ...sharding.layout import Layout
-from ..bucket_grid import PrefillBucket
+from ..bucket_grid import BucketGrid, PrefillBucket
 from ..definition import Definition
 
 FLOAT32_BYTES = 4
@@ -37,6 +37,10 @@ KINDS = ("prefill", "chunk", "decode")
 ACTIVATION_PASSES = 16
 """Times that a layer reads or writes the residual stream in norms, rotations, sums and gates: an
 estimate, as compilers fuse some of them; a calibration corrects it."""
+
+
+Segments = Sequence[tuple[int, int]]
+"""Rows and end of each piece of a cache; each begins where the last one ends."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,8 @@ class Call:
     """Whether every token gets logits, not the last of each row alone."""
     is_chunk: bool = False
     """Whether the span is of the cache, beside the tokens of a chunk."""
+    segments: Segments = ()
+    """Of decode, the pieces of the cache, where not every row has all of them."""
 
     @classmethod
     def of_bucket(cls, bucket: PrefillBucket, *, is_scored: bool = False) -> "Call":
@@ -75,8 +81,14 @@ class Call:
 
     @classmethod
     def of_step(cls, slots: int, span: int) -> "Call":
-        """One decode step."""
+        """One decode step of slots that are all alike."""
         return cls("decode", slots, 1, span)
+
+    @classmethod
+    def of_decode(cls, grid: BucketGrid, span: int) -> "Call":
+        """One step of a grid's decode call."""
+        segments = grid.segments(span)
+        return cls("decode", grid.decode_slots, 1, span, segments=segments[1:] and segments)
 
     @property
     def kind(self) -> str:
@@ -132,8 +144,19 @@ class Work:
         return tuple(part for part in found if part is not None)
 
     def cache_bytes(self, slots: int, length: int) -> int:
-        """Keys and values of all slots on each device."""
+        """Keys and values of slots that are all alike, on each device."""
         return cache_bytes_per_device(self.config, self.layout, slots, length, self.dtype)
+
+    def cache_bytes_of(self, segments: Segments) -> int:
+        """Keys and values on each device, of a cache in pieces."""
+        return sum(
+            self.cache_bytes(slots, end) - self.cache_bytes(slots, start)
+            for slots, start, end in _pieces(segments)
+        )
+
+    def grid_bytes(self, grid: BucketGrid) -> int:
+        """Keys and values of a grid's slots on each device."""
+        return self.cache_bytes_of(grid.segments(grid.max_length))
 
     def _products(self, call: Call) -> Part:
         """Every weight that all tokens pass through."""
@@ -180,13 +203,13 @@ class Work:
         split = (axes.ATTENTION_BATCH, axes.KV_HEADS, length)
         shards = layout.mesh.num_shards(self._mesh_axes(split, rules))
         pairs = sum(_pairs(call, window) for window in config.windows)
-        flops = 2 * call.rows * pairs * config.num_query_heads * _entries_of_a_pair(call, config)
+        flops = 2 * pairs * config.num_query_heads * _entries_of_a_pair(call, config)
         return Part("attention", flops / shards, self._kept_bytes(call))
 
     def _kept_bytes(self, call: Call) -> float:
         """Keys and values read, once a block of queries, and those that are written."""
         if call.phase == "decode":
-            return self.cache_bytes(call.rows, call.span)
+            return self.cache_bytes_of(_segments(call))
         # as if one row were alone, then shared as the prompt's attention is
         rules, shards = self.layout.phase(call.phase), self.layout.mesh.num_shards
         split = (axes.ATTENTION_BATCH, axes.LENGTH)
@@ -196,7 +219,7 @@ class Work:
         block, _ = block_sizes(call.tokens, call.span)
         blocks = math.ceil(call.tokens / block)
         seen = sum(_pairs(call, window) for window in self.config.windows)
-        everything = call.tokens * call.span * self.config.num_layers
+        everything = call.num_tokens * call.span * self.config.num_layers
         return of_span * (blocks * seen / everything + call.tokens / call.span)
 
     def _logits(self, call: Call) -> Part:
@@ -249,10 +272,25 @@ class Work:
         return frozenset(mesh for axis in logical_axes if axis for mesh in rules[axis])
 
 
+def _segments(call: Call) -> Segments:
+    return call.segments or [(call.rows, call.span)]
+
+
+def _pieces(segments: Segments) -> Iterator[tuple[int, int, int]]:
+    """Rows, start and end of each piece of a cache."""
+    start = 0
+    for rows, end in segments:
+        yield rows, start, end
+        start = end
+
+
 def _pairs(call: Call, window: Window) -> int:
-    """Pairs of query and key that a row's attention computes in one layer: whole blocks."""
+    """Pairs of query and key that attention computes in one layer: whole blocks."""
     if call.phase == "decode":
-        return kept_entries(window, call.span, 1)
+        return sum(
+            rows * (kept_entries(window, end) - kept_entries(window, start))
+            for rows, start, end in _pieces(_segments(call))
+        )
     block_T, block_S = block_sizes(call.tokens, call.span)
     first = call.span - call.tokens
     pairs = 0
@@ -261,7 +299,7 @@ def _pairs(call: Call, window: Window) -> int:
         last = min(start + block_T, call.span) - 1
         num_blocks = last // block_S - seen_from // block_S + 1
         pairs += block_T * min(num_blocks * block_S, call.span)
-    return pairs
+    return call.rows * pairs
 
 
 def _entries_of_a_pair(call: Call, config: DecoderConfig) -> int:

@@ -9,6 +9,7 @@ import json
 import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint import ModelFiles, open_model
@@ -206,23 +207,30 @@ class BatchModel:
         self, summary: ScanSummary, target_name: str, dtype: str, max_position: int
     ) -> "Plan":
         """The given plan, or one for the rows of this job; either with the overrides."""
-        from ...compile.default_grid import GridDefaults, derive_grid, with_chunk
+        from ...compile.default_grid import (
+            GridDefaults,
+            derive_grid,
+            with_chunk,
+            with_ragged_slots,
+        )
         from ...compile.expert_plan import default_experts
         from ...compile.plan import Plan, PlannedModel
 
-        table = self._plan_table
-        if table is None:
-            defaults = GridDefaults.for_layout(self._layout)
-            asked = apply_overrides({}, self._options.set).get("buckets", {})
-            if "chunk" in asked:
-                # spans and batches are derived for it, then it is set like any other key
-                defaults = with_chunk(defaults, asked["chunk"])
-            grid = derive_grid(_row_needs(summary), max_position, defaults)
-            planned = PlannedModel(self._files.name, self._files.fingerprint(), dtype)
-            experts = default_experts(self._files.spec.config)
-            plan = Plan(target_name, planned, grid, self._layout, experts)
-            table = tomllib.loads(plan.to_toml())
-        return Plan.from_table(apply_overrides(table, self._options.set))
+        if self._plan_table is not None:
+            return Plan.from_table(apply_overrides(self._plan_table, self._options.set))
+        defaults = GridDefaults.for_layout(self._layout)
+        asked = apply_overrides({}, self._options.set).get("buckets", {})
+        if "chunk" in asked:
+            # spans and batches are derived for it, then it is set like any other key
+            defaults = with_chunk(defaults, asked["chunk"])
+        rows = _row_needs(summary)
+        grid = derive_grid(rows, max_position, defaults)
+        planned = PlannedModel(self._files.name, self._files.fingerprint(), dtype)
+        experts = default_experts(self._files.spec.config)
+        plan = Plan(target_name, planned, grid, self._layout, experts)
+        table = tomllib.loads(plan.to_toml())
+        plan = Plan.from_table(apply_overrides(table, self._options.set))
+        return replace(plan, buckets=with_ragged_slots(plan.buckets, rows, plan.layout))
 
 
 @contextmanager

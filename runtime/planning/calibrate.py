@@ -157,5 +157,5 @@ def _run(
             case InsertAction() | OpenAction():
                 inserts.append(taken)
             case DecodeAction(span=span):
-                call = Call.of_step(generator.grid.decode_slots, span)
+                call = Call.of_decode(generator.grid, span)
                 seconds[call].append(taken)

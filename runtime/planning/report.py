@@ -79,7 +79,7 @@ def as_json(prediction: "Prediction") -> dict[str, Any]:
         "layouts": [_ranked(one) for one in prediction.layouts],
         "memory_bytes": {
             "parameters": work.parameter_bytes,
-            "cache": work.cache_bytes(grid.decode_slots, grid.max_length),
+            "cache": work.grid_bytes(grid),
             "device": cost.hardware.memory_bytes,
         },
         "compiled": _compiled(prediction),
@@ -119,7 +119,7 @@ def graphs(prediction: "Prediction") -> list[dict[str, Any]]:
                 "real_tokens": use.emitted_tokens if use else 0,
                 "computed_tokens": use.computed_tokens if use else 0,
                 "total_seconds": use.seconds if use else 0.0,
-                **_estimate(cost, Call.of_step(grid.decode_slots, span)),
+                **_estimate(cost, Call.of_decode(grid, span)),
             }
         )
     return found
@@ -288,7 +288,7 @@ def _compiled_lines(prediction: "Prediction") -> list[str]:
 def _gigabytes(prediction: "Prediction") -> str:
     cost, grid = prediction.cost, prediction.planned.best.grid
     parameters = cost.work.parameter_bytes / GIGABYTE
-    cache = cost.work.cache_bytes(grid.decode_slots, grid.max_length) / GIGABYTE
+    cache = cost.work.grid_bytes(grid) / GIGABYTE
     return (
         f"weights {parameters:.2f} GB and cache {cache:.2f} GB of "
         f"{cost.hardware.memory_bytes / GIGABYTE:.1f} GB on each device"

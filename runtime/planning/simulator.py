@@ -144,7 +144,7 @@ class _Replay:
         slots = self._grid.decode_slots
         emitted = {slot: self._emits(self._live[slot]) for slot in action.slots}
         steps = max(emitted.values())
-        call = Call.of_step(slots, action.span)
+        call = Call.of_decode(self._grid, action.span)
         self._result.metrics.count_decode(
             action.span,
             steps=steps,

@@ -1,5 +1,7 @@
 """Buckets: what fits where, and what is refused by name."""
 
+from dataclasses import replace
+
 import pytest
 
 from noria.compile.bucket_grid import (
@@ -33,6 +35,19 @@ def test_without_max_tokens_the_limit_is_the_plans_length():
     assert GRID.limit(10, 5) == 15
 
 
+def test_the_first_slots_of_each_group_reach_the_furthest():
+    grid = replace(GRID, decode_spans=(32, 64, 96), span_slots=(8, 4, 2), slot_groups=2)
+    assert [grid.reach(slot) for slot in range(8)] == [96, 64, 32, 32, 96, 64, 32, 32]
+    assert [grid.reach_of(length) for length in (1, 32, 33, 64, 65)] == [32, 32, 64, 64, 96]
+    assert [grid.segments(span) for span in grid.decode_spans] == [
+        ((8, 32),),
+        ((8, 32), (4, 64)),
+        ((8, 32), (4, 64), (2, 96)),
+    ]
+    assert {GRID.reach(slot) for slot in range(8)} == {96}
+    assert GRID.segments(96) == ((8, 96),)
+
+
 @pytest.mark.parametrize(("length", "span"), [(1, 32), (32, 32), (33, 96), (96, 96)])
 def test_the_span_is_the_shortest_that_holds_the_positions(length, span):
     assert GRID.span_of(length) == span
@@ -53,6 +68,16 @@ def test_the_span_is_the_shortest_that_holds_the_positions(length, span):
         ({"prefill": (16, 4)}, "buckets.prefill: expected pairs of length and batch, got 16"),
         ({"prefill": ((16, 4, 1),)}, r"pairs of length and batch, got \(16, 4, 1\)"),
         ({"decode_spans": 96}, "buckets.decode_spans: expected a list, got 96"),
+        ({"span_slots": (8,)}, "buckets.span_slots: expected one number of slots for each of"),
+        ({"span_slots": (8, 9)}, r"falling from decode_slots \(8\), got \[8, 9\]"),
+        ({"span_slots": (7, 2)}, r"falling from decode_slots \(8\), got \[7, 2\]"),
+        ({"span_slots": (8, 0)}, r"falling from decode_slots \(8\), got \[8, 0\]"),
+        ({"slot_groups": 2}, "buckets.slot_groups: expected none without buckets.span_slots"),
+        (
+            {"span_slots": (8, 3), "slot_groups": 2},
+            r"multiples of buckets.slot_groups \(2\), got \[3\]",
+        ),
+        ({"span_slots": (8, 2), "slot_groups": 0}, "slot_groups: expected a positive integer"),
         ({"score": 1}, "buckets.score: expected true or false, got 1"),
         ({"steps_per_call": -1}, "buckets.steps_per_call: expected a positive integer, got -1"),
     ],

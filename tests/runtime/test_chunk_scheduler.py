@@ -19,6 +19,7 @@ GRID = BucketGrid(
     chunks_per_decode=3,
 )
 TAILS = replace(GRID, prefill=((16, 3, 2), (16, 2, 8), (32, 4, 2), (32, 1, 8)))
+RAGGED = replace(GRID, span_slots=(4, 2, 1))
 
 
 def job(number, prompt_length=5, max_tokens=8, num_sequences=1, is_scored=False) -> Job:
@@ -46,7 +47,7 @@ class Play:
     """
 
     def __init__(self, jobs: list[Job], grid: BucketGrid = GRID, seed: int = 0):
-        self.scheduler, self.actions = ChunkScheduler(grid), []
+        self.grid, self.scheduler, self.actions = grid, ChunkScheduler(grid), []
         self.filled, self.length, self.limit = {}, {}, {}
         rng = random.Random(seed)
         pending = list(jobs)
@@ -64,6 +65,7 @@ class Play:
         match action:
             case OpenAction():
                 assert action.slot not in self.filled and action.slot not in self.length
+                assert action.sequence.job.limit <= self.grid.reach(action.slot)
                 self.filled[action.slot] = 0
             case ChunkAction():
                 for row in action.rows:
@@ -84,6 +86,7 @@ class Play:
                     self._grow(slot, rng)
 
     def _decodes(self, slot: int, of: Job) -> None:
+        assert of.limit <= self.grid.reach(slot)
         self.length[slot], self.limit[slot] = of.prompt_length, of.limit
 
     def _grow(self, slot: int, rng) -> None:
@@ -106,7 +109,7 @@ class Play:
         ]
 
 
-@pytest.fixture(params=[GRID, TAILS], ids=["one size", "two sizes"])
+@pytest.fixture(params=[GRID, TAILS, RAGGED], ids=["one size", "two sizes", "ragged"])
 def grid(request) -> BucketGrid:
     return request.param
 
@@ -122,8 +125,9 @@ def test_every_sequence_decodes_exactly_once_and_every_prompt_is_poured(grid):
     samples = {j.number: range(j.num_sequences if j.generates else 1) for j in jobs}
     assert begun == Counter((number, i) for number, each in samples.items() for i in each)
     for j in jobs:
-        # in two sets where there are more sequences than slots
-        sets = 2 if j.generates and j.num_sequences > GRID.decode_slots else 1
+        # in several sets where there are more sequences than slots that hold them
+        suited = sum(j.limit <= grid.reach(slot) for slot in range(grid.decode_slots))
+        sets = -(-j.num_sequences // suited) if j.generates else 1
         assert sum(count for _, _, count in play.chunks_of(j.number)) == sets * j.prompt_length
 
 
@@ -263,3 +267,28 @@ def test_a_request_that_does_not_fit_is_not_queued():
     with pytest.raises(ValueError, match="prefill length 40, in whole chunks of 8"):
         scheduler.submit(job(0, prompt_length=33))
     assert scheduler.num_waiting == 0
+
+
+def test_requests_that_wait_for_long_slots_do_not_keep_shorter_ones_from_theirs():
+    scheduler = ChunkScheduler(RAGGED)
+    for n in range(3):
+        scheduler.submit(job(n, max_tokens=50))
+    for n in range(3, 6):
+        scheduler.submit(job(n))
+    opened = []
+    while isinstance(action := scheduler.next_action(), OpenAction):
+        opened.append((action.sequence.job.number, action.slot))
+    # slot 1 is too short for request 1, which has no claim on it
+    assert opened == [(0, 0), (3, 2), (4, 3), (5, 1)]
+
+
+def test_a_request_that_lacks_slots_keeps_those_that_it_could_use():
+    scheduler = ChunkScheduler(RAGGED)
+    scheduler.submit(job(0, max_tokens=50))
+    scheduler.submit(job(1, max_tokens=25, num_sequences=2))
+    for n in range(2, 6):
+        scheduler.submit(job(n))
+    opened = []
+    while isinstance(action := scheduler.next_action(), OpenAction):
+        opened.append((action.sequence.job.number, action.slot))
+    assert opened == [(0, 0), (2, 2), (3, 3)]

@@ -3,17 +3,32 @@
 import jax
 import numpy as np
 import pytest
-from tiny import CHUNK_GRID, CONFIG, EOS_ID, GRID, TAIL_GRID, TinyModel, prompts
+from tiny import (
+    CHUNK_GRID,
+    CONFIG,
+    EOS_ID,
+    GRID,
+    RAGGED_CHUNK_GRID,
+    RAGGED_GRID,
+    TAIL_GRID,
+    TinyModel,
+    prompts,
+)
 
 from noria.compile.monitor import compile_monitor
 from noria.runtime.request import Request, RowError, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
+GRIDS = {
+    "whole": GRID,
+    "ragged": RAGGED_GRID,
+    "chunks": CHUNK_GRID,
+    "tails": TAIL_GRID,
+    "ragged chunks": RAGGED_CHUNK_GRID,
+}
 
 
-@pytest.fixture(
-    scope="module", params=[GRID, CHUNK_GRID, TAIL_GRID], ids=["whole", "chunks", "tails"]
-)
+@pytest.fixture(scope="module", params=GRIDS.values(), ids=GRIDS)
 def model(request) -> TinyModel:
     return TinyModel(grid=request.param)
 
@@ -117,6 +132,15 @@ def test_the_slots_and_order_of_arrival_do_not_change_seeded_samples(model):
     first, second = (ids(outputs)[f"row-{i}"] for i in range(2))
     assert first == second
     assert len({tuple(sequence) for sequence in first}) == 3
+
+
+def test_every_sequence_of_a_request_continues_the_whole_prompt(model):
+    """Wherever its slot ends, and beside a row that makes decode read the longest span."""
+    row = prompts(1, seed=13, longest=14)[0]
+    params = SamplingParams(temperature=0, max_tokens=12, n=3)
+    long = Request("long", [5] * 45, SamplingParams(temperature=0, max_tokens=19, ignore_eos=True))
+    sequences = ids(run(model, [long, *requests_of([row], params)]))["row-0"]
+    assert sequences == [model.greedy(row, 12)] * 3
 
 
 def test_unseeded_rows_differ_by_id_and_repeat_under_the_same_run_seed(model):

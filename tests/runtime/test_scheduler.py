@@ -1,6 +1,7 @@
 """The scheduler alone: a pure state machine, driven without a device."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -15,6 +16,7 @@ GRID = BucketGrid(
     decode_spans=(16, 64),
     steps_per_call=4,
 )
+RAGGED = replace(GRID, span_slots=(4, 2))
 
 
 def job(number, prompt_length=5, max_tokens=8, num_sequences=1, is_scored=False) -> Job:
@@ -57,7 +59,8 @@ def play(scheduler: Scheduler, jobs: list[Job], seed: int = 0) -> list:
                         scheduler.advance(slot, grown)
 
 
-def test_every_sequence_is_inserted_exactly_once_and_every_scored_prompt_is_run():
+@pytest.mark.parametrize("grid", [GRID, RAGGED], ids=["alike", "ragged"])
+def test_every_sequence_is_inserted_exactly_once_and_every_scored_prompt_is_run(grid):
     rng = random.Random(1)
     jobs = [
         job(
@@ -69,7 +72,10 @@ def test_every_sequence_is_inserted_exactly_once_and_every_scored_prompt_is_run(
         )
         for n in range(200)
     ]
-    actions = play(Scheduler(GRID), jobs)
+    actions = play(Scheduler(grid), jobs)
+    for action in actions:
+        if isinstance(action, InsertAction):
+            assert action.sequence.job.limit <= grid.reach(action.slot)
     inserted = [
         (a.sequence.job.number, a.sequence.sample) for a in actions if isinstance(a, InsertAction)
     ]
@@ -165,6 +171,56 @@ def test_drain_drops_what_has_no_slot_and_keeps_requests_that_do():
     action = scheduler.next_action()
     assert isinstance(action, InsertAction)
     assert action.sequence.job.number == 0
+
+
+def test_a_row_gets_the_shortest_free_slot_that_holds_all_that_it_may_become():
+    scheduler = Scheduler(RAGGED)
+    for n, max_tokens in enumerate((8, 30, 8, 8)):
+        scheduler.submit(job(n, max_tokens=max_tokens))
+    inserts = [a for a in actions_until_decode(scheduler) if isinstance(a, InsertAction)]
+    assert {a.sequence.job.number: a.slot for a in inserts} == {0: 2, 1: 0, 2: 3, 3: 1}
+
+
+def test_rows_that_wait_for_a_long_slot_do_not_keep_shorter_rows_from_theirs():
+    scheduler = Scheduler(RAGGED)
+    for n in range(7):
+        scheduler.submit(job(n, max_tokens=30))
+    for n in range(7, 9):
+        scheduler.submit(job(n))
+    inserts = [a for a in actions_until_decode(scheduler) if isinstance(a, InsertAction)]
+    assert sorted(a.sequence.job.number for a in inserts) == [0, 1, 7, 8]
+
+
+def test_few_long_rows_are_prefilled_ahead_of_their_slots():
+    """What a prefill leaves stays on the device until its rows have slots."""
+    scheduler = Scheduler(RAGGED)
+    actions = []
+    for n in range(40):
+        scheduler.submit(job(n, max_tokens=30))
+    for n in range(40, 60):
+        scheduler.submit(job(n))
+    for _ in range(5):
+        actions += actions_until_decode(scheduler)
+        for slot in (2, 3):
+            scheduler.release(slot)
+    prefilled = [j.number for a in actions if isinstance(a, PrefillAction) for j in a.jobs]
+    assert sum(number < 40 for number in prefilled) <= 2 + GRID.prefill[0].batch
+    assert sum(number >= 40 for number in prefilled) >= 10
+
+
+def test_more_is_read_while_nothing_that_waits_fits_a_free_slot():
+    scheduler, number = Scheduler(RAGGED), 0
+    while scheduler.wants_more:
+        scheduler.submit(job(number, max_tokens=30))
+        number += 1
+    assert isinstance(actions_until_decode(scheduler)[-1], DecodeAction)
+    waiting = scheduler.num_waiting
+    while scheduler.wants_more:
+        scheduler.submit(job(number, max_tokens=30))
+        number += 1
+    assert scheduler.num_waiting > 4 * waiting
+    scheduler.submit(job(number))
+    assert isinstance(scheduler.next_action(), PrefillAction)
 
 
 def test_a_request_that_does_not_fit_is_not_queued():

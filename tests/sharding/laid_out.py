@@ -6,7 +6,7 @@ the build, and what is compared with is the same model on one device.
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -21,6 +21,7 @@ from noria.compile.compiled_graphs import CompiledGraphs
 from noria.compile.definition import Definition
 from noria.compile.steps import DecodeOutput, DecodeState, Prompts
 from noria.compile.targets import find_target
+from noria.modelzoo import axes
 from noria.modelzoo.config import Arrangement, DecoderConfig
 from noria.modelzoo.families.registry import from_hf_config
 from noria.runtime.host_arrays import HostArrays
@@ -162,6 +163,8 @@ class Row:
     prompt: tuple[int, ...]
     params: SamplingParams = GREEDY
     seed: int = 7
+    limit: int | None = None
+    """Length at which it ends, where it is not the longest."""
 
 
 @dataclass(frozen=True)
@@ -230,6 +233,8 @@ class LaidOut:
 
     config: DecoderConfig
     layout: Layout | None = None
+    long_slots: int | None = None
+    """Slots that reach the last span, where not all do."""
 
     @property
     def num_devices(self) -> int:
@@ -237,7 +242,14 @@ class LaidOut:
 
     @property
     def grid(self) -> BucketGrid:
-        return grid_of(self.num_devices)
+        grid = grid_of(self.num_devices)
+        if self.long_slots is None:
+            return grid
+        groups = 1
+        if self.layout is not None:
+            groups = self.layout.mesh.num_shards(self.layout.phase("decode")[axes.ATTENTION_BATCH])
+        slots = grid.decode_slots, self.long_slots
+        return replace(grid, span_slots=slots, slot_groups=groups)
 
     @cached_property
     def placement(self):
@@ -295,7 +307,7 @@ class LaidOut:
             stop_ids=() if row.params.ignore_eos else (STOP_ID,),
             vocab_size=self.definition.padded_vocab,
         )
-        limit_1 = np.array([self.grid.max_length], np.int32)
+        limit_1 = np.array([row.limit or self.grid.max_length], np.int32)
         arguments = self.put((np.int32(slot), np.int32(slot), limit_1, sampling))
         return self.graphs.insert(state, self.grid.prefill[0], prompts, *arguments)
 

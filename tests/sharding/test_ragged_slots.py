@@ -1,0 +1,77 @@
+"""Slots of several lengths give the answers of slots that are all alike, under layouts too."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from laid_out import FAMILY_OF, LaidOut, config_of, greedy_rows, layout_of
+from test_rows_under_layouts import filled_with_nan
+from tolerances import FLOAT32_MODEL_LOGPROB
+
+from noria.compile.definition import model_sizes
+from noria.sharding.legality import check
+
+CASES = pytest.mark.parametrize(
+    ("layout", "family", "long_slots"),
+    [
+        (None, "gemma2", 3),
+        ("weight-stationary-1d", "mistral", 3),
+        ("data-tensor@data=4,tensor=2", "llama", 4),
+        ("data-tensor-batch-attention@data=2,tensor=2", "qwen3", 4),
+        ("ring-tensor", FAMILY_OF["ring-tensor"], 3),
+    ],
+)
+"""Windows in one piece of the cache and more, rows on one device and on several, stripes."""
+
+
+def pair(layout: str | None, family: str, long_slots: int) -> tuple[LaidOut, LaidOut]:
+    """Ragged, and all alike."""
+    config, placed = config_of(family), None if layout is None else layout_of(layout)
+    return LaidOut(config, placed, long_slots), LaidOut(config, placed)
+
+
+def rows_of(under: LaidOut) -> dict:
+    """Rows that their slots hold; prompts are as long as the first span at most."""
+    return {slot: replace(row, limit=under.grid.reach(slot)) for slot, row in greedy_rows().items()}
+
+
+@CASES
+def test_ragged_slots_change_no_answer(layout, family, long_slots):
+    ragged, alike = pair(layout, family, long_slots)
+    rows = rows_of(ragged)
+    got, expected = ragged.answer(rows), alike.answer(rows)
+    limits = [row.limit for row in rows.values()]
+    assert min(limits) < max(limits)
+    np.testing.assert_array_equal(got.output.tokens_BQ, expected.output.tokens_BQ)
+    for slot in rows:
+        np.testing.assert_allclose(
+            got.logprobs_BV[slot], expected.logprobs_BV[slot], rtol=0, atol=FLOAT32_MODEL_LOGPROB
+        )
+
+
+@CASES
+def test_long_and_short_slots_give_a_row_the_same_bits(layout, family, long_slots):
+    ragged, _ = pair(layout, family, long_slots)
+    grid = ragged.grid
+    long, short = (
+        next(slot for slot in range(6) if grid.reach(slot) == span)
+        for span in grid.decode_spans[::-1]
+    )
+    row = replace(greedy_rows()[4], limit=grid.decode_spans[0])
+    got = ragged.answer({long: row}), ragged.answer({short: row}, filled_with_nan(ragged))
+    for field in ("tokens_BQ",):
+        first, second = (getattr(answer.output, field) for answer in got)
+        np.testing.assert_array_equal(first[long], second[short])
+    assert (got[0].output.tokens_BQ[long] >= 0).sum() == 12
+    np.testing.assert_array_equal(got[0].logprobs_BV[long], got[1].logprobs_BV[short])
+
+
+def test_groups_that_are_not_those_of_the_layout_are_refused():
+    ragged, _ = pair("data-tensor@data=4,tensor=2", "llama", 4)
+    wrong = replace(ragged.grid, slot_groups=2)
+    sizes = model_sizes(ragged.config, 8, wrong)
+    (finding,) = check(ragged.layout, sizes)
+    assert (
+        "expected buckets.slot_groups to be the pieces that it splits slots into, 4, got 2"
+        in finding
+    )
