@@ -16,7 +16,7 @@ from ..modelzoo import axes
 from ..sharding.layout import PHASES, Layout
 from .bucket_grid import BucketGrid, PrefillBucket, chunk_sizes
 from .bucket_search import cheapest_cuts
-from .span_slots import span_slots
+from .span_slots import NO_LIMIT, SlotUse
 
 LENGTH_STEP = 16
 SPAN_STEP = 64
@@ -135,22 +135,14 @@ def derive_grid(
     )
 
 
-def with_ragged_slots(
-    grid: BucketGrid, rows: Sequence[RowNeed], layout: Layout | None = None
-) -> BucketGrid:
-    """A grid whose slots reach as far as these rows need, where few are long; else the same."""
-    groups = 1
-    if layout is not None:
-        groups = layout.mesh.num_shards(layout.phase("decode")[axes.ATTENTION_BATCH])
-    if grid.span_slots is not None or (grid.chunks and groups > 1):
-        return grid
-    limits, lives = [], []
-    for row in (row for row in rows if row.max_tokens != 0):
-        limit = grid.limit(row.prompt_length, row.max_tokens)
-        limits += [limit] * row.num_sequences
-        lives += [limit - row.prompt_length] * row.num_sequences
-    found = span_slots(grid.decode_slots, grid.decode_spans, limits, lives, groups)
-    return grid if found is None else replace(grid, span_slots=found, slot_groups=groups)
+def slot_use(rows: Sequence[RowNeed]) -> SlotUse:
+    """What rows that generate need of slots, if each takes all that it may."""
+    rows = [row for row in rows if row.max_tokens != 0]
+    return SlotUse(
+        np.array([row.prompt_length for row in rows], int),
+        np.array([NO_LIMIT if row.max_tokens is None else row.max_tokens for row in rows], int),
+        np.array([row.num_sequences for row in rows], int),
+    )
 
 
 def with_chunk(defaults: GridDefaults, chunk: Any) -> GridDefaults:

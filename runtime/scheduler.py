@@ -46,6 +46,9 @@ class InsertAction:
 
 Action = PrefillAction | InsertAction | DecodeAction
 _Queue = tuple[PrefillBucket, bool]
+_Lane = deque[Job]
+NO_SLOT = 0
+"""In place of how far a slot must reach: for prompts that generate nothing."""
 BLOCKED_QUEUE = 8
 """Times as many requests that wait while none of them fits a free slot."""
 
@@ -62,7 +65,8 @@ class Scheduler:
 
     def __init__(self, grid: BucketGrid):
         self._grid = grid
-        self._waiting: dict[_Queue, list[Job]] = {}
+        self._waiting: dict[_Queue, dict[int, _Lane]] = {}
+        """By queue and by how far a slot must reach."""
         self._ready: deque[_Ready] = deque()
         self._slots = DecodeSlots(grid)
         self._num_prefills = 0
@@ -70,7 +74,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests that no prefill has taken yet."""
-        return sum(map(len, self._waiting.values()))
+        return sum(len(lane) for lanes in self._waiting.values() for lane in lanes.values())
 
     @property
     def wants_more(self) -> bool:
@@ -86,7 +90,8 @@ class Scheduler:
     def submit(self, job: Job) -> None:
         """Queue a request that fits the grid."""
         bucket = self._grid.fit(job.prompt_length, job.limit - job.prompt_length)
-        self._waiting.setdefault((bucket, job.is_scored), []).append(job)
+        lanes = self._waiting.setdefault((bucket, job.is_scored), {})
+        lanes.setdefault(self._reach(job), deque()).append(job)
 
     def next_action(self) -> Action | None:
         """What to run next; None when all work is done."""
@@ -109,7 +114,8 @@ class Scheduler:
     def drain(self) -> list[Job]:
         """Drop all that has no slot yet, unless the request has another sequence in one."""
         in_flight = self._slots.job_numbers
-        dropped = [job for queue in self._waiting.values() for job in queue]
+        lanes = [lane for lanes in self._waiting.values() for lane in lanes.values()]
+        dropped = [job for lane in lanes for job in lane]
         dropped += {
             ready.sequence.job.number: ready.sequence.job
             for ready in self._ready
@@ -119,24 +125,33 @@ class Scheduler:
         self._waiting.clear()
         return dropped
 
-    def _choices(self) -> dict[_Queue, list[Job]]:
+    def _choices(self) -> dict[_Queue, list[_Lane]]:
         """What the next prefill may take, by queue: of those of which a row finds a slot at once.
 
         Prompts that generate nothing need no slot.
         """
         longest = self._slots.longest_free
-        in_stock = {self._grid.reach_of(ready.sequence.job.limit) for ready in self._ready}
+        in_stock = {self._reach(ready.sequence.job) for ready in self._ready}
         choices = {}
-        for key, queue in self._waiting.items():
-            jobs = [job for job in queue if self._is_wanted(job, in_stock)]
-            generating = [job for job in queue if job.generates]
-            finds_slot = any(job.generates and job.limit <= longest for job in jobs)
-            if finds_slot or not generating:
-                choices[key] = jobs
+        for key, lanes in self._waiting.items():
+            wanted = {reach: lane for reach, lane in lanes.items() if reach not in in_stock}
+            if any(NO_SLOT < reach <= longest for reach in wanted) or set(lanes) == {NO_SLOT}:
+                choices[key] = list(wanted.values())
         return choices
 
-    def _is_wanted(self, job: Job, in_stock: set[int]) -> bool:
-        return not job.generates or self._grid.reach_of(job.limit) not in in_stock
+    def _reach(self, job: Job) -> int:
+        """How far a slot must reach at least that a job's sequences fit into."""
+        return self._grid.reach_of(job.limit) if job.generates else NO_SLOT
+
+    def _take(self, key: _Queue, lanes: list[_Lane]) -> Job:
+        """The first job of some lanes of a queue."""
+        lane = min(filter(None, lanes), key=lambda lane: lane[0].number)
+        job = lane.popleft()
+        if not lane:
+            del self._waiting[key][self._reach(job)]
+        if not self._waiting[key]:
+            del self._waiting[key]
+        return job
 
     def _insert(self, ready: _Ready) -> InsertAction:
         self._ready.remove(ready)
@@ -145,12 +160,9 @@ class Scheduler:
         is_last = all(other.prefill != ready.prefill for other in self._ready)
         return InsertAction(slot, ready.sequence, ready.prefill, ready.row, is_last)
 
-    def _prefill(self, choices: dict[_Queue, list[Job]]) -> PrefillAction:
+    def _prefill(self, choices: dict[_Queue, list[_Lane]]) -> PrefillAction:
         bucket, is_scored = key = _fullest(choices)
-        jobs = tuple(choices[key][: bucket.batch])
-        self._waiting[key] = [job for job in self._waiting[key] if job not in jobs]
-        if not self._waiting[key]:
-            del self._waiting[key]
+        jobs = tuple(self._take(key, choices[key]) for _ in range(_num_rows(key, choices[key])))
         number = self._num_prefills
         self._num_prefills += 1
         for row, job in enumerate(jobs):
@@ -161,6 +173,10 @@ class Scheduler:
         return PrefillAction(number, bucket, is_scored, jobs)
 
 
-def _fullest(choices: dict[_Queue, list[Job]]) -> _Queue:
-    full = [key for key, jobs in choices.items() if len(jobs) >= key[0].batch]
-    return min(full or choices, key=lambda key: choices[key][0].number)
+def _fullest(choices: dict[_Queue, list[_Lane]]) -> _Queue:
+    full = [key for key, lanes in choices.items() if _num_rows(key, lanes) == key[0].batch]
+    return min(full or choices, key=lambda key: min(lane[0].number for lane in choices[key]))
+
+
+def _num_rows(queue: _Queue, lanes: list[_Lane]) -> int:
+    return min(queue[0].batch, sum(map(len, lanes)))

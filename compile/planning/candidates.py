@@ -9,7 +9,7 @@ Knows nothing of schedules. Every second here is a prediction.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -17,7 +17,15 @@ import numpy as np
 
 from ..bucket_grid import BucketGrid, PrefillBucket
 from ..bucket_search import cheapest_cuts
-from ..default_grid import SPAN_STEP, GridDefaults, RowNeed, cheapest_prefill, round_up
+from ..default_grid import (
+    SPAN_STEP,
+    GridDefaults,
+    RowNeed,
+    cheapest_prefill,
+    round_up,
+    slot_use,
+)
+from ..span_slots import SlotUse, with_ragged_slots
 from .compile_time import NO_TIME, GraphSeconds
 from .cost import CostModel
 from .work import Call
@@ -86,6 +94,12 @@ class Candidate:
     """Most tokens of a prefill call that has several rows, times the layout's pieces."""
 
 
+def _expected_use(rows: Sequence[ExpectedRow]) -> SlotUse:
+    rows = [row for row in rows if row.output]
+    output_R = np.array([row.output for row in rows], int)
+    return replace(slot_use([row.need for row in rows]), output_R=output_R)
+
+
 class CandidateGrids:
     """Every grid of a family, for one workload."""
 
@@ -117,6 +131,7 @@ class CandidateGrids:
         self._prompts = np.array([row.need.prompt_length for row in rows])
         self._longest_output = max(row.output for row in rows)
         self._num_sequences = sum(row.need.num_sequences for row in rows if row.output)
+        self._slot_use = _expected_use(rows)
         self._emitted_below = self._count_emitted()
         """By length: tokens that are emitted into positions below it."""
         self._cuts: dict[int, list[PrefillBucket]] = {}
@@ -151,11 +166,17 @@ class CandidateGrids:
 
     def _within_budget(self, found: Iterable[tuple[BucketGrid, int]]) -> Iterator[Candidate]:
         work, budget = self._cost.work, self._budget
-        for grid, tokens in dict(found).items():
+        for grid, tokens in self._with_ragged(dict(found)).items():
             needed = work.parameter_bytes + work.grid_bytes(grid)
             fits = needed <= budget.memory_bytes
             if fits and budget.build_seconds(grid) <= budget.compile_seconds:
                 yield Candidate(grid, self.bound(grid), tokens)
+
+    def _with_ragged(self, found: Mapping[BucketGrid, int]) -> dict[BucketGrid, int]:
+        """Grids, and each with slots that end where most rows do, if that saves much."""
+        use, layout = self._slot_use, self._cost.work.layout
+        ragged = {with_ragged_slots(grid, use, layout): tokens for grid, tokens in found.items()}
+        return {**found, **ragged}
 
     def prefill_of(self, tokens: int) -> tuple[PrefillBucket, ...]:
         """The best prefill lengths for calls of so many tokens, as candidates have them."""

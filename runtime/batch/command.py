@@ -10,9 +10,11 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint import ModelFiles, open_model
+from ..feeding import feeding_order
 from ..layout_files import read_layout_table
 from ..plan_files import read_plan_table
 from ..run_config import ConfigError, apply_overrides
@@ -201,7 +203,7 @@ class BatchModel:
         phases.enter("build")
         seed = self._options.seed
         generator = session.start(model, plan, seed=seed, on_graph=report, warm=warm)
-        return Build(generator, text)
+        return Build(generator, text, partial(feeding_order, grid=plan.buckets))
 
     def _make_plan(
         self, summary: ScanSummary, target_name: str, dtype: str, max_position: int
@@ -210,11 +212,12 @@ class BatchModel:
         from ...compile.default_grid import (
             GridDefaults,
             derive_grid,
+            slot_use,
             with_chunk,
-            with_ragged_slots,
         )
         from ...compile.expert_plan import default_experts
         from ...compile.plan import Plan, PlannedModel
+        from ...compile.span_slots import with_ragged_slots
 
         if self._plan_table is not None:
             return Plan.from_table(apply_overrides(self._plan_table, self._options.set))
@@ -230,7 +233,7 @@ class BatchModel:
         plan = Plan(target_name, planned, grid, self._layout, experts)
         table = tomllib.loads(plan.to_toml())
         plan = Plan.from_table(apply_overrides(table, self._options.set))
-        return replace(plan, buckets=with_ragged_slots(plan.buckets, rows, plan.layout))
+        return replace(plan, buckets=with_ragged_slots(plan.buckets, slot_use(rows), plan.layout))
 
 
 @contextmanager

@@ -4,12 +4,13 @@
 how a job runs.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from ..feeding import Need, feeding_order
 from ..request import Request, RequestOutput
 from .journal import SETUP, journal_path
 from .lock import lock_path
@@ -50,18 +51,13 @@ class Generator(Protocol):
     def statistics(self) -> dict[str, Any]: ...
 
 
-def longest_need_first(prompt_length: int, max_tokens: int | None) -> float:
-    """Order of rows that keeps a job's tail short; no limit counts as the longest."""
-    return float("-inf") if max_tokens is None else -(prompt_length + max_tokens)
-
-
 @dataclass(frozen=True)
 class Build:
     """Everything compiled: the generator, the resolved plan, and the order it likes rows in."""
 
     generator: Generator
     plan: str
-    order: Callable[[int, int | None], float] = longest_need_first
+    order: Callable[[Sequence[Need]], list[int]] = feeding_order
 
 
 @dataclass(frozen=True)

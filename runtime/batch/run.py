@@ -193,12 +193,10 @@ class _Job:
     def _run_rows(self, built: Build, rows: Sequence[ScannedRow]) -> str | None:
         """Run rows until none waits, or until a signal; returns its name if it left any."""
         generator = built.generator
-
-        def order(row: ScannedRow) -> tuple[float, int]:
-            assert row.need is not None
-            return built.order(row.need.prompt_length, row.need.max_tokens), row.row
-
-        waiting = deque(sorted(rows, key=order))
+        needs = [row.need for row in rows if row.need is not None]
+        assert len(needs) == len(rows)
+        order = built.order([(need.prompt_length, need.max_tokens) for need in needs])
+        waiting = deque(rows[i] for i in order)
         drain = Drain(self.stop, self.peers, self.settings.grace_seconds)
         word = GO
         while waiting or generator.unfinished:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from ...compile.bucket_grid import BucketGrid
 from ...compile.planning.candidates import Budget, Candidate, ExpectedRow
 from ...compile.planning.cost import CostModel
-from ..batch.job import longest_need_first
+from ..feeding import feeding_order
 from .simulator import SimulatedRow, Simulation, simulate
 
 MOST_TRIES = 24
@@ -85,9 +85,8 @@ def try_grid(
 
 def as_fed(rows: Sequence[ExpectedRow], grid: BucketGrid) -> list[SimulatedRow]:
     """The rows in the order in which a job feeds them to the engine."""
-    ordered = sorted(
-        rows, key=lambda row: longest_need_first(row.need.prompt_length, row.need.max_tokens)
-    )
+    needs = [(row.need.prompt_length, row.need.max_tokens) for row in rows]
+    ordered = (rows[i] for i in feeding_order(needs, grid))
     return [
         SimulatedRow(
             row.need.prompt_length,
