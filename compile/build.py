@@ -27,6 +27,7 @@ from .compiled_graphs import CompiledGraphs
 from .definition import Definition
 from .expert_plan import LOSSLESS_EXPERTS, ExpertPlan
 from .monitor import compile_monitor
+from .scanned import check_scanned
 from .steps import DecodeState, decode_step, insert_step, prefill_step, score_step
 
 
@@ -116,6 +117,8 @@ class _GraphPlanner:
         attention: AttentionPlan = AUTO_ATTENTION,
     ):
         self._definition, self._grid, self._placement = definition, grid, placement
+        if definition.arrangement.scan_layers:
+            check_scanned(grid, attention)
         config = definition.config
         phases = (*PHASES, "chunk")
         self._operations = {phase: placement.operations(phase, config) for phase in phases}

@@ -6,6 +6,7 @@ stays out of the hot path. Knows nothing of buckets or devices.
 
 from collections.abc import Mapping
 from functools import cache
+from typing import Any
 
 import jax
 from flax import nnx
@@ -14,6 +15,7 @@ from ..modelzoo.attention import Attend
 from ..modelzoo.blockwise import attend_blockwise
 from ..modelzoo.config import AS_PUBLISHED, Arrangement, DecoderConfig
 from ..modelzoo.decoder import Decoder
+from ..modelzoo.layer_groups import place_name, places
 from ..modelzoo.moe.config import LOSSLESS, Dispatch
 from ..modelzoo.operations import ON_ONE_DEVICE, Axes, Operations
 from ..sharding.legality import ModelSizes
@@ -58,8 +60,7 @@ class Definition:
         module = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), arrangement=arrangement))
         self._graphdef, state = nnx.split(module)
         self._variables = {
-            ".".join(map(str, path)): (path, variable)
-            for path, variable in nnx.to_flat_state(state)
+            self._name(*path): (path, variable) for path, variable in nnx.to_flat_state(state)
         }
 
     def abstract_parameters(self, dtype: jax.typing.DTypeLike) -> dict[str, jax.ShapeDtypeStruct]:
@@ -75,11 +76,19 @@ class Definition:
         }
 
     def logical_axes(self) -> dict[str, tuple[str, ...]]:
-        """The logical axes that each parameter declares."""
-        return {
-            name: variable.get_metadata()["logical_axes"]
+        """The logical axes that each parameter declares; layers, where it leads with them, none."""
+        declared = {
+            name: (variable.get_value().ndim, variable.get_metadata()["logical_axes"])
             for name, (_, variable) in self._variables.items()
         }
+        return {name: ("",) * (ndim - len(axes)) + axes for name, (ndim, axes) in declared.items()}
+
+    def _name(self, *path: Any) -> str:
+        """The dotted path of a parameter, with layers by number and not by place."""
+        first, *rest = path
+        if first == "layers":
+            rest[0] = place_name(places(self.config, self.arrangement)[rest[0]])
+        return ".".join(map(str, (first, *rest)))
 
     @property
     def padded_vocab(self) -> int:

@@ -26,7 +26,7 @@ from .planning.work import Call, Work
 from .targets import Target
 
 COMPILER, SHAPES = "the compiler", "shapes"
-_LAYER_SCOPE = re.compile(r"/layers\.\d+/")
+_LAYER_SCOPE = re.compile(r"/layers\.[\d:]+/")
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,8 @@ class LayoutResult:
     flops: float = 0.0
     """On one device, of one prefill call and one decode step together; of Pallas kernels none."""
     flops_from: str = COMPILER
-    """Who counted them: compilers for GPU do not, so those of the shapes stand for them."""
+    """Who counted them: where compilers do not, on GPU, or count the layers of a loop as one, those
+    of the shapes stand for them."""
     flops_by_phase: dict[str, float] = field(default_factory=dict)
     attention: dict[str, str] = field(default_factory=dict)
     """The kernel of each phase, and why it was chosen."""
@@ -96,6 +97,7 @@ def measure(
     dtype: jax.typing.DTypeLike,
     on_graph: Callable[[str, float], None] = lambda name, seconds: None,
     attention: AttentionPlan = AUTO_ATTENTION,
+    scan_layers: bool = False,
 ) -> LayoutResult:
     """Compile the longest prefill and decode graph of a grid under a layout, and read them."""
     findings = check(layout, model_sizes(config, len(target.devices), grid))
@@ -103,7 +105,7 @@ def measure(
     if findings:
         return result
     placement = target.placement(layout)
-    definition = Definition(config, placement.arrangement(config))
+    definition = Definition(config, placement.arrangement(config, scan_layers))
     result.bytes_per_device = _bytes_per_device(definition, layout, grid, dtype)
     kernels = choose_kernels(config, grid, placement, jnp.dtype(dtype), attention)
     result.attention = kernels.report()
@@ -152,9 +154,9 @@ def _read(
     config = definition.config
     memory = compiled.memory_analysis()
     result.temp_by_phase[phase] = memory.temp_size_in_bytes if memory is not None else 0
-    # the body of the loop over steps counts once: one step
+    # the body of the loop over steps counts once: one step. That of a loop over layers does, too
     flops = (compiled.cost_analysis() or {}).get("flops")
-    if flops is None:
+    if flops is None or definition.arrangement.scan_layers:
         result.flops_from = SHAPES
         flops = _flops_of_shapes(phase, Work(definition, dtype.name, layout), grid)
     result.flops_by_phase[phase] = float(flops)

@@ -15,6 +15,7 @@ from .attention_kernels import AUTO_ATTENTION, AttentionPlan
 from .bucket_grid import BucketGrid
 from .expert_plan import ExpertPlan
 from .plan_tables import check_keys, table_lines, toml
+from .scanned import check_scanned
 
 SCHEMA = 1
 _LAYOUT_KEYS = {"layout", "max_replicated", "tokens", "mesh", "rules", *PHASES}
@@ -29,6 +30,9 @@ class PlannedModel:
     fingerprint: str
     """Of the model's files; empty where the plan is for any model that fits it."""
     dtype: str
+    scan_layers: bool = False
+    """Whether layers that repeat a pattern run in a loop: programs compile in a fraction of the
+    time, however deep the model, and are slower to run on the CPU."""
 
     def __post_init__(self):
         for name in ("source", "fingerprint"):
@@ -36,6 +40,17 @@ class PlannedModel:
                 raise ValueError(f"model.{name}: expected a string, got {getattr(self, name)!r}.")
         if self.dtype not in DTYPES:
             raise ValueError(f"model.dtype: expected {' or '.join(DTYPES)}, got {self.dtype!r}.")
+        if not isinstance(self.scan_layers, bool):
+            raise ValueError(
+                f"model.scan_layers: expected true or false, got {self.scan_layers!r}."
+            )
+
+    def to_table(self) -> dict[str, Any]:
+        """What a plan's `[model]` says: layers only where they are scanned."""
+        table = asdict(self)
+        if not self.scan_layers:
+            del table["scan_layers"]
+        return table
 
 
 @dataclass(frozen=True)
@@ -51,10 +66,14 @@ class Plan:
     """Of a model with experts, where None means without loss; others have none."""
     attention: AttentionPlan = AUTO_ATTENTION
 
+    def __post_init__(self):
+        if self.model.scan_layers:
+            check_scanned(self.buckets, self.attention)
+
     def to_toml(self) -> str:
         """The plan as TOML text."""
         lines = [f"schema = {SCHEMA}", f'target = "{self.target}"']
-        lines += table_lines("model", asdict(self.model))
+        lines += table_lines("model", self.model.to_table())
         lines += table_lines("buckets", self.buckets.to_table())
         if self.attention != AUTO_ATTENTION:
             lines += table_lines("attention", asdict(self.attention))
@@ -80,7 +99,7 @@ class Plan:
         if table["schema"] != SCHEMA:
             raise ValueError(f"plan schema: expected {SCHEMA}, got {table['schema']!r}.")
         model, buckets = table["model"], table["buckets"]
-        check_keys("[model]", model, {"source", "fingerprint", "dtype"})
+        check_keys("[model]", model, {"source", "fingerprint", "dtype"}, {"scan_layers"})
         required = {key.name for key in fields(BucketGrid) if key.default is MISSING}
         optional = {key.name for key in fields(BucketGrid)} - required | {"chunk"}
         check_keys("[buckets]", buckets, required, optional)

@@ -35,7 +35,14 @@ def decode_state(
 
     return DecodeState(
         cache=kv_cache.allocate(
-            config, B, grid.decode_spans, dtype, num_cache_heads, cache_stripes, grid.span_slots
+            config,
+            B,
+            grid.decode_spans,
+            dtype,
+            num_cache_heads,
+            cache_stripes,
+            grid.span_slots,
+            definition.arrangement,
         ),
         logits_BV=jnp.zeros((B, V), jnp.float32),
         tokens_BS=jnp.zeros((B, grid.max_length), jnp.int32),

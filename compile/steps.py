@@ -12,7 +12,8 @@ import jax.numpy as jnp
 
 from ..modelzoo import axes
 from ..modelzoo.decoder import Decoder
-from ..modelzoo.kv_cache import KVCache, PromptLayer, insert
+from ..modelzoo.kept_layers import PromptLayer, PromptLayers
+from ..modelzoo.kv_cache import KVCache, insert
 from ..modelzoo.moe.use import ExpertReport
 from ..modelzoo.operations import Axes, Operations
 from ..modelzoo.sampling import History, SamplingState, TokenScores, sample, score_tokens
@@ -67,7 +68,7 @@ def map_fields(kept: Any, visit: Visit) -> Any:
 class Prompts(NamedTuple):
     """What a prefill leaves on the device for its rows to be inserted."""
 
-    layers: tuple[PromptLayer, ...]
+    layers: tuple[PromptLayer | PromptLayers, ...]
     logits_BV: jax.Array
     tokens_BT: jax.Array
     true_length_B: jax.Array
@@ -244,7 +245,7 @@ def _constrain_slots(state: DecodeState, operations: Operations) -> DecodeState:
 def _prompts(
     decoder: Decoder,
     x_BTD: jax.Array,
-    layers: tuple[PromptLayer, ...],
+    layers: tuple[PromptLayer | PromptLayers, ...],
     tokens_BT: jax.Array,
     true_length_B: jax.Array,
     experts: ExpertReport | None,

@@ -71,6 +71,17 @@ CACHE_VALUES = (ATTENTION_BATCH, KV_HEADS, CACHE_LENGTH, "")
 CACHE_LATENTS = (ATTENTION_BATCH, CACHE_LENGTH, "")
 CACHE_POSITIONS = (ATTENTION_BATCH, CACHE_LENGTH)
 
+
+def of_layers(logical_axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of the arrays of several layers as one, which leads with the layers, never split."""
+    return ("", *logical_axes)
+
+
+def row_axis(logical_axes: tuple[str, ...]) -> int:
+    """Which axis of an array of rows has them: the first that has a name."""
+    return next(axis for axis, name in enumerate(logical_axes) if name)
+
+
 LOGICAL_AXES = (
     BATCH,
     ATTENTION_BATCH,

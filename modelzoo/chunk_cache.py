@@ -22,12 +22,9 @@ import jax.numpy as jnp
 
 from . import axes
 from .attention import EMPTY_POSITION
+from .kept_layers import OneLayer, PromptLatents, PromptLayer, Segments
 from .kv_cache import (
-    KeptLayer,
     Positions,
-    PromptLatents,
-    PromptLayer,
-    Segments,
     at_entries,
     held_positions,
     match_heads,
@@ -94,12 +91,12 @@ def positions_below(
 
 
 def layer_of_slots(
-    layer: KeptLayer,
+    layer: OneLayer,
     slot_B: jax.Array,
     num_unseen: int,
     num_heads: int,
     operations: Operations,
-) -> KeptLayer:
+) -> OneLayer:
     """What the slots of rows keep of a layer, with `num_heads` where it keeps heads.
 
     The last `num_unseen` entries are left out.
@@ -125,14 +122,14 @@ def _without_last(segments: Segments, num_entries: int, axis: int) -> Segments:
     return (*others, jax.lax.slice_in_dim(last, 0, last.shape[axis] - num_entries, axis=axis))
 
 
-def with_chunk(layer: KeptLayer, made: PromptLayer) -> KeptLayer:
+def with_chunk(layer: OneLayer, made: PromptLayer) -> OneLayer:
     """A layer with a chunk as its last segment."""
     return type(layer)(*((*old, new) for old, new in zip(layer, made, strict=True)))
 
 
 def keep_chunk(
-    layer: KeptLayer, made: PromptLayer, rows: ChunkRows, is_ring: bool, operations: Operations
-) -> KeptLayer:
+    layer: OneLayer, made: PromptLayer, rows: ChunkRows, is_ring: bool, operations: Operations
+) -> OneLayer:
     """The layer with a chunk's tokens at their entries."""
     write = _write_ring if is_ring else _write_blocks
     arrays = zip(layer, made, layer.POSITION_AXES, layer.AXES, strict=True)

@@ -330,6 +330,12 @@ class DecoderConfig:
         return replace(self, windows=self.windows[:count], moe=moe)
 
     @property
+    def layer_kinds(self) -> tuple[tuple[Window, bool], ...]:
+        """Each layer's window, and whether it is sparse: layers of one kind differ in weights."""
+        is_sparse = self.moe.layers if self.moe else (False,) * self.num_layers
+        return tuple(zip(self.windows, is_sparse, strict=True))
+
+    @property
     def num_layers(self) -> int:
         return len(self.windows)
 
@@ -340,12 +346,15 @@ class DecoderConfig:
 
 @dataclass(frozen=True)
 class Arrangement:
-    """How weights are arranged for a layout: the same model, in other shapes."""
+    """How weights are arranged for a layout and a build: the same model, in other shapes."""
 
     kv_copies: int = 1
     """Each key/value head stored this often, side by side; its queries are shared out in order."""
     padded_vocab: int | None = None
     """Rows of the token tables, those past the vocabulary zero; None means vocab_size."""
+    scan_layers: bool = False
+    """Whether layers that repeat a pattern of kinds have their weights in one array for each place
+    of the pattern, to run in a loop (`modelzoo.layer_groups`)."""
 
     def __post_init__(self):
         for name in ("kv_copies", "padded_vocab"):

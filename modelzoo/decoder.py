@@ -7,6 +7,7 @@ injected: other attention implementations and layouts must not change the answer
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,20 +27,27 @@ from .chunk_cache import (
     with_chunk,
 )
 from .config import AS_PUBLISHED, PLAIN_SCORES, Arrangement, DecoderConfig, Window
-from .kv_cache import (
-    AttendLayer,
-    CachedRows,
+from .kept_layers import (
     KeptLayer,
-    KVCache,
-    Positions,
+    OneLayer,
     PromptKeysValues,
     PromptLatents,
     PromptLayer,
+    PromptLayers,
+    one_layer,
+)
+from .kv_cache import (
+    AttendLayer,
+    CachedRows,
+    Kept,
+    KVCache,
+    Positions,
     PromptRows,
     append,
     append_position,
     attend_cached,
 )
+from .layer_groups import layer_groups, place_name, places
 from .layers import (
     Embedding,
     GatedMlp,
@@ -59,6 +67,7 @@ from .moe.use import ExpertReport
 from .operations import ON_ONE_DEVICE, Operations, einsum
 from .rope import PositionCode, encode, position_code
 from .stripes import IN_ORDER
+from .turns import run_groups
 
 
 class Attention(nnx.Module):
@@ -200,6 +209,24 @@ class ParallelBlock(nnx.Module):
         return operations.constrain(x_BTD + scaled(out_BTD, self.multiplier), axes.RESIDUAL)
 
 
+def _place(
+    rngs: nnx.Rngs, config: DecoderConfig, arrangement: Arrangement, layers: range
+) -> Block | ParallelBlock:
+    """The block of a layer; of several that run in turns, with the weights of all of them."""
+    block = ParallelBlock if config.is_parallel else Block
+    _, is_sparse = config.layer_kinds[layers.start]
+    moe = config.moe if is_sparse else None
+    if len(layers) == 1:
+        return block(rngs, config, arrangement, moe)
+
+    @nnx.split_rngs(splits=len(layers))
+    @nnx.vmap
+    def blocks(rngs: nnx.Rngs) -> Block | ParallelBlock:
+        return block(rngs, config, arrangement, moe)
+
+    return blocks(rngs)
+
+
 def _kept(new: PromptKeysValues | None, latents: PromptLatents | None) -> PromptLayer:
     """What is kept of new tokens."""
     kept = new if latents is None else latents
@@ -222,10 +249,9 @@ class Decoder(nnx.Module):
     ):
         num_rows = arrangement.padded_vocab or config.vocab_size
         self.embedding = Embedding(rngs, num_rows, config.embed)
-        block = ParallelBlock if config.is_parallel else Block
-        is_sparse = config.moe.layers if config.moe else (False,) * config.num_layers
+        self.groups = layer_groups(config, arrangement)
         self.layers = nnx.List(
-            block(rngs, config, arrangement, config.moe if sparse else None) for sparse in is_sparse
+            _place(rngs, config, arrangement, layers) for layers in places(config, arrangement)
         )
         self.final_norm = Norm(config.embed, config)
         if not config.tie_embeddings:
@@ -237,7 +263,7 @@ class Decoder(nnx.Module):
 
     def prefill(
         self, tokens_BT: jax.Array, true_length_B: jax.Array
-    ) -> tuple[jax.Array, tuple[PromptLayer, ...], ExpertReport | None]:
+    ) -> tuple[jax.Array, tuple[PromptLayer | PromptLayers, ...], ExpertReport | None]:
         """Final hidden states `x_BTD` of right-padded prompts, and each layer's keys and values.
 
         Tokens come in order and leave as `operations` lays them. Padding follows the tokens, so
@@ -251,9 +277,8 @@ class Decoder(nnx.Module):
         key_position_BT = jnp.where(is_token_BT, query_position_BT, EMPTY_POSITION)
         is_in_order = self.operations.prompt_stripes == IN_ORDER
         attend_tokens = self._scored(self.operations.over_tokens(self.attend))
-        made: list[PromptLayer] = []
 
-        def attend_layer(window: Window) -> AttendLayer:
+        def attend_layer(window: Window, *_: Any) -> AttendLayer:
             def attend_self(
                 queries: Queries, new: PromptKeysValues, rows: PromptRows, _: None
             ) -> tuple[jax.Array, PromptLayer]:
@@ -265,18 +290,15 @@ class Decoder(nnx.Module):
 
             def attend(
                 queries: Queries, new: PromptKeysValues | None, latents: PromptLatents | None
-            ) -> jax.Array:
+            ) -> tuple[jax.Array, PromptLayer]:
                 rows = PromptRows(query_position_BT, key_position_BT, latents)
-                out_BTKGH, kept = self.operations.attend(
+                return self.operations.attend(
                     attend_self, queries, new, rows, None, type(_kept(new, latents))
                 )
-                made.append(kept)
-                return out_BTKGH
 
             return AttendLayer(attend, reads_cache=False)
 
-        x_BTD, report = self._blocks(tokens_BT, position_1T, attend_layer, is_token_BT)
-        return x_BTD, tuple(made), report
+        return self._blocks(tokens_BT, position_1T, attend_layer, is_token_BT)
 
     def prefill_chunk(
         self, tokens_BT: jax.Array, rows: ChunkRows, cache: KVCache, stored: Operations
@@ -296,11 +318,10 @@ class Decoder(nnx.Module):
         positions = positions_below(cache.positions, rows, num_unseen, stored)
         num_heads = self.operations.num_cache_heads(self.config.num_kv_heads)
         attend_segment = self._scored(self.attend)
-        layers: list[KeptLayer] = []
 
-        def attend_layer(window: Window) -> AttendLayer:
+        def attend_layer(window: Window, layer: OneLayer, _: None) -> AttendLayer:
             def attend_chunk(
-                queries: Queries, new: PromptKeysValues | None, rows: ChunkContext, old: KeptLayer
+                queries: Queries, new: PromptKeysValues | None, rows: ChunkContext, old: OneLayer
             ) -> tuple[jax.Array, PromptLayer]:
                 q_BTKGH, sink_KG = queries
                 position_BT, positions, kept_position_BT, latents = rows
@@ -315,9 +336,8 @@ class Decoder(nnx.Module):
 
             def attend(
                 queries: Queries, new: PromptKeysValues | None, latents: PromptLatents | None
-            ) -> jax.Array:
+            ) -> tuple[jax.Array, OneLayer]:
                 of_rows = ChunkContext(position_BT, positions, kept_position_BT, latents)
-                layer = cache.layers[len(layers)]
                 of_layer = rows.after(queries[0], self.operations)
                 is_ring = cache.positions.is_ring(window)
                 num_left = 0 if is_ring else num_unseen
@@ -327,14 +347,15 @@ class Decoder(nnx.Module):
                 )
                 # what a ring writes is made of what it had, a block waits for those that read
                 written = of_layer if is_ring else of_layer.after(out_BTKGH, self.operations)
-                layers.append(keep_chunk(layer, kept, written, is_ring, stored))
-                return out_BTKGH
+                return out_BTKGH, keep_chunk(layer, kept, written, is_ring, stored)
 
             return AttendLayer(attend, reads_cache=True)
 
-        x_BTD, report = self._blocks(tokens_BT, position_BT, attend_layer, is_token_BT)
+        x_BTD, layers, report = self._blocks(
+            tokens_BT, position_BT, attend_layer, is_token_BT, cache.layers
+        )
         kept_positions = keep_positions(cache.positions, kept_position_BT, rows, stored)
-        return x_BTD, KVCache(tuple(layers), kept_positions), report
+        return x_BTD, KVCache(layers, kept_positions), report
 
     def decode(
         self, token_B: jax.Array, position_B: jax.Array, cache: KVCache, is_token_B: jax.Array
@@ -352,41 +373,35 @@ class Decoder(nnx.Module):
         attend_segment = self._scored(self.attend)
         # a ring is as long as its window: it fills up, and then all of it is seen
         sees_beginning = operations.cache_stripes == IN_ORDER
-        remaining = list(cache.layers)
-        written: list[KeptLayer] = []
 
-        def attend_layer(window: Window) -> AttendLayer:
+        def attend_layer(window: Window, old: KeptLayer, turn: jax.Array | None) -> AttendLayer:
             def attend_cache(
                 queries: Queries, new: PromptKeysValues | None, rows: CachedRows, old: KeptLayer
             ) -> tuple[jax.Array, KeptLayer]:
                 q_BTKGH, sink_KG = queries
-                position_B, positions, latents = rows
+                position_B, positions, turn, latents = rows
                 entry_B = operations.stripe.place(positions.entry(position_B, window))
-                kept = append(old, _kept(new, latents), entry_B)
+                kept = append(old, _kept(new, latents), entry_B, turn)
+                layer = one_layer(kept, turn)
                 position_B1, key_position_BS = position_B[:, None], positions.of(window)
                 out_BTKGH = attend_cached(
-                    attend_segment, q_BTKGH, kept, position_B1, key_position_BS, window, sink_KG,
+                    attend_segment, q_BTKGH, layer, position_B1, key_position_BS, window, sink_KG,
                     operations, sees_beginning,
                 )  # fmt: skip
                 return out_BTKGH, kept
 
             def attend(
                 queries: Queries, new: PromptKeysValues | None, latents: PromptLatents | None
-            ) -> jax.Array:
-                rows = CachedRows(position_B, positions, latents)
-                old = remaining[len(written)]
-                out_BTKGH, kept = operations.attend(
-                    attend_cache, queries, new, rows, old, type(old)
-                )
-                written.append(kept)
-                return out_BTKGH
+            ) -> tuple[jax.Array, KeptLayer]:
+                rows = CachedRows(position_B, positions, turn, latents)
+                return operations.attend(attend_cache, queries, new, rows, old, type(old))
 
             return AttendLayer(attend, reads_cache=True)
 
-        x_B1D, report = self._blocks(
-            token_B[:, None], position_B[:, None], attend_layer, is_token_B[:, None]
+        x_B1D, layers, report = self._blocks(
+            token_B[:, None], position_B[:, None], attend_layer, is_token_B[:, None], cache.layers
         )
-        return self.logits(x_B1D[:, 0]), KVCache(tuple(written), positions), report
+        return self.logits(x_B1D[:, 0]), KVCache(layers, positions), report
 
     def logits(self, x_BD: jax.Array) -> jax.Array:
         """Float32 logits of final hidden states; of ids that pad the vocabulary, -inf."""
@@ -418,15 +433,33 @@ class Decoder(nnx.Module):
         self,
         tokens_BT: jax.Array,
         position_BT: jax.Array | np.ndarray,
-        attend_layer: Callable[[Window], AttendLayer],
+        attend_layer: Callable[..., AttendLayer],
         is_token_BT: jax.Array,
-    ) -> tuple[jax.Array, ExpertReport | None]:
+        cache: tuple[KeptLayer, ...] | None = None,
+    ) -> tuple[jax.Array, tuple[Any, ...], ExpertReport | None]:
+        """Final hidden states, what each place of layers keeps, and what sparse layers report.
+
+        `attend_layer` is given a window, what of the cache there is, and the turn of the layer.
+        """
         experts = ExpertCall(is_token_BT, self.dispatch)
         ropes = dict.fromkeys(map(self.config.rope_of, self.config.windows))
         by = {rope: position_code(position_BT, rope, self.config.rope_dim) for rope in ropes}
-        x_BTD = self.embed(tokens_BT)
-        for i, (block, window) in enumerate(zip(self.layers, self.config.windows, strict=True)):
-            with jax.named_scope(f"layers.{i}"):
+
+        def run_layer(
+            layers: range,
+            block: Block | ParallelBlock,
+            x_BTD: jax.Array,
+            old: KeptLayer | None,
+            turn: jax.Array | None,
+            experts: ExpertCall,
+        ) -> tuple[jax.Array, Kept | None]:
+            window = self.config.windows[layers.start]
+            attend = attend_layer(window, old, turn)
+            with jax.named_scope(f"layers.{place_name(layers)}"):
                 rope = self.config.rope_of(window)
-                x_BTD = block(x_BTD, by[rope], attend_layer(window), self.operations, experts)
-        return self.final_norm(x_BTD), experts.report()
+                x_BTD = block(x_BTD, by[rope], attend, self.operations, experts)
+            return x_BTD, attend.kept
+
+        x_BTD = self.embed(tokens_BT)
+        x_BTD, kept = run_groups(self.groups, self.layers, run_layer, x_BTD, cache, experts)
+        return self.final_norm(x_BTD), kept, experts.report()

@@ -19,9 +19,6 @@ Entries may be dealt out in stripes (`modelzoo.stripes`), each segment for itsel
 by the number of stripes, and rings are rounded up to a multiple of it. A stripe of a cache is a
 cache of its own, of every n-th token, and what is written to and read from it is the same code.
 
-Keys lie with positions along the last axis and values with heads' entries there: the order in which
-each is read as a matrix. Layers of latent attention keep latents alone, which are keys and values.
-
 Knows nothing of slots' owners, buckets or meshes. Guarantees: `insert` rewrites a slot whole, so
 nothing of its former owner, NaN included, can reach the next one; `append` writes in place inside a
 loop when the buffers are donated, and writes nothing for a row whose position lies past the
@@ -37,48 +34,27 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from . import axes
 from .attention import EMPTY_POSITION, Attend, Queries, Visibility, merge, with_sinks
-from .config import DecoderConfig, Window, window_size
+from .config import AS_PUBLISHED, Arrangement, DecoderConfig, Window, window_size
+from .kept_layers import (
+    KeptLayer,
+    KeysValues,
+    Latents,
+    LayersKeysValues,
+    LayersLatents,
+    OneLayer,
+    PromptKeysValues,
+    PromptLatents,
+    PromptLayer,
+    PromptLayers,
+    Segments,
+)
+from .layer_groups import places
 from .operations import ON_ONE_DEVICE, Axes, Operations
 from .stripes import WHOLE, Stripe, Stripes
-
-Segments = tuple[jax.Array, ...]
-
-
-class KeysValues(NamedTuple):
-    """Keys and values of one layer, one array a segment."""
-
-    k_BKHS: Segments
-    v_BKSH: Segments
-
-    AXES = (axes.CACHE_KEYS, axes.CACHE_VALUES)
-    POSITION_AXES = (3, 2)
-
-    def read(self) -> list[tuple[jax.Array, jax.Array]]:
-        """`k_BKHS` and `v_BKSH` of each segment."""
-        return list(zip(self.k_BKHS, self.v_BKSH, strict=True))
-
-
-class Latents(NamedTuple):
-    """Latents and rotated keys of one layer, one array a segment."""
-
-    kept_BSH: Segments
-
-    AXES = (axes.CACHE_LATENTS,)
-    POSITION_AXES = (1,)
-
-    def read(self) -> list[tuple[jax.Array, jax.Array]]:
-        """`k_BKHS` and `v_BKSH` of each segment: of one head, keys and values in one.
-
-        Of what attention makes of such values, entries past the latent mean nothing. That is less
-        work than values without them, which would be a copy of nearly all of the segment.
-        """
-        return [(x_BSH.swapaxes(1, 2)[:, None], x_BSH[:, None]) for x_BSH in self.kept_BSH]
-
-
-KeptLayer = KeysValues | Latents
 
 
 class Positions(NamedTuple):
@@ -116,6 +92,7 @@ class KVCache(NamedTuple):
     """What all layers keep, and their positions."""
 
     layers: tuple[KeptLayer, ...]
+    """By the places of the decoder's groups of layers, in order."""
     positions: Positions
 
     def head(self, num_segments: int) -> "KVCache":
@@ -132,26 +109,6 @@ class KVCache(NamedTuple):
 def _is_segments(x: object) -> bool:
     """Whether this is the segments of one array: the only plain tuple of no tuples here."""
     return type(x) is tuple and bool(x) and not isinstance(x[0], tuple)
-
-
-class PromptKeysValues(NamedTuple):
-    """Keys and values a prefill made for one layer; entries past the true length are padding."""
-
-    k_BKHT: jax.Array
-    v_BKTH: jax.Array
-
-    AXES = (axes.PROMPT_KEYS, axes.PROMPT_VALUES)
-
-
-class PromptLatents(NamedTuple):
-    """Latents and rotated keys a prefill made for one layer, padded likewise."""
-
-    kept_BTH: jax.Array
-
-    AXES = (axes.PROMPT_LATENTS,)
-
-
-PromptLayer = PromptKeysValues | PromptLatents
 
 
 class PromptRows(NamedTuple):
@@ -171,12 +128,17 @@ class CachedRows(NamedTuple):
     position_B: jax.Array
     positions: Positions
     """Of the cache's entries."""
+    turn: jax.Array | None
+    """Of the layer, where others are kept with it."""
     latents: PromptLatents | None
 
-    AXES = ((axes.ATTENTION_BATCH,), axes.CACHE_POSITIONS, axes.PROMPT_LATENTS)
+    AXES = ((axes.ATTENTION_BATCH,), axes.CACHE_POSITIONS, (), axes.PROMPT_LATENTS)
 
 
-@dataclass(frozen=True)
+Kept = KeptLayer | PromptLayer
+
+
+@dataclass
 class AttendLayer:
     """What a layer does with its queries and new keys and values: attend, keep what must be kept.
 
@@ -184,8 +146,13 @@ class AttendLayer:
     instead, and attended to where the layer reads its cache.
     """
 
-    attend: Callable[[Queries, PromptKeysValues | None, PromptLatents | None], jax.Array]
+    attend: Callable[
+        [Queries, PromptKeysValues | None, PromptLatents | None], tuple[jax.Array, Kept]
+    ]
+    """`out_BTKGH` of queries, and what is kept."""
     reads_cache: bool
+    kept: Kept | None = None
+    """Once it was called."""
 
     def __call__(
         self,
@@ -194,7 +161,8 @@ class AttendLayer:
         latents: PromptLatents | None = None,
     ) -> jax.Array:
         """`out_BTKGH` of queries."""
-        return self.attend(queries, new, latents)
+        out_BTKGH, self.kept = self.attend(queries, new, latents)
+        return out_BTKGH
 
 
 def kept_entries(window: Window, longest: int, stripes: int = 1) -> int:
@@ -212,6 +180,7 @@ def allocate(
     num_heads: int | None = None,
     stripes: int = 1,
     span_slots: Sequence[int] | None = None,
+    arrangement: Arrangement = AS_PUBLISHED,
 ) -> KVCache:
     """An empty cache of zeros: a NaN in a masked entry would poison its row, so never `empty`.
 
@@ -227,13 +196,17 @@ def allocate(
         """Rows and entries of each segment."""
         return list(zip(reaching, segment_lengths(spans, kept), strict=False))
 
-    def layer(window: Window) -> KeptLayer:
-        segments = sizes(num_kept[window])
+    def place(layers: range) -> KeptLayer:
+        segments = sizes(num_kept[config.windows[layers.start]])
+        is_alone = len(layers) == 1
+        L = () if is_alone else (len(layers),)
         if config.latent is not None:
-            return Latents(tuple(jnp.zeros((B, S, H), dtype) for B, S in segments))
-        return KeysValues(
-            tuple(jnp.zeros((B, K, H, S), dtype) for B, S in segments),
-            tuple(jnp.zeros((B, K, S, H), dtype) for B, S in segments),
+            latents = Latents if is_alone else LayersLatents
+            return latents(tuple(jnp.zeros((*L, B, S, H), dtype) for B, S in segments))
+        keys_values = KeysValues if is_alone else LayersKeysValues
+        return keys_values(
+            tuple(jnp.zeros((*L, B, K, H, S), dtype) for B, S in segments),
+            tuple(jnp.zeros((*L, B, K, S, H), dtype) for B, S in segments),
         )
 
     def positions(kept: int) -> Segments:
@@ -242,7 +215,7 @@ def allocate(
     kept = set(num_kept.values())
     whole_BS = positions(longest) if longest in kept else ()
     ring_BS = {size: positions(size) for size in kept if size < longest}
-    layers = tuple(layer(window) for window in config.windows)
+    layers = tuple(map(place, places(config, arrangement)))
     return KVCache(layers, Positions(whole_BS, ring_BS))
 
 
@@ -254,7 +227,7 @@ def segment_lengths(spans: Sequence[int], kept: int) -> list[int]:
 
 def insert(
     cache: KVCache,
-    prompt: Sequence[PromptLayer],
+    prompt: Sequence[PromptLayer | PromptLayers],
     true_length_B: jax.Array,
     row: jax.Array,
     slot: jax.Array,
@@ -269,16 +242,17 @@ def insert(
     """
     true_length = true_length_B[row]
 
-    def taken(layer: KeptLayer, new: PromptLayer) -> PromptLayer:
+    def taken(layer: KeptLayer, new: PromptLayer | PromptLayers) -> PromptLayer | PromptLayers:
         def moved(x: jax.Array, logical_axes: Axes, axis: int) -> jax.Array:
             x = source.take_row(x, row, logical_axes)
             if axes.KV_HEADS in logical_axes:
-                x = match_heads(x, layer[0][0].shape[1])
+                heads = logical_axes.index(axes.KV_HEADS)
+                x = match_heads(x, layer[0][0].shape[heads], heads)
             return _dealt(x, axis, source.prompt_stripes, target.cache_stripes)
 
         return type(new)(*map(moved, new, new.AXES, layer.POSITION_AXES))
 
-    def filled(layer: KeptLayer, new: PromptLayer) -> KeptLayer:
+    def filled(layer: KeptLayer, new: PromptLayer | PromptLayers) -> KeptLayer:
         return target.put_prompt(_rows, layer, taken(layer, new), true_length, slot)
 
     layers = tuple(map(filled, cache.layers, prompt))
@@ -296,7 +270,9 @@ def _dealt(x: jax.Array, axis: int, lies: Stripes, wanted: Stripes) -> jax.Array
     return wanted.lay(jnp.pad(x, padding), axis)
 
 
-def _rows(layer: KeptLayer, new: PromptLayer, length: jax.Array, stripe: Stripe) -> KeptLayer:
+def _rows(
+    layer: KeptLayer, new: PromptLayer | PromptLayers, length: jax.Array, stripe: Stripe
+) -> KeptLayer:
     """One row of every segment: of a stripe's tokens those that it keeps."""
 
     def rows(segments: Segments, x: jax.Array, axis: int) -> Segments:
@@ -346,12 +322,12 @@ def at_entries(
     return jnp.roll(latest, (start + first) % size, axis=axis)
 
 
-def match_heads(new: jax.Array, num_heads: int) -> jax.Array:
+def match_heads(new: jax.Array, num_heads: int, axis: int = 1) -> jax.Array:
     """Heads in copies as single ones or the other way round: phases may keep them differently."""
-    K = new.shape[1]
+    K = new.shape[axis]
     if num_heads < K:
-        return new[:, :: K // num_heads]
-    return jnp.repeat(new, num_heads // K, axis=1) if num_heads > K else new
+        return jax.lax.slice_in_dim(new, 0, K, K // num_heads, axis)
+    return jnp.repeat(new, num_heads // K, axis=axis) if num_heads > K else new
 
 
 def append_position(
@@ -368,24 +344,37 @@ def append_position(
     return Positions(mark(positions.whole_BS, position_B), rings)
 
 
-def append(layer: KeptLayer, new: PromptLayer, entry_B: jax.Array) -> KeptLayer:
-    """Write what is kept of one token per row, at its entry; nothing at an entry elsewhere."""
+def append(
+    layer: KeptLayer, new: PromptLayer, entry_B: jax.Array, turn: jax.Array | None = None
+) -> KeptLayer:
+    """Write what is kept of one token per row, at its entry; nothing at an entry elsewhere.
+
+    `turn` is that of the layer, where others are kept with it.
+    """
     arrays = zip(layer, new, layer.POSITION_AXES, strict=True)
-    return type(layer)(*(_append(old, made, entry_B, axis) for old, made, axis in arrays))
+    return type(layer)(*(_append(old, made, entry_B, axis, turn) for old, made, axis in arrays))
 
 
-def _append(segments: Segments, new: jax.Array, entry_B: jax.Array, axis: int) -> Segments:
-    return tuple(
-        # of a row, so one axis less
-        _write(segment, rows_in(new, segment), rows_in(entry_B - start, segment), axis - 1)
-        for start, segment in zip(segment_starts(segments, axis), segments, strict=True)
-    )
+def _append(
+    segments: Segments,
+    new: jax.Array,
+    entry_B: jax.Array,
+    axis: int,
+    turn: jax.Array | None = None,
+) -> Segments:
+    row_axis = 0 if turn is None else 1
+
+    def write(segment: jax.Array, start: int) -> jax.Array:
+        B = segment.shape[row_axis]
+        return _write(segment, new[:B], entry_B[:B] - start, axis, turn)
+
+    return tuple(map(write, segments, segment_starts(segments, axis)))
 
 
 def attend_cached(
     attend: Attend,
     q_BTKGH: jax.Array,
-    layer: KeptLayer,
+    layer: OneLayer,
     query_position_BT: jax.Array,
     key_position_BS: Segments,
     window: Window,
@@ -400,7 +389,7 @@ def attend_cached(
     """
 
     def attend_entries(
-        q_BTKGH: jax.Array, query_position_BT: jax.Array, entries: tuple[KeptLayer, Segments]
+        q_BTKGH: jax.Array, query_position_BT: jax.Array, entries: tuple[OneLayer, Segments]
     ) -> tuple[jax.Array, jax.Array]:
         layer, key_position_BS = entries
         see = partial(Visibility, window=window, sees_beginning=sees_beginning)
@@ -462,30 +451,52 @@ def _piece(new: jax.Array, start: int, segment: jax.Array, axis: int) -> jax.Arr
     return jnp.pad(part, padding).astype(segment.dtype)
 
 
-def _write(segment: jax.Array, new: jax.Array, index_B: jax.Array, axis: int) -> jax.Array:
-    """Write one entry per row at `index_B` of the row's `axis`; an index outside writes nothing.
+def _write(
+    segment: jax.Array,
+    new: jax.Array,
+    index_B: jax.Array,
+    axis: int,
+    turn: jax.Array | None = None,
+) -> jax.Array:
+    """Write one entry per row at `index_B` of `axis`; an index outside writes nothing.
 
+    With a turn the segment leads with layers, and the entry is that layer's.
     NOTE: on TPU this form alone stays in place inside a loop. Reading the old entry to write it
     back, or indexing with `.at`, copies the cache; a select over the segment rewrites it.
     """
-    size = segment.shape[axis + 1]
+    size = segment.shape[axis]
     is_inside_B = (index_B >= 0) & (index_B < size)
+    # past the end, and therefore dropped
+    place_B = jnp.where(is_inside_B, index_B, size)
+    of_layer = () if turn is None else (jnp.full_like(place_B, turn),)
+    row_axis = len(of_layer)
     dimensions = jax.lax.ScatterDimensionNumbers(
-        update_window_dims=tuple(range(segment.ndim - 1)),
-        inserted_window_dims=(),
-        scatter_dims_to_operand_dims=(axis,),
+        update_window_dims=tuple(range(1, new.ndim)),
+        inserted_window_dims=tuple(range(row_axis)),
+        scatter_dims_to_operand_dims=(*range(row_axis), axis),
+        operand_batching_dims=(row_axis,),
+        scatter_indices_batching_dims=(0,),
+    )
+    new = new.astype(segment.dtype)
+    return jax.lax.scatter(
+        segment,
+        jnp.stack([*of_layer, place_B], axis=1),
+        new if turn is None else _laid_like(new, segment),
+        dimensions,
+        indices_are_sorted=True,
+        unique_indices=True,
+        mode=jax.lax.GatherScatterMode.FILL_OR_DROP,
     )
 
-    def write_row(row: jax.Array, entry: jax.Array, index: jax.Array) -> jax.Array:
-        return jax.lax.scatter(
-            row,
-            index[None],
-            entry.astype(row.dtype),
-            dimensions,
-            indices_are_sorted=True,
-            unique_indices=True,
-            mode=jax.lax.GatherScatterMode.FILL_OR_DROP,
-        )
 
-    # past the end, and therefore dropped
-    return jax.vmap(write_row)(segment, new, jnp.where(is_inside_B, index_B, size))
+def _laid_like(new: jax.Array, segment: jax.Array) -> jax.Array:
+    """Entries with their axes in the order that a TPU gives those of the segment in memory.
+
+    A last axis that does not fill its tiles of 128 is not the last there. NOTE: entries come in the
+    order in which a projection made them, and XLA for TPU would lay the segment out like them for
+    a loop over layers: every step would copy the cache there and back.
+    """
+    order = list(range(new.ndim))
+    if segment.shape[-1] % 128:
+        order[-2:] = reversed(order[-2:])
+    return with_layout_constraint(new, Layout(major_to_minor=tuple(order)))

@@ -18,7 +18,8 @@ from flax import nnx
 from . import axes
 from .attention import Queries
 from .config import DecoderConfig, LatentAttention
-from .kv_cache import AttendLayer, PromptKeysValues, PromptLatents
+from .kept_layers import PromptKeysValues, PromptLatents
+from .kv_cache import AttendLayer
 from .layers import Norm, merge_heads, weight
 from .operations import Operations, einsum
 from .rope import PositionCode, Rotation, rotate

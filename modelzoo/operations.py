@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from .axes import row_axis
 from .stripes import IN_ORDER, WHOLE, Stripe, Stripes
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ class Operations:
         and stripes independently; `kept` declares its axes as in `attend`.
         """
         rows = body(kept, new, length, WHOLE)
-        return jax.tree.map(lambda old, row: self.put_row(old, row, slot, ()), kept, rows)
+        return jax.tree.map(lambda x, row: self.put_row(x, row, slot, kept.AXES[0]), kept, rows)
 
     def mix_experts(
         self, mixture: "Mixture", x_BTD: jax.Array, is_token_BT: jax.Array, router: "Router",
@@ -116,16 +117,14 @@ class Operations:
         return mixture(x_BTD, is_token_BT, router, weights)
 
     def take_row(self, x: jax.Array, row: jax.Array, logical_axes: Axes) -> jax.Array:
-        """Row `row` of an array that leads with B, as an array; zeros where it has no such row."""
-        del logical_axes
-        return row_of(x, row)
+        """Row `row` of an array of rows, as an array; zeros where it has no such row."""
+        return row_of(x, row, row_axis(logical_axes))
 
     def put_row(
         self, x: jax.Array, new: jax.Array, row: jax.Array, logical_axes: Axes
     ) -> jax.Array:
         """`x` with row `row` replaced by an array of one row; as it is where it has no such row."""
-        del logical_axes
-        return with_row(x, new, row)
+        return with_row(x, new, row, row_axis(logical_axes))
 
     def take_rows(self, x: jax.Array, row_B: jax.Array, logical_axes: Axes) -> jax.Array:
         """Rows `row_B` of an array that leads with rows; zeros for one past the last."""
@@ -162,19 +161,19 @@ class Operations:
         return jax.lax.top_k(logits_BV, k)
 
 
-def row_of(x: jax.Array, row: jax.Array) -> jax.Array:
-    """One row of an array, as an array; zeros where it has no such row."""
-    index = jnp.clip(row, 0, x.shape[0] - 1)
-    taken = jax.lax.dynamic_slice_in_dim(x, index, 1, axis=0)
+def row_of(x: jax.Array, row: jax.Array, axis: int = 0) -> jax.Array:
+    """One row of an array of rows along `axis`, as an array; zeros where it has no such row."""
+    index = jnp.clip(row, 0, x.shape[axis] - 1)
+    taken = jax.lax.dynamic_slice_in_dim(x, index, 1, axis=axis)
     return jnp.where(index == row, taken, 0)
 
 
-def with_row(x: jax.Array, new: jax.Array, row: jax.Array) -> jax.Array:
+def with_row(x: jax.Array, new: jax.Array, row: jax.Array, axis: int = 0) -> jax.Array:
     """`x` with one row replaced; as it is where it has no such row."""
-    index = jnp.clip(row, 0, x.shape[0] - 1)
-    old = jax.lax.dynamic_slice_in_dim(x, index, 1, axis=0)
+    index = jnp.clip(row, 0, x.shape[axis] - 1)
+    old = jax.lax.dynamic_slice_in_dim(x, index, 1, axis=axis)
     new = jnp.where(index == row, new.astype(x.dtype), old)
-    return jax.lax.dynamic_update_slice_in_dim(x, new, index, axis=0)
+    return jax.lax.dynamic_update_slice_in_dim(x, new, index, axis=axis)
 
 
 def rows_of(x: jax.Array, row_B: jax.Array) -> jax.Array:

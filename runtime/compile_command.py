@@ -80,5 +80,7 @@ def _weights(plan: "Plan", target: "Target", files: "ModelFiles") -> "Weights":
     from . import session
     from .bundles.bundle import Weights
 
-    model = session.load_model(files, target, plan.model.dtype, plan.layout)
+    model = session.load_model(
+        files, target, plan.model.dtype, plan.layout, scan_layers=plan.model.scan_layers
+    )
     return Weights(files.fingerprint(), model.parameters)

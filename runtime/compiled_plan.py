@@ -45,7 +45,9 @@ def compile_for_target(
     session.check_model(plan, files)
     session.check_layout(plan.layout, files, target, plan.buckets)
     placement = target.placement(plan.layout)
-    definition = Definition(files.spec.config, placement.arrangement(files.spec.config))
+    config = files.spec.config
+    arrangement = placement.arrangement(config, plan.model.scan_layers)
+    definition = Definition(config, arrangement)
     seconds: dict[str, float] = {}
 
     def report(built: GraphBuilt) -> None:

@@ -87,7 +87,9 @@ class LLM:
         session.check_plan(plan, files, found, dtype)
         self.plan = plan
         warm = begin(path, plan, found, files, partial(print, file=sys.stderr))
-        self._model = session.load_model(files, found, plan.model.dtype, plan.layout, warm)
+        self._model = session.load_model(
+            files, found, plan.model.dtype, plan.layout, warm, plan.model.scan_layers
+        )
         self._generator = session.start(self._model, plan, seed=seed, warm=warm)
         self._renderer: ChatRenderer | None = None
         self._num_requests = 0

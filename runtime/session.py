@@ -174,6 +174,7 @@ def load_model(
     dtype: str,
     layout: Layout | None = None,
     warm: WarmStart | None = None,
+    scan_layers: bool = False,
 ) -> LoadedModel:
     """Read the parameters, slice by slice, straight into their placement on the target.
 
@@ -181,7 +182,7 @@ def load_model(
     """
     dtype = resolve_dtype(dtype, target)
     placement = target.placement(layout)
-    arrangement = placement.arrangement(files.spec.config)
+    arrangement = placement.arrangement(files.spec.config, scan_layers)
     definition = Definition(files.spec.config, arrangement)
     abstract = definition.abstract_parameters(jnp.dtype(dtype))
     shardings = placement.parameters(definition.logical_axes())

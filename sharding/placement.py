@@ -5,7 +5,7 @@ layout everything lies whole on every device of the mesh, and the operations are
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 from jax.experimental.layout import Format
@@ -22,14 +22,15 @@ from .sharded_operations import ShardedOperations
 _TABLES = ("embedding.table", "head.table")
 
 
-def arrangement_of(layout: Layout, config: DecoderConfig) -> Arrangement:
-    """How a layout wants the weights of a model arranged: heads in copies, rows padded."""
+def arrangement_of(layout: Layout, config: DecoderConfig, scan_layers: bool = False) -> Arrangement:
+    """How a layout and a build want weights arranged: heads in copies, rows padded, layers."""
     rules, num_shards = layout.rules, layout.mesh.num_shards
     heads, vocab = num_shards(rules[axes.QUERY_HEADS]), num_shards(rules[axes.VOCAB])
     padded = -(-config.vocab_size // vocab) * vocab
     return Arrangement(
         kv_copies=kv_copies(config.num_kv_heads, heads),
         padded_vocab=None if padded == config.vocab_size else padded,
+        scan_layers=scan_layers,
     )
 
 
@@ -81,9 +82,11 @@ class Placement:
         formats = self.formats({name: x.sharding for name, x in parameters.items()})
         return {name: jax.device_put(x, formats[name]) for name, x in parameters.items()}
 
-    def arrangement(self, config: DecoderConfig) -> Arrangement:
-        """How this layout wants the weights of a model arranged."""
-        return AS_PUBLISHED if self.layout is None else arrangement_of(self.layout, config)
+    def arrangement(self, config: DecoderConfig, scan_layers: bool = False) -> Arrangement:
+        """How this layout wants the weights of a model arranged, and a build its layers."""
+        if self.layout is None:
+            return replace(AS_PUBLISHED, scan_layers=scan_layers)
+        return arrangement_of(self.layout, config, scan_layers)
 
     def num_cache_heads(self, config: DecoderConfig) -> int:
         """Key/value heads that the decode cache keeps, copies included."""

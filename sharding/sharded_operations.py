@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from ..modelzoo import axes
 from ..modelzoo.attention import Attend, AttendEntries, Queries
 from ..modelzoo.config import Window
-from ..modelzoo.kv_cache import PromptKeysValues
+from ..modelzoo.kept_layers import PromptKeysValues
 from ..modelzoo.moe.experts import ExpertWeights
 from ..modelzoo.moe.mix import Mixed, Mixture
 from ..modelzoo.moe.routing import Router
@@ -155,13 +155,14 @@ class ShardedOperations(Operations):
         self, body: Callable[..., Any], kept: Any, new: Any, length: jax.Array, slot: jax.Array
     ) -> Any:
         specs, batch = self._specs(type(kept)), self._rules[axes.ATTENTION_BATCH]
-        new_specs = P() if new is None else type(new)._make(P(None, *spec[1:]) for spec in specs)
+        axis = axes.row_axis(kept.AXES[0])
+        new_specs = P() if new is None else type(new)._make(_of_one(spec, axis) for spec in specs)
 
         def local(kept: Any, new: Any, length: jax.Array, slot: jax.Array) -> Any:
             rows = body(kept, new, length, self.stripe)
             # the first segment has a row of every slot, others of the first slots here
-            slot = _number_here(slot, batch, jax.tree.leaves(kept)[0].shape[0])
-            return jax.tree.map(lambda old, row: with_row(old, row, slot), kept, rows)
+            slot = _number_here(slot, batch, jax.tree.leaves(kept)[0].shape[axis])
+            return jax.tree.map(lambda old, row: with_row(old, row, slot, axis), kept, rows)
 
         in_specs = (specs, new_specs, P(), P())
         return self._map(local, in_specs, specs)(kept, new, length, slot)
@@ -174,26 +175,27 @@ class ShardedOperations(Operations):
         return exchange.mix(self._map, mixture, x_BTD, is_token_BT, router, weights)
 
     def take_row(self, x: jax.Array, row: jax.Array, logical_axes: Axes) -> jax.Array:
-        spec = self._rules.spec(logical_axes)
-        batch = self._rules[logical_axes[0]]
+        spec, axis = self._rules.spec(logical_axes), axes.row_axis(logical_axes)
+        batch = self._rules[logical_axes[axis]]
 
         def local(x: jax.Array, row: jax.Array) -> jax.Array:
-            return jax.lax.psum(row_of(x, _number_here(row, batch, x.shape[0])), batch)
+            here = _number_here(row, batch, x.shape[axis])
+            return jax.lax.psum(row_of(x, here, axis), batch)
 
         if not batch:
             return super().take_row(x, row, logical_axes)
-        return self._map(local, (spec, P()), P(None, *spec[1:]))(x, row)
+        return self._map(local, (spec, P()), _of_one(spec, axis))(x, row)
 
     def put_row(
         self, x: jax.Array, new: jax.Array, row: jax.Array, logical_axes: Axes
     ) -> jax.Array:
-        spec = self._rules.spec(logical_axes)
-        batch = self._rules[logical_axes[0]]
+        spec, axis = self._rules.spec(logical_axes), axes.row_axis(logical_axes)
+        batch = self._rules[logical_axes[axis]]
 
         def local(x: jax.Array, new: jax.Array, row: jax.Array) -> jax.Array:
-            return with_row(x, new, _number_here(row, batch, x.shape[0]))
+            return with_row(x, new, _number_here(row, batch, x.shape[axis]), axis)
 
-        return self._map(local, (spec, P(None, *spec[1:]), P()), spec)(x, new, row)
+        return self._map(local, (spec, _of_one(spec, axis), P()), spec)(x, new, row)
 
     def take_rows(self, x: jax.Array, row_B: jax.Array, logical_axes: Axes) -> jax.Array:
         spec = self._rules.spec(logical_axes)
@@ -258,6 +260,11 @@ class ShardedOperations(Operations):
         return jax.shard_map(
             body, mesh=self._mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
+
+
+def _of_one(spec: P, axis: int) -> P:
+    """The partition of one row of an array of rows along `axis`."""
+    return P(*spec[:axis], None, *spec[axis + 1 :])
 
 
 def _number_here(row: jax.Array, batch: MeshAxes, num_rows: int) -> jax.Array:

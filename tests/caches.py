@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from noria.modelzoo.config import DecoderConfig
-from noria.modelzoo.kv_cache import KVCache, PromptKeysValues
+from noria.modelzoo.kept_layers import PromptKeysValues
+from noria.modelzoo.kv_cache import KVCache
 
 SLOTS = 4
 CONFIG = DecoderConfig(

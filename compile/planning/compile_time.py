@@ -38,7 +38,7 @@ class GraphSeconds:
 
     @classmethod
     def predicted(cls, platform: str, num_layers: int) -> "GraphSeconds":
-        """Of a model with so many layers."""
+        """Of a model with so many layers that a program defines: of a loop, those of one turn."""
         found = (_PREFILL[platform], _DECODE[platform])
         return cls(*(fit.seconds(num_layers) for fit in found))
 

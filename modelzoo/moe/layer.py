@@ -33,15 +33,25 @@ class ExpertCall:
     """Padding and rows that nobody asked for take no expert."""
     dispatch: Dispatch = LOSSLESS
     uses: list[ExpertUse] = field(default_factory=list)
+    """Of layers in order, along a first axis of each."""
     num_dropped_BT: jax.Array | int = 0
     """Choices dropped of each token, in all layers so far."""
 
-    def report(self) -> ExpertReport | None:
-        """Of all sparse layers; None where there are none."""
+    def use(self) -> ExpertUse | None:
+        """Of all sparse layers so far; None where there are none."""
         if not self.uses:
             return None
-        use = jax.tree.map(lambda *layers: jnp.stack(layers), *self.uses)
-        return ExpertReport(use, jnp.sum(self.num_dropped_BT, axis=1))
+        return jax.tree.map(lambda *layers: jnp.concatenate(layers), *self.uses)
+
+    def add(self, use: ExpertUse, num_dropped_BT: jax.Array) -> None:
+        """Take in what some layers report, in the order of layers."""
+        self.uses.append(use)
+        self.num_dropped_BT = self.num_dropped_BT + num_dropped_BT
+
+    def report(self) -> ExpertReport | None:
+        """Of all sparse layers; None where there are none."""
+        use = self.use()
+        return None if use is None else ExpertReport(use, jnp.sum(self.num_dropped_BT, axis=1))
 
 
 class SparseMlp(nnx.Module):
@@ -77,8 +87,7 @@ class SparseMlp(nnx.Module):
             _value(self, "down_bias"),
         )
         mixed = operations.mix_experts(mixture, x_BTD, call.is_token_BT, router, weights)
-        call.uses.append(mixed.use)
-        call.num_dropped_BT = call.num_dropped_BT + mixed.num_dropped_BT
+        call.add(jax.tree.map(lambda x: x[None], mixed.use), mixed.num_dropped_BT)
         if not self.moe.shared_mlp:
             return mixed.out_BTD
         return mixed.out_BTD + self._shared(x_BTD, operations)

@@ -199,7 +199,9 @@ class BatchModel:
         progress.note(text.rstrip())
         progress.note(padding_note(summary, plan.buckets, plan.layout, max_position))
         progress.note(str(session.attention_kernels(plan, self._files.spec.config, target)))
-        model = session.load_model(self._files, target, plan.model.dtype, plan.layout, warm)
+        model = session.load_model(
+            self._files, target, plan.model.dtype, plan.layout, warm, plan.model.scan_layers
+        )
         phases.enter("build")
         seed = self._options.seed
         generator = session.start(model, plan, seed=seed, on_graph=report, warm=warm)

@@ -5,9 +5,11 @@ Knows nothing of files. Guarantees: values are moved, never computed, so `to_can
 `to_arrangement` bit for bit, and a parameter that an arrangement does not concern stays as it is.
 """
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from ...modelzoo.config import Arrangement, DecoderConfig
+from ...modelzoo.layer_groups import of_single_layers
 
 if TYPE_CHECKING:
     import jax
@@ -94,6 +96,17 @@ def sharding_for(shape: tuple[int, ...], like: "jax.sharding.Sharding") -> "jax.
     for axis in moved:
         any(take(dimension, axis) for dimension in range(len(shape)))
     return NamedSharding(like.mesh, PartitionSpec(*spec), memory_kind=like.memory_kind)
+
+
+def require_single_layers(parameters: Iterable[str]) -> None:
+    """Raise ValueError if a parameter is of several layers: checkpoints of ours have none such."""
+    for parameter in parameters:
+        if of_single_layers(parameter) != [parameter]:
+            raise ValueError(
+                f"model.scan_layers: expected parameters of single layers, as checkpoints of ours "
+                f"keep and restore them, got {parameter}. Leave out scan_layers, or read the "
+                f"published checkpoint."
+            )
 
 
 def _expect(

@@ -16,6 +16,8 @@ import numpy as np
 
 from ...modelzoo.config import Arrangement
 from ...modelzoo.families.mapping import ParameterSource
+from ...modelzoo.layer_groups import of_single_layers
+from .arranging import require_single_layers
 from .errors import CheckpointMismatch
 from .tensor_source import AxisPattern, Index, Interval, TensorSource, intervals, source_of
 
@@ -57,8 +59,9 @@ def load_params(
     `CheckpointMismatch`, listing every difference, before anything is read.
     """
     if isinstance(tensors, RestoresItself):
+        require_single_layers(abstract)
         tensors = tensors.arranged(spec.arrangement)
-    check_coverage(spec, tensors, abstract)
+    check_coverage(spec, tensors, _by_single_layers(abstract))
     if not isinstance(shardings, Mapping):
         shardings = dict.fromkeys(abstract, shardings)
     if unplaced := abstract.keys() - shardings.keys():
@@ -67,8 +70,24 @@ def load_params(
         return tensors.restore(abstract, shardings)
     sources = {source.parameter: source for source in spec.sources}
     return {
-        path: _load_one(sources[path], tensors, abstract[path], shardings[path])
+        path: _load_one(
+            [sources[name] for name in of_single_layers(path)],
+            tensors,
+            abstract[path],
+            shardings[path],
+        )
         for path in abstract
+    }
+
+
+def _by_single_layers(
+    abstract: "Mapping[str, jax.ShapeDtypeStruct]",
+) -> "dict[str, jax.ShapeDtypeStruct]":
+    """The parameters of each layer alone, also of those that are in one array."""
+    return {
+        name: leaf if name == path else leaf.update(shape=leaf.shape[1:])
+        for path, leaf in abstract.items()
+        for name in of_single_layers(path)
     }
 
 
@@ -145,6 +164,21 @@ def read_parameter(
     return result
 
 
+def read_layers(
+    sources: Sequence[ParameterSource],
+    tensors: TensorSource,
+    index: Index,
+    shape: tuple[int, ...],
+    dtype,
+) -> np.ndarray:
+    """Read the box `index` of a parameter that leads with layers, each from a source of its own."""
+    layers, *box = intervals(index, shape)
+    result = aligned_zeros([len(interval) for interval in (layers, *box)], np.dtype(dtype))
+    for filled, source in zip(result, sources[layers.as_slice()], strict=True):
+        _fill(filled, source, tensors, tuple(box))
+    return result
+
+
 def _fill(
     result: np.ndarray, source: ParameterSource, tensors: TensorSource, box: tuple[Interval, ...]
 ) -> None:
@@ -181,7 +215,7 @@ def aligned_zeros(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
 
 
 def _load_one(
-    source: ParameterSource,
+    sources: Sequence[ParameterSource],
     tensors: TensorSource,
     abstract: "jax.ShapeDtypeStruct",
     sharding: "jax.sharding.Sharding",
@@ -195,9 +229,11 @@ def _load_one(
     def read(index: Index | None) -> np.ndarray:
         box = intervals(index or (), shape)
         if box not in boxes:
-            boxes[box] = read_parameter(
-                source, tensors, tuple(interval.as_slice() for interval in box), shape, dtype
-            )
+            place = tuple(interval.as_slice() for interval in box)
+            if len(sources) == 1:
+                boxes[box] = read_parameter(sources[0], tensors, place, shape, dtype)
+            else:
+                boxes[box] = read_layers(sources, tensors, place, shape, dtype)
         return boxes[box]
 
     array = jax.make_array_from_callback(shape, sharding, read, dtype=dtype)

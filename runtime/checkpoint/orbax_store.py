@@ -24,7 +24,7 @@ import numpy as np
 
 from ...modelzoo.config import AS_PUBLISHED, Arrangement
 from ...modelzoo.families.mapping import ParameterSource, Part
-from .arranging import concerns, sharding_for, to_arrangement, to_canonical
+from .arranging import concerns, require_single_layers, sharding_for, to_arrangement, to_canonical
 from .errors import InvalidOrbax
 from .generation_defaults import GenerationDefaults
 from .json_files import file_inside, read_json_object
@@ -79,6 +79,7 @@ def save_orbax(
     if path.exists() and any(path.iterdir()):
         raise InvalidOrbax(f"{path}: expected a new or empty directory to save into, got files.")
     arrangement.check(config)
+    require_single_layers(params)
     params = {key: _canonical(value, key, arrangement, config) for key, value in params.items()}
     description = {
         "schema": SCHEMA,

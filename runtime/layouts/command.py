@@ -42,6 +42,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--attention", default="auto", metavar="KERNEL", help="of the prefill graph (default: auto)"
     )
     add("--layers", type=int, help="compile so many layers only, for a quick look")
+    add("--scan-layers", action="store_true", help="layers in a loop, as a plan may ask for")
     add("--verify", action="store_true", help="run each layout, compare logits with one device")
     add("--explain", action="store_true", help="list parameters: shape, partition, bytes, copies")
     add("--quiet", action="store_true", help="no progress on stderr")
@@ -131,7 +132,8 @@ def _measure(
     def report(graph: str, seconds: float) -> None:
         _note(options, f"{layout.name}: {graph}  {seconds:.1f} s")
 
-    result = measure(config, layout, target, grid, dtype, report, attention)
+    scan = options.scan_layers
+    result = measure(config, layout, target, grid, dtype, report, attention, scan_layers=scan)
     if result.findings:
         _note(options, f"{layout.name}: {result.verdict}")
     return result
@@ -147,7 +149,7 @@ def _verify(
 ) -> None:
     from .verify import Verification
 
-    verification = Verification(files, target, dtype)
+    verification = Verification(files, target, dtype, options.scan_layers)
     for layout, result in zip(layouts, results, strict=True):
         if not result.findings:
             result.max_abs_diff = verification.max_abs_diff(layout)

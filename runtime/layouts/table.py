@@ -12,6 +12,9 @@ from ...sharding.layout import Layout
 from ...sharding.placement import arrangement_of
 
 MEGABYTE = 1e6
+_FROM_SHAPES = (
+    "GFLOP are those of the shapes: compilers count none on GPU, and a loop over layers as one."
+)
 _COLUMNS = (
     "layout",
     "mesh",
@@ -35,7 +38,7 @@ def table_of(results: Sequence[LayoutResult]) -> str:
     lines = [_line(row, widths) for row in rows]
     lines.insert(1, "  ".join("-" * width for width in widths))
     if any(result.flops_from == SHAPES for result in results):
-        lines.append("\nThe compiler did not count operations: GFLOP are those of the shapes.")
+        lines.append(f"\n{_FROM_SHAPES}")
     for result in results:
         if result.findings:
             lines.append(f"\n{result.name}:")

@@ -35,16 +35,19 @@ class Verification:
     files: ModelFiles
     target: Target
     dtype: str
+    scan_layers: bool = False
+    """Of layouts; the reference has unrolled layers."""
     _reference: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
 
     def max_abs_diff(self, layout: Layout) -> float:
         """The worst difference of a logit under the layout from one device."""
         if not self._reference:
             first = Target(self.target.name, self.target.platform, self.target.devices[:1], True)
-            self._reference = list(self._logits(first, None))
+            self._reference = list(self._logits(first, None, scan_layers=False))
         worst = 0.0
         same_B = np.ones(NUM_PROMPTS, bool)
-        steps = zip(self._reference, self._logits(self.target, layout), strict=True)
+        logits = self._logits(self.target, layout, self.scan_layers)
+        steps = zip(self._reference, logits, strict=True)
         for (tokens_B, logits_BV), (our_tokens_B, our_logits_BV) in steps:
             same_B &= tokens_B == our_tokens_B
             difference_B = np.abs(logits_BV - our_logits_BV).max(axis=-1)
@@ -60,10 +63,10 @@ class Verification:
         return worst
 
     def _logits(
-        self, target: Target, layout: Layout | None
+        self, target: Target, layout: Layout | None, scan_layers: bool
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """The ids chosen and the logits then, after prefill and after every decode step."""
-        model = session.load_model(self.files, target, self.dtype, layout)
+        model = session.load_model(self.files, target, self.dtype, layout, scan_layers=scan_layers)
         grid, dtype = _grid(layout), jnp.dtype(self.dtype)
         graphs = build(model.definition, grid, model.placement, dtype)
         state = graphs.empty_state()

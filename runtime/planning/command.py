@@ -39,6 +39,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--calibration", type=Path, help="made by noria bench --calibration on the target")
     add("--hardware", type=Path, help="TOML tables of devices, beside the published ones")
     add("--chunks", choices=("auto", "never", "always"), default="auto", help="of prompts")
+    add(
+        "--scan-layers",
+        action="store_true",
+        help="layers in a loop: deep models compile in seconds, and are slower on the CPU",
+    )
     add("--max-prefill-graphs", type=int, default=8, help="default: 8")
     add("--max-decode-graphs", type=int, default=4, help="default: 4")
     add("--max-compile-minutes", type=float, default=math.inf, help="for all graphs together")
@@ -94,6 +99,8 @@ def _check(options: argparse.Namespace) -> None:
     for name, number in positive.items():
         if number is not None and not number > 0:
             raise ConfigError(f"{name}: expected a number above 0, got {number}.")
+    if options.scan_layers and options.chunks == "always":
+        raise ConfigError("--scan-layers: expected --chunks auto or never, got always.")
     if not 0 < options.expected_output <= 1:
         raise ConfigError(
             f"--expected-output: expected a share above 0 and of at most 1, got "

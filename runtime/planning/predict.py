@@ -19,7 +19,8 @@ from ...compile.planning.candidates import Budget
 from ...compile.planning.compile_time import GraphSeconds
 from ...compile.planning.cost import Calibration, CostModel
 from ...compile.planning.hardware import Hardware, hardware_of, num_devices, torus
-from ...modelzoo.config import DecoderConfig
+from ...modelzoo.config import Arrangement, DecoderConfig
+from ...modelzoo.layer_groups import places
 from ...sharding.layout import Layout
 from ...sharding.legality import IllegalLayout, require
 from ..checkpoint import ModelFiles
@@ -81,7 +82,7 @@ def predict(options: argparse.Namespace, files: ModelFiles) -> Prediction:
         reasons = "".join(map(str, ranked))
         raise NoPlanFits(f"no layout can serve this:{reasons}{nearest(ranking, ranked)}")
     best, planned = _best_of(options, config, workload, chosen)
-    model = PlannedModel(files.name, _fingerprint(files), dtype)
+    model = PlannedModel(files.name, _fingerprint(files), dtype, options.scan_layers)
     plan = Plan(options.target, model, planned.best.grid, best.layout, default_experts(config))
     assert best.cost is not None
     return Prediction(plan, planned, workload, best.cost, ranked, time.perf_counter() - started)
@@ -151,7 +152,7 @@ def _planner(
         one.cost,
         _budget(options, config, one.cost.hardware),
         GridDefaults.for_layout(one.layout),
-        may_chunk=options.chunks != "never",
+        may_chunk=options.chunks != "never" and not options.scan_layers,
         must_chunk=options.chunks == "always",
         most_tries=options.tries,
         on_try=report,
@@ -161,7 +162,8 @@ def _planner(
 
 def _budget(options: argparse.Namespace, config: DecoderConfig, hardware: Hardware) -> Budget:
     platform, asked = options.target.partition(":")[0], options.seconds_per_graph
-    predicted = GraphSeconds.predicted(platform, config.num_layers)
+    num_defined = len(places(config, Arrangement(scan_layers=options.scan_layers)))
+    predicted = GraphSeconds.predicted(platform, num_defined)
     return Budget(
         prefill_graphs=options.max_prefill_graphs,
         decode_graphs=options.max_decode_graphs,

@@ -87,14 +87,19 @@ def config_of(name: str, num_layers: int, kind: str = "dense") -> DecoderConfig:
 
 
 def collectives(
-    layout: Layout, name: str, grid: BucketGrid, config: DecoderConfig, target: str
+    layout: Layout,
+    name: str,
+    grid: BucketGrid,
+    config: DecoderConfig,
+    target: str,
+    scan_layers: bool = False,
 ) -> Iterator[Collective]:
     """All but counts of experts, which cross to the host once a call, all layers' at once.
 
     Other collectives may be as small, but they are inside decode's loop.
     """
     placement = find_target(target).placement(layout)
-    definition = Definition(config, placement.arrangement(config))
+    definition = Definition(config, placement.arrangement(config, scan_layers))
     graphs = plan_graphs(definition, grid, placement, jnp.dtype(DTYPES[target]))
     (graph,) = (graph for graph in graphs if graph.name.startswith(name))
     shards = layout.mesh.num_devices // layout.mesh.sizes.get("tensor", 1)
@@ -151,6 +156,30 @@ def test_a_layer_of_every_named_layout_sends_what_is_said_and_nothing_else(name,
 def test_a_sparse_layer_sends_what_is_said_and_nothing_else(name, kind, phase):
     layout = layout_of(name)
     assert of_one_layer(layout, phase, kind=kind) == said_of_one_layer(layout, phase, kind)
+
+
+def of_one_turn(layout: Layout, name: str, kind: str, target: str) -> Counter:
+    """What a loop over three layers sends in each of its turns."""
+    config = config_of(layout.name, 3, kind)
+    found = collectives(layout, name, GRID, config, target, scan_layers=True)
+    return Counter((c.kind, c.mesh_axes, c.num_bytes) for c in found if 3 in c.loops)
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("weight-stationary-1d", "dense"),
+        ("data-tensor", "dense"),
+        ("expert-tensor", "sparse"),
+        pytest.param("expert-tensor", "latent", marks=pytest.mark.slow),
+    ],
+)
+def test_a_turn_of_a_loop_over_layers_sends_what_is_said_of_a_layer(name, kind, phase):
+    """And the loop is known to have as many turns as there are layers."""
+    layout = layout_of(name)
+    assert of_one_turn(layout, phase, kind, TPU) == said_of_one_layer(layout, phase, kind)
 
 
 def bytes_by_axes(collectives: Counter) -> Counter:

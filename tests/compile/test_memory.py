@@ -34,6 +34,7 @@ def decode_graph(
     dtype: str,
     windows: Windows = WHOLE,
     grid: BucketGrid = GRID,
+    scan_layers: bool = False,
     **heads: object,
 ) -> GraphToBuild:
     config = DecoderConfig(
@@ -48,9 +49,9 @@ def decode_graph(
         tie_embeddings=True,
     )
     config = replace(config, **heads)
-    graphs = plan_graphs(
-        Definition(config), grid, find_target(target).placement(), jnp.dtype(dtype)
-    )
+    placement = find_target(target).placement()
+    definition = Definition(config, placement.arrangement(config, scan_layers))
+    graphs = plan_graphs(definition, grid, placement, jnp.dtype(dtype))
     return next(graph for graph in graphs if graph.name == CompiledGraphs.decode_name(span))
 
 
@@ -94,6 +95,23 @@ def test_decode_needs_little_memory_beside_its_arguments(windows):
     assert compiled.memory_analysis().temp_size_in_bytes <= temporary_bound(graph)
 
 
+@pytest.mark.parametrize(
+    ("target", "dtype"),
+    [("cpu", "float32"), pytest.param(TPU, "bfloat16", marks=pytest.mark.tpu_compile)],
+)
+@pytest.mark.parametrize("windows", [WHOLE, RINGS], ids=["whole", "rings"])
+def test_decode_with_scanned_layers_works_in_place(target, dtype, windows):
+    """The cache of all layers goes round the loop; a copy of it would be twenty times the bound."""
+    graph = decode_graph(target, GRID.max_length, dtype, windows, scan_layers=True)
+    compiled, _, _ = compile_graph(graph)
+    _, state, _ = graph.arguments
+    memory = compiled.memory_analysis()
+    assert memory.temp_size_in_bytes <= temporary_bound(graph)
+    assert memory.alias_size_in_bytes >= sum(
+        leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.cache)
+    )
+
+
 LATENTS = {
     "vocab_size": 1000,
     "num_query_heads": 16,
@@ -115,6 +133,13 @@ def test_decode_reads_latents_where_they_lie(target, dtype):
     segments = jax.tree.leaves(graph.arguments[1].cache.layers)
     smallest = min(leaf.size * leaf.dtype.itemsize for leaf in segments)
     assert compiled.memory_analysis().temp_size_in_bytes < smallest
+
+
+@pytest.mark.tpu_compile
+def test_decode_with_scanned_latents_works_in_place_on_tpu():
+    graph = decode_graph(TPU, GRID.max_length, "bfloat16", scan_layers=True, **LATENTS)
+    compiled, _, _ = compile_graph(graph)
+    assert compiled.memory_analysis().temp_size_in_bytes <= temporary_bound(graph)
 
 
 @pytest.mark.tpu_compile

@@ -4,6 +4,7 @@ import tomllib
 from dataclasses import replace
 
 import pytest
+from tiny import CHUNK_GRID
 
 from noria.compile.attention_kernels import AttentionPlan
 from noria.compile.bucket_grid import BucketGrid
@@ -40,6 +41,37 @@ def test_a_plan_says_which_kernel_was_asked_for():
 def test_a_kernel_that_does_not_exist_is_refused(table, message):
     with pytest.raises(ValueError, match=message):
         Plan.from_table(tomllib.loads(PLAN.to_toml() + "[attention]\n" + table))
+
+
+def test_a_plan_says_that_layers_are_scanned_where_they_are():
+    plan = replace(PLAN, model=replace(PLAN.model, scan_layers=True))
+    assert "scan_layers = true" in plan.to_toml()
+    assert Plan.from_table(tomllib.loads(plan.to_toml())) == plan
+    assert "scan_layers" not in PLAN.to_toml()
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            {"buckets": CHUNK_GRID},
+            "model.scan_layers: expected whole prompts, .*got .*chunk = .*8.*. Leave out",
+        ),
+        (
+            {"attention": AttentionPlan(decode="paged")},
+            r"model.scan_layers: expected \[attention\] decode among auto, xla, .*got 'paged'",
+        ),
+    ],
+)
+def test_what_only_unrolled_layers_can_do_is_refused_of_scanned_ones(changed, message):
+    plan = replace(PLAN, **changed)
+    with pytest.raises(ValueError, match=message):
+        replace(plan, model=replace(PLAN.model, scan_layers=True))
+
+
+def test_whether_layers_are_scanned_is_true_or_false():
+    with pytest.raises(ValueError, match=r"model\.scan_layers: expected true or false, got 1"):
+        PlannedModel("model", "", "float32", 1)
 
 
 @pytest.mark.parametrize("experts", [None, ExpertPlan(), EXPERTS])

@@ -4,7 +4,7 @@ Read from the compiled program: on simulated CPU devices, and for a TPU slice th
 Every branch counts, also those of penalties, biases and thresholds that few rows take.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import jax
@@ -65,10 +65,12 @@ class Decode:
 
 
 @cache
-def compiled_decode(target: str, layout: str) -> Decode:
+def compiled_decode(
+    target: str, layout: str, config: DecoderConfig = CONFIG, scan_layers: bool = False
+) -> Decode:
     laid = layout_of(layout)
     placement = find_target(target).placement(laid)
-    definition = Definition(CONFIG, placement.arrangement(CONFIG))
+    definition = Definition(config, placement.arrangement(config, scan_layers))
     name = CompiledGraphs.decode_name(GRID.max_length)
     graphs = plan_graphs(definition, GRID, placement, jnp.dtype(jnp.float32))
     graph = next(graph for graph in graphs if graph.name == name)
@@ -115,3 +117,20 @@ def test_decode_works_in_place_on_its_piece_of_the_cache(target, layout):
     assert decode.overwritten >= decode.cache
     bound = 0.05 * decode.cache + 6 * decode.logits
     assert decode.temporaries <= bound < decode.smallest_segment
+
+
+@pytest.mark.parametrize(
+    ("target", "layout"),
+    [
+        ("cpu:8", "data-tensor"),
+        pytest.param(TPU, "v5p-slice", marks=pytest.mark.tpu_compile),
+        pytest.param(TPU, "data-tensor-batch-attention", marks=pytest.mark.tpu_compile),
+    ],
+)
+def test_scanned_layers_work_in_place_on_their_piece_of_the_cache(target, layout):
+    """Beside it what the layer whose turn it is keeps, which is little of forty layers."""
+    config = replace(CONFIG, windows=CONFIG.windows * 20)
+    decode = compiled_decode(target, layout, config, scan_layers=True)
+    assert decode.overwritten >= decode.cache
+    assert decode.temporaries <= 0.05 * decode.cache + 6 * decode.logits
+    assert max(one.num_bytes for one in decode.collectives) < decode.logits

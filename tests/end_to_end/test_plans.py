@@ -8,7 +8,7 @@ import re
 import tomllib
 
 import pytest
-from command import completion, read_manifest, write_lines
+from command import answer, completion, read_manifest, read_rows, write_lines
 
 PADDING = (
     "real_tokens",
@@ -70,6 +70,15 @@ def test_a_plan_runs_as_it_is_and_its_prefill_padding_is_as_predicted(planned, o
     used = manifest["generator"]["buckets"]["prefill"].values()
     assert report["predicted"]["prefill_computed_tokens"] == sum(u["computed_tokens"] for u in used)
     assert report["plan"] == manifest["plan"]
+
+
+def test_a_plan_with_scanned_layers_runs_and_gives_the_same_answers(noria, source, output):
+    path, report, _ = plan(noria, source, "--max-prefill-graphs", "3", "--scan-layers")
+    assert "scan_layers = true" in report["plan"]
+    assert "chunk" not in report["plan"]
+    rows, manifest = noria.batch(source, source.with_name("scanned.jsonl"), "--plan", path)
+    assert manifest["compiles_during_run"] == 0
+    assert [answer(row) for row in rows] == [answer(row) for row in read_rows(output)]
 
 
 def test_given_the_outputs_of_a_run_its_padding_is_known_exactly(noria, source, output):

@@ -3,9 +3,11 @@
 Saved by transformers, opened and loaded as a user's model is, and compared with what transformers
 computed on each prompt alone: through prefill and, from a shorter bucket on, token by token through
 decode, over a cache of several segments. A longer bucket and a cache in one piece are `slow`.
+Deeper models of some families have their layers scanned, too.
 """
 
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -18,6 +20,7 @@ from tolerances import FLOAT32_MODEL_LOGPROB
 from noria.compile.definition import Definition
 from noria.modelzoo import kv_cache
 from noria.modelzoo.chunk_cache import ChunkRows
+from noria.modelzoo.config import AS_PUBLISHED, Arrangement
 from noria.modelzoo.families.registry import FAMILIES
 from noria.modelzoo.operations import ON_ONE_DEVICE
 from noria.runtime.checkpoint.loader import load_params
@@ -29,15 +32,62 @@ pytestmark = pytest.mark.reference
 class LoadedCase:
     """A case read by noria, beside what transformers says about it."""
 
-    def __init__(self, case: Case, directory):
+    def __init__(self, case: Case, directory, arrangement: Arrangement = AS_PUBLISHED):
         self.case = case
         self.reference = save_reference(case, directory)
         self.prompts = prompts(case)
         with open_model(str(directory)) as files:
-            self.definition = Definition(files.spec.config)
+            self.definition = Definition(files.spec.config, arrangement)
             abstract = self.definition.abstract_parameters(jnp.float32)
             sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
             self.parameters = load_params(files.spec, files.tensors, abstract, sharding)
+
+    def prefill_logits(self, bucket_length: int) -> jax.Array:
+        """Of every position."""
+
+        @jax.jit
+        def prefill(parameters, tokens_BT, true_length_B):
+            decoder = self.definition.bind(parameters)
+            x_BTD, *_ = decoder.prefill(tokens_BT, true_length_B)
+            return decoder.logits(x_BTD)
+
+        tokens_BT = self.padded_prompts(bucket_length)
+        return prefill(self.parameters, tokens_BT, jnp.asarray(TRUE_LENGTHS))
+
+    def decode_logits(self, spans: tuple[int, ...], first: int) -> np.ndarray:
+        """Of positions from `first` on, token by token after a prefill of those before.
+
+        Rows past their end write nothing.
+        """
+        definition, longest = self.definition, max(TRUE_LENGTHS)
+
+        @jax.jit
+        def start(parameters, tokens_BT, length_B):
+            _, prompt, _ = definition.bind(parameters).prefill(tokens_BT, length_B)
+            B, arrangement = len(TRUE_LENGTHS), definition.arrangement
+            cache = kv_cache.allocate(
+                definition.config, B, spans, jnp.float32, arrangement=arrangement
+            )
+            for row in range(B):
+                cache = kv_cache.insert(cache, prompt, length_B, jnp.int32(row), jnp.int32(row))
+            return cache
+
+        @jax.jit
+        def step(parameters, token_B, position_B, cache):
+            is_token_B = position_B < spans[-1]
+            decoder = definition.bind(parameters)
+            return decoder.decode(token_B, position_B, cache, is_token_B)[:2]
+
+        length_B = np.minimum(TRUE_LENGTHS, first)
+        cache = start(self.parameters, self.padded_prompts(8), jnp.asarray(length_B))
+        tokens_BT = self.padded_prompts(longest)
+        logits = []
+        for position in range(first, longest):
+            is_live_B = np.asarray(TRUE_LENGTHS) > position
+            position_B = jnp.asarray(np.where(is_live_B, position, spans[-1]).astype(np.int32))
+            logits_BV, cache = step(self.parameters, tokens_BT[:, position], position_B, cache)
+            logits.append(np.asarray(logits_BV))
+        return np.stack(logits, axis=1)
 
     def padded_prompts(self, length: int) -> jax.Array:
         # padding is a token like any other, so that one that is looked at shows
@@ -62,6 +112,26 @@ class LoadedCase:
 IN_CHUNKS = {"llama-2", "mistral-window", "llama4-scout", "deepseek-v2-lite", "gpt-oss"}
 
 
+DEEPER = {
+    "smollm2": 5,
+    "gemma2": 5,
+    "qwen3-moe": 3,
+    "qwen3-moe-each-second-all-chosen-biases": 6,
+    "deepseek-v3": 4,
+    "gpt-oss": 5,
+    "llama4-scout": 8,
+}
+"""Layers of cases that are scanned: of one kind, of two with one left over, after a dense one."""
+
+
+@pytest.fixture(scope="module", params=DEEPER)
+def scanned(request, tmp_path_factory) -> LoadedCase:
+    name = request.param
+    (case,) = (case for case in CASES if case.name == name)
+    case = replace(case, options=case.options | {"num_hidden_layers": DEEPER[name]})
+    return LoadedCase(case, tmp_path_factory.mktemp(name), Arrangement(scan_layers=True))
+
+
 @pytest.fixture(scope="module")
 def is_slow(request) -> bool:
     return request.config.getoption("--slow")
@@ -74,14 +144,7 @@ def loaded(request, tmp_path_factory) -> LoadedCase:
 
 @pytest.mark.parametrize("bucket_length", [24, pytest.param(40, marks=pytest.mark.slow)])
 def test_prefill_gives_the_logprobs_of_transformers(loaded: LoadedCase, bucket_length: int):
-    @jax.jit
-    def prefill(parameters, tokens_BT, true_length_B):
-        decoder = loaded.definition.bind(parameters)
-        x_BTD, *_ = decoder.prefill(tokens_BT, true_length_B)
-        return decoder.logits(x_BTD)
-
-    tokens_BT = loaded.padded_prompts(bucket_length)
-    loaded.assert_close(prefill(loaded.parameters, tokens_BT, jnp.asarray(TRUE_LENGTHS)))
+    loaded.assert_close(loaded.prefill_logits(bucket_length))
 
 
 @pytest.mark.parametrize(
@@ -90,34 +153,14 @@ def test_prefill_gives_the_logprobs_of_transformers(loaded: LoadedCase, bucket_l
 def test_decoding_token_by_token_gives_the_logprobs_of_transformers(
     loaded: LoadedCase, spans: tuple[int, ...]
 ):
-    """The first tokens come through prefill and insert; rows past their end write nothing."""
-    first, longest = 5, max(TRUE_LENGTHS)
+    loaded.assert_close(loaded.decode_logits(spans, first=5), first=5)
 
-    @jax.jit
-    def start(parameters, tokens_BT, length_B):
-        _, prompt, _ = loaded.definition.bind(parameters).prefill(tokens_BT, length_B)
-        B = len(TRUE_LENGTHS)
-        cache = kv_cache.allocate(loaded.definition.config, B, spans, jnp.float32)
-        for row in range(B):
-            cache = kv_cache.insert(cache, prompt, length_B, jnp.int32(row), jnp.int32(row))
-        return cache
 
-    @jax.jit
-    def step(parameters, token_B, position_B, cache):
-        decoder = loaded.definition.bind(parameters)
-        is_token_B = position_B < spans[-1]
-        return decoder.decode(token_B, position_B, cache, is_token_B)[:2]
-
-    length_B = np.minimum(TRUE_LENGTHS, first)
-    cache = start(loaded.parameters, loaded.padded_prompts(8), jnp.asarray(length_B))
-    tokens_BT = loaded.padded_prompts(longest)
-    logits = []
-    for position in range(first, longest):
-        is_live_B = np.asarray(TRUE_LENGTHS) > position
-        position_B = jnp.asarray(np.where(is_live_B, position, spans[-1]).astype(np.int32))
-        logits_BV, cache = step(loaded.parameters, tokens_BT[:, position], position_B, cache)
-        logits.append(np.asarray(logits_BV))
-    loaded.assert_close(np.stack(logits, axis=1), first)
+def test_scanned_layers_give_the_logprobs_of_transformers(scanned: LoadedCase):
+    """Weights are read from published tensors, layer by layer, into one array for each place."""
+    assert any(":" in name for name in scanned.parameters)
+    scanned.assert_close(scanned.prefill_logits(24))
+    scanned.assert_close(scanned.decode_logits((8, 16, 48), first=5), first=5)
 
 
 @pytest.mark.parametrize("spans", [pytest.param((32,), marks=pytest.mark.slow), (8, 24)], ids=str)

@@ -15,7 +15,8 @@ from tolerances import FLOAT32_MODEL_LOGPROB
 from noria.compile.definition import Definition
 from noria.modelzoo import kv_cache
 from noria.modelzoo.config import DecoderConfig, LatentAttention
-from noria.modelzoo.kv_cache import KVCache, PromptLatents
+from noria.modelzoo.kept_layers import PromptLatents
+from noria.modelzoo.kv_cache import KVCache
 
 LATENT = LatentAttention(rank=10, plain_dim=6, rope_dim=4, value_dim=7, query_rank=9)
 CONFIG = DecoderConfig(

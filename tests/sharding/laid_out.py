@@ -24,6 +24,7 @@ from noria.compile.targets import find_target
 from noria.modelzoo import axes
 from noria.modelzoo.config import Arrangement, DecoderConfig
 from noria.modelzoo.families.registry import from_hf_config
+from noria.modelzoo.layer_groups import of_single_layers
 from noria.runtime.host_arrays import HostArrays
 from noria.runtime.layout_files import named_layout_tables, read_layout_table
 from noria.runtime.padding import pack_prompts, pack_sampling
@@ -37,7 +38,6 @@ _SHARED = {
     "hidden_act": "silu",
     "hidden_size": 48,
     "intermediate_size": 72,
-    "num_hidden_layers": 2,
     "num_attention_heads": 24,
     "head_dim": 8,
     "max_position_embeddings": 64,
@@ -180,8 +180,9 @@ class Answers:
     state: DecodeState
 
 
-def config_of(family: str, num_kv_heads: int = 8) -> DecoderConfig:
+def config_of(family: str, num_kv_heads: int = 8, num_layers: int = 2) -> DecoderConfig:
     table = {"model_type": family, "num_key_value_heads": num_kv_heads}
+    table["num_hidden_layers"] = num_layers
     config = {**_SHARED, **table, **FAMILIES[family]}
     left_out = [key for key in _SHARED if config[key] is None]
     return from_hf_config({k: v for k, v in config.items() if k not in left_out}).config
@@ -208,7 +209,7 @@ def greedy_rows() -> dict[int, Row]:
 def arranged(
     parameters: dict[str, np.ndarray], config: DecoderConfig, arrangement: Arrangement
 ) -> dict[str, np.ndarray]:
-    """Published weights as a layout wants them, in plain numpy."""
+    """Published weights as a layout wants them, layer by layer, in plain numpy."""
     copies, G = arrangement.kv_copies, config.heads_per_kv
     result = {}
     for name, x in parameters.items():
@@ -235,6 +236,7 @@ class LaidOut:
     layout: Layout | None = None
     long_slots: int | None = None
     """Slots that reach the last span, where not all do."""
+    scan_layers: bool = False
 
     @property
     def num_devices(self) -> int:
@@ -258,7 +260,7 @@ class LaidOut:
 
     @cached_property
     def definition(self) -> Definition:
-        return Definition(self.config, self.placement.arrangement(self.config))
+        return Definition(self.config, self.placement.arrangement(self.config, self.scan_layers))
 
     @cached_property
     def parameters(self) -> dict[str, jax.Array]:
@@ -266,6 +268,11 @@ class LaidOut:
         weights = {name: np.asarray(x) for name, x in published.items()}
         weights = arranged(weights, self.config, self.definition.arrangement)
         shardings = self.placement.parameters(self.definition.logical_axes())
+        names = {name: of_single_layers(name) for name in shardings}
+        weights = {
+            name: weights[name] if layers == [name] else np.stack([weights[x] for x in layers])
+            for name, layers in names.items()
+        }
         return {name: jax.device_put(x, shardings[name]) for name, x in weights.items()}
 
     @cached_property

@@ -15,15 +15,14 @@ from noria.modelzoo.attention import EMPTY_POSITION, attend_dense
 from noria.modelzoo.blockwise import attend_blockwise
 from noria.modelzoo.chunk_cache import with_chunk
 from noria.modelzoo.config import PLAIN_SCORES, Chunk, Scores, Window
-from noria.modelzoo.kv_cache import (
-    KeptLayer,
+from noria.modelzoo.kept_layers import (
     KeysValues,
     Latents,
+    OneLayer,
     PromptKeysValues,
     PromptLatents,
-    attend_cached,
-    held_positions,
 )
+from noria.modelzoo.kv_cache import attend_cached, held_positions
 from noria.modelzoo.operations import ON_ONE_DEVICE, Operations
 from noria.modelzoo.stripes import Stripes
 from noria.sharding import cache_attention
@@ -62,7 +61,7 @@ class Inputs(NamedTuple):
 
     q_BTKGH: np.ndarray
     position_BT: np.ndarray
-    layer: KeptLayer
+    layer: OneLayer
     key_position_BS: tuple[np.ndarray, ...]
 
     def in_stripes(self, n: int) -> "Inputs":

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from noria.modelzoo import axes
 from noria.modelzoo.attention import Queries
-from noria.modelzoo.kv_cache import PromptKeysValues
+from noria.modelzoo.kept_layers import PromptKeysValues
 from noria.modelzoo.operations import ON_ONE_DEVICE, einsum
 from noria.sharding.axis_rules import AxisRules, kv_copies
 from noria.sharding.layout import Layout

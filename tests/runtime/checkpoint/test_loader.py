@@ -126,6 +126,35 @@ def test_parameters_on_a_mesh_equal_the_same_and_lie_as_asked():
         assert params[name].sharding == placed[name]
 
 
+LAYERS = {
+    "in.0": np.arange(F * D, dtype=np.float32).reshape(F, D),
+    "in.2": -np.arange(F * D, dtype=np.float32).reshape(F, D),
+}
+OF_LAYERS = tuple(
+    ParameterSource(f"layers.{i}.mlp.up", (Part(f"in.{i}", "f d -> d f"),)) for i in (0, 2)
+)
+IN_TURNS = "layers.0:4:2.mlp.up"
+
+
+def test_layers_that_run_in_turns_fill_one_parameter():
+    """On a mesh, too, each of its devices from its own part of every layer's tensor."""
+    tensors, expected = Arrays(**LAYERS), np.stack([LAYERS["in.0"].T, LAYERS["in.2"].T])
+    abstract = {IN_TURNS: jax.ShapeDtypeStruct(expected.shape, jnp.float32)}
+    mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    placed = NamedSharding(mesh, PartitionSpec(None, "data", "tensor"))
+    for sharding in (one_device(), placed):
+        params = load_params(Spec(OF_LAYERS), tensors, abstract, {IN_TURNS: sharding})
+        np.testing.assert_array_equal(params[IN_TURNS], expected)
+        assert params[IN_TURNS].sharding == sharding
+    assert {size for _, size in tensors.reads[2:]} == {F * D // 8}
+
+
+def test_a_layer_without_its_tensor_is_named_where_layers_run_in_turns():
+    abstract = {IN_TURNS: jax.ShapeDtypeStruct((2, D, F), jnp.float32)}
+    with pytest.raises(CheckpointMismatch, match=r"no tensor fills \(1\):\n    layers.2.mlp.up"):
+        load_params(Spec(OF_LAYERS[:1]), Arrays(**{"in.0": LAYERS["in.0"]}), abstract, one_device())
+
+
 def test_a_sharded_parameter_is_never_read_whole():
     tensors, spec, expected = tiny()
     load_params(spec, tensors, abstract_of(expected), shardings())

@@ -96,6 +96,16 @@ def test_what_was_saved_is_restored_on_another_placement_in_another_dtype(saved)
         assert params[name].sharding == shardings[name]
 
 
+def test_parameters_of_several_layers_are_neither_restored_nor_saved(saved, tmp_path):
+    name, refused = "layers.0:2.attention.qkv", r"got layers\.0:2\.attention\.qkv\. Leave out"
+    with open_model(saved) as model, pytest.raises(ValueError, match=refused):
+        leaf = jax.ShapeDtypeStruct((2, 8, 2, 4), jnp.float32)
+        load_params(model.spec, model.tensors, {name: leaf}, {})
+    with pytest.raises(ValueError, match=refused):
+        params = {name: jnp.zeros((2, 8, 2, 4))}
+        save_orbax(tmp_path / "new", params, family="tiny", config=CONFIG)
+
+
 def test_one_parameter_is_read_by_slice(saved):
     with open_model(saved) as model:
         index = (slice(2, 5), slice(0, 8))

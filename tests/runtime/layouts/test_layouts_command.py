@@ -85,6 +85,26 @@ def test_collectives_of_a_layer_agree_with_the_formula(results):
     assert found["bytes_per_layer"] == found["formula_bytes_per_layer"]
 
 
+def test_scanned_layers_are_counted_by_their_turns(report, results, capsys):
+    """A loop's body is in the program once: what it sends and computes is that times its turns."""
+    folder = report / "scanned"
+    arguments = ["--model", str(report / "model"), "-o", str(folder), "--layouts", "data-tensor"]
+    assert main(["layouts", *arguments, *OPTIONS, "--scan-layers", "--verify"]) == 0
+    (scanned,) = json.loads((folder / "layouts.json").read_text())
+    assert scanned["max_abs_diff"] < 1e-4
+    assert scanned["flops_from"] == "shapes"
+    assert "GFLOP are those of the shapes" in capsys.readouterr().out
+
+    def in_layers(result):
+        return {
+            (c["phase"], c["kind"], c["axis"]): (c["per_layer"], c["bytes_per_layer"])
+            for c in result["collectives"]
+            if c["per_layer"]
+        }
+
+    assert in_layers(scanned) == in_layers(results["data-tensor"])
+
+
 def test_an_illegal_layout_says_why_and_has_no_figures(results):
     result = results["weight-stationary-1d"]
     assert not result["legal"]
@@ -123,7 +143,7 @@ def test_a_layout_that_does_not_compile_is_reported_beside_the_others(report, ca
 
 
 def test_a_logit_that_is_not_a_number_is_no_agreement(report, monkeypatch):
-    def logits(self, target, layout):
+    def logits(self, target, layout, scan_layers):
         logits_BV = np.full((NUM_PROMPTS, 3), 1.0 if layout is None else np.nan)
         yield np.zeros(NUM_PROMPTS, np.int32), logits_BV
 

@@ -1,0 +1,72 @@
+"""Layers in a loop give the answer of layers one after the other, under layouts too.
+
+Families with layers of one kind, of two in turn, and with other ones before or after the loop.
+"""
+
+from functools import cache
+
+import numpy as np
+import pytest
+from laid_out import Answers, LaidOut, config_of, greedy_rows, layout_of
+from tolerances import FLOAT32_MODEL_LOGPROB
+
+NUM_LAYERS = {"gemma2": 5, "deepseek_v3": 4, "gpt_oss": 4, "llama4_text": 4}
+"""3 of other families."""
+PAIRS = [
+    ("llama", None, True),
+    ("gemma2", None, True),
+    ("deepseek_v3", None, True),
+    ("qwen3_moe", None, True),
+    ("llama", "weight-stationary-2d", True),
+    ("gemma2", "v5e-host", True),
+    ("qwen3_moe", "expert-tensor", True),
+    ("deepseek_v3", "expert-tensor", True),
+    ("gpt_oss", "expert-parallel", False),
+    ("llama4_text", "ring", False),
+    ("deepseek_v2", "ring-tensor", False),
+    ("llama", "weight-stationary-1d-batch-attention", False),
+    ("mistral", "weight-gathered-all", False),
+]
+
+
+@cache
+def unrolled(family: str) -> Answers:
+    return LaidOut(config(family)).answer(greedy_rows())
+
+
+def config(family: str):
+    return config_of(family, num_layers=NUM_LAYERS.get(family, 3))
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        pytest.param(*pair, marks=[] if is_often else [pytest.mark.slow])
+        for *pair, is_often in PAIRS
+    ],
+)
+def test_scanned_layers_give_the_answer_of_unrolled_ones(family, layout):
+    """Log-probabilities after the prompt and after twelve tokens; ids and counts equal."""
+    laid = LaidOut(config(family), layout and layout_of(layout), scan_layers=True)
+    assert any(":" in name for name in laid.parameters)
+    expected, got = unrolled(family), laid.answer(greedy_rows())
+    slots = list(greedy_rows())
+    assert (got.output.tokens_BQ[slots] == expected.output.tokens_BQ[slots]).all()
+    for name in ("prompt_logprobs_BV", "logprobs_BV"):
+        np.testing.assert_allclose(
+            getattr(got, name)[slots],
+            getattr(expected, name)[slots],
+            rtol=0,
+            atol=FLOAT32_MODEL_LOGPROB,
+        )
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "llama4_text"])
+def test_experts_are_reported_by_layers_in_order(family):
+    """Every sparse layer's own counts, which differ from layer to layer."""
+    laid = LaidOut(config(family), scan_layers=True)
+    expected, got = unrolled(family).prompts.experts, laid.prefill(greedy_rows()).experts
+    load_LSE = np.asarray(expected.use.load_SE)
+    assert len({layer_SE.tobytes() for layer_SE in load_LSE}) == len(load_LSE) > 1
+    np.testing.assert_array_equal(np.asarray(got.use.load_SE), load_LSE)
+    np.testing.assert_array_equal(np.asarray(got.num_dropped_B), np.asarray(expected.num_dropped_B))
