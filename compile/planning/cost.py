@@ -126,6 +126,11 @@ class CostModel:
             self._known[call] = self._estimate(call)
         return self._known[call]
 
+    def roofline(self, flops: float, num_bytes: float, sent: Mapping[str, float]) -> float:
+        """Seconds of so much work in one part, by the peaks alone."""
+        part = Part("all", flops, num_bytes, sent)
+        return self._local(part)[0] + self._network(part)
+
     def _estimate(self, call: Call) -> Estimate:
         found = KindFactors()
         if self.calibration is not None:
@@ -135,7 +140,7 @@ class CostModel:
         for part in self.work.parts(call):
             factor = found.factors.get(part.name, 1.0)
             local, limit = self._local(part)
-            network = sum(of / self._rate(name) for name, of in part.sent.items())
+            network = self._network(part)
             parts[part.name] = factor * (local + network)
             limits[limit] += factor * local
             limits["network"] += factor * network
@@ -146,6 +151,10 @@ class CostModel:
     def _rate(self, mesh_axes: str) -> float:
         """Bytes a second along mesh axes, as the keys of what a part sends name them."""
         return self.hardware.rate(sum(self._rings[axis] for axis in mesh_axes.split("+")))
+
+    def _network(self, part: Part) -> float:
+        """Seconds that a part sends."""
+        return sum(of / self._rate(name) for name, of in part.sent.items())
 
     def _local(self, part: Part) -> tuple[float, str]:
         """Seconds of a part on its device, and what they wait for."""

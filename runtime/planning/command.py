@@ -49,6 +49,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--max-compile-minutes", type=float, default=math.inf, help="for all graphs together")
     add("--seconds-per-graph", type=float, help="of compiling one (default: by phase and layers)")
     add("--compile", action="store_true", help="and compile the plan: what it takes, and memory")
+    add(
+        "--compile-layouts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="compile the plans of the best N layouts, as far as their costliest graphs, and order "
+        "them anew by what the compiler made of them (default: 0)",
+    )
     add("--max-memory-gb", type=float, help="on each device (default: 90 %% of what it has)")
     add("--tries", type=int, default=24, help="grids to simulate at most (default: 24)")
     add("--quiet", action="store_true", help="no progress on stderr")
@@ -66,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
     _check(options)
     if options.report is not None:
         report.require_pictures()
-    if options.compile:
+    if options.compile or options.compile_layouts:
         session.prepare_cpu(options.target)
 
     def progress(built: object) -> None:
@@ -101,6 +109,10 @@ def _check(options: argparse.Namespace) -> None:
             raise ConfigError(f"{name}: expected a number above 0, got {number}.")
     if options.scan_layers and options.chunks == "always":
         raise ConfigError("--scan-layers: expected --chunks auto or never, got always.")
+    if options.compile_layouts < 0:
+        raise ConfigError(
+            f"--compile-layouts: expected a number of layouts, got {options.compile_layouts}."
+        )
     if not 0 < options.expected_output <= 1:
         raise ConfigError(
             f"--expected-output: expected a share above 0 and of at most 1, got "

@@ -15,7 +15,7 @@ from ...compile.planning.hardware import Hardware
 from ...compile.planning.work import Work
 from ...modelzoo.config import AS_PUBLISHED, DecoderConfig
 from ...sharding.layout import Layout
-from ...sharding.legality import check
+from ...sharding.legality import ModelSizes, check
 from ...sharding.placement import arrangement_of
 
 SAMPLE = 400
@@ -64,13 +64,23 @@ class Ranking:
         found = [self._judge(layout) for layout in layouts]
         return sorted(found, key=lambda ranked: (ranked.bound is None, ranked.bound or 0.0))
 
-    def _judge(self, layout: Layout | None) -> RankedLayout:
-        if layout is not None:
-            findings = check(layout, model_sizes(self.config, self.num_devices))
-            if findings:
-                return RankedLayout(layout, findings=tuple(findings))
+    def findings(self, layout: Layout | None) -> tuple[str, ...]:
+        """What is against the rules."""
+        return () if layout is None else tuple(check(layout, self._sizes))
+
+    def cost(self, layout: Layout | None) -> CostModel:
+        """Seconds of calls under a legal layout."""
         work = Work(self._definition(layout), self.dtype, layout)
-        cost = CostModel(work, self.hardware, self.calibration, self.torus)
+        return CostModel(work, self.hardware, self.calibration, self.torus)
+
+    @property
+    def _sizes(self) -> ModelSizes:
+        return model_sizes(self.config, self.num_devices)
+
+    def _judge(self, layout: Layout | None) -> RankedLayout:
+        if findings := self.findings(layout):
+            return RankedLayout(layout, findings=findings)
+        cost = self.cost(layout)
         defaults = GridDefaults.for_layout(layout)
         try:
             grids = CandidateGrids(

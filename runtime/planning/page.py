@@ -3,6 +3,7 @@
 import base64
 import html
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 _STYLE = """
@@ -16,7 +17,16 @@ img { max-width: 100%; display: block; margin: 1rem 0; }
 """
 
 
-def page(report: Mapping[str, Any], pictures: Sequence[tuple[str, bytes]]) -> str:
+@dataclass(frozen=True)
+class Picture:
+    """A PNG under a title, and in words how to read it."""
+
+    title: str
+    reading: str
+    png: bytes
+
+
+def page(report: Mapping[str, Any], pictures: Sequence[Picture]) -> str:
     """The whole page, from the report's JSON and pictures with what they show."""
     predicted, workload = report["predicted"], report["workload"]
     body = [
@@ -28,7 +38,8 @@ def page(report: Mapping[str, Any], pictures: Sequence[tuple[str, bytes]]) -> st
         f'<p class="note">Seconds of runs are predictions, from {_text(report["basis"])} '
         f"({_text(report['hardware']['name'])}: {_text(report['hardware']['source'])}).</p>",
         *_compiled(report["compiled"]),
-        *(_picture(text, png) for text, png in pictures),
+        *map(_picture, pictures),
+        *_compiled_layouts(report["compiled_layouts"]),
         "<h2>Graphs</h2>",
         _table(
             ("graph", "calls", "real tokens", "computed", "ms a call", "waits for", "seconds"),
@@ -45,6 +56,7 @@ def page(report: Mapping[str, Any], pictures: Sequence[tuple[str, bytes]]) -> st
                 for graph in report["graphs"]
             ),
         ),
+        *_collectives(report["graphs"]),
         "<h2>Other grids</h2>",
         _table(
             ("grid", "graphs", "prefill computed / real", "slots full", "run seconds"),
@@ -87,9 +99,45 @@ def _text(value: object) -> str:
     return html.escape(str(value))
 
 
-def _picture(text: str, png: bytes) -> str:
-    data = base64.b64encode(png).decode()
-    return f'<img alt="{_text(text)}" src="data:image/png;base64,{data}">'
+def _collectives(graphs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What a device sends in a call of each graph, where it sends anything."""
+    axes = sorted({axis for graph in graphs for axis in graph["sent_bytes"]})
+    if not axes:
+        return ["<h2>Collectives</h2><p>Devices send each other nothing in these graphs.</p>"]
+    columns = ("graph", *(f"MB along {axis}" for axis in axes), "share of the call's time")
+    rows = (
+        (
+            graph["graph"],
+            *(f"{graph['sent_bytes'].get(axis, 0.0) / 1e6:.2f}" for axis in axes),
+            f"{graph['network_seconds'] / graph['seconds']:.0%}",
+        )
+        for graph in graphs
+    )
+    return [
+        "<h2>Collectives</h2><p>What each device sends in one call (of decode, in one step), by "
+        "the mesh axes along which it sends.</p>",
+        _table(columns, rows),
+    ]
+
+
+def _compiled_layouts(found: Mapping[str, Any]) -> list[str]:
+    """Layouts as compiling orders them, where that was asked for."""
+    if not found["rows"]:
+        return []
+    return [
+        "<h2>Layouts, compiled</h2><p>Predicted from compiled graphs, the best first; the place "
+        "before is the one by shapes alone.</p>",
+        _table(found["columns"], found["rows"]),
+        *(f"<p>{_text(problem)}</p>" for problem in found["problems"]),
+    ]
+
+
+def _picture(picture: Picture) -> str:
+    data = base64.b64encode(picture.png).decode()
+    return (
+        f'<h2>{_text(picture.title)}</h2><p class="note">{_text(picture.reading)}</p>'
+        f'<img alt="{_text(picture.title)}" src="data:image/png;base64,{data}">'
+    )
 
 
 def _table(columns: Iterable[str], rows: Iterable[Iterable[object]]) -> str:

@@ -1,4 +1,4 @@
-"""Pictures of a plan: the workload in its buckets, graphs under the roofline, memory, other grids.
+"""Pictures of a plan: rows in buckets, graphs under the roofline, memory, other grids, layouts.
 
 Knows nothing of how any of it was found. Each picture is a PNG as bytes.
 """
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 _PREFILL, _DECODE, _WASTE = "#4c72b0", "#dd8452", "#c44e52"
+_PALE = "#c8c8c8"
 _SIZE, _DPI = (7.2, 3.6), 110
 
 
@@ -57,7 +58,8 @@ def memory(parts: Mapping[str, int], device: float) -> bytes:
     """What lies on a device, and what it has."""
     with _figure((7.2, 1.5)) as (figure, panel, png):
         start = 0.0
-        for (name, num_bytes), color in zip(parts.items(), (_PREFILL, _DECODE), strict=False):
+        colors = (_PREFILL, _DECODE, _WASTE)
+        for (name, num_bytes), color in zip(parts.items(), colors, strict=False):
             width = num_bytes / 1e9
             label = f"{name} {width:.2f} GB"
             panel.barh(0, width, left=start, color=color, label=label)
@@ -68,6 +70,49 @@ def memory(parts: Mapping[str, int], device: float) -> bytes:
         panel.set(xlabel="GB on each device", yticks=[])
         figure.legend(fontsize=7, ncols=3, loc="outside upper center", frameon=False)
     return png.getvalue()
+
+
+def tradeoffs(points: Sequence[Mapping[str, Any]]) -> bytes:
+    """Tokens a second of a device against seconds between tokens; a line for each layout."""
+    with _figure((7.2, 4.6)) as (figure, panel, png):
+        lines: dict[tuple[int, str, str], list[Mapping[str, Any]]] = {}
+        for point in points:
+            key = point["devices"], point["layout"], point["mesh"]
+            lines.setdefault(key, []).append(point)
+        on_front = [key for key in sorted(lines) if any(p["is_best"] for p in lines[key])]
+        for key, line in lines.items():
+            if key not in on_front:
+                panel.plot(*_tradeoff(line), color=_PALE, linewidth=0.8, zorder=1)
+        for number, key in enumerate(on_front):
+            devices, layout, mesh = key
+            label = f"{layout} ({mesh}), {devices} device{'s' * (devices > 1)}"
+            color = f"C{number % 10}"
+            panel.plot(*_tradeoff(lines[key]), color=color, marker=".", linewidth=1, label=label)
+            best = [point for point in lines[key] if point["is_best"]]
+            panel.scatter(*_tradeoff(best), s=60, facecolors="none", edgecolors=color, zorder=3)
+            for x, y, point in zip(*_tradeoff(best), best, strict=True):
+                panel.annotate(
+                    f"{point['slots']}", (x, y), fontsize=6, xytext=(-7, 6),
+                    textcoords="offset points", ha="center",
+                )  # fmt: skip
+        panel.set(xscale="log", yscale="log", xlabel="ms between two tokens of a row")
+        for axis in (panel.xaxis, panel.yaxis):
+            axis.set_major_formatter("{x:g}")
+            axis.set_minor_formatter("")
+        panel.xaxis.set_minor_formatter("{x:g}")
+        panel.tick_params(axis="x", which="both", labelsize=7)
+        panel.set_ylabel("tokens a second, of each device")
+        if len(on_front) < len(lines):
+            panel.plot([], [], color=_PALE, label="others")
+        figure.legend(fontsize=6, ncols=2, loc="outside lower center", frameon=False)
+    return png.getvalue()
+
+
+def _tradeoff(points: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[float]]:
+    return (
+        [point["step_seconds"] * 1e3 for point in points],
+        [point["tokens_per_second_a_device"] for point in points],
+    )
 
 
 def grids(figures: Mapping[str, Mapping[str, Any]]) -> bytes:

@@ -9,6 +9,7 @@ import sys
 import time
 import tomllib
 from dataclasses import dataclass
+from functools import partial
 
 from ...compile.bucket_grid import BucketGrid
 from ...compile.default_grid import GridDefaults
@@ -28,16 +29,19 @@ from ..checkpoint.errors import CheckpointError
 from ..compiled_plan import CompiledPlan
 from ..layout_files import named_layout_tables, read_layout_table
 from ..run_config import ConfigError
+from .compiled_layouts import LayoutCompiler, PlannedLayout
 from .hardware_files import known_hardware
 from .layout_ranking import RankedLayout, Ranking, all_layouts
+from .layout_report import problems
 from .nearest import nearest
 from .planning import NoPlanFits, Planned, Planner
 from .search import Tried
+from .tradeoffs import Tradeoff, tradeoffs
 from .workload import Workload, read_workload
 
 ALL = "all"
 LAYOUTS_SEARCHED = 3
-"""Of the best ranked."""
+"""Of the best ranked, or as many as are to be compiled."""
 PLAN_OF_RUN = "plan of the run"
 MEMORY_SHARE = 0.9
 """Of a device's memory for weights and cache; the rest is for what a graph needs meanwhile."""
@@ -53,6 +57,10 @@ class Prediction:
     cost: CostModel
     layouts: list[RankedLayout]
     """All that were weighed, the fastest first."""
+    searched: list[PlannedLayout]
+    """Those of them that have a plan, in the order in which they were preferred."""
+    tradeoffs: list[Tradeoff]
+    """Of all layouts, where a report is to show them."""
     seconds: float
     """That planning took."""
     compiled: CompiledPlan | None = None
@@ -77,36 +85,59 @@ def predict(options: argparse.Namespace, files: ModelFiles) -> Prediction:
         )
     ranking = _ranking(options, files, workload, dtype)
     ranked = _rank(options, ranking)
-    chosen = [one for one in ranked if one.bound is not None][:LAYOUTS_SEARCHED]
+    num_searched = max(LAYOUTS_SEARCHED, options.compile_layouts)
+    chosen = [one for one in ranked if one.bound is not None][:num_searched]
     if not chosen:
         reasons = "".join(map(str, ranked))
         raise NoPlanFits(f"no layout can serve this:{reasons}{nearest(ranking, ranked)}")
-    best, planned = _best_of(options, config, workload, chosen)
+    searched = _planned_layouts(options, config, workload, chosen)
+    if options.compile_layouts:
+        searched = _as_compiled(options, config, dtype, searched)
+    best = searched[0]
     model = PlannedModel(files.name, _fingerprint(files), dtype, options.scan_layers)
-    plan = Plan(options.target, model, planned.best.grid, best.layout, default_experts(config))
-    assert best.cost is not None
-    return Prediction(plan, planned, workload, best.cost, ranked, time.perf_counter() - started)
+    grid = best.planned.best.grid
+    plan = Plan(options.target, model, grid, best.layout, default_experts(config))
+    points = tradeoffs(ranking, ranked, grid) if options.report is not None else []
+    seconds = time.perf_counter() - started
+    return Prediction(plan, best.planned, workload, best.cost, ranked, searched, points, seconds)
 
 
-def _best_of(
+def _as_compiled(
+    options: argparse.Namespace, config: DecoderConfig, dtype: str, searched: list[PlannedLayout]
+) -> list[PlannedLayout]:
+    """The layouts in the order of their compiled graphs, of which one at least must run."""
+    note = partial(_note, options)
+    compiler = LayoutCompiler(options.target, config, dtype, options.scan_layers, note)
+    ordered = compiler.in_order(searched, options.compile_layouts)
+    if ordered[0].problem:
+        raise NoPlanFits(
+            f"none of the layouts that were compiled can run: {' '.join(problems(ordered))} Take "
+            f"more devices, shorter rows, less memory (--max-memory-gb), or compile more layouts."
+        )
+    return ordered
+
+
+def _planned_layouts(
     options: argparse.Namespace,
     config: DecoderConfig,
     workload: Workload,
     chosen: list[RankedLayout],
-) -> tuple[RankedLayout, Planned]:
-    """The layout whose plan takes least; one that has no legal plan is left out with a word."""
-    found, reasons = [], []
+) -> list[PlannedLayout]:
+    """Layouts with their plans, the fastest first; one that has no legal plan is left out."""
+    found: list[PlannedLayout] = []
+    reasons = []
     for one in chosen:
         try:
             planned = _planner(options, config, workload, one).plan()
             _require(one.layout, config, num_devices(options.target), planned.best.grid)
-            found.append((one, planned))
+            assert one.cost is not None
+            found.append(PlannedLayout(one.layout, one.cost, planned))
         except (NoPlanFits, IllegalLayout) as error:
             reasons.append(f"{one.layout.name if one.layout else 'one device'}: {error}")
             _note(options, reasons[-1])
     if not found:
         raise NoPlanFits("no plan fits. " + " ".join(reasons))
-    return min(found, key=lambda pair: pair[1].best.seconds)
+    return sorted(found, key=lambda one: one.planned.best.seconds)
 
 
 def _ranking(

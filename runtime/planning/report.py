@@ -4,7 +4,7 @@ Every second is a prediction, and says what it waits for.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 from ...compile.planning.candidates import num_graphs
 from ...compile.planning.cost import CostModel
 from ...compile.planning.hardware import Hardware
-from ...compile.planning.work import Call
+from ...compile.planning.work import Call, Part
 from . import pictures
-from .page import page
+from .layout_report import COLUMNS, compiled_rows, problems, searched_json, tradeoffs_json
+from .page import Picture, page
 
 if TYPE_CHECKING:
     from .layout_ranking import RankedLayout
@@ -39,6 +40,7 @@ def summary(prediction: "Prediction") -> str:
         "",
         *_comparison_lines(prediction),
         "",
+        *_compiled_layout_lines(prediction),
         f"predicted  {best.simulation.seconds:.1f} s to run and {best.build_seconds:.0f} s to "
         f"compile {num_graphs(best.grid)} graphs; slots {best.simulation.occupancy:.1%} full, "
         f"{best.simulation.tail_seconds:.1f} s of tail",
@@ -77,9 +79,17 @@ def as_json(prediction: "Prediction") -> dict[str, Any]:
         "graphs": graphs(prediction),
         "comparison": {name: _figures(tried) for name, tried in planned.others.items()},
         "layouts": [_ranked(one) for one in prediction.layouts],
+        "searched_layouts": searched_json(prediction.searched),
+        "compiled_layouts": {
+            "columns": COLUMNS,
+            "rows": compiled_rows(prediction.searched),
+            "problems": problems(prediction.searched),
+        },
+        "tradeoffs": tradeoffs_json(prediction.tradeoffs),
         "memory_bytes": {
             "parameters": work.parameter_bytes,
             "cache": work.grid_bytes(grid),
+            **_temporaries(prediction),
             "device": cost.hardware.memory_bytes,
         },
         "compiled": _compiled(prediction),
@@ -139,31 +149,53 @@ def write(prediction: "Prediction", folder: Path) -> None:
     (folder / "report.html").write_text(content, encoding="utf-8")
 
 
-def _pictures(prediction: "Prediction", report: Mapping[str, Any]) -> list[tuple[str, bytes]]:
+def _pictures(prediction: "Prediction", report: Mapping[str, Any]) -> list[Picture]:
     rows, grid = prediction.workload.rows, prediction.planned.best.grid
     hardware, memory = prediction.cost.hardware, dict(report["memory_bytes"])
     device = memory.pop("device")
-    return [
-        (
-            "rows by length, and the buckets they fall into",
+    found = [
+        Picture(
+            "Rows and buckets",
+            "Where the workload's rows lie, and where the plan cuts them. A prompt is padded to "
+            "the next line on its right.",
             pictures.workload(
                 [row.need.prompt_length for row in rows],
                 [row.output for row in rows],
                 [bucket.length for bucket in grid.prefill],
             ),
         ),
-        (
-            "predicted seconds of this plan and other grids",
+        Picture(
+            "This plan and other grids",
+            "Predicted seconds of the whole workload, compiling aside.",
             pictures.grids({"this plan": report["predicted"], **report["comparison"]}),
         ),
-        (
-            "graphs under the roofline",
+        Picture(
+            "Graphs under the roofline",
+            "No graph can be above the line. Under its slope a graph waits for memory, under its "
+            "flat part for arithmetic; one far below it waits for the network, or is measured to "
+            "be slower than peaks.",
             pictures.roofline(
                 report["graphs"], hardware.peak(prediction.plan.model.dtype), hardware.memory_rate
             ),
         ),
-        ("memory on each device", pictures.memory(memory, device)),
+        Picture(
+            "Memory on each device",
+            "What lies there all the time; with the plan compiled, what its largest graph needs "
+            "besides. The black line is what the device has.",
+            pictures.memory(memory, device),
+        ),
     ]
+    if points := report["tradeoffs"]:
+        found.append(
+            Picture(
+                "Layouts: latency against throughput",
+                "Every point is a layout with a number of decode slots, which doubles along its "
+                "line. Further left answers sooner, further up yields more for the same devices; "
+                "ringed points, with their slots, are those that no other one beats in both.",
+                pictures.tradeoffs(points),
+            )
+        )
+    return found
 
 
 def _ranked(one: "RankedLayout") -> dict[str, Any]:
@@ -180,11 +212,21 @@ def _estimate(cost: CostModel, call: Call) -> dict[str, Any]:
     return {
         "flops": sum(part.flops for part in parts),
         "bytes": sum(part.bytes for part in parts),
-        "sent_bytes": sum(sum(part.sent.values()) for part in parts),
+        "sent_bytes": _sent(parts),
         "seconds": estimate.seconds,
+        "network_seconds": estimate.limits["network"],
         "by_part": dict(estimate.parts),
         "binds": estimate.binds,
     }
+
+
+def _sent(parts: Iterable[Part]) -> dict[str, float]:
+    """Bytes that a device sends in a call, by mesh axes."""
+    sent: dict[str, float] = {}
+    for part in parts:
+        for axes, num_bytes in part.sent.items():
+            sent[axes] = sent.get(axes, 0.0) + num_bytes
+    return sent
 
 
 def _figures(tried: "Tried") -> dict[str, Any]:
@@ -254,6 +296,21 @@ def _layout_lines(prediction: "Prediction") -> list[str]:
     ranked = sum(one.bound is not None for one in prediction.layouts)
     of = f", the best of {ranked} that can be ranked" if ranked > 1 else ""
     return [f"layout     {layout.name} ({layout.mesh}){of}"]
+
+
+def _temporaries(prediction: "Prediction") -> dict[str, int]:
+    """What the largest compiled graph needs beside weights and cache, where one was compiled."""
+    if prediction.compiled is None:
+        return {}
+    work, grid = prediction.cost.work, prediction.planned.best.grid
+    largest = max(prediction.compiled.memory_bytes.values())
+    return {"temporaries": max(0, largest - work.parameter_bytes - work.grid_bytes(grid))}
+
+
+def _compiled_layout_lines(prediction: "Prediction") -> list[str]:
+    """Layouts as compiling orders them, where that was asked for."""
+    rows = compiled_rows(prediction.searched)
+    return [*_table([COLUMNS, *rows]), *problems(prediction.searched), ""] if rows else []
 
 
 def _compiled(prediction: "Prediction") -> dict[str, Any] | None:

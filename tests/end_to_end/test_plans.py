@@ -109,11 +109,27 @@ def test_the_page_is_whole_without_network_and_shows_the_plan(planned):
     page = path.with_suffix("").joinpath("report.html").read_text("utf-8")
     assert "http" not in re.sub(r"base64,[^\"]*", "", page)
     pictures = [base64.b64decode(found) for found in re.findall(r"base64,([^\"]*)", page)]
-    assert len(pictures) == 4
+    assert len(pictures) == 5
     assert all(picture.startswith(b"\x89PNG") for picture in pictures)
     for graph in report["graphs"]:
         assert f"<td>{graph['graph']}</td>" in page
     assert html.escape(path.read_text("utf-8")) in page
+
+
+def test_layouts_are_put_in_the_order_of_their_compiled_graphs(noria, source):
+    layouts = "data-parallel@data=2 data-tensor@data=1,tensor=2"
+    options = ("--target", "cpu:2", "--layout", layouts, "--tries", "1", "--quiet")
+    path, report, summary = plan(noria, source, *options, "--compile-layouts", "2")
+    searched = report["searched_layouts"]
+    assert {one["name"] for one in searched} == {"data-parallel", "data-tensor"}
+    seconds = [one["compiled_seconds"] for one in searched]
+    assert seconds == sorted(seconds)
+    assert all(one["compiled"]["decode"]["factor"] > 0.99 for one in searched)
+    assert f'layout = "{searched[0]["name"]}"' in report["plan"]
+    assert "as compiled s" in summary
+    page = path.with_suffix("").joinpath("report.html").read_text("utf-8")
+    assert "Layouts, compiled" in page
+    assert "MB along tensor" in page or searched[0]["name"] == "data-parallel"
 
 
 def test_a_table_of_lengths_is_a_workload_for_hardware_that_is_not_there(noria, source):

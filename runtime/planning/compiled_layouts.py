@@ -1,0 +1,136 @@
+"""Planned layouts in the order that their compiled graphs tell.
+
+Of every plan the prefill graph and the decode graph that it spends most on are compiled for the
+target. A plan's predicted seconds of each phase are multiplied by how much longer the compiled
+graph takes under the roofline than its shapes alone: what the compiler copies, gathers and sends
+counts, and what it needs must fit. Every second is a prediction.
+
+Weights are not read, and nothing is run.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import jax.numpy as jnp
+
+from ...compile.build import GraphToBuild, compile_graph, plan_graphs
+from ...compile.compiled_graphs import CompiledGraphs
+from ...compile.definition import Definition
+from ...compile.expert_plan import LOSSLESS_EXPERTS, default_experts
+from ...compile.planning.compiled_call import CompiledCall, compiled_call
+from ...compile.planning.cost import CostModel
+from ...compile.planning.work import Call
+from ...compile.targets import find_target
+from ...modelzoo.config import DecoderConfig
+from ...sharding.layout import Layout
+from ..graph_memory import memory_of
+from .planning import Planned
+
+GIGABYTE = 1e9
+
+
+@dataclass(frozen=True)
+class PlannedLayout:
+    """A layout with the best plan under it, and what compiling it told."""
+
+    layout: Layout | None
+    cost: CostModel
+    planned: Planned
+    compiled: dict[str, CompiledCall] = field(default_factory=dict)
+    """The costliest graph of each phase; empty of a layout that was not compiled."""
+    problem: str = ""
+    """Why the compiled graphs cannot run."""
+
+    @property
+    def name(self) -> str:
+        return "one device" if self.layout is None else f"{self.layout.name} ({self.layout.mesh})"
+
+    @property
+    def seconds(self) -> float:
+        """Of building and running the plan, by shapes."""
+        return self.planned.best.seconds
+
+    @property
+    def compiled_seconds(self) -> float:
+        """The same by the compiled graphs; infinite where these cannot run."""
+        if self.problem:
+            return math.inf
+        metrics = self.planned.best.simulation.metrics
+        uses = {"prefill": metrics.prefill.values(), "decode": metrics.decode.values()}
+        more = sum(
+            (call.factor - 1) * sum(use.seconds for use in uses[phase])
+            for phase, call in self.compiled.items()
+        )
+        return self.seconds + more
+
+
+@dataclass(frozen=True)
+class LayoutCompiler:
+    """Compiles what decides between layouts of one model on one target."""
+
+    target: str
+    config: DecoderConfig
+    dtype: str
+    scan_layers: bool = False
+    on_note: Callable[[str], None] = lambda line: None
+
+    def in_order(self, planned: Sequence[PlannedLayout], count: int) -> list[PlannedLayout]:
+        """The first so many, compiled, the fastest first; then the others."""
+        compiled = [self._compiled(one) for one in planned[:count]]
+        compiled.sort(key=lambda one: one.compiled_seconds)
+        return [*compiled, *planned[count:]]
+
+    def _compiled(self, one: PlannedLayout) -> PlannedLayout:
+        target = find_target(self.target)
+        placement = target.placement(one.layout)
+        arrangement = placement.arrangement(self.config, self.scan_layers)
+        definition = Definition(self.config, arrangement)
+        experts = default_experts(self.config) or LOSSLESS_EXPERTS
+        dtype, grid = jnp.dtype(self.dtype), one.planned.best.grid
+        graphs = plan_graphs(definition, grid, placement, dtype, experts)
+        by_name = {graph.name: graph for graph in graphs}
+        found = {}
+        for phase, (name, call) in _costliest(one).items():
+            try:
+                found[phase] = self._read(by_name[name], call, one.cost)
+            except RuntimeError as error:
+                # an over-full device is what compiling should find out
+                reason = str(error).strip().partition("\n")[0]
+                return replace(one, problem=f"{name} does not compile: {reason}")
+        return replace(one, compiled=found, problem=_too_large(one, found))
+
+    def _read(self, graph: GraphToBuild, call: Call, cost: CostModel) -> CompiledCall:
+        executable, seconds, _ = compile_graph(graph)
+        self.on_note(f"{cost.work.layout.name}: {graph.name} compiled in {seconds:.1f} s")
+        return compiled_call(graph.name, call, executable, cost, memory_of(executable))
+
+
+def _costliest(one: PlannedLayout) -> dict[str, tuple[str, Call]]:
+    """Name and call of the graph of each phase on which a plan spends most."""
+    grid, metrics = one.planned.best.grid, one.planned.best.simulation.metrics
+
+    def seconds(uses: dict, name: object) -> float:
+        return uses[str(name)].seconds if str(name) in uses else 0.0
+
+    bucket = max(grid.prefill, key=lambda bucket: seconds(metrics.prefill, bucket))
+    span = max(grid.decode_spans, key=lambda span: seconds(metrics.decode, span))
+    prefill = CompiledGraphs.prefill_name(bucket)
+    if grid.chunks:
+        prefill = CompiledGraphs.chunk_name(bucket, is_scored=False)
+    return {
+        "prefill": (prefill, Call.of_bucket(bucket)),
+        "decode": (CompiledGraphs.decode_name(span), Call.of_decode(grid, span)),
+    }
+
+
+def _too_large(one: PlannedLayout, found: dict[str, CompiledCall]) -> str:
+    """What lacks of a device's memory; empty where all fits."""
+    device = one.cost.hardware.memory_bytes
+    largest = max(found.values(), key=lambda call: call.memory_bytes)
+    if largest.memory_bytes <= device:
+        return ""
+    return (
+        f"{largest.graph} needs {largest.memory_bytes / GIGABYTE:.2f} GB on each device, "
+        f"{(largest.memory_bytes - device) / GIGABYTE:.2f} GB more than it has."
+    )

@@ -1,0 +1,83 @@
+"""Layouts in the order of their compiled graphs; what does not fit into memory comes last."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from planning_models import SPARSE
+
+from noria.compile.default_grid import GridDefaults, RowNeed
+from noria.compile.planning.candidates import Budget, ExpectedRow
+from noria.compile.planning.compiled_call import CompiledCall
+from noria.compile.planning.hardware import Hardware
+from noria.runtime.layout_files import named_layout_tables
+from noria.runtime.planning.compiled_layouts import LayoutCompiler, PlannedLayout
+from noria.runtime.planning.layout_ranking import Ranking, all_layouts
+from noria.runtime.planning.layout_report import compiled_rows
+from noria.runtime.planning.planning import Planner
+
+HARDWARE = Hardware("mine", "made up", {"float32": 1e9}, 1e9, 1e8, 1e7, 4)
+ROWS = [ExpectedRow(RowNeed(length, 8, 1), 8) for length in (8, 16, 24, 40)]
+
+
+@pytest.fixture(scope="module")
+def planned() -> list[PlannedLayout]:
+    names = ("data-parallel", "expert-parallel")
+    tables = {name: named_layout_tables()[name] for name in names}
+    ranking = Ranking(SPARSE, ROWS, HARDWARE, "float32", Budget(), 2)
+    found = []
+    for one in ranking.rank(list(all_layouts(tables, 2))):
+        defaults = GridDefaults.for_layout(one.layout)
+        planner = Planner(
+            ROWS, SPARSE.max_position, one.cost, Budget(), defaults, may_chunk=False, most_tries=1
+        )
+        found.append(PlannedLayout(one.layout, one.cost, planner.plan()))
+    return sorted(found, key=lambda one: one.seconds)
+
+
+@pytest.fixture(scope="module")
+def compiled(planned) -> list[PlannedLayout]:
+    return LayoutCompiler("cpu:2", SPARSE, "float32").in_order(planned, 2)
+
+
+def call(factor: float, memory_bytes: int = 0) -> CompiledCall:
+    return CompiledCall("graph", 0.0, 0.0, {}, factor, 1.0, memory_bytes)
+
+
+def test_a_phase_counts_as_much_longer_as_its_compiled_graph_takes(planned):
+    one = replace(planned[0], compiled={"prefill": call(1.0), "decode": call(3.0)})
+    decode = sum(use.seconds for use in one.planned.best.simulation.metrics.decode.values())
+    assert one.compiled_seconds == pytest.approx(one.seconds + 2 * decode)
+
+
+def test_compiled_graphs_send_along_their_axes_and_take_no_less_than_shapes(compiled):
+    for one in compiled:
+        assert not one.problem
+        assert set(one.compiled) == {"prefill", "decode"}
+        for found in one.compiled.values():
+            assert found.factor > 0.99
+            assert found.memory_bytes > 0
+            assert ("expert" in found.sent) == (one.layout.name == "expert-parallel")
+    assert [one.compiled_seconds for one in compiled] == sorted(
+        one.compiled_seconds for one in compiled
+    )
+
+
+def test_layouts_that_were_not_compiled_stay_behind(planned):
+    found = LayoutCompiler("cpu:2", SPARSE, "float32").in_order(planned, 1)
+    assert [bool(one.compiled) for one in found] == [True, False]
+    assert len(compiled_rows(found)) == 1
+
+
+def test_a_layout_whose_graphs_do_not_fit_is_last_and_says_what_lacks(planned):
+    small = replace(HARDWARE, memory_bytes=1000.0)
+    first = planned[0]
+    cost = type(first.cost)(first.cost.work, small)
+    found = LayoutCompiler("cpu:2", SPARSE, "float32").in_order(
+        [replace(first, cost=cost), planned[1]], 2
+    )
+    assert found[-1].layout == first.layout
+    assert found[-1].compiled_seconds == math.inf
+    assert "GB more than it has" in found[-1].problem
+    assert [row[3] for row in compiled_rows(found)] == ["2", "1"]
+    assert compiled_rows(found)[-1][2] == "cannot run"
