@@ -2,7 +2,8 @@
 
 For each workload the ladder of as many prefill lengths as there are powers of two from 16 to the
 longest prompt, held against those powers, against equal steps of 128, and against what peers ship;
-and the plan with chunks. Everything is simulated and predicted from published peaks: nothing runs.
+and the plan in chunks that computes at most 1.05 times the prompts' tokens. Everything is simulated
+and predicted from published peaks: nothing runs.
 
 Example: python scripts/bench_planner.py benchmarks/workloads/*.csv --output benchmarks/planner
 """
@@ -16,9 +17,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from noria.compile.bucket_search import cheapest_cuts
 from noria.compile.default_grid import GridDefaults
 from noria.compile.definition import Definition
-from noria.compile.planning.candidates import Budget, CandidateGrids, ExpectedRow
+from noria.compile.planning.candidates import Budget, CandidateGrids, ExpectedRow, num_graphs
 from noria.compile.planning.cost import CostModel
 from noria.compile.planning.hardware import hardware_of
 from noria.compile.planning.other_grids import multiples, powers_of_two, with_lengths
@@ -29,9 +33,12 @@ from noria.runtime.planning.planning import Planner
 from noria.runtime.planning.search import Tried, try_grid
 from noria.runtime.planning.workload import read_table
 
+CHUNK_GRAPHS = 8
 TARGETS = {"tpu:v5e:1x1": "bfloat16", "cpu": "float32"}
 """With the dtype of weights. The first waits for memory below some 240 tokens a call, so that
 padding of short calls is free; the second hardly ever does."""
+MOST_PADDING = 1.05
+"""Of plans in chunks: computed over real prompt tokens, dummy rows included."""
 SHORTEST = 16
 SHIPPED = {
     "JetStream, MaxText: 16 to 32768, doubling": [2**power for power in range(4, 16)],
@@ -64,7 +71,8 @@ def main() -> None:
     found = []
     for target, path in product(TARGETS, options.workloads):
         found.append(measure(target, path, options.tries))
-        print(table([found[-1]]), file=sys.stderr, flush=True)
+        lines = [*ladder_lines(found[-1:]), *chunk_lines(found[-1:])]
+        print(*lines, sep="\n", file=sys.stderr, flush=True)
     report = {"command": " ".join(["python", *sys.argv]), "workloads": found}
     options.output.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n", "utf-8")
     options.output.with_suffix(".md").write_text(markdown(found), "utf-8")
@@ -80,19 +88,22 @@ def measure(target: str, path: Path, tries: int) -> dict[str, Any]:
     budget = Budget(prefill_graphs=len(powers), memory_bytes=0.9 * hardware.memory_bytes)
     planner = Planner(rows, LLAMA_1B.max_position, cost, budget, GridDefaults(), most_tries=tries)
     whole = replace(planner, may_chunk=False).plan().best
-    chunked = replace(planner, must_chunk=True).plan().best
+    limit = replace(budget, prefill_graphs=CHUNK_GRAPHS, padding=MOST_PADDING)
+    chunked = replace(planner, must_chunk=True, budget=limit).plan().best
     grids = {
         "powers of two": powers,
         "steps of 128": multiples(len(powers), longest),
         **{name: _reaching(lengths, longest) for name, lengths in SHIPPED.items()},
     }
     tokens = max(bucket.length * bucket.batch for bucket in whole.grid.prefill)
+    least = least_padding([row.need.prompt_length for row in rows], len(powers))
     by_hand = {}
     for name, lengths in grids.items():
         grid = with_lengths(whole.grid, lengths, tokens)
         by_hand[name] = {
             "grid": figures(try_grid(grid, rows, cost, budget)),
             "planned": figures(_planned(whole, len(grid.prefill), rows, cost, budget)),
+            "least": least[len(grid.prefill)],
         }
     return {
         "target": target,
@@ -103,6 +114,26 @@ def measure(target: str, path: Path, tries: int) -> dict[str, Any]:
         "chunked": figures(chunked),
         "by_hand": by_hand,
     }
+
+
+def least_padding(lengths: Sequence[int], most: int) -> dict[int, float]:
+    """By number of prefill lengths: computed over real tokens of any ladder at least.
+
+    Every prompt alone in its call, lengths cut for padding alone, at any token.
+    """
+    borders, counts = np.unique(lengths, return_counts=True)
+    rows_below = np.concatenate([[0], np.cumsum(counts)])
+
+    def computed(end: int) -> np.ndarray:
+        return (rows_below[end + 1] - rows_below[: end + 1]) * borders[end]
+
+    found = {}
+    for count in range(1, most + 1):
+        ends = cheapest_cuts(computed, len(borders), count)
+        starts = [0, *(end + 1 for end in ends)]
+        tokens = sum(computed(end)[start] for start, end in zip(starts, ends, strict=False))
+        found[count] = float(tokens / sum(lengths))
+    return found
 
 
 def _planned(
@@ -132,9 +163,11 @@ def figures(tried: Tried) -> dict[str, Any]:
     return {
         "prefill": tried.grid.to_table()["prefill"],
         "chunk": tried.grid.to_table()["chunk"],
+        "graphs": num_graphs(tried.grid),
         "slots": tried.grid.decode_slots,
         "real_tokens": sum(use.real_tokens for use in prefill),
         "computed_tokens": sum(use.computed_tokens for use in prefill),
+        "decoded_tokens": sum(use.computed_tokens for use in metrics.decode.values()),
         "idle_slot_tokens": padding["idle_slot_tokens"],
         "overshoot_tokens": padding["overshoot_tokens"],
         "seconds": tried.simulation.seconds,
@@ -146,23 +179,48 @@ def overhead(found: dict[str, Any]) -> float:
     return found["computed_tokens"] / found["real_tokens"]
 
 
-def table(found: Sequence[dict[str, Any]]) -> str:
+def ladder_lines(found: Sequence[dict[str, Any]]) -> list[str]:
     """A line a workload and hand-picked grid."""
     lines = []
     for one in found:
         for name, pair in one["by_hand"].items():
-            hand, plan = pair["grid"], pair["planned"]
-            less = (overhead(hand) - 1) / max(overhead(plan) - 1, 1e-9)
+            hand, plan, least = overhead(pair["grid"]), overhead(pair["planned"]), pair["least"]
+            seconds = pair["grid"]["seconds"] / pair["planned"]["seconds"]
             lines.append(
-                f"| {one['workload']} | {name} | {len(hand['prefill'])} | {overhead(hand):.3f} | "
-                f"{overhead(plan):.3f} | {less:.1f} | {hand['seconds'] / plan['seconds']:.2f} |"
+                f"| {one['workload']} | {name} | {len(pair['grid']['prefill'])} | {hand:.3f} | "
+                f"{plan:.3f} | {least:.3f} | {_times(hand, plan)} | {_times(hand, least)} | "
+                f"{seconds:.2f} |"
             )
-        chunked = one["chunked"]
+    return lines
+
+
+def _times(more: float, less: float) -> str:
+    """How many times less the second pads."""
+    return f"{(more - 1) / max(less - 1, 1e-9):.1f}"
+
+
+def chunk_lines(found: Sequence[dict[str, Any]]) -> list[str]:
+    """A line a workload: the plan in chunks beside the one of whole prompts."""
+    lines = []
+    for one in found:
+        whole, chunked = one["whole"], one["chunked"]
+        shapes = [
+            f"{size}x{rows}"
+            for size, rows in zip(chunked["chunk"], chunked["prefill"][0][1:], strict=True)
+        ]
         lines.append(
-            f"| {one['workload']} | chunks of {chunked['chunk']} | {len(chunked['prefill'])} | | "
-            f"{overhead(chunked):.3f} | | {one['whole']['seconds'] / chunked['seconds']:.2f} |"
+            f"| {one['workload']} | {' and '.join(shapes)} | {chunked['slots']} | "
+            f"{chunked['graphs']} | {whole['graphs']} | {overhead(chunked):.3f} | "
+            f"{overhead(whole):.3f} | {_decode_share(chunked)} | {_decode_share(whole)} | "
+            f"{chunked['seconds']:.1f} | {whole['seconds'] / chunked['seconds']:.2f} |"
         )
-    return "\n".join(lines)
+    return lines
+
+
+def _decode_share(of: dict[str, Any]) -> str:
+    """Idle slots and overshoot, of what decode computes."""
+    shares = (of[kind] / of["decoded_tokens"] for kind in ("idle_slot_tokens", "overshoot_tokens"))
+    return ", ".join(f"{share:.1%}" for share in shares)
 
 
 def markdown(found: Sequence[dict[str, Any]]) -> str:
@@ -175,10 +233,19 @@ def markdown(found: Sequence[dict[str, Any]]) -> str:
             "`python scripts/bench_planner.py benchmarks/workloads/*.csv --output "
             "benchmarks/planner`.",
             "",
-            "Computed over real prefill tokens of a grid picked by hand and of the plan with as "
-            "many prefill lengths; how many times less the plan pads, and how many times longer "
-            "the hand-picked grid takes in all. In lines of chunks the last column compares with "
-            "the plan of whole prompts.",
+            "Padding is computed over real prompt tokens, dummy rows included; decode's is apart.",
+            "",
+            "Whole prompts: a grid picked by hand, and the plan with as many prefill lengths, of "
+            "least predicted seconds in multiples of 16 tokens. The least that any so many lengths "
+            "pad follows from padding alone, cut exactly at any token, with no dummy row: where "
+            "even that is not much less, no ladder is. Then how many times less the plan pads, and "
+            "how many times less the least would; and how many times longer the hand-picked grid "
+            "takes in all.",
+            "",
+            f"Chunks: the plan that computes at most {MOST_PADDING} times the prompts' tokens, "
+            f"with at most {CHUNK_GRAPHS} prefill graphs. Tokens and rows of its calls; graphs; "
+            "padding; idle slots and overshoot as shares of what decode computes; seconds in all, "
+            "and how many times as long whole prompts take.",
             "",
             *(line for target in TARGETS for line in _section(target, found)),
         ]
@@ -186,12 +253,19 @@ def markdown(found: Sequence[dict[str, Any]]) -> str:
 
 
 def _section(target: str, found: Sequence[dict[str, Any]]) -> list[str]:
+    found = [one for one in found if one["target"] == target]
     return [
         f"## {target}, {TARGETS[target]}",
         "",
-        "| workload | against | lengths | by hand | plan | times less | seconds over |",
-        "|:--|:--|--:|--:|--:|--:|--:|",
-        table([one for one in found if one["target"] == target]),
+        "| workload | against | lengths | by hand | plan | least | times less | at most | "
+        "seconds over |",
+        "|:--|:--|--:|--:|--:|--:|--:|--:|--:|",
+        *ladder_lines(found),
+        "",
+        "| workload | chunks | slots | graphs | whole | padding | whole | idle, overshoot | whole "
+        "| seconds | whole takes |",
+        "|:--|:--|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+        *chunk_lines(found),
         "",
     ]
 

@@ -28,8 +28,8 @@ from noria.runtime import compilation_cache, session
 from noria.runtime.checkpoint import ModelFiles, open_model
 from noria.runtime.machine import describe_machine
 from noria.runtime.planning import command
-from noria.runtime.planning.planning import NoPlanFits
 from noria.runtime.planning.predict import Prediction, predict
+from noria.runtime.planning.search import NoPlanFits
 from noria.sharding.legality import IllegalLayout
 
 MODELS = Path("benchmarks/models")

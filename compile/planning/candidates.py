@@ -1,9 +1,15 @@
 """Grids worth trying for a workload, each with a bound below which its run cannot come.
 
-For every choice of slots, tokens a call and chunk, prefill lengths and spans are cut exactly
+For every choice of slots, tokens a call and chunks, prefill lengths and spans are cut exactly
 (`bucket_search`), each on its own; the bound adds up what would remain if every call were full and
 every token ran over its own span. No schedule does better, so a candidate whose bound is above what
-another one needs in a whole schedule cannot be the best.
+another one needs in a whole schedule cannot be the best. Nor does one compute fewer prompt tokens
+than those of as many calls as its pieces fill, so a candidate that pads more than it may even then
+is out, whatever its schedule.
+
+Rows that wait for others to fill a call of chunks do so in slots that do not decode meanwhile, of
+which no bound knows. What is expected of a candidate counts them: it orders what is tried, and
+excludes nothing.
 
 Knows nothing of schedules. Every second here is a prediction.
 """
@@ -11,7 +17,7 @@ Knows nothing of schedules. Every second here is a prediction.
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import combinations, product
 
 import numpy as np
 
@@ -28,11 +34,16 @@ from ..default_grid import (
 from ..span_slots import SlotUse, with_ragged_slots
 from .compile_time import NO_TIME, GraphSeconds
 from .cost import CostModel
+from .prefill_calls import calls_to_fill, rows_through, share_idle
 from .work import Call
 
 SLOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 TOKENS_PER_PREFILL = (32, 64, 128, 256, 512, 1024, 2048)
-CHUNKS = (8, 16, 32, 64, 128, 256, 512)
+CHUNKS = (4, 8, 16, 32, 64, 128, 256, 512)
+LEAST_STEP = 4
+"""From one chunk of a plan to the next: one nearly as large saves little."""
+SLOTS_PER_ROW = (1, 4, 16)
+"""At least, of calls of chunks: the more, the sooner there are rows to fill them."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +72,8 @@ class Budget:
     """On each device."""
     compile_seconds: float = math.inf
     """Of all graphs together."""
+    padding: float = math.inf
+    """Computed over real prompt tokens, dummy rows included."""
     graph_seconds: GraphSeconds = NO_TIME
     """Predicted, of compiling one; a graph must save as much."""
 
@@ -90,6 +103,10 @@ class Candidate:
 
     grid: BucketGrid
     bound: float
+    expected: float
+    """Seconds that it may well take: by these candidates are tried."""
+    padding: float
+    """Computed over real prompt tokens at least."""
     tokens: int
     """Most tokens of a prefill call that has several rows, times the layout's pieces."""
 
@@ -129,13 +146,14 @@ class CandidateGrids:
             )
         self._longest_span = defaults.longest_span(max_position)
         self._prompts = np.array([row.need.prompt_length for row in rows])
+        self._num_slots = np.array([row.need.num_sequences if row.output else 1 for row in rows])
         self._longest_output = max(row.output for row in rows)
         self._num_sequences = sum(row.need.num_sequences for row in rows if row.output)
         self._slot_use = _expected_use(rows)
         self._emitted_below = self._count_emitted()
         """By length: tokens that are emitted into positions below it."""
         self._cuts: dict[int, list[PrefillBucket]] = {}
-        self._known_spans: dict[tuple[int, int, int], tuple[int, ...]] = {}
+        self._known_spans: dict[tuple[int, int, int, int], tuple[int, ...]] = {}
 
     def __iter__(self) -> Iterator[Candidate]:
         """Those within the budget, in no order."""
@@ -148,13 +166,15 @@ class CandidateGrids:
         return self._within_budget(
             (self._grid(slots, self._cut(tokens), spans), tokens)
             for slots in self._slot_counts()
-            for spans in [self._spans(slots, step, self.max_length)]
+            for spans in [self._spans(slots, step, self.max_length, self._budget.decode_graphs)]
             for tokens in TOKENS_PER_PREFILL
         )
 
     def of_chunks(self) -> Iterator[Candidate]:
-        """Those that pour prompts in."""
-        choices = product(self._slot_counts(), TOKENS_PER_PREFILL, CHUNKS)
+        """Those that pour prompts in, in chunks of one size or two."""
+        pairs = ((a, b) for a, b in combinations(CHUNKS, 2) if b >= LEAST_STEP * a)
+        sizes = [*((chunk,) for chunk in CHUNKS), *pairs]
+        choices = product(self._slot_counts(), TOKENS_PER_PREFILL, SLOTS_PER_ROW, sizes)
         found = ((self._chunked(*choice), choice[1]) for choice in choices)
         return self._within_budget((grid, tokens) for grid, tokens in found if grid is not None)
 
@@ -170,7 +190,7 @@ class CandidateGrids:
             needed = work.parameter_bytes + work.grid_bytes(grid)
             fits = needed <= budget.memory_bytes
             if fits and budget.build_seconds(grid) <= budget.compile_seconds:
-                yield Candidate(grid, self.bound(grid), tokens)
+                yield self._weighed(grid, tokens)
 
     def _with_ragged(self, found: Mapping[BucketGrid, int]) -> dict[BucketGrid, int]:
         """Grids, and each with slots that end where most rows do, if that saves much."""
@@ -184,8 +204,28 @@ class CandidateGrids:
 
     def bound(self, grid: BucketGrid) -> float:
         """Seconds below which no schedule over a grid comes, its build included."""
-        build = self._budget.build_seconds(grid)
-        return build + self._prefill_bound(grid) + self._decode_bound(grid)
+        return self._weighed(grid, 0).bound
+
+    def _weighed(self, grid: BucketGrid, tokens: int) -> Candidate:
+        prompts = self._prefilled(grid)
+        rows = zip(grid.prefill, rows_through(grid, prompts), strict=True)
+        calls = {bucket: -(-count // bucket.batch) for bucket, count in rows}
+        prefill = sum(n * self._cost.seconds(Call.of_bucket(bucket)) for bucket, n in calls.items())
+        before, decode = self._budget.build_seconds(grid) + prefill, self._decode_bound(grid)
+        computed = sum(n * bucket.batch * bucket.tokens for bucket, n in calls.items())
+        return Candidate(
+            grid,
+            bound=before + decode,
+            expected=before + decode / (1 - share_idle(grid)),
+            padding=computed / int(prompts.sum()),
+            tokens=tokens,
+        )
+
+    def _prefilled(self, grid: BucketGrid) -> np.ndarray:
+        """Lengths of what is prefilled: a prompt in chunks once for each set of slots it needs."""
+        if not grid.chunks:
+            return self._prompts
+        return np.repeat(self._prompts, -(-self._num_slots // grid.decode_slots))
 
     def _count_emitted(self) -> np.ndarray:
         change = np.zeros(self.max_length + max(CHUNKS) + 2)
@@ -218,19 +258,26 @@ class CandidateGrids:
             )
         return self._cuts[tokens]
 
-    def _chunked(self, slots: int, tokens: int, chunk: int) -> BucketGrid | None:
-        batch = round_up(max(1, min(tokens // chunk, slots)), self._defaults.batch_multiple)
-        step = math.lcm(SPAN_STEP, chunk, self._defaults.span_multiple)
-        longest = min(round_up(self.max_length, chunk), self._longest_span)
-        whole = longest // chunk * chunk
-        needed = int(round_up(self._prompts.max(), chunk))
-        if chunk % self._defaults.length_multiple or batch > slots or needed > whole:
+    def _chunked(
+        self, slots: int, tokens: int, slots_per_row: int, chunks: tuple[int, ...]
+    ) -> BucketGrid | None:
+        defaults, most_rows = self._defaults, max(1, slots // slots_per_row)
+        rows = (max(1, min(tokens // chunk, most_rows)) for chunk in chunks)
+        batches = [round_up(count, defaults.batch_multiple) for count in rows]
+        # chunks lie in one segment of the cache: as far as prompts go, spans are multiples of them
+        longest = min(round_up(self.max_length, chunks[-1]), self._longest_span)
+        whole = longest // chunks[-1] * chunks[-1]
+        needed = int(round_up(self._prompts.max(), chunks[0]))
+        most_spans = min(self._budget.decode_graphs, self._budget.prefill_graphs // len(chunks))
+        fits = max(batches) <= slots and needed <= whole and most_spans
+        if chunks[0] % defaults.length_multiple or not fits:
             return None
-        # chunks lie in one piece of the cache, so spans are multiples of them as far as prompts go
-        spans = self._spans(slots, step, longest)
-        cuts = sorted({*(span for span in spans if not span % chunk), whole})
+        step = math.lcm(SPAN_STEP, chunks[-1], defaults.span_multiple)
+        spans = self._spans(slots, step, longest, most_spans)
+        cuts = sorted({*(span for span in spans if not span % chunks[-1]), whole})
         last = next(i for i, span in enumerate(cuts) if needed <= span)
-        prefill = [PrefillBucket(span, batch, chunk) for span in cuts[: last + 1]]
+        shapes = product(cuts[: last + 1], zip(batches, chunks, strict=True))
+        prefill = [PrefillBucket(span, *shape) for span, shape in shapes]
         return self._grid(slots, prefill, tuple(sorted({*cuts, longest})))
 
     def _grid(
@@ -246,23 +293,13 @@ class CandidateGrids:
             decode_spans=spans,
             steps_per_call=self._defaults.steps_per_call,
             score=self._score,
-            chunks_per_decode=self._calls_to_fill(slots, prefill),
+            chunks_per_decode=calls_to_fill(slots, prefill),
         )
 
-    @staticmethod
-    def _calls_to_fill(slots: int, prefill: Sequence[PrefillBucket]) -> int | None:
-        """Chunk calls that fill all slots with the longest prompts.
-
-        Nobody waits for a first token, so no row need decode beside empty slots.
-        """
-        longest = prefill[-1]
-        if longest.chunk is None:
-            return None
-        return -(-slots // longest.batch) * (longest.length // longest.chunk)
-
-    def _spans(self, slots: int, step: int, longest: int) -> tuple[int, ...]:
-        """Spans of least cost, if every token ran over its own."""
-        if (known := self._known_spans.get((slots, step, longest))) is not None:
+    def _spans(self, slots: int, step: int, longest: int, most: int) -> tuple[int, ...]:
+        """At most so many spans of least cost, if every token ran over its own."""
+        choice = (slots, step, longest, most)
+        if (known := self._known_spans.get(choice)) is not None:
             return known
         borders = np.append(np.arange(step, longest, step), longest)
         tokens_below = self._emitted_below[[0, *borders]]
@@ -271,25 +308,8 @@ class CandidateGrids:
             seconds = self._cost.seconds(Call.of_step(slots, int(borders[end]))) / slots
             return (tokens_below[end + 1] - tokens_below[: end + 1]) * seconds
 
-        ends = cheapest_cuts(
-            costs, len(borders), self._budget.decode_graphs, self._budget.graph_seconds.decode
-        )
-        found = tuple(int(borders[end]) for end in ends)
-        return self._known_spans.setdefault((slots, step, longest), found)
-
-    def _prefill_bound(self, grid: BucketGrid) -> float:
-        """Every call full; of chunks, every one over the span that holds its end."""
-        of_row = [
-            self._cost.seconds(Call.of_bucket(bucket)) / bucket.batch for bucket in grid.prefill
-        ]
-        lengths = [bucket.length for bucket in grid.prefill]
-        if not grid.chunks:
-            return float(np.take(of_row, np.searchsorted(lengths, self._prompts)).sum())
-        total = 0.0
-        for seconds, start, end in zip(of_row, [0, *lengths], lengths, strict=False):
-            inside = np.minimum(self._prompts, end) - start
-            total += seconds * float((-(-np.maximum(inside, 0) // grid.chunks[0])).sum())
-        return total
+        ends = cheapest_cuts(costs, len(borders), most, self._budget.graph_seconds.decode)
+        return self._known_spans.setdefault(choice, tuple(int(borders[end]) for end in ends))
 
     def _decode_bound(self, grid: BucketGrid) -> float:
         """Every slot busy; and no less than the row that takes longest on its own."""

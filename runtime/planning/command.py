@@ -44,6 +44,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="layers in a loop: deep models compile in seconds, and are slower on the CPU",
     )
+    add(
+        "--max-padding",
+        type=float,
+        default=math.inf,
+        metavar="RATIO",
+        help="of computed to real prompt tokens, dummy rows included, such as 1.05 (default: any)",
+    )
     add("--max-prefill-graphs", type=int, default=8, help="default: 8")
     add("--max-decode-graphs", type=int, default=4, help="default: 4")
     add("--max-compile-minutes", type=float, default=math.inf, help="for all graphs together")
@@ -113,6 +120,8 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigError(
             f"--compile-layouts: expected a number of layouts, got {options.compile_layouts}."
         )
+    if not options.max_padding >= 1:
+        raise ConfigError(f"--max-padding: expected at least 1, got {options.max_padding}.")
     if not 0 < options.expected_output <= 1:
         raise ConfigError(
             f"--expected-output: expected a share above 0 and of at most 1, got "

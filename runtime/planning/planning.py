@@ -15,10 +15,6 @@ from ...compile.planning.other_grids import hand_picked
 from .search import MOST_TRIES, Search, Tried, find_best, try_grid
 
 
-class NoPlanFits(ValueError):
-    """No grid of the family fits what a plan may take."""
-
-
 @dataclass(frozen=True)
 class Planned:
     """The grid that was chosen, and what stands beside it."""
@@ -51,10 +47,6 @@ class Planner:
     def plan(self) -> Planned:
         """Search, and compare."""
         search = self._search(self.budget, self.may_chunk, self.must_chunk)
-        if search is None:
-            raise NoPlanFits(
-                "no grid is within the budget of memory and graphs, or in chunks as asked."
-            )
         best = search.best.grid
         longest = max(row.need.prompt_length for row in self.rows)
         tokens = self.defaults.tokens_per_prefill
@@ -64,7 +56,7 @@ class Planner:
             others |= self._neighbours(best, search.best.tokens)
         return Planned(search, others)
 
-    def _search(self, budget: Budget, may_chunk: bool, must_chunk: bool) -> Search | None:
+    def _search(self, budget: Budget, may_chunk: bool, must_chunk: bool) -> Search:
         grids = CandidateGrids(self.rows, self.max_position, self.cost, budget, self.defaults)
         candidates = [] if must_chunk else list(grids.of_whole_prompts())
         if may_chunk:

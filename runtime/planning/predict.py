@@ -34,8 +34,8 @@ from .hardware_files import known_hardware
 from .layout_ranking import RankedLayout, Ranking, all_layouts
 from .layout_report import problems
 from .nearest import nearest
-from .planning import NoPlanFits, Planned, Planner
-from .search import Tried
+from .planning import Planned, Planner
+from .search import NoPlanFits, Tried
 from .tradeoffs import Tradeoff, tradeoffs
 from .workload import Workload, read_workload
 
@@ -200,6 +200,7 @@ def _budget(options: argparse.Namespace, config: DecoderConfig, hardware: Hardwa
         decode_graphs=options.max_decode_graphs,
         memory_bytes=_memory(options, hardware),
         compile_seconds=options.max_compile_minutes * 60,
+        padding=options.max_padding,
         graph_seconds=GraphSeconds(asked, asked) if asked else predicted,
     )
 

@@ -1,10 +1,15 @@
-"""The best grid of a family: candidates by their bounds, the most promising ones simulated.
+"""The best grid of a family: the most promising candidates simulated, the others bounded.
 
-Branch and bound (Land and Doig 1960): candidates are tried by growing bound, and once a bound is no
-less than what the best schedule so far takes, none that is left can be better. Where that takes too
-many tries the search ends early, and says by how much an untried one might be better.
+Branch and bound (Land and Doig 1960): candidates are tried by growing expectation, and one whose
+bound is no less than what the best schedule so far takes cannot be better. Where that leaves too
+many to try the search ends early, and says by how much an untried one might be better.
+
+A limit of padding is kept by what is simulated, dummy rows included: of the grids within it the
+one that takes least is the best.
 """
 
+import math
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -15,6 +20,10 @@ from ..feeding import feeding_order
 from .simulator import SimulatedRow, Simulation, simulate
 
 MOST_TRIES = 24
+
+
+class NoPlanFits(ValueError):
+    """No grid of the family fits what a plan may take."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +41,12 @@ class Tried:
     def seconds(self) -> float:
         """Of building and running."""
         return self.build_seconds + self.simulation.seconds
+
+    @property
+    def padding(self) -> float:
+        """Computed over real prompt tokens."""
+        uses = self.simulation.metrics.prefill.values()
+        return sum(use.computed_tokens for use in uses) / sum(use.real_tokens for use in uses)
 
 
 @dataclass(frozen=True)
@@ -60,20 +75,36 @@ def find_best(
     budget: Budget,
     most_tries: int = MOST_TRIES,
     on_try: Callable[[Tried], None] = lambda tried: None,
-) -> Search | None:
-    """The candidate whose building and running takes least; None without any candidate."""
-    by_bound = sorted(candidates, key=lambda candidate: candidate.bound)
-    best: Tried | None = None
-    for number, candidate in enumerate(by_bound):
-        is_hopeless = best is not None and candidate.bound >= best.seconds
-        if best is not None and (is_hopeless or number == most_tries):
-            bound = None if is_hopeless else candidate.bound
-            return Search(best, number, len(by_bound), bound)
-        tried = replace(try_grid(candidate.grid, rows, cost, budget), tokens=candidate.tokens)
-        on_try(tried)
-        if best is None or tried.seconds < best.seconds:
-            best = tried
-    return best and Search(best, len(by_bound), len(by_bound), None)
+) -> Search:
+    """The candidate whose building and running takes least; NoPlanFits where there is none."""
+    every = list(candidates)
+    left = deque(sorted(every, key=lambda one: one.expected))
+    least_padding = min((one.padding for one in every), default=math.inf)
+    best, tried, nearest = None, 0, math.inf
+    while left and tried < most_tries:
+        candidate = left.popleft()
+        if candidate.padding > budget.padding or (best and candidate.bound >= best.seconds):
+            continue
+        found = replace(try_grid(candidate.grid, rows, cost, budget), tokens=candidate.tokens)
+        tried, nearest = tried + 1, min(nearest, found.padding)
+        on_try(found)
+        if found.padding <= budget.padding and (best is None or found.seconds < best.seconds):
+            best = found
+    if best is None:
+        raise NoPlanFits(_nothing_fits(budget, nearest if tried else least_padding, tried))
+    bounds = [one.bound for one in left if one.padding <= budget.padding]
+    better = [bound for bound in bounds if bound < best.seconds]
+    return Search(best, tried, len(every), min(better, default=None))
+
+
+def _nothing_fits(budget: Budget, nearest: float, tried: int) -> str:
+    if math.isinf(nearest):
+        return "no grid is within the budget of memory and graphs, or in chunks as asked."
+    return (
+        f"expected a grid that computes at most {budget.padding:g} times the prompts' tokens, got "
+        f"{nearest:.4f} of the nearest, where {tried} could be tried. Allow more padding, chunks, "
+        f"more prefill graphs or more tries."
+    )
 
 
 def try_grid(

@@ -114,6 +114,7 @@ def test_a_chunk_goes_to_the_shortest_span_that_holds_its_end(length, start, buc
 )
 def test_a_prompt_begins_in_whole_large_chunks_and_ends_in_small_ones(start, bucket):
     assert TAILS.bucket_of(74, start) == PrefillBucket(*bucket)
+    assert TAILS.bucket_of(16) == PrefillBucket(48, 2, 16)
 
 
 def test_only_the_smallest_chunk_is_padded():

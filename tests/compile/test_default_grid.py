@@ -168,6 +168,11 @@ def test_a_chunk_call_has_as_many_rows_as_fill_it_and_no_more_than_there_are():
     assert [grid.prefill[0].batch for grid in grids] == [1, 3, 4]
 
 
+def test_chunks_of_several_sizes_share_the_rows_that_there_are():
+    grid = derive_grid([RowNeed(100, 8)] * 8, 8192, GridDefaults(chunks=(16, 128)))
+    assert {(bucket.chunk, bucket.batch) for bucket in grid.prefill} == {(16, 4), (128, 4)}
+
+
 def test_a_chunk_longer_than_every_row_is_refused_with_both_numbers():
     with pytest.raises(ValueError, match=r"buckets.chunk: expected at most 100, .* got 128"):
         derive_grid([RowNeed(10, 8)], 100, GridDefaults(chunks=(128,)))

@@ -136,7 +136,10 @@ def test_a_table_of_lengths_is_a_workload_for_hardware_that_is_not_there(noria, 
     table = source.with_name("lengths.csv")
     rows = ["prompt_tokens,output_tokens", *(f"{i % 60 + 1},{i % 20 + 1}" for i in range(300))]
     table.write_text("\n".join(rows) + "\n")
-    _, report, summary = plan(noria, table, "--target", "tpu:v5e:1x1", "--chunks", "always")
+    chunks = ("--chunks", "always", "--max-padding", "1.1")
+    _, report, summary = plan(noria, table, "--target", "tpu:v5e:1x1", *chunks)
+    predicted = report["predicted"]
+    assert predicted["prefill_computed_tokens"] <= 1.1 * predicted["prefill_real_tokens"]
     assert 'target = "tpu:v5e:1x1"' in report["plan"]
     assert 'dtype = "bfloat16"' in report["plan"]
     assert "chunk = " in report["plan"]
@@ -168,6 +171,8 @@ def test_a_table_that_cannot_be_is_refused_by_line(noria, source, content, messa
         (("--target", "h100"), "v5e"),
         (("--max-memory-gb", "0.0001"), "GB more than"),
         (("--expected-output", "0"), "--expected-output"),
+        (("--max-padding", "0.9"), "--max-padding: expected at least 1"),
+        (("--max-padding", "1.0001"), "of the nearest"),
         (("--layout", "data-parallel@data=2"), "devices"),
     ],
 )

@@ -1,6 +1,6 @@
 """The embedded model gives the same greedy tokens from prompts in chunks as from whole ones.
 
-Both are executables of their own, so the near-tie rule holds: up to the first step at which the
+All are executables of their own, so the near-tie rule holds: up to the first step at which the
 best two are closer than `NEAR_TIE_GAP` the tokens are the same.
 """
 
@@ -18,6 +18,10 @@ PROMPTS = Path(__file__).parents[2] / "benchmarks/workloads/peers64.jsonl"
 SPANS = (256, 512)
 WHOLE = BucketGrid(512, ((512, 1),), decode_slots=16, decode_spans=(512,))
 CHUNKS = BucketGrid(512, ((256, 2, 64), (512, 2, 64)), decode_slots=16, decode_spans=SPANS)
+
+TAILS = BucketGrid(
+    512, ((256, 4, 8), (256, 2, 64), (512, 4, 8), (512, 2, 64)), decode_slots=16, decode_spans=SPANS
+)
 
 
 def answers(grid: BucketGrid, conversations: list, max_tokens: int = 16):
@@ -40,10 +44,11 @@ def conversations_of(count: int) -> list:
     return found
 
 
+@pytest.mark.parametrize("grid", [CHUNKS, TAILS], ids=["one size", "two sizes"])
 @pytest.mark.parametrize("count", [12, pytest.param(200, marks=pytest.mark.slow)])
-def test_chunks_give_the_greedy_tokens_of_whole_prompts(count):
+def test_chunks_give_the_greedy_tokens_of_whole_prompts(count, grid):
     conversations = conversations_of(count)
-    whole, chunks = (answers(grid, conversations) for grid in (WHOLE, CHUNKS))
+    whole, chunks = (answers(grid, conversations) for grid in (WHOLE, grid))
     for expected, got in zip(whole, chunks, strict=True):
         for step, score in enumerate(expected.logprobs):
             (_, best), (_, second) = score.top
