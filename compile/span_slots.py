@@ -2,8 +2,10 @@
 
 Slots that end early need no cache beyond, and decode reads none there, so a grid of ragged slots
 reads and keeps less, or has more slots in the same memory. Long rows may have to wait for one of
-the long slots, so these are as many as long rows keep busy, and a few more. Knows nothing of
-models.
+the long slots, so these are as many as long rows keep busy, and a few more. In a job of many more
+rows than slots there is another way to read little: slots that are all alike and take the longest
+rows first, so that all are of like length at any time. It needs memory for all to be long. Knows
+nothing of models.
 """
 
 from collections.abc import Sequence
@@ -34,6 +36,10 @@ class SlotUse:
     output_R: np.ndarray | None = None
     """Tokens that are expected to follow; None: as many as may."""
 
+    @property
+    def num_sequences(self) -> int:
+        return int(self.count_R.sum())
+
     def limits(self, grid: BucketGrid) -> np.ndarray:
         """Length at which each row's sequences end at the latest."""
         return np.where(self.most_R == NO_LIMIT, grid.max_length, self.prompt_R + self.most_R)
@@ -59,7 +65,7 @@ def with_ragged_slots(grid: BucketGrid, use: SlotUse, layout: Layout | None = No
         is_longer_R = limit_R > start
         rows = int(use.count_R[is_longer_R].sum())
         busy = SPARE * slots * steps_R[is_longer_R].sum() / steps_R.sum()
-        needed = rows if use.count_R.sum() <= slots else min(rows, int(np.ceil(busy)))
+        needed = rows if use.num_sequences <= slots else min(rows, int(np.ceil(busy)))
         counts.append(min(-(-max(1, needed) // groups) * groups, counts[-1]))
     return (
         grid

@@ -8,14 +8,18 @@ than those of as many calls as its pieces fill, so a candidate that pads more th
 is out, whatever its schedule.
 
 Rows that wait for others to fill a call of chunks do so in slots that do not decode meanwhile, of
-which no bound knows. What is expected of a candidate counts them: it orders what is tried, and
-excludes nothing.
+which no bound knows; nor does one know that slots of several lengths mix rows of all lengths, so
+that every call reads the longest span. What is expected of a candidate counts both: it orders what
+is tried, and excludes nothing.
+
+Slots of several lengths are tried where slots that are all alike do not fit into memory, and where
+every row has one of its own: else alike ones read as little, with the longest rows first.
 
 Knows nothing of schedules. Every second here is a prediction.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
 
@@ -185,18 +189,27 @@ class CandidateGrids:
         return work.parameter_bytes + work.cache_bytes(slots, self.max_length)
 
     def _within_budget(self, found: Iterable[tuple[BucketGrid, int]]) -> Iterator[Candidate]:
-        work, budget = self._cost.work, self._budget
-        for grid, tokens in self._with_ragged(dict(found)).items():
-            needed = work.parameter_bytes + work.grid_bytes(grid)
-            fits = needed <= budget.memory_bytes
-            if fits and budget.build_seconds(grid) <= budget.compile_seconds:
-                yield self._weighed(grid, tokens)
+        for grid, tokens in dict(found).items():
+            if self._budget.build_seconds(grid) > self._budget.compile_seconds:
+                continue
+            choices = [grid]
+            if self._is_small(grid) or not self._fits_memory(grid):
+                choices.append(self._ragged(grid))
+            for choice in dict.fromkeys(choices):
+                if self._fits_memory(choice):
+                    yield self._weighed(choice, tokens)
 
-    def _with_ragged(self, found: Mapping[BucketGrid, int]) -> dict[BucketGrid, int]:
-        """Grids, and each with slots that end where most rows do, if that saves much."""
-        use, layout = self._slot_use, self._cost.work.layout
-        ragged = {with_ragged_slots(grid, use, layout): tokens for grid, tokens in found.items()}
-        return {**found, **ragged}
+    def _fits_memory(self, grid: BucketGrid) -> bool:
+        work = self._cost.work
+        return work.parameter_bytes + work.grid_bytes(grid) <= self._budget.memory_bytes
+
+    def _is_small(self, grid: BucketGrid) -> bool:
+        """Whether every row has a slot of its own, so that long rows make nothing wait."""
+        return self._num_sequences <= grid.decode_slots
+
+    def _ragged(self, grid: BucketGrid) -> BucketGrid:
+        """The grid with slots that end where most rows do, if that saves much."""
+        return with_ragged_slots(grid, self._slot_use, self._cost.work.layout)
 
     def prefill_of(self, tokens: int) -> tuple[PrefillBucket, ...]:
         """The best prefill lengths for calls of so many tokens, as candidates have them."""
@@ -216,7 +229,7 @@ class CandidateGrids:
         return Candidate(
             grid,
             bound=before + decode,
-            expected=before + decode / (1 - share_idle(grid)),
+            expected=before + max(decode, self._decode_mixed(grid)) / (1 - share_idle(grid)),
             padding=computed / int(prompts.sum()),
             tokens=tokens,
         )
@@ -312,8 +325,25 @@ class CandidateGrids:
         return self._known_spans.setdefault(choice, tuple(int(borders[end]) for end in ends))
 
     def _decode_bound(self, grid: BucketGrid) -> float:
-        """Every slot busy; and no less than the row that takes longest on its own."""
+        """Every slot busy; and no less than the row that takes longest on its own.
+
+        Tokens beyond a span come from slots that reach beyond it, one a slot and step, in steps
+        that read beyond it.
+        """
         of_step = [self._cost.seconds(Call.of_decode(grid, span)) for span in grid.decode_spans]
-        tokens = np.diff(self._emitted_below[[0, *grid.decode_spans]])
-        shared = float(tokens @ of_step) / grid.decode_slots
+        starts = [0, *grid.decode_spans[:-1]]
+        beyond = self._emitted_below[grid.max_length] - self._emitted_below[starts]
+        slots = grid.span_slots or (grid.decode_slots,) * len(starts)
+        steps = np.maximum.accumulate((beyond / slots)[::-1])[::-1]
+        shared = float(steps @ np.diff([0, *of_step]))
         return max(shared, self._longest_output * min(of_step))
+
+    def _decode_mixed(self, grid: BucketGrid) -> float:
+        """Every slot busy, and a long row among them at any time; 0 where slots are all alike.
+
+        Those are given rows of like length, the longest first.
+        """
+        if grid.span_slots is None:
+            return 0.0
+        of_step = self._cost.seconds(Call.of_decode(grid, grid.max_length))
+        return float(self._emitted_below[grid.max_length]) * of_step / grid.decode_slots

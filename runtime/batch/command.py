@@ -235,7 +235,11 @@ class BatchModel:
         plan = Plan(target_name, planned, grid, self._layout, experts)
         table = tomllib.loads(plan.to_toml())
         plan = Plan.from_table(apply_overrides(table, self._options.set))
-        return replace(plan, buckets=with_ragged_slots(plan.buckets, slot_use(rows), plan.layout))
+        grid, use = plan.buckets, slot_use(rows)
+        if use.num_sequences > grid.decode_slots:
+            # slots take one row after the other, of like length at any time, the longest first
+            return plan
+        return replace(plan, buckets=with_ragged_slots(grid, use, plan.layout))
 
 
 @contextmanager

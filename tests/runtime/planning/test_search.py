@@ -1,6 +1,7 @@
 """Candidates and their bounds: no schedule beats its own, and the best grid is the best of all."""
 
 from collections import Counter
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
@@ -207,6 +208,44 @@ def test_a_graph_more_never_takes_longer_and_one_fewer_never_less():
         sum(use.seconds for use in tried.simulation.metrics.prefill.values()) for tried in by_graphs
     ]
     assert prefill[0] >= prefill[1] >= prefill[2]
+
+
+FEW_LONG = [
+    *(ExpectedRow(RowNeed(8, 20), 20) for _ in range(300)),
+    *(ExpectedRow(RowNeed(60, 60), 60) for _ in range(6)),
+]
+
+
+def test_ragged_slots_are_tried_where_slots_that_are_alike_do_not_fit():
+    memory = COST.work.parameter_bytes + COST.work.cache_bytes(20, 128)
+    budget = Budget(memory_bytes=memory)
+    found = candidates(FEW_LONG, budget)
+    assert {one.grid.decode_slots for one in found if one.grid.span_slots is None} == {
+        1,
+        2,
+        4,
+        8,
+        16,
+    }
+    ragged = [one for one in found if one.grid.span_slots is not None]
+    assert {one.grid.decode_slots for one in ragged} == {32}
+    for one in ragged[::5]:
+        tried = try_grid(one.grid, FEW_LONG, COST, budget)
+        assert tried.seconds >= one.bound * (1 - 1e-9)
+        assert tried.simulation.emitted_tokens == 300 * 20 + 6 * 60
+
+
+def test_where_every_row_has_a_slot_shorter_ones_save_time():
+    rows = FEW_LONG[-24:]
+    found = candidates(rows, Budget(decode_graphs=2))
+    ragged = [one.grid for one in found if one.grid.span_slots is not None]
+    assert {grid.decode_slots for grid in ragged} == {24}
+    for grid in ragged[::5]:
+        assert grid.span_slots == (24, 6)
+        alike = replace(grid, span_slots=None, slot_groups=None)
+        assert alike in {one.grid for one in found}
+        seconds = [try_grid(each, rows, COST, Budget()).seconds for each in (grid, alike)]
+        assert seconds[0] < seconds[1]
 
 
 def test_chunks_come_as_asked_for():
