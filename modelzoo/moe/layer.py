@@ -41,7 +41,8 @@ class ExpertCall:
         """Of all sparse layers so far; None where there are none."""
         if not self.uses:
             return None
-        return jax.tree.map(lambda *layers: jnp.concatenate(layers), *self.uses)
+        with jax.named_scope("expert_use"):
+            return jax.tree.map(lambda *layers: jnp.concatenate(layers), *self.uses)
 
     def add(self, use: ExpertUse, num_dropped_BT: jax.Array) -> None:
         """Take in what some layers report, in the order of layers."""

@@ -106,7 +106,7 @@ def collectives(
     of_counts = {config.num_layers * shards * size * 4 for size in (8, len(FACTORS))}
     for one in read_collectives(compile_graph(graph)[0].as_text(), layout.mesh.sizes):
         is_count = config.moe is not None and one.num_bytes in of_counts and not one.loops
-        if not (is_count or one.source.endswith("/stack")):
+        if not (is_count or "expert_use" in one.source):
             yield one
 
 

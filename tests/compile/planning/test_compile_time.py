@@ -24,7 +24,9 @@ def test_a_plan_compiles_about_as_long_as_is_predicted(name):
     prefill = tuple((length, rows) for length, rows in case["prefill"])
     spans = tuple(case["decode_spans"])
     grid = BucketGrid(spans[-1], prefill, case["decode_slots"], spans)
-    predicted = GraphSeconds.predicted(target.partition(":")[0], LAYERS[model]).of(grid)
+    # of layers that are all alike, a loop defines one
+    num_layers = 1 if name.endswith(", scanned") else LAYERS[model]
+    predicted = GraphSeconds.predicted(target.partition(":")[0], num_layers).of(grid)
     measured = sum(graph["cpu_seconds"] for graph in case["graphs"].values()) / 2
     assert measured / 1.5 < predicted < measured * 1.5
 
