@@ -2,20 +2,18 @@
 
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from tiny import CONFIG, GRID, TinyModel
+from tiny import CONFIG, GRID
 
 from noria.compile.monitor import compile_monitor
 from noria.compile.plan import Plan, PlannedModel
-from noria.compile.targets import Target, find_target
+from noria.compile.targets import Target
 from noria.modelzoo.config import RopeConfig
-from noria.runtime import compilation_cache
 from noria.runtime.bundles.bundle import CONTENTS, GRAPHS, Bundle, check_folder, write
 from noria.runtime.bundles.key import key_of
 from noria.runtime.bundles.own_files import BundleUnusable
@@ -23,19 +21,6 @@ from noria.runtime.run_config import ConfigError
 
 PLAN = Plan("cpu", PlannedModel("tiny", "", "float32"), GRID)
 ELSEWHERE = Path("/nonexistent/model")
-
-
-@pytest.fixture(scope="module")
-def model() -> Iterator[TinyModel]:
-    # other tests of this process may have compiled the same graphs into the cache
-    compilation_cache.disable()
-    yield TinyModel()
-    compilation_cache.restore()
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return find_target("cpu")
 
 
 @pytest.fixture

@@ -12,8 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tiny import CONFIG, GRID, TinyModel
 
 from noria.compile.plan import Plan, PlannedModel
-from noria.compile.targets import Target, find_target
-from noria.runtime import compilation_cache
+from noria.compile.targets import Target
 from noria.runtime.batch.disk import Disk
 from noria.runtime.bundles.bundle import CONTENTS, WEIGHTS, Bundle, Weights, write
 from noria.runtime.bundles.own_files import BundleUnusable, opened
@@ -82,18 +81,6 @@ def test_weights_cut_for_another_layout_are_refused(parameters, mesh, tmp_path):
     other = jax.device_put(parameters["cut twice"], NamedSharding(mesh, PartitionSpec("tensor")))
     with pytest.raises(BundleUnusable, match="cut otherwise"):
         read_back(tmp_path, kept, {**parameters, "cut twice": other})
-
-
-@pytest.fixture(scope="module")
-def model():
-    compilation_cache.disable()
-    yield TinyModel()
-    compilation_cache.restore()
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return find_target("cpu")
 
 
 @pytest.fixture

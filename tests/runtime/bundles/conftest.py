@@ -1,0 +1,22 @@
+"""What the tests of bundles share: a tiny model that was really compiled, and its target."""
+
+from collections.abc import Iterator
+
+import pytest
+from tiny import TinyModel
+
+from noria.compile.targets import Target, find_target
+from noria.runtime import compilation_cache
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[TinyModel]:
+    # other tests of this process may have compiled the same graphs into the cache
+    compilation_cache.disable()
+    yield TinyModel()
+    compilation_cache.restore()
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return find_target("cpu")
