@@ -67,11 +67,9 @@ def with_ragged_slots(grid: BucketGrid, use: SlotUse, layout: Layout | None = No
         busy = SPARE * slots * steps_R[is_longer_R].sum() / steps_R.sum()
         needed = rows if use.num_sequences <= slots else min(rows, int(np.ceil(busy)))
         counts.append(min(-(-max(1, needed) // groups) * groups, counts[-1]))
-    return (
-        grid
-        if not _is_worthwhile(counts, spans)
-        else replace(grid, span_slots=tuple(counts), slot_groups=groups)
-    )
+    if not _is_worthwhile(counts, spans):
+        return grid
+    return replace(grid, span_slots=tuple(counts), slot_groups=groups)
 
 
 def _is_worthwhile(counts: Sequence[int], spans: Sequence[int]) -> bool:

@@ -13,7 +13,8 @@ that every call reads the longest span. What is expected of a candidate counts b
 is tried, and excludes nothing.
 
 Slots of several lengths are tried where slots that are all alike do not fit into memory, and where
-every row has one of its own: else alike ones read as little, with the longest rows first.
+every row has one of its own. Elsewhere they are left out of the family: alike slots are of like
+length at any time, as the longest rows come first, and so read little, too.
 
 Knows nothing of schedules. Every second here is a prediction.
 """

@@ -211,12 +211,7 @@ class BatchModel:
         self, summary: ScanSummary, target_name: str, dtype: str, max_position: int
     ) -> "Plan":
         """The given plan, or one for the rows of this job; either with the overrides."""
-        from ...compile.default_grid import (
-            GridDefaults,
-            derive_grid,
-            slot_use,
-            with_chunk,
-        )
+        from ...compile.default_grid import GridDefaults, derive_grid, slot_use, with_chunk
         from ...compile.expert_plan import default_experts
         from ...compile.plan import Plan, PlannedModel
         from ...compile.span_slots import with_ragged_slots
