@@ -43,6 +43,7 @@ class Trial(NamedTuple):
 TRIALS = (
     Trial(4, 128),
     Trial(16, 256),
+    Trial(32, 512),
     Trial(64, 512),
     Trial(32, 256, chunk=8),
     Trial(8, 128, chunk=32),

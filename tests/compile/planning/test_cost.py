@@ -20,7 +20,7 @@ CALLS = [
         for rows in (1, 4, 16)
         for span in (64, 256, 1024)
     ),
-    *(Call.of_step(slots, span) for slots in (1, 8, 64) for span in (64, 512, 4096)),
+    *(Call.of_step(slots, span) for slots in (1, 8, 32, 64) for span in (64, 512, 4096)),
 ]
 
 
@@ -67,9 +67,11 @@ def test_a_mesh_axis_of_two_dimensions_of_a_torus_sends_twice_as_fast():
     assert line == 2 * plane > 0
 
 
-def made_up(overhead: float, factors: dict[str, float]) -> list[Measured]:
+def made_up(
+    overhead: float, factors: dict[str, float], hardware: Hardware = HARDWARE
+) -> list[Measured]:
     """Times of a machine that differs from the roofline by exactly these factors."""
-    model = CostModel(work_of(PLAIN), HARDWARE)
+    model = CostModel(work_of(PLAIN), hardware)
     return [
         Measured(
             call,
@@ -100,6 +102,16 @@ def test_a_calibration_finds_the_factors_of_a_machine_and_predicts_other_calls()
         assert model.seconds(call) == pytest.approx(expected, rel=1e-3)
     assert model.insert_seconds == 0.25
     assert plain.insert_seconds == 0
+
+
+def test_a_calibration_finds_where_memory_takes_over_from_products():
+    slow = replace(HARDWARE, memory_rate=HARDWARE.memory_rate / 2)
+    calibration = fitted(made_up(0.01, FACTORS, slow))
+    assert calibration.kinds["decode"].memory == 2
+    model = CostModel(work_of(PLAIN), HARDWARE, calibration)
+    truth = CostModel(work_of(PLAIN), slow).estimate(Call.of_step(24, 1000)).parts
+    expected = 0.01 + sum(FACTORS[name] * seconds for name, seconds in truth.items())
+    assert model.seconds(Call.of_step(24, 1000)) == pytest.approx(expected, rel=1e-3)
 
 
 def test_factors_are_never_negative_and_the_error_of_a_noisy_machine_is_told():
