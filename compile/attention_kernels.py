@@ -21,7 +21,8 @@ from ..modelzoo.kernels.call import AttentionCall
 from ..modelzoo.kernels.cudnn import attend_cudnn, cudnn_refusal
 from ..modelzoo.kernels.paged import attend_paged, paged_refusal
 from ..modelzoo.kernels.splash import attend_splash, splash_refusal
-from ..modelzoo.kv_cache import kept_entries, segment_lengths
+from ..modelzoo.kv_cache import kept_entries
+from ..modelzoo.segments import segment_lengths
 from ..sharding.layout import PHASES
 from ..sharding.placement import Placement
 from .bucket_grid import BucketGrid

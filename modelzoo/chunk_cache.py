@@ -22,16 +22,10 @@ import jax.numpy as jnp
 
 from . import axes
 from .attention import EMPTY_POSITION
-from .kept_layers import OneLayer, PromptLatents, PromptLayer, Segments
-from .kv_cache import (
-    Positions,
-    at_entries,
-    held_positions,
-    match_heads,
-    num_entries,
-    segment_starts,
-)
+from .kept_layers import OneLayer, PromptLayer
+from .kv_cache import Positions, match_heads
 from .operations import Axes, Operations, rows_of
+from .segments import Segments, at_entries, held_positions, num_entries, segment_starts
 from .stripes import Stripe
 
 
@@ -53,25 +47,6 @@ class ChunkRows(NamedTuple):
     def after(self, x_BTKGH: jax.Array, operations: Operations) -> "ChunkRows":
         """The same rows, their slots not known before `x_BTKGH` is computed."""
         return self._replace(slot_B=operations.after(self.slot_B, x_BTKGH))
-
-
-class ChunkContext(NamedTuple):
-    """What attention knows of the rows of a chunk, beside queries, keys and values."""
-
-    position_BT: jax.Array
-    """Of all tokens, also where queries are those of some."""
-    seen: Positions
-    """Of what the rows' slots hold from before."""
-    kept_position_BT: jax.Array
-    """Of the chunk's own tokens, empty where it is padded."""
-    latents: PromptLatents | None
-
-    AXES = (
-        (axes.ATTENTION_BATCH, ""),
-        axes.CACHE_POSITIONS,
-        (axes.ATTENTION_BATCH, axes.LENGTH),
-        axes.PROMPT_LATENTS,
-    )
 
 
 def positions_below(

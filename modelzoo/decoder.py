@@ -15,223 +15,31 @@ import numpy as np
 from flax import nnx
 
 from . import axes
-from .attention import EMPTY_POSITION, Attend, Queries, Visibility, with_sinks
+from .attention import EMPTY_POSITION, Attend
+from .block import Block, ParallelBlock, block_of
 from .blockwise import attend_blockwise
-from .chunk_cache import (
-    ChunkContext,
-    ChunkRows,
-    keep_chunk,
-    keep_positions,
-    layer_of_slots,
-    positions_below,
-    with_chunk,
-)
-from .config import AS_PUBLISHED, PLAIN_SCORES, Arrangement, DecoderConfig, Window
-from .kept_layers import (
-    KeptLayer,
-    OneLayer,
-    PromptKeysValues,
-    PromptLatents,
-    PromptLayer,
-    PromptLayers,
-    one_layer,
-)
-from .kv_cache import (
+from .chunk_cache import ChunkRows, keep_positions, positions_below
+from .config import AS_PUBLISHED, PLAIN_SCORES, Arrangement, DecoderConfig
+from .kept_layers import KeptLayer, PromptLayer, PromptLayers
+from .kv_cache import KVCache, Positions, append_position
+from .layer_attention import (
     AttendLayer,
     CachedRows,
+    ChunkAttention,
+    ChunkContext,
     Kept,
-    KVCache,
-    Positions,
+    PromptAttention,
     PromptRows,
-    append,
-    append_position,
-    attend_cached,
+    TokenAttention,
 )
 from .layer_groups import layer_groups, place_name, places
-from .layers import (
-    Embedding,
-    GatedMlp,
-    HeadsNorm,
-    Norm,
-    Unnormed,
-    constant,
-    merge_heads,
-    scaled,
-    soft_cap,
-    weight,
-)
-from .mla import LatentHeads
-from .moe.config import LOSSLESS, Dispatch, MoeConfig
-from .moe.layer import ExpertCall, SparseMlp
+from .layers import Embedding, Norm, scaled, soft_cap
+from .moe.config import LOSSLESS, Dispatch
+from .moe.layer import ExpertCall
 from .moe.use import ExpertReport
-from .operations import ON_ONE_DEVICE, Operations, einsum
-from .rope import PositionCode, encode, position_code
-from .stripes import IN_ORDER
+from .operations import ON_ONE_DEVICE, Operations
+from .rope import position_code
 from .turns import run_groups
-
-
-class Attention(nnx.Module):
-    """Projections of grouped-query attention (Ainslie et al. 2023, 2305.13245), around `attend`."""
-
-    def __init__(self, rngs: nnx.Rngs, config: DecoderConfig, arrangement: Arrangement):
-        D, H, copies = config.embed, config.head_dim, arrangement.kv_copies
-        K, G = config.num_kv_heads * copies, config.heads_per_kv // copies
-        heads = (axes.QUERY_HEADS, "", "")
-        self.qkv = weight(rngs, (D, K, G + 2, H), (axes.EMBED_IN, *heads), D)
-        self.output = weight(rngs, (K, G, H, D), (*heads, axes.EMBED_IN), K * G * H)
-        if config.qkv_bias:
-            self.qkv_bias = constant(0.0, (K, G + 2, H), heads)
-        if config.output_bias:
-            self.output_bias = constant(0.0, (D,), ("",))
-        if config.qk_norm:
-            self.query_norm, self.key_norm = _query_key_norms(config, copies)
-        if config.sinks:
-            self.sinks = constant(0.0, (K, G), heads[:2])
-        self.config = config
-
-    def __call__(
-        self, x_BTD: jax.Array, by: PositionCode, attend_layer: AttendLayer, operations: Operations
-    ) -> jax.Array:
-        q_BTKGH, new = self._project(x_BTD, by, operations)
-        sink_KG = self.sinks[...] if self.config.sinks else None
-        out_BTKGH = attend_layer(Queries(q_BTKGH, sink_KG), new)
-        merge = ("BTKGH,KGHD->BTD", merge_heads)
-        out_BTD = operations.project(*merge, out_BTKGH, self.output, axes.HEADS, axes.RESIDUAL)
-        if self.config.output_bias:
-            out_BTD = out_BTD + self.output_bias[...][None, None]
-        return out_BTD
-
-    def _project(
-        self, x_BTD: jax.Array, by: PositionCode, operations: Operations
-    ) -> tuple[jax.Array, PromptKeysValues]:
-        product = einsum("BTD,DKJH->BTKJH")
-        qkv_BTKJH = operations.project(*product, x_BTD, self.qkv, axes.RESIDUAL, axes.HEADS)
-        if self.config.qkv_bias:
-            qkv_BTKJH = qkv_BTKJH + self.qkv_bias[...][None, None]
-        G = qkv_BTKJH.shape[3] - 2
-        q_BTKGH, k_BTKH, v_BTKH = (
-            qkv_BTKJH[..., :G, :],
-            qkv_BTKJH[..., G, :],
-            qkv_BTKJH[..., G + 1, :],
-        )
-        if self.config.qk_norm:
-            q_BTKGH, k_BTKH = self.query_norm(q_BTKGH), self.key_norm(k_BTKH)
-        B, T, K, _, H = q_BTKGH.shape
-        q_BTNH, k_BTKH = encode(q_BTKGH.reshape(B, T, K * G, H), k_BTKH, by)
-        new = PromptKeysValues(k_BTKH.transpose(0, 2, 3, 1), v_BTKH.swapaxes(1, 2))
-        return q_BTNH.reshape(B, T, K, G, H), new
-
-
-def _query_key_norms(config: DecoderConfig, kv_copies: int) -> tuple[Norm, Norm]:
-    N, K, H = config.num_query_heads, config.num_kv_heads, config.head_dim
-    match config.qk_norm_kind:
-        case "head":
-            return Norm(H, config), Norm(H, config)
-        case "heads" | "projection":
-            return HeadsNorm(N, config), HeadsNorm(K, config, kv_copies)
-
-
-def _attention(
-    rngs: nnx.Rngs, config: DecoderConfig, arrangement: Arrangement
-) -> Attention | LatentHeads:
-    if config.latent is not None:
-        return LatentHeads(rngs, config, config.latent)
-    return Attention(rngs, config, arrangement)
-
-
-class Block(nnx.Module):
-    """Residual block: attention, then MLP, each between the norms that the configuration has."""
-
-    def __init__(
-        self,
-        rngs: nnx.Rngs,
-        config: DecoderConfig,
-        arrangement: Arrangement,
-        moe: MoeConfig | None = None,
-    ):
-        """`moe` makes the block sparse."""
-
-        def norm(place: str) -> Norm | Unnormed:
-            is_there = config.norm_placement in (place, "both")
-            return Norm(config.embed, config) if is_there else Unnormed()
-
-        self.attention_norm = norm("before")
-        self.attention = _attention(rngs, config, arrangement)
-        self.attention_post_norm = norm("after")
-        self.mlp_norm = norm("before")
-        self.mlp = GatedMlp(rngs, config) if moe is None else SparseMlp(rngs, config, moe)
-        self.mlp_post_norm = norm("after")
-        self.multiplier = config.multipliers.residual
-
-    def __call__(
-        self,
-        x_BTD: jax.Array,
-        by: PositionCode,
-        attend_layer: AttendLayer,
-        operations: Operations,
-        experts: ExpertCall,
-    ) -> jax.Array:
-        out_BTD = self.attention(self.attention_norm(x_BTD), by, attend_layer, operations)
-        x_BTD = x_BTD + scaled(self.attention_post_norm(out_BTD), self.multiplier)
-        x_BTD = operations.constrain(x_BTD, axes.RESIDUAL)
-        out_BTD = self.mlp(self.mlp_norm(x_BTD), operations, experts)
-        x_BTD = x_BTD + scaled(self.mlp_post_norm(out_BTD), self.multiplier)
-        return operations.constrain(x_BTD, axes.RESIDUAL)
-
-
-class ParallelBlock(nnx.Module):
-    """Residual block whose attention and MLP read one norm (Wang, Komatsuzaki 2021, GPT-J-6B)."""
-
-    def __init__(
-        self,
-        rngs: nnx.Rngs,
-        config: DecoderConfig,
-        arrangement: Arrangement,
-        moe: MoeConfig | None = None,
-    ):
-        """`moe` makes the block sparse."""
-        self.norm = Norm(config.embed, config)
-        self.attention = _attention(rngs, config, arrangement)
-        self.mlp = GatedMlp(rngs, config) if moe is None else SparseMlp(rngs, config, moe)
-        self.multiplier = config.multipliers.residual
-
-    def __call__(
-        self,
-        x_BTD: jax.Array,
-        by: PositionCode,
-        attend_layer: AttendLayer,
-        operations: Operations,
-        experts: ExpertCall,
-    ) -> jax.Array:
-        normed_BTD = self.norm(x_BTD)
-        out_BTD = self.attention(normed_BTD, by, attend_layer, operations)
-        out_BTD = out_BTD + self.mlp(normed_BTD, operations, experts)
-        return operations.constrain(x_BTD + scaled(out_BTD, self.multiplier), axes.RESIDUAL)
-
-
-def _place(
-    rngs: nnx.Rngs, config: DecoderConfig, arrangement: Arrangement, layers: range
-) -> Block | ParallelBlock:
-    """The block of a layer; of several that run in turns, with the weights of all of them."""
-    block = ParallelBlock if config.is_parallel else Block
-    _, is_sparse = config.layer_kinds[layers.start]
-    moe = config.moe if is_sparse else None
-    if len(layers) == 1:
-        return block(rngs, config, arrangement, moe)
-
-    @nnx.split_rngs(splits=len(layers))
-    @nnx.vmap
-    def blocks(rngs: nnx.Rngs) -> Block | ParallelBlock:
-        return block(rngs, config, arrangement, moe)
-
-    return blocks(rngs)
-
-
-def _kept(new: PromptKeysValues | None, latents: PromptLatents | None) -> PromptLayer:
-    """What is kept of new tokens."""
-    kept = new if latents is None else latents
-    assert kept is not None
-    return kept
 
 
 class Decoder(nnx.Module):
@@ -251,7 +59,7 @@ class Decoder(nnx.Module):
         self.embedding = Embedding(rngs, num_rows, config.embed)
         self.groups = layer_groups(config, arrangement)
         self.layers = nnx.List(
-            _place(rngs, config, arrangement, layers) for layers in places(config, arrangement)
+            block_of(rngs, config, arrangement, layers) for layers in places(config, arrangement)
         )
         self.final_norm = Norm(config.embed, config)
         if not config.tie_embeddings:
@@ -275,29 +83,9 @@ class Decoder(nnx.Module):
         query_position_BT = jnp.broadcast_to(position_1T, tokens_BT.shape)
         is_token_BT = query_position_BT < true_length_B[:, None]
         key_position_BT = jnp.where(is_token_BT, query_position_BT, EMPTY_POSITION)
-        is_in_order = self.operations.prompt_stripes == IN_ORDER
         attend_tokens = self._scored(self.operations.over_tokens(self.attend))
-
-        def attend_layer(window: Window, *_: Any) -> AttendLayer:
-            def attend_self(
-                queries: Queries, new: PromptKeysValues, rows: PromptRows, _: None
-            ) -> tuple[jax.Array, PromptLayer]:
-                q_BTKGH, sink_KG = queries
-                positions = rows.query_position_BT, rows.key_position_BT
-                visibility = Visibility(*positions, window, is_in_order)
-                attended = attend_tokens(q_BTKGH, *new, visibility)
-                return with_sinks(*attended, sink_KG), _kept(new, rows.latents)
-
-            def attend(
-                queries: Queries, new: PromptKeysValues | None, latents: PromptLatents | None
-            ) -> tuple[jax.Array, PromptLayer]:
-                rows = PromptRows(query_position_BT, key_position_BT, latents)
-                return self.operations.attend(
-                    attend_self, queries, new, rows, None, type(_kept(new, latents))
-                )
-
-            return AttendLayer(attend, reads_cache=False)
-
+        rows = PromptRows(query_position_BT, key_position_BT)
+        attend_layer = PromptAttention(attend_tokens, self.operations, rows)
         return self._blocks(tokens_BT, position_1T, attend_layer, is_token_BT)
 
     def prefill_chunk(
@@ -315,42 +103,17 @@ class Decoder(nnx.Module):
         kept_position_BT = jnp.where(is_token_BT, position_BT, EMPTY_POSITION)
         # a stripe's last entries are not the last of all
         num_unseen = 0 if stored.cache_stripes.count > 1 else tokens_BT.shape[1]
-        positions = positions_below(cache.positions, rows, num_unseen, stored)
+        seen = positions_below(cache.positions, rows, num_unseen, stored)
         num_heads = self.operations.num_cache_heads(self.config.num_kv_heads)
-        attend_segment = self._scored(self.attend)
-
-        def attend_layer(window: Window, layer: OneLayer, _: None) -> AttendLayer:
-            def attend_chunk(
-                queries: Queries, new: PromptKeysValues | None, rows: ChunkContext, old: OneLayer
-            ) -> tuple[jax.Array, PromptLayer]:
-                q_BTKGH, sink_KG = queries
-                position_BT, positions, kept_position_BT, latents = rows
-                kept = _kept(new, latents)
-                seen, key_position_BS = with_chunk(old, kept), positions.of(window)
-                key_position_BS = (*key_position_BS, kept_position_BT)
-                out_BTKGH = attend_cached(
-                    attend_segment, q_BTKGH, seen, position_BT, key_position_BS, window, sink_KG,
-                    self.operations,
-                )  # fmt: skip
-                return out_BTKGH, kept
-
-            def attend(
-                queries: Queries, new: PromptKeysValues | None, latents: PromptLatents | None
-            ) -> tuple[jax.Array, OneLayer]:
-                of_rows = ChunkContext(position_BT, positions, kept_position_BT, latents)
-                of_layer = rows.after(queries[0], self.operations)
-                is_ring = cache.positions.is_ring(window)
-                num_left = 0 if is_ring else num_unseen
-                old = layer_of_slots(layer, of_layer.slot_B, num_left, num_heads, stored)
-                out_BTKGH, kept = self.operations.attend(
-                    attend_chunk, queries, new, of_rows, old, type(_kept(new, latents))
-                )
-                # what a ring writes is made of what it had, a block waits for those that read
-                written = of_layer if is_ring else of_layer.after(out_BTKGH, self.operations)
-                return out_BTKGH, keep_chunk(layer, kept, written, is_ring, stored)
-
-            return AttendLayer(attend, reads_cache=True)
-
+        attend_layer = ChunkAttention(
+            self._scored(self.attend),
+            self.operations,
+            stored,
+            rows,
+            ChunkContext(position_BT, seen, kept_position_BT),
+            num_heads=num_heads,
+            num_unseen=num_unseen,
+        )
         x_BTD, layers, report = self._blocks(
             tokens_BT, position_BT, attend_layer, is_token_BT, cache.layers
         )
@@ -370,34 +133,8 @@ class Decoder(nnx.Module):
             return append_position(positions, position_B, operations.stripe)
 
         positions = operations.by_row(mark, cache.positions, position_B)
-        attend_segment = self._scored(self.attend)
-        # a ring is as long as its window: it fills up, and then all of it is seen
-        sees_beginning = operations.cache_stripes == IN_ORDER
-
-        def attend_layer(window: Window, old: KeptLayer, turn: jax.Array | None) -> AttendLayer:
-            def attend_cache(
-                queries: Queries, new: PromptKeysValues | None, rows: CachedRows, old: KeptLayer
-            ) -> tuple[jax.Array, KeptLayer]:
-                q_BTKGH, sink_KG = queries
-                position_B, positions, turn, latents = rows
-                entry_B = operations.stripe.place(positions.entry(position_B, window))
-                kept = append(old, _kept(new, latents), entry_B, turn)
-                layer = one_layer(kept, turn)
-                position_B1, key_position_BS = position_B[:, None], positions.of(window)
-                out_BTKGH = attend_cached(
-                    attend_segment, q_BTKGH, layer, position_B1, key_position_BS, window, sink_KG,
-                    operations, sees_beginning,
-                )  # fmt: skip
-                return out_BTKGH, kept
-
-            def attend(
-                queries: Queries, new: PromptKeysValues | None, latents: PromptLatents | None
-            ) -> tuple[jax.Array, KeptLayer]:
-                rows = CachedRows(position_B, positions, turn, latents)
-                return operations.attend(attend_cache, queries, new, rows, old, type(old))
-
-            return AttendLayer(attend, reads_cache=True)
-
+        rows = CachedRows(position_B, positions)
+        attend_layer = TokenAttention(self._scored(self.attend), operations, rows)
         x_B1D, layers, report = self._blocks(
             token_B[:, None], position_B[:, None], attend_layer, is_token_B[:, None], cache.layers
         )

@@ -14,8 +14,7 @@ from typing import NamedTuple
 import jax
 
 from . import axes
-
-Segments = tuple[jax.Array, ...]
+from .segments import Segments
 
 
 class KeysValues(NamedTuple):

@@ -26,10 +26,7 @@ segments. In a ring no position lies past them: a row that waits may write at it
 again and again, as no query of its own sees what was there.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from itertools import accumulate, pairwise
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -37,7 +34,7 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from . import axes
-from .attention import EMPTY_POSITION, Attend, Queries, Visibility, merge, with_sinks
+from .attention import EMPTY_POSITION
 from .config import AS_PUBLISHED, Arrangement, DecoderConfig, Window, window_size
 from .kept_layers import (
     KeptLayer,
@@ -45,15 +42,20 @@ from .kept_layers import (
     Latents,
     LayersKeysValues,
     LayersLatents,
-    OneLayer,
-    PromptKeysValues,
-    PromptLatents,
     PromptLayer,
     PromptLayers,
-    Segments,
 )
 from .layer_groups import places
 from .operations import ON_ONE_DEVICE, Axes, Operations
+from .segments import (
+    Segments,
+    at_entries,
+    cut,
+    held_positions,
+    num_entries,
+    segment_lengths,
+    segment_starts,
+)
 from .stripes import WHOLE, Stripe, Stripes
 
 
@@ -111,60 +113,6 @@ def _is_segments(x: object) -> bool:
     return type(x) is tuple and bool(x) and not isinstance(x[0], tuple)
 
 
-class PromptRows(NamedTuple):
-    """What attention knows of the rows of a prompt, beside queries, keys and values."""
-
-    query_position_BT: jax.Array
-    """Of all tokens, also where queries and keys are those of some."""
-    key_position_BT: jax.Array
-    latents: PromptLatents | None
-
-    AXES = ((axes.ATTENTION_BATCH, ""), (axes.ATTENTION_BATCH, ""), axes.PROMPT_LATENTS)
-
-
-class CachedRows(NamedTuple):
-    """What attention knows of rows of one token, beside queries, keys and values."""
-
-    position_B: jax.Array
-    positions: Positions
-    """Of the cache's entries."""
-    turn: jax.Array | None
-    """Of the layer, where others are kept with it."""
-    latents: PromptLatents | None
-
-    AXES = ((axes.ATTENTION_BATCH,), axes.CACHE_POSITIONS, (), axes.PROMPT_LATENTS)
-
-
-Kept = KeptLayer | PromptLayer
-
-
-@dataclass
-class AttendLayer:
-    """What a layer does with its queries and new keys and values: attend, keep what must be kept.
-
-    New keys and values are those of the projections' heads. Where there are latents they are kept
-    instead, and attended to where the layer reads its cache.
-    """
-
-    attend: Callable[
-        [Queries, PromptKeysValues | None, PromptLatents | None], tuple[jax.Array, Kept]
-    ]
-    """`out_BTKGH` of queries, and what is kept."""
-    reads_cache: bool
-    kept: Kept | None = None
-    """Once it was called."""
-
-    def __call__(
-        self,
-        queries: Queries,
-        new: PromptKeysValues | None,
-        latents: PromptLatents | None = None,
-    ) -> jax.Array:
-        """`out_BTKGH` of queries."""
-        out_BTKGH, self.kept = self.attend(queries, new, latents)
-        return out_BTKGH
-
-
 def kept_entries(window: Window, longest: int, stripes: int = 1) -> int:
     """Entries that a layer keeps for every slot, where the longest span is `longest`."""
     if window is None:
@@ -217,12 +165,6 @@ def allocate(
     ring_BS = {size: positions(size) for size in kept if size < longest}
     layers = tuple(map(place, places(config, arrangement)))
     return KVCache(layers, Positions(whole_BS, ring_BS))
-
-
-def segment_lengths(spans: Sequence[int], kept: int) -> list[int]:
-    """Entries of each segment of a layer that keeps so many."""
-    ends = [span for span in spans if span < kept]
-    return [end - start for start, end in pairwise((0, *ends, kept))]
 
 
 def insert(
@@ -278,7 +220,7 @@ def _rows(
     def rows(segments: Segments, x: jax.Array, axis: int) -> Segments:
         if x.shape[axis] > (size := num_entries(segments, axis)):
             x = at_entries(x, 0, stripe.num_tokens(length), size, axis)
-        return _cut(x, segments, axis)
+        return cut(x, segments, axis)
 
     return type(layer)(*map(rows, layer, new, layer.POSITION_AXES))
 
@@ -289,37 +231,9 @@ def _marks(positions: Positions, _: None, length: jax.Array, stripe: Stripe) -> 
     def marks(segments: Segments) -> Segments:
         place_S = held_positions(stripe.num_tokens(length), num_entries(segments, axis=1))
         held_S = jnp.where(place_S == EMPTY_POSITION, EMPTY_POSITION, stripe.position(place_S))
-        return _cut(held_S[None], segments, axis=1)
+        return cut(held_S[None], segments, axis=1)
 
     return jax.tree.map(marks, positions, is_leaf=_is_segments)
-
-
-def held_positions(length: jax.Array | int, num_entries: int) -> jax.Array:
-    """The position in each entry after `length` tokens: the latest that lies there, or empty.
-
-    Entry e of n has the largest p below the length with p mod n = e. Of 4 entries after 6 tokens
-    `[4, 5, 2, 3]`, after 3 tokens `[0, 1, 2, empty]`.
-    """
-    last = length - 1
-    position_S = last - (last - jnp.arange(num_entries)) % num_entries
-    return jnp.where(position_S < 0, EMPTY_POSITION, position_S)
-
-
-def at_entries(
-    new: jax.Array, start: jax.Array | int, count: jax.Array, size: int, axis: int
-) -> jax.Array:
-    """Of `count` tokens from position `start` on the latest, each at its entry of `size`.
-
-    What lies at the other entries means nothing.
-    """
-    missing = size - new.shape[axis]
-    if missing >= 0:
-        padding = [(0, 0)] * new.ndim
-        padding[axis] = (0, missing)
-        return jnp.roll(jnp.pad(new, padding), start % size, axis=axis)
-    first = jnp.maximum(count - size, 0)
-    latest = jax.lax.dynamic_slice_in_dim(new, first, size, axis=axis)
-    return jnp.roll(latest, (start + first) % size, axis=axis)
 
 
 def match_heads(new: jax.Array, num_heads: int, axis: int = 1) -> jax.Array:
@@ -369,86 +283,6 @@ def _append(
         return _write(segment, new[:B], entry_B[:B] - start, axis, turn)
 
     return tuple(map(write, segments, segment_starts(segments, axis)))
-
-
-def attend_cached(
-    attend: Attend,
-    q_BTKGH: jax.Array,
-    layer: OneLayer,
-    query_position_BT: jax.Array,
-    key_position_BS: Segments,
-    window: Window,
-    sink_KG: jax.Array | None = None,
-    operations: Operations = ON_ONE_DEVICE,
-    sees_beginning: bool = False,
-) -> jax.Array:
-    """Attend to every segment and merge, with those of other devices too: `out_BTKGH`.
-
-    Queries of several heads may read one head of the cache. `query_position_BT` is of all queries,
-    also where some of them are elsewhere. Static: `sees_beginning`, as `Visibility` has it.
-    """
-
-    def attend_entries(
-        q_BTKGH: jax.Array, query_position_BT: jax.Array, entries: tuple[OneLayer, Segments]
-    ) -> tuple[jax.Array, jax.Array]:
-        layer, key_position_BS = entries
-        see = partial(Visibility, window=window, sees_beginning=sees_beginning)
-        parts = []
-        for (k_BKHS, v_BKSH), position_BS in zip(layer.read(), key_position_BS, strict=True):
-            visibility = see(rows_in(query_position_BT, position_BS), position_BS)
-            part = attend(rows_in(q_BTKGH, position_BS), k_BKHS, v_BKSH, visibility)
-            parts.append(_seen_by_all(*part, q_BTKGH.shape[0]))
-        return merge(parts)
-
-    B, T, _, _, H = q_BTKGH.shape
-    k_BKHS, _ = layer.read()[0]
-    grouped_BTKGH = q_BTKGH.reshape(B, T, k_BKHS.shape[1], -1, H)
-    attend_cache = operations.over_cache(attend_entries, window)
-    attended = attend_cache(grouped_BTKGH, query_position_BT, (layer, key_position_BS))
-    return with_sinks(*attended, sink_KG).reshape(*q_BTKGH.shape[:-1], -1)
-
-
-def rows_in(x_B: jax.Array, segment: jax.Array) -> jax.Array:
-    """Those of an array's rows that a segment has."""
-    return x_B[: segment.shape[0]]
-
-
-def _seen_by_all(
-    out_BTKGH: jax.Array, lse_BTKG: jax.Array, num_rows: int
-) -> tuple[jax.Array, jax.Array]:
-    """Attention to a segment with the rows that it does not have, which see nothing there."""
-    missing = num_rows - out_BTKGH.shape[0]
-    if not missing:
-        return out_BTKGH, lse_BTKG
-    padding = [(0, missing)] + [(0, 0)] * 4
-    return jnp.pad(out_BTKGH, padding), jnp.pad(lse_BTKG, padding[:4], constant_values=-jnp.inf)
-
-
-def segment_starts(segments: Segments, axis: int) -> list[int]:
-    """The first entry of each segment, counted over all of them."""
-    lengths = [segment.shape[axis] for segment in segments]
-    return [end - length for end, length in zip(accumulate(lengths), lengths, strict=True)]
-
-
-def num_entries(segments: Segments, axis: int) -> int:
-    """Entries of all segments."""
-    return sum(segment.shape[axis] for segment in segments)
-
-
-def _cut(new: jax.Array, segments: Segments, axis: int) -> Segments:
-    """A row in pieces like the segments, filled up with zeros along `axis`."""
-    return tuple(
-        _piece(new, start, segment, axis)
-        for start, segment in zip(segment_starts(segments, axis), segments, strict=True)
-    )
-
-
-def _piece(new: jax.Array, start: int, segment: jax.Array, axis: int) -> jax.Array:
-    S, T = segment.shape[axis], new.shape[axis]
-    part = jax.lax.slice_in_dim(new, min(start, T), min(start + S, T), axis=axis)
-    padding = [(0, 0)] * part.ndim
-    padding[axis] = (0, S - part.shape[axis])
-    return jnp.pad(part, padding).astype(segment.dtype)
 
 
 def _write(

@@ -19,7 +19,7 @@ from . import axes
 from .attention import Queries
 from .config import DecoderConfig, LatentAttention
 from .kept_layers import PromptKeysValues, PromptLatents
-from .kv_cache import AttendLayer
+from .layer_attention import AttendLayer
 from .layers import Norm, merge_heads, weight
 from .operations import Operations, einsum
 from .rope import PositionCode, Rotation, rotate

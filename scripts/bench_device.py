@@ -130,7 +130,7 @@ class DeviceBench:
         import jax.numpy as jnp
 
         from noria.compile import signatures
-        from noria.modelzoo.kv_cache import held_positions
+        from noria.modelzoo.segments import held_positions
 
         grid = self._grid(batch, self.options.context, prompt=1)
         graph, build_seconds = self._compiled("decode", grid)

@@ -12,6 +12,9 @@ holds each row twice, copies side by side.
 
 from dataclasses import dataclass, replace
 
+Sizes = tuple[tuple[str, int], ...]
+"""How many entries an axis of each name has."""
+
 
 @dataclass(frozen=True)
 class Part:
@@ -19,7 +22,7 @@ class Part:
 
     tensor: str
     axes: str
-    sizes: tuple[tuple[str, int], ...] = ()
+    sizes: Sizes = ()
     """Sizes of the names inside parentheses, all but at most one per group, and of repetitions."""
     rows: tuple[int, int] | None = None
     """The tensor's rows from the first number up to the second; None means all."""

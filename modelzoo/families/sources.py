@@ -12,7 +12,7 @@ from itertools import accumulate
 from ..config import AS_PUBLISHED, Arrangement, DecoderConfig
 from .expert_sources import ExpertNames, sparse_sources
 from .latent_sources import LatentNames, latent_attention
-from .mapping import ParameterSource, Part
+from .mapping import ParameterSource, Part, Sizes
 
 
 @dataclass(frozen=True)
@@ -111,6 +111,31 @@ def _norms(config: DecoderConfig, names: TensorNames) -> dict[str, str]:
     return {"before": before, "after": after, "both": before | after}[config.norm_placement]
 
 
+@dataclass(frozen=True)
+class _Heads:
+    """What heads of attention are made of: axes of tensors, and their sizes."""
+
+    queries: Sizes
+    keys: Sizes
+    rotated: Sizes
+    """Entries of a query or key head."""
+    rotated_in: str
+    """Those, in the order in which tensors have them."""
+    rotated_out: str
+    """As one axis, in the order in which parameters do."""
+
+
+def _heads(config: DecoderConfig, kv_copies: int, is_interleaved: bool) -> _Heads:
+    K, G, H = config.num_kv_heads, config.heads_per_kv, config.head_dim
+    # a copy of a key/value head takes its share of the queries, so these keep their order
+    queries = (("k", K * kv_copies), ("g", G // kv_copies))
+    keys = (("k", K), ("copy", kv_copies))
+    if is_interleaved:
+        pairs = (("pair", H // 2), ("side", 2))
+        return _Heads(queries, keys, pairs, "pair side", "(side pair)")
+    return _Heads(queries, keys, (("h", H),), "h", "h")
+
+
 def _attention(
     config: DecoderConfig,
     names: TensorNames,
@@ -118,65 +143,64 @@ def _attention(
     i: int,
     single: Callable[[str, str, str], ParameterSource],
 ) -> list[ParameterSource]:
-    K, G, H = config.num_kv_heads, config.heads_per_kv, config.head_dim
-    # a copy of a key/value head takes its share of the queries, so these keep their order
-    queries = (("k", K * kv_copies), ("g", G // kv_copies))
-    keys = (("k", K), ("copy", kv_copies))
-    rotated_in, rotated_out, rotated_sizes = "h", "h", (("h", H),)
-    if names.is_interleaved:
-        rotated_in, rotated_out = "pair side", "(side pair)"
-        rotated_sizes = (("pair", H // 2), ("side", 2))
-
-    def joined(kind: str, source_d: str, target_d: str, concat_axis: int) -> ParameterSource:
-        """Queries, keys and values of each key/value head side by side, as weight or as bias."""
-        tensors = (names.query, names.key, names.value)
-        of_query, of_key, of_value = _rows(tensors, (K * G * H, K * H, K * H))
-        parts = (
-            Part(
-                f"{names.query}.{kind}".format(i=i),
-                f"(k g {rotated_in}){source_d} -> {target_d}k g {rotated_out}",
-                (*queries, *rotated_sizes),
-                of_query,
-            ),
-            Part(
-                f"{names.key}.{kind}".format(i=i),
-                f"(k {rotated_in}){source_d} -> {target_d}(k copy) 1 {rotated_out}",
-                (*keys, *rotated_sizes),
-                of_key,
-            ),
-            Part(
-                f"{names.value}.{kind}".format(i=i),
-                f"(k h){source_d} -> {target_d}(k copy) 1 h",
-                (*keys, ("h", H)),
-                of_value,
-            ),
-        )
-        parameter = {"weight": "qkv", "bias": "qkv_bias"}[kind]
-        return ParameterSource(f"layers.{i}.attention.{parameter}", parts, concat_axis)
-
+    heads = _heads(config, kv_copies, names.is_interleaved)
+    of_head = ("h", config.head_dim)
     output = Part(
-        f"{names.output}.weight".format(i=i), "d (k g h) -> k g h d", (*queries, ("h", H))
+        f"{names.output}.weight".format(i=i), "d (k g h) -> k g h d", (*heads.queries, of_head)
     )
     sources = [
-        joined("weight", " d", "d ", concat_axis=2),
+        _query_key_value(config, names, heads, i, "weight"),
         ParameterSource(f"layers.{i}.attention.output", (output,)),
     ]
     if config.qkv_bias:
-        sources.append(joined("bias", "", "", concat_axis=1))
+        sources.append(_query_key_value(config, names, heads, i, "bias"))
     if config.sinks:
-        part = Part(names.sinks.format(i=i), "(k g) -> k g", queries)
+        part = Part(names.sinks.format(i=i), "(k g) -> k g", heads.queries)
         sources.append(ParameterSource(f"layers.{i}.attention.sinks", (part,)))
     if config.output_bias:
         sources.append(single("attention.output_bias", f"{names.output}.bias", "d -> d"))
     if config.qk_norm:
-        axes, sizes = "h -> h", ()
-        if config.qk_norm_kind == "heads":
-            inner = rotated_out.strip("()")
-            axes, sizes = f"n ({rotated_in}) -> (n {inner})", rotated_sizes
-        for parameter, name in (("query_norm", names.query_norm), ("key_norm", names.key_norm)):
-            part = Part(f"{name}.weight".format(i=i), axes, sizes)
-            sources.append(ParameterSource(f"layers.{i}.attention.{parameter}.scale", (part,)))
+        sources += _query_key_norms(config, names, heads, i)
     return sources
+
+
+def _query_key_value(
+    config: DecoderConfig, names: TensorNames, heads: _Heads, i: int, kind: str
+) -> ParameterSource:
+    """Queries, keys and values of each key/value head side by side, as weight or as bias."""
+    K, G, H = config.num_kv_heads, config.heads_per_kv, config.head_dim
+    parameter, concat_axis, d_in, d_out = ("qkv_bias", 1, "", "")
+    if kind == "weight":
+        parameter, concat_axis, d_in, d_out = ("qkv", 2, " d", "d ")
+    e_in, e_out = heads.rotated_in, heads.rotated_out
+    patterns = (
+        (f"(k g {e_in}){d_in} -> {d_out}k g {e_out}", (*heads.queries, *heads.rotated)),
+        (f"(k {e_in}){d_in} -> {d_out}(k copy) 1 {e_out}", (*heads.keys, *heads.rotated)),
+        (f"(k h){d_in} -> {d_out}(k copy) 1 h", (*heads.keys, ("h", H))),
+    )
+    tensors = (names.query, names.key, names.value)
+    rows = _rows(tensors, (K * G * H, K * H, K * H))
+    parts = tuple(
+        Part(f"{tensor}.{kind}".format(i=i), *pattern, of_part)
+        for tensor, pattern, of_part in zip(tensors, patterns, rows, strict=True)
+    )
+    return ParameterSource(f"layers.{i}.attention.{parameter}", parts, concat_axis)
+
+
+def _query_key_norms(
+    config: DecoderConfig, names: TensorNames, heads: _Heads, i: int
+) -> list[ParameterSource]:
+    axes, sizes = "h -> h", ()
+    if config.qk_norm_kind == "heads":
+        inner = heads.rotated_out.strip("()")
+        axes, sizes = f"n ({heads.rotated_in}) -> (n {inner})", heads.rotated
+    return [
+        ParameterSource(
+            f"layers.{i}.attention.{parameter}.scale",
+            (Part(f"{name}.weight".format(i=i), axes, sizes),),
+        )
+        for parameter, name in (("query_norm", names.query_norm), ("key_norm", names.key_norm))
+    ]
 
 
 def _feed_forward(

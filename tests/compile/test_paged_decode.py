@@ -24,7 +24,8 @@ from noria.compile.targets import find_target
 from noria.modelzoo.attention import Visibility, attend_dense
 from noria.modelzoo.config import PLAIN_SCORES, Chunk, DecoderConfig, Scores
 from noria.modelzoo.kernels.paged import attend_paged
-from noria.modelzoo.kv_cache import allocate, held_positions, insert
+from noria.modelzoo.kv_cache import allocate, insert
+from noria.modelzoo.segments import held_positions
 from noria.runtime.layout_files import read_layout_table
 from noria.sharding.layout import Layout
 

@@ -9,6 +9,7 @@ from caches import CONFIG, SLOTS, H, K, filled_with_nan, random_prompt, sides
 from noria.modelzoo import kv_cache
 from noria.modelzoo.attention import EMPTY_POSITION, attend_dense
 from noria.modelzoo.kv_cache import KVCache
+from noria.modelzoo.segment_attention import attend_cached
 
 SPANS = (4, 8, 16)
 CUTS = [(16,), (4, 8, 16), (1, 15, 16)]
@@ -96,7 +97,7 @@ def test_append_past_the_segments_writes_nothing(spans, position):
 def attend(cache: KVCache, q_BTKGH, position_B, window) -> np.ndarray:
     @jax.jit
     def attend_step(cache, q_BTKGH, position_B):
-        return kv_cache.attend_cached(
+        return attend_cached(
             attend_dense,
             q_BTKGH,
             cache.layers[0],

@@ -16,6 +16,7 @@ from noria.modelzoo import kv_cache
 from noria.modelzoo.attention import EMPTY_POSITION, attend_dense
 from noria.modelzoo.config import Chunk, DecoderConfig, Window
 from noria.modelzoo.kv_cache import KVCache
+from noria.modelzoo.segment_attention import attend_cached
 
 CUTS = [(24,), (4, 24), (2, 4, 8, 24), (5, 24)]
 """Spans above the windows, below them and equal to one."""
@@ -117,7 +118,7 @@ def test_a_ring_gives_the_attention_of_a_cache_that_keeps_all(spans, position, w
 
     def attend(layer: int, kept: Window):
         positions = cache.positions.of(kept)
-        return kv_cache.attend_cached(
+        return attend_cached(
             attend_dense, q_BTKGH, cache.layers[layer], length[:, None], positions, window
         )
 

@@ -22,8 +22,9 @@ from noria.modelzoo.kept_layers import (
     PromptKeysValues,
     PromptLatents,
 )
-from noria.modelzoo.kv_cache import attend_cached, held_positions
 from noria.modelzoo.operations import ON_ONE_DEVICE, Operations
+from noria.modelzoo.segment_attention import attend_cached
+from noria.modelzoo.segments import held_positions
 from noria.modelzoo.stripes import Stripes
 from noria.sharding import cache_attention
 from noria.sharding.cache_attention import attend_for_some, gather_queries, pass_entries

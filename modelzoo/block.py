@@ -1,0 +1,114 @@
+"""Blocks of the residual stream: attention and MLP, one after the other or side by side.
+
+Knows nothing of caches, positions or what a layer attends to.
+"""
+
+import jax
+from flax import nnx
+
+from . import axes
+from .config import Arrangement, DecoderConfig
+from .gqa import GroupedHeads
+from .layer_attention import AttendLayer
+from .layers import GatedMlp, Norm, Unnormed, scaled
+from .mla import LatentHeads
+from .moe.config import MoeConfig
+from .moe.layer import ExpertCall, SparseMlp
+from .operations import Operations
+from .rope import PositionCode
+
+
+class Block(nnx.Module):
+    """Residual block: attention, then MLP, each between the norms that the configuration has."""
+
+    def __init__(
+        self,
+        rngs: nnx.Rngs,
+        config: DecoderConfig,
+        arrangement: Arrangement,
+        moe: MoeConfig | None = None,
+    ):
+        """`moe` makes the block sparse."""
+
+        def norm(place: str) -> Norm | Unnormed:
+            is_there = config.norm_placement in (place, "both")
+            return Norm(config.embed, config) if is_there else Unnormed()
+
+        self.attention_norm = norm("before")
+        self.attention = _attention(rngs, config, arrangement)
+        self.attention_post_norm = norm("after")
+        self.mlp_norm = norm("before")
+        self.mlp = GatedMlp(rngs, config) if moe is None else SparseMlp(rngs, config, moe)
+        self.mlp_post_norm = norm("after")
+        self.multiplier = config.multipliers.residual
+
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        by: PositionCode,
+        attend_layer: AttendLayer,
+        operations: Operations,
+        experts: ExpertCall,
+    ) -> jax.Array:
+        out_BTD = self.attention(self.attention_norm(x_BTD), by, attend_layer, operations)
+        x_BTD = x_BTD + scaled(self.attention_post_norm(out_BTD), self.multiplier)
+        x_BTD = operations.constrain(x_BTD, axes.RESIDUAL)
+        out_BTD = self.mlp(self.mlp_norm(x_BTD), operations, experts)
+        x_BTD = x_BTD + scaled(self.mlp_post_norm(out_BTD), self.multiplier)
+        return operations.constrain(x_BTD, axes.RESIDUAL)
+
+
+class ParallelBlock(nnx.Module):
+    """Residual block whose attention and MLP read one norm (Wang, Komatsuzaki 2021, GPT-J-6B)."""
+
+    def __init__(
+        self,
+        rngs: nnx.Rngs,
+        config: DecoderConfig,
+        arrangement: Arrangement,
+        moe: MoeConfig | None = None,
+    ):
+        """`moe` makes the block sparse."""
+        self.norm = Norm(config.embed, config)
+        self.attention = _attention(rngs, config, arrangement)
+        self.mlp = GatedMlp(rngs, config) if moe is None else SparseMlp(rngs, config, moe)
+        self.multiplier = config.multipliers.residual
+
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        by: PositionCode,
+        attend_layer: AttendLayer,
+        operations: Operations,
+        experts: ExpertCall,
+    ) -> jax.Array:
+        normed_BTD = self.norm(x_BTD)
+        out_BTD = self.attention(normed_BTD, by, attend_layer, operations)
+        out_BTD = out_BTD + self.mlp(normed_BTD, operations, experts)
+        return operations.constrain(x_BTD + scaled(out_BTD, self.multiplier), axes.RESIDUAL)
+
+
+def block_of(
+    rngs: nnx.Rngs, config: DecoderConfig, arrangement: Arrangement, layers: range
+) -> Block | ParallelBlock:
+    """The block of a layer; of several that run in turns, with the weights of all of them."""
+    block = ParallelBlock if config.is_parallel else Block
+    _, is_sparse = config.layer_kinds[layers.start]
+    moe = config.moe if is_sparse else None
+    if len(layers) == 1:
+        return block(rngs, config, arrangement, moe)
+
+    @nnx.split_rngs(splits=len(layers))
+    @nnx.vmap
+    def blocks(rngs: nnx.Rngs) -> Block | ParallelBlock:
+        return block(rngs, config, arrangement, moe)
+
+    return blocks(rngs)
+
+
+def _attention(
+    rngs: nnx.Rngs, config: DecoderConfig, arrangement: Arrangement
+) -> GroupedHeads | LatentHeads:
+    if config.latent is not None:
+        return LatentHeads(rngs, config, config.latent)
+    return GroupedHeads(rngs, config, arrangement)

@@ -1,0 +1,77 @@
+"""Grouped-query attention: every head of keys and values serves a group of query heads.
+
+Source: Ainslie et al. 2023, "GQA" (2305.13245). Knows nothing of caches, masks or meshes.
+"""
+
+import jax
+from flax import nnx
+
+from . import axes
+from .attention import Queries
+from .config import Arrangement, DecoderConfig
+from .kept_layers import PromptKeysValues
+from .layer_attention import AttendLayer
+from .layers import HeadsNorm, Norm, constant, merge_heads, weight
+from .operations import Operations, einsum
+from .rope import PositionCode, encode
+
+
+class GroupedHeads(nnx.Module):
+    """Projections of grouped-query attention, around `attend`."""
+
+    def __init__(self, rngs: nnx.Rngs, config: DecoderConfig, arrangement: Arrangement):
+        D, H, copies = config.embed, config.head_dim, arrangement.kv_copies
+        K, G = config.num_kv_heads * copies, config.heads_per_kv // copies
+        heads = (axes.QUERY_HEADS, "", "")
+        self.qkv = weight(rngs, (D, K, G + 2, H), (axes.EMBED_IN, *heads), D)
+        self.output = weight(rngs, (K, G, H, D), (*heads, axes.EMBED_IN), K * G * H)
+        if config.qkv_bias:
+            self.qkv_bias = constant(0.0, (K, G + 2, H), heads)
+        if config.output_bias:
+            self.output_bias = constant(0.0, (D,), ("",))
+        if config.qk_norm:
+            self.query_norm, self.key_norm = _query_key_norms(config, copies)
+        if config.sinks:
+            self.sinks = constant(0.0, (K, G), heads[:2])
+        self.config = config
+
+    def __call__(
+        self, x_BTD: jax.Array, by: PositionCode, attend_layer: AttendLayer, operations: Operations
+    ) -> jax.Array:
+        q_BTKGH, new = self._project(x_BTD, by, operations)
+        sink_KG = self.sinks[...] if self.config.sinks else None
+        out_BTKGH = attend_layer(Queries(q_BTKGH, sink_KG), new)
+        merge = ("BTKGH,KGHD->BTD", merge_heads)
+        out_BTD = operations.project(*merge, out_BTKGH, self.output, axes.HEADS, axes.RESIDUAL)
+        if self.config.output_bias:
+            out_BTD = out_BTD + self.output_bias[...][None, None]
+        return out_BTD
+
+    def _project(
+        self, x_BTD: jax.Array, by: PositionCode, operations: Operations
+    ) -> tuple[jax.Array, PromptKeysValues]:
+        product = einsum("BTD,DKJH->BTKJH")
+        qkv_BTKJH = operations.project(*product, x_BTD, self.qkv, axes.RESIDUAL, axes.HEADS)
+        if self.config.qkv_bias:
+            qkv_BTKJH = qkv_BTKJH + self.qkv_bias[...][None, None]
+        G = qkv_BTKJH.shape[3] - 2
+        q_BTKGH, k_BTKH, v_BTKH = (
+            qkv_BTKJH[..., :G, :],
+            qkv_BTKJH[..., G, :],
+            qkv_BTKJH[..., G + 1, :],
+        )
+        if self.config.qk_norm:
+            q_BTKGH, k_BTKH = self.query_norm(q_BTKGH), self.key_norm(k_BTKH)
+        B, T, K, _, H = q_BTKGH.shape
+        q_BTNH, k_BTKH = encode(q_BTKGH.reshape(B, T, K * G, H), k_BTKH, by)
+        new = PromptKeysValues(k_BTKH.transpose(0, 2, 3, 1), v_BTKH.swapaxes(1, 2))
+        return q_BTNH.reshape(B, T, K, G, H), new
+
+
+def _query_key_norms(config: DecoderConfig, kv_copies: int) -> tuple[Norm, Norm]:
+    N, K, H = config.num_query_heads, config.num_kv_heads, config.head_dim
+    match config.qk_norm_kind:
+        case "head":
+            return Norm(H, config), Norm(H, config)
+        case "heads" | "projection":
+            return HeadsNorm(N, config), HeadsNorm(K, config, kv_copies)

@@ -1,0 +1,76 @@
+"""Segments of the cache along the sequence, and the entry at which a token lies.
+
+Entries are counted over all segments; of n entries, token p lies at p mod n. Knows nothing of
+slots, layers or what the entries hold.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+import jax
+import jax.numpy as jnp
+
+from .attention import EMPTY_POSITION
+
+Segments = tuple[jax.Array, ...]
+
+
+def segment_lengths(spans: Sequence[int], kept: int) -> list[int]:
+    """Entries of each segment of a layer that keeps so many."""
+    ends = [span for span in spans if span < kept]
+    return [end - start for start, end in pairwise((0, *ends, kept))]
+
+
+def segment_starts(segments: Segments, axis: int) -> list[int]:
+    """The first entry of each segment, counted over all of them."""
+    lengths = [segment.shape[axis] for segment in segments]
+    return [end - length for end, length in zip(accumulate(lengths), lengths, strict=True)]
+
+
+def num_entries(segments: Segments, axis: int) -> int:
+    """Entries of all segments."""
+    return sum(segment.shape[axis] for segment in segments)
+
+
+def cut(new: jax.Array, segments: Segments, axis: int) -> Segments:
+    """A row in pieces like the segments, filled up with zeros along `axis`."""
+    return tuple(
+        _piece(new, start, segment, axis)
+        for start, segment in zip(segment_starts(segments, axis), segments, strict=True)
+    )
+
+
+def _piece(new: jax.Array, start: int, segment: jax.Array, axis: int) -> jax.Array:
+    S, T = segment.shape[axis], new.shape[axis]
+    part = jax.lax.slice_in_dim(new, min(start, T), min(start + S, T), axis=axis)
+    padding = [(0, 0)] * part.ndim
+    padding[axis] = (0, S - part.shape[axis])
+    return jnp.pad(part, padding).astype(segment.dtype)
+
+
+def held_positions(length: jax.Array | int, num_entries: int) -> jax.Array:
+    """The position in each entry after `length` tokens: the latest that lies there, or empty.
+
+    Entry e of n has the largest p below the length with p mod n = e. Of 4 entries after 6 tokens
+    `[4, 5, 2, 3]`, after 3 tokens `[0, 1, 2, empty]`.
+    """
+    last = length - 1
+    position_S = last - (last - jnp.arange(num_entries)) % num_entries
+    return jnp.where(position_S < 0, EMPTY_POSITION, position_S)
+
+
+def at_entries(
+    new: jax.Array, start: jax.Array | int, count: jax.Array, size: int, axis: int
+) -> jax.Array:
+    """Of `count` tokens from position `start` on the latest, each at its entry of `size`.
+
+    What lies at the other entries means nothing.
+    """
+    missing = size - new.shape[axis]
+    if missing >= 0:
+        padding = [(0, 0)] * new.ndim
+        padding[axis] = (0, missing)
+        return jnp.roll(jnp.pad(new, padding), start % size, axis=axis)
+    first = jnp.maximum(count - size, 0)
+    latest = jax.lax.dynamic_slice_in_dim(new, first, size, axis=axis)
+    return jnp.roll(latest, (start + first) % size, axis=axis)
