@@ -6,6 +6,7 @@ last layer are next to the embedding and the head, and XLA may treat them in a w
 
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import jax.numpy as jnp
@@ -68,7 +69,7 @@ def layout_of(name: str) -> Layout:
 def config_of(name: str, num_layers: int, kind: str = "dense") -> DecoderConfig:
     """Plain layers, sparse ones as Mixtral has, or sparse ones with latents as DeepSeek has."""
     config = DecoderConfig(
-        vocab_size=1024,
+        vocab_size=256,
         embed=512,
         mlp=1536,
         num_query_heads=16,
@@ -113,12 +114,15 @@ def collectives(
 def of_one_layer(
     layout: Layout, name: str, grid: BucketGrid = GRID, kind: str = "dense", target: str = TPU
 ) -> Counter:
-    counts = [Counter(), Counter()]
-    for count, num_layers in zip(counts, (2, 3), strict=True):
-        config = config_of(layout.name, num_layers, kind)
+    def of_layers(num_layers: int) -> Counter:
+        config, counts = config_of(layout.name, num_layers, kind), Counter()
         for c in collectives(layout, name, grid, config, target):
-            count[c.kind, c.mesh_axes, c.num_bytes] += c.times
-    return counts[1] - counts[0]
+            counts[c.kind, c.mesh_axes, c.num_bytes] += c.times
+        return counts
+
+    with ThreadPoolExecutor() as pool:
+        two, three = pool.map(of_layers, (2, 3))
+    return three - two
 
 
 def said_of_one_layer(
