@@ -5,6 +5,7 @@ best two are closer than `NEAR_TIE_GAP` the tokens are the same.
 """
 
 import json
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -24,10 +25,12 @@ TAILS = BucketGrid(
 )
 
 
-def answers(grid: BucketGrid, conversations: list, max_tokens: int = 16):
+@cache
+def answers(grid: BucketGrid, count: int, max_tokens: int = 16):
+    """Of so many conversations."""
     llm = LLM("smollm2", plan=Plan("cpu", PlannedModel("smollm2", "", "float32"), grid))
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=2)
-    outputs = llm.chat(conversations, params)
+    outputs = llm.chat(conversations_of(count), params)
     llm.close()
     return [output.outputs[0] for output in outputs]
 
@@ -47,9 +50,7 @@ def conversations_of(count: int) -> list:
 @pytest.mark.parametrize("grid", [CHUNKS, TAILS], ids=["one size", "two sizes"])
 @pytest.mark.parametrize("count", [12, pytest.param(200, marks=pytest.mark.slow)])
 def test_chunks_give_the_greedy_tokens_of_whole_prompts(count, grid):
-    conversations = conversations_of(count)
-    whole, chunks = (answers(grid, conversations) for grid in (WHOLE, grid))
-    for expected, got in zip(whole, chunks, strict=True):
+    for expected, got in zip(answers(WHOLE, count), answers(grid, count), strict=True):
         for step, score in enumerate(expected.logprobs):
             (_, best), (_, second) = score.top
             if best - second < tolerances.NEAR_TIE_GAP:
