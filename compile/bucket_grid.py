@@ -79,6 +79,7 @@ class BucketGrid:
         _check_growing("buckets.prefill lengths", lengths)
         _check_growing("buckets.decode_spans", self.decode_spans)
         for name, size in (
+            ("buckets.max_length", self.max_length),
             ("buckets.decode_slots", self.decode_slots),
             ("buckets.steps_per_call", self.steps_per_call),
             *((f"buckets.prefill batch of length {b.length}", b.batch) for b in buckets),

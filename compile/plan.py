@@ -16,6 +16,7 @@ from .bucket_grid import BucketGrid
 from .expert_plan import ExpertPlan
 from .plan_tables import check_keys, table_lines, toml
 from .scanned import check_scanned
+from .target_names import TargetName
 
 SCHEMA = 1
 _LAYOUT_KEYS = {"layout", "max_replicated", "tokens", "mesh", "rules", *PHASES}
@@ -67,6 +68,7 @@ class Plan:
     attention: AttentionPlan = AUTO_ATTENTION
 
     def __post_init__(self):
+        TargetName.of(self.target)
         if self.model.scan_layers:
             check_scanned(self.buckets, self.attention)
 
@@ -96,7 +98,7 @@ class Plan:
         """Read a parsed TOML table; raises ValueError naming a key that is wrong or missing."""
         optional = {*_LAYOUT_KEYS, "experts", "attention"}
         check_keys("plan", table, {"schema", "target", "model", "buckets"}, optional)
-        if table["schema"] != SCHEMA:
+        if table["schema"] != SCHEMA or type(table["schema"]) is not int:
             raise ValueError(f"plan schema: expected {SCHEMA}, got {table['schema']!r}.")
         model, buckets = table["model"], table["buckets"]
         check_keys("[model]", model, {"source", "fingerprint", "dtype"}, {"scan_layers"})

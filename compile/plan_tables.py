@@ -1,5 +1,6 @@
 """Tables of a plan's file: keys read strictly, values written as TOML. Touches no disk."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,15 @@ def check_keys(
             f"{where}: expected the keys {sorted(required | optional)}; "
             f"unknown {sorted(unknown)}, missing {sorted(missing)}."
         )
+
+
+def check_number(name: str, value: Any, *, above: float | None = None) -> None:
+    """Raise ValueError for what is no finite number from 0 up, or not above another one."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    is_large = is_number and (value >= 0 if above is None else value > above)
+    if not (is_large and math.isfinite(value)):
+        wanted = "from 0 up" if above is None else f"above {above:g}"
+        raise ValueError(f"{name}: expected a number {wanted}, got {value!r}.")
 
 
 def table_lines(name: str, values: Mapping[str, Any]) -> list[str]:

@@ -19,15 +19,12 @@ from jax.sharding import AxisType, Mesh, SingleDeviceSharding
 from ..sharding.layout import Layout
 from ..sharding.placement import Placement
 from .gpu_kinds import GPU_KINDS, GPUS_PER_HOST, host_topology
+from .target_names import TargetName, UnknownTarget
 
 EXPERT_TILES = {"cpu": (4, 64), "gpu": (16, 128), "tpu": (8, 128)}
 """The fewest and the most rows of one product of an expert: a register tile's (TPU: sublanes of
 float32; GPU: a tensor core's), and those of one pass of the matrix unit, past which a larger tile
 gains no speed; a CPU's products are at full speed from 32 to 64 rows."""
-
-
-class UnknownTarget(ValueError):
-    """A target that cannot be parsed or is not there."""
 
 
 @dataclass(frozen=True)
@@ -49,37 +46,23 @@ class Target:
 
 def find_target(name: str) -> Target:
     """Parse a target's name and find its devices."""
-    platform, colon, rest = name.partition(":")
-    if platform not in ("cpu", "gpu", "tpu") or bool(colon) != bool(rest):
-        raise _unknown(name)
-    if platform == "tpu" and ":" in rest:
-        return _tpu_topology(name, rest)
-    kind, colon, number = rest.rpartition(":")
-    if number and not (number.isascii() and number.isdigit() and int(number) > 0):
-        raise _unknown(name)
-    if platform == "gpu" and colon:
-        return _gpu_topology(name, kind, int(number or 0))
-    if colon:
-        raise _unknown(name)
-    return _present(name, platform, int(number or 1))
+    found = TargetName.of(name)
+    if not found.kind:
+        return _present(name, found.platform, found.num_devices)
+    if found.platform == "tpu":
+        return _tpu_topology(name, name.removeprefix("tpu:"))
+    return _gpu_topology(name, found.kind, found.num_devices)
 
 
 def num_simulated(name: str) -> int:
     """How many devices of the CPU a target asks for; 1 for other targets."""
-    platform, _, rest = name.partition(":")
-    return int(rest) if platform == "cpu" and rest.isascii() and rest.isdigit() else 1
+    found = TargetName.of(name)
+    return found.num_devices if found.platform == "cpu" else 1
 
 
 def need_not_be_present(name: str) -> bool:
     """Whether a target is a kind of hardware (`gpu:h100:8`), not what this machine has."""
-    return name.count(":") > 1
-
-
-def _unknown(name: str) -> UnknownTarget:
-    return UnknownTarget(
-        f"target: expected cpu, gpu, tpu, a number of them (cpu:8), "
-        f"tpu:<generation>:<topology> or gpu:<kind>:<number>, got {name!r}."
-    )
+    return bool(TargetName.of(name).kind)
 
 
 def _present(name: str, platform: str, count: int) -> Target:
@@ -126,7 +109,7 @@ def _tpu_topology(name: str, rest: str) -> Target:
 def _gpu_topology(name: str, kind: str, count: int) -> Target:
     from jax.experimental import topologies
 
-    if kind not in GPU_KINDS or (topology := host_topology(count)) is None or not count:
+    if kind not in GPU_KINDS or (topology := host_topology(count)) is None:
         raise UnknownTarget(
             f"target: no GPUs {name!r}. Expected for example gpu:h100:8: a kind of "
             f"{', '.join(GPU_KINDS)}, up to {GPUS_PER_HOST} of them or whole hosts of as many."

@@ -29,9 +29,9 @@ from noria.compile.planning.other_grids import multiples, powers_of_two, with_le
 from noria.compile.planning.work import Work
 from noria.modelzoo.config import DecoderConfig
 from noria.runtime.planning.hardware_files import known_hardware
+from noria.runtime.planning.length_table import read_table
 from noria.runtime.planning.planning import Planner
 from noria.runtime.planning.search import Tried, try_grid
-from noria.runtime.planning.workload import read_table
 
 CHUNK_GRAPHS = 8
 TARGETS = {"tpu:v5e:1x1": "bfloat16", "cpu": "float32"}

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import nnls
 
-from ..plan_tables import check_keys
+from ..plan_tables import check_keys, check_number
 from .hardware import Hardware, rings
 from .work import KINDS, Call, Part, Work
 
@@ -71,8 +71,13 @@ class Calibration:
         check_keys("calibration kinds", table["kinds"], set(KINDS))
         for kind, found in table["kinds"].items():
             check_keys(f"calibration kinds.{kind}", found, set(KindFactors.__dataclass_fields__))
-            if not isinstance(found["factors"], Mapping):
+            if not isinstance(factors := found["factors"], Mapping):
                 raise ValueError(f"calibration kinds.{kind}.factors: expected a table.")
+            for name, value in {**found, **factors}.items():
+                if name != "factors":
+                    check_number(f"calibration kinds.{kind}.{name}", value)
+        for name in ("insert_seconds", "median_error"):
+            check_number(f"calibration {name}", table[name])
         kinds = {kind: KindFactors(**found) for kind, found in table["kinds"].items()}
         return cls(**{**table, "kinds": kinds})
 

@@ -3,14 +3,13 @@
 Knows nothing of models or graphs, and asks no device: the hardware need not be there.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ..plan_tables import check_keys
+from ..plan_tables import check_keys, check_number
+from ..target_names import TargetName
 
-PLATFORMS = ("cpu", "gpu", "tpu")
 _NUMBERS = ("memory_bytes", "memory_rate", "link_rate", "links")
 
 
@@ -38,11 +37,14 @@ class Hardware:
         numbers = {f"flops.{dtype}": rate for dtype, rate in self.flops.items()}
         numbers |= {name: getattr(self, name) for name in _NUMBERS}
         for name, number in numbers.items():
-            is_number = isinstance(number, int | float) and not isinstance(number, bool)
-            if not (is_number and math.isfinite(number) and number > 0):
-                raise ValueError(
-                    f"hardware {self.name}.{name}: expected a number above 0, got {number!r}."
-                )
+            check_number(f"hardware {self.name}.{name}", number, above=0)
+        if not isinstance(self.links, int):
+            raise ValueError(f"hardware {self.name}.links: expected a count, got {self.links!r}.")
+        if not isinstance(self.source, str):
+            raise ValueError(
+                f"hardware {self.name}.source: expected a string that says where the figures are "
+                f"from, got {self.source!r}."
+            )
         if not self.flops:
             raise ValueError(
                 f"hardware {self.name}.flops: expected a rate for at least one dtype, got none."
@@ -96,23 +98,12 @@ def read_hardware(tables: Mapping[str, Any]) -> dict[str, Hardware]:
 
 def num_devices(target: str) -> int:
     """Devices of a target by its name alone: `cpu:8`, `tpu:v5e:2x4`, `gpu:h100:8`."""
-    platform, _, rest = target.partition(":")
-    is_count = platform == "cpu" or rest.isdecimal()
-    shape = rest if is_count else rest.partition(":")[2]
-    sizes = [shape] if is_count and shape else shape.split("x") if shape else ["1"]
-    if not all(size.isascii() and size.isdigit() and int(size) > 0 for size in sizes):
-        raise UnknownHardware(
-            f"target {target}: expected cpu:8, tpu:v5e:2x4, gpu:h100:8 or the like, got {shape!r} "
-            f"for its devices."
-        )
-    return math.prod(map(int, sizes))
+    return TargetName.of(target).num_devices
 
 
 def torus(target: str) -> tuple[int, ...]:
     """Dimensions of a target's interconnect; none where it is a switch, or not known."""
-    platform, _, rest = target.partition(":")
-    shape = rest.partition(":")[2]
-    return tuple(map(int, shape.split("x"))) if platform == "tpu" and shape else ()
+    return TargetName.of(target).torus
 
 
 def rings(mesh: Mapping[str, int], dimensions: Sequence[int]) -> dict[str, int]:
@@ -139,13 +130,18 @@ def hardware_of(target: str, known: Mapping[str, Hardware]) -> Hardware:
 
     Devices of the CPU are simulated: they share what there is.
     """
-    platform, _, rest = target.partition(":")
-    name = platform if platform == "cpu" else rest.partition(":")[0]
-    if platform not in PLATFORMS or name not in known:
+    found = TargetName.of(target)
+    is_cpu = found.platform == "cpu"
+    name = "cpu" if is_cpu else found.kind
+    if not name:
         raise UnknownHardware(
-            f"target {target}: expected hardware of {', '.join(known)}, got {name!r}. Name the "
-            f"generation (tpu:v5e:2x4, gpu:h100:8), or add a table [{name}] of your own with "
-            f"--hardware FILE."
+            f"target {target}: expected a kind of hardware, as its peaks are what is predicted "
+            f"from, got this machine's. Name the generation, as in tpu:v5e:2x4 or gpu:h100:8."
+        )
+    if name not in known:
+        raise UnknownHardware(
+            f"target {target}: expected hardware of {', '.join(known)}, got {name!r}. Name one of "
+            f"them, or add a table [{name}] of your own with --hardware FILE."
         )
     device = known[name]
-    return device.shared_by(num_devices(target)) if platform == "cpu" else device
+    return device.shared_by(found.num_devices) if is_cpu else device

@@ -8,6 +8,7 @@ Knows nothing of models. Guarantees: one line for each row of the job's part of 
 in its order.
 """
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,16 @@ def check_outputs(outputs: Sequence[Path], sources: Iterable[Path], source: str)
             raise InputError(f"{path}: expected its directory to exist. Create {path.parent}.")
         if path.is_dir():
             raise InputError(f"{path}: expected a file to write, got a directory.")
+        if path.exists() and not path.is_file():
+            raise InputError(
+                f"{path}: expected a file, as outputs are renamed when they are whole, got a pipe "
+                f"or device. Choose a file."
+            )
+        if not os.access(path.parent, os.W_OK | os.X_OK):
+            raise InputError(
+                f"{path}: expected a directory to write to, got {path.parent}, where this user may "
+                f"not write. Choose another."
+            )
         if path.resolve() in resolved_sources:
             raise InputError(
                 f"{path}: is {source} too. Choose another output; what is read is never "

@@ -31,6 +31,7 @@ from ...compile.targets import Target
 from ...modelzoo.config import DecoderConfig
 from ..batch.disk import Disk, digest_file, replace_file
 from ..graph_memory import memory_facts
+from ..output_folders import check_fillable
 from ..plan_files import PLAN
 from ..run_config import ConfigError
 from .key import check_key, key_of, weights_key_of
@@ -121,8 +122,7 @@ def check_folder(folder: Path, model_path: Path) -> None:
             f"{folder}: expected a folder outside the model's directory, from which no executable "
             f"is run. Choose another."
         )
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"{folder}: expected a folder, got a file. Choose another name.")
+    check_fillable(folder)
     others = {path.name for path in folder.iterdir()} if folder.exists() else set()
     # an interrupted bundle has no contents yet
     if others - {PLAN, CONTENTS, GRAPHS, WEIGHTS}:

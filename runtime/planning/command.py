@@ -72,17 +72,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Plan, write, and print a summary."""
+    from ...compile.targets import find_target
     from .. import session
+    from ..batch.disk import Disk, replace_file
     from ..checkpoint import open_model
     from ..compiled_plan import compile_for_target
     from . import report
     from .predict import predict
 
     _check(options)
-    if options.report is not None:
-        report.require_pictures()
+    _check_files(options)
     if options.compile or options.compile_layouts:
         session.prepare_cpu(options.target)
+        find_target(options.target)
 
     def progress(built: object) -> None:
         if not options.quiet:
@@ -90,7 +92,7 @@ def run(options: argparse.Namespace) -> int:
 
     with open_model(options.model, needs_weights=False) as files:
         prediction = predict(options, files)
-        options.output.write_text(prediction.plan.to_toml(), encoding="utf-8")
+        replace_file(Disk(), options.output, [prediction.plan.to_toml().encode()])
         if options.compile:
             compiled = compile_for_target(prediction.plan, files, progress)
             prediction = replace(prediction, compiled=compiled)
@@ -101,19 +103,34 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def _check_files(options: argparse.Namespace) -> None:
+    """Refuse what cannot be written, before the work that it is for."""
+    from ..batch.output import check_outputs
+    from ..output_folders import check_fillable
+    from . import report
+
+    read = [options.workload, options.from_output, options.calibration, options.hardware]
+    read += map(Path, [options.model, *(options.layout or "").split()])
+    check_outputs([options.output], filter(None, read), "an input")
+    if options.report is not None:
+        check_fillable(options.report)
+        report.require_pictures()
+
+
 def _check(options: argparse.Namespace) -> None:
     """Refuse numbers that mean nothing."""
     positive = {
         "--max-prefill-graphs": options.max_prefill_graphs,
         "--max-decode-graphs": options.max_decode_graphs,
         "--max-compile-minutes": options.max_compile_minutes,
-        "--seconds-per-graph": options.seconds_per_graph,
         "--max-memory-gb": options.max_memory_gb,
         "--tries": options.tries,
     }
     for name, number in positive.items():
         if number is not None and not number > 0:
             raise ConfigError(f"{name}: expected a number above 0, got {number}.")
+    if (asked := options.seconds_per_graph) is not None and not 0 < asked < math.inf:
+        raise ConfigError(f"--seconds-per-graph: expected seconds above 0, got {asked}.")
     if options.scan_layers and options.chunks == "always":
         raise ConfigError("--scan-layers: expected --chunks auto or never, got always.")
     if options.compile_layouts < 0:

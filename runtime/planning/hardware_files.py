@@ -15,7 +15,8 @@ def known_hardware(path: Path | None = None) -> dict[str, Hardware]:
     known = read_hardware(tomllib.loads(text))
     if path is None:
         return known
+    tables = read_toml(path)
     try:
-        return known | read_hardware(read_toml(path))
+        return known | read_hardware(tables)
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from None

@@ -110,10 +110,11 @@ class Ranking:
                 f"{(needed - allowed) / 1e9:.2f} GB more than the {allowed / 1e9:.2f} GB there "
                 f"are. Take more devices, a layout that splits more, or shorter rows."
             )
+        graph, is_scored = self.budget.graph_seconds, any(row.need.is_scored for row in self.rows)
+        fewest = graph.prefill * (1 + is_scored) + graph.decode
         return (
-            f"building the fewest graphs takes longer than the "
-            f"{self.budget.compile_seconds / 60:.1f} minutes there are (predicted "
-            f"{self.budget.graph_seconds.decode:.0f} s of decode). Raise --max-compile-minutes."
+            f"building the fewest graphs takes {fewest:.0f} s (predicted), longer than the "
+            f"{self.budget.compile_seconds:.3g} s there are. Raise --max-compile-minutes."
         )
 
     def _definition(self, layout: Layout | None) -> Definition:

@@ -20,6 +20,7 @@ from ...compile.planning.candidates import Budget
 from ...compile.planning.compile_time import GraphSeconds
 from ...compile.planning.cost import Calibration, CostModel
 from ...compile.planning.hardware import Hardware, hardware_of, num_devices, torus
+from ...compile.target_names import TargetName
 from ...modelzoo.config import Arrangement, DecoderConfig
 from ...modelzoo.layer_groups import places
 from ...sharding.layout import Layout
@@ -80,8 +81,9 @@ def predict(options: argparse.Namespace, files: ModelFiles) -> Prediction:
     _note(options, f"{len(workload.rows)} rows to plan for, {workload.num_refused} refused")
     if not workload.rows:
         raise ConfigError(
-            f"{options.workload}: expected at least one row that the model can serve, got none of "
-            f"{workload.num_refused}."
+            f"{options.workload}: expected at least one row of at most {config.max_position} "
+            f"tokens, the longest sequence that the model was published for, with its answer, got "
+            f"none of {workload.num_refused}. {workload.first_error}".rstrip()
         )
     ranking = _ranking(options, files, workload, dtype)
     ranked = _rank(options, ranking)
@@ -159,6 +161,8 @@ def _ranking(
 def _rank(options: argparse.Namespace, ranking: Ranking) -> list[RankedLayout]:
     """The layouts to choose from; one that was named alone needs no rank, but must be legal."""
     layouts = _layouts(options, ranking.num_devices)
+    if not layouts:
+        raise ConfigError("--layout: expected at least one layout, got none.")
     if len(layouts) == 1:
         _require(layouts[0], ranking.config, ranking.num_devices, None)
     ranked = ranking.rank(layouts)
@@ -192,7 +196,7 @@ def _planner(
 
 
 def _budget(options: argparse.Namespace, config: DecoderConfig, hardware: Hardware) -> Budget:
-    platform, asked = options.target.partition(":")[0], options.seconds_per_graph
+    platform, asked = TargetName.of(options.target).platform, options.seconds_per_graph
     num_defined = len(places(config, Arrangement(scan_layers=options.scan_layers)))
     predicted = GraphSeconds.predicted(platform, num_defined)
     return Budget(
@@ -227,11 +231,10 @@ def _require(
 def _dtype(options: argparse.Namespace) -> str:
     if options.dtype != "auto":
         return options.dtype
-    return "float32" if options.target.partition(":")[0] == "cpu" else "bfloat16"
+    return "float32" if TargetName.of(options.target).platform == "cpu" else "bfloat16"
 
 
-def _calibration(options: argparse.Namespace, files: ModelFiles, dtype: str):
-
+def _calibration(options: argparse.Namespace, files: ModelFiles, dtype: str) -> Calibration | None:
     if options.calibration is None:
         return None
     with options.calibration.open(encoding="utf-8") as file:

@@ -13,6 +13,7 @@ from ...compile.planning.candidates import num_graphs
 from ...compile.planning.cost import CostModel
 from ...compile.planning.hardware import Hardware
 from ...compile.planning.work import Call, Part
+from ..batch.disk import Disk, replace_file
 from . import pictures
 from .layout_report import COLUMNS, compiled_rows, problems, searched_json, tradeoffs_json
 from .page import Picture, page
@@ -145,8 +146,10 @@ def write(prediction: "Prediction", folder: Path) -> None:
     report = as_json(prediction)
     content = page(report, _pictures(prediction, report))
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    (folder / "report.html").write_text(content, encoding="utf-8")
+    disk = Disk()
+    text = json.dumps(report, indent=1) + "\n"
+    replace_file(disk, folder / "report.json", [text.encode()])
+    replace_file(disk, folder / "report.html", [content.encode()])
 
 
 def _pictures(prediction: "Prediction", report: Mapping[str, Any]) -> list[Picture]:

@@ -1,18 +1,15 @@
 """What a job asks of a plan: its rows' lengths, from a batch file, a table of lengths, or a run.
 
 A batch file says what rows may emit at most, not what they will; a finished job's output says it.
-A table of lengths is CSV with the columns `prompt_tokens` and `output_tokens`, and, where rows may
-emit more than they are expected to, `max_tokens`.
 """
 
-import csv
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...compile.default_grid import GridDefaults, RowNeed
+from ...compile.default_grid import GridDefaults
 from ...compile.planning.candidates import ExpectedRow
 from ..batch.command import open_text, row_need
 from ..batch.disk import digest_file
@@ -21,9 +18,9 @@ from ..batch.manifest import read_manifest
 from ..batch.part import WHOLE
 from ..batch.scan import ScannedRow, check_input, scan
 from ..checkpoint import ModelFiles
+from .length_table import read_table
 
 OK = 200
-COLUMNS = ("prompt_tokens", "output_tokens", "max_tokens")
 
 
 @dataclass(frozen=True)
@@ -34,6 +31,8 @@ class Workload:
     rows: tuple[ExpectedRow, ...]
     num_refused: int = 0
     """Rows that no plan can serve: errors, and those too long for the model."""
+    first_error: str = ""
+    """Of the rows that are errors."""
     manifest: Mapping[str, Any] | None = None
     """Of the run that the outputs' lengths are from."""
 
@@ -65,7 +64,7 @@ def read_workload(
     tell a stop string from an end token: a row that has stop strings and stopped counts as ended by
     one.
     """
-    if path.suffix == ".csv":
+    if path.suffix.lower() == ".csv":
         if output is not None:
             raise JobError(
                 "--from-output: expected the batch file of the job as --workload, got a table of "
@@ -86,7 +85,9 @@ def read_workload(
         # of a finished job, rows that it has not answered are none of its work
         if row.need is not None and (output is None or row.custom_id in emitted)
     ]
-    return Workload(path.name, tuple(rows), len(summary.rows) - len(rows), manifest)
+    errors = (f"line {row.line_number}: {row.bad.error}" for row in summary.rows if row.bad)
+    num_refused = len(summary.rows) - len(rows)
+    return Workload(path.name, tuple(rows), num_refused, next(errors, ""), manifest)
 
 
 def _expected(
@@ -150,35 +151,3 @@ def _emitted(output: Path) -> dict[str, tuple[int, bool]]:
             stopped = any(choice["finish_reason"] == "stop" for choice in body["choices"])
             found[row["custom_id"]] = (body["usage"]["completion_tokens"], stopped)
     return found
-
-
-def read_table(path: Path) -> Iterator[ExpectedRow]:
-    """The rows of a table of lengths."""
-    with path.open(newline="", encoding="utf-8") as file:
-        reader = csv.DictReader(file)
-        columns = reader.fieldnames or []
-        if not set(COLUMNS[:2]) <= set(columns) <= set(COLUMNS):
-            raise JobError(
-                f"{path}: expected the columns {', '.join(COLUMNS)}, the last one as an option, "
-                f"got {', '.join(columns) or 'none'}.",
-                EXIT_USAGE,
-            )
-        for row in reader:
-            yield _table_row(path, reader.line_num, row)
-
-
-def _table_row(path: Path, line: int, row: Mapping[str, str]) -> ExpectedRow:
-    try:
-        prompt, output = (int(row[name]) for name in COLUMNS[:2])
-        limit = int(row.get("max_tokens") or output)
-    except (TypeError, ValueError):
-        raise JobError(
-            f"{path} line {line}: expected whole numbers, got {row}.", EXIT_USAGE
-        ) from None
-    if prompt < 1 or not 0 <= output <= limit:
-        raise JobError(
-            f"{path} line {line}: expected at least one prompt token, and outputs from 0 to "
-            f"max_tokens, got {prompt}, {output} and {limit}.",
-            EXIT_USAGE,
-        )
-    return ExpectedRow(RowNeed(prompt, limit), output)

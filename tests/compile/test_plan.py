@@ -84,6 +84,14 @@ def test_a_plan_survives_its_file(experts):
     ("old", "new", "message"),
     [
         ("schema = 1", "schema = 2", "plan schema: expected 1, got 2"),
+        ("schema = 1", "schema = true", "plan schema: expected 1, got True"),
+        ('"cpu"', "8", "target: expected cpu, .* got 8"),
+        ('"cpu"', '"gpus"', "target: expected cpu, .* got 'gpus'"),
+        (
+            "max_length = 64",
+            "max_length = 64.0",
+            "max_length: expected a positive integer, got 64.0",
+        ),
         ("decode_slots = 8", "decode_slotz = 8", r"unknown \['decode_slotz'\]"),
         ("max_length = 64\n", "", r"missing \['max_length'\]"),
         ("[model]", "[modell]", r"unknown \['modell'\], missing \['model'\]"),

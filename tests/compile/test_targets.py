@@ -29,13 +29,24 @@ def test_cpu_is_the_first_device_of_this_machine():
         "cpu:0",
         "cpu:x",
         "cpu:a:8",
+        "cpu:2x4",
+        "gpu:h100",
+        "gpu:h100:",
         "gpu:h100:x",
+        "gpu:h100:-1",
+        "tpu:v5e",
+        "tpu:v5e:2x",
+        "tpu:v5e:2x0",
+        "tpu:v5e:2y4",
+        3,
     ],
 )
 def test_a_name_of_no_known_platform_is_refused_with_the_names_that_are(name):
     message = f"expected cpu, gpu, tpu, a number of them .*, got {name!r}"
     with pytest.raises(UnknownTarget, match=message):
         find_target(name)
+    with pytest.raises(UnknownTarget, match=message):
+        num_devices(name)
 
 
 def test_a_number_of_devices_is_the_first_ones_of_that_kind():
@@ -85,7 +96,7 @@ def test_an_unknown_topology_is_refused_with_one_that_exists():
         find_target("tpu:v5e:3x5")
 
 
-@pytest.mark.parametrize("name", ["gpu:b1:8", "gpu:h100:12", "gpu:h100:"])
+@pytest.mark.parametrize("name", ["gpu:b1:8", "gpu:h100:12"])
 def test_gpus_that_no_host_has_are_refused_with_those_that_are_known(name):
     message = f"no GPUs {name!r}.*gpu:h100:8: a kind of a100, h100, h200, up to 8"
     with pytest.raises(UnknownTarget, match=message):

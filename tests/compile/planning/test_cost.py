@@ -137,6 +137,21 @@ def test_a_calibration_survives_its_file_and_refuses_other_keys():
         Calibration.from_json(table)
 
 
+@pytest.mark.parametrize("value", ["1", None, -1, float("nan"), float("inf"), True])
+def test_figures_of_a_calibration_that_cannot_be_are_refused_by_name(value):
+    table = json.loads(json.dumps(fitted(made_up(0.01, FACTORS)).to_json()))
+    found = table["kinds"]["decode"]
+    for name in ("overhead", "first_call", "memory"):
+        wrong = table | {"kinds": table["kinds"] | {"decode": found | {name: value}}}
+        with pytest.raises(ValueError, match=f"kinds.decode.{name}: expected a number from 0 up"):
+            Calibration.from_json(wrong)
+    wrong = table | {"kinds": table["kinds"] | {"decode": found | {"factors": {"head": value}}}}
+    with pytest.raises(ValueError, match=r"kinds\.decode\.head: expected a number"):
+        Calibration.from_json(wrong)
+    with pytest.raises(ValueError, match="insert_seconds: expected a number"):
+        Calibration.from_json(table | {"insert_seconds": value})
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_kind_that_was_not_measured_is_refused(kind):
     others = [one for one in made_up(0, FACTORS) if one.call.kind != kind]

@@ -242,6 +242,7 @@ def test_inputs_and_outputs_that_cannot_work_are_refused_by_name(tmp_path):
         (input_path, tmp_path / "none" / "out.jsonl", "expected its directory"),
         (input_path, tmp_path, "directory"),
         (tmp_path / "pipe", tmp_path / "out.jsonl", "pipe"),
+        (input_path, tmp_path / "pipe", "pipe or device"),
         (tmp_path / "in.gz", tmp_path / "out.jsonl", "gunzip"),
         (tmp_path / "absent", tmp_path / "out.jsonl", "nothing there"),
     ]

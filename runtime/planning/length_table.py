@@ -1,0 +1,77 @@
+"""Tables of lengths: CSV with the token counts of one request of a job a line. Knows no model.
+
+The columns are `prompt_tokens` and `output_tokens`, and, where rows may emit more than they are
+expected to, `max_tokens`, which may be empty. What spreadsheets write is read as it is: a byte
+order mark, either end of line, spaces around values. Anything else is refused by its line.
+"""
+
+import csv
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from ...compile.default_grid import RowNeed
+from ...compile.planning.candidates import ExpectedRow
+from ..run_config import ConfigError
+
+COLUMNS = ("prompt_tokens", "output_tokens", "max_tokens")
+_SHOWN = 40
+"""Characters of a wrong value."""
+
+
+def read_table(path: Path) -> Iterator[ExpectedRow]:
+    """The rows of a table; ConfigError names the line that is wrong."""
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        lines = csv.reader(file)
+        try:
+            columns = [name.strip() for name in next(lines, [])]
+            _check_columns(path, columns)
+            for cells in filter(None, lines):
+                yield _row(f"{path} line {lines.line_num}", columns, cells)
+        except csv.Error as error:
+            raise ConfigError(
+                f"{path} line {lines.line_num}: expected values with commas between, got: {error}."
+            ) from None
+        except UnicodeDecodeError as error:
+            raise ConfigError(
+                f"{path}: expected CSV in UTF-8, got: {error}. Save it as that."
+            ) from None
+
+
+def _check_columns(path: Path, columns: Sequence[str]) -> None:
+    is_distinct = len(set(columns)) == len(columns)
+    if not (is_distinct and set(COLUMNS[:2]) <= set(columns) <= set(COLUMNS)):
+        raise ConfigError(
+            f"{path} line 1: expected the columns {', '.join(COLUMNS)}, the last one as an "
+            f"option, with commas between, got {_shown(', '.join(columns) or 'none')}."
+        )
+
+
+def _row(where: str, columns: Sequence[str], cells: Sequence[str]) -> ExpectedRow:
+    if len(cells) != len(columns):
+        raise ConfigError(
+            f"{where}: expected {len(columns)} values ({', '.join(columns)}), got {len(cells)}."
+        )
+    values = dict(zip(columns, map(str.strip, cells), strict=True))
+    prompt, output = (_count(where, name, values) for name in COLUMNS[:2])
+    limit = _count(where, "max_tokens", values) if values.get("max_tokens") else output
+    if prompt < 1 or output > limit:
+        raise ConfigError(
+            f"{where}: expected at least one prompt token, and outputs from 0 to max_tokens, got "
+            f"{prompt}, {output} and {limit}."
+        )
+    return ExpectedRow(RowNeed(prompt, limit), output)
+
+
+def _count(where: str, name: str, values: Mapping[str, str]) -> int:
+    """A number of tokens; `int` alone would take `1_000`, too."""
+    value = values[name]
+    if not (value.isascii() and value.isdigit() and len(value) < _SHOWN):
+        raise ConfigError(
+            f"{where}: expected a whole number of tokens from 0 up for {name}, got "
+            f"{_shown(repr(value))}."
+        )
+    return int(value)
+
+
+def _shown(text: str) -> str:
+    return text if len(text) <= 3 * _SHOWN else f"{text[: 3 * _SHOWN]} ..."
