@@ -176,14 +176,19 @@ def put_blocks(
 ) -> jax.Array:
     """Write block b at slot `slot_B[b]` and `index_B[b]` of `axis`; one that lies outside is not.
 
-    One slice after the other: a scatter would copy the cache where it is laid out otherwise.
+    As one scatter: with a slice for each row XLA's CPU backend takes more than twice as long to
+    compile a graph, and five times as long to load it.
     """
-    size = x.shape[axis] - blocks.shape[axis]
-    is_inside_B = (slot_B >= 0) & (slot_B < x.shape[0]) & (index_B >= 0) & (index_B <= size)
-    for b in range(blocks.shape[0]):
-        block = blocks[b : b + 1].astype(x.dtype)
-        start = [jnp.int32(0)] * x.ndim
-        start[0], start[axis] = slot_B[b], index_B[b]
-        old = jax.lax.dynamic_slice(x, start, block.shape)
-        x = jax.lax.dynamic_update_slice(x, jnp.where(is_inside_B[b], block, old), start)
-    return x
+    dimensions = jax.lax.ScatterDimensionNumbers(
+        update_window_dims=tuple(range(1, x.ndim)),
+        inserted_window_dims=(0,),
+        scatter_dims_to_operand_dims=(0, axis),
+    )
+    return jax.lax.scatter(
+        x,
+        jnp.stack([slot_B, index_B], axis=1),
+        blocks.astype(x.dtype),
+        dimensions,
+        unique_indices=True,
+        mode=jax.lax.GatherScatterMode.FILL_OR_DROP,
+    )
