@@ -62,31 +62,41 @@ class Bundle:
     plan: Plan
     target: Target
     contents: Contents
+    dumped: Mapping[str, bytes]
+    """Every executable by name, as it was written."""
 
     @classmethod
     def open(
         cls, folder: Path, plan: Plan, target: Target, config: DecoderConfig, model_path: Path
     ) -> "Bundle":
-        """The bundle of a folder; `BundleUnusable` where it is not trusted or not for this."""
+        """The bundle of a folder; `BundleUnusable` where it is not trusted or not for this.
+
+        Executables are read here: a thread of their own would wait, file by file, for one that
+        keeps the interpreter busy.
+        """
         if _is_inside_model(folder, model_path):
             raise BundleUnusable("it lies in the model's directory, from which nothing is run")
         with _said(folder), opened(folder) as descriptor:
             contents = _contents(read_file(CONTENTS, descriptor))
-        check_key(contents.key, key_of(plan, target, config), "it was built")
-        if missing := graph_names(plan.buckets) ^ set(contents.graphs):
-            raise BundleUnusable(f"its executables are not those of the plan ({sorted(missing)})")
-        return cls(folder, plan, target, contents)
+            check_key(contents.key, key_of(plan, target, config), "it was built")
+            if missing := graph_names(plan.buckets) ^ set(contents.graphs):
+                raise BundleUnusable(
+                    f"its executables are not those of the plan ({sorted(missing)})"
+                )
+            with opened(GRAPHS, descriptor) as graphs:
+                dumped = {name: read_kept(file, graphs) for name, file in contents.graphs.items()}
+        return cls(folder, plan, target, contents, dumped)
 
     @property
     def has_weights(self) -> bool:
         return bool(self.contents.weights_key)
 
     def load(self) -> tuple[CompiledGraphs, DecodeState]:
-        """The executables, `BundleUnusable` unless all are what was written, and an empty state.
+        """The executables, and an empty state.
 
         The state's memory is zeroed while the other executables load.
         """
-        dumped = self._read_graphs()
+        dumped = self.dumped
         by_need = sorted(dumped, key=lambda name: (name != EMPTY_STATE, -len(dumped[name])))
         load = partial(serialised.load, devices=self.target.devices)
         try:
@@ -98,10 +108,6 @@ class Bundle:
         except (RuntimeError, ValueError, EOFError, UnpicklingError) as error:
             raise BundleUnusable(f"its executables cannot be loaded ({error})") from error
         return CompiledGraphs(self.plan.buckets, loaded), state.result()
-
-    def _read_graphs(self) -> dict[str, bytes]:
-        with _said(self.folder), opened(self.folder) as folder, opened(GRAPHS, folder) as graphs:
-            return {name: read_kept(file, graphs) for name, file in self.contents.graphs.items()}
 
     def parameters(
         self,
