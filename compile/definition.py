@@ -57,7 +57,7 @@ class Definition:
     def __init__(self, config: DecoderConfig, arrangement: Arrangement = AS_PUBLISHED):
         self.config = config
         self.arrangement = arrangement
-        module = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), arrangement=arrangement))
+        module = nnx.eval_shape(lambda: Decoder(config, rngs=_OneKey(0), arrangement=arrangement))
         self._graphdef, state = nnx.split(module)
         self._variables = {
             self._name(*path): (path, variable) for path, variable in nnx.to_flat_state(state)
@@ -112,3 +112,14 @@ class Definition:
         decoder.dispatch = dispatch
         decoder.attend = attend
         return decoder
+
+
+class _OneKey(nnx.Rngs):
+    """One key for all weights, as only their shapes are asked for.
+
+    The count of other keys is a traced array, and nnx searches all that was traced before whenever
+    it is written: in a deep model that takes longer than all else.
+    """
+
+    def params(self) -> jax.Array:
+        return self.default.key[...]
