@@ -6,17 +6,21 @@ decode passes it by. `stored` are the operations of decode, by which slots lie. 
 requests, text, queues or clocks.
 """
 
+from typing import TYPE_CHECKING
+
 import jax
 import jax.numpy as jnp
 
 from ..modelzoo import axes
 from ..modelzoo.attention import EMPTY_POSITION
 from ..modelzoo.chunk_cache import ChunkRows, put_blocks
-from ..modelzoo.decoder import Decoder
 from ..modelzoo.moe.use import ExpertReport
 from ..modelzoo.operations import Axes, Operations
 from ..modelzoo.sampling import SamplingState, TokenScores
 from .steps import DecodeState, last_hidden, score_positions
+
+if TYPE_CHECKING:
+    from ..modelzoo.decoder import Decoder
 
 _BY_SLOT = axes.LOGITS[:1]
 
@@ -56,7 +60,7 @@ def open_step(
 
 
 def chunk_step(
-    decoder: Decoder,
+    decoder: "Decoder",
     state: DecodeState,
     rows: ChunkRows,
     tokens_BT: jax.Array,
@@ -72,7 +76,7 @@ def chunk_step(
 
 
 def chunk_score_step(
-    decoder: Decoder,
+    decoder: "Decoder",
     state: DecodeState,
     rows: ChunkRows,
     tokens_BT: jax.Array,
@@ -118,7 +122,11 @@ def fork_step(
 
 
 def _pour(
-    decoder: Decoder, state: DecodeState, rows: ChunkRows, tokens_BT: jax.Array, stored: Operations
+    decoder: "Decoder",
+    state: DecodeState,
+    rows: ChunkRows,
+    tokens_BT: jax.Array,
+    stored: Operations,
 ) -> tuple[jax.Array, DecodeState, ExpertReport | None]:
     x_BTD, cache, experts = decoder.prefill_chunk(tokens_BT, rows, state.cache, stored)
     prompt_length_B = stored.take_rows(state.prompt_length_B, rows.slot_B, _BY_SLOT)

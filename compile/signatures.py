@@ -4,6 +4,8 @@ Knows nothing of devices: logical axes go with the arrays, and whoever lowers tu
 placements. One function a graph kind.
 """
 
+from typing import TYPE_CHECKING
+
 import jax
 import jax.numpy as jnp
 
@@ -11,8 +13,10 @@ from ..modelzoo import axes, kv_cache
 from ..modelzoo.chunk_cache import ChunkRows
 from ..modelzoo.sampling import SamplingState
 from .bucket_grid import BucketGrid, PrefillBucket
-from .definition import Definition
 from .steps import DecodeState, Prompts, Visit, map_fields
+
+if TYPE_CHECKING:
+    from .definition import Definition
 
 MAX_STOP_IDS = 48
 """Ids that may end one row: the model's own and the caller's."""
@@ -20,7 +24,7 @@ MAX_BIASES = 300
 
 
 def decode_state(
-    definition: Definition,
+    definition: "Definition",
     grid: BucketGrid,
     dtype: jnp.dtype,
     num_cache_heads: int | None = None,
@@ -98,7 +102,7 @@ def score_arguments(bucket: PrefillBucket) -> tuple[jax.ShapeDtypeStruct, ...]:
     return (*prefill_arguments(bucket), jax.ShapeDtypeStruct((bucket.batch,), jnp.int32))
 
 
-def insert_arguments(definition: Definition):
+def insert_arguments(definition: "Definition"):
     """`row, slot, limit_1` and the row's sampling parameters."""
     scalar = jax.ShapeDtypeStruct((), jnp.int32)
     sampling = jax.eval_shape(lambda: greedy_sampling(1, definition.padded_vocab))
@@ -118,13 +122,13 @@ def chunk_score_arguments(bucket: PrefillBucket):
     return rows, tokens_BT, tokens_BT, rows.count_B
 
 
-def open_arguments(definition: Definition):
+def open_arguments(definition: "Definition"):
     """`slot, prompt_length_1, limit_1` and the row's sampling parameters."""
     _, slot, limit_1, sampling = insert_arguments(definition)
     return slot, limit_1, limit_1, sampling
 
 
-def fork_arguments(definition: Definition):
+def fork_arguments(definition: "Definition"):
     """`source, slot` and the row's sampling parameters."""
     source, slot, _, sampling = insert_arguments(definition)
     return source, slot, sampling

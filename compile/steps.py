@@ -5,18 +5,20 @@ is the only thing that knows of padding. Knows nothing of requests, text, queues
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from ..modelzoo import axes
-from ..modelzoo.decoder import Decoder
 from ..modelzoo.kept_layers import PromptLayer, PromptLayers
 from ..modelzoo.kv_cache import KVCache, insert
 from ..modelzoo.moe.use import ExpertReport
 from ..modelzoo.operations import Axes, Operations
 from ..modelzoo.sampling import History, SamplingState, TokenScores, sample, score_tokens
+
+if TYPE_CHECKING:
+    from ..modelzoo.decoder import Decoder
 
 NUM_ALTERNATIVES = 20
 NO_TOKEN = -1
@@ -89,14 +91,14 @@ class DecodeOutput(NamedTuple):
     """Of all steps together."""
 
 
-def prefill_step(decoder: Decoder, tokens_BT: jax.Array, true_length_B: jax.Array) -> Prompts:
+def prefill_step(decoder: "Decoder", tokens_BT: jax.Array, true_length_B: jax.Array) -> Prompts:
     """Run right-padded prompts. Static: B, T. Logits only for each row's last token."""
     x_BTD, layers, experts = decoder.prefill(tokens_BT, true_length_B)
     return _prompts(decoder, x_BTD, layers, tokens_BT, true_length_B, experts)
 
 
 def score_step(
-    decoder: Decoder, tokens_BT: jax.Array, true_length_B: jax.Array, num_logprobs_B: jax.Array
+    decoder: "Decoder", tokens_BT: jax.Array, true_length_B: jax.Array, num_logprobs_B: jax.Array
 ) -> tuple[Prompts, TokenScores]:
     """As `prefill_step`, and each prompt token's log-probability given those before it.
 
@@ -110,7 +112,7 @@ def score_step(
 
 
 def score_positions(
-    decoder: Decoder, x_BTD: jax.Array, target_BT: jax.Array, num_logprobs_B: jax.Array
+    decoder: "Decoder", x_BTD: jax.Array, target_BT: jax.Array, num_logprobs_B: jax.Array
 ) -> TokenScores:
     """The log-probability of `target`, in order, after each position's hidden state.
 
@@ -179,7 +181,7 @@ def insert_step(
 
 
 def decode_step(
-    decoder: Decoder, state: DecodeState, is_live_B: jax.Array, *, span: int, num_steps: int
+    decoder: "Decoder", state: DecodeState, is_live_B: jax.Array, *, span: int, num_steps: int
 ) -> tuple[DecodeState, DecodeOutput]:
     """Up to `num_steps` tokens for every live row. Static: span, num_steps. Donated: state.
 
@@ -243,7 +245,7 @@ def _constrain_slots(state: DecodeState, operations: Operations) -> DecodeState:
 
 
 def _prompts(
-    decoder: Decoder,
+    decoder: "Decoder",
     x_BTD: jax.Array,
     layers: tuple[PromptLayer | PromptLayers, ...],
     tokens_BT: jax.Array,
@@ -254,7 +256,7 @@ def _prompts(
     return Prompts(layers, logits_BV, tokens_BT, true_length_B, experts)
 
 
-def last_hidden(decoder: Decoder, x_BTD: jax.Array, count_B: jax.Array) -> jax.Array:
+def last_hidden(decoder: "Decoder", x_BTD: jax.Array, count_B: jax.Array) -> jax.Array:
     """`x_BD` of the last of each row's tokens."""
     # a sum with one term that is not zero: a gather along tokens would bring them all together
     position_1T = decoder.operations.positions(x_BTD.shape[1])
@@ -278,7 +280,7 @@ def _empty_output(B: int, num_steps: int) -> DecodeOutput:
     return DecodeOutput(tokens_BQ, jnp.zeros(B, bool), jnp.ones(B, bool), scores)
 
 
-def _no_report(decoder: Decoder, state: DecodeState) -> ExpertReport | None:
+def _no_report(decoder: "Decoder", state: DecodeState) -> ExpertReport | None:
     """What sparse layers report before the first step: zeros."""
     _, _, report = jax.eval_shape(
         lambda: decoder.decode(state.length_B, state.length_B, state.cache, state.is_active_B)

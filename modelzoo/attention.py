@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 
 from .config import PLAIN_SCORES, Chunk, Scores, Window
-from .layers import soft_cap
 
 Position = TypeVar("Position", jax.Array, int)
 EMPTY_POSITION = -1
@@ -83,6 +82,11 @@ def first_visible(position: Position, window: int | Chunk) -> Position:
     if isinstance(window, Chunk):
         return position - position % window.size
     return position - window + 1
+
+
+def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
+    """Squash to within `cap` of zero; nothing for a cap of None."""
+    return x if cap is None else jnp.tanh(x / cap) * cap
 
 
 def attend_dense(

@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 
 from . import axes
-from .attention import EMPTY_POSITION, Attend
+from .attention import EMPTY_POSITION, Attend, soft_cap
 from .block import Block, ParallelBlock, block_of
 from .blockwise import attend_blockwise
 from .chunk_cache import ChunkRows, keep_positions, positions_below
@@ -33,7 +33,7 @@ from .layer_attention import (
     TokenAttention,
 )
 from .layer_groups import layer_groups, place_name, places
-from .layers import Embedding, Norm, scaled, soft_cap
+from .layers import Embedding, Norm, scaled
 from .moe.config import LOSSLESS, Dispatch
 from .moe.layer import ExpertCall
 from .moe.use import ExpertReport

@@ -48,11 +48,6 @@ def scaled(x: jax.Array, factor: float) -> jax.Array:
     return x if factor == 1.0 else (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
-def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
-    """Squash to within `cap` of zero; nothing for a cap of None."""
-    return x if cap is None else jnp.tanh(x / cap) * cap
-
-
 def merge_heads(out: jax.Array, output: jax.Array) -> jax.Array:
     """The product of heads `[B, T, ..., H]` and the weight `[..., H, D]` that merges them."""
     # heads and their entries as one axis: given three, XLA lays the weights out anew each call

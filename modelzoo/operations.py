@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from .axes import row_axis
 from .stripes import IN_ORDER, WHOLE, Stripe, Stripes
 
 if TYPE_CHECKING:
+    from flax import nnx
+
     from .attention import Attend, AttendEntries, Queries
     from .config import Window
     from .moe.experts import ExpertWeights
@@ -45,14 +46,14 @@ class Operations:
         return x
 
     def project(
-        self, equation: str, product: Product, x: jax.Array, weight: nnx.Param, x_axes: Axes,
+        self, equation: str, product: Product, x: jax.Array, weight: "nnx.Param", x_axes: Axes,
         out_axes: Axes,
     ) -> jax.Array:  # fmt: skip
         """`product(x, weight)`, which is the einsum of `equation`, from `x_axes` to `out_axes`."""
         del equation, x_axes, out_axes
         return product(x, weight[...])
 
-    def lookup(self, table: nnx.Param, ids_BT: jax.Array, out_axes: Axes) -> jax.Array:
+    def lookup(self, table: "nnx.Param", ids_BT: jax.Array, out_axes: Axes) -> jax.Array:
         """Rows of a table."""
         del out_axes
         # ids are checked on the host: an id out of range would silently clamp here

@@ -7,15 +7,14 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
 from ..compile.attention_kernels import AttentionChoices, choose_kernels
 from ..compile.bucket_grid import BucketGrid
-from ..compile.build import GraphBuilt, build
 from ..compile.compiled_graphs import CompiledGraphs
-from ..compile.definition import Definition, model_sizes
 from ..compile.expert_plan import LOSSLESS_EXPERTS, ExpertPlan
 from ..compile.plan import DTYPES, Plan
 from ..compile.planning.hardware import num_devices
@@ -32,13 +31,17 @@ from .generation import Generator
 from .host_arrays import HostArrays
 from .text.tokenizer import Tokenizer, load_tokenizer
 
+if TYPE_CHECKING:
+    from ..compile.build import GraphBuilt
+    from ..compile.definition import Definition
+
 
 @dataclass(frozen=True)
 class LoadedModel:
     """Parameters on their devices, and what goes with them."""
 
     files: ModelFiles
-    definition: Definition
+    definition: "Definition"
     parameters: dict[str, jax.Array]
     tokenizer: Tokenizer | None
     eos_ids: tuple[int, ...]
@@ -155,6 +158,8 @@ def check_layout(
     """Refuse a layout that cannot be for this model, target and grid, saying all that is wrong."""
     num_devices = len(target.devices)
     if layout is not None:
+        from ..compile.definition import model_sizes
+
         require(layout, model_sizes(files.spec.config, num_devices, grid))
     elif num_devices > 1:
         raise ValueError(
@@ -180,6 +185,9 @@ def load_model(
 
     Those that `warm` has ready are taken from there.
     """
+    # here, as importing flax takes a while, in which executables load
+    from ..compile.definition import Definition
+
     dtype = resolve_dtype(dtype, target)
     placement = target.placement(layout)
     arrangement = placement.arrangement(files.spec.config, scan_layers)
@@ -213,12 +221,14 @@ def eos_ids(files: ModelFiles, tokenizer: Tokenizer | None) -> tuple[int, ...]:
 
 
 def compile_plan(
-    definition: Definition,
+    definition: "Definition",
     plan: Plan,
     placement: Placement,
-    on_graph: Callable[[GraphBuilt], None] = lambda built: None,
+    on_graph: Callable[["GraphBuilt"], None] = lambda built: None,
 ) -> CompiledGraphs:
     """Every graph of a plan, for a target that may be absent."""
+    from ..compile.build import build
+
     return build(
         definition,
         plan.buckets,
@@ -235,7 +245,7 @@ def start(
     plan: Plan,
     *,
     seed: int = 0,
-    on_graph: Callable[[GraphBuilt], None] = lambda built: None,
+    on_graph: Callable[["GraphBuilt"], None] = lambda built: None,
     warm: WarmStart | None = None,
 ) -> Generator:
     """Compile the plan's graphs, or take those of `warm`; put an empty decode state in place."""

@@ -11,12 +11,11 @@ Knows nothing of graphs or files. Guarantees: every operation equals its referen
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -33,6 +32,9 @@ from .axis_rules import AxisRules, kv_copies
 from .cache_attention import attend_for_all, attend_for_some
 from .expert_exchange import ExpertExchange
 from .projection import Projection
+
+if TYPE_CHECKING:
+    from flax import nnx
 from .ring_attention import Ring
 
 MeshAxes = tuple[str, ...]
@@ -74,7 +76,7 @@ class ShardedOperations(Operations):
         return jax.lax.with_sharding_constraint(x, sharding)
 
     def project(
-        self, equation: str, product: Product, x: jax.Array, weight: nnx.Param, x_axes: Axes,
+        self, equation: str, product: Product, x: jax.Array, weight: "nnx.Param", x_axes: Axes,
         out_axes: Axes,
     ) -> jax.Array:  # fmt: skip
         weight_axes = weight.get_metadata()["logical_axes"]
@@ -93,7 +95,7 @@ class ShardedOperations(Operations):
         specs = self._rules.spec(x_axes), self._stored.spec(weight_axes)
         return self._map(local, specs, self._rules.spec(out_axes))(x, weight[...])
 
-    def lookup(self, table: nnx.Param, ids_BT: jax.Array, out_axes: Axes) -> jax.Array:
+    def lookup(self, table: "nnx.Param", ids_BT: jax.Array, out_axes: Axes) -> jax.Array:
         shards = self._rules[axes.VOCAB]
 
         def rows(ids_BT: jax.Array, table_VD: jax.Array) -> jax.Array:

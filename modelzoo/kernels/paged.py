@@ -7,7 +7,6 @@ values do. Knows nothing of meshes. Source: `jax.experimental.pallas.ops.tpu.pag
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
 
 from ..attention import Visibility
 from ..config import PLAIN_SCORES, Scores
@@ -46,6 +45,9 @@ def attend_paged(
     scores: Scores = PLAIN_SCORES,
 ) -> tuple[jax.Array, jax.Array]:
     """As `attend_dense` for single tokens, with an `lse` of NaN."""
+    # importing Pallas takes a tenth of a second, for which starts without this kernel need not wait
+    from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
+
     assert visibility.sees_beginning, "the mask is a number of entries"
     B, T, K, G, H = q_BTKGH.shape
     assert T == 1

@@ -4,10 +4,11 @@ Blocks in which nothing is visible are neither read nor computed, and scores nev
 Knows nothing of caches or meshes. Source: `jax.experimental.pallas.ops.tpu.splash_attention`.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
 from ..attention import Visibility
 from ..config import PLAIN_SCORES, Chunk, Scores, Window
@@ -46,15 +47,8 @@ def attend_splash(
     """
     assert visibility.is_in_order, "the mask is made of indices"
     B, T, K, G, H = q_BTKGH.shape
-    kernel = splash.make_splash_mha(
-        # rows are heads of their own: under vmap the kernel does not run in the interpreter
-        masks.MultiHeadMask([_mask(visibility.window, T)] * (B * K * G)),
-        block_sizes=_block_sizes(T),
-        head_shards=1,
-        q_seq_shards=1,
-        save_residuals=needs_lse,
-        attn_logits_soft_cap=scores.cap,
-    )
+    # rows are heads of their own: under vmap the kernel does not run in the interpreter
+    kernel = _kernel(visibility.window, T, B * K * G, scores.cap, needs_lse)
     scale = H**-0.5 if scores.scale is None else scores.scale
     q_BKGTH = (q_BTKGH * scale).transpose(0, 2, 3, 1, 4)
     k_BKTH = k_BKHS.swapaxes(2, 3)
@@ -70,20 +64,30 @@ def attend_splash(
     return out_BTKGH, lse_BKGT.transpose(0, 3, 1, 2)
 
 
-def _mask(window: Window, T: int) -> masks.Mask:
+def _kernel(
+    window: Window, T: int, num_heads: int, cap: float | None, needs_lse: bool
+) -> Callable[..., Any]:
+    # importing Pallas takes a tenth of a second, for which starts without this kernel need not wait
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
     match window:
         case None:
-            return masks.CausalMask((T, T))
+            mask = masks.CausalMask((T, T))
         case Chunk(size):
-            return masks.ChunkedCausalMask((T, T), size)
+            mask = masks.ChunkedCausalMask((T, T), size)
         case _:
-            return masks.LocalMask((T, T), (window - 1, 0), offset=0)
-
-
-def _block_sizes(T: int) -> splash.BlockSizes:
-    """Blocks of a prompt, and keys as they lie here: tokens along the last axis."""
+            mask = masks.LocalMask((T, T), (window - 1, 0), offset=0)
     block = block_size(T)
-    return splash.BlockSizes(block, block, block, k_layout=splash.QKVLayout.SEQ_MINOR)
+    return splash.make_splash_mha(
+        masks.MultiHeadMask([mask] * num_heads),
+        # keys as they lie here: tokens along the last axis
+        block_sizes=splash.BlockSizes(block, block, block, k_layout=splash.QKVLayout.SEQ_MINOR),
+        head_shards=1,
+        q_seq_shards=1,
+        save_residuals=needs_lse,
+        attn_logits_soft_cap=cap,
+    )
 
 
 def block_size(T: int) -> int:

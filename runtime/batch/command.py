@@ -31,6 +31,7 @@ from .scan import Need, ScanSummary
 
 if TYPE_CHECKING:
     from ...compile.bucket_grid import BucketGrid
+    from ...compile.build import GraphBuilt
     from ...compile.default_grid import RowNeed
     from ...compile.plan import Plan
     from ...sharding.layout import Layout
@@ -166,13 +167,12 @@ class BatchModel:
         progress: Progress,
     ) -> Build:
         """Load the parameters, then compile the stored, the given or a derived plan."""
-        from ...compile.build import GraphBuilt
         from ...compile.plan import Plan
         from ...compile.targets import find_target
         from .. import compilation_cache, session
         from ..bundles.warm_start import begin
 
-        def report(built: GraphBuilt) -> None:
+        def report(built: "GraphBuilt") -> None:
             progress.note(str(built))
 
         # before the plan: a model that no family knows is the model's fault
