@@ -46,8 +46,8 @@ class CompiledGraphs:
 
     def __init__(self, grid: BucketGrid, executables: Mapping[str, jax.stages.Compiled]):
         self.grid = grid
-        self.executables = dict(executables)
-        """By name."""
+        self.executables = executables
+        """By name; those of a bundle may still be loading, and are waited for."""
 
     @staticmethod
     def prefill_name(bucket: PrefillBucket) -> str:

@@ -92,22 +92,9 @@ class Bundle:
         return bool(self.contents.weights_key)
 
     def load(self) -> tuple[CompiledGraphs, DecodeState]:
-        """The executables, and an empty state.
-
-        The state's memory is zeroed while the other executables load.
-        """
-        dumped = self.dumped
-        by_need = sorted(dumped, key=lambda name: (name != EMPTY_STATE, -len(dumped[name])))
-        load = partial(serialised.load, devices=self.target.devices)
-        try:
-            with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-                tasks = {EMPTY_STATE: pool.submit(load, dumped[EMPTY_STATE])}
-                state = pool.submit(lambda: jax.block_until_ready(tasks[EMPTY_STATE].result()()))
-                tasks |= {name: pool.submit(load, dumped[name]) for name in by_need[1:]}
-                loaded = {name: tasks[name].result() for name in dumped}
-        except (RuntimeError, ValueError, EOFError, UnpicklingError) as error:
-            raise BundleUnusable(f"its executables cannot be loaded ({error})") from error
-        return CompiledGraphs(self.plan.buckets, loaded), state.result()
+        """The executables, of which most may still be loading, and an empty state."""
+        loading = _Loading(self.dumped, self.target)
+        return CompiledGraphs(self.plan.buckets, loading), loading[EMPTY_STATE]()
 
     def parameters(
         self,
@@ -119,6 +106,35 @@ class Bundle:
         check_key(self.contents.weights_key, weights_key_of(model_fingerprint), "they were kept")
         with _said(self.folder), opened(self.folder) as folder, opened(WEIGHTS, folder) as weights:
             return read_shards(weights, self.contents.shards, abstract, shardings)
+
+
+class _Loading(Mapping[str, jax.stages.Compiled]):
+    """Executables by name, small ones first; who asks for one that is not loaded waits for it.
+
+    Who asks for one that cannot be loaded gets `BundleUnusable`.
+    """
+
+    def __init__(self, dumped: Mapping[str, bytes], target: Target):
+        # one core is left to who reads weights, and then runs the first rows
+        pool = ThreadPoolExecutor(max_workers=max(1, (os.cpu_count() or 1) - 1))
+        load = partial(serialised.load, devices=target.devices)
+        by_size = sorted(dumped, key=lambda name: len(dumped[name]))
+        self._tasks = {name: pool.submit(load, dumped[name]) for name in by_size}
+        pool.shutdown(wait=False)
+
+    def __getitem__(self, name: str) -> jax.stages.Compiled:
+        try:
+            return self._tasks[name].result()
+        except (RuntimeError, ValueError, EOFError, UnpicklingError) as error:
+            raise BundleUnusable(
+                f"its executable {name} cannot be loaded ({error}); compile the bundle again"
+            ) from error
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tasks)
+
+    def __len__(self) -> int:
+        return len(self._tasks)
 
 
 def check_folder(folder: Path, model_path: Path) -> None:

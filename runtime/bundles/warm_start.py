@@ -1,7 +1,8 @@
 """A start from a bundle: executables load in the background while the rest is made ready.
 
 Loading executables takes a thread of the compiler's runtime and no interpreter, reading weights the
-disk and hashes: side by side they take as long as the longer one. What cannot be used is said in
+disk and hashes: side by side they take as long as the longer one. The first rows wait for the
+executables that they run through, and for no others. What cannot be used is said in
 a note, and left to the caller to make. Knows nothing of how that is done.
 """
 
@@ -56,7 +57,7 @@ class WarmStart:
         background.shutdown(wait=False)
 
     def graphs(self) -> tuple[CompiledGraphs, DecodeState] | None:
-        """The executables, once they are loaded, and an empty state; None where there are none."""
+        """The executables, which load on, and an empty state; None where there are none."""
         if self._bundle is None:
             return None
         try:
@@ -64,7 +65,7 @@ class WarmStart:
         except BundleUnusable as error:
             self._say(f"{error}. Compiling the plan instead.")
             return None
-        self._say(f"{len(graphs.executables)} executables loaded, none compiled")
+        self._say(f"{len(graphs.executables)} executables taken, none compiled")
         return graphs, state
 
     def parameters(

@@ -39,7 +39,7 @@ def test_a_job_starts_from_a_bundle_without_compiling(noria, source, plan, bundl
     output = source.with_name("out.jsonl")
     arguments = ("-i", source, "-o", output, "--model", noria.model, "--plan", bundle)
     said = noria.run("batch", *arguments).stderr
-    assert "executables loaded, none compiled" in said
+    assert "executables taken, none compiled" in said
     assert "compile [" not in said
     for ours, theirs in zip(read_rows(output), compiled, strict=True):
         assert answer(ours) == answer(theirs)
@@ -53,7 +53,7 @@ def test_weights_are_kept_and_taken_instead_of_the_models(noria, source, plan):
 
     output = source.with_name("warm.jsonl")
     said = noria.run("batch", *given, "-o", output).stderr
-    assert "executables loaded, none compiled" in said
+    assert "executables taken, none compiled" in said
     assert "Reading those of" not in said
     compiled, _ = noria.batch(source, source.with_name("compiled.jsonl"), "--plan", plan)
     assert [answer(row) for row in read_rows(output)] == [answer(row) for row in compiled]
@@ -77,7 +77,7 @@ def test_weights_of_another_model_are_not_taken(noria, source, plan, tmp_path):
     noria.run("compile", "--model", noria.model, "--plan", for_any, "-o", folder, "--weights")
     output = tmp_path / "out.jsonl"
     said = noria.run("batch", "-i", source, "-o", output, "--model", other, "--plan", folder).stderr
-    assert "executables loaded" in said
+    assert "executables taken" in said
     assert "weights of: " in said
     plain = tmp_path / "plain.jsonl"
     noria.run("batch", "-i", source, "-o", plain, "--model", other, "--plan", for_any)
@@ -97,7 +97,7 @@ def test_a_script_starts_from_a_bundle(noria, bundle):
         text=True,
         check=True,
     )
-    assert "executables loaded, none compiled" in run.stderr
+    assert "executables taken, none compiled" in run.stderr
     assert run.stdout.startswith("[")
 
 

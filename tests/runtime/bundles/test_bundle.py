@@ -1,5 +1,6 @@
 """Bundles: what was built is loaded without a compiler, and whatever was touched is not opened."""
 
+import hashlib
 import json
 import os
 from dataclasses import replace
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from tiny import CONFIG, GRID
 
+from noria.compile.compiled_graphs import CompiledGraphs
 from noria.compile.monitor import compile_monitor
 from noria.compile.plan import Plan, PlannedModel
 from noria.compile.targets import Target
@@ -100,6 +102,19 @@ def test_a_truncated_or_changed_executable_is_refused(folder, target):
     assert "not the file that was written" in refusal(folder, target)
     path.unlink()
     assert "No such file" in refusal(folder, target)
+
+
+def test_an_executable_that_cannot_be_loaded_is_named_by_the_call_that_needs_it(folder, target):
+    """It was written like that; all others serve."""
+    broken, content = CompiledGraphs.decode_name(GRID.decode_spans[0]), b"\0"
+    graphs = json.loads((folder / CONTENTS).read_text())["graphs"]
+    (folder / GRAPHS / graphs[broken]["file"]).write_bytes(content)
+    digest = hashlib.sha256(content).hexdigest()
+    edit_contents(folder, lambda contents: contents["graphs"][broken].update(sha256=digest))
+    loaded, _ = Bundle.open(folder, PLAN, target, CONFIG, ELSEWHERE).load()
+    assert loaded.executable(CompiledGraphs.prefill_name(GRID.prefill[0]))
+    with pytest.raises(BundleUnusable, match=f"{broken} cannot be loaded"):
+        loaded.executable(broken)
 
 
 def test_what_others_can_write_is_refused(folder, target):
