@@ -10,6 +10,7 @@ in its order.
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +73,8 @@ def finalise(
     rows = settings.part.take(summary.rows)
     finished = [journal.rows[row.key] for row in rows if row.bad is None]
     try:
-        outputs = write_outputs(
-            disk,
-            settings.outputs,
-            lambda path: _output_lines(settings, rows, journal, lines, path),
-        )
+        lines_of = partial(_output_lines, settings, rows, journal, lines)
+        outputs = write_outputs(disk, settings.outputs, lines_of)
         manifest = make_manifest(
             model=settings.model_name,
             configuration=settings.stored_configuration,
@@ -87,12 +85,7 @@ def finalise(
                 "values": dict(settings.sampling_defaults),
                 "source": settings.sampling_defaults_source,
             },
-            input_facts={
-                "name": settings.input_path.name,
-                "sha256": summary.input_sha256,
-                "bytes": summary.num_bytes,
-                "rows": len(summary.rows),
-            },
+            input_facts=_input_facts(settings.input_path, summary),
             outputs=outputs,
             rows=count_outcomes(
                 (_code(row, journal) for row in rows),
@@ -114,6 +107,15 @@ def finalise(
             EXIT_RESUMABLE,
         ) from error
     return manifest
+
+
+def _input_facts(path: Path, summary: ScanSummary) -> dict[str, Any]:
+    return {
+        "name": path.name,
+        "sha256": summary.input_sha256,
+        "bytes": summary.num_bytes,
+        "rows": len(summary.rows),
+    }
 
 
 def write_outputs(

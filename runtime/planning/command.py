@@ -38,6 +38,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--calibration", type=Path, help="made by noria bench --calibration on the target")
     add("--hardware", type=Path, help="TOML tables of devices, beside the published ones")
+    _add_search_options(parser)
+    add("--quiet", action="store_true", help="no progress on stderr")
+    parser.set_defaults(run=run)
+
+
+def _add_search_options(parser: argparse.ArgumentParser) -> None:
+    """Which plans there are to choose from, and how hard they are looked at."""
+    add = parser.add_argument
     add("--chunks", choices=("auto", "never", "always"), default="auto", help="of prompts")
     add(
         "--scan-layers",
@@ -66,8 +74,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--max-memory-gb", type=float, help="on each device (default: 90 %% of what it has)")
     add("--tries", type=int, default=24, help="grids to simulate at most (default: 24)")
-    add("--quiet", action="store_true", help="no progress on stderr")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

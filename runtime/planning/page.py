@@ -41,36 +41,10 @@ def page(report: Mapping[str, Any], pictures: Sequence[Picture]) -> str:
         *map(_picture, pictures),
         *_compiled_layouts(report["compiled_layouts"]),
         "<h2>Graphs</h2>",
-        _table(
-            ("graph", "calls", "real tokens", "computed", "ms a call", "waits for", "seconds"),
-            (
-                (
-                    graph["graph"],
-                    graph["calls"],
-                    graph["real_tokens"],
-                    graph["computed_tokens"],
-                    f"{graph['seconds'] * 1e3:.2f}",
-                    graph["binds"],
-                    f"{graph['total_seconds']:.1f}",
-                )
-                for graph in report["graphs"]
-            ),
-        ),
+        _graphs(report["graphs"]),
         *_collectives(report["graphs"]),
         "<h2>Other grids</h2>",
-        _table(
-            ("grid", "graphs", "prefill computed / real", "slots full", "run seconds"),
-            (
-                (
-                    name,
-                    figures["graphs"],
-                    f"{figures['prefill_computed_tokens'] / figures['prefill_real_tokens']:.3f}",
-                    f"{figures['occupancy']:.1%}",
-                    f"{figures['run_seconds']:.1f}",
-                )
-                for name, figures in {"this plan": predicted, **report["comparison"]}.items()
-            ),
-        ),
+        _grids({"this plan": predicted, **report["comparison"]}),
         "<h2>The plan</h2>",
         f"<pre>{_text(report['plan'])}</pre>",
     ]
@@ -78,6 +52,37 @@ def page(report: Mapping[str, Any], pictures: Sequence[Picture]) -> str:
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>noria plan</title>'
         f"<style>{_STYLE}</style></head><body>{''.join(body)}</body></html>\n"
     )
+
+
+def _graphs(graphs: Sequence[Mapping[str, Any]]) -> str:
+    rows = (
+        (
+            graph["graph"],
+            graph["calls"],
+            graph["real_tokens"],
+            graph["computed_tokens"],
+            f"{graph['seconds'] * 1e3:.2f}",
+            graph["binds"],
+            f"{graph['total_seconds']:.1f}",
+        )
+        for graph in graphs
+    )
+    header = ("graph", "calls", "real tokens", "computed", "ms a call", "waits for", "seconds")
+    return _table(header, rows)
+
+
+def _grids(grids: Mapping[str, Mapping[str, Any]]) -> str:
+    rows = (
+        (
+            name,
+            figures["graphs"],
+            f"{figures['prefill_computed_tokens'] / figures['prefill_real_tokens']:.3f}",
+            f"{figures['occupancy']:.1%}",
+            f"{figures['run_seconds']:.1f}",
+        )
+        for name, figures in grids.items()
+    )
+    return _table(("grid", "graphs", "prefill computed / real", "slots full", "run seconds"), rows)
 
 
 def _compiled(compiled: Mapping[str, Any] | None) -> list[str]:
