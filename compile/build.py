@@ -30,6 +30,9 @@ from .monitor import compile_monitor
 from .scanned import check_scanned
 from .steps import DecodeState, decode_step, insert_step, prefill_step, score_step
 
+TPU_LANES = 128
+"""Entries of a row of a tile."""
+
 
 @dataclass(frozen=True)
 class GraphBuilt:
@@ -125,9 +128,13 @@ class _GraphPlanner:
         self._dispatch = {phase: experts.dispatch(phase, placement.platform) for phase in PHASES}
         self._dispatch["chunk"] = self._dispatch["prefill"]
         self._kernels = choose_kernels(config, grid, placement, dtype, attention)
-        shardings = placement.formats(placement.parameters(definition.logical_axes()))
+        shardings = placement.parameters(definition.logical_axes())
         self._parameters = {
-            name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=shardings[name])
+            name: jax.ShapeDtypeStruct(
+                leaf.shape,
+                leaf.dtype,
+                sharding=placement.format(name, leaf.ndim, shardings[name]),
+            )
             for name, leaf in definition.abstract_parameters(dtype).items()
         }
         num_heads = placement.num_cache_heads(config)
@@ -230,10 +237,21 @@ class _GraphPlanner:
 
     def _place_state(self, leaf: Any, logical_axes: Axes) -> jax.ShapeDtypeStruct:
         placed = self._place("decode", leaf, logical_axes)
-        if logical_axes != axes.CACHE_KEYS or not self._kernels.decode.wants_keys_by_entry:
+        if not self._lies_by_entry(leaf, logical_axes):
             return placed
-        lies = self._placement.by_entry(placed.sharding)
+        lies = self._placement.by_entry(placed.sharding, leaf.ndim)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=lies)
+
+    def _lies_by_entry(self, leaf: Any, logical_axes: Axes) -> bool:
+        """Whether an array of the state is keys that are kept head by head of an entry.
+
+        Those of layers in a loop where a head fills tiles of a TPU: there XLA writes entries of
+        such heads in no other way, and would lay all keys out anew before each loop and after it.
+        """
+        if logical_axes == axes.CACHE_KEYS:
+            return self._kernels.decode.wants_keys_by_entry
+        is_of_loop = logical_axes == axes.of_layers(axes.CACHE_KEYS)
+        return is_of_loop and self._placement.platform == "tpu" and not leaf.shape[-2] % TPU_LANES
 
     def _on_host(self, arguments: Any) -> Any:
         sharding = self._placement.replicated

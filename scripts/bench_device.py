@@ -207,7 +207,10 @@ class DeviceBench:
 
         abstract = self.definition.abstract_parameters(self.dtype)
         lying = self.placement.parameters(self.definition.logical_axes())
-        placements = self.placement.formats(lying)
+        placements = {
+            name: self.placement.format(name, leaf.ndim, lying[name])
+            for name, leaf in abstract.items()
+        }
 
         def make(number, shape: tuple[int, ...]):
             if len(shape) == 1:

@@ -59,28 +59,26 @@ class Placement:
             for name, names in logical_axes.items()
         }
 
-    def formats(self, shardings: Mapping[str, Sharding]) -> dict[str, Sharding | Format]:
-        """Where and how each parameter lies.
+    def format(self, parameter: str, num_axes: int, sharding: Sharding) -> Sharding | Format:
+        """Where and how a parameter lies that lies there.
 
-        On TPU the default layout of a `[V, D]` table is transposed when D is not a multiple of 128;
-        every call would then copy it to gather rows, so tables are asked for row by row.
+        On TPU XLA would lay some out anew in every call, and keep copies of all layers' meanwhile,
+        so they are asked for as products read them.
         """
-        if self.platform != "tpu":
-            return dict(shardings)
-        row_major = MemoryLayout(major_to_minor=(0, 1))
-        return {
-            name: Format(row_major, sharding) if name in _TABLES else sharding
-            for name, sharding in shardings.items()
-        }
+        order = _memory_order(parameter, num_axes) if self.platform == "tpu" else None
+        return sharding if order is None else Format(MemoryLayout(major_to_minor=order), sharding)
 
-    def by_entry(self, sharding: Sharding) -> Format:
-        """Keys of a cache, `[B, K, H, S]`, with the heads of an entry along the last axis."""
-        return Format(MemoryLayout(major_to_minor=(0, 1, 3, 2)), sharding)
+    def by_entry(self, sharding: Sharding, ndim: int = 4) -> Format:
+        """Keys of a cache, `[..., H, S]`, with the heads of an entry along the last axis."""
+        *leading, head, entry = range(ndim)
+        return Format(MemoryLayout(major_to_minor=(*leading, entry, head)), sharding)
 
     def place(self, parameters: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """Bring loaded parameters into the memory layout that graphs expect; off TPU a no-op."""
-        formats = self.formats({name: x.sharding for name, x in parameters.items()})
-        return {name: jax.device_put(x, formats[name]) for name, x in parameters.items()}
+        return {
+            name: jax.device_put(x, self.format(name, x.ndim, x.sharding))
+            for name, x in parameters.items()
+        }
 
     def arrangement(self, config: DecoderConfig, scan_layers: bool = False) -> Arrangement:
         """How this layout wants the weights of a model arranged, and a build its layers."""
@@ -126,3 +124,18 @@ class Placement:
 
     def _shards(self, mesh_axes: tuple[str, ...]) -> int:
         return 1 if self.layout is None else self.layout.mesh.num_shards(mesh_axes)
+
+
+def _memory_order(parameter: str, num_axes: int) -> tuple[int, ...] | None:
+    """The axes of a parameter from major to minor on a TPU, where its default is not wanted.
+
+    A `[V, D]` table lies row by row: by default it is transposed when D is not a multiple of 128,
+    and every call would copy it to gather rows. The `[D, K, J, H]` projection of heads has D, which
+    products sum over, last: as a matrix it could not be read where J does not fill a tile.
+    """
+    if parameter in _TABLES:
+        return (0, 1)
+    if parameter.endswith(".attention.qkv"):
+        *layers, embed, kv_heads, of_head, head = range(num_axes)
+        return (*layers, kv_heads, of_head, head, embed)
+    return None
