@@ -133,7 +133,7 @@ class _GraphPlanner:
             name: jax.ShapeDtypeStruct(
                 leaf.shape,
                 leaf.dtype,
-                sharding=placement.format(name, leaf.ndim, shardings[name]),
+                sharding=placement.format(name, leaf.shape, shardings[name]),
             )
             for name, leaf in definition.abstract_parameters(dtype).items()
         }
@@ -237,21 +237,24 @@ class _GraphPlanner:
 
     def _place_state(self, leaf: Any, logical_axes: Axes) -> jax.ShapeDtypeStruct:
         placed = self._place("decode", leaf, logical_axes)
-        if not self._lies_by_entry(leaf, logical_axes):
+        if not self._lies_by_entry(placed, logical_axes):
             return placed
         lies = self._placement.by_entry(placed.sharding, leaf.ndim)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=lies)
 
-    def _lies_by_entry(self, leaf: Any, logical_axes: Axes) -> bool:
-        """Whether an array of the state is keys that are kept head by head of an entry.
+    def _lies_by_entry(self, placed: jax.ShapeDtypeStruct, logical_axes: Axes) -> bool:
+        """Whether an array of the state is keys with the heads of an entry along the last axis.
 
-        Those of layers in a loop where a head fills tiles of a TPU: there XLA writes entries of
-        such heads in no other way, and would lay all keys out anew before each loop and after it.
+        Those of layers in a loop are where a device of a TPU has one head that fills its tiles:
+        there XLA writes entries in this order, and would lay all keys out anew before each loop
+        and after it.
         """
         if logical_axes == axes.CACHE_KEYS:
             return self._kernels.decode.wants_keys_by_entry
-        is_of_loop = logical_axes == axes.of_layers(axes.CACHE_KEYS)
-        return is_of_loop and self._placement.platform == "tpu" and not leaf.shape[-2] % TPU_LANES
+        if logical_axes != axes.of_layers(axes.CACHE_KEYS) or self._placement.platform != "tpu":
+            return False
+        *_, num_heads, head_dim, _ = placed.sharding.shard_shape(placed.shape)
+        return num_heads == 1 and not head_dim % TPU_LANES
 
     def _on_host(self, arguments: Any) -> Any:
         sharding = self._placement.replicated

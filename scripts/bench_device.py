@@ -208,7 +208,7 @@ class DeviceBench:
         abstract = self.definition.abstract_parameters(self.dtype)
         lying = self.placement.parameters(self.definition.logical_axes())
         placements = {
-            name: self.placement.format(name, leaf.ndim, lying[name])
+            name: self.placement.format(name, leaf.shape, lying[name])
             for name, leaf in abstract.items()
         }
 

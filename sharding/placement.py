@@ -4,6 +4,7 @@ Knows nothing of graphs or files. Loader and lowering ask here, so they cannot d
 layout everything lies whole on every device of the mesh, and the operations are the reference.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -59,13 +60,17 @@ class Placement:
             for name, names in logical_axes.items()
         }
 
-    def format(self, parameter: str, num_axes: int, sharding: Sharding) -> Sharding | Format:
-        """Where and how a parameter lies that lies there.
+    def format(
+        self, parameter: str, shape: tuple[int, ...], sharding: Sharding
+    ) -> Sharding | Format:
+        """Where and how a parameter of that shape lies.
 
-        On TPU XLA would lay some out anew in every call, and keep copies of all layers' meanwhile,
-        so they are asked for as products read them.
+        XLA for TPU would lay some out anew in every call, and keep copies of all layers' meanwhile,
+        so they are asked for as its products read them.
         """
-        order = _memory_order(parameter, num_axes) if self.platform == "tpu" else None
+        if self.platform != "tpu":
+            return sharding
+        order = _memory_order(parameter, sharding.shard_shape(shape))
         return sharding if order is None else Format(MemoryLayout(major_to_minor=order), sharding)
 
     def by_entry(self, sharding: Sharding, ndim: int = 4) -> Format:
@@ -76,7 +81,7 @@ class Placement:
     def place(self, parameters: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """Bring loaded parameters into the memory layout that graphs expect; off TPU a no-op."""
         return {
-            name: jax.device_put(x, self.format(name, x.ndim, x.sharding))
+            name: jax.device_put(x, self.format(name, x.shape, x.sharding))
             for name, x in parameters.items()
         }
 
@@ -126,16 +131,19 @@ class Placement:
         return 1 if self.layout is None else self.layout.mesh.num_shards(mesh_axes)
 
 
-def _memory_order(parameter: str, num_axes: int) -> tuple[int, ...] | None:
-    """The axes of a parameter from major to minor on a TPU, where its default is not wanted.
+def _memory_order(parameter: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The axes of a parameter on each device from major to minor, where its default is not wanted.
 
     A `[V, D]` table lies row by row: by default it is transposed when D is not a multiple of 128,
-    and every call would copy it to gather rows. The `[D, K, J, H]` projection of heads has D, which
-    products sum over, last: as a matrix it could not be read where J does not fill a tile.
+    and every call would copy it to gather rows. Of `[D, K, J, H]`, which makes heads, XLA reads D
+    last where it is the longer side of the matrix by far: so it chose, of every model and layout of
+    `benchmarks/whole_plans.md` that was tried, when it was free to (`Layout.AUTO`).
     """
     if parameter in _TABLES:
         return (0, 1)
-    if parameter.endswith(".attention.qkv"):
-        *layers, embed, kv_heads, of_head, head = range(num_axes)
-        return (*layers, kv_heads, of_head, head, embed)
-    return None
+    if not parameter.endswith(".attention.qkv"):
+        return None
+    *layers, embed, kv_heads, of_head, head = range(len(shape))
+    if shape[embed] <= 2 * math.prod(shape[kv_heads:]):
+        return None
+    return (*layers, kv_heads, of_head, head, embed)
