@@ -115,6 +115,22 @@ def test_decode_with_scanned_layers_works_in_place(target, dtype, windows):
     )
 
 
+@pytest.mark.tpu_compile
+@pytest.mark.parametrize("num_kv_heads", [1, 2])
+def test_temporaries_of_a_loop_do_not_grow_with_its_layers_on_tpu(num_kv_heads):
+    """Heads fill tiles of 128. Neither keys nor weights of all layers are laid out anew."""
+    shape = {"embed": 1024, "num_query_heads": num_kv_heads, "num_kv_heads": num_kv_heads}
+    shape |= {"head_dim": 128, "vocab_size": 1000}
+    needed = {}
+    for num_layers in (2, 6):
+        windows = (None,) * num_layers
+        graph = decode_graph(TPU, GRID.max_length, "bfloat16", windows, scan_layers=True, **shape)
+        compiled, _, _ = compile_graph(graph)
+        needed[num_layers] = compiled.memory_analysis().temp_size_in_bytes
+    output = graph.arguments[0]["layers.0:6.attention.output"]
+    assert needed[6] - needed[2] < 4 * output.dtype.itemsize * output.size // 6
+
+
 LATENTS = {
     "vocab_size": 250,
     "num_query_heads": 16,
