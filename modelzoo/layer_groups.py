@@ -29,7 +29,7 @@ def layer_groups(config: DecoderConfig, arrangement: Arrangement) -> tuple[Group
     num_layers = config.num_layers
     first, period, turns = 0, 1, 1
     if arrangement.scan_layers:
-        first, period, turns = _longest_repeat(config.layer_kinds)
+        first, period, turns = longest_repeat(config.layer_kinds)
     end = first + period * turns
     alone = [(range(i, i + 1),) for i in range(num_layers) if not first <= i < end]
     repeated = tuple(range(first + place, end, period) for place in range(period))
@@ -41,7 +41,7 @@ def places(config: DecoderConfig, arrangement: Arrangement) -> list[range]:
     return [layers for group in layer_groups(config, arrangement) for layers in group]
 
 
-def _longest_repeat(kinds: Sequence[Any]) -> tuple[int, int, int]:
+def longest_repeat(kinds: Sequence[Any]) -> tuple[int, int, int]:
     """First layer, period and turns of the repeat that leaves fewest layers to define.
 
     Of several the one of the shortest period, and of those the first.

@@ -1,7 +1,9 @@
 """What a compiled graph does in a call: operations and bytes, what it sends, the memory it takes.
 
 The compiler counts the body of a loop once, and on GPU counts nothing: its counts of operations and
-bytes stand where they are higher than those of the shapes. Collectives are read from the program.
+bytes stand where they are higher than those of the shapes. Collectives are read from the program;
+where XLA cannot write it as text (so it is of programs with asynchronous slices on TPU), what is
+sent is that of the shapes. Layers are alike, so two programs of few of them tell of any number.
 
 Knows nothing of plans. Guarantees: seconds are by the same roofline and the same peaks for a
 program and for shapes, each as one part, so their ratio is what the compiler added or saved.
@@ -17,6 +19,42 @@ from ...sharding.mesh_layout import MeshLayout
 from ..collectives import Collective, read_collectives
 from .cost import CostModel
 from .work import Call
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What is counted of a program, on one device."""
+
+    flops: float
+    num_bytes: float
+    sent: Mapping[str, float] | None
+    """Bytes to other devices, by mesh axes joined by `+`; None where it cannot be read."""
+    memory_bytes: float
+    """With all that it is given; 0 where the compiler says nothing."""
+
+    @classmethod
+    def of(cls, executable: jax.stages.Compiled, mesh: MeshLayout, memory_bytes: int) -> "Counted":
+        """Of one executable."""
+        found = executable.cost_analysis() or {}
+        flops, num_bytes = found.get("flops", 0.0), found.get("bytes accessed", 0.0)
+        return cls(flops, num_bytes, _sent(executable, mesh), memory_bytes)
+
+    def and_turns(self, more: float, shorter: "Counted") -> "Counted":
+        """Of a program with so many more turns of its layers; `shorter` is of one turn less."""
+
+        def grown(longer: float, shorter: float) -> float:
+            return longer + more * (longer - shorter)
+
+        sent = None
+        if self.sent is not None and shorter.sent is not None:
+            before = shorter.sent
+            sent = {axes: grown(of, before.get(axes, 0.0)) for axes, of in self.sent.items()}
+        return Counted(
+            grown(self.flops, shorter.flops),
+            grown(self.num_bytes, shorter.num_bytes),
+            sent,
+            grown(self.memory_bytes, shorter.memory_bytes),
+        )
 
 
 @dataclass(frozen=True)
@@ -41,17 +79,13 @@ class CompiledCall:
         return self.seconds / self.shapes_seconds
 
 
-def compiled_call(
-    name: str, call: Call, executable: jax.stages.Compiled, cost: CostModel, memory_bytes: int
-) -> CompiledCall:
-    """Read an executable of a call."""
+def compiled_call(name: str, call: Call, counted: Counted, cost: CostModel) -> CompiledCall:
+    """A call of a program, of which so much is counted."""
     parts = cost.work.parts(call)
     flops, num_bytes = sum(part.flops for part in parts), sum(part.bytes for part in parts)
     planned = _added(part.sent for part in parts)
-    counted = executable.cost_analysis() or {}
-    more_flops = max(flops, counted.get("flops", 0.0))
-    more_bytes = max(num_bytes, counted.get("bytes accessed", 0.0))
-    sent = _sent(executable, cost.work.layout.mesh)
+    more_flops, more_bytes = max(flops, counted.flops), max(num_bytes, counted.num_bytes)
+    sent = planned if counted.sent is None else counted.sent
     return CompiledCall(
         graph=name,
         flops=more_flops,
@@ -59,7 +93,7 @@ def compiled_call(
         sent=sent,
         seconds=cost.roofline(more_flops, more_bytes, sent),
         shapes_seconds=cost.roofline(flops, num_bytes, planned),
-        memory_bytes=memory_bytes,
+        memory_bytes=round(counted.memory_bytes),
     )
 
 
@@ -71,13 +105,18 @@ def _added(tables: Iterable[Mapping[str, float]]) -> dict[str, float]:
     return total
 
 
-def _sent(executable: jax.stages.Compiled, mesh: MeshLayout) -> dict[str, float]:
+def _sent(executable: jax.stages.Compiled, mesh: MeshLayout) -> dict[str, float] | None:
     """Bytes by mesh axes; branches that only some rows ask for are left out."""
     if mesh.num_devices == 1:
         return {}
-    found = read_collectives(executable.as_text() or "", mesh.sizes)
+    try:
+        text = executable.as_text() or ""
+    except RuntimeError:
+        return None
     return _added(
-        {"+".join(one.mesh_axes): _sent_for(one, mesh)} for one in found if not one.is_conditional
+        {"+".join(one.mesh_axes): _sent_for(one, mesh)}
+        for one in read_collectives(text, mesh.sizes)
+        if not one.is_conditional
     )
 
 

@@ -1,28 +1,32 @@
 """Planned layouts in the order that their compiled graphs tell.
 
 Of every plan the prefill graph and the decode graph that it spends most on are compiled for the
-target. A plan's predicted seconds of each phase are multiplied by how much longer the compiled
-graph takes under the roofline than its shapes alone: what the compiler copies, gathers and sends
-counts, and what it needs must fit. Every second is a prediction.
+target: with one turn of the pattern that the model's layers repeat, and with two, one layer after
+the other. What a turn adds is that of every further one, so a deep model takes no longer. A plan's
+predicted seconds of each phase are multiplied by how much longer the compiled graph takes under the
+roofline than its shapes alone: what the compiler copies, gathers and sends counts, and what it
+needs must fit. Every second is a prediction.
 
 Weights are not read, and nothing is run.
 """
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import jax.numpy as jnp
 
-from ...compile.build import GraphToBuild, compile_graph, plan_graphs
+from ...compile.build import compile_graph, plan_graphs
 from ...compile.compiled_graphs import CompiledGraphs
 from ...compile.definition import Definition
 from ...compile.expert_plan import LOSSLESS_EXPERTS, default_experts
-from ...compile.planning.compiled_call import CompiledCall, compiled_call
+from ...compile.planning.compiled_call import CompiledCall, Counted, compiled_call
 from ...compile.planning.cost import CostModel
 from ...compile.planning.work import Call
 from ...compile.targets import find_target
 from ...modelzoo.config import DecoderConfig
+from ...modelzoo.layer_groups import longest_repeat
 from ...sharding.layout import Layout
 from ..graph_memory import memory_of
 from .planning import Planned
@@ -72,38 +76,50 @@ class LayoutCompiler:
     target: str
     config: DecoderConfig
     dtype: str
-    scan_layers: bool = False
     on_note: Callable[[str], None] = lambda line: None
 
     def in_order(self, planned: Sequence[PlannedLayout], count: int) -> list[PlannedLayout]:
         """The first so many, compiled, the fastest first; then the others."""
+        started = time.process_time()
         compiled = [self._compiled(one) for one in planned[:count]]
         compiled.sort(key=lambda one: one.compiled_seconds)
+        minutes = (time.process_time() - started) / 60
+        self.on_note(f"layouts compiled in {minutes:.1f} minutes of the processor")
         return [*compiled, *planned[count:]]
 
     def _compiled(self, one: PlannedLayout) -> PlannedLayout:
-        target = find_target(self.target)
-        placement = target.placement(one.layout)
-        arrangement = placement.arrangement(self.config, self.scan_layers)
-        definition = Definition(self.config, arrangement)
-        experts = default_experts(self.config) or LOSSLESS_EXPERTS
-        dtype, grid = jnp.dtype(self.dtype), one.planned.best.grid
-        graphs = plan_graphs(definition, grid, placement, dtype, experts)
-        by_name = {graph.name: graph for graph in graphs}
         found = {}
         for phase, (name, call) in _costliest(one).items():
             try:
-                found[phase] = self._read(by_name[name], call, one.cost)
+                found[phase] = compiled_call(name, call, self._counted(one, name), one.cost)
             except RuntimeError as error:
                 # an over-full device is what compiling should find out
                 reason = str(error).strip().partition("\n")[0]
                 return replace(one, problem=f"{name} does not compile: {reason}")
         return replace(one, compiled=found, problem=_too_large(one, found))
 
-    def _read(self, graph: GraphToBuild, call: Call, cost: CostModel) -> CompiledCall:
-        executable, seconds, _ = compile_graph(graph)
-        self.on_note(f"{cost.work.layout.name}: {graph.name} compiled in {seconds:.1f} s")
-        return compiled_call(graph.name, call, executable, cost, memory_of(executable))
+    def _counted(self, one: PlannedLayout, name: str) -> Counted:
+        """Of the graph with all layers."""
+        first, period, turns = longest_repeat(self.config.layer_kinds)
+        if turns <= 2:
+            return self._read(one, name, self.config)
+        shorter, longer = (
+            self._read(one, name, self.config.first_layers(first + count * period))
+            for count in (1, 2)
+        )
+        # layers that do not make a whole turn count as their share of one
+        return longer.and_turns((self.config.num_layers - first) / period - 2, shorter)
+
+    def _read(self, one: PlannedLayout, name: str, config: DecoderConfig) -> Counted:
+        placement = find_target(self.target).placement(one.layout)
+        definition = Definition(config, placement.arrangement(config))
+        experts = default_experts(config) or LOSSLESS_EXPERTS
+        grid = one.planned.best.grid
+        graphs = plan_graphs(definition, grid, placement, jnp.dtype(self.dtype), experts)
+        executable, seconds, _ = compile_graph(next(x for x in graphs if x.name == name))
+        layers = f"{config.num_layers} of {self.config.num_layers} layers"
+        self.on_note(f"{one.name}: {name}, {layers}, compiled in {seconds:.1f} s")
+        return Counted.of(executable, one.cost.work.layout.mesh, memory_of(executable))
 
 
 def _costliest(one: PlannedLayout) -> dict[str, tuple[str, Call]]:

@@ -109,7 +109,7 @@ def _as_compiled(
 ) -> list[PlannedLayout]:
     """The layouts in the order of their compiled graphs, of which one at least must run."""
     note = partial(_note, options)
-    compiler = LayoutCompiler(options.target, config, dtype, options.scan_layers, note)
+    compiler = LayoutCompiler(options.target, config, dtype, note)
     ordered = compiler.in_order(searched, options.compile_layouts)
     if ordered[0].problem:
         raise NoPlanFits(
