@@ -135,15 +135,16 @@ def _memory_order(parameter: str, shape: tuple[int, ...]) -> tuple[int, ...] | N
     """The axes of a parameter on each device from major to minor, where its default is not wanted.
 
     A `[V, D]` table lies row by row: by default it is transposed when D is not a multiple of 128,
-    and every call would copy it to gather rows. Of `[D, K, J, H]`, which makes heads, XLA reads D
-    last where it is the longer side of the matrix by far: so it chose, of every model and layout of
-    `benchmarks/whole_plans.md` that was tried, when it was free to (`Layout.AUTO`).
+    and every call would copy it to gather rows. Of `[D, K, J, H]`, which makes heads that fill
+    tiles, XLA reads matrices of D and H, with D last where that is the longer side by far: so it
+    chose for every model and layout of `benchmarks/whole_plans.md` that was tried, when it was free
+    to (`Layout.AUTO`).
     """
     if parameter in _TABLES:
         return (0, 1)
-    if not parameter.endswith(".attention.qkv"):
+    if not parameter.endswith(".attention.qkv") or shape[-1] % 128:
         return None
     *layers, embed, kv_heads, of_head, head = range(len(shape))
-    if shape[embed] <= 2 * math.prod(shape[kv_heads:]):
-        return None
-    return (*layers, kv_heads, of_head, head, embed)
+    is_tall = shape[embed] > 2 * math.prod(shape[kv_heads:])
+    matrix = (head, embed) if is_tall else (embed, head)
+    return (*layers, kv_heads, of_head, *matrix)
