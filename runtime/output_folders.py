@@ -8,7 +8,7 @@ from .run_config import ConfigError
 
 def check_fillable(folder: Path) -> None:
     """Refuse a folder that is none, or that could neither be made nor written to."""
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    there = next(path for path in (folder, *folder.resolve().parents) if path.exists())
     if not there.is_dir():
         raise ConfigError(
             f"{folder}: expected a folder, got the file {there}. Choose another name."

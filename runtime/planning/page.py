@@ -16,6 +16,17 @@ img { max-width: 100%; display: block; margin: 1rem 0; }
 .note { color: #666; }
 """
 
+GRAPHS = (
+    "graph",
+    "calls",
+    "real tokens",
+    "computed tokens",
+    "predicted ms a call",
+    "waits for",
+    "predicted s",
+)
+COMPARISON = ("grid", "graphs", "prefill padding", "idle slots", "predicted s", "")
+
 
 @dataclass(frozen=True)
 class Picture:
@@ -28,15 +39,16 @@ class Picture:
 
 def page(report: Mapping[str, Any], pictures: Sequence[Picture]) -> str:
     """The whole page, from the report's JSON and pictures with what they show."""
-    predicted, workload = report["predicted"], report["workload"]
+    predicted, workload, hardware = report["predicted"], report["workload"], report["hardware"]
     body = [
         f"<h1>Plan for {_text(workload['name'])} on {_text(report['target'])}</h1>",
         f"<p>{workload['rows']} rows, {workload['prompt_tokens']} prompt tokens, "
-        f"{workload['expected_output_tokens']} expected output tokens. Predicted "
+        f"{workload['expected_output_tokens']} expected output tokens."
+        f"{_refused(workload['refused'])} Predicted "
         f"<b>{predicted['run_seconds']:.1f} s</b> to run and {predicted['build_seconds']:.0f} s to "
         f"compile {predicted['graphs']} graphs.</p>",
-        f'<p class="note">Seconds of runs are predictions, from {_text(report["basis"])} '
-        f"({_text(report['hardware']['name'])}: {_text(report['hardware']['source'])}).</p>",
+        f'<p class="note">All figures are predictions but those under Compiled, from '
+        f"{_text(report['basis'])} ({_text(hardware['name'])}: {_text(hardware['source'])}).</p>",
         *_compiled(report["compiled"]),
         *map(_picture, pictures),
         *_compiled_layouts(report["compiled_layouts"]),
@@ -44,7 +56,7 @@ def page(report: Mapping[str, Any], pictures: Sequence[Picture]) -> str:
         _graphs(report["graphs"]),
         *_collectives(report["graphs"]),
         "<h2>Other grids</h2>",
-        _grids({"this plan": predicted, **report["comparison"]}),
+        _table(COMPARISON, compared({"this plan": predicted, **report["comparison"]})),
         "<h2>The plan</h2>",
         f"<pre>{_text(report['plan'])}</pre>",
     ]
@@ -61,28 +73,33 @@ def _graphs(graphs: Sequence[Mapping[str, Any]]) -> str:
             graph["calls"],
             graph["real_tokens"],
             graph["computed_tokens"],
-            f"{graph['seconds'] * 1e3:.2f}",
+            f"{graph['seconds'] * 1e3:.1f}",
             graph["binds"],
             f"{graph['total_seconds']:.1f}",
         )
         for graph in graphs
     )
-    header = ("graph", "calls", "real tokens", "computed", "ms a call", "waits for", "seconds")
-    return _table(header, rows)
+    return _table(GRAPHS, rows)
 
 
-def _grids(grids: Mapping[str, Mapping[str, Any]]) -> str:
-    rows = (
+def compared(grids: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """Rows under `COMPARISON`, of grids by name; the first is what the others are held against."""
+    least = next(iter(grids.values()))["run_seconds"]
+    return [
         (
             name,
-            figures["graphs"],
-            f"{figures['prefill_computed_tokens'] / figures['prefill_real_tokens']:.3f}",
-            f"{figures['occupancy']:.1%}",
+            str(figures["graphs"]),
+            f"{figures['prefill_padding']:.1%}",
+            f"{figures['idle_slots']:.1%}",
             f"{figures['run_seconds']:.1f}",
+            f"x{figures['run_seconds'] / least:.2f}",
         )
         for name, figures in grids.items()
-    )
-    return _table(("grid", "graphs", "prefill computed / real", "slots full", "run seconds"), rows)
+    ]
+
+
+def _refused(count: int) -> str:
+    return f" {count} rows that no plan can serve are left out." if count else ""
 
 
 def _compiled(compiled: Mapping[str, Any] | None) -> list[str]:

@@ -20,15 +20,17 @@ def workload(prompts: Sequence[int], outputs: Sequence[int], lengths: Sequence[i
     """How many rows have which prompt and output, with the borders of prefill lengths or spans."""
     with _figure() as (figure, panel, png):
         most = max(max(lengths), max(prompts))
-        bins = (np.geomspace(1, most, 60), np.geomspace(1, max(2, *outputs), 30))
+        # the last line stands inside the frame
+        bins = (np.geomspace(1, 1.1 * most, 60), np.geomspace(1, max(2, *outputs), 30))
         # a row without output is drawn with those of one token
         drawn = np.maximum(outputs, 1)
-        *_, image = panel.hist2d(prompts, drawn, bins=bins, cmin=1, cmap="viridis")
+        *_, image = panel.hist2d(prompts, drawn, bins=bins, cmin=1, vmin=0, cmap="viridis")
         for length in lengths:
             panel.axvline(length, color=_WASTE, linewidth=1)
-        panel.set(xscale="log", yscale="log", xlabel="prompt tokens", ylabel="output tokens")
-        figure.colorbar(image, ax=panel, label="rows")
-        panel.set_title("rows by length; lines are buckets of prompts", fontsize=9)
+        panel.set(xlabel="prompt tokens", ylabel="expected output tokens")
+        _logarithmic(panel)
+        figure.colorbar(image, ax=panel, label="rows").locator = _ticker().MaxNLocator(integer=True)
+        panel.set_title("rows by length, and lengths of prefill graphs", fontsize=9)
     return png.getvalue()
 
 
@@ -49,7 +51,8 @@ def roofline(graphs: Sequence[Mapping[str, Any]], peak: float, memory_rate: floa
             panel.annotate(
                 graph["graph"], (x, y), fontsize=6, xytext=below, textcoords="offset points"
             )
-        panel.set(xscale="log", yscale="log", xlabel="operations a byte", ylabel="GFLOP/s")
+        panel.set(xlabel="operations a byte", ylabel="predicted GFLOP/s")
+        _logarithmic(panel)
         panel.set_title("graphs under the roofline of one device", fontsize=9)
     return png.getvalue()
 
@@ -75,37 +78,45 @@ def memory(parts: Mapping[str, int], device: float) -> bytes:
 def tradeoffs(points: Sequence[Mapping[str, Any]]) -> bytes:
     """Tokens a second of a device against seconds between tokens; a line for each layout."""
     with _figure((7.2, 4.6)) as (figure, panel, png):
-        lines: dict[tuple[int, str, str], list[Mapping[str, Any]]] = {}
-        for point in points:
-            key = point["devices"], point["layout"], point["mesh"]
-            lines.setdefault(key, []).append(point)
+        lines, labelled = _lines(points), set()
         on_front = [key for key in sorted(lines) if any(p["is_best"] for p in lines[key])]
         for key, line in lines.items():
             if key not in on_front:
                 panel.plot(*_tradeoff(line), color=_PALE, linewidth=0.8, zorder=1)
         for number, key in enumerate(on_front):
             devices, layout, mesh = key
-            label = f"{layout} ({mesh}), {devices} device{'s' * (devices > 1)}"
+            label = f"{layout} ({mesh}), {devices} devices" if devices > 1 else "one device"
             color = f"C{number % 10}"
             panel.plot(*_tradeoff(lines[key]), color=color, marker=".", linewidth=1, label=label)
             best = [point for point in lines[key] if point["is_best"]]
             panel.scatter(*_tradeoff(best), s=60, facecolors="none", edgecolors=color, zorder=3)
             for x, y, point in zip(*_tradeoff(best), best, strict=True):
+                # layouts that do the same lie on each other, and one number says it
+                if (place := (f"{x:.3g}", f"{y:.3g}")) in labelled:
+                    continue
+                labelled.add(place)
                 panel.annotate(
                     f"{point['slots']}", (x, y), fontsize=6, xytext=(-7, 6),
                     textcoords="offset points", ha="center",
                 )  # fmt: skip
-        panel.set(xscale="log", yscale="log", xlabel="ms between two tokens of a row")
-        for axis in (panel.xaxis, panel.yaxis):
-            axis.set_major_formatter("{x:g}")
-            axis.set_minor_formatter("")
-        panel.xaxis.set_minor_formatter("{x:g}")
-        panel.tick_params(axis="x", which="both", labelsize=7)
-        panel.set_ylabel("tokens a second, of each device")
+        panel.set(xlabel="predicted ms between two tokens of a row")
+        panel.set_ylabel("predicted tokens a second, of each device")
+        _logarithmic(panel)
         if len(on_front) < len(lines):
             panel.plot([], [], color=_PALE, label="others")
         figure.legend(fontsize=6, ncols=2, loc="outside lower center", frameon=False)
     return png.getvalue()
+
+
+def _lines(
+    points: Sequence[Mapping[str, Any]],
+) -> dict[tuple[int, str, str], list[Mapping[str, Any]]]:
+    """Points by devices, layout and mesh."""
+    lines: dict[tuple[int, str, str], list[Mapping[str, Any]]] = {}
+    for point in points:
+        key = point["devices"], point["layout"], point["mesh"]
+        lines.setdefault(key, []).append(point)
+    return lines
 
 
 def _tradeoff(points: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[float]]:
@@ -117,7 +128,7 @@ def _tradeoff(points: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[fl
 
 def grids(figures: Mapping[str, Mapping[str, Any]]) -> bytes:
     """Predicted seconds of each grid, of prefill and of decode."""
-    with _figure((7.2, 1.2 + 0.34 * len(figures))) as (_, panel, png):
+    with _figure((7.2, 1.2 + 0.34 * len(figures))) as (figure, panel, png):
         names = list(figures)
         prefill = [figures[name]["prefill_seconds"] for name in names]
         decode = [figures[name]["decode_seconds"] for name in names]
@@ -125,8 +136,30 @@ def grids(figures: Mapping[str, Mapping[str, Any]]) -> bytes:
         panel.barh(names, decode, left=prefill, color=_DECODE, label="decode")
         panel.invert_yaxis()
         panel.set(xlabel="predicted seconds")
-        panel.legend(fontsize=7)
+        for number, (name, end) in enumerate(zip(names, np.add(prefill, decode), strict=True)):
+            panel.annotate(
+                f"{figures[name]['run_seconds']:.1f} s", (end, number), fontsize=7, va="center",
+                xytext=(3, 0), textcoords="offset points",
+            )  # fmt: skip
+        panel.margins(x=0.1)
+        figure.legend(fontsize=7, ncols=2, loc="outside upper center", frameon=False)
     return png.getvalue()
+
+
+def _logarithmic(panel: Any) -> None:
+    """Both axes on a logarithmic scale, with plain numbers at 1, 2 and 5 of each decade."""
+    panel.set(xscale="log", yscale="log")
+    for axis in (panel.xaxis, panel.yaxis):
+        axis.set_major_locator(_ticker().LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter("{x:,g}")
+        axis.set_minor_locator(_ticker().NullLocator())
+    panel.tick_params(labelsize=7)
+
+
+def _ticker() -> ModuleType:
+    from matplotlib import ticker
+
+    return ticker
 
 
 def matplotlib() -> ModuleType:

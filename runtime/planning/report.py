@@ -9,6 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...compile.bucket_grid import BucketGrid
 from ...compile.planning.candidates import num_graphs
 from ...compile.planning.cost import CostModel
 from ...compile.planning.hardware import Hardware
@@ -16,7 +17,7 @@ from ...compile.planning.work import Call, Part
 from ..batch.disk import Disk, replace_file
 from . import pictures
 from .layout_report import COLUMNS, compiled_rows, problems, searched_json, tradeoffs_json
-from .page import Picture, page
+from .page import COMPARISON, Picture, compared, page
 
 if TYPE_CHECKING:
     from .layout_ranking import RankedLayout
@@ -33,7 +34,7 @@ def summary(prediction: "Prediction") -> str:
     calibrated = "calibrated" if prediction.cost.calibration else basis(hardware)
     lines = [
         f"workload   {workload.name}: {len(workload.rows)} rows, {workload.prompt_tokens} prompt "
-        f"tokens, {workload.output_tokens} expected output tokens",
+        f"tokens, {workload.output_tokens} expected output tokens{_refused(workload.num_refused)}",
         f"target     {prediction.plan.target} ({hardware.name}: {calibrated})",
         *_layout_lines(prediction),
         "",
@@ -51,6 +52,10 @@ def summary(prediction: "Prediction") -> str:
         f"be more than {search.gap:.1%} faster; {prediction.seconds:.1f} s",
     ]
     return "\n".join(lines)
+
+
+def _refused(count: int) -> str:
+    return f"; {count} rows that no plan can serve are left out" if count else ""
 
 
 def basis(hardware: Hardware) -> str:
@@ -88,7 +93,7 @@ def as_json(prediction: "Prediction") -> dict[str, Any]:
         },
         "tradeoffs": tradeoffs_json(prediction.tradeoffs),
         "memory_bytes": {
-            "parameters": work.parameter_bytes,
+            "weights": work.parameter_bytes,
             "cache": work.grid_bytes(grid),
             **_temporaries(prediction),
             "device": cost.hardware.memory_bytes,
@@ -159,8 +164,7 @@ def _pictures(prediction: "Prediction", report: Mapping[str, Any]) -> list[Pictu
     found = [
         Picture(
             "Rows and buckets",
-            "Where the workload's rows lie, and where the plan cuts them. A prompt is padded to "
-            "the next line on its right.",
+            f"Where the workload's rows lie, and where the plan cuts them. {_padded(grid)}",
             pictures.workload(
                 [row.need.prompt_length for row in rows],
                 [row.output for row in rows],
@@ -174,9 +178,9 @@ def _pictures(prediction: "Prediction", report: Mapping[str, Any]) -> list[Pictu
         ),
         Picture(
             "Graphs under the roofline",
-            "No graph can be above the line. Under its slope a graph waits for memory, under its "
-            "flat part for arithmetic; one far below it waits for the network, or is measured to "
-            "be slower than peaks.",
+            "The line is what peaks allow. Under its slope a graph waits for memory, under its "
+            "flat part for arithmetic; one far below it waits for the network, or is known from a "
+            "calibration to be slower. What is above it was measured to be faster than its peaks.",
             pictures.roofline(
                 report["graphs"], hardware.peak(prediction.plan.model.dtype), hardware.memory_rate
             ),
@@ -199,6 +203,17 @@ def _pictures(prediction: "Prediction", report: Mapping[str, Any]) -> list[Pictu
             )
         )
     return found
+
+
+def _padded(grid: BucketGrid) -> str:
+    """What the lines over the rows mean."""
+    if not grid.chunks:
+        return "A prompt is padded to the next line on its right."
+    return (
+        f"A prompt is poured in pieces of {' and '.join(map(str, grid.chunks))} tokens, and padded "
+        f"by {grid.chunks[0] - 1} at most; a piece sees as much of its slot as the next line on "
+        f"its right says."
+    )
 
 
 def _ranked(one: "RankedLayout") -> dict[str, Any]:
@@ -236,6 +251,8 @@ def _figures(tried: "Tried") -> dict[str, Any]:
     padding = tried.simulation.metrics.report()["padding"]
     prefill = tried.simulation.metrics.prefill.values()
     decode = tried.simulation.metrics.decode.values()
+    computed = sum(use.computed_tokens for use in prefill)
+    decoded = padding["computed_tokens"] - computed
     table = tried.grid.to_table()
     return {
         "prefill": table["prefill"],
@@ -250,13 +267,24 @@ def _figures(tried: "Tried") -> dict[str, Any]:
         "prefill_seconds": sum(use.seconds for use in prefill),
         "decode_seconds": sum(use.seconds for use in decode),
         "prefill_real_tokens": sum(use.real_tokens for use in prefill),
-        "prefill_computed_tokens": sum(use.computed_tokens for use in prefill),
+        "prefill_computed_tokens": computed,
+        "prefill_padding": padding["prefill_padding_tokens"] / max(computed, 1),
+        "idle_slots": padding["idle_slot_tokens"] / max(decoded, 1),
         **padding,
     }
 
 
 def _graph_lines(prediction: "Prediction") -> list[str]:
-    rows = [("graph", "calls", "tokens real / computed", "ms a call", "waits for", "s in all")]
+    rows = [
+        (
+            "graph",
+            "calls",
+            "tokens real / computed",
+            "predicted ms a call",
+            "waits for",
+            "predicted s",
+        )
+    ]
     for graph in graphs(prediction):
         rows.append(
             (
@@ -273,23 +301,8 @@ def _graph_lines(prediction: "Prediction") -> list[str]:
 
 def _comparison_lines(prediction: "Prediction") -> list[str]:
     tried = {"this plan": prediction.planned.best, **prediction.planned.others}
-    rows = [("grid", "graphs", "prefill padding", "idle slots", "run s", "")]
-    least = prediction.planned.best.simulation.seconds
-    for name, one in tried.items():
-        figures = _figures(one)
-        computed = figures["prefill_computed_tokens"]
-        decoded = figures["computed_tokens"] - computed
-        rows.append(
-            (
-                name,
-                str(figures["graphs"]),
-                f"{figures['prefill_padding_tokens'] / max(computed, 1):.1%}",
-                f"{figures['idle_slot_tokens'] / max(decoded, 1):.1%}",
-                f"{one.simulation.seconds:.1f}",
-                f"x{one.simulation.seconds / least:.2f}",
-            )
-        )
-    return _table(rows)
+    figures = {name: _figures(one) for name, one in tried.items()}
+    return _table([COMPARISON, *compared(figures)])
 
 
 def _layout_lines(prediction: "Prediction") -> list[str]:

@@ -113,6 +113,8 @@ def test_the_page_is_whole_without_network_and_shows_the_plan(planned):
     assert all(picture.startswith(b"\x89PNG") for picture in pictures)
     for graph in report["graphs"]:
         assert f"<td>{graph['graph']}</td>" in page
+    assert "padded to the next line" in page
+    assert "<th>predicted s</th>" in page
     assert html.escape(path.read_text("utf-8")) in page
 
 
@@ -137,7 +139,7 @@ def test_a_table_of_lengths_is_a_workload_for_hardware_that_is_not_there(noria, 
     rows = ["prompt_tokens,output_tokens", *(f"{i % 60 + 1},{i % 20 + 1}" for i in range(300))]
     table.write_text("\n".join(rows) + "\n")
     chunks = ("--chunks", "always", "--max-padding", "1.1")
-    _, report, summary = plan(noria, table, "--target", "tpu:v5e:1x1", *chunks)
+    path, report, summary = plan(noria, table, "--target", "tpu:v5e:1x1", *chunks)
     predicted = report["predicted"]
     assert predicted["prefill_computed_tokens"] <= 1.1 * predicted["prefill_real_tokens"]
     assert 'target = "tpu:v5e:1x1"' in report["plan"]
@@ -145,6 +147,24 @@ def test_a_table_of_lengths_is_a_workload_for_hardware_that_is_not_there(noria, 
     assert "chunk = " in report["plan"]
     assert report["hardware"]["name"] == "v5e"
     assert "published peaks, not calibrated" in summary
+    page = path.with_suffix("").joinpath("report.html").read_text("utf-8")
+    sizes = " and ".join(map(str, predicted["chunk"]))
+    assert f"poured in pieces of {sizes} tokens, and padded by {predicted['chunk'][0] - 1}" in page
+
+
+def test_terminal_file_and_page_say_the_same_of_every_grid_and_of_rows_left_out(noria, source):
+    table = source.with_name("one-too-long.csv")
+    table.write_text("prompt_tokens,output_tokens\n" + "40,9\n" * 30 + "99999,1\n")
+    path, report, summary = plan(noria, table)
+    page = path.with_suffix("").joinpath("report.html").read_text("utf-8")
+    assert report["workload"]["refused"] == 1
+    assert "1 rows that no plan can serve are left out" in summary
+    assert "1 rows that no plan can serve are left out" in page
+    for name, grid in {"this plan": report["predicted"], **report["comparison"]}.items():
+        cells = [name, str(grid["graphs"]), f"{grid['prefill_padding']:.1%}"]
+        cells += [f"{grid['idle_slots']:.1%}", f"{grid['run_seconds']:.1f}"]
+        assert "".join(f"<td>{cell}</td>" for cell in cells) in page
+        assert re.search(r"\s+".join(map(re.escape, cells)), summary)
 
 
 @pytest.mark.parametrize(
