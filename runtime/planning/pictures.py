@@ -20,8 +20,7 @@ def workload(prompts: Sequence[int], outputs: Sequence[int], lengths: Sequence[i
     """How many rows have which prompt and output, with the borders of prefill lengths or spans."""
     with _figure() as (figure, panel, png):
         most = max(max(lengths), max(prompts))
-        # the last line stands inside the frame
-        bins = (np.geomspace(1, 1.1 * most, 60), np.geomspace(1, max(2, *outputs), 30))
+        bins = (np.geomspace(1, most, 60), np.geomspace(1, max(2, *outputs), 30))
         # a row without output is drawn with those of one token
         drawn = np.maximum(outputs, 1)
         *_, image = panel.hist2d(prompts, drawn, bins=bins, cmin=1, vmin=0, cmap="viridis")
@@ -29,6 +28,8 @@ def workload(prompts: Sequence[int], outputs: Sequence[int], lengths: Sequence[i
             panel.axvline(length, color=_WASTE, linewidth=1)
         panel.set(xlabel="prompt tokens", ylabel="expected output tokens")
         _logarithmic(panel)
+        # the last line stands inside the frame
+        panel.set_xlim(1, 1.1 * most)
         figure.colorbar(image, ax=panel, label="rows").locator = _ticker().MaxNLocator(integer=True)
         panel.set_title("rows by length, and lengths of prefill graphs", fontsize=9)
     return png.getvalue()
