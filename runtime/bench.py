@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 COLUMNS = ("PP", "TG", "B", "N_KV", "T_PP s", "S_PP t/s", "T_TG s", "S_TG t/s", "T s", "S t/s")
 EXPERT_COLUMNS = ("drop PP", "pad PP", "drop TG", "pad TG")
 
+OF_CASES = ("pp", "tg", "batch", "set", "repeats", "json")
+"""Options that a calibration has no use for."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -222,6 +225,13 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.repeats < 1:
         parser.error(f"argument --repeats: expected at least 1, got {options.repeats}.")
+    if options.calibration is not None:
+        given = [name for name in OF_CASES if getattr(options, name) != parser.get_default(name)]
+        if given:
+            parser.error(
+                f"argument --calibration: expected none of the options of cases, got "
+                f"{', '.join(f'--{name}' for name in given)}. It chooses its own shapes."
+            )
     return options
 
 

@@ -3,6 +3,7 @@
 Pure state, without clock or device. Knows nothing of how prompts come into slots.
 """
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from ..compile.bucket_grid import BucketGrid
@@ -54,6 +55,7 @@ class DecodeSlots:
         self._grid = grid
         self._occupants: list[_Occupant | None] = [None] * grid.decode_slots
         self._reach = [grid.reach(slot) for slot in range(grid.decode_slots)]
+        self._sorted_reach = sorted(self._reach)
 
     def __len__(self) -> int:
         return len(self._occupants)
@@ -75,7 +77,7 @@ class DecodeSlots:
 
     def num_for(self, job: Job) -> int:
         """Slots, free or not, that hold all that a sequence of a job may become."""
-        return sum(job.limit <= reach for reach in self._reach)
+        return len(self) - bisect_left(self._sorted_reach, job.limit)
 
     @property
     def live(self) -> tuple[int, ...]:

@@ -4,6 +4,8 @@ A name may bring another mesh: `data-tensor@data=4,tensor=2`. Knows nothing of m
 no jax: what is read are tables, which `sharding.layout.Layout.from_table` understands.
 """
 
+import os
+import shlex
 import tomllib
 from importlib import resources
 from typing import Any
@@ -41,6 +43,19 @@ def read_layout_table(spelling: str) -> dict[str, Any]:
             )
         table = known[name]
     return {**table, "mesh": _mesh(spelling, mesh)} if has_mesh else table
+
+
+def split_spellings(text: str) -> list[str]:
+    """Layouts that are joined by spaces, each as `read_layout_table` takes it.
+
+    Quotes hold together the path of a file that has spaces, as in a shell; one file needs none.
+    """
+    if os.path.isfile(text):
+        return [text]
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(f"layout: expected names or files, got {text!r} ({error}).") from None
 
 
 def _mesh(spelling: str, text: str) -> dict[str, int]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..layout_files import named_layout_tables, read_layout_table
+from ..layout_files import named_layout_tables, read_layout_table, split_spellings
 from ..run_config import ConfigError
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def _layouts(asked: str, num_devices: int) -> list["Layout"]:
     from ...sharding.layout import Layout
 
     named = named_layout_tables()
-    spellings: Sequence[str] = list(named) if asked == "all" else asked.split()
+    spellings: Sequence[str] = list(named) if asked == "all" else split_spellings(asked)
     if not spellings:
         raise ConfigError("--layouts: expected at least one layout, got none.")
     layouts = []

@@ -28,7 +28,7 @@ from ...sharding.legality import IllegalLayout, require
 from ..checkpoint import ModelFiles
 from ..checkpoint.errors import CheckpointError
 from ..compiled_plan import CompiledPlan
-from ..layout_files import named_layout_tables, read_layout_table
+from ..layout_files import named_layout_tables, read_layout_table, split_spellings
 from ..run_config import ConfigError
 from .compiled_layouts import LayoutCompiler, PlannedLayout
 from .hardware_files import known_hardware
@@ -216,7 +216,7 @@ def _hardware(options: argparse.Namespace) -> Hardware:
 def _layouts(options: argparse.Namespace, count: int) -> list[Layout | None]:
     """Those that were named, or every named layout over every mesh of so many devices."""
     if options.layout is not None and options.layout != ALL:
-        spellings = options.layout.split()
+        spellings = split_spellings(options.layout)
         return [Layout.from_table(read_layout_table(one), one) for one in spellings]
     return [None] if count == 1 else list(all_layouts(named_layout_tables(), count))
 

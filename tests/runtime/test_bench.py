@@ -129,3 +129,10 @@ def test_a_case_that_the_device_refuses_is_named(model_directory, monkeypatch, c
 def test_a_model_that_is_not_there_ends_with_the_code_of_models(capsys):
     assert cli.main(["bench", "--model", "no/such/model"]) == 3
     assert "no/such/model" in capsys.readouterr().err
+
+
+def test_a_calibration_refuses_the_options_of_cases(capsys):
+    arguments = ("--calibration", "c.json", "--pp", "64", "--set", "buckets.decode_slots=4")
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "--model", "smollm2", *arguments])
+    assert "expected none of the options of cases, got --pp, --set." in capsys.readouterr().err

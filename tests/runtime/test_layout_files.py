@@ -10,7 +10,7 @@ import pytest
 from noria import sharding
 from noria.compile.definition import model_sizes
 from noria.modelzoo.config import DecoderConfig
-from noria.runtime.layout_files import named_layout_tables, read_layout_table
+from noria.runtime.layout_files import named_layout_tables, read_layout_table, split_spellings
 from noria.runtime.run_config import ConfigError
 from noria.sharding.layout import Layout
 from noria.sharding.legality import check
@@ -158,3 +158,16 @@ def test_reading_layouts_imports_no_jax():
         "read_layout_table('data-tensor'); sys.exit('jax' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_files_whose_paths_have_spaces_can_be_asked_for_alone_and_with_others(tmp_path):
+    path = tmp_path / "my layout.toml"
+    path.write_text("", encoding="utf-8")
+    assert split_spellings(str(path)) == [str(path)]
+    assert split_spellings(f"ring data-tensor@data=4,tensor=2 '{path}'") == [
+        "ring",
+        "data-tensor@data=4,tensor=2",
+        str(path),
+    ]
+    with pytest.raises(ConfigError, match='expected names or files, got "ring \'a"'):
+        split_spellings("ring 'a")

@@ -248,6 +248,14 @@ def test_where_every_row_has_a_slot_shorter_ones_save_time():
         assert seconds[0] < seconds[1]
 
 
+@pytest.mark.parametrize(("alike_slots", "is_ragged"), [(20, True), (512, False)])
+def test_a_plan_has_slots_of_several_lengths_where_alike_ones_do_not_fit(alike_slots, is_ragged):
+    """With memory for all, alike slots are faster, as those are of like length at any time."""
+    memory = COST.work.parameter_bytes + COST.work.cache_bytes(alike_slots, 128)
+    best = planner(FEW_LONG, budget=Budget(memory_bytes=memory), may_chunk=False).plan().best
+    assert (best.grid.span_slots is not None) == is_ragged
+
+
 def test_chunks_come_as_asked_for():
     rows = rows_of(0)
     assert planner(rows, may_chunk=False).plan().best.grid.chunks == ()
