@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 from .hlo_text import Computation, Instruction, Program, array_bytes, read_program, trip_count
@@ -69,10 +70,21 @@ class Total(NamedTuple):
     num_bytes: int
 
 
+def program_text(executable: jax.stages.Compiled) -> str | None:
+    """What `read_collectives` reads; None where XLA cannot write it.
+
+    So it is of programs with asynchronous slices, which it makes for some generations of TPU.
+    """
+    try:
+        return executable.as_text() or ""
+    except RuntimeError:
+        return None
+
+
 def read_collectives(hlo_text: str, mesh_sizes: Mapping[str, int]) -> list[Collective]:
     """All collectives between two devices or more, in the order of the text, calls followed.
 
-    `hlo_text` is what `compiled.as_text()` gives, `mesh_sizes` the axes of its mesh in order.
+    `hlo_text` is what `program_text` gives, `mesh_sizes` the axes of its mesh in order.
     """
     program = read_program(hlo_text)
     num_devices = math.prod(mesh_sizes.values())

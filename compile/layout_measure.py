@@ -20,7 +20,7 @@ from ..sharding.legality import check
 from .attention_kernels import AUTO_ATTENTION, AttentionPlan, choose_kernels
 from .bucket_grid import BucketGrid
 from .build import compile_graph, plan_graphs
-from .collectives import Collective, read_collectives
+from .collectives import Collective, program_text, read_collectives
 from .definition import Definition, model_sizes
 from .planning.work import Call, Work
 from .targets import Target
@@ -50,6 +50,15 @@ class CollectiveTotal:
     formula_bytes_per_layer: float | None
     """What the layout's rules say; None of what only some rows ask for."""
 
+    @classmethod
+    def along(
+        cls, mesh_axes: tuple[str, ...], layout: Layout, kind: str, num_bytes: int, **rest: Any
+    ) -> "CollectiveTotal":
+        """Those along mesh axes, with what each device sends for them."""
+        sent_bytes = communication.sent_bytes(kind, num_bytes, layout.mesh.num_shards(mesh_axes))
+        axis = "+".join(mesh_axes)
+        return cls(axis=axis, kind=kind, bytes=num_bytes, sent_bytes=sent_bytes, **rest)
+
 
 @dataclass
 class LayoutResult:
@@ -64,6 +73,8 @@ class LayoutResult:
     """Of parameters, cache, and temporaries of the graph that needs most."""
     temp_by_phase: dict[str, int] = field(default_factory=dict)
     collectives: list[CollectiveTotal] = field(default_factory=list)
+    collectives_from: str = COMPILER
+    """Who says so: where XLA cannot write its program as text, the layout's rules on the shapes."""
     flops: float = 0.0
     """On one device, of one prefill call and one decode step together; of Pallas kernels none."""
     flops_from: str = COMPILER
@@ -164,7 +175,12 @@ def _read(
     rows, tokens = (grid.decode_slots, 1) if phase == "decode" else (longest.batch, longest.tokens)
     call = LayerCall(phase, rows, tokens)
     formulas = communication.expected(config, layout, call, dtype.itemsize)
-    found = read_collectives(compiled.as_text() or "", layout.mesh.sizes)
+    text = program_text(compiled)
+    if text is None:
+        result.collectives_from = SHAPES
+        result.collectives += _totals_of_rules(phase, formulas, layout, config.num_layers)
+        return
+    found = read_collectives(text, layout.mesh.sizes)
     result.collectives += _totals(phase, found, formulas, layout, config.num_layers)
 
 
@@ -196,19 +212,45 @@ def _totals(
                 if (e.kind, e.mesh_axes) == (kind, mesh_axes)
             )
             formula = of_all / num_layers
-        num_bytes = sum(one.times * one.num_bytes for one in members)
-        group = layout.mesh.num_shards(mesh_axes)
-        total = CollectiveTotal(
+        total = CollectiveTotal.along(
+            mesh_axes,
+            layout,
+            kind,
+            sum(one.times * one.num_bytes for one in members),
             phase=phase,
-            kind=kind,
-            axis="+".join(mesh_axes),
             conditional=is_conditional,
             count=sum(one.times for one in members),
-            bytes=num_bytes,
-            sent_bytes=communication.sent_bytes(kind, num_bytes, group),
             per_layer=sum(one.times for one in in_layers) / num_layers,
             bytes_per_layer=sum(one.times * one.num_bytes for one in in_layers) / num_layers,
             formula_bytes_per_layer=formula,
+        )
+        result.append(total)
+    return result
+
+
+def _totals_of_rules(
+    phase: str, formulas: list[Expected], layout: Layout, num_layers: int
+) -> list[CollectiveTotal]:
+    """What the layout's rules say of layers, which is nearly all that a call sends."""
+    groups: dict[tuple[str, tuple[str, ...]], list[Expected]] = {}
+    for one in formulas:
+        groups.setdefault((one.kind, one.mesh_axes), []).append(one)
+    result = []
+    for (kind, mesh_axes), members in sorted(groups.items()):
+        count = sum(one.times for one in members)
+        num_bytes = sum(one.times * one.num_bytes for one in members)
+        of_layer = num_bytes / num_layers
+        total = CollectiveTotal.along(
+            mesh_axes,
+            layout,
+            kind,
+            num_bytes,
+            phase=phase,
+            conditional=False,
+            count=count,
+            per_layer=count / num_layers,
+            bytes_per_layer=of_layer,
+            formula_bytes_per_layer=of_layer,
         )
         result.append(total)
     return result

@@ -26,3 +26,7 @@ BFLOAT16_ELEMENTWISE_RELATIVE = 1e-2
 BFLOAT16_MODEL_LOGPROB_MEAN = 0.05
 BFLOAT16_MODEL_LOGPROB_MAX = 1.0
 BFLOAT16_BEST_TOKEN_AGREEMENT = 0.95
+
+# Bytes that a program of few layers says of one with more: XLA shares memory and fuses a little
+# differently where there are more layers, on both ends of them.
+EXTRAPOLATED_LAYERS_RELATIVE = 0.02

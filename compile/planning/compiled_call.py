@@ -1,9 +1,10 @@
 """What a compiled graph does in a call: operations and bytes, what it sends, the memory it takes.
 
 The compiler counts the body of a loop once, and on GPU counts nothing: its counts of operations and
-bytes stand where they are higher than those of the shapes. Collectives are read from the program;
-where XLA cannot write it as text (so it is of programs with asynchronous slices on TPU), what is
-sent is that of the shapes. Layers are alike, so two programs of few of them tell of any number.
+bytes stand where they are higher than those of the shapes. On TPU it counts what is brought into
+memory on the chip again where products read it, so bytes there are too many, under every layout
+alike. Collectives are read from the program; where XLA cannot write it as text, what is sent is
+that of the shapes. Layers are alike, so two programs of few of them tell of any number.
 
 Knows nothing of plans. Guarantees: seconds are by the same roofline and the same peaks for a
 program and for shapes, each as one part, so their ratio is what the compiler added or saved.
@@ -16,7 +17,7 @@ import jax
 
 from ...sharding.communication import sent_bytes
 from ...sharding.mesh_layout import MeshLayout
-from ..collectives import Collective, read_collectives
+from ..collectives import Collective, program_text, read_collectives
 from .cost import CostModel
 from .work import Call
 
@@ -109,9 +110,8 @@ def _sent(executable: jax.stages.Compiled, mesh: MeshLayout) -> dict[str, float]
     """Bytes by mesh axes; branches that only some rows ask for are left out."""
     if mesh.num_devices == 1:
         return {}
-    try:
-        text = executable.as_text() or ""
-    except RuntimeError:
+    text = program_text(executable)
+    if text is None:
         return None
     return _added(
         {"+".join(one.mesh_axes): _sent_for(one, mesh)}

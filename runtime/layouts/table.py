@@ -15,6 +15,9 @@ MEGABYTE = 1e6
 _FROM_SHAPES = (
     "GFLOP are those of the shapes: compilers count none on GPU, and a loop over layers as one."
 )
+_COLLECTIVES_FROM_SHAPES = (
+    "Collectives are those of the layouts' rules where XLA could not write its program as text."
+)
 _COLUMNS = (
     "layout",
     "mesh",
@@ -39,6 +42,8 @@ def table_of(results: Sequence[LayoutResult]) -> str:
     lines.insert(1, "  ".join("-" * width for width in widths))
     if any(result.flops_from == SHAPES for result in results):
         lines.append(f"\n{_FROM_SHAPES}")
+    if any(result.collectives_from == SHAPES for result in results):
+        lines.append(f"\n{_COLLECTIVES_FROM_SHAPES}")
     for result in results:
         if result.findings:
             lines.append(f"\n{result.name}:")

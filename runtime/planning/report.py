@@ -49,7 +49,7 @@ def summary(prediction: "Prediction") -> str:
         f"memory     {_gigabytes(prediction)}",
         *_compiled_lines(prediction),
         f"search     {search.tried} of {search.candidates} grids simulated; none of the others can "
-        f"be more than {search.gap:.1%} faster; {prediction.seconds:.1f} s",
+        f"be more than {search.gap:.1%} faster to build and run; {prediction.seconds:.1f} s",
     ]
     return "\n".join(lines)
 

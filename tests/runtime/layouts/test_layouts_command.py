@@ -85,6 +85,14 @@ def test_collectives_of_a_layer_agree_with_the_formula(results):
     assert found["bytes_per_layer"] == found["formula_bytes_per_layer"]
 
 
+def in_layers(result):
+    return {
+        (c["phase"], c["kind"], c["axis"]): (c["per_layer"], c["bytes_per_layer"])
+        for c in result["collectives"]
+        if c["per_layer"]
+    }
+
+
 def test_scanned_layers_are_counted_by_their_turns(report, results, capsys):
     """A loop's body is in the program once: what it sends and computes is that times its turns."""
     folder = report / "scanned"
@@ -95,14 +103,20 @@ def test_scanned_layers_are_counted_by_their_turns(report, results, capsys):
     assert scanned["flops_from"] == "shapes"
     assert "GFLOP are those of the shapes" in capsys.readouterr().out
 
-    def in_layers(result):
-        return {
-            (c["phase"], c["kind"], c["axis"]): (c["per_layer"], c["bytes_per_layer"])
-            for c in result["collectives"]
-            if c["per_layer"]
-        }
-
     assert in_layers(scanned) == in_layers(results["data-tensor"])
+
+
+def test_a_program_that_xla_cannot_write_sends_what_the_rules_say(
+    report, results, monkeypatch, capsys
+):
+    monkeypatch.setattr(layout_measure, "program_text", lambda executable: None)
+    folder = report / "unwritten"
+    arguments = ["--model", str(report / "model"), "-o", str(folder), "--layouts", "data-tensor"]
+    assert main(["layouts", *arguments, *OPTIONS]) == 0
+    (unwritten,) = json.loads((folder / "layouts.json").read_text())
+    assert unwritten["collectives_from"] == "shapes"
+    assert "could not write its program" in capsys.readouterr().out
+    assert in_layers(unwritten) == in_layers(results["data-tensor"])
 
 
 def test_an_illegal_layout_says_why_and_has_no_figures(results):

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 from planning_models import SPARSE
+from tolerances import EXTRAPOLATED_LAYERS_RELATIVE
 
 from noria.compile.default_grid import GridDefaults, RowNeed
 from noria.compile.planning.candidates import Budget, ExpectedRow
@@ -72,8 +73,10 @@ def test_two_programs_of_few_layers_tell_of_one_with_more(planned, compiled):
         whole = COMPILER._read(layout, name, SPARSE)
         found = extrapolated[phase]
         assert found.sent == whole.sent
-        assert found.memory_bytes == pytest.approx(whole.memory_bytes, rel=0.02)
-        assert found.num_bytes == pytest.approx(whole.num_bytes, rel=0.02)
+        assert found.memory_bytes == pytest.approx(
+            whole.memory_bytes, rel=EXTRAPOLATED_LAYERS_RELATIVE
+        )
+        assert found.num_bytes == pytest.approx(whole.num_bytes, rel=EXTRAPOLATED_LAYERS_RELATIVE)
 
 
 def test_a_layout_whose_graphs_do_not_fit_says_what_lacks_and_one_not_compiled_stays_behind(
