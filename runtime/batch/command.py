@@ -179,8 +179,8 @@ class BatchModel:
         max_position = self._files.spec.config.max_position
         compilation_cache.enable()
         name = _target_name(self._options, self._plan_table)
-        session.prepare_cpu(name, self._peers.size)
         try:
+            session.prepare_cpu(name, self._peers.size)
             target = find_target(name)
             if stored_plan is not None:
                 plan = Plan.from_table(tomllib.loads(stored_plan))

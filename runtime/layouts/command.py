@@ -58,11 +58,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace, files: "ModelFiles") -> int:
-    from ...compile.targets import find_target
+    from ...compile.targets import find_target, need_not_be_present
     from .. import compilation_cache, session
     from .table import explanation, table_of
 
-    compilation_cache.enable()
+    if not need_not_be_present(options.target):
+        # programs for what is not here are kept, but cannot be read back
+        compilation_cache.enable()
     session.prepare_cpu(options.target)
     target = find_target(options.target)
     if options.verify:
