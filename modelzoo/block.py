@@ -38,7 +38,7 @@ class Block(nnx.Module):
         self.attention = _attention(rngs, config, arrangement)
         self.attention_post_norm = norm("after")
         self.mlp_norm = norm("before")
-        self.mlp = GatedMlp(rngs, config) if moe is None else SparseMlp(rngs, config, moe)
+        self.mlp = _mlp(rngs, config, moe)
         self.mlp_post_norm = norm("after")
         self.multiplier = config.multipliers.residual
 
@@ -71,7 +71,7 @@ class ParallelBlock(nnx.Module):
         """`moe` makes the block sparse."""
         self.norm = Norm(config.embed, config)
         self.attention = _attention(rngs, config, arrangement)
-        self.mlp = GatedMlp(rngs, config) if moe is None else SparseMlp(rngs, config, moe)
+        self.mlp = _mlp(rngs, config, moe)
         self.multiplier = config.multipliers.residual
 
     def __call__(
@@ -112,3 +112,7 @@ def _attention(
     if config.latent is not None:
         return LatentHeads(rngs, config, config.latent)
     return GroupedHeads(rngs, config, arrangement)
+
+
+def _mlp(rngs: nnx.Rngs, config: DecoderConfig, moe: MoeConfig | None) -> GatedMlp | SparseMlp:
+    return GatedMlp(rngs, config) if moe is None else SparseMlp(rngs, config, moe)

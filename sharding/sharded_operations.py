@@ -32,10 +32,10 @@ from .axis_rules import AxisRules, kv_copies
 from .cache_attention import attend_for_all, attend_for_some
 from .expert_exchange import ExpertExchange
 from .projection import Projection
+from .ring_attention import Ring
 
 if TYPE_CHECKING:
     from flax import nnx
-from .ring_attention import Ring
 
 MeshAxes = tuple[str, ...]
 
