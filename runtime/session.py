@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import jax
@@ -240,6 +241,18 @@ def compile_plan(
     )
 
 
+def compile_one(
+    definition: "Definition", plan: Plan, placement: Placement, name: str
+) -> jax.stages.Compiled:
+    """The graph of a plan that has this name."""
+    from ..compile.build import compile_graph, plan_graphs
+
+    dtype, experts = jnp.dtype(plan.model.dtype), plan.experts or LOSSLESS_EXPERTS
+    graphs = plan_graphs(definition, plan.buckets, placement, dtype, experts, plan.attention)
+    executable, _, _ = compile_graph(next(graph for graph in graphs if graph.name == name))
+    return executable
+
+
 def start(
     model: LoadedModel,
     plan: Plan,
@@ -251,7 +264,7 @@ def start(
     """Compile the plan's graphs, or take those of `warm`; put an empty decode state in place."""
     definition, placement, grid = model.definition, model.placement, plan.buckets
     experts = plan.experts or LOSSLESS_EXPERTS
-    loaded = warm and warm.graphs()
+    loaded = warm and warm.graphs(partial(compile_one, definition, plan, placement))
     if loaded is None:
         graphs = compile_plan(definition, plan, placement, on_graph)
         state = graphs.empty_state()

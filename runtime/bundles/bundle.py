@@ -5,7 +5,8 @@ has executables, `weights/` shards. Executables are pickles, so they are opened 
 else can have written them: folder and files must be the user's own, writable by no one else,
 outside the model's directory, and exactly those that `bundle.json` names. They must also have been
 built by these very versions, sources and flags, for these devices. Whatever does not hold is said,
-and the plan is compiled instead, or the model's own weights are read.
+and the plan, or the graph whose executable it is, is compiled instead, or the model's own weights
+are read.
 
 Knows nothing of requests. Guarantees: a bundle is whole or not there, as `bundle.json` comes last.
 """
@@ -13,10 +14,9 @@ Knows nothing of requests. Guarantees: a bundle is whole or not there, as `bundl
 import json
 import os
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -26,7 +26,6 @@ import jax
 from ...compile import serialised
 from ...compile.compiled_graphs import CompiledGraphs, graph_names
 from ...compile.plan import Plan
-from ...compile.steps import DecodeState
 from ...compile.targets import Target
 from ...modelzoo.config import DecoderConfig
 from ..batch.disk import Disk, digest_file, replace_file
@@ -39,7 +38,6 @@ from .own_files import BundleUnusable, KeptFile, opened, read_file, read_kept
 from .weights import Shards, read_shards, write_shards
 
 SCHEMA = 2
-EMPTY_STATE = CompiledGraphs.EMPTY_STATE
 CONTENTS, GRAPHS, WEIGHTS = "bundle.json", "graphs", "weights"
 
 
@@ -91,10 +89,17 @@ class Bundle:
     def has_weights(self) -> bool:
         return bool(self.contents.weights_key)
 
-    def load(self) -> tuple[CompiledGraphs, DecodeState]:
-        """The executables, of which most may still be loading, and an empty state."""
-        loading = _Loading(self.dumped, self.target)
-        return CompiledGraphs(self.plan.buckets, loading), loading[EMPTY_STATE]()
+    def load(self) -> dict[str, Future[jax.stages.Compiled]]:
+        """The executables by name, which load in the background, small ones first.
+
+        The result of one that cannot be loaded is `BundleUnusable`.
+        """
+        # one core is left to who reads weights, and then runs the first rows
+        pool = ThreadPoolExecutor(max_workers=max(1, (os.cpu_count() or 1) - 1))
+        by_size = sorted(self.dumped.items(), key=lambda item: len(item[1]))
+        loading = {name: pool.submit(_load, name, data, self.target) for name, data in by_size}
+        pool.shutdown(wait=False)
+        return loading
 
     def parameters(
         self,
@@ -108,33 +113,11 @@ class Bundle:
             return read_shards(weights, self.contents.shards, abstract, shardings)
 
 
-class _Loading(Mapping[str, jax.stages.Compiled]):
-    """Executables by name, small ones first; who asks for one that is not loaded waits for it.
-
-    Who asks for one that cannot be loaded gets `BundleUnusable`.
-    """
-
-    def __init__(self, dumped: Mapping[str, bytes], target: Target):
-        # one core is left to who reads weights, and then runs the first rows
-        pool = ThreadPoolExecutor(max_workers=max(1, (os.cpu_count() or 1) - 1))
-        load = partial(serialised.load, devices=target.devices)
-        by_size = sorted(dumped, key=lambda name: len(dumped[name]))
-        self._tasks = {name: pool.submit(load, dumped[name]) for name in by_size}
-        pool.shutdown(wait=False)
-
-    def __getitem__(self, name: str) -> jax.stages.Compiled:
-        try:
-            return self._tasks[name].result()
-        except (RuntimeError, ValueError, EOFError, UnpicklingError) as error:
-            raise BundleUnusable(
-                f"its executable {name} cannot be loaded ({error}); compile the bundle again"
-            ) from error
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tasks)
-
-    def __len__(self) -> int:
-        return len(self._tasks)
+def _load(name: str, dumped: bytes, target: Target) -> jax.stages.Compiled:
+    try:
+        return serialised.load(dumped, target.devices)
+    except (RuntimeError, ValueError, EOFError, UnpicklingError) as error:
+        raise BundleUnusable(f"its executable {name} cannot be loaded ({error})") from error
 
 
 def check_folder(folder: Path, model_path: Path) -> None:

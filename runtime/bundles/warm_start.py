@@ -6,8 +6,8 @@ executables that they run through, and for no others. What cannot be used is sai
 a note, and left to the caller to make. Knows nothing of how that is done.
 """
 
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -52,21 +52,30 @@ class WarmStart:
         except BundleUnusable as error:
             self._say(f"{error}. Compiling the plan instead.")
             return
+        self._loading = self._bundle.load()
         background = ThreadPoolExecutor(max_workers=1)
-        self._loaded = background.submit(self._bundle.load)
+        self._state = background.submit(self._empty_state)
         background.shutdown(wait=False)
 
-    def graphs(self) -> tuple[CompiledGraphs, DecodeState] | None:
-        """The executables, which load on, and an empty state; None where there are none."""
+    def graphs(
+        self, compile_graph: Callable[[str], jax.stages.Compiled]
+    ) -> tuple[CompiledGraphs, DecodeState] | None:
+        """The executables, which load on, and an empty state; None where there are none.
+
+        One that turns out not to load is compiled, when it is first called.
+        """
         if self._bundle is None:
             return None
+        self._say(f"{len(self._loading)} executables taken, none compiled")
+        loaded = _LoadedOrCompiled(self._loading, compile_graph, self._say)
+        graphs = CompiledGraphs(self._bundle.plan.buckets, loaded)
         try:
-            graphs, state = self._loaded.result()
-        except BundleUnusable as error:
-            self._say(f"{error}. Compiling the plan instead.")
-            return None
-        self._say(f"{len(graphs.executables)} executables taken, none compiled")
-        return graphs, state
+            return graphs, self._state.result()
+        except BundleUnusable:
+            return graphs, graphs.empty_state()
+
+    def _empty_state(self) -> DecodeState:
+        return self._loading[CompiledGraphs.EMPTY_STATE].result()()
 
     def parameters(
         self,
@@ -84,3 +93,34 @@ class WarmStart:
 
     def _say(self, what: str) -> None:
         self._on_note(f"bundle {self._folder}: {what}")
+
+
+class _LoadedOrCompiled(Mapping[str, jax.stages.Compiled]):
+    """Executables by name; one that cannot be loaded is compiled instead, with a word."""
+
+    def __init__(
+        self,
+        loading: Mapping[str, Future[jax.stages.Compiled]],
+        compile_graph: Callable[[str], jax.stages.Compiled],
+        say: Callable[[str], None],
+    ):
+        self._loading, self._compile_graph, self._say = loading, compile_graph, say
+        self._ready: dict[str, jax.stages.Compiled] = {}
+
+    def __getitem__(self, name: str) -> jax.stages.Compiled:
+        if name not in self._ready:
+            self._ready[name] = self._loaded(name)
+        return self._ready[name]
+
+    def _loaded(self, name: str) -> jax.stages.Compiled:
+        try:
+            return self._loading[name].result()
+        except BundleUnusable as error:
+            self._say(f"{error}. Compiling it instead; compile the bundle again.")
+            return self._compile_graph(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._loading)
+
+    def __len__(self) -> int:
+        return len(self._loading)

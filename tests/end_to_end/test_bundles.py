@@ -1,7 +1,9 @@
 """`noria compile` and jobs that start from what it kept, through the command."""
 
+import hashlib
 import json
 import re
+import shutil
 import subprocess
 import sys
 
@@ -43,6 +45,24 @@ def test_a_job_starts_from_a_bundle_without_compiling(noria, source, plan, bundl
     assert "compile [" not in said
     for ours, theirs in zip(read_rows(output), compiled, strict=True):
         assert answer(ours) == answer(theirs)
+
+
+def test_a_graph_whose_executable_cannot_be_loaded_is_compiled_with_a_word(noria, source, bundle):
+    folder = source.with_name("broken")
+    shutil.copytree(bundle, folder)
+    contents = json.loads((folder / "bundle.json").read_text())
+    for name in ("empty state", next(name for name in contents["graphs"] if "decode" in name)):
+        (folder / "graphs" / contents["graphs"][name]["file"]).write_bytes(b"no pickle")
+        contents["graphs"][name]["sha256"] = hashlib.sha256(b"no pickle").hexdigest()
+    (folder / "bundle.json").write_text(json.dumps(contents))
+    answers = []
+    for plan in (bundle, folder):
+        output = folder.with_name(f"from-{plan.name}.jsonl")
+        arguments = ("-i", source, "-o", output, "--model", noria.model, "--plan", plan)
+        said = noria.run("batch", *arguments).stderr
+        assert said.count("Compiling it instead") == 2 * (plan is folder)
+        answers.append([answer(row) for row in read_rows(output)])
+    assert answers[0] == answers[1]
 
 
 def test_weights_are_kept_and_taken_instead_of_the_models(noria, source, plan):

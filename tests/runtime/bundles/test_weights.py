@@ -113,7 +113,7 @@ def refusal(model, target, folder: Path, fingerprint: str = "sha256:tiny") -> st
     assert loading.parameters is None
     (said,) = loading.notes
     assert "Reading those of tiny instead" in said
-    assert loading.warm.graphs() is not None
+    assert loading.warm.graphs(pytest.fail) is not None
     return said
 
 
