@@ -8,7 +8,9 @@ import pytest
 from noria.compile.bucket_grid import BucketGrid
 from noria.compile.planning.compile_time import GraphSeconds
 
-RECORD = Path(__file__).resolve().parents[3] / "benchmarks" / "whole_plans.json"
+BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
+RECORD = BENCHMARKS / "whole_plans.json"
+STARTS = json.loads((BENCHMARKS / "bundle_start.json").read_text("utf-8"))["plans"]
 LAYERS = {"llama-3.1-8b": 32, "llama-3.1-70b": 80}
 CASES = {
     name: case
@@ -29,6 +31,16 @@ def test_a_plan_compiles_about_as_long_as_is_predicted(name):
     predicted = GraphSeconds.predicted(target.partition(":")[0], num_layers).of(grid)
     measured = sum(graph["cpu_seconds"] for graph in case["graphs"].values()) / 2
     assert measured / 1.5 < predicted < measured * 1.5
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_on_the_cpu_a_plan_compiles_about_as_long_as_its_bundle_saves(name):
+    """Within a factor of 1.5; the embedded model has 30 layers."""
+    start = STARTS[name]
+    grid = BucketGrid.from_table(start["buckets"])
+    seconds = start["median_seconds"]
+    saved = seconds["cold"] - seconds["bundle"]
+    assert saved / 1.5 < GraphSeconds.predicted("cpu", 30).of(grid) < saved * 1.5
 
 
 def test_scored_prompts_have_graphs_of_their_own():
