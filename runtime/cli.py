@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import errors
+from . import errors, pod_options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -89,32 +89,14 @@ def _add_batch(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     add("--rows", default="0/1", metavar="I/N", help="only rows I, I+N, I+2N, ...; see noria merge")
     add("--restart", action="store_true", help="discard what an earlier run has finished")
     add("--quiet", action="store_true", help="no progress on stderr")
-    _add_pod_options(batch.add_argument_group("several processes over one mesh"))
-    batch.set_defaults(run=_run_batch)
-
-
-def _add_pod_options(group: "argparse._ArgumentGroup") -> None:
-    add = group.add_argument
-    add("--coordinator", metavar="HOST:PORT", help="where process 0 listens, for all others")
-    add("--num-processes", type=int, metavar="N", help="how many times this command is started")
-    add("--process-id", type=int, metavar="I", help="which of them this is, from 0 to N-1")
-    add(
-        "--distributed",
-        choices=("auto",),
-        help="instead of these three: as the cluster tells (TPU pods, Slurm, Open MPI)",
-    )
-    add(
-        "--peer-timeout-seconds",
-        type=float,
-        default=60.0,
-        help="when another process has been silent for so long, name it, and end within 5 s more "
-        "(default: 60)",
-    )
-    add(
+    several = batch.add_argument_group("several processes over one mesh")
+    pod_options.add_options(several)
+    several.add_argument(
         "--allow-different-numerics",
         action="store_true",
         help="go on with a job that another set-up of processes began; the manifest says so",
     )
+    batch.set_defaults(run=_run_batch)
 
 
 def _add_modules(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -1,7 +1,8 @@
 """`noria compile`: build every executable of a plan; on a target that is there, keep them.
 
 For an absent target everything is compiled all the same, and `bundle.json` keeps what the compiler
-said of each graph: seconds and memory. Weights are read only to be kept.
+said of each graph: seconds and memory. Weights are read only to be kept. Of several processes each
+keeps its own.
 """
 
 import argparse
@@ -9,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from . import pod_options
+from .batch.peers import Peers
 from .plan_files import read_plan_table
 from .run_config import ConfigError, apply_overrides
 
@@ -30,48 +33,60 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--weights", action="store_true", help="keep the weights too, as the plan wants them")
     add("--set", action="append", default=[], metavar="A.B=V", help="override a key of the plan")
     add("--quiet", action="store_true", help="no progress on stderr")
+    pod_options.add_options(parser.add_argument_group("several processes over one mesh"))
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Compile, write, and say what it took."""
     from ..compile.plan import Plan
+
+    plan = Plan.from_table(apply_overrides(read_plan_table(options.plan), options.set))
+    if options.weights:
+        _check_present(plan.target, "--weights", "weights are kept from its devices")
+    if options.coordinator or options.distributed:
+        option = "--coordinator" if options.coordinator else "--distributed"
+        _check_present(plan.target, option, "each process keeps what its devices run")
+    with pod_options.peers(options, plan.target) as peers:
+        text, weights = plan.to_toml(), str(options.weights)
+        peers.agree(lambda: {"plan": text, "--weights": weights})
+        _compile(options, plan, peers)
+    return 0
+
+
+def _compile(options: argparse.Namespace, plan: "Plan", peers: Peers) -> None:
     from .bundles import bundle
     from .checkpoint import open_model
     from .compiled_plan import compile_for_target
 
-    plan = Plan.from_table(apply_overrides(read_plan_table(options.plan), options.set))
-    if options.weights:
-        _check_weights(plan.target)
-
     def report(built: object) -> None:
-        if not options.quiet:
+        if peers.leads and not options.quiet:
             print(built, file=sys.stderr, flush=True)
 
     with open_model(options.model, needs_weights=options.weights) as files:
-        bundle.check_folder(options.output, files.path)
+        bundle.check_folder(options.output, files.path, peers)
         found = compile_for_target(plan, files, report)
         target, seconds, config = found.target, found.graph_seconds, files.spec.config
         weights = _weights(plan, target, files) if options.weights else None
-        bundle.write(options.output, plan, target, config, found.graphs, seconds, weights)
+        folder = bundle.own_folder(options.output, peers.rank, peers.size)
+        bundle.write(folder, plan, target, config, found.graphs, seconds, weights)
     kept = "kept" if target.is_present else f"not kept, as {target.name} is not there"
     kept += f", with {weights.num_bytes / GIGABYTE:.2f} GB of weights" if weights else ""
     most = max(found.memory_bytes.values())
     print(
-        f"{options.output}: {len(seconds)} graphs compiled in {found.seconds:.1f} s, {kept}; a "
+        f"{folder}: {len(seconds)} graphs compiled in {found.seconds:.1f} s, {kept}; a "
         f"call needs up to {most / GIGABYTE:.2f} GB on each device, with all that it is given"
     )
-    return 0
 
 
-def _check_weights(target: str) -> None:
-    """Refuse to keep weights where there are no devices to cut them for."""
+def _check_present(target: str, option: str, why: str) -> None:
+    """Refuse an option that needs devices where there are none."""
     from ..compile.targets import need_not_be_present
 
     if need_not_be_present(target):
         raise ConfigError(
-            f"--weights: expected a target that is on this machine, as weights are kept from its "
-            f"devices, got {target}. Compile without --weights."
+            f"{option}: expected a target that is on this machine, as {why}, got {target}. Compile "
+            f"without {option}."
         )
 
 

@@ -13,9 +13,11 @@ def read_plan_table(path: Path) -> dict[str, Any]:
     """The table of a plan, which may be a bundle's."""
     if not path.is_dir():
         return read_toml(path)
-    if not (path / PLAN).is_file():
-        raise ConfigError(
-            f"{path}: expected a plan, or the folder of a bundle with {PLAN} in it, got a folder "
-            f"without one. Make a bundle with noria compile."
-        )
-    return read_toml(path / PLAN)
+    # of a pod every process has a folder with the same plan
+    for plan in (path / PLAN, *sorted(path.glob(f"process-*/{PLAN}"))):
+        if plan.is_file():
+            return read_toml(plan)
+    raise ConfigError(
+        f"{path}: expected a plan, or the folder of a bundle with {PLAN} in it, got a folder "
+        f"without one. Make a bundle with noria compile."
+    )

@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from . import coordination, errors
 from .batch.journal import differences
@@ -118,8 +118,20 @@ class Pod:
         key = f"shared/{self._num_shared}"
         self._num_shared += 1
         if self.leads:
-            self._store.put(key, zlib.compress(json.dumps(value).encode(), level=1))
+            self._put(key, value)
             return value
+        return self._get(key)
+
+    def gather(self, value: Value) -> list[Value]:
+        folder = f"gathered/{self._num_shared}"
+        self._num_shared += 1
+        self._put(f"{folder}/{self.rank}", value)
+        return [self._get(f"{folder}/{rank}") for rank in range(self.size)]
+
+    def _put(self, key: str, value: object) -> None:
+        self._store.put(key, zlib.compress(json.dumps(value).encode(), level=1))
+
+    def _get(self, key: str) -> Any:
         return json.loads(zlib.decompress(self._store.get(key)))
 
     def agree(self, facts: Callable[[], Mapping[str, str]]) -> None:

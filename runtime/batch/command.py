@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from .. import pod_options
 from ..checkpoint import ModelFiles, open_model
 from ..feeding import feeding_order
 from ..layout_files import read_layout_table
@@ -48,28 +49,8 @@ def run(options: argparse.Namespace) -> int:
     layout_table = None if options.layout is None else read_layout_table(options.layout)
     if plan_table is not None and layout_table is not None:
         raise ConfigError("--layout: the plan has its own layout. Change it there, or with --set.")
-    with _peers(options, _target_name(options, plan_table)) as peers:
+    with pod_options.peers(options, _target_name(options, plan_table)) as peers:
         return _run(options, plan_table, layout_table, peers, phases)
-
-
-@contextmanager
-def _peers(options: argparse.Namespace, target: str) -> Iterator[Peers]:
-    """This process among those of its job, however many they are."""
-    address = (options.coordinator, options.num_processes, options.process_id)
-    if address.count(None) not in (0, 3) or (options.distributed and address.count(None) != 3):
-        raise ConfigError(
-            "--coordinator, --num-processes, --process-id: expected all three, or none of them, or "
-            "--distributed auto alone. Give every process the same coordinator and number, and an "
-            "id of its own."
-        )
-    if address.count(None) == 3 and not options.distributed:
-        yield ALONE
-        return
-    from ..pod import Address, PodOptions, join
-
-    found = Address(*address) if not options.distributed else None
-    with join(PodOptions(found, options.peer_timeout_seconds), target) as pod:
-        yield pod
 
 
 def _run(
@@ -194,8 +175,10 @@ class BatchModel:
         except ValueError as error:
             raise JobError(str(error), EXIT_USAGE) from error
         text = plan.to_toml()
-        self._peers.agree(lambda: {"plan": text})
-        warm = begin(self._options.plan, plan, target, self._files, progress.note)
+        given = self._options.plan
+        kind = "bundle" if given is not None and given.is_dir() else "file"
+        self._peers.agree(lambda: {"plan": text, "--plan": kind})
+        warm = begin(self._options.plan, plan, target, self._files, progress.note, self._peers)
         progress.note(text.rstrip())
         progress.note(padding_note(summary, plan.buckets, plan.layout, max_position))
         progress.note(str(session.attention_kernels(plan, self._files.spec.config, target)))

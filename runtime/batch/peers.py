@@ -31,6 +31,9 @@ class Peers(Protocol):
     def size(self) -> int: ...
 
     @property
+    def rank(self) -> int: ...
+
+    @property
     def leads(self) -> bool:
         """Whether this is process 0."""
         ...
@@ -47,6 +50,10 @@ class Peers(Protocol):
 
     def share(self, value: Value) -> Value:
         """The value that process 0 passes; it is carried as JSON."""
+        ...
+
+    def gather(self, value: Value) -> list[Value]:
+        """The values of all processes in their order, carried as JSON; waits for all."""
         ...
 
     def agree(self, facts: Callable[[], Mapping[str, str]]) -> None:
@@ -73,13 +80,16 @@ class Peers(Protocol):
 class Alone:
     """The only process of its job."""
 
-    size = 1
+    size, rank = 1, 0
     leads = True
     setup = "1 process"
     asked = None
 
     def share(self, value: Value) -> Value:
         return value
+
+    def gather(self, value: Value) -> list[Value]:
+        return [value]
 
     def agree(self, facts: Callable[[], Mapping[str, str]]) -> None:
         del facts

@@ -8,12 +8,14 @@ built by these very versions, sources and flags, for these devices. Whatever doe
 and the plan, or the graph whose executable it is, is compiled instead, or the model's own weights
 are read.
 
+Each process of a pod has its own, in `process-I-of-N/` of the folder.
+
 Knows nothing of requests. Guarantees: a bundle is whole or not there, as `bundle.json` comes last.
 """
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +31,7 @@ from ...compile.plan import Plan
 from ...compile.targets import Target
 from ...modelzoo.config import DecoderConfig
 from ..batch.disk import Disk, digest_file, replace_file
+from ..batch.peers import ALONE, Peers
 from ..graph_memory import memory_facts
 from ..output_folders import check_fillable
 from ..plan_files import PLAN
@@ -39,6 +42,7 @@ from .weights import Shards, read_shards, write_shards
 
 SCHEMA = 2
 CONTENTS, GRAPHS, WEIGHTS = "bundle.json", "graphs", "weights"
+FILES = {PLAN, CONTENTS, GRAPHS, WEIGHTS}
 
 
 @dataclass(frozen=True)
@@ -120,7 +124,7 @@ def _load(name: str, dumped: bytes, target: Target) -> jax.stages.Compiled:
         raise BundleUnusable(f"its executable {name} cannot be loaded ({error})") from error
 
 
-def check_folder(folder: Path, model_path: Path) -> None:
+def check_folder(folder: Path, model_path: Path, peers: Peers = ALONE) -> None:
     """Refuse a folder for a bundle before anything is compiled for it."""
     if _is_inside_model(folder, model_path):
         raise ConfigError(
@@ -128,9 +132,20 @@ def check_folder(folder: Path, model_path: Path) -> None:
             f"is run. Choose another."
         )
     check_fillable(folder)
-    others = {path.name for path in folder.iterdir()} if folder.exists() else set()
-    # an interrupted bundle has no contents yet
-    if others - {PLAN, CONTENTS, GRAPHS, WEIGHTS}:
+    own = [own_folder(folder, rank, peers.size) for rank in range(peers.size)]
+    if peers.size > 1:
+        _check_names(folder, {path.name for path in own})
+    _check_names(own[peers.rank], FILES)
+
+
+def own_folder(folder: Path, rank: int, size: int) -> Path:
+    """Where a process has its bundle: the folder itself, or one in it for each of a pod."""
+    return folder if size == 1 else folder / f"process-{rank}-of-{size}"
+
+
+def _check_names(folder: Path, known: Set[str]) -> None:
+    """Refuse a folder with others; an interrupted bundle need not have all."""
+    if folder.exists() and {path.name for path in folder.iterdir()} - known:
         raise ConfigError(
             f"{folder}: expected a new folder or a bundle, got one with other files. Choose "
             f"another folder."

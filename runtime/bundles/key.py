@@ -31,7 +31,7 @@ def key_of(plan: Plan, target: Target, config: DecoderConfig) -> dict[str, str]:
         **{f"version of {name}": number for name, number in versions().items()},
         "compiler": str(device.client.platform_version) if target.is_present else "",
         "devices": f"{len(target.devices)} x {device.device_kind}",
-        "processes": str(jax.process_count()),
+        "process": f"{jax.process_index()} of {jax.process_count()}",
         # code for a CPU uses the instructions of the one it was compiled on
         "processor": _digest(processor_flags()) if target.platform == "cpu" else "",
         **{name: os.environ.get(name, "") for name in _FLAGS},

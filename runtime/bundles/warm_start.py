@@ -8,6 +8,7 @@ a note, and left to the caller to make. Knows nothing of how that is done.
 
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import jax
@@ -16,9 +17,12 @@ from ...compile.compiled_graphs import CompiledGraphs
 from ...compile.plan import Plan
 from ...compile.steps import DecodeState
 from ...compile.targets import Target
+from ..batch.peers import ALONE, Peers
 from ..checkpoint import ModelFiles
-from .bundle import Bundle
+from .bundle import Bundle, own_folder
 from .own_files import BundleUnusable
+
+_COMPILING = "Compiling the plan instead."
 
 
 def begin(
@@ -27,15 +31,20 @@ def begin(
     target: Target,
     files: ModelFiles,
     on_note: Callable[[str], None],
+    peers: Peers = ALONE,
 ) -> "WarmStart | None":
     """A start from the bundle that a plan was read from; None where it was a file, or none."""
     if path is None or not path.is_dir():
         return None
-    return WarmStart(path, plan, target, files, on_note)
+    return WarmStart(path, plan, target, files, on_note, peers)
 
 
 class WarmStart:
-    """What a folder has ready for a plan. Begins to load executables when it is made."""
+    """What a folder has ready for a plan. Begins to load executables when it is made.
+
+    Processes of a pod take executables all together or not at all: the compiler of one may wait for
+    those of the others.
+    """
 
     def __init__(
         self,
@@ -44,18 +53,25 @@ class WarmStart:
         target: Target,
         files: ModelFiles,
         on_note: Callable[[str], None],
+        peers: Peers,
     ):
-        self._folder, self._files, self._on_note = folder, files, on_note
+        self._folder, self._files, self._on_note, self._peers = folder, files, on_note, peers
+        own = own_folder(folder, peers.rank, peers.size)
         self._bundle: Bundle | None = None
         try:
-            self._bundle = Bundle.open(folder, plan, target, files.spec.config, files.path)
+            bundle, refusal = Bundle.open(own, plan, target, files.spec.config, files.path), None
         except BundleUnusable as error:
-            self._say(f"{error}. Compiling the plan instead.")
+            bundle, refusal = None, error
+        is_taken = self._all_take(refusal, _COMPILING)
+        if bundle is None or not is_taken:
             return
-        self._loading = self._bundle.load()
-        background = ThreadPoolExecutor(max_workers=1)
-        self._state = background.submit(self._empty_state)
-        background.shutdown(wait=False)
+        self._bundle, self._loading = bundle, bundle.load()
+        self._state: Future[DecodeState] | None = None
+        # the devices of several processes must be given the same programs in the same order
+        if peers.size == 1:
+            background = ThreadPoolExecutor(max_workers=1)
+            self._state = background.submit(self._empty_state)
+            background.shutdown(wait=False)
 
     def graphs(
         self, compile_graph: Callable[[str], jax.stages.Compiled]
@@ -66,16 +82,15 @@ class WarmStart:
         """
         if self._bundle is None:
             return None
+        if self._peers.size > 1 and not self._all_take(self._load_error(), _COMPILING):
+            return None
         self._say(f"{len(self._loading)} executables taken, none compiled")
         loaded = _LoadedOrCompiled(self._loading, compile_graph, self._say)
         graphs = CompiledGraphs(self._bundle.plan.buckets, loaded)
-        try:
-            return graphs, self._state.result()
-        except BundleUnusable:
-            return graphs, graphs.empty_state()
-
-    def _empty_state(self) -> DecodeState:
-        return self._loading[CompiledGraphs.EMPTY_STATE].result()()
+        with suppress(BundleUnusable):
+            if self._state is not None:
+                return graphs, self._state.result()
+        return graphs, graphs.empty_state()
 
     def parameters(
         self,
@@ -83,13 +98,33 @@ class WarmStart:
         shardings: Mapping[str, jax.sharding.Sharding],
     ) -> dict[str, jax.Array] | None:
         """The weights in place; None where there are none, or none that can be used."""
-        if self._bundle is None or not self._bundle.has_weights:
+        if self._bundle is None:
             return None
+        found, refusal = None, None
         try:
-            return self._bundle.parameters(self._files.fingerprint(), abstract, shardings)
+            if self._bundle.has_weights:
+                found = self._bundle.parameters(self._files.fingerprint(), abstract, shardings)
         except BundleUnusable as error:
-            self._say(f"weights: {error}. Reading those of {self._files.name} instead.")
-            return None
+            refusal = BundleUnusable(f"weights: {error}")
+        self._all_take(refusal, f"Reading those of {self._files.name} instead.")
+        return found
+
+    def _empty_state(self) -> DecodeState:
+        return self._loading[CompiledGraphs.EMPTY_STATE].result()()
+
+    def _load_error(self) -> BundleUnusable | None:
+        """Why one of the executables cannot be loaded; waits for all of them."""
+        errors = (loading.exception() for loading in self._loading.values())
+        return next((error for error in errors if isinstance(error, BundleUnusable)), None)
+
+    def _all_take(self, refusal: BundleUnusable | None, instead: str) -> bool:
+        """Whether no process refuses; why one does is said."""
+        refusals = self._peers.gather(refusal and str(refusal))
+        for rank, reason in enumerate(refusals):
+            if reason:
+                who = f"process {rank}: " if self._peers.size > 1 else ""
+                self._say(f"{who}{reason}. {instead}")
+        return not any(refusals)
 
     def _say(self, what: str) -> None:
         self._on_note(f"bundle {self._folder}: {what}")

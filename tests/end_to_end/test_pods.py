@@ -12,11 +12,12 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from command import Noria, completion, read_manifest, write_lines
+from command import Noria, answer, completion, read_manifest, read_rows, write_lines
 from model_on_disk import write_model
 
 LIMIT = ("--peer-timeout-seconds", 5)
@@ -66,14 +67,15 @@ class PodJob:
 
     def start(self, output: Path, size: int = 2, *options: object, each=lambda rank: ()):
         """Start all processes of a pod."""
+        return self.start_each(size, lambda rank: self.arguments(output, *options, *each(rank)))
+
+    def start_each(self, size: int, arguments: Callable[[int], tuple[object, ...]]):
+        """Start the processes of any command, each with its own arguments."""
         with socket.create_server(("localhost", 0)) as free:
             port = free.getsockname()[1]
         pod = ("--coordinator", f"localhost:{port}", "--num-processes", size)
         return [
-            self.noria.start(
-                *self.arguments(output, *pod, "--process-id", rank, *options, *each(rank))
-            )
-            for rank in range(size)
+            self.noria.start(*arguments(rank), *pod, "--process-id", rank) for rank in range(size)
         ]
 
     def run(self, output: Path, size: int = 2, *options: object, expect: int = 0) -> list[str]:
@@ -170,6 +172,33 @@ def test_four_processes_of_two_devices_write_the_bytes_of_two_of_four(job, tmp_p
     output = tmp_path / "out.jsonl"
     job.run(output, 4)
     assert masked(output) == masked(job.whole)
+
+
+def answers(path: Path) -> list:
+    """What rows got; ids tell one plan from another."""
+    return [answer(row) for row in read_rows(path)]
+
+
+def test_a_pod_takes_its_executables_and_weights_all_together_or_not_at_all(job, tmp_path):
+    bundle, output = tmp_path / "bundle", tmp_path / "out.jsonl"
+    files = ("--model", job.noria.model, "--plan", job.plan, "-o", bundle)
+    compiling = job.start_each(2, lambda rank: ("compile", *files, "--weights"))
+    ended = wait(compiling)
+    assert [code for code, _ in ended] == [0, 0], ended
+    assert "compile [1/" in ended[0][1] and "compile [" not in ended[1][1]
+    leader, follower = job.run(output, 2, "--plan", bundle)
+    assert "executables taken, none compiled" in leader
+    assert "compile [" not in leader + follower and "instead" not in leader + follower
+    assert answers(output) == answers(job.whole)
+    # one process has lost an executable: all compile, or a compiler might wait for others
+    next((bundle / "process-1-of-2" / "graphs").iterdir()).unlink()
+    output = tmp_path / "compiled.jsonl"
+    leader = job.run(output, 2, "--plan", bundle)[0]
+    assert re.search("process 1: .*No such file.* Compiling the plan instead", leader)
+    assert "compile [1/" in leader
+    assert answers(output) == answers(job.whole)
+    alone = job.noria.run(*job.arguments(tmp_path / "alone.jsonl", "--plan", bundle))
+    assert "bundle.json: No such file" in alone.stderr
 
 
 def test_a_complete_job_run_again_ends_on_every_process(job):

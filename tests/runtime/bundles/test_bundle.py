@@ -76,7 +76,7 @@ def test_a_bundle_says_what_each_graph_took_and_needs(folder):
 
 
 @pytest.mark.parametrize(
-    "name", ["version of jax", "compiler", "XLA_FLAGS", "sources", "processor"]
+    "name", ["version of jax", "compiler", "XLA_FLAGS", "sources", "processor", "process"]
 )
 def test_executables_of_another_build_are_refused_by_what_differs(folder, target, name):
     assert name in key_of(PLAN, target, CONFIG)
