@@ -11,7 +11,9 @@ A pure state machine as `Scheduler` is: no clock, no I/O, no device. Policy, in 
    first. At most `chunks_per_decode` of them run in a row while any row decodes. While requests
    wait, one that is not whole runs only after a decode call, whose rows may leave their slots to
    prompts to fill it, and not before an eighth of the slots is taken by prompts: to leave fewer
-   idle costs less than dummy rows. When none wait nothing is gained by that: the largest chunks
+   idle costs less than dummy rows. Where slots have several lengths, prompts that hold more than a
+   quarter of those that reach so far wait for no others: there may be none for such slots. When no
+   requests wait nothing is gained by waiting: the largest chunks
    come first, and of them the shortest span, as prompts go on from these to the other ones, and
    then all slots decode together;
 4. otherwise the live slots decode, over the shortest span that holds them all.
@@ -71,6 +73,8 @@ class ForkAction:
 
 IDLE_SHARE = 1 / 8
 """Of all slots, that may be taken by prompts while these wait for others to fill a batch."""
+MOST_TAKEN = 1 / 4
+"""The same of the slots of a length, where slots have several."""
 
 Action = OpenAction | ChunkAction | ForkAction | DecodeAction
 _Queue = tuple[PrefillBucket, bool]
@@ -151,7 +155,7 @@ class ChunkScheduler:
         return dropped
 
     def _open(self) -> OpenAction | None:
-        taken = {slot for filling in self._filling for slot in (filling.slot, *filling.kept)}
+        taken = set(self._taken)
         free = [slot for slot in self._slots.free if slot not in taken]
         for index, entry in enumerate(self._waiting):
             if not free:
@@ -178,11 +182,14 @@ class ChunkScheduler:
         queues: dict[_Queue, list[_Filling]] = {}
         for filling in self._filling:
             queues.setdefault(self._queue_of(filling), []).append(filling)
+        starved = self._starved()
+        urgent = {key: rows for key, rows in queues.items() if starved & self._reaches(rows)}
+        queues = urgent or queues
         whole = [key for key, rows in queues.items() if len(rows) >= key[0].batch]
-        is_patient = not whole and bool(self._waiting)
+        is_patient = not (whole or urgent) and bool(self._waiting)
         if not queues or (self._slots.live and self._must_decode(is_patient)):
             return None
-        if whole or is_patient:
+        if whole or self._waiting:
             # by the first of their rows, as they were found
             key = (whole or list(queues))[0]
         else:
@@ -193,8 +200,29 @@ class ChunkScheduler:
         """Whether live rows decode before more is poured."""
         if not is_patient:
             return self._chunks_since_decode >= self._most_chunks
-        num_taken = sum(1 + len(filling.kept) for filling in self._filling)
-        return self._chunks_since_decode > 0 or num_taken < IDLE_SHARE * len(self._slots)
+        return self._chunks_since_decode > 0 or len(self._taken) < IDLE_SHARE * len(self._slots)
+
+    @property
+    def _taken(self) -> list[int]:
+        """Slots of prompts that are poured in, and those kept for their other sequences."""
+        return [slot for filling in self._filling for slot in (filling.slot, *filling.kept)]
+
+    def _starved(self) -> set[int]:
+        """Where slots have several lengths, those lengths of which most slots do not decode.
+
+        Their rows may be too few to fill a call, however long they wait for each other.
+        """
+        if self._grid.span_slots is None:
+            return set()
+        taken = self._taken
+        return {
+            reach
+            for reach in self._grid.decode_spans
+            if self._slots.num_reaching(reach, taken) > MOST_TAKEN * self._slots.num_reaching(reach)
+        }
+
+    def _reaches(self, rows: list[_Filling]) -> set[int]:
+        return {self._grid.reach(filling.slot) for filling in rows}
 
     def _queue_of(self, filling: _Filling) -> _Queue:
         job = filling.sequence.job

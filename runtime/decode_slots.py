@@ -77,7 +77,13 @@ class DecodeSlots:
 
     def num_for(self, job: Job) -> int:
         """Slots, free or not, that hold all that a sequence of a job may become."""
-        return len(self) - bisect_left(self._sorted_reach, job.limit)
+        return self.num_reaching(job.limit)
+
+    def num_reaching(self, length: int, slots: list[int] | None = None) -> int:
+        """Of these slots, or of all, those that hold so many tokens."""
+        if slots is None:
+            return len(self) - bisect_left(self._sorted_reach, length)
+        return sum(self._reach[slot] >= length for slot in slots)
 
     @property
     def live(self) -> tuple[int, ...]:

@@ -49,6 +49,8 @@ LEAST_STEP = 4
 """From one chunk of a plan to the next: one nearly as large saves little."""
 SLOTS_PER_ROW = (1, 4, 16)
 """At least, of calls of chunks: the more, the sooner there are rows to fill them."""
+SLOTS_PER_LONG_ROW = 8
+"""The same of calls of chunks in slots that reach as far, where slots have several lengths."""
 
 
 @dataclass(frozen=True)
@@ -190,14 +192,16 @@ class CandidateGrids:
         return work.parameter_bytes + work.cache_bytes(slots, self.max_length)
 
     def _within_budget(self, found: Iterable[tuple[BucketGrid, int]]) -> Iterator[Candidate]:
-        for grid, tokens in dict(found).items():
+        known: set[BucketGrid] = set()
+        for grid, tokens in found:
             if self._budget.build_seconds(grid) > self._budget.compile_seconds:
                 continue
             choices = [grid]
             if self._is_small(grid) or not self._fits_memory(grid):
                 choices.append(self._ragged(grid))
-            for choice in dict.fromkeys(choices):
-                if self._fits_memory(choice):
+            for choice in choices:
+                if choice not in known and self._fits_memory(choice):
+                    known.add(choice)
                     yield self._weighed(choice, tokens)
 
     def _fits_memory(self, grid: BucketGrid) -> bool:
@@ -209,8 +213,27 @@ class CandidateGrids:
         return self._num_sequences <= grid.decode_slots
 
     def _ragged(self, grid: BucketGrid) -> BucketGrid:
-        """The grid with slots that end where most rows do, if that saves much."""
-        return with_ragged_slots(grid, self._slot_use, self._cost.work.layout)
+        """The grid with slots that end where most rows do, if that saves much.
+
+        Where rows wait for slots, chunks in few long ones come in small calls: large ones would
+        wait long to be full.
+        """
+        ragged = with_ragged_slots(grid, self._slot_use, self._cost.work.layout)
+        if ragged.span_slots is None or not ragged.chunks or self._is_small(grid):
+            return ragged
+        most_rows = {
+            span: round_up(-(-slots // SLOTS_PER_LONG_ROW), self._defaults.batch_multiple)
+            for span, slots in zip(ragged.decode_spans, ragged.span_slots, strict=True)
+        }
+        prefill = [
+            bucket._replace(batch=min(bucket.batch, most_rows[bucket.length]))
+            for bucket in ragged.prefill
+        ]
+        return replace(
+            ragged,
+            prefill=tuple(prefill),
+            chunks_per_decode=calls_to_fill(ragged.decode_slots, prefill),
+        )
 
     def prefill_of(self, tokens: int) -> tuple[PrefillBucket, ...]:
         """The best prefill lengths for calls of so many tokens, as candidates have them."""

@@ -5,7 +5,7 @@ bound is no less than what the best schedule so far takes cannot be better. Wher
 many to try the search ends early, and says by how much an untried one might be better.
 
 A limit of padding is kept by what is simulated, dummy rows included: of the grids within it the
-one that takes least is the best.
+one that takes least is the best. Where one pads too much, those with larger calls come last.
 """
 
 import math
@@ -81,20 +81,39 @@ def find_best(
     left = deque(sorted(every, key=lambda one: one.expected))
     least_padding = min((one.padding for one in every), default=math.inf)
     best, tried, nearest = None, 0, math.inf
+    too_padded: list[BucketGrid] = []
+    put_off: set[BucketGrid] = set()
     while left and tried < most_tries:
         candidate = left.popleft()
         if candidate.padding > budget.padding or (best and candidate.bound >= best.seconds):
             continue
+        grid = candidate.grid
+        if grid not in put_off and any(calls_are_larger(grid, other) for other in too_padded):
+            put_off.add(grid)
+            left.append(candidate)
+            continue
         found = replace(try_grid(candidate.grid, rows, cost, budget), tokens=candidate.tokens)
         tried, nearest = tried + 1, min(nearest, found.padding)
         on_try(found)
-        if found.padding <= budget.padding and (best is None or found.seconds < best.seconds):
+        if found.padding > budget.padding:
+            too_padded.append(grid)
+        elif best is None or found.seconds < best.seconds:
             best = found
     if best is None:
         raise NoPlanFits(_nothing_fits(budget, nearest if tried else least_padding, tried))
     bounds = [one.bound for one in left if one.padding <= budget.padding]
     better = [bound for bound in bounds if bound < best.seconds]
     return Search(best, tried, len(every), min(better, default=None))
+
+
+def calls_are_larger(grid: BucketGrid, other: BucketGrid) -> bool:
+    """Whether a grid pours as another one does, in no smaller calls: so has no fewer dummy rows."""
+    is_alike = (grid.decode_slots, grid.decode_spans) == (other.decode_slots, other.decode_spans)
+    shapes = [[(bucket.length, bucket.tokens) for bucket in one.prefill] for one in (grid, other)]
+    if not is_alike or shapes[0] != shapes[1]:
+        return False
+    pairs = zip(grid.prefill, other.prefill, strict=True)
+    return all(bucket.batch >= than.batch for bucket, than in pairs)
 
 
 def _nothing_fits(budget: Budget, nearest: float, tried: int) -> str:

@@ -41,12 +41,13 @@ def random_jobs(count: int, seed: int = 1) -> list[Job]:
 
 
 class Play:
-    """A run to the end as the engine would drive it, with rows that end early at random.
+    """A run to the end as the engine would drive it; a share of rows end early at each call.
 
     Keeps what each slot holds, and fails where an action does not fit to that.
     """
 
-    def __init__(self, jobs: list[Job], grid: BucketGrid = GRID, seed: int = 0):
+    def __init__(self, jobs: list[Job], grid: BucketGrid = GRID, seed: int = 0, early: float = 0.1):
+        self.early = early
         self.grid, self.scheduler, self.actions = grid, ChunkScheduler(grid), []
         self.filled, self.length, self.limit = {}, {}, {}
         rng = random.Random(seed)
@@ -92,7 +93,7 @@ class Play:
     def _grow(self, slot: int, rng) -> None:
         grown = min(GRID.steps_per_call, self.limit[slot] - self.length[slot])
         self.length[slot] += grown
-        if self.length[slot] == self.limit[slot] or rng.random() < 0.1:
+        if self.length[slot] == self.limit[slot] or rng.random() < self.early:
             del self.length[slot]
             self.scheduler.release(slot)
         else:
@@ -292,3 +293,14 @@ def test_a_request_that_lacks_slots_keeps_those_that_it_could_use():
     while isinstance(action := scheduler.next_action(), OpenAction):
         opened.append((action.sequence.job.number, action.slot))
     assert opened == [(0, 0), (2, 2), (3, 3)]
+
+
+def test_prompts_that_hold_the_long_slots_do_not_wait_for_others_to_fill_their_call():
+    """A call for the span of two long slots has room for eight prompts, so it is never full."""
+    few_long = {"decode_slots": 32, "span_slots": (32, 2, 2), "chunks_per_decode": 8}
+    grid = replace(GRID, prefill=((16, 2, 8), (32, 8, 8)), **few_long)
+    long, short = job(0, prompt_length=30, max_tokens=34), range(1, 9)
+    rest = [job(number, prompt_length=30, max_tokens=4) for number in short]
+    calls = Play([long, *rest], grid, early=0.0).actions
+    # in one slot 34 tokens, four in a call; all others pass through the second meanwhile
+    assert sum(isinstance(action, DecodeAction) for action in calls) == -(-34 // 4)

@@ -18,7 +18,7 @@ from noria.compile.planning.hardware import Hardware
 from noria.compile.planning.prefill_calls import rows_through
 from noria.compile.planning.work import Call, Work
 from noria.runtime.planning.planning import Planner
-from noria.runtime.planning.search import NoPlanFits, find_best, try_grid
+from noria.runtime.planning.search import NoPlanFits, calls_are_larger, find_best, try_grid
 
 HARDWARE = Hardware("mine", "made up", {"float32": 1e9}, 1e9, 1e8, 1e7, 4)
 COST = CostModel(Work(Definition(CONFIG), "float32"), HARDWARE)
@@ -254,6 +254,28 @@ def test_a_plan_has_slots_of_several_lengths_where_alike_ones_do_not_fit(alike_s
     memory = COST.work.parameter_bytes + COST.work.cache_bytes(alike_slots, 128)
     best = planner(FEW_LONG, budget=Budget(memory_bytes=memory), may_chunk=False).plan().best
     assert (best.grid.span_slots is not None) == is_ragged
+
+
+def test_chunks_in_few_long_slots_come_in_small_calls_where_rows_wait_for_slots():
+    memory = COST.work.parameter_bytes + COST.work.cache_bytes(20, 128)
+    found = candidates(FEW_LONG, Budget(memory_bytes=memory))
+    ragged = [one.grid for one in found if one.grid.span_slots is not None and one.grid.chunks]
+    assert ragged
+    for grid in ragged:
+        slots = dict(zip(grid.decode_spans, grid.span_slots, strict=True))
+        assert all(8 * bucket.batch < slots[bucket.length] + 8 for bucket in grid.prefill)
+
+
+def test_grids_of_larger_calls_than_one_that_pads_too_much_are_tried_last():
+    rows, budget, tried = rows_of(0, count=400, longest=60), Budget(padding=1.05), []
+    of_chunks = [one for one in candidates(rows, budget) if one.grid.chunks and one.padding <= 1.05]
+    find_best(of_chunks, rows, COST, budget, 24, tried.append)
+    too_padded, is_put_off = [], []
+    for one in tried:
+        is_put_off.append(any(calls_are_larger(one.grid, other) for other in too_padded))
+        too_padded += [one.grid] * (one.padding > 1.05)
+    assert is_put_off == sorted(is_put_off)
+    assert any(is_put_off) and not all(is_put_off)
 
 
 def test_chunks_come_as_asked_for():
