@@ -17,7 +17,7 @@ _INSTRUCTION = re.compile(
     r"\((?P<arguments>[^)]*)\)(?P<attributes>.*)$"
 )
 _COMMENT = re.compile(r"/\*.*?\*/")
-_ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,<=]*)\]")
+_ARRAY = re.compile(r"\b(?!token)([a-z][a-z0-9]*)\[([\d,<=]*)\](\{[^}]*\})?")
 _NAME = re.compile(r"%([\w.-]+)")
 _CALLED = re.compile(
     r"\b(calls|to_apply|condition|body|true_computation|false_computation|branch_computations)="
@@ -40,7 +40,13 @@ class Instruction:
     @property
     def arrays(self) -> tuple[str, ...]:
         """The arrays of its result without their layouts, such as `bf16[256,1024]`."""
-        return tuple(f"{dtype}[{sizes}]" for dtype, sizes in _ARRAY.findall(self.shape))
+        return tuple(f"{dtype}[{sizes}]" for dtype, sizes, _ in _ARRAY.findall(self.shape))
+
+    @property
+    def memory_spaces(self) -> tuple[int, ...]:
+        """Where each of the arrays lies, as layouts say: 0, if they do not, is main memory."""
+        found = (re.search(r"S\((\d+)\)", layout) for _, _, layout in _ARRAY.findall(self.shape))
+        return tuple(int(space[1]) if space else 0 for space in found)
 
     @property
     def operands(self) -> tuple[str, ...]:

@@ -1,10 +1,11 @@
 """What a compiled graph does in a call: operations and bytes, what it sends, the memory it takes.
 
-The compiler counts the body of a loop once, and on GPU counts nothing: its counts of operations and
-bytes stand where they are higher than those of the shapes. On TPU it counts what is brought into
-memory on the chip again where products read it, so bytes there are too many, under every layout
-alike. Collectives are read from the program; where XLA cannot write it as text, what is sent is
-that of the shapes. Layers are alike, so two programs of few of them tell of any number.
+Counts of operations and bytes stand where they are higher than those of the shapes, as the compiler
+counts the body of a loop once, and on GPU nothing. On TPU it counts arrays in memory on the chip
+again wherever they are read, several times the bytes that main memory moves; so there these are
+read from the program's text, as collectives are everywhere. Where XLA cannot write it, bytes on TPU
+and what is sent are those of the shapes. Layers are alike, so two programs of few of them tell of
+any number.
 
 Knows nothing of plans. Guarantees: seconds are by the same roofline and the same peaks for a
 program and for shapes, each as one part, so their ratio is what the compiler added or saved.
@@ -18,6 +19,7 @@ import jax
 from ...sharding.communication import sent_bytes
 from ...sharding.mesh_layout import MeshLayout
 from ..collectives import Collective, program_text, read_collectives
+from ..hbm_bytes import hbm_bytes
 from .cost import CostModel
 from .work import Call
 
@@ -28,17 +30,22 @@ class Counted:
 
     flops: float
     num_bytes: float
+    """Of main memory, read and written; 0 where they cannot be told."""
     sent: Mapping[str, float] | None
     """Bytes to other devices, by mesh axes joined by `+`; None where it cannot be read."""
     memory_bytes: float
     """With all that it is given; 0 where the compiler says nothing."""
 
     @classmethod
-    def of(cls, executable: jax.stages.Compiled, mesh: MeshLayout, memory_bytes: int) -> "Counted":
-        """Of one executable."""
-        found = executable.cost_analysis() or {}
-        flops, num_bytes = found.get("flops", 0.0), found.get("bytes accessed", 0.0)
-        return cls(flops, num_bytes, _sent(executable, mesh), memory_bytes)
+    def of(
+        cls, executable: jax.stages.Compiled, platform: str, mesh: MeshLayout, memory_bytes: int
+    ) -> "Counted":
+        """Of one executable for devices of a platform."""
+        found, text = executable.cost_analysis() or {}, program_text(executable)
+        num_bytes = found.get("bytes accessed", 0.0)
+        if platform == "tpu":
+            num_bytes = 0.0 if text is None else hbm_bytes(text)
+        return cls(found.get("flops", 0.0), num_bytes, _sent(text, mesh), memory_bytes)
 
     def and_turns(self, more: float, shorter: "Counted") -> "Counted":
         """Of a program with so many more turns of its layers; `shorter` is of one turn less."""
@@ -106,11 +113,10 @@ def _added(tables: Iterable[Mapping[str, float]]) -> dict[str, float]:
     return total
 
 
-def _sent(executable: jax.stages.Compiled, mesh: MeshLayout) -> dict[str, float] | None:
+def _sent(text: str | None, mesh: MeshLayout) -> dict[str, float] | None:
     """Bytes by mesh axes; branches that only some rows ask for are left out."""
     if mesh.num_devices == 1:
         return {}
-    text = program_text(executable)
     if text is None:
         return None
     return _added(

@@ -111,7 +111,8 @@ class LayoutCompiler:
         return longer.and_turns((self.config.num_layers - first) / period - 2, shorter)
 
     def _read(self, one: PlannedLayout, name: str, config: DecoderConfig) -> Counted:
-        placement = find_target(self.target).placement(one.layout)
+        target = find_target(self.target)
+        placement = target.placement(one.layout)
         definition = Definition(config, placement.arrangement(config))
         experts = default_experts(config) or LOSSLESS_EXPERTS
         grid = one.planned.best.grid
@@ -119,7 +120,8 @@ class LayoutCompiler:
         executable, seconds, _ = compile_graph(next(x for x in graphs if x.name == name))
         layers = f"{config.num_layers} of {self.config.num_layers} layers"
         self.on_note(f"{one.name}: {name}, {layers}, compiled in {seconds:.1f} s")
-        return Counted.of(executable, one.cost.work.layout.mesh, memory_of(executable))
+        mesh = one.cost.work.layout.mesh
+        return Counted.of(executable, target.platform, mesh, memory_of(executable))
 
 
 def _costliest(one: PlannedLayout) -> dict[str, tuple[str, Call]]:

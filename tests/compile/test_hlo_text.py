@@ -57,6 +57,13 @@ def test_an_instruction_is_read_with_its_tiled_shape_and_comments():
     assert list(loop.called()) == [("condition", "condition"), ("body", "body")]
 
 
+def test_layouts_say_in_which_memory_arrays_lie_and_a_token_is_none():
+    program = read_program(LOOP.replace("s32[]{:T(128)S(6)} copy", "(s32[]{:S(6)}, token[]) copy"))
+    body = program.computations["body"].instructions
+    assert body["state"].memory_spaces == (0, 1, 0)
+    assert (body["copy"].arrays, body["copy"].memory_spaces) == (("s32[]",), (6,))
+
+
 def test_the_header_says_for_how_many_devices_the_program_is():
     assert read_program(LOOP).num_partitions == 8
     assert read_program(LOOP.replace(", num_partitions=8", "")).num_partitions == 1
