@@ -93,6 +93,8 @@ class _Filling:
     sequence: Sequence
     slot: int
     kept: list[int]
+    queue: _Queue
+    """Where it waits for its next piece."""
     length: int = 0
 
 
@@ -133,7 +135,7 @@ class ChunkScheduler:
         if (opened := self._open()) is not None:
             return opened
         if (chunk := self._choose()) is not None:
-            self._chunks_since_decode += bool(self._slots.live)
+            self._chunks_since_decode += self._slots.any_live
             return self._pour(chunk)
         self._chunks_since_decode = 0
         return self._slots.decode()
@@ -173,7 +175,8 @@ class ChunkScheduler:
             else:
                 del self._waiting[index]
             sequence = Sequence(job, first)
-            self._filling.append(_Filling(sequence, suited[0], suited[1:count]))
+            queue = self._queue_of(job, 0)
+            self._filling.append(_Filling(sequence, suited[0], suited[1:count], queue))
             return OpenAction(suited[0], sequence)
         return None
 
@@ -181,13 +184,13 @@ class ChunkScheduler:
         """The rows of the next chunk batch, if one is to run now."""
         queues: dict[_Queue, list[_Filling]] = {}
         for filling in self._filling:
-            queues.setdefault(self._queue_of(filling), []).append(filling)
+            queues.setdefault(filling.queue, []).append(filling)
         starved = self._starved()
         urgent = {key: rows for key, rows in queues.items() if starved & self._reaches(rows)}
         queues = urgent or queues
         whole = [key for key, rows in queues.items() if len(rows) >= key[0].batch]
         is_patient = not (whole or urgent) and bool(self._waiting)
-        if not queues or (self._slots.live and self._must_decode(is_patient)):
+        if not queues or (self._slots.any_live and self._must_decode(is_patient)):
             return None
         if whole or self._waiting:
             # by the first of their rows, as they were found
@@ -222,11 +225,10 @@ class ChunkScheduler:
         }
 
     def _reaches(self, rows: list[_Filling]) -> set[int]:
-        return {self._grid.reach(filling.slot) for filling in rows}
+        return {self._slots.reach(filling.slot) for filling in rows}
 
-    def _queue_of(self, filling: _Filling) -> _Queue:
-        job = filling.sequence.job
-        return self._grid.bucket_of(job.prompt_length, filling.length), job.is_scored
+    def _queue_of(self, job: Job, length: int) -> _Queue:
+        return self._grid.bucket_of(job.prompt_length, length), job.is_scored
 
     def _pour(self, chosen: tuple[_Queue, list[_Filling]]) -> ChunkAction:
         (bucket, is_scored), batch = chosen
@@ -238,6 +240,8 @@ class ChunkScheduler:
             filling.length += count
             if count == left:
                 self._filled(filling)
+            else:
+                filling.queue = self._queue_of(filling.sequence.job, filling.length)
         return ChunkAction(bucket, is_scored, tuple(rows))
 
     def _filled(self, filling: _Filling) -> None:

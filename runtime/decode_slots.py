@@ -53,17 +53,17 @@ class DecodeSlots:
 
     def __init__(self, grid: BucketGrid):
         self._grid = grid
-        self._occupants: list[_Occupant | None] = [None] * grid.decode_slots
+        self._occupants: dict[int, _Occupant] = {}
         self._reach = [grid.reach(slot) for slot in range(grid.decode_slots)]
         self._sorted_reach = sorted(self._reach)
 
     def __len__(self) -> int:
-        return len(self._occupants)
+        return len(self._reach)
 
     @property
     def free(self) -> list[int]:
         """Slots in which nothing decodes."""
-        return [slot for slot, occupant in enumerate(self._occupants) if occupant is None]
+        return [slot for slot in range(len(self)) if slot not in self._occupants]
 
     @property
     def longest_free(self) -> int:
@@ -79,6 +79,10 @@ class DecodeSlots:
         """Slots, free or not, that hold all that a sequence of a job may become."""
         return self.num_reaching(job.limit)
 
+    def reach(self, slot: int) -> int:
+        """The longest row that a slot holds."""
+        return self._reach[slot]
+
     def num_reaching(self, length: int, slots: list[int] | None = None) -> int:
         """Of these slots, or of all, those that hold so many tokens."""
         if slots is None:
@@ -88,12 +92,16 @@ class DecodeSlots:
     @property
     def live(self) -> tuple[int, ...]:
         """Slots whose rows decode."""
-        return tuple(slot for slot, occupant in enumerate(self._occupants) if occupant is not None)
+        return tuple(sorted(self._occupants))
+
+    @property
+    def any_live(self) -> bool:
+        return bool(self._occupants)
 
     @property
     def job_numbers(self) -> set[int]:
         """The requests that decode."""
-        return {occupant.sequence.job.number for occupant in self._occupants if occupant}
+        return {occupant.sequence.job.number for occupant in self._occupants.values()}
 
     def put(self, slot: int, sequence: Sequence) -> None:
         """Let a sequence decode whose prompt is in its slot."""
@@ -101,11 +109,11 @@ class DecodeSlots:
 
     def advance(self, slot: int, num_tokens: int) -> None:
         """Note that a slot's row grew."""
-        self._occupant(slot).length += num_tokens
+        self._occupants[slot].length += num_tokens
 
     def release(self, slot: int) -> None:
         """Free a slot whose row ended."""
-        self._occupants[slot] = None
+        del self._occupants[slot]
 
     def decode(self) -> DecodeAction | None:
         """The call of all live slots over the shortest span that holds them; None without any."""
@@ -116,10 +124,5 @@ class DecodeSlots:
 
     def _next_length(self, slot: int) -> int:
         """Positions that the slot's row may hold after one more call."""
-        occupant = self._occupant(slot)
-        return min(occupant.length + self._grid.steps_per_call, occupant.sequence.job.limit)
-
-    def _occupant(self, slot: int) -> _Occupant:
         occupant = self._occupants[slot]
-        assert occupant is not None, f"slot {slot} is empty"
-        return occupant
+        return min(occupant.length + self._grid.steps_per_call, occupant.sequence.job.limit)
