@@ -21,7 +21,9 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .batch.disk import Disk, replace_file
 from .batch.job import EXIT_BUILD, JobError
+from .batch.output import check_outputs
 from .checkpoint import open_model
 from .layout_files import read_layout_table
 from .machine import describe_machine
@@ -89,6 +91,7 @@ class CaseResult:
 def main(arguments: Sequence[str]) -> int:
     """Run every case, print the table as it grows, write the JSON file at the end."""
     options = _parse(arguments)
+    _check_files(options)
     with open_model(options.model) as files:
         if options.calibration is not None:
             return _calibrate(_load(files, options), options)
@@ -100,8 +103,7 @@ def main(arguments: Sequence[str]) -> int:
             results.append(_run_or_name(model, case, options.repeats, options.set))
             print(_line(results[-1]), flush=True)
         if options.json:
-            report = _report(options, files, model.dtype, results)
-            options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            _write(options.json, _report(options, files, model.dtype, results))
     return 0
 
 
@@ -235,6 +237,17 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
+def _check_files(options: argparse.Namespace) -> None:
+    """Refuse what cannot be written, before the work that it is for."""
+    read = [Path(path) for path in (options.model, options.layout) if path]
+    for path in filter(None, (options.json, options.calibration)):
+        check_outputs([path], read, "an input")
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    replace_file(Disk(), path, [f"{json.dumps(content, indent=1)}\n".encode()])
+
+
 def _sizes(text: str) -> list[int]:
     try:
         sizes = [int(word) for word in text.split(",")]
@@ -284,8 +297,7 @@ def _calibrate(model: "LoadedModel", options: argparse.Namespace) -> int:
     calibration = measure(
         model, hardware, longest, options.layout or "", lambda line: print(line, flush=True)
     )
-    content = json.dumps(calibration.to_json(), indent=1)
-    options.calibration.write_text(content + "\n", encoding="utf-8")
+    _write(options.calibration, calibration.to_json())
     print(
         f"{options.calibration}: median error {calibration.median_error:.1%} over the calls that "
         f"it was made from"

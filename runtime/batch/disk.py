@@ -4,12 +4,14 @@ Everything that must survive a crash goes through a `Disk`, so that a test can m
 of these operations fail, or stop the program there.
 
 Knows nothing of journals or rows. Guarantees: after `replace_file` returns, the file under its
-final name is whole and stays so over a power cut; before that, the old one (or none) is.
+final name is whole and stays so over a power cut; before that, the old one (or none) is. Where it
+cannot be written, nothing of the new one is left.
 """
 
 import hashlib
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,9 +65,22 @@ class Disk:
 def replace_file(disk: Disk, path: Path, chunks: Iterable[bytes | memoryview]) -> FileDigest:
     """Write a file under a temporary name and rename it over `path` once it is durable."""
     temporary = path.with_name(f"{path.name}.tmp")
+    try:
+        digest = _write_new(disk, temporary, chunks)
+        disk.rename(temporary, path)
+    except BaseException:
+        # a disk that is full needs the space
+        with suppress(OSError):
+            disk.remove(temporary)
+        raise
+    disk.sync_folder(path.parent)
+    return digest
+
+
+def _write_new(disk: Disk, path: Path, chunks: Iterable[bytes | memoryview]) -> FileDigest:
     digest = hashlib.sha256()
     num_bytes = 0
-    descriptor = disk.open_new(temporary)
+    descriptor = disk.open_new(path)
     try:
         for chunk in chunks:
             disk.write(descriptor, chunk)
@@ -74,8 +89,6 @@ def replace_file(disk: Disk, path: Path, chunks: Iterable[bytes | memoryview]) -
         disk.fsync(descriptor)
     finally:
         disk.close(descriptor)
-    disk.rename(temporary, path)
-    disk.sync_folder(path.parent)
     return FileDigest(digest.hexdigest(), num_bytes)
 
 

@@ -309,6 +309,11 @@ def _open_directory(path: Path, needs_weights: bool) -> ModelFiles:
             f"{path}: expected config.json with safetensors, got GGUF files. Give one of them: "
             f"{', '.join(str(p) for p in ggufs[:5])}"
         )
+    if not needs_weights:
+        raise ModelNotFound(
+            f"{path}: expected config.json, which is all that is needed of a model here, got none. "
+            f"Give its directory, a .gguf file, or the word {EMBEDDED!r}."
+        )
     weight_files(path)  # says what is there instead, pickles among them
     raise ModelNotFound(f"{path}: expected config.json beside the weights, got none.")
 

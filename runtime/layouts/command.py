@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..layout_files import named_layout_tables, read_layout_table, split_spellings
+from ..output_folders import check_fillable
 from ..run_config import ConfigError
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ def run(options: argparse.Namespace) -> int:
     """Measure every layout that was asked for; 1 where a chosen one cannot be."""
     from ..checkpoint import open_model
 
+    check_fillable(options.output)
     with open_model(options.model, needs_weights=options.verify) as files:
         return _run(options, files)
 
@@ -166,19 +168,20 @@ def _write(
     grid: "BucketGrid",
     results: Sequence["LayoutResult"],
 ) -> None:
+    from ..batch.disk import Disk, replace_file
     from .picture import draw
 
     options.output.mkdir(parents=True, exist_ok=True)
     path = options.output / "layouts.json"
     content = json.dumps([result.as_json() for result in results], indent=1)
-    path.write_text(content + "\n", encoding="utf-8")
+    replace_file(Disk(), path, [f"{content}\n".encode()])
     title = (
         f"{files.name}, {config.num_layers} layers, {dtype}, on {options.target}: prefill of "
         f"{grid.prefill[-1].batch} prompts of {grid.prefill[-1].length}, decode of "
         f"{grid.decode_slots} slots of {grid.max_length}"
     )
     picture = options.output / "layouts.png"
-    draw(results, title, picture)
+    replace_file(Disk(), picture, [draw(results, title)])
     print(f"{path} and {picture}")
 
 

@@ -3,8 +3,8 @@
 Knows nothing of how results were measured.
 """
 
+import io
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from ...compile.layout_measure import LayoutResult
@@ -20,8 +20,8 @@ _KINDS = {
 }
 
 
-def draw(results: Sequence[LayoutResult], title: str, path: Path) -> None:
-    """Write a PNG with one bar a layout in each of three panels."""
+def draw(results: Sequence[LayoutResult], title: str) -> bytes:
+    """A PNG with one bar a layout in each of three panels."""
     try:
         import matplotlib
     except ImportError as error:
@@ -46,8 +46,10 @@ def draw(results: Sequence[LayoutResult], title: str, path: Path) -> None:
     figure.legend(
         named.values(), named.keys(), loc="outside lower center", ncols=8, fontsize=8, frameon=False
     )
-    figure.savefig(path, dpi=110)
+    png = io.BytesIO()
+    figure.savefig(png, dpi=110)
     pyplot.close(figure)
+    return png.getvalue()
 
 
 def _label(result: LayoutResult) -> str:

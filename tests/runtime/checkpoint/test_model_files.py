@@ -250,6 +250,15 @@ def test_paths_at_which_there_is_no_model_say_what_was_expected(tmp_path):
             open_model(path)
 
 
+def test_a_folder_without_a_model_says_what_is_needed_where_weights_are_not(tmp_path):
+    (tmp_path / "notes.txt").write_text("no model")
+    message = "expected config.json, which is all that is needed of a model here, got none"
+    with pytest.raises(ModelNotFound, match=message):
+        open_model(tmp_path, needs_weights=False)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    assert open_model(tmp_path, needs_weights=False).spec.family == "llama"
+
+
 def test_a_fingerprint_follows_content_and_not_the_place(tmp_path):
     first = hf_model(tmp_path / "a", tokenizer__json={"v": 1})
     second = hf_model(tmp_path / "b", tokenizer__json={"v": 1})
