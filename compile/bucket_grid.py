@@ -264,9 +264,9 @@ class BucketGrid:
         needed = prompt_length + (1 if max_tokens is None else max_tokens)
         if needed > self.max_length:
             raise NoBucketFits(
-                f"prompt ({prompt_length} tokens) and output ({needed - prompt_length}) need "
-                f"{needed} positions; buckets.max_length is {self.max_length}. Raise max_length, "
-                f"lower max_tokens, or shorten the prompt."
+                f"a prompt of length {prompt_length} and an output of {needed - prompt_length} "
+                f"need {needed} positions; buckets.max_length is {self.max_length}. Raise "
+                f"max_length, lower max_tokens, or shorten the prompt."
             )
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from . import pod_options
 from .batch.peers import Peers
+from .counted import counted
 from .plan_files import read_plan_table
 from .run_config import ConfigError, apply_overrides
 
@@ -74,8 +75,9 @@ def _compile(options: argparse.Namespace, plan: "Plan", peers: Peers) -> None:
     kept += f", with {weights.num_bytes / GIGABYTE:.2f} GB of weights" if weights else ""
     most = max(found.memory_bytes.values())
     print(
-        f"{folder}: {len(seconds)} graphs compiled in {found.seconds:.1f} s, {kept}; a "
-        f"call needs up to {most / GIGABYTE:.2f} GB on each device, with all that it is given"
+        f"{folder}: {counted(len(seconds), 'graph')} compiled in {found.seconds:.1f} s, "
+        f"{kept}; a call needs up to {most / GIGABYTE:.2f} GB on each device, with all that "
+        f"it is given"
     )
 
 

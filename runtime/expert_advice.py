@@ -16,6 +16,7 @@ from ..compile.expert_plan import dispatch_lines
 from ..modelzoo.moe.config import LOSSLESS, Dispatch
 from ..modelzoo.moe.use import FACTORS
 from ..sharding.layout import PHASES
+from .counted import counted
 
 _NOTE = """\
 # Rows that lose a choice end as errors; [experts] overflow = "drop" answers them, each with the
@@ -69,8 +70,8 @@ def report(sections: Sequence[Mapping[str, Any]], max_dropped: float) -> str:
     _check_same_model(sections)
     first = sections[0]
     lines = [
-        f"{first['num_experts']} experts, {first['num_chosen']} a token; {len(sections)} run(s); "
-        f"at most {max_dropped:g} of the choices dropped"
+        f"{first['num_experts']} experts, {first['num_chosen']} a token; "
+        f"{counted(len(sections), 'run')}; at most {max_dropped:g} of the choices dropped"
     ]
     planned: list[str] = []
     is_lossy = False

@@ -14,6 +14,7 @@ from typing import Any
 from ..compile.bucket_grid import BucketGrid, NoBucketFits
 from ..compile.monitor import compile_monitor
 from ..compile.signatures import MAX_STOP_IDS
+from .counted import counted
 from .decode_slots import Job
 from .engine import ChoicesDropped, Engine, EngineRequest, Event, PromptScored, TokensEmitted
 from .expert_use import ExpertSetup
@@ -294,8 +295,8 @@ def _empty_if(num_logprobs: int | None) -> list[TokenLogprob] | None:
 def _overflow(entry: _InProgress) -> RowError:
     return RowError(
         "expert_overflow",
-        f"request {entry.request.request_id!r}: {entry.num_dropped} choices of experts were "
-        f"dropped, as the capacity that the plan gives experts was full. Raise capacity_factor in "
+        f"request {entry.request.request_id!r}: lost {counted(entry.num_dropped, 'choice')} of "
+        f"experts, as the capacity that the plan gives these was full. Raise capacity_factor in "
         f'the plan\'s [experts.prefill] or [experts.decode], or say dispatch = "lossless" there; '
         f'with overflow = "drop" in [experts] such rows are answered, with the number.',
     )

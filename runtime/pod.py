@@ -26,6 +26,7 @@ from .batch.journal import differences
 from .batch.manifest import versions
 from .batch.peers import Word
 from .coordination import Address
+from .counted import counted
 from .watchdog import MARGIN_SECONDS, Watchdog
 
 Value = TypeVar("Value")
@@ -188,7 +189,7 @@ def _setup(target: str, size: int) -> str:
 
     kind = target.partition(":")[0]
     num_devices = jax.local_device_count(kind)
-    return f"{size} processes of {num_devices} devices, {_COLLECTIVES.get(kind, kind)}"
+    return f"{size} processes of {counted(num_devices, 'device')}, {_COLLECTIVES.get(kind, kind)}"
 
 
 def _leave_at_once(code: int) -> None:

@@ -92,8 +92,8 @@ def _mesh_findings(layout: Layout, num_devices: int) -> Iterable[str]:
     are_counts = all(map(_is_count, layout.mesh.sizes.values()))
     if are_counts and layout.mesh.num_devices != num_devices:
         yield (
-            f"[mesh] {layout.mesh}: the sizes make {layout.mesh.num_devices} devices, the target "
-            f"has {num_devices}. Change a size, or the target."
+            f"[mesh] {layout.mesh}: the product of the sizes is {layout.mesh.num_devices}, the "
+            f"number of the target's devices {num_devices}. Change a size, or the target."
         )
 
 
@@ -277,8 +277,9 @@ def _head_findings(layout: Layout, rules: AxisRules, config: DecoderConfig) -> I
         # the cache has no heads to divide, and those of the projections are query heads
         return
     if wanted != () and K % shards:
+        heads = "1 head does" if K == 1 else f"{K} heads do"
         yield (
-            f"kv_heads: {K} heads do not divide over {shards} devices "
+            f"kv_heads: {heads} not divide over {shards} devices "
             f'({_shown(rules[axes.KV_HEADS])}). Set kv_heads = "" to keep a copy of a head on '
             f"every device whose queries read it, or shard attention over batch "
             f"(attention_batch)."

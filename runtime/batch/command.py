@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import pod_options
 from ..checkpoint import ModelFiles, open_model
+from ..counted import counted
 from ..feeding import feeding_order
 from ..layout_files import read_layout_table
 from ..plan_files import read_plan_table
@@ -270,6 +271,5 @@ def _padding(summary: ScanSummary, grid: "BucketGrid") -> str:
     share = (computed - real) / computed if computed else 0.0
     chunks = " and ".join(map(str, grid.chunks))
     how = f"chunks of {chunks}" if chunks else "whole prompts"
-    return (
-        f"{real} tokens in {len(lengths)} rows, {computed} computed in {how}, {share:.1%} padding"
-    )
+    given = f"{counted(real, 'token')} in {counted(len(lengths), 'row')}"
+    return f"{given}, {computed} computed in {how}, {share:.1%} padding"

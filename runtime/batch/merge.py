@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from ..counted import counted
 from .disk import Disk, digest_chunks, digest_file
 from .job import EXIT_OK, EXIT_RESUMABLE, EXIT_ROWS_FAILED, JobError
 from .journal import differences, journal_path
@@ -90,7 +91,8 @@ def merge(
             _refuse_foreign_outputs(outputs, lines_of)
             _write(disk, outputs, lines_of, manifest)
             total = manifest["rows"]["total"]
-            progress.note(f"{output}: {total} rows of {len(parts)} parts, {errors} errors")
+            merged = f"{counted(total, 'row')} of {counted(len(parts), 'part')}"
+            progress.note(f"{output}: {merged}, {counted(errors, 'error')}")
     return EXIT_ROWS_FAILED if errors else EXIT_OK
 
 
@@ -199,10 +201,10 @@ def _check_content(part: FinishedPart) -> None:
     found = describe(digest_chunks(lines()))
     if found != expected or num_lines != num_rows:
         raise MergeError(
-            f"{part.path}: expected the {num_rows} lines, {expected['bytes']} bytes and sha256 "
-            f"{expected['sha256'][:12]} that its manifest states, got {num_lines}, "
-            f"{found['bytes']} and {found['sha256'][:12]}. Copy it again with its manifest, or run "
-            "the part again with --restart."
+            f"{part.path}: expected the {counted(num_rows, 'line')}, {expected['bytes']} "
+            f"bytes and sha256 {expected['sha256'][:12]} that its manifest states, got "
+            f"{num_lines}, {found['bytes']} and {found['sha256'][:12]}. Copy it again with its "
+            "manifest, or run the part again with --restart."
         )
 
 

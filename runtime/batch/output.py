@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..counted import counted
 from ..strict_json import dump_line
 from .disk import Disk, replace_file
 from .job import EXIT_RESUMABLE, JobError, JobSettings
@@ -131,7 +132,7 @@ def write_outputs(
 def summarise(output: Path, manifest: Mapping[str, Any]) -> str:
     """One line for people about a finished job."""
     rows, rate = manifest["rows"], manifest["output_tokens_per_second"]
-    message = f"{output}: {rows['total']} rows, {rows['errors']} errors"
+    message = f"{output}: {counted(rows['total'], 'row')}, {counted(rows['errors'], 'error')}"
     if rows["ok_with_dropped_choices"]:
         message += f", {rows['ok_with_dropped_choices']} with dropped choices of experts"
     if rate:

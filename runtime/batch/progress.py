@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
+from ..counted import counted
+
 LOG_SECONDS = 5.0
 REDRAW_SECONDS = 0.1
 
@@ -71,7 +73,7 @@ class Progress:
     def line(self, padding_waste: float | None = None) -> str:
         """The progress line as it stands now."""
         elapsed = self._clock() - self._start
-        parts = [f"{self._done}/{self._total} rows", f"{self._errors} errors"]
+        parts = [f"{self._done}/{self._total} rows", counted(self._errors, "error")]
         parts.append(f"{self._tokens / elapsed:.1f} tokens/s" if elapsed else "- tokens/s")
         if padding_waste is not None:
             parts.append(f"padding {padding_waste:.1%}")

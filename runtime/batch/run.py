@@ -18,6 +18,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
+from ..counted import counted
 from ..request import Request, RequestOutput, RowError
 from .disk import Disk
 from .job import (
@@ -148,7 +149,8 @@ class _Job:
         num_bad = sum(row.bad is not None for row in rows)
         num_kept = len(rows) - num_bad - len(waiting)
         if num_kept:
-            self.progress.note(f"resumed: {num_kept} rows are finished, {len(waiting)} to go")
+            kept_rows = counted(num_kept, "finished row")
+            self.progress.note(f"resumed: {kept_rows}, {len(waiting)} to go")
 
         statistics: dict[str, Any] = {}
         if waiting:
@@ -206,8 +208,8 @@ class _Job:
             elif was.course == "go":
                 generator.drain()
                 self.progress.note(
-                    f"{word.signal}: finishing {generator.unfinished} rows in flight, at most "
-                    f"{self.settings.grace_seconds:g} s"
+                    f"{word.signal}: finishing {counted(generator.unfinished, 'row')} in flight, "
+                    f"at most {self.settings.grace_seconds:g} s"
                 )
             if word.course == "stop" or not (word.course == "go" or generator.unfinished):
                 break
@@ -282,7 +284,7 @@ class _Job:
     def _stopped(self, signal_name: str, num_rows: int) -> int:
         num_kept = len(self.journal.rows) if self.journal is not None else 0
         self.progress.note(
-            f"stopped by {signal_name}: {num_kept} finished of {num_rows} rows are in "
+            f"stopped by {signal_name}: {num_kept} of {counted(num_rows, 'row')} finished, kept in "
             f"{self.settings.journal_path}; run the same command again to go on"
         )
         return EXIT_CODES[signal.Signals[signal_name]]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...modelzoo.families.config_reader import UnsupportedModel
+from ..counted import counted
 from .json_files import read_json_object
 from .loader import find_nonfinite
 from .tensor_source import TensorSource
@@ -82,7 +83,7 @@ def _architecture(model: "ModelFiles") -> list[tuple[str, str]]:
     if windows is not None:
         fields = {"num_layers": len(windows), **fields}
         if counts := Counter(filter(None, windows)):
-            found = (f"{window} in {count} layers" for window, count in counts.items())
+            found = (f"{window} in {counted(count, 'layer')}" for window, count in counts.items())
             fields["windows"] = " and ".join(found)
     return [*lines, ("family", spec.family), ("config", _pairs(fields))]
 

@@ -24,6 +24,7 @@ import numpy as np
 
 from ...modelzoo.config import AS_PUBLISHED, Arrangement
 from ...modelzoo.families.mapping import ParameterSource, Part
+from ..counted import counted
 from .arranging import concerns, require_single_layers, sharding_for, to_arrangement, to_canonical
 from .errors import InvalidOrbax
 from .generation_defaults import GenerationDefaults
@@ -230,7 +231,8 @@ class OrbaxTensors:
             )
             raise InvalidOrbax(
                 f"{self._directory}: expected the parameters that {NORIA_JSON} lists, got "
-                f"{len(differing)} differences: {shown}. The two are of different checkpoints."
+                f"{counted(len(differing), 'difference')}: {shown}. The two are of different "
+                f"checkpoints."
             )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from ..counted import counted
 from .errors import CheckpointError, InvalidSafetensors, ModelNotFound, require
 from .json_files import file_inside, parse_json_object, read_json_object
 from .tensor_source import FileStamp, Index, TensorInfo
@@ -55,8 +56,8 @@ class SafetensorsDirectory:
         if problems:
             shown = "\n  ".join(problems[:20])
             raise InvalidSafetensors(
-                f"{directory}: expected shards and index to agree, got {len(problems)} "
-                f"differences:\n  {shown}\nFetch the checkpoint again."
+                f"{directory}: expected shards and index to agree, got "
+                f"{counted(len(problems), 'difference')}:\n  {shown}\nFetch the checkpoint again."
             )
         self._tensors = {name: file.tensors[name] for name, file in self._home.items()}
 

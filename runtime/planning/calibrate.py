@@ -18,6 +18,7 @@ from ...compile.planning.cost import Calibration, Measured, calibrate
 from ...compile.planning.hardware import Hardware
 from ...compile.planning.work import Call, Work
 from ..chunk_scheduler import ChunkAction, OpenAction
+from ..counted import counted
 from ..decode_slots import DecodeAction
 from ..generation import Generator
 from ..machine import describe_machine
@@ -78,7 +79,7 @@ def measure(
             _submit(generator, grid, span)
             _run(generator, seconds, inserts, clock)
         kind = "whole prompts" if trial.chunk is None else f"chunks of {trial.chunk}"
-        on_trial(f"calibration: {kind}, {trial.slots} slots timed")
+        on_trial(f"calibration: {kind}, {counted(trial.slots, 'slot')} timed")
     measured = [_measured(call, times) for call, times in seconds.items() if len(times) > 1]
     return calibrate(
         work,

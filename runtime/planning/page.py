@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..counted import counted
+
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
 table { border-collapse: collapse; margin: 0.8rem 0; }
@@ -42,11 +44,12 @@ def page(report: Mapping[str, Any], pictures: Sequence[Picture]) -> str:
     predicted, workload, hardware = report["predicted"], report["workload"], report["hardware"]
     body = [
         f"<h1>Plan for {_text(workload['name'])} on {_text(report['target'])}</h1>",
-        f"<p>{workload['rows']} rows, {workload['prompt_tokens']} prompt tokens, "
-        f"{workload['expected_output_tokens']} expected output tokens."
+        f"<p>{counted(workload['rows'], 'row')}, "
+        f"{counted(workload['prompt_tokens'], 'prompt token')}, "
+        f"{counted(workload['expected_output_tokens'], 'expected output token')}."
         f"{_refused(workload['refused'])} Predicted "
         f"<b>{predicted['run_seconds']:.1f} s</b> to run and {predicted['build_seconds']:.0f} s to "
-        f"compile {predicted['graphs']} graphs.</p>",
+        f"compile {counted(predicted['graphs'], 'graph')}.</p>",
         f'<p class="note">All figures are predictions but those under Compiled, from '
         f"{_text(report['basis'])} ({_text(hardware['name'])}: {_text(hardware['source'])}).</p>",
         *_compiled(report["compiled"]),
@@ -99,7 +102,7 @@ def compared(grids: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def _refused(count: int) -> str:
-    return f" {count} rows that no plan can serve are left out." if count else ""
+    return f" Left out: {counted(count, 'row')} that no plan can serve." if count else ""
 
 
 def _compiled(compiled: Mapping[str, Any] | None) -> list[str]:

@@ -28,6 +28,7 @@ from ...sharding.legality import IllegalLayout, require
 from ..checkpoint import ModelFiles
 from ..checkpoint.errors import CheckpointError
 from ..compiled_plan import CompiledPlan
+from ..counted import counted
 from ..layout_files import named_layout_tables, read_layout_table, split_spellings
 from ..run_config import ConfigError
 from .compiled_layouts import LayoutCompiler, PlannedLayout
@@ -78,7 +79,8 @@ def predict(options: argparse.Namespace, files: ModelFiles) -> Prediction:
         share_of_limit=options.expected_output,
         output=options.from_output,
     ).that_fits(config.max_position)
-    _note(options, f"{len(workload.rows)} rows to plan for, {workload.num_refused} refused")
+    rows = counted(len(workload.rows), "row")
+    _note(options, f"{rows} to plan for, {workload.num_refused} refused")
     if not workload.rows:
         raise ConfigError(
             f"{options.workload}: expected at least one row of at most {config.max_position} "
@@ -282,7 +284,7 @@ def _fingerprint(files: ModelFiles) -> str:
 def _short(tried: Tried) -> str:
     grid = tried.grid
     how = "chunks" if grid.chunks else "whole prompts"
-    return f"{how} {', '.join(map(str, grid.prefill))}, {grid.decode_slots} slots"
+    return f"{how} {', '.join(map(str, grid.prefill))}, {counted(grid.decode_slots, 'slot')}"
 
 
 def _note(options: argparse.Namespace, line: str) -> None:

@@ -15,6 +15,7 @@ from ...compile.planning.cost import CostModel
 from ...compile.planning.hardware import Hardware
 from ...compile.planning.work import Call, Part
 from ..batch.disk import Disk, replace_file
+from ..counted import counted
 from . import pictures
 from .layout_report import COLUMNS, compiled_rows, problems, searched_json, tradeoffs_json
 from .page import COMPARISON, Picture, compared, page
@@ -33,8 +34,10 @@ def summary(prediction: "Prediction") -> str:
     search, hardware = prediction.planned.search, prediction.cost.hardware
     calibrated = "calibrated" if prediction.cost.calibration else basis(hardware)
     lines = [
-        f"workload   {workload.name}: {len(workload.rows)} rows, {workload.prompt_tokens} prompt "
-        f"tokens, {workload.output_tokens} expected output tokens{_refused(workload.num_refused)}",
+        f"workload   {workload.name}: {counted(len(workload.rows), 'row')}, "
+        f"{counted(workload.prompt_tokens, 'prompt token')}, "
+        f"{counted(workload.output_tokens, 'expected output token')}"
+        f"{_refused(workload.num_refused)}",
         f"target     {prediction.plan.target} ({hardware.name}: {calibrated})",
         *_layout_lines(prediction),
         "",
@@ -44,18 +47,20 @@ def summary(prediction: "Prediction") -> str:
         "",
         *_compiled_layout_lines(prediction),
         f"predicted  {best.simulation.seconds:.1f} s to run and {best.build_seconds:.0f} s to "
-        f"compile {num_graphs(best.grid)} graphs; slots {best.simulation.occupancy:.1%} full, "
+        f"compile {counted(num_graphs(best.grid), 'graph')}; slots "
+        f"{best.simulation.occupancy:.1%} full, "
         f"{best.simulation.tail_seconds:.1f} s of tail",
         f"memory     {_gigabytes(prediction)}",
         *_compiled_lines(prediction),
-        f"search     {search.tried} of {search.candidates} grids simulated; none of the others can "
-        f"be more than {search.gap:.1%} faster to build and run; {prediction.seconds:.1f} s",
+        f"search     {search.tried} of {counted(search.candidates, 'grid')} simulated; none of the "
+        f"others can be more than {search.gap:.1%} faster to build and run; "
+        f"{prediction.seconds:.1f} s",
     ]
     return "\n".join(lines)
 
 
 def _refused(count: int) -> str:
-    return f"; {count} rows that no plan can serve are left out" if count else ""
+    return f"; left out: {counted(count, 'row')} that no plan can serve" if count else ""
 
 
 def basis(hardware: Hardware) -> str:
@@ -353,8 +358,9 @@ def _compiled_lines(prediction: "Prediction") -> list[str]:
     needed = memory[largest]
     verdict = "fits" if needed <= device else f"{(needed - device) / GIGABYTE:.2f} GB too many"
     return [
-        f"compiled   {len(memory)} graphs in {found.seconds:.1f} s, small ones included; {largest} "
-        f"needs {needed / GIGABYTE:.2f} GB on each device with all that it is given: {verdict}"
+        f"compiled   {counted(len(memory), 'graph')} in {found.seconds:.1f} s, small ones "
+        f"included; {largest} needs {needed / GIGABYTE:.2f} GB on each device with all that it is "
+        f"given: {verdict}"
     ]
 
 

@@ -158,8 +158,8 @@ def test_terminal_file_and_page_say_the_same_of_every_grid_and_of_rows_left_out(
     path, report, summary = plan(noria, table)
     page = path.with_suffix("").joinpath("report.html").read_text("utf-8")
     assert report["workload"]["refused"] == 1
-    assert "1 rows that no plan can serve are left out" in summary
-    assert "1 rows that no plan can serve are left out" in page
+    assert "left out: 1 row that no plan can serve" in summary
+    assert "Left out: 1 row that no plan can serve" in page
     for name, grid in {"this plan": report["predicted"], **report["comparison"]}.items():
         cells = [name, str(grid["graphs"]), f"{grid['prefill_padding']:.1%}"]
         cells += [f"{grid['idle_slots']:.1%}", f"{grid['run_seconds']:.1f}"]

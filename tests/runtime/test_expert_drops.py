@@ -10,6 +10,7 @@ from tiny import CONFIG, TinyModel, prompts
 from noria.compile.bucket_grid import BucketGrid
 from noria.compile.expert_plan import ExpertPlan
 from noria.modelzoo.moe.config import Dispatch, MoeConfig, Routing
+from noria.runtime.counted import counted
 from noria.runtime.decode_slots import DecodeAction
 from noria.runtime.expert_use import ExpertSetup, ExpertTotals
 from noria.runtime.request import Request, SamplingParams
@@ -126,7 +127,7 @@ def test_under_the_policy_of_errors_the_same_rows_end_as_errors_and_the_others_a
         assert refused[name].outputs == []
         assert refused[name].error.code == "expert_overflow"
         message = refused[name].error.message
-        assert f"request {name!r}: {count} choices of experts were dropped" in message
+        assert f"request {name!r}: lost {counted(count, 'choice')} of experts" in message
         assert all(remedy in message for remedy in ("capacity_factor", "lossless", '"drop"'))
 
 

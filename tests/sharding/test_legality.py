@@ -92,8 +92,8 @@ def test_the_layout_that_the_illegal_ones_change_is_legal():
         (layout({"data": "2", "tensor": 4}), "[mesh] data: expected a positive integer, got '2'."),
         (
             layout({"data": 2, "tensor": 3}),
-            "[mesh] data=2, tensor=3: the sizes make 6 devices, the target has 8. Change a size, "
-            "or the target.",
+            "[mesh] data=2, tensor=3: the product of the sizes is 6, the number of the target's "
+            "devices 8. Change a size, or the target.",
         ),
         (layout(quary_heads="tensor"), f"[rules] quary_heads: matches nothing. {RENAME}"),
         (
@@ -313,6 +313,11 @@ def test_rules_that_contradict_each_other_or_the_weights_are_refused(illegal, ex
             layout(),
             {"num_kv_heads": 2},
             f'kv_heads: 2 heads do not divide over 4 devices ("tensor"). {COPIES}',
+        ),
+        (
+            layout(),
+            {"num_kv_heads": 1},
+            f'kv_heads: 1 head does not divide over 4 devices ("tensor"). {COPIES}',
         ),
         (
             layout(prefill={"query_heads": ""}),

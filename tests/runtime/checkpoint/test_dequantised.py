@@ -353,7 +353,7 @@ MXFP4_DAMAGE = {
 
 @pytest.mark.parametrize(("tensors", "message"), FLOAT8_DAMAGE.values(), ids=FLOAT8_DAMAGE.keys())
 def test_float8_codes_and_scales_that_do_not_fit_are_refused_by_name(tmp_path, tensors, message):
-    with pytest.raises(InvalidQuantisation, match=r"got 1 differences:\n  " + re.escape(message)):
+    with pytest.raises(InvalidQuantisation, match=r"got 1 difference:\n  " + re.escape(message)):
         opened(tmp_path, tensors, BlockFloat8(BLOCK, BLOCK))
 
 
