@@ -27,6 +27,7 @@ from .compiled_graphs import CompiledGraphs
 from .definition import Definition
 from .expert_plan import LOSSLESS_EXPERTS, ExpertPlan
 from .monitor import compile_monitor
+from .program_cache import compile_program
 from .scanned import check_scanned
 from .steps import DecodeState, decode_step, insert_step, prefill_step, score_step
 
@@ -277,5 +278,5 @@ def compile_graph(graph: GraphToBuild) -> tuple[jax.stages.Compiled, float, bool
         lowered = jax.jit(
             graph.body, donate_argnums=graph.donated, out_shardings=graph.results
         ).lower(*graph.arguments)
-    compiled = lowered.compile()
+    compiled = compile_program(lowered)
     return compiled, time.monotonic() - start, monitor.take_cache_hit()

@@ -19,6 +19,7 @@ from jax.sharding import AxisType, Mesh, SingleDeviceSharding
 from ..sharding.layout import Layout
 from ..sharding.placement import Placement
 from .gpu_kinds import GPU_KINDS, GPUS_PER_HOST, host_topology
+from .program_cache import anew
 from .target_names import TargetName, UnknownTarget
 
 EXPERT_TILES = {"cpu": (4, 64), "gpu": (16, 128), "tpu": (8, 128)}
@@ -130,4 +131,5 @@ def _gpu_topology(name: str, kind: str, count: int) -> Target:
 def _probe(device: Any) -> None:
     """Compile the least that NVIDIA's assembler and library of device functions are needed for."""
     number = jax.ShapeDtypeStruct((), jnp.float32, sharding=SingleDeviceSharding(device))
-    jax.jit(jnp.exp).lower(number).compile()
+    with anew:
+        jax.jit(jnp.exp).lower(number).compile()

@@ -25,22 +25,3 @@ def enable(directory: Path | None = None) -> Path:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     return directory
-
-
-def disable() -> None:
-    """Compile anew until `restore`, whatever the user's settings or earlier calls say."""
-    _use(False)
-
-
-def restore() -> None:
-    """Use the cache again where one is set."""
-    _use(True)
-
-
-def _use(is_used: bool) -> None:
-    import jax
-    from jax.experimental.compilation_cache import compilation_cache
-
-    jax.config.update("jax_enable_compilation_cache", is_used)
-    # the decision is otherwise made once for a process
-    compilation_cache.reset_cache()

@@ -8,8 +8,9 @@ from ..compile.build import GraphBuilt
 from ..compile.compiled_graphs import CompiledGraphs
 from ..compile.definition import Definition
 from ..compile.plan import Plan
+from ..compile.program_cache import anew
 from ..compile.targets import Target, find_target
-from . import compilation_cache, session
+from . import session
 from .batch.job import EXIT_BUILD, JobError
 from .checkpoint import ModelFiles
 from .graph_memory import memory_of
@@ -37,9 +38,6 @@ def compile_for_target(
     plan: Plan, files: ModelFiles, on_graph: Callable[[GraphBuilt], None]
 ) -> CompiledPlan:
     """Compile all graphs anew; JobError says why one of them does not compile."""
-    # what comes out of the cache says nothing of what compiling takes, and cannot be kept again:
-    # on the CPU it lacks functions when it runs
-    compilation_cache.disable()
     session.prepare_cpu(plan.target)
     target = find_target(plan.target)
     session.check_model(plan, files)
@@ -56,7 +54,10 @@ def compile_for_target(
 
     started = time.monotonic()
     try:
-        graphs = session.compile_plan(definition, plan, placement, report)
+        # what comes out of the cache says nothing of what compiling takes, and cannot be kept
+        # again: on the CPU it lacks functions when it runs
+        with anew:
+            graphs = session.compile_plan(definition, plan, placement, report)
     except (RuntimeError, MemoryError) as error:
         raise JobError(f"{target.name}: {error}", EXIT_BUILD) from error
     return CompiledPlan(target, graphs, seconds, time.monotonic() - started)

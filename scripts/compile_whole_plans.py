@@ -23,8 +23,9 @@ import jax.numpy as jnp
 from noria.compile.build import GraphToBuild, compile_graph, plan_graphs
 from noria.compile.definition import Definition
 from noria.compile.expert_plan import LOSSLESS_EXPERTS
+from noria.compile.program_cache import anew
 from noria.compile.targets import find_target
-from noria.runtime import compilation_cache, session
+from noria.runtime import session
 from noria.runtime.checkpoint import ModelFiles, open_model
 from noria.runtime.machine import describe_machine
 from noria.runtime.planning import command
@@ -127,10 +128,10 @@ def main() -> None:
         path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         options.output.with_suffix(".md").write_text(markdown(report), encoding="utf-8")
 
-    compilation_cache.disable()
-    for case in CASES:
-        if options.only in case.name:
-            measure(case, report["cases"].setdefault(case.name, {}), keep)
+    with anew:
+        for case in CASES:
+            if options.only in case.name:
+                measure(case, report["cases"].setdefault(case.name, {}), keep)
 
 
 def measure(case: Case, record: dict, keep) -> None:

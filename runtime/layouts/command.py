@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..counted import counted
 from ..layout_files import named_layout_tables, read_layout_table, split_spellings
 from ..output_folders import check_fillable
 from ..run_config import ConfigError
@@ -60,13 +61,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace, files: "ModelFiles") -> int:
-    from ...compile.targets import find_target, need_not_be_present
+    from ...compile.targets import find_target
     from .. import compilation_cache, session
     from .table import explanation, table_of
 
-    if not need_not_be_present(options.target):
-        # programs for what is not here are kept, but cannot be read back
-        compilation_cache.enable()
+    compilation_cache.enable()
     session.prepare_cpu(options.target)
     target = find_target(options.target)
     if options.verify:
@@ -176,9 +175,9 @@ def _write(
     content = json.dumps([result.as_json() for result in results], indent=1)
     replace_file(Disk(), path, [f"{content}\n".encode()])
     title = (
-        f"{files.name}, {config.num_layers} layers, {dtype}, on {options.target}: prefill of "
-        f"{grid.prefill[-1].batch} prompts of {grid.prefill[-1].length}, decode of "
-        f"{grid.decode_slots} slots of {grid.max_length}"
+        f"{files.name}, {counted(config.num_layers, 'layer')}, {dtype}, on {options.target}: "
+        f"prefill of {counted(grid.prefill[-1].batch, 'prompt')} of {grid.prefill[-1].length}, "
+        f"decode of {counted(grid.decode_slots, 'slot')} of {grid.max_length}"
     )
     picture = options.output / "layouts.png"
     replace_file(Disk(), picture, [draw(results, title)])

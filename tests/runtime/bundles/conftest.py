@@ -5,16 +5,15 @@ from collections.abc import Iterator
 import pytest
 from tiny import TinyModel
 
+from noria.compile.program_cache import anew
 from noria.compile.targets import Target, find_target
-from noria.runtime import compilation_cache
 
 
 @pytest.fixture(scope="module")
 def model() -> Iterator[TinyModel]:
     # other tests of this process may have compiled the same graphs into the cache
-    compilation_cache.disable()
-    yield TinyModel()
-    compilation_cache.restore()
+    with anew:
+        yield TinyModel()
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,62 @@
+"""jax's persistent cache of compiled programs, and when it is of no use.
+
+Knows nothing of graphs, or of where the cache lies. Guarantees: programs for devices that are not
+there are neither kept nor looked up, whatever the user's settings or earlier calls in this process
+say, as without their devices they could not be loaded again.
+"""
+
+import threading
+from contextlib import nullcontext
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+_ABSENT = "compile_only_runtime"
+
+
+class _Anew:
+    """What compiles inside is neither kept nor looked up, in any thread.
+
+    jax has one setting for all threads: the first to enter turns the cache off, the last to leave
+    turns it on again, where it was.
+    """
+
+    def __init__(self):
+        self._lock, self._num_inside, self._was_used = threading.Lock(), 0, True
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._num_inside:
+                self._was_used = jax.config.values["jax_enable_compilation_cache"]
+                _use(False)
+            self._num_inside += 1
+
+    def __exit__(self, *raised: object) -> None:
+        with self._lock:
+            self._num_inside -= 1
+            if not self._num_inside:
+                _use(self._was_used)
+
+
+anew = _Anew()
+"""`with anew:` compiles without the cache."""
+
+
+def compile_program(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    """Compile through the cache, where there is one; for absent devices anew.
+
+    The program was lowered with the placement of its results.
+    """
+    with anew if _is_for_absent(lowered) else nullcontext():
+        return lowered.compile()
+
+
+def _is_for_absent(lowered: jax.stages.Lowered) -> bool:
+    sharding = jax.tree.leaves(lowered.out_info)[0].sharding
+    return next(iter(sharding.device_set)).client.runtime_type == _ABSENT
+
+
+def _use(is_used: bool) -> None:
+    jax.config.update("jax_enable_compilation_cache", is_used)
+    # the decision is otherwise made once for a process
+    compilation_cache.reset_cache()
