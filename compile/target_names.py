@@ -1,17 +1,19 @@
 """Names of targets: what they say of devices, before anyone looks for these.
 
 `cpu`, `gpu` and `tpu` are this machine's, `cpu:8` eight of them; `tpu:v5e:2x4` and `gpu:h100:8` are
-a kind of hardware, which need not be there. Knows neither jax nor which kinds there are.
+a kind of hardware, which need not be there. Slices of TPUs that cannot be are refused. Knows
+neither jax nor which kinds there are.
 """
 
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 _COUNT = "[1-9][0-9]*"
 _NAME = re.compile(
     rf"(?P<platform>cpu|gpu|tpu)(:(?P<count>{_COUNT}))?"
-    rf"|(?P<tpu>tpu):(?P<generation>[\w.-]+):(?P<topology>{_COUNT}(x{_COUNT})*)"
+    rf"|(?P<tpu>tpu):(?P<generation>[\w.-]+):(?P<topology>{_COUNT}(x{_COUNT}){{1,2}})"
     rf"|(?P<gpu>gpu):(?P<kind>[\w.-]+):(?P<number>{_COUNT})"
 )
 
@@ -42,7 +44,10 @@ class TargetName:
         platform = found["platform"] or found["tpu"] or found["gpu"]
         shape = found["topology"] or found["number"] or found["count"] or "1"
         kind = found["generation"] or found["kind"] or ""
-        return cls(platform, kind, tuple(map(int, shape.split("x"))))
+        sizes = tuple(map(int, shape.split("x")))
+        if found["topology"]:
+            _check_slice(kind, sizes)
+        return cls(platform, kind, sizes)
 
     @property
     def num_devices(self) -> int:
@@ -52,3 +57,27 @@ class TargetName:
     def torus(self) -> tuple[int, ...]:
         """Dimensions of the interconnect; none where it is a switch, or not known."""
         return self.shape if self.kind and self.platform == "tpu" else ()
+
+
+def _check_slice(generation: str, sizes: tuple[int, ...]) -> None:
+    """Refuse a slice that chips cannot make up; UnknownTarget names the nearest that are.
+
+    Chips come in blocks of 2x2x1, of which a slice one chip wide has a part: libtpu 0.0.52 takes
+    slices of any generation whose first two dimensions are 1 or even, and calls others "not
+    divisible by the given (or default) chips_per_host_bounds".
+    """
+    if all(size == 1 or size % 2 == 0 for size in sizes[:2]):
+        return
+    # published slices are 1, 2 or a multiple of 4 chips long (docs.cloud.google.com/tpu/docs/v4,
+    # v5e, v5p and v6e)
+    smaller = (size if size < 3 else max(2, size // 4 * 4) for size in sizes)
+    larger = (size if size < 3 else -(-size // 4) * 4 for size in sizes)
+    raise UnknownTarget(
+        f"target: expected a slice of whole blocks of 2x2 chips, so 1 or an even number along "
+        f"the first two dimensions, got {_slice(generation, sizes)}. Ask for "
+        f"{_slice(generation, smaller)} or {_slice(generation, larger)}."
+    )
+
+
+def _slice(generation: str, sizes: Iterable[int]) -> str:
+    return f"tpu:{generation}:{'x'.join(map(str, sizes))}"

@@ -1,12 +1,31 @@
 """Targets: names, what they lead to, and what is said of those that lead nowhere."""
 
 from importlib.util import find_spec
+from itertools import product
 
 import jax
 import pytest
+from jax.experimental import topologies
 
 from noria.compile.planning.hardware import num_devices
 from noria.compile.targets import UnknownTarget, find_target
+
+SMALL = [
+    shape
+    for rank, most in ((1, 9), (2, 9), (3, 5), (4, 2))
+    for shape in product(range(1, most + 1), repeat=rank)
+]
+"""Sizes of slices, whether there are such or not."""
+
+TORUS_2D = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+TORUS_3D = ("2x2x1", "2x2x2", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16")
+PUBLISHED = {
+    "v4": (*TORUS_3D, "2x2x4", "12x12x24"),
+    "v5e": TORUS_2D,
+    "v5p": (*TORUS_3D, "16x16x16", "16x16x24"),
+    "v6e": TORUS_2D,
+}
+"""Slices by their pages of docs.cloud.google.com/tpu/docs."""
 
 
 def test_cpu_is_the_first_device_of_this_machine():
@@ -38,6 +57,8 @@ def test_cpu_is_the_first_device_of_this_machine():
         "tpu:v5e:2x",
         "tpu:v5e:2x0",
         "tpu:v5e:2y4",
+        "tpu:v5e:8",
+        "tpu:v5p:2x2x2x2",
         3,
     ],
 )
@@ -90,10 +111,50 @@ def test_a_topology_has_as_many_devices_as_its_name_says(name):
 
 
 @pytest.mark.tpu_compile
-def test_an_unknown_topology_is_refused_with_one_that_exists():
-    message = "no topology 'v5e:3x5'.*Expected for example tpu:v5e:2x4"
+def test_an_unknown_generation_is_refused_with_one_that_exists():
+    message = "no topology 'v9:2x4'.*Expected for example tpu:v5e:2x4"
     with pytest.raises(UnknownTarget, match=f"(?s){message}"):
-        find_target("tpu:v5e:3x5")
+        find_target("tpu:v9:2x4")
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("tpu:v5e:3x5", "tpu:v5e:2x4 or tpu:v5e:4x8"),
+        ("tpu:v5p:3x3x3", "tpu:v5p:2x2x2 or tpu:v5p:4x4x4"),
+        ("tpu:v5p:15x16x24", "tpu:v5p:12x16x24 or tpu:v5p:16x16x24"),
+        ("tpu:v6e:1x7", "tpu:v6e:1x4 or tpu:v6e:1x8"),
+    ],
+)
+def test_a_slice_of_no_whole_blocks_is_refused_by_its_name_with_the_nearest(name, nearest):
+    message = f"whole blocks of 2x2 chips, .* got {name}. Ask for {nearest}."
+    with pytest.raises(UnknownTarget, match=message):
+        num_devices(name)
+    with pytest.raises(UnknownTarget, match=message):
+        find_target(name)
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.parametrize("generation", ["v4", "v5e", "v5p", "v6e"])
+def test_slices_are_those_that_libtpu_takes(generation):
+    find_target(f"tpu:{generation}:2x2x1")  # sets what libtpu needs to be set
+
+    def is_named(name: str) -> bool:
+        try:
+            return num_devices(f"tpu:{name}") > 0
+        except UnknownTarget:
+            return False
+
+    def is_taken(name: str) -> bool:
+        try:
+            return bool(topologies.get_topology_desc(name, "tpu").devices)
+        except jax.errors.JaxRuntimeError:
+            return False
+
+    published = [f"{generation}:{shape}" for shape in PUBLISHED[generation]]
+    small = [f"{generation}:{'x'.join(map(str, shape))}" for shape in SMALL]
+    assert all(map(is_named, published))
+    assert {name: is_named(name) for name in small} == {name: is_taken(name) for name in small}
 
 
 @pytest.mark.parametrize("name", ["gpu:b1:8", "gpu:h100:12"])
