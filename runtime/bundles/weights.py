@@ -22,12 +22,12 @@ import jax
 import numpy as np
 
 from ..batch.disk import Disk, replace_file
-from ..checkpoint.loader import aligned_zeros
-from ..checkpoint.tensor_source import Index, Interval, intervals
+from ..checkpoint.shards import Box, aligned_zeros, place_shards
+from ..checkpoint.tensor_source import intervals
 from .own_files import BundleUnusable, KeptFile, read_kept_into
 
 NUM_READERS = 4
-"""Each holds one shard on the host until its device has it."""
+"""Each holds at most two shards on the host: one that it reads, and one that its devices have."""
 
 Shards = Mapping[str, Mapping[str, KeptFile]]
 """Files by parameter and box."""
@@ -74,24 +74,18 @@ def _read_parameter(
     sharding: jax.sharding.Sharding,
 ) -> jax.Array:
     shape, dtype = tuple(abstract.shape), np.dtype(abstract.dtype)
-    # devices that hold the same shard ask for the same box, each in its own call
-    arrays: dict[str, np.ndarray] = {}
 
-    def read(index: Index | None) -> np.ndarray:
-        box = intervals(index or (), shape)
+    def read(box: Box) -> np.ndarray:
         name = _box_name(box)
-        if name not in arrays:
-            if name not in boxes:
-                raise BundleUnusable(f"its weights are cut otherwise (no box {name})")
-            arrays[name] = aligned_zeros([len(interval) for interval in box], dtype)
-            read_kept_into(arrays[name], boxes[name], folder)
-        return arrays[name]
+        if name not in boxes:
+            raise BundleUnusable(f"its weights are cut otherwise (no box {name})")
+        array = aligned_zeros([len(interval) for interval in box], dtype)
+        read_kept_into(array, boxes[name], folder)
+        return array
 
-    array = jax.make_array_from_callback(shape, sharding, read, dtype=dtype)
-    # a transfer under way still needs its host array: wait, or the next one comes on top
-    return array.block_until_ready()
+    return place_shards(shape, dtype, sharding, read)
 
 
-def _box_name(box: tuple[Interval, ...]) -> str:
+def _box_name(box: Box) -> str:
     """`0:576,192:384`."""
     return ",".join(f"{interval.start}:{interval.stop}" for interval in box)

@@ -3,7 +3,7 @@
 Knows nothing of file formats or families: a `ModelSpec` says which tensors fill which parameter, a
 `TensorSource` reads them. Guarantees: nothing is read before it is proven that every parameter is
 filled, every tensor used once or ignored by name, and all shapes agree; beside the arrays that it
-returns the host holds at most its shards of one parameter and a piece of one tensor.
+returns the host holds at most two shards and a piece of one tensor.
 """
 
 import math
@@ -19,6 +19,7 @@ from ...modelzoo.families.mapping import ParameterSource
 from ...modelzoo.layer_groups import of_single_layers
 from .arranging import require_single_layers
 from .errors import CheckpointMismatch
+from .shards import Box, aligned_zeros, place_shards
 from .tensor_source import AxisPattern, Index, Interval, TensorSource, intervals, source_of
 
 if TYPE_CHECKING:
@@ -30,8 +31,6 @@ MAX_LISTED = 20
 FINITE_CHUNK_BYTES = 64 * 2**20
 PIECE_BYTES = 4 * 2**20
 """Of a tensor, read at a time."""
-ALIGNMENT = 64
-"""Bytes; where devices are the CPU, jax adopts a host array that begins at a multiple of it."""
 
 
 @runtime_checkable
@@ -179,9 +178,7 @@ def read_layers(
     return result
 
 
-def _fill(
-    result: np.ndarray, source: ParameterSource, tensors: TensorSource, box: tuple[Interval, ...]
-) -> None:
+def _fill(result: np.ndarray, source: ParameterSource, tensors: TensorSource, box: Box) -> None:
     """Put what the parts hold of a box into `result`, piece by piece."""
     axis, start = source.concat_axis, 0
     for part in source.parts:
@@ -206,39 +203,21 @@ def _fill(
         start = stop
 
 
-def aligned_zeros(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    # zeros cost no more than empty: the pages of large arrays come zeroed from the system
-    num_bytes = math.prod(shape) * dtype.itemsize
-    memory = np.zeros(num_bytes + ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % ALIGNMENT
-    return memory[start : start + num_bytes].view(dtype).reshape(shape)
-
-
 def _load_one(
     sources: Sequence[ParameterSource],
     tensors: TensorSource,
     abstract: "jax.ShapeDtypeStruct",
     sharding: "jax.sharding.Sharding",
 ) -> "jax.Array":
-    import jax
-
     shape, dtype = tuple(abstract.shape), np.dtype(abstract.dtype)
-    # Devices that hold the same shard ask for the same box, each in its own call
-    boxes: dict[tuple, np.ndarray] = {}
 
-    def read(index: Index | None) -> np.ndarray:
-        box = intervals(index or (), shape)
-        if box not in boxes:
-            place = tuple(interval.as_slice() for interval in box)
-            if len(sources) == 1:
-                boxes[box] = read_parameter(sources[0], tensors, place, shape, dtype)
-            else:
-                boxes[box] = read_layers(sources, tensors, place, shape, dtype)
-        return boxes[box]
+    def read(box: Box) -> np.ndarray:
+        index = tuple(interval.as_slice() for interval in box)
+        if len(sources) == 1:
+            return read_parameter(sources[0], tensors, index, shape, dtype)
+        return read_layers(sources, tensors, index, shape, dtype)
 
-    array = jax.make_array_from_callback(shape, sharding, read, dtype=dtype)
-    # a transfer under way still needs its host array: wait, or the next one comes on top
-    return array.block_until_ready()
+    return place_shards(shape, dtype, sharding, read)
 
 
 def _rows_by_tensor(spec: "ModelSpec") -> dict[str, list[tuple[int, float]]]:

@@ -8,12 +8,14 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from counted_arrays import CountedArrays
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tiny import CONFIG, GRID, TinyModel
 
 from noria.compile.plan import Plan, PlannedModel
 from noria.compile.targets import Target
 from noria.runtime.batch.disk import Disk
+from noria.runtime.bundles import weights
 from noria.runtime.bundles.bundle import CONTENTS, WEIGHTS, Bundle, Weights, write
 from noria.runtime.bundles.own_files import BundleUnusable, opened
 from noria.runtime.bundles.warm_start import begin
@@ -74,6 +76,22 @@ def test_a_box_that_several_devices_hold_is_kept_once(parameters, tmp_path):
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) == sum(
         x.nbytes for x in parameters.values()
     )
+
+
+@pytest.mark.parametrize("num_readers", [1, weights.NUM_READERS])
+def test_each_reader_holds_at_most_two_shards_at_once(tmp_path, monkeypatch, num_readers):
+    mesh = Mesh(np.array(jax.devices("cpu")), ("tensor",))
+    cut = NamedSharding(mesh, PartitionSpec("tensor"))
+    parameters = {str(i): jax.device_put(np.full((64, 32), i, "f4"), cut) for i in range(12)}
+    kept = write_shards(Disk(), tmp_path, parameters)
+    counted = CountedArrays()
+    monkeypatch.setattr(weights, "aligned_zeros", counted.zeros)
+    monkeypatch.setattr(weights, "NUM_READERS", num_readers)
+    read = read_back(tmp_path, kept, parameters)
+    assert counted.num_made == 8 * len(parameters)
+    assert counted.most <= 2 * num_readers
+    for name, x in parameters.items():
+        np.testing.assert_array_equal(read[name], x)
 
 
 def test_weights_cut_for_another_layout_are_refused(parameters, mesh, tmp_path):

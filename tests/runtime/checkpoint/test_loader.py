@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from counted_arrays import CountedArrays
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from noria.modelzoo.families.mapping import ParameterSource, Part
@@ -165,6 +166,18 @@ def test_a_sharded_parameter_is_never_read_whole():
     assert sizes["embed_tokens"] == [V * D // 2] * 2
     assert sizes["gate"] == [F * D // 8] * 8
     assert sizes["q"] == [K * G * H * D // 8] * 8
+
+
+def test_the_host_holds_at_most_two_shards_at_once(monkeypatch):
+    tensors, spec, expected = tiny()
+    counted = CountedArrays()
+    monkeypatch.setattr(module, "aligned_zeros", counted.zeros)
+    params = load_params(spec, tensors, abstract_of(expected), shardings())
+    # the tables' two halves, eight parts each of both projections, and one norm for all
+    assert counted.num_made == 2 + 8 + 8 + 1
+    assert counted.most <= 2
+    for name, value in expected.items():
+        np.testing.assert_array_equal(params[name], value)
 
 
 @pytest.mark.parametrize("piece_bytes", [4, 100, 1000])

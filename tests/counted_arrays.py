@@ -1,0 +1,35 @@
+"""Host arrays that are counted while anything refers to them, as loaders make them."""
+
+import threading
+import weakref
+from collections.abc import Sequence
+
+import numpy as np
+
+
+class CountedArrays:
+    """Makes zeros, and knows the most of them that were alive at once.
+
+    None begins at a multiple of an alignment that jax asks for, so devices of the CPU copy them, as
+    others do, and hold none.
+    """
+
+    def __init__(self):
+        self.most = self.num_made = self._alive = 0
+        # a finaliser may run anywhere, in a thread that holds it too
+        self._lock = threading.RLock()
+
+    def zeros(self, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+        size = int(np.prod(shape))
+        memory = np.zeros(size + 64, dtype)
+        start = -memory.ctypes.data % 64 // dtype.itemsize + 1
+        with self._lock:
+            self._alive += 1
+            self.num_made += 1
+            self.most = max(self.most, self._alive)
+        weakref.finalize(memory, self._gone)
+        return memory[start : start + size].reshape(shape)
+
+    def _gone(self) -> None:
+        with self._lock:
+            self._alive -= 1
