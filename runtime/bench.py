@@ -32,6 +32,7 @@ from .run_config import apply_overrides
 
 if TYPE_CHECKING:
     from ..compile.plan import Plan
+    from ..compile.planning.hardware import Hardware
     from ..sharding.layout import Layout
     from .generation import Generator
     from .session import LoadedModel
@@ -41,6 +42,8 @@ EXPERT_COLUMNS = ("drop PP", "pad PP", "drop TG", "pad TG")
 
 OF_CASES = ("pp", "tg", "batch", "set", "repeats", "json")
 """Options that a calibration has no use for."""
+OF_CALIBRATION = ("hardware", "kind", "longest")
+"""Options that cases have no use for."""
 
 
 @dataclass(frozen=True)
@@ -92,9 +95,10 @@ def main(arguments: Sequence[str]) -> int:
     """Run every case, print the table as it grows, write the JSON file at the end."""
     options = _parse(arguments)
     _check_files(options)
+    hardware = None if options.calibration is None else _hardware(options)
     with open_model(options.model) as files:
-        if options.calibration is not None:
-            return _calibrate(_load(files, options), options)
+        if hardware is not None:
+            return _calibrate(_load(files, options), hardware, options)
         cases = _cases(options, files.spec.config.max_position)
         model = _load(files, options)
         print(_header(model, options), flush=True)
@@ -222,24 +226,33 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         metavar="FILE",
         help="instead of cases, time graphs of many shapes for the predictions of noria plan",
     )
-    add("--hardware", help="for it: what the devices are, such as gpu:h100:1 (default: --target)")
+    add(
+        "--hardware",
+        type=Path,
+        metavar="FILE",
+        help="for it: TOML tables of devices, beside the published ones",
+    )
+    add("--kind", default="", help="for it: whose table the accelerators of --target have (h100)")
     add("--longest", type=int, default=1024, help="positions of the longest rows timed for it")
     options = parser.parse_args(arguments)
     if options.repeats < 1:
         parser.error(f"argument --repeats: expected at least 1, got {options.repeats}.")
-    if options.calibration is not None:
-        given = [name for name in OF_CASES if getattr(options, name) != parser.get_default(name)]
-        if given:
-            parser.error(
-                f"argument --calibration: expected none of the options of cases, got "
-                f"{', '.join(f'--{name}' for name in given)}. It chooses its own shapes."
-            )
+    useless = OF_CALIBRATION if options.calibration is None else OF_CASES
+    given = [name for name in useless if getattr(options, name) != parser.get_default(name)]
+    if given:
+        listed = ", ".join(f"--{name}" for name in given)
+        parser.error(
+            f"{listed}: expected beside --calibration FILE, which they are for."
+            if options.calibration is None
+            else f"argument --calibration: expected none of the options of cases, got {listed}. "
+            f"It chooses its own shapes."
+        )
     return options
 
 
 def _check_files(options: argparse.Namespace) -> None:
     """Refuse what cannot be written, before the work that it is for."""
-    read = [Path(path) for path in (options.model, options.layout) if path]
+    read = [Path(path) for path in (options.model, options.layout, options.hardware) if path]
     for path in filter(None, (options.json, options.calibration)):
         check_outputs([path], read, "an input")
 
@@ -287,13 +300,18 @@ def _load(files, options: argparse.Namespace) -> "LoadedModel":
     return session.load_model(files, target, options.dtype, layout)
 
 
-def _calibrate(model: "LoadedModel", options: argparse.Namespace) -> int:
+def _hardware(options: argparse.Namespace) -> "Hardware":
+    """The peaks that a calibration is of."""
     from ..compile.planning.hardware import hardware_of
-    from .planning.calibrate import measure
     from .planning.hardware_files import known_hardware
 
+    return hardware_of(options.target, known_hardware(options.hardware), options.kind)
+
+
+def _calibrate(model: "LoadedModel", hardware: "Hardware", options: argparse.Namespace) -> int:
+    from .planning.calibrate import measure
+
     longest = min(options.longest, model.definition.config.max_position)
-    hardware = hardware_of(options.hardware or options.target, known_hardware())
     calibration = measure(
         model, hardware, longest, options.layout or "", lambda line: print(line, flush=True)
     )

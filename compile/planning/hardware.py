@@ -125,18 +125,25 @@ def rings(mesh: Mapping[str, int], dimensions: Sequence[int]) -> dict[str, int]:
     return found
 
 
-def hardware_of(target: str, known: Mapping[str, Hardware]) -> Hardware:
+def hardware_of(target: str, known: Mapping[str, Hardware], kind: str = "") -> Hardware:
     """One device of a target: its platform's (`cpu:8`) or its generation's (`tpu:v5e:2x4`).
 
-    Devices of the CPU are simulated: they share what there is.
+    Devices of the CPU are simulated: they share what there is. `kind` says what this machine's
+    accelerators are, which `gpu:8` does not.
     """
     found = TargetName.of(target)
     is_cpu = found.platform == "cpu"
-    name = "cpu" if is_cpu else found.kind
+    named = "cpu" if is_cpu else found.kind
+    if named and kind:
+        raise UnknownHardware(
+            f"target {target}: expected no other kind, as the target names {named}, got {kind!r}."
+        )
+    name = named or kind
     if not name:
         raise UnknownHardware(
             f"target {target}: expected a kind of hardware, as its peaks are what is predicted "
-            f"from, got this machine's. Name the generation, as in tpu:v5e:2x4 or gpu:h100:8."
+            f"from, got this machine's. Name the generation: a plan's target as in tpu:v5e:2x4 or "
+            f"gpu:h100:8, what noria bench runs on as in --kind h100."
         )
     if name not in known:
         raise UnknownHardware(

@@ -255,7 +255,8 @@ def _calibration(options: argparse.Namespace, files: ModelFiles, dtype: str) -> 
         if (got := getattr(calibration, name)) != value:
             raise ConfigError(
                 f"{options.calibration} {name}: expected {value}, got {got}. Calibrate again with "
-                f"noria bench --calibration, or plan for what was calibrated."
+                f"noria bench --calibration, or plan for what was calibrated, with the same tables "
+                f"(--hardware)."
             )
     return calibration
 

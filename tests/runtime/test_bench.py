@@ -1,6 +1,7 @@
 """`noria bench`: every case measured on the grid of its shape, figures that add up, refusals."""
 
 import json
+from functools import partial
 
 import pytest
 from model_on_disk import write_model
@@ -9,6 +10,8 @@ from tiny import CONFIG, random_parameters
 from noria.compile.definition import Definition
 from noria.runtime import bench, cli
 from noria.runtime.checkpoint import save_orbax
+from noria.runtime.planning import calibrate
+from noria.runtime.planning.calibrate import Trial
 
 
 @pytest.fixture(scope="module")
@@ -136,3 +139,49 @@ def test_a_calibration_refuses_the_options_of_cases(capsys):
     with pytest.raises(SystemExit):
         cli.main(["bench", "--model", "smollm2", *arguments])
     assert "expected none of the options of cases, got --pp, --set." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--hardware=mine.toml", "--kind=h100", "--longest=64"])
+def test_cases_refuse_the_options_of_a_calibration(option, capsys):
+    with pytest.raises(SystemExit):
+        bench.main(["--model", "smollm2", option])
+    name = option.partition("=")[0]
+    assert f"{name}: expected beside --calibration FILE" in capsys.readouterr().err
+
+
+def test_accelerators_of_no_kind_are_refused_before_anything_is_opened(capsys):
+    arguments = ("--calibration", "c.json", "--target", "gpu")
+    assert cli.main(["bench", "--model", "no/such/model", *arguments]) == 2
+    assert "--kind h100" in capsys.readouterr().err
+
+
+def test_a_calibration_is_not_written_over_its_tables(tmp_path, capsys):
+    path = tmp_path / "mine.toml"
+    path.write_text("")
+    arguments = ("--calibration", str(path), "--hardware", str(path))
+    assert cli.main(["bench", "--model", "no/such/model", *arguments]) == 2
+    assert "is an input too" in capsys.readouterr().err
+
+
+def test_a_plan_takes_a_calibration_that_was_made_with_its_own_tables(
+    model_directory, tmp_path, monkeypatch, capsys
+):
+    trials = (Trial(4, 32), Trial(4, 32, chunk=16))
+    monkeypatch.setattr(calibrate, "measure", partial(calibrate.measure, trials=trials))
+    hardware, made = tmp_path / "mine.toml", tmp_path / "calibration.json"
+    hardware.write_text(
+        "[cpu]\nsource = 'measured'\nflops = { float32 = 1e11 }\nmemory_bytes = 1e10\n"
+        "memory_rate = 1e10\nlink_rate = 1e10\nlinks = 1\n"
+    )
+    tables = ["--hardware", str(hardware), "--calibration", str(made)]
+    model = ["--model", str(model_directory)]
+    assert cli.main(["bench", *model, *tables, "--longest", "64"]) == 0
+    assert json.loads(made.read_text())["hardware"]["source"] == "measured"
+
+    workload = tmp_path / "rows.csv"
+    workload.write_text("prompt_tokens,output_tokens\n5,3\n")
+    planned = [*model, "--workload", str(workload), "-o", str(tmp_path / "plan.toml"), "--quiet"]
+    assert cli.main(["plan", *planned, *tables]) == 0
+    assert "(cpu: calibrated)" in capsys.readouterr().out
+    assert cli.main(["plan", *planned, *tables[2:]]) == 2
+    assert "with the same tables (--hardware)" in capsys.readouterr().err

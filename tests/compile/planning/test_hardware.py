@@ -72,8 +72,18 @@ def test_a_targets_name_says_how_many_devices_it_has(target, count):
 
 def test_a_kind_must_be_named_as_predictions_are_made_from_its_peaks():
     for target in ("tpu:8", "gpu"):
-        with pytest.raises(UnknownHardware, match=r"Name the generation.*tpu:v5e:2x4"):
+        with pytest.raises(UnknownHardware, match=r"Name the generation.*tpu:v5e:2x4.*--kind"):
             hardware_of(target, known_hardware())
+
+
+def test_accelerators_of_this_machine_have_the_table_of_the_kind_that_is_named():
+    known = known_hardware()
+    assert hardware_of("gpu", known, "h100") == hardware_of("gpu:h100:1", known)
+    with pytest.raises(UnknownHardware, match=r"got 'v9'.*--hardware FILE"):
+        hardware_of("tpu:8", known, "v9")
+    for target, named in (("cpu:8", "cpu"), ("gpu:h100:8", "h100")):
+        with pytest.raises(UnknownHardware, match=f"the target names {named}, got 'v5e'"):
+            hardware_of(target, known, "v5e")
 
 
 def test_simulated_devices_share_the_machine():
