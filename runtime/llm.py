@@ -1,8 +1,9 @@
 """The Python surface that people know: `LLM.generate`, `.chat` and `.score`.
 
-Names and defaults are vLLM's, except that `max_tokens=None` fills the plan's `max_length`. All
-graphs are compiled at construction; a prompt that does not fit the grid raises before anything of
-its call runs.
+Names are vLLM's, and so are the defaults of `SamplingParams`, except that `max_tokens` is None by
+default and fills the plan's `max_length`, that log-probabilities are a `TokenLogprob` for each
+token, and that `score` takes prompts, not pairs of texts. All graphs are compiled at construction;
+a prompt that does not fit the grid raises before anything of its call runs.
 """
 
 import sys

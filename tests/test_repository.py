@@ -1,5 +1,6 @@
 """What no file of the repository may hold."""
 
+import argparse
 import json
 import re
 import subprocess
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import pytest
 from numerics_helpers import script
+
+from noria.runtime import cli
 
 ROOT = Path(__file__).resolve().parent.parent
 # Written in pieces, so that this file does not find itself.
@@ -99,3 +102,28 @@ def test_the_readmes_table_of_models_is_what_families_and_cases_say():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     updated = script("scripts/conformance_table.py").with_table(readme)
     assert updated == readme, "run scripts/conformance_table.py"
+
+
+def _missing_paths(text: str) -> list[str]:
+    """Files and folders between backticks that begin as one of the repository and are not in it."""
+    words = [word for code in re.findall(r"`([^`\n]+)`", text) for word in code.split()]
+    folders = {path.name for path in ROOT.iterdir() if path.is_dir()} - {"build"}
+    paths = [word for word in words if re.fullmatch(r"\w+/[\w./-]*(\.\w+|/)", word)]
+    return [p for p in paths if p.partition("/")[0] in folders and not (ROOT / p).exists()]
+
+
+def test_documents_name_paths_that_exist():
+    names = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "benchmarks").glob("*.md")]
+    found = {path.name: _missing_paths(path.read_text(encoding="utf-8")) for path in names}
+    assert not any(found.values()), found
+
+
+def test_a_path_that_is_gone_is_found():
+    text = "`python tests/gone.py -x`, `runtime/`, `runtime/cli.py` and `elsewhere/gone.py`"
+    assert _missing_paths(text) == ["tests/gone.py"]
+
+
+def test_the_readmes_table_of_commands_has_all_of_them():
+    table = re.findall(r"^\| `noria (\w+)", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE)
+    (commands,) = (a for a in cli._parser()._actions if isinstance(a, argparse._SubParsersAction))
+    assert sorted(table) == sorted(commands.choices)
