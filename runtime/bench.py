@@ -25,6 +25,7 @@ from .batch.disk import Disk, replace_file
 from .batch.job import EXIT_BUILD, JobError
 from .batch.output import check_outputs
 from .checkpoint import open_model
+from .default_target import default_target
 from .layout_files import read_layout_table
 from .machine import describe_machine
 from .request import Request, SamplingParams
@@ -213,7 +214,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--tg", type=_sizes, default=[32], help="output tokens a row (default: 32)")
     add("--batch", type=_sizes, default=[1, 8, 32], help="rows (default: 1,8,32)")
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of weights")
-    add("--target", default="cpu", help="hardware to run on (default: cpu)")
+    add("--target", default=default_target(), help="hardware to run on (default: %(default)s)")
     add(
         "--layout", help="how the model lies on several devices: a name, name@data=2,tensor=4, FILE"
     )

@@ -71,7 +71,10 @@ def _add_batch(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     add("--model", required=True, help="directory, .gguf file, or smollm2")
     add("--plan", type=Path, help="plan or bundle; by default derived from the input")
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of weights")
-    add("--target", help="hardware to run on (default: that of the plan, or cpu)")
+    add(
+        "--target",
+        help="hardware to run on (default: the plan's, or this machine's accelerator, or cpu)",
+    )
     add(
         "--layout", help="how the model lies on several devices: a name, name@data=2,tensor=4, FILE"
     )

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from .. import pod_options
 from ..checkpoint import ModelFiles, open_model
 from ..counted import counted
+from ..default_target import default_target
 from ..feeding import feeding_order
 from ..layout_files import read_layout_table
 from ..plan_files import read_plan_table
@@ -110,7 +111,7 @@ def _settings(
 
 
 def _target_name(options: argparse.Namespace, plan_table: Mapping[str, Any] | None) -> str:
-    return options.target or str((plan_table or {}).get("target", "cpu"))
+    return options.target or str((plan_table or {}).get("target") or default_target())
 
 
 class BatchModel:

@@ -11,6 +11,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from ..default_target import default_target
 from ..run_config import ConfigError
 
 
@@ -20,7 +21,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--model", required=True, help="directory (config.json will do), .gguf file, or smollm2")
     add("--workload", type=Path, required=True, help="batch file, or CSV of token counts")
     add("-o", "--output", type=Path, required=True, help="the plan, as TOML")
-    add("--target", default="cpu", help="cpu, tpu:v5e:2x4, gpu:h100:8, ... (default: cpu)")
+    add(
+        "--target",
+        default=default_target(),
+        help="cpu, tpu:v5e:2x4, gpu:h100:8, ... (default: %(default)s)",
+    )
     add("--report", type=Path, metavar="DIR", help="folder for report.json and report.html")
     add(
         "--layout",

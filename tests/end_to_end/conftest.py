@@ -17,4 +17,6 @@ def noria(tmp_path_factory) -> Noria:
     del environment["XLA_FLAGS"]
     # and the platforms are the command's to choose
     del environment["JAX_PLATFORMS"]
+    # among those that are the same on every machine
+    environment["CUDA_VISIBLE_DEVICES"] = ""
     return Noria(environment, model)
