@@ -88,6 +88,11 @@ class Generator:
         """Whether another request should be submitted before the next step."""
         return self.engine.scheduler.wants_more
 
+    @property
+    def padding_waste(self) -> float | None:
+        """Share of the tokens computed so far that are not real; None before the first."""
+        return self.engine.metrics.padding_waste
+
     def submit(self, request: Request) -> None:
         """Admit a request or raise a `RowError` that says what does not fit."""
         params = request.params

@@ -88,13 +88,29 @@ class EngineMetrics:
         self.inserts += 1
         self.insert_seconds += seconds
 
+    @property
+    def padding(self) -> dict[str, int]:
+        """Computed tokens, those of them that are real, and what the others are."""
+        prefill_computed = sum(use.computed_tokens for use in self.prefill.values())
+        decode_computed = sum(use.computed_tokens for use in self.decode.values())
+        live = sum(use.live_tokens for use in self.decode.values())
+        return {
+            "real_tokens": self._prompt_tokens + self._emitted_tokens,
+            "computed_tokens": prefill_computed + decode_computed,
+            "prefill_padding_tokens": prefill_computed - self._prompt_tokens,
+            "idle_slot_tokens": decode_computed - live,
+            "overshoot_tokens": live - self._emitted_tokens,
+        }
+
+    @property
+    def padding_waste(self) -> float | None:
+        """Share of the computed tokens that are not real; None before the first call."""
+        padding = self.padding
+        computed = padding["computed_tokens"]
+        return 1 - padding["real_tokens"] / computed if computed else None
+
     def report(self) -> dict[str, Any]:
         """The counters and their totals, ready for JSON."""
-        prefill_real = sum(use.real_tokens for use in self.prefill.values())
-        prefill_computed = sum(use.computed_tokens for use in self.prefill.values())
-        emitted = sum(use.emitted_tokens for use in self.decode.values()) - self.cut_tokens
-        live = sum(use.live_tokens for use in self.decode.values())
-        decode_computed = sum(use.computed_tokens for use in self.decode.values())
         prefill_seconds = sum(use.seconds for use in self.prefill.values())
         decode_seconds = sum(use.seconds for use in self.decode.values())
         return {
@@ -102,21 +118,23 @@ class EngineMetrics:
                 "prefill": {name: vars(use) for name, use in self.prefill.items()},
                 "decode": {name: vars(use) for name, use in self.decode.items()},
             },
-            "padding": {
-                "real_tokens": prefill_real + emitted,
-                "computed_tokens": prefill_computed + decode_computed,
-                "prefill_padding_tokens": prefill_computed - prefill_real,
-                "idle_slot_tokens": decode_computed - live,
-                "overshoot_tokens": live - emitted,
-            },
+            "padding": self.padding,
             "phases": {
                 "prefill_seconds": prefill_seconds,
-                "prefill_tokens_per_second": _rate(prefill_real, prefill_seconds),
+                "prefill_tokens_per_second": _rate(self._prompt_tokens, prefill_seconds),
                 "insert_seconds": self.insert_seconds,
                 "decode_seconds": decode_seconds,
-                "decode_tokens_per_second": _rate(emitted, decode_seconds),
+                "decode_tokens_per_second": _rate(self._emitted_tokens, decode_seconds),
             },
         }
+
+    @property
+    def _prompt_tokens(self) -> int:
+        return sum(use.real_tokens for use in self.prefill.values())
+
+    @property
+    def _emitted_tokens(self) -> int:
+        return sum(use.emitted_tokens for use in self.decode.values()) - self.cut_tokens
 
 
 def latency_report(requests: list[tuple[RequestMetrics, int]]) -> dict[str, Any]:

@@ -215,7 +215,7 @@ class _Job:
                 break
             for output in self._step(generator):
                 self._record(self.in_flight.pop(output.request_id), output)
-            self.progress.update(lambda: _padding_waste(generator))
+            self.progress.update(lambda: generator.padding_waste)
         drain.end()
         if self.journal is not None:
             self.journal.sync()
@@ -365,9 +365,3 @@ def _row_metrics(output: RequestOutput) -> dict[str, float]:
         if longest > 1:
             values["inter_token_latency"] = (times.finished - times.first_token) / (longest - 1)
     return values
-
-
-def _padding_waste(generator: Generator) -> float | None:
-    padding = generator.statistics().get("padding") or {}
-    computed = padding.get("computed_tokens")
-    return 1 - padding["real_tokens"] / computed if computed else None

@@ -34,7 +34,7 @@ class FakeGenerator:
 
     def __init__(self, num_slots: int = 4, seconds_per_step: float = 0.0, max_length: int = 512):
         self.submitted: list[str] = []
-        self.num_steps = 0
+        self.num_steps = self.num_reports = 0
         self._num_slots = num_slots
         self._seconds_per_step = seconds_per_step
         self._max_length = max_length
@@ -48,6 +48,10 @@ class FakeGenerator:
     @property
     def wants_more(self) -> bool:
         return len(self._waiting) < 2
+
+    @property
+    def padding_waste(self) -> float:
+        return 0.25
 
     def submit(self, request: Request) -> None:
         if any(token >= VOCAB_SIZE for token in request.prompt_token_ids):
@@ -76,6 +80,7 @@ class FakeGenerator:
         self._waiting.clear()
 
     def statistics(self) -> dict[str, object]:
+        self.num_reports += 1
         return {"padding": {"real_tokens": 3, "computed_tokens": 4}, "compiles_during_run": 0}
 
 

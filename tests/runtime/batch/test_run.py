@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import io
+import itertools
 import json
 import os
 import random
@@ -21,6 +22,7 @@ from noria.runtime.batch.job import JobError
 from noria.runtime.batch.journal import JournalError, JournalWriteError
 from noria.runtime.batch.lock import OutputIsLocked
 from noria.runtime.batch.progress import Progress
+from noria.runtime.batch.run import run_job
 from noria.runtime.batch.scan import InputError
 
 
@@ -361,3 +363,11 @@ def test_progress_is_one_line_in_five_seconds_when_not_on_a_terminal():
     assert lines[0] == "compile [9/9] prefill 256x2  4.1 s"
     assert lines[1] == "20/100 rows  2 errors  40.0 tokens/s  padding 25.0%  ETA 0:40"
     assert len(lines) == 4
+
+
+def test_progress_asks_for_the_padding_alone_and_the_report_is_made_once(tmp_path):
+    stream, clock, model = io.StringIO(), itertools.count().__next__, fake.FakeModel()
+    job = fake.settings(write_input(tmp_path / "in.jsonl"), tmp_path / "out.jsonl")
+    run_job(job, model, progress=Progress(stream=stream, clock=clock))
+    assert stream.getvalue().count("padding 25.0%") > 3
+    assert model.generator.num_reports == 1
