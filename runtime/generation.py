@@ -18,7 +18,6 @@ from .counted import counted
 from .decode_slots import Job
 from .engine import ChoicesDropped, Engine, EngineRequest, Event, PromptScored, TokensEmitted
 from .expert_use import ExpertSetup
-from .metrics import latency_report
 from .padding import row_seed
 from .request import (
     CompletionOutput,
@@ -73,7 +72,6 @@ class Generator:
     clock: Callable[[], float] = time.monotonic
     _open: dict[int, _InProgress] = field(default_factory=dict)
     _num_submitted: int = 0
-    _latencies: list[tuple[RequestMetrics, int]] = field(default_factory=list)
 
     def __post_init__(self):
         self._compiles_at_start = compile_monitor().num_compiles
@@ -188,7 +186,6 @@ class Generator:
             **metrics.report(),
             "attention": dict(self.attention),
             **({} if experts is None else {"experts": experts.report(metrics.experts)}),
-            **latency_report(self._latencies),
             "compiles_during_run": compile_monitor().num_compiles - self._compiles_at_start,
         }
 
@@ -264,20 +261,17 @@ class Generator:
         entry = self._close(number)
         if entry.num_dropped and self._refuses_drops and entry.error is None:
             entry.error = _overflow(entry)
-        metrics = RequestMetrics(entry.arrival, entry.first_token, now)
         output = RequestOutput(
             entry.request.request_id,
             entry.request.prompt,
             list(entry.request.prompt_token_ids),
             error=entry.error,
-            metrics=metrics,
+            metrics=RequestMetrics(entry.arrival, entry.first_token, now),
             dropped_expert_choices=entry.num_dropped,
         )
         if entry.error is None:
             output.prompt_logprobs = entry.prompt_logprobs
             output.outputs = [_completed(continuation) for continuation in entry.continuations]
-            longest = max(len(completion.token_ids) for completion in output.outputs)
-            self._latencies.append((metrics, longest))
         return output
 
     def _close(self, number: int) -> _InProgress:

@@ -12,7 +12,6 @@ from typing import Any
 
 from ..compile.bucket_grid import PrefillBucket
 from .expert_use import ExpertTotals
-from .request import RequestMetrics
 
 
 @dataclass
@@ -135,41 +134,6 @@ class EngineMetrics:
     @property
     def _emitted_tokens(self) -> int:
         return sum(use.emitted_tokens for use in self.decode.values()) - self.cut_tokens
-
-
-def latency_report(requests: list[tuple[RequestMetrics, int]]) -> dict[str, Any]:
-    """Time to first token and inter-token latency over requests, with their numbers of tokens.
-
-    Time to first token counts from submission to the engine, queueing included; inter-token latency
-    is the time after the first token over the tokens after it. A call emits several tokens at once,
-    so a first token is known when its call returns.
-    """
-    first = [m.first_token - m.arrival for m, _ in requests if m.first_token is not None]
-    between = [
-        (m.finished - m.first_token) / (tokens - 1)
-        for m, tokens in requests
-        if m.first_token is not None and tokens > 1
-    ]
-    return {
-        "time_to_first_token_seconds": _distribution(first),
-        "inter_token_latency_seconds": _distribution(between),
-    }
-
-
-def _distribution(values: list[float]) -> dict[str, float] | None:
-    if not values:
-        return None
-    ordered = sorted(values)
-
-    def quantile(share: float) -> float:
-        return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
-
-    return {
-        "mean": sum(ordered) / len(ordered),
-        "p50": quantile(0.5),
-        "p90": quantile(0.9),
-        "p99": quantile(0.99),
-    }
 
 
 def _rate(tokens: int, seconds: float) -> float | None:

@@ -130,8 +130,9 @@ class CompletionOutput:
 class RequestMetrics:
     """Seconds on the engine's monotonic clock, as the field defines them.
 
-    Time to first token is `first_token - arrival` (seconds); inter-token latency is
-    `(finished - first_token) / (tokens - 1)` per sequence.
+    Time to first token is `first_token - arrival` (seconds), queueing included; inter-token latency
+    is `(finished - first_token) / (tokens - 1)` of the longest sequence. A call emits several
+    tokens at once, so a first token is known when its call returns.
     """
 
     arrival: float

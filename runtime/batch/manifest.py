@@ -22,6 +22,7 @@ from .disk import Disk, FileDigest, digest_file, replace_file
 from .journal import JournalRow
 
 SCHEMA = 1
+PERCENTILES = (50, 90, 95, 99)
 Phase = Literal["scan", "load", "build", "run"]
 
 
@@ -205,9 +206,10 @@ def _total(finished: list[JournalRow], name: str) -> int:
 
 
 def _spread(finished: list[JournalRow], name: str) -> dict[str, float] | None:
+    """Mean and percentiles over the rows that have such a figure, whichever run finished them."""
     values = sorted(row.metrics[name] for row in finished if name in row.metrics)
     if not values:
         return None
     # nearest rank, so that every figure is one that a row really had
-    ranks = {f"p{p}": values[-(-p * len(values) // 100) - 1] for p in (50, 95, 99)}
+    ranks = {f"p{p}": values[-(-p * len(values) // 100) - 1] for p in PERCENTILES}
     return {"mean": statistics.fmean(values), **ranks}

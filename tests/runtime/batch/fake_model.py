@@ -90,12 +90,13 @@ def answer(request: Request) -> RequestOutput:
         return RequestOutput(request.request_id, None, [], error=error)
     text = hashlib.sha256(bytes(request.prompt_token_ids)).hexdigest()[:8] + "\u2028é"
     completion = CompletionOutput(0, text, list(text.encode()), "stop")
+    first_token = 1.0 + len(request.prompt_token_ids)
     return RequestOutput(
         request.request_id,
         request.prompt,
         list(request.prompt_token_ids),
         [completion],
-        metrics=RequestMetrics(1.0, 2.0, 3.0),
+        metrics=RequestMetrics(1.0, first_token, 2 * first_token),
     )
 
 
