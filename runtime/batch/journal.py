@@ -7,9 +7,10 @@ resolved plan, once it is known), `row`, and `setup` where another set-up of pro
 
 A row is found again by custom_id and request hash, so an edited input keeps what is unchanged.
 
-Knows nothing of models, requests or the final file. Guarantees: what `append` has returned from
-survives the death of the process, and a power cut after at most 64 rows or about a second; a torn
-tail is cut off on opening; damage anywhere else is an error that says at which byte.
+Knows nothing of models, requests or the final file. Guarantees: a row that `record_row` has
+returned from survives the death of the process; and a power cut, once 64 rows are recorded, after
+about a second, as the job calls `sync_if_due` at every step, or on `close`. A torn tail is cut off
+on opening; damage anywhere else is an error that says at which byte.
 """
 
 import json
@@ -125,12 +126,17 @@ class Journal:
         end = self._append(facts, content)
         self._remember(facts, end - 1 - len(content), len(content))
         self._unsynced += 1
-        if self._unsynced >= SYNC_ROWS or self._clock() - self._last_sync >= SYNC_SECONDS:
-            self.sync()
+        self.sync_if_due()
 
     def output_line(self, row: JournalRow) -> bytes:
         """Read a row's output line back, without a line ending."""
         return os.pread(self._descriptor, row.length, row.offset)
+
+    def sync_if_due(self) -> None:
+        """Sync where many rows, or any for about a second, are not on the disk yet."""
+        is_late = self._unsynced and self._clock() - self._last_sync >= SYNC_SECONDS
+        if is_late or self._unsynced >= SYNC_ROWS:
+            self.sync()
 
     def sync(self) -> None:
         """Wait until all records are on the disk."""
@@ -142,7 +148,12 @@ class Journal:
         self._last_sync = self._clock()
 
     def close(self) -> None:
-        self._disk.close(self._descriptor)
+        """Sync what is not on the disk yet, and close."""
+        try:
+            if self._unsynced:
+                self.sync()
+        finally:
+            self._disk.close(self._descriptor)
 
     def _append(self, facts: Mapping[str, Any], line: bytes | None = None) -> int:
         payload = dump_line(facts)

@@ -215,6 +215,8 @@ class _Job:
                 break
             for output in self._step(generator):
                 self._record(self.in_flight.pop(output.request_id), output)
+            if self.journal is not None:
+                self.journal.sync_if_due()
             self.progress.update(lambda: generator.padding_waste)
         drain.end()
         if self.journal is not None:
