@@ -74,7 +74,8 @@ class Generator:
     _num_submitted: int = 0
 
     def __post_init__(self):
-        self._compiles_at_start = compile_monitor().num_compiles
+        monitor = compile_monitor()
+        self._at_start = monitor.num_compiles, monitor.num_announced
 
     @property
     def unfinished(self) -> int:
@@ -181,12 +182,14 @@ class Generator:
 
     def statistics(self) -> dict[str, Any]:
         """Counters of the run so far, ready for JSON."""
-        metrics, experts = self.engine.metrics, self.experts
+        metrics, experts, monitor = self.engine.metrics, self.experts, compile_monitor()
+        compiles_at_start, announced_at_start = self._at_start
         return {
             **metrics.report(),
             "attention": dict(self.attention),
             **({} if experts is None else {"experts": experts.report(metrics.experts)}),
-            "compiles_during_run": compile_monitor().num_compiles - self._compiles_at_start,
+            "compiles_during_run": monitor.num_compiles - compiles_at_start,
+            "compiles_announced": monitor.num_announced - announced_at_start,
         }
 
     @property

@@ -72,7 +72,7 @@ def run_job(
         elif (manifest := _complete(settings)) is not None:
             disk.remove(settings.journal_path)
             progress.note(f"{settings.output_path}: complete already, nothing to do")
-            return peers.share(EXIT_ROWS_FAILED if manifest["rows"]["errors"] else EXIT_OK)
+            return peers.share(_exit_code(settings, manifest))
         _refuse_foreign_outputs(settings)
         journal = Journal.open(
             settings.journal_path,
@@ -306,7 +306,7 @@ class _Job:
             num_tokens=self.num_tokens,
         )
         self.progress.note(summarise(self.settings.output_path, manifest))
-        return self.peers.share(EXIT_ROWS_FAILED if manifest["rows"]["errors"] else EXIT_OK)
+        return self.peers.share(_exit_code(self.settings, manifest))
 
 
 def _facts(settings: JobSettings, summary: ScanSummary) -> dict[str, str]:
@@ -330,6 +330,18 @@ def _complete(settings: JobSettings) -> dict[str, Any] | None:
         may_differ=settings.may_differ,
         error_file=settings.error_file,
     )
+
+
+def _exit_code(settings: JobSettings, manifest: Mapping[str, Any]) -> int:
+    """What a complete job ends with; a compile in its rows is an error, though it costs no row."""
+    if num_compiles := manifest["compiles_during_run"]:
+        raise JobError(
+            f"{settings.output_path}: expected no compile after the build, got {num_compiles}. The "
+            "output is complete and its rows are right, but they waited for the compiler. Please "
+            f"report it with {manifest_path(settings.output_path)}.",
+            EXIT_BUILD,
+        )
+    return EXIT_ROWS_FAILED if manifest["rows"]["errors"] else EXIT_OK
 
 
 def _refuse_foreign_outputs(settings: JobSettings) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import jax
 
 from ...compile.compiled_graphs import CompiledGraphs
+from ...compile.monitor import compile_monitor
 from ...compile.plan import Plan
 from ...compile.steps import DecodeState
 from ...compile.targets import Target
@@ -152,7 +153,8 @@ class _LoadedOrCompiled(Mapping[str, jax.stages.Compiled]):
             return self._loading[name].result()
         except BundleUnusable as error:
             self._say(f"{error}. Compiling it instead; compile the bundle again.")
-            return self._compile_graph(name)
+            with compile_monitor().announced():
+                return self._compile_graph(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._loading)

@@ -1,5 +1,7 @@
 """Executables: one for every bucket, none for anything else, the same bits under every span."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,6 +38,17 @@ def test_the_monitor_counts_a_compile():
     before = compile_monitor().num_compiles
     jax.jit(lambda x: x * 3 + before)(np.ones(7, np.float32))
     assert compile_monitor().num_compiles > before
+
+
+def test_the_monitor_counts_announced_compiles_of_its_thread_apart():
+    monitor = compile_monitor()
+    compiles, announced = monitor.num_compiles, monitor.num_announced
+    with ThreadPoolExecutor() as pool, monitor.announced():
+        jax.jit(lambda x: x * 5 + compiles)(np.ones(7, np.float32))
+        assert (monitor.num_compiles, monitor.num_announced) == (compiles, announced + 1)
+        pool.submit(jax.jit(lambda x: x * 7 + compiles), np.ones(7, np.float32)).result()
+    jax.jit(lambda x: x * 9 + compiles)(np.ones(7, np.float32))
+    assert (monitor.num_compiles, monitor.num_announced) == (compiles + 2, announced + 1)
 
 
 def test_every_graph_of_the_grid_is_planned(model):

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from command import answer, completion, read_rows, write_lines
+from command import answer, completion, read_manifest, read_rows, write_lines
 from model_on_disk import write_model
 from safetensors.numpy import load_file, save_file
 
@@ -61,6 +61,10 @@ def test_a_graph_whose_executable_cannot_be_loaded_is_compiled_with_a_word(noria
         arguments = ("-i", source, "-o", output, "--model", noria.model, "--plan", plan)
         said = noria.run("batch", *arguments).stderr
         assert said.count("Compiling it instead") == 2 * (plan is folder)
+        manifest = read_manifest(output)
+        assert manifest["compiles_during_run"] == 0
+        # the empty state is made before the rows run
+        assert manifest["generator"]["compiles_announced"] == (plan is folder)
         answers.append([answer(row) for row in read_rows(output)])
     assert answers[0] == answers[1]
 

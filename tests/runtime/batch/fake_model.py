@@ -32,12 +32,19 @@ class ByteTokens:
 class FakeGenerator:
     """Answers a prompt with a hash of it after as many steps as its length asks for."""
 
-    def __init__(self, num_slots: int = 4, seconds_per_step: float = 0.0, max_length: int = 512):
+    def __init__(
+        self,
+        num_slots: int = 4,
+        seconds_per_step: float = 0.0,
+        max_length: int = 512,
+        num_compiles: int = 0,
+    ):
         self.submitted: list[str] = []
         self.num_steps = self.num_reports = 0
         self._num_slots = num_slots
         self._seconds_per_step = seconds_per_step
         self._max_length = max_length
+        self._num_compiles = num_compiles
         self._waiting: list[Request] = []
         self._slots: dict[str, tuple[Request, int]] = {}
 
@@ -81,7 +88,7 @@ class FakeGenerator:
 
     def statistics(self) -> dict[str, object]:
         self.num_reports += 1
-        return {"padding": {"real_tokens": 3, "computed_tokens": 4}, "compiles_during_run": 0}
+        return {"compiles_during_run": self._num_compiles}
 
 
 def answer(request: Request) -> RequestOutput:

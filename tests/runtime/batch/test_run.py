@@ -107,6 +107,19 @@ def test_the_exit_code_says_whether_loading_or_compiling_failed(tmp_path, phase,
     assert caught.value.exit_code == code
 
 
+def test_a_compile_in_the_rows_is_an_error_that_costs_no_row(tmp_path, reference):
+    input_path, expected = reference
+    output = tmp_path / "out.jsonl"
+    model = fake.FakeModel(fake.FakeGenerator(num_compiles=2))
+    for _ in range(2):  # the second time the job is complete
+        with pytest.raises(JobError, match=r"no compile after the build, got 2") as caught:
+            run(input_path, output, model)
+        assert caught.value.exit_code == 4
+        assert masked(output) == expected
+        assert not (tmp_path / "out.jsonl.journal").exists()
+    assert model.num_builds == 1
+
+
 def test_a_crash_at_any_disk_operation_changes_nothing_in_the_end(tmp_path, reference):
     input_path, expected = reference
     counter = FaultyDisk(0)
