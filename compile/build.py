@@ -90,9 +90,13 @@ def build(
             each = (time.monotonic() - started) / number
             remaining = each * (len(graphs) - number)
             on_graph(GraphBuilt(name, number, len(graphs), seconds, from_cache, remaining))
-    finally:
-        # after a failure or Ctrl-C nobody waits for graphs that are not begun
+    except Exception:
+        # what comes next should not share the machine with graphs that are still being compiled
         pool.shutdown(cancel_futures=True)
+        raise
+    finally:
+        # a signal waits for no graph
+        pool.shutdown(wait=False, cancel_futures=True)
     return CompiledGraphs(grid, compiled)
 
 

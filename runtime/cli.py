@@ -29,6 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         else:
             print(f"noria: {errors.message(error)}", file=sys.stderr)
+        if errors.is_stop(error):
+            errors.leave_at_once(code)
         return code
 
 

@@ -3,6 +3,9 @@
 Knows nothing of subcommands. An exception may carry its code in an attribute `exit_code`.
 """
 
+import os
+import sys
+
 EXIT_USAGE, EXIT_INTERRUPTED = 2, 130
 
 
@@ -15,6 +18,18 @@ def exit_code(error: BaseException) -> int | None:
         return EXIT_INTERRUPTED
     # a missing extra is an ImportError that names it
     return EXIT_USAGE if isinstance(error, ValueError | OSError | ImportError) else None
+
+
+def is_stop(error: BaseException) -> bool:
+    """Whether it comes from a signal, after which nothing is waited for."""
+    return not isinstance(error, Exception)
+
+
+def leave_at_once(code: int) -> None:
+    """End the process now: Python's own end would wait for compiles and collectives under way."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def message(error: BaseException) -> str:

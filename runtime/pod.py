@@ -12,9 +12,7 @@ Knows nothing of rows. `batch/peers.py` says what the job asks of it.
 
 import atexit
 import json
-import os
 import platform
-import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -90,7 +88,7 @@ def join(options: PodOptions, target: str) -> "Iterator[Pod]":
         code = errors.exit_code(error) or 1
         watchdog.fail(errors.message(error), code)
         # jax's own end would wait for processes and collectives that are no more
-        atexit.register(_leave_at_once, code)
+        atexit.register(errors.leave_at_once, code)
         raise
     watchdog.leave()
     store.leave()
@@ -190,9 +188,3 @@ def _setup(target: str, size: int) -> str:
     kind = target.partition(":")[0]
     num_devices = jax.local_device_count(kind)
     return f"{size} processes of {counted(num_devices, 'device')}, {_COLLECTIVES.get(kind, kind)}"
-
-
-def _leave_at_once(code: int) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

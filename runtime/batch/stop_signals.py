@@ -1,8 +1,9 @@
 """SIGTERM and Ctrl-C for a job: the first asks it to end well, the second ends it.
 
 While rows are in flight a first signal only sets `requested`, and the job lets them finish. At any
-other time, and on a second signal, `StopNow` is raised wherever the program is; whatever is on disk
-then is as good as after a kill, which the journal survives.
+other time, and on a second signal, `StopNow` is raised wherever the program is, and the command
+leaves without waiting for graphs that are being compiled or loaded; whatever is on disk then is as
+good as after a kill, which the journal survives.
 
 Where several processes run the job, process 0 decides for all, whichever of them got the signal.
 

@@ -18,7 +18,12 @@ MAX_POSITION = 128
 
 
 def write_model(
-    directory: Path, *, tokenizer: bool = True, kv_heads: int = KV_HEADS, num_experts: int = 0
+    directory: Path,
+    *,
+    tokenizer: bool = True,
+    kv_heads: int = KV_HEADS,
+    num_experts: int = 0,
+    num_layers: int = LAYERS,
 ) -> int:
     """Write all files of the model, a Mixtral if it has experts; returns its vocabulary's size."""
     directory.mkdir(parents=True)
@@ -29,7 +34,7 @@ def write_model(
         "vocab_size": vocab_size,
         "hidden_size": EMBED,
         "intermediate_size": MLP,
-        "num_hidden_layers": LAYERS,
+        "num_hidden_layers": num_layers,
         "num_attention_heads": HEADS,
         "num_key_value_heads": kv_heads,
         "head_dim": HEAD_DIM,
@@ -45,11 +50,14 @@ def write_model(
         config |= {"num_local_experts": num_experts, "num_experts_per_tok": 2}
     _write_json(directory / "config.json", config)
     _write_json(directory / "generation_config.json", {"eos_token_id": 2, "bos_token_id": 0})
-    save_file(_tensors(vocab_size, kv_heads, num_experts), directory / "model.safetensors")
+    tensors = _tensors(vocab_size, kv_heads, num_experts, num_layers)
+    save_file(tensors, directory / "model.safetensors")
     return vocab_size
 
 
-def _tensors(vocab_size: int, kv_heads: int, num_experts: int) -> dict[str, np.ndarray]:
+def _tensors(
+    vocab_size: int, kv_heads: int, num_experts: int, num_layers: int
+) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
 
     def random(*shape: int) -> np.ndarray:
@@ -61,7 +69,7 @@ def _tensors(vocab_size: int, kv_heads: int, num_experts: int) -> dict[str, np.n
         "lm_head.weight": random(vocab_size, EMBED),
         "model.norm.weight": np.ones(EMBED, np.float32),
     }
-    for layer in range(LAYERS):
+    for layer in range(num_layers):
         prefix = f"model.layers.{layer}"
         tensors |= {
             f"{prefix}.input_layernorm.weight": np.ones(EMBED, np.float32),

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 from command import chat, completion, read_manifest, write_lines
+from model_on_disk import write_model
 
 KILLS = [6, pytest.param(50, marks=pytest.mark.slow)]
 
@@ -116,6 +117,25 @@ def test_a_complete_job_run_again_imports_nothing_heavy(noria, job):
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "noria.runtime.batch.run" in imported
     assert not imported & {"jax", "jaxlib", "flax", "optax", "orbax", "tokenizers", "jinja2"}
+
+
+def test_a_job_stopped_in_the_middle_of_a_long_compile_leaves_at_once(noria, tmp_path):
+    # every layer is unrolled, so the decode graph takes many seconds to compile
+    deep_model = tmp_path / "model"
+    write_model(deep_model, num_layers=16)
+    source = write_lines(tmp_path / "in.jsonl", [completion("row", [3, 4, 5], max_tokens=20)])
+    output = tmp_path / "out.jsonl"
+    cold = replace(noria, environment={**noria.environment, "XDG_CACHE_HOME": str(tmp_path)})
+    process = cold.start("batch", "-i", source, "-o", output, "--model", deep_model)
+    # the decode graph is begun first, and takes longest by far
+    first = next(line for line in process.stderr if line.startswith("compile [1/"))
+    process.terminate()
+    start = time.monotonic()
+    _, rest = process.communicate(timeout=120)
+    assert time.monotonic() - start < 2
+    assert process.returncode == 75, rest
+    assert "decode" not in first + rest and "Traceback" not in rest
+    assert sorted(path.name for path in tmp_path.glob("out.jsonl*")) == ["out.jsonl.journal"]
 
 
 def test_a_job_stopped_while_it_compiles_ends_soon_and_goes_on_later(noria, job, tmp_path):

@@ -1,11 +1,13 @@
 """The command line: exit codes, one-line errors, nothing heavy imported."""
 
+import signal
 import subprocess
 import sys
 
 import pytest
 
 from noria.runtime import cli
+from noria.runtime.batch.stop_signals import StopNow
 
 _IMPORTS = """
 import sys
@@ -60,9 +62,7 @@ def test_an_unreadable_plan_is_exit_code_2_and_named(tmp_path, capsys):
     assert str(plan) in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("error", "code"), [(ValueError("x"), 2), (OSError("x"), 2), (KeyboardInterrupt(), 130)]
-)
+@pytest.mark.parametrize(("error", "code"), [(ValueError("x"), 2), (OSError("x"), 2)])
 def test_errors_of_the_user_have_codes_and_our_bugs_keep_their_traceback(monkeypatch, error, code):
     def fail(options):
         raise error
@@ -72,3 +72,23 @@ def test_errors_of_the_user_have_codes_and_our_bugs_keep_their_traceback(monkeyp
     error = TypeError("a bug")
     with pytest.raises(TypeError):
         cli.main(["inspect", "x"])
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(KeyboardInterrupt(), 130), (StopNow(signal.SIGTERM), 75)]
+)
+def test_after_a_signal_the_process_leaves_at_once_with_its_code(monkeypatch, capsys, error, code):
+    class Left(BaseException):
+        pass
+
+    def stop(options):
+        raise error
+
+    def leave(code):
+        raise Left(code)
+
+    monkeypatch.setattr(cli, "_run_inspect", stop)
+    monkeypatch.setattr(cli.errors, "leave_at_once", leave)
+    with pytest.raises(Left, match=f"^{code}$"):
+        cli.main(["inspect", "x"])
+    assert capsys.readouterr().err.startswith("noria: ")
