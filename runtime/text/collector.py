@@ -53,14 +53,16 @@ class TextCollector:
         With `ends_with_stop_token` the last id is the one that ended the sequence: it is kept, and
         shows in the text only with `include_stop_str_in_output`.
         """
+        if not self._params.stop:
+            self._take(ids, ends_with_stop_token)
+            return False
         for position, token in enumerate(ids):
             if self.stop_reason is not None:
                 self.num_tokens_past_stop += len(ids) - position
                 break
-            self.num_tokens_kept += 1
-            is_stop_token = ends_with_stop_token and position == len(ids) - 1
-            if self._detokenizer and (not is_stop_token or self._params.include_stop_str_in_output):
-                self._append(self._detokenizer.push((token,)))
+            old_length = len(self.text)
+            self._take((token,), ends_with_stop_token and position == len(ids) - 1)
+            self._find_stop(old_length)
         return self.stop_reason is not None
 
     def finish(self) -> str:
@@ -69,11 +71,16 @@ class TextCollector:
             self.text += self._detokenizer.finish()
         return self.text
 
-    def _append(self, new_text: str) -> None:
-        old_length = len(self.text)
-        self.text += new_text
+    def _take(self, ids: Sequence[int], ends_with_stop_token: bool) -> None:
+        self.num_tokens_kept += len(ids)
+        is_last_hidden = ends_with_stop_token and not self._params.include_stop_str_in_output
+        if self._detokenizer:
+            self.text += self._detokenizer.push(ids[:-1] if is_last_hidden else ids)
+
+    def _find_stop(self, old_length: int) -> None:
+        """End the text at a stop string that what came after `old_length` has completed."""
         # min_tokens holds for stop strings too: one that a token within it completes is passed over
-        if not new_text or self.num_tokens_kept <= self._params.min_tokens:
+        if len(self.text) == old_length or self.num_tokens_kept <= self._params.min_tokens:
             return
         found: tuple[int, str] | None = None
         for stop in self._params.stop:

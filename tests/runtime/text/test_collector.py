@@ -48,11 +48,16 @@ def test_kept_tokens_end_with_the_one_that_completes_the_stop_string(smollm2, st
 def test_result_does_not_depend_on_how_ids_arrive(smollm2):
     ids = smollm2.encode(TEXT, special_tokens=False)
     draw = random.Random(0)
-    for stop in ("ee.\n\nUs", "🙂 f", "never"):
-        expected = vars_of(collected(smollm2, ids, stop=[stop]))
+    for stop in (["ee.\n\nUs"], ["🙂 f"], ["never"], []):
+        expected = vars_of(collected(smollm2, ids, stop=stop))
         for _ in range(20):
-            result = collected(smollm2, ids, lambda: draw.randrange(1, 5), stop=[stop])
+            result = collected(smollm2, ids, lambda: draw.randrange(1, 5), stop=stop)
             assert vars_of(result) == expected
+
+
+def test_a_stop_string_that_never_comes_changes_nothing(smollm2):
+    ids = smollm2.encode(TEXT, special_tokens=False)
+    assert vars_of(collected(smollm2, ids, stop=["never"])) == vars_of(collected(smollm2, ids))
 
 
 def vars_of(collector: TextCollector) -> tuple:
