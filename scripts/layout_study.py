@@ -41,8 +41,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from layout_study_report import draw, markdown
 
 TARGET, CHIPS = "tpu:v4:4x4x4", 64
-COMPILED_FOR = "tpu:v4:4x4x2"
-"""As many devices: a chip of TPU v4 that is not there has two."""
 LENGTH, STEPS = 2048, 64
 """Of prompts, and decoded after them (paper, section 4)."""
 PARAMETERS = 540.35e9
@@ -211,9 +209,11 @@ def contexts() -> dict[str, dict[int, int]]:
 
 def compiled_layers() -> list[dict[str, Any]]:
     """What a layer sends, by the model and by programs of two layers at full width."""
-    grid, target = BucketGrid(LENGTH, ((LENGTH, 64),), 512, (LENGTH,)), find_target(COMPILED_FOR)
+    grid, target = BucketGrid(LENGTH, ((LENGTH, 64),), 512, (LENGTH,)), find_target(TARGET)
     name = "weight-stationary 2D"
     result = measure(PALM.first_layers(2), PREFILL[name], target, grid, jnp.bfloat16, note)
+    if result.findings:
+        raise SystemExit(" ".join(result.findings))
     return [
         {
             "layout": name,

@@ -155,7 +155,8 @@ def _differences(report: Mapping[str, Any]) -> Iterator[str]:
         "- Products, memory and links follow one another here; the paper's loops of einsums "
         "overlap them, which favours layouts that send more.",
         "- A mesh axis sends over the dimensions of the torus that it spans, 100 GB/s each "
-        "(`hardware.toml`); the paper reckons with 270 GB/s for every axis.",
+        "(`hardware.toml`); the paper reckons with 270 GB/s for every axis. An all-to-all goes a "
+        "quarter of the way round each of them, so it takes as long over three as over one.",
         "- With attention by batch rows are padded to one a chip: by heads is faster for few rows.",
         "- In ours heads lie over 16 chips of the two-dimensional layout, the paper's over all 64.",
         "- There are no int8 weights here; the paper's low-latency figures have them.",

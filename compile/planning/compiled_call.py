@@ -11,7 +11,6 @@ Knows nothing of plans. Guarantees: seconds are by the same roofline and the sam
 program and for shapes, each as one part, so their ratio is what the compiler added or saved.
 """
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import jax
@@ -21,7 +20,7 @@ from ...sharding.mesh_layout import MeshLayout
 from ..collectives import Collective, program_text, read_collectives
 from ..hbm_bytes import hbm_bytes
 from .cost import CostModel
-from .work import Call
+from .work import Call, Sent, summed
 
 
 @dataclass(frozen=True)
@@ -31,8 +30,8 @@ class Counted:
     flops: float
     num_bytes: float
     """Of main memory, read and written; 0 where they cannot be told."""
-    sent: Mapping[str, float] | None
-    """Bytes to other devices, by mesh axes joined by `+`; None where it cannot be read."""
+    sent: Sent | None
+    """None where it cannot be read."""
     memory_bytes: float
     """With all that it is given; 0 where the compiler says nothing."""
 
@@ -56,7 +55,7 @@ class Counted:
         sent = None
         if self.sent is not None and shorter.sent is not None:
             before = shorter.sent
-            sent = {axes: grown(of, before.get(axes, 0.0)) for axes, of in self.sent.items()}
+            sent = {key: grown(of, before.get(key, 0.0)) for key, of in self.sent.items()}
         return Counted(
             grown(self.flops, shorter.flops),
             grown(self.num_bytes, shorter.num_bytes),
@@ -72,8 +71,7 @@ class CompiledCall:
     graph: str
     flops: float
     num_bytes: float
-    sent: Mapping[str, float]
-    """Bytes to other devices, by mesh axes joined by `+`."""
+    sent: Sent
     seconds: float
     """By the roofline of all of it together."""
     shapes_seconds: float
@@ -91,7 +89,7 @@ def compiled_call(name: str, call: Call, counted: Counted, cost: CostModel) -> C
     """A call of a program, of which so much is counted."""
     parts = cost.work.parts(call)
     flops, num_bytes = sum(part.flops for part in parts), sum(part.bytes for part in parts)
-    planned = _added(part.sent for part in parts)
+    planned = summed(pair for part in parts for pair in part.sent.items())
     more_flops, more_bytes = max(flops, counted.flops), max(num_bytes, counted.num_bytes)
     sent = planned if counted.sent is None else counted.sent
     return CompiledCall(
@@ -105,22 +103,14 @@ def compiled_call(name: str, call: Call, counted: Counted, cost: CostModel) -> C
     )
 
 
-def _added(tables: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    total: dict[str, float] = {}
-    for table in tables:
-        for name, number in table.items():
-            total[name] = total.get(name, 0.0) + number
-    return total
-
-
-def _sent(text: str | None, mesh: MeshLayout) -> dict[str, float] | None:
-    """Bytes by mesh axes; branches that only some rows ask for are left out."""
+def _sent(text: str | None, mesh: MeshLayout) -> Sent | None:
+    """Branches that only some rows ask for are left out."""
     if mesh.num_devices == 1:
         return {}
     if text is None:
         return None
-    return _added(
-        {"+".join(one.mesh_axes): _sent_for(one, mesh)}
+    return summed(
+        ((one.kind, one.mesh_axes), _sent_for(one, mesh))
         for one in read_collectives(text, mesh.sizes)
         if not one.is_conditional
     )

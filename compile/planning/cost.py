@@ -20,8 +20,9 @@ import numpy as np
 from scipy.optimize import nnls
 
 from ..plan_tables import check_keys, check_number
-from .hardware import Hardware, rings
-from .work import KINDS, Call, Part, Work
+from .hardware import Hardware
+from .interconnect import Interconnect
+from .work import KINDS, Call, Part, Sent, Work
 
 BINDS = ("compute", "memory", "network", "overhead")
 MEMORY_FACTORS = tuple(sorted(map(float, 2 ** np.linspace(-3, 3, 13)), key=lambda x: abs(x - 1)))
@@ -111,9 +112,9 @@ class CostModel:
         calibration: Calibration | None = None,
         torus: Sequence[int] = (),
     ):
-        """`torus` are the dimensions of the interconnect; without them an axis is one ring."""
+        """`torus` are the dimensions of the interconnect; without them it is a switch."""
         self.work, self.hardware, self.calibration = work, hardware, calibration
-        self._rings = rings(work.layout.mesh.sizes, torus)
+        self._interconnect = Interconnect(hardware, work.layout.mesh.sizes, torus)
         self._peak = hardware.peak(work.dtype)
         self._known: dict[Call, Estimate] = {}
 
@@ -136,7 +137,7 @@ class CostModel:
             self._known[call] = self._estimate(call)
         return self._known[call]
 
-    def roofline(self, flops: float, num_bytes: float, sent: Mapping[str, float]) -> float:
+    def roofline(self, flops: float, num_bytes: float, sent: Sent) -> float:
         """Seconds of so much work in one part, by the peaks alone."""
         part = Part("all", flops, num_bytes, sent)
         return self._local(part, KindFactors())[0] + self._network(part)
@@ -160,13 +161,10 @@ class CostModel:
             parts["overhead"] = limits["overhead"] = found.overhead
         return Estimate(parts, limits)
 
-    def _rate(self, mesh_axes: str) -> float:
-        """Bytes a second along mesh axes, as the keys of what a part sends name them."""
-        return self.hardware.rate(sum(self._rings[axis] for axis in mesh_axes.split("+")))
-
     def _network(self, part: Part) -> float:
         """Seconds that a part sends."""
-        return sum(of / self._rate(name) for name, of in part.sent.items())
+        seconds = self._interconnect.seconds
+        return sum(seconds(kind, axes, sent) for (kind, axes), sent in part.sent.items())
 
     def _local(self, part: Part, found: KindFactors) -> tuple[float, str]:
         """Seconds of a part on its device before its own factor, and what they wait for."""

@@ -10,7 +10,7 @@ from typing import Any
 from ..plan_tables import check_keys, check_number
 from ..target_names import TargetName
 
-_NUMBERS = ("memory_bytes", "memory_rate", "link_rate", "links")
+_NUMBERS = ("memory_bytes", "memory_rate", "link_rate")
 
 
 class UnknownHardware(ValueError):
@@ -30,16 +30,19 @@ class Hardware:
     memory_rate: float
     link_rate: float
     """To one neighbour, in one direction."""
-    links: int
-    """Neighbours at once: two a torus dimension, or one switch."""
+    wraps: list[int]
+    """Sides of the least block of devices along which links wrap; none of a switch."""
 
     def __post_init__(self):
         numbers = {f"flops.{dtype}": rate for dtype, rate in self.flops.items()}
         numbers |= {name: getattr(self, name) for name in _NUMBERS}
         for name, number in numbers.items():
             check_number(f"hardware {self.name}.{name}", number, above=0)
-        if not isinstance(self.links, int):
-            raise ValueError(f"hardware {self.name}.links: expected a count, got {self.links!r}.")
+        if not _is_block(self.wraps):
+            raise ValueError(
+                f"hardware {self.name}.wraps: expected the sides of a block of devices, all alike, "
+                f"as [16] or [4, 4, 4], or [] for a switch, got {self.wraps!r}."
+            )
         if not isinstance(self.source, str):
             raise ValueError(
                 f"hardware {self.name}.source: expected a string that says where the figures are "
@@ -50,12 +53,14 @@ class Hardware:
                 f"hardware {self.name}.flops: expected a rate for at least one dtype, got none."
             )
 
-    def rate(self, rings: int = 1) -> float:
-        """Bytes a second that a device sends along a mesh axis of so many dimensions of a torus.
+    def rings(self, dimensions: Sequence[int]) -> list[bool]:
+        """By dimension of a slice, whether its links wrap.
 
-        A ring in a torus sends both ways round; a switch has one way out.
+        It must be whole sides of the block, and so must as many dimensions as the block has: links
+        of 16 wrap alone, those between cubes of 4x4x4 only where a slice is made of whole cubes.
         """
-        return self.link_rate * min(2 * rings, self.links)
+        whole = [any(size % side == 0 for side in self.wraps) for size in dimensions]
+        return [is_whole and sum(whole) >= len(self.wraps) for is_whole in whole]
 
     def peak(self, dtype: str) -> float:
         """Operations a second of products of that dtype."""
@@ -87,7 +92,7 @@ def read_hardware(tables: Mapping[str, Any]) -> dict[str, Hardware]:
     """Parsed TOML, one table a device; ValueError names a key that is wrong or missing."""
     found = {}
     for name, table in tables.items():
-        check_keys(f"hardware [{name}]", table, {"source", "flops", *_NUMBERS})
+        check_keys(f"hardware [{name}]", table, {"source", "flops", "wraps", *_NUMBERS})
         if not isinstance(table["flops"], Mapping):
             raise ValueError(
                 f"hardware {name}.flops: expected a table by dtype, got {table['flops']!r}."
@@ -104,25 +109,6 @@ def num_devices(target: str) -> int:
 def torus(target: str) -> tuple[int, ...]:
     """Dimensions of a target's interconnect; none where it is a switch, or not known."""
     return TargetName.of(target).torus
-
-
-def rings(mesh: Mapping[str, int], dimensions: Sequence[int]) -> dict[str, int]:
-    """By mesh axis: dimensions of a torus that it spans whole, at least one.
-
-    The last mesh axis has the first dimensions, as devices are numbered. On 4x4x4, 4 by 16 devices
-    are rings of 4 beside planes of 4x4, which send along both of their dimensions at once.
-    """
-    found, left = {}, [size for size in dimensions if size > 1]
-    for axis, size in reversed(list(mesh.items())):
-        whole = 0
-        while left and size > 1 and size % left[0] == 0:
-            size //= left.pop(0)
-            whole += 1
-        if left and size > 1:
-            # a part of a dimension is no ring of its own; what is left of it is for the next axis
-            left[0] = max(1, left[0] // size)
-        found[axis] = max(1, whole)
-    return found
 
 
 def hardware_of(target: str, known: Mapping[str, Hardware], kind: str = "") -> Hardware:
@@ -152,3 +138,11 @@ def hardware_of(target: str, known: Mapping[str, Hardware], kind: str = "") -> H
         )
     device = known[name]
     return device.shared_by(found.num_devices) if is_cpu else device
+
+
+def _is_block(sides: object) -> bool:
+    return (
+        isinstance(sides, list)
+        and all(type(side) is int and side > 1 for side in sides)
+        and len(set(sides)) <= 1
+    )

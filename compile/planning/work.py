@@ -12,6 +12,7 @@ Knows nothing of hardware, seconds or grids; compiles nothing.
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import jax.numpy as jnp
 
@@ -28,6 +29,7 @@ from ...sharding.communication import sent_bytes
 from ...sharding.explain import cache_bytes_per_device, explain
 from ...sharding.layer_call import LayerCall
 from ...sharding.layout import Layout
+from ...sharding.projection import MeshAxes
 from ..bucket_grid import BucketGrid, PrefillBucket
 from ..definition import Definition
 
@@ -39,8 +41,11 @@ ACTIVATION_PASSES = 16
 estimate, as compilers fuse some of them; a calibration corrects it."""
 
 
+_Key = TypeVar("_Key")
 Segments = Sequence[tuple[int, int]]
 """Rows and end of each piece of a cache; each begins where the last one ends."""
+Sent = Mapping[tuple[str, MeshAxes], float]
+"""Bytes to other devices, by kind of collective and mesh axes."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +56,7 @@ class Part:
     flops: float = 0.0
     bytes: float = 0.0
     """Read from and written to memory."""
-    sent: Mapping[str, float] = field(default_factory=dict)
-    """Bytes to other devices, by mesh axes joined by `+`."""
+    sent: Sent = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -253,15 +257,16 @@ class Work:
             self._known_exchanges[of_layers] = Part("exchanges", sent=self._sent(of_layers))
         return self._known_exchanges[of_layers]
 
-    def _sent(self, call: LayerCall) -> dict[str, float]:
-        """Bytes by mesh axes."""
-        sent: dict[str, float] = {}
-        for one in communication.expected(self.config, self.layout, call, self._itemsize):
-            group = self.layout.mesh.num_shards(one.mesh_axes)
-            name = "+".join(one.mesh_axes)
-            num_bytes = one.times * sent_bytes(one.kind, one.num_bytes, group)
-            sent[name] = sent.get(name, 0.0) + num_bytes
-        return sent
+    def _sent(self, call: LayerCall) -> Sent:
+        num_shards = self.layout.mesh.num_shards
+        found = communication.expected(self.config, self.layout, call, self._itemsize)
+        return summed(
+            (
+                (one.kind, one.mesh_axes),
+                one.times * sent_bytes(one.kind, one.num_bytes, num_shards(one.mesh_axes)),
+            )
+            for one in found
+        )
 
     def _row_axes(self, call: Call) -> frozenset[str]:
         split = (axes.BATCH,) if call.phase == "decode" else (axes.BATCH, axes.LENGTH)
@@ -270,6 +275,23 @@ class Work:
     @staticmethod
     def _mesh_axes(logical_axes: Iterable[str], rules: AxisRules) -> frozenset[str]:
         return frozenset(mesh for axis in logical_axes if axis for mesh in rules[axis])
+
+
+def summed(pairs: Iterable[tuple[_Key, float]]) -> dict[_Key, float]:
+    """Numbers of the same key together."""
+    total: dict[_Key, float] = {}
+    for key, number in pairs:
+        total[key] = total.get(key, 0.0) + number
+    return total
+
+
+def sent_by_axes(tables: Iterable[Sent]) -> dict[str, float]:
+    """Bytes of all kinds together, by mesh axes joined by `+`."""
+    return summed(
+        ("+".join(mesh_axes), num_bytes)
+        for table in tables
+        for (_, mesh_axes), num_bytes in table.items()
+    )
 
 
 def _segments(call: Call) -> Segments:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from ...compile.planning.work import sent_by_axes
 from .compiled_layouts import PlannedLayout
 from .tradeoffs import Tradeoff
 
@@ -54,7 +55,11 @@ def searched_json(searched: Sequence[PlannedLayout]) -> list[dict[str, Any]]:
             else None,
             "problem": one.problem,
             "compiled": {
-                phase: {**asdict(call), "factor": call.factor}
+                phase: {
+                    **asdict(call),
+                    "sent": sent_by_axes([call.sent]),
+                    "factor": call.factor,
+                }
                 for phase, call in one.compiled.items()
             },
         }

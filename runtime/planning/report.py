@@ -4,7 +4,7 @@ Every second is a prediction, and says what it waits for.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from ...compile.bucket_grid import BucketGrid
 from ...compile.planning.candidates import num_graphs
 from ...compile.planning.cost import CostModel
 from ...compile.planning.hardware import Hardware
-from ...compile.planning.work import Call, Part
+from ...compile.planning.work import Call, sent_by_axes
 from ..batch.disk import Disk, replace_file
 from ..counted import counted
 from . import pictures
@@ -235,21 +235,12 @@ def _estimate(cost: CostModel, call: Call) -> dict[str, Any]:
     return {
         "flops": sum(part.flops for part in parts),
         "bytes": sum(part.bytes for part in parts),
-        "sent_bytes": _sent(parts),
+        "sent_bytes": sent_by_axes(part.sent for part in parts),
         "seconds": estimate.seconds,
         "network_seconds": estimate.limits["network"],
         "by_part": dict(estimate.parts),
         "binds": estimate.binds,
     }
-
-
-def _sent(parts: Iterable[Part]) -> dict[str, float]:
-    """Bytes that a device sends in a call, by mesh axes."""
-    sent: dict[str, float] = {}
-    for part in parts:
-        for axes, num_bytes in part.sent.items():
-            sent[axes] = sent.get(axes, 0.0) + num_bytes
-    return sent
 
 
 def _figures(tried: "Tried") -> dict[str, Any]:

@@ -10,6 +10,7 @@ Every second is a prediction. Nothing is compiled or searched: the first token i
 of the median length.
 """
 
+import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -70,7 +71,8 @@ def _on_other_devices(ranking: Ranking, ranked: Sequence[RankedLayout]) -> Itera
         if one.bound is not None and one.layout is not None:
             names.setdefault(one.layout.name, one)
     for count in (ranking.num_devices // 2, 2 * ranking.num_devices):
-        other = replace(ranking, num_devices=count, torus=(), calibration=None)
+        torus = _slice(ranking.torus, count)
+        other = replace(ranking, num_devices=count, torus=torus, calibration=None)
         if count == 1:
             yield other.cost(None)
             continue
@@ -80,6 +82,21 @@ def _on_other_devices(ranking: Ranking, ranked: Sequence[RankedLayout]) -> Itera
                 layout = one.layout.on(mesh)
                 if not other.findings(layout):
                     yield other.cost(layout)
+
+
+def _slice(torus: Sequence[int], count: int) -> tuple[int, ...]:
+    """Dimensions of half or twice a slice: its longest one halved, or its shortest one doubled.
+
+    Google's slices come so: 2x4, 4x4, 4x8; 2x4x4, 4x4x4, 4x4x8.
+    """
+    sizes = sorted(torus)
+    if count < math.prod(sizes):
+        *others, longest = sizes
+        sizes = [*others, longest // 2]
+    elif sizes:
+        shortest, *others = sizes
+        sizes = [2 * shortest, *others]
+    return tuple(sorted(sizes))
 
 
 def _points(

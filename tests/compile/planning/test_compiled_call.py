@@ -12,7 +12,7 @@ from noria.compile.planning.cost import CostModel
 from noria.compile.planning.hardware import Hardware
 from noria.compile.planning.work import ONE_DEVICE, Call
 
-HARDWARE = Hardware("mine", "made up", {"float32": 1e12}, 1e9, 1e8, 1e7, 4)
+HARDWARE = Hardware("mine", "made up", {"float32": 1e12}, 1e9, 1e8, 1e7, [])
 TEXT = """HloModule jit_f
 
 ENTRY %main (p: f32[256]) -> f32[256] {

@@ -12,7 +12,7 @@ from noria.compile.planning.hardware import Hardware
 from noria.compile.planning.work import KINDS, Call
 from noria.sharding.layout import Layout
 
-HARDWARE = Hardware("mine", "made up", {"float32": 1e9}, 1e9, 1e8, 1e7, 4)
+HARDWARE = Hardware("mine", "made up", {"float32": 1e9}, 1e9, 1e8, 1e7, [])
 CALLS = [
     *(Call("prefill", rows, length, length) for rows in (1, 4, 16) for length in (16, 128, 1024)),
     *(
@@ -50,7 +50,7 @@ def test_what_is_sent_takes_its_time_too():
     model = CostModel(work_of(PLAIN, layout), HARDWARE)
     call = Call("prefill", 4, 32, 32)
     sent = sum(sum(part.sent.values()) for part in model.work.parts(call))
-    assert model.estimate(call).limits["network"] == pytest.approx(sent / 2e7)
+    assert model.estimate(call).limits["network"] == pytest.approx(sent / 1e7)
 
 
 def test_a_mesh_axis_of_two_dimensions_of_a_torus_sends_twice_as_fast():
@@ -65,6 +65,23 @@ def test_a_mesh_axis_of_two_dimensions_of_a_torus_sends_twice_as_fast():
         for torus in ((), (2, 2))
     )
     assert line == 2 * plane > 0
+
+
+def test_an_all_to_all_is_priced_by_its_way_over_a_ring_of_devices():
+    """Eight on a ring: a quarter of it on the way over two links, 1 in place of 7 / 8."""
+    table = {
+        "name": "rows for heads",
+        "mesh": {"tensor": 8},
+        "rules": {"query_heads": "tensor", "mlp": "tensor", "attention_batch": "tensor"},
+    }
+    work, call = work_of(PLAIN, Layout.from_table(table)), Call("prefill", 8, 32, 32)
+    (sent,) = (part.sent for part in work.parts(call) if part.sent)
+    exchanged, summed = (sent[kind, ("tensor",)] for kind in ("all-to-all", "all-reduce"))
+    hardware = replace(HARDWARE, wraps=[8])
+    on_ring = CostModel(work, hardware, torus=(8,)).estimate(call).limits["network"]
+    assert on_ring == pytest.approx((exchanged * 8 / 7 + summed / 2) / 1e7)
+    through_switch = CostModel(work, hardware).estimate(call).limits["network"]
+    assert through_switch == pytest.approx((exchanged + summed) / 1e7)
 
 
 def made_up(

@@ -7,7 +7,6 @@ from noria.compile.planning.hardware import (
     hardware_of,
     num_devices,
     read_hardware,
-    rings,
     torus,
 )
 from noria.runtime.planning.hardware_files import known_hardware
@@ -19,7 +18,7 @@ GOOD = {
     "memory_bytes": 32e9,
     "memory_rate": 1e12,
     "link_rate": 50e9,
-    "links": 4,
+    "wraps": [16],
 }
 
 
@@ -33,10 +32,14 @@ def test_every_published_device_names_its_source_and_the_dtypes_of_plans():
     ("key", "value"),
     [
         ("source", 3),
-        ("links", 1.5),
+        ("wraps", 16),
+        ("wraps", "16"),
+        ("wraps", [1]),
+        ("wraps", [16.0]),
+        ("wraps", [True]),
+        ("wraps", [4, 8]),
         ("memory_rate", 0),
         ("memory_rate", -1.0),
-        ("links", True),
         ("flops", {}),
         ("flops", {"bfloat16": float("nan")}),
         ("flops", 3.0),
@@ -111,7 +114,7 @@ def test_a_users_table_replaces_the_published_one_and_adds_others(tmp_path):
             "memory_bytes = 1e9",
             "memory_rate = 1e9",
             "link_rate = 1e9",
-            "links = 1",
+            "wraps = []",
         ]
     )
     path.write_text(f"[v5e]\n{table}\n[mine]\n{table}\n")
@@ -132,21 +135,26 @@ def test_a_tpu_is_a_torus_and_other_targets_have_none():
 
 
 @pytest.mark.parametrize(
-    ("mesh", "dimensions", "wanted"),
+    ("target", "wanted"),
     [
-        ({"data": 4, "tensor": 16}, (4, 4, 4), {"data": 1, "tensor": 2}),
-        ({"data": 16, "tensor": 4}, (4, 4, 4), {"data": 2, "tensor": 1}),
-        ({"tensor": 64}, (4, 4, 4), {"tensor": 3}),
-        ({"data": 2, "tensor": 2}, (1, 4), {"data": 1, "tensor": 1}),
-        ({"data": 8, "tensor": 8}, (4, 4, 4), {"data": 2, "tensor": 1}),
-        ({"tensor": 8}, (), {"tensor": 1}),
+        ("tpu:v5e:2x4", [False, False]),
+        ("tpu:v5e:8x16", [False, True]),
+        ("tpu:v6e:8x8", [False, False]),
+        ("tpu:v6e:16x16", [True, True]),
+        ("tpu:v4:4x4x4", [True, True, True]),
+        ("tpu:v4:4x4x2", [False, False, False]),
+        ("tpu:v5p:2x4x4", [False, False, False]),
+        ("tpu:v5p:4x4x12", [True, True, True]),
     ],
-    ids=str,
 )
-def test_a_mesh_axis_sends_along_the_dimensions_that_it_spans_whole(mesh, dimensions, wanted):
-    assert rings(mesh, dimensions) == wanted
+def test_links_wrap_along_whole_sides_of_a_pod_or_in_whole_cubes(target, wanted):
+    """As published: "How to Scale Your Model", part 2, TPU networking, and its footnotes."""
+    assert hardware_of(target, known_hardware()).rings(torus(target)) == wanted
 
 
-def test_a_device_sends_over_no_more_links_than_it_has():
-    device = read_hardware({"mine": GOOD})["mine"]
-    assert [device.rate(count) for count in (1, 2, 3)] == [100e9, 200e9, 200e9]
+@pytest.mark.parametrize(
+    ("name", "cores", "hertz"), [("a100", 6912, 1.41e9), ("h100", 16896, 1.98e9)]
+)
+def test_float32_products_on_gpus_are_true_float32(name, cores, hertz):
+    """As graphs are compiled: each core multiplies and adds once a cycle; tensor cores rest."""
+    assert known_hardware()[name].peak("float32") == pytest.approx(2 * cores * hertz, rel=0.01)

@@ -10,7 +10,7 @@ from tiny import CONFIG
 from noria.compile.bucket_grid import BucketGrid, PrefillBucket
 from noria.compile.build import compile_graph, plan_graphs
 from noria.compile.definition import Definition
-from noria.compile.planning.work import Call, Work
+from noria.compile.planning.work import Call, Work, sent_by_axes
 from noria.compile.targets import find_target
 from noria.sharding.layout import Layout
 
@@ -108,7 +108,7 @@ def test_devices_share_the_work_and_say_what_they_send():
     )
     # two sums of the residual stream in each of three layers, of which a ring of two sends all
     residual = 4 * 32 * 64 * 4
-    assert part(shared, call, "exchanges").sent == {"tensor": 3 * 2 * residual}
+    assert part(shared, call, "exchanges").sent == {("all-reduce", ("tensor",)): 3 * 2 * residual}
     assert all(part.name != "exchanges" for part in alone.parts(call))
 
 
@@ -123,7 +123,7 @@ def test_a_chunk_on_a_ring_sends_its_entries_or_its_queries():
     }
     work = work_of(PLAIN, Layout.from_table(table))
     sent = [
-        part(work, Call("prefill", 4, 32, span, is_chunk=True), "exchanges").sent
+        sent_by_axes([part(work, Call("prefill", 4, 32, span, is_chunk=True), "exchanges").sent])
         for span in (64, 256)
     ]
     entries = (64 + 32) // 2 * (2 * 2 * 16 + 1) * 4

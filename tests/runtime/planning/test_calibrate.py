@@ -14,7 +14,7 @@ from noria.compile.targets import find_target
 from noria.runtime.planning.calibrate import Trial, measure
 from noria.runtime.session import LoadedModel
 
-HARDWARE = Hardware("mine", "made up", {"float32": 1e9}, 1e9, 1e8, 1e7, 4)
+HARDWARE = Hardware("mine", "made up", {"float32": 1e9}, 1e9, 1e8, 1e7, [])
 TRIALS = (Trial(4, 32), Trial(4, 32, chunk=16))
 
 

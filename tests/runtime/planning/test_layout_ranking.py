@@ -11,7 +11,7 @@ from noria.compile.planning.hardware import Hardware
 from noria.runtime.layout_files import named_layout_tables
 from noria.runtime.planning.layout_ranking import RankedLayout, Ranking, all_layouts
 
-FAST = Hardware("mine", "made up", {"float32": 1e9}, 1e9, 1e8, 1e7, 4)
+FAST = Hardware("mine", "made up", {"float32": 1e9}, 1e9, 1e8, 1e7, [])
 SLOW = replace(FAST, link_rate=1e4)
 ROWS = [ExpectedRow(RowNeed(length, 8, 1), 8) for length in (8, 16, 24, 40)]
 NAMES = ("data-parallel", "expert-parallel", "expert-stationary", "expert-tensor")
@@ -41,6 +41,6 @@ def test_slow_links_favour_what_sends_nothing():
 
 
 def test_more_dimensions_of_a_torus_make_links_count_for_less():
-    line, plane = (bounds(ranked(SLOW, 4, torus=torus)) for torus in ((), (2, 2)))
+    line, plane = (bounds(ranked(SLOW, 4, torus=torus)) for torus in ((4,), (2, 2)))
     assert plane["expert-parallel"] < line["expert-parallel"]
     assert plane["data-parallel"] == pytest.approx(line["data-parallel"])

@@ -15,7 +15,7 @@ from noria.sharding.layout import Layout
 
 SPLIT = replace(CONFIG, vocab_size=256, mlp=64, num_query_heads=8, num_kv_heads=8)
 """Over up to eight devices."""
-HARDWARE = Hardware("mine", "made up", {"float32": 1e9}, 1e9, 1e8, 1e7, 4)
+HARDWARE = Hardware("mine", "made up", {"float32": 1e9}, 1e9, 1e8, 1e7, [])
 ROWS = [ExpectedRow(RowNeed(40, 60, 1), 60)]
 
 

@@ -20,7 +20,7 @@ from noria.compile.planning.work import Call, Work
 from noria.runtime.planning.planning import Planner
 from noria.runtime.planning.search import NoPlanFits, calls_are_larger, find_best, try_grid
 
-HARDWARE = Hardware("mine", "made up", {"float32": 1e9}, 1e9, 1e8, 1e7, 4)
+HARDWARE = Hardware("mine", "made up", {"float32": 1e9}, 1e9, 1e8, 1e7, [])
 COST = CostModel(Work(Definition(CONFIG), "float32"), HARDWARE)
 
 

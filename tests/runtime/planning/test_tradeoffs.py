@@ -15,7 +15,7 @@ from noria.runtime.planning.layout_ranking import Ranking, all_layouts
 from noria.runtime.planning.tradeoffs import Tradeoff, tradeoffs
 
 MEMORY = 1e7
-HARDWARE = Hardware("mine", "made up", {"float32": 1e9}, MEMORY, 1e8, 1e7, 4)
+HARDWARE = Hardware("mine", "made up", {"float32": 1e9}, MEMORY, 1e8, 1e7, [])
 ROWS = [ExpectedRow(RowNeed(length, 8, 1), 8) for length in (8, 16, 24, 40)]
 GRID = BucketGrid(48, ((40, 4),), 8, (16, 32, 48), 4)
 RANKING = Ranking(SPARSE, ROWS, HARDWARE, "float32", Budget(memory_bytes=MEMORY), 2)
@@ -69,3 +69,18 @@ def test_half_and_twice_the_devices_stand_beside_what_was_asked_for(ranked, poin
     assert {point.devices for point in points} == {1, 2, 4}
     simulated = replace(RANKING, hardware=replace(HARDWARE, name="cpu"))
     assert {point.devices for point in tradeoffs(simulated, ranked, GRID)} == {2}
+
+
+def test_more_and_fewer_devices_are_slices_of_the_same_kind(ranked):
+    def steps(torus: tuple[int, ...]) -> dict[int, float]:
+        found = tradeoffs(replace(RANKING, torus=torus), ranked, GRID)
+        return {
+            point.devices: point.step_seconds
+            for point in found
+            if (point.layout, point.slots) == ("expert-parallel", 16)
+        }
+
+    line, switch = steps((1, 2)), steps(())
+    # of 2x2 the busiest link carries half an array, a device sends three quarters
+    assert line[4] < switch[4]
+    assert line[2] == switch[2]
