@@ -171,7 +171,7 @@ def test_a_plan_takes_a_calibration_that_was_made_with_its_own_tables(
     hardware, made = tmp_path / "mine.toml", tmp_path / "calibration.json"
     hardware.write_text(
         "[cpu]\nsource = 'measured'\nflops = { float32 = 1e11 }\nmemory_bytes = 1e10\n"
-        "memory_rate = 1e10\nlink_rate = 1e10\nlinks = 1\n"
+        "memory_rate = 1e10\nlink_rate = 1e10\nwraps = []\n"
     )
     tables = ["--hardware", str(hardware), "--calibration", str(made)]
     model = ["--model", str(model_directory)]
