@@ -133,12 +133,13 @@ class _GraphPlanner:
         self._dispatch = {phase: experts.dispatch(phase, placement.platform) for phase in PHASES}
         self._dispatch["chunk"] = self._dispatch["prefill"]
         self._kernels = choose_kernels(config, grid, placement, dtype, attention)
-        shardings = placement.parameters(definition.logical_axes())
+        logical_axes = definition.logical_axes()
+        shardings = placement.parameters(logical_axes)
         self._parameters = {
             name: jax.ShapeDtypeStruct(
                 leaf.shape,
                 leaf.dtype,
-                sharding=placement.format(name, leaf.shape, shardings[name]),
+                sharding=placement.format(name, logical_axes[name], leaf.shape, shardings[name]),
             )
             for name, leaf in definition.abstract_parameters(dtype).items()
         }

@@ -194,12 +194,13 @@ def load_model(
     arrangement = placement.arrangement(files.spec.config, scan_layers)
     definition = Definition(files.spec.config, arrangement)
     abstract = definition.abstract_parameters(jnp.dtype(dtype))
-    shardings = placement.parameters(definition.logical_axes())
+    logical_axes = definition.logical_axes()
+    shardings = placement.parameters(logical_axes)
     parameters = warm and warm.parameters(abstract, shardings)
     if parameters is None:
         spec = files.spec.arranged(arrangement)
         parameters = load_params(spec, files.tensors, abstract, shardings)
-    parameters = placement.place(parameters)
+    parameters = placement.place(parameters, logical_axes)
     tokenizer = load_tokenizer(files.tokenizer_files)
     return LoadedModel(
         files,

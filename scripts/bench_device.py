@@ -206,9 +206,10 @@ class DeviceBench:
         import jax.numpy as jnp
 
         abstract = self.definition.abstract_parameters(self.dtype)
-        lying = self.placement.parameters(self.definition.logical_axes())
+        logical_axes = self.definition.logical_axes()
+        lying = self.placement.parameters(logical_axes)
         placements = {
-            name: self.placement.format(name, leaf.shape, lying[name])
+            name: self.placement.format(name, logical_axes[name], leaf.shape, lying[name])
             for name, leaf in abstract.items()
         }
 

@@ -21,6 +21,8 @@ from .layout import Layout
 from .sharded_operations import ShardedOperations
 
 _TABLES = ("embedding.table", "head.table")
+TALL = 1.5
+"""Inputs over outputs of a matrix of weights from which on it lies with its inputs last."""
 
 
 def arrangement_of(layout: Layout, config: DecoderConfig, scan_layers: bool = False) -> Arrangement:
@@ -61,7 +63,7 @@ class Placement:
         }
 
     def format(
-        self, parameter: str, shape: tuple[int, ...], sharding: Sharding
+        self, parameter: str, logical_axes: Axes, shape: tuple[int, ...], sharding: Sharding
     ) -> Sharding | Format:
         """Where and how a parameter of that shape lies.
 
@@ -70,7 +72,7 @@ class Placement:
         """
         if self.platform != "tpu":
             return sharding
-        order = _memory_order(parameter, sharding.shard_shape(shape))
+        order = _memory_order(parameter, logical_axes, sharding.shard_shape(shape))
         return sharding if order is None else Format(MemoryLayout(major_to_minor=order), sharding)
 
     def by_entry(self, sharding: Sharding, ndim: int = 4) -> Format:
@@ -78,10 +80,12 @@ class Placement:
         *leading, head, entry = range(ndim)
         return Format(MemoryLayout(major_to_minor=(*leading, entry, head)), sharding)
 
-    def place(self, parameters: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    def place(
+        self, parameters: Mapping[str, jax.Array], logical_axes: Mapping[str, Axes]
+    ) -> dict[str, jax.Array]:
         """Bring loaded parameters into the memory layout that graphs expect; off TPU a no-op."""
         return {
-            name: jax.device_put(x, self.format(name, x.shape, x.sharding))
+            name: jax.device_put(x, self.format(name, logical_axes[name], x.shape, x.sharding))
             for name, x in parameters.items()
         }
 
@@ -131,20 +135,25 @@ class Placement:
         return 1 if self.layout is None else self.layout.mesh.num_shards(mesh_axes)
 
 
-def _memory_order(parameter: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+def _memory_order(
+    parameter: str, logical_axes: Axes, shape: tuple[int, ...]
+) -> tuple[int, ...] | None:
     """The axes of a parameter on each device from major to minor, where its default is not wanted.
 
     A `[V, D]` table lies row by row: by default it is transposed when D is not a multiple of 128,
     and every call would copy it to gather rows. Of `[D, K, J, H]`, which makes heads that fill
-    tiles, XLA reads matrices of D and H, with D last where that is the longer side by far: so it
-    chose for every model and layout of `benchmarks/whole_plans.md` that was tried, when it was free
-    to (`Layout.AUTO`).
+    tiles, XLA reads matrices of D and H, and of the experts' `[E, P, D, F]` those of D and F, with
+    D last where that is the longer side by far: so it chose for every model and layout of
+    `benchmarks/whole_plans.md` that was tried, when it was free to (`Layout.AUTO`).
     """
     if parameter in _TABLES:
         return (0, 1)
-    if not parameter.endswith(".attention.qkv") or shape[-1] % 128:
-        return None
-    *layers, embed, kv_heads, of_head, head = range(len(shape))
-    is_tall = shape[embed] > 2 * math.prod(shape[kv_heads:])
-    matrix = (head, embed) if is_tall else (embed, head)
-    return (*layers, kv_heads, of_head, *matrix)
+    if parameter.endswith(".attention.qkv") and not shape[-1] % 128:
+        *layers, embed, kv_heads, of_head, head = range(len(shape))
+        is_tall = shape[embed] > TALL * math.prod(shape[kv_heads:])
+        matrix = (head, embed) if is_tall else (embed, head)
+        return (*layers, kv_heads, of_head, *matrix)
+    if parameter.endswith(".gate_up") and axes.EXPERT_MLP in logical_axes:
+        *outer, embed, hidden = range(len(shape))
+        return (*outer, hidden, embed) if shape[embed] > TALL * shape[hidden] else None
+    return None

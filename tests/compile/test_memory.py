@@ -7,6 +7,7 @@ without a TPU.
 import math
 import re
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from noria.compile.compiled_graphs import CompiledGraphs
 from noria.compile.definition import Definition
 from noria.compile.targets import find_target
 from noria.modelzoo.config import DecoderConfig, LatentAttention
+from noria.modelzoo.moe.config import MoeConfig, Routing
 from noria.runtime.layout_files import read_layout_table
 from noria.sharding.layout import Layout
 
@@ -119,20 +121,34 @@ def test_decode_with_scanned_layers_works_in_place(target, dtype, windows):
     )
 
 
+LLAMA_8B = {"num_query_heads": 32, "num_kv_heads": 8, "embed": 4096, "mlp": 14336}
+QWEN3_235B = {"num_query_heads": 64, "num_kv_heads": 4, "embed": 4096, "mlp": 1536}
+OF_16_EXPERTS = partial(MoeConfig, Routing(num_experts=16, num_chosen=2), QWEN3_235B["mlp"])
+"""Of the sizes of Qwen3 235B, which has eight times as many."""
+
+
 @pytest.mark.tpu_compile
 @pytest.mark.parametrize(
-    "spelling", ["weight-stationary-1d@tensor=8", "weight-stationary-2d@data=2,tensor=4"]
+    ("spelling", "shape", "moe"),
+    [
+        ("weight-stationary-1d@tensor=8", LLAMA_8B, None),
+        ("weight-stationary-2d@data=2,tensor=4", LLAMA_8B, None),
+        ("expert-tensor@data=1,expert=2,tensor=4", QWEN3_235B, OF_16_EXPERTS),
+    ],
+    ids=["1d", "2d", "experts"],
 )
-def test_temporaries_of_a_loop_do_not_grow_with_its_layers_on_tpu(spelling):
-    """Of the shape of Llama 3.1 8B: neither keys nor weights of all layers are laid out anew."""
+def test_temporaries_of_a_loop_do_not_grow_with_its_layers_on_tpu(spelling, shape, moe):
+    """Neither keys nor weights of all layers are laid out anew."""
     layout = Layout.from_table(read_layout_table(spelling))
     grid = BucketGrid(1536, ((512, 4),), 256, (1536,))
-    heads = {"num_query_heads": 32, "num_kv_heads": 8, "head_dim": 128}
-    shape = {"vocab_size": 1000, "embed": 4096, "mlp": 14336, "layout": layout, **heads}
+    shape = {"vocab_size": 1000, "head_dim": 128, "layout": layout, **shape}
     needed = {}
     for num_layers in (2, 4):
         windows = (None,) * num_layers
-        graph = decode_graph(TPU, 1536, "bfloat16", windows, grid, scan_layers=True, **shape)
+        of_layers = {} if moe is None else {"moe": moe(layers=(True,) * num_layers)}
+        graph = decode_graph(
+            TPU, 1536, "bfloat16", windows, grid, scan_layers=True, **shape, **of_layers
+        )
         compiled, _, _ = compile_graph(graph)
         needed[num_layers] = compiled.memory_analysis().temp_size_in_bytes
     of_turns = graph.arguments[0]["layers.0:4.attention.output"]
