@@ -31,7 +31,7 @@ from noria.modelzoo.config import DecoderConfig
 from noria.runtime.planning.hardware_files import known_hardware
 from noria.runtime.planning.length_table import read_table
 from noria.runtime.planning.planning import Planner
-from noria.runtime.planning.search import Tried, try_grid
+from noria.runtime.planning.search import MOST_TRIES, Tried, try_grid
 
 CHUNK_GRAPHS = 8
 TARGETS = {"tpu:v5e:1x1": "bfloat16", "cpu": "float32"}
@@ -66,7 +66,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("workloads", nargs="+", type=Path)
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--tries", type=int, default=8)
+    parser.add_argument("--tries", type=int, default=MOST_TRIES)
     options = parser.parse_args()
     found = []
     for target, path in product(TARGETS, options.workloads):
