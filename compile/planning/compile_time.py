@@ -1,9 +1,11 @@
 """Predicted seconds of compiling the graphs of a grid, on two cores.
 
-    seconds of a graph = once + of_layer * layers
+    seconds of a graph = once + of_layer * layers + of_byte * cache of a layer on a device
 
 of layers that are unrolled, or those of one turn of a loop; what a decode graph takes once is its
-sampling, and the loop over steps. Graphs that give slots take next to nothing and are left out.
+sampling, and the loop over steps. Of the cache, which a decode graph reads, as far as its span
+goes, TPU's compiler takes the longer the larger it is. Graphs that give slots take next to nothing
+and are left out.
 
 Fitted to Llama 3.1 8B and 70B in `benchmarks/whole_plans.json`: the processor's seconds of a graph,
 halved, as two graphs compile at once. Layers with experts in a loop take up to three times as long
@@ -22,13 +24,14 @@ class _Fit:
 
     once: float
     of_layer: float
+    of_byte: float = 0.0
 
     def seconds(self, num_layers: int) -> float:
         return self.once + num_layers * self.of_layer
 
 
 _PREFILL = {"cpu": _Fit(0, 0.13), "gpu": _Fit(0.5, 0.06), "tpu": _Fit(3, 0.2)}
-_DECODE = {"cpu": _Fit(0, 0.13), "gpu": _Fit(2.5, 0.18), "tpu": _Fit(15, 0.23)}
+_DECODE = {"cpu": _Fit(0, 0.13), "gpu": _Fit(2.5, 0.18), "tpu": _Fit(7.5, 0.23, 85e-9)}
 
 
 @dataclass(frozen=True)
@@ -37,17 +40,25 @@ class GraphSeconds:
 
     prefill: float = 0.0
     decode: float = 0.0
+    of_entry: float = 0.0
+    """More, of decode, for each entry of the cache below its span in all slots."""
 
     @classmethod
-    def predicted(cls, platform: str, num_layers: int) -> "GraphSeconds":
-        """Of a model with so many layers that a program defines: of a loop, those of one turn."""
-        found = (_PREFILL[platform], _DECODE[platform])
-        return cls(*(fit.seconds(num_layers) for fit in found))
+    def predicted(cls, platform: str, num_layers: int, entry_bytes: float) -> "GraphSeconds":
+        """Of a model with so many layers that a program defines: of a loop, those of one turn.
+
+        `entry_bytes` are those of an entry of a slot in one layer, on each device.
+        """
+        prefill, decode = _PREFILL[platform], _DECODE[platform]
+        of_entry = decode.of_byte * entry_bytes
+        return cls(prefill.seconds(num_layers), decode.seconds(num_layers), of_entry)
 
     def of(self, grid: BucketGrid) -> float:
         """Of all graphs of a grid."""
         num_prefill = len(grid.prefill) * (1 + grid.score)
-        return num_prefill * self.prefill + len(grid.decode_spans) * self.decode
+        num_entries = grid.decode_slots * sum(grid.decode_spans)
+        decode = len(grid.decode_spans) * self.decode + num_entries * self.of_entry
+        return num_prefill * self.prefill + decode
 
 
 NO_TIME = GraphSeconds()

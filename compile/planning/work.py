@@ -151,6 +151,13 @@ class Work:
         """Keys and values of slots that are all alike, on each device."""
         return cache_bytes_per_device(self.config, self.layout, slots, length, self.dtype)
 
+    @property
+    def entry_bytes(self) -> float:
+        """Of an entry of a slot in one layer, on each device, on average."""
+        slots, length = 1024, 1024
+        entries = slots * length * self.config.num_layers
+        return self.cache_bytes(slots, length) / entries
+
     def cache_bytes_of(self, segments: Segments) -> int:
         """Keys and values on each device, of a cache in pieces."""
         return sum(

@@ -187,7 +187,7 @@ def _planner(
         workload.rows,
         config.max_position,
         one.cost,
-        _budget(options, config, one.cost.hardware),
+        _budget(options, config, one.cost.hardware, one.cost.work.entry_bytes),
         GridDefaults.for_layout(one.layout),
         may_chunk=options.chunks != "never" and not options.scan_layers,
         must_chunk=options.chunks == "always",
@@ -197,10 +197,13 @@ def _planner(
     )
 
 
-def _budget(options: argparse.Namespace, config: DecoderConfig, hardware: Hardware) -> Budget:
+def _budget(
+    options: argparse.Namespace, config: DecoderConfig, hardware: Hardware, entry_bytes: float = 0.0
+) -> Budget:
+    """Without `entry_bytes`, which depend on the layout, decode is expected to compile faster."""
     platform, asked = TargetName.of(options.target).platform, options.seconds_per_graph
     num_defined = len(places(config, Arrangement(scan_layers=options.scan_layers)))
-    predicted = GraphSeconds.predicted(platform, num_defined)
+    predicted = GraphSeconds.predicted(platform, num_defined, entry_bytes)
     return Budget(
         prefill_graphs=options.max_prefill_graphs,
         decode_graphs=options.max_decode_graphs,

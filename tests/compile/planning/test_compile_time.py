@@ -28,7 +28,11 @@ def test_a_plan_compiles_about_as_long_as_is_predicted(name):
     grid = BucketGrid(spans[-1], prefill, case["decode_slots"], spans)
     # of layers that are all alike, a loop defines one
     num_layers = 1 if name.endswith(", scanned") else LAYERS[model]
-    predicted = GraphSeconds.predicted(target.partition(":")[0], num_layers).of(grid)
+    entries = case["decode_slots"] * spans[-1] * LAYERS[model]
+    each = GraphSeconds.predicted(
+        target.partition(":")[0], num_layers, case["cache_bytes"] / entries
+    )
+    predicted = each.of(grid)
     measured = sum(graph["cpu_seconds"] for graph in case["graphs"].values()) / 2
     assert measured / 1.5 < predicted < measured * 1.5
 
@@ -40,7 +44,7 @@ def test_on_the_cpu_a_plan_compiles_about_as_long_as_its_bundle_saves(name):
     grid = BucketGrid.from_table(start["buckets"])
     seconds = start["median_seconds"]
     saved = seconds["cold"] - seconds["bundle"]
-    assert saved / 1.5 < GraphSeconds.predicted("cpu", 30).of(grid) < saved * 1.5
+    assert saved / 1.5 < GraphSeconds.predicted("cpu", 30, 0).of(grid) < saved * 1.5
 
 
 def test_scored_prompts_have_graphs_of_their_own():
