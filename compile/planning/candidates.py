@@ -193,7 +193,7 @@ class CandidateGrids:
 
     def _within_budget(self, found: Iterable[tuple[BucketGrid, int]]) -> Iterator[Candidate]:
         known: set[BucketGrid] = set()
-        for grid, tokens in found:
+        for grid, tokens in dict(found).items():
             if self._budget.build_seconds(grid) > self._budget.compile_seconds:
                 continue
             choices = [grid]

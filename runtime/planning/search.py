@@ -81,22 +81,15 @@ def find_best(
     left = deque(sorted(every, key=lambda one: one.expected))
     least_padding = min((one.padding for one in every), default=math.inf)
     best, tried, nearest = None, 0, math.inf
-    too_padded: list[BucketGrid] = []
-    put_off: set[BucketGrid] = set()
     while left and tried < most_tries:
         candidate = left.popleft()
         if candidate.padding > budget.padding or (best and candidate.bound >= best.seconds):
-            continue
-        grid = candidate.grid
-        if grid not in put_off and any(calls_are_larger(grid, other) for other in too_padded):
-            put_off.add(grid)
-            left.append(candidate)
             continue
         found = replace(try_grid(candidate.grid, rows, cost, budget), tokens=candidate.tokens)
         tried, nearest = tried + 1, min(nearest, found.padding)
         on_try(found)
         if found.padding > budget.padding:
-            too_padded.append(grid)
+            left = deque(sorted(left, key=lambda one: calls_are_larger(one.grid, found.grid)))
         elif best is None or found.seconds < best.seconds:
             best = found
     if best is None:

@@ -50,6 +50,7 @@ def test_attention_of_a_step_reads_the_cache_once():
     work = work_of(PLAIN)
     found = part(work, Call.of_step(4, 128), "attention")
     assert found.bytes == work.cache_bytes(4, 128) == 4 * 128 * 3 * 2 * 2 * 16 * 4
+    assert work.entry_bytes == 2 * 2 * 16 * 4
     grid = BucketGrid(128, ((64, 1),), 4, (64, 128), span_slots=(4, 1))
     ragged = part(work, Call.of_decode(grid, 128), "attention")
     assert ragged.bytes == work.grid_bytes(grid) == work.cache_bytes(1, 4 * 64 + 64)
