@@ -183,14 +183,7 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
 def _draw_prefill(report: Mapping[str, Any], panel: Any) -> None:
     for name, points in report["sweeps"]["prefill"].items():
         panel.plot([p["rows"] * 2048 for p in points], [p["mfu"] for p in points], "o-", label=name)
-    panel.scatter([512 * 2048], [0.76], marker="*", s=140, color="black", zorder=3)
-    panel.annotate(
-        "paper, XYZ: 76%",
-        (512 * 2048, 0.76),
-        xytext=(-82, -20),
-        textcoords="offset points",
-        fontsize=8,
-    )
+    _draw_published(panel, 512 * 2048, 0.76, "paper, XYZ: 76%")
     panel.set(
         xscale="log", xlabel="tokens a prefill call", ylabel="model FLOPS utilisation", ylim=(0, 1)
     )
@@ -224,20 +217,16 @@ def _draw_decode(report: Mapping[str, Any], panel: Any) -> None:
     measured = [both["paper"] for both in report["measured"]]
     for one in measured:
         if one["phase"] == "decode" and one["weights"] == "bfloat16":
-            panel.scatter(
-                [one["rows"]], [one["seconds"] * 1e3], marker="*", s=140, color="black", zorder=3
-            )
-            text = f"paper: {one['seconds'] * 1e3:.0f} ms"
-            panel.annotate(
-                text,
-                (one["rows"], one["seconds"] * 1e3),
-                xytext=(-70, 4),
-                textcoords="offset points",
-                fontsize=8,
-            )
+            milliseconds = one["seconds"] * 1e3
+            label = f"paper, {one['rows']} rows: {milliseconds:.0f} ms"
+            _draw_published(panel, one["rows"], milliseconds, label)
     panel.set(xscale="log", yscale="log", xlabel="rows", ylabel="ms a step")
     panel.set_title("decode after 2048 tokens; x does not fit memory", fontsize=10)
     panel.legend(fontsize=7)
+
+
+def _draw_published(panel: Any, x: float, y: float, label: str) -> None:
+    panel.scatter([x], [y], marker="*", s=140, color="black", zorder=3, label=label)
 
 
 def _draw_contexts(report: Mapping[str, Any], panel: Any) -> None:
