@@ -97,6 +97,10 @@ class RowNeed:
     num_sequences: int = 1
     is_scored: bool = False
 
+    def num_slots(self, *, has_chunks: bool) -> int:
+        """Slots that it takes: a prompt in chunks is poured into one though nothing follows it."""
+        return int(has_chunks) if self.max_tokens == 0 else self.num_sequences
+
     @property
     def least_length(self) -> int:
         """Positions without which the row cannot run."""
@@ -120,8 +124,8 @@ def derive_grid(
         min(round_up(max(wanted), defaults.length_step), max_position)
     )
     lengths = [row.prompt_length for row in rows]
-    num_sequences = sum(row.num_sequences for row in rows if row.max_tokens != 0)
-    slots = max(1, min(defaults.max_decode_slots, num_sequences))
+    num_slots = sum(row.num_slots(has_chunks=bool(defaults.chunks)) for row in rows)
+    slots = max(1, min(defaults.max_decode_slots, num_slots))
     score = any(row.is_scored for row in rows)
     if defaults.chunks:
         return _chunk_grid(max_length, max(lengths), slots, min(slots, len(rows)), score, defaults)
@@ -135,13 +139,13 @@ def derive_grid(
     )
 
 
-def slot_use(rows: Sequence[RowNeed]) -> SlotUse:
-    """What rows that generate need of slots, if each takes all that it may."""
-    rows = [row for row in rows if row.max_tokens != 0]
+def slot_use(rows: Sequence[RowNeed], *, has_chunks: bool) -> SlotUse:
+    """What rows need of slots, if each takes all that it may."""
+    counts = [row.num_slots(has_chunks=has_chunks) for row in rows]
     return SlotUse(
         np.array([row.prompt_length for row in rows], int),
         np.array([NO_LIMIT if row.max_tokens is None else row.max_tokens for row in rows], int),
-        np.array([row.num_sequences for row in rows], int),
+        np.array(counts, int),
     )
 
 

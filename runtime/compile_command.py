@@ -49,14 +49,13 @@ def run(options: argparse.Namespace) -> int:
         option = "--coordinator" if options.coordinator else "--distributed"
         _check_present(plan.target, option, "each process keeps what its devices run")
     with pod_options.peers(options, plan.target) as peers:
-        text, weights = plan.to_toml(), str(options.weights)
-        peers.agree(lambda: {"plan": text, "--weights": weights})
         _compile(options, plan, peers)
     return 0
 
 
 def _compile(options: argparse.Namespace, plan: "Plan", peers: Peers) -> None:
     from .bundles import bundle
+    from .bundles.key import digest
     from .checkpoint import open_model
     from .compiled_plan import compile_for_target
 
@@ -66,6 +65,12 @@ def _compile(options: argparse.Namespace, plan: "Plan", peers: Peers) -> None:
 
     with open_model(options.model, needs_weights=options.weights) as files:
         bundle.check_folder(options.output, files.path, peers)
+        facts = {
+            "plan": plan.to_toml(),
+            "--weights": str(options.weights),
+            "model": files.fingerprint() if options.weights else digest(repr(files.spec.config)),
+        }
+        peers.agree(lambda: facts)
         found = compile_for_target(plan, files, report)
         target, seconds, config = found.target, found.graph_seconds, files.spec.config
         weights = _weights(plan, target, files) if options.weights else None

@@ -61,8 +61,9 @@ class ChoicesDropped:
     """Choices of experts that found a capacity full, in one call."""
 
     number: int
-    sample: int | None
-    """The sequence that lost them; None for the prompt, which all of a request share."""
+    sample: int
+    """The sequence that lost them; of a prompt the first of those that share this reading."""
+    is_of_prompt: bool
     count: int
 
 
@@ -154,7 +155,7 @@ class Engine:
             made = self._graphs.prefill(self._parameters, action.bucket, *arguments)
         jax.block_until_ready(made.logits_BV)
         events += self._count_experts(
-            made.experts, tokens_BT.size, [job.number for job in action.jobs]
+            made.experts, tokens_BT.size, ((job.number, 0) for job in action.jobs)
         )
         if any(job.generates for job in action.jobs):
             self._prompts[action.number] = (action.bucket, made)
@@ -163,14 +164,14 @@ class Engine:
         return events
 
     def _count_experts(
-        self, made: ExpertReport | None, num_tokens: int, numbers: Iterable[int]
+        self, made: ExpertReport | None, num_tokens: int, rows: Iterable[tuple[int, int]]
     ) -> list[Event]:
-        """Count what a call of prompts made of its experts; `numbers` are its rows' requests."""
+        """Count what a call of prompts made of its experts; `rows` are requests and samples."""
         report = self._host.fetch(made)
         if report is None:
             return []
         self.metrics.experts["prefill"].add(report.use, num_tokens)
-        return _dropped(report, enumerate((number, None) for number in numbers))
+        return _dropped(report, enumerate(rows), is_of_prompt=True)
 
     def _count_prefill(
         self,
@@ -247,8 +248,9 @@ class Engine:
             arguments = self._host.put((rows, tokens_BT))
             self._state, experts = self._graphs.chunk(*call, *arguments)
         jax.block_until_ready(self._state.logits_BV)
-        numbers = [row.sequence.job.number for row in action.rows]
-        events += self._count_experts(experts, tokens_BT.size, numbers)
+        sequences = (row.sequence for row in action.rows)
+        samples = ((sequence.job.number, sequence.sample) for sequence in sequences)
+        events += self._count_experts(experts, tokens_BT.size, samples)
         for row in action.rows:
             if row.is_last and row.sequence.job.generates:
                 self._in_slot[row.slot] = row.sequence
@@ -278,8 +280,9 @@ class Engine:
         host = self._fetch(output, action.slots)
         events: list[Event] = []
         if host.experts is not None:
-            rows = ((slot, self._in_slot[slot]) for slot in action.slots)
-            events += _dropped(host.experts, ((slot, (s.job.number, s.sample)) for slot, s in rows))
+            live = ((slot, self._in_slot[slot]) for slot in action.slots)
+            rows = ((slot, (sequence.job.number, sequence.sample)) for slot, sequence in live)
+            events += _dropped(host.experts, rows, is_of_prompt=False)
         events += [self._emitted(host, slot) for slot in action.slots]
         self._count_decode(action, host, self._clock() - start)
         return events
@@ -338,11 +341,11 @@ class Engine:
 
 
 def _dropped(
-    report: ExpertReport, rows: Iterable[tuple[int, tuple[int, int | None]]]
+    report: ExpertReport, rows: Iterable[tuple[int, tuple[int, int]]], *, is_of_prompt: bool
 ) -> list[Event]:
     """An event for each row of a call, with its request and sequence, that lost choices."""
     return [
-        ChoicesDropped(number, sample, int(report.num_dropped_B[row]))
+        ChoicesDropped(number, sample, is_of_prompt, int(report.num_dropped_B[row]))
         for row, (number, sample) in rows
         if report.num_dropped_B[row]
     ]

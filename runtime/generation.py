@@ -7,6 +7,7 @@ returned exactly once.
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,8 +51,8 @@ class _InProgress:
     open_sequences: int
     first_token: float | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
-    num_dropped: int = 0
-    """Choices of experts."""
+    dropped_of_prompt: Counter[int] = field(default_factory=Counter)
+    """Choices of experts, by the first sequence of those that share a reading of the prompt."""
     error: RowError | None = None
 
 
@@ -215,10 +216,11 @@ class Generator:
             case TokensEmitted():
                 self._grow(entry, event, now)
             case ChoicesDropped():
-                entry.num_dropped += event.count
-                for continuation in entry.continuations:
-                    if event.sample in (None, continuation.output.index):
-                        continuation.output.dropped_expert_choices += event.count
+                if event.is_of_prompt:
+                    entry.dropped_of_prompt[event.sample] += event.count
+                else:
+                    output = entry.continuations[event.sample].output
+                    output.dropped_expert_choices += event.count
         return event.number
 
     def _grow(self, entry: _InProgress, event: TokensEmitted, now: float) -> None:
@@ -262,15 +264,16 @@ class Generator:
 
     def _finish(self, number: int, now: float) -> RequestOutput:
         entry = self._close(number)
-        if entry.num_dropped and self._refuses_drops and entry.error is None:
-            entry.error = _overflow(entry)
+        num_dropped = _count_dropped(entry)
+        if num_dropped and self._refuses_drops and entry.error is None:
+            entry.error = _overflow(entry.request, num_dropped)
         output = RequestOutput(
             entry.request.request_id,
             entry.request.prompt,
             list(entry.request.prompt_token_ids),
             error=entry.error,
             metrics=RequestMetrics(entry.arrival, entry.first_token, now),
-            dropped_expert_choices=entry.num_dropped,
+            dropped_expert_choices=num_dropped,
         )
         if entry.error is None:
             output.prompt_logprobs = entry.prompt_logprobs
@@ -294,10 +297,24 @@ def _empty_if(num_logprobs: int | None) -> list[TokenLogprob] | None:
     return None if num_logprobs is None else []
 
 
-def _overflow(entry: _InProgress) -> RowError:
+def _count_dropped(entry: _InProgress) -> int:
+    """Choices that a request lost; its continuations get those of the prompt, too.
+
+    Where a prompt was read more than once, as its sequences found no slots together, the reading
+    that lost most counts for all.
+    """
+    of_prompt = max(entry.dropped_of_prompt.values(), default=0)
+    outputs = [continuation.output for continuation in entry.continuations]
+    total = of_prompt + sum(output.dropped_expert_choices for output in outputs)
+    for output in outputs:
+        output.dropped_expert_choices += of_prompt
+    return total
+
+
+def _overflow(request: Request, num_dropped: int) -> RowError:
     return RowError(
         "expert_overflow",
-        f"request {entry.request.request_id!r}: lost {counted(entry.num_dropped, 'choice')} of "
+        f"request {request.request_id!r}: lost {counted(num_dropped, 'choice')} of "
         f"experts, as the capacity that the plan gives these was full. Raise capacity_factor in "
         f'the plan\'s [experts.prefill] or [experts.decode], or say dispatch = "lossless" there; '
         f'with overflow = "drop" in [experts] such rows are answered, with the number.',

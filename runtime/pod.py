@@ -31,6 +31,7 @@ Value = TypeVar("Value")
 
 WORDS_KEPT = 4096
 """Words in a folder of the store; one folder is kept beside the current one."""
+LONGEST_TIMEOUT = 24 * 60 * 60
 _COLLECTIVES = {"cpu": "gloo", "gpu": "nccl", "tpu": "tpu"}
 
 
@@ -53,9 +54,10 @@ class PodOptions:
     peer_timeout_seconds: float
 
     def __post_init__(self):
-        if not self.peer_timeout_seconds > 0:
+        if not 0 < self.peer_timeout_seconds <= LONGEST_TIMEOUT:
             raise ValueError(
-                f"--peer-timeout-seconds: expected more than 0, got {self.peer_timeout_seconds:g}."
+                f"--peer-timeout-seconds: expected more than 0 and at most {LONGEST_TIMEOUT}, a "
+                f"day, got {self.peer_timeout_seconds:g}."
             )
 
 

@@ -154,7 +154,8 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     finished: bool = True
     dropped_expert_choices: int = 0
-    """Of the prompt, counted once, and of all continuations."""
+    """Of the prompt, counted once (where it was read several times, the most that was lost), and
+    of all continuations."""
 
 
 def _invalid(name: str, expected: str, got: object) -> RowError:

@@ -167,6 +167,11 @@ def check_layout(
             f"target {target.name}: has {num_devices} devices and nothing says how the model lies "
             f"on them. Name a layout (--layout data-parallel@data={num_devices}, or a file)."
         )
+    elif grid is not None and grid.slot_groups not in (None, 1):
+        raise ValueError(
+            f"plan buckets.slot_groups: without a layout, expected 1, as all slots are on one "
+            f"device, got {grid.slot_groups}. Change it, or give the plan its layout back."
+        )
 
 
 def _expect(key: str, expected: str, got: str, remedy: str) -> None:

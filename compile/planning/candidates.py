@@ -118,10 +118,10 @@ class Candidate:
     """Most tokens of a prefill call that has several rows, times the layout's pieces."""
 
 
-def _expected_use(rows: Sequence[ExpectedRow]) -> SlotUse:
-    rows = [row for row in rows if row.output]
-    output_R = np.array([row.output for row in rows], int)
-    return replace(slot_use([row.need for row in rows]), output_R=output_R)
+def _expected_use(rows: Sequence[ExpectedRow], *, has_chunks: bool) -> SlotUse:
+    rows = [row for row in rows if row.output or has_chunks]
+    use = slot_use([row.need for row in rows], has_chunks=has_chunks)
+    return replace(use, output_R=np.array([row.output for row in rows], int))
 
 
 class CandidateGrids:
@@ -155,8 +155,9 @@ class CandidateGrids:
         self._prompts = np.array([row.need.prompt_length for row in rows])
         self._num_slots = np.array([row.need.num_sequences if row.output else 1 for row in rows])
         self._longest_output = max(row.output for row in rows)
-        self._num_sequences = sum(row.need.num_sequences for row in rows if row.output)
-        self._slot_use = _expected_use(rows)
+        self._slot_use = {
+            chunks: _expected_use(rows, has_chunks=chunks) for chunks in (False, True)
+        }
         self._emitted_below = self._count_emitted()
         """By length: tokens that are emitted into positions below it."""
         self._cuts: dict[int, list[PrefillBucket]] = {}
@@ -172,7 +173,7 @@ class CandidateGrids:
         step = math.lcm(SPAN_STEP, self._defaults.span_multiple)
         return self._within_budget(
             (self._grid(slots, self._cut(tokens), spans), tokens)
-            for slots in self._slot_counts()
+            for slots in self._slot_counts(has_chunks=False)
             for spans in [self._spans(slots, step, self.max_length, self._budget.decode_graphs)]
             for tokens in TOKENS_PER_PREFILL
         )
@@ -181,7 +182,9 @@ class CandidateGrids:
         """Those that pour prompts in, in chunks of one size or two."""
         pairs = ((a, b) for a, b in combinations(CHUNKS, 2) if b >= LEAST_STEP * a)
         sizes = [*((chunk,) for chunk in CHUNKS), *pairs]
-        choices = product(self._slot_counts(), TOKENS_PER_PREFILL, SLOTS_PER_ROW, sizes)
+        choices = product(
+            self._slot_counts(has_chunks=True), TOKENS_PER_PREFILL, SLOTS_PER_ROW, sizes
+        )
         found = ((self._chunked(*choice), choice[1]) for choice in choices)
         return self._within_budget((grid, tokens) for grid, tokens in found if grid is not None)
 
@@ -210,7 +213,7 @@ class CandidateGrids:
 
     def _is_small(self, grid: BucketGrid) -> bool:
         """Whether every row has a slot of its own, so that long rows make nothing wait."""
-        return self._num_sequences <= grid.decode_slots
+        return self._slot_use[bool(grid.chunks)].num_sequences <= grid.decode_slots
 
     def _ragged(self, grid: BucketGrid) -> BucketGrid:
         """The grid with slots that end where most rows do, if that saves much.
@@ -218,7 +221,7 @@ class CandidateGrids:
         Where rows wait for slots, chunks in few long ones come in small calls: large ones would
         wait long to be full.
         """
-        ragged = with_ragged_slots(grid, self._slot_use, self._cost.work.layout)
+        ragged = with_ragged_slots(grid, self._slot_use[bool(grid.chunks)], self._cost.work.layout)
         if ragged.span_slots is None or not ragged.chunks or self._is_small(grid):
             return ragged
         most_rows = {
@@ -273,10 +276,9 @@ class CandidateGrids:
             change[end] -= row.need.num_sequences
         return np.concatenate([[0], np.cumsum(np.cumsum(change))])
 
-    def _slot_counts(self) -> list[int]:
-        multiple = self._defaults.slot_multiple
-        counts = {round_up(min(slots, max(self._num_sequences, 1)), multiple) for slots in SLOTS}
-        return sorted(counts)
+    def _slot_counts(self, *, has_chunks: bool) -> list[int]:
+        most, multiple = self._slot_use[has_chunks].num_sequences, self._defaults.slot_multiple
+        return sorted({round_up(min(slots, max(most, 1)), multiple) for slots in SLOTS})
 
     def _cut(self, tokens: int) -> list[PrefillBucket]:
         """Prefill buckets of least cost for calls of up to so many tokens, or of one row."""

@@ -215,7 +215,8 @@ class BatchModel:
         plan = Plan(target_name, planned, grid, self._layout, experts)
         table = tomllib.loads(plan.to_toml())
         plan = Plan.from_table(apply_overrides(table, self._options.set))
-        grid, use = plan.buckets, slot_use(rows)
+        grid = plan.buckets
+        use = slot_use(rows, has_chunks=bool(grid.chunks))
         if use.num_sequences > grid.decode_slots:
             # slots take one row after the other, of like length at any time, the longest first
             return plan

@@ -62,9 +62,14 @@ class Disk:
             os.close(descriptor)
 
 
+def temporary_name(name: str) -> str:
+    """Under which `replace_file` writes a file; a program that is killed may leave it."""
+    return f"{name}.tmp"
+
+
 def replace_file(disk: Disk, path: Path, chunks: Iterable[bytes | memoryview]) -> FileDigest:
     """Write a file under a temporary name and rename it over `path` once it is durable."""
-    temporary = path.with_name(f"{path.name}.tmp")
+    temporary = path.with_name(temporary_name(path.name))
     try:
         digest = _write_new(disk, temporary, chunks)
         disk.rename(temporary, path)

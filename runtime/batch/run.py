@@ -201,17 +201,19 @@ class _Job:
         waiting = deque(rows[i] for i in order)
         drain = Drain(self.stop, self.peers, self.settings.grace_seconds)
         word = GO
-        while waiting or generator.unfinished:
-            was, word = word, drain.next_word()
+        while True:
             if word.course == "go":
                 self._feed(generator, waiting)
-            elif was.course == "go":
+            # after the feeding and after the last row: a process that was fed or got something
+            # else is found before it leaves the others alone in a collective
+            was, word = word, drain.next_word()
+            if word.course != "go" and was.course == "go" and generator.unfinished:
                 generator.drain()
                 self.progress.note(
                     f"{word.signal}: finishing {counted(generator.unfinished, 'row')} in flight, "
                     f"at most {self.settings.grace_seconds:g} s"
                 )
-            if word.course == "stop" or not (word.course == "go" or generator.unfinished):
+            if word.course == "stop" or not generator.unfinished:
                 break
             for output in self._step(generator):
                 self._record(self.in_flight.pop(output.request_id), output)

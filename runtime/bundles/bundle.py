@@ -30,7 +30,7 @@ from ...compile.compiled_graphs import CompiledGraphs, graph_names
 from ...compile.plan import Plan
 from ...compile.targets import Target
 from ...modelzoo.config import DecoderConfig
-from ..batch.disk import Disk, digest_file, replace_file
+from ..batch.disk import Disk, digest_file, replace_file, temporary_name
 from ..batch.peers import ALONE, Peers
 from ..graph_memory import memory_facts
 from ..output_folders import check_fillable
@@ -43,6 +43,8 @@ from .weights import Shards, read_shards, write_shards
 SCHEMA = 2
 CONTENTS, GRAPHS, WEIGHTS = "bundle.json", "graphs", "weights"
 FILES = {PLAN, CONTENTS, GRAPHS, WEIGHTS}
+UNFINISHED = {temporary_name(name) for name in (PLAN, CONTENTS)}
+"""What an end in the middle of writing may leave."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,7 @@ def check_folder(folder: Path, model_path: Path, peers: Peers = ALONE) -> None:
     own = [own_folder(folder, rank, peers.size) for rank in range(peers.size)]
     if peers.size > 1:
         _check_names(folder, {path.name for path in own})
-    _check_names(own[peers.rank], FILES)
+    _check_names(own[peers.rank], FILES | UNFINISHED)
 
 
 def own_folder(folder: Path, rank: int, size: int) -> Path:
@@ -203,7 +205,8 @@ def _empty(disk: Disk, folder: Path) -> None:
     for path in (folder, folder / GRAPHS, folder / WEIGHTS):
         path.mkdir(parents=True, exist_ok=True)
         path.chmod(0o700)
-    disk.remove(folder / CONTENTS)
+    for name in (CONTENTS, *UNFINISHED):
+        disk.remove(folder / name)
     for name in (GRAPHS, WEIGHTS):
         for old in (folder / name).iterdir():
             disk.remove(old)

@@ -33,11 +33,11 @@ def key_of(plan: Plan, target: Target, config: DecoderConfig) -> dict[str, str]:
         "devices": f"{len(target.devices)} x {device.device_kind}",
         "process": f"{jax.process_index()} of {jax.process_count()}",
         # code for a CPU uses the instructions of the one it was compiled on
-        "processor": _digest(processor_flags()) if target.platform == "cpu" else "",
+        "processor": digest(processor_flags()) if target.platform == "cpu" else "",
         **{name: os.environ.get(name, "") for name in _FLAGS},
         "sources": _source_fingerprint(modelzoo, sharding, compile_floor),
-        "plan": _digest(plan.to_toml()),
-        "model": _digest(repr(config)),
+        "plan": digest(plan.to_toml()),
+        "model": digest(repr(config)),
     }
 
 
@@ -67,5 +67,5 @@ def _source_fingerprint(*packages: ModuleType) -> str:
     return digest.hexdigest()
 
 
-def _digest(text: str) -> str:
+def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()

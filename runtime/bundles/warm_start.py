@@ -43,8 +43,8 @@ def begin(
 class WarmStart:
     """What a folder has ready for a plan. Begins to load executables when it is made.
 
-    Processes of a pod take executables all together or not at all: the compiler of one may wait for
-    those of the others.
+    Processes of a pod take executables all together or not at all, and weights likewise: the
+    compiler of one, or its reader, may wait for those of the others.
     """
 
     def __init__(
@@ -98,17 +98,17 @@ class WarmStart:
         abstract: Mapping[str, jax.ShapeDtypeStruct],
         shardings: Mapping[str, jax.sharding.Sharding],
     ) -> dict[str, jax.Array] | None:
-        """The weights in place; None where there are none, or none that can be used."""
-        if self._bundle is None:
+        """The weights in place; None where not every process has some that it can use."""
+        if self._bundle is None or not all(self._peers.gather(self._bundle.has_weights)):
             return None
         found, refusal = None, None
         try:
-            if self._bundle.has_weights:
-                found = self._bundle.parameters(self._files.fingerprint(), abstract, shardings)
+            found = self._bundle.parameters(self._files.fingerprint(), abstract, shardings)
         except BundleUnusable as error:
             refusal = BundleUnusable(f"weights: {error}")
-        self._all_take(refusal, f"Reading those of {self._files.name} instead.")
-        return found
+        # reading the model's own may be a program of all processes
+        is_taken = self._all_take(refusal, f"Reading those of {self._files.name} instead.")
+        return found if is_taken else None
 
     def _empty_state(self) -> DecodeState:
         return self._loading[CompiledGraphs.EMPTY_STATE].result()()

@@ -168,6 +168,16 @@ def test_a_chunk_call_has_as_many_rows_as_fill_it_and_no_more_than_there_are():
     assert [grid.prefill[0].batch for grid in grids] == [1, 3, 4]
 
 
+def test_prompts_that_are_only_scored_are_poured_in_full_calls():
+    """Each takes a slot while it is poured, as one that generates does."""
+    scored, generating = (
+        derive_grid([RowNeed(200, n, is_scored=True)] * 64, 1024, GridDefaults(chunks=(64,)))
+        for n in (0, 1)
+    )
+    assert scored.decode_slots == generating.decode_slots == 64
+    assert [b.batch for b in scored.prefill] == [b.batch for b in generating.prefill]
+
+
 def test_chunks_of_several_sizes_share_the_rows_that_there_are():
     grid = derive_grid([RowNeed(100, 8)] * 8, 8192, GridDefaults(chunks=(16, 128)))
     assert {(bucket.chunk, bucket.batch) for bucket in grid.prefill} == {(16, 4), (128, 4)}

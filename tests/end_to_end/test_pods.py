@@ -201,6 +201,20 @@ def test_a_pod_takes_its_executables_and_weights_all_together_or_not_at_all(job,
     assert "bundle.json: No such file" in alone.stderr
 
 
+@pytest.mark.slow
+def test_processes_that_compile_another_model_refuse_by_name(job, tmp_path):
+    other = tmp_path / "other"
+    write_model(other, kv_heads=4, num_experts=4, num_layers=3)
+    models = (job.noria.model, other)
+    files = ("--plan", job.plan, "-o", tmp_path / "bundle")
+    for code, said in wait(
+        job.start_each(2, lambda rank: ("compile", "--model", models[rank], *files))
+    ):
+        assert code == 2
+        assert "model: process 0 has" in said and "Traceback" not in said
+    assert not (tmp_path / "bundle").exists()
+
+
 def test_a_complete_job_run_again_ends_on_every_process(job):
     before = job.whole.stat()
     leader, follower = job.run(job.whole)

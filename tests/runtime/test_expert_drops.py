@@ -9,7 +9,7 @@ from tiny import CONFIG, TinyModel, prompts
 
 from noria.compile.bucket_grid import BucketGrid
 from noria.compile.expert_plan import ExpertPlan
-from noria.modelzoo.moe.config import Dispatch, MoeConfig, Routing
+from noria.modelzoo.moe.config import LOSSLESS, Dispatch, MoeConfig, Routing
 from noria.runtime.counted import counted
 from noria.runtime.decode_slots import DecodeAction
 from noria.runtime.expert_use import ExpertSetup, ExpertTotals
@@ -200,3 +200,16 @@ def test_sums_do_not_wrap_at_32_bits():
     # eight batches of four tokens: 8 choices over 4 experts, in tiles of 4
     assert report["decode"]["would_set_aside_rows"]["1.0"] == 8 * 4 * 4
     assert report["decode"]["lossless_rows_at_most"] == 4 * 4 * 2 * 2**30 + 8 * 4 * 3
+
+
+def test_a_prompt_that_is_poured_again_for_more_sequences_counts_once():
+    grid = BucketGrid(64, ((32, 2, 16),), decode_slots=2, decode_spans=(32, 64))
+    model = TinyModel(MIXED, grid, ExpertPlan(Dispatch("capacity", 0.5), LOSSLESS, "drop"))
+    prompt = (prompts(1, seed=4)[0] * 4)[:28]
+    counts = []
+    for n in (1, 2, 5):
+        (output,) = run(model.generator(), [Request("row", prompt, replace(GREEDY, n=n))]).values()
+        of_each = {one.dropped_expert_choices for one in output.outputs}
+        assert len(output.outputs) == n and of_each == {output.dropped_expert_choices}
+        counts.append(output.dropped_expert_choices)
+    assert counts[0] > 0 and len(set(counts)) == 1

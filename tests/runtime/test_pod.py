@@ -1,5 +1,6 @@
 """What the processes of a pod say to each other, over a store in memory."""
 
+import math
 import subprocess
 import sys
 
@@ -106,9 +107,10 @@ def test_an_address_that_cannot_be_is_refused(address, message):
     assert message in str(caught.value)
 
 
-def test_a_limit_of_no_time_is_refused():
-    with pytest.raises(ValueError, match="--peer-timeout-seconds: expected more than 0, got 0"):
-        PodOptions(None, 0.0)
+@pytest.mark.parametrize("seconds", [0.0, -1.0, 1e9, math.inf, math.nan])
+def test_a_limit_of_no_time_or_of_more_than_a_day_is_refused(seconds):
+    with pytest.raises(ValueError, match="--peer-timeout-seconds: expected more than 0 and at "):
+        PodOptions(None, seconds)
 
 
 def test_a_job_of_one_process_imports_nothing_of_pods():

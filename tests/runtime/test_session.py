@@ -6,9 +6,10 @@ import jax
 import pytest
 from tiny import GRID
 
+from noria.compile.bucket_grid import BucketGrid
 from noria.compile.plan import Plan, PlannedModel
 from noria.compile.targets import Target
-from noria.runtime.session import check_target, prepare_cpu
+from noria.runtime.session import check_layout, check_target, prepare_cpu
 
 
 def plan_for(target: str) -> Plan:
@@ -62,3 +63,16 @@ def test_jax_starts_no_other_backend_for_what_is_not_to_run_on_one(target, start
     monkeypatch.setattr(jax, "config", config)
     prepare_cpu(target)
     assert set_by_us == starts
+
+
+@pytest.mark.parametrize("groups", [1, 2, None])
+def test_slots_in_groups_need_the_layout_that_has_them(groups):
+    """On one device the long slots are the first: rows in others would lose what they said."""
+    span_slots = None if groups is None else (4, 2)
+    grid = BucketGrid(64, ((16, 1),), 4, (32, 64), span_slots=span_slots, slot_groups=groups)
+    one = present("cpu", "cpu", 1)
+    if groups != 2:
+        check_layout(None, None, one, grid)
+        return
+    with pytest.raises(ValueError, match=r"slot_groups: without a layout, expected 1, .* got 2"):
+        check_layout(None, None, one, grid)

@@ -21,6 +21,7 @@ from faulty_disk import Crash, FaultyDisk
 from noria.runtime.batch.job import JobError
 from noria.runtime.batch.journal import JournalError, JournalWriteError
 from noria.runtime.batch.lock import OutputIsLocked
+from noria.runtime.batch.peers import Alone
 from noria.runtime.batch.progress import Progress
 from noria.runtime.batch.run import run_job
 from noria.runtime.batch.scan import InputError
@@ -384,3 +385,35 @@ def test_progress_asks_for_the_padding_alone_and_the_report_is_made_once(tmp_pat
     run_job(job, model, progress=Progress(stream=stream, clock=clock))
     assert stream.getvalue().count("padding 25.0%") > 3
     assert model.generator.num_reports == 1
+
+
+class Follower(Alone):
+    """Notes what all processes must have done alike, and when they compare it."""
+
+    def __init__(self, happened: list):
+        self._happened = happened
+
+    def saw(self, *facts):
+        self._happened.append("saw")
+
+    def follow(self, word, own_signal):
+        self._happened.append("compared")
+        return word
+
+
+def test_what_rows_were_fed_or_got_is_compared_before_the_next_step_and_after_the_last(tmp_path):
+    """A step may be a collective, in which a process that was fed less would be missing."""
+    happened: list[str] = []
+
+    class Generator(fake.FakeGenerator):
+        def step(self):
+            happened.append("step")
+            return super().step()
+
+    input_path = write_input(tmp_path / "in.jsonl")
+    job = fake.settings(input_path, tmp_path / "out.jsonl")
+    progress = Progress(is_quiet=True)
+    run_job(job, fake.FakeModel(Generator()), progress=progress, peers=Follower(happened))
+    assert {"saw", "step"} <= set(happened) and happened[-1] == "compared"
+    steps = [i for i, what in enumerate(happened) if what == "step"]
+    assert all(happened[i - 1] == "compared" for i in steps)

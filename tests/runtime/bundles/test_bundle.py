@@ -200,5 +200,9 @@ def test_a_bundle_replaces_a_bundle_and_nothing_else(model, target, folder, tmp_
         check_folder(tmp_path / "mine", ELSEWHERE)
     with pytest.raises(ConfigError, match="model's directory"):
         check_folder(tmp_path / "model" / "bundle", tmp_path / "model" / "x.gguf")
-    (folder / CONTENTS).unlink()
+    # as a program leaves it that is killed in the middle
+    for name in ("plan.toml", CONTENTS):
+        (folder / name).rename(folder / f"{name}.tmp")
     check_folder(folder, ELSEWHERE)
+    write(folder, PLAN, target, CONFIG, model.graphs, seconds)
+    assert not list(folder.glob("*.tmp"))

@@ -15,6 +15,7 @@ from tiny import CONFIG, GRID, TinyModel
 from noria.compile.plan import Plan, PlannedModel
 from noria.compile.targets import Target
 from noria.runtime.batch.disk import Disk
+from noria.runtime.batch.peers import ALONE, Alone, Peers
 from noria.runtime.bundles import weights
 from noria.runtime.bundles.bundle import CONTENTS, WEIGHTS, Bundle, Weights, write
 from noria.runtime.bundles.own_files import BundleUnusable, opened
@@ -113,13 +114,20 @@ def folder(model, target, tmp_path) -> Path:
 class Loading:
     """Reads the weights of a bundle as a start does."""
 
-    def __init__(self, model: TinyModel, target: Target, folder: Path, fingerprint: str):
+    def __init__(
+        self,
+        model: TinyModel,
+        target: Target,
+        folder: Path,
+        fingerprint: str,
+        peers: Peers = ALONE,
+    ):
         spec = SimpleNamespace(config=CONFIG)
         files = SimpleNamespace(
             spec=spec, path=ELSEWHERE, name="tiny", fingerprint=lambda: fingerprint
         )
         self.notes: list[str] = []
-        self.warm = begin(folder, PLAN, target, files, self.notes.append)
+        self.warm = begin(folder, PLAN, target, files, self.notes.append, peers)
         abstract = model.definition.abstract_parameters("float32")
         shardings = model.placement.parameters(model.definition.logical_axes())
         self.parameters = self.warm.parameters(abstract, shardings)
@@ -133,6 +141,33 @@ def refusal(model, target, folder: Path, fingerprint: str = "sha256:tiny") -> st
     assert "Reading those of tiny instead" in said
     assert loading.warm.graphs(pytest.fail) is not None
     return said
+
+
+class Beside(Alone):
+    """A process beside another one that gathers values of its own."""
+
+    size = 2
+
+    def __init__(self, *theirs: object):
+        self._theirs = list(theirs)
+
+    def gather(self, value):
+        return [value, self._theirs.pop(0)]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "is_taken"),
+    [((None, True, None), True), ((None, False), False), ((None, True, "weights: torn"), False)],
+)
+def test_weights_are_taken_by_all_processes_or_by_none(model, target, folder, theirs, is_taken):
+    """Theirs: why they refuse the bundle, whether it has weights, why they refuse those."""
+    pod = folder.with_name("pod")
+    pod.mkdir()
+    folder.rename(pod / "process-0-of-2")
+    loading = Loading(model, target, pod, "sha256:tiny", Beside(*theirs))
+    assert (loading.parameters is not None) == is_taken
+    is_said = any("process 1: weights: torn. Reading" in note for note in loading.notes)
+    assert is_said == (theirs[-1] == "weights: torn")
 
 
 def test_a_start_takes_the_weights_of_its_bundle(model, target, folder):

@@ -328,3 +328,12 @@ def test_graphs_stay_within_the_compile_budget():
         assert len(grid.prefill) + len(grid.decode_spans) <= 3
     with pytest.raises(NoPlanFits):
         planner(rows, budget=Budget(compile_seconds=1.0, graph_seconds=each)).plan()
+
+
+def test_prompts_that_are_only_scored_are_tried_in_full_calls_of_chunks():
+    """Each takes a slot while it is poured; whole prompts need none."""
+    rows = [ExpectedRow(RowNeed(80, 0, is_scored=True), 0)] * 64
+    grids = CandidateGrids(rows, 128, COST, Budget(), GridDefaults())
+    assert {one.grid.decode_slots for one in grids.of_whole_prompts()} == {1}
+    assert max(one.grid.decode_slots for one in grids.of_chunks()) == 64
+    assert any(bucket.batch > 1 for one in grids.of_chunks() for bucket in one.grid.prefill)
