@@ -131,7 +131,7 @@ OF_16_EXPERTS = partial(MoeConfig, Routing(num_experts=16, num_chosen=2), QWEN3_
 @pytest.mark.parametrize(
     ("spelling", "shape", "moe"),
     [
-        ("weight-stationary-1d@tensor=8", LLAMA_8B, None),
+        pytest.param("weight-stationary-1d@tensor=8", LLAMA_8B, None, marks=pytest.mark.slow),
         ("weight-stationary-2d@data=2,tensor=4", LLAMA_8B, None),
         ("expert-tensor@data=1,expert=2,tensor=4", QWEN3_235B, OF_16_EXPERTS),
     ],

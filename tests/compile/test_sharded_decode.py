@@ -40,12 +40,11 @@ ON_BOTH = pytest.mark.parametrize(
         ("cpu:8", "v5p-slice"),
         pytest.param("cpu:8", "weight-stationary-1d", marks=pytest.mark.slow),
         pytest.param("cpu:8", "data-tensor-batch-attention", marks=pytest.mark.slow),
-        pytest.param(TPU, "data-tensor-batch-attention", marks=pytest.mark.tpu_compile),
         pytest.param(TPU, "v5p-slice", marks=pytest.mark.tpu_compile),
-        pytest.param(
-            TPU, "weight-stationary-1d", marks=[pytest.mark.tpu_compile, pytest.mark.slow]
+        *(
+            pytest.param(TPU, layout, marks=[pytest.mark.tpu_compile, pytest.mark.slow])
+            for layout in ("data-tensor-batch-attention", "weight-stationary-1d", "data-tensor")
         ),
-        pytest.param(TPU, "data-tensor", marks=[pytest.mark.tpu_compile, pytest.mark.slow]),
     ],
 )
 

@@ -25,8 +25,7 @@ QUESTIONS = (
     "How do I make bread? List the steps.",
     "Who was Ada Lovelace?",
 )
-OFTEN = ("v5p-slice@data=2,tensor=3",)
-NOW_AND_THEN = (
+LAYOUTS = (
     "data-parallel@data=6",
     "data-tensor-batch-attention@data=2,tensor=3",
     "data-tensor@data=2,tensor=3",
@@ -34,6 +33,7 @@ NOW_AND_THEN = (
     "gpu-host@data=2,tensor=3",
     "sequence-parallel@tensor=3",
     "v5e-host@tensor=3",
+    "v5p-slice@data=2,tensor=3",
     "weight-gathered-all@data=2,tensor=3",
     "weight-gathered@data=2,tensor=3",
     "weight-stationary-1d-batch-attention@tensor=3",
@@ -75,9 +75,8 @@ def assert_same_up_to_a_near_tie(got: Sequence[int], expected: RequestOutput) ->
             return
 
 
-@pytest.mark.parametrize(
-    "spelling", [*OFTEN, *(pytest.param(name, marks=pytest.mark.slow) for name in NOW_AND_THEN)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("spelling", LAYOUTS)
 def test_greedy_tokens_are_those_of_one_device(expected, spelling):
     layout = Layout.from_table(read_layout_table(spelling))
     for got, wanted in zip(answers(layout), expected, strict=True):

@@ -126,10 +126,10 @@ def job(noria, tmp_path_factory) -> PodJob:
             f"row-{i}",
             [rng.randrange(3, 250) for _ in range(rng.randint(1, 12))],
             temperature=0.8 * (i % 2),
-            max_tokens=rng.randint(20, 40),
+            max_tokens=rng.randint(12, 24),
             ignore_eos=True,
         )
-        for i in range(48)
+        for i in range(24)
     ]
     source = write_lines(folder / "in.jsonl", rows)
     plan = folder / "plan.toml"
