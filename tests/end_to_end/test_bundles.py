@@ -91,6 +91,7 @@ def test_weights_are_kept_and_taken_instead_of_the_models(noria, source, plan):
     assert [answer(row) for row in rows] == [answer(row) for row in compiled]
 
 
+@pytest.mark.slow
 def test_weights_of_another_model_are_not_taken(noria, source, plan, tmp_path):
     other, folder = tmp_path / "other", tmp_path / "bundle"
     write_model(other)

@@ -76,6 +76,7 @@ def test_the_padding_of_chunks_is_in_the_manifest(in_chunks, source):
         assert use["computed_tokens"] == use["calls"] * batch * 16
 
 
+@pytest.mark.slow
 def test_chunks_of_two_sizes_give_the_texts_of_one(noria, source, in_chunks):
     output = source.with_name("tails.jsonl")
     rows, _ = noria.batch(source, output, *TAILS)

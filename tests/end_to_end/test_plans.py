@@ -118,6 +118,7 @@ def test_the_page_is_whole_without_network_and_shows_the_plan(planned):
     assert html.escape(path.read_text("utf-8")) in page
 
 
+@pytest.mark.slow
 def test_layouts_are_put_in_the_order_of_their_compiled_graphs(noria, source):
     layouts = "data-parallel@data=2 data-tensor@data=1,tensor=2"
     options = ("--target", "cpu:2", "--layout", layouts, "--tries", "1", "--quiet")
