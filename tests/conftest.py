@@ -4,7 +4,6 @@ The environment is set when this file is read, which is before any test module c
 backend reads it once. Mistakes that broadcasting would hide raise instead.
 """
 
-import gc
 import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -24,12 +23,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--slow", action="store_true", default=False, help="run the tests marked slow, too"
     )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def what_earlier_modules_left_is_not_searched():
-    """Programs that jax keeps make the collector stop tests for seconds, and find nothing."""
-    gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

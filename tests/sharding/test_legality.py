@@ -3,6 +3,7 @@
 The texts are literal: axis, rule, number and remedy are what is promised.
 """
 
+import gc
 import time
 from dataclasses import replace
 from typing import Any
@@ -435,6 +436,15 @@ def test_all_that_is_wrong_with_a_layout_is_said_at_once():
     assert [line.removeprefix("  ") for line in lines[1:]] == list(refused.value.findings)
 
 
+@pytest.fixture
+def no_garbage_collector():
+    """To search what all tests before have left takes seconds."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_garbage_collector")
 def test_a_layout_is_refused_quickly_and_without_a_compile(monkeypatch):
     """As many layers as the embedded model has."""
     started = compile_monitor().num_compiles
