@@ -119,8 +119,9 @@ class Candidate:
 
 
 def _expected_use(rows: Sequence[ExpectedRow], *, has_chunks: bool) -> SlotUse:
-    rows = [row for row in rows if row.output or has_chunks]
-    use = slot_use([row.need for row in rows], has_chunks=has_chunks)
+    # a row of which nothing is expected is one that is only read
+    needs = [row.need if row.output else replace(row.need, max_tokens=0) for row in rows]
+    use = slot_use(needs, has_chunks=has_chunks)
     return replace(use, output_R=np.array([row.output for row in rows], int))
 
 
@@ -153,7 +154,6 @@ class CandidateGrids:
             )
         self._longest_span = defaults.longest_span(max_position)
         self._prompts = np.array([row.need.prompt_length for row in rows])
-        self._num_slots = np.array([row.need.num_sequences if row.output else 1 for row in rows])
         self._longest_output = max(row.output for row in rows)
         self._slot_use = {
             chunks: _expected_use(rows, has_chunks=chunks) for chunks in (False, True)
@@ -265,7 +265,7 @@ class CandidateGrids:
         """Lengths of what is prefilled: a prompt in chunks once for each set of slots it needs."""
         if not grid.chunks:
             return self._prompts
-        return np.repeat(self._prompts, -(-self._num_slots // grid.decode_slots))
+        return np.repeat(self._prompts, -(-self._slot_use[True].count_R // grid.decode_slots))
 
     def _count_emitted(self) -> np.ndarray:
         change = np.zeros(self.max_length + max(CHUNKS) + 2)
