@@ -9,7 +9,6 @@ same wherever it is built; a kernel that is asked for and cannot serve is an err
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax.numpy as jnp
 
@@ -19,10 +18,7 @@ from ..modelzoo.blockwise import attend_blockwise
 from ..modelzoo.config import DecoderConfig, Scores, Window
 from ..modelzoo.kernels.call import AttentionCall
 from ..modelzoo.kernels.cudnn import attend_cudnn, cudnn_refusal
-from ..modelzoo.kernels.paged import attend_paged, paged_refusal
 from ..modelzoo.kernels.splash import attend_splash, splash_refusal
-from ..modelzoo.kv_cache import kept_entries
-from ..modelzoo.segments import segment_lengths
 from ..sharding.layout import PHASES
 from ..sharding.placement import Placement
 from .bucket_grid import BucketGrid
@@ -42,10 +38,6 @@ class Kernel:
     """Why it cannot serve a call of these, or None."""
     attend: Callable[[AttentionCall], Attend]
     """The implementation for a call that it serves."""
-    wants_keys_by_entry: bool = False
-    """Whether keys of a cache must lie entry by entry in memory, as values do."""
-    reserve: str | None = None
-    """Why it is chosen where a plan asks for it, and not by itself."""
 
     def refuses(self, call: AttentionCall, platform: str, phase: str) -> str | None:
         """Why it cannot serve a call of a phase on a platform, or None."""
@@ -63,15 +55,6 @@ KERNELS = (
         ("prefill",),
         splash_refusal,
         lambda call: partial(attend_splash, needs_lse=call.has_sinks),
-    ),
-    Kernel(
-        "paged",
-        ("tpu",),
-        ("decode",),
-        paged_refusal,
-        lambda call: attend_paged,
-        wants_keys_by_entry=True,
-        reserve="it reads less, but has not been timed; a plan may ask for it",
     ),
     Kernel("cudnn", ("gpu",), ("prefill",), cudnn_refusal, lambda call: attend_cudnn),
     Kernel("xla", ("cpu", "gpu", "tpu"), PHASES, lambda call: None, lambda call: attend_blockwise),
@@ -112,7 +95,6 @@ class Choice:
     kernel: str
     reason: str
     attend: Attend
-    wants_keys_by_entry: bool = False
 
     def __str__(self) -> str:
         return f"{self.kernel} ({self.reason})"
@@ -152,20 +134,14 @@ def choose_kernels(
     prompts = {
         bucket.tokens: _of_prompts(config, dtype, bucket.tokens, in_order)
         if bucket.chunk is None
-        else _of_cache(config, dtype, bucket.chunk)
+        else _of_cache(config, dtype, num_queries=bucket.chunk)
         for bucket in grid.prefill
     }
     prefill = {
         tokens: choose(call, placement.platform, "prefill", plan.prefill)
         for tokens, call in prompts.items()
     }
-    step = _of_cache(
-        config,
-        dtype,
-        num_queries=1,
-        sees_beginning=placement.has_whole("decode", axes.CACHE_LENGTH),
-        segments=_segments(config, grid),
-    )
+    step = _of_cache(config, dtype, num_queries=1)
     return AttentionChoices(prefill, choose(step, placement.platform, "decode", plan.decode))
 
 
@@ -183,14 +159,14 @@ def choose(call: AttentionCall, platform: str, phase: str, asked: str = AUTO) ->
     for kernel in KERNELS:
         if platform not in kernel.platforms or phase not in kernel.phases:
             continue
-        if (refusal := kernel.refusal(call) or kernel.reserve) is None:
+        if (refusal := kernel.refusal(call)) is None:
             return _choice(kernel, call, "; ".join(refusals) or f"{platform}, {call}")
         refusals.append(f"{kernel.name}: {refusal}")
     raise AssertionError("the last kernel serves every call")
 
 
 def _choice(kernel: Kernel, call: AttentionCall, reason: str) -> Choice:
-    return Choice(kernel.name, reason, kernel.attend(call), kernel.wants_keys_by_entry)
+    return Choice(kernel.name, reason, kernel.attend(call))
 
 
 def _of_prompts(
@@ -203,20 +179,11 @@ def _of_prompts(
     return AttentionCall(*sizes, dtype, *_options(config), is_in_order=is_in_order)
 
 
-def _of_cache(
-    config: DecoderConfig, dtype: jnp.dtype, num_queries: int, **cache: Any
-) -> AttentionCall:
+def _of_cache(config: DecoderConfig, dtype: jnp.dtype, num_queries: int) -> AttentionCall:
     """Attention to a cache; latents are its keys and values."""
     sizes = num_queries, config.kept_dim, config.kept_dim
-    return AttentionCall(*sizes, dtype, *_options(config), **cache)
+    return AttentionCall(*sizes, dtype, *_options(config))
 
 
 def _options(config: DecoderConfig) -> tuple[frozenset[Window], Scores, bool]:
     return frozenset(config.windows), config.attention_scores, config.sinks
-
-
-def _segments(config: DecoderConfig, grid: BucketGrid) -> frozenset[tuple[int, ...]]:
-    """Entries of each segment of a layer's cache, of all layers."""
-    spans = grid.decode_spans
-    kept = {kept_entries(window, spans[-1]) for window in config.windows}
-    return frozenset(tuple(segment_lengths(spans, entries)) for entries in kept)

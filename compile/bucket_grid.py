@@ -7,11 +7,11 @@ With `span_slots`, the first slots reach the last span and others end before it:
 long, the cache need not have room for many. A row goes into a slot that holds all that it may
 become, so such a grid serves the same requests.
 
-In chunks a prompt is poured into its slot piece by piece, and the lengths of `prefill` are spans:
+In chunks a prompt is prefilled piece by piece, and the lengths of `prefill` are spans:
 each piece passes through the graph of its size and of the shortest span that holds its end. Whole
 pieces of the largest chunk come first, then those of the next one that what is left fills, and so
-on; the smallest one alone is padded. In chunks of 16 and 256 a prompt of 530 tokens is poured in
-pieces of 256, 256, 16 and 2.
+on; the smallest one alone is padded. In chunks of 16 and 256 a prompt of 530 tokens is prefilled
+in pieces of 256, 256, 16 and 2.
 """
 
 from bisect import bisect_left
@@ -21,7 +21,13 @@ from functools import cached_property
 from itertools import groupby, pairwise, product
 from typing import Any, NamedTuple
 
+from ..sharding.call import Call
+
 CHUNKS_PER_DECODE = 32
+MAX_SIZE = 2**31 - 1
+"""The largest index on a device, which is a 32-bit integer."""
+MAX_POSITIONS = 2**40
+"""The largest product of rows and length in a graph; its arrays then have under 2**63 bytes."""
 
 
 class NoBucketFits(ValueError):
@@ -41,6 +47,16 @@ class PrefillBucket(NamedTuple):
     def tokens(self) -> int:
         """Of a row."""
         return self.chunk or self.length
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its pieces are all that their rows see: they begin at position 0."""
+        return self.tokens == self.length
+
+    def call(self, *, is_scored: bool = False) -> Call:
+        """A call of the graph; of chunks, one whose pieces end their span."""
+        phase = "prefill" if self.is_whole else "chunk"
+        return Call(phase, self.batch, self.tokens, self.length, is_scored)
 
     def __str__(self) -> str:
         """Tokens and rows, and the span of chunks: `256x4`, `16x32 span 1024`."""
@@ -63,7 +79,7 @@ class BucketGrid:
     score: bool = False
     """Whether prefill graphs that also score every prompt token are built beside the plain ones."""
     chunks_per_decode: int | None = None
-    """With chunks, the most calls that pour between two decode calls while a row decodes."""
+    """With chunks, the most prefill calls between two decode calls while a row decodes."""
     span_slots: tuple[int, ...] | None = None
     """How many slots reach each of `decode_spans`: falling from `decode_slots`; None: all do."""
     slot_groups: int | None = None
@@ -78,14 +94,15 @@ class BucketGrid:
         lengths = _distinct_lengths(buckets)
         _check_growing("buckets.prefill lengths", lengths)
         _check_growing("buckets.decode_spans", self.decode_spans)
-        for name, size in (
-            ("buckets.max_length", self.max_length),
-            ("buckets.decode_slots", self.decode_slots),
-            ("buckets.steps_per_call", self.steps_per_call),
-            *((f"buckets.prefill batch of length {b.length}", b.batch) for b in buckets),
+        for name, size, length in (
+            ("buckets.max_length", self.max_length, 1),
+            ("buckets.decode_slots", self.decode_slots, self.max_length),
+            ("buckets.steps_per_call", self.steps_per_call, self.decode_slots),
+            *((f"buckets.prefill batch of length {b.length}", b.batch, b.length) for b in buckets),
         ):
-            if not _is_count(size):
-                raise ValueError(f"{name}: expected a positive integer, got {size!r}.")
+            check_count(name, size)
+            if size > (most := min(MAX_SIZE, MAX_POSITIONS // length)):
+                raise ValueError(f"{name}: expected at most {most}, got {size}.")
         if not isinstance(self.score, bool):
             raise ValueError(f"buckets.score: expected true or false, got {self.score!r}.")
         self._check_chunks(lengths)
@@ -138,10 +155,12 @@ class BucketGrid:
             return self.bucket_of(prompt_length)
         lengths = _distinct_lengths(self.prefill)
         chunks = f", in whole chunks of {self.chunks[0]}" if self.chunks else ""
+        remedy = f"add a length of at least {needed}, or shorten the prompt."
+        if needed > self.max_length:
+            remedy = f"raise max_length ({self.max_length}), {remedy}"
         raise NoBucketFits(
             f"the prompt needs prefill length {needed}{chunks}; "
-            f"buckets.prefill has lengths {lengths}. Add a length of at least {needed}, "
-            f"or shorten the prompt."
+            f"buckets.prefill has lengths {lengths}. {remedy[0].upper()}{remedy[1:]}"
         )
 
     def bucket_of(self, prompt_length: int, start: int = 0) -> PrefillBucket:
@@ -152,8 +171,17 @@ class BucketGrid:
         end = start + min(left, chunk or left)
         return next(b for b in self.prefill if b.chunk == chunk and end <= b.length)
 
+    def buckets_of(self, prompt_length: int) -> list[PrefillBucket]:
+        """The bucket of every piece of a prompt, in order."""
+        buckets, start = [], 0
+        while start < prompt_length:
+            bucket = self.bucket_of(prompt_length, start)
+            buckets.append(bucket)
+            start += bucket.tokens
+        return buckets
+
     def computed_length(self, prompt_length: int) -> int:
-        """Positions that a prompt takes in the cache while it is poured in, padding included."""
+        """Positions that a prompt takes in the cache during prefill, padding included."""
         chunk = self.chunks[0] if self.chunks else 1
         return -(-prompt_length // chunk) * chunk
 
@@ -163,7 +191,11 @@ class BucketGrid:
 
     def span_of(self, length: int) -> int:
         """The shortest span that holds `length` positions."""
-        return next(span for span in self.decode_spans if length <= span)
+        return self.decode_spans[self.num_segments(length) - 1]
+
+    def num_segments(self, length: int) -> int:
+        """Segments of the cache, from the first on, that hold `length` positions."""
+        return bisect_left(self.decode_spans, length) + 1
 
     def reach(self, slot: int) -> int:
         """The longest row that a slot holds."""
@@ -193,6 +225,11 @@ class BucketGrid:
         }
         return tuple(ends.items())
 
+    def decode_call(self, span: int) -> Call:
+        """One step of a decode call."""
+        segments = self.segments(span)
+        return Call("decode", self.decode_slots, 1, span, segments=segments[1:] and segments)
+
     def _check_span_slots(self) -> None:
         if self.span_slots is None:
             if self.slot_groups is not None:
@@ -208,8 +245,7 @@ class BucketGrid:
             )
         if self.slot_groups is None:
             object.__setattr__(self, "slot_groups", 1)
-        if not _is_count(groups := self.slot_groups):
-            raise ValueError(f"buckets.slot_groups: expected a positive integer, got {groups!r}.")
+        check_count("buckets.slot_groups", groups := self.slot_groups)
         slots = tuple(_sequence("buckets.span_slots", self.span_slots))
         object.__setattr__(self, "span_slots", slots)
         is_falling = all(map(_is_count, slots)) and all(a >= b for a, b in pairwise(slots))
@@ -241,10 +277,7 @@ class BucketGrid:
             return
         if self.chunks_per_decode is None:
             object.__setattr__(self, "chunks_per_decode", CHUNKS_PER_DECODE)
-        if not _is_count(most := self.chunks_per_decode):
-            raise ValueError(
-                f"buckets.chunks_per_decode: expected a positive integer, got {most!r}."
-            )
+        check_count("buckets.chunks_per_decode", self.chunks_per_decode)
         longest = chunk_sizes(self.chunks)[-1]
         first = self.decode_spans[: len(spans)]
         if tuple(spans) != first:
@@ -268,6 +301,12 @@ class BucketGrid:
                 f"need {needed} positions; buckets.max_length is {self.max_length}. Raise "
                 f"max_length, lower max_tokens, or shorten the prompt."
             )
+
+
+def check_count(name: str, value: object) -> None:
+    """Raise ValueError unless the value is a positive integer."""
+    if not _is_count(value):
+        raise ValueError(f"{name}: expected a positive integer, got {value!r}.")
 
 
 def chunk_sizes(value: Any) -> tuple[int, ...]:

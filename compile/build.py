@@ -16,23 +16,21 @@ import jax
 import jax.numpy as jnp
 
 from ..modelzoo import axes
+from ..modelzoo.kv_cache import lies_by_entry
 from ..modelzoo.operations import Axes
 from ..sharding.layout import PHASES
 from ..sharding.placement import Placement
 from . import signatures
 from .attention_kernels import AUTO_ATTENTION, AttentionPlan, Choice, choose_kernels
 from .bucket_grid import BucketGrid, PrefillBucket
-from .chunk_steps import chunk_score_step, chunk_step, fork_step, open_step
 from .compiled_graphs import CompiledGraphs
 from .definition import Definition
 from .expert_plan import LOSSLESS_EXPERTS, ExpertPlan
+from .graph_failures import naming_graph
 from .monitor import compile_monitor
+from .prefill_steps import fork_step, prefill_step, score_step
 from .program_cache import compile_program
-from .scanned import check_scanned
-from .steps import DecodeState, decode_step, insert_step, prefill_step, score_step
-
-TPU_LANES = 128
-"""Entries of a row of a tile."""
+from .steps import DecodeState, decode_step
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,12 @@ def build(
     experts: ExpertPlan = LOSSLESS_EXPERTS,
     attention: AttentionPlan = AUTO_ATTENTION,
 ) -> CompiledGraphs:
-    """Compile all graphs of `grid` for a placement; the longest-running are started first."""
+    """Compile all graphs of `grid` for a placement; the longest-running are started first.
+
+    Raises:
+      GraphFailed: A graph does not compile. No other graph replaces it, as the executables that a
+        row passes through depend on the row and the plan alone.
+    """
     graphs = plan_graphs(definition, grid, placement, jnp.dtype(dtype), experts, attention)
     compiled: dict[str, jax.stages.Compiled] = {}
     started = time.monotonic()
@@ -86,7 +89,8 @@ def build(
         tasks = {pool.submit(compile_graph, graph): graph.name for graph in graphs}
         for number, task in enumerate(as_completed(tasks), start=1):
             name = tasks[task]
-            compiled[name], seconds, from_cache = task.result()
+            with naming_graph(name, grid, "does not compile"):
+                compiled[name], seconds, from_cache = task.result()
             each = (time.monotonic() - started) / number
             remaining = each * (len(graphs) - number)
             on_graph(GraphBuilt(name, number, len(graphs), seconds, from_cache, remaining))
@@ -125,8 +129,6 @@ class _GraphPlanner:
         attention: AttentionPlan = AUTO_ATTENTION,
     ):
         self._definition, self._grid, self._placement = definition, grid, placement
-        if definition.arrangement.scan_layers:
-            check_scanned(grid, attention)
         config = definition.config
         phases = (*PHASES, "chunk")
         self._operations = {phase: placement.operations(phase, config) for phase in phases}
@@ -153,13 +155,9 @@ class _GraphPlanner:
     def graphs(self) -> list[GraphToBuild]:
         """Decode first, then prefill from the longest on: the longest to compile come first."""
         graphs = [self._decode_graph(span) for span in self._grid.decode_spans]
-        if self._grid.chunks:
-            graphs += [self._open_graph(), self._fork_graph()]
         for bucket in reversed(self._grid.prefill):
-            graphs += (
-                self._bucket_graphs(bucket) if bucket.chunk is None else self._chunk_graphs(bucket)
-            )
-        return [*graphs, self._empty_state_graph()]
+            graphs += self._prefill_graphs(bucket)
+        return [*graphs, self._fork_graph(), self._empty_state_graph()]
 
     def _empty_state_graph(self) -> GraphToBuild:
         name, results = CompiledGraphs.EMPTY_STATE, _shardings(self._state)
@@ -175,59 +173,34 @@ class _GraphPlanner:
         return GraphToBuild(name, bound, arguments, results, (1,))
 
     def _head(self, span: int) -> DecodeState:
-        """The state with what its cache has below a span."""
-        num_segments = self._grid.decode_spans.index(span) + 1
+        """The state with what its cache has below a span, or with all of a prompt."""
+        num_segments = self._grid.num_segments(span)
         return self._state._replace(cache=self._state.cache.head(num_segments))
-
-    def _open_graph(self) -> GraphToBuild:
-        arguments = (self._state, *self._on_host(signatures.open_arguments(self._definition)))
-        body = partial(open_step, stored=self._operations["decode"])
-        return GraphToBuild(CompiledGraphs.OPEN, body, arguments, _shardings(self._state), (0,))
 
     def _fork_graph(self) -> GraphToBuild:
         arguments = (self._state, *self._on_host(signatures.fork_arguments(self._definition)))
         body = partial(fork_step, stored=self._operations["decode"])
         return GraphToBuild(CompiledGraphs.FORK, body, arguments, _shardings(self._state), (0,))
 
-    def _chunk_graphs(self, bucket: PrefillBucket) -> list[GraphToBuild]:
+    def _prefill_graphs(self, bucket: PrefillBucket) -> list[GraphToBuild]:
         head = self._head(bucket.length)
         results = (_shardings(head), self._placement.replicated)
+        phase = "prefill" if bucket.is_whole else "chunk"
         kernel = self._kernels.prefill[bucket.tokens]
         kinds: list[tuple[Callable[..., Any], Callable[..., Any], bool]]
-        kinds = [(chunk_step, signatures.chunk_arguments, False)]
+        kinds = [(prefill_step, signatures.prefill_arguments, False)]
         if self._grid.score:
-            kinds.append((chunk_score_step, signatures.chunk_score_arguments, True))
+            kinds.append((score_step, signatures.score_arguments, True))
         return [
             GraphToBuild(
-                CompiledGraphs.chunk_name(bucket, is_scored),
-                self._bound(partial(body, stored=self._operations["decode"]), "chunk", kernel),
-                (self._parameters, head, *self._on_host(arguments(bucket))),
+                CompiledGraphs.prefill_name(bucket, is_scored),
+                self._bound(partial(body, stored=self._operations["decode"]), phase, kernel),
+                (self._parameters, head, *self._on_host(arguments(self._definition, bucket))),
                 results,
                 (1,),
             )
             for body, arguments, is_scored in kinds
         ]
-
-    def _bucket_graphs(self, bucket: PrefillBucket) -> list[GraphToBuild]:
-        host = self._placement.replicated
-        arguments = (self._parameters, *self._on_host(signatures.prefill_arguments(bucket)))
-        kernel = self._kernels.prefill[bucket.tokens]
-        body = self._bound(prefill_step, "prefill", kernel)
-        prompts = signatures.placed_prompts(
-            jax.eval_shape(body, *arguments), partial(self._place, "prefill")
-        )
-        made = _shardings(prompts)
-        graphs = [GraphToBuild(CompiledGraphs.prefill_name(bucket), body, arguments, made)]
-        if self._grid.score:
-            scored = (self._parameters, *self._on_host(signatures.score_arguments(bucket)))
-            name = CompiledGraphs.score_name(bucket)
-            score = self._bound(score_step, "prefill", kernel)
-            graphs.append(GraphToBuild(name, score, scored, (made, host)))
-        given = self._on_host(signatures.insert_arguments(self._definition))
-        source, target = (self._operations[phase] for phase in PHASES)
-        insert = partial(insert_step, source=source, target=target)
-        name, arguments = CompiledGraphs.insert_name(bucket), (self._state, prompts, *given)
-        return [*graphs, GraphToBuild(name, insert, arguments, _shardings(self._state), (0,))]
 
     def _bound(self, body: Callable[..., Any], phase: str, kernel: Choice) -> Callable[..., Any]:
         options = self._operations[phase], self._dispatch[phase], kernel.attend
@@ -243,24 +216,12 @@ class _GraphPlanner:
 
     def _place_state(self, leaf: Any, logical_axes: Axes) -> jax.ShapeDtypeStruct:
         placed = self._place("decode", leaf, logical_axes)
-        if not self._lies_by_entry(placed, logical_axes):
+        is_keys = logical_axes == axes.CACHE_KEYS and self._placement.platform == "tpu"
+        here = placed.sharding.shard_shape(placed.shape)
+        if not is_keys or not lies_by_entry(here, axis=leaf.ndim - 1):
             return placed
         lies = self._placement.by_entry(placed.sharding, leaf.ndim)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=lies)
-
-    def _lies_by_entry(self, placed: jax.ShapeDtypeStruct, logical_axes: Axes) -> bool:
-        """Whether an array of the state is keys with the heads of an entry along the last axis.
-
-        Those of layers in a loop are where a device of a TPU has one head that fills its tiles:
-        there XLA writes entries in this order, and would lay all keys out anew before each loop
-        and after it.
-        """
-        if logical_axes == axes.CACHE_KEYS:
-            return self._kernels.decode.wants_keys_by_entry
-        if logical_axes != axes.of_layers(axes.CACHE_KEYS) or self._placement.platform != "tpu":
-            return False
-        *_, num_heads, head_dim, _ = placed.sharding.shard_shape(placed.shape)
-        return num_heads == 1 and not head_dim % TPU_LANES
 
     def _on_host(self, arguments: Any) -> Any:
         sharding = self._placement.replicated

@@ -9,11 +9,11 @@ from typing import Any
 
 import jax
 
-from ..modelzoo.chunk_cache import ChunkRows
-from ..modelzoo.moe.use import ExpertReport
-from ..modelzoo.sampling import SamplingState, TokenScores
+from ..modelzoo.prompt_pieces import PromptPieces
+from ..modelzoo.sampling import SamplingState
 from .bucket_grid import BucketGrid, PrefillBucket
-from .steps import DecodeOutput, DecodeState, Prompts
+from .prefill_steps import PrefillOutput, SlotRequests
+from .steps import DecodeOutput, DecodeState
 
 Parameters = Mapping[str, jax.Array]
 
@@ -21,16 +21,9 @@ Parameters = Mapping[str, jax.Array]
 def graph_names(grid: BucketGrid) -> set[str]:
     """Of every graph of a grid."""
     names = {CompiledGraphs.decode_name(span) for span in grid.decode_spans}
-    names.add(CompiledGraphs.EMPTY_STATE)
+    names |= {CompiledGraphs.EMPTY_STATE, CompiledGraphs.FORK}
     kinds = (False, True) if grid.score else (False,)
-    if grid.chunks:
-        names |= {CompiledGraphs.OPEN, CompiledGraphs.FORK}
-        return names | {CompiledGraphs.chunk_name(b, kind) for b in grid.prefill for kind in kinds}
-    for bucket in grid.prefill:
-        names |= {CompiledGraphs.prefill_name(bucket), CompiledGraphs.insert_name(bucket)}
-        if grid.score:
-            names.add(CompiledGraphs.score_name(bucket))
-    return names
+    return names | {CompiledGraphs.prefill_name(b, kind) for b in grid.prefill for kind in kinds}
 
 
 class GraphNotPlanned(ValueError):
@@ -38,121 +31,62 @@ class GraphNotPlanned(ValueError):
 
 
 class CompiledGraphs:
-    """The executables of one grid: of prefill, whole or in chunks, of slots, and of decode."""
+    """The executables of one grid: of prefill, of slots, and of decode."""
 
-    OPEN = "open"
     FORK = "fork"
     EMPTY_STATE = "empty state"
 
     def __init__(self, grid: BucketGrid, executables: Mapping[str, jax.stages.Compiled]):
         self.grid = grid
         self.executables = executables
-        """By name; those of a bundle may still be loading, and are waited for."""
+        """The executables, by name."""
 
     @staticmethod
-    def prefill_name(bucket: PrefillBucket) -> str:
-        return f"prefill {bucket}"
-
-    @staticmethod
-    def score_name(bucket: PrefillBucket) -> str:
-        return f"score {bucket}"
-
-    @staticmethod
-    def insert_name(bucket: PrefillBucket) -> str:
-        return f"insert {bucket}"
+    def prefill_name(bucket: PrefillBucket, is_scored: bool = False) -> str:
+        return f"{'score' if is_scored else 'prefill'} {bucket}"
 
     @staticmethod
     def decode_name(span: int) -> str:
         return f"decode span {span}"
 
-    def prefill(
-        self,
-        parameters: Parameters,
-        bucket: PrefillBucket,
-        tokens_BT: jax.Array,
-        true_length_B: jax.Array,
-    ) -> Prompts:
-        """Run a batch of prompts of one bucket."""
-        graph = self.executable(self.prefill_name(bucket))
-        return graph(parameters, tokens_BT, true_length_B)
-
-    def score(
-        self,
-        parameters: Parameters,
-        bucket: PrefillBucket,
-        tokens_BT: jax.Array,
-        true_length_B: jax.Array,
-        num_logprobs_B: jax.Array,
-    ) -> tuple[Prompts, TokenScores]:
-        """Run a batch of prompts of one bucket and score their tokens."""
-        graph = self.executable(self.score_name(bucket))
-        return graph(parameters, tokens_BT, true_length_B, num_logprobs_B)
-
-    def insert(
-        self,
-        state: DecodeState,
-        bucket: PrefillBucket,
-        prompts: Prompts,
-        row: jax.Array,
-        slot: jax.Array,
-        limit_1: jax.Array,
-        sampling: SamplingState,
-    ) -> DecodeState:
-        """Give a slot to one row of a prefill. `state` is donated."""
-        graph = self.executable(self.insert_name(bucket))
-        return graph(state, prompts, row, slot, limit_1, sampling)
-
-    @staticmethod
-    def chunk_name(bucket: PrefillBucket, is_scored: bool) -> str:
-        return f"chunk{' score' * is_scored} {bucket}"
-
     def empty_state(self) -> DecodeState:
         """A decode state without rows, in place."""
         return self.executable(self.EMPTY_STATE)()
 
-    def open(
+    def prefill(
         self,
+        parameters: Parameters,
         state: DecodeState,
-        slot: jax.Array,
-        prompt_length_1: jax.Array,
-        limit_1: jax.Array,
-        sampling: SamplingState,
-    ) -> DecodeState:
-        """Give a slot to a prompt. `state` is donated."""
-        return self.executable(self.OPEN)(state, slot, prompt_length_1, limit_1, sampling)
+        bucket: PrefillBucket,
+        rows: PromptPieces,
+        requests: SlotRequests,
+        tokens_BT: jax.Array,
+    ) -> tuple[DecodeState, PrefillOutput]:
+        """Write a piece each of some prompts into their slots. `state` is donated."""
+        graph = partial(self.executable(self.prefill_name(bucket)), parameters)
+        return self._over_span(state, bucket.length, graph, rows, requests, tokens_BT)
+
+    def score(
+        self,
+        parameters: Parameters,
+        state: DecodeState,
+        bucket: PrefillBucket,
+        rows: PromptPieces,
+        requests: SlotRequests,
+        tokens_BT: jax.Array,
+        next_BT: jax.Array,
+        num_logprobs_B: jax.Array,
+    ) -> tuple[DecodeState, PrefillOutput]:
+        """Write a piece each of some prompts into their slots, and score it. `state` is donated."""
+        graph = partial(self.executable(self.prefill_name(bucket, is_scored=True)), parameters)
+        arguments = (rows, requests, tokens_BT, next_BT, num_logprobs_B)
+        return self._over_span(state, bucket.length, graph, *arguments)
 
     def fork(
         self, state: DecodeState, source: jax.Array, slot: jax.Array, sampling: SamplingState
     ) -> DecodeState:
-        """Copy a slot to another. `state` is donated."""
+        """Copy a slot to another; from a source past all slots, clear it. `state` is donated."""
         return self.executable(self.FORK)(state, source, slot, sampling)
-
-    def chunk(
-        self,
-        parameters: Parameters,
-        state: DecodeState,
-        bucket: PrefillBucket,
-        rows: ChunkRows,
-        tokens_BT: jax.Array,
-    ) -> tuple[DecodeState, ExpertReport | None]:
-        """Pour a chunk each into some slots. `state` is donated."""
-        graph = self.executable(self.chunk_name(bucket, False))
-        return self._over_span(state, bucket.length, partial(graph, parameters), rows, tokens_BT)
-
-    def chunk_score(
-        self,
-        parameters: Parameters,
-        state: DecodeState,
-        bucket: PrefillBucket,
-        rows: ChunkRows,
-        tokens_BT: jax.Array,
-        next_BT: jax.Array,
-        num_logprobs_B: jax.Array,
-    ) -> tuple[DecodeState, tuple[ExpertReport | None, TokenScores]]:
-        """Pour a chunk each into some slots, and score it. `state` is donated."""
-        graph = partial(self.executable(self.chunk_name(bucket, True)), parameters)
-        arguments = (rows, tokens_BT, next_BT, num_logprobs_B)
-        return self._over_span(state, bucket.length, graph, *arguments)
 
     def decode(
         self, parameters: Parameters, state: DecodeState, is_live_B: jax.Array, span: int
@@ -165,7 +99,7 @@ class CompiledGraphs:
         self, state: DecodeState, span: int, graph: Callable[..., Any], *arguments: Any
     ) -> tuple[DecodeState, Any]:
         """Call a graph that takes what the cache has below a span and gives it back."""
-        num_segments = self.grid.decode_spans.index(span) + 1
+        num_segments = self.grid.num_segments(span)
         head = state._replace(cache=state.cache.head(num_segments))
         new, output = graph(head, *arguments)
         return new._replace(cache=state.cache.with_head(new.cache)), output

@@ -5,8 +5,10 @@ together, over lengths that are multiples of `LENGTH_STEP`.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any, TypeVar
 
@@ -14,12 +16,16 @@ import numpy as np
 
 from ..modelzoo import axes
 from ..sharding.layout import PHASES, Layout
-from .bucket_grid import BucketGrid, PrefillBucket, chunk_sizes
+from .bucket_grid import BucketGrid, PrefillBucket, check_count, chunk_sizes
 from .bucket_search import cheapest_cuts
 from .span_slots import NO_LIMIT, SlotUse
 
 LENGTH_STEP = 16
 SPAN_STEP = 64
+SLOTS_PER_PREFILL_ROW = 16
+"""The fewest slots for each row of a call of whole prompts."""
+MOST_BORDERS = 512
+"""The largest number of lengths that prefill buckets are chosen from: all up to 8192 tokens."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +39,17 @@ class GridDefaults:
     """What one more prefill graph must save: its compile and its slow first call, in tokens."""
     max_decode_slots: int = 64
     max_decode_graphs: int = 3
+    """The number of decode graphs; one is for rows beyond the expected length, if any may come."""
     steps_per_call: int = 8
     unspecified_output: int = 512
-    """Output tokens planned for a row that names no `max_tokens`."""
+    """The expected number of output tokens of a row without `max_tokens`."""
+    max_length: int | None = None
+    """The longest prompt and output together; if it is None, the rows decide it."""
+    cache_share: float = 1 / 2
+    """The share that the cache may take of the accelerator memory beside the weights, so that rows
+    without `max_tokens` go on beyond the expected output. Graphs need the rest."""
+    cpu_cache_share: float = 1 / 8
+    """The share on a CPU, where other programs run and the cache is filled before the first row."""
     batch_multiple: int = 1
     """Prefill batches are multiples of it: the pieces that a layout splits rows into."""
     slot_multiple: int = 1
@@ -98,7 +112,7 @@ class RowNeed:
     is_scored: bool = False
 
     def num_slots(self, *, has_chunks: bool) -> int:
-        """Slots that it takes: a prompt in chunks is poured into one though nothing follows it."""
+        """Slots that it takes: a prompt in chunks takes one even if nothing follows it."""
         return int(has_chunks) if self.max_tokens == 0 else self.num_sequences
 
     @property
@@ -108,35 +122,68 @@ class RowNeed:
 
 
 def derive_grid(
-    rows: Sequence[RowNeed], max_position: int, defaults: GridDefaults | None = None
+    rows: Sequence[RowNeed],
+    max_position: int,
+    defaults: GridDefaults | None = None,
+    fits: Callable[[int, int], bool] | None = None,
 ) -> BucketGrid:
-    """The default grid of a job: least prefill padding, and slots and spans for its rows."""
+    """The default grid of a job: least prefill padding, and slots and spans for its rows.
+
+    Args:
+        rows: The rows that can run.
+        max_position: The model's context.
+        defaults: The sizes to aim for.
+        fits: Tells whether a cache with this many slots and positions may be kept. Rows without
+            `max_tokens` may go on as far as it fits, and at least to their expected length.
+    """
     defaults = defaults or GridDefaults()
     # rows that no grid for this model can hold will be refused, and must not stretch it
     rows = [row for row in rows if row.least_length <= max_position] or [RowNeed(1, 1)]
-    wanted = [
-        row.prompt_length + defaults.unspecified_output
-        if row.max_tokens is None
-        else row.least_length
-        for row in rows
-    ]
-    max_length = defaults.longest_span(
-        min(round_up(max(wanted), defaults.length_step), max_position)
-    )
-    lengths = [row.prompt_length for row in rows]
     num_slots = sum(row.num_slots(has_chunks=bool(defaults.chunks)) for row in rows)
     slots = max(1, min(defaults.max_decode_slots, num_slots))
+    expected = _expected_length(rows, max_position, defaults)
+    max_length = expected
+    if defaults.max_length is not None:
+        max_length = defaults.longest_span(defaults.max_length)
+    elif fits is not None and any(row.max_tokens is None for row in rows):
+        room = partial(fits, round_up(slots, defaults.slot_multiple))
+        max_length = max(expected, _longest_that_fits(room, max_position, defaults))
+    expected = min(expected, max_length)
+    lengths = [row.prompt_length for row in rows]
     score = any(row.is_scored for row in rows)
     if defaults.chunks:
-        return _chunk_grid(max_length, max(lengths), slots, min(slots, len(rows)), score, defaults)
+        most_rows = min(slots, len(rows))
+        return _chunk_grid(expected, max_length, max(lengths), slots, most_rows, score, defaults)
     return BucketGrid(
         max_length=max_length,
-        prefill=tuple(cheapest_prefill(lengths, max_length, defaults)),
+        prefill=with_small_calls(
+            cheapest_prefill(lengths, max_length, defaults), slots, num_slots, defaults
+        ),
         decode_slots=round_up(slots, defaults.slot_multiple),
-        decode_spans=_spans(max_length, defaults),
+        decode_spans=_spans(expected, max_length, defaults),
         steps_per_call=defaults.steps_per_call,
         score=score,
     )
+
+
+def _expected_length(rows: Sequence[RowNeed], max_position: int, defaults: GridDefaults) -> int:
+    """The length of the longest row, if rows without `max_tokens` emit the expected output."""
+    unlimited = defaults.unspecified_output
+    wanted = max(
+        row.prompt_length + unlimited if row.max_tokens is None else row.least_length
+        for row in rows
+    )
+    return defaults.longest_span(min(round_up(wanted, defaults.length_step), max_position))
+
+
+def _longest_that_fits(
+    room: Callable[[int], bool], max_position: int, defaults: GridDefaults
+) -> int:
+    """The model's context if its cache fits, else the most whole span steps that fit."""
+    if room(longest := defaults.longest_span(max_position)):
+        return longest
+    step = math.lcm(SPAN_STEP, defaults.span_multiple)
+    return step * bisect_left(range(1, longest // step + 1), True, key=lambda n: not room(n * step))
 
 
 def slot_use(rows: Sequence[RowNeed], *, has_chunks: bool) -> SlotUse:
@@ -154,7 +201,26 @@ def with_chunk(defaults: GridDefaults, chunk: Any) -> GridDefaults:
     return replace(defaults, chunks=chunk_sizes(chunk))
 
 
+def with_asked(defaults: GridDefaults, asked: Any) -> GridDefaults:
+    """The defaults with the user's `chunk` and `max_length`, from which spans are derived.
+
+    Raises:
+        ValueError: `asked` is not a table, or the value of one of these keys is invalid.
+    """
+    if not isinstance(asked, Mapping):
+        raise ValueError(
+            f"buckets: expected a table, got {asked!r}. Set one key, as in buckets.max_length=1024."
+        )
+    if "chunk" in asked:
+        defaults = with_chunk(defaults, asked["chunk"])
+    if "max_length" in asked:
+        check_count("buckets.max_length", asked["max_length"])
+        defaults = replace(defaults, max_length=asked["max_length"])
+    return defaults
+
+
 def _chunk_grid(
+    expected: int,
     max_length: int,
     longest_prompt: int,
     slots: int,
@@ -162,15 +228,16 @@ def _chunk_grid(
     score: bool,
     defaults: GridDefaults,
 ) -> BucketGrid:
-    """Spans of whole chunks, as far as prompts go; the last span is whatever is left."""
+    """Spans of whole chunks up to the expected length; the last span covers the rest."""
     longest = defaults.chunks[-1]
-    whole = max_length // longest * longest
+    whole = min(round_up(expected, longest), max_length // longest * longest)
     if not whole:
         raise ValueError(
             f"buckets.chunk: expected at most {max_length}, the longest row of this job or model, "
             f"got {longest}. Plan a smaller chunk."
         )
     count, step = defaults.max_decode_graphs, math.lcm(SPAN_STEP, longest)
+    count = max(1, count - (max_length > expected))
     steps = {min(round_up(whole * i // count, step), whole) for i in range(1, count)}
     cuts = sorted(steps | {whole})
     needed = min(round_up(longest_prompt, defaults.chunks[0]), whole)
@@ -222,7 +289,7 @@ def cheapest_prefill(
         price_of_graph = defaults.tokens_per_graph
     longest = defaults.longest_prefill(max_length)
     steps = np.minimum(round_up(np.array(lengths), defaults.length_step), longest)
-    borders, counts = np.unique(steps, return_counts=True)
+    borders, counts = np.unique(_thinned(steps), return_counts=True)
     rows_below = np.concatenate([[0], np.cumsum(counts)])
 
     def of_sizes(end: int, first: int | slice) -> tuple[list[int], np.ndarray]:
@@ -253,6 +320,28 @@ def cheapest_prefill(
     return buckets
 
 
+def with_small_calls(
+    buckets: Sequence[PrefillBucket], slots: int, num_sequences: int, defaults: GridDefaults
+) -> tuple[PrefillBucket, ...]:
+    """Buckets of calls of at most 1 / `SLOTS_PER_PREFILL_ROW` of the slots, if rows wait for slots.
+
+    Every row of a call takes its slot as the call begins, so many slots would idle until there are
+    enough for a large call.
+    """
+    if num_sequences <= slots:
+        return tuple(buckets)
+    most = round_up(max(1, slots // SLOTS_PER_PREFILL_ROW), defaults.batch_multiple)
+    return tuple(bucket._replace(batch=min(bucket.batch, most)) for bucket in buckets)
+
+
+def _thinned(lengths: np.ndarray) -> np.ndarray:
+    """The lengths, each rounded up to one of at most `MOST_BORDERS`; the longest one is kept."""
+    borders = np.unique(lengths)
+    every = -(-len(borders) // MOST_BORDERS)
+    kept = borders[::-1][::every][::-1]
+    return kept[np.searchsorted(kept, lengths)]
+
+
 def _batch_sizes(length: int, defaults: GridDefaults) -> list[int]:
     """Batch sizes up to the target of tokens, largest first: of equal cost, fewest calls."""
     most = max(1, defaults.tokens_per_prefill // length)
@@ -271,10 +360,12 @@ def _may_have(size: int, length: int, rows: np.ndarray, defaults: GridDefaults) 
     return np.minimum(size, most) >= least
 
 
-def _spans(max_length: int, defaults: GridDefaults) -> tuple[int, ...]:
-    count, step = defaults.max_decode_graphs, math.lcm(SPAN_STEP, defaults.span_multiple)
-    steps = {min(round_up(max_length * i // count, step), max_length) for i in range(1, count)}
-    return tuple(sorted(steps | {max_length}))
+def _spans(expected: int, max_length: int, defaults: GridDefaults) -> tuple[int, ...]:
+    """Equal steps up to the expected length, and one span for rows that go further."""
+    step = math.lcm(SPAN_STEP, defaults.span_multiple)
+    count = max(1, defaults.max_decode_graphs - (max_length > expected))
+    steps = {min(round_up(expected * i // count, step), expected) for i in range(1, count)}
+    return tuple(sorted(steps | {expected, max_length}))
 
 
 def _longest_multiple(max_length: int, multiple: int, what: str, axis: str) -> int:
@@ -302,7 +393,7 @@ def ladder_grid(
     defaults = defaults or GridDefaults()
     max_length = defaults.longest_span(max_length)
     if defaults.chunks:
-        return _chunk_grid(max_length, max_length, slots, slots, score, defaults)
+        return _chunk_grid(max_length, max_length, max_length, slots, slots, score, defaults)
     length = defaults.longest_prefill(max_length)
     lengths = [length]
     while length > 2 * defaults.length_step and len(lengths) < defaults.max_prefill_graphs:
@@ -321,7 +412,7 @@ def ladder_grid(
             for length in sorted(set(lengths))
         ),
         decode_slots=round_up(slots, defaults.slot_multiple),
-        decode_spans=_spans(max_length, defaults),
+        decode_spans=_spans(max_length, max_length, defaults),
         steps_per_call=defaults.steps_per_call,
         score=score,
     )

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from ..modelzoo.config import DecoderConfig
 from ..sharding import communication
-from ..sharding.layer_call import Expected, LayerCall
+from ..sharding.layer_shapes import Expected
 from ..sharding.layout import PHASES, Layout
 from ..sharding.legality import check
 from .attention_kernels import AUTO_ATTENTION, AttentionPlan, choose_kernels
@@ -22,7 +22,7 @@ from .bucket_grid import BucketGrid
 from .build import compile_graph, plan_graphs
 from .collectives import Collective, program_text, read_collectives
 from .definition import Definition, model_sizes
-from .planning.work import Call, Work
+from .planning.work import Work
 from .targets import Target
 
 COMPILER, SHAPES = "the compiler", "shapes"
@@ -163,17 +163,15 @@ def _read(
 ) -> None:
     """Add what one executable says, and the flops of the shapes where it says nothing of them."""
     config = definition.config
+    call = grid.prefill[-1].call() if phase == "prefill" else grid.decode_call(grid.max_length)
     memory = compiled.memory_analysis()
     result.temp_by_phase[phase] = memory.temp_size_in_bytes if memory is not None else 0
     # the body of the loop over steps counts once: one step. That of a loop over layers does, too
     flops = (compiled.cost_analysis() or {}).get("flops")
     if flops is None or definition.arrangement.scan_layers:
         result.flops_from = SHAPES
-        flops = _flops_of_shapes(phase, Work(definition, dtype.name, layout), grid)
+        flops = sum(part.flops for part in Work(definition, dtype.name, layout).parts(call))
     result.flops_by_phase[phase] = float(flops)
-    longest = grid.prefill[-1]
-    rows, tokens = (grid.decode_slots, 1) if phase == "decode" else (longest.batch, longest.tokens)
-    call = LayerCall(phase, rows, tokens)
     formulas = communication.expected(config, layout, call, dtype.itemsize)
     text = program_text(compiled)
     if text is None:
@@ -182,13 +180,6 @@ def _read(
         return
     found = read_collectives(text, layout.mesh.sizes)
     result.collectives += _totals(phase, found, formulas, layout, config.num_layers)
-
-
-def _flops_of_shapes(phase: str, work: Work, grid: BucketGrid) -> float:
-    """Of the graphs that are measured: the longest prefill, and a step over the longest span."""
-    decode = Call.of_decode(grid, grid.max_length)
-    call = decode if phase == "decode" else Call.of_bucket(grid.prefill[-1])
-    return sum(part.flops for part in work.parts(call))
 
 
 def _totals(

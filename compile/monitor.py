@@ -1,8 +1,6 @@
 """Counts compiles, so that a run can prove it made none. Knows nothing of graphs or grids."""
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import jax
 
@@ -14,14 +12,12 @@ class CompileMonitor:
     """Number of programs handed to the compiler in this process since it was first asked for.
 
     Loads from the persistent compilation cache count too: after the build neither may happen.
-
-    Attributes:
-      num_compiles: All but those that were announced.
-      num_announced: Those within `announced`.
     """
 
     def __init__(self):
-        self.num_compiles = self.num_announced = 0
+        self.num_compiles = 0
+        # graphs compile in several threads, and `+=` is not one step
+        self._lock = threading.Lock()
         self._local = threading.local()
         jax.monitoring.register_event_duration_secs_listener(self._on_duration)
         jax.monitoring.register_event_listener(self._on_event)
@@ -32,23 +28,11 @@ class CompileMonitor:
         self._local.hit = False
         return hit
 
-    @contextmanager
-    def announced(self) -> Iterator[None]:
-        """What this thread compiles within is said to the user, as a late part of the build."""
-        self._local.is_announced = True
-        try:
-            yield
-        finally:
-            self._local.is_announced = False
-
     def _on_duration(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         del duration_secs, kwargs
-        if event != _COMPILE_EVENT:
-            return
-        if getattr(self._local, "is_announced", False):
-            self.num_announced += 1
-        else:
-            self.num_compiles += 1
+        if event == _COMPILE_EVENT:
+            with self._lock:
+                self.num_compiles += 1
 
     def _on_event(self, event: str, **kwargs: str | int) -> None:
         del kwargs

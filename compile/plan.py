@@ -14,12 +14,11 @@ from ..sharding.layout import PHASES, Layout
 from .attention_kernels import AUTO_ATTENTION, AttentionPlan
 from .bucket_grid import BucketGrid
 from .expert_plan import ExpertPlan
-from .plan_tables import check_keys, table_lines, toml
-from .scanned import check_scanned
+from .plan_tables import check_keys, key_lines, table_lines
 from .target_names import TargetName
 
 SCHEMA = 1
-_LAYOUT_KEYS = {"layout", "max_replicated", "tokens", "mesh", "rules", *PHASES}
+_LAYOUT_KEYS = {"layout", "max_replicated", "mesh", "rules", *PHASES}
 DTYPES = ("float32", "bfloat16")
 
 
@@ -66,15 +65,22 @@ class Plan:
     experts: ExpertPlan | None = None
     """Of a model with experts, where None means without loss; others have none."""
     attention: AttentionPlan = AUTO_ATTENTION
+    max_length_reason: str = ""
+    """The reason why rows without `max_tokens` end at `buckets.max_length`, before the model's
+    context. It is empty if they do not, or if the user set the limit."""
 
     def __post_init__(self):
         TargetName.of(self.target)
-        if self.model.scan_layers:
-            check_scanned(self.buckets, self.attention)
+        if not isinstance(self.max_length_reason, str):
+            raise ValueError(
+                f"plan max_length_reason: expected a string, got {self.max_length_reason!r}."
+            )
 
     def to_toml(self) -> str:
         """The plan as TOML text."""
-        lines = [f"schema = {SCHEMA}", f'target = "{self.target}"']
+        head = {"schema": SCHEMA, "target": self.target}
+        head["max_length_reason"] = self.max_length_reason or None
+        lines = key_lines(head)
         lines += table_lines("model", self.model.to_table())
         lines += table_lines("buckets", self.buckets.to_table())
         if self.attention != AUTO_ATTENTION:
@@ -84,8 +90,8 @@ class Plan:
         if self.layout is not None:
             table = self.layout.to_table()
             table["layout"] = table.pop("name")
-            scalars = ("layout", "max_replicated", "tokens")
-            lines[2:2] = [f"{key} = {toml(table.pop(key))}" for key in scalars if key in table]
+            scalars = ("layout", "max_replicated")
+            lines[2:2] = key_lines({key: table.pop(key) for key in scalars})
             for phase in PHASES:
                 table[f"{phase}.rules"] = table.pop(phase, {}).get("rules", {})
             for name, values in table.items():
@@ -96,7 +102,7 @@ class Plan:
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> "Plan":
         """Read a parsed TOML table; raises ValueError naming a key that is wrong or missing."""
-        optional = {*_LAYOUT_KEYS, "experts", "attention"}
+        optional = {*_LAYOUT_KEYS, "experts", "attention", "max_length_reason"}
         check_keys("plan", table, {"schema", "target", "model", "buckets"}, optional)
         if table["schema"] != SCHEMA or type(table["schema"]) is not int:
             raise ValueError(f"plan schema: expected {SCHEMA}, got {table['schema']!r}.")
@@ -108,7 +114,8 @@ class Plan:
         experts = ExpertPlan.from_table(table["experts"]) if "experts" in table else None
         attention = AttentionPlan.from_table(table.get("attention", {}))
         grid, planned = BucketGrid.from_table(buckets), PlannedModel(**model)
-        return cls(table["target"], planned, grid, _layout(table), experts, attention)
+        reason = table.get("max_length_reason", "")
+        return cls(table["target"], planned, grid, _layout(table), experts, attention, reason)
 
 
 def _layout(table: Mapping[str, Any]) -> Layout | None:

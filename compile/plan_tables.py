@@ -1,8 +1,14 @@
 """Tables of a plan's file: keys read strictly, values written as TOML. Touches no disk."""
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
+
+_BARE_KEY = re.compile("[A-Za-z0-9_-]+")
+_ESCAPES = {ord("\\"): "\\\\", ord('"'): '\\"'}
+_ESCAPES |= {code: f"\\u{code:04X}" for code in [*range(0x20), 0x7F]}
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def check_keys(
@@ -30,17 +36,37 @@ def check_number(name: str, value: Any, *, above: float | None = None) -> None:
 
 def table_lines(name: str, values: Mapping[str, Any]) -> list[str]:
     """A table as lines of TOML, with an empty one before it; None is a key left out."""
-    lines = (f"{key} = {toml(value)}" for key, value in values.items() if value is not None)
-    return ["", f"[{name}]", *lines]
+    return ["", f"[{name}]", *key_lines(values, f"{name}.")]
+
+
+def key_lines(values: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Keys and values as lines of TOML; a key with the value None is left out.
+
+    Raises:
+      ValueError: A text has no UTF-8 form; the error names its key after the prefix.
+    """
+    lines = []
+    for key, value in values.items():
+        if value is None:
+            continue
+        try:
+            lines.append(f"{key if _BARE_KEY.fullmatch(key) else toml(key)} = {toml(value)}")
+        except ValueError as error:
+            raise ValueError(f"{prefix}{ascii(key)[1:-1]}: {error}") from None
+    return lines
 
 
 def toml(value: Any) -> str:
-    """One value in TOML's spelling."""
+    """One value as TOML; raises ValueError for a text without a UTF-8 form."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple | list):
         return f"[{', '.join(map(toml, value))}]"
     if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-        return f'"{escaped}"'
+        if _SURROGATE.search(value):
+            raise ValueError(
+                f"expected text that can be written in UTF-8, got {value!a}, which has lone "
+                f"surrogates. Rename it."
+            )
+        return f'"{value.translate(_ESCAPES)}"'
     return str(value)

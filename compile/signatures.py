@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from ..modelzoo import axes, kv_cache
-from ..modelzoo.chunk_cache import ChunkRows
+from ..modelzoo import kv_cache
+from ..modelzoo.prompt_pieces import PromptPieces
 from ..modelzoo.sampling import SamplingState
 from .bucket_grid import BucketGrid, PrefillBucket
-from .steps import DecodeState, Prompts, Visit, map_fields
+from .prefill_steps import SlotRequests
+from .steps import DecodeState
 
 if TYPE_CHECKING:
     from .definition import Definition
@@ -58,17 +59,6 @@ def decode_state(
     )
 
 
-def placed_prompts(prompts: Prompts, place: Visit) -> Prompts:
-    """The signature of what a prefill leaves with every array placed."""
-    return Prompts(
-        layers=tuple(map_fields(layer, place) for layer in prompts.layers),
-        logits_BV=place(prompts.logits_BV, axes.LOGITS),
-        tokens_BT=place(prompts.tokens_BT, ()),
-        true_length_B=place(prompts.true_length_B, ()),
-        experts=jax.tree.map(lambda leaf: place(leaf, ()), prompts.experts),
-    )
-
-
 def greedy_sampling(B: int, V: int) -> SamplingState:
     """Sampling parameters of rows that ask for nothing."""
     return SamplingState(
@@ -89,49 +79,28 @@ def greedy_sampling(B: int, V: int) -> SamplingState:
     )
 
 
-def prefill_arguments(bucket: PrefillBucket) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """`tokens_BT, true_length_B`."""
-    return (
-        jax.ShapeDtypeStruct((bucket.batch, bucket.length), jnp.int32),
-        jax.ShapeDtypeStruct((bucket.batch,), jnp.int32),
-    )
-
-
-def score_arguments(bucket: PrefillBucket) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """`tokens_BT, true_length_B, num_logprobs_B`."""
-    return (*prefill_arguments(bucket), jax.ShapeDtypeStruct((bucket.batch,), jnp.int32))
-
-
-def insert_arguments(definition: "Definition"):
-    """`row, slot, limit_1` and the row's sampling parameters."""
-    scalar = jax.ShapeDtypeStruct((), jnp.int32)
-    sampling = jax.eval_shape(lambda: greedy_sampling(1, definition.padded_vocab))
-    return scalar, scalar, jax.ShapeDtypeStruct((1,), jnp.int32), sampling
-
-
-def chunk_arguments(bucket: PrefillBucket) -> tuple[ChunkRows, jax.ShapeDtypeStruct]:
-    """`rows, tokens_BT`."""
+def prefill_arguments(
+    definition: "Definition", bucket: PrefillBucket
+) -> tuple[PromptPieces, SlotRequests, jax.ShapeDtypeStruct]:
+    """`rows, requests, tokens_BT`."""
     B = bucket.batch
-    rows = jax.eval_shape(lambda: ChunkRows(*(jnp.zeros(B, jnp.int32) for _ in range(3))))
-    return rows, jax.ShapeDtypeStruct((B, bucket.tokens), jnp.int32)
+    of_row = jax.ShapeDtypeStruct((B,), jnp.int32)
+    rows = PromptPieces._make((of_row, None if bucket.is_whole else of_row, of_row))
+    sampling = jax.eval_shape(lambda: greedy_sampling(B, definition.padded_vocab))
+    tokens_BT = jax.ShapeDtypeStruct((B, bucket.tokens), jnp.int32)
+    return rows, SlotRequests._make((of_row, of_row, sampling)), tokens_BT
 
 
-def chunk_score_arguments(bucket: PrefillBucket):
-    """`rows, tokens_BT, next_BT, num_logprobs_B`."""
-    rows, tokens_BT = chunk_arguments(bucket)
-    return rows, tokens_BT, tokens_BT, rows.count_B
-
-
-def open_arguments(definition: "Definition"):
-    """`slot, prompt_length_1, limit_1` and the row's sampling parameters."""
-    _, slot, limit_1, sampling = insert_arguments(definition)
-    return slot, limit_1, limit_1, sampling
+def score_arguments(definition: "Definition", bucket: PrefillBucket):
+    """`rows, requests, tokens_BT, next_BT, num_logprobs_B`."""
+    rows, requests, tokens_BT = prefill_arguments(definition, bucket)
+    return rows, requests, tokens_BT, tokens_BT, rows.count_B
 
 
 def fork_arguments(definition: "Definition"):
     """`source, slot` and the row's sampling parameters."""
-    source, slot, _, sampling = insert_arguments(definition)
-    return source, slot, sampling
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    return number, number, jax.eval_shape(lambda: greedy_sampling(1, definition.padded_vocab))
 
 
 def live_mask(grid: BucketGrid) -> jax.ShapeDtypeStruct:

@@ -1,7 +1,8 @@
-"""Graph bodies: prefill, score, insert, decode. What is compiled is exactly these functions.
+"""The state of the slots between calls, and the graph bodies of decoding and scoring.
 
-Shapes are a function of the bucket alone; what changes from call to call is an array. `true_length`
-is the only thing that knows of padding. Knows nothing of requests, text, queues or clocks.
+What is compiled is exactly these functions and those of `prefill_steps`. Shapes are a function of
+the bucket alone; what changes from call to call is an array. Knows nothing of requests, text,
+queues or clocks.
 """
 
 from collections.abc import Callable
@@ -11,8 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from ..modelzoo import axes
-from ..modelzoo.kept_layers import PromptLayer, PromptLayers
-from ..modelzoo.kv_cache import KVCache, insert
+from ..modelzoo.kv_cache import KVCache
 from ..modelzoo.moe.use import ExpertReport
 from ..modelzoo.operations import Axes, Operations
 from ..modelzoo.sampling import History, SamplingState, TokenScores, sample, score_tokens
@@ -67,16 +67,6 @@ def map_fields(kept: Any, visit: Visit) -> Any:
     return type(kept)(*fields)
 
 
-class Prompts(NamedTuple):
-    """What a prefill leaves on the device for its rows to be inserted."""
-
-    layers: tuple[PromptLayer | PromptLayers, ...]
-    logits_BV: jax.Array
-    tokens_BT: jax.Array
-    true_length_B: jax.Array
-    experts: ExpertReport | None = None
-
-
 class DecodeOutput(NamedTuple):
     """What crosses to the host after a decode call of Q steps."""
 
@@ -85,30 +75,12 @@ class DecodeOutput(NamedTuple):
     is_active_B: jax.Array
     is_finite_B: jax.Array
     """False when a row met NaN or infinite logits; it then stopped without a token."""
+    is_clean_B: jax.Array
+    """False where what the row left in its slot may not be finite."""
     scores: TokenScores
     """Of every step, along a second axis Q."""
     experts: ExpertReport | None = None
     """Of all steps together."""
-
-
-def prefill_step(decoder: "Decoder", tokens_BT: jax.Array, true_length_B: jax.Array) -> Prompts:
-    """Run right-padded prompts. Static: B, T. Logits only for each row's last token."""
-    x_BTD, layers, experts = decoder.prefill(tokens_BT, true_length_B)
-    return _prompts(decoder, x_BTD, layers, tokens_BT, true_length_B, experts)
-
-
-def score_step(
-    decoder: "Decoder", tokens_BT: jax.Array, true_length_B: jax.Array, num_logprobs_B: jax.Array
-) -> tuple[Prompts, TokenScores]:
-    """As `prefill_step`, and each prompt token's log-probability given those before it.
-
-    Entry t of the scores is of token t + 1; entries from `true_length - 1` on mean nothing.
-    """
-    x_BTD, layers, experts = decoder.prefill(tokens_BT, true_length_B)
-    next_BT = jnp.roll(tokens_BT, -1, axis=1)
-    scores = score_positions(decoder, x_BTD, next_BT, num_logprobs_B)
-    prompts = _prompts(decoder, x_BTD, layers, tokens_BT, true_length_B, experts)
-    return prompts, scores
 
 
 def score_positions(
@@ -141,43 +113,6 @@ def score_positions(
         return stripes.restore(x.reshape(B, T, *x.shape[3:]), axis=1)
 
     return jax.tree.map(whole, scores)
-
-
-def insert_step(
-    state: DecodeState,
-    prompts: Prompts,
-    row: jax.Array,
-    slot: jax.Array,
-    limit_1: jax.Array,
-    sampling: SamplingState,
-    *,
-    source: Operations,
-    target: Operations,
-) -> DecodeState:
-    """Give `slot` to row `row` of a prefill. Donated: state. Dummy rows are never inserted.
-
-    `source` are the operations of prefill, `target` those of decode: where the two phases are laid
-    out differently, the row moves from one layout to the other here.
-    """
-
-    def put(old: jax.Array, new: jax.Array) -> jax.Array:
-        return target.put_row(old, new, slot, axes.LOGITS[:1])
-
-    true_length_1 = jax.lax.dynamic_slice_in_dim(prompts.true_length_B, row, 1, axis=0)
-    tokens_1T = jax.lax.dynamic_slice_in_dim(prompts.tokens_BT, row, 1, axis=0)
-    missing = state.tokens_BS.shape[1] - tokens_1T.shape[1]
-    logits_1V = source.take_row(prompts.logits_BV, row, axes.LOGITS)
-    cache = insert(state.cache, prompts.layers, prompts.true_length_B, row, slot, source, target)
-    return DecodeState(
-        cache=cache,
-        logits_BV=target.put_row(state.logits_BV, logits_1V, slot, axes.LOGITS),
-        tokens_BS=put(state.tokens_BS, jnp.pad(tokens_1T, ((0, 0), (0, missing)))),
-        prompt_length_B=put(state.prompt_length_B, true_length_1),
-        length_B=put(state.length_B, true_length_1),
-        limit_B=put(state.limit_B, limit_1),
-        is_active_B=put(state.is_active_B, true_length_1 < limit_1),
-        sampling=jax.tree.map(put, state.sampling, sampling),
-    )
 
 
 def decode_step(
@@ -216,7 +151,10 @@ def decode_step(
         output = _record(output, step, jnp.where(emits_B, token_B, NO_TOKEN), is_finite_B, scores)
 
         logits_BV, cache, experts = decoder.decode(token_B, state.length_B, state.cache, emits_B)
-        output = output._replace(experts=jax.tree.map(jnp.add, output.experts, experts))
+        output = output._replace(
+            experts=jax.tree.map(jnp.add, output.experts, experts),
+            is_clean_B=output.is_clean_B & (jnp.isfinite(logits_BV.max(axis=-1)) | ~emits_B),
+        )
         is_stop_B = jnp.any(token_B[:, None] == state.sampling.stop_ids_BX, axis=-1)
         length_B = state.length_B + emits_B
         ends_B = is_stop_B | (length_B >= state.limit_B) | ~is_finite_B
@@ -244,26 +182,6 @@ def _constrain_slots(state: DecodeState, operations: Operations) -> DecodeState:
     )
 
 
-def _prompts(
-    decoder: "Decoder",
-    x_BTD: jax.Array,
-    layers: tuple[PromptLayer | PromptLayers, ...],
-    tokens_BT: jax.Array,
-    true_length_B: jax.Array,
-    experts: ExpertReport | None,
-) -> Prompts:
-    logits_BV = decoder.logits(last_hidden(decoder, x_BTD, true_length_B))
-    return Prompts(layers, logits_BV, tokens_BT, true_length_B, experts)
-
-
-def last_hidden(decoder: "Decoder", x_BTD: jax.Array, count_B: jax.Array) -> jax.Array:
-    """`x_BD` of the last of each row's tokens."""
-    # a sum with one term that is not zero: a gather along tokens would bring them all together
-    position_1T = decoder.operations.positions(x_BTD.shape[1])
-    is_last_BT = position_1T == (count_B - 1)[:, None]
-    return jnp.where(is_last_BT[..., None], x_BTD, 0).sum(axis=1)
-
-
 def _piece(B: int, T: int) -> int:
     """The largest divisor of T that keeps a piece's rows at `_SCORE_ROWS` or below."""
     return max(d for d in range(1, T + 1) if T % d == 0 and (d == 1 or B * d <= _SCORE_ROWS))
@@ -277,7 +195,7 @@ def _empty_output(B: int, num_steps: int) -> DecodeOutput:
         jnp.zeros((*shape, NUM_ALTERNATIVES)),
     )
     tokens_BQ = jnp.full(shape, NO_TOKEN, jnp.int32)
-    return DecodeOutput(tokens_BQ, jnp.zeros(B, bool), jnp.ones(B, bool), scores)
+    return DecodeOutput(tokens_BQ, jnp.zeros(B, bool), jnp.ones(B, bool), jnp.ones(B, bool), scores)
 
 
 def _no_report(decoder: "Decoder", state: DecodeState) -> ExpertReport | None:

@@ -39,7 +39,8 @@ class TargetName:
         if found is None:
             raise UnknownTarget(
                 f"target: expected cpu, gpu, tpu, a number of them (cpu:8), a slice of TPUs "
-                f"(tpu:v5e:2x4) or GPUs of a kind (gpu:h100:8), got {name!r}."
+                f"(tpu:v5e:2x4) or GPUs of a kind (gpu:h100:8), got {name!r}. The default is "
+                f"the first of JAX_PLATFORMS."
             )
         platform = found["platform"] or found["tpu"] or found["gpu"]
         shape = found["topology"] or found["number"] or found["count"] or "1"

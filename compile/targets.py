@@ -8,6 +8,9 @@ cannot run.
 """
 
 import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +29,9 @@ EXPERT_TILES = {"cpu": (4, 64), "gpu": (16, 128), "tpu": (8, 128)}
 """The fewest and the most rows of one product of an expert: a register tile's (TPU: sublanes of
 float32; GPU: a tensor core's), and those of one pass of the matrix unit, past which a larger tile
 gains no speed; a CPU's products are at full speed from 32 to 64 rows."""
+
+_LIBTPU = threading.Lock()
+"""Held while jax may load libtpu: two threads that do so at once end with an error."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,29 @@ def find_target(name: str) -> Target:
     return _gpu_topology(name, found.kind, found.num_devices)
 
 
+def default_platform() -> str:
+    """The platform that jax runs on when no target is named."""
+    with _naming(jax.config.values["jax_platforms"] or "default"):
+        return jax.default_backend()
+
+
+@contextmanager
+def _naming(platform: str) -> Iterator[None]:
+    """Turn jax's error about a platform without devices into `UnknownTarget`, with the remedy."""
+    try:
+        yield
+    # jax raises the latter if JAX_PLATFORMS names only a platform without devices
+    except (RuntimeError, AssertionError) as error:
+        remedies = [] if platform == "cpu" else ["install the extra for it", "use --target cpu"]
+        if chosen := jax.config.values["jax_platforms"]:
+            remedies[:0] = [f"unset JAX_PLATFORMS, which lets jax start {chosen} alone"]
+        remedy = ", or ".join(remedies)
+        raise UnknownTarget(
+            f"target: {platform!r} is not on this machine ({error or 'it has no devices'}). "
+            f"{remedy[:1].upper()}{remedy[1:]}."
+        ) from error
+
+
 def num_simulated(name: str) -> int:
     """How many devices of the CPU a target asks for; 1 for other targets."""
     found = TargetName.of(name)
@@ -67,14 +96,9 @@ def need_not_be_present(name: str) -> bool:
 
 
 def _present(name: str, platform: str, count: int) -> Target:
-    is_alone = jax.process_count() == 1
-    try:
+    with _naming(platform):
+        is_alone = jax.process_count() == 1
         devices = (jax.local_devices if is_alone else jax.devices)(backend=platform)
-    except RuntimeError as error:
-        raise UnknownTarget(
-            f"target: {platform!r} is not on this machine ({error}). Install the extra for it, "
-            f"or use --target cpu."
-        ) from error
     if len(devices) < count or (not is_alone and len(devices) != count):
         remedy = "Ask for as many as there are."
         if platform == "cpu":
@@ -98,7 +122,8 @@ def _tpu_topology(name: str, rest: str) -> Target:
     # the two cores of a v4 chip are one device, as on Google's machines, only if that is asked for
     cores = {"chip_config_name": "megacore"} if rest.startswith("v4:") else {}
     try:
-        devices = topologies.get_topology_desc(rest, "tpu", **cores).devices
+        with _LIBTPU:
+            devices = topologies.get_topology_desc(rest, "tpu", **cores).devices
     except Exception as error:
         raise UnknownTarget(
             f"target: no topology {rest!r} ({error}). Expected for example tpu:v5e:2x4; "

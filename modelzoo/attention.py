@@ -60,8 +60,6 @@ class Visibility:
     is_in_order: bool = False
     """Static: query t and key t are token t of one prompt, whose padding comes last. Masks may then
     be made of indices, and padding may see padding."""
-    sees_beginning: bool = False
-    """Static: what a query sees are the first keys, so a number of them is all of its mask."""
 
     def mask(self) -> jax.Array:
         """`mask_BTS`."""

@@ -66,15 +66,11 @@ PROMPT_KEYS = (ATTENTION_BATCH, KV_HEADS, "", LENGTH)
 """What a prefill keeps, as attention had it."""
 PROMPT_VALUES = (ATTENTION_BATCH, KV_HEADS, LENGTH, "")
 PROMPT_LATENTS = (ATTENTION_BATCH, LENGTH, "")
-CACHE_KEYS = (ATTENTION_BATCH, KV_HEADS, "", CACHE_LENGTH)
-CACHE_VALUES = (ATTENTION_BATCH, KV_HEADS, CACHE_LENGTH, "")
-CACHE_LATENTS = (ATTENTION_BATCH, CACHE_LENGTH, "")
+CACHE_KEYS = ("", ATTENTION_BATCH, KV_HEADS, "", CACHE_LENGTH)
+"""Arrays of the cache lead with layers, which are never split."""
+CACHE_VALUES = ("", ATTENTION_BATCH, KV_HEADS, CACHE_LENGTH, "")
+CACHE_LATENTS = ("", ATTENTION_BATCH, CACHE_LENGTH, "")
 CACHE_POSITIONS = (ATTENTION_BATCH, CACHE_LENGTH)
-
-
-def of_layers(logical_axes: tuple[str, ...]) -> tuple[str, ...]:
-    """Those of the arrays of several layers as one, which leads with the layers, never split."""
-    return ("", *logical_axes)
 
 
 def row_axis(logical_axes: tuple[str, ...]) -> int:

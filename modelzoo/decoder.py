@@ -18,16 +18,14 @@ from . import axes
 from .attention import EMPTY_POSITION, Attend, soft_cap
 from .block import Block, ParallelBlock, block_of
 from .blockwise import attend_blockwise
-from .chunk_cache import ChunkRows, keep_positions, positions_below
-from .config import AS_PUBLISHED, PLAIN_SCORES, Arrangement, DecoderConfig
-from .kept_layers import KeptLayer, PromptLayer, PromptLayers
+from .config import AS_PUBLISHED, PLAIN_SCORES, Arrangement, DecoderConfig, Window
+from .kept_layers import KeptLayers, PromptLayer
 from .kv_cache import KVCache, Positions, append_position
 from .layer_attention import (
     AttendLayer,
-    CachedRows,
     ChunkAttention,
     ChunkContext,
-    Kept,
+    Keep,
     PromptAttention,
     PromptRows,
     TokenAttention,
@@ -38,8 +36,15 @@ from .moe.config import LOSSLESS, Dispatch
 from .moe.layer import ExpertCall
 from .moe.use import ExpertReport
 from .operations import ON_ONE_DEVICE, Operations
+from .prompt_pieces import PromptPieces, keep_piece, keep_positions, positions_below
 from .rope import position_code
+from .stripes import IN_ORDER, dealt
 from .turns import run_groups
+
+
+def _keep_nothing(layers: None, made: PromptLayer, layer: jax.Array, window: Window) -> None:
+    """For prompts without a cache."""
+    del layers, made, layer, window
 
 
 class Decoder(nnx.Module):
@@ -69,15 +74,56 @@ class Decoder(nnx.Module):
         self.operations = operations
         self.dispatch = dispatch
 
-    def prefill(
+    def forward(
         self, tokens_BT: jax.Array, true_length_B: jax.Array
-    ) -> tuple[jax.Array, tuple[PromptLayer | PromptLayers, ...], ExpertReport | None]:
-        """Final hidden states `x_BTD` of right-padded prompts, and each layer's keys and values.
+    ) -> tuple[jax.Array, ExpertReport | None]:
+        """Final hidden states `x_BTD` of right-padded prompts, of which nothing is kept.
 
         Tokens come in order and leave as `operations` lays them. Padding follows the tokens, so
         causality alone hides it from them; its own outputs mean nothing, and it takes no expert.
-        The last of the three results is of sparse layers.
+        The second result is of sparse layers.
         """
+        x_BTD, _, report = self._whole(tokens_BT, true_length_B, None, _keep_nothing)
+        return x_BTD, report
+
+    def prefill(
+        self, tokens_BT: jax.Array, rows: PromptPieces, cache: KVCache, stored: Operations
+    ) -> tuple[jax.Array, KVCache, ExpertReport | None]:
+        """Final hidden states `x_BTD` of right-padded pieces of prompts, written into the cache.
+
+        Each row attends to what its slot holds of the tokens before it, and to itself: a whole
+        prompt, which has none before it, to itself alone. `stored` are the operations of the cache.
+        Tokens leave as `operations` lays them. Padding takes no expert.
+        """
+        if rows.start_B is not None:
+            return self._prefill_chunk(tokens_BT, rows, cache, stored)
+        lies, wanted = self.operations.prompt_stripes, stored.cache_stripes
+
+        def keep(
+            layers: KeptLayers, made: PromptLayer, layer: jax.Array, window: Window
+        ) -> KeptLayers:
+            new = zip(made, layers.POSITION_AXES, strict=True)
+            made = type(made)(*(dealt(x, axis - 1, lies, wanted, 0) for x, axis in new))
+            is_ring = cache.positions.is_ring(window)
+            return keep_piece(layers, made, layer, rows, is_ring, stored)
+
+        x_BTD, layers, report = self._whole(tokens_BT, rows.count_B, cache.layers, keep)
+        position_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
+        position_BT = jnp.where(position_BT < rows.count_B[:, None], position_BT, EMPTY_POSITION)
+        position_BT = dealt(position_BT, 1, IN_ORDER, wanted, EMPTY_POSITION)
+        return (
+            x_BTD,
+            KVCache(layers, keep_positions(cache.positions, position_BT, rows, stored)),
+            report,
+        )
+
+    def _whole(
+        self,
+        tokens_BT: jax.Array,
+        true_length_B: jax.Array,
+        cache: tuple[KeptLayers, ...] | None,
+        keep: Keep,
+    ) -> tuple[jax.Array, tuple[Any, ...], ExpertReport | None]:
         tokens_BT = self.operations.prompt_stripes.lay(tokens_BT, axis=1)
         position_1T = self.operations.positions(tokens_BT.shape[1])
         query_position_BT = jnp.broadcast_to(position_1T, tokens_BT.shape)
@@ -85,20 +131,15 @@ class Decoder(nnx.Module):
         key_position_BT = jnp.where(is_token_BT, query_position_BT, EMPTY_POSITION)
         attend_tokens = self._scored(self.operations.over_tokens(self.attend))
         rows = PromptRows(query_position_BT, key_position_BT)
-        attend_layer = PromptAttention(attend_tokens, self.operations, rows)
-        return self._blocks(tokens_BT, position_1T, attend_layer, is_token_BT)
+        attend_layer = PromptAttention(attend_tokens, self.operations, rows, keep)
+        return self._blocks(tokens_BT, position_1T, attend_layer, is_token_BT, cache)
 
-    def prefill_chunk(
-        self, tokens_BT: jax.Array, rows: ChunkRows, cache: KVCache, stored: Operations
+    def _prefill_chunk(
+        self, tokens_BT: jax.Array, rows: PromptPieces, cache: KVCache, stored: Operations
     ) -> tuple[jax.Array, KVCache, ExpertReport | None]:
-        """Final hidden states `x_BTD` of right-padded pieces of prompts, written into the cache.
-
-        Each row attends to what its slot holds of the tokens before it, and to itself. `stored` are
-        the operations of the cache, in whose order tokens leave. Padding takes no expert.
-        """
         tokens_BT = self.operations.prompt_stripes.lay(tokens_BT, axis=1)
         offset_1T = jnp.asarray(self.operations.positions(tokens_BT.shape[1]))
-        position_BT = rows.start_B[:, None] + offset_1T
+        position_BT = rows.first_B[:, None] + offset_1T
         is_token_BT = offset_1T < rows.count_B[:, None]
         kept_position_BT = jnp.where(is_token_BT, position_BT, EMPTY_POSITION)
         # a stripe's last entries are not the last of all
@@ -133,8 +174,8 @@ class Decoder(nnx.Module):
             return append_position(positions, position_B, operations.stripe)
 
         positions = operations.by_row(mark, cache.positions, position_B)
-        rows = CachedRows(position_B, positions)
-        attend_layer = TokenAttention(self._scored(self.attend), operations, rows)
+        attend = self._scored(self.attend)
+        attend_layer = TokenAttention(attend, operations, position_B, positions)
         x_B1D, layers, report = self._blocks(
             token_B[:, None], position_B[:, None], attend_layer, is_token_B[:, None], cache.layers
         )
@@ -172,11 +213,11 @@ class Decoder(nnx.Module):
         position_BT: jax.Array | np.ndarray,
         attend_layer: Callable[..., AttendLayer],
         is_token_BT: jax.Array,
-        cache: tuple[KeptLayer, ...] | None = None,
+        cache: tuple[KeptLayers, ...] | None,
     ) -> tuple[jax.Array, tuple[Any, ...], ExpertReport | None]:
-        """Final hidden states, what each place of layers keeps, and what sparse layers report.
+        """Final hidden states, the cache of each place of layers, and what sparse layers report.
 
-        `attend_layer` is given a window, what of the cache there is, and the turn of the layer.
+        `attend_layer` is given a window, the cache of a place, and which of its layers it is for.
         """
         experts = ExpertCall(is_token_BT, self.dispatch)
         ropes = dict.fromkeys(map(self.config.rope_of, self.config.windows))
@@ -186,10 +227,10 @@ class Decoder(nnx.Module):
             layers: range,
             block: Block | ParallelBlock,
             x_BTD: jax.Array,
-            old: KeptLayer | None,
-            turn: jax.Array | None,
+            old: KeptLayers | None,
+            turn: jax.Array,
             experts: ExpertCall,
-        ) -> tuple[jax.Array, Kept | None]:
+        ) -> tuple[jax.Array, KeptLayers | None]:
             window = self.config.windows[layers.start]
             attend = attend_layer(window, old, turn)
             with jax.named_scope(f"layers.{place_name(layers)}"):

@@ -1,10 +1,10 @@
-"""What is kept of a layer, in the cache and of a prompt: named tuples that declare their axes.
+"""What is kept of layers, in the cache and of new tokens: named tuples that declare their axes.
 
 Keys lie with positions along the last axis and values with heads' entries there: the order in which
 each is read as a matrix. Layers of latent attention keep latents alone, which are keys and values.
 
-Layers that run in turns (`layer_groups`) keep what they keep in one array, which leads with them:
-whatever is done to a row is done to that row of all of them.
+Arrays of the cache lead with layers: those of a place that are scanned (`layer_groups`), or one.
+Whatever is done to a row is done to that row of all of them.
 
 Knows nothing of spans, slots or what lies at which entry.
 """
@@ -16,122 +16,78 @@ import jax
 from . import axes
 from .segments import Segments
 
-
-class KeysValues(NamedTuple):
-    """Keys and values of one layer, one array a segment."""
-
-    k_BKHS: Segments
-    v_BKSH: Segments
-
-    AXES = (axes.CACHE_KEYS, axes.CACHE_VALUES)
-    POSITION_AXES = (3, 2)
-
-    def read(self) -> list[tuple[jax.Array, jax.Array]]:
-        """`k_BKHS` and `v_BKSH` of each segment."""
-        return list(zip(self.k_BKHS, self.v_BKSH, strict=True))
-
-
-class Latents(NamedTuple):
-    """Latents and rotated keys of one layer, one array a segment."""
-
-    kept_BSH: Segments
-
-    AXES = (axes.CACHE_LATENTS,)
-    POSITION_AXES = (1,)
-
-    def read(self) -> list[tuple[jax.Array, jax.Array]]:
-        """`k_BKHS` and `v_BKSH` of each segment: of one head, keys and values in one.
-
-        Of what attention makes of such values, entries past the latent mean nothing. That is less
-        work than values without them, which would be a copy of nearly all of the segment.
-        """
-        return [(x_BSH.swapaxes(1, 2)[:, None], x_BSH[:, None]) for x_BSH in self.kept_BSH]
-
-
-class LayersKeysValues(NamedTuple):
-    """Keys and values of layers that run in turns."""
-
-    k_LBKHS: Segments
-    v_LBKSH: Segments
-
-    AXES = tuple(map(axes.of_layers, KeysValues.AXES))
-    POSITION_AXES = (4, 3)
-
-    def layer(self, turn: jax.Array) -> KeysValues:
-        """Those of one layer."""
-        return KeysValues(_layer(self.k_LBKHS, turn), _layer(self.v_LBKSH, turn))
-
-
-class LayersLatents(NamedTuple):
-    """Latents and rotated keys of layers that run in turns."""
-
-    kept_LBSH: Segments
-
-    AXES = tuple(map(axes.of_layers, Latents.AXES))
-    POSITION_AXES = (2,)
-
-    def layer(self, turn: jax.Array) -> Latents:
-        """Those of one layer."""
-        return Latents(_layer(self.kept_LBSH, turn))
-
-
-OneLayer = KeysValues | Latents
-KeptLayer = OneLayer | LayersKeysValues | LayersLatents
-
-
-def one_layer(kept: KeptLayer, turn: jax.Array | None) -> OneLayer:
-    """What the layer whose turn it is keeps; of a layer that has no turns that is all."""
-    if isinstance(kept, OneLayer):
-        return kept
-    assert turn is not None, "layers kept together run in turns"
-    return kept.layer(turn)
-
-
-def _layer(segments: Segments, turn: jax.Array) -> Segments:
-    take = jax.lax.dynamic_index_in_dim
-    return tuple(take(x, turn, axis=0, keepdims=False) for x in segments)
+KeysAndValues = tuple[jax.Array, jax.Array]
+"""`k_BKHS` and `v_BKSH`, as attention reads them."""
 
 
 class PromptKeysValues(NamedTuple):
-    """Keys and values a prefill made for one layer; entries past the true length are padding."""
+    """Keys and values that one layer made of new tokens; of padding they mean nothing."""
 
     k_BKHT: jax.Array
     v_BKTH: jax.Array
 
     AXES = (axes.PROMPT_KEYS, axes.PROMPT_VALUES)
 
+    def read(self) -> KeysAndValues:
+        """The tokens as one more segment."""
+        return self.k_BKHT, self.v_BKTH
+
 
 class PromptLatents(NamedTuple):
-    """Latents and rotated keys a prefill made for one layer, padded likewise."""
+    """Latents and rotated keys that one layer made of new tokens."""
 
     kept_BTH: jax.Array
 
     AXES = (axes.PROMPT_LATENTS,)
 
-
-class PromptLayersKeysValues(NamedTuple):
-    """Keys and values a prefill made for layers that run in turns."""
-
-    k_LBKHT: jax.Array
-    v_LBKTH: jax.Array
-
-    AXES = tuple(map(axes.of_layers, PromptKeysValues.AXES))
+    def read(self) -> KeysAndValues:
+        """The tokens as one more segment."""
+        return _latents_as_heads(self.kept_BTH)
 
 
-class PromptLayersLatents(NamedTuple):
-    """Latents and rotated keys a prefill made for layers that run in turns."""
+class KeysValues(NamedTuple):
+    """Keys and values of layers, one array a segment."""
 
-    kept_LBTH: jax.Array
+    k_LBKHS: Segments
+    v_LBKSH: Segments
 
-    AXES = tuple(map(axes.of_layers, PromptLatents.AXES))
+    AXES = (axes.CACHE_KEYS, axes.CACHE_VALUES)
+    POSITION_AXES = (4, 3)
+
+    def read(self, layer: jax.Array) -> list[KeysAndValues]:
+        """Each segment of one layer."""
+        segments = zip(self.k_LBKHS, self.v_LBKSH, strict=True)
+        return [(layer_of(k, layer), layer_of(v, layer)) for k, v in segments]
 
 
+class Latents(NamedTuple):
+    """Latents and rotated keys of layers, one array a segment."""
+
+    kept_LBSH: Segments
+
+    AXES = (axes.CACHE_LATENTS,)
+    POSITION_AXES = (2,)
+
+    def read(self, layer: jax.Array) -> list[KeysAndValues]:
+        """Each segment of one layer."""
+        return [_latents_as_heads(layer_of(x, layer)) for x in self.kept_LBSH]
+
+
+KeptLayers = KeysValues | Latents
 PromptLayer = PromptKeysValues | PromptLatents
-PromptLayers = PromptLayersKeysValues | PromptLayersLatents
 
 
-def in_turns(made: PromptLayer) -> PromptLayers:
-    """What layers made one after the other, in arrays that lead with them."""
-    if isinstance(made, PromptKeysValues):
-        return PromptLayersKeysValues(*made)
-    return PromptLayersLatents(*made)
+def layer_of(x_LB: jax.Array, layer: jax.Array) -> jax.Array:
+    """One layer of an array that leads with layers."""
+    if x_LB.shape[0] == 1:
+        return x_LB[0]
+    return jax.lax.dynamic_index_in_dim(x_LB, layer, axis=0, keepdims=False)
+
+
+def _latents_as_heads(kept_BSH: jax.Array) -> KeysAndValues:
+    """Latents as keys and values of one head.
+
+    Of what attention makes of such values, entries past the latent mean nothing. That is less work
+    than values without them, which would be a copy of nearly all of the segment.
+    """
+    return kept_BSH.swapaxes(1, 2)[:, None], kept_BSH[:, None]

@@ -19,8 +19,12 @@ Entries may be dealt out in stripes (`modelzoo.stripes`), each segment for itsel
 by the number of stripes, and rings are rounded up to a multiple of it. A stripe of a cache is a
 cache of its own, of every n-th token, and what is written to and read from it is the same code.
 
-Knows nothing of slots' owners, buckets or meshes. Guarantees: `insert` rewrites a slot whole, so
-nothing of its former owner, NaN included, can reach the next one; `append` writes in place inside a
+An entry of a slot's former owner holds a later position than every query of the next one, until
+that one writes there: rows begin at position 0 and write every position that they pass. So such an
+entry is never seen, and a slot need not be emptied for its next owner. NaN is the exception, as a
+masked entry is still multiplied: a slot in which it was met is cleared by its host.
+
+Knows nothing of slots' owners, buckets or meshes. Guarantees: `append` writes in place inside a
 loop when the buffers are donated, and writes nothing for a row whose position lies past the
 segments. In a ring no position lies past them: a row that waits may write at its next position
 again and again, as no query of its own sees what was there.
@@ -36,27 +40,13 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from . import axes
 from .attention import EMPTY_POSITION
 from .config import AS_PUBLISHED, Arrangement, DecoderConfig, Window, window_size
-from .kept_layers import (
-    KeptLayer,
-    KeysValues,
-    Latents,
-    LayersKeysValues,
-    LayersLatents,
-    PromptLayer,
-    PromptLayers,
-)
+from .kept_layers import KeptLayers, KeysValues, Latents, PromptLayer
 from .layer_groups import places
-from .operations import ON_ONE_DEVICE, Axes, Operations
-from .segments import (
-    Segments,
-    at_entries,
-    cut,
-    held_positions,
-    num_entries,
-    segment_lengths,
-    segment_starts,
-)
-from .stripes import WHOLE, Stripe, Stripes
+from .segments import Segments, segment_lengths, segment_starts
+from .stripes import WHOLE, Stripe
+
+TPU_LANES = 128
+"""Entries of a row of a tile."""
 
 
 class Positions(NamedTuple):
@@ -93,7 +83,7 @@ class Positions(NamedTuple):
 class KVCache(NamedTuple):
     """What all layers keep, and their positions."""
 
-    layers: tuple[KeptLayer, ...]
+    layers: tuple[KeptLayers, ...]
     """By the places of the decoder's groups of layers, in order."""
     positions: Positions
 
@@ -144,17 +134,13 @@ def allocate(
         """Rows and entries of each segment."""
         return list(zip(reaching, segment_lengths(spans, kept), strict=False))
 
-    def place(layers: range) -> KeptLayer:
-        segments = sizes(num_kept[config.windows[layers.start]])
-        is_alone = len(layers) == 1
-        L = () if is_alone else (len(layers),)
+    def place(layers: range) -> KeptLayers:
+        segments, L = sizes(num_kept[config.windows[layers.start]]), len(layers)
         if config.latent is not None:
-            latents = Latents if is_alone else LayersLatents
-            return latents(tuple(jnp.zeros((*L, B, S, H), dtype) for B, S in segments))
-        keys_values = KeysValues if is_alone else LayersKeysValues
-        return keys_values(
-            tuple(jnp.zeros((*L, B, K, H, S), dtype) for B, S in segments),
-            tuple(jnp.zeros((*L, B, K, S, H), dtype) for B, S in segments),
+            return Latents(tuple(jnp.zeros((L, B, S, H), dtype) for B, S in segments))
+        return KeysValues(
+            tuple(jnp.zeros((L, B, K, H, S), dtype) for B, S in segments),
+            tuple(jnp.zeros((L, B, K, S, H), dtype) for B, S in segments),
         )
 
     def positions(kept: int) -> Segments:
@@ -165,75 +151,6 @@ def allocate(
     ring_BS = {size: positions(size) for size in kept if size < longest}
     layers = tuple(map(place, places(config, arrangement)))
     return KVCache(layers, Positions(whole_BS, ring_BS))
-
-
-def insert(
-    cache: KVCache,
-    prompt: Sequence[PromptLayer | PromptLayers],
-    true_length_B: jax.Array,
-    row: jax.Array,
-    slot: jax.Array,
-    source: Operations = ON_ONE_DEVICE,
-    target: Operations = ON_ONE_DEVICE,
-) -> KVCache:
-    """Rewrite `slot` with row `row` of a prefill: its tokens, then zeros and empty positions.
-
-    A ring takes the latest tokens of the row. Between the true length and the prefill's own length
-    the entries keep what padding made, under empty positions. `source` are the operations of the
-    prefill, `target` those of the cache: a row moves where they have it elsewhere.
-    """
-    true_length = true_length_B[row]
-
-    def taken(layer: KeptLayer, new: PromptLayer | PromptLayers) -> PromptLayer | PromptLayers:
-        def moved(x: jax.Array, logical_axes: Axes, axis: int) -> jax.Array:
-            x = source.take_row(x, row, logical_axes)
-            if axes.KV_HEADS in logical_axes:
-                heads = logical_axes.index(axes.KV_HEADS)
-                x = match_heads(x, layer[0][0].shape[heads], heads)
-            return _dealt(x, axis, source.prompt_stripes, target.cache_stripes)
-
-        return type(new)(*map(moved, new, new.AXES, layer.POSITION_AXES))
-
-    def filled(layer: KeptLayer, new: PromptLayer | PromptLayers) -> KeptLayer:
-        return target.put_prompt(_rows, layer, taken(layer, new), true_length, slot)
-
-    layers = tuple(map(filled, cache.layers, prompt))
-    positions = target.put_prompt(_marks, cache.positions, None, true_length, slot)
-    return KVCache(layers, positions)
-
-
-def _dealt(x: jax.Array, axis: int, lies: Stripes, wanted: Stripes) -> jax.Array:
-    """Tokens in other stripes than they came in, filled up to as many as divide."""
-    if lies == wanted:
-        return x
-    x = lies.restore(x, axis)
-    padding = [(0, 0)] * x.ndim
-    padding[axis] = (0, -x.shape[axis] % wanted.count)
-    return wanted.lay(jnp.pad(x, padding), axis)
-
-
-def _rows(
-    layer: KeptLayer, new: PromptLayer | PromptLayers, length: jax.Array, stripe: Stripe
-) -> KeptLayer:
-    """One row of every segment: of a stripe's tokens those that it keeps."""
-
-    def rows(segments: Segments, x: jax.Array, axis: int) -> Segments:
-        if x.shape[axis] > (size := num_entries(segments, axis)):
-            x = at_entries(x, 0, stripe.num_tokens(length), size, axis)
-        return cut(x, segments, axis)
-
-    return type(layer)(*map(rows, layer, new, layer.POSITION_AXES))
-
-
-def _marks(positions: Positions, _: None, length: jax.Array, stripe: Stripe) -> Positions:
-    """One row of every segment: the position that each entry of a stripe holds."""
-
-    def marks(segments: Segments) -> Segments:
-        place_S = held_positions(stripe.num_tokens(length), num_entries(segments, axis=1))
-        held_S = jnp.where(place_S == EMPTY_POSITION, EMPTY_POSITION, stripe.position(place_S))
-        return cut(held_S[None], segments, axis=1)
-
-    return jax.tree.map(marks, positions, is_leaf=_is_segments)
 
 
 def match_heads(new: jax.Array, num_heads: int, axis: int = 1) -> jax.Array:
@@ -259,28 +176,35 @@ def append_position(
 
 
 def append(
-    layer: KeptLayer, new: PromptLayer, entry_B: jax.Array, turn: jax.Array | None = None
-) -> KeptLayer:
-    """Write what is kept of one token per row, at its entry; nothing at an entry elsewhere.
+    layers: KeptLayers, new: PromptLayer, entry_B: jax.Array, layer: jax.Array
+) -> KeptLayers:
+    """Write what one layer keeps of one token per row, at its entry if that is here."""
 
-    `turn` is that of the layer, where others are kept with it.
-    """
-    arrays = zip(layer, new, layer.POSITION_AXES, strict=True)
-    return type(layer)(*(_append(old, made, entry_B, axis, turn) for old, made, axis in arrays))
+    def write(segments: Segments, new: jax.Array, axis: int) -> Segments:
+        # without layers, as their number is no axis of what one layer made
+        starts = segment_starts(segments, axis)
+        return tuple(
+            _append_to_layer(segment, new, entry_B - start, axis - 1, layer)
+            for segment, start in zip(segments, starts, strict=True)
+        )
+
+    return type(layers)(*map(write, layers, new, layers.POSITION_AXES))
 
 
-def _append(
-    segments: Segments,
-    new: jax.Array,
-    entry_B: jax.Array,
-    axis: int,
-    turn: jax.Array | None = None,
-) -> Segments:
-    row_axis = 0 if turn is None else 1
+def _append_to_layer(
+    segment: jax.Array, new: jax.Array, index_B: jax.Array, axis: int, layer: jax.Array
+) -> jax.Array:
+    B = segment.shape[1]
+    new, index_B = new[:B], index_B[:B]
+    if segment.shape[0] == 1:
+        return _write(segment[0], new, index_B, axis)[None]
+    return _write(segment, new, index_B, axis, layer)
 
+
+def _append(segments: Segments, new: jax.Array, entry_B: jax.Array, axis: int) -> Segments:
     def write(segment: jax.Array, start: int) -> jax.Array:
-        B = segment.shape[row_axis]
-        return _write(segment, new[:B], entry_B[:B] - start, axis, turn)
+        B = segment.shape[0]
+        return _write(segment, new[:B], entry_B[:B] - start, axis)
 
     return tuple(map(write, segments, segment_starts(segments, axis)))
 
@@ -290,32 +214,32 @@ def _write(
     new: jax.Array,
     index_B: jax.Array,
     axis: int,
-    turn: jax.Array | None = None,
+    layer: jax.Array | None = None,
 ) -> jax.Array:
     """Write one entry per row at `index_B` of `axis`; an index outside writes nothing.
 
-    With a turn the segment leads with layers, and the entry is that layer's.
+    With a layer the segment leads with layers, which `axis` does not count.
     NOTE: on TPU this form alone stays in place inside a loop. Reading the old entry to write it
     back, or indexing with `.at`, copies the cache; a select over the segment rewrites it.
     """
-    size = segment.shape[axis]
+    row_axis = 0 if layer is None else 1
+    size = segment.shape[axis + row_axis]
     is_inside_B = (index_B >= 0) & (index_B < size)
     # past the end, and therefore dropped
-    place_B = jnp.where(is_inside_B, index_B, size)
-    of_layer = () if turn is None else (jnp.full_like(place_B, turn),)
-    row_axis = len(of_layer)
+    entry_B = jnp.where(is_inside_B, index_B, size)
+    of_layer = () if layer is None else (jnp.full_like(entry_B, layer),)
     dimensions = jax.lax.ScatterDimensionNumbers(
         update_window_dims=tuple(range(1, new.ndim)),
         inserted_window_dims=tuple(range(row_axis)),
-        scatter_dims_to_operand_dims=(*range(row_axis), axis),
+        scatter_dims_to_operand_dims=(*range(row_axis), axis + row_axis),
         operand_batching_dims=(row_axis,),
         scatter_indices_batching_dims=(0,),
     )
     new = new.astype(segment.dtype)
     return jax.lax.scatter(
         segment,
-        jnp.stack([*of_layer, place_B], axis=1),
-        new if turn is None else _laid_like(new, segment),
+        jnp.stack([*of_layer, entry_B], axis=1),
+        new if layer is None else laid_like(new, segment, axis + row_axis),
         dimensions,
         indices_are_sorted=True,
         unique_indices=True,
@@ -323,14 +247,33 @@ def _write(
     )
 
 
-def _laid_like(new: jax.Array, segment: jax.Array) -> jax.Array:
+def laid_like(new: jax.Array, segment: jax.Array, axis: int) -> jax.Array:
     """Entries with their axes in the order that a TPU gives those of the segment in memory.
 
-    A last axis that does not fill its tiles of 128 is not the last there. NOTE: entries come in the
-    order in which a projection made them, and XLA for TPU would lay the segment out like them for
-    a loop over layers: every step would copy the cache there and back.
+    The last two axes of a segment come in the order that fills tiles with less padding, but for
+    keys that lie by entry. NOTE: entries come in the order in which a projection made them, and XLA
+    for TPU would lay the segment out like them: every call would copy the cache there and back.
     """
+    second, last = segment.shape[-2:]
     order = list(range(new.ndim))
-    if segment.shape[-1] % 128:
+    is_less = _tiled_size(last, second) < _tiled_size(second, last)
+    if is_less or lies_by_entry(segment.shape, axis):
         order[-2:] = reversed(order[-2:])
     return with_layout_constraint(new, Layout(major_to_minor=tuple(order)))
+
+
+def lies_by_entry(shape: Sequence[int], axis: int) -> bool:
+    """Whether a TPU has the heads of an entry along the last axis, though positions are `axis`.
+
+    Keys of scanned layers lie so, if a device has one head that fills its tiles: XLA writes entries
+    in this order there, and would otherwise lay all keys out anew before each loop and after it.
+    """
+    if len(shape) != 5 or axis != 4:
+        return False
+    num_layers, _, num_heads, head_dim, _ = shape
+    return num_layers > 1 and num_heads == 1 and not head_dim % TPU_LANES
+
+
+def _tiled_size(second: int, last: int) -> int:
+    """Elements of a matrix in whole tiles of 8 x 128."""
+    return -(-second // 8) * 8 * -(-last // TPU_LANES) * TPU_LANES

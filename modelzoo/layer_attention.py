@@ -1,34 +1,30 @@
 """What a layer does with its queries, keys and values: of a prompt, of a chunk, of single tokens.
 
-All three attend and keep; they differ in what there is to attend to, and where it is kept. Each is
-given what the layers of a call share, and makes the attention of a layer from its window, from what
-of the cache it has, and from its turn. Knows nothing of projections or of how keys were made.
+All three attend and keep; they differ in what there is to attend to. Each is given what the layers
+of a call share, and makes the attention of a layer from its window, from the cache of the layers
+that are kept together, and from which of them it is. Knows nothing of projections or of how keys
+were made.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from . import axes
 from .attention import Attend, Queries, Visibility, with_sinks
-from .chunk_cache import ChunkRows, keep_chunk, layer_of_slots, with_chunk
 from .config import Window
-from .kept_layers import (
-    KeptLayer,
-    OneLayer,
-    PromptKeysValues,
-    PromptLatents,
-    PromptLayer,
-    one_layer,
-)
+from .kept_layers import KeptLayers, PromptKeysValues, PromptLatents, PromptLayer
 from .kv_cache import Positions, append
 from .operations import Operations
+from .prompt_pieces import PromptPieces, keep_piece, layer_of_slots
 from .segment_attention import attend_cached
 from .stripes import IN_ORDER
 
-Kept = KeptLayer | PromptLayer
+Keep = Callable[[Any, PromptLayer, jax.Array, Window], Any]
+"""The cache of layers after one of them, with this window, has made something of new tokens."""
 
 
 @dataclass
@@ -40,11 +36,12 @@ class AttendLayer:
     """
 
     attend: Callable[
-        [Queries, PromptKeysValues | None, PromptLatents | None], tuple[jax.Array, Kept]
+        [Queries, PromptKeysValues | None, PromptLatents | None],
+        tuple[jax.Array, KeptLayers | None],
     ]
     """`out_BTKGH` of queries, and what is kept."""
     reads_cache: bool
-    kept: Kept | None = None
+    kept: KeptLayers | None = None
     """Once it was called."""
 
     def __call__(
@@ -59,7 +56,7 @@ class AttendLayer:
 
 
 class PromptRows(NamedTuple):
-    """What attention knows of the rows of a prompt, beside queries, keys and values."""
+    """What attention knows of the rows of whole prompts, beside queries, keys and values."""
 
     query_position_BT: jax.Array
     """Of all tokens, also where queries and keys are those of some."""
@@ -71,15 +68,15 @@ class PromptRows(NamedTuple):
 
 @dataclass(frozen=True)
 class PromptAttention:
-    """Layers of a whole prompt attend to the prompt, and keep what they make of it."""
+    """Layers of whole prompts attend to the prompt alone."""
 
     attend: Attend
     """Over all tokens, wherever they are."""
     operations: Operations
     rows: PromptRows
+    keep: Keep
 
-    def __call__(self, window: Window, old: None, turn: jax.Array | None) -> AttendLayer:
-        del old, turn
+    def __call__(self, window: Window, layers: KeptLayers | None, layer: jax.Array) -> AttendLayer:
         is_in_order = self.operations.prompt_stripes == IN_ORDER
 
         def attend_self(
@@ -92,9 +89,10 @@ class PromptAttention:
 
         def attend(
             queries: Queries, new: PromptKeysValues | None, latents: PromptLatents | None
-        ) -> tuple[jax.Array, PromptLayer]:
+        ) -> tuple[jax.Array, KeptLayers | None]:
             rows, kept = self.rows._replace(latents=latents), type(_kept(new, latents))
-            return self.operations.attend(attend_self, queries, new, rows, None, kept)
+            out_BTKGH, made = self.operations.attend(attend_self, queries, new, rows, None, kept)
+            return out_BTKGH, self.keep(layers, made, layer, window)
 
         return AttendLayer(attend, reads_cache=False)
 
@@ -126,40 +124,40 @@ class ChunkAttention:
     operations: Operations
     stored: Operations
     """Those of the cache."""
-    rows: ChunkRows
+    rows: PromptPieces
     context: ChunkContext
     num_heads: int
     """Key/value heads that attention has."""
     num_unseen: int
     """Last entries that no token of the chunk sees, of layers that keep every position."""
 
-    def __call__(self, window: Window, layer: OneLayer, turn: None) -> AttendLayer:
-        del turn
+    def __call__(self, window: Window, layers: KeptLayers, layer: jax.Array) -> AttendLayer:
         is_ring = self.context.seen.is_ring(window)
 
         def attend_chunk(
-            queries: Queries, new: PromptKeysValues | None, context: ChunkContext, old: OneLayer
+            queries: Queries, new: PromptKeysValues | None, context: ChunkContext, old: KeptLayers
         ) -> tuple[jax.Array, PromptLayer]:
             q_BTKGH, sink_KG = queries
             kept = _kept(new, context.latents)
             key_position_BS = (*context.seen.of(window), context.kept_position_BT)
+            entries = [*old.read(jnp.int32(0)), kept.read()]
             out_BTKGH = attend_cached(
-                self.attend, q_BTKGH, with_chunk(old, kept), context.position_BT, key_position_BS,
-                window, sink_KG, self.operations,
+                self.attend, q_BTKGH, entries, context.position_BT, key_position_BS, window,
+                sink_KG, self.operations,
             )  # fmt: skip
             return out_BTKGH, kept
 
         def attend(
             queries: Queries, new: PromptKeysValues | None, latents: PromptLatents | None
-        ) -> tuple[jax.Array, OneLayer]:
+        ) -> tuple[jax.Array, KeptLayers]:
             rows = self.rows.after(queries.q_BTKGH, self.operations)
             num_left = 0 if is_ring else self.num_unseen
-            old = layer_of_slots(layer, rows.slot_B, num_left, self.num_heads, self.stored)
+            old = layer_of_slots(layers, layer, rows.slot_B, num_left, self.num_heads, self.stored)
             context, kept = self.context._replace(latents=latents), type(_kept(new, latents))
             out_BTKGH, made = self.operations.attend(attend_chunk, queries, new, context, old, kept)
-            # what a ring writes is made of what it had, a block waits for those that read
-            written = rows if is_ring else rows.after(out_BTKGH, self.operations)
-            return out_BTKGH, keep_chunk(layer, made, written, is_ring, self.stored)
+            # a write that is not known to come after this read is made in a copy
+            written = rows.after(out_BTKGH, self.operations)
+            return out_BTKGH, keep_piece(layers, made, layer, written, is_ring, self.stored)
 
         return AttendLayer(attend, reads_cache=True)
 
@@ -170,8 +168,8 @@ class CachedRows(NamedTuple):
     position_B: jax.Array
     positions: Positions
     """Of the cache's entries."""
-    turn: jax.Array | None = None
-    """Of the layer, where others are kept with it."""
+    layer: jax.Array
+    """Which of the layers that are kept together."""
     latents: PromptLatents | None = None
 
     AXES = ((axes.ATTENTION_BATCH,), axes.CACHE_POSITIONS, (), axes.PROMPT_LATENTS)
@@ -183,31 +181,31 @@ class TokenAttention:
 
     attend: Attend
     operations: Operations
-    rows: CachedRows
+    position_B: jax.Array
+    positions: Positions
+    """Of the cache's entries."""
 
-    def __call__(self, window: Window, old: KeptLayer, turn: jax.Array | None) -> AttendLayer:
+    def __call__(self, window: Window, layers: KeptLayers, layer: jax.Array) -> AttendLayer:
         operations = self.operations
-        # a ring is as long as its window: it fills up, and then all of it is seen
-        sees_beginning = operations.cache_stripes == IN_ORDER
 
         def attend_cache(
-            queries: Queries, new: PromptKeysValues | None, rows: CachedRows, old: KeptLayer
-        ) -> tuple[jax.Array, KeptLayer]:
+            queries: Queries, new: PromptKeysValues | None, rows: CachedRows, old: KeptLayers
+        ) -> tuple[jax.Array, KeptLayers]:
             q_BTKGH, sink_KG = queries
-            position_B, positions, turn, latents = rows
+            position_B, positions, layer, latents = rows
             entry_B = operations.stripe.place(positions.entry(position_B, window))
-            kept = append(old, _kept(new, latents), entry_B, turn)
+            kept = append(old, _kept(new, latents), entry_B, layer)
             out_BTKGH = attend_cached(
-                self.attend, q_BTKGH, one_layer(kept, turn), position_B[:, None],
-                positions.of(window), window, sink_KG, operations, sees_beginning,
+                self.attend, q_BTKGH, kept.read(layer), position_B[:, None], positions.of(window),
+                window, sink_KG, operations,
             )  # fmt: skip
             return out_BTKGH, kept
 
         def attend(
             queries: Queries, new: PromptKeysValues | None, latents: PromptLatents | None
-        ) -> tuple[jax.Array, KeptLayer]:
-            rows = self.rows._replace(turn=turn, latents=latents)
-            return operations.attend(attend_cache, queries, new, rows, old, type(old))
+        ) -> tuple[jax.Array, KeptLayers]:
+            rows = CachedRows(self.position_B, self.positions, layer, latents)
+            return operations.attend(attend_cache, queries, new, rows, layers, type(layers))
 
         return AttendLayer(attend, reads_cache=True)
 

@@ -13,7 +13,7 @@ from flax import nnx
 
 from . import axes
 from .config import DecoderConfig
-from .operations import Operations, einsum
+from .operations import Operations, einsum, gate_up_product
 
 if TYPE_CHECKING:
     from .moe.layer import ExpertCall
@@ -143,7 +143,7 @@ class GatedMlp(nnx.Module):
     ) -> jax.Array:
         del experts  # of sparse layers, which stand in the same place
         project = operations.project
-        gate_up = ("BTD,PDF->PBTF", _gate_up_product)
+        gate_up = ("BTD,PDF->PBTF", gate_up_product)
         h_PBTF = project(*gate_up, x_BTD, self.gate_up, axes.RESIDUAL, ("", *axes.HIDDEN))
         if self.config.mlp_bias:
             h_PBTF = h_PBTF + self.gate_up_bias[...][:, None, None]
@@ -153,9 +153,3 @@ class GatedMlp(nnx.Module):
         if self.config.mlp_bias:
             out_BTD = out_BTD + self.down_bias[...][None, None]
         return out_BTD
-
-
-def _gate_up_product(x_BTD: jax.Array, gate_up_PDF: jax.Array) -> jax.Array:
-    # as a batch of two products: one call, and no backend has to lay the weights out anew
-    x_PBTD = jnp.broadcast_to(x_BTD[None], (2, *x_BTD.shape))
-    return jnp.einsum("PBTD,PDF->PBTF", x_PBTD, gate_up_PDF)

@@ -23,9 +23,14 @@ if TYPE_CHECKING:
     from .moe.mix import Mixed, Mixture
     from .moe.routing import Router
 
+    Weight = nnx.Param | jax.Array
+    """A parameter, or what one device has of it."""
+
 Axes = tuple[str, ...]
 Product = Callable[[jax.Array, jax.Array], jax.Array]
 """A product of activations and a weight, linear in both, for whole arrays and pieces alike."""
+Project = Callable[..., jax.Array]
+"""`Operations.project`."""
 
 
 class Operations:
@@ -46,10 +51,13 @@ class Operations:
         return x
 
     def project(
-        self, equation: str, product: Product, x: jax.Array, weight: "nnx.Param", x_axes: Axes,
-        out_axes: Axes,
+        self, equation: str, product: Product, x: jax.Array, weight: "Weight", x_axes: Axes = (),
+        out_axes: Axes = (),
     ) -> jax.Array:  # fmt: skip
-        """`product(x, weight)`, which is the einsum of `equation`, from `x_axes` to `out_axes`."""
+        """`product(x, weight)`, which is the einsum of `equation`, from `x_axes` to `out_axes`.
+
+        Every product with a weight is made here; arrays that one device has whole need no axes.
+        """
         del equation, x_axes, out_axes
         return product(x, weight[...])
 
@@ -89,7 +97,7 @@ class Operations:
 
     @property
     def stripe(self) -> Stripe:
-        """Inside `attend`, `by_row`, `put_prompt`, `write_rows`: the stripe of the cache here."""
+        """Inside `attend`, `by_row`, `write_rows`: the stripe of the cache here."""
         return WHOLE
 
     def by_row(self, body: Callable[..., Any], kept: Any, *rows: jax.Array) -> Any:
@@ -99,17 +107,6 @@ class Operations:
         """
         return body(kept, *rows)
 
-    def put_prompt(
-        self, body: Callable[..., Any], kept: Any, new: Any, length: jax.Array, slot: jax.Array
-    ) -> Any:
-        """`kept` with row `slot` replaced by `body(kept, new, length, stripe)`.
-
-        `body` makes that row from a prompt of one row, or from its length alone, and treats heads
-        and stripes independently; `kept` declares its axes as in `attend`.
-        """
-        rows = body(kept, new, length, WHOLE)
-        return jax.tree.map(lambda x, row: self.put_row(x, row, slot, kept.AXES[0]), kept, rows)
-
     def mix_experts(
         self, mixture: "Mixture", x_BTD: jax.Array, is_token_BT: jax.Array, router: "Router",
         weights: "ExpertWeights",
@@ -117,20 +114,29 @@ class Operations:
         """The mixture of a sparse layer."""
         return mixture(x_BTD, is_token_BT, router, weights)
 
-    def take_row(self, x: jax.Array, row: jax.Array, logical_axes: Axes) -> jax.Array:
-        """Row `row` of an array of rows, as an array; zeros where it has no such row."""
+    def take_row(
+        self, x: jax.Array, row: jax.Array, logical_axes: Axes, num_rows: int
+    ) -> jax.Array:
+        """Row `row` of an array of rows, as an array; zeros where it has no such row.
+
+        Static: `num_rows`, by which rows are numbered; `x` may have only the first of them.
+        """
+        del num_rows
         return row_of(x, row, row_axis(logical_axes))
 
     def put_row(
-        self, x: jax.Array, new: jax.Array, row: jax.Array, logical_axes: Axes
+        self, x: jax.Array, new: jax.Array, row: jax.Array, logical_axes: Axes, num_rows: int
     ) -> jax.Array:
         """`x` with row `row` replaced by an array of one row; as it is where it has no such row."""
+        del num_rows
         return with_row(x, new, row, row_axis(logical_axes))
 
-    def take_rows(self, x: jax.Array, row_B: jax.Array, logical_axes: Axes) -> jax.Array:
-        """Rows `row_B` of an array that leads with rows; zeros for one past the last."""
+    def take_rows(
+        self, x: jax.Array, row_B: jax.Array, logical_axes: Axes, layer: jax.Array | None = None
+    ) -> jax.Array:
+        """Rows `row_B` of an array of rows, or of one layer of it; zeros for one past the last."""
         del logical_axes
-        return rows_of(x, row_B)
+        return rows_of(x, row_B, layer)
 
     def after(self, row_B: jax.Array, x_BTKGH: jax.Array) -> jax.Array:
         """`row_B`, not known before `x_BTKGH`, of the axes of queries, is computed.
@@ -145,10 +151,10 @@ class Operations:
     def write_rows(
         self, body: Callable[..., Any], old: Any, new: Any, rows: Any, logical_axes: Axes
     ) -> Any:
-        """`body(old, new, rows)`: arrays that lead with rows, after some of them were written.
+        """`body(old, new, rows)`: arrays of rows, after some of them were written.
 
-        `new` leads with B and else has the axes of `old`; `rows` are arrays of B entries, the first
-        of which says which row of `old` each belongs to. Nothing is written for others.
+        `new` has B rows and else the axes of `old`; the first of `rows` has B entries, which say to
+        which row of `old` each belongs. Nothing is written for others.
         """
         del logical_axes
         return body(old, new, rows)
@@ -160,6 +166,12 @@ class Operations:
     def top_k(self, logits_BV: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
         """The k largest values of each row and their ids; the lowest id first among equals."""
         return jax.lax.top_k(logits_BV, k)
+
+
+def axes_of(weight: "Weight") -> Axes:
+    """The logical axes that a parameter declares."""
+    assert not isinstance(weight, jax.Array), "a piece of a parameter declares no axes"
+    return weight.get_metadata()["logical_axes"]
 
 
 def row_of(x: jax.Array, row: jax.Array, axis: int = 0) -> jax.Array:
@@ -177,9 +189,13 @@ def with_row(x: jax.Array, new: jax.Array, row: jax.Array, axis: int = 0) -> jax
     return jax.lax.dynamic_update_slice_in_dim(x, new, index, axis=axis)
 
 
-def rows_of(x: jax.Array, row_B: jax.Array) -> jax.Array:
-    """Rows of an array; zeros for one past the last."""
-    return x.at[row_B].get(mode="fill", fill_value=0)
+def rows_of(x: jax.Array, row_B: jax.Array, layer: jax.Array | None = None) -> jax.Array:
+    """Rows of an array, or of one layer of it; zeros for one past the last."""
+    if layer is None:
+        return x.at[row_B].get(mode="fill", fill_value=0)
+    if x.shape[0] == 1:
+        return rows_of(x[0], row_B)
+    return x.at[layer, row_B].get(mode="fill", fill_value=0)
 
 
 def einsum(equation: str, dtype: jax.typing.DTypeLike | None = None) -> tuple[str, Product]:
@@ -189,6 +205,15 @@ def einsum(equation: str, dtype: jax.typing.DTypeLike | None = None) -> tuple[st
         return jnp.einsum(equation, x, weight, preferred_element_type=dtype)
 
     return equation, product
+
+
+def gate_up_product(
+    x: jax.Array, gate_up_PDF: jax.Array, dtype: jax.typing.DTypeLike | None = None
+) -> jax.Array:
+    """Gate and up `[P, ..., F]` of `x` `[..., D]`, in `dtype` where one is given."""
+    # as a batch of two products: one call, and no backend has to lay the weights out anew
+    x_P = jnp.broadcast_to(x[None], (2, *x.shape))
+    return jnp.einsum("P...D,PDF->P...F", x_P, gate_up_PDF, preferred_element_type=dtype)
 
 
 ON_ONE_DEVICE = Operations()

@@ -13,12 +13,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from .operations import Operations
 
 
 class SamplingState(NamedTuple):
-    """Parameters per slot, set at insert and constant until the slot changes hands."""
+    """Parameters per slot, set at prefill and constant until the slot changes hands."""
 
     temperature_B: jax.Array
     """0 is greedy."""
@@ -142,7 +143,8 @@ def score_tokens(
 
     def score(logits_BV: jax.Array) -> TokenScores:
         lse_B = jax.nn.logsumexp(logits_BV, axis=-1)
-        chosen_B = jnp.take_along_axis(logits_BV, token_B[:, None], axis=-1)[:, 0] - lse_B
+        # subtracted from zero: the negative of an entropy of zero would be -0.0
+        chosen_B = 0.0 - optax.softmax_cross_entropy_with_integer_labels(logits_BV, token_B)
         top_BR, ids_BR = operations.top_k(logits_BV, num_alternatives)
         return TokenScores(chosen_B, ids_BR, top_BR - lse_B[:, None])
 

@@ -3,14 +3,12 @@
 Knows nothing of how entries came to be there: masks come from their positions.
 """
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 
 from .attention import Attend, Visibility, merge, with_sinks
 from .config import Window
-from .kept_layers import OneLayer
+from .kept_layers import KeysAndValues
 from .operations import ON_ONE_DEVICE, Operations
 from .segments import Segments
 
@@ -18,37 +16,37 @@ from .segments import Segments
 def attend_cached(
     attend: Attend,
     q_BTKGH: jax.Array,
-    layer: OneLayer,
+    entries: list[KeysAndValues],
     query_position_BT: jax.Array,
     key_position_BS: Segments,
     window: Window,
     sink_KG: jax.Array | None = None,
     operations: Operations = ON_ONE_DEVICE,
-    sees_beginning: bool = False,
 ) -> jax.Array:
     """Attend to every segment and merge, with those of other devices too: `out_BTKGH`.
 
     Queries of several heads may read one head of the cache. `query_position_BT` is of all queries,
-    also where some of them are elsewhere. Static: `sees_beginning`, as `Visibility` has it.
+    also where some of them are elsewhere.
     """
 
     def attend_entries(
-        q_BTKGH: jax.Array, query_position_BT: jax.Array, entries: tuple[OneLayer, Segments]
+        q_BTKGH: jax.Array,
+        query_position_BT: jax.Array,
+        entries: tuple[list[KeysAndValues], Segments],
     ) -> tuple[jax.Array, jax.Array]:
-        layer, key_position_BS = entries
-        see = partial(Visibility, window=window, sees_beginning=sees_beginning)
+        keys_values, key_position_BS = entries
         parts = []
-        for (k_BKHS, v_BKSH), position_BS in zip(layer.read(), key_position_BS, strict=True):
-            visibility = see(rows_in(query_position_BT, position_BS), position_BS)
+        for (k_BKHS, v_BKSH), position_BS in zip(keys_values, key_position_BS, strict=True):
+            visibility = Visibility(rows_in(query_position_BT, position_BS), position_BS, window)
             part = attend(rows_in(q_BTKGH, position_BS), k_BKHS, v_BKSH, visibility)
             parts.append(_seen_by_all(*part, q_BTKGH.shape[0]))
         return merge(parts)
 
     B, T, _, _, H = q_BTKGH.shape
-    k_BKHS, _ = layer.read()[0]
+    k_BKHS, _ = entries[0]
     grouped_BTKGH = q_BTKGH.reshape(B, T, k_BKHS.shape[1], -1, H)
     attend_cache = operations.over_cache(attend_entries, window)
-    attended = attend_cache(grouped_BTKGH, query_position_BT, (layer, key_position_BS))
+    attended = attend_cache(grouped_BTKGH, query_position_BT, (entries, key_position_BS))
     return with_sinks(*attended, sink_KG).reshape(*q_BTKGH.shape[:-1], -1)
 
 

@@ -32,22 +32,6 @@ def num_entries(segments: Segments, axis: int) -> int:
     return sum(segment.shape[axis] for segment in segments)
 
 
-def cut(new: jax.Array, segments: Segments, axis: int) -> Segments:
-    """A row in pieces like the segments, filled up with zeros along `axis`."""
-    return tuple(
-        _piece(new, start, segment, axis)
-        for start, segment in zip(segment_starts(segments, axis), segments, strict=True)
-    )
-
-
-def _piece(new: jax.Array, start: int, segment: jax.Array, axis: int) -> jax.Array:
-    S, T = segment.shape[axis], new.shape[axis]
-    part = jax.lax.slice_in_dim(new, min(start, T), min(start + S, T), axis=axis)
-    padding = [(0, 0)] * part.ndim
-    padding[axis] = (0, S - part.shape[axis])
-    return jnp.pad(part, padding).astype(segment.dtype)
-
-
 def held_positions(length: jax.Array | int, num_entries: int) -> jax.Array:
     """The position in each entry after `length` tokens: the latest that lies there, or empty.
 

@@ -60,6 +60,16 @@ IN_ORDER = Stripes()
 WHOLE = Stripe()
 
 
+def dealt(x: jax.Array, axis: int, lies: Stripes, wanted: Stripes, fill: int) -> jax.Array:
+    """Tokens in other stripes than they came in, filled up to as many as divide."""
+    if lies == wanted:
+        return x
+    x = lies.restore(x, axis)
+    padding = [(0, 0)] * x.ndim
+    padding[axis] = (0, -x.shape[axis] % wanted.count)
+    return wanted.lay(jnp.pad(x, padding, constant_values=fill), axis)
+
+
 def _transposed(x: Array, axis: int, major: int, minor: int) -> Array:
     split = x.reshape(*x.shape[:axis], major, minor, *x.shape[axis + 1 :])
     return split.swapaxes(axis, axis + 1).reshape(x.shape)

@@ -2,7 +2,7 @@
 
 A loop holds its layers' computation once, however many turns it has, so programs of deep models
 stay small. The weights of a turn are slices of arrays with the layers first; the cache of all turns
-goes round the loop, and so is written in place; what a prompt leaves comes out turn by turn.
+is carried through the loop, and so is written in place.
 
 Knows nothing of what a layer computes or keeps.
 """
@@ -15,12 +15,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .kept_layers import in_turns
 from .layer_groups import Group
 from .moe.layer import ExpertCall
 
 Kept = tuple[Any, ...]
-"""What each place of a group keeps."""
+"""The cache of each place of a group; None for each where there is no cache."""
 
 
 class RunLayer(Protocol):
@@ -32,10 +31,10 @@ class RunLayer(Protocol):
         block: Any,
         x_BTD: jax.Array,
         old: Any,
-        turn: jax.Array | None,
+        turn: jax.Array,
         experts: ExpertCall,
     ) -> tuple[jax.Array, Any]:
-        """`layers` are those of the place, `old` what its cache holds before, None without one."""
+        """`layers` are those of the place, `old` what its cache holds before."""
         ...
 
 
@@ -47,7 +46,7 @@ def run_groups(
     cache: Sequence[Any] | None,
     experts: ExpertCall,
 ) -> tuple[jax.Array, Kept]:
-    """All groups in order; `blocks`, `cache` and what is kept have an entry for each place."""
+    """All groups in order; `blocks` and `cache`, if there is one, have an entry for each place."""
     kept: Kept = ()
     for group in groups:
         places = slice(len(kept), len(kept) + len(group))
@@ -55,7 +54,7 @@ def run_groups(
         one_turn = partial(_one_turn, group, run_layer)
         num_turns = len(group[0])
         if num_turns == 1:
-            x_BTD, made = one_turn(blocks[places], x_BTD, old, None, experts)
+            x_BTD, made = one_turn(blocks[places], x_BTD, old, jnp.int32(0), experts)
         else:
             x_BTD, made = _loop(one_turn, num_turns, blocks[places], x_BTD, old, experts)
         kept += made
@@ -68,7 +67,7 @@ def _one_turn(
     blocks: Sequence[Any],
     x_BTD: jax.Array,
     old: Kept,
-    turn: jax.Array | None,
+    turn: jax.Array,
     experts: ExpertCall,
 ) -> tuple[jax.Array, Kept]:
     kept: Kept = ()
@@ -87,20 +86,17 @@ def _loop(
     experts: ExpertCall,
 ) -> tuple[jax.Array, Kept]:
     definition, weights = nnx.split(nnx.List(blocks))
-    has_cache = old[0] is not None
 
     def body(carry: tuple[jax.Array, Kept], inputs: tuple[jax.Array, Any]):
-        x_BTD, old = carry
         turn, weights = inputs
         call = ExpertCall(experts.is_token_BT, experts.dispatch)
-        x_BTD, kept = one_turn(nnx.merge(definition, weights), x_BTD, old, turn, call)
-        goes_round, comes_out = (kept, ()) if has_cache else (old, kept)
-        return (x_BTD, goes_round), (comes_out, call.use(), call.num_dropped_BT)
+        carry = one_turn(nnx.merge(definition, weights), *carry, turn, call)
+        return carry, (call.use(), call.num_dropped_BT)
 
     turns = (jnp.arange(num_turns), weights)
-    (x_BTD, cache), (made, use, num_dropped) = jax.lax.scan(body, (x_BTD, old), turns)
+    (x_BTD, cache), (use, num_dropped) = jax.lax.scan(body, (x_BTD, old), turns)
     if use is not None:
         # turns, and in each its sparse places: layers in order
         use = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), use)
         experts.add(use, jnp.sum(num_dropped, axis=0))
-    return x_BTD, cache if has_cache else tuple(map(in_turns, made))
+    return x_BTD, cache

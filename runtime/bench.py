@@ -13,20 +13,24 @@ figure; times are medians of the repeats.
 import argparse
 import json
 import statistics
+import sys
 import time
 import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from . import strict_config
 from .batch.disk import Disk, replace_file
 from .batch.job import EXIT_BUILD, JobError
-from .batch.output import check_outputs
+from .batch.job_files import check_files
 from .checkpoint import open_model
+from .console import tell
 from .default_target import default_target
-from .layout_files import read_layout_table
+from .layout_files import layout_file, read_layout_table
 from .machine import describe_machine
 from .request import Request, SamplingParams
 from .run_config import apply_overrides
@@ -64,7 +68,7 @@ class Timing:
     """One run of a case."""
 
     prefill_seconds: float
-    """Prefill and insert calls."""
+    """Prefill and fork calls."""
     decode_seconds: float
     wall_seconds: float
 
@@ -98,15 +102,17 @@ def main(arguments: Sequence[str]) -> int:
     _check_files(options)
     hardware = None if options.calibration is None else _hardware(options)
     with open_model(options.model) as files:
+        files.unread.report(partial(tell, sys.stderr), is_strict=options.strict_config)
         if hardware is not None:
             return _calibrate(_load(files, options), hardware, options)
         cases = _cases(options, files.spec.config.max_position)
         model = _load(files, options)
-        print(_header(model, options), flush=True)
+        say = partial(tell, sys.stdout)
+        say(_header(model, options))
         results = []
         for case in cases:
             results.append(_run_or_name(model, case, options.repeats, options.set))
-            print(_line(results[-1]), flush=True)
+            say(_line(results[-1]))
         if options.json:
             _write(options.json, _report(options, files, model.dtype, results))
     return 0
@@ -190,7 +196,7 @@ def _run_once(
     if failed is not None:
         raise failed
     phases = generator.engine.metrics.report()["phases"]
-    prefill_seconds = phases["prefill_seconds"] + phases["insert_seconds"]
+    prefill_seconds = phases["prefill_seconds"] + phases["fork_seconds"]
     return Timing(prefill_seconds, phases["decode_seconds"], wall_seconds)
 
 
@@ -235,6 +241,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     add("--kind", default="", help="for it: whose table the accelerators of --target have (h100)")
     add("--longest", type=int, default=1024, help="positions of the longest rows timed for it")
+    strict_config.add_option(parser)
     options = parser.parse_args(arguments)
     if options.repeats < 1:
         parser.error(f"argument --repeats: expected at least 1, got {options.repeats}.")
@@ -253,9 +260,10 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def _check_files(options: argparse.Namespace) -> None:
     """Refuse what cannot be written, before the work that it is for."""
-    read = [Path(path) for path in (options.model, options.layout, options.hardware) if path]
-    for path in filter(None, (options.json, options.calibration)):
-        check_outputs([path], read, "an input")
+    named = {"the file of --json": options.json, "the calibration": options.calibration}
+    outputs = {what: path for what, path in named.items() if path is not None}
+    read = (Path(options.model), layout_file(options.layout or ""), options.hardware)
+    check_files(outputs, [("an input", path) for path in read])
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
@@ -291,10 +299,10 @@ def _load(files, options: argparse.Namespace) -> "LoadedModel":
     from ..sharding.layout import Layout
     from . import compilation_cache, session
 
-    compilation_cache.enable()
+    compilation_cache.enable(partial(tell, sys.stderr))
     table = None if options.layout is None else read_layout_table(options.layout)
     layout = None if table is None else Layout.from_table(table)
-    session.prepare_cpu(options.target)
+    session.prepare_jax(options.target)
     target = find_target(options.target)
     session.check_present(target)
     session.check_layout(layout, files, target)
@@ -313,11 +321,10 @@ def _calibrate(model: "LoadedModel", hardware: "Hardware", options: argparse.Nam
     from .planning.calibrate import measure
 
     longest = min(options.longest, model.definition.config.max_position)
-    calibration = measure(
-        model, hardware, longest, options.layout or "", lambda line: print(line, flush=True)
-    )
+    say = partial(tell, sys.stdout)
+    calibration = measure(model, hardware, longest, options.layout or "", say)
     _write(options.calibration, calibration.to_json())
-    print(
+    say(
         f"{options.calibration}: median error {calibration.median_error:.1%} over the calls that "
         f"it was made from"
     )

@@ -8,34 +8,58 @@ Exit codes: 0 all rows fine, 1 some rows failed, 2 usage or configuration, 3 mod
 """
 
 import argparse
+import re
 import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
-from . import errors, pod_options
+from . import errors, pod_options, strict_config
+from .console import printable, tell
+from .run_config import ConfigError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand; errors of the user become one line on stderr."""
+    arguments = sys.argv[1:] if arguments is None else arguments
     options = _parser().parse_args(arguments)
     try:
+        _refuse_urls(arguments)
         return options.run(options)
     except BaseException as error:
         code = errors.exit_code(error)
         if code is None:
             raise
         if options.debug:
-            traceback.print_exc()
+            tell(sys.stderr, traceback.format_exc().rstrip())
         else:
-            print(f"noria: {errors.message(error)}", file=sys.stderr)
+            tell(sys.stderr, f"noria: {errors.message(error)}")
         if errors.is_stop(error):
             errors.leave_at_once(code)
         return code
 
 
+def _refuse_urls(arguments: Sequence[str]) -> None:
+    """Refuse URLs as they were typed, before a path drops one of their two slashes."""
+    for argument in arguments:
+        found = re.fullmatch(r"(?:-[^=]*=)?([A-Za-z][A-Za-z0-9+.-]*://.*)", argument, re.DOTALL)
+        if found is not None:
+            raise ConfigError(
+                f"{found[1]}: expected a path on this machine, as noria opens no URLs. Copy it "
+                "here, or mount it, and give the path."
+            )
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors show control characters in arguments escaped."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(printable(message))
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="noria",
         description="Define-then-run LLM batch inference on JAX.",
         epilog=__doc__.partition("\n\n")[2] if __doc__ else None,
@@ -59,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_batch(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_batch(commands: "argparse._SubParsersAction[_Parser]") -> None:
     batch = commands.add_parser(
         "batch",
         help="answer every row of a file",
@@ -88,12 +112,25 @@ def _add_batch(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         default="model",
         help="sampling defaults: those of the model's generation_config.json, or noria's",
     )
+    add(
+        "--now",
+        metavar="TIME",
+        help="local time that chat templates see, as 2026-01-31T12:00:00 (default: when the job "
+        "starts); give all parts of a job the same time",
+    )
     add("--grace-seconds", type=float, default=20.0, help="for rows in flight at a first signal")
     add("--on-error", choices=("row", "raise"), default="row", help="raise: stop at a bad row")
     add("--error-file", type=Path, help="write error rows here instead of into the output")
     add("--rows", default="0/1", metavar="I/N", help="only rows I, I+N, I+2N, ...; see noria merge")
+    add(
+        "--expect-weights",
+        type=_weights_digest,
+        metavar="SHA256",
+        help="refuse weights with another digest; noria inspect --weights-digest prints it",
+    )
     add("--restart", action="store_true", help="discard what an earlier run has finished")
     add("--quiet", action="store_true", help="no progress on stderr")
+    strict_config.add_option(batch)
     several = batch.add_argument_group("several processes over one mesh")
     pod_options.add_options(several)
     several.add_argument(
@@ -104,9 +141,18 @@ def _add_batch(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     batch.set_defaults(run=_run_batch)
 
 
-def _add_modules(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _weights_digest(text: str) -> str:
+    from .checkpoint.weights_digest import parse_digest
+
+    try:
+        return parse_digest(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _add_modules(commands: "argparse._SubParsersAction[_Parser]") -> None:
     """Subcommands with a module each that has their options, and loads nothing heavy for them."""
-    from . import compile_command
+    from . import compile_command, convert_command
     from .layouts import command as layouts_command
     from .planning import command as plan_command
 
@@ -129,6 +175,15 @@ def _add_modules(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
             epilog="example: noria compile --model smollm2 --plan plan.toml -o bundle",
         )
     )
+    convert_command.add_options(
+        add(
+            "convert",
+            help="write a model as a checkpoint of noria's own",
+            description="Write any model that noria loads as an orbax checkpoint, with its "
+            "tokenizer and generation defaults. Each device then reads its own part of it.",
+            epilog="example: noria convert --model smollm2 -o checkpoint",
+        )
+    )
     layouts_command.add_options(
         add(
             "layouts",
@@ -140,7 +195,7 @@ def _add_modules(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
 
 
-def _add_experts(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_experts(commands: "argparse._SubParsersAction[_Parser]") -> None:
     experts = commands.add_parser(
         "experts",
         help="choose capacities for a mixture of experts from finished jobs",
@@ -154,13 +209,17 @@ def _add_experts(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     experts.set_defaults(run=_run_experts)
 
 
-def _add_inspect(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_inspect(commands: "argparse._SubParsersAction[_Parser]") -> None:
     inspect = commands.add_parser("inspect", help="what a checkpoint holds")
     inspect.add_argument("model", help="directory, .gguf file, or smollm2")
+    inspect.add_argument(
+        "--weights-digest", action="store_true", help="print the digest of all weights"
+    )
+    strict_config.add_option(inspect)
     inspect.set_defaults(run=_run_inspect)
 
 
-def _add_merge(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_merge(commands: "argparse._SubParsersAction[_Parser]") -> None:
     merge = commands.add_parser(
         "merge",
         help="the parts of a job into one file",
@@ -200,7 +259,10 @@ def _run_experts(options: argparse.Namespace) -> int:
 def _run_inspect(options: argparse.Namespace) -> int:
     from .checkpoint import open_model
 
-    print(open_model(options.model).describe())
+    with open_model(options.model) as files:
+        tell(sys.stdout, files.describe(digest_weights=options.weights_digest))
+        if options.strict_config:
+            files.unread.report(str, is_strict=True)
     return 0
 
 

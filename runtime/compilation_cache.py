@@ -1,27 +1,82 @@
-"""Where compiled programs are kept between processes: jax's persistent compilation cache.
+"""The folder of compiled programs kept between processes: jax's persistent compilation cache.
 
 Knows nothing of graphs. A cached program is found by its content, compiler version and flags, so a
-stale entry is never used; the directory belongs to the user and is trusted like the installed
-packages.
+stale entry is never used. A program runs with the rights of the user who loads it, so the folder
+must belong to that user and be closed to all others. So must its parent, where somebody could
+replace the folder. Entries need no check, as nobody else can write into a closed folder.
+Guarantees: a job whose cache cannot be used or trusted says so in one line, and compiles.
 """
 
 import os
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
+
+from . import errors
+from .bundles.own_files import BundleUnusable, opened
+
+_OWN = 0o700
+
+
+class CacheUnusable(ValueError):
+    """The reason why compiled programs are not kept."""
 
 
 def default_directory() -> Path:
     """The user's cache directory for noria's compiled programs."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "noria" / "xla"
+    try:
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # no HOME, and the user is in no list
+        raise CacheUnusable("there is no home folder; set XDG_CACHE_HOME to a folder") from None
+    return root / "noria" / "xla"
 
 
-def enable(directory: Path | None = None) -> Path:
-    """Keep every compiled program from here on, however quick its compile was."""
+def check_trusted(directory: Path) -> None:
+    """Raise CacheUnusable if somebody else may have written a program that would be run."""
+    try:
+        with opened(directory.parent) as parent, opened(directory.name, parent) as descriptor:
+            os.fchmod(descriptor, _OWN)
+    except BundleUnusable as error:
+        raise CacheUnusable(f"{directory}: {error}") from None
+    except OSError as error:
+        raise CacheUnusable(
+            f"{directory}: expected a folder, no link to one, in a folder ({error.strerror}); "
+            f"move it away"
+        ) from None
+
+
+def enable(on_note: Callable[[str], None], directory: Path | None = None) -> None:
+    """Keep every compiled program from here on, however quick its compile was.
+
+    Args:
+      on_note: Called with one line that gives the reason, if nothing is kept.
+      directory: The folder of the cache; by default the user's.
+    """
     import jax
 
-    directory = directory or default_directory()
-    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        directory = directory or default_directory()
+        _make(directory)
+    except CacheUnusable as error:
+        on_note(f"no compile cache, so every run compiles anew: {error}.")
+        return
     jax.config.update("jax_compilation_cache_dir", str(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    return directory
+
+
+def _make(directory: Path) -> None:
+    """Make the folder, and check that it is trusted and can be written."""
+    remedy = "set XDG_CACHE_HOME to a folder that can be written"
+    try:
+        directory.parent.parent.mkdir(parents=True, exist_ok=True)
+        for folder in (directory.parent, directory):
+            folder.mkdir(exist_ok=True, mode=_OWN)
+    except OSError as error:
+        raise CacheUnusable(f"{errors.message(error)}; {remedy}") from None
+    check_trusted(directory)
+    try:
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise CacheUnusable(f"{directory}: {error.strerror}; {remedy}") from None

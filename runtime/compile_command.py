@@ -10,8 +10,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import pod_options
+from . import pod_options, strict_config
+from .batch.job_files import check_files
 from .batch.peers import Peers
+from .console import tell
 from .counted import counted
 from .plan_files import read_plan_table
 from .run_config import ConfigError, apply_overrides
@@ -34,6 +36,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--weights", action="store_true", help="keep the weights too, as the plan wants them")
     add("--set", action="append", default=[], metavar="A.B=V", help="override a key of the plan")
     add("--quiet", action="store_true", help="no progress on stderr")
+    strict_config.add_option(parser)
     pod_options.add_options(parser.add_argument_group("several processes over one mesh"))
     parser.set_defaults(run=run)
 
@@ -61,9 +64,12 @@ def _compile(options: argparse.Namespace, plan: "Plan", peers: Peers) -> None:
 
     def report(built: object) -> None:
         if peers.leads and not options.quiet:
-            print(built, file=sys.stderr, flush=True)
+            tell(sys.stderr, built)
 
+    folder = bundle.own_folder(options.output, peers.rank, peers.size)
+    check_files({}, [("the plan that is read", options.plan)], bundle.tables_in(folder))
     with open_model(options.model, needs_weights=options.weights) as files:
+        files.unread.report(report, is_strict=options.strict_config)
         bundle.check_folder(options.output, files.path, peers)
         facts = {
             "plan": plan.to_toml(),
@@ -73,16 +79,16 @@ def _compile(options: argparse.Namespace, plan: "Plan", peers: Peers) -> None:
         peers.agree(lambda: facts)
         found = compile_for_target(plan, files, report)
         target, seconds, config = found.target, found.graph_seconds, files.spec.config
-        weights = _weights(plan, target, files) if options.weights else None
-        folder = bundle.own_folder(options.output, peers.rank, peers.size)
+        weights = _weights(plan, target, files, peers) if options.weights else None
         bundle.write(folder, plan, target, config, found.graphs, seconds, weights)
     kept = "kept" if target.is_present else f"not kept, as {target.name} is not there"
     kept += f", with {weights.num_bytes / GIGABYTE:.2f} GB of weights" if weights else ""
     most = max(found.memory_bytes.values())
-    print(
+    tell(
+        sys.stdout,
         f"{folder}: {counted(len(seconds), 'graph')} compiled in {found.seconds:.1f} s, "
         f"{kept}; a call needs up to {most / GIGABYTE:.2f} GB on each device, with all that "
-        f"it is given"
+        f"it is given",
     )
 
 
@@ -97,12 +103,14 @@ def _check_present(target: str, option: str, why: str) -> None:
         )
 
 
-def _weights(plan: "Plan", target: "Target", files: "ModelFiles") -> "Weights":
+def _weights(plan: "Plan", target: "Target", files: "ModelFiles", peers: Peers) -> "Weights":
     """The parameters as the plan wants them."""
     from . import session
     from .bundles.bundle import Weights
 
+    weights = files.weights_digest(peers)
+    weights.start()
     model = session.load_model(
         files, target, plan.model.dtype, plan.layout, scan_layers=plan.model.scan_layers
     )
-    return Weights(files.fingerprint(), model.parameters)
+    return Weights(weights.result(), model.parameters)

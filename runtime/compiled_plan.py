@@ -38,7 +38,7 @@ def compile_for_target(
     plan: Plan, files: ModelFiles, on_graph: Callable[[GraphBuilt], None]
 ) -> CompiledPlan:
     """Compile all graphs anew; JobError says why one of them does not compile."""
-    session.prepare_cpu(plan.target)
+    session.prepare_jax(plan.target)
     target = find_target(plan.target)
     session.check_model(plan, files)
     session.check_layout(plan.layout, files, target, plan.buckets)

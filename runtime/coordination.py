@@ -17,6 +17,8 @@ from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from typing import Any
 
+from .console import tell
+
 CONNECT_SECONDS = 300
 _LONG_MS = 7 * 24 * 3600 * 1000
 _ABORTED = 75
@@ -165,7 +167,7 @@ def _speak_before_abort(last_words: Callable[[], str | None]) -> None:
     def handle(number: int) -> None:
         del number
         if words := last_words():
-            print(f"noria: {words}", file=sys.stderr, flush=True)
+            tell(sys.stderr, f"noria: {words}")
             os._exit(_ABORTED)
 
     libc = ctypes.CDLL(None)

@@ -1,4 +1,4 @@
-"""The slots of the decode batch, as scheduling sees them: who is in them, and the next call's span.
+"""The slots of the decode batch, as scheduling sees them: who has them, and the next call's span.
 
 Pure state, without clock or device. Knows nothing of how prompts come into slots.
 """
@@ -49,45 +49,38 @@ class _Occupant:
 
 
 class DecodeSlots:
-    """The rows that decode."""
+    """Slots that are free, that are claimed for prompts on their way, and that decode."""
 
     def __init__(self, grid: BucketGrid):
         self._grid = grid
         self._occupants: dict[int, _Occupant] = {}
         self._reach = [grid.reach(slot) for slot in range(grid.decode_slots)]
         self._sorted_reach = sorted(self._reach)
+        # the shortest first, so that a row takes the shortest slot that holds it
+        self._order = sorted(range(len(self._reach)), key=self._reach.__getitem__)
+        self._free = set(self._order)
 
     def __len__(self) -> int:
         return len(self._reach)
 
     @property
     def free(self) -> list[int]:
-        """Slots in which nothing decodes."""
-        return [slot for slot in range(len(self)) if slot not in self._occupants]
+        """Slots that nobody has, the shortest first."""
+        return [slot for slot in self._order if slot in self._free]
 
-    @property
-    def longest_free(self) -> int:
-        """How far the longest free slot reaches; 0 without any."""
-        return max((self._reach[slot] for slot in self.free), default=0)
-
-    def those_for(self, job: Job, slots: list[int]) -> list[int]:
-        """Of these slots those that hold all that a sequence may become, the shortest first."""
-        suited = (slot for slot in slots if job.limit <= self._reach[slot])
-        return sorted(suited, key=self._reach.__getitem__)
+    def holds(self, slot: int, job: Job) -> bool:
+        """Whether a slot holds all that a sequence of a job may become."""
+        return job.limit <= self._reach[slot]
 
     def num_for(self, job: Job) -> int:
         """Slots, free or not, that hold all that a sequence of a job may become."""
-        return self.num_reaching(job.limit)
+        return len(self) - bisect_left(self._sorted_reach, job.limit)
 
-    def reach(self, slot: int) -> int:
-        """The longest row that a slot holds."""
-        return self._reach[slot]
-
-    def num_reaching(self, length: int, slots: list[int] | None = None) -> int:
-        """Of these slots, or of all, those that hold so many tokens."""
-        if slots is None:
-            return len(self) - bisect_left(self._sorted_reach, length)
-        return sum(self._reach[slot] >= length for slot in slots)
+    def num_idle_for(self, job: Job) -> int:
+        """Those of them in which nothing decodes."""
+        return sum(
+            self.holds(slot, job) for slot in range(len(self)) if slot not in self._occupants
+        )
 
     @property
     def live(self) -> tuple[int, ...]:
@@ -103,6 +96,10 @@ class DecodeSlots:
         """The requests that decode."""
         return {occupant.sequence.job.number for occupant in self._occupants.values()}
 
+    def claim(self, slots: list[int]) -> None:
+        """Take free slots for the sequences of a prompt."""
+        self._free.difference_update(slots)
+
     def put(self, slot: int, sequence: Sequence) -> None:
         """Let a sequence decode whose prompt is in its slot."""
         self._occupants[slot] = _Occupant(sequence, sequence.job.prompt_length)
@@ -112,8 +109,9 @@ class DecodeSlots:
         self._occupants[slot].length += num_tokens
 
     def release(self, slot: int) -> None:
-        """Free a slot whose row ended."""
-        del self._occupants[slot]
+        """Free a slot, whether its row decoded or not."""
+        self._occupants.pop(slot, None)
+        self._free.add(slot)
 
     def decode(self) -> DecodeAction | None:
         """The call of all live slots over the shortest span that holds them; None without any."""

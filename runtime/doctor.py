@@ -13,9 +13,9 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
-from .compilation_cache import default_directory
+from .compilation_cache import CacheUnusable, check_trusted, default_directory
+from .console import tell
 
 OLDEST_PYTHON = (3, 11)
 USER_EXTRAS = ("hf", "gguf")
@@ -67,10 +67,10 @@ def main() -> int:
     width = max(len(finding.subject) for finding in findings)
     for finding in findings:
         mark = "  " if finding.ok else "! "
-        print(f"{mark}{finding.subject:<{width}}  {finding.text}")
+        tell(sys.stdout, f"{mark}{finding.subject:<{width}}  {finding.text}")
     broken = [finding.subject for finding in findings if not finding.ok]
     if broken:
-        print(f"\nBroken: {', '.join(broken)}.")
+        tell(sys.stdout, f"\nBroken: {', '.join(broken)}.")
         return 2
     return 0
 
@@ -85,7 +85,7 @@ def examine() -> Iterator[Finding]:
     yield from _machine()
     yield from _plugins()
     yield from _devices()
-    yield _compilation_cache(default_directory())
+    yield _compilation_cache()
 
 
 def parse_requirements(lines: list[str]) -> list[Requirement]:
@@ -187,17 +187,23 @@ def _devices() -> Iterator[Finding]:
     yield Finding("devices", text)
 
 
-def _compilation_cache(directory: Path) -> Finding:
+def _compilation_cache() -> Finding:
     """Whether compiled programs can be kept; without it jobs run, and compile every time."""
-    parent = directory
+    subject = "compilation cache"
+    try:
+        directory = parent = default_directory()
+        if directory.exists():
+            check_trusted(directory)
+    except CacheUnusable as error:
+        return Finding(subject, str(error), ok=False)
     while not parent.exists():
         parent = parent.parent
     try:
         with tempfile.TemporaryFile(dir=parent):
-            return Finding("compilation cache", f"{directory} (writable)")
+            return Finding(subject, f"{directory} (writable)")
     except OSError as error:
         remedy = "set XDG_CACHE_HOME to a writable directory"
-        return Finding("compilation cache", f"{directory}: {error.strerror}; {remedy}", ok=False)
+        return Finding(subject, f"{parent}: {error.strerror}; {remedy}", ok=False)
 
 
 def _version(distribution: str) -> str | None:

@@ -8,22 +8,24 @@ given), explicit transfers only, and a row that meets non-finite logits ends alo
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import numpy as np
 
 from ..compile.bucket_grid import PrefillBucket
 from ..compile.compiled_graphs import CompiledGraphs
-from ..compile.steps import NO_TOKEN, DecodeOutput, DecodeState, Prompts
+from ..compile.graph_failures import naming_graph
+from ..compile.steps import NO_TOKEN, DecodeOutput, DecodeState
 from ..modelzoo.moe.use import ExpertReport
 from ..modelzoo.sampling import SamplingState, TokenScores
-from .chunk_scheduler import ChunkAction, ChunkOfPrompt, ChunkScheduler, ForkAction, OpenAction
 from .decode_slots import DecodeAction, Job, Sequence
+from .engine_events import ChoicesDropped, Event, PromptScored, TokensEmitted
 from .host_arrays import HostArrays
 from .metrics import EngineMetrics
-from .padding import pack_chunks, pack_prompts, pack_sampling
+from .padding import pack_pieces, pack_requests, pack_sampling
 from .request import Request, SamplingParams, TokenLogprob
-from .scheduler import InsertAction, PrefillAction, Scheduler
+from .scheduler import Action, ForkAction, PrefillAction, PromptPiece, Scheduler
 
 
 @dataclass(frozen=True)
@@ -34,41 +36,6 @@ class EngineRequest:
     request: Request
     seed: int
     stop_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class PromptScored:
-    """The log-probabilities of a request's prompt tokens, from the second on."""
-
-    number: int
-    scores: list[TokenLogprob]
-
-
-@dataclass(frozen=True)
-class TokensEmitted:
-    """New ids of one sequence, and whether and how it ended."""
-
-    number: int
-    sample: int
-    token_ids: list[int]
-    scores: list[TokenLogprob]
-    is_finished: bool
-    is_finite: bool
-
-
-@dataclass(frozen=True)
-class ChoicesDropped:
-    """Choices of experts that found a capacity full, in one call."""
-
-    number: int
-    sample: int
-    """The sequence that lost them; of a prompt the first of those that share this reading."""
-    is_of_prompt: bool
-    count: int
-
-
-Event = PromptScored | TokensEmitted | ChoicesDropped
-Action = PrefillAction | InsertAction | OpenAction | ChunkAction | ForkAction | DecodeAction
 
 
 class Engine:
@@ -84,19 +51,20 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ):
         self.metrics = EngineMetrics()
-        self.scheduler = (ChunkScheduler if graphs.grid.chunks else Scheduler)(graphs.grid)
         self.last_action: Action | None = None
         self._graphs = graphs
+        self.scheduler = Scheduler(graphs.grid)
         self._parameters = parameters
         self._state = state
         self._host = host
         self._padded_vocab = padded_vocab
         self._clock = clock
         self._requests: dict[int, EngineRequest] = {}
-        self._prompts: dict[int, tuple[PrefillBucket, Prompts]] = {}
         self._in_slot: dict[int, Sequence] = {}
         self._scores: dict[int, list[TokenLogprob]] = {}
-        """Of prompts of which some chunks are scored."""
+        """Log-probabilities of prompts of which some pieces are scored."""
+        self._unclean: set[int] = set()
+        """Slots that may hold numbers that are not finite."""
 
     def submit(self, request: EngineRequest) -> None:
         """Queue a request; it must fit the grid."""
@@ -113,55 +81,99 @@ class Engine:
             if sequence.job.number == number and sequence.sample == sample:
                 self._release(slot)
 
+    def abandon(self) -> None:
+        """Drop all requests, also after a step that was interrupted."""
+        self.scheduler = Scheduler(self._graphs.grid)
+        for kept in (self._requests, self._in_slot, self._scores, self._unclean):
+            kept.clear()
+        # a call may have taken the state and not have given it back
+        for array in jax.tree.leaves(self._state):
+            array.delete()
+        self._state = self._graphs.empty_state()
+
     def step(self) -> list[Event] | None:
-        """Carry out the next action; None when nothing is left to do."""
-        self.last_action = self.scheduler.next_action()
-        match self.last_action:
-            case PrefillAction() as action:
-                return self._prefill(action)
-            case InsertAction() as action:
-                return self._insert(action)
-            case OpenAction() as action:
-                return self._open(action)
-            case ChunkAction() as action:
-                return self._chunk(action)
-            case ForkAction() as action:
-                return self._fork(action)
-            case DecodeAction() as action:
-                return self._decode(action)
-            case None:
-                return None
+        """Carry out the next action; None when nothing is left to do.
+
+        Raises:
+          GraphFailed: The device refuses the action's graph, or ran out of memory in it.
+        """
+        action = self.last_action = self.scheduler.next_action()
+        if action is None:
+            return None
+        name, carry_out = self._graph_of(action)
+        with naming_graph(name, self._graphs.grid, "failed as it ran"):
+            return carry_out()
+
+    def _graph_of(self, action: Action) -> tuple[str, Callable[[], list[Event]]]:
+        """The graph that carries an action out, and the call that runs it."""
+        match action:
+            case PrefillAction(bucket=bucket, is_scored=is_scored):
+                name = CompiledGraphs.prefill_name(bucket, is_scored)
+                return name, partial(self._prefill, action)
+            case ForkAction():
+                return CompiledGraphs.FORK, partial(self._fork, action)
+            case DecodeAction(span=span):
+                return CompiledGraphs.decode_name(span), partial(self._decode, action)
 
     def _prefill(self, action: PrefillAction) -> list[Event]:
-        start = self._clock()
-        requests = [self._requests[job.number] for job in action.jobs]
+        start, grid = self._clock(), self._graphs.grid
+        bucket, rows = action.bucket, action.rows
+        requests = [self._requests[row.sequence.job.number] for row in rows]
         prompts = [request.request.prompt_token_ids for request in requests]
-        tokens_BT, true_length_B = pack_prompts(prompts, action.bucket)
-        events: list[Event] = []
-        if action.is_scored:
-            arguments = (tokens_BT, true_length_B, _wanted(requests, action.bucket))
-            arguments = self._host.put(arguments)
-            made, scores = self._graphs.score(self._parameters, action.bucket, *arguments)
-            host = self._host.fetch(scores)
-            events += [
-                PromptScored(
-                    request.job.number,
-                    _prompt_scores(request, host, row, 0, request.job.prompt_length),
-                )
-                for row, request in enumerate(requests)
-            ]
-        else:
-            arguments = self._host.put((tokens_BT, true_length_B))
-            made = self._graphs.prefill(self._parameters, action.bucket, *arguments)
-        jax.block_until_ready(made.logits_BV)
-        events += self._count_experts(
-            made.experts, tokens_BT.size, ((job.number, 0) for job in action.jobs)
+        pieces, tokens_BT, next_BT = pack_pieces(rows, prompts, bucket, grid.decode_slots)
+        asked = pack_requests(
+            [row.sequence.job for row in rows],
+            [self._sampling(row.sequence) for row in rows],
+            bucket.batch,
         )
-        if any(job.generates for job in action.jobs):
-            self._prompts[action.number] = (action.bucket, made)
-        num_tokens = sum(map(len, prompts))
-        self._count_prefill(action, len(prompts), num_tokens, tokens_BT.size, start)
+        arguments = (pieces, asked, tokens_BT)
+        run = self._graphs.prefill
+        if action.is_scored:
+            arguments, run = (*arguments, next_BT, _wanted(requests, bucket)), self._graphs.score
+        arguments = self._host.put(arguments)
+        self._state, output = run(self._parameters, self._state, bucket, *arguments)
+        host = self._host.fetch(output)
+        events = self._scored(rows, host.scores) if action.is_scored else []
+        sequences = (row.sequence for row in rows)
+        samples = ((sequence.job.number, sequence.sample) for sequence in sequences)
+        events += self._count_experts(host.experts, tokens_BT.size, samples)
+        for row, is_clean in zip(rows, host.is_clean_B, strict=False):
+            if row.slot is not None:
+                self._note_contents(row.slot, row, is_clean=bool(is_clean))
+        self.metrics.count_prefill(
+            bucket,
+            is_scored=action.is_scored,
+            rows=len(rows),
+            real_tokens=sum(row.count for row in rows),
+            computed_tokens=tokens_BT.size,
+            seconds=self._clock() - start,
+        )
         return events
+
+    def _note_contents(self, slot: int, row: PromptPiece, *, is_clean: bool) -> None:
+        """Note what a piece left in its slot."""
+        if not is_clean:
+            self._unclean.add(slot)
+        if row.is_last and row.sequence.job.generates:
+            self._in_slot[slot] = row.sequence
+        elif row.is_last:
+            self._clear(slot)
+
+    def _clear(self, slot: int) -> None:
+        """Clear a slot that its owner left with numbers that are not finite.
+
+        The attention of the next owner would multiply them, although by zero.
+        """
+        if slot not in self._unclean:
+            return
+        self._unclean.remove(slot)
+        sampling = pack_sampling(
+            SamplingParams(), seed=0, sample=0, prompt_length=0, stop_ids=(),
+            vocab_size=self._padded_vocab,
+        )  # fmt: skip
+        nowhere, slot_number = np.int32(self._graphs.grid.decode_slots), np.int32(slot)
+        arguments = self._host.put((nowhere, slot_number, sampling))
+        self._state = self._graphs.fork(self._state, *arguments)
 
     def _count_experts(
         self, made: ExpertReport | None, num_tokens: int, rows: Iterable[tuple[int, int]]
@@ -172,35 +184,6 @@ class Engine:
             return []
         self.metrics.experts["prefill"].add(report.use, num_tokens)
         return _dropped(report, enumerate(rows), is_of_prompt=True)
-
-    def _count_prefill(
-        self,
-        action: PrefillAction | ChunkAction,
-        num_rows: int,
-        real_tokens: int,
-        computed_tokens: int,
-        start: float,
-    ) -> None:
-        self.metrics.count_prefill(
-            action.bucket,
-            is_scored=action.is_scored,
-            rows=num_rows,
-            real_tokens=real_tokens,
-            computed_tokens=computed_tokens,
-            seconds=self._clock() - start,
-        )
-
-    def _insert(self, action: InsertAction) -> list[Event]:
-        start = self._clock()
-        limit_1 = np.array([action.sequence.job.limit], np.int32)
-        row, slot = np.int32(action.row), np.int32(action.slot)
-        arguments = self._host.put((row, slot, limit_1, self._sampling(action.sequence)))
-        bucket, prompts = self._prompts[action.prefill]
-        self._state = self._graphs.insert(self._state, bucket, prompts, *arguments)
-        self._in_slot[action.slot] = action.sequence
-        if action.is_last_of_prefill:
-            del self._prompts[action.prefill]
-        return self._inserted(start)
 
     def _sampling(self, sequence: Sequence) -> SamplingState:
         request = self._requests[sequence.job.number]
@@ -213,59 +196,24 @@ class Engine:
             vocab_size=self._padded_vocab,
         )
 
-    def _inserted(self, start: float) -> list[Event]:
-        self.metrics.count_insert(self._clock() - start)
-        return []
-
-    def _open(self, action: OpenAction) -> list[Event]:
-        start = self._clock()
-        job = action.sequence.job
-        lengths = (np.array([length], np.int32) for length in (job.prompt_length, job.limit))
-        arguments = (np.int32(action.slot), *lengths, self._sampling(action.sequence))
-        self._state = self._graphs.open(self._state, *self._host.put(arguments))
-        return self._inserted(start)
-
     def _fork(self, action: ForkAction) -> list[Event]:
         start = self._clock()
         source, slot = np.int32(action.source), np.int32(action.slot)
         arguments = self._host.put((source, slot, self._sampling(action.sequence)))
         self._state = self._graphs.fork(self._state, *arguments)
         self._in_slot[action.slot] = action.sequence
-        return self._inserted(start)
+        if action.source in self._unclean:
+            self._unclean.add(action.slot)
+        self.metrics.count_fork(self._clock() - start)
+        return []
 
-    def _chunk(self, action: ChunkAction) -> list[Event]:
-        start, num_slots = self._clock(), self._graphs.grid.decode_slots
-        requests = [self._requests[row.sequence.job.number] for row in action.rows]
-        prompts = [request.request.prompt_token_ids for request in requests]
-        rows, tokens_BT, next_BT = pack_chunks(action.rows, prompts, action.bucket, num_slots)
-        call = (self._parameters, self._state, action.bucket)
-        events: list[Event] = []
-        if action.is_scored:
-            arguments = self._host.put((rows, tokens_BT, next_BT, _wanted(requests, action.bucket)))
-            self._state, (experts, scores) = self._graphs.chunk_score(*call, *arguments)
-            events += self._scored(action.rows, self._host.fetch(scores))
-        else:
-            arguments = self._host.put((rows, tokens_BT))
-            self._state, experts = self._graphs.chunk(*call, *arguments)
-        jax.block_until_ready(self._state.logits_BV)
-        sequences = (row.sequence for row in action.rows)
-        samples = ((sequence.job.number, sequence.sample) for sequence in sequences)
-        events += self._count_experts(experts, tokens_BT.size, samples)
-        for row in action.rows:
-            if row.is_last and row.sequence.job.generates:
-                self._in_slot[row.slot] = row.sequence
-        num_tokens = sum(row.count for row in action.rows)
-        self._count_prefill(action, len(action.rows), num_tokens, tokens_BT.size, start)
-        return events
-
-    def _scored(self, rows: Iterable[ChunkOfPrompt], scores: TokenScores) -> list[Event]:
-        """Keep what chunks scored; an event for each prompt that is whole."""
+    def _scored(self, rows: Iterable[PromptPiece], scores: TokenScores) -> list[Event]:
+        """Keep what pieces scored; an event for each prompt that is complete."""
         events: list[Event] = []
         for i, row in enumerate(rows):
             number = row.sequence.job.number
             known = self._scores.setdefault(number, [])
-            of_row = _prompt_scores(self._requests[number], scores, i, row.start, row.count)
-            known += of_row
+            known += _prompt_scores(self._requests[number], scores, i, row.start, row.count)
             if row.is_last:
                 events.append(PromptScored(number, self._scores.pop(number)))
         return events
@@ -299,6 +247,8 @@ class Engine:
                 for q in map(int, steps)
             ]
         is_finished = not output.is_active_B[slot]
+        if not output.is_clean_B[slot]:
+            self._unclean.add(slot)
         if is_finished:
             self._release(slot)
         else:
@@ -315,6 +265,7 @@ class Engine:
     def _release(self, slot: int) -> None:
         self.scheduler.release(slot)
         del self._in_slot[slot]
+        self._clear(slot)
 
     def _fetch(self, output: DecodeOutput, slots: tuple[int, ...]) -> DecodeOutput:
         """Ids and flags to the host; log-probabilities only when a row asked for them."""

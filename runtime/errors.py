@@ -5,8 +5,21 @@ Knows nothing of subcommands. An exception may carry its code in an attribute `e
 
 import os
 import sys
+from contextlib import suppress
 
 EXIT_USAGE, EXIT_INTERRUPTED = 2, 130
+
+
+class OutOfMemory(RuntimeError):
+    """Arrays do not fit into the memory of the devices."""
+
+    exit_code = 4
+
+
+class ForkedProcess(RuntimeError):
+    """A model is used in a process that was forked from its own."""
+
+    exit_code = EXIT_USAGE
 
 
 def exit_code(error: BaseException) -> int | None:
@@ -27,8 +40,9 @@ def is_stop(error: BaseException) -> bool:
 
 def leave_at_once(code: int) -> None:
     """End the process now: Python's own end would wait for compiles and collectives under way."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # of a terminal that was closed
+            stream.flush()
     os._exit(code)
 
 

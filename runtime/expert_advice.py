@@ -7,6 +7,7 @@ against, so a share is what is dropped at most.
 """
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from ..compile.expert_plan import dispatch_lines
 from ..modelzoo.moe.config import LOSSLESS, Dispatch
 from ..modelzoo.moe.use import FACTORS
 from ..sharding.layout import PHASES
+from .console import tell
 from .counted import counted
 
 _NOTE = """\
@@ -61,7 +63,10 @@ def main(paths: Sequence[Path], max_dropped: float) -> int:
     """Print a table of each phase, and tables for a plan."""
     if not 0 <= max_dropped < 1:
         raise ValueError(f"--max-dropped: expected a share from 0 to below 1, got {max_dropped}.")
-    print(report([section for path in paths for section in read_sections(path)], max_dropped))
+    tell(
+        sys.stdout,
+        report([section for path in paths for section in read_sections(path)], max_dropped),
+    )
     return 0
 
 

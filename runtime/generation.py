@@ -15,9 +15,11 @@ from typing import Any
 from ..compile.bucket_grid import BucketGrid, NoBucketFits
 from ..compile.monitor import compile_monitor
 from ..compile.signatures import MAX_STOP_IDS
+from . import own_process
 from .counted import counted
 from .decode_slots import Job
-from .engine import ChoicesDropped, Engine, EngineRequest, Event, PromptScored, TokensEmitted
+from .engine import Engine, EngineRequest
+from .engine_events import ChoicesDropped, Event, PromptScored, TokensEmitted
 from .expert_use import ExpertSetup
 from .padding import row_seed
 from .request import (
@@ -63,6 +65,8 @@ class Generator:
     engine: Engine
     grid: BucketGrid
     vocab_size: int
+    max_position: int
+    """The number of positions of the model; no plan can make a row longer."""
     eos_ids: tuple[int, ...]
     tokenizer: Tokenizer | None = None
     run_seed: int = 0
@@ -75,8 +79,7 @@ class Generator:
     _num_submitted: int = 0
 
     def __post_init__(self):
-        monitor = compile_monitor()
-        self._at_start = monitor.num_compiles, monitor.num_announced
+        self._compiles_at_start = compile_monitor().num_compiles
 
     @property
     def unfinished(self) -> int:
@@ -95,6 +98,7 @@ class Generator:
 
     def submit(self, request: Request) -> None:
         """Admit a request or raise a `RowError` that says what does not fit."""
+        own_process.check()
         params = request.params
         stop_ids = self.check(request)
         prompt_length = len(request.prompt_token_ids)
@@ -132,13 +136,7 @@ class Generator:
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("logit_bias", tuple(params.logit_bias or ()))
         TextCollector(self.tokenizer, params)  # refuses stop strings where there is no text
-        try:
-            # without max_tokens a row takes what is left, which min_tokens must fit in
-            least = params.min_tokens or None if params.max_tokens is None else params.max_tokens
-            self.grid.fit(len(prompt), least)
-        except NoBucketFits as error:
-            message = f"request {request.request_id!r}: {error}"
-            raise RowError("context_length_exceeded", message, "prompt") from None
+        self._check_length(request)
         if params.prompt_logprobs is not None and not self.grid.score:
             raise RowError(
                 "invalid_request",
@@ -155,10 +153,18 @@ class Generator:
                 f"model's own, got {len(params.stop_token_ids)}.",
                 "stop_token_ids",
             )
+        if params.min_tokens and len(stop_ids) >= self.vocab_size:
+            raise RowError(
+                "invalid_request",
+                f"stop_token_ids: expected fewer than the vocabulary's {self.vocab_size} beside "
+                f"min_tokens, which forbids all of them, got {len(stop_ids)}.",
+                "stop_token_ids",
+            )
         return stop_ids
 
     def step(self) -> list[RequestOutput]:
         """Carry out one action; the requests that it finished."""
+        own_process.check()
         events = self.engine.step()
         if events is None:
             assert not self._open, f"{len(self._open)} requests have no work left"
@@ -181,21 +187,42 @@ class Generator:
         dropped = self.engine.scheduler.drain()
         return [self._close(job.number).request.request_id for job in dropped]
 
+    def abandon(self) -> None:
+        """Drop every request, also after a step that was interrupted in its middle."""
+        self._open.clear()
+        self.engine.abandon()
+
     def statistics(self) -> dict[str, Any]:
         """Counters of the run so far, ready for JSON."""
-        metrics, experts, monitor = self.engine.metrics, self.experts, compile_monitor()
-        compiles_at_start, announced_at_start = self._at_start
+        metrics, experts = self.engine.metrics, self.experts
         return {
             **metrics.report(),
             "attention": dict(self.attention),
             **({} if experts is None else {"experts": experts.report(metrics.experts)}),
-            "compiles_during_run": monitor.num_compiles - compiles_at_start,
-            "compiles_announced": monitor.num_announced - announced_at_start,
+            "compiles_during_run": compile_monitor().num_compiles - self._compiles_at_start,
         }
 
     @property
     def _refuses_drops(self) -> bool:
         return self.experts is not None and self.experts.plan.overflow == "error"
+
+    def _check_length(self, request: Request) -> None:
+        """Refuse a row that is too long for the model, or else for the plan."""
+        params, length = request.params, len(request.prompt_token_ids)
+        # without max_tokens a row takes what is left, which min_tokens must fit in
+        least = params.min_tokens or None if params.max_tokens is None else params.max_tokens
+        output = 1 if least is None else least
+        try:
+            if length + output > self.max_position:
+                raise NoBucketFits(
+                    f"a prompt of length {length} and an output of {output} need "
+                    f"{length + output} positions; the model has {self.max_position}. Lower "
+                    f"max_tokens, or shorten the prompt."
+                )
+            self.grid.fit(length, least)
+        except NoBucketFits as error:
+            message = f"request {request.request_id!r}: {error}"
+            raise RowError("context_length_exceeded", message, "prompt") from None
 
     def _check_ids(self, name: str, ids: Sequence[int]) -> None:
         for token in ids:

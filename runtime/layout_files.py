@@ -8,6 +8,7 @@ import os
 import shlex
 import tomllib
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from .. import sharding
@@ -25,16 +26,28 @@ def named_layout_tables() -> dict[str, dict[str, Any]]:
     }
 
 
+def layout_file(spelling: str) -> Path | None:
+    """The file that a spelling names, with or without a mesh; None where it is a named layout."""
+    name, _ = _name_and_mesh(spelling)
+    return Path(name) if name.endswith(".toml") else None
+
+
+def _name_and_mesh(spelling: str) -> tuple[str, str | None]:
+    # the @ in the path of a file is part of its name
+    if "@" not in spelling or spelling.endswith(".toml"):
+        return spelling, None
+    name, _, mesh = spelling.rpartition("@")
+    return name, mesh
+
+
 def read_layout_table(spelling: str) -> dict[str, Any]:
     """The tables of a named layout or a TOML file, with the mesh after an `@` in place of its own.
 
     Raises `ConfigError` for what is neither.
     """
-    # the @ in the path of a file is part of its name
-    has_mesh = "@" in spelling and not spelling.endswith(".toml")
-    name, _, mesh = spelling.rpartition("@") if has_mesh else (spelling, "", "")
-    if name.endswith(".toml"):
-        table = {"name": name, **read_toml(name)}
+    file, (name, mesh) = layout_file(spelling), _name_and_mesh(spelling)
+    if file is not None:
+        table = {"name": name, **read_toml(file)}
     else:
         known = named_layout_tables()
         if name not in known:
@@ -42,7 +55,7 @@ def read_layout_table(spelling: str) -> dict[str, Any]:
                 f"layout: expected a .toml file or one of {', '.join(known)}, got {name!r}."
             )
         table = known[name]
-    return {**table, "mesh": _mesh(spelling, mesh)} if has_mesh else table
+    return table if mesh is None else {**table, "mesh": _mesh(spelling, mesh)}
 
 
 def split_spellings(text: str) -> list[str]:

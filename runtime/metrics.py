@@ -44,8 +44,9 @@ class EngineMetrics:
 
     prefill: dict[str, PrefillUse] = field(default_factory=lambda: defaultdict(PrefillUse))
     decode: dict[str, DecodeUse] = field(default_factory=lambda: defaultdict(DecodeUse))
-    inserts: int = 0
-    insert_seconds: float = 0.0
+    forks: int = 0
+    fork_seconds: float = 0.0
+    """Seconds of forks on the host; the next call counts those of the device."""
     cut_tokens: int = 0
     """Emitted past a stop string, and cut."""
     experts: dict[str, ExpertTotals] = field(default_factory=lambda: defaultdict(ExpertTotals))
@@ -82,10 +83,27 @@ class EngineMetrics:
         use.computed_tokens += steps * slots
         use.seconds += seconds
 
-    def count_insert(self, seconds: float) -> None:
-        """Note that a slot was given to a sequence."""
-        self.inserts += 1
-        self.insert_seconds += seconds
+    def count_fork(self, seconds: float = 0.0) -> None:
+        """Note that a slot was copied for another sequence of its request."""
+        self.forks += 1
+        self.fork_seconds += seconds
+
+    def scaled(self, factor: float) -> "EngineMetrics":
+        """The counters multiplied by a factor; integers stay integers."""
+
+        def times(value: float) -> Any:
+            return round(value * factor) if isinstance(value, int) else value * factor
+
+        found = EngineMetrics(
+            forks=round(self.forks * factor),
+            fork_seconds=self.fork_seconds * factor,
+            cut_tokens=round(self.cut_tokens * factor),
+        )
+        for name, use in self.prefill.items():
+            found.prefill[name] = PrefillUse(**{k: times(v) for k, v in vars(use).items()})
+        for name, use in self.decode.items():
+            found.decode[name] = DecodeUse(**{k: times(v) for k, v in vars(use).items()})
+        return found
 
     @property
     def padding(self) -> dict[str, int]:
@@ -121,7 +139,7 @@ class EngineMetrics:
             "phases": {
                 "prefill_seconds": prefill_seconds,
                 "prefill_tokens_per_second": _rate(self._prompt_tokens, prefill_seconds),
-                "insert_seconds": self.insert_seconds,
+                "fork_seconds": self.fork_seconds,
                 "decode_seconds": decode_seconds,
                 "decode_tokens_per_second": _rate(self._emitted_tokens, decode_seconds),
             },

@@ -1,55 +1,80 @@
 """Requests to the arrays that a graph takes: host numpy first, then one explicit transfer.
 
-Knows nothing of scheduling or text. `true_length_B` is the only word of padding; dummy rows have
-no token, so that nothing is set aside for them.
+Knows nothing of text. `count_B` is the only word of padding; dummy rows have no token, so that
+nothing is set aside for them.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Sequence as Items
 
 import numpy as np
 
-from ..compile.bucket_grid import PrefillBucket
+from ..compile.bucket_grid import BucketGrid, PrefillBucket
+from ..compile.prefill_steps import SlotRequests
 from ..compile.signatures import MAX_BIASES, MAX_STOP_IDS
-from ..modelzoo.chunk_cache import ChunkRows
+from ..modelzoo.prompt_pieces import PromptPieces
 from ..modelzoo.sampling import SamplingState
-from .chunk_scheduler import ChunkOfPrompt
+from .decode_slots import Job, Sequence
 from .request import SamplingParams
+from .scheduler import PromptPiece
 
 
-def pack_prompts(
-    prompts: Sequence[Sequence[int]], bucket: PrefillBucket
-) -> tuple[np.ndarray, np.ndarray]:
-    """`tokens_BT, true_length_B` of prompts that fit the bucket, right-padded with zeros."""
-    tokens_BT = np.zeros((bucket.batch, bucket.length), np.int32)
-    true_length_B = np.zeros(bucket.batch, np.int32)
-    for row, prompt in enumerate(prompts):
-        tokens_BT[row, : len(prompt)] = prompt
-        true_length_B[row] = len(prompt)
-    return tokens_BT, true_length_B
-
-
-def pack_chunks(
-    rows: Sequence[ChunkOfPrompt],
-    prompts: Sequence[Sequence[int]],
+def pack_pieces(
+    rows: Items[PromptPiece],
+    prompts: Items[Items[int]],
     bucket: PrefillBucket,
     num_slots: int,
-) -> tuple[ChunkRows, np.ndarray, np.ndarray]:
+) -> tuple[PromptPieces, np.ndarray, np.ndarray]:
     """Which tokens rows have, `tokens_BT`, and the prompts' next tokens as `next_BT`.
 
-    Dummy rows are of no slot.
+    Tokens are padded with zeros on the right. Dummy rows, and rows without a slot, are of none.
     """
     shape = (bucket.batch, bucket.tokens)
     tokens_BT, next_BT = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
-    slot_B, start_B, count_B = (np.zeros(shape[0], np.int32) for _ in range(3))
-    slot_B[:] = num_slots
+    slot_B = np.full(bucket.batch, num_slots, np.int32)
+    start_B, count_B = np.zeros_like(slot_B), np.zeros_like(slot_B)
     for i, (row, prompt) in enumerate(zip(rows, prompts, strict=True)):
         end = row.start + row.count
         tokens_BT[i, : row.count] = prompt[row.start : end]
         following = prompt[row.start + 1 : end + 1]
         next_BT[i, : len(following)] = following
-        slot_B[i], start_B[i], count_B[i] = row.slot, row.start, row.count
-    return ChunkRows._make((slot_B, start_B, count_B)), tokens_BT, next_BT
+        start_B[i], count_B[i] = row.start, row.count
+        if row.slot is not None:
+            slot_B[i] = row.slot
+    pieces = PromptPieces._make((slot_B, None if bucket.is_whole else start_B, count_B))
+    return pieces, tokens_BT, next_BT
+
+
+def pack_greedy(
+    prompts: Items[Items[int]],
+    first_slot: int,
+    bucket: PrefillBucket,
+    grid: BucketGrid,
+    vocab_size: int,
+) -> tuple[PromptPieces, SlotRequests, np.ndarray]:
+    """`rows, requests, tokens_BT` of whole prompts for neighbouring slots, sampled greedily."""
+    jobs = [Job(0, len(prompt), grid.max_length, 1, is_scored=False) for prompt in prompts]
+    rows = [
+        PromptPiece(first_slot + i, Sequence(job, 0), 0, job.prompt_length)
+        for i, job in enumerate(jobs)
+    ]
+    pieces, tokens_BT, _ = pack_pieces(rows, prompts, bucket, grid.decode_slots)
+    greedy = pack_sampling(
+        SamplingParams(temperature=0), seed=0, sample=0, prompt_length=0, stop_ids=(),
+        vocab_size=vocab_size,
+    )  # fmt: skip
+    return pieces, pack_requests(jobs, [greedy] * len(jobs), bucket.batch), tokens_BT
+
+
+def pack_requests(jobs: Items[Job], sampling: Items[SamplingState], batch: int) -> SlotRequests:
+    """What rows ask of their slots; dummy rows repeat the last one, as they have no slot."""
+    num_dummies = batch - len(jobs)
+    jobs = [*jobs, *[jobs[-1]] * num_dummies]
+    sampling = [*sampling, *[sampling[-1]] * num_dummies]
+    prompt_length_B = np.array([job.prompt_length for job in jobs], np.int32)
+    limit_B = np.array([job.limit for job in jobs], np.int32)
+    of_rows = SamplingState._make(map(np.concatenate, zip(*sampling, strict=True)))
+    return SlotRequests._make((prompt_length_B, limit_B, of_rows))
 
 
 def pack_sampling(
@@ -58,7 +83,7 @@ def pack_sampling(
     seed: int,
     sample: int,
     prompt_length: int,
-    stop_ids: Sequence[int],
+    stop_ids: Items[int],
     vocab_size: int,
 ) -> SamplingState:
     """One row's sampling parameters, as numpy arrays with a leading axis of one."""
@@ -91,7 +116,7 @@ def row_seed(params: SamplingParams, run_seed: int, request_id: str) -> int:
     return int.from_bytes(digest[:8], "big")
 
 
-def _filled(values: Sequence[float], size: int, fill: float) -> np.ndarray:
+def _filled(values: Items[float], size: int, fill: float) -> np.ndarray:
     dtype = np.float32 if isinstance(fill, float) else np.int32
     row = np.full((1, size), fill, dtype)
     row[0, : len(values)] = values

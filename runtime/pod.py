@@ -70,7 +70,7 @@ def join(options: PodOptions, target: str) -> "Iterator[Pod]":
     from . import session
 
     if options.address is not None:  # a number of devices that cannot be is refused at once
-        session.prepare_cpu(target, options.address.num_processes)
+        session.prepare_jax(target, options.address.num_processes)
     limit = options.peer_timeout_seconds
     store = coordination.connect(
         options.address,
@@ -83,7 +83,7 @@ def join(options: PodOptions, target: str) -> "Iterator[Pod]":
     try:
         pod = Pod(store, watchdog)
         pod.agree(lambda: _what_must_agree_first(store.size, target))
-        session.prepare_cpu(target, store.size)
+        session.prepare_jax(target, store.size)
         pod.setup = _setup(target, store.size)
         yield pod
     except BaseException as error:

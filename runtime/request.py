@@ -6,9 +6,10 @@ with one exception: `max_tokens=None`, the default, means as many tokens as the 
 leaves after the prompt.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+from .vllm_options import SAMPLING, also_accepts
 
 MAX_N = 128
 MAX_LOGPROBS = 20
@@ -32,6 +33,7 @@ class RowError(ValueError):
         self.param = param
 
 
+@also_accepts(SAMPLING)
 @dataclass(frozen=True)
 class SamplingParams:
     """How one request is sampled. `temperature=0` is greedy; `top_k=0` means no limit."""
@@ -64,9 +66,10 @@ class SamplingParams:
         _check_integer("n", self.n, 1, MAX_N)
         _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
-        _check_number("temperature", self.temperature, 0.0, math.inf)
-        _check_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        # the bounds keep quotients of logits and sums of probabilities inside float32
+        _check_number("repetition_penalty", self.repetition_penalty, 1e-10, 1e10)
+        _check_number("temperature", self.temperature, 1e-20, 1e20, or_zero=True)
+        _check_number("top_p", self.top_p, 1e-20, 1.0)
         _check_integer("top_k", self.top_k, -1, 2**31 - 1)
         _check_number("min_p", self.min_p, 0.0, 1.0)
         _check_integer("min_tokens", self.min_tokens, 0, 2**31 - 1)
@@ -76,7 +79,7 @@ class SamplingParams:
         _check_integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS, optional=True)
         for flag in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, flag), bool):
-                raise _invalid(flag, "true or false", getattr(self, flag))
+                raise wrong_value(flag, "true or false", getattr(self, flag))
         _check_stops(stop, self.stop_token_ids)
         _check_logit_bias(self.logit_bias)
         if self.max_tokens == 0 and self.prompt_logprobs is None:
@@ -87,7 +90,9 @@ class SamplingParams:
                 "max_tokens",
             )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise _invalid("min_tokens", f"at most max_tokens ({self.max_tokens})", self.min_tokens)
+            raise wrong_value(
+                "min_tokens", f"at most max_tokens ({self.max_tokens})", self.min_tokens
+            )
 
 
 @dataclass(frozen=True)
@@ -158,8 +163,12 @@ class RequestOutput:
     of all continuations."""
 
 
-def _invalid(name: str, expected: str, got: object) -> RowError:
-    return RowError("invalid_request", f"{name}: expected {expected}, got {got!r}.", name)
+def wrong_value(where: str, expected: str, got: object, param: str | None = None) -> RowError:
+    """The error for a value of a request; only the beginning of a long one is shown."""
+    shown = "none" if got is None else repr(got)
+    shown = shown if len(shown) <= 100 else f"{shown[:100]}..."
+    message = f"{where}: expected {expected}, got {shown}."
+    return RowError("invalid_request", message, param or where)
 
 
 def _check_integer(
@@ -169,30 +178,31 @@ def _check_integer(
         return
     # bool is an int in Python, but `n: true` in a request is a mistake
     if isinstance(value, bool) or not isinstance(value, int):
-        raise _invalid(name, "an integer", value)
+        raise wrong_value(name, "an integer", value)
     if not low <= value <= high:
-        raise _invalid(name, f"an integer from {low} to {high}", value)
+        raise wrong_value(name, f"an integer from {low} to {high}", value)
 
 
 def _check_number(
-    name: str, value: object, low: float, high: float, *, open_low: bool = False
+    name: str, value: object, low: float, high: float, *, or_zero: bool = False
 ) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise _invalid(name, "a finite number", value)
-    if value < low or value > high or (open_low and value == low):
-        opening = "above" if open_low else "at least"
-        upper = "" if math.isinf(high) else f" and at most {high:g}"
-        raise _invalid(name, f"a number {opening} {low:g}{upper}", value)
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not (low <= value <= high or (or_zero and value == 0))
+    ):
+        zero = "0 or " if or_zero else ""
+        raise wrong_value(name, f"{zero}a number from {low:g} to {high:g}", value)
 
 
 def _check_stops(stop: Sequence[str], stop_token_ids: Sequence[int]) -> None:
     if len(stop) > MAX_STOP_STRINGS:
-        raise _invalid("stop", f"at most {MAX_STOP_STRINGS} strings", f"{len(stop)} strings")
+        raise wrong_value("stop", f"at most {MAX_STOP_STRINGS} strings", f"{len(stop)} strings")
     for text in stop:
         if not isinstance(text, str) or not text:
-            raise _invalid("stop", "non-empty strings", text)
+            raise wrong_value("stop", "non-empty strings", text)
     if len(stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        raise _invalid(
+        raise wrong_value(
             "stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids", f"{len(stop_token_ids)} ids"
         )
     for token in stop_token_ids:
@@ -203,7 +213,7 @@ def _check_logit_bias(logit_bias: Mapping[int, float] | None) -> None:
     if not logit_bias:
         return
     if len(logit_bias) > MAX_LOGIT_BIAS:
-        raise _invalid(
+        raise wrong_value(
             "logit_bias", f"at most {MAX_LOGIT_BIAS} entries", f"{len(logit_bias)} entries"
         )
     for token, bias in logit_bias.items():

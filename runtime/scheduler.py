@@ -1,106 +1,147 @@
 """The scheduler: which graph runs next, as a pure state machine.
 
 No clock, no I/O, no device: the engine drives it, and so can a simulator. It knows requests by a
-number and their lengths. Policy, in this order:
+number and their lengths. A prompt is prefilled piece by piece, straight into its slot; a whole
+prompt is one piece. Policy, in this order:
 
-1. a free slot is refilled from prompts that are prefilled already, before anything else runs; each
-   goes into the shortest slot that holds all that it may become;
-2. when slots are free and nothing that fits them is prefilled, one prefill batch runs: the fullest
-   choice first (a bucket with a whole batch waiting, the one whose first prompt came first; if
-   none, the bucket of the oldest prompt). What finds no slot waits prefilled, so batches stay full
-   when slots free up one by one; of rows that need slots as long, none is prefilled before it;
+1. the slot of a complete prompt is copied to the other sequences of its request;
+2. a prefill batch runs. The candidates are the buckets in which started prompts have their next
+   piece, and the bucket of the oldest prompt that waits and for which there are slots: the shortest
+   that hold all that it may become, and none that an older prompt lacks. Waiting prompts of the
+   same bucket fill a batch up, if they are not so much younger than the oldest that it would wait
+   for ever. A full batch goes first, then the one with the oldest prompt. While rows decode and
+   requests wait, a batch that is not full waits for a decode call, and until a share of the slots
+   that its oldest prompt may have is idle: to leave fewer idle costs less than dummy rows. From a
+   larger share on it counts as full; a prompt that needs no slot waits for none. At most
+   `chunks_per_decode` batches run in a row while any row decodes. When no requests wait, nothing is
+   gained by waiting: the largest pieces come first, and of them the shortest span, as prompts go on
+   from these to the others, and then all slots decode together;
 3. otherwise the live slots decode, over the shortest span that holds them all.
 
-Guarantees: a request passes through the prefill bucket of its own length, whatever else waits;
-every submitted sequence is inserted exactly once or dropped by `drain`.
+Guarantees: the pieces of a prompt and their graphs follow from its own length, whatever else waits;
+every submitted sequence decodes exactly once or is dropped by `drain`; a prompt is prefilled once,
+and again for each further set of sequences where it has more than there are slots that hold them.
 """
 
+import heapq
+import math
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..compile.bucket_grid import BucketGrid, PrefillBucket
 from .decode_slots import DecodeAction, DecodeSlots, Job, Sequence
 
 
 @dataclass(frozen=True)
+class PromptPiece:
+    """One row of a prefill call."""
+
+    slot: int | None
+    """None for a prompt that is only scored, in one piece."""
+    sequence: Sequence
+    start: int
+    count: int
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the prompt is complete after it."""
+        return self.start + self.count == self.sequence.job.prompt_length
+
+
+@dataclass(frozen=True)
 class PrefillAction:
     """Run one prefill batch; its rows in this order, dummies after them."""
 
-    number: int
     bucket: PrefillBucket
     is_scored: bool
-    jobs: tuple[Job, ...]
+    rows: tuple[PromptPiece, ...]
 
 
 @dataclass(frozen=True)
-class InsertAction:
-    """Give a slot to a row of an earlier prefill."""
+class ForkAction:
+    """Copy a complete prompt to the slot of another sequence of its request."""
 
+    source: int
     slot: int
     sequence: Sequence
-    prefill: int
-    row: int
-    is_last_of_prefill: bool
-    """Whether the prefill's arrays can be released after this."""
 
 
-Action = PrefillAction | InsertAction | DecodeAction
-_Queue = tuple[PrefillBucket, bool]
-_Lane = deque[Job]
+IDLE_SHARE = 1 / 16
+"""Share of the slots that a prompt may have which are idle when a batch runs that is not full."""
+MANY_IDLE = 1 / 4
+"""The share from which on a batch runs as a full one does. Where slots have several lengths, there
+may never be others to fill a batch of few long ones."""
 NO_SLOT = 0
-"""In place of how far a slot must reach: for prompts that generate nothing."""
-BLOCKED_QUEUE = 8
-"""Times as many requests that wait while none of them fits a free slot."""
+"""In place of how far a slot must reach: for prompts that are scored in one piece."""
+
+Action = PrefillAction | ForkAction | DecodeAction
+_Queue = tuple[PrefillBucket, bool]
 
 
-@dataclass(frozen=True)
-class _Ready:
-    sequence: Sequence
-    prefill: int
-    row: int
+@dataclass(eq=False)
+class _Prompt:
+    """A prompt with pieces left to run, and the sequences that it is for."""
+
+    job: Job
+    first_sample: int
+    num_slots: int
+    slots: list[int] = field(default_factory=list)
+    """Empty until its first piece runs."""
+    length: int = 0
 
 
 class Scheduler:
-    """Queues, slots and the choice of the next action."""
+    """Prompts that wait and that are under way, slots, and the choice of the next action."""
 
     def __init__(self, grid: BucketGrid):
         self._grid = grid
-        self._waiting: dict[_Queue, dict[int, _Lane]] = {}
-        """By queue and by how far a slot must reach."""
-        self._ready: deque[_Ready] = deque()
+        self._max_batches = grid.chunks_per_decode or math.inf
+        self._waiting: dict[_Queue, dict[int, deque[_Prompt]]] = {}
+        """By the bucket of the first piece, and by how far a slot must reach."""
+        self._started: dict[_Queue, list[_Prompt]] = {}
+        """Prompts that have slots, by the bucket of their next piece."""
+        self._forks: deque[ForkAction] = deque()
         self._slots = DecodeSlots(grid)
-        self._num_prefills = 0
+        self._num_waiting = 0
+        self._batches_since_decode = 0
+        self._enough = 2 * (len(self._slots) + sum(bucket.batch for bucket in grid.prefill))
 
     @property
     def num_waiting(self) -> int:
-        """Requests that no prefill has taken yet."""
-        return sum(len(lane) for lanes in self._waiting.values() for lane in lanes.values())
+        """Requests that have no slot yet."""
+        return self._num_waiting
 
     @property
     def wants_more(self) -> bool:
-        """Whether the queue is too short to choose full batches from."""
-        rows = sum(bucket.batch for bucket in self._grid.prefill)
-        enough = 2 * (rows + len(self._slots))
-        if (waiting := self.num_waiting) < enough:
-            return True
-        # while what waits is too long for the slots that are free, something shorter may come
-        is_blocked = bool(self._slots.free) and not self._choices()
-        return is_blocked and waiting < BLOCKED_QUEUE * enough
+        """Whether too few requests wait to choose full batches from."""
+        return self._num_waiting < self._enough
 
     def submit(self, job: Job) -> None:
         """Queue a request that fits the grid."""
         bucket = self._grid.fit(job.prompt_length, job.limit - job.prompt_length)
-        lanes = self._waiting.setdefault((bucket, job.is_scored), {})
-        lanes.setdefault(self._reach(job), deque()).append(job)
+        if not job.generates:
+            is_one_piece = job.prompt_length <= bucket.tokens
+            self._wait(_Prompt(job, 0, num_slots=0 if is_one_piece else 1))
+            return
+        most = self._slots.num_for(job)
+        for first in range(0, job.num_sequences, most):
+            self._wait(_Prompt(job, first, min(most, job.num_sequences - first)))
 
     def next_action(self) -> Action | None:
         """What to run next; None when all work is done."""
-        longest = self._slots.longest_free
-        for ready in self._ready:
-            if ready.sequence.job.limit <= longest:
-                return self._insert(ready)
-        if choices := self._choices():
-            return self._prefill(choices)
+        if self._forks:
+            fork = self._forks.popleft()
+            self._slots.put(fork.slot, fork.sequence)
+            return fork
+        if (chosen := self._choose()) is not None:
+            self._batches_since_decode += self._slots.any_live
+            queue, batch = chosen
+            # before a prompt that ends gives its slot back, which no other row of the call may have
+            for prompt in batch:
+                if not prompt.length:
+                    self._start(queue, prompt)
+            return PrefillAction(*queue, tuple(self._next_piece(queue, row) for row in batch))
+        self._batches_since_decode = 0
         return self._slots.decode()
 
     def advance(self, slot: int, num_tokens: int) -> None:
@@ -114,69 +155,149 @@ class Scheduler:
     def drain(self) -> list[Job]:
         """Drop all that has no slot yet, unless the request has another sequence in one."""
         in_flight = self._slots.job_numbers
-        lanes = [lane for lanes in self._waiting.values() for lane in lanes.values()]
-        dropped = [job for lane in lanes for job in lane]
-        dropped += {
-            ready.sequence.job.number: ready.sequence.job
-            for ready in self._ready
-            if ready.sequence.job.number not in in_flight
-        }.values()
-        self._ready = deque(r for r in self._ready if r.sequence.job.number in in_flight)
+        in_flight |= {prompt.job.number for row in self._started.values() for prompt in row}
+        waiting = [
+            prompt for lanes in self._waiting.values() for lane in lanes.values() for prompt in lane
+        ]
+        dropped = {p.job.number: p.job for p in waiting if p.job.number not in in_flight}
         self._waiting.clear()
-        return dropped
+        self._num_waiting = 0
+        for prompt in waiting:
+            if prompt.job.number in in_flight:
+                self._wait(prompt)
+        return list(dropped.values())
 
-    def _choices(self) -> dict[_Queue, list[_Lane]]:
-        """What the next prefill may take, by queue: of those of which a row finds a slot at once.
+    def _wait(self, prompt: _Prompt) -> None:
+        lanes = self._waiting.setdefault(self._queue_of(prompt), {})
+        lanes.setdefault(self._reach(prompt), deque()).append(prompt)
+        self._num_waiting += 1
 
-        Prompts that generate nothing need no slot.
+    def _queue_of(self, prompt: _Prompt) -> _Queue:
+        """The bucket of the prompt's next piece."""
+        job = prompt.job
+        return self._grid.bucket_of(job.prompt_length, prompt.length), job.is_scored
+
+    def _reach(self, prompt: _Prompt) -> int:
+        """How far a slot must reach at least that the prompt's sequences fit into."""
+        return self._grid.reach_of(prompt.job.limit) if prompt.num_slots else NO_SLOT
+
+    def _choose(self) -> tuple[_Queue, list[_Prompt]] | None:
+        """The bucket and the prompts of the next prefill batch, if one is to run now."""
+        if not self._num_waiting:
+            if not self._started or self._must_decode:
+                return None
+            queue = min(self._started, key=lambda queue: (-queue[0].tokens, queue[0].length))
+            return queue, self._started[queue][: queue[0].batch]
+        batches = self._batches()
+        urgent = {
+            queue: batch
+            for queue, batch in batches.items()
+            if len(batch) == queue[0].batch or self._has_many_idle(batch[0].job)
+        }
+        if not batches or (self._must_decode if urgent else self._must_wait(batches)):
+            return None
+        return min((urgent or batches).items(), key=_oldest)
+
+    def _batches(self) -> dict[_Queue, list[_Prompt]]:
+        """The batches that may run next: those with started prompts, and the oldest that waits."""
+        free = self._slots.free
+        if (oldest := self._oldest_that_waits(free)) is None:
+            return {queue: row[: queue[0].batch] for queue, row in self._started.items()}
+        queues = dict.fromkeys([*self._started, self._queue_of(oldest)])
+        last = oldest.job.number + self._enough
+        return {queue: self._batch(queue, list(free), last) for queue in queues}
+
+    @property
+    def _must_decode(self) -> bool:
+        return self._slots.any_live and self._batches_since_decode >= self._max_batches
+
+    def _has_many_idle(self, job: Job) -> bool:
+        """Whether a prompt waits for no others, as so many of the slots that it may have idle."""
+        return self._slots.num_idle_for(job) > MANY_IDLE * self._slots.num_for(job)
+
+    def _must_wait(self, batches: dict[_Queue, list[_Prompt]]) -> bool:
+        """Whether batches, none of which is full, wait for more prompts or for more slots."""
+        oldest = min(batches.items(), key=_oldest)[1][0]
+        if not self._slots.any_live or not oldest.num_slots:
+            return self._must_decode
+        idle, usable = self._slots.num_idle_for(oldest.job), self._slots.num_for(oldest.job)
+        return self._batches_since_decode > 0 or idle < IDLE_SHARE * usable
+
+    def _oldest_that_waits(self, free: list[int]) -> _Prompt | None:
+        """The oldest prompt that waits and can start.
+
+        Slots that older prompts can have, but not enough of, are dropped from `free`.
         """
-        longest = self._slots.longest_free
-        in_stock = {self._reach(ready.sequence.job) for ready in self._ready}
-        choices = {}
-        for key, lanes in self._waiting.items():
-            wanted = {reach: lane for reach, lane in lanes.items() if reach not in in_stock}
-            if any(NO_SLOT < reach <= longest for reach in wanted) or set(lanes) == {NO_SLOT}:
-                choices[key] = list(wanted.values())
-        return choices
+        heads = [lane[0] for lanes in self._waiting.values() for lane in lanes.values()]
+        heads.sort(key=lambda prompt: prompt.job.number)
+        return next((head for head in heads if self._slots_for(head, free) is not None), None)
 
-    def _reach(self, job: Job) -> int:
-        """How far a slot must reach at least that a job's sequences fit into."""
-        return self._grid.reach_of(job.limit) if job.generates else NO_SLOT
+    def _batch(self, queue: _Queue, free: list[int], last: int) -> list[_Prompt]:
+        """Prompts that can run in a bucket, at most a batch: started ones, then the oldest.
 
-    def _take(self, key: _Queue, lanes: list[_Lane]) -> Job:
-        """The first job of some lanes of a queue."""
-        lane = min(filter(None, lanes), key=lambda lane: lane[0].number)
-        job = lane.popleft()
-        if not lane:
-            del self._waiting[key][self._reach(job)]
-        if not self._waiting[key]:
-            del self._waiting[key]
-        return job
+        None that waits is younger than the request numbered `last`.
+        """
+        batch = self._started.get(queue, [])[: queue[0].batch]
+        lanes = self._waiting.get(queue, {})
+        if not free:
+            lanes = {NO_SLOT: lanes.get(NO_SLOT, ())}
+        for prompt in heapq.merge(*lanes.values(), key=lambda prompt: prompt.job.number):
+            if len(batch) == queue[0].batch or prompt.job.number > last:
+                break
+            if (slots := self._slots_for(prompt, free)) is not None:
+                batch.append(prompt)
+                free[:] = [slot for slot in free if slot not in slots]
+        return batch
 
-    def _insert(self, ready: _Ready) -> InsertAction:
-        self._ready.remove(ready)
-        slot = self._slots.those_for(ready.sequence.job, self._slots.free)[0]
-        self._slots.put(slot, ready.sequence)
-        is_last = all(other.prefill != ready.prefill for other in self._ready)
-        return InsertAction(slot, ready.sequence, ready.prefill, ready.row, is_last)
+    def _slots_for(self, prompt: _Prompt, free: list[int]) -> list[int] | None:
+        """The slots that a prompt takes; while it lacks some, None, and `free` loses the others."""
+        suited = [slot for slot in free if self._slots.holds(slot, prompt.job)]
+        if len(suited) >= prompt.num_slots:
+            return suited[: prompt.num_slots]
+        free[:] = [slot for slot in free if slot not in suited]
+        return None
 
-    def _prefill(self, choices: dict[_Queue, list[_Lane]]) -> PrefillAction:
-        bucket, is_scored = key = _fullest(choices)
-        jobs = tuple(self._take(key, choices[key]) for _ in range(_num_rows(key, choices[key])))
-        number = self._num_prefills
-        self._num_prefills += 1
-        for row, job in enumerate(jobs):
-            self._ready.extend(
-                _Ready(Sequence(job, sample), number, row)
-                for sample in range(job.num_sequences if job.generates else 0)
-            )
-        return PrefillAction(number, bucket, is_scored, jobs)
+    def _next_piece(self, queue: _Queue, prompt: _Prompt) -> PromptPiece:
+        """Move a prompt on by a piece, from where it waits to where its next piece does."""
+        if prompt.length:
+            self._started[queue].remove(prompt)
+            if not self._started[queue]:
+                del self._started[queue]
+        job, start = prompt.job, prompt.length
+        count = min(queue[0].tokens, job.prompt_length - start)
+        prompt.length += count
+        if prompt.length < job.prompt_length:
+            self._started.setdefault(self._queue_of(prompt), []).append(prompt)
+        else:
+            self._complete(prompt)
+        slot = prompt.slots[0] if prompt.slots else None
+        return PromptPiece(slot, Sequence(job, prompt.first_sample), start, count)
+
+    def _start(self, queue: _Queue, prompt: _Prompt) -> None:
+        lanes, reach = self._waiting[queue], self._reach(prompt)
+        lanes[reach].popleft()
+        if not lanes[reach]:
+            del lanes[reach]
+        if not lanes:
+            del self._waiting[queue]
+        self._num_waiting -= 1
+        prompt.slots = self._slots_for(prompt, self._slots.free) or []
+        self._slots.claim(prompt.slots)
+
+    def _complete(self, prompt: _Prompt) -> None:
+        job, first = prompt.job, prompt.first_sample
+        if not job.generates:
+            for slot in prompt.slots:
+                self._slots.release(slot)
+            return
+        source, *others = prompt.slots
+        self._slots.put(source, Sequence(job, first))
+        self._forks.extend(
+            ForkAction(source, slot, Sequence(job, first + i))
+            for i, slot in enumerate(others, start=1)
+        )
 
 
-def _fullest(choices: dict[_Queue, list[_Lane]]) -> _Queue:
-    full = [key for key, lanes in choices.items() if _num_rows(key, lanes) == key[0].batch]
-    return min(full or choices, key=lambda key: min(lane[0].number for lane in choices[key]))
-
-
-def _num_rows(queue: _Queue, lanes: list[_Lane]) -> int:
-    return min(queue[0].batch, sum(map(len, lanes)))
+def _oldest(entry: tuple[_Queue, list[_Prompt]]) -> int:
+    _, batch = entry
+    return batch[0].job.number

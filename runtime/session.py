@@ -3,11 +3,11 @@
 The one path that `LLM`, the batch job and the benchmarks share. Knows nothing of request files.
 """
 
+import math
 import os
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import jax
@@ -17,6 +17,7 @@ from ..compile.attention_kernels import AttentionChoices, choose_kernels
 from ..compile.bucket_grid import BucketGrid
 from ..compile.compiled_graphs import CompiledGraphs
 from ..compile.expert_plan import LOSSLESS_EXPERTS, ExpertPlan
+from ..compile.graph_failures import is_out_of_memory, naming_graph, reason
 from ..compile.plan import DTYPES, Plan
 from ..compile.planning.hardware import num_devices
 from ..compile.targets import Target, need_not_be_present, num_simulated
@@ -24,11 +25,15 @@ from ..modelzoo.config import DecoderConfig
 from ..sharding.layout import Layout
 from ..sharding.legality import require
 from ..sharding.placement import Placement
+from . import own_process
 from .bundles.warm_start import WarmStart
-from .checkpoint import ModelFiles, load_params
+from .checkpoint import InvalidConfig, ModelFiles, load_params
+from .counted import counted
 from .engine import Engine
+from .errors import OutOfMemory
 from .expert_use import ExpertSetup
 from .generation import Generator
+from .graph_memory import check_memory
 from .host_arrays import HostArrays
 from .text.tokenizer import Tokenizer, load_tokenizer
 
@@ -51,13 +56,21 @@ class LoadedModel:
     placement: Placement
 
 
-def prepare_cpu(target: str | None, num_processes: int = 1) -> None:
-    """Before jax starts: keep other backends shut when none of them is to run, simulate devices.
+def prepare_jax(target: str | None, num_processes: int = 1) -> None:
+    """Prepare jax before it starts: leave out backends that are not to run, simulate devices.
 
-    Other backends are slow and loud to start, and without a GPU that of CUDA only compiles while it
-    is not asked to run. Does nothing once a backend runs, or where the user
-    has chosen platforms or devices. Several processes simulate an equal share of the devices each.
+    Refuses settings of jax with which no graph compiles, and children of a process that runs jax.
+
+    Other backends start slowly and print warnings, and without a GPU the CUDA backend can only
+    compile. Does nothing once a backend runs, or where the user has chosen platforms or devices.
+    Several processes simulate an equal share of the devices each.
     """
+    own_process.note_start()
+    if jax.dtypes.canonicalize_dtype("int64") != "int32":
+        raise ValueError(
+            "JAX_ENABLE_X64: expected off, as graphs count in 32 bits, got on. Unset it; in a "
+            "script say jax.config.update('jax_enable_x64', False) before the LLM is made."
+        )
     is_cpu = target is not None and target.partition(":")[0] == "cpu"
     if target is None or not (is_cpu or need_not_be_present(target)):
         return
@@ -186,45 +199,91 @@ def load_model(
     layout: Layout | None = None,
     warm: WarmStart | None = None,
     scan_layers: bool = False,
+    say: Callable[[str], object] = lambda note: None,
 ) -> LoadedModel:
     """Read the parameters, slice by slice, straight into their placement on the target.
 
-    Those that `warm` has ready are taken from there.
+    Parameters that `warm` has read are taken from it. `say` gets a line about tokens that the model
+    lacks.
     """
     # here, as importing flax takes a while, in which executables load
     from ..compile.definition import Definition
 
     dtype = resolve_dtype(dtype, target)
+    # before the weights, which take longer
+    tokenizer = load_tokenizer(files.tokenizer_files)
+    ends = eos_ids(files, tokenizer)
+    if note := lacking_tokens(files, tokenizer):
+        say(note)
     placement = target.placement(layout)
     arrangement = placement.arrangement(files.spec.config, scan_layers)
     definition = Definition(files.spec.config, arrangement)
     abstract = definition.abstract_parameters(jnp.dtype(dtype))
     logical_axes = definition.logical_axes()
     shardings = placement.parameters(logical_axes)
-    parameters = warm and warm.parameters(abstract, shardings)
-    if parameters is None:
-        spec = files.spec.arranged(arrangement)
-        parameters = load_params(spec, files.tensors, abstract, shardings)
-    parameters = placement.place(parameters, logical_axes)
-    tokenizer = load_tokenizer(files.tokenizer_files)
-    return LoadedModel(
-        files,
-        definition,
-        parameters,
-        tokenizer,
-        eos_ids(files, tokenizer),
-        dtype,
-        target,
-        placement,
-    )
+    with _naming_weights(files, abstract.values(), dtype, target):
+        parameters = warm and warm.parameters(abstract, shardings)
+        if parameters is None:
+            spec = files.spec.arranged(arrangement)
+            parameters = load_params(spec, files.tensors, abstract, shardings)
+        parameters = placement.place(parameters, logical_axes)
+    return LoadedModel(files, definition, parameters, tokenizer, ends, dtype, target, placement)
+
+
+@contextmanager
+def _naming_weights(
+    files: ModelFiles, abstract: Iterable[jax.ShapeDtypeStruct], dtype: str, target: Target
+) -> Iterator[None]:
+    """Name the weights in the error if memory runs out while they load."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        num_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in abstract)
+        narrower = "dtype bfloat16, " if dtype == "float32" else ""
+        raise OutOfMemory(
+            f"the weights of {files.name}, {num_bytes / 1e9:.2f} GB in {dtype}, do not fit on "
+            f"{target.name}: {reason(error)}. Take {narrower}more devices with a layout that "
+            f"shards them, or a smaller model."
+        ) from error
 
 
 def eos_ids(files: ModelFiles, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Ids that end a sequence: those of generation_config.json, else the tokenizer's one."""
-    ids = files.generation_defaults.eos_ids
+    """Ids that end a sequence: those of generation_config.json, else the tokenizer's one.
+
+    Raises:
+        InvalidConfig: The model has no such id, or none of the token that begins its prompts.
+    """
+    ids, source = files.generation_defaults.eos_ids, files.generation_defaults.eos_source
     if not ids and tokenizer is not None and tokenizer.eos_id is not None:
-        ids = (tokenizer.eos_id,)
+        ids, source = (tokenizer.eos_id,), "the tokenizer's eos_token"
+    first = (tokenizer.bos_id,) if tokenizer is not None and tokenizer.add_bos else ()
+    vocab_size = files.spec.config.vocab_size
+    for found, where in ((first, "the tokenizer's bos_token"), (ids, source)):
+        missing = [token for token in found if token is not None and token >= vocab_size]
+        if missing:
+            raise InvalidConfig(
+                f"{files.name}: expected tokens that begin and end a text among the model's "
+                f"{vocab_size} ids, got {missing} in {where}. That file is another model's; take "
+                f"all files from one place."
+            )
     return tuple(ids)
+
+
+def lacking_tokens(files: ModelFiles, tokenizer: Tokenizer | None) -> str:
+    """A line about the tokenizer's tokens without an embedding in the model; empty if there are
+    none."""
+    vocab_size = files.spec.config.vocab_size
+    beyond = range(vocab_size, 0 if tokenizer is None else tokenizer.vocab_size)
+    lacking = [token for token in beyond if tokenizer and tokenizer.token_bytes(token)]
+    if tokenizer is None or not lacking:
+        return ""
+    example = f"{tokenizer.token_text(lacking[0])!r} ({lacking[0]})"
+    return (
+        f"tokenizer: {counted(len(lacking), 'token')} beyond the {vocab_size} ids of the model, "
+        f"such as {example}; rows that need one end as errors"
+    )
 
 
 def compile_plan(
@@ -247,18 +306,6 @@ def compile_plan(
     )
 
 
-def compile_one(
-    definition: "Definition", plan: Plan, placement: Placement, name: str
-) -> jax.stages.Compiled:
-    """The graph of a plan that has this name."""
-    from ..compile.build import compile_graph, plan_graphs
-
-    dtype, experts = jnp.dtype(plan.model.dtype), plan.experts or LOSSLESS_EXPERTS
-    graphs = plan_graphs(definition, plan.buckets, placement, dtype, experts, plan.attention)
-    executable, _, _ = compile_graph(next(graph for graph in graphs if graph.name == name))
-    return executable
-
-
 def start(
     model: LoadedModel,
     plan: Plan,
@@ -270,10 +317,12 @@ def start(
     """Compile the plan's graphs, or take those of `warm`; put an empty decode state in place."""
     definition, placement, grid = model.definition, model.placement, plan.buckets
     experts = plan.experts or LOSSLESS_EXPERTS
-    loaded = warm and warm.graphs(partial(compile_one, definition, plan, placement))
+    loaded = warm and warm.graphs()
     if loaded is None:
         graphs = compile_plan(definition, plan, placement, on_graph)
-        state = graphs.empty_state()
+        check_memory(graphs, model.target.devices)
+        with naming_graph(graphs.EMPTY_STATE, grid, "failed as it ran"):
+            state = graphs.empty_state()
     else:
         graphs, state = loaded
     host = HostArrays(placement.replicated)
@@ -285,6 +334,7 @@ def start(
         engine,
         grid,
         config.vocab_size,
+        config.max_position,
         model.eos_ids,
         model.tokenizer,
         seed,

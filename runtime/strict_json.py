@@ -65,12 +65,14 @@ def parse_object(content: bytes) -> dict[str, Any]:
     return value
 
 
-def dump_line(value: object) -> bytes:
+def dump_line(value: object, *, sort_keys: bool = False) -> bytes:
     """Write JSON for a JSON Lines file: no line ending inside for any reader's idea of a line.
 
     U+0085, U+2028 and U+2029 end a line for `str.splitlines`, so they are written as escapes.
     """
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    text = json.dumps(
+        value, ensure_ascii=False, separators=(",", ":"), allow_nan=False, sort_keys=sort_keys
+    )
     for character in "\x85\u2028\u2029":
         if character in text:
             text = text.replace(character, f"\\u{ord(character):04x}")

@@ -22,6 +22,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from .console import tell
+
 EXIT_LOST = 75
 MARGIN_SECONDS = 5.0
 MAX_INTERVAL_SECONDS = 0.5
@@ -164,9 +166,8 @@ class Watchdog:
             else:
                 verdict = self.verdict()
             if verdict is not None and self._ending is None:
-                with suppress(OSError):  # a closed stderr or full disk must not keep it alive
-                    line = f"noria: process {self._rank}: {verdict.reason}"
-                    print(line, file=sys.stderr, flush=True)
+                tell(sys.stderr, f"noria: process {self._rank}: {verdict.reason}")
+                with suppress(OSError):  # a full disk must not keep it alive
                     self.before_end()
                 self._end_all(verdict.reason, verdict.exit_code)
                 self._end(verdict.exit_code)

@@ -7,7 +7,6 @@ and comes out once, so what each moves is a count of blocks here:
 - XLA, prefill: what the compiler says of one pair of blocks, times the pairs in which something is
   visible; on the chip and off it, which the compiler does not tell apart.
 - splash: queries and results once, keys and values of every visible pair of blocks, off the chip.
-- XLA, decode: what the compiler says, as there is no loop; paged: whole pages below each length.
 
 Of whole graphs, what the compiler says is shown as it is: without what kernels read and compute.
 
@@ -23,8 +22,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.layout import Format
-from jax.experimental.layout import Layout as MemoryLayout
 from jax.sharding import SingleDeviceSharding
 
 from noria.compile.attention_kernels import AttentionPlan
@@ -35,13 +32,12 @@ from noria.compile.targets import find_target
 from noria.modelzoo.attention import Attend, Visibility, attend_masked, merge
 from noria.modelzoo.blockwise import attend_blockwise, block_sizes
 from noria.modelzoo.config import DecoderConfig
-from noria.modelzoo.kernels import paged, splash
+from noria.modelzoo.kernels import splash
 from noria.runtime.layout_files import read_layout_table
 from noria.sharding.layout import Layout
 
 TARGETS = ("tpu:v5e:2x2", "tpu:v5p:2x2x1")
 PROMPTS = (2048, 8192, 32768)
-SPANS = (2048, 8192, 32768)
 SLOTS = 32
 GRAPH_TARGET, LAYOUT, LAYERS = "tpu:v5e:2x4", "weight-stationary-1d@tensor=8", 2
 K, G, H = 8, 4, 128
@@ -68,36 +64,21 @@ def main() -> None:
     for target in TARGETS:
         for length in PROMPTS:
             print(f"| {target} | {length} | {prefill_cells(target, length)} |", flush=True)
-    print(f"\n## Decode: XLA and pages, {SLOTS} slots\n")
-    names = ("XLA", "paged", "paged, keys as they lie")
-    temps = " | ".join(f"{name} temp MB" for name in names)
-    print(
-        f"| target | span | {temps} | XLA moves GB | paged, full, GB | paged, a quarter full, GB |"
-    )
-    print("|---|--:|--:|--:|--:|--:|--:|--:|")
-    for target in TARGETS:
-        for span in SPANS:
-            print(f"| {target} | {span} | {decode_cells(target, span)} |", flush=True)
-
     print(f"\n## Whole graphs: {LAYERS} layers on {GRAPH_TARGET}, {LAYOUT}, per device\n")
     print(
         "| graph | kernel | temp MB | bytes accessed GB | compiler's GFLOP |\n|---|---|--:|--:|--:|"
     )
     for length in PROMPTS:
         for kernel in ("xla", "splash"):
-            cost = graph_cost("prefill", length, kernel)
+            cost = graph_cost(length, kernel)
             print(f"| prefill of {length} | {kernel} | {graph_cells(cost)} |", flush=True)
-    for span in SPANS[:2]:
-        for kernel in ("xla", "paged"):
-            cost = graph_cost("decode", span, kernel)
-            print(f"| decode step, span {span} | {kernel} | {graph_cells(cost)} |", flush=True)
 
 
 def prefill_cells(target: str, length: int) -> str:
     """Temporaries and bytes moved, of XLA and of splash."""
     kernels: list[Attend]
     kernels = [attend_blockwise, partial(splash.attend_splash, needs_lse=False)]
-    temps = [attention_cost(target, attend, 1, length, length).temp for attend in kernels]
+    temps = [attention_cost(target, attend, length).temp for attend in kernels]
     block_T, block_S = block_sizes(length, length)
     moved = [
         visible_pairs(length, block_T, block_S) * pair_cost(target, block_T, block_S).bytes,
@@ -106,22 +87,12 @@ def prefill_cells(target: str, length: int) -> str:
     return " | ".join([f"{temp / 1e6:.1f}" for temp in temps] + [f"{x / 1e9:.2f}" for x in moved])
 
 
-def decode_cells(target: str, span: int) -> str:
-    """Temporaries with XLA, with pages, and with pages of keys as they lie; bytes moved."""
-    cost = partial(attention_cost, target, rows=SLOTS, num_queries=1, num_keys=span)
-    xla, pages = cost(attend_blockwise), cost(paged.attend_paged, by_entry=True)
-    copied = cost(paged.attend_paged)
-    temps = [one.temp for one in (xla, pages, copied)]
-    moved = [xla.bytes, paged_bytes(span), paged_bytes(span // 4)]
-    return " | ".join([f"{temp / 1e6:.1f}" for temp in temps] + [f"{x / 1e9:.2f}" for x in moved])
-
-
 def graph_cells(cost: Cost) -> str:
     return f"{cost.temp / 1e6:.1f} | {cost.bytes / 1e9:.2f} | {cost.flops / 1e9:.1f}"
 
 
-def graph_cost(phase: str, length: int, kernel: str) -> Cost:
-    """The longest prefill or decode graph as the build makes it, with a kernel by name."""
+def graph_cost(length: int, kernel: str) -> Cost:
+    """The prefill graph of a length as the build makes it, with a kernel by name."""
     config = DecoderConfig(
         vocab_size=128256,
         embed=4096,
@@ -135,34 +106,27 @@ def graph_cost(phase: str, length: int, kernel: str) -> Cost:
     grid = BucketGrid(length, ((length, 1),), SLOTS, (length,))
     placement = find_target(GRAPH_TARGET).placement(Layout.from_table(read_layout_table(LAYOUT)))
     definition = Definition(config, placement.arrangement(config))
-    asked = AttentionPlan(**{phase: kernel})
+    asked = AttentionPlan(prefill=kernel)
     dtype = jnp.dtype(jnp.bfloat16)
     graphs = plan_graphs(definition, grid, placement, dtype, attention=asked)
-    compiled, *_ = compile_graph(next(graph for graph in graphs if graph.name.startswith(phase)))
+    compiled, *_ = compile_graph(
+        next(graph for graph in graphs if graph.name.startswith("prefill"))
+    )
     return cost_of(compiled)
 
 
-def attention_cost(
-    target: str,
-    attend: Attend,
-    rows: int,
-    num_queries: int,
-    num_keys: int,
-    by_entry: bool = False,
-) -> Cost:
-    """A graph of nothing but attention; `by_entry` lays keys as values lie."""
-    is_prompt = num_queries > 1
+def attention_cost(target: str, attend: Attend, length: int) -> Cost:
+    """A graph of nothing but the attention of one prompt."""
 
     def graph(
         q_BTKGH: jax.Array, k_BKHS: jax.Array, v_BKSH: jax.Array, query_BT: jax.Array,
         key_BS: jax.Array,
     ) -> jax.Array:  # fmt: skip
-        seen = Visibility(query_BT, key_BS, None, is_prompt, not is_prompt)
+        seen = Visibility(query_BT, key_BS, None, is_in_order=True)
         return attend(q_BTKGH, k_BKHS, v_BKSH, seen)[0]
 
-    arrays = _arrays(rows, num_queries, num_keys)
-    positions = [((rows, num_queries), jnp.int32), ((rows, num_keys), jnp.int32)]
-    return compiled_cost(target, graph, [*arrays, *positions], by_entry)
+    positions = [((1, length), jnp.int32)] * 2
+    return compiled_cost(target, graph, [*_arrays(length, length), *positions])
 
 
 def pair_cost(target: str, block_T: int, block_S: int) -> Cost:
@@ -177,24 +141,15 @@ def pair_cost(target: str, block_T: int, block_S: int) -> Cost:
 
     heads = (1, block_T, K, G)
     others = [((1, block_T, block_S), jnp.bool_), ((*heads, H), jnp.float32), (heads, jnp.float32)]
-    return compiled_cost(target, graph, [*_arrays(1, block_T, block_S), *others])
+    return compiled_cost(target, graph, [*_arrays(block_T, block_S), *others])
 
 
 def compiled_cost(
-    target: str,
-    graph: Callable[..., Any],
-    shapes: list[tuple[tuple[int, ...], Any]],
-    keys_by_entry: bool = False,
+    target: str, graph: Callable[..., Any], shapes: list[tuple[tuple[int, ...], Any]]
 ) -> Cost:
-    """Compile a graph for the first device of a target; keys are the second argument."""
+    """Compile a graph for the first device of a target."""
     on_device = SingleDeviceSharding(find_target(target).devices[0])
-    by_entry = Format(MemoryLayout(major_to_minor=(0, 1, 3, 2)), on_device)
-    arguments = [
-        jax.ShapeDtypeStruct(
-            shape, dtype, sharding=by_entry if keys_by_entry and i == 1 else on_device
-        )
-        for i, (shape, dtype) in enumerate(shapes)
-    ]
+    arguments = [jax.ShapeDtypeStruct(*shape, sharding=on_device) for shape in shapes]
     return cost_of(jax.jit(graph).lower(*arguments).compile())
 
 
@@ -217,18 +172,8 @@ def splash_bytes(length: int) -> int:
     return K * G * (2 * length + 2 * block * pairs) * H * ITEMSIZE
 
 
-def paged_bytes(length: int) -> int:
-    """Whole pages of keys and values below a length, in all slots."""
-    page = paged.PAGES[0]
-    return SLOTS * K * math.ceil(length / page) * page * 2 * H * ITEMSIZE
-
-
-def _arrays(rows: int, num_queries: int, num_keys: int) -> list[tuple[tuple[int, ...], Any]]:
-    shapes = (
-        (rows, num_queries, K, G, H),
-        (rows, K, H, num_keys),
-        (rows, K, num_keys, H),
-    )
+def _arrays(num_queries: int, num_keys: int) -> list[tuple[tuple[int, ...], Any]]:
+    shapes = (1, num_queries, K, G, H), (1, K, H, num_keys), (1, K, num_keys, H)
     return [(shape, jnp.bfloat16) for shape in shapes]
 
 

@@ -21,7 +21,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,14 +58,6 @@ def main() -> None:
     if options.output:
         options.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         options.output.with_suffix(".md").write_text(table, encoding="utf-8")
-
-
-@dataclass(frozen=True)
-class Work:
-    """What no implementation of one call can avoid."""
-
-    num_bytes: int
-    flops: int
 
 
 class DeviceBench:
@@ -125,7 +116,7 @@ class DeviceBench:
         result = {"phase": "prefill", "rows": 1, "tokens": length}
         return result | self._or_error(partial(self._prefill_seconds, length))
 
-    def _decode_seconds(self, batch: int) -> tuple[float, float, Work]:
+    def _decode_seconds(self, batch: int) -> tuple[float, float, dict]:
         import jax
         import jax.numpy as jnp
 
@@ -161,24 +152,39 @@ class DeviceBench:
             tokens_BQ = jax.device_get(output.tokens_BQ)
             seconds.append(time.perf_counter() - started)
             assert (tokens_BQ >= 0).all(), "every slot must emit in every step"
-        work = decode_work(self.config, batch, self.options.context, self.dtype.itemsize)
+        work = self.work(grid.decode_call(self.options.context))
         return statistics.median(seconds[1:]) / STEPS_PER_CALL, build_seconds, work
 
-    def _prefill_seconds(self, length: int) -> tuple[float, float, Work]:
+    def _prefill_seconds(self, length: int) -> tuple[float, float, dict]:
         import jax
-        import jax.numpy as jnp
 
-        graph, build_seconds = self._compiled("prefill", self._grid(1, length, prompt=length))
-        put = partial(jax.device_put, device=self.placement.replicated)
-        tokens_BT, true_length_B = put(jnp.ones((1, length), jnp.int32)), put(jnp.array([length]))
+        from noria.compile import signatures
+        from noria.runtime.padding import pack_greedy
+
+        grid = self._grid(1, length, prompt=length)
+        graph, build_seconds = self._compiled("prefill", grid)
+        make_state = partial(signatures.decode_state, self.definition, grid, self.dtype)
+        state = jax.jit(make_state, out_shardings=self.placement.replicated)()
+        arguments = pack_greedy([[1] * length], 0, grid.prefill[0], grid, self.config.vocab_size)
+        arguments = jax.device_put(arguments, self.placement.replicated)
         seconds = []
         for _ in range(1 + self.options.repeats):
             started = time.perf_counter()
-            prompts = graph(self.parameters, tokens_BT, true_length_B)
-            jax.device_get(prompts.logits_BV)
+            state, output = graph(self.parameters, state, *arguments)
+            assert jax.device_get(output.is_clean_B).all(), "activations must be finite"
             seconds.append(time.perf_counter() - started)
-        work = prefill_work(self.config, length, self.dtype.itemsize)
-        return statistics.median(seconds[1:]), build_seconds, work
+        return statistics.median(seconds[1:]), build_seconds, self.work(grid.prefill[0].call())
+
+    def work(self, call) -> dict[str, float]:
+        """What no implementation of one call can avoid."""
+        from noria.compile.planning.work import Work
+
+        found = Work(self.definition, self.options.dtype).parts(call)
+        parts = [part for part in found if part.name != "activations"]
+        return {
+            "bytes": sum(part.bytes for part in parts),
+            "flops": sum(part.flops for part in parts),
+        }
 
     def _grid(self, slots: int, max_length: int, prompt: int):
         from noria.compile.bucket_grid import BucketGrid
@@ -244,39 +250,13 @@ class DeviceBench:
             seconds.append((time.perf_counter() - started) / calls)
         return min(seconds)
 
-    def _or_error(self, measure: Callable[[], tuple[float, float, Work]]) -> dict[str, Any]:
+    def _or_error(self, measure: Callable[[], tuple[float, float, dict]]) -> dict[str, Any]:
         """What was measured, or what the device refused: a batch may not fit its memory."""
         try:
             seconds, build_seconds, work = measure()
         except RuntimeError as error:
             return {"error": str(error).splitlines()[0]}
-        return {
-            "seconds": seconds,
-            "build_seconds": build_seconds,
-            "bytes": work.num_bytes,
-            "flops": work.flops,
-        }
-
-
-def decode_work(config, batch: int, span: int, itemsize: int) -> Work:
-    """One step: all weights but the embedding table once, the cache of the span once."""
-    weights, head = _matrix_sizes(config)
-    cache = 2 * batch * span * config.num_kv_heads * config.head_dim * config.num_layers
-    attention = 4 * batch * span * config.num_query_heads * config.head_dim * config.num_layers
-    return Work((weights + head + cache) * itemsize, 2 * batch * (weights + head) + attention)
-
-
-def prefill_work(config, length: int, itemsize: int) -> Work:
-    """One prompt: causal attention is half of the square, logits are of the last token alone."""
-    weights, head = _matrix_sizes(config)
-    attention = 2 * length**2 * config.num_query_heads * config.head_dim * config.num_layers
-    return Work((weights + head) * itemsize, 2 * length * weights + 2 * head + attention)
-
-
-def _matrix_sizes(config) -> tuple[int, int]:
-    heads = 2 * config.num_query_heads + 2 * config.num_kv_heads
-    layer = config.embed * (heads * config.head_dim + 3 * config.mlp)
-    return layer * config.num_layers, config.embed * config.vocab_size
+        return {"seconds": seconds, "build_seconds": build_seconds, **work}
 
 
 def _fractions(row: dict[str, Any], ceilings: dict[str, float]) -> dict[str, float]:

@@ -144,7 +144,9 @@ def _planned(
     assert tokens is not None
     budget = replace(budget, prefill_graphs=count)
     grids = CandidateGrids(rows, LLAMA_1B.max_position, cost, budget, GridDefaults())
-    return try_grid(replace(grid, prefill=grids.prefill_of(tokens)), rows, cost, budget)
+    return try_grid(
+        replace(grid, prefill=grids.prefill_of(tokens, grid.decode_slots)), rows, cost, budget
+    )
 
 
 def _reaching(lengths: list[int], longest: int) -> list[int]:

@@ -90,7 +90,7 @@ def grids(job: Path) -> dict[str, BucketGrid]:
         length, tuple(PrefillBucket(span, 4, 64) for span in spans), alike.decode_slots, spans
     )
     return {
-        "derived": with_ragged_slots(alike, slot_use(needs)),
+        "derived": with_ragged_slots(alike, slot_use(needs, has_chunks=False)),
         "powers of two, 24 slots": replace(with_lengths(alike, powers, 512), decode_slots=24),
         "chunks of 64": chunks,
     }

@@ -1,10 +1,10 @@
-"""Write the README's table of models: what each family answers to, and how often it was compared.
+"""Write the README's table of models: names, compared configurations, published ones read.
 
     python scripts/conformance_table.py            # bring README.md up to date
 
 A row follows from the registry of families, the first line of the family's docstring ("name: what
-is notable") and the conformance cases of the tests. A test compares, so a family cannot be
-forgotten.
+is notable"), the conformance cases of the tests and the published configurations that they read. A
+test compares, so a family cannot be forgotten.
 """
 
 import inspect
@@ -19,12 +19,13 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
 from conformance import CASES  # noqa: E402  (the tests are no package)
+from published_configs import published_configs  # noqa: E402
 
 START, END = "<!-- models -->\n", "<!-- end of models -->\n"
-HEAD = """\
-| model | `architectures` of config.json | GGUF architecture | compared configurations | notable |
-|---|---|---|--:|---|
-"""
+HEAD = (
+    "| model | `architectures` of config.json | GGUF architecture | compared configurations "
+    "| published ones read | notable |\n|---|---|---|--:|--:|---|\n"
+)
 
 
 def main() -> None:
@@ -46,7 +47,16 @@ def _row(family: Family, num_cases: int) -> str:
     in_gguf = {other.gguf_name for other in registry.FAMILIES if other.gguf_options is not None}
     is_in_gguf = family.gguf_name in in_gguf
     gguf = f"`{family.gguf_name}`" if is_in_gguf else "no"
-    return f"| {model} | `{family.architecture}` | {gguf} | {num_cases} | {notable} |\n"
+    columns = (model, f"`{family.architecture}`", gguf, num_cases, _published(family), notable)
+    return f"| {' | '.join(map(str, columns))} |\n"
+
+
+def _published(family: Family) -> str:
+    """The number of published configurations that are read, those of the whole model included."""
+    names = {family.name} | ({family.part_of.name} if family.part_of is not None else set())
+    found = [published for published in published_configs() if published.model_type in names]
+    num_read = sum(published.refused is None for published in found)
+    return f"{num_read} of {len(found)}" if found else "none found"
 
 
 def _docstring(family: Family) -> str:

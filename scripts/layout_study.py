@@ -26,14 +26,14 @@ from noria.compile.definition import Definition
 from noria.compile.layout_measure import measure
 from noria.compile.planning.cost import CostModel
 from noria.compile.planning.hardware import hardware_of, torus
-from noria.compile.planning.work import Call, Work
+from noria.compile.planning.work import Work
 from noria.compile.targets import find_target
 from noria.modelzoo.config import DecoderConfig
 from noria.runtime.layout_files import named_layout_tables
 from noria.runtime.planning.hardware_files import known_hardware
+from noria.sharding.call import Call
 from noria.sharding.communication import expected
 from noria.sharding.explain import max_context
-from noria.sharding.layer_call import LayerCall
 from noria.sharding.layout import Layout
 from noria.sharding.placement import arrangement_of
 
@@ -168,16 +168,10 @@ class Planner:
             "limits": dict(estimate.limits),
             "mfu": 2 * PARAMETERS * tokens / peak / estimate.seconds,
             "sent_bytes": sum(sum(part.sent.values()) for part in cost.work.parts(call)),
-            "num_collectives": num_collectives(config, of, phase, filled),
+            "num_collectives": sum(one.times for one in expected(config, of, call, itemsize=2)),
             "fits": needed <= cost.hardware.memory_bytes,
             "bytes_per_device": needed,
         }
-
-
-def num_collectives(config: DecoderConfig, of: Layout, phase: str, rows: int) -> int:
-    """Of all layers in one call."""
-    call = LayerCall(phase, rows, LENGTH if phase == "prefill" else 1)
-    return sum(one.times for one in expected(config, of, call, itemsize=2))
 
 
 def sweep(planner: Planner, phase: str, layouts: Mapping[str, Layout]) -> dict[str, list[dict]]:

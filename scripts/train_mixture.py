@@ -103,7 +103,7 @@ def train(
 
     def loss(parameters: dict[str, jax.Array], tokens_BT: jax.Array) -> jax.Array:
         decoder = definition.bind(parameters, dispatch=Dispatch("ragged"))
-        x_BTD, *_ = decoder.prefill(tokens_BT, jnp.full(BATCH, LENGTH))
+        x_BTD, _ = decoder.forward(tokens_BT, jnp.full(BATCH, LENGTH))
         logits_MV = decoder.logits(x_BTD[:, :-1].reshape(-1, CONFIG.embed))
         target_M = tokens_BT[:, 1:].reshape(-1)
         return optax.softmax_cross_entropy_with_integer_labels(logits_MV, target_M).mean()

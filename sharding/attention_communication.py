@@ -10,18 +10,20 @@ from itertools import chain
 from ..modelzoo import axes
 from ..modelzoo.config import Window
 from .cache_attention import entry_bytes, query_bytes
-from .layer_call import FLOAT32_BYTES, INT32_BYTES, Expected, LayerShapes
-from .ring_attention import reach, steps
+from .layer_shapes import FLOAT32_BYTES, INT32_BYTES, Expected, LayerShapes
+from .ring_attention import steps
 
 
 def of_attention(shapes: LayerShapes, window: Window) -> Iterator[Expected]:
     """Of one layer with this window."""
     yield from _exchanged(shapes)
     rules, phase = shapes.rules, shapes.call.phase
+    if phase == "decode":
+        yield from _merged(shapes)
+        return
+    yield from _written(shapes)
     if phase == "prefill":
         yield from _ring(shapes, window)
-    elif phase == "decode":
-        yield from _merged(shapes)
     elif rules[axes.CACHE_LENGTH]:
         yield from _chunk(shapes, window)
 
@@ -33,14 +35,15 @@ def _exchanged(shapes: LayerShapes) -> Iterator[Expected]:
     """
     over, call, config = shapes.rules.exchanged, shapes.call, shapes.config
     split = shapes.rules.dimensions(axes.HEADS[:3])
-    for dim in shapes.head_dims:
+    for dim in shapes.record.head_dims:
         num_bytes = shapes.local((call.rows, call.tokens, config.num_query_heads, dim), split)
         yield from shapes.send("all-to-all", over, num_bytes)
-    if config.latent is not None and call.phase != "prefill":
+    if not shapes.record.makes_keys:
         return
-    copies = shapes.stored_heads // shapes.kept_heads
-    for dim in shapes.head_dims:
-        num_bytes = shapes.local((call.rows, call.tokens, shapes.stored_heads, dim), split)
+    stored_heads = shapes.record.num_kv_heads
+    copies = stored_heads // shapes.kept_heads
+    for dim in shapes.record.head_dims:
+        num_bytes = shapes.local((call.rows, call.tokens, stored_heads, dim), split)
         yield from shapes.send("all-to-all", over, num_bytes // copies)
 
 
@@ -48,21 +51,33 @@ def _ring(shapes: LayerShapes, window: Window) -> Iterator[Expected]:
     """Keys and values go on to the next device until all that are seen have come by."""
     over, call = shapes.rules[axes.LENGTH], shapes.call
     n = shapes.layout.mesh.num_shards(over)
-    is_striped, length = shapes.layout.tokens == "striped", call.tokens // n
-    num_steps = steps(window, length, n, is_striped)
-    if window is not None and num_steps == 2 and not is_striped:
-        length = reach(window, length, n)
     split = shapes.rules.dimensions((axes.ATTENTION_BATCH, axes.KV_HEADS))
-    for dim in shapes.head_dims:
-        num_bytes = shapes.local((call.rows, shapes.kept_heads, length, dim), split)
-        yield from shapes.send("collective-permute", over, num_bytes, num_steps - 1)
+    for dim in shapes.record.head_dims:
+        num_bytes = shapes.local((call.rows, shapes.kept_heads, call.tokens // n, dim), split)
+        yield from shapes.send("collective-permute", over, num_bytes, steps(window, n) - 1)
+
+
+def _written(shapes: LayerShapes) -> Iterator[Expected]:
+    """What is kept of new tokens goes to every device that may have their slots.
+
+    A device has the slots of some rows, and any row of a call may be one of them.
+    """
+    over, call = shapes.rules[axes.ATTENTION_BATCH], shapes.call
+    heads, length = shapes.rules.dimensions((axes.KV_HEADS, axes.LENGTH))
+    if shapes.config.latent is not None:
+        sizes = (call.rows, call.tokens, shapes.config.kept_dim)
+        yield from shapes.send("all-gather", over, shapes.local(sizes, (length,)))
+        return
+    for dim in shapes.record.head_dims:
+        sizes = (call.rows, shapes.kept_heads, call.tokens, dim)
+        yield from shapes.send("all-gather", over, shapes.local(sizes, (heads, length)))
 
 
 def _merged(shapes: LayerShapes) -> Iterator[Expected]:
     """A maximum, and a sum of results with their weights, of any number of keys."""
     over, lse = shapes.rules[axes.CACHE_LENGTH], _lse_bytes(shapes)
     yield from shapes.send("all-reduce", over, lse)
-    yield from shapes.send("all-reduce", over, lse * (shapes.head_dims[1] + 1))
+    yield from shapes.send("all-reduce", over, lse * (shapes.record.head_dims[1] + 1))
 
 
 def _lse_bytes(shapes: LayerShapes) -> int:
@@ -76,9 +91,10 @@ def _chunk(shapes: LayerShapes, window: Window) -> Iterator[Expected]:
     """Queries are gathered and results scattered, or entries go round: what is less to send."""
     over, call = shapes.rules[axes.CACHE_LENGTH], shapes.call
     n = shapes.layout.mesh.num_shards(over)
-    num_steps = steps(window, call.tokens // n, n, is_striped=True)
-    of_segments = [_entries(shapes, entries // n) for entries in (*call.segments, call.tokens)]
-    query_dim, value_dim = shapes.head_dims
+    num_steps = steps(window, n)
+    lengths = [*(end - start for _, start, end in call.pieces), call.tokens]
+    of_segments = [_entries(shapes, length // n) for length in lengths]
+    query_dim, value_dim = shapes.record.head_dims
     lse = _lse_bytes(shapes)
     queries = lse // FLOAT32_BYTES * query_dim * shapes.itemsize
     num_bytes = sum(chain.from_iterable(of_segments))

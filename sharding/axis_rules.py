@@ -58,9 +58,9 @@ class AxisRules:
         """These rules with those of one phase on top."""
         return AxisRules({**self.table, **table})
 
-    def dimensions(self, logical_axes: tuple[str, ...]) -> list[tuple[str, ...]]:
+    def dimensions(self, logical_axes: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
         """Mesh axes of each dimension of an array with these logical axes."""
-        return [self[axis] if axis else () for axis in logical_axes]
+        return tuple(self[axis] if axis else () for axis in logical_axes)
 
     def spec(self, logical_axes: tuple[str, ...]) -> PartitionSpec:
         """The partition of an array with these logical axes."""

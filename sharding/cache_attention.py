@@ -46,8 +46,8 @@ def attend_for_some(
     entries: Any,
 ) -> Attended:
     """Attention of the queries here to the entries everywhere; both are stripes."""
-    n, T = jax.lax.axis_size(mesh_axes), q_BTKGH.shape[1]
-    num_steps = steps(window, T, n, is_striped=True)
+    n = jax.lax.axis_size(mesh_axes)
+    num_steps = steps(window, n)
     out_BTKGH, lse_BTKG = jax.eval_shape(attend, q_BTKGH, own_part(position_BT, mesh_axes), entries)
     num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(entries))
     of_lse = lse_BTKG.size * FLOAT32_BYTES

@@ -15,7 +15,8 @@ then carries about (n - 1) / n of them (twice that for an all-reduce).
 
 Left out as too small to matter: sinks, and counts of how experts were used. Experts are taken to
 dispatch losslessly. Rows of a chunk whose batch is split over caches in pieces are brought together
-by XLA, which is not counted. Knows nothing of programs: `compile.collectives` reads what one does.
+by XLA, which is not counted; nor is what it sends where prefill and the cache keep their heads in
+different ways. Knows nothing of programs: `compile.collectives` reads what one does.
 """
 
 from collections import Counter
@@ -23,26 +24,21 @@ from collections.abc import Iterator, Sequence
 
 from ..modelzoo import axes
 from ..modelzoo.config import DecoderConfig
-from ..modelzoo.moe.config import MoeConfig
-from ..modelzoo.moe.experts import DOWN_AXES, GATE_UP_AXES
 from .attention_communication import of_attention
+from .call import Call
 from .expert_exchange import ExpertExchange
-from .layer_call import FLOAT32_BYTES, Expected, LayerCall, LayerShapes
-from .layer_products import LayerProduct, attention_products, mlp_products
+from .layer_shapes import FLOAT32_BYTES, Expected, LayerShapes
 from .layout import Layout
 from .projection import MeshAxes, Projection, beyond
 
 
-def expected(
-    config: DecoderConfig, layout: Layout, call: LayerCall, itemsize: int
-) -> list[Expected]:
+def expected(config: DecoderConfig, layout: Layout, call: Call, itemsize: int) -> list[Expected]:
     """What all layers send in one call; collectives of equal kind, mesh axes and bytes are one."""
-    shapes = LayerShapes(config, layout, call, itemsize)
-    is_sparse = (False,) * config.num_layers if config.moe is None else config.moe.layers
     times: Counter[tuple[str, MeshAxes, int]] = Counter()
-    for (window, sparse), count in Counter(zip(config.windows, is_sparse, strict=True)).items():
-        moe = config.moe if sparse else None
-        for one in [*_of_block(shapes, moe), *of_attention(shapes, window)]:
+    kinds = config.layer_kinds
+    for kind, count in Counter(kinds).items():
+        shapes = LayerShapes(config, layout, call, itemsize, kinds.index(kind))
+        for one in [*_of_block(shapes), *of_attention(shapes, kind[0])]:
             times[one.kind, one.mesh_axes, one.num_bytes] += count * one.times
     return [Expected(*key, count) for key, count in times.items()]
 
@@ -56,61 +52,29 @@ def sent_bytes(kind: str, num_bytes: int, group: int) -> float:
     return num_bytes * {"all-reduce": 2 * share, "collective-permute": 1.0}.get(kind, share)
 
 
-_Once = tuple[object, Expected]
-"""A collective, and what it is of: two of the same kind, size and object are one."""
-
-
-def _of_block(shapes: LayerShapes, moe: MoeConfig | None) -> Iterator[Expected]:
-    """All but attention itself. Both halves of a parallel block read one array and add to one."""
-    config, reads_cache = shapes.config, shapes.call.phase != "prefill"
-    halves = [attention_products(config, reads_cache=reads_cache)]
-    halves.append(mlp_products(config.mlp if moe is None else moe.shared_mlp))
-    once = [{one for product in half for one in _once(shapes, product)} for half in halves]
-    if moe is not None:
-        exchange = ExpertExchange(shapes.rules, shapes.layout.rules)
-        once[1] |= set(_once_around_experts(shapes, exchange))
-        yield from _of_experts(shapes, exchange, moe)
-    for of_half in [once[0] | once[1]] if config.is_parallel else once:
-        yield from (collective for _, collective in of_half)
-    for product in halves[0] + halves[1]:
-        yield from _every_time(shapes, product)
+def _of_block(shapes: LayerShapes) -> Iterator[Expected]:
+    """All but attention itself: of its products, its experts and its norms."""
+    rules, stored, record = shapes.rules, shapes.layout.rules, shapes.record
+    placed = [(one, shapes.projection(one)) for one in record.products]
+    if record.mixture is not None:
+        placed.append((record.mixture, shapes.exchange.projection))
+        yield from _of_experts(shapes, shapes.exchange)
+    once: dict[tuple[str, int, Expected], None] = {}
+    for product, projection in placed:
+        sizes = {**product.sizes, "B": shapes.call.rows, "T": shapes.call.tokens}
+        x, weight, out = ([sizes[label] for label in labels] for labels in product.labels)
+        for one in _gathers(shapes, x, rules.dimensions(product.x), projection.gather_x):
+            once["reads", product.reads, one] = None
+        lies = stored.dimensions(product.weight)
+        yield from _gathers(shapes, weight, lies, projection.gather_weight)
+        for one in _reduced(shapes, out, projection):
+            if product.out == axes.RESIDUAL:
+                # XLA adds up, then sums
+                once["adds to", product.adds_to, one] = None
+            else:
+                yield one
+    yield from (one for _, _, one in once)
     yield from _of_norms(shapes)
-
-
-def _projection(shapes: LayerShapes, product: LayerProduct) -> Projection:
-    rules, stored = shapes.rules, shapes.layout.rules
-    return Projection.of(
-        product.equation,
-        rules.dimensions(product.x),
-        stored.dimensions(product.weight),
-        rules.dimensions(product.weight),
-        rules.dimensions(product.out),
-    )
-
-
-def _once(shapes: LayerShapes, product: LayerProduct) -> Iterator[_Once]:
-    """Gathers of what is read, and sums into the residual stream: XLA adds up, then sums."""
-    labels, _, of_out = product.labels
-    sizes = {**shapes.sizes, **product.sizes}
-    projection, before = _projection(shapes, product), shapes.rules.dimensions(product.x)
-    read = [sizes[label] for label in labels]
-    for one in _gathers(shapes, read, before, projection.gather_x):
-        yield product.reads, one
-    if product.out == axes.RESIDUAL:
-        for one in _reduced(shapes, [sizes[label] for label in of_out], projection):
-            yield product.out, one
-
-
-def _every_time(shapes: LayerShapes, product: LayerProduct) -> Iterator[Expected]:
-    """Weights as they are gathered, and what becomes of results that are nobody else's."""
-    _, of_weight, of_out = product.labels
-    sizes = {**shapes.sizes, **product.sizes}
-    projection = _projection(shapes, product)
-    stored = shapes.layout.rules.dimensions(product.weight)
-    weight = [sizes[label] for label in of_weight]
-    yield from _gathers(shapes, weight, stored, projection.gather_weight)
-    if product.out != axes.RESIDUAL:
-        yield from _reduced(shapes, [sizes[label] for label in of_out], projection)
 
 
 def _gathers(
@@ -140,34 +104,22 @@ def _reduced(
     yield from _gathers(shapes, sizes, split, projection.gather_out)
 
 
-def _once_around_experts(shapes: LayerShapes, exchange: ExpertExchange) -> Iterator[_Once]:
-    """Experts read and add to what the expert that all tokens share does."""
-    before, projection = shapes.rules.dimensions(axes.RESIDUAL), exchange.projection
-    sizes = [shapes.sizes[label] for label in "BTD"]
-    for one in _gathers(shapes, sizes, before, projection.gather_x):
-        yield ("BTD", axes.RESIDUAL), one
-    for one in _reduced(shapes, sizes, projection):
-        yield axes.RESIDUAL, one
-
-
-def _of_experts(
-    shapes: LayerShapes, exchange: ExpertExchange, moe: MoeConfig
-) -> Iterator[Expected]:
+def _of_experts(shapes: LayerShapes, exchange: ExpertExchange) -> Iterator[Expected]:
     """A row a token to every device that experts are exchanged with, its choices beside it.
 
     As `modelzoo.moe.mix` packs it: ids of experts in words as wide as activations, weights of
     choices in float32. One row a token comes back.
     """
-    B, T, D = (shapes.sizes[label] for label in "BTD")
-    batch, length = exchange.tokens
-    over, Z = exchange.exchanged, moe.routing.num_chosen
-    rows = shapes.local((B, T), (batch, length), 1) * shapes.layout.mesh.num_shards(over)
-    of_choices = Z * (shapes.itemsize + FLOAT32_BYTES)
-    yield from shapes.send("all-to-all", over, rows * (D * shapes.itemsize + of_choices))
-    yield from shapes.send("all-to-all", over, rows * D * shapes.itemsize)
-    E, F, P = moe.routing.num_experts, moe.mlp, 2
-    for of_weight, sizes in ((GATE_UP_AXES, (E, P, D, F)), (DOWN_AXES, (E, F, D))):
-        stored, used = (r.dimensions(of_weight) for r in (shapes.layout.rules, shapes.rules))
+    call, moe, of_row = shapes.call, shapes.config.moe, shapes.config.embed * shapes.itemsize
+    assert moe is not None, "a sparse layer has experts"
+    over, num_shards = exchange.exchanged, shapes.layout.mesh.num_shards
+    rows = shapes.local((call.rows, call.tokens), exchange.tokens, 1) * num_shards(over)
+    of_choices = moe.routing.num_chosen * (shapes.itemsize + FLOAT32_BYTES)
+    yield from shapes.send("all-to-all", over, rows * (of_row + of_choices))
+    yield from shapes.send("all-to-all", over, rows * of_row)
+    for product in shapes.record.of_experts:
+        sizes = [product.sizes[label] for label in product.labels[1]]
+        stored, used = (r.dimensions(product.weight) for r in (shapes.layout.rules, shapes.rules))
         yield from _gathers(shapes, sizes, stored, tuple(map(beyond, stored, used)))
 
 

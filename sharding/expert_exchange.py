@@ -83,6 +83,8 @@ class ExpertExchange:
             mixed = mixture(x_BTD, is_token_BT, router, weights, self._shards(weights))
             return mixed._replace(out_BTD=projection.reduce(mixed.out_BTD))
 
+        router = router._replace(weight_DE=router.weight_DE[...])
+        weights = ExpertWeights._make(None if x is None else x[...] for x in weights)
         residual, rows = self.rules.spec(axes.RESIDUAL), P(batch or None, length or None)
         use = ExpertUse._make(P(batch + length or None) for _ in ExpertUse._fields)
         of_weights = _each(self.stored.spec, weights)

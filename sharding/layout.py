@@ -7,7 +7,7 @@ gathered inside that phase's graphs.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any
 
 from ..modelzoo import axes
 from .axis_rules import AxisRules
@@ -17,14 +17,7 @@ PHASES = ("prefill", "decode")
 """Those that may have rules of their own."""
 MAX_REPLICATED = 0.05
 
-Tokens = Literal["striped", "contiguous"]
-"""Which tokens of a prompt a device has where `length` is split: every n-th one, or neighbours.
-
-Stripes share the work of causal attention evenly (Brandon et al. 2023, 2311.09431); of neighbours a
-window needs the nearest devices alone. Chunks lie as the cache does, in stripes."""
-DEFAULT_TOKENS: Tokens = "striped"
-
-_KEYS = {"name", "mesh", "rules", "prefill", "decode", "max_replicated", "tokens"}
+_KEYS = {"name", "mesh", "rules", "prefill", "decode", "max_replicated"}
 _RULE = "a mesh axis, a list of them, or \"\" for replicated"  # fmt: skip
 
 
@@ -39,7 +32,6 @@ class Layout:
     decode: Mapping[str, tuple[str, ...]]
     max_replicated: float = MAX_REPLICATED
     """Share of the weights that may lie whole along a mesh axis that does not split the batch."""
-    tokens: Tokens = DEFAULT_TOKENS
 
     def phase(self, phase: str) -> AxisRules:
         """The rules of `prefill`, `decode` or `chunk`: prefill beside the cache that decode has."""
@@ -55,8 +47,6 @@ class Layout:
     def to_table(self) -> dict[str, Any]:
         """The layout as the tables of its file."""
         table: dict[str, Any] = {"name": self.name, "max_replicated": self.max_replicated}
-        if self.tokens != DEFAULT_TOKENS:
-            table["tokens"] = self.tokens
         table["mesh"] = self.mesh.sizes
         table["rules"] = _written(self.rules.table)
         for phase in PHASES:
@@ -87,9 +77,6 @@ class Layout:
         share = table.get("max_replicated", MAX_REPLICATED)
         if not isinstance(share, int | float) or isinstance(share, bool) or not 0 <= share <= 1:
             raise ValueError(f"{where} max_replicated: expected a share of 0 to 1, got {share!r}.")
-        tokens = table.get("tokens", DEFAULT_TOKENS)
-        if tokens not in get_args(Tokens):
-            raise ValueError(f"{where} tokens: expected one of {get_args(Tokens)}, got {tokens!r}.")
         return cls(
             str(table.get("name", where)),
             MeshLayout.of(mesh),
@@ -97,7 +84,6 @@ class Layout:
             phases["prefill"],
             phases["decode"],
             float(share),
-            tokens,
         )
 
 

@@ -15,7 +15,7 @@ from ..modelzoo.config import DecoderConfig
 from ..modelzoo.operations import Axes
 from .axis_rules import FOLLOWS, AxisRules, kv_copies
 from .expert_exchange import ExpertExchange
-from .layout import DEFAULT_TOKENS, PHASES, Layout
+from .layout import PHASES, Layout
 from .mesh_layout import MESH_AXES
 
 _DERIVED = (axes.LOGIT_BATCH, axes.HEAD_BATCH, axes.EXPERT_MLP)
@@ -55,7 +55,7 @@ class ModelSizes:
     slot_groups: int | None = None
     """Groups into which a grid divides slots of several lengths; None where all are alike."""
     is_chunked: bool = False
-    """Whether prompts are poured into the cache in chunks."""
+    """Whether prompts are prefilled in chunks."""
 
 
 def check(layout: Layout, sizes: ModelSizes) -> list[str]:
@@ -124,12 +124,7 @@ def _name_findings(layout: Layout) -> Iterable[str]:
 
 
 def _idle_findings(layout: Layout) -> Iterable[str]:
-    """What is said of tokens and caches where it has no effect."""
-    if layout.tokens != DEFAULT_TOKENS and not layout.phase("prefill")[axes.LENGTH]:
-        yield (
-            f'tokens = "{layout.tokens}": matches nothing, as no rule of prefill splits length. '
-            f"Leave it out, or add the rule under [prefill.rules]."
-        )
+    """Rules for a cache in a phase that has none."""
     if axes.CACHE_LENGTH in layout.prefill:
         yield (
             "[prefill.rules] cache_length: matches nothing, as prefill has no cache. Put it under "

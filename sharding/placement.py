@@ -76,7 +76,7 @@ class Placement:
         order = _memory_order(parameter, logical_axes, sharding.shard_shape(shape))
         return sharding if order is None else Format(MemoryLayout(major_to_minor=order), sharding)
 
-    def by_entry(self, sharding: Sharding, ndim: int = 4) -> Format:
+    def by_entry(self, sharding: Sharding, ndim: int) -> Format:
         """Keys of a cache, `[..., H, S]`, with the heads of an entry along the last axis."""
         *leading, head, entry = range(ndim)
         return Format(MemoryLayout(major_to_minor=(*leading, entry, head)), sharding)
@@ -125,8 +125,6 @@ class Placement:
             layout.phase(phase),
             layout.rules,
             config.num_kv_heads,
-            # chunks lie as the cache that they are written to, which is always in stripes
-            is_striped=phase == "chunk" or layout.tokens == "striped",
         )
 
     def _rules(self, phase: str) -> AxisRules:

@@ -15,11 +15,14 @@ Knows nothing of models. Source of the scheme: Pope et al. 2022, "Efficiently Sc
 Inference", section 3.2, with collectives as in their appendix A.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from functools import cache
+from itertools import chain, takewhile
 
 import jax
+
+from ..modelzoo.operations import Axes
+from .axis_rules import AxisRules
 
 MeshAxes = tuple[str, ...]
 
@@ -41,13 +44,22 @@ class Projection:
     cut_out: tuple[MeshAxes, ...]
 
     @classmethod
+    def under(
+        cls, rules: AxisRules, stored: AxisRules, equation: str, x: Axes, weight: Axes, out: Axes
+    ) -> "Projection":
+        """The collectives of a product under a phase's rules; the weight lies by `stored`."""
+        used, lies = rules.dimensions(weight), stored.dimensions(weight)
+        return cls.of(equation, rules.dimensions(x), lies, used, rules.dimensions(out))
+
+    @classmethod
+    @cache
     def of(
         cls,
         equation: str,
-        x: Sequence[MeshAxes],
-        weight_stored: Sequence[MeshAxes],
-        weight_used: Sequence[MeshAxes],
-        out: Sequence[MeshAxes],
+        x: tuple[MeshAxes, ...],
+        weight_stored: tuple[MeshAxes, ...],
+        weight_used: tuple[MeshAxes, ...],
+        out: tuple[MeshAxes, ...],
     ) -> "Projection":
         """Work out the collectives from the mesh axes of every dimension."""
         inputs, out_labels = equation.split("->")
@@ -81,6 +93,11 @@ class Projection:
                 for (done, goal), pieces in zip(ends, scatter, strict=True)
             ),
         )
+
+    @property
+    def mesh_axes(self) -> MeshAxes:
+        """All that share the product's operations out."""
+        return (*chain(*self.made, *self.scatter), *self.sum_over)
 
     def bring(self, x: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Pieces of both operands as this device's product needs them."""

@@ -26,16 +26,26 @@ from ..modelzoo.kept_layers import PromptKeysValues
 from ..modelzoo.moe.experts import ExpertWeights
 from ..modelzoo.moe.mix import Mixed, Mixture
 from ..modelzoo.moe.routing import Router
-from ..modelzoo.operations import Axes, Operations, Product, row_of, with_row
+from ..modelzoo.operations import (
+    ON_ONE_DEVICE,
+    Axes,
+    Operations,
+    Product,
+    axes_of,
+    row_of,
+    with_row,
+)
 from ..modelzoo.stripes import WHOLE, Stripe, Stripes
 from .axis_rules import AxisRules, kv_copies
 from .cache_attention import attend_for_all, attend_for_some
 from .expert_exchange import ExpertExchange
 from .projection import Projection
-from .ring_attention import Ring
+from .ring_attention import attend_on_ring
 
 if TYPE_CHECKING:
     from flax import nnx
+
+    from ..modelzoo.operations import Weight
 
 MeshAxes = tuple[str, ...]
 
@@ -43,25 +53,13 @@ MeshAxes = tuple[str, ...]
 class ShardedOperations(Operations):
     """The operations of one phase of a layout."""
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        rules: AxisRules,
-        stored: AxisRules,
-        num_kv_heads: int,
-        *,
-        is_striped: bool = True,
-    ):
-        """`rules` are the phase's, `stored` those that the weights lie by.
-
-        `is_striped` says of the tokens of a prompt whether devices have stripes or neighbours.
-        """
+    def __init__(self, mesh: Mesh, rules: AxisRules, stored: AxisRules, num_kv_heads: int):
+        """`rules` are the phase's, `stored` those that the weights lie by."""
         self._mesh = mesh
         self._rules = rules
         self._stored = stored
         self._num_kv_heads = num_kv_heads
-        self._ring = Ring(rules[axes.LENGTH], is_striped)
-        self.prompt_stripes = Stripes(self._num_shards(axes.LENGTH) if is_striped else 1)
+        self.prompt_stripes = Stripes(self._num_shards(axes.LENGTH))
         self.cache_stripes = Stripes(self._num_shards(axes.CACHE_LENGTH))
 
     def positions(self, length: int) -> jax.Array | np.ndarray:
@@ -76,21 +74,15 @@ class ShardedOperations(Operations):
         return jax.lax.with_sharding_constraint(x, sharding)
 
     def project(
-        self, equation: str, product: Product, x: jax.Array, weight: "nnx.Param", x_axes: Axes,
-        out_axes: Axes,
+        self, equation: str, product: Product, x: jax.Array, weight: "Weight", x_axes: Axes = (),
+        out_axes: Axes = (),
     ) -> jax.Array:  # fmt: skip
-        weight_axes = weight.get_metadata()["logical_axes"]
-        projection = Projection.of(
-            equation,
-            self._rules.dimensions(x_axes),
-            self._stored.dimensions(weight_axes),
-            self._rules.dimensions(weight_axes),
-            self._rules.dimensions(out_axes),
-        )
+        weight_axes, by = axes_of(weight), (self._rules, self._stored)
+        projection = Projection.under(*by, equation, x_axes, weight_axes, out_axes)
 
         def local(x: jax.Array, weight: jax.Array) -> jax.Array:
             x, weight = projection.bring(x, weight)
-            return projection.reduce(product(x, weight))
+            return projection.reduce(ON_ONE_DEVICE.project(equation, product, x, weight))
 
         specs = self._rules.spec(x_axes), self._stored.spec(weight_axes)
         return self._map(local, specs, self._rules.spec(out_axes))(x, weight[...])
@@ -132,7 +124,8 @@ class ShardedOperations(Operations):
         return self._map(local, in_specs, out_specs)(queries, new, rows, cache)
 
     def over_tokens(self, attend: Attend) -> Attend:
-        return partial(self._ring.attend, attend) if self._ring.mesh_axes else attend
+        mesh_axes = self._rules[axes.LENGTH]
+        return partial(attend_on_ring, attend, mesh_axes) if mesh_axes else attend
 
     def over_cache(self, attend: AttendEntries, window: Window) -> AttendEntries:
         mesh_axes = self._rules[axes.CACHE_LENGTH]
@@ -153,22 +146,6 @@ class ShardedOperations(Operations):
         specs, row_spec = self._specs(type(kept)), self._rules.spec((axes.ATTENTION_BATCH,))
         return self._map(body, (specs, *[row_spec] * len(rows)), specs)(kept, *rows)
 
-    def put_prompt(
-        self, body: Callable[..., Any], kept: Any, new: Any, length: jax.Array, slot: jax.Array
-    ) -> Any:
-        specs, batch = self._specs(type(kept)), self._rules[axes.ATTENTION_BATCH]
-        axis = axes.row_axis(kept.AXES[0])
-        new_specs = P() if new is None else type(new)._make(_of_one(spec, axis) for spec in specs)
-
-        def local(kept: Any, new: Any, length: jax.Array, slot: jax.Array) -> Any:
-            rows = body(kept, new, length, self.stripe)
-            # the first segment has a row of every slot, others of the first slots here
-            slot = _number_here(slot, batch, jax.tree.leaves(kept)[0].shape[axis])
-            return jax.tree.map(lambda old, row: with_row(old, row, slot, axis), kept, rows)
-
-        in_specs = (specs, new_specs, P(), P())
-        return self._map(local, in_specs, specs)(kept, new, length, slot)
-
     def mix_experts(
         self, mixture: Mixture, x_BTD: jax.Array, is_token_BT: jax.Array, router: Router,
         weights: ExpertWeights,
@@ -176,40 +153,47 @@ class ShardedOperations(Operations):
         exchange = ExpertExchange(self._rules, self._stored)
         return exchange.mix(self._map, mixture, x_BTD, is_token_BT, router, weights)
 
-    def take_row(self, x: jax.Array, row: jax.Array, logical_axes: Axes) -> jax.Array:
+    def take_row(
+        self, x: jax.Array, row: jax.Array, logical_axes: Axes, num_rows: int
+    ) -> jax.Array:
         spec, axis = self._rules.spec(logical_axes), axes.row_axis(logical_axes)
-        batch = self._rules[logical_axes[axis]]
+        batch, local_rows = self._rows_here(logical_axes[axis], num_rows)
 
         def local(x: jax.Array, row: jax.Array) -> jax.Array:
-            here = _number_here(row, batch, x.shape[axis])
+            here = _number_here(row, batch, local_rows)
             return jax.lax.psum(row_of(x, here, axis), batch)
 
         if not batch:
-            return super().take_row(x, row, logical_axes)
+            return super().take_row(x, row, logical_axes, num_rows)
         return self._map(local, (spec, P()), _of_one(spec, axis))(x, row)
 
     def put_row(
-        self, x: jax.Array, new: jax.Array, row: jax.Array, logical_axes: Axes
+        self, x: jax.Array, new: jax.Array, row: jax.Array, logical_axes: Axes, num_rows: int
+    ) -> jax.Array:
+        spec, axis = self._rules.spec(logical_axes), axes.row_axis(logical_axes)
+        batch, local_rows = self._rows_here(logical_axes[axis], num_rows)
+
+        def local(x: jax.Array, new: jax.Array, row: jax.Array) -> jax.Array:
+            return with_row(x, new, _number_here(row, batch, local_rows), axis)
+
+        return self._map(local, (spec, _of_one(spec, axis), P()), spec)(x, new, row)
+
+    def _rows_here(self, logical_axis: str, num_rows: int) -> tuple[MeshAxes, int]:
+        """The mesh axes that split rows, and how many of all rows a device has."""
+        return self._rules[logical_axis], num_rows // self._num_shards(logical_axis)
+
+    def take_rows(
+        self, x: jax.Array, row_B: jax.Array, logical_axes: Axes, layer: jax.Array | None = None
     ) -> jax.Array:
         spec, axis = self._rules.spec(logical_axes), axes.row_axis(logical_axes)
         batch = self._rules[logical_axes[axis]]
 
-        def local(x: jax.Array, new: jax.Array, row: jax.Array) -> jax.Array:
-            return with_row(x, new, _number_here(row, batch, x.shape[axis]), axis)
-
-        return self._map(local, (spec, _of_one(spec, axis), P()), spec)(x, new, row)
-
-    def take_rows(self, x: jax.Array, row_B: jax.Array, logical_axes: Axes) -> jax.Array:
-        spec = self._rules.spec(logical_axes)
-        batch = self._rules[logical_axes[0]]
-
-        def local(x: jax.Array, row_B: jax.Array) -> jax.Array:
-            taken = super(ShardedOperations, self).take_rows(
-                x, _local_rows(x, row_B, batch), logical_axes
-            )
+        def local(x: jax.Array, row_B: jax.Array, layer: jax.Array | None) -> jax.Array:
+            local_B = _local_rows(row_B, batch, x.shape[axis])
+            taken = super(ShardedOperations, self).take_rows(x, local_B, logical_axes, layer)
             return jax.lax.psum(taken, batch) if batch else taken
 
-        return self._map(local, (spec, P()), P(None, *spec[1:]))(x, row_B)
+        return self._map(local, (spec, P(), P()), P(None, *spec[axis + 1 :]))(x, row_B, layer)
 
     def after(self, row_B: jax.Array, x_BTKGH: jax.Array) -> jax.Array:
         # every device waits for its own part, so nothing is sent
@@ -219,15 +203,16 @@ class ShardedOperations(Operations):
     def write_rows(
         self, body: Callable[..., Any], old: Any, new: Any, rows: Any, logical_axes: Axes
     ) -> Any:
-        spec = self._rules.spec(logical_axes)
-        batch = self._rules[logical_axes[0]]
+        spec, axis = self._rules.spec(logical_axes), axes.row_axis(logical_axes)
+        batch = self._rules[logical_axes[axis]]
 
         def local(old: Any, new: Any, rows: Any) -> Any:
             row_B, *others = rows
-            row_B = _local_rows(jax.tree.leaves(old)[0], row_B, batch)
+            # the first segment has a row of every slot, others of the first slots here
+            row_B = _local_rows(row_B, batch, jax.tree.leaves(old)[0].shape[axis])
             return body(old, new, type(rows)(row_B, *others))
 
-        return self._map(local, (spec, P(None, *spec[1:]), P()), spec)(old, new, rows)
+        return self._map(local, (spec, _of_one(spec, axis), P()), spec)(old, new, rows)
 
     def num_cache_heads(self, num_kv_heads: int) -> int:
         return num_kv_heads * kv_copies(num_kv_heads, self._num_shards(axes.KV_HEADS))
@@ -274,9 +259,8 @@ def _number_here(row: jax.Array, batch: MeshAxes, num_rows: int) -> jax.Array:
     return row - jax.lax.axis_index(batch) * num_rows if batch else row
 
 
-def _local_rows(x: jax.Array, row_B: jax.Array, batch: MeshAxes) -> jax.Array:
+def _local_rows(row_B: jax.Array, batch: MeshAxes, size: int) -> jax.Array:
     """Rows as they are numbered on this device; one past the last for those that are elsewhere."""
-    size = x.shape[0]
     local_B = _number_here(row_B, batch, size)
     return jnp.where((local_B >= 0) & (local_B < size), local_B, size)
 

@@ -1,12 +1,17 @@
 """Small caches to compare with plain numpy: what fills them, and how they read side by side."""
 
-import jax
+from collections.abc import Sequence
+
 import jax.numpy as jnp
 import numpy as np
 
-from noria.modelzoo.config import DecoderConfig
-from noria.modelzoo.kept_layers import PromptKeysValues
+from noria.modelzoo import kv_cache
+from noria.modelzoo.attention import EMPTY_POSITION
+from noria.modelzoo.config import DecoderConfig, Window
+from noria.modelzoo.kept_layers import PromptKeysValues, PromptLayer
 from noria.modelzoo.kv_cache import KVCache
+from noria.modelzoo.operations import ON_ONE_DEVICE
+from noria.modelzoo.prompt_pieces import PromptPieces, keep_piece, keep_positions
 
 SLOTS = 4
 CONFIG = DecoderConfig(
@@ -33,17 +38,43 @@ def random_prompt(
     )
 
 
+def pieces(slots: Sequence[int], counts: Sequence[int], start: int | None = None) -> PromptPieces:
+    """Whole prompts, or pieces that all begin at one position."""
+    start_B = None if start is None else jnp.full(len(slots), start)
+    return PromptPieces(jnp.array(slots), start_B, jnp.array(counts))
+
+
+def keep(
+    cache: KVCache,
+    new: Sequence[PromptLayer],
+    rows: PromptPieces,
+    windows: Sequence[Window] = CONFIG.windows,
+) -> KVCache:
+    """The cache after a piece of prompts, in each of its layers; all are unrolled."""
+    layers = tuple(
+        keep_piece(old, one, jnp.int32(0), rows, cache.positions.is_ring(window), ON_ONE_DEVICE)
+        for old, one, window in zip(cache.layers, new, windows, strict=True)
+    )
+    # values of heads and latents alike have their tokens before the last axis
+    offset_1T = jnp.arange(new[0][-1].shape[-2])[None]
+    position_BT = rows.first_B[:, None] + offset_1T
+    position_BT = jnp.where(offset_1T < rows.count_B[:, None], position_BT, EMPTY_POSITION)
+    return KVCache(layers, keep_positions(cache.positions, position_BT, rows, ON_ONE_DEVICE))
+
+
+def used_cache(config: DecoderConfig, spans: Sequence[int]) -> KVCache:
+    """As former owners leave it: every slot has held a row that reached the longest span."""
+    cache = kv_cache.allocate(config, SLOTS, spans, jnp.float32)
+    prompt = random_prompt(SLOTS, spans[-1], seed=99, num_layers=config.num_layers)
+    return keep(cache, prompt, pieces(range(SLOTS), [spans[-1]] * SLOTS), config.windows)
+
+
 def sides(layers) -> list[np.ndarray]:
     """Keys and values of each layer as `[B, K, positions, H]`, segments joined."""
     plain = []
     for keys, values in layers:
-        keys, values = (x if isinstance(x, tuple) else (x,) for x in (keys, values))
-        plain.append(np.concatenate([np.asarray(k) for k in keys], axis=3).swapaxes(2, 3))
-        plain.append(np.concatenate([np.asarray(v) for v in values], axis=2))
+        # the cache leads with layers, and has one of each
+        keys, values = (x if isinstance(x, tuple) else (x[None],) for x in (keys, values))
+        plain.append(np.concatenate(keys, axis=4)[0].swapaxes(2, 3))
+        plain.append(np.concatenate(values, axis=3)[0])
     return plain
-
-
-def filled_with_nan(cache: KVCache) -> KVCache:
-    """As a predecessor may leave it: every entry valid and NaN."""
-    positions = jax.tree.map(jnp.ones_like, cache.positions)
-    return jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), cache)._replace(positions=positions)

@@ -1,10 +1,18 @@
-"""Environment of every test: eight simulated CPU devices, strict shapes, no network.
+"""Environment of every test: eight simulated CPU devices, strict shapes, no network, own caches.
 
 The environment is set when this file is read, which is before any test module can import jax: a
 backend reads it once. Mistakes that broadcasting would hide raise instead.
 """
 
+import atexit
+import gc
 import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from functools import _lru_cache_wrapper
+from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_ENABLE_X64"] = "0"
@@ -16,19 +24,154 @@ _DEVICES_FLAG = "--xla_force_host_platform_device_count=8"
 if _DEVICES_FLAG not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES_FLAG}".strip()
 
+# never the user's caches, nor those of another worker
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="noria-tests-")
+atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
+
+_WORKER = os.environ.get("PYTEST_XDIST_WORKER")
+if _WORKER and hasattr(os, "sched_setaffinity"):
+    # one core a worker, also for the threads of XLA and for processes that tests start
+    _cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {_cores[int(_WORKER.removeprefix("gw")) % len(_cores)]})
+
 import pytest  # noqa: E402  (after the environment, as plugins may import jax)
+
+pytest_plugins = ["costs"]
+
+HERE = Path(__file__).parent
+NOT_OPTIMIZED = (
+    "end_to_end/",
+    "modelzoo/test_blockwise.py",
+    "modelzoo/test_conformance.py",
+    "modelzoo/test_decoder.py",
+    "modelzoo/test_kv_cache.py",
+    "modelzoo/test_mla.py",
+    "modelzoo/test_ring_cache.py",
+    "runtime/bundles/",
+    "runtime/planning/",
+    "sharding/test_cache_attention.py",
+    "sharding/test_chunks_under_layouts.py",
+    "sharding/test_expert_exchange.py",
+    "sharding/test_layout_conformance.py",
+    "sharding/test_projection.py",
+    "sharding/test_random_layouts.py",
+    "sharding/test_ring_attention.py",
+    "sharding/test_scanned_layers.py",
+    "sharding/test_sharded_operations.py",
+    "sharding/test_sharded_sampling.py",
+)
+"""Tests that compare results within a tolerance, or test how results are used: LLVM optimizes their
+programs with `--slow` alone. Tests of bits, bytes and operations run optimized programs; those in
+these files say so by the fixture `optimized`."""
+
+FAST = (
+    "compile/planning/",
+    "compile/test_bucket_",
+    "compile/test_build.py",
+    "compile/test_collectives.py",
+    "compile/test_default_grid.py",
+    "compile/test_hlo_text.py",
+    "compile/test_plan.py",
+    "compile/test_program_cache.py",
+    "compile/test_span_slots.py",
+    "compile/test_targets.py",
+    "end_to_end/test_jobs.py::test_each_bad_row_is_one_error_row",
+    "modelzoo/families/",
+    "modelzoo/test_conformance.py::test_prefill_gives_the_logprobs_of_transformers[smollm2",
+    "modelzoo/test_layer_groups.py",
+    "runtime/batch/",
+    "runtime/planning/test_length_table.py",
+    "runtime/planning/test_plan_files.py",
+    "runtime/planning/test_search.py",
+    "runtime/test_generation.py::test_greedy_tokens_equal_a_whole_forward_pass_per_token[chunks]",
+    "runtime/test_layout_files.py",
+    "runtime/test_run_config.py",
+    "runtime/test_scheduler.py",
+    "runtime/text/",
+    "sharding/test_axis_rules.py",
+    "sharding/test_communication.py",
+    "sharding/test_explain.py",
+    "sharding/test_layout_conformance.py::test_the_answer_is_that_of_one_device[llama-gpu-host",
+    "sharding/test_legality.py",
+    "test_",
+)
+"""The tests that `--fast` runs: tests that compile little, and one small model of each package."""
+
+MAX_MAPS = 12_000
+"""The number of memory maps of a process above which programs of finished modules are dropped."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--slow", action="store_true", default=False, help="run the tests marked slow, too"
     )
+    parser.addoption(
+        "--fast", action="store_true", default=False, help="run the tests that compile little"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--fast"):
+        items[:] = [item for item in items if item.nodeid.removeprefix("tests/").startswith(FAST)]
     if config.getoption("--slow"):
         return
     skip = pytest.mark.skip(reason="slow; run with --slow")
     for item in items:
         if item.get_closest_marker("slow"):
             item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    # modules and test items live to the end: full collections need not look at them again
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def optimizes(request: pytest.FixtureRequest) -> bool:
+    """Whether the programs of all tests are optimized."""
+    return request.config.getoption("--slow")
+
+
+@pytest.fixture
+def optimized(optimizes: bool) -> Iterator[None]:
+    """Optimize the programs of one test."""
+    from unoptimized import set_optimized
+
+    set_optimized(True)
+    yield
+    set_optimized(optimizes)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _leave_nothing_behind(request: pytest.FixtureRequest, optimizes: bool) -> Iterator[None]:
+    """Drop the caches of a module, and its settings of jax, before the next one runs."""
+    if _path(request).startswith(NOT_OPTIMIZED) and not optimizes:
+        from unoptimized import set_optimized
+
+        set_optimized(False)
+    yield
+    for value in vars(request.module).values():
+        if isinstance(value, _lru_cache_wrapper) and not value.__module__.startswith("noria."):
+            value.cache_clear()
+    if "jax" in sys.modules:
+        _reset_jax()
+
+
+def _path(request: pytest.FixtureRequest) -> str:
+    return request.path.relative_to(HERE).as_posix() if HERE in request.path.parents else ""
+
+
+def _reset_jax() -> None:
+    import jax
+    from costs import num_maps  # a plugin: pytest imports it first
+    from jax.experimental.compilation_cache.compilation_cache import reset_cache
+    from unoptimized import set_optimized
+
+    set_optimized(True)
+    if jax.config.values["jax_compilation_cache_dir"] is not None:
+        jax.config.update("jax_compilation_cache_dir", None)
+        reset_cache()
+    if num_maps() > MAX_MAPS:
+        jax.clear_caches()
+        gc.collect()

@@ -1,11 +1,13 @@
 """What no file of the repository may hold."""
 
 import argparse
+import ast
 import json
 import re
 import subprocess
 import sys
 import tomllib
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -73,6 +75,26 @@ def test_every_package_is_distributed():
     found = [path.parent for floor in floors for path in (ROOT / floor).rglob("__init__.py")]
     names = [".".join(("noria", *path.relative_to(ROOT).parts)) for path in found]
     assert sorted(listed) == sorted(names)
+
+
+def _imported_roots(path: Path) -> set[str]:
+    roots = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            roots |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            roots.add((node.module or "").partition(".")[0])
+    return roots
+
+
+def test_every_package_that_the_library_imports_is_declared():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    requirements = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
+    declared = {re.match(r"[\w-]+", line)[0].partition("-")[0] for line in requirements}
+    floors = ("modelzoo", "sharding", "compile", "runtime")
+    files = [path for floor in floors for path in (ROOT / floor).rglob("*.py")]
+    imported = set().union(*map(_imported_roots, files)) - sys.stdlib_module_names
+    assert imported <= declared, sorted(imported - declared)
 
 
 @pytest.mark.parametrize("name", ["hello.jsonl", "mixed.jsonl"])

@@ -99,7 +99,10 @@ class TinyModel:
             self.config.vocab_size,
         )
         options = {"experts": self.experts, **options}
-        return Generator(engine, self.grid, self.config.vocab_size, (EOS_ID,), **options)
+        config = self.config
+        return Generator(
+            engine, self.grid, config.vocab_size, config.max_position, (EOS_ID,), **options
+        )
 
     def next_logits(self, tokens: list[int]) -> np.ndarray:
         """Logits after these tokens, from a plain forward pass over all of them."""
@@ -118,7 +121,7 @@ class TinyModel:
 
     def _logits(self, parameters, tokens_BT, true_length_B):
         decoder = self.definition.bind(parameters)
-        x_BTD, *_ = decoder.prefill(tokens_BT, true_length_B)
+        x_BTD, *_ = decoder.forward(tokens_BT, true_length_B)
         return decoder.logits(x_BTD[:, true_length_B[0] - 1])
 
 

@@ -26,6 +26,7 @@ from itertools import combinations, product
 
 import numpy as np
 
+from ...sharding.call import Call
 from ..bucket_grid import BucketGrid, PrefillBucket
 from ..bucket_search import cheapest_cuts
 from ..default_grid import (
@@ -35,12 +36,12 @@ from ..default_grid import (
     cheapest_prefill,
     round_up,
     slot_use,
+    with_small_calls,
 )
 from ..span_slots import SlotUse, with_ragged_slots
 from .compile_time import NO_TIME, GraphSeconds
 from .cost import CostModel
 from .prefill_calls import calls_to_fill, rows_through, share_idle
-from .work import Call
 
 SLOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 TOKENS_PER_PREFILL = (32, 64, 128, 256, 512, 1024, 2048)
@@ -143,7 +144,8 @@ class CandidateGrids:
         self._budget = budget.within(score=self._score)
         longest = max(row.need.prompt_length + max(row.output, 1) for row in rows)
         declared = max(row.limit(0) for row in rows)
-        wanted = min(round_up(max(longest, declared), defaults.length_step), max_position)
+        asked = defaults.max_length or 0
+        wanted = min(round_up(max(longest, declared, asked), defaults.length_step), max_position)
         self.max_length = defaults.longest_span(wanted)
         """Of prompt and output together, in grids of whole prompts."""
         longest_prompt = max(row.need.prompt_length for row in rows)
@@ -161,6 +163,7 @@ class CandidateGrids:
         self._emitted_below = self._count_emitted()
         """By length: tokens that are emitted into positions below it."""
         self._cuts: dict[int, list[PrefillBucket]] = {}
+        self._known_prompts: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._known_spans: dict[tuple[int, int, int, int], tuple[int, ...]] = {}
 
     def __iter__(self) -> Iterator[Candidate]:
@@ -172,14 +175,14 @@ class CandidateGrids:
         """Those that run prompts whole."""
         step = math.lcm(SPAN_STEP, self._defaults.span_multiple)
         return self._within_budget(
-            (self._grid(slots, self._cut(tokens), spans), tokens)
+            (self._grid(slots, self.prefill_of(tokens, slots), spans), tokens)
             for slots in self._slot_counts(has_chunks=False)
             for spans in [self._spans(slots, step, self.max_length, self._budget.decode_graphs)]
             for tokens in TOKENS_PER_PREFILL
         )
 
     def of_chunks(self) -> Iterator[Candidate]:
-        """Those that pour prompts in, in chunks of one size or two."""
+        """Grids that prefill prompts in chunks of one size or two."""
         pairs = ((a, b) for a, b in combinations(CHUNKS, 2) if b >= LEAST_STEP * a)
         sizes = [*((chunk,) for chunk in CHUNKS), *pairs]
         choices = product(
@@ -238,34 +241,42 @@ class CandidateGrids:
             chunks_per_decode=calls_to_fill(ragged.decode_slots, prefill),
         )
 
-    def prefill_of(self, tokens: int) -> tuple[PrefillBucket, ...]:
-        """The best prefill lengths for calls of so many tokens, as candidates have them."""
-        return tuple(self._cut(tokens))
+    def prefill_of(self, tokens: int, slots: int) -> tuple[PrefillBucket, ...]:
+        """The best prefill lengths for calls of so many tokens, in calls that suit the slots."""
+        num_sequences = self._slot_use[False].num_sequences
+        return with_small_calls(self._cut(tokens), slots, num_sequences, self._defaults)
 
     def bound(self, grid: BucketGrid) -> float:
         """Seconds below which no schedule over a grid comes, its build included."""
         return self._weighed(grid, 0).bound
 
     def _weighed(self, grid: BucketGrid, tokens: int) -> Candidate:
-        prompts = self._prefilled(grid)
-        rows = zip(grid.prefill, rows_through(grid, prompts), strict=True)
+        prompts, counts = self._prefilled(grid)
+        rows = zip(grid.prefill, rows_through(grid, prompts, counts), strict=True)
         calls = {bucket: -(-count // bucket.batch) for bucket, count in rows}
-        prefill = sum(n * self._cost.seconds(Call.of_bucket(bucket)) for bucket, n in calls.items())
+        prefill = sum(n * self._cost.seconds(bucket.call()) for bucket, n in calls.items())
         before, decode = self._budget.build_seconds(grid) + prefill, self._decode_bound(grid)
         computed = sum(n * bucket.batch * bucket.tokens for bucket, n in calls.items())
         return Candidate(
             grid,
             bound=before + decode,
             expected=before + max(decode, self._decode_mixed(grid)) / (1 - share_idle(grid)),
-            padding=computed / int(prompts.sum()),
+            padding=computed / int(prompts @ counts),
             tokens=tokens,
         )
 
-    def _prefilled(self, grid: BucketGrid) -> np.ndarray:
-        """Lengths of what is prefilled: a prompt in chunks once for each set of slots it needs."""
-        if not grid.chunks:
-            return self._prompts
-        return np.repeat(self._prompts, -(-self._slot_use[True].count_R // grid.decode_slots))
+    def _prefilled(self, grid: BucketGrid) -> tuple[np.ndarray, np.ndarray]:
+        """The lengths of prefills, and the number of prefills of each length.
+
+        A prompt is prefilled once for each set of slots it needs.
+        """
+        slots = grid.decode_slots
+        if slots not in self._known_prompts:
+            times = -(-self._slot_use[True].count_R // slots)
+            counts = np.bincount(self._prompts, times).astype(int)
+            lengths = np.flatnonzero(counts)
+            self._known_prompts[slots] = lengths, counts[lengths]
+        return self._known_prompts[slots]
 
     def _count_emitted(self) -> np.ndarray:
         change = np.zeros(self.max_length + max(CHUNKS) + 2)
@@ -292,7 +303,7 @@ class CandidateGrids:
                 self._prompts,
                 self.max_length,
                 defaults,
-                lambda bucket: self._cost.seconds(Call.of_bucket(bucket)),
+                lambda bucket: self._cost.seconds(bucket.call()),
                 self._budget.graph_seconds.prefill * (1 + self._score),
             )
         return self._cuts[tokens]
@@ -356,7 +367,7 @@ class CandidateGrids:
         Tokens beyond a span come from slots that reach beyond it, one a slot and step, in steps
         that read beyond it.
         """
-        of_step = [self._cost.seconds(Call.of_decode(grid, span)) for span in grid.decode_spans]
+        of_step = [self._cost.seconds(grid.decode_call(span)) for span in grid.decode_spans]
         starts = [0, *grid.decode_spans[:-1]]
         beyond = self._emitted_below[grid.max_length] - self._emitted_below[starts]
         slots = grid.span_slots or (grid.decode_slots,) * len(starts)
@@ -371,5 +382,5 @@ class CandidateGrids:
         """
         if grid.span_slots is None:
             return 0.0
-        of_step = self._cost.seconds(Call.of_decode(grid, grid.max_length))
+        of_step = self._cost.seconds(grid.decode_call(grid.max_length))
         return float(self._emitted_below[grid.max_length]) * of_step / grid.decode_slots

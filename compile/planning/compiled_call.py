@@ -15,12 +15,13 @@ from dataclasses import dataclass
 
 import jax
 
+from ...sharding.call import Call
 from ...sharding.communication import sent_bytes
 from ...sharding.mesh_layout import MeshLayout
 from ..collectives import Collective, program_text, read_collectives
 from ..hbm_bytes import hbm_bytes
 from .cost import CostModel
-from .work import Call, Sent, summed
+from .work import Sent, summed
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,11 @@ from typing import Any
 import numpy as np
 from scipy.optimize import nnls
 
+from ...sharding.call import KINDS, Call
 from ..plan_tables import check_keys, check_number
 from .hardware import Hardware
 from .interconnect import Interconnect
-from .work import KINDS, Call, Part, Sent, Work
+from .work import Part, Sent, Work
 
 BINDS = ("compute", "memory", "network", "overhead")
 MEMORY_FACTORS = tuple(sorted(map(float, 2 ** np.linspace(-3, 3, 13)), key=lambda x: abs(x - 1)))
@@ -55,8 +56,6 @@ class Calibration:
     layout: str
     """As it was asked for; empty for one device."""
     kinds: Mapping[str, KindFactors]
-    insert_seconds: float
-    """Of giving a slot to a prompt."""
     median_error: float
     """Of the fit, relative, over the calls that it was made from."""
     machine: Mapping[str, Any] = field(default_factory=dict)
@@ -77,8 +76,7 @@ class Calibration:
             for name, value in {**found, **factors}.items():
                 if name != "factors":
                     check_number(f"calibration kinds.{kind}.{name}", value)
-        for name in ("insert_seconds", "median_error"):
-            check_number(f"calibration {name}", table[name])
+        check_number("calibration median_error", table["median_error"])
         kinds = {kind: KindFactors(**found) for kind, found in table["kinds"].items()}
         return cls(**{**table, "kinds": kinds})
 
@@ -118,14 +116,9 @@ class CostModel:
         self._peak = hardware.peak(work.dtype)
         self._known: dict[Call, Estimate] = {}
 
-    @property
-    def insert_seconds(self) -> float:
-        """Of giving a slot to a prompt; its copy in memory is counted with the prompt."""
-        return 0.0 if self.calibration is None else self.calibration.insert_seconds
-
     def first_call_seconds(self, call: Call) -> float:
         """What the first call of a graph takes beyond others."""
-        return 0.0 if self.calibration is None else self.calibration.kinds[call.kind].first_call
+        return 0.0 if self.calibration is None else self.calibration.kinds[call.phase].first_call
 
     def seconds(self, call: Call) -> float:
         """Of one call; of decode, of one step."""
@@ -144,7 +137,7 @@ class CostModel:
 
     def _estimate(self, call: Call) -> Estimate:
         known = {} if self.calibration is None else self.calibration.kinds
-        return self.estimate_with(known.get(call.kind, KindFactors()), call)
+        return self.estimate_with(known.get(call.phase, KindFactors()), call)
 
     def estimate_with(self, found: KindFactors, call: Call) -> Estimate:
         """Where the seconds of a call would go with such factors."""
@@ -187,7 +180,6 @@ def calibrate(
     work: Work,
     hardware: Hardware,
     measured: Sequence[Measured],
-    insert_seconds: float,
     **about: Any,
 ) -> Calibration:
     """The factors of least squared relative error.
@@ -197,7 +189,7 @@ def calibrate(
     model = CostModel(work, hardware)
     kinds, errors = {}, []
     for kind in KINDS:
-        samples = [sample for sample in measured if sample.call.kind == kind]
+        samples = [sample for sample in measured if sample.call.phase == kind]
         if not samples:
             raise ValueError(f"calibration: expected measured calls of {kind}, got none.")
         fits = [_fit(model, samples, memory) for memory in MEMORY_FACTORS]
@@ -206,7 +198,6 @@ def calibrate(
         errors += list(abs(found))
     return Calibration(
         kinds=kinds,
-        insert_seconds=insert_seconds,
         median_error=float(np.median(errors)),
         dtype=work.dtype,
         hardware={"name": hardware.name, **hardware.to_table()},

@@ -14,16 +14,17 @@ MOST_IDLE = 0.9
 """Share of slots that are expected to wait, however large batches are."""
 
 
-def rows_through(grid: BucketGrid, prompts: np.ndarray) -> list[int]:
-    """Of prompts of these lengths, or of pieces of them, those that each bucket takes."""
+def rows_through(grid: BucketGrid, prompts: np.ndarray, counts: np.ndarray | int = 1) -> list[int]:
+    """The number of prompts, or of pieces of prompts, that each bucket takes."""
     if grid.chunks:
-        return _pieces_through(grid, prompts)
+        return _pieces_through(grid, prompts, counts)
     lengths = [bucket.length for bucket in grid.prefill]
-    which = np.searchsorted(lengths, prompts)
-    return np.bincount(which, minlength=len(lengths)).tolist()
+    found = np.zeros(len(lengths), int)
+    np.add.at(found, np.searchsorted(lengths, prompts), counts)
+    return found.tolist()
 
 
-def _pieces_through(grid: BucketGrid, prompts: np.ndarray) -> list[int]:
+def _pieces_through(grid: BucketGrid, prompts: np.ndarray, counts: np.ndarray | int) -> list[int]:
     """A chunk takes what larger ones leave of a prompt, as far as it fills whole pieces."""
     borders = [0, *(bucket.length for bucket in grid.prefill[:: len(grid.chunks)])]
     of_chunks: list[list[int]] = []
@@ -31,7 +32,8 @@ def _pieces_through(grid: BucketGrid, prompts: np.ndarray) -> list[int]:
     for chunk in reversed(grid.chunks):
         is_last = chunk == grid.chunks[0]
         end = round_up(prompts, chunk) if is_last else prompts // chunk * chunk
-        below = [int((np.minimum(end, b) - np.minimum(begin, b)).sum()) for b in borders]
+        tokens = (np.minimum(end, b) - np.minimum(begin, b) for b in borders)
+        below = [int((of_prompt * counts).sum()) for of_prompt in tokens]
         of_chunks.insert(0, [tokens // chunk for tokens in np.diff(below).tolist()])
         begin = end
     return [count for of_span in zip(*of_chunks, strict=True) for count in of_span]

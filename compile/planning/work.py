@@ -10,8 +10,10 @@ Knows nothing of hardware, seconds or grids; compiles nothing.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import TypeVar
 
 import jax.numpy as jnp
@@ -19,31 +21,29 @@ import jax.numpy as jnp
 from ...modelzoo import axes
 from ...modelzoo.attention import first_visible
 from ...modelzoo.blockwise import block_sizes
-from ...modelzoo.config import DecoderConfig, Window
+from ...modelzoo.config import Window
 from ...modelzoo.kv_cache import kept_entries
 from ...modelzoo.moe.config import LOSSLESS
-from ...modelzoo.operations import Axes
+from ...modelzoo.products import WeightProduct, record_logits
 from ...sharding import communication
 from ...sharding.axis_rules import AxisRules
+from ...sharding.call import Call, Segments, pieces
 from ...sharding.communication import sent_bytes
 from ...sharding.explain import cache_bytes_per_device, explain
-from ...sharding.layer_call import LayerCall
+from ...sharding.layer_shapes import LayerShapes
 from ...sharding.layout import Layout
 from ...sharding.projection import MeshAxes
-from ..bucket_grid import BucketGrid, PrefillBucket
+from ..bucket_grid import BucketGrid
 from ..definition import Definition
 
 FLOAT32_BYTES = 4
 ONE_DEVICE = Layout.from_table({"name": "one device", "mesh": {"data": 1}, "rules": {}})
-KINDS = ("prefill", "chunk", "decode")
 ACTIVATION_PASSES = 16
 """Times that a layer reads or writes the residual stream in norms, rotations, sums and gates: an
 estimate, as compilers fuse some of them; a calibration corrects it."""
 
 
 _Key = TypeVar("_Key")
-Segments = Sequence[tuple[int, int]]
-"""Rows and end of each piece of a cache; each begins where the last one ends."""
 Sent = Mapping[tuple[str, MeshAxes], float]
 """Bytes to other devices, by kind of collective and mesh axes."""
 
@@ -57,56 +57,6 @@ class Part:
     bytes: float = 0.0
     """Read from and written to memory."""
     sent: Sent = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Call:
-    """Shape of one call of a graph; of decode, of one step of it."""
-
-    phase: str
-    rows: int
-    tokens: int
-    """Of a row: of the prompt or chunk, and 1 in decode."""
-    span: int
-    """Positions that a token may see: the tokens themselves in a whole prompt."""
-
-    is_scored: bool = False
-    """Whether every token gets logits, not the last of each row alone."""
-    is_chunk: bool = False
-    """Whether the span is of the cache, beside the tokens of a chunk."""
-    segments: Segments = ()
-    """Of decode, the pieces of the cache, where not every row has all of them."""
-
-    @classmethod
-    def of_bucket(cls, bucket: PrefillBucket, *, is_scored: bool = False) -> "Call":
-        """A prefill call; of chunks, one whose pieces end their span."""
-        is_chunk = bucket.chunk is not None
-        return cls("prefill", bucket.batch, bucket.tokens, bucket.length, is_scored, is_chunk)
-
-    @classmethod
-    def of_step(cls, slots: int, span: int) -> "Call":
-        """One decode step of slots that are all alike."""
-        return cls("decode", slots, 1, span)
-
-    @classmethod
-    def of_decode(cls, grid: BucketGrid, span: int) -> "Call":
-        """One step of a grid's decode call."""
-        segments = grid.segments(span)
-        return cls("decode", grid.decode_slots, 1, span, segments=segments[1:] and segments)
-
-    @property
-    def kind(self) -> str:
-        """Of `KINDS`: calls whose time has the same causes."""
-        return "chunk" if self.is_chunk else self.phase
-
-    @property
-    def num_tokens(self) -> int:
-        return self.rows * self.tokens
-
-    @property
-    def num_logits(self) -> int:
-        """Tokens that get logits."""
-        return self.num_tokens if self.is_scored else self.rows
 
 
 class Work:
@@ -123,17 +73,11 @@ class Work:
         )
         """The layout as far as it splits heads of prompts."""
         shapes = {name: x.shape for name, x in definition.abstract_parameters(dtype).items()}
-        logical_axes = definition.logical_axes()
-        placed = explain(self.layout, shapes, logical_axes, dtype)
+        placed = explain(self.layout, shapes, definition.logical_axes(), dtype)
         self.parameter_bytes = sum(parameter.bytes_per_device for parameter in placed)
         """On each device."""
-        sizes: dict[Axes, int] = {}
-        for name, shape in shapes.items():
-            axes_of = logical_axes[name]
-            sizes[axes_of] = sizes.get(axes_of, 0) + math.prod(shape)
-        self._known_exchanges: dict[LayerCall, Part] = {}
-        self._weights = list(sizes.items())
-        """Entries of all parameters with the same logical axes, which are split alike."""
+        self._known_exchanges: dict[tuple[str, int, int, int], Part] = {}
+        self._known_weights: dict[tuple[str, bool], tuple[float, float]] = {}
 
     def parts(self, call: Call) -> tuple[Part, ...]:
         """What one call has to do."""
@@ -162,7 +106,7 @@ class Work:
         """Keys and values on each device, of a cache in pieces."""
         return sum(
             self.cache_bytes(slots, end) - self.cache_bytes(slots, start)
-            for slots, start, end in _pieces(segments)
+            for slots, start, end in pieces(segments)
         )
 
     def grid_bytes(self, grid: BucketGrid) -> int:
@@ -171,12 +115,8 @@ class Work:
 
     def _products(self, call: Call) -> Part:
         """Every weight that all tokens pass through."""
-        found = [
-            self._product(call.num_tokens, size, axes_of, self._row_axes(call))
-            for axes_of, size in self._weights
-            if not {axes.EXPERTS, axes.VOCAB} & set(axes_of)
-        ]
-        return Part("products", sum(f for f, _ in found), sum(b for _, b in found))
+        flops, num_bytes = self._of_weights(call, of_experts=False)
+        return Part("products", call.num_tokens * flops, num_bytes)
 
     def _experts(self, call: Call) -> Part | None:
         """Weights of the experts that so many tokens choose, in lossless tiles."""
@@ -188,24 +128,36 @@ class Work:
         # choices spread evenly leave an expert without a token with this probability
         used = 1 - (1 - Z / E) ** call.num_tokens
         rows = choices + used * E * (LOSSLESS.tile(choices, E) - 1) / 2
-        # tokens come to experts, so over the mesh axes of experts no weight is gathered for rows
-        row_axes = self._row_axes(call) - self._mesh_axes((axes.EXPERTS,), self.layout.rules)
-        found = [
-            self._product(rows / E, size, axes_of, row_axes)
-            for axes_of, size in self._weights
-            if axes.EXPERTS in axes_of
-        ]
-        return Part("experts", sum(f for f, _ in found), used * sum(b for _, b in found))
+        flops, num_bytes = self._of_weights(call, of_experts=True)
+        return Part("experts", rows / E * flops, used * num_bytes)
 
-    def _product(
-        self, rows: float, size: int, axes_of: Iterable[str], row_axes: frozenset[str]
-    ) -> tuple[float, float]:
-        """Operations and bytes; over axes that split rows, weights are gathered first."""
-        weight_axes = self._mesh_axes(axes_of, self.layout.rules)
-        shards = self.layout.mesh.num_shards
-        read = size / shards(weight_axes - row_axes)
-        gathered = size / shards(weight_axes) if weight_axes & row_axes else 0
-        return 2 * rows * size / shards(weight_axes | row_axes), (read + gathered) * self._itemsize
+    def _of_weights(self, call: Call, *, of_experts: bool) -> tuple[float, float]:
+        """Operations of one row of activations, and bytes of all weights."""
+        phase = call.phase
+        if (phase, of_experts) not in self._known_weights:
+            flops = num_bytes = 0.0
+            kinds = self.config.layer_kinds
+            for kind, count in Counter(kinds).items():
+                shapes = self._shapes(call, kinds.index(kind))
+                record = shapes.record
+                for product in record.of_experts if of_experts else record.products:
+                    of_row, read = self._of_weight(shapes, product)
+                    flops, num_bytes = flops + count * of_row, num_bytes + count * read
+            self._known_weights[phase, of_experts] = flops, num_bytes
+        return self._known_weights[phase, of_experts]
+
+    def _of_weight(self, shapes: LayerShapes, product: WeightProduct) -> tuple[float, float]:
+        """The same of one product, for which the weight may be gathered first."""
+        num_shards, size = self.layout.mesh.num_shards, product.num_weights
+        used, stored = (
+            num_shards(chain(*rules.dimensions(product.weight)))
+            for rules in (shapes.rules, self.layout.rules)
+        )
+        read = size / used + (size / stored if stored > used else 0)
+        return 2 * size / num_shards(shapes.mesh_axes(product)), read * self._itemsize
+
+    def _shapes(self, call: Call, layer: int = 0) -> LayerShapes:
+        return LayerShapes(self.config, self.layout, call, self._itemsize, layer)
 
     def _attention(self, call: Call) -> Part:
         config, layout = self.config, self.layout
@@ -214,13 +166,14 @@ class Work:
         split = (axes.ATTENTION_BATCH, axes.KV_HEADS, length)
         shards = layout.mesh.num_shards(self._mesh_axes(split, rules))
         pairs = sum(_pairs(call, window) for window in config.windows)
-        flops = 2 * pairs * config.num_query_heads * _entries_of_a_pair(call, config)
+        dims = self._shapes(call).record.head_dims
+        flops = 2 * pairs * config.num_query_heads * sum(dims)
         return Part("attention", flops / shards, self._kept_bytes(call))
 
     def _kept_bytes(self, call: Call) -> float:
         """Keys and values read, once a block of queries, and those that are written."""
         if call.phase == "decode":
-            return self.cache_bytes_of(_segments(call))
+            return self.cache_bytes_of(call.segments or ((call.rows, call.span),))
         # as if one row were alone, then shared as the prompt's attention is
         rules, shards = self.layout.phase(call.phase), self.layout.mesh.num_shards
         split = (axes.ATTENTION_BATCH, axes.LENGTH)
@@ -234,16 +187,12 @@ class Work:
         return of_span * (blocks * seen / everything + call.tokens / call.span)
 
     def _logits(self, call: Call) -> Part:
-        """The products with the vocabulary, and what they leave in memory."""
-        config = self.config
-        split = (axes.LOGIT_BATCH, axes.VOCAB)
-        rules = self.layout.phase(call.phase)
-        shards = self.layout.mesh.num_shards(self._mesh_axes(split, rules))
-        table = config.embed * config.vocab_size
-        weights = self.layout.mesh.num_shards(self.layout.rules[axes.VOCAB])
-        made = call.num_logits * config.vocab_size * FLOAT32_BYTES
-        num_bytes = table * self._itemsize / weights + 2 * made / shards
-        return Part("logits", 2 * call.num_logits * table / shards, num_bytes)
+        """The product with the vocabulary, and what it leaves in memory."""
+        shapes, product = self._shapes(call), record_logits(self.config)
+        flops, num_bytes = self._of_weight(shapes, product)
+        made = call.num_logits * self.config.vocab_size * FLOAT32_BYTES
+        shards = self.layout.mesh.num_shards(chain(*shapes.projection(product).made))
+        return Part("logits", call.num_logits * flops, num_bytes + 2 * made / shards)
 
     def _activations(self, call: Call) -> Part:
         config = self.config
@@ -256,15 +205,13 @@ class Work:
         """What layers send."""
         if self.layout.mesh.num_devices == 1:
             return None
-        segments = (call.span,) if call.is_chunk else ()
-        phase = "chunk" if call.is_chunk else call.phase
-        of_layers = LayerCall(phase, call.rows, call.tokens, segments)
         # spans of decode send alike, and a search asks for many
-        if of_layers not in self._known_exchanges:
-            self._known_exchanges[of_layers] = Part("exchanges", sent=self._sent(of_layers))
-        return self._known_exchanges[of_layers]
+        key = call.phase, call.rows, call.tokens, call.span if call.phase == "chunk" else 0
+        if key not in self._known_exchanges:
+            self._known_exchanges[key] = Part("exchanges", sent=self._sent(call))
+        return self._known_exchanges[key]
 
-    def _sent(self, call: LayerCall) -> Sent:
+    def _sent(self, call: Call) -> Sent:
         num_shards = self.layout.mesh.num_shards
         found = communication.expected(self.config, self.layout, call, self._itemsize)
         return summed(
@@ -274,10 +221,6 @@ class Work:
             )
             for one in found
         )
-
-    def _row_axes(self, call: Call) -> frozenset[str]:
-        split = (axes.BATCH,) if call.phase == "decode" else (axes.BATCH, axes.LENGTH)
-        return self._mesh_axes(split, self.layout.phase(call.phase))
 
     @staticmethod
     def _mesh_axes(logical_axes: Iterable[str], rules: AxisRules) -> frozenset[str]:
@@ -301,24 +244,12 @@ def sent_by_axes(tables: Iterable[Sent]) -> dict[str, float]:
     )
 
 
-def _segments(call: Call) -> Segments:
-    return call.segments or [(call.rows, call.span)]
-
-
-def _pieces(segments: Segments) -> Iterator[tuple[int, int, int]]:
-    """Rows, start and end of each piece of a cache."""
-    start = 0
-    for rows, end in segments:
-        yield rows, start, end
-        start = end
-
-
 def _pairs(call: Call, window: Window) -> int:
     """Pairs of query and key that attention computes in one layer: whole blocks."""
     if call.phase == "decode":
         return sum(
             rows * (kept_entries(window, end) - kept_entries(window, start))
-            for rows, start, end in _pieces(_segments(call))
+            for rows, start, end in call.pieces
         )
     block_T, block_S = block_sizes(call.tokens, call.span)
     first = call.span - call.tokens
@@ -329,13 +260,3 @@ def _pairs(call: Call, window: Window) -> int:
         num_blocks = last // block_S - seen_from // block_S + 1
         pairs += block_T * min(num_blocks * block_S, call.span)
     return call.rows * pairs
-
-
-def _entries_of_a_pair(call: Call, config: DecoderConfig) -> int:
-    """Entries of a query's head, and of what it takes from values."""
-    latent = config.latent
-    if latent is None:
-        return 2 * config.head_dim
-    if call.phase == "decode":
-        return latent.kept_dim + latent.rank
-    return latent.head_dim + latent.value_dim

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ..config import Multipliers
 from .config_reader import ConfigReader
-from .family import Family, HFDefaults, Options
+from .family import Family, Options
 from .rope_options import MAX_POSITION, read_rope
 
 _THETA = 500_000.0
@@ -52,7 +52,7 @@ FAMILY = Family(
     "CohereForCausalLM",
     _hf_options,
     _gguf_options,
-    HFDefaults(tie_embeddings=True),
+    {"tie_word_embeddings": True},
     hf_names={"is_interleaved": True},
     gguf_architecture="command-r",
     gguf_interleaved=True,

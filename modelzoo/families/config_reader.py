@@ -1,18 +1,23 @@
 """Strict reading of published configuration tables: every value checked, every key accounted for.
 
-A table says what its author believed; this module believes nothing. A value of the wrong type or
-out of bounds, and a key that nobody read, are errors that name the key as the author wrote it.
-Knows nothing of families or of what the values mean. Guarantees: no value passes that is not finite
-and within bounds, so nothing is allocated for a table that lies.
+No value of a table is trusted. A value of the wrong type or out of bounds is an error that names
+the key as the author wrote it, and a key that nobody read is refused or noted. Knows nothing of
+families or of what the values mean. Guarantees: no value passes that is not finite and within
+bounds, so a wrong table cannot cause a large allocation.
 """
 
 import math
 import numbers
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 REQUIRED = object()
 """Default of a key that has none."""
+
+_MAX_SHOWN = 80
+_MAX_LISTED = 8
+NO_DEFAULTS: Mapping[str, object] = MappingProxyType({})
 
 
 class UnsupportedModel(ValueError):
@@ -20,16 +25,31 @@ class UnsupportedModel(ValueError):
 
 
 class ConfigReader:
-    """One table of a published configuration, and which of its keys were read."""
+    """One table of a published configuration, and which of its keys were read.
 
-    def __init__(self, values: Mapping[str, object], prefix: str = ""):
+    Args:
+      values: The table.
+      prefix: The text before its keys in messages, such as the key of the outer table.
+      defaults: Values of keys that the table leaves out; a null is not left out.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, object],
+        prefix: str = "",
+        defaults: Mapping[str, object] = NO_DEFAULTS,
+    ):
         self._values = values
         self._prefix = prefix
+        self._defaults = defaults
         self._read: set[str] = set()
+        self.ignored: list[str] = []
+        """The keys that `ignore_rest` noted here and in inner tables, as `key = value`."""
 
     def name(self, key: str) -> str:
-        """The key as the author of the file would find it."""
-        return f"{self._prefix}{key}"
+        """The key with its prefix, as messages show it."""
+        is_plain = key.isprintable() and len(key) <= _MAX_SHOWN
+        return f"{self._prefix}{key if is_plain else _brief(key)}"
 
     def error(self, key: str, expected: str) -> UnsupportedModel:
         """The error that the value of `key` deserves."""
@@ -40,9 +60,9 @@ class ConfigReader:
         )
 
     def has(self, key: str) -> bool:
-        """Whether the key is there with a value other than null; looking accounts for it."""
+        """Whether the key has a value other than null; the key then counts as read."""
         self._read.add(key)
-        return self._values.get(key) is not None
+        return self._values.get(key, self._defaults.get(key)) is not None
 
     def is_null(self, key: str) -> bool:
         """Whether the key is there and null."""
@@ -102,12 +122,14 @@ class ConfigReader:
             raise self.error(key, "a list of strings")
         return tuple(value)
 
-    def table(self, key: str) -> "ConfigReader":
+    def table(self, key: str, defaults: Mapping[str, object] = NO_DEFAULTS) -> "ConfigReader":
         """A table inside this one; an absent or null one is empty."""
         value = self._value(key, {})
         if not isinstance(value, Mapping):
             raise self.error(key, "a table")
-        return ConfigReader(value, prefix=f"{self.name(key)}.")
+        table = ConfigReader(value, f"{self.name(key)}.", defaults)
+        table.ignored = self.ignored
+        return table
 
     def expect(self, key: str, value: object, remedy: str = "") -> None:
         """Refuse any other value of an option of which one alone is implemented."""
@@ -116,26 +138,46 @@ class ConfigReader:
             expected = "null" if value is None else repr(value)
             raise self.error(key, f"{expected}, the only one implemented{remedy}")
 
+    def expect_alike(self, key: str, other: str) -> None:
+        """Refuse a second name of an option if its value differs from that of the first."""
+        self._read.add(key)
+        value = self._values.get(other)
+        if self._values.get(key) and not _is_same(self._values[key], value):
+            raise self.error(key, f"{_brief(value)}, the value of {other}")
+
     def expect_of_unread(self, neutral: Mapping[str, object]) -> None:
-        """Of keys that nobody read, accept these at these values alone."""
+        """Refuse unread keys with other values than these; null and 0 count as false."""
         for key, value in neutral.items():
-            if key not in self._read:
+            if key in self._read:
+                continue
+            is_off = value is not None and not value
+            if not (is_off and not self._values.get(key)):
                 self.expect(key, value)
 
     def ignore(self, keys: Iterable[str]) -> None:
         """Account for keys that cannot change the answer."""
         self._read.update(keys)
 
+    def ignore_rest(self, refused: Collection[str] = ()) -> None:
+        """Note unread keys, or refuse those in `refused`; null, false, 0 and empty values are
+        skipped."""
+        asking = {key for key in self._values.keys() - self._read if self._values[key]}
+        self._refuse(asking.intersection(refused))
+        self.ignored.extend(self._listed(asking))
+
     def refuse_rest(self) -> None:
         """Refuse keys that nobody read: what they ask for is not implemented."""
-        unknown = sorted(set(self._values) - self._read, key=str)
-        if unknown:
-            listing = ", ".join(f"{self.name(k)} = {_brief(self._values[k])}" for k in unknown[:8])
+        self._refuse(self._values.keys() - self._read)
+
+    def _refuse(self, keys: Collection[str]) -> None:
+        if keys:
             raise UnsupportedModel(
-                f"expected only keys whose meaning is known, got {listing}"
-                f"{', ...' if len(unknown) > 8 else ''}. "
+                f"expected only keys whose meaning is known, got {listing(self._listed(keys))}. "
                 "Remove a key that cannot change the model's answers; any other is not implemented."
             )
+
+    def _listed(self, keys: Collection[str]) -> list[str]:
+        return [f"{self.name(key)} = {_brief(self._values[key])}" for key in sorted(keys, key=str)]
 
     def _items(self, key: str, count: int | None, kind: str) -> "ConfigReader":
         """The items of a list, of a certain length where one is given, as a table by position."""
@@ -146,10 +188,16 @@ class ConfigReader:
 
     def _value(self, key: str, default: object) -> Any:
         self._read.add(key)
-        value = self._values.get(key)
+        value = self._values.get(key, self._defaults.get(key))
         if value is None:
             value = default
         return None if value is REQUIRED else value
+
+
+def listing(items: Collection[str]) -> str:
+    """The first few of some items, on one line."""
+    shown = list(items)[:_MAX_LISTED]
+    return ", ".join(shown if len(items) == len(shown) else [*shown, "..."])
 
 
 def _is_same(value: object, other: object) -> bool:
@@ -159,4 +207,4 @@ def _is_same(value: object, other: object) -> bool:
 
 def _brief(value: object) -> str:
     text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."

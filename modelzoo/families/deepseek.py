@@ -94,6 +94,8 @@ def _read_v3_routing(config: ConfigReader) -> Routing:
 
 def _read_choices(config: ConfigReader, groups: ExpertGroups | None) -> Routing:
     num_experts = config.integer("n_routed_experts", maximum=MAX_EXPERTS)
+    for second_name in ("num_experts", "num_local_experts"):
+        config.expect_alike(second_name, "n_routed_experts")
     open_to_a_token = num_experts if groups is None else num_experts // groups.count * groups.chosen
     return Routing(
         num_experts,
@@ -114,7 +116,9 @@ def _read_groups(config: ConfigReader, best: int) -> ExpertGroups | None:
 
 def _unused_tensors(config: ConfigReader, num_layers: int) -> tuple[str, ...]:
     """Layers past the last predict further tokens (DeepSeek-V3, section 2.2)."""
-    count = config.integer("num_nextn_predict_layers", minimum=0, maximum=MAX_LAYERS, default=0)
+    key = "num_nextn_predict_layers"
+    count = config.integer(key, minimum=0, maximum=MAX_LAYERS, default=0)
+    config.expect_alike("num_mtp_layers", key)
     return tuple(f"model.layers.{num_layers + i}." for i in range(count))
 
 

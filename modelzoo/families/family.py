@@ -28,7 +28,7 @@ from ..config import (
 from ..moe.config import MoeConfig
 from .config_reader import ConfigReader
 from .expert_sources import ExpertNames
-from .mapping import ParameterSource
+from .mapping import Beginning, ParameterSource
 from .sources import TensorNames, parameter_sources
 
 
@@ -67,27 +67,20 @@ class Options:
 
 
 @dataclass(frozen=True)
-class HFDefaults:
-    """What a family's config.json means where it is silent."""
-
-    head_dim: int | None = None
-    """None means embed / query heads."""
-    tie_embeddings: bool = False
-
-
-@dataclass(frozen=True)
 class WholeModel:
     """A model of more than text that a family is published as a part of."""
 
     name: str
     """`model_type` of config.json, whose `text_config` is the family's."""
     architecture: str
-    prefix: str
-    """What the names of the family's tensors begin with."""
+    beginnings: tuple[Beginning, ...]
+    """The prefixes of the family's tensor names in the whole model, the usual form first."""
     other_prefixes: tuple[str, ...]
     """What those of the other parts begin with."""
     other_keys: tuple[str, ...]
     """Keys of config.json that are about the other parts."""
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    """Values of keys that config.json may leave out, outside of its `text_config`."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +94,8 @@ class Family:
     hf_options: Callable[[ConfigReader, int], Options]
     gguf_options: Callable[[ConfigReader, int], Options] | None = None
     """None where GGUF knows no such architecture, or it is another family that reads it."""
-    hf_defaults: HFDefaults = HFDefaults()
+    hf_defaults: Mapping[str, object] = field(default_factory=dict)
+    """Values of keys that config.json may leave out; all other sizes must be given."""
     hf_names: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `TensorNames` that differ from the usual ones."""
     hf_experts: tuple[ExpertNames, ...] = ()
@@ -138,6 +132,9 @@ class ModelSpec:
     arrangement: Arrangement = AS_PUBLISHED
     ignored_prefixes: tuple[str, ...] = ()
     """What the names of other tensors begin with that fill none: parts that are not read."""
+    ignored_keys: tuple[str, ...] = ()
+    """Keys of the published configuration that neither noria nor the reference reads,
+    as `key = value`."""
 
     def arranged(self, arrangement: Arrangement) -> "ModelSpec":
         """The same model with its parameters arranged for a layout.

@@ -10,11 +10,11 @@ from dataclasses import replace
 
 from ..config import Multipliers, Scores
 from .config_reader import ConfigReader
-from .family import Family, HFDefaults, Options
+from .family import Family, Options
 from .hugging_face import MAX_EMBED, MAX_HEADS, all_but_each
 from .rope_options import MAX_POSITION
 
-HF_DEFAULTS = HFDefaults(head_dim=256, tie_embeddings=True)
+HF_DEFAULTS = {"head_dim": 256, "tie_word_embeddings": True}
 HF_NAMES = {"mlp_norm": "model.layers.{i}.pre_feedforward_layernorm"}
 DEFAULT_WINDOW = 4096
 _LAYERS_OF_27B = 46

@@ -1,15 +1,16 @@
-"""Gemma 3, text alone: Gemma 2 without caps on scores, with normed queries and keys.
+"""Gemma 3, text: Gemma 2 without caps on scores, with normed queries and keys.
 
-Five layers of six slide a window, and they rotate by another base. Source: "Gemma 3" (2503.19786),
-section 2. A file that holds a vision tower too has another architecture and is refused. GGUF files
-give neither the pattern of layers nor the second base, unless they differ from the usual ones.
+Five layers of six have a sliding window and another rotary base. Source: "Gemma 3" (2503.19786),
+section 2. The models of 4B and more are published with a vision tower, which is not read. Their
+files leave out the defaults of transformers' `gemma3_text`. GGUF files give neither the pattern of
+layers nor the second base, unless they differ from the usual ones.
 """
 
 from dataclasses import replace
 
 from ..config import RopeConfig
 from .config_reader import ConfigReader
-from .family import Family, Options
+from .family import Family, Options, WholeModel
 from .gemma2 import (
     DEFAULT_WINDOW,
     HF_DEFAULTS,
@@ -19,11 +20,22 @@ from .gemma2 import (
     shared_hf_options,
 )
 from .hugging_face import MAX_LAYERS, all_but_each
+from .mapping import Beginning
 from .rope_options import MAX_POSITION, read_ropes_by_kind
 
 _PERIOD = 6
 _THETA, _LOCAL_THETA = 1_000_000.0, 10_000.0
 _LAYERS_OF_27B = 62
+_HF_DEFAULTS = HF_DEFAULTS | {
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-6,
+}
 
 
 def _hf_options(config: ConfigReader, num_layers: int) -> Options:
@@ -31,6 +43,7 @@ def _hf_options(config: ConfigReader, num_layers: int) -> Options:
     if config.has("layer_types"):
         # beside them, how they came about
         config.ignore(("_sliding_window_pattern",))
+    config.expect_of_unread({"_sliding_window_pattern": period})
     windows = all_but_each(period, config, num_layers, DEFAULT_WINDOW)
     # the reference takes no notice of it
     config.expect("attn_logit_softcapping", None)
@@ -59,12 +72,30 @@ def _gguf_options(config: ConfigReader, num_layers: int) -> Options:
     )
 
 
+_WHOLE = WholeModel(
+    "gemma3",
+    "Gemma3ForConditionalGeneration",
+    beginnings=(Beginning("", "language_model."), Beginning("model.", "model.language_model.")),
+    other_prefixes=(
+        "vision_tower.",
+        "multi_modal_projector.",
+        "model.vision_tower.",
+        "model.multi_modal_projector.",
+    ),
+    other_keys=(
+        "vision_config",
+        "mm_tokens_per_image",
+        *(f"{name}_token_{kind}" for name in ("boi", "eoi", "image") for kind in ("index", "id")),
+    ),
+    defaults={"tie_word_embeddings": True},
+)
 FAMILY = Family(
     "gemma3_text",
     "Gemma3ForCausalLM",
     _hf_options,
     _gguf_options,
-    HF_DEFAULTS,
+    _HF_DEFAULTS,
     HF_NAMES,
+    part_of=_WHOLE,
     gguf_architecture="gemma3",
 )

@@ -15,7 +15,7 @@ from . import gguf
 from .config_reader import ConfigReader
 from .expert_options import read_gguf_experts, read_routing
 from .expert_sources import ExpertNames
-from .family import Family, HFDefaults, Options
+from .family import Family, Options
 from .hugging_face import MAX_MLP, all_but_each
 from .rope_options import MAX_POSITION, read_rope
 
@@ -86,7 +86,7 @@ FAMILY = Family(
     "GptOssForCausalLM",
     _hf_options,
     _gguf_options,
-    HFDefaults(head_dim=64),
+    {"head_dim": 64},
     hf_experts=(HF_EXPERTS,),
     gguf_architecture="gpt-oss",
     gguf_names={"mlp_norm": "blk.{i}.post_attention_norm"},

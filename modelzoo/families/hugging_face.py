@@ -2,7 +2,7 @@
 
 Knows nothing of files: it takes the parsed table. `auto_map` is never followed: a model is what its
 `model_type` says, or it is refused. Guarantees: each key is read, is known not to change the
-answer, or is refused by name.
+answer, is noted because the reference does not read it either, or is refused by name.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -75,19 +75,23 @@ MAX_VOCAB = 2**24
 IGNORED_KEYS = frozenset({
     # provenance and storage
     "_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "auto_map",
+    "_model_name_or_path", "internal_version",
     "torch_dtype", "dtype", "transformers.js_config", "is_llama_config", "unsloth_fixed",
-    "unsloth_version", "model_name",
+    "unsloth_version", "model_name", "paddlenlp_version",
     # training
     "initializer_range", "attention_dropout", "pretraining_tp", "gradient_checkpointing",
-    "router_aux_loss_coef",
+    "router_aux_loss_coef", "selective_checkpoint_enabled", "sequence_parallel_enabled",
+    "move_model_to_device", "attention_probs_dropout_prob", "hidden_dropout_prob",
+    "virtual_pp_degree",
     # which implementation runs, and what it returns besides
     "use_cache", "cache_implementation",
     "_attn_implementation", "_attn_implementation_autoset", "_flash_attn_2_enabled",
     "output_attentions", "output_hidden_states", "output_router_logits", "return_dict",
-    "torchscript", "use_bfloat16",
+    "torchscript", "use_bfloat16", "use_flash_attention",
     "tf_legacy_loss", "keys_to_ignore_at_inference", "chunk_size_feed_forward", "is_decoder",
     # text and tasks
-    "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id",
+    "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id",
+    "decoder_start_token_id", "max_sequence_length",
     "tokenizer_class", "prefix", "task_specific_params", "finetuning_task", "problem_type",
     "id2label", "label2id", "num_labels",
     # sampling defaults of old releases
@@ -99,13 +103,20 @@ IGNORED_KEYS = frozenset({
     "suppress_tokens", "begin_suppress_tokens", "max_new_tokens",
 })  # fmt: skip
 
-# Options that the families do not have: present in some files, harmless at these values alone.
+# Options that most families do not have: present in some files, harmless at these values alone.
+# Every key that the reference reads of any model, in masks, caches and layers, is here.
 NEUTRAL_VALUES: Mapping[str, object] = {
     "attention_bias": False,
     "mlp_bias": False,
     "qkv_bias": False,
     "sliding_window": None,
     "use_sliding_window": False,
+    "attention_chunk_size": None,
+    "is_causal": True,
+    "per_layer_config": {},
+    "kv_sharing_modes": None,
+    "moe_frequency": 1,
+    "alibi": False,
     "rope_interleaved": False,
     "use_mrope": False,
     "is_encoder_decoder": False,
@@ -114,6 +125,9 @@ NEUTRAL_VALUES: Mapping[str, object] = {
     "tie_encoder_decoder": False,
     "pruned_heads": {},
 }
+
+SECOND_NAMES = {"sliding_window_size": "sliding_window"}
+"""Other names of options, which the reference reads under their usual name alone."""
 
 
 def model_spec(
@@ -136,16 +150,35 @@ def model_spec(
     if family.hf_unused_tensors is not None:
         unused = family.hf_unused_tensors(config, decoder.num_layers)
     ignored = (*_ignored_tensors(decoder), *(n for n in tensor_names if n.startswith(unused)))
+    _account_for_rest(config, decoder)
+    return ModelSpec(
+        family.name,
+        decoder,
+        parameter_sources(decoder, names),
+        ignored,
+        names,
+        ignored_keys=tuple(config.ignored),
+    )
+
+
+def _account_for_rest(config: ConfigReader, decoder: DecoderConfig) -> None:
+    """Refuse unread keys that may change the answer; note the other unread keys."""
     config.ignore(IGNORED_KEYS)
+    for key, other in SECOND_NAMES.items():
+        config.expect_alike(key, other)
     config.expect_of_unread(NEUTRAL_VALUES)
-    config.refuse_rest()
-    return ModelSpec(family.name, decoder, parameter_sources(decoder, names), ignored, names)
+    if not config.is_null("layer_types"):
+        kinds = ["sliding_attention" if window else "full_attention" for window in decoder.windows]
+        config.expect_of_unread({"layer_types": kinds})
+    config.ignore_rest()
 
 
 def check_architecture(config: ConfigReader, architecture: str) -> None:
-    """Refuse a file that names the class of another model."""
-    if config.has("architectures") and config.texts("architectures") != (architecture,):
-        raise config.error("architectures", f"[{architecture!r}]")
+    """Refuse a file that names the class of another model; old files spell LLaMA in capitals."""
+    if config.has("architectures"):
+        named = [name.lower() for name in config.texts("architectures")]
+        if named != [architecture.lower()]:
+            raise config.error("architectures", f"[{architecture!r}]")
 
 
 def latter_layers_windowed(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
@@ -212,7 +245,7 @@ def _decoder_config(config: ConfigReader, family: Family) -> DecoderConfig:
     if options.latent is not None:
         head_dim = options.latent.head_dim
     else:
-        head_dim = _head_dim(config, embed, num_heads, family.hf_defaults.head_dim)
+        head_dim = _head_dim(config, embed, num_heads)
     return DecoderConfig(
         vocab_size=config.integer("vocab_size", maximum=MAX_VOCAB),
         embed=embed,
@@ -220,9 +253,7 @@ def _decoder_config(config: ConfigReader, family: Family) -> DecoderConfig:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         norm_epsilon=config.number(EPSILONS[options.norm], above=0.0, maximum=1.0),
-        tie_embeddings=config.flag(
-            "tie_word_embeddings", default=family.hf_defaults.tie_embeddings
-        ),
+        tie_embeddings=config.flag("tie_word_embeddings", default=False),
         **options.decoder_fields(),
     )
 
@@ -236,14 +267,12 @@ def _heads(config: ConfigReader) -> tuple[int, int]:
     return num_heads, num_kv_heads
 
 
-def _head_dim(config: ConfigReader, embed: int, num_heads: int, default: int | None) -> int:
+def _head_dim(config: ConfigReader, embed: int, num_heads: int) -> int:
     if config.has("head_dim"):
         head_dim = config.integer("head_dim", maximum=MAX_HEAD_DIM)
         if head_dim % 2:
             raise config.error("head_dim", "an even number, as rotary embedding turns pairs")
         return head_dim
-    if default is not None:
-        return default
     if embed % (2 * num_heads):
         raise config.error(
             "hidden_size", f"an even multiple of num_attention_heads ({num_heads}), or a head_dim"

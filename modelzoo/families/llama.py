@@ -28,4 +28,11 @@ def _gguf_options(config: ConfigReader, num_layers: int) -> Options:
     return Options(windows=(window or None,) * num_layers, moe=moe)
 
 
-FAMILY = Family("llama", "LlamaForCausalLM", _hf_options, _gguf_options, gguf_interleaved=True)
+FAMILY = Family(
+    "llama",
+    "LlamaForCausalLM",
+    _hf_options,
+    _gguf_options,
+    hf_defaults={"max_position_embeddings": 2048},
+    gguf_interleaved=True,
+)

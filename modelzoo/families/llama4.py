@@ -14,8 +14,9 @@ from ..moe.config import MoeConfig
 from .config_reader import ConfigReader
 from .expert_options import read_routing
 from .expert_sources import ExpertNames
-from .family import Family, HFDefaults, Options, WholeModel
+from .family import Family, Options, WholeModel
 from .hugging_face import MAX_LAYERS, MAX_MLP
+from .mapping import Beginning
 from .rope_options import MAX_POSITION, read_rope
 
 _THETA = 500_000.0
@@ -109,7 +110,7 @@ def _moe(config: ConfigReader, num_layers: int) -> MoeConfig | None:
 _WHOLE = WholeModel(
     "llama4",
     "Llama4ForConditionalGeneration",
-    prefix="language_model.",
+    beginnings=(Beginning("", "language_model."),),
     other_prefixes=("vision_model.", "multi_modal_projector."),
     other_keys=("vision_config", "boi_token_index", "eoi_token_index", "image_token_index"),
 )
@@ -117,7 +118,7 @@ FAMILY = Family(
     "llama4_text",
     "Llama4ForCausalLM",
     _hf_options,
-    hf_defaults=HFDefaults(head_dim=128),
+    hf_defaults={"head_dim": 128},
     hf_names=_HF_NAMES,
     hf_experts=(_EXPERTS,),
     part_of=_WHOLE,

@@ -17,6 +17,29 @@ Sizes = tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True)
+class Beginning:
+    """The prefixes of tensor names in a model alone, and where it is part of a larger model."""
+
+    alone: str = ""
+    whole: str = ""
+
+    def in_whole(self, name: str) -> str:
+        """The name in the whole model of a tensor of the model alone."""
+        return self._exchanged(name, self.alone, self.whole)
+
+    def alone_of(self, name: str) -> str:
+        """The name in the model alone of a tensor of the whole model."""
+        return self._exchanged(name, self.whole, self.alone)
+
+    @staticmethod
+    def _exchanged(name: str, old: str, new: str) -> str:
+        return new + name.removeprefix(old) if name.startswith(old) else name
+
+
+PLAIN = Beginning()
+
+
+@dataclass(frozen=True)
 class Part:
     """One published tensor and the axis pattern that turns it into (part of) a parameter."""
 
@@ -51,7 +74,7 @@ class ParameterSource:
     padding_rows: int = 0
     """Rows of zeros that follow what the parts fill, along axis 0."""
 
-    def below(self, prefix: str) -> "ParameterSource":
-        """The same source with tensors whose names begin with `prefix`."""
-        parts = tuple(replace(part, tensor=prefix + part.tensor) for part in self.parts)
+    def renamed(self, beginning: Beginning) -> "ParameterSource":
+        """The same source with tensors named as in the whole model."""
+        parts = tuple(replace(part, tensor=beginning.in_whole(part.tensor)) for part in self.parts)
         return replace(self, parts=parts)

@@ -17,7 +17,14 @@ from ..config import FactorScaling, RopeConfig
 from .config_reader import ConfigReader, UnsupportedModel
 from .family import Family, Options
 from .hugging_face import MAX_EMBED, MAX_HEAD_DIM, MAX_HEADS
-from .rope_options import DEFAULT_THETA, MAX_POSITION, read_kind, read_theta, rope_table
+from .rope_options import (
+    DEFAULT_THETA,
+    MAX_POSITION,
+    ROPE_KEYS,
+    read_kind,
+    read_theta,
+    rope_table,
+)
 
 _ORIGINAL = "original_max_position_embeddings"
 _DEFAULT_ORIGINAL = 4096
@@ -45,7 +52,7 @@ def _read_rope(config: ConfigReader) -> tuple[RopeConfig, int]:
     rotated = _read_rotated(config, table)
     kind, original = read_kind(table), _read_original(config, table)
     if kind == "default":
-        table.refuse_rest()
+        table.ignore_rest(refused=ROPE_KEYS)
         return RopeConfig(theta, rotated=rotated), max_position
     if kind not in ("longrope", "su"):
         raise UnsupportedModel(
@@ -59,7 +66,7 @@ def _read_rope(config: ConfigReader) -> tuple[RopeConfig, int]:
     # LongRoPE, section 3.3: what keeps the entropy of attention as it was
     temperature = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     attention_factor = table.number("attention_factor", above=0.0, default=temperature)
-    table.refuse_rest()
+    table.ignore_rest(refused=ROPE_KEYS)
     longest = max_position if short == long else min(max_position, original)
     return RopeConfig(theta, FactorScaling(short, attention_factor), rotated), longest
 

@@ -13,6 +13,7 @@ from .hugging_face import MAX_MLP, windows_if_used
 
 def _hf_options(config: ConfigReader, num_layers: int) -> Options:
     has_bias = config.flag("attention_bias", default=False)
+    config.expect("use_qk_norm", True)
     routing = read_routing(
         config,
         num_experts=128,

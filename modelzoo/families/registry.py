@@ -66,8 +66,12 @@ def from_hf_config(config: Mapping[str, object], tensor_names: Collection[str] =
     names = {family.name: family for family in FAMILIES}
     wholes = {family.part_of.name: family for family in FAMILIES if family.part_of is not None}
     family = _find("model_type", config, names | wholes)
-    read = text_part_spec if config["model_type"] in wholes else hugging_face.model_spec
-    return read(family, ConfigReader(config), tensor_names)
+    if config["model_type"] not in wholes:
+        reader = ConfigReader(config, defaults=family.hf_defaults)
+        return hugging_face.model_spec(family, reader, tensor_names)
+    assert family.part_of is not None, family.name
+    reader = ConfigReader(config, defaults=family.part_of.defaults)
+    return text_part_spec(family, reader, tensor_names)
 
 
 def from_gguf_metadata(

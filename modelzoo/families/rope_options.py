@@ -16,6 +16,15 @@ MAX_POSITION = 2**30
 
 DEFAULT_THETA = 10_000.0
 
+ROPE_KEYS = frozenset({
+    "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings",
+    "attention_factor", "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim",
+    "low_freq_factor", "high_freq_factor", "short_factor", "long_factor", "short_mscale",
+    "long_mscale", "mrope_section", "mrope_interleaved", "llama_4_scaling_beta", "alpha",
+    "full_attention", "sliding_attention", "chunked_attention",
+})  # fmt: skip
+"""Keys that some kind of rotation or some implementation reads; every other kind refuses them."""
+
 
 def yarn_mscale(factor: float, weight: float) -> float:
     """What keeps attention as sharp over a context `factor` times as long.
@@ -86,10 +95,11 @@ def _read_table(
 ) -> RopeConfig:
     theta = read_theta(config, table, outer_key, default)
     for reader in (config, table):
-        reader.expect("partial_rotary_factor", 1.0)
+        if reader.has("partial_rotary_factor"):
+            reader.expect("partial_rotary_factor", 1.0)
 
     scaling = _read_scaling(config, table, max_position)
-    table.refuse_rest()
+    table.ignore_rest(refused=ROPE_KEYS)
     return RopeConfig(theta, scaling)
 
 

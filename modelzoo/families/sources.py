@@ -12,7 +12,7 @@ from itertools import accumulate
 from ..config import AS_PUBLISHED, Arrangement, DecoderConfig
 from .expert_sources import ExpertNames, sparse_sources
 from .latent_sources import LatentNames, latent_attention
-from .mapping import ParameterSource, Part, Sizes
+from .mapping import PLAIN, Beginning, ParameterSource, Part, Sizes
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class TensorNames:
     shared_down: str
     latent: LatentNames | None = None
     """Of latent attention; None where a format has none."""
-    prefix: str = ""
-    """What all names begin with, for models that are part of another one."""
+    beginning: Beginning = PLAIN
+    """The prefixes of names, for models that are part of a larger one."""
     is_interleaved: bool = False
     """Whether rows of a query or key head come as (pair, side), not as (side, pair)."""
 
@@ -74,7 +74,7 @@ def parameter_sources(
     ]
     if not config.tie_embeddings:
         sources.append(table("head.table", names.head))
-    return tuple(source.below(names.prefix) for source in sources)
+    return tuple(source.renamed(names.beginning) for source in sources)
 
 
 def _layer(

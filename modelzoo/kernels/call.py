@@ -25,10 +25,6 @@ class AttentionCall:
     has_sinks: bool
     is_in_order: bool = False
     """As `Visibility.is_in_order`."""
-    sees_beginning: bool = False
-    """As `Visibility.sees_beginning`."""
-    segments: frozenset[tuple[int, ...]] = frozenset()
-    """Entries of each segment of the cache that is read, of all layers, each once."""
 
     def __str__(self) -> str:
         seen = sorted(_mask(window) for window in self.windows)

@@ -7,13 +7,18 @@ depend neither on its place nor on other rows.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from .. import axes
+from ..operations import Project, einsum, gate_up_product
 from .dispatch import Tiles
+
+if TYPE_CHECKING:
+    from ..operations import Weight
 
 GatedUnit = Callable[[jax.Array, jax.Array], jax.Array]
 """The hidden activations from those of gate and up."""
@@ -25,8 +30,8 @@ PIECE_BYTES = 4 * 2**20
 class ExpertWeights(NamedTuple):
     """Weights of the experts on this device."""
 
-    gate_up_EPDF: jax.Array
-    down_EFD: jax.Array
+    gate_up_EPDF: "Weight"
+    down_EFD: "Weight"
     gate_up_bias_EPF: jax.Array | None = None
     down_bias_ED: jax.Array | None = None
 
@@ -40,7 +45,12 @@ WEIGHT_AXES = (GATE_UP_AXES, DOWN_AXES, GATE_UP_BIAS_AXES, DOWN_BIAS_AXES)
 
 
 def run_tiles(
-    x_UD: jax.Array, tiles: Tiles, weights: ExpertWeights, unit: GatedUnit, tile: int
+    x_UD: jax.Array,
+    tiles: Tiles,
+    weights: ExpertWeights,
+    unit: GatedUnit,
+    tile: int,
+    project: Project,
 ) -> jax.Array:
     """Float32 outputs `y_UD` of rows in whole tiles; tiles without a token stay zero."""
     E, F, D = weights.down_EFD.shape
@@ -55,7 +65,7 @@ def run_tiles(
                 row = tiles.first_row_E[e] + t * tile
                 x_WD = jax.lax.dynamic_slice_in_dim(x_UD, row, tile)
                 old_WD = jax.lax.dynamic_slice_in_dim(y_UD, row, tile)
-                y_WD = old_WD + _hidden(x_WD, of_piece, unit)
+                y_WD = old_WD + _hidden(x_WD, of_piece, unit, project)
                 if down_bias_D is not None:
                     # once for all pieces of the hidden size
                     y_WD = y_WD + jnp.where(p == 0, down_bias_D, 0)[None]
@@ -69,40 +79,44 @@ def run_tiles(
 
 
 def run_ragged(
-    x_UD: jax.Array, load_E: jax.Array, weights: ExpertWeights, unit: GatedUnit
+    x_UD: jax.Array, load_E: jax.Array, weights: ExpertWeights, unit: GatedUnit, project: Project
 ) -> jax.Array:
     """Float32 outputs `y_UD` of rows without gaps, through `jax.lax.ragged_dot`; the reference."""
 
     def product(x: jax.Array, weight: jax.Array) -> jax.Array:
         return jax.lax.ragged_dot(x, weight, load_E, preferred_element_type=jnp.float32)
 
+    def gate_up(x_UD: jax.Array, gate_up_EPDF: jax.Array) -> jax.Array:
+        return jnp.stack([product(x_UD, gate_up_EPDF[:, side]) for side in (0, 1)])
+
     def bias(of_experts: jax.Array) -> jax.Array:
         return jnp.repeat(of_experts, load_E, axis=0, total_repeat_length=x_UD.shape[0])
 
-    gate, up = (product(x_UD, weights.gate_up_EPDF[:, side]) for side in (0, 1))
+    gate, up = project("UD,EPDF->PUF", gate_up, x_UD, weights.gate_up_EPDF)
     if weights.gate_up_bias_EPF is not None:
         gate = gate + bias(weights.gate_up_bias_EPF[:, 0])
         up = up + bias(weights.gate_up_bias_EPF[:, 1])
-    y_UD = product(unit(gate, up).astype(x_UD.dtype), weights.down_EFD)
+    y_UD = project("UF,EFD->UD", product, unit(gate, up).astype(x_UD.dtype), weights.down_EFD)
     return y_UD if weights.down_bias_ED is None else y_UD + bias(weights.down_bias_ED)
 
 
-def _hidden(x_WD: jax.Array, weights: ExpertWeights, unit: GatedUnit) -> jax.Array:
+def _hidden(
+    x_WD: jax.Array, weights: ExpertWeights, unit: GatedUnit, project: Project
+) -> jax.Array:
     """Rows of one tile through one expert, or through a piece of its hidden size."""
-    gate_up_PDF, down_FD = weights.gate_up_EPDF[0], weights.down_EFD[0]
-    x_PWD = jnp.broadcast_to(x_WD[None], (2, *x_WD.shape))
-    h_PWF = jnp.einsum("PWD,PDF->PWF", x_PWD, gate_up_PDF, preferred_element_type=jnp.float32)
+    gate_up = partial(gate_up_product, dtype=jnp.float32)
+    h_PWF = project("WD,PDF->PWF", gate_up, x_WD, weights.gate_up_EPDF[0])
     if weights.gate_up_bias_EPF is not None:
         h_PWF = h_PWF + weights.gate_up_bias_EPF[0][:, None]
     h_WF = unit(h_PWF[0], h_PWF[1]).astype(x_WD.dtype)
-    return jnp.matmul(h_WF, down_FD, preferred_element_type=jnp.float32)
+    return project(*einsum("WF,FD->WD", jnp.float32), h_WF, weights.down_EFD[0])
 
 
 def _cut(weights: ExpertWeights, e: jax.Array, start: jax.Array, size: int) -> ExpertWeights:
     """One expert, and a piece of its hidden size; without the last bias, which has no pieces."""
 
-    def cut(x: jax.Array, axis: int) -> jax.Array:
-        one = jax.lax.dynamic_slice_in_dim(x, e, 1)
+    def cut(x: "Weight", axis: int) -> jax.Array:
+        one = jax.lax.dynamic_slice_in_dim(x[...], e, 1)
         return jax.lax.dynamic_slice_in_dim(one, start, size, axis=axis)
 
     bias_EPF = weights.gate_up_bias_EPF
@@ -113,7 +127,7 @@ def _cut(weights: ExpertWeights, e: jax.Array, start: jax.Array, size: int) -> E
     )
 
 
-def _piece(gate_up_EPDF: jax.Array) -> int:
+def _piece(gate_up_EPDF: "Weight") -> int:
     """The largest divisor of F of which gate and up fit into `PIECE_BYTES`."""
     _, P, D, F = gate_up_EPDF.shape
     most = PIECE_BYTES // (P * D * gate_up_EPDF.dtype.itemsize)

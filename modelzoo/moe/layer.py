@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from .. import axes
 from ..config import DecoderConfig
 from ..layers import ACTIVATIONS, GatedMlp, constant, weight
-from ..operations import Operations
+from ..operations import Operations, einsum
 from .config import LOSSLESS, ClampedUnit, Dispatch, MoeConfig
 from .experts import (
     DOWN_AXES,
@@ -80,13 +81,9 @@ class SparseMlp(nnx.Module):
     def __call__(self, x_BTD: jax.Array, operations: Operations, call: ExpertCall) -> jax.Array:
         unit = _unit(self.config, self.moe)
         mixture = Mixture(self.moe.routing, call.dispatch, unit)
-        router = Router(self.router[...], _value(self, "router_bias"), _value(self, "choice_bias"))
-        weights = ExpertWeights(
-            self.gate_up[...],
-            self.down[...],
-            _value(self, "gate_up_bias"),
-            _value(self, "down_bias"),
-        )
+        router = Router(self.router, _value(self, "router_bias"), _value(self, "choice_bias"))
+        biases = _value(self, "gate_up_bias"), _value(self, "down_bias")
+        weights = ExpertWeights(self.gate_up, self.down, *biases)
         mixed = operations.mix_experts(mixture, x_BTD, call.is_token_BT, router, weights)
         call.add(jax.tree.map(lambda x: x[None], mixed.use), mixed.num_dropped_BT)
         if not self.moe.shared_mlp:
@@ -97,9 +94,8 @@ class SparseMlp(nnx.Module):
         out_BTD = self.shared(x_BTD, operations)
         if not self.moe.has_shared_gate:
             return out_BTD
-        gate_BT = jnp.einsum(
-            "BTD,D->BT", x_BTD, self.shared_gate[...], preferred_element_type=jnp.float32
-        )
+        gate, out_axes = einsum("BTD,D->BT", jnp.float32), axes.RESIDUAL[:2]
+        gate_BT = operations.project(*gate, x_BTD, self.shared_gate, axes.RESIDUAL, out_axes)
         return (out_BTD * jax.nn.sigmoid(gate_BT)[..., None]).astype(out_BTD.dtype)
 
 

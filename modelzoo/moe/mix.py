@@ -13,6 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ..operations import ON_ONE_DEVICE, Project
 from .config import Dispatch, Routing
 from .dispatch import Places, all_tiles, capacity_places, load, lossless_places
 from .experts import ExpertWeights, GatedUnit, run_ragged, run_tiles
@@ -54,6 +55,7 @@ class Mixture:
     routing: Routing
     dispatch: Dispatch
     unit: GatedUnit
+    project: Project = ON_ONE_DEVICE.project
 
     def __call__(
         self,
@@ -65,7 +67,7 @@ class Mixture:
     ) -> Mixed:
         B, T, D = x_BTD.shape
         x_MD = x_BTD.reshape(B * T, D)
-        choices = route(x_MD, is_token_BT.reshape(-1), router, self.routing)
+        choices = route(x_BTD, is_token_BT, router, self.routing, self.project)
         mix = self._with_capacity if self.dispatch.kind == "capacity" else self._lossless
         out_MD, is_dropped_MZ, rows_E = mix(x_MD, choices, weights, shards)
         use = count_use(choices.expert_MZ, rows_E, is_dropped_MZ, self.routing.num_experts)
@@ -119,7 +121,8 @@ class Mixture:
         x_UD = self._rows(x_MD, everywhere, choices)
         x_SECD = shards.exchange(x_UD.reshape(n, num_here, capacity, D))
         x_UD = x_SECD.swapaxes(0, 1).reshape(-1, D)
-        y_UD = run_tiles(x_UD, all_tiles(num_here, n * capacity, tile), weights, self.unit, tile)
+        tiles = all_tiles(num_here, n * capacity, tile)
+        y_UD = run_tiles(x_UD, tiles, weights, self.unit, tile, self.project)
         y_SECD = y_UD.reshape(num_here, n, capacity, D).swapaxes(0, 1).astype(x_MD.dtype)
         y_UD = shards.exchange(y_SECD).reshape(-1, D)
         rows_E = jnp.full(E, capacity, jnp.int32)
@@ -130,8 +133,8 @@ class Mixture:
     ) -> jax.Array:
         x_UD = self._rows(x_MD, places, choices)
         if self.dispatch.kind == "ragged":
-            return run_ragged(x_UD, places.tiles.num_tiles_E, weights, self.unit)
-        return run_tiles(x_UD, places.tiles, weights, self.unit, tile)
+            return run_ragged(x_UD, places.tiles.num_tiles_E, weights, self.unit, self.project)
+        return run_tiles(x_UD, places.tiles, weights, self.unit, tile, self.project)
 
     def _rows(self, x_MD: jax.Array, places: Places, choices: Choices) -> jax.Array:
         """The tokens of the rows, zeros for empty ones."""

@@ -1,11 +1,16 @@
 """Which experts each token takes, and with which weights. Always in float32."""
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from .. import axes
+from ..operations import ON_ONE_DEVICE, Project, einsum
 from .config import ExpertGroups, Routing
+
+if TYPE_CHECKING:
+    from ..operations import Weight
 
 _EPSILON = 1e-20
 """Keeps a sum of vanished sigmoids from dividing by zero, as DeepSeek-V3's code does."""
@@ -14,7 +19,7 @@ _EPSILON = 1e-20
 class Router(NamedTuple):
     """The weights of one layer's router, whole on every device."""
 
-    weight_DE: jax.Array
+    weight_DE: "Weight"
     bias_E: jax.Array | None = None
     choice_bias_E: jax.Array | None = None
 
@@ -26,9 +31,18 @@ class Choices(NamedTuple):
     weight_MZ: jax.Array
 
 
-def route(x_MD: jax.Array, is_token_M: jax.Array, router: Router, routing: Routing) -> Choices:
+def route(
+    x_BTD: jax.Array,
+    is_token_BT: jax.Array,
+    router: Router,
+    routing: Routing,
+    project: Project = ON_ONE_DEVICE.project,
+) -> Choices:
     """Choose experts; padding chooses none. Among equal scores the first expert wins."""
-    logits_ME = jnp.matmul(x_MD, router.weight_DE, preferred_element_type=jnp.float32)
+    _, product = einsum("...D,DE->...E", jnp.float32)
+    out_axes = (*axes.RESIDUAL[:2], "")
+    logits_BTE = project("BTD,DE->BTE", product, x_BTD, router.weight_DE, axes.RESIDUAL, out_axes)
+    logits_ME = logits_BTE.reshape(-1, routing.num_experts)
     if router.bias_E is not None:
         logits_ME = logits_ME + router.bias_E.astype(jnp.float32)[None]
     match routing.scoring:
@@ -48,7 +62,8 @@ def route(x_MD: jax.Array, is_token_M: jax.Array, router: Router, routing: Routi
         ranked_ME = _within_best_groups(ranked_ME, routing.groups)
     _, expert_MZ = jax.lax.top_k(ranked_ME, routing.num_chosen)
     weight_MZ = _weights(jnp.take_along_axis(scores_ME, expert_MZ, axis=-1), routing)
-    return Choices(jnp.where(is_token_M[:, None], expert_MZ, routing.num_experts), weight_MZ)
+    is_token_M1 = is_token_BT.reshape(-1, 1)
+    return Choices(jnp.where(is_token_M1, expert_MZ, routing.num_experts), weight_MZ)
 
 
 def _within_best_groups(ranked_ME: jax.Array, groups: ExpertGroups) -> jax.Array:

@@ -1,19 +1,23 @@
 """The few disk operations that durability rests on, behind one small object.
 
 Everything that must survive a crash goes through a `Disk`, so that a test can make any single one
-of these operations fail, or stop the program there.
+of these operations fail, or stop the program there. No other module opens files for writing.
 
 Knows nothing of journals or rows. Guarantees: after `replace_file` returns, the file under its
 final name is whole and stays so over a power cut; before that, the old one (or none) is. Where it
-cannot be written, nothing of the new one is left.
+cannot be written, nothing of the new one is left. Nothing is written through a link, or to a pipe
+or device.
 """
 
 import hashlib
 import os
+import stat
+import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 
 @dataclass(frozen=True)
@@ -24,14 +28,19 @@ class FileDigest:
     num_bytes: int
 
 
+class UnusableFile(ValueError):
+    """A file that a command was given cannot be read or written."""
+
+
 class Disk:
     """The real disk."""
 
     def open_append(self, path: Path) -> int:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        return open_in_place(path, os.O_APPEND)
 
     def open_new(self, path: Path) -> int:
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        # a link, even one to nothing, counts as a file that is there
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
 
     def write(self, descriptor: int, content: bytes | memoryview) -> None:
         view = memoryview(content)
@@ -62,6 +71,52 @@ class Disk:
             os.close(descriptor)
 
 
+def open_in_place(path: Path, flags: int = 0) -> int:
+    """Open a file for reading and writing in place; create it if it is absent.
+
+    Raises:
+        UnusableFile: `path` is a link, has a second hard link, or is not a regular file.
+    """
+    with suppress(FileNotFoundError):
+        _check_plain(path, os.lstat(path), in_place=True)
+    # the path may be replaced meanwhile: follow no link, wait for no pipe
+    flags |= os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o644)
+    try:
+        _check_plain(path, os.fstat(descriptor), in_place=True)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def check_replaceable(path: Path) -> None:
+    """Refuse a path with anything but a regular file: a rename must not replace it."""
+    with suppress(FileNotFoundError):
+        _check_plain(path, os.lstat(path), in_place=False)
+
+
+def _check_plain(path: Path, found: os.stat_result, *, in_place: bool) -> None:
+    if stat.S_ISREG(found.st_mode) and not (in_place and found.st_nlink > 1):
+        return
+    if stat.S_ISDIR(found.st_mode):
+        what = "a directory"
+    elif stat.S_ISLNK(found.st_mode):
+        what = f"a link to {os.readlink(path)}; nothing is written through links"
+    elif stat.S_ISREG(found.st_mode):
+        what = "one of several names (hard links) of a file, which writing would change under all"
+    else:
+        what = "a pipe or device"
+    raise UnusableFile(
+        f"{path}: expected a file to write, got {what}. Move it away, or choose another output."
+    )
+
+
+def open_nameless(folder: Path) -> BinaryIO:
+    """A new file without a name on the folder's disk; it is gone when this process ends."""
+    return tempfile.TemporaryFile(dir=folder, buffering=0)
+
+
 def temporary_name(name: str) -> str:
     """Under which `replace_file` writes a file; a program that is killed may leave it."""
     return f"{name}.tmp"
@@ -70,6 +125,9 @@ def temporary_name(name: str) -> str:
 def replace_file(disk: Disk, path: Path, chunks: Iterable[bytes | memoryview]) -> FileDigest:
     """Write a file under a temporary name and rename it over `path` once it is durable."""
     temporary = path.with_name(temporary_name(path.name))
+    check_replaceable(path)
+    check_replaceable(temporary)
+    disk.remove(temporary)  # left by a program that was killed
     try:
         digest = _write_new(disk, temporary, chunks)
         disk.rename(temporary, path)

@@ -7,12 +7,15 @@ how a job runs.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from ..feeding import Need, feeding_order
 from ..request import Request, RequestOutput
-from .journal import SETUP, journal_path
+from .job_files import check_files, job_outputs, side_files
+from .journal import journal_path
+from .journal_records import SETUP
 from .lock import lock_path
 from .manifest import PhaseClock
 from .part import WHOLE, Part
@@ -62,6 +65,8 @@ class Build:
 
     generator: Generator
     plan: str
+    weights: str
+    """The digest of every byte of the model's weights."""
     order: Callable[[Sequence[Need]], list[int]] = feeding_order
 
 
@@ -71,12 +76,22 @@ class JobText:
 
     encode: Encode
     tokens: TokenNames | None
+    reads_clock: Callable[[], bool] = lambda: False
+    """Whether a prompt that was encoded shows the instant of the job."""
+    gave_up: Callable[[], str | None] = lambda: None
+    """The chat template's file and the reason why it was given up; None while it is used."""
 
 
 class JobModel(Protocol):
     """A model that is not loaded yet."""
 
-    def open_text(self) -> AbstractContextManager[JobText]: ...
+    def weights(self) -> str:
+        """The digest of the weights, by this process alone; reads them unless it is remembered."""
+        ...
+
+    def open_text(self, now: datetime) -> AbstractContextManager[JobText]:
+        """The tokenizer, and the chat template, which sees `now` whenever it asks for the time."""
+        ...
 
     def build(
         self,
@@ -104,7 +119,11 @@ class JobSettings:
     """Everything that decides an answer besides its row; a journal of another one is refused."""
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     sampling_defaults_source: str = "noria"
+    config_keys_ignored: tuple[str, ...] = ()
+    """Keys of the model's configuration that nothing reads, as `key = value`."""
     error_file: Path | None = None
+    also_read: Sequence[tuple[str, Path]] = ()
+    """Other files and folders that are only read, such as the model's, each after a description."""
     grace_seconds: float = 20.0
     on_error: Literal["row", "raise"] = "row"
     restart: bool = False
@@ -112,6 +131,10 @@ class JobSettings:
     setup: str = ALONE.setup
     """Which processes run it, in `Peers.setup`'s words; it decides in what order sums run."""
     allow_other_setup: bool = False
+    expected_weights: str | None = None
+    """The digest that the weights must have; None accepts all weights."""
+    now: datetime | None = None
+    """The local time that chat templates see; by default the start of the job."""
 
     def __post_init__(self):
         if self.part.of > 1 and self.error_file is not None:
@@ -140,4 +163,12 @@ class JobSettings:
 
     @property
     def outputs(self) -> list[Path]:
-        return [path for path in (self.output_path, self.error_file) if path is not None]
+        return list(job_outputs(self.output_path, self.error_file).values())
+
+    def check_files(self) -> None:
+        """Refuse outputs that cannot be written, that are read too, or that are the same file."""
+        check_files(
+            job_outputs(self.output_path, self.error_file),
+            [("the input", self.input_path), *self.also_read],
+            side_files(self.output_path),
+        )

@@ -2,32 +2,30 @@
 
 One record a line: CRC-32 of the rest in eight hexadecimal digits, a space, the record's facts as
 JSON, and for a row a tab and the output line as it will stand in the final file. JSON holds no raw
-tab or newline, so neither needs escaping. Records are `header` (format, configuration), `plan` (the
-resolved plan, once it is known), `row`, and `setup` where another set-up of processes goes on.
+tab or newline, so neither needs escaping. Records are `header` (format, configuration), `fact`
+(what the job decides once and every later run of it keeps, such as the resolved plan), `row`, and
+`setup` where other processes than before continue the job.
 
 A row is found again by custom_id and request hash, so an edited input keeps what is unchanged.
 
-Knows nothing of models, requests or the final file. Guarantees: a row that `record_row` has
-returned from survives the death of the process; and a power cut, once 64 rows are recorded, after
-about a second, as the job calls `sync_if_due` at every step, or on `close`. A torn tail is cut off
-on opening; damage anywhere else is an error that says at which byte.
+Knows nothing of models, requests or the final file. Guarantees: a row survives the death of the
+process as soon as `record_row` returns. It survives a power cut once it is synced: after 64 rows,
+after about a second (the job calls `sync_if_due` at every step), or on `close`. A torn tail is cut
+off on opening; damage anywhere else is an error that says at which byte.
 """
 
-import json
 import os
 import time
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ..strict_json import dump_line
 from .disk import Disk
+from .journal_records import FORMAT, PLAN, SETUP, BadRecord, read_record
 
-FORMAT = 1
-SETUP = "processes"
-"""The key of the configuration that says which processes run the job."""
 SYNC_ROWS = 64
 SYNC_SECONDS = 1.0
 
@@ -64,7 +62,8 @@ class Journal:
 
     def __init__(self, path: Path, disk: Disk, clock: Callable[[], float]):
         self.path = path
-        self.plan: str | None = None
+        self.facts: dict[str, str] = {}
+        """Decisions that all runs of the job keep, by name: see `record_fact`."""
         self.rows: dict[tuple[str, str], JournalRow] = {}
         self.setups: list[str] = []
         """Every set-up of processes that has run the job, this one last."""
@@ -97,11 +96,19 @@ class Journal:
             raise
         return journal
 
-    def record_plan(self, plan: str) -> None:
-        """Store the resolved plan, durably: rows may depend on it from here on."""
-        self._append({"kind": "plan", "plan": plan})
+    @property
+    def plan(self) -> str | None:
+        """The resolved plan, once it is known."""
+        return self.facts.get(PLAN)
+
+    def record_fact(self, name: str, value: str) -> None:
+        """Store a decision durably: rows may depend on it from here on, in this run and later ones.
+
+        A journal that has a plan binds the next run; other facts do not by themselves.
+        """
+        self._append({"kind": "fact", "name": name, "value": value})
         self.sync()
-        self.plan = plan
+        self.facts[name] = value
 
     def record_row(
         self,
@@ -194,25 +201,24 @@ class Journal:
                     f"{self.path}: damaged at byte {damaged_at}, with good records after it, so "
                     "this is no interrupted write. Restore the file, or discard it with --restart."
                 )
-            facts_bytes, _, line = payload.partition(b"\t")
-            facts = json.loads(facts_bytes)
+            facts, line = self._read(offset, payload, is_first=header is None)
+            end = offset + 9 + len(payload)  # after eight digits and a space
             if header is None:
                 header = facts
-                self._check_format(facts)
                 self.setups.append(facts["configuration"].get(SETUP, ""))
-            elif facts["kind"] == "plan":
-                self.plan = facts["plan"]
+            elif facts["kind"] == "fact":
+                self.facts[facts["name"]] = facts["value"]
             elif facts["kind"] == "setup":
                 self.setups.append(facts["setup"])
             else:
-                # eight digits, a space, the facts and a tab stand before the line
-                self._remember(facts, offset + 9 + len(facts_bytes) + 1, len(line))
-            self._size = offset + 9 + len(payload) + 1
+                self._remember(facts, end - len(line), len(line))
+            self._size = end + 1
         if header is not None and self.plan is None and not self.rows:
             # nothing was decided under it, so a job that was refused does not bind the next one
             self._disk.truncate(self._descriptor, 0)
             header, self._size, damaged_at = None, 0, None
             self.setups.clear()
+            self.facts.clear()
         if header is not None:
             stored = {**header["configuration"], SETUP: self.setups[-1]}
             wanted = {SETUP: "", **configuration}
@@ -235,7 +241,7 @@ class Journal:
 
     def _stored_records(self) -> Iterator[tuple[int, bytes | None]]:
         """Every line of the file as (offset, payload); the payload is None where it is damaged."""
-        with self.path.open("rb") as file:
+        with self._opened() as file:
             offset = 0
             for record in file:
                 payload = record[9:-1]
@@ -243,19 +249,31 @@ class Journal:
                 yield offset, payload if is_whole else None
                 offset += len(record)
 
-    def _check_format(self, facts: dict[str, Any]) -> None:
-        if facts.get("kind") != "header" or facts.get("format") != FORMAT:
+    def _opened(self) -> BinaryIO:
+        """The opened file from its start, even if another file has its name by now."""
+        file = os.fdopen(os.dup(self._descriptor), "rb")
+        file.seek(0)
+        return file
+
+    def _read(self, offset: int, payload: bytes, *, is_first: bool) -> tuple[dict[str, Any], bytes]:
+        """The facts and the output line of a whole record."""
+        try:
+            facts, line = read_record(payload)
+            if is_first != (facts["kind"] == "header"):
+                expected = "a header first" if is_first else "one header"
+                raise BadRecord(f"expected {expected}, got {facts['kind']!r}")
+        except BadRecord as error:
             raise JournalError(
-                f"{self.path}: expected a journal of format {FORMAT}, got {facts.get('format')!r}. "
-                "Discard it with --restart, or finish it with the version that wrote it."
-            )
+                f"{self.path}: the record at byte {offset} is whole, but wrong: {error}. Restore "
+                "the file, or discard it with --restart."
+            ) from None
+        return facts, line
 
     def _refuse_foreign_file(self, header: object) -> None:
         """A file without a header is a torn first write, or not ours: never cut the latter."""
         if header is not None:
             return
-        with self.path.open("rb") as file:
-            start = file.read(32)
+        start = os.pread(self._descriptor, 32, 0)
         # the start of our first record, as far as it was written
         if b"\n" in start or (len(start) > 9 and not b'{"kind":"header"'.startswith(start[9:25])):
             raise JournalError(

@@ -2,7 +2,8 @@
 
 Two spellings are read. An OpenAI Batch line has `custom_id`, `method`, `url` and `body`. A simple
 line is the body alone, `{"prompt": ...}` or `{"messages": ...}`, with an optional `id` or
-`custom_id`; without one it is called `row-<n>`, n counted from zero over the rows of the file.
+`custom_id`; an `id` may be an integer, whose digits are taken. Without one the row is called
+`row-<n>`, n counted from zero over the rows of the file.
 
 Knows nothing of files, tokenizers or buckets. Guarantees: every line gives exactly one row, and
 nothing that a line contains can raise; equal requests have equal hashes, whatever the order or
@@ -14,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..request import RowError, SamplingParams
+from ..request import RowError, SamplingParams, wrong_value
 from ..strict_json import MAX_LINE_BYTES, Line, dump_line, parse_object
 from .request_body import read_params, unknown_parameter
 
@@ -64,7 +65,6 @@ def read_row(
     line: Line, row: int, *, defaults: Mapping[str, Any] | None = None
 ) -> BatchRow | BadRow:
     """Read one line; `defaults` are sampling parameters for keys that the request leaves out."""
-    raw_hash = hashlib.sha256(line.content or b"").hexdigest()
     custom_id = None
     try:
         if line.content is None:
@@ -80,7 +80,8 @@ def read_row(
         if custom_id is None:
             message = f"line {line.number}: {error.message}"
             error = RowError(error.code, message, error.param)
-        return BadRow(row, line.number, line.offset, custom_id, raw_hash, error)
+        line_hash = hashlib.sha256(line.content or b"").hexdigest()
+        return BadRow(row, line.number, line.offset, custom_id, line_hash, error)
     return BatchRow(
         row=row,
         line_number=line.number,
@@ -105,15 +106,7 @@ def duplicate_of(row: BatchRow | BadRow, first_line_number: int) -> BadRow:
 def hash_request(url: str, body: Mapping[str, Any]) -> str:
     """SHA-256 of the request with its keys sorted at every level."""
     canonical = {"method": "POST", "url": url, "body": body}
-    return hashlib.sha256(dump_line(_sorted(canonical))).hexdigest()
-
-
-def _sorted(value: object) -> object:
-    if isinstance(value, Mapping):
-        return {key: _sorted(value[key]) for key in sorted(value)}
-    if isinstance(value, list):
-        return [_sorted(item) for item in value]
-    return value
+    return hashlib.sha256(dump_line(canonical, sort_keys=True)).hexdigest()
 
 
 def _is_simple(record: Mapping[str, Any]) -> bool:
@@ -130,11 +123,15 @@ def _custom_id(record: Mapping[str, Any], row: int) -> str:
             return f"row-{row}"
         raise RowError("missing_custom_id", "expected a custom_id, got none.", "custom_id")
     value = record[present[0]]
+    # tables number their rows; bool is an int in Python, but true is no number
+    if present[0] == "id" and isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
     if not isinstance(value, str) or not value:
         shown = repr(value)[:100]
+        or_integer = ", or an integer" if present[0] == "id" else ""
         raise RowError(
             "missing_custom_id",
-            f"{present[0]}: expected a string that is not empty, got {shown}.",
+            f"{present[0]}: expected a string that is not empty{or_integer}, got {shown}.",
             present[0],
         )
     return value
@@ -155,14 +152,14 @@ def _request(record: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
         if key not in _ENVELOPE:
             raise unknown_parameter(key, _ENVELOPE)
     if record.get("method") != "POST":
-        raise _wrong("method", "'POST'", record.get("method"))
+        raise wrong_value("method", "'POST'", record.get("method"))
     url = record.get("url")
     if url not in (CHAT_URL, COMPLETION_URL):
         expected = f"expected {CHAT_URL} or {COMPLETION_URL}"
         raise RowError("unsupported_url", f"url: {expected}, got {str(url)[:100]!r}.", "url")
     body = record.get("body")
     if not isinstance(body, dict):
-        raise _wrong("body", "an object", body)
+        raise wrong_value("body", "an object", body)
     return url, body
 
 
@@ -190,7 +187,7 @@ def _read_body(url: str, body: Mapping[str, Any], defaults: Mapping[str, Any]) -
 def _model(body: Mapping[str, Any]) -> str | None:
     model = body.get("model")
     if model is not None and not isinstance(model, str):
-        raise _wrong("model", "a string", model)
+        raise wrong_value("model", "a string", model)
     return model
 
 
@@ -200,7 +197,7 @@ def _prompt(prompt: object) -> str | list[int]:
     if isinstance(prompt, str):
         return prompt
     if not isinstance(prompt, list):
-        raise _wrong("prompt", "a string or a list of token ids", prompt)
+        raise wrong_value("prompt", "a string or a list of token ids", prompt)
     if any(isinstance(item, str | list) for item in prompt):
         raise RowError(
             "invalid_request",
@@ -220,13 +217,13 @@ def _prompt(prompt: object) -> str | list[int]:
 
 def _messages(messages: object) -> list[dict[str, str]]:
     if not isinstance(messages, list) or not messages:
-        raise _wrong("messages", "a list with at least one message", messages)
+        raise wrong_value("messages", "a list with at least one message", messages)
     return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
 def _message(message: object, where: str) -> dict[str, str]:
     if not isinstance(message, dict):
-        raise _wrong(where, "an object with role and content", message, "messages")
+        raise wrong_value(where, "an object with role and content", message, "messages")
     given = {key: value for key, value in message.items() if value is not None}
     for key in given:
         if key not in _MESSAGE_KEYS:
@@ -234,10 +231,10 @@ def _message(message: object, where: str) -> dict[str, str]:
             raise RowError(error.code, f"{where}: {error.message}", f"{where}.{key[:100]}")
     role = given.get("role")
     if role not in ROLES:
-        raise _wrong(f"{where}.role", f"one of {', '.join(ROLES)}", role, "messages")
+        raise wrong_value(f"{where}.role", f"one of {', '.join(ROLES)}", role, "messages")
     name = given.get("name")
     if name is not None and not isinstance(name, str):
-        raise _wrong(f"{where}.name", "a string", name, "messages")
+        raise wrong_value(f"{where}.name", "a string", name, "messages")
     content = _message_content(given.get("content"), f"{where}.content")
     return {"role": role, "content": content} | ({"name": name} if name is not None else {})
 
@@ -247,13 +244,15 @@ def _message_content(content: object, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
-        raise _wrong(where, "a string or a list of text parts", content, "messages")
+        raise wrong_value(where, "a string or a list of text parts", content, "messages")
     for part in content:
         if not isinstance(part, dict) or part.get("type") != "text":
             kind = part.get("type") if isinstance(part, dict) else part
-            raise _wrong(where, "parts of type 'text' only", kind, "messages")
+            raise wrong_value(where, "parts of type 'text' only", kind, "messages")
         if set(part) != {"type", "text"} or not isinstance(part["text"], str):
-            raise _wrong(where, "text parts with a string 'text' and no more", part, "messages")
+            raise wrong_value(
+                where, "text parts with a string 'text' and no more", part, "messages"
+            )
     return "\n".join(part["text"] for part in content)
 
 
@@ -261,12 +260,5 @@ def _template_kwargs(value: object) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise _wrong("chat_template_kwargs", "an object", value)
+        raise wrong_value("chat_template_kwargs", "an object", value)
     return value
-
-
-def _wrong(where: str, expected: str, got: object, param: str | None = None) -> RowError:
-    shown = "none" if got is None else repr(got)
-    shown = shown if len(shown) <= 100 else f"{shown[:100]}..."
-    message = f"{where}: expected {expected}, got {shown}."
-    return RowError("invalid_request", message, param or where)

@@ -5,7 +5,8 @@ the file's text (process id, host, start time) is for people, and for file syste
 that do not see each other's locks. A lock left by a dead process of this host is taken over; one of
 another host is refused, as nobody here can tell whether that process lives.
 
-Knows nothing of jobs. Guarantees: at most one holder at a time on one host.
+Knows nothing of jobs. Guarantees: at most one holder at a time on one host; a file that is no lock
+of noria is left as it is.
 """
 
 import fcntl
@@ -15,6 +16,11 @@ import socket
 import sys
 from pathlib import Path
 from types import TracebackType
+
+from .disk import UnusableFile, open_in_place
+
+_START = b'{"pid": '
+"""The beginning of every lock of noria, even of one that was cut short."""
 
 
 def lock_path(output: Path) -> Path:
@@ -34,7 +40,7 @@ class JobLock:
 
     def __enter__(self) -> "JobLock":
         while self._descriptor is None:
-            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            descriptor = open_in_place(self.path)
             try:
                 self._take(descriptor)
             except BaseException:
@@ -44,9 +50,12 @@ class JobLock:
                 self._descriptor = descriptor
             else:  # its holder removed the file between our open and our lock
                 os.close(descriptor)
-        owner = json.dumps(_this_process()).encode()
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, owner, 0)
+        try:
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, json.dumps(_this_process()).encode(), 0)
+        except OSError as error:
+            self.release()
+            raise OSError(error.errno, os.strerror(error.errno or 0), str(self.path)) from error
         return self
 
     def __exit__(
@@ -58,9 +67,10 @@ class JobLock:
         self.release()
 
     def release(self) -> None:
-        """Remove the lock, if it is held."""
+        """Remove the lock, if it is held and nobody has put another one in its place."""
         if self._descriptor is not None:
-            self.path.unlink(missing_ok=True)
+            if self._is_current(self._descriptor):
+                self.path.unlink(missing_ok=True)
             os.close(self._descriptor)
             self._descriptor = None
 
@@ -69,6 +79,13 @@ class JobLock:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise self._refusal(_read_owner(descriptor), "is running") from None
+        # zeros: a power cut may keep a file's length and lose its content
+        start = os.pread(descriptor, len(_START), 0).rstrip(b"\0")
+        if not _START.startswith(start):
+            raise UnusableFile(
+                f"{self.path}: expected a lock of noria or nothing, got another file. Move it "
+                "away, or choose another output."
+            )
         owner = _read_owner(descriptor)
         this = _this_process()
         if owner is None:
@@ -80,7 +97,7 @@ class JobLock:
 
     def _is_current(self, descriptor: int) -> bool:
         try:
-            return os.path.samestat(os.fstat(descriptor), os.stat(self.path))
+            return os.path.samestat(os.fstat(descriptor), os.lstat(self.path))
         except FileNotFoundError:
             return False
 

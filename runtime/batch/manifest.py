@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from .disk import Disk, FileDigest, digest_file, replace_file
-from .journal import JournalRow
+from .journal import JournalRow, differences
 
-SCHEMA = 1
+SCHEMA = 2
 PERCENTILES = (50, 90, 95, 99)
 Phase = Literal["scan", "load", "build", "run"]
 
@@ -78,37 +78,58 @@ def read_manifest(output: Path) -> dict[str, Any] | None:
     return content if isinstance(content, dict) else None
 
 
-def is_complete(
-    output: Path,
+def differences_from(
+    manifest: Mapping[str, Any],
     *,
     input_path: Path,
     configuration: Mapping[str, str],
     may_differ: Collection[str] = (),
-    error_file: Path | None,
-) -> dict[str, Any] | None:
-    """The manifest, if these outputs are whole and of exactly this input and configuration."""
-    manifest = read_manifest(output)
-    if manifest is None:
-        return None
-    stored, wanted = dict(manifest.get("configuration", {})), dict(configuration)
-    for key in may_differ:
-        stored[key] = wanted[key]
-    if stored != wanted:
-        return None
-    if manifest.get("input", {}).get("sha256") != digest_file(input_path).sha256:
-        return None
-    paths = [path for path in (output, error_file) if path is not None]
-    return manifest if matches_outputs(manifest, paths) else None
+    instant: str | None = None,
+    outputs: Sequence[Path],
+) -> list[str]:
+    """The differences of an input, a configuration and outputs from a manifest, a line for each.
+
+    There are none if the outputs are complete and come from exactly this input and configuration.
+    Instants are compared if one is given and the prompts of the outputs show theirs.
+    """
+    wanted = dict(configuration)
+    stored = {**_table(manifest, "configuration"), **{key: wanted[key] for key in may_differ}}
+    found = differences(stored, wanted, ("there", "now"))
+    shown = manifest.get("instant")
+    if instant is not None and shown not in (None, instant):
+        found.append(f"  the instant: there {shown}, now {instant}")
+    digest = describe(digest_file(input_path))
+    known = {key: _table(manifest, "input").get(key) for key in digest}
+    if known != digest:
+        found.append(f"  the input: there {_said(known)}, now {_said(digest)}")
+    return found + output_differences(manifest, outputs)
 
 
-def matches_outputs(manifest: Mapping[str, Any], paths: Sequence[Path]) -> bool:
-    """Whether these are the outputs that the manifest describes, all of them and whole."""
-    expected = manifest.get("outputs")
-    if not isinstance(expected, dict) or set(expected) != {path.name for path in paths}:
-        return False
-    return all(
-        path.is_file() and expected[path.name] == describe(digest_file(path)) for path in paths
-    )
+def output_differences(manifest: Mapping[str, Any], paths: Sequence[Path]) -> list[str]:
+    """The files that are not the outputs in a manifest, or are not complete, a line for each."""
+    known = _table(manifest, "outputs")
+    found = []
+    if set(known) != {path.name for path in paths}:
+        now = ", ".join(sorted(path.name for path in paths))
+        found.append(f"  outputs: there {', '.join(sorted(known)) or 'none'}, now {now}")
+    for path in paths:
+        digest = describe(digest_file(path)) if path.is_file() else {}
+        if path.name in known and known[path.name] != digest:
+            finished = known[path.name] if isinstance(known[path.name], dict) else {}
+            found.append(
+                f"  {path.name}, changed since: finished with {_said(finished)}, now "
+                f"{_said(digest) if digest else 'not there'}"
+            )
+    return found
+
+
+def _table(manifest: Mapping[str, Any], key: str) -> dict[str, Any]:
+    table = manifest.get(key)
+    return table if isinstance(table, dict) else {}
+
+
+def _said(digest: Mapping[str, Any]) -> str:
+    return f"{digest.get('bytes')} bytes, sha256 {str(digest.get('sha256'))[:12]}"
 
 
 def describe(digest: FileDigest) -> dict[str, Any]:
@@ -123,11 +144,14 @@ def write_manifest(disk: Disk, output: Path, content: Mapping[str, Any]) -> None
 def make_manifest(
     *,
     model: str,
+    weights: str | None,
     configuration: Mapping[str, str],
     setups: Sequence[str],
     fingerprint: str,
     plan: str | None,
+    instant: str | None,
     sampling_defaults: Mapping[str, Any],
+    config_keys_ignored: Sequence[str],
     input_facts: Mapping[str, Any],
     outputs: Mapping[str, Mapping[str, Any]],
     rows: Mapping[str, Any],
@@ -143,6 +167,7 @@ def make_manifest(
     return {
         "schema": SCHEMA,
         "model": model,
+        "weights": weights,
         "versions": versions(),
         "platform": {"python": platform.python_version(), "system": platform.platform()},
         "configuration": dict(configuration),
@@ -150,7 +175,9 @@ def make_manifest(
         "fingerprint": fingerprint,
         "plan": plan,
         "plan_fingerprint": plan and "sha256:" + hashlib.sha256(plan.encode()).hexdigest(),
+        "instant": instant,
         "sampling_defaults": dict(sampling_defaults),
+        "config_keys_ignored": list(config_keys_ignored),
         "input": dict(input_facts),
         "outputs": dict(outputs),
         "rows": dict(rows),
@@ -167,27 +194,31 @@ def make_manifest(
 
 
 def count_outcomes(
-    codes: Iterable[str | None], *, num_kept: int, num_dropping: int
+    codes: Iterable[str | None], *, num_kept: int, num_dropping: int, num_at_max_length: int
 ) -> dict[str, Any]:
     """Rows by outcome; `num_kept` of them were finished by earlier runs of the job.
 
-    `num_dropping` were answered although choices of experts were dropped.
+    `num_dropping` of them were answered although choices of experts were dropped;
+    `num_at_max_length` have no `max_tokens` and ended at the plan's `max_length`.
     """
-    return _outcomes(Counter(codes), num_kept, num_dropping)
+    return _outcomes(Counter(codes), num_kept, num_dropping, num_at_max_length)
 
 
 def add_outcomes(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """The row counts of several parts together."""
     counts: Counter[str | None] = Counter()
-    num_kept = num_dropping = 0
+    num_kept = num_dropping = num_at_max_length = 0
     for rows in parts:
         counts.update({None: rows["ok"], **rows["errors_by_code"]})
         num_kept += rows["kept_from_earlier_runs"]
         num_dropping += rows["ok_with_dropped_choices"]
-    return _outcomes(counts, num_kept, num_dropping)
+        num_at_max_length += rows["ok_at_max_length"]
+    return _outcomes(counts, num_kept, num_dropping, num_at_max_length)
 
 
-def _outcomes(counts: Counter[str | None], num_kept: int, num_dropping: int) -> dict[str, Any]:
+def _outcomes(
+    counts: Counter[str | None], num_kept: int, num_dropping: int, num_at_max_length: int
+) -> dict[str, Any]:
     num_ok = counts.pop(None, 0)
     errors = {str(code): counts[code] for code in sorted(counts, key=str)}
     num_errors = sum(errors.values())
@@ -198,6 +229,7 @@ def _outcomes(counts: Counter[str | None], num_kept: int, num_dropping: int) -> 
         "errors_by_code": errors,
         "kept_from_earlier_runs": num_kept,
         "ok_with_dropped_choices": num_dropping,
+        "ok_at_max_length": num_at_max_length,
     }
 
 

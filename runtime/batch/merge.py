@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 from ..counted import counted
 from .disk import Disk, digest_chunks, digest_file
 from .job import EXIT_OK, EXIT_RESUMABLE, EXIT_ROWS_FAILED, JobError
+from .job_files import check_files, job_outputs, side_files
 from .journal import differences, journal_path
 from .lock import JobLock, lock_path
 from .manifest import (
@@ -27,11 +28,11 @@ from .manifest import (
     add_outcomes,
     describe,
     manifest_path,
-    matches_outputs,
+    output_differences,
     read_manifest,
     write_manifest,
 )
-from .output import check_outputs, write_outputs
+from .output import write_outputs
 from .part import WHOLE, Part
 from .progress import Progress
 from .results import is_error_line
@@ -39,12 +40,15 @@ from .results import is_error_line
 _OF_THE_JOB = (
     "schema",
     "model",
+    "weights",
     "versions",
     "configuration",
     "fingerprint",
     "plan",
     "plan_fingerprint",
+    "instant",
     "sampling_defaults",
+    "config_keys_ignored",
     "input",
 )
 """What parts have in common; everything else in a manifest is of its part alone."""
@@ -74,8 +78,11 @@ def merge(
 ) -> int:
     """Merge the parts at `paths`; with `error_file`, error rows go there. Returns the exit code."""
     progress, disk = progress or Progress(), disk or Disk()
-    outputs = [path for path in (output, error_file) if path is not None]
-    check_outputs(outputs, paths, "a part")
+    named = job_outputs(output, error_file)
+    read = [("a part", path) for path in paths]
+    read += [("the manifest of a part", manifest_path(path)) for path in paths]
+    check_files(named, read, side_files(output))
+    outputs = list(named.values())
     with JobLock(lock_path(output)), ExitStack() as files:
         parts = [_open_part(path, files) for path in paths]
         _refuse_other_jobs(parts)
@@ -130,7 +137,8 @@ def _refuse_other_jobs(parts: Sequence[FinishedPart]) -> None:
         raise MergeError(
             "parts: expected parts of one job, got parts of different ones:\n"
             + "\n".join(found)
-            + "\nRun those that differ again, with the settings, input and versions of the others."
+            + "\nRun those that differ again (an instant with --now), with the settings, input and "
+            "versions of the others."
         )
 
 
@@ -143,11 +151,13 @@ def _job_facts(part: FinishedPart) -> dict[str, object]:
         **_flat("versions", manifest["versions"]),
         **_flat("configuration", configuration),
         **_flat("input", content),
+        "instant": manifest["instant"],
     }
 
 
 def _plan_facts(part: FinishedPart) -> dict[str, object]:
-    return _flat("plan", tomllib.loads(part.manifest["plan"]))
+    plan = tomllib.loads(part.manifest["plan"])
+    return {"weights": part.manifest["weights"], **_flat("plan", plan)}
 
 
 def _flat(name: str, value: object) -> dict[str, object]:
@@ -214,7 +224,7 @@ def _merged_manifest(parts: Sequence[FinishedPart]) -> dict[str, Any]:
     job = next((m for m in manifests if m["plan"] is not None), manifests[0])
     totals = ("prompt_tokens", "output_tokens", "compiles_during_run")
     return {
-        **{key: job[key] for key in _OF_THE_JOB},
+        **{key: job[key] for key in _OF_THE_JOB if key in job},
         "configuration": {**job["configuration"], "rows": str(WHOLE)},
         "rows": add_outcomes(manifest["rows"] for manifest in manifests),
         **{key: sum(manifest[key] for manifest in manifests) for key in totals},
@@ -230,7 +240,7 @@ def _is_merged(manifest: Mapping[str, Any], outputs: Sequence[Path]) -> bool:
     known = read_manifest(outputs[0])
     if known is None or {**manifest, "outputs": known.get("outputs")} != known:
         return False
-    return matches_outputs(known, outputs)
+    return not output_differences(known, outputs)
 
 
 def _output_lines(

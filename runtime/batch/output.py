@@ -8,7 +8,6 @@ Knows nothing of models. Guarantees: one line for each row of the job's part of 
 in its order.
 """
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,6 +18,7 @@ from ..strict_json import dump_line
 from .disk import Disk, replace_file
 from .job import EXIT_RESUMABLE, JobError, JobSettings
 from .journal import Journal
+from .journal_records import INSTANT, MODEL, WEIGHTS
 from .manifest import (
     PhaseClock,
     count_outcomes,
@@ -27,35 +27,8 @@ from .manifest import (
     make_manifest,
     write_manifest,
 )
-from .results import DROPPED, OutputLines
-from .scan import InputError, ScannedRow, ScanSummary
-
-
-def check_outputs(outputs: Sequence[Path], sources: Iterable[Path], source: str) -> None:
-    """Refuse outputs that cannot be written, or that are one of the sources or each other."""
-    resolved_sources = {path.resolve() for path in sources}
-    for path in outputs:
-        if not path.parent.is_dir():
-            raise InputError(f"{path}: expected its directory to exist. Create {path.parent}.")
-        if path.is_dir():
-            raise InputError(f"{path}: expected a file to write, got a directory.")
-        if path.exists() and not path.is_file():
-            raise InputError(
-                f"{path}: expected a file, as outputs are renamed when they are whole, got a pipe "
-                f"or device. Choose a file."
-            )
-        if not os.access(path.parent, os.W_OK | os.X_OK):
-            raise InputError(
-                f"{path}: expected a directory to write to, got {path.parent}, where this user may "
-                f"not write. Choose another."
-            )
-        if path.resolve() in resolved_sources:
-            raise InputError(
-                f"{path}: is {source} too. Choose another output; what is read is never "
-                "overwritten."
-            )
-    if len({path.resolve() for path in outputs}) < len(outputs):
-        raise InputError(f"{outputs[0]}: is the error file too. Choose two files.")
+from .results import AT_MAX_LENGTH, DROPPED, OutputLines
+from .scan import ScannedRow, ScanSummary
 
 
 def finalise(
@@ -77,21 +50,25 @@ def finalise(
         lines_of = partial(_output_lines, settings, rows, journal, lines)
         outputs = write_outputs(disk, settings.outputs, lines_of)
         manifest = make_manifest(
-            model=settings.model_name,
+            model=journal.facts.get(MODEL, settings.model_name),
+            weights=journal.facts.get(WEIGHTS),
             configuration=settings.stored_configuration,
             setups=journal.setups,
             fingerprint=fingerprint(settings.configuration),
             plan=journal.plan,
+            instant=journal.facts.get(INSTANT),
             sampling_defaults={
                 "values": dict(settings.sampling_defaults),
                 "source": settings.sampling_defaults_source,
             },
+            config_keys_ignored=settings.config_keys_ignored,
             input_facts=_input_facts(settings.input_path, summary),
             outputs=outputs,
             rows=count_outcomes(
                 (_code(row, journal) for row in rows),
                 num_kept=num_kept,
                 num_dropping=sum(DROPPED in row.metrics for row in finished),
+                num_at_max_length=sum(AT_MAX_LENGTH in row.metrics for row in finished),
             ),
             phases=phases,
             generator=statistics,
@@ -102,9 +79,11 @@ def finalise(
         disk.remove(journal.path)
         disk.sync_folder(journal.path.parent)
     except OSError as error:
+        kept = f"Every row is kept in {journal.path}; run the same command again to finish."
+        if not journal.path.exists():
+            kept = "Its journal is gone too, so the same command begins from the first row."
         raise JobError(
-            f"{settings.output_path}: cannot be written ({error.strerror or error}). Every row is "
-            f"kept in {journal.path}; run the same command again to finish.",
+            f"{settings.output_path}: cannot be written ({error.strerror or error}). {kept}",
             EXIT_RESUMABLE,
         ) from error
     return manifest
@@ -135,6 +114,8 @@ def summarise(output: Path, manifest: Mapping[str, Any]) -> str:
     message = f"{output}: {counted(rows['total'], 'row')}, {counted(rows['errors'], 'error')}"
     if rows["ok_with_dropped_choices"]:
         message += f", {rows['ok_with_dropped_choices']} with dropped choices of experts"
+    if rows["ok_at_max_length"]:
+        message += f", {rows['ok_at_max_length']} without max_tokens ended at the plan's max_length"
     if rate:
         message += f", {rate:.1f} output tokens/s"
     phases = ("scan", "load", "build", "run")

@@ -47,6 +47,10 @@ class Part:
         """The rows of this part, in their order, out of all rows of the input."""
         return rows[self.index :: self.of]
 
+    def has(self, row: int) -> bool:
+        """Whether a row of the input, counted from zero, belongs to this part."""
+        return row % self.of == self.index
+
     def count(self, num_rows: int) -> int:
         """How many of the input's rows are this part's."""
         return len(range(self.index, num_rows, self.of))

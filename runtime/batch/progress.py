@@ -1,9 +1,10 @@
-"""What a person sees while a job runs: rows, tokens per second, padding waste, time to go.
+"""Progress of a running job for people: rows, tokens per second, padding waste, time to go.
 
 On a terminal one line is redrawn; elsewhere (a log file, a pod) a line is written every five
 seconds. The clock and the stream are given, so tests need neither time nor a terminal.
 
-Knows nothing of where its numbers come from. Guarantees: nothing is written when quiet.
+Knows nothing of where its numbers come from. Guarantees: nothing is written when quiet, and the job
+goes on if the stream cannot be written any more, as after the terminal was closed.
 """
 
 import sys
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
+from ..console import printable, say
 from ..counted import counted
 
 LOG_SECONDS = 5.0
@@ -31,21 +33,30 @@ class Progress:
         self._clock = clock
         self._is_quiet = is_quiet
         self._is_terminal = self._stream.isatty()
-        self._next_line = 0.0
         self._width = 0
+        self._has_shown_error = False
         self._total = self._kept = self._done = self._errors = self._tokens = 0
-        self._start = clock()
+        self._start_clock()
 
     def note(self, message: str) -> None:
         """Write a line of its own."""
         if not self._is_quiet:
             self._clear()
-            print(message, file=self._stream, flush=True)
+            self._say(f"{printable(message)}\n")
+
+    def show_error(self, message: str) -> None:
+        """Show the first error of a row; many others may have the same reason."""
+        if not self._has_shown_error:
+            self._has_shown_error = True
+            self.note(f"first error: {message}")
 
     def start_rows(self, total: int, *, done: int, errors: int) -> None:
         """Begin the run: `done` rows need no work, being errors or kept from an earlier run."""
         self._total, self._kept, self._done, self._errors = total, done, done, errors
         self._tokens = 0
+        self._start_clock()
+
+    def _start_clock(self) -> None:
         self._start = self._clock()
         self._next_line = self._start + (REDRAW_SECONDS if self._is_terminal else LOG_SECONDS)
 
@@ -55,20 +66,31 @@ class Progress:
         self._errors += is_error
         self._tokens += tokens
 
+    def scanned(self, num_rows: int) -> None:
+        """Show the number of rows that the scan has read, if a report is due."""
+        self._show(lambda: self._scan_line(num_rows))
+
     def update(self, padding_waste: Callable[[], float | None] = lambda: None) -> None:
         """Write the line if its time has come; the waste is a fraction of computed tokens."""
+        self._show(lambda: self.line(padding_waste()))
+
+    def _show(self, line_of: Callable[[], str]) -> None:
         now = self._clock()
         if self._is_quiet or now < self._next_line:
             return
-        line = self.line(padding_waste())
+        line = line_of()
         if self._is_terminal:
             self._next_line = now + REDRAW_SECONDS
-            self._stream.write("\r" + line.ljust(self._width))
-            self._stream.flush()
+            self._say("\r" + line.ljust(self._width))
             self._width = len(line)
         else:
             self._next_line = now + LOG_SECONDS
-            print(line, file=self._stream, flush=True)
+            self._say(f"{line}\n")
+
+    def _scan_line(self, num_rows: int) -> str:
+        elapsed = self._clock() - self._start
+        rate = f"{num_rows / elapsed:.0f}" if elapsed else "-"
+        return f"scan: {counted(num_rows, 'row')}  {rate} rows/s"
 
     def line(self, padding_waste: float | None = None) -> str:
         """The progress line as it stands now."""
@@ -89,9 +111,11 @@ class Progress:
 
     def _clear(self) -> None:
         if self._width:
-            self._stream.write("\r" + " " * self._width + "\r")
-            self._stream.flush()
+            self._say("\r" + " " * self._width + "\r")
             self._width = 0
+
+    def _say(self, text: str) -> None:
+        self._is_quiet = not say(self._stream, text)
 
 
 def _duration(seconds: float) -> str:

@@ -4,52 +4,64 @@ Token ids are taken as they are; the text of a completions prompt is encoded wit
 parsed and the model's BOS rule applied; chat messages go through the model's template. A model
 without a tokenizer serves token ids only, and says so row by row.
 
-Knows nothing of files or buckets. Guarantees: token ids, or a `RowError`.
+Knows nothing of files or buckets. Guarantees: for each row token ids, or a `RowError`.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from ..request import RowError
+from ..text.chat_template import Conversation
 from .lines import BatchRow
+
+Encoded = Sequence[int] | RowError
+EncodeAll = Callable[[Sequence[Any]], Sequence[Encoded]]
 
 
 class TextEncoder(Protocol):
-    """The part of a tokenizer that encodes a prompt's text."""
+    """The part of a tokenizer that encodes texts of prompts."""
 
-    def encode(self, text: str, *, special_tokens: bool) -> list[int]: ...
+    def encode_prompts(self, texts: Sequence[str], /) -> Sequence[Encoded]: ...
 
 
 class PromptEncoder:
-    """Encodes rows; `encode_chat(messages, template_kwargs=...)` renders a model's template."""
+    """Encodes many rows at once; `encode_chats(conversations)` renders a model's template."""
 
-    def __init__(
-        self, tokenizer: TextEncoder | None, encode_chat: Callable[..., list[int]] | None = None
-    ):
-        self._tokenizer = tokenizer
-        self._encode_chat = encode_chat
+    def __init__(self, tokenizer: TextEncoder | None, encode_chats: EncodeAll | None = None):
+        encode_texts = None if tokenizer is None else tokenizer.encode_prompts
+        self._encode_texts = _or_refuse(encode_texts, "prompt")
+        self._encode_chats = _or_refuse(encode_chats, "messages")
 
-    def __call__(self, row: BatchRow) -> Sequence[int]:
-        if row.prompt_token_ids is not None:
-            return row.prompt_token_ids
-        token_ids = self._encode_text(row)
-        if not token_ids:
-            raise RowError("empty_prompt", "prompt: expected at least one token, got none.")
-        return token_ids
+    def __call__(self, rows: Sequence[BatchRow]) -> list[Encoded]:
+        texts = [row.prompt for row in rows if row.prompt is not None]
+        chats = [
+            Conversation(row.messages, row.chat_template_kwargs)
+            for row in rows
+            if row.messages is not None
+        ]
+        encoded_texts = iter(self._encode_texts(texts))
+        encoded_chats = iter(self._encode_chats(chats))
+        return [
+            row.prompt_token_ids
+            if row.prompt_token_ids is not None
+            else _not_empty(next(encoded_chats if row.prompt is None else encoded_texts))
+            for row in rows
+        ]
 
-    def _encode_text(self, row: BatchRow) -> list[int]:
-        if row.prompt is not None:
-            return _needed(self._tokenizer, "prompt").encode(row.prompt, special_tokens=True)
-        encode_chat = _needed(self._encode_chat, "messages")
-        return encode_chat(row.messages, template_kwargs=dict(row.chat_template_kwargs))
+
+def _not_empty(encoded: Encoded) -> Encoded:
+    if isinstance(encoded, RowError) or encoded:
+        return encoded
+    return RowError("empty_prompt", "prompt: expected at least one token, got none.")
 
 
-def _needed(part: Any, param: str) -> Any:
-    if part is None:
-        raise RowError(
-            "invalid_request",
-            f"{param}: this model has no tokenizer, so text cannot be read. Give the prompt of "
-            "/v1/completions as a list of token ids.",
-            param,
-        )
-    return part
+def _or_refuse(encode_all: EncodeAll | None, param: str) -> EncodeAll:
+    if encode_all is not None:
+        return encode_all
+    error = RowError(
+        "invalid_request",
+        f"{param}: this model has no tokenizer, so text cannot be read. Give the prompt of "
+        "/v1/completions as a list of token ids.",
+        param,
+    )
+    return lambda prompts: [error] * len(prompts)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..request import MAX_LOGPROBS, RowError, SamplingParams
+from ..request import MAX_LOGPROBS, RowError, SamplingParams, wrong_value
 
 # keys that are SamplingParams fields under the same name, with the same meaning
 _DIRECT = (
@@ -40,7 +40,9 @@ _COMMON = (*_DIRECT, *_TRANSLATED, *_WITHOUT_EFFECT, "model", "logprobs", "strea
 CHAT_KEYS = (*_COMMON, "messages", "top_logprobs", "chat_template_kwargs", "response_format")
 COMPLETION_KEYS = (*_COMMON, "prompt", "echo", "response_format")
 
+_NO_CONSTRAINTS = "No form of answers is enforced; ask for it in the prompt and check the answer."
 _NOT_SUPPORTED = {
+    "response_format": f"Only {{'type': 'text'}} is. {_NO_CONSTRAINTS}",
     "best_of": "Use n.",
     "suffix": "Only continuations of the prompt are made.",
     "tools": "Write the tools into the system message.",
@@ -51,6 +53,23 @@ _NOT_SUPPORTED = {
     "stream_options": "A batch has no streams.",
     "echo": "Only /v1/completions echoes its prompt.",
     "top_logprobs": "In /v1/completions, logprobs is the number.",
+    **dict.fromkeys(
+        (
+            "structured_outputs",
+            "structural_tag",
+            "guided_json",
+            "guided_regex",
+            "guided_choice",
+            "guided_grammar",
+            "guided_decoding_backend",
+            "guided_whitespace_pattern",
+            "json_schema",
+            "grammar",
+            "regex",
+            "ebnf",
+        ),
+        _NO_CONSTRAINTS,
+    ),
 }
 
 
@@ -105,9 +124,10 @@ def read_params(
 
 def unknown_parameter(key: str, known: tuple[str, ...]) -> RowError:
     """The error for a key that nothing reads, with the key that was probably meant."""
+    key = key[:100]
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
     remedy = f"Did you mean {close[0]!r}?" if close else "Remove it from the line."
-    return RowError("unknown_parameter", f"{key[:100]!r} is not a known parameter. {remedy}", key)
+    return RowError("unknown_parameter", f"{key!r} is not a known parameter. {remedy}", key)
 
 
 def _refuse_unknown(given: Mapping[str, Any], known: tuple[str, ...]) -> None:
@@ -116,30 +136,26 @@ def _refuse_unknown(given: Mapping[str, Any], known: tuple[str, ...]) -> None:
             continue
         if key == "echo" and value is False:
             continue
-        if key in _NOT_SUPPORTED:
-            message = f"{key!r} is not supported here. {_NOT_SUPPORTED[key]}"
-            raise RowError("unknown_parameter", message, key)
-        raise unknown_parameter(key, known)
+        raise _not_supported(key) if key in _NOT_SUPPORTED else unknown_parameter(key, known)
+
+
+def _not_supported(key: str) -> RowError:
+    message = f"{key!r} is not supported here. {_NOT_SUPPORTED[key]}"
+    return RowError("unknown_parameter", message, key)
 
 
 def _check_without_effect(given: Mapping[str, Any]) -> None:
     """Check the keys whose only accepted values ask for nothing."""
     if _switch(given, "stream"):
         raise RowError("invalid_request", "stream: expected false in a batch, got true.", "stream")
-    answer_format = given.get("response_format")
-    if answer_format is not None and answer_format != {"type": "text"}:
-        kind = answer_format.get("type") if isinstance(answer_format, dict) else answer_format
-        raise RowError(
-            "unknown_parameter",
-            f"response_format {str(kind)[:100]!r} is not supported; only {{'type': 'text'}} is.",
-            "response_format",
-        )
+    if given.get("response_format", {"type": "text"}) != {"type": "text"}:
+        raise _not_supported("response_format")
 
 
 def _switch(given: Mapping[str, Any], key: str) -> bool:
     value = given.get(key, False)
     if not isinstance(value, bool):
-        raise _wrong(key, "true or false", value)
+        raise wrong_value(key, "true or false", value)
     return value
 
 
@@ -148,7 +164,7 @@ def _count(given: Mapping[str, Any], key: str) -> int | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_LOGPROBS:
-        raise _wrong(key, f"an integer from 0 to {MAX_LOGPROBS}", value)
+        raise wrong_value(key, f"an integer from 0 to {MAX_LOGPROBS}", value)
     return value
 
 
@@ -169,25 +185,25 @@ def _completion_logprobs(given: Mapping[str, Any]) -> int | None:
 def _read_stop(value: object) -> list[str]:
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list):
-        raise _wrong("stop", "a string or a list of strings", value)
+        raise wrong_value("stop", "a string or a list of strings", value)
     return texts
 
 
 def _read_stop_token_ids(value: object) -> list[int]:
     if not isinstance(value, list):
-        raise _wrong("stop_token_ids", "a list of token ids", value)
+        raise wrong_value("stop_token_ids", "a list of token ids", value)
     return value
 
 
 def _read_logit_bias(value: object) -> dict[int, float]:
     if not isinstance(value, dict):
-        raise _wrong("logit_bias", "an object of token ids and numbers", value)
+        raise wrong_value("logit_bias", "an object of token ids and numbers", value)
     for key in value:
         if not (key.isascii() and key.isdigit() and len(key) <= 10):
-            raise _wrong("logit_bias", "token ids as keys", key)
+            raise wrong_value("logit_bias", "token ids as keys", key)
     bias = {int(key): number for key, number in value.items()}
     if len(bias) < len(value):
-        raise _wrong("logit_bias", "each token id once", "one spelt in two ways")
+        raise wrong_value("logit_bias", "each token id once", "one spelt in two ways")
     return bias
 
 
@@ -196,9 +212,3 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "stop_token_ids": _read_stop_token_ids,
     "logit_bias": _read_logit_bias,
 }
-
-
-def _wrong(key: str, expected: str, got: object) -> RowError:
-    shown = repr(got)
-    shown = shown if len(shown) <= 100 else f"{shown[:100]}..."
-    return RowError("invalid_request", f"{key}: expected {expected}, got {shown}.", key)

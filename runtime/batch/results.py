@@ -22,6 +22,8 @@ from .lines import BadRow, BatchRow
 LOWEST_LOGPROB = -9999.0
 DROPPED = "dropped_expert_choices"
 """The name of that number, in output lines and in the journal."""
+AT_MAX_LENGTH = "at_max_length"
+"""The number of continuations of a row without `max_tokens` that the plan's `max_length` ended."""
 
 # the line was never taken for a request: the standard's `response: null` shape
 _NEVER_EXECUTED = frozenset(
@@ -236,8 +238,39 @@ class OutputLines:
 
 def is_error_line(line: bytes) -> bool:
     """Whether an output line is that of a row which ended as an error."""
+    return error_of_line(line) is not None
+
+
+def error_of_line(line: bytes) -> RowError | None:
+    """The error in an output line; None for a result."""
     record = json.loads(line)
-    return record["error"] is not None or record["response"]["status_code"] != 200
+    error, response = record["error"], record["response"]
+    if error is None and response["status_code"] != 200:
+        error = response["body"]["error"]
+    return None if error is None else RowError(error["code"], error["message"], error.get("param"))
+
+
+def row_metrics(row: BatchRow, output: RequestOutput) -> dict[str, float]:
+    """The numbers of a row that the manifest sums over rows."""
+    if output.error is not None:
+        return {}
+    lengths = [len(completion.token_ids) for completion in output.outputs]
+    values: dict[str, float] = {
+        "prompt_tokens": len(output.prompt_token_ids),
+        "output_tokens": sum(lengths),
+    }
+    if output.dropped_expert_choices:
+        values[DROPPED] = output.dropped_expert_choices
+    reasons = [completion.finish_reason for completion in output.outputs]
+    if row.params.max_tokens is None and "length" in reasons:
+        values[AT_MAX_LENGTH] = reasons.count("length")
+    times = output.metrics
+    if times is not None and times.first_token is not None:
+        values["time_to_first_token"] = times.first_token - times.arrival
+        longest = max(lengths, default=0)
+        if longest > 1:
+            values["inter_token_latency"] = (times.finished - times.first_token) / (longest - 1)
+    return values
 
 
 def _finite(logprob: float) -> float:

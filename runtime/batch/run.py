@@ -13,14 +13,15 @@ does nothing.
 import hashlib
 import signal
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO
+from typing import Any
 
 from ..counted import counted
 from ..request import Request, RequestOutput, RowError
 from .disk import Disk
+from .finished import exit_code_of, finished_manifest, refuse_foreign_outputs
 from .job import (
     EXIT_BUILD,
     EXIT_MODEL,
@@ -32,17 +33,18 @@ from .job import (
     JobError,
     JobModel,
     JobSettings,
-    JobText,
 )
+from .job_input import JobInput, decide_instant, open_input, record_instant
 from .journal import RETRIED_CODES, Journal
+from .journal_records import MODEL, PLAN, WEIGHTS
 from .lines import BadRow, BatchRow
 from .lock import JobLock
-from .manifest import PhaseClock, fingerprint, is_complete, manifest_path
-from .output import check_outputs, finalise, summarise
+from .manifest import PhaseClock, fingerprint, manifest_path
+from .output import finalise, summarise
 from .peers import ALONE, GO, Peers
 from .progress import Progress
-from .results import DROPPED, OutputLines
-from .scan import InputError, ScannedRow, ScanSummary, check_input, read_again, scan
+from .results import OutputLines, error_of_line, row_metrics
+from .scan import InputError, ScannedRow, ScanSummary, check_input
 from .stop_signals import EXIT_CODES, Drain, StopSignals
 
 
@@ -61,7 +63,7 @@ def run_job(
     if not peers.leads:
         with StopSignals() as stop:
             return _follow(settings, model, peers, disk, progress, phases, stop)
-    check_outputs(settings.outputs, [settings.input_path], "the input")
+    settings.check_files()
     with StopSignals() as stop, JobLock(settings.lock_path) as lock:
         # the next run may be on another host, which cannot tell that this process is gone
         peers.before_end(lock.release)
@@ -69,22 +71,26 @@ def run_job(
             # the manifest first: without it the old output no longer counts as complete
             disk.remove(manifest_path(settings.output_path))
             disk.remove(settings.journal_path)
-        elif (manifest := _complete(settings)) is not None:
+        elif (manifest := finished_manifest(settings)) is not None:
+            _check_finished_by(settings, manifest.get("weights"), model)
             disk.remove(settings.journal_path)
-            progress.note(f"{settings.output_path}: complete already, nothing to do")
-            return peers.share(_exit_code(settings, manifest))
-        _refuse_foreign_outputs(settings)
+            errors = counted(manifest["rows"]["errors"], "error")
+            progress.note(f"{settings.output_path}: complete already, {errors}, nothing to do")
+            return peers.share(exit_code_of(settings, manifest))
+        refuse_foreign_outputs(settings)
         journal = Journal.open(
             settings.journal_path,
             settings.stored_configuration,
             may_differ=settings.may_differ,
             disk=disk,
         )
-        peers.share(None)
-        with closing(journal), _inputs(settings, model) as (file, text):
-            return _Job(
-                settings, model, text, file, journal, peers, disk, progress, phases, stop
-            ).run()
+        with closing(journal):
+            now = decide_instant(settings, journal)
+            peers.share(None)
+            with open_input(settings, model, peers.share(now)) as source:
+                return _Job(
+                    settings, model, source, journal, peers, disk, progress, phases, stop
+                ).run()
 
 
 def _follow(
@@ -99,14 +105,8 @@ def _follow(
     """Run the steps of a job whose files are process 0's."""
     if (code := peers.share(None)) is not None:
         return code
-    with _inputs(settings, model) as (file, text):
-        return _Job(settings, model, text, file, None, peers, disk, progress, phases, stop).run()
-
-
-@contextmanager
-def _inputs(settings: JobSettings, model: JobModel) -> Iterator[tuple[BinaryIO, JobText]]:
-    with settings.input_path.open("rb") as file, model.open_text() as text:
-        yield file, text
+    with open_input(settings, model, peers.share("")) as source:
+        return _Job(settings, model, source, None, peers, disk, progress, phases, stop).run()
 
 
 @dataclass
@@ -115,8 +115,7 @@ class _Job:
 
     settings: JobSettings
     model: JobModel
-    text: JobText
-    input_file: BinaryIO
+    source: JobInput
     journal: Journal | None
     """None on a process that follows: what it does is recorded by process 0."""
     peers: Peers
@@ -128,19 +127,25 @@ class _Job:
     num_tokens: int = 0
 
     def __post_init__(self):
+        facts = {} if self.journal is None else self.journal.facts
         self.lines = OutputLines(
-            model_name=self.settings.model_name,
+            # a folder may have another name by now
+            model_name=facts.get(MODEL, self.settings.model_name),
             fingerprint=fingerprint(self.settings.configuration),
-            tokens=self.text.tokens,
+            tokens=self.source.text.tokens,
         )
 
     def run(self) -> int:
-        summary = scan(
-            self.input_file,
-            self.text.encode,
-            defaults=self.settings.sampling_defaults,
-            on_error=self._refuse_if_asked,
-        )
+        summary = self.source.scan(self._saw_bad_row, self.progress)
+        if self.journal is not None and self.source.text.reads_clock():
+            # later runs of the job must show the same
+            record_instant(self.source.now, self.journal)
+            if self.settings.part.of > 1 and self.settings.now is None:
+                # said before the work, as merging comes after it
+                self.progress.note(
+                    f"prompts show the time, and parts with different times cannot be merged: "
+                    f"run every part with --now {self.source.now}"
+                )
         self.peers.agree(lambda: _facts(self.settings, summary))
         # the scan is of the whole input: duplicates, and the plan, are those of the whole job
         rows = self.settings.part.take(summary.rows)
@@ -151,6 +156,7 @@ class _Job:
         if num_kept:
             kept_rows = counted(num_kept, "finished row")
             self.progress.note(f"resumed: {kept_rows}, {len(waiting)} to go")
+            self._show_kept_error(row for row in rows if row.row in kept)
 
         statistics: dict[str, Any] = {}
         if waiting:
@@ -162,12 +168,24 @@ class _Job:
             if stopped_by is not None:
                 return self._stopped(stopped_by, len(rows))
             statistics = built.generator.statistics()
+        elif self.journal is not None:
+            _check_finished_by(self.settings, self.journal.facts.get(WEIGHTS), self.model)
         self.phases.enter("run")
         return self._finish(summary, statistics, num_kept)
 
     def _is_kept(self, row: ScannedRow) -> bool:
         known = self.journal and row.need and self.journal.rows.get(row.key)
         return bool(known) and known.code not in RETRIED_CODES
+
+    def _show_kept_error(self, rows: Iterable[ScannedRow]) -> None:
+        """Show the error of a row that an earlier run of the job has finished."""
+        known = self.journal.rows if self.journal is not None else {}
+        for row in rows:
+            if self.journal is not None and row.key in known and known[row.key].code is not None:
+                error = error_of_line(self.journal.output_line(known[row.key]))
+                if error is not None:
+                    self.progress.show_error(_in_words(row, error))
+                return
 
     def _build(self, summary: ScanSummary) -> Build:
         self.phases.enter("load")
@@ -179,11 +197,17 @@ class _Job:
         except JobError:
             raise
         except (ValueError, OSError, RuntimeError, MemoryError, ImportError) as error:
-            code = EXIT_MODEL if self.phases.phase == "load" else EXIT_BUILD
+            usual = EXIT_MODEL if self.phases.phase == "load" else EXIT_BUILD
+            code = getattr(error, "exit_code", usual)
             raise JobError(str(error) or type(error).__name__, code) from error
+        if self.journal is not None:
+            _check_weights(self.settings, self.journal.facts.get(WEIGHTS), built.weights)
         if stored_plan is None:
             if self.journal is not None:
-                self.journal.record_plan(built.plan)
+                self.journal.record_fact(MODEL, self.settings.model_name)
+                self.journal.record_fact(WEIGHTS, built.weights)
+                # recorded last: a journal with a plan binds later runs
+                self.journal.record_fact(PLAN, built.plan)
         elif stored_plan != built.plan:
             raise JobError(
                 f"{self.settings.journal_path}: expected the plan that the job was begun with, got "
@@ -230,12 +254,12 @@ class _Job:
         while waiting and generator.wants_more:
             scanned = waiting.popleft()
             try:
-                row = read_again(self.input_file, scanned, defaults=self.settings.sampling_defaults)
+                row = self.source.read(scanned)
             except InputError as error:
                 raise JobError(str(error), EXIT_RESUMABLE) from None
             self.in_flight[row.custom_id] = row
             try:
-                token_ids = self.text.encode(row)
+                token_ids = self.source.token_ids_of(row, scanned)
                 generator.submit(Request(row.custom_id, token_ids, row.params, row.prompt))
                 self.peers.saw(row.row, len(token_ids))
             except RowError as error:
@@ -266,7 +290,7 @@ class _Job:
             error = output.error
         except RowError as problem:  # a log-probability that is no number
             line, error = self.lines.error(row, problem), problem
-        metrics = _row_metrics(output)
+        metrics = row_metrics(row, output)
         self.journal.record_row(
             row=row.row,
             custom_id=row.custom_id,
@@ -278,12 +302,16 @@ class _Job:
         num_tokens = int(metrics.get("output_tokens", 0))
         self.num_tokens += num_tokens
         self.progress.row(tokens=num_tokens, is_error=error is not None)
-        if error is not None and self.settings.on_error == "raise":
-            raise _first_error(row, error)
+        if error is not None:
+            self.progress.show_error(_in_words(row, error))
+            if self.settings.on_error == "raise":
+                raise JobError(_in_words(row, error), EXIT_ROWS_FAILED)
 
-    def _refuse_if_asked(self, bad: BadRow) -> None:
+    def _saw_bad_row(self, bad: BadRow) -> None:
         if self.settings.on_error == "raise":
-            raise _first_error(bad, bad.error)
+            raise JobError(_in_words(bad, bad.error), EXIT_ROWS_FAILED)
+        if self.settings.part.has(bad.row):
+            self.progress.show_error(_in_words(bad, bad.error))
 
     def _stopped(self, signal_name: str, num_rows: int) -> int:
         num_kept = len(self.journal.rows) if self.journal is not None else 0
@@ -308,7 +336,7 @@ class _Job:
             num_tokens=self.num_tokens,
         )
         self.progress.note(summarise(self.settings.output_path, manifest))
-        return self.peers.share(_exit_code(self.settings, manifest))
+        return self.peers.share(exit_code_of(self.settings, manifest))
 
 
 def _facts(settings: JobSettings, summary: ScanSummary) -> dict[str, str]:
@@ -324,60 +352,31 @@ def _facts(settings: JobSettings, summary: ScanSummary) -> dict[str, str]:
     }
 
 
-def _complete(settings: JobSettings) -> dict[str, Any] | None:
-    return is_complete(
-        settings.output_path,
-        input_path=settings.input_path,
-        configuration=settings.stored_configuration,
-        may_differ=settings.may_differ,
-        error_file=settings.error_file,
-    )
+def _check_finished_by(settings: JobSettings, stored: str | None, model: JobModel) -> None:
+    """Refuse rows that other weights have answered; `stored` is None if no weights were used."""
+    if stored is not None:
+        _check_weights(settings, stored, model.weights())
 
 
-def _exit_code(settings: JobSettings, manifest: Mapping[str, Any]) -> int:
-    """What a complete job ends with; a compile in its rows is an error, though it costs no row."""
-    if num_compiles := manifest["compiles_during_run"]:
+def _check_weights(settings: JobSettings, stored: str | None, found: str) -> None:
+    """Refuse weights other than those that the user expects or that the job began with."""
+    if settings.expected_weights not in (None, found):
         raise JobError(
-            f"{settings.output_path}: expected no compile after the build, got {num_compiles}. The "
-            "output is complete and its rows are right, but they waited for the compiler. Please "
-            f"report it with {manifest_path(settings.output_path)}.",
-            EXIT_BUILD,
+            f"--expect-weights: expected weights with the digest {settings.expected_weights}, got "
+            f"{found}. Give the model that the digest is of, or the digest of this one.",
+            EXIT_MODEL,
         )
-    return EXIT_ROWS_FAILED if manifest["rows"]["errors"] else EXIT_OK
+    if stored not in (None, found):
+        raise JobError(
+            f"{settings.output_path}: expected the weights that its rows were answered with, got "
+            f"others, although the model is the same in all else:\n  weights: there {stored}, now "
+            f"{found}\nRun with the original weights, choose another output, or begin again with "
+            f"--restart.",
+            EXIT_MODEL,
+        )
 
 
-def _refuse_foreign_outputs(settings: JobSettings) -> None:
-    """Never replace a file that this job has not begun; an unfinished job has a journal."""
-    if settings.restart or settings.journal_path.exists():
-        return
-    for path in settings.outputs:
-        if path.exists():
-            raise InputError(
-                f"{path}: exists and is not the finished output of this input, model and settings. "
-                "Choose another output, or replace it with --restart."
-            )
-
-
-def _first_error(row: BatchRow | BadRow, error: RowError) -> JobError:
-    name = f"row {row.custom_id!r} (line {row.line_number})"
-    return JobError(f"{name}: {error.code}: {error.message}", EXIT_ROWS_FAILED)
-
-
-def _row_metrics(output: RequestOutput) -> dict[str, float]:
-    """The small numbers that the manifest sums over rows."""
-    if output.error is not None:
-        return {}
-    lengths = [len(completion.token_ids) for completion in output.outputs]
-    values: dict[str, float] = {
-        "prompt_tokens": len(output.prompt_token_ids),
-        "output_tokens": sum(lengths),
-    }
-    if output.dropped_expert_choices:
-        values[DROPPED] = output.dropped_expert_choices
-    times = output.metrics
-    if times is not None and times.first_token is not None:
-        values["time_to_first_token"] = times.first_token - times.arrival
-        longest = max(lengths, default=0)
-        if longest > 1:
-            values["inter_token_latency"] = (times.finished - times.first_token) / (longest - 1)
-    return values
+def _in_words(row: BatchRow | BadRow | ScannedRow, error: RowError) -> str:
+    line = f"line {row.line_number}"
+    name = line if row.custom_id is None else f"row {row.custom_id!r} ({line})"
+    return f"{name}: {error.code}: {error.message.removeprefix(f'{line}: ')}"

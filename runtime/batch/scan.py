@@ -6,19 +6,27 @@ and does not grow with its prompt.
 """
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..request import RowError
 from ..strict_json import Line, read_line_at, read_lines
+from .ahead import ahead
+from .disk import UnusableFile
+from .input_format import other_format
 from .lines import BadRow, BatchRow, duplicate_of, read_row
+from .prompt_encoder import Encoded
 
-Encode = Callable[[BatchRow], Sequence[int]]
+Encode = Callable[[Sequence[BatchRow]], Sequence[Encoded]]
+CHUNK_ROWS = 256
+CHUNK_BYTES = 2**20
+"""Rows are encoded together up to this many bytes, or up to a number of rows."""
 
 
-class InputError(ValueError):
+class InputError(UnusableFile):
     """The input file cannot be used."""
 
 
@@ -68,7 +76,7 @@ class ScanSummary:
 
 
 def check_input(path: Path) -> None:
-    """Refuse what cannot be read twice, line by line."""
+    """Refuse an input that cannot be read twice, line by line, or that has another format."""
     if not path.exists():
         raise InputError(f"{path}: expected an input file, got nothing there.")
     if not path.is_file():
@@ -76,11 +84,9 @@ def check_input(path: Path) -> None:
             f"{path}: expected a regular file, as the input is read twice, got "
             f"{'a directory' if path.is_dir() else 'a pipe or device'}. Save it to a file first."
         )
-    with path.open("rb") as file:
-        if file.read(2) == b"\x1f\x8b":
-            raise InputError(
-                f"{path}: expected plain JSON Lines, got gzip. Run gunzip on it first."
-            )
+    if (found := other_format(path)) is not None:
+        name, remedy = found
+        raise InputError(f"{path}: expected plain JSON Lines, got {name}. {remedy}")
 
 
 def scan(
@@ -89,11 +95,22 @@ def scan(
     *,
     defaults: Mapping[str, Any] | None = None,
     on_error: Callable[[BadRow], None] = lambda bad: None,
+    on_encoded: Callable[[BatchRow, Sequence[int]], None] = lambda row, ids: None,
+    on_progress: Callable[[int], None] = lambda num_rows: None,
 ) -> ScanSummary:
-    """Read, tokenize and measure every row; a row in error is reported to `on_error` at once."""
+    """Read, tokenize and measure every row; rows are read while earlier ones are tokenized.
+
+    Args:
+        file: The input, open at its beginning.
+        encode: Token ids, or an error, for each of several rows; called in a thread of its own.
+        defaults: Sampling parameters for keys that a request leaves out.
+        on_error: Called with each row in error, in order, as soon as it is known.
+        on_encoded: Called with each other row and its token ids, in order.
+        on_progress: Called now and then with the number of rows so far.
+    """
     digest = hashlib.sha256()
     rows: list[ScannedRow] = []
-    first_lines: dict[str, int] = {}
+    needs: dict[Need, Need] = {}
     num_bytes = 0
 
     def observe(piece: bytes) -> None:
@@ -101,17 +118,56 @@ def scan(
         num_bytes += len(piece)
         digest.update(piece)
 
-    for line in read_lines(file, observe=observe):
-        row = read_row(line, len(rows), defaults=defaults)
+    chunks = _chunks(file, defaults, observe)
+    for encoded in ahead(partial(_encoded, encode), chunks):
+        for outcome in encoded:
+            if isinstance(outcome, BadRow):
+                on_error(outcome)
+                rows.append(_scanned(outcome, None, outcome))
+                continue
+            row, ids = outcome
+            on_encoded(row, ids)
+            need = _need(row, len(ids))
+            # equal needs are one object in memory
+            rows.append(_scanned(row, needs.setdefault(need, need), None))
+        on_progress(len(rows))
+    return ScanSummary(rows, digest.hexdigest(), num_bytes)
+
+
+def _chunks(
+    file: BinaryIO, defaults: Mapping[str, Any] | None, observe: Callable[[bytes], None]
+) -> Iterator[list[BatchRow | BadRow]]:
+    """The rows of a file, read and checked for duplicates, some at a time."""
+    first_lines: dict[str, int] = {}
+    chunk: list[BatchRow | BadRow] = []
+    num_bytes = 0
+    for index, line in enumerate(read_lines(file, observe=observe)):
+        row = read_row(line, index, defaults=defaults)
         if row.custom_id is not None:
             first = first_lines.setdefault(row.custom_id, line.number)
             if first != line.number:
                 row = duplicate_of(row, first)
-        scanned = _measure(row, encode)
-        if scanned.bad is not None:
-            on_error(scanned.bad)
-        rows.append(scanned)
-    return ScanSummary(rows, digest.hexdigest(), num_bytes)
+        chunk.append(row)
+        num_bytes += len(line.content or b"")
+        if len(chunk) == CHUNK_ROWS or num_bytes >= CHUNK_BYTES:
+            yield chunk
+            chunk, num_bytes = [], 0
+    if chunk:
+        yield chunk
+
+
+def _encoded(
+    encode: Encode, chunk: Sequence[BatchRow | BadRow]
+) -> list[BadRow | tuple[BatchRow, Sequence[int]]]:
+    """Each row of a chunk with its token ids, or as the error that it ends as."""
+    found = iter(encode([row for row in chunk if isinstance(row, BatchRow)]))
+    outcomes = []
+    for row in chunk:
+        ids = row if isinstance(row, BadRow) else next(found)
+        if isinstance(row, BatchRow) and isinstance(ids, RowError):
+            ids = BadRow(row.row, row.line_number, row.offset, row.custom_id, row.request_hash, ids)
+        outcomes.append(ids if isinstance(ids, BadRow) else (row, ids))
+    return outcomes
 
 
 def read_again(
@@ -129,26 +185,19 @@ def read_again(
     return row
 
 
-def _measure(row: BatchRow | BadRow, encode: Encode) -> ScannedRow:
-    need = None
-    if isinstance(row, BatchRow):
-        try:
-            params = row.params
-            need = Need(
-                prompt_length=len(encode(row)),
-                max_tokens=params.max_tokens,
-                n=params.n,
-                logprobs=params.logprobs,
-                prompt_logprobs=params.prompt_logprobs,
-                has_stops=bool(params.stop),
-            )
-        except RowError as error:
-            row = _bad(row, error)
-    bad = row if isinstance(row, BadRow) else None
-    return ScannedRow(
-        row.row, row.line_number, row.offset, row.custom_id, row.request_hash, need, bad
+def _need(row: BatchRow, prompt_length: int) -> Need:
+    params = row.params
+    return Need(
+        prompt_length=prompt_length,
+        max_tokens=params.max_tokens,
+        n=params.n,
+        logprobs=params.logprobs,
+        prompt_logprobs=params.prompt_logprobs,
+        has_stops=bool(params.stop),
     )
 
 
-def _bad(row: BatchRow, error: RowError) -> BadRow:
-    return BadRow(row.row, row.line_number, row.offset, row.custom_id, row.request_hash, error)
+def _scanned(row: BatchRow | BadRow, need: Need | None, bad: BadRow | None) -> ScannedRow:
+    return ScannedRow(
+        row.row, row.line_number, row.offset, row.custom_id, row.request_hash, need, bad
+    )

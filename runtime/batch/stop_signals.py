@@ -1,9 +1,11 @@
-"""SIGTERM and Ctrl-C for a job: the first asks it to end well, the second ends it.
+"""SIGTERM, SIGHUP and Ctrl-C for a job: the first drains it, the second ends it.
 
 While rows are in flight a first signal only sets `requested`, and the job lets them finish. At any
 other time, and on a second signal, `StopNow` is raised wherever the program is, and the command
-leaves without waiting for graphs that are being compiled or loaded; whatever is on disk then is as
-good as after a kill, which the journal survives.
+leaves without waiting for graphs that are being compiled or loaded; the files are then as after a
+kill, which the journal survives.
+
+SIGHUP comes when a terminal or an SSH connection is closed. Under `nohup` it stays without effect.
 
 Where several processes run the job, process 0 decides for all, whichever of them got the signal.
 
@@ -16,7 +18,7 @@ from types import FrameType, TracebackType
 
 from .peers import GO, Peers, Word
 
-EXIT_CODES = {signal.SIGTERM: 75, signal.SIGINT: 130}
+EXIT_CODES = {signal.SIGTERM: 75, signal.SIGHUP: 75, signal.SIGINT: 130}
 
 
 class StopNow(BaseException):
@@ -37,6 +39,8 @@ class StopSignals:
 
     def __enter__(self) -> "StopSignals":
         for number in EXIT_CODES:
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue
             self._previous[number] = signal.signal(number, self._handle)
         return self
 

@@ -109,12 +109,13 @@ class Bundle:
 
     def parameters(
         self,
-        model_fingerprint: str,
+        weights_digest: str,
         abstract: Mapping[str, jax.ShapeDtypeStruct],
         shardings: Mapping[str, jax.sharding.Sharding],
     ) -> dict[str, jax.Array]:
-        """The weights on their shards; `BundleUnusable` unless they are this model's, whole."""
-        check_key(self.contents.weights_key, weights_key_of(model_fingerprint), "they were kept")
+        """The weights on their shards; `BundleUnusable` unless they are complete and of this
+        digest."""
+        check_key(self.contents.weights_key, weights_key_of(weights_digest), "they were kept")
         with _said(self.folder), opened(self.folder) as folder, opened(WEIGHTS, folder) as weights:
             return read_shards(weights, self.contents.shards, abstract, shardings)
 
@@ -145,6 +146,11 @@ def own_folder(folder: Path, rank: int, size: int) -> Path:
     return folder if size == 1 else folder / f"process-{rank}-of-{size}"
 
 
+def tables_in(folder: Path) -> dict[str, Path]:
+    """The files of a bundle that users may also give to commands on their own, by description."""
+    return {"the bundle's plan": folder / PLAN, "the bundle's table": folder / CONTENTS}
+
+
 def _check_names(folder: Path, known: Set[str]) -> None:
     """Refuse a folder with others; an interrupted bundle need not have all."""
     if folder.exists() and {path.name for path in folder.iterdir()} - known:
@@ -156,9 +162,9 @@ def _check_names(folder: Path, known: Set[str]) -> None:
 
 @dataclass(frozen=True)
 class Weights:
-    """Parameters in place, and the fingerprint of the model whose they are."""
+    """Parameters in place, and the digest of the model's weights that they were read from."""
 
-    model_fingerprint: str
+    digest: str
     parameters: Mapping[str, jax.Array]
 
     @property
@@ -217,7 +223,7 @@ def _write_weights(disk: Disk, folder: Path, weights: Weights) -> dict[str, Any]
     shards = {
         name: {box: file.described for box, file in boxes.items()} for name, boxes in kept.items()
     }
-    return {"key": weights_key_of(weights.model_fingerprint), "shards": shards}
+    return {"key": weights_key_of(weights.digest), "shards": shards}
 
 
 @contextmanager

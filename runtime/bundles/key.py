@@ -41,9 +41,9 @@ def key_of(plan: Plan, target: Target, config: DecoderConfig) -> dict[str, str]:
     }
 
 
-def weights_key_of(model_fingerprint: str) -> dict[str, str]:
+def weights_key_of(weights_digest: str) -> dict[str, str]:
     """What arranged weights depend on besides."""
-    return {"weights of": model_fingerprint, "loader": _source_fingerprint(checkpoint)}
+    return {"weights": weights_digest, "loader": _source_fingerprint(checkpoint)}
 
 
 def check_key(built_for: Mapping[str, str], wanted: Mapping[str, str], what: str) -> None:

@@ -1,29 +1,27 @@
 """A start from a bundle: executables load in the background while the rest is made ready.
 
-Loading executables takes a thread of the compiler's runtime and no interpreter, reading weights the
-disk and hashes: side by side they take as long as the longer one. The first rows wait for the
-executables that they run through, and for no others. What cannot be used is said in
-a note, and left to the caller to make. Knows nothing of how that is done.
+Executables load in a thread of the compiler's runtime, and weights wait for the disk and for
+hashes: in parallel they take as long as the longer one. A note names each part that cannot be used,
+which the caller then makes. Knows nothing of how. Guarantees: executables are given out only when
+all of them are loaded, so nothing is left to compile when rows run.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 
 import jax
 
 from ...compile.compiled_graphs import CompiledGraphs
-from ...compile.monitor import compile_monitor
 from ...compile.plan import Plan
 from ...compile.steps import DecodeState
 from ...compile.targets import Target
 from ..batch.peers import ALONE, Peers
-from ..checkpoint import ModelFiles
+from ..checkpoint import ModelFiles, WeightsDigest
 from .bundle import Bundle, own_folder
 from .own_files import BundleUnusable
 
-_COMPILING = "Compiling the plan instead."
+_COMPILING = "Compiling the plan instead; make the bundle anew with noria compile."
 
 
 def begin(
@@ -31,13 +29,14 @@ def begin(
     plan: Plan,
     target: Target,
     files: ModelFiles,
+    weights: WeightsDigest,
     on_note: Callable[[str], None],
     peers: Peers = ALONE,
 ) -> "WarmStart | None":
     """A start from the bundle that a plan was read from; None where it was a file, or none."""
     if path is None or not path.is_dir():
         return None
-    return WarmStart(path, plan, target, files, on_note, peers)
+    return WarmStart(path, plan, target, files, weights, on_note, peers)
 
 
 class WarmStart:
@@ -53,10 +52,12 @@ class WarmStart:
         plan: Plan,
         target: Target,
         files: ModelFiles,
+        weights: WeightsDigest,
         on_note: Callable[[str], None],
         peers: Peers,
     ):
         self._folder, self._files, self._on_note, self._peers = folder, files, on_note, peers
+        self._weights = weights
         own = own_folder(folder, peers.rank, peers.size)
         self._bundle: Bundle | None = None
         try:
@@ -74,24 +75,14 @@ class WarmStart:
             self._state = background.submit(self._empty_state)
             background.shutdown(wait=False)
 
-    def graphs(
-        self, compile_graph: Callable[[str], jax.stages.Compiled]
-    ) -> tuple[CompiledGraphs, DecodeState] | None:
-        """The executables, which load on, and an empty state; None where there are none.
-
-        One that turns out not to load is compiled, when it is first called.
-        """
-        if self._bundle is None:
+    def graphs(self) -> tuple[CompiledGraphs, DecodeState] | None:
+        """The executables, loaded, and an empty state; None where not all of them can be loaded."""
+        if self._bundle is None or not self._all_take(self._load_error(), _COMPILING):
             return None
-        if self._peers.size > 1 and not self._all_take(self._load_error(), _COMPILING):
-            return None
-        self._say(f"{len(self._loading)} executables taken, none compiled")
-        loaded = _LoadedOrCompiled(self._loading, compile_graph, self._say)
+        loaded = {name: loading.result() for name, loading in self._loading.items()}
+        self._say(f"{len(loaded)} executables taken, none compiled")
         graphs = CompiledGraphs(self._bundle.plan.buckets, loaded)
-        with suppress(BundleUnusable):
-            if self._state is not None:
-                return graphs, self._state.result()
-        return graphs, graphs.empty_state()
+        return graphs, graphs.empty_state() if self._state is None else self._state.result()
 
     def parameters(
         self,
@@ -101,9 +92,11 @@ class WarmStart:
         """The weights in place; None where not every process has some that it can use."""
         if self._bundle is None or not all(self._peers.gather(self._bundle.has_weights)):
             return None
+        # computed by all processes together, before one of them may refuse its weights
+        digest = self._weights.result()
         found, refusal = None, None
         try:
-            found = self._bundle.parameters(self._files.fingerprint(), abstract, shardings)
+            found = self._bundle.parameters(digest, abstract, shardings)
         except BundleUnusable as error:
             refusal = BundleUnusable(f"weights: {error}")
         # reading the model's own may be a program of all processes
@@ -129,35 +122,3 @@ class WarmStart:
 
     def _say(self, what: str) -> None:
         self._on_note(f"bundle {self._folder}: {what}")
-
-
-class _LoadedOrCompiled(Mapping[str, jax.stages.Compiled]):
-    """Executables by name; one that cannot be loaded is compiled instead, with a word."""
-
-    def __init__(
-        self,
-        loading: Mapping[str, Future[jax.stages.Compiled]],
-        compile_graph: Callable[[str], jax.stages.Compiled],
-        say: Callable[[str], None],
-    ):
-        self._loading, self._compile_graph, self._say = loading, compile_graph, say
-        self._ready: dict[str, jax.stages.Compiled] = {}
-
-    def __getitem__(self, name: str) -> jax.stages.Compiled:
-        if name not in self._ready:
-            self._ready[name] = self._loaded(name)
-        return self._ready[name]
-
-    def _loaded(self, name: str) -> jax.stages.Compiled:
-        try:
-            return self._loading[name].result()
-        except BundleUnusable as error:
-            self._say(f"{error}. Compiling it instead; compile the bundle again.")
-            with compile_monitor().announced():
-                return self._compile_graph(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._loading)
-
-    def __len__(self) -> int:
-        return len(self._loading)

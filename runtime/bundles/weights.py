@@ -5,9 +5,9 @@ reading. They are read, not mapped: on the CPU products over the pages of a mapp
 as long as over memory of our own, which comes in huge pages, and a copy from the page cache takes a
 tenth of what the hash does.
 
-What is checked, and against what: owner and permissions against other users; size and SHA-256
-against copies cut short and disks that lie; the model's fingerprint against weights of another
-model. Numbers cannot run, so nothing guards against the user, who may write both a file and its
+Three checks are made: of owner and permissions, against other users; of size and SHA-256, against
+copies cut short and faulty disks; of the digest of the model's weights, against weights of another
+model. Weights cannot run, so no check is made against the user, who may write both a file and its
 hash. Every byte is hashed at every start: with the SHA instructions of today's processors a thread
 hashes 1.9 GB a second, and several threads more than disks give.
 

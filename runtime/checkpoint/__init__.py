@@ -23,6 +23,7 @@ from .loader import check_coverage, find_nonfinite, load_params
 from .model_files import ModelFiles, open_model
 from .orbax_store import save_orbax
 from .tensor_source import TensorInfo, TensorSource
+from .weights_digest import WeightsDigest
 
 __all__ = [
     "CheckpointChanged",
@@ -38,6 +39,7 @@ __all__ = [
     "ModelNotFound",
     "TensorInfo",
     "TensorSource",
+    "WeightsDigest",
     "check_coverage",
     "find_nonfinite",
     "load_params",

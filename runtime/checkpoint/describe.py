@@ -1,7 +1,7 @@
 """The report of `noria inspect`: what a model on disk holds, as text.
 
 Knows nothing of terminals. A model that no family supports is described all the same, with the
-reason it cannot be run. Reads headers only, unless asked to look for NaN and infinity.
+reason it cannot be run. Reads headers only, unless asked for what needs every byte.
 """
 
 import dataclasses
@@ -11,17 +11,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...modelzoo.families.config_reader import UnsupportedModel
+from ...modelzoo.families.config_reader import listing
 from ..counted import counted
+from .errors import InvalidConfig
 from .json_files import read_json_object
 from .loader import find_nonfinite
+from .small_files import has_file
 from .tensor_source import TensorSource
 
 if TYPE_CHECKING:
     from .model_files import ModelFiles
 
 
-def describe(model: "ModelFiles", *, check_finite: bool = False) -> str:
+def describe(
+    model: "ModelFiles", *, check_finite: bool = False, digest_weights: bool = False
+) -> str:
     """Return the report, one `subject  value` line each."""
     source = _tensors(model)
     tensors = source.tensors
@@ -44,6 +48,8 @@ def describe(model: "ModelFiles", *, check_finite: bool = False) -> str:
         ("sampling", _pairs(model.generation_defaults.sampling) or "no defaults"),
         ("fingerprint", model.fingerprint()),
     ]
+    if digest_weights:
+        lines.append(("weights", model.weights_digest().result()))
     if check_finite:
         bad = find_nonfinite(source)
         found = "; ".join(f"{name}: {count} elements" for name, count in bad.items())
@@ -55,17 +61,17 @@ def has_chat_template(files: Path | Mapping[str, Any]) -> bool:
     """Whether the tokenizer files hold a chat template, in any of the places it may stand."""
     if isinstance(files, Mapping):
         return "tokenizer.chat_template" in files
-    if any((files / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):
+    if any(has_file(files, name) for name in ("chat_template.jinja", "chat_template.json")):
         return True
-    config = files / "tokenizer_config.json"
-    return config.is_file() and bool(read_json_object(config).get("chat_template"))
+    name = "tokenizer_config.json"
+    return has_file(files, name) and bool(read_json_object(files / name).get("chat_template"))
 
 
 def _tensors(model: "ModelFiles") -> TensorSource:
     """What parameters are read from; where it is quantised in a way not read, what files hold."""
     try:
         return model.tensors
-    except UnsupportedModel:
+    except InvalidConfig:
         return model.stored_tensors
 
 
@@ -85,7 +91,12 @@ def _architecture(model: "ModelFiles") -> list[tuple[str, str]]:
         if counts := Counter(filter(None, windows)):
             found = (f"{window} in {counted(count, 'layer')}" for window, count in counts.items())
             fields["windows"] = " and ".join(found)
-    return [*lines, ("family", spec.family), ("config", _pairs(fields))]
+    lines += [("family", spec.family), ("config", _pairs(fields))]
+    if model.unread.keys:
+        lines.append(("keys not read", listing(model.unread.keys)))
+    if model.unread.tensors:
+        lines.append(("parts not read", model.unread.skipped))
+    return lines
 
 
 def _tokenizer(files: Path | Mapping[str, Any]) -> str:
@@ -96,7 +107,7 @@ def _tokenizer(files: Path | Mapping[str, Any]) -> str:
         kind, pre = files.get("tokenizer.ggml.model"), files.get("tokenizer.ggml.pre")
         return f"GGUF vocabulary ({kind}{f', {pre}' if pre else ''}), {len(tokens)} tokens"
     for name in ("tokenizer.json", "tokenizer.model"):
-        if (files / name).is_file():
+        if has_file(files, name):
             return name
     return "none"
 

@@ -9,21 +9,24 @@ fingerprinting import no jax.
 
 import hashlib
 import importlib.util
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...modelzoo.families.config_reader import ConfigReader
+from ...modelzoo.families.config_reader import ConfigReader, UnsupportedModel
 from ...modelzoo.families.quantisation import read_quantisation
-from .config_check import check_config
+from ..batch.peers import ALONE, Peers
 from .dequantised import dequantised
-from .errors import CheckpointError, ModelNotFound
+from .errors import CheckpointError, InvalidConfig, ModelNotFound
 from .generation_defaults import GenerationDefaults
 from .gguf import GGUFFile
-from .json_files import file_inside, read_json_object
+from .json_files import read_json_object
 from .orbax_store import (
+    GGUF_METADATA,
     NORIA_JSON,
     PARAMS,
     TOKENIZER,
@@ -33,14 +36,18 @@ from .orbax_store import (
     spec_of,
     tokenizer_files_of,
 )
-from .safetensors import INDEX, PICKLES, SafetensorsDirectory, weight_files
+from .safetensors import PICKLES, SafetensorsDirectory, safetensors_files
+from .small_files import has_file, read_small
 from .tensor_source import TensorSource
+from .unread import Unread
+from .weights_digest import WeightsDigest
 
 if TYPE_CHECKING:
     from ...modelzoo.families.family import ModelSpec
 
 EMBEDDED = "smollm2"
-EDGE_BYTES = 2**20
+CONFIG = "config.json"
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 class ModelFiles(ABC):
@@ -56,7 +63,7 @@ class ModelFiles(ABC):
     @cached_property
     @abstractmethod
     def spec(self) -> "ModelSpec":
-        """Family, config and mapping; raises UnsupportedModel for what no family knows."""
+        """Family, config and mapping; raises InvalidConfig for what no family knows."""
 
     @cached_property
     @abstractmethod
@@ -82,30 +89,43 @@ class ModelFiles(ABC):
     def published_config(self) -> Mapping[str, Any]:
         """The config as published: config.json, GGUF metadata, or that of noria.json."""
 
-    @abstractmethod
-    def _small_files(self) -> Iterable[Path]: ...
+    @property
+    def unread(self) -> Unread:
+        """Keys and tensors that are not read; there are none in formats that are read whole."""
+        return Unread(str(self.path))
 
     @abstractmethod
-    def _weight_files(self) -> Iterable[Path]: ...
+    def weight_files(self) -> Mapping[str, Path]:
+        """Return the files that hold weights, by names that a moved or renamed model keeps."""
+
+    @abstractmethod
+    def _descriptions(self) -> Iterable[tuple[str, bytes]]:
+        """All that the model holds beside numbers, as named contents in a fixed order."""
 
     def fingerprint(self) -> str:
-        """Identify the model: `sha256:...` over small files whole and the edges of weight files.
+        """Identify the model, in less than a second: `sha256:...` over all but the numbers.
 
-        Of each weight file, name, size and the first and last MiB count. This tells two models
-        apart; it does not prove that every byte is intact.
+        Config, tokenizer and generation defaults count whole; of the weights the names, dtypes and
+        shapes of tensors and the sizes of files. Name and place of the model do not count.
+        `weights_digest` tells models apart that differ in their numbers alone.
         """
-        digest = hashlib.sha256(f"noria model 1 {self.kind}\n".encode())
-        for path in sorted(self._small_files()):
-            _digest_file(digest, self.path, path, whole=True)
-        for path in sorted(self._weight_files()):
-            _digest_file(digest, self.path, path, whole=False)
+        digest = hashlib.sha256(f"noria model 2 {self.kind}\n".encode())
+        for name, content in self._descriptions():
+            digest.update(f"{name}\0{len(content)}\n".encode())
+            digest.update(content)
+        for name, path in self.weight_files().items():
+            digest.update(f"{name}\0{path.stat().st_size}\n".encode())
         return f"sha256:{digest.hexdigest()}"
 
-    def describe(self, *, check_finite: bool = False) -> str:
-        """Report what the model holds, for `noria inspect`; `check_finite` reads all weights."""
+    def weights_digest(self, peers: Peers = ALONE) -> WeightsDigest:
+        """Return the digest of every byte of the weights; `start` begins its computation."""
+        return WeightsDigest(self.weight_files(), peers)
+
+    def describe(self, *, check_finite: bool = False, digest_weights: bool = False) -> str:
+        """Report what the model holds, for `noria inspect`; either option reads all weights."""
         from .describe import describe
 
-        return describe(self, check_finite=check_finite)
+        return describe(self, check_finite=check_finite, digest_weights=digest_weights)
 
     def close(self) -> None:
         if "tensors" in self.__dict__:
@@ -125,13 +145,12 @@ class HuggingFaceModel(ModelFiles):
 
     def __init__(self, path: Path, name: str, *, needs_weights: bool = True):
         super().__init__(path, name)
-        self._config = self._json("config.json")
+        self._config = self._json(CONFIG)
         # Code that comes with a checkpoint is never run, so its address is not even passed on
         self._config.pop("auto_map", None)
-        check_config(self._config, str(path / "config.json"))
         self._has_weights = needs_weights
         if needs_weights:
-            weight_files(path)
+            safetensors_files(path)
 
     @property
     def published_config(self) -> Mapping[str, Any]:
@@ -141,11 +160,25 @@ class HuggingFaceModel(ModelFiles):
     def spec(self) -> "ModelSpec":
         from ...modelzoo.families.registry import from_hf_config
 
-        return from_hf_config(self._config, self.tensors.tensors if self._has_weights else ())
+        names = self.tensors.tensors if self._has_weights else ()
+        with _naming(self.path / CONFIG):
+            return from_hf_config(self._config, names)
 
     @cached_property
     def tensors(self) -> TensorSource:
-        return dequantised(self.stored_tensors, read_quantisation(ConfigReader(self._config)))
+        with _naming(self.path / CONFIG):
+            quantisation = read_quantisation(ConfigReader(self._config))
+        return dequantised(self.stored_tensors, quantisation)
+
+    @property
+    def unread(self) -> Unread:
+        names = self.tensors.tensors if self._has_weights else ()
+        counts = {
+            beginning: sum(name.startswith(beginning) for name in names)
+            for beginning in self.spec.ignored_prefixes
+        }
+        present = {beginning: count for beginning, count in counts.items() if count}
+        return Unread(str(self.path / CONFIG), self.spec.ignored_keys, present)
 
     @cached_property
     def stored_tensors(self) -> TensorSource:
@@ -153,8 +186,8 @@ class HuggingFaceModel(ModelFiles):
 
     @cached_property
     def generation_defaults(self) -> GenerationDefaults:
-        has_file = (self.path / "generation_config.json").exists()
-        generation = self._json("generation_config.json") if has_file else {}
+        name = "generation_config.json"
+        generation = self._json(name) if has_file(self.path, name) else {}
         return GenerationDefaults.from_hf(generation, self._config)
 
     @cached_property
@@ -166,14 +199,17 @@ class HuggingFaceModel(ModelFiles):
             self.stored_tensors.close()
 
     def _json(self, name: str) -> dict[str, Any]:
-        return read_json_object(file_inside(self.path, name, ".json", str(self.path)))
+        return read_json_object(self.path / name)
 
-    def _small_files(self) -> Iterable[Path]:
-        names = ("config.json", "generation_config.json", INDEX, *TOKENIZER_FILES)
-        return [self.path / name for name in names if (self.path / name).is_file()]
+    def weight_files(self) -> Mapping[str, Path]:
+        return {path.name: path for path in sorted(safetensors_files(self.path))}
 
-    def _weight_files(self) -> Iterable[Path]:
-        return weight_files(self.path)
+    def _descriptions(self) -> Iterable[tuple[str, bytes]]:
+        names = (CONFIG, "generation_config.json", *TOKENIZER_FILES)
+        yield from _contents(self.path, names)
+        tensors = sorted(self.stored_tensors.tensors.items())
+        table = [f"{name}\0{info.stored_as} {info.shape}\n" for name, info in tensors]
+        yield "tensors", "".join(table).encode("utf-8", "surrogatepass")
 
 
 class GGUFModel(ModelFiles):
@@ -198,7 +234,9 @@ class GGUFModel(ModelFiles):
     def spec(self) -> "ModelSpec":
         from ...modelzoo.families.registry import from_gguf_metadata
 
-        return from_gguf_metadata(self._file.metadata, tuple(self._file.tensors), self._file.read)
+        with _naming(self.path):
+            tensors = tuple(self._file.tensors)
+            return from_gguf_metadata(self._file.metadata, tensors, self._file.read)
 
     @cached_property
     def tensors(self) -> GGUFFile:
@@ -212,20 +250,15 @@ class GGUFModel(ModelFiles):
     def tokenizer_files(self) -> Mapping[str, Any]:
         return self._file.metadata
 
-    def fingerprint(self) -> str:
-        """Identify the model: the header whole, and the edges of the file. See `ModelFiles`."""
-        digest = hashlib.sha256(f"noria model 1 {self.kind}\n".encode())
-        _digest_file(digest, self.path, self.path, whole=False, head=self._file.header_bytes)
-        return f"sha256:{digest.hexdigest()}"
-
     def close(self) -> None:
         self._file.close()
 
-    def _small_files(self) -> Iterable[Path]:
-        return ()
+    def weight_files(self) -> Mapping[str, Path]:
+        return {"model.gguf": self.path}
 
-    def _weight_files(self) -> Iterable[Path]:
-        return (self.path,)
+    def _descriptions(self) -> Iterable[tuple[str, bytes]]:
+        with self.path.open("rb") as file:
+            yield "header", file.read(self._file.header_bytes)
 
 
 class OrbaxModel(ModelFiles):
@@ -258,13 +291,14 @@ class OrbaxModel(ModelFiles):
     def tokenizer_files(self) -> Path | Mapping[str, Any]:
         return tokenizer_files_of(self.path)
 
-    def _small_files(self) -> Iterable[Path]:
-        tokenizer = self.path / TOKENIZER
-        texts = (p for p in tokenizer.iterdir() if p.is_file()) if tokenizer.is_dir() else ()
-        return [self.path / NORIA_JSON, *texts]
+    def weight_files(self) -> Mapping[str, Path]:
+        folder = self.path / PARAMS
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        return {path.relative_to(folder).as_posix(): path for path in files}
 
-    def _weight_files(self) -> Iterable[Path]:
-        return [p for p in (self.path / PARAMS).rglob("*") if p.is_file()]
+    def _descriptions(self) -> Iterable[tuple[str, bytes]]:
+        yield from _contents(self.path, (NORIA_JSON,))
+        yield from _contents(self.path / TOKENIZER, (GGUF_METADATA, *TOKENIZER_FILES))
 
 
 def open_model(path: str | Path, *, needs_weights: bool = True) -> ModelFiles:
@@ -279,10 +313,14 @@ def open_model(path: str | Path, *, needs_weights: bool = True) -> ModelFiles:
     if not found.exists():
         raise ModelNotFound(
             f"{path}: expected a directory, a .gguf file, or the word {EMBEDDED!r}, got nothing at "
-            f"this path. noria never downloads; fetch the model first."
+            f"this path. noria never downloads; {_fetching(str(path))}"
         )
     if found.is_dir():
         return _open_directory(found, needs_weights)
+    if not found.is_file():
+        raise ModelNotFound(
+            f"{path}: expected a directory or a .gguf file, got a pipe, socket or device."
+        )
     if found.suffix in PICKLES:
         raise ModelNotFound(
             f"{path}: expected safetensors or GGUF, got a pickle, which noria never opens. "
@@ -296,11 +334,19 @@ def open_model(path: str | Path, *, needs_weights: bool = True) -> ModelFiles:
     return GGUFModel(found, found.stem)
 
 
+def _fetching(name: str) -> str:
+    """The advice to fetch a model first; for a name of a hub it is the exact command."""
+    if not _HUB_NAME.fullmatch(name):
+        return "fetch the model first."
+    folder = name.partition("/")[2]
+    return f"fetch it with: hf download {name} --local-dir {folder}, then give the folder: {folder}"
+
+
 def _open_directory(path: Path, needs_weights: bool) -> ModelFiles:
     name = path.resolve().name
-    if (path / NORIA_JSON).exists():
+    if has_file(path, NORIA_JSON):
         return OrbaxModel(path, name)
-    if (path / "config.json").exists():
+    if has_file(path, CONFIG):
         return HuggingFaceModel(path, name, needs_weights=needs_weights)
     if (path / PARAMS).is_dir():
         return OrbaxModel(path, name)  # says that it was not finished
@@ -314,8 +360,17 @@ def _open_directory(path: Path, needs_weights: bool) -> ModelFiles:
             f"{path}: expected config.json, which is all that is needed of a model here, got none. "
             f"Give its directory, a .gguf file, or the word {EMBEDDED!r}."
         )
-    weight_files(path)  # says what is there instead, pickles among them
+    safetensors_files(path)  # its error names other files, such as pickles
     raise ModelNotFound(f"{path}: expected config.json beside the weights, got none.")
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Add the file of a model to the error that refuses it."""
+    try:
+        yield
+    except UnsupportedModel as error:
+        raise InvalidConfig(f"{path}: {error}") from None
 
 
 def _embedded_file() -> Path:
@@ -331,16 +386,8 @@ def _embedded_file() -> Path:
     )
 
 
-def _digest_file(
-    digest: "hashlib._Hash", root: Path, path: Path, *, whole: bool, head: int = EDGE_BYTES
-) -> None:
-    size = path.stat().st_size
-    name = path.name if path == root else path.relative_to(root).as_posix()
-    digest.update(f"{name}\0{size}\n".encode())
-    with path.open("rb") as file:
-        if whole or size <= head + EDGE_BYTES:
-            digest.update(file.read())
-        else:
-            digest.update(file.read(max(head, EDGE_BYTES)))
-            file.seek(size - EDGE_BYTES)
-            digest.update(file.read(EDGE_BYTES))
+def _contents(folder: Path, names: Iterable[str]) -> Iterable[tuple[str, bytes]]:
+    """Name and content of those files that a folder has."""
+    for name in names:
+        if has_file(folder, name):
+            yield name, read_small(folder / name)

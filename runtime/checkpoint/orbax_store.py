@@ -14,8 +14,8 @@ refused before anything is read. orbax is imported only to save or to read array
 import dataclasses
 import json
 import os
-import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,8 @@ from ..counted import counted
 from .arranging import concerns, require_single_layers, sharding_for, to_arrangement, to_canonical
 from .errors import InvalidOrbax
 from .generation_defaults import GenerationDefaults
-from .json_files import file_inside, read_json_object
+from .json_files import read_json_object
+from .small_files import has_file, read_small
 from .tensor_source import Index, TensorInfo
 
 if TYPE_CHECKING:
@@ -199,7 +200,7 @@ class OrbaxTensors:
         """Read some of the stored parameters, each as its arguments say."""
         import orbax.checkpoint as ocp
 
-        with ocp.PyTreeCheckpointer() as checkpointer:
+        with _damage_named(self._directory), ocp.PyTreeCheckpointer() as checkpointer:
             return checkpointer.restore(
                 self._directory,
                 args=ocp.args.PyTreeRestore(
@@ -213,13 +214,8 @@ class OrbaxTensors:
         """Compare what orbax holds with what noria.json lists."""
         import orbax.checkpoint as ocp
 
-        try:
-            with ocp.StandardCheckpointer() as checkpointer:
-                tree = checkpointer.metadata(self._directory).item_metadata.tree
-        except Exception as error:  # orbax has no common class for damaged metadata
-            raise InvalidOrbax(
-                f"{self._directory}: reading its metadata failed: {error}"
-            ) from error
+        with _damage_named(self._directory), ocp.StandardCheckpointer() as checkpointer:
+            tree = checkpointer.metadata(self._directory).item_metadata.tree
         stored = {name: (tuple(leaf.shape), np.dtype(leaf.dtype)) for name, leaf in tree.items()}
         listed = {name: (info.shape, info.dtype) for name, info in self._stored.items()}
         if differing := sorted(
@@ -236,9 +232,21 @@ class OrbaxTensors:
             )
 
 
+@contextmanager
+def _damage_named(directory: Path) -> Iterator[None]:
+    """Turn orbax's errors on damaged files, which have no class of their own, into InvalidOrbax."""
+    try:
+        yield
+    except (AttributeError, EOFError, KeyError, OSError, TypeError, ValueError) as error:
+        raise InvalidOrbax(
+            f"{directory}: expected files that orbax reads, got {type(error).__name__}: {error}. "
+            f"They are damaged or incomplete; save the checkpoint again."
+        ) from error
+
+
 def read_description(path: Path) -> dict[str, Any]:
     """Read noria.json; InvalidOrbax if the checkpoint was not finished or is not of this schema."""
-    if not (path / NORIA_JSON).is_file():
+    if not has_file(path, NORIA_JSON):
         raise InvalidOrbax(
             f"{path}: expected {NORIA_JSON}, got none: the save was not finished, or it is another "
             f"program's checkpoint. Save it again with noria."
@@ -269,8 +277,15 @@ def spec_of(description: Mapping[str, Any]) -> "ModelSpec":
 
 def tokenizer_files_of(path: Path) -> Path | Mapping[str, Any]:
     """Return the directory of tokenizer files, or the GGUF metadata that was saved instead."""
-    saved = path / TOKENIZER / GGUF_METADATA
-    return read_json_object(saved, InvalidOrbax) if saved.is_file() else path / TOKENIZER
+    folder = path / TOKENIZER
+    if folder.is_symlink():
+        raise InvalidOrbax(
+            f"{folder}: expected the folder of the tokenizer, got a link to {folder.resolve()}. "
+            f"Copy the files in if you trust them."
+        )
+    if has_file(folder, GGUF_METADATA):
+        return read_json_object(folder / GGUF_METADATA, InvalidOrbax)
+    return folder
 
 
 def encode_config(value: Any) -> Any:
@@ -353,8 +368,8 @@ def _write_tokenizer(directory: Path, files: Path | Mapping[str, Any] | None) ->
         _write_whole(directory / GGUF_METADATA, kept)
     elif files is not None:
         for name in TOKENIZER_FILES:
-            if (files / name).exists():
-                shutil.copyfile(file_inside(files, name, "", str(files)), directory / name)
+            if has_file(files, name):
+                (directory / name).write_bytes(read_small(files / name))
 
 
 def _write_whole(path: Path, content: Mapping[str, Any]) -> None:

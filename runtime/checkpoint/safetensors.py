@@ -18,7 +18,8 @@ import numpy as np
 
 from ..counted import counted
 from .errors import CheckpointError, InvalidSafetensors, ModelNotFound, require
-from .json_files import file_inside, parse_json_object, read_json_object
+from .json_files import parse_json_object, read_json_object
+from .small_files import file_inside, has_file
 from .tensor_source import FileStamp, Index, TensorInfo
 
 MAX_HEADER_BYTES = 32 * 2**20
@@ -79,15 +80,15 @@ class SafetensorsDirectory:
         self._home.clear()
 
 
-def weight_files(directory: Path) -> tuple[Path, ...]:
+def safetensors_files(directory: Path) -> tuple[Path, ...]:
     """The safetensors files of a directory, checked to lie inside it, none opened."""
     return tuple(_find_shards(directory)[0].values())
 
 
 def _find_shards(directory: Path) -> tuple[dict[str, Path], dict[str, str] | None]:
     """Shards by file name, and the index's map from tensor to shard if there is one."""
-    if (directory / INDEX).exists():
-        index_path = file_inside(directory, INDEX, ".json", str(directory))
+    if has_file(directory, INDEX):
+        index_path = directory / INDEX
         weight_map = read_json_object(index_path, InvalidSafetensors).get("weight_map")
         where = f"{index_path}: weight_map"
         if not isinstance(weight_map, dict) or not weight_map:
@@ -100,7 +101,7 @@ def _find_shards(directory: Path) -> tuple[dict[str, Path], dict[str, str] | Non
         except (CheckpointError, TypeError) as error:  # TypeError: an unhashable shard "name"
             raise InvalidSafetensors(f"{error}") from error
         return shards, weight_map
-    if (directory / SINGLE).exists():
+    if has_file(directory, SINGLE):
         return {SINGLE: file_inside(directory, SINGLE, ".safetensors", str(directory))}, None
     raise ModelNotFound(_what_is_there(directory))
 

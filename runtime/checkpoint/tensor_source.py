@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -143,24 +143,41 @@ def source_of(part: Part, source: TensorSource) -> TensorSource:
     return source if part.rows is None else Rows(source, part.tensor, part.rows, part.block)
 
 
+class FileFacts(NamedTuple):
+    """Identity, size and times of a file; a change of its content changes one of them."""
+
+    device: int
+    inode: int
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+
+    @classmethod
+    def of(cls, path: Path) -> "FileFacts":
+        """Read the facts of the file at `path`."""
+        found = os.stat(path)
+        return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+
+
 class FileStamp:
-    """Size and modification time of a file when it was opened, to notice a change under way."""
+    """The facts of a file when it was opened, to notice a later change."""
 
     def __init__(self, path: Path):
         self._path = path
-        self._stamp = self._now()
+        self.facts = FileFacts.of(path)
 
     def check(self) -> None:
         """Raise `CheckpointChanged` if the file is not the one that was opened."""
-        if (now := self._now()) != self._stamp:
-            raise CheckpointChanged(
-                f"{self._path}: expected the file as it was opened (bytes, mtime ns) "
-                f"{self._stamp[1:]}, got {now[1:]}. It changed while it was read: start again."
+        if (now := FileFacts.of(self._path)) != self.facts:
+            changes = ", ".join(
+                f"{name} {then} to {value}"
+                for name, then, value in zip(now._fields, self.facts, now, strict=True)
+                if then != value
             )
-
-    def _now(self) -> tuple[int, int, int]:
-        status = os.stat(self._path)
-        return status.st_ino, status.st_size, status.st_mtime_ns
+            raise CheckpointChanged(
+                f"{self._path}: expected the file as it was opened, got another one ({changes}). "
+                f"It changed while it was read: start again."
+            )
 
 
 @dataclass(frozen=True)

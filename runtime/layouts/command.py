@@ -9,11 +9,15 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .. import strict_config
+from ..batch.job_files import check_files
+from ..console import tell
 from ..counted import counted
-from ..layout_files import named_layout_tables, read_layout_table, split_spellings
+from ..layout_files import layout_file, named_layout_tables, read_layout_table, split_spellings
 from ..output_folders import check_fillable
 from ..run_config import ConfigError
 
@@ -48,6 +52,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--verify", action="store_true", help="run each layout, compare logits with one device")
     add("--explain", action="store_true", help="list parameters: shape, partition, bytes, copies")
     add("--quiet", action="store_true", help="no progress on stderr")
+    strict_config.add_option(parser)
     parser.set_defaults(run=run)
 
 
@@ -56,7 +61,11 @@ def run(options: argparse.Namespace) -> int:
     from ..checkpoint import open_model
 
     check_fillable(options.output)
+    layouts = map(layout_file, split_spellings(options.layouts))
+    read = [Path(options.model), *layouts]
+    check_files({}, [("an input", path) for path in read], _files_in(options.output))
     with open_model(options.model, needs_weights=options.verify) as files:
+        files.unread.report(partial(_note, options), is_strict=options.strict_config)
         return _run(options, files)
 
 
@@ -65,8 +74,8 @@ def _run(options: argparse.Namespace, files: "ModelFiles") -> int:
     from .. import compilation_cache, session
     from .table import explanation, table_of
 
-    compilation_cache.enable()
-    session.prepare_cpu(options.target)
+    compilation_cache.enable(partial(_note, options))
+    session.prepare_jax(options.target)
     target = find_target(options.target)
     if options.verify:
         session.check_present(target)
@@ -76,11 +85,11 @@ def _run(options: argparse.Namespace, files: "ModelFiles") -> int:
     results = [_measure(options, config, layout, target, grid, dtype) for layout in layouts]
     if options.verify:
         _verify(options, files, target, dtype, layouts, results)
-    print(table_of(results))
+    tell(sys.stdout, table_of(results))
     if options.explain:
         for layout, result in zip(layouts, results, strict=True):
             if result.legal:
-                print(explanation(layout, config, dtype))
+                tell(sys.stdout, explanation(layout, config, dtype))
     _write(options, files, dtype, config, grid, results)
     is_fine = options.layouts == "all" or not any(result.findings for result in results)
     return EXIT_OK if is_fine else EXIT_ILLEGAL
@@ -171,7 +180,7 @@ def _write(
     from .picture import draw
 
     options.output.mkdir(parents=True, exist_ok=True)
-    path = options.output / "layouts.json"
+    path, picture = _files_in(options.output).values()
     content = json.dumps([result.as_json() for result in results], indent=1)
     replace_file(Disk(), path, [f"{content}\n".encode()])
     title = (
@@ -179,11 +188,14 @@ def _write(
         f"prefill of {counted(grid.prefill[-1].batch, 'prompt')} of {grid.prefill[-1].length}, "
         f"decode of {counted(grid.decode_slots, 'slot')} of {grid.max_length}"
     )
-    picture = options.output / "layouts.png"
     replace_file(Disk(), picture, [draw(results, title)])
-    print(f"{path} and {picture}")
+    tell(sys.stdout, f"{path} and {picture}")
+
+
+def _files_in(folder: Path) -> dict[str, Path]:
+    return {"the table": folder / "layouts.json", "the picture": folder / "layouts.png"}
 
 
 def _note(options: argparse.Namespace, text: str) -> None:
     if not options.quiet:
-        print(text, file=sys.stderr, flush=True)
+        tell(sys.stderr, text)

@@ -17,13 +17,12 @@ import numpy as np
 from ...compile.bucket_grid import BucketGrid, PrefillBucket
 from ...compile.build import build
 from ...compile.default_grid import GridDefaults
-from ...compile.signatures import greedy_sampling
 from ...compile.targets import Target
 from ...sharding.layout import Layout
 from .. import session
 from ..checkpoint import ModelFiles
 from ..host_arrays import HostArrays
-from ..padding import pack_prompts
+from ..padding import pack_greedy
 
 NUM_PROMPTS, LENGTH, NUM_STEPS = 8, 32, 4
 
@@ -71,16 +70,13 @@ class Verification:
         graphs = build(model.definition, grid, model.placement, dtype)
         state = graphs.empty_state()
         put = HostArrays(model.placement.replicated).put
-        sampling = put(greedy_sampling(1, model.definition.padded_vocab))
-        vocab_size, bucket = model.definition.config.vocab_size, grid.prefill[0]
+        vocab_size, padded_vocab = model.definition.config.vocab_size, model.definition.padded_vocab
+        bucket = grid.prefill[0]
         prompts = _prompts(vocab_size)
         for start in range(0, NUM_PROMPTS, bucket.batch):
             rows = prompts[start : start + bucket.batch]
-            made = graphs.prefill(model.parameters, bucket, *put(pack_prompts(rows, bucket)))
-            for row in range(len(rows)):
-                index, slot = put((np.int32(row), np.int32(start + row)))
-                limit_1 = put(np.array([grid.max_length], np.int32))
-                state = graphs.insert(state, bucket, made, index, slot, limit_1, sampling)
+            arguments = put(pack_greedy(rows, start, bucket, grid, padded_vocab))
+            state, _ = graphs.prefill(model.parameters, state, bucket, *arguments)
         nothing_B = np.zeros(NUM_PROMPTS, np.int32)
         yield nothing_B, np.asarray(state.logits_BV)[:NUM_PROMPTS, :vocab_size]
         is_live_B = put(np.arange(grid.decode_slots) < NUM_PROMPTS)

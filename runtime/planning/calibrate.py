@@ -16,14 +16,14 @@ from ...compile.bucket_grid import BucketGrid, PrefillBucket
 from ...compile.plan import Plan, PlannedModel
 from ...compile.planning.cost import Calibration, Measured, calibrate
 from ...compile.planning.hardware import Hardware
-from ...compile.planning.work import Call, Work
-from ..chunk_scheduler import ChunkAction, OpenAction
+from ...compile.planning.work import Work
+from ...sharding.call import Call
 from ..counted import counted
 from ..decode_slots import DecodeAction
 from ..generation import Generator
 from ..machine import describe_machine
 from ..request import Request, SamplingParams
-from ..scheduler import InsertAction, PrefillAction
+from ..scheduler import PrefillAction
 from ..session import LoadedModel, start
 
 SHORT_PROMPT = 16
@@ -69,7 +69,6 @@ def measure(
         )
     work = Work(model.definition, model.dtype, model.placement.layout)
     seconds: dict[Call, list[float]] = defaultdict(list)
-    inserts: list[float] = []
     for trial in trials:
         grid = _grid(trial, longest)
         planned = PlannedModel(model.files.name, model.files.fingerprint(), model.dtype)
@@ -77,7 +76,7 @@ def measure(
         generator = start(model, plan)
         for span in grid.decode_spans:
             _submit(generator, grid, span)
-            _run(generator, seconds, inserts, clock)
+            _run(generator, seconds, clock)
         kind = "whole prompts" if trial.chunk is None else f"chunks of {trial.chunk}"
         on_trial(f"calibration: {kind}, {counted(trial.slots, 'slot')} timed")
     measured = [_measured(call, times) for call, times in seconds.items() if len(times) > 1]
@@ -85,7 +84,6 @@ def measure(
         work,
         hardware,
         measured,
-        statistics.median(inserts),
         model=model.files.fingerprint(),
         layout=layout,
         machine=describe_machine(),
@@ -145,7 +143,6 @@ def _submit(generator: Generator, grid: BucketGrid, span: int) -> None:
 def _run(
     generator: Generator,
     seconds: dict[Call, list[float]],
-    inserts: list[float],
     clock: Callable[[], float],
 ) -> None:
     """Run what was submitted; all rows decode together, so every decode call has all its steps."""
@@ -154,10 +151,8 @@ def _run(
         generator.step()
         taken = clock() - started
         match generator.engine.last_action:
-            case PrefillAction(bucket=bucket) | ChunkAction(bucket=bucket):
-                seconds[Call.of_bucket(bucket)].append(taken)
-            case InsertAction() | OpenAction():
-                inserts.append(taken)
+            case PrefillAction(bucket=bucket):
+                seconds[bucket.call()].append(taken)
             case DecodeAction(span=span):
-                call = Call.of_decode(generator.grid, span)
+                call = generator.grid.decode_call(span)
                 seconds[call].append(taken)

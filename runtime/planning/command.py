@@ -11,6 +11,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from .. import strict_config
+from ..console import tell
 from ..default_target import default_target
 from ..run_config import ConfigError
 
@@ -41,10 +43,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="of max_tokens that rows emit, where nothing else says (default: 1)",
     )
+    add(
+        "--max-length",
+        type=int,
+        metavar="N",
+        help="longest prompt and output together, for rows without max_tokens (default: their "
+        "longest prompt and the expected output)",
+    )
     add("--calibration", type=Path, help="made by noria bench --calibration on the target")
     add("--hardware", type=Path, help="TOML tables of devices, beside the published ones")
     _add_search_options(parser)
     add("--quiet", action="store_true", help="no progress on stderr")
+    strict_config.add_option(parser)
     parser.set_defaults(run=run)
 
 
@@ -94,14 +104,15 @@ def run(options: argparse.Namespace) -> int:
     _check(options)
     _check_files(options)
     if options.compile or options.compile_layouts:
-        session.prepare_cpu(options.target)
+        session.prepare_jax(options.target)
         find_target(options.target)
 
     def progress(built: object) -> None:
         if not options.quiet:
-            print(built, file=sys.stderr, flush=True)
+            tell(sys.stderr, built)
 
     with open_model(options.model, needs_weights=False) as files:
+        files.unread.report(progress, is_strict=options.strict_config)
         prediction = predict(options, files)
         replace_file(Disk(), options.output, [prediction.plan.to_toml().encode()])
         if options.compile:
@@ -109,23 +120,26 @@ def run(options: argparse.Namespace) -> int:
             prediction = replace(prediction, compiled=compiled)
     if options.report is not None:
         report.write(prediction, options.report)
-    print(report.summary(prediction))
-    print(f"plan: {options.output}")
+    tell(sys.stdout, report.summary(prediction))
+    tell(sys.stdout, f"plan: {options.output}")
     return 0
 
 
 def _check_files(options: argparse.Namespace) -> None:
     """Refuse what cannot be written, before the work that it is for."""
-    from ..batch.output import check_outputs
+    from ..batch.job_files import check_files
+    from ..layout_files import split_spellings
     from ..output_folders import check_fillable
     from . import report
 
     read = [options.workload, options.from_output, options.calibration, options.hardware]
-    read += map(Path, [options.model, *(options.layout or "").split()])
-    check_outputs([options.output], filter(None, read), "an input")
+    read += map(Path, [options.model, *split_spellings(options.layout or "")])
+    others = {}
     if options.report is not None:
         check_fillable(options.report)
         report.require_pictures()
+        others = report.files_in(options.report)
+    check_files({"the plan": options.output}, [("an input", path) for path in read], others)
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -136,14 +150,13 @@ def _check(options: argparse.Namespace) -> None:
         "--max-compile-minutes": options.max_compile_minutes,
         "--max-memory-gb": options.max_memory_gb,
         "--tries": options.tries,
+        "--max-length": options.max_length,
     }
     for name, number in positive.items():
         if number is not None and not number > 0:
             raise ConfigError(f"{name}: expected a number above 0, got {number}.")
     if (asked := options.seconds_per_graph) is not None and not 0 < asked < math.inf:
         raise ConfigError(f"--seconds-per-graph: expected seconds above 0, got {asked}.")
-    if options.scan_layers and options.chunks == "always":
-        raise ConfigError("--scan-layers: expected --chunks auto or never, got always.")
     if options.compile_layouts < 0:
         raise ConfigError(
             f"--compile-layouts: expected a number of layouts, got {options.compile_layouts}."

@@ -23,10 +23,10 @@ from ...compile.definition import Definition
 from ...compile.expert_plan import LOSSLESS_EXPERTS, default_experts
 from ...compile.planning.compiled_call import CompiledCall, Counted, compiled_call
 from ...compile.planning.cost import CostModel
-from ...compile.planning.work import Call
 from ...compile.targets import find_target
 from ...modelzoo.config import DecoderConfig
 from ...modelzoo.layer_groups import longest_repeat
+from ...sharding.call import Call
 from ...sharding.layout import Layout
 from ..graph_memory import memory_of
 from .planning import Planned
@@ -133,12 +133,9 @@ def _costliest(one: PlannedLayout) -> dict[str, tuple[str, Call]]:
 
     bucket = max(grid.prefill, key=lambda bucket: seconds(metrics.prefill, bucket))
     span = max(grid.decode_spans, key=lambda span: seconds(metrics.decode, span))
-    prefill = CompiledGraphs.prefill_name(bucket)
-    if grid.chunks:
-        prefill = CompiledGraphs.chunk_name(bucket, is_scored=False)
     return {
-        "prefill": (prefill, Call.of_bucket(bucket)),
-        "decode": (CompiledGraphs.decode_name(span), Call.of_decode(grid, span)),
+        "prefill": (CompiledGraphs.prefill_name(bucket), bucket.call()),
+        "decode": (CompiledGraphs.decode_name(span), grid.decode_call(span)),
     }
 
 

@@ -49,7 +49,7 @@ def page(report: Mapping[str, Any], pictures: Sequence[Picture]) -> str:
         f"{counted(workload['expected_output_tokens'], 'expected output token')}."
         f"{_refused(workload['refused'])} Predicted "
         f"<b>{predicted['run_seconds']:.1f} s</b> to run and {predicted['build_seconds']:.0f} s to "
-        f"compile {counted(predicted['graphs'], 'graph')}.</p>",
+        f"compile {counted(predicted['graphs'], 'graph')}.{_sampled(report['sample'])}</p>",
         f'<p class="note">All figures are predictions but those under Compiled, from '
         f"{_text(report['basis'])} ({_text(hardware['name'])}: {_text(hardware['source'])}).</p>",
         *_compiled(report["compiled"]),
@@ -103,6 +103,10 @@ def compared(grids: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
 
 def _refused(count: int) -> str:
     return f" Left out: {counted(count, 'row')} that no plan can serve." if count else ""
+
+
+def _sampled(sample: Mapping[str, Any] | None) -> str:
+    return f" Of a sample: {_text(sample['error'])}." if sample else ""
 
 
 def _compiled(compiled: Mapping[str, Any] | None) -> list[str]:

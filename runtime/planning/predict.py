@@ -8,7 +8,7 @@ import json
 import sys
 import time
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from ...compile.bucket_grid import BucketGrid
@@ -28,6 +28,7 @@ from ...sharding.legality import IllegalLayout, require
 from ..checkpoint import ModelFiles
 from ..checkpoint.errors import CheckpointError
 from ..compiled_plan import CompiledPlan
+from ..console import tell
 from ..counted import counted
 from ..layout_files import named_layout_tables, read_layout_table, split_spellings
 from ..run_config import ConfigError
@@ -100,10 +101,27 @@ def predict(options: argparse.Namespace, files: ModelFiles) -> Prediction:
     best = searched[0]
     model = PlannedModel(files.name, _fingerprint(files), dtype, options.scan_layers)
     grid = best.planned.best.grid
-    plan = Plan(options.target, model, grid, best.layout, default_experts(config))
+    plan = Plan(
+        options.target,
+        model,
+        grid,
+        best.layout,
+        default_experts(config),
+        max_length_reason=_limit(options, config, workload, grid),
+    )
     points = tradeoffs(ranking, ranked, grid) if options.report is not None else []
     seconds = time.perf_counter() - started
     return Prediction(plan, best.planned, workload, best.cost, ranked, searched, points, seconds)
+
+
+def _limit(
+    options: argparse.Namespace, config: DecoderConfig, workload: Workload, grid: BucketGrid
+) -> str:
+    """The reason why rows without `max_tokens` end before the model's context; empty if none do."""
+    is_open = any(row.need.max_tokens is None for row in workload.rows)
+    if not is_open or options.max_length is not None or grid.max_length >= config.max_position:
+        return ""
+    return "noria plan expected no longer rows; --max-length plans for more"
 
 
 def _as_compiled(
@@ -188,8 +206,8 @@ def _planner(
         config.max_position,
         one.cost,
         _budget(options, config, one.cost.hardware, one.cost.work.entry_bytes),
-        GridDefaults.for_layout(one.layout),
-        may_chunk=options.chunks != "never" and not options.scan_layers,
+        replace(GridDefaults.for_layout(one.layout), max_length=options.max_length),
+        may_chunk=options.chunks != "never",
         must_chunk=options.chunks == "always",
         most_tries=options.tries,
         on_try=report,
@@ -293,4 +311,4 @@ def _short(tried: Tried) -> str:
 
 def _note(options: argparse.Namespace, line: str) -> None:
     if not options.quiet:
-        print(line, file=sys.stderr, flush=True)
+        tell(sys.stderr, line)

@@ -5,6 +5,7 @@ Every second is a prediction, and says what it waits for.
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,8 @@ from ...compile.bucket_grid import BucketGrid
 from ...compile.planning.candidates import num_graphs
 from ...compile.planning.cost import CostModel
 from ...compile.planning.hardware import Hardware
-from ...compile.planning.work import Call, sent_by_axes
+from ...compile.planning.work import sent_by_axes
+from ...sharding.call import Call
 from ..batch.disk import Disk, replace_file
 from ..counted import counted
 from . import pictures
@@ -40,6 +42,7 @@ def summary(prediction: "Prediction") -> str:
         f"{_refused(workload.num_refused)}",
         f"target     {prediction.plan.target} ({hardware.name}: {calibrated})",
         *_layout_lines(prediction),
+        *_limit_lines(prediction),
         "",
         *_graph_lines(prediction),
         "",
@@ -50,6 +53,7 @@ def summary(prediction: "Prediction") -> str:
         f"compile {counted(num_graphs(best.grid), 'graph')}; slots "
         f"{best.simulation.occupancy:.1%} full, "
         f"{best.simulation.tail_seconds:.1f} s of tail",
+        *_sample_lines(prediction),
         f"memory     {_gigabytes(prediction)}",
         *_compiled_lines(prediction),
         f"search     {search.tried} of {counted(search.candidates, 'grid')} simulated; none of the "
@@ -87,6 +91,7 @@ def as_json(prediction: "Prediction") -> dict[str, Any]:
         "calibration": cost.calibration and cost.calibration.to_json(),
         "basis": "a calibration" if cost.calibration else basis(cost.hardware),
         "predicted": _figures(planned.best),
+        "sample": planned.error and {**asdict(planned.error), "error": str(planned.error)},
         "graphs": graphs(prediction),
         "comparison": {name: _figures(tried) for name, tried in planned.others.items()},
         "layouts": [_ranked(one) for one in prediction.layouts],
@@ -128,7 +133,7 @@ def graphs(prediction: "Prediction") -> list[dict[str, Any]]:
                 "real_tokens": use.real_tokens if use else 0,
                 "computed_tokens": use.computed_tokens if use else 0,
                 "total_seconds": use.seconds if use else 0.0,
-                **_estimate(cost, Call.of_bucket(bucket, is_scored=is_scored)),
+                **_estimate(cost, bucket.call(is_scored=is_scored)),
             }
         )
     for span in grid.decode_spans:
@@ -140,7 +145,7 @@ def graphs(prediction: "Prediction") -> list[dict[str, Any]]:
                 "real_tokens": use.emitted_tokens if use else 0,
                 "computed_tokens": use.computed_tokens if use else 0,
                 "total_seconds": use.seconds if use else 0.0,
-                **_estimate(cost, Call.of_decode(grid, span)),
+                **_estimate(cost, grid.decode_call(span)),
             }
         )
     return found
@@ -151,6 +156,11 @@ def require_pictures() -> None:
     pictures.matplotlib()
 
 
+def files_in(folder: Path) -> dict[str, Path]:
+    """The files that `write` writes, by description."""
+    return {"the report": folder / "report.json", "the page of it": folder / "report.html"}
+
+
 def write(prediction: "Prediction", folder: Path) -> None:
     """Write report.json and report.html into a folder."""
     report = as_json(prediction)
@@ -158,8 +168,8 @@ def write(prediction: "Prediction", folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     disk = Disk()
     text = json.dumps(report, indent=1) + "\n"
-    replace_file(disk, folder / "report.json", [text.encode()])
-    replace_file(disk, folder / "report.html", [content.encode()])
+    for path, part in zip(files_in(folder).values(), (text, content), strict=True):
+        replace_file(disk, path, [part.encode()])
 
 
 def _pictures(prediction: "Prediction", report: Mapping[str, Any]) -> list[Picture]:
@@ -215,7 +225,7 @@ def _padded(grid: BucketGrid) -> str:
     if not grid.chunks:
         return "A prompt is padded to the next line on its right."
     return (
-        f"A prompt is poured in pieces of {' and '.join(map(str, grid.chunks))} tokens, and padded "
+        f"A prompt comes in pieces of {' and '.join(map(str, grid.chunks))} tokens, and is padded "
         f"by {grid.chunks[0] - 1} at most; a piece sees as much of its slot as the next line on "
         f"its right says."
     )
@@ -308,6 +318,20 @@ def _layout_lines(prediction: "Prediction") -> list[str]:
     ranked = sum(one.bound is not None for one in prediction.layouts)
     of = f", the best of {ranked} that can be ranked" if ranked > 1 else ""
     return [f"layout     {layout.name} ({layout.mesh}){of}"]
+
+
+def _sample_lines(prediction: "Prediction") -> list[str]:
+    """A line with the error of the prediction, if a sample was simulated."""
+    error = prediction.planned.error
+    return [] if error is None else [f"sample     {error}"]
+
+
+def _limit_lines(prediction: "Prediction") -> list[str]:
+    """A line that says where rows without max_tokens end, if before the model's context."""
+    if not (reason := prediction.plan.max_length_reason):
+        return []
+    limit, context = prediction.plan.buckets.max_length, prediction.cost.work.config.max_position
+    return [f"limit      rows without max_tokens end at {limit} tokens of {context}: {reason}"]
 
 
 def _temporaries(prediction: "Prediction") -> dict[str, int]:

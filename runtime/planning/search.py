@@ -20,6 +20,7 @@ from ..feeding import feeding_order
 from .simulator import SimulatedRow, Simulation, simulate
 
 MOST_TRIES = 24
+Scaled = Callable[[BucketGrid, Simulation], Simulation]
 
 
 class NoPlanFits(ValueError):
@@ -75,8 +76,12 @@ def find_best(
     budget: Budget,
     most_tries: int = MOST_TRIES,
     on_try: Callable[[Tried], None] = lambda tried: None,
+    scaled: Scaled = lambda grid, found: found,
 ) -> Search:
-    """The candidate whose building and running takes least; NoPlanFits where there is none."""
+    """The candidate with the least build and run time; raises NoPlanFits if there is none.
+
+    `scaled` scales the result of a sample to all rows.
+    """
     every = list(candidates)
     left = deque(sorted(every, key=lambda one: one.expected))
     least_padding = min((one.padding for one in every), default=math.inf)
@@ -85,7 +90,9 @@ def find_best(
         candidate = left.popleft()
         if candidate.padding > budget.padding or (best and candidate.bound >= best.seconds):
             continue
-        found = replace(try_grid(candidate.grid, rows, cost, budget), tokens=candidate.tokens)
+        found = replace(
+            try_grid(candidate.grid, rows, cost, budget, scaled), tokens=candidate.tokens
+        )
         tried, nearest = tried + 1, min(nearest, found.padding)
         on_try(found)
         if found.padding > budget.padding:
@@ -100,7 +107,7 @@ def find_best(
 
 
 def calls_are_larger(grid: BucketGrid, other: BucketGrid) -> bool:
-    """Whether a grid pours as another one does, in no smaller calls: so has no fewer dummy rows."""
+    """Whether a grid has the other one's prefill shapes with calls that are no smaller."""
     is_alike = (grid.decode_slots, grid.decode_spans) == (other.decode_slots, other.decode_spans)
     shapes = [[(bucket.length, bucket.tokens) for bucket in one.prefill] for one in (grid, other)]
     if not is_alike or shapes[0] != shapes[1]:
@@ -120,10 +127,15 @@ def _nothing_fits(budget: Budget, nearest: float, tried: int) -> str:
 
 
 def try_grid(
-    grid: BucketGrid, rows: Sequence[ExpectedRow], cost: CostModel, budget: Budget
+    grid: BucketGrid,
+    rows: Sequence[ExpectedRow],
+    cost: CostModel,
+    budget: Budget,
+    scaled: Scaled = lambda grid, found: found,
 ) -> Tried:
     """Simulate one grid."""
-    return Tried(grid, simulate(grid, as_fed(rows, grid), cost), budget.build_seconds(grid))
+    found = simulate(grid, as_fed(rows, grid), cost)
+    return Tried(grid, scaled(grid, found), budget.build_seconds(grid))
 
 
 def as_fed(rows: Sequence[ExpectedRow], grid: BucketGrid) -> list[SimulatedRow]:

@@ -13,14 +13,13 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ...compile.bucket_grid import BucketGrid
+from ...compile.bucket_grid import BucketGrid, PrefillBucket
 from ...compile.planning.cost import CostModel
-from ...compile.planning.work import Call
-from ..chunk_scheduler import ChunkAction, ChunkScheduler, ForkAction, OpenAction
+from ...sharding.call import Call
 from ..decode_slots import DecodeAction, Job
 from ..decode_slots import Sequence as Continuation
 from ..metrics import EngineMetrics
-from ..scheduler import InsertAction, PrefillAction, Scheduler
+from ..scheduler import ForkAction, PrefillAction, Scheduler
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,12 @@ class Simulation:
     def seconds(self) -> float:
         """Predicted, of all calls."""
         calls = [*self.metrics.prefill.values(), *self.metrics.decode.values()]
-        return sum(use.seconds for use in calls) + self.metrics.insert_seconds
+        return sum(use.seconds for use in calls)
+
+    def scaled(self, factor: float) -> "Simulation":
+        """The same run with every count and time multiplied by a factor, for more rows of the same
+        kind."""
+        return Simulation(self.metrics.scaled(factor), self.tail_seconds)
 
     @property
     def emitted_tokens(self) -> int:
@@ -85,10 +89,12 @@ def simulate(grid: BucketGrid, rows: Sequence[SimulatedRow], cost: CostModel | N
 class _Replay:
     def __init__(self, grid: BucketGrid, rows: Sequence[SimulatedRow], cost: CostModel | None):
         self._grid, self._rows, self._cost = grid, rows, cost
-        self._scheduler = (Scheduler if not grid.chunks else ChunkScheduler)(grid)
+        self._scheduler = Scheduler(grid)
         self._live: dict[int, _Live] = {}
         self._result = Simulation()
         self._called: set[Call] = set()
+        self._calls: dict[tuple[PrefillBucket, bool], Call] = {}
+        """Prefill calls by bucket, made once."""
 
     def run(self) -> Simulation:
         waiting = deque(enumerate(self._rows))
@@ -106,36 +112,27 @@ class _Replay:
         return self._result
 
     def _carry_out(self, action: object) -> None:
-        metrics, insert = self._result.metrics, self._cost.insert_seconds if self._cost else 0.0
         match action:
-            case PrefillAction(jobs=jobs):
-                self._count_prefill(action, len(jobs), sum(job.prompt_length for job in jobs))
-            case ChunkAction(rows=rows):
-                self._count_prefill(action, len(rows), sum(row.count for row in rows))
+            case PrefillAction(rows=rows):
+                self._count_prefill(action)
                 for row in rows:
-                    if row.is_last and row.sequence.job.generates:
+                    if row.slot is not None and row.is_last and row.sequence.job.generates:
                         self._live[row.slot] = _Live(row.sequence)
-            case (
-                InsertAction(slot=slot, sequence=sequence)
-                | ForkAction(slot=slot, sequence=sequence)
-            ):
-                metrics.count_insert(insert)
+            case ForkAction(slot=slot, sequence=sequence):
+                self._result.metrics.count_fork()
                 self._live[slot] = _Live(sequence)
-            case OpenAction():
-                metrics.count_insert(insert)
             case DecodeAction():
                 self._decode(action)
 
-    def _count_prefill(
-        self, action: PrefillAction | ChunkAction, num_rows: int, real_tokens: int
-    ) -> None:
+    def _count_prefill(self, action: PrefillAction) -> None:
         bucket = action.bucket
-        call = Call.of_bucket(bucket, is_scored=action.is_scored)
+        if (call := self._calls.get(key := (bucket, action.is_scored))) is None:
+            call = self._calls[key] = bucket.call(is_scored=action.is_scored)
         self._result.metrics.count_prefill(
             bucket,
             is_scored=action.is_scored,
-            rows=num_rows,
-            real_tokens=real_tokens,
+            rows=len(action.rows),
+            real_tokens=sum(row.count for row in action.rows),
             computed_tokens=call.num_tokens,
             seconds=self._seconds(call),
         )
@@ -144,7 +141,7 @@ class _Replay:
         slots = self._grid.decode_slots
         emitted = {slot: self._emits(self._live[slot]) for slot in action.slots}
         steps = max(emitted.values())
-        call = Call.of_decode(self._grid, action.span)
+        call = self._grid.decode_call(action.span)
         self._result.metrics.count_decode(
             action.span,
             steps=steps,

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from ...compile.bucket_grid import BucketGrid
 from ...compile.default_grid import GridDefaults
 from ...compile.planning.cost import CostModel
-from ...compile.planning.work import Call
+from ...sharding.call import Call
 from .layout_ranking import RankedLayout, Ranking
 from .nearest import meshes_of
 

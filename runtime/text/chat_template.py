@@ -10,14 +10,15 @@ one row and not the job.
 """
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from datetime import datetime
+from typing import Any, NamedTuple
 
 from ..request import RowError
 from .chat_messages import checked_json, checked_messages, strings_in
 from .special_tokens import unused_character
 from .template_process import TemplateFailure, TemplateLimits, TemplateProcess
-from .tokenizer import Tokenizer
+from .tokenizer import MarkedText, Tokenizer
 
 # Variables of templates that are not for the caller of a request to set.
 _RESERVED = frozenset(
@@ -28,17 +29,47 @@ _RESERVED = frozenset(
 )
 
 
+class Conversation(NamedTuple):
+    """Messages, and the variables of the template that go with them."""
+
+    messages: object
+    template_kwargs: Mapping[str, object] | None = None
+    add_generation_prompt: bool = True
+
+
 class ChatRenderer:
     """Renders and encodes conversations for one tokenizer; close it, or use it in `with`."""
 
-    def __init__(self, tokenizer: Tokenizer, *, limits: TemplateLimits | None = None):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        limits: TemplateLimits | None = None,
+        now: datetime | None = None,
+    ):
+        """Takes the local time that templates see in every rendering; the default is now."""
         self._tokenizer = tokenizer
+        self._special = tokenizer.special_tokens
         template = tokenizer.chat_template
-        self._process = TemplateProcess(template, limits or TemplateLimits()) if template else None
+        now = now or datetime.now()
+        self._process = (
+            TemplateProcess(template, limits or TemplateLimits(), now) if template else None
+        )
+
+    @property
+    def reads_clock(self) -> bool:
+        """Whether a rendering has asked for the date or time."""
+        return self._process is not None and self._process.reads_clock
+
+    @property
+    def gave_up(self) -> str | None:
+        """The template that was given up, and the reason; None while it is used."""
+        reason = self._process and self._process.gave_up
+        return reason and f"{self._tokenizer.chat_template_source}: {reason}"
 
     def encode(
         self,
-        messages: Sequence[Mapping[str, object]],
+        messages: object,
         *,
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, object] | None = None,
@@ -48,35 +79,29 @@ class ChatRenderer:
         `template_kwargs` are variables that the template reads, such as `enable_thinking`.
         Raises RowError: `invalid_request` for the arguments, `chat_template_error` for the rest.
         """
-        if not self._process:
-            raise RowError(
-                "chat_template_error",
-                "the tokenizer has no chat template; send /v1/completions or use a model with one",
-                "messages",
-            )
-        conversation = checked_messages(messages)
-        variables = checked_json(template_kwargs or {}, "chat_template_kwargs")
-        mark = unused_character(
-            [self._tokenizer.chat_template or "", *strings_in(conversation), *strings_in(variables)]
-        )
-        try:
-            self._check_variables(variables)
-            text = self._process.render(
-                {
-                    **self._tokenizer.named_tokens,
-                    **self._protected(variables, mark),
-                    "messages": self._protected(conversation, mark),
-                    "tools": None,
-                    "documents": None,
-                    "add_generation_prompt": add_generation_prompt,
-                }
-            )
-        except TemplateFailure as error:
-            raise RowError(
-                "chat_template_error", f"the chat template failed: {error}", "messages"
-            ) from None
-        text = text.replace(json.dumps(mark)[1:-1], mark)  # spelt out by JSON in ASCII
-        return self._tokenizer.encode_rendered(text, mark)
+        (ids,) = self.encode_all([Conversation(messages, template_kwargs, add_generation_prompt)])
+        if isinstance(ids, RowError):
+            raise ids
+        return ids
+
+    def encode_all(self, conversations: Sequence[Conversation]) -> list[list[int] | RowError]:
+        """Encodes many conversations at once; an error stands in the place of its ids."""
+        outcomes: dict[int, list[int] | RowError] = {}
+        contexts: dict[int, tuple[dict[str, object], str | None]] = {}
+        for index, conversation in enumerate(conversations):
+            try:
+                contexts[index] = self._context(conversation)
+            except RowError as error:
+                outcomes[index] = error
+        rendered: dict[int, MarkedText] = {}
+        for index, text in zip(contexts, self._render(contexts.values()), strict=True):
+            if isinstance(text, RowError):
+                outcomes[index] = text
+            else:
+                rendered[index] = text
+        encoded = self._tokenizer.encode_rendered(list(rendered.values()))
+        outcomes.update(zip(rendered, encoded, strict=True))
+        return [outcomes[index] for index in range(len(conversations))]
 
     def close(self) -> None:
         """Ends the template's process."""
@@ -89,10 +114,68 @@ class ChatRenderer:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _check_variables(self, variables: Mapping[str, object]) -> None:
-        if not variables or not self._process:
+    def _context(self, conversation: Conversation) -> tuple[dict[str, object], str | None]:
+        """The template's variables, and the mark that protects what users wrote, if they need it.
+
+        Raises RowError.
+        """
+        if self._process is None:
+            raise RowError(
+                "chat_template_error",
+                "the tokenizer has no chat template; send /v1/completions or use a model with one",
+                "messages",
+            )
+        messages = checked_messages(conversation.messages)
+        variables = checked_json(conversation.template_kwargs or {}, "chat_template_kwargs")
+        self._check_variables(variables, self._process)
+        mark = None
+        if any(map(self._special.may_occur_in, strings_in([messages, variables]))):
+            mark = self._mark(messages, variables)
+            messages, variables = self._protected(messages, mark), self._protected(variables, mark)
+        context = {
+            **self._tokenizer.named_tokens,
+            **variables,
+            "messages": messages,
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": conversation.add_generation_prompt,
+        }
+        return context, mark
+
+    def _mark(self, *values: object) -> str:
+        template = self._tokenizer.chat_template or ""
+        mark = unused_character([template, *strings_in([*values])])
+        if mark is None:
+            raise RowError(
+                "invalid_request",
+                "messages: expected a text that leaves a private-use character of plane 16 unused, "
+                "got one with all of them. Remove some.",
+                "messages",
+            )
+        return mark
+
+    def _render(
+        self, contexts: Collection[tuple[dict[str, object], str | None]]
+    ) -> Iterator[MarkedText | RowError]:
+        if self._process is None:
             return
-        known = self._process.variables() - _RESERVED
+        texts = self._process.render([context for context, _ in contexts])
+        for text, (_, mark) in zip(texts, contexts, strict=True):
+            if isinstance(text, TemplateFailure):
+                yield _template_error(text)
+            elif mark is None:
+                yield text, None
+            else:
+                # a template may have written the mark as an ASCII escape of JSON
+                yield text.replace(json.dumps(mark)[1:-1], mark), mark
+
+    def _check_variables(self, variables: Mapping[str, object], process: TemplateProcess) -> None:
+        if not variables:
+            return
+        try:
+            known = process.variables() - _RESERVED
+        except TemplateFailure as failure:
+            raise _template_error(failure) from None
         for name in variables:
             if name not in known:
                 raise RowError(
@@ -105,7 +188,7 @@ class ChatRenderer:
     def _protected(self, value: Any, mark: str) -> Any:
         """`value` with each of its strings protected, keys included."""
         if isinstance(value, str):
-            return self._tokenizer.special_tokens.protect(value, mark)
+            return self._special.protect(value, mark)
         if isinstance(value, list):
             return [self._protected(item, mark) for item in value]
         if isinstance(value, dict):
@@ -114,3 +197,7 @@ class ChatRenderer:
                 for key, item in value.items()
             }
         return value
+
+
+def _template_error(failure: TemplateFailure) -> RowError:
+    return RowError("chat_template_error", f"the chat template failed: {failure}", "messages")

@@ -17,6 +17,7 @@ from .tokenizer import InvalidTokenizer, TextSettings, Tokenizer
 from .tokenizer_json import build_tokenizer, import_tokenizers
 
 _SOURCE = "GGUF metadata"
+_TEMPLATE_KEY = "tokenizer.chat_template"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
@@ -159,7 +160,7 @@ def _settings(
                 f"tokenizer.ggml.{key}_token_id: expected an id below {len(tokens)}, got {token}."
             )
         ids[role] = token
-    template = metadata.get("tokenizer.chat_template")
+    template = metadata.get(_TEMPLATE_KEY)
     return TextSettings(
         bos_id=ids.get("bos_token"),
         eos_id=ids.get("eos_token"),
@@ -169,6 +170,7 @@ def _settings(
             default=default_add_bos and "bos_token" in ids,
         ),
         chat_template=template if isinstance(template, str) else None,
+        chat_template_source=_TEMPLATE_KEY,
         named_tokens={role: tokens[token] for role, token in ids.items()},
     )
 

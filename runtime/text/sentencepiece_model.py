@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
 
+from ..checkpoint.small_files import read_small
 from .special_tokens import SpecialTokens
 from .tokenizer import InvalidTokenizer, TextSettings, Tokenizer, Vocabulary
 from .tokenizer_directory import AddedToken, read_directory
@@ -71,7 +72,10 @@ class _PieceEncoder:
     def plain(self, text: str) -> list[int]:
         return self._processor.encode(text)
 
-    def parsed(self, text: str) -> list[int]:
+    def parsed(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self._parsed(text) for text in texts]
+
+    def _parsed(self, text: str) -> list[int]:
         ids: list[int] = []
         for piece in self._special.split(text):
             ids.extend([piece] if isinstance(piece, int) else self.plain(piece))
@@ -82,7 +86,7 @@ def tokenizer_from_sentencepiece(directory: Path) -> Tokenizer:
     """Loads `tokenizer.model` with the settings that stand beside it."""
     path = directory / "tokenizer.model"
     settings = read_directory(directory)
-    model = load_model(path.read_bytes(), source=str(path), added=settings.added_tokens)
+    model = load_model(read_small(path), source=str(path), added=settings.added_tokens)
     bos, eos = (_known(getattr(model.processor, name)()) for name in ("bos_id", "eos_id"))
     # Models of this form begin every text with BOS unless their configuration says otherwise.
     return model.tokenizer(

@@ -38,6 +38,8 @@ class SpecialTokens:
         self._pattern = re.compile(_longest_of(texts)) if texts else None
         self._starts = re.compile(f"(?={_longest_of(texts)})") if texts else None
         self._longest = max(map(len, texts), default=0)
+        self._firsts = {text[0] for text in texts}
+        self._lasts = {text[-1] for text in texts}
         self._heads = {text[:cut] for text in texts for cut in range(1, len(text))}
         self._tails = {text[cut:] for text in texts for cut in range(1, len(text))}
 
@@ -60,6 +62,13 @@ class SpecialTokens:
         if mark is not None:
             pieces = [p if isinstance(p, int) else p.replace(mark, "") for p in pieces]
         return [piece for piece in pieces if piece != ""]
+
+    def may_occur_in(self, text: str) -> bool:
+        """Whether `protect` has to look at `text`; most texts hold no character of a token."""
+        start = text[: self._longest]
+        return any(first in text for first in self._firsts) or any(
+            last in start for last in self._lasts
+        )
 
     def protect(self, text: str, mark: str) -> str:
         """Puts `mark` wherever `text` could be taken for a special token or a part of one."""
@@ -87,9 +96,11 @@ class SpecialTokens:
                 position = end
 
 
-def unused_character(texts: Iterable[str]) -> str:
-    """Draws a private-use character that occurs in none of `texts`."""
+def unused_character(texts: Iterable[str]) -> str | None:
+    """Draws a private-use character that occurs in none of `texts`; None if every one occurs."""
     taken = set().union(*texts)
+    if sum(ord(character) in _MARK_RANGE for character in taken) == len(_MARK_RANGE):
+        return None
     while (mark := chr(secrets.choice(_MARK_RANGE))) in taken:
         pass
     return mark

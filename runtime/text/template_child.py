@@ -7,8 +7,9 @@ output, without writing files, and killed by its parent (`template_process`) whe
 Started as a script, not as a module of the package: nothing but the standard library and jinja2 is
 imported, whatever the package itself may import. Speaks frames, 4 bytes of length and then JSON,
 over stdin and stdout: first `{"template", "memory_bytes", ...}`, answered with `{"variables"}`,
-then `{"context"}` for each conversation, answered with `{"text"}`. A failure is `{"error"}`; with
-`"fatal": true` the process can go on no longer.
+then `{"num_contexts"}` and so many conversations, answered with one `{"text", "reads_clock"}` for
+each, as soon as it is rendered. A failure has `"error"` instead of the text; with `"fatal": true`
+the process can go on no longer.
 """
 
 import datetime
@@ -18,63 +19,95 @@ import resource
 import struct
 import sys
 import time
+from collections import deque
+from collections.abc import Callable
 from typing import IO, Any
 
 MAX_FRAME_BYTES = 1 << 28
 _MAX_ERROR_CHARACTERS = 500
 
 
-def write_frame(stream: IO[bytes], value: object) -> None:
-    """Writes one frame and flushes it."""
+def frame(value: object) -> bytes:
+    """One frame as it is sent."""
     data = json.dumps(value).encode("ascii")
-    stream.write(struct.pack(">I", len(data)))
-    stream.write(data)
-    stream.flush()
+    return struct.pack(">I", len(data)) + data
 
 
-def read_frame(stream: IO[bytes]) -> Any:
+def read_frame(read: Callable[[int], bytes]) -> Any:
     """Reads one frame. Raises EOFError where the stream ends, or the frame is no frame."""
-    header = stream.read(4)
+    return json.loads(_content_of_frame(read))
+
+
+def _content_of_frame(read: Callable[[int], bytes]) -> bytes:
+    header = read(4)
     length = struct.unpack(">I", header)[0] if len(header) == 4 else 0
     if not 0 < length <= MAX_FRAME_BYTES:
         raise EOFError
-    data = stream.read(length)
+    data = read(length)
     if len(data) < length:
         raise EOFError
-    return json.loads(data)
+    return data
 
 
 def main() -> None:
     """Serves conversations until stdin ends."""
     requests, replies = sys.stdin.buffer, sys.stdout.buffer
     try:
-        setup = read_frame(requests)
-        environment = _environment()
+        setup = read_frame(requests.read)
+        clock = _Clock(datetime.datetime.fromisoformat(setup["now"]))
+        environment = _environment(clock)
         _limit_memory(setup["memory_bytes"])
         _limit_processor_time(setup["cpu_seconds"])
         template, variables = _compile(environment, setup["template"])
     except EOFError:
         return
     except Exception as error:
-        write_frame(replies, {"error": _describe(error), "fatal": True})
+        _send(replies, {"error": _describe(error), "fatal": True})
         return
-    write_frame(replies, {"variables": sorted(variables)})
+    _send(replies, {"variables": sorted(variables)})
     while True:
         try:
-            request = read_frame(requests)
-            _limit_processor_time(setup["cpu_seconds"])
-            text = _render(template, request["context"], setup["max_characters"])
-            write_frame(replies, {"text": text})
+            count = read_frame(requests.read)["num_contexts"]
+            # all contexts are read first: the parent reads no reply before it has written all
+            waiting = deque(_content_of_frame(requests.read) for _ in range(count))
+            while waiting:
+                _send(replies, _reply(template, waiting.popleft(), setup, clock))
         except EOFError:
             return
         except MemoryError:
-            write_frame(replies, {"error": "it needs more memory than allowed", "fatal": True})
+            _send(replies, {"error": "it needs more memory than allowed", "fatal": True})
             return
-        except Exception as error:
-            write_frame(replies, {"error": _describe(error)})
 
 
-def _environment():
+class _Clock:
+    """The instant that templates see, whatever the time is when they are rendered."""
+
+    def __init__(self, now: datetime.datetime):
+        self._now = now
+        self.was_read = False
+
+    def strftime(self, form: str) -> str:
+        self.was_read = True
+        return self._now.strftime(form)
+
+
+def _send(stream: IO[bytes], value: object) -> None:
+    stream.write(frame(value))
+    stream.flush()
+
+
+def _reply(template, context: bytes, setup: dict, clock: _Clock) -> dict[str, object]:
+    _limit_processor_time(setup["cpu_seconds"])
+    try:
+        outcome = {"text": _render(template, json.loads(context), setup["max_characters"])}
+    except MemoryError:
+        raise
+    except Exception as error:
+        outcome = {"error": _describe(error)}
+    return {**outcome, "reads_clock": clock.was_read}
+
+
+def _environment(clock: _Clock):
     """The environment that transformers gives to chat templates, made by the same rules."""
     import jinja2.ext
     import jinja2.sandbox
@@ -106,7 +139,7 @@ def _environment():
     )
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    environment.globals["strftime_now"] = clock.strftime
     return environment
 
 

@@ -1,26 +1,34 @@
 """Owns the process that renders chat templates: starts, limits, kills and replaces it.
 
-Knows nothing about tokens or messages: a context goes in, a text comes out. Guarantees: every call
-returns or raises within its limits; after a call that had to be stopped the next one finds a fresh
-process; the process ends with its owner. It is a new interpreter, never a fork of this one, which
-may hold devices and threads.
+Knows nothing about tokens or messages: contexts go in, texts come out, many at a time. Guarantees:
+every call returns within the limits of each of its renderings; a rendering that had to be stopped
+affects no other, as the next one gets a new process; a template that has to be stopped again and
+again is given up; the process ends with its owner. It is a new interpreter, never a fork of this
+one, which may hold devices and threads.
 """
 
 import contextlib
 import importlib.util
+import os
+import select
 import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from .template_child import read_frame, write_frame
+from .template_child import frame, read_frame
 
 _START_SECONDS = 60.0  # an interpreter and jinja2, on a machine that may be busy
+_PIECE_BYTES = 1 << 16
+_MAX_STOPS = 3
+"""Renderings in a row that are stopped before the template is given up."""
 
 
 @dataclass(frozen=True)
@@ -37,33 +45,85 @@ class TemplateFailure(Exception):
     """A template that could not be compiled or rendered, or was stopped; says which and why."""
 
 
+class _Late(Exception):
+    """A pipe could not be read or written in time."""
+
+
 class TemplateProcess:
     """Renders one template; starts its process with the first call."""
 
-    def __init__(self, template: str, limits: TemplateLimits):
+    def __init__(self, template: str, limits: TemplateLimits, now: datetime):
         self._template = template
         self._limits = limits
+        self._now = now
         self._process: subprocess.Popen[bytes] | None = None
         self._stop_process = lambda: None
         self._variables: frozenset[str] = frozenset()
+        self._received = bytearray()
         self._broken: str | None = None
+        self._num_stops = 0
+        self._lock = threading.Lock()
+        self._is_closing = False
+        self.reads_clock = False
+        """Whether a rendering has asked for the date or time."""
+
+    @property
+    def gave_up(self) -> str | None:
+        """The reason why no more renderings are tried, once too many had to be stopped."""
+        return self._broken if self._num_stops >= _MAX_STOPS else None
 
     def variables(self) -> frozenset[str]:
-        """The names that the template expects from outside."""
-        self._start()
-        return self._variables
+        """The names that the template expects from outside. Raises TemplateFailure."""
+        with self._lock:
+            self._start()
+            return self._variables
 
-    def render(self, context: Mapping[str, object]) -> str:
-        """Renders the template. Raises TemplateFailure."""
-        self._start()
-        return self._exchange({"context": context}, self._limits.wall_seconds)["text"]
+    def render(self, contexts: Sequence[Mapping[str, object]]) -> list[str | TemplateFailure]:
+        """Renders the template for each context; a failure stands in the place of its text."""
+        rendered: list[str | TemplateFailure] = []
+        with self._lock:
+            while len(rendered) < len(contexts):
+                try:
+                    self._start()
+                    waiting = contexts[len(rendered) :]
+                    self._send({"num_contexts": len(waiting)}, *waiting)
+                    while len(rendered) < len(contexts):
+                        rendered.append(self._next_text())
+                except TemplateFailure as failure:
+                    # the process is gone, or cannot be started: the others go to a fresh one
+                    rendered.append(failure)
+        return rendered
 
     def close(self) -> None:
-        """Ends the process; a later call would start another."""
+        """Ends the process, and a call of another thread with it; a later call starts another."""
+        self._is_closing = True
+        if (process := self._process) is not None:
+            process.kill()
+        with self._lock:
+            self._end()
+            self._is_closing = False
+
+    def _end(self) -> None:
         self._stop_process()
         self._process = None
+        self._received.clear()
+
+    def _next_text(self) -> str | TemplateFailure:
+        """The next reply; raises TemplateFailure where there will be no more of them."""
+        try:
+            reply = self._receive(self._limits.wall_seconds)
+        except TemplateFailure as failure:
+            self._num_stops += 1
+            if self._num_stops >= _MAX_STOPS:
+                self._broken = f"{failure}, {self._num_stops} times in a row; it is given up"
+            raise
+        self._num_stops = 0
+        self.reads_clock = self.reads_clock or reply["reads_clock"]
+        return TemplateFailure(reply["error"]) if "error" in reply else reply["text"]
 
     def _start(self) -> None:
+        if self._is_closing:
+            raise TemplateFailure("it was closed")
         if self._broken is not None:
             raise TemplateFailure(self._broken)
         if self._process is not None and self._process.poll() is None:
@@ -72,15 +132,20 @@ class TemplateProcess:
             raise ModuleNotFoundError(
                 "chat templates need the package jinja2: pip install 'noria[hf]'", name="jinja2"
             )
-        self.close()
+        self._end()
         child = str(Path(__file__).with_name("template_child.py"))
         self._process = subprocess.Popen(
             [sys.executable, "-P", child],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
+            bufsize=0,
             start_new_session=True,  # Ctrl-C lets rows in flight finish; they may need the process
         )
+        assert self._process.stdin is not None
+        os.set_blocking(
+            self._process.stdin.fileno(), False
+        )  # writing to a full pipe must not block
         self._stop_process = weakref.finalize(self, _stop, self._process)
         limits = self._limits
         setup = {
@@ -88,39 +153,64 @@ class TemplateProcess:
             "memory_bytes": limits.memory_bytes,
             "cpu_seconds": limits.cpu_seconds,
             "max_characters": limits.max_characters,
+            "now": self._now.isoformat(),
         }
         try:
-            self._variables = frozenset(self._exchange(setup, _START_SECONDS)["variables"])
+            self._send(setup)
+            self._variables = frozenset(self._receive(_START_SECONDS)["variables"])
         except TemplateFailure as failure:
             self._broken = str(failure)  # it does not compile, and never will
             raise
 
-    def _exchange(self, frame: object, seconds: float) -> dict[str, Any]:
-        process = self._process
-        assert process is not None and process.stdin is not None and process.stdout is not None
-        is_late = threading.Event()
-
-        def stop_late_process() -> None:
-            is_late.set()
-            process.kill()  # both pipes then end, wherever this thread waits
-
-        timer = threading.Timer(seconds, stop_late_process)
-        timer.start()
+    def _send(self, *values: object) -> None:
+        data = memoryview(b"".join(map(frame, values)))
+        deadline = time.monotonic() + self._limits.wall_seconds
         try:
-            write_frame(process.stdin, frame)
-            reply = read_frame(process.stdout)
-        except (OSError, EOFError):
-            reply = None
-        finally:
-            timer.cancel()
-            timer.join()
-        if reply is None or is_late.is_set() or reply.get("fatal"):
-            self.close()
-        if reply is None:
-            raise TemplateFailure(self._why_ended(process.returncode, is_late.is_set(), seconds))
-        if "error" in reply:
+            while data:
+                descriptor = self._wait("stdin", select.POLLOUT, deadline)
+                data = data[os.write(descriptor, data[:_PIECE_BYTES]) :]
+        except (OSError, _Late) as error:
+            raise self._stopped(error, self._limits.wall_seconds) from None
+
+    def _receive(self, seconds: float) -> dict[str, Any]:
+        deadline = time.monotonic() + seconds
+
+        def read(count: int) -> bytes:
+            while len(self._received) < count:
+                descriptor = self._wait("stdout", select.POLLIN, deadline)
+                if not (piece := os.read(descriptor, _PIECE_BYTES)):
+                    raise EOFError
+                self._received += piece
+            data = bytes(self._received[:count])
+            del self._received[:count]
+            return data
+
+        try:
+            reply = read_frame(read)
+        except (OSError, EOFError, _Late) as error:
+            raise self._stopped(error, seconds) from None
+        if reply.get("fatal"):
+            self._end()
             raise TemplateFailure(reply["error"])
         return reply
+
+    def _wait(self, name: str, event: int, deadline: float) -> int:
+        """The descriptor of a pipe, once it can be read or written."""
+        descriptor = getattr(self._process, name).fileno()
+        poll = select.poll()
+        poll.register(descriptor, event)
+        if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            raise _Late
+        return descriptor
+
+    def _stopped(self, error: Exception, seconds: float) -> TemplateFailure:
+        process = self._process
+        assert process is not None
+        is_late = isinstance(error, _Late)
+        if is_late:
+            process.kill()
+        self._end()
+        return TemplateFailure(self._why_ended(process.returncode, is_late, seconds))
 
     def _why_ended(self, returncode: int | None, is_late: bool, seconds: float) -> str:
         if is_late:

@@ -23,15 +23,19 @@ class InvalidTokenizer(ValueError):
     """Tokenizer files that cannot be used: corrupt, contradictory or of a kind we do not read."""
 
 
+MarkedText = tuple[str, str | None]
+"""A rendered text, and the mark before special-token text of users; None if there is none."""
+
+
 class Encoder(Protocol):
     """The two encodings of a format; neither adds BOS or EOS."""
 
     def plain(self, text: str) -> list[int]:
-        """Encodes all of `text` as ordinary characters, special-token text included."""
+        """Encodes all of `text` as ordinary characters; raises RowError where that fails."""
         ...
 
-    def parsed(self, text: str) -> list[int]:
-        """Encodes `text` with special-token text turned into special tokens."""
+    def parsed(self, texts: Sequence[str]) -> Sequence[list[int] | RowError]:
+        """Encodes each text with special-token text turned into special tokens."""
         ...
 
 
@@ -54,6 +58,8 @@ class TextSettings:
     eos_id: int | None = None
     add_bos: bool = False
     chat_template: str | None = None
+    chat_template_source: str = ""
+    """The file and key that the template is from."""
     named_tokens: Mapping[str, str] = field(default_factory=dict)
     """Text by role, as chat templates ask for it: `bos_token`, `eos_token`, ..."""
 
@@ -77,6 +83,7 @@ class Tokenizer:
         self.eos_id = settings.eos_id
         self.add_bos = settings.add_bos
         self.chat_template = settings.chat_template
+        self.chat_template_source = settings.chat_template_source
         self.named_tokens = settings.named_tokens
 
     def encode(self, text: str, *, special_tokens: bool) -> list[int]:
@@ -85,29 +92,53 @@ class Tokenizer:
         A prompt has its special-token text parsed, and starts with BOS if the model wants that and
         the text does not already do so. Plain text has neither.
         """
-        check_encodable(text)
         if not special_tokens:
+            check_encodable(text)
             return self._encoder.plain(text)
-        ids = self._encoder.parsed(text)
-        if self.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
-            ids.insert(0, self.bos_id)
+        (ids,) = self.encode_prompts([text])
+        if isinstance(ids, RowError):
+            raise ids
         return ids
 
-    def encode_rendered(self, text: str, mark: str) -> list[int]:
+    def encode_prompts(self, texts: Sequence[str]) -> list[list[int] | RowError]:
+        """Encodes many prompts at once; an error stands in the place of its ids."""
+        encoded = self._parsed(texts)
+        if self.add_bos and self.bos_id is not None:
+            for ids in encoded:
+                if not isinstance(ids, RowError) and ids[:1] != [self.bos_id]:
+                    ids.insert(0, self.bos_id)
+        return encoded
+
+    def encode_rendered(self, texts: Sequence[MarkedText]) -> list[list[int] | RowError]:
         """Encodes what a chat template rendered: special tokens parsed, no BOS of our own.
 
-        Special-token text right after the character `mark` came from a user and stays plain text;
-        the marks vanish. See `special_tokens`.
+        Special-token text right after a mark came from a user and stays plain text; the marks
+        vanish. See `special_tokens`.
         """
-        check_encodable(text)
-        unmarked = text.replace(mark, "")
-        pieces = self.special_tokens.split(text, mark)
-        if pieces == self.special_tokens.split(unmarked):
-            return self._encoder.parsed(unmarked)  # no user text looks like a special token
-        ids = []
-        for piece in pieces:
-            ids.extend([piece] if isinstance(piece, int) else self._encoder.plain(piece))
+        unmarked = [text.replace(mark, "") if mark else text for text, mark in texts]
+        encoded = self._parsed(unmarked)
+        for index, (text, mark) in enumerate(texts):
+            if mark is None or mark not in text or isinstance(encoded[index], RowError):
+                continue
+            pieces = self.special_tokens.split(text, mark)
+            if pieces != self.special_tokens.split(unmarked[index]):
+                encoded[index] = self._joined_ids(pieces)
+        return encoded
+
+    def _joined_ids(self, pieces: Iterable[int | str]) -> list[int] | RowError:
+        ids: list[int] = []
+        try:
+            for piece in pieces:
+                ids += [piece] if isinstance(piece, int) else self._encoder.plain(piece)
+        except RowError as error:
+            return error
         return ids
+
+    def _parsed(self, texts: Sequence[str]) -> list[list[int] | RowError]:
+        errors = [encoding_error(text) for text in texts]
+        good = [text for text, error in zip(texts, errors, strict=True) if error is None]
+        ids = iter(self._encoder.parsed(good))
+        return [next(ids) if error is None else error for error in errors]
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool) -> str:
         """Decodes a whole text; bytes that are no UTF-8 become U+FFFD."""
@@ -134,17 +165,20 @@ def load_tokenizer(files: str | Path | Mapping[str, object]) -> Tokenizer | None
         from .gguf_vocabulary import tokenizer_from_gguf
 
         return tokenizer_from_gguf(files)
+    # here, as merging parts imports this module, and needs neither numpy nor model files
+    from ..checkpoint.small_files import has_file
+
     directory = Path(files)
-    if (directory / "tokenizer.json").exists():
+    if has_file(directory, "tokenizer.json"):
         from .tokenizer_json import tokenizer_from_json
 
         return tokenizer_from_json(directory)
-    if (directory / "tokenizer.model").exists():
+    if has_file(directory, "tokenizer.model"):
         from .sentencepiece_model import tokenizer_from_sentencepiece
 
         return tokenizer_from_sentencepiece(directory)
     for name in ("vocab.json", "vocab.txt", "tekken.json", "qwen.tiktoken"):
-        if (directory / name).exists():
+        if has_file(directory, name):
             raise InvalidTokenizer(
                 f"{directory}: expected tokenizer.json or a sentencepiece tokenizer.model, got "
                 f"only {name}. Save the tokenizer as tokenizer.json, or remove {name} to serve "
@@ -153,14 +187,21 @@ def load_tokenizer(files: str | Path | Mapping[str, object]) -> Tokenizer | None
     return None
 
 
-def check_encodable(text: str, param: str | None = None) -> None:
-    """Refuses text with a lone surrogate, which has no UTF-8 form."""
+def encoding_error(text: str, param: str | None = None) -> RowError | None:
+    """The error for a text with a lone surrogate, which has no UTF-8 form."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise RowError(
+        return RowError(
             "invalid_request",
             f"{param or 'text'}: expected Unicode text, got the lone surrogate "
             f"U+{ord(text[error.start]):04X} at character {error.start}. Remove it or pair it.",
             param,
-        ) from None
+        )
+    return None
+
+
+def check_encodable(text: str, param: str | None = None) -> None:
+    """Refuses text with a lone surrogate."""
+    if (error := encoding_error(text, param)) is not None:
+        raise error

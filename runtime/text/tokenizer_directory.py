@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..checkpoint.small_files import has_file, read_small
 from .tokenizer import InvalidTokenizer, TextSettings
 
 _ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
@@ -32,6 +33,7 @@ class DirectorySettings:
     """Text by role; None where a file says that there is no such token."""
     add_bos: bool | None
     chat_template: str | None
+    chat_template_source: str
     added_tokens: Mapping[int, AddedToken]
 
     def resolve(
@@ -55,6 +57,7 @@ class DirectorySettings:
             eos_id=eos,
             add_bos=implied if self.add_bos is None else self.add_bos,
             chat_template=self.chat_template,
+            chat_template_source=self.chat_template_source,
             named_tokens={role: text for role, text in named.items() if text is not None},
         )
 
@@ -81,20 +84,23 @@ def read_directory(directory: Path) -> DirectorySettings:
             f"{add_bos!r}."
         )
     tokens = {**token_map, **config}
+    template, template_source = _chat_template(directory, config)
     return DirectorySettings(
         directory=directory,
         named_tokens={role: _token_text(tokens[role]) for role in _ROLES if role in tokens},
         add_bos=add_bos,
-        chat_template=_chat_template(directory, config),
+        chat_template=template,
+        chat_template_source=template_source,
         added_tokens=_added_tokens(directory, config),
     )
 
 
 def _read_json(path: Path) -> dict[str, object]:
-    if not path.exists():
+    if not has_file(path.parent, path.name):
         return {}
+    content = read_small(path)
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise InvalidTokenizer(f"{path}: expected JSON: {error}") from None
     if not isinstance(value, dict):
@@ -109,18 +115,20 @@ def _token_text(value: object) -> str | None:
     return value if isinstance(value, str) and value else None
 
 
-def _chat_template(directory: Path, config: Mapping[str, object]) -> str | None:
+def _chat_template(directory: Path, config: Mapping[str, object]) -> tuple[str | None, str]:
+    """The template, and the file and key that it is from."""
     path = directory / "chat_template.jinja"
-    if path.exists():
+    if has_file(directory, path.name):
         try:
-            return path.read_text(encoding="utf-8")
+            return read_small(path).decode("utf-8"), str(path)
         except UnicodeDecodeError as error:
             raise InvalidTokenizer(f"{path}: expected UTF-8 text: {error}") from None
     template = config.get("chat_template")
     if isinstance(template, list):  # several, by name; "default" is the one for plain chat
         named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
         template = named.get("default")
-    return template if isinstance(template, str) else None
+    source = f"{directory / 'tokenizer_config.json'}: chat_template"
+    return (template if isinstance(template, str) else None), source
 
 
 def _added_tokens(directory: Path, config: Mapping[str, object]) -> dict[int, AddedToken]:

@@ -7,10 +7,12 @@ can be done token by token; the two families of decoders that language models us
 
 import json
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..checkpoint.small_files import read_small
+from ..request import RowError
 from .special_tokens import SpecialTokens
 from .tokenizer import InvalidTokenizer, TextSettings, Tokenizer, Vocabulary
 from .tokenizer_directory import read_directory
@@ -39,15 +41,36 @@ class _JsonEncoder:
         self._lock = threading.Lock()  # the mode is a property of the backend, not of a call
 
     def plain(self, text: str) -> list[int]:
-        return self._encode(text, as_text=True)
+        (ids,) = self._encode([text], as_text=True)
+        if isinstance(ids, RowError):
+            raise ids
+        return ids
 
-    def parsed(self, text: str) -> list[int]:
-        return self._encode(text, as_text=False)
+    def parsed(self, texts: Sequence[str]) -> list[list[int] | RowError]:
+        return self._encode(texts, as_text=False)
 
-    def _encode(self, text: str, *, as_text: bool) -> list[int]:
-        with self._lock:
-            self._backend.encode_special_tokens = as_text
-            return self._backend.encode(text, add_special_tokens=False).ids
+    def _encode(self, texts: Sequence[str], *, as_text: bool) -> list[list[int] | RowError]:
+        try:
+            with self._lock:
+                self._backend.encode_special_tokens = as_text
+                # without offsets, which nothing reads; several texts are shared out over all cores
+                encoded = self._backend.encode_batch_fast(texts, add_special_tokens=False)
+        except BaseException as error:
+            # where a word rule goes back too often, the library panics, which is no Exception
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            if len(texts) > 1:
+                return [ids for text in texts for ids in self._encode([text], as_text=as_text)]
+            return [_cannot_encode(error)]
+        return [one.ids for one in encoded]
+
+
+def _cannot_encode(error: BaseException) -> RowError:
+    return RowError(
+        "invalid_request",
+        f"expected a text that the tokenizer can encode, got its error: {error}. Change the text, "
+        f"or give token ids.",
+    )
 
 
 def tokenizer_from_json(directory: Path) -> Tokenizer:
@@ -55,8 +78,9 @@ def tokenizer_from_json(directory: Path) -> Tokenizer:
     library = import_tokenizers("tokenizer.json", extra="hf")
     path = directory / "tokenizer.json"
     settings = read_directory(directory)
+    content = read_small(path)
     try:
-        backend = library.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        backend = library.Tokenizer.from_str(content.decode("utf-8"))
     except Exception as error:  # the library raises plain Exception
         raise InvalidTokenizer(f"{path}: expected a tokenizer, got: {error}") from None
     # A file may carry the truncation and padding of its training; a prompt is never cut silently.

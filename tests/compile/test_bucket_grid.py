@@ -80,11 +80,22 @@ def test_the_span_is_the_shortest_that_holds_the_positions(length, span):
         ({"span_slots": (8, 2), "slot_groups": 0}, "slot_groups: expected a positive integer"),
         ({"score": 1}, "buckets.score: expected true or false, got 1"),
         ({"steps_per_call": -1}, "buckets.steps_per_call: expected a positive integer, got -1"),
+        ({"steps_per_call": 2**31}, "buckets.steps_per_call: expected at most 2147483647, got 214"),
+        ({"decode_slots": 10**30}, "buckets.decode_slots: expected at most 2147483647, got 1000"),
+        ({"prefill": ((16, 2**31),)}, "length 16: expected at most 2147483647, got 2147483648"),
+        ({"max_length": 10**30}, "buckets.max_length: expected at most 2147483647, got 10000"),
     ],
 )
 def test_a_grid_that_makes_no_sense_is_refused_by_key(change, message):
     with pytest.raises(ValueError, match=message):
         BucketGrid.from_table(GRID.to_table() | change)
+
+
+def test_a_graph_has_no_more_positions_than_the_limit():
+    shape = {"max_length": 2**20, "decode_spans": (2**20,), "steps_per_call": 1}
+    replace(GRID, **shape, decode_slots=2**20)
+    with pytest.raises(ValueError, match="decode_slots: expected at most 1048576, got 1048577"):
+        replace(GRID, **shape, decode_slots=2**20 + 1)
 
 
 CHUNKS = BucketGrid(

@@ -13,6 +13,7 @@ from noria.compile.default_grid import (
     derive_grid,
     ladder_grid,
     prefill_padding,
+    with_asked,
 )
 
 
@@ -195,3 +196,48 @@ def test_chunks_are_padded_to_whole_ones_alone():
 def test_the_ladder_of_chunks_reaches_its_length():
     grid = ladder_grid(2048, 8, score=True, defaults=GridDefaults(chunks=(256,)))
     assert grid.prefill[-1].length == grid.max_length == 2048
+
+
+def test_rows_without_max_tokens_go_as_far_as_the_cache_fits():
+    rows, defaults = [RowNeed(20, None)] * 4, GridDefaults(unspecified_output=100)
+
+    def up_to(most_entries):
+        return lambda slots, length: slots * length <= most_entries
+
+    assert derive_grid(rows, 4096, defaults, up_to(4 * 4096)).max_length == 4096
+    assert derive_grid(rows, 4096, defaults, up_to(4 * 1000)).max_length == 960
+    # less than is expected is never planned for want of memory
+    assert derive_grid(rows, 4096, defaults, up_to(0)).max_length == 128
+    limited = [RowNeed(20, 100)] * 4
+    assert derive_grid(limited, 4096, defaults, up_to(4 * 4096)).max_length == 128
+
+
+@pytest.mark.parametrize("chunks", [(), (32,)])
+def test_far_spans_take_the_place_of_near_ones_and_the_expected_ones_stay(chunks):
+    defaults = GridDefaults(unspecified_output=300, chunks=chunks)
+    rows = [RowNeed(20, None)] * 4
+    near = derive_grid(rows, 4096, defaults)
+    far = derive_grid(rows, 4096, defaults, lambda slots, length: True)
+    assert far.decode_spans == (192, 320, 4096)
+    assert len(far.decode_spans) == len(near.decode_spans) == defaults.max_decode_graphs
+
+
+@pytest.mark.parametrize(("asked", "spans"), [(1024, (320, 528, 1024)), (64, (64,))])
+def test_spans_reach_the_length_that_a_user_asks_for(asked, spans):
+    defaults = with_asked(GridDefaults(), {"max_length": asked})
+    grid = derive_grid([RowNeed(10, None), RowNeed(5, 3)], 8192, defaults, lambda *_: True)
+    assert (grid.max_length, grid.decode_spans) == (asked, spans)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (5, "buckets: expected a table, got 5"),
+        ("chunk", "buckets: expected a table, got 'chunk'"),
+        ({"max_length": "x"}, "buckets.max_length: expected a positive integer, got 'x'"),
+        ({"chunk": {}}, "buckets.chunk: expected growing positive integers, got"),
+    ],
+)
+def test_what_no_grid_can_be_derived_for_is_refused_by_its_key(asked, message):
+    with pytest.raises(ValueError, match=message):
+        with_asked(GridDefaults(), asked)

@@ -26,6 +26,7 @@ pytestmark = pytest.mark.tpu_compile
 TARGET = "tpu:v5e:2x4"
 SLOTS, PROMPTS, LENGTH, EMBED, BYTES = 64, 8, 256, 512, 2
 NUM_EXPERTS, CHOSEN = 8, 2
+KV_HEADS, HEAD_DIM = 8, 64
 GRID = BucketGrid(512, ((LENGTH, PROMPTS),), SLOTS, (512,), steps_per_call=8)
 TOKENS = {"prefill": PROMPTS * LENGTH, "decode": SLOTS}
 WEIGHTS_OF_ONE_EXPERT = 3 * EMBED * 1536 * BYTES
@@ -41,8 +42,8 @@ def compiled(layout: Layout, phase: str, num_layers: int):
         embed=EMBED,
         mlp=1536,
         num_query_heads=16,
-        num_kv_heads=8,
-        head_dim=64,
+        num_kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
         windows=(None,) * num_layers,
         max_position=2048,
         moe=MoeConfig(Routing(NUM_EXPERTS, CHOSEN), 1536, (True,) * num_layers),
@@ -80,7 +81,10 @@ def collectives(program, layout: Layout, num_layers: int) -> Counter:
     ],
 )
 def test_a_sparse_layer_exchanges_tokens_twice_and_gathers_no_expert(name, phase):
-    """There with their choices and weights beside them, back alone; a row a token."""
+    """There with their choices and weights beside them, back alone; a row a token.
+
+    In prefill, keys and values go to every device that may have the slots of their rows.
+    """
     layout = layout_of(name)
     mesh = layout.mesh.sizes
     with ThreadPoolExecutor() as pool:
@@ -98,6 +102,10 @@ def test_a_sparse_layer_exchanges_tokens_twice_and_gathers_no_expert(name, phase
         # attention's sum, and that of the experts' hidden size or of the experts themselves
         residual = TOKENS[phase] // (mesh.get("data", 1) * exchanging) * EMBED * BYTES
         wanted["all-reduce", ("tensor",), residual] += 2
+    rows = tuple(axis for axis in mesh if axis in layout.rules["batch"])
+    if phase == "prefill" and rows:
+        entries = TOKENS[phase] * KV_HEADS // mesh.get("tensor", 1) * HEAD_DIM * BYTES
+        wanted["all-gather", rows, entries] += 2
     assert three - two == wanted
     # nor are weights copied on their way into a product
     assert programs[0].memory_analysis().temp_size_in_bytes < 4 * WEIGHTS_OF_ONE_EXPERT

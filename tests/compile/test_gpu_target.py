@@ -8,10 +8,11 @@ from noria.compile.attention_kernels import AttentionPlan
 from noria.compile.bucket_grid import BucketGrid
 from noria.compile.definition import Definition
 from noria.compile.layout_measure import COMPILER, SHAPES, measure
-from noria.compile.planning.work import Call, Work
+from noria.compile.planning.work import Work
 from noria.compile.targets import find_target
 from noria.modelzoo.config import DecoderConfig
 from noria.runtime.layout_files import read_layout_table
+from noria.sharding.call import Call
 from noria.sharding.layout import Layout
 
 NUM_LAYERS = 2

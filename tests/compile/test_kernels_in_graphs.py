@@ -44,7 +44,7 @@ def test_a_model_with_splash_gives_the_answer_of_the_reference():
     def logprobs(attend):
         def run(parameters):
             decoder = definition.bind(parameters, attend=attend)
-            x_BTD, *_ = decoder.prefill(jnp.asarray(tokens_BT), jnp.asarray(true_length_B))
+            x_BTD, _ = decoder.forward(jnp.asarray(tokens_BT), jnp.asarray(true_length_B))
             return jax.nn.log_softmax(decoder.logits(x_BTD.reshape(2 * T, -1)))
 
         with pltpu.force_tpu_interpret_mode():

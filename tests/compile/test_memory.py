@@ -1,4 +1,4 @@
-"""The decode graph works in place: little memory beside its arguments, no copy of weights or cache.
+"""Graphs work in place: little memory beside their arguments, no copy of weights or cache.
 
 Checked on what XLA reports of the very graphs that run, in the embedded model's shape; for TPU
 without a TPU.
@@ -8,6 +8,7 @@ import math
 import re
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,9 +37,13 @@ DEEP_WHOLE: Windows = (None,) * 30
 DEEP_RINGS: Windows = (96, None) * 15
 
 
-def decode_graph(
+def decode_graph(target: str, span: int, dtype: str, *given: Any, **options: Any) -> GraphToBuild:
+    return graph_of(CompiledGraphs.decode_name(span), target, dtype, *given, **options)
+
+
+def graph_of(
+    name: str,
     target: str,
-    span: int,
     dtype: str,
     windows: Windows = WHOLE,
     grid: BucketGrid = GRID,
@@ -61,7 +66,7 @@ def decode_graph(
     placement = find_target(target).placement(layout)
     definition = Definition(config, placement.arrangement(config, scan_layers))
     graphs = plan_graphs(definition, grid, placement, jnp.dtype(dtype))
-    return next(graph for graph in graphs if graph.name == CompiledGraphs.decode_name(span))
+    return next(graph for graph in graphs if graph.name == name)
 
 
 def temporary_bound(graph: GraphToBuild) -> float:
@@ -74,20 +79,17 @@ def cache_bytes(graph: GraphToBuild) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.cache))
 
 
-def whole_copies(hlo: str, num_elements: int) -> list[str]:
-    """Copies and transposes of bfloat16 arrays of at least this size, as shapes.
+def whole_copies(hlo: str, num_elements: int, dtype: str = "bf16") -> list[str]:
+    """Copies and transposes of arrays of a dtype of at least this size, as shapes.
 
     Prefetches (`copy-start`) do not count: they read once what has to be read anyway.
     """
-    found = re.findall(r"= (bf16\[[0-9,]+\])\S* (?:copy|transpose)\(", hlo)
+    found = re.findall(rf"= ({dtype}\[[0-9,]+\])\S* (?:copy|transpose)\(", hlo)
     return [shape for shape in found if _size(shape) >= num_elements]
 
 
 def _size(shape: str) -> int:
-    size = 1
-    for length in re.findall(r"\d+", shape.removeprefix("bf16")):
-        size *= int(length)
-    return size
+    return math.prod(map(int, re.findall(r"\d+", shape.partition("[")[2])))
 
 
 def smallest_that_counts(graph: GraphToBuild) -> int:
@@ -129,25 +131,37 @@ OF_16_EXPERTS = partial(MoeConfig, Routing(num_experts=16, num_chosen=2), QWEN3_
 
 @pytest.mark.tpu_compile
 @pytest.mark.parametrize(
-    ("spelling", "shape", "moe"),
+    ("name", "spelling", "shape", "moe"),
     [
-        pytest.param("weight-stationary-1d@tensor=8", LLAMA_8B, None, marks=pytest.mark.slow),
-        ("weight-stationary-2d@data=2,tensor=4", LLAMA_8B, None),
-        ("expert-tensor@data=1,expert=2,tensor=4", QWEN3_235B, OF_16_EXPERTS),
+        pytest.param(
+            "decode span 1536", "weight-stationary-1d@tensor=8", LLAMA_8B, None,
+            marks=pytest.mark.slow, id="1d",
+        ),
+        pytest.param(
+            "decode span 1536", "weight-stationary-2d@data=2,tensor=4", LLAMA_8B, None, id="2d"
+        ),
+        pytest.param(
+            "decode span 1536", "expert-tensor@data=1,expert=2,tensor=4", QWEN3_235B,
+            OF_16_EXPERTS, id="experts",
+        ),
+        # a device has one head, whose keys lie in another order
+        pytest.param(
+            "prefill 256x1 span 1536", "weight-stationary-1d@tensor=8", LLAMA_8B, None,
+            id="chunks 1d",
+        ),
     ],
-    ids=["1d", "2d", "experts"],
-)
-def test_temporaries_of_a_loop_do_not_grow_with_its_layers_on_tpu(spelling, shape, moe):
+)  # fmt: skip
+def test_temporaries_of_a_loop_do_not_grow_with_its_layers_on_tpu(name, spelling, shape, moe):
     """Neither keys nor weights of all layers are laid out anew."""
     layout = Layout.from_table(read_layout_table(spelling))
-    grid = BucketGrid(1536, ((512, 4),), 256, (1536,))
+    grid = BucketGrid(1536, ((512, 1, 256), (1536, 1, 256)), 256, (512, 1536))
     shape = {"vocab_size": 1000, "head_dim": 128, "layout": layout, **shape}
     needed = {}
     for num_layers in (2, 4):
         windows = (None,) * num_layers
         of_layers = {} if moe is None else {"moe": moe(layers=(True,) * num_layers)}
-        graph = decode_graph(
-            TPU, 1536, "bfloat16", windows, grid, scan_layers=True, **shape, **of_layers
+        graph = graph_of(
+            name, TPU, "bfloat16", windows, grid, scan_layers=True, **shape, **of_layers
         )
         compiled, _, _ = compile_graph(graph)
         needed[num_layers] = compiled.memory_analysis().temp_size_in_bytes

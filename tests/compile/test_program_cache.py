@@ -1,7 +1,11 @@
 """jax's cache of programs: for devices that are there, and not for others or on request."""
 
+import shutil
+import zlib
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
@@ -21,7 +25,7 @@ SETTINGS = (
 def folder(tmp_path):
     """Of the cache, which is on; settings are as before afterwards."""
     before = {name: jax.config.values[name] for name in SETTINGS}
-    compilation_cache.enable(tmp_path)
+    compilation_cache.enable(pytest.fail, tmp_path)
     reset_cache()
     yield tmp_path
     for name, value in before.items():
@@ -29,11 +33,11 @@ def folder(tmp_path):
     reset_cache()
 
 
-def compile_for(name: str) -> None:
+def compile_for(name: str) -> jax.stages.Compiled:
     sharding = find_target(name).placement().replicated
     x = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=sharding)
     # a function of its own each time: jax keeps what it has compiled of another
-    compile_program(jax.jit(lambda x: x + 1, out_shardings=sharding).lower(x))
+    return compile_program(jax.jit(lambda x: x + 1, out_shardings=sharding).lower(x))
 
 
 def kept(folder):
@@ -43,6 +47,34 @@ def kept(folder):
 def test_a_program_is_kept(folder):
     compile_for("cpu")
     assert len(kept(folder)) == 1
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: b"",
+        lambda content: content[: len(content) // 2],
+        lambda content: b"not compressed",
+        lambda content: content[:-9] + bytes([content[-9] ^ 1]) + content[-8:],
+        lambda content: zlib.compress(b"of another version"),
+    ],
+    ids=["empty", "cut", "garbage", "a bit", "other content"],
+)
+def test_a_damaged_entry_is_compiled_again_with_a_word(folder, damage):
+    compile_for("cpu")
+    (entry,) = kept(folder)
+    entry.write_bytes(damage(entry.read_bytes()))
+    with pytest.warns(UserWarning, match="Error reading persistent compilation cache entry"):
+        compiled = compile_for("cpu")
+    np.testing.assert_array_equal(compiled(np.zeros(8, np.float32)), np.ones(8))
+
+
+def test_a_cache_that_is_gone_costs_a_word_and_no_program(folder):
+    compile_for("cpu")
+    shutil.rmtree(folder)
+    with pytest.warns(UserWarning, match="Error writing persistent compilation cache entry"):
+        compiled = compile_for("cpu")
+    np.testing.assert_array_equal(compiled(np.zeros(8, np.float32)), np.ones(8))
 
 
 @pytest.mark.tpu_compile

@@ -1,11 +1,15 @@
 """The command `noria` in processes of its own, and the lines it reads and writes."""
 
+import io
 import json
 import subprocess
 import sys
+from contextlib import redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from noria.runtime.cli import main
 
 COMMAND = (sys.executable, "-c", "import sys; from noria.runtime.cli import main; sys.exit(main())")
 
@@ -32,6 +36,13 @@ class Noria:
         out, err = process.communicate(timeout=300)
         assert process.returncode == expect, f"exit {process.returncode}:\n{out}\n{err}"
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    def refuse(self, *arguments: object, expect: int = 2) -> str:
+        """The refusal of a command that runs in this process, which has imported all modules."""
+        said = io.StringIO()
+        with redirect_stderr(said):
+            assert main([*map(str, arguments)]) == expect, said.getvalue()
+        return said.getvalue()
 
     def batch(self, source: Path, output: Path, *options: object, expect: int = 0):
         """Run a job to its end; the rows of the output and the manifest."""

@@ -8,7 +8,7 @@ from model_on_disk import write_model
 
 
 @pytest.fixture(scope="session")
-def noria(tmp_path_factory) -> Noria:
+def noria(tmp_path_factory, optimizes: bool) -> Noria:
     root = tmp_path_factory.mktemp("noria")
     model = root / "model"
     write_model(model)
@@ -19,4 +19,6 @@ def noria(tmp_path_factory) -> Noria:
     del environment["JAX_PLATFORMS"]
     # among those that are the same on every machine
     environment["CUDA_VISIBLE_DEVICES"] = ""
+    # as in this process
+    environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(not optimizes))
     return Noria(environment, model)

@@ -24,6 +24,7 @@ def write_model(
     kv_heads: int = KV_HEADS,
     num_experts: int = 0,
     num_layers: int = LAYERS,
+    mlp: int = MLP,
 ) -> int:
     """Write all files of the model, a Mixtral if it has experts; returns its vocabulary's size."""
     directory.mkdir(parents=True)
@@ -33,7 +34,7 @@ def write_model(
         "model_type": "llama",
         "vocab_size": vocab_size,
         "hidden_size": EMBED,
-        "intermediate_size": MLP,
+        "intermediate_size": mlp,
         "num_hidden_layers": num_layers,
         "num_attention_heads": HEADS,
         "num_key_value_heads": kv_heads,
@@ -50,13 +51,13 @@ def write_model(
         config |= {"num_local_experts": num_experts, "num_experts_per_tok": 2}
     _write_json(directory / "config.json", config)
     _write_json(directory / "generation_config.json", {"eos_token_id": 2, "bos_token_id": 0})
-    tensors = _tensors(vocab_size, kv_heads, num_experts, num_layers)
+    tensors = _tensors(vocab_size, kv_heads, num_experts, num_layers, mlp)
     save_file(tensors, directory / "model.safetensors")
     return vocab_size
 
 
 def _tensors(
-    vocab_size: int, kv_heads: int, num_experts: int, num_layers: int
+    vocab_size: int, kv_heads: int, num_experts: int, num_layers: int, mlp: int
 ) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
 
@@ -81,18 +82,18 @@ def _tensors(
         }
         if not num_experts:
             tensors |= {
-                f"{prefix}.mlp.gate_proj.weight": random(MLP, EMBED),
-                f"{prefix}.mlp.up_proj.weight": random(MLP, EMBED),
-                f"{prefix}.mlp.down_proj.weight": random(EMBED, MLP),
+                f"{prefix}.mlp.gate_proj.weight": random(mlp, EMBED),
+                f"{prefix}.mlp.up_proj.weight": random(mlp, EMBED),
+                f"{prefix}.mlp.down_proj.weight": random(EMBED, mlp),
             }
             continue
         tensors[f"{prefix}.block_sparse_moe.gate.weight"] = random(num_experts, EMBED)
         for expert in range(num_experts):
             of_expert = f"{prefix}.block_sparse_moe.experts.{expert}"
             tensors |= {
-                f"{of_expert}.w1.weight": random(MLP, EMBED),
-                f"{of_expert}.w3.weight": random(MLP, EMBED),
-                f"{of_expert}.w2.weight": random(EMBED, MLP),
+                f"{of_expert}.w1.weight": random(mlp, EMBED),
+                f"{of_expert}.w3.weight": random(mlp, EMBED),
+                f"{of_expert}.w2.weight": random(EMBED, mlp),
             }
     return tensors
 

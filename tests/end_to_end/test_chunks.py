@@ -145,12 +145,12 @@ def test_what_chunks_and_whole_prompts_would_waste_is_printed(in_chunks):
 
 def test_a_chunk_that_is_none_is_refused_by_key(noria, source, tmp_path):
     arguments = ("-i", source, "-o", tmp_path / "out.jsonl", "--model", noria.model)
-    done = noria.run("batch", *arguments, "--set", "buckets.chunk=0", expect=2)
-    assert "buckets.chunk: expected growing positive integers, got [0]" in done.stderr
+    said = noria.refuse("batch", *arguments, "--set", "buckets.chunk=0")
+    assert "buckets.chunk: expected growing positive integers, got [0]" in said
 
 
 def test_a_chunk_that_does_not_divide_over_a_ring_is_refused(noria, source, tmp_path):
     arguments = ("-i", source, "-o", tmp_path / "out.jsonl", "--model", noria.model)
     ring = ("--target", "cpu:3", "--layout", "ring@sequence=3")
-    done = noria.run("batch", *arguments, "--set", "buckets.chunk=16", *ring, expect=2)
-    assert "buckets.chunk is 16, which does not divide over 3 devices" in done.stderr
+    said = noria.refuse("batch", *arguments, "--set", "buckets.chunk=16", *ring)
+    assert "buckets.chunk is 16, which does not divide over 3 devices" in said

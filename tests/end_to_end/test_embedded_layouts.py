@@ -104,8 +104,8 @@ def test_a_layout_that_cannot_be_is_refused_with_all_that_is_wrong(noria, tmp_pa
     source = write_lines(tmp_path / "in.jsonl", [chat("a", "Hello")])
     output = tmp_path / "out.jsonl"
     layout = ("--target", "cpu:8", "--layout", "data-tensor")
-    done = noria.run("batch", "-i", source, "-o", output, "--model", "smollm2", *layout, expect=2)
-    assert done.stderr.splitlines()[-3:] == [
+    said = noria.refuse("batch", "-i", source, "-o", output, "--model", "smollm2", *layout)
+    assert said.splitlines()[-3:] == [
         "noria: layout 'data-tensor' (data=2, tensor=4) cannot be:",
         '  kv_heads: 3 heads do not divide over 4 devices ("tensor"). Set kv_heads = "" to keep a '
         "copy of a head on every device whose queries read it, or shard attention over batch "

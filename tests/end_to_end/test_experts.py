@@ -188,12 +188,12 @@ def test_a_dense_model_takes_no_table_of_experts_and_gives_no_advice(noria, tmp_
     source = write_lines(tmp_path / "in.jsonl", rows_of(2))
     arguments = ("batch", "-i", source, "--model", noria.model)
     plan = ("--plan", plan_file(tmp_path, "drop"))
-    refused = noria.run(*arguments, "-o", tmp_path / "refused.jsonl", *plan, expect=2)
-    assert "plan [experts]: expected no such table" in refused.stderr
+    refused = noria.refuse(*arguments, "-o", tmp_path / "refused.jsonl", *plan)
+    assert "plan [experts]: expected no such table" in refused
     noria.run(*arguments, "-o", tmp_path / "out.jsonl")
     manifest = tmp_path / "out.jsonl.manifest.json"
-    refused = noria.run("experts", manifest, expect=2)
-    assert "expected the manifest of a model with experts" in refused.stderr
+    refused = noria.refuse("experts", manifest)
+    assert "expected the manifest of a model with experts" in refused
 
 
 def test_another_dispatch_is_another_job(mixtral, lossless, tmp_path):
@@ -201,8 +201,8 @@ def test_another_dispatch_is_another_job(mixtral, lossless, tmp_path):
     source, *_ = lossless
     arguments = ("-i", source, "-o", source.with_name("out.jsonl"), "--model", mixtral.model)
     plan = plan_file(tmp_path, "error")
-    refused = mixtral.run("batch", *arguments, "--plan", plan, expect=2)
-    assert "is not the finished output of this input, model and settings" in refused.stderr
+    refused = mixtral.refuse("batch", *arguments, "--plan", plan)
+    assert "is not the finished output of this input, model and settings" in refused
 
 
 def test_llm_takes_the_same(noria, mixtral, monkeypatch):

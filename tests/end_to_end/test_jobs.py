@@ -260,9 +260,7 @@ def test_a_plan_that_is_not_this_models_is_refused(noria, plan, tmp_path, old, n
     other.write_text(plan.read_text().replace(old, new, 1))
     source = write_lines(tmp_path / "in.jsonl", mixed_rows(1))
     arguments = ("-i", source, "-o", tmp_path / "out.jsonl", "--model", noria.model)
-    done = noria.run("batch", *arguments, "--plan", other, expect=2)
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+    assert message in noria.refuse("batch", *arguments, "--plan", other)
 
 
 def test_bfloat16_answers_and_the_plan_says_so(noria, tmp_path):
@@ -290,8 +288,7 @@ def test_a_directory_of_pickles_is_refused_unopened(noria, tmp_path):
     (folder / "pytorch_model.bin").write_bytes(b"not a pickle")
     source = write_lines(tmp_path / "in.jsonl", mixed_rows(1))
     arguments = ("-i", source, "-o", tmp_path / "out.jsonl", "--model", folder)
-    done = noria.run("batch", *arguments, expect=3)
-    assert "safetensors" in done.stderr
+    assert "safetensors" in noria.refuse("batch", *arguments, expect=3)
 
 
 def test_nan_weights_end_as_error_rows(noria, tmp_path):

@@ -1,11 +1,22 @@
 """`LLM` over a small model: forms of prompts, order, refusals, scores."""
 
+import gc
+import os
+import signal
+import time
+import weakref
+from pathlib import Path
+
+import numpy as np
 import pytest
 from tolerances import FLOAT32_MODEL_LOGPROB
 
 from noria.compile.bucket_grid import BucketGrid
+from noria.compile.graph_failures import GraphFailed
+from noria.compile.monitor import compile_monitor
 from noria.compile.plan import Plan, PlannedModel
 from noria.runtime import LLM, SamplingParams
+from noria.runtime.errors import ForkedProcess
 from noria.runtime.request import RowError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -16,7 +27,8 @@ GRID = BucketGrid(max_length=64, prefill=((16, 2),), decode_slots=2, decode_span
 def llm(noria):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", noria.environment["XDG_CACHE_HOME"])
-        llm = LLM(model=str(noria.model), max_model_len=64, max_num_seqs=3)
+        now = "2026-01-31T12:00:00"
+        llm = LLM(model=str(noria.model), max_model_len=64, max_num_seqs=3, now=now)
     yield llm
     llm.close()
 
@@ -126,3 +138,155 @@ def test_a_length_beyond_the_models_is_refused(noria):
 def test_a_plan_for_something_else_is_refused(noria, planned, options, message):
     with pytest.raises(ValueError, match=message):
         LLM(model=str(noria.model), plan=Plan("cpu", planned, GRID), **options)
+
+
+def interrupt(llm, monkeypatch, *, after: int) -> None:
+    """End the next call after some graphs, each of which took the state that it was given."""
+    graphs = llm._generator.engine._graphs
+    of_name, count = type(graphs).executable, iter(range(after))
+
+    def executable(name):
+        def call(*arguments):
+            result = of_name(graphs, name)(*arguments)
+            if next(count, None) is None:
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(5)  # the signal ends this at once
+            return result
+
+        return call
+
+    monkeypatch.setattr(graphs, "executable", executable)
+    # a shell starts what runs in its background with the signal ignored
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(ROWS, GREEDY)
+    signal.signal(signal.SIGINT, before)
+    monkeypatch.undo()
+
+
+ROWS = [[5] * length for length in (40, 3, 17, 1, 30, 8)]
+
+
+@pytest.mark.parametrize("after", [0, 1, 2, 3, 4])
+def test_after_ctrl_c_the_next_call_is_as_if_there_had_been_none(llm, monkeypatch, after):
+    expected = ids(llm.generate(ROWS, GREEDY))
+    interrupt(llm, monkeypatch, after=after)
+    assert ids(llm.generate(ROWS, GREEDY)) == expected
+    interrupt(llm, monkeypatch, after=after)
+    interrupt(llm, monkeypatch, after=after)
+    compiles = compile_monitor().num_compiles
+    assert ids(llm.generate(ROWS[:2], GREEDY)) == expected[:2]
+    assert compile_monitor().num_compiles == compiles
+
+
+def test_a_graph_that_the_device_fails_is_named_and_the_next_call_runs(llm, monkeypatch):
+    graphs = llm._generator.engine._graphs
+
+    def executable(name):
+        raise RuntimeError(f"RESOURCE_EXHAUSTED: no memory for {name}")
+
+    monkeypatch.setattr(graphs, "executable", executable)
+    with pytest.raises(GraphFailed, match=r"graph 'prefill .*' failed as it ran: RESOURCE_.* Cha"):
+        llm.generate(ROWS, GREEDY)
+    monkeypatch.undo()
+    assert len(llm.generate(ROWS, GREEDY)) == len(ROWS)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        np.array([3, 4, 5]),
+        np.array([3, 4, 5], np.uint16),
+        list(np.array([3, 4, 5])),
+        {"prompt_token_ids": np.array([3, 4, 5])},
+        [np.array([3, 4, 5])],
+        (3, 4, 5),
+    ],
+)
+def test_integers_of_numpy_are_token_ids(llm, form):
+    (output,) = llm.generate(form, GREEDY)
+    assert output.prompt_token_ids == [3, 4, 5]
+    assert all(type(token) is int for token in output.prompt_token_ids)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "remedy"),
+    [
+        (np.array([[3, 4], [5, 6]]), r"got an array of shape \(2, 2\)\. Give its rows as list"),
+        (np.array([3.0, 4.0]), r"got \[3\.0, 4\.0\]\. Give token ids as integers"),
+        (np.array([True, False]), "Give token ids as integers"),
+        ([True, 4], r"got \[True, 4\]"),
+        ([3.5, 4], r"got \[3\.5, 4\]"),
+        ([[3, "x"]], "Give token ids as integers"),
+        ([None], "got None"),
+    ],
+)
+def test_what_cannot_be_token_ids_is_refused_by_name(llm, prompt, remedy):
+    with pytest.raises(RowError, match=f"prompt: expected text, or a list or one.*{remedy}"):
+        llm.generate(prompt, GREEDY)
+
+
+def test_what_changes_nothing_in_vllm_is_accepted_in_calls(llm):
+    expected = ids(llm.generate([3, 4, 5], GREEDY))
+    assert ids(llm.generate([3, 4, 5], GREEDY, use_tqdm=False, lora_request=None)) == expected
+    messages = [{"role": "user", "content": "the water"}]
+    options = {"use_tqdm": True, "tools": None, "chat_template_content_format": "auto"}
+    assert ids(llm.chat(messages, GREEDY, **options)) == ids(llm.chat(messages, GREEDY))
+    with pytest.raises(ValueError, match="lora_request: expected None"):
+        llm.generate([3, 4, 5], GREEDY, lora_request="adapter")
+    with pytest.raises(ValueError, match=r"chat_template: .* as chat_template\.jinja"):
+        llm.chat(messages, GREEDY, chat_template="{{ messages }}")
+    with pytest.raises(TypeError, match="use_tdqm"):
+        llm.generate([3, 4, 5], GREEDY, use_tdqm=False)
+
+
+def test_chat_templates_see_the_instant_that_was_asked_for(llm, monkeypatch):
+    monkeypatch.setattr(llm._tokenizer, "chat_template", "{{ strftime_now('%d %b %Y') }}")
+    monkeypatch.setattr(llm, "_renderer", None)
+    (output,) = llm.chat([{"role": "user", "content": "the water"}], GREEDY)
+    llm._renderer.close()
+    text = llm._tokenizer.decode(output.prompt_token_ids, skip_special_tokens=True)
+    assert text == "31 Jan 2026"
+    with pytest.raises(ValueError, match="now: expected a local date and time"):
+        LLM(model="none", now="today")
+
+
+def open_files(folder) -> list[str]:
+    links = (path.readlink() for path in Path("/proc/self/fd").iterdir() if path.is_symlink())
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return [str(name) for name in [*links, *maps] if str(folder) in str(name)]
+
+
+def test_a_closed_model_holds_nothing_and_says_so(noria, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", noria.environment["XDG_CACHE_HOME"])
+    grid = BucketGrid(max_length=64, prefill=((32, 1),), decode_slots=2, decode_spans=(64,))
+    plan = Plan("cpu", PlannedModel("model", "", "float32"), grid)
+    options = {"trust_remote_code": False, "gpu_memory_utilization": 0.9, "enforce_eager": True}
+    with LLM(str(noria.model), plan=plan, **options) as llm:
+        assert not open_files(noria.model)
+        llm.chat([{"role": "user", "content": "the"}], SamplingParams(max_tokens=1))
+        child = llm._renderer._process._process
+        assert child.poll() is None
+        parameters = weakref.ref(llm._generator.engine)
+    assert child.poll() is not None
+    gc.collect()
+    assert parameters() is None
+    llm.close()
+    for call in (llm.generate, llm.score, llm.chat):
+        with pytest.raises(ValueError, match=r"got one after close\(\)\. Make another"):
+            call([3, 4, 5])
+
+
+def test_a_forked_child_is_refused_and_does_not_hang(llm, noria):
+    with pytest.warns(RuntimeWarning, match="os.fork"):
+        child = os.fork()
+    if not child:
+        is_refused = []
+        for use in (lambda: llm.generate([3]), lambda: LLM(str(noria.model), max_model_len=64)):
+            try:
+                use()
+            except ForkedProcess as error:
+                is_refused.append("get_context('spawn')" in str(error))
+        os._exit(0 if is_refused == [True, True] else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert len(llm.generate([3], GREEDY)) == 1

@@ -73,7 +73,9 @@ def test_a_plan_runs_as_it_is_and_its_prefill_padding_is_as_predicted(planned, o
 
 
 def test_a_plan_with_scanned_layers_runs_and_gives_the_same_answers(noria, source, output):
-    path, report, _ = plan(noria, source, "--max-prefill-graphs", "3", "--scan-layers")
+    path, report, _ = plan(
+        noria, source, "--max-prefill-graphs", "3", "--scan-layers", "--chunks", "never"
+    )
     assert "scan_layers = true" in report["plan"]
     assert "chunk" not in report["plan"]
     rows, manifest = noria.batch(source, source.with_name("scanned.jsonl"), "--plan", path)
@@ -150,7 +152,9 @@ def test_a_table_of_lengths_is_a_workload_for_hardware_that_is_not_there(noria, 
     assert "published peaks, not calibrated" in summary
     page = path.with_suffix("").joinpath("report.html").read_text("utf-8")
     sizes = " and ".join(map(str, predicted["chunk"]))
-    assert f"poured in pieces of {sizes} tokens, and padded by {predicted['chunk'][0] - 1}" in page
+    assert (
+        f"comes in pieces of {sizes} tokens, and is padded by {predicted['chunk'][0] - 1}" in page
+    )
 
 
 def test_terminal_file_and_page_say_the_same_of_every_grid_and_of_rows_left_out(noria, source):
@@ -182,7 +186,7 @@ def test_a_table_that_cannot_be_is_refused_by_line(noria, source, content, messa
     table = source.with_name("wrong.csv")
     table.write_text(content)
     arguments = ("--model", noria.model, "--workload", table, "-o", source.with_name("no.toml"))
-    assert message in noria.run("plan", *arguments, expect=2).stderr
+    assert message in noria.refuse("plan", *arguments)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +203,7 @@ def test_a_table_that_cannot_be_is_refused_by_line(noria, source, content, messa
 )
 def test_what_cannot_be_planned_is_refused_with_the_remedy(noria, source, arguments, message):
     options = ("--model", noria.model, "--workload", source, "-o", source.with_name("no.toml"))
-    assert message in noria.run("plan", *options, *arguments, expect=2).stderr
+    assert message in noria.refuse("plan", *options, *arguments)
     assert not source.with_name("no.toml").exists()
 
 
@@ -250,14 +254,13 @@ def test_a_part_of_a_job_is_no_run_to_plan_from(noria, source):
     part = source.with_name("part.jsonl")
     noria.run("batch", "-i", source, "-o", part, "--model", noria.model, "--rows", "0/2")
     options = ("--model", noria.model, "--workload", source, "-o", source.with_name("no.toml"))
-    assert "noria merge" in noria.run("plan", *options, "--from-output", part, expect=2).stderr
+    assert "noria merge" in noria.refuse("plan", *options, "--from-output", part)
 
 
 def test_an_output_of_another_job_is_refused(noria, source, output):
     other = write_lines(source.with_name("other.jsonl"), [completion("a", [5, 6])])
     options = ("--model", noria.model, "--workload", other, "-o", source.with_name("no.toml"))
-    result = noria.run("plan", *options, "--from-output", output, expect=2)
-    assert "another content" in result.stderr
+    assert "another content" in noria.refuse("plan", *options, "--from-output", output)
 
 
 @pytest.mark.slow
@@ -266,11 +269,10 @@ def test_a_calibration_is_made_on_the_target_and_used_for_no_other(noria, source
     result = noria.run("bench", "--model", noria.model, "--calibration", path)
     assert "median error" in result.stdout
     found = json.loads(path.read_text("utf-8"))
-    assert found["insert_seconds"] > 0
     assert all(kind["factors"] for kind in found["kinds"].values())
     _, report, summary = plan(noria, source, "--calibration", path)
     assert report["calibration"] == found
     assert "calibrated" in summary
     arguments = ("--model", noria.model, "--workload", source, "-o", source.with_name("no.toml"))
     arguments += ("--calibration", path, "--dtype", "bfloat16")
-    assert "Calibrate again" in noria.run("plan", *arguments, expect=2).stderr
+    assert "Calibrate again" in noria.refuse("plan", *arguments)

@@ -18,7 +18,10 @@ from pathlib import Path
 
 import pytest
 from command import Noria, answer, completion, read_manifest, read_rows, write_lines
+from file_identity import identity
 from model_on_disk import write_model
+
+from noria.runtime.checkpoint import open_model
 
 LIMIT = ("--peer-timeout-seconds", 5)
 LIMIT_SECONDS = 5 + 5
@@ -160,6 +163,9 @@ def test_two_processes_answer_as_one_does_and_compile_nothing_in_the_run(job, tm
     assert masked(output) == masked(job.whole)
     manifest = read_manifest(job.whole)
     assert manifest["compiles_during_run"] == 0
+    with open_model(job.noria.model) as files:
+        digest = files.weights_digest().result()
+    assert manifest["weights"] == read_manifest(output)["weights"] == digest
     experts = manifest["generator"]["experts"]
     assert experts == read_manifest(output)["generator"]["experts"]
     assert experts["prefill"]["choices"] and experts["decode"]["choices"]
@@ -216,10 +222,10 @@ def test_processes_that_compile_another_model_refuse_by_name(job, tmp_path):
 
 
 def test_a_complete_job_run_again_ends_on_every_process(job):
-    before = job.whole.stat()
+    before = identity(job.whole)
     leader, follower = job.run(job.whole)
     assert "complete already" in leader and "complete already" not in follower
-    assert job.whole.stat() == before
+    assert identity(job.whole) == before
 
 
 @pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from command import chat, completion, read_manifest
+from file_identity import identity
 
 OF = 3
 
@@ -65,12 +66,6 @@ def test_each_part_answers_its_rows_alone_under_the_whole_jobs_plan(replicas):
         assert manifest["configuration"]["rows"] == f"part {index} of {OF}"
         assert manifest["plan"] == read_manifest(whole)["plan"]
         assert (manifest["rows"]["total"], manifest["input"]["rows"]) == (10 - index // 2, 29)
-
-
-def identity(path):
-    """What a rewrite changes; reading changes the time of access alone."""
-    found = path.stat()
-    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def test_merging_imports_nothing_heavy_and_once_more_does_nothing(noria, replicas, tmp_path):

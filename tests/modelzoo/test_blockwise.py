@@ -65,6 +65,7 @@ def test_queries_that_see_nothing_get_exactly_zero():
     assert np.all(np.asarray(out[0]) == 0) and np.all(np.isneginf(lse[0]))
 
 
+@pytest.mark.usefixtures("optimized")
 def test_keys_that_are_not_seen_never_matter():
     q, k, v = random_inputs(16, 16)
     visibility = Visibility(positions(16, 16, 16), positions(16, 11, 11))
@@ -105,6 +106,7 @@ def test_blocks_are_divisors_or_nearly_fill_what_they_cover(length, most, expect
     assert block_size(length, most) == expected
 
 
+@pytest.mark.usefixtures("optimized")
 def test_memory_grows_with_the_tokens_not_with_their_square():
     def temporaries(attend, T: int) -> int:
         shapes = ((1, T, 1, 1, 64), (1, 1, 64, T), (1, 1, T, 64), (1, T))

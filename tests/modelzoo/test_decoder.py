@@ -22,6 +22,8 @@ from noria.modelzoo.config import (
     Scores,
 )
 from noria.modelzoo.decoder import Decoder
+from noria.modelzoo.operations import ON_ONE_DEVICE
+from noria.modelzoo.prompt_pieces import PromptPieces
 
 CONFIG = DecoderConfig(
     vocab_size=53,
@@ -90,7 +92,7 @@ def test_no_token_depends_on_a_later_one(model):
     @jax.jit
     def gradients(state):
         def output(state, position):
-            x_BTD, *_ = nnx.merge(graphdef, state).prefill(tokens_BT, jnp.array([T]))
+            x_BTD, _ = nnx.merge(graphdef, state).forward(tokens_BT, jnp.array([T]))
             return jnp.sum(x_BTD[0, position] * jnp.arange(1.0, CONFIG.embed + 1))
 
         by_position = jax.vmap(jax.grad(output), in_axes=(None, 0))(state, jnp.arange(T))
@@ -101,50 +103,52 @@ def test_no_token_depends_on_a_later_one(model):
     assert np.all(size_TT[np.tril_indices(T)] > 0.0)
 
 
-def prefill(graphdef, state, tokens_BT, true_length_B):
+def forward(graphdef, state, tokens_BT, true_length_B):
     decoder = nnx.merge(graphdef, state)
-    x_BTD, prompt, _ = decoder.prefill(tokens_BT, true_length_B)
-    return decoder.logits(x_BTD), prompt
+    return decoder.logits(decoder.forward(tokens_BT, true_length_B)[0])
 
 
+def prefill(graphdef, state, tokens_BT, true_length_B):
+    """Logits, and a cache that holds each row in the slot of its number."""
+    decoder = nnx.merge(graphdef, state)
+    B = len(true_length_B)
+    empty = kv_cache.allocate(decoder.config, B, SPANS, jnp.float32)
+    rows = PromptPieces(jnp.arange(B), None, true_length_B)
+    x_BTD, cache, _ = decoder.prefill(tokens_BT, rows, empty, ON_ONE_DEVICE)
+    return decoder.logits(x_BTD), cache
+
+
+@pytest.mark.usefixtures("optimized")
 def test_what_stands_in_the_padding_changes_no_bit(model):
     graphdef, state = model
     run = jax.jit(partial(prefill, graphdef))
     length_B = jnp.array([T, 7, 1])
     is_padding_BT = jnp.arange(T)[None] >= length_B[:, None]
-    logits, prompt = run(state, prompts(), length_B)
-    other_logits, other_prompt = run(state, jnp.where(is_padding_BT, 50, prompts()), length_B)
+    logits, cache = run(state, prompts(), length_B)
+    other_logits, other_cache = run(state, jnp.where(is_padding_BT, 50, prompts()), length_B)
     for row, length in enumerate(length_B.tolist()):
         assert np.array_equal(logits[row, :length], other_logits[row, :length])
 
     step = jax.jit(partial(decode, graphdef))
     next_token = state, jnp.array([5, 9, 11]), length_B
-    after, _ = step(*next_token, inserted(graphdef, state, prompt, length_B))
-    other_after, _ = step(*next_token, inserted(graphdef, state, other_prompt, length_B))
+    after, _ = step(*next_token, cache)
+    other_after, _ = step(*next_token, other_cache)
     assert np.array_equal(after, other_after)
 
 
+@pytest.mark.usefixtures("optimized")
 def test_rows_are_bit_equal_under_permutation_of_the_batch(model):
     graphdef, state = model
-    run = jax.jit(partial(prefill, graphdef))
+    run = jax.jit(partial(forward, graphdef))
     order, length_B = jnp.array([2, 0, 1]), jnp.array([T, 7, 1])
-    logits, _ = run(state, prompts(), length_B)
-    permuted, _ = run(state, prompts()[order], length_B[order])
+    logits = run(state, prompts(), length_B)
+    permuted = run(state, prompts()[order], length_B[order])
     assert np.array_equal(logits[order], permuted)
 
 
-def inserted(graphdef, state, prompt, length_B):
-    """A cache that holds each row of a prefill in the slot of its number."""
-    cache = kv_cache.allocate(nnx.merge(graphdef, state).config, 3, SPANS, jnp.float32)
-    for row in range(3):
-        cache = kv_cache.insert(cache, prompt, length_B, jnp.int32(row), jnp.int32(row))
-    return cache
-
-
 def start(graphdef, state, first: int):
-    length_B = jnp.full(3, first)
-    _, prompt = prefill(graphdef, state, prompts()[:, :first], length_B)
-    return inserted(graphdef, state, prompt, length_B)
+    run = jax.jit(partial(prefill, graphdef))
+    return run(state, prompts()[:, :first], jnp.full(3, first))[1]
 
 
 def decode(graphdef, state, token_B, position_B, cache):
@@ -152,12 +156,14 @@ def decode(graphdef, state, token_B, position_B, cache):
     return nnx.merge(graphdef, state).decode(token_B, position_B, cache, is_token_B)[:2]
 
 
-def test_decode_token_by_token_equals_prefill(model):
+@pytest.mark.parametrize("first", [3, 11])
+def test_decode_token_by_token_equals_a_whole_pass(model, first):
+    """Eleven tokens reach over two segments, and are more than most windows."""
     graphdef, state = model
-    expected, _ = jax.jit(partial(prefill, graphdef))(state, prompts(), jnp.full(3, T))
-    cache = start(graphdef, state, first=3)
+    expected = jax.jit(partial(forward, graphdef))(state, prompts(), jnp.full(3, T))
+    cache = start(graphdef, state, first)
     step = jax.jit(partial(decode, graphdef))
-    for position in range(3, T):
+    for position in range(first, T):
         position_B = jnp.full(3, position)
         logits_BV, cache = step(state, prompts()[:, position], position_B, cache)
         np.testing.assert_allclose(
@@ -168,6 +174,7 @@ def test_decode_token_by_token_equals_prefill(model):
         )
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("num_segments", [1, 2])
 def test_decode_over_a_shorter_span_gives_the_same_bits(model, num_segments):
     graphdef, state = model
@@ -183,13 +190,14 @@ def test_decode_over_a_shorter_span_gives_the_same_bits(model, num_segments):
         assert np.array_equal(ours, expected)
 
 
+@pytest.mark.usefixtures("optimized")
 def test_a_nan_in_one_row_stays_in_that_row(model):
     graphdef, state = model
     cache = start(graphdef, state, first=3)
     step = jax.jit(partial(decode, graphdef))
     arguments = jnp.array([5, 9, 11]), jnp.array([3, 3, 3])
     expected, _ = step(state, *arguments, cache)
-    layers = jax.tree.map(lambda x: x.at[1].set(jnp.nan), cache.layers)
+    layers = jax.tree.map(lambda x: x.at[:, 1].set(jnp.nan), cache.layers)
     poisoned, _ = step(state, *arguments, cache._replace(layers=layers))
     assert np.all(np.isnan(poisoned[1]))
     assert np.array_equal(poisoned[np.array([0, 2])], expected[np.array([0, 2])])
@@ -236,12 +244,12 @@ def test_a_kind_that_is_unknown_is_refused(field):
 
 
 def test_a_factor_of_one_is_no_operation_and_any_other_is_one():
-    """Multiplications in the traced prefill, of which there are more only where asked for."""
+    """Multiplications in a traced pass, of which there are more only where asked for."""
 
     def count(multipliers: Multipliers) -> int:
         config = replace(CONFIG, multipliers=multipliers)
         graphdef, state = nnx.split(Decoder(config, rngs=nnx.Rngs(0)))
-        traced = jax.make_jaxpr(partial(prefill, graphdef))(state, prompts(), jnp.full(3, T))
+        traced = jax.make_jaxpr(partial(forward, graphdef))(state, prompts(), jnp.full(3, T))
         return str(traced).count(" mul ")
 
     plain = count(Multipliers())

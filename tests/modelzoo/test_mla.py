@@ -9,14 +9,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from caches import keep, pieces
 from tiny import random_parameters
 from tolerances import FLOAT32_MODEL_LOGPROB
 
 from noria.compile.definition import Definition
 from noria.modelzoo import kv_cache
 from noria.modelzoo.config import DecoderConfig, LatentAttention
+from noria.modelzoo.decoder import Decoder
 from noria.modelzoo.kept_layers import PromptLatents
 from noria.modelzoo.kv_cache import KVCache
+from noria.modelzoo.operations import ON_ONE_DEVICE
+from noria.modelzoo.prompt_pieces import PromptPieces
 
 LATENT = LatentAttention(rank=10, plain_dim=6, rope_dim=4, value_dim=7, query_rank=9)
 CONFIG = DecoderConfig(
@@ -33,11 +37,9 @@ CONFIG = DecoderConfig(
 SLOTS, SPANS, LENGTH = 2, (4, 7, 16), 12
 
 
-def prefill(config: DecoderConfig, tokens_BT: np.ndarray, true_length_B: np.ndarray):
-    """Logits of every position, and what the layers keep."""
-    decoder = Definition(config).bind(random_parameters(Definition(config)))
-    x_BTD, layers, _ = decoder.prefill(jnp.asarray(tokens_BT), jnp.asarray(true_length_B))
-    return np.asarray(decoder.logits(x_BTD)), layers
+def bound(config: DecoderConfig) -> Decoder:
+    definition = Definition(config)
+    return definition.bind(random_parameters(definition))
 
 
 def random_tokens() -> np.ndarray:
@@ -52,25 +54,18 @@ def test_the_cache_holds_a_latent_and_a_rotated_key_a_token_and_nothing_else(dty
     assert num_bytes == numbers * jnp.dtype(dtype).itemsize
 
 
-def test_a_prefill_leaves_as_much_a_token():
-    _, layers = prefill(CONFIG, random_tokens(), np.full(SLOTS, LENGTH))
-    assert {array.shape for array in jax.tree.leaves(layers)} == {(SLOTS, LENGTH, 14)}
-
-
 @pytest.mark.parametrize(("query_rank", "window"), [(None, None), (9, 5)])
 def test_tokens_that_read_latents_from_the_cache_answer_as_in_a_prompt(query_rank, window):
     """Three tokens of one row and seven of the other come from a prefill, the rest one by one."""
     latent = replace(LATENT, query_rank=query_rank)
     config = replace(CONFIG, latent=latent, windows=(None, window))
     tokens_BT, lengths = random_tokens(), np.array([3, 7])
-    expected_BTV, _ = prefill(config, tokens_BT, np.full(SLOTS, LENGTH))
-    _, prompt = prefill(config, tokens_BT[:, :7], lengths)
+    decoder = bound(config)
+    x_BTD, _ = decoder.forward(jnp.asarray(tokens_BT), jnp.full(SLOTS, LENGTH))
+    expected_BTV = np.asarray(decoder.logits(x_BTD))
+    rows = PromptPieces(jnp.arange(SLOTS), None, jnp.asarray(lengths))
     cache = kv_cache.allocate(config, SLOTS, SPANS, jnp.float32)
-    for row in range(SLOTS):
-        rows = jnp.asarray(lengths), jnp.int32(row), jnp.int32(row)
-        cache = kv_cache.insert(cache, prompt, *rows)
-    definition = Definition(config)
-    decoder = definition.bind(random_parameters(definition))
+    _, cache, _ = decoder.prefill(jnp.asarray(tokens_BT[:, :7]), rows, cache, ON_ONE_DEVICE)
     for step in range(5):
         position_B = lengths + step
         token_B = tokens_BT[np.arange(SLOTS), position_B]
@@ -88,27 +83,27 @@ def test_tokens_that_read_latents_from_the_cache_answer_as_in_a_prompt(query_ran
 
 def joined(layers) -> list[np.ndarray]:
     """Latents of each layer, segments joined."""
-    return [np.concatenate([np.asarray(x) for x in layer.kept_BSH], axis=1) for layer in layers]
+    return [np.concatenate(layer.kept_LBSH, axis=2)[0] for layer in layers]
 
 
-@pytest.mark.parametrize("true_length", [1, 6])
-def test_insert_rewrites_its_slot_whole_and_no_other(true_length):
+@pytest.mark.parametrize("start", [None, 7])
+def test_a_piece_is_written_at_its_positions_and_nowhere_else(start):
     rng = np.random.default_rng(1)
-    empty = kv_cache.allocate(CONFIG, SLOTS, SPANS, jnp.float32)
-    before = empty._replace(layers=jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), empty.layers))
-    prompt = [PromptLatents(jnp.asarray(rng.normal(size=(1, 6, 14)), jnp.float32))] * 2
-    rows = jnp.array([true_length]), jnp.int32(0), jnp.int32(1)
-    after = kv_cache.insert(before, prompt, *rows)
-    for array, new in zip(joined(after.layers), prompt, strict=True):
-        np.testing.assert_array_equal(array[1, :6], new.kept_BTH[0])
-        assert not array[1, 6:].any()
-        assert np.isnan(array[0]).all()
+    cache = kv_cache.allocate(CONFIG, SLOTS, SPANS, jnp.float32)
+    before = cache._replace(layers=jax.tree.map(jnp.ones_like, cache.layers))
+    new = [PromptLatents(jnp.asarray(rng.normal(size=(1, 6, 14)), jnp.float32)) for _ in range(2)]
+    after = keep(before, new, pieces([1], [5], start))
+    first = start or 0
+    for array, (kept_BTH,) in zip(joined(after.layers), new, strict=True):
+        expected = np.ones((SLOTS, 16, 14), np.float32)
+        expected[1, first : first + 6] = kept_BTH[0]
+        np.testing.assert_array_equal(array, expected)
 
 
 def test_append_writes_one_entry_a_row_and_past_the_segments_none():
     cache = kv_cache.allocate(CONFIG, SLOTS, SPANS, jnp.float32)
     new = PromptLatents(jnp.ones((SLOTS, 1, 14)))
-    layer = kv_cache.append(cache.layers[0], new, jnp.array([5, 16]))
+    layer = kv_cache.append(cache.layers[0], new, jnp.array([5, 16]), jnp.int32(0))
     (array,) = joined([layer])
     expected = np.zeros((SLOTS, 16, 14), np.float32)
     expected[0, 5] = 1.0

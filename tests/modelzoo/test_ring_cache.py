@@ -4,17 +4,20 @@ Each slot is compared with a plain dictionary from positions to keys and values.
 """
 
 from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from caches import CONFIG, SLOTS, H, K, filled_with_nan, random_prompt, sides
+from caches import CONFIG, SLOTS, H, K, keep, pieces, random_prompt, sides, used_cache
 from tolerances import FLOAT32_ELEMENTWISE
 
 from noria.modelzoo import kv_cache
 from noria.modelzoo.attention import EMPTY_POSITION, attend_dense
 from noria.modelzoo.config import Chunk, DecoderConfig, Window
+from noria.modelzoo.kept_layers import PromptKeysValues
 from noria.modelzoo.kv_cache import KVCache
 from noria.modelzoo.segment_attention import attend_cached
 
@@ -22,6 +25,9 @@ CUTS = [(24,), (4, 24), (2, 4, 8, 24), (5, 24)]
 """Spans above the windows, below them and equal to one."""
 WINDOWS = (3, None, 5, 3)
 RINGS = replace(CONFIG, windows=WINDOWS)
+
+
+keep_rings = jax.jit(partial(keep, windows=WINDOWS))
 
 
 def prompt_of(length: int, rows: int = 1):
@@ -54,50 +60,69 @@ def tokens_of(prompt, layer: int, row: int, length: int) -> dict[int, np.ndarray
     return {p: np.stack([keys[:, p], values[:, p]]) for p in range(length)}
 
 
+def assert_holds(cache: KVCache, layer: int, slot: int, tokens: dict[int, np.ndarray]) -> None:
+    """The latest of these tokens; what is left of a former owner has later positions than all."""
+    held = entries(cache, layer, slot)
+    assert_same({p: held[p] for p in held if p < len(tokens)}, latest(tokens, WINDOWS[layer]))
+
+
 @pytest.mark.parametrize("spans", CUTS, ids=str)
 @pytest.mark.parametrize(
     ("length", "true_length"),
     [(2, 2), (3, 3), (4, 4), (5, 1), (12, 2), (12, 9), (12, 11), (24, 24)],
 )
-def test_insert_keeps_the_latest_tokens_and_nothing_of_the_former_owner(spans, length, true_length):
-    before = filled_with_nan(kv_cache.allocate(RINGS, SLOTS, spans, jnp.float32))
-    prompt = prompt_of(length, rows=2)
-    lengths_B = jnp.array([length, true_length])
-    after = jax.jit(kv_cache.insert)(before, prompt, lengths_B, jnp.int32(1), jnp.int32(2))
-    for layer, window in enumerate(WINDOWS):
+def test_a_whole_prompt_leaves_its_latest_tokens(spans, length, true_length):
+    before, prompt = used_cache(RINGS, spans), prompt_of(length, rows=2)
+    rows = pieces([SLOTS, 2], [length, true_length])
+    after = keep_rings(before, prompt, rows)
+    for layer in range(len(WINDOWS)):
         tokens = tokens_of(prompt, layer, row=1, length=true_length)
-        assert_same(entries(after, layer, slot=2), latest(tokens, window))
-    assert all(np.all(np.isfinite(x[2])) for x in jax.tree.leaves(after))
-    for new, old in zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True):
-        np.testing.assert_array_equal(np.delete(new, 2, axis=0), np.delete(old, 2, axis=0))
+        assert_holds(after, layer, 2, tokens)
+        for slot in (0, 1, 3):
+            assert_same(entries(after, layer, slot), entries(before, layer, slot))
+
+
+@pytest.mark.parametrize("spans", CUTS, ids=str)
+@pytest.mark.parametrize("chunk", [1, 2, 4, 8])
+def test_chunks_fill_a_slot_as_they_come(spans, chunk):
+    """Of as many tokens as there are up to the end of a span; the last is half padding."""
+    cache, prompt = used_cache(RINGS, spans), prompt_of(24)
+    held = [tokens_of(prompt, layer, 0, 24) for layer in range(len(WINDOWS))]
+    cuts = sorted({*spans, *range(0, 24, chunk)})
+    for start, end in pairwise(cuts):
+        length = end if end < 24 else end - (end - start) // 2
+        piece = [PromptKeysValues(k[..., start:end], v[..., start:end, :]) for k, v in prompt]
+        num_segments = 1 + sum(end > span for span in spans)
+        rows = pieces([2], [length - start], start)
+        cache = cache.with_head(keep_rings(cache.head(num_segments), piece, rows))
+        for layer, tokens in enumerate(held):
+            assert_holds(cache, layer, 2, {p: tokens[p] for p in range(length)})
 
 
 @pytest.mark.parametrize("spans", CUTS, ids=str)
 def test_appending_goes_round_and_round(spans):
     """Rows of other lengths side by side, each through its ring several times."""
-    cache = kv_cache.allocate(RINGS, SLOTS, spans, jnp.float32)
-    prompt, lengths = prompt_of(12), (1, 3, 7, 12)
-    for slot, length in enumerate(lengths):
-        cache = kv_cache.insert(cache, prompt, jnp.array([length]), jnp.int32(0), jnp.int32(slot))
+    prompt, lengths = prompt_of(12, rows=SLOTS), (1, 3, 7, 12)
+    cache = keep_rings(used_cache(RINGS, spans), prompt, pieces(range(SLOTS), lengths))
     held = [
-        [tokens_of(prompt, layer, 0, length) for length in lengths] for layer in range(len(WINDOWS))
+        [tokens_of(prompt, layer, slot, length) for slot, length in enumerate(lengths)]
+        for layer in range(len(WINDOWS))
     ]
     step = jax.jit(append)
     for number in range(12):
         position_B = jnp.array(lengths) + number
         new = random_prompt(SLOTS, 1, number, len(WINDOWS))
         cache = step(cache, new, position_B)
-        for layer, window in enumerate(WINDOWS):
+        for layer in range(len(WINDOWS)):
             for slot, length in enumerate(lengths):
-                token = tokens_of(new, layer, slot, length=1)[0]
-                held[layer][slot][length + number] = token
-                assert_same(entries(cache, layer, slot), latest(held[layer][slot], window))
+                held[layer][slot][length + number] = tokens_of(new, layer, slot, length=1)[0]
+                assert_holds(cache, layer, slot, held[layer][slot])
 
 
 def append(cache: KVCache, new, position_B) -> KVCache:
     """One token per row in every layer."""
     layers = tuple(
-        kv_cache.append(kv, each, cache.positions.entry(position_B, window))
+        kv_cache.append(kv, each, cache.positions.entry(position_B, window), jnp.int32(0))
         for kv, each, window in zip(cache.layers, new, WINDOWS, strict=True)
     )
     return KVCache(layers, kv_cache.append_position(cache.positions, position_B))
@@ -112,24 +137,23 @@ def test_a_ring_gives_the_attention_of_a_cache_that_keeps_all(spans, position, w
     # layer 1 keeps all, layer 3 is a ring: let them keep the same
     prompt, new = ((*each[:3], each[1]) for each in (prompt, new))
     cache = kv_cache.allocate(RINGS, 1, spans, jnp.float32)
-    cache = kv_cache.insert(cache, prompt, length, jnp.int32(0), jnp.int32(0))
+    cache = keep_rings(cache, prompt, pieces([0], [position]))
     cache = append(cache, new, length)
     q_BTKGH = jnp.asarray(np.random.default_rng(2).normal(size=(1, 1, K, 3, H)), jnp.float32)
 
-    def attend(layer: int, kept: Window):
-        positions = cache.positions.of(kept)
-        return attend_cached(
-            attend_dense, q_BTKGH, cache.layers[layer], length[:, None], positions, window
-        )
+    def attend(layer: int, kept_window: Window):
+        positions = cache.positions.of(kept_window)
+        kept = cache.layers[layer].read(jnp.int32(0))
+        return attend_cached(attend_dense, q_BTKGH, kept, length[:, None], positions, window)
 
-    whole = attend(1, kept=None)
+    whole = attend(1, None)
     np.testing.assert_allclose(attend(3, window), whole, rtol=0, atol=FLOAT32_ELEMENTWISE)
 
 
 @pytest.mark.parametrize("num_segments", [1, 2, 3, 4])
 def test_a_head_has_the_segments_below_its_span(num_segments):
     """Spans 2, 4, 8 and 24: a ring of 3 ends in the second of them, one of 5 in the third."""
-    cache = filled_with_nan(kv_cache.allocate(RINGS, SLOTS, CUTS[2], jnp.float32))
+    cache = used_cache(RINGS, CUTS[2])
     head = cache.head(num_segments)
     lengths = {
         window: [segment.shape[1] for segment in head.positions.of(window)] for window in WINDOWS
@@ -138,7 +162,7 @@ def test_a_head_has_the_segments_below_its_span(num_segments):
     assert lengths == {window: of_all[:num_segments] for window, of_all in expected.items()}
     joined = cache.with_head(jax.tree.map(jnp.zeros_like, head))
     assert jax.tree.structure(joined) == jax.tree.structure(cache)
-    is_zero = [[bool(np.all(segment == 0)) for segment in layer.v_BKSH] for layer in joined.layers]
+    is_zero = [[bool(np.all(segment == 0)) for segment in layer.v_LBKSH] for layer in joined.layers]
     assert is_zero == [
         [i < num_segments for i in range(len(expected[window]))] for window in WINDOWS
     ]

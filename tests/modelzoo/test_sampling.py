@@ -325,6 +325,13 @@ def test_scores_are_log_probabilities_of_the_raw_logits():
     )
 
 
+def test_the_score_of_a_certain_token_is_zero_without_a_sign():
+    logits_BV = jnp.full((1, 8), -jnp.inf).at[0, 3].set(2.0)
+    score = jax.jit(score_tokens, static_argnums=(3, 4))
+    logprob_B = score(logits_BV, jnp.array([3]), jnp.array([0]), 1, Operations()).logprob_B
+    assert logprob_B == 0 and not np.signbit(logprob_B)
+
+
 def test_scores_are_zero_when_no_row_asks():
     scores = score_tokens(
         random_logits(4), jnp.zeros(4, jnp.int32), jnp.full(4, -1), 2, Operations()

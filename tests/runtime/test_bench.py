@@ -1,5 +1,6 @@
 """`noria bench`: every case measured on the grid of its shape, figures that add up, refusals."""
 
+import io
 import json
 from functools import partial
 
@@ -16,7 +17,7 @@ from noria.runtime.planning.calibrate import Trial
 
 @pytest.fixture(scope="module")
 def model_directory(tmp_path_factory):
-    path = tmp_path_factory.mktemp("bench") / "tiny"
+    path = tmp_path_factory.mktemp("bench") / "tiny\x1b[2J"
     save_orbax(path, random_parameters(Definition(CONFIG)), family="llama", config=CONFIG)
     return path
 
@@ -26,12 +27,12 @@ def report(model_directory, tmp_path_factory):
     """The JSON report of four cases, and what was printed."""
     path = tmp_path_factory.mktemp("report") / "bench.json"
     arguments = f"--pp 16,24 --tg 5 --batch 1,3 --repeats 2 --json {path}"
-    printed: list[str] = []
+    printed = io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        patch.setattr("builtins.print", lambda text, **_: printed.append(text))
+        patch.setattr("sys.stdout", printed)
         assert bench.main(["--model", str(model_directory), *arguments.split()]) == 0
-    return json.loads(path.read_text()), "\n".join(printed)
+    return json.loads(path.read_text()), printed.getvalue()
 
 
 def test_every_combination_is_a_row_of_the_table(report):
@@ -40,6 +41,10 @@ def test_every_combination_is_a_row_of_the_table(report):
     assert rows[0] == [*bench.COLUMNS, "waste"]
     sizes = [[int(cell) for cell in row[:4]] for row in rows[2:]]
     assert sizes == [[16, 5, 1, 21], [16, 5, 3, 63], [24, 5, 1, 29], [24, 5, 3, 87]]
+
+
+def test_the_name_of_a_model_is_shown_and_not_sent_to_the_terminal(report):
+    assert report[1].startswith(r"tiny\x1b[2J, float32")
 
 
 def test_no_case_compiles_while_it_is_measured(report):

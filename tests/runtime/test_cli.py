@@ -37,6 +37,26 @@ def test_a_model_that_is_not_there_is_exit_code_3_and_one_line(tmp_path, capsys)
     assert error.startswith("noria: ") and error.count("\n") == 1 and "Traceback" not in error
 
 
+@pytest.mark.parametrize("option", ["-i", "-o", "--output", "--model", "--plan", "--error-file"])
+def test_a_url_is_refused_as_it_was_typed(tmp_path, capsys, option):
+    (tmp_path / "in.jsonl").write_text('{"prompt": "x"}\n')
+    for url in ("s3://bucket/rows.jsonl", "gs://bucket//rows", "https://host/model", "file:///x"):
+        spellings = [[option, url]]
+        if option.startswith("--"):
+            spellings.append([f"{option}={url}"])
+        for arguments in spellings:
+            assert cli.main(batch(tmp_path, *arguments)) == 2
+            said = capsys.readouterr().err
+            assert said.startswith(f"noria: {url}: expected a path on this machine, as noria opens")
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+@pytest.mark.parametrize("arguments", [["inspect", "hf://m"], ["bench", "--model", "s3://m/x"]])
+def test_every_subcommand_refuses_a_url(arguments, capsys):
+    assert cli.main(arguments) == 2
+    assert f"noria: {arguments[-1]}: expected a path" in capsys.readouterr().err
+
+
 def test_debug_shows_the_traceback(tmp_path, capsys):
     assert cli.main(["--debug", *batch(tmp_path)]) == 3
     assert "Traceback" in capsys.readouterr().err

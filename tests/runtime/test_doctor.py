@@ -72,3 +72,12 @@ def test_requirements_are_read_with_their_extra():
     plain, marked = doctor.parse_requirements(["numpy>=2", 'jax[tpu]; extra == "tpu"'])
     assert (plain.name, plain.range, plain.extra) == ("numpy", ">=2", None)
     assert (marked.name, marked.range, marked.extra) == ("jax", "", "tpu")
+
+
+def test_a_cache_that_others_can_write_is_broken(tmp_path, monkeypatch):
+    (tmp_path / "noria" / "xla").mkdir(parents=True)
+    (tmp_path / "noria" / "xla").chmod(0o777)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    finding = _findings()["compilation cache"]
+    assert not finding.ok
+    assert "can be written by others" in finding.text and "chmod go-w" in finding.text

@@ -14,7 +14,7 @@ from noria.runtime.counted import counted
 from noria.runtime.decode_slots import DecodeAction
 from noria.runtime.expert_use import ExpertSetup, ExpertTotals
 from noria.runtime.request import Request, SamplingParams
-from noria.runtime.scheduler import InsertAction, PrefillAction
+from noria.runtime.scheduler import ForkAction, PrefillAction
 
 NUM_CHOSEN = 2
 MOE = MoeConfig(Routing(6, NUM_CHOSEN), mlp=16, layers=(False, True, True))
@@ -67,19 +67,18 @@ class Reports:
 
     def next_action(self):
         self._action = self._scheduler.next_action()
-        if isinstance(self._action, InsertAction):
-            self._slots[self._action.slot] = self._action.sequence
+        match self._action:
+            case PrefillAction(rows=rows):
+                self._slots |= {row.slot: row.sequence for row in rows}
+            case ForkAction(slot=slot, sequence=sequence):
+                self._slots[slot] = sequence
         return self._action
 
     def prefill(self, *arguments):
-        made = self._graphs.prefill(*arguments)
-        self._note_prompts(made)
-        return made
+        return self._noted(self._graphs.prefill(*arguments))
 
     def score(self, *arguments):
-        made, scores = self._graphs.score(*arguments)
-        self._note_prompts(made)
-        return made, scores
+        return self._noted(self._graphs.score(*arguments))
 
     def decode(self, *arguments):
         state, output = self._graphs.decode(*arguments)
@@ -90,10 +89,11 @@ class Reports:
             self.of_tokens[sequence.job.number, sequence.sample] += dropped
         return state, output
 
-    def _note_prompts(self, made):
+    def _noted(self, made):
         assert isinstance(self._action, PrefillAction)
-        for row, job in enumerate(self._action.jobs):
-            self.of_prompt[job.number] += int(made.experts.num_dropped_B[row])
+        for i, row in enumerate(self._action.rows):
+            self.of_prompt[row.sequence.job.number] += int(made[1].experts.num_dropped_B[i])
+        return made
 
 
 def test_every_row_has_the_count_that_the_graphs_gave_it(lossy):
@@ -202,7 +202,7 @@ def test_sums_do_not_wrap_at_32_bits():
     assert report["decode"]["lossless_rows_at_most"] == 4 * 4 * 2 * 2**30 + 8 * 4 * 3
 
 
-def test_a_prompt_that_is_poured_again_for_more_sequences_counts_once():
+def test_a_prompt_that_is_read_again_for_more_sequences_counts_once():
     grid = BucketGrid(64, ((32, 2, 16),), decode_slots=2, decode_spans=(32, 64))
     model = TinyModel(MIXED, grid, ExpertPlan(Dispatch("capacity", 0.5), LOSSLESS, "drop"))
     prompt = (prompts(1, seed=4)[0] * 4)[:28]

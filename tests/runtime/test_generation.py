@@ -1,5 +1,7 @@
 """The engine and generator over a real compiled model, against plain forward passes."""
 
+import re
+
 import jax
 import numpy as np
 import pytest
@@ -15,7 +17,12 @@ from tiny import (
     prompts,
 )
 
+from noria.compile.compiled_graphs import graph_names
+from noria.compile.graph_failures import GraphFailed
 from noria.compile.monitor import compile_monitor
+from noria.runtime.batch.graph_rows import needs_graph
+from noria.runtime.batch.scan import Need
+from noria.runtime.generation import Generator
 from noria.runtime.request import Request, RowError, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -115,11 +122,15 @@ def test_a_reused_slot_never_sees_its_predecessors_cache(model):
     rows = prompts(10, seed=8)
     clean = run(model, requests_of(rows))
     generator = model.generator()
+    for i in range(3 * model.grid.decode_slots):
+        # the short ones fit into the short slots of ragged grids
+        length, most = ((45, 19), (12, 4))[i % 2]
+        params = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True)
+        generator.submit(Request(f"before-{i}", [5] * length, params))
+    generator.run()
     state = generator.engine._state
-    canary = jax.tree.map(lambda x: jax.numpy.full_like(x, np.nan), state.cache.layers)
-    positions = jax.tree.map(jax.numpy.zeros_like, state.cache.positions)
-    cache = state.cache._replace(layers=canary, positions=positions)
-    generator.engine._state = state._replace(cache=cache)
+    canary = jax.tree.map(lambda x: jax.numpy.full_like(x, 1e4), state.cache.layers)
+    generator.engine._state = state._replace(cache=state.cache._replace(layers=canary))
     for request in requests_of(rows):
         generator.submit(request)
     outputs = {output.request_id: output for output in generator.run()}
@@ -174,6 +185,22 @@ def test_generation_ends_at_eos_unless_ignored_or_forbidden(model):
         assert len(output.outputs[0].token_ids) == 20
 
 
+def test_rows_that_end_at_once_and_one_far_longer_end_each_as_one_row(model):
+    rows = prompts(9, seed=24, longest=14)
+    once = requests_of(rows, SamplingParams(temperature=0, max_tokens=1))
+    stops = [
+        Request(
+            f"stop-{i}", row, SamplingParams(temperature=0, stop_token_ids=model.greedy(row, 1))
+        )
+        for i, row in enumerate(rows)
+    ]
+    long = Request("long", [5], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
+    outputs = run(model, [*once, long, *stops])
+    lengths = {name: len(output.outputs[0].token_ids) for name, output in outputs.items()}
+    assert lengths.pop("long") == 60
+    assert set(lengths.values()) == {1}
+
+
 def test_a_stop_token_of_the_caller_is_named(model):
     row = prompts(1, seed=4)[0]
     expected = model.greedy(row, 6)
@@ -206,10 +233,21 @@ def test_prompt_and_output_logprobs_equal_the_reference(model):
         assert [token for token, _ in score.top] == best.tolist()
 
 
-def test_scoring_needs_no_slot_and_gives_no_tokens(model):
+def test_scoring_gives_no_tokens_and_needs_no_slot_while_all_slots_decode(model):
+    """Prompts of a single piece; longer ones need a slot for what they keep."""
+    generator = model.generator()
+    long = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+    for i in range(model.grid.decode_slots):
+        generator.submit(Request(f"long-{i}", [5, 6], long))
+    while len(generator.engine._in_slot) < model.grid.decode_slots:
+        assert not generator.step()
     params = SamplingParams(max_tokens=0, prompt_logprobs=0)
-    rows = prompts(9, seed=9)
-    outputs = run(model, requests_of(rows, params))
+    rows = prompts(9, seed=9, longest=model.grid.prefill[0].tokens)
+    for request in requests_of(rows, params):
+        generator.submit(request)
+    outputs = {output.request_id: output for output in generator.run()}
+    # all of them end before any row leaves its slot
+    assert not any(name.startswith("long") for name in list(outputs)[: len(rows)])
     for i, row in enumerate(rows):
         output = outputs[f"row-{i}"]
         assert output.outputs[0].token_ids == []
@@ -237,11 +275,69 @@ def test_a_request_that_does_not_fit_is_refused_by_name(model, prompt, params, c
     assert generator.unfinished == 0
 
 
+def test_the_smallest_numbers_that_are_accepted_give_the_greedy_tokens(model):
+    rows = prompts(4, seed=22)
+    expected = ids(run(model, requests_of(rows)))
+    for params in (
+        {"temperature": 1e-20},
+        {"temperature": 1e-20, "repetition_penalty": 1.0, "top_p": 0.5, "min_p": 0.5},
+        {"top_p": 1e-9},
+        {"top_p": 1e-20},
+        {"top_k": 1, "temperature": 1e20},
+    ):
+        sampled = SamplingParams(**{"temperature": 1.0, "seed": 1, "max_tokens": 12} | params)
+        assert ids(run(model, requests_of(rows, sampled))) == expected, params
+
+
+def test_no_accepted_penalty_leaves_the_range_of_float32(model):
+    """An infinite logit would be finite nowhere else: the lowest id of several would be drawn."""
+    for penalty in (1e-10, 1e10):
+        params = {"temperature": 1e-20, "repetition_penalty": penalty, "max_tokens": 6, "seed": 1}
+        greedy = SamplingParams(**params | {"temperature": 0})
+        sampled = ids(run(model, requests_of([[5, 6, 7]], SamplingParams(**params))))
+        assert sampled == ids(run(model, requests_of([[5, 6, 7]], greedy)))
+
+
+def test_a_top_k_of_the_vocabulary_or_more_leaves_every_token(model):
+    rows = prompts(4, seed=23)
+    free = SamplingParams(temperature=1.0, seed=1, max_tokens=12)
+    expected = ids(run(model, requests_of(rows, free)))
+    for top_k in (-1, CONFIG.vocab_size, CONFIG.vocab_size + 1, 2**31 - 1):
+        params = SamplingParams(temperature=1.0, seed=1, max_tokens=12, top_k=top_k)
+        assert ids(run(model, requests_of(rows, params))) == expected
+
+
+def test_min_tokens_that_forbid_the_whole_vocabulary_are_refused(model):
+    generator = model.generator()
+    generator.vocab_size = 4
+    stops = {"min_tokens": 2, "max_tokens": 4, "temperature": 0}
+    generator.check(Request("row", [1], SamplingParams(stop_token_ids=[0, 1], **stops)))
+    params = SamplingParams(stop_token_ids=[0, 1, 3], **stops)
+    with pytest.raises(RowError, match=r"stop_token_ids: expected fewer .* 4 beside min_tokens"):
+        generator.check(Request("row", [1], params))
+
+
 def test_without_max_tokens_a_row_fills_the_plans_length(model):
     row = prompts(1, seed=12)[0]
     params = SamplingParams(temperature=0, ignore_eos=True)
     completion = run(model, requests_of([row], params))["row-0"].outputs[0]
     assert len(row) + len(completion.token_ids) == GRID.max_length
+
+
+@pytest.mark.parametrize(
+    ("length", "max_tokens", "message"),
+    [
+        (49, 2, "buckets.prefill has lengths [8, 16, 48]. Add a length of at least 49, or shorten"),
+        (70, 2, "lengths [8, 16, 48]. Raise max_length (64), add a length of at least 70, or"),
+        (127, 2, "need 129 positions; the model has 128. Lower max_tokens, or shorten the prompt"),
+        (5000, None, "need 5001 positions; the model has 128. Lower max_tokens, or shorten the"),
+    ],
+)
+def test_a_row_that_is_too_long_is_told_what_is_possible(length, max_tokens, message):
+    needs_no_engine = Generator(None, GRID, CONFIG.vocab_size, CONFIG.max_position, ())
+    params = SamplingParams(max_tokens=max_tokens)
+    with pytest.raises(RowError, match=re.escape(message)):
+        needs_no_engine.check(Request("row", [5] * length, params))
 
 
 def test_min_tokens_that_cannot_be_reached_are_refused(model):
@@ -292,3 +388,54 @@ def test_padding_and_tokens_are_counted(model):
     )
     assert padding["computed_tokens"] == padding["real_tokens"] + wasted
     assert generator.padding_waste == pytest.approx(wasted / padding["computed_tokens"])
+
+
+def test_a_step_that_the_device_fails_names_its_graph(model, monkeypatch):
+    generator = model.generator()
+    of_name = type(model.graphs).executable
+
+    def executable(name):
+        if name.startswith("decode"):
+            raise MemoryError
+        return of_name(model.graphs, name)
+
+    monkeypatch.setattr(model.graphs, "executable", executable)
+    for request in requests_of(prompts(2, seed=4, longest=8)):
+        generator.submit(request)
+    with pytest.raises(
+        GraphFailed, match=r"graph 'decode span \d+' failed as it ran: MemoryError\. Ch"
+    ):
+        generator.run()
+
+
+def graphs_called(model: TinyModel, request: Request, monkeypatch) -> set[str]:
+    called: set[str] = set()
+    of_name = type(model.graphs).executable
+
+    def executable(name: str):
+        called.add(name)
+        return of_name(model.graphs, name)
+
+    monkeypatch.setattr(model.graphs, "executable", executable)
+    generator = model.generator()
+    generator.submit(request)
+    generator.run()
+    return called
+
+
+def test_the_rows_that_need_a_graph_are_those_that_call_it(model, monkeypatch):
+    asked = [
+        SamplingParams(max_tokens=3, ignore_eos=True),
+        SamplingParams(max_tokens=0, prompt_logprobs=0),
+        SamplingParams(max_tokens=20, n=2, ignore_eos=True),
+        SamplingParams(max_tokens=1, prompt_logprobs=0, ignore_eos=True),
+    ]
+    for ids, params in zip([*prompts(7, seed=3), [5]], asked * 2, strict=True):
+        called = graphs_called(model, Request("row", ids, params), monkeypatch)
+        need = Need(len(ids), params.max_tokens, params.n, None, params.prompt_logprobs)
+        wanted = {name for name in graph_names(model.grid) if needs_graph(name, model.grid, need)}
+        # a call may end on the next span already, and slots for all samples be free apart alone
+        assert called <= wanted, called - wanted
+        assert wanted - called <= {"empty state", "fork"} | {
+            name for name in wanted if name.startswith("decode")
+        }

@@ -55,7 +55,6 @@ def test_the_layouts_that_ship_are_known():
         "expert-tensor",
         "gpu-host",
         "ring",
-        "ring-contiguous",
         "ring-data-expert",
         "ring-tensor",
         "sequence-parallel",

@@ -1,9 +1,11 @@
-"""What `noria bench` and `noria layouts` write: what may not be is said before the work."""
+"""Outputs of `noria bench`, `noria layouts` and `noria compile` are checked before the work."""
 
 import os
 
 import pytest
+from tiny import GRID
 
+from noria.compile.plan import Plan, PlannedModel
 from noria.runtime.cli import main
 
 
@@ -37,3 +39,23 @@ def test_a_folder_of_layouts_that_cannot_be_written(capsys, tmp_path, monkeypatc
         assert f"expected a folder, got the file {file}" in said_of(folder)
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     assert f"got {tmp_path}, where this user may not write" in said_of(tmp_path / "report")
+
+
+def test_a_table_or_picture_of_layouts_is_no_file_that_is_read(capsys, tmp_path):
+    (tmp_path / "mine.toml").write_text("mine")
+    for name in ("layouts.json", "layouts.png", "layouts.json.tmp"):
+        (tmp_path / name).symlink_to("mine.toml")
+        arguments = ("--target", "cpu:4", "-o", tmp_path, "--layouts", tmp_path / "mine.toml")
+        assert "is an input too" in refusal(capsys, "layouts", *arguments)
+        (tmp_path / name).unlink()
+    assert (tmp_path / "mine.toml").read_text() == "mine"
+
+
+def test_a_plan_is_not_replaced_by_the_bundle_that_is_made_of_it(capsys, tmp_path):
+    text = "# mine\n" + Plan("cpu", PlannedModel("nowhere", "sha256:", "float32"), GRID).to_toml()
+    for plan in (tmp_path / "plan.toml", tmp_path / "bundle.json"):
+        plan.write_text(text)
+        said = refusal(capsys, "compile", "--plan", plan, "-o", tmp_path)
+        assert f"{plan}: the bundle's" in said and "is the plan that is read too" in said
+        assert plan.read_text() == text
+        plan.unlink()

@@ -4,12 +4,21 @@ from types import SimpleNamespace
 
 import jax
 import pytest
+import tokenizers
+from model_on_disk import write_model
 from tiny import GRID
 
 from noria.compile.bucket_grid import BucketGrid
 from noria.compile.plan import Plan, PlannedModel
-from noria.compile.targets import Target
-from noria.runtime.session import check_layout, check_target, prepare_cpu
+from noria.compile.targets import Target, find_target
+from noria.runtime.checkpoint import GenerationDefaults, InvalidConfig, open_model
+from noria.runtime.session import (
+    check_layout,
+    check_target,
+    eos_ids,
+    load_model,
+    prepare_jax,
+)
 
 
 def plan_for(target: str) -> Plan:
@@ -61,7 +70,7 @@ def test_jax_starts_no_other_backend_for_what_is_not_to_run_on_one(target, start
     values = {"jax_platforms": None, "jax_num_cpu_devices": 0}
     config = SimpleNamespace(values=values, update=set_by_us.__setitem__)
     monkeypatch.setattr(jax, "config", config)
-    prepare_cpu(target)
+    prepare_jax(target)
     assert set_by_us == starts
 
 
@@ -76,3 +85,57 @@ def test_slots_in_groups_need_the_layout_that_has_them(groups):
         return
     with pytest.raises(ValueError, match=r"slot_groups: without a layout, expected 1, .* got 2"):
         check_layout(None, None, one, grid)
+
+
+def files_of(*end_ids: int, vocab_size: int = 100):
+    spec = SimpleNamespace(config=SimpleNamespace(vocab_size=vocab_size))
+    defaults = GenerationDefaults(tuple(end_ids), eos_source="config.json: eos_token_id")
+    return SimpleNamespace(name="tiny", generation_defaults=defaults, spec=spec)
+
+
+def tokenizer_of(**changes):
+    return SimpleNamespace(**{"eos_id": 7, "bos_id": 1, "add_bos": True} | changes)
+
+
+def test_every_end_token_of_the_files_counts_and_else_that_of_the_tokenizer():
+    assert eos_ids(files_of(2, 99), tokenizer_of()) == (2, 99)
+    assert eos_ids(files_of(), tokenizer_of()) == (7,)
+    assert eos_ids(files_of(), tokenizer_of(eos_id=None, bos_id=None, add_bos=False)) == ()
+    assert eos_ids(files_of(), None) == ()
+
+
+@pytest.mark.parametrize(
+    ("ends", "tokenizer", "where"),
+    [
+        ((2, 100), tokenizer_of(), "config.json: eos_token_id"),
+        ((100,), None, "config.json: eos_token_id"),
+        ((), tokenizer_of(eos_id=100), "the tokenizer's eos_token"),
+        ((2,), tokenizer_of(bos_id=100), "the tokenizer's bos_token"),
+    ],
+)
+def test_a_tokenizer_of_another_model_is_refused_by_the_ids_that_this_one_lacks(
+    ends, tokenizer, where
+):
+    message = rf"tiny: .*model's 100 ids, got \[100\] in {where}.*one place"
+    with pytest.raises(InvalidConfig, match=message):
+        eos_ids(files_of(*ends), tokenizer)
+
+
+def test_tokens_beyond_the_embedding_are_named_once_as_the_model_is_loaded(tmp_path):
+    vocab_size = write_model(tmp_path / "tiny")
+    path = tmp_path / "tiny" / "tokenizer.json"
+    backend = tokenizers.Tokenizer.from_file(str(path))
+    target, said = find_target("cpu"), []
+    with open_model(str(path.parent)) as files:
+        load_model(files, target, "float32", say=said.append)
+    assert not said
+    backend.add_special_tokens(["<image>", "<audio>"])
+    backend.save(str(path))
+    with open_model(str(path.parent)) as files:
+        model = load_model(files, target, "float32", say=said.append)
+    assert said == [
+        f"tokenizer: 2 tokens beyond the {vocab_size} ids of the model, such as '<image>' "
+        f"({vocab_size}); rows that need one end as errors"
+    ]
+    assert model.tokenizer is not None
+    assert model.tokenizer.encode("<image>", special_tokens=True) == [vocab_size]

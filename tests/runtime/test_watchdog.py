@@ -1,5 +1,6 @@
 """The watch of a pod's processes on each other, over a store and a clock of the test's own."""
 
+import json
 import threading
 import time
 
@@ -124,3 +125,12 @@ def test_the_threads_end_the_process_when_another_falls_silent(capsys):
     assert ended.wait(5)
     assert codes == [EXIT_LOST]
     assert "noria: process 1: process 0 has been silent" in capsys.readouterr().err
+
+
+def test_the_reason_of_another_process_is_shown_and_not_sent_to_the_terminal(capsys):
+    store, ended = Store(), threading.Event()
+    told = {"end": {"failed": "no file \x1b[2J.jsonl", "exit_code": 3}}
+    store.put("alive/0", json.dumps(told).encode())
+    Watchdog(store, 1, 2, 0.5, end=lambda code: ended.set()).start()
+    assert ended.wait(5)
+    assert r"noria: process 1: no file \x1b[2J.jsonl" in capsys.readouterr().err

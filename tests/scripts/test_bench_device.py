@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from argparse import Namespace
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from numerics_helpers import ROOT, script
 
 from noria.compile.definition import Definition
 from noria.modelzoo.config import DecoderConfig
+from noria.sharding.call import Call
 
 TINY = (
     "--target cpu --layers 2 --embed 32 --mlp 48 --query-heads 4 --kv-heads 2 --head-dim 8 "
@@ -45,8 +47,14 @@ def test_every_case_is_measured_beside_transformers(tmp_path):
 
 def test_what_is_missing_for_the_peer_is_said():
     bench = script("scripts/bench_device.py")
-    options = bench.argparse.Namespace(python_torch=None)
+    options = Namespace(python_torch=None)
     assert "torch and transformers are not installed" in bench._run_transformers(options)["missing"]
+
+
+def work_of(bench, call: Call) -> dict[str, float]:
+    device = object.__new__(bench.DeviceBench)
+    device.definition, device.options = Definition(CONFIG), Namespace(dtype="float32")
+    return device.work(call)
 
 
 def test_the_bytes_of_a_decode_step_are_its_matrices_and_its_cache():
@@ -58,8 +66,10 @@ def test_the_bytes_of_a_decode_step_are_its_matrices_and_its_cache():
         if leaf.ndim > 1 and name != "embedding.table"
     )
     cache = 2 * CONFIG.num_layers * 3 * CONFIG.num_kv_heads * 16 * CONFIG.head_dim
-    work = bench.decode_work(CONFIG, batch=3, span=16, itemsize=4)
-    assert work.num_bytes == 4 * (matrices + cache)
+    # written, and read by sampling
+    logits = 2 * 3 * CONFIG.vocab_size
+    work = work_of(bench, Call.of_step(3, 16))
+    assert work["bytes"] == 4 * (matrices + cache + logits)
 
 
 def test_the_flops_of_a_prefill_are_nearly_those_that_xla_counts():
@@ -68,7 +78,7 @@ def test_the_flops_of_a_prefill_are_nearly_those_that_xla_counts():
 
     def prefill(parameters, tokens_BT, true_length_B):
         decoder = definition.bind(parameters)
-        x_BTD, *_ = decoder.prefill(tokens_BT, true_length_B)
+        x_BTD, _ = decoder.forward(tokens_BT, true_length_B)
         return decoder.logits(x_BTD[:, -1])
 
     arguments = (
@@ -77,6 +87,6 @@ def test_the_flops_of_a_prefill_are_nearly_those_that_xla_counts():
         jax.ShapeDtypeStruct((1,), jnp.int32),
     )
     counted = jax.jit(prefill).lower(*arguments).compile().cost_analysis()["flops"]
-    work = bench.prefill_work(CONFIG, length, itemsize=4)
-    # XLA counts norms, rotations and the masked half of the attention, too
-    assert 0.6 * counted < work.flops < counted
+    work = work_of(bench, Call("prefill", 1, length, length))
+    # XLA counts norms and rotations, too
+    assert 0.6 * counted < work["flops"] < counted

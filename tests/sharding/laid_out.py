@@ -4,7 +4,7 @@ One odd model a family, read from the family's own config.json; what is compiled
 the build, and what is compared with is the same model on one device.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -15,20 +15,24 @@ import jax.numpy as jnp
 import numpy as np
 from tiny import random_parameters
 
-from noria.compile.bucket_grid import BucketGrid
+from noria.compile.bucket_grid import BucketGrid, PrefillBucket
 from noria.compile.build import compile_graph, plan_graphs
 from noria.compile.compiled_graphs import CompiledGraphs
 from noria.compile.definition import Definition
-from noria.compile.steps import DecodeOutput, DecodeState, Prompts
+from noria.compile.prefill_steps import PrefillOutput
+from noria.compile.steps import DecodeOutput, DecodeState
 from noria.compile.targets import find_target
 from noria.modelzoo import axes
 from noria.modelzoo.config import Arrangement, DecoderConfig
 from noria.modelzoo.families.registry import from_hf_config
 from noria.modelzoo.layer_groups import of_single_layers
+from noria.modelzoo.sampling import SamplingState, TokenScores
+from noria.runtime.decode_slots import Job, Sequence
 from noria.runtime.host_arrays import HostArrays
 from noria.runtime.layout_files import named_layout_tables, read_layout_table
-from noria.runtime.padding import pack_prompts, pack_sampling
+from noria.runtime.padding import pack_pieces, pack_requests, pack_sampling
 from noria.runtime.request import SamplingParams
+from noria.runtime.scheduler import PromptPiece
 from noria.sharding.layout import Layout
 
 VOCAB = 151
@@ -140,11 +144,10 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
 LAYOUTS = tuple(named_layout_tables())
 _OF_RINGS = {
     "ring": "gpt_oss",
-    "ring-contiguous": "gemma2",
     "ring-data-expert": "llama4_text",
     "ring-tensor": "deepseek_v3",
 }
-"""Sinks and windows, windows and capped scores, chunks and experts, latents."""
+"""Sinks and windows, chunks and experts, latents."""
 FAMILY_OF = {
     layout: list(FAMILIES)[i % len(FAMILIES)]
     for i, layout in enumerate(layout for layout in LAYOUTS if layout not in _OF_RINGS)
@@ -163,6 +166,7 @@ class Row:
     prompt: tuple[int, ...]
     params: SamplingParams = GREEDY
     seed: int = 7
+    sample: int = 0
     limit: int | None = None
     """Length at which it ends, where it is not the longest."""
 
@@ -176,7 +180,6 @@ class Answers:
     """After the last token."""
     output: DecodeOutput
     """Of all calls, along the axis of steps."""
-    prompts: Prompts
     state: DecodeState
 
 
@@ -193,9 +196,15 @@ def layout_of(spelling: str) -> Layout:
     return Layout.from_table(read_layout_table(spelling))
 
 
-def grid_of(num_devices: int) -> BucketGrid:
-    """Rows for all prompts, and a cache of two segments; shorter than windows and longer."""
+def grid_of(num_devices: int, in_chunks: bool = False) -> BucketGrid:
+    """Rows for all prompts, and a cache of two segments or more; shorter than windows and longer.
+
+    Chunks are longer than the windows, then shorter.
+    """
     rows = 8 if num_devices == 1 else -(-len(PROMPT_LENGTHS) // num_devices) * num_devices
+    if in_chunks:
+        buckets = ((16, rows, 8), (16, rows, 16), (32, rows, 8), (32, rows, 16))
+        return BucketGrid(40, buckets, rows, (16, 32, 40), steps_per_call=4, score=True)
     return BucketGrid(40, ((24, rows),), rows, (24, 40), steps_per_call=4, score=True)
 
 
@@ -237,6 +246,7 @@ class LaidOut:
     long_slots: int | None = None
     """Slots that reach the last span, where not all do."""
     scan_layers: bool = False
+    in_chunks: bool = False
 
     @property
     def num_devices(self) -> int:
@@ -244,7 +254,7 @@ class LaidOut:
 
     @property
     def grid(self) -> BucketGrid:
-        grid = grid_of(self.num_devices)
+        grid = grid_of(self.num_devices, self.in_chunks)
         if self.long_slots is None:
             return grid
         groups = 1
@@ -277,10 +287,9 @@ class LaidOut:
 
     @cached_property
     def graphs(self) -> CompiledGraphs:
-        """Of the longest span alone: compiling is most of a test's time."""
+        """Of the longest span of decode alone: compiling is most of a test's time."""
         span = self.grid.decode_spans[-1]
-        kinds = ("prefill", "insert", "empty", CompiledGraphs.decode_name(span))
-        return self.compile(*kinds)
+        return self.compile("prefill", "fork", "empty", CompiledGraphs.decode_name(span))
 
     def compile(self, *kinds: str) -> CompiledGraphs:
         """The graphs of the build whose names begin so."""
@@ -297,46 +306,92 @@ class LaidOut:
     def empty_state(self) -> DecodeState:
         return self.graphs.empty_state()
 
-    def prefill(self, rows: Mapping[int, Row]) -> Prompts:
-        """Each row at the number of its slot."""
-        (bucket,) = self.grid.prefill
-        prompts = [rows[slot].prompt if slot in rows else (0,) for slot in range(bucket.batch)]
-        return self.graphs.prefill(
-            self.parameters, bucket, *self.put(pack_prompts(prompts, bucket))
-        )
+    def prefill(
+        self, rows: Mapping[int, Row], state: DecodeState | None = None
+    ) -> tuple[DecodeState, list[PrefillOutput]]:
+        """The state with each prompt in the slot of its number, and what every call gave.
 
-    def insert(self, state: DecodeState, prompts: Prompts, slot: int, row: Row) -> DecodeState:
-        sampling = pack_sampling(
+        The rows of a call are in the order of `rows`.
+        """
+        state, outputs = self.empty_state() if state is None else state, []
+        for bucket, pieces in self._calls(rows):
+            arguments = self._packed(rows, bucket, pieces)[:3]
+            state, output = self.graphs.prefill(self.parameters, state, bucket, *arguments)
+            outputs.append(jax.device_get(output))
+        return state, outputs
+
+    def score(self, rows: Mapping[int, Row], num_logprobs: int) -> dict[int, TokenScores]:
+        """Scores of every token but the first of each prompt, by slot."""
+        graphs, state = self.compile("score", "empty"), self.empty_state()
+        found: dict[int, list[TokenScores]] = {slot: [] for slot in rows}
+        for bucket, pieces in self._calls(rows):
+            wanted_B = self.put(np.full(bucket.batch, num_logprobs, np.int32))
+            arguments = self._packed(rows, bucket, pieces)
+            state, output = graphs.score(self.parameters, state, bucket, *arguments, wanted_B)
+            for i, piece in enumerate(pieces):
+                of_piece = jax.tree.map(lambda x, i=i, n=piece.count: x[i, :n], output.scores)
+                found[piece.slot].append(jax.device_get(of_piece))
+        return {
+            slot: jax.tree.map(lambda *x: np.concatenate(x)[:-1], *scores)
+            for slot, scores in found.items()
+        }
+
+    def fork(self, state: DecodeState, source: int, slot: int, row: Row) -> DecodeState:
+        """The state with a copy of one slot in another, sampled as `row` says."""
+        arguments = self.put((np.int32(source), np.int32(slot), self._sampling(row)))
+        return self.graphs.fork(state, *arguments)
+
+    def clear(self, state: DecodeState, slot: int) -> DecodeState:
+        return self.fork(state, self.grid.decode_slots, slot, Row(()))
+
+    def _calls(self, rows: Mapping[int, Row]) -> Iterator[tuple[PrefillBucket, list[PromptPiece]]]:
+        """Prefill calls with a piece of every prompt that goes on in the bucket of the first."""
+        grid, done = self.grid, dict.fromkeys(rows, 0)
+        while left := {n: len(row.prompt) for n, row in rows.items() if done[n] < len(row.prompt)}:
+            buckets = {slot: grid.bucket_of(length, done[slot]) for slot, length in left.items()}
+            bucket = next(iter(buckets.values()))
+            pieces = []
+            for slot in (slot for slot in left if buckets[slot] == bucket):
+                start, limit = done[slot], rows[slot].limit or grid.max_length
+                job = Job(0, left[slot], limit, 1, is_scored=False)
+                count = min(bucket.tokens, left[slot] - start)
+                pieces.append(PromptPiece(slot, Sequence(job, 0), start, count))
+                done[slot] += count
+            yield bucket, pieces
+
+    def _packed(
+        self, rows: Mapping[int, Row], bucket: PrefillBucket, pieces: list[PromptPiece]
+    ) -> Any:
+        """`rows, requests, tokens_BT, next_BT`."""
+        of_pieces = [rows[piece.slot] for piece in pieces]
+        prompts, sampling = [row.prompt for row in of_pieces], map(self._sampling, of_pieces)
+        slots = self.grid.decode_slots
+        packed, tokens_BT, next_BT = pack_pieces(pieces, prompts, bucket, slots)
+        jobs = [piece.sequence.job for piece in pieces]
+        requests = pack_requests(jobs, list(sampling), bucket.batch)
+        return self.put((packed, requests, tokens_BT, next_BT))
+
+    def _sampling(self, row: Row) -> SamplingState:
+        return pack_sampling(
             row.params,
             seed=row.seed,
-            sample=0,
+            sample=row.sample,
             prompt_length=len(row.prompt),
             stop_ids=() if row.params.ignore_eos else (STOP_ID,),
             vocab_size=self.definition.padded_vocab,
         )
-        limit_1 = np.array([row.limit or self.grid.max_length], np.int32)
-        arguments = self.put((np.int32(slot), np.int32(slot), limit_1, sampling))
-        return self.graphs.insert(state, self.grid.prefill[0], prompts, *arguments)
-
-    def start(self, rows: Mapping[int, Row], state: DecodeState | None = None):
-        """Prompts, and the state that they were inserted into."""
-        prompts = self.prefill(rows)
-        state = self.empty_state() if state is None else state
-        for slot, row in rows.items():
-            state = self.insert(state, prompts, slot, row)
-        return prompts, state
 
     def answer(
         self, rows: Mapping[int, Row], state: DecodeState | None = None, num_calls: int = 3
     ) -> Answers:
-        prompts, state = self.start(rows, state)
-        return self.decode(prompts, state, rows, num_calls)
+        """What the rows come to from their prompts on, in these slots."""
+        state, _ = self.prefill(rows, state)
+        return self.decode(state, rows, num_calls)
 
-    def decode(
-        self, prompts: Prompts, state: DecodeState, rows: Mapping[int, Row], num_calls: int = 3
-    ) -> Answers:
+    def decode(self, state: DecodeState, slots: Iterable[int], num_calls: int = 3) -> Answers:
+        prompt_logprobs_BV = self._logprobs(state.logits_BV)
         is_live_B = np.zeros(self.grid.decode_slots, bool)
-        is_live_B[list(rows)] = True
+        is_live_B[list(slots)] = True
         outputs = []
         for _ in range(num_calls):
             state, output = self.graphs.decode(
@@ -344,24 +399,26 @@ class LaidOut:
             )
             outputs.append(jax.device_get(output))
         joined = jax.tree.map(lambda *calls: np.concatenate(calls, axis=1), *map(_steps, outputs))
-        flags = np.stack([output.is_finite_B for output in outputs]).all(axis=0)
-        output = joined._replace(is_finite_B=flags, is_active_B=outputs[-1].is_active_B)
-        return Answers(
-            self._logprobs(prompts.logits_BV), self._logprobs(state.logits_BV), output, prompts,
-            state,
-        )  # fmt: skip
+        is_finite_B, is_clean_B = (
+            np.stack([getattr(output, name) for output in outputs]).all(axis=0)
+            for name in ("is_finite_B", "is_clean_B")
+        )
+        output = joined._replace(
+            is_finite_B=is_finite_B, is_clean_B=is_clean_B, is_active_B=outputs[-1].is_active_B
+        )
+        return Answers(prompt_logprobs_BV, self._logprobs(state.logits_BV), output, state)
 
     def _logprobs(self, logits_BV: jax.Array) -> np.ndarray:
         return np.asarray(jax.nn.log_softmax(np.asarray(logits_BV)[:, : self.config.vocab_size]))
 
 
 def _steps(output: DecodeOutput) -> DecodeOutput:
-    return output._replace(is_active_B=None, is_finite_B=None, experts=None)
+    return output._replace(is_active_B=None, is_finite_B=None, is_clean_B=None, experts=None)
 
 
-@lru_cache(maxsize=48)
+@lru_cache(maxsize=8)
 def laid_out(family: str, layout: str | None = None, num_kv_heads: int = 8) -> LaidOut:
-    """A model under a layout, compiled once for all tests of a usual run.
+    """A model under a layout, compiled once for tests that run one after the other.
 
     Executables of all pairs would map more pieces of memory than Linux lets one process have.
     """

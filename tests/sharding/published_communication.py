@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from noria.modelzoo import axes
 from noria.modelzoo.config import DecoderConfig
 from noria.sharding.axis_rules import kv_copies
-from noria.sharding.layer_call import Expected
+from noria.sharding.layer_shapes import Expected
 from noria.sharding.layout import Layout
 
 FLOAT32_BYTES = 4
@@ -238,7 +238,6 @@ FORMULAS: Mapping[str, Mapping[str, Formula]] = {
         ("sequence-parallel", _scattered_1d, _scattered_1d),
         ("embed-parallel", _scattered_embed, _scattered_embed),
         ("ring", _ring, _merged),
-        ("ring-contiguous", _ring, _merged),
         ("ring-tensor", _both(_ring, _scattered_in_group), _both(_merged, _stationary_1d)),
         ("ring-data-expert", _both(_ring, _gathered_mlp), _both(_merged, _split_mlp)),
     )

@@ -13,15 +13,8 @@ from tolerances import FLOAT32_ELEMENTWISE
 
 from noria.modelzoo.attention import EMPTY_POSITION, attend_dense
 from noria.modelzoo.blockwise import attend_blockwise
-from noria.modelzoo.chunk_cache import with_chunk
 from noria.modelzoo.config import PLAIN_SCORES, Chunk, Scores, Window
-from noria.modelzoo.kept_layers import (
-    KeysValues,
-    Latents,
-    OneLayer,
-    PromptKeysValues,
-    PromptLatents,
-)
+from noria.modelzoo.kept_layers import KeysAndValues, PromptLatents
 from noria.modelzoo.operations import ON_ONE_DEVICE, Operations
 from noria.modelzoo.segment_attention import attend_cached
 from noria.modelzoo.segments import held_positions
@@ -62,18 +55,14 @@ class Inputs(NamedTuple):
 
     q_BTKGH: np.ndarray
     position_BT: np.ndarray
-    layer: OneLayer
+    entries: tuple[KeysAndValues, ...]
     key_position_BS: tuple[np.ndarray, ...]
 
     def in_stripes(self, n: int) -> "Inputs":
         lay = Stripes(n).lay
-        layer = (
-            tuple(lay(x, axis) for x in segments)
-            for segments, axis in zip(self.layer, self.layer.POSITION_AXES, strict=True)
-        )
+        entries = tuple((lay(k_BKHS, 3), lay(v_BKSH, 2)) for k_BKHS, v_BKSH in self.entries)
         keys = tuple(lay(x, 1) for x in self.key_position_BS)
-        position_BT = lay(self.position_BT, 1)
-        return Inputs(lay(self.q_BTKGH, 1), position_BT, type(self.layer)(*layer), keys)
+        return Inputs(lay(self.q_BTKGH, 1), lay(self.position_BT, 1), entries, keys)
 
 
 def inputs(case: Case) -> Inputs:
@@ -89,17 +78,10 @@ def inputs(case: Case) -> Inputs:
     held_BS = np.stack([held_positions(start, sum(sizes)) for start in START_B])
     keys = (*np.split(held_BS, np.cumsum(sizes)[:-1], axis=1), own_BT)
     if case.keeps_latents:
-        layer = Latents(tuple(random(B, size, H) for size in sizes))
-        layer, q_BTKGH = (
-            with_chunk(layer, PromptLatents(random(B, T, H))),
-            random(B, T, K * G, 1, H),
-        )
-        return Inputs(q_BTKGH, position_BT, layer, keys)
-    k_BKHS = tuple(random(B, K, H, size) for size in sizes)
-    v_BKSH = tuple(random(B, K, size, H) for size in sizes)
-    new = PromptKeysValues(random(B, K, H, T), random(B, K, T, H))
-    layer = with_chunk(KeysValues(k_BKHS, v_BKSH), new)
-    return Inputs(random(B, T, K, G, H), position_BT, layer, keys)
+        latents = tuple(PromptLatents(random(B, size, H)).read() for size in (*sizes, T))
+        return Inputs(random(B, T, K * G, 1, H), position_BT, latents, keys)
+    entries = tuple((random(B, K, H, size), random(B, K, size, H)) for size in (*sizes, T))
+    return Inputs(random(B, T, K, G, H), position_BT, entries, keys)
 
 
 def attend_layer(
@@ -111,8 +93,8 @@ def attend_layer(
     attend = partial(attend, scores=case.scores)
     window, position_BT = case.window, jnp.asarray(made.position_BT)
     return attend_cached(
-        attend, made.q_BTKGH, made.layer, position_BT, made.key_position_BS, window, sink_KG,
-        operations,
+        attend, made.q_BTKGH, list(made.entries), position_BT, made.key_position_BS, window,
+        sink_KG, operations,
     )  # fmt: skip
 
 
@@ -137,7 +119,7 @@ def by_queries(attend, mesh_axes, window, *arrays):
 
 def by_entries(attend, mesh_axes, window, q_BTKGH, *arrays):
     n = jax.lax.axis_size(mesh_axes)
-    num_steps = steps(window, q_BTKGH.shape[1], n, is_striped=True)
+    num_steps = steps(window, n)
     return pass_entries(attend, mesh_axes, num_steps, q_BTKGH, *arrays)
 
 
@@ -146,17 +128,12 @@ def on_a_ring(case: Case, made: Inputs, n: int, way, attend=attend_dense) -> jax
     made = made.in_stripes(n)
     in_stripes = {1: P(None, "sequence"), 2: P(None, None, "sequence")}
     in_stripes[3] = P(None, None, None, "sequence")
-    layer_specs = type(made.layer)(
-        *(
-            tuple(in_stripes[axis] for _ in segments)
-            for segments, axis in zip(made.layer, made.layer.POSITION_AXES, strict=True)
-        )
-    )
+    entry_specs = tuple((in_stripes[3], in_stripes[2]) for _ in made.entries)
     key_specs = tuple(in_stripes[1] for _ in made.key_position_BS)
     over = jax.shard_map(
         lambda made: attend_layer(case, made, OverRing(way), attend),
         mesh=mesh(n),
-        in_specs=(Inputs(in_stripes[1], P(), layer_specs, key_specs),),
+        in_specs=(Inputs(in_stripes[1], P(), entry_specs, key_specs),),
         out_specs=in_stripes[1],
         check_vma=False,
     )

@@ -80,6 +80,7 @@ def arrays(dtype: str, has_bias: bool):
     return normal(B, T, D), is_token_BT, Router(normal(D, E)), weights
 
 
+@cache
 def mixed_over(
     name: str, dispatch: Dispatch, dtype: str = "float32", has_bias: bool = False
 ) -> tuple[Mixed, str]:
@@ -102,6 +103,7 @@ def mixed_over(
     return compiled(x_BTD, is_token_BT, router, placed), compiled.as_text()
 
 
+@cache
 def mixed_on_one(dispatch: Dispatch, dtype: str = "float32", has_bias: bool = False) -> Mixed:
     return jax.jit(Mixture(ROUTING, dispatch, gated))(*arrays(dtype, has_bias))
 

@@ -9,6 +9,7 @@ from laid_out import layout_of
 
 from noria.compile.bucket_grid import BucketGrid
 from noria.compile.build import plan_graphs
+from noria.compile.compiled_graphs import CompiledGraphs
 from noria.compile.definition import Definition
 from noria.compile.targets import find_target
 from noria.modelzoo.config import DecoderConfig, LatentAttention
@@ -94,7 +95,7 @@ def test_the_cache_takes_the_bytes_of_its_shards(name):
     definition = Definition(WINDOWED, placement.arrangement(WINDOWED))
     grid = BucketGrid(16, ((8, 8),), 8, (8, 16))
     graphs = plan_graphs(definition, grid, placement, jnp.dtype(jnp.float32))
-    (state,) = (graph.arguments[0] for graph in graphs if graph.name.startswith("insert"))
+    (state,) = (graph.arguments[0] for graph in graphs if graph.name == CompiledGraphs.FORK)
     shards = [x.sharding.shard_shape(x.shape) for x in jax.tree.leaves(state.cache.layers)]
     expected = sum(jnp.zeros(shard).nbytes for shard in shards)
     assert cache_bytes_per_device(WINDOWED, layout, 8, 16, jnp.float32) == expected

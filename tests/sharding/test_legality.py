@@ -241,11 +241,6 @@ def test_experts_that_cannot_be_shared_out_are_refused(illegal, expected):
             "[decode.rules].",
         ),
         (
-            replace(layout(), tokens="contiguous"),
-            'tokens = "contiguous": matches nothing, as no rule of prefill splits length. Leave it '
-            "out, or add the rule under [prefill.rules].",
-        ),
-        (
             layout(
                 CUBE,
                 query_heads=["tensor", "sequence"],
@@ -463,11 +458,7 @@ def test_a_layout_is_refused_quickly_and_without_a_compile(monkeypatch):
         (
             {"meshes": 1},
             "mine.toml: expected the keys ['decode', 'max_replicated', 'mesh', 'name', 'prefill', "
-            "'rules', 'tokens'], got ['meshes'] too.",
-        ),
-        (
-            {"tokens": "scattered"},
-            "mine.toml tokens: expected one of ('striped', 'contiguous'), got 'scattered'.",
+            "'rules'], got ['meshes'] too.",
         ),
         ({"mesh": None}, "mine.toml: expected a table [mesh] of axis sizes, got None."),
         ({"mesh": {}}, "mine.toml: expected a table [mesh] of axis sizes, got {}."),

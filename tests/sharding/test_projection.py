@@ -23,10 +23,10 @@ X_BTD = RNG.integers(-3, 4, (8, 8, 8)).astype(np.float32)
 W_DF = RNG.integers(-3, 4, (8, 8)).astype(np.float32)
 
 
-def placed(text: str) -> list[tuple[str, ...]]:
-    """`B_data T D_data+tensor` -> [("data",), (), ("data", "tensor")]."""
+def placed(text: str) -> tuple[tuple[str, ...], ...]:
+    """`B_data T D_data+tensor` -> (("data",), (), ("data", "tensor"))."""
     parts = [dimension.partition("_")[2] for dimension in text.split()]
-    return [tuple(filter(None, part.split("+"))) for part in parts]
+    return tuple(tuple(filter(None, part.split("+"))) for part in parts)
 
 
 def moves(x: str, stored: str, used: str, out: str) -> dict[str, object]:
@@ -144,16 +144,16 @@ def mesh() -> Mesh:
     return Mesh(devices, MESH_AXES, axis_types=(AxisType.Auto,) * 3)
 
 
-def random_split(rng: random.Random, num_dimensions: int) -> list[tuple[str, ...]]:
+def random_split(rng: random.Random, num_dimensions: int) -> tuple[tuple[str, ...], ...]:
     """Mesh axes in random order, each in one dimension or none."""
     dimensions: list[tuple[str, ...]] = [()] * (num_dimensions + 1)
     for axis in rng.sample(MESH_AXES, len(MESH_AXES)):
         i = rng.randrange(num_dimensions + 1)
         dimensions[i] = (*dimensions[i], axis)
-    return dimensions[:num_dimensions]
+    return tuple(dimensions[:num_dimensions])
 
 
-def spec(dimensions: list[tuple[str, ...]]) -> P:
+def spec(dimensions: tuple[tuple[str, ...], ...]) -> P:
     return P(*(axes or None for axes in dimensions))
 
 
@@ -165,7 +165,7 @@ def test_any_placement_gives_the_product(seeds):
     for seed in seeds:
         rng = random.Random(seed)
         x, stored, out = (random_split(rng, n) for n in (3, 2, 3))
-        used = [axes[: rng.randrange(len(axes) + 1)] for axes in stored]
+        used = tuple(axes[: rng.randrange(len(axes) + 1)] for axes in stored)
         projection = Projection.of(EQUATION, x, stored, used, out)
         got_BTF = multiply(projection, spec(x), spec(stored), spec(out))
         assert (got_BTF == expected_BTF).all(), (x, stored, used, out)

@@ -1,6 +1,8 @@
 """Slots of several lengths give the answers of slots that are all alike, under layouts too."""
 
 from dataclasses import replace
+from functools import cache
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from test_rows_under_layouts import filled_with_nan
 from tolerances import FLOAT32_MODEL_LOGPROB
 
 from noria.compile.definition import model_sizes
+from noria.runtime.request import SamplingParams
 from noria.sharding.legality import check
 
 CASES = pytest.mark.parametrize(
@@ -24,8 +27,9 @@ CASES = pytest.mark.parametrize(
 """Windows in one piece of the cache and more, rows on one device and on several, stripes."""
 
 
+@cache
 def pair(layout: str | None, family: str, long_slots: int) -> tuple[LaidOut, LaidOut]:
-    """Ragged, and all alike."""
+    """A model with ragged slots and one with equal slots, compiled once for all tests."""
     config, placed = config_of(family), None if layout is None else layout_of(layout)
     return LaidOut(config, placed, long_slots), LaidOut(config, placed)
 
@@ -58,12 +62,29 @@ def test_long_and_short_slots_give_a_row_the_same_bits(layout, family, long_slot
         for span in grid.decode_spans[::-1]
     )
     row = replace(greedy_rows()[4], limit=grid.decode_spans[0])
-    got = ragged.answer({long: row}), ragged.answer({short: row}, filled_with_nan(ragged))
-    for field in ("tokens_BQ",):
-        first, second = (getattr(answer.output, field) for answer in got)
-        np.testing.assert_array_equal(first[long], second[short])
-    assert (got[0].output.tokens_BQ[long] >= 0).sum() == 12
-    np.testing.assert_array_equal(got[0].logprobs_BV[long], got[1].logprobs_BV[short])
+    cleared = ragged.clear(filled_with_nan(ragged), short)
+    got, other = ragged.answer({long: row}), ragged.answer({short: row}, cleared)
+    assert (got.output.tokens_BQ[long] >= 0).sum() == 12
+    np.testing.assert_array_equal(got.output.tokens_BQ[long], other.output.tokens_BQ[short])
+    np.testing.assert_array_equal(got.logprobs_BV[long], other.logprobs_BV[short])
+
+
+@CASES
+def test_samples_of_a_prompt_are_forked_into_slots_of_any_length(layout, family, long_slots):
+    """Each has the bits of a prompt of its own, from long slots to short ones and back."""
+    ragged, _ = pair(layout, family, long_slots)
+    grid = ragged.grid
+    sampled = SamplingParams(temperature=2.0, ignore_eos=True)
+    row = replace(greedy_rows()[4], params=sampled, limit=grid.decode_spans[0])
+    rows = {slot: replace(row, sample=slot) for slot in range(grid.decode_slots)}
+    state, _ = ragged.prefill({0: rows[0]})
+    order = [*reversed(rows)]
+    for source, slot in pairwise([0, *order[:-1]]):
+        state = ragged.fork(state, source, slot, rows[slot])
+    got, expected = ragged.decode(state, rows), ragged.answer(rows)
+    np.testing.assert_array_equal(got.output.tokens_BQ, expected.output.tokens_BQ)
+    np.testing.assert_array_equal(got.logprobs_BV, expected.logprobs_BV)
+    assert len(set(map(tuple, got.output.tokens_BQ.tolist()))) == len(rows)
 
 
 def test_groups_that_are_not_those_of_the_layout_are_refused():

@@ -43,8 +43,7 @@ def random_layouts(seed: int) -> Iterator[Layout]:
         rules = {axis: random_axes(rng, mesh) for axis in WEIGHT_AXES}
         rules |= {"kv_heads": []} if rng.random() < 0.7 else {}
         rules |= {"batch": random_axes(rng, mesh)} if rng.random() < 0.4 else {}
-        tokens = rng.choice(("striped", "contiguous"))
-        table = {"mesh": mesh, "rules": written(rules), "max_replicated": 1, "tokens": tokens}
+        table = {"mesh": mesh, "rules": written(rules), "max_replicated": 1}
         for phase in PHASES:
             table[phase] = {"rules": written(phase_rules(rng, mesh, rules, phase))}
         yield Layout.from_table(table, f"seed {seed}")

@@ -1,4 +1,4 @@
-"""Attention over a ring of devices against attention at once: every mask, both orders of tokens."""
+"""Attention over a ring of devices against attention at once: every mask."""
 
 from functools import cache, partial
 
@@ -22,15 +22,13 @@ from noria.modelzoo.attention import (
 from noria.modelzoo.blockwise import attend_blockwise, block_sizes
 from noria.modelzoo.config import PLAIN_SCORES, Chunk, Scores, Window
 from noria.modelzoo.stripes import Stripe, Stripes
-from noria.sharding import ring_attention
 from noria.sharding.cache_attention import merge_shards
-from noria.sharding.ring_attention import Ring, pass_queries, reach, steps
+from noria.sharding.ring_attention import attend_on_ring, steps
 
 AXES = ("sequence",)
 RINGS = (2, 4, 8)
 A_WINDOW_EACH = (None, 7, Chunk(6))
 WINDOWS = (None, 1, 3, 7, 24, Chunk(1), Chunk(5), Chunk(6), Chunk(24))
-ORDERS = pytest.mark.parametrize("is_striped", [True, False], ids=["striped", "contiguous"])
 SIZES = pytest.mark.parametrize("n", RINGS)
 BY_WINDOW = pytest.mark.parametrize("window", WINDOWS, ids=str)
 T, B, K, G, H, VALUE_DIM = 48, 2, 2, 3, 4, 6
@@ -56,16 +54,15 @@ def positions(*true_lengths: int) -> tuple[np.ndarray, np.ndarray]:
     return query_BT, np.where(is_token_BT, query_BT, EMPTY_POSITION).astype(np.int32)
 
 
-def on_a_ring(n: int, is_striped: bool, body):
+def ring(n: int, attend=attend_dense):
     """`attend` over whole arrays in the order of tokens, carried out over n devices."""
-    stripes = Stripes(n if is_striped else 1)
+    stripes = Stripes(n)
     spec = (P(None, "sequence"), P(None, None, None, "sequence"), P(None, None, "sequence"))
 
-    def attend(q_BTKGH, k_BKHS, v_BKSH, query_BT, key_BT, window: Window, scores=PLAIN_SCORES):
+    def over_all(q_BTKGH, k_BKHS, v_BKSH, query_BT, key_BT, window: Window, scores=PLAIN_SCORES):
         def local(q_BTKGH, k_BKHS, v_BKSH, query_BT, key_BT):
-            return body(
-                q_BTKGH, k_BKHS, v_BKSH, Visibility(query_BT, key_BT, window), scores=scores
-            )
+            seen = Visibility(query_BT, key_BT, window)
+            return attend_on_ring(attend, AXES, q_BTKGH, k_BKHS, v_BKSH, seen, scores)
 
         arrays = (q_BTKGH, k_BKHS, v_BKSH, query_BT, key_BT)
         laid = [stripes.lay(x, axis) for x, axis in zip(arrays, (1, 3, 2, 1, 1), strict=True)]
@@ -74,11 +71,7 @@ def on_a_ring(n: int, is_striped: bool, body):
         )
         return tuple(stripes.restore(x, 1) for x in over(*laid))
 
-    return attend
-
-
-def ring(n: int, is_striped: bool, attend=attend_dense):
-    return on_a_ring(n, is_striped, partial(Ring(AXES, is_striped).attend, attend))
+    return over_all
 
 
 def assert_equals_dense(attend, arrays, window: Window, scores: Scores = PLAIN_SCORES) -> None:
@@ -95,98 +88,32 @@ def assert_equals_dense(attend, arrays, window: Window, scores: Scores = PLAIN_S
     [(8, window) for window in WINDOWS] + [(n, w) for n in (2, 4) for w in A_WINDOW_EACH],
     ids=str,
 )
-@ORDERS
-def test_a_prompt_attends_on_a_ring_as_it_would_at_once(n, is_striped, window):
+def test_a_prompt_attends_on_a_ring_as_it_would_at_once(n, window):
     """Grouped heads, values of their own size, padding."""
-    assert_equals_dense(ring(n, is_striped), inputs(), window)
+    assert_equals_dense(ring(n), inputs(), window)
 
 
-@ORDERS
 @pytest.mark.parametrize("window", A_WINDOW_EACH, ids=str)
-def test_each_step_may_go_block_by_block(is_striped, window):
+def test_each_step_may_go_block_by_block(window):
     """Blocks that divide no device's part."""
-    assert_equals_dense(ring(4, is_striped, SMALL_BLOCKS), inputs(), window)
+    assert_equals_dense(ring(4, SMALL_BLOCKS), inputs(), window)
 
 
-@ORDERS
 @pytest.mark.parametrize("window", [None, 7], ids=str)
-def test_scores_are_capped_and_scaled_on_a_ring(is_striped, window):
-    assert_equals_dense(ring(4, is_striped), inputs(), window, Scores(0.9, 0.7))
+def test_scores_are_capped_and_scaled_on_a_ring(window):
+    assert_equals_dense(ring(4), inputs(), window, Scores(0.9, 0.7))
 
 
-@ORDERS
-@pytest.mark.parametrize("window", A_WINDOW_EACH, ids=str)
-def test_queries_may_go_round_in_place_of_keys(is_striped, window):
-    n = 4
-
-    def body(q_BTKGH, k_BKHS, v_BKSH, visibility, scores):
-        num_steps = steps(window, T // n, n, is_striped)
-        attend = partial(attend_dense, scores=scores)
-        return pass_queries(attend, (q_BTKGH, k_BKHS, v_BKSH), visibility, AXES, num_steps)
-
-    assert_equals_dense(on_a_ring(n, is_striped, body), inputs(), window)
-
-
-def test_what_sends_less_goes_round(monkeypatch):
-    """One query head a key/value head: keys and values; many values a query: queries."""
-    chosen = []
-    for name in ("pass_keys", "pass_queries"):
-        monkeypatch.setattr(ring_attention, name, lambda *x, name=name: chosen.append(name))
-    attend = Ring(AXES, is_striped=True).attend
-
-    def body(q_BTKGH, k_BKHS, v_BKSH):
-        attend(
-            attend_dense, q_BTKGH, k_BKHS, v_BKSH, Visibility(jnp.zeros((1, 8)), jnp.zeros((1, 8)))
-        )
-        return q_BTKGH
-
-    def trace(queries: int, keys: int) -> None:
-        shapes = ((1, queries, 1, 1, H), (1, 1, H, keys), (1, 1, keys, H))
-        over = jax.shard_map(body, mesh=mesh(4), in_specs=P(), out_specs=P(), check_vma=False)
-        jax.eval_shape(over, *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes))
-
-    trace(8, 8)
-    trace(8, 64)
-    assert chosen == ["pass_keys", "pass_queries"]
-
-
-def test_bytes_of_either_direction_are_those_of_what_travels():
-    """Three steps of four: bfloat16 keys of 8 heads against float32 results of 64."""
-    shapes = (1, 16, 8, 8, 128), (1, 8, 128, 16), (1, 8, 16, 128)
-    q, k, v = (jnp.zeros(shape, jnp.bfloat16) for shape in shapes)
-    assert ring_attention.key_bytes(k, v, 4) == 3 * 2 * (8 * 128 * 16) * 2
-    results = 16 * 64 * 129 * 4
-    assert ring_attention.query_bytes(q, v, 4) == 3 * (16 * 64 * 128 * 2 + results) + results
-    assert ring_attention.key_bytes(k, v, 1) == ring_attention.query_bytes(q, v, 1) == 0
-
-
-@ORDERS
 @SIZES
 @BY_WINDOW
-def test_a_ring_turns_as_far_as_some_query_sees_and_no_further(n, is_striped, window):
+def test_a_ring_turns_as_far_as_some_query_sees_and_no_further(n, window):
     """Parts by their distance, from masks over all tokens."""
     length = T // n
-    position_T = Stripes(n if is_striped else 1).lay(np.arange(T)[None], 1)
+    position_T = Stripes(n).lay(np.arange(T)[None], 1)
     is_seen_TS = visible(position_T, position_T, window)[0]
     is_seen = is_seen_TS.reshape(n, length, n, length).any(axis=(1, 3))
     needed = {(i - j) % n for i in range(n) for j in range(n) if is_seen[i, j]}
-    assert steps(window, length, n, is_striped) == max(needed) + 1
-
-
-@SIZES
-@pytest.mark.parametrize("window", WINDOWS[1:], ids=str)
-def test_a_window_reaches_as_far_before_neighbours_as_some_query_sees(n, window):
-    length, position_T = T // n, np.arange(T)
-    is_seen_TS = visible(position_T[None], position_T[None], window)[0]
-    first_T = is_seen_TS.argmax(axis=1)
-    assert reach(window, length, n) == max(position_T // length * length - first_T)
-
-
-def test_a_window_in_stripes_sends_what_a_layer_without_one_sends_and_among_neighbours_itself():
-    """Tokens whose keys and values a device sends, of 131,072 on eight."""
-    length = 131_072 // 8
-    assert (steps(1024, length, 8, is_striped=True) - 1) * length == 114_688
-    assert reach(1024, length, 8) == 1023
+    assert steps(window, n) == max(needed) + 1
 
 
 def test_sinks_join_after_the_last_merge():
@@ -194,18 +121,15 @@ def test_sinks_join_after_the_last_merge():
     sink_KG = np.random.default_rng(1).normal(size=(K, G)).astype(np.float32)
     seen = Visibility(jnp.asarray(query_BT), jnp.asarray(key_BT), 7)
     expected = with_sinks(*attend_dense(*inputs(), seen), sink_KG)
-    got = with_sinks(
-        *jax.jit(lambda *x: ring(4, True)(*x, query_BT, key_BT, 7))(*inputs()), sink_KG
-    )
+    got = with_sinks(*jax.jit(lambda *x: ring(4)(*x, query_BT, key_BT, 7))(*inputs()), sink_KG)
     np.testing.assert_allclose(got, expected, rtol=0, atol=FLOAT32_ELEMENTWISE)
 
 
-@ORDERS
 @pytest.mark.parametrize("window", A_WINDOW_EACH, ids=str)
-def test_nothing_flows_back_from_the_future_or_from_outside_a_window(is_striped, window):
+def test_nothing_flows_back_from_the_future_or_from_outside_a_window(window):
     """The gradient of an output with respect to what its query does not see is exactly zero."""
     query_BT, key_BT = positions(T, T)
-    attend, t = ring(4, is_striped), 29
+    attend, t = ring(4), 29
 
     def out(q_BTKGH, k_BKHS, v_BKSH):
         out_BTKGH, _ = attend(q_BTKGH, k_BKHS, v_BKSH, query_BT, key_BT, window)
@@ -230,7 +154,7 @@ def test_half_precision_is_rounded_at_the_end():
     seen = Visibility(jnp.asarray(query_BT), jnp.asarray(key_BT))
     exact, _ = attend_dense(*(x.astype(jnp.float32) for x in halves), seen)
     whole, _ = attend_dense(*halves, seen)
-    parts, _ = jax.jit(lambda *x: ring(8, True)(*x, query_BT, key_BT, None))(*halves)
+    parts, _ = jax.jit(lambda *x: ring(8)(*x, query_BT, key_BT, None))(*halves)
     worst, worst_of_parts = (np.abs(x.astype(jnp.float32) - exact).max() for x in (whole, parts))
     assert worst_of_parts < 2 * worst
 
@@ -268,9 +192,9 @@ def test_stripes_hold_every_token_once_and_know_where(n):
             assert stripe.num_tokens(length) == (part < length).sum()
 
 
-def executed_pairs(length: int, n: int, is_striped: bool) -> np.ndarray:
+def executed_pairs(length: int, n: int) -> np.ndarray:
     """Pairs of blocks that each device attends to at each step, `[steps, n]`."""
-    position_DT = Stripes(n if is_striped else 1).lay(np.arange(length)[None], 1).reshape(n, -1)
+    position_DT = Stripes(n).lay(np.arange(length)[None], 1).reshape(n, -1)
     block_T, block_S = block_sizes(length // n, length // n)
     pairs = np.zeros((n, n), int)
     for step in range(n):
@@ -283,19 +207,13 @@ def executed_pairs(length: int, n: int, is_striped: bool) -> np.ndarray:
     return pairs
 
 
-def imbalance(length: int, n: int, is_striped: bool) -> float:
+def imbalance(length: int, n: int) -> float:
     """Block pairs one after the other, as every step waits for its slowest, over their mean."""
-    pairs = executed_pairs(length, n, is_striped)
+    pairs = executed_pairs(length, n)
     return pairs.max(axis=1).sum() / pairs.mean(axis=1).sum()
 
 
 @SIZES
 @pytest.mark.parametrize("length", [4096, 16384])
 def test_stripes_balance_the_work_of_causal_attention(n, length):
-    assert imbalance(length, n, is_striped=True) <= 1.05
-
-
-@SIZES
-def test_neighbours_leave_devices_waiting(n):
-    """2 - 1/n where blocks are small beside a device's part."""
-    assert imbalance(32768, n, is_striped=False) == pytest.approx(2 - 1 / n, rel=0.05)
+    assert imbalance(length, n) <= 1.05

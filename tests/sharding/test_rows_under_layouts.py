@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from laid_out import FAMILY_OF, VOCAB, Answers, LaidOut, Row, greedy_rows, laid_out
+from laid_out import FAMILY_OF, PROMPT_LENGTHS, VOCAB, Answers, LaidOut, Row, greedy_rows, laid_out
 
 from noria.compile.steps import NO_TOKEN, DecodeState
 from noria.runtime.request import SamplingParams
@@ -43,7 +43,7 @@ def bits(answer: Answers, slot: int) -> tuple[np.ndarray, ...]:
     """All that a row came to."""
     return (
         answer.output.tokens_BQ[slot],
-        np.asarray(answer.prompts.logits_BV)[slot],
+        answer.prompt_logprobs_BV[slot],
         np.asarray(answer.state.logits_BV)[slot],
     )
 
@@ -73,27 +73,42 @@ def test_neighbours_do_not_matter(family, layout):
 
 
 @LAYOUTS
-def test_nan_in_free_slots_changes_nothing(family, layout):
-    """A slot's rest of its former owner, whatever it is, reaches neither others nor the next."""
+def test_what_former_owners_left_changes_nothing(family, layout):
+    """A slot is not emptied for its next owner, whose prompt and output may be shorter."""
+    under, rng = laid_out(family, layout), np.random.default_rng(1)
+    prompts = rng.integers(3, VOCAB, (under.grid.decode_slots, max(PROMPT_LENGTHS)))
+    owners = dict(enumerate(Row(tuple(prompt.tolist())) for prompt in prompts))
+    got = under.answer(rows(), under.answer(owners).state)
+    for slot in rows():
+        assert_same_bits(got, slot, answers(family, layout), slot)
+
+
+@LAYOUTS
+def test_nan_reaches_neither_others_nor_the_next_owner_of_a_slot_that_was_cleared(family, layout):
     under = laid_out(family, layout)
-    got = under.answer(rows(), filled_with_nan(under))
+    state = filled_with_nan(under)
+    for slot in rows():
+        state = under.clear(state, slot)
+    got = under.answer(rows(), state)
     for slot in rows():
         assert_same_bits(got, slot, answers(family, layout), slot)
 
 
 @LAYOUTS
 def test_a_row_that_meets_nan_ends_alone(family, layout):
+    """And its slot is known not to be clean."""
     under, sick = laid_out(family, layout), 2
-    prompts, state = under.start(rows())
-    got = under.decode(prompts, with_nan_in(state, sick), rows())
+    state, _ = under.prefill(rows())
+    got = under.decode(with_nan_in(state, sick), rows())
     assert got.output.is_finite_B.tolist() == [slot != sick for slot in range(8)]
+    assert got.output.is_clean_B.tolist() == [slot != sick for slot in range(8)]
     assert (got.output.tokens_BQ[sick, 1:] == NO_TOKEN).all()
     for slot in set(rows()) - {sick}:
         assert_same_bits(got, slot, answers(family, layout), slot)
 
 
 def filled_with_nan(under: LaidOut) -> DecodeState:
-    """An empty state whose slots held NaN: keys, values and logits."""
+    """An empty state whose slots hold NaN: keys, values and logits."""
     state = under.empty_state()
     layers = jax.tree.map(lambda x: placed_like(np.full(x.shape, np.nan), x), state.cache.layers)
     logits_BV = placed_like(np.full(state.logits_BV.shape, np.nan), state.logits_BV)
@@ -105,7 +120,7 @@ def with_nan_in(state: DecodeState, slot: int) -> DecodeState:
 
     def poison(x: jax.Array) -> jax.Array:
         values = np.array(x)
-        values[slot] = np.nan
+        values[:, slot] = np.nan
         return placed_like(values, x)
 
     return state._replace(

@@ -38,16 +38,8 @@ def config(family: str):
     return config_of(family, num_layers=NUM_LAYERS.get(family, 3))
 
 
-@pytest.mark.parametrize(
-    ("family", "layout"),
-    [
-        pytest.param(*pair, marks=[] if is_often else [pytest.mark.slow])
-        for *pair, is_often in PAIRS
-    ],
-)
-def test_scanned_layers_give_the_answer_of_unrolled_ones(family, layout):
-    """Log-probabilities after the prompt and after twelve tokens; ids and counts equal."""
-    laid = LaidOut(config(family), layout and layout_of(layout), scan_layers=True)
+def assert_answers_as_unrolled(family: str, laid: LaidOut) -> None:
+    """Log-probabilities after the prompt and after twelve tokens; ids equal."""
     assert any(":" in name for name in laid.parameters)
     expected, got = unrolled(family), laid.answer(greedy_rows())
     slots = list(greedy_rows())
@@ -61,11 +53,44 @@ def test_scanned_layers_give_the_answer_of_unrolled_ones(family, layout):
         )
 
 
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        pytest.param(*pair, marks=[] if is_often else [pytest.mark.slow])
+        for *pair, is_often in PAIRS
+    ],
+)
+def test_scanned_layers_give_the_answer_of_unrolled_ones(family, layout):
+    laid = LaidOut(config(family), layout and layout_of(layout), scan_layers=True)
+    assert_answers_as_unrolled(family, laid)
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("gemma2", None),
+        pytest.param("deepseek_v3", None, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", "expert-tensor", marks=pytest.mark.slow),
+        ("llama4_text", "ring"),
+        pytest.param("gemma2", "v5e-host", marks=pytest.mark.slow),
+        pytest.param("llama", "weight-stationary-1d-batch-attention", marks=pytest.mark.slow),
+    ],
+)
+def test_scanned_layers_take_chunks(family, layout):
+    """Unrolled ones that are compared with take prompts whole."""
+    placed = layout and layout_of(layout)
+    laid = LaidOut(config(family), placed, scan_layers=True, in_chunks=True)
+    assert_answers_as_unrolled(family, laid)
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "llama4_text"])
 def test_experts_are_reported_by_layers_in_order(family):
     """Every sparse layer's own counts, which differ from layer to layer."""
-    laid = LaidOut(config(family), scan_layers=True)
-    expected, got = unrolled(family).prompts.experts, laid.prefill(greedy_rows()).experts
+    found = (
+        LaidOut(config(family), scan_layers=is_scanned).prefill(greedy_rows())[1]
+        for is_scanned in (False, True)
+    )
+    (expected,), (got,) = ([output.experts for output in outputs] for outputs in found)
     load_LSE = np.asarray(expected.use.load_SE)
     assert len({layer_SE.tobytes() for layer_SE in load_LSE}) == len(load_LSE) > 1
     np.testing.assert_array_equal(np.asarray(got.use.load_SE), load_LSE)

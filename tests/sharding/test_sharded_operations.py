@@ -3,6 +3,8 @@
 Values are small integers, so that sums are exact in any order and every comparison is `==`.
 """
 
+import subprocess
+import sys
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -122,13 +124,13 @@ class Rows(NamedTuple):
 class Entries(NamedTuple):
     cache_BKHS: np.ndarray
 
-    AXES = (axes.CACHE_KEYS,)
+    AXES = (axes.CACHE_KEYS[1:],)
 
 
 class LatentEntries(NamedTuple):
     cache_BSH: np.ndarray
 
-    AXES = (axes.CACHE_LATENTS,)
+    AXES = (axes.CACHE_LATENTS[1:],)
 
 
 class Pair(NamedTuple):
@@ -263,7 +265,7 @@ def test_a_row_is_taken_from_wherever_it_lies(rules):
     x_BV = integers(8, 16)
     x_BV[2], x_BV[5] = np.nan, -np.inf
     over = operations(rules_of(**rules))
-    take = jax.jit(lambda x_BV, row: over.take_row(x_BV, row, axes.LOGITS))
+    take = jax.jit(lambda x_BV, row: over.take_row(x_BV, row, axes.LOGITS, num_rows=8))
     for row in range(8):
         np.testing.assert_array_equal(take(x_BV, row), x_BV[row : row + 1])
 
@@ -273,7 +275,7 @@ def test_a_row_is_taken_from_wherever_it_lies(rules):
 def test_a_row_is_put_where_it_belongs_and_the_others_stay(rules, dtype):
     x_BV, new_1V = integers(8, 16).astype(dtype), (integers(1, 16) + 20).astype(dtype)
     over = operations(rules_of(**rules))
-    put = jax.jit(lambda x_BV, new, row: over.put_row(x_BV, new, row, axes.LOGITS))
+    put = jax.jit(lambda x_BV, new, row: over.put_row(x_BV, new, row, axes.LOGITS, num_rows=8))
     for row in range(8):
         expected_BV = x_BV.copy()
         expected_BV[row] = new_1V[0]
@@ -307,3 +309,10 @@ def test_the_best_of_a_split_vocabulary_are_those_of_a_whole_one(used, k):
     got = run(lambda x_BV: operations(used).top_k(x_BV, k), logits_BV)
     for found, expected in zip(got, ON_ONE_DEVICE.top_k(logits_BV, k), strict=True):
         assert (found == expected).all()
+
+
+def test_the_operations_of_a_layout_are_there_before_flax_is_imported():
+    """Executables of a bundle load while flax is still on its way."""
+    code = "import sys, noria.sharding.placement; print('flax' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

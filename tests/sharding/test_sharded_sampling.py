@@ -11,13 +11,23 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from laid_out import FAMILY_OF, STOP_ID, VOCAB, Answers, Row, greedy_rows, laid_out
+from laid_out import (
+    FAMILY_OF,
+    STOP_ID,
+    VOCAB,
+    Answers,
+    LaidOut,
+    Row,
+    config_of,
+    greedy_rows,
+    laid_out,
+    layout_of,
+)
 from tolerances import FLOAT32_MODEL_LOGPROB
 
 from noria.compile.signatures import greedy_sampling
 from noria.compile.steps import NO_TOKEN
 from noria.modelzoo.sampling import History, sample
-from noria.runtime.padding import pack_prompts
 from noria.runtime.request import SamplingParams
 from noria.sharding.mesh_layout import MeshLayout
 
@@ -141,30 +151,30 @@ def test_a_tie_between_shards_goes_to_the_lowest_id():
 
 
 @pytest.mark.parametrize(
-    ("family", "layout"),
-    [("mistral", "sequence-parallel"), ("mistral", "data-tensor-batch-attention")],
+    ("family", "layout", "in_chunks"),
+    [
+        ("mistral", "sequence-parallel", False),
+        ("mistral", "data-tensor-batch-attention", False),
+        ("gpt_oss", "ring", False),
+        pytest.param("gpt_oss", "ring-contiguous", False, marks=pytest.mark.slow),
+        ("gpt_oss", "ring", True),
+    ],
 )
-def test_prompt_tokens_score_as_on_one_device(family, layout):
-    """Where prefill splits tokens, and where it splits rows."""
-    got, expected = (score(family, name) for name in (layout, None))
-    for slot, row in greedy_rows().items():
-        scored = slice(len(row.prompt) - 1)
-        np.testing.assert_allclose(
-            got.logprob_B[slot, scored],
-            expected.logprob_B[slot, scored],
-            rtol=0,
-            atol=FLOAT32_MODEL_LOGPROB,
+def test_prompt_tokens_score_as_on_one_device(family, layout, in_chunks):
+    """Where prefill splits tokens in order or in stripes, and where it splits rows."""
+    num_logprobs, config = 5, config_of(family)
+    got, expected = (
+        model.score(greedy_rows(), num_logprobs)
+        for model in (
+            LaidOut(config, layout_of(layout), in_chunks=in_chunks),
+            LaidOut(config),
         )
-        found, wanted = (scores.top_ids_BR[slot, scored, :5] for scores in (got, expected))
-        assert (found == wanted).all()
-
-
-@cache
-def score(family: str, layout: str | None):
-    under = laid_out(family, layout)
-    (bucket,) = under.grid.prefill
-    prompts = [row.prompt for row in greedy_rows().values()]
-    num_logprobs_B = np.full(bucket.batch, 5, np.int32)
-    arguments = under.put((*pack_prompts(prompts, bucket), num_logprobs_B))
-    _, scores = under.compile("score").score(under.parameters, bucket, *arguments)
-    return jax.device_get(scores)
+    )
+    for slot, row in greedy_rows().items():
+        ours, wanted = got[slot], expected[slot]
+        assert len(ours.logprob_B) == len(row.prompt) - 1
+        np.testing.assert_allclose(
+            ours.logprob_B, wanted.logprob_B, rtol=0, atol=FLOAT32_MODEL_LOGPROB
+        )
+        ids, wanted_ids = (x.top_ids_BR[:, :num_logprobs] for x in (ours, wanted))
+        assert (ids == wanted_ids).all()

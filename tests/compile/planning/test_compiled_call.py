@@ -10,7 +10,8 @@ from planning_models import PLAIN, work_of
 from noria.compile.planning.compiled_call import Counted, compiled_call
 from noria.compile.planning.cost import CostModel
 from noria.compile.planning.hardware import Hardware
-from noria.compile.planning.work import ONE_DEVICE, Call
+from noria.compile.planning.work import ONE_DEVICE
+from noria.sharding.call import Call
 
 HARDWARE = Hardware("mine", "made up", {"float32": 1e12}, 1e9, 1e8, 1e7, [])
 TEXT = """HloModule jit_f

@@ -9,17 +9,13 @@ from planning_models import PLAIN, work_of
 
 from noria.compile.planning.cost import Calibration, CostModel, KindFactors, Measured, calibrate
 from noria.compile.planning.hardware import Hardware
-from noria.compile.planning.work import KINDS, Call
+from noria.sharding.call import KINDS, Call
 from noria.sharding.layout import Layout
 
 HARDWARE = Hardware("mine", "made up", {"float32": 1e9}, 1e9, 1e8, 1e7, [])
 CALLS = [
     *(Call("prefill", rows, length, length) for rows in (1, 4, 16) for length in (16, 128, 1024)),
-    *(
-        Call("prefill", rows, 64, span, is_chunk=True)
-        for rows in (1, 4, 16)
-        for span in (64, 256, 1024)
-    ),
+    *(Call("chunk", rows, 64, span) for rows in (1, 4, 16) for span in (64, 256, 1024)),
     *(Call.of_step(slots, span) for slots in (1, 8, 32, 64) for span in (64, 512, 4096)),
 ]
 
@@ -76,12 +72,13 @@ def test_an_all_to_all_is_priced_by_its_way_over_a_ring_of_devices():
     }
     work, call = work_of(PLAIN, Layout.from_table(table)), Call("prefill", 8, 32, 32)
     (sent,) = (part.sent for part in work.parts(call) if part.sent)
-    exchanged, summed = (sent[kind, ("tensor",)] for kind in ("all-to-all", "all-reduce"))
+    kinds = ("all-to-all", "all-reduce", "all-gather")
+    exchanged, summed, gathered = (sent[kind, ("tensor",)] for kind in kinds)
     hardware = replace(HARDWARE, wraps=[8])
     on_ring = CostModel(work, hardware, torus=(8,)).estimate(call).limits["network"]
-    assert on_ring == pytest.approx((exchanged * 8 / 7 + summed / 2) / 1e7)
+    assert on_ring == pytest.approx((exchanged * 8 / 7 + (summed + gathered) / 2) / 1e7)
     through_switch = CostModel(work, hardware).estimate(call).limits["network"]
-    assert through_switch == pytest.approx((exchanged + summed) / 1e7)
+    assert through_switch == pytest.approx((exchanged + summed + gathered) / 1e7)
 
 
 def made_up(
@@ -104,7 +101,7 @@ FACTORS = {"products": 1.5, "attention": 4.0, "logits": 1.0, "activations": 2.0}
 
 def fitted(measured: list[Measured]) -> Calibration:
     work = work_of(PLAIN)
-    return calibrate(work, HARDWARE, measured, 0.25, model="sha256:0", layout="")
+    return calibrate(work, HARDWARE, measured, model="sha256:0", layout="")
 
 
 def test_a_calibration_finds_the_factors_of_a_machine_and_predicts_other_calls():
@@ -117,8 +114,6 @@ def test_a_calibration_finds_the_factors_of_a_machine_and_predicts_other_calls()
         expected = 0.01 + sum(FACTORS[name] * seconds for name, seconds in parts.items())
         # parts that grow alike share their factors in any way
         assert model.seconds(call) == pytest.approx(expected, rel=1e-3)
-    assert model.insert_seconds == 0.25
-    assert plain.insert_seconds == 0
 
 
 def test_a_calibration_finds_where_memory_takes_over_from_products():
@@ -165,13 +160,13 @@ def test_figures_of_a_calibration_that_cannot_be_are_refused_by_name(value):
     wrong = table | {"kinds": table["kinds"] | {"decode": found | {"factors": {"head": value}}}}
     with pytest.raises(ValueError, match=r"kinds\.decode\.head: expected a number"):
         Calibration.from_json(wrong)
-    with pytest.raises(ValueError, match="insert_seconds: expected a number"):
-        Calibration.from_json(table | {"insert_seconds": value})
+    with pytest.raises(ValueError, match="median_error: expected a number"):
+        Calibration.from_json(table | {"median_error": value})
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_kind_that_was_not_measured_is_refused(kind):
-    others = [one for one in made_up(0, FACTORS) if one.call.kind != kind]
+    others = [one for one in made_up(0, FACTORS) if one.call.phase != kind]
     with pytest.raises(ValueError, match=kind):
         fitted(others)
 
@@ -179,7 +174,7 @@ def test_a_kind_that_was_not_measured_is_refused(kind):
 def test_the_first_call_of_a_graph_takes_longer_by_the_median_of_what_was_seen():
     extra = dict(zip(KINDS, (0.3, 0.2, -0.1), strict=True))
     calibration = fitted(
-        [replace(one, first_call=extra[one.call.kind]) for one in made_up(0, FACTORS)]
+        [replace(one, first_call=extra[one.call.phase]) for one in made_up(0, FACTORS)]
     )
     assert [calibration.kinds[kind].first_call for kind in KINDS] == [0.3, 0.2, 0.0]
     model = CostModel(work_of(PLAIN), HARDWARE, calibration)
@@ -189,7 +184,7 @@ def test_the_first_call_of_a_graph_takes_longer_by_the_median_of_what_was_seen()
 
 def test_calibrated_overhead_is_no_parts():
     factors = {kind: KindFactors(0.5) for kind in KINDS}
-    calibration = Calibration("m", "float32", {}, "", factors, 0.0, 0.0)
+    calibration = Calibration("m", "float32", {}, "", factors, 0.0)
     model = CostModel(work_of(PLAIN), HARDWARE, calibration)
     call = Call.of_step(1, 64)
     plain = CostModel(work_of(PLAIN), HARDWARE)

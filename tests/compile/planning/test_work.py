@@ -10,8 +10,9 @@ from tiny import CONFIG
 from noria.compile.bucket_grid import BucketGrid, PrefillBucket
 from noria.compile.build import compile_graph, plan_graphs
 from noria.compile.definition import Definition
-from noria.compile.planning.work import Call, Work, sent_by_axes
+from noria.compile.planning.work import Work, sent_by_axes
 from noria.compile.targets import find_target
+from noria.sharding.call import Call
 from noria.sharding.layout import Layout
 
 
@@ -25,7 +26,7 @@ def test_operations_are_near_those_that_the_compiler_counts(config):
     placement = find_target("cpu").placement()
     work = work_of(config)
     calls = {
-        "prefill 32x4": Call.of_bucket(grid.prefill[0]),
+        "prefill 32x4": grid.prefill[0].call(),
         "decode span 64": Call.of_step(16, 64),
     }
     for graph in plan_graphs(Definition(config), grid, placement, jnp.dtype("float32")):
@@ -40,8 +41,8 @@ def test_operations_are_near_those_that_the_compiler_counts(config):
 
 
 def test_products_are_two_operations_a_weight_and_token():
-    layer = 64 * 16 * (8 + 2 * 2) + 8 * 16 * 64 + 3 * 64 * 160 + 2 * 64
-    expected = 2 * 5 * 7 * (3 * layer + 64)
+    layer = 64 * 16 * (8 + 2 * 2) + 8 * 16 * 64 + 3 * 64 * 160
+    expected = 2 * 5 * 7 * 3 * layer
     found = part(work_of(PLAIN), Call("prefill", 5, 7, 7), "products")
     assert found.flops == expected
 
@@ -52,10 +53,10 @@ def test_attention_of_a_step_reads_the_cache_once():
     assert found.bytes == work.cache_bytes(4, 128) == 4 * 128 * 3 * 2 * 2 * 16 * 4
     assert work.entry_bytes == 2 * 2 * 16 * 4
     grid = BucketGrid(128, ((64, 1),), 4, (64, 128), span_slots=(4, 1))
-    ragged = part(work, Call.of_decode(grid, 128), "attention")
+    ragged = part(work, grid.decode_call(128), "attention")
     assert ragged.bytes == work.grid_bytes(grid) == work.cache_bytes(1, 4 * 64 + 64)
     assert ragged.flops == found.flops * 5 / 8
-    assert part(work, Call.of_decode(grid, 64), "attention").bytes == work.cache_bytes(4, 64)
+    assert part(work, grid.decode_call(64), "attention").bytes == work.cache_bytes(4, 64)
     assert found.flops == 2 * 4 * 128 * 3 * 8 * 2 * 16
 
 
@@ -68,7 +69,7 @@ def test_a_window_bounds_what_a_step_attends_to():
 
 def test_longer_prompts_cost_attention_more_than_their_share_and_products_exactly_it():
     work = work_of(PLAIN)
-    short, long = (Call.of_bucket(PrefillBucket(length, 1)) for length in (1024, 2048))
+    short, long = (PrefillBucket(length, 1).call() for length in (1024, 2048))
     assert part(work, long, "products").flops == 2 * part(work, short, "products").flops
     ratio = part(work, long, "attention").flops / part(work, short, "attention").flops
     assert 3 < ratio < 4
@@ -124,7 +125,7 @@ def test_a_chunk_on_a_ring_sends_its_entries_or_its_queries():
     }
     work = work_of(PLAIN, Layout.from_table(table))
     sent = [
-        sent_by_axes([part(work, Call("prefill", 4, 32, span, is_chunk=True), "exchanges").sent])
+        sent_by_axes([part(work, Call("chunk", 4, 32, span), "exchanges").sent])
         for span in (64, 256)
     ]
     entries = (64 + 32) // 2 * (2 * 2 * 16 + 1) * 4
@@ -137,6 +138,7 @@ def test_gathered_weights_are_written_and_read_whole():
         "name": "gathered",
         "mesh": {"data": 2},
         "rules": {"batch": "data", "embed_in": "data"},
+        "prefill": {"rules": {"embed_in": ""}},
     }
     alone, gathered = work_of(PLAIN), work_of(PLAIN, Layout.from_table(table))
     call = Call("prefill", 4, 32, 32)

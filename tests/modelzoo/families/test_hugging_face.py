@@ -20,8 +20,17 @@ from noria.modelzoo.config import (
     YarnScaling,
 )
 from noria.modelzoo.families.config_reader import ConfigReader
+from noria.modelzoo.families.hugging_face import (
+    MAX_EMBED,
+    MAX_HEAD_DIM,
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_MLP,
+    MAX_VOCAB,
+)
 from noria.modelzoo.families.quantisation import BlockFloat8, Mxfp4, read_quantisation
 from noria.modelzoo.families.registry import UnsupportedModel, from_hf_config
+from noria.modelzoo.families.rope_options import MAX_POSITION
 from noria.modelzoo.moe.config import ExpertGroups, Routing
 
 LLAMA = {
@@ -140,9 +149,56 @@ def test_reading_a_model_imports_no_jax():
 
 
 def test_keys_that_cannot_change_the_answer_are_accepted():
-    config = from_hf_config(LLAMA | SMOLLM2_EXTRAS).config
-    assert config.tie_embeddings
-    assert config.rope == RopeConfig(100_000.0)
+    spec = from_hf_config(LLAMA | SMOLLM2_EXTRAS)
+    assert spec.config.tie_embeddings
+    assert spec.config.rope == RopeConfig(100_000.0)
+    assert spec.ignored_keys == ()
+
+
+NOTHING_ASKED = {
+    "gemma2": {"sliding_window": 100, "sliding_window_size": 100},
+    "qwen3_moe": {
+        "moe_intermediate_size": 24, "shared_expert_intermediate_size": 0, "use_qk_norm": True
+    },
+    "mixtral": {"moe_frequency": 1, "move_model_to_device": False, "sliding_window": None},
+    "llama": {
+        "_model_name_or_path": "m.gguf", "unk_token_id": 0, "internal_version": "7b-alpha",
+        "max_sequence_length": 2048, "selective_checkpoint_enabled": True,
+        "use_flash_attention": True, "zeta": None, "eta": False, "theta": 0, "iota": "",
+        "kappa": [], "lambda": {}, "mlp_bias": False, "qkv_bias": None, "use_mrope": 0,
+        "layer_types": ["full_attention"] * 3, "per_layer_config": None,
+        "partial_rotary_factor": None,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NOTHING_ASKED)
+def test_keys_that_ask_for_nothing_are_accepted_without_a_word(name):
+    options = NOTHING_ASKED[name]
+    assert from_hf_config(family(name, **options)).ignored_keys == ()
+
+
+def test_keys_that_the_reference_does_not_read_are_noted_with_their_values():
+    options = {"zeta": 1, "alpha_scale": [0.5], "attention_multiplier": 0.5}
+    table = {"rope_type": "linear", "factor": 2.0, "note": "ours"}
+    spec = from_hf_config(LLAMA | options | {"rope_scaling": table})
+    noted = ("alpha_scale = [0.5]", "attention_multiplier = 0.5", "zeta = 1")
+    assert spec.ignored_keys == ("rope_scaling.note = 'ours'", *noted)
+    without = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+    assert spec.config == from_hf_config(LLAMA | without).config
+
+
+def test_a_key_that_no_terminal_should_see_is_shown_by_its_escapes():
+    spec = from_hf_config(LLAMA | {"\x1b[31m": 1, "k" * 100: 2})
+    assert spec.ignored_keys == ("'\\x1b[31m' = 1", f"'{'k' * 76}... = 2")
+
+
+def test_old_files_of_llama_mean_2048_positions_and_spell_its_class_in_capitals():
+    old = {key: value for key, value in LLAMA.items() if key != "max_position_embeddings"}
+    spec = from_hf_config(old | {"architectures": ["LLaMAForCausalLM"]})
+    assert spec.config.max_position == 2048
+    with pytest.raises(UnsupportedModel, match=r"max_position_embeddings: expected .*got None"):
+        from_hf_config(LLAMA | {"max_position_embeddings": None})
 
 
 def test_remote_code_named_in_a_config_is_not_followed():
@@ -347,8 +403,8 @@ def test_five_layers_of_six_slide_a_window_in_gemma3_where_nothing_else_is_said(
     ("changes", "message"),
     [
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping: expected null"),
-        ({"model_type": "gemma3"}, "model_type: expected one of .*gemma3_text, .*got 'gemma3'"),
-        ({"_sliding_window_pattern": 3}, "_sliding_window_pattern = 3"),
+        ({"_sliding_window_pattern": 3}, "_sliding_window_pattern: expected 6"),
+        ({"num_key_value_heads": None}, "num_key_value_heads: expected a number of heads"),
         (
             {"rope_parameters": {"rope_type": "linear", "factor": 8.0}},
             r"rope_parameters\.factor = 8.0",
@@ -469,7 +525,6 @@ def test_command_r_stores_rotated_pairs_side_by_side_in_weights_and_norms():
     [
         ({"logit_scale": None}, "logit_scale: expected a number, got None"),
         ({"logit_scale": 0.0}, "logit_scale: expected a finite number above 0"),
-        ({"rms_norm_eps": 1e-5}, "rms_norm_eps = 1e-05"),
         ({"use_qk_norm": 1}, "use_qk_norm: expected true or false"),
         ({"layer_norm_eps": None}, "layer_norm_eps: expected a finite number"),
     ],
@@ -580,9 +635,19 @@ def test_the_published_quantisation_is_read_beside_any_family(option, expected):
 
 
 REFUSED = {
-    "unknown key": ({"attention_multiplier": 0.5}, "attention_multiplier = 0.5"),
-    "two unknown keys": ({"zeta": 1, "alpha": None}, "alpha = None, zeta = 1"),
-    "unknown rope key": (
+    "chunks of a family without": ({"attention_chunk_size": 8}, "attention_chunk_size: expected n"),
+    "no causal mask": ({"is_causal": False}, "is_causal: expected True"),
+    "a null in place of a causal mask": ({"is_causal": None}, "is_causal: expected True, .*None"),
+    "layers of their own": ({"per_layer_config": {"0": {}}}, "per_layer_config: expected {}"),
+    "windows by layer": (
+        {"layer_types": ["sliding_attention"] * 3},
+        "layer_types: expected .'full_attention', 'full_attention', 'full_attention'.",
+    ),
+    "a window of another name": (
+        {"sliding_window_size": 64},
+        "sliding_window_size: expected None, the value of sliding_window, got 64",
+    ),
+    "rope key of another kind": (
         {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "mscale": 1.0}},
         "rope_scaling.mscale = 1.0",
     ),
@@ -676,6 +741,33 @@ LIES = {
 }
 
 
+LIMITS = {
+    "num_hidden_layers": MAX_LAYERS,
+    "vocab_size": MAX_VOCAB,
+    "hidden_size": MAX_EMBED,
+    "intermediate_size": MAX_MLP,
+    "head_dim": MAX_HEAD_DIM,
+    "max_position_embeddings": MAX_POSITION,
+}
+
+
+@pytest.mark.parametrize(("key", "limit"), LIMITS.items(), ids=LIMITS.keys())
+def test_a_size_is_read_up_to_its_limit_and_not_beyond(key, limit):
+    from_hf_config(LLAMA | {key: limit})
+    from_hf_config(LLAMA | {key: 2 if key == "head_dim" else 16})
+    for value in (limit + 1, 0):
+        with pytest.raises(UnsupportedModel, match=f"^{key}: expected an integer from 1 to "):
+            from_hf_config(LLAMA | {key: value})
+
+
+def test_heads_are_read_up_to_their_limit_and_not_beyond():
+    heads = {"num_attention_heads": MAX_HEADS, "num_key_value_heads": MAX_HEADS, "head_dim": 2}
+    assert from_hf_config(LLAMA | heads).config.num_kv_heads == MAX_HEADS
+    for key in ("num_attention_heads", "num_key_value_heads"):
+        with pytest.raises(UnsupportedModel, match=f"^{key}: expected an integer from 1 to 4096"):
+            from_hf_config(LLAMA | heads | {key: MAX_HEADS + 1})
+
+
 @pytest.mark.parametrize(("key", "value"), LIES.values(), ids=LIES.keys())
 def test_a_lie_is_an_error_that_names_the_key(key, value):
     with pytest.raises(UnsupportedModel, match=f"^{key}: expected .*got {re.escape(repr(value))}"):
@@ -707,7 +799,6 @@ def test_impossible_rope_numbers_are_errors_that_name_the_key(table):
         "intermediate_size",
         "num_hidden_layers",
         "num_attention_heads",
-        "max_position_embeddings",
         "rms_norm_eps",
     ],
 )

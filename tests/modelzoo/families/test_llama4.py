@@ -8,6 +8,7 @@ from tolerances import FLOAT32_MODEL_LOGPROB
 
 from noria.compile.definition import Definition
 from noria.modelzoo.config import Chunk, Llama3Scaling, NoRope, RopeConfig
+from noria.modelzoo.families.mapping import Beginning
 from noria.modelzoo.families.registry import UnsupportedModel, from_hf_config
 from noria.modelzoo.moe.config import MoeConfig, Routing
 from noria.runtime.checkpoint.loader import load_params
@@ -135,7 +136,9 @@ def test_what_cannot_be_is_refused_by_name(changes, message):
 def test_the_text_part_is_the_same_model_with_longer_names():
     text, part = from_hf_config(TEXT), from_hf_config(WHOLE)
     assert (part.family, part.config) == (text.family, text.config)
-    assert part.sources == tuple(source.below("language_model.") for source in text.sources)
+    assert part.sources == tuple(
+        source.renamed(Beginning("", "language_model.")) for source in text.sources
+    )
     assert part.arranged(part.arrangement).sources == part.sources
     assert part.ignored_tensors[0] == "language_model.model.rotary_emb.inv_freq"
 
@@ -147,22 +150,31 @@ WHOLE_REFUSALS = {
         "text_config.model_type: expected 'llama4_text'",
     ),
     "no text part": ({"text_config": None}, "text_config.model_type: expected a string"),
-    "an unknown part": ({"audio_config": {}}, "expected only keys .* got audio_config"),
-    "an unknown option of text": (
-        {"text_config": TEXT | {"logit_cap": 3}},
-        "expected only keys .* got text_config.logit_cap",
+    "an option of text that is not there": (
+        {"text_config": TEXT | {"sliding_window": 3}},
+        r"text_config\.sliding_window: expected null",
     ),
     "a head that is tied outside alone": (
         {"tie_word_embeddings": True},
         "tie_word_embeddings: expected False",
     ),
+    "a head that is tied inside alone": (
+        {"text_config": TEXT | {"tie_word_embeddings": True}, "tie_word_embeddings": None},
+        "tie_word_embeddings: expected True, as in the text, got None",
+    ),
 }
 
 
 @pytest.mark.parametrize(("changes", "message"), WHOLE_REFUSALS.values(), ids=WHOLE_REFUSALS.keys())
-def test_of_the_whole_model_everything_unknown_is_refused_by_name(changes, message):
+def test_of_the_whole_model_what_is_not_implemented_is_refused_by_name(changes, message):
     with pytest.raises(UnsupportedModel, match=f"^{message}"):
         from_hf_config(WHOLE | changes)
+
+
+def test_unknown_keys_of_both_tables_are_noted():
+    text = TEXT | {"logit_cap": 3}
+    spec = from_hf_config(WHOLE | {"text_config": text, "audio_config": {"layers": 2}})
+    assert spec.ignored_keys == ("text_config.logit_cap = 3", "audio_config = {'layers': 2}")
 
 
 @pytest.mark.reference
@@ -176,7 +188,7 @@ def test_the_text_part_answers_text_as_the_whole_model_does(tmp_path):
         parameters = load_params(files.spec, files.tensors, abstract, device)
         assert "windows=chunks of 4 in 4 layers" in files.describe()
     decoder = definition.bind(parameters)
-    x_BTD, *_ = decoder.prefill(jnp.asarray(prompt, jnp.int32)[None], jnp.array([len(prompt)]))
+    x_BTD, _ = decoder.forward(jnp.asarray(prompt, jnp.int32)[None], jnp.array([len(prompt)]))
     ours = jax.nn.log_softmax(decoder.logits(x_BTD)[0])
     np.testing.assert_allclose(ours, expected, rtol=0, atol=FLOAT32_MODEL_LOGPROB)
 

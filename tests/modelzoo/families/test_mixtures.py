@@ -143,7 +143,6 @@ def test_sparse_granite_has_the_factors_of_dense_granite():
         ("qwen2_moe", {"layer_types": ["sliding_attention"] * 4}, "layer_types: expected 4"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv: expected null"),
         ("granitemoe", {"mlp_bias": True}, "mlp_bias: expected False"),
-        ("granitemoe", {"shared_intermediate_size": 8}, "shared_intermediate_size = 8"),
     ],
 )
 def test_what_is_not_implemented_or_cannot_be_is_refused_by_name(family, changes, message):

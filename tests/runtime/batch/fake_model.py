@@ -110,17 +110,34 @@ def answer(request: Request) -> RequestOutput:
 class FakeModel:
     """Counts its builds; `failure` is raised by the build in phase `failure_phase`."""
 
-    def __init__(self, generator: FakeGenerator | None = None, failure=None, failure_phase="build"):
+    def __init__(
+        self,
+        generator: FakeGenerator | None = None,
+        failure=None,
+        failure_phase="build",
+        digest: str = "sha256:fake",
+    ):
         self.generator = generator or FakeGenerator()
+        self.digest = digest
         self.num_builds = self.num_texts = 0
         self.stored_plans: list[str | None] = []
         self._failure = failure
         self._failure_phase = failure_phase
 
     @contextmanager
-    def open_text(self) -> Iterator[JobText]:
+    def open_text(self, now) -> Iterator[JobText]:
         self.num_texts += 1
-        yield JobText(encode, ByteTokens())
+        self.encoded: list[str] = []
+
+        def encode_all(rows):
+            self.encoded += [row.custom_id for row in rows]
+            return [encode(row, now) for row in rows]
+
+        prompts = self.encoded
+        yield JobText(encode_all, ByteTokens(), reads_clock=lambda: "clock" in prompts)
+
+    def weights(self) -> str:
+        return self.digest
 
     def build(self, summary, stored_plan, *, phases, progress) -> Build:
         self.num_builds += 1
@@ -129,12 +146,15 @@ class FakeModel:
         if self._failure is not None:
             raise self._failure
         longest = max(need.prompt_length for need in summary.needs)
-        return Build(self.generator, stored_plan or f"max_length = {longest}\n")
+        return Build(self.generator, stored_plan or f"max_length = {longest}\n", self.digest)
 
 
-def encode(row):
+def encode(row, now=None):
+    """The bytes of a prompt; a row called `clock` shows the time, as some chat templates do."""
     if row.prompt_token_ids is not None:
         return row.prompt_token_ids
+    if row.custom_id == "clock":
+        return list(now.isoformat().encode())
     text = row.prompt or "".join(message["content"] for message in row.messages)
     return list(text.encode())
 

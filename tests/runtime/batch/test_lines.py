@@ -266,7 +266,11 @@ BAD_ROWS = [
     ("suffix", completion(suffix="x"), "unknown_parameter"),
     ("tools", chat(tools=[]), "unknown_parameter"),
     ("functions", chat(functions=[]), "unknown_parameter"),
-    ("json mode", chat(response_format={"type": "json_object"}), "unknown_parameter"),
+    ("temperature 1e-21", completion(temperature=1e-21), "invalid_request"),
+    ("temperature 1e21", completion(temperature=1e21), "invalid_request"),
+    ("top_p 1e-21", completion(top_p=1e-21), "invalid_request"),
+    ("repetition_penalty 1e-11", completion(repetition_penalty=1e-11), "invalid_request"),
+    ("repetition_penalty 1e11", completion(repetition_penalty=1e11), "invalid_request"),
 ]  # fmt: skip
 
 
@@ -281,16 +285,88 @@ def test_a_typo_is_answered_with_the_key_that_was_meant():
     assert error.param == "max_token" and "Did you mean 'max_tokens'?" in error.message
 
 
+DEEP: dict = {"type": "object"}
+for _ in range(25):
+    DEEP = {"properties": {"a": DEEP}}
+HUGE = {f"key {i}": {"type": "string", "enum": ["x" * 100] * 10} for i in range(1000)}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("response_format", {"type": "json_object"}),
+        ("response_format", {"type": "json_schema", "json_schema": {"schema": HUGE}}),
+        ("response_format", {"type": "text", "schema": {}}),
+        ("response_format", {}),
+        ("response_format", "text"),
+        ("structured_outputs", {"json": HUGE}),
+        ("structural_tag", {"structures": []}),
+        ("guided_json", DEEP),
+        ("guided_json", HUGE),
+        ("guided_regex", "(a+)+" * 10_000),
+        ("guided_choice", ["yes", "no"]),
+        ("guided_grammar", "root ::= root"),
+        ("json_schema", "{" * 100_000),
+        ("grammar", "root ::= root"),
+        ("regex", "["),
+        ("ebnf", "root ::= "),
+    ],
+)
+@pytest.mark.parametrize("make", [chat, completion])
+def test_a_row_that_asks_for_an_answer_of_a_form_is_refused_with_the_remedy(make, key, value):
+    error = refused(make(**{key: value})).error
+    assert (error.code, error.param) == ("unknown_parameter", key)
+    assert f"{key!r} is not supported here" in error.message
+    assert "ask for it in the prompt" in error.message and len(error.message) < 200
+
+
+@pytest.mark.parametrize("key", ["tools", "tool_choice", "parallel_tool_calls", "functions"])
+def test_a_row_that_brings_tools_is_refused_with_the_remedy(key):
+    error = refused(chat(**{key: [HUGE]})).error
+    assert error.param == key and "into the system message" in error.message
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        completion(**{"x" * 10**6: 1}),
+        {**completion(), "x" * 10**6: 1},
+        chat(messages=[{"role": "user", "content": "x", "x" * 10**6: 1}]),
+        completion(temperature="x" * 10**6),
+        completion(stop=["x", ["y" * 10**6]]),
+        chat(messages=[{"role": "x" * 10**6, "content": "x"}]),
+    ],
+    ids=["key", "key of the line", "key of a message", "number", "stop", "role"],
+)
+def test_an_error_shows_the_beginning_of_a_long_value(record):
+    error = refused(record).error
+    assert len(error.message) < 300 and len(error.param or "") < 150
+
+
 def test_a_line_that_cannot_be_read_is_named_by_its_number():
     row = read(b"{", row=6)
     assert isinstance(row, BadRow) and row.custom_id is None
     assert row.error.message.startswith("line 7: ")
 
 
+def test_a_simple_line_may_have_a_number_for_its_id():
+    for number in (7, 0, -3, 2**63):
+        assert accepted({"id": number, "prompt": "x"}).custom_id == str(number)
+    lines = [b'{"id":7,"prompt":"x"}', b'{"id":"7","prompt":"x"}']
+    summary = scan(io.BytesIO(b"\n".join(lines)), lambda rows: [[1]] * len(rows))
+    assert [row.bad and row.bad.error.code for row in summary.rows] == [
+        None,
+        "duplicate_custom_id",
+    ]
+    for value in (True, 7.0, [7], ""):
+        error = refused({"id": value, "prompt": "x"}).error
+        assert "id: expected a string that is not empty, or an integer, got" in error.message
+
+
 def test_the_first_of_several_rows_with_one_id_counts_even_when_it_is_bad():
     lines = [b'{"id":"a","prompt":""}', b'{"id":"a","prompt":"x"}', b'{"prompt":"y"}',
              b'{"id":"row-2","prompt":"z"}']  # fmt: skip
-    summary = scan(io.BytesIO(b"\n".join(lines)), lambda row: [1])
+    summary = scan(io.BytesIO(b"\n".join(lines)), lambda rows: [[1]] * len(rows))
     codes = [row.bad and row.bad.error.code for row in summary.rows]
     assert codes == ["empty_prompt", "duplicate_custom_id", None, "duplicate_custom_id"]
     assert len(summary.needs) == 1

@@ -9,14 +9,13 @@ import pytest
 from fake_model import FakeModel, masked, run, write_input
 from faulty_disk import Crash, FaultyDisk
 
-from noria.runtime.batch.disk import Disk
+from noria.runtime.batch.disk import Disk, UnusableFile
 from noria.runtime.batch.job import JobError
 from noria.runtime.batch.lock import OutputIsLocked
 from noria.runtime.batch.merge import MergeError
 from noria.runtime.batch.merge import merge as merge_parts
 from noria.runtime.batch.part import Part
 from noria.runtime.batch.progress import Progress
-from noria.runtime.batch.scan import InputError
 
 
 def merge(paths, output, **options):
@@ -219,8 +218,8 @@ def test_a_part_that_is_replaced_after_the_check_is_copied_as_it_was_checked(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"schema": 7}, "expected a manifest of schema 1 that states its part.*got schema 7"),
-        ({"configuration": {}}, "got schema 1 and rows None. Merge with the version"),
+        ({"schema": 7}, "expected a manifest of schema 2 that states its part.*got schema 7"),
+        ({"configuration": {}}, "got schema 2 and rows None. Merge with the version"),
         ({"configuration": {"rows": "3 of 2"}}, "rows: expected i/n with 0 <= i < n"),
     ],
 )
@@ -267,7 +266,7 @@ def test_outputs_that_cannot_work_are_refused_by_name(parts, tmp_path):
         (tmp_path, None, "expected a file to write, got a directory"),
     ]
     for output, error_file, message in cases:
-        with pytest.raises(InputError, match=message):
+        with pytest.raises(UnusableFile, match=message):
             merge(parts, output, error_file=error_file)
     assert contents(tmp_path / "parts") == before
 

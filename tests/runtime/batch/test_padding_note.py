@@ -1,21 +1,17 @@
 """What a job says its prompts would pad, whole and in chunks: all rows count in both."""
 
 from noria.compile.bucket_grid import BucketGrid
-from noria.runtime.batch.command import padding_note
-from noria.runtime.batch.scan import Need, ScannedRow, ScanSummary
+from noria.compile.default_grid import RowNeed
+from noria.runtime.batch.job_plan import padding_note
 
 
-def summary_of(lengths) -> ScanSummary:
-    rows = [
-        ScannedRow(i, i + 1, 0, f"row-{i}", "", Need(length, 8, 1, None, None), None)
-        for i, length in enumerate(lengths)
-    ]
-    return ScanSummary(rows, "", 0)
+def rows_of(lengths) -> list[RowNeed]:
+    return [RowNeed(length, 8) for length in lengths]
 
 
 def test_rows_that_need_one_chunk_more_than_the_grid_has_count_too():
     grid = BucketGrid(464, ((400, 1),), 4, (464,))
-    note = padding_note(summary_of([100, 300, 399]), grid, None, max_position=2048)
+    note = padding_note(rows_of([100, 300, 399]), grid, None, max_position=2048)
     whole, _, chunks = note.removeprefix("prefill: ").partition("; ")
     assert whole == "799 tokens in 3 rows, 1200 computed in whole prompts, 33.4% padding"
     assert chunks.startswith("799 tokens in 3 rows, 1280 computed in chunks of 256")
@@ -23,6 +19,6 @@ def test_rows_that_need_one_chunk_more_than_the_grid_has_count_too():
 
 def test_a_plan_of_chunks_is_compared_with_whole_prompts():
     grid = BucketGrid(512, ((512, 1, 128),), 4, (512,))
-    note = padding_note(summary_of([100, 300]), grid, None, max_position=2048)
+    note = padding_note(rows_of([100, 300]), grid, None, max_position=2048)
     assert "400 tokens in 2 rows, 512 computed in chunks of 128" in note
     assert "computed in whole prompts" in note.partition("; ")[2]

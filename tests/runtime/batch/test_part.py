@@ -8,9 +8,9 @@ from faulty_disk import Crash, FaultyDisk
 from hypothesis import given
 from hypothesis import strategies as st
 
+from noria.runtime.batch.disk import UnusableFile
 from noria.runtime.batch.journal import JournalError
 from noria.runtime.batch.part import WHOLE, Part
-from noria.runtime.batch.scan import InputError
 
 
 @given(of=st.integers(1, 60), num_rows=st.integers(0, 300))
@@ -99,7 +99,7 @@ def test_going_on_with_another_split_is_refused(tmp_path):
     with pytest.raises(JournalError, match=r"rows: there part 0 of 2, now part 1 of 2[\s\S]*--res"):
         run(source, output, part=Part(1, 2))
     run(source, output, part=Part(0, 2))
-    with pytest.raises(InputError, match="exists and is not the finished output"):
+    with pytest.raises(UnusableFile, match="exists and is not the finished output"):
         run(source, output)
 
 

@@ -6,7 +6,10 @@ import io
 import itertools
 import json
 import os
+import pty
 import random
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,14 +20,18 @@ import fake_model as fake
 import pytest
 from fake_model import masked, run, write_input
 from faulty_disk import Crash, FaultyDisk
+from file_identity import identity
 
+from noria.runtime.batch.disk import UnusableFile
 from noria.runtime.batch.job import JobError
 from noria.runtime.batch.journal import JournalError, JournalWriteError
 from noria.runtime.batch.lock import OutputIsLocked
+from noria.runtime.batch.part import Part
 from noria.runtime.batch.peers import Alone
 from noria.runtime.batch.progress import Progress
 from noria.runtime.batch.run import run_job
-from noria.runtime.batch.scan import InputError
+from noria.runtime.batch.stop_signals import StopSignals
+from noria.runtime.request import RequestOutput, RowError
 
 
 @pytest.fixture
@@ -46,7 +53,7 @@ def outcomes(path: Path):
 
 def test_every_row_is_one_line_in_input_order(tmp_path):
     input_path = write_input(tmp_path / "in.jsonl")
-    assert run(input_path, tmp_path / "out.jsonl") == 1
+    assert run(input_path, tmp_path / "out.jsonl", config_keys_ignored=("zeta = 1",)) == 1
     codes, records = outcomes(tmp_path / "out.jsonl")
     assert len(records) == 45
     assert [r["custom_id"] for r in records][:8] == [
@@ -60,6 +67,7 @@ def test_every_row_is_one_line_in_input_order(tmp_path):
     assert records[1]["error"] is None and records[1]["response"]["status_code"] == 200
     manifest = json.loads((tmp_path / "out.jsonl.manifest.json").read_text())
     assert manifest["rows"]["ok"] == 40 and manifest["rows"]["errors"] == 5
+    assert manifest["config_keys_ignored"] == ["zeta = 1"]
     total = sum(manifest[f"{phase}_seconds"] for phase in ("scan", "load", "build", "run"))
     assert total == pytest.approx(manifest["wall_seconds"], abs=1e-9)
     assert sorted(p.name for p in tmp_path.iterdir()) == [
@@ -70,11 +78,11 @@ def test_every_row_is_one_line_in_input_order(tmp_path):
 def test_a_complete_job_run_again_does_nothing(tmp_path):
     input_path = write_input(tmp_path / "in.jsonl")
     run(input_path, tmp_path / "out.jsonl")
-    before = (tmp_path / "out.jsonl").stat()
+    before = identity(tmp_path / "out.jsonl")
     model = fake.FakeModel()
     assert run(input_path, tmp_path / "out.jsonl", model) == 1
     assert model.num_builds == model.num_texts == 0
-    assert (tmp_path / "out.jsonl").stat() == before
+    assert identity(tmp_path / "out.jsonl") == before
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 3, 4, 5])
@@ -159,7 +167,7 @@ def test_a_write_error_names_the_journal_and_the_remedy(tmp_path):
 def stop_after(num_rows: int, tmp_path: Path, input_path: Path, output: Path) -> None:
     """Leave a journal with some finished rows behind."""
     with contextlib.suppress(Crash):
-        run(input_path, output, disk=FaultyDisk(num_rows + 6, Crash()))
+        run(input_path, output, disk=FaultyDisk(num_rows + 10, Crash()))
     assert output.with_name(output.name + ".journal").exists()
 
 
@@ -242,7 +250,7 @@ def test_a_file_that_is_no_journal_is_never_cut(tmp_path):
 def test_the_output_of_something_else_is_not_overwritten(tmp_path):
     input_path = write_input(tmp_path / "in.jsonl")
     (tmp_path / "out.jsonl").write_text("precious")
-    with pytest.raises(InputError, match="--restart"):
+    with pytest.raises(UnusableFile, match="--restart"):
         run(input_path, tmp_path / "out.jsonl")
     assert (tmp_path / "out.jsonl").read_text() == "precious"
 
@@ -263,7 +271,7 @@ def test_inputs_and_outputs_that_cannot_work_are_refused_by_name(tmp_path):
         (tmp_path / "absent", tmp_path / "out.jsonl", "nothing there"),
     ]
     for source, target, message in cases:
-        with pytest.raises(InputError, match=message):
+        with pytest.raises(UnusableFile, match=message):
             run(source, target)
 
 
@@ -317,6 +325,54 @@ def test_a_signal_drains_and_the_same_command_goes_on(tmp_path, reference, numbe
     assert not (tmp_path / "out.jsonl.lock").exists()
     assert run(input_path, output) == 1
     assert masked(output) == expected
+
+
+# The program makes the terminal its own: a `preexec_fn` would fork a process with jax's threads.
+TAKE_TERMINAL = """
+import fcntl, runpy, signal, sys, termios
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also if these tests are started by nohup
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_a_closed_terminal_drains_and_the_same_command_goes_on(tmp_path, reference):
+    input_path, expected = reference
+    output = tmp_path / "out.jsonl"
+    ours, its = pty.openpty()
+
+    process = subprocess.Popen(
+        [sys.executable, "-c", TAKE_TERMINAL, fake.__file__, str(input_path), str(output), "0.3"],
+        stdin=its, stdout=its, stderr=its, start_new_session=True,
+    )  # fmt: skip
+    os.close(its)
+    wait_for_rows(output, 3)
+    os.close(ours)  # from now on it gets errors for what it writes to the terminal
+    assert process.wait(timeout=20) == 75
+    assert not (tmp_path / "out.jsonl.lock").exists()
+    assert (tmp_path / "out.jsonl.journal").exists()
+    assert run(input_path, output) == 1
+    assert masked(output) == expected
+
+
+def test_a_closed_terminal_ends_no_job_that_was_started_to_ignore_that(tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignals() as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert stop.requested is None
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_reader_of_the_progress_that_ends_does_not_end_the_job(tmp_path):
+    reading, writing = os.pipe()
+    os.close(reading)
+    job = fake.settings(write_input(tmp_path / "in.jsonl"), tmp_path / "out.jsonl")
+    with os.fdopen(writing, "w") as stream:
+        assert run_job(job, fake.FakeModel(), progress=Progress(stream=stream)) == 1
 
 
 def test_a_second_interrupt_stops_at_once(tmp_path, reference):
@@ -379,6 +435,21 @@ def test_progress_is_one_line_in_five_seconds_when_not_on_a_terminal():
     assert len(lines) == 4
 
 
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_the_scan_says_how_many_rows_it_has_read_now_and_then(is_terminal):
+    stream, clock = io.StringIO(), Clock()
+    stream.isatty = lambda: is_terminal
+    progress = Progress(stream=stream, clock=clock)
+    for num_rows in range(1, 101):
+        clock.now += 0.06
+        progress.scanned(num_rows * 100)
+    progress.finish()
+    shown = [line.strip() for line in stream.getvalue().replace("\r", "\n").split("\n")]
+    shown = [line for line in shown if line]
+    assert len(shown) == (50 if is_terminal else 1)
+    assert shown[-1] == f"scan: {10000 if is_terminal else 8400} rows  1667 rows/s"
+
+
 def test_progress_asks_for_the_padding_alone_and_the_report_is_made_once(tmp_path):
     stream, clock, model = io.StringIO(), itertools.count().__next__, fake.FakeModel()
     job = fake.settings(write_input(tmp_path / "in.jsonl"), tmp_path / "out.jsonl")
@@ -417,3 +488,178 @@ def test_what_rows_were_fed_or_got_is_compared_before_the_next_step_and_after_th
     assert {"saw", "step"} <= set(happened) and happened[-1] == "compared"
     steps = [i for i, what in enumerate(happened) if what == "step"]
     assert all(happened[i - 1] == "compared" for i in steps)
+
+
+def said(folder, *, stop_after_steps: int | None = None, **changes) -> str:
+    """The text that a job in a folder writes on stderr."""
+    stream = io.StringIO()
+    job = fake.settings(folder / "in.jsonl", folder / "out.jsonl", **changes)
+    model = fake.FakeModel()
+    if stop_after_steps is not None:
+        step = model.generator.step
+
+        def steps():
+            if model.generator.num_steps == stop_after_steps:
+                raise Crash
+            return step()
+
+        model.generator.step = steps
+    with contextlib.suppress(Crash):
+        run_job(job, model, progress=Progress(stream=stream))
+    return stream.getvalue()
+
+
+def test_the_first_error_of_a_job_is_said_once_with_the_count_at_the_end(tmp_path):
+    write_input(tmp_path / "in.jsonl")
+    text = said(tmp_path)
+    assert text.count("first error: ") == 1
+    assert "\nfirst error: line 4: invalid_json: expected a JSON object, got" in f"\n{text}"
+    assert "45 rows, 5 errors" in text
+    assert "complete already, 5 errors, nothing to do" in said(tmp_path)
+
+
+def test_an_error_of_a_row_that_ran_is_said_with_its_name(tmp_path):
+    rows = [{"id": "good", "prompt": "x"}, {"id": "bad", "prompt": "nan"}]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert "first error: row 'bad' (line 2): nonfinite_logits: not finite\n" in said(tmp_path)
+
+
+def test_an_error_of_an_earlier_run_is_said_again(tmp_path):
+    rows = [{"prompt": "nan"}, *({"prompt": f"prompt {i}"} for i in range(20))]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    for stop in (3, None):
+        text = said(tmp_path, stop_after_steps=stop)
+        assert text.count("first error: row 'row-0' (line 1): nonfinite_logits") == 1
+    assert "resumed: " in text
+
+
+def test_a_part_says_the_first_error_of_its_own_rows(tmp_path):
+    write_input(tmp_path / "in.jsonl")
+    assert "first error: row 'q1' (line 6): duplicate_custom_id" in said(tmp_path, part=Part(0, 2))
+
+
+def test_what_differs_from_a_finished_output_is_said(tmp_path):
+    source, output = write_input(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
+    run(source, output)
+    manifest = output.with_name("out.jsonl.manifest.json")
+
+    def refusal(**changes) -> str:
+        with pytest.raises(UnusableFile) as caught:
+            run(source, output, **changes)
+        message = str(caught.value)
+        assert message.startswith(f"{output}: exists and is not the finished output of this input,")
+        assert message.endswith("\nChoose another output, or replace it with --restart.")
+        return "\n".join(message.split("\n")[1:-1])
+
+    other = {"model": "another", "dtype": "bfloat16"}
+    assert refusal(configuration=other) == (
+        "  dtype: there float32, now bfloat16\n  model: there fake, now another"
+    )
+    assert refusal(error_file=tmp_path / "err.jsonl") == (
+        "  outputs: there out.jsonl, now err.jsonl, out.jsonl"
+    )
+    before = source.read_text()
+    source.write_text(before + "\n{}")
+    assert re.fullmatch(
+        r"  the input: there \d+ bytes, sha256 \w{12}, now \d+ bytes, sha256 \w{12}", refusal()
+    )
+    source.write_text(before)
+    lines = output.read_bytes()
+    output.write_bytes(lines[:-1])
+    assert re.fullmatch(
+        r"  out.jsonl, changed since: finished with \d+ bytes, sha256 \w{12}, now \d+ .*", refusal()
+    )
+    for content in ("{}", '{"configuration": [1], "outputs": {"out.jsonl": 7}, "input": null}'):
+        manifest.write_text(content)
+        assert "model: there nothing, now fake" in refusal()
+    manifest.unlink()
+    assert refusal() == "  no manifest is beside it"
+    output.write_bytes(lines)
+    assert run(source, output, restart=True) == 1
+
+
+class FailingGenerator(fake.FakeGenerator):
+    """Ends every row with an error of a code."""
+
+    def __init__(self, code: str):
+        super().__init__()
+        self._code = code
+
+    def step(self):
+        error = RowError(self._code, f"{self._code}, this once")
+        return [
+            RequestOutput(output.request_id, None, [], error=error) for output in super().step()
+        ]
+
+
+@pytest.mark.parametrize("code", ["internal_error", "nonfinite_logits", "context_length_exceeded"])
+def test_a_resumed_job_tries_rows_again_that_may_pass_and_no_others(tmp_path, code):
+    rows = [{"id": f"q{i}", "prompt": f"prompt {i}"} for i in range(30)]
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(Crash):
+        run(source, output, fake.FakeModel(FailingGenerator(code)), FaultyDisk(18, Crash()))
+    journal = tmp_path / "out.jsonl.journal"
+    failed = {r["id"] for r in rows if f'"custom_id":"{r["id"]}"' in journal.read_text()}
+    assert 5 < len(failed) < 25
+    model = fake.FakeModel()
+    run(source, output, model)
+    is_retried = code == "internal_error"
+    assert failed & set(model.generator.submitted) == (failed if is_retried else set())
+    codes, records = outcomes(output)
+    assert len(records) == 30
+    assert {name for name, found in codes.items() if found} == (set() if is_retried else failed)
+    # a finished job is finished: nothing is tried again
+    again = fake.FakeModel()
+    assert run(source, output, again) == (0 if is_retried else 1)
+    assert again.num_builds == 0
+
+
+class Removing(fake.FakeModel):
+    """Does something to the job's files between its rows."""
+
+    def __init__(self, action):
+        super().__init__()
+        step = self.generator.step
+
+        def steps():
+            if self.generator.num_steps == 3:
+                action()
+            return step()
+
+        self.generator.step = steps
+
+
+@pytest.mark.parametrize("name", ["out.jsonl.journal", "out.jsonl.lock", "out.jsonl"])
+def test_a_file_of_the_job_that_is_deleted_while_it_runs_costs_no_row(tmp_path, reference, name):
+    input_path, expected = reference
+    output = tmp_path / "out.jsonl"
+
+    def remove():
+        (tmp_path / name).unlink(missing_ok=True)
+
+    assert run(input_path, output, Removing(remove)) == 1
+    assert masked(output) == expected
+    assert run(input_path, output) == 1
+    assert not [path.name for path in tmp_path.iterdir() if path.suffix in (".lock", ".journal")]
+
+
+def test_a_folder_that_is_deleted_while_its_job_runs_is_a_clear_error(tmp_path, reference):
+    input_path, _ = reference
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    model = Removing(lambda: shutil.rmtree(folder))
+    with pytest.raises(JobError, match=r"cannot be written \(No such file.*journal is gone too"):
+        run(input_path, folder / "out.jsonl", model)
+
+
+def test_a_full_disk_is_said_with_the_name_of_the_lock(tmp_path, monkeypatch):
+    def full(descriptor, content, offset):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    source = write_input(tmp_path / "in.jsonl")
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(OSError, match="No space left") as caught:
+        run(source, tmp_path / "out.jsonl")
+    assert caught.value.filename == str(tmp_path / "out.jsonl.lock")
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]

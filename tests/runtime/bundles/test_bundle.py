@@ -5,13 +5,14 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 from tiny import CONFIG, GRID
 
-from noria.compile.compiled_graphs import CompiledGraphs
+from noria.compile.compiled_graphs import CompiledGraphs, graph_names
 from noria.compile.monitor import compile_monitor
 from noria.compile.plan import Plan, PlannedModel
 from noria.compile.targets import Target
@@ -19,6 +20,9 @@ from noria.modelzoo.config import RopeConfig
 from noria.runtime.bundles.bundle import CONTENTS, GRAPHS, Bundle, check_folder, write
 from noria.runtime.bundles.key import key_of
 from noria.runtime.bundles.own_files import BundleUnusable
+from noria.runtime.bundles.warm_start import begin
+from noria.runtime.checkpoint import WeightsDigest
+from noria.runtime.padding import pack_greedy
 from noria.runtime.run_config import ConfigError
 
 PLAN = Plan("cpu", PlannedModel("tiny", "", "float32"), GRID)
@@ -54,11 +58,10 @@ def test_what_is_loaded_computes_the_same_bits_and_nothing_is_compiled(model, ta
     assert set(loading) == set(model.graphs.executables)
     loaded = CompiledGraphs(GRID, {name: one.result() for name, one in loading.items()})
     bucket = GRID.prefill[1]
-    tokens_BT = np.arange(3, 3 + bucket.batch * bucket.length, dtype=np.int32)
-    tokens_BT = tokens_BT.reshape(bucket.batch, bucket.length)
-    true_length_B = np.array([7, bucket.length], np.int32)
+    rows = [list(range(3, 10)), list(range(3, 3 + bucket.length))]
+    arguments = pack_greedy(rows, 0, bucket, GRID, CONFIG.vocab_size)
     made = [
-        graphs.prefill(model.parameters, bucket, tokens_BT, true_length_B)
+        graphs.prefill(model.parameters, graphs.empty_state(), bucket, *arguments)
         for graphs in (model.graphs, loaded)
     ]
     for ours, theirs in zip(*map(jax.tree.leaves, made), strict=True):
@@ -105,17 +108,39 @@ def test_a_truncated_or_changed_executable_is_refused(folder, target):
     assert "No such file" in refusal(folder, target)
 
 
-def test_an_executable_that_cannot_be_loaded_is_named_and_all_others_serve(folder, target):
-    """It was written like that."""
+def break_an_executable(folder: Path) -> str:
+    """Replace an executable by other bytes, as if it had been written like that."""
     broken, content = CompiledGraphs.decode_name(GRID.decode_spans[0]), b"\0"
     graphs = json.loads((folder / CONTENTS).read_text())["graphs"]
     (folder / GRAPHS / graphs[broken]["file"]).write_bytes(content)
     digest = hashlib.sha256(content).hexdigest()
     edit_contents(folder, lambda contents: contents["graphs"][broken].update(sha256=digest))
+    return broken
+
+
+def test_an_executable_that_cannot_be_loaded_is_named(folder, target):
+    broken = break_an_executable(folder)
     loading = Bundle.open(folder, PLAN, target, CONFIG, ELSEWHERE).load()
     with pytest.raises(BundleUnusable, match=f"{broken} cannot be loaded"):
         loading.pop(broken).result()
     assert all(one.result() for one in loading.values())
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_a_start_has_all_executables_loaded_or_takes_none(folder, target, is_broken):
+    """Nothing is left to load, or to compile, when rows run."""
+    broken = break_an_executable(folder) if is_broken else None
+    notes = []
+    files = SimpleNamespace(spec=SimpleNamespace(config=CONFIG), path=ELSEWHERE)
+    found = begin(folder, PLAN, target, files, WeightsDigest({}), notes.append).graphs()
+    (note,) = notes
+    if broken:
+        assert found is None
+        assert f"executable {broken} cannot be loaded" in note and "Compiling the plan" in note
+        return
+    graphs, _ = found
+    assert note.endswith(f"{len(graph_names(GRID))} executables taken, none compiled")
+    assert type(graphs.executables) is dict and graphs.executables.keys() == graph_names(GRID)
 
 
 def test_what_others_can_write_is_refused(folder, target):

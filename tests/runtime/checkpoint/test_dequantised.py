@@ -388,7 +388,9 @@ def test_a_quantisation_that_is_not_read_is_reported_with_the_tensors_as_they_ar
     path = save(tmp_path / "m", LLAMA | {"quantization_config": {"quant_method": "awq"}}, stored)
     with open_model(path) as model:
         text = model.describe()
-    assert re.search(r"family +not supported: quantization_config.quant_method: .*'awq'", text)
+    assert re.search(
+        r"family +not supported: .*config.json: quantization_config.quant_method: .*'awq'", text
+    )
     assert re.search(r"tensors +18, .*F8_E4M3 .* in 7", text)
 
 

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jax.sharding import SingleDeviceSharding
 from tiny_llama import CONFIG, random_tensors, save, shapes
 
 from noria.compile.definition import Definition
+from noria.runtime import LLM, cli
 from noria.runtime.checkpoint import (
     CheckpointError,
     GenerationDefaults,
@@ -27,6 +29,22 @@ from noria.runtime.checkpoint import (
 from noria.runtime.checkpoint import model_files as module
 
 SHAPES = shapes(CONFIG)
+PLAN = """
+schema = 1
+target = "cpu"
+
+[model]
+source = "m"
+fingerprint = "sha256:0"
+dtype = "float32"
+
+[buckets]
+max_length = 16
+prefill = [[8, 1]]
+decode_slots = 1
+decode_spans = [16]
+steps_per_call = 1
+"""
 
 
 def hf_model(path, config=None, **files):
@@ -158,8 +176,58 @@ def test_auto_map_is_never_passed_on(tmp_path):
     ],
 )
 def test_a_config_that_no_model_can_have_is_refused_by_key(tmp_path, key, value):
-    with pytest.raises(InvalidConfig, match=f"{key}: expected"):
-        open_model(hf_model(tmp_path / "m", {key: value}))
+    path = hf_model(tmp_path / "m", {key: value})
+    with (
+        open_model(path) as files,
+        pytest.raises(InvalidConfig, match=f"^{path}/config.json: {key}: expected"),
+    ):
+        _ = files.spec
+
+
+@pytest.mark.parametrize("command", ["batch", "plan", "compile", "layouts", "bench", "inspect"])
+def test_every_command_refuses_unread_keys_where_it_is_asked_to(tmp_path, capsys, command):
+    path = str(hf_model(tmp_path / "m", {"zeta": 1}))
+    lines = tmp_path / "in.jsonl"
+    lines.write_text('{"prompt": [1, 2], "max_tokens": 1}\n')
+    plan = tmp_path / "plan.toml"
+    plan.write_text(PLAN)
+    output = str(tmp_path / "out")
+    options = {
+        "batch": ["-i", str(lines), "-o", output, "--model", path],
+        "plan": ["--workload", str(lines), "-o", output, "--model", path, "--target", "cpu"],
+        "compile": ["--plan", str(plan), "-o", output, "--model", path],
+        "layouts": ["--target", "cpu", "-o", output, "--model", path],
+        "bench": ["--model", path],
+        "inspect": [path],
+    }[command]
+    assert cli.main([command, *options, "--strict-config"]) == 3
+    assert f"{path}/config.json: expected only keys that are read, got zeta = 1" in (
+        capsys.readouterr().err
+    )
+    assert not Path(output).exists()
+
+
+def test_a_model_in_python_refuses_unread_keys_where_it_is_asked_to(tmp_path, capsys):
+    path = str(hf_model(tmp_path / "m", {"zeta": 1}))
+    with pytest.raises(InvalidConfig, match="expected only keys that are read, got zeta = 1"):
+        LLM(path, strict_config=True)
+    assert "zeta" not in capsys.readouterr().err
+
+
+def test_keys_that_nothing_reads_are_said_once_and_refused_where_that_is_asked_for(tmp_path):
+    options = {"zeta": 1, "kappa": None, "_model_name_or_path": "m.gguf"}
+    said = []
+    with open_model(hf_model(tmp_path / "m", options)) as files:
+        files.unread.report(said.append, is_strict=False)
+        assert len(said) == 1 and "m/config.json: without effect" in said[0]
+        assert "them: zeta = 1 (--strict-config" in said[0]
+        assert "keys not read    zeta = 1" in files.describe()
+        with pytest.raises(InvalidConfig, match=r"m/config\.json: expected only .*got zeta = 1"):
+            files.unread.report(said.append, is_strict=True)
+    assert len(said) == 1
+    with open_model(hf_model(tmp_path / "n")) as files:
+        files.unread.report(said.append, is_strict=True)
+    assert len(said) == 1
 
 
 @pytest.mark.parametrize(
@@ -197,6 +265,8 @@ def test_a_config_that_is_a_link_out_of_the_directory_is_refused(tmp_path):
 def test_generation_defaults_come_from_the_file_then_the_config(tmp_path, generation, expected):
     with open_model(hf_model(tmp_path / "m", generation_config__json=generation)) as model:
         assert model.generation_defaults == expected
+        file = "generation_config.json" if generation else "config.json"
+        assert model.generation_defaults.eos_source == f"{file}: eos_token_id"
 
 
 def test_end_tokens_of_a_model_of_more_than_text_stand_with_its_text_part():
@@ -208,9 +278,17 @@ def test_end_tokens_of_a_model_of_more_than_text_stand_with_its_text_part():
 
 @pytest.mark.parametrize(
     "generation",
-    [{"eos_token_id": "</s>"}, {"eos_token_id": [-1]}, {"eos_token_id": True}, {"top_p": "0.9"}],
+    [
+        {"eos_token_id": "</s>"},
+        {"eos_token_id": [-1]},
+        {"eos_token_id": True},
+        {"top_p": "0.9"},
+        {"top_p": 0},
+        {"top_k": 0.5},
+        {"temperature": -1.0},
+    ],
 )
-def test_generation_defaults_of_a_wrong_type_are_refused(tmp_path, generation):
+def test_generation_defaults_that_no_row_could_have_are_refused(tmp_path, generation):
     model = open_model(hf_model(tmp_path / "m", generation_config__json=generation))
     with pytest.raises(InvalidConfig, match=r"generation_config\.json: .*expected"):
         _ = model.generation_defaults
@@ -222,6 +300,8 @@ def test_a_gguf_file_gives_every_end_token(tmp_path):
     with open_model(tmp_path / "t.gguf") as model:
         assert (model.kind, model.name) == ("gguf", "t")
         assert model.generation_defaults.eos_ids == (2, 1)
+        keys = "tokenizer.ggml.eos_token_id, tokenizer.ggml.eot_token_id"
+        assert model.generation_defaults.eos_source == keys
 
 
 def test_one_part_of_a_split_gguf_is_refused_with_the_remedy(tmp_path):
@@ -265,7 +345,7 @@ def test_a_fingerprint_follows_content_and_not_the_place(tmp_path):
     print_of = {p: open_model(p).fingerprint() for p in (first, second)}
     assert print_of[first] == print_of[second]
     assert print_of[first].startswith("sha256:") and len(print_of[first]) == 71
-    for change in ("config.json", "tokenizer.json", "model.safetensors"):
+    for change in ("config.json", "tokenizer.json"):
         path = hf_model(tmp_path / f"changed {change}", tokenizer__json={"v": 1})
         content = (path / change).read_bytes()
         changed = content.replace(b"64", b"65") if change == "config.json" else content[:-1] + b" "
@@ -274,11 +354,49 @@ def test_a_fingerprint_follows_content_and_not_the_place(tmp_path):
         assert open_model(path).fingerprint() != print_of[first]
 
 
-def test_a_fingerprint_sees_the_whole_header_of_a_gguf_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "EDGE_BYTES", 16)
+def test_a_fingerprint_sees_names_shapes_and_dtypes_of_tensors_and_not_their_numbers(tmp_path):
+    path = hf_model(tmp_path / "m")
+    before = open_model(path).fingerprint()
+    tensors = random_tensors(CONFIG)
+    name = "model.layers.0.mlp.down_proj.weight"
+    save(path, CONFIG, tensors | {name: -tensors[name]})
+    assert open_model(path).fingerprint() == before
+    for other in (
+        {name: tensors[name].T},
+        {name: tensors[name].view(np.int32)},
+        {f"{name}s": tensors[name]},
+    ):
+        save(path, CONFIG, {key: x for key, x in tensors.items() if key != name} | other)
+        assert open_model(path, needs_weights=False).fingerprint() != before
+
+
+def test_a_gguf_file_keeps_fingerprint_and_weights_digest_under_another_name(tmp_path):
+    (tmp_path / "t.gguf").write_bytes(build(llama_metadata(), [f32("w", [1.0])]).data)
+    before = open_model(tmp_path / "t.gguf")
+    prints = before.fingerprint(), before.weights_digest().result()
+    after = open_model((tmp_path / "t.gguf").rename(tmp_path / "u.gguf"))
+    assert after.name != before.name
+    assert (after.fingerprint(), after.weights_digest().result()) == prints
+
+
+def test_a_fingerprint_sees_the_whole_header_of_a_gguf_file(tmp_path):
     data = bytes(build(llama_metadata(), [f32("w", np.ones(1000))]).data)
     prints = set()
     for text in (b"{{ messages }}", b"{{ massages }}"):
         (tmp_path / "t.gguf").write_bytes(data.replace(b"{{ messages }}", text))
         prints.add(open_model(tmp_path / "t.gguf").fingerprint())
     assert len(prints) == 2
+
+
+@pytest.mark.parametrize("name", ["meta-llama/Llama-3.1-8B", "Qwen/Qwen3-0.6B"])
+def test_a_name_of_a_hub_gets_the_command_that_downloads_it(name):
+    folder = name.partition("/")[2]
+    with pytest.raises(ModelNotFound) as caught:
+        open_model(name)
+    assert f"hf download {name} --local-dir {folder}, then give the folder" in str(caught.value)
+
+
+@pytest.mark.parametrize("path", ["/models/Llama", "./models/Llama", "models/of/Llama", "a b/c"])
+def test_a_path_gets_no_such_command(path):
+    with pytest.raises(ModelNotFound, match="fetch the model first"):
+        open_model(path)

@@ -6,6 +6,7 @@ import shutil
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
@@ -167,6 +168,26 @@ def test_garbage_instead_of_metadata_is_refused(copy):
         (copy / "params" / name).write_bytes(b"\x00garbage")
     with open_model(copy) as model, pytest.raises(InvalidOrbax):
         model.tensors.read("final_norm")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        json.JSONDecodeError("Expecting value", "", 0),
+        AttributeError("'dict' object has no attribute 'param_name'"),
+    ],
+    ids=["empty", "of another form"],
+)
+def test_damage_to_what_orbax_says_of_arrays_is_refused(saved, monkeypatch, error):
+    """Simulated: after such an error orbax leaves a coroutine behind, which fails a later test."""
+
+    def restore(*arguments, **options):
+        raise error
+
+    monkeypatch.setattr(orbax.checkpoint.PyTreeCheckpointer, "restore", restore)
+    device = SingleDeviceSharding(jax.devices()[0])
+    with open_model(saved) as model, pytest.raises(InvalidOrbax, match="save the checkpoint again"):
+        load_params(model.spec, model.tensors, abstract(), device)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 
 from noria.runtime.checkpoint import safetensors as module
 from noria.runtime.checkpoint.errors import CheckpointChanged, InvalidSafetensors, ModelNotFound
-from noria.runtime.checkpoint.safetensors import SafetensorsDirectory, weight_files
+from noria.runtime.checkpoint.safetensors import SafetensorsDirectory, safetensors_files
 
 WEIGHTS = {
     "a": np.arange(24, dtype=np.float32).reshape(4, 6),
@@ -189,12 +189,12 @@ def test_pickles_are_refused_and_never_opened(tmp_path, suffix):
     pickle.write_bytes(b"cos\nsystem\n(S'false'\ntR.")
     pickle.chmod(0)
     with pytest.raises(ModelNotFound, match=r"never opens one.*writes safetensors"):
-        weight_files(tmp_path)
+        safetensors_files(tmp_path)
 
 
 def test_a_directory_without_weights_says_so(tmp_path):
     with pytest.raises(ModelNotFound, match=r"expected model\.safetensors .* got no weights"):
-        weight_files(tmp_path)
+        safetensors_files(tmp_path)
 
 
 def test_a_file_replaced_while_open_is_noticed(tmp_path):

@@ -9,10 +9,11 @@ from tiny import CONFIG, EOS_ID, random_parameters
 from noria.compile.definition import Definition
 from noria.compile.planning.cost import CostModel
 from noria.compile.planning.hardware import Hardware
-from noria.compile.planning.work import KINDS, Call, Work
+from noria.compile.planning.work import Work
 from noria.compile.targets import find_target
 from noria.runtime.planning.calibrate import Trial, measure
 from noria.runtime.session import LoadedModel
+from noria.sharding.call import KINDS, Call
 
 HARDWARE = Hardware("mine", "made up", {"float32": 1e9}, 1e9, 1e8, 1e7, [])
 TRIALS = (Trial(4, 32), Trial(4, 32, chunk=16))
@@ -31,7 +32,6 @@ def test_every_kind_of_call_is_timed(model):
     lines = []
     found = measure(model, HARDWARE, 64, on_trial=lines.append, trials=TRIALS)
     assert set(found.kinds) == set(KINDS)
-    assert found.insert_seconds > 0
     assert [line.split(",")[0] for line in lines] == [
         "calibration: whole prompts",
         "calibration: chunks of 16",

@@ -33,14 +33,15 @@ def test_every_legal_layout_of_a_sparse_model_has_a_bound():
     assert all(one.bound is not None and not one.findings for one in found)
 
 
-def test_slow_links_favour_what_sends_nothing():
+def test_slow_links_favour_what_sends_least():
+    """Under data parallelism only the keys and values that prefill writes are sent."""
     fast, slow = bounds(ranked(FAST, 2)), bounds(ranked(SLOW, 2))
+    assert next(iter(fast)) == "expert-parallel"
     assert next(iter(slow)) == "data-parallel"
-    assert slow["data-parallel"] == fast["data-parallel"]
-    assert slow["expert-parallel"] > 2 * fast["expert-parallel"]
+    assert slow["expert-parallel"] > 3 * slow["data-parallel"]
 
 
 def test_more_dimensions_of_a_torus_make_links_count_for_less():
     line, plane = (bounds(ranked(SLOW, 4, torus=torus)) for torus in ((4,), (2, 2)))
-    assert plane["expert-parallel"] < line["expert-parallel"]
-    assert plane["data-parallel"] == pytest.approx(line["data-parallel"])
+    for name in ("expert-parallel", "data-parallel"):
+        assert plane[name] == pytest.approx(line[name] / 2, rel=0.02)

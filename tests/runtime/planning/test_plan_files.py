@@ -34,6 +34,23 @@ def test_no_input_is_overwritten(capsys, table):
     assert table.read_text() == ROWS
 
 
+def test_layouts_are_inputs_however_they_are_spelled(capsys, table):
+    mine = table.with_name("my own layout.toml")
+    mine.write_text("mine")
+    for spelling in (mine, f"'{mine}'", f"data-parallel '{mine}'"):
+        assert "is an input too" in refusal(capsys, table, mine, "--layout", spelling)
+        assert mine.read_text() == "mine"
+
+
+def test_no_file_of_a_model_is_overwritten(capsys, table, tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    config = model / "config.json"
+    config.write_text("mine")
+    assert "is an input too" in refusal(capsys, table, config, "--model", model)
+    assert config.read_text() == "mine"
+
+
 def test_what_cannot_be_written_is_refused_before_the_work(capsys, table, monkeypatch):
     folder = table.parent
     assert "expected its directory to exist" in refusal(capsys, table, folder / "no" / "plan.toml")

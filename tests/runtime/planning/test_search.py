@@ -16,7 +16,7 @@ from noria.compile.planning.compile_time import GraphSeconds
 from noria.compile.planning.cost import CostModel
 from noria.compile.planning.hardware import Hardware
 from noria.compile.planning.prefill_calls import rows_through
-from noria.compile.planning.work import Call, Work
+from noria.compile.planning.work import Work
 from noria.runtime.planning.planning import Planner
 from noria.runtime.planning.search import NoPlanFits, calls_are_larger, find_best, try_grid
 
@@ -106,7 +106,7 @@ def buckets_of(grid, prompt_length) -> Counter:
 
 
 @pytest.mark.parametrize("chunks", [(8,), (4, 16), (4, 8, 32)])
-def test_the_rows_of_every_bucket_are_those_that_prompts_are_poured_in(chunks):
+def test_the_rows_of_every_bucket_are_those_that_prompts_pass_through(chunks):
     prefill = [(span, 1, chunk) for span in (32, 64, 96) for chunk in chunks]
     grid = BucketGrid(96, tuple(prefill), 4, (32, 64, 96))
     prompts = np.random.default_rng(0).integers(1, 97, 50)
@@ -153,13 +153,13 @@ def test_prefill_lengths_are_those_of_least_predicted_seconds():
     grids = CandidateGrids(
         rows, CONFIG.max_position, COST, Budget(prefill_graphs=3), GridDefaults()
     )
-    found = grids.prefill_of(tokens)
+    found = grids.prefill_of(tokens, slots=12)
 
     def seconds(buckets) -> float:
         total = 0.0
         for start, bucket in zip([0, *(b.length for b in buckets)], buckets, strict=False):
             count = sum(start < length <= bucket.length for length in lengths)
-            total += -(-count // bucket.batch) * COST.seconds(Call.of_bucket(bucket))
+            total += -(-count // bucket.batch) * COST.seconds(bucket.call())
         return total
 
     borders = sorted({-(-length // LENGTH_STEP) * LENGTH_STEP for length in lengths})
@@ -179,8 +179,7 @@ def cheapest_batches(ends, lengths, tokens, seconds) -> float:
         most, half = max(1, tokens // end), -(-tokens // (2 * end))
         sizes = range(max(1, min(half, count, most)), most + 1)
         total += min(
-            -(-count // size) * COST.seconds(Call.of_bucket(PrefillBucket(end, size)))
-            for size in sizes
+            -(-count // size) * COST.seconds(PrefillBucket(end, size).call()) for size in sizes
         )
     return total
 
@@ -248,7 +247,7 @@ def test_where_every_row_has_a_slot_shorter_ones_save_time():
         assert seconds[0] < seconds[1]
 
 
-@pytest.mark.parametrize(("alike_slots", "is_ragged"), [(20, True), (512, False)])
+@pytest.mark.parametrize(("alike_slots", "is_ragged"), [(12, True), (512, False)])
 def test_a_plan_has_slots_of_several_lengths_where_alike_ones_do_not_fit(alike_slots, is_ragged):
     """With memory for all, alike slots are faster, as those are of like length at any time."""
     memory = COST.work.parameter_bytes + COST.work.cache_bytes(alike_slots, 128)
@@ -331,7 +330,7 @@ def test_graphs_stay_within_the_compile_budget():
 
 
 def test_prompts_that_are_only_scored_are_tried_in_full_calls_of_chunks():
-    """Each takes a slot while it is poured; whole prompts need none."""
+    """Each takes a slot until it is read; whole prompts need none."""
     rows = [ExpectedRow(RowNeed(80, 0, is_scored=True), 0)] * 64
     grids = CandidateGrids(rows, 128, COST, Budget(), GridDefaults())
     assert {one.grid.decode_slots for one in grids.of_whole_prompts()} == {1}

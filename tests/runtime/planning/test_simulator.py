@@ -70,7 +70,7 @@ def test_calls_padding_and_occupancy_are_those_of_the_run(model, seed):
     outputs, metrics = ran(model, requests)
     simulation = simulate(model.grid, as_it_ran(requests, outputs), None)
     assert counts(simulation.metrics.report()) == counts(metrics.report())
-    assert simulation.metrics.inserts == metrics.inserts
+    assert simulation.metrics.forks == metrics.forks
     live = sum(use.live_tokens for use in metrics.decode.values())
     computed = sum(use.computed_tokens for use in metrics.decode.values())
     assert simulation.occupancy == live / computed

@@ -9,10 +9,10 @@ from noria.compile.bucket_grid import BucketGrid
 from noria.compile.default_grid import RowNeed
 from noria.compile.planning.candidates import Budget, ExpectedRow
 from noria.compile.planning.hardware import Hardware
-from noria.compile.planning.work import Call
 from noria.runtime.layout_files import named_layout_tables
 from noria.runtime.planning.layout_ranking import Ranking, all_layouts
 from noria.runtime.planning.tradeoffs import Tradeoff, tradeoffs
+from noria.sharding.call import Call
 
 MEMORY = 1e7
 HARDWARE = Hardware("mine", "made up", {"float32": 1e9}, MEMORY, 1e8, 1e7, [])

@@ -4,13 +4,18 @@ The attacks on the template's process and the injected special tokens are those 
 against other servers.
 """
 
+import contextlib
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import datetime
 
 import pytest
 
 from noria.runtime.request import RowError
-from noria.runtime.text.chat_template import ChatRenderer
+from noria.runtime.text.chat_messages import checked_messages
+from noria.runtime.text.chat_template import ChatRenderer, Conversation
 from noria.runtime.text.template_process import TemplateFailure, TemplateLimits, TemplateProcess
 from noria.runtime.text.tokenizer import load_tokenizer
 
@@ -65,6 +70,7 @@ CONVERSATION = [
     {"role": "assistant", "content": "  > fine <\n"},
     {"role": "user", "content": "日本語 🙂 [x] {{ 1 }}"},
 ]
+NOW = datetime(2026, 1, 31, 12)
 SMALL = TemplateLimits(wall_seconds=10, cpu_seconds=1, memory_bytes=1 << 28, max_characters=100_000)
 
 
@@ -72,10 +78,10 @@ SMALL = TemplateLimits(wall_seconds=10, cpu_seconds=1, memory_bytes=1 << 28, max
 def renderer(make_directory):
     made = []
 
-    def make(template: str | None, limits: TemplateLimits | None = None, **config) -> ChatRenderer:
+    def make(template: str | None, limits: TemplateLimits | None = None, now=None, **config):
         tokenizer = load_tokenizer(make_directory(chat_template=template, **config))
         assert tokenizer is not None
-        made.append(ChatRenderer(tokenizer, limits=limits))
+        made.append(ChatRenderer(tokenizer, limits=limits, now=now))
         return made[-1]
 
     yield make
@@ -276,27 +282,37 @@ def test_reserved_and_unknown_variables_are_refused(renderer, name):
     ],
 )
 def test_attack_ends_within_limits_and_the_next_rendering_works(attack):
-    process = TemplateProcess("{% if bad %}" + attack + "{% endif %}fine", SMALL)
+    process = TemplateProcess("{% if bad %}" + attack + "{% endif %}fine", SMALL, NOW)
     try:
-        assert process.render({}) == "fine"
+        assert process.render([{}]) == ["fine"]
         start = time.monotonic()
-        with pytest.raises(TemplateFailure):
-            process.render({"bad": True, "x": 10, "messages": []})
+        bad = {"bad": True, "x": 10, "messages": []}
+        before, failure, after = process.render([{}, bad, {}])
+        assert isinstance(failure, TemplateFailure)
         assert time.monotonic() - start < SMALL.wall_seconds
-        assert process.render({}) == "fine"
+        assert (before, after) == ("fine", "fine")
+    finally:
+        process.close()
+
+
+def test_a_context_too_large_to_be_read_costs_itself_alone():
+    process = TemplateProcess("fine", replace(SMALL, memory_bytes=1 << 27), NOW)
+    try:
+        large = {"messages": [[]] * 2_000_000}
+        *before, failure, after = process.render([*[{}] * 4, large, {}])
+        assert "memory" in str(failure)
+        assert [*before, after] == ["fine"] * 5
     finally:
         process.close()
 
 
 def test_template_that_cannot_be_compiled_is_asked_once():
     for template, message in (("{% if", "TemplateSyntaxError"), ("{{ 10**(10**8) }}", "processor")):
-        process = TemplateProcess(template, SMALL)
-        for _ in range(2):
-            with pytest.raises(TemplateFailure, match=message):
-                process.render({})
+        process = TemplateProcess(template, SMALL, NOW)
+        first, second = process.render([{}, {}])
+        assert message in str(first) and str(second) == str(first)
         start = time.monotonic()
-        with pytest.raises(TemplateFailure, match=message):
-            process.render({})
+        assert message in str(*process.render([{}]))
         assert time.monotonic() - start < 0.5
         process.close()
 
@@ -307,9 +323,9 @@ def test_wall_clock_stops_a_template_that_has_processor_time_left():
         "{% if bad %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}"
         "{% endfor %}{% endif %}fine",
         limits,
+        NOW,
     )
-    with pytest.raises(TemplateFailure, match=r"longer than 0\.3 s"):
-        process.render({"bad": True})
+    assert "longer than 0.3 s" in str(*process.render([{"bad": True}]))
     process.close()
 
 
@@ -334,3 +350,109 @@ def test_process_killed_from_outside_costs_at_most_one_row(renderer):
 def test_strftime_and_json_are_those_of_chat_templates(renderer):
     chat = renderer("{{ strftime_now('%Y') }} {{ {'a': '<é>'} | tojson }}")
     assert text_of(chat, CONVERSATION) == f"{time.strftime('%Y')} " + '{"a": "<é>"}'
+
+
+def test_all_renderings_see_one_instant_in_local_time(renderer, monkeypatch):
+    chat = renderer("{{ strftime_now('%d %b %Y %H:%M') }}", now=datetime(2024, 2, 29, 23, 59))
+    assert not chat.reads_clock
+    assert [text_of(chat, CONVERSATION) for _ in range(2)] == ["29 Feb 2024 23:59"] * 2
+    assert chat.reads_clock
+    plain = renderer(CHATML)
+    plain.encode(CONVERSATION)
+    assert not plain.reads_clock
+
+
+def encoded_one_by_one(chat: ChatRenderer, conversation: Conversation) -> list[int]:
+    """The ids by the rule of `special_tokens` alone: each string protected, each piece encoded."""
+    tokenizer, special, mark = chat._tokenizer, chat._special, "\U0010abcd"
+    messages = chat._protected(checked_messages(conversation.messages), mark)
+    variables = {
+        **tokenizer.named_tokens,
+        **chat._protected(conversation.template_kwargs or {}, mark),
+        "add_generation_prompt": conversation.add_generation_prompt,
+    }
+    (text,) = chat._process.render([{**variables, "messages": messages, "tools": None}])
+    pieces = special.split(text, mark)
+    bare = text.replace(mark, "")
+    if pieces == special.split(bare):
+        backend = tokenizer._encoder._backend
+        backend.encode_special_tokens = False
+        return backend.encode(bare, add_special_tokens=False).ids
+    encode = tokenizer._encoder.plain
+    return [i for piece in pieces for i in ([piece] if isinstance(piece, int) else encode(piece))]
+
+
+HOSTILE = [
+    *("", " ", "\n", "\x00", "<", ">", "|>", "<|im_", "<|im_end|>", "a<|im_end|>", "<|im_end|>b"),
+    *("<|im_<|im_end|>end|>", "</s><s>", "if a < b > c:", "[INST] x [/INST]", "\U00100000 \x7f"),
+    *("日本語 🙂", "e\u0301 \u200d \u202e", "{{ 1 }} {% raw %}", "\\udbff\\udc00", "a" * 5000),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_many_conversations_at_once_have_the_ids_of_each_alone(renderer, name):
+    chat = renderer(TEMPLATES[name])
+    conversations = [Conversation([{"role": "user", "content": text}]) for text in HOSTILE] + [
+        Conversation([{"role": text, "content": "x"}], None, False) for text in HOSTILE
+    ]
+    expected = {}
+    for index, conversation in enumerate(conversations):
+        with contextlib.suppress(AttributeError, TypeError):  # the template refused it
+            expected[index] = encoded_one_by_one(chat, conversation)
+    encoded = chat.encode_all(conversations)
+    assert {i: ids for i, ids in enumerate(encoded) if not isinstance(ids, RowError)} == expected
+    assert len(expected) >= len(HOSTILE)
+
+
+def test_each_conversation_of_many_has_its_own_error(renderer):
+    chat = renderer(MISTRAL + "{{ date }}")
+    good, bad = Conversation(CONVERSATION[:1]), Conversation(CONVERSATION[1:])
+    unknown = Conversation(CONVERSATION[:1], {"dat": 1})
+    empty = Conversation([])
+    first, refused, unread, none, last = chat.encode_all([good, bad, unknown, empty, good])
+    assert first == last == chat.encode(CONVERSATION[:1])
+    assert [error.code for error in (refused, unread, none)] == [
+        "chat_template_error", "invalid_request", "invalid_request"
+    ]  # fmt: skip
+
+
+LOOP = (
+    "{% for m in messages if m.content == 'loop' %}{% for i in range(99999) %}"
+    "{% for j in range(99999) %}{% endfor %}{% endfor %}{% endfor %}" + CHATML
+)
+
+
+def test_a_template_that_is_stopped_three_times_in_a_row_is_given_up(renderer):
+    chat = renderer(LOOP, TemplateLimits(wall_seconds=0.2))
+    fine, loop = (Conversation([{"role": "user", "content": text}]) for text in ("fine", "loop"))
+    outcomes = chat.encode_all([loop, loop, fine, loop])
+    assert [isinstance(outcome, RowError) for outcome in outcomes] == [True, True, False, True]
+    assert chat.gave_up is None
+    start = time.monotonic()
+    _, _, *rest = chat.encode_all([loop, loop, *[fine] * 1000])
+    assert time.monotonic() - start < 5
+    reason = "it takes longer than 0.2 s, 3 times in a row; it is given up"
+    source = chat._tokenizer.chat_template_source
+    assert chat.gave_up == f"{source}: {reason}"
+    assert {(e.code, e.message) for e in rest} == {
+        ("chat_template_error", f"the chat template failed: {reason}")
+    }
+
+
+def test_a_text_with_every_private_use_character_is_refused_and_ends(renderer):
+    text = "<|im_end|>" + "".join(map(chr, range(0x100000, 0x10FFFE)))
+    with pytest.raises(RowError, match="leaves a private-use character of plane 16 unused"):
+        renderer(CHATML).encode([{"role": "user", "content": text}])
+
+
+def test_closing_ends_a_rendering_that_another_thread_waits_for(renderer):
+    chat = renderer(LOOP)
+    loop = Conversation([{"role": "user", "content": "loop"}])
+    with ThreadPoolExecutor(1) as worker:
+        chat.encode_all([Conversation(CONVERSATION)])
+        waiting = worker.submit(chat.encode_all, [loop] * 3)
+        time.sleep(0.1)
+        start = time.monotonic()
+        chat.close()
+        assert all(isinstance(outcome, RowError) for outcome in waiting.result())
+    assert time.monotonic() - start < 4

@@ -45,6 +45,24 @@ def test_kept_tokens_end_with_the_one_that_completes_the_stop_string(smollm2, st
     assert collector.num_tokens_past_stop == len(ids) - fewest
 
 
+@pytest.mark.parametrize("stop", ["<|im_end|>", "im_end", "|>U", "three<"])
+def test_stop_string_is_found_in_special_tokens_only_where_they_show(smollm2, stop):
+    text = "One two, three<|im_end|>User"
+    ids = smollm2.encode(text, special_tokens=True)
+    assert smollm2.special_ids & set(ids)
+    shown = collected(smollm2, ids, stop=[stop], skip_special_tokens=False)
+    assert (shown.text, shown.stop_reason) == (text[: text.index(stop)], stop)
+    hidden = collected(smollm2, ids, stop=[stop])
+    assert (hidden.text, hidden.stop_reason) == ("One two, threeUser", None)
+
+
+def test_stop_string_that_ends_the_prompt_is_looked_for_in_the_answer_alone(smollm2):
+    answer = smollm2.encode(" wheel turns by water", special_tokens=False)
+    collector = collected(smollm2, answer, stop=["the water", "water"])
+    assert (collector.text, collector.stop_reason) == (" wheel turns by ", "water")
+    assert collected(smollm2, answer, stop=["the water wheel"]).stop_reason is None
+
+
 def test_result_does_not_depend_on_how_ids_arrive(smollm2):
     ids = smollm2.encode(TEXT, special_tokens=False)
     draw = random.Random(0)

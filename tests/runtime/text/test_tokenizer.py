@@ -403,6 +403,24 @@ def test_a_token_that_the_config_denies_is_not_taken_from_the_vocabulary(
     assert tokenizer.named_tokens == {"eos_token": "</s>"}
 
 
+def test_an_end_token_that_also_pads_stays_the_end_token(make_directory):
+    tokenizer = load_tokenizer(make_directory(pad_token="</s>"))
+    assert tokenizer.named_tokens["pad_token"] == tokenizer.named_tokens["eos_token"] == "</s>"
+    ids = tokenizer.encode("hello</s>", special_tokens=True)
+    assert ids[-1] == tokenizer.eos_id
+
+
+def test_the_source_of_the_chat_template_is_known(make_directory, smollm2):
+    directory = make_directory(chat_template="{{ messages }}")
+    tokenizer = load_tokenizer(directory)
+    config = directory / "tokenizer_config.json"
+    assert tokenizer.chat_template_source == f"{config}: chat_template"
+    file = directory / "chat_template.jinja"
+    file.write_text("{{ messages }}")
+    assert load_tokenizer(directory).chat_template_source == str(file)
+    assert smollm2.chat_template_source == "tokenizer.chat_template"
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -414,6 +432,28 @@ def test_a_token_that_the_config_denies_is_not_taken_from_the_vocabulary(
 def test_contradicting_settings_are_refused(make_directory, config, message):
     with pytest.raises(InvalidTokenizer, match=message):
         load_tokenizer(make_directory(**config))
+
+
+def test_a_text_that_the_library_cannot_encode_is_an_error_of_its_row(make_directory):
+    directory = make_directory()
+    path = directory / "tokenizer.json"
+    file = json.loads(path.read_text())
+    rule = {"type": "Split", "pattern": {"Regex": "(a+)+b"}, "behavior": "Isolated"}
+    steps = [rule | {"invert": False}, file["pre_tokenizer"]]
+    file["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": steps}
+    path.write_text(json.dumps(file))
+    tokenizer = load_tokenizer(directory)
+    bad, mark = "a" * 30 + "c", "\U00100000"
+    fine = tokenizer.encode("fine", special_tokens=True)
+    first, error, last = tokenizer.encode_prompts(["fine", bad, "fine"])
+    assert first == last == fine
+    assert isinstance(error, RowError) and error.code == "invalid_request"
+    assert "that the tokenizer can encode, got its error: Onig" in error.message
+    marked = tokenizer.special_tokens.protect(f"<s>{bad}", mark)
+    outcomes = tokenizer.encode_rendered([(marked, mark), ("fine", None)])
+    assert isinstance(outcomes[0], RowError) and outcomes[1] == fine
+    with pytest.raises(RowError, match="got its error"):
+        tokenizer.encode(bad, special_tokens=False)
 
 
 def test_long_runs_of_one_character_take_bounded_time(deepseek, mistral, smollm2):

@@ -1,0 +1,66 @@
+"""Errors for graphs that the compiler or the device refuses, with the key of the plan to change.
+
+Knows nothing of requests or files.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from .bucket_grid import BucketGrid, PrefillBucket
+
+
+class GraphFailed(RuntimeError):
+    """A graph that does not compile, does not fit, or fails as it runs."""
+
+    exit_code = 4
+
+    def __init__(self, name: str, grid: BucketGrid, problem: str):
+        super().__init__(f"graph {name!r} {problem}. {_advice(name, grid)}")
+        self.name, self.grid = name, grid
+
+
+@contextmanager
+def naming_graph(name: str, grid: BucketGrid, what: str) -> Iterator[None]:
+    """Turn an error of XLA in this block into `GraphFailed`; `what` says how the graph failed."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        raise GraphFailed(name, grid, f"{what}: {reason(error)}") from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that a device, or the host, has no memory left."""
+    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
+
+
+def reason(error: BaseException) -> str:
+    """The first line of an error; the other lines of XLA's errors are tables of buffers."""
+    return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+
+
+def bucket_of(name: str, grid: BucketGrid) -> PrefillBucket | None:
+    """The prefill bucket that a graph belongs to; None for graphs of slots and of decode."""
+    return next((bucket for bucket in grid.prefill if name.endswith(f" {bucket}")), None)
+
+
+def _advice(name: str, grid: BucketGrid) -> str:
+    """The change to the plan that leaves the graph out or makes it smaller."""
+    bucket = bucket_of(name, grid)
+    if bucket is None:
+        also = " and buckets.span_slots" if grid.span_slots else ""
+        return (
+            f"Change buckets.decode_slots ({grid.decode_slots}){also} or buckets.decode_spans "
+            f"({list(grid.decode_spans)}), as with --set buckets.decode_slots="
+            f"{max(1, grid.decode_slots // 2)}, or spread the model over more devices."
+        )
+    entries = grid.to_table()["prefill"]
+    fewer = [
+        [length, *(max(1, batch // 2) if length == bucket.length else batch for batch in batches)]
+        for length, *batches in entries
+    ]
+    others = [entry for entry in entries if entry[0] != bucket.length]
+    ways = [f"give it fewer rows with --set 'buckets.prefill={fewer}'"] if fewer != entries else []
+    if not grid.chunks and bucket != grid.prefill[-1]:
+        ways.append(f"leave it to the next longer one with --set 'buckets.prefill={others}'")
+    ways = ways or ["spread the model over more devices, or take shorter rows"]
+    return f"Change the bucket {bucket}: {', or '.join(ways)}."

@@ -1,0 +1,246 @@
+"""A piece of a prompt beside the cache: what it sees of its slot, and how it is written there.
+
+A piece attends before it is written: to what its slot holds from below its first position, and to
+itself as to one more segment. So a ring needs no entry more than its window, however long a piece
+is. Then whole layers get the piece as one block, and rings the latest tokens in place of the oldest
+ones. Where the cache is dealt out in stripes a piece is, too: every stripe keeps its own tokens.
+
+A piece that goes on lies within the last segment, so no token of it sees the last entries of that,
+as many as the piece has tokens. A whole prompt begins at position 0, sees only itself, and may lie
+in several segments.
+
+Knows nothing of prompts, queues or meshes. Guarantees: nothing at or after a row's first position
+is seen, so a slot that decode writes to while it fills up shows nothing of that; rows of a slot
+that the cache does not have write nothing; every block is written in place where the cache is
+donated.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from . import axes
+from .attention import EMPTY_POSITION
+from .kept_layers import KeptLayers, PromptLayer
+from .kv_cache import Positions, laid_like, match_heads
+from .operations import Axes, Operations, rows_of
+from .segments import Segments, at_entries, held_positions, num_entries, segment_starts
+from .stripes import Stripe
+
+
+class PromptPieces(NamedTuple):
+    """Which tokens each row of a prefill call has."""
+
+    slot_B: jax.Array
+    """Where the row's prompt is kept; past the slots for a row that is kept nowhere."""
+    start_B: jax.Array | None
+    """Position of the first token; None for whole prompts, which begin at 0."""
+    count_B: jax.Array
+    """Tokens; the rest of the row is padding."""
+
+    @property
+    def first_B(self) -> jax.Array:
+        """Position of the first token."""
+        return jnp.zeros_like(self.count_B) if self.start_B is None else self.start_B
+
+    def of(self, stripe: Stripe) -> "PromptPieces":
+        """The rows as one stripe has them; first positions divide by the number of stripes."""
+        start_B = None if self.start_B is None else self.start_B // stripe.count
+        return PromptPieces(self.slot_B, start_B, stripe.num_tokens(self.count_B))
+
+    def after(self, x_BTKGH: jax.Array, operations: Operations) -> "PromptPieces":
+        """The same rows, their slots not known before `x_BTKGH` is computed."""
+        return self._replace(slot_B=operations.after(self.slot_B, x_BTKGH))
+
+
+def positions_below(
+    positions: Positions, rows: PromptPieces, num_unseen: int, operations: Operations
+) -> Positions:
+    """The positions that the slots of rows hold below the rows' first ones.
+
+    Of layers that keep every position the last `num_unseen` entries are left out.
+    """
+
+    def take(position_BS: jax.Array) -> jax.Array:
+        taken_BS = operations.take_rows(position_BS, rows.slot_B, axes.CACHE_POSITIONS)
+        return jnp.where(taken_BS < rows.first_B[:, None], taken_BS, EMPTY_POSITION)
+
+    whole_BS = _without_last(positions.whole_BS, num_unseen, axis=1)
+    return jax.tree.map(take, Positions(whole_BS, positions.ring_BS))
+
+
+def layer_of_slots(
+    layers: KeptLayers,
+    layer: jax.Array,
+    slot_B: jax.Array,
+    num_unseen: int,
+    num_heads: int,
+    operations: Operations,
+) -> KeptLayers:
+    """What the slots of rows keep of one layer, with `num_heads` where it keeps heads.
+
+    The last `num_unseen` entries are left out.
+    """
+
+    def take(segments: Segments, axis: int, logical_axes: Axes) -> Segments:
+        taken = tuple(operations.take_rows(x, slot_B, logical_axes, layer) for x in segments)
+        # of all slots, a part without the last entries would be a copy
+        taken = _without_last(taken, num_unseen, axis - 1)
+        if axes.KV_HEADS in logical_axes:
+            taken = tuple(match_heads(x, num_heads) for x in taken)
+        return tuple(x[None] for x in taken)
+
+    return type(layers)(*map(take, layers, layers.POSITION_AXES, layers.AXES))
+
+
+def _without_last(segments: Segments, num_entries: int, axis: int) -> Segments:
+    """Segments without the last entries of the last of them, which has at least so many."""
+    if not segments or not num_entries:
+        return segments
+    *others, last = segments
+    if num_entries == last.shape[axis]:
+        return tuple(others)
+    return (*others, jax.lax.slice_in_dim(last, 0, last.shape[axis] - num_entries, axis=axis))
+
+
+class _Write(NamedTuple):
+    """Where the tokens of rows are written: arrays that `write_rows` gives to every device."""
+
+    slot_B: jax.Array
+    start_B: jax.Array | None
+    count_B: jax.Array
+    layer: jax.Array
+
+
+def keep_piece(
+    layers: KeptLayers,
+    new: PromptLayer,
+    layer: jax.Array,
+    rows: PromptPieces,
+    is_ring: bool,
+    operations: Operations,
+) -> KeptLayers:
+    """The layers with the tokens of a piece at their entries of one layer."""
+    write = _write_ring if is_ring else _write_blocks
+
+    def keep(old: Segments, new: jax.Array, axis: int, names: Axes) -> Segments:
+        if axes.KV_HEADS in names:
+            new = match_heads(new, old[0].shape[names.index(axes.KV_HEADS)])
+
+        def body(old: Segments, new: jax.Array, where: _Write) -> Segments:
+            slot_B, start_B, count_B, layer = where
+            rows = PromptPieces(slot_B, start_B, count_B).of(operations.stripe)
+            return write(old, new[0], rows, axis, layer)
+
+        return operations.write_rows(body, old, new[None], _Write(*rows, layer), names)
+
+    return type(layers)(*map(keep, layers, new, layers.POSITION_AXES, layers.AXES))
+
+
+def keep_positions(
+    positions: Positions, position_BT: jax.Array, rows: PromptPieces, operations: Operations
+) -> Positions:
+    """The cache's entries under the positions of a piece, which are empty where it is padded."""
+
+    def marked(write: Callable[..., Segments], old: Segments) -> Segments:
+        def body(old: Segments, new: jax.Array, rows: PromptPieces) -> Segments:
+            return write(old, new, rows.of(operations.stripe), axis=1)
+
+        return operations.write_rows(body, old, position_BT, rows, axes.CACHE_POSITIONS)
+
+    whole_BS, ring_BS = positions
+    return Positions(
+        marked(_write_blocks, whole_BS) if whole_BS else (),
+        {size: marked(_write_ring, segments) for size, segments in ring_BS.items()},
+    )
+
+
+def _write_blocks(
+    segments: Segments,
+    new: jax.Array,
+    rows: PromptPieces,
+    axis: int,
+    layer: jax.Array | None = None,
+) -> Segments:
+    """Each row as one block of the last segment, or a whole prompt as one of every segment.
+
+    Padding is written too, under empty positions.
+    """
+    starts = segment_starts(segments, axis)
+    if rows.start_B is not None:
+        *others, last = segments
+        index_B = rows.start_B - starts[-1]
+        return (*others, put_blocks(last, new, rows.slot_B, index_B, axis, layer))
+    new_axis = axis if layer is None else axis - 1
+    T, first_B = new.shape[new_axis], jnp.zeros_like(rows.slot_B)
+
+    def write(segment: jax.Array, start: int) -> jax.Array:
+        if start >= T:
+            return segment
+        end = min(T, start + segment.shape[axis])
+        block = jax.lax.slice_in_dim(new, start, end, axis=new_axis)
+        return put_blocks(segment, block, rows.slot_B, first_B, axis, layer)
+
+    return tuple(map(write, segments, starts))
+
+
+def _write_ring(
+    segments: Segments,
+    new: jax.Array,
+    rows: PromptPieces,
+    axis: int,
+    layer: jax.Array | None = None,
+) -> Segments:
+    """The latest tokens of each row, and what the ring had at the entries that they leave."""
+    size, row_axis = num_entries(segments, axis), 0 if layer is None else 1
+    if rows.start_B is None and new.shape[axis - row_axis] <= size:
+        return _write_blocks(segments, new, rows, axis, layer)
+
+    def merged(old: jax.Array, new: jax.Array, start: jax.Array, count: jax.Array) -> jax.Array:
+        shape = [1] * old.ndim
+        shape[axis - row_axis - 1] = size
+        is_new_S = held_positions(start + count, size) >= start
+        fresh = at_entries(new, start, count, size, axis - row_axis - 1)
+        return jnp.where(is_new_S.reshape(shape), fresh, old)
+
+    of_rows = [rows_of(x, rows.slot_B, layer) for x in segments]
+    old = jnp.concatenate(of_rows, axis=axis - row_axis)
+    ring = jax.vmap(merged)(old, new.astype(old.dtype), rows.first_B, rows.count_B)
+    pieces = jnp.split(ring, segment_starts(segments, axis)[1:], axis=axis - row_axis)
+    first_B = jnp.zeros_like(rows.slot_B)
+    return tuple(
+        put_blocks(old, piece, rows.slot_B, first_B, axis, layer)
+        for old, piece in zip(segments, pieces, strict=True)
+    )
+
+
+def put_blocks(
+    x: jax.Array,
+    blocks: jax.Array,
+    slot_B: jax.Array,
+    index_B: jax.Array,
+    axis: int,
+    layer: jax.Array | None = None,
+) -> jax.Array:
+    """Write block b at slot `slot_B[b]` and `index_B[b]` of `axis`; one that lies outside is not.
+
+    With a layer `x` leads with layers. As one scatter: with a slice for each row XLA's CPU backend
+    takes more than twice as long to compile a graph, and five times as long to load it.
+    """
+    of_layer = () if layer is None else (jnp.full_like(slot_B, layer),)
+    row_axis = len(of_layer)
+    dimensions = jax.lax.ScatterDimensionNumbers(
+        update_window_dims=tuple(range(1, blocks.ndim)),
+        inserted_window_dims=tuple(range(row_axis + 1)),
+        scatter_dims_to_operand_dims=(*range(row_axis + 1), axis),
+    )
+    return jax.lax.scatter(
+        x,
+        jnp.stack([*of_layer, slot_B, index_B], axis=1),
+        laid_like(blocks.astype(x.dtype), x, axis),
+        dimensions,
+        unique_indices=True,
+        mode=jax.lax.GatherScatterMode.FILL_OR_DROP,
+    )

@@ -1,0 +1,58 @@
+"""The rows of a job that pass through a graph, for the error if it does not compile.
+
+Knows nothing of devices.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from ..counted import counted
+from .job import EXIT_BUILD, JobError
+from .scan import Need, ScannedRow
+
+if TYPE_CHECKING:
+    from ...compile.bucket_grid import BucketGrid
+
+NUM_NAMED = 3
+
+
+@contextmanager
+def naming_rows(rows: Sequence[ScannedRow]) -> Iterator[None]:
+    """Add the rows that need a graph to its error, which ends the job."""
+    from ...compile.graph_failures import GraphFailed
+
+    try:
+        yield
+    except GraphFailed as error:
+        described = describe_rows(error.name, error.grid, rows)
+        raise JobError(f"{error} {described}", EXIT_BUILD) from error
+
+
+def describe_rows(name: str, grid: "BucketGrid", rows: Sequence[ScannedRow]) -> str:
+    """A sentence with the number of rows that need the graph, and the first of them."""
+    found = [row for row in rows if row.need is not None and needs_graph(name, grid, row.need)]
+    named = [f"{row.custom_id!r} (line {row.line_number})" for row in found[:NUM_NAMED]]
+    listed = f": {', '.join(named)}{', ...' * (len(found) > NUM_NAMED)}" if named else ""
+    return f"{len(found)} of {counted(len(rows), 'row')} need it{listed}; none has run."
+
+
+def needs_graph(name: str, grid: "BucketGrid", need: Need) -> bool:
+    """Whether a row passes through the graph, by its own lengths and no other row's."""
+    from ...compile.bucket_grid import NoBucketFits
+    from ...compile.compiled_graphs import CompiledGraphs
+    from ...compile.graph_failures import bucket_of
+
+    try:
+        grid.fit(need.prompt_length, need.max_tokens)
+    except NoBucketFits:
+        return False
+    spans = [span for span in grid.decode_spans if CompiledGraphs.decode_name(span) == name]
+    if spans:
+        shorter = max((span for span in grid.decode_spans if span < spans[0]), default=0)
+        longest = grid.limit(need.prompt_length, need.max_tokens)
+        return need.max_tokens != 0 and need.prompt_length < spans[0] and shorter < longest
+    if (bucket := bucket_of(name, grid)) is None:
+        return need.n > 1 if name == CompiledGraphs.FORK else True
+    is_kind = name == CompiledGraphs.prefill_name(bucket, need.prompt_logprobs is not None)
+    return is_kind and bucket in grid.buckets_of(need.prompt_length)

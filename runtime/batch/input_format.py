@@ -1,0 +1,97 @@
+"""Recognises inputs that are not JSON Lines by their first bytes, with the way to convert them.
+
+Knows nothing of rows. Guarantees: a file is not refused if one of its first lines is an object or
+begins as one, unless that object goes on over several lines.
+"""
+
+import csv
+import json
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+
+HEAD_BYTES = 2**20
+"""The number of bytes that are read to recognise a format."""
+_PACKED = "Run {tool} on it first."
+_TABLE = "Convert it: pandas.{read}(...).to_json(..., orient='records', lines=True)."
+_SIGNATURES = (
+    (b"\x1f\x8b", "gzip", _PACKED.format(tool="gunzip")),
+    (b"\xfd7zXZ\0", "xz", _PACKED.format(tool="unxz")),
+    (b"\x28\xb5\x2f\xfd", "Zstandard", _PACKED.format(tool="unzstd")),
+    (b"PK\x03\x04", "a zip file", _PACKED.format(tool="unzip")),
+    (b"\x04\x22\x4d\x18", "LZ4", _PACKED.format(tool="unlz4")),
+    (b"PAR1\x15", "Parquet", _TABLE.format(read="read_parquet")),
+    (b"ARROW1\0\0", "an Arrow file", _TABLE.format(read="read_feather")),
+    (b"\xff\xfe", "UTF-16", "Run iconv -f UTF-16 -t UTF-8 on it first."),
+    (b"\xfe\xff", "UTF-16", "Run iconv -f UTF-16 -t UTF-8 on it first."),
+)
+
+
+def other_format(path: Path) -> tuple[str, str] | None:
+    """The format of a file that is not JSON Lines, and the remedy; None if its lines can be
+    read."""
+    with path.open("rb") as file:
+        head = file.read(HEAD_BYTES)
+        is_whole = len(head) < HEAD_BYTES
+        file.seek(-min(len(head), 4096), 2)
+        tail = file.read()
+    for start, name, remedy in _SIGNATURES:
+        if head.startswith(start):
+            return name, remedy
+    if head.startswith(b"BZh") and head[4:10] == b"1AY&SY":  # between them stands a digit
+        return "bzip2", _PACKED.format(tool="bunzip2")
+    text = head.decode("utf-8", "replace").lstrip("\ufeff \t\r\n")
+    ends_as_array = tail.rstrip().endswith(b"]")
+    if text.startswith("[") and _is_array(text, is_whole=is_whole, ends_as_array=ends_as_array):
+        return "a JSON array", f"Write one line for each of its items: jq -c '.[]' {path}"
+    if text.startswith("{") and _ends_on_a_later_line(text):
+        return "an object over several lines", f"Write one line for each: jq -c . {path}"
+    lines = text.splitlines() if is_whole else text.splitlines()[:-1]
+    if _is_table(lines, is_named_so=path.suffix.lower() in (".csv", ".tsv")):
+        return "CSV", _TABLE.format(read="read_csv")
+    return None
+
+
+def _is_array(text: str, *, is_whole: bool, ends_as_array: bool) -> bool:
+    """Whether a text that begins with a bracket is one array, not lines of which the first is
+    bad."""
+    decoder = json.JSONDecoder()
+    try:
+        _, end = decoder.raw_decode(text)
+    except (ValueError, RecursionError):
+        if is_whole or not ends_as_array:
+            return False
+        return _begins_with_item(decoder, text)
+    return "\n" in text[:end] or (is_whole and not text[end:].strip())
+
+
+def _begins_with_item(decoder: json.JSONDecoder, text: str) -> bool:
+    inside = text[1:].lstrip()
+    try:
+        item, end = decoder.raw_decode(inside)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(item, dict) and inside[end:].lstrip().startswith(",")
+
+
+def _ends_on_a_later_line(text: str) -> bool:
+    try:
+        _, end = json.JSONDecoder().raw_decode(text)
+    except (ValueError, RecursionError):
+        return False
+    return "\n" in text[:end]
+
+
+def _is_table(lines: Sequence[str], *, is_named_so: bool) -> bool:
+    """Whether no line begins as JSON does, and the first two have equally many cells."""
+    if not lines or any(line.lstrip().startswith(("{", "[")) for line in lines):
+        return False
+    return is_named_so or any(_has_columns(lines, delimiter) for delimiter in ",;\t")
+
+
+def _has_columns(lines: Sequence[str], delimiter: str) -> bool:
+    try:
+        rows = list(islice(csv.reader(lines, delimiter=delimiter), 2))
+    except csv.Error:
+        return False
+    return len(rows) == 2 and len(rows[0]) == len(rows[1]) > 1

@@ -1,0 +1,106 @@
+"""The input of a job, which is read twice: in the scan before the build, then row by row.
+
+Each prompt is rendered and encoded once, in the scan; its ids wait on the disk for the run. Knows
+nothing of devices. Guarantees: the ids of a row are those that the scan measured; chat templates
+see the same instant in all runs of a job.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, BinaryIO
+
+from ..counted import counted
+from ..request import RowError
+from .job import JobModel, JobSettings, JobText
+from .journal import Journal, JournalError
+from .journal_records import INSTANT
+from .lines import BadRow, BatchRow
+from .part import Part
+from .progress import Progress
+from .scan import ScannedRow, ScanSummary, read_again, scan
+from .token_spill import TokenSpill
+
+
+@dataclass(frozen=True)
+class JobInput:
+    """An open input, the text side of the model, and the token ids between scan and run."""
+
+    file: BinaryIO
+    text: JobText
+    now: str
+    """The local time that chat templates see, as ISO 8601."""
+    part: Part
+    defaults: Mapping[str, Any]
+    token_ids: TokenSpill
+
+    def scan(self, on_error: Callable[[BadRow], None], progress: Progress) -> ScanSummary:
+        """Read every row of the input, and keep the token ids of those that this job runs."""
+        summary = scan(
+            self.file,
+            self.text.encode,
+            defaults=self.defaults,
+            on_error=on_error,
+            on_encoded=self._keep,
+            on_progress=progress.scanned,
+        )
+        progress.finish()
+        if (reason := self.text.gave_up()) is not None:
+            progress.note(f"chat template in {reason}; rows that need it end as errors")
+        if num_dropped := self.token_ids.num_dropped:
+            rows = counted(num_dropped, "row")
+            progress.note(f"no room to keep the token ids of {rows}; encoding them again")
+        return summary
+
+    def read(self, scanned: ScannedRow) -> BatchRow:
+        """A row that the scan accepted; raises InputError if it has changed since."""
+        return read_again(self.file, scanned, defaults=self.defaults)
+
+    def token_ids_of(self, row: BatchRow, scanned: ScannedRow) -> Sequence[int]:
+        """The token ids of a prompt; raises RowError if it has to be encoded again and cannot
+        be."""
+        assert scanned.need is not None
+        ids = self.token_ids.ids_of(row.row, scanned.need.prompt_length)
+        if ids is not None:
+            return ids
+        (encoded,) = self.text.encode([row])
+        if isinstance(encoded, RowError):
+            raise encoded
+        return encoded
+
+    def _keep(self, row: BatchRow, ids: Sequence[int]) -> None:
+        if row.prompt_token_ids is None and self.part.has(row.row):
+            self.token_ids.keep(row.row, ids)
+
+
+@contextmanager
+def open_input(settings: JobSettings, model: JobModel, now: str) -> Iterator[JobInput]:
+    """The input of a job, until it ends."""
+    with (
+        settings.input_path.open("rb") as file,
+        model.open_text(datetime.fromisoformat(now)) as text,
+        TokenSpill(settings.output_path.parent) as token_ids,
+    ):
+        yield JobInput(file, text, now, settings.part, settings.sampling_defaults, token_ids)
+
+
+def decide_instant(settings: JobSettings, journal: Journal) -> str:
+    """The local time that chat templates see: the one asked for, or that at the job's start."""
+    known = journal.facts.get(INSTANT)
+    if settings.now is None:
+        return known or datetime.now().isoformat(timespec="seconds")
+    asked = settings.now.isoformat()
+    if known not in (None, asked):
+        raise JournalError(
+            f"{journal.path}: expected the instant that the job was begun with, --now {known}, as "
+            f"its prompts read the clock, got --now {asked}. Leave the option out, choose another "
+            "output, or discard what is finished with --restart."
+        )
+    return asked
+
+
+def record_instant(now: str, journal: Journal) -> None:
+    """Bind later runs of a job to the instant that its prompts show."""
+    if INSTANT not in journal.facts:
+        journal.record_fact(INSTANT, now)

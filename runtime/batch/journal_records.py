@@ -1,0 +1,123 @@
+"""Checks of journal records, before any value of them is used.
+
+A checksum shows that a record is as it was written, but not that it is right: another program,
+another version or a person may have written it.
+
+Knows nothing of files or of where a record lies. Guarantees: `read_record` returns facts that have
+every key of their kind with a value of its type, and for a row the output line, or raises
+`BadRecord`.
+"""
+
+import json
+import tomllib
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from typing import Any
+
+FORMAT = 2
+SETUP = "processes"
+"""The key of the configuration that says which processes run the job."""
+PLAN, MODEL, WEIGHTS, INSTANT = "plan", "model", "weights", "instant"
+"""Names of facts: the resolved plan as TOML, the model's name in output lines, its weights' digest,
+the local time that its prompts show, as ISO 8601.
+"""
+_LARGEST = 1e18
+"""A bound above all counts and measurements."""
+
+
+class BadRecord(ValueError):
+    """A record is wrong; the message follows the place of the record."""
+
+
+def read_record(payload: bytes) -> tuple[dict[str, Any], bytes]:
+    """The facts of a record and its output line, which is empty for all kinds but a row."""
+    content, tab, line = payload.partition(b"\t")
+    facts = _table("facts", content)
+    kind = facts.get("kind")
+    if not isinstance(kind, str) or kind not in _FIELDS:
+        raise BadRecord(f"kind: expected one of {', '.join(_FIELDS)}, got {_shown(kind)}")
+    if kind == "header" and facts.get("format") != FORMAT:
+        raise BadRecord(
+            f"expected a journal of format {FORMAT}, got {_shown(facts.get('format'))}, which the "
+            "version that wrote it can finish"
+        )
+    for key, (expected, is_right) in _FIELDS[kind].items():
+        if key not in facts:
+            raise BadRecord(f"{key}: expected {expected} in a {kind}, got none")
+        if not is_right(facts[key]):
+            raise BadRecord(f"{key}: expected {expected} in a {kind}, got {_shown(facts[key])}")
+    if kind == "row":
+        _table("output line", line)
+    elif tab:
+        raise BadRecord(f"expected no output line in a {kind}, got one")
+    if kind == "fact" and facts["name"] == PLAN:
+        _check_toml(facts["value"])
+    if kind == "fact" and facts["name"] == INSTANT:
+        _check_time(facts["value"])
+    return facts, line
+
+
+def _table(what: str, content: bytes) -> dict[str, Any]:
+    try:
+        table = json.loads(content)
+    except (ValueError, RecursionError):
+        raise BadRecord(f"{what}: expected a JSON object, got {_shown(content)}") from None
+    if not isinstance(table, dict):
+        raise BadRecord(f"{what}: expected a JSON object, got {_shown(table)}")
+    return table
+
+
+def _check_toml(plan: str) -> None:
+    try:
+        tomllib.loads(plan)
+    except tomllib.TOMLDecodeError as error:
+        raise BadRecord(f"the plan: expected TOML, got {_shown(plan)} ({error})") from None
+
+
+def _check_time(instant: str) -> None:
+    try:
+        datetime.fromisoformat(instant)
+    except ValueError:
+        raise BadRecord(f"the instant: expected a time, got {_shown(instant)}") from None
+
+
+def _shown(value: object) -> str:
+    text = "none" if value is None else repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}..."
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _LARGEST
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return -_LARGEST < value < _LARGEST  # false of NaN too
+
+
+_TEXT = ("a string", _is_text)
+_FIELDS: Mapping[str, Mapping[str, tuple[str, Callable[[Any], bool]]]] = {
+    "header": {
+        "configuration": (
+            "a table of strings",
+            lambda value: isinstance(value, dict) and all(map(_is_text, value.values())),
+        ),
+    },
+    "fact": {"name": _TEXT, "value": _TEXT},
+    "setup": {"setup": _TEXT},
+    "row": {
+        "row": ("a number from 0", _is_count),
+        "custom_id": _TEXT,
+        "request": _TEXT,
+        "code": ("a string or null", lambda value: value is None or _is_text(value)),
+        "metrics": (
+            "a table of finite numbers",
+            lambda value: isinstance(value, dict) and all(map(_is_number, value.values())),
+        ),
+    },
+}

@@ -1,0 +1,96 @@
+"""Hash roots of unchanged weight files, kept in the user's cache directory.
+
+A file is known by device, inode, size and the times of its last changes; programs can set back all
+of these but the last (ctime). Knows nothing of how roots are made.
+Guarantees: a cache that others may have written is not trusted; one that cannot be read or written
+costs time, and nothing else.
+"""
+
+import json
+import os
+import re
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from ..bundles.own_files import opened, read_file
+from ..compilation_cache import default_directory
+from .tensor_source import FileFacts
+
+MAX_FILES = 4096
+MAX_BYTES = 2 * 2**20
+SETTLED_NS = 2 * 10**9
+"""The age at which the times of a file are final: some file systems count in two seconds."""
+NAME = "roots.json"
+
+
+class RememberedRoots:
+    """Hash roots by file, as they were remembered when this object was made."""
+
+    def __init__(self, folder: Path | None = None, clock_ns: Callable[[], int] = time.time_ns):
+        self._folder = folder
+        self._now_ns = clock_ns()
+        self._roots: dict[str, str] = {}
+        # RuntimeError: a user without a home
+        with suppress(OSError, RuntimeError, ValueError):
+            self._folder = folder or default_directory().with_name("weights")
+            self._roots = _read(self._folder)
+
+    def get(self, file: FileFacts) -> str | None:
+        """The root of a file; None where it is not known."""
+        return self._roots.get(_key(file))
+
+    def add(self, roots: Mapping[FileFacts, str]) -> None:
+        """Remember roots of files that were hashed since this was made.
+
+        A file that had just changed then is left out: a second change within the same tick of the
+        file system's clock would not show.
+        """
+        settled = {
+            _key(file): root
+            for file, root in roots.items()
+            if self._now_ns - max(file.ctime_ns, file.mtime_ns) > SETTLED_NS
+        }
+        if settled and self._folder is not None:
+            with suppress(OSError, ValueError):
+                self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+                # other processes may have added theirs
+                _write(self._folder, {**_read(self._folder), **settled})
+
+
+def _key(file: FileFacts) -> str:
+    return " ".join(map(str, file))
+
+
+def _read(folder: Path) -> dict[str, str]:
+    """The roots in a folder; raises ValueError or OSError if it may not be used."""
+    try:
+        with opened(folder) as descriptor:
+            if os.stat(NAME, dir_fd=descriptor, follow_symlinks=False).st_size > MAX_BYTES:
+                return {}
+            content = read_file(NAME, descriptor)
+    except FileNotFoundError:
+        return {}
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        return {}
+    is_sound = isinstance(found, dict) and all(
+        isinstance(root, str) and re.fullmatch("[0-9a-f]{64}", root) for root in found.values()
+    )
+    return found if is_sound else {}
+
+
+def _write(folder: Path, roots: Mapping[str, str]) -> None:
+    """Replace what a folder remembers; the oldest roots are dropped."""
+    newest = dict(list(roots.items())[-MAX_FILES:])
+    with opened(folder), tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:
+        try:
+            json.dump(newest, file)
+            file.close()
+            os.replace(file.name, folder / NAME)
+        except BaseException:
+            os.unlink(file.name)
+            raise

@@ -1,0 +1,103 @@
+"""Files of a model folder beside its weights: found by bare names, and read whole within a bound.
+
+Knows nothing of what the files mean. A model folder is data from a stranger. Guarantees: what is
+read lies in the folder, or where the Hugging Face cache keeps the files of this one; it is a
+regular file (a pipe or a device is refused without waiting for it); and it is no larger than its
+kind may be. A link to nothing is an error, and not a file that is missing.
+"""
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+from .errors import CheckpointError
+
+MAX_JSON_BYTES = 32 * 2**20
+MAX_VOCABULARY_BYTES = 256 * 2**20
+"""The largest published tokenizer.json have about 35 MB."""
+MAX_TEMPLATE_BYTES = 2**20
+"""The longest published chat templates have about 30 kB."""
+_MAX_BYTES = {
+    "tokenizer.json": MAX_VOCABULARY_BYTES,
+    "tokenizer.model": MAX_VOCABULARY_BYTES,
+    "vocab.json": MAX_VOCABULARY_BYTES,
+    "merges.txt": MAX_VOCABULARY_BYTES,
+    "chat_template.jinja": MAX_TEMPLATE_BYTES,
+}
+
+
+def has_file(directory: Path, name: str) -> bool:
+    """Whether a folder has this name; the file itself is checked when it is read."""
+    return os.path.lexists(directory / name)
+
+
+def read_small(path: Path, error: type[CheckpointError] = CheckpointError) -> bytes:
+    """Read a file of a model folder whole.
+
+    Args:
+      path: The folder and a bare name in it; the name decides how large the file may be.
+      error: The class of the errors that are raised.
+    """
+    target = _inside(path.parent, path.name, str(path), error)
+    limit = _MAX_BYTES.get(path.name, MAX_JSON_BYTES)
+    try:
+        # a pipe would wait for its writer
+        descriptor = os.open(target, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as problem:
+        if problem.errno != errno.ENXIO:  # a socket
+            raise
+        raise _not_regular(path, error) from None
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise _not_regular(path, error)
+        if status.st_size > limit:
+            raise error(
+                f"{path}: expected at most {limit} bytes, got {status.st_size}. Fetch it again; "
+                f"it may be another kind of file."
+            )
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            return file.read(limit)
+    finally:
+        os.close(descriptor)
+
+
+def file_inside(directory: Path, name: object, suffix: str, where: str) -> Path:
+    """Return `directory/name` for a bare file name that does not lead out of the directory.
+
+    A link out is refused, with one exception: the snapshots of the Hugging Face cache are
+    directories of links into `blobs`, two levels up, and a link to there is followed.
+    """
+    if not isinstance(name, str) or not name.endswith(suffix) or name.startswith("."):
+        raise CheckpointError(f"{where}: expected a file name ending in {suffix!r}, got {name!r}.")
+    if any(character in name for character in "/\\:\0"):
+        raise CheckpointError(f"{where}: expected a bare file name, got {name!r}.")
+    path = directory / name
+    if not _inside(directory, name, where, CheckpointError).is_file():
+        raise _not_regular(path, CheckpointError)
+    return path
+
+
+def _inside(directory: Path, name: str, where: str, error: type[CheckpointError]) -> Path:
+    """Return the resolved path of a name, in the directory or in the cache's `blobs`."""
+    path, home = directory / name, directory.resolve()
+    try:
+        target = path.resolve(strict=True)
+    except (OSError, RuntimeError):  # RuntimeError: links in a circle
+        got = "a link to nothing" if path.is_symlink() else "none"
+        raise error(
+            f"{where}: expected the file {name!r} in {directory}, got {got}. Fetch it again."
+        ) from None
+    is_blob = home.parent.name == "snapshots" and target.parent == home.parent.parent / "blobs"
+    if not (is_blob or target.is_relative_to(home)):
+        raise error(
+            f"{where}: expected {name!r} to lie in {directory}, got a link to {target}. "
+            f"Copy the file in if you trust it."
+        )
+    return target
+
+
+def _not_regular(path: Path, error: type[CheckpointError]) -> CheckpointError:
+    kind = "a directory" if path.is_dir() else "a pipe, socket or device"
+    return error(f"{path}: expected a regular file, got {kind}. Replace it with the file itself.")

@@ -1,0 +1,52 @@
+"""Parts of a published model that nothing reads: keys and tensors, reported or refused.
+
+Knows nothing of families and formats. Guarantees: keys and tensors are reported in one line each,
+or the keys are refused on request.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from ...modelzoo.families.config_reader import listing
+from ..counted import counted
+from ..strict_config import OPTION
+from .errors import InvalidConfig
+
+
+@dataclass(frozen=True)
+class Unread:
+    """Keys and tensors of a published model that nothing reads."""
+
+    where: str
+    """The file with the configuration."""
+    keys: tuple[str, ...] = ()
+    """Keys of the configuration, as `key = value`."""
+    tensors: Mapping[str, int] = field(default_factory=dict)
+    """The number of tensors of other parts, by the prefix of their names."""
+
+    @property
+    def skipped(self) -> str:
+        """A phrase that counts the tensors; empty if there are none."""
+        return " and ".join(
+            f"{counted(count, 'tensor')} of {beginning}*"
+            for beginning, count in self.tensors.items()
+        )
+
+    def report(self, say: Callable[[str], object], *, is_strict: bool) -> None:
+        """Report unread keys and tensors, before the model is used.
+
+        Raises:
+          InvalidConfig: `is_strict` is set, and there are keys that are not read.
+        """
+        if self.keys and is_strict:
+            raise InvalidConfig(
+                f"{self.where}: expected only keys that are read, got {listing(self.keys)}. Remove "
+                f"them, or go on without {OPTION}: they cannot change an answer."
+            )
+        if self.keys:
+            say(
+                f"{self.where}: without effect, as nothing reads them: {listing(self.keys)} "
+                f"({OPTION} refuses them)"
+            )
+        if self.tensors:
+            say(f"{self.where}: only text is served, and {self.skipped} are not read")

@@ -1,0 +1,179 @@
+"""The digest of every byte of a model's weights, computed in the background.
+
+A file's root is the SHA-256 of the SHA-256 of its blocks; the digest is that of name, size and root
+of every file, in the order of names. Threads hash the blocks (hashlib releases the interpreter
+lock). Processes that share files hash a part of the blocks each. Roots of unchanged files are
+remembered: see `remembered_roots`.
+
+Knows nothing of what weights mean. Guarantees: the digested files do not change from `start` to the
+end of `result`, or `CheckpointChanged` is raised; all processes of a job have the same digest, or
+the job ends.
+"""
+
+import hashlib
+import os
+import re
+import threading
+from collections import deque
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from ..batch.peers import ALONE, Peers
+from .errors import CheckpointChanged
+from .remembered_roots import RememberedRoots
+from .tensor_source import FileFacts, FileStamp
+
+BLOCK_BYTES = 64 * 2**20
+PIECE_BYTES = 2**20
+"""The number of bytes read at a time; they are still in the processor's cache when hashed."""
+MAX_THREADS = 8
+
+
+def parse_digest(text: str) -> str:
+    """Return what `noria inspect --weights-digest` prints, or raise ValueError."""
+    if re.fullmatch(r"sha256:[0-9a-f]{64}", text) is None:
+        raise ValueError(
+            f"expected sha256: and 64 hexadecimal digits in lower case, got {text!r}. "
+            f"noria inspect MODEL --weights-digest prints it."
+        )
+    return text
+
+
+class Block(NamedTuple):
+    """A part of one weight file; the last of a file may be shorter than the others."""
+
+    file: str
+    start: int
+    end: int
+
+
+class WeightsDigest:
+    """The digest of the weights in some files, by names that do not depend on their place.
+
+    All processes of a job call `start`, and later `result`, in step.
+    """
+
+    def __init__(self, files: Mapping[str, Path], peers: Peers = ALONE):
+        self._files = dict(sorted(files.items()))
+        self._peers = peers
+        self._hashing: _Hashing | None = None
+        self._digest: str | None = None
+
+    def start(self) -> None:
+        """Begin to hash the files without a remembered root; a second call does nothing."""
+        if self._hashing is not None:
+            return
+        self._stamps = {name: FileStamp(path) for name, path in self._files.items()}
+        self._remembered = RememberedRoots()
+        seen = {name: _on_any_host(stamp.facts) for name, stamp in self._stamps.items()}
+        known = {name: self._remembered.get(stamp.facts) for name, stamp in self._stamps.items()}
+        everyone = self._peers.gather({"seen": seen, "known": known})
+        # a process shares work only with those that see the same files, not with hosts of copies
+        self._sharing = [rank for rank, other in enumerate(everyone) if other["seen"] == seen]
+        self._roots: dict[str, str] = {}
+        for name in self._files:
+            found = [everyone[rank]["known"][name] for rank in self._sharing]
+            if root := next(filter(None, found), None):
+                self._roots[name] = root
+        blocks = [block for name in self._files if name not in self._roots
+                  for block in self._blocks(name)]  # fmt: skip
+        own = blocks[self._sharing.index(self._peers.rank) :: len(self._sharing)]
+        self._hashing = _Hashing(self._files, own)
+
+    def result(self) -> str:
+        """Wait for the digest, and return `sha256:` and 64 hexadecimal digits."""
+        if self._digest is None:
+            self.start()
+            self._digest = self._joined()
+            self._peers.agree(lambda: {"weights": str(self._digest)})
+        return self._digest
+
+    def _joined(self) -> str:
+        assert self._hashing is not None
+        own = {f"{block.file}\0{block.start}": sha for block, sha in self._hashing.join().items()}
+        everyone = self._peers.gather(own)
+        hashes = {key: sha for rank in self._sharing for key, sha in everyone[rank].items()}
+        found = {
+            name: _root(hashes[f"{name}\0{block.start}"] for block in self._blocks(name))
+            for name in self._files
+            if name not in self._roots
+        }
+        for stamp in self._stamps.values():
+            stamp.check()
+        self._remembered.add({self._stamps[name].facts: root for name, root in found.items()})
+        self._roots |= found
+        digest = hashlib.sha256(b"noria weights 1\n")
+        for name, stamp in self._stamps.items():
+            digest.update(f"{name}\0{stamp.facts.size}\0{self._roots[name]}\n".encode())
+        return f"sha256:{digest.hexdigest()}"
+
+    def _blocks(self, name: str) -> list[Block]:
+        size = self._stamps[name].facts.size
+        starts = range(0, size, BLOCK_BYTES)
+        return [Block(name, start, min(start + BLOCK_BYTES, size)) for start in starts]
+
+
+class _Hashing:
+    """Threads that hash blocks; the end of the process does not wait for them."""
+
+    def __init__(self, files: Mapping[str, Path], blocks: Iterable[Block]):
+        self._files = files
+        self._waiting = deque(blocks)
+        self._hashes: dict[Block, str] = {}
+        self._error: BaseException | None = None
+        count = min(len(self._waiting), os.cpu_count() or 1, MAX_THREADS)
+        self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(count)]
+        for thread in self._threads:
+            thread.start()
+
+    def join(self) -> dict[Block, str]:
+        for thread in self._threads:
+            thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._hashes
+
+    def _run(self) -> None:
+        try:
+            while (block := self._next()) is not None:
+                self._hashes[block] = _hash_block(self._files[block.file], block)
+        except BaseException as error:
+            self._waiting.clear()
+            self._error = error
+
+    def _next(self) -> Block | None:
+        try:
+            return self._waiting.popleft()
+        except IndexError:
+            return None
+
+
+def _hash_block(path: Path, block: Block) -> str:
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(min(PIECE_BYTES, block.end - block.start)))
+    position = block.start
+    with path.open("rb", buffering=0) as file:
+        file.seek(position)
+        while position < block.end:
+            count = file.readinto(buffer[: block.end - position])
+            if not count:
+                raise CheckpointChanged(
+                    f"{path}: expected bytes to {block.end}, got {position}: the file became "
+                    f"shorter while it was read. Start again."
+                )
+            digest.update(buffer[:count])
+            position += count
+    return digest.hexdigest()
+
+
+def _root(hashes: Iterable[str]) -> str:
+    return hashlib.sha256(b"".join(map(bytes.fromhex, hashes))).hexdigest()
+
+
+def _on_any_host(facts: FileFacts) -> str:
+    """The facts of a shared file that all hosts see alike; a copy has other times or another inode.
+
+    The device number is left out, as every host has its own.
+    """
+    return " ".join(map(str, facts[1:]))

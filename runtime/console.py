@@ -1,0 +1,49 @@
+"""Messages for people on a stream whose reader may be gone: a closed terminal or pipe.
+
+Messages contain texts of others: names of files, keys of configurations, templates, rows. `tell`
+shows their control characters instead of sending them to the terminal.
+
+Knows nothing of the messages. Guarantees: a missing reader is no error, now or when Python ends; no
+message moves the cursor, colours, renames or reorders anything.
+"""
+
+import os
+from contextlib import suppress
+from typing import TextIO
+
+
+def tell(stream: TextIO, message: object) -> None:
+    """Write a message with a line ending."""
+    say(stream, f"{printable(str(message))}\n")
+
+
+def printable(text: str) -> str:
+    """The text with unprintable characters escaped as in `repr`, except line endings and tabs."""
+    if text.isprintable():
+        return text
+    return "".join(
+        character
+        if character.isprintable() or character in "\n\t"
+        else character.encode("unicode_escape").decode("ascii")
+        for character in text
+    )
+
+
+def say(stream: TextIO, text: str) -> bool:
+    """Write and flush a text; return False if the stream has no reader any more."""
+    try:
+        stream.write(text)
+        stream.flush()
+    except OSError:
+        _discard(stream)
+        return False
+    return True
+
+
+def _discard(stream: TextIO) -> None:
+    """Redirect the stream to the null device: its buffered text would fail again when Python
+    ends."""
+    with suppress(OSError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)

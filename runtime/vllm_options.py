@@ -1,0 +1,149 @@
+"""Keyword arguments of vLLM, accepted where they change nothing here.
+
+Names are those of vLLM's `LLM`, `LLM.generate`, `LLM.chat` and `SamplingParams`
+(github.com/vllm-project/vllm, entrypoints/llm.py, engine/arg_utils.py, sampling_params.py).
+Guarantees: one that would change an answer is refused by name, with the remedy; no other name is
+accepted.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any, NamedTuple, TypeVar, cast
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+class Accepted(NamedTuple):
+    """The values of an argument that change nothing, and what to do instead of giving others."""
+
+    values: tuple[Any, ...]
+    remedy: str
+
+
+ANY = Accepted((), "")
+"""No value changes anything."""
+_NOT_OFFERED = "There is no such feature: leave it out"
+_OWN_TOKENIZER = "Put the tokenizer's files into the model's folder"
+_REVISION = "Download that revision with hf download --revision, and name its folder"
+_OFF, _NONE = Accepted((False,), _NOT_OFFERED), Accepted((None, [], {}, ()), _NOT_OFFERED)
+_DEVICES = Accepted(
+    (1,), "Say target and layout, as in target='gpu:4', layout='weight-stationary-1d'"
+)
+
+CALL: Mapping[str, Accepted] = {
+    "use_tqdm": ANY,
+    "priority": ANY,
+    "lora_request": _NONE,
+    "prompt_adapter_request": _NONE,
+    "guided_options_request": _NONE,
+    "tokenization_kwargs": _NONE,
+    "mm_processor_kwargs": _NONE,
+}
+CHAT = CALL | {
+    "chat_template": Accepted((None,), "Put it into the model's folder, as chat_template.jinja"),
+    "chat_template_content_format": Accepted(("auto",), "Templates get contents as they are given"),
+    "continue_final_message": _OFF,
+    "tools": _NONE,
+}
+MODEL: Mapping[str, Accepted] = {
+    **dict.fromkeys(
+        (
+            "gpu_memory_utilization",
+            "kv_cache_memory_bytes",
+            "swap_space",
+            "cpu_offload_gb",
+            "enforce_eager",
+            "compilation_config",
+            "max_seq_len_to_capture",
+            "max_num_batched_tokens",
+            "block_size",
+            "num_gpu_blocks_override",
+            "enable_prefix_caching",
+            "enable_chunked_prefill",
+            "disable_custom_all_reduce",
+            "disable_async_output_proc",
+            "disable_log_stats",
+            "distributed_executor_backend",
+            "max_parallel_loading_workers",
+            "use_tqdm_on_load",
+            "allowed_local_media_path",
+            "download_dir",
+            "hf_token",
+        ),
+        ANY,
+    ),
+    "trust_remote_code": Accepted((False,), "No code that comes with a model is run"),
+    "tensor_parallel_size": _DEVICES,
+    "pipeline_parallel_size": _DEVICES,
+    "data_parallel_size": _DEVICES,
+    "tokenizer": Accepted((None,), _OWN_TOKENIZER),
+    "tokenizer_mode": Accepted(("auto",), _OWN_TOKENIZER),
+    "skip_tokenizer_init": Accepted((False,), "Give token ids as prompts, and read token_ids"),
+    "load_format": Accepted(("auto", "safetensors"), "The format is seen from the files"),
+    "quantization": Accepted((None,), "Weights are read as they are stored: name such a model"),
+    "kv_cache_dtype": Accepted(("auto",), "The cache has the dtype of the weights: say dtype"),
+    "logprobs_mode": Accepted(("raw_logprobs",), "Log-probabilities are of the raw logits"),
+    "revision": Accepted((None,), _REVISION),
+    "code_revision": Accepted((None,), _REVISION),
+    "tokenizer_revision": Accepted((None,), _REVISION),
+    "task": Accepted(("auto", "generate"), _NOT_OFFERED),
+    "runner": Accepted(("auto", "generate"), _NOT_OFFERED),
+    "enable_lora": _OFF,
+    "hf_overrides": Accepted((None, {}), "Edit config.json in the model's folder"),
+    "limit_mm_per_prompt": _NONE,
+    "mm_processor_kwargs": _NONE,
+    "speculative_config": _NONE,
+}
+SAMPLING: Mapping[str, Accepted] = {
+    "output_kind": ANY,
+    "stream_interval": ANY,
+    "skip_clone": ANY,
+    "detokenize": Accepted((True,), "Read token_ids of the outputs, and leave their text"),
+    "spaces_between_special_tokens": Accepted((True,), _NOT_OFFERED),
+    "flat_logprobs": _OFF,
+    "best_of": Accepted((None, 1), "Ask for n, and choose by cumulative_logprob"),
+    "use_beam_search": _OFF,
+    "early_stopping": _OFF,
+    "length_penalty": Accepted((1.0,), _NOT_OFFERED),
+    "bad_words": Accepted((None, [], ()), "Forbid token ids with logit_bias, at -100"),
+    "allowed_token_ids": _NONE,
+    "logits_processors": _NONE,
+    "logprob_token_ids": _NONE,
+    "structured_outputs": _NONE,
+    "guided_decoding": _NONE,
+    "thinking_token_budget": _NONE,
+    "repetition_detection": _NONE,
+    "truncate_prompt_tokens": Accepted((None,), "Nothing is truncated: shorten the prompt"),
+    "extra_args": _NONE,
+}
+
+
+def also_accepts(options: Mapping[str, Accepted]) -> Callable[[_F], _F]:
+    """Let a function, or the constructor of a class, take keyword arguments of these, too.
+
+    Raises:
+      ValueError: An argument has a value that would change something.
+    """
+
+    def decorate(target: _F) -> _F:
+        if isinstance(target, type):
+            made = cast(Any, target)
+            made.__init__ = decorate(made.__init__)
+            return made
+
+        @wraps(target)
+        def call(*arguments: Any, **named: Any) -> Any:
+            for name in named.keys() & options.keys():
+                _check(name, named.pop(name), options[name])
+            return target(*arguments, **named)
+
+        return cast(_F, call)
+
+    return decorate
+
+
+def _check(name: str, value: Any, accepted: Accepted) -> None:
+    if accepted is ANY or value in accepted.values:
+        return
+    listed = " or ".join(map(repr, accepted.values))
+    raise ValueError(f"{name}: expected {listed}, got {value!r}. {accepted.remedy}.")

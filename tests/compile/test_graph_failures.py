@@ -1,0 +1,59 @@
+"""Errors of graphs name the graph, the reason and the key of the plan to change."""
+
+from dataclasses import replace
+
+import pytest
+from tiny import CHUNK_GRID, GRID, RAGGED_GRID
+
+from noria.compile.bucket_grid import BucketGrid
+from noria.compile.compiled_graphs import graph_names
+from noria.compile.graph_failures import GraphFailed, naming_graph
+
+
+def said(name: str, grid: BucketGrid = GRID, error: Exception | None = None) -> str:
+    with (
+        pytest.raises(GraphFailed) as caught,
+        naming_graph(name, grid, "does not compile"),
+    ):
+        raise error or RuntimeError("INTERNAL: no such thing.\na table of buffers")
+    assert caught.value.exit_code == 4 and caught.value.name == name
+    return str(caught.value)
+
+
+def test_the_graph_the_first_line_of_the_reason_and_the_change_are_named():
+    assert said("prefill 16x2") == (
+        "graph 'prefill 16x2' does not compile: INTERNAL: no such thing. Change the bucket 16x2: "
+        "give it fewer rows with --set 'buckets.prefill=[[8, 3], [16, 1], [48, 1]]', or leave it "
+        "to the next longer one with --set 'buckets.prefill=[[8, 3], [48, 1]]'."
+    )
+
+
+def test_memory_that_the_host_lacks_has_a_name():
+    assert "does not compile: MemoryError. Change" in said("fork", error=MemoryError())
+
+
+def test_the_longest_bucket_of_one_row_has_no_other_to_go_to():
+    assert "spread the model over more devices, or take shorter rows" in said("score 48x1")
+
+
+def test_a_graph_of_slots_gets_fewer_of_them():
+    assert "with --set buckets.decode_slots=2" in said("decode span 16")
+    assert "buckets.span_slots" in said("empty state", RAGGED_GRID)
+
+
+@pytest.mark.parametrize("grid", [GRID, CHUNK_GRID])
+def test_every_graph_has_advice_that_is_a_plan(grid):
+    for name in graph_names(grid):
+        text = said(name, grid)
+        if "buckets.prefill=" in text:
+            entries = eval(text.split("buckets.prefill=")[1].split("'")[0])
+            table = grid.to_table() | {"prefill": entries}
+            table = {key: value for key, value in table.items() if value is not None}
+            assert BucketGrid.from_table(table) != grid
+        else:
+            replace(grid, decode_slots=2)
+
+
+def test_other_errors_pass():
+    with pytest.raises(KeyError), naming_graph("fork", GRID, "does not compile"):
+        raise KeyError("a bug")

@@ -1,0 +1,121 @@
+"""A prefill graph works in place: it copies the slots that it reads, and nothing else."""
+
+from dataclasses import replace
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import pytest
+from test_memory import whole_copies
+
+from noria.compile.bucket_grid import BucketGrid
+from noria.compile.build import GraphToBuild, compile_graph, plan_graphs
+from noria.compile.definition import Definition
+from noria.compile.targets import find_target
+from noria.modelzoo.config import DecoderConfig, LatentAttention
+
+CONFIG = DecoderConfig(
+    vocab_size=512,
+    embed=64,
+    mlp=128,
+    num_query_heads=6,
+    num_kv_heads=3,
+    head_dim=64,
+    windows=(None, 96, None, 96),
+    max_position=8192,
+)
+LATENT = LatentAttention(rank=512, plain_dim=128, rope_dim=64, value_dim=128)
+CONFIGS = {
+    "heads": CONFIG,
+    "latents": replace(CONFIG, num_query_heads=16, num_kv_heads=16, head_dim=192, latent=LATENT),
+}
+TPU = "tpu:v5e:2x4"
+
+
+@cache
+def prefill_graph(
+    target: str,
+    slots: int,
+    config: DecoderConfig = CONFIG,
+    scan_layers: bool = False,
+    batch: int = 2,
+    in_chunks: bool = True,
+) -> GraphToBuild:
+    """The graph of the longest bucket; prompts and spans are longer than the windows."""
+    grid = BucketGrid(2048, ((1024, batch, 128), (2048, batch, 128)), slots, (1024, 2048))
+    if not in_chunks:
+        grid = replace(grid, prefill=((256, batch),), chunks_per_decode=None)
+    placement = find_target(target).placement()
+    definition = Definition(config, placement.arrangement(config, scan_layers))
+    dtype = "bfloat16" if target == TPU else "float32"
+    graphs = plan_graphs(definition, grid, placement, jnp.dtype(dtype))
+    return next(graph for graph in graphs if graph.name.startswith("prefill"))
+
+
+def temporaries(graph: GraphToBuild) -> int:
+    compiled, _, _ = compile_graph(graph)
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+def segments(graph: GraphToBuild) -> list[jax.ShapeDtypeStruct]:
+    """Each array of keys, values or latents."""
+    return jax.tree.leaves(graph.arguments[1].cache.layers)
+
+
+def num_bytes(leaf: jax.ShapeDtypeStruct) -> int:
+    return leaf.size * leaf.dtype.itemsize
+
+
+@pytest.mark.parametrize("target", ["cpu", pytest.param(TPU, marks=pytest.mark.tpu_compile)])
+@pytest.mark.parametrize("in_chunks", [False, True], ids=["whole", "chunks"])
+@pytest.mark.parametrize("scan_layers", [False, True], ids=["unrolled", "scanned"])
+@pytest.mark.parametrize(
+    ("keeps", "batch"),
+    [("heads", 1), ("latents", 1), pytest.param("heads", 2, marks=pytest.mark.slow)],
+)
+def test_what_a_prompt_needs_does_not_grow_with_the_slots(
+    target, in_chunks, scan_layers, keeps, batch
+):
+    """Otherwise an array of all slots is copied; XLA writes one row in another way than several."""
+    config = CONFIGS[keeps]
+    config = replace(config, windows=config.windows * (3 if scan_layers else 1))
+    few, many = (
+        prefill_graph(target, slots, config, scan_layers, batch, in_chunks) for slots in (64, 128)
+    )
+    compiled = [compile_graph(graph)[0] for graph in (few, many)]
+    needed = [program.memory_analysis().temp_size_in_bytes for program in compiled]
+    assert needed[1] - needed[0] < min(map(num_bytes, segments(few)))
+    overwritten = compiled[0].memory_analysis().alias_size_in_bytes
+    assert overwritten >= sum(map(num_bytes, segments(few)))
+    smallest = min(leaf.size for leaf in segments(few))
+    dtype = "bf16" if target == TPU else "f32"
+    assert whole_copies(compiled[0].as_text(), smallest, dtype) == []
+
+
+def test_what_a_chunk_needs_does_not_grow_with_the_layers():
+    """Slots of a layer are read when it is their turn."""
+    few, many = (
+        temporaries(prefill_graph("cpu", 4, replace(CONFIG, windows=(None,) * layers)))
+        for layers in (3, 9)
+    )
+    assert many < 1.1 * few
+
+
+def test_the_first_chunk_of_a_prompt_is_as_much_work_as_a_whole_prompt():
+    """Of a span of one chunk."""
+    definition = Definition(CONFIG)
+    placement = find_target("cpu").placement()
+
+    def flops(grid: BucketGrid) -> float:
+        graphs = plan_graphs(definition, grid, placement, jnp.dtype("float32"))
+        graph = next(graph for graph in graphs if graph.name.startswith("prefill"))
+        return compile_graph(graph)[0].cost_analysis()["flops"]
+
+    chunks = BucketGrid(128, ((128, 2, 128),), 2, (128,))
+    assert flops(chunks) == flops(BucketGrid(128, ((128, 2),), 2, (128,)))
+
+
+@pytest.mark.tpu_compile
+def test_a_chunk_needs_little_beside_its_arguments_on_tpu():
+    graph = prefill_graph(TPU, 64)
+    assert temporaries(graph) < 0.05 * sum(map(num_bytes, segments(graph)))

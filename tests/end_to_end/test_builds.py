@@ -1,0 +1,140 @@
+"""Builds that fail: the graph, the rows that need it and the remedy are named, and no row runs."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from command import completion, write_lines
+
+from noria.compile import build
+from noria.runtime import cli, session
+
+GRID = ["buckets.prefill=[[16, 2], [32, 1]]", "buckets.max_length=48", "buckets.decode_spans=[48]"]
+
+
+@pytest.fixture
+def job(noria, tmp_path):
+    """The arguments of a job of short and of longer rows."""
+    lengths = [4, 20, 5, 25, 6, 30, 21, 22]
+    rows = [completion(f"q{i}", [3] * n, max_tokens=4) for i, n in enumerate(lengths)]
+    source = write_lines(tmp_path / "in.jsonl", rows)
+    overrides = [word for key in GRID for word in ("--set", key)]
+    given = ["-i", str(source), "-o", str(tmp_path / "out.jsonl"), "--model", str(noria.model)]
+    return ["batch", *given, *overrides]
+
+
+def fail(monkeypatch, name: str) -> None:
+    """One graph does not compile, and the others take no time."""
+
+    def compile_graph(graph):
+        if graph.name == name:
+            raise RuntimeError("INTERNAL: injected.\nBuffer assignment:")
+        return None, 0.0, False
+
+    monkeypatch.setattr(build, "compile_graph", compile_graph)
+
+
+def test_a_graph_that_does_not_compile_is_named_with_its_rows(job, monkeypatch, capsys, tmp_path):
+    fail(monkeypatch, "prefill 32x1")
+    assert cli.main(job) == 4
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if "noria: " in line]
+    assert said == (
+        "noria: graph 'prefill 32x1' does not compile: INTERNAL: injected. Change the bucket 32x1: "
+        "spread the model over more devices, or take shorter rows. 5 of 8 rows need it: 'q1' (line "
+        "2), 'q3' (line 4), 'q5' (line 6), ...; none has run."
+    )
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_the_remedy_for_a_bucket_is_a_command_that_runs(job, monkeypatch, capsys, tmp_path):
+    """Rows do not go to a longer bucket by themselves: the plan decides their graphs."""
+    fail(monkeypatch, "prefill 16x2")
+    assert cli.main(job) == 4
+    said = capsys.readouterr().err
+    assert "3 of 8 rows need it: 'q0' (line 1), 'q2' (line 3), 'q4' (line 5); none has run." in said
+    assert "leave it to the next longer one with --set 'buckets.prefill=[[32, 1]]'" in said
+    monkeypatch.undo()
+    (tmp_path / "out.jsonl.journal").unlink(missing_ok=True)
+    assert cli.main([*job, "--quiet", "--set", "buckets.prefill=[[32, 1]]"]) == 0
+
+
+def test_weights_that_do_not_fit_end_with_the_code_of_memory(job, monkeypatch, capsys):
+    def run_out(*_):
+        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 99 bytes.\nmore")
+
+    monkeypatch.setattr(session, "load_params", run_out)
+    assert cli.main(job) == 4
+    said = capsys.readouterr().err
+    assert "the weights of model, 0.00 GB in float32, do not fit on cpu: RESOURCE_EXH" in said
+    assert "Take dtype bfloat16, more devices with a layout that shards them" in said
+    assert "more\n" not in said.partition("noria: ")[2].removesuffix("\n")
+
+
+COMMANDS = r"""
+import sys
+from noria.runtime import cli, LLM
+model, source, plan, folder = sys.argv[1:]
+sizes = ["--pp", "4", "--tg", "2", "--batch", "1"]
+shown = ["--layers", "1", "--layouts", "data-parallel"]
+commands = {
+    "batch": ["batch", "-i", source, "-o", folder + "/out.jsonl", "--model", model],
+    "bench": ["bench", "--model", model, *sizes],
+    "compile": ["compile", "--model", model, "--plan", plan, "-o", folder + "/bundle"],
+    "layouts": ["layouts", "--model", model, "--target", "cpu:2", "-o", folder + "/l", *shown],
+    "plan": ["plan", "--model", model, "--workload", source, "-o", folder + "/p.toml", "--compile"],
+}
+for name, command in commands.items():
+    print(f"== {name}", file=sys.stderr)
+    print(f"== {name} {cli.main([*command, '--target', 'cpu'] if name == 'plan' else command)}")
+try:
+    LLM(model, max_model_len=32)
+except ValueError as error:
+    print(f"== LLM 2\n", error, file=sys.stderr)
+"""
+PLAN = """schema = 1
+target = "cpu"
+[model]
+source = "model"
+fingerprint = ""
+dtype = "float32"
+[buckets]
+max_length = 16
+prefill = [[8, 1]]
+decode_slots = 1
+decode_spans = [16]
+"""
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        ({"JAX_ENABLE_X64": "1"}, "JAX_ENABLE_X64: expected off"),
+        ({"JAX_PLATFORMS": "cuda"}, "Unset JAX_PLATFORMS, which lets jax start cuda alone"),
+    ],
+)
+def test_settings_of_jax_that_cannot_be_are_refused_by_name(
+    noria, job, tmp_path, setting, expected
+):
+    (tmp_path / "plan.toml").write_text(PLAN)
+    given = [noria.model, tmp_path / "in.jsonl", tmp_path / "plan.toml", tmp_path]
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", COMMANDS, *map(str, given)],
+        env=noria.environment | setting,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    names = ["batch", "bench", "compile", "layouts", "plan"]
+    assert run.stdout.splitlines() == [f"== {name} 2" for name in names], run.stderr
+    for said in run.stderr.split("== ")[1:]:
+        assert expected in said and "Traceback" not in said, said
+    assert run.stderr.count("== ") == 6
+
+
+def test_a_home_that_cannot_be_written_costs_a_job_one_line(noria, job, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    assert cli.main(job) == 0
+    said = capsys.readouterr().err
+    assert said.count("no compile cache, so every run compiles anew") == 1
+    assert os.environ["XDG_CACHE_HOME"] == "/dev/null"

@@ -1,0 +1,166 @@
+"""Prompts in pieces: the same cache however they are cut, and nothing seen of a former owner."""
+
+from dataclasses import replace
+from functools import cache, partial
+from itertools import pairwise
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import random_parameters
+from tolerances import FLOAT32_MODEL_LOGPROB
+
+from noria.compile.definition import Definition
+from noria.modelzoo import kv_cache
+from noria.modelzoo.config import AS_PUBLISHED, Arrangement, Chunk, DecoderConfig, LatentAttention
+from noria.modelzoo.kv_cache import KVCache
+from noria.modelzoo.layer_groups import of_single_layers, places
+from noria.modelzoo.operations import ON_ONE_DEVICE
+from noria.modelzoo.prompt_pieces import PromptPieces
+
+HEADS = DecoderConfig(
+    vocab_size=41,
+    embed=16,
+    mlp=24,
+    num_query_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    windows=(None, 3, Chunk(5)) * 2,
+    max_position=32,
+)
+"""Keeps whole layers, and rings that are shorter than most prompts."""
+LATENT = LatentAttention(rank=10, plain_dim=6, rope_dim=4, value_dim=7)
+CONFIGS = {
+    "heads": HEADS,
+    "latents": replace(HEADS, num_kv_heads=4, head_dim=LATENT.head_dim, latent=LATENT),
+}
+SCANNED = Arrangement(scan_layers=True)
+SPANS, LONGEST = (4, 24), 24
+LENGTHS = np.arange(1, LONGEST - 3)
+"""Of prompts, a slot each."""
+SLOTS = len(LENGTHS)
+STEPS = 4
+IN_CHUNKS = [*range(0, 24, 4), 24]
+UNEVENLY = [0, 4, 8, 24]
+"""Pieces shorter than a ring and longer, each within the last of the segments that it is given."""
+WHOLE = None
+
+
+class Model:
+    """One decoder, and compiled steps over all slots."""
+
+    def __init__(self, config: DecoderConfig, arrangement: Arrangement = AS_PUBLISHED):
+        self.config, self.arrangement = config, arrangement
+        definition, parameters = Definition(config, arrangement), parameters_of(config, arrangement)
+
+        @jax.jit
+        def prefill(parameters, tokens_BT, rows, cache):
+            decoder = definition.bind(parameters)
+            x_BTD, cache, _ = decoder.prefill(tokens_BT, rows, cache, ON_ONE_DEVICE)
+            return decoder.logits(x_BTD), cache
+
+        @jax.jit
+        def decode(parameters, token_B, position_B, cache):
+            decoder = definition.bind(parameters)
+            return decoder.decode(token_B, position_B, cache, jnp.ones(SLOTS, bool))[:2]
+
+        self._prefill, self._decode = partial(prefill, parameters), partial(decode, parameters)
+
+    def empty(self) -> KVCache:
+        return kv_cache.allocate(
+            self.config, SLOTS, SPANS, jnp.float32, arrangement=self.arrangement
+        )
+
+    def prefill(self, cache: KVCache, tokens_BT, length_B, cuts=WHOLE, *, decodes_between=False):
+        """Logits of every position, and the cache; whole prompts take the segments they need.
+
+        Where decode goes on between chunks, it writes to every slot at its next position.
+        """
+        logits = []
+        for start, end in pairwise(cuts or [0, int(length_B.max())]):
+            count_B = np.clip(length_B - start, 0, end - start)
+            # a row without tokens has no slot
+            slot_B = np.where(count_B, np.arange(SLOTS), SLOTS)
+            start_B = None if cuts is WHOLE else np.full(SLOTS, start)
+            rows = jax.tree.map(jnp.asarray, PromptPieces(slot_B, start_B, count_B))
+            head = cache.head(1 + sum(end > span for span in SPANS))
+            logits_BTV, head = self._prefill(tokens_BT[:, start:end], rows, head)
+            cache = cache.with_head(head)
+            logits.append(np.asarray(logits_BTV))
+            if decodes_between:
+                _, cache = self.decode(cache, jnp.full(SLOTS, 7), np.minimum(length_B, end))
+        return np.concatenate(logits, axis=1), cache
+
+    def decode(self, cache: KVCache, token_B, position_B):
+        return self._decode(token_B, jnp.asarray(position_B), cache)
+
+
+def parameters_of(config: DecoderConfig, arrangement: Arrangement) -> dict[str, jax.Array]:
+    """The same layers in both arrangements."""
+    single = random_parameters(Definition(config))
+    if arrangement == AS_PUBLISHED:
+        return single
+    found = {}
+    for name in Definition(config, arrangement).abstract_parameters(jnp.float32):
+        layers = [single[one] for one in of_single_layers(name)]
+        found[name] = jnp.stack(layers) if ":" in name else layers[0]
+    return found
+
+
+model = cache(Model)
+
+
+def random_tokens(seed: int) -> jax.Array:
+    rng = np.random.default_rng(seed)
+    return jnp.asarray(rng.integers(0, HEADS.vocab_size, (SLOTS, LONGEST)), jnp.int32)
+
+
+@pytest.mark.parametrize("cuts", [WHOLE, IN_CHUNKS], ids=["whole", "chunks"])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_nothing_is_seen_of_a_former_owner(config, cuts):
+    """Former owners had other lengths, all to the end; prompts and steps pass every position."""
+    one, tokens_BT = model(config), random_tokens(1)
+    former_B = LONGEST - np.arange(SLOTS) % 4
+    _, used = one.prefill(one.empty(), random_tokens(2), former_B, IN_CHUNKS)
+    expected, fresh = one.prefill(one.empty(), tokens_BT, LENGTHS, cuts)
+    got, used = one.prefill(used, tokens_BT, LENGTHS, cuts, decodes_between=cuts is not WHOLE)
+    for row, length in enumerate(LENGTHS):
+        np.testing.assert_array_equal(got[row, :length], expected[row, :length])
+    for step in range(STEPS):
+        expected_BV, fresh = one.decode(fresh, tokens_BT[:, step], LENGTHS + step)
+        got_BV, used = one.decode(used, tokens_BT[:, step], LENGTHS + step)
+        np.testing.assert_array_equal(got_BV, expected_BV)
+
+
+@pytest.mark.parametrize(
+    ("arrangement", "cuts"),
+    [(AS_PUBLISHED, IN_CHUNKS), (AS_PUBLISHED, UNEVENLY), (SCANNED, WHOLE), (SCANNED, UNEVENLY)],
+    ids=["chunks", "uneven chunks", "scanned, whole", "scanned, uneven chunks"],
+)
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_a_cache_is_the_same_however_prompts_come_in(config, arrangement, cuts):
+    """Compared with whole prompts through unrolled layers, entry by entry."""
+    whole, other, tokens_BT = model(config), model(config, arrangement), random_tokens(1)
+    expected = live_entries(whole, whole.prefill(whole.empty(), tokens_BT, LENGTHS)[1])
+    got = live_entries(other, other.prefill(other.empty(), tokens_BT, LENGTHS, cuts)[1])
+    for (position_BS, arrays), (expected_BS, expected_arrays) in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(position_BS, expected_BS)
+        for array, wanted in zip(arrays, expected_arrays, strict=True):
+            np.testing.assert_allclose(array, wanted, rtol=0, atol=FLOAT32_MODEL_LOGPROB)
+
+
+def live_entries(one: Model, cache: KVCache) -> list[tuple[np.ndarray, list[np.ndarray]]]:
+    """Positions of each layer in order, and what it keeps there; zeros where there is no token."""
+    found = {}
+    for layers, kept in zip(places(one.config, one.arrangement), cache.layers, strict=True):
+        positions = cache.positions.of(one.config.windows[layers.start])
+        position_BS = np.concatenate(positions, axis=1)
+        for index, layer in enumerate(layers):
+            arrays = []
+            for segments, axis in zip(kept, kept.POSITION_AXES, strict=True):
+                array = np.moveaxis(np.concatenate(segments, axis)[index], axis - 1, -1)
+                is_live = position_BS.reshape(SLOTS, *[1] * (array.ndim - 2), -1) >= 0
+                arrays.append(np.where(is_live, array, 0))
+            found[layer] = position_BS, arrays
+    return [found[layer] for layer in range(one.config.num_layers)]

@@ -1,0 +1,26 @@
+"""The error of a graph names the rows that need it."""
+
+from tiny import GRID
+
+from noria.runtime.batch.graph_rows import describe_rows, needs_graph
+from noria.runtime.batch.lines import BadRow
+from noria.runtime.batch.scan import Need, ScannedRow
+from noria.runtime.request import RowError
+
+
+def row(number: int, length: int, bad: BadRow | None = None) -> ScannedRow:
+    need = None if bad else Need(length, 4, 1, None, None)
+    return ScannedRow(number, number + 1, 0, f"q{number}", "", need, bad)
+
+
+def test_the_number_and_the_first_rows_are_named():
+    bad = BadRow(9, 10, 0, "q9", "", RowError("invalid_json", "no"))
+    rows = [*(row(i, 4 if i % 2 else 12) for i in range(9)), row(9, 0, bad)]
+    assert describe_rows("prefill 16x2", GRID, rows) == (
+        "5 of 10 rows need it: 'q0' (line 1), 'q2' (line 3), 'q4' (line 5), ...; none has run."
+    )
+    assert describe_rows("prefill 48x1", GRID, rows) == "0 of 10 rows need it; none has run."
+
+
+def test_a_row_that_fits_nowhere_needs_nothing():
+    assert not needs_graph("decode span 64", GRID, Need(100, 4, 1, None, None))

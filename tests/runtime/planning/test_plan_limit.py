@@ -1,0 +1,36 @@
+"""Rows without `max_tokens`: a plan says where they end, and takes a length that a user gives."""
+
+import json
+import tomllib
+
+import pytest
+from model_on_disk import MAX_POSITION, write_model
+
+from noria.runtime.cli import main
+
+
+@pytest.fixture
+def plan(tmp_path, capsys):
+    """Plans such rows, too long for what is expected of them; the plan's table and the summary."""
+    model, source, path = (tmp_path / name for name in ("model", "in.jsonl", "plan.toml"))
+    write_model(model)
+    config = model / "config.json"
+    config.write_text(config.read_text().replace(str(MAX_POSITION), "4096"))
+    source.write_text('{"prompt": [5, 6, 7]}\n' + json.dumps({"prompt": [5], "max_tokens": 9}))
+    arguments = ("plan", "--model", model, "--workload", source, "-o", path, "--quiet")
+
+    def run(*options):
+        assert main([*map(str, (*arguments, "--chunks", "never", *options))]) == 0
+        return tomllib.loads(path.read_text()), capsys.readouterr().out
+
+    return run
+
+
+def test_a_plan_says_where_rows_without_max_tokens_end(plan):
+    table, said = plan()
+    limit = table["buckets"]["max_length"]
+    assert f"rows without max_tokens end at {limit} tokens of 4096: noria plan expected" in said
+    assert "--max-length plans for more" in table["max_length_reason"]
+    table, said = plan("--max-length", 3000)
+    assert table["buckets"]["max_length"] >= 3000 and "max_length_reason" not in table
+    assert "rows without max_tokens" not in said

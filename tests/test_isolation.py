@@ -1,0 +1,31 @@
+"""A test file leaves nothing behind for the next one, nor for the user."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from noria.runtime.compilation_cache import default_directory
+
+HERE = Path(__file__).parent
+
+
+def test_programs_are_not_kept_in_the_users_cache():
+    assert Path.home() not in default_directory().parents
+
+
+def test_a_file_that_turns_on_the_compile_cache_leaves_it_off(tmp_path):
+    leaving, after = tmp_path / "test_1.py", tmp_path / "test_2.py"
+    leaving.write_text(
+        "def test():\n"
+        "    from noria.runtime import compilation_cache\n"
+        "    compilation_cache.enable(print)\n"
+    )
+    after.write_text(
+        "def test():\n"
+        "    import jax\n"
+        "    assert jax.config.values['jax_compilation_cache_dir'] is None\n"
+    )
+    (tmp_path / "conftest.py").write_text((HERE / "conftest.py").read_text("utf-8"))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
+    run = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout

@@ -1,0 +1,26 @@
+"""Programs for simulated CPU devices without LLVM's optimizations, which compile in half the time.
+
+Off the CPU nothing changes. XLA_FLAGS would reach the compiler for TPU too, which does not know
+the option about fusions and refuses to start.
+"""
+
+from typing import Any
+
+import jax
+from jax._src import compiler
+
+_optimized_options = compiler.get_compile_options
+
+
+def set_optimized(is_optimized: bool) -> None:
+    """Choose whether LLVM optimizes the programs that jax compiles from now on for the CPU."""
+    jax.config.update("jax_disable_most_optimizations", not is_optimized)
+    compiler.get_compile_options = _optimized_options if is_optimized else _unoptimized_options
+
+
+def _unoptimized_options(*args: Any, backend: Any, **options: Any) -> Any:
+    """Also without emitters of fusions, whose code takes LLVM longest."""
+    if backend.platform == "cpu":
+        overrides = options.get("env_options_overrides") or {}
+        options["env_options_overrides"] = overrides | {"xla_cpu_use_fusion_emitters": False}
+    return _optimized_options(*args, backend=backend, **options)
