@@ -6,9 +6,9 @@ everything a run calls, so nothing is left to compile.
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from . import signatures
 from .attention_kernels import AUTO_ATTENTION, AttentionPlan, Choice, choose_kernels
 from .bucket_grid import BucketGrid, PrefillBucket
 from .compiled_graphs import CompiledGraphs
+from .compiler_options import NO_OPTIONS, CompilerOptions, naming_option
 from .definition import Definition
 from .expert_plan import LOSSLESS_EXPERTS, ExpertPlan
 from .graph_failures import naming_graph
@@ -64,6 +65,13 @@ class GraphToBuild:
     results: Any
     """Shardings of what it returns, or of each part of that."""
     donated: tuple[int, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of the compiler."""
+
+    @property
+    def kind(self) -> str:
+        """The first word of its name, as `decode` of `decode span 256`."""
+        return self.name.split()[0]
 
 
 def build(
@@ -74,14 +82,18 @@ def build(
     on_graph: Callable[[GraphBuilt], None] = lambda built: None,
     experts: ExpertPlan = LOSSLESS_EXPERTS,
     attention: AttentionPlan = AUTO_ATTENTION,
+    compiler: CompilerOptions = NO_OPTIONS,
 ) -> CompiledGraphs:
     """Compile all graphs of `grid` for a placement; the longest-running are started first.
 
     Raises:
       GraphFailed: A graph does not compile. No other graph replaces it, as the executables that a
         row passes through depend on the row and the plan alone.
+      CompilerOptionRefused: The compiler does not know one of its options, or refuses its value.
     """
-    graphs = plan_graphs(definition, grid, placement, jnp.dtype(dtype), experts, attention)
+    graphs = plan_graphs(
+        definition, grid, placement, jnp.dtype(dtype), experts, attention, compiler
+    )
     compiled: dict[str, jax.stages.Compiled] = {}
     started = time.monotonic()
     pool = ThreadPoolExecutor(max_workers=os.cpu_count())
@@ -111,9 +123,11 @@ def plan_graphs(
     dtype: jnp.dtype,
     experts: ExpertPlan = LOSSLESS_EXPERTS,
     attention: AttentionPlan = AUTO_ATTENTION,
+    compiler: CompilerOptions = NO_OPTIONS,
 ) -> list[GraphToBuild]:
     """Every graph of the grid, with placed abstract arguments and the placement of results."""
-    return _GraphPlanner(definition, grid, placement, dtype, experts, attention).graphs()
+    graphs = _GraphPlanner(definition, grid, placement, dtype, experts, attention).graphs()
+    return [replace(graph, options=compiler.get(graph.kind, {})) for graph in graphs]
 
 
 class _GraphPlanner:
@@ -244,5 +258,6 @@ def compile_graph(graph: GraphToBuild) -> tuple[jax.stages.Compiled, float, bool
         lowered = jax.jit(
             graph.body, donate_argnums=graph.donated, out_shardings=graph.results
         ).lower(*graph.arguments)
-    compiled = compile_program(lowered)
+    with naming_option(graph.name, graph.options):
+        compiled = compile_program(lowered, graph.options)
     return compiled, time.monotonic() - start, monitor.take_cache_hit()

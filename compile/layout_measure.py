@@ -122,7 +122,7 @@ def measure(
     result.attention = kernels.report()
     graphs = {}
     for graph in plan_graphs(definition, grid, placement, jnp.dtype(dtype), attention=attention):
-        phase = graph.name.split()[0]
+        phase = graph.kind
         # decode graphs come by growing span, prefill graphs by shrinking length
         if phase == "decode" or (phase == "prefill" and phase not in graphs):
             graphs[phase] = graph

@@ -1,35 +1,38 @@
-"""The plan: the file that fixes target, model, buckets, layout, attention and dispatch to experts.
+"""The plan file: target, model, numbers, buckets, layout, attention, experts, compiler options.
 
 Reads and writes its text; touches no disk.
 
-Guarantees: `Plan.from_table(tomllib.loads(plan.to_toml())) == plan`, and keys that are not known
-are refused.
+Guarantees: schema 2 is written, and schema 1 is read as well;
+`Plan.from_table(tomllib.loads(plan.to_toml())) == plan`; keys that are not known are refused.
 """
 
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
 
 from ..sharding.layout import PHASES, Layout
 from .attention_kernels import AUTO_ATTENTION, AttentionPlan
 from .bucket_grid import BucketGrid
+from .compiler_options import CompilerOptions, read_options
 from .expert_plan import ExpertPlan
+from .numbers import Numbers
 from .plan_tables import check_keys, key_lines, table_lines
 from .target_names import TargetName
 
-SCHEMA = 1
+SCHEMA = 2
 _LAYOUT_KEYS = {"layout", "max_replicated", "mesh", "rules", *PHASES}
-DTYPES = ("float32", "bfloat16")
+_REQUIRED = {"schema", "target", "model", "buckets"}
+_OPTIONAL = {*_LAYOUT_KEYS, "experts", "attention", "max_length_reason"}
+_RESERVED = {"prefixes", "adapters"}
 
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """Which model a plan was made for, and the dtype it runs in."""
+    """Which model a plan was made for."""
 
     source: str
     fingerprint: str
     """Of the model's files; empty where the plan is for any model that fits it."""
-    dtype: str
     scan_layers: bool = False
     """Whether layers that repeat a pattern run in a loop: programs compile in a fraction of the
     time, however deep the model, and are slower to run on the CPU."""
@@ -38,8 +41,6 @@ class PlannedModel:
         for name in ("source", "fingerprint"):
             if not isinstance(getattr(self, name), str):
                 raise ValueError(f"model.{name}: expected a string, got {getattr(self, name)!r}.")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"model.dtype: expected {' or '.join(DTYPES)}, got {self.dtype!r}.")
         if not isinstance(self.scan_layers, bool):
             raise ValueError(
                 f"model.scan_layers: expected true or false, got {self.scan_layers!r}."
@@ -59,12 +60,14 @@ class Plan:
 
     target: str
     model: PlannedModel
+    numbers: Numbers
     buckets: BucketGrid
     layout: Layout | None = None
     """How the model lies on several devices; None on one."""
     experts: ExpertPlan | None = None
     """Of a model with experts, where None means without loss; others have none."""
     attention: AttentionPlan = AUTO_ATTENTION
+    compiler: CompilerOptions = field(default_factory=dict)
     max_length_reason: str = ""
     """The reason why rows without `max_tokens` end at `buckets.max_length`, before the model's
     context. It is empty if they do not, or if the user set the limit."""
@@ -82,11 +85,14 @@ class Plan:
         head["max_length_reason"] = self.max_length_reason or None
         lines = key_lines(head)
         lines += table_lines("model", self.model.to_table())
+        lines += table_lines("numbers", asdict(self.numbers))
         lines += table_lines("buckets", self.buckets.to_table())
         if self.attention != AUTO_ATTENTION:
             lines += table_lines("attention", asdict(self.attention))
         if self.experts is not None:
             lines += self.experts.to_lines()
+        for kind, options in self.compiler.items():
+            lines += table_lines(f"compiler.{kind}", options)
         if self.layout is not None:
             table = self.layout.to_table()
             table["layout"] = table.pop("name")
@@ -102,20 +108,44 @@ class Plan:
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> "Plan":
         """Read a parsed TOML table; raises ValueError naming a key that is wrong or missing."""
-        optional = {*_LAYOUT_KEYS, "experts", "attention", "max_length_reason"}
-        check_keys("plan", table, {"schema", "target", "model", "buckets"}, optional)
-        if table["schema"] != SCHEMA or type(table["schema"]) is not int:
-            raise ValueError(f"plan schema: expected {SCHEMA}, got {table['schema']!r}.")
+        table = _in_schema_2(table)
+        required, optional = _REQUIRED | {"numbers"}, _OPTIONAL | {"compiler"}
+        check_keys("plan", table, required, optional, reserved=_RESERVED)
         model, buckets = table["model"], table["buckets"]
-        check_keys("[model]", model, {"source", "fingerprint", "dtype"}, {"scan_layers"})
+        check_keys("[model]", model, {"source", "fingerprint"}, {"scan_layers"})
         required = {key.name for key in fields(BucketGrid) if key.default is MISSING}
         optional = {key.name for key in fields(BucketGrid)} - required | {"chunk"}
         check_keys("[buckets]", buckets, required, optional)
         experts = ExpertPlan.from_table(table["experts"]) if "experts" in table else None
         attention = AttentionPlan.from_table(table.get("attention", {}))
-        grid, planned = BucketGrid.from_table(buckets), PlannedModel(**model)
-        reason = table.get("max_length_reason", "")
-        return cls(table["target"], planned, grid, _layout(table), experts, attention, reason)
+        return cls(
+            table["target"],
+            PlannedModel(**model),
+            Numbers.from_table(table["numbers"]),
+            BucketGrid.from_table(buckets),
+            _layout(table),
+            experts,
+            attention,
+            read_options(table.get("compiler", {})),
+            table.get("max_length_reason", ""),
+        )
+
+
+def _in_schema_2(table: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The table as schema 2 has it: schema 1 has `model.dtype` in place of `[numbers]`."""
+    schema = table.get("schema", SCHEMA)
+    if schema not in (1, SCHEMA) or type(schema) is not int:
+        raise ValueError(
+            f"plan schema: expected 1 or {SCHEMA}, got {schema!r}. Plan again with this version, "
+            f"or use the version of noria that wrote the plan."
+        )
+    if schema == SCHEMA:
+        return table
+    check_keys("plan of schema 1", table, _REQUIRED, _OPTIONAL)
+    model = table["model"]
+    check_keys("[model] of schema 1", model, {"source", "fingerprint", "dtype"}, {"scan_layers"})
+    others = {key: value for key, value in model.items() if key != "dtype"}
+    return {**table, "schema": SCHEMA, "model": others, "numbers": {"dtype": model["dtype"]}}
 
 
 def _layout(table: Mapping[str, Any]) -> Layout | None:

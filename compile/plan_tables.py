@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 _BARE_KEY = re.compile("[A-Za-z0-9_-]+")
@@ -12,11 +12,22 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def check_keys(
-    where: str, table: Any, required: set[str], optional: frozenset[str] | set[str] = frozenset()
+    where: str,
+    table: Any,
+    required: Set[str],
+    optional: Set[str] = frozenset(),
+    reserved: Set[str] = frozenset(),
 ) -> None:
-    """Raise ValueError for a table with keys that are not known, or without one that must be."""
+    """Raise ValueError for a table with keys that are not known, or without one that must be.
+
+    Keys that are reserved for later versions are refused as such.
+    """
     if not isinstance(table, Mapping):
         raise ValueError(f"{where}: expected a table, got {table!r}.")
+    if found := sorted(reserved & set(table)):
+        raise ValueError(
+            f"{where}: {found} are reserved, and not implemented in this version. Remove them."
+        )
     unknown, missing = set(table) - required - optional, required - set(table)
     if unknown or missing:
         raise ValueError(

@@ -6,7 +6,9 @@ say, as without their devices they could not be loaded again.
 """
 
 import threading
+from collections.abc import Mapping
 from contextlib import nullcontext
+from typing import Any
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
@@ -42,13 +44,14 @@ anew = _Anew()
 """`with anew:` compiles without the cache."""
 
 
-def compile_program(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+def compile_program(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> jax.stages.Compiled:
     """Compile through the cache, where there is one; for absent devices anew.
 
-    The program was lowered with the placement of its results.
+    The program was lowered with the placement of its results. Other options are another entry of
+    the cache.
     """
     with anew if _is_for_absent(lowered) else nullcontext():
-        return lowered.compile()
+        return lowered.compile(compiler_options=dict(options) or None)
 
 
 def _is_for_absent(lowered: jax.stages.Lowered) -> bool:

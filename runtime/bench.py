@@ -160,13 +160,15 @@ def _plan(model: "LoadedModel", case: Case, overrides: Sequence[str]) -> "Plan":
     """The plan that a batch job of such rows would derive, with keys of the user's."""
     from ..compile.default_grid import RowNeed, derive_grid
     from ..compile.expert_plan import default_experts
+    from ..compile.numbers import Numbers
     from ..compile.plan import Plan, PlannedModel
 
     needs = [RowNeed(case.prompt_length, case.output_length)] * case.rows
     config, layout = model.definition.config, model.placement.layout
     grid = derive_grid(needs, config.max_position, _grid_defaults(case, layout))
-    planned = PlannedModel(model.files.name, model.files.fingerprint(), model.dtype)
-    plan = Plan(model.target.name, planned, grid, layout, default_experts(config))
+    planned = PlannedModel(model.files.name, model.files.fingerprint())
+    numbers, experts = Numbers(model.dtype), default_experts(config)
+    plan = Plan(model.target.name, planned, numbers, grid, layout, experts)
     return Plan.from_table(apply_overrides(tomllib.loads(plan.to_toml()), overrides))
 
 

@@ -111,6 +111,6 @@ def _weights(plan: "Plan", target: "Target", files: "ModelFiles", peers: Peers) 
     weights = files.weights_digest(peers)
     weights.start()
     model = session.load_model(
-        files, target, plan.model.dtype, plan.layout, scan_layers=plan.model.scan_layers
+        files, target, plan.numbers.dtype, plan.layout, scan_layers=plan.model.scan_layers
     )
     return Weights(weights.result(), model.parameters)

@@ -21,6 +21,7 @@ import numpy as np
 from ..compile.bucket_grid import BucketGrid
 from ..compile.default_grid import GridDefaults, ladder_grid
 from ..compile.expert_plan import ExpertPlan, default_experts
+from ..compile.numbers import Numbers
 from ..compile.plan import Plan, PlannedModel
 from ..compile.targets import Target, default_platform, find_target
 from ..sharding.layout import Layout
@@ -98,16 +99,17 @@ class LLM:
             files.unread.report(say, is_strict=strict_config)
             if plan is None:
                 dtype = session.resolve_dtype(dtype, found)
-                planned = PlannedModel(model, files.fingerprint(), dtype)
+                planned = PlannedModel(model, files.fingerprint())
+                numbers = Numbers(dtype)
                 plan = _own_plan(
-                    files, found, planned, layout, experts, max_model_len, max_num_seqs
+                    files, found, planned, numbers, layout, experts, max_model_len, max_num_seqs
                 )
             elif layout is not None or experts is not None:
                 raise ValueError("layout, experts: the plan has its own. Change them there.")
             session.check_plan(plan, files, found, dtype)
             self.plan = plan
             warm = begin(path, plan, found, files, files.weights_digest(), say)
-            dtype, scan_layers = plan.model.dtype, plan.model.scan_layers
+            dtype, scan_layers = plan.numbers.dtype, plan.model.scan_layers
             loaded = session.load_model(files, found, dtype, plan.layout, warm, scan_layers, say)
         self._tokenizer = loaded.tokenizer
         self._generator: Generator | None = session.start(loaded, plan, seed=seed, warm=warm)
@@ -251,6 +253,7 @@ def _own_plan(
     files: ModelFiles,
     target: Target,
     model: PlannedModel,
+    numbers: Numbers,
     layout: str | None,
     experts: ExpertPlan | None,
     max_model_len: int | None,
@@ -266,7 +269,7 @@ def _own_plan(
         reason = f"LLM plans for {grid.max_length} tokens where max_model_len is not given"
         tell(sys.stderr, f"rows without max_tokens: {reason}")
     experts = experts or default_experts(config)
-    return Plan(target.name, model, grid, chosen, experts, max_length_reason=reason)
+    return Plan(target.name, model, numbers, grid, chosen, experts, max_length_reason=reason)
 
 
 def _ladder(

@@ -18,7 +18,8 @@ from ..compile.bucket_grid import BucketGrid
 from ..compile.compiled_graphs import CompiledGraphs
 from ..compile.expert_plan import LOSSLESS_EXPERTS, ExpertPlan
 from ..compile.graph_failures import is_out_of_memory, naming_graph, reason
-from ..compile.plan import DTYPES, Plan
+from ..compile.numbers import DTYPES
+from ..compile.plan import Plan
 from ..compile.planning.hardware import num_devices
 from ..compile.targets import Target, need_not_be_present, num_simulated
 from ..modelzoo.config import DecoderConfig
@@ -119,14 +120,14 @@ def check_plan(plan: Plan, files: ModelFiles, target: Target, dtype: str = "auto
     check_target(plan, target)
     check_model(plan, files)
     if dtype != "auto":
-        _expect("model.dtype", dtype, plan.model.dtype, "Ask for auto to run as planned.")
+        _expect("numbers.dtype", dtype, plan.numbers.dtype, "Ask for auto to run as planned.")
     check_layout(plan.layout, files, target, plan.buckets)
     attention_kernels(plan, files.spec.config, target)
 
 
 def attention_kernels(plan: Plan, config: DecoderConfig, target: Target) -> AttentionChoices:
     """The attention kernel of each graph; refuses one that is asked for and cannot serve."""
-    placement, dtype = target.placement(plan.layout), jnp.dtype(plan.model.dtype)
+    placement, dtype = target.placement(plan.layout), jnp.dtype(plan.numbers.dtype)
     return choose_kernels(config, plan.buckets, placement, dtype, plan.attention)
 
 
@@ -299,10 +300,11 @@ def compile_plan(
         definition,
         plan.buckets,
         placement,
-        jnp.dtype(plan.model.dtype),
+        jnp.dtype(plan.numbers.dtype),
         on_graph,
         plan.experts or LOSSLESS_EXPERTS,
         plan.attention,
+        plan.compiler,
     )
 
 

@@ -32,12 +32,14 @@ LADDERS = {
     "powers of two": [*(2**k for k in range(7, 14)), LONGEST],
 }
 PLAN = """\
-schema = 1
+schema = 2
 target = "cpu"
 
 [model]
 source = "{model}"
 fingerprint = ""
+
+[numbers]
 dtype = "float32"
 
 [buckets]

@@ -24,6 +24,7 @@ from typing import Any
 from noria.compile.bucket_grid import BucketGrid, PrefillBucket
 from noria.compile.default_grid import derive_grid, slot_use
 from noria.compile.definition import Definition
+from noria.compile.numbers import Numbers
 from noria.compile.plan import Plan, PlannedModel
 from noria.compile.planning.cost import Calibration, CostModel
 from noria.compile.planning.hardware import hardware_of
@@ -101,7 +102,7 @@ def compare(
 ) -> dict[str, Any]:
     """Run one job under one plan, and predict the same."""
     stem = f"{job.stem}-{'-'.join(name.replace(',', '').split())}"
-    plan = Plan("cpu", PlannedModel(MODEL, "", "float32"), grid)
+    plan = Plan("cpu", PlannedModel(MODEL, ""), Numbers("float32"), grid)
     plan_path, output = work_dir / f"{stem}.toml", work_dir / f"{stem}.jsonl"
     plan_path.write_text(plan.to_toml(), "utf-8")
     arguments = ["-i", job, "-o", output, "--model", MODEL, "--plan", plan_path]

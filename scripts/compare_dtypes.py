@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from noria.compile.bucket_grid import BucketGrid
+from noria.compile.numbers import Numbers
 from noria.compile.plan import Plan, PlannedModel
 from noria.runtime import LLM, RequestOutput, SamplingParams
 from noria.runtime.machine import describe_machine
@@ -52,7 +53,7 @@ def main() -> None:
 
 def load(model: str, dtype: str, grid: BucketGrid) -> LLM:
     """The model in one dtype."""
-    return LLM(model, plan=Plan("cpu", PlannedModel(model, "", dtype), grid))
+    return LLM(model, plan=Plan("cpu", PlannedModel(model, ""), Numbers(dtype), grid))
 
 
 def grid_of(rows: int, longest: int) -> BucketGrid:

@@ -192,7 +192,7 @@ def compile_all(case: Case, files: ModelFiles, prediction: Prediction, record: d
         definition,
         plan.buckets,
         placement,
-        jnp.dtype(plan.model.dtype),
+        jnp.dtype(plan.numbers.dtype),
         plan.experts or LOSSLESS_EXPERTS,
     )
     done = record.setdefault("graphs", {})

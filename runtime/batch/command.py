@@ -209,7 +209,7 @@ class BatchModel:
         if said := limit_note(plan, rows, config.max_position):
             progress.note(said)
         progress.note(str(session.attention_kernels(plan, config, target)))
-        dtype, scan_layers = plan.model.dtype, plan.model.scan_layers
+        dtype, scan_layers = plan.numbers.dtype, plan.model.scan_layers
         model = session.load_model(
             self._files, target, dtype, plan.layout, warm, scan_layers, progress.note
         )
@@ -222,6 +222,7 @@ class BatchModel:
 
     def _make_plan(self, rows: "Sequence[RowNeed]", target: "Target") -> "Plan":
         """The given plan, or one for the rows of this job; either with the overrides."""
+        from ...compile.numbers import Numbers
         from ...compile.plan import PlannedModel
         from .. import session
         from .job_plan import derived_plan, given_plan
@@ -230,9 +231,9 @@ class BatchModel:
         if self._plan_table is not None:
             return given_plan(self._plan_table, overrides)
         dtype = session.resolve_dtype(self._options.dtype, target)
-        model = PlannedModel(self._files.name, self._files.fingerprint(), dtype)
-        config = self._files.spec.config
-        return derived_plan(rows, target, model, config, self._layout, overrides, self._peers)
+        model, numbers = PlannedModel(self._files.name, self._files.fingerprint()), Numbers(dtype)
+        config, layout = self._files.spec.config, self._layout
+        return derived_plan(rows, target, model, numbers, config, layout, overrides, self._peers)
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from ...compile.default_grid import (
 )
 from ...compile.definition import Definition
 from ...compile.expert_plan import default_experts
+from ...compile.numbers import Numbers
 from ...compile.plan import Plan, PlannedModel
 from ...compile.planning.hardware import hardware_of
 from ...compile.planning.work import Work
@@ -50,6 +51,7 @@ def derived_plan(
     rows: Sequence[RowNeed],
     target: Target,
     model: PlannedModel,
+    numbers: Numbers,
     config: DecoderConfig,
     layout: Layout | None,
     overrides: Sequence[str],
@@ -64,7 +66,7 @@ def derived_plan(
     if defaults.max_length is None and any(row.max_tokens is None for row in rows):
         share = defaults.cpu_cache_share if target.platform == "cpu" else defaults.cache_share
         arrangement = target.placement(layout).arrangement(config)
-        work = Work(Definition(config, arrangement), model.dtype, layout)
+        work = Work(Definition(config, arrangement), numbers.dtype, layout)
         # the memory of process 0, so that all derive the same plan
         left = peers.share(_memory_bytes(target)) - work.parameter_bytes
         fits = partial(_fits, work, share * left)
@@ -75,7 +77,8 @@ def derived_plan(
     grid = derive_grid(rows, config.max_position, defaults, fits)
     if grid.max_length >= defaults.longest_span(config.max_position):
         reason = ""
-    plan = Plan(target.name, model, grid, layout, default_experts(config), max_length_reason=reason)
+    experts = default_experts(config)
+    plan = Plan(target.name, model, numbers, grid, layout, experts, max_length_reason=reason)
     plan = given_plan(tomllib.loads(plan.to_toml()), overrides)
     grid = plan.buckets
     use = slot_use(rows, has_chunks=bool(grid.chunks))

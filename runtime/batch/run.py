@@ -202,18 +202,13 @@ class _Job:
             raise JobError(str(error) or type(error).__name__, code) from error
         if self.journal is not None:
             _check_weights(self.settings, self.journal.facts.get(WEIGHTS), built.weights)
-        if stored_plan is None:
-            if self.journal is not None:
+            if stored_plan is None:
                 self.journal.record_fact(MODEL, self.settings.model_name)
                 self.journal.record_fact(WEIGHTS, built.weights)
-                # recorded last: a journal with a plan binds later runs
+            if stored_plan != built.plan:
+                # recorded last: a journal with a plan binds later runs. One of an older schema is
+                # the same plan, and is recorded anew
                 self.journal.record_fact(PLAN, built.plan)
-        elif stored_plan != built.plan:
-            raise JobError(
-                f"{self.settings.journal_path}: expected the plan that the job was begun with, got "
-                "another one from the build. Discard the journal with --restart.",
-                EXIT_BUILD,
-            )
         return built
 
     def _run_rows(self, built: Build, rows: Sequence[ScannedRow]) -> str | None:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...compile.bucket_grid import BucketGrid, PrefillBucket
+from ...compile.numbers import Numbers
 from ...compile.plan import Plan, PlannedModel
 from ...compile.planning.cost import Calibration, Measured, calibrate
 from ...compile.planning.hardware import Hardware
@@ -71,8 +72,9 @@ def measure(
     seconds: dict[Call, list[float]] = defaultdict(list)
     for trial in trials:
         grid = _grid(trial, longest)
-        planned = PlannedModel(model.files.name, model.files.fingerprint(), model.dtype)
-        plan = Plan(model.target.name, planned, grid, model.placement.layout)
+        planned = PlannedModel(model.files.name, model.files.fingerprint())
+        numbers = Numbers(model.dtype)
+        plan = Plan(model.target.name, planned, numbers, grid, model.placement.layout)
         generator = start(model, plan)
         for span in grid.decode_spans:
             _submit(generator, grid, span)

@@ -15,6 +15,7 @@ from ...compile.bucket_grid import BucketGrid
 from ...compile.default_grid import GridDefaults
 from ...compile.definition import model_sizes
 from ...compile.expert_plan import default_experts
+from ...compile.numbers import Numbers
 from ...compile.plan import Plan, PlannedModel
 from ...compile.planning.candidates import Budget
 from ...compile.planning.compile_time import GraphSeconds
@@ -99,11 +100,12 @@ def predict(options: argparse.Namespace, files: ModelFiles) -> Prediction:
     if options.compile_layouts:
         searched = _as_compiled(options, config, dtype, searched)
     best = searched[0]
-    model = PlannedModel(files.name, _fingerprint(files), dtype, options.scan_layers)
+    model = PlannedModel(files.name, _fingerprint(files), options.scan_layers)
     grid = best.planned.best.grid
     plan = Plan(
         options.target,
         model,
+        Numbers(dtype),
         grid,
         best.layout,
         default_experts(config),

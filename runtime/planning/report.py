@@ -197,7 +197,7 @@ def _pictures(prediction: "Prediction", report: Mapping[str, Any]) -> list[Pictu
             "flat part for arithmetic; one far below it waits for the network, or is known from a "
             "calibration to be slower. What is above it was measured to be faster than its peaks.",
             pictures.roofline(
-                report["graphs"], hardware.peak(prediction.plan.model.dtype), hardware.memory_rate
+                report["graphs"], hardware.peak(prediction.plan.numbers.dtype), hardware.memory_rate
             ),
         ),
         Picture(

@@ -10,14 +10,36 @@ from hypothesis import strategies as st
 from noria.compile.attention_kernels import AttentionPlan
 from noria.compile.bucket_grid import BucketGrid
 from noria.compile.expert_plan import ExpertPlan
+from noria.compile.numbers import Numbers
 from noria.compile.plan import Plan, PlannedModel
 from noria.compile.plan_tables import table_lines
 from noria.modelzoo.moe.config import LOSSLESS, Dispatch
 
 GRID = BucketGrid(64, ((16, 4), (48, 1)), 8, (32, 64), steps_per_call=4, score=True)
-PLAN = Plan("cpu", PlannedModel('a "quoted" \\ name', "sha256:00", "float32"), GRID)
+PLAN = Plan("cpu", PlannedModel('a "quoted" \\ name', "sha256:00"), Numbers("float32"), GRID)
 
 
+SCHEMA_1 = """
+schema = 1
+target = "cpu"
+
+[model]
+source = "m"
+fingerprint = ""
+dtype = "bfloat16"
+scan_layers = true
+
+[buckets]
+max_length = 64
+prefill = [[16, 4], [48, 1]]
+decode_slots = 8
+decode_spans = [32, 64]
+steps_per_call = 4
+score = true
+
+[attention]
+prefill = "xla"
+"""
 EXPERTS = ExpertPlan(LOSSLESS, Dispatch("capacity", 1.25), "drop")
 
 
@@ -49,9 +71,61 @@ def test_a_plan_says_that_layers_are_scanned_where_they_are():
     assert "scan_layers" not in PLAN.to_toml()
 
 
+def test_a_plan_of_schema_1_is_that_of_schema_2():
+    plan = Plan.from_table(tomllib.loads(SCHEMA_1))
+    model, attention = PlannedModel("m", "", True), AttentionPlan(prefill="xla")
+    assert plan == Plan("cpu", model, Numbers("bfloat16"), GRID, attention=attention)
+    text = plan.to_toml()
+    assert text.startswith("schema = 2\n") and '[numbers]\ndtype = "bfloat16"' in text
+    assert Plan.from_table(tomllib.loads(text)) == plan
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('dtype = "bfloat16"\n', "", r"\[model\] of schema 1: .* missing \['dtype'\]"),
+        ("[attention]", "[compiler.fork]\n[attention]", r"of schema 1: .* unknown \['compiler'\]"),
+        ("[model]", "[modell]", r"of schema 1: .* unknown \['modell'\], missing \['model'\]"),
+    ],
+)
+def test_a_wrong_key_of_schema_1_is_refused_by_name(old, new, message):
+    assert SCHEMA_1.count(old) == 1
+    with pytest.raises(ValueError, match=message):
+        Plan.from_table(tomllib.loads(SCHEMA_1.replace(old, new)))
+
+
+def test_options_of_the_compiler_survive_their_file_in_an_order_of_their_own():
+    table = tomllib.loads(PLAN.to_toml())
+    given = {"fork": {}, "decode": {"xla_b": 1e-07, "xla_a": True}, "score": {"xla_c": "d e"}}
+    plan = Plan.from_table(table | {"compiler": given})
+    text = plan.to_toml()
+    assert '[compiler.score]\nxla_c = "d e"\n' in text
+    assert "[compiler.decode]\nxla_a = true\nxla_b = 1e-07\n" in text
+    assert "fork" not in text
+    assert Plan.from_table(tomllib.loads(text)) == plan
+    turned = {kind: dict(reversed(given[kind].items())) for kind in reversed(given)}
+    assert Plan.from_table(table | {"compiler": turned}).to_toml() == text
+
+
+@pytest.mark.parametrize(
+    ("compiler", "message"),
+    [
+        ("compiler = 1", r"\[compiler\]: expected a table, got 1"),
+        ("[compiler.chunk]", r"\[compiler\]: expected the keys .* unknown \['chunk'\]"),
+        ("[compiler]\ndecode = 1", r"\[compiler.decode\]: expected a table, got 1"),
+        ("[compiler.decode]\nx = [1]", r"compiler.decode.x: expected a string, .* got \[1\]"),
+        ("[compiler.decode]\nx = nan", r"compiler.decode.x: .* finite number, .* got nan"),
+        ("[compiler.decode]\nx.y = 1", r"compiler.decode.x: expected .* got {'y': 1}"),
+    ],
+)
+def test_options_that_no_compiler_could_take_are_refused(compiler, message):
+    with pytest.raises(ValueError, match=message):
+        Plan.from_table(tomllib.loads(PLAN.to_toml()) | tomllib.loads(compiler))
+
+
 def test_whether_layers_are_scanned_is_true_or_false():
     with pytest.raises(ValueError, match=r"model\.scan_layers: expected true or false, got 1"):
-        PlannedModel("model", "", "float32", 1)
+        PlannedModel("model", "", 1)
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"])))
@@ -77,8 +151,15 @@ def test_a_plan_survives_its_file(experts):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("schema = 1", "schema = 2", "plan schema: expected 1, got 2"),
-        ("schema = 1", "schema = true", "plan schema: expected 1, got True"),
+        ("schema = 2", "schema = 3", "plan schema: expected 1 or 2, got 3. Plan again"),
+        ("schema = 2", "schema = true", "plan schema: expected 1 or 2, got True"),
+        ("schema = 2", "schema = 2.0", "plan schema: expected 1 or 2, got 2.0"),
+        ("schema = 2\n", "", r"missing \['schema'\]"),
+        ("schema = 2", "schema = 1", r"plan of schema 1: .* unknown \['numbers'\]"),
+        ('dtype = "float32"', "", r"\[numbers\]: .* missing \['dtype'\]"),
+        ("[buckets]", 'weights = "int8"\n[buckets]', r"\['weights'\] are reserved, and not impl"),
+        ("[buckets]", "[prefixes]\n[buckets]", r"plan: \['prefixes'\] are reserved, .* Remove"),
+        ("[buckets]", "[adapters]\n[buckets]", r"plan: \['adapters'\] are reserved, .* Remove"),
         ('"cpu"', "8", "target: expected cpu, .* got 8"),
         ('"cpu"', '"gpus"', "target: expected cpu, .* got 'gpus'"),
         (
@@ -89,7 +170,7 @@ def test_a_plan_survives_its_file(experts):
         ("decode_slots = 8", "decode_slotz = 8", r"unknown \['decode_slotz'\]"),
         ("max_length = 64\n", "", r"missing \['max_length'\]"),
         ("[model]", "[modell]", r"unknown \['modell'\], missing \['model'\]"),
-        ('dtype = "float32"', 'dtype = "float16"', "model.dtype: expected float32 or bfloat16"),
+        ('dtype = "float32"', 'dtype = "float16"', "numbers.dtype: expected float32 or bfloat16"),
         ('"sha256:00"', "7", "model.fingerprint: expected a string, got 7"),
         ('target = "cpu"', 'target = "cpu"\nmeshes = 3', r"unknown \['meshes'\]"),
     ],

@@ -14,13 +14,14 @@ from noria.compile.default_grid import (
     with_chunk,
 )
 from noria.compile.definition import model_sizes
+from noria.compile.numbers import Numbers
 from noria.compile.plan import Plan, PlannedModel
 from noria.modelzoo.config import DecoderConfig
 from noria.runtime.layout_files import named_layout_tables, read_layout_table
 from noria.sharding.layout import Layout
 from noria.sharding.legality import check
 
-MODEL = PlannedModel("model", "sha256:00", "float32")
+MODEL = PlannedModel("model", "sha256:00")
 GRID = BucketGrid(64, ((16, 8),), 8, (32, 64))
 CONFIG = DecoderConfig(
     vocab_size=1000,
@@ -52,12 +53,12 @@ def layout_of(spelling: str) -> Layout:
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_a_plan_with_a_layout_survives_its_file(spelling):
     layout = layout_of(spelling)
-    plan = Plan(f"cpu:{layout.mesh.num_devices}", MODEL, GRID, layout)
+    plan = Plan(f"cpu:{layout.mesh.num_devices}", MODEL, Numbers("float32"), GRID, layout)
     assert Plan.from_table(tomllib.loads(plan.to_toml())) == plan
 
 
 def test_the_layout_of_a_plan_stands_in_it_as_in_a_file():
-    plan = Plan("cpu:8", MODEL, GRID, layout_of("data-tensor-batch-attention"))
+    plan = Plan("cpu:8", MODEL, Numbers("float32"), GRID, layout_of("data-tensor-batch-attention"))
     _, _, text = plan.to_toml().partition("decode_spans")
     assert text.splitlines()[1:] == [
         "steps_per_call = 8",
@@ -89,7 +90,9 @@ def test_the_layout_of_a_plan_stands_in_it_as_in_a_file():
     ],
 )
 def test_a_plan_with_a_layout_of_another_form_is_refused(old, new, message):
-    text = Plan("cpu:8", MODEL, GRID, layout_of("data-tensor-batch-attention")).to_toml()
+    text = Plan(
+        "cpu:8", MODEL, Numbers("float32"), GRID, layout_of("data-tensor-batch-attention")
+    ).to_toml()
     assert old in text
     with pytest.raises(ValueError, match=message):
         Plan.from_table(tomllib.loads(text.replace(old, new)))

@@ -33,11 +33,11 @@ def folder(tmp_path):
     reset_cache()
 
 
-def compile_for(name: str) -> jax.stages.Compiled:
+def compile_for(name: str, **options: float) -> jax.stages.Compiled:
     sharding = find_target(name).placement().replicated
     x = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=sharding)
     # a function of its own each time: jax keeps what it has compiled of another
-    return compile_program(jax.jit(lambda x: x + 1, out_shardings=sharding).lower(x))
+    return compile_program(jax.jit(lambda x: x + 1, out_shardings=sharding).lower(x), options)
 
 
 def kept(folder):
@@ -47,6 +47,14 @@ def kept(folder):
 def test_a_program_is_kept(folder):
     compile_for("cpu")
     assert len(kept(folder)) == 1
+
+
+def test_programs_with_other_options_are_other_entries(folder):
+    for level in (1, 2, 2):
+        compile_for("cpu", xla_backend_optimization_level=level)
+    assert len(kept(folder)) == 2
+    compile_for("cpu")
+    assert len(kept(folder)) == 3
 
 
 @pytest.mark.parametrize(

@@ -92,11 +92,13 @@ try:
 except ValueError as error:
     print(f"== LLM 2\n", error, file=sys.stderr)
 """
-PLAN = """schema = 1
+PLAN = """schema = 2
 target = "cpu"
 [model]
 source = "model"
 fingerprint = ""
+
+[numbers]
 dtype = "float32"
 [buckets]
 max_length = 16

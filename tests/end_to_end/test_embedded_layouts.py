@@ -11,6 +11,7 @@ from command import chat, read_manifest, read_rows, write_lines
 from tolerances import NEAR_TIE_GAP
 
 from noria.compile.bucket_grid import BucketGrid
+from noria.compile.numbers import Numbers
 from noria.compile.plan import Plan, PlannedModel
 from noria.runtime import LLM, SamplingParams
 from noria.runtime.layout_files import read_layout_table
@@ -46,8 +47,8 @@ LAYOUTS = (
 def answers(layout: Layout | None) -> list[RequestOutput]:
     num_devices = 1 if layout is None else layout.mesh.num_devices
     grid = BucketGrid(96, ((72, 6),), 6, (96,))
-    target, model = f"cpu:{num_devices}", PlannedModel("smollm2", "", "float32")
-    llm = LLM("smollm2", plan=Plan(target, model, grid, layout))
+    target, model = f"cpu:{num_devices}", PlannedModel("smollm2", "")
+    llm = LLM("smollm2", plan=Plan(target, model, Numbers("float32"), grid, layout))
     conversations = [[{"role": "user", "content": question}] for question in QUESTIONS]
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2)
     outputs = llm.chat(conversations, params)

@@ -9,12 +9,14 @@ from model_on_disk import LAYERS, write_model
 
 NUM_CHOSEN = 2
 BUCKETS = """
-schema = 1
+schema = 2
 target = "cpu"
 
 [model]
 source = "model"
 fingerprint = ""
+
+[numbers]
 dtype = "float32"
 
 [buckets]

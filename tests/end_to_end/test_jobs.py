@@ -12,12 +12,14 @@ from safetensors.numpy import load_file, save_file
 
 GREEDY = {"temperature": 0, "max_tokens": 8}
 PLAN = """
-schema = 1
+schema = 2
 target = "cpu"
 
 [model]
 source = "model"
 fingerprint = "{fingerprint}"
+
+[numbers]
 dtype = "float32"
 
 [buckets]

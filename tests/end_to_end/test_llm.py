@@ -14,6 +14,7 @@ from tolerances import FLOAT32_MODEL_LOGPROB
 from noria.compile.bucket_grid import BucketGrid
 from noria.compile.graph_failures import GraphFailed
 from noria.compile.monitor import compile_monitor
+from noria.compile.numbers import Numbers
 from noria.compile.plan import Plan, PlannedModel
 from noria.runtime import LLM, SamplingParams
 from noria.runtime.errors import ForkedProcess
@@ -122,14 +123,14 @@ def test_a_length_beyond_the_models_is_refused(noria):
 @pytest.mark.parametrize(
     ("planned", "options", "message"),
     [
-        (PlannedModel("m", "sha256:00", "float32"), {}, "plan model.fingerprint: expected sha256"),
+        (PlannedModel("m", "sha256:00"), {}, "plan model.fingerprint: expected sha256"),
         (
-            PlannedModel("m", "", "float32"),
+            PlannedModel("m", ""),
             {"dtype": "bfloat16"},
-            "plan model.dtype: expected bfloat16, got float32",
+            "plan numbers.dtype: expected bfloat16, got float32",
         ),
         (
-            PlannedModel("m", "", "float32"),
+            PlannedModel("m", ""),
             {"target": "tpu:v5e:2x4"},
             "target: expected one that is on this machine|no topology",
         ),
@@ -137,7 +138,7 @@ def test_a_length_beyond_the_models_is_refused(noria):
 )
 def test_a_plan_for_something_else_is_refused(noria, planned, options, message):
     with pytest.raises(ValueError, match=message):
-        LLM(model=str(noria.model), plan=Plan("cpu", planned, GRID), **options)
+        LLM(model=str(noria.model), plan=Plan("cpu", planned, Numbers("float32"), GRID), **options)
 
 
 def interrupt(llm, monkeypatch, *, after: int) -> None:
@@ -260,7 +261,7 @@ def open_files(folder) -> list[str]:
 def test_a_closed_model_holds_nothing_and_says_so(noria, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", noria.environment["XDG_CACHE_HOME"])
     grid = BucketGrid(max_length=64, prefill=((32, 1),), decode_slots=2, decode_spans=(64,))
-    plan = Plan("cpu", PlannedModel("model", "", "float32"), grid)
+    plan = Plan("cpu", PlannedModel("model", ""), Numbers("float32"), grid)
     options = {"trust_remote_code": False, "gpu_memory_utilization": 0.9, "enforce_eager": True}
     with LLM(str(noria.model), plan=plan, **options) as llm:
         assert not open_files(noria.model)

@@ -26,13 +26,15 @@ from noria.runtime.checkpoint import open_model
 LIMIT = ("--peer-timeout-seconds", 5)
 LIMIT_SECONDS = 5 + 5
 PLAN = """
-schema = 1
+schema = 2
 target = "cpu:8"
 layout = "data-tensor"
 
 [model]
 source = "model"
 fingerprint = ""
+
+[numbers]
 dtype = "float32"
 
 [buckets]

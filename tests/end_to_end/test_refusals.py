@@ -34,8 +34,11 @@ def refusal(noria, source, *options, model=None, expect) -> str:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--dtype", "bfloat16", "--set", "model.dtype=float32"], "expected bfloat16, got float32"),
-        (["--set", "model.dtype=float16"], "model.dtype: expected float32 or bfloat16"),
+        (
+            ["--dtype", "bfloat16", "--set", "numbers.dtype=float32"],
+            "expected bfloat16, got float32",
+        ),
+        (["--set", "numbers.dtype=float16"], "numbers.dtype: expected float32 or bfloat16"),
         (["--set", "target=tpu"], "plan target: expected cpu, got tpu"),
         (["--target", "cuda"], "target: expected cpu, gpu, tpu, a number of them"),
         (["--set", "attention.decode=pages"], "expected one of auto, splash, cudnn, xla, got"),

@@ -11,12 +11,14 @@ from noria.runtime import LLM, SamplingParams
 from noria.runtime.cli import main
 
 PLAN = """
-schema = 1
+schema = 2
 target = "cpu"
 
 [model]
 source = "model"
 fingerprint = ""
+
+[numbers]
 dtype = "float32"
 
 [buckets]

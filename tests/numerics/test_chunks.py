@@ -12,6 +12,7 @@ import pytest
 import tolerances
 
 from noria.compile.bucket_grid import BucketGrid
+from noria.compile.numbers import Numbers
 from noria.compile.plan import Plan, PlannedModel
 from noria.runtime import LLM, SamplingParams
 
@@ -28,7 +29,7 @@ TAILS = BucketGrid(
 @cache
 def answers(grid: BucketGrid, count: int, max_tokens: int = 16):
     """Of so many conversations."""
-    llm = LLM("smollm2", plan=Plan("cpu", PlannedModel("smollm2", "", "float32"), grid))
+    llm = LLM("smollm2", plan=Plan("cpu", PlannedModel("smollm2", ""), Numbers("float32"), grid))
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=2)
     outputs = llm.chat(conversations_of(count), params)
     llm.close()

@@ -11,6 +11,7 @@ import tolerances
 from numerics_helpers import embedded_file, script
 
 from noria.compile.bucket_grid import BucketGrid
+from noria.compile.numbers import Numbers
 from noria.compile.plan import Plan, PlannedModel
 from noria.runtime import LLM, SamplingParams
 
@@ -47,7 +48,7 @@ def reference(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def llm():
-    plan = Plan("cpu", PlannedModel("smollm2", "", "float32"), GRID)
+    plan = Plan("cpu", PlannedModel("smollm2", ""), Numbers("float32"), GRID)
     llm = LLM("smollm2", plan=plan)
     yield llm
     llm.close()

@@ -5,6 +5,7 @@ import os
 import pytest
 from tiny import GRID
 
+from noria.compile.numbers import Numbers
 from noria.compile.plan import Plan, PlannedModel
 from noria.runtime.cli import main
 
@@ -52,7 +53,10 @@ def test_a_table_or_picture_of_layouts_is_no_file_that_is_read(capsys, tmp_path)
 
 
 def test_a_plan_is_not_replaced_by_the_bundle_that_is_made_of_it(capsys, tmp_path):
-    text = "# mine\n" + Plan("cpu", PlannedModel("nowhere", "sha256:", "float32"), GRID).to_toml()
+    text = (
+        "# mine\n"
+        + Plan("cpu", PlannedModel("nowhere", "sha256:"), Numbers("float32"), GRID).to_toml()
+    )
     for plan in (tmp_path / "plan.toml", tmp_path / "bundle.json"):
         plan.write_text(text)
         said = refusal(capsys, "compile", "--plan", plan, "-o", tmp_path)

@@ -9,6 +9,7 @@ from model_on_disk import write_model
 from tiny import GRID
 
 from noria.compile.bucket_grid import BucketGrid
+from noria.compile.numbers import Numbers
 from noria.compile.plan import Plan, PlannedModel
 from noria.compile.targets import Target, find_target
 from noria.runtime.checkpoint import GenerationDefaults, InvalidConfig, open_model
@@ -22,7 +23,7 @@ from noria.runtime.session import (
 
 
 def plan_for(target: str) -> Plan:
-    return Plan(target, PlannedModel("tiny", "", "bfloat16"), GRID)
+    return Plan(target, PlannedModel("tiny", ""), Numbers("bfloat16"), GRID)
 
 
 def present(name: str, platform: str, count: int) -> Target:

@@ -12,6 +12,7 @@ from model_on_disk import MAX_POSITION, write_model
 from tiny import CONFIG
 
 from noria.compile.default_grid import GridDefaults, RowNeed
+from noria.compile.numbers import Numbers
 from noria.compile.plan import Plan, PlannedModel
 from noria.compile.targets import Target, find_target
 from noria.runtime.batch import job_plan
@@ -19,7 +20,7 @@ from noria.runtime.batch.job_plan import derived_plan, limit_note
 from noria.runtime.batch.peers import ALONE
 from noria.runtime.cli import main
 
-MODEL = PlannedModel("tiny", "", "float32")
+MODEL = PlannedModel("tiny", "")
 LONG = replace(CONFIG, max_position=8192)
 OPEN = [RowNeed(20, None)] * 3 + [RowNeed(9, 4)]
 VALUES = ["0", "1", "-1", "16", "1.5", "nan", "true", '""', '"x"', "x", "[]", "{}", "[16]", "data"]
@@ -28,7 +29,9 @@ VALUES += ["1979-05-27", "99999999999999999999", "[16,64]", '["data"]', "chunk"]
 
 
 def plan_of(rows, *overrides) -> Plan:
-    return derived_plan(rows, find_target("cpu"), MODEL, LONG, None, overrides, ALONE)
+    return derived_plan(
+        rows, find_target("cpu"), MODEL, Numbers("float32"), LONG, None, overrides, ALONE
+    )
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from tiny import CONFIG, GRID
 
 from noria.compile.compiled_graphs import CompiledGraphs, graph_names
 from noria.compile.monitor import compile_monitor
+from noria.compile.numbers import Numbers
 from noria.compile.plan import Plan, PlannedModel
 from noria.compile.targets import Target
 from noria.modelzoo.config import RopeConfig
@@ -25,7 +26,7 @@ from noria.runtime.checkpoint import WeightsDigest
 from noria.runtime.padding import pack_greedy
 from noria.runtime.run_config import ConfigError
 
-PLAN = Plan("cpu", PlannedModel("tiny", "", "float32"), GRID)
+PLAN = Plan("cpu", PlannedModel("tiny", ""), Numbers("float32"), GRID)
 ELSEWHERE = Path("/nonexistent/model")
 
 
@@ -93,7 +94,12 @@ def test_flags_of_this_process_count(folder, target, monkeypatch):
 
 
 def test_another_plan_is_refused(folder, target):
-    other = Plan("cpu", PlannedModel("tiny", "", "bfloat16"), GRID)
+    other = Plan("cpu", PlannedModel("tiny", ""), Numbers("bfloat16"), GRID)
+    assert "plan" in refusal(folder, target, other)
+
+
+def test_options_of_the_compiler_are_part_of_the_key(folder, target):
+    other = replace(PLAN, compiler={"decode": {"xla_backend_optimization_level": 1}})
     assert "plan" in refusal(folder, target, other)
 
 

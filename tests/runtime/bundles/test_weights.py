@@ -12,6 +12,7 @@ from counted_arrays import CountedArrays
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tiny import CONFIG, GRID, TinyModel
 
+from noria.compile.numbers import Numbers
 from noria.compile.plan import Plan, PlannedModel
 from noria.compile.targets import Target
 from noria.runtime.batch.disk import Disk
@@ -22,7 +23,7 @@ from noria.runtime.bundles.own_files import BundleUnusable, opened
 from noria.runtime.bundles.warm_start import begin
 from noria.runtime.bundles.weights import read_shards, write_shards
 
-PLAN = Plan("cpu", PlannedModel("tiny", "", "float32"), GRID)
+PLAN = Plan("cpu", PlannedModel("tiny", ""), Numbers("float32"), GRID)
 ELSEWHERE = Path("/nonexistent/model")
 SPECS = {
     "cut twice": ((8, 6), np.float32, ("data", "tensor")),

@@ -30,12 +30,14 @@ from noria.runtime.checkpoint import model_files as module
 
 SHAPES = shapes(CONFIG)
 PLAN = """
-schema = 1
+schema = 2
 target = "cpu"
 
 [model]
 source = "m"
 fingerprint = "sha256:0"
+
+[numbers]
 dtype = "float32"
 
 [buckets]

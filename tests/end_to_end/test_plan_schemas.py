@@ -1,0 +1,106 @@
+"""Plans of schema 1 and 2 are the same job, and options of the compiler are part of a plan."""
+
+import tomllib
+
+import pytest
+from command import answer, completion, read_manifest, read_rows, write_lines
+
+from noria.compile import program_cache
+from noria.runtime import cli
+from noria.runtime.batch.journal import Journal
+from noria.runtime.batch.journal_records import PLAN
+
+MODEL = '[model]\nsource = "model"\nfingerprint = ""\n'
+DTYPE = 'dtype = "float32"\n'
+BUCKETS = """
+[buckets]
+max_length = 48
+prefill = [[16, 2]]
+decode_slots = 2
+decode_spans = [24, 48]
+score = true
+"""
+SCHEMA_1 = f'schema = 1\ntarget = "cpu"\n{MODEL}{DTYPE}{BUCKETS}'
+SCHEMA_2 = f'schema = 2\ntarget = "cpu"\n{MODEL}[numbers]\n{DTYPE}{BUCKETS}'
+UNKNOWN = "compiler.decode.xla_no_such_option"
+
+
+@pytest.fixture
+def source(tmp_path):
+    rows = [completion(f"q{i}", [3 + i] * (i + 2), max_tokens=12 + i) for i in range(5)]
+    rows.append(completion("scored", [5, 6, 7], echo=True, max_tokens=0, logprobs=1))
+    return write_lines(tmp_path / "in.jsonl", rows)
+
+
+def test_both_schemas_are_one_plan_with_the_same_tokens(noria, source, tmp_path):
+    found = []
+    for number, text in enumerate((SCHEMA_1, SCHEMA_2)):
+        (tmp_path / f"{number}.toml").write_text(text)
+        output = tmp_path / f"{number}.jsonl"
+        rows, manifest = noria.batch(source, output, "--plan", tmp_path / f"{number}.toml")
+        found.append(([answer(row) for row in rows], manifest["plan_fingerprint"]))
+        assert tomllib.loads(manifest["plan"])["schema"] == 2
+    assert found[0] == found[1]
+
+
+def test_a_job_whose_journal_has_a_plan_of_schema_1_goes_on(noria, source, tmp_path, monkeypatch):
+    record_fact, output = Journal.record_fact, tmp_path / "out.jsonl"
+    arguments = ["batch", "-i", source, "-o", output, "--model", noria.model, "--quiet"]
+
+    def record_and_stop(self, name, value):
+        record_fact(self, name, SCHEMA_1 if name == PLAN else value)
+        if name == PLAN:
+            raise OSError("stopped")
+
+    monkeypatch.setattr(Journal, "record_fact", record_and_stop)
+    noria.refuse(*arguments, expect=2)
+    monkeypatch.undo()
+    assert cli.main([*map(str, arguments)]) == 0
+    assert len(read_rows(output)) == 6
+    plan = tomllib.loads(read_manifest(output)["plan"])
+    assert plan["buckets"]["decode_spans"] == [24, 48] and plan["numbers"] == {"dtype": "float32"}
+
+
+def test_options_reach_the_graphs_of_their_kind_alone(noria, source, tmp_path, monkeypatch):
+    compiled = []
+    compile_program = program_cache.compile_program
+
+    def compile_and_note(lowered, options):
+        compiled.append(dict(options))
+        return compile_program(lowered, options)
+
+    monkeypatch.setattr("noria.compile.build.compile_program", compile_and_note)
+    (tmp_path / "plan.toml").write_text(SCHEMA_2)
+    given = ["-i", source, "-o", tmp_path / "out.jsonl", "--model", noria.model, "--quiet"]
+    level = "xla_backend_optimization_level"
+    sets = [f"compiler.decode.{level}=1", f"compiler.score.{level}=2", f"compiler.fork.{level}=3"]
+    options = [word for one in sets for word in ("--set", one)]
+    arguments = ["batch", *given, "--plan", tmp_path / "plan.toml", *options]
+    assert cli.main([*map(str, arguments)]) == 0
+    levels = sorted(options.get(level, 0) for options in compiled)
+    # prefill and the empty state have none, and there are two spans of decode
+    assert levels == [0, 0, 1, 1, 2, 3]
+    manifest = read_manifest(tmp_path / "out.jsonl")
+    assert tomllib.loads(manifest["plan"])["compiler"]["score"] == {level: 2}
+
+
+@pytest.mark.parametrize("command", ["batch", "compile"])
+def test_an_option_that_the_compiler_does_not_know_is_refused(noria, source, tmp_path, command):
+    (tmp_path / "plan.toml").write_text(SCHEMA_2)
+    output, given = tmp_path / "out", ["-i", source] if command == "batch" else []
+    said = noria.refuse(
+        command, *given, "-o", output, "--model", noria.model,
+        "--plan", tmp_path / "plan.toml", "--set", f"{UNKNOWN}=true",
+    )  # fmt: skip
+    assert f"plan {UNKNOWN}: expected an option and a value that the target's compiler kn" in said
+    assert "got True for graph 'decode span " in said and "No such compile option" in said
+    assert "Correct it, or remove it from the plan." in said
+
+
+def test_a_value_that_the_option_does_not_take_is_refused(noria, source, tmp_path):
+    (tmp_path / "plan.toml").write_text(SCHEMA_2)
+    said = noria.refuse(
+        "batch", "-i", source, "-o", tmp_path / "out", "--model", noria.model, "--plan",
+        tmp_path / "plan.toml", "--set", "compiler.fork.xla_backend_optimization_level=fast",
+    )  # fmt: skip
+    assert "got 'fast' for graph 'fork'" in said and "not a valid int32 value" in said
