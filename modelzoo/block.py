@@ -3,13 +3,15 @@
 Knows nothing of caches, positions or what a layer attends to.
 """
 
+from typing import Any
+
 import jax
 from flax import nnx
 
 from . import axes
 from .config import Arrangement, DecoderConfig
 from .gqa import GroupedHeads
-from .layer_attention import AttendLayer
+from .layer_attention import LayerAttention
 from .layers import GatedMlp, Norm, Unnormed, scaled
 from .mla import LatentHeads
 from .moe.config import MoeConfig
@@ -46,16 +48,18 @@ class Block(nnx.Module):
         self,
         x_BTD: jax.Array,
         by: PositionCode,
-        attend_layer: AttendLayer,
+        layer_attention: LayerAttention,
         operations: Operations,
         experts: ExpertCall,
-    ) -> jax.Array:
-        out_BTD = self.attention(self.attention_norm(x_BTD), by, attend_layer, operations)
+    ) -> tuple[jax.Array, Any]:
+        """The residual stream after the layer, and what its attention made to be kept."""
+        normed_BTD = self.attention_norm(x_BTD)
+        out_BTD, made = self.attention(normed_BTD, by, layer_attention, operations)
         x_BTD = x_BTD + scaled(self.attention_post_norm(out_BTD), self.multiplier)
         x_BTD = operations.constrain(x_BTD, axes.RESIDUAL)
         out_BTD = self.mlp(self.mlp_norm(x_BTD), operations, experts)
         x_BTD = x_BTD + scaled(self.mlp_post_norm(out_BTD), self.multiplier)
-        return operations.constrain(x_BTD, axes.RESIDUAL)
+        return operations.constrain(x_BTD, axes.RESIDUAL), made
 
 
 class ParallelBlock(nnx.Module):
@@ -78,14 +82,16 @@ class ParallelBlock(nnx.Module):
         self,
         x_BTD: jax.Array,
         by: PositionCode,
-        attend_layer: AttendLayer,
+        layer_attention: LayerAttention,
         operations: Operations,
         experts: ExpertCall,
-    ) -> jax.Array:
+    ) -> tuple[jax.Array, Any]:
+        """The residual stream after the layer, and what its attention made to be kept."""
         normed_BTD = self.norm(x_BTD)
-        out_BTD = self.attention(normed_BTD, by, attend_layer, operations)
+        out_BTD, made = self.attention(normed_BTD, by, layer_attention, operations)
         out_BTD = out_BTD + self.mlp(normed_BTD, operations, experts)
-        return operations.constrain(x_BTD + scaled(out_BTD, self.multiplier), axes.RESIDUAL)
+        x_BTD = x_BTD + scaled(out_BTD, self.multiplier)
+        return operations.constrain(x_BTD, axes.RESIDUAL), made
 
 
 def block_of(

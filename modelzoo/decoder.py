@@ -5,7 +5,7 @@ Knows logical axes and positions; knows no mesh, bucket, file or text. `attend` 
 injected: other attention implementations and layouts must not change the answer.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -16,13 +16,13 @@ from flax import nnx
 
 from . import axes
 from .attention import EMPTY_POSITION, Attend, soft_cap
-from .block import Block, ParallelBlock, block_of
+from .block import block_of
 from .blockwise import attend_blockwise
 from .config import AS_PUBLISHED, PLAIN_SCORES, Arrangement, DecoderConfig, Window
 from .kept_layers import KeptLayers, PromptLayer
 from .kv_cache import KVCache, Positions, append_position
 from .layer_attention import (
-    AttendLayer,
+    CallAttention,
     ChunkAttention,
     ChunkContext,
     Keep,
@@ -30,7 +30,8 @@ from .layer_attention import (
     PromptRows,
     TokenAttention,
 )
-from .layer_groups import layer_groups, place_name, places
+from .layer_groups import Group, layer_groups, place_name, places
+from .layer_scan import Cache, scan_group
 from .layers import Embedding, Norm, scaled
 from .moe.config import LOSSLESS, Dispatch
 from .moe.layer import ExpertCall
@@ -39,12 +40,11 @@ from .operations import ON_ONE_DEVICE, Operations
 from .prompt_pieces import PromptPieces, keep_piece, keep_positions, positions_below
 from .rope import position_code
 from .stripes import IN_ORDER, dealt
-from .turns import run_groups
 
 
-def _keep_nothing(layers: None, made: PromptLayer, layer: jax.Array, window: Window) -> None:
-    """For prompts without a cache."""
-    del layers, made, layer, window
+def _keep_nothing(cache: None, made: PromptLayer, scan_index: jax.Array, window: Window) -> None:
+    """Keep nothing of prompts without a cache."""
+    del cache, made, scan_index, window
 
 
 class Decoder(nnx.Module):
@@ -100,12 +100,12 @@ class Decoder(nnx.Module):
         lies, wanted = self.operations.prompt_stripes, stored.cache_stripes
 
         def keep(
-            layers: KeptLayers, made: PromptLayer, layer: jax.Array, window: Window
+            layers: KeptLayers, made: PromptLayer, scan_index: jax.Array, window: Window
         ) -> KeptLayers:
             new = zip(made, layers.POSITION_AXES, strict=True)
             made = type(made)(*(dealt(x, axis - 1, lies, wanted, 0) for x, axis in new))
             is_ring = cache.positions.is_ring(window)
-            return keep_piece(layers, made, layer, rows, is_ring, stored)
+            return keep_piece(layers, made, scan_index, rows, is_ring, stored)
 
         x_BTD, layers, report = self._whole(tokens_BT, rows.count_B, cache.layers, keep)
         position_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
@@ -131,8 +131,8 @@ class Decoder(nnx.Module):
         key_position_BT = jnp.where(is_token_BT, query_position_BT, EMPTY_POSITION)
         attend_tokens = self._scored(self.operations.over_tokens(self.attend))
         rows = PromptRows(query_position_BT, key_position_BT)
-        attend_layer = PromptAttention(attend_tokens, self.operations, rows, keep)
-        return self._blocks(tokens_BT, position_1T, attend_layer, is_token_BT, cache)
+        attention = PromptAttention(attend_tokens, self.operations, rows, keep)
+        return self._run_layers(tokens_BT, position_1T, attention, is_token_BT, cache)
 
     def _prefill_chunk(
         self, tokens_BT: jax.Array, rows: PromptPieces, cache: KVCache, stored: Operations
@@ -146,7 +146,7 @@ class Decoder(nnx.Module):
         num_unseen = 0 if stored.cache_stripes.count > 1 else tokens_BT.shape[1]
         seen = positions_below(cache.positions, rows, num_unseen, stored)
         num_heads = self.operations.num_cache_heads(self.config.num_kv_heads)
-        attend_layer = ChunkAttention(
+        attention = ChunkAttention(
             self._scored(self.attend),
             self.operations,
             stored,
@@ -155,8 +155,8 @@ class Decoder(nnx.Module):
             num_heads=num_heads,
             num_unseen=num_unseen,
         )
-        x_BTD, layers, report = self._blocks(
-            tokens_BT, position_BT, attend_layer, is_token_BT, cache.layers
+        x_BTD, layers, report = self._run_layers(
+            tokens_BT, position_BT, attention, is_token_BT, cache.layers
         )
         kept_positions = keep_positions(cache.positions, kept_position_BT, rows, stored)
         return x_BTD, KVCache(layers, kept_positions), report
@@ -166,18 +166,20 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, KVCache, ExpertReport | None]:
         """`logits_BV` after one more token per row, written into the cache at its position.
 
-        Rows without a token take no expert; what is computed for them means nothing.
+        Rows without a token see nothing, write nothing and take no expert; what is computed for
+        them means nothing.
         """
         operations = self.operations
+        position_B = jnp.where(is_token_B, position_B, EMPTY_POSITION)
+        position_B = operations.constrain(position_B, axes.LOGITS[:1])
 
         def mark(positions: Positions, position_B: jax.Array) -> Positions:
             return append_position(positions, position_B, operations.stripe)
 
         positions = operations.by_row(mark, cache.positions, position_B)
-        attend = self._scored(self.attend)
-        attend_layer = TokenAttention(attend, operations, position_B, positions)
-        x_B1D, layers, report = self._blocks(
-            token_B[:, None], position_B[:, None], attend_layer, is_token_B[:, None], cache.layers
+        attention = TokenAttention(self._scored(self.attend), operations, position_B, positions)
+        x_B1D, layers, report = self._run_layers(
+            token_B[:, None], position_B[:, None], attention, is_token_B[:, None], cache.layers
         )
         return self.logits(x_B1D[:, 0]), KVCache(layers, positions), report
 
@@ -207,37 +209,46 @@ class Decoder(nnx.Module):
         scores = self.config.attention_scores
         return attend if scores == PLAIN_SCORES else partial(attend, scores=scores)
 
-    def _blocks(
+    def _run_layers(
         self,
         tokens_BT: jax.Array,
         position_BT: jax.Array | np.ndarray,
-        attend_layer: Callable[..., AttendLayer],
+        attention: CallAttention,
         is_token_BT: jax.Array,
-        cache: tuple[KeptLayers, ...] | None,
-    ) -> tuple[jax.Array, tuple[Any, ...], ExpertReport | None]:
-        """Final hidden states, the cache of each place of layers, and what sparse layers report.
-
-        `attend_layer` is given a window, the cache of a place, and which of its layers it is for.
-        """
-        experts = ExpertCall(is_token_BT, self.dispatch)
+        cache: Cache | None,
+    ) -> tuple[jax.Array, Cache, ExpertReport | None]:
+        """Final hidden states, the cache of each place of layers, and what sparse layers report."""
         ropes = dict.fromkeys(map(self.config.rope_of, self.config.windows))
-        by = {rope: position_code(position_BT, rope, self.config.rope_dim) for rope in ropes}
+        codes = {rope: position_code(position_BT, rope, self.config.rope_dim) for rope in ropes}
 
-        def run_layer(
-            layers: range,
-            block: Block | ParallelBlock,
+        def run_group(
+            group: Group,
+            blocks: Sequence[Any],
             x_BTD: jax.Array,
-            old: KeptLayers | None,
-            turn: jax.Array,
+            cache: Cache,
+            scan_index: jax.Array,
             experts: ExpertCall,
-        ) -> tuple[jax.Array, KeptLayers | None]:
-            window = self.config.windows[layers.start]
-            attend = attend_layer(window, old, turn)
-            with jax.named_scope(f"layers.{place_name(layers)}"):
-                rope = self.config.rope_of(window)
-                x_BTD = block(x_BTD, by[rope], attend, self.operations, experts)
-            return x_BTD, attend.kept
+        ) -> tuple[jax.Array, Cache]:
+            kept: Cache = ()
+            for layers, block, old in zip(group, blocks, cache, strict=True):
+                window = self.config.windows[layers.start]
+                code = codes[self.config.rope_of(window)]
+                with jax.named_scope(f"layers.{place_name(layers)}"):
+                    layer_attention = attention.layer(window, old, scan_index, x_BTD)
+                    x_BTD, made = block(x_BTD, code, layer_attention, self.operations, experts)
+                    kept += (attention.keep(window, old, made, scan_index, x_BTD),)
+            return x_BTD, kept
 
+        experts = ExpertCall(is_token_BT, self.dispatch)
         x_BTD = self.embed(tokens_BT)
-        x_BTD, kept = run_groups(self.groups, self.layers, run_layer, x_BTD, cache, experts)
+        kept: Cache = ()
+        for group in self.groups:
+            places = slice(len(kept), len(kept) + len(group))
+            old = (None,) * len(group) if cache is None else cache[places]
+            arguments = group, self.layers[places], x_BTD, old
+            if len(group[0]) == 1:
+                x_BTD, made = run_group(*arguments, jnp.int32(0), experts)
+            else:
+                x_BTD, made = scan_group(run_group, *arguments, experts)
+            kept += made
         return self.final_norm(x_BTD), kept, experts.report()

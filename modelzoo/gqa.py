@@ -3,6 +3,8 @@
 Source: Ainslie et al. 2023, "GQA" (2305.13245). Knows nothing of caches, masks or meshes.
 """
 
+from typing import Any
+
 import jax
 from flax import nnx
 
@@ -10,14 +12,14 @@ from . import axes
 from .attention import Queries
 from .config import Arrangement, DecoderConfig
 from .kept_layers import PromptKeysValues
-from .layer_attention import AttendLayer
+from .layer_attention import LayerAttention
 from .layers import HeadsNorm, Norm, constant, merge_heads, weight
 from .operations import Operations, einsum
 from .rope import PositionCode, encode
 
 
 class GroupedHeads(nnx.Module):
-    """Projections of grouped-query attention, around `attend`."""
+    """Projections of grouped-query attention, around the attention of the layer."""
 
     def __init__(self, rngs: nnx.Rngs, config: DecoderConfig, arrangement: Arrangement):
         D, H, copies = config.embed, config.head_dim, arrangement.kv_copies
@@ -36,16 +38,21 @@ class GroupedHeads(nnx.Module):
         self.config = config
 
     def __call__(
-        self, x_BTD: jax.Array, by: PositionCode, attend_layer: AttendLayer, operations: Operations
-    ) -> jax.Array:
+        self,
+        x_BTD: jax.Array,
+        by: PositionCode,
+        layer_attention: LayerAttention,
+        operations: Operations,
+    ) -> tuple[jax.Array, Any]:
+        """What is added to the residual stream, and what the layer made to be kept."""
         q_BTKGH, new = self._project(x_BTD, by, operations)
         sink_KG = self.sinks[...] if self.config.sinks else None
-        out_BTKGH = attend_layer(Queries(q_BTKGH, sink_KG), new)
+        out_BTKGH, made = layer_attention.attend(Queries(q_BTKGH, sink_KG), new, None)
         merge = ("BTKGH,KGHD->BTD", merge_heads)
         out_BTD = operations.project(*merge, out_BTKGH, self.output, axes.HEADS, axes.RESIDUAL)
         if self.config.output_bias:
             out_BTD = out_BTD + self.output_bias[...][None, None]
-        return out_BTD
+        return out_BTD, made
 
     def _project(
         self, x_BTD: jax.Array, by: PositionCode, operations: Operations

@@ -25,9 +25,8 @@ entry is never seen, and a slot need not be emptied for its next owner. NaN is t
 masked entry is still multiplied: a slot in which it was met is cleared by its host.
 
 Knows nothing of slots' owners, buckets or meshes. Guarantees: `append` writes in place inside a
-loop when the buffers are donated, and writes nothing for a row whose position lies past the
-segments. In a ring no position lies past them: a row that waits may write at its next position
-again and again, as no query of its own sees what was there.
+loop when the buffers are donated, and writes nothing for a row whose position is empty or lies past
+the segments.
 """
 
 from collections.abc import Sequence
@@ -65,9 +64,9 @@ class Positions(NamedTuple):
         return self.whole_BS if size is None else self.ring_BS[size]
 
     def entry(self, position_B: jax.Array, window: Window) -> jax.Array:
-        """Where a token of that position lies in layers with this window."""
+        """The entry of a token in layers with this window; none of them for an empty position."""
         size = self._ring_size(window)
-        return position_B if size is None else position_B % size
+        return position_B if size is None else _ring_entry(position_B, size)
 
     def is_ring(self, window: Window) -> bool:
         """Whether layers with this window keep rings."""
@@ -164,15 +163,23 @@ def match_heads(new: jax.Array, num_heads: int, axis: int = 1) -> jax.Array:
 def append_position(
     positions: Positions, position_B: jax.Array, stripe: Stripe = WHOLE
 ) -> Positions:
-    """Mark the entry of each row's next token as holding it, where it lies in this stripe."""
+    """Mark the entry of each row's next token as holding it, where it lies in this stripe.
+
+    A row whose position is empty has no next token.
+    """
 
     def mark(segments: Segments, entry_B: jax.Array) -> Segments:
         return _append(segments, position_B[:, None], stripe.place(entry_B), axis=1)
 
     rings = {
-        size: mark(segments, position_B % size) for size, segments in positions.ring_BS.items()
+        size: mark(segments, _ring_entry(position_B, size))
+        for size, segments in positions.ring_BS.items()
     }
     return Positions(mark(positions.whole_BS, position_B), rings)
+
+
+def _ring_entry(position_B: jax.Array, size: int) -> jax.Array:
+    return jnp.where(position_B > EMPTY_POSITION, position_B % size, position_B)
 
 
 def append(

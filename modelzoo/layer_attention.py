@@ -1,14 +1,14 @@
-"""What a layer does with its queries, keys and values: of a prompt, of a chunk, of single tokens.
+"""Attention of the layers of one call: of whole prompts, of chunks, of single tokens.
 
-All three attend and keep; they differ in what there is to attend to. Each is given what the layers
-of a call share, and makes the attention of a layer from its window, from the cache of the layers
-that are kept together, and from which of them it is. Knows nothing of projections or of how keys
-were made.
+All three attend and say what is kept. They differ in what there is to attend to. Each is made once
+for a call, from what its layers share, and gives the attention of every layer. Knows nothing of
+projections or of how keys were made.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -20,50 +20,53 @@ from .kept_layers import KeptLayers, PromptKeysValues, PromptLatents, PromptLaye
 from .kv_cache import Positions, append
 from .operations import Operations
 from .prompt_pieces import PromptPieces, keep_piece, layer_of_slots
-from .segment_attention import attend_cached
+from .segment_attention import attend_segments
 from .stripes import IN_ORDER
 
 Keep = Callable[[Any, PromptLayer, jax.Array, Window], Any]
-"""The cache of layers after one of them, with this window, has made something of new tokens."""
+"""`keep(cache, made, scan_index, window)`: the cache of layers with what one of them made."""
 
 
-@dataclass
-class AttendLayer:
-    """What a layer does with its queries and new keys and values: attend, keep what must be kept.
-
-    New keys and values are those of the projections' heads. Where there are latents they are kept
-    instead, and attended to where the layer reads its cache.
-    """
+class LayerAttention(NamedTuple):
+    """Attention of one layer, as its block calls it."""
 
     attend: Callable[
-        [Queries, PromptKeysValues | None, PromptLatents | None],
-        tuple[jax.Array, KeptLayers | None],
+        [Queries, PromptKeysValues | None, PromptLatents | None], tuple[jax.Array, Any]
     ]
-    """`out_BTKGH` of queries, and what is kept."""
-    reads_cache: bool
-    kept: KeptLayers | None = None
-    """Once it was called."""
+    """`out_BTKGH` of queries, and what the layer made to be kept.
 
-    def __call__(
-        self,
-        queries: Queries,
-        new: PromptKeysValues | None,
-        latents: PromptLatents | None = None,
-    ) -> jax.Array:
-        """`out_BTKGH` of queries."""
-        out_BTKGH, self.kept = self.attend(queries, new, latents)
-        return out_BTKGH
+    New keys and values are those of the projections' heads. Latents are kept in their place, and
+    are attended to where the layer reads its cache; the layer then makes no keys and values."""
+    reads_cache: bool
+
+
+class CallAttention(Protocol):
+    """Attention of all layers of a call."""
+
+    def layer(
+        self, window: Window, cache: Any, scan_index: jax.Array, x_BTD: jax.Array
+    ) -> LayerAttention:
+        """The attention of the layer `scan_index` of those that `cache` belongs to.
+
+        `x_BTD` is the residual stream before the layer.
+        """
+        ...
+
+    def keep(
+        self, window: Window, cache: Any, made: Any, scan_index: jax.Array, x_BTD: jax.Array
+    ) -> Any:
+        """The cache with what the layer made. `x_BTD` is the residual stream after the layer."""
+        ...
 
 
 class PromptRows(NamedTuple):
-    """What attention knows of the rows of whole prompts, beside queries, keys and values."""
+    """Positions of the tokens of whole prompts."""
 
     query_position_BT: jax.Array
-    """Of all tokens, also where queries and keys are those of some."""
+    """Positions of all tokens, also where queries and keys are those of some."""
     key_position_BT: jax.Array
-    latents: PromptLatents | None = None
 
-    AXES = ((axes.ATTENTION_BATCH, ""), (axes.ATTENTION_BATCH, ""), axes.PROMPT_LATENTS)
+    AXES = ((axes.ATTENTION_BATCH, ""), (axes.ATTENTION_BATCH, ""))
 
 
 @dataclass(frozen=True)
@@ -71,48 +74,58 @@ class PromptAttention:
     """Layers of whole prompts attend to the prompt alone."""
 
     attend: Attend
-    """Over all tokens, wherever they are."""
+    """Attention to all tokens, wherever they are."""
     operations: Operations
     rows: PromptRows
-    keep: Keep
+    write: Keep
 
-    def __call__(self, window: Window, layers: KeptLayers | None, layer: jax.Array) -> AttendLayer:
+    def layer(
+        self, window: Window, cache: KeptLayers | None, scan_index: jax.Array, x_BTD: jax.Array
+    ) -> LayerAttention:
+        """See `CallAttention`."""
+        attend = self.operations.attend(partial(self._attend, window), writes_cache=False)
+        return LayerAttention(partial(attend, rows=self.rows, cache=None), reads_cache=False)
+
+    def keep(
+        self,
+        window: Window,
+        cache: KeptLayers | None,
+        made: PromptLayer,
+        scan_index: jax.Array,
+        x_BTD: jax.Array,
+    ) -> KeptLayers | None:
+        """See `CallAttention`."""
+        return self.write(cache, made, scan_index, window)
+
+    def _attend(
+        self,
+        window: Window,
+        queries: Queries,
+        new: PromptKeysValues,
+        latents: PromptLatents | None,
+        rows: PromptRows,
+        cache: None,
+    ) -> tuple[jax.Array, PromptLayer]:
         is_in_order = self.operations.prompt_stripes == IN_ORDER
-
-        def attend_self(
-            queries: Queries, new: PromptKeysValues, rows: PromptRows, _: None
-        ) -> tuple[jax.Array, PromptLayer]:
-            q_BTKGH, sink_KG = queries
-            positions = rows.query_position_BT, rows.key_position_BT
-            attended = self.attend(q_BTKGH, *new, Visibility(*positions, window, is_in_order))
-            return with_sinks(*attended, sink_KG), _kept(new, rows.latents)
-
-        def attend(
-            queries: Queries, new: PromptKeysValues | None, latents: PromptLatents | None
-        ) -> tuple[jax.Array, KeptLayers | None]:
-            rows, kept = self.rows._replace(latents=latents), type(_kept(new, latents))
-            out_BTKGH, made = self.operations.attend(attend_self, queries, new, rows, None, kept)
-            return out_BTKGH, self.keep(layers, made, layer, window)
-
-        return AttendLayer(attend, reads_cache=False)
+        q_BTKGH, sink_KG = queries
+        attended = self.attend(q_BTKGH, *new, Visibility(*rows, window, is_in_order))
+        return with_sinks(*attended, sink_KG), new if latents is None else latents
 
 
 class ChunkContext(NamedTuple):
-    """What attention knows of the rows of a chunk, beside queries, keys and values."""
+    """Positions of the tokens of a chunk, and of what its rows' slots hold."""
 
     position_BT: jax.Array
-    """Of all tokens, also where queries are those of some."""
+    """Positions of all tokens, also where queries are those of some."""
     seen: Positions
-    """Of what the rows' slots hold from before."""
+    """Positions of the entries from before the chunk."""
     kept_position_BT: jax.Array
-    """Of the chunk's own tokens, empty where it is padded."""
-    latents: PromptLatents | None = None
+    """Positions of the chunk's own tokens, empty where it is padded."""
 
     AXES = (
         (axes.ATTENTION_BATCH, ""),
         axes.CACHE_POSITIONS,
         (axes.ATTENTION_BATCH, axes.LENGTH),
-        axes.PROMPT_LATENTS,
     )
 
 
@@ -123,7 +136,7 @@ class ChunkAttention:
     attend: Attend
     operations: Operations
     stored: Operations
-    """Those of the cache."""
+    """The operations of the cache."""
     rows: PromptPieces
     context: ChunkContext
     num_heads: int
@@ -131,87 +144,110 @@ class ChunkAttention:
     num_unseen: int
     """Last entries that no token of the chunk sees, of layers that keep every position."""
 
-    def __call__(self, window: Window, layers: KeptLayers, layer: jax.Array) -> AttendLayer:
+    def layer(
+        self, window: Window, cache: KeptLayers, scan_index: jax.Array, x_BTD: jax.Array
+    ) -> LayerAttention:
+        """See `CallAttention`."""
+        slot_B = self.rows.after(x_BTD, self.operations).slot_B
+        num_left = 0 if self.context.seen.is_ring(window) else self.num_unseen
+        old = layer_of_slots(cache, scan_index, slot_B, num_left, self.num_heads, self.stored)
+        attend = self.operations.attend(partial(self._attend, window), writes_cache=False)
+        return LayerAttention(partial(attend, rows=self.context, cache=old), reads_cache=True)
+
+    def keep(
+        self,
+        window: Window,
+        cache: KeptLayers,
+        made: PromptLayer,
+        scan_index: jax.Array,
+        x_BTD: jax.Array,
+    ) -> KeptLayers:
+        """See `CallAttention`."""
+        # a write that is not known to come after the layer's read is made in a copy
+        rows = self.rows.after(x_BTD, self.operations)
         is_ring = self.context.seen.is_ring(window)
+        return keep_piece(cache, made, scan_index, rows, is_ring, self.stored)
 
-        def attend_chunk(
-            queries: Queries, new: PromptKeysValues | None, context: ChunkContext, old: KeptLayers
-        ) -> tuple[jax.Array, PromptLayer]:
-            q_BTKGH, sink_KG = queries
-            kept = _kept(new, context.latents)
-            key_position_BS = (*context.seen.of(window), context.kept_position_BT)
-            entries = [*old.read(jnp.int32(0)), kept.read()]
-            out_BTKGH = attend_cached(
-                self.attend, q_BTKGH, entries, context.position_BT, key_position_BS, window,
-                sink_KG, self.operations,
-            )  # fmt: skip
-            return out_BTKGH, kept
-
-        def attend(
-            queries: Queries, new: PromptKeysValues | None, latents: PromptLatents | None
-        ) -> tuple[jax.Array, KeptLayers]:
-            rows = self.rows.after(queries.q_BTKGH, self.operations)
-            num_left = 0 if is_ring else self.num_unseen
-            old = layer_of_slots(layers, layer, rows.slot_B, num_left, self.num_heads, self.stored)
-            context, kept = self.context._replace(latents=latents), type(_kept(new, latents))
-            out_BTKGH, made = self.operations.attend(attend_chunk, queries, new, context, old, kept)
-            # a write that is not known to come after this read is made in a copy
-            written = rows.after(out_BTKGH, self.operations)
-            return out_BTKGH, keep_piece(layers, made, layer, written, is_ring, self.stored)
-
-        return AttendLayer(attend, reads_cache=True)
+    def _attend(
+        self,
+        window: Window,
+        queries: Queries,
+        new: PromptKeysValues | None,
+        latents: PromptLatents | None,
+        rows: ChunkContext,
+        cache: KeptLayers,
+    ) -> tuple[jax.Array, PromptLayer]:
+        made = new if latents is None else latents
+        assert made is not None
+        entries = [*cache.read(jnp.int32(0)), made.read()]
+        key_position_BS = (*rows.seen.of(window), rows.kept_position_BT)
+        attend_entries = partial(attend_segments, self.attend, window)
+        attend_all = self.operations.over_cache(attend_entries, window)
+        attended = attend_all(queries.q_BTKGH, rows.position_BT, (entries, key_position_BS))
+        return _of_queries(queries, *attended), made
 
 
-class CachedRows(NamedTuple):
-    """What attention knows of rows of one token, beside queries, keys and values."""
+class TokenRows(NamedTuple):
+    """Positions of the tokens of a decode step and of the cache's entries, and the layer."""
 
     position_B: jax.Array
     positions: Positions
-    """Of the cache's entries."""
-    layer: jax.Array
-    """Which of the layers that are kept together."""
-    latents: PromptLatents | None = None
+    scan_index: jax.Array
 
-    AXES = ((axes.ATTENTION_BATCH,), axes.CACHE_POSITIONS, (), axes.PROMPT_LATENTS)
+    AXES = ((axes.ATTENTION_BATCH,), axes.CACHE_POSITIONS, ())
 
 
 @dataclass(frozen=True)
 class TokenAttention:
-    """Layers of one token a row keep it in the cache, and attend to the cache."""
+    """Layers of one token a row write it to the cache, then attend to the cache."""
 
     attend: Attend
     operations: Operations
     position_B: jax.Array
     positions: Positions
-    """Of the cache's entries."""
+    """Positions of the cache's entries, the new tokens' included."""
 
-    def __call__(self, window: Window, layers: KeptLayers, layer: jax.Array) -> AttendLayer:
-        operations = self.operations
+    def layer(
+        self, window: Window, cache: KeptLayers, scan_index: jax.Array, x_BTD: jax.Array
+    ) -> LayerAttention:
+        """See `CallAttention`."""
+        rows = TokenRows(self.position_B, self.positions, scan_index)
+        attend = self.operations.attend(partial(self._attend, window), writes_cache=True)
+        return LayerAttention(partial(attend, rows=rows, cache=cache), reads_cache=True)
 
-        def attend_cache(
-            queries: Queries, new: PromptKeysValues | None, rows: CachedRows, old: KeptLayers
-        ) -> tuple[jax.Array, KeptLayers]:
-            q_BTKGH, sink_KG = queries
-            position_B, positions, layer, latents = rows
-            entry_B = operations.stripe.place(positions.entry(position_B, window))
-            kept = append(old, _kept(new, latents), entry_B, layer)
-            out_BTKGH = attend_cached(
-                self.attend, q_BTKGH, kept.read(layer), position_B[:, None], positions.of(window),
-                window, sink_KG, operations,
-            )  # fmt: skip
-            return out_BTKGH, kept
+    def keep(
+        self,
+        window: Window,
+        cache: KeptLayers,
+        made: KeptLayers,
+        scan_index: jax.Array,
+        x_BTD: jax.Array,
+    ) -> KeptLayers:
+        """See `CallAttention`. Attention has written the cache by then."""
+        return made
 
-        def attend(
-            queries: Queries, new: PromptKeysValues | None, latents: PromptLatents | None
-        ) -> tuple[jax.Array, KeptLayers]:
-            rows = CachedRows(self.position_B, self.positions, layer, latents)
-            return operations.attend(attend_cache, queries, new, rows, layers, type(layers))
+    def _attend(
+        self,
+        window: Window,
+        queries: Queries,
+        new: PromptKeysValues | None,
+        latents: PromptLatents | None,
+        rows: TokenRows,
+        cache: KeptLayers,
+    ) -> tuple[jax.Array, KeptLayers]:
+        made = new if latents is None else latents
+        assert made is not None
+        position_B, positions, scan_index = rows
+        entry_B = self.operations.stripe.place(positions.entry(position_B, window))
+        cache = append(cache, made, entry_B, scan_index)
+        entries = cache.read(scan_index), positions.of(window)
+        attend_entries = partial(attend_segments, self.attend, window)
+        attend_all = self.operations.over_cache(attend_entries, window)
+        attended = attend_all(queries.q_BTKGH, position_B[:, None], entries)
+        return _of_queries(queries, *attended), cache
 
-        return AttendLayer(attend, reads_cache=True)
 
-
-def _kept(new: PromptKeysValues | None, latents: PromptLatents | None) -> PromptLayer:
-    """What is kept of new tokens."""
-    kept = new if latents is None else latents
-    assert kept is not None
-    return kept
+def _of_queries(queries: Queries, out_BTKGH: jax.Array, lse_BTKG: jax.Array) -> jax.Array:
+    """Results of all entries with the sinks, by the heads of the queries."""
+    q_BTKGH, sink_KG = queries
+    return with_sinks(out_BTKGH, lse_BTKG, sink_KG).reshape(*q_BTKGH.shape[:-1], -1)

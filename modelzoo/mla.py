@@ -10,6 +10,7 @@ nothing of caches, masks or meshes.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +20,14 @@ from . import axes
 from .attention import Queries
 from .config import DecoderConfig, LatentAttention
 from .kept_layers import PromptKeysValues, PromptLatents
-from .layer_attention import AttendLayer
+from .layer_attention import LayerAttention
 from .layers import Norm, merge_heads, weight
 from .operations import Operations, einsum
 from .rope import PositionCode, Rotation, rotate
 
 
 class LatentHeads(nnx.Module):
-    """Projections of latent attention around `attend`; each head has its own keys and values."""
+    """Projections of latent attention, around the attention of the layer."""
 
     def __init__(self, rngs: nnx.Rngs, config: DecoderConfig, latent: LatentAttention):
         D, N, rank = config.embed, config.num_query_heads, latent.rank
@@ -48,16 +49,23 @@ class LatentHeads(nnx.Module):
         self.sizes = latent
 
     def __call__(
-        self, x_BTD: jax.Array, by: PositionCode, attend_layer: AttendLayer, operations: Operations
-    ) -> jax.Array:
+        self,
+        x_BTD: jax.Array,
+        by: PositionCode,
+        layer_attention: LayerAttention,
+        operations: Operations,
+    ) -> tuple[jax.Array, Any]:
+        """What is added to the residual stream, and what the layer made to be kept."""
         assert isinstance(by, Rotation), "configurations of latent attention rotate"
         q_BTNH = self._queries(x_BTD, operations)
         plain_BTNH, rotated_BTNH = jnp.split(q_BTNH, [self.sizes.plain_dim], axis=-1)
         latents = self._latents(x_BTD, by, operations)
-        attend = self._attend_latents if attend_layer.reads_cache else self._attend_heads
-        out_BTNH = attend(plain_BTNH, rotate(rotated_BTNH, by), latents, attend_layer, operations)
+        attend = self._attend_latents if layer_attention.reads_cache else self._attend_heads
+        rotated_BTNH = rotate(rotated_BTNH, by)
+        out_BTNH, made = attend(plain_BTNH, rotated_BTNH, latents, layer_attention, operations)
         merge = ("BTNH,NHD->BTD", merge_heads)
-        return operations.project(*merge, out_BTNH, self.output, axes.LATENT_HEADS, axes.RESIDUAL)
+        names = axes.LATENT_HEADS, axes.RESIDUAL
+        return operations.project(*merge, out_BTNH, self.output, *names), made
 
     def _queries(self, x_BTD: jax.Array, operations: Operations) -> jax.Array:
         """Queries, whose last entries are yet to be rotated."""
@@ -81,9 +89,9 @@ class LatentHeads(nnx.Module):
         plain_BTNH: jax.Array,
         rotated_BTNH: jax.Array,
         latents: PromptLatents,
-        attend_layer: AttendLayer,
+        layer_attention: LayerAttention,
         operations: Operations,
-    ) -> jax.Array:
+    ) -> tuple[jax.Array, Any]:
         """Keys and values made for each head."""
         x_BTI, key_BTH = jnp.split(latents.kept_BTH, [self.sizes.rank], axis=-1)
         up, places = einsum("BTI,NHI->BTNH"), (axes.LATENTS, axes.LATENT_HEADS)
@@ -93,20 +101,23 @@ class LatentHeads(nnx.Module):
         k_BTNH = jnp.concatenate([k_BTNH, shared_BTNH], axis=-1)
         q_BTNH = jnp.concatenate([plain_BTNH, rotated_BTNH], axis=-1)
         new = PromptKeysValues(k_BTNH.transpose(0, 2, 3, 1), v_BTNH.swapaxes(1, 2))
-        return attend_layer(Queries(q_BTNH[:, :, :, None]), new, latents)[:, :, :, 0]
+        queries = Queries(q_BTNH[:, :, :, None])
+        out_BTNGH, made = layer_attention.attend(queries, new, latents)
+        return out_BTNGH[:, :, :, 0], made
 
     def _attend_latents(
         self,
         plain_BTNH: jax.Array,
         rotated_BTNH: jax.Array,
         latents: PromptLatents,
-        attend_layer: AttendLayer,
+        layer_attention: LayerAttention,
         operations: Operations,
-    ) -> jax.Array:
+    ) -> tuple[jax.Array, Any]:
         """Latents as keys and values of all heads."""
         absorbed, places = einsum("BTNH,NHI->BTNI"), (axes.LATENT_HEADS, axes.LATENT_HEADS)
         q_BTNI = operations.project(*absorbed, plain_BTNH, self.key_up, *places)
         q_BTNH = jnp.concatenate([q_BTNI, rotated_BTNH], axis=-1)
-        out_BTNH = attend_layer(Queries(q_BTNH[:, :, :, None]), None, latents)[:, :, :, 0]
-        up, out_BTNI = einsum("BTNI,NHI->BTNH"), out_BTNH[..., : self.sizes.rank]
-        return operations.project(*up, out_BTNI, self.value_up, *places)
+        queries = Queries(q_BTNH[:, :, :, None])
+        out_BTNGH, made = layer_attention.attend(queries, None, latents)
+        up, out_BTNI = einsum("BTNI,NHI->BTNH"), out_BTNGH[:, :, :, 0, : self.sizes.rank]
+        return operations.project(*up, out_BTNI, self.value_up, *places), made

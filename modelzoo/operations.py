@@ -17,7 +17,7 @@ from .stripes import IN_ORDER, WHOLE, Stripe, Stripes
 if TYPE_CHECKING:
     from flax import nnx
 
-    from .attention import Attend, AttendEntries, Queries
+    from .attention import Attend, AttendEntries
     from .config import Window
     from .moe.experts import ExpertWeights
     from .moe.mix import Mixed, Mixture
@@ -68,17 +68,17 @@ class Operations:
         return table[...].at[ids_BT].get(mode="clip")
 
     def attend(
-        self, body: Callable[..., tuple[jax.Array, Any]], queries: "Queries", new: Any, rows: Any,
-        cache: Any, kept: type,
-    ) -> tuple[jax.Array, Any]:  # fmt: skip
-        """`body(queries, new, rows, cache)`: a layer's attention, and what it keeps.
+        self, body: Callable[..., tuple[jax.Array, Any]], *, writes_cache: bool
+    ) -> Callable[..., tuple[jax.Array, Any]]:
+        """`body(queries, new, latents, rows, cache)`: a layer's attention, and what is kept.
 
         `body` treats rows and key/value heads independently. `new` are keys and values of the
-        projections or None; `rows`, `cache` and what is kept, of type `kept`, are named tuples that
-        declare the axes of their arrays as `AXES`; a prompt has no cache.
+        projections or None; `rows` and `cache` are named tuples that declare the axes of their
+        arrays as `AXES`; a prompt has no cache. What is kept is like `cache` where `body` writes
+        the cache, else like `latents` or, without latents, like `new`.
         """
-        del kept
-        return body(queries, new, rows, cache)
+        del writes_cache
+        return body
 
     def over_tokens(self, attend: "Attend") -> "Attend":
         """Inside `attend`: attention to all tokens of a prompt, whatever part of them is here.
@@ -138,14 +138,14 @@ class Operations:
         del logical_axes
         return rows_of(x, row_B, layer)
 
-    def after(self, row_B: jax.Array, x_BTKGH: jax.Array) -> jax.Array:
-        """`row_B`, not known before `x_BTKGH`, of the axes of queries, is computed.
+    def after(self, row_B: jax.Array, x_BTD: jax.Array) -> jax.Array:
+        """`row_B`, not known before the residual stream `x_BTD` is computed.
 
         For the order of reads and writes. XLA's CPU backend starts first what waits for nothing, so
         the rows of all layers would be taken ahead of the first layer and lie there; and a write
         that waits for no read is made in a copy. An optimization barrier is gone by then.
         """
-        is_never = x_BTKGH.ravel()[0] < -jnp.inf
+        is_never = x_BTD.ravel()[0] < -jnp.inf
         return jnp.where(is_never, 0, row_B)
 
     def write_rows(

@@ -20,7 +20,7 @@ from .attention import Queries
 from .block import block_of
 from .config import Arrangement, DecoderConfig
 from .kept_layers import PromptKeysValues, PromptLatents
-from .layer_attention import AttendLayer
+from .layer_attention import LayerAttention
 from .layers import Embedding
 from .moe.config import Dispatch
 from .moe.experts import ExpertWeights
@@ -105,10 +105,10 @@ class LayerRecord(Operations):
         mixture = replace(mixture, dispatch=Dispatch("ragged"), project=self.project)
         return mixture(x_BTD, is_token_BT, router, weights)
 
-    def attend_layer(
+    def attend_by_shape(
         self, queries: Queries, new: PromptKeysValues | None, latents: PromptLatents | None
     ) -> tuple[jax.Array, None]:
-        """What a layer's attention gives, as far as shapes go."""
+        """Zeros of the shape that a layer's attention gives."""
         kept = latents if new is None else new
         assert kept is not None, "a layer attends to something"
         *heads, dim = queries.q_BTKGH.shape
@@ -139,8 +139,8 @@ def record_layer(
         rope = config.rope_of(config.windows[layer])
         by = position_code(jnp.zeros((1, 1), jnp.int32), rope, config.rope_dim)
         experts = ExpertCall(jnp.ones((1, 1), bool))
-        attend_layer = AttendLayer(record.attend_layer, reads_cache)
-        block(jnp.zeros((1, 1, config.embed)), by, attend_layer, record, experts)
+        layer_attention = LayerAttention(record.attend_by_shape, reads_cache)
+        block(jnp.zeros((1, 1, config.embed)), by, layer_attention, record, experts)
 
     jax.eval_shape(run)
     return record

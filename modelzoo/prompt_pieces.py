@@ -50,9 +50,9 @@ class PromptPieces(NamedTuple):
         start_B = None if self.start_B is None else self.start_B // stripe.count
         return PromptPieces(self.slot_B, start_B, stripe.num_tokens(self.count_B))
 
-    def after(self, x_BTKGH: jax.Array, operations: Operations) -> "PromptPieces":
-        """The same rows, their slots not known before `x_BTKGH` is computed."""
-        return self._replace(slot_B=operations.after(self.slot_B, x_BTKGH))
+    def after(self, x_BTD: jax.Array, operations: Operations) -> "PromptPieces":
+        """The same rows, their slots not known before `x_BTD` is computed."""
+        return self._replace(slot_B=operations.after(self.slot_B, x_BTD))
 
 
 def positions_below(

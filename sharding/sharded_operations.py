@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from ..modelzoo import axes
 from ..modelzoo.attention import Attend, AttendEntries, Queries
 from ..modelzoo.config import Window
-from ..modelzoo.kept_layers import PromptKeysValues
+from ..modelzoo.kept_layers import PromptKeysValues, PromptLatents
 from ..modelzoo.moe.experts import ExpertWeights
 from ..modelzoo.moe.mix import Mixed, Mixture
 from ..modelzoo.moe.routing import Router
@@ -100,28 +100,42 @@ class ShardedOperations(Operations):
         return self.project("BT,VD->BTD", rows, ids_BT, table, (axes.BATCH, axes.LENGTH), out_axes)
 
     def attend(
-        self, body: Callable[..., tuple[jax.Array, Any]], queries: Queries, new: Any, rows: Any,
-        cache: Any, kept: type,
-    ) -> tuple[jax.Array, Any]:  # fmt: skip
+        self, body: Callable[..., tuple[jax.Array, Any]], *, writes_cache: bool
+    ) -> Callable[..., tuple[jax.Array, Any]]:
         heads = self._rules[axes.QUERY_HEADS]
         exchanged = self._rules.exchanged
-        copies = queries.q_BTKGH.shape[2] // self.num_cache_heads(self._num_kv_heads)
-
-        def local(queries: Queries, new: PromptKeysValues | None, rows: Any, cache: Any):
-            G = queries.q_BTKGH.shape[3]
-            queries = _enter_queries(queries, exchanged, copies)
-            if new is not None:
-                new = _enter_keys_values(new, heads, exchanged, copies)
-            out_BTKGH, kept = body(queries, new, rows, cache)
-            return _leave_attention(out_BTKGH, exchanged, G), kept
-
         q_spec, *new_specs = map(self._rules.spec, (axes.HEADS, axes.NEW_KEYS, axes.NEW_VALUES))
-        queries_spec = Queries._make((q_spec, self._rules.spec((axes.QUERY_HEADS,))))
-        new_spec = P() if new is None else PromptKeysValues._make(new_specs)
-        cache_spec = P() if cache is None else self._specs(type(cache))
-        in_specs = (queries_spec, new_spec, self._specs(type(rows)), cache_spec)
-        out_specs = q_spec, self._specs(kept)
-        return self._map(local, in_specs, out_specs)(queries, new, rows, cache)
+
+        def specs(kept: Any) -> Any:
+            return P() if kept is None else self._specs(type(kept))
+
+        def attend(
+            queries: Queries,
+            new: PromptKeysValues | None,
+            latents: PromptLatents | None,
+            rows: Any,
+            cache: Any,
+        ) -> tuple[jax.Array, Any]:
+            G = queries.q_BTKGH.shape[3]
+            copies = queries.q_BTKGH.shape[2] // self.num_cache_heads(self._num_kv_heads)
+
+            def local(queries: Queries, new: PromptKeysValues | None, *others: Any):
+                queries = _enter_queries(queries, exchanged, copies)
+                if new is not None:
+                    new = _enter_keys_values(new, heads, exchanged, copies)
+                out_BTKGH, kept = body(queries, new, *others)
+                return _leave_attention(out_BTKGH, exchanged, G), kept
+
+            queries_spec = Queries._make((q_spec, self._rules.spec((axes.QUERY_HEADS,))))
+            new_spec = P() if new is None else PromptKeysValues._make(new_specs)
+            in_specs = queries_spec, new_spec, *map(specs, (latents, rows, cache))
+            out_specs = (
+                q_spec,
+                specs(cache if writes_cache else new if latents is None else latents),
+            )
+            return self._map(local, in_specs, out_specs)(queries, new, latents, rows, cache)
+
+        return attend
 
     def over_tokens(self, attend: Attend) -> Attend:
         mesh_axes = self._rules[axes.LENGTH]
@@ -195,10 +209,10 @@ class ShardedOperations(Operations):
 
         return self._map(local, (spec, P(), P()), P(None, *spec[axis + 1 :]))(x, row_B, layer)
 
-    def after(self, row_B: jax.Array, x_BTKGH: jax.Array) -> jax.Array:
+    def after(self, row_B: jax.Array, x_BTD: jax.Array) -> jax.Array:
         # every device waits for its own part, so nothing is sent
         local = super().after
-        return self._map(local, (P(), self._rules.spec(axes.HEADS)), P())(row_B, x_BTKGH)
+        return self._map(local, (P(), self._rules.spec(axes.RESIDUAL)), P())(row_B, x_BTD)
 
     def write_rows(
         self, body: Callable[..., Any], old: Any, new: Any, rows: Any, logical_axes: Axes

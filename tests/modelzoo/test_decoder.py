@@ -151,8 +151,9 @@ def start(graphdef, state, first: int):
     return run(state, prompts()[:, :first], jnp.full(3, first))[1]
 
 
-def decode(graphdef, state, token_B, position_B, cache):
-    is_token_B = jnp.ones(token_B.shape, bool)
+def decode(graphdef, state, token_B, position_B, cache, is_token_B=None):
+    if is_token_B is None:
+        is_token_B = jnp.ones(token_B.shape, bool)
     return nnx.merge(graphdef, state).decode(token_B, position_B, cache, is_token_B)[:2]
 
 
@@ -201,6 +202,26 @@ def test_a_nan_in_one_row_stays_in_that_row(model):
     poisoned, _ = step(state, *arguments, cache._replace(layers=layers))
     assert np.all(np.isnan(poisoned[1]))
     assert np.array_equal(poisoned[np.array([0, 2])], expected[np.array([0, 2])])
+
+
+@pytest.mark.usefixtures("optimized")
+@pytest.mark.parametrize("first", [3, 11])
+def test_a_row_without_a_token_writes_nothing(model, first):
+    """Eleven tokens fill the caches of windows, which are written at every position."""
+    graphdef, state = model
+    cache = start(graphdef, state, first)
+    step = jax.jit(partial(decode, graphdef))
+    arguments = state, jnp.array([5, 9, 11]), jnp.full(3, first), cache
+    expected, whole = step(*arguments, jnp.ones(3, bool))
+    logits, after = step(*arguments, jnp.array([True, False, True]))
+    runs = np.array([0, 2])
+    assert np.array_equal(logits[runs], expected[runs])
+    for row_axis, part in ((1, "layers"), (0, "positions")):
+        leaves = (jax.tree.leaves(getattr(each, part)) for each in (cache, whole, after))
+        for before, written, ours in zip(*leaves, strict=True):
+            of_rows = [np.moveaxis(np.asarray(x), row_axis, 0) for x in (before, written, ours)]
+            assert np.array_equal(of_rows[2][1], of_rows[0][1])
+            assert np.array_equal(of_rows[2][runs], of_rows[1][runs])
 
 
 def test_every_parameter_names_one_logical_axis_per_dimension(model):

@@ -9,7 +9,7 @@ from caches import CONFIG, SLOTS, H, K, keep, pieces, random_prompt, sides, used
 from noria.modelzoo import kv_cache
 from noria.modelzoo.attention import EMPTY_POSITION, attend_dense
 from noria.modelzoo.kv_cache import KVCache
-from noria.modelzoo.segment_attention import attend_cached
+from noria.modelzoo.segment_attention import attend_segments
 
 SPANS = (4, 8, 16)
 CUTS = [(16,), (4, 8, 16), (1, 15, 16)]
@@ -95,14 +95,8 @@ def test_append_past_the_segments_writes_nothing(spans, position):
 def attend(cache: KVCache, q_BTKGH, position_B, window) -> np.ndarray:
     @jax.jit
     def attend_step(cache, q_BTKGH, position_B):
-        return attend_cached(
-            attend_dense,
-            q_BTKGH,
-            cache.layers[0].read(jnp.int32(0)),
-            position_B[:, None],
-            cache.positions.whole_BS,
-            window,
-        )
+        entries = cache.layers[0].read(jnp.int32(0)), cache.positions.whole_BS
+        return attend_segments(attend_dense, window, q_BTKGH, position_B[:, None], entries)[0]
 
     return np.asarray(attend_step(cache, q_BTKGH, position_B))
 

@@ -19,7 +19,7 @@ from noria.modelzoo.attention import EMPTY_POSITION, attend_dense
 from noria.modelzoo.config import Chunk, DecoderConfig, Window
 from noria.modelzoo.kept_layers import PromptKeysValues
 from noria.modelzoo.kv_cache import KVCache
-from noria.modelzoo.segment_attention import attend_cached
+from noria.modelzoo.segment_attention import attend_segments
 
 CUTS = [(24,), (4, 24), (2, 4, 8, 24), (5, 24)]
 """Spans above the windows, below them and equal to one."""
@@ -142,9 +142,8 @@ def test_a_ring_gives_the_attention_of_a_cache_that_keeps_all(spans, position, w
     q_BTKGH = jnp.asarray(np.random.default_rng(2).normal(size=(1, 1, K, 3, H)), jnp.float32)
 
     def attend(layer: int, kept_window: Window):
-        positions = cache.positions.of(kept_window)
-        kept = cache.layers[layer].read(jnp.int32(0))
-        return attend_cached(attend_dense, q_BTKGH, kept, length[:, None], positions, window)
+        entries = cache.layers[layer].read(jnp.int32(0)), cache.positions.of(kept_window)
+        return attend_segments(attend_dense, window, q_BTKGH, length[:, None], entries)[0]
 
     whole = attend(1, None)
     np.testing.assert_allclose(attend(3, window), whole, rtol=0, atol=FLOAT32_ELEMENTWISE)

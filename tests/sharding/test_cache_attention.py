@@ -11,12 +11,12 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from tolerances import FLOAT32_ELEMENTWISE
 
-from noria.modelzoo.attention import EMPTY_POSITION, attend_dense
+from noria.modelzoo.attention import EMPTY_POSITION, attend_dense, with_sinks
 from noria.modelzoo.blockwise import attend_blockwise
 from noria.modelzoo.config import PLAIN_SCORES, Chunk, Scores, Window
 from noria.modelzoo.kept_layers import KeysAndValues, PromptLatents
 from noria.modelzoo.operations import ON_ONE_DEVICE, Operations
-from noria.modelzoo.segment_attention import attend_cached
+from noria.modelzoo.segment_attention import attend_segments
 from noria.modelzoo.segments import held_positions
 from noria.modelzoo.stripes import Stripes
 from noria.sharding import cache_attention
@@ -90,12 +90,11 @@ def attend_layer(
     sink_KG = None
     if case.has_sinks:
         sink_KG = jnp.asarray(np.random.default_rng(1).normal(size=(K, G)), jnp.float32)
-    attend = partial(attend, scores=case.scores)
-    window, position_BT = case.window, jnp.asarray(made.position_BT)
-    return attend_cached(
-        attend, made.q_BTKGH, list(made.entries), position_BT, made.key_position_BS, window,
-        sink_KG, operations,
-    )  # fmt: skip
+    attend_entries = partial(attend_segments, partial(attend, scores=case.scores), case.window)
+    attend_all = operations.over_cache(attend_entries, case.window)
+    entries, position_BT = (list(made.entries), made.key_position_BS), jnp.asarray(made.position_BT)
+    attended = attend_all(made.q_BTKGH, position_BT, entries)
+    return with_sinks(*attended, sink_KG).reshape(*made.q_BTKGH.shape[:-1], -1)
 
 
 @cache

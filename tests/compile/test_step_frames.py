@@ -1,0 +1,43 @@
+"""A reader follows few functions from a decode step to its softmax."""
+
+import traceback
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from tiny import CONFIG, GRID
+
+from noria.compile import signatures
+from noria.compile.definition import Definition
+from noria.compile.steps import decode_step
+from noria.modelzoo import blockwise
+from noria.modelzoo.attention import attend_masked
+from noria.modelzoo.decoder import Decoder
+
+
+def test_eight_functions_lie_between_a_decode_step_and_its_softmax(monkeypatch):
+    stacks = []
+
+    def noted(*arguments):
+        stacks.append([frame.name for frame in traceback.extract_stack() if is_ours(frame)])
+        return attend_masked(*arguments)
+
+    def step():
+        decoder = Decoder(CONFIG, rngs=nnx.Rngs(0))
+        state = signatures.decode_state(Definition(CONFIG), GRID, jnp.float32)
+        is_live_B = jnp.ones(GRID.decode_slots, bool)
+        return decode_step(decoder, state, is_live_B, span=GRID.max_length, num_steps=2)
+
+    monkeypatch.setattr(blockwise, "attend_masked", noted)
+    jax.eval_shape(step)
+    paths = {
+        tuple(names[names.index("one_token") + 1 :]) for names in stacks if "one_token" in names
+    }
+    assert len(paths) == 1
+    assert len(paths.pop()) <= 8
+
+
+def is_ours(frame: traceback.FrameSummary) -> bool:
+    path = Path(frame.filename)
+    return path.parent.name in ("compile", "modelzoo") and path != Path(__file__)
