@@ -105,7 +105,8 @@ class AttentionChoices:
     """The kernels of a grid: of a prefill by its row's tokens, of decode one for all spans."""
 
     prefill: Mapping[int, Choice]
-    decode: Choice
+    decode: Choice | None
+    """None of a grid without decode slots."""
 
     def report(self) -> dict[str, str]:
         """What was chosen in each phase and why, in words."""
@@ -116,7 +117,8 @@ class AttentionChoices:
             parts = [f"{', '.join(map(str, of))}: {choice}" for choice, of in lengths.items()]
         else:
             parts = list(lengths)
-        return {"prefill": "; ".join(parts), "decode": str(self.decode)}
+        decode = {} if self.decode is None else {"decode": str(self.decode)}
+        return {"prefill": "; ".join(parts), **decode}
 
     def __str__(self) -> str:
         return "attention: " + ", ".join(f"{phase} {text}" for phase, text in self.report().items())
@@ -141,8 +143,10 @@ def choose_kernels(
         tokens: choose(call, placement.platform, "prefill", plan.prefill)
         for tokens, call in prompts.items()
     }
-    step = _of_cache(config, dtype, num_queries=1)
-    return AttentionChoices(prefill, choose(step, placement.platform, "decode", plan.decode))
+    step = choose(
+        _of_cache(config, dtype, num_queries=1), placement.platform, "decode", plan.decode
+    )
+    return AttentionChoices(prefill, step if grid.decode_slots else None)
 
 
 def choose(call: AttentionCall, platform: str, phase: str, asked: str = AUTO) -> Choice:

@@ -34,6 +34,10 @@ class NoBucketFits(ValueError):
     """A request needs a shape that the plan does not have."""
 
 
+class NoDecodeSlots(NoBucketFits):
+    """A request for output tokens, of a plan that only scores prompts."""
+
+
 class PrefillBucket(NamedTuple):
     """One prefill graph's shape: tokens per row, and rows."""
 
@@ -73,6 +77,7 @@ class BucketGrid:
     """By growing length, then chunk; plain `(length, batch)` and `(span, batch, chunk)` are
     accepted."""
     decode_slots: int
+    """With 0 the grid only scores whole prompts: nothing is kept of them, and nothing decodes."""
     decode_spans: tuple[int, ...]
     """How much of the cache a decode graph reads; growing, the last is `max_length`."""
     steps_per_call: int = 8
@@ -93,11 +98,12 @@ class BucketGrid:
         object.__setattr__(self, "decode_spans", spans)
         lengths = _distinct_lengths(buckets)
         _check_growing("buckets.prefill lengths", lengths)
-        _check_growing("buckets.decode_spans", self.decode_spans)
+        only_scores = type(self.decode_slots) is int and self.decode_slots == 0
+        slots = [] if only_scores else [("buckets.decode_slots", self.decode_slots)]
         for name, size, length in (
             ("buckets.max_length", self.max_length, 1),
-            ("buckets.decode_slots", self.decode_slots, self.max_length),
-            ("buckets.steps_per_call", self.steps_per_call, self.decode_slots),
+            *((name, count, self.max_length) for name, count in slots),
+            ("buckets.steps_per_call", self.steps_per_call, self.decode_slots or 1),
             *((f"buckets.prefill batch of length {b.length}", b.batch, b.length) for b in buckets),
         ):
             check_count(name, size)
@@ -105,9 +111,13 @@ class BucketGrid:
                 raise ValueError(f"{name}: expected at most {most}, got {size}.")
         if not isinstance(self.score, bool):
             raise ValueError(f"buckets.score: expected true or false, got {self.score!r}.")
+        if only_scores:
+            self._check_only_scores()
+        else:
+            _check_growing("buckets.decode_spans", self.decode_spans)
         self._check_chunks(lengths)
         self._check_span_slots()
-        if self.decode_spans[-1] != self.max_length:
+        if self.decode_spans and self.decode_spans[-1] != self.max_length:
             raise ValueError(
                 f"buckets.decode_spans: expected the last span to be max_length "
                 f"({self.max_length}), got {self.decode_spans[-1]}."
@@ -147,8 +157,18 @@ class BucketGrid:
         of_first = (b.chunk for b in self.prefill if b.length == self.prefill[0].length)
         return tuple(chunk for chunk in of_first if chunk is not None)
 
+    @cached_property
+    def prefill_kinds(self) -> tuple[bool, ...]:
+        """The kinds of graph that each prefill bucket has: for each, whether it scores."""
+        return (False,) * bool(self.decode_slots) + (True,) * self.score
+
     def fit(self, prompt_length: int, max_tokens: int | None) -> PrefillBucket:
         """The bucket in which a prompt begins; `NoBucketFits` when it or its output is too long."""
+        if not self.decode_slots and max_tokens != 0:
+            raise NoDecodeSlots(
+                "the plan has no decode slots (buckets.decode_slots = 0), so it only scores "
+                "prompts. Ask for max_tokens 0 with log-probabilities of the prompt, or plan slots."
+            )
         needed = self.computed_length(prompt_length)
         if needed <= self.prefill[-1].length:
             self._check_output(prompt_length, max_tokens)
@@ -229,6 +249,19 @@ class BucketGrid:
         """One step of a decode call."""
         segments = self.segments(span)
         return Call("decode", self.decode_slots, 1, span, segments=segments[1:] and segments)
+
+    def _check_only_scores(self) -> None:
+        for name, got, expected, shown in (
+            ("decode_spans", self.decode_spans, (), "[]"),
+            ("score", self.score, True, "true"),
+            ("chunk", self.chunks, (), "none, as prompts in chunks need a slot"),
+            ("span_slots", self.span_slots, None, "none"),
+        ):
+            if got != expected:
+                raise ValueError(
+                    f"buckets.{name}: with buckets.decode_slots = 0, by which prompts are only "
+                    f"scored, expected {shown}; got {got!r}. Change it, or plan decode slots."
+                )
 
     def _check_span_slots(self) -> None:
         if self.span_slots is None:

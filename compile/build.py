@@ -171,7 +171,9 @@ class _GraphPlanner:
         graphs = [self._decode_graph(span) for span in self._grid.decode_spans]
         for bucket in reversed(self._grid.prefill):
             graphs += self._prefill_graphs(bucket)
-        return [*graphs, self._fork_graph(), self._empty_state_graph()]
+        if self._grid.decode_slots:
+            graphs.append(self._fork_graph())
+        return [*graphs, self._empty_state_graph()]
 
     def _empty_state_graph(self) -> GraphToBuild:
         name, results = CompiledGraphs.EMPTY_STATE, _shardings(self._state)
@@ -183,6 +185,7 @@ class _GraphPlanner:
         arguments = (self._parameters, head, self._on_host(signatures.live_mask(self._grid)))
         results = (_shardings(head), self._placement.replicated)
         name = CompiledGraphs.decode_name(span)
+        assert self._kernels.decode is not None
         bound = self._bound(body, "decode", self._kernels.decode)
         return GraphToBuild(name, bound, arguments, results, (1,))
 
@@ -201,10 +204,10 @@ class _GraphPlanner:
         results = (_shardings(head), self._placement.replicated)
         phase = "prefill" if bucket.is_whole else "chunk"
         kernel = self._kernels.prefill[bucket.tokens]
-        kinds: list[tuple[Callable[..., Any], Callable[..., Any], bool]]
-        kinds = [(prefill_step, signatures.prefill_arguments, False)]
-        if self._grid.score:
-            kinds.append((score_step, signatures.score_arguments, True))
+        kinds: dict[bool, tuple[Callable[..., Any], Callable[..., Any]]] = {
+            False: (prefill_step, signatures.prefill_arguments),
+            True: (score_step, signatures.score_arguments),
+        }
         return [
             GraphToBuild(
                 CompiledGraphs.prefill_name(bucket, is_scored),
@@ -213,7 +216,8 @@ class _GraphPlanner:
                 results,
                 (1,),
             )
-            for body, arguments, is_scored in kinds
+            for is_scored in self._grid.prefill_kinds
+            for body, arguments in [kinds[is_scored]]
         ]
 
     def _bound(self, body: Callable[..., Any], phase: str, kernel: Choice) -> Callable[..., Any]:

@@ -57,6 +57,8 @@ class GridDefaults:
     """Prefill lengths are multiples of it."""
     span_multiple: int = 1
     """Spans are multiples of it."""
+    keeps_slots: bool = False
+    """Whether a grid has decode slots even if all rows are only scored."""
     chunks: tuple[int, ...] = ()
     """Tokens of pieces of prompts, growing; without any, a ladder of whole-prompt buckets."""
 
@@ -116,6 +118,11 @@ class RowNeed:
         return int(has_chunks) if self.max_tokens == 0 else self.num_sequences
 
     @property
+    def is_only_scored(self) -> bool:
+        """Whether it needs no slot where prompts run whole."""
+        return self.is_scored and self.max_tokens == 0
+
+    @property
     def least_length(self) -> int:
         """Positions without which the row cannot run."""
         return self.prompt_length + (1 if self.max_tokens is None else self.max_tokens)
@@ -128,6 +135,8 @@ def derive_grid(
     fits: Callable[[int, int], bool] | None = None,
 ) -> BucketGrid:
     """The default grid of a job: least prefill padding, and slots and spans for its rows.
+
+    It has no slots if all rows are only scored, in whole prompts.
 
     Args:
         rows: The rows that can run.
@@ -154,13 +163,14 @@ def derive_grid(
     if defaults.chunks:
         most_rows = min(slots, len(rows))
         return _chunk_grid(expected, max_length, max(lengths), slots, most_rows, score, defaults)
+    has_slots = defaults.keeps_slots or not all(row.is_only_scored for row in rows)
     return BucketGrid(
         max_length=max_length,
         prefill=with_small_calls(
             cheapest_prefill(lengths, max_length, defaults), slots, num_slots, defaults
         ),
-        decode_slots=round_up(slots, defaults.slot_multiple),
-        decode_spans=_spans(expected, max_length, defaults),
+        decode_slots=round_up(slots, defaults.slot_multiple) if has_slots else 0,
+        decode_spans=_spans(expected, max_length, defaults) if has_slots else (),
         steps_per_call=defaults.steps_per_call,
         score=score,
     )
@@ -213,6 +223,8 @@ def with_asked(defaults: GridDefaults, asked: Any) -> GridDefaults:
         )
     if "chunk" in asked:
         defaults = with_chunk(defaults, asked["chunk"])
+    if {"decode_slots", "decode_spans", "span_slots"} & set(asked):
+        defaults = replace(defaults, keeps_slots=True)
     if "max_length" in asked:
         check_count("buckets.max_length", asked["max_length"])
         defaults = replace(defaults, max_length=asked["max_length"])

@@ -126,7 +126,7 @@ def allocate(
     """
     K, H = num_heads or config.num_kv_heads, config.kept_dim
     reaching = span_slots or [slots] * len(spans)
-    longest = spans[-1]
+    longest = spans[-1] if spans else 0
     num_kept = {window: kept_entries(window, longest, stripes) for window in config.windows}
 
     def sizes(kept: int) -> list[tuple[int, int]]:

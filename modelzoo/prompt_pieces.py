@@ -126,6 +126,8 @@ def keep_piece(
     write = _write_ring if is_ring else _write_blocks
 
     def keep(old: Segments, new: jax.Array, axis: int, names: Axes) -> Segments:
+        if not old:  # nothing is kept
+            return old
         if axes.KV_HEADS in names:
             new = match_heads(new, old[0].shape[names.index(axes.KV_HEADS)])
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..compile.bucket_grid import BucketGrid, NoBucketFits
+from ..compile.bucket_grid import BucketGrid, NoBucketFits, NoDecodeSlots
 from ..compile.monitor import compile_monitor
 from ..compile.signatures import MAX_STOP_IDS
 from . import own_process
@@ -220,6 +220,9 @@ class Generator:
                     f"max_tokens, or shorten the prompt."
                 )
             self.grid.fit(length, least)
+        except NoDecodeSlots as error:
+            message = f"request {request.request_id!r}: {error}"
+            raise RowError("invalid_request", message, "max_tokens") from None
         except NoBucketFits as error:
             message = f"request {request.request_id!r}: {error}"
             raise RowError("context_length_exceeded", message, "prompt") from None

@@ -102,7 +102,7 @@ class Budget:
 
 def num_graphs(grid: BucketGrid) -> int:
     """Prefill and decode graphs of a grid."""
-    return len(grid.prefill) * (1 + grid.score) + len(grid.decode_spans)
+    return len(grid.prefill) * len(grid.prefill_kinds) + len(grid.decode_spans)
 
 
 @dataclass(frozen=True)
@@ -141,6 +141,7 @@ class CandidateGrids:
             raise ValueError("workload: expected at least one row that fits the model, got none.")
         self._rows, self._cost, self._defaults = rows, cost, defaults
         self._score = any(row.need.is_scored for row in rows)
+        self._only_scores = all(row.need.is_only_scored for row in rows)
         self._budget = budget.within(score=self._score)
         longest = max(row.need.prompt_length + max(row.output, 1) for row in rows)
         declared = max(row.limit(0) for row in rows)
@@ -194,7 +195,7 @@ class CandidateGrids:
     @property
     def least_bytes(self) -> int:
         """Of weights and the smallest cache, on each device."""
-        work, slots = self._cost.work, self._defaults.slot_multiple
+        work, slots = self._cost.work, 0 if self._only_scores else self._defaults.slot_multiple
         return work.parameter_bytes + work.cache_bytes(slots, self.max_length)
 
     def _within_budget(self, found: Iterable[tuple[BucketGrid, int]]) -> Iterator[Candidate]:
@@ -272,7 +273,7 @@ class CandidateGrids:
         """
         slots = grid.decode_slots
         if slots not in self._known_prompts:
-            times = -(-self._slot_use[True].count_R // slots)
+            times = -(-self._slot_use[True].count_R // max(1, slots))
             counts = np.bincount(self._prompts, times).astype(int)
             lengths = np.flatnonzero(counts)
             self._known_prompts[slots] = lengths, counts[lengths]
@@ -288,6 +289,8 @@ class CandidateGrids:
         return np.concatenate([[0], np.cumsum(np.cumsum(change))])
 
     def _slot_counts(self, *, has_chunks: bool) -> list[int]:
+        if self._only_scores and not has_chunks:
+            return [0]
         most, multiple = self._slot_use[has_chunks].num_sequences, self._defaults.slot_multiple
         return sorted({round_up(min(slots, max(most, 1)), multiple) for slots in SLOTS})
 
@@ -337,7 +340,7 @@ class CandidateGrids:
         spans: tuple[int, ...],
     ) -> BucketGrid:
         return BucketGrid(
-            max_length=spans[-1],
+            max_length=spans[-1] if spans else self.max_length,
             prefill=tuple(prefill),
             decode_slots=slots,
             decode_spans=spans,
@@ -348,6 +351,8 @@ class CandidateGrids:
 
     def _spans(self, slots: int, step: int, longest: int, most: int) -> tuple[int, ...]:
         """At most so many spans of least cost, if every token ran over its own."""
+        if not slots:
+            return ()
         choice = (slots, step, longest, most)
         if (known := self._known_spans.get(choice)) is not None:
             return known
@@ -367,6 +372,8 @@ class CandidateGrids:
         Tokens beyond a span come from slots that reach beyond it, one a slot and step, in steps
         that read beyond it.
         """
+        if not grid.decode_slots:
+            return 0.0
         of_step = [self._cost.seconds(grid.decode_call(span)) for span in grid.decode_spans]
         starts = [0, *grid.decode_spans[:-1]]
         beyond = self._emitted_below[grid.max_length] - self._emitted_below[starts]

@@ -55,7 +55,7 @@ class GraphSeconds:
 
     def of(self, grid: BucketGrid) -> float:
         """Of all graphs of a grid."""
-        num_prefill = len(grid.prefill) * (1 + grid.score)
+        num_prefill = len(grid.prefill) * len(grid.prefill_kinds)
         num_entries = grid.decode_slots * sum(grid.decode_spans)
         decode = len(grid.decode_spans) * self.decode + num_entries * self.of_entry
         return num_prefill * self.prefill + decode

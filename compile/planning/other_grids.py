@@ -44,8 +44,8 @@ def multiples(count: int, longest: int) -> list[int]:
 def with_lengths(grid: BucketGrid, lengths: Sequence[int], tokens_per_call: int) -> BucketGrid:
     """The grid with other prefill lengths, none of them past the longest row."""
     lengths = sorted({min(length, grid.max_length) for length in lengths})
+    most = grid.decode_slots or tokens_per_call
     prefill = [
-        PrefillBucket(length, max(1, min(tokens_per_call // length, grid.decode_slots)))
-        for length in lengths
+        PrefillBucket(length, max(1, min(tokens_per_call // length, most))) for length in lengths
     ]
     return replace(grid, prefill=tuple(prefill), chunks_per_decode=None)

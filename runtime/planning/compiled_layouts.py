@@ -131,12 +131,14 @@ def _costliest(one: PlannedLayout) -> dict[str, tuple[str, Call]]:
     def seconds(uses: dict, name: object) -> float:
         return uses[str(name)].seconds if str(name) in uses else 0.0
 
-    bucket = max(grid.prefill, key=lambda bucket: seconds(metrics.prefill, bucket))
-    span = max(grid.decode_spans, key=lambda span: seconds(metrics.decode, span))
-    return {
-        "prefill": (CompiledGraphs.prefill_name(bucket), bucket.call()),
-        "decode": (CompiledGraphs.decode_name(span), grid.decode_call(span)),
-    }
+    is_scored, kind = not grid.decode_slots, "" if grid.decode_slots else " scored"
+    bucket = max(grid.prefill, key=lambda bucket: seconds(metrics.prefill, f"{bucket}{kind}"))
+    name = CompiledGraphs.prefill_name(bucket, is_scored)
+    found = {"prefill": (name, bucket.call(is_scored=is_scored))}
+    if grid.decode_slots:
+        span = max(grid.decode_spans, key=lambda span: seconds(metrics.decode, span))
+        found["decode"] = CompiledGraphs.decode_name(span), grid.decode_call(span)
+    return found
 
 
 def _too_large(one: PlannedLayout, found: dict[str, CompiledCall]) -> str:

@@ -50,9 +50,7 @@ def summary(prediction: "Prediction") -> str:
         "",
         *_compiled_layout_lines(prediction),
         f"predicted  {best.simulation.seconds:.1f} s to run and {best.build_seconds:.0f} s to "
-        f"compile {counted(num_graphs(best.grid), 'graph')}; slots "
-        f"{best.simulation.occupancy:.1%} full, "
-        f"{best.simulation.tail_seconds:.1f} s of tail",
+        f"compile {counted(num_graphs(best.grid), 'graph')}{_slots(best)}",
         *_sample_lines(prediction),
         f"memory     {_gigabytes(prediction)}",
         *_compiled_lines(prediction),
@@ -61,6 +59,14 @@ def summary(prediction: "Prediction") -> str:
         f"{prediction.seconds:.1f} s",
     ]
     return "\n".join(lines)
+
+
+def _slots(best: "Tried") -> str:
+    """How full the slots are, of a grid that has some."""
+    if not best.grid.decode_slots:
+        return ""
+    simulation = best.simulation
+    return f"; slots {simulation.occupancy:.1%} full, {simulation.tail_seconds:.1f} s of tail"
 
 
 def _refused(count: int) -> str:
@@ -123,8 +129,8 @@ def graphs(prediction: "Prediction") -> list[dict[str, Any]]:
     best, cost = prediction.planned.best, prediction.cost
     grid, metrics = best.grid, best.simulation.metrics
     found = []
-    kinds = {False: "", True: " scored"} if grid.score else {False: ""}
-    for bucket, (is_scored, kind) in product(grid.prefill, kinds.items()):
+    for bucket, is_scored in product(grid.prefill, grid.prefill_kinds):
+        kind = " scored" * is_scored
         use = metrics.prefill.get(f"{bucket}{kind}")
         found.append(
             {

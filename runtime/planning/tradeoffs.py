@@ -103,6 +103,8 @@ def _points(
     cost: CostModel, grid: BucketGrid, prompt: int, memory_bytes: float
 ) -> Iterator[Tradeoff]:
     """Doubling slots, as long as weights and cache fit."""
+    if not grid.decode_slots:
+        return
     work, span = cost.work, grid.decode_spans[len(grid.decode_spans) // 2]
     defaults = GridDefaults.for_layout(work.layout)
     first = cost.seconds(Call("prefill", defaults.batch_multiple, prompt, prompt))

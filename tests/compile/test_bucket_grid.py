@@ -8,6 +8,7 @@ from noria.compile.bucket_grid import (
     CHUNKS_PER_DECODE,
     BucketGrid,
     NoBucketFits,
+    NoDecodeSlots,
     PrefillBucket,
 )
 
@@ -62,7 +63,12 @@ def test_the_span_is_the_shortest_that_holds_the_positions(length, span):
         ({"prefill": ((128, 1),)}, r"lengths of at most max_length \(96\), got 128"),
         ({"decode_spans": (32, 64)}, r"last span to be max_length \(96\), got 64"),
         ({"decode_spans": (32, 32, 96)}, "buckets.decode_spans: expected growing"),
-        ({"decode_slots": 0}, "buckets.decode_slots: expected a positive integer, got 0"),
+        (
+            {"decode_slots": 0},
+            r"decode_spans: with buckets.decode_slots = 0, .* expected \[\]; got",
+        ),
+        ({"decode_slots": False}, "buckets.decode_slots: expected a positive integer, got False"),
+        ({"decode_spans": ()}, "buckets.decode_spans: expected growing"),
         ({"decode_slots": True}, "buckets.decode_slots: expected a positive integer, got True"),
         ({"prefill": 7}, "buckets.prefill: expected a list, got 7"),
         ({"prefill": (16, 4)}, "buckets.prefill: expected pairs of length and batch, got 16"),
@@ -89,6 +95,36 @@ def test_the_span_is_the_shortest_that_holds_the_positions(length, span):
 def test_a_grid_that_makes_no_sense_is_refused_by_key(change, message):
     with pytest.raises(ValueError, match=message):
         BucketGrid.from_table(GRID.to_table() | change)
+
+
+SCORING = replace(GRID, decode_slots=0, decode_spans=(), score=True)
+
+
+def test_a_grid_without_slots_scores_whole_prompts_alone():
+    assert BucketGrid.from_table(SCORING.to_table()) == SCORING
+    assert SCORING.fit(17, 0) == PrefillBucket(64, 2)
+    assert SCORING.segments(96) == ()
+    assert (SCORING.prefill_kinds, GRID.prefill_kinds) == ((True,), (False,))
+    assert replace(GRID, score=True).prefill_kinds == (False, True)
+    for max_tokens in (None, 1):
+        with pytest.raises(NoDecodeSlots, match=r"the plan has no decode slots \(.* max_tokens 0"):
+            SCORING.fit(17, max_tokens)
+    with pytest.raises(NoBucketFits, match="prefill length 65"):
+        SCORING.fit(65, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"decode_spans": (96,)}, r"decode_spans: .* expected \[\]; got \(96,\)"),
+        ({"score": False}, "score: .* expected true; got False. Change it, or plan decode slots"),
+        ({"chunk": 16}, r"chunk: .* none, as prompts in chunks need a slot; got \(16,\)"),
+        ({"span_slots": (0,)}, r"span_slots: .* expected none; got \(0,\)"),
+    ],
+)
+def test_what_needs_slots_is_refused_without_any(change, message):
+    with pytest.raises(ValueError, match=f"buckets.{message}"):
+        BucketGrid.from_table(SCORING.to_table() | change)
 
 
 def test_a_graph_has_no_more_positions_than_the_limit():

@@ -139,6 +139,18 @@ def test_rows_that_no_grid_can_hold_do_not_change_it(impossible, max_tokens):
     assert derive_grid([*rows, impossible], 128, defaults) == derive_grid(rows, 128, defaults)
 
 
+def test_a_job_that_only_scores_has_no_slots_and_the_same_prefill():
+    rows = [RowNeed(length, 0, is_scored=True) for length in (5, 40, 300, 41)]
+    grid = derive_grid(rows, 512)
+    kept = derive_grid(rows, 512, with_asked(GridDefaults(), {"decode_slots": 4}))
+    assert (grid.decode_slots, grid.decode_spans) == (0, ())
+    assert kept.decode_slots and kept.decode_spans
+    assert grid.prefill == kept.prefill
+    for other in (RowNeed(5, 1), RowNeed(5, None, is_scored=True)):
+        assert derive_grid([*rows, other], 512).decode_slots
+    assert derive_grid(rows, 512, GridDefaults(chunks=(16,))).decode_slots
+
+
 def test_a_prompt_as_long_as_the_model_can_be_scored():
     grid = derive_grid([RowNeed(128, 0, is_scored=True)], 128)
     assert grid.fit(128, 0).length == 128

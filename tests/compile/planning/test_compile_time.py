@@ -1,6 +1,7 @@
 """Predicted compile times against the recorded ones that they stand for."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,3 +54,4 @@ def test_scored_prompts_have_graphs_of_their_own():
     assert each.of(grid) == 2 * 3 + 2 * 5
     scored = BucketGrid(64, ((16, 2), (32, 1)), 4, (32, 64), score=True)
     assert each.of(scored) == 4 * 3 + 2 * 5
+    assert each.of(replace(scored, decode_slots=0, decode_spans=())) == 2 * 3

@@ -300,9 +300,12 @@ def test_a_prompt_that_no_length_of_a_layout_holds_is_refused():
 
 def test_rows_that_generate_nothing_can_be_planned_for():
     rows = [ExpectedRow(RowNeed(20, 0, is_scored=True), 0)] * 5
-    best = planner(rows).plan().best
-    assert best.grid.score
-    assert best.simulation.emitted_tokens == 0
+    planned = replace(planner(rows), may_chunk=False).plan()
+    assert planned.best.grid.score and not planned.best.grid.decode_slots
+    assert planned.best.simulation.emitted_tokens == 0
+    # other grids are as they would be: calls of as many tokens
+    assert {one.grid.decode_slots for one in planned.others.values()} == {0}
+    assert max(b.batch for one in planned.others.values() for b in one.grid.prefill) > 1
 
 
 def test_slots_stay_within_memory_and_too_little_is_refused():
@@ -333,6 +336,6 @@ def test_prompts_that_are_only_scored_are_tried_in_full_calls_of_chunks():
     """Each takes a slot until it is read; whole prompts need none."""
     rows = [ExpectedRow(RowNeed(80, 0, is_scored=True), 0)] * 64
     grids = CandidateGrids(rows, 128, COST, Budget(), GridDefaults())
-    assert {one.grid.decode_slots for one in grids.of_whole_prompts()} == {1}
+    assert {one.grid.decode_slots for one in grids.of_whole_prompts()} == {0}
     assert max(one.grid.decode_slots for one in grids.of_chunks()) == 64
     assert any(bucket.batch > 1 for one in grids.of_chunks() for bucket in one.grid.prefill)

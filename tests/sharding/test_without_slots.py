@@ -1,0 +1,54 @@
+"""A grid without decode slots gives the very scores of one with slots, under layouts too."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import jax
+import numpy as np
+import pytest
+from laid_out import LaidOut, config_of, greedy_rows, layout_of
+
+from noria.compile.bucket_grid import BucketGrid
+from noria.compile.compiled_graphs import CompiledGraphs
+from noria.compile.definition import model_sizes
+from noria.sharding.legality import check
+
+
+@dataclass
+class Scoring(LaidOut):
+    """A model that scores, with slots or without, and the same prefill buckets."""
+
+    has_slots: bool = True
+
+    @property
+    def grid(self) -> BucketGrid:
+        grid = super().grid
+        return grid if self.has_slots else replace(grid, decode_slots=0, decode_spans=())
+
+    @cached_property
+    def graphs(self) -> CompiledGraphs:
+        return self.compile("empty")
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "scan_layers"),
+    [
+        ("gpt_oss", None, False),
+        ("deepseek_v3", None, False),
+        ("gemma3_text", None, True),
+        ("llama", "data-tensor-batch-attention@data=2,tensor=2", False),
+        ("mixtral", "expert-parallel", False),
+        ("gemma2", "ring-tensor", True),
+    ],
+)
+def test_scores_are_the_same_bits(family, layout, scan_layers):
+    """Windows, latents, experts and scanned layers; rows, tokens and experts on several devices."""
+    config, placed = config_of(family), None if layout is None else layout_of(layout)
+    found = []
+    for has_slots in (True, False):
+        laid = Scoring(config, placed, scan_layers=scan_layers, has_slots=has_slots)
+        if placed is not None:
+            assert not check(placed, model_sizes(config, laid.num_devices, laid.grid))
+        found.append(laid.score(greedy_rows(), 3))
+    for ours, theirs in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
