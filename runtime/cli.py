@@ -70,7 +70,6 @@ def _parser() -> argparse.ArgumentParser:
     _add_batch(commands)
     _add_merge(commands)
     _add_modules(commands)
-    _add_experts(commands)
     _add_inspect(commands)
     doctor = commands.add_parser("doctor", help="what this machine offers")
     doctor.set_defaults(run=_run_doctor)
@@ -195,20 +194,6 @@ def _add_modules(commands: "argparse._SubParsersAction[_Parser]") -> None:
     )
 
 
-def _add_experts(commands: "argparse._SubParsersAction[_Parser]") -> None:
-    experts = commands.add_parser(
-        "experts",
-        help="choose capacities for a mixture of experts from finished jobs",
-        description="What each capacity factor would have dropped and cost in finished jobs, and "
-        "the tables of a plan for the cheapest dispatch within a bound.",
-        epilog="example: noria experts out.jsonl.manifest.json --max-dropped 0.001",
-    )
-    add = experts.add_argument
-    add("manifests", nargs="+", type=Path, metavar="MANIFEST", help="beside the outputs of jobs")
-    add("--max-dropped", type=float, default=0.001, help="share of choices (default: 0.001)")
-    experts.set_defaults(run=_run_experts)
-
-
 def _add_inspect(commands: "argparse._SubParsersAction[_Parser]") -> None:
     inspect = commands.add_parser("inspect", help="what a checkpoint holds")
     inspect.add_argument("model", help="directory, .gguf file, or smollm2")
@@ -248,12 +233,6 @@ def _run_merge(options: argparse.Namespace) -> int:
 
     progress = Progress(is_quiet=options.quiet)
     return merge(options.parts, options.output, error_file=options.error_file, progress=progress)
-
-
-def _run_experts(options: argparse.Namespace) -> int:
-    from .expert_advice import main
-
-    return main(options.manifests, options.max_dropped)
 
 
 def _run_inspect(options: argparse.Namespace) -> int:

@@ -23,7 +23,7 @@ from .decode_slots import DecodeAction, Job, Sequence
 from .engine_events import ChoicesDropped, Event, PromptScored, TokensEmitted
 from .host_arrays import HostArrays
 from .metrics import EngineMetrics
-from .padding import pack_pieces, pack_requests, pack_sampling
+from .padding import greedy_sampling, pack_pieces, pack_requests, pack_sampling
 from .request import Request, SamplingParams, TokenLogprob
 from .scheduler import Action, ForkAction, PrefillAction, PromptPiece, Scheduler
 
@@ -136,7 +136,7 @@ class Engine:
         events = self._scored(rows, host.scores) if action.is_scored else []
         sequences = (row.sequence for row in rows)
         samples = ((sequence.job.number, sequence.sample) for sequence in sequences)
-        events += self._count_experts(host.experts, tokens_BT.size, samples)
+        events += self._count_experts(host.experts, samples)
         for row, is_clean in zip(rows, host.is_clean_B, strict=False):
             if row.slot is not None:
                 self._note_contents(row.slot, row, is_clean=bool(is_clean))
@@ -167,22 +167,17 @@ class Engine:
         if slot not in self._unclean:
             return
         self._unclean.remove(slot)
-        sampling = pack_sampling(
-            SamplingParams(), seed=0, sample=0, prompt_length=0, stop_ids=(),
-            vocab_size=self._padded_vocab,
-        )  # fmt: skip
         nowhere, slot_number = np.int32(self._graphs.grid.decode_slots), np.int32(slot)
-        arguments = self._host.put((nowhere, slot_number, sampling))
+        arguments = self._host.put((nowhere, slot_number, greedy_sampling(self._padded_vocab)))
         self._state = self._graphs.fork(self._state, *arguments)
 
     def _count_experts(
-        self, made: ExpertReport | None, num_tokens: int, rows: Iterable[tuple[int, int]]
+        self, report: ExpertReport | None, rows: Iterable[tuple[int, int]]
     ) -> list[Event]:
         """Count what a call of prompts made of its experts; `rows` are requests and samples."""
-        report = self._host.fetch(made)
         if report is None:
             return []
-        self.metrics.experts["prefill"].add(report.use, num_tokens)
+        self.metrics.experts["prefill"].add(report.use)
         return _dropped(report, enumerate(rows), is_of_prompt=True)
 
     def _sampling(self, sequence: Sequence) -> SamplingState:
@@ -288,7 +283,7 @@ class Engine:
             seconds=seconds,
         )
         if output.experts is not None:
-            self.metrics.experts["decode"].add(output.experts.use, len(emitted_BQ), num_steps)
+            self.metrics.experts["decode"].add(output.experts.use)
 
 
 def _dropped(

@@ -59,11 +59,8 @@ def pack_greedy(
         for i, job in enumerate(jobs)
     ]
     pieces, tokens_BT, _ = pack_pieces(rows, prompts, bucket, grid.decode_slots)
-    greedy = pack_sampling(
-        SamplingParams(temperature=0), seed=0, sample=0, prompt_length=0, stop_ids=(),
-        vocab_size=vocab_size,
-    )  # fmt: skip
-    return pieces, pack_requests(jobs, [greedy] * len(jobs), bucket.batch), tokens_BT
+    greedy = [greedy_sampling(vocab_size)] * len(jobs)
+    return pieces, pack_requests(jobs, greedy, bucket.batch), tokens_BT
 
 
 def pack_requests(jobs: Items[Job], sampling: Items[SamplingState], batch: int) -> SlotRequests:
@@ -106,6 +103,14 @@ def pack_sampling(
         "num_logprobs_B": np.array([num_logprobs], np.int32),
     }
     return SamplingState(**fields)
+
+
+def greedy_sampling(vocab_size: int) -> SamplingState:
+    """Greedy sampling of one row."""
+    return pack_sampling(
+        SamplingParams(temperature=0), seed=0, sample=0, prompt_length=0, stop_ids=(),
+        vocab_size=vocab_size,
+    )  # fmt: skip
 
 
 def row_seed(params: SamplingParams, run_seed: int, request_id: str) -> int:

@@ -330,7 +330,7 @@ def start(
     host = HostArrays(placement.replicated)
     engine = Engine(graphs, model.parameters, state, host, definition.padded_vocab)
     config = definition.config
-    setup = None if config.moe is None else ExpertSetup(config.moe, experts, placement.platform)
+    setup = None if config.moe is None else ExpertSetup(config.moe, experts)
     attention = attention_kernels(plan, config, model.target).report()
     return Generator(
         engine,

@@ -7,7 +7,6 @@ the reference dispatch, whose products they are defined for.
     python scripts/train_mixture.py build/mixture
     noria batch -i build/mixture/prompts.jsonl -o build/mixture/out.jsonl \
         --model build/mixture/model
-    noria experts build/mixture/out.jsonl.manifest.json
 """
 
 import argparse

@@ -85,7 +85,7 @@ class TinyModel:
         self.placement = find_target("cpu").placement()
         self.definition = Definition(config)
         self.parameters = random_parameters(self.definition)
-        self.experts = config.moe and ExpertSetup(config.moe, experts, self.placement.platform)
+        self.experts = config.moe and ExpertSetup(config.moe, experts)
         self.graphs = build(self.definition, grid, self.placement, jnp.float32, experts=experts)
         self._empty = partial(signatures.decode_state, self.definition, grid, jnp.float32)
         self._forward = jax.jit(self._logits)

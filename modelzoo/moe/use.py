@@ -1,15 +1,11 @@
 """What a call made of its experts: load, rows of products, choices dropped. Counts alone."""
 
-import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from .dispatch import load
-
-FACTORS = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0)
-"""Capacity factors of which it is counted what they would have dropped."""
 
 
 class ExpertUse(NamedTuple):
@@ -20,8 +16,6 @@ class ExpertUse(NamedTuple):
     rows_SE: jax.Array
     """Rows that each expert's products ran over, padding among them."""
     dropped_SE: jax.Array
-    excess_SC: jax.Array
-    """Choices beyond the capacity that each of `FACTORS` stands for."""
 
 
 class ExpertReport(NamedTuple):
@@ -38,13 +32,8 @@ def count_use(
 ) -> ExpertUse:
     """Count one shard's choices; `dropped_MZ` says which of them have no row."""
     load_E = load(expert_MZ, num_experts)
-    num_choices = expert_MZ.size
-    capacity_C = jnp.array(
-        [math.ceil(factor * num_choices / num_experts) for factor in FACTORS], jnp.int32
-    )
-    excess_C = jnp.maximum(load_E[None] - capacity_C[:, None], 0).sum(axis=1)
     dropped_E = load(jnp.where(dropped_MZ, expert_MZ, num_experts), num_experts)
-    return ExpertUse(load_E[None], rows_E[None], dropped_E[None], excess_C[None])
+    return ExpertUse(load_E[None], rows_E[None], dropped_E[None])
 
 
 def rows_of_tiles(load_E: jax.Array, tile: int) -> jax.Array:

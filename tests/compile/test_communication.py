@@ -19,7 +19,6 @@ from noria.compile.definition import Definition
 from noria.compile.targets import find_target
 from noria.modelzoo.config import DecoderConfig, LatentAttention
 from noria.modelzoo.moe.config import MoeConfig, Routing
-from noria.modelzoo.moe.use import FACTORS
 from noria.runtime.layout_files import named_layout_tables
 from noria.sharding.call import Call
 from noria.sharding.communication import expected
@@ -111,9 +110,9 @@ def collectives(
     graphs = plan_graphs(definition, grid, placement, jnp.dtype(DTYPES[target]))
     (graph,) = (graph for graph in graphs if graph.name.startswith(name))
     shards = layout.mesh.num_devices // layout.mesh.sizes.get("tensor", 1)
-    of_counts = {config.num_layers * shards * size * 4 for size in (8, len(FACTORS))}
+    of_counts = config.num_layers * shards * 8 * 4
     for one in read_collectives(compile_graph(graph)[0].as_text(), layout.mesh.sizes):
-        is_count = config.moe is not None and one.num_bytes in of_counts and not one.loops
+        is_count = config.moe is not None and one.num_bytes == of_counts and not one.loops
         if not (is_count or "expert_use" in one.source):
             yield one
 

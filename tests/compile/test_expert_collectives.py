@@ -17,7 +17,6 @@ from noria.compile.definition import Definition
 from noria.compile.targets import find_target
 from noria.modelzoo.config import DecoderConfig
 from noria.modelzoo.moe.config import MoeConfig, Routing
-from noria.modelzoo.moe.use import FACTORS
 from noria.runtime.layout_files import named_layout_tables
 from noria.sharding.layout import Layout
 
@@ -58,14 +57,14 @@ def compiled(layout: Layout, phase: str, num_layers: int):
 def collectives(program, layout: Layout, num_layers: int) -> Counter:
     """All but those of counts of experts, which cross to the host once a call, all layers' at once.
 
-    They are known by their sizes or, where XLA joins two of them, by their scope.
+    They are known by their size or, where XLA joins two of them, by their scope.
     """
     shards = layout.mesh.num_devices // layout.mesh.sizes.get("tensor", 1)
-    of_counts = {num_layers * shards * size * 4 for size in (NUM_EXPERTS, len(FACTORS))}
+    of_counts = num_layers * shards * NUM_EXPERTS * 4
     return Counter(
         (c.kind, c.mesh_axes, c.num_bytes)
         for c in read_collectives(program.as_text(), layout.mesh.sizes)
-        if c.num_bytes not in of_counts and "expert_use" not in c.source
+        if c.num_bytes != of_counts and "expert_use" not in c.source
     )
 
 

@@ -175,27 +175,12 @@ def test_a_killed_job_keeps_what_its_finished_rows_lost(mixtral, tmp_path):
     assert manifest["rows"]["ok_with_dropped_choices"] == len(losses(read_rows(output)))
 
 
-def test_capacities_are_advised_from_manifests(mixtral, lossless, tmp_path):
-    source, *_ = lossless
-    manifest = source.with_name("out.jsonl.manifest.json")
-    said = mixtral.run("experts", manifest, manifest, "--max-dropped", "0.05").stdout
-    tables = tomllib.loads(said[said.index("\n#") :])["experts"]
-    assert set(tables) == {"prefill", "decode"}
-    plan = tmp_path / "plan.toml"
-    plan.write_text(BUCKETS + said[said.index("\n#") :] + '\n[experts]\noverflow = "drop"\n')
-    mixtral.batch(source, tmp_path / "out.jsonl", "--plan", plan)
-
-
-def test_a_dense_model_takes_no_table_of_experts_and_gives_no_advice(noria, tmp_path):
+def test_a_dense_model_takes_no_table_of_experts(noria, tmp_path):
     source = write_lines(tmp_path / "in.jsonl", rows_of(2))
     arguments = ("batch", "-i", source, "--model", noria.model)
     plan = ("--plan", plan_file(tmp_path, "drop"))
     refused = noria.refuse(*arguments, "-o", tmp_path / "refused.jsonl", *plan)
     assert "plan [experts]: expected no such table" in refused
-    noria.run(*arguments, "-o", tmp_path / "out.jsonl")
-    manifest = tmp_path / "out.jsonl.manifest.json"
-    refused = noria.refuse("experts", manifest)
-    assert "expected the manifest of a model with experts" in refused
 
 
 def test_another_dispatch_is_another_job(mixtral, lossless, tmp_path):
