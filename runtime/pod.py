@@ -17,17 +17,15 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from . import coordination, errors
 from .batch.journal import differences
 from .batch.manifest import versions
-from .batch.peers import Word
+from .batch.peers import Peers, Value, Word
 from .coordination import Address
 from .counted import counted
 from .watchdog import MARGIN_SECONDS, Watchdog
-
-Value = TypeVar("Value")
 
 WORDS_KEPT = 4096
 """Words in a folder of the store; one folder is kept beside the current one."""
@@ -96,20 +94,14 @@ def join(options: PodOptions, target: str) -> "Iterator[Pod]":
     store.leave()
 
 
-class Pod:
+class Pod(Peers):
     """This process among those of its pod. `join` makes one."""
-
-    setup = ""
 
     def __init__(self, store: coordination.Coordination, watchdog: Watchdog):
         self.rank, self.size = store.rank, store.size
         self._store = store
         self._watchdog = watchdog
         self._num_shared = self._num_steps = self._trace = 0
-
-    @property
-    def leads(self) -> bool:
-        return self.rank == 0
 
     @property
     def asked(self) -> str | None:

@@ -6,9 +6,17 @@ Knows nothing of how rows run. Guarantees: nothing here changes a file.
 from collections.abc import Mapping
 from typing import Any
 
-from .disk import UnusableFile, temporary_name
+from .disk import UnusableFile, digest_file, temporary_name
 from .job import EXIT_BUILD, EXIT_OK, EXIT_ROWS_FAILED, JobError, JobSettings
-from .manifest import differences_from, manifest_path, read_manifest
+from .journal import differences
+from .manifest import (
+    describe,
+    manifest_path,
+    output_differences,
+    read_manifest,
+    said,
+    table_in,
+)
 
 
 def finished_manifest(settings: JobSettings) -> dict[str, Any] | None:
@@ -20,14 +28,22 @@ def finished_manifest(settings: JobSettings) -> dict[str, Any] | None:
 
 
 def _differences_from(settings: JobSettings, manifest: Mapping[str, Any]) -> list[str]:
-    return differences_from(
-        manifest,
-        input_path=settings.input_path,
-        configuration=settings.stored_configuration,
-        may_differ=settings.may_differ,
-        instant=settings.now and settings.now.isoformat(),
-        outputs=settings.outputs,
-    )
+    """The differences of a job and its files from a manifest, a line for each.
+
+    Instants are compared if one is asked for and the prompts of the outputs show theirs.
+    """
+    wanted = settings.stored_configuration
+    may_differ = {key: wanted[key] for key in settings.may_differ}
+    stored = {**table_in(manifest, "configuration"), **may_differ}
+    found = differences(stored, wanted, ("there", "now"))
+    instant, shown = settings.now and settings.now.isoformat(), manifest.get("instant")
+    if instant is not None and shown not in (None, instant):
+        found.append(f"  the instant: there {shown}, now {instant}")
+    digest = describe(digest_file(settings.input_path))
+    known = {key: table_in(manifest, "input").get(key) for key in digest}
+    if known != digest:
+        found.append(f"  the input: there {said(known)}, now {said(digest)}")
+    return found + output_differences(manifest, settings.outputs)
 
 
 def refuse_foreign_outputs(settings: JobSettings) -> None:

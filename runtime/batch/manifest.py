@@ -9,19 +9,19 @@ time, as the clock is in exactly one phase at any moment.
 
 import hashlib
 import json
-import platform
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from .disk import Disk, FileDigest, digest_file, replace_file
-from .journal import JournalRow, differences
+from .journal import JournalRow
 
 SCHEMA = 2
+_BY_CODE = "errors_by_code"
 PERCENTILES = (50, 90, 95, 99)
 Phase = Literal["scan", "load", "build", "run"]
 
@@ -78,36 +78,9 @@ def read_manifest(output: Path) -> dict[str, Any] | None:
     return content if isinstance(content, dict) else None
 
 
-def differences_from(
-    manifest: Mapping[str, Any],
-    *,
-    input_path: Path,
-    configuration: Mapping[str, str],
-    may_differ: Collection[str] = (),
-    instant: str | None = None,
-    outputs: Sequence[Path],
-) -> list[str]:
-    """The differences of an input, a configuration and outputs from a manifest, a line for each.
-
-    There are none if the outputs are complete and come from exactly this input and configuration.
-    Instants are compared if one is given and the prompts of the outputs show theirs.
-    """
-    wanted = dict(configuration)
-    stored = {**_table(manifest, "configuration"), **{key: wanted[key] for key in may_differ}}
-    found = differences(stored, wanted, ("there", "now"))
-    shown = manifest.get("instant")
-    if instant is not None and shown not in (None, instant):
-        found.append(f"  the instant: there {shown}, now {instant}")
-    digest = describe(digest_file(input_path))
-    known = {key: _table(manifest, "input").get(key) for key in digest}
-    if known != digest:
-        found.append(f"  the input: there {_said(known)}, now {_said(digest)}")
-    return found + output_differences(manifest, outputs)
-
-
 def output_differences(manifest: Mapping[str, Any], paths: Sequence[Path]) -> list[str]:
     """The files that are not the outputs in a manifest, or are not complete, a line for each."""
-    known = _table(manifest, "outputs")
+    known = table_in(manifest, "outputs")
     found = []
     if set(known) != {path.name for path in paths}:
         now = ", ".join(sorted(path.name for path in paths))
@@ -117,18 +90,20 @@ def output_differences(manifest: Mapping[str, Any], paths: Sequence[Path]) -> li
         if path.name in known and known[path.name] != digest:
             finished = known[path.name] if isinstance(known[path.name], dict) else {}
             found.append(
-                f"  {path.name}, changed since: finished with {_said(finished)}, now "
-                f"{_said(digest) if digest else 'not there'}"
+                f"  {path.name}, changed since: finished with {said(finished)}, now "
+                f"{said(digest) if digest else 'not there'}"
             )
     return found
 
 
-def _table(manifest: Mapping[str, Any], key: str) -> dict[str, Any]:
+def table_in(manifest: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """A table of a manifest; empty if there is none."""
     table = manifest.get(key)
     return table if isinstance(table, dict) else {}
 
 
-def _said(digest: Mapping[str, Any]) -> str:
+def said(digest: Mapping[str, Any]) -> str:
+    """A digest in words."""
     return f"{digest.get('bytes')} bytes, sha256 {str(digest.get('sha256'))[:12]}"
 
 
@@ -141,58 +116,6 @@ def write_manifest(disk: Disk, output: Path, content: Mapping[str, Any]) -> None
     replace_file(disk, manifest_path(output), [text.encode("utf-8", "backslashreplace")])
 
 
-def make_manifest(
-    *,
-    model: str,
-    weights: str | None,
-    configuration: Mapping[str, str],
-    setups: Sequence[str],
-    fingerprint: str,
-    plan: str | None,
-    instant: str | None,
-    sampling_defaults: Mapping[str, Any],
-    config_keys_ignored: Sequence[str],
-    input_facts: Mapping[str, Any],
-    outputs: Mapping[str, Mapping[str, Any]],
-    rows: Mapping[str, Any],
-    phases: PhaseClock,
-    generator: Mapping[str, Any],
-    finished: Iterable[JournalRow],
-    num_tokens_this_run: int,
-) -> dict[str, Any]:
-    """Put the facts of a finished job together."""
-    finished = list(finished)
-    seconds = phases.seconds()
-    run_seconds = seconds["run"]
-    return {
-        "schema": SCHEMA,
-        "model": model,
-        "weights": weights,
-        "versions": versions(),
-        "platform": {"python": platform.python_version(), "system": platform.platform()},
-        "configuration": dict(configuration),
-        "setups": list(setups),
-        "fingerprint": fingerprint,
-        "plan": plan,
-        "plan_fingerprint": plan and "sha256:" + hashlib.sha256(plan.encode()).hexdigest(),
-        "instant": instant,
-        "sampling_defaults": dict(sampling_defaults),
-        "config_keys_ignored": list(config_keys_ignored),
-        "input": dict(input_facts),
-        "outputs": dict(outputs),
-        "rows": dict(rows),
-        **{f"{phase}_seconds": value for phase, value in seconds.items()},
-        "wall_seconds": sum(seconds.values()),
-        "prompt_tokens": _total(finished, "prompt_tokens"),
-        "output_tokens": _total(finished, "output_tokens"),
-        "output_tokens_per_second": num_tokens_this_run / run_seconds if run_seconds else None,
-        "time_to_first_token_seconds": _spread(finished, "time_to_first_token"),
-        "inter_token_latency_seconds": _spread(finished, "inter_token_latency"),
-        "compiles_during_run": generator.get("compiles_during_run", 0),
-        "generator": dict(generator),
-    }
-
-
 def count_outcomes(
     codes: Iterable[str | None], *, num_kept: int, num_dropping: int, num_at_max_length: int
 ) -> dict[str, Any]:
@@ -201,43 +124,34 @@ def count_outcomes(
     `num_dropping` of them were answered although choices of experts were dropped;
     `num_at_max_length` have no `max_tokens` and ended at the plan's `max_length`.
     """
-    return _outcomes(Counter(codes), num_kept, num_dropping, num_at_max_length)
-
-
-def add_outcomes(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The row counts of several parts together."""
-    counts: Counter[str | None] = Counter()
-    num_kept = num_dropping = num_at_max_length = 0
-    for rows in parts:
-        counts.update({None: rows["ok"], **rows["errors_by_code"]})
-        num_kept += rows["kept_from_earlier_runs"]
-        num_dropping += rows["ok_with_dropped_choices"]
-        num_at_max_length += rows["ok_at_max_length"]
-    return _outcomes(counts, num_kept, num_dropping, num_at_max_length)
-
-
-def _outcomes(
-    counts: Counter[str | None], num_kept: int, num_dropping: int, num_at_max_length: int
-) -> dict[str, Any]:
+    counts = Counter(codes)
     num_ok = counts.pop(None, 0)
-    errors = {str(code): counts[code] for code in sorted(counts, key=str)}
-    num_errors = sum(errors.values())
     return {
-        "total": num_ok + num_errors,
+        "total": num_ok + counts.total(),
         "ok": num_ok,
-        "errors": num_errors,
-        "errors_by_code": errors,
+        "errors": counts.total(),
+        _BY_CODE: {str(code): counts[code] for code in sorted(counts, key=str)},
         "kept_from_earlier_runs": num_kept,
         "ok_with_dropped_choices": num_dropping,
         "ok_at_max_length": num_at_max_length,
     }
 
 
-def _total(finished: list[JournalRow], name: str) -> int:
+def add_outcomes(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The row counts of several parts together."""
+    codes = sum((Counter(rows[_BY_CODE]) for rows in parts), Counter())
+    by_code = dict(sorted(codes.items()))
+    return {
+        key: by_code if key == _BY_CODE else sum(rows[key] for rows in parts) for key in parts[0]
+    }
+
+
+def total(finished: Sequence[JournalRow], name: str) -> int:
+    """The sum of a figure over rows."""
     return int(sum(row.metrics.get(name, 0) for row in finished))
 
 
-def _spread(finished: list[JournalRow], name: str) -> dict[str, float] | None:
+def spread(finished: Sequence[JournalRow], name: str) -> dict[str, float] | None:
     """Mean and percentiles over the rows that have such a figure, whichever run finished them."""
     values = sorted(row.metrics[name] for row in finished if name in row.metrics)
     if not values:

@@ -226,7 +226,7 @@ def _merged_manifest(parts: Sequence[FinishedPart]) -> dict[str, Any]:
     return {
         **{key: job[key] for key in _OF_THE_JOB if key in job},
         "configuration": {**job["configuration"], "rows": str(WHOLE)},
-        "rows": add_outcomes(manifest["rows"] for manifest in manifests),
+        "rows": add_outcomes([manifest["rows"] for manifest in manifests]),
         **{key: sum(manifest[key] for manifest in manifests) for key in totals},
         "parts": [
             {"name": part.path.name, "part": str(part.part)}

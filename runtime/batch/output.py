@@ -8,6 +8,8 @@ Knows nothing of models. Guarantees: one line for each row of the job's part of 
 in its order.
 """
 
+import hashlib
+import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,14 +19,17 @@ from ..counted import counted
 from ..strict_json import dump_line
 from .disk import Disk, replace_file
 from .job import EXIT_RESUMABLE, JobError, JobSettings
-from .journal import Journal
+from .journal import Journal, JournalRow
 from .journal_records import INSTANT, MODEL, WEIGHTS
 from .manifest import (
+    SCHEMA,
     PhaseClock,
     count_outcomes,
     describe,
     fingerprint,
-    make_manifest,
+    spread,
+    total,
+    versions,
     write_manifest,
 )
 from .results import AT_MAX_LENGTH, DROPPED, OutputLines
@@ -49,32 +54,16 @@ def finalise(
     try:
         lines_of = partial(_output_lines, settings, rows, journal, lines)
         outputs = write_outputs(disk, settings.outputs, lines_of)
-        manifest = make_manifest(
-            model=journal.facts.get(MODEL, settings.model_name),
-            weights=journal.facts.get(WEIGHTS),
-            configuration=settings.stored_configuration,
-            setups=journal.setups,
-            fingerprint=fingerprint(settings.configuration),
-            plan=journal.plan,
-            instant=journal.facts.get(INSTANT),
-            sampling_defaults={
-                "values": dict(settings.sampling_defaults),
-                "source": settings.sampling_defaults_source,
-            },
-            config_keys_ignored=settings.config_keys_ignored,
-            input_facts=_input_facts(settings.input_path, summary),
-            outputs=outputs,
-            rows=count_outcomes(
+        manifest = {
+            **_of_job(settings, summary, journal, outputs),
+            "rows": count_outcomes(
                 (_code(row, journal) for row in rows),
                 num_kept=num_kept,
                 num_dropping=sum(DROPPED in row.metrics for row in finished),
                 num_at_max_length=sum(AT_MAX_LENGTH in row.metrics for row in finished),
             ),
-            phases=phases,
-            generator=statistics,
-            finished=finished,
-            num_tokens_this_run=num_tokens,
-        )
+            **_of_run(phases, statistics, finished, num_tokens),
+        }
         write_manifest(disk, settings.output_path, manifest)
         disk.remove(journal.path)
         disk.sync_folder(journal.path.parent)
@@ -89,12 +78,56 @@ def finalise(
     return manifest
 
 
-def _input_facts(path: Path, summary: ScanSummary) -> dict[str, Any]:
+def _of_job(
+    settings: JobSettings, summary: ScanSummary, journal: Journal, outputs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What was answered, and by what."""
+    plan = journal.plan
     return {
-        "name": path.name,
-        "sha256": summary.input_sha256,
-        "bytes": summary.num_bytes,
-        "rows": len(summary.rows),
+        "schema": SCHEMA,
+        "model": journal.facts.get(MODEL, settings.model_name),
+        "weights": journal.facts.get(WEIGHTS),
+        "versions": versions(),
+        "platform": {"python": platform.python_version(), "system": platform.platform()},
+        "configuration": settings.stored_configuration,
+        "setups": journal.setups,
+        "fingerprint": fingerprint(settings.configuration),
+        "plan": plan,
+        "plan_fingerprint": plan and "sha256:" + hashlib.sha256(plan.encode()).hexdigest(),
+        "instant": journal.facts.get(INSTANT),
+        "sampling_defaults": {
+            "values": dict(settings.sampling_defaults),
+            "source": settings.sampling_defaults_source,
+        },
+        "config_keys_ignored": list(settings.config_keys_ignored),
+        "input": {
+            "name": settings.input_path.name,
+            "sha256": summary.input_sha256,
+            "bytes": summary.num_bytes,
+            "rows": len(summary.rows),
+        },
+        "outputs": outputs,
+    }
+
+
+def _of_run(
+    phases: PhaseClock,
+    statistics: Mapping[str, Any],
+    finished: Sequence[JournalRow],
+    num_tokens: int,
+) -> dict[str, Any]:
+    """Seconds and tokens; `num_tokens` are those that this run emitted."""
+    seconds = phases.seconds()
+    return {
+        **{f"{phase}_seconds": value for phase, value in seconds.items()},
+        "wall_seconds": sum(seconds.values()),
+        "prompt_tokens": total(finished, "prompt_tokens"),
+        "output_tokens": total(finished, "output_tokens"),
+        "output_tokens_per_second": num_tokens / seconds["run"] if seconds["run"] else None,
+        "time_to_first_token_seconds": spread(finished, "time_to_first_token"),
+        "inter_token_latency_seconds": spread(finished, "inter_token_latency"),
+        "compiles_during_run": statistics.get("compiles_during_run", 0),
+        "generator": dict(statistics),
     }
 
 

@@ -1,13 +1,12 @@
-"""The processes that run one job in step, as the job sees them, and the one that runs alone.
+"""The processes that run one job in step, as the job sees them.
 
 Process 0 leads: it owns journal, lock, output, manifest and progress, and says before every step
-what comes next. The others read the same input and run the same steps.
-
-Knows nothing of how processes talk; `runtime/pod.py` does.
+what comes next. The others read the same input and run the same steps. `Peers` itself is the only
+process of its job; `runtime/pod.py` has the one among several.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Literal, NamedTuple, Protocol, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 Value = TypeVar("Value")
 
@@ -24,88 +23,47 @@ class Word(NamedTuple):
 GO = Word("go")
 
 
-class Peers(Protocol):
+class Peers:
     """This process among those of its job. All of them make the same calls in the same order."""
 
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def rank(self) -> int: ...
+    size, rank = 1, 0
+    setup = "1 process"
+    """Processes, devices and collectives, as far as they decide in what order sums run."""
 
     @property
     def leads(self) -> bool:
         """Whether this is process 0."""
-        ...
-
-    @property
-    def setup(self) -> str:
-        """Processes, devices and collectives, as far as they decide in what order sums run."""
-        ...
+        return self.rank == 0
 
     @property
     def asked(self) -> str | None:
         """To process 0: the name of a signal that another process got."""
-        ...
+        return None
 
     def share(self, value: Value) -> Value:
         """The value that process 0 passes; it is carried as JSON."""
-        ...
-
-    def gather(self, value: Value) -> list[Value]:
-        """The values of all processes in their order, carried as JSON; waits for all."""
-        ...
-
-    def agree(self, facts: Callable[[], Mapping[str, str]]) -> None:
-        """Refuse, on every process, facts that are not those of process 0; waits for all."""
-        ...
-
-    def follow(self, word: Word, own_signal: str | None) -> Word:
-        """The word of process 0 for the next step; it hears of this process's own signal."""
-        ...
-
-    def saw(self, *facts: object) -> None:
-        """Take note of what this process did: before the next step all must have done the same."""
-        ...
-
-    def before_end(self, action: Callable[[], object]) -> None:
-        """Do this before the loss of another process ends this one on the spot."""
-        ...
-
-    def blame(self) -> None:
-        """After a failure of the devices, wait for what ends this process if another one failed."""
-        ...
-
-
-class Alone:
-    """The only process of its job."""
-
-    size, rank = 1, 0
-    leads = True
-    setup = "1 process"
-    asked = None
-
-    def share(self, value: Value) -> Value:
         return value
 
     def gather(self, value: Value) -> list[Value]:
+        """The values of all processes in their order, carried as JSON; waits for all."""
         return [value]
 
     def agree(self, facts: Callable[[], Mapping[str, str]]) -> None:
-        del facts
+        """Refuse, on every process, facts that are not those of process 0; waits for all."""
 
     def follow(self, word: Word, own_signal: str | None) -> Word:
+        """The word of process 0 for the next step; it hears of this process's own signal."""
         del own_signal
         return word
 
     def saw(self, *facts: object) -> None:
-        del facts
+        """Take note of what this process did: before the next step all must have done the same."""
 
     def before_end(self, action: Callable[[], object]) -> None:
-        del action
+        """Do this before the loss of another process ends this one on the spot."""
 
     def blame(self) -> None:
-        return
+        """After a failure of the devices, wait for what ends this process if another one failed."""
 
 
-ALONE = Alone()
+ALONE = Peers()

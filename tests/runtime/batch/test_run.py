@@ -27,7 +27,7 @@ from noria.runtime.batch.job import JobError
 from noria.runtime.batch.journal import JournalError, JournalWriteError
 from noria.runtime.batch.lock import OutputIsLocked
 from noria.runtime.batch.part import Part
-from noria.runtime.batch.peers import Alone
+from noria.runtime.batch.peers import Peers
 from noria.runtime.batch.progress import Progress
 from noria.runtime.batch.run import run_job
 from noria.runtime.batch.stop_signals import StopSignals
@@ -458,7 +458,7 @@ def test_progress_asks_for_the_padding_alone_and_the_report_is_made_once(tmp_pat
     assert model.generator.num_reports == 1
 
 
-class Follower(Alone):
+class Follower(Peers):
     """Notes what all processes must have done alike, and when they compare it."""
 
     def __init__(self, happened: list):

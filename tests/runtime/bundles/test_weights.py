@@ -16,7 +16,7 @@ from noria.compile.numbers import Numbers
 from noria.compile.plan import Plan, PlannedModel
 from noria.compile.targets import Target
 from noria.runtime.batch.disk import Disk
-from noria.runtime.batch.peers import ALONE, Alone, Peers
+from noria.runtime.batch.peers import ALONE, Peers
 from noria.runtime.bundles import weights
 from noria.runtime.bundles.bundle import CONTENTS, WEIGHTS, Bundle, Weights, write
 from noria.runtime.bundles.own_files import BundleUnusable, opened
@@ -143,7 +143,7 @@ def refusal(model, target, folder: Path, digest: str = "sha256:tiny") -> str:
     return said
 
 
-class Beside(Alone):
+class Beside(Peers):
     """A process beside another one that gathers values of its own."""
 
     size = 2

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from noria.runtime.batch.peers import Alone
+from noria.runtime.batch.peers import Peers
 from noria.runtime.checkpoint import CheckpointChanged, WeightsDigest, remembered_roots
 from noria.runtime.checkpoint import weights_digest as module
 from noria.runtime.checkpoint.remembered_roots import RememberedRoots
@@ -221,11 +221,11 @@ def test_hashing_runs_beside_the_caller(tmp_path, monkeypatch):
     assert found == digest.result() == digest_of(files)
 
 
-class Together(Alone):
+class Together(Peers):
     """One of several threads that stand for the processes of a pod."""
 
     def __init__(self, rank: int, size: int, values: list, barrier: threading.Barrier):
-        self.rank, self.size, self.leads = rank, size, rank == 0
+        self.rank, self.size = rank, size
         self._values, self._barrier = values, barrier
 
     def gather(self, value):
