@@ -355,5 +355,5 @@ def _nonfinite(request: Request) -> RowError:
     return RowError(
         "nonfinite_logits",
         f"request {request.request_id!r}: the model gave NaN or infinite logits. Other rows are "
-        f"not affected; check the weights with `noria inspect`, or use --dtype float32.",
+        f"not affected. Use --dtype float32; if that does no better, the weights are at fault.",
     )

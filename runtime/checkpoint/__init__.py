@@ -19,7 +19,7 @@ from .errors import (
     ModelNotFound,
 )
 from .generation_defaults import GenerationDefaults
-from .loader import check_coverage, find_nonfinite, load_params
+from .loader import check_coverage, load_params
 from .model_files import ModelFiles, open_model
 from .orbax_store import save_orbax
 from .tensor_source import TensorInfo, TensorSource
@@ -41,7 +41,6 @@ __all__ = [
     "TensorSource",
     "WeightsDigest",
     "check_coverage",
-    "find_nonfinite",
     "load_params",
     "open_model",
     "save_orbax",

@@ -1,14 +1,14 @@
-"""Parameters between the canonical arrangement and that of a layout, array by array.
+"""Parameters from the canonical arrangement to that of a layout, array by array.
 
 Works on arrays of numpy and of jax alike, inside a trace too, and tells parameters by their names.
-Knows nothing of files. Guarantees: values are moved, never computed, so `to_canonical` undoes
-`to_arrangement` bit for bit, and a parameter that an arrangement does not concern stays as it is.
+Knows nothing of files. Guarantees: values are moved, never computed, and a parameter that an
+arrangement does not concern stays as it is.
 """
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from ...modelzoo.config import Arrangement, DecoderConfig
+from ...modelzoo.config import Arrangement
 from ...modelzoo.layer_groups import of_single_layers
 
 if TYPE_CHECKING:
@@ -43,26 +43,6 @@ def to_arrangement(x: Any, parameter: str, arrangement: Arrangement) -> Any:
     G = J - 2
     queries = x[..., :G, :].reshape(*outer, K * copies, G // copies, H)
     key_value = array_functions.repeat(x[..., G:, :], copies, axis=-3)
-    return array_functions.concat([queries, key_value], axis=-2)
-
-
-def to_canonical(x: Any, parameter: str, arrangement: Arrangement, config: DecoderConfig) -> Any:
-    """Undo an arrangement; ValueError if the array is not arranged so."""
-    if not concerns(arrangement, parameter):
-        return x
-    array_functions, copies = x.__array_namespace__(), arrangement.kv_copies
-    if parameter.endswith(TABLES):
-        _expect(x.shape[:1], (arrangement.padded_vocab,), parameter, arrangement)
-        return x[: config.vocab_size]
-    K, G = config.num_kv_heads, config.heads_per_kv
-    if parameter.endswith(BY_QUERY_HEAD):
-        _expect(x.shape[:2], (K * copies, G // copies), parameter, arrangement)
-        return x.reshape(K, G, *x.shape[2:])
-
-    _expect(x.shape[-3:-1], (K * copies, G // copies + 2), parameter, arrangement)
-    *outer, _, _, H = x.shape
-    queries = x[..., : G // copies, :].reshape(*outer, K, G, H)
-    key_value = x[..., ::copies, G // copies :, :]
     return array_functions.concat([queries, key_value], axis=-2)
 
 
@@ -107,13 +87,3 @@ def require_single_layers(parameters: Iterable[str]) -> None:
                 f"keep and restore them, got {parameter}. Leave out scan_layers, or read the "
                 f"published checkpoint."
             )
-
-
-def _expect(
-    got: tuple[int, ...], expected: tuple[int | None, ...], parameter: str, arrangement: Arrangement
-) -> None:
-    if got != expected:
-        raise ValueError(
-            f"{parameter}: expected axes of {expected} in {arrangement}, got {got}. "
-            f"Give the arrangement that the parameters are in."
-        )

@@ -15,7 +15,6 @@ from ...modelzoo.families.config_reader import listing
 from ..counted import counted
 from .errors import InvalidConfig
 from .json_files import read_json_object
-from .loader import find_nonfinite
 from .small_files import has_file
 from .tensor_source import TensorSource
 
@@ -23,12 +22,9 @@ if TYPE_CHECKING:
     from .model_files import ModelFiles
 
 
-def describe(
-    model: "ModelFiles", *, check_finite: bool = False, digest_weights: bool = False
-) -> str:
+def describe(model: "ModelFiles", *, digest_weights: bool = False) -> str:
     """Return the report, one `subject  value` line each."""
-    source = _tensors(model)
-    tensors = source.tensors
+    tensors = _tensors(model).tensors
     num_bytes, counts = Counter(), Counter()
     for info in tensors.values():
         num_bytes[info.stored_as] += info.num_bytes
@@ -50,10 +46,6 @@ def describe(
     ]
     if digest_weights:
         lines.append(("weights", model.weights_digest().result()))
-    if check_finite:
-        bad = find_nonfinite(source)
-        found = "; ".join(f"{name}: {count} elements" for name, count in bad.items())
-        lines.append(("NaN or infinite", found or "none"))
     return "\n".join(f"{subject:<16} {value}" for subject, value in lines)
 
 

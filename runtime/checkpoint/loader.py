@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from ...modelzoo.families.family import ModelSpec
 
 MAX_LISTED = 20
-FINITE_CHUNK_BYTES = 64 * 2**20
 PIECE_BYTES = 4 * 2**20
 """Of a tensor, read at a time."""
 
@@ -127,26 +126,6 @@ def check_coverage(
             f"Expected checkpoint and model ({spec.family}) to cover each other, got these "
             f"differences:{''.join(lines)}\nIs the config of another model, or the file incomplete?"
         )
-
-
-def find_nonfinite(tensors: TensorSource) -> dict[str, int]:
-    """Count NaN and infinite elements of each floating tensor that has any.
-
-    Reads everything once, a piece of rows at a time.
-    """
-    found: dict[str, int] = {}
-    for name, info in tensors.tensors.items():
-        if not _is_floating(info.dtype):
-            continue
-        rows = info.shape[0] if info.shape else 1
-        step = max(1, rows * FINITE_CHUNK_BYTES // max(1, info.size * 4))
-        rest = tuple(slice(0, size) for size in info.shape[1:])
-        for start in range(0, rows, step):
-            index = (slice(start, min(start + step, rows)), *rest) if info.shape else None
-            values = tensors.read(name, index)
-            if bad := values.size - int(np.count_nonzero(np.isfinite(values))):
-                found[name] = found.get(name, 0) + bad
-    return found
 
 
 def read_parameter(

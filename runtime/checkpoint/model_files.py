@@ -121,11 +121,11 @@ class ModelFiles(ABC):
         """Return the digest of every byte of the weights; `start` begins its computation."""
         return WeightsDigest(self.weight_files(), peers)
 
-    def describe(self, *, check_finite: bool = False, digest_weights: bool = False) -> str:
-        """Report what the model holds, for `noria inspect`; either option reads all weights."""
+    def describe(self, *, digest_weights: bool = False) -> str:
+        """Report what the model holds, for `noria inspect`; the digest reads all weights."""
         from .describe import describe
 
-        return describe(self, check_finite=check_finite, digest_weights=digest_weights)
+        return describe(self, digest_weights=digest_weights)
 
     def close(self) -> None:
         if "tensors" in self.__dict__:

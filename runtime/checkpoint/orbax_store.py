@@ -5,8 +5,8 @@
     PATH/noria.json       family, config, parameters, generation defaults; written last
 
 Knows nothing of published tensor names: parameters are stored as they are in the model, so the
-mapping back is the identity. Guarantees: parameters are always stored in the canonical arrangement,
-whatever the layout that they come from or go to; a directory without noria.json was not finished
+mapping back is the identity. Guarantees: parameters are stored in the canonical arrangement,
+whatever the layout that they go to; a directory without noria.json was not finished
 and is refused; with it, the parameters that orbax holds are those that noria.json lists, or it is
 refused before anything is read. orbax is imported only to save or to read arrays.
 """
@@ -25,7 +25,7 @@ import numpy as np
 from ...modelzoo.config import AS_PUBLISHED, Arrangement
 from ...modelzoo.families.mapping import ParameterSource, Part
 from ..counted import counted
-from .arranging import concerns, require_single_layers, sharding_for, to_arrangement, to_canonical
+from .arranging import concerns, require_single_layers, sharding_for, to_arrangement
 from .errors import InvalidOrbax
 from .generation_defaults import GenerationDefaults
 from .json_files import read_json_object
@@ -61,15 +61,13 @@ def save_orbax(
     *,
     family: str,
     config: "DecoderConfig",
-    arrangement: Arrangement = AS_PUBLISHED,
     name: str | None = None,
     generation_defaults: GenerationDefaults | None = None,
     tokenizer_files: Path | Mapping[str, Any] | None = None,
 ) -> None:
     """Save parameters and what a job needs beside them into a new directory.
 
-    From one process only. `arrangement` is the one that `params` are in; it is undone, and the
-    parameters that it concerns exist twice until they are saved. `tokenizer_files` is what
+    From one process only, in the canonical arrangement. `tokenizer_files` is what
     `ModelFiles.tokenizer_files` holds.
     """
     import jax
@@ -80,9 +78,7 @@ def save_orbax(
     path = Path(path).resolve()
     if path.exists() and any(path.iterdir()):
         raise InvalidOrbax(f"{path}: expected a new or empty directory to save into, got files.")
-    arrangement.check(config)
     require_single_layers(params)
-    params = {key: _canonical(value, key, arrangement, config) for key, value in params.items()}
     description = {
         "schema": SCHEMA,
         "name": name or path.name,
@@ -95,21 +91,9 @@ def save_orbax(
         "generation": (generation_defaults or GenerationDefaults()).as_json(),
     }
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(path / PARAMS, params)
+        checkpointer.save(path / PARAMS, dict(params))
     _write_tokenizer(path / TOKENIZER, tokenizer_files)
     _write_whole(path / NORIA_JSON, description)
-
-
-def _canonical(
-    x: "jax.Array", name: str, arrangement: Arrangement, config: "DecoderConfig"
-) -> "jax.Array":
-    import jax
-
-    if not concerns(arrangement, name):
-        return x
-    undo = partial(to_canonical, parameter=name, arrangement=arrangement, config=config)
-    sharding = sharding_for(jax.eval_shape(undo, x).shape, x.sharding)
-    return jax.jit(undo, out_shardings=sharding)(x)
 
 
 class OrbaxTensors:

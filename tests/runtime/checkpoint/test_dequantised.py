@@ -375,12 +375,10 @@ def test_every_difference_between_codes_and_scales_is_listed_at_once(tmp_path):
 
 def test_the_report_says_how_tensors_are_quantised(tmp_path):
     stored, _ = float8_and_plain_llama()
-    stored["model.layers.0.mlp.down_proj.weight_scale_inv"][0, 0] = np.nan
     path = save(tmp_path / "m", LLAMA | {"quantization_config": FP8}, stored)
     with open_model(path) as model:
-        text = model.describe(check_finite=True)
+        text = model.describe()
     assert re.search(r"tensors +11, .*: F8_E4M3 by 128x128 .* in 7, F32 .* in 4", text)
-    assert f"model.layers.0.mlp.down_proj.weight: {BLOCK * BLOCK} elements" in text
 
 
 def test_a_quantisation_that_is_not_read_is_reported_with_the_tensors_as_they_are(tmp_path):

@@ -135,7 +135,6 @@ def test_the_report_names_what_a_person_wants_to_know(tmp_path):
     )
     with open_model(path) as model:
         report = dict(line.split(None, 1) for line in model.describe().splitlines())
-        text = model.describe(check_finite=True)
     assert report["kind"] == "hf"
     assert report["architecture"] == "LlamaForCausalLM"
     assert report["family"] == "llama"
@@ -146,7 +145,6 @@ def test_the_report_names_what_a_person_wants_to_know(tmp_path):
     assert report["chat"].split() == ["template", "yes"]
     assert report["end"].split(None, 1)[1].strip() == "5, 6"
     assert report["sampling"] == "temperature=0.6"
-    assert "NaN or infinite  none" in text
 
 
 def test_the_report_of_an_unknown_family_says_why_it_cannot_run(tmp_path):

@@ -1,4 +1,4 @@
-"""Checkpoints of ours travel between layouts: any arrangement and sharding in, any other out."""
+"""Checkpoints of ours travel between layouts: any sharding in, any arrangement and sharding out."""
 
 import json
 import math
@@ -52,6 +52,7 @@ LAYOUTS = {
     "heads over both": ((2, 4), Arrangement(4, 16), ("data", "tensor"), ("data", "tensor")),
     "padded only": ((4, 2), Arrangement(1, 14), None, "tensor"),
 }
+SOURCES = ("one device", "heads over 2")
 
 
 def shardings(layout):
@@ -76,8 +77,8 @@ def arranged_values(layout):
 
 def save(path, layout):
     placed = shardings(layout)
-    params = {k: jax.device_put(v, placed[k]) for k, v in arranged_values(layout).items()}
-    save_orbax(path, params, family="llama", config=CONFIG, arrangement=LAYOUTS[layout][1])
+    params = {k: jax.device_put(v, placed[k]) for k, v in VALUES.items()}
+    save_orbax(path, params, family="llama", config=CONFIG)
     return path
 
 
@@ -94,7 +95,7 @@ def saved(tmp_path_factory):
     return get
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", SOURCES)
 def test_what_is_stored_is_canonical_whatever_the_layout(saved, layout):
     path = saved(layout)
     listed = json.loads((path / "noria.json").read_text())["parameters"]
@@ -105,7 +106,7 @@ def test_what_is_stored_is_canonical_whatever_the_layout(saved, layout):
 
 
 @pytest.mark.parametrize("target", LAYOUTS)
-@pytest.mark.parametrize("source", ["heads over 2", "heads over 4", "heads over both"])
+@pytest.mark.parametrize("source", SOURCES)
 def test_a_checkpoint_of_one_layout_is_restored_into_another_bit_for_bit(saved, source, target):
     placed, expected = shardings(target), arranged_values(target)
     abstract = {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in expected.items()}
@@ -148,16 +149,3 @@ def test_canonical_shapes_are_a_mismatch_for_a_spec_with_an_arrangement(saved):
     ):
         spec = model.spec.arranged(Arrangement(2, 16))
         load_params(spec, model.tensors, abstract, device)
-
-
-def test_saving_parameters_of_another_arrangement_is_refused(tmp_path):
-    params = {name: jnp.asarray(value) for name, value in VALUES.items()}
-    with pytest.raises(ValueError, match=r"expected axes of \(16,\) in Arrangement.*got \(13,\)"):
-        save_orbax(
-            tmp_path / "ours",
-            params,
-            family="llama",
-            config=CONFIG,
-            arrangement=Arrangement(2, 16),
-        )
-    assert not (tmp_path / "ours").exists()
