@@ -8,6 +8,7 @@ message moves the cursor, colours, renames or reorders anything.
 """
 
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import TextIO
 
@@ -27,6 +28,25 @@ def printable(text: str) -> str:
         else character.encode("unicode_escape").decode("ascii")
         for character in text
     )
+
+
+def aligned(
+    rows: Sequence[Sequence[str]], num_left: int = 1, *, has_rule: bool = False
+) -> list[str]:
+    """A table as lines: the first columns start at the left, the others end at the right.
+
+    With `has_rule` a line is drawn below the first row.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    if has_rule:
+        rows = [rows[0], ["-" * width for width in widths], *rows[1:]]
+    return [
+        "  ".join(
+            cell.ljust(width) if i < num_left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def say(stream: TextIO, text: str) -> bool:

@@ -10,6 +10,7 @@ from ...modelzoo.config import DecoderConfig
 from ...sharding.explain import PlacedParameter, explain
 from ...sharding.layout import Layout
 from ...sharding.placement import arrangement_of
+from ..console import aligned
 
 MEGABYTE = 1e6
 _FROM_SHAPES = (
@@ -36,10 +37,7 @@ _COLUMNS = (
 
 def table_of(results: Sequence[LayoutResult]) -> str:
     """One line a layout, per device; below it what is wrong with those that cannot be."""
-    rows = [_COLUMNS, *(_row(result) for result in results)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
-    lines = [_line(row, widths) for row in rows]
-    lines.insert(1, "  ".join("-" * width for width in widths))
+    lines = aligned([_COLUMNS, *map(_row, results)], num_left=2, has_rule=True)
     if any(result.flops_from == SHAPES for result in results):
         lines.append(f"\n{_FROM_SHAPES}")
     if any(result.collectives_from == SHAPES for result in results):
@@ -98,11 +96,3 @@ def _megabytes(num_bytes: float) -> str:
         if megabytes < 1000
         else f"{megabytes:,.0f}"
     )
-
-
-def _line(row: Sequence[str], widths: Sequence[int]) -> str:
-    cells = [
-        cell.ljust(width) if i < 2 else cell.rjust(width)
-        for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-    ]
-    return "  ".join(cells).rstrip()

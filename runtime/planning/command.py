@@ -100,6 +100,7 @@ def run(options: argparse.Namespace) -> int:
     from ..compiled_plan import compile_for_target
     from . import report
     from .predict import predict
+    from .summary import summary
 
     _check(options)
     _check_files(options)
@@ -118,9 +119,10 @@ def run(options: argparse.Namespace) -> int:
         if options.compile:
             compiled = compile_for_target(prediction.plan, files, progress)
             prediction = replace(prediction, compiled=compiled)
+    found = report.as_json(prediction)
     if options.report is not None:
-        report.write(prediction, options.report)
-    tell(sys.stdout, report.summary(prediction))
+        report.write(prediction, found, options.report)
+    tell(sys.stdout, summary(found))
     tell(sys.stdout, f"plan: {options.output}")
     return 0
 

@@ -69,6 +69,11 @@ class PlannedLayout:
         return self.seconds + more
 
 
+def problems(layouts: Sequence[PlannedLayout]) -> list[str]:
+    """Why compiled layouts cannot run, a line each."""
+    return [f"{one.name}: {one.problem}" for one in layouts if one.problem]
+
+
 @dataclass(frozen=True)
 class LayoutCompiler:
     """Compiles what decides between layouts of one model on one target."""

@@ -33,10 +33,9 @@ from ..console import tell
 from ..counted import counted
 from ..layout_files import named_layout_tables, read_layout_table, split_spellings
 from ..run_config import ConfigError
-from .compiled_layouts import LayoutCompiler, PlannedLayout
+from .compiled_layouts import LayoutCompiler, PlannedLayout, problems
 from .hardware_files import known_hardware
 from .layout_ranking import RankedLayout, Ranking, all_layouts
-from .layout_report import problems
 from .nearest import nearest
 from .planning import Planned, Planner
 from .search import NoPlanFits, Tried

@@ -1,10 +1,11 @@
-"""What a plan predicts, for people and programs: a summary, report.json, report.html.
+"""What a plan predicts, for people and programs: report.json and report.html.
 
 Every second is a prediction, and says what it waits for.
 """
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
@@ -17,60 +18,20 @@ from ...compile.planning.hardware import Hardware
 from ...compile.planning.work import sent_by_axes
 from ...sharding.call import Call
 from ..batch.disk import Disk, replace_file
-from ..counted import counted
+from ..metrics import DecodeUse, PrefillUse
 from . import pictures
-from .layout_report import COLUMNS, compiled_rows, problems, searched_json, tradeoffs_json
-from .page import COMPARISON, Picture, compared, page
+from .compiled_layouts import PlannedLayout, problems
+from .page import Picture, page
 
 if TYPE_CHECKING:
     from .layout_ranking import RankedLayout
     from .predict import Prediction
     from .search import Tried
 
-GIGABYTE = 1e9
-
-
-def summary(prediction: "Prediction") -> str:
-    """A page for the terminal."""
-    workload, best = prediction.workload, prediction.planned.best
-    search, hardware = prediction.planned.search, prediction.cost.hardware
-    calibrated = "calibrated" if prediction.cost.calibration else basis(hardware)
-    lines = [
-        f"workload   {workload.name}: {counted(len(workload.rows), 'row')}, "
-        f"{counted(workload.prompt_tokens, 'prompt token')}, "
-        f"{counted(workload.output_tokens, 'expected output token')}"
-        f"{_refused(workload.num_refused)}",
-        f"target     {prediction.plan.target} ({hardware.name}: {calibrated})",
-        *_layout_lines(prediction),
-        *_limit_lines(prediction),
-        "",
-        *_graph_lines(prediction),
-        "",
-        *_comparison_lines(prediction),
-        "",
-        *_compiled_layout_lines(prediction),
-        f"predicted  {best.simulation.seconds:.1f} s to run and {best.build_seconds:.0f} s to "
-        f"compile {counted(num_graphs(best.grid), 'graph')}{_slots(best)}",
-        *_sample_lines(prediction),
-        f"memory     {_gigabytes(prediction)}",
-        *_compiled_lines(prediction),
-        f"search     {search.tried} of {counted(search.candidates, 'grid')} simulated; none of the "
-        f"others can be more than {search.gap:.1%} faster to build and run; "
-        f"{prediction.seconds:.1f} s",
-    ]
-    return "\n".join(lines)
-
-
-def _slots(best: "Tried") -> str:
-    """How full the slots are, of a grid that has some."""
-    if not best.grid.decode_slots:
-        return ""
-    simulation = best.simulation
-    return f"; slots {simulation.occupancy:.1%} full, {simulation.tail_seconds:.1f} s of tail"
-
-
-def _refused(count: int) -> str:
-    return f"; left out: {counted(count, 'row')} that no plan can serve" if count else ""
+COLUMNS = (
+    "layout", "predicted s", "as compiled s", "place before", "prefill, ms a call",
+    "decode, ms a step", "MB sent in them", "needs GB",
+)  # fmt: skip
 
 
 def basis(hardware: Hardware) -> str:
@@ -82,10 +43,12 @@ def basis(hardware: Hardware) -> str:
 def as_json(prediction: "Prediction") -> dict[str, Any]:
     """The same and more, as one JSON object."""
     workload, planned, cost = prediction.workload, prediction.planned, prediction.cost
-    grid, work = planned.best.grid, cost.work
+    grid, work, layout = planned.best.grid, cost.work, prediction.plan.layout
     return {
         "plan": prediction.plan.to_toml(),
         "target": prediction.plan.target,
+        "layout": layout and f"{layout.name} ({layout.mesh})",
+        "limit": _limit(prediction),
         "workload": {
             "name": workload.name,
             "rows": len(workload.rows),
@@ -101,13 +64,16 @@ def as_json(prediction: "Prediction") -> dict[str, Any]:
         "graphs": graphs(prediction),
         "comparison": {name: _figures(tried) for name, tried in planned.others.items()},
         "layouts": [_ranked(one) for one in prediction.layouts],
-        "searched_layouts": searched_json(prediction.searched),
+        "searched_layouts": _searched(prediction.searched),
         "compiled_layouts": {
             "columns": COLUMNS,
             "rows": compiled_rows(prediction.searched),
             "problems": problems(prediction.searched),
         },
-        "tradeoffs": tradeoffs_json(prediction.tradeoffs),
+        "tradeoffs": [
+            {**asdict(one), "tokens_per_second_a_device": one.per_device}
+            for one in prediction.tradeoffs
+        ],
         "memory_bytes": {
             "weights": work.parameter_bytes,
             "cache": work.grid_bytes(grid),
@@ -131,30 +97,24 @@ def graphs(prediction: "Prediction") -> list[dict[str, Any]]:
     found = []
     for bucket, is_scored in product(grid.prefill, grid.prefill_kinds):
         kind = " scored" * is_scored
-        use = metrics.prefill.get(f"{bucket}{kind}")
-        found.append(
-            {
-                "graph": f"prefill {bucket}{kind}",
-                "calls": use.calls if use else 0,
-                "real_tokens": use.real_tokens if use else 0,
-                "computed_tokens": use.computed_tokens if use else 0,
-                "total_seconds": use.seconds if use else 0.0,
-                **_estimate(cost, bucket.call(is_scored=is_scored)),
-            }
-        )
+        use = metrics.prefill.get(f"{bucket}{kind}", PrefillUse())
+        figures = _graph(f"prefill {bucket}{kind}", use, use.calls, use.real_tokens)
+        found.append(figures | _estimate(cost, bucket.call(is_scored=is_scored)))
     for span in grid.decode_spans:
-        use = metrics.decode.get(str(span))
-        found.append(
-            {
-                "graph": f"decode span {span}",
-                "calls": use.steps if use else 0,
-                "real_tokens": use.emitted_tokens if use else 0,
-                "computed_tokens": use.computed_tokens if use else 0,
-                "total_seconds": use.seconds if use else 0.0,
-                **_estimate(cost, grid.decode_call(span)),
-            }
-        )
+        use = metrics.decode.get(str(span), DecodeUse())
+        figures = _graph(f"decode span {span}", use, use.steps, use.emitted_tokens)
+        found.append(figures | _estimate(cost, grid.decode_call(span)))
     return found
+
+
+def _graph(name: str, use: PrefillUse | DecodeUse, calls: int, real_tokens: int) -> dict[str, Any]:
+    return {
+        "graph": name,
+        "calls": calls,
+        "real_tokens": real_tokens,
+        "computed_tokens": use.computed_tokens,
+        "total_seconds": use.seconds,
+    }
 
 
 def require_pictures() -> None:
@@ -167,9 +127,8 @@ def files_in(folder: Path) -> dict[str, Path]:
     return {"the report": folder / "report.json", "the page of it": folder / "report.html"}
 
 
-def write(prediction: "Prediction", folder: Path) -> None:
-    """Write report.json and report.html into a folder."""
-    report = as_json(prediction)
+def write(prediction: "Prediction", report: Mapping[str, Any], folder: Path) -> None:
+    """Write report.json and report.html into a folder, from a prediction and its JSON."""
     content = page(report, _pictures(prediction, report))
     folder.mkdir(parents=True, exist_ok=True)
     disk = Disk()
@@ -286,58 +245,12 @@ def _figures(tried: "Tried") -> dict[str, Any]:
     }
 
 
-def _graph_lines(prediction: "Prediction") -> list[str]:
-    rows = [
-        (
-            "graph",
-            "calls",
-            "tokens real / computed",
-            "predicted ms a call",
-            "waits for",
-            "predicted s",
-        )
-    ]
-    for graph in graphs(prediction):
-        rows.append(
-            (
-                graph["graph"],
-                str(graph["calls"]),
-                f"{graph['real_tokens']} / {graph['computed_tokens']}",
-                f"{graph['seconds'] * 1e3:.1f}",
-                graph["binds"],
-                f"{graph['total_seconds']:.1f}",
-            )
-        )
-    return _table(rows)
-
-
-def _comparison_lines(prediction: "Prediction") -> list[str]:
-    tried = {"this plan": prediction.planned.best, **prediction.planned.others}
-    figures = {name: _figures(one) for name, one in tried.items()}
-    return _table([COMPARISON, *compared(figures)])
-
-
-def _layout_lines(prediction: "Prediction") -> list[str]:
-    layout = prediction.plan.layout
-    if layout is None:
-        return []
-    ranked = sum(one.bound is not None for one in prediction.layouts)
-    of = f", the best of {ranked} that can be ranked" if ranked > 1 else ""
-    return [f"layout     {layout.name} ({layout.mesh}){of}"]
-
-
-def _sample_lines(prediction: "Prediction") -> list[str]:
-    """A line with the error of the prediction, if a sample was simulated."""
-    error = prediction.planned.error
-    return [] if error is None else [f"sample     {error}"]
-
-
-def _limit_lines(prediction: "Prediction") -> list[str]:
-    """A line that says where rows without max_tokens end, if before the model's context."""
+def _limit(prediction: "Prediction") -> str:
+    """Where rows without max_tokens end, if before the model's context."""
     if not (reason := prediction.plan.max_length_reason):
-        return []
+        return ""
     limit, context = prediction.plan.buckets.max_length, prediction.cost.work.config.max_position
-    return [f"limit      rows without max_tokens end at {limit} tokens of {context}: {reason}"]
+    return f"rows without max_tokens end at {limit} tokens of {context}: {reason}"
 
 
 def _temporaries(prediction: "Prediction") -> dict[str, int]:
@@ -347,12 +260,6 @@ def _temporaries(prediction: "Prediction") -> dict[str, int]:
     work, grid = prediction.cost.work, prediction.planned.best.grid
     largest = max(prediction.compiled.memory_bytes.values())
     return {"temporaries": max(0, largest - work.parameter_bytes - work.grid_bytes(grid))}
-
-
-def _compiled_layout_lines(prediction: "Prediction") -> list[str]:
-    """Layouts as compiling orders them, where that was asked for."""
-    rows = compiled_rows(prediction.searched)
-    return [*_table([COLUMNS, *rows]), *problems(prediction.searched), ""] if rows else []
 
 
 def _compiled(prediction: "Prediction") -> dict[str, Any] | None:
@@ -370,37 +277,47 @@ def _compiled(prediction: "Prediction") -> dict[str, Any] | None:
     }
 
 
-def _compiled_lines(prediction: "Prediction") -> list[str]:
-    found, device = prediction.compiled, prediction.cost.hardware.memory_bytes
-    if found is None:
-        return []
-    memory = found.memory_bytes
-    largest = max(memory, key=lambda name: memory[name])
-    needed = memory[largest]
-    verdict = "fits" if needed <= device else f"{(needed - device) / GIGABYTE:.2f} GB too many"
-    return [
-        f"compiled   {counted(len(memory), 'graph')} in {found.seconds:.1f} s, small ones "
-        f"included; {largest} needs {needed / GIGABYTE:.2f} GB on each device with all that it is "
-        f"given: {verdict}"
-    ]
+def compiled_rows(searched: Sequence[PlannedLayout]) -> list[tuple[str, ...]]:
+    """What compiling told of layouts, the best first; empty where none was compiled."""
+    compiled = [one for one in searched if one.compiled or one.problem]
+    before = sorted(compiled, key=lambda one: one.seconds)
+    return [_row(one, before.index(one) + 1) for one in compiled]
 
 
-def _gigabytes(prediction: "Prediction") -> str:
-    cost, grid = prediction.cost, prediction.planned.best.grid
-    parameters = cost.work.parameter_bytes / GIGABYTE
-    cache = cost.work.grid_bytes(grid) / GIGABYTE
+def _row(one: PlannedLayout, place: int) -> tuple[str, ...]:
+    calls = [one.compiled.get(phase) for phase in ("prefill", "decode")]
+    known = [call for call in calls if call is not None]
     return (
-        f"weights {parameters:.2f} GB and cache {cache:.2f} GB of "
-        f"{cost.hardware.memory_bytes / GIGABYTE:.1f} GB on each device"
+        one.name,
+        f"{one.seconds:.4g}",
+        "cannot run" if one.problem else f"{one.compiled_seconds:.4g}",
+        str(place),
+        *("" if call is None else f"{call.seconds * 1e3:.1f}" for call in calls),
+        " + ".join(f"{sum(call.sent.values()) / 1e6:.1f}" for call in known),
+        f"{max((call.memory_bytes for call in known), default=0) / 1e9:.2f}",
     )
 
 
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+def _searched(searched: Sequence[PlannedLayout]) -> list[dict[str, Any]]:
+    """Layouts that have a plan, the best first."""
     return [
-        "  ".join(
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
+        {
+            "name": one.layout and one.layout.name,
+            "mesh": one.layout and one.layout.mesh.sizes,
+            "grid": one.planned.best.grid.to_table(),
+            "seconds": one.seconds,
+            "compiled_seconds": one.compiled_seconds
+            if one.compiled and math.isfinite(one.compiled_seconds)
+            else None,
+            "problem": one.problem,
+            "compiled": {
+                phase: {
+                    **asdict(call),
+                    "sent": sent_by_axes([call.sent]),
+                    "factor": call.factor,
+                }
+                for phase, call in one.compiled.items()
+            },
+        }
+        for one in searched
     ]

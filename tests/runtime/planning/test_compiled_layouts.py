@@ -14,8 +14,8 @@ from noria.compile.planning.hardware import Hardware
 from noria.runtime.layout_files import named_layout_tables
 from noria.runtime.planning.compiled_layouts import LayoutCompiler, PlannedLayout, _costliest
 from noria.runtime.planning.layout_ranking import Ranking, all_layouts
-from noria.runtime.planning.layout_report import compiled_rows
 from noria.runtime.planning.planning import Planner
+from noria.runtime.planning.report import compiled_rows
 
 HARDWARE = Hardware("mine", "made up", {"float32": 1e9}, 1e9, 1e8, 1e7, [])
 COMPILER = LayoutCompiler("cpu:2", SPARSE, "float32")

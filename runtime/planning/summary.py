@@ -1,0 +1,87 @@
+"""A plan's report as text for the terminal. Every second is a prediction."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..console import aligned
+from ..counted import counted
+from .page import COMPARISON, GRAPHS, compared, graph_rows
+
+GIGABYTE = 1e9
+
+
+def summary(report: Mapping[str, Any]) -> str:
+    """A page for the terminal, from the report's JSON."""
+    workload, hardware, predicted = report["workload"], report["hardware"], report["predicted"]
+    search = report["search"]
+    calibrated = "calibrated" if report["calibration"] else report["basis"]
+    grids = compared({"this plan": predicted, **report["comparison"]})
+    lines = [
+        f"workload   {workload['name']}: {counted(workload['rows'], 'row')}, "
+        f"{counted(workload['prompt_tokens'], 'prompt token')}, "
+        f"{counted(workload['expected_output_tokens'], 'expected output token')}"
+        f"{_refused(workload['refused'])}",
+        f"target     {report['target']} ({hardware['name']}: {calibrated})",
+        *_layout_lines(report),
+        *([f"limit      {report['limit']}"] if report["limit"] else []),
+        "",
+        *aligned([GRAPHS, *graph_rows(report["graphs"])]),
+        "",
+        *aligned([COMPARISON, *grids]),
+        "",
+        *_compiled_layout_lines(report["compiled_layouts"]),
+        f"predicted  {predicted['run_seconds']:.1f} s to run and "
+        f"{predicted['build_seconds']:.0f} s to compile {counted(predicted['graphs'], 'graph')}"
+        f"{_slots(predicted)}",
+        *([f"sample     {report['sample']['error']}"] if report["sample"] else []),
+        f"memory     {_gigabytes(report['memory_bytes'])}",
+        *_compiled_lines(report),
+        f"search     {search['simulated']} of {counted(search['candidates'], 'grid')} simulated; "
+        f"none of the others can be more than {search['gap']:.1%} faster to build and run; "
+        f"{search['seconds']:.1f} s",
+    ]
+    return "\n".join(lines)
+
+
+def _slots(predicted: Mapping[str, Any]) -> str:
+    """How full the slots are, of a grid that has some."""
+    if not predicted["decode_slots"]:
+        return ""
+    return f"; slots {predicted['occupancy']:.1%} full, {predicted['tail_seconds']:.1f} s of tail"
+
+
+def _refused(count: int) -> str:
+    return f"; left out: {counted(count, 'row')} that no plan can serve" if count else ""
+
+
+def _layout_lines(report: Mapping[str, Any]) -> list[str]:
+    if report["layout"] is None:
+        return []
+    ranked = sum(one["bound_of_sample"] is not None for one in report["layouts"])
+    of = f", the best of {ranked} that can be ranked" if ranked > 1 else ""
+    return [f"layout     {report['layout']}{of}"]
+
+
+def _compiled_layout_lines(found: Mapping[str, Any]) -> list[str]:
+    """Layouts as compiling orders them, where that was asked for."""
+    rows = found["rows"]
+    return [*aligned([found["columns"], *rows]), *found["problems"], ""] if rows else []
+
+
+def _compiled_lines(report: Mapping[str, Any]) -> list[str]:
+    if report["compiled"] is None:
+        return []
+    found, device = report["compiled"]["graphs"], report["memory_bytes"]["device"]
+    largest = max(found, key=lambda name: found[name]["bytes"])
+    needed = found[largest]["bytes"]
+    verdict = "fits" if needed <= device else f"{(needed - device) / GIGABYTE:.2f} GB too many"
+    return [
+        f"compiled   {counted(len(found), 'graph')} in {report['compiled']['seconds']:.1f} s, "
+        f"small ones included; {largest} needs {needed / GIGABYTE:.2f} GB on each device with all "
+        f"that it is given: {verdict}"
+    ]
+
+
+def _gigabytes(memory: Mapping[str, float]) -> str:
+    weights, cache, device = (memory[of] / GIGABYTE for of in ("weights", "cache", "device"))
+    return f"weights {weights:.2f} GB and cache {cache:.2f} GB of {device:.1f} GB on each device"
