@@ -5,7 +5,7 @@ is wrong with it.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -49,15 +49,6 @@ class CollectiveTotal:
     bytes_per_layer: float
     formula_bytes_per_layer: float | None
     """What the layout's rules say; None of what only some rows ask for."""
-
-    @classmethod
-    def along(
-        cls, mesh_axes: tuple[str, ...], layout: Layout, kind: str, num_bytes: int, **rest: Any
-    ) -> "CollectiveTotal":
-        """Those along mesh axes, with what each device sends for them."""
-        sent_bytes = communication.sent_bytes(kind, num_bytes, layout.mesh.num_shards(mesh_axes))
-        axis = "+".join(mesh_axes)
-        return cls(axis=axis, kind=kind, bytes=num_bytes, sent_bytes=sent_bytes, **rest)
 
 
 @dataclass
@@ -176,72 +167,42 @@ def _read(
     text = program_text(compiled)
     if text is None:
         result.collectives_from = SHAPES
-        result.collectives += _totals_of_rules(phase, formulas, layout, config.num_layers)
-        return
-    found = read_collectives(text, layout.mesh.sizes)
+    found = formulas if text is None else read_collectives(text, layout.mesh.sizes)
     result.collectives += _totals(phase, found, formulas, layout, config.num_layers)
 
 
 def _totals(
     phase: str,
-    found: list[Collective],
-    formulas: list[Expected],
+    found: Sequence[Collective | Expected],
+    formulas: Sequence[Expected],
     layout: Layout,
     num_layers: int,
-) -> list[CollectiveTotal]:
-    groups: dict[tuple[str, tuple[str, ...], bool], list[Collective]] = {}
+) -> Iterator[CollectiveTotal]:
+    """Collectives by kind and mesh axes; the formulas tell of layers, which send nearly all."""
+    groups: dict[tuple[str, tuple[str, ...], bool], list[Collective | Expected]] = {}
     for one in found:
-        groups.setdefault((one.kind, one.mesh_axes, one.is_conditional), []).append(one)
-    result = []
+        is_conditional = isinstance(one, Collective) and one.is_conditional
+        groups.setdefault((one.kind, one.mesh_axes, is_conditional), []).append(one)
     for (kind, mesh_axes, is_conditional), members in sorted(groups.items()):
-        in_layers = [one for one in members if _LAYER_SCOPE.search(one.source)]
-        formula = None
-        if not is_conditional:
-            of_all = sum(
-                e.times * e.num_bytes
-                for e in formulas
-                if (e.kind, e.mesh_axes) == (kind, mesh_axes)
-            )
-            formula = of_all / num_layers
-        total = CollectiveTotal.along(
-            mesh_axes,
-            layout,
-            kind,
-            sum(one.times * one.num_bytes for one in members),
+        in_layers = [
+            one for one in members if isinstance(one, Expected) or _LAYER_SCOPE.search(one.source)
+        ]
+        formula = [one for one in formulas if (one.kind, one.mesh_axes) == (kind, mesh_axes)]
+        num_bytes = _num_bytes(members)
+        group = layout.mesh.num_shards(mesh_axes)
+        yield CollectiveTotal(
             phase=phase,
+            kind=kind,
+            axis="+".join(mesh_axes),
             conditional=is_conditional,
             count=sum(one.times for one in members),
+            bytes=num_bytes,
+            sent_bytes=communication.sent_bytes(kind, num_bytes, group),
             per_layer=sum(one.times for one in in_layers) / num_layers,
-            bytes_per_layer=sum(one.times * one.num_bytes for one in in_layers) / num_layers,
-            formula_bytes_per_layer=formula,
+            bytes_per_layer=_num_bytes(in_layers) / num_layers,
+            formula_bytes_per_layer=None if is_conditional else _num_bytes(formula) / num_layers,
         )
-        result.append(total)
-    return result
 
 
-def _totals_of_rules(
-    phase: str, formulas: list[Expected], layout: Layout, num_layers: int
-) -> list[CollectiveTotal]:
-    """What the layout's rules say of layers, which is nearly all that a call sends."""
-    groups: dict[tuple[str, tuple[str, ...]], list[Expected]] = {}
-    for one in formulas:
-        groups.setdefault((one.kind, one.mesh_axes), []).append(one)
-    result = []
-    for (kind, mesh_axes), members in sorted(groups.items()):
-        count = sum(one.times for one in members)
-        num_bytes = sum(one.times * one.num_bytes for one in members)
-        of_layer = num_bytes / num_layers
-        total = CollectiveTotal.along(
-            mesh_axes,
-            layout,
-            kind,
-            num_bytes,
-            phase=phase,
-            conditional=False,
-            count=count,
-            per_layer=count / num_layers,
-            bytes_per_layer=of_layer,
-            formula_bytes_per_layer=of_layer,
-        )
-        result.append(total)
-    return result
+def _num_bytes(members: Iterable[Collective | Expected]) -> int:
+    return sum(one.times * one.num_bytes for one in members)

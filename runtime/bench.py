@@ -23,7 +23,6 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import strict_config
 from .batch.disk import Disk, replace_file
 from .batch.job import EXIT_BUILD, JobError
 from .batch.job_files import check_files
@@ -33,7 +32,7 @@ from .default_target import default_target
 from .layout_files import layout_file, read_layout_table
 from .machine import describe_machine
 from .request import Request, SamplingParams
-from .run_config import apply_overrides
+from .run_config import add_strict_config, apply_overrides
 
 if TYPE_CHECKING:
     from ..compile.plan import Plan
@@ -243,7 +242,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     add("--kind", default="", help="for it: whose table the accelerators of --target have (h100)")
     add("--longest", type=int, default=1024, help="positions of the longest rows timed for it")
-    strict_config.add_option(parser)
+    add_strict_config(parser)
     options = parser.parse_args(arguments)
     if options.repeats < 1:
         parser.error(f"argument --repeats: expected at least 1, got {options.repeats}.")

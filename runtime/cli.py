@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from . import errors, pod_options, strict_config
+from . import errors, pod_options
 from .console import printable, tell
-from .run_config import ConfigError
+from .run_config import ConfigError, add_strict_config
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -129,7 +129,7 @@ def _add_batch(commands: "argparse._SubParsersAction[_Parser]") -> None:
     )
     add("--restart", action="store_true", help="discard what an earlier run has finished")
     add("--quiet", action="store_true", help="no progress on stderr")
-    strict_config.add_option(batch)
+    add_strict_config(batch)
     several = batch.add_argument_group("several processes over one mesh")
     pod_options.add_options(several)
     several.add_argument(
@@ -179,7 +179,7 @@ def _add_modules(commands: "argparse._SubParsersAction[_Parser]") -> None:
             "convert",
             help="write a model as a checkpoint of noria's own",
             description="Write any model that noria loads as an orbax checkpoint, with its "
-            "tokenizer and generation defaults. Each device then reads its own part of it.",
+            "tokenizer and generation defaults.",
             epilog="example: noria convert --model smollm2 -o checkpoint",
         )
     )
@@ -200,7 +200,7 @@ def _add_inspect(commands: "argparse._SubParsersAction[_Parser]") -> None:
     inspect.add_argument(
         "--weights-digest", action="store_true", help="print the digest of all weights"
     )
-    strict_config.add_option(inspect)
+    add_strict_config(inspect)
     inspect.set_defaults(run=_run_inspect)
 
 

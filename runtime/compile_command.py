@@ -10,13 +10,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import pod_options, strict_config
+from . import pod_options
 from .batch.job_files import check_files
 from .batch.peers import Peers
 from .console import tell
 from .counted import counted
 from .plan_files import read_plan_table
-from .run_config import ConfigError, apply_overrides
+from .run_config import ConfigError, add_strict_config, apply_overrides
 
 if TYPE_CHECKING:
     from ..compile.plan import Plan
@@ -36,7 +36,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--weights", action="store_true", help="keep the weights too, as the plan wants them")
     add("--set", action="append", default=[], metavar="A.B=V", help="override a key of the plan")
     add("--quiet", action="store_true", help="no progress on stderr")
-    strict_config.add_option(parser)
+    add_strict_config(parser)
     pod_options.add_options(parser.add_argument_group("several processes over one mesh"))
     parser.set_defaults(run=run)
 

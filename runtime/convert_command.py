@@ -11,11 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import strict_config
+from .batch.job_files import check_fillable
 from .console import tell
 from .counted import counted
-from .output_folders import check_fillable
-from .run_config import ConfigError
+from .run_config import ConfigError, add_strict_config
 
 if TYPE_CHECKING:
     from .checkpoint import ModelFiles
@@ -35,7 +34,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="of the stored weights (auto: bfloat16 if all tensors have it, else float32)",
     )
     add("--quiet", action="store_true", help="nothing on stderr")
-    strict_config.add_option(parser)
+    add_strict_config(parser)
     parser.set_defaults(run=run)
 
 

@@ -20,12 +20,45 @@ from ..compile.steps import NO_TOKEN, DecodeOutput, DecodeState
 from ..modelzoo.moe.use import ExpertReport
 from ..modelzoo.sampling import SamplingState, TokenScores
 from .decode_slots import DecodeAction, Job, Sequence
-from .engine_events import ChoicesDropped, Event, PromptScored, TokensEmitted
 from .host_arrays import HostArrays
 from .metrics import EngineMetrics
 from .padding import greedy_sampling, pack_pieces, pack_requests, pack_sampling
 from .request import Request, SamplingParams, TokenLogprob
 from .scheduler import Action, ForkAction, PrefillAction, PromptPiece, Scheduler
+
+
+@dataclass(frozen=True)
+class PromptScored:
+    """The log-probabilities of a request's prompt tokens, from the second on."""
+
+    number: int
+    scores: list[TokenLogprob]
+
+
+@dataclass(frozen=True)
+class TokensEmitted:
+    """New ids of one sequence, and whether and how it ended."""
+
+    number: int
+    sample: int
+    token_ids: list[int]
+    scores: list[TokenLogprob]
+    is_finished: bool
+    is_finite: bool
+
+
+@dataclass(frozen=True)
+class ChoicesDropped:
+    """The number of choices of experts that one call dropped, as a capacity was full."""
+
+    number: int
+    sample: int
+    """The sequence that lost them; for a prompt, the first of the sequences that share it."""
+    is_of_prompt: bool
+    count: int
+
+
+Event = PromptScored | TokensEmitted | ChoicesDropped
 
 
 @dataclass(frozen=True)
@@ -138,8 +171,7 @@ class Engine:
         samples = ((sequence.job.number, sequence.sample) for sequence in sequences)
         events += self._count_experts(host.experts, samples)
         for row, is_clean in zip(rows, host.is_clean_B, strict=False):
-            if row.slot is not None:
-                self._note_contents(row.slot, row, is_clean=bool(is_clean))
+            self._note_contents(row, is_clean=bool(is_clean))
         self.metrics.count_prefill(
             bucket,
             is_scored=action.is_scored,
@@ -150,8 +182,10 @@ class Engine:
         )
         return events
 
-    def _note_contents(self, slot: int, row: PromptPiece, *, is_clean: bool) -> None:
-        """Note what a piece left in its slot."""
+    def _note_contents(self, row: PromptPiece, *, is_clean: bool) -> None:
+        """Note what a piece left in its slot, if it has one."""
+        if (slot := row.slot) is None:
+            return
         if not is_clean:
             self._unclean.add(slot)
         if row.is_last and row.sequence.job.generates:

@@ -18,8 +18,7 @@ from ..compile.signatures import MAX_STOP_IDS
 from . import own_process
 from .counted import counted
 from .decode_slots import Job
-from .engine import Engine, EngineRequest
-from .engine_events import ChoicesDropped, Event, PromptScored, TokensEmitted
+from .engine import ChoicesDropped, Engine, EngineRequest, Event, PromptScored, TokensEmitted
 from .expert_use import ExpertSetup
 from .padding import row_seed
 from .request import (

@@ -4,6 +4,7 @@ Knows nothing of what is configured: every floor owns its tables and their keys.
 cannot be read is a `ConfigError` that names the file or option as the user wrote it.
 """
 
+import argparse
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -14,8 +15,21 @@ from typing import Any
 _BARE_WORD = re.compile(r"[A-Za-z_./~][\w./:@+~-]*")
 
 
+STRICT_CONFIG = "--strict-config"
+"""The option of every subcommand that opens a model."""
+
+
 class ConfigError(ValueError):
     """A configuration that says something we do not understand."""
+
+
+def add_strict_config(parser: argparse.ArgumentParser) -> None:
+    """Add the option to a subcommand."""
+    parser.add_argument(
+        STRICT_CONFIG,
+        action="store_true",
+        help="refuse a config.json with keys that neither noria nor transformers reads",
+    )
 
 
 def read_instant(option: str, text: str) -> datetime:

@@ -11,7 +11,8 @@ from dataclasses import replace
 from ..config import DecoderConfig
 from .config_reader import ConfigReader
 from .expert_sources import ExpertNames, form_of_experts
-from .family import Family, ModelSpec
+from .family import Family, ModelSpec, WholeModel
+from .mapping import Beginning
 from .quantisation import read_quantisation
 from .rope_options import MAX_POSITION, read_rope
 from .sources import TensorNames, parameter_sources
@@ -159,6 +160,49 @@ def model_spec(
         names,
         ignored_keys=tuple(config.ignored),
     )
+
+
+def text_part_spec(
+    family: Family, config: ConfigReader, tensor_names: Collection[str] = ()
+) -> ModelSpec:
+    """Read the `text_config` of a model of more than text, of which `family` is the text part.
+
+    Text alone asks nothing of the other parts: their tables are not read, nor are their tensors,
+    which are known by the beginnings of their names.
+    """
+    whole = family.part_of
+    assert whole is not None, family.name
+    check_architecture(config, whole.architecture)
+    read_quantisation(config)
+    text = config.table("text_config", family.hf_defaults)
+    text.expect("model_type", family.name)
+    beginning = _beginning(whole, tensor_names)
+    spec = model_spec(family, text, [beginning.alone_of(name) for name in tensor_names])
+    # the reference ties by the outer key
+    if config.flag("tie_word_embeddings", default=False) != spec.config.tie_embeddings:
+        raise config.error("tie_word_embeddings", f"{spec.config.tie_embeddings}, as in the text")
+    config.ignore(("model_type", *whole.other_keys, *IGNORED_KEYS))
+    config.expect_of_unread(NEUTRAL_VALUES)
+    config.ignore_rest()
+    assert spec.names is not None, family.name
+    names = replace(spec.names, beginning=beginning)
+    return replace(
+        spec,
+        names=names,
+        sources=parameter_sources(spec.config, names),
+        ignored_tensors=tuple(beginning.in_whole(name) for name in spec.ignored_tensors),
+        ignored_prefixes=whole.other_prefixes,
+        ignored_keys=tuple(config.ignored),
+    )
+
+
+def _beginning(whole: WholeModel, tensor_names: Collection[str]) -> Beginning:
+    """The form of the tensor names; the usual form if no name has one."""
+    usual, *others = whole.beginnings
+    for other in others:
+        if any(name.startswith(other.whole) for name in tensor_names):
+            return other
+    return usual
 
 
 def _account_for_rest(config: ConfigReader, decoder: DecoderConfig) -> None:

@@ -31,7 +31,6 @@ from . import (
 )
 from .config_reader import ConfigReader, UnsupportedModel
 from .family import Family, ModelSpec
-from .text_part import text_part_spec
 
 __all__ = ["FAMILIES", "ModelSpec", "UnsupportedModel", "from_gguf_metadata", "from_hf_config"]
 
@@ -71,7 +70,7 @@ def from_hf_config(config: Mapping[str, object], tensor_names: Collection[str] =
         return hugging_face.model_spec(family, reader, tensor_names)
     assert family.part_of is not None, family.name
     reader = ConfigReader(config, defaults=family.part_of.defaults)
-    return text_part_spec(family, reader, tensor_names)
+    return hugging_face.text_part_spec(family, reader, tensor_names)
 
 
 def from_gguf_metadata(

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from ..run_config import ConfigError
 from .disk import UnusableFile, check_replaceable, temporary_name
 from .journal import journal_path
 from .lock import lock_path
@@ -72,6 +73,20 @@ def check_files(
             raise UnusableFile(f"{path}: {what} is {other} too. Choose two files.")
     for path in written.values():
         check_replaceable(path)
+
+
+def check_fillable(folder: Path) -> None:
+    """Refuse a folder that is none, or that could neither be made nor written to."""
+    there = next(path for path in (folder, *folder.resolve().parents) if path.exists())
+    if not there.is_dir():
+        raise ConfigError(
+            f"{folder}: expected a folder, got the file {there}. Choose another name."
+        )
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"{folder}: expected a folder to write to, got {there}, where this user may not write. "
+            f"Choose another."
+        )
 
 
 def _check_folder(path: Path) -> None:

@@ -6,15 +6,16 @@ and does not grow with its prompt.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from ..request import RowError
 from ..strict_json import Line, read_line_at, read_lines
-from .ahead import ahead
 from .disk import UnusableFile
 from .input_format import other_format
 from .lines import BadRow, BatchRow, duplicate_of, read_row
@@ -24,6 +25,11 @@ Encode = Callable[[Sequence[BatchRow]], Sequence[Encoded]]
 CHUNK_ROWS = 256
 CHUNK_BYTES = 2**20
 """Rows are encoded together up to this many bytes, or up to a number of rows."""
+DEPTH = 3
+"""The largest number of items of which `ahead` holds results."""
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 class InputError(UnusableFile):
@@ -132,6 +138,25 @@ def scan(
             rows.append(_scanned(row, needs.setdefault(need, need), None))
         on_progress(len(rows))
     return ScanSummary(rows, digest.hexdigest(), num_bytes)
+
+
+def ahead(work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+    """Yield the result for every item in order; another thread works a few items ahead.
+
+    `items` is read in the consumer's thread. An error of the work is raised in the place of its
+    result; a consumer that stops does not wait for unfinished work.
+    """
+    worker = ThreadPoolExecutor(1)
+    waiting: deque[Future[Result]] = deque()
+    try:
+        for item in items:
+            waiting.append(worker.submit(work, item))
+            if len(waiting) > DEPTH:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        worker.shutdown(wait=False, cancel_futures=True)
 
 
 def _chunks(

@@ -15,25 +15,25 @@ Knows nothing of requests. Guarantees: a bundle is whole or not there, as `bundl
 
 import json
 import os
+import pickle
 from collections.abc import Iterator, Mapping, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import jax
+from jax.experimental.serialize_executable import deserialize_and_load, serialize
 
-from ...compile import serialised
 from ...compile.compiled_graphs import CompiledGraphs, graph_names
 from ...compile.plan import Plan
 from ...compile.targets import Target
 from ...modelzoo.config import DecoderConfig
 from ..batch.disk import Disk, digest_file, replace_file, temporary_name
+from ..batch.job_files import check_fillable
 from ..batch.peers import ALONE, Peers
 from ..graph_memory import memory_facts
-from ..output_folders import check_fillable
 from ..plan_files import PLAN
 from ..run_config import ConfigError
 from .key import check_key, key_of, weights_key_of
@@ -121,9 +121,14 @@ class Bundle:
 
 
 def _load(name: str, dumped: bytes, target: Target) -> jax.stages.Compiled:
+    """One executable from bytes that are trusted; nothing is traced, lowered or compiled."""
     try:
-        return serialised.load(dumped, target.devices)
-    except (RuntimeError, ValueError, EOFError, UnpicklingError) as error:
+        return deserialize_and_load(
+            *pickle.loads(dumped),
+            backend=target.devices[0].client,
+            execution_devices=list(target.devices),
+        )
+    except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
         raise BundleUnusable(f"its executable {name} cannot be loaded ({error})") from error
 
 
@@ -187,13 +192,12 @@ def write(
     """
     disk = Disk()
     _empty(disk, folder)
-    dumped = serialised.dump(graphs) if target.is_present else {}
     described = {}
     for number, (name, executable) in enumerate(graphs.executables.items()):
         described[name] = {"compile_seconds": seconds[name], **memory_facts(executable)}
-        if name in dumped:
+        if target.is_present:
             path = folder / GRAPHS / f"{number:03}.bin"
-            replace_file(disk, path, [dumped[name]])
+            replace_file(disk, path, [pickle.dumps(serialize(executable))])
             described[name] |= KeptFile(path.name, digest_file(path).sha256).described
     replace_file(disk, folder / PLAN, [plan.to_toml().encode()])
     contents = {

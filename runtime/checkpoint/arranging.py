@@ -5,14 +5,9 @@ Knows nothing of files. Guarantees: values are moved, never computed, and a para
 arrangement does not concern stays as it is.
 """
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...modelzoo.config import Arrangement
-from ...modelzoo.layer_groups import of_single_layers
-
-if TYPE_CHECKING:
-    import jax
 
 QKV = ("attention.qkv", "attention.qkv_bias")
 BY_QUERY_HEAD = ("attention.output", "attention.sinks")
@@ -44,46 +39,3 @@ def to_arrangement(x: Any, parameter: str, arrangement: Arrangement) -> Any:
     queries = x[..., :G, :].reshape(*outer, K * copies, G // copies, H)
     key_value = array_functions.repeat(x[..., G:, :], copies, axis=-3)
     return array_functions.concat([queries, key_value], axis=-2)
-
-
-def sharding_for(shape: tuple[int, ...], like: "jax.sharding.Sharding") -> "jax.sharding.Sharding":
-    """Spread an array over the devices of a sharding that was made for another shape.
-
-    A mesh axis that does not divide its dimension moves to the first dimension that it divides, and
-    where there is none the array is replicated along it. Two key/value heads over four devices,
-    `[D, K_tensor, J, H]`, become `[D_tensor, K, J, H]`. Other shardings than those of a mesh are
-    returned as they are.
-    """
-    from jax.sharding import NamedSharding, PartitionSpec
-
-    if not isinstance(like, NamedSharding):
-        return like
-    pieces = list(shape)
-    spec: list[tuple[str, ...]] = [()] * len(shape)
-    wishes = [
-        (dimension, axis)
-        for dimension, entry in enumerate(like.spec)
-        for axis in ((entry,) if isinstance(entry, str) else entry or ())
-    ]
-
-    def take(dimension: int, axis: str) -> bool:
-        if fits := pieces[dimension] % like.mesh.shape[axis] == 0:
-            pieces[dimension] //= like.mesh.shape[axis]
-            spec[dimension] += (axis,)
-        return fits
-
-    moved = [axis for dimension, axis in wishes if not take(dimension, axis)]
-    for axis in moved:
-        any(take(dimension, axis) for dimension in range(len(shape)))
-    return NamedSharding(like.mesh, PartitionSpec(*spec), memory_kind=like.memory_kind)
-
-
-def require_single_layers(parameters: Iterable[str]) -> None:
-    """Raise ValueError if a parameter is of several layers: checkpoints of ours have none such."""
-    for parameter in parameters:
-        if of_single_layers(parameter) != [parameter]:
-            raise ValueError(
-                f"model.scan_layers: expected parameters of single layers, as checkpoints of ours "
-                f"keep and restore them, got {parameter}. Leave out scan_layers, or read the "
-                f"published checkpoint."
-            )

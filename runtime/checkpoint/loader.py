@@ -17,7 +17,6 @@ import numpy as np
 from ...modelzoo.config import Arrangement
 from ...modelzoo.families.mapping import ParameterSource
 from ...modelzoo.layer_groups import of_single_layers
-from .arranging import require_single_layers
 from .errors import CheckpointMismatch
 from .shards import Box, aligned_zeros, place_shards
 from .tensor_source import AxisPattern, Index, Interval, TensorSource, intervals, source_of
@@ -33,16 +32,10 @@ PIECE_BYTES = 4 * 2**20
 
 
 @runtime_checkable
-class RestoresItself(TensorSource, Protocol):
-    """A tensor source of parameters, whose format places them on their shards on its own."""
+class ArrangesItself(TensorSource, Protocol):
+    """A tensor source whose tensors are parameters, which it reads in any arrangement."""
 
-    def arranged(self, arrangement: Arrangement) -> "RestoresItself": ...
-
-    def restore(
-        self,
-        abstract: Mapping[str, "jax.ShapeDtypeStruct"],
-        shardings: "Mapping[str, jax.sharding.Sharding]",
-    ) -> "dict[str, jax.Array]": ...
+    def arranged(self, arrangement: Arrangement) -> TensorSource: ...
 
 
 def load_params(
@@ -56,16 +49,13 @@ def load_params(
     `abstract` gives shape and dtype of every parameter; one sharding for all, or one each. Raises
     `CheckpointMismatch`, listing every difference, before anything is read.
     """
-    if isinstance(tensors, RestoresItself):
-        require_single_layers(abstract)
+    if isinstance(tensors, ArrangesItself):
         tensors = tensors.arranged(spec.arrangement)
     check_coverage(spec, tensors, _by_single_layers(abstract))
     if not isinstance(shardings, Mapping):
         shardings = dict.fromkeys(abstract, shardings)
     if unplaced := abstract.keys() - shardings.keys():
         raise ValueError(f"expected a sharding for every parameter, got none for {min(unplaced)!r}")
-    if isinstance(tensors, RestoresItself):
-        return tensors.restore(abstract, shardings)
     sources = {source.parameter: source for source in spec.sources}
     return {
         path: _load_one(

@@ -24,7 +24,6 @@ from .dequantised import dequantised
 from .errors import CheckpointError, InvalidConfig, ModelNotFound
 from .generation_defaults import GenerationDefaults
 from .gguf import GGUFFile
-from .json_files import read_json_object
 from .orbax_store import (
     GGUF_METADATA,
     NORIA_JSON,
@@ -37,7 +36,7 @@ from .orbax_store import (
     tokenizer_files_of,
 )
 from .safetensors import PICKLES, SafetensorsDirectory, safetensors_files
-from .small_files import has_file, read_small
+from .small_files import has_file, read_json_object, read_small
 from .tensor_source import TensorSource
 from .unread import Unread
 from .weights_digest import WeightsDigest

@@ -8,7 +8,7 @@ Knows nothing of published tensor names: parameters are stored as they are in th
 mapping back is the identity. Guarantees: parameters are stored in the canonical arrangement,
 whatever the layout that they go to; a directory without noria.json was not finished
 and is refused; with it, the parameters that orbax holds are those that noria.json lists, or it is
-refused before anything is read. orbax is imported only to save or to read arrays.
+refused before anything is read. orbax, which takes seconds to import, is needed only to save.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,12 +24,12 @@ import numpy as np
 
 from ...modelzoo.config import AS_PUBLISHED, Arrangement
 from ...modelzoo.families.mapping import ParameterSource, Part
+from ...modelzoo.layer_groups import of_single_layers
 from ..counted import counted
-from .arranging import concerns, require_single_layers, sharding_for, to_arrangement
+from .arranging import concerns, to_arrangement
 from .errors import InvalidOrbax
 from .generation_defaults import GenerationDefaults
-from .json_files import read_json_object
-from .small_files import has_file, read_small
+from .small_files import has_file, read_json_object, read_small
 from .tensor_source import Index, TensorInfo
 
 if TYPE_CHECKING:
@@ -78,7 +78,11 @@ def save_orbax(
     path = Path(path).resolve()
     if path.exists() and any(path.iterdir()):
         raise InvalidOrbax(f"{path}: expected a new or empty directory to save into, got files.")
-    require_single_layers(params)
+    if several := [name for name in params if of_single_layers(name) != [name]]:
+        raise ValueError(
+            f"save_orbax: expected parameters of single layers, as checkpoints of ours keep them, "
+            f"got {several[0]}. Load the model without scan_layers."
+        )
     description = {
         "schema": SCHEMA,
         "name": name or path.name,
@@ -97,7 +101,7 @@ def save_orbax(
 
 
 class OrbaxTensors:
-    """The parameters of one saved checkpoint, as a `TensorSource` that restores itself."""
+    """The parameters of one saved checkpoint, read whole, one at a time."""
 
     def __init__(
         self, path: Path, description: Mapping[str, Any], arrangement: Arrangement = AS_PUBLISHED
@@ -118,6 +122,7 @@ class OrbaxTensors:
             name: _arranged_info(path, name, info, arrangement)
             for name, info in self._stored.items()
         }
+        self._held: tuple[str, np.ndarray] | None = None
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -128,79 +133,34 @@ class OrbaxTensors:
         return OrbaxTensors(self._path, self._description, arrangement)
 
     def read(self, name: str, index: Index | None = None) -> np.ndarray:
-        """Read one parameter whole, and cut the box out of it."""
-        import orbax.checkpoint as ocp
-
-        self._check_stored()
-        stored = self._restore({name: ocp.RestoreArgs(restore_type=np.ndarray)})[name]
-        array = to_arrangement(stored, name, self._arrangement)
-        return array[index] if index else array
-
-    def restore(
-        self,
-        abstract: "Mapping[str, jax.ShapeDtypeStruct]",
-        shardings: "Mapping[str, jax.sharding.Sharding]",
-    ) -> "dict[str, jax.Array]":
-        """Restore all parameters, cast, onto the given shardings; each process its own shards.
-
-        A parameter that the arrangement concerns is restored as it is stored, over the same
-        devices, and then arranged; one at a time, so that one at most exists twice. Where its
-        stored axes do not divide over the mesh, it is split along others for that moment, or
-        replicated (`sharding_for`).
-        """
-        self._check_stored()
-        moved = [name for name in abstract if concerns(self._arrangement, name)]
-        params = self._restore(
-            {
-                name: _placed(leaf.shape, leaf.dtype, shardings[name])
-                for name, leaf in abstract.items()
-                if name not in moved
-            }
-        )
-        for name in moved:
-            params[name] = self._restore_arranged(name, abstract[name].dtype, shardings[name])
-        return {name: params[name] for name in abstract}
+        """Read a parameter, or a box of it; the latest parameter is held for further boxes."""
+        if self._held is None or self._held[0] != name:
+            self._held, array = None, self._arrays[name]
+            with _damage_named(self._directory):
+                stored = array.read().result()
+            self._held = name, to_arrangement(stored, name, self._arrangement)
+        return self._held[1][index or ...]
 
     def close(self) -> None:
         """Nothing stays open between reads."""
+        self._held = None
 
-    def _restore_arranged(
-        self, name: str, dtype: Any, sharding: "jax.sharding.Sharding"
-    ) -> "jax.Array":
-        import jax
+    @cached_property
+    def _arrays(self) -> dict[str, Any]:
+        """The stored arrays, opened, after a comparison with what noria.json lists."""
+        import tensorstore
 
-        shape = self._stored[name].shape
-        stored = self._restore({name: _placed(shape, dtype, sharding_for(shape, sharding))})[name]
-        arrange = jax.jit(
-            to_arrangement, static_argnames=("parameter", "arrangement"), out_shardings=sharding
-        )
-        # without its layer the name is the same for all layers, and so is the executable
-        kind = ".".join(name.split(".")[-2:])
-        array = arrange(stored, parameter=kind, arrangement=self._arrangement)
-        # the next one is read when this one exists once
-        return array.block_until_ready()
-
-    def _restore(self, restore_args: Mapping[str, Any]) -> dict[str, Any]:
-        """Read some of the stored parameters, each as its arguments say."""
-        import orbax.checkpoint as ocp
-
-        with _damage_named(self._directory), ocp.PyTreeCheckpointer() as checkpointer:
-            return checkpointer.restore(
-                self._directory,
-                args=ocp.args.PyTreeRestore(
-                    item=dict.fromkeys(restore_args, 0),
-                    restore_args=dict(restore_args),
-                    partial_restore=True,
-                ),
-            )
-
-    def _check_stored(self) -> None:
-        """Compare what orbax holds with what noria.json lists."""
-        import orbax.checkpoint as ocp
-
-        with _damage_named(self._directory), ocp.StandardCheckpointer() as checkpointer:
-            tree = checkpointer.metadata(self._directory).item_metadata.tree
-        stored = {name: (tuple(leaf.shape), np.dtype(leaf.dtype)) for name, leaf in tree.items()}
+        # as orbax lays them out: arrays in the format of zarr, below one key-value store
+        store = {"driver": "ocdbt", "base": f"file://{self._directory}/"}
+        with _damage_named(self._directory):
+            keys = tensorstore.KvStore.open(store).result().list().result()
+            names = sorted({key.decode().rpartition("/")[0] for key in keys})
+            opening = {
+                name: tensorstore.open({"driver": "zarr", "kvstore": {**store, "path": f"{name}/"}})
+                for name in names
+            }
+            arrays = {name: future.result() for name, future in opening.items()}
+        stored = {name: (array.shape, array.dtype.numpy_dtype) for name, array in arrays.items()}
         listed = {name: (info.shape, info.dtype) for name, info in self._stored.items()}
         if differing := sorted(
             name for name in stored.keys() | listed.keys() if stored.get(name) != listed.get(name)
@@ -214,14 +174,15 @@ class OrbaxTensors:
                 f"{counted(len(differing), 'difference')}: {shown}. The two are of different "
                 f"checkpoints."
             )
+        return arrays
 
 
 @contextmanager
 def _damage_named(directory: Path) -> Iterator[None]:
-    """Turn orbax's errors on damaged files, which have no class of their own, into InvalidOrbax."""
+    """Turn the errors on damaged files, which have no class of their own, into InvalidOrbax."""
     try:
         yield
-    except (AttributeError, EOFError, KeyError, OSError, TypeError, ValueError) as error:
+    except (OSError, ValueError) as error:
         raise InvalidOrbax(
             f"{directory}: expected files that orbax reads, got {type(error).__name__}: {error}. "
             f"They are damaged or incomplete; save the checkpoint again."
@@ -336,13 +297,6 @@ def _arranged_info(path: Path, name: str, info: TensorInfo, arrangement: Arrange
             f"{path / NORIA_JSON}: {name!r}: expected a shape for {arrangement}, got {info.shape}."
         ) from error
     return dataclasses.replace(info, shape=shape)
-
-
-def _placed(shape: tuple[int, ...], dtype: Any, sharding: "jax.sharding.Sharding") -> Any:
-    """Restore arguments for one array on its shards."""
-    import orbax.checkpoint as ocp
-
-    return ocp.ArrayRestoreArgs(dtype=dtype, sharding=sharding, global_shape=shape)
 
 
 def _write_tokenizer(directory: Path, files: Path | Mapping[str, Any] | None) -> None:

@@ -18,8 +18,7 @@ import numpy as np
 
 from ..counted import counted
 from .errors import CheckpointError, InvalidSafetensors, ModelNotFound, require
-from .json_files import parse_json_object, read_json_object
-from .small_files import file_inside, has_file
+from .small_files import file_inside, has_file, parse_json_object, read_json_object
 from .tensor_source import FileStamp, Index, TensorInfo
 
 MAX_HEADER_BYTES = 32 * 2**20

@@ -10,8 +10,11 @@ import errno
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
-from .errors import CheckpointError
+from ..request import RowError
+from ..strict_json import parse_object
+from .errors import CheckpointError, InvalidConfig
 
 MAX_JSON_BYTES = 32 * 2**20
 MAX_VOCABULARY_BYTES = 256 * 2**20
@@ -61,6 +64,21 @@ def read_small(path: Path, error: type[CheckpointError] = CheckpointError) -> by
             return file.read(limit)
     finally:
         os.close(descriptor)
+
+
+def read_json_object(path: Path, error: type[CheckpointError] = InvalidConfig) -> dict[str, Any]:
+    """Read a file that holds one JSON object, as strictly as the lines of a batch."""
+    return parse_json_object(read_small(path, error), str(path), error)
+
+
+def parse_json_object(
+    data: bytes, where: str, error: type[CheckpointError] = InvalidConfig
+) -> dict[str, Any]:
+    """Parse one JSON object; `where` opens the message of the error."""
+    try:
+        return parse_object(data)
+    except RowError as problem:
+        raise error(f"{where}: {problem.message}") from None
 
 
 def file_inside(directory: Path, name: object, suffix: str, where: str) -> Path:

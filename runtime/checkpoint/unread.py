@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from ...modelzoo.families.config_reader import listing
 from ..counted import counted
-from ..strict_config import OPTION
+from ..run_config import STRICT_CONFIG
 from .errors import InvalidConfig
 
 
@@ -41,12 +41,12 @@ class Unread:
         if self.keys and is_strict:
             raise InvalidConfig(
                 f"{self.where}: expected only keys that are read, got {listing(self.keys)}. Remove "
-                f"them, or go on without {OPTION}: they cannot change an answer."
+                f"them, or go on without {STRICT_CONFIG}: they cannot change an answer."
             )
         if self.keys:
             say(
                 f"{self.where}: without effect, as nothing reads them: {listing(self.keys)} "
-                f"({OPTION} refuses them)"
+                f"({STRICT_CONFIG} refuses them)"
             )
         if self.tensors:
             say(f"{self.where}: only text is served, and {self.skipped} are not read")

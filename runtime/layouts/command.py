@@ -13,13 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .. import strict_config
-from ..batch.job_files import check_files
+from ..batch.job_files import check_files, check_fillable
 from ..console import tell
 from ..counted import counted
 from ..layout_files import layout_file, named_layout_tables, read_layout_table, split_spellings
-from ..output_folders import check_fillable
-from ..run_config import ConfigError
+from ..run_config import ConfigError, add_strict_config
 
 if TYPE_CHECKING:
     from ...compile.bucket_grid import BucketGrid
@@ -52,7 +50,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--verify", action="store_true", help="run each layout, compare logits with one device")
     add("--explain", action="store_true", help="list parameters: shape, partition, bytes, copies")
     add("--quiet", action="store_true", help="no progress on stderr")
-    strict_config.add_option(parser)
+    add_strict_config(parser)
     parser.set_defaults(run=run)
 
 

@@ -11,10 +11,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from .. import strict_config
 from ..console import tell
 from ..default_target import default_target
-from ..run_config import ConfigError
+from ..run_config import ConfigError, add_strict_config
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +53,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--hardware", type=Path, help="TOML tables of devices, beside the published ones")
     _add_search_options(parser)
     add("--quiet", action="store_true", help="no progress on stderr")
-    strict_config.add_option(parser)
+    add_strict_config(parser)
     parser.set_defaults(run=run)
 
 
@@ -129,9 +128,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _check_files(options: argparse.Namespace) -> None:
     """Refuse what cannot be written, before the work that it is for."""
-    from ..batch.job_files import check_files
+    from ..batch.job_files import check_files, check_fillable
     from ..layout_files import split_spellings
-    from ..output_folders import check_fillable
     from . import report
 
     read = [options.workload, options.from_output, options.calibration, options.hardware]

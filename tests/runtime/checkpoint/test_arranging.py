@@ -1,12 +1,10 @@
-"""Arranging: values only move, and other shapes find a place on a mesh."""
+"""Arranging: values only move."""
 
-import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from noria.modelzoo.config import AS_PUBLISHED, Arrangement
-from noria.runtime.checkpoint.arranging import concerns, sharding_for, to_arrangement
+from noria.runtime.checkpoint.arranging import concerns, to_arrangement
 
 K, G, H, D, V = 3, 4, 2, 6, 11
 SHAPES = {
@@ -43,26 +41,3 @@ def test_copies_stand_side_by_side_and_queries_keep_their_order():
     np.testing.assert_array_equal(got[:, 3, :2], x_DKJH[:, 1, 2:4])
     for copy in (2, 3):
         np.testing.assert_array_equal(got[:, copy, 2:], x_DKJH[:, 1, 4:])
-
-
-@pytest.mark.parametrize(
-    ("shape", "wanted", "got"),
-    [
-        ((8, 2, 4), (None, "data"), (("data",), (), ())),
-        ((8, 4, 4), ("tensor", "data"), (("tensor",), ("data",), ())),
-        ((8, 2, 4), (None, ("tensor", "data")), (("data",), ("tensor",), ())),
-        ((11, 6), (("data", "tensor"),), ((), ("tensor",))),
-        ((11, 7), ("data",), ((), ())),
-        ((7, 8), ("data", "tensor"), ((), ("tensor", "data"))),
-    ],
-)
-def test_mesh_axes_that_do_not_divide_move_or_are_left_out(shape, wanted, got):
-    mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
-    found = sharding_for(shape, NamedSharding(mesh, PartitionSpec(*wanted)))
-    assert found == NamedSharding(mesh, PartitionSpec(*got))
-    found.shard_shape(shape)
-
-
-def test_the_sharding_of_one_device_is_kept():
-    device = SingleDeviceSharding(jax.devices()[3])
-    assert sharding_for((3, 5), device) is device
