@@ -18,9 +18,8 @@ plane of the mesh; where the compiler takes less (a half of an axis), `group_siz
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -63,13 +62,6 @@ class Collective:
         return math.prod(count for count in self.loops if count is not None)
 
 
-class Total(NamedTuple):
-    """Executions per call of the program, and the bytes of them all."""
-
-    times: int
-    num_bytes: int
-
-
 def program_text(executable: jax.stages.Compiled) -> str | None:
     """What `read_collectives` reads; None where XLA cannot write it.
 
@@ -100,16 +92,6 @@ def read_collectives(hlo_text: str, mesh_sizes: Mapping[str, int]) -> list[Colle
         for place, instruction in _visit(program, _Place(program.entry))
     )
     return [collective for collective in found if collective.mesh_axes]
-
-
-def totals(collectives: Iterable[Collective]) -> dict[tuple[str, tuple[str, ...]], Total]:
-    """Executions and bytes by kind and axes; every branch counts as if it ran."""
-    sums: dict[tuple[str, tuple[str, ...]], Total] = {}
-    for one in collectives:
-        before = sums.get((one.kind, one.mesh_axes), Total(0, 0))
-        num_bytes = before.num_bytes + one.times * one.num_bytes
-        sums[one.kind, one.mesh_axes] = Total(before.times + one.times, num_bytes)
-    return sums
 
 
 @dataclass(frozen=True)

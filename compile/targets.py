@@ -84,17 +84,6 @@ def _naming(platform: str) -> Iterator[None]:
         ) from error
 
 
-def num_simulated(name: str) -> int:
-    """How many devices of the CPU a target asks for; 1 for other targets."""
-    found = TargetName.of(name)
-    return found.num_devices if found.platform == "cpu" else 1
-
-
-def need_not_be_present(name: str) -> bool:
-    """Whether a target is a kind of hardware (`gpu:h100:8`), not what this machine has."""
-    return bool(TargetName.of(name).kind)
-
-
 def _present(name: str, platform: str, count: int) -> Target:
     with _naming(platform):
         is_alone = jax.process_count() == 1

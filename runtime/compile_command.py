@@ -1,8 +1,8 @@
 """`noria compile`: build every executable of a plan; on a target that is there, keep them.
 
 For an absent target everything is compiled all the same, and `bundle.json` keeps what the compiler
-said of each graph: seconds and memory. Weights are read only to be kept. Of several processes each
-keeps its own.
+said of each graph: seconds and memory. Weights are not read. Of several processes each keeps its
+own.
 """
 
 import argparse
@@ -20,9 +20,6 @@ from .run_config import ConfigError, add_strict_config, apply_overrides
 
 if TYPE_CHECKING:
     from ..compile.plan import Plan
-    from ..compile.targets import Target
-    from .bundles.bundle import Weights
-    from .checkpoint import ModelFiles
 
 GIGABYTE = 1e9
 
@@ -33,7 +30,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--model", required=True, help="directory (config.json will do), .gguf file, or smollm2")
     add("--plan", type=Path, required=True, help="made by noria plan, or by hand")
     add("-o", "--output", type=Path, required=True, help="folder of the bundle")
-    add("--weights", action="store_true", help="keep the weights too, as the plan wants them")
     add("--set", action="append", default=[], metavar="A.B=V", help="override a key of the plan")
     add("--quiet", action="store_true", help="no progress on stderr")
     add_strict_config(parser)
@@ -46,11 +42,9 @@ def run(options: argparse.Namespace) -> int:
     from ..compile.plan import Plan
 
     plan = Plan.from_table(apply_overrides(read_plan_table(options.plan), options.set))
-    if options.weights:
-        _check_present(plan.target, "--weights", "weights are kept from its devices")
     if options.coordinator or options.distributed:
         option = "--coordinator" if options.coordinator else "--distributed"
-        _check_present(plan.target, option, "each process keeps what its devices run")
+        _check_present(plan.target, option)
     with pod_options.peers(options, plan.target) as peers:
         _compile(options, plan, peers)
     return 0
@@ -68,21 +62,18 @@ def _compile(options: argparse.Namespace, plan: "Plan", peers: Peers) -> None:
 
     folder = bundle.own_folder(options.output, peers.rank, peers.size)
     check_files({}, [("the plan that is read", options.plan)], bundle.tables_in(folder))
-    with open_model(options.model, needs_weights=options.weights) as files:
+    with open_model(options.model, needs_weights=False) as files:
         files.unread.report(report, is_strict=options.strict_config)
         bundle.check_folder(options.output, files.path, peers)
         facts = {
             "plan": plan.to_toml(),
-            "--weights": str(options.weights),
-            "model": files.fingerprint() if options.weights else digest(repr(files.spec.config)),
+            "model": digest(repr(files.spec.config)),
         }
         peers.agree(lambda: facts)
         found = compile_for_target(plan, files, report)
         target, seconds, config = found.target, found.graph_seconds, files.spec.config
-        weights = _weights(plan, target, files, peers) if options.weights else None
-        bundle.write(folder, plan, target, config, found.graphs, seconds, weights)
+        bundle.write(folder, plan, target, config, found.graphs, seconds)
     kept = "kept" if target.is_present else f"not kept, as {target.name} is not there"
-    kept += f", with {weights.num_bytes / GIGABYTE:.2f} GB of weights" if weights else ""
     most = max(found.memory_bytes.values())
     tell(
         sys.stdout,
@@ -92,25 +83,12 @@ def _compile(options: argparse.Namespace, plan: "Plan", peers: Peers) -> None:
     )
 
 
-def _check_present(target: str, option: str, why: str) -> None:
+def _check_present(target: str, option: str) -> None:
     """Refuse an option that needs devices where there are none."""
-    from ..compile.targets import need_not_be_present
+    from ..compile.target_names import TargetName
 
-    if need_not_be_present(target):
+    if TargetName.of(target).kind:
         raise ConfigError(
-            f"{option}: expected a target that is on this machine, as {why}, got {target}. Compile "
-            f"without {option}."
+            f"{option}: expected a target that is on this machine, as each process keeps what its "
+            f"devices run, got {target}. Compile without {option}."
         )
-
-
-def _weights(plan: "Plan", target: "Target", files: "ModelFiles", peers: Peers) -> "Weights":
-    """The parameters as the plan wants them."""
-    from . import session
-    from .bundles.bundle import Weights
-
-    weights = files.weights_digest(peers)
-    weights.start()
-    model = session.load_model(
-        files, target, plan.numbers.dtype, plan.layout, scan_layers=plan.model.scan_layers
-    )
-    return Weights(weights.result(), model.parameters)

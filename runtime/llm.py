@@ -108,9 +108,9 @@ class LLM:
                 raise ValueError("layout, experts: the plan has its own. Change them there.")
             session.check_plan(plan, files, found, dtype)
             self.plan = plan
-            warm = begin(path, plan, found, files, files.weights_digest(), say)
+            warm = begin(path, plan, found, files, say)
             dtype, scan_layers = plan.numbers.dtype, plan.model.scan_layers
-            loaded = session.load_model(files, found, dtype, plan.layout, warm, scan_layers, say)
+            loaded = session.load_model(files, found, dtype, plan.layout, scan_layers, say)
         self._tokenizer = loaded.tokenizer
         self._generator: Generator | None = session.start(loaded, plan, seed=seed, warm=warm)
         self._renderer: ChatRenderer | None = None

@@ -20,8 +20,8 @@ from ..compile.expert_plan import LOSSLESS_EXPERTS, ExpertPlan
 from ..compile.graph_failures import is_out_of_memory, naming_graph, reason
 from ..compile.numbers import DTYPES
 from ..compile.plan import Plan
-from ..compile.planning.hardware import num_devices
-from ..compile.targets import Target, need_not_be_present, num_simulated
+from ..compile.target_names import TargetName
+from ..compile.targets import Target
 from ..modelzoo.config import DecoderConfig
 from ..sharding.layout import Layout
 from ..sharding.legality import require
@@ -72,17 +72,18 @@ def prepare_jax(target: str | None, num_processes: int = 1) -> None:
             "JAX_ENABLE_X64: expected off, as graphs count in 32 bits, got on. Unset it; in a "
             "script say jax.config.update('jax_enable_x64', False) before the LLM is made."
         )
-    is_cpu = target is not None and target.partition(":")[0] == "cpu"
-    if target is None or not (is_cpu or need_not_be_present(target)):
+    if target is None:
+        return
+    named = TargetName.of(target)
+    if named.platform != "cpu" and not named.kind:
         return
     if not jax.config.values["jax_platforms"]:
         jax.config.update("jax_platforms", "cpu")
-    if is_cpu:
-        _simulate_devices(target, num_processes)
+    if named.platform == "cpu":
+        _simulate_devices(target, named.num_devices, num_processes)
 
 
-def _simulate_devices(target: str, num_processes: int) -> None:
-    total = num_simulated(target)
+def _simulate_devices(target: str, total: int, num_processes: int) -> None:
     count, left_over = divmod(total, num_processes)
     if left_over:
         raise ValueError(
@@ -133,11 +134,9 @@ def attention_kernels(plan: Plan, config: DecoderConfig, target: Target) -> Atte
 
 def check_target(plan: Plan, target: Target) -> None:
     """Refuse a plan for other devices; one for a topology is for as many of that platform."""
-    platform = plan.target.partition(":")[0]
-    if target.name != plan.target and (platform, num_devices(plan.target)) != (
-        target.platform,
-        len(target.devices),
-    ):
+    planned = TargetName.of(plan.target)
+    devices = target.platform, len(target.devices)
+    if target.name != plan.target and (planned.platform, planned.num_devices) != devices:
         raise ValueError(
             f"plan target: expected {target.name}, got {plan.target}. Ask for the target that was "
             f"planned for."
@@ -198,14 +197,12 @@ def load_model(
     target: Target,
     dtype: str,
     layout: Layout | None = None,
-    warm: WarmStart | None = None,
     scan_layers: bool = False,
     say: Callable[[str], object] = lambda note: None,
 ) -> LoadedModel:
     """Read the parameters, slice by slice, straight into their placement on the target.
 
-    Parameters that `warm` has read are taken from it. `say` gets a line about tokens that the model
-    lacks.
+    `say` gets a line about tokens that the model lacks.
     """
     # here, as importing flax takes a while, in which executables load
     from ..compile.definition import Definition
@@ -223,10 +220,8 @@ def load_model(
     logical_axes = definition.logical_axes()
     shardings = placement.parameters(logical_axes)
     with _naming_weights(files, abstract.values(), dtype, target):
-        parameters = warm and warm.parameters(abstract, shardings)
-        if parameters is None:
-            spec = files.spec.arranged(arrangement)
-            parameters = load_params(spec, files.tensors, abstract, shardings)
+        spec = files.spec.arranged(arrangement)
+        parameters = load_params(spec, files.tensors, abstract, shardings)
         parameters = placement.place(parameters, logical_axes)
     return LoadedModel(files, definition, parameters, tokenizer, ends, dtype, target, placement)
 

@@ -1,4 +1,4 @@
-"""Measure a start to its first token: compiled anew, from a bundle, and from one with weights.
+"""Measure a start to its first token: compiled anew, and from a bundle.
 
 Every start is a process of its own, timed from before it is begun until the first token of a
 prompt is on the host. A cold start finds an empty compile cache; model files, sources and bundles
@@ -15,7 +15,6 @@ A plan that is in the output already is replaced there; others stay.
 import argparse
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -36,17 +35,16 @@ ready = time.time()
 llm.generate([1, 2, 3], SamplingParams(max_tokens=1))
 print(ready, time.time())
 """
-COLD, BUNDLE, WEIGHTS = "cold", "bundle", "bundle with weights"
-TITLES = ("plan", "graphs", COLD, BUNDLE, "share", WEIGHTS, "share")
+COLD, BUNDLE = "cold", "bundle"
+TITLES = ("plan", "graphs", COLD, BUNDLE, "share")
 
 
 def main() -> None:
     options = _parse()
     work = options.work_dir / options.plan.stem
-    sources = {COLD: options.plan, BUNDLE: work / "bundle", WEIGHTS: work / "with-weights"}
+    sources = {COLD: options.plan, BUNDLE: work / "bundle"}
     if options.prepare:
-        _compile(options.model, options.plan, sources[WEIGHTS])
-        _leave_out_weights(sources[WEIGHTS], sources[BUNDLE])
+        _compile(options.model, options.plan, sources[BUNDLE])
         return
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in sources}
     for number in range(options.repeat):
@@ -63,7 +61,7 @@ def _parse() -> argparse.Namespace:
     add("plan", type=Path)
     add("--model", default="smollm2")
     add("--work-dir", type=Path, required=True, help="for bundles")
-    add("--prepare", action="store_true", help="make the bundles, measure nothing")
+    add("--prepare", action="store_true", help="make the bundle, measure nothing")
     add("--output", type=Path, help="without a suffix: .json and .md are written")
     add("--repeat", type=int, default=3, help="starts of each kind")
     add("--repeat-cold", type=int, default=1, help="cold starts among them")
@@ -76,16 +74,8 @@ def _parse() -> argparse.Namespace:
 def _compile(model: str, plan: Path, folder: Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     command = "import sys; from noria.runtime.cli import main; sys.exit(main())"
-    arguments = ["compile", "--model", model, "--plan", plan, "-o", folder, "--weights"]
+    arguments = ["compile", "--model", model, "--plan", plan, "-o", folder]
     subprocess.run([sys.executable, "-c", command, *map(str, arguments)], check=True)
-
-
-def _leave_out_weights(source: Path, folder: Path) -> None:
-    """The same bundle as it is without `--weights`."""
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("weights"))
-    path = folder / "bundle.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"weights": None}))
 
 
 def _start(model: str, plan: Path) -> dict[str, float]:
@@ -138,15 +128,13 @@ def _table(found: dict[str, Any]) -> str:
         f"|---|{'--:|' * (len(TITLES) - 1)}",
     ]
     for name, plan in found["plans"].items():
-        cold, bundle, weights = plan["median_seconds"].values()
+        cold, bundle = plan["median_seconds"].values()
         cells = [
             name,
             plan["graphs"],
             f"{cold:.1f}",
             f"{bundle:.1f}",
             f"{bundle / cold:.2f}",
-            f"{weights:.1f}",
-            f"{weights / cold:.2f}",
         ]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     lines += ["", "Buckets:", ""]

@@ -25,8 +25,9 @@ from noria.compile.default_grid import GridDefaults, round_up
 from noria.compile.definition import Definition
 from noria.compile.layout_measure import measure
 from noria.compile.planning.cost import CostModel
-from noria.compile.planning.hardware import hardware_of, torus
+from noria.compile.planning.hardware import hardware_of
 from noria.compile.planning.work import Work
+from noria.compile.target_names import TargetName
 from noria.compile.targets import find_target
 from noria.modelzoo.config import DecoderConfig
 from noria.runtime.layout_files import named_layout_tables
@@ -147,7 +148,8 @@ class Planner:
         if (config, arrangement) not in self._definitions:
             self._definitions[config, arrangement] = Definition(config, arrangement)
         work = Work(self._definitions[config, arrangement], "bfloat16", of)
-        return CostModel(work, hardware_of(TARGET, known_hardware()), torus=torus(TARGET))
+        torus = TargetName.of(TARGET).torus
+        return CostModel(work, hardware_of(TARGET, known_hardware()), torus=torus)
 
     def judge(self, config: DecoderConfig, of: Layout, phase: str, rows: int) -> dict[str, Any]:
         """One call: seconds, what they wait for, and use of the chips (paper, section 2)."""

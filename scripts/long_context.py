@@ -21,8 +21,9 @@ from noria.compile.build import compile_graph, plan_graphs
 from noria.compile.definition import Definition, model_sizes
 from noria.compile.planning.compiled_call import Counted, compiled_call
 from noria.compile.planning.cost import CostModel
-from noria.compile.planning.hardware import Hardware, hardware_of, torus
+from noria.compile.planning.hardware import Hardware, hardware_of
 from noria.compile.planning.work import Work
+from noria.compile.target_names import TargetName
 from noria.compile.targets import find_target
 from noria.modelzoo.config import DecoderConfig
 from noria.runtime.layout_files import read_layout_table
@@ -168,7 +169,9 @@ def measure(case: Case) -> dict:
 
 def cost_model(case: Case, definition: Definition) -> CostModel:
     return CostModel(
-        Work(definition, "bfloat16", case.layout), chip_of(case), torus=torus(case.target)
+        Work(definition, "bfloat16", case.layout),
+        chip_of(case),
+        torus=TargetName.of(case.target).torus,
     )
 
 

@@ -101,16 +101,6 @@ def read_hardware(tables: Mapping[str, Any]) -> dict[str, Hardware]:
     return found
 
 
-def num_devices(target: str) -> int:
-    """Devices of a target by its name alone: `cpu:8`, `tpu:v5e:2x4`, `gpu:h100:8`."""
-    return TargetName.of(target).num_devices
-
-
-def torus(target: str) -> tuple[int, ...]:
-    """Dimensions of a target's interconnect; none where it is a switch, or not known."""
-    return TargetName.of(target).torus
-
-
 def hardware_of(target: str, known: Mapping[str, Hardware], kind: str = "") -> Hardware:
     """One device of a target: its platform's (`cpu:8`) or its generation's (`tpu:v5e:2x4`).
 

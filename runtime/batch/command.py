@@ -201,9 +201,7 @@ class BatchModel:
         self._peers.agree(lambda: {"plan": text, "--plan": kind})
         weights = self._files.weights_digest(self._peers)
         weights.start()
-        warm = begin(
-            self._options.plan, plan, target, self._files, weights, progress.note, self._peers
-        )
+        warm = begin(self._options.plan, plan, target, self._files, progress.note, self._peers)
         progress.note(text.rstrip())
         progress.note(padding_note(rows, plan.buckets, plan.layout, config.max_position))
         if said := limit_note(plan, rows, config.max_position):
@@ -211,7 +209,7 @@ class BatchModel:
         progress.note(str(session.attention_kernels(plan, config, target)))
         dtype, scan_layers = plan.numbers.dtype, plan.model.scan_layers
         model = session.load_model(
-            self._files, target, dtype, plan.layout, warm, scan_layers, progress.note
+            self._files, target, dtype, plan.layout, scan_layers, progress.note
         )
         digest = weights.result()
         phases.enter("build")

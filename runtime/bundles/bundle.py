@@ -1,12 +1,11 @@
-"""A bundle: a plan with its executables, and weights if asked for; starting from it compiles none.
+"""A bundle: a plan with its executables; a start from it compiles none.
 
 `plan.toml` is the plan, `bundle.json` says what all was built for and the files' hashes, `graphs/`
-has executables, `weights/` shards. Executables are pickles, so they are opened only where nobody
+has executables. They are pickles, so they are opened only where nobody
 else can have written them: folder and files must be the user's own, writable by no one else,
 outside the model's directory, and exactly those that `bundle.json` names. They must also have been
 built by these very versions, sources and flags, for these devices. Whatever does not hold is said,
-and the plan, or the graph whose executable it is, is compiled instead, or the model's own weights
-are read.
+and the plan is compiled instead.
 
 Each process of a pod has its own, in `process-I-of-N/` of the folder.
 
@@ -21,7 +20,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
@@ -36,13 +34,12 @@ from ..batch.peers import ALONE, Peers
 from ..graph_memory import memory_facts
 from ..plan_files import PLAN
 from ..run_config import ConfigError
-from .key import check_key, key_of, weights_key_of
+from .key import check_key, key_of
 from .own_files import BundleUnusable, KeptFile, opened, read_file, read_kept
-from .weights import Shards, read_shards, write_shards
 
-SCHEMA = 2
-CONTENTS, GRAPHS, WEIGHTS = "bundle.json", "graphs", "weights"
-FILES = {PLAN, CONTENTS, GRAPHS, WEIGHTS}
+SCHEMA = 3
+CONTENTS, GRAPHS = "bundle.json", "graphs"
+FILES = {PLAN, CONTENTS, GRAPHS}
 UNFINISHED = {temporary_name(name) for name in (PLAN, CONTENTS)}
 """What an end in the middle of writing may leave."""
 
@@ -53,9 +50,6 @@ class Contents:
 
     key: Mapping[str, str]
     graphs: Mapping[str, KeptFile]
-    weights_key: Mapping[str, str]
-    """Empty where a bundle has no weights."""
-    shards: Shards
 
 
 @dataclass(frozen=True)
@@ -82,7 +76,7 @@ class Bundle:
             raise BundleUnusable("it lies in the model's directory, from which nothing is run")
         with _said(folder), opened(folder) as descriptor:
             contents = _contents(read_file(CONTENTS, descriptor))
-            check_key(contents.key, key_of(plan, target, config), "it was built")
+            check_key(contents.key, key_of(plan, target, config))
             if missing := graph_names(plan.buckets) ^ set(contents.graphs):
                 raise BundleUnusable(
                     f"its executables are not those of the plan ({sorted(missing)})"
@@ -90,10 +84,6 @@ class Bundle:
             with opened(GRAPHS, descriptor) as graphs:
                 dumped = {name: read_kept(file, graphs) for name, file in contents.graphs.items()}
         return cls(folder, plan, target, contents, dumped)
-
-    @property
-    def has_weights(self) -> bool:
-        return bool(self.contents.weights_key)
 
     def load(self) -> dict[str, Future[jax.stages.Compiled]]:
         """The executables by name, which load in the background, small ones first.
@@ -106,18 +96,6 @@ class Bundle:
         loading = {name: pool.submit(_load, name, data, self.target) for name, data in by_size}
         pool.shutdown(wait=False)
         return loading
-
-    def parameters(
-        self,
-        weights_digest: str,
-        abstract: Mapping[str, jax.ShapeDtypeStruct],
-        shardings: Mapping[str, jax.sharding.Sharding],
-    ) -> dict[str, jax.Array]:
-        """The weights on their shards; `BundleUnusable` unless they are complete and of this
-        digest."""
-        check_key(self.contents.weights_key, weights_key_of(weights_digest), "they were kept")
-        with _said(self.folder), opened(self.folder) as folder, opened(WEIGHTS, folder) as weights:
-            return read_shards(weights, self.contents.shards, abstract, shardings)
 
 
 def _load(name: str, dumped: bytes, target: Target) -> jax.stages.Compiled:
@@ -165,18 +143,6 @@ def _check_names(folder: Path, known: Set[str]) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Weights:
-    """Parameters in place, and the digest of the model's weights that they were read from."""
-
-    digest: str
-    parameters: Mapping[str, jax.Array]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(array.nbytes for array in self.parameters.values())
-
-
 def write(
     folder: Path,
     plan: Plan,
@@ -184,7 +150,6 @@ def write(
     config: DecoderConfig,
     graphs: CompiledGraphs,
     seconds: Mapping[str, float],
-    weights: Weights | None = None,
 ) -> None:
     """Fill a folder, whose earlier bundle is replaced; executables only for a target that is there.
 
@@ -205,29 +170,19 @@ def write(
         "executable": target.is_present,
         "key": key_of(plan, target, config),
         "graphs": described,
-        "weights": None if weights is None else _write_weights(disk, folder / WEIGHTS, weights),
     }
     replace_file(disk, folder / CONTENTS, [json.dumps(contents, indent=1).encode() + b"\n"])
 
 
 def _empty(disk: Disk, folder: Path) -> None:
     """Make the folders of a bundle, the user's alone, without the files of an earlier one."""
-    for path in (folder, folder / GRAPHS, folder / WEIGHTS):
+    for path in (folder, folder / GRAPHS):
         path.mkdir(parents=True, exist_ok=True)
         path.chmod(0o700)
     for name in (CONTENTS, *UNFINISHED):
         disk.remove(folder / name)
-    for name in (GRAPHS, WEIGHTS):
-        for old in (folder / name).iterdir():
-            disk.remove(old)
-
-
-def _write_weights(disk: Disk, folder: Path, weights: Weights) -> dict[str, Any]:
-    kept = write_shards(disk, folder, weights.parameters)
-    shards = {
-        name: {box: file.described for box, file in boxes.items()} for name, boxes in kept.items()
-    }
-    return {"key": weights_key_of(weights.digest), "shards": shards}
+    for old in (folder / GRAPHS).iterdir():
+        disk.remove(old)
 
 
 @contextmanager
@@ -254,12 +209,7 @@ def _contents(text: bytes) -> Contents:
         if not contents["executable"]:
             raise BundleUnusable("it was compiled for a target that was not there")
         graphs = {str(name): KeptFile.of(graph) for name, graph in contents["graphs"].items()}
-        weights = contents["weights"] or {"key": {}, "shards": {}}
-        shards = {
-            str(name): {str(box): KeptFile.of(file) for box, file in boxes.items()}
-            for name, boxes in weights["shards"].items()
-        }
-        return Contents(dict(contents["key"]), graphs, dict(weights["key"]), shards)
+        return Contents(dict(contents["key"]), graphs)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, BundleUnusable):
             raise

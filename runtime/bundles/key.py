@@ -1,4 +1,4 @@
-"""What executables and weights depend on, as words: kept with them, and compared before their use.
+"""What executables depend on, as words: kept with them, and compared before their use.
 
 Reads the sources of the library, no file of a bundle.
 """
@@ -16,7 +16,6 @@ from ... import modelzoo, sharding
 from ...compile.plan import Plan
 from ...compile.targets import Target
 from ...modelzoo.config import DecoderConfig
-from .. import checkpoint
 from ..batch.manifest import versions
 from ..machine import processor_flags
 from .own_files import BundleUnusable
@@ -41,19 +40,14 @@ def key_of(plan: Plan, target: Target, config: DecoderConfig) -> dict[str, str]:
     }
 
 
-def weights_key_of(weights_digest: str) -> dict[str, str]:
-    """What arranged weights depend on besides."""
-    return {"weights": weights_digest, "loader": _source_fingerprint(checkpoint)}
-
-
-def check_key(built_for: Mapping[str, str], wanted: Mapping[str, str], what: str) -> None:
-    """Refuse what was made for another key, naming all that differs."""
+def check_key(built_for: Mapping[str, str], wanted: Mapping[str, str]) -> None:
+    """Refuse executables of another key, naming all that differs."""
     names = sorted(set(built_for) | set(wanted))
     if differing := [name for name in names if built_for.get(name) != wanted.get(name)]:
         listed = "; ".join(
             f"{name}: {built_for.get(name)!r} then, {wanted.get(name)!r} now" for name in differing
         )
-        raise BundleUnusable(f"{what} for something else ({listed})")
+        raise BundleUnusable(f"it was built for something else ({listed})")
 
 
 def _source_fingerprint(*packages: ModuleType) -> str:

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -69,21 +67,7 @@ def read_kept(file: KeptFile, folder: int) -> bytes:
     return content
 
 
-def read_kept_into(array: np.ndarray, file: KeptFile, folder: int) -> None:
-    """Fill an array with a file as it was written, which must have as many bytes."""
-    descriptor = os.open(file.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
-    with os.fdopen(descriptor, "rb", buffering=0) as opened_file:
-        _check_own(file.name, descriptor)
-        if (size := os.fstat(descriptor).st_size) != array.nbytes:
-            raise BundleUnusable(f"{file.name}: expected {array.nbytes} bytes, got {size}")
-        view = array.reshape(-1).view(np.uint8).data
-        rest = view
-        while rest and (count := opened_file.readinto(rest)):
-            rest = rest[count:]
-    _check_hash(file, view)
-
-
-def _check_hash(file: KeptFile, content: bytes | memoryview) -> None:
+def _check_hash(file: KeptFile, content: bytes) -> None:
     if hashlib.sha256(content).hexdigest() != file.sha256:
         raise BundleUnusable(f"{file.name} is not the file that was written")
 

@@ -1,23 +1,21 @@
 """A start from a bundle: executables load in the background while the rest is made ready.
 
-Executables load in a thread of the compiler's runtime, and weights wait for the disk and for
-hashes: in parallel they take as long as the longer one. A note names each part that cannot be used,
-which the caller then makes. Knows nothing of how. Guarantees: executables are given out only when
+Executables load in a thread of the compiler's runtime, and weights wait for the disk: in parallel
+they take as long as the longer one. A note says why a bundle cannot be used; the caller then
+compiles. Knows nothing of how. Guarantees: executables are given out only when
 all of them are loaded, so nothing is left to compile when rows run.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-
-import jax
 
 from ...compile.compiled_graphs import CompiledGraphs
 from ...compile.plan import Plan
 from ...compile.steps import DecodeState
 from ...compile.targets import Target
 from ..batch.peers import ALONE, Peers
-from ..checkpoint import ModelFiles, WeightsDigest
+from ..checkpoint import ModelFiles
 from .bundle import Bundle, own_folder
 from .own_files import BundleUnusable
 
@@ -29,21 +27,20 @@ def begin(
     plan: Plan,
     target: Target,
     files: ModelFiles,
-    weights: WeightsDigest,
     on_note: Callable[[str], None],
     peers: Peers = ALONE,
 ) -> "WarmStart | None":
     """A start from the bundle that a plan was read from; None where it was a file, or none."""
     if path is None or not path.is_dir():
         return None
-    return WarmStart(path, plan, target, files, weights, on_note, peers)
+    return WarmStart(path, plan, target, files, on_note, peers)
 
 
 class WarmStart:
     """What a folder has ready for a plan. Begins to load executables when it is made.
 
-    Processes of a pod take executables all together or not at all, and weights likewise: the
-    compiler of one, or its reader, may wait for those of the others.
+    Processes of a pod take executables all together or not at all: the compiler of one may wait for
+    those of the others.
     """
 
     def __init__(
@@ -52,19 +49,17 @@ class WarmStart:
         plan: Plan,
         target: Target,
         files: ModelFiles,
-        weights: WeightsDigest,
         on_note: Callable[[str], None],
         peers: Peers,
     ):
-        self._folder, self._files, self._on_note, self._peers = folder, files, on_note, peers
-        self._weights = weights
+        self._folder, self._on_note, self._peers = folder, on_note, peers
         own = own_folder(folder, peers.rank, peers.size)
         self._bundle: Bundle | None = None
         try:
             bundle, refusal = Bundle.open(own, plan, target, files.spec.config, files.path), None
         except BundleUnusable as error:
             bundle, refusal = None, error
-        is_taken = self._all_take(refusal, _COMPILING)
+        is_taken = self._all_take(refusal)
         if bundle is None or not is_taken:
             return
         self._bundle, self._loading = bundle, bundle.load()
@@ -77,31 +72,12 @@ class WarmStart:
 
     def graphs(self) -> tuple[CompiledGraphs, DecodeState] | None:
         """The executables, loaded, and an empty state; None where not all of them can be loaded."""
-        if self._bundle is None or not self._all_take(self._load_error(), _COMPILING):
+        if self._bundle is None or not self._all_take(self._load_error()):
             return None
         loaded = {name: loading.result() for name, loading in self._loading.items()}
         self._say(f"{len(loaded)} executables taken, none compiled")
         graphs = CompiledGraphs(self._bundle.plan.buckets, loaded)
         return graphs, graphs.empty_state() if self._state is None else self._state.result()
-
-    def parameters(
-        self,
-        abstract: Mapping[str, jax.ShapeDtypeStruct],
-        shardings: Mapping[str, jax.sharding.Sharding],
-    ) -> dict[str, jax.Array] | None:
-        """The weights in place; None where not every process has some that it can use."""
-        if self._bundle is None or not all(self._peers.gather(self._bundle.has_weights)):
-            return None
-        # computed by all processes together, before one of them may refuse its weights
-        digest = self._weights.result()
-        found, refusal = None, None
-        try:
-            found = self._bundle.parameters(digest, abstract, shardings)
-        except BundleUnusable as error:
-            refusal = BundleUnusable(f"weights: {error}")
-        # reading the model's own may be a program of all processes
-        is_taken = self._all_take(refusal, f"Reading those of {self._files.name} instead.")
-        return found if is_taken else None
 
     def _empty_state(self) -> DecodeState:
         return self._loading[CompiledGraphs.EMPTY_STATE].result()()
@@ -111,13 +87,13 @@ class WarmStart:
         errors = (loading.exception() for loading in self._loading.values())
         return next((error for error in errors if isinstance(error, BundleUnusable)), None)
 
-    def _all_take(self, refusal: BundleUnusable | None, instead: str) -> bool:
+    def _all_take(self, refusal: BundleUnusable | None) -> bool:
         """Whether no process refuses; why one does is said."""
         refusals = self._peers.gather(refusal and str(refusal))
         for rank, reason in enumerate(refusals):
             if reason:
                 who = f"process {rank}: " if self._peers.size > 1 else ""
-                self._say(f"{who}{reason}. {instead}")
+                self._say(f"{who}{reason}. {_COMPILING}")
         return not any(refusals)
 
     def _say(self, what: str) -> None:

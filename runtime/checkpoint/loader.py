@@ -2,15 +2,16 @@
 
 Knows nothing of file formats or families: a `ModelSpec` says which tensors fill which parameter, a
 `TensorSource` reads them. Guarantees: nothing is read before it is proven that every parameter is
-filled, every tensor used once or ignored by name, and all shapes agree; beside the arrays that it
-returns the host holds at most two shards and a piece of one tensor.
+filled, every tensor used once or ignored by name, and all shapes agree. Beside the arrays that it
+returns the host holds at most a piece of one tensor and two shards: the one that is read, and the
+one before, which jax lets go of at its next transfer.
 """
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -18,7 +19,6 @@ from ...modelzoo.config import Arrangement
 from ...modelzoo.families.mapping import ParameterSource
 from ...modelzoo.layer_groups import of_single_layers
 from .errors import CheckpointMismatch
-from .shards import Box, aligned_zeros, place_shards
 from .tensor_source import AxisPattern, Index, Interval, TensorSource, intervals, source_of
 
 if TYPE_CHECKING:
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 MAX_LISTED = 20
 PIECE_BYTES = 4 * 2**20
 """Of a tensor, read at a time."""
+ALIGNMENT = 64
+
+Box = tuple[Interval, ...]
 
 
 @runtime_checkable
@@ -123,7 +126,7 @@ def read_parameter(
 ) -> np.ndarray:
     """Read the box `index` of a parameter of the given shape, its parts put together and cast."""
     box = intervals(index, shape)
-    result = filled = aligned_zeros([len(interval) for interval in box], np.dtype(dtype))
+    result = filled = _aligned_zeros([len(interval) for interval in box], np.dtype(dtype))
     if source.padding_rows:
         published = shape[0] - source.padding_rows
         box = (Interval(box[0].start, min(box[0].stop, published)), *box[1:])
@@ -141,7 +144,7 @@ def read_layers(
 ) -> np.ndarray:
     """Read the box `index` of a parameter that leads with layers, each from a source of its own."""
     layers, *box = intervals(index, shape)
-    result = aligned_zeros([len(interval) for interval in (layers, *box)], np.dtype(dtype))
+    result = _aligned_zeros([len(interval) for interval in (layers, *box)], np.dtype(dtype))
     for filled, source in zip(result, sources[layers.as_slice()], strict=True):
         _fill(filled, source, tensors, tuple(box))
     return result
@@ -186,7 +189,7 @@ def _load_one(
             return read_parameter(sources[0], tensors, index, shape, dtype)
         return read_layers(sources, tensors, index, shape, dtype)
 
-    return place_shards(shape, dtype, sharding, read)
+    return _place_shards(shape, dtype, sharding, read)
 
 
 def _rows_by_tensor(spec: "ModelSpec") -> dict[str, list[tuple[int, float]]]:
@@ -282,3 +285,34 @@ def _concatenated(shapes: list[tuple[int, ...]], axis: int) -> object:
         return shapes
     first = shapes[0]
     return (*first[:axis], sum(shape[axis] for shape in shapes), *first[axis + 1 :])
+
+
+def _place_shards(
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    sharding: "jax.sharding.Sharding",
+    read: Callable[[Box], np.ndarray],
+) -> "jax.Array":
+    """An array whose boxes are read one after the other, each once for all devices that hold it."""
+    import jax
+
+    devices: dict[Box, list[Any]] = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        devices.setdefault(intervals(index or (), shape), []).append(device)
+
+    def put(box: Box) -> list[jax.Array]:
+        shards = jax.device_put([read(box)] * len(devices[box]), devices[box])
+        # a transfer under way still needs its host array: wait, or the next one comes on top
+        return jax.block_until_ready(shards)
+
+    shards = [shard for box in devices for shard in put(box)]
+    return jax.make_array_from_single_device_arrays(shape, sharding, shards, dtype=dtype)
+
+
+def _aligned_zeros(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    """Zeros that jax adopts where devices are the CPU: they begin at a multiple of `ALIGNMENT`."""
+    # they cost no more than empty: the pages of large arrays come zeroed from the system
+    num_bytes = math.prod(shape) * dtype.itemsize
+    memory = np.zeros(num_bytes + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + num_bytes].view(dtype).reshape(shape)

@@ -20,7 +20,7 @@ from ...compile.plan import Plan, PlannedModel
 from ...compile.planning.candidates import Budget
 from ...compile.planning.compile_time import GraphSeconds
 from ...compile.planning.cost import Calibration, CostModel
-from ...compile.planning.hardware import Hardware, hardware_of, num_devices, torus
+from ...compile.planning.hardware import Hardware, hardware_of
 from ...compile.target_names import TargetName
 from ...modelzoo.config import Arrangement, DecoderConfig
 from ...modelzoo.layer_groups import places
@@ -152,7 +152,8 @@ def _planned_layouts(
     for one in chosen:
         try:
             planned = _planner(options, config, workload, one).plan()
-            _require(one.layout, config, num_devices(options.target), planned.best.grid)
+            devices = TargetName.of(options.target).num_devices
+            _require(one.layout, config, devices, planned.best.grid)
             assert one.cost is not None
             found.append(PlannedLayout(one.layout, one.cost, planned))
         except (NoPlanFits, IllegalLayout) as error:
@@ -167,14 +168,15 @@ def _ranking(
     options: argparse.Namespace, files: ModelFiles, workload: Workload, dtype: str
 ) -> Ranking:
     config, hardware = files.spec.config, _hardware(options)
+    target = TargetName.of(options.target)
     return Ranking(
         config,
         workload.rows,
         hardware,
         dtype,
         _budget(options, config, hardware),
-        num_devices(options.target),
-        torus(options.target),
+        target.num_devices,
+        target.torus,
         _calibration(options, files, dtype),
     )
 

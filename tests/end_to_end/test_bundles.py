@@ -70,28 +70,6 @@ def test_a_plan_of_which_an_executable_cannot_be_loaded_is_compiled_in_the_build
     assert answers[0] == answers[1]
 
 
-def test_weights_are_kept_and_taken_instead_of_the_models(noria, source, plan):
-    folder = source.with_name("with-weights")
-    options = ("--model", noria.model, "--plan", plan, "-o", folder)
-    assert "of weights" in noria.run("compile", *options, "--weights").stdout
-    given = ("-i", source, "--model", noria.model, "--plan", folder)
-
-    output = source.with_name("warm.jsonl")
-    said = noria.run("batch", *given, "-o", output).stderr
-    assert "executables taken, none compiled" in said
-    assert "Reading those of" not in said
-    compiled, _ = noria.batch(source, source.with_name("compiled.jsonl"), "--plan", plan)
-    assert [answer(row) for row in read_rows(output)] == [answer(row) for row in compiled]
-
-    shard = max((folder / "weights").iterdir(), key=lambda path: path.stat().st_size)
-    shard.write_bytes(shard.read_bytes()[:-4])
-    said = noria.run("batch", *given, "-o", source.with_name("cut.jsonl")).stderr
-    assert f"{shard.name}: expected" in said
-    assert "Reading those of model instead" in said
-    rows = read_rows(source.with_name("cut.jsonl"))
-    assert [answer(row) for row in rows] == [answer(row) for row in compiled]
-
-
 def test_a_script_starts_from_a_bundle(noria, bundle):
     code = (
         "import sys; from noria.runtime import LLM, SamplingParams\n"
@@ -122,13 +100,6 @@ def test_a_folder_without_a_plan_is_refused(noria, source, tmp_path):
     arguments = ("-i", source, "-o", source.with_name("no.jsonl"), "--model", noria.model)
     said = noria.refuse("batch", *arguments, "--plan", tmp_path)
     assert "noria compile" in said
-
-
-def test_weights_are_not_kept_for_a_target_that_is_not_there(noria, source, plan, tmp_path):
-    away = tmp_path / "plan.toml"
-    away.write_text(plan.read_text().replace('target = "cpu"', 'target = "tpu:v5e:1x1"'))
-    options = ("--model", noria.model, "--plan", away, "-o", tmp_path / "bundle", "--weights")
-    assert "Compile without --weights" in noria.refuse("compile", *options)
 
 
 @pytest.mark.tpu_compile

@@ -187,10 +187,10 @@ def answers(path: Path) -> list:
     return [answer(row) for row in read_rows(path)]
 
 
-def test_a_pod_takes_its_executables_and_weights_all_together_or_not_at_all(job, tmp_path):
+def test_a_pod_takes_its_executables_all_together_or_not_at_all(job, tmp_path):
     bundle, output = tmp_path / "bundle", tmp_path / "out.jsonl"
     files = ("--model", job.noria.model, "--plan", job.plan, "-o", bundle)
-    compiling = job.start_each(2, lambda rank: ("compile", *files, "--weights"))
+    compiling = job.start_each(2, lambda rank: ("compile", *files))
     ended = wait(compiling)
     assert [code for code, _ in ended] == [0, 0], ended
     assert "compile [1/" in ended[0][1] and "compile [" not in ended[1][1]

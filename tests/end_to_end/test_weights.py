@@ -4,10 +4,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from command import answer, completion, read_manifest, read_rows, write_lines
+from command import completion, read_manifest, write_lines
 from model_on_disk import write_model
 
-from noria.runtime import LLM, SamplingParams
 from noria.runtime.cli import main
 
 PLAN = """
@@ -48,14 +47,14 @@ def batch(source: Path, model: Path, output: Path, *options: object) -> int:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
-    """A folder with a model, an input, a plan, a finished job and a bundle with weights."""
+    """A folder with a model, an input, a plan, a finished job and a bundle."""
     folder = tmp_path_factory.mktemp("weights")
     write_model(folder / "model", mlp=8192)
     rows = [completion(f"row-{i}", [3 + i, 4, 5], max_tokens=6, temperature=0) for i in range(3)]
     source = write_lines(folder / "in.jsonl", rows)
     (folder / "plan.toml").write_text(PLAN)
     given = ("--model", folder / "model", "--plan", folder / "plan.toml")
-    assert main([*map(str, ("compile", *given, "-o", folder / "bundle", "--weights"))]) == 0
+    assert main([*map(str, ("compile", *given, "-o", folder / "bundle"))]) == 0
     options = ("--plan", folder / "bundle")
     assert batch(source, folder / "model", folder / "out.jsonl", *options) == 0
     return folder
@@ -89,30 +88,6 @@ def test_a_finished_job_is_none_after_the_middle_layers_were_overwritten(
 def test_a_moved_and_renamed_model_is_the_same_model(made, model, output):
     moved = model.rename(model.with_name("another name"))
     assert batch(made / "in.jsonl", moved, output, "--plan", made / "bundle") == 0
-
-
-def test_a_bundle_does_not_run_weights_that_the_folder_no_longer_has(made, model, tmp_path, capsys):
-    overwrite_the_middle(model)
-    source, output = made / "in.jsonl", tmp_path / "new.jsonl"
-    capsys.readouterr()
-    assert main([*map(str, ("batch", "-i", source, "-o", output, "--model", model)),
-                 "--plan", str(made / "bundle")]) == 0  # fmt: skip
-    said = capsys.readouterr().err
-    assert "weights: they were kept for something else" in said
-    assert "Reading those of model instead" in said and "executables taken" in said
-    old = [answer(row) for row in read_rows(made / "out.jsonl")]
-    assert [answer(row) for row in read_rows(output)] != old
-    assert read_manifest(output)["weights"] != read_manifest(made / "out.jsonl")["weights"]
-
-    llm = LLM(str(model), plan=made / "bundle")
-    try:
-        params = SamplingParams(max_tokens=6, temperature=0)
-        texts = [found.outputs[0].text for found in llm.generate([[3, 4, 5], [4, 4, 5]], params)]
-    finally:
-        llm.close()
-    assert "Reading those of model instead" in capsys.readouterr().err
-    new = [row["response"]["body"]["choices"][0]["text"] for row in read_rows(output)]
-    assert texts == new[:2]
 
 
 def test_a_pin_is_what_inspect_prints_and_refuses_all_other_weights(made, model, tmp_path, capsys):

@@ -5,10 +5,9 @@ import pytest
 from noria.compile.planning.hardware import (
     UnknownHardware,
     hardware_of,
-    num_devices,
     read_hardware,
-    torus,
 )
+from noria.compile.target_names import TargetName
 from noria.runtime.planning.hardware_files import known_hardware
 from noria.runtime.run_config import ConfigError
 
@@ -70,7 +69,7 @@ def test_keys_must_be_exactly_those_of_a_device():
     ],
 )
 def test_a_targets_name_says_how_many_devices_it_has(target, count):
-    assert num_devices(target) == count
+    assert TargetName.of(target).num_devices == count
 
 
 def test_a_kind_must_be_named_as_predictions_are_made_from_its_peaks():
@@ -130,8 +129,8 @@ def test_a_users_table_replaces_the_published_one_and_adds_others(tmp_path):
 
 
 def test_a_tpu_is_a_torus_and_other_targets_have_none():
-    assert torus("tpu:v4:4x4x8") == (4, 4, 8)
-    assert torus("gpu:h100:8") == torus("cpu:8") == torus("tpu:8") == ()
+    assert TargetName.of("tpu:v4:4x4x8").torus == (4, 4, 8)
+    assert all(TargetName.of(name).torus == () for name in ("gpu:h100:8", "cpu:8", "tpu:8"))
 
 
 @pytest.mark.parametrize(
@@ -149,7 +148,7 @@ def test_a_tpu_is_a_torus_and_other_targets_have_none():
 )
 def test_links_wrap_along_whole_sides_of_a_pod_or_in_whole_cubes(target, wanted):
     """As published: "How to Scale Your Model", part 2, TPU networking, and its footnotes."""
-    assert hardware_of(target, known_hardware()).rings(torus(target)) == wanted
+    assert hardware_of(target, known_hardware()).rings(TargetName.of(target).torus) == wanted
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,6 @@ from noria.runtime.bundles.bundle import CONTENTS, GRAPHS, Bundle, check_folder,
 from noria.runtime.bundles.key import key_of
 from noria.runtime.bundles.own_files import BundleUnusable
 from noria.runtime.bundles.warm_start import begin
-from noria.runtime.checkpoint import WeightsDigest
 from noria.runtime.padding import pack_greedy
 from noria.runtime.run_config import ConfigError
 
@@ -138,7 +137,7 @@ def test_a_start_has_all_executables_loaded_or_takes_none(folder, target, is_bro
     broken = break_an_executable(folder) if is_broken else None
     notes = []
     files = SimpleNamespace(spec=SimpleNamespace(config=CONFIG), path=ELSEWHERE)
-    found = begin(folder, PLAN, target, files, WeightsDigest({}), notes.append).graphs()
+    found = begin(folder, PLAN, target, files, notes.append).graphs()
     (note,) = notes
     if broken:
         assert found is None
@@ -204,10 +203,10 @@ def test_nothing_is_run_from_the_models_directory(folder, target):
         b"",
         b"{",
         b"[]",
-        b'{"schema": 2}',
-        b'{"schema": 2, "executable": true}',
-        b'{"schema": 2, "executable": true, "graphs": {"a": {}}, "key": {}}',
-        b'{"schema": 2, "executable": true, "graphs": [], "key": {}}',
+        b'{"schema": 3}',
+        b'{"schema": 3, "executable": true}',
+        b'{"schema": 3, "executable": true, "graphs": {"a": {}}, "key": {}}',
+        b'{"schema": 3, "executable": true, "graphs": [], "key": {}}',
     ],
 )
 def test_contents_that_cannot_be_read_are_refused(folder, target, content):

@@ -171,7 +171,7 @@ def test_a_sharded_parameter_is_never_read_whole():
 def test_the_host_holds_at_most_two_shards_at_once(monkeypatch):
     tensors, spec, expected = tiny()
     counted = CountedArrays()
-    monkeypatch.setattr(module, "aligned_zeros", counted.zeros)
+    monkeypatch.setattr(module, "_aligned_zeros", counted.zeros)
     params = load_params(spec, tensors, abstract_of(expected), shardings())
     # the tables' two halves, eight parts each of both projections, and one norm for all
     assert counted.num_made == 2 + 8 + 8 + 1
