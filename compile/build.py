@@ -232,7 +232,10 @@ class _GraphPlanner:
         sharding = self._placement.sharding(phase, logical_axes)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    def _place_state(self, leaf: Any, logical_axes: Axes) -> jax.ShapeDtypeStruct:
+    def _place_state(self, segments: Any, logical_axes: Axes) -> Any:
+        return tuple(self._place_segment(leaf, logical_axes) for leaf in segments)
+
+    def _place_segment(self, leaf: Any, logical_axes: Axes) -> jax.ShapeDtypeStruct:
         placed = self._place("decode", leaf, logical_axes)
         is_keys = logical_axes == axes.CACHE_KEYS and self._placement.platform == "tpu"
         here = placed.sharding.shard_shape(placed.shape)

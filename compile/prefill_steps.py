@@ -6,6 +6,7 @@ active; until then decode passes it by. A whole prompt is one piece. `stored` ar
 decode, by which slots lie. Knows nothing of requests' owners, text, queues or clocks.
 """
 
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
@@ -17,6 +18,7 @@ from ..modelzoo.moe.use import ExpertReport
 from ..modelzoo.operations import Axes, Operations
 from ..modelzoo.prompt_pieces import PromptPieces, put_blocks
 from ..modelzoo.sampling import SamplingState, TokenScores
+from ..modelzoo.segments import Segments
 from .steps import DecodeState, score_positions
 
 if TYPE_CHECKING:
@@ -42,6 +44,12 @@ class PrefillOutput(NamedTuple):
     experts: ExpertReport | None
     scores: TokenScores | None = None
     """Log-probability of the prompt's token after each of the piece, where they are asked for."""
+
+
+class _Slots(NamedTuple):
+    """The slots that rows are written to."""
+
+    slot_B: jax.Array
 
 
 def prefill_step(
@@ -91,29 +99,38 @@ def fork_step(
 
     A source past the slots clears the slot: it then holds zeros and empty positions.
     """
-    num_slots = state.length_B.shape[0]
 
-    def copy(x: jax.Array, logical_axes: Axes) -> jax.Array:
-        row = stored.take_row(x, source, logical_axes, num_slots)
-        return stored.put_row(x, row, slot, logical_axes, num_slots)
+    def take(segments: Segments, logical_axes: Axes) -> Segments:
+        return stored.take_rows(segments, source[None], logical_axes)
 
-    def copy_positions(position_BS: jax.Array) -> jax.Array:
-        # what a row has no entries for holds no token; zeros come from a row that is not there
-        row_1S = stored.take_row(
-            position_BS - EMPTY_POSITION, source, axes.CACHE_POSITIONS, num_slots
-        )
-        row_1S = row_1S + EMPTY_POSITION
-        return stored.put_row(position_BS, row_1S, slot, axes.CACHE_POSITIONS, num_slots)
+    def put(old: Segments, new: Segments, logical_axes: Axes) -> Segments:
+        axis = axes.row_axis(logical_axes)
 
-    def put(old: jax.Array, new: jax.Array) -> jax.Array:
-        return stored.put_row(old, new, slot, _BY_SLOT, num_slots)
+        def body(old: Segments, new: Segments, slots: _Slots) -> Segments:
+            return tuple(map(partial(_with_row, row=slots.slot_B[0], axis=axis), old, new))
 
-    positions = jax.tree.map(copy_positions, state.cache.positions)
-    state = state.map(copy)
-    return state._replace(
-        cache=state.cache._replace(positions=positions),
-        sampling=jax.tree.map(put, state.sampling, sampling),
-    )
+        return stored.write_rows(body, old, new, _Slots(slot[None]), logical_axes)
+
+    def copy(segments: Segments, logical_axes: Axes) -> Segments:
+        if logical_axes != axes.CACHE_POSITIONS:
+            return put(segments, take(segments, logical_axes), logical_axes)
+        # entries that the source does not have come as zeros, and hold no token
+        row = take(tuple(x - EMPTY_POSITION for x in segments), logical_axes)
+        return put(segments, tuple(x + EMPTY_POSITION for x in row), logical_axes)
+
+    def put_sampling(old: jax.Array, new: jax.Array) -> jax.Array:
+        return put((old,), (new,), _BY_SLOT)[0]
+
+    sampling = jax.tree.map(put_sampling, state.sampling, sampling)
+    return state.map(copy)._replace(sampling=sampling)
+
+
+def _with_row(x: jax.Array, new: jax.Array, row: jax.Array, axis: int) -> jax.Array:
+    """`x` with one row replaced; as it is where it has no such row."""
+    index = jnp.clip(row, 0, x.shape[axis] - 1)
+    old = jax.lax.dynamic_slice_in_dim(x, index, 1, axis=axis)
+    new = jnp.where(index == row, new.astype(x.dtype), old)
+    return jax.lax.dynamic_update_slice_in_dim(x, new, index, axis=axis)
 
 
 def _prefill(

@@ -6,7 +6,7 @@ queues or clocks.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from ..modelzoo.kv_cache import KVCache
 from ..modelzoo.moe.use import ExpertReport
 from ..modelzoo.operations import Axes, Operations
 from ..modelzoo.sampling import History, SamplingState, TokenScores, sample, score_tokens
+from ..modelzoo.segments import Segments
 
 if TYPE_CHECKING:
     from ..modelzoo.decoder import Decoder
@@ -41,30 +42,21 @@ class DecodeState(NamedTuple):
     is_active_B: jax.Array
     sampling: SamplingState
 
-    def map(self, visit: "Visit") -> "DecodeState":
-        """`visit` of every array and its logical axes."""
+    def map(self, visit: Callable[[Segments, Axes], Segments]) -> "DecodeState":
+        """`visit` of the segments of every array and their logical axes.
 
-        def by_slot(leaf: Any) -> Any:
-            return visit(leaf, axes.LOGITS[:1])
+        An array that is not of the cache is one segment.
+        """
 
-        layers = tuple(map_fields(layer, visit) for layer in self.cache.layers)
+        def by_slot(leaf: jax.Array) -> jax.Array:
+            return visit((leaf,), axes.LOGITS[:1])[0]
+
+        layers = tuple(type(x)(*map(visit, x, x.AXES)) for x in self.cache.layers)
+        positions = self.cache.positions.map(lambda x: visit(x, axes.CACHE_POSITIONS))
         return jax.tree.map(by_slot, self._replace(cache=(), logits_BV=()))._replace(
-            cache=KVCache(layers, map_fields(self.cache.positions, visit)),
-            logits_BV=visit(self.logits_BV, axes.LOGITS),
+            cache=KVCache(layers, positions),
+            logits_BV=visit((self.logits_BV,), axes.LOGITS)[0],
         )
-
-
-Visit = Callable[[Any, Axes], Any]
-"""An array, or what stands for one, and its logical axes."""
-
-
-def map_fields(kept: Any, visit: Visit) -> Any:
-    """`visit` of a named tuple of arrays, each field with the axes that it declares."""
-    fields = (
-        jax.tree.map(lambda leaf, a=logical_axes: visit(leaf, a), field)
-        for field, logical_axes in zip(kept, kept.AXES, strict=True)
-    )
-    return type(kept)(*fields)
 
 
 class DecodeOutput(NamedTuple):

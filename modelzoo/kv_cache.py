@@ -29,7 +29,7 @@ loop when the buffers are donated, and writes nothing for a row whose position i
 the segments.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -67,6 +67,11 @@ class Positions(NamedTuple):
         """The entry of a token in layers with this window; none of them for an empty position."""
         size = self._ring_size(window)
         return position_B if size is None else _ring_entry(position_B, size)
+
+    def map(self, visit: Callable[[Segments], Segments]) -> "Positions":
+        """`visit` of the segments of each kind of layers."""
+        whole_BS = visit(self.whole_BS) if self.whole_BS else ()
+        return Positions(whole_BS, {size: visit(x) for size, x in self.ring_BS.items()})
 
     def is_ring(self, window: Window) -> bool:
         """Whether layers with this window keep rings."""

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .axes import row_axis
+from .segments import Segments
 from .stripes import IN_ORDER, WHOLE, Stripe, Stripes
 
 if TYPE_CHECKING:
@@ -114,29 +115,19 @@ class Operations:
         """The mixture of a sparse layer."""
         return mixture(x_BTD, is_token_BT, router, weights)
 
-    def take_row(
-        self, x: jax.Array, row: jax.Array, logical_axes: Axes, num_rows: int
-    ) -> jax.Array:
-        """Row `row` of an array of rows, as an array; zeros where it has no such row.
-
-        Static: `num_rows`, by which rows are numbered; `x` may have only the first of them.
-        """
-        del num_rows
-        return row_of(x, row, row_axis(logical_axes))
-
-    def put_row(
-        self, x: jax.Array, new: jax.Array, row: jax.Array, logical_axes: Axes, num_rows: int
-    ) -> jax.Array:
-        """`x` with row `row` replaced by an array of one row; as it is where it has no such row."""
-        del num_rows
-        return with_row(x, new, row, row_axis(logical_axes))
-
     def take_rows(
-        self, x: jax.Array, row_B: jax.Array, logical_axes: Axes, layer: jax.Array | None = None
-    ) -> jax.Array:
-        """Rows `row_B` of an array of rows, or of one layer of it; zeros for one past the last."""
-        del logical_axes
-        return rows_of(x, row_B, layer)
+        self,
+        segments: Segments,
+        row_B: jax.Array,
+        logical_axes: Axes,
+        layer: jax.Array | None = None,
+    ) -> Segments:
+        """Rows `row_B` of arrays of rows, or of one layer of each; zeros for rows that they lack.
+
+        The first array has all rows; each device may have only the first of its rows in others.
+        """
+        axis = row_axis(logical_axes)
+        return tuple(rows_of(x, row_B, layer, axis) for x in segments)
 
     def after(self, row_B: jax.Array, x_BTD: jax.Array) -> jax.Array:
         """`row_B`, not known before the residual stream `x_BTD` is computed.
@@ -151,7 +142,7 @@ class Operations:
     def write_rows(
         self, body: Callable[..., Any], old: Any, new: Any, rows: Any, logical_axes: Axes
     ) -> Any:
-        """`body(old, new, rows)`: arrays of rows, after some of them were written.
+        """`body(old, new, rows)`: arrays of rows as in `take_rows`, after some rows were written.
 
         `new` has B rows and else the axes of `old`; the first of `rows` has B entries, which say to
         which row of `old` each belongs. Nothing is written for others.
@@ -174,25 +165,15 @@ def axes_of(weight: "Weight") -> Axes:
     return weight.get_metadata()["logical_axes"]
 
 
-def row_of(x: jax.Array, row: jax.Array, axis: int = 0) -> jax.Array:
-    """One row of an array of rows along `axis`, as an array; zeros where it has no such row."""
-    index = jnp.clip(row, 0, x.shape[axis] - 1)
-    taken = jax.lax.dynamic_slice_in_dim(x, index, 1, axis=axis)
-    return jnp.where(index == row, taken, 0)
+def rows_of(
+    x: jax.Array, row_B: jax.Array, layer: jax.Array | None = None, axis: int = 0
+) -> jax.Array:
+    """Rows of an array along `axis`, or of one of the layers that it leads with.
 
-
-def with_row(x: jax.Array, new: jax.Array, row: jax.Array, axis: int = 0) -> jax.Array:
-    """`x` with one row replaced; as it is where it has no such row."""
-    index = jnp.clip(row, 0, x.shape[axis] - 1)
-    old = jax.lax.dynamic_slice_in_dim(x, index, 1, axis=axis)
-    new = jnp.where(index == row, new.astype(x.dtype), old)
-    return jax.lax.dynamic_update_slice_in_dim(x, new, index, axis=axis)
-
-
-def rows_of(x: jax.Array, row_B: jax.Array, layer: jax.Array | None = None) -> jax.Array:
-    """Rows of an array, or of one layer of it; zeros for one past the last."""
+    They are zeros for a row past the last.
+    """
     if layer is None:
-        return x.at[row_B].get(mode="fill", fill_value=0)
+        return x.at[(slice(None),) * axis + (row_B,)].get(mode="fill", fill_value=0)
     if x.shape[0] == 1:
         return rows_of(x[0], row_B)
     return x.at[layer, row_B].get(mode="fill", fill_value=0)

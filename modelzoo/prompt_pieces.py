@@ -63,12 +63,13 @@ def positions_below(
     Of layers that keep every position the last `num_unseen` entries are left out.
     """
 
-    def take(position_BS: jax.Array) -> jax.Array:
-        taken_BS = operations.take_rows(position_BS, rows.slot_B, axes.CACHE_POSITIONS)
-        return jnp.where(taken_BS < rows.first_B[:, None], taken_BS, EMPTY_POSITION)
+    def take(segments: Segments) -> Segments:
+        taken = operations.take_rows(segments, rows.slot_B, axes.CACHE_POSITIONS)
+        first_B1 = rows.first_B[:, None]
+        return tuple(jnp.where(x_BS < first_B1, x_BS, EMPTY_POSITION) for x_BS in taken)
 
-    whole_BS = _without_last(positions.whole_BS, num_unseen, axis=1)
-    return jax.tree.map(take, Positions(whole_BS, positions.ring_BS))
+    whole_BS, ring_BS = positions.map(take)
+    return Positions(_without_last(whole_BS, num_unseen, axis=1), ring_BS)
 
 
 def layer_of_slots(
@@ -85,7 +86,7 @@ def layer_of_slots(
     """
 
     def take(segments: Segments, axis: int, logical_axes: Axes) -> Segments:
-        taken = tuple(operations.take_rows(x, slot_B, logical_axes, layer) for x in segments)
+        taken = operations.take_rows(segments, slot_B, logical_axes, layer)
         # of all slots, a part without the last entries would be a copy
         taken = _without_last(taken, num_unseen, axis - 1)
         if axes.KV_HEADS in logical_axes:

@@ -32,9 +32,8 @@ from ..modelzoo.operations import (
     Operations,
     Product,
     axes_of,
-    row_of,
-    with_row,
 )
+from ..modelzoo.segments import Segments
 from ..modelzoo.stripes import WHOLE, Stripe, Stripes
 from .axis_rules import AxisRules, kv_copies
 from .cache_attention import attend_for_all, attend_for_some
@@ -167,47 +166,23 @@ class ShardedOperations(Operations):
         exchange = ExpertExchange(self._rules, self._stored)
         return exchange.mix(self._map, mixture, x_BTD, is_token_BT, router, weights)
 
-    def take_row(
-        self, x: jax.Array, row: jax.Array, logical_axes: Axes, num_rows: int
-    ) -> jax.Array:
-        spec, axis = self._rules.spec(logical_axes), axes.row_axis(logical_axes)
-        batch, local_rows = self._rows_here(logical_axes[axis], num_rows)
-
-        def local(x: jax.Array, row: jax.Array) -> jax.Array:
-            here = _number_here(row, batch, local_rows)
-            return jax.lax.psum(row_of(x, here, axis), batch)
-
-        if not batch:
-            return super().take_row(x, row, logical_axes, num_rows)
-        return self._map(local, (spec, P()), _of_one(spec, axis))(x, row)
-
-    def put_row(
-        self, x: jax.Array, new: jax.Array, row: jax.Array, logical_axes: Axes, num_rows: int
-    ) -> jax.Array:
-        spec, axis = self._rules.spec(logical_axes), axes.row_axis(logical_axes)
-        batch, local_rows = self._rows_here(logical_axes[axis], num_rows)
-
-        def local(x: jax.Array, new: jax.Array, row: jax.Array) -> jax.Array:
-            return with_row(x, new, _number_here(row, batch, local_rows), axis)
-
-        return self._map(local, (spec, _of_one(spec, axis), P()), spec)(x, new, row)
-
-    def _rows_here(self, logical_axis: str, num_rows: int) -> tuple[MeshAxes, int]:
-        """The mesh axes that split rows, and how many of all rows a device has."""
-        return self._rules[logical_axis], num_rows // self._num_shards(logical_axis)
-
     def take_rows(
-        self, x: jax.Array, row_B: jax.Array, logical_axes: Axes, layer: jax.Array | None = None
-    ) -> jax.Array:
+        self,
+        segments: Segments,
+        row_B: jax.Array,
+        logical_axes: Axes,
+        layer: jax.Array | None = None,
+    ) -> Segments:
         spec, axis = self._rules.spec(logical_axes), axes.row_axis(logical_axes)
         batch = self._rules[logical_axes[axis]]
+        out_spec = _of_one(spec, axis) if layer is None else _of_one(P(*spec[axis:]), 0)
 
-        def local(x: jax.Array, row_B: jax.Array, layer: jax.Array | None) -> jax.Array:
-            local_B = _local_rows(row_B, batch, x.shape[axis])
-            taken = super(ShardedOperations, self).take_rows(x, local_B, logical_axes, layer)
+        def local(segments: Segments, row_B: jax.Array, layer: jax.Array | None) -> Segments:
+            local_B = _local_rows(row_B, batch, segments[0].shape[axis])
+            taken = super(ShardedOperations, self).take_rows(segments, local_B, logical_axes, layer)
             return jax.lax.psum(taken, batch) if batch else taken
 
-        return self._map(local, (spec, P(), P()), P(None, *spec[axis + 1 :]))(x, row_B, layer)
+        return self._map(local, (spec, P(), P()), out_spec)(segments, row_B, layer)
 
     def after(self, row_B: jax.Array, x_BTD: jax.Array) -> jax.Array:
         # every device waits for its own part, so nothing is sent
@@ -268,14 +243,9 @@ def _of_one(spec: P, axis: int) -> P:
     return P(*spec[:axis], None, *spec[axis + 1 :])
 
 
-def _number_here(row: jax.Array, batch: MeshAxes, num_rows: int) -> jax.Array:
-    """A row's number on this device, which has `num_rows`; none of these where it is elsewhere."""
-    return row - jax.lax.axis_index(batch) * num_rows if batch else row
-
-
 def _local_rows(row_B: jax.Array, batch: MeshAxes, size: int) -> jax.Array:
     """Rows as they are numbered on this device; one past the last for those that are elsewhere."""
-    local_B = _number_here(row_B, batch, size)
+    local_B = row_B - jax.lax.axis_index(batch) * size if batch else row_B
     return jnp.where((local_B >= 0) & (local_B < size), local_B, size)
 
 

@@ -265,21 +265,27 @@ def test_a_row_is_taken_from_wherever_it_lies(rules):
     x_BV = integers(8, 16)
     x_BV[2], x_BV[5] = np.nan, -np.inf
     over = operations(rules_of(**rules))
-    take = jax.jit(lambda x_BV, row: over.take_row(x_BV, row, axes.LOGITS, num_rows=8))
+    take = jax.jit(lambda x_BV, row_B: over.take_rows((x_BV, x_BV), row_B, axes.LOGITS))
     for row in range(8):
-        np.testing.assert_array_equal(take(x_BV, row), x_BV[row : row + 1])
+        for got in take(x_BV, np.array([row, 0])):
+            np.testing.assert_array_equal(got, x_BV[[row, 0]])
+    assert not np.any(take(x_BV, np.array([8]))[0])
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.int32, np.bool_])
 @BY_PLACE_OF_ROWS
-def test_a_row_is_put_where_it_belongs_and_the_others_stay(rules, dtype):
+def test_a_row_is_written_where_it_belongs_and_the_others_stay(rules, dtype):
     x_BV, new_1V = integers(8, 16).astype(dtype), (integers(1, 16) + 20).astype(dtype)
     over = operations(rules_of(**rules))
-    put = jax.jit(lambda x_BV, new, row: over.put_row(x_BV, new, row, axes.LOGITS, num_rows=8))
+
+    def body(x_BV, new_BV, rows):
+        return x_BV.at[rows.row_B.astype(int)].set(new_BV, mode="drop")
+
+    write = jax.jit(lambda *arrays: over.write_rows(body, *arrays, axes.LOGITS))
     for row in range(8):
         expected_BV = x_BV.copy()
         expected_BV[row] = new_1V[0]
-        got_BV = np.asarray(put(x_BV, new_1V, row))
+        got_BV = np.asarray(write(x_BV, new_1V, Rows(np.array([row]))))
         assert got_BV.dtype == dtype
         assert (got_BV == expected_BV).all()
 
