@@ -271,11 +271,6 @@ class BucketGrid:
                     f"{self.slot_groups!r}. Give the slots of each span, or leave it out."
                 )
             return
-        if self.chunks and self.slot_groups not in (None, 1):
-            raise ValueError(
-                f"buckets.slot_groups: with buckets.chunk, expected 1, got {self.slot_groups!r}: "
-                f"chunks find their slots by one number. Leave buckets.span_slots out."
-            )
         if self.slot_groups is None:
             object.__setattr__(self, "slot_groups", 1)
         check_count("buckets.slot_groups", groups := self.slot_groups)

@@ -260,7 +260,7 @@ class LaidOut:
         groups = 1
         if self.layout is not None:
             groups = self.layout.mesh.num_shards(self.layout.phase("decode")[axes.ATTENTION_BATCH])
-        slots = grid.decode_slots, self.long_slots
+        slots = *[grid.decode_slots] * (len(grid.decode_spans) - 1), self.long_slots
         return replace(grid, span_slots=slots, slot_groups=groups)
 
     @cached_property
