@@ -15,7 +15,6 @@ from .attention_kernels import AUTO_ATTENTION, AttentionPlan
 from .bucket_grid import BucketGrid
 from .compiler_options import CompilerOptions, read_options
 from .expert_plan import ExpertPlan
-from .numbers import Numbers
 from .plan_tables import check_keys, key_lines, table_lines
 from .target_names import TargetName
 
@@ -24,6 +23,8 @@ _LAYOUT_KEYS = {"layout", "max_replicated", "mesh", "rules", *PHASES}
 _REQUIRED = {"schema", "target", "model", "buckets"}
 _OPTIONAL = {*_LAYOUT_KEYS, "experts", "attention", "max_length_reason"}
 _RESERVED = {"prefixes", "adapters"}
+DTYPES = ("float32", "bfloat16")
+_RESERVED_NUMBERS = {"weights", "group", "activations", "cache"}
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,24 @@ class PlannedModel:
         if not self.scan_layers:
             del table["scan_layers"]
         return table
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """The table `[numbers]` of a plan."""
+
+    dtype: str
+    """Of weights and activations."""
+
+    def __post_init__(self):
+        if self.dtype not in DTYPES:
+            raise ValueError(f"numbers.dtype: expected {' or '.join(DTYPES)}, got {self.dtype!r}.")
+
+    @classmethod
+    def from_table(cls, table: Mapping[str, Any]) -> "Numbers":
+        """Read the parsed table; ValueError names a key that is wrong, missing or reserved."""
+        check_keys("[numbers]", table, {"dtype"}, reserved=_RESERVED_NUMBERS)
+        return cls(**table)
 
 
 @dataclass(frozen=True)

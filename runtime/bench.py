@@ -159,8 +159,7 @@ def _plan(model: "LoadedModel", case: Case, overrides: Sequence[str]) -> "Plan":
     """The plan that a batch job of such rows would derive, with keys of the user's."""
     from ..compile.default_grid import RowNeed, derive_grid
     from ..compile.expert_plan import default_experts
-    from ..compile.numbers import Numbers
-    from ..compile.plan import Plan, PlannedModel
+    from ..compile.plan import Numbers, Plan, PlannedModel
 
     needs = [RowNeed(case.prompt_length, case.output_length)] * case.rows
     config, layout = model.definition.config, model.placement.layout

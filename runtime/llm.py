@@ -21,8 +21,7 @@ import numpy as np
 from ..compile.bucket_grid import BucketGrid
 from ..compile.default_grid import GridDefaults, ladder_grid
 from ..compile.expert_plan import ExpertPlan, default_experts
-from ..compile.numbers import Numbers
-from ..compile.plan import Plan, PlannedModel
+from ..compile.plan import Numbers, Plan, PlannedModel
 from ..compile.targets import Target, default_platform, find_target
 from ..sharding.layout import Layout
 from . import compilation_cache, own_process, session

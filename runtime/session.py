@@ -18,8 +18,7 @@ from ..compile.bucket_grid import BucketGrid
 from ..compile.compiled_graphs import CompiledGraphs
 from ..compile.expert_plan import LOSSLESS_EXPERTS, ExpertPlan
 from ..compile.graph_failures import is_out_of_memory, naming_graph, reason
-from ..compile.numbers import DTYPES
-from ..compile.plan import Plan
+from ..compile.plan import DTYPES, Plan
 from ..compile.target_names import TargetName
 from ..compile.targets import Target
 from ..modelzoo.config import DecoderConfig

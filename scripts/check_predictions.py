@@ -24,8 +24,7 @@ from typing import Any
 from noria.compile.bucket_grid import BucketGrid, PrefillBucket
 from noria.compile.default_grid import derive_grid, slot_use
 from noria.compile.definition import Definition
-from noria.compile.numbers import Numbers
-from noria.compile.plan import Plan, PlannedModel
+from noria.compile.plan import Numbers, Plan, PlannedModel
 from noria.compile.planning.cost import Calibration, CostModel
 from noria.compile.planning.hardware import hardware_of
 from noria.compile.planning.other_grids import powers_of_two, with_lengths

@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 
 from noria.compile.bucket_grid import BucketGrid
-from noria.compile.numbers import Numbers
-from noria.compile.plan import Plan, PlannedModel
+from noria.compile.plan import Numbers, Plan, PlannedModel
 from noria.runtime import LLM, RequestOutput, SamplingParams
 from noria.runtime.machine import describe_machine
 

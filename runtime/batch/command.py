@@ -220,8 +220,7 @@ class BatchModel:
 
     def _make_plan(self, rows: "Sequence[RowNeed]", target: "Target") -> "Plan":
         """The given plan, or one for the rows of this job; either with the overrides."""
-        from ...compile.numbers import Numbers
-        from ...compile.plan import PlannedModel
+        from ...compile.plan import Numbers, PlannedModel
         from .. import session
         from .job_plan import derived_plan, given_plan
 

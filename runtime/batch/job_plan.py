@@ -24,8 +24,7 @@ from ...compile.default_grid import (
 )
 from ...compile.definition import Definition
 from ...compile.expert_plan import default_experts
-from ...compile.numbers import Numbers
-from ...compile.plan import Plan, PlannedModel
+from ...compile.plan import Numbers, Plan, PlannedModel
 from ...compile.planning.hardware import hardware_of
 from ...compile.planning.work import Work
 from ...compile.span_slots import with_ragged_slots

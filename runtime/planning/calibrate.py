@@ -13,8 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...compile.bucket_grid import BucketGrid, PrefillBucket
-from ...compile.numbers import Numbers
-from ...compile.plan import Plan, PlannedModel
+from ...compile.plan import Numbers, Plan, PlannedModel
 from ...compile.planning.cost import Calibration, Measured, calibrate
 from ...compile.planning.hardware import Hardware
 from ...compile.planning.work import Work

@@ -15,8 +15,7 @@ from ...compile.bucket_grid import BucketGrid
 from ...compile.default_grid import GridDefaults
 from ...compile.definition import model_sizes
 from ...compile.expert_plan import default_experts
-from ...compile.numbers import Numbers
-from ...compile.plan import Plan, PlannedModel
+from ...compile.plan import Numbers, Plan, PlannedModel
 from ...compile.planning.candidates import Budget
 from ...compile.planning.compile_time import GraphSeconds
 from ...compile.planning.cost import Calibration, CostModel

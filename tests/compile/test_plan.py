@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from noria.compile.attention_kernels import AttentionPlan
 from noria.compile.bucket_grid import BucketGrid
 from noria.compile.expert_plan import ExpertPlan
-from noria.compile.numbers import Numbers
-from noria.compile.plan import Plan, PlannedModel
+from noria.compile.plan import Numbers, Plan, PlannedModel
 from noria.compile.plan_tables import table_lines
 from noria.modelzoo.moe.config import LOSSLESS, Dispatch
 

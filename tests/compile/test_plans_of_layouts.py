@@ -14,8 +14,7 @@ from noria.compile.default_grid import (
     with_chunk,
 )
 from noria.compile.definition import model_sizes
-from noria.compile.numbers import Numbers
-from noria.compile.plan import Plan, PlannedModel
+from noria.compile.plan import Numbers, Plan, PlannedModel
 from noria.modelzoo.config import DecoderConfig
 from noria.runtime.layout_files import named_layout_tables, read_layout_table
 from noria.sharding.layout import Layout

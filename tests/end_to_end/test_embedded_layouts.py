@@ -11,8 +11,7 @@ from command import chat, read_manifest, read_rows, write_lines
 from tolerances import NEAR_TIE_GAP
 
 from noria.compile.bucket_grid import BucketGrid
-from noria.compile.numbers import Numbers
-from noria.compile.plan import Plan, PlannedModel
+from noria.compile.plan import Numbers, Plan, PlannedModel
 from noria.runtime import LLM, SamplingParams
 from noria.runtime.layout_files import read_layout_table
 from noria.runtime.request import RequestOutput

@@ -14,8 +14,7 @@ from tolerances import FLOAT32_MODEL_LOGPROB
 from noria.compile.bucket_grid import BucketGrid
 from noria.compile.graph_failures import GraphFailed
 from noria.compile.monitor import compile_monitor
-from noria.compile.numbers import Numbers
-from noria.compile.plan import Plan, PlannedModel
+from noria.compile.plan import Numbers, Plan, PlannedModel
 from noria.runtime import LLM, SamplingParams
 from noria.runtime.errors import ForkedProcess
 from noria.runtime.request import RowError

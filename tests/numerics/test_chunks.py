@@ -12,8 +12,7 @@ import pytest
 import tolerances
 
 from noria.compile.bucket_grid import BucketGrid
-from noria.compile.numbers import Numbers
-from noria.compile.plan import Plan, PlannedModel
+from noria.compile.plan import Numbers, Plan, PlannedModel
 from noria.runtime import LLM, SamplingParams
 
 PROMPTS = Path(__file__).parents[2] / "benchmarks/workloads/peers64.jsonl"

@@ -11,8 +11,7 @@ import tolerances
 from numerics_helpers import embedded_file, script
 
 from noria.compile.bucket_grid import BucketGrid
-from noria.compile.numbers import Numbers
-from noria.compile.plan import Plan, PlannedModel
+from noria.compile.plan import Numbers, Plan, PlannedModel
 from noria.runtime import LLM, SamplingParams
 
 pytestmark = pytest.mark.reference

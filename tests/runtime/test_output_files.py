@@ -5,8 +5,7 @@ import os
 import pytest
 from tiny import GRID
 
-from noria.compile.numbers import Numbers
-from noria.compile.plan import Plan, PlannedModel
+from noria.compile.plan import Numbers, Plan, PlannedModel
 from noria.runtime.cli import main
 
 

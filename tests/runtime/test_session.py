@@ -9,8 +9,7 @@ from model_on_disk import write_model
 from tiny import GRID
 
 from noria.compile.bucket_grid import BucketGrid
-from noria.compile.numbers import Numbers
-from noria.compile.plan import Plan, PlannedModel
+from noria.compile.plan import Numbers, Plan, PlannedModel
 from noria.compile.targets import Target, find_target
 from noria.runtime.checkpoint import GenerationDefaults, InvalidConfig, open_model
 from noria.runtime.session import (

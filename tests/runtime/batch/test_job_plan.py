@@ -12,8 +12,7 @@ from model_on_disk import MAX_POSITION, write_model
 from tiny import CONFIG
 
 from noria.compile.default_grid import GridDefaults, RowNeed
-from noria.compile.numbers import Numbers
-from noria.compile.plan import Plan, PlannedModel
+from noria.compile.plan import Numbers, Plan, PlannedModel
 from noria.compile.targets import Target, find_target
 from noria.runtime.batch import job_plan
 from noria.runtime.batch.job_plan import derived_plan, limit_note

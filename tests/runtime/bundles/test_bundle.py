@@ -14,8 +14,7 @@ from tiny import CONFIG, GRID
 
 from noria.compile.compiled_graphs import CompiledGraphs, graph_names
 from noria.compile.monitor import compile_monitor
-from noria.compile.numbers import Numbers
-from noria.compile.plan import Plan, PlannedModel
+from noria.compile.plan import Numbers, Plan, PlannedModel
 from noria.compile.targets import Target
 from noria.modelzoo.config import RopeConfig
 from noria.runtime.bundles.bundle import CONTENTS, GRAPHS, Bundle, check_folder, write
