@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from .session import LoadedModel
 
 COLUMNS = ("PP", "TG", "B", "N_KV", "T_PP s", "S_PP t/s", "T_TG s", "S_TG t/s", "T s", "S t/s")
-EXPERT_COLUMNS = ("drop PP", "pad PP", "drop TG", "pad TG")
 
 OF_CASES = ("pp", "tg", "batch", "set", "repeats", "json")
 """Options that a calibration has no use for."""
@@ -334,8 +333,7 @@ def _calibrate(model: "LoadedModel", hardware: "Hardware", options: argparse.Nam
 def _header(model: "LoadedModel", options: argparse.Namespace) -> str:
     where = ", ".join(filter(None, (options.target, options.layout, *options.set)))
     title = f"{model.files.name}, {model.dtype}, {where}, medians of {options.repeats}"
-    is_sparse = model.definition.config.moe is not None
-    columns = (*COLUMNS, "waste", *(EXPERT_COLUMNS if is_sparse else ()))
+    columns = (*COLUMNS, "waste")
     return f"{title}\n\n| {' | '.join(columns)} |\n|{'--:|' * len(columns)}"
 
 
@@ -355,18 +353,8 @@ def _line(result: CaseResult) -> str:
         f"{wall:.3f}",
         f"{total / wall:.1f}",
         f"{result.waste:.1%}",
-        *_expert_cells(result.experts),
     ]
     return f"| {' | '.join(cells)} |"
-
-
-def _expert_cells(experts: dict[str, Any] | None) -> list[str]:
-    """What was dropped and padded, of prefill and then of decode."""
-    if experts is None:
-        return []
-    phases = [experts[phase] for phase in ("prefill", "decode")]
-    shares = [(p["dropped"] / p["choices"], p["padded_share"]) for p in phases]
-    return [f"{share:.1%}" for of_phase in shares for share in of_phase]
 
 
 def _report(

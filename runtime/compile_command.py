@@ -15,8 +15,7 @@ from .batch.job_files import check_files
 from .batch.peers import Peers
 from .console import tell
 from .counted import counted
-from .plan_files import read_plan_table
-from .run_config import ConfigError, add_strict_config, apply_overrides
+from .run_config import ConfigError, add_strict_config, apply_overrides, read_plan_table
 
 if TYPE_CHECKING:
     from ..compile.plan import Plan

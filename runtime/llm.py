@@ -30,9 +30,8 @@ from .checkpoint import ModelFiles, open_model
 from .console import tell
 from .generation import Generator
 from .layout_files import read_layout_table
-from .plan_files import read_plan_table
 from .request import Request, RequestOutput, RowError, SamplingParams
-from .run_config import read_instant
+from .run_config import read_instant, read_plan_table
 from .text.chat_template import ChatRenderer
 from .text.tokenizer import Tokenizer
 from .vllm_options import CALL, CHAT, MODEL, also_accepts

@@ -16,7 +16,6 @@ import platform
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from . import coordination, errors
@@ -43,35 +42,27 @@ class OutOfStep(RuntimeError):
     exit_code = 4
 
 
-@dataclass(frozen=True)
-class PodOptions:
-    """How the processes find each other, and how long they wait for a silent one."""
-
-    address: Address | None
-    """None on a cluster that tells (TPU pods, Slurm, Open MPI)."""
-    peer_timeout_seconds: float
-
-    def __post_init__(self):
-        if not 0 < self.peer_timeout_seconds <= LONGEST_TIMEOUT:
-            raise ValueError(
-                f"--peer-timeout-seconds: expected more than 0 and at most {LONGEST_TIMEOUT}, a "
-                f"day, got {self.peer_timeout_seconds:g}."
-            )
-
-
 @contextmanager
-def join(options: PodOptions, target: str) -> "Iterator[Pod]":
+def join(address: Address | None, limit: float, target: str) -> "Iterator[Pod]":
     """Meet the other processes, before jax starts; all end together, well or not.
 
-    `target` names the devices of all of them.
+    Args:
+      address: How the processes find each other; None on a cluster that tells (TPU pods, Slurm,
+        Open MPI).
+      limit: Seconds to wait for a silent process.
+      target: Names the devices of all of them.
     """
     from . import session
 
-    if options.address is not None:  # a number of devices that cannot be is refused at once
-        session.prepare_jax(target, options.address.num_processes)
-    limit = options.peer_timeout_seconds
+    if not 0 < limit <= LONGEST_TIMEOUT:
+        raise ValueError(
+            f"--peer-timeout-seconds: expected more than 0 and at most {LONGEST_TIMEOUT}, a day, "
+            f"got {limit:g}."
+        )
+    if address is not None:  # a number of devices that cannot be is refused at once
+        session.prepare_jax(target, address.num_processes)
     store = coordination.connect(
-        options.address,
+        address,
         farewell_seconds=limit + MARGIN_SECONDS,
         # jax is the second to notice
         patience=max(100.0, 4 * limit),

@@ -44,8 +44,8 @@ def peers(options: argparse.Namespace, target: str) -> Iterator[Peers]:
     if address.count(None) == 3 and not options.distributed:
         yield ALONE
         return
-    from .pod import Address, PodOptions, join
+    from .pod import Address, join
 
     found = Address(*address) if not options.distributed else None
-    with join(PodOptions(found, options.peer_timeout_seconds), target) as pod:
+    with join(found, options.peer_timeout_seconds, target) as pod:
         yield pod

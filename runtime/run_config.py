@@ -15,6 +15,8 @@ from typing import Any
 _BARE_WORD = re.compile(r"[A-Za-z_./~][\w./:@+~-]*")
 
 
+PLAN = "plan.toml"
+"""The plan of a bundle."""
 STRICT_CONFIG = "--strict-config"
 """The option of every subcommand that opens a model."""
 
@@ -54,6 +56,20 @@ def read_toml(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: expected TOML, got: {error}") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}).") from None
+
+
+def read_plan_table(path: Path) -> dict[str, Any]:
+    """The table of a plan, which may be a bundle's."""
+    if not path.is_dir():
+        return read_toml(path)
+    # of a pod every process has a folder with the same plan
+    for plan in (path / PLAN, *sorted(path.glob(f"process-*/{PLAN}"))):
+        if plan.is_file():
+            return read_toml(plan)
+    raise ConfigError(
+        f"{path}: expected a plan, or the folder of a bundle with {PLAN} in it, got a folder "
+        f"without one. Make a bundle with noria compile."
+    )
 
 
 def apply_overrides(table: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:

@@ -20,23 +20,16 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from .console import tell
+from .coordination import Coordination
 
 EXIT_LOST = 75
 MARGIN_SECONDS = 5.0
 MAX_INTERVAL_SECONDS = 0.5
 _FOLDER = "alive"
 _LINGER_SECONDS = 3.0
-
-
-class Store(Protocol):
-    """What the watch needs of the key-value store."""
-
-    def put(self, key: str, value: bytes) -> None: ...
-
-    def folder(self, prefix: str) -> dict[str, bytes]: ...
 
 
 class Verdict(NamedTuple):
@@ -65,7 +58,7 @@ class Watchdog:
 
     def __init__(
         self,
-        store: Store,
+        store: Coordination,
         rank: int,
         size: int,
         limit: float,

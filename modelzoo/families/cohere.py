@@ -16,9 +16,8 @@ _LOGIT_SCALE = 0.0625
 _LAYERS_OF_PLUS = 64
 
 
-def _options(num_layers: int, logit_scale: float, *, qk_norm: bool) -> Options:
+def _options(logit_scale: float, *, qk_norm: bool) -> Options:
     return Options(
-        windows=(None,) * num_layers,
         norm="layer",
         is_parallel=True,
         qk_norm=qk_norm,
@@ -31,20 +30,16 @@ def _hf_options(config: ConfigReader, num_layers: int) -> Options:
     if config.is_null("logit_scale"):
         raise config.error("logit_scale", "a number")
     scale = config.number("logit_scale", above=0.0, default=_LOGIT_SCALE)
-    has_bias = config.flag("attention_bias", default=False)
+    del num_layers
     max_position = config.integer("max_position_embeddings", maximum=MAX_POSITION)
-    return replace(
-        _options(num_layers, scale, qk_norm=config.flag("use_qk_norm", default=False)),
-        qkv_bias=has_bias,
-        output_bias=has_bias,
-        rope=read_rope(config, max_position, _THETA),
-    )
+    options = _options(scale, qk_norm=config.flag("use_qk_norm", default=False))
+    return replace(options.with_biases(config), rope=read_rope(config, max_position, _THETA))
 
 
 def _gguf_options(config: ConfigReader, num_layers: int) -> Options:
     scale = config.number("logit_scale", above=0.0)
     # no key says so: llama.cpp looks for the norms in models of this depth
-    return _options(num_layers, scale, qk_norm=num_layers >= _LAYERS_OF_PLUS)
+    return _options(scale, qk_norm=num_layers >= _LAYERS_OF_PLUS)
 
 
 FAMILY = Family(

@@ -49,7 +49,6 @@ def _hf_options(config: ConfigReader, num_layers: int, read_routing: ReadRouting
     config.ignore(_OF_TRAINING)
     latent = _read_latent(config)
     return Options(
-        windows=(None,) * num_layers,
         latent=latent,
         scores=Scores(latent.head_dim**-0.5 * _sharpness(rope_table(config))),
         moe=_read_experts(config, num_layers, read_routing(config)),

@@ -28,7 +28,6 @@ def gguf_options(config: ConfigReader, num_layers: int) -> Options:
         scale *= _sharpness(config, rope.scaling)
         rope = RopeConfig(rope.theta, replace(rope.scaling, attention_factor=1.0))
     return Options(
-        windows=(None,) * num_layers,
         latent=latent,
         rope=rope,
         scores=Scores(scale),

@@ -19,8 +19,14 @@ def read_routing(
     num_chosen: int,
     scoring: Scoring = "softmax",
     is_normalized: bool = True,
+    has_option: bool = False,
 ) -> Routing:
-    """Routing of config.json; the numbers are those of the reference where the file is silent."""
+    """Routing of config.json; the numbers are those of the reference where the file is silent.
+
+    With `has_option` the file may say whether weights are normalized, which they are not else.
+    """
+    if has_option:
+        is_normalized = config.flag("norm_topk_prob", default=False)
     count = _num_experts(config, num_experts)
     chosen = config.integer("num_experts_per_tok", maximum=count, default=num_chosen)
     return Routing(count, chosen, scoring, is_normalized)

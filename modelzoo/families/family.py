@@ -36,7 +36,8 @@ from .sources import TensorNames, parameter_sources
 class Options:
     """The options of `DecoderConfig` in which families differ."""
 
-    windows: tuple[Window, ...]
+    windows: tuple[Window, ...] | None = None
+    """None means that no layer has one."""
     rope: RopeConfig | NoRope | None = None
     """None means that it is published as in most families."""
     local_rope: RopeConfig | None = None
@@ -61,9 +62,23 @@ class Options:
     activation: Activation = "silu"
     moe: MoeConfig | None = None
 
+    def with_biases(self, config: ConfigReader) -> "Options":
+        """The same, with the biases that `attention_bias` of config.json asks for."""
+        has_bias = config.flag("attention_bias", default=False)
+        return replace(self, qkv_bias=has_bias, output_bias=has_bias)
+
     def decoder_fields(self) -> dict[str, Any]:
         """By name, as `DecoderConfig` takes them."""
         return {option.name: getattr(self, option.name) for option in fields(self)}
+
+
+ReadOptions = Callable[[ConfigReader, int], Options]
+"""The options of a configuration with so many layers."""
+
+
+def always(options: Options) -> ReadOptions:
+    """Options that no configuration changes."""
+    return lambda config, num_layers: options
 
 
 @dataclass(frozen=True)
@@ -91,8 +106,8 @@ class Family:
     """`model_type` of config.json and, unless another is given, `general.architecture` of GGUF."""
     architecture: str
     """The class in `architectures` of config.json."""
-    hf_options: Callable[[ConfigReader, int], Options]
-    gguf_options: Callable[[ConfigReader, int], Options] | None = None
+    hf_options: ReadOptions
+    gguf_options: ReadOptions | None = None
     """None where GGUF knows no such architecture, or it is another family that reads it."""
     hf_defaults: Mapping[str, object] = field(default_factory=dict)
     """Values of keys that config.json may leave out; all other sizes must be given."""

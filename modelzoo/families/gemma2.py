@@ -28,18 +28,15 @@ def shared_hf_options(config: ConfigReader, windows: tuple[int | None, ...]) -> 
     if config.has("use_bidirectional_attention"):
         config.expect("use_bidirectional_attention", False)
     embed = config.integer("hidden_size", maximum=MAX_EMBED)
-    has_bias = config.flag("attention_bias", default=False)
     scale = config.number("query_pre_attn_scalar", above=0.0, default=256) ** -0.5
     return Options(
         windows=windows,
-        qkv_bias=has_bias,
-        output_bias=has_bias,
         norm_placement="both",
         norm_offset=1.0,
         activation="gelu_tanh",
         scores=Scores(scale),
         multipliers=Multipliers(embedding=math.sqrt(embed)),
-    )
+    ).with_biases(config)
 
 
 def shared_gguf_options(

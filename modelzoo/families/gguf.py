@@ -139,6 +139,7 @@ def _decoder_config(
     max_position = config.integer("context_length", maximum=MAX_POSITION)
     options = replace(
         options,
+        windows=options.windows or (None,) * num_layers,
         rope=options.rope or read_rope(config, max_position),
         max_position=max_position,
         mlp=options.mlp or config.integer("feed_forward_length", maximum=MAX_MLP),

@@ -13,41 +13,32 @@ from .family import Family, Options
 
 def factor_options(config: ConfigReader, num_layers: int) -> Options:
     """Of config.json, as dense and sparse models have them."""
-
-    def factor(key: str) -> float:
-        return config.number(key, above=0.0, default=1.0)
-
-    has_bias = config.flag("attention_bias", default=False)
-    return Options(
-        windows=(None,) * num_layers,
-        qkv_bias=has_bias,
-        output_bias=has_bias,
-        scores=Scores(scale=factor("attention_multiplier")),
-        multipliers=Multipliers(
-            embedding=factor("embedding_multiplier"),
-            residual=factor("residual_multiplier"),
-            logits=1.0 / factor("logits_scaling"),
-        ),
+    del num_layers
+    multipliers = Multipliers(
+        embedding=_factor(config, "embedding_multiplier"),
+        residual=_factor(config, "residual_multiplier"),
+        logits=1.0 / _factor(config, "logits_scaling"),
     )
+    scores = Scores(scale=_factor(config, "attention_multiplier"))
+    return Options(scores=scores, multipliers=multipliers).with_biases(config)
 
 
 def gguf_factor_options(config: ConfigReader, num_layers: int) -> Options:
     """Of GGUF metadata, as dense and sparse models have them."""
-
-    def factor(key: str) -> float:
-        return config.number(key, above=0.0, default=1.0)
-
-    has_scale = config.has("attention.scale")
-    return Options(
-        windows=(None,) * num_layers,
-        scores=Scores(scale=factor("attention.scale")) if has_scale else Scores(),
-        multipliers=Multipliers(
-            embedding=factor("embedding_scale"),
-            residual=factor("residual_scale"),
-            # called a scale, and divided by
-            logits=1.0 / factor("logit_scale"),
-        ),
+    del num_layers
+    multipliers = Multipliers(
+        embedding=_factor(config, "embedding_scale"),
+        residual=_factor(config, "residual_scale"),
+        # called a scale, and divided by
+        logits=1.0 / _factor(config, "logit_scale"),
     )
+    has_scale = config.has("attention.scale")
+    scores = Scores(scale=_factor(config, "attention.scale")) if has_scale else Scores()
+    return Options(scores=scores, multipliers=multipliers)
+
+
+def _factor(config: ConfigReader, key: str) -> float:
+    return config.number(key, above=0.0, default=1.0)
 
 
 def _hf_options(config: ConfigReader, num_layers: int) -> Options:

@@ -280,6 +280,7 @@ def _decoder_config(config: ConfigReader, family: Family) -> DecoderConfig:
     max_position = config.integer("max_position_embeddings", maximum=MAX_POSITION)
     options = replace(
         options,
+        windows=options.windows or (None,) * num_layers,
         rope=options.rope or read_rope(config, max_position),
         max_position=options.max_position or max_position,
         mlp=options.mlp or config.integer("intermediate_size", maximum=MAX_MLP),

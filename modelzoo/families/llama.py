@@ -12,13 +12,8 @@ from .rope_options import MAX_POSITION
 
 
 def _hf_options(config: ConfigReader, num_layers: int) -> Options:
-    has_bias = config.flag("attention_bias", default=False)
-    return Options(
-        windows=(None,) * num_layers,
-        qkv_bias=has_bias,
-        output_bias=has_bias,
-        mlp_bias=config.flag("mlp_bias", default=False),
-    )
+    del num_layers
+    return Options(mlp_bias=config.flag("mlp_bias", default=False)).with_biases(config)
 
 
 def _gguf_options(config: ConfigReader, num_layers: int) -> Options:

@@ -48,16 +48,13 @@ def _hf_options(config: ConfigReader, num_layers: int) -> Options:
     # of training, and of quantisation
     config.ignore(("output_router_logits", "router_aux_loss_coef", "router_jitter_noise"))
     config.ignore(("for_llm_compressor",))
-    has_bias = config.flag("attention_bias", default=False)
     return Options(
         windows=_windows(config, num_layers),
         rope=_no_rope(config),
         local_rope=_rope(config),
         mlp=config.integer("intermediate_size_mlp", maximum=MAX_MLP),
-        qkv_bias=has_bias,
-        output_bias=has_bias,
         moe=_moe(config, num_layers),
-    )
+    ).with_biases(config)
 
 
 def _windows(config: ConfigReader, num_layers: int) -> tuple[Chunk | None, ...]:

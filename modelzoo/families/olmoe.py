@@ -13,30 +13,18 @@ from .hugging_face import MAX_MLP
 
 def _hf_options(config: ConfigReader, num_layers: int) -> Options:
     config.expect("clip_qkv", None)
-    routing = read_routing(
-        config,
-        num_experts=64,
-        num_chosen=8,
-        is_normalized=config.flag("norm_topk_prob", default=False),
-    )
+    routing = read_routing(config, num_experts=64, num_chosen=8, has_option=True)
     width = config.integer("intermediate_size", maximum=MAX_MLP)
-    has_bias = config.flag("attention_bias", default=False)
-    return _options(MoeConfig(routing, width, layers=(True,) * num_layers), has_bias)
+    moe = MoeConfig(routing, width, layers=(True,) * num_layers)
+    return _options(moe).with_biases(config)
 
 
 def _gguf_options(config: ConfigReader, num_layers: int) -> Options:
-    return _options(read_gguf_experts(config, num_layers, is_normalized=False), has_bias=False)
+    return _options(read_gguf_experts(config, num_layers, is_normalized=False))
 
 
-def _options(moe: MoeConfig, has_bias: bool) -> Options:
-    return Options(
-        windows=(None,) * len(moe.layers),
-        qkv_bias=has_bias,
-        output_bias=has_bias,
-        qk_norm=True,
-        qk_norm_kind="projection",
-        moe=moe,
-    )
+def _options(moe: MoeConfig) -> Options:
+    return Options(qk_norm=True, qk_norm_kind="projection", moe=moe)
 
 
 FAMILY = Family("olmoe", "OlmoeForCausalLM", _hf_options, _gguf_options)

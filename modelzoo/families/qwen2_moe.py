@@ -15,12 +15,7 @@ from .hugging_face import MAX_MLP, windows_if_used
 
 
 def _hf_options(config: ConfigReader, num_layers: int) -> Options:
-    routing = read_routing(
-        config,
-        num_experts=60,
-        num_chosen=4,
-        is_normalized=config.flag("norm_topk_prob", default=False),
-    )
+    routing = read_routing(config, num_experts=60, num_chosen=4, has_option=True)
     width = config.integer("moe_intermediate_size", maximum=MAX_MLP)
     shared = config.integer("shared_expert_intermediate_size", maximum=MAX_MLP)
     layers = sparse_layers(config, num_layers)
@@ -36,7 +31,7 @@ def _gguf_options(config: ConfigReader, num_layers: int) -> Options:
     dense = config.integer("feed_forward_length", maximum=MAX_MLP)
     key = "expert_shared_feed_forward_length"
     shared = config.integer(key, maximum=MAX_MLP, default=dense)
-    return Options(windows=(None,) * num_layers, moe=_mixture(moe, shared))
+    return Options(moe=_mixture(moe, shared))
 
 
 def _mixture(moe: MoeConfig, shared: int) -> MoeConfig:

@@ -12,28 +12,18 @@ from .hugging_face import MAX_MLP, windows_if_used
 
 
 def _hf_options(config: ConfigReader, num_layers: int) -> Options:
-    has_bias = config.flag("attention_bias", default=False)
     config.expect("use_qk_norm", True)
-    routing = read_routing(
-        config,
-        num_experts=128,
-        num_chosen=8,
-        is_normalized=config.flag("norm_topk_prob", default=False),
-    )
+    routing = read_routing(config, num_experts=128, num_chosen=8, has_option=True)
     width = config.integer("moe_intermediate_size", maximum=MAX_MLP)
     layers = sparse_layers(config, num_layers)
-    return Options(
-        windows=windows_if_used(config, num_layers, lambda i, first: True),
-        qkv_bias=has_bias,
-        output_bias=has_bias,
-        qk_norm=True,
-        moe=MoeConfig(routing, width, layers) if any(layers) else None,
-    )
+    windows = windows_if_used(config, num_layers, lambda i, first: True)
+    moe = MoeConfig(routing, width, layers) if any(layers) else None
+    return Options(windows, qk_norm=True, moe=moe).with_biases(config)
 
 
 def _gguf_options(config: ConfigReader, num_layers: int) -> Options:
     moe = read_gguf_experts(config, num_layers, is_width_shared=True)
-    return Options(windows=(None,) * num_layers, qk_norm=True, moe=moe)
+    return Options(qk_norm=True, moe=moe)
 
 
 FAMILY = Family(

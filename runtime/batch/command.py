@@ -9,6 +9,7 @@ import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -19,8 +20,7 @@ from ..checkpoint import ModelFiles, open_model
 from ..default_target import default_target
 from ..feeding import feeding_order
 from ..layout_files import layout_file, read_layout_table
-from ..plan_files import read_plan_table
-from ..run_config import ConfigError, read_instant
+from ..run_config import ConfigError, read_instant, read_plan_table
 from ..text.chat_template import ChatRenderer
 from ..text.tokenizer import InvalidTokenizer, load_tokenizer
 from .graph_rows import naming_rows
@@ -127,22 +127,15 @@ def _target_name(options: argparse.Namespace, plan_table: Mapping[str, Any] | No
     return options.target or str((plan_table or {}).get("target") or default_target())
 
 
+@dataclass(frozen=True)
 class BatchModel:
     """A model's files as the batch job uses them."""
 
-    def __init__(
-        self,
-        files: ModelFiles,
-        options: argparse.Namespace,
-        plan_table: Mapping[str, Any] | None,
-        layout_table: Mapping[str, Any] | None,
-        peers: Peers = ALONE,
-    ):
-        self._files = files
-        self._options = options
-        self._plan_table = plan_table
-        self._layout_table = layout_table
-        self._peers = peers
+    _files: ModelFiles
+    _options: argparse.Namespace
+    _plan_table: Mapping[str, Any] | None
+    _layout_table: Mapping[str, Any] | None
+    _peers: Peers = ALONE
 
     @property
     def _layout(self) -> "Layout | None":

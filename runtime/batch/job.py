@@ -9,10 +9,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ..feeding import Need, feeding_order
-from ..request import Request, RequestOutput
+from ..text.tokenizer import Tokenizer
 from .job_files import check_files, job_outputs, side_files
 from .journal import journal_path
 from .journal_records import SETUP
@@ -21,8 +21,10 @@ from .manifest import PhaseClock
 from .part import WHOLE, Part
 from .peers import ALONE
 from .progress import Progress
-from .results import TokenNames
 from .scan import Encode, ScanSummary
+
+if TYPE_CHECKING:
+    from ..generation import Generator
 
 EXIT_OK, EXIT_ROWS_FAILED, EXIT_USAGE, EXIT_MODEL, EXIT_BUILD, EXIT_RESUMABLE = 0, 1, 2, 3, 4, 75
 
@@ -35,35 +37,11 @@ class JobError(RuntimeError):
         self.exit_code = exit_code
 
 
-class Generator(Protocol):
-    """What the job asks of the thing that answers requests."""
-
-    @property
-    def unfinished(self) -> int: ...
-
-    @property
-    def wants_more(self) -> bool: ...
-
-    @property
-    def padding_waste(self) -> float | None:
-        """Share of the tokens computed so far that are not real; asked for while rows run."""
-        ...
-
-    def submit(self, request: Request) -> None: ...
-
-    def step(self) -> list[RequestOutput]: ...
-
-    def drain(self) -> object:
-        """Forget requests that wait; `unfinished` then counts those in flight alone."""
-
-    def statistics(self) -> dict[str, Any]: ...
-
-
 @dataclass(frozen=True)
 class Build:
     """Everything compiled: the generator, the resolved plan, and the order it likes rows in."""
 
-    generator: Generator
+    generator: "Generator"
     plan: str
     weights: str
     """The digest of every byte of the model's weights."""
@@ -75,7 +53,7 @@ class JobText:
     """The text side of a model: how rows become token ids, how ids are named."""
 
     encode: Encode
-    tokens: TokenNames | None
+    tokens: Tokenizer | None
     reads_clock: Callable[[], bool] = lambda: False
     """Whether a prompt that was encoded shows the instant of the job."""
     gave_up: Callable[[], str | None] = lambda: None

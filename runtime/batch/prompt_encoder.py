@@ -8,26 +8,21 @@ Knows nothing of files or buckets. Guarantees: for each row token ids, or a `Row
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from ..request import RowError
 from ..text.chat_template import Conversation
+from ..text.tokenizer import Tokenizer
 from .lines import BatchRow
 
 Encoded = Sequence[int] | RowError
 EncodeAll = Callable[[Sequence[Any]], Sequence[Encoded]]
 
 
-class TextEncoder(Protocol):
-    """The part of a tokenizer that encodes texts of prompts."""
-
-    def encode_prompts(self, texts: Sequence[str], /) -> Sequence[Encoded]: ...
-
-
 class PromptEncoder:
     """Encodes many rows at once; `encode_chats(conversations)` renders a model's template."""
 
-    def __init__(self, tokenizer: TextEncoder | None, encode_chats: EncodeAll | None = None):
+    def __init__(self, tokenizer: Tokenizer | None, encode_chats: EncodeAll | None = None):
         encode_texts = None if tokenizer is None else tokenizer.encode_prompts
         self._encode_texts = _or_refuse(encode_texts, "prompt")
         self._encode_chats = _or_refuse(encode_chats, "messages")

@@ -14,9 +14,10 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from ..request import CompletionOutput, RequestOutput, RowError, TokenLogprob
+from ..text.tokenizer import Tokenizer
 from .lines import BadRow, BatchRow
 
 LOWEST_LOGPROB = -9999.0
@@ -39,14 +40,6 @@ _NEVER_EXECUTED = frozenset(
 _OUR_FAULT = frozenset({"internal_error", "nonfinite_logits", "expert_overflow"})
 
 
-class TokenNames(Protocol):
-    """The part of a tokenizer that names single tokens."""
-
-    def token_text(self, token_id: int, /) -> str: ...
-
-    def token_bytes(self, token_id: int, /) -> bytes: ...
-
-
 class OutputLines:
     """Makes the output lines of one job."""
 
@@ -55,7 +48,7 @@ class OutputLines:
         *,
         model_name: str,
         fingerprint: str,
-        tokens: TokenNames | None = None,
+        tokens: Tokenizer | None = None,
         wall_clock: Callable[[], float] = time.time,
     ):
         self._model_name = model_name

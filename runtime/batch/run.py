@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..counted import counted
 from ..request import Request, RequestOutput, RowError
@@ -29,7 +29,6 @@ from .job import (
     EXIT_RESUMABLE,
     EXIT_ROWS_FAILED,
     Build,
-    Generator,
     JobError,
     JobModel,
     JobSettings,
@@ -46,6 +45,9 @@ from .progress import Progress
 from .results import OutputLines, error_of_line, row_metrics
 from .scan import InputError, ScannedRow, ScanSummary, check_input
 from .stop_signals import EXIT_CODES, Drain, StopSignals
+
+if TYPE_CHECKING:
+    from ..generation import Generator
 
 
 def run_job(
@@ -244,7 +246,7 @@ class _Job:
             self.journal.sync()
         return word.signal if waiting or self.in_flight else None
 
-    def _feed(self, generator: Generator, waiting: deque[ScannedRow]) -> None:
+    def _feed(self, generator: "Generator", waiting: deque[ScannedRow]) -> None:
         """Submit rows while the generator wants them; a row that it refuses is finished."""
         while waiting and generator.wants_more:
             scanned = waiting.popleft()
@@ -261,7 +263,7 @@ class _Job:
                 del self.in_flight[row.custom_id]
                 self._record(row, RequestOutput(row.custom_id, None, [], error=error))
 
-    def _step(self, generator: Generator) -> list[RequestOutput]:
+    def _step(self, generator: "Generator") -> list[RequestOutput]:
         if not generator.unfinished:
             return []
         try:

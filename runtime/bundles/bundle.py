@@ -32,8 +32,7 @@ from ..batch.disk import Disk, digest_file, replace_file, temporary_name
 from ..batch.job_files import check_fillable
 from ..batch.peers import ALONE, Peers
 from ..graph_memory import memory_facts
-from ..plan_files import PLAN
-from ..run_config import ConfigError
+from ..run_config import PLAN, ConfigError
 from .key import check_key, key_of
 from .own_files import BundleUnusable, KeptFile, opened, read_file, read_kept
 

@@ -1,14 +1,15 @@
 """Formats of quantised tensors: codes of few bits, and one scale for each block of them.
 
-A format says under which suffixes and types a file holds both, in which shape the numbers are
-presented, and how a box of them is computed. Knows nothing of files, and reads nothing. Guarantees:
-every value is its code's value times the scale of its block, in float32 and rounded once, whichever
-box it is asked for in.
+A format says under which suffixes and types a file holds both (`codes`, `scales`), which shape the
+scales of codes have (ValueError for a shape that codes cannot have), in which shape the numbers are
+presented and in which order the codes hold its axes, what to read of both for a box of the numbers
+(`boxes`), and how that becomes their float32 values. Knows nothing of files, and reads nothing.
+Guarantees: every value is its code's value times the scale of its block, in float32 and rounded
+once, whichever box it is asked for in.
 """
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
 
 import numpy as np
 
@@ -29,31 +30,7 @@ class Stored:
     stored_as: tuple[str, ...]
 
 
-class BlockFormat(Protocol):
-    """One way of quantising."""
-
-    name: str
-    codes: Stored
-    scales: Stored
-
-    def scales_shape(self, codes_shape: Shape) -> Shape:
-        """Shape of the scales that codes need; ValueError for a shape that codes cannot have."""
-        ...
-
-    def presented(self, codes_shape: Shape) -> tuple[Shape, tuple[int, ...] | None]:
-        """Shape of the numbers, and the order in which the codes hold its axes."""
-        ...
-
-    def boxes(self, box: Box) -> tuple[Index, Index]:
-        """What to read of codes and of scales for a box of the numbers."""
-        ...
-
-    def values(self, codes: np.ndarray, scales: np.ndarray, box: Box) -> np.ndarray:
-        """The numbers of a box, as float32, from what `boxes` asks for."""
-        ...
-
-
-def format_of(quantisation: Quantisation) -> BlockFormat:
+def format_of(quantisation: Quantisation) -> "BlockFormat":
     """The format of a published quantisation."""
     if isinstance(quantisation, BlockFloat8):
         return Float8Blocks(quantisation)
@@ -139,6 +116,9 @@ class Mxfp4Experts:
         values = values.reshape(experts, outputs, num_blocks * self.BLOCK).transpose(0, 2, 1)
         inputs = box[1]
         return values[:, inputs.as_slice(inputs.start // self.BLOCK * self.BLOCK)]
+
+
+BlockFormat = Float8Blocks | Mxfp4Experts
 
 
 @cache

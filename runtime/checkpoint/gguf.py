@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 
 from .errors import CheckpointChanged, InvalidGGUF, require
-from .tensor_source import FileStamp, Index, Interval, TensorInfo, intervals
+from .file_facts import FileStamp
+from .tensor_source import Index, Interval, TensorInfo, intervals
 
 MAX_METADATA_KEYS = 65_536
 MAX_TENSORS = 100_000

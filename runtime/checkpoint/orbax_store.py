@@ -26,7 +26,6 @@ from ...modelzoo.config import AS_PUBLISHED, Arrangement
 from ...modelzoo.families.mapping import ParameterSource, Part
 from ...modelzoo.layer_groups import of_single_layers
 from ..counted import counted
-from .arranging import concerns, to_arrangement
 from .errors import InvalidOrbax
 from .generation_defaults import GenerationDefaults
 from .small_files import has_file, read_json_object, read_small
@@ -53,6 +52,9 @@ TOKENIZER_FILES = (
     "merges.txt",
 )
 """The files of a published directory that text needs."""
+QKV = ("attention.qkv", "attention.qkv_bias")
+BY_QUERY_HEAD = ("attention.output", "attention.sinks")
+TABLES = ("embedding.table", "head.table")
 
 
 def save_orbax(
@@ -297,6 +299,33 @@ def _arranged_info(path: Path, name: str, info: TensorInfo, arrangement: Arrange
             f"{path / NORIA_JSON}: {name!r}: expected a shape for {arrangement}, got {info.shape}."
         ) from error
     return dataclasses.replace(info, shape=shape)
+
+
+def concerns(arrangement: Arrangement, parameter: str) -> bool:
+    """Whether an arrangement gives a parameter another shape."""
+    if parameter.endswith(TABLES):
+        return arrangement.padded_vocab is not None
+    return parameter.endswith((*QKV, *BY_QUERY_HEAD)) and arrangement.kv_copies > 1
+
+
+def to_arrangement(x: Any, parameter: str, arrangement: Arrangement) -> Any:
+    """Arrange a canonical array."""
+    if not concerns(arrangement, parameter):
+        return x
+    array_functions, copies = x.__array_namespace__(), arrangement.kv_copies
+    if parameter.endswith(TABLES):
+        V, D = x.shape
+        padding = array_functions.zeros((arrangement.padded_vocab - V, D), x.dtype)
+        return array_functions.concat([x, padding])
+    if parameter.endswith(BY_QUERY_HEAD):
+        K, G, *rest = x.shape
+        return x.reshape(K * copies, G // copies, *rest)
+
+    *outer, K, J, H = x.shape
+    G = J - 2
+    queries = x[..., :G, :].reshape(*outer, K * copies, G // copies, H)
+    key_value = array_functions.repeat(x[..., G:, :], copies, axis=-3)
+    return array_functions.concat([queries, key_value], axis=-2)
 
 
 def _write_tokenizer(directory: Path, files: Path | Mapping[str, Any] | None) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ..bundles.own_files import opened, read_file
 from ..compilation_cache import default_directory
-from .tensor_source import FileFacts
+from .file_facts import FileFacts
 
 MAX_FILES = 4096
 MAX_BYTES = 2 * 2**20

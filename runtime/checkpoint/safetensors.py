@@ -18,8 +18,9 @@ import numpy as np
 
 from ..counted import counted
 from .errors import CheckpointError, InvalidSafetensors, ModelNotFound, require
+from .file_facts import FileStamp
 from .small_files import file_inside, has_file, parse_json_object, read_json_object
-from .tensor_source import FileStamp, Index, TensorInfo
+from .tensor_source import Index, TensorInfo
 
 MAX_HEADER_BYTES = 32 * 2**20
 MAX_TENSORS = 100_000

@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 from ..batch.peers import ALONE, Peers
 from .errors import CheckpointChanged
+from .file_facts import FileFacts, FileStamp
 from .remembered_roots import RememberedRoots
-from .tensor_source import FileFacts, FileStamp
 
 BLOCK_BYTES = 64 * 2**20
 PIECE_BYTES = 2**20

@@ -3,11 +3,11 @@
 Knows nothing of how results were measured.
 """
 
-import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...compile.layout_measure import LayoutResult
+from ..planning.pictures import figure_of
 from .table import unconditional
 
 _MEMORY = {"params": "#4c72b0", "cache": "#dd8452", "temp": "#937860"}
@@ -22,33 +22,21 @@ _KINDS = {
 
 def draw(results: Sequence[LayoutResult], title: str) -> bytes:
     """A PNG with one bar a layout in each of three panels."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ImportError(
-            "the picture of layouts needs matplotlib. Install it with: pip install 'noria[report]'"
-        ) from error
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
     height = 2.2 + 0.42 * len(results)
-    figure, panels = pyplot.subplots(1, 3, figsize=(15, height), sharey=True, layout="constrained")
-    figure.suptitle(title, fontsize=10)
-    _memory_panel(panels[0], results)
-    _traffic_panel(panels[1], results, "prefill", "sent by a device in a prefill call")
-    _traffic_panel(panels[2], results, "decode", "sent by a device in a decode step")
-    panels[0].set_yticks(range(len(results)), [_label(result) for result in results], fontsize=8)
-    panels[0].invert_yaxis()
-    named = {}
-    for panel in panels:
-        handles, labels = panel.get_legend_handles_labels()
-        named |= dict(zip(labels, handles, strict=True))
-    figure.legend(
-        named.values(), named.keys(), loc="outside lower center", ncols=8, fontsize=8, frameon=False
-    )
-    png = io.BytesIO()
-    figure.savefig(png, dpi=110)
-    pyplot.close(figure)
+    with figure_of((15, height), num_panels=3) as (figure, panels, png):
+        figure.suptitle(title, fontsize=10)
+        _memory_panel(panels[0], results)
+        _traffic_panel(panels[1], results, "prefill", "sent by a device in a prefill call")
+        _traffic_panel(panels[2], results, "decode", "sent by a device in a decode step")
+        labels = [_label(result) for result in results]
+        panels[0].set_yticks(range(len(results)), labels, fontsize=8)
+        panels[0].invert_yaxis()
+        named = {}
+        for panel in panels:
+            handles, labels = panel.get_legend_handles_labels()
+            named |= dict(zip(labels, handles, strict=True))
+        place = {"loc": "outside lower center", "ncols": 8, "fontsize": 8, "frameon": False}
+        figure.legend(named.values(), named.keys(), **place)
     return png.getvalue()
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from ...compile.bucket_grid import BucketGrid, PrefillBucket
 from ...compile.build import build
-from ...compile.default_grid import GridDefaults
+from ...compile.default_grid import GridDefaults, round_up
 from ...compile.targets import Target
 from ...sharding.layout import Layout
 from .. import session
@@ -89,15 +89,11 @@ class Verification:
 def _grid(layout: Layout | None) -> BucketGrid:
     """The smallest shapes for the rows that the layout divides."""
     shape = GridDefaults.for_layout(layout)
-    length = _rounded_up(LENGTH, shape.length_multiple)
-    batch = _rounded_up(NUM_PROMPTS, shape.batch_multiple)
-    slots = _rounded_up(NUM_PROMPTS, shape.slot_multiple)
-    span = _rounded_up(length + NUM_STEPS + 1, shape.span_multiple)
+    length = round_up(LENGTH, shape.length_multiple)
+    batch = round_up(NUM_PROMPTS, shape.batch_multiple)
+    slots = round_up(NUM_PROMPTS, shape.slot_multiple)
+    span = round_up(length + NUM_STEPS + 1, shape.span_multiple)
     return BucketGrid(span, (PrefillBucket(length, batch),), slots, (span,), steps_per_call=1)
-
-
-def _rounded_up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
 
 
 def _prompts(vocab_size: int) -> list[list[int]]:

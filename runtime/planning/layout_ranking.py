@@ -17,6 +17,7 @@ from ...modelzoo.config import AS_PUBLISHED, DecoderConfig
 from ...sharding.layout import Layout
 from ...sharding.legality import ModelSizes, check
 from ...sharding.placement import arrangement_of
+from .sample import deciding
 
 SAMPLE = 400
 """Most rows of a bound."""
@@ -95,11 +96,7 @@ class Ranking:
 
     def _sample(self) -> list[ExpectedRow]:
         """Rows in equal steps, and those that decide how long a plan's rows are."""
-        sample = list(self.rows[:: -(-len(self.rows) // SAMPLE)])
-        longest_limit = max(self.rows, key=lambda row: row.limit(0))
-        longest_row = max(self.rows, key=lambda row: row.need.prompt_length + row.output)
-        longest_prompt = max(self.rows, key=lambda row: row.need.prompt_length)
-        return [*sample, longest_limit, longest_row, longest_prompt]
+        return [*self.rows[:: -(-len(self.rows) // SAMPLE)], *deciding(self.rows)]
 
     def _why_none(self, needed: int) -> str:
         """What keeps the smallest grid from being one, which needs so many bytes."""

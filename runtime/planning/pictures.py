@@ -18,7 +18,7 @@ _SIZE, _DPI = (7.2, 3.6), 110
 
 def workload(prompts: Sequence[int], outputs: Sequence[int], lengths: Sequence[int]) -> bytes:
     """How many rows have which prompt and output, with the borders of prefill lengths or spans."""
-    with _figure() as (figure, panel, png):
+    with figure_of() as (figure, panel, png):
         most = max(max(lengths), max(prompts))
         bins = (np.geomspace(1, most, 60), np.geomspace(1, max(2, *outputs), 30))
         # a row without output is drawn with those of one token
@@ -37,7 +37,7 @@ def workload(prompts: Sequence[int], outputs: Sequence[int], lengths: Sequence[i
 
 def roofline(graphs: Sequence[Mapping[str, Any]], peak: float, memory_rate: float) -> bytes:
     """Every graph by operations a byte and predicted operations a second, under the peaks."""
-    with _figure() as (_, panel, png):
+    with figure_of() as (_, panel, png):
         intensity = [graph["flops"] / graph["bytes"] for graph in graphs]
         ridge = peak / memory_rate
         line = np.geomspace(min(*intensity, ridge) / 3, max(*intensity, ridge) * 3, 100)
@@ -60,7 +60,7 @@ def roofline(graphs: Sequence[Mapping[str, Any]], peak: float, memory_rate: floa
 
 def memory(parts: Mapping[str, int], device: float) -> bytes:
     """What lies on a device, and what it has."""
-    with _figure((7.2, 1.5)) as (figure, panel, png):
+    with figure_of((7.2, 1.5)) as (figure, panel, png):
         start = 0.0
         colors = (_PREFILL, _DECODE, _WASTE)
         for (name, num_bytes), color in zip(parts.items(), colors, strict=False):
@@ -78,7 +78,7 @@ def memory(parts: Mapping[str, int], device: float) -> bytes:
 
 def tradeoffs(points: Sequence[Mapping[str, Any]]) -> bytes:
     """Tokens a second of a device against seconds between tokens; a line for each layout."""
-    with _figure((7.2, 4.6)) as (figure, panel, png):
+    with figure_of((7.2, 4.6)) as (figure, panel, png):
         lines, labelled = _lines(points), set()
         on_front = [key for key in sorted(lines) if any(p["is_best"] for p in lines[key])]
         for key, line in lines.items():
@@ -129,7 +129,7 @@ def _tradeoff(points: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[fl
 
 def grids(figures: Mapping[str, Mapping[str, Any]]) -> bytes:
     """Predicted seconds of each grid, of prefill and of decode."""
-    with _figure((7.2, 1.2 + 0.34 * len(figures))) as (figure, panel, png):
+    with figure_of((7.2, 1.2 + 0.34 * len(figures))) as (figure, panel, png):
         names = list(figures)
         prefill = [figures[name]["prefill_seconds"] for name in names]
         decode = [figures[name]["decode_seconds"] for name in names]
@@ -169,19 +169,20 @@ def matplotlib() -> ModuleType:
         import matplotlib
     except ImportError as error:
         raise ImportError(
-            "the pictures of a plan's report need matplotlib. Install it with: pip install "
-            "'noria[report]'"
+            "pictures need matplotlib. Install it with: pip install 'noria[report]'"
         ) from error
     return matplotlib
 
 
 @contextmanager
-def _figure(size: tuple[float, float] = _SIZE):
-    """A figure of one panel, and the buffer that has it as a PNG afterwards."""
+def figure_of(size: tuple[float, float] = _SIZE, num_panels: int = 1):
+    """A figure, its panel or panels, and the buffer that has it as a PNG afterwards."""
     matplotlib().use("agg")
     from matplotlib import pyplot
 
-    figure, panel = pyplot.subplots(figsize=size, layout="constrained")
+    figure, panel = pyplot.subplots(
+        1, num_panels, figsize=size, sharey=num_panels > 1, layout="constrained"
+    )
     png = io.BytesIO()
     try:
         yield figure, panel, png

@@ -69,7 +69,7 @@ class Sample:
             return None
         differences = []
         for i in range(PARTS):
-            rows = [*self.rows[i::PARTS], *_deciding(self.rows)]
+            rows = [*self.rows[i::PARTS], *deciding(self.rows)]
             found = simulate(best.grid, as_fed(rows, best.grid), cost)
             seconds = self._scaled(best.grid, found, self._bounds(rows)).seconds
             differences.append(abs(seconds / best.simulation.seconds - 1))
@@ -89,7 +89,7 @@ def _taken(rows: Sequence[ExpectedRow], step: float) -> list[ExpectedRow]:
     """
     ordered = sorted(range(len(rows)), key=lambda row: _asked(rows[row]))
     middles = sorted(ordered[int(step * (i + 0.5))] for i in range(int(len(rows) / step)))
-    return [*(rows[middle] for middle in middles), *_deciding(rows)]
+    return [*(rows[middle] for middle in middles), *deciding(rows)]
 
 
 def _asked(row: ExpectedRow) -> tuple[int, ...]:
@@ -98,7 +98,7 @@ def _asked(row: ExpectedRow) -> tuple[int, ...]:
     return limit, need.num_sequences, need.is_scored, need.prompt_length, row.output
 
 
-def _deciding(rows: Sequence[ExpectedRow]) -> list[ExpectedRow]:
+def deciding(rows: Sequence[ExpectedRow]) -> list[ExpectedRow]:
     """The rows that decide the lengths of a plan."""
     return [
         max(rows, key=lambda row: row.limit(0)),

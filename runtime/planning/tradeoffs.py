@@ -6,12 +6,10 @@ point is on the front if no other is faster and yields more a device (as in Pope
 "Efficiently Scaling Transformer Inference", 2211.05102, figure 1). Layouts of half and of twice the
 devices stand beside them, on meshes of the best layouts' axes.
 
-Every second is a prediction. Nothing is compiled or searched: the first token is that of a prompt
-of the median length.
+Every second is a prediction. Nothing is compiled or searched.
 """
 
 import math
-import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -37,8 +35,6 @@ class Tradeoff:
     slots: int
     step_seconds: float
     """Between two tokens of a row."""
-    first_token_seconds: float
-    """Of a prefill call of prompts of the median length, as few as the layout divides."""
     tokens_per_second: float
     is_best: bool = False
     """Whether no other point is as fast and yields more a device."""
@@ -53,12 +49,7 @@ def tradeoffs(ranking: Ranking, ranked: Sequence[RankedLayout], grid: BucketGrid
     """Points of all ranked layouts, and of the best of them on other numbers of devices."""
     costs = [one.cost for one in ranked if one.bound is not None and one.cost is not None]
     costs += _on_other_devices(ranking, ranked)
-    median = statistics.median_low(row.need.prompt_length for row in ranking.rows)
-    points = [
-        point
-        for cost in costs
-        for point in _points(cost, grid, median, ranking.budget.memory_bytes)
-    ]
+    points = [point for cost in costs for point in _points(cost, grid, ranking.budget.memory_bytes)]
     return [replace(one, is_best=_is_best(one, points)) for one in points]
 
 
@@ -99,22 +90,19 @@ def _slice(torus: Sequence[int], count: int) -> tuple[int, ...]:
     return tuple(sorted(sizes))
 
 
-def _points(
-    cost: CostModel, grid: BucketGrid, prompt: int, memory_bytes: float
-) -> Iterator[Tradeoff]:
+def _points(cost: CostModel, grid: BucketGrid, memory_bytes: float) -> Iterator[Tradeoff]:
     """Doubling slots, as long as weights and cache fit."""
     if not grid.decode_slots:
         return
     work, span = cost.work, grid.decode_spans[len(grid.decode_spans) // 2]
     defaults = GridDefaults.for_layout(work.layout)
-    first = cost.seconds(Call("prefill", defaults.batch_multiple, prompt, prompt))
     slots = defaults.slot_multiple
     while slots <= MOST_SLOTS:
         if work.parameter_bytes + work.cache_bytes(slots, grid.max_length) > memory_bytes:
             return
         step = cost.seconds(Call.of_step(slots, span))
         mesh, devices = work.layout.mesh, work.layout.mesh.num_devices
-        yield Tradeoff(work.layout.name, str(mesh), devices, slots, step, first, slots / step)
+        yield Tradeoff(work.layout.name, str(mesh), devices, slots, step, slots / step)
         slots *= 2
 
 

@@ -98,7 +98,7 @@ def test_a_layout_is_measured_as_one_device_is(model_directory, tmp_path):
     assert case["compiles_during_run"] == 0
 
 
-def test_a_model_with_experts_shows_what_was_dropped_and_padded(tmp_path, capsys):
+def test_a_model_with_experts_says_what_was_dropped(tmp_path):
     model = tmp_path / "sparse"
     write_model(model, tokenizer=False, num_experts=4)
     path = tmp_path / "bench.json"
@@ -109,11 +109,6 @@ def test_a_model_with_experts_shows_what_was_dropped_and_padded(tmp_path, capsys
     (case,) = json.loads(path.read_text())["cases"]
     phases = [case["experts"][phase] for phase in ("prefill", "decode")]
     assert phases[0]["dropped"] == 0 < phases[1]["dropped"]
-    header, _, row = capsys.readouterr().out.splitlines()[-3:]
-    assert header.strip("| ").split(" | ")[-4:] == list(bench.EXPERT_COLUMNS)
-    shares = [(p["dropped"] / p["choices"], p["padded_share"]) for p in phases]
-    cells = [f"{share:.1%}" for of_phase in shares for share in of_phase]
-    assert row.strip("| ").split(" | ")[-4:] == cells
 
 
 @pytest.mark.parametrize("value", ["", "0", "8,", "eight"])

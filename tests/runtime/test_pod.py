@@ -8,7 +8,7 @@ import pytest
 
 from noria.runtime.batch.peers import GO, Word
 from noria.runtime.coordination import Address
-from noria.runtime.pod import WORDS_KEPT, Disagreement, OutOfStep, Pod, PodOptions
+from noria.runtime.pod import WORDS_KEPT, Disagreement, OutOfStep, Pod, join
 from noria.runtime.watchdog import Watchdog
 
 
@@ -109,8 +109,9 @@ def test_an_address_that_cannot_be_is_refused(address, message):
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, 1e9, math.inf, math.nan])
 def test_a_limit_of_no_time_or_of_more_than_a_day_is_refused(seconds):
-    with pytest.raises(ValueError, match="--peer-timeout-seconds: expected more than 0 and at "):
-        PodOptions(None, seconds)
+    message = "--peer-timeout-seconds: expected more than 0 and at "
+    with pytest.raises(ValueError, match=message), join(None, seconds, "cpu"):
+        pass
 
 
 def test_a_job_of_one_process_imports_nothing_of_pods():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from noria.modelzoo.config import AS_PUBLISHED, Arrangement
-from noria.runtime.checkpoint.arranging import concerns, to_arrangement
+from noria.runtime.checkpoint.orbax_store import concerns, to_arrangement
 
 K, G, H, D, V = 3, 4, 2, 6, 11
 SHAPES = {

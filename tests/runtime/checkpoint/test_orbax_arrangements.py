@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSha
 
 from noria.modelzoo.config import AS_PUBLISHED, Arrangement, DecoderConfig
 from noria.runtime.checkpoint import CheckpointMismatch, load_params, open_model, save_orbax
-from noria.runtime.checkpoint.arranging import to_arrangement
+from noria.runtime.checkpoint.orbax_store import to_arrangement
 
 K, G, H, D, V, F = 2, 4, 4, 8, 13, 16
 CONFIG = DecoderConfig(

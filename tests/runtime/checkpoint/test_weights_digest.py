@@ -12,8 +12,8 @@ import pytest
 from noria.runtime.batch.peers import Peers
 from noria.runtime.checkpoint import CheckpointChanged, WeightsDigest, remembered_roots
 from noria.runtime.checkpoint import weights_digest as module
+from noria.runtime.checkpoint.file_facts import FileFacts
 from noria.runtime.checkpoint.remembered_roots import RememberedRoots
-from noria.runtime.checkpoint.tensor_source import FileFacts
 
 BLOCK = 1000
 
