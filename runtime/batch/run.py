@@ -208,8 +208,8 @@ class _Job:
                 self.journal.record_fact(MODEL, self.settings.model_name)
                 self.journal.record_fact(WEIGHTS, built.weights)
             if stored_plan != built.plan:
-                # recorded last: a journal with a plan binds later runs. One of an older schema is
-                # the same plan, and is recorded anew
+                # recorded last: a journal with a plan binds later runs. A plan of an older schema
+                # is the same plan in other words, and is recorded anew in today's
                 self.journal.record_fact(PLAN, built.plan)
         return built
 
