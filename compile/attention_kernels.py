@@ -158,19 +158,16 @@ def choose(call: AttentionCall, platform: str, phase: str, asked: str = AUTO) ->
                 f"[attention] {phase}: expected a kernel that can serve it, got {asked!r}: "
                 f"{refusal}. Ask for {AUTO!r}, or another one."
             )
-        return _choice(kernel, call, "as the plan asks")
+        return Choice(kernel.name, "as the plan asks", kernel.attend(call))
     refusals = []
     for kernel in KERNELS:
         if platform not in kernel.platforms or phase not in kernel.phases:
             continue
         if (refusal := kernel.refusal(call)) is None:
-            return _choice(kernel, call, "; ".join(refusals) or f"{platform}, {call}")
+            reason = "; ".join(refusals) or f"{platform}, {call}"
+            return Choice(kernel.name, reason, kernel.attend(call))
         refusals.append(f"{kernel.name}: {refusal}")
     raise AssertionError("the last kernel serves every call")
-
-
-def _choice(kernel: Kernel, call: AttentionCall, reason: str) -> Choice:
-    return Choice(kernel.name, reason, kernel.attend(call))
 
 
 def _of_prompts(

@@ -28,7 +28,7 @@ _BY_SLOT = axes.LOGITS[:1]
 
 
 class SlotRequests(NamedTuple):
-    """What the request of each row asks of its slot."""
+    """The lengths and sampling parameters that each row asks its slot for."""
 
     prompt_length_B: jax.Array
     limit_B: jax.Array
@@ -37,7 +37,7 @@ class SlotRequests(NamedTuple):
 
 
 class PrefillOutput(NamedTuple):
-    """What crosses to the host after a prefill call."""
+    """The arrays that go to the host after a prefill call."""
 
     is_clean_B: jax.Array
     """False where what the row left in its slot may not be finite."""

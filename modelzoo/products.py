@@ -45,9 +45,9 @@ class WeightProduct:
     sizes: Mapping[str, int]
     """By dimension letter; rows B and tokens T are 1."""
     reads: int
-    """Which array of activations: products of a layer that agree in this read the same one."""
+    """The number of the array that it reads: products of a layer with the same one share it."""
     adds_to: int
-    """Which sum into the residual stream, of products whose result goes there."""
+    """The number of the sum that its result joins, where that is the residual stream."""
 
     @property
     def labels(self) -> tuple[str, str, str]:

@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import NoReturn
 
 from . import errors, pod_options
@@ -155,43 +156,35 @@ def _add_modules(commands: "argparse._SubParsersAction[_Parser]") -> None:
     from .layouts import command as layouts_command
     from .planning import command as plan_command
 
-    add = commands.add_parser
-    plan_command.add_options(
-        add(
-            "plan",
-            help="choose buckets for a workload",
-            description="Choose the buckets that serve a workload best on a target, which need not "
-            "be there, and predict what they cost. Every second is a prediction.",
-            epilog="example: noria plan --model smollm2 --workload in.jsonl -o plan.toml",
+    def add(module: ModuleType, name: str, what: str, description: str, example: str) -> None:
+        epilog = f"example: noria {name} --model smollm2 {example}"
+        module.add_options(
+            commands.add_parser(name, help=what, description=description, epilog=epilog)
         )
-    )
-    compile_command.add_options(
-        add(
-            "compile",
-            help="build every executable of a plan, and keep them",
-            description="Compile a plan into a bundle, which noria batch --plan starts from "
-            "without compiling. For an absent target everything is compiled and reported.",
-            epilog="example: noria compile --model smollm2 --plan plan.toml -o bundle",
-        )
-    )
-    convert_command.add_options(
-        add(
-            "convert",
-            help="write a model as a checkpoint of noria's own",
-            description="Write any model that noria loads as an orbax checkpoint, with its "
-            "tokenizer and generation defaults.",
-            epilog="example: noria convert --model smollm2 -o checkpoint",
-        )
-    )
-    layouts_command.add_options(
-        add(
-            "layouts",
-            help="compare layouts: legality, memory, collectives",
-            description="Check layouts of a model on a target, compile them and read what they "
-            "cost.",
-            epilog="example: noria layouts --model smollm2 --target cpu:6 -o report --verify",
-        )
-    )
+
+    add(
+        plan_command, "plan", "choose buckets for a workload",
+        "Choose the buckets that serve a workload best on a target, which need not be there, and "
+        "predict what they cost. Every second is a prediction.",
+        "--workload in.jsonl -o plan.toml",
+    )  # fmt: skip
+    add(
+        compile_command, "compile", "build every executable of a plan, and keep them",
+        "Compile a plan into a bundle, which noria batch --plan starts from without compiling. For "
+        "an absent target everything is compiled and reported.",
+        "--plan plan.toml -o bundle",
+    )  # fmt: skip
+    add(
+        convert_command, "convert", "write a model as a checkpoint of noria's own",
+        "Write any model that noria loads as an orbax checkpoint, with its tokenizer and "
+        "generation defaults.",
+        "-o checkpoint",
+    )  # fmt: skip
+    add(
+        layouts_command, "layouts", "compare layouts: legality, memory, collectives",
+        "Check layouts of a model on a target, compile them and read what they cost.",
+        "--target cpu:6 -o report --verify",
+    )  # fmt: skip
 
 
 def _add_inspect(commands: "argparse._SubParsersAction[_Parser]") -> None:

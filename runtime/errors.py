@@ -17,9 +17,33 @@ class OutOfMemory(RuntimeError):
 
 
 class ForkedProcess(RuntimeError):
-    """A model is used in a process that was forked from its own."""
+    """A model is used in a process that was forked from its own.
+
+    A fork copies one of many threads: locks that jax's other threads hold stay locked in the child,
+    which would wait for ever.
+    """
 
     exit_code = EXIT_USAGE
+
+
+_starter: int | None = None
+
+
+def note_start() -> None:
+    """Remember the process that starts jax; raise ForkedProcess in a forked child of it."""
+    global _starter
+    check_process()
+    _starter = os.getpid()
+
+
+def check_process() -> None:
+    """Raise ForkedProcess if another process started jax."""
+    if _starter not in (None, os.getpid()):
+        raise ForkedProcess(
+            f"LLM: expected the process that started jax ({_starter}), got one that was forked "
+            f"from it ({os.getpid()}), in which jax hangs. Start workers as new processes, with "
+            f"multiprocessing.get_context('spawn'), and make the LLM in each of them."
+        )
 
 
 def exit_code(error: BaseException) -> int | None:

@@ -15,10 +15,10 @@ from typing import Any
 from ..compile.bucket_grid import BucketGrid, NoBucketFits, NoDecodeSlots
 from ..compile.monitor import compile_monitor
 from ..compile.signatures import MAX_STOP_IDS
-from . import own_process
 from .counted import counted
 from .decode_slots import Job
 from .engine import ChoicesDropped, Engine, EngineRequest, Event, PromptScored, TokensEmitted
+from .errors import check_process
 from .expert_use import ExpertSetup
 from .padding import row_seed
 from .request import (
@@ -97,7 +97,7 @@ class Generator:
 
     def submit(self, request: Request) -> None:
         """Admit a request or raise a `RowError` that says what does not fit."""
-        own_process.check()
+        check_process()
         params = request.params
         stop_ids = self.check(request)
         prompt_length = len(request.prompt_token_ids)
@@ -163,7 +163,7 @@ class Generator:
 
     def step(self) -> list[RequestOutput]:
         """Carry out one action; the requests that it finished."""
-        own_process.check()
+        check_process()
         events = self.engine.step()
         if events is None:
             assert not self._open, f"{len(self._open)} requests have no work left"

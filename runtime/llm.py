@@ -24,10 +24,11 @@ from ..compile.expert_plan import ExpertPlan, default_experts
 from ..compile.plan import Numbers, Plan, PlannedModel
 from ..compile.targets import Target, default_platform, find_target
 from ..sharding.layout import Layout
-from . import compilation_cache, own_process, session
-from .bundles.warm_start import begin
+from . import compilation_cache, session
+from .bundles.warm_start import WarmStart
 from .checkpoint import ModelFiles, open_model
 from .console import tell
+from .errors import check_process
 from .generation import Generator
 from .layout_files import read_layout_table
 from .request import Request, RequestOutput, RowError, SamplingParams
@@ -106,7 +107,9 @@ class LLM:
                 raise ValueError("layout, experts: the plan has its own. Change them there.")
             session.check_plan(plan, files, found, dtype)
             self.plan = plan
-            warm = begin(path, plan, found, files, say)
+            warm = None
+            if path is not None and path.is_dir():
+                warm = WarmStart(path, plan, found, files, say)
             dtype, scan_layers = plan.numbers.dtype, plan.model.scan_layers
             loaded = session.load_model(files, found, dtype, plan.layout, scan_layers, say)
         self._tokenizer = loaded.tokenizer
@@ -183,7 +186,7 @@ class LLM:
         self._generator = None
 
     def _require_open(self) -> Generator:
-        own_process.check()
+        check_process()
         if self._generator is None:
             raise ValueError("LLM: expected an open model, got one after close(). Make another.")
         return self._generator

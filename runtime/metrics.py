@@ -112,11 +112,11 @@ class EngineMetrics:
         decode_computed = sum(use.computed_tokens for use in self.decode.values())
         live = sum(use.live_tokens for use in self.decode.values())
         return {
-            "real_tokens": self._prompt_tokens + self._emitted_tokens,
+            "real_tokens": self._prompt_tokens + self.emitted_tokens,
             "computed_tokens": prefill_computed + decode_computed,
             "prefill_padding_tokens": prefill_computed - self._prompt_tokens,
             "idle_slot_tokens": decode_computed - live,
-            "overshoot_tokens": live - self._emitted_tokens,
+            "overshoot_tokens": live - self.emitted_tokens,
         }
 
     @property
@@ -141,7 +141,7 @@ class EngineMetrics:
                 "prefill_tokens_per_second": _rate(self._prompt_tokens, prefill_seconds),
                 "fork_seconds": self.fork_seconds,
                 "decode_seconds": decode_seconds,
-                "decode_tokens_per_second": _rate(self._emitted_tokens, decode_seconds),
+                "decode_tokens_per_second": _rate(self.emitted_tokens, decode_seconds),
             },
         }
 
@@ -150,7 +150,8 @@ class EngineMetrics:
         return sum(use.real_tokens for use in self.prefill.values())
 
     @property
-    def _emitted_tokens(self) -> int:
+    def emitted_tokens(self) -> int:
+        """Tokens that rows emitted, without those past a stop string."""
         return sum(use.emitted_tokens for use in self.decode.values()) - self.cut_tokens
 
 

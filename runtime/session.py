@@ -25,12 +25,11 @@ from ..modelzoo.config import DecoderConfig
 from ..sharding.layout import Layout
 from ..sharding.legality import require
 from ..sharding.placement import Placement
-from . import own_process
 from .bundles.warm_start import WarmStart
 from .checkpoint import InvalidConfig, ModelFiles, load_params
 from .counted import counted
 from .engine import Engine
-from .errors import OutOfMemory
+from .errors import OutOfMemory, note_start
 from .expert_use import ExpertSetup
 from .generation import Generator
 from .graph_memory import check_memory
@@ -65,7 +64,7 @@ def prepare_jax(target: str | None, num_processes: int = 1) -> None:
     compile. Does nothing once a backend runs, or where the user has chosen platforms or devices.
     Several processes simulate an equal share of the devices each.
     """
-    own_process.note_start()
+    note_start()
     if jax.dtypes.canonicalize_dtype("int64") != "int32":
         raise ValueError(
             "JAX_ENABLE_X64: expected off, as graphs count in 32 bits, got on. Unset it; in a "

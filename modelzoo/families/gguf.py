@@ -15,11 +15,12 @@ from .expert_sources import ExpertNames, form_of_experts
 from .family import Family, ModelSpec, Options
 from .hugging_face import (
     MAX_EMBED,
-    MAX_HEAD_DIM,
     MAX_HEADS,
     MAX_LAYERS,
     MAX_MLP,
     MAX_VOCAB,
+    read_head_dim,
+    read_heads,
 )
 from .latent_sources import LatentNames
 from .rope_options import DEFAULT_THETA, MAX_POSITION
@@ -131,11 +132,15 @@ def _decoder_config(
     assert family.gguf_options is not None, family.name
     options = _with_biases(family.gguf_options(config, num_layers), tensors)
     embed = config.integer("embedding_length", maximum=MAX_EMBED)
-    num_heads = config.integer("attention.head_count", maximum=MAX_HEADS)
     if options.latent is not None:
-        num_kv_heads, head_dim = num_heads, options.latent.head_dim
+        num_heads = num_kv_heads = config.integer("attention.head_count", maximum=MAX_HEADS)
+        head_dim = options.latent.head_dim
     else:
-        num_kv_heads, head_dim = _kv_heads(config, num_heads), _head_dim(config, embed, num_heads)
+        keys = "attention.head_count", "attention.head_count_kv"
+        num_heads, num_kv_heads = read_heads(config, *keys)
+        head_dim = read_head_dim(config, "attention.key_length", "embedding_length", num_heads)
+        for key in ("attention.value_length", "rope.dimension_count"):
+            config.expect(key, head_dim)
     max_position = config.integer("context_length", maximum=MAX_POSITION)
     options = replace(
         options,
@@ -175,29 +180,6 @@ def _vocab_size(config: ConfigReader, metadata: Mapping[str, object]) -> int:
     # older files state no size; the vocabulary is then as long as the embedding table
     default = len(tokens) if isinstance(tokens, Collection) else None
     return config.integer("vocab_size", maximum=MAX_VOCAB, default=default)
-
-
-def _kv_heads(config: ConfigReader, num_heads: int) -> int:
-    num_kv_heads = config.integer("attention.head_count_kv", maximum=MAX_HEADS, default=num_heads)
-    if num_heads % num_kv_heads:
-        raise config.error("attention.head_count", f"a multiple of head_count_kv ({num_kv_heads})")
-    return num_kv_heads
-
-
-def _head_dim(config: ConfigReader, embed: int, num_heads: int) -> int:
-    if config.has("attention.key_length"):
-        head_dim = config.integer("attention.key_length", maximum=MAX_HEAD_DIM)
-        if head_dim % 2:
-            raise config.error("attention.key_length", "an even number")
-    elif embed % (2 * num_heads):
-        raise config.error(
-            "embedding_length", f"an even multiple of head_count ({num_heads}), or a key_length"
-        )
-    else:
-        head_dim = embed // num_heads
-    for key in ("attention.value_length", "rope.dimension_count"):
-        config.expect(key, head_dim)
-    return head_dim
 
 
 def read_rope(config: ConfigReader, max_position: int) -> RopeConfig:

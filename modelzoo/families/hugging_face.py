@@ -276,7 +276,7 @@ def _decoder_config(config: ConfigReader, family: Family) -> DecoderConfig:
     num_layers = config.integer("num_hidden_layers", maximum=MAX_LAYERS)
     options = family.hf_options(config, num_layers)
     embed = config.integer("hidden_size", maximum=MAX_EMBED)
-    num_heads, num_kv_heads = _heads(config)
+    num_heads, num_kv_heads = read_heads(config, "num_attention_heads", "num_key_value_heads")
     max_position = config.integer("max_position_embeddings", maximum=MAX_POSITION)
     options = replace(
         options,
@@ -290,7 +290,7 @@ def _decoder_config(config: ConfigReader, family: Family) -> DecoderConfig:
     if options.latent is not None:
         head_dim = options.latent.head_dim
     else:
-        head_dim = _head_dim(config, embed, num_heads)
+        head_dim = read_head_dim(config, "head_dim", "hidden_size", num_heads)
     return DecoderConfig(
         vocab_size=config.integer("vocab_size", maximum=MAX_VOCAB),
         embed=embed,
@@ -303,25 +303,25 @@ def _decoder_config(config: ConfigReader, family: Family) -> DecoderConfig:
     )
 
 
-def _heads(config: ConfigReader) -> tuple[int, int]:
-    num_heads = config.integer("num_attention_heads", maximum=MAX_HEADS)
-    num_kv_heads = config.integer("num_key_value_heads", maximum=MAX_HEADS, default=num_heads)
+def read_heads(config: ConfigReader, key: str, kv_key: str) -> tuple[int, int]:
+    """The number of query heads, and that of key/value heads."""
+    num_heads = config.integer(key, maximum=MAX_HEADS)
+    num_kv_heads = config.integer(kv_key, maximum=MAX_HEADS, default=num_heads)
     if num_heads % num_kv_heads:
-        raise config.error("num_attention_heads", f"a multiple of num_key_value_heads "
-                           f"({num_kv_heads})")  # fmt: skip
+        raise config.error(key, f"a multiple of {kv_key} ({num_kv_heads})")
     return num_heads, num_kv_heads
 
 
-def _head_dim(config: ConfigReader, embed: int, num_heads: int) -> int:
-    if config.has("head_dim"):
-        head_dim = config.integer("head_dim", maximum=MAX_HEAD_DIM)
+def read_head_dim(config: ConfigReader, key: str, embed_key: str, num_heads: int) -> int:
+    """The size of a head: published, or that of so many which share the embedding out."""
+    embed = config.integer(embed_key, maximum=MAX_EMBED)
+    if config.has(key):
+        head_dim = config.integer(key, maximum=MAX_HEAD_DIM)
         if head_dim % 2:
-            raise config.error("head_dim", "an even number, as rotary embedding turns pairs")
+            raise config.error(key, "an even number, as rotary embedding turns pairs")
         return head_dim
     if embed % (2 * num_heads):
-        raise config.error(
-            "hidden_size", f"an even multiple of num_attention_heads ({num_heads}), or a head_dim"
-        )
+        raise config.error(embed_key, f"an even multiple of {num_heads} heads, or a {key}")
     return embed // num_heads
 
 

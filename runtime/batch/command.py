@@ -164,7 +164,7 @@ class BatchModel:
         from ...compile.plan import Plan
         from ...compile.targets import find_target
         from .. import compilation_cache, session
-        from ..bundles.warm_start import begin
+        from ..bundles.warm_start import WarmStart
         from .job_plan import limit_note, padding_note
 
         def report(built: "GraphBuilt") -> None:
@@ -194,7 +194,9 @@ class BatchModel:
         self._peers.agree(lambda: {"plan": text, "--plan": kind})
         weights = self._files.weights_digest(self._peers)
         weights.start()
-        warm = begin(self._options.plan, plan, target, self._files, progress.note, self._peers)
+        warm = None
+        if given is not None and given.is_dir():
+            warm = WarmStart(given, plan, target, self._files, progress.note, self._peers)
         progress.note(text.rstrip())
         progress.note(padding_note(rows, plan.buckets, plan.layout, config.max_position))
         if said := limit_note(plan, rows, config.max_position):

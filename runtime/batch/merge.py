@@ -35,7 +35,7 @@ from .manifest import (
 from .output import write_outputs
 from .part import WHOLE, Part
 from .progress import Progress
-from .results import is_error_line
+from .results import error_of_line
 
 _OF_THE_JOB = (
     "schema",
@@ -251,7 +251,8 @@ def _output_lines(
         part.file.seek(0)
     for row in range(parts[0].manifest["input"]["rows"]):
         line = parts[row % len(parts)].file.readline()
-        if error_file is None or is_error_line(line) == (path == error_file):
+        is_error = error_of_line(line) is not None
+        if error_file is None or is_error == (path == error_file):
             yield line
 
 

@@ -229,11 +229,6 @@ class OutputLines:
         return f"token_id:{token}" if self._tokens is None else self._tokens.token_text(token)
 
 
-def is_error_line(line: bytes) -> bool:
-    """Whether an output line is that of a row which ended as an error."""
-    return error_of_line(line) is not None
-
-
 def error_of_line(line: bytes) -> RowError | None:
     """The error in an output line; None for a result."""
     record = json.loads(line)

@@ -62,9 +62,14 @@ def run_job(
     """Run a job to its end, or go on with one that was stopped; returns the exit code."""
     progress, disk, phases = progress or Progress(), disk or Disk(), phases or PhaseClock()
     check_input(settings.input_path)
+    of_run = {"peers": peers, "disk": disk, "progress": progress, "phases": phases}
     if not peers.leads:
         with StopSignals() as stop:
-            return _follow(settings, model, peers, disk, progress, phases, stop)
+            # process 0 may have nothing to do
+            if (code := peers.share(None)) is not None:
+                return code
+            with open_input(settings, model, peers.share("")) as source:
+                return _Job(settings, model, source, None, stop=stop, **of_run).run()
     settings.check_files()
     with StopSignals() as stop, JobLock(settings.lock_path) as lock:
         # the next run may be on another host, which cannot tell that this process is gone
@@ -90,25 +95,7 @@ def run_job(
             now = decide_instant(settings, journal)
             peers.share(None)
             with open_input(settings, model, peers.share(now)) as source:
-                return _Job(
-                    settings, model, source, journal, peers, disk, progress, phases, stop
-                ).run()
-
-
-def _follow(
-    settings: JobSettings,
-    model: JobModel,
-    peers: Peers,
-    disk: Disk,
-    progress: Progress,
-    phases: PhaseClock,
-    stop: StopSignals,
-) -> int:
-    """Run the steps of a job whose files are process 0's."""
-    if (code := peers.share(None)) is not None:
-        return code
-    with open_input(settings, model, peers.share("")) as source:
-        return _Job(settings, model, source, None, peers, disk, progress, phases, stop).run()
+                return _Job(settings, model, source, journal, stop=stop, **of_run).run()
 
 
 @dataclass

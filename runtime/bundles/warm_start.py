@@ -22,20 +22,6 @@ from .own_files import BundleUnusable
 _COMPILING = "Compiling the plan instead; make the bundle anew with noria compile."
 
 
-def begin(
-    path: Path | None,
-    plan: Plan,
-    target: Target,
-    files: ModelFiles,
-    on_note: Callable[[str], None],
-    peers: Peers = ALONE,
-) -> "WarmStart | None":
-    """A start from the bundle that a plan was read from; None where it was a file, or none."""
-    if path is None or not path.is_dir():
-        return None
-    return WarmStart(path, plan, target, files, on_note, peers)
-
-
 class WarmStart:
     """What a folder has ready for a plan. Begins to load executables when it is made.
 
@@ -50,7 +36,7 @@ class WarmStart:
         target: Target,
         files: ModelFiles,
         on_note: Callable[[str], None],
-        peers: Peers,
+        peers: Peers = ALONE,
     ):
         self._folder, self._on_note, self._peers = folder, on_note, peers
         own = own_folder(folder, peers.rank, peers.size)

@@ -19,10 +19,10 @@ from .errors import (
     ModelNotFound,
 )
 from .generation_defaults import GenerationDefaults
-from .loader import check_coverage, load_params
+from .loader import load_params
 from .model_files import ModelFiles, open_model
 from .orbax_store import save_orbax
-from .tensor_source import TensorInfo, TensorSource
+from .tensor_source import TensorInfo
 from .weights_digest import WeightsDigest
 
 __all__ = [
@@ -38,9 +38,7 @@ __all__ = [
     "ModelFiles",
     "ModelNotFound",
     "TensorInfo",
-    "TensorSource",
     "WeightsDigest",
-    "check_coverage",
     "load_params",
     "open_model",
     "save_orbax",

@@ -130,14 +130,14 @@ def _check_files(options: argparse.Namespace) -> None:
     """Refuse what cannot be written, before the work that it is for."""
     from ..batch.job_files import check_files, check_fillable
     from ..layout_files import split_spellings
-    from . import report
+    from . import pictures, report
 
     read = [options.workload, options.from_output, options.calibration, options.hardware]
     read += map(Path, [options.model, *split_spellings(options.layout or "")])
     others = {}
     if options.report is not None:
         check_fillable(options.report)
-        report.require_pictures()
+        pictures.matplotlib()
         others = report.files_in(options.report)
     check_files({"the plan": options.output}, [("an input", path) for path in read], others)
 

@@ -117,11 +117,6 @@ def _graph(name: str, use: PrefillUse | DecodeUse, calls: int, real_tokens: int)
     }
 
 
-def require_pictures() -> None:
-    """Raise ImportError, with the remedy, before a plan is made whose report needs pictures."""
-    pictures.matplotlib()
-
-
 def files_in(folder: Path) -> dict[str, Path]:
     """The files that `write` writes, by description."""
     return {"the report": folder / "report.json", "the page of it": folder / "report.html"}

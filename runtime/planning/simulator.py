@@ -61,11 +61,6 @@ class Simulation:
         return Simulation(self.metrics.scaled(factor), self.tail_seconds)
 
     @property
-    def emitted_tokens(self) -> int:
-        emitted = sum(use.emitted_tokens for use in self.metrics.decode.values())
-        return emitted - self.metrics.cut_tokens
-
-    @property
     def occupancy(self) -> float:
         """Share of the slot-steps in which the slot held a row."""
         uses = self.metrics.decode.values()

@@ -20,7 +20,7 @@ from noria.modelzoo.config import RopeConfig
 from noria.runtime.bundles.bundle import CONTENTS, GRAPHS, Bundle, check_folder, write
 from noria.runtime.bundles.key import key_of
 from noria.runtime.bundles.own_files import BundleUnusable
-from noria.runtime.bundles.warm_start import begin
+from noria.runtime.bundles.warm_start import WarmStart
 from noria.runtime.padding import pack_greedy
 from noria.runtime.run_config import ConfigError
 
@@ -136,7 +136,7 @@ def test_a_start_has_all_executables_loaded_or_takes_none(folder, target, is_bro
     broken = break_an_executable(folder) if is_broken else None
     notes = []
     files = SimpleNamespace(spec=SimpleNamespace(config=CONFIG), path=ELSEWHERE)
-    found = begin(folder, PLAN, target, files, notes.append).graphs()
+    found = WarmStart(folder, PLAN, target, files, notes.append).graphs()
     (note,) = notes
     if broken:
         assert found is None

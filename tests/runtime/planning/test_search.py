@@ -51,7 +51,7 @@ def test_no_schedule_comes_below_its_bound_and_every_row_fits(seed):
         assert tried.seconds >= candidate.bound * (1 - 1e-9)
         assert tried.padding >= candidate.padding * (1 - 1e-9)
         sequences = sum(row.output * row.need.num_sequences for row in rows)
-        assert tried.simulation.emitted_tokens == sequences
+        assert tried.simulation.metrics.emitted_tokens == sequences
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -231,7 +231,7 @@ def test_ragged_slots_are_tried_where_slots_that_are_alike_do_not_fit():
     for one in ragged[::5]:
         tried = try_grid(one.grid, FEW_LONG, COST, budget)
         assert tried.seconds >= one.bound * (1 - 1e-9)
-        assert tried.simulation.emitted_tokens == 300 * 20 + 6 * 60
+        assert tried.simulation.metrics.emitted_tokens == 300 * 20 + 6 * 60
 
 
 def test_where_every_row_has_a_slot_shorter_ones_save_time():
@@ -302,7 +302,7 @@ def test_rows_that_generate_nothing_can_be_planned_for():
     rows = [ExpectedRow(RowNeed(20, 0, is_scored=True), 0)] * 5
     planned = replace(planner(rows), may_chunk=False).plan()
     assert planned.best.grid.score and not planned.best.grid.decode_slots
-    assert planned.best.simulation.emitted_tokens == 0
+    assert planned.best.simulation.metrics.emitted_tokens == 0
     # other grids are as they would be: calls of as many tokens
     assert {one.grid.decode_slots for one in planned.others.values()} == {0}
     assert max(b.batch for one in planned.others.values() for b in one.grid.prefill) > 1

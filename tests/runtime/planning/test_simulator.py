@@ -90,6 +90,6 @@ def test_what_a_stop_string_ends_runs_to_the_end_of_its_call():
     row = SimulatedRow(8, 40, (6,), ends_on_host=True)
     simulation = simulate(GRID, [row], None)
     assert simulation.metrics.cut_tokens == 2
-    assert simulation.emitted_tokens == 6
+    assert simulation.metrics.emitted_tokens == 6
     padding = simulation.metrics.report()["padding"]
     assert padding["overshoot_tokens"] == 2
