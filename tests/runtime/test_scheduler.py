@@ -277,6 +277,16 @@ def test_a_full_batch_goes_before_an_older_one_that_is_not_full():
     assert found == [[(0, 0), (3, 1)], [(0, 0), (3, 1)], [(0, 0), (3, 1)]]
 
 
+def test_while_all_slots_idle_a_full_batch_goes_before_an_older_one_that_is_not_full():
+    """Prompts of a long piece and a short one: four of these make a full batch."""
+    grid = replace(WHOLE, prefill=((32, 4, 2), (32, 2, 8)), decode_slots=8, decode_spans=(32, 64))
+    scheduler = Scheduler(grid)
+    for number in range(6):
+        scheduler.submit(job(number, prompt_length=10))
+    calls = [scheduler.next_action() for _ in range(3)]
+    assert [(call.bucket.tokens, len(call.rows)) for call in calls] == [(8, 2), (8, 2), (2, 4)]
+
+
 def test_decode_calls_go_on_between_the_chunks_of_long_prompts():
     scheduler = Scheduler(CHUNKS)
     scheduler.submit(job(0, max_tokens=40))
