@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 
 from ..compile.bucket_grid import BucketGrid
-from ..compile.default_grid import GridDefaults, ladder_grid
+from ..compile.default_grid import ladder_grid
 from ..compile.expert_plan import ExpertPlan, default_experts
+from ..compile.grid_defaults import GridDefaults
 from ..compile.plan import Numbers, Plan, PlannedModel
 from ..compile.targets import Target, default_platform, find_target
 from ..sharding.layout import Layout

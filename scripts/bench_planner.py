@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from noria.compile.bucket_search import cheapest_cuts
-from noria.compile.default_grid import GridDefaults
 from noria.compile.definition import Definition
+from noria.compile.grid_defaults import GridDefaults
 from noria.compile.planning.candidates import Budget, CandidateGrids, ExpectedRow, num_graphs
 from noria.compile.planning.cost import CostModel
 from noria.compile.planning.hardware import hardware_of

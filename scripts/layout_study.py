@@ -21,8 +21,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from noria.compile.bucket_grid import BucketGrid
-from noria.compile.default_grid import GridDefaults, round_up
 from noria.compile.definition import Definition
+from noria.compile.grid_defaults import GridDefaults, round_up
 from noria.compile.layout_measure import measure
 from noria.compile.planning.cost import CostModel
 from noria.compile.planning.hardware import hardware_of

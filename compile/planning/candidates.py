@@ -29,15 +29,9 @@ import numpy as np
 from ...sharding.call import Call
 from ..bucket_grid import BucketGrid, PrefillBucket
 from ..bucket_search import cheapest_cuts
-from ..default_grid import (
-    SPAN_STEP,
-    GridDefaults,
-    RowNeed,
-    cheapest_prefill,
-    round_up,
-    slot_use,
-    with_small_calls,
-)
+from ..default_grid import SPAN_STEP, RowNeed, slot_use
+from ..grid_defaults import GridDefaults, round_up
+from ..prefill_ladder import cheapest_prefill, with_small_calls
 from ..span_slots import SlotUse, with_ragged_slots
 from .compile_time import NO_TIME, GraphSeconds
 from .cost import CostModel

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ..bucket_grid import BucketGrid, PrefillBucket
-from ..default_grid import round_up
+from ..grid_defaults import round_up
 
 LANES = 128
 """The step of lengths that fill a TPU's lanes."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..bucket_grid import BucketGrid, PrefillBucket
-from ..default_grid import round_up
+from ..grid_defaults import round_up
 
 MOST_IDLE = 0.9
 """Share of slots that are expected to wait, however large batches are."""

@@ -13,20 +13,14 @@ from typing import Any
 import jax
 
 from ...compile.bucket_grid import BucketGrid
-from ...compile.default_grid import (
-    GridDefaults,
-    RowNeed,
-    derive_grid,
-    prefill_padding,
-    slot_use,
-    with_asked,
-    with_chunk,
-)
+from ...compile.default_grid import RowNeed, derive_grid, slot_use, with_asked, with_chunk
 from ...compile.definition import Definition
 from ...compile.expert_plan import default_experts
+from ...compile.grid_defaults import GridDefaults
 from ...compile.plan import Numbers, Plan, PlannedModel
 from ...compile.planning.hardware import hardware_of
 from ...compile.planning.work import Work
+from ...compile.prefill_ladder import prefill_padding
 from ...compile.span_slots import with_ragged_slots
 from ...compile.targets import Target
 from ...modelzoo.config import DecoderConfig

@@ -16,7 +16,7 @@ import numpy as np
 
 from ...compile.bucket_grid import BucketGrid, PrefillBucket
 from ...compile.build import build
-from ...compile.default_grid import GridDefaults, round_up
+from ...compile.grid_defaults import GridDefaults, round_up
 from ...compile.targets import Target
 from ...sharding.layout import Layout
 from .. import session

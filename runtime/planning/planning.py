@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 from ...compile.bucket_grid import BucketGrid
-from ...compile.default_grid import GridDefaults
+from ...compile.grid_defaults import GridDefaults
 from ...compile.planning.candidates import Budget, CandidateGrids, ExpectedRow
 from ...compile.planning.compile_time import NO_TIME
 from ...compile.planning.cost import CostModel

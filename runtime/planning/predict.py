@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ...compile.bucket_grid import BucketGrid
-from ...compile.default_grid import GridDefaults
 from ...compile.definition import model_sizes
 from ...compile.expert_plan import default_experts
+from ...compile.grid_defaults import GridDefaults
 from ...compile.plan import Numbers, Plan, PlannedModel
 from ...compile.planning.candidates import Budget
 from ...compile.planning.compile_time import GraphSeconds

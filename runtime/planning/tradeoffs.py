@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ...compile.bucket_grid import BucketGrid
-from ...compile.default_grid import GridDefaults
+from ...compile.grid_defaults import GridDefaults
 from ...compile.planning.cost import CostModel
 from ...sharding.call import Call
 from .layout_ranking import RankedLayout, Ranking

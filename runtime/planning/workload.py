@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...compile.default_grid import GridDefaults
+from ...compile.grid_defaults import GridDefaults
 from ...compile.planning.candidates import ExpectedRow
 from ..batch.command import open_text, row_need
 from ..batch.disk import digest_file

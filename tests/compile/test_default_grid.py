@@ -6,15 +6,9 @@ import numpy as np
 import pytest
 
 from noria.compile.bucket_grid import PrefillBucket
-from noria.compile.default_grid import (
-    LENGTH_STEP,
-    GridDefaults,
-    RowNeed,
-    derive_grid,
-    ladder_grid,
-    prefill_padding,
-    with_asked,
-)
+from noria.compile.default_grid import RowNeed, derive_grid, ladder_grid, with_asked
+from noria.compile.grid_defaults import LENGTH_STEP, GridDefaults
+from noria.compile.prefill_ladder import prefill_padding
 
 
 def rows_of(lengths, max_tokens=16):

@@ -3,7 +3,8 @@
 import pytest
 
 from noria.compile.bucket_grid import BucketGrid
-from noria.compile.default_grid import GridDefaults, RowNeed, derive_grid, slot_use
+from noria.compile.default_grid import RowNeed, derive_grid, slot_use
+from noria.compile.grid_defaults import GridDefaults
 from noria.compile.span_slots import SPARE, with_ragged_slots
 from noria.sharding.layout import Layout
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from model_on_disk import MAX_POSITION, write_model
 from tiny import CONFIG
 
-from noria.compile.default_grid import GridDefaults, RowNeed
+from noria.compile.default_grid import RowNeed
+from noria.compile.grid_defaults import GridDefaults
 from noria.compile.plan import Numbers, Plan, PlannedModel
 from noria.compile.targets import Target, find_target
 from noria.runtime.batch import job_plan

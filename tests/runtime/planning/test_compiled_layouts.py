@@ -7,7 +7,8 @@ import pytest
 from planning_models import SPARSE
 from tolerances import EXTRAPOLATED_LAYERS_RELATIVE
 
-from noria.compile.default_grid import GridDefaults, RowNeed
+from noria.compile.default_grid import RowNeed
+from noria.compile.grid_defaults import GridDefaults
 from noria.compile.planning.candidates import Budget, ExpectedRow
 from noria.compile.planning.compiled_call import CompiledCall
 from noria.compile.planning.hardware import Hardware
