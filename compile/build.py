@@ -66,7 +66,7 @@ class GraphToBuild:
     """Shardings of what it returns, or of each part of that."""
     donated: tuple[int, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Of the compiler."""
+    """Options of the compiler."""
 
     @property
     def kind(self) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from .graph_failures import reason
+from .graph_failures import is_out_of_memory, reason
 from .plan_tables import check_keys
 
 CompilerOptions = Mapping[str, Mapping[str, str | int | float | bool]]
@@ -21,14 +21,17 @@ class CompilerOptionRefused(ValueError):
 
 
 def read_options(table: Any) -> CompilerOptions:
-    """The table `[compiler]` of a plan; ValueError names what is wrong. No order is kept."""
+    """Read the table `[compiler]` of a plan; ValueError names what is wrong.
+
+    Options come sorted, so plans that differ in their order alone are equal.
+    """
     check_keys("[compiler]", table, set(), set(KINDS))
     for kind, options in table.items():
         if not isinstance(options, Mapping):
             raise ValueError(f"[compiler.{kind}]: expected a table, got {options!r}.")
         for name, value in options.items():
-            is_finite = isinstance(value, int | float) and math.isfinite(value)
-            if not is_finite and not isinstance(value, str):
+            is_finite = not isinstance(value, float) or math.isfinite(value)
+            if not is_finite or not isinstance(value, str | int | float):
                 raise ValueError(
                     f"compiler.{kind}.{name}: expected a string, a finite number, true or false, "
                     f"got {value!r}."
@@ -42,8 +45,9 @@ def naming_option(graph: str, options: Mapping[str, Any]) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        name = next((name for name in options if name in str(error)), None)
-        if name is None:
+        # the longest, as the name of one option may begin another's
+        name = max((name for name in options if name in str(error)), key=len, default=None)
+        if name is None or is_out_of_memory(error):
             raise
         raise CompilerOptionRefused(
             f"plan compiler.{graph.split()[0]}.{name}: expected an option and a value that the "

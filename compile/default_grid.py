@@ -129,7 +129,7 @@ def with_chunk(defaults: GridDefaults, chunk: Any) -> GridDefaults:
 
 
 def with_asked(defaults: GridDefaults, asked: Any) -> GridDefaults:
-    """The defaults with the user's `chunk` and `max_length`, from which spans are derived.
+    """The defaults, changed by what the user asked of `chunk`, `max_length` and slots.
 
     Raises:
         ValueError: `asked` is not a table, or the value of one of these keys is invalid.
@@ -140,7 +140,8 @@ def with_asked(defaults: GridDefaults, asked: Any) -> GridDefaults:
         )
     if "chunk" in asked:
         defaults = with_chunk(defaults, asked["chunk"])
-    if {"decode_slots", "decode_spans", "span_slots"} & set(asked):
+    asks_for_slots = {"decode_slots", "decode_spans", "span_slots"} & set(asked)
+    if asks_for_slots and asked.get("decode_slots") != 0:
         defaults = replace(defaults, keeps_slots=True)
     if "max_length" in asked:
         check_count("buckets.max_length", asked["max_length"])

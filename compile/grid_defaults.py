@@ -1,4 +1,4 @@
-"""What derived and planned grids aim for.
+"""Aims of derived and planned grids.
 
 Knows nothing of models, devices or rows.
 """
@@ -19,13 +19,13 @@ _Count = TypeVar("_Count", int, np.ndarray)
 
 @dataclass(frozen=True)
 class GridDefaults:
-    """What a derived grid aims for; a plan or `--set buckets.*` overrides the outcome."""
+    """Aims of a derived grid; a plan or `--set buckets.*` overrides the outcome."""
 
     tokens_per_prefill: int = 512
     """Tokens of one prefill call: enough to fill the matrix units, short enough to waste little."""
     max_prefill_graphs: int = 6
     tokens_per_graph: int = 512
-    """What one more prefill graph must save: its compile and its slow first call, in tokens."""
+    """The tokens that one more prefill graph must save, for its compile and its slow first call."""
     max_decode_slots: int = 64
     max_decode_graphs: int = 3
     """The number of decode graphs; one is for rows beyond the expected length, if any may come."""

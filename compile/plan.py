@@ -29,7 +29,7 @@ _RESERVED_NUMBERS = {"weights", "group", "activations", "cache"}
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """Which model a plan was made for."""
+    """The model that a plan was made for."""
 
     source: str
     fingerprint: str
@@ -60,7 +60,7 @@ class Numbers:
     """The table `[numbers]` of a plan."""
 
     dtype: str
-    """Of weights and activations."""
+    """The dtype of weights and activations."""
 
     def __post_init__(self):
         if self.dtype not in DTYPES:
@@ -96,6 +96,13 @@ class Plan:
         if not isinstance(self.max_length_reason, str):
             raise ValueError(
                 f"plan max_length_reason: expected a string, got {self.max_length_reason!r}."
+            )
+        has_slots, scores = self.buckets.decode_slots > 0, self.buckets.score
+        is_built = {"prefill": has_slots, "score": scores, "fork": has_slots, "decode": has_slots}
+        if unused := [kind for kind in self.compiler if not is_built[kind]]:
+            raise ValueError(
+                f"plan [compiler]: expected options for graphs that the plan has, got {unused}. "
+                f"Remove them."
             )
 
     def to_toml(self) -> str:
@@ -160,6 +167,11 @@ def _in_schema_2(table: Mapping[str, Any]) -> Mapping[str, Any]:
         )
     if schema == SCHEMA:
         return table
+    if newer := sorted({"numbers", "compiler"} & set(table)):
+        raise ValueError(
+            f"plan of schema 1: expected none of {newer}, which schema {SCHEMA} has. Set schema = "
+            f"{SCHEMA}, and move model.dtype to [numbers]."
+        )
     check_keys("plan of schema 1", table, _REQUIRED, _OPTIONAL)
     model = table["model"]
     check_keys("[model] of schema 1", model, {"source", "fingerprint", "dtype"}, {"scan_layers"})

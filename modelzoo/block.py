@@ -97,7 +97,7 @@ class ParallelBlock(nnx.Module):
 def block_of(
     rngs: nnx.Rngs, config: DecoderConfig, arrangement: Arrangement, layers: range
 ) -> Block | ParallelBlock:
-    """The block of a layer; of several that run in turns, with the weights of all of them."""
+    """The block of a layer; for layers that are scanned, with the weights of all of them."""
     block = ParallelBlock if config.is_parallel else Block
     _, is_sparse = config.layer_kinds[layers.start]
     moe = config.moe if is_sparse else None

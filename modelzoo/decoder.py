@@ -243,9 +243,9 @@ class Decoder(nnx.Module):
         x_BTD = self.embed(tokens_BT)
         kept: Cache = ()
         for group in self.groups:
-            places = slice(len(kept), len(kept) + len(group))
-            old = (None,) * len(group) if cache is None else cache[places]
-            arguments = group, self.layers[places], x_BTD, old
+            here = slice(len(kept), len(kept) + len(group))
+            old = (None,) * len(group) if cache is None else cache[here]
+            arguments = group, self.layers[here], x_BTD, old
             if len(group[0]) == 1:
                 x_BTD, made = run_group(*arguments, jnp.int32(0), experts)
             else:

@@ -44,7 +44,7 @@ class GroupedHeads(nnx.Module):
         layer_attention: LayerAttention,
         operations: Operations,
     ) -> tuple[jax.Array, Any]:
-        """What is added to the residual stream, and what the layer made to be kept."""
+        """The term that attention adds to the residual stream, and what it made to be kept."""
         q_BTKGH, new = self._project(x_BTD, by, operations)
         sink_KG = self.sinks[...] if self.config.sinks else None
         out_BTKGH, made = layer_attention.attend(Queries(q_BTKGH, sink_KG), new, None)

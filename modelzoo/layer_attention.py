@@ -35,8 +35,9 @@ class LayerAttention(NamedTuple):
     ]
     """`out_BTKGH` of queries, and what the layer made to be kept.
 
-    New keys and values are those of the projections' heads. Latents are kept in their place, and
-    are attended to where the layer reads its cache; the layer then makes no keys and values."""
+    New keys and values are those of the projections' heads. Latents, where there are any, are kept
+    instead of them. A layer that reads its cache attends to latents, and passes no keys and values.
+    """
     reads_cache: bool
 
 

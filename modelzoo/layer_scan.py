@@ -18,7 +18,7 @@ from .layer_groups import Group
 from .moe.layer import ExpertCall
 
 Cache = tuple[Any, ...]
-"""What is kept of each place of a group; None for each where there is no cache."""
+"""The cache of each place of layers; None for each place where there is no cache."""
 
 
 class RunGroup(Protocol):

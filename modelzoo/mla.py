@@ -55,7 +55,7 @@ class LatentHeads(nnx.Module):
         layer_attention: LayerAttention,
         operations: Operations,
     ) -> tuple[jax.Array, Any]:
-        """What is added to the residual stream, and what the layer made to be kept."""
+        """The term that attention adds to the residual stream, and what it made to be kept."""
         assert isinstance(by, Rotation), "configurations of latent attention rotate"
         q_BTNH = self._queries(x_BTD, operations)
         plain_BTNH, rotated_BTNH = jnp.split(q_BTNH, [self.sizes.plain_dim], axis=-1)

@@ -2,8 +2,8 @@
 
 The grid that people know from llama-batched-bench: PP prompt tokens and TG output tokens for each
 of B rows. Each case gets the bucket grid that a batch job of such rows would derive, and the waste
-of that grid stands beside its speed; for a model with experts, too, what was dropped and padded in
-each phase. Prompts are random ids, sampling is greedy, end tokens count as any other. With
+of that grid stands beside its speed. For a model with experts the JSON also has what each phase
+dropped and padded. Prompts are random ids, sampling is greedy, end tokens count as any other. With
 `--calibration` graphs of many shapes are timed instead, for the predictions of `noria plan`.
 
 Knows nothing of texts or request files. Guarantees: compiling and a first run are never in a

@@ -1,4 +1,4 @@
-"""What an error means to the command: an exit code, and one line for people.
+"""Errors as a command ends with them: an exit code, and one line for people.
 
 Knows nothing of subcommands. An exception may carry its code in an attribute `exit_code`.
 """

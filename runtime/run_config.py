@@ -1,6 +1,6 @@
-"""Configuration as given: TOML files, overrides from the command line, dates and times.
+"""Configuration as given: TOML files, overrides and options that several commands share, and times.
 
-Knows nothing of what is configured: every floor owns its tables and their keys. Guarantees: what
+Every floor owns its tables and their keys. Guarantees: what
 cannot be read is a `ConfigError` that names the file or option as the user wrote it.
 """
 

@@ -23,7 +23,8 @@ def read_routing(
 ) -> Routing:
     """Routing of config.json; the numbers are those of the reference where the file is silent.
 
-    With `has_option` the file may say whether weights are normalized, which they are not else.
+    With `has_option`, `norm_topk_prob` says whether weights are normalized; without that key they
+    are not.
     """
     if has_option:
         is_normalized = config.flag("norm_topk_prob", default=False)

@@ -81,7 +81,7 @@ def finalise(
 def _of_job(
     settings: JobSettings, summary: ScanSummary, journal: Journal, outputs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What was answered, and by what."""
+    """The facts of a job: its model, configuration, input and outputs."""
     plan = journal.plan
     return {
         "schema": SCHEMA,

@@ -1,8 +1,8 @@
 """The processes that run one job in step, as the job sees them.
 
 Process 0 leads: it owns journal, lock, output, manifest and progress, and says before every step
-what comes next. The others read the same input and run the same steps. `Peers` itself is the only
-process of its job; `runtime/pod.py` has the one among several.
+what comes next. The others read the same input and run the same steps. `Peers` itself is for a job
+of one process; `Pod` in `runtime/pod.py` is for several.
 """
 
 from collections.abc import Callable, Mapping

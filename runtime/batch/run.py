@@ -194,6 +194,12 @@ class _Job:
             if stored_plan is None:
                 self.journal.record_fact(MODEL, self.settings.model_name)
                 self.journal.record_fact(WEIGHTS, built.weights)
+            elif stored_plan != built.plan and _schema(stored_plan) == _schema(built.plan):
+                raise JobError(
+                    f"{self.settings.journal_path}: expected the plan that the job was begun with, "
+                    f"got another one from the build. Discard the journal with --restart.",
+                    EXIT_BUILD,
+                )
             if stored_plan != built.plan:
                 # recorded last: a journal with a plan binds later runs. A plan of an older schema
                 # is the same plan in other words, and is recorded anew in today's
@@ -340,6 +346,11 @@ def _check_finished_by(settings: JobSettings, stored: str | None, model: JobMode
     """Refuse rows that other weights have answered; `stored` is None if no weights were used."""
     if stored is not None:
         _check_weights(settings, stored, model.weights())
+
+
+def _schema(plan: str) -> str:
+    """The line of a plan that names its schema."""
+    return plan.partition("\n")[0]
 
 
 def _check_weights(settings: JobSettings, stored: str | None, found: str) -> None:

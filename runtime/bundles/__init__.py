@@ -1,1 +1,1 @@
-"""Plans kept with executables and weights: `noria compile` writes them, later starts load them."""
+"""Plans kept with their executables: `noria compile` writes them, later starts load them."""

@@ -1,4 +1,4 @@
-"""What executables depend on, as words: kept with them, and compared before their use.
+"""The key of a bundle: all that its executables depend on, kept with them and compared before use.
 
 Reads the sources of the library, no file of a bundle.
 """

@@ -1,9 +1,9 @@
 """A start from a bundle: executables load in the background while the rest is made ready.
 
 Executables load in a thread of the compiler's runtime, and weights wait for the disk: in parallel
-they take as long as the longer one. A note says why a bundle cannot be used; the caller then
-compiles. Knows nothing of how. Guarantees: executables are given out only when
-all of them are loaded, so nothing is left to compile when rows run.
+they take as long as the longer one. A note says why a bundle cannot be used; then the caller
+compiles the plan. Guarantees: executables are given out only when all of them are loaded, so
+nothing is left to compile when rows run.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from ..checkpoint import ModelFiles
 from .bundle import Bundle, own_folder
 from .own_files import BundleUnusable
 
-_COMPILING = "Compiling the plan instead; make the bundle anew with noria compile."
+_COMPILING = "Compiling the plan instead; make a bundle in a new folder with noria compile."
 
 
 class WarmStart:

@@ -1,9 +1,9 @@
 """Formats of quantised tensors: codes of few bits, and one scale for each block of them.
 
-A format says under which suffixes and types a file holds both (`codes`, `scales`), which shape the
-scales of codes have (ValueError for a shape that codes cannot have), in which shape the numbers are
-presented and in which order the codes hold its axes, what to read of both for a box of the numbers
-(`boxes`), and how that becomes their float32 values. Knows nothing of files, and reads nothing.
+A format has `codes` and `scales`, the suffixes and types under which a file holds both;
+`scales_shape`, the shape of the scales of some codes, or ValueError; `presented`, the shape of the
+numbers and the order in which codes hold its axes; `boxes`, what to read of both for a box of the
+numbers; and `values`, these numbers as float32. Knows nothing of files, and reads nothing.
 Guarantees: every value is its code's value times the scale of its block, in float32 and rounded
 once, whichever box it is asked for in.
 """

@@ -4,7 +4,8 @@ Knows nothing of file formats or families: a `ModelSpec` says which tensors fill
 `TensorSource` reads them. Guarantees: nothing is read before it is proven that every parameter is
 filled, every tensor used once or ignored by name, and all shapes agree. Beside the arrays that it
 returns the host holds at most a piece of one tensor and two shards: the one that is read, and the
-one before, which jax lets go of at its next transfer.
+one before, which jax lets go of at its next transfer. A checkpoint of our own is read a parameter
+at a time, whole, so the host holds one parameter besides.
 """
 
 import math

@@ -85,6 +85,17 @@ def save_orbax(
             f"save_orbax: expected parameters of single layers, as checkpoints of ours keep them, "
             f"got {several[0]}. Load the model without scan_layers."
         )
+    for key, value in params.items():
+        size, wanted = 0, 0
+        if key.endswith(TABLES):
+            size, wanted = value.shape[0], config.vocab_size
+        elif key.endswith(QKV):
+            size, wanted = value.shape[-3], config.num_kv_heads
+        if size != wanted:
+            raise ValueError(
+                f"save_orbax: expected {key} as it is without a layout, with {wanted} rows or "
+                f"heads, got {size}. Load the model on one device."
+            )
     description = {
         "schema": SCHEMA,
         "name": name or path.name,
@@ -103,7 +114,7 @@ def save_orbax(
 
 
 class OrbaxTensors:
-    """The parameters of one saved checkpoint, read whole, one at a time."""
+    """The parameters of one saved checkpoint; each is read whole, and the latest one is held."""
 
     def __init__(
         self, path: Path, description: Mapping[str, Any], arrangement: Arrangement = AS_PUBLISHED
@@ -153,7 +164,9 @@ class OrbaxTensors:
         import tensorstore
 
         # as orbax lays them out: arrays in the format of zarr, below one key-value store
-        store = {"driver": "ocdbt", "base": f"file://{self._directory}/"}
+        # not as a URL, in which some characters of a path would mean something
+        folder = {"driver": "file", "path": f"{self._directory}/"}
+        store = {"driver": "ocdbt", "base": folder}
         with _damage_named(self._directory):
             keys = tensorstore.KvStore.open(store).result().list().result()
             names = sorted({key.decode().rpartition("/")[0] for key in keys})

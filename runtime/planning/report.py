@@ -1,4 +1,4 @@
-"""What a plan predicts, for people and programs: report.json and report.html.
+"""The report of a plan, for people and programs: report.json and report.html.
 
 Every second is a prediction, and says what it waits for.
 """
@@ -241,7 +241,7 @@ def _figures(tried: "Tried") -> dict[str, Any]:
 
 
 def _limit(prediction: "Prediction") -> str:
-    """Where rows without max_tokens end, if before the model's context."""
+    """The end of rows without max_tokens, if it is before the model's context."""
     if not (reason := prediction.plan.max_length_reason):
         return ""
     limit, context = prediction.plan.buckets.max_length, prediction.cost.work.config.max_position
@@ -273,7 +273,7 @@ def _compiled(prediction: "Prediction") -> dict[str, Any] | None:
 
 
 def compiled_rows(searched: Sequence[PlannedLayout]) -> list[tuple[str, ...]]:
-    """What compiling told of layouts, the best first; empty where none was compiled."""
+    """The rows of layouts that were compiled, the best first."""
     compiled = [one for one in searched if one.compiled or one.problem]
     before = sorted(compiled, key=lambda one: one.seconds)
     return [_row(one, before.index(one) + 1) for one in compiled]

@@ -83,5 +83,5 @@ def _compiled_lines(report: Mapping[str, Any]) -> list[str]:
 
 
 def _gigabytes(memory: Mapping[str, float]) -> str:
-    weights, cache, device = (memory[of] / GIGABYTE for of in ("weights", "cache", "device"))
+    weights, cache, device = (memory[part] / GIGABYTE for part in ("weights", "cache", "device"))
     return f"weights {weights:.2f} GB and cache {cache:.2f} GB of {device:.1f} GB on each device"

@@ -138,6 +138,7 @@ def test_a_job_that_only_scores_has_no_slots_and_the_same_prefill():
     grid = derive_grid(rows, 512)
     kept = derive_grid(rows, 512, with_asked(GridDefaults(), {"decode_slots": 4}))
     assert (grid.decode_slots, grid.decode_spans) == (0, ())
+    assert derive_grid(rows, 512, with_asked(GridDefaults(), {"decode_slots": 0})) == grid
     assert kept.decode_slots and kept.decode_spans
     assert grid.prefill == kept.prefill
     for other in (RowNeed(5, 1), RowNeed(5, None, is_scored=True)):

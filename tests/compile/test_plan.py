@@ -83,7 +83,11 @@ def test_a_plan_of_schema_1_is_that_of_schema_2():
     ("old", "new", "message"),
     [
         ('dtype = "bfloat16"\n', "", r"\[model\] of schema 1: .* missing \['dtype'\]"),
-        ("[attention]", "[compiler.fork]\n[attention]", r"of schema 1: .* unknown \['compiler'\]"),
+        (
+            "[attention]",
+            "[compiler.fork]\n[attention]",
+            r"none of \['compiler'\], .* Set schema = 2",
+        ),
         ("[model]", "[modell]", r"of schema 1: .* unknown \['modell'\], missing \['model'\]"),
     ],
 )
@@ -122,6 +126,11 @@ def test_options_that_no_compiler_could_take_are_refused(compiler, message):
         Plan.from_table(tomllib.loads(PLAN.to_toml()) | tomllib.loads(compiler))
 
 
+def test_options_for_graphs_that_a_plan_does_not_have_are_refused():
+    with pytest.raises(ValueError, match=r"options for graphs that the plan has, got \['score'\]"):
+        replace(PLAN, buckets=replace(GRID, score=False), compiler={"score": {"x": 1}})
+
+
 def test_whether_layers_are_scanned_is_true_or_false():
     with pytest.raises(ValueError, match=r"model\.scan_layers: expected true or false, got 1"):
         PlannedModel("model", "", 1)
@@ -154,7 +163,7 @@ def test_a_plan_survives_its_file(experts):
         ("schema = 2", "schema = true", "plan schema: expected 1 or 2, got True"),
         ("schema = 2", "schema = 2.0", "plan schema: expected 1 or 2, got 2.0"),
         ("schema = 2\n", "", r"missing \['schema'\]"),
-        ("schema = 2", "schema = 1", r"plan of schema 1: .* unknown \['numbers'\]"),
+        ("schema = 2", "schema = 1", r"plan of schema 1: expected none of \['numbers'\]"),
         ('dtype = "float32"', "", r"\[numbers\]: .* missing \['dtype'\]"),
         ("[buckets]", 'weights = "int8"\n[buckets]', r"\['weights'\] are reserved, and not impl"),
         ("[buckets]", "[prefixes]\n[buckets]", r"plan: \['prefixes'\] are reserved, .* Remove"),

@@ -61,7 +61,7 @@ def test_a_plan_of_which_an_executable_cannot_be_loaded_is_compiled_in_the_build
         said = noria.run("batch", *arguments).stderr
         total = len(contents["graphs"]) * (plan is folder)
         assert said.count(f"executable {name} cannot be loaded") == (plan is folder)
-        assert said.count("Compiling the plan instead; make the bundle anew") == (plan is folder)
+        assert said.count("Compiling the plan instead; make a bundle in a new") == (plan is folder)
         assert said.count("compile [") == total
         manifest = read_manifest(output)
         assert manifest["compiles_during_run"] == 0

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import fake_model as fake
@@ -169,6 +170,22 @@ def stop_after(num_rows: int, tmp_path: Path, input_path: Path, output: Path) ->
     with contextlib.suppress(Crash):
         run(input_path, output, disk=FaultyDisk(num_rows + 10, Crash()))
     assert output.with_name(output.name + ".journal").exists()
+
+
+def test_a_build_that_changes_the_stored_plan_is_refused(tmp_path, reference):
+    input_path, expected = reference
+    output = tmp_path / "out.jsonl"
+    stop_after(20, tmp_path, input_path, output)
+
+    class OtherPlan(fake.FakeModel):
+        def build(self, summary, stored_plan, **options):
+            built = super().build(summary, stored_plan, **options)
+            return replace(built, plan=f"{stored_plan}decode_slots = 1\n")
+
+    with pytest.raises(JobError, match="expected the plan that the job was begun with"):
+        run(input_path, output, OtherPlan())
+    run(input_path, output)
+    assert masked(output) == expected
 
 
 def test_resuming_runs_only_what_is_missing_and_uses_the_stored_plan(tmp_path, reference):

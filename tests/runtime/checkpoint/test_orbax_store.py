@@ -34,7 +34,7 @@ CONFIG = DecoderConfig(
 )
 VALUES = {
     "embedding": np.arange(128, dtype=np.float32).reshape(16, 8),
-    "layers.0.attention.qkv": np.arange(64, dtype=np.float32).reshape(8, 2, 4) / 7,
+    "layers.0.mlp.gate_up": np.arange(64, dtype=np.float32).reshape(8, 2, 4) / 7,
     "final_norm": np.ones(8, np.float32),
 }
 
@@ -84,7 +84,7 @@ def test_a_config_with_an_unknown_field_is_refused():
 def test_what_was_saved_is_restored_on_another_placement_in_another_dtype(saved):
     shardings = {
         "embedding": NamedSharding(mesh(), PartitionSpec(None, "tensor")),
-        "layers.0.attention.qkv": NamedSharding(mesh(), PartitionSpec("data", "tensor")),
+        "layers.0.mlp.gate_up": NamedSharding(mesh(), PartitionSpec("data", "tensor")),
         "final_norm": SingleDeviceSharding(jax.devices()[3]),
     }
     with open_model(saved) as model:
@@ -113,6 +113,24 @@ def test_parameters_of_several_layers_are_not_saved(tmp_path):
         save_orbax(tmp_path / "new", params, family="tiny", config=CONFIG)
 
 
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("embedding.table", (CONFIG.vocab_size + 3, 8), f"with {CONFIG.vocab_size} rows or heads"),
+        ("layers.0.attention.qkv", (8, 2 * CONFIG.num_kv_heads, 3, 4), "expected layers.0.attent"),
+    ],
+)
+def test_parameters_of_a_layout_are_not_saved(tmp_path, name, shape, message):
+    with pytest.raises(ValueError, match=message):
+        save_orbax(tmp_path / "new", {name: jnp.zeros(shape)}, family="tiny", config=CONFIG)
+
+
+def test_a_folder_may_have_any_name(tmp_path):
+    folder = save(tmp_path / "a %20#?b")
+    with open_model(folder) as model:
+        np.testing.assert_array_equal(model.tensors.read("embedding"), VALUES["embedding"])
+
+
 def test_one_parameter_is_read_by_slice(saved):
     with open_model(saved) as model:
         index = (slice(2, 5), slice(0, 8))
@@ -133,7 +151,7 @@ def test_another_shape_in_the_model_is_a_mismatch(saved):
 
 def test_another_tree_in_the_model_is_a_mismatch(saved):
     wanted = abstract()
-    wanted["layers.1.attention.qkv"] = wanted.pop("layers.0.attention.qkv")
+    wanted["layers.1.attention.qkv"] = wanted.pop("layers.0.mlp.gate_up")
     device = SingleDeviceSharding(jax.devices()[0])
     with (
         open_model(saved) as model,
