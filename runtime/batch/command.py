@@ -131,26 +131,26 @@ def _target_name(options: argparse.Namespace, plan_table: Mapping[str, Any] | No
 class BatchModel:
     """A model's files as the batch job uses them."""
 
-    _files: ModelFiles
-    _options: argparse.Namespace
-    _plan_table: Mapping[str, Any] | None
-    _layout_table: Mapping[str, Any] | None
-    _peers: Peers = ALONE
+    files: ModelFiles
+    options: argparse.Namespace
+    plan_table: Mapping[str, Any] | None
+    layout_table: Mapping[str, Any] | None
+    peers: Peers = ALONE
 
     @property
     def _layout(self) -> "Layout | None":
         from ...sharding.layout import Layout
 
-        return None if self._layout_table is None else Layout.from_table(self._layout_table)
+        return None if self.layout_table is None else Layout.from_table(self.layout_table)
 
     def open_text(self, now: datetime) -> AbstractContextManager[JobText]:
         """The tokenizer, and the process that renders chat templates."""
-        return open_text(self._files, now)
+        return open_text(self.files, now)
 
     def weights(self) -> str:
         """The digest of the weights, by this process alone; reads files without a remembered
         root."""
-        return self._files.weights_digest().result()
+        return self.files.weights_digest().result()
 
     def build(
         self,
@@ -171,32 +171,32 @@ class BatchModel:
             progress.note(str(built))
 
         # before the plan: a model that no family knows is the model's fault
-        config = self._files.spec.config
+        config = self.files.spec.config
         rows = [row_need(need) for need in summary.needs]
         compilation_cache.enable(progress.note)
-        name = _target_name(self._options, self._plan_table)
+        name = _target_name(self.options, self.plan_table)
         try:
-            session.prepare_jax(name, self._peers.size)
+            session.prepare_jax(name, self.peers.size)
             target = find_target(name)
             if stored_plan is not None:
                 plan = Plan.from_table(tomllib.loads(stored_plan))
             else:
                 session.check_present(target)
-                if self._plan_table is None:
-                    session.check_layout(self._layout, self._files, target)
+                if self.plan_table is None:
+                    session.check_layout(self._layout, self.files, target)
                 plan = self._make_plan(rows, target)
-            session.check_plan(plan, self._files, target, self._options.dtype)
+            session.check_plan(plan, self.files, target, self.options.dtype)
         except ValueError as error:
             raise JobError(str(error), EXIT_USAGE) from error
         text = plan.to_toml()
-        given = self._options.plan
+        given = self.options.plan
         kind = "bundle" if given is not None and given.is_dir() else "file"
-        self._peers.agree(lambda: {"plan": text, "--plan": kind})
-        weights = self._files.weights_digest(self._peers)
+        self.peers.agree(lambda: {"plan": text, "--plan": kind})
+        weights = self.files.weights_digest(self.peers)
         weights.start()
         warm = None
         if given is not None and given.is_dir():
-            warm = WarmStart(given, plan, target, self._files, progress.note, self._peers)
+            warm = WarmStart(given, plan, target, self.files, progress.note, self.peers)
         progress.note(text.rstrip())
         progress.note(padding_note(rows, plan.buckets, plan.layout, config.max_position))
         if said := limit_note(plan, rows, config.max_position):
@@ -204,11 +204,11 @@ class BatchModel:
         progress.note(str(session.attention_kernels(plan, config, target)))
         dtype, scan_layers = plan.numbers.dtype, plan.model.scan_layers
         model = session.load_model(
-            self._files, target, dtype, plan.layout, scan_layers, progress.note
+            self.files, target, dtype, plan.layout, scan_layers, progress.note
         )
         digest = weights.result()
         phases.enter("build")
-        seed = self._options.seed
+        seed = self.options.seed
         with naming_rows(summary.rows):
             generator = session.start(model, plan, seed=seed, on_graph=report, warm=warm)
         return Build(generator, text, digest, partial(feeding_order, grid=plan.buckets))
@@ -219,13 +219,13 @@ class BatchModel:
         from .. import session
         from .job_plan import derived_plan, given_plan
 
-        overrides = self._options.set
-        if self._plan_table is not None:
-            return given_plan(self._plan_table, overrides)
-        dtype = session.resolve_dtype(self._options.dtype, target)
-        model, numbers = PlannedModel(self._files.name, self._files.fingerprint()), Numbers(dtype)
-        config, layout = self._files.spec.config, self._layout
-        return derived_plan(rows, target, model, numbers, config, layout, overrides, self._peers)
+        overrides = self.options.set
+        if self.plan_table is not None:
+            return given_plan(self.plan_table, overrides)
+        dtype = session.resolve_dtype(self.options.dtype, target)
+        model, numbers = PlannedModel(self.files.name, self.files.fingerprint()), Numbers(dtype)
+        config, layout = self.files.spec.config, self._layout
+        return derived_plan(rows, target, model, numbers, config, layout, overrides, self.peers)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSha
 
 from noria.modelzoo.config import AS_PUBLISHED, Arrangement, DecoderConfig
 from noria.runtime.checkpoint import CheckpointMismatch, load_params, open_model, save_orbax
-from noria.runtime.checkpoint.orbax_store import to_arrangement
+from noria.runtime.checkpoint.orbax_store import concerns, to_arrangement
 
 K, G, H, D, V, F = 2, 4, 4, 8, 13, 16
 CONFIG = DecoderConfig(
@@ -149,3 +149,21 @@ def test_canonical_shapes_are_a_mismatch_for_a_spec_with_an_arrangement(saved):
     ):
         spec = model.spec.arranged(Arrangement(2, 16))
         load_params(spec, model.tensors, abstract, device)
+
+
+@pytest.mark.parametrize("arrangement", [AS_PUBLISHED, Arrangement(2), Arrangement(1, 16)], ids=str)
+def test_parameters_that_are_not_concerned_stay_the_same_object(arrangement):
+    others = [name for name in VALUES if not concerns(arrangement, name)]
+    assert "layers.0.mlp.gate_up" in others
+    for name in others:
+        assert to_arrangement(VALUES[name], name, arrangement) is VALUES[name]
+
+
+def test_copies_stand_side_by_side_and_queries_keep_their_order():
+    x_DKJH = VALUES["layers.0.attention.qkv"]
+    got = to_arrangement(x_DKJH, "layers.0.attention.qkv", Arrangement(2))
+    assert got.shape == (D, 2 * K, G // 2 + 2, H)
+    np.testing.assert_array_equal(got[:, 2, :2], x_DKJH[:, 1, :2])
+    np.testing.assert_array_equal(got[:, 3, :2], x_DKJH[:, 1, 2:4])
+    for copy in (2, 3):
+        np.testing.assert_array_equal(got[:, copy, 2:], x_DKJH[:, 1, 4:])
