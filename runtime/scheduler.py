@@ -12,7 +12,7 @@ prompt is one piece. Policy, in this order:
    for ever. A full batch goes first, then the one with the oldest prompt. While rows decode and
    requests wait, a batch that is not full waits for a decode call, and until a share of the slots
    that its oldest prompt may have is idle: to leave fewer idle costs less than dummy rows. A batch
-   of prompts that fit into long slots alone counts as full from a larger idle share of these on; a
+   of prompts that only few, long slots hold counts as full from a larger idle share of these on; a
    prompt that needs no slot waits for none. At most `chunks_per_decode` batches run in a row while
    any row decodes. When no requests wait, nothing is gained by waiting: the largest pieces come
    first, and of them the shortest span, as prompts go on from these to the others, and then all
@@ -69,9 +69,11 @@ class ForkAction:
 
 IDLE_SHARE = 1 / 16
 """Share of the slots that a prompt may have which are idle when a batch runs that is not full."""
+FEW_SLOTS = 1 / 4
+"""The share of all slots below which the slots that a prompt may have are few."""
 MANY_IDLE = 1 / 4
-"""The share of long slots from which on a batch for these runs as a full one does: there may never
-be other prompts to fill it. In slots that are all alike the next prompts fill it."""
+"""The share of few slots from which on a batch for these runs as a full one does: there may never
+be other prompts to fill it. Where most slots hold a prompt, the next prompts fill its batch."""
 NO_SLOT = 0
 """In place of how far a slot must reach: for prompts that are scored in one piece."""
 
@@ -213,10 +215,10 @@ class Scheduler:
         return self._slots.any_live and self._batches_since_decode >= self._max_batches
 
     def _has_many_idle(self, job: Job) -> bool:
-        """Whether a prompt that only long slots hold waits for no others, as many of these idle."""
+        """Whether a prompt that only few slots hold waits for no others, as many of these idle."""
         usable = self._slots.num_for(job)
-        is_long = usable < len(self._slots)
-        return is_long and self._slots.num_idle_for(job) > MANY_IDLE * usable
+        has_few = usable < FEW_SLOTS * len(self._slots)
+        return has_few and self._slots.num_idle_for(job) > MANY_IDLE * usable
 
     def _must_wait(self, batches: dict[_Queue, list[_Prompt]]) -> bool:
         """Whether batches, none of which is full, wait for more prompts or for more slots."""
