@@ -1,4 +1,4 @@
-"""What is kept of layers, in the cache and of new tokens: named tuples that declare their axes.
+"""Entries that layers keep, in the cache and of new tokens: named tuples that declare their axes.
 
 Keys lie with positions along the last axis and values with heads' entries there: the order in which
 each is read as a matrix. Layers of latent attention keep latents alone, which are keys and values.

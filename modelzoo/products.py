@@ -77,7 +77,7 @@ class LayerRecord(Operations):
         self.mixture: WeightProduct | None = None
         """A mixture of experts as one product, which has no weight itself."""
         self.of_experts: list[WeightProduct] = []
-        """Of all experts at once, each row of activations with one of them."""
+        """Products of all experts at once: each row of activations meets one expert."""
         self._seen: list[jax.Array] = []
         self._num_sums = 0
 
@@ -131,7 +131,7 @@ class LayerRecord(Operations):
 def record_layer(
     config: DecoderConfig, layer: int, kv_copies: int, *, reads_cache: bool
 ) -> LayerRecord:
-    """What a layer does in a prompt, or where it reads the cache."""
+    """The record of a layer, as it runs over whole prompts or as it reads the cache."""
     record = LayerRecord()
 
     def run() -> None:

@@ -31,10 +31,10 @@ from .stripes import Stripe
 
 
 class PromptPieces(NamedTuple):
-    """Which tokens each row of a prefill call has."""
+    """The tokens that each row of a prefill call has, and the slot that keeps them."""
 
     slot_B: jax.Array
-    """Where the row's prompt is kept; past the slots for a row that is kept nowhere."""
+    """The slot that keeps the row's prompt; past the slots for a row that is kept nowhere."""
     start_B: jax.Array | None
     """Position of the first token; None for whole prompts, which begin at 0."""
     count_B: jax.Array
@@ -80,7 +80,7 @@ def layer_of_slots(
     num_heads: int,
     operations: Operations,
 ) -> KeptLayers:
-    """What the slots of rows keep of one layer, with `num_heads` where it keeps heads.
+    """The entries of one layer in the slots of rows, with `num_heads` where it keeps heads.
 
     The last `num_unseen` entries are left out.
     """
@@ -107,7 +107,7 @@ def _without_last(segments: Segments, num_entries: int, axis: int) -> Segments:
 
 
 class _Write(NamedTuple):
-    """Where the tokens of rows are written: arrays that `write_rows` gives to every device."""
+    """The places that rows are written to: arrays that `write_rows` gives to every device."""
 
     slot_B: jax.Array
     start_B: jax.Array | None

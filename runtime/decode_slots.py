@@ -77,7 +77,7 @@ class DecodeSlots:
         return len(self) - bisect_left(self._sorted_reach, job.limit)
 
     def num_idle_for(self, job: Job) -> int:
-        """Those of them in which nothing decodes."""
+        """Slots that hold all that a sequence of a job may become, and in which nothing decodes."""
         return sum(
             self.holds(slot, job) for slot in range(len(self)) if slot not in self._occupants
         )

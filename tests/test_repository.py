@@ -114,10 +114,9 @@ def test_the_prompts_of_the_benchmark_are_what_their_script_writes():
     assert written == stored.read_text(encoding="utf-8")
 
 
-def test_the_readmes_tree_is_what_the_files_say():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    updated = script("scripts/readme_tree.py").with_tree(readme)
-    assert updated == readme, "run scripts/readme_tree.py"
+def test_the_map_of_files_is_what_the_files_say():
+    file_map = script("scripts/file_map.py")
+    assert file_map.MAP.read_text("utf-8") == file_map.page(), "run scripts/file_map.py"
 
 
 def test_the_readmes_table_of_models_is_what_families_and_cases_say():

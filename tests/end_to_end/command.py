@@ -84,6 +84,12 @@ def chat(custom_id: str, content: str, **body: Any) -> dict[str, Any]:
     }
 
 
+def plan_text(buckets: str, *, target: str = "cpu", others: str = "") -> str:
+    """The text of a float32 plan for any model; `others` are tables that follow the buckets."""
+    model = '[model]\nsource = "model"\nfingerprint = ""\n\n[numbers]\ndtype = "float32"\n'
+    return f'schema = 2\ntarget = "{target}"\n\n{model}\n[buckets]\n{buckets}{others}'
+
+
 def answer(row: dict[str, Any]) -> Any:
     """What a row says, without ids and times."""
     if row["response"] is None:

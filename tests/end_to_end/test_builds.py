@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from command import completion, write_lines
+from command import completion, plan_text, write_lines
 
 from noria.compile import build
 from noria.runtime import cli, session
@@ -92,20 +92,14 @@ try:
 except ValueError as error:
     print(f"== LLM 2\n", error, file=sys.stderr)
 """
-PLAN = """schema = 2
-target = "cpu"
-[model]
-source = "model"
-fingerprint = ""
-
-[numbers]
-dtype = "float32"
-[buckets]
+PLAN = plan_text(
+    """\
 max_length = 16
 prefill = [[8, 1]]
 decode_slots = 1
 decode_spans = [16]
 """
+)
 
 
 @pytest.mark.parametrize(

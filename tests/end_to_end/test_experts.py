@@ -4,28 +4,19 @@ import random
 import tomllib
 
 import pytest
-from command import Noria, answer, completion, read_manifest, read_rows, write_lines
+from command import Noria, answer, completion, plan_text, read_manifest, read_rows, write_lines
 from model_on_disk import LAYERS, write_model
 
 NUM_CHOSEN = 2
-BUCKETS = """
-schema = 2
-target = "cpu"
-
-[model]
-source = "model"
-fingerprint = ""
-
-[numbers]
-dtype = "float32"
-
-[buckets]
+BUCKETS = plan_text(
+    """\
 max_length = 64
 prefill = [[16, 4]]
 decode_slots = 12
 decode_spans = [64]
 steps_per_call = 2
 """
+)
 LOSSY = """
 [experts]
 overflow = "{overflow}"

@@ -4,29 +4,20 @@ import shutil
 from pathlib import Path
 
 import pytest
-from command import completion, read_manifest, write_lines
+from command import completion, plan_text, read_manifest, write_lines
 from model_on_disk import write_model
 
 from noria.runtime.cli import main
 
-PLAN = """
-schema = 2
-target = "cpu"
-
-[model]
-source = "model"
-fingerprint = ""
-
-[numbers]
-dtype = "float32"
-
-[buckets]
+PLAN = plan_text(
+    """\
 max_length = 32
 prefill = [[8, 2]]
 decode_slots = 2
 decode_spans = [32]
 steps_per_call = 4
 """
+)
 
 
 def overwrite_the_middle(model: Path) -> None:

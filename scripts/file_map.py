@@ -1,6 +1,6 @@
-"""Write the README's tree of files: each with the first line of its docstring.
+"""Write the map of the project's files, docs/map.md: each with the first line of its docstring.
 
-    python scripts/readme_tree.py            # bring README.md up to date
+    python scripts/file_map.py            # bring docs/map.md up to date
 
 A test compares, so a new file cannot be forgotten.
 """
@@ -11,25 +11,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = ("modelzoo", "sharding", "compile", "runtime", "scripts")
-START, END = "<!-- tree -->\n", "<!-- end of tree -->\n"
+MAP = ROOT / "docs" / "map.md"
 
 
 def main() -> None:
-    path = ROOT / "README.md"
-    text = path.read_text(encoding="utf-8")
-    path.write_text(with_tree(text), encoding="utf-8")
+    MAP.write_text(page(), encoding="utf-8")
 
 
-def with_tree(readme: str) -> str:
-    """The README with its tree replaced by what the files say now."""
-    before, rest = readme.split(START)
-    _, after = rest.split(END)
-    return f"{before}{START}{tree()}{END}{after}"
-
-
-def tree() -> str:
-    """A Markdown list of folders and files with their purposes."""
-    lines: list[str] = []
+def page() -> str:
+    """The page: a list of folders and files with their purposes."""
+    lines = ["# Map of the files", "", "Written by `scripts/file_map.py`."]
     folder = None
     for path in sorted(_tracked(), key=lambda path: (_floor(path), path.parent.parts, path.name)):
         if path.parent != folder:
@@ -38,7 +29,7 @@ def tree() -> str:
             lines += ["", f"**`{folder.as_posix()}/`** {purpose}".rstrip(), ""]
         if path.name != "__init__.py":
             lines.append(f"- `{path.name}` {_purpose(ROOT / path)}")
-    return "\n".join(lines).lstrip() + "\n"
+    return "\n".join(lines) + "\n"
 
 
 def _tracked() -> list[Path]:
