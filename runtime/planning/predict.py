@@ -38,7 +38,6 @@ from .layout_ranking import RankedLayout, Ranking, all_layouts
 from .nearest import nearest
 from .planning import Planned, Planner
 from .search import NoPlanFits, Tried
-from .tradeoffs import Tradeoff, tradeoffs
 from .workload import Workload, read_workload
 
 ALL = "all"
@@ -61,8 +60,6 @@ class Prediction:
     """All that were weighed, the fastest first."""
     searched: list[PlannedLayout]
     """Those of them that have a plan, in the order in which they were preferred."""
-    tradeoffs: list[Tradeoff]
-    """Of all layouts, where a report is to show them."""
     seconds: float
     """That planning took."""
     compiled: CompiledPlan | None = None
@@ -109,9 +106,8 @@ def predict(options: argparse.Namespace, files: ModelFiles) -> Prediction:
         default_experts(config),
         max_length_reason=_limit(options, config, workload, grid),
     )
-    points = tradeoffs(ranking, ranked, grid) if options.report is not None else []
     seconds = time.perf_counter() - started
-    return Prediction(plan, best.planned, workload, best.cost, ranked, searched, points, seconds)
+    return Prediction(plan, best.planned, workload, best.cost, ranked, searched, seconds)
 
 
 def _limit(

@@ -70,10 +70,6 @@ def as_json(prediction: "Prediction") -> dict[str, Any]:
             "rows": compiled_rows(prediction.searched),
             "problems": problems(prediction.searched),
         },
-        "tradeoffs": [
-            {**asdict(one), "tokens_per_second_a_device": one.per_device}
-            for one in prediction.tradeoffs
-        ],
         "memory_bytes": {
             "weights": work.parameter_bytes,
             "cache": work.grid_bytes(grid),
@@ -134,9 +130,8 @@ def write(prediction: "Prediction", report: Mapping[str, Any], folder: Path) -> 
 
 def _pictures(prediction: "Prediction", report: Mapping[str, Any]) -> list[Picture]:
     rows, grid = prediction.workload.rows, prediction.planned.best.grid
-    hardware, memory = prediction.cost.hardware, dict(report["memory_bytes"])
-    device = memory.pop("device")
-    found = [
+    hardware = prediction.cost.hardware
+    return [
         Picture(
             "Rows and buckets",
             f"Where the workload's rows lie, and where the plan cuts them. {_padded(grid)}",
@@ -147,11 +142,6 @@ def _pictures(prediction: "Prediction", report: Mapping[str, Any]) -> list[Pictu
             ),
         ),
         Picture(
-            "This plan and other grids",
-            "Predicted seconds of the whole workload, compiling aside.",
-            pictures.grids({"this plan": report["predicted"], **report["comparison"]}),
-        ),
-        Picture(
             "Graphs under the roofline",
             "The line is what peaks allow. Under its slope a graph waits for memory, under its "
             "flat part for arithmetic; one far below it waits for the network, or is known from a "
@@ -160,24 +150,7 @@ def _pictures(prediction: "Prediction", report: Mapping[str, Any]) -> list[Pictu
                 report["graphs"], hardware.peak(prediction.plan.numbers.dtype), hardware.memory_rate
             ),
         ),
-        Picture(
-            "Memory on each device",
-            "What lies there all the time; with the plan compiled, what its largest graph needs "
-            "besides. The black line is what the device has.",
-            pictures.memory(memory, device),
-        ),
     ]
-    if points := report["tradeoffs"]:
-        found.append(
-            Picture(
-                "Layouts: latency against throughput",
-                "Every point is a layout with a number of decode slots, which doubles along its "
-                "line. Further left answers sooner, further up yields more for the same devices; "
-                "ringed points, with their slots, are those that no other one beats in both.",
-                pictures.tradeoffs(points),
-            )
-        )
-    return found
 
 
 def _padded(grid: BucketGrid) -> str:

@@ -1,13 +1,16 @@
 """A plan's report as text for the terminal. Every second is a prediction."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..console import aligned
 from ..counted import counted
-from .page import COMPARISON, GRAPHS, compared, graph_rows
 
 GIGABYTE = 1e9
+GRAPHS = (
+    "graph", "calls", "tokens real / computed", "predicted ms a call", "waits for", "predicted s",
+)  # fmt: skip
+COMPARISON = ("grid", "graphs", "prefill padding", "idle slots", "predicted s", "")
 
 
 def summary(report: Mapping[str, Any]) -> str:
@@ -15,7 +18,6 @@ def summary(report: Mapping[str, Any]) -> str:
     workload, hardware, predicted = report["workload"], report["hardware"], report["predicted"]
     search = report["search"]
     calibrated = "calibrated" if report["calibration"] else report["basis"]
-    grids = compared({"this plan": predicted, **report["comparison"]})
     lines = [
         f"workload   {workload['name']}: {counted(workload['rows'], 'row')}, "
         f"{counted(workload['prompt_tokens'], 'prompt token')}, "
@@ -25,9 +27,9 @@ def summary(report: Mapping[str, Any]) -> str:
         *_layout_lines(report),
         *([f"limit      {report['limit']}"] if report["limit"] else []),
         "",
-        *aligned([GRAPHS, *graph_rows(report["graphs"])]),
+        *aligned(_graphs(report["graphs"])),
         "",
-        *aligned([COMPARISON, *grids]),
+        *aligned([COMPARISON, *_compared({"this plan": predicted, **report["comparison"]})]),
         "",
         *_compiled_layout_lines(report["compiled_layouts"]),
         f"predicted  {predicted['run_seconds']:.1f} s to run and "
@@ -41,6 +43,41 @@ def summary(report: Mapping[str, Any]) -> str:
         f"{search['seconds']:.1f} s",
     ]
     return "\n".join(lines)
+
+
+def _graphs(graphs: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """Column names and rows of the graphs, with what a device sends in a call along mesh axes."""
+    axes = sorted({axis for graph in graphs for axis in graph["sent_bytes"]})
+    sent = [f"MB sent along {axis}" for axis in axes]
+    rows = [
+        (
+            graph["graph"],
+            str(graph["calls"]),
+            f"{graph['real_tokens']} / {graph['computed_tokens']}",
+            f"{graph['seconds'] * 1e3:.1f}",
+            graph["binds"],
+            f"{graph['total_seconds']:.1f}",
+            *(f"{graph['sent_bytes'].get(axis, 0.0) / 1e6:.2f}" for axis in axes),
+        )
+        for graph in graphs
+    ]
+    return [(*GRAPHS, *sent), *rows]
+
+
+def _compared(grids: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """Rows under `COMPARISON`, of grids by name; the first is what the others are held against."""
+    least = next(iter(grids.values()))["run_seconds"]
+    return [
+        (
+            name,
+            str(figures["graphs"]),
+            f"{figures['prefill_padding']:.1%}",
+            f"{figures['idle_slots']:.1%}",
+            f"{figures['run_seconds']:.1f}",
+            f"x{figures['run_seconds'] / least:.2f}",
+        )
+        for name, figures in grids.items()
+    ]
 
 
 def _slots(predicted: Mapping[str, Any]) -> str:

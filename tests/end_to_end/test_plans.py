@@ -106,17 +106,15 @@ def test_the_summary_names_every_graph_and_says_that_it_predicts(planned):
     assert "powers of two" in summary
 
 
-def test_the_page_is_whole_without_network_and_shows_the_plan(planned):
-    path, report, _ = planned
+def test_the_page_is_whole_without_network_and_shows_summary_and_plan(planned):
+    path, _, summary = planned
     page = path.with_suffix("").joinpath("report.html").read_text("utf-8")
     assert "http" not in re.sub(r"base64,[^\"]*", "", page)
     pictures = [base64.b64decode(found) for found in re.findall(r"base64,([^\"]*)", page)]
-    assert len(pictures) == 5
+    assert len(pictures) == 2
     assert all(picture.startswith(b"\x89PNG") for picture in pictures)
-    for graph in report["graphs"]:
-        assert f"<td>{graph['graph']}</td>" in page
     assert "padded to the next line" in page
-    assert "<th>predicted s</th>" in page
+    assert html.escape(summary.partition("\nplan: ")[0]) in page
     assert html.escape(path.read_text("utf-8")) in page
 
 
@@ -124,7 +122,7 @@ def test_the_page_is_whole_without_network_and_shows_the_plan(planned):
 def test_layouts_are_put_in_the_order_of_their_compiled_graphs(noria, source):
     layouts = "data-parallel@data=2 data-tensor@data=1,tensor=2"
     options = ("--target", "cpu:2", "--layout", layouts, "--tries", "1", "--quiet")
-    path, report, summary = plan(noria, source, *options, "--compile-layouts", "2")
+    _, report, summary = plan(noria, source, *options, "--compile-layouts", "2")
     searched = report["searched_layouts"]
     assert {one["name"] for one in searched} == {"data-parallel", "data-tensor"}
     seconds = [one["compiled_seconds"] for one in searched]
@@ -132,9 +130,7 @@ def test_layouts_are_put_in_the_order_of_their_compiled_graphs(noria, source):
     assert all(one["compiled"]["decode"]["factor"] > 0.99 for one in searched)
     assert f'layout = "{searched[0]["name"]}"' in report["plan"]
     assert "as compiled s" in summary
-    page = path.with_suffix("").joinpath("report.html").read_text("utf-8")
-    assert "Layouts, compiled" in page
-    assert "MB along tensor" in page or searched[0]["name"] == "data-parallel"
+    assert "MB sent along tensor" in summary or searched[0]["name"] == "data-parallel"
 
 
 def test_a_table_of_lengths_is_a_workload_for_hardware_that_is_not_there(noria, source):
@@ -157,18 +153,15 @@ def test_a_table_of_lengths_is_a_workload_for_hardware_that_is_not_there(noria, 
     )
 
 
-def test_terminal_file_and_page_say_the_same_of_every_grid_and_of_rows_left_out(noria, source):
+def test_terminal_and_file_say_the_same_of_every_grid_and_of_rows_left_out(noria, source):
     table = source.with_name("one-too-long.csv")
     table.write_text("prompt_tokens,output_tokens\n" + "40,9\n" * 30 + "99999,1\n")
-    path, report, summary = plan(noria, table)
-    page = path.with_suffix("").joinpath("report.html").read_text("utf-8")
+    _, report, summary = plan(noria, table)
     assert report["workload"]["refused"] == 1
     assert "left out: 1 row that no plan can serve" in summary
-    assert "Left out: 1 row that no plan can serve" in page
     for name, grid in {"this plan": report["predicted"], **report["comparison"]}.items():
         cells = [name, str(grid["graphs"]), f"{grid['prefill_padding']:.1%}"]
         cells += [f"{grid['idle_slots']:.1%}", f"{grid['run_seconds']:.1f}"]
-        assert "".join(f"<td>{cell}</td>" for cell in cells) in page
         assert re.search(r"\s+".join(map(re.escape, cells)), summary)
 
 
