@@ -34,7 +34,7 @@ from noria.runtime.layout_files import named_layout_tables
 from noria.runtime.planning.hardware_files import known_hardware
 from noria.sharding.call import Call
 from noria.sharding.communication import expected
-from noria.sharding.explain import max_context
+from noria.sharding.device_bytes import max_context
 from noria.sharding.layout import Layout
 from noria.sharding.placement import arrangement_of
 

@@ -90,7 +90,7 @@ FAST = (
     "runtime/text/",
     "sharding/test_axis_rules.py",
     "sharding/test_communication.py",
-    "sharding/test_explain.py",
+    "sharding/test_device_bytes.py",
     "sharding/test_layout_conformance.py::test_the_answer_is_that_of_one_device[llama-gpu-host",
     "sharding/test_legality.py",
     "test_",

@@ -29,7 +29,7 @@ from ...sharding import communication
 from ...sharding.axis_rules import AxisRules
 from ...sharding.call import Call, Segments, pieces
 from ...sharding.communication import sent_bytes
-from ...sharding.explain import cache_bytes_per_device, explain
+from ...sharding.device_bytes import cache_bytes_per_device, parameter_bytes_per_device
 from ...sharding.layer_shapes import LayerShapes
 from ...sharding.layout import Layout
 from ...sharding.projection import MeshAxes
@@ -73,8 +73,9 @@ class Work:
         )
         """The layout as far as it splits heads of prompts."""
         shapes = {name: x.shape for name, x in definition.abstract_parameters(dtype).items()}
-        placed = explain(self.layout, shapes, definition.logical_axes(), dtype)
-        self.parameter_bytes = sum(parameter.bytes_per_device for parameter in placed)
+        self.parameter_bytes = parameter_bytes_per_device(
+            self.layout, shapes, definition.logical_axes(), dtype
+        )
         """On each device."""
         self._known_exchanges: dict[tuple[str, int, int, int], Part] = {}
         self._known_weights: dict[tuple[str, bool], tuple[float, float]] = {}

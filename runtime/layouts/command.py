@@ -48,7 +48,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--layers", type=int, help="compile so many layers only, for a quick look")
     add("--scan-layers", action="store_true", help="layers in a loop, as a plan may ask for")
     add("--verify", action="store_true", help="run each layout, compare logits with one device")
-    add("--explain", action="store_true", help="list parameters: shape, partition, bytes, copies")
     add("--quiet", action="store_true", help="no progress on stderr")
     add_strict_config(parser)
     parser.set_defaults(run=run)
@@ -70,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace, files: "ModelFiles") -> int:
     from ...compile.targets import find_target
     from .. import compilation_cache, session
-    from .table import explanation, table_of
+    from .table import table_of
 
     compilation_cache.enable(partial(_note, options))
     session.prepare_jax(options.target)
@@ -84,10 +83,6 @@ def _run(options: argparse.Namespace, files: "ModelFiles") -> int:
     if options.verify:
         _verify(options, files, target, dtype, layouts, results)
     tell(sys.stdout, table_of(results))
-    if options.explain:
-        for layout, result in zip(layouts, results, strict=True):
-            if result.legal:
-                tell(sys.stdout, explanation(layout, config, dtype))
     _write(options, files, dtype, config, grid, results)
     is_fine = options.layouts == "all" or not any(result.findings for result in results)
     return EXIT_OK if is_fine else EXIT_ILLEGAL

@@ -1,15 +1,8 @@
 """Results of layouts as a table for the terminal. Knows nothing of how they were measured."""
 
-import re
 from collections.abc import Sequence
-from dataclasses import replace
 
-from ...compile.definition import Definition
 from ...compile.layout_measure import SHAPES, CollectiveTotal, LayoutResult
-from ...modelzoo.config import DecoderConfig
-from ...sharding.explain import PlacedParameter, explain
-from ...sharding.layout import Layout
-from ...sharding.placement import arrangement_of
 from ..console import aligned
 
 MEGABYTE = 1e6
@@ -46,20 +39,6 @@ def table_of(results: Sequence[LayoutResult]) -> str:
         if result.findings:
             lines.append(f"\n{result.name}:")
             lines += [f"  {finding}" for finding in result.findings]
-    return "\n".join(lines)
-
-
-def explanation(layout: Layout, config: DecoderConfig, dtype: str) -> str:
-    """Every parameter of a layout, like ones of several layers in one line with their sum."""
-    definition = Definition(config, arrangement_of(layout, config))
-    shapes = {name: x.shape for name, x in definition.abstract_parameters(dtype).items()}
-    groups: dict[str, list[PlacedParameter]] = {}
-    for placed in explain(layout, shapes, definition.logical_axes(), dtype):
-        groups.setdefault(re.sub(r"\.\d+\.", ".*.", placed.name), []).append(placed)
-    lines = [f"\n{layout.name} ({layout.mesh}), parameters per device:"]
-    for name, members in groups.items():
-        total = sum(member.bytes_per_device for member in members)
-        lines.append(str(replace(members[0], name=name, bytes_per_device=total)))
     return "\n".join(lines)
 
 

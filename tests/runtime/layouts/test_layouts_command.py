@@ -130,13 +130,6 @@ def test_a_picture_is_drawn(report, results):
     assert (report / "layouts.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_parameters_are_explained_with_like_ones_of_all_layers_together(report, capsys):
-    arguments = ["--model", str(report / "model"), "-o", str(report), "--layouts", "data-tensor"]
-    assert main(["layouts", *arguments, *OPTIONS, "--layers", "1", "--explain"]) == 0
-    (line,) = (line for line in capsys.readouterr().out.splitlines() if "mlp.down" in line)
-    assert " ".join(line.split()) == "layers.*.mlp.down 48/tensor 32 3,072 B 50% replicated"
-
-
 def test_a_layout_that_does_not_compile_is_reported_beside_the_others(report, capsys, monkeypatch):
     """On an over-full device the compiler raises, and a comparison should say so and go on."""
 

@@ -1,14 +1,12 @@
-"""What a layout means for one model, from shapes alone: bytes on each device, and what is repeated.
+"""What a model takes on each device under a layout, from shapes alone.
 
 Knows nothing of devices or graphs, so it answers for meshes of any size.
 """
 
 import math
 from bisect import bisect_right
-from dataclasses import dataclass
 
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from ..modelzoo import axes
@@ -19,50 +17,19 @@ from .axis_rules import kv_copies
 from .layout import Layout
 
 
-@dataclass(frozen=True)
-class PlacedParameter:
-    """One parameter as a layout places it."""
-
-    name: str
-    shape: tuple[int, ...]
-    spec: PartitionSpec
-    bytes_per_device: int
-    replicated_share: float
-    """Of the copies that the devices hold together: 0 where every element is held once."""
-
-    def __str__(self) -> str:
-        """One line; a dimension split over mesh axes reads `1536/tensor`."""
-        split = [*self.spec, *[None] * (len(self.shape) - len(self.spec))]
-        shape = " ".join(_dimension(*both) for both in zip(self.shape, split, strict=True))
-        return (
-            f"{self.name:40} {shape:>36} {self.bytes_per_device:>16,} B "
-            f"{self.replicated_share:4.0%} replicated"
-        )
-
-
-def _dimension(size: int, mesh_axes: str | tuple[str, ...] | None) -> str:
-    if not mesh_axes:
-        return str(size)
-    names = (mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes
-    return f"{size}/{'+'.join(names)}"
-
-
-def explain(
+def parameter_bytes_per_device(
     layout: Layout,
     shapes: dict[str, tuple[int, ...]],
     logical_axes: dict[str, Axes],
     dtype: DTypeLike,
-) -> list[PlacedParameter]:
-    """Every parameter with its partition, bytes per device and replicated share."""
-    placed = []
-    for name, shape in shapes.items():
-        spec = layout.rules.spec(logical_axes[name])
-        mesh_axes = [axis for axis in logical_axes[name] if axis]
-        shards = math.prod(layout.mesh.num_shards(layout.rules[axis]) for axis in mesh_axes)
-        num_bytes = math.prod(shape) * jnp.dtype(dtype).itemsize // shards
-        share = 1 - shards / layout.mesh.num_devices
-        placed.append(PlacedParameter(name, shape, spec, num_bytes, share))
-    return placed
+) -> int:
+    """All parameters on one device."""
+
+    def num_elements(name: str) -> int:
+        split = (layout.mesh.num_shards(layout.rules[axis]) for axis in logical_axes[name] if axis)
+        return math.prod(shapes[name]) // math.prod(split)
+
+    return sum(map(num_elements, shapes)) * jnp.dtype(dtype).itemsize
 
 
 def cache_bytes_per_device(

@@ -13,7 +13,11 @@ from noria.compile.compiled_graphs import CompiledGraphs
 from noria.compile.definition import Definition
 from noria.compile.targets import find_target
 from noria.modelzoo.config import DecoderConfig, LatentAttention
-from noria.sharding.explain import cache_bytes_per_device, explain, max_context
+from noria.sharding.device_bytes import (
+    cache_bytes_per_device,
+    max_context,
+    parameter_bytes_per_device,
+)
 from noria.sharding.layout import Layout
 
 CHIPS, LAYERS = 64, 118
@@ -117,20 +121,10 @@ def test_the_bytes_are_those_of_the_shards(name):
     definition = Definition(SMALL, placement.arrangement(SMALL))
     shapes = {n: x.shape for n, x in definition.abstract_parameters(jnp.float32).items()}
     shardings = placement.parameters(definition.logical_axes())
-    for placed in explain(layout, shapes, definition.logical_axes(), jnp.float32):
-        shard = shardings[placed.name].shard_shape(placed.shape)
-        assert placed.bytes_per_device == jnp.zeros(shard).nbytes
-        copies = 8 * placed.bytes_per_device / jnp.zeros(placed.shape).nbytes
-        assert placed.replicated_share == pytest.approx(1 - 1 / copies)
-
-
-def test_a_parameter_reads_as_one_line():
-    layout = layout_of("v5p-slice")
-    definition = Definition(SMALL)
-    shapes = {"layers.0.mlp.down": (64, 32)}
-    (placed,) = explain(layout, shapes, definition.logical_axes(), jnp.bfloat16)
-    for part in ("layers.0.mlp.down", "64/tensor 32/data", "512 B", "0% replicated"):
-        assert part in str(placed)
+    shards = {name: shardings[name].shard_shape(shape) for name, shape in shapes.items()}
+    expected = sum(jnp.zeros(shard).nbytes for shard in shards.values())
+    logical_axes = definition.logical_axes()
+    assert parameter_bytes_per_device(layout, shapes, logical_axes, jnp.float32) == expected
 
 
 @pytest.mark.parametrize(
