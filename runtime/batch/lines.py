@@ -17,14 +17,13 @@ from typing import Any, Literal
 
 from ..request import RowError, SamplingParams, wrong_value
 from ..strict_json import MAX_LINE_BYTES, Line, dump_line, parse_object
+from ..text.chat_messages import checked_messages
 from .request_body import read_params, unknown_parameter
 
 CHAT_URL = "/v1/chat/completions"
 COMPLETION_URL = "/v1/completions"
-ROLES = ("system", "developer", "user", "assistant")
 
 _ENVELOPE = ("custom_id", "method", "url", "body")
-_MESSAGE_KEYS = ("role", "content", "name")
 _MAX_TOKEN_ID = 2**31 - 1
 
 
@@ -40,7 +39,7 @@ class BatchRow:
     kind: Literal["chat", "completion", "score"]
     params: SamplingParams
     model: str | None = None
-    messages: list[dict[str, str]] | None = None
+    messages: list[dict[str, Any]] | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     prompt: str | None = None
     prompt_token_ids: list[int] | None = None
@@ -175,7 +174,7 @@ def _read_body(url: str, body: Mapping[str, Any], defaults: Mapping[str, Any]) -
     }
     if is_chat:
         content["kind"] = "chat"
-        content["messages"] = _messages(body.get("messages"))
+        content["messages"] = checked_messages(body.get("messages"))
         content["chat_template_kwargs"] = _template_kwargs(body.get("chat_template_kwargs"))
         return content
     content["kind"] = "score" if read.params.max_tokens == 0 else "completion"
@@ -213,47 +212,6 @@ def _prompt(prompt: object) -> str | list[int]:
                 "prompt",
             )
     return prompt
-
-
-def _messages(messages: object) -> list[dict[str, str]]:
-    if not isinstance(messages, list) or not messages:
-        raise wrong_value("messages", "a list with at least one message", messages)
-    return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
-
-
-def _message(message: object, where: str) -> dict[str, str]:
-    if not isinstance(message, dict):
-        raise wrong_value(where, "an object with role and content", message, "messages")
-    given = {key: value for key, value in message.items() if value is not None}
-    for key in given:
-        if key not in _MESSAGE_KEYS:
-            error = unknown_parameter(key, _MESSAGE_KEYS)
-            raise RowError(error.code, f"{where}: {error.message}", f"{where}.{key[:100]}")
-    role = given.get("role")
-    if role not in ROLES:
-        raise wrong_value(f"{where}.role", f"one of {', '.join(ROLES)}", role, "messages")
-    name = given.get("name")
-    if name is not None and not isinstance(name, str):
-        raise wrong_value(f"{where}.name", "a string", name, "messages")
-    content = _message_content(given.get("content"), f"{where}.content")
-    return {"role": role, "content": content} | ({"name": name} if name is not None else {})
-
-
-def _message_content(content: object, where: str) -> str:
-    """A text, or a list of text parts, which are joined by newlines."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list) or not content:
-        raise wrong_value(where, "a string or a list of text parts", content, "messages")
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text":
-            kind = part.get("type") if isinstance(part, dict) else part
-            raise wrong_value(where, "parts of type 'text' only", kind, "messages")
-        if set(part) != {"type", "text"} or not isinstance(part["text"], str):
-            raise wrong_value(
-                where, "text parts with a string 'text' and no more", part, "messages"
-            )
-    return "\n".join(part["text"] for part in content)
 
 
 def _template_kwargs(value: object) -> dict[str, Any]:

@@ -43,7 +43,6 @@ class Need:
     prompt_length: int
     max_tokens: int | None
     n: int
-    logprobs: int | None
     prompt_logprobs: int | None
     has_stops: bool = False
     """Whether stop strings may end it."""
@@ -216,7 +215,6 @@ def _need(row: BatchRow, prompt_length: int) -> Need:
         prompt_length=prompt_length,
         max_tokens=params.max_tokens,
         n=params.n,
-        logprobs=params.logprobs,
         prompt_logprobs=params.prompt_logprobs,
         has_stops=bool(params.stop),
     )

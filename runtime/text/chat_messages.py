@@ -2,7 +2,8 @@
 
 Knows nothing about templates or tokens. Guarantees: what passes is a copy in plain lists, dicts and
 strings that have a UTF-8 form; what does not is refused with its place, as in
-`messages[2].content`. Roles are strings here: which ones there are, the template decides.
+`messages[2].content`. A key with the value None counts as absent. Roles and further keys, as of
+tool calls, are for the template to know.
 """
 
 import json
@@ -30,7 +31,7 @@ def checked_messages(messages: object) -> list[dict[str, Any]]:
 def _checked_message(message: object, where: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise _invalid(where, "an object with role and content", message)
-    checked = checked_json(message, where)
+    checked = checked_json({key: x for key, x in message.items() if x is not None}, where)
     if not isinstance(checked.get("role"), str):
         raise _invalid(f"{where}.role", "a string", checked.get("role"))
     if checked.get("tool_calls"):

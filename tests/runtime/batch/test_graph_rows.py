@@ -9,7 +9,7 @@ from noria.runtime.request import RowError
 
 
 def row(number: int, length: int, bad: BadRow | None = None) -> ScannedRow:
-    need = None if bad else Need(length, 4, 1, None, None)
+    need = None if bad else Need(length, 4, 1, None)
     return ScannedRow(number, number + 1, 0, f"q{number}", "", need, bad)
 
 
@@ -23,4 +23,4 @@ def test_the_number_and_the_first_rows_are_named():
 
 
 def test_a_row_that_fits_nowhere_needs_nothing():
-    assert not needs_graph("decode span 64", GRID, Need(100, 4, 1, None, None))
+    assert not needs_graph("decode span 64", GRID, Need(100, 4, 1, None))

@@ -181,6 +181,17 @@ def test_text_parts_are_joined_and_other_parts_refused():
     assert "image_url" in error.message
 
 
+def test_messages_with_tool_calls_are_for_the_template():
+    call = {"id": "1", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    turns = [
+        {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None},
+        {"role": "tool", "tool_call_id": "1", "content": "2"},
+    ]
+    asked, answered = accepted(chat(messages=turns)).messages
+    assert asked["tool_calls"][0]["function"]["arguments"] == {"x": 1} and "refusal" not in asked
+    assert answered == turns[1]
+
+
 def user(content):
     return [{"role": "user", "content": content}]
 
@@ -208,13 +219,13 @@ BAD_ROWS = [
     ("no messages", chat(messages=[]), "invalid_request"),
     ("null messages", chat(messages=None), "invalid_request"),
     ("message is text", chat(messages=["hi"]), "invalid_request"),
-    ("wrong role", chat(messages=[{"role": "robot", "content": "x"}]), "invalid_request"),
+    ("no role", chat(messages=[{"content": "x"}]), "invalid_request"),
     ("role is a list", chat(messages=[{"role": [], "content": "x"}]), "invalid_request"),
     ("null content", chat(messages=user(None)), "invalid_request"),
     ("number content", chat(messages=user(3)), "invalid_request"),
     ("no parts", chat(messages=user([])), "invalid_request"),
     ("part is text", chat(messages=user(["x"])), "invalid_request"),
-    ("tool calls", chat(messages=[{"role": "user", "tool_calls": []}]), "unknown_parameter"),
+    ("no content", chat(messages=[{"role": "user", "tool_calls": []}]), "invalid_request"),
     ("empty prompt", completion(prompt=""), "empty_prompt"),
     ("no tokens", completion(prompt=[]), "empty_prompt"),
     ("null prompt", completion(prompt=None), "invalid_request"),
@@ -331,12 +342,12 @@ def test_a_row_that_brings_tools_is_refused_with_the_remedy(key):
     [
         completion(**{"x" * 10**6: 1}),
         {**completion(), "x" * 10**6: 1},
-        chat(messages=[{"role": "user", "content": "x", "x" * 10**6: 1}]),
+        chat(messages=[{"role": "user", "content": ["x" * 10**6]}]),
         completion(temperature="x" * 10**6),
         completion(stop=["x", ["y" * 10**6]]),
-        chat(messages=[{"role": "x" * 10**6, "content": "x"}]),
+        chat(messages=[{"role": ["x" * 10**6], "content": "x"}]),
     ],
-    ids=["key", "key of the line", "key of a message", "number", "stop", "role"],
+    ids=["key", "key of the line", "part of a message", "number", "stop", "role"],
 )
 def test_an_error_shows_the_beginning_of_a_long_value(record):
     error = refused(record).error
