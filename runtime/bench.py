@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 from .batch.disk import Disk, replace_file
 from .batch.job import EXIT_BUILD, JobError
 from .batch.job_files import check_files
-from .checkpoint import open_model
 from .console import tell
 from .default_target import default_target
 from .layout_files import layout_file, read_layout_table
@@ -94,9 +93,44 @@ class CaseResult:
         return 1 - self.padding["real_tokens"] / self.padding["computed_tokens"]
 
 
-def main(arguments: Sequence[str]) -> int:
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of the subcommand."""
+    add = parser.add_argument
+    add("--model", required=True, help="directory, .gguf file, or smollm2")
+    add("--pp", type=_sizes, default=[128, 256], help="prompt tokens a row (default: 128,256)")
+    add("--tg", type=_sizes, default=[32], help="output tokens a row (default: 32)")
+    add("--batch", type=_sizes, default=[1, 8, 32], help="rows (default: 1,8,32)")
+    add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of weights")
+    add("--target", default=default_target(), help="hardware to run on (default: %(default)s)")
+    add(
+        "--layout", help="how the model lies on several devices: a name, name@data=2,tensor=4, FILE"
+    )
+    add("--set", action="append", default=[], metavar="A.B=V", help="override a key of the plan")
+    add("--repeats", type=int, default=3, help="measured runs a case; medians count (default: 3)")
+    add("--json", type=Path, help="write raw times, grids and the machine here")
+    add(
+        "--calibration",
+        type=Path,
+        metavar="FILE",
+        help="instead of cases, time graphs of many shapes for the predictions of noria plan",
+    )
+    add(
+        "--hardware",
+        type=Path,
+        metavar="FILE",
+        help="for it: TOML tables of devices, beside the published ones",
+    )
+    add("--kind", default="", help="for it: whose table the accelerators of --target have (h100)")
+    add("--longest", type=int, default=1024, help="positions of the longest rows timed for it")
+    add_strict_config(parser)
+    parser.set_defaults(run=lambda options: run(options, parser))
+
+
+def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Run every case, print the table as it grows, write the JSON file at the end."""
-    options = _parse(arguments)
+    from .checkpoint import open_model
+
+    _check_options(options, parser)
     _check_files(options)
     hardware = None if options.calibration is None else _hardware(options)
     with open_model(options.model) as files:
@@ -207,41 +241,7 @@ def _grid_defaults(case: Case, layout: "Layout | None"):
     return replace(defaults, max_decode_slots=case.rows, max_decode_graphs=1)
 
 
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="noria bench",
-        description="Speed over prompt lengths (PP), output lengths (TG) and batch sizes (B).",
-        epilog="example: noria bench --model smollm2 --pp 128 --tg 32 --batch 1,8",
-    )
-    add = parser.add_argument
-    add("--model", required=True, help="directory, .gguf file, or smollm2")
-    add("--pp", type=_sizes, default=[128, 256], help="prompt tokens a row (default: 128,256)")
-    add("--tg", type=_sizes, default=[32], help="output tokens a row (default: 32)")
-    add("--batch", type=_sizes, default=[1, 8, 32], help="rows (default: 1,8,32)")
-    add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of weights")
-    add("--target", default=default_target(), help="hardware to run on (default: %(default)s)")
-    add(
-        "--layout", help="how the model lies on several devices: a name, name@data=2,tensor=4, FILE"
-    )
-    add("--set", action="append", default=[], metavar="A.B=V", help="override a key of the plan")
-    add("--repeats", type=int, default=3, help="measured runs a case; medians count (default: 3)")
-    add("--json", type=Path, help="write raw times, grids and the machine here")
-    add(
-        "--calibration",
-        type=Path,
-        metavar="FILE",
-        help="instead of cases, time graphs of many shapes for the predictions of noria plan",
-    )
-    add(
-        "--hardware",
-        type=Path,
-        metavar="FILE",
-        help="for it: TOML tables of devices, beside the published ones",
-    )
-    add("--kind", default="", help="for it: whose table the accelerators of --target have (h100)")
-    add("--longest", type=int, default=1024, help="positions of the longest rows timed for it")
-    add_strict_config(parser)
-    options = parser.parse_args(arguments)
+def _check_options(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     if options.repeats < 1:
         parser.error(f"argument --repeats: expected at least 1, got {options.repeats}.")
     useless = OF_CALIBRATION if options.calibration is None else OF_CASES
@@ -254,7 +254,6 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
             else f"argument --calibration: expected none of the options of cases, got {listed}. "
             f"It chooses its own shapes."
         )
-    return options
 
 
 def _check_files(options: argparse.Namespace) -> None:

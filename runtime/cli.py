@@ -74,12 +74,6 @@ def _parser() -> argparse.ArgumentParser:
     _add_inspect(commands)
     doctor = commands.add_parser("doctor", help="what this machine offers")
     doctor.set_defaults(run=_run_doctor)
-    # its own module parses its options
-    bench = commands.add_parser(
-        "bench", help="speed over batch sizes and lengths", add_help=False, prefix_chars="\0"
-    )
-    bench.add_argument("rest", nargs=argparse.REMAINDER)
-    bench.set_defaults(run=_run_bench)
     return parser
 
 
@@ -152,7 +146,7 @@ def _weights_digest(text: str) -> str:
 
 def _add_modules(commands: "argparse._SubParsersAction[_Parser]") -> None:
     """Subcommands with a module each that has their options, and loads nothing heavy for them."""
-    from . import compile_command, convert_command
+    from . import bench, compile_command, convert_command
     from .layouts import command as layouts_command
     from .planning import command as plan_command
 
@@ -184,6 +178,11 @@ def _add_modules(commands: "argparse._SubParsersAction[_Parser]") -> None:
         layouts_command, "layouts", "compare layouts: legality, memory, collectives",
         "Check layouts of a model on a target, compile them and read what they cost.",
         "--target cpu:6 -o report --verify",
+    )  # fmt: skip
+    add(
+        bench, "bench", "speed over batch sizes and lengths",
+        "Speed over prompt lengths (PP), output lengths (TG) and batch sizes (B).",
+        "--pp 128 --tg 32 --batch 1,8",
     )  # fmt: skip
 
 
@@ -242,12 +241,6 @@ def _run_doctor(options: argparse.Namespace) -> int:
     from . import doctor
 
     return doctor.main()
-
-
-def _run_bench(options: argparse.Namespace) -> int:
-    from . import bench
-
-    return bench.main(options.rest)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def report(model_directory, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         patch.setattr("sys.stdout", printed)
-        assert bench.main(["--model", str(model_directory), *arguments.split()]) == 0
+        assert cli.main(["bench", "--model", str(model_directory), *arguments.split()]) == 0
     return json.loads(path.read_text()), printed.getvalue()
 
 
@@ -114,7 +114,7 @@ def test_a_model_with_experts_says_what_was_dropped(tmp_path):
 @pytest.mark.parametrize("value", ["", "0", "8,", "eight"])
 def test_sizes_that_are_no_positive_integers_are_refused(value, capsys):
     with pytest.raises(SystemExit) as stopped:
-        bench.main(["--model", "smollm2", f"--pp={value}"])
+        cli.main(["bench", "--model", "smollm2", f"--pp={value}"])
     assert stopped.value.code == 2
     assert f"got {value!r}" in capsys.readouterr().err
 
@@ -144,7 +144,7 @@ def test_a_calibration_refuses_the_options_of_cases(capsys):
 @pytest.mark.parametrize("option", ["--hardware=mine.toml", "--kind=h100", "--longest=64"])
 def test_cases_refuse_the_options_of_a_calibration(option, capsys):
     with pytest.raises(SystemExit):
-        bench.main(["--model", "smollm2", option])
+        cli.main(["bench", "--model", "smollm2", option])
     name = option.partition("=")[0]
     assert f"{name}: expected beside --calibration FILE" in capsys.readouterr().err
 
