@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from . import pod_options
 from .batch.job_files import check_files
 from .batch.peers import Peers
-from .console import tell
+from .console import note, tell
 from .counted import counted
 from .run_config import ConfigError, add_strict_config, apply_overrides, read_plan_table
 
@@ -56,8 +56,8 @@ def _compile(options: argparse.Namespace, plan: "Plan", peers: Peers) -> None:
     from .compiled_plan import compile_for_target
 
     def report(built: object) -> None:
-        if peers.leads and not options.quiet:
-            tell(sys.stderr, built)
+        if peers.leads:
+            note(options, built)
 
     folder = bundle.own_folder(options.output, peers.rank, peers.size)
     check_files({}, [("the plan that is read", options.plan)], bundle.tables_in(folder))

@@ -7,7 +7,9 @@ Knows nothing of the messages. Guarantees: a missing reader is no error, now or 
 message moves the cursor, colours, renames or reorders anything.
 """
 
+import argparse
 import os
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import TextIO
@@ -16,6 +18,12 @@ from typing import TextIO
 def tell(stream: TextIO, message: object) -> None:
     """Write a message with a line ending."""
     say(stream, f"{printable(str(message))}\n")
+
+
+def note(options: argparse.Namespace, message: object) -> None:
+    """Write a line of progress to stderr, unless a command was asked to be quiet."""
+    if not options.quiet:
+        tell(sys.stderr, message)
 
 
 def printable(text: str) -> str:

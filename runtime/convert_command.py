@@ -8,11 +8,12 @@ once it is whole; a model that changes while it is read is an error.
 import argparse
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .batch.job_files import check_fillable
-from .console import tell
+from .console import note, tell
 from .counted import counted
 from .run_config import ConfigError, add_strict_config
 
@@ -43,10 +44,7 @@ def run(options: argparse.Namespace) -> int:
     from . import session
     from .checkpoint import open_model
 
-    def say(line: object) -> None:
-        if not options.quiet:
-            tell(sys.stderr, line)
-
+    say = partial(note, options)
     with open_model(options.model) as files:
         _check_folder(options.output, files.path)
         session.prepare_jax("cpu")

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from .compilation_cache import CacheUnusable, check_trusted, default_directory
 from .console import tell
+from .machine import usable_cores
 
 OLDEST_PYTHON = (3, 11)
 USER_EXTRAS = ("hf", "gguf")
@@ -156,11 +157,7 @@ def _embedded_model() -> Finding:
 
 
 def _machine() -> Iterator[Finding]:
-    if hasattr(os, "sched_getaffinity"):
-        usable = len(os.sched_getaffinity(0))
-    else:
-        usable = os.cpu_count() or 1
-    yield Finding("cores", f"{usable} usable of {os.cpu_count()}")
+    yield Finding("cores", f"{usable_cores()} usable of {os.cpu_count()}")
     try:
         memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):

@@ -23,7 +23,7 @@ def describe_machine() -> dict[str, Any]:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "processor": facts.get("model name") or platform.processor() or platform.machine(),
         "instructions": [name for name in _INSTRUCTIONS if name in facts.get("flags", "").split()],
-        "cores": _usable_cores(),
+        "cores": usable_cores(),
         "load_average": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "devices": _devices(),
         "system": platform.platform(),
@@ -46,7 +46,8 @@ def _processor_facts() -> dict[str, str]:
     return {name.strip(): value.strip() for name, value in pairs}
 
 
-def _usable_cores() -> int | None:
+def usable_cores() -> int | None:
+    """The cores that this process may run on."""
     # a container or taskset may leave fewer cores than the machine has
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))

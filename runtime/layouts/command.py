@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..batch.job_files import check_files, check_fillable
-from ..console import tell
+from ..console import note, tell
 from ..counted import counted
 from ..layout_files import layout_file, named_layout_tables, read_layout_table, split_spellings
 from ..run_config import ConfigError, add_strict_config
@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
     read = [Path(options.model), *layouts]
     check_files({}, [("an input", path) for path in read], _files_in(options.output))
     with open_model(options.model, needs_weights=options.verify) as files:
-        files.unread.report(partial(_note, options), is_strict=options.strict_config)
+        files.unread.report(partial(note, options), is_strict=options.strict_config)
         return _run(options, files)
 
 
@@ -71,7 +71,7 @@ def _run(options: argparse.Namespace, files: "ModelFiles") -> int:
     from .. import compilation_cache, session
     from .table import table_of
 
-    compilation_cache.enable(partial(_note, options))
+    compilation_cache.enable(partial(note, options))
     session.prepare_jax(options.target)
     target = find_target(options.target)
     if options.verify:
@@ -135,12 +135,12 @@ def _measure(
     attention = AttentionPlan(prefill=options.attention)
 
     def report(graph: str, seconds: float) -> None:
-        _note(options, f"{layout.name}: {graph}  {seconds:.1f} s")
+        note(options, f"{layout.name}: {graph}  {seconds:.1f} s")
 
     scan = options.scan_layers
     result = measure(config, layout, target, grid, dtype, report, attention, scan_layers=scan)
     if result.findings:
-        _note(options, f"{layout.name}: {result.verdict}")
+        note(options, f"{layout.name}: {result.verdict}")
     return result
 
 
@@ -158,7 +158,7 @@ def _verify(
     for layout, result in zip(layouts, results, strict=True):
         if not result.findings:
             result.max_abs_diff = verification.max_abs_diff(layout)
-            _note(options, f"{layout.name}: worst logit difference {result.max_abs_diff:.2e}")
+            note(options, f"{layout.name}: worst logit difference {result.max_abs_diff:.2e}")
 
 
 def _write(
@@ -187,8 +187,3 @@ def _write(
 
 def _files_in(folder: Path) -> dict[str, Path]:
     return {"the table": folder / "layouts.json", "the picture": folder / "layouts.png"}
-
-
-def _note(options: argparse.Namespace, text: str) -> None:
-    if not options.quiet:
-        tell(sys.stderr, text)

@@ -9,9 +9,10 @@ import argparse
 import math
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from ..console import tell
+from ..console import note, tell
 from ..default_target import default_target
 from ..run_config import ConfigError, add_strict_config
 
@@ -107,10 +108,7 @@ def run(options: argparse.Namespace) -> int:
         session.prepare_jax(options.target)
         find_target(options.target)
 
-    def progress(built: object) -> None:
-        if not options.quiet:
-            tell(sys.stderr, built)
-
+    progress = partial(note, options)
     with open_model(options.model, needs_weights=False) as files:
         files.unread.report(progress, is_strict=options.strict_config)
         prediction = predict(options, files)

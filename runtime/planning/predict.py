@@ -5,7 +5,6 @@ Every second here is a prediction.
 
 import argparse
 import json
-import sys
 import time
 import tomllib
 from dataclasses import dataclass, replace
@@ -28,7 +27,7 @@ from ...sharding.legality import IllegalLayout, require
 from ..checkpoint import ModelFiles
 from ..checkpoint.errors import CheckpointError
 from ..compiled_plan import CompiledPlan
-from ..console import tell
+from ..console import note
 from ..counted import counted
 from ..layout_files import named_layout_tables, read_layout_table, split_spellings
 from ..run_config import ConfigError
@@ -77,7 +76,7 @@ def predict(options: argparse.Namespace, files: ModelFiles) -> Prediction:
         output=options.from_output,
     ).that_fits(config.max_position)
     rows = counted(len(workload.rows), "row")
-    _note(options, f"{rows} to plan for, {workload.num_refused} refused")
+    note(options, f"{rows} to plan for, {workload.num_refused} refused")
     if not workload.rows:
         raise ConfigError(
             f"{options.workload}: expected at least one row of at most {config.max_position} "
@@ -124,8 +123,7 @@ def _as_compiled(
     options: argparse.Namespace, config: DecoderConfig, dtype: str, searched: list[PlannedLayout]
 ) -> list[PlannedLayout]:
     """The layouts in the order of their compiled graphs, of which one at least must run."""
-    note = partial(_note, options)
-    compiler = LayoutCompiler(options.target, config, dtype, note)
+    compiler = LayoutCompiler(options.target, config, dtype, partial(note, options))
     ordered = compiler.in_order(searched, options.compile_layouts)
     if ordered[0].problem:
         raise NoPlanFits(
@@ -153,7 +151,7 @@ def _planned_layouts(
             found.append(PlannedLayout(one.layout, one.cost, planned))
         except (NoPlanFits, IllegalLayout) as error:
             reasons.append(f"{one.layout.name if one.layout else 'one device'}: {error}")
-            _note(options, reasons[-1])
+            note(options, reasons[-1])
     if not found:
         raise NoPlanFits("no plan fits. " + " ".join(reasons))
     return sorted(found, key=lambda one: one.planned.best.seconds)
@@ -186,7 +184,7 @@ def _rank(options: argparse.Namespace, ranking: Ranking) -> list[RankedLayout]:
     ranked = ranking.rank(layouts)
     if len(layouts) > 1:
         for one in ranked:
-            _note(options, str(one).strip())
+            note(options, str(one).strip())
     return ranked
 
 
@@ -194,11 +192,11 @@ def _planner(
     options: argparse.Namespace, config: DecoderConfig, workload: Workload, one: RankedLayout
 ) -> Planner:
     def report(tried: Tried) -> None:
-        _note(options, f"{tried.seconds:10.1f} s predicted: {_short(tried)}")
+        note(options, f"{tried.seconds:10.1f} s predicted: {_short(tried)}")
 
     assert one.cost is not None
     if one.layout is not None:
-        _note(options, f"{one.layout.name} ({one.layout.mesh}):")
+        note(options, f"{one.layout.name} ({one.layout.mesh}):")
     return Planner(
         workload.rows,
         config.max_position,
@@ -305,8 +303,3 @@ def _short(tried: Tried) -> str:
     grid = tried.grid
     how = "chunks" if grid.chunks else "whole prompts"
     return f"{how} {', '.join(map(str, grid.prefill))}, {counted(grid.decode_slots, 'slot')}"
-
-
-def _note(options: argparse.Namespace, line: str) -> None:
-    if not options.quiet:
-        tell(sys.stderr, line)

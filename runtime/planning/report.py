@@ -20,18 +20,13 @@ from ...sharding.call import Call
 from ..batch.disk import Disk, replace_file
 from ..metrics import DecodeUse, PrefillUse
 from . import pictures
-from .compiled_layouts import PlannedLayout, problems
+from .compiled_layouts import PlannedLayout
 from .page import Picture, page
 
 if TYPE_CHECKING:
     from .layout_ranking import RankedLayout
     from .predict import Prediction
     from .search import Tried
-
-COLUMNS = (
-    "layout", "predicted s", "as compiled s", "place before", "prefill, ms a call",
-    "decode, ms a step", "MB sent in them", "needs GB",
-)  # fmt: skip
 
 
 def basis(hardware: Hardware) -> str:
@@ -65,15 +60,9 @@ def as_json(prediction: "Prediction") -> dict[str, Any]:
         "comparison": {name: _figures(tried) for name, tried in planned.others.items()},
         "layouts": [_ranked(one) for one in prediction.layouts],
         "searched_layouts": _searched(prediction.searched),
-        "compiled_layouts": {
-            "columns": COLUMNS,
-            "rows": compiled_rows(prediction.searched),
-            "problems": problems(prediction.searched),
-        },
         "memory_bytes": {
             "weights": work.parameter_bytes,
             "cache": work.grid_bytes(grid),
-            **_temporaries(prediction),
             "device": cost.hardware.memory_bytes,
         },
         "compiled": _compiled(prediction),
@@ -221,15 +210,6 @@ def _limit(prediction: "Prediction") -> str:
     return f"rows without max_tokens end at {limit} tokens of {context}: {reason}"
 
 
-def _temporaries(prediction: "Prediction") -> dict[str, int]:
-    """What the largest compiled graph needs beside weights and cache, where one was compiled."""
-    if prediction.compiled is None:
-        return {}
-    work, grid = prediction.cost.work, prediction.planned.best.grid
-    largest = max(prediction.compiled.memory_bytes.values())
-    return {"temporaries": max(0, largest - work.parameter_bytes - work.grid_bytes(grid))}
-
-
 def _compiled(prediction: "Prediction") -> dict[str, Any] | None:
     """What was measured by compiling the plan, by graph."""
     found = prediction.compiled
@@ -243,27 +223,6 @@ def _compiled(prediction: "Prediction") -> dict[str, Any] | None:
             for name, seconds in found.graph_seconds.items()
         },
     }
-
-
-def compiled_rows(searched: Sequence[PlannedLayout]) -> list[tuple[str, ...]]:
-    """The rows of layouts that were compiled, the best first."""
-    compiled = [one for one in searched if one.compiled or one.problem]
-    before = sorted(compiled, key=lambda one: one.seconds)
-    return [_row(one, before.index(one) + 1) for one in compiled]
-
-
-def _row(one: PlannedLayout, place: int) -> tuple[str, ...]:
-    calls = [one.compiled.get(phase) for phase in ("prefill", "decode")]
-    known = [call for call in calls if call is not None]
-    return (
-        one.name,
-        f"{one.seconds:.4g}",
-        "cannot run" if one.problem else f"{one.compiled_seconds:.4g}",
-        str(place),
-        *("" if call is None else f"{call.seconds * 1e3:.1f}" for call in calls),
-        " + ".join(f"{sum(call.sent.values()) / 1e6:.1f}" for call in known),
-        f"{max((call.memory_bytes for call in known), default=0) / 1e9:.2f}",
-    )
 
 
 def _searched(searched: Sequence[PlannedLayout]) -> list[dict[str, Any]]:

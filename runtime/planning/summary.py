@@ -10,6 +10,10 @@ GIGABYTE = 1e9
 GRAPHS = (
     "graph", "calls", "tokens real / computed", "predicted ms a call", "waits for", "predicted s",
 )  # fmt: skip
+COMPILED_LAYOUTS = (
+    "layout", "predicted s", "as compiled s", "place before", "prefill, ms a call",
+    "decode, ms a step", "MB sent in them", "needs GB",
+)  # fmt: skip
 COMPARISON = ("grid", "graphs", "prefill padding", "idle slots", "predicted s", "")
 
 
@@ -31,7 +35,7 @@ def summary(report: Mapping[str, Any]) -> str:
         "",
         *aligned([COMPARISON, *_compared({"this plan": predicted, **report["comparison"]})]),
         "",
-        *_compiled_layout_lines(report["compiled_layouts"]),
+        *_compiled_layout_lines(report["searched_layouts"]),
         f"predicted  {predicted['run_seconds']:.1f} s to run and "
         f"{predicted['build_seconds']:.0f} s to compile {counted(predicted['graphs'], 'graph')}"
         f"{_slots(predicted)}",
@@ -99,10 +103,32 @@ def _layout_lines(report: Mapping[str, Any]) -> list[str]:
     return [f"layout     {report['layout']}{of}"]
 
 
-def _compiled_layout_lines(found: Mapping[str, Any]) -> list[str]:
-    """Layouts as compiling orders them, where that was asked for."""
-    rows = found["rows"]
-    return [*aligned([found["columns"], *rows]), *found["problems"], ""] if rows else []
+def _compiled_layout_lines(searched: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Layouts as compiling orders them, the best first, where that was asked for."""
+    compiled = [one for one in searched if one["compiled"] or one["problem"]]
+    if not compiled:
+        return []
+    by_shapes = sorted(compiled, key=lambda one: one["seconds"])
+    rows = [_compiled_layout(one, by_shapes.index(one) + 1) for one in compiled]
+    pairs = zip(rows, compiled, strict=True)
+    problems = [f"{row[0]}: {one['problem']}" for row, one in pairs if one["problem"]]
+    return [*aligned([COMPILED_LAYOUTS, *rows]), *problems, ""]
+
+
+def _compiled_layout(layout: Mapping[str, Any], place: int) -> tuple[str, ...]:
+    """A row under `COMPILED_LAYOUTS`."""
+    calls = [layout["compiled"].get(phase) for phase in ("prefill", "decode")]
+    known = [call for call in calls if call is not None]
+    mesh = ", ".join(f"{axis}={size}" for axis, size in (layout["mesh"] or {}).items())
+    return (
+        f"{layout['name']} ({mesh})" if mesh else "one device",
+        f"{layout['seconds']:.4g}",
+        "cannot run" if layout["problem"] else f"{layout['compiled_seconds']:.4g}",
+        str(place),
+        *("" if call is None else f"{call['seconds'] * 1e3:.1f}" for call in calls),
+        " + ".join(f"{sum(call['sent'].values()) / 1e6:.1f}" for call in known),
+        f"{max((call['memory_bytes'] for call in known), default=0) / GIGABYTE:.2f}",
+    )
 
 
 def _compiled_lines(report: Mapping[str, Any]) -> list[str]:
