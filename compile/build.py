@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -31,6 +32,7 @@ from .graph_failures import naming_graph
 from .monitor import compile_monitor
 from .prefill_steps import fork_step, prefill_step, score_step
 from .program_cache import compile_program
+from .programs.program_text import program_text, text_folder
 from .steps import DecodeState, decode_step
 
 
@@ -255,8 +257,13 @@ def _shardings(placed: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.format, placed)
 
 
-def compile_graph(graph: GraphToBuild) -> tuple[jax.stages.Compiled, float, bool]:
-    """Lower and compile one graph: the executable, the seconds, whether it came from the cache."""
+def compile_graph(
+    graph: GraphToBuild, folder: Path | None = None
+) -> tuple[jax.stages.Compiled, float, bool]:
+    """Lower and compile one graph: the executable, the seconds, whether it came from the cache.
+
+    `folder` is where `program_text` looks, as some programs can be written only while they compile.
+    """
     start = time.monotonic()
     monitor = compile_monitor()
     monitor.take_cache_hit()
@@ -266,5 +273,12 @@ def compile_graph(graph: GraphToBuild) -> tuple[jax.stages.Compiled, float, bool
             graph.body, donate_argnums=graph.donated, out_shardings=graph.results
         ).lower(*graph.arguments)
     with naming_option(graph.name, graph.options):
-        compiled = compile_program(lowered, graph.options)
+        compiled = compile_program(lowered, graph.options, folder)
     return compiled, time.monotonic() - start, monitor.take_cache_hit()
+
+
+def compile_with_text(graph: GraphToBuild) -> tuple[jax.stages.Compiled, str | None, float]:
+    """The same: the executable, its text if XLA can write it, the seconds of compiling."""
+    with text_folder() as folder:
+        compiled, seconds, _ = compile_graph(graph, folder)
+        return compiled, program_text(compiled, folder), seconds

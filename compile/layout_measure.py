@@ -20,9 +20,10 @@ from ..sharding.legality import check
 from .attention_kernels import AUTO_ATTENTION, AttentionPlan, choose_kernels
 from .bucket_grid import BucketGrid
 from .build import compile_graph, plan_graphs
-from .collectives import Collective, program_text, read_collectives
 from .definition import Definition, model_sizes
 from .planning.work import Work
+from .programs.collectives import Collective, read_collectives
+from .programs.program_text import program_text
 from .targets import Target
 
 COMPILER, SHAPES = "the compiler", "shapes"

@@ -7,11 +7,13 @@ say, as without their devices they could not be loaded again.
 
 import threading
 from collections.abc import Mapping
-from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
+
+from .programs.program_text import writing_options
 
 _ABSENT = "compile_only_runtime"
 
@@ -44,19 +46,22 @@ anew = _Anew()
 """`with anew:` compiles without the cache."""
 
 
-def compile_program(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> jax.stages.Compiled:
+def compile_program(
+    lowered: jax.stages.Lowered, options: Mapping[str, Any], text_folder: Path | None = None
+) -> jax.stages.Compiled:
     """Compile through the cache, where there is one; for absent devices anew.
 
     The program was lowered with the placement of its results. Other options are another entry of
-    the cache.
+    the cache. Programs for absent TPUs are also written as text, if there is a folder for it.
     """
-    with anew if _is_for_absent(lowered) else nullcontext():
-        return lowered.compile(compiler_options=dict(options) or None)
-
-
-def _is_for_absent(lowered: jax.stages.Lowered) -> bool:
     sharding = jax.tree.leaves(lowered.out_info)[0].sharding
-    return next(iter(sharding.device_set)).client.runtime_type == _ABSENT
+    device = next(iter(sharding.device_set))
+    if device.client.runtime_type != _ABSENT:
+        return lowered.compile(compiler_options=dict(options) or None)
+    if text_folder is not None and device.platform == "tpu":
+        options = {**options, **writing_options(text_folder)}
+    with anew:
+        return lowered.compile(compiler_options=dict(options) or None)
 
 
 def _use(is_used: bool) -> None:

@@ -16,7 +16,7 @@ then carries about (n - 1) / n of them (twice that for an all-reduce).
 Left out as too small to matter: sinks, and counts of how experts were used. Experts are taken to
 dispatch losslessly. Rows of a chunk whose batch is split over caches in pieces are brought together
 by XLA, which is not counted; nor is what it sends where prefill and the cache keep their heads in
-different ways. Knows nothing of programs: `compile.collectives` reads what one does.
+different ways. Knows nothing of programs: `compile.programs.collectives` reads what one does.
 """
 
 from collections import Counter

@@ -18,8 +18,9 @@ import jax
 from ...sharding.call import Call
 from ...sharding.communication import sent_bytes
 from ...sharding.mesh_layout import MeshLayout
-from ..collectives import Collective, program_text, read_collectives
-from ..hbm_bytes import hbm_bytes
+from ..programs.collectives import Collective, read_collectives
+from ..programs.hbm_bytes import hbm_bytes
+from ..programs.program_text import program_text
 from .cost import CostModel
 from .work import Sent, summed
 

@@ -32,10 +32,14 @@ class Hardware:
     """To one neighbour, in one direction."""
     wraps: list[int]
     """Sides of the least block of devices along which links wrap; none of a switch."""
+    clock: float | None = None
+    """Cycles a second, where a compiler's programs tell cycles."""
 
     def __post_init__(self):
         numbers = {f"flops.{dtype}": rate for dtype, rate in self.flops.items()}
         numbers |= {name: getattr(self, name) for name in _NUMBERS}
+        if self.clock is not None:
+            numbers["clock"] = self.clock
         for name, number in numbers.items():
             check_number(f"hardware {self.name}.{name}", number, above=0)
         if not _is_block(self.wraps):
@@ -83,16 +87,18 @@ class Hardware:
 
     def to_table(self) -> dict[str, Any]:
         """What `read_hardware` reads, without the name."""
-        table = asdict(self)
-        del table["name"]
-        return table
+        return {
+            key: value
+            for key, value in asdict(self).items()
+            if key != "name" and (key, value) != ("clock", None)
+        }
 
 
 def read_hardware(tables: Mapping[str, Any]) -> dict[str, Hardware]:
     """Parsed TOML, one table a device; ValueError names a key that is wrong or missing."""
     found = {}
     for name, table in tables.items():
-        check_keys(f"hardware [{name}]", table, {"source", "flops", "wraps", *_NUMBERS})
+        check_keys(f"hardware [{name}]", table, {"source", "flops", "wraps", *_NUMBERS}, {"clock"})
         if not isinstance(table["flops"], Mapping):
             raise ValueError(
                 f"hardware {name}.flops: expected a table by dtype, got {table['flops']!r}."

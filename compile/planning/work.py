@@ -59,6 +59,24 @@ class Part:
     sent: Sent = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Needed:
+    """Bytes that one call has to move on one device, however it is computed."""
+
+    weights: float
+    """Every weight of a product once; not an embedding table of which rows are looked up."""
+    experts: float
+    """Of experts, those that so many tokens choose if routing is uniform."""
+    cache: float
+    """All entries of the cache below the span, live or not, or those that a prompt fills."""
+    logits: float
+    """Written once and read once."""
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.experts + self.cache + self.logits
+
+
 class Work:
     """The work of one model's graphs under a layout."""
 
@@ -91,6 +109,17 @@ class Work:
             self._exchanges(call),
         ]
         return tuple(part for part in found if part is not None)
+
+    def needed(self, call: Call) -> Needed:
+        """What one call has to move."""
+        experts = self._experts(call)
+        _, of_head = self._of_weight(self._shapes(call), record_logits(self.config))
+        return Needed(
+            weights=self._of_weights(call, of_experts=False)[1] + of_head,
+            experts=0.0 if experts is None else experts.bytes,
+            cache=self._span_bytes(call),
+            logits=self._logits_bytes(call),
+        )
 
     def cache_bytes(self, slots: int, length: int) -> int:
         """Keys and values of slots that are all alike, on each device."""
@@ -173,6 +202,17 @@ class Work:
 
     def _kept_bytes(self, call: Call) -> float:
         """Keys and values read, once a block of queries, and those that are written."""
+        of_span = self._span_bytes(call)
+        if call.phase == "decode":
+            return of_span
+        block, _ = block_sizes(call.tokens, call.span)
+        blocks = math.ceil(call.tokens / block)
+        seen = sum(_pairs(call, window) for window in self.config.windows)
+        everything = call.num_tokens * call.span * self.config.num_layers
+        return of_span * (blocks * seen / everything + call.tokens / call.span)
+
+    def _span_bytes(self, call: Call) -> float:
+        """Keys and values below the span, or of all tokens of a prompt."""
         if call.phase == "decode":
             return self.cache_bytes_of(call.segments or ((call.rows, call.span),))
         # as if one row were alone, then shared as the prompt's attention is
@@ -180,20 +220,19 @@ class Work:
         split = (axes.ATTENTION_BATCH, axes.LENGTH)
         pieces = shards(self._mesh_axes(split, rules))
         alone = cache_bytes_per_device(self.config, self._heads_only, 1, call.span, self.dtype)
-        of_span = call.rows * alone / pieces
-        block, _ = block_sizes(call.tokens, call.span)
-        blocks = math.ceil(call.tokens / block)
-        seen = sum(_pairs(call, window) for window in self.config.windows)
-        everything = call.num_tokens * call.span * self.config.num_layers
-        return of_span * (blocks * seen / everything + call.tokens / call.span)
+        return call.rows * alone / pieces
 
     def _logits(self, call: Call) -> Part:
         """The product with the vocabulary, and what it leaves in memory."""
-        shapes, product = self._shapes(call), record_logits(self.config)
-        flops, num_bytes = self._of_weight(shapes, product)
+        flops, num_bytes = self._of_weight(self._shapes(call), record_logits(self.config))
+        made = self._logits_bytes(call)
+        return Part("logits", call.num_logits * flops, num_bytes + made)
+
+    def _logits_bytes(self, call: Call) -> float:
+        """Written once and read once."""
         made = call.num_logits * self.config.vocab_size * FLOAT32_BYTES
-        shards = self.layout.mesh.num_shards(chain(*shapes.projection(product).made))
-        return Part("logits", call.num_logits * flops, num_bytes + 2 * made / shards)
+        projection = self._shapes(call).projection(record_logits(self.config))
+        return 2 * made / self.layout.mesh.num_shards(chain(*projection.made))
 
     def _activations(self, call: Call) -> Part:
         config = self.config

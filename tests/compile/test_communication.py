@@ -14,8 +14,8 @@ import pytest
 
 from noria.compile.bucket_grid import BucketGrid
 from noria.compile.build import compile_graph, plan_graphs
-from noria.compile.collectives import Collective, read_collectives
 from noria.compile.definition import Definition
+from noria.compile.programs.collectives import Collective, read_collectives
 from noria.compile.targets import find_target
 from noria.modelzoo.config import DecoderConfig, LatentAttention
 from noria.modelzoo.moe.config import MoeConfig, Routing

@@ -13,11 +13,11 @@ from tolerances import FLOAT32_MODEL_LOGPROB
 
 from noria.compile.bucket_grid import BucketGrid
 from noria.compile.build import compile_graph, plan_graphs
-from noria.compile.collectives import read_collectives
 from noria.compile.compiled_graphs import CompiledGraphs
 from noria.compile.definition import Definition
-from noria.compile.hlo_text import read_program
 from noria.compile.prefill_steps import last_hidden
+from noria.compile.programs.collectives import read_collectives
+from noria.compile.programs.hlo_text import read_program
 from noria.compile.targets import find_target
 from noria.modelzoo.config import DecoderConfig
 from noria.sharding.layout import Layout

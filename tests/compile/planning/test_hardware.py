@@ -1,5 +1,7 @@
 """Tables of hardware: every figure has a source, and a wrong one is refused by name."""
 
+import math
+
 import pytest
 
 from noria.compile.planning.hardware import (
@@ -43,11 +45,27 @@ def test_every_published_device_names_its_source_and_the_dtypes_of_plans():
         ("flops", {"bfloat16": float("nan")}),
         ("flops", 3.0),
         ("link_rate", "fast"),
+        ("clock", 0),
+        ("clock", "1.5 GHz"),
     ],
 )
 def test_a_figure_that_cannot_be_is_refused_by_name(key, value):
     with pytest.raises(ValueError, match=key):
         read_hardware({"mine": GOOD | {key: value}})
+
+
+def test_every_tpu_has_a_clock_that_fits_its_peak_and_nothing_else_has_one():
+    """A cycle of a generation's matrix units makes a power of two of operations."""
+    clocks = {name: device.clock for name, device in known_hardware().items() if device.clock}
+    assert set(clocks) == {"v4", "v5e", "v5p", "v6e"}
+    for name, clock in clocks.items():
+        of_cycle = math.log2(known_hardware()[name].peak("bfloat16") / clock)
+        assert of_cycle == pytest.approx(round(of_cycle), abs=0.01)
+
+
+def test_a_table_with_a_clock_and_one_without_are_read_as_they_are_written():
+    for table in (GOOD, GOOD | {"clock": 1.5e9}):
+        assert read_hardware({"mine": table})["mine"].to_table() == table
 
 
 def test_keys_must_be_exactly_those_of_a_device():

@@ -60,6 +60,33 @@ def test_attention_of_a_step_reads_the_cache_once():
     assert found.flops == 2 * 4 * 128 * 3 * 8 * 2 * 16
 
 
+def test_a_step_needs_each_weight_once_the_cache_below_its_span_and_its_logits():
+    layer = 64 * 16 * (8 + 2 * 2) + 8 * 16 * 64 + 3 * 64 * 160
+    head, work = 512 * 64, work_of(PLAIN)
+    found = work.needed(Call.of_step(4, 128))
+    assert found.weights == (3 * layer + head) * 4
+    assert (found.experts, found.cache) == (0, work.cache_bytes(4, 128))
+    assert found.logits == 2 * 4 * 512 * 4
+    assert found.total == found.weights + found.cache + found.logits
+    assert work.needed(Call.of_step(4, 64)).cache == work.cache_bytes(4, 64)
+
+
+def test_a_step_needs_the_experts_that_its_tokens_choose_if_routing_is_uniform():
+    experts = 3 * 8 * 3 * 64 * 96 * 4
+    for tokens in (1, 4, 1000):
+        chosen = 1 - (1 - 2 / 8) ** tokens
+        found = work_of(SPARSE).needed(Call.of_step(tokens, 128)).experts
+        assert found == pytest.approx(chosen * experts)
+
+
+def test_a_prompt_needs_room_for_the_entries_that_it_fills():
+    work = work_of(PLAIN)
+    assert work.needed(Call("prefill", 4, 32, 32)).cache == work.cache_bytes(4, 32)
+    windowed = work_of(replace(PLAIN, windows=(16, None, 16)))
+    assert windowed.needed(Call("prefill", 4, 32, 32)).cache == windowed.cache_bytes(4, 32)
+    assert windowed.cache_bytes(4, 32) == work.cache_bytes(4, 32) * (16 + 32 + 16) / 96
+
+
 def test_a_window_bounds_what_a_step_attends_to():
     windowed = replace(PLAIN, windows=(16, None, 16))
     spans = [part(work_of(windowed), Call.of_step(1, span), "attention").flops for span in (64, 96)]

@@ -24,39 +24,66 @@ _FREE_TARGETS = ('"AllocateBuffer"', '"ConcatBitcast"')
 _SLICES = ("slice", "dynamic-slice", "gather")
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 """Operations that change a part of their first operand in place, and which operand that part is."""
+CALLERS = ("while", "conditional", "call")
+"""Operations that move what the computations move that they run."""
 
 
 def hbm_bytes(hlo_text: str) -> int:
     """Read and written in a call, on one device; `hlo_text` is what `program_text` gives."""
     program = read_program(hlo_text)
-    return _moved_by_run(program, program.entry)
+    return Traffic(program).of_run(program.entry)
 
 
-def _moved_by_run(program: Program, name: str) -> int:
-    computation = program.computations[name]
-    return sum(_moved(program, computation, one) for one in computation.instructions.values())
+class Traffic:
+    """What the computations and instructions of one program move."""
 
+    def __init__(self, program: Program):
+        self._program = program
+        self._of_runs: dict[str, int] = {}
 
-def _moved(program: Program, computation: Computation, one: Instruction) -> int:
-    """What an instruction moves, with all that it runs."""
-    if one.opcode == "while":
-        turns = trip_count(program, computation, one)
-        return (1 if turns is None else turns) * _moved_by_run(program, dict(one.called())["body"])
-    if one.opcode in ("conditional", "call"):
-        return min(_moved_by_run(program, name) for _, name in one.called())
+    def of_run(self, name: str) -> int:
+        """Bytes of a run of a computation, with all that it calls."""
+        if name not in self._of_runs:
+            computation = self._program.computations[name]
+            self._of_runs[name] = sum(
+                self._moved(computation, one) for one in computation.instructions.values()
+            )
+        return self._of_runs[name]
 
-    one = _synchronous(computation, one)
-    if _is_free(one):
-        return 0
-    in_hbm = [_in_hbm(computation.instructions[name]) for name in one.operands]
-    handed_on = _handed_on(one)
-    read = sum(
-        _read(program, one, position, whole)
-        for position, whole in enumerate(in_hbm)
-        if position not in handed_on
-    )
-    not_written = sum(in_hbm[position] for position in handed_on)
-    return read + _written(program, computation, one) - not_written
+    def cheapest(self, conditional: Instruction) -> str:
+        """Of the computations that an instruction may run, the one that moves least."""
+        return min((name for _, name in conditional.called()), key=self.of_run)
+
+    def reads(self, computation: Computation, one: Instruction) -> list[tuple[str, int]]:
+        """The operands that an instruction reads, and bytes of each; none of one that calls."""
+        one = _synchronous(computation, one)
+        if _is_free(one) or one.opcode in CALLERS:
+            return []
+        handed_on = _handed_on(one)
+        return [
+            (name, _read(self._program, one, position, _in_hbm(computation.instructions[name])))
+            for position, name in enumerate(one.operands)
+            if position not in handed_on
+        ]
+
+    def written(self, computation: Computation, one: Instruction) -> int:
+        """Bytes of results that an instruction writes; none of one that calls."""
+        one = _synchronous(computation, one)
+        if _is_free(one) or one.opcode in CALLERS:
+            return 0
+        in_hbm = [_in_hbm(computation.instructions[name]) for name in one.operands]
+        not_written = sum(in_hbm[position] for position in _handed_on(one))
+        return _written(self._program, computation, one) - not_written
+
+    def _moved(self, computation: Computation, one: Instruction) -> int:
+        """Bytes of an instruction, with all that it runs."""
+        if one.opcode == "while":
+            turns = trip_count(self._program, computation, one)
+            return (1 if turns is None else turns) * self.of_run(dict(one.called())["body"])
+        if one.opcode in CALLERS:
+            return self.of_run(self.cheapest(one))
+        read = sum(num_bytes for _, num_bytes in self.reads(computation, one))
+        return read + self.written(computation, one)
 
 
 def _synchronous(computation: Computation, one: Instruction) -> Instruction:

@@ -8,8 +8,10 @@ that the text proves, or None.
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+
+from .source_lines import read_source_lines
 
 _COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%(?P<name>[\w.-]+) .*\{$")
 _INSTRUCTION = re.compile(
@@ -97,6 +99,23 @@ class Program:
     entry: str
     num_partitions: int
     num_replicas: int
+    donated: frozenset[int]
+    """Numbers of the entry's parameters whose memory results may take over."""
+    source_lines: Mapping[int, str]
+    """Lines of source by the number of the frame that instructions name."""
+
+    def line(self, instruction: Instruction) -> str:
+        """The line of source that an instruction comes from; empty where none is known.
+
+        A fusion without one has that of its root, or of the last instruction in it that has one.
+        """
+        if frame := instruction.attribute("stack_frame_id", r"\d+"):
+            return self.source_lines.get(int(frame), "")
+        fused = dict(instruction.called()).get("calls")
+        if fused is None:
+            return ""
+        inside = reversed(self.computations[fused].instructions.values())
+        return next((line for one in inside if (line := self.line(one))), "")
 
 
 def read_program(hlo_text: str) -> Program:
@@ -123,6 +142,8 @@ def read_program(hlo_text: str) -> Program:
         entry,
         num_partitions=_header_number(header, "num_partitions"),
         num_replicas=_header_number(header, "replica_count"),
+        donated=_donated(header),
+        source_lines=read_source_lines(hlo_text),
     )
 
 
@@ -131,8 +152,17 @@ def array_bytes(array: str) -> int:
     found = _ARRAY.fullmatch(array)
     if found is None or not (bits := _bits(found[1])):
         raise ValueError(f"HLO text: expected an array such as bf16[8,128], got {array!r}.")
-    sizes = [int(size) for size in re.findall(r"\d+", found[2])]
-    return math.ceil(math.prod(sizes) * bits / 8)
+    return math.ceil(math.prod(array_sizes(array)) * bits / 8)
+
+
+def array_sizes(array: str) -> list[int]:
+    """Sizes of an array such as `bf16[256,1024]`; of a dynamic one `<=8`, the bound."""
+    return [int(size) for size in re.findall(r"\d+", array.partition("[")[2])]
+
+
+def array_dtype(array: str) -> str:
+    """The dtype of an array such as `bf16[256,1024]`."""
+    return array.partition("[")[0]
 
 
 def trip_count(program: Program, computation: Computation, loop: Instruction) -> int | None:
@@ -195,6 +225,13 @@ def _header_number(header: str, name: str) -> int:
     """A number of the module's first line; what is 1 is left out of the text."""
     found = re.search(rf"\b{name}=(\d+)", header)
     return int(found[1]) if found else 1
+
+
+def _donated(header: str) -> frozenset[int]:
+    """The parameters in `input_output_alias={ {0}: (15, {}, may-alias), ... }`."""
+    found = re.search(r"\binput_output_alias=\{(.*?\)) *\}", header)
+    pairs = re.findall(r"\{[\d, ]*\}: \((\d+),", found[1]) if found else []
+    return frozenset(map(int, pairs))
 
 
 def _bits(dtype: str) -> int:

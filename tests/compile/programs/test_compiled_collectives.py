@@ -16,7 +16,7 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from noria.compile.collectives import Collective, read_collectives
+from noria.compile.programs.collectives import Collective, read_collectives
 
 SIZES = {"data": 2, "tensor": 4}
 X = P("data", "tensor")

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from noria.compile.hlo_text import array_bytes, read_program, trip_count
+from noria.compile.programs.hlo_text import array_bytes, read_program, trip_count
 
 # what the TPU's compiler leaves of a loop: it writes no trip count
 LOOP = """HloModule jit_f, is_scheduled=true, num_partitions=8

@@ -21,7 +21,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import jax
 import numpy as np
 
 from .hlo_text import Computation, Instruction, Program, array_bytes, read_program, trip_count
@@ -60,17 +59,6 @@ class Collective:
     def times(self) -> int:
         """Executions per call of the program, with one turn of each loop of unknown length."""
         return math.prod(count for count in self.loops if count is not None)
-
-
-def program_text(executable: jax.stages.Compiled) -> str | None:
-    """What `read_collectives` reads; None where XLA cannot write it.
-
-    So it is of programs with asynchronous slices, which it makes for some generations of TPU.
-    """
-    try:
-        return executable.as_text() or ""
-    except RuntimeError:
-        return None
 
 
 def read_collectives(hlo_text: str, mesh_sizes: Mapping[str, int]) -> list[Collective]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from noria.compile.collectives import Collective, read_collectives
+from noria.compile.programs.collectives import Collective, read_collectives
 
 SIZES = {"data": 2, "tensor": 4}
 TENSOR = "replica_groups={{0,1,2,3},{4,5,6,7}}"

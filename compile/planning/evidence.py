@@ -1,0 +1,61 @@
+"""What a compiled graph does, held against what its call needs.
+
+Knows nothing of plans; runs nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from ...sharding.call import Call
+from ..programs.collectives import read_collectives
+from ..programs.report import ProgramReport, read_report
+from .hardware import Hardware
+from .interconnect import Interconnect
+from .work import Needed, Work
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A program's report beside what its call needs; of decode, of one step."""
+
+    report: ProgramReport
+    needed: Needed
+
+    @cached_property
+    def ratio(self) -> float:
+        """Bytes moved over bytes needed."""
+        return self.report.step.bytes_moved / self.needed.total
+
+    def as_json(self) -> dict[str, Any]:
+        """The figures of a step first, then those of a call beside its steps, then the sources."""
+        found = self.report.as_json()
+        return {
+            "bytes_moved": found.pop("bytes_moved"),
+            "bytes_needed": self.needed.total,
+            "moved_over_needed": self.ratio,
+            "needed": asdict(self.needed),
+            **found,
+        }
+
+
+def read_evidence(
+    hlo_text: str,
+    platform: str,
+    call: Call,
+    work: Work,
+    hardware: Hardware | None = None,
+    torus: Sequence[int] = (),
+) -> Evidence:
+    """Read the text that `program_text` gives, of a call's graph.
+
+    Args:
+      hardware: Of one device; with a clock, cycles are told.
+      torus: The dimensions of the interconnect; without them it is a switch.
+    """
+    mesh = work.layout.mesh.sizes
+    interconnect = hardware and Interconnect(hardware, mesh, torus)
+    collectives = read_collectives(hlo_text, mesh)
+    report = read_report(hlo_text, platform, hardware, interconnect, collectives)
+    return Evidence(report, work.needed(call))
