@@ -7,10 +7,12 @@ own.
 
 import argparse
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import pod_options
+from .batch.job import EXIT_BUILD, JobError
 from .batch.job_files import check_files
 from .batch.peers import Peers
 from .console import note, tell
@@ -18,7 +20,12 @@ from .counted import counted
 from .run_config import ConfigError, add_strict_config, apply_overrides, read_plan_table
 
 if TYPE_CHECKING:
+    from ..compile.build import GraphBuilt
+    from ..compile.definition import Definition
     from ..compile.plan import Plan
+    from ..compile.targets import Target
+    from ..sharding.placement import Placement
+    from .checkpoint import ModelFiles
 
 GIGABYTE = 1e9
 
@@ -50,36 +57,65 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _compile(options: argparse.Namespace, plan: "Plan", peers: Peers) -> None:
+    from ..compile.program_cache import anew
+    from . import session
     from .bundles import bundle
     from .bundles.key import digest
     from .checkpoint import open_model
-    from .compiled_plan import compile_for_target
+    from .graph_memory import memory_of
 
-    def report(built: object) -> None:
+    def say(message: object) -> None:
         if peers.leads:
-            note(options, built)
+            note(options, message)
+
+    seconds: dict[str, float] = {}
+
+    def on_graph(built: "GraphBuilt") -> None:
+        seconds[built.name] = built.seconds
+        say(built)
 
     folder = bundle.own_folder(options.output, peers.rank, peers.size)
     check_files({}, [("the plan that is read", options.plan)], bundle.tables_in(folder))
     with open_model(options.model, needs_weights=False) as files:
-        files.unread.report(report, is_strict=options.strict_config)
+        files.unread.report(say, is_strict=options.strict_config)
         bundle.check_folder(options.output, files.path, peers)
-        facts = {
-            "plan": plan.to_toml(),
-            "model": digest(repr(files.spec.config)),
-        }
+        config = files.spec.config
+        facts = {"plan": plan.to_toml(), "model": digest(repr(config))}
         peers.agree(lambda: facts)
-        found = compile_for_target(plan, files, report)
-        target, seconds, config = found.target, found.graph_seconds, files.spec.config
-        bundle.write(folder, plan, target, config, found.graphs, seconds)
+        target, placement, definition = _prepared(plan, files)
+        started = time.monotonic()
+        try:
+            # what comes out of the cache says nothing of what compiling takes, and cannot be kept
+            # again: on the CPU it lacks functions when it runs
+            with anew:
+                graphs = session.compile_plan(definition, plan, placement, on_graph)
+        except (RuntimeError, MemoryError) as error:
+            raise JobError(f"{target.name}: {error}", EXIT_BUILD) from error
+        taken = time.monotonic() - started
+        bundle.write(folder, plan, target, config, graphs, seconds)
     kept = "kept" if target.is_present else f"not kept, as {target.name} is not there"
-    most = max(found.memory_bytes.values())
+    most = max(map(memory_of, graphs.executables.values()))
     tell(
         sys.stdout,
-        f"{folder}: {counted(len(seconds), 'graph')} compiled in {found.seconds:.1f} s, "
+        f"{folder}: {counted(len(seconds), 'graph')} compiled in {taken:.1f} s, "
         f"{kept}; a call needs up to {most / GIGABYTE:.2f} GB on each device, with all that "
         f"it is given",
     )
+
+
+def _prepared(plan: "Plan", files: "ModelFiles") -> "tuple[Target, Placement, Definition]":
+    """The target of a plan, and the model as it lies there; refuses a plan that cannot be."""
+    from ..compile.definition import Definition
+    from ..compile.targets import find_target
+    from . import session
+
+    session.prepare_jax(plan.target)
+    target = find_target(plan.target)
+    session.check_model(plan, files)
+    session.check_layout(plan.layout, files, target, plan.buckets)
+    placement = target.placement(plan.layout)
+    arrangement = placement.arrangement(files.spec.config, plan.model.scan_layers)
+    return target, placement, Definition(files.spec.config, arrangement)
 
 
 def _check_present(target: str, option: str) -> None:

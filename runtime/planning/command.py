@@ -8,7 +8,6 @@ Weights are not read, and nothing is compiled unless that is asked for.
 import argparse
 import math
 import sys
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -78,7 +77,6 @@ def _add_search_options(parser: argparse.ArgumentParser) -> None:
     add("--max-decode-graphs", type=int, default=4, help="default: 4")
     add("--max-compile-minutes", type=float, default=math.inf, help="for all graphs together")
     add("--seconds-per-graph", type=float, help="of compiling one (default: by phase and layers)")
-    add("--compile", action="store_true", help="and compile the plan: what it takes, and memory")
     add(
         "--compile-layouts",
         type=int,
@@ -97,25 +95,20 @@ def run(options: argparse.Namespace) -> int:
     from .. import session
     from ..batch.disk import Disk, replace_file
     from ..checkpoint import open_model
-    from ..compiled_plan import compile_for_target
     from . import report
     from .predict import predict
     from .summary import summary
 
     _check(options)
     _check_files(options)
-    if options.compile or options.compile_layouts:
+    if options.compile_layouts:
         session.prepare_jax(options.target)
         find_target(options.target)
 
-    progress = partial(note, options)
     with open_model(options.model, needs_weights=False) as files:
-        files.unread.report(progress, is_strict=options.strict_config)
+        files.unread.report(partial(note, options), is_strict=options.strict_config)
         prediction = predict(options, files)
         replace_file(Disk(), options.output, [prediction.plan.to_toml().encode()])
-        if options.compile:
-            compiled = compile_for_target(prediction.plan, files, progress)
-            prediction = replace(prediction, compiled=compiled)
     found = report.as_json(prediction)
     if options.report is not None:
         report.write(prediction, found, options.report)

@@ -30,7 +30,7 @@ def page(report: Mapping[str, Any], pictures: Sequence[Picture]) -> str:
     hardware = report["hardware"]
     body = [
         f"<h1>Plan for {_text(report['workload']['name'])} on {_text(report['target'])}</h1>",
-        f'<p class="note">All figures are predictions but those of compiled graphs, from '
+        f'<p class="note">All figures are predictions from '
         f"{_text(report['basis'])} ({_text(hardware['name'])}: {_text(hardware['source'])}).</p>",
         f"<pre>{_text(summary(report))}</pre>",
         *map(_picture, pictures),

@@ -26,7 +26,6 @@ from ...sharding.layout import Layout
 from ...sharding.legality import IllegalLayout, require
 from ..checkpoint import ModelFiles
 from ..checkpoint.errors import CheckpointError
-from ..compiled_plan import CompiledPlan
 from ..console import note
 from ..counted import counted
 from ..layout_files import named_layout_tables, read_layout_table, split_spellings
@@ -61,8 +60,6 @@ class Prediction:
     """Those of them that have a plan, in the order in which they were preferred."""
     seconds: float
     """That planning took."""
-    compiled: CompiledPlan | None = None
-    """What compiling the plan took, where that was asked for."""
 
 
 def predict(options: argparse.Namespace, files: ModelFiles) -> Prediction:

@@ -65,7 +65,6 @@ def as_json(prediction: "Prediction") -> dict[str, Any]:
             "cache": work.grid_bytes(grid),
             "device": cost.hardware.memory_bytes,
         },
-        "compiled": _compiled(prediction),
         "search": {
             "candidates": planned.search.candidates,
             "simulated": planned.search.tried,
@@ -208,21 +207,6 @@ def _limit(prediction: "Prediction") -> str:
         return ""
     limit, context = prediction.plan.buckets.max_length, prediction.cost.work.config.max_position
     return f"rows without max_tokens end at {limit} tokens of {context}: {reason}"
-
-
-def _compiled(prediction: "Prediction") -> dict[str, Any] | None:
-    """What was measured by compiling the plan, by graph."""
-    found = prediction.compiled
-    if found is None:
-        return None
-    memory = found.memory_bytes
-    return {
-        "seconds": found.seconds,
-        "graphs": {
-            name: {"seconds": seconds, "bytes": memory[name]}
-            for name, seconds in found.graph_seconds.items()
-        },
-    }
 
 
 def _searched(searched: Sequence[PlannedLayout]) -> list[dict[str, Any]]:

@@ -41,7 +41,6 @@ def summary(report: Mapping[str, Any]) -> str:
         f"{_slots(predicted)}",
         *([f"sample     {report['sample']['error']}"] if report["sample"] else []),
         f"memory     {_gigabytes(report['memory_bytes'])}",
-        *_compiled_lines(report),
         f"search     {search['simulated']} of {counted(search['candidates'], 'grid')} simulated; "
         f"none of the others can be more than {search['gap']:.1%} faster to build and run; "
         f"{search['seconds']:.1f} s",
@@ -129,20 +128,6 @@ def _compiled_layout(layout: Mapping[str, Any], place: int) -> tuple[str, ...]:
         " + ".join(f"{sum(call['sent'].values()) / 1e6:.1f}" for call in known),
         f"{max((call['memory_bytes'] for call in known), default=0) / GIGABYTE:.2f}",
     )
-
-
-def _compiled_lines(report: Mapping[str, Any]) -> list[str]:
-    if report["compiled"] is None:
-        return []
-    found, device = report["compiled"]["graphs"], report["memory_bytes"]["device"]
-    largest = max(found, key=lambda name: found[name]["bytes"])
-    needed = found[largest]["bytes"]
-    verdict = "fits" if needed <= device else f"{(needed - device) / GIGABYTE:.2f} GB too many"
-    return [
-        f"compiled   {counted(len(found), 'graph')} in {report['compiled']['seconds']:.1f} s, "
-        f"small ones included; {largest} needs {needed / GIGABYTE:.2f} GB on each device with all "
-        f"that it is given: {verdict}"
-    ]
 
 
 def _gigabytes(memory: Mapping[str, float]) -> str:

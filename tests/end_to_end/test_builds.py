@@ -82,11 +82,13 @@ commands = {
     "bench": ["bench", "--model", model, *sizes],
     "compile": ["compile", "--model", model, "--plan", plan, "-o", folder + "/bundle"],
     "layouts": ["layouts", "--model", model, "--target", "cpu:2", "-o", folder + "/l", *shown],
-    "plan": ["plan", "--model", model, "--workload", source, "-o", folder + "/p.toml", "--compile"],
+    "plan": ["plan", "--model", model, "--workload", source, "-o", folder + "/p.toml"],
 }
 for name, command in commands.items():
     print(f"== {name}", file=sys.stderr)
-    print(f"== {name} {cli.main([*command, '--target', 'cpu'] if name == 'plan' else command)}")
+    if name == "plan":
+        command += ["--target", "cpu", "--compile-layouts", "1"]
+    print(f"== {name} {cli.main(command)}")
 try:
     LLM(model, max_model_len=32)
 except ValueError as error:

@@ -217,18 +217,6 @@ def test_the_best_layout_of_several_devices_is_chosen_and_the_others_ranked(nori
     assert read_manifest(output)["rows"]["ok"] == 80
 
 
-def test_a_plan_can_be_compiled_at_once_and_says_what_that_takes(noria, source):
-    few = ("--max-prefill-graphs", "1", "--max-decode-graphs", "1", "--chunks", "never")
-    path, report, summary = plan(noria, source, "--compile", *few)
-    grid = tomllib.loads(path.read_text("utf-8"))["buckets"]
-    graphs = report["compiled"]["graphs"]
-    assert f"decode span {grid['decode_spans'][0]}" in graphs
-    assert all(graph["seconds"] > 0 for graph in graphs.values())
-    cache = report["memory_bytes"]["cache"]
-    assert max(graph["bytes"] for graph in graphs.values()) > cache
-    assert re.search(rf"compiled   {len(graphs)} graphs in .* all that it is given: fits", summary)
-
-
 def test_a_job_in_which_rows_were_refused_can_be_planned_again(noria, source):
     rows = [completion(f"ok-{i}", [5, 6, 7], max_tokens=4) for i in range(6)]
     rows += [completion("long", list(range(3, 120)), max_tokens=4)]
