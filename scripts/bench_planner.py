@@ -19,10 +19,17 @@ from typing import Any
 
 import numpy as np
 
+from noria.compile.bucket_grid import PrefillBucket
 from noria.compile.bucket_search import cheapest_cuts
 from noria.compile.definition import Definition
 from noria.compile.grid_defaults import GridDefaults
-from noria.compile.planning.candidates import Budget, CandidateGrids, ExpectedRow, num_graphs
+from noria.compile.planning.candidates import (
+    TOKENS_PER_PREFILL,
+    Budget,
+    CandidateGrids,
+    ExpectedRow,
+    num_graphs,
+)
 from noria.compile.planning.cost import CostModel
 from noria.compile.planning.hardware import hardware_of
 from noria.compile.planning.other_grids import multiples, powers_of_two, with_lengths
@@ -140,13 +147,15 @@ def _planned(
     whole: Tried, count: int, rows: Sequence[ExpectedRow], cost: CostModel, budget: Budget
 ) -> Tried:
     """The best ladder of at most so many lengths, with the slots and spans of a grid."""
-    grid, tokens = whole.grid, whole.tokens
-    assert tokens is not None
+    grid = whole.grid
+
+    def prefill_of(tokens: int, budget: Budget) -> tuple[PrefillBucket, ...]:
+        grids = CandidateGrids(rows, LLAMA_1B.max_position, cost, budget, GridDefaults())
+        return grids.prefill_of(tokens, grid.decode_slots)
+
+    tokens = next(n for n in TOKENS_PER_PREFILL if prefill_of(n, budget) == grid.prefill)
     budget = replace(budget, prefill_graphs=count)
-    grids = CandidateGrids(rows, LLAMA_1B.max_position, cost, budget, GridDefaults())
-    return try_grid(
-        replace(grid, prefill=grids.prefill_of(tokens, grid.decode_slots)), rows, cost, budget
-    )
+    return try_grid(replace(grid, prefill=prefill_of(tokens, budget)), rows, cost, budget)
 
 
 def _reaching(lengths: list[int], longest: int) -> list[int]:

@@ -109,8 +109,6 @@ class Candidate:
     """Seconds that it may well take: by these candidates are tried."""
     padding: float
     """Computed over real prompt tokens at least."""
-    tokens: int
-    """Most tokens of a prefill call that has several rows, times the layout's pieces."""
 
 
 def _expected_use(rows: Sequence[ExpectedRow], *, has_chunks: bool) -> SlotUse:
@@ -170,7 +168,7 @@ class CandidateGrids:
         """Those that run prompts whole."""
         step = math.lcm(SPAN_STEP, self._defaults.span_multiple)
         return self._within_budget(
-            (self._grid(slots, self.prefill_of(tokens, slots), spans), tokens)
+            self._grid(slots, self.prefill_of(tokens, slots), spans)
             for slots in self._slot_counts(has_chunks=False)
             for spans in [self._spans(slots, step, self.max_length, self._budget.decode_graphs)]
             for tokens in TOKENS_PER_PREFILL
@@ -183,8 +181,8 @@ class CandidateGrids:
         choices = product(
             self._slot_counts(has_chunks=True), TOKENS_PER_PREFILL, SLOTS_PER_ROW, sizes
         )
-        found = ((self._chunked(*choice), choice[1]) for choice in choices)
-        return self._within_budget((grid, tokens) for grid, tokens in found if grid is not None)
+        found = (self._chunked(*choice) for choice in choices)
+        return self._within_budget(grid for grid in found if grid is not None)
 
     @property
     def least_bytes(self) -> int:
@@ -192,9 +190,9 @@ class CandidateGrids:
         work, slots = self._cost.work, 0 if self._only_scores else self._defaults.slot_multiple
         return work.parameter_bytes + work.cache_bytes(slots, self.max_length)
 
-    def _within_budget(self, found: Iterable[tuple[BucketGrid, int]]) -> Iterator[Candidate]:
+    def _within_budget(self, found: Iterable[BucketGrid]) -> Iterator[Candidate]:
         known: set[BucketGrid] = set()
-        for grid, tokens in dict(found).items():
+        for grid in dict.fromkeys(found):
             if self._budget.build_seconds(grid) > self._budget.compile_seconds:
                 continue
             choices = [grid]
@@ -203,7 +201,7 @@ class CandidateGrids:
             for choice in choices:
                 if choice not in known and self._fits_memory(choice):
                     known.add(choice)
-                    yield self._weighed(choice, tokens)
+                    yield self._weighed(choice)
 
     def _fits_memory(self, grid: BucketGrid) -> bool:
         work = self._cost.work
@@ -243,9 +241,9 @@ class CandidateGrids:
 
     def bound(self, grid: BucketGrid) -> float:
         """Seconds below which no schedule over a grid comes, its build included."""
-        return self._weighed(grid, 0).bound
+        return self._weighed(grid).bound
 
-    def _weighed(self, grid: BucketGrid, tokens: int) -> Candidate:
+    def _weighed(self, grid: BucketGrid) -> Candidate:
         prompts, counts = self._prefilled(grid)
         rows = zip(grid.prefill, rows_through(grid, prompts, counts), strict=True)
         calls = {bucket: -(-count // bucket.batch) for bucket, count in rows}
@@ -257,7 +255,6 @@ class CandidateGrids:
             bound=before + decode,
             expected=before + max(decode, self._decode_mixed(grid)) / (1 - share_idle(grid)),
             padding=computed / int(prompts @ counts),
-            tokens=tokens,
         )
 
     def _prefilled(self, grid: BucketGrid) -> tuple[np.ndarray, np.ndarray]:

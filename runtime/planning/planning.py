@@ -5,12 +5,11 @@ Knows nothing of options or files. Every second here is a prediction.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 
 from ...compile.bucket_grid import BucketGrid
 from ...compile.grid_defaults import GridDefaults
 from ...compile.planning.candidates import Budget, CandidateGrids, ExpectedRow
-from ...compile.planning.compile_time import NO_TIME
 from ...compile.planning.cost import CostModel
 from ...compile.planning.other_grids import hand_picked
 from .sample import PREDICTED, SEARCHED, Sample, SampleError
@@ -23,7 +22,7 @@ class Planned:
 
     search: Search
     others: dict[str, Tried]
-    """Hand-picked grids, and the best ones with a prefill graph more or fewer, by name."""
+    """The plan of a run and hand-picked grids, by name."""
     error: SampleError | None = None
     """The error of the best seconds; None if all rows were simulated."""
 
@@ -50,28 +49,26 @@ class Planner:
 
     def plan(self) -> Planned:
         """Search, and compare."""
-        search = self._search(self.budget, self.may_chunk, self.must_chunk)
+        search = self._search()
         best = search.best.grid
         if not self._predicted.is_whole:
-            search = replace(search, best=replace(self._try(best), tokens=search.best.tokens))
+            search = replace(search, best=self._try(best))
         longest = max(row.need.prompt_length for row in self.rows)
         tokens = self.defaults.tokens_per_prefill
         compared = {**self.compared, **hand_picked(best, longest, tokens)}
         others = {name: self._try(grid) for name, grid in compared.items()}
-        if not best.chunks and search.best.tokens is not None:
-            others |= self._neighbours(best, search.best.tokens)
         return Planned(search, others, self._predicted.error(search.best, self.cost))
 
-    def _search(self, budget: Budget, may_chunk: bool, must_chunk: bool) -> Search:
-        grids = self._grids(budget, self.rows)
-        candidates = [] if must_chunk else list(grids.of_whole_prompts())
-        if may_chunk:
+    def _search(self) -> Search:
+        grids = self._grids(self.rows)
+        candidates = [] if self.must_chunk else list(grids.of_whole_prompts())
+        if self.may_chunk:
             candidates += grids.of_chunks()
         return find_best(
             candidates,
             self._searched.rows,
             self.cost,
-            budget,
+            self.budget,
             self.most_tries,
             self.on_try,
             self._searched.scaled,
@@ -88,25 +85,10 @@ class Planner:
         return self._sample(PREDICTED)
 
     def _sample(self, count: int) -> Sample:
-        return Sample(self.rows, partial(self._grids, self.budget), self.budget, count)
+        return Sample(self.rows, self._grids, self.budget, count)
 
-    def _grids(self, budget: Budget, rows: Sequence[ExpectedRow]) -> CandidateGrids:
-        return CandidateGrids(rows, self.max_position, self.cost, budget, self.defaults)
-
-    def _neighbours(self, best: BucketGrid, tokens: int) -> dict[str, Tried]:
-        """The best ladders of one prefill graph fewer and one more."""
-        found = {}
-        for name, change in (("one graph fewer", -1), ("one graph more", 1)):
-            count = len(best.prefill) + change
-            if count < 1:
-                continue
-            # a graph more is wanted here whatever it costs to build
-            budget = replace(self.budget, prefill_graphs=count, graph_seconds=NO_TIME)
-            grids = self._grids(budget, self.rows)
-            prefill = grids.prefill_of(tokens, best.decode_slots)
-            if len(prefill) == count:
-                found[name] = self._try(replace(best, prefill=prefill))
-        return found
+    def _grids(self, rows: Sequence[ExpectedRow]) -> CandidateGrids:
+        return CandidateGrids(rows, self.max_position, self.cost, self.budget, self.defaults)
 
     def _try(self, grid: BucketGrid) -> Tried:
         sample = self._predicted

@@ -11,7 +11,7 @@ one that takes least is the best. Where one pads too much, those with larger cal
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ...compile.bucket_grid import BucketGrid
 from ...compile.planning.candidates import Budget, Candidate, ExpectedRow
@@ -35,8 +35,6 @@ class Tried:
     simulation: Simulation
     build_seconds: float
     """Predicted, of compiling its graphs."""
-    tokens: int | None = None
-    """As its candidate has them."""
 
     @property
     def seconds(self) -> float:
@@ -90,9 +88,7 @@ def find_best(
         candidate = left.popleft()
         if candidate.padding > budget.padding or (best and candidate.bound >= best.seconds):
             continue
-        found = replace(
-            try_grid(candidate.grid, rows, cost, budget, scaled), tokens=candidate.tokens
-        )
+        found = try_grid(candidate.grid, rows, cost, budget, scaled)
         tried, nearest = tried + 1, min(nearest, found.padding)
         on_try(found)
         if found.padding > budget.padding:
