@@ -84,10 +84,18 @@ def chat(custom_id: str, content: str, **body: Any) -> dict[str, Any]:
     }
 
 
-def plan_text(buckets: str, *, target: str = "cpu", others: str = "") -> str:
-    """The text of a float32 plan for any model; `others` are tables that follow the buckets."""
-    model = '[model]\nsource = "model"\nfingerprint = ""\n\n[numbers]\ndtype = "float32"\n'
-    return f'schema = 2\ntarget = "{target}"\n\n{model}\n[buckets]\n{buckets}{others}'
+def plan_text(
+    buckets: str, *, target: str = "cpu", fingerprint: str = "", layout: str = "", others: str = ""
+) -> str:
+    """The text of a float32 plan, for any model where no fingerprint is given.
+
+    `layout` is the name of one; `others` are tables that follow the buckets, such as its rules.
+    """
+    lies = f'layout = "{layout}"\n' if layout else ""
+    model = f'[model]\nsource = "model"\nfingerprint = "{fingerprint}"\n'
+    numbers = '[numbers]\ndtype = "float32"\n'
+    head = f'schema = 2\ntarget = "{target}"\n{lies}'
+    return f"{head}\n{model}\n{numbers}\n[buckets]\n{buckets}{others}"
 
 
 def answer(row: dict[str, Any]) -> Any:

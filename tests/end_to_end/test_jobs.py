@@ -6,23 +6,12 @@ import time
 
 import numpy as np
 import pytest
-from command import answer, chat, completion, read_rows, write_lines
+from command import answer, chat, completion, plan_text, read_rows, write_lines
 from model_on_disk import write_model
 from safetensors.numpy import load_file, save_file
 
 GREEDY = {"temperature": 0, "max_tokens": 8}
-PLAN = """
-schema = 2
-target = "cpu"
-
-[model]
-source = "model"
-fingerprint = "{fingerprint}"
-
-[numbers]
-dtype = "float32"
-
-[buckets]
+BUCKETS = """\
 max_length = 64
 prefill = [[16, 3], [48, 2]]
 decode_slots = 5
@@ -39,7 +28,7 @@ def plan(noria, tmp_path_factory):
     with open_model(str(noria.model)) as files:
         fingerprint = files.fingerprint()
     path = tmp_path_factory.mktemp("plan") / "plan.toml"
-    path.write_text(PLAN.format(fingerprint=fingerprint))
+    path.write_text(plan_text(BUCKETS, fingerprint=fingerprint))
     return path
 
 

@@ -17,7 +17,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from command import Noria, answer, completion, read_manifest, read_rows, write_lines
+from command import (
+    Noria,
+    answer,
+    completion,
+    plan_text,
+    read_manifest,
+    read_rows,
+    write_lines,
+)
 from file_identity import identity
 from model_on_disk import write_model
 
@@ -25,25 +33,17 @@ from noria.runtime.checkpoint import open_model
 
 LIMIT = ("--peer-timeout-seconds", 5)
 LIMIT_SECONDS = 5 + 5
-PLAN = """
-schema = 2
-target = "cpu:8"
-layout = "data-tensor"
-
-[model]
-source = "model"
-fingerprint = ""
-
-[numbers]
-dtype = "float32"
-
-[buckets]
+PLAN = plan_text(
+    """\
 max_length = 64
 prefill = [[16, 4]]
 decode_slots = 8
 decode_spans = [64]
 steps_per_call = 2
-
+""",
+    target="cpu:8",
+    layout="data-tensor",
+    others="""
 [mesh]
 data = 2
 tensor = 4
@@ -53,7 +53,8 @@ batch = "data"
 query_heads = "tensor"
 mlp = "tensor"
 vocab = "tensor"
-"""
+""",
+)
 
 
 @dataclass(frozen=True)
