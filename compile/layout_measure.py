@@ -14,16 +14,18 @@ import jax.numpy as jnp
 
 from ..modelzoo.config import DecoderConfig
 from ..sharding import communication
+from ..sharding.call import Call
 from ..sharding.layer_shapes import Expected
 from ..sharding.layout import PHASES, Layout
 from ..sharding.legality import check
 from .attention_kernels import AUTO_ATTENTION, AttentionPlan, choose_kernels
 from .bucket_grid import BucketGrid
-from .build import compile_graph, plan_graphs
+from .build import compile_with_text, plan_graphs
 from .definition import Definition, model_sizes
+from .planning.evidence import read_evidence
+from .planning.hardware import Hardware
 from .planning.work import Work
 from .programs.collectives import Collective, read_collectives
-from .programs.program_text import program_text
 from .targets import Target
 
 COMPILER, SHAPES = "the compiler", "shapes"
@@ -73,6 +75,8 @@ class LayoutResult:
     """Who counted them: where compilers do not, on GPU, or count the layers of a loop as one, those
     of the shapes stand for them."""
     flops_by_phase: dict[str, float] = field(default_factory=dict)
+    programs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """What the program of each phase does beside what its call needs, if XLA can write it."""
     attention: dict[str, str] = field(default_factory=dict)
     """The kernel of each phase, and why it was chosen."""
     compile_seconds: float = 0.0
@@ -101,15 +105,21 @@ def measure(
     on_graph: Callable[[str, float], None] = lambda name, seconds: None,
     attention: AttentionPlan = AUTO_ATTENTION,
     scan_layers: bool = False,
+    hardware: Hardware | None = None,
+    torus: Sequence[int] = (),
 ) -> LayoutResult:
-    """Compile the longest prefill and decode graph of a grid under a layout, and read them."""
+    """Compile the longest prefill and decode graph of a grid under a layout, and read them.
+
+    With `hardware` that has a clock, cycles are told; `torus` are the dimensions of its slice.
+    """
     findings = check(layout, model_sizes(config, len(target.devices), grid))
     result = LayoutResult(layout.name, dict(layout.mesh.axes), not findings, findings)
     if findings:
         return result
     placement = target.placement(layout)
     definition = Definition(config, placement.arrangement(config, scan_layers))
-    result.bytes_per_device = _bytes_per_device(definition, layout, grid, dtype)
+    work = Work(definition, jnp.dtype(dtype).name, layout)
+    result.bytes_per_device = {"params": work.parameter_bytes, "cache": work.grid_bytes(grid)}
     kernels = choose_kernels(config, grid, placement, jnp.dtype(dtype), attention)
     result.attention = kernels.report()
     graphs = {}
@@ -120,7 +130,7 @@ def measure(
             graphs[phase] = graph
     for phase in PHASES:
         try:
-            compiled, seconds, _ = compile_graph(graphs[phase])
+            compiled, text, seconds = compile_with_text(graphs[phase])
         except RuntimeError as error:
             # an over-full device is what a comparison should find out
             reason = str(error).strip().partition("\n")[0]
@@ -131,41 +141,35 @@ def measure(
             return result
         on_graph(graphs[phase].name, seconds)
         result.compile_seconds += seconds
-        _read(result, phase, compiled, layout, definition, grid, jnp.dtype(dtype))
+        is_decode = phase == "decode"
+        call = grid.decode_call(grid.max_length) if is_decode else grid.prefill[-1].call()
+        _read(result, compiled, text, call, work)
+        if text is not None:
+            evidence = read_evidence(text, target.platform, call, work, hardware, torus)
+            result.programs[phase] = evidence.as_json()
     result.bytes_per_device["temp"] = max(result.temp_by_phase.values())
     result.flops = sum(result.flops_by_phase.values())
     return result
 
 
-def _bytes_per_device(
-    definition: Definition, layout: Layout, grid: BucketGrid, dtype: jax.typing.DTypeLike
-) -> dict[str, int]:
-    work = Work(definition, jnp.dtype(dtype).name, layout)
-    return {"params": work.parameter_bytes, "cache": work.grid_bytes(grid)}
-
-
 def _read(
     result: LayoutResult,
-    phase: str,
     compiled: jax.stages.Compiled,
-    layout: Layout,
-    definition: Definition,
-    grid: BucketGrid,
-    dtype: jnp.dtype,
+    text: str | None,
+    call: Call,
+    work: Work,
 ) -> None:
     """Add what one executable says, and the flops of the shapes where it says nothing of them."""
-    config = definition.config
-    call = grid.prefill[-1].call() if phase == "prefill" else grid.decode_call(grid.max_length)
+    phase, layout, config = call.phase, work.layout, work.config
     memory = compiled.memory_analysis()
     result.temp_by_phase[phase] = memory.temp_size_in_bytes if memory is not None else 0
     # the body of the loop over steps counts once: one step. That of a loop over layers does, too
     flops = (compiled.cost_analysis() or {}).get("flops")
-    if flops is None or definition.arrangement.scan_layers:
+    if flops is None or work.definition.arrangement.scan_layers:
         result.flops_from = SHAPES
-        flops = sum(part.flops for part in Work(definition, dtype.name, layout).parts(call))
+        flops = sum(part.flops for part in work.parts(call))
     result.flops_by_phase[phase] = float(flops)
-    formulas = communication.expected(config, layout, call, dtype.itemsize)
-    text = program_text(compiled)
+    formulas = communication.expected(config, layout, call, jnp.dtype(work.dtype).itemsize)
     if text is None:
         result.collectives_from = SHAPES
     found = formulas if text is None else read_collectives(text, layout.mesh.sizes)

@@ -17,7 +17,7 @@ from pathlib import Path
 import jax.numpy as jnp
 
 from noria.compile.bucket_grid import BucketGrid, PrefillBucket
-from noria.compile.build import compile_graph, plan_graphs
+from noria.compile.build import compile_with_text, plan_graphs
 from noria.compile.definition import Definition, model_sizes
 from noria.compile.planning.compiled_call import Counted, compiled_call
 from noria.compile.planning.cost import CostModel
@@ -135,11 +135,12 @@ def measure(case: Case) -> dict:
     placement = target.placement(case.layout)
     definition = Definition(case.config, placement.arrangement(case.config))
     graphs = plan_graphs(definition, case.grid, placement, jnp.dtype(jnp.bfloat16))
-    compiled, seconds, _ = compile_graph(next(g for g in graphs if g.name.startswith(case.phase)))
+    graph = next(graph for graph in graphs if graph.name.startswith(case.phase))
+    compiled, text, seconds = compile_with_text(graph)
     memory = compiled.memory_analysis()
     assert memory is not None, "compilers for TPU say what they allocate"
     cost = cost_model(case, definition)
-    counted = Counted.of(compiled, target.platform, case.layout.mesh, 0)
+    counted = Counted.of(compiled, text, target.platform, cost, steps=case.grid.steps_per_call)
     found, estimate = compiled_call(case.name, case.call, counted, cost), cost.estimate(case.call)
     return {
         "name": case.name,

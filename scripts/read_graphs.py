@@ -14,26 +14,31 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from noria.compile.bucket_grid import BucketGrid
 from noria.compile.build import compile_with_text, plan_graphs
 from noria.compile.definition import Definition
-from noria.compile.planning.evidence import read_evidence
-from noria.compile.planning.hardware import UnknownHardware, hardware_of
-from noria.compile.planning.interconnect import Interconnect
+from noria.compile.planning.evidence import Evidence, read_evidence
+from noria.compile.planning.hardware import Hardware, UnknownHardware, hardware_of
 from noria.compile.planning.work import ONE_DEVICE, Work
-from noria.compile.programs.collectives import read_collectives
 from noria.compile.programs.report import read_report
 from noria.compile.target_names import TargetName
 from noria.compile.targets import find_target
+from noria.modelzoo.config import DecoderConfig
 from noria.runtime import session
 from noria.runtime.checkpoint import open_model
 from noria.runtime.layout_files import read_layout_table
 from noria.runtime.planning.hardware_files import known_hardware
 from noria.sharding.layout import Layout
 
-LISTS = ("moved", "loops", "rewrites", "slow_products")
+LISTS = {
+    "moved": "line, operation, bytes, bytes beyond a first reading, once a call",
+    "loops": "line, operation, turns, runs, bytes a turn, once a call",
+    "rewrites": "line, argument, array, bytes, is converted, once a call",
+    "slow_products": "line, array, operations, once a call",
+}
 
 
 def main() -> None:
@@ -63,45 +68,77 @@ def of_text(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     text, target = options.text.read_text("utf-8"), TargetName.of(options.target)
     pairs = (pair.split("=") for pair in options.mesh.split(",") if pair)
     mesh = {name: int(size) for name, size in pairs} or {"data": 1}
-    hardware = known(options.target)
-    interconnect = hardware and Interconnect(hardware, mesh, target.torus)
-    collectives = read_collectives(text, mesh)
-    report = read_report(text, target.platform, hardware, interconnect, collectives)
+    report = read_report(text, target.platform, mesh, known(options.target), target.torus)
     return options.text.name, report.as_json()
 
 
 def of_model(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
     """Compile and read the decode graph of the longest span, and the prefill graph."""
-    session.prepare_jax(options.target)
-    target = find_target(options.target)
-    with open_model(options.model, needs_weights=False) as files:
-        config = files.spec.config
-    if options.layers:
-        config = config.first_layers(options.layers)
-    layout = options.layout and Layout.from_table(read_layout_table(options.layout), options.layout)
-    placement = target.placement(layout or None)
-    definition = Definition(config, placement.arrangement(config, options.scan_layers))
+    config, layout = read_config(options.model, options.layers), options.layout
+    reader = GraphReader(config, options.target, layout, options.dtype, options.scan_layers)
     length, rows = map(int, options.prefill.split("x"))
     grid = BucketGrid(options.spans[-1], ((length, rows),), options.slots, tuple(options.spans))
-    work = Work(definition, options.dtype, layout or ONE_DEVICE)
-    calls = {"decode": grid.decode_call(grid.max_length), "prefill": grid.prefill[-1].call()}
-    graphs = plan_graphs(definition, grid, placement, jnp.dtype(options.dtype))
     for kind in options.graphs:
-        # decode graphs come by growing span
-        graph = [one for one in graphs if one.kind == kind][-1]
-        _, text, seconds = compile_with_text(graph)
-        if text is None:
-            print(f"{graph.name}: XLA cannot write this program as text")
-            continue
+        found = reader.compile(grid, kind)
         if options.keep:
             options.keep.mkdir(parents=True, exist_ok=True)
-            (options.keep / f"{graph.name.replace(' ', '-')}.txt").write_text(text, "utf-8")
-        hardware, torus = known(options.target), TargetName.of(options.target).torus
-        found = read_evidence(text, target.platform, calls[kind], work, hardware, torus)
-        yield f"{graph.name}, compiled in {seconds:.1f} s", found.as_json()
+            (options.keep / f"{kind}.txt").write_text(found.text, "utf-8")
+        yield f"{kind}, compiled in {found.seconds:.1f} s", found.evidence.as_json()
 
 
-def known(target: str) -> Any:
+def read_config(model: str, num_layers: int | None = None) -> DecoderConfig:
+    """The configuration of a model, or of its first layers."""
+    with open_model(model, needs_weights=False) as files:
+        config = files.spec.config
+    return config.first_layers(num_layers) if num_layers else config
+
+
+class ReadGraph:
+    """One compiled graph, and what was read of it."""
+
+    def __init__(
+        self, executable: jax.stages.Compiled, text: str, seconds: float, evidence: Evidence
+    ):
+        self.executable, self.text, self.seconds = executable, text, seconds
+        self.evidence = evidence
+
+
+class GraphReader:
+    """Compiles graphs of one model for one target and layout."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        target: str,
+        layout: str | None,
+        dtype: str = "bfloat16",
+        scan_layers: bool = False,
+    ):
+        session.prepare_jax(target)
+        self._name, self._target, self._dtype = TargetName.of(target), find_target(target), dtype
+        placed = Layout.from_table(read_layout_table(layout), layout) if layout else None
+        self._placement = self._target.placement(placed)
+        self._definition = Definition(config, self._placement.arrangement(config, scan_layers))
+        self._work = Work(self._definition, dtype, placed or ONE_DEVICE)
+        self._hardware = known(target)
+
+    def compile(self, grid: BucketGrid, kind: str) -> ReadGraph:
+        """The longest decode or prefill graph of a grid."""
+        graphs = plan_graphs(self._definition, grid, self._placement, jnp.dtype(self._dtype))
+        of_kind = [graph for graph in graphs if graph.kind == kind]
+        # decode graphs come by growing span, prefill graphs by shrinking length
+        graph = of_kind[-1 if kind == "decode" else 0]
+        is_decode = kind == "decode"
+        call = grid.decode_call(grid.max_length) if is_decode else grid.prefill[-1].call()
+        executable, text, seconds = compile_with_text(graph)
+        if text is None:
+            raise RuntimeError(f"{graph.name}: XLA cannot write this program as text")
+        platform, torus = self._target.platform, self._name.torus
+        found = read_evidence(text, platform, call, self._work, self._hardware, torus)
+        return ReadGraph(executable, text, seconds, found)
+
+
+def known(target: str) -> Hardware | None:
     """The hardware of a target, where a table has it."""
     try:
         return hardware_of(target, known_hardware(None))
@@ -113,8 +150,8 @@ def shown(name: str, report: dict[str, Any]) -> str:
     """A report for people: figures, then a line for each source."""
     lines = [name]
     lines += [f"  {key}: {value}" for key, value in report.items() if key not in LISTS]
-    for key in LISTS:
-        lines += [f"  {key}:"] * bool(report[key])
+    for key, columns in LISTS.items():
+        lines += [f"  {key} ({columns}):"] * bool(report[key])
         lines += [f"    {' | '.join(map(str, one.values()))}" for one in report[key]]
     return "\n".join(lines)
 

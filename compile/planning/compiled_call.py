@@ -1,17 +1,17 @@
 """What a compiled graph does in a call: operations and bytes, what it sends, the memory it takes.
 
-Counts of operations and bytes stand where they are higher than those of the shapes, as the compiler
-counts the body of a loop once, and on GPU nothing. On TPU it counts arrays in memory on the chip
-again wherever they are read, several times the bytes that main memory moves; so there these are
-read from the program's text, as collectives are everywhere. Where XLA cannot write it, bytes on TPU
-and what is sent are those of the shapes. Layers are alike, so two programs of few of them tell of
-any number.
+Bytes, turns of loops, rewritten arguments, cycles and collectives are read from the program's text.
+Counts of operations are the compiler's, and stand where they are higher than those of the shapes,
+as the compiler counts the body of a loop once, and on GPU nothing. Where XLA cannot write a
+program, bytes off the TPU are the compiler's, too, and all else is as the shapes have it. Layers
+are alike, so two programs of few of them tell of any number.
 
 Knows nothing of plans. Guarantees: seconds are by the same roofline and the same peaks for a
-program and for shapes, each as one part, so their ratio is what the compiler added or saved.
+program and for shapes, each as one part, so their ratio is what the compiler added or saved; where
+the compiler's own cycles take longer they count, and none take less than shapes.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 
@@ -19,10 +19,12 @@ from ...sharding.call import Call
 from ...sharding.communication import sent_bytes
 from ...sharding.mesh_layout import MeshLayout
 from ..programs.collectives import Collective, read_collectives
-from ..programs.hbm_bytes import hbm_bytes
-from ..programs.program_text import program_text
+from ..programs.report import ProgramReport, Totals, read_report
 from .cost import CostModel
 from .work import Sent, summed
+
+NOTABLE = 1.2
+"""How many times longer than predicted a compiled graph takes, to be said."""
 
 
 @dataclass(frozen=True)
@@ -36,17 +38,35 @@ class Counted:
     """None where it cannot be read."""
     memory_bytes: float
     """With all that it is given; 0 where the compiler says nothing."""
+    loop_turns: float = 0.0
+    converted_bytes: float = 0.0
+    """Arguments, or slices of them, that are written in another dtype."""
+    copied_bytes: float = 0.0
+    """Those that are written as they were."""
+    cycles: float = 0.0
+    """0 where the compiler counts none."""
+    seconds: float = 0.0
+    """By the clock for these, or by the memory's rate if that takes longer."""
 
     @classmethod
     def of(
-        cls, executable: jax.stages.Compiled, platform: str, mesh: MeshLayout, memory_bytes: int
+        cls,
+        executable: jax.stages.Compiled,
+        text: str | None,
+        platform: str,
+        cost: CostModel,
+        memory_bytes: int = 0,
+        steps: int = 1,
     ) -> "Counted":
-        """Of one executable for devices of a platform."""
-        found, text = executable.cost_analysis() or {}, program_text(executable)
-        num_bytes = found.get("bytes accessed", 0.0)
-        if platform == "tpu":
-            num_bytes = 0.0 if text is None else hbm_bytes(text)
-        return cls(found.get("flops", 0.0), num_bytes, _sent(text, mesh), memory_bytes)
+        """Of one executable for devices of a platform; its calls of decode have so many steps."""
+        found = executable.cost_analysis() or {}
+        counted = cls(found.get("flops", 0.0), 0.0, None, memory_bytes)
+        mesh = cost.work.layout.mesh
+        if text is None:
+            off_tpu = 0.0 if platform == "tpu" else found.get("bytes accessed", 0.0)
+            return replace(counted, num_bytes=off_tpu, sent=None if mesh.num_devices > 1 else {})
+        report = read_report(text, platform, mesh.sizes, cost.hardware, cost.torus)
+        return replace(counted, sent=_sent(text, mesh), **_of_report(report, steps))
 
     def and_turns(self, more: float, shorter: "Counted") -> "Counted":
         """Of a program with so many more turns of its layers; `shorter` is of one turn less."""
@@ -58,12 +78,12 @@ class Counted:
         if self.sent is not None and shorter.sent is not None:
             before = shorter.sent
             sent = {key: grown(of, before.get(key, 0.0)) for key, of in self.sent.items()}
-        return Counted(
-            grown(self.flops, shorter.flops),
-            grown(self.num_bytes, shorter.num_bytes),
-            sent,
-            grown(self.memory_bytes, shorter.memory_bytes),
-        )
+        numbers = {
+            name: grown(number, getattr(shorter, name))
+            for name, number in vars(self).items()
+            if name != "sent"
+        }
+        return Counted(sent=sent, **numbers)
 
 
 @dataclass(frozen=True)
@@ -75,16 +95,41 @@ class CompiledCall:
     num_bytes: float
     sent: Sent
     seconds: float
-    """By the roofline of all of it together."""
+    """By the roofline of all of it together, or by the compiler's cycles if these take longer."""
     shapes_seconds: float
-    """The same of the work that shapes and rules tell."""
+    """By the roofline of the work that shapes and rules tell."""
     memory_bytes: int
     """With all that it is given; 0 where the compiler says nothing."""
+    moved_bytes: float = 0.0
+    """Of main memory, by the program alone; 0 where they cannot be told."""
+    needed_bytes: float = 0.0
+    """Of main memory, however it is computed."""
+    loop_turns: float = 0.0
+    converted_bytes: float = 0.0
+    copied_bytes: float = 0.0
+    cycles: float = 0.0
 
     @property
     def factor(self) -> float:
         """How much longer it takes than its shapes alone."""
         return self.seconds / self.shapes_seconds
+
+    @property
+    def difference(self) -> str:
+        """How the program differs from what is predicted; empty where it does not by much."""
+        if self.factor < NOTABLE:
+            return ""
+        moved, needed, converted, copied = (
+            f"{number / 1e9:.2f} GB"
+            for number in (
+                self.moved_bytes, self.needed_bytes, self.converted_bytes, self.copied_bytes
+            )
+        )  # fmt: skip
+        return (
+            f"{self.graph} takes {self.factor:.1f} times what its shapes do: it moves {moved} "
+            f"where {needed} are needed, converts {converted} of arguments, copies {copied} of "
+            f"them, and makes {self.loop_turns:,.0f} turns of loops"
+        )
 
 
 def compiled_call(name: str, call: Call, counted: Counted, cost: CostModel) -> CompiledCall:
@@ -94,23 +139,43 @@ def compiled_call(name: str, call: Call, counted: Counted, cost: CostModel) -> C
     planned = summed(pair for part in parts for pair in part.sent.items())
     more_flops, more_bytes = max(flops, counted.flops), max(num_bytes, counted.num_bytes)
     sent = planned if counted.sent is None else counted.sent
+    by_shapes = cost.roofline(flops, num_bytes, planned)
     return CompiledCall(
         graph=name,
         flops=more_flops,
         num_bytes=more_bytes,
         sent=sent,
-        seconds=cost.roofline(more_flops, more_bytes, sent),
-        shapes_seconds=cost.roofline(flops, num_bytes, planned),
+        seconds=max(by_shapes, cost.roofline(more_flops, more_bytes, sent), counted.seconds),
+        shapes_seconds=by_shapes,
         memory_bytes=round(counted.memory_bytes),
+        moved_bytes=counted.num_bytes,
+        needed_bytes=cost.work.needed(call).total,
+        loop_turns=counted.loop_turns,
+        converted_bytes=counted.converted_bytes,
+        copied_bytes=counted.copied_bytes,
+        cycles=counted.cycles,
     )
 
 
-def _sent(text: str | None, mesh: MeshLayout) -> Sent | None:
+def _of_report(report: ProgramReport, steps: int) -> dict[str, float]:
+    """Figures of a step, with its share of what runs once beside all steps."""
+    step, once = _figures(report.step), _figures(report.once)
+    return {name: number + once[name] / steps for name, number in step.items()}
+
+
+def _figures(totals: Totals) -> dict[str, float]:
+    return {
+        "num_bytes": totals.bytes_moved,
+        "loop_turns": totals.loop_turns,
+        "converted_bytes": totals.converted_bytes,
+        "copied_bytes": totals.copied_bytes,
+        "cycles": totals.cycles.cycles if totals.cycles else 0.0,
+        "seconds": totals.cycles.seconds if totals.cycles else 0.0,
+    }
+
+
+def _sent(text: str, mesh: MeshLayout) -> Sent:
     """Branches that only some rows ask for are left out."""
-    if mesh.num_devices == 1:
-        return {}
-    if text is None:
-        return None
     return summed(
         ((one.kind, one.mesh_axes), _sent_for(one, mesh))
         for one in read_collectives(text, mesh.sizes)

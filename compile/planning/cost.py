@@ -112,6 +112,7 @@ class CostModel:
     ):
         """`torus` are the dimensions of the interconnect; without them it is a switch."""
         self.work, self.hardware, self.calibration = work, hardware, calibration
+        self.torus = torus
         self._interconnect = Interconnect(hardware, work.layout.mesh.sizes, torus)
         self._peak = hardware.peak(work.dtype)
         self._known: dict[Call, Estimate] = {}

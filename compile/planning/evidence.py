@@ -9,10 +9,8 @@ from functools import cached_property
 from typing import Any
 
 from ...sharding.call import Call
-from ..programs.collectives import read_collectives
 from ..programs.report import ProgramReport, read_report
 from .hardware import Hardware
-from .interconnect import Interconnect
 from .work import Needed, Work
 
 
@@ -48,14 +46,6 @@ def read_evidence(
     hardware: Hardware | None = None,
     torus: Sequence[int] = (),
 ) -> Evidence:
-    """Read the text that `program_text` gives, of a call's graph.
-
-    Args:
-      hardware: Of one device; with a clock, cycles are told.
-      torus: The dimensions of the interconnect; without them it is a switch.
-    """
-    mesh = work.layout.mesh.sizes
-    interconnect = hardware and Interconnect(hardware, mesh, torus)
-    collectives = read_collectives(hlo_text, mesh)
-    report = read_report(hlo_text, platform, hardware, interconnect, collectives)
+    """Read the text of a call's graph; see `read_report`."""
+    report = read_report(hlo_text, platform, work.layout.mesh.sizes, hardware, torus)
     return Evidence(report, work.needed(call))

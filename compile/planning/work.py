@@ -81,7 +81,7 @@ class Work:
     """The work of one model's graphs under a layout."""
 
     def __init__(self, definition: Definition, dtype: str, layout: Layout | None = None):
-        self.config = definition.config
+        self.definition, self.config = definition, definition.config
         self.dtype = dtype
         self.layout = layout or ONE_DEVICE
         self._itemsize = jnp.dtype(dtype).itemsize

@@ -10,14 +10,14 @@ Knows nothing of models. What a program should move is for others to say: `Neede
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..planning.hardware import Hardware
 from ..planning.interconnect import Interconnect
 from .arguments import Arguments
-from .collectives import Collective
+from .collectives import read_collectives
 from .cycles import Prices
 from .executions import Execution, Executions
 from .hbm_bytes import Traffic
@@ -141,22 +141,26 @@ class ProgramReport:
 def read_report(
     hlo_text: str,
     platform: str,
+    mesh_sizes: Mapping[str, int],
     hardware: Hardware | None = None,
-    interconnect: Interconnect | None = None,
-    collectives: Iterable[Collective] = (),
+    torus: Sequence[int] = (),
     least: int = LARGE,
 ) -> ProgramReport:
     """Read the text that `program_text` gives.
 
     Args:
       platform: Slow products are those of the CPU.
-      hardware: Where it has a clock, cycles are told; `interconnect` then prices `collectives`.
+      mesh_sizes: The axes of its mesh in order.
+      hardware: Of one device; with a clock, cycles are told.
+      torus: The dimensions of the interconnect; without them it is a switch.
       least: Bytes of the smallest argument that counts as rewritten.
     """
     program = read_program(hlo_text)
     traffic = Traffic(program)
     prices = None
-    if hardware is not None and hardware.clock is not None and interconnect is not None:
+    if hardware is not None and hardware.clock is not None:
+        collectives = read_collectives(hlo_text, mesh_sizes)
+        interconnect = Interconnect(hardware, mesh_sizes, torus)
         prices = Prices(program, traffic, collectives, hardware, interconnect)
     return _Reader(program, traffic, prices, hardware, platform, least).report()
 

@@ -22,6 +22,7 @@ from ..run_config import ConfigError, add_strict_config
 if TYPE_CHECKING:
     from ...compile.bucket_grid import BucketGrid
     from ...compile.layout_measure import LayoutResult
+    from ...compile.planning.hardware import Hardware
     from ...compile.targets import Target
     from ...modelzoo.config import DecoderConfig
     from ...sharding.layout import Layout
@@ -131,6 +132,7 @@ def _measure(
 ) -> "LayoutResult":
     from ...compile.attention_kernels import AttentionPlan
     from ...compile.layout_measure import measure
+    from ...compile.target_names import TargetName
 
     attention = AttentionPlan(prefill=options.attention)
 
@@ -138,10 +140,22 @@ def _measure(
         note(options, f"{layout.name}: {graph}  {seconds:.1f} s")
 
     scan = options.scan_layers
-    result = measure(config, layout, target, grid, dtype, report, attention, scan_layers=scan)
+    hardware, torus = _hardware(target.name), TargetName.of(target.name).torus
+    result = measure(config, layout, target, grid, dtype, report, attention, scan, hardware, torus)
     if result.findings:
         note(options, f"{layout.name}: {result.verdict}")
     return result
+
+
+def _hardware(target: str) -> "Hardware | None":
+    """One device of a target, where a table has its kind."""
+    from ...compile.planning.hardware import UnknownHardware, hardware_of
+    from ..planning.hardware_files import known_hardware
+
+    try:
+        return hardware_of(target, known_hardware(None))
+    except UnknownHardware:
+        return None
 
 
 def _verify(

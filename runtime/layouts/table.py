@@ -1,6 +1,7 @@
 """Results of layouts as a table for the terminal. Knows nothing of how they were measured."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ...compile.layout_measure import SHAPES, CollectiveTotal, LayoutResult
 from ..console import aligned
@@ -13,19 +14,11 @@ _COLLECTIVES_FROM_SHAPES = (
     "Collectives are those of the layouts' rules where XLA could not write its program as text."
 )
 _COLUMNS = (
-    "layout",
-    "mesh",
-    "params MB",
-    "cache MB",
-    "temp MB",
-    "prefill coll.",
-    "sent MB",
-    "decode coll.",
-    "sent MB",
-    "GFLOP",
-    "compile s",
-    "max diff",
-)
+    "layout", "mesh", "params MB", "cache MB", "temp MB",
+    "prefill moved MB", "of needed", "turns", "coll.", "sent MB",
+    "decode moved MB", "of needed", "turns", "coll.", "sent MB",
+    "GFLOP", "compile s", "max diff",
+)  # fmt: skip
 
 
 def table_of(results: Sequence[LayoutResult]) -> str:
@@ -60,10 +53,18 @@ def _row(result: LayoutResult) -> tuple[str, ...]:
     numbers = [_megabytes(result.bytes_per_device[key]) for key in ("params", "cache", "temp")]
     for phase in ("prefill", "decode"):
         count, num_bytes = communicated(result, phase)
-        numbers += [str(count), _megabytes(num_bytes)]
+        numbers += [*_program(result.programs.get(phase)), str(count), _megabytes(num_bytes)]
     difference = "" if result.max_abs_diff is None else f"{result.max_abs_diff:.1e}"
     numbers += [f"{result.flops / 1e9:.1f}", f"{result.compile_seconds:.1f}", difference]
     return (result.name, mesh, *numbers)
+
+
+def _program(found: Mapping[str, Any] | None) -> tuple[str, str, str]:
+    """What a program moves, how many times what it needs, and the turns of its loops."""
+    if found is None:
+        return "", "", ""
+    moved, ratio = _megabytes(found["bytes_moved"]), f"x{found['moved_over_needed']:.2f}"
+    return moved, ratio, f"{found['loop_turns']:,}"
 
 
 def _megabytes(num_bytes: float) -> str:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 import jax.numpy as jnp
 
-from ...compile.build import compile_graph, plan_graphs
+from ...compile.build import compile_with_text, plan_graphs
 from ...compile.compiled_graphs import CompiledGraphs
 from ...compile.definition import Definition
 from ...compile.expert_plan import LOSSLESS_EXPERTS, default_experts
@@ -122,11 +122,12 @@ class LayoutCompiler:
         experts = default_experts(config) or LOSSLESS_EXPERTS
         grid = one.planned.best.grid
         graphs = plan_graphs(definition, grid, placement, jnp.dtype(self.dtype), experts)
-        executable, seconds, _ = compile_graph(next(x for x in graphs if x.name == name))
+        graph = next(graph for graph in graphs if graph.name == name)
+        executable, text, seconds = compile_with_text(graph)
         layers = f"{config.num_layers} of {self.config.num_layers} layers"
         self.on_note(f"{one.name}: {name}, {layers}, compiled in {seconds:.1f} s")
-        mesh = one.cost.work.layout.mesh
-        return Counted.of(executable, target.platform, mesh, memory_of(executable))
+        memory, steps = memory_of(executable), grid.steps_per_call
+        return Counted.of(executable, text, target.platform, one.cost, memory, steps)
 
 
 def _costliest(one: PlannedLayout) -> dict[str, tuple[str, Call]]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...compile.bucket_grid import BucketGrid
+from ...compile.compiled_graphs import CompiledGraphs
 from ...compile.planning.candidates import num_graphs
 from ...compile.planning.cost import CostModel
 from ...compile.planning.hardware import Hardware
@@ -83,12 +84,36 @@ def graphs(prediction: "Prediction") -> list[dict[str, Any]]:
         kind = " scored" * is_scored
         use = metrics.prefill.get(f"{bucket}{kind}", PrefillUse())
         figures = _graph(f"prefill {bucket}{kind}", use, use.calls, use.real_tokens)
-        found.append(figures | _estimate(cost, bucket.call(is_scored=is_scored)))
+        call, name = (
+            bucket.call(is_scored=is_scored),
+            CompiledGraphs.prefill_name(bucket, is_scored),
+        )
+        found.append(figures | _estimate(cost, call) | _evidence(prediction, name))
     for span in grid.decode_spans:
         use = metrics.decode.get(str(span), DecodeUse())
-        figures = _graph(f"decode span {span}", use, use.steps, use.emitted_tokens)
-        found.append(figures | _estimate(cost, grid.decode_call(span)))
+        name, call = CompiledGraphs.decode_name(span), grid.decode_call(span)
+        figures = _graph(name, use, use.steps, use.emitted_tokens)
+        found.append(figures | _estimate(cost, call) | _evidence(prediction, name))
     return found
+
+
+def _evidence(prediction: "Prediction", name: str) -> dict[str, Any]:
+    """What a graph's program does, of the chosen layout's graphs that were compiled."""
+    calls = prediction.searched[0].compiled.values()
+    call = next((call for call in calls if call.graph == name), None)
+    if call is None:
+        return {"compiled": None}
+    found = {
+        "bytes_moved": call.moved_bytes,
+        "bytes_needed": call.needed_bytes,
+        "loop_turns": call.loop_turns,
+        "cycles": call.cycles,
+        "converted_bytes": call.converted_bytes,
+        "copied_bytes": call.copied_bytes,
+        "seconds": call.seconds,
+        "over_prediction": call.factor,
+    }
+    return {"compiled": found}
 
 
 def _graph(name: str, use: PrefillUse | DecodeUse, calls: int, real_tokens: int) -> dict[str, Any]:
@@ -226,6 +251,7 @@ def _searched(searched: Sequence[PlannedLayout]) -> list[dict[str, Any]]:
                     **asdict(call),
                     "sent": sent_by_axes([call.sent]),
                     "factor": call.factor,
+                    "difference": call.difference,
                 }
                 for phase, call in one.compiled.items()
             },

@@ -14,6 +14,10 @@ COMPILED_LAYOUTS = (
     "layout", "predicted s", "as compiled s", "place before", "prefill, ms a call",
     "decode, ms a step", "MB sent in them", "needs GB",
 )  # fmt: skip
+PROGRAMS = (
+    "compiled graph", "GB moved", "of needed", "turns of loops", "GB converted", "GB copied",
+    "Mcycles",
+)  # fmt: skip
 COMPARISON = ("grid", "graphs", "prefill padding", "idle slots", "predicted s", "")
 
 
@@ -36,6 +40,7 @@ def summary(report: Mapping[str, Any]) -> str:
         *aligned([COMPARISON, *_compared({"this plan": predicted, **report["comparison"]})]),
         "",
         *_compiled_layout_lines(report["searched_layouts"]),
+        *_program_lines(report["graphs"]),
         f"predicted  {predicted['run_seconds']:.1f} s to run and "
         f"{predicted['build_seconds']:.0f} s to compile {counted(predicted['graphs'], 'graph')}"
         f"{_slots(predicted)}",
@@ -110,8 +115,15 @@ def _compiled_layout_lines(searched: Sequence[Mapping[str, Any]]) -> list[str]:
     by_shapes = sorted(compiled, key=lambda one: one["seconds"])
     rows = [_compiled_layout(one, by_shapes.index(one) + 1) for one in compiled]
     pairs = zip(rows, compiled, strict=True)
-    problems = [f"{row[0]}: {one['problem']}" for row, one in pairs if one["problem"]]
-    return [*aligned([COMPILED_LAYOUTS, *rows]), *problems, ""]
+    notes = [f"{row[0]}: {note}" for row, one in pairs for note in _compiled_notes(one)]
+    return [*aligned([COMPILED_LAYOUTS, *rows]), *notes, ""]
+
+
+def _compiled_notes(layout: Mapping[str, Any]) -> list[str]:
+    """Why the compiled graphs of a layout cannot run, or how they differ from their shapes."""
+    if layout["problem"]:
+        return [layout["problem"]]
+    return [call["difference"] for call in layout["compiled"].values() if call["difference"]]
 
 
 def _compiled_layout(layout: Mapping[str, Any], place: int) -> tuple[str, ...]:
@@ -127,6 +139,25 @@ def _compiled_layout(layout: Mapping[str, Any], place: int) -> tuple[str, ...]:
         *("" if call is None else f"{call['seconds'] * 1e3:.1f}" for call in calls),
         " + ".join(f"{sum(call['sent'].values()) / 1e6:.1f}" for call in known),
         f"{max((call['memory_bytes'] for call in known), default=0) / GIGABYTE:.2f}",
+    )
+
+
+def _program_lines(graphs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What the programs of graphs do, of those that were compiled."""
+    rows = [_program(graph["graph"], graph["compiled"]) for graph in graphs if graph["compiled"]]
+    return [*aligned([PROGRAMS, *rows]), ""] if rows else []
+
+
+def _program(name: str, found: Mapping[str, Any]) -> tuple[str, ...]:
+    """A row under `PROGRAMS`."""
+    return (
+        name,
+        f"{found['bytes_moved'] / GIGABYTE:.3f}",
+        f"x{found['bytes_moved'] / found['bytes_needed']:.2f}",
+        f"{found['loop_turns']:,.0f}",
+        f"{found['converted_bytes'] / GIGABYTE:.3f}",
+        f"{found['copied_bytes'] / GIGABYTE:.3f}",
+        f"{found['cycles'] / 1e6:.1f}" if found["cycles"] else "",
     )
 
 

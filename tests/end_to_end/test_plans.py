@@ -130,6 +130,11 @@ def test_layouts_are_put_in_the_order_of_their_compiled_graphs(noria, source):
     assert all(one["compiled"]["decode"]["factor"] > 0.99 for one in searched)
     assert f'layout = "{searched[0]["name"]}"' in report["plan"]
     assert "as compiled s" in summary
+    compiled = {one["graph"]: one["compiled"] for one in report["graphs"] if one["compiled"]}
+    assert {name.split()[0] for name in compiled} == {"prefill", "decode"}
+    for found in compiled.values():
+        assert found["bytes_moved"] > found["bytes_needed"] > 0
+        assert f"x{found['bytes_moved'] / found['bytes_needed']:.2f}" in summary
     assert "MB sent along tensor" in summary or searched[0]["name"] == "data-parallel"
 
 

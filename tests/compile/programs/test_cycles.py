@@ -5,7 +5,6 @@ from hlo_snippets import CHIP, NARROW_BYTES, WIDE, WIDE_BYTES, loop, program
 
 from noria.compile.planning.hardware import Hardware
 from noria.compile.planning.interconnect import Interconnect
-from noria.compile.programs.collectives import read_collectives
 from noria.compile.programs.cycles import Prices
 from noria.compile.programs.hbm_bytes import Traffic
 from noria.compile.programs.hlo_text import read_program
@@ -22,8 +21,7 @@ def cycles(*lines: str, called: str = "") -> Cycles:
     text = program(*lines, called=called).replace(
         "HloModule jit_graph", "HloModule jit_graph, num_partitions=2"
     )
-    interconnect = Interconnect(HARDWARE, MESH, ())
-    report = read_report(text, "tpu", HARDWARE, interconnect, read_collectives(text, MESH))
+    report = read_report(text, "tpu", MESH, HARDWARE)
     assert report.step.cycles is not None
     return report.step.cycles
 
@@ -114,8 +112,7 @@ def test_cycles_bound_the_seconds_where_they_take_longer():
 def test_hardware_without_a_clock_has_no_cycles():
     text = program(f"ROOT %a = {WIDE} negate(%w)")
     without = Hardware("mine", "made up", {"bfloat16": PEAK}, 1e9, RATE, LINK, [])
-    interconnect = Interconnect(without, {"data": 1}, ())
-    assert read_report(text, "tpu", without, interconnect).step.cycles is None
-    parsed = read_program(text)
+    assert read_report(text, "tpu", {"data": 1}, without).step.cycles is None
+    parsed, interconnect = read_program(text), Interconnect(without, {"data": 1}, ())
     with pytest.raises(ValueError, match=r"mine: expected a clock.*Add clock"):
         Prices(parsed, Traffic(parsed), [], without, interconnect)

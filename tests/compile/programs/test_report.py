@@ -8,13 +8,16 @@ from hlo_snippets import CHIP, NARROW, NARROW_BYTES, WIDE, WIDE_BYTES, computati
 import noria.compile.programs
 from noria.compile.programs.report import ProgramReport, read_report
 
+MESH = {"data": 1}
 ROOT = str(Path(noria.compile.programs.__file__).parents[2])
 AT_45 = ', metadata={op_name="jit(graph)/layers.3/dot_general" stack_frame_id=2}'
 
 
 def read(*lines: str, called: str = "", platform: str = "tpu") -> ProgramReport:
     """Of a program in which arrays of 2048 bytes are large."""
-    return read_report(program(*lines, called=called, root=ROOT), platform, least=NARROW_BYTES)
+    return read_report(
+        program(*lines, called=called, root=ROOT), platform, MESH, least=NARROW_BYTES
+    )
 
 
 def fused(*lines: str, parameter: str) -> str:
@@ -31,7 +34,7 @@ def test_a_line_of_source_is_the_innermost_that_is_ours():
 
 def test_a_line_of_others_alone_is_named_without_its_folder():
     text = program(f"ROOT %a = {WIDE} negate(%w), metadata={{stack_frame_id=3}}", root="/gone")
-    assert [one.line for one in read_report(text, "tpu").moved] == ["module.py:7"]
+    assert [one.line for one in read_report(text, "tpu", MESH).moved] == ["module.py:7"]
 
 
 def test_a_fusion_without_a_line_has_that_of_what_it_fuses():

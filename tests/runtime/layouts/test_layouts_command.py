@@ -63,6 +63,16 @@ def test_the_mesh_of_a_named_layout_is_fitted_to_the_target(results):
     assert results["data-tensor"]["mesh"] == {"data": 2, "tensor": 2}
 
 
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("name", LEGAL)
+def test_a_legal_layout_says_what_its_programs_move_and_need(results, name, phase):
+    found = results[name]["programs"][phase]
+    assert found["bytes_moved"] > found["bytes_needed"] > 0
+    assert found["bytes_needed"] == sum(found["needed"].values())
+    assert any(one["line"].startswith("modelzoo/") for one in found["moved"])
+    assert found["cycles"] is None
+
+
 @pytest.mark.parametrize("name", LEGAL)
 def test_verified_logits_are_those_of_one_device(results, name):
     assert 0 <= results[name]["max_abs_diff"] < 1e-4
@@ -109,12 +119,19 @@ def test_scanned_layers_are_counted_by_their_turns(report, results, capsys):
 def test_a_program_that_xla_cannot_write_sends_what_the_rules_say(
     report, results, monkeypatch, capsys
 ):
-    monkeypatch.setattr(layout_measure, "program_text", lambda executable: None)
+    compile_with_text = layout_measure.compile_with_text
+
+    def unwritten_graph(graph):
+        executable, _, seconds = compile_with_text(graph)
+        return executable, None, seconds
+
+    monkeypatch.setattr(layout_measure, "compile_with_text", unwritten_graph)
     folder = report / "unwritten"
     arguments = ["--model", str(report / "model"), "-o", str(folder), "--layouts", "data-tensor"]
     assert main(["layouts", *arguments, *OPTIONS]) == 0
     (unwritten,) = json.loads((folder / "layouts.json").read_text())
     assert unwritten["collectives_from"] == "shapes"
+    assert unwritten["programs"] == {}
     assert "could not write its program" in capsys.readouterr().out
     assert in_layers(unwritten) == in_layers(results["data-tensor"])
 
@@ -136,7 +153,7 @@ def test_a_layout_that_does_not_compile_is_reported_beside_the_others(report, ca
     def run_out(graph):
         raise RuntimeError(f"RESOURCE_EXHAUSTED: 17 GB of 16 GB\nin {graph.name}")
 
-    monkeypatch.setattr(layout_measure, "compile_graph", run_out)
+    monkeypatch.setattr(layout_measure, "compile_with_text", run_out)
     folder = report / "full"
     arguments = ["--model", str(report / "model"), "-o", str(folder), "--layouts", "data-tensor"]
     assert main(["layouts", *arguments, *OPTIONS]) == 1
