@@ -1,0 +1,175 @@
+"""What graphs of small models compile to, held against ceilings that stand in one table.
+
+Archetypes, layouts, forms of layers, graphs and targets are chosen so that most pairs of them meet.
+"""
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from noria.compile.bucket_grid import BucketGrid
+from noria.compile.build import compile_with_text, plan_graphs
+from noria.compile.definition import Definition
+from noria.compile.planning.evidence import Evidence
+from noria.compile.planning.work import ONE_DEVICE, Work
+from noria.compile.programs.report import read_report
+from noria.compile.targets import find_target
+from noria.modelzoo.families.registry import from_hf_config
+from noria.runtime.layout_files import read_layout_table
+from noria.sharding.layout import Layout
+
+TABLE = tomllib.loads(Path(__file__).with_name("golden_programs.toml").read_text("utf-8"))
+ROWS = TABLE["program"]
+OF_THESE_COMPILERS = pytest.mark.skipif(
+    jax.__version__ != TABLE["jax"], reason=f"the table is of the compilers of jax {TABLE['jax']}"
+)
+FACTS = ("model", "target", "layout", "layers", "dtype", "graph")
+ARRAY_BYTES = 64 * 1024
+"""Of the smallest argument whose conversions and copies count: these models are small."""
+SLACK = 1.05
+GRID = BucketGrid(256, ((128, 4),), 32, (128, 256), steps_per_call=4)
+SHARED = {
+    "vocab_size": 2048,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": {"model_type": "llama"},
+    "windows": {
+        "model_type": "gemma3_text",
+        "hidden_act": "gelu_pytorch_tanh",
+        "num_hidden_layers": 4,
+        "sliding_window": 96,
+        "sliding_window_pattern": 2,
+    },
+    "latents": {
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "q_lora_rank": 256,
+        "kv_lora_rank": 128,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 64,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 256,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "routed_scaling_factor": 2.5,
+        "n_group": 4,
+        "topk_group": 2,
+        "norm_topk_prob": True,
+    },
+    "experts": {
+        "model_type": "qwen3_moe",
+        "num_experts": 16,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 256,
+        "norm_topk_prob": True,
+    },
+    "sinks": {
+        "model_type": "gpt_oss",
+        "num_hidden_layers": 4,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "sliding_window": 96,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 256,
+            "truncate": False,
+        },
+    },
+}
+
+
+def name_of(row: dict[str, Any]) -> str:
+    return " ".join(row[fact] for fact in FACTS)
+
+
+def read(row: dict[str, Any]) -> Evidence:
+    """Compile the program of a row, and read it."""
+    config = from_hf_config(SHARED | MODELS[row["model"]]).config
+    layout = None
+    if row["layout"]:
+        layout = Layout.from_table(read_layout_table(row["layout"]))
+    target, is_decode = find_target(row["target"]), row["graph"] == "decode"
+    placement = target.placement(layout)
+    definition = Definition(config, placement.arrangement(config, row["layers"] == "scanned"))
+    graphs = plan_graphs(definition, GRID, placement, jnp.dtype(row["dtype"]))
+    graph = [graph for graph in graphs if graph.kind == row["graph"]][-1]
+    _, text, _ = compile_with_text(graph)
+    assert text is not None
+    work = Work(definition, row["dtype"], layout or ONE_DEVICE)
+    mesh = dict(placement.mesh.shape)
+    report = read_report(text, target.platform, mesh, least=ARRAY_BYTES)
+    call = GRID.decode_call(256) if is_decode else GRID.prefill[0].call()
+    return Evidence(report, work.needed(call))
+
+
+def found_in(evidence: Evidence) -> dict[str, float]:
+    """The figures of a program, as a row has them."""
+    step, once = evidence.report.step, evidence.report.once
+    figures = {
+        "moved": evidence.ratio,
+        "once": once.bytes_moved / 1e6,
+        "turns": step.loop_turns,
+        "converted": (step.converted_bytes + once.converted_bytes) / 1e6,
+        "copied": (step.copied_bytes + once.copied_bytes) / 1e6,
+    }
+    smallest = evidence.report.smallest_turn
+    return figures | ({} if smallest is None else {"turn_kb": smallest / 1024})
+
+
+def row_lines(row: dict[str, Any], figures: dict[str, float]) -> str:
+    """A row of the table as it would be."""
+    facts = [f'{fact} = "{row[fact]}"' for fact in FACTS]
+    found = [f"{name} = {round(number, 3):g}" for name, number in figures.items()]
+    return "\n".join(["[[program]]", *facts, *found])
+
+
+@OF_THESE_COMPILERS
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(
+            row,
+            id=name_of(row),
+            marks=[pytest.mark.tpu_compile] if row["target"].startswith("tpu") else [],
+        )
+        for row in ROWS
+    ],
+)
+def test_a_program_does_no_more_than_its_row_allows_and_a_row_allows_no_more_than_that(row):
+    figures = found_in(read(row))
+    now = row_lines(row, figures)
+    assert figures.keys() == row.keys() - set(FACTS), now
+    for name, number in figures.items():
+        least, most = sorted((round(number, 3), row[name]))
+        # a row may be met with a little room, in either direction
+        assert most <= least * SLACK + 0.001, f"{name} is {number:.3f}, allowed {row[name]}\n{now}"
+
+
+def test_most_pairs_of_facts_meet():
+    """Each model meets each target, graph and form of layers."""
+    for fact, values in (
+        ("target", {"cpu", "tpu:v5e:2x2", "tpu:v6e:2x2"}),
+        ("graph", {"decode", "prefill"}),
+        ("layers", {"unrolled", "scanned"}),
+    ):
+        for model in MODELS:
+            assert {row[fact] for row in ROWS if row["model"] == model} == values
