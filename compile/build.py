@@ -25,7 +25,7 @@ from . import signatures
 from .attention_kernels import AUTO_ATTENTION, AttentionPlan, Choice, choose_kernels
 from .bucket_grid import BucketGrid, PrefillBucket
 from .compiled_graphs import CompiledGraphs
-from .compiler_options import NO_OPTIONS, CompilerOptions, naming_option
+from .compiler_options import NO_OPTIONS, CompilerOptions, naming_option, with_defaults
 from .definition import Definition
 from .expert_plan import LOSSLESS_EXPERTS, ExpertPlan
 from .graph_failures import naming_graph
@@ -129,7 +129,8 @@ def plan_graphs(
 ) -> list[GraphToBuild]:
     """Every graph of the grid, with placed abstract arguments and the placement of results."""
     graphs = _GraphPlanner(definition, grid, placement, dtype, experts, attention).graphs()
-    return [replace(graph, options=compiler.get(graph.kind, {})) for graph in graphs]
+    options = with_defaults(compiler, placement.platform)
+    return [replace(graph, options=options.get(graph.kind, {})) for graph in graphs]
 
 
 class _GraphPlanner:

@@ -1,4 +1,4 @@
-"""XLA's options for the graphs of a plan, by kind of graph. Knows nothing of what they mean."""
+"""XLA's options for the graphs of a plan: a platform's defaults, and those that the plan sets."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -12,6 +12,14 @@ CompilerOptions = Mapping[str, Mapping[str, str | int | float | bool]]
 """Values by the kind of graph, then by the name of the option."""
 NO_OPTIONS: CompilerOptions = {}
 KINDS = ("prefill", "score", "fork", "decode")
+PLATFORM_OPTIONS: Mapping[str, CompilerOptions] = {
+    "tpu": {"decode": {"xla_tpu_msa_inefficient_use_to_copy_ratio": 0.55}}
+}
+"""Options of plans for a platform that do not set them.
+
+On TPU a ratio above 0.5 (XLA's default) keeps the cache in main memory: a step reads a segment once
+and writes a row, which at 0.5 is worth a copy onto the chip and a copy of all of it back.
+"""
 
 
 class CompilerOptionRefused(ValueError):
@@ -37,6 +45,13 @@ def read_options(table: Any) -> CompilerOptions:
                     f"got {value!r}."
                 )
     return {kind: dict(sorted(table[kind].items())) for kind in KINDS if table.get(kind)}
+
+
+def with_defaults(options: CompilerOptions, platform: str) -> CompilerOptions:
+    """Options with the platform's for all that they leave open."""
+    defaults = PLATFORM_OPTIONS.get(platform, NO_OPTIONS)
+    merged = {kind: {**defaults.get(kind, {}), **options.get(kind, {})} for kind in KINDS}
+    return {kind: dict(sorted(of_kind.items())) for kind, of_kind in merged.items() if of_kind}
 
 
 @contextmanager

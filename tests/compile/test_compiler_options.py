@@ -2,7 +2,13 @@
 
 import pytest
 
-from noria.compile.compiler_options import CompilerOptionRefused, naming_option, read_options
+from noria.compile.compiler_options import (
+    PLATFORM_OPTIONS,
+    CompilerOptionRefused,
+    naming_option,
+    read_options,
+    with_defaults,
+)
 
 
 def test_the_option_with_the_longest_name_is_named():
@@ -26,3 +32,13 @@ def test_other_errors_stay_as_they_are(problem):
 def test_any_integer_is_a_value():
     table = {"decode": {"xla_a": 10**400}}
     assert read_options(table) == table
+
+
+def test_a_platform_has_defaults_that_a_plan_overrides_one_by_one():
+    ((name, default),) = PLATFORM_OPTIONS["tpu"]["decode"].items()
+    assert with_defaults({}, "tpu") == PLATFORM_OPTIONS["tpu"]
+    given = {"prefill": {"xla_a": 1}, "decode": {"xla_a": 2}}
+    assert with_defaults(given, "tpu") == {**given, "decode": {"xla_a": 2, name: default}}
+    own = {"decode": {name: 0.5}}
+    assert with_defaults(own, "tpu") == own
+    assert with_defaults(given, "cpu") == given
