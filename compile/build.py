@@ -16,8 +16,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..modelzoo import axes
-from ..modelzoo.kv_cache import lies_by_entry
 from ..modelzoo.operations import Axes
 from ..sharding.layout import PHASES
 from ..sharding.placement import Placement
@@ -231,21 +229,11 @@ class _GraphPlanner:
 
         return graph
 
-    def _place(self, phase: str, leaf: Any, logical_axes: Axes) -> jax.ShapeDtypeStruct:
-        sharding = self._placement.sharding(phase, logical_axes)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
     def _place_state(self, segments: Any, logical_axes: Axes) -> Any:
-        return tuple(self._place_segment(leaf, logical_axes) for leaf in segments)
-
-    def _place_segment(self, leaf: Any, logical_axes: Axes) -> jax.ShapeDtypeStruct:
-        placed = self._place("decode", leaf, logical_axes)
-        is_keys = logical_axes == axes.CACHE_KEYS and self._placement.platform == "tpu"
-        here = placed.sharding.shard_shape(placed.shape)
-        if not is_keys or not lies_by_entry(here, axis=leaf.ndim - 1):
-            return placed
-        lies = self._placement.by_entry(placed.sharding, leaf.ndim)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=lies)
+        sharding = self._placement.state(logical_axes)
+        return tuple(
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding) for leaf in segments
+        )
 
     def _on_host(self, arguments: Any) -> Any:
         sharding = self._placement.replicated

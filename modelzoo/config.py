@@ -313,11 +313,12 @@ class DecoderConfig:
 
     @property
     def attention_scores(self) -> Scores:
-        """The scores, with a scale where it would not follow from what attention is given.
+        """The scores, with their scale.
 
-        Queries of latents are longer than the head whose size the scale follows from.
+        It does not always follow from what attention is given: queries of latents are longer than
+        the head whose size it follows from, and a cache may keep wider heads.
         """
-        if self.latent is None or self.scores.scale is not None:
+        if self.scores.scale is not None:
             return self.scores
         return replace(self.scores, scale=self.head_dim**-0.5)
 
@@ -346,7 +347,7 @@ class DecoderConfig:
 
 @dataclass(frozen=True)
 class Arrangement:
-    """How weights are arranged for a layout and a build: the same model, in other shapes."""
+    """How weights and cache are arranged for a layout and a build: one model in other shapes."""
 
     kv_copies: int = 1
     """Each key/value head stored this often, side by side; its queries are shared out in order."""
@@ -355,9 +356,11 @@ class Arrangement:
     scan_layers: bool = False
     """Whether layers that repeat a pattern of kinds have their weights in one array for each place
     of the pattern, to run in a loop (`modelzoo.layer_groups`)."""
+    head_multiple: int = 1
+    """The cache keeps heads of a multiple of this size; zeros follow what a head has."""
 
     def __post_init__(self):
-        for name in ("kv_copies", "padded_vocab"):
+        for name in ("kv_copies", "padded_vocab", "head_multiple"):
             size = getattr(self, name)
             if size is not None and (not isinstance(size, int) or size < 1):
                 raise ValueError(f"{name}: expected a positive integer, got {size!r}.")
@@ -374,6 +377,10 @@ class Arrangement:
                 f"padded_vocab: expected at least the {config.vocab_size} tokens of the "
                 f"vocabulary, got {self.padded_vocab}. Padding adds rows and drops none."
             )
+
+    def kept_dim(self, config: DecoderConfig) -> int:
+        """Numbers that the cache keeps of one head of a token."""
+        return -(-config.kept_dim // self.head_multiple) * self.head_multiple
 
 
 AS_PUBLISHED = Arrangement()

@@ -18,7 +18,7 @@ from . import axes
 from .attention import EMPTY_POSITION, Attend, soft_cap
 from .block import block_of
 from .blockwise import attend_blockwise
-from .config import AS_PUBLISHED, PLAIN_SCORES, Arrangement, DecoderConfig, Window
+from .config import AS_PUBLISHED, Arrangement, DecoderConfig, Window
 from .kept_layers import KeptLayers, PromptLayer
 from .kv_cache import KVCache, Positions, append_position
 from .layer_attention import (
@@ -202,12 +202,11 @@ class Decoder(nnx.Module):
         return x_BTD if factor == 1.0 else x_BTD * factor
 
     def _scored(self, attend: Attend) -> Attend:
-        """An implementation that makes scores as the model asks; as it is where nothing is asked.
+        """An implementation that makes scores as the model asks.
 
         For what `over_tokens` gives: that passes scores on, in place of any bound before it.
         """
-        scores = self.config.attention_scores
-        return attend if scores == PLAIN_SCORES else partial(attend, scores=scores)
+        return partial(attend, scores=self.config.attention_scores)
 
     def _run_layers(
         self,

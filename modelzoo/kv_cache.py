@@ -34,18 +34,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.layout import Layout, with_layout_constraint
 
 from . import axes
 from .attention import EMPTY_POSITION
 from .config import AS_PUBLISHED, Arrangement, DecoderConfig, Window, window_size
 from .kept_layers import KeptLayers, KeysValues, Latents, PromptLayer
 from .layer_groups import places
-from .segments import Segments, segment_lengths, segment_starts
+from .segments import Segments, heads_last, segment_lengths, segment_starts
 from .stripes import WHOLE, Stripe
-
-TPU_LANES = 128
-"""Entries of a row of a tile."""
 
 
 class Positions(NamedTuple):
@@ -129,7 +125,7 @@ def allocate(
     `num_heads` are the key/value heads kept, where they are not the model's own ones; `span_slots`
     how many of the slots reach each span, where not all of them do.
     """
-    K, H = num_heads or config.num_kv_heads, config.kept_dim
+    K, H = num_heads or config.num_kv_heads, arrangement.kept_dim(config)
     reaching = span_slots or [slots] * len(spans)
     longest = spans[-1] if spans else 0
     num_kept = {window: kept_entries(window, longest, stripes) for window in config.windows}
@@ -165,6 +161,15 @@ def match_heads(new: jax.Array, num_heads: int, axis: int = 1) -> jax.Array:
     return jnp.repeat(new, num_heads // K, axis=axis) if num_heads > K else new
 
 
+def match_head_dim(new: jax.Array, head_dim: int, axis: int) -> jax.Array:
+    """Heads as wide as the cache keeps them, with zeros at their ends."""
+    if new.shape[axis] == head_dim:
+        return new
+    padding = [(0, 0)] * new.ndim
+    padding[axis] = (0, head_dim - new.shape[axis])
+    return jnp.pad(new, padding)
+
+
 def append_position(
     positions: Positions, position_B: jax.Array, stripe: Stripe = WHOLE
 ) -> Positions:
@@ -174,7 +179,12 @@ def append_position(
     """
 
     def mark(segments: Segments, entry_B: jax.Array) -> Segments:
-        return _append(segments, position_B[:, None], stripe.place(entry_B), axis=1)
+        place_B = stripe.place(entry_B)
+        starts = segment_starts(segments, axis=1)
+        return tuple(
+            _mark(segment, position_B, place_B - start)
+            for segment, start in zip(segments, starts, strict=True)
+        )
 
     rings = {
         size: mark(segments, _ring_entry(position_B, size))
@@ -187,6 +197,12 @@ def _ring_entry(position_B: jax.Array, size: int) -> jax.Array:
     return jnp.where(position_B > EMPTY_POSITION, position_B % size, position_B)
 
 
+def _mark(segment_BS: jax.Array, position_B: jax.Array, index_B: jax.Array) -> jax.Array:
+    B, S = segment_BS.shape
+    is_entry_BS = jnp.arange(S)[None] == index_B[:B, None]
+    return jnp.where(is_entry_BS, position_B[:B, None], segment_BS)
+
+
 def append(
     layers: KeptLayers, new: PromptLayer, entry_B: jax.Array, layer: jax.Array
 ) -> KeptLayers:
@@ -194,98 +210,33 @@ def append(
 
     def write(segments: Segments, new: jax.Array, axis: int) -> Segments:
         # without layers, as their number is no axis of what one layer made
-        starts = segment_starts(segments, axis)
+        new_BKH = jnp.squeeze(new, axis - 1)
         return tuple(
-            _append_to_layer(segment, new, entry_B - start, axis - 1, layer)
-            for segment, start in zip(segments, starts, strict=True)
+            _write(segment, new_BKH, entry_B - start, axis, layer)
+            for segment, start in zip(segments, segment_starts(segments, axis), strict=True)
         )
 
     return type(layers)(*map(write, layers, new, layers.POSITION_AXES))
 
 
-def _append_to_layer(
-    segment: jax.Array, new: jax.Array, index_B: jax.Array, axis: int, layer: jax.Array
-) -> jax.Array:
-    B = segment.shape[1]
-    new, index_B = new[:B], index_B[:B]
-    if segment.shape[0] == 1:
-        return _write(segment[0], new, index_B, axis)[None]
-    return _write(segment, new, index_B, axis, layer)
-
-
-def _append(segments: Segments, new: jax.Array, entry_B: jax.Array, axis: int) -> Segments:
-    def write(segment: jax.Array, start: int) -> jax.Array:
-        B = segment.shape[0]
-        return _write(segment, new[:B], entry_B[:B] - start, axis)
-
-    return tuple(map(write, segments, segment_starts(segments, axis)))
-
-
 def _write(
-    segment: jax.Array,
-    new: jax.Array,
-    index_B: jax.Array,
-    axis: int,
-    layer: jax.Array | None = None,
+    segment: jax.Array, new_BKH: jax.Array, index_B: jax.Array, axis: int, layer: jax.Array
 ) -> jax.Array:
     """Write one entry per row at `index_B` of `axis`; an index outside writes nothing.
 
-    With a layer the segment leads with layers, which `axis` does not count.
-    NOTE: on TPU this form alone stays in place inside a loop. Reading the old entry to write it
-    back, or indexing with `.at`, copies the cache; a select over the segment rewrites it.
+    The segment leads with layers, and ends with heads' entries and positions in either order.
+    NOTE: every head of every entry is an update of its own, of a row and a position. XLA for TPU
+    makes one pass over the updates of that, where heads lie along the last axis in memory. Of
+    windows that are one position wide it makes a loop with a turn for each slot.
     """
-    row_axis = 0 if layer is None else 1
-    size = segment.shape[axis + row_axis]
+    rows = segment.reshape(-1, *segment.shape[-2:])
+    _, position_axis, head_axis = heads_last(3, axis - segment.ndim + 3)
+    B, size, H = segment.shape[1], rows.shape[position_axis], rows.shape[head_axis]
+    new = match_head_dim(new_BKH[:B], H, axis=-1).reshape(-1, H).astype(segment.dtype)
+    row = layer * len(new) + jnp.arange(len(new))
     is_inside_B = (index_B >= 0) & (index_B < size)
     # past the end, and therefore dropped
-    entry_B = jnp.where(is_inside_B, index_B, size)
-    of_layer = () if layer is None else (jnp.full_like(entry_B, layer),)
-    dimensions = jax.lax.ScatterDimensionNumbers(
-        update_window_dims=tuple(range(1, new.ndim)),
-        inserted_window_dims=tuple(range(row_axis)),
-        scatter_dims_to_operand_dims=(*range(row_axis), axis + row_axis),
-        operand_batching_dims=(row_axis,),
-        scatter_indices_batching_dims=(0,),
-    )
-    new = new.astype(segment.dtype)
-    return jax.lax.scatter(
-        segment,
-        jnp.stack([*of_layer, entry_B], axis=1),
-        new if layer is None else laid_like(new, segment, axis + row_axis),
-        dimensions,
-        indices_are_sorted=True,
-        unique_indices=True,
-        mode=jax.lax.GatherScatterMode.FILL_OR_DROP,
-    )
-
-
-def laid_like(new: jax.Array, segment: jax.Array, axis: int) -> jax.Array:
-    """Entries with their axes in the order that a TPU gives those of the segment in memory.
-
-    The last two axes of a segment come in the order that fills tiles with less padding, but for
-    keys that lie by entry. NOTE: entries come in the order in which a projection made them, and XLA
-    for TPU would lay the segment out like them: every call would copy the cache there and back.
-    """
-    second, last = segment.shape[-2:]
-    order = list(range(new.ndim))
-    is_less = _tiled_size(last, second) < _tiled_size(second, last)
-    if is_less or lies_by_entry(segment.shape, axis):
-        order[-2:] = reversed(order[-2:])
-    return with_layout_constraint(new, Layout(major_to_minor=tuple(order)))
-
-
-def lies_by_entry(shape: Sequence[int], axis: int) -> bool:
-    """Whether a TPU has the heads of an entry along the last axis, though positions are `axis`.
-
-    Keys of scanned layers lie so, if a device has one head that fills its tiles: XLA writes entries
-    in this order there, and would otherwise lay all keys out anew before each loop and after it.
-    """
-    if len(shape) != 5 or axis != 4:
-        return False
-    num_layers, _, num_heads, head_dim, _ = shape
-    return num_layers > 1 and num_heads == 1 and not head_dim % TPU_LANES
-
-
-def _tiled_size(second: int, last: int) -> int:
-    """Elements of a matrix in whole tiles of 8 x 128."""
-    return -(-second // 8) * 8 * -(-last // TPU_LANES) * TPU_LANES
+    entry_B = jnp.where(is_inside_B, index_B, size)[:B]
+    entry = jnp.repeat(entry_B, len(new) // B)
+    at = rows.at[row, entry] if head_axis == 2 else rows.at[row, :, entry]
+    return at.set(new, mode="drop", unique_indices=True).reshape(segment.shape)

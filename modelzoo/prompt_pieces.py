@@ -16,17 +16,19 @@ donated.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from . import axes
 from .attention import EMPTY_POSITION
 from .kept_layers import KeptLayers, PromptLayer
-from .kv_cache import Positions, laid_like, match_heads
+from .kv_cache import Positions, match_head_dim, match_heads
 from .operations import Axes, Operations, rows_of
-from .segments import Segments, at_entries, held_positions, num_entries, segment_starts
+from .segments import Segments, at_entries, heads_last, held_positions, num_entries, segment_starts
 from .stripes import Stripe
 
 
@@ -131,6 +133,8 @@ def keep_piece(
             return old
         if axes.KV_HEADS in names:
             new = match_heads(new, old[0].shape[names.index(axes.KV_HEADS)])
+        *_, head_axis = heads_last(old[0].ndim, axis)
+        new = match_head_dim(new, old[0].shape[head_axis], head_axis - 1)
 
         def body(old: Segments, new: jax.Array, where: _Write) -> Segments:
             slot_B, start_B, count_B, layer = where
@@ -242,8 +246,21 @@ def put_blocks(
     return jax.lax.scatter(
         x,
         jnp.stack([*of_layer, slot_B, index_B], axis=1),
-        laid_like(blocks.astype(x.dtype), x, axis),
+        _with_heads_last(blocks.astype(x.dtype), axis - row_axis),
         dimensions,
         unique_indices=True,
         mode=jax.lax.GatherScatterMode.FILL_OR_DROP,
     )
+
+
+def _with_heads_last(blocks: jax.Array, axis: int) -> jax.Array:
+    """Blocks that lie on a TPU as its caches do, with heads' entries along the last axis.
+
+    NOTE: blocks come in the order in which a projection made them, and XLA for TPU would lay the
+    cache out like them: every call would copy it there and back.
+    """
+    if blocks.ndim < 3:
+        return blocks
+    layout = Layout(major_to_minor=heads_last(blocks.ndim, axis))
+    lay = partial(with_layout_constraint, layouts=layout)
+    return jax.lax.platform_dependent(blocks, tpu=lay, default=lambda blocks: blocks)

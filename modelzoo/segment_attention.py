@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from .attention import Attend, Visibility, merge
 from .config import Window
 from .kept_layers import KeysAndValues
+from .kv_cache import match_head_dim
 from .segments import Segments
 
 
@@ -22,7 +23,7 @@ def attend_segments(
     """Attend to every segment and merge.
 
     Args:
-      attend: Attends to one segment.
+      attend: Attends to one segment, with the scale of scores given where heads are kept wider.
       window: The window of the layer.
       q_BTKGH: Queries; those of several heads may read one head of the entries.
       query_position_BT: Positions of the queries.
@@ -30,16 +31,18 @@ def attend_segments(
         rows alone; the others see nothing there.
 
     Returns:
-      `out` and `lse`, whose heads are those of the entries.
+      `out` and `lse`, whose heads are those of the entries, as wide as those of queries.
     """
-    parts = []
+    parts, H = [], q_BTKGH.shape[-1]
     for (k_BKHS, v_BKSH), position_BS in zip(*entries, strict=True):
-        num_rows, num_heads = k_BKHS.shape[:2]
+        num_rows, num_heads, kept_dim = k_BKHS.shape[:3]
         query_BT = query_position_BT[:num_rows]
-        grouped = q_BTKGH[:num_rows].reshape(*query_BT.shape, num_heads, -1, q_BTKGH.shape[-1])
+        grouped = q_BTKGH[:num_rows].reshape(*query_BT.shape, num_heads, -1, H)
+        grouped = match_head_dim(grouped, kept_dim, axis=-1)
         visibility = Visibility(query_BT, position_BS, window)
-        part = attend(grouped, k_BKHS, v_BKSH, visibility)
-        parts.append(_with_missing_rows(*part, q_BTKGH.shape[0] - num_rows))
+        out_BTKGH, lse_BTKG = attend(grouped, k_BKHS, v_BKSH, visibility)
+        num_missing = q_BTKGH.shape[0] - num_rows
+        parts.append(_with_missing_rows(out_BTKGH[..., :H], lse_BTKG, num_missing))
     return merge(parts)
 
 

@@ -32,6 +32,12 @@ def num_entries(segments: Segments, axis: int) -> int:
     return sum(segment.shape[axis] for segment in segments)
 
 
+def heads_last(ndim: int, position_axis: int) -> tuple[int, ...]:
+    """The axes of an array that ends with those of heads' entries and of positions, heads last."""
+    *leading, second, last = range(ndim)
+    return (*leading, second, last) if position_axis == second else (*leading, last, second)
+
+
 def held_positions(length: jax.Array | int, num_entries: int) -> jax.Array:
     """The position in each entry after `length` tokens: the latest that lies there, or empty.
 

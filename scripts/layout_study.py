@@ -144,7 +144,7 @@ class Planner:
         self._definitions: dict[object, Definition] = {}
 
     def cost(self, config: DecoderConfig, of: Layout) -> CostModel:
-        arrangement = arrangement_of(of, config)
+        arrangement = arrangement_of(of, "tpu", config)
         if (config, arrangement) not in self._definitions:
             self._definitions[config, arrangement] = Definition(config, arrangement)
         work = Work(self._definitions[config, arrangement], "bfloat16", of)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from ..modelzoo import axes
-from ..modelzoo.config import DecoderConfig
+from ..modelzoo.config import AS_PUBLISHED, Arrangement, DecoderConfig
 from ..modelzoo.kv_cache import kept_entries
 from ..modelzoo.operations import Axes
 from .axis_rules import kv_copies
@@ -33,7 +33,12 @@ def parameter_bytes_per_device(
 
 
 def cache_bytes_per_device(
-    config: DecoderConfig, layout: Layout, slots: int, length: int, dtype: DTypeLike
+    config: DecoderConfig,
+    layout: Layout,
+    slots: int,
+    length: int,
+    dtype: DTypeLike,
+    arrangement: Arrangement = AS_PUBLISHED,
 ) -> int:
     """Keys and values of the decode cache on one device; `slots` divide over attention's rows."""
     rules, shards = layout.phase("decode"), layout.mesh.num_shards
@@ -42,7 +47,7 @@ def cache_bytes_per_device(
     stripes = shards(rules[axes.CACHE_LENGTH])
     entries = sum(kept_entries(window, length, stripes) for window in config.windows)
     # latents are keys and values in one, of one head, on every device that has the row
-    of_entry = config.kept_dim * (2 * heads if config.latent is None else 1)
+    of_entry = arrangement.kept_dim(config) * (2 * heads if config.latent is None else 1)
     return (slots // over_rows) * -(-entries // stripes) * of_entry * jnp.dtype(dtype).itemsize
 
 

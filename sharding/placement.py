@@ -14,27 +14,37 @@ from jax.experimental.layout import Layout as MemoryLayout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from ..modelzoo import axes
-from ..modelzoo.config import AS_PUBLISHED, Arrangement, DecoderConfig
+from ..modelzoo.config import Arrangement, DecoderConfig
 from ..modelzoo.operations import ON_ONE_DEVICE, Axes, Operations
+from ..modelzoo.segments import heads_last
 from .axis_rules import AxisRules, kv_copies
 from .layout import Layout
 from .sharded_operations import ShardedOperations
 
 _TABLES = ("embedding.table", "head.table")
+LANES = 128
+"""Of a row of a TPU's tiles."""
+_CACHES = (axes.CACHE_KEYS, axes.CACHE_VALUES, axes.CACHE_LATENTS)
 TALL = 1.5
 """Inputs over outputs of a matrix of weights from which on it lies with its inputs last: the heads
 of Qwen3 235B over four chips, at 1.8, are the least tall that XLA was seen to want so."""
 
 
-def arrangement_of(layout: Layout, config: DecoderConfig, scan_layers: bool = False) -> Arrangement:
-    """How a layout and a build want weights arranged: heads in copies, rows padded, layers."""
+def arrangement_of(
+    layout: Layout | None, platform: str, config: DecoderConfig, scan_layers: bool = False
+) -> Arrangement:
+    """How a layout, a platform and a build want weights and cache arranged."""
+    # as XLA for TPU would lay narrow heads out, in whole tiles
+    whole = Arrangement(scan_layers=scan_layers, head_multiple=LANES if platform == "tpu" else 1)
+    if layout is None:
+        return whole
     rules, num_shards = layout.rules, layout.mesh.num_shards
     heads, vocab = num_shards(rules[axes.QUERY_HEADS]), num_shards(rules[axes.VOCAB])
     padded = -(-config.vocab_size // vocab) * vocab
-    return Arrangement(
+    return replace(
+        whole,
         kv_copies=kv_copies(config.num_kv_heads, heads),
         padded_vocab=None if padded == config.vocab_size else padded,
-        scan_layers=scan_layers,
     )
 
 
@@ -76,10 +86,17 @@ class Placement:
         order = _memory_order(parameter, logical_axes, sharding.shard_shape(shape))
         return sharding if order is None else Format(MemoryLayout(major_to_minor=order), sharding)
 
-    def by_entry(self, sharding: Sharding, ndim: int) -> Format:
-        """Keys of a cache, `[..., H, S]`, with the heads of an entry along the last axis."""
-        *leading, head, entry = range(ndim)
-        return Format(MemoryLayout(major_to_minor=(*leading, entry, head)), sharding)
+    def state(self, logical_axes: Axes) -> Sharding | Format:
+        """Where and how an array of the decode state lies.
+
+        On TPU a cache has the heads of an entry along the last axis: an entry is then written in
+        place by one native scatter.
+        """
+        sharding = self.sharding("decode", logical_axes)
+        if self.platform != "tpu" or logical_axes not in _CACHES:
+            return sharding
+        order = heads_last(len(logical_axes), logical_axes.index(axes.CACHE_LENGTH))
+        return Format(MemoryLayout(major_to_minor=order), sharding)
 
     def place(
         self, parameters: Mapping[str, jax.Array], logical_axes: Mapping[str, Axes]
@@ -92,9 +109,7 @@ class Placement:
 
     def arrangement(self, config: DecoderConfig, scan_layers: bool = False) -> Arrangement:
         """How this layout wants the weights of a model arranged, and a build its layers."""
-        if self.layout is None:
-            return replace(AS_PUBLISHED, scan_layers=scan_layers)
-        return arrangement_of(self.layout, config, scan_layers)
+        return arrangement_of(self.layout, self.platform, config, scan_layers)
 
     def num_cache_heads(self, config: DecoderConfig) -> int:
         """Key/value heads that the decode cache keeps, copies included."""
@@ -148,7 +163,7 @@ def _memory_order(
     """
     if parameter in _TABLES:
         return (0, 1)
-    if parameter.endswith(".attention.qkv") and not shape[-1] % 128:
+    if parameter.endswith(".attention.qkv") and not shape[-1] % LANES:
         *layers, embed, kv_heads, of_head, head = range(len(shape))
         is_tall = shape[embed] > TALL * math.prod(shape[kv_heads:])
         matrix = (head, embed) if is_tall else (embed, head)

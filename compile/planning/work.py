@@ -123,7 +123,9 @@ class Work:
 
     def cache_bytes(self, slots: int, length: int) -> int:
         """Keys and values of slots that are all alike, on each device."""
-        return cache_bytes_per_device(self.config, self.layout, slots, length, self.dtype)
+        return cache_bytes_per_device(
+            self.config, self.layout, slots, length, self.dtype, self.definition.arrangement
+        )
 
     @property
     def entry_bytes(self) -> float:
@@ -219,7 +221,9 @@ class Work:
         rules, shards = self.layout.phase(call.phase), self.layout.mesh.num_shards
         split = (axes.ATTENTION_BATCH, axes.LENGTH)
         pieces = shards(self._mesh_axes(split, rules))
-        alone = cache_bytes_per_device(self.config, self._heads_only, 1, call.span, self.dtype)
+        alone = cache_bytes_per_device(
+            self.config, self._heads_only, 1, call.span, self.dtype, self.definition.arrangement
+        )
         return call.rows * alone / pieces
 
     def _logits(self, call: Call) -> Part:

@@ -13,7 +13,7 @@ from ...compile.planning.candidates import Budget, CandidateGrids, ExpectedRow
 from ...compile.planning.cost import Calibration, CostModel
 from ...compile.planning.hardware import Hardware
 from ...compile.planning.work import Work
-from ...modelzoo.config import AS_PUBLISHED, DecoderConfig
+from ...modelzoo.config import DecoderConfig
 from ...sharding.layout import Layout
 from ...sharding.legality import ModelSizes, check
 from ...sharding.placement import arrangement_of
@@ -58,6 +58,7 @@ class Ranking:
     torus: Sequence[int] = ()
     """Dimensions of the interconnect."""
     calibration: Calibration | None = None
+    platform: str = "cpu"
     _definitions: dict[object, Definition] = field(default_factory=dict)
 
     def rank(self, layouts: Sequence[Layout | None]) -> list[RankedLayout]:
@@ -116,7 +117,7 @@ class Ranking:
 
     def _definition(self, layout: Layout | None) -> Definition:
         """Traced once for all layouts that arrange weights alike."""
-        arrangement = AS_PUBLISHED if layout is None else arrangement_of(layout, self.config)
+        arrangement = arrangement_of(layout, self.platform, self.config)
         if arrangement not in self._definitions:
             self._definitions[arrangement] = Definition(self.config, arrangement)
         return self._definitions[arrangement]

@@ -168,6 +168,7 @@ def _ranking(
         target.num_devices,
         target.torus,
         _calibration(options, files, dtype),
+        target.platform,
     )
 
 

@@ -1,0 +1,97 @@
+"""A token is written into the cache without a loop over slots, in programs compiled for TPU.
+
+A scatter that XLA for TPU does not know runs as a loop with a turn for every slot, of some bytes
+each, for keys and values of every layer and segment: it would take nine tenths of a step.
+"""
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+import pytest
+
+from noria.compile.bucket_grid import BucketGrid
+from noria.compile.build import GraphToBuild, compile_with_text, plan_graphs
+from noria.compile.definition import Definition
+from noria.compile.programs.report import ProgramReport, read_report
+from noria.compile.targets import find_target
+from noria.modelzoo.config import DecoderConfig, LatentAttention
+from noria.runtime.layout_files import read_layout_table
+from noria.sharding.layout import Layout
+
+TPU = "tpu:v5e:2x4"
+SLOTS, ROWS, LAYERS = 32, 2, 4
+LEAST_TURN = 64 * 1024
+"""Bytes that a turn of a loop moves if it is worth one."""
+GRID = BucketGrid(512, ((256, ROWS),), SLOTS, (512,))
+SEGMENTS = replace(GRID, decode_spans=(128, 256, 512))
+CHUNKS = replace(GRID, prefill=((512, ROWS, 128),))
+CONFIG = DecoderConfig(
+    vocab_size=512,
+    embed=1024,
+    mlp=1024,
+    num_query_heads=8,
+    num_kv_heads=8,
+    head_dim=128,
+    windows=(None,) * LAYERS,
+    max_position=512,
+)
+RINGS = replace(CONFIG, windows=(96, None) * (LAYERS // 2))
+NARROW = replace(CONFIG, head_dim=64)
+LATENTS = replace(CONFIG, latent=LatentAttention(512, 128, 64, 128), head_dim=192)
+ONE_HEAD = "weight-stationary-1d@tensor=8"
+SOME_SLOTS = "data-tensor@data=4,tensor=2"
+CASES = {
+    "heads": (CONFIG, GRID, None),
+    "segments": (CONFIG, SEGMENTS, None),
+    "few slots reach the last span": (
+        CONFIG, replace(SEGMENTS, span_slots=(SLOTS, SLOTS, 8)), None,
+    ),
+    "rings": (RINGS, GRID, None),
+    "narrow heads": (NARROW, GRID, None),
+    "latents": (LATENTS, GRID, None),
+    "one head a device": (CONFIG, SEGMENTS, ONE_HEAD),
+    "some slots a device": (RINGS, SEGMENTS, SOME_SLOTS),
+}  # fmt: skip
+
+
+def graph_of(
+    kind: str,
+    config: DecoderConfig,
+    grid: BucketGrid,
+    layout: str | None,
+    scan_layers: bool,
+) -> GraphToBuild:
+    """The decode graph of the longest span, or the prefill graph."""
+    by = None if layout is None else Layout.from_table(read_layout_table(layout))
+    placement = find_target(TPU).placement(by)
+    definition = Definition(config, placement.arrangement(config, scan_layers))
+    graphs = plan_graphs(definition, grid, placement, jnp.dtype("bfloat16"))
+    return [graph for graph in graphs if graph.kind == kind][-1]
+
+
+def report_of(graph: GraphToBuild) -> ProgramReport:
+    _, text, _ = compile_with_text(graph)
+    assert text is not None
+    return read_report(text, "tpu")
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.parametrize("scan_layers", [False, True], ids=["unrolled", "scanned"])
+@pytest.mark.parametrize("case", CASES)
+def test_a_decode_step_has_no_loop_but_that_over_layers(case, scan_layers):
+    config, grid, layout = CASES[case]
+    found = report_of(graph_of("decode", config, grid, layout, scan_layers))
+    repeats = LAYERS // len(set(config.windows)) if scan_layers else 0
+    assert found.step.loop_turns == repeats
+    assert all(loop.bytes_a_turn >= LEAST_TURN for loop in found.loops)
+    assert found.step.copied_bytes == found.once.copied_bytes == 0
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.parametrize("scan_layers", [False, True], ids=["unrolled", "scanned"])
+@pytest.mark.parametrize("grid", [GRID, CHUNKS], ids=["whole", "chunks"])
+@pytest.mark.parametrize("config", [RINGS, LATENTS], ids=["heads", "latents"])
+def test_a_prefill_call_writes_its_rows_at_once_or_one_by_one(config, grid, scan_layers):
+    """Not token by token."""
+    found = report_of(graph_of("prefill", config, grid, None, scan_layers))
+    assert all(loop.turns in (ROWS, LAYERS // len(set(config.windows))) for loop in found.loops)
