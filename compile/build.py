@@ -162,7 +162,12 @@ class _GraphPlanner:
         }
         num_heads = placement.num_cache_heads(config)
         self._make_state = partial(
-            signatures.decode_state, definition, grid, dtype, num_heads, placement.cache_stripes
+            signatures.decode_state,
+            definition,
+            grid,
+            placement.cache_dtype(dtype),
+            num_heads,
+            placement.cache_stripes,
         )
         state = jax.eval_shape(self._make_state)
         self._state = state.map(self._place_state)

@@ -118,7 +118,7 @@ def measure(
         return result
     placement = target.placement(layout)
     definition = Definition(config, placement.arrangement(config, scan_layers))
-    work = Work(definition, jnp.dtype(dtype).name, layout)
+    work = Work(definition, jnp.dtype(dtype).name, layout, placement.cache_dtype(dtype))
     result.bytes_per_device = {"params": work.parameter_bytes, "cache": work.grid_bytes(grid)}
     kernels = choose_kernels(config, grid, placement, jnp.dtype(dtype), attention)
     result.attention = kernels.report()

@@ -96,7 +96,7 @@ def attend_dense(
 ) -> tuple[jax.Array, jax.Array]:
     """Attend over all keys at once: the reference implementation, whose scores grow as T * S."""
     out_BTKGH, lse_BTKG = attend_masked(q_BTKGH, k_BKHS, v_BKSH, visibility.mask(), scores)
-    return out_BTKGH.astype(v_BKSH.dtype), lse_BTKG
+    return out_BTKGH.astype(q_BTKGH.dtype), lse_BTKG
 
 
 def attend_masked(
@@ -117,18 +117,19 @@ def attend_masked(
     scale = H**-0.5 if scores.scale is None else scores.scale
     q_BKAH = (q_BTKGH * scale).transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H)
     scores_BKAS = soft_cap(_product(q_BKAH, k_BKHS), scores.cap)
-    mask_B11TS = mask_BTS[:, None, None]
-    scores_BKGTS = jnp.where(mask_B11TS, scores_BKAS.reshape(B, K, G, T, -1), _MASKED_SCORE)
-    max_BKGT1 = scores_BKGTS.max(axis=-1, keepdims=True)
-    # the second mask keeps fully masked rows at weight zero
-    weights_BKGTS = jnp.where(mask_B11TS, jnp.exp(scores_BKGTS - max_BKGT1), 0.0)
-    sum_BKGT = weights_BKGTS.sum(axis=-1)
-    weights_BKAS = weights_BKGTS.reshape(B, K, G * T, -1).astype(v_BKSH.dtype)
-    out_BKGTH = _product(weights_BKAS, v_BKSH).reshape(B, K, G, T, -1)
-    is_seen_BKGT = sum_BKGT > 0
-    safe_sum_BKGT = jnp.where(is_seen_BKGT, sum_BKGT, 1.0)
-    out_BKGTH = out_BKGTH / safe_sum_BKGT[..., None]
-    lse_BKGT = jnp.where(is_seen_BKGT, max_BKGT1[..., 0] + jnp.log(safe_sum_BKGT), -jnp.inf)
+    # added, not selected: XLA for CPU then makes the product and the softmax in one library call
+    mask_BTS = jnp.where(mask_BTS, 0.0, _MASKED_SCORE)
+    mask_BAS = jnp.tile(mask_BTS, (1, G, 1))
+    scores_BKAS = scores_BKAS + mask_BAS[:, None]
+    max_BKA1 = scores_BKAS.max(axis=-1, keepdims=True)
+    weights_BKAS = jnp.exp(scores_BKAS - max_BKA1)
+    sum_BKA1 = weights_BKAS.sum(axis=-1, keepdims=True)
+    out_BKAH = _product(weights_BKAS.astype(v_BKSH.dtype), v_BKSH) / sum_BKA1
+    # false where a NaN was met, which is to be seen
+    is_empty_BKA1 = max_BKA1 < _MASKED_SCORE / 2
+    out_BKGTH = jnp.where(is_empty_BKA1, 0.0, out_BKAH).reshape(B, K, G, T, -1)
+    lse_BKA1 = jnp.where(is_empty_BKA1, -jnp.inf, max_BKA1 + jnp.log(sum_BKA1))
+    lse_BKGT = lse_BKA1.reshape(B, K, G, T)
     return out_BKGTH.transpose(0, 3, 1, 2, 4), lse_BKGT.transpose(0, 3, 1, 2)
 
 

@@ -13,13 +13,24 @@ section 3, with the merge of normalised parts.
 import jax
 import jax.numpy as jnp
 
-from .attention import EMPTY_POSITION, Visibility, attend_masked, merge
-from .config import PLAIN_SCORES, Scores
+from .attention import (
+    EMPTY_POSITION,
+    Visibility,
+    attend_masked,
+    first_visible,
+    merge,
+    visible,
+)
+from .config import PLAIN_SCORES, Scores, Window
 
 QUERY_BLOCK = 256
 """Most queries of a block."""
 BLOCK_SCORES = QUERY_BLOCK * 512
 """Most scores of one head in a block: few queries take all the more keys at a time."""
+TRIANGLE_BLOCK = 128
+"""Queries of a block of tokens that are in order."""
+LONGEST_TRIANGLE = 1024
+"""Tokens in order up to which the blocks of queries are unrolled in the graph."""
 
 Attended = tuple[jax.Array, jax.Array]
 
@@ -36,10 +47,12 @@ def attend_blockwise(
 ) -> Attended:
     """As `attend_dense`. Static: the limits of a block's size."""
     T, S = q_BTKGH.shape[1], k_BKHS.shape[3]
+    if visibility.is_in_order and TRIANGLE_BLOCK < T <= LONGEST_TRIANGLE:
+        return _attend_triangle(q_BTKGH, k_BKHS, v_BKSH, visibility.window, scores)
     block_T, block_S = block_sizes(T, S, query_block, block_scores)
     if block_T == T and block_S == S:
         out_BTKGH, lse_BTKG = attend_masked(q_BTKGH, k_BKHS, v_BKSH, visibility.mask(), scores)
-        return out_BTKGH.astype(v_BKSH.dtype), lse_BTKG
+        return out_BTKGH.astype(q_BTKGH.dtype), lse_BTKG
     queries = _Blocks(block_T, (q_BTKGH, 1), (visibility.query_position_BT, 1))
     keys = _Blocks(block_S, (k_BKHS, 3), (v_BKSH, 2), (visibility.key_position_BS, 1))
 
@@ -60,10 +73,31 @@ def attend_blockwise(
         shape = (*block_BTKGH.shape[:-1], v_BKSH.shape[-1])
         nothing = jnp.zeros(shape), jnp.full(shape[:-1], -jnp.inf)
         out_BTKGH, lse_BTKG = jax.lax.fori_loop(0, keys.count, add_keys, nothing)
-        return out_BTKGH.astype(v_BKSH.dtype), lse_BTKG
+        return out_BTKGH.astype(q_BTKGH.dtype), lse_BTKG
 
     blocks = jax.lax.map(attend_block, jnp.arange(queries.count))
     return jax.tree.map(lambda x: _joined(x)[:, :T], blocks)
+
+
+def _attend_triangle(
+    q_BTKGH: jax.Array, k_BKHS: jax.Array, v_BKSH: jax.Array, window: Window, scores: Scores
+) -> Attended:
+    """Prompts in order: each block of queries attends once, to the keys up to its last one.
+
+    Masks are made of indices.
+    """
+    T = q_BTKGH.shape[1]
+    position_1T = jnp.arange(T)[None]
+    parts = []
+    for first in range(0, T, TRIANGLE_BLOCK):
+        queries = slice(first, min(first + TRIANGLE_BLOCK, T))
+        first_key = 0 if window is None else max(0, first_visible(first, window))
+        keys = slice(first_key, queries.stop)
+        mask_1TS = visible(position_1T[:, queries], position_1T[:, keys], window)
+        seen = k_BKHS[..., keys], v_BKSH[:, :, keys], mask_1TS
+        parts.append(attend_masked(q_BTKGH[:, queries], *seen, scores))
+    out_BTKGH, lse_BTKG = (jnp.concatenate(x, axis=1) for x in zip(*parts, strict=True))
+    return out_BTKGH.astype(q_BTKGH.dtype), lse_BTKG
 
 
 def block_sizes(

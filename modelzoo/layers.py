@@ -13,7 +13,7 @@ from flax import nnx
 
 from . import axes
 from .config import DecoderConfig
-from .operations import Operations, einsum, gate_up_product
+from .operations import Operations, einsum, gate_up_product, product_of
 
 if TYPE_CHECKING:
     from .moe.layer import ExpertCall
@@ -53,7 +53,7 @@ def merge_heads(out: jax.Array, output: jax.Array) -> jax.Array:
     # heads and their entries as one axis: given three, XLA lays the weights out anew each call
     B, T = out.shape[:2]
     output_AD = output.reshape(-1, output.shape[-1])
-    return jnp.einsum("BTA,AD->BTD", out.reshape(B, T, -1), output_AD)
+    return product_of("BTA,AD->BTD", out.reshape(B, T, -1), output_AD)
 
 
 class Norm(nnx.Module):
@@ -147,7 +147,9 @@ class GatedMlp(nnx.Module):
         h_PBTF = project(*gate_up, x_BTD, self.gate_up, axes.RESIDUAL, ("", *axes.HIDDEN))
         if self.config.mlp_bias:
             h_PBTF = h_PBTF + self.gate_up_bias[...][:, None, None]
-        h_BTF = ACTIVATIONS[self.config.activation](h_PBTF[0]) * h_PBTF[1]
+        # in float32, as every step would else be rounded
+        gate_BTF, up_BTF = h_PBTF.astype(jnp.float32)
+        h_BTF = (ACTIVATIONS[self.config.activation](gate_BTF) * up_BTF).astype(x_BTD.dtype)
         down = einsum("BTF,FD->BTD")
         out_BTD = project(*down, h_BTF, self.down, axes.HIDDEN, axes.RESIDUAL)
         if self.config.mlp_bias:

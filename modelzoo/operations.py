@@ -5,6 +5,7 @@ over a mesh, which are injected and must equal these. Knows nothing of meshes.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -180,21 +181,43 @@ def rows_of(
 
 
 def einsum(equation: str, dtype: jax.typing.DTypeLike | None = None) -> tuple[str, Product]:
-    """An equation and the product that it is, with the result in `dtype` where one is given."""
+    """An equation and the product that it is, in `dtype` or else in that of the activations."""
+    return equation, partial(product_of, equation, dtype=dtype)
 
-    def product(x: jax.Array, weight: jax.Array) -> jax.Array:
-        return jnp.einsum(equation, x, weight, preferred_element_type=dtype)
 
-    return equation, product
+def product_of(
+    equation: str,
+    x: jax.Array,
+    weight: jax.Array,
+    dtype: jax.typing.DTypeLike | None = None,
+) -> jax.Array:
+    """The einsum of activations and a weight, summed in float32 and rounded once.
+
+    Args:
+      equation: The einsum; activations lead with rows.
+      x: Activations.
+      weight: The weight.
+      dtype: The dtype of the result; by default that of `x`.
+    """
+    # XLA for CPU converts the whole weight for a product that comes out in bfloat16, and for a
+    # bfloat16 product of one row
+    rows = jnp.concatenate([x, x]) if _is_one_row(x) else x
+    out = jnp.einsum(equation, rows, weight, preferred_element_type=jnp.float32)
+    return out[: len(x)].astype(dtype or x.dtype)
+
+
+def _is_one_row(x: jax.Array) -> bool:
+    return x.dtype == jnp.bfloat16 and x.shape[0] == 1 and (x.ndim == 2 or x.shape[1] == 1)
 
 
 def gate_up_product(
     x: jax.Array, gate_up_PDF: jax.Array, dtype: jax.typing.DTypeLike | None = None
 ) -> jax.Array:
-    """Gate and up `[P, ..., F]` of `x` `[..., D]`, in `dtype` where one is given."""
+    """Gate and up `[P, ..., F]` of `x` `[..., D]`, in `dtype` or else in that of `x`."""
     # as a batch of two products: one call, and no backend has to lay the weights out anew
     x_P = jnp.broadcast_to(x[None], (2, *x.shape))
-    return jnp.einsum("P...D,PDF->P...F", x_P, gate_up_PDF, preferred_element_type=dtype)
+    out = jnp.einsum("P...D,PDF->P...F", x_P, gate_up_PDF, preferred_element_type=jnp.float32)
+    return out.astype(dtype or x.dtype)
 
 
 ON_ONE_DEVICE = Operations()

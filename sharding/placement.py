@@ -9,9 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.layout import Format
 from jax.experimental.layout import Layout as MemoryLayout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.typing import DTypeLike
 
 from ..modelzoo import axes
 from ..modelzoo.config import Arrangement, DecoderConfig
@@ -46,6 +48,15 @@ def arrangement_of(
         kv_copies=kv_copies(config.num_kv_heads, heads),
         padded_vocab=None if padded == config.vocab_size else padded,
     )
+
+
+def cache_dtype(platform: str, dtype: DTypeLike) -> jnp.dtype:
+    """The dtype of cache entries under weights of `dtype`.
+
+    On the CPU it is float32: XLA for CPU writes an entry into a bfloat16 array by converting all of
+    the array to float32 and back.
+    """
+    return jnp.dtype(jnp.float32 if platform == "cpu" else dtype)
 
 
 @dataclass(frozen=True)
@@ -110,6 +121,10 @@ class Placement:
     def arrangement(self, config: DecoderConfig, scan_layers: bool = False) -> Arrangement:
         """How this layout wants the weights of a model arranged, and a build its layers."""
         return arrangement_of(self.layout, self.platform, config, scan_layers)
+
+    def cache_dtype(self, dtype: DTypeLike) -> jnp.dtype:
+        """The dtype of cache entries under weights of `dtype`; see `cache_dtype`."""
+        return cache_dtype(self.platform, dtype)
 
     def num_cache_heads(self, config: DecoderConfig) -> int:
         """Key/value heads that the decode cache keeps, copies included."""

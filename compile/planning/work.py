@@ -17,6 +17,7 @@ from itertools import chain
 from typing import TypeVar
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from ...modelzoo import axes
 from ...modelzoo.attention import first_visible
@@ -80,9 +81,17 @@ class Needed:
 class Work:
     """The work of one model's graphs under a layout."""
 
-    def __init__(self, definition: Definition, dtype: str, layout: Layout | None = None):
+    def __init__(
+        self,
+        definition: Definition,
+        dtype: str,
+        layout: Layout | None = None,
+        cache_dtype: DTypeLike | None = None,
+    ):
+        """Work under a layout, or on one device; the cache has the weights' dtype by default."""
         self.definition, self.config = definition, definition.config
         self.dtype = dtype
+        self.cache_dtype = jnp.dtype(cache_dtype or dtype)
         self.layout = layout or ONE_DEVICE
         self._itemsize = jnp.dtype(dtype).itemsize
         heads = {axes.QUERY_HEADS: self.layout.phase("prefill")[axes.KV_HEADS]}
@@ -124,7 +133,7 @@ class Work:
     def cache_bytes(self, slots: int, length: int) -> int:
         """Keys and values of slots that are all alike, on each device."""
         return cache_bytes_per_device(
-            self.config, self.layout, slots, length, self.dtype, self.definition.arrangement
+            self.config, self.layout, slots, length, self.cache_dtype, self.definition.arrangement
         )
 
     @property
@@ -222,7 +231,12 @@ class Work:
         split = (axes.ATTENTION_BATCH, axes.LENGTH)
         pieces = shards(self._mesh_axes(split, rules))
         alone = cache_bytes_per_device(
-            self.config, self._heads_only, 1, call.span, self.dtype, self.definition.arrangement
+            self.config,
+            self._heads_only,
+            1,
+            call.span,
+            self.cache_dtype,
+            self.definition.arrangement,
         )
         return call.rows * alone / pieces
 

@@ -58,8 +58,10 @@ def derived_plan(
     fits, reason = None, ""
     if defaults.max_length is None and any(row.max_tokens is None for row in rows):
         share = defaults.cpu_cache_share if target.platform == "cpu" else defaults.cache_share
-        arrangement = target.placement(layout).arrangement(config)
-        work = Work(Definition(config, arrangement), numbers.dtype, layout)
+        placement = target.placement(layout)
+        definition = Definition(config, placement.arrangement(config))
+        cache_dtype = placement.cache_dtype(numbers.dtype)
+        work = Work(definition, numbers.dtype, layout, cache_dtype)
         # the memory of process 0, so that all derive the same plan
         left = peers.share(_memory_bytes(target)) - work.parameter_bytes
         fits = partial(_fits, work, share * left)

@@ -67,7 +67,9 @@ def measure(
         raise ValueError(
             f"calibration: expected rows of at least {least} positions, got {longest}."
         )
-    work = Work(model.definition, model.dtype, model.placement.layout)
+    placement = model.placement
+    cache_dtype = placement.cache_dtype(model.dtype)
+    work = Work(model.definition, model.dtype, placement.layout, cache_dtype)
     seconds: dict[Call, list[float]] = defaultdict(list)
     for trial in trials:
         grid = _grid(trial, longest)

@@ -16,7 +16,7 @@ from ...compile.planning.work import Work
 from ...modelzoo.config import DecoderConfig
 from ...sharding.layout import Layout
 from ...sharding.legality import ModelSizes, check
-from ...sharding.placement import arrangement_of
+from ...sharding.placement import arrangement_of, cache_dtype
 from .sample import deciding
 
 SAMPLE = 400
@@ -72,7 +72,8 @@ class Ranking:
 
     def cost(self, layout: Layout | None) -> CostModel:
         """Seconds of calls under a legal layout."""
-        work = Work(self._definition(layout), self.dtype, layout)
+        stored = cache_dtype(self.platform, self.dtype)
+        work = Work(self._definition(layout), self.dtype, layout, stored)
         return CostModel(work, self.hardware, self.calibration, self.torus)
 
     @property

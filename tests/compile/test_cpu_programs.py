@@ -1,0 +1,51 @@
+"""Compiled for the CPU in bfloat16: nothing whole is converted in a step, every product is fast."""
+
+import jax.numpy as jnp
+import pytest
+
+from noria.compile.bucket_grid import BucketGrid
+from noria.compile.build import compile_graph, plan_graphs
+from noria.compile.definition import Definition
+from noria.compile.programs.report import read_report
+from noria.compile.targets import find_target
+from noria.modelzoo.config import DecoderConfig
+
+CONFIG = DecoderConfig(
+    vocab_size=2048,
+    embed=256,
+    mlp=768,
+    num_query_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    windows=(None, 32),
+    max_position=256,
+    tie_embeddings=True,
+)
+GRID = BucketGrid(256, ((64, 1), (192, 2)), 4, (128, 256), steps_per_call=4, score=True)
+SMALLEST_WEIGHT = 2 * 256 * 256
+
+
+@pytest.fixture(scope="module")
+def graphs():
+    placement = find_target("cpu").placement(None)
+    graphs = plan_graphs(Definition(CONFIG), GRID, placement, jnp.dtype("bfloat16"))
+    return {graph.name: graph for graph in graphs}
+
+
+@pytest.mark.parametrize("name", ["decode span 256", "prefill 64x1", "prefill 192x2", "score 64x1"])
+def test_no_weight_is_converted_and_every_product_is_fast(graphs, name):
+    compiled, _, _ = compile_graph(graphs[name])
+    report = read_report(compiled.as_text(), "cpu", (), least=SMALLEST_WEIGHT)
+    converted = {one.argument for one in report.rewrites if one.is_converted}
+    # XLA converts the table that decode looks tokens up in, once a call
+    known = {"parameters['embedding.table']"} if name.startswith("decode") else set()
+    assert converted <= known
+    assert report.step.converted_bytes == 0
+    assert report.step.slow_flops == 0, report.slow_products
+
+
+def test_the_cache_is_float32(graphs):
+    state = graphs["decode span 256"].arguments[1]
+    assert {x.dtype for layer in state.cache.layers for kept in layer for x in kept} == {
+        jnp.dtype("float32")
+    }
