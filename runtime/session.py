@@ -25,6 +25,7 @@ from ..modelzoo.config import DecoderConfig
 from ..sharding.layout import Layout
 from ..sharding.legality import require
 from ..sharding.placement import Placement
+from . import machine
 from .bundles.warm_start import WarmStart
 from .checkpoint import InvalidConfig, ModelFiles, load_params
 from .counted import counted
@@ -96,9 +97,10 @@ def _simulate_devices(target: str, total: int, num_processes: int) -> None:
 
 
 def resolve_dtype(dtype: str, target: Target) -> str:
-    """`auto` is float32 on the CPU, where narrower products are slower, and bfloat16 elsewhere."""
+    """`auto` is bfloat16 but on a CPU whose products of float32 are faster."""
     if dtype == "auto":
-        return "float32" if target.platform == "cpu" else "bfloat16"
+        is_narrow = target.platform != "cpu" or machine.has_fast_bfloat16()
+        return "bfloat16" if is_narrow else "float32"
     if dtype not in DTYPES:
         raise ValueError(f"dtype: expected auto, {' or '.join(DTYPES)}, got {dtype!r}.")
     return dtype

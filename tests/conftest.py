@@ -103,6 +103,13 @@ MAX_MAPS = 12_000
 """The number of memory maps of a process above which programs of finished modules are dropped."""
 
 
+def pytest_configure() -> None:
+    from noria.runtime import machine
+
+    # the same dtype on every machine
+    machine.instructions = list
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--slow", action="store_true", default=False, help="run the tests marked slow, too"

@@ -222,6 +222,13 @@ class BatchModel:
         overrides = self.options.set
         if self.plan_table is not None:
             return given_plan(self.plan_table, overrides)
+        of_parts = Part.parse(self.options.rows).of > 1
+        if of_parts and self.options.dtype == "auto" and target.platform == "cpu":
+            raise ValueError(
+                f"--rows {self.options.rows}: expected a plan or a dtype, as auto takes the faster "
+                f"one of each machine's processor and parts must not differ, got neither. Give all "
+                f"parts the same --plan, --dtype float32 or --dtype bfloat16."
+            )
         dtype = session.resolve_dtype(self.options.dtype, target)
         model, numbers = PlannedModel(self.files.name, self.files.fingerprint()), Numbers(dtype)
         config, layout = self.files.spec.config, self._layout

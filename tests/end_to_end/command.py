@@ -11,7 +11,13 @@ from typing import Any
 
 from noria.runtime.cli import main
 
-COMMAND = (sys.executable, "-c", "import sys; from noria.runtime.cli import main; sys.exit(main())")
+COMMAND = (
+    sys.executable,
+    "-c",
+    "import sys; from noria.runtime import cli, machine; "
+    # the same dtype on every machine
+    "machine.instructions = list; sys.exit(cli.main())",
+)
 
 
 @dataclass(frozen=True)

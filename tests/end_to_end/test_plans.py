@@ -238,7 +238,8 @@ def test_a_job_in_which_rows_were_refused_can_be_planned_again(noria, source):
 
 def test_a_part_of_a_job_is_no_run_to_plan_from(noria, source):
     part = source.with_name("part.jsonl")
-    noria.run("batch", "-i", source, "-o", part, "--model", noria.model, "--rows", "0/2")
+    arguments = ("-i", source, "-o", part, "--model", noria.model, "--dtype", "float32")
+    noria.run("batch", *arguments, "--rows", "0/2")
     options = ("--model", noria.model, "--workload", source, "-o", source.with_name("no.toml"))
     assert "noria merge" in noria.refuse("plan", *options, "--from-output", part)
 

@@ -10,6 +10,7 @@ from command import chat, completion, read_manifest
 from file_identity import identity
 
 OF = 3
+DTYPE = ("--dtype", "float32")
 
 
 @pytest.fixture(scope="module")
@@ -18,10 +19,10 @@ def replicas(noria, tmp_path_factory):
     folder = tmp_path_factory.mktemp("replicas")
     source = folder / "in.jsonl"
     source.write_bytes(b"\n".join(lines()) + b"\n")
-    noria.batch(source, folder / "whole.jsonl", expect=1)
+    noria.batch(source, folder / "whole.jsonl", *DTYPE, expect=1)
     parts = [folder / f"part{index}.jsonl" for index in range(OF)]
     for index, part in enumerate(parts):
-        noria.batch(source, part, "--rows", f"{index}/{OF}", expect=1)
+        noria.batch(source, part, "--rows", f"{index}/{OF}", *DTYPE, expect=1)
     return source, folder / "whole.jsonl", parts
 
 
@@ -85,7 +86,7 @@ def test_a_merged_job_run_whole_is_complete_already(noria, replicas, tmp_path):
     source, _, parts = replicas
     output = tmp_path / "out.jsonl"
     noria.run("merge", *parts, "-o", output, "--quiet", expect=1)
-    done = noria.run("batch", "-i", source, "-o", output, "--model", noria.model, expect=1)
+    done = noria.run("batch", "-i", source, "-o", output, "--model", noria.model, *DTYPE, expect=1)
     assert "complete already" in done.stderr
 
 
