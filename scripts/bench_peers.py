@@ -2,8 +2,9 @@
 
 Every engine gets the float32 weights of one GGUF file, the token ids of the same chat prompts and
 the same threads, and makes exactly `max_tokens` greedy ids a prompt, in a process of its own, one
-engine after the other. A peer runs in several settings and its best one counts. llama.cpp also
-reads the file as it is, in its quantised form, which is how its users would run it.
+engine after the other. noria, transformers and vLLM run in float32 and in bfloat16. An engine runs
+in several settings of each dtype and its best one counts. llama.cpp also reads the file as it is,
+in its quantised form, which is how its users would run it.
 
 The measure is output tokens a second of generation. Loading, warming up and compiling are reported
 apart: noria's `run_seconds` begin when every graph is built, as the peers' clocks begin after
@@ -34,6 +35,7 @@ from engine_protocol import Job, write_job  # noqa: E402  (beside the engines, w
 
 PROMPTS = HERE.parent / "benchmarks" / "workloads" / "peers64.jsonl"
 SHORTEST_PROMPT, LONGEST_PROMPT = 50, 400
+DTYPES = "float32", "bfloat16"
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,8 @@ class Setting:
     options: dict = field(default_factory=dict)
 
     def __str__(self) -> str:
-        options = ", ".join(f"{name}={value}" for name, value in self.options.items())
+        others = {name: value for name, value in self.options.items() if name != "dtype"}
+        options = ", ".join(f"{name}={value}" for name, value in others.items())
         return ", ".join(filter(None, [self.engine, self.weights, options]))
 
 
@@ -64,8 +67,10 @@ def main() -> None:
     print(f"{machine()['processor']}, {arguments.threads} threads; products: {ceiling} GFLOP/s")
     runs = []
     if "noria" in arguments.engines:
-        runs.append(_run_noria(work, environment, prompts, arguments.noria_option))
-        print(_line(runs[-1]), flush=True)
+        for dtype in DTYPES:
+            options = ["--dtype", dtype, *arguments.noria_option]
+            runs.append(_run_noria(work, environment, prompts, options))
+            print(_line(runs[-1]), flush=True)
     for setting in _settings(arguments, work, Path(source)):
         job = Job(str(setting.model), prompts, max_tokens, arguments.threads, setting.options)
         runs.append(_run_peer(setting, job, work, environment))
@@ -140,8 +145,12 @@ def _settings(arguments: argparse.Namespace, work: Path, source: Path) -> list[S
         "llamacpp": arguments.python_llamacpp or _python_with("llama_cpp"),
     }
     tries = [
-        *(("transformers", work / "hf", "float32", {"batch_size": n}) for n in (8, 16, 32, 64)),
-        ("vllm", work / "hf", "float32", {}),
+        *(
+            ("transformers", work / "hf", dtype, {"batch_size": n, "dtype": dtype})
+            for dtype in DTYPES
+            for n in (8, 16, 32, 64)
+        ),
+        *(("vllm", work / "hf", dtype, {"dtype": dtype}) for dtype in DTYPES),
         *(
             ("llamacpp", path, weights, {"slots": slots})
             for path, weights in ((work / "model-f32.gguf", "float32"), (source, source.stem))
@@ -205,7 +214,7 @@ def _run_noria(
     output_tokens = sum(body["usage"]["completion_tokens"] for body in bodies)
     return {
         "engine": "noria",
-        "setting": " ".join(["noria, float32", *options]),
+        "setting": " ".join(["noria,", *options[1:]]),
         "cores_busy_elsewhere": busy_elsewhere,
         "output_tokens_per_second": output_tokens / manifest["run_seconds"],
         "load_seconds": manifest["load_seconds"],

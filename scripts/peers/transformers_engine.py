@@ -15,7 +15,7 @@ def main() -> None:
 
     torch.set_num_threads(job.num_threads)
     started = time.perf_counter()
-    model = transformers.AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(job.model, dtype=job.options["dtype"])
     model.eval()
     load_seconds = time.perf_counter() - started
 

@@ -21,7 +21,6 @@ def main() -> None:
     started = time.perf_counter()
     llm = vllm.LLM(
         model=job.model,
-        dtype="float32",
         max_model_len=1024,
         max_num_seqs=len(job.prompts),
         **job.options,
