@@ -23,7 +23,10 @@ from .request_body import read_params, unknown_parameter
 CHAT_URL = "/v1/chat/completions"
 COMPLETION_URL = "/v1/completions"
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
 _ENVELOPE = ("custom_id", "method", "url", "body")
+_MESSAGE_KEYS = ("role", "content", "name", "refusal", "tool_calls", "tool_call_id")
 _MAX_TOKEN_ID = 2**31 - 1
 
 
@@ -174,7 +177,7 @@ def _read_body(url: str, body: Mapping[str, Any], defaults: Mapping[str, Any]) -
     }
     if is_chat:
         content["kind"] = "chat"
-        content["messages"] = checked_messages(body.get("messages"))
+        content["messages"] = _messages(body.get("messages"))
         content["chat_template_kwargs"] = _template_kwargs(body.get("chat_template_kwargs"))
         return content
     content["kind"] = "score" if read.params.max_tokens == 0 else "completion"
@@ -212,6 +215,20 @@ def _prompt(prompt: object) -> str | list[int]:
                 "prompt",
             )
     return prompt
+
+
+def _messages(messages: object) -> list[dict[str, Any]]:
+    """Checked messages of OpenAI's roles and keys; templates pass over others in silence."""
+    checked = checked_messages(messages)
+    for index, message in enumerate(checked):
+        where, role = f"messages[{index}]", message["role"]
+        for key in message:
+            if key not in _MESSAGE_KEYS:
+                error = unknown_parameter(key, _MESSAGE_KEYS)
+                raise RowError(error.code, f"{where}: {error.message}", f"{where}.{key[:100]}")
+        if role not in ROLES:
+            raise wrong_value(f"{where}.role", f"one of {', '.join(ROLES)}", role, "messages")
+    return checked
 
 
 def _template_kwargs(value: object) -> dict[str, Any]:
