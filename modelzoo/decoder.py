@@ -153,6 +153,7 @@ class Decoder(nnx.Module):
             rows,
             ChunkContext(position_BT, seen, kept_position_BT),
             num_heads=num_heads,
+            head_dim=self.config.kept_dim,
             num_unseen=num_unseen,
         )
         x_BTD, layers, report = self._run_layers(

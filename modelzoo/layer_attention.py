@@ -142,6 +142,8 @@ class ChunkAttention:
     context: ChunkContext
     num_heads: int
     """Key/value heads that attention has."""
+    head_dim: int
+    """Numbers of a head or latent."""
     num_unseen: int
     """Last entries that no token of the chunk sees, of layers that keep every position."""
 
@@ -151,7 +153,8 @@ class ChunkAttention:
         """See `CallAttention`."""
         slot_B = self.rows.after(x_BTD, self.operations).slot_B
         num_left = 0 if self.context.seen.is_ring(window) else self.num_unseen
-        old = layer_of_slots(cache, scan_index, slot_B, num_left, self.num_heads, self.stored)
+        heads = self.num_heads, self.head_dim
+        old = layer_of_slots(cache, scan_index, slot_B, num_left, *heads, self.stored)
         attend = self.operations.attend(partial(self._attend, window), writes_cache=False)
         return LayerAttention(partial(attend, rows=self.context, cache=old), reads_cache=True)
 

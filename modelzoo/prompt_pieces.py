@@ -80,17 +80,21 @@ def layer_of_slots(
     slot_B: jax.Array,
     num_unseen: int,
     num_heads: int,
+    head_dim: int,
     operations: Operations,
 ) -> KeptLayers:
     """The entries of one layer in the slots of rows, with `num_heads` where it keeps heads.
 
-    The last `num_unseen` entries are left out.
+    The last `num_unseen` entries are left out, and so are zeros that follow `head_dim` numbers of a
+    head.
     """
 
     def take(segments: Segments, axis: int, logical_axes: Axes) -> Segments:
         taken = operations.take_rows(segments, slot_B, logical_axes, layer)
         # of all slots, a part without the last entries would be a copy
         taken = _without_last(taken, num_unseen, axis - 1)
+        *_, head_axis = heads_last(taken[0].ndim, axis - 1) if taken else (0,)
+        taken = tuple(jax.lax.slice_in_dim(x, 0, head_dim, axis=head_axis) for x in taken)
         if axes.KV_HEADS in logical_axes:
             taken = tuple(match_heads(x, num_heads) for x in taken)
         return tuple(x[None] for x in taken)
@@ -134,10 +138,11 @@ def keep_piece(
         if axes.KV_HEADS in names:
             new = match_heads(new, old[0].shape[names.index(axes.KV_HEADS)])
         *_, head_axis = heads_last(old[0].ndim, axis)
-        new = match_head_dim(new, old[0].shape[head_axis], head_axis - 1)
 
         def body(old: Segments, new: jax.Array, where: _Write) -> Segments:
             slot_B, start_B, count_B, layer = where
+            # here, as zeros need not be sent
+            new = match_head_dim(new, old[0].shape[head_axis], head_axis)
             rows = PromptPieces(slot_B, start_B, count_B).of(operations.stripe)
             return write(old, new[0], rows, axis, layer)
 

@@ -6,6 +6,7 @@ each, for keys and values of every layer and segment: it would take nine tenths 
 
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -72,7 +73,7 @@ def graph_of(
 def report_of(graph: GraphToBuild) -> ProgramReport:
     _, text, _ = compile_with_text(graph)
     assert text is not None
-    return read_report(text, "tpu")
+    return read_report(text, "tpu", jax.tree.leaves(graph.arguments)[0].sharding.mesh.shape)
 
 
 @pytest.mark.tpu_compile

@@ -51,7 +51,7 @@ IN_A_LOOP = (
 communication of these and of a ring."""
 ONE_BY_ONE = {"embed-parallel", "ring"}
 """Layouts tested without a loop in every run."""
-CUT = {("embed-parallel", "decode"), ("weight-stationary-2d", "prefill")}
+CUT = {("embed-parallel", "decode")}
 """Where XLA for TPU makes an all-reduce and a cut of a reduce-scatter, at these sizes."""
 GATHERED = {
     ("weight-stationary-1d-batch-attention", "prefill"): Counter(

@@ -36,6 +36,7 @@ CONFIGS = {
     "latents": replace(HEADS, num_kv_heads=4, head_dim=LATENT.head_dim, latent=LATENT),
 }
 SCANNED = Arrangement(scan_layers=True)
+WIDE = Arrangement(head_multiple=16)
 SPANS, LONGEST = (4, 24), 24
 LENGTHS = np.arange(1, LONGEST - 3)
 """Of prompts, a slot each."""
@@ -148,6 +149,26 @@ def test_a_cache_is_the_same_however_prompts_come_in(config, arrangement, cuts):
         np.testing.assert_array_equal(position_BS, expected_BS)
         for array, wanted in zip(arrays, expected_arrays, strict=True):
             np.testing.assert_allclose(array, wanted, rtol=0, atol=FLOAT32_MODEL_LOGPROB)
+
+
+@pytest.mark.parametrize(
+    ("arrangement", "cuts"),
+    [(WIDE, WHOLE), (WIDE, UNEVENLY), (replace(WIDE, scan_layers=True), WHOLE)],
+    ids=["whole", "uneven chunks", "scanned, whole"],
+)
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_a_cache_with_wider_heads_gives_the_same_answers(config, arrangement, cuts):
+    tokens_BT, found = random_tokens(2), []
+    for one in (model(config), model(config, arrangement)):
+        logits_BTV, cache = one.prefill(one.empty(), tokens_BT, LENGTHS, cuts)
+        is_token_BT = np.arange(logits_BTV.shape[1]) < LENGTHS[:, None]
+        logits = [logits_BTV[is_token_BT]]
+        for step in range(STEPS):
+            logits_BV, cache = one.decode(cache, jnp.full(SLOTS, 3 + step), LENGTHS + step)
+            logits.append(np.asarray(logits_BV))
+        found.append(logits)
+    for ours, expected in zip(*found, strict=True):
+        np.testing.assert_allclose(ours, expected, rtol=0, atol=FLOAT32_MODEL_LOGPROB)
 
 
 def live_entries(one: Model, cache: KVCache) -> list[tuple[np.ndarray, list[np.ndarray]]]:
