@@ -13,7 +13,7 @@ from typing import Any
 from ..sharding.layout import PHASES, Layout
 from .attention_kernels import AUTO_ATTENTION, AttentionPlan
 from .bucket_grid import BucketGrid
-from .compiler_options import CompilerOptions, read_options, with_defaults
+from .compiler_options import CompilerOptions, read_options
 from .expert_plan import ExpertPlan
 from .plan_tables import check_keys, key_lines, table_lines
 from .target_names import TargetName
@@ -87,7 +87,7 @@ class Plan:
     """Of a model with experts, where None means without loss; others have none."""
     attention: AttentionPlan = AUTO_ATTENTION
     compiler: CompilerOptions = field(default_factory=dict)
-    """With those of the target's platform that are not set."""
+    """Options that were set; those of the target's platform are added as graphs are compiled."""
     max_length_reason: str = ""
     """The reason why rows without `max_tokens` end at `buckets.max_length`, before the model's
     context. It is empty if they do not, or if the user set the limit."""
@@ -105,9 +105,6 @@ class Plan:
                 f"plan [compiler]: expected options for graphs that the plan has, got {unused}. "
                 f"Remove them."
             )
-        options = with_defaults(self.compiler, TargetName.of(self.target).platform)
-        built = {kind: of_kind for kind, of_kind in options.items() if is_built[kind]}
-        object.__setattr__(self, "compiler", built)
 
     def to_toml(self) -> str:
         """The plan as TOML text."""

@@ -65,9 +65,9 @@ def test_options_reach_the_graphs_of_their_kind_alone(noria, source, tmp_path, m
     compiled = []
     compile_program = program_cache.compile_program
 
-    def compile_and_note(lowered, options):
+    def compile_and_note(lowered, options, *others):
         compiled.append(dict(options))
-        return compile_program(lowered, options)
+        return compile_program(lowered, options, *others)
 
     monkeypatch.setattr("noria.compile.build.compile_program", compile_and_note)
     (tmp_path / "plan.toml").write_text(SCHEMA_2)
