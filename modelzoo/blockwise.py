@@ -1,9 +1,10 @@
 """Attention block by block: memory that grows with the tokens, not with their square.
 
-The scores of one block of queries with one block of keys exist at a time, and partial results
-`(out, lse)` are merged as they come. Pairs of blocks in which nothing is visible are skipped, so
-causality saves half of the work and a window all but its own part; which pairs these are is read
-from positions, in whatever order tokens lie.
+A prompt of at most `LONGEST_TRIANGLE` tokens in order is cut into blocks of queries, and each
+attends once to all keys before its end. Elsewhere the scores of one block of queries with one block
+of keys exist at a time, and partial results `(out, lse)` are merged as they come. Pairs of blocks
+in which nothing is visible are skipped, so causality saves half of the work and a window all but
+its own part; positions say which pairs these are, in whatever order tokens lie.
 
 Knows nothing of caches, layers or meshes. Guarantees: equals `attend_dense` up to the order of
 sums. Source: Rabe and Staats 2021, "Self-attention Does Not Need O(n^2) Memory" (2112.05682),
@@ -45,7 +46,7 @@ def attend_blockwise(
     query_block: int = QUERY_BLOCK,
     block_scores: int = BLOCK_SCORES,
 ) -> Attended:
-    """As `attend_dense`. Static: the limits of a block's size."""
+    """As `attend_dense`. Static: the limits of a block's size, which short prompts do not have."""
     T, S = q_BTKGH.shape[1], k_BKHS.shape[3]
     if visibility.is_in_order and TRIANGLE_BLOCK < T <= LONGEST_TRIANGLE:
         return _attend_triangle(q_BTKGH, k_BKHS, v_BKSH, visibility.window, scores)

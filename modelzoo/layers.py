@@ -147,7 +147,7 @@ class GatedMlp(nnx.Module):
         h_PBTF = project(*gate_up, x_BTD, self.gate_up, axes.RESIDUAL, ("", *axes.HIDDEN))
         if self.config.mlp_bias:
             h_PBTF = h_PBTF + self.gate_up_bias[...][:, None, None]
-        # in float32, as every step would else be rounded
+        # in float32: in bfloat16 every step of the activation would be rounded
         gate_BTF, up_BTF = h_PBTF.astype(jnp.float32)
         h_BTF = (ACTIVATIONS[self.config.activation](gate_BTF) * up_BTF).astype(x_BTD.dtype)
         down = einsum("BTF,FD->BTD")

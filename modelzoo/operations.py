@@ -199,15 +199,16 @@ def product_of(
       weight: The weight.
       dtype: The dtype of the result; by default that of `x`.
     """
-    # XLA for CPU converts the whole weight for a product that comes out in bfloat16, and for a
-    # bfloat16 product of one row
-    rows = jnp.concatenate([x, x]) if _is_one_row(x) else x
+    # XLA for CPU converts the whole weight for a product that comes out in bfloat16
+    rows = _at_least_two_rows(x)
     out = jnp.einsum(equation, rows, weight, preferred_element_type=jnp.float32)
     return out[: len(x)].astype(dtype or x.dtype)
 
 
-def _is_one_row(x: jax.Array) -> bool:
-    return x.dtype == jnp.bfloat16 and x.shape[0] == 1 and (x.ndim == 2 or x.shape[1] == 1)
+def _at_least_two_rows(x: jax.Array) -> jax.Array:
+    """`x`, twice if it is one row: for that XLA for CPU converts a whole bfloat16 weight."""
+    is_one = x.dtype == jnp.bfloat16 and x.shape[0] == 1 and (x.ndim == 2 or x.shape[1] == 1)
+    return jnp.concatenate([x, x]) if is_one else x
 
 
 def gate_up_product(
@@ -215,9 +216,10 @@ def gate_up_product(
 ) -> jax.Array:
     """Gate and up `[P, ..., F]` of `x` `[..., D]`, in `dtype` or else in that of `x`."""
     # as a batch of two products: one call, and no backend has to lay the weights out anew
-    x_P = jnp.broadcast_to(x[None], (2, *x.shape))
+    rows = _at_least_two_rows(x)
+    x_P = jnp.broadcast_to(rows[None], (2, *rows.shape))
     out = jnp.einsum("P...D,PDF->P...F", x_P, gate_up_PDF, preferred_element_type=jnp.float32)
-    return out.astype(dtype or x.dtype)
+    return out[:, : len(x)].astype(dtype or x.dtype)
 
 
 ON_ONE_DEVICE = Operations()

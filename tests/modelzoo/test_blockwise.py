@@ -53,6 +53,23 @@ def test_tokens_may_lie_in_any_order(window):
     assert_equals_dense(random_inputs(24, 48), visibility, query_block=8, block_scores=64)
 
 
+@pytest.mark.parametrize("length", [129, 300, 1024])
+@pytest.mark.parametrize("window", [None, 5, 200, Chunk(100)], ids=str)
+def test_prompts_in_order_attend_to_what_is_before_each_block(window, length):
+    """Padding may see padding, so only tokens are compared."""
+    true_lengths = length, length // 3
+    keys = positions(length, *true_lengths)
+    visibility = Visibility(positions(length, length, length), keys, window, is_in_order=True)
+    inputs = random_inputs(length, length)
+    expected = jax.jit(lambda *x: attend_dense(*x, visibility))(*inputs)
+    got = jax.jit(lambda *x: attend_blockwise(*x, visibility))(*inputs)
+    for ours, whole in zip(got, expected, strict=True):
+        for row, end in enumerate(true_lengths):
+            np.testing.assert_allclose(
+                ours[row, :end], whole[row, :end], rtol=0, atol=FLOAT32_ELEMENTWISE
+            )
+
+
 def test_scores_are_capped_and_heads_of_values_have_their_own_size():
     visibility = Visibility(positions(20, 20, 20), positions(20, 20, 3))
     inputs = random_inputs(20, 20, value_dim=7)
