@@ -59,7 +59,7 @@ class LLM:
       max_model_len: Longest prompt and output together, where rows without `max_tokens` end; by
         default the model's own limit, at most 2048, and one line on stderr where that is less.
       max_num_seqs: Decode slots.
-      dtype: `float32`, `bfloat16` or `auto` (float32 on CPU, bfloat16 elsewhere).
+      dtype: `float32`, `bfloat16` or `auto`, the faster one.
       target: Device kind, with a number of devices (`cpu:8`) for a layout; by default jax's default
         backend.
       layout: How the model lies on several devices: the name of a layout, with another mesh as in

@@ -44,12 +44,13 @@ def instructions() -> list[str]:
     return [name for name in _INSTRUCTIONS if name in flags]
 
 
-def has_fast_bfloat16() -> bool:
-    """Whether the processor multiplies matrices of bfloat16 faster than of float32.
+def faster_dtype(platform: str) -> str:
+    """The dtype whose products are fastest: bfloat16 on TPU and GPU, and on CPUs with AMX.
 
-    It does so with AMX. With AVX-512 BF16 alone nothing was measured, so it does not count.
+    AVX-512 BF16 alone does not count, as nothing was measured there.
     """
-    return "amx_bf16" in instructions()
+    is_narrow = platform != "cpu" or "amx_bf16" in instructions()
+    return "bfloat16" if is_narrow else "float32"
 
 
 def _processor_facts() -> dict[str, str]:

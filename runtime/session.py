@@ -97,10 +97,9 @@ def _simulate_devices(target: str, total: int, num_processes: int) -> None:
 
 
 def resolve_dtype(dtype: str, target: Target) -> str:
-    """`auto` is bfloat16 but on a CPU whose products of float32 are faster."""
+    """The dtype that was asked for; `auto` is the faster one."""
     if dtype == "auto":
-        is_narrow = target.platform != "cpu" or machine.has_fast_bfloat16()
-        return "bfloat16" if is_narrow else "float32"
+        return machine.faster_dtype(target.platform)
     if dtype not in DTYPES:
         raise ValueError(f"dtype: expected auto, {' or '.join(DTYPES)}, got {dtype!r}.")
     return dtype

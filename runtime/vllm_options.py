@@ -81,7 +81,9 @@ MODEL: Mapping[str, Accepted] = {
     "skip_tokenizer_init": Accepted((False,), "Give token ids as prompts, and read token_ids"),
     "load_format": Accepted(("auto", "safetensors"), "The format is seen from the files"),
     "quantization": Accepted((None,), "Weights are read as they are stored: name such a model"),
-    "kv_cache_dtype": Accepted(("auto",), "The cache has the dtype of the weights: say dtype"),
+    "kv_cache_dtype": Accepted(
+        ("auto",), "The cache has the dtype of the weights, float32 on CPUs: say dtype"
+    ),
     "logprobs_mode": Accepted(("raw_logprobs",), "Log-probabilities are of the raw logits"),
     "revision": Accepted((None,), _REVISION),
     "code_revision": Accepted((None,), _REVISION),

@@ -99,8 +99,6 @@ class Program:
     entry: str
     num_partitions: int
     num_replicas: int
-    donated: frozenset[int]
-    """Numbers of the entry's parameters whose memory results may take over."""
     source_lines: Mapping[int, str]
     """Lines of source by the number of the frame that instructions name."""
 
@@ -142,7 +140,6 @@ def read_program(hlo_text: str) -> Program:
         entry,
         num_partitions=_header_number(header, "num_partitions"),
         num_replicas=_header_number(header, "replica_count"),
-        donated=_donated(header),
         source_lines=read_source_lines(hlo_text),
     )
 
@@ -225,13 +222,6 @@ def _header_number(header: str, name: str) -> int:
     """A number of the module's first line; what is 1 is left out of the text."""
     found = re.search(rf"\b{name}=(\d+)", header)
     return int(found[1]) if found else 1
-
-
-def _donated(header: str) -> frozenset[int]:
-    """The parameters in `input_output_alias={ {0}: (15, {}, may-alias), ... }`."""
-    found = re.search(r"\binput_output_alias=\{(.*?\)) *\}", header)
-    pairs = re.findall(r"\{[\d, ]*\}: \((\d+),", found[1]) if found else []
-    return frozenset(map(int, pairs))
 
 
 def _bits(dtype: str) -> int:

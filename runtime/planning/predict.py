@@ -29,6 +29,7 @@ from ..checkpoint.errors import CheckpointError
 from ..console import note
 from ..counted import counted
 from ..layout_files import named_layout_tables, read_layout_table, split_spellings
+from ..machine import faster_dtype
 from ..run_config import ConfigError
 from .compiled_layouts import LayoutCompiler, PlannedLayout, problems
 from .hardware_files import known_hardware
@@ -248,7 +249,7 @@ def _require(
 def _dtype(options: argparse.Namespace) -> str:
     if options.dtype != "auto":
         return options.dtype
-    return "float32" if TargetName.of(options.target).platform == "cpu" else "bfloat16"
+    return faster_dtype(TargetName.of(options.target).platform)
 
 
 def _calibration(options: argparse.Namespace, files: ModelFiles, dtype: str) -> Calibration | None:
