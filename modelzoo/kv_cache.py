@@ -225,9 +225,9 @@ def _write(
     """Write one entry per row at `index_B` of `axis`; an index outside writes nothing.
 
     The segment leads with layers, and ends with heads' entries and positions in either order.
-    NOTE: every head of every entry is an update of its own, of a row and a position. XLA for TPU
-    makes one pass over the updates of that, where heads lie along the last axis in memory. Of
-    windows that are one position wide it makes a loop with a turn for each slot.
+    NOTE: every head of every entry is an update of its own, at a row and a position. Where heads
+    lie along the last axis in memory, XLA for TPU compiles this scatter to one pass over the
+    updates. It compiles a scatter of windows that are one position wide to a loop over slots.
     """
     rows = segment.reshape(-1, *segment.shape[-2:])
     _, position_axis, head_axis = heads_last(3, axis - segment.ndim + 3)

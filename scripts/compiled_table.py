@@ -1,4 +1,4 @@
-"""What compiled graphs of published models do on TPUs that are not there: a table, kept by label.
+"""A table of what compiled graphs of published models do on TPUs that are not there, by label.
 
 For each model, generation, number of slots and form of layers: a decode step and a prefill call,
 its bytes moved and needed, turns of loops, arguments rewritten and cycles by the compiler's

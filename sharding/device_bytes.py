@@ -1,4 +1,4 @@
-"""What a model takes on each device under a layout, from shapes alone.
+"""Bytes of a model on each device under a layout, from shapes alone.
 
 Knows nothing of devices or graphs, so it answers for meshes of any size.
 """

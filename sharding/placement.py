@@ -25,7 +25,7 @@ from .sharded_operations import ShardedOperations
 
 _TABLES = ("embedding.table", "head.table")
 LANES = 128
-"""Of a row of a TPU's tiles."""
+"""Elements of a row of a TPU's tiles."""
 _CACHES = (axes.CACHE_KEYS, axes.CACHE_VALUES, axes.CACHE_LATENTS)
 TALL = 1.5
 """Inputs over outputs of a matrix of weights from which on it lies with its inputs last: the heads
@@ -36,7 +36,7 @@ def arrangement_of(
     layout: Layout | None, platform: str, config: DecoderConfig, scan_layers: bool = False
 ) -> Arrangement:
     """How a layout, a platform and a build want weights and cache arranged."""
-    # as XLA for TPU would lay narrow heads out, in whole tiles
+    # XLA for TPU gives narrow heads whole rows of tiles in any case
     whole = Arrangement(scan_layers=scan_layers, head_multiple=LANES if platform == "tpu" else 1)
     if layout is None:
         return whole

@@ -24,7 +24,7 @@ from .cost import CostModel
 from .work import Sent, summed
 
 NOTABLE = 1.2
-"""How many times longer than predicted a compiled graph takes, to be said."""
+"""A compiled graph that takes so many times as long as predicted is named in reports."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Counted:
 
     flops: float
     num_bytes: float
-    """Of main memory, read and written; 0 where they cannot be told."""
+    """Bytes read from and written to main memory; 0 where they cannot be told."""
     sent: Sent | None
     """None where it cannot be read."""
     memory_bytes: float
@@ -42,11 +42,11 @@ class Counted:
     converted_bytes: float = 0.0
     """Arguments, or slices of them, that are written in another dtype."""
     copied_bytes: float = 0.0
-    """Those that are written as they were."""
+    """Arguments, or slices of them, that are written as they were."""
     cycles: float = 0.0
     """0 where the compiler counts none."""
     seconds: float = 0.0
-    """By the clock for these, or by the memory's rate if that takes longer."""
+    """Seconds of the cycles by the clock, or of the bytes by the memory's rate if longer."""
 
     @classmethod
     def of(
@@ -58,7 +58,7 @@ class Counted:
         memory_bytes: int = 0,
         steps: int = 1,
     ) -> "Counted":
-        """Of one executable for devices of a platform; its calls of decode have so many steps."""
+        """Count one executable for a platform, whose decode calls have so many steps."""
         found = executable.cost_analysis() or {}
         counted = cls(found.get("flops", 0.0), 0.0, None, memory_bytes)
         mesh = cost.work.layout.mesh

@@ -1,4 +1,4 @@
-"""What a compiled graph does, held against what its call needs.
+"""Evidence of a compiled graph: what it does, held against what its call needs.
 
 Knows nothing of plans; runs nothing.
 """

@@ -67,7 +67,7 @@ class Needed:
     weights: float
     """Every weight of a product once; not an embedding table of which rows are looked up."""
     experts: float
-    """Of experts, those that so many tokens choose if routing is uniform."""
+    """The experts that so many tokens choose if routing is uniform."""
     cache: float
     """All entries of the cache below the span, live or not, or those that a prompt fills."""
     logits: float
@@ -120,7 +120,7 @@ class Work:
         return tuple(part for part in found if part is not None)
 
     def needed(self, call: Call) -> Needed:
-        """What one call has to move."""
+        """Bytes that one call has to move."""
         experts = self._experts(call)
         _, of_head = self._of_weight(self._shapes(call), record_logits(self.config))
         return Needed(

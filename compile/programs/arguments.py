@@ -1,4 +1,4 @@
-"""Which argument of a program an array is, as far as it stays one array under other names.
+"""Arguments of a program behind its arrays, as far as these are the same array by other names.
 
 Followed are views, copies, conversions, slices and updates in place, also inside fusions, and the
 state of loops and branches. So a cache that is converted, written to and converted back is still

@@ -25,7 +25,7 @@ from .products import product_flops
 
 _ESTIMATE = re.compile(r'"estimated_cycles":"(\d+)"')
 _UNKNOWN = 2**63 - 1
-"""What the compiler writes where it has no estimate."""
+"""The compiler writes this where it has no estimate."""
 _KERNEL_COST = re.compile(r'"cost_estimate": ?(\{[^{}]*\})')
 
 
@@ -60,7 +60,10 @@ class Prices:
         self._collectives = {(one.computation, one.name): one for one in collectives}
 
     def of(self, execution: Execution) -> Price | None:
-        """Of one run; None of what takes none, is in flight, or takes what it calls takes."""
+        """The price of one run; None for an instruction that takes no time of its own.
+
+        That is one in flight, or one that takes as long as what it calls.
+        """
         computation, one = execution.computation, execution.instruction
         if one.opcode in CALLERS or one.opcode.endswith(("-start", "-update", "-done")):
             return None

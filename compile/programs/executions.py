@@ -1,4 +1,4 @@
-"""Which instructions of a program run in a call, and how often.
+"""The instructions of a program that run in a call, and how often.
 
 Loops run as often as the text proves, one of open length once; of branches the one runs that moves
 the fewest bytes, as where no row asks for more. A decode graph is one loop over steps with little

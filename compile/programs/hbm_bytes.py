@@ -35,7 +35,7 @@ def hbm_bytes(hlo_text: str) -> int:
 
 
 class Traffic:
-    """What the computations and instructions of one program move."""
+    """Bytes that the computations and instructions of one program move."""
 
     def __init__(self, program: Program):
         self._program = program
@@ -51,7 +51,7 @@ class Traffic:
         return self._of_runs[name]
 
     def cheapest(self, conditional: Instruction) -> str:
-        """Of the computations that an instruction may run, the one that moves least."""
+        """The computation that moves least of those that an instruction may run."""
         return min((name for _, name in conditional.called()), key=self.of_run)
 
     def reads(self, computation: Computation, one: Instruction) -> list[tuple[str, int]]:

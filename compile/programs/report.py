@@ -1,6 +1,6 @@
-"""What a compiled program does, read from its text: bytes, loops, rewritten arguments, cycles.
+"""A report of a compiled program from its text: bytes, loops, rewritten arguments, cycles.
 
-Of a decode graph the figures are those of one step, and what runs once for all steps of a call
+The figures of a decode graph are those of one step, and what runs once for all steps of a call
 stands apart. A line of source has an excess where its instructions move more than one reading of
 each argument, in the order of the program. Memory counts as `hbm_bytes` says; with the CPU and the
 GPU, which have but one, it is all that is read and written.

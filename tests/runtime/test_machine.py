@@ -1,4 +1,4 @@
-"""What is read of the processor, and the dtype that follows from it."""
+"""The dtype that follows from the processor's instructions."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What graphs of small models compile to, held against ceilings that stand in one table.
+"""Programs of small models, held against ceilings that stand in one table.
 
 Archetypes, layouts, forms of layers, graphs and targets are chosen so that most pairs of them meet.
 """
