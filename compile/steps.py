@@ -191,7 +191,10 @@ def _empty_output(B: int, num_steps: int) -> DecodeOutput:
 
 
 def _no_report(decoder: "Decoder", state: DecodeState) -> ExpertReport | None:
-    """What sparse layers report before the first step: zeros."""
+    """The report of sparse layers before the first step: zeros, or None of a dense model."""
+    if decoder.config.moe is None:
+        # its shapes would take a trace of all layers
+        return None
     _, _, report = jax.eval_shape(
         lambda: decoder.decode(state.length_B, state.length_B, state.cache, state.is_active_B)
     )

@@ -125,8 +125,8 @@ def attend_masked(
     weights_BKAS = jnp.exp(scores_BKAS - max_BKA1)
     sum_BKA1 = weights_BKAS.sum(axis=-1, keepdims=True)
     out_BKAH = _product(weights_BKAS.astype(v_BKSH.dtype), v_BKSH) / sum_BKA1
-    is_empty_BA = mask_BAS.max(axis=-1) < 0
-    is_empty_BKA1 = is_empty_BA[:, None, :, None]
+    # a maximum that is not finite stays, so that what is broken is seen
+    is_empty_BKA1 = (max_BKA1 < _MASKED_SCORE / 2) & jnp.isfinite(max_BKA1)
     out_BKGTH = jnp.where(is_empty_BKA1, 0.0, out_BKAH).reshape(B, K, G, T, -1)
     lse_BKA1 = jnp.where(is_empty_BKA1, -jnp.inf, max_BKA1 + jnp.log(sum_BKA1))
     lse_BKGT = lse_BKA1.reshape(B, K, G, T)
