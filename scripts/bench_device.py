@@ -72,6 +72,7 @@ class DeviceBench:
         self.placement = target.placement()
         self.options = options
         self.dtype = jnp.dtype(options.dtype)
+        self.cache_dtype = self.placement.cache_dtype(self.dtype)
         self.config = DecoderConfig(
             vocab_size=options.vocab,
             embed=options.embed,
@@ -133,7 +134,7 @@ class DeviceBench:
             return jnp.broadcast_to(position_S, position_BS.shape)
 
         def filled():
-            state = signatures.decode_state(self.definition, grid, self.dtype)
+            state = signatures.decode_state(self.definition, grid, self.cache_dtype)
             cache = state.cache._replace(positions=jax.tree.map(held, state.cache.positions))
             return state._replace(
                 cache=cache,
@@ -163,7 +164,7 @@ class DeviceBench:
 
         grid = self._grid(1, length, prompt=length)
         graph, build_seconds = self._compiled("prefill", grid)
-        make_state = partial(signatures.decode_state, self.definition, grid, self.dtype)
+        make_state = partial(signatures.decode_state, self.definition, grid, self.cache_dtype)
         state = jax.jit(make_state, out_shardings=self.placement.replicated)()
         arguments = pack_greedy([[1] * length], 0, grid.prefill[0], grid, self.config.vocab_size)
         arguments = jax.device_put(arguments, self.placement.replicated)

@@ -228,6 +228,8 @@ def _messages(messages: object) -> list[dict[str, Any]]:
                 raise RowError(error.code, f"{where}: {error.message}", f"{where}.{key[:100]}")
         if role not in ROLES:
             raise wrong_value(f"{where}.role", f"one of {', '.join(ROLES)}", role, "messages")
+        if not isinstance(message.get("name", ""), str):
+            raise wrong_value(f"{where}.name", "a string", message["name"], "messages")
     return checked
 
 

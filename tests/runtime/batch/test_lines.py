@@ -226,6 +226,7 @@ BAD_ROWS = [
     ("number content", chat(messages=user(3)), "invalid_request"),
     ("no parts", chat(messages=user([])), "invalid_request"),
     ("part is text", chat(messages=user(["x"])), "invalid_request"),
+    ("wrong name", chat(messages=[{**user("x")[0], "name": 3}]), "invalid_request"),
     ("wrong key", chat(messages=[{**user("x")[0], "contents": "x"}]), "unknown_parameter"),
     ("no content", chat(messages=[{"role": "user", "tool_calls": []}]), "invalid_request"),
     ("empty prompt", completion(prompt=""), "empty_prompt"),
