@@ -76,7 +76,7 @@ class LayoutResult:
     of the shapes stand for them."""
     flops_by_phase: dict[str, float] = field(default_factory=dict)
     programs: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """What the program of each phase does beside what its call needs, if XLA can write it."""
+    """Evidence of the program of each phase; none of a program that XLA cannot write."""
     attention: dict[str, str] = field(default_factory=dict)
     """The kernel of each phase, and why it was chosen."""
     compile_seconds: float = 0.0

@@ -117,7 +117,7 @@ def attend_masked(
     scale = H**-0.5 if scores.scale is None else scores.scale
     q_BKAH = (q_BTKGH * scale).transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H)
     scores_BKAS = soft_cap(_product(q_BKAH, k_BKHS), scores.cap)
-    # added, not selected: XLA for CPU then makes the product and the softmax in one library call
+    # added once: a select before and one after the exponential would be two more passes
     mask_BTS = jnp.where(mask_BTS, 0.0, _MASKED_SCORE)
     mask_BAS = jnp.tile(mask_BTS, (1, G, 1))
     scores_BKAS = scores_BKAS + mask_BAS[:, None]

@@ -93,7 +93,7 @@ def layer_of_slots(
         taken = operations.take_rows(segments, slot_B, logical_axes, layer)
         # of all slots, a part without the last entries would be a copy
         taken = _without_last(taken, num_unseen, axis - 1)
-        *_, head_axis = heads_last(taken[0].ndim, axis - 1) if taken else (0,)
+        *_, head_axis = heads_last(len(logical_axes) - 1, axis - 1)
         taken = tuple(jax.lax.slice_in_dim(x, 0, head_dim, axis=head_axis) for x in taken)
         if axes.KV_HEADS in logical_axes:
             taken = tuple(match_heads(x, num_heads) for x in taken)

@@ -141,7 +141,7 @@ def main() -> None:
 
 
 def measured(case: Case) -> dict[str, Any]:
-    """What compiling one graph told, or why the compiler refuses it."""
+    """The report of one compiled graph, or the reason why the compiler refuses it."""
     config = read_config(str(MODELS / case.model), None if case.scan_layers else UNROLLED_LAYERS)
     started = time.process_time()
     try:

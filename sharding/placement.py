@@ -98,7 +98,7 @@ class Placement:
         return sharding if order is None else Format(MemoryLayout(major_to_minor=order), sharding)
 
     def state(self, logical_axes: Axes) -> Sharding | Format:
-        """Where and how an array of the decode state lies.
+        """The place and memory layout of an array of the decode state.
 
         On TPU a cache has the heads of an entry along the last axis: an entry is then written in
         place by one native scatter.

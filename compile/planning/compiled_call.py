@@ -95,15 +95,15 @@ class CompiledCall:
     num_bytes: float
     sent: Sent
     seconds: float
-    """By the roofline of all of it together, or by the compiler's cycles if these take longer."""
+    """Seconds by the roofline of all of it together, or by the compiler's cycles if longer."""
     shapes_seconds: float
-    """By the roofline of the work that shapes and rules tell."""
+    """Seconds by the roofline of the work that shapes and rules tell."""
     memory_bytes: int
     """With all that it is given; 0 where the compiler says nothing."""
     moved_bytes: float = 0.0
-    """Of main memory, by the program alone; 0 where they cannot be told."""
+    """Bytes of main memory that the program moves; 0 where they cannot be told."""
     needed_bytes: float = 0.0
-    """Of main memory, however it is computed."""
+    """Bytes of main memory that the call needs, however it is computed."""
     loop_turns: float = 0.0
     converted_bytes: float = 0.0
     copied_bytes: float = 0.0

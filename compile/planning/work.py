@@ -71,7 +71,7 @@ class Needed:
     cache: float
     """All entries of the cache below the span, live or not, or those that a prompt fills."""
     logits: float
-    """Written once and read once."""
+    """Logits, written once and read once."""
 
     @property
     def total(self) -> float:
@@ -247,7 +247,7 @@ class Work:
         return Part("logits", call.num_logits * flops, num_bytes + made)
 
     def _logits_bytes(self, call: Call) -> float:
-        """Written once and read once."""
+        """Bytes of logits that are written once and read once."""
         made = call.num_logits * self.config.vocab_size * FLOAT32_BYTES
         projection = self._shapes(call).projection(record_logits(self.config))
         return 2 * made / self.layout.mesh.num_shards(chain(*projection.made))

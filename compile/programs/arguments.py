@@ -39,7 +39,7 @@ class Arguments:
             for one in entry.instructions.values()
             if one.opcode == "parameter"
         }
-        """By number, as the traced function calls them, such as `parameters['head.table']`."""
+        """Names of arguments by number, as in the traced function: `parameters['head.table']`."""
         self._known: dict[_Value, int | None] = {}
 
     def of(self, computation: Computation, name: str, index: int | None = None) -> int | None:
@@ -110,7 +110,10 @@ class Arguments:
 
 
 def _callers(program: Program) -> dict[str, tuple[Instruction, Computation, str, int]]:
-    """By computation, who runs it, where, and as which of several; fusions are no runs."""
+    """The instruction that runs each computation, where it is, and as which of several it runs it.
+
+    Fusions are no runs.
+    """
     found = {}
     for computation in program.computations.values():
         for one in computation.instructions.values():

@@ -35,7 +35,7 @@ class Moved:
 
     line: str
     operation: str
-    """Of the traced function, such as `jit(graph)/while/body/layers.0/dot_general`."""
+    """The place in the traced function, such as `jit(graph)/while/body/layers.0/dot_general`."""
     num_bytes: int
     excess: int
     """Beyond one reading of each argument."""
@@ -56,7 +56,7 @@ class Loop:
 
     @property
     def all_turns(self) -> int:
-        """Of all runs; one of each where the text leaves it open."""
+        """The turns of all runs together; one of each run where the text leaves it open."""
         return self.runs * (1 if self.turns is None else self.turns)
 
 
@@ -89,9 +89,9 @@ class Cycles:
 
     cycles: float
     priced_share: float
-    """Of the cycles, those that are priced here as the compiler has no estimate."""
+    """The share of the cycles that is priced here, as the compiler has no estimate."""
     seconds: float
-    """By the clock, or that memory takes for all bytes, whichever is longer."""
+    """Seconds of the cycles by the clock, or of all bytes by memory, whichever is longer."""
 
 
 @dataclass(frozen=True)
@@ -109,10 +109,10 @@ class Totals:
 
 @dataclass(frozen=True)
 class ProgramReport:
-    """What one program does in a call."""
+    """The figures of one program in a call."""
 
     step: Totals
-    """Of decode one step; elsewhere a whole call."""
+    """The totals of one step of decode, or of a whole call elsewhere."""
     once: Totals
     """Beside the steps of a decode call; nothing elsewhere."""
     moved: tuple[Moved, ...]

@@ -222,11 +222,12 @@ class BatchModel:
         overrides = self.options.set
         if self.plan_table is not None:
             return given_plan(self.plan_table, overrides)
-        of_parts = Part.parse(self.options.rows).of > 1
-        if of_parts and self.options.dtype == "auto" and target.platform == "cpu":
+        is_part = Part.parse(self.options.rows).of > 1
+        is_open = self.options.dtype == "auto" and not _sets_dtype(overrides)
+        if is_part and is_open and target.platform == "cpu":
             raise ValueError(
                 f"--rows {self.options.rows}: expected a plan or a dtype, as auto takes the faster "
-                f"one of each machine's processor and parts must not differ, got neither. Give all "
+                f"one of each machine's processor and parts must not differ, got auto. Give all "
                 f"parts the same --plan, --dtype float32 or --dtype bfloat16."
             )
         dtype = session.resolve_dtype(self.options.dtype, target)
@@ -255,6 +256,11 @@ def open_text(files: ModelFiles, now: datetime | None = None) -> Iterator[JobTex
             reads_clock=lambda: chat.reads_clock,
             gave_up=lambda: chat.gave_up,
         )
+
+
+def _sets_dtype(overrides: Sequence[str]) -> bool:
+    """Whether overrides of a plan give its dtype."""
+    return any(one.partition("=")[0].strip() == "numbers.dtype" for one in overrides)
 
 
 def row_need(need: Need) -> "RowNeed":

@@ -60,7 +60,7 @@ def _row(result: LayoutResult) -> tuple[str, ...]:
 
 
 def _program(found: Mapping[str, Any] | None) -> tuple[str, str, str]:
-    """What a program moves, how many times what it needs, and the turns of its loops."""
+    """Cells of a program: the bytes it moves, how many times its need they are, turns of loops."""
     if found is None:
         return "", "", ""
     moved, ratio = _megabytes(found["bytes_moved"]), f"x{found['moved_over_needed']:.2f}"

@@ -98,7 +98,7 @@ def graphs(prediction: "Prediction") -> list[dict[str, Any]]:
 
 
 def _evidence(prediction: "Prediction", name: str) -> dict[str, Any]:
-    """What a graph's program does, of the chosen layout's graphs that were compiled."""
+    """Evidence of the program of a graph, if that of the chosen layout was compiled."""
     calls = prediction.searched[0].compiled.values()
     call = next((call for call in calls if call.graph == name), None)
     if call is None:

@@ -143,7 +143,7 @@ def _compiled_layout(layout: Mapping[str, Any], place: int) -> tuple[str, ...]:
 
 
 def _program_lines(graphs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What the programs of graphs do, of those that were compiled."""
+    """Lines on the programs of graphs that were compiled."""
     rows = [_program(graph["graph"], graph["compiled"]) for graph in graphs if graph["compiled"]]
     return [*aligned([PROGRAMS, *rows]), ""] if rows else []
 

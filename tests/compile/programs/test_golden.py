@@ -29,7 +29,7 @@ OF_THESE_COMPILERS = pytest.mark.skipif(
 )
 FACTS = ("model", "target", "layout", "layers", "dtype", "graph")
 ARRAY_BYTES = 64 * 1024
-"""Of the smallest argument whose conversions and copies count: these models are small."""
+"""Bytes of the smallest argument whose conversions and copies count: these models are small."""
 SLACK = 1.05
 GRID = BucketGrid(256, ((128, 4),), 32, (128, 256), steps_per_call=4)
 SHARED = {

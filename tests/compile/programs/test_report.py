@@ -1,4 +1,4 @@
-"""What is read of a program: small ones counted by hand, each number by itself."""
+"""Figures read of programs: small ones counted by hand, each number by itself."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ AT_45 = ', metadata={op_name="jit(graph)/layers.3/dot_general" stack_frame_id=2}
 
 
 def read(*lines: str, called: str = "", platform: str = "tpu") -> ProgramReport:
-    """Of a program in which arrays of 2048 bytes are large."""
+    """The report of a program in which arrays of 2048 bytes are large."""
     return read_report(
         program(*lines, called=called, root=ROOT), platform, MESH, least=NARROW_BYTES
     )
