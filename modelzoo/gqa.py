@@ -7,6 +7,8 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.experimental.layout import Layout as MemoryLayout
+from jax.experimental.layout import with_layout_constraint
 
 from . import axes
 from .attention import Queries
@@ -59,6 +61,9 @@ class GroupedHeads(nnx.Module):
     ) -> tuple[jax.Array, PromptKeysValues]:
         product = einsum("BTD,DKJH->BTKJH")
         qkv_BTKJH = operations.project(*product, x_BTD, self.qkv, axes.RESIDUAL, axes.HEADS)
+        qkv_BTKJH = jax.lax.platform_dependent(
+            qkv_BTKJH, tpu=_with_heads_last, default=lambda qkv_BTKJH: qkv_BTKJH
+        )
         if self.config.qkv_bias:
             qkv_BTKJH = qkv_BTKJH + self.qkv_bias[...][None, None]
         G = qkv_BTKJH.shape[3] - 2
@@ -73,6 +78,19 @@ class GroupedHeads(nnx.Module):
         q_BTNH, k_BTKH = encode(q_BTKGH.reshape(B, T, K * G, H), k_BTKH, by)
         new = PromptKeysValues(k_BTKH.transpose(0, 2, 3, 1), v_BTKH.swapaxes(1, 2))
         return q_BTNH.reshape(B, T, K, G, H), new
+
+
+def _with_heads_last(qkv_BTKJH: jax.Array) -> jax.Array:
+    """Heads with their entries last in memory, if they fill tiles.
+
+    From 128 rows on XLA for TPU would have the rows last, and for that lay the weights of all
+    layers out anew in every call.
+    """
+    if qkv_BTKJH.shape[-1] % 128:
+        return qkv_BTKJH
+    # rows or tokens before them, whichever there are: the last two fill a tile
+    order = (1, 2, 3, 0, 4) if qkv_BTKJH.shape[1] == 1 else (2, 3, 0, 1, 4)
+    return with_layout_constraint(qkv_BTKJH, MemoryLayout(major_to_minor=order))
 
 
 def _query_key_norms(config: DecoderConfig, kv_copies: int) -> tuple[Norm, Norm]:

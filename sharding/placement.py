@@ -4,7 +4,6 @@ Knows nothing of graphs or files. Loader and lowering ask here, so they cannot d
 layout everything lies whole on every device of the mesh, and the operations are the reference.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -24,12 +23,10 @@ from .layout import Layout
 from .sharded_operations import ShardedOperations
 
 _TABLES = ("embedding.table", "head.table")
+_MAKES_HEADS = (axes.EMBED_IN, axes.QUERY_HEADS, "", "")
 LANES = 128
 """Elements of a row of a TPU's tiles."""
 _CACHES = (axes.CACHE_KEYS, axes.CACHE_VALUES, axes.CACHE_LATENTS)
-TALL = 1.5
-"""Inputs over outputs of a matrix of weights from which on it lies with its inputs last: the heads
-of Qwen3 235B over four chips, at 1.8, are the least tall that XLA was seen to want so."""
 
 
 def arrangement_of(
@@ -87,14 +84,14 @@ class Placement:
     def format(
         self, parameter: str, logical_axes: Axes, shape: tuple[int, ...], sharding: Sharding
     ) -> Sharding | Format:
-        """Where and how a parameter of that shape lies.
+        """Where and how a parameter lies.
 
         XLA for TPU would lay some out anew in every call, and keep copies of all layers' meanwhile,
         so they are asked for as its products read them.
         """
-        if self.platform != "tpu":
-            return sharding
-        order = _memory_order(parameter, logical_axes, sharding.shard_shape(shape))
+        order = None
+        if self.platform == "tpu":
+            order = _memory_order(parameter, logical_axes, shape)
         return sharding if order is None else Format(MemoryLayout(major_to_minor=order), sharding)
 
     def state(self, logical_axes: Axes) -> Sharding | Format:
@@ -167,23 +164,15 @@ class Placement:
 def _memory_order(
     parameter: str, logical_axes: Axes, shape: tuple[int, ...]
 ) -> tuple[int, ...] | None:
-    """The axes of a parameter on each device from major to minor, where its default is not wanted.
+    """The axes of a parameter from major to minor, where its default is not wanted.
 
     A `[V, D]` table lies row by row: by default it is transposed when D is not a multiple of 128,
     and every call would copy it to gather rows. Of `[D, K, J, H]`, which makes heads that fill
-    tiles, XLA reads matrices of D and H, with D last where that is the longer side by far: so it
-    chose for every dense model and layout of `benchmarks/whole_plans.md` that was tried, when it
-    was free to (`Layout.AUTO`). So it does of the experts' `[E, P, D, F]`: given D before F, it
-    copied those of Qwen3 235B into the other order before each loop over layers.
+    tiles, XLA reads matrices of D and H.
     """
     if parameter in _TABLES:
         return (0, 1)
-    if parameter.endswith(".attention.qkv") and not shape[-1] % LANES:
+    if logical_axes[-4:] == _MAKES_HEADS and not shape[-1] % LANES:
         *layers, embed, kv_heads, of_head, head = range(len(shape))
-        is_tall = shape[embed] > TALL * math.prod(shape[kv_heads:])
-        matrix = (head, embed) if is_tall else (embed, head)
-        return (*layers, kv_heads, of_head, *matrix)
-    if parameter.endswith(".gate_up") and axes.EXPERT_MLP in logical_axes:
-        *outer, embed, hidden = range(len(shape))
-        return (*outer, hidden, embed) if shape[embed] > TALL * shape[hidden] else None
+        return (*layers, kv_heads, of_head, embed, head)
     return None
