@@ -19,16 +19,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, SingleDeviceSharding
 
+from ..modelzoo.moe.config import Tiles
 from ..sharding.layout import Layout
 from ..sharding.placement import Placement
 from .gpu_kinds import GPU_KINDS, GPUS_PER_HOST, host_topology
 from .program_cache import anew
 from .target_names import TargetName, UnknownTarget
 
-EXPERT_TILES = {"cpu": (4, 64), "gpu": (16, 128), "tpu": (8, 128)}
-"""The fewest and the most rows of one product of an expert: a register tile's (TPU: sublanes of
-float32; GPU: a tensor core's), and those of one pass of the matrix unit, past which a larger tile
-gains no speed; a CPU's products are at full speed from 32 to 64 rows."""
+EXPERT_TILES = {
+    "cpu": Tiles(),
+    "gpu": Tiles(16, 128),
+    "tpu": Tiles(64, 256, of_mean=1, piece_bytes=None),
+}
+"""Sizes of the products of experts. The fewest rows are a register tile's, or a tensor core's. A
+CPU's products are at full speed from 32 to 64 rows; half and twice as many bytes of a piece are
+equally fast with 2 MiB of L2. A TPU's products read weights from main memory as fast as it goes, at
+a third of the cycles that a copy onto the chip takes by its compiler's estimate, and in that time
+compute 240 rows or more: so most experts have one tile."""
 
 _LIBTPU = threading.Lock()
 """Held while jax may load libtpu: two threads that do so at once end with an error."""

@@ -1,8 +1,9 @@
 """A group of layers as one loop, a `jax.lax.scan` over the repeats of its pattern.
 
 A loop holds the computation of its layers once, however often it runs, so programs of deep models
-stay small. The weights of an iteration are slices of arrays that lead with layers. The cache of all
-layers is carried through the loop, and so is written in place.
+stay small. The weights of an iteration are slices of arrays that lead with layers; a few weights
+come whole, of which a block takes smaller slices itself. The cache of all layers is carried through
+the loop, and so is written in place.
 
 Knows nothing of what a layer computes or keeps.
 """
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from .layer_groups import Group
+from .layers import is_sliced_once
 from .moe.layer import ExpertCall
 
 Cache = tuple[Any, ...]
@@ -46,12 +48,13 @@ def scan_group(
     experts: ExpertCall,
 ) -> tuple[jax.Array, Cache]:
     """Run all layers of a group whose places have several; `blocks` have the weights of all."""
-    definition, weights = nnx.split(nnx.List(blocks))
+    definition, of_all, weights = nnx.split(nnx.List(blocks), is_sliced_once, ...)
 
     def body(carry: tuple[jax.Array, Cache], inputs: tuple[jax.Array, Any]):
         scan_index, weights = inputs
-        call = ExpertCall(experts.is_token_BT, experts.dispatch)
-        carry = run_group(group, nnx.merge(definition, weights), *carry, scan_index, call)
+        call = ExpertCall(experts.is_token_BT, experts.dispatch, scan_index)
+        blocks = nnx.merge(definition, of_all, weights)
+        carry = run_group(group, blocks, *carry, scan_index, call)
         return carry, (call.use(), call.num_dropped_BT)
 
     iterations = (jnp.arange(len(group[0])), weights)

@@ -5,7 +5,7 @@ shape; a layout is applied from outside by those names.
 """
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +22,26 @@ ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": partial(jax.nn.gelu, approximat
 
 
 def weight(
-    rngs: nnx.Rngs, shape: tuple[int, ...], logical_axes: tuple[str, ...], fan_in: int
+    rngs: nnx.Rngs,
+    shape: tuple[int, ...],
+    logical_axes: tuple[str, ...],
+    fan_in: int,
+    *,
+    is_sliced_once: bool = False,
 ) -> nnx.Param:
-    """A random weight of variance 1 / fan_in, carrying its logical axes as metadata."""
+    """A random weight of variance 1 / fan_in, carrying its logical axes as metadata.
+
+    One that is sliced once keeps all layers of a loop when its block runs: the block takes a slice
+    of one layer's, which would be a second one.
+    """
     value = jax.random.normal(rngs.params(), shape, jnp.float32) * fan_in**-0.5
-    return nnx.Param(value, logical_axes=logical_axes)
+    return nnx.Param(value, logical_axes=logical_axes, is_sliced_once=is_sliced_once)
+
+
+def is_sliced_once(path: Any, parameter: nnx.Variable) -> bool:
+    """Whether a block slices a parameter itself, as a filter of nnx."""
+    del path
+    return parameter.get_metadata().get("is_sliced_once", False)
 
 
 def constant(

@@ -25,10 +25,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from noria.modelzoo.moe.config import LOSSLESS, Dispatch, Routing
-from noria.modelzoo.moe.dispatch import lossless_places
+from noria.modelzoo.moe.dispatch import sort_choices
 from noria.modelzoo.moe.experts import ExpertWeights
 from noria.modelzoo.moe.mix import Mixture
-from noria.modelzoo.moe.routing import Router
+from noria.modelzoo.moe.routing import Choices, Router
 from noria.runtime.machine import describe_machine
 
 EXPERTS, CHOSEN, EMBED, HIDDEN = 8, 2, 1024, 3584
@@ -86,15 +86,12 @@ def measure_layer(tokens: int, repeats: int) -> dict[str, Any]:
     for run in theirs.values():
         np.testing.assert_allclose(run(x_BTD), expected, atol=1e-4)
     use = layers["noria, lossless"](*arrays).use
-    num_choices = tokens * CHOSEN
-    tile = LOSSLESS.tile(num_choices, EXPERTS)
     used = int((np.asarray(use.load_SE) > 0).sum())
     return {
         "tokens": tokens,
         "milliseconds": side_by_side(runs, repeats),
         "floor_milliseconds": used * 3 * EMBED * HIDDEN * 4 / read_rate(repeats) * 1e3,
-        "rows_over_choices": int(np.asarray(use.rows_SE).sum()) / num_choices,
-        "bound_over_choices": (num_choices + EXPERTS * (tile - 1)) / num_choices,
+        "rows_over_choices": int(np.asarray(use.rows_SE).sum()) / (tokens * CHOSEN),
     }
 
 
@@ -104,11 +101,10 @@ def measure_placing(experts: int, chosen: int, tokens: int, repeats: int) -> dic
     scores_ME = rng.standard_normal((tokens, experts))
     expert_MZ = np.argsort(-scores_ME, axis=1)[:, :chosen].astype(np.int32)
     x_MD = rng.standard_normal((tokens, PLACED_EMBED), np.float32)
-    tile = LOSSLESS.tile(expert_MZ.size, experts)
     capacity = Dispatch("capacity", CAPACITY_FACTOR).capacity(*expert_MZ.shape, experts)
     methods: dict[str, Callable] = {
-        "sorted": partial(_sorted, experts=experts, tile=tile),
-        "running sum": partial(_running_sum, experts=experts, tile=tile),
+        "sorted": partial(_sorted, experts=experts),
+        "running sum": partial(_running_sum, experts=experts),
     }
     if tokens * experts * capacity <= MOST_ONE_HOT:
         methods["one-hot products"] = partial(_one_hot, experts=experts, capacity=capacity)
@@ -188,22 +184,19 @@ def _transformers(router: Router, weights: ExpertWeights) -> dict[str, Callable]
     return runs
 
 
-def _sorted(x_MD: jax.Array, expert_MZ: jax.Array, experts: int, tile: int) -> jax.Array:
-    places = lossless_places(expert_MZ, experts, tile)
-    return x_MD.at[places.token_U].get(mode="fill", fill_value=0)
+def _sorted(x_MD: jax.Array, expert_MZ: jax.Array, experts: int) -> jax.Array:
+    weight_MZ = jnp.ones(expert_MZ.shape, jnp.float32)
+    return x_MD[sort_choices(Choices(expert_MZ, weight_MZ), experts).token_U]
 
 
-def _running_sum(x_MD: jax.Array, expert_MZ: jax.Array, experts: int, tile: int) -> jax.Array:
+def _running_sum(x_MD: jax.Array, expert_MZ: jax.Array, experts: int) -> jax.Array:
     choice = expert_MZ.reshape(-1)
     is_chosen = (choice[:, None] == jnp.arange(experts)[None]).astype(jnp.int32)
     count = jnp.cumsum(is_chosen, axis=0)
     rank = jnp.take_along_axis(count, choice[:, None], axis=1)[:, 0] - 1
-    num_tiles = (count[-1] + tile - 1) // tile
-    row = ((jnp.cumsum(num_tiles) - num_tiles) * tile)[choice] + rank
-    num_rows = (choice.size + experts * (tile - 1)) // tile * tile
-    token = jnp.full(num_rows, x_MD.shape[0], jnp.int32)
-    token = token.at[row].set(jnp.arange(choice.size, dtype=jnp.int32) // expert_MZ.shape[1])
-    return x_MD.at[token].get(mode="fill", fill_value=0)
+    row = (jnp.cumsum(count[-1]) - count[-1])[choice] + rank
+    token = jnp.arange(choice.size, dtype=jnp.int32) // expert_MZ.shape[1]
+    return x_MD[jnp.zeros_like(token).at[row].set(token)]
 
 
 def _one_hot(x_MD: jax.Array, expert_MZ: jax.Array, experts: int, capacity: int) -> jax.Array:
@@ -226,18 +219,18 @@ def markdown(report: Mapping[str, Any]) -> str:
         f"`{report['command']}`. Medians, in ms.",
         "",
         f"E {EXPERTS}, k {CHOSEN}, D {EMBED}, F {HIDDEN}, float32; the ratio is to the faster form "
-        "of transformers, rows are those of products over choices, with the bound of their number.",
+        "of transformers, rows are those of products over choices.",
         "",
     ]
     first = report["layer"][0]["milliseconds"]
-    lines.append(f"| tokens | {' | '.join(first)} | ratio | memory floor | rows | bound |")
-    lines.append("|--:" * (len(first) + 5) + "|")
+    lines.append(f"| tokens | {' | '.join(first)} | ratio | memory floor | rows |")
+    lines.append("|--:" * (len(first) + 4) + "|")
     for row in report["layer"]:
         times = row["milliseconds"]
         best = min(time for name, time in times.items() if name.startswith("transformers"))
         cells = [f"{row['tokens']}", *(f"{time:.1f}" for time in times.values())]
         cells += [f"{times['noria, lossless'] / best:.2f}", f"{row['floor_milliseconds']:.1f}"]
-        cells += [f"{row['rows_over_choices']:.3f}", f"{row['bound_over_choices']:.3f}"]
+        cells.append(f"{row['rows_over_choices']:.3f}")
         lines.append(f"| {' | '.join(cells)} |")
     lines += ["", f"Placing choices and bringing tokens of {PLACED_EMBED} float32; capacity factor "
               f"{CAPACITY_FACTOR} where a method needs a capacity.", ""]  # fmt: skip

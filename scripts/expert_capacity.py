@@ -1,7 +1,8 @@
 """Measure what capacities drop and pad on random routing, by experts, tokens and skew.
 
 Each token takes k distinct experts with probabilities in proportion to rank ** -s (Zipf; s = 0 is
-uniform), drawn anew for every batch. Places come from the functions that the graphs use.
+uniform), drawn anew for every batch. Loads and tiles come from the functions that the graphs
+use.
 
     python scripts/expert_capacity.py > table.md
 """
@@ -12,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from noria.modelzoo.moe.config import LOSSLESS, Dispatch
-from noria.modelzoo.moe.dispatch import capacity_places, lossless_places
+from noria.modelzoo.moe.dispatch import load
+from noria.modelzoo.moe.use import rows_of_tiles
 from noria.runtime.machine import describe_machine
 
 EXPERTS = ((8, 2), (64, 6), (128, 8), (256, 8))
@@ -59,15 +61,14 @@ def random_choices(
 
 def shares(expert_MZ: np.ndarray, num_experts: int, dispatch: Dispatch) -> tuple[float, float]:
     """Share of choices that are dropped, and share of rows set aside, or of tiles, with none."""
-    tile = dispatch.tile(expert_MZ.size, num_experts)
+    load_E = load(jnp.asarray(expert_MZ), num_experts)
     if dispatch.kind == "capacity":
         capacity = dispatch.capacity(*expert_MZ.shape, num_experts)
-        places = capacity_places(jnp.asarray(expert_MZ), num_experts, capacity, tile)
-        num_rows = num_experts * capacity
+        load_E, num_rows = jnp.minimum(load_E, capacity), num_experts * capacity
     else:
-        places = lossless_places(jnp.asarray(expert_MZ), num_experts, tile)
-        num_rows = int(places.tiles.num_tiles_E.sum()) * tile
-    num_placed = int((places.row_MZ < len(places.token_U)).sum())
+        tile = dispatch.tile(expert_MZ.size, num_experts)
+        num_rows = int(rows_of_tiles(load_E, tile).sum())
+    num_placed = int(load_E.sum())
     return 1 - num_placed / expert_MZ.size, 1 - num_placed / num_rows
 
 

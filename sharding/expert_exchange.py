@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from ..modelzoo import axes
-from ..modelzoo.moe.experts import WEIGHT_AXES, ExpertWeights
+from ..modelzoo.moe.experts import ExpertWeights
 from ..modelzoo.moe.mix import ExpertShards, Mixed, Mixture
 from ..modelzoo.moe.routing import Router
 from ..modelzoo.moe.use import ExpertUse
@@ -100,6 +100,8 @@ class ExpertExchange:
             stored, used = (r.dimensions(logical_axes) for r in (self.stored, self.rules))
             return tuple(map(beyond, stored, used))
 
+        if any(map(any, map(missing, weights.axes))):
+            weights = weights.of_layer()
         weights = jax.tree.map(gather, weights, _each(missing, weights))
         split = self.rules[axes.EXPERT_MLP]
         if weights.down_bias_ED is None or not split:
@@ -110,7 +112,7 @@ class ExpertExchange:
     def _shards(self, weights: ExpertWeights) -> ExpertShards:
         first = jnp.int32(0)
         if self.experts:
-            first = jax.lax.axis_index(self.experts) * weights.down_EFD.shape[0]
+            first = jax.lax.axis_index(self.experts) * weights.num_experts
         if not self.exchanged:
             return ExpertShards(first)
         exchange = partial(
@@ -126,5 +128,5 @@ class ExpertExchange:
 
 def _each(of_axes: Callable[[Axes], Any], weights: ExpertWeights) -> Any:
     """Something of the logical axes of every weight that the model has."""
-    pairs = zip(weights, WEIGHT_AXES, strict=True)
+    pairs = zip(weights, weights.axes, strict=True)
     return ExpertWeights._make(None if x is None else of_axes(a) for x, a in pairs)

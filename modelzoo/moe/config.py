@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 Scoring = Literal["softmax", "softmax_of_chosen", "sigmoid"]
 """How scores follow from the router's logits: over all experts, those chosen, or each alone."""
@@ -97,6 +97,21 @@ class MoeConfig:
             raise ValueError("moe.layers: expected a sparse layer, got none. Leave moe out.")
 
 
+class Tiles(NamedTuple):
+    """Sizes of the products of experts, which a platform chooses."""
+
+    fewest: int = 4
+    most: int = 64
+    """Rows of one product are between these two, and all are powers of two."""
+    of_mean: int = 8
+    """The rows of a product are the mean load of an expert over this, or less."""
+    piece_bytes: int | None = 4 * 2**20
+    """Bytes of gate and up of one expert, at most, that are brought into a cache for all tiles of
+    the expert. None: each tile reads the expert's weights from main memory."""
+
+
+ANY_TILES = Tiles()
+
 DispatchKind = Literal["lossless", "capacity", "ragged"]
 
 
@@ -104,8 +119,8 @@ DispatchKind = Literal["lossless", "capacity", "ragged"]
 class Dispatch:
     """How the tokens of a graph come to their experts; always in arrays of static size.
 
-    `lossless` sorts the choices by expert into whole tiles, at most `M*k + E*(tile-1)` rows in all,
-    so nothing is ever dropped. `capacity` sets the same number of rows aside for each expert
+    `lossless` sorts the choices by expert and runs as many tiles of each as its load fills, so
+    nothing is ever dropped. `capacity` sets the same number of rows aside for each expert
     (Lepikhin et al. 2020, 2006.16668), and drops what comes after they are full: choices have them
     in the order of rows, tokens and rank. `ragged` is lossless through `jax.lax.ragged_dot`, the
     reference.
@@ -114,12 +129,12 @@ class Dispatch:
     kind: DispatchKind = "lossless"
     capacity_factor: float | None = None
     """Rows set aside over the mean load of an expert, `M*k/E`; of `capacity` alone."""
-    tiles: tuple[int, int] = (4, 64)
-    """The fewest and the most rows of one product; powers of two, so that every tile divides."""
+    tiles: Tiles = ANY_TILES
 
     def __post_init__(self):
-        least, most = self.tiles
-        if not (0 < least <= most and least.bit_count() == most.bit_count() == 1):
+        least, most, of_mean, _ = self.tiles
+        powers = (least, most, of_mean)
+        if not (0 < least <= most and all(size.bit_count() == 1 for size in powers)):
             raise ValueError(f"tiles: expected growing powers of two, got {self.tiles}.")
         if self.kind not in get_args(DispatchKind):
             raise ValueError(
@@ -142,14 +157,14 @@ class Dispatch:
             raise ValueError(f"capacity_factor: expected a number above 0, got {factor!r}.")
 
     def tile(self, num_choices: int, num_experts: int) -> int:
-        """Rows of a tile: an eighth of the mean load or less, within `tiles`.
+        """Rows of a tile: a part of the mean load or less, within `tiles`.
 
-        Of an expert with that load at most an eighth is padding, unless it is the fewest rows of a
-        product that decide.
+        With an eighth, of an expert with that load at most an eighth is padding, unless it is the
+        fewest rows of a product that decide.
         """
-        eighth = num_choices // (8 * num_experts)
-        power = 1 << max(eighth.bit_length() - 1, 0)
-        return min(max(power, self.tiles[0]), self.tiles[1])
+        part = num_choices // (self.tiles.of_mean * num_experts)
+        power = 1 << max(part.bit_length() - 1, 0)
+        return min(max(power, self.tiles.fewest), self.tiles.most)
 
     def capacity(self, num_tokens: int, num_chosen: int, num_experts: int) -> int:
         """Rows of each expert, in whole tiles; no more than tokens, which take it once at most."""

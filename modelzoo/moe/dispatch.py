@@ -1,7 +1,7 @@
 """Rows for choices: in order of experts, in arrays of static size.
 
 Every place follows from counts, so it depends on no order of execution. Guarantees: of two choices
-of one expert, the one of the earlier token has the earlier row; what is no token takes no row.
+of one expert, the one of the earlier token comes first; what is no token comes to no expert.
 """
 
 from typing import NamedTuple
@@ -9,53 +9,64 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .routing import Choices
 
-class Tiles(NamedTuple):
-    """The rows of each expert: some whole tiles, one after another."""
 
-    first_row_E: jax.Array
-    num_tiles_E: jax.Array
-    """Tiles that may have a token in them; they are the expert's first."""
+class ExpertRows(NamedTuple):
+    """Rows of each expert, one after another and without gaps."""
+
+    token_U: jax.Array
+    weight_U: jax.Array
+    """The weight that a row's expert has for its token."""
+    first_E: jax.Array
+    load_E: jax.Array
 
 
 class Places(NamedTuple):
-    """Where choices went: U rows, of which each expert has some whole tiles."""
+    """Where choices went among U rows."""
 
     row_MZ: jax.Array
     """Row of each choice; U for one that has none."""
     token_U: jax.Array
     """Token of each row; M for an empty one."""
-    tiles: Tiles
 
 
-def lossless_places(expert_MZ: jax.Array, num_experts: int, tile: int) -> Places:
-    """A row for every choice, experts one after another, each from the start of a tile."""
-    M, Z = expert_MZ.shape
-    num_rows = M * min(Z, num_experts) + num_experts * (tile - 1)
-    num_rows = num_rows // tile * tile
+def sort_choices(choices: Choices, num_experts: int) -> ExpertRows:
+    """All choices as rows in order of experts; last those that are no expert's."""
+    M, Z = choices.expert_MZ.shape
+    token_MZ = jnp.broadcast_to(jnp.arange(M, dtype=jnp.int32)[:, None], (M, Z))
+    columns = (choices.expert_MZ, token_MZ, choices.weight_MZ)
+    columns = tuple(column.reshape(-1) for column in columns)
+    _, token_U, weight_U = jax.lax.sort(columns, is_stable=True, num_keys=1)
+    load_E = load(choices.expert_MZ, num_experts)
+    return ExpertRows(token_U, weight_U, jnp.cumsum(load_E) - load_E, load_E)
+
+
+def ragged_places(expert_MZ: jax.Array, num_experts: int) -> Places:
+    """A row for every choice, in order of experts and without gaps."""
     rank_MZ, load_E = _ranks(expert_MZ, num_experts)
-    num_tiles_E = (load_E + tile - 1) // tile
-    first_row_E = (jnp.cumsum(num_tiles_E) - num_tiles_E) * tile
-    row_MZ = first_row_E.at[expert_MZ].get(mode="fill", fill_value=num_rows) + rank_MZ
-    row_MZ = jnp.minimum(row_MZ, num_rows)
-    return Places(row_MZ, _tokens(row_MZ, num_rows), Tiles(first_row_E, num_tiles_E))
+    first_E = jnp.cumsum(load_E) - load_E
+    first_MZ = first_E.at[expert_MZ].get(mode="fill", fill_value=expert_MZ.size)
+    row_MZ = jnp.minimum(first_MZ + rank_MZ, expert_MZ.size)
+    return Places(row_MZ, _tokens(row_MZ, expert_MZ.size))
 
 
-def capacity_places(expert_MZ: jax.Array, num_experts: int, capacity: int, tile: int) -> Places:
+def capacity_places(expert_MZ: jax.Array, num_experts: int, capacity: int) -> Places:
     """The same number of rows for every expert; choices beyond them have none."""
     num_rows = num_experts * capacity
-    rank_MZ, load_E = _ranks(expert_MZ, num_experts)
+    rank_MZ, _ = _ranks(expert_MZ, num_experts)
     has_row_MZ = (rank_MZ < capacity) & (expert_MZ < num_experts)
     row_MZ = jnp.where(has_row_MZ, expert_MZ * capacity + rank_MZ, num_rows)
-    num_tiles_E = (jnp.minimum(load_E, capacity) + tile - 1) // tile
-    first_row_E = jnp.arange(num_experts, dtype=jnp.int32) * capacity
-    return Places(row_MZ, _tokens(row_MZ, num_rows), Tiles(first_row_E, num_tiles_E))
+    return Places(row_MZ, _tokens(row_MZ, num_rows))
 
 
-def all_tiles(num_experts: int, capacity: int, tile: int) -> Tiles:
+def rows_as_they_are(num_experts: int, capacity: int) -> ExpertRows:
     """Rows that others filled, so that any of them may have a token."""
-    first_row_E = jnp.arange(num_experts, dtype=jnp.int32) * capacity
-    return Tiles(first_row_E, jnp.full(num_experts, capacity // tile, jnp.int32))
+    num_rows = num_experts * capacity
+    first_E = jnp.arange(num_experts, dtype=jnp.int32) * capacity
+    load_E = jnp.full(num_experts, capacity, jnp.int32)
+    row_U = jnp.arange(num_rows, dtype=jnp.int32)
+    return ExpertRows(row_U, jnp.ones(num_rows, jnp.float32), first_E, load_E)
 
 
 def load(expert_MZ: jax.Array, num_experts: int) -> jax.Array:

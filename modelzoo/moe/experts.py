@@ -1,12 +1,15 @@
 """The experts' gated MLPs over rows in order of experts: tile by tile, or as ragged products.
 
 The loops run over experts, pieces of the hidden size and the tiles that hold tokens, so work
-follows the load while shapes stay static; each weight is read once, in pieces that stay in a cache
-while the tiles of the expert pass. Every product of a graph has the same shape, so a row's bits
-depend neither on its place nor on other rows.
+follows the load while shapes stay static. Weights are read in pieces that stay in a cache while the
+tiles of the expert pass, or by each tile, in products that read them where they lie. A tile takes
+its tokens from where they are and adds what it makes of them there, so there is no array that would
+have to hold every load. Every product of a graph has the same shape, and a token's sum the order of
+its experts, so its bits depend neither on its place nor on other tokens.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,8 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from .. import axes
-from ..operations import Project, einsum, gate_up_product
-from .dispatch import Tiles
+from ..operations import Axes, Project, einsum, gate_up_product
+from .dispatch import ExpertRows
 
 if TYPE_CHECKING:
     from ..operations import Weight
@@ -23,8 +26,15 @@ if TYPE_CHECKING:
 GatedUnit = Callable[[jax.Array, jax.Array], jax.Array]
 """The hidden activations from those of gate and up."""
 
-PIECE_BYTES = 4 * 2**20
-"""Of gate and up together; half and twice as much are equally fast on a CPU with 2 MiB of L2."""
+LANES = 128
+"""Sizes that are multiples of this fill the vectors of every platform."""
+MORE_READS = 2**30
+"""Readings of the weights of one expert, beyond all that there can be."""
+
+GATE_UP_AXES = (axes.EXPERTS, "", "", axes.EXPERT_MLP)
+DOWN_AXES = (axes.EXPERTS, axes.EXPERT_MLP, "")
+GATE_UP_BIAS_AXES = (axes.EXPERTS, "", axes.EXPERT_MLP)
+DOWN_BIAS_AXES = (axes.EXPERTS, "")
 
 
 class ExpertWeights(NamedTuple):
@@ -34,54 +44,102 @@ class ExpertWeights(NamedTuple):
     down_EFD: "Weight"
     gate_up_bias_EPF: jax.Array | None = None
     down_bias_ED: jax.Array | None = None
+    layer: jax.Array | None = None
+    """The layer that is meant, where `gate_up` and `down` lead with layers."""
+
+    @property
+    def num_experts(self) -> int:
+        """Experts on this device."""
+        return self.down_EFD.shape[-3]
+
+    @property
+    def axes(self) -> tuple[Axes, ...]:
+        """The logical axes of every field."""
+        layers = () if self.layer is None else ("",)
+        products = (*layers, *GATE_UP_AXES), (*layers, *DOWN_AXES)
+        return (*products, GATE_UP_BIAS_AXES, DOWN_BIAS_AXES, ())
+
+    def of_layer(self) -> "ExpertWeights":
+        """The weights of the one layer alone."""
+        if self.layer is None:
+            return self
+        gate_up, down = (
+            jax.lax.dynamic_index_in_dim(x[...], self.layer, keepdims=False)
+            for x in (self.gate_up_EPDF, self.down_EFD)
+        )
+        return self._replace(gate_up_EPDF=gate_up, down_EFD=down, layer=None)
 
 
-GATE_UP_AXES = (axes.EXPERTS, "", "", axes.EXPERT_MLP)
-DOWN_AXES = (axes.EXPERTS, axes.EXPERT_MLP, "")
-GATE_UP_BIAS_AXES = (axes.EXPERTS, "", axes.EXPERT_MLP)
-DOWN_BIAS_AXES = (axes.EXPERTS, "")
-WEIGHT_AXES = (GATE_UP_AXES, DOWN_AXES, GATE_UP_BIAS_AXES, DOWN_BIAS_AXES)
-"""Logical axes of `ExpertWeights`, in their order."""
+@dataclass(frozen=True)
+class Tiling:
+    """Sizes of the products of experts, and where the weights of tokens go."""
+
+    tile: int
+    """Rows of a product."""
+    piece_bytes: int | None
+    """As in `Tiles`."""
+    weighs_input: bool = False
+    """Whether a token's weight multiplies what its expert reads, not what it writes."""
 
 
 def run_tiles(
-    x_UD: jax.Array,
-    tiles: Tiles,
+    x_MD: jax.Array,
+    rows: ExpertRows,
     weights: ExpertWeights,
     unit: GatedUnit,
-    tile: int,
+    tiling: Tiling,
     project: Project,
 ) -> jax.Array:
-    """Float32 outputs `y_UD` of rows in whole tiles; tiles without a token stay zero."""
-    E, F, D = weights.down_EFD.shape
-    piece = _piece(weights.gate_up_EPDF)
+    """Each token's sum over its rows in float32, in order of experts: `out_MD`."""
+    M, F, tile = len(x_MD), weights.down_EFD.shape[-2], tiling.tile
+    piece = _piece(weights.gate_up_EPDF, tiling.piece_bytes)
+    num_pieces = F // piece
+    # so that no slice of a tile ends past the last row, which would move its beginning
+    token_U, weight_U = (jnp.pad(x_U, (0, tile)) for x_U in (rows.token_U, rows.weight_U))
+    place_W = jnp.arange(tile, dtype=jnp.int32)
 
-    def expert(e: jax.Array, y_UD: jax.Array) -> jax.Array:
-        def one_piece(p: jax.Array, y_UD: jax.Array) -> jax.Array:
-            of_piece = _cut(weights, e, p * piece, piece)
-            down_bias_D = None if weights.down_bias_ED is None else weights.down_bias_ED[e]
+    def expert_piece(i: jax.Array, out_MD: jax.Array) -> jax.Array:
+        e, p = i // num_pieces, i % num_pieces
+        num_tiles = (rows.load_E[e] + tile - 1) // tile
 
-            def one_tile(t: jax.Array, y_UD: jax.Array) -> jax.Array:
-                row = tiles.first_row_E[e] + t * tile
-                x_WD = jax.lax.dynamic_slice_in_dim(x_UD, row, tile)
-                old_WD = jax.lax.dynamic_slice_in_dim(y_UD, row, tile)
-                y_WD = old_WD + _hidden(x_WD, of_piece, unit, project)
-                if down_bias_D is not None:
-                    # once for all pieces of the hidden size
-                    y_WD = y_WD + jnp.where(p == 0, down_bias_D, 0)[None]
-                return jax.lax.dynamic_update_slice_in_dim(y_UD, y_WD, row, axis=0)
+        def one_tile(of_piece: ExpertWeights, t: jax.Array, out_MD: jax.Array) -> jax.Array:
+            first = rows.first_E[e] + t * tile
+            token_W = jax.lax.dynamic_slice_in_dim(token_U, first, tile)
+            weight_W1 = jax.lax.dynamic_slice_in_dim(weight_U, first, tile)[:, None]
+            is_row_W = t * tile + place_W < rows.load_E[e]
+            # each its own place past the end, as the scatter is told that all differ
+            token_W = jnp.where(is_row_W, token_W, M + place_W)
+            x_WD = x_MD.at[token_W].get(mode="clip")
+            if tiling.weighs_input:
+                x_WD = (x_WD * weight_W1).astype(x_WD.dtype)
+            y_WD = _hidden(x_WD, of_piece, unit, project)
+            if weights.down_bias_ED is not None:
+                # once for all pieces of the hidden size
+                y_WD = y_WD + jnp.where(p == 0, weights.down_bias_ED[e], 0)[None]
+            if not tiling.weighs_input:
+                y_WD = y_WD * weight_W1
+            return out_MD.at[token_W].add(y_WD, mode="drop", unique_indices=True)
 
-            return jax.lax.fori_loop(0, tiles.num_tiles_E[e], one_tile, y_UD)
+        def read(r: jax.Array, out_MD: jax.Array) -> jax.Array:
+            # always that of e: that XLA does not know it keeps the slice where it is, as ahead of
+            # this loop it would read the experts without a token, too
+            of_piece = _cut(weights, e + r // MORE_READS, p * piece, piece)
+            if tiling.piece_bytes is None:
+                return one_tile(of_piece, r, out_MD)
+            return jax.lax.fori_loop(0, num_tiles, partial(one_tile, of_piece), out_MD)
 
-        return jax.lax.fori_loop(0, F // piece, one_piece, y_UD)
+        num_reads = num_tiles if tiling.piece_bytes is None else jnp.minimum(num_tiles, 1)
+        return jax.lax.fori_loop(0, num_reads, read, out_MD)
 
-    return jax.lax.fori_loop(0, E, expert, jnp.zeros((x_UD.shape[0], D), jnp.float32))
+    zeros_MD = jnp.zeros(x_MD.shape, jnp.float32)
+    return jax.lax.fori_loop(0, weights.num_experts * num_pieces, expert_piece, zeros_MD)
 
 
 def run_ragged(
     x_UD: jax.Array, load_E: jax.Array, weights: ExpertWeights, unit: GatedUnit, project: Project
 ) -> jax.Array:
     """Float32 outputs `y_UD` of rows without gaps, through `jax.lax.ragged_dot`; the reference."""
+    weights = weights.of_layer()
 
     def product(x: jax.Array, weight: jax.Array) -> jax.Array:
         return jax.lax.ragged_dot(x, weight, load_E, preferred_element_type=jnp.float32)
@@ -114,21 +172,28 @@ def _hidden(
 
 def _cut(weights: ExpertWeights, e: jax.Array, start: jax.Array, size: int) -> ExpertWeights:
     """One expert, and a piece of its hidden size; without the last bias, which has no pieces."""
+    layer = () if weights.layer is None else (weights.layer,)
 
-    def cut(x: "Weight", axis: int) -> jax.Array:
-        one = jax.lax.dynamic_slice_in_dim(x[...], e, 1)
-        return jax.lax.dynamic_slice_in_dim(one, start, size, axis=axis)
+    def cut(x: "Weight", axis: int, outer: tuple[jax.Array, ...] = ()) -> jax.Array:
+        # in one slice: were layer and expert sliced apart, XLA would copy all experts of a layer
+        starts = [*outer, e, *[0] * (x.ndim - len(outer) - 1)]
+        sizes = [1] * len(outer) + [1, *x.shape[len(outer) + 1 :]]
+        starts[axis], sizes[axis] = start, size
+        return jax.lax.dynamic_slice(x[...], starts, sizes).reshape(sizes[len(outer) :])
 
     bias_EPF = weights.gate_up_bias_EPF
     return ExpertWeights(
-        cut(weights.gate_up_EPDF, 3),
-        cut(weights.down_EFD, 1),
-        None if bias_EPF is None else cut(bias_EPF, 2),
+        cut(weights.gate_up_EPDF, -1, layer),
+        cut(weights.down_EFD, -2, layer),
+        None if bias_EPF is None else cut(bias_EPF, -1),
     )
 
 
-def _piece(gate_up_EPDF: "Weight") -> int:
-    """The largest divisor of F of which gate and up fit into `PIECE_BYTES`."""
-    _, P, D, F = gate_up_EPDF.shape
-    most = PIECE_BYTES // (P * D * gate_up_EPDF.dtype.itemsize)
-    return max(d for d in range(1, F + 1) if F % d == 0 and (d == 1 or d <= most))
+def _piece(gate_up_EPDF: "Weight", piece_bytes: int | None) -> int:
+    """The largest divisor of F of which gate and up fit, in whole vectors where F has them."""
+    *_, P, D, F = gate_up_EPDF.shape
+    if piece_bytes is None:
+        return F
+    unit = LANES if F % LANES == 0 else 1
+    most = piece_bytes // (P * D * gate_up_EPDF.dtype.itemsize)
+    return max(d for d in range(unit, F + 1, unit) if F % d == 0 and (d == unit or d <= most))

@@ -33,6 +33,8 @@ class ExpertCall:
     is_token_BT: jax.Array
     """Padding and rows that nobody asked for take no expert."""
     dispatch: Dispatch = LOSSLESS
+    layer: jax.Array | None = None
+    """The layer that runs, of those that weights for one slice lead with."""
     uses: list[ExpertUse] = field(default_factory=list)
     """Of layers in order, along a first axis of each."""
     num_dropped_BT: jax.Array | int = 0
@@ -67,8 +69,8 @@ class SparseMlp(nnx.Module):
         if moe.routing.has_choice_bias:
             # it decides between scores that may differ by less than a short dtype tells apart
             self.choice_bias = constant(0.0, (E,), ("",), dtype=jnp.float32)
-        self.gate_up = weight(rngs, (E, 2, D, F), GATE_UP_AXES, D)
-        self.down = weight(rngs, (E, F, D), DOWN_AXES, F)
+        self.gate_up = weight(rngs, (E, 2, D, F), GATE_UP_AXES, D, is_sliced_once=True)
+        self.down = weight(rngs, (E, F, D), DOWN_AXES, F, is_sliced_once=True)
         if moe.has_bias:
             self.gate_up_bias = constant(0.0, (E, 2, F), GATE_UP_BIAS_AXES)
             self.down_bias = constant(0.0, (E, D), DOWN_BIAS_AXES)
@@ -83,7 +85,7 @@ class SparseMlp(nnx.Module):
         mixture = Mixture(self.moe.routing, call.dispatch, unit)
         router = Router(self.router, _value(self, "router_bias"), _value(self, "choice_bias"))
         biases = _value(self, "gate_up_bias"), _value(self, "down_bias")
-        weights = ExpertWeights(self.gate_up, self.down, *biases)
+        weights = ExpertWeights(self.gate_up, self.down, *biases, call.layer)
         mixed = operations.mix_experts(mixture, x_BTD, call.is_token_BT, router, weights)
         call.add(jax.tree.map(lambda x: x[None], mixed.use), mixed.num_dropped_BT)
         if not self.moe.shared_mlp:

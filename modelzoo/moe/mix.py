@@ -15,8 +15,15 @@ import jax.numpy as jnp
 
 from ..operations import ON_ONE_DEVICE, Project
 from .config import Dispatch, Routing
-from .dispatch import Places, all_tiles, capacity_places, load, lossless_places
-from .experts import ExpertWeights, GatedUnit, run_ragged, run_tiles
+from .dispatch import (
+    Places,
+    capacity_places,
+    load,
+    ragged_places,
+    rows_as_they_are,
+    sort_choices,
+)
+from .experts import ExpertWeights, GatedUnit, Tiling, run_ragged, run_tiles
 from .routing import Choices, Router, route
 from .use import ExpertUse, count_use, rows_of_tiles
 
@@ -86,17 +93,14 @@ class Mixture:
         is_dropped_MZ = jnp.zeros(choices.expert_MZ.shape, bool)
         if n > 1:
             x_MD, choices = _exchange_tokens(x_MD, choices, shards)
-        local_MZ = _local(choices.expert_MZ, weights, shards)
-        num_here = weights.down_EFD.shape[0]
-        tile = 1 if self.dispatch.kind == "ragged" else self.dispatch.tile(local_MZ.size, E)
-        places = lossless_places(local_MZ, num_here, tile)
-        y_UD = self._run(x_MD, places, choices, weights, tile)
-        out_MD = self._combine(y_UD, places, choices.weight_MZ)
+        local = _local(choices, weights, shards)
+        tile = 1 if self.dispatch.kind == "ragged" else self.dispatch.tile(local.expert_MZ.size, E)
+        out_MD = self._run(x_MD, local, weights, tile)
+        rows_E = rows_of_tiles(load(choices.expert_MZ, E), tile)
         if n == 1:
-            return out_MD, is_dropped_MZ, rows_of_tiles(load(choices.expert_MZ, E), tile)
-        rows_E = jax.lax.dynamic_update_slice(
-            jnp.zeros(E, jnp.int32), places.tiles.num_tiles_E * tile, (shards.first,)
-        )
+            return out_MD, is_dropped_MZ, rows_E
+        here_E = jnp.arange(E) - shards.first
+        rows_E = jnp.where((here_E >= 0) & (here_E < weights.num_experts), rows_E, 0)
         parts = shards.exchange(out_MD.reshape(n, M, D).astype(x_MD.dtype))
         return _sum_in_order(parts), is_dropped_MZ, rows_E
 
@@ -105,36 +109,41 @@ class Mixture:
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Each device's tokens have their own rows with every expert."""
         n, E, (M, D) = shards.num_exchanging, self.routing.num_experts, x_MD.shape
-        num_here = weights.down_EFD.shape[0]
+        num_here = weights.num_experts
         tile = self.dispatch.tile(choices.expert_MZ.size, E)
         capacity = self.dispatch.capacity(M, self.routing.num_chosen, E)
-        everywhere = capacity_places(choices.expert_MZ, E, capacity, tile)
+        everywhere = capacity_places(choices.expert_MZ, E, capacity)
         is_token_MZ = choices.expert_MZ < E
         is_dropped_MZ = is_token_MZ & (everywhere.row_MZ == E * capacity)
         if n == 1:
-            local_MZ = _local(choices.expert_MZ, weights, shards)
-            places = capacity_places(local_MZ, num_here, capacity, tile)
-            y_UD = self._run(x_MD, places, choices, weights, tile)
-            held_E = jnp.minimum(load(choices.expert_MZ, E), capacity)
-            out_MD = self._combine(y_UD, places, choices.weight_MZ)
-            return out_MD, is_dropped_MZ, rows_of_tiles(held_E, tile)
+            kept_MZ = jnp.where(is_dropped_MZ, E, choices.expert_MZ)
+            local = _local(choices._replace(expert_MZ=kept_MZ), weights, shards)
+            out_MD = self._run(x_MD, local, weights, tile)
+            return out_MD, is_dropped_MZ, rows_of_tiles(load(kept_MZ, E), tile)
         x_UD = self._rows(x_MD, everywhere, choices)
         x_SECD = shards.exchange(x_UD.reshape(n, num_here, capacity, D))
         x_UD = x_SECD.swapaxes(0, 1).reshape(-1, D)
-        tiles = all_tiles(num_here, n * capacity, tile)
-        y_UD = run_tiles(x_UD, tiles, weights, self.unit, tile, self.project)
+        rows = rows_as_they_are(num_here, n * capacity)
+        tiling = Tiling(tile, self.dispatch.tiles.piece_bytes)
+        y_UD = run_tiles(x_UD, rows, weights, self.unit, tiling, self.project)
         y_SECD = y_UD.reshape(num_here, n, capacity, D).swapaxes(0, 1).astype(x_MD.dtype)
         y_UD = shards.exchange(y_SECD).reshape(-1, D)
         rows_E = jnp.full(E, capacity, jnp.int32)
         return self._combine(y_UD, everywhere, choices.weight_MZ), is_dropped_MZ, rows_E
 
     def _run(
-        self, x_MD: jax.Array, places: Places, choices: Choices, weights: ExpertWeights, tile: int
+        self, x_MD: jax.Array, choices: Choices, weights: ExpertWeights, tile: int
     ) -> jax.Array:
-        x_UD = self._rows(x_MD, places, choices)
-        if self.dispatch.kind == "ragged":
-            return run_ragged(x_UD, places.tiles.num_tiles_E, weights, self.unit, self.project)
-        return run_tiles(x_UD, places.tiles, weights, self.unit, tile, self.project)
+        """Each token's weighted sum over its experts that are here: `out_MD` in float32."""
+        E = weights.num_experts
+        if self.dispatch.kind != "ragged":
+            tiling = Tiling(tile, self.dispatch.tiles.piece_bytes, self.routing.weighs_input)
+            rows = sort_choices(choices, E)
+            return run_tiles(x_MD, rows, weights, self.unit, tiling, self.project)
+        places = ragged_places(choices.expert_MZ, E)
+        x_UD, load_E = self._rows(x_MD, places, choices), load(choices.expert_MZ, E)
+        y_UD = run_ragged(x_UD, load_E, weights, self.unit, self.project)
+        return self._combine(y_UD, places, choices.weight_MZ)
 
     def _rows(self, x_MD: jax.Array, places: Places, choices: Choices) -> jax.Array:
         """The tokens of the rows, zeros for empty ones."""
@@ -156,11 +165,11 @@ class Mixture:
         return out_MD
 
 
-def _local(expert_MZ: jax.Array, weights: ExpertWeights, shards: ExpertShards) -> jax.Array:
+def _local(choices: Choices, weights: ExpertWeights, shards: ExpertShards) -> Choices:
     """Experts as they are numbered here; those that are elsewhere are none."""
-    num_here = weights.down_EFD.shape[0]
-    local_MZ = expert_MZ - shards.first
-    return jnp.where((local_MZ >= 0) & (local_MZ < num_here), local_MZ, num_here)
+    local_MZ = choices.expert_MZ - shards.first
+    is_here_MZ = (local_MZ >= 0) & (local_MZ < weights.num_experts)
+    return choices._replace(expert_MZ=jnp.where(is_here_MZ, local_MZ, weights.num_experts))
 
 
 def _exchange_tokens(

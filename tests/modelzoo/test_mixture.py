@@ -9,11 +9,11 @@ import pytest
 from tolerances import FLOAT32_ELEMENTWISE
 
 from noria.modelzoo.config import DecoderConfig
-from noria.modelzoo.moe.config import LOSSLESS, Dispatch, ExpertGroups, MoeConfig, Routing
-from noria.modelzoo.moe.dispatch import capacity_places, lossless_places
+from noria.modelzoo.moe.config import LOSSLESS, Dispatch, ExpertGroups, MoeConfig, Routing, Tiles
+from noria.modelzoo.moe.dispatch import capacity_places, sort_choices
 from noria.modelzoo.moe.experts import ExpertWeights
 from noria.modelzoo.moe.mix import Mixed, Mixture
-from noria.modelzoo.moe.routing import Router, route
+from noria.modelzoo.moe.routing import Choices, Router, route
 
 B, T, D, F = 3, 5, 16, 24
 PLAIN = Routing(num_experts=6, num_chosen=2)
@@ -124,12 +124,12 @@ def test_every_routing_and_dispatch_gives_what_plain_numpy_gives(name, kind, has
     assert mixed.use.load_SE.sum() == B * T * routing.num_chosen
 
 
-@pytest.mark.parametrize("scale", [1, 30, 1e4])
-def test_weights_that_are_cut_into_pieces_give_the_same(monkeypatch, scale):
+@pytest.mark.parametrize("scale", [1, 30, 1e4, None])
+def test_weights_that_are_cut_into_pieces_give_the_same(scale):
     x_BTD, router, weights = random_layer(PLAIN, has_bias=True)
     whole = mix(x_BTD, router, weights, PLAIN).out_BTD
-    monkeypatch.setattr("noria.modelzoo.moe.experts.PIECE_BYTES", int(4 * 2 * D * scale))
-    pieces = mix(x_BTD, router, weights, PLAIN).out_BTD
+    dispatch = Dispatch(tiles=Tiles(piece_bytes=scale and int(4 * 2 * D * scale)))
+    pieces = mix(x_BTD, router, weights, PLAIN, dispatch).out_BTD
     np.testing.assert_allclose(
         pieces, whole, rtol=0, atol=FLOAT32_ELEMENTWISE * np.abs(whole).max()
     )
@@ -156,7 +156,9 @@ def test_padding_takes_no_expert_and_no_capacity():
     x_BTD[:] = x_BTD[-1, -1]
     is_token_BT = np.zeros((B, T), bool)
     is_token_BT[-1] = True
-    mixed = mix(x_BTD, router, weights, routing, Dispatch("capacity", 1.0, (1, 1)), is_token_BT)
+    mixed = mix(
+        x_BTD, router, weights, routing, Dispatch("capacity", 1.0, Tiles(1, 1)), is_token_BT
+    )
     assert mixed.use.load_SE.sum() == T
     # a capacity of ceil(15 / 4) holds four of the five
     assert mixed.num_dropped_BT.tolist() == [[0] * T, [0] * T, [0, 0, 0, 0, 1]]
@@ -167,7 +169,7 @@ def test_what_a_capacity_drops_is_what_came_last_and_is_counted():
     routing = Routing(4, 2)
     x_BTD, router, weights = random_layer(routing)
     x_BTD[:] = x_BTD[0, 0]
-    mixed = mix(x_BTD, router, weights, routing, Dispatch("capacity", 1.0, (1, 1)))
+    mixed = mix(x_BTD, router, weights, routing, Dispatch("capacity", 1.0, Tiles(1, 1)))
     # all tokens choose the same two experts, of which each has ceil(30 / 4) = 8 rows for 15 tokens
     dropped_M = np.asarray(mixed.num_dropped_BT).reshape(-1)
     assert dropped_M.tolist() == [0] * 8 + [2] * 7
@@ -179,34 +181,26 @@ def test_what_a_capacity_drops_is_what_came_last_and_is_counted():
     assert sorted(dropped_E.tolist()) == [0, 0, 7, 7]
 
 
-@pytest.mark.parametrize("tile", [1, 4, 8])
-def test_lossless_places_are_distinct_and_within_their_bound(tile):
-    rng = np.random.default_rng(tile)
+def test_rows_of_an_expert_are_its_tokens_in_order_and_their_weights():
+    rng = np.random.default_rng(0)
     M, E, k = 37, 5, 3
-    for _ in range(10):
-        weights = rng.random(E) ** 4
-        expert_MZ = np.array([rng.choice(E, k, False, weights / weights.sum()) for _ in range(M)])
-        expert_MZ[rng.random(M) < 0.2] = E
-        places = lossless_places(jnp.asarray(expert_MZ), E, tile)
-        num_rows = len(places.token_U)
-        assert num_rows <= M * k + E * (tile - 1)
-        is_placed = expert_MZ < E
-        rows = np.asarray(places.row_MZ)
-        assert (rows[~is_placed] == num_rows).all()
-        assert len(set(rows[is_placed])) == is_placed.sum() and rows[is_placed].max() < num_rows
-        tokens, _ = np.nonzero(is_placed)
-        assert (np.asarray(places.token_U)[rows[is_placed]] == tokens).all()
-        first_E, tiles_E = map(np.asarray, places.tiles)
-        e = expert_MZ[is_placed]
-        assert (rows[is_placed] >= first_E[e]).all()
-        assert (rows[is_placed] < first_E[e] + tiles_E[e] * tile).all() and not (
-            first_E % tile
-        ).any()
+    expert_MZ = np.array([rng.choice(E, k, False, [0.6, 0.3, 0.1, 0, 0]) for _ in range(M)])
+    expert_MZ[rng.random(M) < 0.2] = E
+    weight_MZ = rng.random((M, k)).astype(np.float32)
+    rows = sort_choices(Choices(jnp.asarray(expert_MZ), jnp.asarray(weight_MZ)), E)
+    end = 0
+    for e, (first, load) in enumerate(zip(rows.first_E, rows.load_E, strict=True)):
+        assert first == end, "rows are without gaps"
+        end = first + load
+        tokens, ranks = np.nonzero(expert_MZ == e)
+        np.testing.assert_array_equal(rows.token_U[first:end], tokens)
+        np.testing.assert_array_equal(rows.weight_U[first:end], weight_MZ[tokens, ranks])
+    assert end == (expert_MZ < E).sum() and len(rows.token_U) == M * k
 
 
 def test_places_of_a_capacity_go_to_the_first_choices_of_each_expert():
     expert_MZ = jnp.array([[0, 1], [0, 2], [2, 0], [3, 3], [0, 1]])
-    places = capacity_places(expert_MZ, 3, 2, 2)
+    places = capacity_places(expert_MZ, 3, 2)
     assert places.row_MZ.tolist() == [[0, 2], [1, 4], [5, 6], [6, 6], [6, 3]]
     assert places.token_U.tolist() == [0, 1, 0, 4, 1, 2]
 

@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding
 from tolerances import BFLOAT16_ELEMENTWISE_RELATIVE, FLOAT32_ELEMENTWISE
 
 from noria.compile.targets import find_target
-from noria.modelzoo.moe.config import LOSSLESS, Dispatch, Routing
-from noria.modelzoo.moe.experts import WEIGHT_AXES, ExpertWeights
+from noria.modelzoo.moe.config import LOSSLESS, Dispatch, Routing, Tiles
+from noria.modelzoo.moe.experts import ExpertWeights
 from noria.modelzoo.moe.mix import Mixed, Mixture
 from noria.modelzoo.moe.routing import Router
 from noria.sharding.axis_rules import AxisRules
@@ -92,7 +92,7 @@ def mixed_over(
     x_BTD, is_token_BT, router, weights = arrays(dtype, has_bias)
     placed = ExpertWeights._make(
         None if x is None else jax.device_put(x, NamedSharding(mesh, rules.spec(logical_axes)))
-        for x, logical_axes in zip(weights, WEIGHT_AXES, strict=True)
+        for x, logical_axes in zip(weights, weights.axes, strict=True)
     )
     mixture = Mixture(ROUTING, dispatch, gated)
 
@@ -136,7 +136,7 @@ def test_short_dtypes_are_exchanged_too(name):
 @pytest.mark.parametrize("factor", [0.5, 1.0])
 def test_a_capacity_is_of_each_shard_of_the_tokens(factor):
     """Each shard's tokens compete with each other alone, as they would on a device of their own."""
-    dispatch = Dispatch("capacity", factor, (1, 1))
+    dispatch = Dispatch("capacity", factor, Tiles(1, 1))
     got, _ = mixed_over("experts over rows", dispatch)
     x_BTD, is_token_BT, router, weights = arrays("float32", False)
     mixture = jax.jit(Mixture(ROUTING, dispatch, gated))
@@ -173,6 +173,6 @@ def test_experts_that_see_all_tokens_exchange_none():
 
 
 def test_rows_of_tiles_are_counted_where_they_are_computed():
-    got, _ = mixed_over("experts over rows", replace(LOSSLESS, tiles=(4, 4)))
+    got, _ = mixed_over("experts over rows", replace(LOSSLESS, tiles=Tiles(4, 4)))
     load_E = np.asarray(got.use.load_SE).sum(axis=0)
     np.testing.assert_array_equal(got.use.rows_SE.sum(axis=0), -(-load_E // 4) * 4)

@@ -31,6 +31,7 @@ FACTS = ("model", "target", "layout", "layers", "dtype", "graph")
 ARRAY_BYTES = 64 * 1024
 """Bytes of the smallest argument whose conversions and copies count: these models are small."""
 SLACK = 1.05
+LEAST_TURN_KB = 64
 GRID = BucketGrid(256, ((128, 4),), 32, (128, 256), steps_per_call=4)
 SHARED = {
     "vocab_size": 2048,
@@ -173,3 +174,9 @@ def test_most_pairs_of_facts_meet():
     ):
         for model in MODELS:
             assert {row[fact] for row in ROWS if row["model"] == model} == values
+
+
+def test_every_turn_of_a_loop_in_decode_on_tpu_is_worth_one():
+    """No loop there goes over slots or tokens one by one."""
+    decode = [row for row in ROWS if row["graph"] == "decode" and row["target"].startswith("tpu")]
+    assert all(row.get("turn_kb", LEAST_TURN_KB) >= LEAST_TURN_KB for row in decode)
