@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -27,7 +28,6 @@ from .compiler_options import NO_OPTIONS, CompilerOptions, naming_option, with_d
 from .definition import Definition
 from .expert_plan import LOSSLESS_EXPERTS, ExpertPlan
 from .graph_failures import naming_graph
-from .monitor import compile_monitor
 from .prefill_steps import fork_step, prefill_step, score_step
 from .program_cache import compile_program
 from .programs.program_text import program_text, text_folder
@@ -42,15 +42,13 @@ class GraphBuilt:
     number: int
     total: int
     seconds: float
-    from_cache: bool
     remaining_seconds: float
     """Of all that are left, if they take as long as those that are done; as the longest to compile
     are begun first, it is rather less."""
 
     def __str__(self) -> str:
-        """A line of progress: `compile [3/9] prefill 256x2  4.1 s (cached), about 9 s left`."""
+        """A line of progress: `compile [3/9] prefill 256x2  4.1 s, about 9 s left`."""
         line = f"compile [{self.number}/{self.total}] {self.name}  {self.seconds:.1f} s"
-        line += " (cached)" * self.from_cache
         is_last = self.number == self.total
         return line if is_last else f"{line}, about {self.remaining_seconds:.0f} s left"
 
@@ -83,8 +81,22 @@ def build(
     experts: ExpertPlan = LOSSLESS_EXPERTS,
     attention: AttentionPlan = AUTO_ATTENTION,
     compiler: CompilerOptions = NO_OPTIONS,
+    ready: Mapping[str, jax.stages.Compiled] = MappingProxyType({}),
+    on_compiled: Callable[[str, jax.stages.Compiled], None] = lambda name, executable: None,
 ) -> CompiledGraphs:
-    """Compile all graphs of `grid` for a placement; the longest-running are started first.
+    """Compile all graphs of `grid` for a placement; the longest to compile are started first.
+
+    Args:
+      definition: The model.
+      grid: The buckets.
+      placement: How the model lies on its devices.
+      dtype: The dtype of weights and activations.
+      on_graph: Called after each compile.
+      experts: How tokens are sent to experts.
+      attention: The kernels that are asked for.
+      compiler: The compiler's options that are asked for.
+      ready: Executables by name that need not be compiled.
+      on_compiled: Called with each new executable and its name, in the thread that compiled it.
 
     Raises:
       GraphFailed: A graph does not compile. No other graph replaces it, as the executables that a
@@ -94,18 +106,25 @@ def build(
     graphs = plan_graphs(
         definition, grid, placement, jnp.dtype(dtype), experts, attention, compiler
     )
-    compiled: dict[str, jax.stages.Compiled] = {}
+    graphs = [graph for graph in graphs if graph.name not in ready]
+    compiled = dict(ready)
     started = time.monotonic()
     pool = ThreadPoolExecutor(max_workers=os.cpu_count())
+
+    def compile_and_keep(graph: GraphToBuild) -> tuple[jax.stages.Compiled, float]:
+        executable, seconds = compile_graph(graph)
+        on_compiled(graph.name, executable)
+        return executable, seconds
+
     try:
-        tasks = {pool.submit(compile_graph, graph): graph.name for graph in graphs}
+        tasks = {pool.submit(compile_and_keep, graph): graph.name for graph in graphs}
         for number, task in enumerate(as_completed(tasks), start=1):
             name = tasks[task]
             with naming_graph(name, grid, "does not compile"):
-                compiled[name], seconds, from_cache = task.result()
+                compiled[name], seconds = task.result()
             each = (time.monotonic() - started) / number
             remaining = each * (len(graphs) - number)
-            on_graph(GraphBuilt(name, number, len(graphs), seconds, from_cache, remaining))
+            on_graph(GraphBuilt(name, number, len(graphs), seconds, remaining))
     except Exception:
         # what comes next should not share the machine with graphs that are still being compiled
         pool.shutdown(cancel_futures=True)
@@ -253,14 +272,12 @@ def _shardings(placed: Any) -> Any:
 
 def compile_graph(
     graph: GraphToBuild, folder: Path | None = None
-) -> tuple[jax.stages.Compiled, float, bool]:
-    """Lower and compile one graph: the executable, the seconds, whether it came from the cache.
+) -> tuple[jax.stages.Compiled, float]:
+    """Lower and compile one graph: the executable, and the seconds.
 
     `folder` is where `program_text` looks, as some programs can be written only while they compile.
     """
     start = time.monotonic()
-    monitor = compile_monitor()
-    monitor.take_cache_hit()
     # float32 means float32: TPU and GPU would otherwise round the operands of products
     with jax.default_matmul_precision("float32"):
         lowered = jax.jit(
@@ -268,11 +285,11 @@ def compile_graph(
         ).lower(*graph.arguments)
     with naming_option(graph.name, graph.options):
         compiled = compile_program(lowered, graph.options, folder)
-    return compiled, time.monotonic() - start, monitor.take_cache_hit()
+    return compiled, time.monotonic() - start
 
 
 def compile_with_text(graph: GraphToBuild) -> tuple[jax.stages.Compiled, str | None, float]:
     """The same: the executable, its text if XLA can write it, the seconds of compiling."""
     with text_folder() as folder:
-        compiled, seconds, _ = compile_graph(graph, folder)
+        compiled, seconds = compile_graph(graph, folder)
         return compiled, program_text(compiled, folder), seconds

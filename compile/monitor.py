@@ -5,7 +5,6 @@ import threading
 import jax
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
-_CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
 
 
 class CompileMonitor:
@@ -18,26 +17,13 @@ class CompileMonitor:
         self.num_compiles = 0
         # graphs compile in several threads, and `+=` is not one step
         self._lock = threading.Lock()
-        self._local = threading.local()
         jax.monitoring.register_event_duration_secs_listener(self._on_duration)
-        jax.monitoring.register_event_listener(self._on_event)
-
-    def take_cache_hit(self) -> bool:
-        """Whether this thread's latest compile came from the persistent cache; forgets it."""
-        hit = getattr(self._local, "hit", False)
-        self._local.hit = False
-        return hit
 
     def _on_duration(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         del duration_secs, kwargs
         if event == _COMPILE_EVENT:
             with self._lock:
                 self.num_compiles += 1
-
-    def _on_event(self, event: str, **kwargs: str | int) -> None:
-        del kwargs
-        if event == _CACHE_HIT_EVENT:
-            self._local.hit = True
 
 
 _monitor: CompileMonitor | None = None

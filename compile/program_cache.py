@@ -1,8 +1,9 @@
-"""jax's persistent cache of compiled programs, and when it is of no use.
+"""Compiling without jax's persistent cache of programs.
 
-Knows nothing of graphs, or of where the cache lies. Guarantees: programs for devices that are not
-there are neither kept nor looked up, whatever the user's settings or earlier calls in this process
-say, as without their devices they could not be loaded again.
+Graphs are kept by their plan (`runtime/bundles`), which needs no trace to find them. jax's cache is
+of no use for them: what it loads for the CPU cannot be written again, and programs for devices that
+are not there cannot be loaded. Guarantees: programs are neither kept nor looked up, whatever the
+user's settings or earlier calls in this process say.
 """
 
 import threading
@@ -49,16 +50,14 @@ anew = _Anew()
 def compile_program(
     lowered: jax.stages.Lowered, options: Mapping[str, Any], text_folder: Path | None = None
 ) -> jax.stages.Compiled:
-    """Compile through the cache, where there is one; for absent devices anew.
+    """Compile what was lowered with the placement of its results.
 
-    The program was lowered with the placement of its results. Other options are another entry of
-    the cache. Programs for absent TPUs are also written as text, if there is a folder for it.
+    Programs for absent TPUs are also written as text, if there is a folder for it.
     """
     sharding = jax.tree.leaves(lowered.out_info)[0].sharding
     device = next(iter(sharding.device_set))
-    if device.client.runtime_type != _ABSENT:
-        return lowered.compile(compiler_options=dict(options) or None)
-    if text_folder is not None and device.platform == "tpu":
+    is_absent = device.client.runtime_type == _ABSENT
+    if text_folder is not None and is_absent and device.platform == "tpu":
         options = {**options, **writing_options(text_folder)}
     with anew:
         return lowered.compile(compiler_options=dict(options) or None)

@@ -1,21 +1,25 @@
-"""The folder of compiled programs kept between processes: jax's persistent compilation cache.
+"""The folders of compiled programs kept between processes.
 
-Knows nothing of graphs. A cached program is found by its content, compiler version and flags, so a
-stale entry is never used. A program runs with the rights of the user who loads it, so the folder
-must belong to that user and be closed to all others. So must its parent, where somebody could
-replace the folder. Entries need no check, as nobody else can write into a closed folder.
-Guarantees: a job whose cache cannot be used or trusted says so in one line, and compiles.
+Graphs of plans are kept in one (see `bundles/kept_programs.py`). The other is jax's persistent
+compilation cache, for small programs such as those that lay weights out. A program runs with the
+rights of the user who loads it, so the folders must belong to that user and be closed to all
+others. So must their parent, where somebody could replace them. Entries need no check of who wrote
+them, as nobody else can write into a closed folder. Guarantees: a job whose cache cannot be used or
+trusted says so in one line, and compiles.
 """
 
 import os
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from . import errors
 from .bundles.own_files import BundleUnusable, opened
 
 _OWN = 0o700
+MAX_BYTES = 4 * 2**30
+"""Size of the folder of graphs above which those that were used longest ago are removed."""
 
 
 class CacheUnusable(ValueError):
@@ -45,24 +49,31 @@ def check_trusted(directory: Path) -> None:
         ) from None
 
 
-def enable(on_note: Callable[[str], None], directory: Path | None = None) -> None:
+def enable(on_note: Callable[[str], None], directory: Path | None = None) -> Path | None:
     """Keep every compiled program from here on, however quick its compile was.
 
     Args:
       on_note: Called with one line that gives the reason, if nothing is kept.
-      directory: The folder of the cache; by default the user's.
+      directory: The folder of jax's cache; by default the user's.
+
+    Returns:
+      The folder beside it for graphs of plans; None if nothing is kept.
     """
     import jax
 
     try:
         directory = directory or default_directory()
+        graphs = directory.with_name("graphs")
         _make(directory)
+        _make(graphs)
     except CacheUnusable as error:
         on_note(f"no compile cache, so every run compiles anew: {error}.")
-        return
+        return None
+    remove_oldest(graphs)
     jax.config.update("jax_compilation_cache_dir", str(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    return graphs
 
 
 def _make(directory: Path) -> None:
@@ -80,3 +91,15 @@ def _make(directory: Path) -> None:
             pass
     except OSError as error:
         raise CacheUnusable(f"{directory}: {error.strerror}; {remedy}") from None
+
+
+def remove_oldest(folder: Path, max_bytes: int = MAX_BYTES) -> None:
+    """Keep the files that were used last, as many as fit into `max_bytes`."""
+    with suppress(OSError):
+        files = [(entry.stat(), entry.path) for entry in os.scandir(folder)]
+        files.sort(key=lambda item: item[0].st_mtime, reverse=True)
+        total = 0
+        for facts, path in files:
+            total += facts.st_size
+            if total > max_bytes:
+                Path(path).unlink(missing_ok=True)

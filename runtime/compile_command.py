@@ -57,7 +57,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _compile(options: argparse.Namespace, plan: "Plan", peers: Peers) -> None:
-    from ..compile.program_cache import anew
     from . import session
     from .bundles import bundle
     from .bundles.key import digest
@@ -85,15 +84,12 @@ def _compile(options: argparse.Namespace, plan: "Plan", peers: Peers) -> None:
         target, placement, definition = _prepared(plan, files)
         started = time.monotonic()
         try:
-            # what comes out of the cache says nothing of what compiling takes, and cannot be kept
-            # again: on the CPU it lacks functions when it runs
-            with anew:
-                graphs = session.compile_plan(definition, plan, placement, on_graph)
+            graphs = session.compile_plan(definition, plan, placement, on_graph)
         except (RuntimeError, MemoryError) as error:
             raise JobError(f"{target.name}: {error}", EXIT_BUILD) from error
         taken = time.monotonic() - started
         bundle.write(folder, plan, target, config, graphs, seconds)
-    kept = "kept" if target.is_present else f"not kept, as {target.name} is not there"
+    kept = "kept" if bundle.keeps(target) else f"not kept, as {target.name} is not there"
     most = max(map(memory_of, graphs.executables.values()))
     tell(
         sys.stdout,

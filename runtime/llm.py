@@ -93,7 +93,7 @@ class LLM:
             plan = Plan.from_table(read_plan_table(Path(plan)))
         say = partial(tell, sys.stderr)
         session.prepare_jax(target or (plan.target if plan else None))
-        compilation_cache.enable(say)
+        cache = compilation_cache.enable(say)
         found = find_target(target or (plan.target if plan else default_platform()))
         with open_model(model) as files:
             files.unread.report(say, is_strict=strict_config)
@@ -108,9 +108,8 @@ class LLM:
                 raise ValueError("layout, experts: the plan has its own. Change them there.")
             session.check_plan(plan, files, found, dtype)
             self.plan = plan
-            warm = None
-            if path is not None and path.is_dir():
-                warm = WarmStart(path, plan, found, files, say)
+            bundle = path if path is not None and path.is_dir() else None
+            warm = WarmStart(bundle, cache, plan, found, files, say)
             dtype, scan_layers = plan.numbers.dtype, plan.model.scan_layers
             loaded = session.load_model(files, found, dtype, plan.layout, scan_layers, say)
         self._tokenizer = loaded.tokenizer

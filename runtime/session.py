@@ -286,8 +286,9 @@ def compile_plan(
     plan: Plan,
     placement: Placement,
     on_graph: Callable[["GraphBuilt"], None] = lambda built: None,
+    warm: WarmStart | None = None,
 ) -> CompiledGraphs:
-    """Every graph of a plan, for a target that may be absent."""
+    """Every graph of a plan, for a target that may be absent; `warm` has some of them ready."""
     from ..compile.build import build
 
     return build(
@@ -299,6 +300,7 @@ def compile_plan(
         plan.experts or LOSSLESS_EXPERTS,
         plan.attention,
         plan.compiler,
+        **({} if warm is None else {"ready": warm.executables(), "on_compiled": warm.keep}),
     )
 
 
@@ -310,17 +312,13 @@ def start(
     on_graph: Callable[["GraphBuilt"], None] = lambda built: None,
     warm: WarmStart | None = None,
 ) -> Generator:
-    """Compile the plan's graphs, or take those of `warm`; put an empty decode state in place."""
+    """Take the graphs of `warm`, compile the others; put an empty decode state in place."""
     definition, placement, grid = model.definition, model.placement, plan.buckets
     experts = plan.experts or LOSSLESS_EXPERTS
-    loaded = warm and warm.graphs()
-    if loaded is None:
-        graphs = compile_plan(definition, plan, placement, on_graph)
-        check_memory(graphs, model.target.devices)
-        with naming_graph(graphs.EMPTY_STATE, grid, "failed as it ran"):
-            state = graphs.empty_state()
-    else:
-        graphs, state = loaded
+    graphs = compile_plan(definition, plan, placement, on_graph, warm)
+    check_memory(graphs, model.target.devices)
+    with naming_graph(graphs.EMPTY_STATE, grid, "failed as it ran"):
+        state = (warm and warm.state()) or graphs.empty_state()
     host = HostArrays(placement.replicated)
     engine = Engine(graphs, model.parameters, state, host, definition.padded_vocab)
     config = definition.config

@@ -204,7 +204,7 @@ class DeviceBench:
 
         graphs = plan_graphs(self.definition, grid, self.placement, self.dtype)
         (graph,) = (graph for graph in graphs if graph.name.startswith(kind))
-        compiled, seconds, _ = compile_graph(graph)
+        compiled, seconds = compile_graph(graph)
         return compiled, seconds
 
     def _random_parameters(self) -> dict[str, Any]:

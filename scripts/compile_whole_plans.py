@@ -207,7 +207,7 @@ def compiled(graph: GraphToBuild) -> dict:
     """Seconds of one graph, and bytes on a device; or why the compiler refuses it."""
     started, cpu_started = time.monotonic(), time.process_time()
     try:
-        executable, _, _ = compile_graph(graph)
+        executable, _ = compile_graph(graph)
     except RuntimeError as error:
         # that a device is over-full is what is to be found out
         return {"refused": str(error).strip().partition("\n")[0]}

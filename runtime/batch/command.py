@@ -173,7 +173,7 @@ class BatchModel:
         # before the plan: a model that no family knows is the model's fault
         config = self.files.spec.config
         rows = [row_need(need) for need in summary.needs]
-        compilation_cache.enable(progress.note)
+        cache = compilation_cache.enable(progress.note)
         name = _target_name(self.options, self.plan_table)
         try:
             session.prepare_jax(name, self.peers.size)
@@ -194,9 +194,8 @@ class BatchModel:
         self.peers.agree(lambda: {"plan": text, "--plan": kind})
         weights = self.files.weights_digest(self.peers)
         weights.start()
-        warm = None
-        if given is not None and given.is_dir():
-            warm = WarmStart(given, plan, target, self.files, progress.note, self.peers)
+        bundle = given if kind == "bundle" else None
+        warm = WarmStart(bundle, cache, plan, target, self.files, progress.note, self.peers)
         progress.note(text.rstrip())
         progress.note(padding_note(rows, plan.buckets, plan.layout, config.max_position))
         if said := limit_note(plan, rows, config.max_position):

@@ -13,16 +13,10 @@ Knows nothing of requests. Guarantees: a bundle is whole or not there, as `bundl
 """
 
 import json
-import os
-import pickle
 from collections.abc import Iterator, Mapping, Set
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-
-import jax
-from jax.experimental.serialize_executable import deserialize_and_load, serialize
 
 from ...compile.compiled_graphs import CompiledGraphs, graph_names
 from ...compile.plan import Plan
@@ -34,6 +28,7 @@ from ..batch.peers import ALONE, Peers
 from ..graph_memory import memory_facts
 from ..run_config import PLAN, ConfigError
 from .key import check_key, key_of
+from .loading import dump
 from .own_files import BundleUnusable, KeptFile, opened, read_file, read_kept
 
 SCHEMA = 3
@@ -84,30 +79,6 @@ class Bundle:
                 dumped = {name: read_kept(file, graphs) for name, file in contents.graphs.items()}
         return cls(folder, plan, target, contents, dumped)
 
-    def load(self) -> dict[str, Future[jax.stages.Compiled]]:
-        """The executables by name, which load in the background, small ones first.
-
-        The result of one that cannot be loaded is `BundleUnusable`.
-        """
-        # one core is left to who reads weights, and then runs the first rows
-        pool = ThreadPoolExecutor(max_workers=max(1, (os.cpu_count() or 1) - 1))
-        by_size = sorted(self.dumped.items(), key=lambda item: len(item[1]))
-        loading = {name: pool.submit(_load, name, data, self.target) for name, data in by_size}
-        pool.shutdown(wait=False)
-        return loading
-
-
-def _load(name: str, dumped: bytes, target: Target) -> jax.stages.Compiled:
-    """One executable from bytes that are trusted; nothing is traced, lowered or compiled."""
-    try:
-        return deserialize_and_load(
-            *pickle.loads(dumped),
-            backend=target.devices[0].client,
-            execution_devices=list(target.devices),
-        )
-    except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
-        raise BundleUnusable(f"its executable {name} cannot be loaded ({error})") from error
-
 
 def check_folder(folder: Path, model_path: Path, peers: Peers = ALONE) -> None:
     """Refuse a folder for a bundle before anything is compiled for it."""
@@ -150,27 +121,42 @@ def write(
     graphs: CompiledGraphs,
     seconds: Mapping[str, float],
 ) -> None:
-    """Fill a folder, whose earlier bundle is replaced; executables only for a target that is there.
+    """Fill a folder, whose earlier bundle is replaced. See `check_folder` for which folders.
 
-    `seconds` are those that each graph took to compile. See `check_folder` for which folders.
+    Args:
+      folder: Where the bundle lies; it is made for the user alone.
+      plan: The plan of all graphs.
+      target: The devices that they were compiled for. See `keeps` for which executables are kept.
+      config: The model.
+      graphs: The executables.
+      seconds: The time that each of them took to compile.
     """
     disk = Disk()
     _empty(disk, folder)
     described = {}
     for number, (name, executable) in enumerate(graphs.executables.items()):
         described[name] = {"compile_seconds": seconds[name], **memory_facts(executable)}
-        if target.is_present:
+        if keeps(target):
             path = folder / GRAPHS / f"{number:03}.bin"
-            replace_file(disk, path, [pickle.dumps(serialize(executable))])
+            replace_file(disk, path, [dump(executable)])
             described[name] |= KeptFile(path.name, digest_file(path).sha256).described
     replace_file(disk, folder / PLAN, [plan.to_toml().encode()])
     contents = {
         "schema": SCHEMA,
-        "executable": target.is_present,
+        "executable": keeps(target),
         "key": key_of(plan, target, config),
         "graphs": described,
     }
     replace_file(disk, folder / CONTENTS, [json.dumps(contents, indent=1).encode() + b"\n"])
+
+
+def keeps(target: Target) -> bool:
+    """Whether bundles keep the executables of a target.
+
+    Those for a TPU that is not there are kept, under a key that names the version of the compiler.
+    NOTE: whether a TPU loads an executable that was compiled without one has not been tried.
+    """
+    return target.is_present or target.platform == "tpu"
 
 
 def _empty(disk: Disk, folder: Path) -> None:
@@ -206,7 +192,9 @@ def _contents(text: bytes) -> Contents:
                 f"{CONTENTS}: expected schema {SCHEMA}, got {contents['schema']!r}"
             )
         if not contents["executable"]:
-            raise BundleUnusable("it was compiled for a target that was not there")
+            raise BundleUnusable(
+                "it has no executables, as they were compiled for a target that was not there"
+            )
         graphs = {str(name): KeptFile.of(graph) for name, graph in contents["graphs"].items()}
         return Contents(dict(contents["key"]), graphs)
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -21,21 +21,33 @@ from ..machine import processor_flags
 from .own_files import BundleUnusable
 
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+_SETTINGS = (
+    "jax_default_prng_impl",
+    "jax_disable_most_optimizations",
+    "jax_numpy_dtype_promotion",
+    "jax_threefry_partitionable",
+)
+"""Settings of jax that change what it traces or compiles."""
 
 
 def key_of(plan: Plan, target: Target, config: DecoderConfig) -> dict[str, str]:
-    """Everything that an executable depends on."""
+    """Everything that the executables of a plan depend on."""
+    return surroundings(target, config) | {"plan": digest(plan.to_toml())}
+
+
+def surroundings(target: Target, config: DecoderConfig) -> dict[str, str]:
+    """Everything but the plan that an executable depends on."""
     device = target.devices[0]
     return {
         **{f"version of {name}": number for name, number in versions().items()},
-        "compiler": str(device.client.platform_version) if target.is_present else "",
+        "compiler": str(device.client.platform_version),
         "devices": f"{len(target.devices)} x {device.device_kind}",
         "process": f"{jax.process_index()} of {jax.process_count()}",
         # code for a CPU uses the instructions of the one it was compiled on
         "processor": digest(processor_flags()) if target.platform == "cpu" else "",
         **{name: os.environ.get(name, "") for name in _FLAGS},
+        **{f"setting {name}": repr(jax.config.values[name]) for name in _SETTINGS},
         "sources": _source_fingerprint(modelzoo, sharding, compile_floor),
-        "plan": digest(plan.to_toml()),
         "model": digest(repr(config)),
     }
 

@@ -1,14 +1,15 @@
-"""A start from a bundle: executables load in the background while the rest is made ready.
+"""A start with executables that are there already, which load while the rest is made ready.
 
-Executables load in a thread of the compiler's runtime, and weights wait for the disk: in parallel
-they take as long as the longer one. A note says why a bundle cannot be used; then the caller
-compiles the plan. Guarantees: executables are given out only when all of them are loaded, so
-nothing is left to compile when rows run.
+They come from a bundle, or from the user's cache. Executables load in threads of the compiler's
+runtime, and weights wait for the disk: in parallel they take as long as the longer one. A note says
+why a bundle cannot be used. What cannot be taken is compiled.
 """
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+
+import jax
 
 from ...compile.compiled_graphs import CompiledGraphs
 from ...compile.plan import Plan
@@ -17,70 +18,107 @@ from ...compile.targets import Target
 from ..batch.peers import ALONE, Peers
 from ..checkpoint import ModelFiles
 from .bundle import Bundle, own_folder
+from .kept_programs import KeptPrograms
+from .loading import NotLoaded, load_in_background
 from .own_files import BundleUnusable
 
 _COMPILING = "Compiling the plan instead; make a bundle in a new folder with noria compile."
 
 
 class WarmStart:
-    """What a folder has ready for a plan. Begins to load executables when it is made.
+    """What is ready for a plan. Begins to load executables when it is made.
 
-    Processes of a pod take executables all together or not at all: the compiler of one may wait for
-    those of the others.
+    Processes of a pod take the same executables: the compiler of one may wait for those of the
+    others.
     """
 
     def __init__(
         self,
-        folder: Path,
+        bundle: Path | None,
+        cache: Path | None,
         plan: Plan,
         target: Target,
         files: ModelFiles,
         on_note: Callable[[str], None],
         peers: Peers = ALONE,
     ):
-        self._folder, self._on_note, self._peers = folder, on_note, peers
-        own = own_folder(folder, peers.rank, peers.size)
-        self._bundle: Bundle | None = None
-        try:
-            bundle, refusal = Bundle.open(own, plan, target, files.spec.config, files.path), None
-        except BundleUnusable as error:
-            bundle, refusal = None, error
-        is_taken = self._all_take(refusal)
-        if bundle is None or not is_taken:
-            return
-        self._bundle, self._loading = bundle, bundle.load()
-        self._state: Future[DecodeState] | None = None
+        """Look into the bundle, if one was given, then into the folder of the cache.
+
+        Args:
+          bundle: The folder that the user gave.
+          cache: A folder that nobody else can write into; None where nothing is kept.
+          plan: The plan of all graphs.
+          target: The devices that they run on.
+          files: The model.
+          on_note: Called with lines for the user.
+          peers: The processes of the job.
+        """
+        self._on_note, self._peers, self._source = on_note, peers, "compile cache"
+        config = files.spec.config
+        self._kept = KeptPrograms(cache, plan, target, config, on_note) if cache else None
+        dumped: dict[str, bytes] | None = None
+        if bundle is not None:
+            self._source = f"bundle {bundle}"
+            dumped = self._open(bundle, plan, target, files)
+        if dumped is None:
+            dumped = self._kept.read() if self._kept else {}
+        names = self._of_all(set(dumped))
+        self._loading = load_in_background({name: dumped[name] for name in names}, target)
+        self._state: Future[DecodeState | None] | None = None
         # the devices of several processes must be given the same programs in the same order
-        if peers.size == 1:
+        if CompiledGraphs.EMPTY_STATE in names and peers.size == 1:
             background = ThreadPoolExecutor(max_workers=1)
             self._state = background.submit(self._empty_state)
             background.shutdown(wait=False)
 
-    def graphs(self) -> tuple[CompiledGraphs, DecodeState] | None:
-        """The executables, loaded, and an empty state; None where not all of them can be loaded."""
-        if self._bundle is None or not self._all_take(self._load_error()):
+    def executables(self) -> dict[str, jax.stages.Compiled]:
+        """The executables that are loaded, by the name of their graph; waits for them."""
+        errors = {name: one.exception() for name, one in self._loading.items()}
+        for error in errors.values():
+            if error is not None and not isinstance(error, NotLoaded):
+                raise error
+            if error is not None:
+                self._say(f"{error}. Compiling it instead.")
+        names = self._of_all({name for name, error in errors.items() if error is None})
+        if names:
+            self._say(f"{len(names)} executables taken")
+        return {name: self._loading[name].result() for name in sorted(names)}
+
+    def state(self) -> DecodeState | None:
+        """An empty decode state that was made in the background, if its executable was ready."""
+        return None if self._state is None else self._state.result()
+
+    def _empty_state(self) -> DecodeState | None:
+        try:
+            executable = self._loading[CompiledGraphs.EMPTY_STATE].result()
+        except NotLoaded:
             return None
-        loaded = {name: loading.result() for name, loading in self._loading.items()}
-        self._say(f"{len(loaded)} executables taken, none compiled")
-        graphs = CompiledGraphs(self._bundle.plan.buckets, loaded)
-        return graphs, graphs.empty_state() if self._state is None else self._state.result()
+        return executable()
 
-    def _empty_state(self) -> DecodeState:
-        return self._loading[CompiledGraphs.EMPTY_STATE].result()()
+    def keep(self, name: str, executable: jax.stages.Compiled) -> None:
+        """Keep an executable that was compiled, for the next start."""
+        if self._kept is not None:
+            self._kept.keep(name, executable)
 
-    def _load_error(self) -> BundleUnusable | None:
-        """Why one of the executables cannot be loaded; waits for all of them."""
-        errors = (loading.exception() for loading in self._loading.values())
-        return next((error for error in errors if isinstance(error, BundleUnusable)), None)
-
-    def _all_take(self, refusal: BundleUnusable | None) -> bool:
-        """Whether no process refuses; why one does is said."""
-        refusals = self._peers.gather(refusal and str(refusal))
+    def _open(
+        self, folder: Path, plan: Plan, target: Target, files: ModelFiles
+    ) -> dict[str, bytes] | None:
+        """What a bundle has of each graph; None where not all processes can use theirs."""
+        own = own_folder(folder, self._peers.rank, self._peers.size)
+        try:
+            bundle, refusal = Bundle.open(own, plan, target, files.spec.config, files.path), None
+        except BundleUnusable as error:
+            bundle, refusal = None, str(error)
+        refusals = self._peers.gather(refusal)
         for rank, reason in enumerate(refusals):
             if reason:
                 who = f"process {rank}: " if self._peers.size > 1 else ""
                 self._say(f"{who}{reason}. {_COMPILING}")
-        return not any(refusals)
+        return None if bundle is None or any(refusals) else dict(bundle.dumped)
+
+    def _of_all(self, names: set[str]) -> set[str]:
+        """The names that all processes have."""
+        return set.intersection(*map(set, self._peers.gather(sorted(names))))
 
     def _say(self, what: str) -> None:
-        self._on_note(f"bundle {self._folder}: {what}")
+        self._on_note(f"{self._source}: {what}")

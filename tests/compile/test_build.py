@@ -36,7 +36,7 @@ def test_after_a_failure_the_graphs_that_wait_are_not_begun(monkeypatch):
 def test_what_is_left_is_predicted_from_what_is_done(monkeypatch):
     clock = iter(range(0, 1000, 10))
     monkeypatch.setattr(module.time, "monotonic", lambda: next(clock))
-    monkeypatch.setattr(module, "compile_graph", lambda graph: (None, 4.1, graph.donated == ()))
+    monkeypatch.setattr(module, "compile_graph", lambda graph: (None, 4.1))
     said = []
     module.build(Definition(CONFIG), GRID, find_target("cpu").placement(), jnp.float32, said.append)
     total = len(said)
@@ -46,4 +46,25 @@ def test_what_is_left_is_predicted_from_what_is_done(monkeypatch):
     assert str(said[0]).startswith(f"compile [1/{total}] {name}  4.1 s")
     assert str(said[0]).endswith(f", about {left} s left")
     assert "left" not in str(said[-1])
-    assert any(" (cached)" in str(built) for built in said)
+
+
+def test_graphs_that_are_ready_are_not_compiled_and_new_ones_are_handed_over(monkeypatch):
+    begun, kept = [], {}
+
+    def compile_graph(graph):
+        begun.append(graph.name)
+        return f"compiled {graph.name}", 0.0
+
+    monkeypatch.setattr(module, "compile_graph", compile_graph)
+    ready = {"empty state": "ready", "fork": "ready"}
+    graphs = module.build(
+        Definition(CONFIG),
+        GRID,
+        find_target("cpu").placement(),
+        jnp.float32,
+        ready=ready,
+        on_compiled=kept.__setitem__,
+    )
+    assert not ready.keys() & set(begun) and begun
+    assert kept == {name: f"compiled {name}" for name in begun}
+    assert graphs.executables == ready | kept

@@ -86,7 +86,7 @@ def prefill_on_tpu(config: DecoderConfig, layout: str | None) -> jax.stages.Comp
     definition = Definition(config, placement.arrangement(config))
     graphs = plan_graphs(definition, WIDE_GRID, placement, jnp.dtype(jnp.bfloat16))
     name = CompiledGraphs.prefill_name(WIDE_GRID.prefill[-1])
-    compiled, *_ = compile_graph(next(graph for graph in graphs if graph.name == name))
+    compiled, _ = compile_graph(next(graph for graph in graphs if graph.name == name))
     return compiled
 
 

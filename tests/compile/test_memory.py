@@ -102,7 +102,7 @@ def smallest_that_counts(graph: GraphToBuild) -> int:
 @pytest.mark.parametrize("windows", [WHOLE, RINGS], ids=["whole", "rings"])
 def test_decode_needs_little_memory_beside_its_arguments(windows):
     graph = decode_graph("cpu", GRID.decode_spans[0], "float32", windows)
-    compiled, _, _ = compile_graph(graph)
+    compiled, _ = compile_graph(graph)
     assert compiled.memory_analysis().temp_size_in_bytes <= temporary_bound(graph)
 
 
@@ -114,7 +114,7 @@ def test_decode_needs_little_memory_beside_its_arguments(windows):
 def test_decode_with_scanned_layers_works_in_place(target, dtype, windows):
     """The cache of all layers goes round the loop; a copy of it would be twenty times the bound."""
     graph = decode_graph(target, GRID.max_length, dtype, windows, scan_layers=True)
-    compiled, _, _ = compile_graph(graph)
+    compiled, _ = compile_graph(graph)
     _, state, _ = graph.arguments
     memory = compiled.memory_analysis()
     assert memory.temp_size_in_bytes <= temporary_bound(graph)
@@ -163,7 +163,7 @@ def test_temporaries_of_a_loop_do_not_grow_with_its_layers_on_tpu(name, spelling
         graph = graph_of(
             name, TPU, "bfloat16", windows, grid, scan_layers=True, **shape, **of_layers
         )
-        compiled, _, _ = compile_graph(graph)
+        compiled, _ = compile_graph(graph)
         needed[num_layers] = compiled.memory_analysis().temp_size_in_bytes
     of_turns = graph.arguments[0]["layers.0:4.attention.output"]
     of_device = math.prod(of_turns.sharding.shard_shape(of_turns.shape))
@@ -187,7 +187,7 @@ LATENTS = {
 def test_decode_reads_latents_where_they_lie(target, dtype):
     """No segment is laid out anew for keys, and no values are taken out of it."""
     graph = decode_graph(target, GRID.max_length, dtype, (None,) * 4, **LATENTS)
-    compiled, _, _ = compile_graph(graph)
+    compiled, _ = compile_graph(graph)
     segments = jax.tree.leaves(graph.arguments[1].cache.layers)
     smallest = min(leaf.size * leaf.dtype.itemsize for leaf in segments)
     assert compiled.memory_analysis().temp_size_in_bytes < smallest
@@ -196,7 +196,7 @@ def test_decode_reads_latents_where_they_lie(target, dtype):
 @pytest.mark.tpu_compile
 def test_decode_with_scanned_latents_works_in_place_on_tpu():
     graph = decode_graph(TPU, GRID.max_length, "bfloat16", DEEP_WHOLE, scan_layers=True, **LATENTS)
-    compiled, _, _ = compile_graph(graph)
+    compiled, _ = compile_graph(graph)
     assert compiled.memory_analysis().temp_size_in_bytes <= temporary_bound(graph)
 
 
@@ -204,7 +204,7 @@ def test_decode_with_scanned_latents_works_in_place_on_tpu():
 @pytest.mark.parametrize("windows", [WHOLE, RINGS], ids=["whole", "rings"])
 def test_decode_works_in_place_on_tpu(windows):
     graph = decode_graph(TPU, GRID.max_length, "bfloat16", windows)
-    compiled, _, _ = compile_graph(graph)
+    compiled, _ = compile_graph(graph)
     assert compiled.memory_analysis().temp_size_in_bytes <= temporary_bound(graph)
     assert whole_copies(compiled.as_text(), smallest_that_counts(graph)) == []
 
@@ -217,7 +217,7 @@ def test_decode_works_in_place_where_few_slots_reach_the_last_span(target, dtype
     """And it is given that much less."""
     ragged = replace(GRID, span_slots=(SLOTS, SLOTS // 8))
     graph = decode_graph(target, GRID.max_length, dtype, grid=ragged)
-    compiled, _, _ = compile_graph(graph)
+    compiled, _ = compile_graph(graph)
     memory = compiled.memory_analysis()
     assert memory.temp_size_in_bytes <= temporary_bound(graph)
     all_alike = decode_graph(target, GRID.max_length, dtype)
@@ -229,7 +229,7 @@ def test_decode_works_in_place_where_few_slots_reach_the_last_span(target, dtype
 @pytest.mark.tpu_compile
 def test_a_cache_that_is_not_donated_is_found_as_copies():
     graph = replace(decode_graph(TPU, GRID.max_length, "bfloat16", (None,)), donated=())
-    compiled, _, _ = compile_graph(graph)
+    compiled, _ = compile_graph(graph)
     copies = whole_copies(compiled.as_text(), smallest_that_counts(graph))
     # keys and values in two segments each
     assert len(copies) == 4

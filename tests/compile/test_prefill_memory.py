@@ -53,7 +53,7 @@ def prefill_graph(
 
 
 def temporaries(graph: GraphToBuild) -> int:
-    compiled, _, _ = compile_graph(graph)
+    compiled, _ = compile_graph(graph)
     return compiled.memory_analysis().temp_size_in_bytes
 
 

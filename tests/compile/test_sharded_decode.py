@@ -73,7 +73,7 @@ def compiled_decode(
     name = CompiledGraphs.decode_name(GRID.max_length)
     graphs = plan_graphs(definition, GRID, placement, jnp.dtype(jnp.float32))
     graph = next(graph for graph in graphs if graph.name == name)
-    compiled, _, _ = compile_graph(graph)
+    compiled, _ = compile_graph(graph)
     _, state, _ = graph.arguments
     segments = [num_bytes(leaf) for leaf in jax.tree.leaves(state.cache.layers)]
     return Decode(

@@ -9,6 +9,7 @@ from command import completion, plan_text, write_lines
 
 from noria.compile import build
 from noria.runtime import cli, session
+from noria.runtime.bundles.kept_programs import KeptPrograms
 
 GRID = ["buckets.prefill=[[16, 2], [32, 1]]", "buckets.max_length=48", "buckets.decode_spans=[48]"]
 
@@ -30,9 +31,11 @@ def fail(monkeypatch, name: str) -> None:
     def compile_graph(graph):
         if graph.name == name:
             raise RuntimeError("INTERNAL: injected.\nBuffer assignment:")
-        return None, 0.0, False
+        return None, 0.0
 
     monkeypatch.setattr(build, "compile_graph", compile_graph)
+    monkeypatch.setattr(KeptPrograms, "read", lambda self: {})
+    monkeypatch.setattr(KeptPrograms, "keep", lambda self, name, executable: None)
 
 
 def test_a_graph_that_does_not_compile_is_named_with_its_rows(job, monkeypatch, capsys, tmp_path):

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from noria.compile.targets import Target
 from noria.modelzoo.config import RopeConfig
 from noria.runtime.bundles.bundle import CONTENTS, GRAPHS, Bundle, check_folder, write
 from noria.runtime.bundles.key import key_of
+from noria.runtime.bundles.loading import NotLoaded, load_in_background
 from noria.runtime.bundles.own_files import BundleUnusable
 from noria.runtime.bundles.warm_start import WarmStart
 from noria.runtime.padding import pack_greedy
@@ -47,13 +49,19 @@ def refusal(
     folder: Path, target: Target, plan: Plan = PLAN, model=CONFIG, model_path: Path = ELSEWHERE
 ) -> str:
     with pytest.raises(BundleUnusable) as error:
-        Bundle.open(folder, plan, target, model, model_path).load()
+        Bundle.open(folder, plan, target, model, model_path)
     return str(error.value)
+
+
+def opened(folder: Path, target: Target) -> dict[str, Future]:
+    """The executables of a bundle, which load."""
+    bundle = Bundle.open(folder, PLAN, target, CONFIG, ELSEWHERE)
+    return load_in_background(bundle.dumped, target)
 
 
 def test_what_is_loaded_computes_the_same_bits_and_nothing_is_compiled(model, target, folder):
     before = compile_monitor().num_compiles
-    loading = Bundle.open(folder, PLAN, target, CONFIG, ELSEWHERE).load()
+    loading = opened(folder, target)
     assert set(loading) == set(model.graphs.executables)
     loaded = CompiledGraphs(GRID, {name: one.result() for name, one in loading.items()})
     bucket = GRID.prefill[1]
@@ -78,7 +86,16 @@ def test_a_bundle_says_what_each_graph_took_and_needs(folder):
 
 
 @pytest.mark.parametrize(
-    "name", ["version of jax", "compiler", "XLA_FLAGS", "sources", "processor", "process"]
+    "name",
+    [
+        "version of jax",
+        "compiler",
+        "XLA_FLAGS",
+        "sources",
+        "processor",
+        "process",
+        "setting jax_disable_most_optimizations",
+    ],
 )
 def test_executables_of_another_build_are_refused_by_what_differs(folder, target, name):
     assert name in key_of(PLAN, target, CONFIG)
@@ -124,27 +141,29 @@ def break_an_executable(folder: Path) -> str:
 
 def test_an_executable_that_cannot_be_loaded_is_named(folder, target):
     broken = break_an_executable(folder)
-    loading = Bundle.open(folder, PLAN, target, CONFIG, ELSEWHERE).load()
-    with pytest.raises(BundleUnusable, match=f"{broken} cannot be loaded"):
+    loading = opened(folder, target)
+    with pytest.raises(NotLoaded, match=f"{broken} cannot be loaded"):
         loading.pop(broken).result()
     assert all(one.result() for one in loading.values())
 
 
 @pytest.mark.parametrize("is_broken", [False, True])
-def test_a_start_has_all_executables_loaded_or_takes_none(folder, target, is_broken):
-    """Nothing is left to load, or to compile, when rows run."""
-    broken = break_an_executable(folder) if is_broken else None
+def test_a_start_has_executables_loaded_and_says_which_are_to_be_compiled(
+    folder, target, is_broken
+):
+    """Nothing is left to load when rows run."""
+    broken = {break_an_executable(folder)} if is_broken else set()
     notes = []
     files = SimpleNamespace(spec=SimpleNamespace(config=CONFIG), path=ELSEWHERE)
-    found = WarmStart(folder, PLAN, target, files, notes.append).graphs()
-    (note,) = notes
-    if broken:
-        assert found is None
-        assert f"executable {broken} cannot be loaded" in note and "Compiling the plan" in note
-        return
-    graphs, _ = found
-    assert note.endswith(f"{len(graph_names(GRID))} executables taken, none compiled")
-    assert type(graphs.executables) is dict and graphs.executables.keys() == graph_names(GRID)
+    warm = WarmStart(folder, None, PLAN, target, files, notes.append)
+    assert warm.executables().keys() == graph_names(GRID) - broken
+    *refusals, note = notes
+    assert note.endswith(f"{len(graph_names(GRID) - broken)} executables taken")
+    for name, refusal in zip(broken, refusals, strict=True):
+        assert f"executable {name} cannot be loaded" in refusal and "Compiling it" in refusal
+    assert jax.tree.structure(warm.state()) == jax.tree.structure(
+        warm.executables()["empty state"]()
+    )
 
 
 def test_what_others_can_write_is_refused(folder, target):
@@ -153,7 +172,7 @@ def test_what_others_can_write_is_refused(folder, target):
         path.chmod(mode | 0o020)
         assert "can be written by others" in refusal(folder, target)
         path.chmod(mode)
-    Bundle.open(folder, PLAN, target, CONFIG, ELSEWHERE).load()
+    Bundle.open(folder, PLAN, target, CONFIG, ELSEWHERE)
 
 
 def test_what_belongs_to_another_user_is_refused(folder, target, monkeypatch):
@@ -222,7 +241,7 @@ def test_a_bundle_replaces_a_bundle_and_nothing_else(model, target, folder, tmp_
     seconds = dict.fromkeys(model.graphs.executables, 0.1)
     check_folder(folder, ELSEWHERE)
     write(folder, PLAN, target, CONFIG, model.graphs, seconds)
-    Bundle.open(folder, PLAN, target, CONFIG, ELSEWHERE).load()
+    Bundle.open(folder, PLAN, target, CONFIG, ELSEWHERE)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("x")
     with pytest.raises(ConfigError, match="other files"):

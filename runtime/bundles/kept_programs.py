@@ -1,0 +1,88 @@
+"""Executables that jobs leave in the user's cache, one file for each graph.
+
+The name of a file is a hash of all that its executable depends on: versions, sources, flags,
+processor, devices, model, and the plan as far as it decides that graph. Plans that differ in other
+prefill buckets share the graphs that they have in common. The folder is one that nobody else can
+write into, so files are trusted; each begins with the hash of its content, as a disk may damage it.
+
+Guarantees: a file under its final name is whole; nothing that goes wrong here ends a job.
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+
+from ...compile.compiled_graphs import graph_names
+from ...compile.plan import Plan
+from ...compile.targets import Target
+from ...modelzoo.config import DecoderConfig
+from .key import digest, surroundings
+from .loading import dump
+
+
+class KeptPrograms:
+    """The executables of one plan in the user's cache."""
+
+    def __init__(
+        self,
+        folder: Path,
+        plan: Plan,
+        target: Target,
+        config: DecoderConfig,
+        on_note: Callable[[str], None],
+    ):
+        self._folder, self._on_note = folder, on_note
+        self._paths = {
+            name: folder / f"{key}.bin" for name, key in graph_keys(plan, target, config).items()
+        }
+
+    def read(self) -> dict[str, bytes]:
+        """What was dumped of each graph that is there."""
+        found = {}
+        for name, path in self._paths.items():
+            try:
+                content = path.read_bytes()
+                os.utime(path)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                self._on_note(f"compile cache, {name}: {path}: {error.strerror}")
+                continue
+            data = content[_HASH_BYTES:]
+            if hashlib.sha256(data).digest() == content[:_HASH_BYTES]:
+                found[name] = data
+            else:
+                self._on_note(f"compile cache, {name}: {path} is damaged; compiling it again")
+        return found
+
+    def keep(self, name: str, executable: jax.stages.Compiled) -> None:
+        """Write the executable of a graph that was compiled in this process."""
+        path = self._paths[name]
+        try:
+            data = dump(executable)
+            with tempfile.NamedTemporaryFile(dir=self._folder, delete=False) as file:
+                file.write(hashlib.sha256(data).digest())
+                file.write(data)
+            os.replace(file.name, path)
+        except (OSError, RuntimeError, ValueError) as error:
+            self._on_note(f"compile cache, {name}: not kept ({error})")
+
+
+_HASH_BYTES = hashlib.sha256().digest_size
+
+
+def graph_keys(plan: Plan, target: Target, config: DecoderConfig) -> dict[str, str]:
+    """A hash of all that the executable of each graph of a plan depends on."""
+    table = tomllib.loads(plan.to_toml())
+    table["model"] = {"scan_layers": plan.model.scan_layers}
+    table.pop("max_length_reason", None)
+    # the name of a prefill graph says its own bucket
+    del table["buckets"]["prefill"]
+    common = json.dumps([surroundings(target, config), table], sort_keys=True)
+    return {name: digest(f"{common}\n{name}") for name in graph_names(plan.buckets)}

@@ -1,0 +1,115 @@
+"""Executables in the user's cache: found by all that decides them, and whole or not there."""
+
+import os
+from dataclasses import replace
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from tiny import CONFIG, GRID
+
+from noria.compile.compiled_graphs import graph_names
+from noria.compile.plan import Numbers, Plan, PlannedModel
+from noria.modelzoo.config import RopeConfig
+from noria.runtime.bundles.kept_programs import KeptPrograms, graph_keys
+from noria.runtime.bundles.warm_start import WarmStart
+from noria.runtime.compilation_cache import remove_oldest
+
+PLAN = Plan("cpu", PlannedModel("tiny", ""), Numbers("float32"), GRID)
+DECODE = {f"decode span {span}" for span in GRID.decode_spans}
+
+
+def start(folder, target, notes=None, plan=PLAN) -> WarmStart:
+    files = SimpleNamespace(spec=SimpleNamespace(config=CONFIG), path=None)
+    say = pytest.fail if notes is None else notes.append
+    return WarmStart(None, folder, plan, target, files, say)
+
+
+@pytest.fixture
+def folder(model, target, tmp_path):
+    """Everything that a job with an empty cache keeps."""
+    warm = start(tmp_path, target)
+    for name, executable in model.graphs.executables.items():
+        warm.keep(name, executable)
+    return tmp_path
+
+
+def test_the_next_start_takes_every_graph_and_computes_the_same_bits(model, target, folder):
+    warm = start(folder, target, notes := [])
+    executables = warm.executables()
+    assert executables.keys() == graph_names(GRID)
+    assert notes == [f"compile cache: {len(executables)} executables taken"]
+    live_B = np.zeros(GRID.decode_slots, bool)
+    name = f"decode span {GRID.decode_spans[-1]}"
+    ours = executables[name](model.parameters, warm.state(), live_B)
+    theirs = model.graphs.executables[name](model.parameters, model.graphs.empty_state(), live_B)
+    for one, other in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_an_empty_cache_has_nothing_ready(target, tmp_path):
+    warm = start(tmp_path, target)
+    assert not warm.executables() and warm.state() is None
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [lambda content: b"", lambda content: content[:-9], lambda content: content[:-1] + b"x"],
+    ids=["empty", "cut", "a byte"],
+)
+def test_a_damaged_file_is_named_and_its_graph_compiled_again(target, folder, damage):
+    key = graph_keys(PLAN, target, CONFIG)["fork"]
+    path = folder / f"{key}.bin"
+    path.write_bytes(damage(path.read_bytes()))
+    assert start(folder, target, notes := []).executables().keys() == graph_names(GRID) - {"fork"}
+    assert "fork" in notes[0] and "damaged" in notes[0]
+
+
+def test_a_folder_that_is_gone_costs_a_note_and_no_job(model, target, tmp_path):
+    kept = KeptPrograms(tmp_path / "gone", PLAN, target, CONFIG, (notes := []).append)
+    assert kept.read() == {}
+    kept.keep("fork", model.graphs.executables["fork"])
+    (note,) = notes
+    assert note.startswith("compile cache, fork: not kept")
+
+
+CHANGES = {
+    "dtype": lambda plan: replace(plan, numbers=Numbers("bfloat16")),
+    "steps": lambda plan: replace(plan, buckets=replace(plan.buckets, steps_per_call=5)),
+    "slots": lambda plan: replace(plan, buckets=replace(plan.buckets, decode_slots=7)),
+    "options": lambda plan: replace(
+        plan, compiler={"decode": {"xla_backend_optimization_level": 1}}
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_what_decides_a_graph_is_part_of_its_key(target, change):
+    before, after = (graph_keys(plan, target, CONFIG) for plan in (PLAN, change(PLAN)))
+    assert not set(before.values()) & set(after.values())
+
+
+def test_the_model_and_flags_are_part_of_every_key(target, monkeypatch):
+    before = set(graph_keys(PLAN, target, CONFIG).values())
+    other = replace(CONFIG, rope=RopeConfig(theta=500_000.0))
+    assert not before & set(graph_keys(PLAN, target, other).values())
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
+    assert not before & set(graph_keys(PLAN, target, CONFIG).values())
+
+
+def test_plans_with_other_prefill_buckets_share_their_other_graphs(target):
+    fewer = replace(PLAN, buckets=replace(GRID, prefill=GRID.prefill[-1:]))
+    named = replace(fewer, model=PlannedModel("elsewhere", "sha256:0"))
+    before, after = (graph_keys(plan, target, CONFIG) for plan in (PLAN, named))
+    assert after.items() <= before.items()
+    assert DECODE <= after.keys() < before.keys()
+
+
+def test_files_that_were_used_longest_ago_are_removed(tmp_path):
+    for number in range(4):
+        path = tmp_path / f"{number}.bin"
+        path.write_bytes(b"x" * 100)
+        os.utime(path, (number, number))
+    remove_oldest(tmp_path, max_bytes=250)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2.bin", "3.bin"]
