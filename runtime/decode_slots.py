@@ -3,7 +3,7 @@
 Pure state, without clock or device. Knows nothing of how prompts come into slots.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from dataclasses import dataclass
 
 from ..compile.bucket_grid import BucketGrid
@@ -44,8 +44,9 @@ class DecodeAction:
 
 @dataclass
 class _Occupant:
-    sequence: Sequence
+    number: int
     length: int
+    limit: int
 
 
 class DecodeSlots:
@@ -57,8 +58,7 @@ class DecodeSlots:
         self._reach = [grid.reach(slot) for slot in range(grid.decode_slots)]
         self._sorted_reach = sorted(self._reach)
         # the shortest first, so that a row takes the shortest slot that holds it
-        self._order = sorted(range(len(self._reach)), key=self._reach.__getitem__)
-        self._free = set(self._order)
+        self._free = sorted(range(len(self._reach)), key=self._order)
 
     def __len__(self) -> int:
         return len(self._reach)
@@ -66,11 +66,12 @@ class DecodeSlots:
     @property
     def free(self) -> list[int]:
         """Slots that nobody has, the shortest first."""
-        return [slot for slot in self._order if slot in self._free]
+        return self._free.copy()
 
-    def holds(self, slot: int, job: Job) -> bool:
-        """Whether a slot holds all that a sequence of a job may become."""
-        return job.limit <= self._reach[slot]
+    def first_for(self, job: Job, free: list[int]) -> int:
+        """The index in `free`, the shortest first, from which on slots hold all that a sequence of
+        a job may become."""
+        return bisect_left(free, job.limit, key=self._reach.__getitem__)
 
     def num_for(self, job: Job) -> int:
         """Slots, free or not, that hold all that a sequence of a job may become."""
@@ -78,9 +79,7 @@ class DecodeSlots:
 
     def num_idle_for(self, job: Job) -> int:
         """Slots that hold all that a sequence of a job may become, and in which nothing decodes."""
-        return sum(
-            self.holds(slot, job) for slot in range(len(self)) if slot not in self._occupants
-        )
+        return self.num_for(job) - sum(job.limit <= self._reach[slot] for slot in self._occupants)
 
     @property
     def live(self) -> tuple[int, ...]:
@@ -94,15 +93,17 @@ class DecodeSlots:
     @property
     def job_numbers(self) -> set[int]:
         """The requests that decode."""
-        return {occupant.sequence.job.number for occupant in self._occupants.values()}
+        return {occupant.number for occupant in self._occupants.values()}
 
     def claim(self, slots: list[int]) -> None:
         """Take free slots for the sequences of a prompt."""
-        self._free.difference_update(slots)
+        for slot in slots:
+            self._free.remove(slot)
 
     def put(self, slot: int, sequence: Sequence) -> None:
         """Let a sequence decode whose prompt is in its slot."""
-        self._occupants[slot] = _Occupant(sequence, sequence.job.prompt_length)
+        job = sequence.job
+        self._occupants[slot] = _Occupant(job.number, job.prompt_length, job.limit)
 
     def advance(self, slot: int, num_tokens: int) -> None:
         """Note that a slot's row grew."""
@@ -111,16 +112,15 @@ class DecodeSlots:
     def release(self, slot: int) -> None:
         """Free a slot, whether its row decoded or not."""
         self._occupants.pop(slot, None)
-        self._free.add(slot)
+        insort(self._free, slot, key=self._order)
 
     def decode(self) -> DecodeAction | None:
         """The call of all live slots over the shortest span that holds them; None without any."""
-        live = self.live
-        if not live:
+        if not self._occupants:
             return None
-        return DecodeAction(self._grid.span_of(max(map(self._next_length, live))), live)
+        steps = self._grid.steps_per_call
+        length = max(min(x.length + steps, x.limit) for x in self._occupants.values())
+        return DecodeAction(self._grid.span_of(length), self.live)
 
-    def _next_length(self, slot: int) -> int:
-        """Positions that the slot's row may hold after one more call."""
-        occupant = self._occupants[slot]
-        return min(occupant.length + self._grid.steps_per_call, occupant.sequence.job.limit)
+    def _order(self, slot: int) -> tuple[int, int]:
+        return self._reach[slot], slot

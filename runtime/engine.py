@@ -1,5 +1,9 @@
 """The engine: carries out the scheduler's actions on the device, in token ids.
 
+An action has three steps, so that the device need not wait for all that the host does: `dispatch`
+starts its graph; `receive` waits for the end and frees the slots of rows that ended, which is all
+that the next action depends on; `events` says what came of it while the next graph runs.
+
 Knows nothing of text, files or stop strings. What crosses to the host after a call is ids, flags,
 counts of experts and, when asked for, log-probabilities. Guarantees: no compile (the graphs are
 given), explicit transfers only, and a row that meets non-finite logits ends alone.
@@ -8,7 +12,7 @@ given), explicit transfers only, and a row that meets non-finite logits ends alo
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,49 +20,17 @@ import numpy as np
 from ..compile.bucket_grid import PrefillBucket
 from ..compile.compiled_graphs import CompiledGraphs
 from ..compile.graph_failures import naming_graph
-from ..compile.steps import NO_TOKEN, DecodeOutput, DecodeState
+from ..compile.prefill_steps import PrefillOutput
+from ..compile.steps import DecodeOutput, DecodeState
 from ..modelzoo.moe.use import ExpertReport
 from ..modelzoo.sampling import SamplingState, TokenScores
+from .call_results import CallResults, ChoicesDropped, Event, PromptScored, TokensEmitted
 from .decode_slots import DecodeAction, Job, Sequence
 from .host_arrays import HostArrays
 from .metrics import EngineMetrics
 from .padding import greedy_sampling, pack_pieces, pack_requests, pack_sampling
-from .request import Request, SamplingParams, TokenLogprob
+from .request import Request, TokenLogprob
 from .scheduler import Action, ForkAction, PrefillAction, PromptPiece, Scheduler
-
-
-@dataclass(frozen=True)
-class PromptScored:
-    """The log-probabilities of a request's prompt tokens, from the second on."""
-
-    number: int
-    scores: list[TokenLogprob]
-
-
-@dataclass(frozen=True)
-class TokensEmitted:
-    """New ids of one sequence, and whether and how it ended."""
-
-    number: int
-    sample: int
-    token_ids: list[int]
-    scores: list[TokenLogprob]
-    is_finished: bool
-    is_finite: bool
-
-
-@dataclass(frozen=True)
-class ChoicesDropped:
-    """The number of choices of experts that one call dropped, as a capacity was full."""
-
-    number: int
-    sample: int
-    """The sequence that lost them; for a prompt, the first of the sequences that share it."""
-    is_of_prompt: bool
-    count: int
-
-
-Event = PromptScored | TokensEmitted | ChoicesDropped
 
 
 @dataclass(frozen=True)
@@ -69,6 +41,16 @@ class EngineRequest:
     request: Request
     seed: int
     stop_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    """A call that was dispatched and not received."""
+
+    action: PrefillAction | DecodeAction
+    graph: str
+    output: Any
+    start: float
 
 
 class Engine:
@@ -84,7 +66,6 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ):
         self.metrics = EngineMetrics()
-        self.last_action: Action | None = None
         self._graphs = graphs
         self.scheduler = Scheduler(graphs.grid)
         self._parameters = parameters
@@ -92,7 +73,10 @@ class Engine:
         self._host = host
         self._padded_vocab = padded_vocab
         self._clock = clock
+        self._in_flight: _InFlight | None = None
         self._requests: dict[int, EngineRequest] = {}
+        self._sampling: dict[int, SamplingState] = {}
+        """Of the first sample of each request."""
         self._in_slot: dict[int, Sequence] = {}
         self._scores: dict[int, list[TokenLogprob]] = {}
         """Log-probabilities of prompts of which some pieces are scored."""
@@ -103,60 +87,103 @@ class Engine:
         """Queue a request; it must fit the grid."""
         self.scheduler.submit(request.job)
         self._requests[request.job.number] = request
+        # here, as this is done while the device runs
+        self._sampling[request.job.number] = pack_sampling(
+            request.request.params,
+            seed=request.seed,
+            sample=0,
+            prompt_length=request.job.prompt_length,
+            stop_ids=request.stop_ids,
+            vocab_size=self._padded_vocab,
+        )
 
     def forget(self, number: int) -> None:
         """Drop what is kept for a request whose sequences have all ended."""
-        del self._requests[number]
+        del self._requests[number], self._sampling[number]
 
-    def cancel(self, number: int, sample: int) -> None:
-        """End one sequence that decodes, for a reason the device cannot see."""
-        for slot, sequence in list(self._in_slot.items()):
-            if sequence.job.number == number and sequence.sample == sample:
-                self._release(slot)
+    def release(self, slot: int) -> None:
+        """Free a slot whose row ended, on the device or for a reason that this cannot see."""
+        self.scheduler.release(slot)
+        del self._in_slot[slot]
+        self._clear(slot)
 
     def abandon(self) -> None:
-        """Drop all requests, also after a step that was interrupted."""
+        """Drop all requests, also after a call that was interrupted."""
         self.scheduler = Scheduler(self._graphs.grid)
-        for kept in (self._requests, self._in_slot, self._scores, self._unclean):
+        self._in_flight = None
+        for kept in (
+            self._requests,
+            self._sampling,
+            self._in_slot,
+            self._scores,
+            self._unclean,
+        ):
             kept.clear()
         # a call may have taken the state and not have given it back
         for array in jax.tree.leaves(self._state):
             array.delete()
         self._state = self._graphs.empty_state()
 
-    def step(self) -> list[Event] | None:
-        """Carry out the next action; None when nothing is left to do.
+    def dispatch(self) -> Action | None:
+        """Start the next action, once the last was received; None when nothing is left to do.
 
         Raises:
-          GraphFailed: The device refuses the action's graph, or ran out of memory in it.
+          GraphFailed: The device refuses the action's graph.
         """
-        action = self.last_action = self.scheduler.next_action()
-        if action is None:
+        assert self._in_flight is None
+        if (action := self.scheduler.next_action()) is None:
             return None
-        name, carry_out = self._graph_of(action)
-        with naming_graph(name, self._graphs.grid, "failed as it ran"):
-            return carry_out()
+        start, graph = self._clock(), _graph_of(action)
+        with naming_graph(graph, self._graphs.grid, "failed as it ran"):
+            match action:
+                case PrefillAction():
+                    output = self._prefill(action)
+                case DecodeAction():
+                    output = self._decode(action)
+                case ForkAction():
+                    self._fork(action)
+                    self.metrics.count_fork(self._clock() - start)
+                    return action
+        self._in_flight = _InFlight(action, graph, output, start)
+        return action
 
-    def _graph_of(self, action: Action) -> tuple[str, Callable[[], list[Event]]]:
-        """The graph that carries an action out, and the call that runs it."""
-        match action:
-            case PrefillAction(bucket=bucket, is_scored=is_scored):
-                name = CompiledGraphs.prefill_name(bucket, is_scored)
-                return name, partial(self._prefill, action)
-            case ForkAction():
-                return CompiledGraphs.FORK, partial(self._fork, action)
-            case DecodeAction(span=span):
-                return CompiledGraphs.decode_name(span), partial(self._decode, action)
+    def receive(self) -> CallResults | None:
+        """Wait for the call in flight, and free the slots of rows that ended; None without a call.
 
-    def _prefill(self, action: PrefillAction) -> list[Event]:
-        start, grid = self._clock(), self._graphs.grid
-        bucket, rows = action.bucket, action.rows
+        Raises:
+          GraphFailed: The call failed, or ran out of memory.
+        """
+        if (call := self._in_flight) is None:
+            return None
+        with naming_graph(call.graph, self._graphs.grid, "failed as it ran"):
+            output = self._host.fetch(self._wanted_of(call))
+        self._in_flight = None
+        seconds = self._clock() - call.start
+        results = CallResults(call.action, output, dict(self._in_slot), seconds)
+        match call.action:
+            case PrefillAction(rows=rows):
+                for row, is_clean in zip(rows, output.is_clean_B, strict=False):
+                    self._note_contents(row, is_clean=bool(is_clean))
+            case DecodeAction(slots=slots):
+                self._note_lengths(slots, results)
+        return results
+
+    def events(self, results: CallResults) -> list[Event]:
+        """What came of a call, which is counted here: once for each call, in their order."""
+        match results.action:
+            case PrefillAction() as action:
+                return self._events_of_prefill(action, results)
+            case DecodeAction() as action:
+                return self._events_of_decode(action, results)
+
+    def _prefill(self, action: PrefillAction) -> PrefillOutput:
+        grid, bucket, rows = self._graphs.grid, action.bucket, action.rows
         requests = [self._requests[row.sequence.job.number] for row in rows]
         prompts = [request.request.prompt_token_ids for request in requests]
         pieces, tokens_BT, next_BT = pack_pieces(rows, prompts, bucket, grid.decode_slots)
         asked = pack_requests(
             [row.sequence.job for row in rows],
-            [self._sampling(row.sequence) for row in rows],
+            [self._sampling_of(row.sequence) for row in rows],
             bucket.batch,
         )
         arguments = (pieces, asked, tokens_BT)
@@ -165,20 +192,22 @@ class Engine:
             arguments, run = (*arguments, next_BT, _wanted(requests, bucket)), self._graphs.score
         arguments = self._host.put(arguments)
         self._state, output = run(self._parameters, self._state, bucket, *arguments)
-        host = self._host.fetch(output)
-        events = self._scored(rows, host.scores) if action.is_scored else []
-        sequences = (row.sequence for row in rows)
-        samples = ((sequence.job.number, sequence.sample) for sequence in sequences)
-        events += self._count_experts(host.experts, samples)
-        for row, is_clean in zip(rows, host.is_clean_B, strict=False):
-            self._note_contents(row, is_clean=bool(is_clean))
+        return output
+
+    def _events_of_prefill(self, action: PrefillAction, results: CallResults) -> list[Event]:
+        rows, output = action.rows, results.output
+        events = self._scored(rows, output.scores) if action.is_scored else []
+        if output.experts is not None:
+            self.metrics.experts["prefill"].add(output.experts.use)
+            sequences = enumerate(row.sequence for row in rows)
+            events += _dropped(output.experts, sequences, is_of_prompt=True)
         self.metrics.count_prefill(
-            bucket,
+            action.bucket,
             is_scored=action.is_scored,
             rows=len(rows),
             real_tokens=sum(row.count for row in rows),
-            computed_tokens=tokens_BT.size,
-            seconds=self._clock() - start,
+            computed_tokens=action.bucket.batch * action.bucket.tokens,
+            seconds=results.seconds,
         )
         return events
 
@@ -205,36 +234,17 @@ class Engine:
         arguments = self._host.put((nowhere, slot_number, greedy_sampling(self._padded_vocab)))
         self._state = self._graphs.fork(self._state, *arguments)
 
-    def _count_experts(
-        self, report: ExpertReport | None, rows: Iterable[tuple[int, int]]
-    ) -> list[Event]:
-        """Count what a call of prompts made of its experts; `rows` are requests and samples."""
-        if report is None:
-            return []
-        self.metrics.experts["prefill"].add(report.use)
-        return _dropped(report, enumerate(rows), is_of_prompt=True)
+    def _sampling_of(self, sequence: Sequence) -> SamplingState:
+        sampling = self._sampling[sequence.job.number]
+        return sampling._replace(sample_B=np.array([sequence.sample], np.int32))
 
-    def _sampling(self, sequence: Sequence) -> SamplingState:
-        request = self._requests[sequence.job.number]
-        return pack_sampling(
-            request.request.params,
-            seed=request.seed,
-            sample=sequence.sample,
-            prompt_length=sequence.job.prompt_length,
-            stop_ids=request.stop_ids,
-            vocab_size=self._padded_vocab,
-        )
-
-    def _fork(self, action: ForkAction) -> list[Event]:
-        start = self._clock()
+    def _fork(self, action: ForkAction) -> None:
         source, slot = np.int32(action.source), np.int32(action.slot)
-        arguments = self._host.put((source, slot, self._sampling(action.sequence)))
+        arguments = self._host.put((source, slot, self._sampling_of(action.sequence)))
         self._state = self._graphs.fork(self._state, *arguments)
         self._in_slot[action.slot] = action.sequence
         if action.source in self._unclean:
             self._unclean.add(action.slot)
-        self.metrics.count_fork(self._clock() - start)
-        return []
 
     def _scored(self, rows: Iterable[PromptPiece], scores: TokenScores) -> list[Event]:
         """Keep what pieces scored; an event for each prompt that is complete."""
@@ -247,86 +257,87 @@ class Engine:
                 events.append(PromptScored(number, self._scores.pop(number)))
         return events
 
-    def _decode(self, action: DecodeAction) -> list[Event]:
-        start = self._clock()
+    def _decode(self, action: DecodeAction) -> DecodeOutput:
         is_live_B = np.zeros(self._graphs.grid.decode_slots, bool)
         is_live_B[list(action.slots)] = True
         self._state, output = self._graphs.decode(
             self._parameters, self._state, self._host.put(is_live_B), action.span
         )
-        host = self._fetch(output, action.slots)
-        events: list[Event] = []
-        if host.experts is not None:
-            live = ((slot, self._in_slot[slot]) for slot in action.slots)
-            rows = ((slot, (sequence.job.number, sequence.sample)) for slot, sequence in live)
-            events += _dropped(host.experts, rows, is_of_prompt=False)
-        events += [self._emitted(host, slot) for slot in action.slots]
-        self._count_decode(action, host, self._clock() - start)
-        return events
+        return output
 
-    def _emitted(self, output: DecodeOutput, slot: int) -> TokensEmitted:
-        sequence = self._in_slot[slot]
-        row_Q = output.tokens_BQ[slot]
-        steps = np.flatnonzero(row_Q != NO_TOKEN)
+    def _wanted_of(self, call: "_InFlight") -> PrefillOutput | DecodeOutput:
+        """What is fetched of a call: log-probabilities of new tokens only where a row asks."""
+        if isinstance(call.action, PrefillAction):
+            return call.output
+        in_slots = (self._in_slot[slot].job.number for slot in call.action.slots)
+        if any(self._requests[number].request.params.logprobs is not None for number in in_slots):
+            return call.output
+        return call.output._replace(scores=None)
+
+    def _note_lengths(self, slots: tuple[int, ...], results: CallResults) -> None:
+        """Note how long the rows of a decode call are, and free the slots of those that ended."""
+        output, num_emitted = results.output, results.num_emitted_B.tolist()
+        is_active, is_clean = output.is_active_B.tolist(), output.is_clean_B.tolist()
+        self._unclean.update(slot for slot in slots if not is_clean[slot])
+        for slot in slots:
+            if is_active[slot]:
+                self.scheduler.advance(slot, num_emitted[slot])
+            else:
+                self.release(slot)
+
+    def _events_of_decode(self, action: DecodeAction, results: CallResults) -> list[Event]:
+        output, events = results.output, []
+        if output.experts is not None:
+            self.metrics.experts["decode"].add(output.experts.use)
+            events = _dropped(output.experts, results.sequences.items(), is_of_prompt=False)
+        self.metrics.count_decode(
+            action.span,
+            # the loop ends early: as soon as no row emits
+            steps=int(results.num_emitted_B.max()),
+            emitted=int(results.num_emitted_B.sum()),
+            live_slots=len(action.slots),
+            slots=len(results.num_emitted_B),
+            seconds=results.seconds,
+        )
+        return events + [self._emitted(results, slot) for slot in action.slots]
+
+    def _emitted(self, results: CallResults, slot: int) -> TokensEmitted:
+        sequence, token_ids = results.sequences[slot], results.ids_of(slot)
         params = self._requests[sequence.job.number].request.params
         scores = []
         if params.logprobs is not None:
             scores = [
-                _token_logprob(output.scores, (slot, q), int(row_Q[q]), params.logprobs)
-                for q in map(int, steps)
+                _token_logprob(results.output.scores, (slot, q), token_id, params.logprobs)
+                for q, token_id in enumerate(token_ids)
             ]
-        is_finished = not output.is_active_B[slot]
-        if not output.is_clean_B[slot]:
-            self._unclean.add(slot)
-        if is_finished:
-            self._release(slot)
-        else:
-            self.scheduler.advance(slot, len(steps))
         return TokensEmitted(
             number=sequence.job.number,
             sample=sequence.sample,
-            token_ids=row_Q[steps].tolist(),
+            token_ids=token_ids,
             scores=scores,
-            is_finished=is_finished,
-            is_finite=bool(output.is_finite_B[slot]),
+            is_finished=results.has_ended(slot),
+            is_finite=bool(results.output.is_finite_B[slot]),
         )
 
-    def _release(self, slot: int) -> None:
-        self.scheduler.release(slot)
-        del self._in_slot[slot]
-        self._clear(slot)
 
-    def _fetch(self, output: DecodeOutput, slots: tuple[int, ...]) -> DecodeOutput:
-        """Ids and flags to the host; log-probabilities only when a row asked for them."""
-        wanted = any(self._params_in(slot).logprobs is not None for slot in slots)
-        return self._host.fetch(output if wanted else output._replace(scores=None))
-
-    def _params_in(self, slot: int) -> SamplingParams:
-        return self._requests[self._in_slot[slot].job.number].request.params
-
-    def _count_decode(self, action: DecodeAction, output: DecodeOutput, seconds: float) -> None:
-        emitted_BQ = output.tokens_BQ != NO_TOKEN
-        # the loop ends early, so its steps are those in which any row emitted
-        num_steps = int(emitted_BQ.any(axis=0).sum())
-        self.metrics.count_decode(
-            action.span,
-            steps=num_steps,
-            emitted=int(emitted_BQ.sum()),
-            live_slots=len(action.slots),
-            slots=len(emitted_BQ),
-            seconds=seconds,
-        )
-        if output.experts is not None:
-            self.metrics.experts["decode"].add(output.experts.use)
+def _graph_of(action: Action) -> str:
+    """The name of the graph that carries an action out."""
+    match action:
+        case PrefillAction(bucket=bucket, is_scored=is_scored):
+            return CompiledGraphs.prefill_name(bucket, is_scored)
+        case ForkAction():
+            return CompiledGraphs.FORK
+        case DecodeAction(span=span):
+            return CompiledGraphs.decode_name(span)
 
 
 def _dropped(
-    report: ExpertReport, rows: Iterable[tuple[int, tuple[int, int]]], *, is_of_prompt: bool
+    report: ExpertReport, rows: Iterable[tuple[int, Sequence]], *, is_of_prompt: bool
 ) -> list[Event]:
-    """An event for each row of a call, with its request and sequence, that lost choices."""
+    """An event for each row of a call, given with its sequence, that lost choices."""
     return [
-        ChoicesDropped(number, sample, is_of_prompt, int(report.num_dropped_B[row]))
-        for row, (number, sample) in rows
+        ChoicesDropped(of.job.number, of.sample, is_of_prompt, int(report.num_dropped_B[row]))
+        for row, of in rows
         if report.num_dropped_B[row]
     ]
 

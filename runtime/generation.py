@@ -1,5 +1,9 @@
 """From requests to outputs: admission, the engine's events collected into text, finished requests.
 
+While the device runs a call, the text of the one before it is made: in each turn `receive` does
+what decides the next call (which rows ended, and for that alone the text of rows with stop
+strings), `dispatch` starts that call, and `collect` does all the rest.
+
 Knows nothing of files or command lines; `LLM` and the batch job are both built on it. Guarantees: a
 request that fits no bucket is refused by name and never truncated; every submitted request is
 returned exactly once.
@@ -7,7 +11,6 @@ returned exactly once.
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,46 +18,18 @@ from typing import Any
 from ..compile.bucket_grid import BucketGrid, NoBucketFits, NoDecodeSlots
 from ..compile.monitor import compile_monitor
 from ..compile.signatures import MAX_STOP_IDS
+from .call_results import CallResults, ChoicesDropped, Event, PromptScored, TokensEmitted
 from .counted import counted
-from .decode_slots import Job
-from .engine import ChoicesDropped, Engine, EngineRequest, Event, PromptScored, TokensEmitted
+from .decode_slots import DecodeAction, Job
+from .engine import Engine, EngineRequest
 from .errors import check_process
 from .expert_use import ExpertSetup
+from .open_request import Continuation, OpenRequest
 from .padding import row_seed
-from .request import (
-    CompletionOutput,
-    Request,
-    RequestMetrics,
-    RequestOutput,
-    RowError,
-    TokenLogprob,
-)
+from .request import CompletionOutput, Request, RequestMetrics, RequestOutput, RowError
+from .scheduler import Action
 from .text.collector import TextCollector
 from .text.tokenizer import Tokenizer
-
-
-@dataclass
-class _Continuation:
-    """One sequence as it grows."""
-
-    collector: TextCollector
-    output: CompletionOutput
-
-
-@dataclass
-class _InProgress:
-    """One request between submission and return."""
-
-    request: Request
-    engine_request: EngineRequest
-    arrival: float
-    continuations: list[_Continuation]
-    open_sequences: int
-    first_token: float | None = None
-    prompt_logprobs: list[TokenLogprob | None] | None = None
-    dropped_of_prompt: Counter[int] = field(default_factory=Counter)
-    """Choices of experts, by the first sequence of those that share a reading of the prompt."""
-    error: RowError | None = None
 
 
 @dataclass
@@ -74,8 +49,12 @@ class Generator:
     attention: Mapping[str, str] = field(default_factory=dict)
     """The kernel of each phase, and why it was chosen."""
     clock: Callable[[], float] = time.monotonic
-    _open: dict[int, _InProgress] = field(default_factory=dict)
+    _open: dict[int, OpenRequest] = field(default_factory=dict)
     _num_submitted: int = 0
+    _with_stops: set[int] = field(default_factory=set)
+    """Requests whose text may end them."""
+    _received: list[tuple[CallResults, float]] = field(default_factory=list)
+    """Calls whose rows that ended have left their slots, and no more; with the time."""
 
     def __post_init__(self):
         self._compiles_at_start = compile_monitor().num_compiles
@@ -111,18 +90,20 @@ class Generator:
         seed = row_seed(params, self.run_seed, request.request_id)
         entry = EngineRequest(job, request, seed, stop_ids)
         continuations = [
-            _Continuation(
-                TextCollector(self.tokenizer, params),
-                CompletionOutput(index, "", [], None, logprobs=_empty_if(params.logprobs)),
-            )
-            for index in range(params.n)
+            Continuation(TextCollector(self.tokenizer, params), CompletionOutput(i, "", [], None))
+            for i in range(params.n)
         ]
+        if params.logprobs is not None:
+            for continuation in continuations:
+                continuation.output.logprobs = []
         open_sequences = params.n if job.limit > prompt_length else 0
         self.engine.submit(entry)
         self._num_submitted += 1
-        self._open[job.number] = _InProgress(
+        self._open[job.number] = OpenRequest(
             request, entry, self.clock(), continuations, open_sequences
         )
+        if continuations[0].collector.may_stop:
+            self._with_stops.add(job.number)
 
     def check(self, request: Request) -> tuple[int, ...]:
         """Refuse what the plan or the vocabulary cannot serve; the ids that end the row."""
@@ -161,18 +142,43 @@ class Generator:
             )
         return stop_ids
 
-    def step(self) -> list[RequestOutput]:
-        """Carry out one action; the requests that it finished."""
+    def receive(self) -> bytes:
+        """Wait for the call in flight and free the slots of rows that ended.
+
+        Returns:
+          The ids that the call emitted, which are the same on all processes of a pod.
+        """
+        if (results := self.engine.receive()) is None:
+            return b""
+        self._received.append((results, self.clock()))
+        if not isinstance(results.action, DecodeAction):
+            return b""
+        if self._with_stops:
+            self._end_at_stops(results.action.slots, results)
+        return results.output.tokens_BQ.tobytes()
+
+    def dispatch(self) -> Action | None:
+        """Start the next action, once the last was received; None when nothing is left to do."""
         check_process()
-        events = self.engine.step()
-        if events is None:
-            assert not self._open, f"{len(self._open)} requests have no work left"
-            return []
-        now = self.clock()
-        touched = [self._collect(event, now) for event in events]
-        return [
-            self._finish(number, now) for number in dict.fromkeys(touched) if self._done(number)
-        ]
+        return self.engine.dispatch()
+
+    def collect(self) -> list[RequestOutput]:
+        """The requests that ended in the calls received since the last time, with their text."""
+        touched = {
+            self._collect(event, now): now
+            for results, now in self._received
+            for event in self.engine.events(results)
+        }
+        self._received.clear()
+        return [self._finish(number, now) for number, now in touched.items() if self._done(number)]
+
+    def step(self) -> list[RequestOutput]:
+        """Start one action after the last has ended; the requests that ended in the last."""
+        self.receive()
+        action = self.dispatch()
+        finished = self.collect()
+        assert action or not self._open, f"{len(self._open)} requests have no work left"
+        return finished
 
     def run(self) -> list[RequestOutput]:
         """Step until every submitted request has been returned."""
@@ -189,6 +195,8 @@ class Generator:
     def abandon(self) -> None:
         """Drop every request, also after a step that was interrupted in its middle."""
         self._open.clear()
+        self._received.clear()
+        self._with_stops.clear()
         self.engine.abandon()
 
     def statistics(self) -> dict[str, Any]:
@@ -252,21 +260,29 @@ class Generator:
                     output.dropped_expert_choices += event.count
         return event.number
 
-    def _grow(self, entry: _InProgress, event: TokensEmitted, now: float) -> None:
-        """Add a sequence's new tokens to its text, and end it where it ends."""
+    def _end_at_stops(self, slots: Sequence[int], results: CallResults) -> None:
+        """Read the text of rows with stop strings, and free the slots of those that it ends."""
+        for slot in slots:
+            sequence = results.sequences[slot]
+            if sequence.job.number not in self._with_stops:
+                continue
+            entry, has_ended = self._open[sequence.job.number], results.has_ended(slot)
+            is_cut = entry.read(sequence.sample, results.ids_of(slot), has_ended=has_ended)
+            if is_cut and not has_ended:
+                self.engine.release(slot)
+
+    def _grow(self, entry: OpenRequest, event: TokensEmitted, now: float) -> None:
+        """Add a sequence's new tokens, and end it where it ends."""
         continuation = entry.continuations[event.sample]
         output, collector = continuation.output, continuation.collector
         if entry.first_token is None and event.token_ids:
             entry.first_token = now
-        ends_on_id = (
-            event.is_finished
-            and bool(event.token_ids)
-            and event.token_ids[-1] in entry.engine_request.stop_ids
-        )
         output.token_ids += event.token_ids
         if output.logprobs is not None:
             output.logprobs += event.scores
-        is_cut = collector.push(event.token_ids, ends_with_stop_token=ends_on_id)
+        if not collector.may_stop:
+            entry.read(event.sample, event.token_ids, has_ended=event.is_finished)
+        is_cut = collector.stop_reason is not None
         if not event.is_finite:
             entry.error = _nonfinite(entry.request)
         if is_cut:
@@ -275,9 +291,7 @@ class Generator:
             if output.logprobs is not None:
                 del output.logprobs[collector.num_tokens_kept :]
             output.finish_reason, output.stop_reason = "stop", collector.stop_reason
-            if not event.is_finished:
-                self.engine.cancel(event.number, event.sample)
-        elif event.is_finished and ends_on_id:
+        elif event.is_finished and entry.ends_on_id(event.token_ids):
             last = event.token_ids[-1]
             is_own = last not in entry.request.params.stop_token_ids
             output.finish_reason, output.stop_reason = "stop", None if is_own else last
@@ -293,7 +307,7 @@ class Generator:
 
     def _finish(self, number: int, now: float) -> RequestOutput:
         entry = self._close(number)
-        num_dropped = _count_dropped(entry)
+        num_dropped = entry.count_dropped()
         if num_dropped and self._refuses_drops and entry.error is None:
             entry.error = _overflow(entry.request, num_dropped)
         output = RequestOutput(
@@ -306,38 +320,13 @@ class Generator:
         )
         if entry.error is None:
             output.prompt_logprobs = entry.prompt_logprobs
-            output.outputs = [_completed(continuation) for continuation in entry.continuations]
+            output.outputs = [continuation.finish() for continuation in entry.continuations]
         return output
 
-    def _close(self, number: int) -> _InProgress:
+    def _close(self, number: int) -> OpenRequest:
         self.engine.forget(number)
+        self._with_stops.discard(number)
         return self._open.pop(number)
-
-
-def _completed(continuation: _Continuation) -> CompletionOutput:
-    output = continuation.output
-    output.text = continuation.collector.finish()
-    if output.logprobs is not None:
-        output.cumulative_logprob = math.fsum(score.logprob for score in output.logprobs)
-    return output
-
-
-def _empty_if(num_logprobs: int | None) -> list[TokenLogprob] | None:
-    return None if num_logprobs is None else []
-
-
-def _count_dropped(entry: _InProgress) -> int:
-    """Choices that a request lost; its continuations get those of the prompt, too.
-
-    Where a prompt was read more than once, as its sequences found no slots together, the reading
-    that lost most counts for all.
-    """
-    of_prompt = max(entry.dropped_of_prompt.values(), default=0)
-    outputs = [continuation.output for continuation in entry.continuations]
-    total = of_prompt + sum(output.dropped_expert_choices for output in outputs)
-    for output in outputs:
-        output.dropped_expert_choices += of_prompt
-    return total
 
 
 def _overflow(request: Request, num_dropped: int) -> RowError:

@@ -251,15 +251,16 @@ class Scheduler:
                 break
             if (slots := self._slots_for(prompt, free)) is not None:
                 batch.append(prompt)
-                free[:] = [slot for slot in free if slot not in slots]
+                del free[slots]
         return batch
 
-    def _slots_for(self, prompt: _Prompt, free: list[int]) -> list[int] | None:
-        """The slots that a prompt takes; while it lacks some, None, and `free` loses the others."""
-        suited = [slot for slot in free if self._slots.holds(slot, prompt.job)]
-        if len(suited) >= prompt.num_slots:
-            return suited[: prompt.num_slots]
-        free[:] = [slot for slot in free if slot not in suited]
+    def _slots_for(self, prompt: _Prompt, free: list[int]) -> slice | None:
+        """The part of `free` that a prompt takes; while it lacks some slots, None, and `free` loses
+        those that it could have."""
+        first = self._slots.first_for(prompt.job, free)
+        if len(free) - first >= prompt.num_slots:
+            return slice(first, first + prompt.num_slots)
+        del free[first:]
         return None
 
     def _next_piece(self, queue: _Queue, prompt: _Prompt) -> PromptPiece:
@@ -286,7 +287,10 @@ class Scheduler:
         if not lanes:
             del self._waiting[queue]
         self._num_waiting -= 1
-        prompt.slots = self._slots_for(prompt, self._slots.free) or []
+        free = self._slots.free
+        slots = self._slots_for(prompt, free)
+        assert slots is not None
+        prompt.slots = free[slots]
         self._slots.claim(prompt.slots)
 
     def _complete(self, prompt: _Prompt) -> None:

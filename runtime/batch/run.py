@@ -13,8 +13,8 @@ does nothing.
 import hashlib
 import signal
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -216,21 +216,31 @@ class _Job:
         drain = Drain(self.stop, self.peers, self.settings.grace_seconds)
         word = GO
         while True:
+            # a call is in flight, and what is fed now is not asked for before it ends
             if word.course == "go":
                 self._feed(generator, waiting)
+            with self._device_errors():
+                self.peers.saw(generator.receive())
             # after the feeding and after the last row: a process that was fed or got something
             # else is found before it leaves the others alone in a collective
             was, word = word, drain.next_word()
-            if word.course != "go" and was.course == "go" and generator.unfinished:
-                generator.drain()
-                self.progress.note(
-                    f"{word.signal}: finishing {counted(generator.unfinished, 'row')} in flight, "
-                    f"at most {self.settings.grace_seconds:g} s"
-                )
+            if word.course != "go" and was.course == "go":
+                self._record_finished(generator)
+                if generator.unfinished:
+                    generator.drain()
+                    self.progress.note(
+                        f"{word.signal}: finishing {counted(generator.unfinished, 'row')} in "
+                        f"flight, at most {self.settings.grace_seconds:g} s"
+                    )
+            try:
+                if word.course != "stop":
+                    with self._device_errors():
+                        generator.dispatch()
+            finally:
+                # while the device runs
+                self._record_finished(generator)
             if word.course == "stop" or not generator.unfinished:
                 break
-            for output in self._step(generator):
-                self._record(self.in_flight.pop(output.request_id), output)
             if self.journal is not None:
                 self.journal.sync_if_due()
             self.progress.update(lambda: generator.padding_waste)
@@ -254,13 +264,18 @@ class _Job:
                 self.peers.saw(row.row, len(token_ids))
             except RowError as error:
                 del self.in_flight[row.custom_id]
+                self.peers.saw(row.row, error.code)
                 self._record(row, RequestOutput(row.custom_id, None, [], error=error))
 
-    def _step(self, generator: "Generator") -> list[RequestOutput]:
-        if not generator.unfinished:
-            return []
+    def _record_finished(self, generator: "Generator") -> None:
+        for output in generator.collect():
+            self._record(self.in_flight.pop(output.request_id), output)
+
+    @contextmanager
+    def _device_errors(self) -> Iterator[None]:
+        """Say where finished rows are if the device fails."""
         try:
-            return generator.step()
+            yield
         except (RuntimeError, MemoryError) as error:
             # where processes share a collective, one that is lost fails all others
             self.peers.blame()
@@ -272,7 +287,6 @@ class _Job:
 
     def _record(self, row: BatchRow, output: RequestOutput) -> None:
         """Write one finished row to the journal."""
-        self.peers.saw(row.row, [completion.token_ids for completion in output.outputs])
         if self.journal is None:
             return
         try:

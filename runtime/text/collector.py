@@ -47,23 +47,30 @@ class TextCollector:
         self.num_tokens_past_stop = 0
         self.stop_reason: str | None = None
 
+    @property
+    def may_stop(self) -> bool:
+        """Whether a stop string may end the text."""
+        return bool(self._params.stop)
+
     def push(self, ids: Sequence[int], *, ends_with_stop_token: bool = False) -> bool:
         """Takes the next ids; True when a stop string has ended the text.
 
         With `ends_with_stop_token` the last id is the one that ended the sequence: it is kept, and
         shows in the text only with `include_stop_str_in_output`.
         """
-        if not self._params.stop:
-            self._take(ids, ends_with_stop_token)
+        if self.stop_reason is not None:
+            self.num_tokens_past_stop += len(ids)
+            return True
+        num_kept, text, old_length = self.num_tokens_kept, self.text, len(self.text)
+        state = self._detokenizer.state if self._detokenizer else None
+        self._take(ids, ends_with_stop_token)
+        if not any(self._find(stop, old_length) >= 0 for stop in self._params.stop):
             return False
-        for position, token in enumerate(ids):
-            if self.stop_reason is not None:
-                self.num_tokens_past_stop += len(ids) - position
-                break
-            old_length = len(self.text)
-            self._take((token,), ends_with_stop_token and position == len(ids) - 1)
-            self._find_stop(old_length)
-        return self.stop_reason is not None
+        # which token completes it is seen one by one
+        self.num_tokens_kept, self.text = num_kept, text
+        if self._detokenizer and state:
+            self._detokenizer.state = state
+        return self._push_singly(ids, ends_with_stop_token)
 
     def finish(self) -> str:
         """Ends the text, with an unfinished character as U+FFFD, and returns all of it."""
@@ -71,22 +78,34 @@ class TextCollector:
             self.text += self._detokenizer.finish()
         return self.text
 
+    def _push_singly(self, ids: Sequence[int], ends_with_stop_token: bool) -> bool:
+        for position, token in enumerate(ids):
+            if self.stop_reason is not None:
+                self.num_tokens_past_stop += len(ids) - position
+                break
+            old_length = len(self.text)
+            self._take((token,), ends_with_stop_token and position == len(ids) - 1)
+            # min_tokens holds for stop strings too: one that a token within it completes is passed
+            if self.num_tokens_kept > self._params.min_tokens:
+                self._end_at_stop(old_length)
+        return self.stop_reason is not None
+
     def _take(self, ids: Sequence[int], ends_with_stop_token: bool) -> None:
         self.num_tokens_kept += len(ids)
         is_last_hidden = ends_with_stop_token and not self._params.include_stop_str_in_output
         if self._detokenizer:
             self.text += self._detokenizer.push(ids[:-1] if is_last_hidden else ids)
 
-    def _find_stop(self, old_length: int) -> None:
-        """End the text at a stop string that what came after `old_length` has completed."""
-        # min_tokens holds for stop strings too: one that a token within it completes is passed over
-        if len(self.text) == old_length or self.num_tokens_kept <= self._params.min_tokens:
-            return
-        found: tuple[int, str] | None = None
-        for stop in self._params.stop:
-            start = self.text.find(stop, max(0, old_length - len(stop) + 1))
-            if start >= 0 and (found is None or start < found[0]):
-                found = (start, stop)
+    def _find(self, stop: str, old_length: int) -> int:
+        """Where a stop string begins that what came after `old_length` has completed, or -1."""
+        if len(self.text) == old_length:
+            return -1
+        return self.text.find(stop, max(0, old_length - len(stop) + 1))
+
+    def _end_at_stop(self, old_length: int) -> None:
+        """End the text at the first stop string that what came after `old_length` has completed."""
+        starts = [(self._find(stop, old_length), stop) for stop in self._params.stop]
+        found = min((one for one in starts if one[0] >= 0), key=lambda one: one[0], default=None)
         if found:
             start, self.stop_reason = found
             is_shown = self._params.include_stop_str_in_output

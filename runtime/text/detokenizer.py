@@ -43,6 +43,16 @@ class Detokenizer:
         """Returns what is left of an unfinished character, as U+FFFD."""
         return self._emit(self._decoder.decode(b"", True))
 
+    @property
+    def state(self) -> tuple[tuple[bytes, int], bool]:
+        """What the next push depends on; set, it undoes the pushes since it was read."""
+        return self._decoder.getstate(), self._strips_space
+
+    @state.setter
+    def state(self, state: tuple[tuple[bytes, int], bool]) -> None:
+        of_decoder, self._strips_space = state
+        self._decoder.setstate(of_decoder)
+
     def _emit(self, text: str) -> str:
         if self._strips_space and text:
             self._strips_space = False

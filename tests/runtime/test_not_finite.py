@@ -110,8 +110,12 @@ def chooses(model, healthy) -> tuple[list[int], int]:
 class StopsAfterOneCall(TextCollector):
     """Finds a stop string in the last token of the first call, in rows that meet NaN."""
 
+    @property
+    def may_stop(self) -> bool:
+        return self._params.max_tokens == MOST_OF_POISONED
+
     def push(self, ids, *, ends_with_stop_token=False) -> bool:
-        if self._params.max_tokens != MOST_OF_POISONED:
+        if not self.may_stop:
             return super().push(ids, ends_with_stop_token=ends_with_stop_token)
         self.num_tokens_kept, self.stop_reason = len(ids), "found"
         return True

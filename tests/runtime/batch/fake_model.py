@@ -47,10 +47,13 @@ class FakeGenerator:
         self._num_compiles = num_compiles
         self._waiting: list[Request] = []
         self._slots: dict[str, tuple[Request, int]] = {}
+        self._in_flight: list[RequestOutput] = []
+        self._received: list[RequestOutput] = []
 
     @property
     def unfinished(self) -> int:
-        return len(self._waiting) + len(self._slots)
+        ended = len(self._in_flight) + len(self._received)
+        return len(self._waiting) + len(self._slots) + ended
 
     @property
     def wants_more(self) -> bool:
@@ -68,6 +71,19 @@ class FakeGenerator:
             raise RowError("context_length_exceeded", f"length {length} does not fit.", "prompt")
         self.submitted.append(request.request_id)
         self._waiting.append(request)
+
+    def receive(self) -> bytes:
+        self._received += self._in_flight
+        self._in_flight = []
+        return b""
+
+    def dispatch(self) -> None:
+        if self._waiting or self._slots:
+            self._in_flight = self.step()
+
+    def collect(self) -> list[RequestOutput]:
+        finished, self._received = self._received, []
+        return finished
 
     def step(self) -> list[RequestOutput]:
         time.sleep(self._seconds_per_step)
