@@ -1,9 +1,10 @@
 """Compare a model in bfloat16 with itself in float32: probabilities, and greedy tokens.
 
 Both run the same chat prompts on the same grid. The differences of log-probabilities are taken
-over prompts and float32's own answers, fed to both (teacher-forced); the first divergence is the
-step at which the greedy tokens of the two part. After it the two answer different texts, so nothing
-is compared there.
+over prompts and float32's own answers, fed to both (teacher-forced). Over the answers alone whole
+distributions are compared: their Kullback-Leibler divergence from float32's, and the choices that
+change. The first divergence is the step at which the greedy tokens of the two part. After it the
+two answer different texts, so nothing is compared there.
 
     python scripts/compare_dtypes.py --rows 24 --output benchmarks/dtypes.json
 """
@@ -16,11 +17,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from noria.compile.bucket_grid import BucketGrid
 from noria.compile.plan import Numbers, Plan, PlannedModel
-from noria.runtime import LLM, RequestOutput, SamplingParams
+from noria.compile.targets import find_target
+from noria.runtime import LLM, RequestOutput, SamplingParams, session
+from noria.runtime.checkpoint import open_model
 from noria.runtime.machine import describe_machine
 
 PROMPTS = Path(__file__).resolve().parent.parent / "benchmarks" / "workloads" / "peers64.jsonl"
@@ -36,6 +40,10 @@ def main() -> None:
     grid = grid_of(len(lines), LONGEST_PROMPT + options.max_tokens)
     reference, compared = (load(options.model, dtype, grid) for dtype in DTYPES)
     figures = compare(reference, compared, conversations, options.max_tokens)
+    rows = answered(reference, conversations, options.max_tokens)
+    read = (answer_logits(options.model, dtype, rows) for dtype in DTYPES)
+    logits, residual = zip(*read, strict=True)
+    figures |= {"residual": residual[1], "answers": distributions(*logits)}
     report = {
         "command": " ".join(["python", *sys.argv]),
         "model": options.model,
@@ -81,6 +89,63 @@ def compare(
         "output_tokens_a_row": max_tokens,
         "teacher_forced": teacher_forced(scores[0], scores[1]),
         "greedy": first_divergences(answers[0], answers[1], max_tokens),
+    }
+
+
+def answered(
+    llm: LLM, conversations: Sequence[Any], max_tokens: int
+) -> list[tuple[list[int], list[int]]]:
+    """The ids of each prompt and of its greedy answer."""
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    answers = llm.chat(conversations, params)
+    return [(row.prompt_token_ids, row.outputs[0].token_ids) for row in answers]
+
+
+def answer_logits(
+    model: str, dtype: str, rows: Sequence[tuple[list[int], list[int]]]
+) -> tuple[np.ndarray, str]:
+    """Logits `[M, V]` before every token of the answers, and the dtype of the residual stream."""
+    target = find_target("cpu")
+    with open_model(model) as files:
+        loaded = session.load_model(files, target, dtype)
+    operations = loaded.placement.operations("prefill", loaded.definition.config)
+    longest = max(len(prompt) + len(answer) for prompt, answer in rows)
+    num_answered = len(rows[0][1])
+    residual = []
+
+    @jax.jit
+    def logits_of(parameters, tokens_1T, true_length_1, first):
+        decoder = loaded.definition.bind(parameters, operations)
+        x_1TD, _ = decoder.forward(tokens_1T, true_length_1)
+        residual.append(str(x_1TD.dtype))
+        return decoder.logits(jax.lax.dynamic_slice_in_dim(x_1TD[0], first, num_answered))
+
+    found = []
+    for prompt, answer in rows:
+        tokens_1T = np.zeros((1, longest), np.int32)
+        ids = [*prompt, *answer]
+        tokens_1T[0, : len(ids)] = ids
+        length_1 = np.array([len(ids)], np.int32)
+        found.append(logits_of(loaded.parameters, tokens_1T, length_1, len(prompt) - 1))
+    return np.concatenate(found), residual[0]
+
+
+def distributions(reference_MV: np.ndarray, compared_MV: np.ndarray) -> dict[str, Any]:
+    """How far two models' distributions of the same tokens lie apart, and which choices change."""
+    p_MV, q_MV = (
+        np.asarray(jax.nn.log_softmax(logits_MV.astype(np.float32)), np.float64)
+        for logits_MV in (reference_MV, compared_MV)
+    )
+    divergence_M = np.sum(np.exp(p_MV) * (p_MV - q_MV), axis=1)
+    changes_M = p_MV.argmax(axis=1) != q_MV.argmax(axis=1)
+    best_M2 = np.partition(p_MV, -2, axis=1)[:, -2:]
+    gaps = np.sort((best_M2[:, 1] - best_M2[:, 0])[changes_M])
+    return {
+        "tokens": len(divergence_M),
+        "mean_kl": float(divergence_M.mean()),
+        "max_kl": float(divergence_M.max()),
+        "greedy_agreement": float(1 - changes_M.mean()),
+        "gaps_of_changed_choices": gaps.round(4).tolist(),
     }
 
 
@@ -142,7 +207,7 @@ def markdown(report: dict[str, Any]) -> str:
     forced, greedy = report["teacher_forced"], report["greedy"]
     machine = report["machine"]
     names = ("mean", "median", "p99", "max", "mean_signed")
-    equal = greedy["rows_equal_after"]
+    equal, answers = greedy["rows_equal_after"], report["answers"]
     lines = [
         f"# {report['model']}: {COMPARED} against {REFERENCE}",
         "",
@@ -157,6 +222,12 @@ def markdown(report: dict[str, Any]) -> str:
         "|--:|--:|--:|--:|--:|--:|",
         f"| {' | '.join(f'{forced[name]:.4f}' for name in names)} "
         f"| {forced['best_token_agreement']:.2%} |",
+        "",
+        f"Over the {answers['tokens']} tokens of float32's answers, with a residual stream of "
+        f"{report['residual']}: mean Kullback-Leibler divergence {answers['mean_kl']:.5f} (largest "
+        f"{answers['max_kl']:.4f}), the same choice in {answers['greedy_agreement']:.2%}. Where it "
+        f"changes, {REFERENCE}'s best two log-probabilities lie at most "
+        f"{max(answers['gaps_of_changed_choices'], default=0):.3f} apart.",
         "",
         "Share of rows whose greedy tokens are still equal after so many steps:",
         "",

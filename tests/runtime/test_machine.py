@@ -10,7 +10,8 @@ from noria.runtime import machine, session
     ("instructions", "dtype"),
     [
         (["avx2", "avx512f", "avx512_bf16", "amx_bf16"], "bfloat16"),
-        (["avx2", "avx512f", "avx512_bf16"], "float32"),
+        (["avx2", "avx512f", "avx512_bf16"], "bfloat16"),
+        (["avx2", "avx512f"], "float32"),
         ([], "float32"),
     ],
 )
