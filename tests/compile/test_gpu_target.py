@@ -1,14 +1,18 @@
 """A small model compiled for H100s that are not here: what the compiler says, and leaves out."""
 
+import re
 from importlib.util import find_spec
 
+import jax.numpy as jnp
 import pytest
 
 from noria.compile.attention_kernels import AttentionPlan
 from noria.compile.bucket_grid import BucketGrid
+from noria.compile.build import compile_with_text, plan_graphs
 from noria.compile.definition import Definition
 from noria.compile.layout_measure import COMPILER, SHAPES, measure
 from noria.compile.planning.work import Work
+from noria.compile.programs.report import read_report
 from noria.compile.targets import find_target
 from noria.modelzoo.config import DecoderConfig
 from noria.runtime.layout_files import read_layout_table
@@ -77,3 +81,21 @@ def test_operations_that_the_compiler_does_not_count_are_those_of_the_shapes(res
     )
     longest = Work(Definition(CONFIG), "bfloat16", TENSOR).parts(Call.of_step(8, 256))
     assert result.flops_by_phase["decode"] == sum(part.flops for part in longest)
+
+
+def test_decode_reads_weights_and_cache_as_they_lie():
+    """Of all arguments, a step copies the logits alone, which it chooses tokens from."""
+    target = find_target("gpu:h100:1")
+    definition, dtype = Definition(CONFIG), jnp.dtype("bfloat16")
+    (graph,) = (
+        graph
+        for graph in plan_graphs(definition, GRID, target.placement(), dtype)
+        if graph.name == "decode span 256"
+    )
+    _, text, _ = compile_with_text(graph)
+    report = read_report(text, "gpu", {"data": 1}, None, None, least=4096)
+    assert {one.argument.split(".")[-1] for one in report.rewrites} <= {"logits_BV"}
+    assert not any(one.is_converted for one in report.rewrites)
+    # keys and values of a segment, in either order
+    moved = r"= bf16\[(\d+,)*(64,128|128,64)\]\S* (copy|transpose|gather)\("
+    assert not re.search(moved, text)
