@@ -34,8 +34,8 @@ EXPERT_TILES = {
 """Sizes of the products of experts. The fewest rows are a register tile's, or a tensor core's. A
 CPU's products are at full speed from 32 to 64 rows; half and twice as many bytes of a piece are
 equally fast with 2 MiB of L2. A TPU's products read weights from main memory as fast as it goes, at
-a third of the cycles that a copy onto the chip takes by its compiler's estimate, and in that time
-compute 240 rows or more: so most experts have one tile."""
+a third of the cycles that a copy onto the chip takes by its compiler's estimate. Meanwhile they
+compute 240 rows or more, so an expert with up to 64 tokens takes one tile and one reading."""
 
 _LIBTPU = threading.Lock()
 """Held while jax may load libtpu: two threads that do so at once end with an error."""

@@ -78,6 +78,9 @@ def row_axis(logical_axes: tuple[str, ...]) -> int:
     return next(axis for axis, name in enumerate(logical_axes) if name)
 
 
+LANES = 128
+"""Arrays whose last axis in memory is a multiple of this fill the vectors of every platform."""
+
 LOGICAL_AXES = (
     BATCH,
     ATTENTION_BATCH,

@@ -86,7 +86,7 @@ def _with_heads_last(qkv_BTKJH: jax.Array) -> jax.Array:
     From 128 rows on XLA for TPU would have the rows last, and for that lay the weights of all
     layers out anew in every call.
     """
-    if qkv_BTKJH.shape[-1] % 128:
+    if qkv_BTKJH.shape[-1] % axes.LANES:
         return qkv_BTKJH
     # rows or tokens before them, whichever there are: the last two fill a tile
     order = (1, 2, 3, 0, 4) if qkv_BTKJH.shape[1] == 1 else (2, 3, 0, 1, 4)

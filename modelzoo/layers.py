@@ -31,8 +31,8 @@ def weight(
 ) -> nnx.Param:
     """A random weight of variance 1 / fan_in, carrying its logical axes as metadata.
 
-    One that is sliced once keeps all layers of a loop when its block runs: the block takes a slice
-    of one layer's, which would be a second one.
+    `is_sliced_once`: inside a scan over layers the block gets the array of all layers, and slices
+    layer and expert together. A slice of the layer first would be a copy of it.
     """
     value = jax.random.normal(rngs.params(), shape, jnp.float32) * fan_in**-0.5
     return nnx.Param(value, logical_axes=logical_axes, is_sliced_once=is_sliced_once)

@@ -1,4 +1,4 @@
-"""What a call gave: arrays on the host, and the events that requests see of them.
+"""Results of a call: arrays on the host, and the events that requests see of them.
 
 Knows nothing of devices or text.
 """
@@ -52,7 +52,7 @@ Event = PromptScored | TokensEmitted | ChoicesDropped
 
 @dataclass(frozen=True)
 class CallResults:
-    """What a call gave, on the host, and the sequences that were in the slots meanwhile."""
+    """Results of a call on the host, and the sequences that were in the slots meanwhile."""
 
     action: PrefillAction | DecodeAction
     output: Any

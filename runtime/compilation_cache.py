@@ -50,14 +50,14 @@ def check_trusted(directory: Path) -> None:
 
 
 def enable(on_note: Callable[[str], None], directory: Path | None = None) -> Path | None:
-    """Keep every compiled program from here on, however quick its compile was.
+    """Keep every program that jax compiles from here on, however quick its compile was.
 
     Args:
       on_note: Called with one line that gives the reason, if nothing is kept.
       directory: The folder of jax's cache; by default the user's.
 
     Returns:
-      The folder beside it for graphs of plans; None if nothing is kept.
+      The folder beside it, where `LLM` and jobs keep graphs of plans; None if nothing is kept.
     """
     import jax
 
@@ -69,7 +69,6 @@ def enable(on_note: Callable[[str], None], directory: Path | None = None) -> Pat
     except CacheUnusable as error:
         on_note(f"no compile cache, so every run compiles anew: {error}.")
         return None
-    remove_oldest(graphs)
     jax.config.update("jax_compilation_cache_dir", str(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
@@ -96,7 +95,7 @@ def _make(directory: Path) -> None:
 def remove_oldest(folder: Path, max_bytes: int = MAX_BYTES) -> None:
     """Keep the files that were used last, as many as fit into `max_bytes`."""
     with suppress(OSError):
-        files = [(entry.stat(), entry.path) for entry in os.scandir(folder)]
+        files = [(entry.stat(), entry.path) for entry in os.scandir(folder) if entry.is_file()]
         files.sort(key=lambda item: item[0].st_mtime, reverse=True)
         total = 0
         for facts, path in files:

@@ -69,8 +69,7 @@ class DecodeSlots:
         return self._free.copy()
 
     def first_for(self, job: Job, free: list[int]) -> int:
-        """The index in `free`, the shortest first, from which on slots hold all that a sequence of
-        a job may become."""
+        """The index in `free`, shortest first, of the first slot that holds a job's sequences."""
         return bisect_left(free, job.limit, key=self._reach.__getitem__)
 
     def num_for(self, job: Job) -> int:

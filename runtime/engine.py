@@ -76,7 +76,7 @@ class Engine:
         self._in_flight: _InFlight | None = None
         self._requests: dict[int, EngineRequest] = {}
         self._sampling: dict[int, SamplingState] = {}
-        """Of the first sample of each request."""
+        """Sampling parameters of the first sample of each request."""
         self._in_slot: dict[int, Sequence] = {}
         self._scores: dict[int, list[TokenLogprob]] = {}
         """Log-probabilities of prompts of which some pieces are scored."""
@@ -169,7 +169,7 @@ class Engine:
         return results
 
     def events(self, results: CallResults) -> list[Event]:
-        """What came of a call, which is counted here: once for each call, in their order."""
+        """The events of a call, which is counted here: once for each call, in their order."""
         match results.action:
             case PrefillAction() as action:
                 return self._events_of_prefill(action, results)
@@ -266,7 +266,7 @@ class Engine:
         return output
 
     def _wanted_of(self, call: "_InFlight") -> PrefillOutput | DecodeOutput:
-        """What is fetched of a call: log-probabilities of new tokens only where a row asks."""
+        """The results that are fetched: log-probabilities of new tokens only where a row asks."""
         if isinstance(call.action, PrefillAction):
             return call.output
         in_slots = (self._in_slot[slot].job.number for slot in call.action.slots)

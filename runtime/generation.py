@@ -54,7 +54,7 @@ class Generator:
     _with_stops: set[int] = field(default_factory=set)
     """Requests whose text may end them."""
     _received: list[tuple[CallResults, float]] = field(default_factory=list)
-    """Calls whose rows that ended have left their slots, and no more; with the time."""
+    """Calls that were received and not yet collected, each with the time of its end."""
 
     def __post_init__(self):
         self._compiles_at_start = compile_monitor().num_compiles

@@ -96,7 +96,7 @@ class StandInCache:
 
 
 class StandInState(NamedTuple):
-    """What is donated from call to call."""
+    """The state that is donated from call to call."""
 
     cache: StandInCache
 

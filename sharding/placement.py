@@ -24,7 +24,6 @@ from .sharded_operations import ShardedOperations
 
 _TABLES = ("embedding.table", "head.table")
 _MAKES_HEADS = (axes.EMBED_IN, axes.QUERY_HEADS, "", "")
-LANES = 128
 """Elements of a row of a TPU's tiles."""
 _CACHES = (axes.CACHE_KEYS, axes.CACHE_VALUES, axes.CACHE_LATENTS)
 
@@ -34,7 +33,9 @@ def arrangement_of(
 ) -> Arrangement:
     """How a layout, a platform and a build want weights and cache arranged."""
     # XLA for TPU gives narrow heads whole rows of tiles in any case
-    whole = Arrangement(scan_layers=scan_layers, head_multiple=LANES if platform == "tpu" else 1)
+    whole = Arrangement(
+        scan_layers=scan_layers, head_multiple=axes.LANES if platform == "tpu" else 1
+    )
     if layout is None:
         return whole
     rules, num_shards = layout.rules, layout.mesh.num_shards
@@ -84,7 +85,7 @@ class Placement:
     def format(
         self, parameter: str, logical_axes: Axes, shape: tuple[int, ...], sharding: Sharding
     ) -> Sharding | Format:
-        """Where and how a parameter lies.
+        """The place and the memory layout of a parameter.
 
         XLA for TPU would lay some out anew in every call, and keep copies of all layers' meanwhile,
         so they are asked for as its products read them.
@@ -172,7 +173,7 @@ def _memory_order(
     """
     if parameter in _TABLES:
         return (0, 1)
-    if logical_axes[-4:] == _MAKES_HEADS and not shape[-1] % LANES:
+    if logical_axes[-4:] == _MAKES_HEADS and not shape[-1] % axes.LANES:
         *layers, embed, kv_heads, of_head, head = range(len(shape))
         return (*layers, kv_heads, of_head, embed, head)
     return None

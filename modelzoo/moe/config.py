@@ -159,8 +159,8 @@ class Dispatch:
     def tile(self, num_choices: int, num_experts: int) -> int:
         """Rows of a tile: a part of the mean load or less, within `tiles`.
 
-        With an eighth, of an expert with that load at most an eighth is padding, unless it is the
-        fewest rows of a product that decide.
+        With `tiles.of_mean` of 8, at most an eighth of the rows of an expert with the mean load is
+        padding, unless that makes fewer rows than `tiles.fewest`.
         """
         part = num_choices // (self.tiles.of_mean * num_experts)
         power = 1 << max(part.bit_length() - 1, 0)

@@ -23,7 +23,7 @@ class ExpertRows(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where choices went among U rows."""
+    """Places of choices among U rows."""
 
     row_MZ: jax.Array
     """Row of each choice; U for one that has none."""

@@ -26,10 +26,8 @@ if TYPE_CHECKING:
 GatedUnit = Callable[[jax.Array, jax.Array], jax.Array]
 """The hidden activations from those of gate and up."""
 
-LANES = 128
-"""Sizes that are multiples of this fill the vectors of every platform."""
 MORE_READS = 2**30
-"""Readings of the weights of one expert, beyond all that there can be."""
+"""More than the readings of one expert's weights in a call, whatever its size."""
 
 GATE_UP_AXES = (axes.EXPERTS, "", "", axes.EXPERT_MLP)
 DOWN_AXES = (axes.EXPERTS, axes.EXPERT_MLP, "")
@@ -121,8 +119,8 @@ def run_tiles(
             return out_MD.at[token_W].add(y_WD, mode="drop", unique_indices=True)
 
         def read(r: jax.Array, out_MD: jax.Array) -> jax.Array:
-            # always that of e: that XLA does not know it keeps the slice where it is, as ahead of
-            # this loop it would read the experts without a token, too
+            # r // MORE_READS is 0, which XLA does not know: the slice depends on the loop and stays
+            # in it. Ahead of the loop it would read experts without a token, too
             of_piece = _cut(weights, e + r // MORE_READS, p * piece, piece)
             if tiling.piece_bytes is None:
                 return one_tile(of_piece, r, out_MD)
@@ -194,6 +192,6 @@ def _piece(gate_up_EPDF: "Weight", piece_bytes: int | None) -> int:
     *_, P, D, F = gate_up_EPDF.shape
     if piece_bytes is None:
         return F
-    unit = LANES if F % LANES == 0 else 1
+    unit = axes.LANES if F % axes.LANES == 0 else 1
     most = piece_bytes // (P * D * gate_up_EPDF.dtype.itemsize)
     return max(d for d in range(unit, F + 1, unit) if F % d == 0 and (d == unit or d <= most))

@@ -34,7 +34,7 @@ class ExpertCall:
     """Padding and rows that nobody asked for take no expert."""
     dispatch: Dispatch = LOSSLESS
     layer: jax.Array | None = None
-    """The layer that runs, of those that weights for one slice lead with."""
+    """The index of the running layer in weights stacked over layers; None outside a scan."""
     uses: list[ExpertUse] = field(default_factory=list)
     """Of layers in order, along a first axis of each."""
     num_dropped_BT: jax.Array | int = 0

@@ -5,7 +5,7 @@ has executables. They are pickles, so they are opened only where nobody
 else can have written them: folder and files must be the user's own, writable by no one else,
 outside the model's directory, and exactly those that `bundle.json` names. They must also have been
 built by these very versions, sources and flags, for these devices. Whatever does not hold is said,
-and the plan is compiled instead.
+and the bundle is not used.
 
 Each process of a pod has its own, in `process-I-of-N/` of the folder.
 

@@ -5,7 +5,8 @@ processor, devices, model, and the plan as far as it decides that graph. Plans t
 prefill buckets share the graphs that they have in common. The folder is one that nobody else can
 write into, so files are trusted; each begins with the hash of its content, as a disk may damage it.
 
-Guarantees: a file under its final name is whole; nothing that goes wrong here ends a job.
+Guarantees: a file under its final name is whole; a file that cannot be written or read costs a note
+and a compile.
 """
 
 import hashlib
@@ -14,6 +15,7 @@ import os
 import tempfile
 import tomllib
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import jax
@@ -22,6 +24,7 @@ from ...compile.compiled_graphs import graph_names
 from ...compile.plan import Plan
 from ...compile.targets import Target
 from ...modelzoo.config import DecoderConfig
+from ..compilation_cache import remove_oldest
 from .key import digest, surroundings
 from .loading import dump
 
@@ -38,12 +41,15 @@ class KeptPrograms:
         on_note: Callable[[str], None],
     ):
         self._folder, self._on_note = folder, on_note
+        with suppress(OSError):
+            folder.mkdir(mode=0o700, exist_ok=True)
+            remove_oldest(folder)
         self._paths = {
             name: folder / f"{key}.bin" for name, key in graph_keys(plan, target, config).items()
         }
 
     def read(self) -> dict[str, bytes]:
-        """What was dumped of each graph that is there."""
+        """The bytes of each executable that is there, by the name of its graph."""
         found = {}
         for name, path in self._paths.items():
             try:
@@ -63,15 +69,24 @@ class KeptPrograms:
 
     def keep(self, name: str, executable: jax.stages.Compiled) -> None:
         """Write the executable of a graph that was compiled in this process."""
-        path = self._paths[name]
         try:
-            data = dump(executable)
-            with tempfile.NamedTemporaryFile(dir=self._folder, delete=False) as file:
-                file.write(hashlib.sha256(data).digest())
-                file.write(data)
-            os.replace(file.name, path)
-        except (OSError, RuntimeError, ValueError) as error:
+            _write(self._paths[name], dump(executable))
+        except Exception as error:  # the graph is compiled, so the job can run
             self._on_note(f"compile cache, {name}: not kept ({error})")
+
+
+def _write(path: Path, data: bytes) -> None:
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(hashlib.sha256(data).digest())
+            file.write(data)
+        os.replace(temporary, path)
+    except BaseException:
+        # a disk that is full needs the space
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
 
 
 _HASH_BYTES = hashlib.sha256().digest_size

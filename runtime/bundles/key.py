@@ -21,13 +21,8 @@ from ..machine import processor_flags
 from .own_files import BundleUnusable
 
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-_SETTINGS = (
-    "jax_default_prng_impl",
-    "jax_disable_most_optimizations",
-    "jax_numpy_dtype_promotion",
-    "jax_threefry_partitionable",
-)
-"""Settings of jax that change what it traces or compiles."""
+_HARMLESS = ("cache", "log", "platforms", "traceback")
+"""Parts of the names of jax's settings that change no program."""
 
 
 def key_of(plan: Plan, target: Target, config: DecoderConfig) -> dict[str, str]:
@@ -42,11 +37,12 @@ def surroundings(target: Target, config: DecoderConfig) -> dict[str, str]:
         **{f"version of {name}": number for name, number in versions().items()},
         "compiler": str(device.client.platform_version),
         "devices": f"{len(target.devices)} x {device.device_kind}",
+        "coordinates": repr([getattr(device, "coords", None) for device in target.devices]),
         "process": f"{jax.process_index()} of {jax.process_count()}",
         # code for a CPU uses the instructions of the one it was compiled on
         "processor": digest(processor_flags()) if target.platform == "cpu" else "",
         **{name: os.environ.get(name, "") for name in _FLAGS},
-        **{f"setting {name}": repr(jax.config.values[name]) for name in _SETTINGS},
+        "settings of jax": _settings(),
         "sources": _source_fingerprint(modelzoo, sharding, compile_floor),
         "model": digest(repr(config)),
     }
@@ -60,6 +56,12 @@ def check_key(built_for: Mapping[str, str], wanted: Mapping[str, str]) -> None:
             f"{name}: {built_for.get(name)!r} then, {wanted.get(name)!r} now" for name in differing
         )
         raise BundleUnusable(f"it was built for something else ({listed})")
+
+
+def _settings() -> str:
+    """A hash of jax's settings, as many of them change what is traced or compiled."""
+    names = sorted(name for name in jax.config.values if not any(x in name for x in _HARMLESS))
+    return digest(repr([(name, jax.config.values[name]) for name in names]))
 
 
 def _source_fingerprint(*packages: ModuleType) -> str:

@@ -53,5 +53,5 @@ def _load(name: str, dumped: bytes, target: Target) -> jax.stages.Compiled:
             backend=target.devices[0].client,
             execution_devices=list(target.devices),
         )
-    except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+    except Exception as error:  # a pickle may raise anything
         raise NotLoaded(f"its executable {name} cannot be loaded ({error})") from error

@@ -22,11 +22,11 @@ from .kept_programs import KeptPrograms
 from .loading import NotLoaded, load_in_background
 from .own_files import BundleUnusable
 
-_COMPILING = "Compiling the plan instead; make a bundle in a new folder with noria compile."
+_NOT_USED = "The bundle is not used; make one in a new folder with noria compile."
 
 
 class WarmStart:
-    """What is ready for a plan. Begins to load executables when it is made.
+    """Executables that are ready for a plan. They begin to load when this object is made.
 
     Processes of a pod take the same executables: the compiler of one may wait for those of the
     others.
@@ -53,13 +53,16 @@ class WarmStart:
           on_note: Called with lines for the user.
           peers: The processes of the job.
         """
-        self._on_note, self._peers, self._source = on_note, peers, "compile cache"
+        self._on_note, self._peers = on_note, peers
         config = files.spec.config
-        self._kept = KeptPrograms(cache, plan, target, config, on_note) if cache else None
+        self._kept: KeptPrograms | None = None
+        if cache is not None:
+            own = own_folder(cache, peers.rank, peers.size)
+            self._kept = KeptPrograms(own, plan, target, config, on_note)
         dumped: dict[str, bytes] | None = None
         if bundle is not None:
-            self._source = f"bundle {bundle}"
             dumped = self._open(bundle, plan, target, files)
+        self._source = "compile cache" if dumped is None else f"bundle {bundle}"
         if dumped is None:
             dumped = self._kept.read() if self._kept else {}
         names = self._of_all(set(dumped))
@@ -103,7 +106,7 @@ class WarmStart:
     def _open(
         self, folder: Path, plan: Plan, target: Target, files: ModelFiles
     ) -> dict[str, bytes] | None:
-        """What a bundle has of each graph; None where not all processes can use theirs."""
+        """The bytes of a bundle's executables; None where not all processes can use theirs."""
         own = own_folder(folder, self._peers.rank, self._peers.size)
         try:
             bundle, refusal = Bundle.open(own, plan, target, files.spec.config, files.path), None
@@ -113,7 +116,7 @@ class WarmStart:
         for rank, reason in enumerate(refusals):
             if reason:
                 who = f"process {rank}: " if self._peers.size > 1 else ""
-                self._say(f"{who}{reason}. {_COMPILING}")
+                self._on_note(f"bundle {folder}: {who}{reason}. {_NOT_USED}")
         return None if bundle is None or any(refusals) else dict(bundle.dumped)
 
     def _of_all(self, names: set[str]) -> set[str]:

@@ -61,6 +61,9 @@ class TextCollector:
         if self.stop_reason is not None:
             self.num_tokens_past_stop += len(ids)
             return True
+        if not self.may_stop:
+            self._take(ids, ends_with_stop_token)
+            return False
         num_kept, text, old_length = self.num_tokens_kept, self.text, len(self.text)
         state = self._detokenizer.state if self._detokenizer else None
         self._take(ids, ends_with_stop_token)
@@ -97,7 +100,7 @@ class TextCollector:
             self.text += self._detokenizer.push(ids[:-1] if is_last_hidden else ids)
 
     def _find(self, stop: str, old_length: int) -> int:
-        """Where a stop string begins that what came after `old_length` has completed, or -1."""
+        """The index of a stop string that text after `old_length` has completed, or -1."""
         if len(self.text) == old_length:
             return -1
         return self.text.find(stop, max(0, old_length - len(stop) + 1))

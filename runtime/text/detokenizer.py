@@ -45,7 +45,7 @@ class Detokenizer:
 
     @property
     def state(self) -> tuple[tuple[bytes, int], bool]:
-        """What the next push depends on; set, it undoes the pushes since it was read."""
+        """All that the next push depends on; setting it undoes the pushes since it was read."""
         return self._decoder.getstate(), self._strips_space
 
     @state.setter

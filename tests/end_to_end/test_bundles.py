@@ -38,15 +38,13 @@ def test_a_job_starts_from_a_bundle_without_compiling(noria, source, plan, bundl
     output = source.with_name("out.jsonl")
     arguments = ("-i", source, "-o", output, "--model", noria.model, "--plan", bundle)
     said = noria.run("batch", *arguments).stderr
-    assert "executables taken, none compiled" in said
+    assert "executables taken" in said
     assert "compile [" not in said
     for ours, theirs in zip(read_rows(output), compiled, strict=True):
         assert answer(ours) == answer(theirs)
 
 
-def test_a_plan_of_which_an_executable_cannot_be_loaded_is_compiled_in_the_build(
-    noria, source, bundle
-):
+def test_an_executable_that_cannot_be_loaded_is_compiled_in_the_build(noria, source, bundle):
     folder = source.with_name("broken")
     shutil.copytree(bundle, folder)
     contents = json.loads((folder / "bundle.json").read_text())
@@ -59,10 +57,8 @@ def test_a_plan_of_which_an_executable_cannot_be_loaded_is_compiled_in_the_build
         output = folder.with_name(f"from-{plan.name}.jsonl")
         arguments = ("-i", source, "-o", output, "--model", noria.model, "--plan", plan)
         said = noria.run("batch", *arguments).stderr
-        total = len(contents["graphs"]) * (plan is folder)
         assert said.count(f"executable {name} cannot be loaded") == (plan is folder)
-        assert said.count("Compiling the plan instead; make a bundle in a new") == (plan is folder)
-        assert said.count("compile [") == total
+        assert said.count("compile [") == (plan is folder)
         manifest = read_manifest(output)
         assert manifest["compiles_during_run"] == 0
         assert "compiles_announced" not in manifest["generator"]
@@ -83,7 +79,7 @@ def test_a_script_starts_from_a_bundle(noria, bundle):
         text=True,
         check=True,
     )
-    assert "executables taken, none compiled" in run.stderr
+    assert f"bundle {bundle}: " in run.stderr and "executables taken" in run.stderr
     assert run.stdout.startswith("[")
 
 
@@ -91,7 +87,7 @@ def test_an_edited_plan_is_compiled_with_a_word(noria, source, bundle):
     output = source.with_name("edited.jsonl")
     arguments = ("-i", source, "-o", output, "--model", noria.model, "--plan", bundle)
     said = noria.run("batch", *arguments, "--set", "buckets.steps_per_call=4").stderr
-    assert "Compiling the plan instead" in said
+    assert "The bundle is not used" in said
     assert "compile [1/" in said
     assert all(row["response"]["status_code"] == 200 for row in read_rows(output))
 
@@ -103,13 +99,13 @@ def test_a_folder_without_a_plan_is_refused(noria, source, tmp_path):
 
 
 @pytest.mark.tpu_compile
-def test_for_a_target_that_is_not_there_the_report_is_kept(noria, source):
+def test_for_a_tpu_that_is_not_there_report_and_executables_are_kept(noria, source):
     plan, folder = source.with_name("tpu.toml"), source.with_name("tpu")
     options = ("--model", noria.model, "--workload", source, "-o", plan, "--quiet")
     noria.run("plan", *options, "--target", "tpu:v5e:1x1")
     said = noria.run("compile", "--model", noria.model, "--plan", plan, "-o", folder).stdout
-    assert "not kept" in said
+    assert ", kept;" in said
     contents = json.loads((folder / "bundle.json").read_text("utf-8"))
-    assert not contents["executable"]
+    assert contents["executable"] and "TPU" in contents["key"]["compiler"]
     assert all(graph["compile_seconds"] > 0 for graph in contents["graphs"].values())
     assert any(graph["temp_bytes"] > 0 for graph in contents["graphs"].values())

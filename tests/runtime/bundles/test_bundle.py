@@ -94,7 +94,7 @@ def test_a_bundle_says_what_each_graph_took_and_needs(folder):
         "sources",
         "processor",
         "process",
-        "setting jax_disable_most_optimizations",
+        "settings of jax",
     ],
 )
 def test_executables_of_another_build_are_refused_by_what_differs(folder, target, name):

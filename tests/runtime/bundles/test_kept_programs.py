@@ -68,7 +68,8 @@ def test_a_damaged_file_is_named_and_its_graph_compiled_again(target, folder, da
 
 def test_a_folder_that_is_gone_costs_a_note_and_no_job(model, target, tmp_path):
     kept = KeptPrograms(tmp_path / "gone", PLAN, target, CONFIG, (notes := []).append)
-    assert kept.read() == {}
+    (tmp_path / "gone").rmdir()
+    assert kept.read() == {} and not notes
     kept.keep("fork", model.graphs.executables["fork"])
     (note,) = notes
     assert note.startswith("compile cache, fork: not kept")
