@@ -82,21 +82,12 @@ def build(
     attention: AttentionPlan = AUTO_ATTENTION,
     compiler: CompilerOptions = NO_OPTIONS,
     ready: Mapping[str, jax.stages.Compiled] = MappingProxyType({}),
-    on_compiled: Callable[[str, jax.stages.Compiled], None] = lambda name, executable: None,
+    keep: Callable[[str, jax.stages.Compiled], None] | None = None,
 ) -> CompiledGraphs:
     """Compile all graphs of `grid` for a placement; the longest to compile are started first.
 
-    Args:
-      definition: The model.
-      grid: The buckets.
-      placement: How the model lies on its devices.
-      dtype: The dtype of weights and activations.
-      on_graph: Called after each compile.
-      experts: How tokens are sent to experts.
-      attention: The kernels that are asked for.
-      compiler: The compiler's options that are asked for.
-      ready: Executables by name that need not be compiled.
-      on_compiled: Called with each new executable and its name, in the thread that compiled it.
+    `ready` are executables, by name, that need not be compiled. `keep` is called with the name of
+    each new one and with it, in the thread that compiled it.
 
     Raises:
       GraphFailed: A graph does not compile. No other graph replaces it, as the executables that a
@@ -113,7 +104,8 @@ def build(
 
     def compile_and_keep(graph: GraphToBuild) -> tuple[jax.stages.Compiled, float]:
         executable, seconds = compile_graph(graph)
-        on_compiled(graph.name, executable)
+        if keep is not None:
+            keep(graph.name, executable)
         return executable, seconds
 
     try:

@@ -300,7 +300,8 @@ def compile_plan(
         plan.experts or LOSSLESS_EXPERTS,
         plan.attention,
         plan.compiler,
-        **({} if warm is None else {"ready": warm.executables(), "on_compiled": warm.keep}),
+        warm.executables() if warm else {},
+        warm.keep if warm else None,
     )
 
 

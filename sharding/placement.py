@@ -24,7 +24,6 @@ from .sharded_operations import ShardedOperations
 
 _TABLES = ("embedding.table", "head.table")
 _MAKES_HEADS = (axes.EMBED_IN, axes.QUERY_HEADS, "", "")
-"""Elements of a row of a TPU's tiles."""
 _CACHES = (axes.CACHE_KEYS, axes.CACHE_VALUES, axes.CACHE_LATENTS)
 
 

@@ -6,8 +6,8 @@ Reads the sources of the library, no file of a bundle.
 import hashlib
 import os
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
-from types import ModuleType
 
 import jax
 
@@ -43,7 +43,7 @@ def surroundings(target: Target, config: DecoderConfig) -> dict[str, str]:
         "processor": digest(processor_flags()) if target.platform == "cpu" else "",
         **{name: os.environ.get(name, "") for name in _FLAGS},
         "settings of jax": _settings(),
-        "sources": _source_fingerprint(modelzoo, sharding, compile_floor),
+        "sources": _source_fingerprint(),
         "model": digest(repr(config)),
     }
 
@@ -64,10 +64,11 @@ def _settings() -> str:
     return digest(repr([(name, jax.config.values[name]) for name in names]))
 
 
-def _source_fingerprint(*packages: ModuleType) -> str:
-    """Of every source file of some packages."""
+@cache
+def _source_fingerprint() -> str:
+    """A hash of every source file that decides a graph."""
     digest = hashlib.sha256()
-    for package in packages:
+    for package in (modelzoo, sharding, compile_floor):
         root = Path(next(iter(package.__path__)))
         for path in sorted(root.rglob("*.py")):
             digest.update(f"{package.__name__} {path.relative_to(root)}\n".encode())

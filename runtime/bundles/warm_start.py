@@ -78,8 +78,6 @@ class WarmStart:
         """The executables that are loaded, by the name of their graph; waits for them."""
         errors = {name: one.exception() for name, one in self._loading.items()}
         for error in errors.values():
-            if error is not None and not isinstance(error, NotLoaded):
-                raise error
             if error is not None:
                 self._say(f"{error}. Compiling it instead.")
         names = self._of_all({name for name, error in errors.items() if error is None})

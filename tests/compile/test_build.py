@@ -63,7 +63,7 @@ def test_graphs_that_are_ready_are_not_compiled_and_new_ones_are_handed_over(mon
         find_target("cpu").placement(),
         jnp.float32,
         ready=ready,
-        on_compiled=kept.__setitem__,
+        keep=kept.__setitem__,
     )
     assert not ready.keys() & set(begun) and begun
     assert kept == {name: f"compiled {name}" for name in begun}

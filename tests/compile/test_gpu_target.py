@@ -84,7 +84,7 @@ def test_operations_that_the_compiler_does_not_count_are_those_of_the_shapes(res
 
 
 def test_decode_reads_weights_and_cache_as_they_lie():
-    """Of all arguments, a step copies the logits alone, which it chooses tokens from."""
+    """A step copies no argument but the logits, from which it chooses tokens."""
     target = find_target("gpu:h100:1")
     definition, dtype = Definition(CONFIG), jnp.dtype("bfloat16")
     (graph,) = (

@@ -44,6 +44,14 @@ def test_a_job_starts_from_a_bundle_without_compiling(noria, source, plan, bundl
         assert answer(ours) == answer(theirs)
 
 
+def test_a_second_job_of_the_same_plan_compiles_nothing(noria, source, plan, bundle):
+    output = source.with_name("again.jsonl")
+    arguments = ("-i", source, "-o", output, "--model", noria.model, "--plan", plan)
+    said = noria.run("batch", *arguments).stderr
+    assert "compile cache: " in said and "executables taken" in said
+    assert "compile [" not in said
+
+
 def test_an_executable_that_cannot_be_loaded_is_compiled_in_the_build(noria, source, bundle):
     folder = source.with_name("broken")
     shutil.copytree(bundle, folder)

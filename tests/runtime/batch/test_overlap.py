@@ -42,7 +42,7 @@ def write_rows(path, lengths=MAX_TOKENS, **params):
 
 @pytest.fixture
 def happened(monkeypatch) -> list[str]:
-    """What the host does, in order: `start` and `read` of calls, `text`, and `journal`."""
+    """The steps of the host in order: `start` and `read` of calls, `text`, and `journal`."""
     found: list[str] = []
 
     def note(owner, name, what):
@@ -62,7 +62,7 @@ def happened(monkeypatch) -> list[str]:
 
 
 def between_calls(happened: list[str]) -> set[str]:
-    """What is done after a call was read, and before the next one starts."""
+    """The steps after a call was read and before the next one starts."""
     last = len(happened) - happened[::-1].index("start")
     found, is_idle = set(), True
     for what in happened[:last]:
