@@ -19,8 +19,8 @@ def set_optimized(is_optimized: bool) -> None:
 
 
 def _unoptimized_options(*args: Any, backend: Any, **options: Any) -> Any:
-    """Also without emitters of fusions, whose code takes LLVM longest."""
-    if backend.platform == "cpu":
+    """Also without emitters of fusions, whose code takes LLVM longest, where XLA can do without."""
+    if backend.platform == "cpu" and jax.__version_info__ < (0, 12):
         overrides = options.get("env_options_overrides") or {}
         options["env_options_overrides"] = overrides | {"xla_cpu_use_fusion_emitters": False}
     return _optimized_options(*args, backend=backend, **options)

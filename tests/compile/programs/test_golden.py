@@ -24,9 +24,8 @@ from noria.sharding.layout import Layout
 
 TABLE = tomllib.loads(Path(__file__).with_name("golden_programs.toml").read_text("utf-8"))
 ROWS = TABLE["program"]
-OF_THESE_COMPILERS = pytest.mark.skipif(
-    jax.__version__ != TABLE["jax"], reason=f"the table is of the compilers of jax {TABLE['jax']}"
-)
+TABLES = {TABLE["jax"]: ROWS, TABLE["newest_jax"]: TABLE["newest_program"]}
+"""Rows by the version of jax whose compilers they hold for."""
 FACTS = ("model", "target", "layout", "layers", "dtype", "graph")
 ARRAY_BYTES = 64 * 1024
 """Bytes of the smallest argument whose conversions and copies count: these models are small."""
@@ -143,7 +142,7 @@ def row_lines(row: dict[str, Any], figures: dict[str, float]) -> str:
     return "\n".join(["[[program]]", *facts, *found])
 
 
-@OF_THESE_COMPILERS
+@pytest.mark.skipif(jax.__version__ not in TABLES, reason=f"tables hold for jax {list(TABLES)}")
 @pytest.mark.parametrize(
     "row",
     [
@@ -152,7 +151,7 @@ def row_lines(row: dict[str, Any], figures: dict[str, float]) -> str:
             id=name_of(row),
             marks=[pytest.mark.tpu_compile] if row["target"].startswith("tpu") else [],
         )
-        for row in ROWS
+        for row in TABLES.get(jax.__version__, ROWS)
     ],
 )
 def test_a_program_does_no_more_than_its_row_allows_and_a_row_allows_no_more_than_that(row):
@@ -174,6 +173,11 @@ def test_most_pairs_of_facts_meet():
     ):
         for model in MODELS:
             assert {row[fact] for row in ROWS if row["model"] == model} == values
+
+
+def test_each_program_for_the_cpu_is_held_with_the_newest_jax_too():
+    named = [name_of(row) for row in ROWS if row["target"] == "cpu"]
+    assert [name_of(row) for row in TABLE["newest_program"]] == named
 
 
 def test_every_turn_of_a_loop_in_decode_on_tpu_is_worth_one():
