@@ -16,6 +16,7 @@ from tiny import (
     TinyModel,
     prompts,
 )
+from unoptimized import set_optimized
 
 from noria.compile.compiled_graphs import graph_names
 from noria.compile.graph_failures import GraphFailed
@@ -33,11 +34,23 @@ GRIDS = {
     "tails": TAIL_GRID,
     "ragged chunks": RAGGED_CHUNK_GRID,
 }
+OPTIMIZED = {"whole", "ragged chunks"}
+"""Grids whose bits are those of optimized programs: whole prompts, and chunks that are longer than
+the window and shorter; equal slots, and ragged ones. The others combine these in another way: LLVM
+optimizes their programs with `--slow` alone."""
+COMBINED = {"tails"}
+"""Grids that only `--slow` runs: "ragged chunks" has these chunks, and "chunks" has equal slots."""
 
 
-@pytest.fixture(scope="module", params=GRIDS.values(), ids=GRIDS)
-def model(request) -> TinyModel:
-    return TinyModel(grid=request.param)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=[pytest.mark.slow] * (name in COMBINED), id=name) for name in GRIDS
+    ],
+)
+def model(request, optimizes: bool) -> TinyModel:
+    set_optimized(optimizes or request.param in OPTIMIZED)
+    return TinyModel(grid=GRIDS[request.param])
 
 
 def run(model: TinyModel, requests: list[Request], **options):
