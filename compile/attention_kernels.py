@@ -7,7 +7,7 @@ same wherever it is built; a kernel that is asked for and cannot serve is an err
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax.numpy as jnp
@@ -18,7 +18,10 @@ from ..modelzoo.blockwise import attend_blockwise
 from ..modelzoo.config import DecoderConfig, Scores, Window
 from ..modelzoo.kernels.call import AttentionCall
 from ..modelzoo.kernels.cudnn import attend_cudnn, cudnn_refusal
+from ..modelzoo.kernels.flash import attend_flash, flash_refusal
 from ..modelzoo.kernels.splash import attend_splash, splash_refusal
+from ..modelzoo.kv_cache import kept_entries
+from ..modelzoo.segments import segment_lengths
 from ..sharding.layout import PHASES
 from ..sharding.placement import Placement
 from .bucket_grid import BucketGrid
@@ -56,6 +59,7 @@ KERNELS = (
         splash_refusal,
         lambda call: partial(attend_splash, needs_lse=call.has_sinks),
     ),
+    Kernel("flash", ("tpu",), ("prefill",), flash_refusal, lambda call: attend_flash),
     Kernel("cudnn", ("gpu",), ("prefill",), cudnn_refusal, lambda call: attend_cudnn),
     Kernel("xla", ("cpu", "gpu", "tpu"), PHASES, lambda call: None, lambda call: attend_blockwise),
 )
@@ -136,7 +140,9 @@ def choose_kernels(
     prompts = {
         bucket.tokens: _of_prompts(config, dtype, bucket.tokens, in_order)
         if bucket.chunk is None
-        else _of_cache(config, dtype, num_queries=bucket.chunk)
+        else _of_chunk(
+            config, dtype, bucket.chunk, grid.num_segments(bucket.length), grid, placement
+        )
         for bucket in grid.prefill
     }
     prefill = {
@@ -178,6 +184,29 @@ def _of_prompts(
     value_dim = config.head_dim if latent is None else latent.value_dim
     sizes = num_tokens, config.head_dim, value_dim
     return AttentionCall(*sizes, dtype, *_options(config), is_in_order=is_in_order)
+
+
+def _of_chunk(
+    config: DecoderConfig,
+    dtype: jnp.dtype,
+    chunk: int,
+    num_segments: int,
+    grid: BucketGrid,
+    placement: Placement,
+) -> AttentionCall:
+    """Attention of chunks that end in the last of so many segments."""
+    if placement.layout is None and placement.mesh.size > 1:
+        return _of_cache(config, dtype, chunk)
+    lies, stripes = placement.operations("chunk", config).prompt_stripes, placement.cache_stripes
+    segments = set()
+    for window in set(config.windows):
+        kept = kept_entries(window, longest := grid.decode_spans[-1], stripes)
+        lengths = segment_lengths(grid.decode_spans, kept)[:num_segments]
+        if kept == longest and stripes == 1:  # a chunk sees nothing of the entries that it may fill
+            lengths[-1] -= chunk
+        segments |= {length // stripes for length in lengths}
+    call = _of_cache(config, dtype, chunk // lies.count)
+    return replace(call, segments=frozenset(segments) - {0})
 
 
 def _of_cache(config: DecoderConfig, dtype: jnp.dtype, num_queries: int) -> AttentionCall:

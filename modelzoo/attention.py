@@ -50,6 +50,23 @@ AttendEntries = Callable[[jax.Array, jax.Array, Any], tuple[jax.Array, jax.Array
 """`(out, lse)` of `q_BTKGH` at `position_BT` over entries that know their positions."""
 
 
+class Slots(NamedTuple):
+    """The rows of a cache that those of queries see.
+
+    A cache may have more entries than have positions: nothing is seen of the last ones.
+    """
+
+    layer: jax.Array
+    slot_B: jax.Array
+    """For a slot that a segment does not have, in which nothing is seen, any other one is taken."""
+
+    def of(self, x_LB: jax.Array) -> jax.Array:
+        """The rows of an array that leads with layers and all slots."""
+        if x_LB.shape[0] == 1:
+            return x_LB[0].at[self.slot_B].get(mode="clip")
+        return x_LB.at[self.layer, self.slot_B].get(mode="clip")
+
+
 @dataclass(frozen=True)
 class Visibility:
     """Which keys each query sees, as positions: masks are made of these where they are needed."""
@@ -60,10 +77,21 @@ class Visibility:
     is_in_order: bool = False
     """Static: query t and key t are token t of one prompt, whose padding comes last. Masks may then
     be made of indices, and padding may see padding."""
+    slots: "Slots | None" = None
+    """For keys and values `[L, ...]` of a cache, which have more rows than those of queries."""
 
     def mask(self) -> jax.Array:
         """`mask_BTS`."""
         return visible(self.query_position_BT, self.key_position_BS, self.window)
+
+    def of_queries(self, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """`k_BKHS` and `v_BKSH`, taken out of a cache where they are in one."""
+        if self.slots is None:
+            return k, v
+        k_BKHS, v_BKSH = map(self.slots.of, (k, v))
+        # of all rows, a part of the entries would be a copy
+        S = self.key_position_BS.shape[1]
+        return k_BKHS[..., :S], v_BKSH[:, :, :S]
 
 
 def visible(query_position_BT: jax.Array, key_position_BS: jax.Array, window: Window) -> jax.Array:
@@ -95,7 +123,8 @@ def attend_dense(
     scores: Scores = PLAIN_SCORES,
 ) -> tuple[jax.Array, jax.Array]:
     """Attend over all keys at once: the reference implementation, whose scores grow as T * S."""
-    out_BTKGH, lse_BTKG = attend_masked(q_BTKGH, k_BKHS, v_BKSH, visibility.mask(), scores)
+    keys_values = visibility.of_queries(k_BKHS, v_BKSH)
+    out_BTKGH, lse_BTKG = attend_masked(q_BTKGH, *keys_values, visibility.mask(), scores)
     return out_BTKGH.astype(q_BTKGH.dtype), lse_BTKG
 
 

@@ -47,6 +47,7 @@ def attend_blockwise(
     block_scores: int = BLOCK_SCORES,
 ) -> Attended:
     """As `attend_dense`. Static: the limits of a block's size, which short prompts do not have."""
+    k_BKHS, v_BKSH = visibility.of_queries(k_BKHS, v_BKSH)
     T, S = q_BTKGH.shape[1], k_BKHS.shape[3]
     if visibility.is_in_order and TRIANGLE_BLOCK < T <= LONGEST_TRIANGLE:
         return _attend_triangle(q_BTKGH, k_BKHS, v_BKSH, visibility.window, scores)

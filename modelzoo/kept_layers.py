@@ -12,6 +12,7 @@ Knows nothing of spans, slots or what lies at which entry.
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from . import axes
 from .segments import Segments
@@ -59,6 +60,10 @@ class KeysValues(NamedTuple):
         segments = zip(self.k_LBKHS, self.v_LBKSH, strict=True)
         return [(layer_of(k, layer), layer_of(v, layer)) for k, v in segments]
 
+    def read_all(self) -> list[KeysAndValues]:
+        """Each segment of all layers."""
+        return list(zip(self.k_LBKHS, self.v_LBKSH, strict=True))
+
 
 class Latents(NamedTuple):
     """Latents and rotated keys of layers, one array a segment."""
@@ -71,6 +76,10 @@ class Latents(NamedTuple):
     def read(self, layer: jax.Array) -> list[KeysAndValues]:
         """Each segment of one layer."""
         return [_latents_as_heads(layer_of(x, layer)) for x in self.kept_LBSH]
+
+    def read_all(self) -> list[KeysAndValues]:
+        """Each segment of all layers."""
+        return list(map(_latents_as_heads, self.kept_LBSH))
 
 
 KeptLayers = KeysValues | Latents
@@ -90,4 +99,4 @@ def _latents_as_heads(kept_BSH: jax.Array) -> KeysAndValues:
     Of what attention makes of such values, entries past the latent mean nothing. That is less work
     than values without them, which would be a copy of nearly all of the segment.
     """
-    return kept_BSH.swapaxes(1, 2)[:, None], kept_BSH[:, None]
+    return jnp.expand_dims(kept_BSH.swapaxes(-1, -2), -3), jnp.expand_dims(kept_BSH, -3)

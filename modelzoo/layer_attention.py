@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from . import axes
-from .attention import Attend, Queries, Visibility, with_sinks
+from .attention import Attend, Queries, Slots, Visibility, with_sinks
 from .config import Window
 from .kept_layers import KeptLayers, PromptKeysValues, PromptLatents, PromptLayer
 from .kv_cache import Positions, append
@@ -122,11 +122,14 @@ class ChunkContext(NamedTuple):
     """Positions of the entries from before the chunk."""
     kept_position_BT: jax.Array
     """Positions of the chunk's own tokens, empty where it is padded."""
+    slots: Slots | None = None
+    """The layer and slots of the rows, where attention has all of the cache."""
 
     AXES = (
         (axes.ATTENTION_BATCH, ""),
         axes.CACHE_POSITIONS,
         (axes.ATTENTION_BATCH, axes.LENGTH),
+        (),
     )
 
 
@@ -152,11 +155,15 @@ class ChunkAttention:
     ) -> LayerAttention:
         """See `CallAttention`."""
         slot_B = self.rows.after(x_BTD, self.operations).slot_B
-        num_left = 0 if self.context.seen.is_ring(window) else self.num_unseen
-        heads = self.num_heads, self.head_dim
-        old = layer_of_slots(cache, scan_index, slot_B, num_left, *heads, self.stored)
+        context = self.context
+        if self.operations.has_cache_of(self.stored):
+            context = context._replace(slots=Slots(scan_index, slot_B))
+        else:
+            num_left = 0 if context.seen.is_ring(window) else self.num_unseen
+            heads = self.num_heads, self.head_dim
+            cache = layer_of_slots(cache, scan_index, slot_B, num_left, *heads, self.stored)
         attend = self.operations.attend(partial(self._attend, window), writes_cache=False)
-        return LayerAttention(partial(attend, rows=self.context, cache=old), reads_cache=True)
+        return LayerAttention(partial(attend, rows=context, cache=cache), reads_cache=True)
 
     def keep(
         self,
@@ -183,11 +190,13 @@ class ChunkAttention:
     ) -> tuple[jax.Array, PromptLayer]:
         made = new if latents is None else latents
         assert made is not None
-        entries = [*cache.read(jnp.int32(0)), made.read()]
-        key_position_BS = (*rows.seen.of(window), rows.kept_position_BT)
-        attend_entries = partial(attend_segments, self.attend, window)
+        seen_BS = rows.seen.of(window)
+        old = cache.read(jnp.int32(0)) if rows.slots is None else cache.read_all()
+        # of the last segment there may be nothing to be seen
+        entries = [*old[: len(seen_BS)], made.read()], (*seen_BS, rows.kept_position_BT)
+        attend_entries = partial(attend_segments, self.attend, window, slots=rows.slots)
         attend_all = self.operations.over_cache(attend_entries, window)
-        attended = attend_all(queries.q_BTKGH, rows.position_BT, (entries, key_position_BS))
+        attended = attend_all(queries.q_BTKGH, rows.position_BT, entries)
         return _of_queries(queries, *attended), made
 
 

@@ -151,6 +151,14 @@ class Operations:
         del logical_axes
         return body(old, new, rows)
 
+    def has_cache_of(self, stored: "Operations") -> bool:
+        """Whether inside `attend` a cache that `stored` lays out has all slots and their entries.
+
+        Keys and values of slots need not be brought together before.
+        """
+        del stored
+        return True
+
     def num_cache_heads(self, num_kv_heads: int) -> int:
         """Key/value heads that attention has of those of the model, copies included."""
         return num_kv_heads

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from ..modelzoo.operations import Weight
 
 MeshAxes = tuple[str, ...]
+_CACHES = (axes.CACHE_KEYS, axes.CACHE_VALUES, axes.CACHE_LATENTS, axes.CACHE_POSITIONS)
 
 
 class ShardedOperations(Operations):
@@ -202,6 +203,12 @@ class ShardedOperations(Operations):
             return body(old, new, type(rows)(row_B, *others))
 
         return self._map(local, (spec, _of_one(spec, axis), P()), spec)(old, new, rows)
+
+    def has_cache_of(self, stored: Operations) -> bool:
+        assert isinstance(stored, ShardedOperations)
+        split = (self._rules[axes.ATTENTION_BATCH], self._rules[axes.CACHE_LENGTH])
+        lies = [[rules.spec(x) for x in _CACHES] for rules in (self._rules, stored._rules)]
+        return not any(split) and lies[0] == lies[1]
 
     def num_cache_heads(self, num_kv_heads: int) -> int:
         return num_kv_heads * kv_copies(num_kv_heads, self._num_shards(axes.KV_HEADS))

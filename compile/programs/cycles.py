@@ -9,7 +9,6 @@ links take for all of a program is a bound of its own.
 Knows nothing of models. Every figure is an estimate, and nothing here was run.
 """
 
-import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -26,7 +25,6 @@ from .products import product_flops
 _ESTIMATE = re.compile(r'"estimated_cycles":"(\d+)"')
 _UNKNOWN = 2**63 - 1
 """The compiler writes this where it has no estimate."""
-_KERNEL_COST = re.compile(r'"cost_estimate": ?(\{[^{}]*\})')
 
 
 @dataclass(frozen=True)
@@ -76,8 +74,7 @@ class Prices:
     def _seconds(self, computation: Computation, one: Instruction) -> float:
         if one.opcode in KINDS:
             return self._link_seconds(computation, one)
-        if kernel := _KERNEL_COST.search(one.attributes):
-            cost = json.loads(kernel[1])
+        if cost := one.kernel_cost:
             return self._local_seconds(cost["flops"], cost["bytes_accessed"])
         moved = sum(num_bytes for _, num_bytes in self._traffic.reads(computation, one))
         moved += self._traffic.written(computation, one)

@@ -8,7 +8,9 @@ inside a fusion. So counts XLA's `HloCostAnalysis`, though without regard to whe
 Knows nothing of models or hardware. Guarantees: a transfer onto the chip counts once, where it is
 done, however often the array is read there. Loops count with their turns, one of unknown length
 with a single turn; of branches that one counts which moves least, as where no row asks for more.
-Left out are the padding of tiles, and what a kernel reads more than once. What a call brings onto
+A kernel that declares its bytes reads so many, of its operands by their sizes: it may read a part
+of one, or all of it several times. Left out are the padding of tiles, and what other kernels read
+more than once. What a call brings onto
 the chip for the next one counts beside what it brings for itself.
 """
 
@@ -59,6 +61,8 @@ class Traffic:
         one = _synchronous(computation, one)
         if _is_free(one) or one.opcode in CALLERS:
             return []
+        if one.kernel_cost:
+            return _declared(computation, one)
         handed_on = _handed_on(one)
         return [
             (name, _read(self._program, one, position, _in_hbm(computation.instructions[name])))
@@ -114,6 +118,21 @@ def _handed_on(one: Instruction) -> list[int]:
         return []
     pairs = one.attribute("output_to_operand_aliasing", r"\{.*?\)\}") or ""
     return [int(position) for position in re.findall(r"\((\d+), \{\}\)", pairs)]
+
+
+def _declared(computation: Computation, kernel: Instruction) -> list[tuple[str, int]]:
+    """The bytes that a kernel declares, as reads of the operands that lie in main memory.
+
+    Results, and operands on the chip, are among them once.
+    """
+    operands = [computation.instructions[name] for name in kernel.operands]
+    in_hbm = [_in_hbm(one) for one in operands]
+    others = sum(sum(map(array_bytes, one.arrays)) for one in (kernel, *operands)) - sum(in_hbm)
+    assert kernel.kernel_cost is not None
+    share = max(0, kernel.kernel_cost["bytes_accessed"] - others) / max(1, sum(in_hbm))
+    return [
+        (name, round(share * whole)) for name, whole in zip(kernel.operands, in_hbm, strict=True)
+    ]
 
 
 def _read(program: Program, user: Instruction, position: int, whole: int) -> int:

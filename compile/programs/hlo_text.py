@@ -6,6 +6,7 @@ every instruction of every computation is found under its name, and a loop's tri
 that the text proves, or None.
 """
 
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -25,6 +26,7 @@ _CALLED = re.compile(
     r"\b(calls|to_apply|condition|body|true_computation|false_computation|branch_computations)="
     r"(\{[^}]*\}|%[\w.-]+)"
 )
+_KERNEL_COST = re.compile(r'"cost_estimate": ?(\{[^{}]*\})')
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,12 @@ class Instruction:
         """What the compiler says it comes from, such as `jit(f)/while/body/dot_general`."""
         found = re.search(r'\bop_name="((?:[^"\\]|\\.)*)"', self.attributes)
         return found[1] if found else ""
+
+    @property
+    def kernel_cost(self) -> dict[str, int] | None:
+        """The operations and bytes that a kernel declares, if it does."""
+        found = _KERNEL_COST.search(self.attributes)
+        return {name: int(x) for name, x in json.loads(found[1]).items()} if found else None
 
     def attribute(self, name: str, pattern: str) -> str | None:
         """The part of the attributes that reads `name=pattern`, without the name."""

@@ -15,7 +15,7 @@ class AttentionCall:
     """Attention of all layers of one graph."""
 
     num_queries: int
-    """Of a row: the tokens of a prompt, or 1."""
+    """Of a row: the tokens of a prompt or of a chunk of it, or 1."""
     key_dim: int
     value_dim: int
     dtype: jnp.dtype
@@ -25,6 +25,9 @@ class AttentionCall:
     has_sinks: bool
     is_in_order: bool = False
     """As `Visibility.is_in_order`."""
+    segments: frozenset[int] = frozenset()
+    """For chunks of prompts on devices that run code of their own: the entries of the cache's
+    segments that a device attends to, each number once."""
 
     def __str__(self) -> str:
         seen = sorted(_mask(window) for window in self.windows)

@@ -1,5 +1,6 @@
 """Kernels inside the graphs that run: the answer of the reference, and compiled for absent TPUs."""
 
+import re
 from dataclasses import replace
 
 import jax
@@ -12,13 +13,18 @@ from tolerances import FLOAT32_MODEL_LOGPROB
 
 from noria.compile.attention_kernels import choose_kernels
 from noria.compile.bucket_grid import BucketGrid
-from noria.compile.build import compile_graph, plan_graphs
+from noria.compile.build import GraphToBuild, compile_graph, compile_with_text, plan_graphs
 from noria.compile.compiled_graphs import CompiledGraphs
 from noria.compile.definition import Definition
+from noria.compile.programs.report import read_report
 from noria.compile.targets import find_target
+from noria.modelzoo import kv_cache
 from noria.modelzoo.attention import attend_dense
 from noria.modelzoo.config import Chunk, DecoderConfig, LatentAttention, Scores
+from noria.modelzoo.kernels.flash import attend_flash
 from noria.modelzoo.kernels.splash import attend_splash
+from noria.modelzoo.operations import ON_ONE_DEVICE
+from noria.modelzoo.prompt_pieces import PromptPieces
 from noria.runtime.layout_files import read_layout_table
 from noria.sharding.layout import Layout
 from noria.sharding.placement import Placement
@@ -57,6 +63,39 @@ def test_a_model_with_splash_gives_the_answer_of_the_reference():
         )
 
 
+def test_a_model_with_flash_gives_the_answer_of_the_reference_in_chunks():
+    """Rings beside whole layers, and a row that ends in padding."""
+    config = replace(CAPPED_WITH_SINKS, windows=(None, 128, Chunk(128)))
+    definition = Definition(config)
+    parameters = random_parameters(definition)
+    tokens_BT = np.random.default_rng(0).integers(3, config.vocab_size, (2, T))
+    length_B, slot_B = np.array([T, 140]), jnp.array([2, 0])
+
+    def logprobs(attend):
+        @jax.jit
+        def prefill(parameters, tokens_BT, rows, cache):
+            decoder = definition.bind(parameters, attend=attend)
+            x_BTD, cache, _ = decoder.prefill(tokens_BT, rows, cache, ON_ONE_DEVICE)
+            logits = decoder.logits(x_BTD.reshape(-1, x_BTD.shape[-1]))
+            return jax.nn.log_softmax(logits).reshape(*tokens_BT.shape, -1), cache
+
+        found, cache = [], kv_cache.allocate(config, 3, (T,), jnp.dtype(jnp.float32))
+        for start in (0, 128):
+            count_B = np.clip(length_B - start, 0, 128)
+            rows = PromptPieces(slot_B, jnp.full(2, start), jnp.asarray(count_B))
+            piece_BT = tokens_BT[:, start : start + 128]
+            with pltpu.force_tpu_interpret_mode():
+                got, cache = prefill(parameters, piece_BT, rows, cache)
+            found.append(np.asarray(got))
+        return np.concatenate(found, axis=1)
+
+    got, expected = logprobs(attend_flash), logprobs(attend_dense)
+    for row, length in enumerate(length_B):
+        np.testing.assert_allclose(
+            got[row, :length], expected[row, :length], rtol=0, atol=FLOAT32_MODEL_LOGPROB
+        )
+
+
 WIDE = DecoderConfig(
     vocab_size=1024,
     embed=512,
@@ -80,14 +119,11 @@ def placed(layout: str | None = None) -> Placement:
     return target.placement(Layout.from_table(read_layout_table(layout)))
 
 
-def prefill_on_tpu(config: DecoderConfig, layout: str | None) -> jax.stages.Compiled:
-    """The longest prefill, compiled."""
-    placement = placed(layout)
+def longest_prefill(config: DecoderConfig, grid: BucketGrid, placement: Placement) -> GraphToBuild:
     definition = Definition(config, placement.arrangement(config))
-    graphs = plan_graphs(definition, WIDE_GRID, placement, jnp.dtype(jnp.bfloat16))
-    name = CompiledGraphs.prefill_name(WIDE_GRID.prefill[-1])
-    compiled, _ = compile_graph(next(graph for graph in graphs if graph.name == name))
-    return compiled
+    graphs = plan_graphs(definition, grid, placement, jnp.dtype(jnp.bfloat16))
+    name = CompiledGraphs.prefill_name(grid.prefill[-1])
+    return next(graph for graph in graphs if graph.name == name)
 
 
 @pytest.mark.parametrize(
@@ -104,15 +140,59 @@ def prefill_on_tpu(config: DecoderConfig, layout: str | None) -> jax.stages.Comp
 )
 def test_prefill_with_splash_compiles_for_a_tpu(config, layout):
     """One kernel a layer, in `shard_map` where a layout splits heads."""
-    text = prefill_on_tpu(config, layout).as_text()
-    assert text.count("tpu_custom_call") == len(config.windows)
+    compiled, _ = compile_graph(longest_prefill(config, WIDE_GRID, placed(layout)))
+    assert compiled.as_text().count("tpu_custom_call") == len(config.windows)
+
+
+CHUNKS_GRID = BucketGrid(2304, ((768, 2, 256), (2304, 2, 256)), 8, (768, 2304))
+RINGS = replace(WIDE, windows=(None, 256), max_position=2304)
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.parametrize(
+    ("config", "target", "layout"),
+    [
+        pytest.param(RINGS, "tpu:v5e:2x4", "weight-stationary-1d@tensor=8", id="v5e, heads split"),
+        pytest.param(RINGS, "tpu:v6e:1x1", None, id="v6e", marks=pytest.mark.slow),
+        pytest.param(
+            replace(LATENTS, max_position=2304), "tpu:v6e:1x1", None, id="latents",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            RINGS, "tpu:v5e:2x2", "data-tensor@data=2,tensor=2", id="rows and heads split",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)  # fmt: skip
+def test_chunks_on_a_tpu_attend_to_the_cache_where_it_is(config, target, layout):
+    """A kernel for each segment and for the chunk itself; no slot is taken out of a segment."""
+    target = find_target(target)
+    table = None if layout is None else Layout.from_table(read_layout_table(layout))
+    graph = longest_prefill(config, CHUNKS_GRID, target.placement(table))
+    _, text, _ = compile_with_text(graph)
+    assert text is not None
+    is_whole = [window is None for window in config.windows]
+    # the second segment has entries below the last chunk, a ring of one segment lies in the first
+    assert text.count('custom_call_target="tpu_custom_call"') == sum(2 + x for x in is_whole)
+    assert read_report(text, "tpu", {}).step.copied_bytes == 0
+    # a device has some of the slots where a layout splits them, so they are brought together
+    assert bool(taken_slots(text)) == (layout is not None and "data" in layout)
+
+
+def taken_slots(text: str) -> set[str]:
+    """Arrays that are as long as a segment, or as what a chunk sees of it, but lack its slots."""
+    lengths, slots = {"768", "1536", "1280"}, str(CHUNKS_GRID.decode_slots)
+    shapes = {tuple(sizes.split(",")) for sizes in re.findall(r"bf16\[([\d,]+)\]", text)}
+    of_entries = {shape for shape in shapes if len(shape) > 3 and lengths & {*shape[-2:]}}
+    return {",".join(shape) for shape in of_entries if slots not in shape}
 
 
 def test_what_is_chosen_is_said_by_length():
     kernels = choose_kernels(WIDE, WIDE_GRID, placed(), jnp.dtype(jnp.bfloat16))
     why = "tpu, bfloat16, heads of 64, causal and windows of 200"
     assert kernels.report()["prefill"] == (
-        "64: xla (splash: it takes whole blocks of 128 tokens, got 64 tokens); "
+        "64: xla (splash: it takes whole blocks of 128 tokens, got 64 tokens; "
+        "flash: it takes chunks of prompts, on devices that run code of their own); "
         f"1024: splash ({why})"
     )
 

@@ -53,7 +53,10 @@ def test_a_plan_says_which_kernel_was_asked_for():
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ('decode = "pages"', r"\[attention\] decode: .* one of auto, splash, cudnn, xla, got"),
+        (
+            'decode = "pages"',
+            r"decode: .* one of auto, splash, flash, cudnn, xla, got",
+        ),
         ("prefill = 1", r"\[attention\] prefill: expected one of .* got 1"),
         ('chunk = "xla"', r"\[attention\]: .* unknown \['chunk'\]"),
     ],

@@ -41,7 +41,10 @@ def refusal(noria, source, *options, model=None, expect) -> str:
         (["--set", "numbers.dtype=float16"], "numbers.dtype: expected float32 or bfloat16"),
         (["--set", "target=tpu"], "plan target: expected cpu, got tpu"),
         (["--target", "cuda"], "target: expected cpu, gpu, tpu, a number of them"),
-        (["--set", "attention.decode=pages"], "expected one of auto, splash, cudnn, xla, got"),
+        (
+            ["--set", "attention.decode=pages"],
+            "one of auto, splash, flash, cudnn, xla, got",
+        ),
         (["--set", "attention.prefill=splash"], "'splash': it is of tpu, not of cpu"),
         (["--set", "buckets.prefill=16"], "buckets.prefill: expected a list, got 16"),
         (["--set", "buckets.slots=3"], "unknown ['slots']"),

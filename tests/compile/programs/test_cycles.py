@@ -81,7 +81,8 @@ def test_a_convolution_is_the_product_that_it_stands_for(x, w, out, how, flops):
 
 
 def test_a_kernel_is_priced_by_what_it_declares():
-    cost = '{"flops": 5000000, "transcendentals": 3, "bytes_accessed": 9000}'
+    # numbers come as text
+    cost = '{"flops":"5000000","transcendentals":"3","bytes_accessed":"9000"}'
     config = f'backend_config={{"custom_call_config": {{"body": "x", "cost_estimate": {cost}}}}}'
     found = cycles(
         f'ROOT %a = {WIDE} custom-call(%w), custom_call_target="tpu_custom_call", {config}'

@@ -52,6 +52,15 @@ def test_an_instruction_moves_operands_and_results_that_lie_in_main_memory(line,
     assert moved(line) == expected
 
 
+@pytest.mark.parametrize(("declared", "expected"), [(5, 3), (2.25, 0.25), (1, 0)])
+def test_a_kernel_reads_what_it_declares_beside_what_is_on_the_chip(declared, expected):
+    """A part of its operand in main memory, or more than all; its result counts in any case."""
+    cost = f'{{"bytes_accessed":"{int(declared * WHOLE)}","flops":"1"}}'
+    config = f'backend_config={{"custom_call_config":{{"cost_estimate":{cost}}}}}'
+    call = f'ROOT %y = {HBM} custom-call(%p, %c), custom_call_target="tpu_custom_call", {config}'
+    assert moved(call) == (1 + expected) * WHOLE
+
+
 def test_an_update_in_place_moves_the_update():
     row = f"%r = {ROW} slice(%p), slice={{[0:1], [0:128]}}"
     update = f"ROOT %y = {HBM} dynamic-update-slice(%p, %r, %i, %i)"

@@ -1,0 +1,91 @@
+"""The blocks of the flash kernel: their sizes, the pairs that are read, and what a call costs.
+
+Knows nothing of how a block is attended to. Guarantees: of a pair of blocks in which something is
+visible both are read, also where positions are in no order.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ..attention import EMPTY_POSITION, Visibility, first_visible
+from ..axes import LANES
+from ..config import window_size
+
+BLOCKS = (512, 256, LANES)
+"""Tokens or entries of a block, the largest that divides."""
+MOST_ROWS, MOST_NUMBERS = 2048, 2**20
+"""Queries of a block, of all its tokens and heads, and numbers of these and of their results."""
+
+
+class Blocks(NamedTuple):
+    """Heads of a group, tokens and entries of one product."""
+
+    G: int
+    T: int
+    S: int
+
+
+def block_sizes(shape: tuple[int, ...], value_dim: int, S: int) -> Blocks:
+    """As many rows as may be of queries of a shape, of as many heads as give them."""
+    _, T, _, G, H = shape
+    most = min(MOST_ROWS, MOST_NUMBERS // (H + value_dim))
+    heads = [g for g in range(1, G + 1) if G % g == 0]
+    sizes = [(g * t, g, t) for g in heads for t in BLOCKS if T % t == 0 and g * t <= most]
+    return Blocks(*max(sizes)[1:], next(s for s in BLOCKS if S % s == 0))
+
+
+def blocks_read(visibility: Visibility, block: Blocks) -> jax.Array:
+    """`block_BIJ`: the block of keys that lies on the chip beside blocks i and j.
+
+    It is j where queries of i may see a key of j, else the one before that they see, which is there
+    already, or the first one. Where nothing is seen at all it is block 0.
+    """
+    first_BI, last_BI = (
+        of(x.reshape(len(x), -1, block.T), axis=2)
+        for x, of in zip(positions_seen(visibility), (jnp.min, jnp.max), strict=True)
+    )
+    key_BJS = visibility.key_position_BS.reshape(len(first_BI), -1, block.S)
+    never = jnp.iinfo(jnp.int32).max
+    lowest_BJ = jnp.where(key_BJS > EMPTY_POSITION, key_BJS, never).min(axis=2)
+    is_early_BIJ = lowest_BJ[:, None] <= last_BI[..., None]
+    is_seen_BIJ = is_early_BIJ & (key_BJS.max(axis=2)[:, None] >= first_BI[..., None])
+    latest_BIJ = jnp.where(is_seen_BIJ, jnp.arange(key_BJS.shape[1])[None, None], -1)
+    first_seen_BI1 = jnp.argmax(is_seen_BIJ, axis=2, keepdims=True)
+    latest_BIJ = jax.lax.cummax(latest_BIJ, axis=2)
+    return jnp.where(latest_BIJ < 0, first_seen_BI1, latest_BIJ).astype(jnp.int32)
+
+
+def call_bytes(
+    shape: tuple[int, ...], value_dim: int, num_keys: int, block: Blocks, dtype: jnp.dtype
+) -> int:
+    """What a call with queries of a shape moves.
+
+    `num_keys` are the keys of one head that are read for one block of heads, for all blocks of
+    queries together.
+    """
+    B, T, K, G, H = shape
+    results = B * T * K * G * jnp.dtype(jnp.float32).itemsize
+    rows = B * T * K * G + num_keys * K * G // block.G
+    return results + rows * (H + value_dim) * dtype.itemsize
+
+
+def call_flops(shape: tuple[int, ...], value_dim: int, num_keys: int) -> int:
+    """Multiplications and additions of a call whose queries look at so many keys each."""
+    return 2 * math.prod(shape[:-1]) * num_keys * (shape[-1] + value_dim)
+
+
+def most_seen(S: int, block: Blocks, visibility: Visibility) -> int:
+    """The most keys that a block of queries looks at: of all, as positions are not known here."""
+    window = visibility.window
+    return S if window is None else min(S, window_size(window) + block.T)
+
+
+def positions_seen(visibility: Visibility) -> tuple[jax.Array, jax.Array]:
+    """The first and the last position that each query sees; tokens begin at 0."""
+    last_BT = visibility.query_position_BT
+    if visibility.window is None:
+        return jnp.zeros_like(last_BT), last_BT
+    return jnp.maximum(first_visible(last_BT, visibility.window), 0), last_BT
