@@ -1,8 +1,10 @@
 """The simulator against real runs: given what a run emitted, it counts exactly what the run did."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
-from tiny import CHUNK_GRID, GRID, TAIL_GRID, TinyModel, prompts
+from tiny import CHUNK_GRID, CONFIG, GRID, TAIL_GRID, TinyModel, prompts
 
 from noria.runtime.planning.simulator import SimulatedRow, simulate
 from noria.runtime.request import Request, SamplingParams
@@ -14,7 +16,8 @@ COUNTS = ("calls", "rows", "steps", "real_tokens", "computed_tokens", "emitted_t
     scope="module", params=[GRID, CHUNK_GRID, TAIL_GRID], ids=["whole", "chunks", "tails"]
 )
 def model(request) -> TinyModel:
-    return TinyModel(grid=request.param)
+    # what is counted does not depend on layers
+    return TinyModel(replace(CONFIG, windows=(None,)), request.param)
 
 
 def mixed_requests(seed: int) -> list[Request]:
