@@ -49,6 +49,7 @@ NOT_OPTIMIZED = (
     "modelzoo/test_ring_cache.py",
     "runtime/bundles/",
     "runtime/planning/",
+    "runtime/test_bench.py",
     "runtime/test_graph_memory.py",
     "sharding/test_cache_attention.py",
     "sharding/test_chunks_under_layouts.py",
@@ -63,7 +64,7 @@ NOT_OPTIMIZED = (
 )
 """Tests that compare results within a tolerance, or test how results are used: LLVM optimizes their
 programs with `--slow` alone. Tests of bits, bytes and operations run optimized programs; those in
-these files say so by the fixture `optimized`."""
+these files say so by the fixture `optimized`, or in the fixture that compiles for several tests."""
 
 FAST = (
     "compile/planning/",
