@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from noria.compile.attention_kernels import AUTO_ATTENTION, AttentionPlan
 from noria.compile.bucket_grid import BucketGrid
 from noria.compile.build import compile_with_text, plan_graphs
 from noria.compile.definition import Definition
@@ -122,9 +123,12 @@ class GraphReader:
         self._work = Work(self._definition, dtype, placed or ONE_DEVICE)
         self._hardware = known(target)
 
-    def compile(self, grid: BucketGrid, kind: str) -> ReadGraph:
+    def compile(
+        self, grid: BucketGrid, kind: str, attention: AttentionPlan = AUTO_ATTENTION
+    ) -> ReadGraph:
         """The longest decode or prefill graph of a grid."""
-        graphs = plan_graphs(self._definition, grid, self._placement, jnp.dtype(self._dtype))
+        dtype = jnp.dtype(self._dtype)
+        graphs = plan_graphs(self._definition, grid, self._placement, dtype, attention=attention)
         of_kind = [graph for graph in graphs if graph.kind == kind]
         # decode graphs come by growing span, prefill graphs by shrinking length
         graph = of_kind[-1 if kind == "decode" else 0]
