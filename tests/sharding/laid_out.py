@@ -1,11 +1,11 @@
 """Small random models under layouts on simulated devices, and what they answer.
 
 One odd model a family, read from the family's own config.json; what is compiled are the graphs of
-the build, and what is compared with is the same model on one device.
+the build, and what is compared with is the same model on one device: a whole forward pass for each
+token, or the graphs of the build where more than greedy tokens is compared.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -14,15 +14,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from tiny import random_parameters
+from tolerances import FLOAT32_MODEL_LOGPROB
 
 from noria.compile.bucket_grid import BucketGrid, PrefillBucket
-from noria.compile.build import compile_graph, plan_graphs
+from noria.compile.build import GraphToBuild, compile_graph, plan_graphs
 from noria.compile.compiled_graphs import CompiledGraphs
 from noria.compile.definition import Definition
 from noria.compile.prefill_steps import PrefillOutput
-from noria.compile.steps import DecodeOutput, DecodeState
+from noria.compile.steps import NO_TOKEN, DecodeOutput, DecodeState
 from noria.compile.targets import find_target
 from noria.modelzoo import axes
+from noria.modelzoo.attention import attend_dense
 from noria.modelzoo.config import Arrangement, DecoderConfig
 from noria.modelzoo.families.registry import from_hf_config
 from noria.modelzoo.layer_groups import of_single_layers
@@ -183,6 +185,26 @@ class Answers:
     state: DecodeState
 
 
+@dataclass(frozen=True)
+class Expected:
+    """What greedy rows come to on one device; every array leads with the rows."""
+
+    tokens_RQ: np.ndarray
+    prompt_logprobs_RV: np.ndarray
+    logprobs_RV: np.ndarray
+    """After the last token."""
+
+    def assert_equals(self, got: Answers, slots: Iterable[int]) -> None:
+        """Compare with the rows in these slots: ids, and log-probabilities within the tolerance."""
+        slots = list(slots)
+        np.testing.assert_array_equal(got.output.tokens_BQ[slots], self.tokens_RQ)
+        for ours, wanted in (
+            (got.prompt_logprobs_BV, self.prompt_logprobs_RV),
+            (got.logprobs_BV, self.logprobs_RV),
+        ):
+            np.testing.assert_allclose(ours[slots], wanted, rtol=0, atol=FLOAT32_MODEL_LOGPROB)
+
+
 def config_of(family: str, num_kv_heads: int = 8, num_layers: int = 2) -> DecoderConfig:
     table = {"model_type": family, "num_key_value_heads": num_kv_heads}
     table["num_hidden_layers"] = num_layers
@@ -215,6 +237,42 @@ def greedy_rows() -> dict[int, Row]:
     return dict(enumerate(map(Row, prompts)))
 
 
+@lru_cache(maxsize=8)
+def expected(
+    config: DecoderConfig, limits: tuple[int | None, ...] = (), num_tokens: int = 12
+) -> Expected:
+    """The answer of one device to greedy rows: a whole forward pass for each token.
+
+    Rows end at `limits`, where they have any.
+    """
+    definition, prompts = Definition(config), [row.prompt for row in greedy_rows().values()]
+    parameters = random_parameters(definition)
+
+    @jax.jit
+    def last_logits(parameters, tokens_RT, length_R):
+        decoder = definition.bind(parameters, attend=attend_dense)
+        x_RTD, _ = decoder.forward(tokens_RT, length_R)
+        return decoder.logits(x_RTD[np.arange(len(prompts)), length_R - 1])
+
+    length_R = np.array([len(prompt) for prompt in prompts], np.int32)
+    tokens_RT = np.zeros((len(prompts), length_R.max() + num_tokens), np.int32)
+    for row, prompt in zip(tokens_RT, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    tokens_RQ = np.full((len(prompts), num_tokens), NO_TOKEN)
+    limit_R = np.array([limit or tokens_RT.shape[1] for limit in limits or [None] * len(prompts)])
+    is_active_R, logprobs = length_R < limit_R, []
+    for step in range(num_tokens + 1):
+        logits_RV = last_logits(parameters, tokens_RT, length_R)
+        logprobs.append(np.asarray(jax.nn.log_softmax(np.asarray(logits_RV))))
+        if step < num_tokens:
+            token_R = logprobs[-1].argmax(axis=-1)
+            tokens_RQ[is_active_R, step] = token_R[is_active_R]
+            tokens_RT[is_active_R, length_R[is_active_R]] = token_R[is_active_R]
+            length_R = length_R + is_active_R
+            is_active_R = is_active_R & (token_R != STOP_ID) & (length_R < limit_R)
+    return Expected(tokens_RQ, logprobs[0], logprobs[-1])
+
+
 def arranged(
     parameters: dict[str, np.ndarray], config: DecoderConfig, arrangement: Arrangement
 ) -> dict[str, np.ndarray]:
@@ -235,6 +293,18 @@ def arranged(
             x = np.pad(x, ((0, arrangement.padded_vocab - x.shape[0]), (0, 0)))
         result[name] = x
     return result
+
+
+class _CompiledWhenCalled(dict[str, jax.stages.Compiled]):
+    """Executables by name. Compiling takes most of a test's time, and few tests call all graphs."""
+
+    def __init__(self, planned: Iterable[GraphToBuild]):
+        super().__init__()
+        self._planned = {graph.name: graph for graph in planned}
+
+    def __missing__(self, name: str) -> jax.stages.Compiled:
+        self[name], _ = compile_graph(self._planned[name])
+        return self[name]
 
 
 @dataclass
@@ -287,18 +357,8 @@ class LaidOut:
 
     @cached_property
     def graphs(self) -> CompiledGraphs:
-        """Of the longest span of decode alone: compiling is most of a test's time."""
-        span = self.grid.decode_spans[-1]
-        return self.compile("prefill", "fork", "empty", CompiledGraphs.decode_name(span))
-
-    def compile(self, *kinds: str) -> CompiledGraphs:
-        """The graphs of the build whose names begin so."""
         planned = plan_graphs(self.definition, self.grid, self.placement, jnp.dtype(jnp.float32))
-        wanted = [graph for graph in planned if graph.name.startswith(kinds)]
-        with ThreadPoolExecutor() as pool:
-            compiled = [executable for executable, *_ in pool.map(compile_graph, wanted)]
-        names = [graph.name for graph in wanted]
-        return CompiledGraphs(self.grid, dict(zip(names, compiled, strict=True)))
+        return CompiledGraphs(self.grid, _CompiledWhenCalled(planned))
 
     def put(self, arrays: Any) -> Any:
         return HostArrays(self.placement.replicated).put(arrays)
@@ -322,12 +382,12 @@ class LaidOut:
 
     def score(self, rows: Mapping[int, Row], num_logprobs: int) -> dict[int, TokenScores]:
         """Scores of every token but the first of each prompt, by slot."""
-        graphs, state = self.compile("score", "empty"), self.empty_state()
+        state = self.empty_state()
         found: dict[int, list[TokenScores]] = {slot: [] for slot in rows}
         for bucket, pieces in self._calls(rows):
             wanted_B = self.put(np.full(bucket.batch, num_logprobs, np.int32))
             arguments = self._packed(rows, bucket, pieces)
-            state, output = graphs.score(self.parameters, state, bucket, *arguments, wanted_B)
+            state, output = self.graphs.score(self.parameters, state, bucket, *arguments, wanted_B)
             for i, piece in enumerate(pieces):
                 of_piece = jax.tree.map(lambda x, i=i, n=piece.count: x[i, :n], output.scores)
                 found[piece.slot].append(jax.device_get(of_piece))

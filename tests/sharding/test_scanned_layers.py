@@ -3,12 +3,9 @@
 Families with layers of one kind, of two in turn, and with other ones before or after the loop.
 """
 
-from functools import cache
-
 import numpy as np
 import pytest
-from laid_out import Answers, LaidOut, config_of, greedy_rows, layout_of
-from tolerances import FLOAT32_MODEL_LOGPROB
+from laid_out import LaidOut, config_of, expected, greedy_rows, layout_of
 
 NUM_LAYERS = {"gemma2": 5, "deepseek_v3": 4, "gpt_oss": 4, "llama4_text": 4}
 """3 of other families."""
@@ -29,11 +26,6 @@ PAIRS = [
 ]
 
 
-@cache
-def unrolled(family: str) -> Answers:
-    return LaidOut(config(family)).answer(greedy_rows())
-
-
 def config(family: str):
     return config_of(family, num_layers=NUM_LAYERS.get(family, 3))
 
@@ -41,16 +33,7 @@ def config(family: str):
 def assert_answers_as_unrolled(family: str, laid: LaidOut) -> None:
     """Log-probabilities after the prompt and after twelve tokens; ids equal."""
     assert any(":" in name for name in laid.parameters)
-    expected, got = unrolled(family), laid.answer(greedy_rows())
-    slots = list(greedy_rows())
-    assert (got.output.tokens_BQ[slots] == expected.output.tokens_BQ[slots]).all()
-    for name in ("prompt_logprobs_BV", "logprobs_BV"):
-        np.testing.assert_allclose(
-            getattr(got, name)[slots],
-            getattr(expected, name)[slots],
-            rtol=0,
-            atol=FLOAT32_MODEL_LOGPROB,
-        )
+    expected(config(family)).assert_equals(laid.answer(greedy_rows()), greedy_rows())
 
 
 @pytest.mark.parametrize(
@@ -77,7 +60,7 @@ def test_scanned_layers_give_the_answer_of_unrolled_ones(family, layout):
     ],
 )
 def test_scanned_layers_take_chunks(family, layout):
-    """Unrolled ones that are compared with take prompts whole."""
+    """Unrolled ones that are compared with read prompts whole."""
     placed = layout and layout_of(layout)
     laid = LaidOut(config(family), placed, scan_layers=True, in_chunks=True)
     assert_answers_as_unrolled(family, laid)

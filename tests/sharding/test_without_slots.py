@@ -1,7 +1,6 @@
 """A grid without decode slots gives the very scores of one with slots, under layouts too."""
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import jax
 import numpy as np
@@ -9,7 +8,6 @@ import pytest
 from laid_out import LaidOut, config_of, greedy_rows, layout_of
 
 from noria.compile.bucket_grid import BucketGrid
-from noria.compile.compiled_graphs import CompiledGraphs
 from noria.compile.definition import model_sizes
 from noria.sharding.legality import check
 
@@ -24,10 +22,6 @@ class Scoring(LaidOut):
     def grid(self) -> BucketGrid:
         grid = super().grid
         return grid if self.has_slots else replace(grid, decode_slots=0, decode_spans=())
-
-    @cached_property
-    def graphs(self) -> CompiledGraphs:
-        return self.compile("empty")
 
 
 @pytest.mark.parametrize(
