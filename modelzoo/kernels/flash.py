@@ -25,6 +25,7 @@ from .flash_blocks import (
     blocks_read,
     call_bytes,
     call_flops,
+    in_whole_blocks,
     most_seen,
     positions_seen,
 )
@@ -57,7 +58,9 @@ def attend_flash(
     from jax.experimental.pallas import tpu as pltpu
 
     B, T, K, G, H = q_BTKGH.shape
-    S, value_dim = visibility.key_position_BS.shape[1], v_BKSH.shape[-1]
+    num_keys, value_dim = visibility.key_position_BS.shape[1], v_BKSH.shape[-1]
+    visibility = in_whole_blocks(visibility, num_entries=k_BKHS.shape[-1])
+    S = visibility.key_position_BS.shape[1]
     block = block_sizes(q_BTKGH.shape, value_dim, S)
     grid = B, K, G // block.G, T // block.T, S // block.S
     block_BIJ = blocks_read(visibility, block)
@@ -109,7 +112,9 @@ def attend_flash(
             dimension_semantics=("parallel",) * 4 + ("arbitrary",), vmem_limit_bytes=VMEM_BYTES
         ),
         cost_estimate=pl.CostEstimate(
-            flops=call_flops(q_BTKGH.shape, value_dim, seen := most_seen(S, block, visibility)),
+            flops=call_flops(
+                q_BTKGH.shape, value_dim, seen := most_seen(num_keys, block, visibility)
+            ),
             transcendentals=q_BTKGH.size // H * seen,
             bytes_accessed=call_bytes(
                 q_BTKGH.shape, value_dim, B * T // block.T * seen, block, q_BTKGH.dtype

@@ -5,6 +5,7 @@ visible both are read, also where positions are in no order.
 """
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -35,6 +36,16 @@ def block_sizes(shape: tuple[int, ...], value_dim: int, S: int) -> Blocks:
     heads = [g for g in range(1, G + 1) if G % g == 0]
     sizes = [(g * t, g, t) for g in heads for t in BLOCKS if T % t == 0 and g * t <= most]
     return Blocks(*max(sizes)[1:], next(s for s in BLOCKS if S % s == 0))
+
+
+def in_whole_blocks(visibility: Visibility, num_entries: int) -> Visibility:
+    """With empty positions of further entries, as far as there are any, to fill the last block."""
+    S = visibility.key_position_BS.shape[1]
+    missing = min(num_entries, -(-S // BLOCKS[0]) * BLOCKS[0]) - S
+    key_position_BS = jnp.pad(
+        visibility.key_position_BS, ((0, 0), (0, missing)), constant_values=EMPTY_POSITION
+    )
+    return replace(visibility, key_position_BS=key_position_BS)
 
 
 def blocks_read(visibility: Visibility, block: Blocks) -> jax.Array:
