@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from tiny import CONFIG, TinyModel, prompts
+from unoptimized import set_optimized
 
 from noria.compile.bucket_grid import BucketGrid
 from noria.compile.expert_plan import ExpertPlan
@@ -31,8 +32,12 @@ def lossy() -> TinyModel:
 
 
 @pytest.fixture(scope="module")
-def lossless() -> TinyModel:
-    return TinyModel(MIXED, GRID)
+def lossless(optimizes: bool) -> TinyModel:
+    """With optimized programs, as bits of its rows are compared."""
+    set_optimized(True)
+    model = TinyModel(MIXED, GRID)
+    set_optimized(optimizes)
+    return model
 
 
 def requests(count: int = 14) -> list[Request]:
