@@ -79,7 +79,8 @@ class BucketGrid:
     decode_slots: int
     """With 0 the grid only scores whole prompts: nothing is kept of them, and nothing decodes."""
     decode_spans: tuple[int, ...]
-    """How much of the cache a decode graph reads; growing, the last is `max_length`."""
+    """Where the cache is cut: a decode graph reads all below one of them. Growing, the last is
+    `max_length`."""
     steps_per_call: int = 8
     score: bool = False
     """Whether prefill graphs that also score every prompt token are built beside the plain ones."""
@@ -90,6 +91,8 @@ class BucketGrid:
     slot_groups: int | None = None
     """With `span_slots`, the equal groups of slots that lie on devices of their own; each has its
     share of those that reach a span, the first of the group."""
+    decode_graphs: tuple[int, ...] | None = None
+    """Those of `decode_spans` that have a graph, the last among them; None: all have."""
 
     def __post_init__(self):
         buckets = tuple(map(_bucket, _sequence("buckets.prefill", self.prefill)))
@@ -117,6 +120,7 @@ class BucketGrid:
             _check_growing("buckets.decode_spans", self.decode_spans)
         self._check_chunks(lengths)
         self._check_span_slots()
+        self._check_decode_graphs()
         if self.decode_spans and self.decode_spans[-1] != self.max_length:
             raise ValueError(
                 f"buckets.decode_spans: expected the last span to be max_length "
@@ -209,9 +213,15 @@ class BucketGrid:
         """Length at which a row ends: its prompt and `max_tokens`, by default all that is left."""
         return self.max_length if max_tokens is None else prompt_length + max_tokens
 
+    @property
+    def graph_spans(self) -> tuple[int, ...]:
+        """The spans that have a decode graph."""
+        return self.decode_spans if self.decode_graphs is None else self.decode_graphs
+
     def span_of(self, length: int) -> int:
-        """The shortest span that holds `length` positions."""
-        return self.decode_spans[self.num_segments(length) - 1]
+        """The shortest span with a graph that holds `length` positions."""
+        spans = self.graph_spans
+        return spans[bisect_left(spans, length)]
 
     def num_segments(self, length: int) -> int:
         """Segments of the cache, from the first on, that hold `length` positions."""
@@ -256,6 +266,7 @@ class BucketGrid:
             ("score", self.score, True, "true"),
             ("chunk", self.chunks, (), "none, as prompts in chunks need a slot"),
             ("span_slots", self.span_slots, None, "none"),
+            ("decode_graphs", self.decode_graphs, None, "none"),
         ):
             if got != expected:
                 raise ValueError(
@@ -287,6 +298,18 @@ class BucketGrid:
             raise ValueError(
                 f"buckets.span_slots: expected multiples of buckets.slot_groups ({groups}), got "
                 f"{uneven}. Change them."
+            )
+
+    def _check_decode_graphs(self) -> None:
+        if self.decode_graphs is None:
+            return
+        graphs = tuple(_sequence("buckets.decode_graphs", self.decode_graphs))
+        object.__setattr__(self, "decode_graphs", graphs)
+        _check_growing("buckets.decode_graphs", graphs)
+        if graphs[-1] != self.max_length or not set(graphs) <= set(self.decode_spans):
+            raise ValueError(
+                f"buckets.decode_graphs: expected some of decode_spans {list(self.decode_spans)}, "
+                f"the last one among them, got {list(graphs)}."
             )
 
     def _check_chunks(self, spans: Sequence[int]) -> None:

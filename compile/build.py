@@ -185,7 +185,7 @@ class _GraphPlanner:
 
     def graphs(self) -> list[GraphToBuild]:
         """Decode first, then prefill from the longest on: the longest to compile come first."""
-        graphs = [self._decode_graph(span) for span in self._grid.decode_spans]
+        graphs = [self._decode_graph(span) for span in self._grid.graph_spans]
         for bucket in reversed(self._grid.prefill):
             graphs += self._prefill_graphs(bucket)
         if self._grid.decode_slots:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from .bucket_grid import BucketGrid, PrefillBucket, check_count, chunk_sizes
 from .grid_defaults import GridDefaults, round_up
 from .prefill_ladder import cheapest_prefill, with_small_calls
 from .span_slots import NO_LIMIT, SlotUse
+
+if TYPE_CHECKING:
+    from .planning.graph_prices import GraphPrices
 
 SPAN_STEP = 64
 
@@ -50,10 +53,12 @@ def derive_grid(
     max_position: int,
     defaults: GridDefaults | None = None,
     fits: Callable[[int, int], bool] | None = None,
+    prices: "GraphPrices | None" = None,
 ) -> BucketGrid:
-    """The default grid of a job: least prefill padding, and slots and spans for its rows.
+    """The default grid of a job: prefill lengths of least cost, and slots and spans for its rows.
 
-    It has no slots if all rows are only scored, in whole prompts.
+    Which of the spans have graphs is for a schedule to say. The grid has no slots if all rows are
+    only scored, in whole prompts.
 
     Args:
         rows: The rows that can run.
@@ -61,6 +66,7 @@ def derive_grid(
         defaults: The sizes to aim for.
         fits: Tells whether a cache with this many slots and positions may be kept. Rows without
             `max_tokens` may go on as far as it fits, and at least to their expected length.
+        prices: What calls and graphs cost; without them padding counts alone.
     """
     defaults = defaults or GridDefaults()
     # rows that no grid for this model can hold will be refused, and must not stretch it
@@ -81,10 +87,11 @@ def derive_grid(
         most_rows = min(slots, len(rows))
         return _chunk_grid(expected, max_length, max(lengths), slots, most_rows, score, defaults)
     has_slots = defaults.keeps_slots or not all(row.is_only_scored for row in rows)
+    cheapest = cheapest_prefill if prices is None else partial(prices.prefill, has_slots + score)
     return BucketGrid(
         max_length=max_length,
         prefill=with_small_calls(
-            cheapest_prefill(lengths, max_length, defaults), slots, num_slots, defaults
+            cheapest(lengths, max_length, defaults), slots, num_slots, defaults
         ),
         decode_slots=round_up(slots, defaults.slot_multiple) if has_slots else 0,
         decode_spans=_spans(expected, max_length, defaults) if has_slots else (),

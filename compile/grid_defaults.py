@@ -24,8 +24,6 @@ class GridDefaults:
     tokens_per_prefill: int = 512
     """Tokens of one prefill call: enough to fill the matrix units, short enough to waste little."""
     max_prefill_graphs: int = 6
-    tokens_per_graph: int = 512
-    """The tokens that one more prefill graph must save, for its compile and its slow first call."""
     max_decode_slots: int = 64
     max_decode_graphs: int = 3
     """The number of decode graphs; one is for rows beyond the expected length, if any may come."""

@@ -40,14 +40,13 @@ def cheapest_prefill(
     max_length: int,
     defaults: GridDefaults,
     price: Callable[[PrefillBucket], float] = _num_tokens,
-    price_of_graph: float | None = None,
+    price_of_graph: float = 0.0,
 ) -> list[PrefillBucket]:
     """Prefill buckets of least cost of calls and graphs together, for prompts of these lengths.
 
-    `price` is of one call, `price_of_graph` of building one; by default both are in tokens.
+    `price` is of one call, `price_of_graph` of having one; by default tokens are counted, and
+    graphs cost nothing.
     """
-    if price_of_graph is None:
-        price_of_graph = defaults.tokens_per_graph
     longest = defaults.longest_prefill(max_length)
     steps = np.minimum(round_up(np.array(lengths), defaults.length_step), longest)
     borders, counts = np.unique(_thinned(steps), return_counts=True)

@@ -13,8 +13,9 @@ prompt is one piece. Policy, in this order:
    requests wait, a batch that is not full waits for a decode call, and until a share of the slots
    that its oldest prompt may have is idle: to leave fewer idle costs less than dummy rows. A batch
    of prompts that only few, long slots hold counts as full from a larger idle share of these on; a
-   prompt that needs no slot waits for none. At most `chunks_per_decode` batches run in a row while
-   any row decodes. When no requests wait, nothing is gained by waiting: the largest pieces come
+   prompt that needs no slot waits for none, nor does a batch of whole prompts that nothing is left
+   to fill. At most `chunks_per_decode` batches run in a row while any row decodes. When no requests
+   wait, nothing is gained by waiting: the largest pieces come
    first, and of them the shortest span, as prompts go on from these to the others, and then all
    slots decode together;
 3. otherwise the live slots decode, over the shortest span that holds them all.
@@ -28,6 +29,7 @@ import heapq
 import math
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import chain
 
 from ..compile.bucket_grid import BucketGrid, PrefillBucket
 from .decode_slots import DecodeAction, DecodeSlots, Job, Sequence
@@ -222,11 +224,24 @@ class Scheduler:
 
     def _must_wait(self, batches: dict[_Queue, list[_Prompt]]) -> bool:
         """Whether batches, none of which is full, wait for more prompts or for more slots."""
-        oldest = min(batches.items(), key=_oldest)[1][0]
-        if not self._slots.any_live or not oldest.num_slots:
+        queue, batch = min(batches.items(), key=_oldest)
+        oldest = batch[0]
+        if not self._slots.any_live or not oldest.num_slots or self._cannot_fill(queue, batch):
             return self._must_decode
         idle, usable = self._slots.num_idle_for(oldest.job), self._slots.num_for(oldest.job)
         return self._batches_since_decode > 0 or idle < IDLE_SHARE * usable
+
+    def _cannot_fill(self, queue: _Queue, batch: list[_Prompt]) -> bool:
+        """Whether nothing else waits for a bucket, and more requests were asked for in vain.
+
+        Pieces of prompts may come to it from others.
+        """
+        lanes = self._waiting.get(queue, {}).values()
+        return (
+            queue[0].is_whole
+            and self.wants_more
+            and set(batch).issuperset(chain.from_iterable(lanes))
+        )
 
     def _oldest_that_waits(self, free: list[int]) -> _Prompt | None:
         """The oldest prompt that waits and can start.

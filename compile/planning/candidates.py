@@ -31,10 +31,11 @@ from ..bucket_grid import BucketGrid, PrefillBucket
 from ..bucket_search import cheapest_cuts
 from ..default_grid import SPAN_STEP, RowNeed, slot_use
 from ..grid_defaults import GridDefaults, round_up
-from ..prefill_ladder import cheapest_prefill, with_small_calls
+from ..prefill_ladder import with_small_calls
 from ..span_slots import SlotUse, with_ragged_slots
 from .compile_time import NO_TIME, GraphSeconds
 from .cost import CostModel
+from .graph_prices import GraphPrices
 from .prefill_calls import calls_to_fill, rows_through, share_idle
 
 SLOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -96,7 +97,7 @@ class Budget:
 
 def num_graphs(grid: BucketGrid) -> int:
     """Prefill and decode graphs of a grid."""
-    return len(grid.prefill) * len(grid.prefill_kinds) + len(grid.decode_spans)
+    return len(grid.prefill) * len(grid.prefill_kinds) + len(grid.graph_spans)
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,7 @@ class CandidateGrids:
         self._score = any(row.need.is_scored for row in rows)
         self._only_scores = all(row.need.is_only_scored for row in rows)
         self._budget = budget.within(score=self._score)
+        self._prices = GraphPrices(cost, budget.graph_seconds)
         longest = max(row.need.prompt_length + max(row.output, 1) for row in rows)
         declared = max(row.limit(0) for row in rows)
         asked = defaults.max_length or 0
@@ -248,7 +250,10 @@ class CandidateGrids:
         rows = zip(grid.prefill, rows_through(grid, prompts, counts), strict=True)
         calls = {bucket: -(-count // bucket.batch) for bucket, count in rows}
         prefill = sum(n * self._cost.seconds(bucket.call()) for bucket, n in calls.items())
-        before, decode = self._budget.build_seconds(grid) + prefill, self._decode_bound(grid)
+        first = self._cost.first_call_seconds
+        prefill += sum(first(bucket.call()) for bucket, n in calls.items() if n)
+        build, decode = self._least_decode(grid)
+        before = build + prefill
         computed = sum(n * bucket.batch * bucket.tokens for bucket, n in calls.items())
         return Candidate(
             grid,
@@ -256,6 +261,20 @@ class CandidateGrids:
             expected=before + max(decode, self._decode_mixed(grid)) / (1 - share_idle(grid)),
             padding=computed / int(prompts @ counts),
         )
+
+    def _least_decode(self, grid: BucketGrid) -> tuple[float, float]:
+        """Seconds of building, and of decode at least, of the graphs of which they add up to least.
+
+        The cuts of the cache stay where they are, whichever spans have graphs.
+        """
+        *spans, last = grid.decode_spans or (grid.max_length,)
+        chosen = (kept for size in range(len(spans) + 1) for kept in combinations(spans, size))
+        choices = (replace(grid, decode_graphs=(*kept, last)) for kept in chosen)
+        found = (
+            (self._budget.build_seconds(one), self._decode_bound(one))
+            for one in (choices if grid.decode_spans else [grid])
+        )
+        return min(found, key=sum)
 
     def _prefilled(self, grid: BucketGrid) -> tuple[np.ndarray, np.ndarray]:
         """The lengths of prefills, and the number of prefills of each length.
@@ -293,12 +312,9 @@ class CandidateGrids:
                 tokens_per_prefill=tokens * self._defaults.batch_multiple,
                 max_prefill_graphs=self._budget.prefill_graphs,
             )
-            self._cuts[tokens] = cheapest_prefill(
-                self._prompts,
-                self.max_length,
-                defaults,
-                lambda bucket: self._cost.seconds(bucket.call()),
-                self._budget.graph_seconds.prefill * (1 + self._score),
+            num_kinds = (not self._only_scores) + self._score
+            self._cuts[tokens] = self._prices.prefill(
+                num_kinds, self._prompts, self.max_length, defaults
             )
         return self._cuts[tokens]
 
@@ -351,27 +367,32 @@ class CandidateGrids:
         tokens_below = self._emitted_below[[0, *borders]]
 
         def costs(end: int) -> np.ndarray:
-            seconds = self._cost.seconds(Call.of_step(slots, int(borders[end]))) / slots
-            return (tokens_below[end + 1] - tokens_below[: end + 1]) * seconds
+            span = int(borders[end])
+            seconds = self._cost.seconds(Call.of_step(slots, span)) / slots
+            tokens = tokens_below[end + 1] - tokens_below[: end + 1]
+            return tokens * seconds + self._prices.of_decode(slots, span)
 
-        ends = cheapest_cuts(costs, len(borders), most, self._budget.graph_seconds.decode)
+        ends = cheapest_cuts(costs, len(borders), most)
         return self._known_spans.setdefault(choice, tuple(int(borders[end]) for end in ends))
 
     def _decode_bound(self, grid: BucketGrid) -> float:
         """Every slot busy; and no less than the row that takes longest on its own.
 
         Tokens beyond a span come from slots that reach beyond it, one a slot and step, in steps
-        that read beyond it.
+        that read beyond it, and as far as the next span with a graph.
         """
         if not grid.decode_slots:
             return 0.0
-        of_step = [self._cost.seconds(grid.decode_call(span)) for span in grid.decode_spans]
+        of_step = [
+            self._cost.seconds(grid.decode_call(grid.span_of(span))) for span in grid.decode_spans
+        ]
         starts = [0, *grid.decode_spans[:-1]]
         beyond = self._emitted_below[grid.max_length] - self._emitted_below[starts]
         slots = grid.span_slots or (grid.decode_slots,) * len(starts)
         steps = np.maximum.accumulate((beyond / slots)[::-1])[::-1]
         shared = float(steps @ np.diff([0, *of_step]))
-        return max(shared, self._longest_output * min(of_step))
+        first = self._cost.first_call_seconds(grid.decode_call(grid.max_length))
+        return max(shared, self._longest_output * min(of_step)) + first * bool(shared)
 
     def _decode_mixed(self, grid: BucketGrid) -> float:
         """Every slot busy, and a long row among them at any time; 0 where slots are all alike.

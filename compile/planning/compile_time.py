@@ -1,4 +1,4 @@
-"""Predicted seconds of compiling the graphs of a grid, on two cores.
+"""Predicted seconds of compiling the graphs of a grid, on two cores, and of their first calls.
 
     seconds of a graph = once + of_layer * layers + of_byte * cache of a layer on a device
 
@@ -11,6 +11,10 @@ Fitted to Llama 3.1 8B and 70B in `benchmarks/whole_plans.json`: the processor's
 halved, as two graphs compile at once. Layers with experts in a loop take up to three times as long
 there. On the CPU they are the embedded model's, of both phases: what a cold start takes beyond one
 from a bundle in `benchmarks/bundle_start.json`, over its graphs of 30 layers (3.4, 3.9 and 4.1 s).
+
+A first call on the CPU takes longer than others by some 0.35 ms for each product, as its library
+makes a program of it then: 0.25 to 0.5 s for the embedded model's 30 layers, measured on two cores
+of Sapphire Rapids, of which 0.36 s is taken. On other platforms none was measured.
 """
 
 from dataclasses import dataclass
@@ -32,6 +36,12 @@ class _Fit:
 
 _PREFILL = {"cpu": _Fit(0, 0.13), "gpu": _Fit(0.5, 0.06), "tpu": _Fit(3, 0.2)}
 _DECODE = {"cpu": _Fit(0, 0.13), "gpu": _Fit(2.5, 0.18), "tpu": _Fit(7.5, 0.23, 85e-9)}
+_FIRST_CALL_OF_LAYER = {"cpu": 0.012}
+
+
+def first_call_seconds(hardware: str, num_layers: int) -> float:
+    """What the first call of a graph with so many defined layers takes beyond others."""
+    return num_layers * _FIRST_CALL_OF_LAYER.get(hardware, 0.0)
 
 
 @dataclass(frozen=True)
@@ -53,11 +63,14 @@ class GraphSeconds:
         of_entry = decode.of_byte * entry_bytes
         return cls(prefill.seconds(num_layers), decode.seconds(num_layers), of_entry)
 
+    def of_decode(self, slots: int, span: int) -> float:
+        """Of one decode graph."""
+        return self.decode + slots * span * self.of_entry
+
     def of(self, grid: BucketGrid) -> float:
         """Of all graphs of a grid."""
         num_prefill = len(grid.prefill) * len(grid.prefill_kinds)
-        num_entries = grid.decode_slots * sum(grid.decode_spans)
-        decode = len(grid.decode_spans) * self.decode + num_entries * self.of_entry
+        decode = sum(self.of_decode(grid.decode_slots, span) for span in grid.graph_spans)
         return num_prefill * self.prefill + decode
 
 

@@ -21,6 +21,7 @@ from scipy.optimize import nnls
 
 from ...sharding.call import KINDS, Call
 from ..plan_tables import check_keys, check_number
+from .compile_time import first_call_seconds
 from .hardware import Hardware
 from .interconnect import Interconnect
 from .work import Part, Sent, Work
@@ -118,8 +119,10 @@ class CostModel:
         self._known: dict[Call, Estimate] = {}
 
     def first_call_seconds(self, call: Call) -> float:
-        """What the first call of a graph takes beyond others."""
-        return 0.0 if self.calibration is None else self.calibration.kinds[call.phase].first_call
+        """What the first call of a graph takes beyond others, by default on such a platform."""
+        if self.calibration is not None:
+            return self.calibration.kinds[call.phase].first_call
+        return first_call_seconds(self.hardware.name, self.work.num_defined)
 
     def seconds(self, call: Call) -> float:
         """Of one call; of decode, of one step."""

@@ -24,6 +24,7 @@ from ...modelzoo.attention import first_visible
 from ...modelzoo.blockwise import block_sizes
 from ...modelzoo.config import Window
 from ...modelzoo.kv_cache import kept_entries
+from ...modelzoo.layer_groups import places
 from ...modelzoo.moe.config import LOSSLESS
 from ...modelzoo.products import WeightProduct, record_logits
 from ...sharding import communication
@@ -106,6 +107,11 @@ class Work:
         """On each device."""
         self._known_exchanges: dict[tuple[str, int, int, int], Part] = {}
         self._known_weights: dict[tuple[str, bool], tuple[float, float]] = {}
+
+    @property
+    def num_defined(self) -> int:
+        """Layers that a program defines: of a loop, those of one turn."""
+        return len(places(self.config, self.definition.arrangement))
 
     def parts(self, call: Call) -> tuple[Part, ...]:
         """What one call has to do."""

@@ -47,9 +47,9 @@ def needs_graph(name: str, grid: "BucketGrid", need: Need) -> bool:
         grid.fit(need.prompt_length, need.max_tokens)
     except NoBucketFits:
         return False
-    spans = [span for span in grid.decode_spans if CompiledGraphs.decode_name(span) == name]
+    spans = [span for span in grid.graph_spans if CompiledGraphs.decode_name(span) == name]
     if spans:
-        shorter = max((span for span in grid.decode_spans if span < spans[0]), default=0)
+        shorter = max((span for span in grid.graph_spans if span < spans[0]), default=0)
         longest = grid.limit(need.prompt_length, need.max_tokens)
         return need.max_tokens != 0 and need.prompt_length < spans[0] and shorter < longest
     if (bucket := bucket_of(name, grid)) is None:

@@ -18,6 +18,7 @@ from ...compile.definition import Definition
 from ...compile.expert_plan import default_experts
 from ...compile.grid_defaults import GridDefaults
 from ...compile.plan import Numbers, Plan, PlannedModel
+from ...compile.planning.graph_prices import GraphPrices
 from ...compile.planning.hardware import hardware_of
 from ...compile.planning.work import Work
 from ...compile.prefill_ladder import prefill_padding
@@ -26,6 +27,7 @@ from ...compile.targets import Target
 from ...modelzoo.config import DecoderConfig
 from ...sharding.layout import Layout
 from ..counted import counted
+from ..planning.forecast import forecast_steps
 from ..planning.hardware_files import known_hardware
 from ..run_config import apply_overrides
 from .peers import Peers
@@ -55,13 +57,13 @@ def derived_plan(
     # other sizes are derived from some of the keys; then all keys are set
     asked = apply_overrides({}, overrides).get("buckets", {})
     defaults = with_asked(GridDefaults.for_layout(layout), asked)
+    placement = target.placement(layout)
+    definition = Definition(config, placement.arrangement(config))
+    work = Work(definition, numbers.dtype, layout, placement.cache_dtype(numbers.dtype))
+    prices = GraphPrices.of_target(target.name, work, known_hardware())
     fits, reason = None, ""
     if defaults.max_length is None and any(row.max_tokens is None for row in rows):
         share = defaults.cpu_cache_share if target.platform == "cpu" else defaults.cache_share
-        placement = target.placement(layout)
-        definition = Definition(config, placement.arrangement(config))
-        cache_dtype = placement.cache_dtype(numbers.dtype)
-        work = Work(definition, numbers.dtype, layout, cache_dtype)
         # the memory of process 0, so that all derive the same plan
         left = peers.share(_memory_bytes(target)) - work.parameter_bytes
         fits = partial(_fits, work, share * left)
@@ -69,7 +71,7 @@ def derived_plan(
             f"the cache of more would take over {share:g} of the memory that the weights leave "
             f"({left / GIGABYTE:.1f} GB a device)"
         )
-    grid = derive_grid(rows, config.max_position, defaults, fits)
+    grid = derive_grid(rows, config.max_position, defaults, fits, prices)
     if grid.max_length >= defaults.longest_span(config.max_position):
         reason = ""
     experts = default_experts(config)
@@ -77,10 +79,13 @@ def derived_plan(
     plan = given_plan(tomllib.loads(plan.to_toml()), overrides)
     grid = plan.buckets
     use = slot_use(rows, has_chunks=bool(grid.chunks))
-    if use.num_sequences > grid.decode_slots:
-        # rows are sorted, so slots hold rows of similar length at any time, and need equal capacity
-        return plan
-    return replace(plan, buckets=with_ragged_slots(grid, use, plan.layout))
+    # rows are sorted, so where they wait for slots these hold rows of similar length at any time,
+    # and need equal capacity
+    if use.num_sequences <= grid.decode_slots:
+        grid = with_ragged_slots(grid, use, plan.layout)
+    if not {"decode_spans", "decode_graphs"} & set(asked):
+        grid = prices.without_idle_spans(grid, forecast_steps(rows, grid))
+    return replace(plan, buckets=grid)
 
 
 def _fits(work: Work, allowed: float, slots: int, length: int) -> bool:

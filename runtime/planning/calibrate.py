@@ -77,7 +77,7 @@ def measure(
         numbers = Numbers(model.dtype)
         plan = Plan(model.target.name, planned, numbers, grid, model.placement.layout)
         generator = start(model, plan)
-        for span in grid.decode_spans:
+        for span in grid.graph_spans:
             _submit(generator, grid, span)
             _run(generator, seconds, clock)
         kind = "whole prompts" if trial.chunk is None else f"chunks of {trial.chunk}"

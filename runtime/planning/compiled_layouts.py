@@ -142,7 +142,7 @@ def _costliest(one: PlannedLayout) -> dict[str, tuple[str, Call]]:
     name = CompiledGraphs.prefill_name(bucket, is_scored)
     found = {"prefill": (name, bucket.call(is_scored=is_scored))}
     if grid.decode_slots:
-        span = max(grid.decode_spans, key=lambda span: seconds(metrics.decode, span))
+        span = max(grid.graph_spans, key=lambda span: seconds(metrics.decode, span))
         found["decode"] = CompiledGraphs.decode_name(span), grid.decode_call(span)
     return found
 

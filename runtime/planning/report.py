@@ -89,7 +89,7 @@ def graphs(prediction: "Prediction") -> list[dict[str, Any]]:
             CompiledGraphs.prefill_name(bucket, is_scored),
         )
         found.append(figures | _estimate(cost, call) | _evidence(prediction, name))
-    for span in grid.decode_spans:
+    for span in grid.graph_spans:
         use = metrics.decode.get(str(span), DecodeUse())
         name, call = CompiledGraphs.decode_name(span), grid.decode_call(span)
         figures = _graph(name, use, use.steps, use.emitted_tokens)
@@ -193,6 +193,7 @@ def _estimate(cost: CostModel, call: Call) -> dict[str, Any]:
         "bytes": sum(part.bytes for part in parts),
         "sent_bytes": sent_by_axes(part.sent for part in parts),
         "seconds": estimate.seconds,
+        "first_call_seconds": cost.first_call_seconds(call),
         "network_seconds": estimate.limits["network"],
         "by_part": dict(estimate.parts),
         "binds": estimate.binds,
@@ -211,6 +212,7 @@ def _figures(tried: "Tried") -> dict[str, Any]:
         "chunk": table["chunk"],
         "decode_slots": tried.grid.decode_slots,
         "decode_spans": list(tried.grid.decode_spans),
+        "decode_graphs": list(tried.grid.graph_spans),
         "graphs": num_graphs(tried.grid),
         "run_seconds": tried.simulation.seconds,
         "build_seconds": tried.build_seconds,

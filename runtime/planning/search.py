@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from ...compile.bucket_grid import BucketGrid
 from ...compile.planning.candidates import Budget, Candidate, ExpectedRow
 from ...compile.planning.cost import CostModel
+from ...compile.planning.graph_prices import GraphPrices
 from ..feeding import feeding_order
 from .simulator import SimulatedRow, Simulation, simulate
 
@@ -92,7 +93,7 @@ def find_best(
         tried, nearest = tried + 1, min(nearest, found.padding)
         on_try(found)
         if found.padding > budget.padding:
-            left = deque(sorted(left, key=lambda one: calls_are_larger(one.grid, found.grid)))
+            left = deque(sorted(left, key=lambda one: calls_are_larger(one.grid, candidate.grid)))
         elif best is None or found.seconds < best.seconds:
             best = found
     if best is None:
@@ -129,9 +130,14 @@ def try_grid(
     budget: Budget,
     scaled: Scaled = lambda grid, found: found,
 ) -> Tried:
-    """Simulate one grid."""
-    found = simulate(grid, as_fed(rows, grid), cost)
-    return Tried(grid, scaled(grid, found), budget.build_seconds(grid))
+    """Simulate one grid, without the decode graphs that save too little in its schedule."""
+    fed = as_fed(rows, grid)
+    found = scaled(grid, simulate(grid, fed, cost))
+    steps = {int(span): use.steps for span, use in found.metrics.decode.items()}
+    kept = GraphPrices(cost, budget.graph_seconds).without_idle_spans(grid, steps)
+    if kept != grid:
+        found = scaled(kept, simulate(kept, fed, cost))
+    return Tried(kept, found, budget.build_seconds(kept))
 
 
 def as_fed(rows: Sequence[ExpectedRow], grid: BucketGrid) -> list[SimulatedRow]:

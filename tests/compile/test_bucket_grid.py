@@ -84,6 +84,10 @@ def test_the_span_is_the_shortest_that_holds_the_positions(length, span):
             r"multiples of buckets.slot_groups \(2\), got \[3\]",
         ),
         ({"span_slots": (8, 2), "slot_groups": 0}, "slot_groups: expected a positive integer"),
+        ({"decode_graphs": 96}, "buckets.decode_graphs: expected a list, got 96"),
+        ({"decode_graphs": ()}, "buckets.decode_graphs: expected growing positive integers"),
+        ({"decode_graphs": (32,)}, r"some of decode_spans \[32, 96\], the last .* got \[32\]"),
+        ({"decode_graphs": (64, 96)}, r"some of decode_spans \[32, 96\], .* got \[64, 96\]"),
         ({"score": 1}, "buckets.score: expected true or false, got 1"),
         ({"steps_per_call": -1}, "buckets.steps_per_call: expected a positive integer, got -1"),
         ({"steps_per_call": 2**31}, "buckets.steps_per_call: expected at most 2147483647, got 214"),
@@ -95,6 +99,14 @@ def test_the_span_is_the_shortest_that_holds_the_positions(length, span):
 def test_a_grid_that_makes_no_sense_is_refused_by_key(change, message):
     with pytest.raises(ValueError, match=message):
         BucketGrid.from_table(GRID.to_table() | change)
+
+
+def test_rows_decode_in_the_shortest_span_that_has_a_graph():
+    grid = replace(GRID, decode_graphs=(96,))
+    assert BucketGrid.from_table(grid.to_table()) == grid
+    assert GRID.graph_spans == GRID.decode_spans == grid.decode_spans == (32, 96)
+    assert [one.span_of(20) for one in (GRID, grid)] == [32, 96]
+    assert [one.num_segments(20) for one in (GRID, grid)] == [1, 1]
 
 
 SCORING = replace(GRID, decode_slots=0, decode_spans=(), score=True)
@@ -120,6 +132,7 @@ def test_a_grid_without_slots_scores_whole_prompts_alone():
         ({"score": False}, "score: .* expected true; got False. Change it, or plan decode slots"),
         ({"chunk": 16}, r"chunk: .* none, as prompts in chunks need a slot; got \(16,\)"),
         ({"span_slots": (0,)}, r"span_slots: .* expected none; got \(0,\)"),
+        ({"decode_graphs": (96,)}, r"decode_graphs: .* expected none; got \(96,\)"),
     ],
 )
 def test_what_needs_slots_is_refused_without_any(change, message):

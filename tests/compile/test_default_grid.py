@@ -8,19 +8,19 @@ import pytest
 from noria.compile.bucket_grid import PrefillBucket
 from noria.compile.default_grid import RowNeed, derive_grid, ladder_grid, with_asked
 from noria.compile.grid_defaults import LENGTH_STEP, GridDefaults
-from noria.compile.prefill_ladder import prefill_padding
+from noria.compile.prefill_ladder import cheapest_prefill, prefill_padding
 
 
 def rows_of(lengths, max_tokens=16):
     return [RowNeed(int(length), max_tokens) for length in lengths]
 
 
-def cost_of(lengths, buckets, defaults: GridDefaults) -> int:
+def cost_of(lengths, buckets, price_of_graph) -> int:
     """Computed tokens, and what the graphs cost in tokens."""
-    return prefill_padding(lengths, buckets)[1] + len(buckets) * defaults.tokens_per_graph
+    return prefill_padding(lengths, buckets)[1] + len(buckets) * price_of_graph
 
 
-def brute_force(lengths, defaults: GridDefaults) -> int:
+def brute_force(lengths, defaults: GridDefaults, price_of_graph: int) -> int:
     """Cost of the best choice of borders and batches, by trying them all."""
     borders = sorted({-(-length // LENGTH_STEP) * LENGTH_STEP for length in lengths})
     best = None
@@ -35,24 +35,23 @@ def brute_force(lengths, defaults: GridDefaults) -> int:
                 batches.append(range(min(half, rows, most), most + 1))
             for sizes in product(*batches):
                 buckets = [PrefillBucket(*pair) for pair in zip(ends, sizes, strict=True)]
-                computed = cost_of(lengths, buckets, defaults)
+                computed = cost_of(lengths, buckets, price_of_graph)
                 best = computed if best is None else min(best, computed)
     assert best is not None
     return best
 
 
 @pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("tokens_per_graph", [0, 150])
+@pytest.mark.parametrize("price_of_graph", [0, 150])
 @pytest.mark.parametrize("graphs", [1, 2, 3])
-def test_the_prefill_buckets_are_those_of_least_cost(seed, graphs, tokens_per_graph):
+def test_the_prefill_buckets_are_those_of_least_cost(seed, graphs, price_of_graph):
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 150, size=rng.integers(1, 25)).tolist()
-    defaults = GridDefaults(
-        tokens_per_prefill=128, max_prefill_graphs=graphs, tokens_per_graph=tokens_per_graph
-    )
-    grid = derive_grid(rows_of(lengths), 4096, defaults)
-    assert len(grid.prefill) <= graphs
-    assert cost_of(lengths, grid.prefill, defaults) == brute_force(lengths, defaults)
+    defaults = GridDefaults(tokens_per_prefill=128, max_prefill_graphs=graphs)
+    chosen = cheapest_prefill(lengths, 4096, defaults, price_of_graph=price_of_graph)
+    assert len(chosen) <= graphs
+    best = brute_force(lengths, defaults, price_of_graph)
+    assert cost_of(lengths, chosen, price_of_graph) == best
 
 
 def test_every_row_that_the_model_can_hold_fits():

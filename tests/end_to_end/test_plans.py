@@ -98,10 +98,12 @@ def test_the_summary_names_every_graph_and_says_that_it_predicts(planned):
     for length, batch in report["predicted"]["prefill"]:
         # one row is scored
         assert {f"prefill {length}x{batch}", f"prefill {length}x{batch} scored"} <= names
-    assert {f"decode span {span}" for span in report["predicted"]["decode_spans"]} <= names
+    assert {f"decode span {span}" for span in report["predicted"]["decode_graphs"]} <= names
     assert all(name in summary for name in names)
     for graph in report["graphs"]:
-        assert graph["total_seconds"] == pytest.approx(graph["calls"] * graph["seconds"])
+        first = graph["first_call_seconds"] * bool(graph["calls"])
+        assert first or not graph["calls"]
+        assert graph["total_seconds"] == pytest.approx(graph["calls"] * graph["seconds"] + first)
     assert "predicted" in summary
     assert "powers of two" in summary
 

@@ -309,6 +309,16 @@ def test_a_batch_that_is_not_full_alternates_with_decode_calls_while_requests_wa
     assert kinds(scheduler, 4) == expected
 
 
+def test_the_last_prompt_of_a_bucket_waits_for_no_other_when_none_is_left():
+    """Of 31 prompts in calls of two; an idle slot is less than a sixteenth of 31."""
+    grid = replace(WHOLE, prefill=((8, 2),), decode_slots=31, decode_spans=(32,), max_length=32)
+    scheduler = Scheduler(grid)
+    for n in range(31):
+        scheduler.submit(job(n, max_tokens=8))
+    assert kinds(scheduler, 17) == [*[PrefillAction] * 16, DecodeAction]
+    assert scheduler.wants_more
+
+
 @pytest.mark.parametrize("is_chunked", [False, True], ids=["whole", "chunks"])
 def test_a_batch_that_is_not_full_waits_while_few_slots_are_idle(is_chunked):
     """One of 30, whose rows end one by one, is less than a sixteenth; with the second it runs."""

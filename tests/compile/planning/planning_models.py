@@ -23,5 +23,5 @@ SPARSE = replace(
 )
 
 
-def work_of(config: DecoderConfig, layout: Layout | None = None) -> Work:
-    return Work(Definition(config), "float32", layout)
+def work_of(config: DecoderConfig, layout: Layout | None = None, *, dtype: str = "float32") -> Work:
+    return Work(Definition(config), dtype, layout)

@@ -14,11 +14,16 @@ from tiny import CONFIG
 from noria.compile.default_grid import RowNeed
 from noria.compile.grid_defaults import GridDefaults
 from noria.compile.plan import Numbers, Plan, PlannedModel
+from noria.compile.planning.candidates import ExpectedRow
 from noria.compile.targets import Target, find_target
+from noria.modelzoo.config import DecoderConfig
 from noria.runtime.batch import job_plan
 from noria.runtime.batch.job_plan import derived_plan, limit_note
 from noria.runtime.batch.peers import ALONE
 from noria.runtime.cli import main
+from noria.runtime.planning.forecast import forecast_steps
+from noria.runtime.planning.search import as_fed
+from noria.runtime.planning.simulator import simulate
 
 MODEL = PlannedModel("tiny", "")
 LONG = replace(CONFIG, max_position=8192)
@@ -88,6 +93,89 @@ def test_memory_limits_no_row_that_has_max_tokens(memory):
 def test_what_is_expected_is_planned_where_nothing_fits(memory):
     memory(0)
     assert plan_of(OPEN).buckets.max_length == 20 + 12 + GridDefaults().unspecified_output
+
+
+EMBEDDED = DecoderConfig(
+    vocab_size=49152,
+    embed=576,
+    mlp=1536,
+    num_query_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    windows=(None,) * 30,
+    max_position=8192,
+    tie_embeddings=True,
+)
+LENGTHS = [67, 80, 100, 120, 130, 150, 190, 220, 250, 270, 300, 330, 350, 380, 390, 399]
+
+
+def embedded_plan(rows, dtype="float32", overrides=()) -> Plan:
+    """A plan for the shapes of the embedded model, on which the constants are tested."""
+    target, numbers = find_target("cpu"), Numbers(dtype)
+    return derived_plan(rows, target, MODEL, numbers, EMBEDDED, None, overrides, ALONE)
+
+
+@pytest.mark.parametrize(
+    ("times", "prefill", "spans", "graphs"),
+    [
+        # 16 rows save too little for a second graph of either phase; slots still end at three cuts
+        (1, [[400, 1]], [192, 320, 464], [464]),
+        (4, [[192, 2], [400, 1]], [192, 320, 464], [464]),
+        # with more rows than slots every length pays, and the shortest span is never called
+        (64, "six", [192, 320, 464], None),
+    ],
+)
+def test_a_derived_grid_has_the_graphs_that_save_what_they_take(times, prefill, spans, graphs):
+    table = embedded_plan([RowNeed(n, 64) for n in LENGTHS] * times).buckets.to_table()
+    found = table["prefill"]
+    assert (("six" if len(found) == 6 else found), list(table["decode_spans"])) == (prefill, spans)
+    assert (table["decode_graphs"] and list(table["decode_graphs"])) == graphs
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 90), st.one_of(st.none(), st.integers(0, 40)), st.integers(1, 3)),
+        min_size=1,
+        max_size=90,
+    ),
+    st.sampled_from([(), ("buckets.chunk=16",), ("buckets.decode_slots=8",)]),
+)
+def test_every_call_of_a_schedule_has_a_graph_whatever_rows_emit(needs, overrides):
+    rows = [RowNeed(*need) for need in needs]
+    grid = plan_of(rows, *overrides).buckets
+    assert plan_of(rows, *overrides).buckets == grid
+    for share in (0.2, 1):
+        most = [50 if row.max_tokens is None else row.max_tokens for row in rows]
+        expected = [ExpectedRow(row, round(share * n)) for row, n in zip(rows, most, strict=True)]
+        metrics = simulate(grid, as_fed(expected, grid), None).metrics
+        assert {int(span) for span in metrics.decode} <= set(grid.graph_spans)
+        assert set(metrics.prefill) <= {str(bucket) for bucket in grid.prefill}
+        emitted = sum(row.output * row.need.num_sequences for row in expected)
+        assert metrics.emitted_tokens == emitted
+
+
+def test_parts_and_processors_leave_out_the_same_graphs():
+    """Of both dtypes on the CPU, and however often."""
+    rows = [RowNeed(n, 64) for n in LENGTHS] * 4
+    grids = {embedded_plan(rows).buckets for _ in range(3)}
+    assert len(grids) == 1
+    assert embedded_plan(rows, "bfloat16").buckets.graph_spans == grids.pop().graph_spans
+
+
+def test_spans_that_a_user_asks_for_all_have_graphs():
+    rows = [RowNeed(n, 64) for n in LENGTHS] * 4
+    asked = embedded_plan(rows, overrides=["buckets.decode_spans=[128,464]"]).buckets
+    assert asked.graph_spans == asked.decode_spans == (128, 464)
+
+
+def test_a_forecast_of_many_rows_is_made_from_some_and_stands_for_all():
+    rows = [RowNeed(n, 32) for n in LENGTHS]
+    grid = embedded_plan(rows * 100, overrides=["buckets.decode_spans=[192,432]"]).buckets
+    few, many = forecast_steps(rows * 100, grid), forecast_steps(rows * 1000, grid)
+    assert set(few) == set(many) == {192, 432}
+    assert sum(many.values()) == pytest.approx(10 * sum(few.values()), rel=0.05)
+    assert forecast_steps([RowNeed(9, 0, is_scored=True)], replace(grid, score=True)) == {}
 
 
 def keys(table, prefix=""):

@@ -1,0 +1,47 @@
+"""The decode steps that a job is expected to run in each span: its rows, simulated.
+
+Every row is expected to emit all that it may, and one without `max_tokens` the default output. Of
+many rows a sample in even steps stands for all, so a forecast takes about as long for any job.
+Knows nothing of seconds. The same rows and grid have the same forecast, in every process.
+"""
+
+from collections.abc import Sequence
+
+from ...compile.bucket_grid import BucketGrid, NoBucketFits
+from ...compile.default_grid import RowNeed
+from ...compile.grid_defaults import GridDefaults
+from ...compile.planning.candidates import ExpectedRow
+from .search import as_fed
+from .simulator import simulate
+
+MOST_ROWS = 2_000
+ROWS_PER_SLOT = 8
+"""At least, in a sample: most of its steps run with all slots busy, as those of the job do."""
+
+
+def forecast_steps(rows: Sequence[RowNeed], grid: BucketGrid) -> dict[int, float]:
+    """Steps by span, of those that any row runs in."""
+    if not grid.decode_slots:
+        return {}
+    expected = [_expected(row, grid) for row in rows if _fits(row, grid)]
+    most = max(MOST_ROWS, ROWS_PER_SLOT * grid.decode_slots)
+    step = -(-len(expected) // most) or 1
+    expected.sort(key=lambda row: row.limit(grid.max_length))
+    found = simulate(grid, as_fed(expected[::step], grid), None)
+    return {int(span): step * use.steps for span, use in found.metrics.decode.items()}
+
+
+def _expected(row: RowNeed, grid: BucketGrid) -> ExpectedRow:
+    limit = row.max_tokens
+    if limit is None:
+        room = grid.max_length - row.prompt_length
+        limit = min(GridDefaults().unspecified_output, room)
+    return ExpectedRow(row, limit)
+
+
+def _fits(row: RowNeed, grid: BucketGrid) -> bool:
+    try:
+        grid.fit(row.prompt_length, row.max_tokens)
+    except NoBucketFits:
+        return False
+    return True

@@ -1,0 +1,132 @@
+"""Graphs that save too little are left out: the rule, against trying every choice of graphs."""
+
+from collections import Counter
+from dataclasses import replace
+from itertools import combinations
+
+import numpy as np
+import pytest
+from planning_models import PLAIN, work_of
+
+from noria.compile.bucket_grid import BucketGrid
+from noria.compile.default_grid import RowNeed, derive_grid
+from noria.compile.planning.compile_time import NO_TIME, GraphSeconds
+from noria.compile.planning.cost import CostModel
+from noria.compile.planning.graph_prices import GraphPrices
+from noria.compile.planning.hardware import Hardware
+from noria.compile.prefill_ladder import prefill_padding
+from noria.runtime.planning.hardware_files import known_hardware
+from noria.sharding.call import Call
+
+HARDWARE = Hardware("mine", "made up", {"float32": 1e9}, 1e9, 1e8, 1e7, [])
+WORK = work_of(PLAIN)
+CPU = replace(HARDWARE, name="cpu")
+SPANS = (64, 128, 192, 256)
+ALIKE = BucketGrid(256, ((64, 1),), 8, SPANS)
+RAGGED = replace(ALIKE, span_slots=(8, 8, 4, 2))
+CHUNKS = replace(ALIKE, prefill=((64, 1, 32), (128, 1, 32)))
+
+
+def prices(build: float) -> GraphPrices:
+    return GraphPrices(CostModel(WORK, HARDWARE), GraphSeconds(build, build))
+
+
+def seconds_of(prices: GraphPrices, grid: BucketGrid, steps: dict[int, float]) -> float:
+    """Of all steps, each in the shortest span that has a graph, and of all graphs."""
+    of_steps = sum(
+        count * prices.cost.seconds(grid.decode_call(grid.span_of(span)))
+        for span, count in steps.items()
+    )
+    return of_steps + sum(prices.of_decode(grid.decode_slots, span) for span in grid.graph_spans)
+
+
+@pytest.mark.parametrize("grid", [ALIKE, RAGGED, CHUNKS])
+@pytest.mark.parametrize("seed", range(6))
+def test_no_other_choice_of_decode_graphs_takes_less(grid, seed):
+    rng = np.random.default_rng(seed)
+    steps = {span: int(rng.integers(0, 40)) for span in SPANS}
+    of_span = [prices(0).cost.seconds(grid.decode_call(span)) for span in SPANS]
+    # about what a graph saves
+    build = 20 * (of_span[-1] - of_span[0]) / 2
+    kept = prices(build).without_idle_spans(grid, steps)
+    chosen = [
+        replace(grid, decode_graphs=(*some, SPANS[-1]))
+        for count in range(len(SPANS))
+        for some in combinations(SPANS[:-1], count)
+    ]
+    least = min(seconds_of(prices(build), one, steps) for one in chosen)
+    as_chosen = replace(grid, decode_graphs=kept.graph_spans)
+    assert seconds_of(prices(build), as_chosen, steps) == pytest.approx(least)
+
+
+@pytest.mark.parametrize("build", [0, 1e9])
+def test_a_span_without_a_step_has_no_graph_and_the_longest_always_has_one(build):
+    kept = prices(build).without_idle_spans(ALIKE, {})
+    assert kept.graph_spans == (256,)
+    assert prices(0).without_idle_spans(ALIKE, {128: 9}).graph_spans == (128, 256)
+
+
+def test_the_cache_stays_cut_where_slots_or_spans_of_chunks_end():
+    ragged, chunks, alike = (
+        prices(0).without_idle_spans(grid, {256: 9}) for grid in (RAGGED, CHUNKS, ALIKE)
+    )
+    assert (ragged.decode_spans, ragged.span_slots) == ((128, 192, 256), (8, 4, 2))
+    assert chunks.decode_spans == (64, 128, 256) and chunks.prefill == CHUNKS.prefill
+    assert ragged.graph_spans == chunks.graph_spans == (256,)
+    assert alike == replace(ALIKE, decode_spans=(256,))
+    assert ragged.segments(256) == RAGGED.segments(256)
+
+
+def test_a_grid_that_only_scores_has_no_decode_graph_to_leave_out():
+    scores = BucketGrid(64, ((64, 1),), 0, (), score=True)
+    assert prices(1).without_idle_spans(scores, {}) == scores
+
+
+@pytest.mark.parametrize("build", [0.0, 0.1, 0.5, 2.0, 100.0])
+def test_a_prefill_length_saves_what_it_takes_at_least(build):
+    """A length alone: without it its prompts are as long as those of the next."""
+    lengths = [20] * 30 + [100] * 4 + [200] * 8
+    found = prices(build)
+    grid = derive_grid([RowNeed(n, 4) for n in lengths], 256, prices=found)
+
+    def seconds(buckets) -> float:
+        rows = Counter(next(b for b in buckets if n <= b.length) for n in lengths)
+        return sum(-(-n // b.batch) * found.cost.seconds(b.call()) for b, n in rows.items())
+
+    for bucket in grid.prefill[:-1]:
+        others = tuple(one for one in grid.prefill if one != bucket)
+        assert seconds(others) - seconds(grid.prefill) >= found.of_prefill(1) * (1 - 1e-9)
+    assert grid.prefill[-1].length >= max(lengths)
+
+
+def test_dearer_graphs_are_fewer_and_pad_more():
+    rows = [RowNeed(n, 4) for n in range(8, 250, 3)]
+    grids = [derive_grid(rows, 256, prices=prices(build)) for build in (0, 1, 1e9)]
+    counts = [len(grid.prefill) for grid in grids]
+    assert counts[0] > counts[1] > counts[2] == 1
+    lengths = [row.prompt_length for row in rows]
+    padded = [prefill_padding(lengths, grid.prefill)[1] for grid in grids]
+    assert padded[0] < padded[1] < padded[2]
+
+
+def test_scores_double_the_price_of_a_length_and_first_calls_are_part_of_it():
+    call = Call("prefill", 1, 1, 1)
+    first = CostModel(WORK, CPU).first_call_seconds(call)
+    assert first > 0 == CostModel(WORK, HARDWARE).first_call_seconds(call)
+    built = GraphPrices(CostModel(WORK, CPU), GraphSeconds(3.0, 5.0, of_entry=0.5))
+    assert built.of_prefill(2) == 2 * (3 + first)
+    assert built.of_decode(4, 10) == 5 + 20 + first
+    assert GraphPrices(CostModel(WORK, CPU), NO_TIME).of_decode(4, 10) == first
+
+
+@pytest.mark.parametrize("target", ["cpu", "cpu:8", "gpu", "tpu:v5e:2x2"])
+def test_prices_are_of_the_platform_and_bfloat16_counts_as_float32_on_a_cpu(target):
+    call, known = Call("prefill", 64, 512, 512), known_hardware()
+    of_dtype = [
+        GraphPrices.of_target(target, work_of(PLAIN, dtype=dtype), known)
+        for dtype in ("float32", "bfloat16")
+    ]
+    assert GraphPrices.of_target(target, WORK, known).build == of_dtype[0].build
+    rates = [found.cost.hardware.peak(found.cost.work.dtype) for found in of_dtype]
+    assert (rates[0] == rates[1]) == target.startswith("cpu")
+    assert all(found.cost.seconds(call) > 0 for found in of_dtype)
