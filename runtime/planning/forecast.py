@@ -6,6 +6,7 @@ Knows nothing of seconds. The same rows and grid have the same forecast, in ever
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ...compile.bucket_grid import BucketGrid, NoBucketFits
 from ...compile.default_grid import RowNeed
@@ -27,8 +28,19 @@ def forecast_steps(rows: Sequence[RowNeed], grid: BucketGrid) -> dict[int, float
     most = max(MOST_ROWS, ROWS_PER_SLOT * grid.decode_slots)
     step = -(-len(expected) // most) or 1
     expected.sort(key=lambda row: row.limit(grid.max_length))
-    found = simulate(grid, as_fed(expected[::step], grid), None)
+    sample = expected[::step]
+    grid = _with_slots_for(sample, grid)
+    found = simulate(grid, as_fed(sample, grid), None)
     return {int(span): step * use.steps for span, use in found.metrics.decode.items()}
+
+
+def _with_slots_for(rows: Sequence[ExpectedRow], grid: BucketGrid) -> BucketGrid:
+    """The grid with no more slots than rows can take, as a simulation has an object for each."""
+    most = sum(row.need.num_sequences for row in rows) * (grid.slot_groups or 1)
+    if not most or grid.decode_slots <= most:
+        return grid
+    slots = grid.span_slots and tuple(min(count, most) for count in grid.span_slots)
+    return replace(grid, decode_slots=most, span_slots=slots)
 
 
 def _expected(row: RowNeed, grid: BucketGrid) -> ExpectedRow:

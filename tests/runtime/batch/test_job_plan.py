@@ -178,6 +178,15 @@ def test_a_forecast_of_many_rows_is_made_from_some_and_stands_for_all():
     assert forecast_steps([RowNeed(9, 0, is_scored=True)], replace(grid, score=True)) == {}
 
 
+@pytest.mark.parametrize("ragged", [{}, {"span_slots": (10**9, 3), "slot_groups": 1}], ids=str)
+def test_a_forecast_takes_no_longer_for_slots_that_no_row_takes(ragged):
+    """A thousand million slots would not be simulated in this test's time, nor in its memory."""
+    grid = plan_of(OPEN, "buckets.max_length=128", "buckets.decode_spans=[64,128]").buckets
+    many = replace(grid, decode_slots=10**9, span_slots=None, slot_groups=None)
+    assert forecast_steps(OPEN, replace(many, **ragged)) == forecast_steps(OPEN, many)
+    assert sum(forecast_steps(OPEN, many).values()) == sum(forecast_steps(OPEN, grid).values()) > 0
+
+
 def keys(table, prefix=""):
     for key, value in table.items():
         yield prefix + key
