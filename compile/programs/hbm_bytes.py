@@ -10,8 +10,8 @@ done, however often the array is read there. Loops count with their turns, one o
 with a single turn; of branches that one counts which moves least, as where no row asks for more.
 A kernel that declares its bytes reads so many, of its operands by their sizes: it may read a part
 of one, or all of it several times. Left out are the padding of tiles, and what other kernels read
-more than once. What a call brings onto
-the chip for the next one counts beside what it brings for itself.
+more than once. What a call brings onto the chip for the next one counts beside what it brings for
+itself.
 """
 
 import re
