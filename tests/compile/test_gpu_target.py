@@ -83,17 +83,21 @@ def test_operations_that_the_compiler_does_not_count_are_those_of_the_shapes(res
     assert result.flops_by_phase["decode"] == sum(part.flops for part in longest)
 
 
-def test_decode_reads_weights_and_cache_as_they_lie():
+@pytest.mark.parametrize(
+    ("name", "layout"), [("gpu:h100:1", None), ("gpu:h100:8", TENSOR)], ids=["1", "8"]
+)
+def test_decode_reads_weights_and_cache_as_they_lie(name, layout):
     """A step copies no argument but the logits, from which it chooses tokens."""
-    target = find_target("gpu:h100:1")
-    definition, dtype = Definition(CONFIG), jnp.dtype("bfloat16")
+    placement = find_target(name).placement(layout)
+    definition = Definition(CONFIG, placement.arrangement(CONFIG))
     (graph,) = (
         graph
-        for graph in plan_graphs(definition, GRID, target.placement(), dtype)
+        for graph in plan_graphs(definition, GRID, placement, jnp.dtype("bfloat16"))
         if graph.name == "decode span 256"
     )
     _, text, _ = compile_with_text(graph)
-    report = read_report(text, "gpu", {"data": 1}, None, None, least=4096)
+    sizes = {"data": 1} if layout is None else layout.mesh.sizes
+    report = read_report(text, "gpu", sizes, None, None, least=4096)
     assert {one.argument.split(".")[-1] for one in report.rewrites} <= {"logits_BV"}
     assert not any(one.is_converted for one in report.rewrites)
     # keys and values of a segment, in either order
