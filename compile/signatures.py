@@ -48,6 +48,7 @@ def decode_state(
             cache_stripes,
             grid.span_slots,
             definition.arrangement,
+            grid.chunks[0] if grid.chunks else None,
         ),
         logits_BV=jnp.zeros((B, V), jnp.float32),
         tokens_BS=jnp.zeros((B, grid.max_length), jnp.int32),

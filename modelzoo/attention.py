@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from .config import PLAIN_SCORES, Chunk, Scores, Window
+from .key_blocks import joined, num_blocks
 
 Position = TypeVar("Position", jax.Array, int)
 EMPTY_POSITION = -1
@@ -91,7 +92,7 @@ class Visibility:
         k_BKHS, v_BKSH = map(self.slots.of, (k, v))
         # of all rows, a part of the entries would be a copy
         S = self.key_position_BS.shape[1]
-        return k_BKHS[..., :S], v_BKSH[:, :, :S]
+        return joined(k_BKHS, v_BKSH.shape[2])[..., :S], v_BKSH[:, :, :S]
 
 
 def visible(query_position_BT: jax.Array, key_position_BS: jax.Array, window: Window) -> jax.Array:
@@ -137,15 +138,15 @@ def attend_masked(
 ) -> tuple[jax.Array, jax.Array]:
     """Attend to the keys that a mask shows, as one softmax.
 
-    Heads of values may have another size than those of keys. Returns `out_BTKGH`, with heads as
-    values have them, and the log-sum-exp of the scores as `lse_BTKG`, both float32. Where nothing
-    is visible `out` is zero and `lse` is -inf.
+    Keys may lie in blocks (`key_blocks`). Heads of values may have another size than those of keys.
+    Returns `out_BTKGH`, with heads as values have them, and the log-sum-exp of the scores as
+    `lse_BTKG`, both float32. Where nothing is visible `out` is zero and `lse` is -inf.
     """
     B, T, K, G, H = q_BTKGH.shape
     # queries and heads of a group as the rows of one product: XLA for CPU is slow at anything else
     scale = H**-0.5 if scores.scale is None else scores.scale
     q_BKAH = (q_BTKGH * scale).transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H)
-    scores_BKAS = soft_cap(_product(q_BKAH, k_BKHS), scores.cap)
+    scores_BKAS = soft_cap(_scores(q_BKAH, k_BKHS, v_BKSH.shape[2]), scores.cap)
     # added once: a select before and one after the exponential would be two more passes
     mask_BTS = jnp.where(mask_BTS, 0.0, _MASKED_SCORE)
     mask_BAS = jnp.tile(mask_BTS, (1, G, 1))
@@ -160,6 +161,19 @@ def attend_masked(
     lse_BKA1 = jnp.where(is_empty_BKA1, -jnp.inf, max_BKA1 + jnp.log(sum_BKA1))
     lse_BKGT = lse_BKA1.reshape(B, K, G, T)
     return out_BKGTH.transpose(0, 3, 1, 2, 4), lse_BKGT.transpose(0, 3, 1, 2)
+
+
+def _scores(q_BKAH: jax.Array, k_BKHS: jax.Array, num_entries: int) -> jax.Array:
+    """The products of queries and keys, which may lie in blocks."""
+    size = k_BKHS.shape[3]
+    count = num_blocks(num_entries, size)
+    if count == 1:
+        return _product(q_BKAH, k_BKHS)
+    B, K, A, H = q_BKAH.shape
+    k_BKOHS = k_BKHS.reshape(B, K, count, H, size)
+    q_BKOAH = jnp.broadcast_to(q_BKAH[:, :, None], (B, K, count, A, H))
+    scores_BKAOS = _product(q_BKOAH, k_BKOHS).swapaxes(2, 3)
+    return scores_BKAOS.reshape(B, K, A, count * size)[..., :num_entries]
 
 
 def _product(x: jax.Array, y: jax.Array) -> jax.Array:

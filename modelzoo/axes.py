@@ -8,6 +8,7 @@ Arrays end in their letters (`x_BTD`), einsums use the same letters:
     C capacity               M = B * T flattened     P gate and up (2)       R alternatives reported
     Q steps of one decode call                       X stop ids of a row     Y biased ids of a row
     Z experts chosen by a token                      U rows of experts       W rows of a tile
+    O blocks of the keys of a head
     A heads flattened: G * T in a product of one key/value head, N * H after attention
     J = G + 2: the queries, key and value of one key/value head
     I entries of a latent, which a token's queries, or its keys and values, are made from; with the

@@ -23,6 +23,7 @@ from .attention import (
     visible,
 )
 from .config import PLAIN_SCORES, Scores, Window
+from .key_blocks import joined
 
 QUERY_BLOCK = 256
 """Most queries of a block."""
@@ -48,7 +49,7 @@ def attend_blockwise(
 ) -> Attended:
     """As `attend_dense`. Static: the limits of a block's size, which short prompts do not have."""
     k_BKHS, v_BKSH = visibility.of_queries(k_BKHS, v_BKSH)
-    T, S = q_BTKGH.shape[1], k_BKHS.shape[3]
+    T, S = q_BTKGH.shape[1], v_BKSH.shape[2]
     if visibility.is_in_order and TRIANGLE_BLOCK < T <= LONGEST_TRIANGLE:
         return _attend_triangle(q_BTKGH, k_BKHS, v_BKSH, visibility.window, scores)
     block_T, block_S = block_sizes(T, S, query_block, block_scores)
@@ -56,7 +57,7 @@ def attend_blockwise(
         out_BTKGH, lse_BTKG = attend_masked(q_BTKGH, k_BKHS, v_BKSH, visibility.mask(), scores)
         return out_BTKGH.astype(q_BTKGH.dtype), lse_BTKG
     queries = _Blocks(block_T, (q_BTKGH, 1), (visibility.query_position_BT, 1))
-    keys = _Blocks(block_S, (k_BKHS, 3), (v_BKSH, 2), (visibility.key_position_BS, 1))
+    keys = _Blocks(block_S, (joined(k_BKHS, S), 3), (v_BKSH, 2), (visibility.key_position_BS, 1))
 
     def attend_block(i: jax.Array) -> Attended:
         block_BTKGH, query_position_BT = queries[i]

@@ -358,6 +358,9 @@ class Arrangement:
     of the pattern, to run in a loop (`modelzoo.layer_groups`)."""
     head_multiple: int = 1
     """The cache keeps heads of a multiple of this size; zeros follow what a head has."""
+    key_blocks: tuple[int, ...] = ()
+    """Positions that a block of keys in the cache may have (`modelzoo.key_blocks`); without any,
+    the keys of a head lie in one block."""
 
     def __post_init__(self):
         for name in ("kv_copies", "padded_vocab", "head_multiple"):

@@ -1,7 +1,8 @@
 """Entries that layers keep, in the cache and of new tokens: named tuples that declare their axes.
 
 Keys lie with positions along the last axis and values with heads' entries there: the order in which
-each is read as a matrix. Layers of latent attention keep latents alone, which are keys and values.
+each is read as a matrix. The keys of a cache may lie in blocks of positions (`key_blocks`). Layers
+of latent attention keep latents alone, which are keys and values.
 
 Arrays of the cache lead with layers: those of a place that are scanned (`layer_groups`), or one.
 Whatever is done to a row is done to that row of all of them.
@@ -18,7 +19,7 @@ from . import axes
 from .segments import Segments
 
 KeysAndValues = tuple[jax.Array, jax.Array]
-"""`k_BKHS` and `v_BKSH`, as attention reads them."""
+"""`k_BKHS`, which may lie in blocks, and `v_BKSH`, as attention reads them."""
 
 
 class PromptKeysValues(NamedTuple):
@@ -55,6 +56,11 @@ class KeysValues(NamedTuple):
     AXES = (axes.CACHE_KEYS, axes.CACHE_VALUES)
     POSITION_AXES = (4, 3)
 
+    @property
+    def lengths(self) -> list[int]:
+        """Entries of each segment."""
+        return [v.shape[3] for v in self.v_LBKSH]
+
     def read(self, layer: jax.Array) -> list[KeysAndValues]:
         """Each segment of one layer."""
         segments = zip(self.k_LBKHS, self.v_LBKSH, strict=True)
@@ -72,6 +78,11 @@ class Latents(NamedTuple):
 
     AXES = (axes.CACHE_LATENTS,)
     POSITION_AXES = (2,)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Entries of each segment."""
+        return [x.shape[2] for x in self.kept_LBSH]
 
     def read(self, layer: jax.Array) -> list[KeysAndValues]:
         """Each segment of one layer."""

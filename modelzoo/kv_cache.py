@@ -5,6 +5,9 @@ decode graph with span `s` takes the segments below `s` and nothing else, so a s
 neither a copy nor a read of the rest. Every entry stores its position (`EMPTY_POSITION` when it
 holds no token) and masks come from those alone.
 
+The keys of a segment may lie in blocks of positions (`key_blocks`), where a platform reads these
+faster.
+
 A segment has as many rows as there are slots that reach so far, which are the first ones: where few
 rows are long, the others need not keep room for it, nor read it. What a segment has no row for is
 not written, and to such a row it shows nothing.
@@ -39,6 +42,7 @@ from . import axes
 from .attention import EMPTY_POSITION
 from .config import AS_PUBLISHED, Arrangement, DecoderConfig, Window, window_size
 from .kept_layers import KeptLayers, KeysValues, Latents, PromptLayer
+from .key_blocks import blocks_shape, num_blocks
 from .layer_groups import places
 from .segments import Segments, heads_last, segment_lengths, segment_starts
 from .stripes import WHOLE, Stripe
@@ -119,16 +123,19 @@ def allocate(
     stripes: int = 1,
     span_slots: Sequence[int] | None = None,
     arrangement: Arrangement = AS_PUBLISHED,
+    chunk: int | None = None,
 ) -> KVCache:
     """An empty cache of zeros: a NaN in a masked entry would poison its row, so never `empty`.
 
     `num_heads` are the key/value heads kept, where they are not the model's own ones; `span_slots`
-    how many of the slots reach each span, where not all of them do.
+    how many of the slots reach each span, where not all of them do. Where prompts come in chunks,
+    all are multiples of `chunk` tokens, and each is written as whole blocks of keys.
     """
     K, H = num_heads or config.num_kv_heads, arrangement.kept_dim(config)
     reaching = span_slots or [slots] * len(spans)
     longest = spans[-1] if spans else 0
     num_kept = {window: kept_entries(window, longest, stripes) for window in config.windows}
+    blocks = [size for size in arrangement.key_blocks if not (chunk or 0) % size]
 
     def sizes(kept: int) -> list[tuple[int, int]]:
         """Rows and entries of each segment."""
@@ -139,7 +146,7 @@ def allocate(
         if config.latent is not None:
             return Latents(tuple(jnp.zeros((L, B, S, H), dtype) for B, S in segments))
         return KeysValues(
-            tuple(jnp.zeros((L, B, K, H, S), dtype) for B, S in segments),
+            tuple(jnp.zeros((L, B, K, *blocks_shape(H, S, blocks)), dtype) for B, S in segments),
             tuple(jnp.zeros((L, B, K, S, H), dtype) for B, S in segments),
         )
 
@@ -180,7 +187,7 @@ def append_position(
 
     def mark(segments: Segments, entry_B: jax.Array) -> Segments:
         place_B = stripe.place(entry_B)
-        starts = segment_starts(segments, axis=1)
+        starts = segment_starts([x_BS.shape[1] for x_BS in segments])
         return tuple(
             _mark(segment, position_B, place_B - start)
             for segment, start in zip(segments, starts, strict=True)
@@ -208,35 +215,48 @@ def append(
 ) -> KeptLayers:
     """Write what one layer keeps of one token per row, at its entry if that is here."""
 
+    lengths, starts = layers.lengths, segment_starts(layers.lengths)
+
     def write(segments: Segments, new: jax.Array, axis: int) -> Segments:
         # without layers, as their number is no axis of what one layer made
         new_BKH = jnp.squeeze(new, axis - 1)
         return tuple(
-            _write(segment, new_BKH, entry_B - start, axis, layer)
-            for segment, start in zip(segments, segment_starts(segments, axis), strict=True)
+            _write(segment, length, new_BKH, entry_B - start, axis, layer)
+            for segment, length, start in zip(segments, lengths, starts, strict=True)
         )
 
     return type(layers)(*map(write, layers, new, layers.POSITION_AXES))
 
 
 def _write(
-    segment: jax.Array, new_BKH: jax.Array, index_B: jax.Array, axis: int, layer: jax.Array
+    segment: jax.Array,
+    length: int,
+    new_BKH: jax.Array,
+    index_B: jax.Array,
+    axis: int,
+    layer: jax.Array,
 ) -> jax.Array:
-    """Write one entry per row at `index_B` of `axis`; an index outside writes nothing.
+    """Write one entry per row at `index_B` of a segment's `length`; others write nothing.
 
-    The segment leads with layers, and ends with heads' entries and positions in either order.
+    The segment leads with layers, and ends with heads' entries and positions in either order; of
+    positions it may have blocks.
     NOTE: every head of every entry is an update of its own, at a row and a position. Where heads
     lie along the last axis in memory, XLA for TPU compiles this scatter to one pass over the
     updates. It compiles a scatter of windows that are one position wide to a loop over slots.
     """
-    rows = segment.reshape(-1, *segment.shape[-2:])
-    _, position_axis, head_axis = heads_last(3, axis - segment.ndim + 3)
-    B, size, H = segment.shape[1], rows.shape[position_axis], rows.shape[head_axis]
+    B, size = segment.shape[1], segment.shape[axis]
+    count = num_blocks(length, size)
+    *_, head_axis = heads_last(segment.ndim, axis)
+    H = segment.shape[head_axis] // count
+    rows = segment.reshape(-1, H, size) if head_axis < axis else segment.reshape(-1, size, H)
     new = match_head_dim(new_BKH[:B], H, axis=-1).reshape(-1, H).astype(segment.dtype)
     row = layer * len(new) + jnp.arange(len(new))
-    is_inside_B = (index_B >= 0) & (index_B < size)
+    is_inside_B = (index_B >= 0) & (index_B < length)
     # past the end, and therefore dropped
-    entry_B = jnp.where(is_inside_B, index_B, size)[:B]
+    entry_B = jnp.where(is_inside_B, index_B % size, size)[:B]
     entry = jnp.repeat(entry_B, len(new) // B)
-    at = rows.at[row, entry] if head_axis == 2 else rows.at[row, :, entry]
+    if count > 1:
+        block_B = jnp.where(is_inside_B, index_B // size, 0)[:B]
+        row = row * count + jnp.repeat(block_B, len(new) // B)
+    at = rows.at[row, :, entry] if head_axis < axis else rows.at[row, entry]
     return at.set(new, mode="drop", unique_indices=True).reshape(segment.shape)

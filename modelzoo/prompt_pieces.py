@@ -15,7 +15,7 @@ that the cache does not have write nothing; every block is written in place wher
 donated.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -26,9 +26,10 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from . import axes
 from .attention import EMPTY_POSITION
 from .kept_layers import KeptLayers, PromptLayer
+from .key_blocks import in_blocks, joined, num_blocks
 from .kv_cache import Positions, match_head_dim, match_heads
 from .operations import Axes, Operations, rows_of
-from .segments import Segments, at_entries, heads_last, held_positions, num_entries, segment_starts
+from .segments import Segments, at_entries, heads_last, held_positions, segment_starts
 from .stripes import Stripe
 
 
@@ -86,11 +87,12 @@ def layer_of_slots(
     """The entries of one layer in the slots of rows, with `num_heads` where it keeps heads.
 
     The last `num_unseen` entries are left out, and so are zeros that follow `head_dim` numbers of a
-    head.
+    head. Keys come out of their blocks.
     """
 
     def take(segments: Segments, axis: int, logical_axes: Axes) -> Segments:
         taken = operations.take_rows(segments, slot_B, logical_axes, layer)
+        taken = tuple(map(partial(_without_blocks, axis=axis - 1), taken, layers.lengths))
         # of all slots, a part without the last entries would be a copy
         taken = _without_last(taken, num_unseen, axis - 1)
         *_, head_axis = heads_last(len(logical_axes) - 1, axis - 1)
@@ -131,6 +133,7 @@ def keep_piece(
 ) -> KeptLayers:
     """The layers with the tokens of a piece at their entries of one layer."""
     write = _write_ring if is_ring else _write_blocks
+    lengths = [length // operations.cache_stripes.count for length in layers.lengths]
 
     def keep(old: Segments, new: jax.Array, axis: int, names: Axes) -> Segments:
         if not old:  # nothing is kept
@@ -142,9 +145,10 @@ def keep_piece(
         def body(old: Segments, new: jax.Array, where: _Write) -> Segments:
             slot_B, start_B, count_B, layer = where
             # here, as zeros need not be sent
-            new = match_head_dim(new, old[0].shape[head_axis], head_axis)
+            head_dim = old[0].shape[head_axis] // num_blocks(lengths[0], old[0].shape[axis])
+            new = match_head_dim(new, head_dim, head_axis)
             rows = PromptPieces(slot_B, start_B, count_B).of(operations.stripe)
-            return write(old, new[0], rows, axis, layer)
+            return write(old, lengths, new[0], rows, axis, layer)
 
         return operations.write_rows(body, old, new[None], _Write(*rows, layer), names)
 
@@ -158,7 +162,8 @@ def keep_positions(
 
     def marked(write: Callable[..., Segments], old: Segments) -> Segments:
         def body(old: Segments, new: jax.Array, rows: PromptPieces) -> Segments:
-            return write(old, new, rows.of(operations.stripe), axis=1)
+            lengths = [x_BS.shape[1] for x_BS in old]
+            return write(old, lengths, new, rows.of(operations.stripe), axis=1)
 
         return operations.write_rows(body, old, position_BT, rows, axes.CACHE_POSITIONS)
 
@@ -171,6 +176,7 @@ def keep_positions(
 
 def _write_blocks(
     segments: Segments,
+    lengths: Sequence[int],
     new: jax.Array,
     rows: PromptPieces,
     axis: int,
@@ -180,35 +186,35 @@ def _write_blocks(
 
     Padding is written too, under empty positions.
     """
-    starts = segment_starts(segments, axis)
+    starts = segment_starts(lengths)
     if rows.start_B is not None:
         *others, last = segments
         index_B = rows.start_B - starts[-1]
-        return (*others, put_blocks(last, new, rows.slot_B, index_B, axis, layer))
+        return (*others, _put(last, lengths[-1], new, rows.slot_B, index_B, axis, layer))
     new_axis = axis if layer is None else axis - 1
     T, first_B = new.shape[new_axis], jnp.zeros_like(rows.slot_B)
 
-    def write(segment: jax.Array, start: int) -> jax.Array:
+    def write(segment: jax.Array, length: int, start: int) -> jax.Array:
         if start >= T:
             return segment
-        end = min(T, start + segment.shape[axis])
-        block = jax.lax.slice_in_dim(new, start, end, axis=new_axis)
-        return put_blocks(segment, block, rows.slot_B, first_B, axis, layer)
+        block = jax.lax.slice_in_dim(new, start, min(T, start + length), axis=new_axis)
+        return _put(segment, length, block, rows.slot_B, first_B, axis, layer)
 
-    return tuple(map(write, segments, starts))
+    return tuple(map(write, segments, lengths, starts))
 
 
 def _write_ring(
     segments: Segments,
+    lengths: Sequence[int],
     new: jax.Array,
     rows: PromptPieces,
     axis: int,
     layer: jax.Array | None = None,
 ) -> Segments:
     """The latest tokens of each row, and what the ring had at the entries that they leave."""
-    size, row_axis = num_entries(segments, axis), 0 if layer is None else 1
+    size, row_axis = sum(lengths), 0 if layer is None else 1
     if rows.start_B is None and new.shape[axis - row_axis] <= size:
-        return _write_blocks(segments, new, rows, axis, layer)
+        return _write_blocks(segments, lengths, new, rows, axis, layer)
 
     def merged(old: jax.Array, new: jax.Array, start: jax.Array, count: jax.Array) -> jax.Array:
         shape = [1] * old.ndim
@@ -218,14 +224,42 @@ def _write_ring(
         return jnp.where(is_new_S.reshape(shape), fresh, old)
 
     of_rows = [rows_of(x, rows.slot_B, layer) for x in segments]
-    old = jnp.concatenate(of_rows, axis=axis - row_axis)
+    of_rows = map(partial(_without_blocks, axis=axis - row_axis), of_rows, lengths)
+    old = jnp.concatenate(list(of_rows), axis=axis - row_axis)
     ring = jax.vmap(merged)(old, new.astype(old.dtype), rows.first_B, rows.count_B)
-    pieces = jnp.split(ring, segment_starts(segments, axis)[1:], axis=axis - row_axis)
+    pieces = jnp.split(ring, segment_starts(lengths)[1:], axis=axis - row_axis)
     first_B = jnp.zeros_like(rows.slot_B)
     return tuple(
-        put_blocks(old, piece, rows.slot_B, first_B, axis, layer)
-        for old, piece in zip(segments, pieces, strict=True)
+        _put(old, length, piece, rows.slot_B, first_B, axis, layer)
+        for old, length, piece in zip(segments, lengths, pieces, strict=True)
     )
+
+
+def _without_blocks(x: jax.Array, length: int, axis: int) -> jax.Array:
+    """Entries of rows in the order of positions, of which there are `length` along `axis`."""
+    return x if x.shape[axis] == length else joined(x, length)
+
+
+def _put(
+    segment: jax.Array,
+    length: int,
+    new: jax.Array,
+    slot_B: jax.Array,
+    index_B: jax.Array,
+    axis: int,
+    layer: jax.Array | None,
+) -> jax.Array:
+    """Write each row's entries, from the `index_B`th of its segment's `length` on.
+
+    Into keys in blocks whole blocks are written, with zeros where `new` ends before a block does:
+    indices are of first positions of blocks.
+    """
+    size = segment.shape[axis]
+    if size == length:
+        return put_blocks(segment, new, slot_B, index_B, axis, layer)
+    head_axis = axis - 1
+    H = segment.shape[head_axis] // num_blocks(length, size)
+    return put_blocks(segment, in_blocks(new, size), slot_B, index_B // size * H, head_axis, layer)
 
 
 def put_blocks(

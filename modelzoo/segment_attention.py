@@ -38,7 +38,7 @@ def attend_segments(
     parts, H = [], q_BTKGH.shape[-1]
     last = len(entries[0]) - 1
     for index, ((k_BKHS, v_BKSH), position_BS) in enumerate(zip(*entries, strict=True)):
-        num_rows, num_heads, kept_dim = len(position_BS), *k_BKHS.shape[-3:-1]
+        num_rows, num_heads, kept_dim = len(position_BS), v_BKSH.shape[-3], v_BKSH.shape[-1]
         query_BT = query_position_BT[:num_rows]
         grouped = q_BTKGH[:num_rows].reshape(*query_BT.shape, num_heads, -1, H)
         grouped = match_head_dim(grouped, kept_dim, axis=-1)

@@ -21,15 +21,9 @@ def segment_lengths(spans: Sequence[int], kept: int) -> list[int]:
     return [end - start for start, end in pairwise((0, *ends, kept))]
 
 
-def segment_starts(segments: Segments, axis: int) -> list[int]:
-    """The first entry of each segment, counted over all of them."""
-    lengths = [segment.shape[axis] for segment in segments]
+def segment_starts(lengths: Sequence[int]) -> list[int]:
+    """The first entry of each segment of so many entries, counted over all of them."""
     return [end - length for end, length in zip(accumulate(lengths), lengths, strict=True)]
-
-
-def num_entries(segments: Segments, axis: int) -> int:
-    """Entries of all segments."""
-    return sum(segment.shape[axis] for segment in segments)
 
 
 def heads_last(ndim: int, position_axis: int) -> tuple[int, ...]:

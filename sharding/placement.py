@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 
 from ..modelzoo import axes
 from ..modelzoo.config import Arrangement, DecoderConfig
+from ..modelzoo.key_blocks import CPU_BLOCKS
 from ..modelzoo.operations import ON_ONE_DEVICE, Axes, Operations
 from ..modelzoo.segments import heads_last
 from .axis_rules import AxisRules, kv_copies
@@ -33,11 +34,15 @@ def arrangement_of(
     """How a layout, a platform and a build want weights and cache arranged."""
     # XLA for TPU gives narrow heads whole rows of tiles in any case
     whole = Arrangement(
-        scan_layers=scan_layers, head_multiple=axes.LANES if platform == "tpu" else 1
+        scan_layers=scan_layers,
+        head_multiple=axes.LANES if platform == "tpu" else 1,
+        key_blocks=CPU_BLOCKS if platform == "cpu" else (),
     )
     if layout is None:
         return whole
     rules, num_shards = layout.rules, layout.mesh.num_shards
+    if num_shards(layout.phase("decode")[axes.CACHE_LENGTH]) > 1:
+        whole = replace(whole, key_blocks=())
     heads, vocab = num_shards(rules[axes.QUERY_HEADS]), num_shards(rules[axes.VOCAB])
     padded = -(-config.vocab_size // vocab) * vocab
     return replace(

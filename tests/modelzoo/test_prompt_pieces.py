@@ -14,6 +14,7 @@ from tolerances import FLOAT32_MODEL_LOGPROB
 from noria.compile.definition import Definition
 from noria.modelzoo import kv_cache
 from noria.modelzoo.config import AS_PUBLISHED, Arrangement, Chunk, DecoderConfig, LatentAttention
+from noria.modelzoo.key_blocks import joined
 from noria.modelzoo.kv_cache import KVCache
 from noria.modelzoo.layer_groups import of_single_layers, places
 from noria.modelzoo.operations import ON_ONE_DEVICE
@@ -37,6 +38,7 @@ CONFIGS = {
 }
 SCANNED = Arrangement(scan_layers=True)
 WIDE = Arrangement(head_multiple=16)
+BLOCKS = Arrangement(key_blocks=(4, 2))
 SPANS, LONGEST = (4, 24), 24
 LENGTHS = np.arange(1, LONGEST - 3)
 """Of prompts, a slot each."""
@@ -136,8 +138,22 @@ def test_nothing_is_seen_of_a_former_owner(config, cuts):
 
 @pytest.mark.parametrize(
     ("arrangement", "cuts"),
-    [(AS_PUBLISHED, IN_CHUNKS), (AS_PUBLISHED, UNEVENLY), (SCANNED, WHOLE), (SCANNED, UNEVENLY)],
-    ids=["chunks", "uneven chunks", "scanned, whole", "scanned, uneven chunks"],
+    [
+        (AS_PUBLISHED, IN_CHUNKS),
+        (AS_PUBLISHED, UNEVENLY),
+        (SCANNED, WHOLE),
+        (SCANNED, UNEVENLY),
+        (BLOCKS, WHOLE),
+        (BLOCKS, UNEVENLY),
+    ],
+    ids=[
+        "chunks",
+        "uneven chunks",
+        "scanned, whole",
+        "scanned, uneven chunks",
+        "blocks of keys, whole",
+        "blocks of keys, uneven chunks",
+    ],
 )
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_a_cache_is_the_same_however_prompts_come_in(config, arrangement, cuts):
@@ -153,11 +169,23 @@ def test_a_cache_is_the_same_however_prompts_come_in(config, arrangement, cuts):
 
 @pytest.mark.parametrize(
     ("arrangement", "cuts"),
-    [(WIDE, WHOLE), (WIDE, UNEVENLY), (replace(WIDE, scan_layers=True), WHOLE)],
-    ids=["whole", "uneven chunks", "scanned, whole"],
+    [
+        (WIDE, WHOLE),
+        (WIDE, UNEVENLY),
+        (replace(WIDE, scan_layers=True), WHOLE),
+        (BLOCKS, WHOLE),
+        (BLOCKS, UNEVENLY),
+    ],
+    ids=[
+        "wide heads, whole",
+        "wide heads, uneven chunks",
+        "wide heads, scanned, whole",
+        "blocks of keys, whole",
+        "blocks of keys, uneven chunks",
+    ],
 )
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_a_cache_with_wider_heads_gives_the_same_answers(config, arrangement, cuts):
+def test_a_cache_arranged_otherwise_gives_the_same_answers(config, arrangement, cuts):
     tokens_BT, found = random_tokens(2), []
     for one in (model(config), model(config, arrangement)):
         logits_BTV, cache = one.prefill(one.empty(), tokens_BT, LENGTHS, cuts)
@@ -180,7 +208,9 @@ def live_entries(one: Model, cache: KVCache) -> list[tuple[np.ndarray, list[np.n
         for index, layer in enumerate(layers):
             arrays = []
             for segments, axis in zip(kept, kept.POSITION_AXES, strict=True):
-                array = np.moveaxis(np.concatenate(segments, axis)[index], axis - 1, -1)
+                if axis == 4:
+                    segments = map(joined, segments, kept.lengths)
+                array = np.moveaxis(np.concatenate([*segments], axis)[index], axis - 1, -1)
                 is_live = position_BS.reshape(SLOTS, *[1] * (array.ndim - 2), -1) >= 0
                 arrays.append(np.where(is_live, array, 0))
             found[layer] = position_BS, arrays

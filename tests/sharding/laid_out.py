@@ -40,6 +40,8 @@ from noria.sharding.layout import Layout
 VOCAB = 151
 """Prime, so that every layout that splits it pads it."""
 
+KEY_BLOCKS = (8, 4)
+
 _SHARED = {
     "hidden_act": "silu",
     "hidden_size": 48,
@@ -340,7 +342,11 @@ class LaidOut:
 
     @cached_property
     def definition(self) -> Definition:
-        return Definition(self.config, self.placement.arrangement(self.config, self.scan_layers))
+        arrangement = self.placement.arrangement(self.config, self.scan_layers)
+        if arrangement.key_blocks:
+            # segments here are shorter than the blocks that a build has
+            arrangement = replace(arrangement, key_blocks=KEY_BLOCKS)
+        return Definition(self.config, arrangement)
 
     @cached_property
     def parameters(self) -> dict[str, jax.Array]:

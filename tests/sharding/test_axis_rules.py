@@ -1,5 +1,7 @@
 """Where the axes of a literal layout lie, and how often key/value heads are kept."""
 
+from dataclasses import replace
+
 import pytest
 from jax.sharding import PartitionSpec as P
 from laid_out import config_of, layout_of
@@ -7,7 +9,9 @@ from laid_out import config_of, layout_of
 from noria.compile.targets import find_target
 from noria.modelzoo import axes
 from noria.modelzoo.config import Arrangement
+from noria.modelzoo.key_blocks import CPU_BLOCKS
 from noria.sharding.axis_rules import AxisRules, kv_copies
+from noria.sharding.placement import arrangement_of
 
 RULES = AxisRules(
     {
@@ -80,5 +84,13 @@ def test_weights_and_cache_are_arranged_as_a_layout_wants_them(
 ):
     laid, config = layout_of(layout), config_of("llama", num_kv_heads)
     placement = find_target(f"cpu:{laid.mesh.num_devices}").placement(laid)
-    assert placement.arrangement(config) == arrangement
+    assert placement.arrangement(config) == replace(arrangement, key_blocks=CPU_BLOCKS)
     assert placement.num_cache_heads(config) == num_cache_heads
+
+
+def test_keys_lie_in_blocks_on_the_cpu_where_devices_do_not_share_entries_out():
+    config = config_of("llama")
+    shared_out, whole = layout_of("ring-tensor"), layout_of("weight-stationary-1d")
+    assert arrangement_of(whole, "cpu", config).key_blocks == CPU_BLOCKS
+    assert arrangement_of(shared_out, "cpu", config).key_blocks == ()
+    assert arrangement_of(whole, "tpu", config).key_blocks == ()

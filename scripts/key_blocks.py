@@ -1,0 +1,89 @@
+"""Time decode attention with the keys of a segment in blocks of several sizes, on this CPU.
+
+Each shape is attention of one token a row to a segment, float32 as the cache is on the CPU, for as
+many layers as are listed, one after the other; each cell has the least of several calls, in ms.
+
+    python scripts/key_blocks.py > benchmarks/key_blocks.md
+"""
+
+import sys
+import time
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from noria.modelzoo.attention import Visibility, attend_dense
+from noria.modelzoo.key_blocks import in_blocks
+from noria.runtime.machine import describe_machine
+
+SIZES = (96, 64, 48, 32, 16)
+SHAPES = (
+    (30, 64, 3, 3, 64, 192),
+    (8, 64, 8, 4, 128, 192),
+    (8, 64, 8, 4, 128, 576),
+    (8, 16, 8, 1, 64, 192),
+    (8, 16, 2, 7, 64, 2112),
+    (8, 64, 3, 8, 96, 192),
+)
+"""Layers, rows, key/value heads, queries of each, entries of a head, entries of the segment."""
+CALLS = 10
+
+KeysValues = tuple[jax.Array, jax.Array]
+
+
+def main() -> None:
+    machine = describe_machine()
+    print("# Keys in blocks of positions\n")
+    print(
+        f"{machine['processor']}, jax {machine['versions']['jax']}. Made by `python {sys.argv[0]}`."
+        "\nDecode attention to a segment of the cache, ms by the positions of a block of keys; in "
+        "brackets with all keys\nof a head in one block, by the time with blocks.\n"
+    )
+    columns = ["layers, rows, K, G, H, entries", "one block", *map(str, SIZES)]
+    print(f"| {' | '.join(columns)} |\n|---|{'--:|' * (len(columns) - 1)}")
+    for shape in SHAPES:
+        whole = milliseconds(shape, None)
+        cells = [", ".join(map(str, shape)), f"{whole:.1f}"]
+        for size in SIZES:
+            of_blocks = milliseconds(shape, size)
+            cells.append(f"{of_blocks:.1f} ({whole / of_blocks:.2f})")
+        print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def milliseconds(shape: Sequence[int], size: int | None) -> float:
+    """The least time of attention in all layers, with keys in blocks of this size."""
+    L, B, K, G, H, S = shape
+    rng = np.random.default_rng(0)
+
+    def random(*sizes: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(sizes, dtype=np.float32))
+
+    layers = []
+    for _ in range(L):
+        k_BKHS = random(B, K, H, S)
+        k_BKHS = k_BKHS if size is None else jax.block_until_ready(in_blocks(k_BKHS, size))
+        layers.append((k_BKHS, random(B, K, S, H)))
+    position_BS = jnp.broadcast_to(jnp.arange(S), (B, S))
+    visibility = Visibility(jnp.full((B, 1), S), position_BS)
+
+    @jax.jit
+    def attend_all(q_BTKGH: jax.Array, layers: list[KeysValues]) -> jax.Array:
+        out_BTKGH = q_BTKGH
+        for k_BKHS, v_BKSH in layers:
+            # each layer waits for the one before, as in a model
+            query = q_BTKGH + 1e-3 * out_BTKGH
+            out_BTKGH, _ = attend_dense(query, k_BKHS, v_BKSH, visibility)
+        return out_BTKGH
+
+    q_BTKGH, times = random(B, 1, K, G, H), []
+    for _ in range(1 + CALLS):
+        start = time.perf_counter()
+        jax.block_until_ready(attend_all(q_BTKGH, layers))
+        times.append(time.perf_counter() - start)
+    return 1e3 * min(times[1:])
+
+
+if __name__ == "__main__":
+    main()
