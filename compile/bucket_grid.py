@@ -22,6 +22,7 @@ from itertools import groupby, pairwise, product
 from typing import Any, NamedTuple
 
 from ..sharding.call import Call
+from .grid_values import check_count, check_growing, check_list, chunk_sizes, is_count
 
 CHUNKS_PER_DECODE = 32
 MAX_SIZE = 2**31 - 1
@@ -79,7 +80,7 @@ class BucketGrid:
     decode_slots: int
     """With 0 the grid only scores whole prompts: nothing is kept of them, and nothing decodes."""
     decode_spans: tuple[int, ...]
-    """Where the cache is cut: a decode graph reads all below one of them. Growing, the last is
+    """The cache is cut at these: a decode graph reads all below one of them. They grow to
     `max_length`."""
     steps_per_call: int = 8
     score: bool = False
@@ -92,15 +93,15 @@ class BucketGrid:
     """With `span_slots`, the equal groups of slots that lie on devices of their own; each has its
     share of those that reach a span, the first of the group."""
     decode_graphs: tuple[int, ...] | None = None
-    """Those of `decode_spans` that have a graph, the last among them; None: all have."""
+    """The `decode_spans` that have a graph, the last among them; None: all have."""
 
     def __post_init__(self):
-        buckets = tuple(map(_bucket, _sequence("buckets.prefill", self.prefill)))
+        buckets = tuple(map(_bucket, check_list("buckets.prefill", self.prefill)))
         object.__setattr__(self, "prefill", buckets)
-        spans = tuple(_sequence("buckets.decode_spans", self.decode_spans))
+        spans = tuple(check_list("buckets.decode_spans", self.decode_spans))
         object.__setattr__(self, "decode_spans", spans)
         lengths = _distinct_lengths(buckets)
-        _check_growing("buckets.prefill lengths", lengths)
+        check_growing("buckets.prefill lengths", lengths)
         only_scores = type(self.decode_slots) is int and self.decode_slots == 0
         slots = [] if only_scores else [("buckets.decode_slots", self.decode_slots)]
         for name, size, length in (
@@ -117,7 +118,7 @@ class BucketGrid:
         if only_scores:
             self._check_only_scores()
         else:
-            _check_growing("buckets.decode_spans", self.decode_spans)
+            check_growing("buckets.decode_spans", self.decode_spans)
         self._check_chunks(lengths)
         self._check_span_slots()
         self._check_decode_graphs()
@@ -141,7 +142,7 @@ class BucketGrid:
         fields = dict(table)
         chunk = fields.pop("chunk", None)
         chunks = () if chunk is None else chunk_sizes(chunk)
-        entries = _sequence("buckets.prefill", fields.pop("prefill"))
+        entries = check_list("buckets.prefill", fields.pop("prefill"))
         return cls(
             prefill=tuple(b for entry in entries for b in _of_entry(entry, chunks)), **fields
         )
@@ -285,9 +286,9 @@ class BucketGrid:
         if self.slot_groups is None:
             object.__setattr__(self, "slot_groups", 1)
         check_count("buckets.slot_groups", groups := self.slot_groups)
-        slots = tuple(_sequence("buckets.span_slots", self.span_slots))
+        slots = tuple(check_list("buckets.span_slots", self.span_slots))
         object.__setattr__(self, "span_slots", slots)
-        is_falling = all(map(_is_count, slots)) and all(a >= b for a, b in pairwise(slots))
+        is_falling = all(map(is_count, slots)) and all(a >= b for a, b in pairwise(slots))
         if not is_falling or len(slots) != len(self.decode_spans) or slots[0] != self.decode_slots:
             raise ValueError(
                 f"buckets.span_slots: expected one number of slots for each of decode_spans "
@@ -303,9 +304,9 @@ class BucketGrid:
     def _check_decode_graphs(self) -> None:
         if self.decode_graphs is None:
             return
-        graphs = tuple(_sequence("buckets.decode_graphs", self.decode_graphs))
+        graphs = tuple(check_list("buckets.decode_graphs", self.decode_graphs))
         object.__setattr__(self, "decode_graphs", graphs)
-        _check_growing("buckets.decode_graphs", graphs)
+        check_growing("buckets.decode_graphs", graphs)
         if graphs[-1] != self.max_length or not set(graphs) <= set(self.decode_spans):
             raise ValueError(
                 f"buckets.decode_graphs: expected some of decode_spans {list(self.decode_spans)}, "
@@ -354,30 +355,6 @@ class BucketGrid:
             )
 
 
-def check_count(name: str, value: object) -> None:
-    """Raise ValueError unless the value is a positive integer."""
-    if not _is_count(value):
-        raise ValueError(f"{name}: expected a positive integer, got {value!r}.")
-
-
-def chunk_sizes(value: Any) -> tuple[int, ...]:
-    """The chunks that a user gave, as a number or a list; ValueError where they are none."""
-    sizes = tuple(value) if isinstance(value, tuple | list) else (value,)
-    _check_growing("buckets.chunk", sizes)
-    if uneven := [size for less, size in pairwise(sizes) if size % less]:
-        raise ValueError(
-            f"buckets.chunk: expected each to be a multiple of the one before, so that all lie in "
-            f"one segment of the cache, got {list(sizes)}, where {uneven} are none."
-        )
-    return sizes
-
-
-def _sequence(name: str, values: object) -> Sequence[Any]:
-    if not isinstance(values, tuple | list):
-        raise ValueError(f"{name}: expected a list, got {values!r}.")
-    return values
-
-
 def _bucket(entry: object) -> PrefillBucket:
     if not isinstance(entry, tuple | list) or len(entry) not in (2, 3):
         raise ValueError(f"buckets.prefill: expected pairs of length and batch, got {entry!r}.")
@@ -398,14 +375,3 @@ def _of_entry(entry: object, chunks: Sequence[int]) -> list[PrefillBucket]:
 
 def _distinct_lengths(buckets: Sequence[PrefillBucket]) -> list[int]:
     return [length for length, _ in groupby(bucket.length for bucket in buckets)]
-
-
-def _is_count(value: object) -> bool:
-    # bool is an int in Python; `decode_slots = true` is a mistake
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
-def _check_growing(name: str, values: Sequence[int]) -> None:
-    is_whole = all(_is_count(value) for value in values)
-    if not values or not is_whole or not all(a < b for a, b in pairwise(values)):
-        raise ValueError(f"{name}: expected growing positive integers, got {list(values)}.")

@@ -19,7 +19,7 @@ Parameters = Mapping[str, jax.Array]
 
 
 def graph_names(grid: BucketGrid) -> set[str]:
-    """Of every graph of a grid."""
+    """The name of every graph of a grid."""
     names = {CompiledGraphs.decode_name(span) for span in grid.graph_spans}
     names |= {CompiledGraphs.EMPTY_STATE} | ({CompiledGraphs.FORK} if grid.decode_slots else set())
     kinds = grid.prefill_kinds

@@ -56,7 +56,7 @@ Attended = tuple[jax.Array, jax.Array]
 
 
 class Cost(NamedTuple):
-    """What a compiled graph says of itself."""
+    """A compiled graph's own figures."""
 
     temp: int
     bytes: float
@@ -134,7 +134,7 @@ def chunk_cells(target: str, length: int, chunk: int) -> str:
 
 
 def flash_bytes(start: int, chunk: int, num_keys: int, num_seen: int | None) -> int:
-    """What a call moves: to the first entries of a cache, or to the chunk itself."""
+    """Bytes that a call moves: to the first entries of a cache, or to the chunk itself."""
     shape, first = (1, chunk, K, G, H), start if num_seen is None else 0
     block = flash_blocks.block_sizes(shape, H, num_keys)
     position_BS = first + jnp.arange(num_keys)[None]
@@ -154,7 +154,7 @@ def merge_bytes(chunk: int) -> int:
 
 
 def chunk_graph_cells(target: str, kernel: str) -> str:
-    """What the program of a chunk graph says, with a kernel by name."""
+    """The figures of the program of a chunk graph, with a kernel by name."""
     config = read_config("benchmarks/models/llama-3.1-8b", CHUNK_LAYERS)
     grid = BucketGrid(CHUNK_SPAN, ((CHUNK_SPAN, 1, 1024),), SLOTS, (CHUNK_SPAN,))
     found = GraphReader(config, target, LAYOUT).compile(
@@ -247,7 +247,7 @@ def visible_pairs(length: int, block_T: int, block_S: int) -> int:
 
 
 def splash_bytes(length: int) -> int:
-    """What the kernel's blocks bring to the chip and back, by its block specifications."""
+    """Bytes that the kernel's blocks bring to the chip and back, by its block specifications."""
     block = splash.block_size(length)
     pairs = visible_pairs(length, block, block)
     return K * G * (2 * length + 2 * block * pairs) * H * ITEMSIZE

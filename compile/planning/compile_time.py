@@ -40,7 +40,7 @@ _FIRST_CALL_OF_LAYER = {"cpu": 0.012}
 
 
 def first_call_seconds(hardware: str, num_layers: int) -> float:
-    """What the first call of a graph with so many defined layers takes beyond others."""
+    """Seconds that the first call of a graph with so many defined layers takes beyond others."""
     return num_layers * _FIRST_CALL_OF_LAYER.get(hardware, 0.0)
 
 
@@ -55,7 +55,7 @@ class GraphSeconds:
 
     @classmethod
     def predicted(cls, platform: str, num_layers: int, entry_bytes: float) -> "GraphSeconds":
-        """Of a model with so many layers that a program defines: of a loop, those of one turn.
+        """Predict for a model whose programs define so many layers: of a loop, those of one turn.
 
         `entry_bytes` are those of an entry of a slot in one layer, on each device.
         """
@@ -64,11 +64,11 @@ class GraphSeconds:
         return cls(prefill.seconds(num_layers), decode.seconds(num_layers), of_entry)
 
     def of_decode(self, slots: int, span: int) -> float:
-        """Of one decode graph."""
+        """Seconds that one decode graph takes."""
         return self.decode + slots * span * self.of_entry
 
     def of(self, grid: BucketGrid) -> float:
-        """Of all graphs of a grid."""
+        """Seconds that all graphs of a grid take."""
         num_prefill = len(grid.prefill) * len(grid.prefill_kinds)
         decode = sum(self.of_decode(grid.decode_slots, span) for span in grid.graph_spans)
         return num_prefill * self.prefill + decode

@@ -119,13 +119,16 @@ class CostModel:
         self._known: dict[Call, Estimate] = {}
 
     def first_call_seconds(self, call: Call) -> float:
-        """What the first call of a graph takes beyond others, by default on such a platform."""
+        """Seconds that the first call of a graph takes beyond others.
+
+        Without a calibration they are those of the platform.
+        """
         if self.calibration is not None:
             return self.calibration.kinds[call.phase].first_call
         return first_call_seconds(self.hardware.name, self.work.num_defined)
 
     def seconds(self, call: Call) -> float:
-        """Of one call; of decode, of one step."""
+        """Seconds of one call; of decode, of one step."""
         return self.estimate(call).seconds
 
     def estimate(self, call: Call) -> Estimate:

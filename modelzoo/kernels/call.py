@@ -15,7 +15,7 @@ class AttentionCall:
     """Attention of all layers of one graph."""
 
     num_queries: int
-    """Of a row: the tokens of a prompt or of a chunk of it, or 1."""
+    """Queries of a row: the tokens of a prompt or of a chunk of it, or 1."""
     key_dim: int
     value_dim: int
     dtype: jnp.dtype

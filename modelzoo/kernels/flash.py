@@ -21,6 +21,7 @@ from ..axes import LANES
 from ..config import PLAIN_SCORES, Scores
 from .call import AttentionCall
 from .flash_blocks import (
+    Blocks,
     block_sizes,
     blocks_read,
     call_bytes,
@@ -63,7 +64,7 @@ def attend_flash(
     S = visibility.key_position_BS.shape[1]
     block = block_sizes(q_BTKGH.shape, value_dim, S)
     grid = B, K, G // block.G, T // block.T, S // block.S
-    block_BIJ = blocks_read(visibility, block)
+    block_BIJ, seen = blocks_read(visibility, block), most_seen(num_keys, block, visibility)
     # keys as a cache on TPU has them in memory
     k_BKSH, row_B = k_BKHS.swapaxes(-1, -2), jnp.arange(B)
     if (slots := visibility.slots) is not None:
@@ -75,35 +76,9 @@ def attend_flash(
             for x in (k_BKSH, v_BKSH)
         )
 
-    def keys(b: Any, k: Any, g: Any, i: Any, j: Any, row_B: Any, read: Any) -> tuple[Any, ...]:
-        return row_B[b], k, read[_pair(grid, b, i, j)], 0
-
-    def key_positions(b: Any, k: Any, g: Any, i: Any, j: Any, _: Any, read: Any) -> tuple[Any, ...]:
-        return b, 0, read[_pair(grid, b, i, j)]
-
-    heads = (None, None, block.G, block.T)
     out_BKGTH, lse_BKG1T = pl.pallas_call(
         partial(_attend_block, cap=scores.cap, grid=grid),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
-            grid=grid,
-            in_specs=[
-                pl.BlockSpec((*heads, H), lambda b, k, g, i, j, *_: (b, k, g, i, 0)),
-                pl.BlockSpec((None, block.T, 2), lambda b, k, g, i, j, *_: (b, i, 0)),
-                pl.BlockSpec((None, None, block.S, H), keys),
-                pl.BlockSpec((None, None, block.S, value_dim), keys),
-                pl.BlockSpec((None, 1, block.S), key_positions),
-            ],
-            out_specs=[
-                pl.BlockSpec((*heads, value_dim), lambda b, k, g, i, j, *_: (b, k, g, i, 0)),
-                pl.BlockSpec(
-                    (None, None, block.G, 1, block.T), lambda b, k, g, i, j, *_: (b, k, g, 0, i)
-                ),
-            ],
-            scratch_shapes=[
-                pltpu.VMEM((block.G * block.T, size), jnp.float32) for size in (1, 1, value_dim)
-            ],
-        ),
+        grid_spec=_grid_spec(grid, block, H, value_dim),
         out_shape=[
             jax.ShapeDtypeStruct((B, K, G, T, value_dim), q_BTKGH.dtype),
             jax.ShapeDtypeStruct((B, K, G, 1, T), jnp.float32),
@@ -112,9 +87,7 @@ def attend_flash(
             dimension_semantics=("parallel",) * 4 + ("arbitrary",), vmem_limit_bytes=VMEM_BYTES
         ),
         cost_estimate=pl.CostEstimate(
-            flops=call_flops(
-                q_BTKGH.shape, value_dim, seen := most_seen(num_keys, block, visibility)
-            ),
+            flops=call_flops(q_BTKGH.shape, value_dim, seen),
             transcendentals=q_BTKGH.size // H * seen,
             bytes_accessed=call_bytes(
                 q_BTKGH.shape, value_dim, B * T // block.T * seen, block, q_BTKGH.dtype
@@ -131,6 +104,46 @@ def attend_flash(
         visibility.key_position_BS[:, None],
     )
     return out_BKGTH.transpose(0, 3, 1, 2, 4), lse_BKG1T[:, :, :, 0].transpose(0, 3, 1, 2)
+
+
+def _grid_spec(grid: tuple[int, ...], block: Blocks, key_dim: int, value_dim: int) -> Any:
+    """The blocks of each array that a step of the grid has on the chip.
+
+    Prefetched are the row of the cache of each row of queries, and the blocks that are read.
+    """
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import tpu as pltpu
+
+    def keys(b: Any, k: Any, g: Any, i: Any, j: Any, row_B: Any, read: Any) -> tuple[Any, ...]:
+        return row_B[b], k, read[_pair(grid, b, i, j)], 0
+
+    def key_positions(b: Any, k: Any, g: Any, i: Any, j: Any, _: Any, read: Any) -> tuple[Any, ...]:
+        return b, 0, read[_pair(grid, b, i, j)]
+
+    def queries(b: Any, k: Any, g: Any, i: Any, *_: Any) -> tuple[Any, ...]:
+        return b, k, g, i, 0
+
+    heads = (None, None, block.G, block.T)
+    return pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=2,
+        grid=grid,
+        in_specs=[
+            pl.BlockSpec((*heads, key_dim), queries),
+            pl.BlockSpec((None, block.T, 2), lambda b, k, g, i, j, *_: (b, i, 0)),
+            pl.BlockSpec((None, None, block.S, key_dim), keys),
+            pl.BlockSpec((None, None, block.S, value_dim), keys),
+            pl.BlockSpec((None, 1, block.S), key_positions),
+        ],
+        out_specs=[
+            pl.BlockSpec((*heads, value_dim), queries),
+            pl.BlockSpec(
+                (None, None, block.G, 1, block.T), lambda b, k, g, i, j, *_: (b, k, g, 0, i)
+            ),
+        ],
+        scratch_shapes=[
+            pltpu.VMEM((block.G * block.T, size), jnp.float32) for size in (1, 1, value_dim)
+        ],
+    )
 
 
 def _pair(grid: tuple[int, ...], b: Any, i: Any, j: Any) -> Any:

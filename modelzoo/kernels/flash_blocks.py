@@ -72,7 +72,7 @@ def blocks_read(visibility: Visibility, block: Blocks) -> jax.Array:
 def call_bytes(
     shape: tuple[int, ...], value_dim: int, num_keys: int, block: Blocks, dtype: jnp.dtype
 ) -> int:
-    """What a call with queries of a shape moves.
+    """Bytes that a call with queries of a shape moves.
 
     `num_keys` are the keys of one head that are read for one block of heads, for all blocks of
     queries together.
