@@ -18,7 +18,7 @@ from ..modelzoo.moe.use import ExpertReport
 from ..modelzoo.operations import Axes, Operations
 from ..modelzoo.prompt_pieces import PromptPieces, put_blocks
 from ..modelzoo.sampling import SamplingState, TokenScores
-from ..modelzoo.segments import Segments
+from ..modelzoo.segments import Segments, split_shared
 from .steps import DecodeState, score_positions
 
 if TYPE_CHECKING:
@@ -97,7 +97,8 @@ def fork_step(
 ) -> DecodeState:
     """Make `slot` the same as `source`, with sampling parameters of its own. Donated: state.
 
-    A source past the slots clears the slot: it then holds zeros and empty positions.
+    A source past the slots clears the slot: it then holds zeros and empty positions. What slots
+    share stays as it is.
     """
 
     def take(segments: Segments, logical_axes: Axes) -> Segments:
@@ -112,11 +113,12 @@ def fork_step(
         return stored.write_rows(body, old, new, _Slots(slot[None]), logical_axes)
 
     def copy(segments: Segments, logical_axes: Axes) -> Segments:
+        shared, own = split_shared(segments, axes.row_axis(logical_axes))
         if logical_axes != axes.CACHE_POSITIONS:
-            return put(segments, take(segments, logical_axes), logical_axes)
+            return shared + put(own, take(own, logical_axes), logical_axes)
         # entries that the source does not have come as zeros, and hold no token
-        row = take(tuple(x - EMPTY_POSITION for x in segments), logical_axes)
-        return put(segments, tuple(x + EMPTY_POSITION for x in row), logical_axes)
+        row = take(tuple(x - EMPTY_POSITION for x in own), logical_axes)
+        return shared + put(own, tuple(x + EMPTY_POSITION for x in row), logical_axes)
 
     def put_sampling(old: jax.Array, new: jax.Array) -> jax.Array:
         return put((old,), (new,), _BY_SLOT)[0]

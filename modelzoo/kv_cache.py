@@ -12,6 +12,10 @@ A segment has as many rows as there are slots that reach so far, which are the f
 rows are long, the others need not keep room for it, nor read it. What a segment has no row for is
 not written, and to such a row it shows nothing.
 
+The first segments may have one row that all slots share: the beginning of every prompt, kept once.
+A graph that has no other segment fills it as the only slot. Graphs that have others read it, for
+all rows at once, and write nothing to it. A ring changes with every token, so slots share none.
+
 A layer whose window is shorter than the longest span is a *ring* of as many entries as its window
 has: position p lies at entry p mod size, where position p - size has just left the window. So a
 decode step, which writes one token before it attends, needs no entry more. A ring of a layer that
@@ -44,7 +48,7 @@ from .config import AS_PUBLISHED, Arrangement, DecoderConfig, Window, window_siz
 from .kept_layers import KeptLayers, KeysValues, Latents, PromptLayer
 from .key_blocks import blocks_shape, num_blocks
 from .layer_groups import places
-from .segments import Segments, heads_last, segment_lengths, segment_starts
+from .segments import Segments, heads_last, segment_lengths, segment_starts, split_shared
 from .stripes import WHOLE, Stripe
 
 
@@ -128,8 +132,9 @@ def allocate(
     """An empty cache of zeros: a NaN in a masked entry would poison its row, so never `empty`.
 
     `num_heads` are the key/value heads kept, where they are not the model's own ones; `span_slots`
-    how many of the slots reach each span, where not all of them do. Where prompts come in chunks,
-    all are multiples of `chunk` tokens, and each is written as whole blocks of keys.
+    how many of the slots reach each span, where not all of them do, or 1 for a first span that all
+    share. Where prompts come in chunks, all are multiples of `chunk` tokens, and each is written as
+    whole blocks of keys.
     """
     K, H = num_heads or config.num_kv_heads, arrangement.kept_dim(config)
     reaching = span_slots or [slots] * len(spans)
@@ -139,7 +144,10 @@ def allocate(
 
     def sizes(kept: int) -> list[tuple[int, int]]:
         """Rows and entries of each segment."""
-        return list(zip(reaching, segment_lengths(spans, kept), strict=False))
+        rows = reaching
+        if kept < longest:  # a ring
+            rows = [max(reaching[i:]) for i in range(len(reaching))]
+        return list(zip(rows, segment_lengths(spans, kept), strict=False))
 
     def place(layers: range) -> KeptLayers:
         segments, L = sizes(num_kept[config.windows[layers.start]]), len(layers)
@@ -187,10 +195,11 @@ def append_position(
 
     def mark(segments: Segments, entry_B: jax.Array) -> Segments:
         place_B = stripe.place(entry_B)
-        starts = segment_starts([x_BS.shape[1] for x_BS in segments])
-        return tuple(
+        shared, own = split_shared(segments, row_axis=0)
+        starts = segment_starts([x_BS.shape[1] for x_BS in segments])[len(shared) :]
+        return shared + tuple(
             _mark(segment, position_B, place_B - start)
-            for segment, start in zip(segments, starts, strict=True)
+            for segment, start in zip(own, starts, strict=True)
         )
 
     rings = {
@@ -220,9 +229,11 @@ def append(
     def write(segments: Segments, new: jax.Array, axis: int) -> Segments:
         # without layers, as their number is no axis of what one layer made
         new_BKH = jnp.squeeze(new, axis - 1)
-        return tuple(
+        shared, own = split_shared(segments, row_axis=1)
+        places = list(zip(lengths, starts, strict=True))[len(shared) :]
+        return shared + tuple(
             _write(segment, length, new_BKH, entry_B - start, axis, layer)
-            for segment, length, start in zip(segments, lengths, starts, strict=True)
+            for segment, (length, start) in zip(own, places, strict=True)
         )
 
     return type(layers)(*map(write, layers, new, layers.POSITION_AXES))

@@ -7,7 +7,7 @@ ones. Where the cache is dealt out in stripes a piece is, too: every stripe keep
 
 A piece that goes on lies within the last segment, so no token of it sees the last entries of that,
 as many as the piece has tokens. A whole prompt begins at position 0, sees only itself, and may lie
-in several segments.
+in several segments. Segments that all slots share are read and not written.
 
 Knows nothing of prompts, queues or meshes. Guarantees: nothing at or after a row's first position
 is seen, so a slot that decode writes to while it fills up shows nothing of that; rows of a slot
@@ -29,7 +29,14 @@ from .kept_layers import KeptLayers, PromptLayer
 from .key_blocks import in_blocks, joined, num_blocks
 from .kv_cache import Positions, match_head_dim, match_heads
 from .operations import Axes, Operations, rows_of
-from .segments import Segments, at_entries, heads_last, held_positions, segment_starts
+from .segments import (
+    Segments,
+    at_entries,
+    heads_last,
+    held_positions,
+    segment_starts,
+    split_shared,
+)
 from .stripes import Stripe
 
 
@@ -67,9 +74,12 @@ def positions_below(
     """
 
     def take(segments: Segments) -> Segments:
-        taken = operations.take_rows(segments, rows.slot_B, axes.CACHE_POSITIONS)
+        shared, own = split_shared(segments, row_axis=0)
+        taken = operations.take_rows(own, rows.slot_B, axes.CACHE_POSITIONS)
         first_B1 = rows.first_B[:, None]
-        return tuple(jnp.where(x_BS < first_B1, x_BS, EMPTY_POSITION) for x_BS in taken)
+        below = tuple(jnp.where(x_BS < first_B1, x_BS, EMPTY_POSITION) for x_BS in taken)
+        # every row begins after what all share
+        return shared + below
 
     whole_BS, ring_BS = positions.map(take)
     return Positions(_without_last(whole_BS, num_unseen, axis=1), ring_BS)
@@ -91,7 +101,10 @@ def layer_of_slots(
     """
 
     def take(segments: Segments, axis: int, logical_axes: Axes) -> Segments:
-        taken = operations.take_rows(segments, slot_B, logical_axes, layer)
+        shared, own = split_shared(segments, axes.row_axis(logical_axes))
+        taken = operations.take_rows(own, slot_B, logical_axes, layer)
+        if shared:
+            taken = operations.take_rows(shared, slot_B[:1] * 0, logical_axes, layer) + taken
         taken = tuple(map(partial(_without_blocks, axis=axis - 1), taken, layers.lengths))
         # of all slots, a part without the last entries would be a copy
         taken = _without_last(taken, num_unseen, axis - 1)
@@ -138,6 +151,8 @@ def keep_piece(
     def keep(old: Segments, new: jax.Array, axis: int, names: Axes) -> Segments:
         if not old:  # nothing is kept
             return old
+        shared, own = split_shared(old, axes.row_axis(names))
+        places = _places(lengths)[len(shared) :]
         if axes.KV_HEADS in names:
             new = match_heads(new, old[0].shape[names.index(axes.KV_HEADS)])
         *_, head_axis = heads_last(old[0].ndim, axis)
@@ -145,12 +160,13 @@ def keep_piece(
         def body(old: Segments, new: jax.Array, where: _Write) -> Segments:
             slot_B, start_B, count_B, layer = where
             # here, as zeros need not be sent
-            head_dim = old[0].shape[head_axis] // num_blocks(lengths[0], old[0].shape[axis])
+            count = num_blocks(places[0].length, old[0].shape[axis])
+            head_dim = old[0].shape[head_axis] // count
             new = match_head_dim(new, head_dim, head_axis)
             rows = PromptPieces(slot_B, start_B, count_B).of(operations.stripe)
-            return write(old, lengths, new[0], rows, axis, layer)
+            return write(old, places, new[0], rows, axis, layer)
 
-        return operations.write_rows(body, old, new[None], _Write(*rows, layer), names)
+        return shared + operations.write_rows(body, own, new[None], _Write(*rows, layer), names)
 
     return type(layers)(*map(keep, layers, new, layers.POSITION_AXES, layers.AXES))
 
@@ -161,11 +177,14 @@ def keep_positions(
     """The cache's entries under the positions of a piece, which are empty where it is padded."""
 
     def marked(write: Callable[..., Segments], old: Segments) -> Segments:
-        def body(old: Segments, new: jax.Array, rows: PromptPieces) -> Segments:
-            lengths = [x_BS.shape[1] for x_BS in old]
-            return write(old, lengths, new, rows.of(operations.stripe), axis=1)
+        shared, own = split_shared(old, row_axis=0)
+        lengths = [x_BS.shape[1] // operations.cache_stripes.count for x_BS in old]
+        places = _places(lengths)[len(shared) :]
 
-        return operations.write_rows(body, old, position_BT, rows, axes.CACHE_POSITIONS)
+        def body(old: Segments, new: jax.Array, rows: PromptPieces) -> Segments:
+            return write(old, places, new, rows.of(operations.stripe), axis=1)
+
+        return shared + operations.write_rows(body, own, position_BT, rows, axes.CACHE_POSITIONS)
 
     whole_BS, ring_BS = positions
     return Positions(
@@ -174,9 +193,20 @@ def keep_positions(
     )
 
 
+class _Place(NamedTuple):
+    """The entries that a segment has, counted over all segments."""
+
+    start: int
+    length: int
+
+
+def _places(lengths: Sequence[int]) -> list[_Place]:
+    return list(map(_Place, segment_starts(lengths), lengths))
+
+
 def _write_blocks(
     segments: Segments,
-    lengths: Sequence[int],
+    places: Sequence[_Place],
     new: jax.Array,
     rows: PromptPieces,
     axis: int,
@@ -186,35 +216,37 @@ def _write_blocks(
 
     Padding is written too, under empty positions.
     """
-    starts = segment_starts(lengths)
     if rows.start_B is not None:
         *others, last = segments
-        index_B = rows.start_B - starts[-1]
-        return (*others, _put(last, lengths[-1], new, rows.slot_B, index_B, axis, layer))
+        start, length = places[-1]
+        index_B = rows.start_B - start
+        return (*others, _put(last, length, new, rows.slot_B, index_B, axis, layer))
     new_axis = axis if layer is None else axis - 1
     T, first_B = new.shape[new_axis], jnp.zeros_like(rows.slot_B)
 
-    def write(segment: jax.Array, length: int, start: int) -> jax.Array:
+    def write(segment: jax.Array, place: _Place) -> jax.Array:
+        start, length = place
         if start >= T:
             return segment
         block = jax.lax.slice_in_dim(new, start, min(T, start + length), axis=new_axis)
         return _put(segment, length, block, rows.slot_B, first_B, axis, layer)
 
-    return tuple(map(write, segments, lengths, starts))
+    return tuple(map(write, segments, places))
 
 
 def _write_ring(
     segments: Segments,
-    lengths: Sequence[int],
+    places: Sequence[_Place],
     new: jax.Array,
     rows: PromptPieces,
     axis: int,
     layer: jax.Array | None = None,
 ) -> Segments:
     """The latest tokens of each row, and what the ring had at the entries that they leave."""
+    starts, lengths = zip(*places, strict=True)
     size, row_axis = sum(lengths), 0 if layer is None else 1
     if rows.start_B is None and new.shape[axis - row_axis] <= size:
-        return _write_blocks(segments, lengths, new, rows, axis, layer)
+        return _write_blocks(segments, places, new, rows, axis, layer)
 
     def merged(old: jax.Array, new: jax.Array, start: jax.Array, count: jax.Array) -> jax.Array:
         shape = [1] * old.ndim
@@ -227,7 +259,7 @@ def _write_ring(
     of_rows = map(partial(_without_blocks, axis=axis - row_axis), of_rows, lengths)
     old = jnp.concatenate(list(of_rows), axis=axis - row_axis)
     ring = jax.vmap(merged)(old, new.astype(old.dtype), rows.first_B, rows.count_B)
-    pieces = jnp.split(ring, segment_starts(lengths)[1:], axis=axis - row_axis)
+    pieces = jnp.split(ring, starts[1:], axis=axis - row_axis)
     first_B = jnp.zeros_like(rows.slot_B)
     return tuple(
         _put(old, length, piece, rows.slot_B, first_B, axis, layer)

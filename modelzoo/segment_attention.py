@@ -10,7 +10,7 @@ from .attention import Attend, Slots, Visibility, merge
 from .config import Window
 from .kept_layers import KeysAndValues
 from .kv_cache import match_head_dim
-from .segments import Segments
+from .segments import Segments, split_shared
 
 
 def attend_segments(
@@ -29,26 +29,37 @@ def attend_segments(
       q_BTKGH: Queries; those of several heads may read one head of the entries.
       query_position_BT: Positions of the queries.
       entries: Keys and values of each segment, and their positions. A segment may have the first
-        rows alone; the others see nothing there.
+        rows alone; the others see nothing there. A first segment may be shared by all rows.
       slots: Where all segments but the last are a cache's, the layer and rows of these.
 
     Returns:
       `out` and `lse`, whose heads are those of the entries, as wide as those of queries.
     """
-    parts, H = [], q_BTKGH.shape[-1]
-    last = len(entries[0]) - 1
+    parts, num_segments = [], len(entries[0])
+    shared, _ = split_shared(entries[1], row_axis=0)
     for index, ((k_BKHS, v_BKSH), position_BS) in enumerate(zip(*entries, strict=True)):
         num_rows, num_heads, kept_dim = len(position_BS), v_BKSH.shape[-3], v_BKSH.shape[-1]
-        query_BT = query_position_BT[:num_rows]
-        grouped = q_BTKGH[:num_rows].reshape(*query_BT.shape, num_heads, -1, H)
+        of_cache = slots if index < num_segments - 1 else None
+        q, query_position = q_BTKGH[:num_rows], query_position_BT[:num_rows]
+        if index < len(shared):
+            # as tokens of one row: one product reads the keys for all rows
+            q, query_position = _as_one_row(q_BTKGH), _as_one_row(query_position_BT)
+            of_cache = None if slots is None else slots._replace(slot_B=slots.slot_B[:1] * 0)
+        grouped = q.reshape(*query_position.shape, num_heads, -1, q.shape[-1])
         grouped = match_head_dim(grouped, kept_dim, axis=-1)
-        visibility = Visibility(
-            query_BT, position_BS, window, slots=slots if index < last else None
-        )
-        out_BTKGH, lse_BTKG = attend(grouped, k_BKHS, v_BKSH, visibility)
-        num_missing = q_BTKGH.shape[0] - num_rows
-        parts.append(_with_missing_rows(out_BTKGH[..., :H], lse_BTKG, num_missing))
+        visibility = Visibility(query_position, position_BS, window, slots=of_cache)
+        out, lse = attend(grouped, k_BKHS, v_BKSH, visibility)
+        out = out[..., : q.shape[-1]]
+        if index < len(shared):
+            rows = query_position_BT.shape
+            out, lse = (x.reshape(*rows, *x.shape[2:]) for x in (out, lse))
+        parts.append(_with_missing_rows(out, lse, len(q_BTKGH) - len(out)))
     return merge(parts)
+
+
+def _as_one_row(x_BT: jax.Array) -> jax.Array:
+    """The tokens of all rows as those of one."""
+    return x_BT.reshape(1, -1, *x_BT.shape[2:])
 
 
 def _with_missing_rows(

@@ -1,7 +1,7 @@
 """Segments of the cache along the sequence, and the entry at which a token lies.
 
-Entries are counted over all segments; of n entries, token p lies at p mod n. Knows nothing of
-slots, layers or what the entries hold.
+Entries are counted over all segments; of n entries, token p lies at p mod n. A segment that all
+slots share has one row. Knows nothing of layers or what the entries hold.
 """
 
 from collections.abc import Sequence
@@ -24,6 +24,17 @@ def segment_lengths(spans: Sequence[int], kept: int) -> list[int]:
 def segment_starts(lengths: Sequence[int]) -> list[int]:
     """The first entry of each segment of so many entries, counted over all of them."""
     return [end - length for end, length in zip(accumulate(lengths), lengths, strict=True)]
+
+
+def split_shared(segments: Segments, row_axis: int) -> tuple[Segments, Segments]:
+    """The first segments that all slots share, and the segments with rows of slots.
+
+    A shared segment has one row where a later segment has more. A last segment of one row is the
+    first slot's own.
+    """
+    num_rows = [x.shape[row_axis] for x in segments]
+    num_shared = num_rows.index(max(num_rows)) if num_rows else 0
+    return segments[:num_shared], segments[num_shared:]
 
 
 def heads_last(ndim: int, position_axis: int) -> tuple[int, ...]:

@@ -60,6 +60,7 @@ NOT_OPTIMIZED = (
     "sharding/test_random_layouts.py",
     "sharding/test_ring_attention.py",
     "sharding/test_scanned_layers.py",
+    "sharding/test_shared_segment.py",
     "sharding/test_sharded_operations.py",
     "sharding/test_sharded_sampling.py",
 )

@@ -113,6 +113,20 @@ def test_segments_past_a_row_change_no_bit_of_its_attention(num_segments, window
     np.testing.assert_array_equal(short, attend(cache, q_BTKGH, position_B, window))
 
 
+@pytest.mark.parametrize("start", [None, 8])
+def test_a_segment_that_all_slots_share_is_given_back_unwritten(start):
+    """The very array: a program that gives it back neither writes nor copies it."""
+    cache = kv_cache.allocate(CONFIG, SLOTS, SPANS, jnp.float32, span_slots=(1, SLOTS, SLOTS))
+    piece = keep(cache, random_prompt(SLOTS, 8), pieces(range(SLOTS), [8] * SLOTS, start))
+    position_B = jnp.arange(SLOTS)
+    token = kv_cache.append(cache.layers[0], random_prompt(SLOTS, 1)[0], position_B, jnp.int32(0))
+    positions = kv_cache.append_position(cache.positions, position_B)
+    for after in (piece, cache._replace(layers=(token,), positions=positions)):
+        assert after.positions.whole_BS[0] is cache.positions.whole_BS[0]
+        assert after.layers[0].k_LBKHS[0] is cache.layers[0].k_LBKHS[0]
+        assert after.layers[0].v_LBKSH[0] is cache.layers[0].v_LBKSH[0]
+
+
 def test_a_head_put_back_gives_the_cache_again():
     cache = used_cache(CONFIG, SPANS)
     joined = cache.with_head(jax.tree.map(jnp.zeros_like, cache.head(2)))

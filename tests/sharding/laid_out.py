@@ -241,13 +241,11 @@ def greedy_rows() -> dict[int, Row]:
 
 @lru_cache(maxsize=8)
 def expected(
-    config: DecoderConfig, limits: tuple[int | None, ...] = (), num_tokens: int = 12
+    config: DecoderConfig, rows: tuple[Row, ...] | None = None, num_tokens: int = 12
 ) -> Expected:
-    """The answer of one device to greedy rows: a whole forward pass for each token.
-
-    Rows end at `limits`, where they have any.
-    """
-    definition, prompts = Definition(config), [row.prompt for row in greedy_rows().values()]
+    """The answer of one device to greedy rows: a whole forward pass for each token."""
+    rows = tuple(greedy_rows().values()) if rows is None else rows
+    definition, prompts = Definition(config), [row.prompt for row in rows]
     parameters = random_parameters(definition)
 
     @jax.jit
@@ -261,7 +259,7 @@ def expected(
     for row, prompt in zip(tokens_RT, prompts, strict=True):
         row[: len(prompt)] = prompt
     tokens_RQ = np.full((len(prompts), num_tokens), NO_TOKEN)
-    limit_R = np.array([limit or tokens_RT.shape[1] for limit in limits or [None] * len(prompts)])
+    limit_R = np.array([row.limit or tokens_RT.shape[1] for row in rows])
     is_active_R, logprobs = length_R < limit_R, []
     for step in range(num_tokens + 1):
         logits_RV = last_logits(parameters, tokens_RT, length_R)
@@ -319,6 +317,8 @@ class LaidOut:
     """Slots that reach the last span, where not all do."""
     scan_layers: bool = False
     in_chunks: bool = False
+    shares_first_span: bool = False
+    """Whether the first segment of the cache has one row for all slots. No plan asks for it."""
 
     @property
     def num_devices(self) -> int:
@@ -327,6 +327,10 @@ class LaidOut:
     @property
     def grid(self) -> BucketGrid:
         grid = grid_of(self.num_devices, self.in_chunks)
+        if self.shares_first_span:
+            slots = 1, *[grid.decode_slots] * (len(grid.decode_spans) - 1)
+            object.__setattr__(grid, "span_slots", slots)
+            return grid
         if self.long_slots is None:
             return grid
         groups = 1
@@ -373,14 +377,14 @@ class LaidOut:
         return self.graphs.empty_state()
 
     def prefill(
-        self, rows: Mapping[int, Row], state: DecodeState | None = None
+        self, rows: Mapping[int, Row], state: DecodeState | None = None, start: int = 0
     ) -> tuple[DecodeState, list[PrefillOutput]]:
         """The state with each prompt in the slot of its number, and what every call gave.
 
-        The rows of a call are in the order of `rows`.
+        The rows of a call are in the order of `rows`. Prompts go on from token `start`.
         """
         state, outputs = self.empty_state() if state is None else state, []
-        for bucket, pieces in self._calls(rows):
+        for bucket, pieces in self._calls(rows, start):
             arguments = self._packed(rows, bucket, pieces)[:3]
             state, output = self.graphs.prefill(self.parameters, state, bucket, *arguments)
             outputs.append(jax.device_get(output))
@@ -410,9 +414,11 @@ class LaidOut:
     def clear(self, state: DecodeState, slot: int) -> DecodeState:
         return self.fork(state, self.grid.decode_slots, slot, Row(()))
 
-    def _calls(self, rows: Mapping[int, Row]) -> Iterator[tuple[PrefillBucket, list[PromptPiece]]]:
+    def _calls(
+        self, rows: Mapping[int, Row], start: int = 0
+    ) -> Iterator[tuple[PrefillBucket, list[PromptPiece]]]:
         """Prefill calls with a piece of every prompt that goes on in the bucket of the first."""
-        grid, done = self.grid, dict.fromkeys(rows, 0)
+        grid, done = self.grid, dict.fromkeys(rows, start)
         while left := {n: len(row.prompt) for n, row in rows.items() if done[n] < len(row.prompt)}:
             buckets = {slot: grid.bucket_of(length, done[slot]) for slot, length in left.items()}
             bucket = next(iter(buckets.values()))
