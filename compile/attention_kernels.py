@@ -24,7 +24,7 @@ from ..modelzoo.kv_cache import kept_entries
 from ..modelzoo.segments import segment_lengths
 from ..sharding.layout import PHASES
 from ..sharding.placement import Placement
-from .bucket_grid import BucketGrid
+from .grids.bucket_grid import BucketGrid
 from .plan_tables import check_keys
 
 AUTO = "auto"

@@ -22,12 +22,12 @@ from ..sharding.layout import PHASES
 from ..sharding.placement import Placement
 from . import signatures
 from .attention_kernels import AUTO_ATTENTION, AttentionPlan, Choice, choose_kernels
-from .bucket_grid import BucketGrid, PrefillBucket
 from .compiled_graphs import CompiledGraphs
 from .compiler_options import NO_OPTIONS, CompilerOptions, naming_option, with_defaults
 from .definition import Definition
 from .expert_plan import LOSSLESS_EXPERTS, ExpertPlan
 from .graph_failures import naming_graph
+from .grids.bucket_grid import BucketGrid, PrefillBucket
 from .prefill_steps import fork_step, prefill_step, score_step
 from .program_cache import compile_program
 from .programs.program_text import program_text, text_folder

@@ -11,7 +11,7 @@ import jax
 
 from ..modelzoo.prompt_pieces import PromptPieces
 from ..modelzoo.sampling import SamplingState
-from .bucket_grid import BucketGrid, PrefillBucket
+from .grids.bucket_grid import BucketGrid, PrefillBucket
 from .prefill_steps import PrefillOutput, SlotRequests
 from .steps import DecodeOutput, DecodeState
 

@@ -19,7 +19,7 @@ from ..modelzoo.layer_groups import place_name, places
 from ..modelzoo.moe.config import LOSSLESS, Dispatch
 from ..modelzoo.operations import ON_ONE_DEVICE, Axes, Operations
 from ..sharding.legality import ModelSizes
-from .bucket_grid import BucketGrid
+from .grids.bucket_grid import BucketGrid
 
 
 def model_sizes(

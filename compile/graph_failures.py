@@ -6,7 +6,7 @@ Knows nothing of requests or files.
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from .bucket_grid import BucketGrid, PrefillBucket
+from .grids.bucket_grid import BucketGrid, PrefillBucket
 
 
 class GraphFailed(RuntimeError):

@@ -19,9 +19,9 @@ from ..sharding.layer_shapes import Expected
 from ..sharding.layout import PHASES, Layout
 from ..sharding.legality import check
 from .attention_kernels import AUTO_ATTENTION, AttentionPlan, choose_kernels
-from .bucket_grid import BucketGrid
 from .build import compile_with_text, plan_graphs
 from .definition import Definition, model_sizes
+from .grids.bucket_grid import BucketGrid
 from .planning.evidence import read_evidence
 from .planning.hardware import Hardware
 from .planning.work import Work

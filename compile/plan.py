@@ -12,9 +12,9 @@ from typing import Any
 
 from ..sharding.layout import PHASES, Layout
 from .attention_kernels import AUTO_ATTENTION, AttentionPlan
-from .bucket_grid import BucketGrid
 from .compiler_options import CompilerOptions, read_options
 from .expert_plan import ExpertPlan
+from .grids.bucket_grid import BucketGrid
 from .plan_tables import check_keys, key_lines, table_lines
 from .target_names import TargetName
 

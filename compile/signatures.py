@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from ..modelzoo import kv_cache
 from ..modelzoo.prompt_pieces import PromptPieces
 from ..modelzoo.sampling import SamplingState
-from .bucket_grid import BucketGrid, PrefillBucket
+from .grids.bucket_grid import BucketGrid, PrefillBucket
 from .prefill_steps import SlotRequests
 from .steps import DecodeState
 

@@ -14,14 +14,7 @@ section 3, with the merge of normalised parts.
 import jax
 import jax.numpy as jnp
 
-from .attention import (
-    EMPTY_POSITION,
-    Visibility,
-    attend_masked,
-    first_visible,
-    merge,
-    visible,
-)
+from .attention import EMPTY_POSITION, Visibility, attend_masked, first_visible, merge, visible
 from .config import PLAIN_SCORES, Scores, Window
 from .key_blocks import joined
 

@@ -29,14 +29,7 @@ from .kept_layers import KeptLayers, PromptLayer
 from .key_blocks import in_blocks, joined, num_blocks
 from .kv_cache import Positions, match_head_dim, match_heads
 from .operations import Axes, Operations, rows_of
-from .segments import (
-    Segments,
-    at_entries,
-    heads_last,
-    held_positions,
-    segment_starts,
-    split_shared,
-)
+from .segments import Segments, at_entries, heads_last, held_positions, segment_starts, split_shared
 from .stripes import Stripe
 
 

@@ -14,14 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .config import (
-    FactorScaling,
-    LinearScaling,
-    Llama3Scaling,
-    NoRope,
-    RopeConfig,
-    YarnScaling,
-)
+from .config import FactorScaling, LinearScaling, Llama3Scaling, NoRope, RopeConfig, YarnScaling
 
 
 class Rotation(NamedTuple):

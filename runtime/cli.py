@@ -16,9 +16,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
-from . import errors, pod_options
+from . import errors
 from .console import printable, tell
-from .run_config import ConfigError, add_strict_config
+from .files.run_config import ConfigError, add_strict_config
+from .pods import pod_options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -146,9 +147,10 @@ def _weights_digest(text: str) -> str:
 
 def _add_modules(commands: "argparse._SubParsersAction[_Parser]") -> None:
     """Subcommands with a module each that has their options, and loads nothing heavy for them."""
-    from . import bench, compile_command, convert_command
-    from .layouts import command as layouts_command
-    from .planning import command as plan_command
+    from .commands import bench_command as bench
+    from .commands import compile_command, convert_command
+    from .commands import layouts_command as layouts_command
+    from .commands import plan_command as plan_command
 
     def add(module: ModuleType, name: str, what: str, description: str, example: str) -> None:
         epilog = f"example: noria {name} --model smollm2 {example}"
@@ -214,7 +216,7 @@ def _add_merge(commands: "argparse._SubParsersAction[_Parser]") -> None:
 
 
 def _run_batch(options: argparse.Namespace) -> int:
-    from .batch.command import run
+    from .commands.batch_command import run
 
     return run(options)
 
@@ -238,7 +240,7 @@ def _run_inspect(options: argparse.Namespace) -> int:
 
 
 def _run_doctor(options: argparse.Namespace) -> int:
-    from . import doctor
+    from .commands import doctor_command as doctor
 
     return doctor.main()
 

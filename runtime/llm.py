@@ -18,22 +18,23 @@ from typing import Any
 
 import numpy as np
 
-from ..compile.bucket_grid import BucketGrid
-from ..compile.default_grid import ladder_grid
 from ..compile.expert_plan import ExpertPlan, default_experts
-from ..compile.grid_defaults import GridDefaults
+from ..compile.grids.bucket_grid import BucketGrid
+from ..compile.grids.default_grid import ladder_grid
+from ..compile.grids.grid_defaults import GridDefaults
 from ..compile.plan import Numbers, Plan, PlannedModel
 from ..compile.targets import Target, default_platform, find_target
 from ..sharding.layout import Layout
-from . import compilation_cache, session
+from . import session
+from .bundles import compilation_cache
 from .bundles.warm_start import WarmStart
 from .checkpoint import ModelFiles, open_model
 from .console import tell
+from .engine.generation import Generator
 from .errors import check_process
-from .generation import Generator
-from .layout_files import read_layout_table
+from .files.layout_files import read_layout_table
+from .files.run_config import read_instant, read_plan_table
 from .request import Request, RequestOutput, RowError, SamplingParams
-from .run_config import read_instant, read_plan_table
 from .text.chat_template import ChatRenderer
 from .text.tokenizer import Tokenizer
 from .vllm_options import CALL, CHAT, MODEL, also_accepts

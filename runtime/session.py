@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 
 from ..compile.attention_kernels import AttentionChoices, choose_kernels
-from ..compile.bucket_grid import BucketGrid
 from ..compile.compiled_graphs import CompiledGraphs
 from ..compile.expert_plan import LOSSLESS_EXPERTS, ExpertPlan
 from ..compile.graph_failures import is_out_of_memory, naming_graph, reason
+from ..compile.grids.bucket_grid import BucketGrid
 from ..compile.plan import DTYPES, Plan
 from ..compile.target_names import TargetName
 from ..compile.targets import Target
@@ -25,16 +25,16 @@ from ..modelzoo.config import DecoderConfig
 from ..sharding.layout import Layout
 from ..sharding.legality import require
 from ..sharding.placement import Placement
-from . import machine
 from .bundles.warm_start import WarmStart
 from .checkpoint import InvalidConfig, ModelFiles, load_params
 from .counted import counted
-from .engine import Engine
+from .devices import machine
+from .devices.graph_memory import check_memory
+from .devices.host_arrays import HostArrays
+from .engine.engine import Engine
+from .engine.expert_use import ExpertSetup
+from .engine.generation import Generator
 from .errors import OutOfMemory, note_start
-from .expert_use import ExpertSetup
-from .generation import Generator
-from .graph_memory import check_memory
-from .host_arrays import HostArrays
 from .text.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from noria.modelzoo.attention import Attend, Visibility, attend_dense
 from noria.modelzoo.blockwise import BLOCK_SCORES, QUERY_BLOCK, attend_blockwise
-from noria.runtime.machine import describe_machine
+from noria.runtime.devices.machine import describe_machine
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
 BLOCKS = ((128, 128), (256, 512), (512, 1024), (1024, 4096))

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from noria.runtime.machine import describe_machine
+from noria.runtime.devices.machine import describe_machine
 
 LONGEST = 12288
 VOCAB, EMBED, MLP, HEADS, HEAD_DIM = 64, 16, 16, 2, 8

@@ -37,7 +37,7 @@ def main() -> None:
     import jax
 
     from noria.compile.targets import find_target
-    from noria.runtime.machine import describe_machine
+    from noria.runtime.devices.machine import describe_machine
 
     options.target = options.target or jax.default_backend()
     bench = DeviceBench(find_target(options.target), options)
@@ -160,7 +160,7 @@ class DeviceBench:
         import jax
 
         from noria.compile import signatures
-        from noria.runtime.padding import pack_greedy
+        from noria.runtime.engine.padding import pack_greedy
 
         grid = self._grid(1, length, prompt=length)
         graph, build_seconds = self._compiled("prefill", grid)
@@ -188,7 +188,7 @@ class DeviceBench:
         }
 
     def _grid(self, slots: int, max_length: int, prompt: int):
-        from noria.compile.bucket_grid import BucketGrid
+        from noria.compile.grids.bucket_grid import BucketGrid
 
         return BucketGrid(
             max_length=max_length,

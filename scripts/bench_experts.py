@@ -29,7 +29,7 @@ from noria.modelzoo.moe.dispatch import sort_choices
 from noria.modelzoo.moe.experts import ExpertWeights
 from noria.modelzoo.moe.mix import Mixture
 from noria.modelzoo.moe.routing import Choices, Router
-from noria.runtime.machine import describe_machine
+from noria.runtime.devices.machine import describe_machine
 
 EXPERTS, CHOSEN, EMBED, HIDDEN = 8, 2, 1024, 3584
 TOKENS = (32, 512)

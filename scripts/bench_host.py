@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from noria.compile.bucket_grid import BucketGrid
 from noria.compile.compiled_graphs import CompiledGraphs, graph_names
+from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.prefill_steps import PrefillOutput
 from noria.compile.steps import NO_TOKEN, DecodeOutput
 from noria.compile.targets import find_target
@@ -35,11 +35,11 @@ from noria.runtime.batch.progress import Progress
 from noria.runtime.batch.prompt_encoder import PromptEncoder
 from noria.runtime.batch.run import run_job
 from noria.runtime.checkpoint.model_files import open_model
-from noria.runtime.engine import Engine
-from noria.runtime.feeding import feeding_order
-from noria.runtime.generation import Generator
-from noria.runtime.host_arrays import HostArrays
-from noria.runtime.machine import describe_machine
+from noria.runtime.devices.host_arrays import HostArrays
+from noria.runtime.devices.machine import describe_machine
+from noria.runtime.engine.engine import Engine
+from noria.runtime.engine.feeding import feeding_order
+from noria.runtime.engine.generation import Generator
 from noria.runtime.session import prepare_jax
 from noria.runtime.text.tokenizer import Tokenizer, load_tokenizer
 

@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from noria.compile.bucket_grid import PrefillBucket
-from noria.compile.bucket_search import cheapest_cuts
 from noria.compile.definition import Definition
-from noria.compile.grid_defaults import GridDefaults
+from noria.compile.grids.bucket_grid import PrefillBucket
+from noria.compile.grids.bucket_search import cheapest_cuts
+from noria.compile.grids.grid_defaults import GridDefaults
 from noria.compile.planning.candidates import (
     TOKENS_PER_PREFILL,
     Budget,
@@ -35,7 +35,7 @@ from noria.compile.planning.hardware import hardware_of
 from noria.compile.planning.other_grids import multiples, powers_of_two, with_lengths
 from noria.compile.planning.work import Work
 from noria.modelzoo.config import DecoderConfig
-from noria.runtime.planning.hardware_files import known_hardware
+from noria.runtime.files.hardware_files import known_hardware
 from noria.runtime.planning.length_table import read_table
 from noria.runtime.planning.planning import Planner
 from noria.runtime.planning.search import MOST_TRIES, Tried, try_grid

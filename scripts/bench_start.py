@@ -24,7 +24,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from noria.runtime.machine import describe_machine
+from noria.runtime.devices.machine import describe_machine
 
 FIRST_TOKEN = """
 import sys, time

@@ -21,18 +21,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from noria.compile.bucket_grid import BucketGrid, PrefillBucket
-from noria.compile.default_grid import derive_grid, slot_use
 from noria.compile.definition import Definition
+from noria.compile.grids.bucket_grid import BucketGrid, PrefillBucket
+from noria.compile.grids.default_grid import derive_grid, slot_use
+from noria.compile.grids.span_slots import with_ragged_slots
 from noria.compile.plan import Numbers, Plan, PlannedModel
 from noria.compile.planning.cost import Calibration, CostModel
 from noria.compile.planning.hardware import hardware_of
 from noria.compile.planning.other_grids import powers_of_two, with_lengths
 from noria.compile.planning.work import Work
-from noria.compile.span_slots import with_ragged_slots
 from noria.runtime.checkpoint import open_model
-from noria.runtime.machine import describe_machine
-from noria.runtime.planning.hardware_files import known_hardware
+from noria.runtime.devices.machine import describe_machine
+from noria.runtime.files.hardware_files import known_hardware
 from noria.runtime.planning.search import as_fed
 from noria.runtime.planning.simulator import simulate
 from noria.runtime.planning.workload import read_workload

@@ -20,12 +20,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from noria.compile.bucket_grid import BucketGrid
+from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.plan import Numbers, Plan, PlannedModel
 from noria.compile.targets import find_target
 from noria.runtime import LLM, RequestOutput, SamplingParams, session
 from noria.runtime.checkpoint import open_model
-from noria.runtime.machine import describe_machine
+from noria.runtime.devices.machine import describe_machine
 
 PROMPTS = Path(__file__).resolve().parent.parent / "benchmarks" / "workloads" / "peers64.jsonl"
 DTYPES = REFERENCE, COMPARED = ("float32", "bfloat16")

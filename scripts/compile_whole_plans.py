@@ -27,8 +27,8 @@ from noria.compile.program_cache import anew
 from noria.compile.targets import find_target
 from noria.runtime import session
 from noria.runtime.checkpoint import ModelFiles, open_model
-from noria.runtime.machine import describe_machine
-from noria.runtime.planning import command
+from noria.runtime.commands import plan_command as command
+from noria.runtime.devices.machine import describe_machine
 from noria.runtime.planning.predict import Prediction, predict
 from noria.runtime.planning.search import NoPlanFits
 from noria.sharding.legality import IllegalLayout

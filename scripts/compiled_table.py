@@ -21,9 +21,9 @@ from typing import Any
 
 from read_graphs import GraphReader, read_config
 
-from noria.compile.bucket_grid import BucketGrid
+from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.program_cache import anew
-from noria.runtime.machine import describe_machine
+from noria.runtime.devices.machine import describe_machine
 
 MODELS = Path("benchmarks/models")
 UNROLLED_LAYERS = 8

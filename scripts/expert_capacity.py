@@ -15,7 +15,7 @@ import numpy as np
 from noria.modelzoo.moe.config import LOSSLESS, Dispatch
 from noria.modelzoo.moe.dispatch import load
 from noria.modelzoo.moe.use import rows_of_tiles
-from noria.runtime.machine import describe_machine
+from noria.runtime.devices.machine import describe_machine
 
 EXPERTS = ((8, 2), (64, 6), (128, 8), (256, 8))
 TOKENS = (32, 512, 4096)

@@ -16,7 +16,7 @@ import numpy as np
 
 from noria.modelzoo.attention import Visibility, attend_dense
 from noria.modelzoo.key_blocks import in_blocks
-from noria.runtime.machine import describe_machine
+from noria.runtime.devices.machine import describe_machine
 
 SIZES = (96, 64, 48, 32, 16)
 SHAPES = (

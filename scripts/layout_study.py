@@ -20,9 +20,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from noria.compile.bucket_grid import BucketGrid
 from noria.compile.definition import Definition
-from noria.compile.grid_defaults import GridDefaults, round_up
+from noria.compile.grids.bucket_grid import BucketGrid
+from noria.compile.grids.grid_defaults import GridDefaults, round_up
 from noria.compile.layout_measure import measure
 from noria.compile.planning.cost import CostModel
 from noria.compile.planning.hardware import hardware_of
@@ -30,8 +30,8 @@ from noria.compile.planning.work import Work
 from noria.compile.target_names import TargetName
 from noria.compile.targets import find_target
 from noria.modelzoo.config import DecoderConfig
-from noria.runtime.layout_files import named_layout_tables
-from noria.runtime.planning.hardware_files import known_hardware
+from noria.runtime.files.hardware_files import known_hardware
+from noria.runtime.files.layout_files import named_layout_tables
 from noria.sharding.call import Call
 from noria.sharding.communication import expected
 from noria.sharding.device_bytes import max_context

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
-from noria.compile.bucket_grid import BucketGrid, PrefillBucket
 from noria.compile.build import compile_with_text, plan_graphs
 from noria.compile.definition import Definition, model_sizes
+from noria.compile.grids.bucket_grid import BucketGrid, PrefillBucket
 from noria.compile.planning.compiled_call import Counted, compiled_call
 from noria.compile.planning.cost import CostModel
 from noria.compile.planning.hardware import Hardware, hardware_of
@@ -26,9 +26,9 @@ from noria.compile.planning.work import Work
 from noria.compile.target_names import TargetName
 from noria.compile.targets import find_target
 from noria.modelzoo.config import DecoderConfig
-from noria.runtime.layout_files import read_layout_table
-from noria.runtime.machine import describe_machine
-from noria.runtime.planning.hardware_files import known_hardware
+from noria.runtime.devices.machine import describe_machine
+from noria.runtime.files.hardware_files import known_hardware
+from noria.runtime.files.layout_files import read_layout_table
 from noria.sharding.call import Call
 from noria.sharding.layout import Layout
 from noria.sharding.legality import require

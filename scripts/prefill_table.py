@@ -14,7 +14,7 @@ from importlib.metadata import version
 
 from read_graphs import GraphReader, known, read_config
 
-from noria.compile.bucket_grid import BucketGrid
+from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.planning.interconnect import Interconnect
 from noria.compile.programs.collectives import KINDS, read_collectives
 from noria.compile.programs.cycles import Prices
@@ -23,7 +23,7 @@ from noria.compile.programs.hbm_bytes import Traffic
 from noria.compile.programs.hlo_text import read_program
 from noria.compile.programs.products import product_flops
 from noria.compile.target_names import TargetName
-from noria.runtime.layout_files import read_layout_table
+from noria.runtime.files.layout_files import read_layout_table
 from noria.sharding.layout import Layout
 
 MODEL, LAYERS = "benchmarks/models/llama-3.1-8b", 8

@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 
 from noria.compile.attention_kernels import AUTO_ATTENTION, AttentionPlan
-from noria.compile.bucket_grid import BucketGrid
 from noria.compile.build import compile_with_text, plan_graphs
 from noria.compile.definition import Definition
+from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.planning.evidence import Evidence, read_evidence
 from noria.compile.planning.hardware import Hardware, UnknownHardware, hardware_of
 from noria.compile.planning.work import ONE_DEVICE, Work
@@ -30,8 +30,8 @@ from noria.compile.targets import find_target
 from noria.modelzoo.config import DecoderConfig
 from noria.runtime import session
 from noria.runtime.checkpoint import open_model
-from noria.runtime.layout_files import read_layout_table
-from noria.runtime.planning.hardware_files import known_hardware
+from noria.runtime.files.hardware_files import known_hardware
+from noria.runtime.files.layout_files import read_layout_table
 from noria.sharding.layout import Layout
 
 LISTS = {

@@ -26,13 +26,7 @@ from ..modelzoo.kept_layers import PromptKeysValues, PromptLatents
 from ..modelzoo.moe.experts import ExpertWeights
 from ..modelzoo.moe.mix import Mixed, Mixture
 from ..modelzoo.moe.routing import Router
-from ..modelzoo.operations import (
-    ON_ONE_DEVICE,
-    Axes,
-    Operations,
-    Product,
-    axes_of,
-)
+from ..modelzoo.operations import ON_ONE_DEVICE, Axes, Operations, Product, axes_of
 from ..modelzoo.segments import Segments
 from ..modelzoo.stripes import WHOLE, Stripe, Stripes
 from .axis_rules import AxisRules, kv_copies

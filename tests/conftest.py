@@ -49,9 +49,9 @@ NOT_OPTIMIZED = (
     "modelzoo/test_ring_cache.py",
     "runtime/bundles/",
     "runtime/planning/",
-    "runtime/test_bench.py",
-    "runtime/test_expert_drops.py",
-    "runtime/test_graph_memory.py",
+    "runtime/commands/test_bench.py",
+    "runtime/engine/test_expert_drops.py",
+    "runtime/devices/test_graph_memory.py",
     "sharding/test_cache_attention.py",
     "sharding/test_chunks_under_layouts.py",
     "sharding/test_expert_exchange.py",
@@ -70,16 +70,14 @@ these files say so by the fixture `optimized`, or in the fixture that compiles f
 
 FAST = (
     "compile/planning/",
-    "compile/test_bucket_",
+    "compile/grids/",
     "compile/test_build.py",
     "compile/programs/test_collectives.py",
     "compile/programs/test_cycles.py",
-    "compile/test_default_grid.py",
     "compile/programs/test_hlo_text.py",
     "compile/programs/test_report.py",
     "compile/test_plan.py",
     "compile/test_program_cache.py",
-    "compile/test_span_slots.py",
     "compile/test_targets.py",
     "end_to_end/test_jobs.py::test_each_bad_row_is_one_error_row",
     "modelzoo/families/",
@@ -89,10 +87,10 @@ FAST = (
     "runtime/planning/test_length_table.py",
     "runtime/planning/test_plan_files.py",
     "runtime/planning/test_search.py",
-    "runtime/test_generation.py::test_greedy_tokens_equal_a_whole_forward_pass_per_token[chunks]",
-    "runtime/test_layout_files.py",
-    "runtime/test_run_config.py",
-    "runtime/test_scheduler.py",
+    "runtime/engine/test_generation.py::test_greedy_tokens_equal_a_whole_forward_pass_per_token[chunks]",
+    "runtime/files/test_layout_files.py",
+    "runtime/files/test_run_config.py",
+    "runtime/engine/test_scheduler.py",
     "runtime/text/",
     "sharding/test_axis_rules.py",
     "sharding/test_communication.py",
@@ -108,7 +106,7 @@ MAX_MAPS = 12_000
 
 
 def pytest_configure() -> None:
-    from noria.runtime import machine
+    from noria.runtime.devices import machine
 
     # the same dtype on every machine
     machine.instructions = list

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from noria.runtime.compilation_cache import default_directory
+from noria.runtime.bundles.compilation_cache import default_directory
 
 HERE = Path(__file__).parent
 
@@ -17,7 +17,7 @@ def test_a_file_that_turns_on_the_compile_cache_leaves_it_off(tmp_path):
     leaving, after = tmp_path / "test_1.py", tmp_path / "test_2.py"
     leaving.write_text(
         "def test():\n"
-        "    from noria.runtime import compilation_cache\n"
+        "    from noria.runtime.bundles import compilation_cache\n"
         "    compilation_cache.enable(print)\n"
     )
     after.write_text(

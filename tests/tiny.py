@@ -8,16 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from noria.compile import signatures
-from noria.compile.bucket_grid import BucketGrid
 from noria.compile.build import build
 from noria.compile.definition import Definition
 from noria.compile.expert_plan import LOSSLESS_EXPERTS, ExpertPlan
+from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.targets import find_target
 from noria.modelzoo.config import DecoderConfig
-from noria.runtime.engine import Engine
-from noria.runtime.expert_use import ExpertSetup
-from noria.runtime.generation import Generator
-from noria.runtime.host_arrays import HostArrays
+from noria.runtime.devices.host_arrays import HostArrays
+from noria.runtime.engine.engine import Engine
+from noria.runtime.engine.expert_use import ExpertSetup
+from noria.runtime.engine.generation import Generator
 
 CONFIG = DecoderConfig(
     vocab_size=151,

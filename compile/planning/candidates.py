@@ -27,12 +27,12 @@ from itertools import combinations, product
 import numpy as np
 
 from ...sharding.call import Call
-from ..bucket_grid import BucketGrid, PrefillBucket
-from ..bucket_search import cheapest_cuts
-from ..default_grid import SPAN_STEP, RowNeed, slot_use
-from ..grid_defaults import GridDefaults, round_up
-from ..prefill_ladder import with_small_calls
-from ..span_slots import SlotUse, with_ragged_slots
+from ..grids.bucket_grid import BucketGrid, PrefillBucket
+from ..grids.bucket_search import cheapest_cuts
+from ..grids.default_grid import SPAN_STEP, RowNeed, slot_use
+from ..grids.grid_defaults import GridDefaults, round_up
+from ..grids.prefill_ladder import with_small_calls
+from ..grids.span_slots import SlotUse, with_ragged_slots
 from .compile_time import NO_TIME, GraphSeconds
 from .cost import CostModel
 from .graph_prices import GraphPrices

@@ -19,7 +19,7 @@ of Sapphire Rapids, of which 0.36 s is taken. On other platforms none was measur
 
 from dataclasses import dataclass
 
-from ..bucket_grid import BucketGrid
+from ..grids.bucket_grid import BucketGrid
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ from itertools import pairwise
 import numpy as np
 
 from ...sharding.call import Call
-from ..bucket_grid import BucketGrid, PrefillBucket
-from ..bucket_search import cheapest_cuts
-from ..grid_defaults import GridDefaults
-from ..prefill_ladder import cheapest_prefill
+from ..grids.bucket_grid import BucketGrid, PrefillBucket
+from ..grids.bucket_search import cheapest_cuts
+from ..grids.grid_defaults import GridDefaults
+from ..grids.prefill_ladder import cheapest_prefill
 from ..target_names import TargetName
 from .compile_time import NO_TIME, GraphSeconds
 from .cost import CostModel

@@ -6,8 +6,8 @@ Knows nothing of what a grid costs.
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ..bucket_grid import BucketGrid, PrefillBucket
-from ..grid_defaults import round_up
+from ..grids.bucket_grid import BucketGrid, PrefillBucket
+from ..grids.grid_defaults import round_up
 
 LANES = 128
 """The step of lengths that fill a TPU's lanes."""

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..bucket_grid import BucketGrid, PrefillBucket
-from ..grid_defaults import round_up
+from ..grids.bucket_grid import BucketGrid, PrefillBucket
+from ..grids.grid_defaults import round_up
 
 MOST_IDLE = 0.9
 """Share of slots that are expected to wait, however large batches are."""

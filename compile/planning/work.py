@@ -35,8 +35,8 @@ from ...sharding.device_bytes import cache_bytes_per_device, parameter_bytes_per
 from ...sharding.layer_shapes import LayerShapes
 from ...sharding.layout import Layout
 from ...sharding.projection import MeshAxes
-from ..bucket_grid import BucketGrid
 from ..definition import Definition
+from ..grids.bucket_grid import BucketGrid
 
 FLOAT32_BYTES = 4
 ONE_DEVICE = Layout.from_table({"name": "one device", "mesh": {"data": 1}, "rules": {}})

@@ -17,14 +17,7 @@ from ..config import FactorScaling, RopeConfig
 from .config_reader import ConfigReader, UnsupportedModel
 from .family import Family, Options
 from .hugging_face import MAX_EMBED, MAX_HEAD_DIM, MAX_HEADS
-from .rope_options import (
-    DEFAULT_THETA,
-    MAX_POSITION,
-    ROPE_KEYS,
-    read_kind,
-    read_theta,
-    rope_table,
-)
+from .rope_options import DEFAULT_THETA, MAX_POSITION, ROPE_KEYS, read_kind, read_theta, rope_table
 
 _ORIGINAL = "original_max_position_embeddings"
 _DEFAULT_ORIGINAL = 4096

@@ -15,14 +15,7 @@ import jax.numpy as jnp
 
 from ..operations import ON_ONE_DEVICE, Project
 from .config import Dispatch, Routing
-from .dispatch import (
-    Places,
-    capacity_places,
-    load,
-    ragged_places,
-    rows_as_they_are,
-    sort_choices,
-)
+from .dispatch import Places, capacity_places, load, ragged_places, rows_as_they_are, sort_choices
 from .experts import ExpertWeights, GatedUnit, Tiling, run_ragged, run_tiles
 from .routing import Choices, Router, route
 from .use import ExpertUse, count_use, rows_of_tiles

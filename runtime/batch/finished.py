@@ -6,17 +6,10 @@ Knows nothing of how rows run. Guarantees: nothing here changes a file.
 from collections.abc import Mapping
 from typing import Any
 
-from .disk import UnusableFile, digest_file, temporary_name
+from ..files.disk import UnusableFile, digest_file, temporary_name
 from .job import EXIT_BUILD, EXIT_OK, EXIT_ROWS_FAILED, JobError, JobSettings
 from .journal import differences
-from .manifest import (
-    describe,
-    manifest_path,
-    output_differences,
-    read_manifest,
-    said,
-    table_in,
-)
+from .manifest import describe, manifest_path, output_differences, read_manifest, said, table_in
 
 
 def finished_manifest(settings: JobSettings) -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ from .job import EXIT_BUILD, JobError
 from .scan import Need, ScannedRow
 
 if TYPE_CHECKING:
-    from ...compile.bucket_grid import BucketGrid
+    from ...compile.grids.bucket_grid import BucketGrid
 
 NUM_NAMED = 3
 
@@ -39,9 +39,9 @@ def describe_rows(name: str, grid: "BucketGrid", rows: Sequence[ScannedRow]) -> 
 
 def needs_graph(name: str, grid: "BucketGrid", need: Need) -> bool:
     """Whether a row passes through the graph, by its own lengths and no other row's."""
-    from ...compile.bucket_grid import NoBucketFits
     from ...compile.compiled_graphs import CompiledGraphs
     from ...compile.graph_failures import bucket_of
+    from ...compile.grids.bucket_grid import NoBucketFits
 
     try:
         grid.fit(need.prompt_length, need.max_tokens)

@@ -11,7 +11,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from ..feeding import Need, feeding_order
+from ..engine.feeding import Need, feeding_order
+from ..pods.peers import ALONE
 from ..text.tokenizer import Tokenizer
 from .job_files import check_files, job_outputs, side_files
 from .journal import journal_path
@@ -19,12 +20,11 @@ from .journal_records import SETUP
 from .lock import lock_path
 from .manifest import PhaseClock
 from .part import WHOLE, Part
-from .peers import ALONE
 from .progress import Progress
 from .scan import Encode, ScanSummary
 
 if TYPE_CHECKING:
-    from ..generation import Generator
+    from ..engine.generation import Generator
 
 EXIT_OK, EXIT_ROWS_FAILED, EXIT_USAGE, EXIT_MODEL, EXIT_BUILD, EXIT_RESUMABLE = 0, 1, 2, 3, 4, 75
 

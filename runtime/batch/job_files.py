@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from ..run_config import ConfigError
-from .disk import UnusableFile, check_replaceable, temporary_name
+from ..files.disk import UnusableFile, check_replaceable, temporary_name
+from ..files.run_config import ConfigError
 from .journal import journal_path
 from .lock import lock_path
 from .manifest import manifest_path

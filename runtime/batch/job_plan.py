@@ -12,25 +12,25 @@ from typing import Any
 
 import jax
 
-from ...compile.bucket_grid import BucketGrid
-from ...compile.default_grid import RowNeed, derive_grid, slot_use, with_asked, with_chunk
 from ...compile.definition import Definition
 from ...compile.expert_plan import default_experts
-from ...compile.grid_defaults import GridDefaults
+from ...compile.grids.bucket_grid import BucketGrid
+from ...compile.grids.default_grid import RowNeed, derive_grid, slot_use, with_asked, with_chunk
+from ...compile.grids.grid_defaults import GridDefaults
+from ...compile.grids.prefill_ladder import prefill_padding
+from ...compile.grids.span_slots import with_ragged_slots
 from ...compile.plan import Numbers, Plan, PlannedModel
 from ...compile.planning.graph_prices import GraphPrices
 from ...compile.planning.hardware import hardware_of
 from ...compile.planning.work import Work
-from ...compile.prefill_ladder import prefill_padding
-from ...compile.span_slots import with_ragged_slots
 from ...compile.targets import Target
 from ...modelzoo.config import DecoderConfig
 from ...sharding.layout import Layout
 from ..counted import counted
+from ..files.hardware_files import known_hardware
+from ..files.run_config import apply_overrides
 from ..planning.forecast import forecast_steps
-from ..planning.hardware_files import known_hardware
-from ..run_config import apply_overrides
-from .peers import Peers
+from ..pods.peers import Peers
 
 GIGABYTE = 10**9
 OTHER_CHUNK = 256

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..strict_json import dump_line
-from .disk import Disk
+from ..files.disk import Disk
+from ..files.strict_json import dump_line
 from .journal_records import FORMAT, PLAN, SETUP, BadRecord, read_record
 
 SYNC_ROWS = 64

@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from types import TracebackType
 
-from .disk import UnusableFile, open_in_place
+from ..files.disk import UnusableFile, open_in_place
 
 _START = b'{"pid": '
 """The beginning of every lock of noria, even of one that was cut short."""

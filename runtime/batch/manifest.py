@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from .disk import Disk, FileDigest, digest_file, replace_file
+from ..files.disk import Disk, FileDigest, digest_file, replace_file
 from .journal import JournalRow
 
 SCHEMA = 2

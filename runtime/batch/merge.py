@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..counted import counted
-from .disk import Disk, digest_chunks, digest_file
+from ..files.disk import Disk, digest_chunks, digest_file
 from .job import EXIT_OK, EXIT_RESUMABLE, EXIT_ROWS_FAILED, JobError
 from .job_files import check_files, job_outputs, side_files
 from .journal import differences, journal_path

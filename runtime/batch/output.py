@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from ..counted import counted
-from ..strict_json import dump_line
-from .disk import Disk, replace_file
+from ..files.disk import Disk, replace_file
+from ..files.strict_json import dump_line
 from .job import EXIT_RESUMABLE, JobError, JobSettings
 from .journal import Journal, JournalRow
 from .journal_records import INSTANT, MODEL, WEIGHTS

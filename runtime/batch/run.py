@@ -19,8 +19,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..counted import counted
+from ..files.disk import Disk
+from ..pods.peers import ALONE, GO, Peers
 from ..request import Request, RequestOutput, RowError
-from .disk import Disk
 from .finished import exit_code_of, finished_manifest, refuse_foreign_outputs
 from .job import (
     EXIT_BUILD,
@@ -40,14 +41,13 @@ from .lines import BadRow, BatchRow
 from .lock import JobLock
 from .manifest import PhaseClock, fingerprint, manifest_path
 from .output import finalise, summarise
-from .peers import ALONE, GO, Peers
 from .progress import Progress
 from .results import OutputLines, error_of_line, row_metrics
 from .scan import InputError, ScannedRow, ScanSummary, check_input
 from .stop_signals import EXIT_CODES, Drain, StopSignals
 
 if TYPE_CHECKING:
-    from ..generation import Generator
+    from ..engine.generation import Generator
 
 
 def run_job(

@@ -14,9 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
+from ..files.disk import UnusableFile
+from ..files.strict_json import Line, read_line_at, read_lines
 from ..request import RowError
-from ..strict_json import Line, read_line_at, read_lines
-from .disk import UnusableFile
 from .input_format import other_format
 from .lines import BadRow, BatchRow, duplicate_of, read_row
 from .prompt_encoder import Encoded

@@ -16,7 +16,7 @@ import signal
 import time
 from types import FrameType, TracebackType
 
-from .peers import GO, Peers, Word
+from ..pods.peers import GO, Peers, Word
 
 EXIT_CODES = {signal.SIGTERM: 75, signal.SIGHUP: 75, signal.SIGINT: 130}
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from .disk import open_nameless
+from ..files.disk import open_nameless
 
 MAX_BYTES = 4 * 2**30
 SHARE_OF_DISK = 0.1

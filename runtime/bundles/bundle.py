@@ -22,14 +22,14 @@ from ...compile.compiled_graphs import CompiledGraphs, graph_names
 from ...compile.plan import Plan
 from ...compile.targets import Target
 from ...modelzoo.config import DecoderConfig
-from ..batch.disk import Disk, digest_file, replace_file, temporary_name
 from ..batch.job_files import check_fillable
-from ..batch.peers import ALONE, Peers
-from ..graph_memory import memory_facts
-from ..run_config import PLAN, ConfigError
+from ..devices.graph_memory import memory_facts
+from ..files.disk import Disk, digest_file, replace_file, temporary_name
+from ..files.own_files import BundleUnusable, KeptFile, opened, read_file, read_kept
+from ..files.run_config import PLAN, ConfigError
+from ..pods.peers import ALONE, Peers
 from .key import check_key, key_of
 from .loading import dump
-from .own_files import BundleUnusable, KeptFile, opened, read_file, read_kept
 
 SCHEMA = 3
 CONTENTS, GRAPHS = "bundle.json", "graphs"

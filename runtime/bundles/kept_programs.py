@@ -24,7 +24,7 @@ from ...compile.compiled_graphs import graph_names
 from ...compile.plan import Plan
 from ...compile.targets import Target
 from ...modelzoo.config import DecoderConfig
-from ..compilation_cache import remove_oldest
+from .compilation_cache import remove_oldest
 from .key import digest, surroundings
 from .loading import dump
 

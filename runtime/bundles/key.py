@@ -17,8 +17,8 @@ from ...compile.plan import Plan
 from ...compile.targets import Target
 from ...modelzoo.config import DecoderConfig
 from ..batch.manifest import versions
-from ..machine import processor_flags
-from .own_files import BundleUnusable
+from ..devices.machine import processor_flags
+from ..files.own_files import BundleUnusable
 
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _HARMLESS = ("cache", "log", "platforms", "traceback")

@@ -15,12 +15,12 @@ from ...compile.compiled_graphs import CompiledGraphs
 from ...compile.plan import Plan
 from ...compile.steps import DecodeState
 from ...compile.targets import Target
-from ..batch.peers import ALONE, Peers
 from ..checkpoint import ModelFiles
+from ..files.own_files import BundleUnusable
+from ..pods.peers import ALONE, Peers
 from .bundle import Bundle, own_folder
 from .kept_programs import KeptPrograms
 from .loading import NotLoaded, load_in_background
-from .own_files import BundleUnusable
 
 _NOT_USED = "The bundle is not used; make one in a new folder with noria compile."
 

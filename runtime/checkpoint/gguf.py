@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
+from ..files.file_facts import FileStamp
 from .errors import CheckpointChanged, InvalidGGUF, require
-from .file_facts import FileStamp
 from .tensor_source import Index, Interval, TensorInfo, intervals
 
 MAX_METADATA_KEYS = 65_536

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...modelzoo.families.config_reader import ConfigReader, UnsupportedModel
 from ...modelzoo.families.quantisation import read_quantisation
-from ..batch.peers import ALONE, Peers
+from ..pods.peers import ALONE, Peers
 from .dequantised import dequantised
 from .errors import CheckpointError, InvalidConfig, ModelNotFound
 from .generation_defaults import GenerationDefaults

@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from ..bundles.own_files import opened, read_file
-from ..compilation_cache import default_directory
-from .file_facts import FileFacts
+from ..bundles.compilation_cache import default_directory
+from ..files.file_facts import FileFacts
+from ..files.own_files import opened, read_file
 
 MAX_FILES = 4096
 MAX_BYTES = 2 * 2**20

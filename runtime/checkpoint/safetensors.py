@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from ..counted import counted
+from ..files.file_facts import FileStamp
 from .errors import CheckpointError, InvalidSafetensors, ModelNotFound, require
-from .file_facts import FileStamp
 from .small_files import file_inside, has_file, parse_json_object, read_json_object
 from .tensor_source import Index, TensorInfo
 

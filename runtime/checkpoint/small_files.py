@@ -12,8 +12,8 @@ import stat
 from pathlib import Path
 from typing import Any
 
+from ..files.strict_json import parse_object
 from ..request import RowError
-from ..strict_json import parse_object
 from .errors import CheckpointError, InvalidConfig
 
 MAX_JSON_BYTES = 32 * 2**20

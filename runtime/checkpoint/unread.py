@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from ...modelzoo.families.config_reader import listing
 from ..counted import counted
-from ..run_config import STRICT_CONFIG
+from ..files.run_config import STRICT_CONFIG
 from .errors import InvalidConfig
 
 

@@ -14,15 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...compile.bucket_grid import BucketGrid, PrefillBucket
 from ...compile.build import build
-from ...compile.grid_defaults import GridDefaults, round_up
+from ...compile.grids.bucket_grid import BucketGrid, PrefillBucket
+from ...compile.grids.grid_defaults import GridDefaults, round_up
 from ...compile.targets import Target
 from ...sharding.layout import Layout
 from .. import session
 from ..checkpoint import ModelFiles
-from ..host_arrays import HostArrays
-from ..padding import pack_greedy
+from ..devices.host_arrays import HostArrays
+from ..engine.padding import pack_greedy
 
 NUM_PROMPTS, LENGTH, NUM_STEPS = 8, 32, 4
 

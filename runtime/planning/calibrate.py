@@ -12,18 +12,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...compile.bucket_grid import BucketGrid, PrefillBucket
+from ...compile.grids.bucket_grid import BucketGrid, PrefillBucket
 from ...compile.plan import Numbers, Plan, PlannedModel
 from ...compile.planning.cost import Calibration, Measured, calibrate
 from ...compile.planning.hardware import Hardware
 from ...compile.planning.work import Work
 from ...sharding.call import Call
 from ..counted import counted
-from ..decode_slots import DecodeAction
-from ..generation import Generator
-from ..machine import describe_machine
+from ..devices.machine import describe_machine
+from ..engine.decode_slots import DecodeAction
+from ..engine.generation import Generator
+from ..engine.scheduler import PrefillAction
 from ..request import Request, SamplingParams
-from ..scheduler import PrefillAction
 from ..session import LoadedModel, start
 
 SHORT_PROMPT = 16

@@ -28,7 +28,7 @@ from ...modelzoo.config import DecoderConfig
 from ...modelzoo.layer_groups import longest_repeat
 from ...sharding.call import Call
 from ...sharding.layout import Layout
-from ..graph_memory import memory_of
+from ..devices.graph_memory import memory_of
 from .planning import Planned
 
 GIGABYTE = 1e9

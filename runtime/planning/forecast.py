@@ -8,9 +8,9 @@ Knows nothing of seconds. The same rows and grid have the same forecast, in ever
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ...compile.bucket_grid import BucketGrid, NoBucketFits
-from ...compile.default_grid import RowNeed
-from ...compile.grid_defaults import GridDefaults
+from ...compile.grids.bucket_grid import BucketGrid, NoBucketFits
+from ...compile.grids.default_grid import RowNeed
+from ...compile.grids.grid_defaults import GridDefaults
 from ...compile.planning.candidates import ExpectedRow
 from .search import as_fed
 from .simulator import simulate

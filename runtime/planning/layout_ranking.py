@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...compile.definition import Definition, model_sizes
-from ...compile.grid_defaults import GridDefaults
+from ...compile.grids.grid_defaults import GridDefaults
 from ...compile.planning.candidates import Budget, CandidateGrids, ExpectedRow
 from ...compile.planning.cost import Calibration, CostModel
 from ...compile.planning.hardware import Hardware

@@ -9,9 +9,9 @@ import csv
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ...compile.default_grid import RowNeed
+from ...compile.grids.default_grid import RowNeed
 from ...compile.planning.candidates import ExpectedRow
-from ..run_config import ConfigError
+from ..files.run_config import ConfigError
 
 COLUMNS = ("prompt_tokens", "output_tokens", "max_tokens")
 _SHOWN = 40

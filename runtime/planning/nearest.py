@@ -6,7 +6,7 @@ Fewer slots are no way out, as the smallest cache has the fewest that the layout
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ...compile.grid_defaults import GridDefaults
+from ...compile.grids.grid_defaults import GridDefaults
 from ...sharding.layout import Layout
 from ...sharding.mesh_layout import MeshLayout
 from .layout_ranking import RankedLayout, Ranking

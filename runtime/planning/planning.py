@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from ...compile.bucket_grid import BucketGrid
-from ...compile.grid_defaults import GridDefaults
+from ...compile.grids.bucket_grid import BucketGrid
+from ...compile.grids.grid_defaults import GridDefaults
 from ...compile.planning.candidates import Budget, CandidateGrids, ExpectedRow
 from ...compile.planning.cost import CostModel
 from ...compile.planning.other_grids import hand_picked

@@ -10,10 +10,10 @@ import tomllib
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ...compile.bucket_grid import BucketGrid
 from ...compile.definition import model_sizes
 from ...compile.expert_plan import default_experts
-from ...compile.grid_defaults import GridDefaults
+from ...compile.grids.bucket_grid import BucketGrid
+from ...compile.grids.grid_defaults import GridDefaults
 from ...compile.plan import Numbers, Plan, PlannedModel
 from ...compile.planning.candidates import Budget
 from ...compile.planning.compile_time import GraphSeconds
@@ -28,11 +28,11 @@ from ..checkpoint import ModelFiles
 from ..checkpoint.errors import CheckpointError
 from ..console import note
 from ..counted import counted
-from ..layout_files import named_layout_tables, read_layout_table, split_spellings
-from ..machine import faster_dtype
-from ..run_config import ConfigError
+from ..devices.machine import faster_dtype
+from ..files.hardware_files import known_hardware
+from ..files.layout_files import named_layout_tables, read_layout_table, split_spellings
+from ..files.run_config import ConfigError
 from .compiled_layouts import LayoutCompiler, PlannedLayout, problems
-from .hardware_files import known_hardware
 from .layout_ranking import RankedLayout, Ranking, all_layouts
 from .nearest import nearest
 from .planning import Planned, Planner

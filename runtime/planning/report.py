@@ -11,15 +11,15 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...compile.bucket_grid import BucketGrid
 from ...compile.compiled_graphs import CompiledGraphs
+from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.planning.candidates import num_graphs
 from ...compile.planning.cost import CostModel
 from ...compile.planning.hardware import Hardware
 from ...compile.planning.work import sent_by_axes
 from ...sharding.call import Call
-from ..batch.disk import Disk, replace_file
-from ..metrics import DecodeUse, PrefillUse
+from ..engine.metrics import DecodeUse, PrefillUse
+from ..files.disk import Disk, replace_file
 from . import pictures
 from .compiled_layouts import PlannedLayout
 from .page import Picture, page

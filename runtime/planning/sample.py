@@ -14,7 +14,7 @@ largest relative difference between a part and the whole sample, for the chosen 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ...compile.bucket_grid import BucketGrid
+from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.planning.candidates import Budget, CandidateGrids, ExpectedRow
 from ...compile.planning.cost import CostModel
 from .search import Tried, as_fed

@@ -13,11 +13,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from ...compile.bucket_grid import BucketGrid
+from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.planning.candidates import Budget, Candidate, ExpectedRow
 from ...compile.planning.cost import CostModel
 from ...compile.planning.graph_prices import GraphPrices
-from ..feeding import feeding_order
+from ..engine.feeding import feeding_order
 from .simulator import SimulatedRow, Simulation, simulate
 
 MOST_TRIES = 24

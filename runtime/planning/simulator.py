@@ -13,13 +13,13 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ...compile.bucket_grid import BucketGrid, PrefillBucket
+from ...compile.grids.bucket_grid import BucketGrid, PrefillBucket
 from ...compile.planning.cost import CostModel
 from ...sharding.call import Call
-from ..decode_slots import DecodeAction, Job
-from ..decode_slots import Sequence as Continuation
-from ..metrics import EngineMetrics
-from ..scheduler import ForkAction, PrefillAction, Scheduler
+from ..engine.decode_slots import DecodeAction, Job
+from ..engine.decode_slots import Sequence as Continuation
+from ..engine.metrics import EngineMetrics
+from ..engine.scheduler import ForkAction, PrefillAction, Scheduler
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...compile.grid_defaults import GridDefaults
+from ...compile.grids.grid_defaults import GridDefaults
 from ...compile.planning.candidates import ExpectedRow
-from ..batch.command import open_text, row_need
-from ..batch.disk import digest_file
 from ..batch.job import EXIT_USAGE, JobError
 from ..batch.manifest import read_manifest
 from ..batch.part import WHOLE
 from ..batch.scan import ScannedRow, check_input, scan
 from ..checkpoint import ModelFiles
+from ..commands.batch_command import open_text, row_need
+from ..files.disk import digest_file
 from .length_table import read_table
 
 OK = 200

@@ -11,13 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 from tolerances import FLOAT32_ELEMENTWISE
 
 from noria.compile.attention_kernels import KERNELS, Kernel, choose
-from noria.modelzoo.attention import (
-    EMPTY_POSITION,
-    Slots,
-    Visibility,
-    attend_dense,
-    with_sinks,
-)
+from noria.modelzoo.attention import EMPTY_POSITION, Slots, Visibility, attend_dense, with_sinks
 from noria.modelzoo.config import PLAIN_SCORES, Chunk, Scores
 from noria.modelzoo.kernels.call import AttentionCall
 from noria.modelzoo.kernels.cudnn import attend_cudnn

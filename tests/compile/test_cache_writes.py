@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from noria.compile.bucket_grid import BucketGrid
 from noria.compile.build import GraphToBuild, compile_with_text, plan_graphs
 from noria.compile.definition import Definition
+from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.programs.report import ProgramReport, read_report
 from noria.compile.targets import find_target
 from noria.modelzoo.config import DecoderConfig, LatentAttention
-from noria.runtime.layout_files import read_layout_table
+from noria.runtime.files.layout_files import read_layout_table
 from noria.sharding.layout import Layout
 
 TPU = "tpu:v5e:2x4"

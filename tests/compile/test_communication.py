@@ -12,14 +12,14 @@ from dataclasses import replace
 import jax.numpy as jnp
 import pytest
 
-from noria.compile.bucket_grid import BucketGrid
 from noria.compile.build import compile_graph, plan_graphs
 from noria.compile.definition import Definition
+from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.programs.collectives import Collective, read_collectives
 from noria.compile.targets import find_target
 from noria.modelzoo.config import DecoderConfig, LatentAttention
 from noria.modelzoo.moe.config import MoeConfig, Routing
-from noria.runtime.layout_files import named_layout_tables
+from noria.runtime.files.layout_files import named_layout_tables
 from noria.sharding.call import Call
 from noria.sharding.communication import expected
 from noria.sharding.layout import Layout

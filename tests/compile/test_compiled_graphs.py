@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from tiny import CHUNK_GRID, GRID, TinyModel
 
-from noria.compile.bucket_grid import PrefillBucket
 from noria.compile.build import plan_graphs
 from noria.compile.compiled_graphs import GraphNotPlanned, graph_names
+from noria.compile.grids.bucket_grid import PrefillBucket
 from noria.compile.monitor import compile_monitor
-from noria.runtime.padding import pack_greedy
+from noria.runtime.engine.padding import pack_greedy
 
 
 @pytest.fixture(scope="module")

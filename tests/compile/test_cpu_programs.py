@@ -3,9 +3,9 @@
 import jax.numpy as jnp
 import pytest
 
-from noria.compile.bucket_grid import BucketGrid
 from noria.compile.build import compile_graph, plan_graphs
 from noria.compile.definition import Definition
+from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.programs.report import read_report
 from noria.compile.targets import find_target
 from noria.modelzoo.config import DecoderConfig

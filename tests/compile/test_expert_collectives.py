@@ -10,14 +10,14 @@ from functools import partial
 import jax.numpy as jnp
 import pytest
 
-from noria.compile.bucket_grid import BucketGrid
 from noria.compile.build import compile_graph, plan_graphs
 from noria.compile.definition import Definition
+from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.programs.collectives import read_collectives
 from noria.compile.targets import find_target
 from noria.modelzoo.config import DecoderConfig
 from noria.modelzoo.moe.config import MoeConfig, Routing
-from noria.runtime.layout_files import named_layout_tables
+from noria.runtime.files.layout_files import named_layout_tables
 from noria.sharding.layout import Layout
 
 pytestmark = pytest.mark.tpu_compile

@@ -7,15 +7,15 @@ import jax.numpy as jnp
 import pytest
 
 from noria.compile.attention_kernels import AttentionPlan
-from noria.compile.bucket_grid import BucketGrid
 from noria.compile.build import compile_with_text, plan_graphs
 from noria.compile.definition import Definition
+from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.layout_measure import COMPILER, SHAPES, measure
 from noria.compile.planning.work import Work
 from noria.compile.programs.report import read_report
 from noria.compile.targets import find_target
 from noria.modelzoo.config import DecoderConfig
-from noria.runtime.layout_files import read_layout_table
+from noria.runtime.files.layout_files import read_layout_table
 from noria.sharding.call import Call
 from noria.sharding.layout import Layout
 

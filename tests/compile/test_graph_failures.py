@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 from tiny import CHUNK_GRID, GRID, RAGGED_GRID
 
-from noria.compile.bucket_grid import BucketGrid
 from noria.compile.compiled_graphs import graph_names
 from noria.compile.graph_failures import GraphFailed, naming_graph
+from noria.compile.grids.bucket_grid import BucketGrid
 
 
 def said(name: str, grid: BucketGrid = GRID, error: Exception | None = None) -> str:

@@ -12,10 +12,10 @@ from tiny import CONFIG, random_parameters
 from tolerances import FLOAT32_MODEL_LOGPROB
 
 from noria.compile.attention_kernels import choose_kernels
-from noria.compile.bucket_grid import BucketGrid
 from noria.compile.build import GraphToBuild, compile_graph, compile_with_text, plan_graphs
 from noria.compile.compiled_graphs import CompiledGraphs
 from noria.compile.definition import Definition
+from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.programs.report import read_report
 from noria.compile.targets import find_target
 from noria.modelzoo import kv_cache
@@ -25,7 +25,7 @@ from noria.modelzoo.kernels.flash import attend_flash
 from noria.modelzoo.kernels.splash import attend_splash
 from noria.modelzoo.operations import ON_ONE_DEVICE
 from noria.modelzoo.prompt_pieces import PromptPieces
-from noria.runtime.layout_files import read_layout_table
+from noria.runtime.files.layout_files import read_layout_table
 from noria.sharding.layout import Layout
 from noria.sharding.placement import Placement
 

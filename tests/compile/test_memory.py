@@ -14,14 +14,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from noria.compile.bucket_grid import BucketGrid
 from noria.compile.build import GraphToBuild, compile_graph, plan_graphs
 from noria.compile.compiled_graphs import CompiledGraphs
 from noria.compile.definition import Definition
+from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.targets import find_target
 from noria.modelzoo.config import DecoderConfig, LatentAttention
 from noria.modelzoo.moe.config import MoeConfig, Routing
-from noria.runtime.layout_files import read_layout_table
+from noria.runtime.files.layout_files import read_layout_table
 from noria.sharding.layout import Layout
 
 SLOTS, VOCAB = 64, 49152

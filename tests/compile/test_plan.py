@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from noria.compile.attention_kernels import AttentionPlan
-from noria.compile.bucket_grid import BucketGrid
 from noria.compile.expert_plan import ExpertPlan
+from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.plan import Numbers, Plan, PlannedModel
 from noria.compile.plan_tables import table_lines
 from noria.modelzoo.moe.config import LOSSLESS, Dispatch, Tiles

@@ -5,13 +5,13 @@ import tomllib
 import numpy as np
 import pytest
 
-from noria.compile.bucket_grid import BucketGrid, NoBucketFits
-from noria.compile.default_grid import RowNeed, derive_grid, ladder_grid, with_chunk
 from noria.compile.definition import model_sizes
-from noria.compile.grid_defaults import GridDefaults
+from noria.compile.grids.bucket_grid import BucketGrid, NoBucketFits
+from noria.compile.grids.default_grid import RowNeed, derive_grid, ladder_grid, with_chunk
+from noria.compile.grids.grid_defaults import GridDefaults
 from noria.compile.plan import Numbers, Plan, PlannedModel
 from noria.modelzoo.config import DecoderConfig
-from noria.runtime.layout_files import named_layout_tables, read_layout_table
+from noria.runtime.files.layout_files import named_layout_tables, read_layout_table
 from noria.sharding.layout import Layout
 from noria.sharding.legality import check
 

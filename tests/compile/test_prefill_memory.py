@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import pytest
 from test_memory import whole_copies
 
-from noria.compile.bucket_grid import BucketGrid
 from noria.compile.build import GraphToBuild, compile_graph, plan_graphs
 from noria.compile.definition import Definition
+from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.targets import find_target
 from noria.modelzoo.config import DecoderConfig, LatentAttention
 

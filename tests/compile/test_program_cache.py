@@ -7,7 +7,7 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from noria.compile.program_cache import anew, compile_program
 from noria.compile.targets import find_target
-from noria.runtime import compilation_cache
+from noria.runtime.bundles import compilation_cache
 
 SETTINGS = (
     "jax_compilation_cache_dir",

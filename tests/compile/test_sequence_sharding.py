@@ -11,10 +11,10 @@ import pytest
 from laid_out import LaidOut, layout_of
 from tolerances import FLOAT32_MODEL_LOGPROB
 
-from noria.compile.bucket_grid import BucketGrid
 from noria.compile.build import compile_graph, plan_graphs
 from noria.compile.compiled_graphs import CompiledGraphs
 from noria.compile.definition import Definition
+from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.prefill_steps import last_hidden
 from noria.compile.programs.collectives import read_collectives
 from noria.compile.programs.hlo_text import read_program

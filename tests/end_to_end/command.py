@@ -14,7 +14,7 @@ from noria.runtime.cli import main
 COMMAND = (
     sys.executable,
     "-c",
-    "import sys; from noria.runtime import cli, machine; "
+    "import sys; from noria.runtime import cli; from noria.runtime.devices import machine; "
     # the same dtype on every machine
     "machine.instructions = list; sys.exit(cli.main())",
 )

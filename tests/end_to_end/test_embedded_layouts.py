@@ -10,10 +10,10 @@ import pytest
 from command import chat, read_manifest, read_rows, write_lines
 from tolerances import NEAR_TIE_GAP
 
-from noria.compile.bucket_grid import BucketGrid
+from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.plan import Numbers, Plan, PlannedModel
 from noria.runtime import LLM, SamplingParams
-from noria.runtime.layout_files import read_layout_table
+from noria.runtime.files.layout_files import read_layout_table
 from noria.runtime.request import RequestOutput
 from noria.sharding.layout import Layout
 

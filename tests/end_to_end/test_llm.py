@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from tolerances import FLOAT32_MODEL_LOGPROB
 
-from noria.compile.bucket_grid import BucketGrid
 from noria.compile.graph_failures import GraphFailed
+from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.monitor import compile_monitor
 from noria.compile.plan import Numbers, Plan, PlannedModel
 from noria.runtime import LLM, SamplingParams

@@ -6,13 +6,7 @@ import numpy as np
 import pytest
 from tolerances import FLOAT32_ELEMENTWISE
 
-from noria.modelzoo.attention import (
-    EMPTY_POSITION,
-    attend_masked,
-    merge,
-    visible,
-    with_sinks,
-)
+from noria.modelzoo.attention import EMPTY_POSITION, attend_masked, merge, visible, with_sinks
 from noria.modelzoo.config import Chunk, Scores
 
 B, T, K, G, S, H = 2, 4, 2, 3, 7, 8

@@ -9,7 +9,7 @@ import pytest
 import tolerances
 from numerics_helpers import ROOT, script
 
-from noria.compile.bucket_grid import BucketGrid
+from noria.compile.grids.bucket_grid import BucketGrid
 
 NUM_TOKENS = 16
 GRID = BucketGrid(

@@ -10,7 +10,7 @@ import pytest
 import tolerances
 from numerics_helpers import embedded_file, script
 
-from noria.compile.bucket_grid import BucketGrid
+from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.plan import Numbers, Plan, PlannedModel
 from noria.runtime import LLM, SamplingParams
 

@@ -11,7 +11,7 @@ from noria.runtime.batch.stop_signals import StopNow
 
 _IMPORTS = """
 import sys
-import noria.runtime.cli, noria.runtime.batch.run, noria.runtime.batch.command
+import noria.runtime.cli, noria.runtime.batch.run, noria.runtime.commands.batch_command
 import noria.runtime.batch.merge
 heavy = {"jax", "flax", "optax", "orbax", "transformers", "tokenizers", "jinja2", "gguf"}
 print(sorted(heavy & set(sys.modules)))

@@ -6,13 +6,13 @@ from datetime import datetime
 
 import pytest
 
-from noria.compile.bucket_grid import BucketGrid
+from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.signatures import MAX_BIASES, MAX_STOP_IDS
 from noria.runtime import request
-from noria.runtime.decode_slots import Job
+from noria.runtime.engine.decode_slots import Job
+from noria.runtime.engine.scheduler import Scheduler
+from noria.runtime.files.strict_json import MAX_DEPTH, MAX_INTEGER_DIGITS, parse_object, read_lines
 from noria.runtime.request import RowError, SamplingParams
-from noria.runtime.scheduler import Scheduler
-from noria.runtime.strict_json import MAX_DEPTH, MAX_INTEGER_DIGITS, parse_object, read_lines
 from noria.runtime.text.template_process import TemplateFailure, TemplateLimits, TemplateProcess
 
 

@@ -8,17 +8,11 @@ import tokenizers
 from model_on_disk import write_model
 from tiny import GRID
 
-from noria.compile.bucket_grid import BucketGrid
+from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.plan import Numbers, Plan, PlannedModel
 from noria.compile.targets import Target, find_target
 from noria.runtime.checkpoint import GenerationDefaults, InvalidConfig, open_model
-from noria.runtime.session import (
-    check_layout,
-    check_target,
-    eos_ids,
-    load_model,
-    prepare_jax,
-)
+from noria.runtime.session import check_layout, check_target, eos_ids, load_model, prepare_jax
 
 
 def plan_for(target: str) -> Plan:

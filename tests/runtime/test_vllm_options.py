@@ -63,7 +63,7 @@ def test_no_name_hides_a_parameter_of_ours(options, function):
 
 
 def test_the_layout_that_a_remedy_names_is_there():
-    from noria.runtime.layout_files import named_layout_tables
+    from noria.runtime.files.layout_files import named_layout_tables
 
     assert "weight-stationary-1d" in named_layout_tables()
 

@@ -16,10 +16,10 @@ import numpy as np
 from tiny import random_parameters
 from tolerances import FLOAT32_MODEL_LOGPROB
 
-from noria.compile.bucket_grid import BucketGrid, PrefillBucket
 from noria.compile.build import GraphToBuild, compile_graph, plan_graphs
 from noria.compile.compiled_graphs import CompiledGraphs
 from noria.compile.definition import Definition
+from noria.compile.grids.bucket_grid import BucketGrid, PrefillBucket
 from noria.compile.prefill_steps import PrefillOutput
 from noria.compile.steps import NO_TOKEN, DecodeOutput, DecodeState
 from noria.compile.targets import find_target
@@ -29,12 +29,12 @@ from noria.modelzoo.config import Arrangement, DecoderConfig
 from noria.modelzoo.families.registry import from_hf_config
 from noria.modelzoo.layer_groups import of_single_layers
 from noria.modelzoo.sampling import SamplingState, TokenScores
-from noria.runtime.decode_slots import Job, Sequence
-from noria.runtime.host_arrays import HostArrays
-from noria.runtime.layout_files import named_layout_tables, read_layout_table
-from noria.runtime.padding import pack_pieces, pack_requests, pack_sampling
+from noria.runtime.devices.host_arrays import HostArrays
+from noria.runtime.engine.decode_slots import Job, Sequence
+from noria.runtime.engine.padding import pack_pieces, pack_requests, pack_sampling
+from noria.runtime.engine.scheduler import PromptPiece
+from noria.runtime.files.layout_files import named_layout_tables, read_layout_table
 from noria.runtime.request import SamplingParams
-from noria.runtime.scheduler import PromptPiece
 from noria.sharding.layout import Layout
 
 VOCAB = 151

@@ -12,7 +12,7 @@ import pytest
 from laid_out import LaidOut, Row, config_of, expected, greedy_rows, layout_of
 from tolerances import FLOAT32_MODEL_LOGPROB
 
-from noria.compile.bucket_grid import BucketGrid
+from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.prefill_steps import last_hidden
 
 PAIRS = [

@@ -7,7 +7,7 @@ import pytest
 from published_communication import FORMULAS, LayerSizes
 
 from noria.modelzoo.config import DecoderConfig
-from noria.runtime.layout_files import named_layout_tables
+from noria.runtime.files.layout_files import named_layout_tables
 from noria.sharding.call import Call
 from noria.sharding.communication import expected
 from noria.sharding.layout import Layout

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import pytest
 from laid_out import layout_of
 
-from noria.compile.bucket_grid import BucketGrid
 from noria.compile.build import plan_graphs
 from noria.compile.compiled_graphs import CompiledGraphs
 from noria.compile.definition import Definition
+from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.targets import find_target
 from noria.modelzoo.config import DecoderConfig, LatentAttention
 from noria.sharding.device_bytes import (

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import pytest
 
-from noria.compile.bucket_grid import BucketGrid
 from noria.compile.definition import model_sizes
+from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.monitor import compile_monitor
 from noria.modelzoo.config import DecoderConfig
 from noria.modelzoo.moe.config import MoeConfig, Routing

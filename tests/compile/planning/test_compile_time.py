@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from noria.compile.bucket_grid import BucketGrid
+from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.planning.compile_time import GraphSeconds
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from planning_models import PLAIN, work_of
 
-from noria.compile.bucket_grid import BucketGrid
-from noria.compile.default_grid import RowNeed, derive_grid
+from noria.compile.grids.bucket_grid import BucketGrid
+from noria.compile.grids.default_grid import RowNeed, derive_grid
+from noria.compile.grids.prefill_ladder import prefill_padding
 from noria.compile.planning.compile_time import NO_TIME, GraphSeconds
 from noria.compile.planning.cost import CostModel
 from noria.compile.planning.graph_prices import GraphPrices
 from noria.compile.planning.hardware import Hardware
-from noria.compile.prefill_ladder import prefill_padding
-from noria.runtime.planning.hardware_files import known_hardware
+from noria.runtime.files.hardware_files import known_hardware
 from noria.sharding.call import Call
 
 HARDWARE = Hardware("mine", "made up", {"float32": 1e9}, 1e9, 1e8, 1e7, [])

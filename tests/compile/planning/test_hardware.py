@@ -4,14 +4,10 @@ import math
 
 import pytest
 
-from noria.compile.planning.hardware import (
-    UnknownHardware,
-    hardware_of,
-    read_hardware,
-)
+from noria.compile.planning.hardware import UnknownHardware, hardware_of, read_hardware
 from noria.compile.target_names import TargetName
-from noria.runtime.planning.hardware_files import known_hardware
-from noria.runtime.run_config import ConfigError
+from noria.runtime.files.hardware_files import known_hardware
+from noria.runtime.files.run_config import ConfigError
 
 GOOD = {
     "source": "a datasheet",

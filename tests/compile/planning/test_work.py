@@ -7,9 +7,9 @@ import pytest
 from planning_models import PLAIN, SPARSE, work_of
 from tiny import CONFIG
 
-from noria.compile.bucket_grid import BucketGrid, PrefillBucket
 from noria.compile.build import compile_graph, plan_graphs
 from noria.compile.definition import Definition
+from noria.compile.grids.bucket_grid import BucketGrid, PrefillBucket
 from noria.compile.planning.work import Work, sent_by_axes
 from noria.compile.targets import find_target
 from noria.sharding.call import Call

@@ -11,15 +11,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from noria.compile.bucket_grid import BucketGrid
 from noria.compile.build import compile_with_text, plan_graphs
 from noria.compile.definition import Definition
+from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.planning.evidence import Evidence
 from noria.compile.planning.work import ONE_DEVICE, Work
 from noria.compile.programs.report import read_report
 from noria.compile.targets import find_target
 from noria.modelzoo.families.registry import from_hf_config
-from noria.runtime.layout_files import read_layout_table
+from noria.runtime.files.layout_files import read_layout_table
 from noria.sharding.layout import Layout
 
 TABLE = tomllib.loads(Path(__file__).with_name("golden_programs.toml").read_text("utf-8"))

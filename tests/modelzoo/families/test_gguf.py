@@ -18,11 +18,7 @@ from noria.modelzoo.config import (
     YarnScaling,
 )
 from noria.modelzoo.families import hugging_face
-from noria.modelzoo.families.registry import (
-    UnsupportedModel,
-    from_gguf_metadata,
-    from_hf_config,
-)
+from noria.modelzoo.families.registry import UnsupportedModel, from_gguf_metadata, from_hf_config
 from noria.modelzoo.families.sources import parameter_sources
 from noria.runtime.checkpoint.loader import read_parameter
 from noria.runtime.checkpoint.tensor_source import AxisPattern

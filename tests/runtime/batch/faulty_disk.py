@@ -1,6 +1,6 @@
 """A disk that fails at any one operation that a test chooses."""
 
-from noria.runtime.batch.disk import Disk
+from noria.runtime.files.disk import Disk
 
 
 class Crash(BaseException):

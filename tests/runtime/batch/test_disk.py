@@ -6,7 +6,7 @@ import os
 import pytest
 from faulty_disk import FaultyDisk
 
-from noria.runtime.batch.disk import Disk, replace_file
+from noria.runtime.files.disk import Disk, replace_file
 
 
 def contents(folder):

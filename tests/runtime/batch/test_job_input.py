@@ -18,7 +18,7 @@ from noria.runtime.batch.progress import Progress
 from noria.runtime.batch.run import run_job
 from noria.runtime.batch.scan import DEPTH, ahead
 from noria.runtime.batch.token_spill import TokenSpill
-from noria.runtime.run_config import ConfigError, read_instant
+from noria.runtime.files.run_config import ConfigError, read_instant
 
 ROWS = [
     {"id": "clock", "prompt": "date"},

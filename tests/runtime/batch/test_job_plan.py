@@ -11,19 +11,19 @@ from hypothesis import strategies as st
 from model_on_disk import MAX_POSITION, write_model
 from tiny import CONFIG
 
-from noria.compile.default_grid import RowNeed
-from noria.compile.grid_defaults import GridDefaults
+from noria.compile.grids.default_grid import RowNeed
+from noria.compile.grids.grid_defaults import GridDefaults
 from noria.compile.plan import Numbers, Plan, PlannedModel
 from noria.compile.planning.candidates import ExpectedRow
 from noria.compile.targets import Target, find_target
 from noria.modelzoo.config import DecoderConfig
 from noria.runtime.batch import job_plan
 from noria.runtime.batch.job_plan import derived_plan, limit_note
-from noria.runtime.batch.peers import ALONE
 from noria.runtime.cli import main
 from noria.runtime.planning.forecast import forecast_steps
 from noria.runtime.planning.search import as_fed
 from noria.runtime.planning.simulator import simulate
+from noria.runtime.pods.peers import ALONE
 
 MODEL = PlannedModel("tiny", "")
 LONG = replace(CONFIG, max_position=8192)

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from fake_model import FakeGenerator, FakeModel, run, write_input
 
 from noria.runtime.batch import journal as journal_module
-from noria.runtime.batch.disk import Disk
 from noria.runtime.batch.journal import SYNC_ROWS, SYNC_SECONDS, Journal
+from noria.runtime.files.disk import Disk
 
 
 class CountingDisk(Disk):

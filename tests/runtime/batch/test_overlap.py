@@ -8,7 +8,7 @@ import pytest
 from faulty_disk import Crash
 from numerics_helpers import script
 
-from noria.compile.bucket_grid import BucketGrid
+from noria.compile.grids.bucket_grid import BucketGrid
 from noria.runtime.batch.job import JobError
 from noria.runtime.batch.journal import Journal
 

@@ -1,7 +1,7 @@
 """What a job says its prompts would pad, whole and in chunks: all rows count in both."""
 
-from noria.compile.bucket_grid import BucketGrid
-from noria.compile.default_grid import RowNeed
+from noria.compile.grids.bucket_grid import BucketGrid
+from noria.compile.grids.default_grid import RowNeed
 from noria.runtime.batch.job_plan import padding_note
 
 

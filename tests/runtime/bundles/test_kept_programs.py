@@ -12,9 +12,9 @@ from tiny import CONFIG, GRID
 from noria.compile.compiled_graphs import graph_names
 from noria.compile.plan import Numbers, Plan, PlannedModel
 from noria.modelzoo.config import RopeConfig
+from noria.runtime.bundles.compilation_cache import remove_oldest
 from noria.runtime.bundles.kept_programs import KeptPrograms, graph_keys
 from noria.runtime.bundles.warm_start import WarmStart
-from noria.runtime.compilation_cache import remove_oldest
 
 PLAN = Plan("cpu", PlannedModel("tiny", ""), Numbers("float32"), GRID)
 DECODE = {f"decode span {span}" for span in GRID.decode_spans}

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from noria.runtime.batch.peers import Peers
 from noria.runtime.checkpoint import CheckpointChanged, WeightsDigest, remembered_roots
 from noria.runtime.checkpoint import weights_digest as module
-from noria.runtime.checkpoint.file_facts import FileFacts
 from noria.runtime.checkpoint.remembered_roots import RememberedRoots
+from noria.runtime.files.file_facts import FileFacts
+from noria.runtime.pods.peers import Peers
 
 BLOCK = 1000
 

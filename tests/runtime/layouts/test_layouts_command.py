@@ -10,7 +10,7 @@ from noria.compile import layout_measure
 from noria.compile.targets import find_target
 from noria.runtime.checkpoint import open_model
 from noria.runtime.cli import main
-from noria.runtime.layout_files import read_layout_table
+from noria.runtime.files.layout_files import read_layout_table
 from noria.runtime.layouts.verify import NUM_PROMPTS, Verification
 from noria.sharding.layout import Layout
 

@@ -8,12 +8,12 @@ import pytest
 from planning_models import SPARSE
 from tolerances import EXTRAPOLATED_LAYERS_RELATIVE
 
-from noria.compile.default_grid import RowNeed
-from noria.compile.grid_defaults import GridDefaults
+from noria.compile.grids.default_grid import RowNeed
+from noria.compile.grids.grid_defaults import GridDefaults
 from noria.compile.planning.candidates import Budget, ExpectedRow
 from noria.compile.planning.compiled_call import CompiledCall
 from noria.compile.planning.hardware import Hardware
-from noria.runtime.layout_files import named_layout_tables
+from noria.runtime.files.layout_files import named_layout_tables
 from noria.runtime.planning.compiled_layouts import LayoutCompiler, PlannedLayout, _costliest
 from noria.runtime.planning.layout_ranking import Ranking, all_layouts
 from noria.runtime.planning.planning import Planner

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 from planning_models import SPARSE
 
-from noria.compile.default_grid import RowNeed
+from noria.compile.grids.default_grid import RowNeed
 from noria.compile.planning.candidates import Budget, ExpectedRow
 from noria.compile.planning.hardware import Hardware
-from noria.runtime.layout_files import named_layout_tables
+from noria.runtime.files.layout_files import named_layout_tables
 from noria.runtime.planning.layout_ranking import RankedLayout, Ranking, all_layouts
 
 FAST = Hardware("mine", "made up", {"float32": 1e9}, 1e9, 1e8, 1e7, [])

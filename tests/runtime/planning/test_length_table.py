@@ -2,8 +2,8 @@
 
 import pytest
 
+from noria.runtime.files.run_config import ConfigError
 from noria.runtime.planning.length_table import read_table
-from noria.runtime.run_config import ConfigError
 
 HEAD = b"prompt_tokens,output_tokens\n"
 

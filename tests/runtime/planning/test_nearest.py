@@ -5,10 +5,10 @@ from dataclasses import replace
 
 from tiny import CONFIG
 
-from noria.compile.default_grid import RowNeed
+from noria.compile.grids.default_grid import RowNeed
 from noria.compile.planning.candidates import Budget, ExpectedRow
 from noria.compile.planning.hardware import Hardware
-from noria.runtime.layout_files import read_layout_table
+from noria.runtime.files.layout_files import read_layout_table
 from noria.runtime.planning.layout_ranking import Ranking
 from noria.runtime.planning.nearest import nearest
 from noria.sharding.layout import Layout

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from tiny import CONFIG
 
-from noria.compile.default_grid import RowNeed
 from noria.compile.definition import Definition
-from noria.compile.grid_defaults import GridDefaults
+from noria.compile.grids.default_grid import RowNeed
+from noria.compile.grids.grid_defaults import GridDefaults
 from noria.compile.planning.candidates import Budget, CandidateGrids, ExpectedRow
 from noria.compile.planning.cost import CostModel
 from noria.compile.planning.hardware import Hardware

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from tiny import CONFIG
 
-from noria.compile.bucket_grid import BucketGrid, PrefillBucket
-from noria.compile.default_grid import RowNeed
 from noria.compile.definition import Definition
-from noria.compile.grid_defaults import LENGTH_STEP, GridDefaults
+from noria.compile.grids.bucket_grid import BucketGrid, PrefillBucket
+from noria.compile.grids.default_grid import RowNeed
+from noria.compile.grids.grid_defaults import LENGTH_STEP, GridDefaults
 from noria.compile.planning.candidates import Budget, CandidateGrids, ExpectedRow
 from noria.compile.planning.compile_time import GraphSeconds
 from noria.compile.planning.cost import CostModel

@@ -1,0 +1,377 @@
+"""The grid of static shapes that a plan fixes, and the fit of a request into it.
+
+Knows nothing of models, devices or files. Guarantees: `fit` either names one prefill bucket, chosen
+by the request alone, or raises `NoBucketFits`; nothing is ever truncated.
+
+With `span_slots`, the first slots reach the last span and others end before it: where few rows are
+long, the cache need not have room for many. A row goes into a slot that holds all that it may
+become, so such a grid serves the same requests.
+
+In chunks a prompt is prefilled piece by piece, and the lengths of `prefill` are spans:
+each piece passes through the graph of its size and of the shortest span that holds its end. Whole
+pieces of the largest chunk come first, then those of the next one that what is left fills, and so
+on; the smallest one alone is padded. In chunks of 16 and 256 a prompt of 530 tokens is prefilled
+in pieces of 256, 256, 16 and 2.
+"""
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import groupby, pairwise, product
+from typing import Any, NamedTuple
+
+from ...sharding.call import Call
+from .grid_values import check_count, check_growing, check_list, chunk_sizes, is_count
+
+CHUNKS_PER_DECODE = 32
+MAX_SIZE = 2**31 - 1
+"""The largest index on a device, which is a 32-bit integer."""
+MAX_POSITIONS = 2**40
+"""The largest product of rows and length in a graph; its arrays then have under 2**63 bytes."""
+
+
+class NoBucketFits(ValueError):
+    """A request needs a shape that the plan does not have."""
+
+
+class NoDecodeSlots(NoBucketFits):
+    """A request for output tokens, of a plan that only scores prompts."""
+
+
+class PrefillBucket(NamedTuple):
+    """One prefill graph's shape: tokens per row, and rows."""
+
+    length: int
+    """Of prompts in chunks, the span: what a row sees of its slot, with its own tokens."""
+    batch: int
+    chunk: int | None = None
+    """Most tokens of a piece of a prompt; None runs prompts whole."""
+
+    @property
+    def tokens(self) -> int:
+        """Of a row."""
+        return self.chunk or self.length
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its pieces are all that their rows see: they begin at position 0."""
+        return self.tokens == self.length
+
+    def call(self, *, is_scored: bool = False) -> Call:
+        """A call of the graph; of chunks, one whose pieces end their span."""
+        phase = "prefill" if self.is_whole else "chunk"
+        return Call(phase, self.batch, self.tokens, self.length, is_scored)
+
+    def __str__(self) -> str:
+        """Tokens and rows, and the span of chunks: `256x4`, `16x32 span 1024`."""
+        return f"{self.tokens}x{self.batch}" + (f" span {self.length}" if self.chunk else "")
+
+
+@dataclass(frozen=True)
+class BucketGrid:
+    """All shapes of a plan: one batch size a prefill graph, one slot count, nested spans."""
+
+    max_length: int
+    """Prompt and output together, per row."""
+    prefill: tuple[PrefillBucket, ...]
+    """By growing length, then chunk; plain `(length, batch)` and `(span, batch, chunk)` are
+    accepted."""
+    decode_slots: int
+    """With 0 the grid only scores whole prompts: nothing is kept of them, and nothing decodes."""
+    decode_spans: tuple[int, ...]
+    """The cache is cut at these: a decode graph reads all below one of them. They grow to
+    `max_length`."""
+    steps_per_call: int = 8
+    score: bool = False
+    """Whether prefill graphs that also score every prompt token are built beside the plain ones."""
+    chunks_per_decode: int | None = None
+    """With chunks, the most prefill calls between two decode calls while a row decodes."""
+    span_slots: tuple[int, ...] | None = None
+    """How many slots reach each of `decode_spans`: falling from `decode_slots`; None: all do."""
+    slot_groups: int | None = None
+    """With `span_slots`, the equal groups of slots that lie on devices of their own; each has its
+    share of those that reach a span, the first of the group."""
+    decode_graphs: tuple[int, ...] | None = None
+    """The `decode_spans` that have a graph, the last among them; None: all have."""
+
+    def __post_init__(self):
+        buckets = tuple(map(_bucket, check_list("buckets.prefill", self.prefill)))
+        object.__setattr__(self, "prefill", buckets)
+        spans = tuple(check_list("buckets.decode_spans", self.decode_spans))
+        object.__setattr__(self, "decode_spans", spans)
+        lengths = _distinct_lengths(buckets)
+        check_growing("buckets.prefill lengths", lengths)
+        only_scores = type(self.decode_slots) is int and self.decode_slots == 0
+        slots = [] if only_scores else [("buckets.decode_slots", self.decode_slots)]
+        for name, size, length in (
+            ("buckets.max_length", self.max_length, 1),
+            *((name, count, self.max_length) for name, count in slots),
+            ("buckets.steps_per_call", self.steps_per_call, self.decode_slots or 1),
+            *((f"buckets.prefill batch of length {b.length}", b.batch, b.length) for b in buckets),
+        ):
+            check_count(name, size)
+            if size > (most := min(MAX_SIZE, MAX_POSITIONS // length)):
+                raise ValueError(f"{name}: expected at most {most}, got {size}.")
+        if not isinstance(self.score, bool):
+            raise ValueError(f"buckets.score: expected true or false, got {self.score!r}.")
+        if only_scores:
+            self._check_only_scores()
+        else:
+            check_growing("buckets.decode_spans", self.decode_spans)
+        self._check_chunks(lengths)
+        self._check_span_slots()
+        self._check_decode_graphs()
+        if self.decode_spans and self.decode_spans[-1] != self.max_length:
+            raise ValueError(
+                f"buckets.decode_spans: expected the last span to be max_length "
+                f"({self.max_length}), got {self.decode_spans[-1]}."
+            )
+        if lengths[-1] > self.max_length:
+            raise ValueError(
+                f"buckets.prefill: expected lengths of at most max_length ({self.max_length}), "
+                f"got {lengths[-1]}."
+            )
+
+    @classmethod
+    def from_table(cls, table: Mapping[str, Any]) -> "BucketGrid":
+        """The table of a plan, where chunks stand apart: `chunk = [16, 256]`, or a single number.
+
+        Entries of `prefill` then have a batch for each of them, `[span, batch, batch]`.
+        """
+        fields = dict(table)
+        chunk = fields.pop("chunk", None)
+        chunks = () if chunk is None else chunk_sizes(chunk)
+        entries = check_list("buckets.prefill", fields.pop("prefill"))
+        return cls(
+            prefill=tuple(b for entry in entries for b in _of_entry(entry, chunks)), **fields
+        )
+
+    def to_table(self) -> dict[str, Any]:
+        """What `from_table` reads; None is as a key left out."""
+        by_length = groupby(self.prefill, key=lambda bucket: bucket.length)
+        entries = [[length, *(bucket.batch for bucket in of)] for length, of in by_length]
+        return asdict(self) | {"prefill": entries, "chunk": self.chunks or None}
+
+    @cached_property
+    def chunks(self) -> tuple[int, ...]:
+        """Tokens of pieces of prompts, growing, each a multiple of the one before.
+
+        Empty where prompts run whole.
+        """
+        of_first = (b.chunk for b in self.prefill if b.length == self.prefill[0].length)
+        return tuple(chunk for chunk in of_first if chunk is not None)
+
+    @cached_property
+    def prefill_kinds(self) -> tuple[bool, ...]:
+        """The kinds of graph that each prefill bucket has: for each, whether it scores."""
+        return (False,) * bool(self.decode_slots) + (True,) * self.score
+
+    def fit(self, prompt_length: int, max_tokens: int | None) -> PrefillBucket:
+        """The bucket in which a prompt begins; `NoBucketFits` when it or its output is too long."""
+        if not self.decode_slots and max_tokens != 0:
+            raise NoDecodeSlots(
+                "the plan has no decode slots (buckets.decode_slots = 0), so it only scores "
+                "prompts. Ask for max_tokens 0 with log-probabilities of the prompt, or plan slots."
+            )
+        needed = self.computed_length(prompt_length)
+        if needed <= self.prefill[-1].length:
+            self._check_output(prompt_length, max_tokens)
+            return self.bucket_of(prompt_length)
+        lengths = _distinct_lengths(self.prefill)
+        chunks = f", in whole chunks of {self.chunks[0]}" if self.chunks else ""
+        remedy = f"add a length of at least {needed}, or shorten the prompt."
+        if needed > self.max_length:
+            remedy = f"raise max_length ({self.max_length}), {remedy}"
+        raise NoBucketFits(
+            f"the prompt needs prefill length {needed}{chunks}; "
+            f"buckets.prefill has lengths {lengths}. {remedy[0].upper()}{remedy[1:]}"
+        )
+
+    def bucket_of(self, prompt_length: int, start: int = 0) -> PrefillBucket:
+        """The bucket of a prompt, or of the piece of it that begins at `start`."""
+        left = prompt_length - start
+        filled = [size for size in self.chunks if size <= left]
+        chunk = (filled or self.chunks)[-1 if filled else 0] if self.chunks else None
+        end = start + min(left, chunk or left)
+        return next(b for b in self.prefill if b.chunk == chunk and end <= b.length)
+
+    def buckets_of(self, prompt_length: int) -> list[PrefillBucket]:
+        """The bucket of every piece of a prompt, in order."""
+        buckets, start = [], 0
+        while start < prompt_length:
+            bucket = self.bucket_of(prompt_length, start)
+            buckets.append(bucket)
+            start += bucket.tokens
+        return buckets
+
+    def computed_length(self, prompt_length: int) -> int:
+        """Positions that a prompt takes in the cache during prefill, padding included."""
+        chunk = self.chunks[0] if self.chunks else 1
+        return -(-prompt_length // chunk) * chunk
+
+    def limit(self, prompt_length: int, max_tokens: int | None) -> int:
+        """Length at which a row ends: its prompt and `max_tokens`, by default all that is left."""
+        return self.max_length if max_tokens is None else prompt_length + max_tokens
+
+    @property
+    def graph_spans(self) -> tuple[int, ...]:
+        """The spans that have a decode graph."""
+        return self.decode_spans if self.decode_graphs is None else self.decode_graphs
+
+    def span_of(self, length: int) -> int:
+        """The shortest span with a graph that holds `length` positions."""
+        spans = self.graph_spans
+        return spans[bisect_left(spans, length)]
+
+    def num_segments(self, length: int) -> int:
+        """Segments of the cache, from the first on, that hold `length` positions."""
+        return bisect_left(self.decode_spans, length) + 1
+
+    def reach(self, slot: int) -> int:
+        """The longest row that a slot holds."""
+        if self.span_slots is None:
+            return self.max_length
+        groups = self.slot_groups or 1
+        number = slot % (self.decode_slots // groups) * groups
+        reached = zip(self.span_slots, self.decode_spans, strict=True)
+        return max(span for slots, span in reached if number < slots)
+
+    def reach_of(self, length: int) -> int:
+        """How far the shortest slots reach that hold so many positions."""
+        return self._reaches[bisect_left(self._reaches, length)]
+
+    @cached_property
+    def _reaches(self) -> list[int]:
+        return [end for _, end in self.segments(self.max_length)]
+
+    def segments(self, span: int) -> tuple[tuple[int, int], ...]:
+        """Slots and end of each piece of the cache below a span, from the first on.
+
+        Pieces of equally many slots are one.
+        """
+        slots = self.span_slots or (self.decode_slots,) * len(self.decode_spans)
+        ends = {
+            slots: end for slots, end in zip(slots, self.decode_spans, strict=True) if end <= span
+        }
+        return tuple(ends.items())
+
+    def decode_call(self, span: int) -> Call:
+        """One step of a decode call."""
+        segments = self.segments(span)
+        return Call("decode", self.decode_slots, 1, span, segments=segments[1:] and segments)
+
+    def _check_only_scores(self) -> None:
+        for name, got, expected, shown in (
+            ("decode_spans", self.decode_spans, (), "[]"),
+            ("score", self.score, True, "true"),
+            ("chunk", self.chunks, (), "none, as prompts in chunks need a slot"),
+            ("span_slots", self.span_slots, None, "none"),
+            ("decode_graphs", self.decode_graphs, None, "none"),
+        ):
+            if got != expected:
+                raise ValueError(
+                    f"buckets.{name}: with buckets.decode_slots = 0, by which prompts are only "
+                    f"scored, expected {shown}; got {got!r}. Change it, or plan decode slots."
+                )
+
+    def _check_span_slots(self) -> None:
+        if self.span_slots is None:
+            if self.slot_groups is not None:
+                raise ValueError(
+                    f"buckets.slot_groups: expected none without buckets.span_slots, got "
+                    f"{self.slot_groups!r}. Give the slots of each span, or leave it out."
+                )
+            return
+        if self.slot_groups is None:
+            object.__setattr__(self, "slot_groups", 1)
+        check_count("buckets.slot_groups", groups := self.slot_groups)
+        slots = tuple(check_list("buckets.span_slots", self.span_slots))
+        object.__setattr__(self, "span_slots", slots)
+        is_falling = all(map(is_count, slots)) and all(a >= b for a, b in pairwise(slots))
+        if not is_falling or len(slots) != len(self.decode_spans) or slots[0] != self.decode_slots:
+            raise ValueError(
+                f"buckets.span_slots: expected one number of slots for each of decode_spans "
+                f"{list(self.decode_spans)}, falling from decode_slots ({self.decode_slots}), got "
+                f"{list(slots)}."
+            )
+        if uneven := [count for count in slots if count % groups]:
+            raise ValueError(
+                f"buckets.span_slots: expected multiples of buckets.slot_groups ({groups}), got "
+                f"{uneven}. Change them."
+            )
+
+    def _check_decode_graphs(self) -> None:
+        if self.decode_graphs is None:
+            return
+        graphs = tuple(check_list("buckets.decode_graphs", self.decode_graphs))
+        object.__setattr__(self, "decode_graphs", graphs)
+        check_growing("buckets.decode_graphs", graphs)
+        if graphs[-1] != self.max_length or not set(graphs) <= set(self.decode_spans):
+            raise ValueError(
+                f"buckets.decode_graphs: expected some of decode_spans {list(self.decode_spans)}, "
+                f"the last one among them, got {list(graphs)}."
+            )
+
+    def _check_chunks(self, spans: Sequence[int]) -> None:
+        every = list(product(spans, self.chunks or [None]))
+        if [(bucket.length, bucket.chunk) for bucket in self.prefill] != every:
+            raise ValueError(
+                f"buckets.prefill: expected each of the lengths {list(spans)} once, or once with "
+                f"each chunk of {list(self.chunks)}, got {list(map(tuple, self.prefill))}."
+            )
+        if not self.chunks:
+            if self.chunks_per_decode is not None:
+                raise ValueError(
+                    "buckets.chunks_per_decode: expected none without buckets.chunk, got "
+                    f"{self.chunks_per_decode!r}. Give a chunk, or leave it out."
+                )
+            return
+        if self.chunks_per_decode is None:
+            object.__setattr__(self, "chunks_per_decode", CHUNKS_PER_DECODE)
+        check_count("buckets.chunks_per_decode", self.chunks_per_decode)
+        longest = chunk_sizes(self.chunks)[-1]
+        first = self.decode_spans[: len(spans)]
+        if tuple(spans) != first:
+            raise ValueError(
+                f"buckets.prefill: with buckets.chunk, expected the first of buckets.decode_spans "
+                f"{list(self.decode_spans)}, where the cache is cut, got spans {list(spans)}. "
+                f"Change either."
+            )
+        if uneven := [span for span in first if span % longest]:
+            raise ValueError(
+                f"buckets.decode_spans: expected multiples of buckets.chunk ({longest}) up to "
+                f"the longest span of buckets.prefill ({spans[-1]}), so that a chunk lies in one "
+                f"segment of the cache, got {uneven}. Change them, or the chunk."
+            )
+
+    def _check_output(self, prompt_length: int, max_tokens: int | None) -> None:
+        needed = prompt_length + (1 if max_tokens is None else max_tokens)
+        if needed > self.max_length:
+            raise NoBucketFits(
+                f"a prompt of length {prompt_length} and an output of {needed - prompt_length} "
+                f"need {needed} positions; buckets.max_length is {self.max_length}. Raise "
+                f"max_length, lower max_tokens, or shorten the prompt."
+            )
+
+
+def _bucket(entry: object) -> PrefillBucket:
+    if not isinstance(entry, tuple | list) or len(entry) not in (2, 3):
+        raise ValueError(f"buckets.prefill: expected pairs of length and batch, got {entry!r}.")
+    return PrefillBucket(*entry)
+
+
+def _of_entry(entry: object, chunks: Sequence[int]) -> list[PrefillBucket]:
+    """The buckets of an entry of a plan's table."""
+    if not isinstance(entry, tuple | list) or len(entry) != 1 + max(1, len(chunks)):
+        wanted = "pairs of length and batch"
+        if chunks:
+            wanted = f"a span and a batch for each of buckets.chunk {list(chunks)}"
+        raise ValueError(f"buckets.prefill: expected {wanted}, got {entry!r}.")
+    length, *batches = entry
+    pairs = zip(batches, chunks or (None,), strict=True)
+    return [PrefillBucket(length, batch, chunk) for batch, chunk in pairs]
+
+
+def _distinct_lengths(buckets: Sequence[PrefillBucket]) -> list[int]:
+    return [length for length, _ in groupby(bucket.length for bucket in buckets)]

@@ -1,0 +1,235 @@
+"""A grid derived from the lengths of a job, for when no plan is given.
+
+Knows nothing of models or devices. The prefill lengths are those of `prefill_ladder`.
+"""
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .bucket_grid import BucketGrid, PrefillBucket
+from .grid_defaults import GridDefaults, round_up
+from .grid_values import check_count, chunk_sizes
+from .prefill_ladder import cheapest_prefill, with_small_calls
+from .span_slots import NO_LIMIT, SlotUse
+
+if TYPE_CHECKING:
+    from ..planning.graph_prices import GraphPrices
+
+SPAN_STEP = 64
+
+
+@dataclass(frozen=True)
+class RowNeed:
+    """One admissible row of a job, as the scan saw it."""
+
+    prompt_length: int
+    max_tokens: int | None
+    num_sequences: int = 1
+    is_scored: bool = False
+
+    def num_slots(self, *, has_chunks: bool) -> int:
+        """Slots that it takes: a prompt in chunks takes one even if nothing follows it."""
+        return int(has_chunks) if self.max_tokens == 0 else self.num_sequences
+
+    @property
+    def is_only_scored(self) -> bool:
+        """Whether it needs no slot where prompts run whole."""
+        return self.is_scored and self.max_tokens == 0
+
+    @property
+    def least_length(self) -> int:
+        """Positions without which the row cannot run."""
+        return self.prompt_length + (1 if self.max_tokens is None else self.max_tokens)
+
+
+def derive_grid(
+    rows: Sequence[RowNeed],
+    max_position: int,
+    defaults: GridDefaults | None = None,
+    fits: Callable[[int, int], bool] | None = None,
+    prices: "GraphPrices | None" = None,
+) -> BucketGrid:
+    """The default grid of a job: prefill lengths of least cost, and slots and spans for its rows.
+
+    Which of the spans have graphs is for a schedule to say. The grid has no slots if all rows are
+    only scored, in whole prompts.
+
+    Args:
+        rows: The rows that can run.
+        max_position: The model's context.
+        defaults: The sizes to aim for.
+        fits: Tells whether a cache with this many slots and positions may be kept. Rows without
+            `max_tokens` may go on as far as it fits, and at least to their expected length.
+        prices: What calls and graphs cost; without them padding counts alone.
+    """
+    defaults = defaults or GridDefaults()
+    # rows that no grid for this model can hold will be refused, and must not stretch it
+    rows = [row for row in rows if row.least_length <= max_position] or [RowNeed(1, 1)]
+    num_slots = sum(row.num_slots(has_chunks=bool(defaults.chunks)) for row in rows)
+    slots = max(1, min(defaults.max_decode_slots, num_slots))
+    expected = _expected_length(rows, max_position, defaults)
+    max_length = expected
+    if defaults.max_length is not None:
+        max_length = defaults.longest_span(defaults.max_length)
+    elif fits is not None and any(row.max_tokens is None for row in rows):
+        room = partial(fits, round_up(slots, defaults.slot_multiple))
+        max_length = max(expected, _longest_that_fits(room, max_position, defaults))
+    expected = min(expected, max_length)
+    lengths = [row.prompt_length for row in rows]
+    score = any(row.is_scored for row in rows)
+    if defaults.chunks:
+        most_rows = min(slots, len(rows))
+        return _chunk_grid(expected, max_length, max(lengths), slots, most_rows, score, defaults)
+    has_slots = defaults.keeps_slots or not all(row.is_only_scored for row in rows)
+    cheapest = cheapest_prefill if prices is None else partial(prices.prefill, has_slots + score)
+    return BucketGrid(
+        max_length=max_length,
+        prefill=with_small_calls(
+            cheapest(lengths, max_length, defaults), slots, num_slots, defaults
+        ),
+        decode_slots=round_up(slots, defaults.slot_multiple) if has_slots else 0,
+        decode_spans=_spans(expected, max_length, defaults) if has_slots else (),
+        steps_per_call=defaults.steps_per_call,
+        score=score,
+    )
+
+
+def _expected_length(rows: Sequence[RowNeed], max_position: int, defaults: GridDefaults) -> int:
+    """The length of the longest row, if rows without `max_tokens` emit the expected output."""
+    unlimited = defaults.unspecified_output
+    wanted = max(
+        row.prompt_length + unlimited if row.max_tokens is None else row.least_length
+        for row in rows
+    )
+    return defaults.longest_span(min(round_up(wanted, defaults.length_step), max_position))
+
+
+def _longest_that_fits(
+    room: Callable[[int], bool], max_position: int, defaults: GridDefaults
+) -> int:
+    """The model's context if its cache fits, else the most whole span steps that fit."""
+    if room(longest := defaults.longest_span(max_position)):
+        return longest
+    step = math.lcm(SPAN_STEP, defaults.span_multiple)
+    return step * bisect_left(range(1, longest // step + 1), True, key=lambda n: not room(n * step))
+
+
+def slot_use(rows: Sequence[RowNeed], *, has_chunks: bool) -> SlotUse:
+    """What rows need of slots, if each takes all that it may."""
+    counts = [row.num_slots(has_chunks=has_chunks) for row in rows]
+    return SlotUse(
+        np.array([row.prompt_length for row in rows], int),
+        np.array([NO_LIMIT if row.max_tokens is None else row.max_tokens for row in rows], int),
+        np.array(counts, int),
+    )
+
+
+def with_chunk(defaults: GridDefaults, chunk: Any) -> GridDefaults:
+    """Defaults for prompts in chunks, where `chunk` is what a user gave: a number, or several."""
+    return replace(defaults, chunks=chunk_sizes(chunk))
+
+
+def with_asked(defaults: GridDefaults, asked: Any) -> GridDefaults:
+    """The defaults, changed by what the user asked of `chunk`, `max_length` and slots.
+
+    Raises:
+        ValueError: `asked` is not a table, or the value of one of these keys is invalid.
+    """
+    if not isinstance(asked, Mapping):
+        raise ValueError(
+            f"buckets: expected a table, got {asked!r}. Set one key, as in buckets.max_length=1024."
+        )
+    if "chunk" in asked:
+        defaults = with_chunk(defaults, asked["chunk"])
+    asks_for_slots = {"decode_slots", "decode_spans", "span_slots"} & set(asked)
+    if asks_for_slots and asked.get("decode_slots") != 0:
+        defaults = replace(defaults, keeps_slots=True)
+    if "max_length" in asked:
+        check_count("buckets.max_length", asked["max_length"])
+        defaults = replace(defaults, max_length=asked["max_length"])
+    return defaults
+
+
+def _chunk_grid(
+    expected: int,
+    max_length: int,
+    longest_prompt: int,
+    slots: int,
+    most_rows: int,
+    score: bool,
+    defaults: GridDefaults,
+) -> BucketGrid:
+    """Spans of whole chunks up to the expected length; the last span covers the rest."""
+    longest = defaults.chunks[-1]
+    whole = min(round_up(expected, longest), max_length // longest * longest)
+    if not whole:
+        raise ValueError(
+            f"buckets.chunk: expected at most {max_length}, the longest row of this job or model, "
+            f"got {longest}. Plan a smaller chunk."
+        )
+    count, step = defaults.max_decode_graphs, math.lcm(SPAN_STEP, longest)
+    count = max(1, count - (max_length > expected))
+    steps = {min(round_up(whole * i // count, step), whole) for i in range(1, count)}
+    cuts = sorted(steps | {whole})
+    needed = min(round_up(longest_prompt, defaults.chunks[0]), whole)
+    last = next(i for i, span in enumerate(cuts) if needed <= span)
+    prefill = (
+        PrefillBucket(span, defaults.chunk_batch(chunk, most_rows), chunk)
+        for span, chunk in product(cuts[: last + 1], defaults.chunks)
+    )
+    return BucketGrid(
+        max_length=max_length,
+        prefill=tuple(prefill),
+        decode_slots=round_up(slots, defaults.slot_multiple),
+        decode_spans=tuple(sorted({*cuts, max_length})),
+        steps_per_call=defaults.steps_per_call,
+        score=score,
+    )
+
+
+def _spans(expected: int, max_length: int, defaults: GridDefaults) -> tuple[int, ...]:
+    """Equal steps up to the expected length, and one span for rows that go further."""
+    step = math.lcm(SPAN_STEP, defaults.span_multiple)
+    count = max(1, defaults.max_decode_graphs - (max_length > expected))
+    steps = {min(round_up(expected * i // count, step), expected) for i in range(1, count)}
+    return tuple(sorted(steps | {expected, max_length}))
+
+
+def ladder_grid(
+    max_length: int, slots: int, *, score: bool, defaults: GridDefaults | None = None
+) -> BucketGrid:
+    """A grid for requests that are not known yet: prefill lengths doubling up to `max_length`, or
+    chunks."""
+    defaults = defaults or GridDefaults()
+    max_length = defaults.longest_span(max_length)
+    if defaults.chunks:
+        return _chunk_grid(max_length, max_length, max_length, slots, slots, score, defaults)
+    length = defaults.longest_prefill(max_length)
+    lengths = [length]
+    while length > 2 * defaults.length_step and len(lengths) < defaults.max_prefill_graphs:
+        length = round_up(length // 2, defaults.length_step)
+        lengths.append(length)
+    return BucketGrid(
+        max_length=max_length,
+        prefill=tuple(
+            PrefillBucket(
+                length,
+                round_up(
+                    max(1, min(defaults.tokens_per_prefill // length, slots)),
+                    defaults.batch_multiple,
+                ),
+            )
+            for length in sorted(set(lengths))
+        ),
+        decode_slots=round_up(slots, defaults.slot_multiple),
+        decode_spans=_spans(max_length, max_length, defaults),
+        steps_per_call=defaults.steps_per_call,
+        score=score,
+    )

@@ -1,0 +1,105 @@
+"""Aims of derived and planned grids.
+
+Knows nothing of models, devices or rows.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from ...modelzoo import axes
+from ...sharding.layout import PHASES, Layout
+
+LENGTH_STEP = 16
+
+_Count = TypeVar("_Count", int, np.ndarray)
+
+
+@dataclass(frozen=True)
+class GridDefaults:
+    """Aims of a derived grid; a plan or `--set buckets.*` overrides the outcome."""
+
+    tokens_per_prefill: int = 512
+    """Tokens of one prefill call: enough to fill the matrix units, short enough to waste little."""
+    max_prefill_graphs: int = 6
+    max_decode_slots: int = 64
+    max_decode_graphs: int = 3
+    """The number of decode graphs; one is for rows beyond the expected length, if any may come."""
+    steps_per_call: int = 8
+    unspecified_output: int = 512
+    """The expected number of output tokens of a row without `max_tokens`."""
+    max_length: int | None = None
+    """The longest prompt and output together; if it is None, the rows decide it."""
+    cache_share: float = 1 / 2
+    """The share that the cache may take of the accelerator memory beside the weights, so that rows
+    without `max_tokens` go on beyond the expected output. Graphs need the rest."""
+    cpu_cache_share: float = 1 / 8
+    """The share on a CPU, where other programs run and the cache is filled before the first row."""
+    batch_multiple: int = 1
+    """Prefill batches are multiples of it: the pieces that a layout splits rows into."""
+    slot_multiple: int = 1
+    length_multiple: int = 1
+    """Prefill lengths are multiples of it."""
+    span_multiple: int = 1
+    """Spans are multiples of it."""
+    keeps_slots: bool = False
+    """Whether a grid has decode slots even if all rows are only scored."""
+    chunks: tuple[int, ...] = ()
+    """Tokens of pieces of prompts, growing; without any, a ladder of whole-prompt buckets."""
+
+    @classmethod
+    def for_layout(cls, layout: Layout | None) -> "GridDefaults":
+        """Shapes that divide as a layout splits them; tokens and slots as for one device, times
+        the pieces that the rows fall into."""
+        if layout is None:
+            return cls()
+        prefill, decode = (layout.phase(phase) for phase in PHASES)
+        rows = (axes.BATCH, axes.ATTENTION_BATCH, axes.RESIDUAL_BATCH)
+        shards = layout.mesh.num_shards
+        replicas = [shards(rules[axes.BATCH]) for rules in (prefill, decode)]
+        return cls(
+            tokens_per_prefill=cls.tokens_per_prefill * replicas[0],
+            max_decode_slots=cls.max_decode_slots * replicas[1],
+            batch_multiple=math.lcm(*(shards(prefill[axis]) for axis in rows)),
+            slot_multiple=math.lcm(*(shards(decode[axis]) for axis in rows)),
+            length_multiple=shards(prefill[axes.RESIDUAL_LENGTH]),
+            span_multiple=shards(decode[axes.CACHE_LENGTH]),
+        )
+
+    @property
+    def length_step(self) -> int:
+        """Lengths of prefill buckets are multiples of this."""
+        return math.lcm(LENGTH_STEP, self.length_multiple, *self.chunks)
+
+    def chunk_batch(self, chunk: int, most_rows: int) -> int:
+        """Rows of a call of chunks: as many as make a whole one, where there are so many.
+
+        Of several sizes each has its share, as a row waits for those of its size alone.
+        """
+        rows = max(1, min(self.tokens_per_prefill // chunk, most_rows // len(self.chunks)))
+        return round_up(rows, self.batch_multiple)
+
+    def longest_prefill(self, max_length: int) -> int:
+        """The longest prefill bucket of a grid; ValueError where no length divides."""
+        split = "a row's tokens", "residual_length"
+        return _longest_multiple(max_length, self.length_multiple, *split)
+
+    def longest_span(self, max_length: int) -> int:
+        """The longest span of a grid; ValueError where none divides."""
+        return _longest_multiple(max_length, self.span_multiple, "the cache", "cache_length")
+
+
+def _longest_multiple(max_length: int, multiple: int, what: str, axis: str) -> int:
+    if max_length < multiple:
+        raise ValueError(
+            f"max_length: expected at least {multiple}, the pieces that the layout splits {what} "
+            f"into, got {max_length}. Plan longer rows, or change the rule of {axis}."
+        )
+    return max_length // multiple * multiple
+
+
+def round_up(value: _Count, step: int) -> _Count:
+    """The least multiple of `step` that is no less than a value, or than each of an array."""
+    return -(-value // step) * step

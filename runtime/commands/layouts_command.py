@@ -1,0 +1,209 @@
+"""`noria layouts`: compare layouts of one model on one target, which need not be present.
+
+Each layout is checked, and where it is legal its longest prefill and decode graph are compiled and
+read. Writes `layouts.json` and `layouts.png` into the output folder and a table to stdout. Weights
+are read only for `--verify`.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..batch.job_files import check_files, check_fillable
+from ..console import note, tell
+from ..counted import counted
+from ..files.layout_files import (
+    layout_file,
+    named_layout_tables,
+    read_layout_table,
+    split_spellings,
+)
+from ..files.run_config import ConfigError, add_strict_config
+
+if TYPE_CHECKING:
+    from ...compile.grids.bucket_grid import BucketGrid
+    from ...compile.layout_measure import LayoutResult
+    from ...compile.planning.hardware import Hardware
+    from ...compile.targets import Target
+    from ...modelzoo.config import DecoderConfig
+    from ...sharding.layout import Layout
+    from ..checkpoint import ModelFiles
+
+EXIT_OK, EXIT_ILLEGAL = 0, 1
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of the subcommand."""
+    add = parser.add_argument
+    add("--model", required=True, help="directory (config.json will do), .gguf file, or smollm2")
+    add("--target", required=True, help="cpu:8 (simulated), tpu:v5e:2x4, gpu:h100:8")
+    add("-o", "--output", type=Path, required=True, help="folder for layouts.json and layouts.png")
+    add("--layouts", default="all", help="NAME, NAME@data=2,tensor=4 or FILE, joined by spaces")
+    add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of weights")
+    add("--slots", type=int, default=64, help="rows of the decode batch")
+    add("--length", type=int, default=1024, help="prompt and output together: the cache's length")
+    add("--prompt", type=int, default=512, help="length of the prefill graph")
+    add("--prompts", type=int, default=8, help="rows of the prefill graph")
+    add(
+        "--attention", default="auto", metavar="KERNEL", help="of the prefill graph (default: auto)"
+    )
+    add("--layers", type=int, help="compile so many layers only, for a quick look")
+    add("--scan-layers", action="store_true", help="layers in a loop, as a plan may ask for")
+    add("--verify", action="store_true", help="run each layout, compare logits with one device")
+    add("--quiet", action="store_true", help="no progress on stderr")
+    add_strict_config(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure every layout that was asked for; 1 where a chosen one cannot be."""
+    from ..checkpoint import open_model
+
+    check_fillable(options.output)
+    layouts = map(layout_file, split_spellings(options.layouts))
+    read = [Path(options.model), *layouts]
+    check_files({}, [("an input", path) for path in read], _files_in(options.output))
+    with open_model(options.model, needs_weights=options.verify) as files:
+        files.unread.report(partial(note, options), is_strict=options.strict_config)
+        return _run(options, files)
+
+
+def _run(options: argparse.Namespace, files: "ModelFiles") -> int:
+    from ...compile.targets import find_target
+    from .. import session
+    from ..bundles import compilation_cache
+    from ..layouts.table import table_of
+
+    compilation_cache.enable(partial(note, options))
+    session.prepare_jax(options.target)
+    target = find_target(options.target)
+    if options.verify:
+        session.check_present(target)
+    dtype = session.resolve_dtype(options.dtype, target)
+    config, grid = _config(options, files), _grid(options)
+    layouts = _layouts(options.layouts, len(target.devices))
+    results = [_measure(options, config, layout, target, grid, dtype) for layout in layouts]
+    if options.verify:
+        _verify(options, files, target, dtype, layouts, results)
+    tell(sys.stdout, table_of(results))
+    _write(options, files, dtype, config, grid, results)
+    is_fine = options.layouts == "all" or not any(result.findings for result in results)
+    return EXIT_OK if is_fine else EXIT_ILLEGAL
+
+
+def _layouts(asked: str, num_devices: int) -> list["Layout"]:
+    """The layouts by their spellings; named ones without a mesh are fitted to the target."""
+    from ...sharding.layout import Layout
+
+    named = named_layout_tables()
+    spellings: Sequence[str] = list(named) if asked == "all" else split_spellings(asked)
+    if not spellings:
+        raise ConfigError("--layouts: expected at least one layout, got none.")
+    layouts = []
+    for spelling in spellings:
+        layout = Layout.from_table(read_layout_table(spelling), spelling)
+        layouts.append(layout.on(layout.mesh.fitted(num_devices)) if spelling in named else layout)
+    return layouts
+
+
+def _config(options: argparse.Namespace, files: "ModelFiles") -> "DecoderConfig":
+    config = files.spec.config
+    if options.layers is None:
+        return config
+    if not 0 < options.layers <= config.num_layers:
+        raise ConfigError(
+            f"--layers: expected 1 to {config.num_layers}, the model's, got {options.layers}."
+        )
+    return config.first_layers(options.layers)
+
+
+def _grid(options: argparse.Namespace) -> "BucketGrid":
+    from ...compile.grids.bucket_grid import BucketGrid, PrefillBucket
+
+    prefill = (PrefillBucket(options.prompt, options.prompts),)
+    return BucketGrid(options.length, prefill, options.slots, (options.length,))
+
+
+def _measure(
+    options: argparse.Namespace,
+    config: "DecoderConfig",
+    layout: "Layout",
+    target: "Target",
+    grid: "BucketGrid",
+    dtype: str,
+) -> "LayoutResult":
+    from ...compile.attention_kernels import AttentionPlan
+    from ...compile.layout_measure import measure
+    from ...compile.target_names import TargetName
+
+    attention = AttentionPlan(prefill=options.attention)
+
+    def report(graph: str, seconds: float) -> None:
+        note(options, f"{layout.name}: {graph}  {seconds:.1f} s")
+
+    scan = options.scan_layers
+    hardware, torus = _hardware(target.name), TargetName.of(target.name).torus
+    result = measure(config, layout, target, grid, dtype, report, attention, scan, hardware, torus)
+    if result.findings:
+        note(options, f"{layout.name}: {result.verdict}")
+    return result
+
+
+def _hardware(target: str) -> "Hardware | None":
+    """One device of a target, where a table has its kind."""
+    from ...compile.planning.hardware import UnknownHardware, hardware_of
+    from ..files.hardware_files import known_hardware
+
+    try:
+        return hardware_of(target, known_hardware(None))
+    except UnknownHardware:
+        return None
+
+
+def _verify(
+    options: argparse.Namespace,
+    files: "ModelFiles",
+    target: "Target",
+    dtype: str,
+    layouts: Sequence["Layout"],
+    results: Sequence["LayoutResult"],
+) -> None:
+    from ..layouts.verify import Verification
+
+    verification = Verification(files, target, dtype, options.scan_layers)
+    for layout, result in zip(layouts, results, strict=True):
+        if not result.findings:
+            result.max_abs_diff = verification.max_abs_diff(layout)
+            note(options, f"{layout.name}: worst logit difference {result.max_abs_diff:.2e}")
+
+
+def _write(
+    options: argparse.Namespace,
+    files: "ModelFiles",
+    dtype: str,
+    config: "DecoderConfig",
+    grid: "BucketGrid",
+    results: Sequence["LayoutResult"],
+) -> None:
+    from ..files.disk import Disk, replace_file
+    from ..layouts.picture import draw
+
+    options.output.mkdir(parents=True, exist_ok=True)
+    path, picture = _files_in(options.output).values()
+    content = json.dumps([result.as_json() for result in results], indent=1)
+    replace_file(Disk(), path, [f"{content}\n".encode()])
+    title = (
+        f"{files.name}, {counted(config.num_layers, 'layer')}, {dtype}, on {options.target}: "
+        f"prefill of {counted(grid.prefill[-1].batch, 'prompt')} of {grid.prefill[-1].length}, "
+        f"decode of {counted(grid.decode_slots, 'slot')} of {grid.max_length}"
+    )
+    replace_file(Disk(), picture, [draw(results, title)])
+    tell(sys.stdout, f"{path} and {picture}")
+
+
+def _files_in(folder: Path) -> dict[str, Path]:
+    return {"the table": folder / "layouts.json", "the picture": folder / "layouts.png"}

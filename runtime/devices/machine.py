@@ -1,0 +1,74 @@
+"""What a measurement was made on, as far as a reader needs it to judge the numbers.
+
+Knows nothing of models or requests. Guarantees: it imports nothing heavy, and asks jax for devices
+only when jax is loaded already.
+"""
+
+import os
+import platform
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from ..batch.manifest import versions
+
+_INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+
+
+def describe_machine() -> dict[str, Any]:
+    """Processor, cores, load, devices, system and versions, ready for JSON."""
+    facts = _processor_facts()
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "processor": facts.get("model name") or platform.processor() or platform.machine(),
+        "instructions": instructions(),
+        "cores": usable_cores(),
+        "load_average": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+        "devices": _devices(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "versions": versions(),
+    }
+
+
+def processor_flags() -> str:
+    """Name and instructions of the processor, as far as the system tells."""
+    facts = _processor_facts()
+    return f"{platform.machine()} {facts.get('model name', '')} {facts.get('flags', '')}".strip()
+
+
+def instructions() -> list[str]:
+    """The processor's instructions that decide how fast products are."""
+    flags = _processor_facts().get("flags", "").split()
+    return [name for name in _INSTRUCTIONS if name in flags]
+
+
+def faster_dtype(platform: str) -> str:
+    """The dtype whose products are fastest.
+
+    It is bfloat16 on TPU and GPU, and on CPUs that have instructions for products of bfloat16.
+    """
+    has_products = {"amx_bf16", "avx512_bf16"} & set(instructions())
+    return "bfloat16" if platform != "cpu" or has_products else "float32"
+
+
+def _processor_facts() -> dict[str, str]:
+    path = Path("/proc/cpuinfo")
+    if not path.exists():
+        return {}
+    pairs = (line.split(":", 1) for line in path.read_text().splitlines() if ":" in line)
+    return {name.strip(): value.strip() for name, value in pairs}
+
+
+def usable_cores() -> int | None:
+    """The cores that this process may run on."""
+    # a container or taskset may leave fewer cores than the machine has
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
+
+
+def _devices() -> list[str]:
+    jax = sys.modules.get("jax")
+    return [] if jax is None else [device.device_kind for device in jax.devices()]

@@ -1,0 +1,73 @@
+"""Results of a call: arrays on the host, and the events that requests see of them.
+
+Knows nothing of devices or text.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from ...compile.steps import NO_TOKEN
+from ..request import TokenLogprob
+from .decode_slots import DecodeAction, Sequence
+from .scheduler import PrefillAction
+
+
+@dataclass(frozen=True)
+class PromptScored:
+    """The log-probabilities of a request's prompt tokens, from the second on."""
+
+    number: int
+    scores: list[TokenLogprob]
+
+
+@dataclass(frozen=True)
+class TokensEmitted:
+    """New ids of one sequence, and whether and how it ended."""
+
+    number: int
+    sample: int
+    token_ids: list[int]
+    scores: list[TokenLogprob]
+    is_finished: bool
+    is_finite: bool
+
+
+@dataclass(frozen=True)
+class ChoicesDropped:
+    """The number of choices of experts that one call dropped, as a capacity was full."""
+
+    number: int
+    sample: int
+    """The sequence that lost them; for a prompt, the first of the sequences that share it."""
+    is_of_prompt: bool
+    count: int
+
+
+Event = PromptScored | TokensEmitted | ChoicesDropped
+
+
+@dataclass(frozen=True)
+class CallResults:
+    """Results of a call on the host, and the sequences that were in the slots meanwhile."""
+
+    action: PrefillAction | DecodeAction
+    output: Any
+    sequences: Mapping[int, Sequence]
+    seconds: float
+
+    @cached_property
+    def num_emitted_B(self) -> np.ndarray:
+        """The number of ids that each slot emitted in a decode call; they come first."""
+        return np.count_nonzero(self.output.tokens_BQ != NO_TOKEN, axis=1)
+
+    def ids_of(self, slot: int) -> list[int]:
+        """The ids that a slot emitted in a decode call."""
+        return self.output.tokens_BQ[slot, : self.num_emitted_B[slot]].tolist()
+
+    def has_ended(self, slot: int) -> bool:
+        """Whether the row in a slot ended in a decode call, as far as the device sees."""
+        return not self.output.is_active_B[slot]

@@ -1,0 +1,87 @@
+"""What a run made of its experts, by phase and sparse layer: load, rows, choices dropped.
+
+A choice is one expert of one token in one layer; padding makes none. Rows are those that products
+ran over, so the padded ones are `rows - (choices - dropped)`. What a capacity sets aside is more:
+all of it runs where tokens are exchanged, on one device only tiles with a token do. Sums are of 64
+bits. Knows nothing of devices.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...compile.expert_plan import ExpertPlan
+from ...modelzoo.moe.config import Dispatch, MoeConfig
+from ...modelzoo.moe.use import ExpertUse
+
+
+@dataclass
+class ExpertTotals:
+    """Counts of one phase over all its calls; arrays once something was added."""
+
+    load_LE: Any = 0
+    rows_LE: Any = 0
+    dropped_LE: Any = 0
+
+    def add(self, use: ExpertUse) -> None:
+        """Add the counts of a call."""
+        load_LE, rows_LE, dropped_LE = (x.sum(axis=1, dtype=np.int64) for x in use)
+        self.load_LE += load_LE
+        self.rows_LE += rows_LE
+        self.dropped_LE += dropped_LE
+
+
+@dataclass(frozen=True)
+class ExpertSetup:
+    """What a run knows of its experts beside their counts."""
+
+    moe: MoeConfig
+    plan: ExpertPlan
+
+    def report(self, totals: Mapping[str, ExpertTotals]) -> dict[str, Any]:
+        """The counts of each phase that ran, ready for JSON."""
+        routing = self.moe.routing
+        return {
+            "num_experts": routing.num_experts,
+            "num_chosen": routing.num_chosen,
+            "overflow": self.plan.overflow,
+            **{
+                phase: self._phase(getattr(self.plan, phase), of_phase)
+                for phase, of_phase in totals.items()
+            },
+        }
+
+    def _phase(self, dispatch: Dispatch, totals: ExpertTotals) -> dict[str, Any]:
+        choices, rows = int(totals.load_LE.sum()), int(totals.rows_LE.sum())
+        dropped = int(totals.dropped_LE.sum())
+        sparse = [layer for layer, is_sparse in enumerate(self.moe.layers) if is_sparse]
+        return {
+            "dispatch": dispatch.kind,
+            "capacity_factor": dispatch.capacity_factor,
+            "choices": choices,
+            "dropped": dropped,
+            "rows": rows,
+            "padded_share": 1 - (choices - dropped) / rows if rows else 0.0,
+            "layers": [
+                _layer(*of_layer)
+                for of_layer in zip(
+                    sparse, totals.load_LE, totals.rows_LE, totals.dropped_LE, strict=True
+                )
+            ],
+        }
+
+
+def _layer(
+    layer: int, load_E: np.ndarray, rows_E: np.ndarray, dropped_E: np.ndarray
+) -> dict[str, Any]:
+    """One sparse layer; balance is the largest load over the mean, 1.0 where all are equal."""
+    mean = float(load_E.mean())
+    return {
+        "layer": layer,
+        "load": load_E.tolist(),
+        "rows": rows_E.tolist(),
+        "dropped": dropped_E.tolist(),
+        "balance": float(load_E.max()) / mean if mean else None,
+    }

@@ -1,0 +1,128 @@
+"""Requests to the arrays that a graph takes: host numpy first, then one explicit transfer.
+
+Knows nothing of text. `count_B` is the only word of padding; dummy rows have no token, so that
+nothing is set aside for them.
+"""
+
+import hashlib
+from collections.abc import Sequence as Items
+
+import numpy as np
+
+from ...compile.grids.bucket_grid import BucketGrid, PrefillBucket
+from ...compile.prefill_steps import SlotRequests
+from ...compile.signatures import MAX_BIASES, MAX_STOP_IDS
+from ...modelzoo.prompt_pieces import PromptPieces
+from ...modelzoo.sampling import SamplingState
+from ..request import SamplingParams
+from .decode_slots import Job, Sequence
+from .scheduler import PromptPiece
+
+
+def pack_pieces(
+    rows: Items[PromptPiece],
+    prompts: Items[Items[int]],
+    bucket: PrefillBucket,
+    num_slots: int,
+) -> tuple[PromptPieces, np.ndarray, np.ndarray]:
+    """Which tokens rows have, `tokens_BT`, and the prompts' next tokens as `next_BT`.
+
+    Tokens are padded with zeros on the right. Dummy rows, and rows without a slot, are of none.
+    """
+    shape = (bucket.batch, bucket.tokens)
+    tokens_BT, next_BT = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+    slot_B = np.full(bucket.batch, num_slots, np.int32)
+    start_B, count_B = np.zeros_like(slot_B), np.zeros_like(slot_B)
+    for i, (row, prompt) in enumerate(zip(rows, prompts, strict=True)):
+        end = row.start + row.count
+        tokens_BT[i, : row.count] = prompt[row.start : end]
+        following = prompt[row.start + 1 : end + 1]
+        next_BT[i, : len(following)] = following
+        start_B[i], count_B[i] = row.start, row.count
+        if row.slot is not None:
+            slot_B[i] = row.slot
+    pieces = PromptPieces._make((slot_B, None if bucket.is_whole else start_B, count_B))
+    return pieces, tokens_BT, next_BT
+
+
+def pack_greedy(
+    prompts: Items[Items[int]],
+    first_slot: int,
+    bucket: PrefillBucket,
+    grid: BucketGrid,
+    vocab_size: int,
+) -> tuple[PromptPieces, SlotRequests, np.ndarray]:
+    """`rows, requests, tokens_BT` of whole prompts for neighbouring slots, sampled greedily."""
+    jobs = [Job(0, len(prompt), grid.max_length, 1, is_scored=False) for prompt in prompts]
+    rows = [
+        PromptPiece(first_slot + i, Sequence(job, 0), 0, job.prompt_length)
+        for i, job in enumerate(jobs)
+    ]
+    pieces, tokens_BT, _ = pack_pieces(rows, prompts, bucket, grid.decode_slots)
+    greedy = [greedy_sampling(vocab_size)] * len(jobs)
+    return pieces, pack_requests(jobs, greedy, bucket.batch), tokens_BT
+
+
+def pack_requests(jobs: Items[Job], sampling: Items[SamplingState], batch: int) -> SlotRequests:
+    """What rows ask of their slots; dummy rows repeat the last one, as they have no slot."""
+    num_dummies = batch - len(jobs)
+    jobs = [*jobs, *[jobs[-1]] * num_dummies]
+    sampling = [*sampling, *[sampling[-1]] * num_dummies]
+    prompt_length_B = np.array([job.prompt_length for job in jobs], np.int32)
+    limit_B = np.array([job.limit for job in jobs], np.int32)
+    of_rows = SamplingState._make(map(np.concatenate, zip(*sampling, strict=True)))
+    return SlotRequests._make((prompt_length_B, limit_B, of_rows))
+
+
+def pack_sampling(
+    params: SamplingParams,
+    *,
+    seed: int,
+    sample: int,
+    prompt_length: int,
+    stop_ids: Items[int],
+    vocab_size: int,
+) -> SamplingState:
+    """One row's sampling parameters, as numpy arrays with a leading axis of one."""
+    bias = params.logit_bias or {}
+    num_logprobs = -1 if params.logprobs is None else params.logprobs
+    fields = {
+        "temperature_B": np.array([params.temperature], np.float32),
+        "top_k_B": np.array([max(params.top_k, 0)], np.int32),
+        "top_p_B": np.array([params.top_p], np.float32),
+        "min_p_B": np.array([params.min_p], np.float32),
+        "presence_B": np.array([params.presence_penalty], np.float32),
+        "frequency_B": np.array([params.frequency_penalty], np.float32),
+        "repetition_B": np.array([params.repetition_penalty], np.float32),
+        "key_B2": np.array([[seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF]], np.uint32),
+        "sample_B": np.array([sample], np.int32),
+        "min_length_B": np.array([prompt_length + params.min_tokens], np.int32),
+        "stop_ids_BX": _filled(stop_ids, MAX_STOP_IDS, vocab_size),
+        "bias_ids_BY": _filled(list(bias), MAX_BIASES, vocab_size),
+        "bias_BY": _filled(list(bias.values()), MAX_BIASES, 0.0),
+        "num_logprobs_B": np.array([num_logprobs], np.int32),
+    }
+    return SamplingState(**fields)
+
+
+def greedy_sampling(vocab_size: int) -> SamplingState:
+    """Greedy sampling of one row."""
+    return pack_sampling(
+        SamplingParams(temperature=0), seed=0, sample=0, prompt_length=0, stop_ids=(),
+        vocab_size=vocab_size,
+    )  # fmt: skip
+
+
+def row_seed(params: SamplingParams, run_seed: int, request_id: str) -> int:
+    """The row's own seed, or one derived from the run's seed and the request's id: 64 bits."""
+    if params.seed is not None:
+        return params.seed & 0xFFFFFFFFFFFFFFFF
+    digest = hashlib.sha256(f"{run_seed}\0{request_id}".encode()).digest()
+    return int.from_bytes(digest[:8], "big")
+
+
+def _filled(values: Items[float], size: int, fill: float) -> np.ndarray:
+    dtype = np.float32 if isinstance(fill, float) else np.int32
+    row = np.full((1, size), fill, dtype)
+    row[0, : len(values)] = values
+    return row

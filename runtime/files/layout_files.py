@@ -1,0 +1,84 @@
+"""Layouts by name or by file: the ones that ship with noria, and the user's own.
+
+A name may bring another mesh: `data-tensor@data=4,tensor=2`. Knows nothing of models, and imports
+no jax: what is read are tables, which `sharding.layout.Layout.from_table` understands.
+"""
+
+import os
+import shlex
+import tomllib
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from ... import sharding
+from .run_config import ConfigError, read_toml
+
+
+def named_layout_tables() -> dict[str, dict[str, Any]]:
+    """The tables of every layout that ships with noria, by name."""
+    folder = resources.files(sharding) / "layouts"
+    files = sorted(folder.iterdir(), key=lambda file: file.name)
+    return {
+        file.name.removesuffix(".toml"): tomllib.loads(file.read_text(encoding="utf-8"))
+        for file in files
+        if file.name.endswith(".toml")
+    }
+
+
+def layout_file(spelling: str) -> Path | None:
+    """The file that a spelling names, with or without a mesh; None where it is a named layout."""
+    name, _ = _name_and_mesh(spelling)
+    return Path(name) if name.endswith(".toml") else None
+
+
+def _name_and_mesh(spelling: str) -> tuple[str, str | None]:
+    # the @ in the path of a file is part of its name
+    if "@" not in spelling or spelling.endswith(".toml"):
+        return spelling, None
+    name, _, mesh = spelling.rpartition("@")
+    return name, mesh
+
+
+def read_layout_table(spelling: str) -> dict[str, Any]:
+    """The tables of a named layout or a TOML file, with the mesh after an `@` in place of its own.
+
+    Raises `ConfigError` for what is neither.
+    """
+    file, (name, mesh) = layout_file(spelling), _name_and_mesh(spelling)
+    if file is not None:
+        table = {"name": name, **read_toml(file)}
+    else:
+        known = named_layout_tables()
+        if name not in known:
+            raise ConfigError(
+                f"layout: expected a .toml file or one of {', '.join(known)}, got {name!r}."
+            )
+        table = known[name]
+    return table if mesh is None else {**table, "mesh": _mesh(spelling, mesh)}
+
+
+def split_spellings(text: str) -> list[str]:
+    """Layouts that are joined by spaces, each as `read_layout_table` takes it.
+
+    Quotes hold together the path of a file that has spaces, as in a shell; one file needs none.
+    """
+    if os.path.isfile(text):
+        return [text]
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(f"layout: expected names or files, got {text!r} ({error}).") from None
+
+
+def _mesh(spelling: str, text: str) -> dict[str, int]:
+    sizes = {}
+    for part in text.split(","):
+        axis, equals, size = (piece.strip() for piece in part.partition("="))
+        if not (axis and equals and size.isdecimal()) or axis in sizes:
+            raise ConfigError(
+                f"layout {spelling}: expected a mesh such as data=2,tensor=4 after the @, "
+                f"got {text!r}."
+            )
+        sizes[axis] = int(size)
+    return sizes

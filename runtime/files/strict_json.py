@@ -1,0 +1,199 @@
+"""One line of a JSON Lines file -> one object, strictly.
+
+The standard library's parser takes more than JSON: NaN, Infinity, numbers that overflow, duplicate
+keys (the last wins in silence), lone surrogates. Each of these is refused here, with a code and the
+place, as are integers of absurd length and nesting that no request needs.
+
+Knows nothing of what a request is. Guarantees: whatever the bytes, `parse_object` returns a dict
+that can be written as JSON again, or raises `RowError`; `read_lines` holds one line in memory and
+never more than its limit.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, BinaryIO, NoReturn
+
+from ..request import RowError
+
+MAX_LINE_BYTES = 64 * 2**20
+MAX_DEPTH = 64
+MAX_INTEGER_DIGITS = 40
+"""Longer integers are refused here; shorter ones reach the range check of their parameter."""
+
+_BOM = b"\xef\xbb\xbf"
+_SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line that is not blank, without its line ending; `content` is None when too long."""
+
+    number: int
+    """Counted from 1, blank lines included: the number an editor shows."""
+    offset: int
+    """Byte offset of the line's start in the file."""
+    content: bytes | None
+
+
+def parse_object(content: bytes) -> dict[str, Any]:
+    """Parse one JSON object; anything else raises RowError `invalid_json` or `invalid_utf8`."""
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RowError(
+            "invalid_utf8", f"expected UTF-8, got {error.reason} at byte {error.start}."
+        ) from None
+    try:
+        value = _DECODER.decode(text)
+    except json.JSONDecodeError as error:
+        raise _invalid(
+            f"expected a JSON object, got {error.msg} at character {error.pos}"
+        ) from None
+    except RecursionError:
+        raise _too_deep() from None
+    if not isinstance(value, dict):
+        raise _invalid(f"expected a JSON object, got {_kind(value)}")
+    # a value is at most as deep as it has opening brackets, so most lines need no walk
+    if content.count(b"[") + content.count(b"{") > MAX_DEPTH and _depth_exceeds(value, MAX_DEPTH):
+        raise _too_deep()
+    # decoded UTF-8 holds no surrogates, so a lone one can only come from an escape
+    if _SURROGATE_ESCAPE.search(text):
+        _refuse_lone_surrogates(value)
+    return value
+
+
+def dump_line(value: object, *, sort_keys: bool = False) -> bytes:
+    """Write JSON for a JSON Lines file: no line ending inside for any reader's idea of a line.
+
+    U+0085, U+2028 and U+2029 end a line for `str.splitlines`, so they are written as escapes.
+    """
+    text = json.dumps(
+        value, ensure_ascii=False, separators=(",", ":"), allow_nan=False, sort_keys=sort_keys
+    )
+    for character in "\x85\u2028\u2029":
+        if character in text:
+            text = text.replace(character, f"\\u{ord(character):04x}")
+    # a lone surrogate, should one get here, becomes its own JSON escape
+    return text.encode("utf-8", "backslashreplace")
+
+
+def read_lines(
+    file: BinaryIO,
+    *,
+    max_line_bytes: int = MAX_LINE_BYTES,
+    observe: Callable[[bytes], object] = len,
+) -> Iterator[Line]:
+    """Yield the lines of a file that are not blank; `observe` sees every byte once, in order.
+
+    A byte order mark at the file's start, CRLF endings and a missing last newline are all fine.
+    """
+    number = offset = 0
+    while piece := file.readline(max_line_bytes + 2):
+        number += 1
+        start = offset
+        offset += len(piece)
+        observe(piece)
+        content = piece
+        if number == 1 and content.startswith(_BOM):
+            content = content[len(_BOM) :]
+        content = content.rstrip(b"\r\n")
+        is_too_long = len(content) > max_line_bytes
+        while not piece.endswith(b"\n") and (piece := file.readline(max_line_bytes)):
+            is_too_long = is_too_long or bool(piece.rstrip(b"\r\n"))
+            offset += len(piece)
+            observe(piece)
+        if is_too_long:
+            yield Line(number, start, None)
+        elif content.strip():
+            yield Line(number, start, content)
+
+
+def read_line_at(file: BinaryIO, offset: int, *, max_line_bytes: int = MAX_LINE_BYTES) -> bytes:
+    """Read again the content of a line that `read_lines` gave with this offset."""
+    file.seek(offset)
+    content = file.readline(max_line_bytes + 2)
+    if offset == 0 and content.startswith(_BOM):
+        content = content[len(_BOM) :]
+    return content.rstrip(b"\r\n")
+
+
+def _invalid(message: str) -> RowError:
+    return RowError("invalid_json", f"{message}.")
+
+
+def _too_deep() -> RowError:
+    return _invalid(f"expected at most {MAX_DEPTH} levels of nesting, got more")
+
+
+def _kind(value: object) -> str:
+    if value is None:
+        return "null"
+    names = {bool: "true or false", int: "a number", float: "a number", str: "a string"}
+    return names.get(type(value), "an array")
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise _invalid(f"expected each key once, got {key[:100]!r} twice in one object")
+            seen.add(key)
+    return result
+
+
+def _integer(literal: str) -> int:
+    if len(literal) > MAX_INTEGER_DIGITS:
+        raise _invalid(
+            f"expected integers of at most {MAX_INTEGER_DIGITS} digits, got one of {len(literal)}"
+        )
+    return int(literal)
+
+
+def _finite(literal: str) -> float:
+    value = float(literal)
+    if math.isinf(value):
+        raise _invalid(f"expected finite numbers, got {literal[:40]}, which overflows")
+    return value
+
+
+def _refuse_constant(literal: str) -> NoReturn:
+    raise _invalid(f"expected finite numbers, got {literal}, which is not JSON")
+
+
+def _depth_exceeds(value: object, limit: int) -> bool:
+    level = [value]
+    for _ in range(limit):
+        if not level:
+            return False
+        level = [child for parent in level for child in _children(parent)]
+    return bool(level)
+
+
+def _children(value: object) -> list[object]:
+    """The containers directly inside a container."""
+    if isinstance(value, dict):
+        return [child for child in value.values() if isinstance(child, dict | list)]
+    if isinstance(value, list):
+        return [child for child in value if isinstance(child, dict | list)]
+    return []
+
+
+def _refuse_lone_surrogates(value: object) -> None:
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        escape = f"\\u{ord(error.object[error.start]):04x}"
+        raise _invalid(f"expected Unicode text, got the lone surrogate {escape}") from None
+
+
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_unique_keys,
+    parse_int=_integer,
+    parse_float=_finite,
+    parse_constant=_refuse_constant,
+)

@@ -1,0 +1,176 @@
+"""A pod: many processes that run one batch job over one mesh of all their devices.
+
+What decides the next step comes from process 0: before every step it puts one word into the
+key-value store of jax's coordination service, and the others wait for it. With the word comes a
+checksum of all that process 0 has submitted and received, so processes that are out of step are
+refused before the next collective and not lost in it.
+
+A process that ends, for whatever reason, is followed by all: see `watchdog.py`.
+
+Knows nothing of rows. `batch/peers.py` says what the job asks of it.
+"""
+
+import atexit
+import json
+import platform
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from .. import errors
+from ..batch.journal import differences
+from ..batch.manifest import versions
+from ..counted import counted
+from . import coordination
+from .coordination import Address
+from .peers import Peers, Value, Word
+from .watchdog import MARGIN_SECONDS, Watchdog
+
+WORDS_KEPT = 4096
+"""Words in a folder of the store; one folder is kept beside the current one."""
+LONGEST_TIMEOUT = 24 * 60 * 60
+_COLLECTIVES = {"cpu": "gloo", "gpu": "nccl", "tpu": "tpu"}
+
+
+class Disagreement(ValueError):
+    """The processes were not given the same."""
+
+
+class OutOfStep(RuntimeError):
+    """A process has not done what process 0 has done; its rows are not to be trusted."""
+
+    exit_code = 4
+
+
+@contextmanager
+def join(address: Address | None, limit: float, target: str) -> "Iterator[Pod]":
+    """Meet the other processes, before jax starts; all end together, well or not.
+
+    Args:
+      address: How the processes find each other; None on a cluster that tells (TPU pods, Slurm,
+        Open MPI).
+      limit: Seconds to wait for a silent process.
+      target: Names the devices of all of them.
+    """
+    from .. import session
+
+    if not 0 < limit <= LONGEST_TIMEOUT:
+        raise ValueError(
+            f"--peer-timeout-seconds: expected more than 0 and at most {LONGEST_TIMEOUT}, a day, "
+            f"got {limit:g}."
+        )
+    if address is not None:  # a number of devices that cannot be is refused at once
+        session.prepare_jax(target, address.num_processes)
+    store = coordination.connect(
+        address,
+        farewell_seconds=limit + MARGIN_SECONDS,
+        # jax is the second to notice
+        patience=max(100.0, 4 * limit),
+    )
+    watchdog = Watchdog(store, store.rank, store.size, limit)
+    watchdog.start()
+    try:
+        pod = Pod(store, watchdog)
+        pod.agree(lambda: _what_must_agree_first(store.size, target))
+        session.prepare_jax(target, store.size)
+        pod.setup = _setup(target, store.size)
+        yield pod
+    except BaseException as error:
+        code = errors.exit_code(error) or 1
+        watchdog.fail(errors.message(error), code)
+        # jax's own end would wait for processes and collectives that are no more
+        atexit.register(errors.leave_at_once, code)
+        raise
+    watchdog.leave()
+    store.leave()
+
+
+class Pod(Peers):
+    """This process among those of its pod. `join` makes one."""
+
+    def __init__(self, store: coordination.Coordination, watchdog: Watchdog):
+        self.rank, self.size = store.rank, store.size
+        self._store = store
+        self._watchdog = watchdog
+        self._num_shared = self._num_steps = self._trace = 0
+
+    @property
+    def asked(self) -> str | None:
+        return self._watchdog.asked
+
+    def share(self, value: Value) -> Value:
+        key = f"shared/{self._num_shared}"
+        self._num_shared += 1
+        if self.leads:
+            self._put(key, value)
+            return value
+        return self._get(key)
+
+    def gather(self, value: Value) -> list[Value]:
+        folder = f"gathered/{self._num_shared}"
+        self._num_shared += 1
+        self._put(f"{folder}/{self.rank}", value)
+        return [self._get(f"{folder}/{rank}") for rank in range(self.size)]
+
+    def _put(self, key: str, value: object) -> None:
+        self._store.put(key, zlib.compress(json.dumps(value).encode(), level=1))
+
+    def _get(self, key: str) -> Any:
+        return json.loads(zlib.decompress(self._store.get(key)))
+
+    def agree(self, facts: Callable[[], Mapping[str, str]]) -> None:
+        own = dict(facts())
+        leaders = self.share(own)
+        names = ("process 0 has", f"process {self.rank} has")
+        if found := differences(leaders, own, names):
+            listed = "\n".join(found)
+            raise Disagreement(f"expected all processes to be given the same, got:\n{listed}")
+        self._store.barrier(f"agreed/{self._num_shared}")
+
+    def follow(self, word: Word, own_signal: str | None) -> Word:
+        self._watchdog.pass_on(own_signal)
+        folder, step = divmod(self._num_steps, WORDS_KEPT)
+        key = f"words/{folder}/{step}"
+        if self.leads:
+            self._store.put(key, json.dumps([self._trace, *word]).encode())
+            if step == 0 and folder > 1:
+                self._store.remove_folder(f"words/{folder - 2}")
+        else:
+            trace, *rest = json.loads(self._store.get(key))
+            word = Word(*rest)
+            if trace != self._trace:
+                raise OutOfStep(
+                    f"process {self.rank} is out of step with process 0 before step "
+                    f"{self._num_steps}: they had other rows or other tokens. Are all hosts of one "
+                    "kind? Finished rows of earlier steps are kept."
+                )
+        self._num_steps += 1
+        return word
+
+    def saw(self, *facts: object) -> None:
+        self._trace = zlib.crc32(repr(facts).encode(), self._trace)
+
+    def before_end(self, action: Callable[[], object]) -> None:
+        self._watchdog.before_end = action
+
+    def blame(self) -> None:
+        self._watchdog.await_verdict()
+
+
+def _what_must_agree_first(size: int, target: str) -> dict[str, str]:
+    """What jax needs to be alike before the devices of all processes can be one mesh."""
+    return {
+        "number of processes": str(size),
+        "target": target,
+        "version of python": platform.python_version(),
+        **{f"version of {name}": version for name, version in versions().items()},
+    }
+
+
+def _setup(target: str, size: int) -> str:
+    import jax
+
+    kind = target.partition(":")[0]
+    num_devices = jax.local_device_count(kind)
+    return f"{size} processes of {counted(num_devices, 'device')}, {_COLLECTIVES.get(kind, kind)}"

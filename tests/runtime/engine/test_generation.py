@@ -1,0 +1,454 @@
+"""The engine and generator over a real compiled model, against plain forward passes."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+from tiny import (
+    CHUNK_GRID,
+    CONFIG,
+    EOS_ID,
+    GRID,
+    RAGGED_CHUNK_GRID,
+    RAGGED_GRID,
+    TAIL_GRID,
+    TinyModel,
+    prompts,
+)
+from unoptimized import set_optimized
+
+from noria.compile.compiled_graphs import graph_names
+from noria.compile.graph_failures import GraphFailed
+from noria.compile.monitor import compile_monitor
+from noria.runtime.batch.graph_rows import needs_graph
+from noria.runtime.batch.scan import Need
+from noria.runtime.engine.generation import Generator
+from noria.runtime.request import Request, RowError, SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+GRIDS = {
+    "whole": GRID,
+    "ragged": RAGGED_GRID,
+    "chunks": CHUNK_GRID,
+    "tails": TAIL_GRID,
+    "ragged chunks": RAGGED_CHUNK_GRID,
+}
+OPTIMIZED = {"whole", "ragged chunks"}
+"""Grids whose bits are those of optimized programs: whole prompts, and chunks that are longer than
+the window and shorter; equal slots, and ragged ones. The others combine these in another way: LLVM
+optimizes their programs with `--slow` alone."""
+COMBINED = {"tails"}
+"""Grids that only `--slow` runs: "ragged chunks" has these chunks, and "chunks" has equal slots."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=[pytest.mark.slow] * (name in COMBINED), id=name) for name in GRIDS
+    ],
+)
+def model(request, optimizes: bool) -> TinyModel:
+    set_optimized(optimizes or request.param in OPTIMIZED)
+    return TinyModel(grid=GRIDS[request.param])
+
+
+def run(model: TinyModel, requests: list[Request], **options):
+    generator = model.generator(**options)
+    for request in requests:
+        generator.submit(request)
+    outputs = {output.request_id: output for output in generator.run()}
+    assert set(outputs) == {request.request_id for request in requests}
+    return outputs
+
+
+def requests_of(rows: list[list[int]], params: SamplingParams = GREEDY) -> list[Request]:
+    return [Request(f"row-{i}", row, params) for i, row in enumerate(rows)]
+
+
+def ids(outputs) -> dict[str, list[list[int]]]:
+    return {name: [o.token_ids for o in output.outputs] for name, output in outputs.items()}
+
+
+def test_greedy_tokens_equal_a_whole_forward_pass_per_token(model):
+    rows = prompts(13)
+    outputs = run(model, requests_of(rows))
+    for i, row in enumerate(rows):
+        assert outputs[f"row-{i}"].outputs[0].token_ids == model.greedy(row, 12)
+
+
+def test_no_compile_happens_after_the_build_in_a_run_that_uses_every_graph(model):
+    generator = model.generator()
+    before = compile_monitor().num_compiles
+    short = SamplingParams(temperature=0, max_tokens=5, prompt_logprobs=2, logprobs=3)
+    generator.submit(Request("short", [5, 6, 7], short))
+    generator.run()
+    scored = SamplingParams(temperature=0, max_tokens=5, prompt_logprobs=2, logprobs=3)
+    sampled = SamplingParams(temperature=1.0, top_k=5, top_p=0.9, max_tokens=20, seed=3)
+    for i, row in enumerate(prompts(9, seed=2)):
+        generator.submit(Request(f"scored-{i}", row, scored))
+        generator.submit(Request(f"sampled-{i}", row, sampled))
+    generator.run()
+    report = generator.statistics()
+    assert compile_monitor().num_compiles == before
+    assert report["compiles_during_run"] == 0
+    names = set(map(str, model.grid.prefill))
+    assert set(report["buckets"]["prefill"]) == names | {f"{name} scored" for name in names}
+    assert set(report["buckets"]["decode"]) == set(map(str, model.grid.decode_spans))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_rows_are_bit_identical_under_permutation_subset_and_split(model, temperature):
+    rows = prompts(14, seed=5)
+    params = SamplingParams(
+        temperature=temperature, max_tokens=15, logprobs=2, prompt_logprobs=1, n=2
+    )
+    requests = requests_of(rows, params)
+    whole = run(model, requests)
+    order = np.random.default_rng(0).permutation(len(rows))
+    permuted = run(model, [requests[i] for i in order])
+    subset = run(model, requests[3:8])
+    parts = run(model, requests[:5]) | run(model, requests[5:])
+    for other in (permuted, subset, parts):
+        for name, output in other.items():
+            assert output.outputs == whole[name].outputs
+            assert output.prompt_logprobs == whole[name].prompt_logprobs
+
+
+def test_a_row_with_nan_weights_in_its_path_fails_alone(model):
+    rows = prompts(9, seed=3, longest=14)
+    healthy = run(model, requests_of(rows))
+    met = {token for row in rows for token in row}
+    met |= {token for output in healthy.values() for token in output.outputs[0].token_ids}
+    poison = next(token for token in range(3, CONFIG.vocab_size) if token not in met)
+    table = model.parameters["embedding.table"].at[poison].set(np.nan)
+    requests = requests_of(rows)
+    requests.insert(4, Request("poisoned", [5, poison, 9], GREEDY))
+    outputs = run(model, requests, parameters=model.parameters | {"embedding.table": table})
+    assert outputs["poisoned"].error.code == "nonfinite_logits"
+    assert outputs["poisoned"].outputs == []
+    for name, output in healthy.items():
+        assert outputs[name].outputs == output.outputs
+
+
+def test_a_reused_slot_never_sees_its_predecessors_cache(model):
+    rows = prompts(10, seed=8)
+    clean = run(model, requests_of(rows))
+    generator = model.generator()
+    for i in range(3 * model.grid.decode_slots):
+        # the short ones fit into the short slots of ragged grids
+        length, most = ((45, 19), (12, 4))[i % 2]
+        params = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True)
+        generator.submit(Request(f"before-{i}", [5] * length, params))
+    generator.run()
+    state = generator.engine._state
+    canary = jax.tree.map(lambda x: jax.numpy.full_like(x, 1e4), state.cache.layers)
+    generator.engine._state = state._replace(cache=state.cache._replace(layers=canary))
+    for request in requests_of(rows):
+        generator.submit(request)
+    outputs = {output.request_id: output for output in generator.run()}
+    assert ids(outputs) == ids(clean)
+
+
+def test_the_slots_and_order_of_arrival_do_not_change_seeded_samples(model):
+    params = SamplingParams(temperature=1.0, max_tokens=10, seed=11, n=3)
+    outputs = run(model, requests_of([[5, 6, 7]] * 2, params))
+    first, second = (ids(outputs)[f"row-{i}"] for i in range(2))
+    assert first == second
+    assert len({tuple(sequence) for sequence in first}) == 3
+
+
+def test_every_sequence_of_a_request_continues_the_whole_prompt(model):
+    """Wherever its slot ends, and beside a row that makes decode read the longest span."""
+    row = prompts(1, seed=13, longest=14)[0]
+    params = SamplingParams(temperature=0, max_tokens=12, n=3)
+    long = Request("long", [5] * 45, SamplingParams(temperature=0, max_tokens=19, ignore_eos=True))
+    sequences = ids(run(model, [long, *requests_of([row], params)]))["row-0"]
+    assert sequences == [model.greedy(row, 12)] * 3
+
+
+def test_unseeded_rows_differ_by_id_and_repeat_under_the_same_run_seed(model):
+    params = SamplingParams(temperature=1.0, max_tokens=10)
+    requests = requests_of([[5, 6, 7]] * 2, params)
+    first, again, other = (ids(run(model, requests, run_seed=seed)) for seed in (0, 0, 1))
+    assert first == again
+    assert first["row-0"] != first["row-1"]
+    assert first != other
+
+
+def test_generation_ends_at_eos_unless_ignored_or_forbidden(model):
+    rows = prompts(40, seed=21)
+    bias = {EOS_ID: 9.0}
+    likely = SamplingParams(temperature=1.0, max_tokens=20, seed=1, logit_bias=bias)
+    completions = [output.outputs[0] for output in run(model, requests_of(rows, likely)).values()]
+    stopped = [completion for completion in completions if completion.finish_reason == "stop"]
+    assert stopped
+    for completion in stopped:
+        assert completion.token_ids[-1] == EOS_ID
+        assert completion.stop_reason is None
+    ignoring = SamplingParams(
+        temperature=1.0, max_tokens=20, seed=1, logit_bias=bias, ignore_eos=True
+    )
+    for output in run(model, requests_of(rows, ignoring)).values():
+        assert len(output.outputs[0].token_ids) == 20
+        assert output.outputs[0].finish_reason == "length"
+    forced = SamplingParams(temperature=1.0, max_tokens=20, seed=1, logit_bias=bias, min_tokens=20)
+    for output in run(model, requests_of(rows, forced)).values():
+        assert EOS_ID not in output.outputs[0].token_ids
+        assert len(output.outputs[0].token_ids) == 20
+
+
+def test_rows_that_end_at_once_and_one_far_longer_end_each_as_one_row(model):
+    rows = prompts(9, seed=24, longest=14)
+    once = requests_of(rows, SamplingParams(temperature=0, max_tokens=1))
+    stops = [
+        Request(
+            f"stop-{i}", row, SamplingParams(temperature=0, stop_token_ids=model.greedy(row, 1))
+        )
+        for i, row in enumerate(rows)
+    ]
+    long = Request("long", [5], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
+    outputs = run(model, [*once, long, *stops])
+    lengths = {name: len(output.outputs[0].token_ids) for name, output in outputs.items()}
+    assert lengths.pop("long") == 60
+    assert set(lengths.values()) == {1}
+
+
+def test_a_stop_token_of_the_caller_is_named(model):
+    row = prompts(1, seed=4)[0]
+    expected = model.greedy(row, 6)
+    params = SamplingParams(temperature=0, max_tokens=12, stop_token_ids=[expected[3]])
+    completion = run(model, requests_of([row], params))["row-0"].outputs[0]
+    assert completion.token_ids == expected[: expected.index(expected[3]) + 1]
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", expected[3])
+
+
+def test_prompt_and_output_logprobs_equal_the_reference(model):
+    from tolerances import FLOAT32_MODEL_LOGPROB
+
+    row = prompts(1, seed=6, longest=30)[0]
+    params = SamplingParams(temperature=0, max_tokens=6, logprobs=4, prompt_logprobs=3)
+    output = run(model, requests_of([row], params))["row-0"]
+
+    def reference(tokens):
+        logits = model.next_logits(tokens).astype(np.float64)
+        return logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
+
+    assert output.prompt_logprobs[0] is None
+    tokens = row + output.outputs[0].token_ids
+    scored = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
+    assert len(scored) == len(tokens) - 1
+    for t, score in enumerate(scored, start=1):
+        logprobs = reference(tokens[:t])
+        assert score.token_id == tokens[t]
+        assert score.logprob == pytest.approx(logprobs[tokens[t]], abs=FLOAT32_MODEL_LOGPROB)
+        best = np.argsort(-logprobs)[: len(score.top)]
+        assert [token for token, _ in score.top] == best.tolist()
+
+
+def test_scoring_gives_no_tokens_and_needs_no_slot_while_all_slots_decode(model):
+    """Prompts of a single piece; longer ones need a slot for what they keep."""
+    generator = model.generator()
+    long = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+    for i in range(model.grid.decode_slots):
+        generator.submit(Request(f"long-{i}", [5, 6], long))
+    while len(generator.engine._in_slot) < model.grid.decode_slots:
+        assert not generator.step()
+    params = SamplingParams(max_tokens=0, prompt_logprobs=0)
+    rows = prompts(9, seed=9, longest=model.grid.prefill[0].tokens)
+    for request in requests_of(rows, params):
+        generator.submit(request)
+    outputs = {output.request_id: output for output in generator.run()}
+    # all of them end before any row leaves its slot
+    assert not any(name.startswith("long") for name in list(outputs)[: len(rows)])
+    for i, row in enumerate(rows):
+        output = outputs[f"row-{i}"]
+        assert output.outputs[0].token_ids == []
+        assert [s.token_id for s in output.prompt_logprobs[1:]] == row[1:]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "code"),
+    [
+        ([], GREEDY, "empty_prompt"),
+        ([1, -1], GREEDY, "invalid_token_id"),
+        ([CONFIG.vocab_size], GREEDY, "invalid_token_id"),
+        ([5] * 49, GREEDY, "context_length_exceeded"),
+        ([5] * 40, SamplingParams(temperature=0, max_tokens=25), "context_length_exceeded"),
+        ([5], SamplingParams(stop_token_ids=[CONFIG.vocab_size]), "invalid_token_id"),
+        ([5], SamplingParams(logit_bias={CONFIG.vocab_size: 1.0}), "invalid_token_id"),
+        ([5], SamplingParams(stop="x"), "invalid_request"),
+    ],
+)
+def test_a_request_that_does_not_fit_is_refused_by_name(model, prompt, params, code):
+    generator = model.generator()
+    with pytest.raises(RowError) as caught:
+        generator.submit(Request("q17", prompt, params))
+    assert caught.value.code == code
+    assert generator.unfinished == 0
+
+
+def test_the_smallest_numbers_that_are_accepted_give_the_greedy_tokens(model):
+    rows = prompts(4, seed=22)
+    expected = ids(run(model, requests_of(rows)))
+    for params in (
+        {"temperature": 1e-20},
+        {"temperature": 1e-20, "repetition_penalty": 1.0, "top_p": 0.5, "min_p": 0.5},
+        {"top_p": 1e-9},
+        {"top_p": 1e-20},
+        {"top_k": 1, "temperature": 1e20},
+    ):
+        sampled = SamplingParams(**{"temperature": 1.0, "seed": 1, "max_tokens": 12} | params)
+        assert ids(run(model, requests_of(rows, sampled))) == expected, params
+
+
+def test_no_accepted_penalty_leaves_the_range_of_float32(model):
+    """An infinite logit would be finite nowhere else: the lowest id of several would be drawn."""
+    for penalty in (1e-10, 1e10):
+        params = {"temperature": 1e-20, "repetition_penalty": penalty, "max_tokens": 6, "seed": 1}
+        greedy = SamplingParams(**params | {"temperature": 0})
+        sampled = ids(run(model, requests_of([[5, 6, 7]], SamplingParams(**params))))
+        assert sampled == ids(run(model, requests_of([[5, 6, 7]], greedy)))
+
+
+def test_a_top_k_of_the_vocabulary_or_more_leaves_every_token(model):
+    rows = prompts(4, seed=23)
+    free = SamplingParams(temperature=1.0, seed=1, max_tokens=12)
+    expected = ids(run(model, requests_of(rows, free)))
+    for top_k in (-1, CONFIG.vocab_size, CONFIG.vocab_size + 1, 2**31 - 1):
+        params = SamplingParams(temperature=1.0, seed=1, max_tokens=12, top_k=top_k)
+        assert ids(run(model, requests_of(rows, params))) == expected
+
+
+def test_min_tokens_that_forbid_the_whole_vocabulary_are_refused(model):
+    generator = model.generator()
+    generator.vocab_size = 4
+    stops = {"min_tokens": 2, "max_tokens": 4, "temperature": 0}
+    generator.check(Request("row", [1], SamplingParams(stop_token_ids=[0, 1], **stops)))
+    params = SamplingParams(stop_token_ids=[0, 1, 3], **stops)
+    with pytest.raises(RowError, match=r"stop_token_ids: expected fewer .* 4 beside min_tokens"):
+        generator.check(Request("row", [1], params))
+
+
+def test_without_max_tokens_a_row_fills_the_plans_length(model):
+    row = prompts(1, seed=12)[0]
+    params = SamplingParams(temperature=0, ignore_eos=True)
+    completion = run(model, requests_of([row], params))["row-0"].outputs[0]
+    assert len(row) + len(completion.token_ids) == GRID.max_length
+
+
+@pytest.mark.parametrize(
+    ("length", "max_tokens", "message"),
+    [
+        (49, 2, "buckets.prefill has lengths [8, 16, 48]. Add a length of at least 49, or shorten"),
+        (70, 2, "lengths [8, 16, 48]. Raise max_length (64), add a length of at least 70, or"),
+        (127, 2, "need 129 positions; the model has 128. Lower max_tokens, or shorten the prompt"),
+        (5000, None, "need 5001 positions; the model has 128. Lower max_tokens, or shorten the"),
+    ],
+)
+def test_a_row_that_is_too_long_is_told_what_is_possible(length, max_tokens, message):
+    needs_no_engine = Generator(None, GRID, CONFIG.vocab_size, CONFIG.max_position, ())
+    params = SamplingParams(max_tokens=max_tokens)
+    with pytest.raises(RowError, match=re.escape(message)):
+        needs_no_engine.check(Request("row", [5] * length, params))
+
+
+def test_min_tokens_that_cannot_be_reached_are_refused(model):
+    generator = model.generator()
+    params = SamplingParams(min_tokens=GRID.max_length - 2)
+    generator.check(Request("fits", [5, 6], params))
+    with pytest.raises(RowError, match=r"need 65 positions; buckets.max_length") as caught:
+        generator.check(Request("row", [5, 6, 7], params))
+    assert caught.value.code == "context_length_exceeded"
+
+
+def test_stop_strings_without_a_tokenizer_are_refused_before_the_row_is_queued(model):
+    generator = model.generator()
+    with pytest.raises(RowError, match="stop: expected no stop strings"):
+        generator.check(Request("row", [5, 6], SamplingParams(stop="x")))
+    assert generator.unfinished == 0
+
+
+def test_drain_returns_what_has_no_slot_and_finishes_the_rest(model):
+    rows = prompts(20, seed=13)
+    generator = model.generator()
+    for request in requests_of(rows):
+        generator.submit(request)
+    finished = []
+    while len(finished) < 2:
+        finished += generator.step()
+    dropped = generator.drain()
+    finished += generator.run()
+    names = [output.request_id for output in finished] + dropped
+    assert dropped
+    assert sorted(names) == sorted(f"row-{i}" for i in range(20))
+
+
+def test_padding_and_tokens_are_counted(model):
+    rows = prompts(11, seed=14)
+    generator = model.generator()
+    assert generator.padding_waste is None
+    for request in requests_of(rows):
+        generator.submit(request)
+    outputs = generator.run()
+    padding = generator.statistics()["padding"]
+    emitted = sum(len(output.outputs[0].token_ids) for output in outputs)
+    assert padding["real_tokens"] == sum(map(len, rows)) + emitted
+    wasted = (
+        padding["prefill_padding_tokens"]
+        + padding["idle_slot_tokens"]
+        + padding["overshoot_tokens"]
+    )
+    assert padding["computed_tokens"] == padding["real_tokens"] + wasted
+    assert generator.padding_waste == pytest.approx(wasted / padding["computed_tokens"])
+
+
+def test_a_step_that_the_device_fails_names_its_graph(model, monkeypatch):
+    generator = model.generator()
+    of_name = type(model.graphs).executable
+
+    def executable(name):
+        if name.startswith("decode"):
+            raise MemoryError
+        return of_name(model.graphs, name)
+
+    monkeypatch.setattr(model.graphs, "executable", executable)
+    for request in requests_of(prompts(2, seed=4, longest=8)):
+        generator.submit(request)
+    with pytest.raises(
+        GraphFailed, match=r"graph 'decode span \d+' failed as it ran: MemoryError\. Ch"
+    ):
+        generator.run()
+
+
+def graphs_called(model: TinyModel, request: Request, monkeypatch) -> set[str]:
+    called: set[str] = set()
+    of_name = type(model.graphs).executable
+
+    def executable(name: str):
+        called.add(name)
+        return of_name(model.graphs, name)
+
+    monkeypatch.setattr(model.graphs, "executable", executable)
+    generator = model.generator()
+    generator.submit(request)
+    generator.run()
+    return called
+
+
+def test_the_rows_that_need_a_graph_are_those_that_call_it(model, monkeypatch):
+    asked = [
+        SamplingParams(max_tokens=3, ignore_eos=True),
+        SamplingParams(max_tokens=0, prompt_logprobs=0),
+        SamplingParams(max_tokens=20, n=2, ignore_eos=True),
+        SamplingParams(max_tokens=1, prompt_logprobs=0, ignore_eos=True),
+    ]
+    for ids, params in zip([*prompts(7, seed=3), [5]], asked * 2, strict=True):
+        called = graphs_called(model, Request("row", ids, params), monkeypatch)
+        need = Need(len(ids), params.max_tokens, params.n, params.prompt_logprobs)
+        wanted = {name for name in graph_names(model.grid) if needs_graph(name, model.grid, need)}
+        # a call may end on the next span already, and slots for all samples be free apart alone
+        assert called <= wanted, called - wanted
+        assert wanted - called <= {"empty state", "fork"} | {
+            name for name in wanted if name.startswith("decode")
+        }

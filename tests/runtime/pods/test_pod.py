@@ -1,0 +1,124 @@
+"""What the processes of a pod say to each other, over a store in memory."""
+
+import math
+import subprocess
+import sys
+
+import pytest
+
+from noria.runtime.pods.coordination import Address
+from noria.runtime.pods.peers import GO, Word
+from noria.runtime.pods.pod import WORDS_KEPT, Disagreement, OutOfStep, Pod, join
+from noria.runtime.pods.watchdog import Watchdog
+
+
+class Store:
+    """The key-value store as one of several processes, run one after another, sees it."""
+
+    def __init__(self, rank: int, values: dict[str, bytes]):
+        self.rank, self.size, self.values = rank, 2, values
+        self.barriers: list[str] = []
+
+    def put(self, key: str, value: bytes) -> None:
+        self.values[key] = value
+
+    def get(self, key: str) -> bytes:
+        return self.values[key]
+
+    def folder(self, prefix: str) -> dict[str, bytes]:
+        return {key: value for key, value in self.values.items() if key.startswith(f"{prefix}/")}
+
+    def remove_folder(self, prefix: str) -> None:
+        for key in self.folder(prefix):
+            del self.values[key]
+
+    def barrier(self, name: str) -> None:
+        self.barriers.append(name)
+
+
+@pytest.fixture
+def pods():
+    values: dict[str, bytes] = {}
+    stores = [Store(rank, values) for rank in range(2)]
+    return [Pod(store, Watchdog(store, store.rank, 2, 60.0)) for store in stores]
+
+
+@pytest.mark.parametrize("value", [None, 3, [1, 2, 3], "a plan\n", {"a": [None]}])
+def test_what_process_0_shares_is_what_the_others_get(pods, value):
+    leader, follower = pods
+    assert leader.share(value) == value
+    assert follower.share("something else") == value
+
+
+def test_equal_facts_are_agreed_on_and_all_wait_for_all(pods):
+    for pod in pods:
+        pod.agree(lambda: {"input": "sha256:1"})
+        assert len(pod._store.barriers) == 1
+
+
+def test_other_facts_are_refused_naming_key_values_and_processes(pods):
+    leader, follower = pods
+    leader.agree(lambda: {"input": "sha256:1", "seed": "0"})
+    with pytest.raises(Disagreement) as caught:
+        follower.agree(lambda: {"input": "sha256:1", "seed": "7"})
+    assert "seed: process 0 has 0, process 1 has 7" in str(caught.value)
+    assert "input" not in str(caught.value)
+
+
+def test_the_word_of_process_0_is_followed(pods):
+    leader, follower = pods
+    words = [GO, GO, Word("drain", "SIGTERM"), Word("stop", "SIGTERM")]
+    assert [leader.follow(word, None) for word in words] == words
+    assert [follower.follow(GO, None) for _ in words] == words
+
+
+def test_a_process_that_did_something_else_is_refused_before_its_next_step(pods):
+    leader, follower = pods
+    leader.follow(GO, None)
+    follower.follow(GO, None)
+    leader.saw(0, [5, 6])
+    follower.saw(0, [5, 7])
+    leader.follow(GO, None)
+    with pytest.raises(OutOfStep, match="process 1 is out of step with process 0 before step 1"):
+        follower.follow(GO, None)
+
+
+def test_words_that_all_have_read_are_forgotten(pods):
+    leader, follower = pods
+    for _ in range(3 * WORDS_KEPT + 1):
+        leader.follow(GO, None)
+        follower.follow(GO, None)
+    assert len(leader._store.folder("words")) <= 2 * WORDS_KEPT + 1
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        (("host", 2, 0), "--coordinator: expected HOST:PORT, got 'host'"),
+        (("host:0", 2, 0), "--coordinator: expected HOST:PORT"),
+        (("host:1", 0, 0), "--num-processes: expected at least 1, got 0"),
+        (("host:1", 2, 2), "--process-id: expected 0 to 1, as --num-processes is 2, got 2"),
+        (("host:1", 2, -1), "--process-id: expected 0 to 1"),
+    ],
+)
+def test_an_address_that_cannot_be_is_refused(address, message):
+    with pytest.raises(ValueError) as caught:
+        Address(*address)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, 1e9, math.inf, math.nan])
+def test_a_limit_of_no_time_or_of_more_than_a_day_is_refused(seconds):
+    message = "--peer-timeout-seconds: expected more than 0 and at "
+    with pytest.raises(ValueError, match=message), join(None, seconds, "cpu"):
+        pass
+
+
+def test_a_job_of_one_process_imports_nothing_of_pods():
+    program = (
+        "import sys, noria.runtime.cli, noria.runtime.commands.batch_command; "
+        "print([name for name in ('pod', 'coordination', 'watchdog') "
+        "if f'noria.runtime.{name}' in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr

@@ -1,0 +1,136 @@
+"""The watch of a pod's processes on each other, over a store and a clock of the test's own."""
+
+import json
+import threading
+import time
+
+import pytest
+
+from noria.runtime.pods.watchdog import EXIT_LOST, Watchdog
+
+
+class Store:
+    """A key-value store that can be made to fail."""
+
+    def __init__(self):
+        self.values: dict[str, bytes] = {}
+        self.is_gone = False
+
+    def put(self, key: str, value: bytes) -> None:
+        self._check()
+        self.values[key] = value
+
+    def folder(self, prefix: str) -> dict[str, bytes]:
+        self._check()
+        return {key: value for key, value in self.values.items() if key.startswith(f"{prefix}/")}
+
+    def _check(self) -> None:
+        if self.is_gone:
+            raise RuntimeError("UNAVAILABLE")
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def pod():
+    """Three processes with a limit of ten seconds."""
+    store, clock = Store(), Clock()
+    return store, clock, [Watchdog(store, rank, 3, 10.0, clock=clock) for rank in range(3)]
+
+
+def run(clock, watchdogs, seconds: float) -> None:
+    for _ in range(int(seconds)):
+        clock.now += 1
+        for watchdog in (*watchdogs, *watchdogs):  # twice: a process hears the earlier ones only
+            watchdog.exchange()
+
+
+def test_processes_that_beat_are_left_alone(pod):
+    _, clock, watchdogs = pod
+    run(clock, watchdogs, 100)
+    assert [watchdog.verdict() for watchdog in watchdogs] == [None] * 3
+
+
+def test_a_silent_process_is_named_by_all_others_after_the_limit(pod):
+    _, clock, watchdogs = pod
+    run(clock, watchdogs, 5)
+    run(clock, watchdogs[:2], 10)
+    assert [watchdog.verdict() for watchdog in watchdogs[:2]] == [None] * 2
+    run(clock, watchdogs[:2], 2)
+    for watchdog in watchdogs[:2]:
+        reason, code = watchdog.verdict()
+        assert "process 2 has been silent for 11.0 s (the limit is 10 s)" in reason
+        assert code == EXIT_LOST
+
+
+def test_a_process_that_never_came_is_named_too(pod):
+    _, clock, watchdogs = pod
+    run(clock, watchdogs[:2], 11)
+    assert "process 2 has been silent" in watchdogs[0].verdict().reason
+
+
+def test_a_store_that_does_not_answer_is_process_0_and_nobody_else(pod):
+    store, clock, watchdogs = pod
+    run(clock, watchdogs, 5)
+    store.is_gone = True
+    clock.now += 11
+    assert "process 0 has been silent for 11.0 s" in watchdogs[1].verdict().reason
+
+
+def test_a_process_that_fails_is_followed_with_its_reason_and_code(pod):
+    _, clock, watchdogs = pod
+    run(clock, watchdogs, 2)
+    watchdogs[1].fail("row 'x': no", 3)
+    run(clock, watchdogs, 1)
+    assert watchdogs[0].verdict() == ("process 1 ended: row 'x': no", 3)
+    assert watchdogs[2].verdict() == ("process 1 ended: row 'x': no", 3)
+
+
+def test_a_process_that_left_well_is_not_missed(pod):
+    _, clock, watchdogs = pod
+    run(clock, watchdogs, 2)
+    watchdogs[1].leave()
+    run(clock, watchdogs, 1)
+    run(clock, [watchdogs[0], watchdogs[2]], 50)
+    assert watchdogs[0].verdict() is None
+
+
+def test_the_signal_of_one_process_is_known_to_the_others(pod):
+    _, clock, watchdogs = pod
+    watchdogs[2].pass_on("SIGTERM")
+    run(clock, watchdogs, 1)
+    assert [watchdog.asked for watchdog in watchdogs] == ["SIGTERM", "SIGTERM", None]
+
+
+def test_the_threads_end_the_process_when_another_falls_silent(capsys):
+    store, ended, codes = Store(), threading.Event(), []
+
+    def end(code: int) -> None:
+        codes.append(code)
+        ended.set()
+
+    watchdog = Watchdog(store, 1, 2, 0.5, end=end)
+    watchdog.start()
+    other = Watchdog(store, 0, 2, 0.5)
+    start = time.monotonic()
+    while time.monotonic() - start < 1.0:
+        other.exchange()
+        time.sleep(0.05)
+    assert not codes
+    assert ended.wait(5)
+    assert codes == [EXIT_LOST]
+    assert "noria: process 1: process 0 has been silent" in capsys.readouterr().err
+
+
+def test_the_reason_of_another_process_is_shown_and_not_sent_to_the_terminal(capsys):
+    store, ended = Store(), threading.Event()
+    told = {"end": {"failed": "no file \x1b[2J.jsonl", "exit_code": 3}}
+    store.put("alive/0", json.dumps(told).encode())
+    Watchdog(store, 1, 2, 0.5, end=lambda code: ended.set()).start()
+    assert ended.wait(5)
+    assert r"noria: process 1: no file \x1b[2J.jsonl" in capsys.readouterr().err
