@@ -18,7 +18,8 @@ from typing import NoReturn
 
 from . import errors
 from .console import printable, tell
-from .files.run_config import ConfigError, add_strict_config
+from .errors import ConfigError
+from .files.run_config import add_strict_config
 from .pods import pod_options
 
 

@@ -31,10 +31,10 @@ from .bundles.warm_start import WarmStart
 from .checkpoint import ModelFiles, open_model
 from .console import tell
 from .engine.generation import Generator
-from .errors import check_process
+from .errors import RowError, check_process
 from .files.layout_files import read_layout_table
 from .files.run_config import read_instant, read_plan_table
-from .request import Request, RequestOutput, RowError, SamplingParams
+from .request import Request, RequestOutput, SamplingParams
 from .text.chat_template import ChatRenderer
 from .text.tokenizer import Tokenizer
 from .vllm_options import CALL, CHAT, MODEL, also_accepts

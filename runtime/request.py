@@ -9,6 +9,7 @@ leaves after the prompt.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from .errors import RowError
 from .vllm_options import SAMPLING, also_accepts
 
 MAX_N = 128
@@ -16,21 +17,6 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKEN_IDS = 32
 MAX_LOGIT_BIAS = 300
-
-
-class RowError(ValueError):
-    """A row that ends as an error: a code for programs to branch on, a message for people.
-
-    Codes: invalid_json, invalid_utf8, invalid_line, missing_custom_id, duplicate_custom_id,
-    unsupported_url, invalid_request, unknown_parameter, context_length_exceeded, empty_prompt,
-    invalid_token_id, chat_template_error, nonfinite_logits, expert_overflow, internal_error.
-    """
-
-    def __init__(self, code: str, message: str, param: str | None = None):
-        super().__init__(message)
-        self.code = code
-        self.message = message
-        self.param = param
 
 
 @also_accepts(SAMPLING)

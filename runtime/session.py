@@ -26,7 +26,7 @@ from ..sharding.layout import Layout
 from ..sharding.legality import require
 from ..sharding.placement import Placement
 from .bundles.warm_start import WarmStart
-from .checkpoint import InvalidConfig, ModelFiles, load_params
+from .checkpoint import ModelFiles, load_params
 from .counted import counted
 from .devices import machine
 from .devices.graph_memory import check_memory
@@ -34,7 +34,7 @@ from .devices.host_arrays import HostArrays
 from .engine.engine import Engine
 from .engine.expert_use import ExpertSetup
 from .engine.generation import Generator
-from .errors import OutOfMemory, note_start
+from .errors import InvalidConfig, OutOfMemory, note_start
 from .text.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:

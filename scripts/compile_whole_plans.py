@@ -29,8 +29,8 @@ from noria.runtime import session
 from noria.runtime.checkpoint import ModelFiles, open_model
 from noria.runtime.commands import plan_command as command
 from noria.runtime.devices.machine import describe_machine
+from noria.runtime.errors import NoPlanFits
 from noria.runtime.planning.predict import Prediction, predict
-from noria.runtime.planning.search import NoPlanFits
 from noria.sharding.legality import IllegalLayout
 
 MODELS = Path("benchmarks/models")

@@ -6,8 +6,9 @@ Knows nothing of how rows run. Guarantees: nothing here changes a file.
 from collections.abc import Mapping
 from typing import Any
 
-from ..files.disk import UnusableFile, digest_file, temporary_name
-from .job import EXIT_BUILD, EXIT_OK, EXIT_ROWS_FAILED, JobError, JobSettings
+from ..errors import EXIT_BUILD, EXIT_OK, EXIT_ROWS_FAILED, JobError, UnusableFile
+from ..files.disk import digest_file, temporary_name
+from .job import JobSettings
 from .journal import differences
 from .manifest import describe, manifest_path, output_differences, read_manifest, said, table_in
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ..counted import counted
-from .job import EXIT_BUILD, JobError
+from ..errors import EXIT_BUILD, JobError
 from .scan import Need, ScannedRow
 
 if TYPE_CHECKING:

@@ -26,16 +26,6 @@ from .scan import Encode, ScanSummary
 if TYPE_CHECKING:
     from ..engine.generation import Generator
 
-EXIT_OK, EXIT_ROWS_FAILED, EXIT_USAGE, EXIT_MODEL, EXIT_BUILD, EXIT_RESUMABLE = 0, 1, 2, 3, 4, 75
-
-
-class JobError(RuntimeError):
-    """The job cannot go on; `exit_code` is the command's."""
-
-    def __init__(self, message: str, exit_code: int):
-        super().__init__(message)
-        self.exit_code = exit_code
-
 
 @dataclass(frozen=True)
 class Build:

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from ..files.disk import UnusableFile, check_replaceable, temporary_name
-from ..files.run_config import ConfigError
+from ..errors import ConfigError, UnusableFile
+from ..files.disk import check_replaceable, temporary_name
 from .journal import journal_path
 from .lock import lock_path
 from .manifest import manifest_path

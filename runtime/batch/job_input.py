@@ -12,9 +12,9 @@ from datetime import datetime
 from typing import Any, BinaryIO
 
 from ..counted import counted
-from ..request import RowError
+from ..errors import JournalError, RowError
 from .job import JobModel, JobSettings, JobText
-from .journal import Journal, JournalError
+from .journal import Journal
 from .journal_records import INSTANT
 from .lines import BadRow, BatchRow
 from .part import Part

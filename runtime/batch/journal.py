@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from ..errors import JournalError, JournalWriteError
 from ..files.disk import Disk
 from ..files.strict_json import dump_line
 from .journal_records import FORMAT, PLAN, SETUP, BadRecord, read_record
@@ -32,16 +33,6 @@ SYNC_SECONDS = 1.0
 
 def journal_path(output: Path) -> Path:
     return output.with_name(f"{output.name}.journal")
-
-
-class JournalError(ValueError):
-    """The journal on disk cannot be continued by this job."""
-
-
-class JournalWriteError(OSError):
-    """The disk refused a record; everything recorded before is kept, so the job can go on."""
-
-    exit_code = 75
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ..errors import RowError
 from ..files.strict_json import MAX_LINE_BYTES, Line, dump_line, parse_object
-from ..request import RowError, SamplingParams, wrong_value
+from ..request import SamplingParams, wrong_value
 from ..text.chat_messages import checked_messages
 from .request_body import read_params, unknown_parameter
 

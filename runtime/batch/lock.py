@@ -17,7 +17,8 @@ import sys
 from pathlib import Path
 from types import TracebackType
 
-from ..files.disk import UnusableFile, open_in_place
+from ..errors import OutputIsLocked, UnusableFile
+from ..files.disk import open_in_place
 
 _START = b'{"pid": '
 """The beginning of every lock of noria, even of one that was cut short."""
@@ -25,10 +26,6 @@ _START = b'{"pid": '
 
 def lock_path(output: Path) -> Path:
     return output.with_name(f"{output.name}.lock")
-
-
-class OutputIsLocked(ValueError):
-    """Another process writes this output."""
 
 
 class JobLock:

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..counted import counted
+from ..errors import EXIT_OK, EXIT_RESUMABLE, EXIT_ROWS_FAILED, JobError, MergeError
 from ..files.disk import Disk, digest_chunks, digest_file
-from .job import EXIT_OK, EXIT_RESUMABLE, EXIT_ROWS_FAILED, JobError
 from .job_files import check_files, job_outputs, side_files
 from .journal import differences, journal_path
 from .lock import JobLock, lock_path
@@ -52,10 +52,6 @@ _OF_THE_JOB = (
     "input",
 )
 """What parts have in common; everything else in a manifest is of its part alone."""
-
-
-class MergeError(ValueError):
-    """These files are not all parts of one job, each once and finished."""
 
 
 @dataclass(frozen=True)

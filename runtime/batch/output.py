@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from ..counted import counted
+from ..errors import EXIT_RESUMABLE, JobError
 from ..files.disk import Disk, replace_file
 from ..files.strict_json import dump_line
-from .job import EXIT_RESUMABLE, JobError, JobSettings
+from .job import JobSettings
 from .journal import Journal, JournalRow
 from .journal_records import INSTANT, MODEL, WEIGHTS
 from .manifest import (

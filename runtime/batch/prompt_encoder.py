@@ -10,7 +10,7 @@ Knows nothing of files or buckets. Guarantees: for each row token ids, or a `Row
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..request import RowError
+from ..errors import RowError
 from ..text.chat_template import Conversation
 from ..text.tokenizer import Tokenizer
 from .lines import BatchRow

@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..request import MAX_LOGPROBS, RowError, SamplingParams, wrong_value
+from ..errors import RowError
+from ..request import MAX_LOGPROBS, SamplingParams, wrong_value
 
 # keys that are SamplingParams fields under the same name, with the same meaning
 _DIRECT = (

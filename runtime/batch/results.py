@@ -16,7 +16,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..request import CompletionOutput, RequestOutput, RowError, TokenLogprob
+from ..errors import RowError
+from ..request import CompletionOutput, RequestOutput, TokenLogprob
 from ..text.tokenizer import Tokenizer
 from .lines import BadRow, BatchRow
 

@@ -19,21 +19,21 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..counted import counted
-from ..files.disk import Disk
-from ..pods.peers import ALONE, GO, Peers
-from ..request import Request, RequestOutput, RowError
-from .finished import exit_code_of, finished_manifest, refuse_foreign_outputs
-from .job import (
+from ..errors import (
     EXIT_BUILD,
     EXIT_MODEL,
     EXIT_OK,
     EXIT_RESUMABLE,
     EXIT_ROWS_FAILED,
-    Build,
+    InputError,
     JobError,
-    JobModel,
-    JobSettings,
+    RowError,
 )
+from ..files.disk import Disk
+from ..pods.peers import ALONE, GO, Peers
+from ..request import Request, RequestOutput
+from .finished import exit_code_of, finished_manifest, refuse_foreign_outputs
+from .job import Build, JobModel, JobSettings
 from .job_input import JobInput, decide_instant, open_input, record_instant
 from .journal import RETRIED_CODES, Journal
 from .journal_records import MODEL, PLAN, WEIGHTS
@@ -43,7 +43,7 @@ from .manifest import PhaseClock, fingerprint, manifest_path
 from .output import finalise, summarise
 from .progress import Progress
 from .results import OutputLines, error_of_line, row_metrics
-from .scan import InputError, ScannedRow, ScanSummary, check_input
+from .scan import ScannedRow, ScanSummary, check_input
 from .stop_signals import EXIT_CODES, Drain, StopSignals
 
 if TYPE_CHECKING:

@@ -14,9 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from ..files.disk import UnusableFile
+from ..errors import InputError, RowError
 from ..files.strict_json import Line, read_line_at, read_lines
-from ..request import RowError
 from .input_format import other_format
 from .lines import BadRow, BatchRow, duplicate_of, read_row
 from .prompt_encoder import Encoded
@@ -30,10 +29,6 @@ DEPTH = 3
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-
-
-class InputError(UnusableFile):
-    """The input file cannot be used."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,14 @@ import signal
 import time
 from types import FrameType, TracebackType
 
+from ..errors import EXIT_INTERRUPTED, EXIT_RESUMABLE
 from ..pods.peers import GO, Peers, Word
 
-EXIT_CODES = {signal.SIGTERM: 75, signal.SIGHUP: 75, signal.SIGINT: 130}
+EXIT_CODES = {
+    signal.SIGTERM: EXIT_RESUMABLE,
+    signal.SIGHUP: EXIT_RESUMABLE,
+    signal.SIGINT: EXIT_INTERRUPTED,
+}
 
 
 class StopNow(BaseException):

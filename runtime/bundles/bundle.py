@@ -24,9 +24,10 @@ from ...compile.targets import Target
 from ...modelzoo.config import DecoderConfig
 from ..batch.job_files import check_fillable
 from ..devices.graph_memory import memory_facts
+from ..errors import BundleUnusable, ConfigError
 from ..files.disk import Disk, digest_file, replace_file, temporary_name
-from ..files.own_files import BundleUnusable, KeptFile, opened, read_file, read_kept
-from ..files.run_config import PLAN, ConfigError
+from ..files.own_files import KeptFile, opened, read_file, read_kept
+from ..files.run_config import PLAN
 from ..pods.peers import ALONE, Peers
 from .key import check_key, key_of
 from .loading import dump

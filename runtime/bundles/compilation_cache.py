@@ -15,15 +15,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from .. import errors
-from ..files.own_files import BundleUnusable, opened
+from ..errors import BundleUnusable, CacheUnusable
+from ..files.own_files import opened
 
 _OWN = 0o700
 MAX_BYTES = 4 * 2**30
 """Size of the folder of graphs above which those that were used longest ago are removed."""
-
-
-class CacheUnusable(ValueError):
-    """The reason why compiled programs are not kept."""
 
 
 def default_directory() -> Path:

@@ -18,7 +18,7 @@ from ...compile.targets import Target
 from ...modelzoo.config import DecoderConfig
 from ..batch.manifest import versions
 from ..devices.machine import processor_flags
-from ..files.own_files import BundleUnusable
+from ..errors import BundleUnusable
 
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _HARMLESS = ("cache", "log", "platforms", "traceback")

@@ -16,7 +16,7 @@ from ...compile.plan import Plan
 from ...compile.steps import DecodeState
 from ...compile.targets import Target
 from ..checkpoint import ModelFiles
-from ..files.own_files import BundleUnusable
+from ..errors import BundleUnusable
 from ..pods.peers import ALONE, Peers
 from .bundle import Bundle, own_folder
 from .kept_programs import KeptPrograms

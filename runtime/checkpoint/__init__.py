@@ -7,17 +7,6 @@
 which `save_orbax` writes. Importing this package, opening and describing a model import no jax.
 """
 
-from .errors import (
-    CheckpointChanged,
-    CheckpointError,
-    CheckpointMismatch,
-    InvalidConfig,
-    InvalidGGUF,
-    InvalidOrbax,
-    InvalidQuantisation,
-    InvalidSafetensors,
-    ModelNotFound,
-)
 from .generation_defaults import GenerationDefaults
 from .loader import load_params
 from .model_files import ModelFiles, open_model
@@ -26,17 +15,8 @@ from .tensor_source import TensorInfo
 from .weights_digest import WeightsDigest
 
 __all__ = [
-    "CheckpointChanged",
-    "CheckpointError",
-    "CheckpointMismatch",
     "GenerationDefaults",
-    "InvalidConfig",
-    "InvalidGGUF",
-    "InvalidOrbax",
-    "InvalidQuantisation",
-    "InvalidSafetensors",
     "ModelFiles",
-    "ModelNotFound",
     "TensorInfo",
     "WeightsDigest",
     "load_params",

@@ -13,8 +13,8 @@ import numpy as np
 
 from ...modelzoo.families.quantisation import Quantisation
 from ..counted import counted
+from ..errors import InvalidQuantisation
 from .block_formats import BlockFormat, format_of
-from .errors import InvalidQuantisation
 from .tensor_source import Index, TensorInfo, TensorSource, intervals
 
 MAX_LISTED = 20

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...modelzoo.families.config_reader import listing
 from ..counted import counted
-from .errors import InvalidConfig
+from ..errors import InvalidConfig
 from .small_files import has_file, read_json_object
 from .tensor_source import TensorSource
 

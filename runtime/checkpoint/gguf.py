@@ -23,8 +23,9 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import CheckpointChanged, InvalidGGUF
 from ..files.file_facts import FileStamp
-from .errors import CheckpointChanged, InvalidGGUF, require
+from .optional_packages import require
 from .tensor_source import Index, Interval, TensorInfo, intervals
 
 MAX_METADATA_KEYS = 65_536

@@ -19,7 +19,7 @@ import numpy as np
 from ...modelzoo.config import Arrangement
 from ...modelzoo.families.mapping import ParameterSource
 from ...modelzoo.layer_groups import of_single_layers
-from .errors import CheckpointMismatch
+from ..errors import CheckpointMismatch
 from .tensor_source import AxisPattern, Index, Interval, TensorSource, intervals, source_of
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from ...modelzoo.families.config_reader import ConfigReader, UnsupportedModel
 from ...modelzoo.families.quantisation import read_quantisation
+from ..errors import CheckpointError, InvalidConfig, ModelNotFound
 from ..pods.peers import ALONE, Peers
 from .dequantised import dequantised
-from .errors import CheckpointError, InvalidConfig, ModelNotFound
 from .generation_defaults import GenerationDefaults
 from .gguf import GGUFFile
 from .orbax_store import (

@@ -26,7 +26,7 @@ from ...modelzoo.config import AS_PUBLISHED, Arrangement
 from ...modelzoo.families.mapping import ParameterSource, Part
 from ...modelzoo.layer_groups import of_single_layers
 from ..counted import counted
-from .errors import InvalidOrbax
+from ..errors import InvalidOrbax
 from .generation_defaults import GenerationDefaults
 from .small_files import has_file, read_json_object, read_small
 from .tensor_source import Index, TensorInfo

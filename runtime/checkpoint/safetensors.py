@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 
 from ..counted import counted
+from ..errors import CheckpointError, InvalidSafetensors, ModelNotFound
 from ..files.file_facts import FileStamp
-from .errors import CheckpointError, InvalidSafetensors, ModelNotFound, require
+from .optional_packages import require
 from .small_files import file_inside, has_file, parse_json_object, read_json_object
 from .tensor_source import Index, TensorInfo
 

@@ -12,9 +12,8 @@ import stat
 from pathlib import Path
 from typing import Any
 
+from ..errors import CheckpointError, InvalidConfig, RowError
 from ..files.strict_json import parse_object
-from ..request import RowError
-from .errors import CheckpointError, InvalidConfig
 
 MAX_JSON_BYTES = 32 * 2**20
 MAX_VOCABULARY_BYTES = 256 * 2**20

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from ...modelzoo.families.config_reader import listing
 from ..counted import counted
+from ..errors import InvalidConfig
 from ..files.run_config import STRICT_CONFIG
-from .errors import InvalidConfig
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from ..errors import CheckpointChanged
 from ..files.file_facts import FileFacts, FileStamp
 from ..pods.peers import ALONE, Peers
-from .errors import CheckpointChanged
 from .remembered_roots import RememberedRoots
 
 BLOCK_BYTES = 64 * 2**20

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..batch.graph_rows import naming_rows
-from ..batch.job import EXIT_MODEL, EXIT_USAGE, Build, JobError, JobSettings, JobText
+from ..batch.job import Build, JobSettings, JobText
 from ..batch.manifest import PhaseClock, versions
 from ..batch.part import Part
 from ..batch.progress import Progress
@@ -26,12 +26,13 @@ from ..batch.scan import Need, ScanSummary
 from ..checkpoint import ModelFiles, open_model
 from ..devices.default_target import default_target
 from ..engine.feeding import feeding_order
+from ..errors import EXIT_MODEL, EXIT_USAGE, ConfigError, InvalidTokenizer, JobError
 from ..files.layout_files import layout_file, read_layout_table
-from ..files.run_config import ConfigError, read_instant, read_plan_table
+from ..files.run_config import read_instant, read_plan_table
 from ..pods import pod_options
 from ..pods.peers import ALONE, Peers
 from ..text.chat_template import ChatRenderer
-from ..text.tokenizer import InvalidTokenizer, load_tokenizer
+from ..text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from ...compile.build import GraphBuilt

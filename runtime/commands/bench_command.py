@@ -23,11 +23,11 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..batch.job import EXIT_BUILD, JobError
 from ..batch.job_files import check_files
 from ..console import tell
 from ..devices.default_target import default_target
 from ..devices.machine import describe_machine
+from ..errors import EXIT_BUILD, JobError
 from ..files.disk import Disk, replace_file
 from ..files.layout_files import layout_file, read_layout_table
 from ..files.run_config import add_strict_config, apply_overrides

@@ -11,11 +11,11 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..batch.job import EXIT_BUILD, JobError
 from ..batch.job_files import check_files
 from ..console import note, tell
 from ..counted import counted
-from ..files.run_config import ConfigError, add_strict_config, apply_overrides, read_plan_table
+from ..errors import EXIT_BUILD, ConfigError, JobError
+from ..files.run_config import add_strict_config, apply_overrides, read_plan_table
 from ..pods import pod_options
 from ..pods.peers import Peers
 

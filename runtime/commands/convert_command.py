@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from ..batch.job_files import check_fillable
 from ..console import note, tell
 from ..counted import counted
-from ..files.run_config import ConfigError, add_strict_config
+from ..errors import ConfigError
+from ..files.run_config import add_strict_config
 
 if TYPE_CHECKING:
     from ..checkpoint import ModelFiles

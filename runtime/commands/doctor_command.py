@@ -14,9 +14,10 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ..bundles.compilation_cache import CacheUnusable, check_trusted, default_directory
+from ..bundles.compilation_cache import check_trusted, default_directory
 from ..console import tell
 from ..devices.machine import usable_cores
+from ..errors import CacheUnusable
 
 OLDEST_PYTHON = (3, 11)
 USER_EXTRAS = ("hf", "gguf")

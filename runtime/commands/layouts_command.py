@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING
 from ..batch.job_files import check_files, check_fillable
 from ..console import note, tell
 from ..counted import counted
+from ..errors import EXIT_OK, EXIT_ROWS_FAILED, ConfigError
 from ..files.layout_files import (
     layout_file,
     named_layout_tables,
     read_layout_table,
     split_spellings,
 )
-from ..files.run_config import ConfigError, add_strict_config
+from ..files.run_config import add_strict_config
 
 if TYPE_CHECKING:
     from ...compile.grids.bucket_grid import BucketGrid
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
     from ...modelzoo.config import DecoderConfig
     from ...sharding.layout import Layout
     from ..checkpoint import ModelFiles
-
-EXIT_OK, EXIT_ILLEGAL = 0, 1
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -92,7 +91,7 @@ def _run(options: argparse.Namespace, files: "ModelFiles") -> int:
     tell(sys.stdout, table_of(results))
     _write(options, files, dtype, config, grid, results)
     is_fine = options.layouts == "all" or not any(result.findings for result in results)
-    return EXIT_OK if is_fine else EXIT_ILLEGAL
+    return EXIT_OK if is_fine else EXIT_ROWS_FAILED
 
 
 def _layouts(asked: str, num_devices: int) -> list["Layout"]:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from ..console import note, tell
 from ..devices.default_target import default_target
-from ..files.run_config import ConfigError, add_strict_config
+from ..errors import ConfigError
+from ..files.run_config import add_strict_config
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

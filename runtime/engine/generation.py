@@ -19,8 +19,8 @@ from ...compile.grids.bucket_grid import BucketGrid, NoBucketFits, NoDecodeSlots
 from ...compile.monitor import compile_monitor
 from ...compile.signatures import MAX_STOP_IDS
 from ..counted import counted
-from ..errors import check_process
-from ..request import CompletionOutput, Request, RequestMetrics, RequestOutput, RowError
+from ..errors import RowError, check_process
+from ..request import CompletionOutput, Request, RequestMetrics, RequestOutput
 from ..text.collector import TextCollector
 from ..text.tokenizer import Tokenizer
 from .call_results import CallResults, ChoicesDropped, Event, PromptScored, TokensEmitted

@@ -8,7 +8,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..request import CompletionOutput, Request, RowError, TokenLogprob
+from ..errors import RowError
+from ..request import CompletionOutput, Request, TokenLogprob
 from ..text.collector import TextCollector
 from .engine import EngineRequest
 

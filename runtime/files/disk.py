@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from ..errors import UnusableFile
+
 
 @dataclass(frozen=True)
 class FileDigest:
@@ -26,10 +28,6 @@ class FileDigest:
 
     sha256: str
     num_bytes: int
-
-
-class UnusableFile(ValueError):
-    """A file that a command was given cannot be read or written."""
 
 
 class Disk:

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from ..checkpoint.errors import CheckpointChanged
+from ..errors import CheckpointChanged
 
 
 class FileFacts(NamedTuple):

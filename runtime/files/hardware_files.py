@@ -6,7 +6,8 @@ from pathlib import Path
 
 from ...compile import planning
 from ...compile.planning.hardware import Hardware, read_hardware
-from .run_config import ConfigError, read_toml
+from ..errors import ConfigError
+from .run_config import read_toml
 
 
 def known_hardware(path: Path | None = None) -> dict[str, Hardware]:

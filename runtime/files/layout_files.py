@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ... import sharding
-from .run_config import ConfigError, read_toml
+from ..errors import ConfigError
+from .run_config import read_toml
 
 
 def named_layout_tables() -> dict[str, dict[str, Any]]:

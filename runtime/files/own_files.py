@@ -16,11 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..errors import BundleUnusable
+
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
-
-
-class BundleUnusable(ValueError):
-    """Why something that a bundle keeps is not used."""
 
 
 @dataclass(frozen=True)

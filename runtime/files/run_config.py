@@ -12,6 +12,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from ..errors import ConfigError
+
 _BARE_WORD = re.compile(r"[A-Za-z_./~][\w./:@+~-]*")
 
 
@@ -19,10 +21,6 @@ PLAN = "plan.toml"
 """The plan of a bundle."""
 STRICT_CONFIG = "--strict-config"
 """The option of every subcommand that opens a model."""
-
-
-class ConfigError(ValueError):
-    """A configuration that says something we do not understand."""
 
 
 def add_strict_config(parser: argparse.ArgumentParser) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO, NoReturn
 
-from ..request import RowError
+from ..errors import RowError
 
 MAX_LINE_BYTES = 64 * 2**20
 MAX_DEPTH = 64

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ...compile.grids.default_grid import RowNeed
 from ...compile.planning.candidates import ExpectedRow
-from ..files.run_config import ConfigError
+from ..errors import ConfigError
 
 COLUMNS = ("prompt_tokens", "output_tokens", "max_tokens")
 _SHOWN = 40

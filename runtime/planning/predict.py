@@ -25,18 +25,17 @@ from ...modelzoo.layer_groups import places
 from ...sharding.layout import Layout
 from ...sharding.legality import IllegalLayout, require
 from ..checkpoint import ModelFiles
-from ..checkpoint.errors import CheckpointError
 from ..console import note
 from ..counted import counted
 from ..devices.machine import faster_dtype
+from ..errors import CheckpointError, ConfigError, NoPlanFits
 from ..files.hardware_files import known_hardware
 from ..files.layout_files import named_layout_tables, read_layout_table, split_spellings
-from ..files.run_config import ConfigError
 from .compiled_layouts import LayoutCompiler, PlannedLayout, problems
 from .layout_ranking import RankedLayout, Ranking, all_layouts
 from .nearest import nearest
 from .planning import Planned, Planner
-from .search import NoPlanFits, Tried
+from .search import Tried
 from .workload import Workload, read_workload
 
 ALL = "all"

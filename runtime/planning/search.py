@@ -18,14 +18,11 @@ from ...compile.planning.candidates import Budget, Candidate, ExpectedRow
 from ...compile.planning.cost import CostModel
 from ...compile.planning.graph_prices import GraphPrices
 from ..engine.feeding import feeding_order
+from ..errors import NoPlanFits
 from .simulator import SimulatedRow, Simulation, simulate
 
 MOST_TRIES = 24
 Scaled = Callable[[BucketGrid, Simulation], Simulation]
-
-
-class NoPlanFits(ValueError):
-    """No grid of the family fits what a plan may take."""
 
 
 @dataclass(frozen=True)

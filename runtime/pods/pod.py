@@ -22,6 +22,7 @@ from .. import errors
 from ..batch.journal import differences
 from ..batch.manifest import versions
 from ..counted import counted
+from ..errors import OutOfStep
 from . import coordination
 from .coordination import Address
 from .peers import Peers, Value, Word
@@ -35,12 +36,6 @@ _COLLECTIVES = {"cpu": "gloo", "gpu": "nccl", "tpu": "tpu"}
 
 class Disagreement(ValueError):
     """The processes were not given the same."""
-
-
-class OutOfStep(RuntimeError):
-    """A process has not done what process 0 has done; its rows are not to be trusted."""
-
-    exit_code = 4
 
 
 @contextmanager

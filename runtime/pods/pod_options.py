@@ -7,7 +7,7 @@ import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ..files.run_config import ConfigError
+from ..errors import ConfigError
 from .peers import ALONE, Peers
 
 

@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..console import tell
+from ..errors import EXIT_RESUMABLE
 from .coordination import Coordination
 
-EXIT_LOST = 75
 MARGIN_SECONDS = 5.0
 MAX_INTERVAL_SECONDS = 0.5
 _FOLDER = "alive"
@@ -169,7 +169,7 @@ class Watchdog:
         return Verdict(
             f"{what} (the limit is {self.limit:g} s). Finished rows are kept; run the same "
             "commands again.",
-            EXIT_LOST,
+            EXIT_RESUMABLE,
         )
 
     def _end_all(self, reason: str, exit_code: int) -> None:

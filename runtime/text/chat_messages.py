@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ..request import RowError
+from ..errors import RowError
 from .tokenizer import check_encodable
 
 _MAX_DEPTH = 32

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from ..request import RowError
+from ..errors import RowError
 from .chat_messages import checked_json, checked_messages, strings_in
 from .special_tokens import unused_character
 from .template_process import TemplateFailure, TemplateLimits, TemplateProcess

@@ -9,7 +9,8 @@ ids were divided into pushes; no character is split.
 
 from collections.abc import Sequence
 
-from ..request import RowError, SamplingParams
+from ..errors import RowError
+from ..request import SamplingParams
 from .detokenizer import Detokenizer
 from .tokenizer import Tokenizer
 

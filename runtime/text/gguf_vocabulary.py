@@ -12,8 +12,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ..errors import InvalidTokenizer
 from .sentencepiece_model import Piece, PieceType, load_model, model_proto
-from .tokenizer import InvalidTokenizer, TextSettings, Tokenizer
+from .tokenizer import TextSettings, Tokenizer
 from .tokenizer_json import build_tokenizer, import_tokenizers
 
 _SOURCE = "GGUF metadata"

@@ -15,8 +15,9 @@ from enum import IntEnum
 from pathlib import Path
 
 from ..checkpoint.small_files import read_small
+from ..errors import InvalidTokenizer
 from .special_tokens import SpecialTokens
-from .tokenizer import InvalidTokenizer, TextSettings, Tokenizer, Vocabulary
+from .tokenizer import TextSettings, Tokenizer, Vocabulary
 from .tokenizer_directory import AddedToken, read_directory
 
 _TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")

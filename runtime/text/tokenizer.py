@@ -14,14 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from ..request import RowError
+from ..errors import InvalidTokenizer, RowError
 from .detokenizer import Detokenizer
 from .special_tokens import SpecialTokens
-
-
-class InvalidTokenizer(ValueError):
-    """Tokenizer files that cannot be used: corrupt, contradictory or of a kind we do not read."""
-
 
 MarkedText = tuple[str, str | None]
 """A rendered text, and the mark before special-token text of users; None if there is none."""

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..checkpoint.small_files import has_file, read_small
-from .tokenizer import InvalidTokenizer, TextSettings
+from ..errors import InvalidTokenizer
+from .tokenizer import TextSettings
 
 _ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..checkpoint.small_files import read_small
-from ..request import RowError
+from ..errors import InvalidTokenizer, RowError
 from .special_tokens import SpecialTokens
-from .tokenizer import InvalidTokenizer, TextSettings, Tokenizer, Vocabulary
+from .tokenizer import TextSettings, Tokenizer, Vocabulary
 from .tokenizer_directory import read_directory
 
 if TYPE_CHECKING:

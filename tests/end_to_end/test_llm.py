@@ -16,8 +16,7 @@ from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.monitor import compile_monitor
 from noria.compile.plan import Numbers, Plan, PlannedModel
 from noria.runtime import LLM, SamplingParams
-from noria.runtime.errors import ForkedProcess
-from noria.runtime.request import RowError
+from noria.runtime.errors import ForkedProcess, RowError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 GRID = BucketGrid(max_length=64, prefill=((16, 2),), decode_slots=2, decode_spans=(64,))

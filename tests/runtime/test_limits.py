@@ -11,8 +11,9 @@ from noria.compile.signatures import MAX_BIASES, MAX_STOP_IDS
 from noria.runtime import request
 from noria.runtime.engine.decode_slots import Job
 from noria.runtime.engine.scheduler import Scheduler
+from noria.runtime.errors import RowError
 from noria.runtime.files.strict_json import MAX_DEPTH, MAX_INTEGER_DIGITS, parse_object, read_lines
-from noria.runtime.request import RowError, SamplingParams
+from noria.runtime.request import SamplingParams
 from noria.runtime.text.template_process import TemplateFailure, TemplateLimits, TemplateProcess
 
 

@@ -11,7 +11,8 @@ from tiny import GRID
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.plan import Numbers, Plan, PlannedModel
 from noria.compile.targets import Target, find_target
-from noria.runtime.checkpoint import GenerationDefaults, InvalidConfig, open_model
+from noria.runtime.checkpoint import GenerationDefaults, open_model
+from noria.runtime.errors import InvalidConfig
 from noria.runtime.session import check_layout, check_target, eos_ids, load_model, prepare_jax
 
 

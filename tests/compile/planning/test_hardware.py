@@ -6,8 +6,8 @@ import pytest
 
 from noria.compile.planning.hardware import UnknownHardware, hardware_of, read_hardware
 from noria.compile.target_names import TargetName
+from noria.runtime.errors import ConfigError
 from noria.runtime.files.hardware_files import known_hardware
-from noria.runtime.files.run_config import ConfigError
 
 GOOD = {
     "source": "a datasheet",

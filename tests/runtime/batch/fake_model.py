@@ -14,7 +14,8 @@ from pathlib import Path
 from noria.runtime.batch.job import Build, JobSettings, JobText
 from noria.runtime.batch.progress import Progress
 from noria.runtime.batch.run import run_job
-from noria.runtime.request import CompletionOutput, Request, RequestMetrics, RequestOutput, RowError
+from noria.runtime.errors import RowError
+from noria.runtime.request import CompletionOutput, Request, RequestMetrics, RequestOutput
 
 VOCAB_SIZE = 256
 

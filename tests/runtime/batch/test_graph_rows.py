@@ -5,7 +5,7 @@ from tiny import GRID
 from noria.runtime.batch.graph_rows import describe_rows, needs_graph
 from noria.runtime.batch.lines import BadRow
 from noria.runtime.batch.scan import Need, ScannedRow
-from noria.runtime.request import RowError
+from noria.runtime.errors import RowError
 
 
 def row(number: int, length: int, bad: BadRow | None = None) -> ScannedRow:

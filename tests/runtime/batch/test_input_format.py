@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from noria.runtime.batch import input_format
 from noria.runtime.batch.input_format import other_format
-from noria.runtime.batch.scan import InputError
+from noria.runtime.errors import InputError
 
 ROWS = [{"id": f"q{i}", "prompt": f"prompt {i}, with a comma"} for i in range(5)]
 LINES = "".join(f"{json.dumps(row)}\n" for row in ROWS).encode()

@@ -10,15 +10,14 @@ import pytest
 from fake_model import FakeGenerator, FakeModel, masked, run, settings, write_input
 
 from noria.runtime.batch import job_input, token_spill
-from noria.runtime.batch.job import JobError
-from noria.runtime.batch.journal import JournalError
-from noria.runtime.batch.merge import MergeError, merge
+from noria.runtime.batch.merge import merge
 from noria.runtime.batch.part import Part
 from noria.runtime.batch.progress import Progress
 from noria.runtime.batch.run import run_job
 from noria.runtime.batch.scan import DEPTH, ahead
 from noria.runtime.batch.token_spill import TokenSpill
-from noria.runtime.files.run_config import ConfigError, read_instant
+from noria.runtime.errors import ConfigError, JobError, JournalError, MergeError
+from noria.runtime.files.run_config import read_instant
 
 ROWS = [
     {"id": "clock", "prompt": "date"},

@@ -11,9 +11,10 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from noria.runtime.batch.journal import Journal, JournalError
+from noria.runtime.batch.journal import Journal
 from noria.runtime.batch.journal_records import PLAN
 from noria.runtime.batch.stop_signals import StopNow
+from noria.runtime.errors import JournalError
 
 HEADER, THE_PLAN, ROW = 0, 3, 4
 """Positions of records in a journal: header, name of the model, its weights, the plan, rows."""

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from noria.runtime.batch.lines import BadRow, BatchRow, hash_request, read_row
 from noria.runtime.batch.scan import scan
+from noria.runtime.errors import RowError
 from noria.runtime.files.strict_json import Line, dump_line, parse_object, read_lines
-from noria.runtime.request import RowError
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 

@@ -9,13 +9,11 @@ import pytest
 from fake_model import FakeModel, masked, run, write_input
 from faulty_disk import Crash, FaultyDisk
 
-from noria.runtime.batch.job import JobError
-from noria.runtime.batch.lock import OutputIsLocked
-from noria.runtime.batch.merge import MergeError
 from noria.runtime.batch.merge import merge as merge_parts
 from noria.runtime.batch.part import Part
 from noria.runtime.batch.progress import Progress
-from noria.runtime.files.disk import Disk, UnusableFile
+from noria.runtime.errors import JobError, MergeError, OutputIsLocked, UnusableFile
+from noria.runtime.files.disk import Disk
 
 
 def merge(paths, output, **options):

@@ -9,8 +9,8 @@ from faulty_disk import Crash
 from numerics_helpers import script
 
 from noria.compile.grids.bucket_grid import BucketGrid
-from noria.runtime.batch.job import JobError
 from noria.runtime.batch.journal import Journal
+from noria.runtime.errors import JobError
 
 bench = script("scripts/bench_host.py")
 GRID = BucketGrid(64, ((16, 8),), decode_slots=8, decode_spans=(64,), steps_per_call=4)

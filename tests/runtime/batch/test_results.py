@@ -7,8 +7,9 @@ import pytest
 
 from noria.runtime.batch.lines import BadRow, BatchRow, read_row
 from noria.runtime.batch.results import OutputLines
+from noria.runtime.errors import RowError
 from noria.runtime.files.strict_json import Line
-from noria.runtime.request import CompletionOutput, RequestOutput, RowError, TokenLogprob
+from noria.runtime.request import CompletionOutput, RequestOutput, TokenLogprob
 
 
 class Tokens:

@@ -23,16 +23,20 @@ from fake_model import masked, run, write_input
 from faulty_disk import Crash, FaultyDisk
 from file_identity import identity
 
-from noria.runtime.batch.job import JobError
-from noria.runtime.batch.journal import JournalError, JournalWriteError
-from noria.runtime.batch.lock import OutputIsLocked
 from noria.runtime.batch.part import Part
 from noria.runtime.batch.progress import Progress
 from noria.runtime.batch.run import run_job
 from noria.runtime.batch.stop_signals import StopSignals
-from noria.runtime.files.disk import UnusableFile
+from noria.runtime.errors import (
+    JobError,
+    JournalError,
+    JournalWriteError,
+    OutputIsLocked,
+    RowError,
+    UnusableFile,
+)
 from noria.runtime.pods.peers import Peers
-from noria.runtime.request import RequestOutput, RowError
+from noria.runtime.request import RequestOutput
 
 
 @pytest.fixture

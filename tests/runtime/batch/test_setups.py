@@ -8,8 +8,9 @@ from fake_model import masked, run, write_input
 from faulty_disk import Crash, FaultyDisk
 from file_identity import identity
 
-from noria.runtime.batch.journal import Journal, JournalError
+from noria.runtime.batch.journal import Journal
 from noria.runtime.batch.journal_records import PLAN, SETUP
+from noria.runtime.errors import JournalError
 
 TWO, FOUR = "2 processes of 4 devices, gloo", "4 processes of 2 devices, gloo"
 

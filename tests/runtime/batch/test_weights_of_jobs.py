@@ -8,10 +8,10 @@ from fake_model import FakeModel, masked, run, write_input
 from faulty_disk import Crash, FaultyDisk
 from file_identity import identity
 
-from noria.runtime.batch.job import EXIT_MODEL, JobError
-from noria.runtime.batch.merge import MergeError, merge
+from noria.runtime.batch.merge import merge
 from noria.runtime.batch.part import Part
 from noria.runtime.batch.progress import Progress
+from noria.runtime.errors import EXIT_MODEL, JobError, MergeError
 
 OTHER = "sha256:other"
 

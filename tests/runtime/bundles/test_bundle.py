@@ -23,8 +23,7 @@ from noria.runtime.bundles.key import key_of
 from noria.runtime.bundles.loading import NotLoaded, load_in_background
 from noria.runtime.bundles.warm_start import WarmStart
 from noria.runtime.engine.padding import pack_greedy
-from noria.runtime.files.own_files import BundleUnusable
-from noria.runtime.files.run_config import ConfigError
+from noria.runtime.errors import BundleUnusable, ConfigError
 
 PLAN = Plan("cpu", PlannedModel("tiny", ""), Numbers("float32"), GRID)
 ELSEWHERE = Path("/nonexistent/model")

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from noria.modelzoo.families.mapping import Part
-from noria.runtime.checkpoint.errors import CheckpointChanged
 from noria.runtime.checkpoint.tensor_source import AxisPattern, TensorInfo, intervals
+from noria.runtime.errors import CheckpointChanged
 from noria.runtime.files.file_facts import FileStamp
 
 K, G, H, D, V, R = 3, 2, 8, 5, 7, 2

@@ -15,16 +15,11 @@ from tiny_llama import CONFIG, random_tensors, save
 from noria.compile.definition import Definition
 from noria.modelzoo.families.mapping import ParameterSource, Part
 from noria.modelzoo.families.quantisation import BlockFloat8, Mxfp4
-from noria.runtime.checkpoint import (
-    CheckpointMismatch,
-    InvalidQuantisation,
-    load_params,
-    loader,
-    open_model,
-)
+from noria.runtime.checkpoint import load_params, loader, open_model
 from noria.runtime.checkpoint.dequantised import dequantised
 from noria.runtime.checkpoint.loader import read_parameter
 from noria.runtime.checkpoint.safetensors import SafetensorsDirectory
+from noria.runtime.errors import CheckpointMismatch, InvalidQuantisation
 
 BLOCK = 128
 FP8 = {

@@ -7,7 +7,7 @@ import pytest
 from gguf_writer import build
 
 from noria.runtime.checkpoint import gguf, safetensors
-from noria.runtime.checkpoint.errors import InvalidGGUF, InvalidSafetensors
+from noria.runtime.errors import InvalidGGUF, InvalidSafetensors
 
 
 def _safetensors(path, *, tensors: int = 1, rank: int = 1, spaces: int = 0) -> None:

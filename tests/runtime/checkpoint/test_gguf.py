@@ -13,7 +13,6 @@ from gguf_writer import Writer, build, f32, llama_metadata
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from noria.runtime.checkpoint.errors import CheckpointChanged, InvalidGGUF
 from noria.runtime.checkpoint.gguf import (
     MAX_ALIGNMENT,
     MAX_RANK,
@@ -22,6 +21,7 @@ from noria.runtime.checkpoint.gguf import (
     parse_header,
     read_header,
 )
+from noria.runtime.errors import CheckpointChanged, InvalidGGUF
 
 RNG = np.random.default_rng(0)
 

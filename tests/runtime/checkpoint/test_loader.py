@@ -10,9 +10,10 @@ from counted_arrays import CountedArrays
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from noria.modelzoo.families.mapping import ParameterSource, Part
-from noria.runtime.checkpoint import CheckpointMismatch, TensorInfo, load_params
+from noria.runtime.checkpoint import TensorInfo, load_params
 from noria.runtime.checkpoint import loader as module
 from noria.runtime.checkpoint.loader import read_parameter
+from noria.runtime.errors import CheckpointMismatch
 
 D, K, G, H, F, V = 8, 2, 2, 4, 16, 32
 

@@ -16,17 +16,9 @@ from tiny_llama import CONFIG, random_tensors, save, shapes
 
 from noria.compile.definition import Definition
 from noria.runtime import LLM, cli
-from noria.runtime.checkpoint import (
-    CheckpointError,
-    GenerationDefaults,
-    InvalidConfig,
-    InvalidGGUF,
-    ModelNotFound,
-    load_params,
-    open_model,
-    save_orbax,
-)
+from noria.runtime.checkpoint import GenerationDefaults, load_params, open_model, save_orbax
 from noria.runtime.checkpoint import model_files as module
+from noria.runtime.errors import CheckpointError, InvalidConfig, InvalidGGUF, ModelNotFound
 
 SHAPES = shapes(CONFIG)
 PLAN = """

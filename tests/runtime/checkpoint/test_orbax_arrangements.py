@@ -10,8 +10,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from noria.modelzoo.config import AS_PUBLISHED, Arrangement, DecoderConfig
-from noria.runtime.checkpoint import CheckpointMismatch, load_params, open_model, save_orbax
+from noria.runtime.checkpoint import load_params, open_model, save_orbax
 from noria.runtime.checkpoint.orbax_store import concerns, to_arrangement
+from noria.runtime.errors import CheckpointMismatch
 
 K, G, H, D, V, F = 2, 4, 4, 8, 13, 16
 CONFIG = DecoderConfig(

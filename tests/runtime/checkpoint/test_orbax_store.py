@@ -10,15 +10,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from noria.modelzoo.config import Chunk, DecoderConfig, Llama3Scaling, NoRope, RopeConfig
-from noria.runtime.checkpoint import (
-    CheckpointMismatch,
-    GenerationDefaults,
-    InvalidOrbax,
-    load_params,
-    open_model,
-    save_orbax,
-)
+from noria.runtime.checkpoint import GenerationDefaults, load_params, open_model, save_orbax
 from noria.runtime.checkpoint.orbax_store import decode_config, encode_config
+from noria.runtime.errors import CheckpointMismatch, InvalidOrbax
 
 CONFIG = DecoderConfig(
     vocab_size=16,

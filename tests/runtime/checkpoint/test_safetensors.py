@@ -9,8 +9,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from noria.runtime.checkpoint import safetensors as module
-from noria.runtime.checkpoint.errors import CheckpointChanged, InvalidSafetensors, ModelNotFound
 from noria.runtime.checkpoint.safetensors import SafetensorsDirectory, safetensors_files
+from noria.runtime.errors import CheckpointChanged, InvalidSafetensors, ModelNotFound
 
 WEIGHTS = {
     "a": np.arange(24, dtype=np.float32).reshape(4, 6),

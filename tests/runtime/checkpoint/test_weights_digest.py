@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from noria.runtime.checkpoint import CheckpointChanged, WeightsDigest, remembered_roots
+from noria.runtime.checkpoint import WeightsDigest, remembered_roots
 from noria.runtime.checkpoint import weights_digest as module
 from noria.runtime.checkpoint.remembered_roots import RememberedRoots
+from noria.runtime.errors import CheckpointChanged
 from noria.runtime.files.file_facts import FileFacts
 from noria.runtime.pods.peers import Peers
 

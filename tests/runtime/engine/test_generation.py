@@ -24,7 +24,8 @@ from noria.compile.monitor import compile_monitor
 from noria.runtime.batch.graph_rows import needs_graph
 from noria.runtime.batch.scan import Need
 from noria.runtime.engine.generation import Generator
-from noria.runtime.request import Request, RowError, SamplingParams
+from noria.runtime.errors import RowError
+from noria.runtime.request import Request, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 GRIDS = {

@@ -10,8 +10,8 @@ import pytest
 from noria import sharding
 from noria.compile.definition import model_sizes
 from noria.modelzoo.config import DecoderConfig
+from noria.runtime.errors import ConfigError
 from noria.runtime.files.layout_files import named_layout_tables, read_layout_table, split_spellings
-from noria.runtime.files.run_config import ConfigError
 from noria.sharding.layout import Layout
 from noria.sharding.legality import check
 

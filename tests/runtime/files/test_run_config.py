@@ -2,7 +2,8 @@
 
 import pytest
 
-from noria.runtime.files.run_config import ConfigError, apply_overrides, read_toml
+from noria.runtime.errors import ConfigError
+from noria.runtime.files.run_config import apply_overrides, read_toml
 
 
 def test_overrides_are_toml_or_bare_words_and_leave_the_table_alone():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from noria.runtime.files.run_config import ConfigError
+from noria.runtime.errors import ConfigError
 from noria.runtime.planning.length_table import read_table
 
 HEAD = b"prompt_tokens,output_tokens\n"

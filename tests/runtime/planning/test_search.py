@@ -18,8 +18,9 @@ from noria.compile.planning.cost import CostModel
 from noria.compile.planning.hardware import Hardware
 from noria.compile.planning.prefill_calls import rows_through
 from noria.compile.planning.work import Work
+from noria.runtime.errors import NoPlanFits
 from noria.runtime.planning.planning import Planner
-from noria.runtime.planning.search import NoPlanFits, calls_are_larger, find_best, try_grid
+from noria.runtime.planning.search import calls_are_larger, find_best, try_grid
 
 HARDWARE = Hardware("mine", "made up", {"float32": 1e9}, 1e9, 1e8, 1e7, [])
 COST = CostModel(Work(Definition(CONFIG), "float32"), HARDWARE)

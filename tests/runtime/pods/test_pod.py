@@ -6,9 +6,10 @@ import sys
 
 import pytest
 
+from noria.runtime.errors import OutOfStep
 from noria.runtime.pods.coordination import Address
 from noria.runtime.pods.peers import GO, Word
-from noria.runtime.pods.pod import WORDS_KEPT, Disagreement, OutOfStep, Pod, join
+from noria.runtime.pods.pod import WORDS_KEPT, Disagreement, Pod, join
 from noria.runtime.pods.watchdog import Watchdog
 
 

@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from noria.runtime.pods.watchdog import EXIT_LOST, Watchdog
+from noria.runtime.errors import EXIT_RESUMABLE
+from noria.runtime.pods.watchdog import Watchdog
 
 
 class Store:
@@ -65,7 +66,7 @@ def test_a_silent_process_is_named_by_all_others_after_the_limit(pod):
     for watchdog in watchdogs[:2]:
         reason, code = watchdog.verdict()
         assert "process 2 has been silent for 11.0 s (the limit is 10 s)" in reason
-        assert code == EXIT_LOST
+        assert code == EXIT_RESUMABLE
 
 
 def test_a_process_that_never_came_is_named_too(pod):
@@ -123,7 +124,7 @@ def test_the_threads_end_the_process_when_another_falls_silent(capsys):
         time.sleep(0.05)
     assert not codes
     assert ended.wait(5)
-    assert codes == [EXIT_LOST]
+    assert codes == [EXIT_RESUMABLE]
     assert "noria: process 1: process 0 has been silent" in capsys.readouterr().err
 
 

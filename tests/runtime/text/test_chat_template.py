@@ -13,7 +13,7 @@ from datetime import datetime
 
 import pytest
 
-from noria.runtime.request import RowError
+from noria.runtime.errors import RowError
 from noria.runtime.text.chat_messages import checked_messages
 from noria.runtime.text.chat_template import ChatRenderer, Conversation
 from noria.runtime.text.template_process import TemplateFailure, TemplateLimits, TemplateProcess

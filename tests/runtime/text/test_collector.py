@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from noria.runtime.request import RowError, SamplingParams
+from noria.runtime.errors import RowError
+from noria.runtime.request import SamplingParams
 from noria.runtime.text.collector import TextCollector
 
 TEXT = "One two, three.\n\nUser: four 🙂 five"

@@ -12,9 +12,9 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from noria.runtime.request import RowError
+from noria.runtime.errors import InvalidTokenizer, RowError
 from noria.runtime.text.special_tokens import SpecialTokens
-from noria.runtime.text.tokenizer import InvalidTokenizer, Tokenizer, load_tokenizer
+from noria.runtime.text.tokenizer import Tokenizer, load_tokenizer
 
 TEXTS = [
     "",
