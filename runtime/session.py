@@ -35,10 +35,11 @@ from .engine.engine import Engine
 from .engine.expert_use import ExpertSetup
 from .engine.generation import Generator
 from .errors import InvalidConfig, OutOfMemory, note_start
-from .text.tokenizer import Tokenizer, load_tokenizer
+from .text.load_tokenizer import load_tokenizer
+from .text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from ..compile.build import GraphBuilt
+    from ..compile.build import BuildProgress
     from ..compile.definition import Definition
 
 
@@ -221,7 +222,7 @@ def load_model(
     with _naming_weights(files, abstract.values(), dtype, target):
         spec = files.spec.arranged(arrangement)
         parameters = load_params(spec, files.tensors, abstract, shardings)
-        parameters = placement.place(parameters, logical_axes)
+        parameters = placement.put_in_layout(parameters, logical_axes)
     return LoadedModel(files, definition, parameters, tokenizer, ends, dtype, target, placement)
 
 
@@ -285,7 +286,7 @@ def compile_plan(
     definition: "Definition",
     plan: Plan,
     placement: Placement,
-    on_graph: Callable[["GraphBuilt"], None] = lambda built: None,
+    on_graph: Callable[["BuildProgress"], None] = lambda built: None,
     warm: WarmStart | None = None,
 ) -> CompiledGraphs:
     """Every graph of a plan, for a target that may be absent; `warm` has some of them ready."""
@@ -310,7 +311,7 @@ def start(
     plan: Plan,
     *,
     seed: int = 0,
-    on_graph: Callable[["GraphBuilt"], None] = lambda built: None,
+    on_graph: Callable[["BuildProgress"], None] = lambda built: None,
     warm: WarmStart | None = None,
 ) -> Generator:
     """Take the graphs of `warm`, compile the others; put an empty decode state in place."""

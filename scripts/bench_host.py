@@ -41,7 +41,8 @@ from noria.runtime.engine.engine import Engine
 from noria.runtime.engine.feeding import feeding_order
 from noria.runtime.engine.generation import Generator
 from noria.runtime.session import prepare_jax
-from noria.runtime.text.tokenizer import Tokenizer, load_tokenizer
+from noria.runtime.text.load_tokenizer import load_tokenizer
+from noria.runtime.text.tokenizer import Tokenizer
 
 LONGEST_WAIT_MS = 2.0
 """The longest mean wait of a device between two decode calls, of plain rows."""

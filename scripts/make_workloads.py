@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from noria.runtime.checkpoint import open_model
-from noria.runtime.text.tokenizer import load_tokenizer
+from noria.runtime.text.load_tokenizer import load_tokenizer
 
 ROWS = 10_000
 LONGEST_PROMPT, LONGEST_OUTPUT = 8192, 1024

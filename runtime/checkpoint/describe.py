@@ -9,19 +9,17 @@ import json
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...modelzoo.families.config_reader import listing
 from ..counted import counted
 from ..errors import InvalidConfig
+from .model_files import ModelFiles
 from .small_files import has_file, read_json_object
 from .tensor_source import TensorSource
 
-if TYPE_CHECKING:
-    from .model_files import ModelFiles
 
-
-def describe(model: "ModelFiles", *, digest_weights: bool = False) -> str:
+def describe(model: ModelFiles, *, digest_weights: bool = False) -> str:
     """Return the report, one `subject  value` line each."""
     tensors = _tensors(model).tensors
     num_bytes, counts = Counter(), Counter()
@@ -58,7 +56,7 @@ def has_chat_template(files: Path | Mapping[str, Any]) -> bool:
     return has_file(files, name) and bool(read_json_object(files / name).get("chat_template"))
 
 
-def _tensors(model: "ModelFiles") -> TensorSource:
+def _tensors(model: ModelFiles) -> TensorSource:
     """What parameters are read from; where it is quantised in a way not read, what files hold."""
     try:
         return model.tensors
@@ -66,7 +64,7 @@ def _tensors(model: "ModelFiles") -> TensorSource:
         return model.stored_tensors
 
 
-def _architecture(model: "ModelFiles") -> list[tuple[str, str]]:
+def _architecture(model: ModelFiles) -> list[tuple[str, str]]:
     config = model.published_config
     published = config.get("architectures") or config.get("general.architecture")
     named = ", ".join(published) if isinstance(published, list) else published

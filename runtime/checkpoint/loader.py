@@ -18,7 +18,7 @@ import numpy as np
 
 from ...modelzoo.config import Arrangement
 from ...modelzoo.families.mapping import ParameterSource
-from ...modelzoo.layer_groups import of_single_layers
+from ...modelzoo.layer_groups import single_layer_names
 from ..errors import CheckpointMismatch
 from .tensor_source import AxisPattern, Index, Interval, TensorSource, intervals, source_of
 
@@ -63,7 +63,7 @@ def load_params(
     sources = {source.parameter: source for source in spec.sources}
     return {
         path: _load_one(
-            [sources[name] for name in of_single_layers(path)],
+            [sources[name] for name in single_layer_names(path)],
             tensors,
             abstract[path],
             shardings[path],
@@ -79,7 +79,7 @@ def _by_single_layers(
     return {
         name: leaf if name == path else leaf.update(shape=leaf.shape[1:])
         for path, leaf in abstract.items()
-        for name in of_single_layers(path)
+        for name in single_layer_names(path)
     }
 
 

@@ -120,12 +120,6 @@ class ModelFiles(ABC):
         """Return the digest of every byte of the weights; `start` begins its computation."""
         return WeightsDigest(self.weight_files(), peers)
 
-    def describe(self, *, digest_weights: bool = False) -> str:
-        """Report what the model holds, for `noria inspect`; the digest reads all weights."""
-        from .describe import describe
-
-        return describe(self, digest_weights=digest_weights)
-
     def close(self) -> None:
         if "tensors" in self.__dict__:
             self.tensors.close()

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...modelzoo.config import AS_PUBLISHED, Arrangement
-from ...modelzoo.families.mapping import ParameterSource, Part
-from ...modelzoo.layer_groups import of_single_layers
+from ...modelzoo.families.mapping import ParameterSource, TensorPart
+from ...modelzoo.layer_groups import single_layer_names
 from ..counted import counted
 from ..errors import InvalidOrbax
 from .generation_defaults import GenerationDefaults
@@ -80,7 +80,7 @@ def save_orbax(
     path = Path(path).resolve()
     if path.exists() and any(path.iterdir()):
         raise InvalidOrbax(f"{path}: expected a new or empty directory to save into, got files.")
-    if several := [name for name in params if of_single_layers(name) != [name]]:
+    if several := [name for name in params if single_layer_names(name) != [name]]:
         raise ValueError(
             f"save_orbax: expected parameters of single layers, as checkpoints of ours keep them, "
             f"got {several[0]}. Load the model without scan_layers."
@@ -230,7 +230,7 @@ def spec_of(description: Mapping[str, Any]) -> "ModelSpec":
     sources = []
     for name, entry in description["parameters"].items():
         axes = " ".join(f"axis{i}" for i in range(len(entry["shape"])))
-        sources.append(ParameterSource(name, (Part(name, f"{axes} -> {axes}"),)))
+        sources.append(ParameterSource(name, (TensorPart(name, f"{axes} -> {axes}"),)))
     config = decode_config(description["config"])
     return ModelSpec(description["family"], config, tuple(sources), ())
 

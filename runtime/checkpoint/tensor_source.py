@@ -18,7 +18,7 @@ from typing import Protocol
 
 import numpy as np
 
-from ...modelzoo.families.mapping import Part
+from ...modelzoo.families.mapping import TensorPart
 
 Index = tuple[slice, ...]
 
@@ -133,7 +133,7 @@ def _common_dtype(dtypes: Sequence[np.dtype]) -> np.dtype:
     return reduce(np.promote_types, dtypes, np.dtype(np.float32))
 
 
-def source_of(part: Part, source: TensorSource) -> TensorSource:
+def source_of(part: TensorPart, source: TensorSource) -> TensorSource:
     """Where the tensor of a part is read; ValueError if there is none of that shape."""
     if part.stacked:
         return Stacked(source, part.tensor, part.tensors)
@@ -182,10 +182,10 @@ class AxisPattern:
     sizes: tuple[tuple[str, int], ...] = ()
 
     @classmethod
-    def of(cls, part: Part) -> "AxisPattern":
+    def of(cls, part: TensorPart) -> "AxisPattern":
         """Parse the pattern of a part.
 
-        >>> AxisPattern.of(Part("q", "(k h) d -> d k 1 h", (("h", 4),))).target
+        >>> AxisPattern.of(TensorPart("q", "(k h) d -> d k 1 h", (("h", 4),))).target
         (('d',), ('k',), (), ('h',))
         """
         sides = part.axes.split("->")

@@ -32,10 +32,10 @@ from ..files.run_config import read_instant, read_plan_table
 from ..pods import pod_options
 from ..pods.peers import ALONE, Peers
 from ..text.chat_template import ChatRenderer
-from ..text.tokenizer import load_tokenizer
+from ..text.load_tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
-    from ...compile.build import GraphBuilt
+    from ...compile.build import BuildProgress
     from ...compile.grids.default_grid import RowNeed
     from ...compile.plan import Plan
     from ...compile.targets import Target
@@ -169,7 +169,7 @@ class BatchModel:
         from ..bundles import compilation_cache
         from ..bundles.warm_start import WarmStart
 
-        def report(built: "GraphBuilt") -> None:
+        def report(built: "BuildProgress") -> None:
             progress.note(str(built))
 
         # before the plan: a model that no family knows is the model's fault

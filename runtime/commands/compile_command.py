@@ -20,7 +20,7 @@ from ..pods import pod_options
 from ..pods.peers import Peers
 
 if TYPE_CHECKING:
-    from ...compile.build import GraphBuilt
+    from ...compile.build import BuildProgress
     from ...compile.definition import Definition
     from ...compile.plan import Plan
     from ...compile.targets import Target
@@ -69,7 +69,7 @@ def _compile(options: argparse.Namespace, plan: "Plan", peers: Peers) -> None:
 
     seconds: dict[str, float] = {}
 
-    def on_graph(built: "GraphBuilt") -> None:
+    def on_graph(built: "BuildProgress") -> None:
         seconds[built.name] = built.seconds
         say(built)
 

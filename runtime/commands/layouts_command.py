@@ -105,7 +105,7 @@ def _layouts(asked: str, num_devices: int) -> list["Layout"]:
     layouts = []
     for spelling in spellings:
         layout = Layout.from_table(read_layout_table(spelling), spelling)
-        layouts.append(layout.on(layout.mesh.fitted(num_devices)) if spelling in named else layout)
+        layouts.append(layout.with_mesh(layout.mesh.fitted(num_devices)) if spelling in named else layout)
     return layouts
 
 

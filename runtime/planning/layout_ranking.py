@@ -129,4 +129,4 @@ def all_layouts(tables: Mapping[str, Mapping[str, object]], num_devices: int) ->
     for name, table in tables.items():
         layout = Layout.from_table(table, name)
         for mesh in layout.mesh.all_fitted(num_devices):
-            yield layout.on(mesh)
+            yield layout.with_mesh(mesh)

@@ -55,7 +55,7 @@ def _more_devices(ranking: Ranking, layouts: Sequence[Layout]) -> str | None:
     """The least doubling of the devices at which one of the layouts has a mesh that fits."""
     count = 2 * ranking.num_devices
     while layouts and count <= MOST_DEVICES:
-        meshed = [layout.on(mesh) for layout in layouts for mesh in meshes_of(layout.mesh, count)]
+        meshed = [layout.with_mesh(mesh) for layout in layouts for mesh in meshes_of(layout.mesh, count)]
         ranked = replace(ranking, num_devices=count, torus=()).rank(meshed)
         fitting = [one for one in ranked if one.bound is not None]
         if fitting:
@@ -73,4 +73,4 @@ def meshes_of(mesh: MeshLayout, count: int) -> Iterator[MeshLayout]:
     """Meshes of so many devices with the same axes; those of size 1 stay."""
     wide = MeshLayout(tuple((name, size) for name, size in mesh.axes if size > 1))
     for fitted in wide.all_fitted(count):
-        yield MeshLayout.of({name: fitted.sizes.get(name, 1) for name, _ in mesh.axes})
+        yield MeshLayout.from_table({name: fitted.sizes.get(name, 1) for name, _ in mesh.axes})

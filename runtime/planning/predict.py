@@ -21,7 +21,7 @@ from ...compile.planning.cost import Calibration, CostModel
 from ...compile.planning.hardware import Hardware, hardware_of
 from ...compile.target_names import TargetName
 from ...modelzoo.config import Arrangement, DecoderConfig
-from ...modelzoo.layer_groups import places
+from ...modelzoo.layer_groups import block_layers
 from ...sharding.layout import Layout
 from ...sharding.legality import IllegalLayout, require
 from ..checkpoint import ModelFiles
@@ -214,7 +214,7 @@ def _budget(
 ) -> Budget:
     """Without `entry_bytes`, which depend on the layout, decode is expected to compile faster."""
     platform, asked = TargetName.of(options.target).platform, options.seconds_per_graph
-    num_defined = len(places(config, Arrangement(scan_layers=options.scan_layers)))
+    num_defined = len(block_layers(config, Arrangement(scan_layers=options.scan_layers)))
     predicted = GraphSeconds.predicted(platform, num_defined, entry_bytes)
     return Budget(
         prefill_graphs=options.max_prefill_graphs,

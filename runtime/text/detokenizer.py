@@ -13,17 +13,26 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Set as AbstractSet
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from .tokenizer import Tokenizer
+
+class TokenTable(Protocol):
+    """The parts of a tokenizer that decoding reads."""
+
+    special_ids: AbstractSet[int]
+    strips_leading_space: bool
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token adds to a text."""
+        ...
 
 
 class Detokenizer:
     """Decodes one stream of token ids."""
 
     def __init__(
-        self, tokenizer: Tokenizer, skip_special_tokens: bool, *, continues_text: bool = False
+        self, tokenizer: TokenTable, skip_special_tokens: bool, *, continues_text: bool = False
     ):
         """Takes `continues_text=True` where the ids continue a text that stands before them.
 

@@ -1,4 +1,4 @@
-"""Text to token ids and back: what every tokenizer of noria is, and where one is loaded from.
+"""Text to token ids and back: the tokenizer of every model.
 
 A tokenizer is three things: a table with the bytes of every token, two ways to encode (special
 tokens parsed, or all text plain), and what the model's files say about BOS, EOS and chat.
@@ -11,7 +11,6 @@ yields a second BOS; text that has no UTF-8 form is refused by position.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Protocol
 
 from ..errors import InvalidTokenizer, RowError
@@ -149,37 +148,6 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """A token's text on its own, for reports; part of a character shows as U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
-
-
-def load_tokenizer(files: str | Path | Mapping[str, object]) -> Tokenizer | None:
-    """Loads the tokenizer of a model directory or of GGUF metadata; None where there is none.
-
-    In a directory `tokenizer.json` is preferred over a sentencepiece `tokenizer.model`.
-    """
-    if isinstance(files, Mapping):
-        from .gguf_vocabulary import tokenizer_from_gguf
-
-        return tokenizer_from_gguf(files)
-    # here, as merging parts imports this module, and needs neither numpy nor model files
-    from ..checkpoint.small_files import has_file
-
-    directory = Path(files)
-    if has_file(directory, "tokenizer.json"):
-        from .tokenizer_json import tokenizer_from_json
-
-        return tokenizer_from_json(directory)
-    if has_file(directory, "tokenizer.model"):
-        from .sentencepiece_model import tokenizer_from_sentencepiece
-
-        return tokenizer_from_sentencepiece(directory)
-    for name in ("vocab.json", "vocab.txt", "tekken.json", "qwen.tiktoken"):
-        if has_file(directory, name):
-            raise InvalidTokenizer(
-                f"{directory}: expected tokenizer.json or a sentencepiece tokenizer.model, got "
-                f"only {name}. Save the tokenizer as tokenizer.json, or remove {name} to serve "
-                "prompts of token ids."
-            )
-    return None
 
 
 def encoding_error(text: str, param: str | None = None) -> RowError | None:

@@ -10,6 +10,7 @@ from tolerances import FLOAT32_MODEL_LOGPROB
 from noria.compile.definition import Definition
 from noria.modelzoo.config import LinearScaling, RopeConfig
 from noria.modelzoo.families.registry import UnsupportedModel, from_hf_config
+from noria.runtime.checkpoint.describe import describe
 from noria.runtime.checkpoint.loader import load_params
 from noria.runtime.checkpoint.model_files import open_model
 
@@ -115,7 +116,7 @@ def test_the_text_part_answers_text_as_the_whole_model_does(tmp_path, is_origina
         files.unread.report(said.append, is_strict=True)
         skipped = sum("vision_tower." in name for name in names)
         assert len(said) == 1 and f"{skipped} tensors of " in said[0]
-        assert f"parts not read   {skipped} tensors of" in files.describe()
+        assert f"parts not read   {skipped} tensors of" in describe(files)
     decoder = definition.bind(parameters)
     x_BTD, _ = decoder.forward(jnp.asarray(prompt, jnp.int32)[None], jnp.array([len(prompt)]))
     ours = jax.nn.log_softmax(decoder.logits(x_BTD)[0])

@@ -8,9 +8,10 @@ from tolerances import FLOAT32_MODEL_LOGPROB
 
 from noria.compile.definition import Definition
 from noria.modelzoo.config import Chunk, Llama3Scaling, NoRope, RopeConfig
-from noria.modelzoo.families.mapping import Beginning
+from noria.modelzoo.families.mapping import TensorPrefix
 from noria.modelzoo.families.registry import UnsupportedModel, from_hf_config
 from noria.modelzoo.moe.config import MoeConfig, Routing
+from noria.runtime.checkpoint.describe import describe
 from noria.runtime.checkpoint.loader import load_params
 from noria.runtime.checkpoint.model_files import open_model
 
@@ -137,7 +138,7 @@ def test_the_text_part_is_the_same_model_with_longer_names():
     text, part = from_hf_config(TEXT), from_hf_config(WHOLE)
     assert (part.family, part.config) == (text.family, text.config)
     assert part.sources == tuple(
-        source.renamed(Beginning("", "language_model.")) for source in text.sources
+        source.renamed(TensorPrefix("", "language_model.")) for source in text.sources
     )
     assert part.arranged(part.arrangement).sources == part.sources
     assert part.ignored_tensors[0] == "language_model.model.rotary_emb.inv_freq"
@@ -186,7 +187,7 @@ def test_the_text_part_answers_text_as_the_whole_model_does(tmp_path):
         device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         abstract = definition.abstract_parameters(jnp.float32)
         parameters = load_params(files.spec, files.tensors, abstract, device)
-        assert "windows=chunks of 4 in 4 layers" in files.describe()
+        assert "windows=chunks of 4 in 4 layers" in describe(files)
     decoder = definition.bind(parameters)
     x_BTD, _ = decoder.forward(jnp.asarray(prompt, jnp.int32)[None], jnp.array([len(prompt)]))
     ours = jax.nn.log_softmax(decoder.logits(x_BTD)[0])

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from noria.modelzoo.families.mapping import Part
+from noria.modelzoo.families.mapping import TensorPart
 from noria.runtime.checkpoint.tensor_source import AxisPattern, TensorInfo, intervals
 from noria.runtime.errors import CheckpointChanged
 from noria.runtime.files.file_facts import FileStamp
@@ -85,7 +85,7 @@ class Recorded:
 def case(axes):
     shape, sizes, reference = CASES[axes]
     array = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
-    return Recorded(array), AxisPattern.of(Part("w", axes, sizes)), reference(array)
+    return Recorded(array), AxisPattern.of(TensorPart("w", axes, sizes)), reference(array)
 
 
 @pytest.mark.parametrize("axes", CASES)
@@ -134,7 +134,7 @@ def test_a_slice_of_copies_reads_only_the_heads_that_they_are_of(copies, heads):
 
 def test_a_repetition_without_a_size_is_refused():
     with pytest.raises(ValueError, match=r"'\(k h\) -> \(k r\) h': expected a size for \['r'\]"):
-        AxisPattern.of(Part("w", "(k h) -> (k r) h", (("h", 4),)))
+        AxisPattern.of(TensorPart("w", "(k h) -> (k r) h", (("h", 4),)))
 
 
 @pytest.mark.parametrize("max_elements", [1, 7, 24, 10_000])
@@ -212,7 +212,7 @@ def test_a_tensor_of_another_rank_is_refused():
 )
 def test_a_pattern_that_says_nothing_sensible_is_refused(axes):
     with pytest.raises(ValueError, match="axis pattern"):
-        AxisPattern.of(Part("w", axes))
+        AxisPattern.of(TensorPart("w", axes))
 
 
 def test_a_file_that_changes_after_it_was_opened_is_noticed(tmp_path):

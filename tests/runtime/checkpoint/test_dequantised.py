@@ -13,10 +13,11 @@ from safetensors.numpy import save_file
 from tiny_llama import CONFIG, random_tensors, save
 
 from noria.compile.definition import Definition
-from noria.modelzoo.families.mapping import ParameterSource, Part
+from noria.modelzoo.families.mapping import ParameterSource, TensorPart
 from noria.modelzoo.families.quantisation import BlockFloat8, Mxfp4
 from noria.runtime.checkpoint import load_params, loader, open_model
 from noria.runtime.checkpoint.dequantised import dequantised
+from noria.runtime.checkpoint.describe import describe
 from noria.runtime.checkpoint.loader import read_parameter
 from noria.runtime.checkpoint.safetensors import SafetensorsDirectory
 from noria.runtime.errors import CheckpointMismatch, InvalidQuantisation
@@ -154,7 +155,7 @@ def test_experts_stand_under_their_plain_name_and_in_transformers_axes(tmp_path)
 def test_a_parameter_is_filled_from_experts_by_an_axis_pattern(tmp_path):
     source = opened(tmp_path, experts(), Mxfp4())
     whole = source.read(EXPERTS).reshape(3, 64, 5, 2).transpose(0, 3, 1, 2)
-    part = Part(EXPERTS, "e d (f two) -> e two d f", (("two", 2),))
+    part = TensorPart(EXPERTS, "e d (f two) -> e two d f", (("two", 2),))
     parameter = ParameterSource("gate_up", (part,))
     for index in [(slice(None),) * 4, (slice(1, 3), slice(0, 1), slice(10, 50), slice(2, 4))]:
         got = read_parameter(parameter, source, index, whole.shape, np.float32)
@@ -227,7 +228,7 @@ def test_a_parameter_is_filled_from_float8_experts_of_one_tensor_each(tmp_path):
         tensors |= quantised(name, rng.standard_normal((200, 150)))
         expected.append(plain(tensors[name], tensors[f"{name}_scale_inv"]).T)
     source = opened(tmp_path, tensors, BlockFloat8(BLOCK, BLOCK))
-    part = Part("experts.{e}.down", "e d f -> e f d", stacked=3)
+    part = TensorPart("experts.{e}.down", "e d f -> e f d", stacked=3)
     parameter = ParameterSource("down", (part,))
     index = (slice(1, 3), slice(100, 140), slice(0, 200))
     got = read_parameter(parameter, source, index, (3, 150, 200), np.float32)
@@ -253,7 +254,7 @@ def test_experts_read_in_pieces_are_read_once(tmp_path, monkeypatch, piece_bytes
     save_file(experts(), tmp_path / "model.safetensors")
     stored = Noted(SafetensorsDirectory(tmp_path))
     source = dequantised(stored, Mxfp4())
-    parameter = ParameterSource("gate_up", (Part(EXPERTS, "e d f -> e d f"),))
+    parameter = ParameterSource("gate_up", (TensorPart(EXPERTS, "e d f -> e d f"),))
     monkeypatch.setattr(loader, "PIECE_BYTES", piece_bytes)
     got = read_parameter(parameter, source, (slice(None),) * 3, (3, 64, 10), np.float32)
     np.testing.assert_array_equal(got, source.read(EXPERTS))
@@ -372,7 +373,7 @@ def test_the_report_says_how_tensors_are_quantised(tmp_path):
     stored, _ = float8_and_plain_llama()
     path = save(tmp_path / "m", LLAMA | {"quantization_config": FP8}, stored)
     with open_model(path) as model:
-        text = model.describe()
+        text = describe(model)
     assert re.search(r"tensors +11, .*: F8_E4M3 by 128x128 .* in 7, F32 .* in 4", text)
 
 
@@ -380,7 +381,7 @@ def test_a_quantisation_that_is_not_read_is_reported_with_the_tensors_as_they_ar
     stored, _ = float8_and_plain_llama()
     path = save(tmp_path / "m", LLAMA | {"quantization_config": {"quant_method": "awq"}}, stored)
     with open_model(path) as model:
-        text = model.describe()
+        text = describe(model)
     assert re.search(
         r"family +not supported: .*config.json: quantization_config.quant_method: .*'awq'", text
     )
@@ -392,4 +393,4 @@ def test_damage_to_a_quantised_model_is_an_error_of_its_report(tmp_path):
     del stored["model.layers.0.mlp.down_proj.weight_scale_inv"]
     path = save(tmp_path / "m", LLAMA | {"quantization_config": FP8}, stored)
     with open_model(path) as model, pytest.raises(InvalidQuantisation, match="down_proj"):
-        model.describe()
+        describe(model)

@@ -9,7 +9,7 @@ import pytest
 from counted_arrays import CountedArrays
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from noria.modelzoo.families.mapping import ParameterSource, Part
+from noria.modelzoo.families.mapping import ParameterSource, TensorPart
 from noria.runtime.checkpoint import TensorInfo, load_params
 from noria.runtime.checkpoint import loader as module
 from noria.runtime.checkpoint.loader import read_parameter
@@ -59,21 +59,21 @@ def tiny():
         "norm": rng.standard_normal(D, np.float32),
     }
     sources = (
-        ParameterSource("embedding", (Part("embed_tokens", "v d -> v d"),)),
+        ParameterSource("embedding", (TensorPart("embed_tokens", "v d -> v d"),)),
         ParameterSource(
             "layers.0.attention.qk",
             (
-                Part("q", "(k g h) d -> d k g h", (("k", K), ("g", G))),
-                Part("k", "(k h) d -> d k 1 h", (("k", K),)),
+                TensorPart("q", "(k g h) d -> d k g h", (("k", K), ("g", G))),
+                TensorPart("k", "(k h) d -> d k 1 h", (("k", K),)),
             ),
             concat_axis=2,
         ),
         ParameterSource(
             "layers.0.mlp.gate_up",
-            (Part("gate", "f d -> d 1 f"), Part("up", "f d -> d 1 f")),
+            (TensorPart("gate", "f d -> d 1 f"), TensorPart("up", "f d -> d 1 f")),
             concat_axis=1,
         ),
-        ParameterSource("layers.0.norm", (Part("norm", "d -> d"),)),
+        ParameterSource("layers.0.norm", (TensorPart("norm", "d -> d"),)),
     )
     expected = {
         "embedding": arrays["embed_tokens"],
@@ -133,7 +133,7 @@ LAYERS = {
     "in.2": -np.arange(F * D, dtype=np.float32).reshape(F, D),
 }
 OF_LAYERS = tuple(
-    ParameterSource(f"layers.{i}.mlp.up", (Part(f"in.{i}", "f d -> d f"),)) for i in (0, 2)
+    ParameterSource(f"layers.{i}.mlp.up", (TensorPart(f"in.{i}", "f d -> d f"),)) for i in (0, 2)
 )
 IN_TURNS = "layers.0:4:2.mlp.up"
 
@@ -273,7 +273,7 @@ def test_every_difference_is_listed_at_once_and_nothing_is_read():
 
 def test_a_tensor_used_twice_is_refused():
     tensors, spec, expected = tiny()
-    twice = ParameterSource("head", (Part("embed_tokens", "v d -> v d"),))
+    twice = ParameterSource("head", (TensorPart("embed_tokens", "v d -> v d"),))
     abstract = abstract_of(expected | {"head": expected["embedding"]})
     with pytest.raises(CheckpointMismatch, match=r"used more than once \(1\):\n    embed_tokens"):
         load_params(Spec((*spec.sources, twice)), tensors, abstract, one_device())
@@ -285,8 +285,8 @@ def fused(rows_of_up=(F, 2 * F)):
     arrays = dict(tensors.arrays)
     arrays["both"] = np.concatenate([arrays.pop("gate"), arrays.pop("up")])
     parts = (
-        Part("both", "f d -> d 1 f", rows=(0, F)),
-        Part("both", "f d -> d 1 f", (), rows_of_up),
+        TensorPart("both", "f d -> d 1 f", rows=(0, F)),
+        TensorPart("both", "f d -> d 1 f", (), rows_of_up),
     )
     one = ParameterSource("layers.0.mlp.gate_up", parts, concat_axis=1)
     return arrays, (*spec.sources[:2], one, *spec.sources[3:]), expected
@@ -323,8 +323,8 @@ def blocks(of_key=(0, OF_KEY), of_value=(OF_KEY, HEAD), block=HEAD):
     arrays = np.random.default_rng(0).normal(size=(N * HEAD, D)).astype(np.float32)
     axes, sizes = "(n h) d -> n h d", (("n", N),)
     sources = {
-        "key": ParameterSource("key", (Part("both", axes, sizes, of_key, block),)),
-        "value": ParameterSource("value", (Part("both", axes, sizes, of_value, block),)),
+        "key": ParameterSource("key", (TensorPart("both", axes, sizes, of_key, block),)),
+        "value": ParameterSource("value", (TensorPart("both", axes, sizes, of_value, block),)),
     }
     split = arrays.reshape(N, HEAD, D)
     return arrays, sources, {"key": split[:, :OF_KEY], "value": split[:, OF_KEY:]}

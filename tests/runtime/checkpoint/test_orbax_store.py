@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSha
 
 from noria.modelzoo.config import Chunk, DecoderConfig, Llama3Scaling, NoRope, RopeConfig
 from noria.runtime.checkpoint import GenerationDefaults, load_params, open_model, save_orbax
+from noria.runtime.checkpoint.describe import describe
 from noria.runtime.checkpoint.orbax_store import decode_config, encode_config
 from noria.runtime.errors import CheckpointMismatch, InvalidOrbax
 
@@ -235,4 +236,4 @@ def test_a_gguf_vocabulary_travels_as_metadata(tmp_path):
     metadata = {"tokenizer.ggml.tokens": ["a", "ß"], "llama.block_count": 3}
     with open_model(save(tmp_path / "ours", tokenizer_files=metadata)) as model:
         assert model.tokenizer_files == {"tokenizer.ggml.tokens": ["a", "ß"]}
-        assert "GGUF vocabulary (None), 2 tokens" in model.describe()
+        assert "GGUF vocabulary (None), 2 tokens" in describe(model)

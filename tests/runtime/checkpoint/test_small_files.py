@@ -12,8 +12,8 @@ from tiny_llama import CONFIG, random_tensors, save
 from noria.runtime.checkpoint import open_model, small_files
 from noria.runtime.checkpoint.small_files import has_file, read_small
 from noria.runtime.errors import CheckpointError
+from noria.runtime.text.load_tokenizer import load_tokenizer
 from noria.runtime.text.sentencepiece_model import tokenizer_from_sentencepiece
-from noria.runtime.text.tokenizer import load_tokenizer
 from noria.runtime.text.tokenizer_directory import read_directory
 
 SECRET = "the contents of ~/.ssh/id_ed25519"

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from noria.runtime.checkpoint.gguf import read_header
-from noria.runtime.text.tokenizer import Tokenizer, load_tokenizer
+from noria.runtime.text.load_tokenizer import load_tokenizer
+from noria.runtime.text.tokenizer import Tokenizer
 
 
 def installed_file(package: str, name: str) -> Path:

@@ -16,8 +16,8 @@ import pytest
 from noria.runtime.errors import RowError
 from noria.runtime.text.chat_messages import checked_messages
 from noria.runtime.text.chat_template import ChatRenderer, Conversation
+from noria.runtime.text.load_tokenizer import load_tokenizer
 from noria.runtime.text.template_process import TemplateFailure, TemplateLimits, TemplateProcess
-from noria.runtime.text.tokenizer import load_tokenizer
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] "

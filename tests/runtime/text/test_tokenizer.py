@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from noria.runtime.errors import InvalidTokenizer, RowError
+from noria.runtime.text.load_tokenizer import load_tokenizer
 from noria.runtime.text.special_tokens import SpecialTokens
-from noria.runtime.text.tokenizer import Tokenizer, load_tokenizer
+from noria.runtime.text.tokenizer import Tokenizer
 
 TEXTS = [
     "",
