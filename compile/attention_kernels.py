@@ -20,7 +20,7 @@ from ..modelzoo.kernels.call import AttentionCall
 from ..modelzoo.kernels.cudnn import attend_cudnn, cudnn_refusal
 from ..modelzoo.kernels.flash import attend_flash, flash_refusal
 from ..modelzoo.kernels.splash import attend_splash, splash_refusal
-from ..modelzoo.kv_cache import kept_entries
+from ..modelzoo.kv_cache import num_cache_entries
 from ..modelzoo.segments import segment_lengths
 from ..sharding.layout import PHASES
 from ..sharding.placement import Placement
@@ -200,7 +200,7 @@ def _of_chunk(
     lies, stripes = placement.operations("chunk", config).prompt_stripes, placement.cache_stripes
     segments = set()
     for window in set(config.windows):
-        kept = kept_entries(window, longest := grid.decode_spans[-1], stripes)
+        kept = num_cache_entries(window, longest := grid.decode_spans[-1], stripes)
         lengths = segment_lengths(grid.decode_spans, kept)[:num_segments]
         if kept == longest and stripes == 1:  # a chunk sees nothing of the entries that it may fill
             lengths[-1] -= chunk
@@ -211,7 +211,7 @@ def _of_chunk(
 
 def _of_cache(config: DecoderConfig, dtype: jnp.dtype, num_queries: int) -> AttentionCall:
     """Attention to a cache; latents are its keys and values."""
-    sizes = num_queries, config.kept_dim, config.kept_dim
+    sizes = num_queries, config.cache_dim, config.cache_dim
     return AttentionCall(*sizes, dtype, *_options(config))
 
 

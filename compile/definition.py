@@ -15,7 +15,7 @@ from ..modelzoo.attention import Attend
 from ..modelzoo.blockwise import attend_blockwise
 from ..modelzoo.config import AS_PUBLISHED, Arrangement, DecoderConfig
 from ..modelzoo.decoder import Decoder
-from ..modelzoo.layer_groups import place_name, places
+from ..modelzoo.layer_groups import block_layers, layers_name
 from ..modelzoo.moe.config import LOSSLESS, Dispatch
 from ..modelzoo.operations import ON_ONE_DEVICE, Axes, Operations
 from ..sharding.legality import ModelSizes
@@ -87,7 +87,7 @@ class Definition:
         """The dotted path of a parameter, with layers by number and not by place."""
         first, *rest = path
         if first == "layers":
-            rest[0] = place_name(places(self.config, self.arrangement)[rest[0]])
+            rest[0] = layers_name(block_layers(self.config, self.arrangement)[rest[0]])
         return ".".join(map(str, (first, *rest)))
 
     @property

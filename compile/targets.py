@@ -29,7 +29,7 @@ from .target_names import TargetName, UnknownTarget
 EXPERT_TILES = {
     "cpu": Tiles(),
     "gpu": Tiles(16, 128),
-    "tpu": Tiles(64, 256, of_mean=1, piece_bytes=None),
+    "tpu": Tiles(64, 256, mean_divisor=1, piece_bytes=None),
 }
 """Sizes of the products of experts. The fewest rows are a register tile's, or a tensor core's. A
 CPU's products are at full speed from 32 to 64 rows; half and twice as many bytes of a piece are

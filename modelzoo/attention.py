@@ -85,7 +85,7 @@ class Visibility:
         """`mask_BTS`."""
         return visible(self.query_position_BT, self.key_position_BS, self.window)
 
-    def of_queries(self, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def keys_values(self, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
         """`k_BKHS` and `v_BKSH`, taken out of a cache where they are in one."""
         if self.slots is None:
             return k, v
@@ -124,7 +124,7 @@ def attend_dense(
     scores: Scores = PLAIN_SCORES,
 ) -> tuple[jax.Array, jax.Array]:
     """Attend over all keys at once: the reference implementation, whose scores grow as T * S."""
-    keys_values = visibility.of_queries(k_BKHS, v_BKSH)
+    keys_values = visibility.keys_values(k_BKHS, v_BKSH)
     out_BTKGH, lse_BTKG = attend_masked(q_BTKGH, *keys_values, visibility.mask(), scores)
     return out_BTKGH.astype(q_BTKGH.dtype), lse_BTKG
 

@@ -12,7 +12,7 @@ from . import axes
 from .config import Arrangement, DecoderConfig
 from .gqa import GroupedHeads
 from .layer_attention import LayerAttention
-from .layers import GatedMlp, Norm, Unnormed, scaled
+from .layers import GatedMlp, NoNorm, Norm, scaled
 from .mla import LatentHeads
 from .moe.config import MoeConfig
 from .moe.layer import ExpertCall, SparseMlp
@@ -32,9 +32,9 @@ class Block(nnx.Module):
     ):
         """`moe` makes the block sparse."""
 
-        def norm(place: str) -> Norm | Unnormed:
+        def norm(place: str) -> Norm | NoNorm:
             is_there = config.norm_placement in (place, "both")
-            return Norm(config.embed, config) if is_there else Unnormed()
+            return Norm(config.embed, config) if is_there else NoNorm()
 
         self.attention_norm = norm("before")
         self.attention = _attention(rngs, config, arrangement)
@@ -52,14 +52,14 @@ class Block(nnx.Module):
         operations: Operations,
         experts: ExpertCall,
     ) -> tuple[jax.Array, Any]:
-        """The residual stream after the layer, and what its attention made to be kept."""
+        """The residual stream after the layer, and what its attention cache_update to be kept."""
         normed_BTD = self.attention_norm(x_BTD)
-        out_BTD, made = self.attention(normed_BTD, by, layer_attention, operations)
+        out_BTD, cache_update = self.attention(normed_BTD, by, layer_attention, operations)
         x_BTD = x_BTD + scaled(self.attention_post_norm(out_BTD), self.multiplier)
         x_BTD = operations.constrain(x_BTD, axes.RESIDUAL)
         out_BTD = self.mlp(self.mlp_norm(x_BTD), operations, experts)
         x_BTD = x_BTD + scaled(self.mlp_post_norm(out_BTD), self.multiplier)
-        return operations.constrain(x_BTD, axes.RESIDUAL), made
+        return operations.constrain(x_BTD, axes.RESIDUAL), cache_update
 
 
 class ParallelBlock(nnx.Module):
@@ -86,15 +86,15 @@ class ParallelBlock(nnx.Module):
         operations: Operations,
         experts: ExpertCall,
     ) -> tuple[jax.Array, Any]:
-        """The residual stream after the layer, and what its attention made to be kept."""
+        """The residual stream after the layer, and what its attention cache_update to be kept."""
         normed_BTD = self.norm(x_BTD)
-        out_BTD, made = self.attention(normed_BTD, by, layer_attention, operations)
+        out_BTD, cache_update = self.attention(normed_BTD, by, layer_attention, operations)
         out_BTD = out_BTD + self.mlp(normed_BTD, operations, experts)
         x_BTD = x_BTD + scaled(out_BTD, self.multiplier)
-        return operations.constrain(x_BTD, axes.RESIDUAL), made
+        return operations.constrain(x_BTD, axes.RESIDUAL), cache_update
 
 
-def block_of(
+def make_block(
     rngs: nnx.Rngs, config: DecoderConfig, arrangement: Arrangement, layers: range
 ) -> Block | ParallelBlock:
     """The block of a layer; for layers that are scanned, with the weights of all of them."""

@@ -1,6 +1,6 @@
 """Attention block by block: memory that grows with the tokens, not with their square.
 
-A prompt of at most `LONGEST_TRIANGLE` tokens in order is cut into blocks of queries, and each
+A prompt of at most `MAX_TRIANGLE` tokens in order is cut into blocks of queries, and each
 attends once to all keys before its end. Elsewhere the scores of one block of queries with one block
 of keys exist at a time, and partial results `(out, lse)` are merged as they come. Pairs of blocks
 in which nothing is visible are skipped, so causality saves half of the work and a window all but
@@ -24,7 +24,7 @@ BLOCK_SCORES = QUERY_BLOCK * 512
 """Most scores of one head in a block: few queries take all the more keys at a time."""
 TRIANGLE_BLOCK = 128
 """Queries of a block of tokens that are in order."""
-LONGEST_TRIANGLE = 1024
+MAX_TRIANGLE = 1024
 """Tokens in order up to which the blocks of queries are unrolled in the graph."""
 
 Attended = tuple[jax.Array, jax.Array]
@@ -41,9 +41,9 @@ def attend_blockwise(
     block_scores: int = BLOCK_SCORES,
 ) -> Attended:
     """As `attend_dense`. Static: the limits of a block's size, which short prompts do not have."""
-    k_BKHS, v_BKSH = visibility.of_queries(k_BKHS, v_BKSH)
+    k_BKHS, v_BKSH = visibility.keys_values(k_BKHS, v_BKSH)
     T, S = q_BTKGH.shape[1], v_BKSH.shape[2]
-    if visibility.is_in_order and TRIANGLE_BLOCK < T <= LONGEST_TRIANGLE:
+    if visibility.is_in_order and TRIANGLE_BLOCK < T <= MAX_TRIANGLE:
         return _attend_triangle(q_BTKGH, k_BKHS, v_BKSH, visibility.window, scores)
     block_T, block_S = block_sizes(T, S, query_block, block_scores)
     if block_T == T and block_S == S:

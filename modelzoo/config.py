@@ -165,7 +165,7 @@ class LatentAttention:
         return self.plain_dim + self.rope_dim
 
     @property
-    def kept_dim(self) -> int:
+    def cache_dim(self) -> int:
         """Numbers that the cache holds of a token and layer."""
         return self.rank + self.rope_dim
 
@@ -307,9 +307,9 @@ class DecoderConfig:
         return self.head_dim if self.latent is None else self.latent.rope_dim
 
     @property
-    def kept_dim(self) -> int:
+    def cache_dim(self) -> int:
         """Numbers of one head that the cache holds of a token: of a key, of a value, or of both."""
-        return self.head_dim if self.latent is None else self.latent.kept_dim
+        return self.head_dim if self.latent is None else self.latent.cache_dim
 
     @property
     def attention_scores(self) -> Scores:
@@ -381,9 +381,9 @@ class Arrangement:
                 f"vocabulary, got {self.padded_vocab}. Padding adds rows and drops none."
             )
 
-    def kept_dim(self, config: DecoderConfig) -> int:
+    def cache_dim(self, config: DecoderConfig) -> int:
         """Numbers that the cache keeps of one head of a token."""
-        return -(-config.kept_dim // self.head_multiple) * self.head_multiple
+        return -(-config.cache_dim // self.head_multiple) * self.head_multiple
 
 
 AS_PUBLISHED = Arrangement()

@@ -16,34 +16,34 @@ from flax import nnx
 
 from . import axes
 from .attention import EMPTY_POSITION, Attend, soft_cap
-from .block import block_of
+from .block import make_block
 from .blockwise import attend_blockwise
 from .config import AS_PUBLISHED, Arrangement, DecoderConfig, Window
-from .kept_layers import KeptLayers, PromptLayer
 from .kv_cache import KVCache, Positions, append_position
 from .layer_attention import (
     CallAttention,
     ChunkAttention,
     ChunkContext,
-    Keep,
     PromptAttention,
     PromptRows,
     TokenAttention,
+    WriteCache,
 )
-from .layer_groups import Group, layer_groups, place_name, places
+from .layer_cache import LayerCache, PromptLayer
+from .layer_groups import Group, block_layers, layer_groups, layers_name
 from .layer_scan import Cache, scan_group
 from .layers import Embedding, Norm, scaled
 from .moe.config import LOSSLESS, Dispatch
 from .moe.layer import ExpertCall
 from .moe.use import ExpertReport
 from .operations import ON_ONE_DEVICE, Operations
-from .prompt_pieces import PromptPieces, keep_piece, keep_positions, positions_below
+from .prompt_pieces import PromptPieces, positions_below, write_piece, write_positions
 from .rope import position_code
-from .stripes import IN_ORDER, dealt
+from .stripes import IN_ORDER, change_stripes
 
 
 def _keep_nothing(cache: None, made: PromptLayer, scan_index: jax.Array, window: Window) -> None:
-    """Keep nothing of prompts without a cache."""
+    """WriteCache nothing of prompts without a cache."""
     del cache, made, scan_index, window
 
 
@@ -64,7 +64,8 @@ class Decoder(nnx.Module):
         self.embedding = Embedding(rngs, num_rows, config.embed)
         self.groups = layer_groups(config, arrangement)
         self.layers = nnx.List(
-            block_of(rngs, config, arrangement, layers) for layers in places(config, arrangement)
+            make_block(rngs, config, arrangement, layers)
+            for layers in block_layers(config, arrangement)
         )
         self.final_norm = Norm(config.embed, config)
         if not config.tie_embeddings:
@@ -87,33 +88,34 @@ class Decoder(nnx.Module):
         return x_BTD, report
 
     def prefill(
-        self, tokens_BT: jax.Array, rows: PromptPieces, cache: KVCache, stored: Operations
+        self, tokens_BT: jax.Array, rows: PromptPieces, cache: KVCache, cache_operations: Operations
     ) -> tuple[jax.Array, KVCache, ExpertReport | None]:
         """Final hidden states `x_BTD` of right-padded pieces of prompts, written into the cache.
 
         Each row attends to what its slot holds of the tokens before it, and to itself: a whole
-        prompt, which has none before it, to itself alone. `stored` are the operations of the cache.
+        prompt, which has none before it, to itself alone. `cache_operations` are those of
+        the cache.
         Tokens leave as `operations` lays them. Padding takes no expert.
         """
         if rows.start_B is not None:
-            return self._prefill_chunk(tokens_BT, rows, cache, stored)
-        lies, wanted = self.operations.prompt_stripes, stored.cache_stripes
+            return self._prefill_chunk(tokens_BT, rows, cache, cache_operations)
+        lies, wanted = self.operations.prompt_stripes, cache_operations.cache_stripes
 
         def keep(
-            layers: KeptLayers, made: PromptLayer, scan_index: jax.Array, window: Window
-        ) -> KeptLayers:
+            layers: LayerCache, made: PromptLayer, scan_index: jax.Array, window: Window
+        ) -> LayerCache:
             new = zip(made, layers.POSITION_AXES, strict=True)
-            made = type(made)(*(dealt(x, axis - 1, lies, wanted, 0) for x, axis in new))
-            is_ring = cache.positions.is_ring(window)
-            return keep_piece(layers, made, scan_index, rows, is_ring, stored)
+            made = type(made)(*(change_stripes(x, axis - 1, lies, wanted, 0) for x, axis in new))
+            is_rolling = cache.positions.is_rolling(window)
+            return write_piece(layers, made, scan_index, rows, is_rolling, cache_operations)
 
         x_BTD, layers, report = self._whole(tokens_BT, rows.count_B, cache.layers, keep)
         position_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
         position_BT = jnp.where(position_BT < rows.count_B[:, None], position_BT, EMPTY_POSITION)
-        position_BT = dealt(position_BT, 1, IN_ORDER, wanted, EMPTY_POSITION)
+        position_BT = change_stripes(position_BT, 1, IN_ORDER, wanted, EMPTY_POSITION)
         return (
             x_BTD,
-            KVCache(layers, keep_positions(cache.positions, position_BT, rows, stored)),
+            KVCache(layers, write_positions(cache.positions, position_BT, rows, cache_operations)),
             report,
         )
 
@@ -121,10 +123,10 @@ class Decoder(nnx.Module):
         self,
         tokens_BT: jax.Array,
         true_length_B: jax.Array,
-        cache: tuple[KeptLayers, ...] | None,
-        keep: Keep,
+        cache: tuple[LayerCache, ...] | None,
+        keep: WriteCache,
     ) -> tuple[jax.Array, tuple[Any, ...], ExpertReport | None]:
-        tokens_BT = self.operations.prompt_stripes.lay(tokens_BT, axis=1)
+        tokens_BT = self.operations.prompt_stripes.permute(tokens_BT, axis=1)
         position_1T = self.operations.positions(tokens_BT.shape[1])
         query_position_BT = jnp.broadcast_to(position_1T, tokens_BT.shape)
         is_token_BT = query_position_BT < true_length_B[:, None]
@@ -135,31 +137,31 @@ class Decoder(nnx.Module):
         return self._run_layers(tokens_BT, position_1T, attention, is_token_BT, cache)
 
     def _prefill_chunk(
-        self, tokens_BT: jax.Array, rows: PromptPieces, cache: KVCache, stored: Operations
+        self, tokens_BT: jax.Array, rows: PromptPieces, cache: KVCache, cache_operations: Operations
     ) -> tuple[jax.Array, KVCache, ExpertReport | None]:
-        tokens_BT = self.operations.prompt_stripes.lay(tokens_BT, axis=1)
+        tokens_BT = self.operations.prompt_stripes.permute(tokens_BT, axis=1)
         offset_1T = jnp.asarray(self.operations.positions(tokens_BT.shape[1]))
         position_BT = rows.first_B[:, None] + offset_1T
         is_token_BT = offset_1T < rows.count_B[:, None]
         kept_position_BT = jnp.where(is_token_BT, position_BT, EMPTY_POSITION)
         # a stripe's last entries are not the last of all
-        num_unseen = 0 if stored.cache_stripes.count > 1 else tokens_BT.shape[1]
-        seen = positions_below(cache.positions, rows, num_unseen, stored)
+        num_unseen = 0 if cache_operations.cache_stripes.count > 1 else tokens_BT.shape[1]
+        seen = positions_below(cache.positions, rows, num_unseen, cache_operations)
         num_heads = self.operations.num_cache_heads(self.config.num_kv_heads)
         attention = ChunkAttention(
             self._scored(self.attend),
             self.operations,
-            stored,
+            cache_operations,
             rows,
             ChunkContext(position_BT, seen, kept_position_BT),
             num_heads=num_heads,
-            head_dim=self.config.kept_dim,
+            head_dim=self.config.cache_dim,
             num_unseen=num_unseen,
         )
         x_BTD, layers, report = self._run_layers(
             tokens_BT, position_BT, attention, is_token_BT, cache.layers
         )
-        kept_positions = keep_positions(cache.positions, kept_position_BT, rows, stored)
+        kept_positions = write_positions(cache.positions, kept_position_BT, rows, cache_operations)
         return x_BTD, KVCache(layers, kept_positions), report
 
     def decode(
@@ -233,7 +235,7 @@ class Decoder(nnx.Module):
             for layers, block, old in zip(group, blocks, cache, strict=True):
                 window = self.config.windows[layers.start]
                 code = codes[self.config.rope_of(window)]
-                with jax.named_scope(f"layers.{place_name(layers)}"):
+                with jax.named_scope(f"layers.{layers_name(layers)}"):
                     layer_attention = attention.layer(window, old, scan_index, x_BTD)
                     x_BTD, made = block(x_BTD, code, layer_attention, self.operations, experts)
                     kept += (attention.keep(window, old, made, scan_index, x_BTD),)

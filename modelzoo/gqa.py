@@ -13,8 +13,8 @@ from jax.experimental.layout import with_layout_constraint
 from . import axes
 from .attention import Queries
 from .config import Arrangement, DecoderConfig
-from .kept_layers import PromptKeysValues
 from .layer_attention import LayerAttention
+from .layer_cache import PromptKeysValues
 from .layers import HeadsNorm, Norm, constant, merge_heads, weight
 from .operations import Operations, einsum
 from .rope import PositionCode, encode
@@ -49,12 +49,12 @@ class GroupedHeads(nnx.Module):
         """The term that attention adds to the residual stream, and what it made to be kept."""
         q_BTKGH, new = self._project(x_BTD, by, operations)
         sink_KG = self.sinks[...] if self.config.sinks else None
-        out_BTKGH, made = layer_attention.attend(Queries(q_BTKGH, sink_KG), new, None)
+        out_BTKGH, cache_update = layer_attention.attend(Queries(q_BTKGH, sink_KG), new, None)
         merge = ("BTKGH,KGHD->BTD", merge_heads)
         out_BTD = operations.project(*merge, out_BTKGH, self.output, axes.HEADS, axes.RESIDUAL)
         if self.config.output_bias:
             out_BTD = out_BTD + self.output_bias[...][None, None]
-        return out_BTD, made
+        return out_BTD, cache_update
 
     def _project(
         self, x_BTD: jax.Array, by: PositionCode, operations: Operations

@@ -45,11 +45,11 @@ import jax.numpy as jnp
 from . import axes
 from .attention import EMPTY_POSITION
 from .config import AS_PUBLISHED, Arrangement, DecoderConfig, Window, window_size
-from .kept_layers import KeptLayers, KeysValues, Latents, PromptLayer
 from .key_blocks import blocks_shape, num_blocks
-from .layer_groups import places
+from .layer_cache import KeysValues, Latents, LayerCache, PromptLayer
+from .layer_groups import block_layers
 from .segments import Segments, heads_last, segment_lengths, segment_starts, split_shared
-from .stripes import WHOLE, Stripe
+from .stripes import ONE_STRIPE, Stripe
 
 
 class Positions(NamedTuple):
@@ -57,41 +57,41 @@ class Positions(NamedTuple):
 
     whole_BS: Segments
     """Of layers that keep every position; without segments where all layers are rings."""
-    ring_BS: dict[int, Segments]
+    rolling_BS: dict[int, Segments]
     """Of rings, by their number of entries."""
 
     AXES = (axes.CACHE_POSITIONS, axes.CACHE_POSITIONS)
 
     def of(self, window: Window) -> Segments:
         """Those of layers with this window."""
-        size = self._ring_size(window)
-        return self.whole_BS if size is None else self.ring_BS[size]
+        size = self._rolling_size(window)
+        return self.whole_BS if size is None else self.rolling_BS[size]
 
     def entry(self, position_B: jax.Array, window: Window) -> jax.Array:
         """The entry of a token in layers with this window; none of them for an empty position."""
-        size = self._ring_size(window)
-        return position_B if size is None else _ring_entry(position_B, size)
+        size = self._rolling_size(window)
+        return position_B if size is None else _rolling_entry(position_B, size)
 
     def map(self, visit: Callable[[Segments], Segments]) -> "Positions":
         """`visit` of the segments of each kind of layers."""
         whole_BS = visit(self.whole_BS) if self.whole_BS else ()
-        return Positions(whole_BS, {size: visit(x) for size, x in self.ring_BS.items()})
+        return Positions(whole_BS, {size: visit(x) for size, x in self.rolling_BS.items()})
 
-    def is_ring(self, window: Window) -> bool:
+    def is_rolling(self, window: Window) -> bool:
         """Whether layers with this window keep rings."""
-        return self._ring_size(window) is not None
+        return self._rolling_size(window) is not None
 
-    def _ring_size(self, window: Window) -> int | None:
+    def _rolling_size(self, window: Window) -> int | None:
         """Of the smallest ring that holds the window; None of layers that keep every position."""
         if window is None:
             return None
-        return min((size for size in self.ring_BS if size >= window_size(window)), default=None)
+        return min((size for size in self.rolling_BS if size >= window_size(window)), default=None)
 
 
 class KVCache(NamedTuple):
     """What all layers keep, and their positions."""
 
-    layers: tuple[KeptLayers, ...]
+    layers: tuple[LayerCache, ...]
     """By the places of the decoder's groups of layers, in order."""
     positions: Positions
 
@@ -111,7 +111,7 @@ def _is_segments(x: object) -> bool:
     return type(x) is tuple and bool(x) and not isinstance(x[0], tuple)
 
 
-def kept_entries(window: Window, longest: int, stripes: int = 1) -> int:
+def num_cache_entries(window: Window, longest: int, stripes: int = 1) -> int:
     """Entries that a layer keeps for every slot, where the longest span is `longest`."""
     if window is None:
         return longest
@@ -136,10 +136,10 @@ def allocate(
     share. Where prompts come in chunks, all are multiples of `chunk` tokens, and each is written as
     whole blocks of keys.
     """
-    K, H = num_heads or config.num_kv_heads, arrangement.kept_dim(config)
+    K, H = num_heads or config.num_kv_heads, arrangement.cache_dim(config)
     reaching = span_slots or [slots] * len(spans)
     longest = spans[-1] if spans else 0
-    num_kept = {window: kept_entries(window, longest, stripes) for window in config.windows}
+    num_kept = {window: num_cache_entries(window, longest, stripes) for window in config.windows}
     blocks = [size for size in arrangement.key_blocks if not (chunk or 0) % size]
 
     def sizes(kept: int) -> list[tuple[int, int]]:
@@ -149,7 +149,7 @@ def allocate(
             rows = [max(reaching[i:]) for i in range(len(reaching))]
         return list(zip(rows, segment_lengths(spans, kept), strict=False))
 
-    def place(layers: range) -> KeptLayers:
+    def allocate_layers(layers: range) -> LayerCache:
         segments, L = sizes(num_kept[config.windows[layers.start]]), len(layers)
         if config.latent is not None:
             return Latents(tuple(jnp.zeros((L, B, S, H), dtype) for B, S in segments))
@@ -163,9 +163,9 @@ def allocate(
 
     kept = set(num_kept.values())
     whole_BS = positions(longest) if longest in kept else ()
-    ring_BS = {size: positions(size) for size in kept if size < longest}
-    layers = tuple(map(place, places(config, arrangement)))
-    return KVCache(layers, Positions(whole_BS, ring_BS))
+    rolling_BS = {size: positions(size) for size in kept if size < longest}
+    layers = tuple(map(allocate_layers, block_layers(config, arrangement)))
+    return KVCache(layers, Positions(whole_BS, rolling_BS))
 
 
 def match_heads(new: jax.Array, num_heads: int, axis: int = 1) -> jax.Array:
@@ -186,7 +186,7 @@ def match_head_dim(new: jax.Array, head_dim: int, axis: int) -> jax.Array:
 
 
 def append_position(
-    positions: Positions, position_B: jax.Array, stripe: Stripe = WHOLE
+    positions: Positions, position_B: jax.Array, stripe: Stripe = ONE_STRIPE
 ) -> Positions:
     """Mark the entry of each row's next token as holding it, where it lies in this stripe.
 
@@ -194,22 +194,22 @@ def append_position(
     """
 
     def mark(segments: Segments, entry_B: jax.Array) -> Segments:
-        place_B = stripe.place(entry_B)
+        index_B = stripe.local_index(entry_B)
         shared, own = split_shared(segments, row_axis=0)
         starts = segment_starts([x_BS.shape[1] for x_BS in segments])[len(shared) :]
         return shared + tuple(
-            _mark(segment, position_B, place_B - start)
+            _mark(segment, position_B, index_B - start)
             for segment, start in zip(own, starts, strict=True)
         )
 
     rings = {
-        size: mark(segments, _ring_entry(position_B, size))
-        for size, segments in positions.ring_BS.items()
+        size: mark(segments, _rolling_entry(position_B, size))
+        for size, segments in positions.rolling_BS.items()
     }
     return Positions(mark(positions.whole_BS, position_B), rings)
 
 
-def _ring_entry(position_B: jax.Array, size: int) -> jax.Array:
+def _rolling_entry(position_B: jax.Array, size: int) -> jax.Array:
     return jnp.where(position_B > EMPTY_POSITION, position_B % size, position_B)
 
 
@@ -220,8 +220,8 @@ def _mark(segment_BS: jax.Array, position_B: jax.Array, index_B: jax.Array) -> j
 
 
 def append(
-    layers: KeptLayers, new: PromptLayer, entry_B: jax.Array, layer: jax.Array
-) -> KeptLayers:
+    layers: LayerCache, new: PromptLayer, entry_B: jax.Array, layer: jax.Array
+) -> LayerCache:
     """Write what one layer keeps of one token per row, at its entry if that is here."""
 
     lengths, starts = layers.lengths, segment_starts(layers.lengths)
@@ -230,10 +230,10 @@ def append(
         # without layers, as their number is no axis of what one layer made
         new_BKH = jnp.squeeze(new, axis - 1)
         shared, own = split_shared(segments, row_axis=1)
-        places = list(zip(lengths, starts, strict=True))[len(shared) :]
+        ranges = list(zip(lengths, starts, strict=True))[len(shared) :]
         return shared + tuple(
             _write(segment, length, new_BKH, entry_B - start, axis, layer)
-            for segment, (length, start) in zip(own, places, strict=True)
+            for segment, (length, start) in zip(own, ranges, strict=True)
         )
 
     return type(layers)(*map(write, layers, new, layers.POSITION_AXES))

@@ -16,15 +16,15 @@ import jax.numpy as jnp
 from . import axes
 from .attention import Attend, Queries, Slots, Visibility, with_sinks
 from .config import Window
-from .kept_layers import KeptLayers, PromptKeysValues, PromptLatents, PromptLayer
 from .kv_cache import Positions, append
+from .layer_cache import LayerCache, PromptKeysValues, PromptLatents, PromptLayer
 from .operations import Operations
-from .prompt_pieces import PromptPieces, keep_piece, layer_of_slots
+from .prompt_pieces import PromptPieces, layer_of_slots, write_piece
 from .segment_attention import attend_segments
 from .stripes import IN_ORDER
 
-Keep = Callable[[Any, PromptLayer, jax.Array, Window], Any]
-"""`keep(cache, made, scan_index, window)`: the cache of layers with what one of them made."""
+WriteCache = Callable[[Any, PromptLayer, jax.Array, Window], Any]
+"""`write(cache, cache_update, scan_index, window)`: the cache after a layer wrote to it."""
 
 
 class LayerAttention(NamedTuple):
@@ -54,7 +54,7 @@ class CallAttention(Protocol):
         ...
 
     def keep(
-        self, window: Window, cache: Any, made: Any, scan_index: jax.Array, x_BTD: jax.Array
+        self, window: Window, cache: Any, cache_update: Any, scan_index: jax.Array, x_BTD: jax.Array
     ) -> Any:
         """The cache with what the layer made. `x_BTD` is the residual stream after the layer."""
         ...
@@ -78,10 +78,10 @@ class PromptAttention:
     """Attention to all tokens, wherever they are."""
     operations: Operations
     rows: PromptRows
-    write: Keep
+    write: WriteCache
 
     def layer(
-        self, window: Window, cache: KeptLayers | None, scan_index: jax.Array, x_BTD: jax.Array
+        self, window: Window, cache: LayerCache | None, scan_index: jax.Array, x_BTD: jax.Array
     ) -> LayerAttention:
         """See `CallAttention`."""
         attend = self.operations.attend(partial(self._attend, window), writes_cache=False)
@@ -90,13 +90,13 @@ class PromptAttention:
     def keep(
         self,
         window: Window,
-        cache: KeptLayers | None,
-        made: PromptLayer,
+        cache: LayerCache | None,
+        cache_update: PromptLayer,
         scan_index: jax.Array,
         x_BTD: jax.Array,
-    ) -> KeptLayers | None:
+    ) -> LayerCache | None:
         """See `CallAttention`."""
-        return self.write(cache, made, scan_index, window)
+        return self.write(cache, cache_update, scan_index, window)
 
     def _attend(
         self,
@@ -139,7 +139,7 @@ class ChunkAttention:
 
     attend: Attend
     operations: Operations
-    stored: Operations
+    cache_operations: Operations
     """The operations of the cache."""
     rows: PromptPieces
     context: ChunkContext
@@ -151,33 +151,35 @@ class ChunkAttention:
     """Last entries that no token of the chunk sees, of layers that keep every position."""
 
     def layer(
-        self, window: Window, cache: KeptLayers, scan_index: jax.Array, x_BTD: jax.Array
+        self, window: Window, cache: LayerCache, scan_index: jax.Array, x_BTD: jax.Array
     ) -> LayerAttention:
         """See `CallAttention`."""
         slot_B = self.rows.after(x_BTD, self.operations).slot_B
         context = self.context
-        if self.operations.has_cache_of(self.stored):
+        if self.operations.has_cache_of(self.cache_operations):
             context = context._replace(slots=Slots(scan_index, slot_B))
         else:
-            num_left = 0 if context.seen.is_ring(window) else self.num_unseen
+            num_left = 0 if context.seen.is_rolling(window) else self.num_unseen
             heads = self.num_heads, self.head_dim
-            cache = layer_of_slots(cache, scan_index, slot_B, num_left, *heads, self.stored)
+            cache = layer_of_slots(
+                cache, scan_index, slot_B, num_left, *heads, self.cache_operations
+            )
         attend = self.operations.attend(partial(self._attend, window), writes_cache=False)
         return LayerAttention(partial(attend, rows=context, cache=cache), reads_cache=True)
 
     def keep(
         self,
         window: Window,
-        cache: KeptLayers,
-        made: PromptLayer,
+        cache: LayerCache,
+        cache_update: PromptLayer,
         scan_index: jax.Array,
         x_BTD: jax.Array,
-    ) -> KeptLayers:
+    ) -> LayerCache:
         """See `CallAttention`."""
         # a write that is not known to come after the layer's read is made in a copy
         rows = self.rows.after(x_BTD, self.operations)
-        is_ring = self.context.seen.is_ring(window)
-        return keep_piece(cache, made, scan_index, rows, is_ring, self.stored)
+        is_rolling = self.context.seen.is_rolling(window)
+        return write_piece(cache, cache_update, scan_index, rows, is_rolling, self.cache_operations)
 
     def _attend(
         self,
@@ -186,18 +188,18 @@ class ChunkAttention:
         new: PromptKeysValues | None,
         latents: PromptLatents | None,
         rows: ChunkContext,
-        cache: KeptLayers,
+        cache: LayerCache,
     ) -> tuple[jax.Array, PromptLayer]:
-        made = new if latents is None else latents
-        assert made is not None
+        cache_update = new if latents is None else latents
+        assert cache_update is not None
         seen_BS = rows.seen.of(window)
         old = cache.read(jnp.int32(0)) if rows.slots is None else cache.read_all()
         # of the last segment there may be nothing to be seen
-        entries = [*old[: len(seen_BS)], made.read()], (*seen_BS, rows.kept_position_BT)
+        entries = [*old[: len(seen_BS)], cache_update.read()], (*seen_BS, rows.kept_position_BT)
         attend_entries = partial(attend_segments, self.attend, window, slots=rows.slots)
         attend_all = self.operations.over_cache(attend_entries, window)
         attended = attend_all(queries.q_BTKGH, rows.position_BT, entries)
-        return _of_queries(queries, *attended), made
+        return _of_queries(queries, *attended), cache_update
 
 
 class TokenRows(NamedTuple):
@@ -221,7 +223,7 @@ class TokenAttention:
     """Positions of the cache's entries, the new tokens' included."""
 
     def layer(
-        self, window: Window, cache: KeptLayers, scan_index: jax.Array, x_BTD: jax.Array
+        self, window: Window, cache: LayerCache, scan_index: jax.Array, x_BTD: jax.Array
     ) -> LayerAttention:
         """See `CallAttention`."""
         rows = TokenRows(self.position_B, self.positions, scan_index)
@@ -231,13 +233,13 @@ class TokenAttention:
     def keep(
         self,
         window: Window,
-        cache: KeptLayers,
-        made: KeptLayers,
+        cache: LayerCache,
+        cache_update: LayerCache,
         scan_index: jax.Array,
         x_BTD: jax.Array,
-    ) -> KeptLayers:
+    ) -> LayerCache:
         """See `CallAttention`. Attention has written the cache by then."""
-        return made
+        return cache_update
 
     def _attend(
         self,
@@ -246,13 +248,13 @@ class TokenAttention:
         new: PromptKeysValues | None,
         latents: PromptLatents | None,
         rows: TokenRows,
-        cache: KeptLayers,
-    ) -> tuple[jax.Array, KeptLayers]:
-        made = new if latents is None else latents
-        assert made is not None
+        cache: LayerCache,
+    ) -> tuple[jax.Array, LayerCache]:
+        cache_update = new if latents is None else latents
+        assert cache_update is not None
         position_B, positions, scan_index = rows
-        entry_B = self.operations.stripe.place(positions.entry(position_B, window))
-        cache = append(cache, made, entry_B, scan_index)
+        entry_B = self.operations.stripe.local_index(positions.entry(position_B, window))
+        cache = append(cache, cache_update, entry_B, scan_index)
         entries = cache.read(scan_index), positions.of(window)
         attend_entries = partial(attend_segments, self.attend, window)
         attend_all = self.operations.over_cache(attend_entries, window)

@@ -36,7 +36,7 @@ def layer_groups(config: DecoderConfig, arrangement: Arrangement) -> tuple[Group
     return (*alone[:first], repeated, *alone[first:])
 
 
-def places(config: DecoderConfig, arrangement: Arrangement) -> list[range]:
+def block_layers(config: DecoderConfig, arrangement: Arrangement) -> list[range]:
     """The layers of every place of all groups: a decoder has one block for each."""
     return [layers for group in layer_groups(config, arrangement) for layers in group]
 
@@ -59,7 +59,7 @@ def longest_repeat(kinds: Sequence[Any]) -> tuple[int, int, int]:
     return min(repeats, key=lambda repeat: count - repeat[1] * (repeat[2] - 1))
 
 
-def place_name(layers: range) -> str:
+def layers_name(layers: range) -> str:
     """`3` of one layer, `3:61` or `0:26:2` of several, as Python's slices count."""
     if len(layers) == 1:
         return str(layers.start)
@@ -67,7 +67,7 @@ def place_name(layers: range) -> str:
     return f"{layers.start}:{layers.stop}{step}"
 
 
-def of_single_layers(parameter: str) -> list[str]:
+def single_layer_names(parameter: str) -> list[str]:
     """The names of what a parameter holds, layer by layer; itself if it is not of several."""
     found = _OF_SEVERAL.match(parameter)
     if found is None:

@@ -118,7 +118,7 @@ class HeadsNorm(Norm):
         return self._norm(x, scale.reshape(x.shape[2:]), tuple(range(2, x.ndim)) if is_one else -1)
 
 
-class Unnormed(nnx.Module):
+class NoNorm(nnx.Module):
     """Stands where a block has no norm."""
 
     def __call__(self, x: jax.Array) -> jax.Array:

@@ -19,8 +19,8 @@ from flax import nnx
 from . import axes
 from .attention import Queries
 from .config import DecoderConfig, LatentAttention
-from .kept_layers import PromptKeysValues, PromptLatents
 from .layer_attention import LayerAttention
+from .layer_cache import PromptKeysValues, PromptLatents
 from .layers import Norm, merge_heads, weight
 from .operations import Operations, einsum
 from .rope import PositionCode, Rotation, rotate
@@ -39,7 +39,7 @@ class LatentHeads(nnx.Module):
             self.query_norm = Norm(query_in, of_latents)
         of_query = (query_axis, axes.QUERY_HEADS, "")
         self.query = weight(rngs, (query_in, N, latent.head_dim), of_query, query_in)
-        self.latent_down = weight(rngs, (D, latent.kept_dim), (axes.EMBED_IN, ""), D)
+        self.latent_down = weight(rngs, (D, latent.cache_dim), (axes.EMBED_IN, ""), D)
         self.latent_norm = Norm(rank, of_latents)
         of_heads = (axes.QUERY_HEADS, "", "")
         self.key_up = weight(rngs, (N, latent.plain_dim, rank), of_heads, rank)
@@ -62,10 +62,12 @@ class LatentHeads(nnx.Module):
         latents = self._latents(x_BTD, by, operations)
         attend = self._attend_latents if layer_attention.reads_cache else self._attend_heads
         rotated_BTNH = rotate(rotated_BTNH, by)
-        out_BTNH, made = attend(plain_BTNH, rotated_BTNH, latents, layer_attention, operations)
+        out_BTNH, cache_update = attend(
+            plain_BTNH, rotated_BTNH, latents, layer_attention, operations
+        )
         merge = ("BTNH,NHD->BTD", merge_heads)
         names = axes.LATENT_HEADS, axes.RESIDUAL
-        return operations.project(*merge, out_BTNH, self.output, *names), made
+        return operations.project(*merge, out_BTNH, self.output, *names), cache_update
 
     def _queries(self, x_BTD: jax.Array, operations: Operations) -> jax.Array:
         """Queries, whose last entries are yet to be rotated."""
@@ -79,8 +81,8 @@ class LatentHeads(nnx.Module):
     def _latents(self, x_BTD: jax.Array, by: Rotation, operations: Operations) -> PromptLatents:
         """What is kept of tokens: the normed latent, then the rotated key."""
         down = einsum("BTD,DH->BTH")
-        kept_BTH = operations.project(*down, x_BTD, self.latent_down, axes.RESIDUAL, axes.LATENTS)
-        x_BTI, key_BTH = jnp.split(kept_BTH, [self.sizes.rank], axis=-1)
+        latent_BTH = operations.project(*down, x_BTD, self.latent_down, axes.RESIDUAL, axes.LATENTS)
+        x_BTI, key_BTH = jnp.split(latent_BTH, [self.sizes.rank], axis=-1)
         key_BTH = rotate(key_BTH[:, :, None], by)[:, :, 0]
         return PromptLatents(jnp.concatenate([self.latent_norm(x_BTI), key_BTH], axis=-1))
 
@@ -93,7 +95,7 @@ class LatentHeads(nnx.Module):
         operations: Operations,
     ) -> tuple[jax.Array, Any]:
         """Keys and values made for each head."""
-        x_BTI, key_BTH = jnp.split(latents.kept_BTH, [self.sizes.rank], axis=-1)
+        x_BTI, key_BTH = jnp.split(latents.latent_BTH, [self.sizes.rank], axis=-1)
         up, places = einsum("BTI,NHI->BTNH"), (axes.LATENTS, axes.LATENT_HEADS)
         k_BTNH = operations.project(*up, x_BTI, self.key_up, *places)
         v_BTNH = operations.project(*up, x_BTI, self.value_up, *places)
@@ -102,8 +104,8 @@ class LatentHeads(nnx.Module):
         q_BTNH = jnp.concatenate([plain_BTNH, rotated_BTNH], axis=-1)
         new = PromptKeysValues(k_BTNH.transpose(0, 2, 3, 1), v_BTNH.swapaxes(1, 2))
         queries = Queries(q_BTNH[:, :, :, None])
-        out_BTNGH, made = layer_attention.attend(queries, new, latents)
-        return out_BTNGH[:, :, :, 0], made
+        out_BTNGH, cache_update = layer_attention.attend(queries, new, latents)
+        return out_BTNGH[:, :, :, 0], cache_update
 
     def _attend_latents(
         self,
@@ -118,6 +120,6 @@ class LatentHeads(nnx.Module):
         q_BTNI = operations.project(*absorbed, plain_BTNH, self.key_up, *places)
         q_BTNH = jnp.concatenate([q_BTNI, rotated_BTNH], axis=-1)
         queries = Queries(q_BTNH[:, :, :, None])
-        out_BTNGH, made = layer_attention.attend(queries, None, latents)
+        out_BTNGH, cache_update = layer_attention.attend(queries, None, latents)
         up, out_BTNI = einsum("BTNI,NHI->BTNH"), out_BTNGH[:, :, :, 0, : self.sizes.rank]
-        return operations.project(*up, out_BTNI, self.value_up, *places), made
+        return operations.project(*up, out_BTNI, self.value_up, *places), cache_update

@@ -14,7 +14,7 @@ import numpy as np
 
 from .axes import row_axis
 from .segments import Segments
-from .stripes import IN_ORDER, WHOLE, Stripe, Stripes
+from .stripes import IN_ORDER, ONE_STRIPE, Stripe, Stripes
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .attention import Attend, AttendEntries
     from .config import Window
     from .moe.experts import ExpertWeights
-    from .moe.mix import Mixed, Mixture
+    from .moe.mix import Mixture, MoeOutput
     from .moe.routing import Router
 
     Weight = nnx.Param | jax.Array
@@ -100,7 +100,7 @@ class Operations:
     @property
     def stripe(self) -> Stripe:
         """Inside `attend`, `by_row`, `write_rows`: the stripe of the cache here."""
-        return WHOLE
+        return ONE_STRIPE
 
     def by_row(self, body: Callable[..., Any], kept: Any, *rows: jax.Array) -> Any:
         """`body(kept, *rows)`, like `kept`, of arrays that lead with the rows of attention.
@@ -112,7 +112,7 @@ class Operations:
     def mix_experts(
         self, mixture: "Mixture", x_BTD: jax.Array, is_token_BT: jax.Array, router: "Router",
         weights: "ExpertWeights",
-    ) -> "Mixed":  # fmt: skip
+    ) -> "MoeOutput":  # fmt: skip
         """The mixture of a sparse layer."""
         return mixture(x_BTD, is_token_BT, router, weights)
 
@@ -151,12 +151,12 @@ class Operations:
         del logical_axes
         return body(old, new, rows)
 
-    def has_cache_of(self, stored: "Operations") -> bool:
-        """Whether inside `attend` a cache that `stored` lays out has all slots and their entries.
+    def has_cache_of(self, cache_operations: "Operations") -> bool:
+        """Whether `attend` sees all slots of a cache that `cache_operations` lays out.
 
         Keys and values of slots need not be brought together before.
         """
-        del stored
+        del cache_operations
         return True
 
     def num_cache_heads(self, num_kv_heads: int) -> int:

@@ -17,15 +17,15 @@ from flax import nnx
 
 from . import axes
 from .attention import Queries
-from .block import block_of
+from .block import make_block
 from .config import Arrangement, DecoderConfig
-from .kept_layers import PromptKeysValues, PromptLatents
 from .layer_attention import LayerAttention
+from .layer_cache import PromptKeysValues, PromptLatents
 from .layers import Embedding
 from .moe.config import Dispatch
 from .moe.experts import ExpertWeights
 from .moe.layer import ExpertCall
-from .moe.mix import Mixed, Mixture
+from .moe.mix import Mixture, MoeOutput
 from .moe.routing import Router
 from .operations import Axes, Operations, Product, axes_of
 from .rope import position_code
@@ -76,7 +76,7 @@ class LayerRecord(Operations):
         self.products: list[WeightProduct] = []
         self.mixture: WeightProduct | None = None
         """A mixture of experts as one product, which has no weight itself."""
-        self.of_experts: list[WeightProduct] = []
+        self.expert_products: list[WeightProduct] = []
         """Products of all experts at once: each row of activations meets one expert."""
         self._seen: list[jax.Array] = []
         self._num_sums = 0
@@ -86,7 +86,7 @@ class LayerRecord(Operations):
         out_axes: Axes = (),
     ) -> jax.Array:  # fmt: skip
         logical_axes = axes_of(weight)
-        products = self.of_experts if axes.EXPERTS in logical_axes else self.products
+        products = self.expert_products if axes.EXPERTS in logical_axes else self.products
         of_product = self._product(equation, x, weight.shape, x_axes, logical_axes, out_axes)
         products.append(of_product)
         return super().project(equation, product, x, weight, x_axes, out_axes)
@@ -98,7 +98,7 @@ class LayerRecord(Operations):
     def mix_experts(
         self, mixture: Mixture, x_BTD: jax.Array, is_token_BT: jax.Array, router: Router,
         weights: ExpertWeights,
-    ) -> Mixed:  # fmt: skip
+    ) -> MoeOutput:  # fmt: skip
         residual = axes.RESIDUAL
         self.mixture = self._product("BTD,->BTD", x_BTD, (), residual, (), residual)
         # ragged products are of all experts, tiles of one
@@ -135,7 +135,7 @@ def record_layer(
     record = LayerRecord()
 
     def run() -> None:
-        block = block_of(nnx.Rngs(0), config, Arrangement(kv_copies), range(layer, layer + 1))
+        block = make_block(nnx.Rngs(0), config, Arrangement(kv_copies), range(layer, layer + 1))
         rope = config.rope_of(config.windows[layer])
         by = position_code(jnp.zeros((1, 1), jnp.int32), rope, config.rope_dim)
         experts = ExpertCall(jnp.ones((1, 1), bool))

@@ -25,11 +25,18 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from . import axes
 from .attention import EMPTY_POSITION
-from .kept_layers import KeptLayers, PromptLayer
 from .key_blocks import in_blocks, joined, num_blocks
 from .kv_cache import Positions, match_head_dim, match_heads
+from .layer_cache import LayerCache, PromptLayer
 from .operations import Axes, Operations, rows_of
-from .segments import Segments, at_entries, heads_last, held_positions, segment_starts, split_shared
+from .segments import (
+    Segments,
+    arrange_at_entries,
+    entry_positions,
+    heads_last,
+    segment_starts,
+    split_shared,
+)
 from .stripes import Stripe
 
 
@@ -74,19 +81,19 @@ def positions_below(
         # every row begins after what all share
         return shared + below
 
-    whole_BS, ring_BS = positions.map(take)
-    return Positions(_without_last(whole_BS, num_unseen, axis=1), ring_BS)
+    whole_BS, rolling_BS = positions.map(take)
+    return Positions(_without_last(whole_BS, num_unseen, axis=1), rolling_BS)
 
 
 def layer_of_slots(
-    layers: KeptLayers,
+    layers: LayerCache,
     layer: jax.Array,
     slot_B: jax.Array,
     num_unseen: int,
     num_heads: int,
     head_dim: int,
     operations: Operations,
-) -> KeptLayers:
+) -> LayerCache:
     """The entries of one layer in the slots of rows, with `num_heads` where it keeps heads.
 
     The last `num_unseen` entries are left out, and so are zeros that follow `head_dim` numbers of a
@@ -121,7 +128,7 @@ def _without_last(segments: Segments, num_entries: int, axis: int) -> Segments:
 
 
 class _Write(NamedTuple):
-    """The places that rows are written to: arrays that `write_rows` gives to every device."""
+    """The ranges that rows are written to: arrays that `write_rows` gives to every device."""
 
     slot_B: jax.Array
     start_B: jax.Array | None
@@ -129,23 +136,23 @@ class _Write(NamedTuple):
     layer: jax.Array
 
 
-def keep_piece(
-    layers: KeptLayers,
+def write_piece(
+    layers: LayerCache,
     new: PromptLayer,
     layer: jax.Array,
     rows: PromptPieces,
-    is_ring: bool,
+    is_rolling: bool,
     operations: Operations,
-) -> KeptLayers:
+) -> LayerCache:
     """The layers with the tokens of a piece at their entries of one layer."""
-    write = _write_ring if is_ring else _write_blocks
+    write = _write_rolling if is_rolling else _write_blocks
     lengths = [length // operations.cache_stripes.count for length in layers.lengths]
 
     def keep(old: Segments, new: jax.Array, axis: int, names: Axes) -> Segments:
         if not old:  # nothing is kept
             return old
         shared, own = split_shared(old, axes.row_axis(names))
-        places = _places(lengths)[len(shared) :]
+        ranges = _segment_ranges(lengths)[len(shared) :]
         if axes.KV_HEADS in names:
             new = match_heads(new, old[0].shape[names.index(axes.KV_HEADS)])
         *_, head_axis = heads_last(old[0].ndim, axis)
@@ -153,18 +160,18 @@ def keep_piece(
         def body(old: Segments, new: jax.Array, where: _Write) -> Segments:
             slot_B, start_B, count_B, layer = where
             # here, as zeros need not be sent
-            count = num_blocks(places[0].length, old[0].shape[axis])
+            count = num_blocks(ranges[0].length, old[0].shape[axis])
             head_dim = old[0].shape[head_axis] // count
             new = match_head_dim(new, head_dim, head_axis)
             rows = PromptPieces(slot_B, start_B, count_B).of(operations.stripe)
-            return write(old, places, new[0], rows, axis, layer)
+            return write(old, ranges, new[0], rows, axis, layer)
 
         return shared + operations.write_rows(body, own, new[None], _Write(*rows, layer), names)
 
     return type(layers)(*map(keep, layers, new, layers.POSITION_AXES, layers.AXES))
 
 
-def keep_positions(
+def write_positions(
     positions: Positions, position_BT: jax.Array, rows: PromptPieces, operations: Operations
 ) -> Positions:
     """The cache's entries under the positions of a piece, which are empty where it is padded."""
@@ -172,34 +179,34 @@ def keep_positions(
     def marked(write: Callable[..., Segments], old: Segments) -> Segments:
         shared, own = split_shared(old, row_axis=0)
         lengths = [x_BS.shape[1] // operations.cache_stripes.count for x_BS in old]
-        places = _places(lengths)[len(shared) :]
+        ranges = _segment_ranges(lengths)[len(shared) :]
 
         def body(old: Segments, new: jax.Array, rows: PromptPieces) -> Segments:
-            return write(old, places, new, rows.of(operations.stripe), axis=1)
+            return write(old, ranges, new, rows.of(operations.stripe), axis=1)
 
         return shared + operations.write_rows(body, own, position_BT, rows, axes.CACHE_POSITIONS)
 
-    whole_BS, ring_BS = positions
+    whole_BS, rolling_BS = positions
     return Positions(
         marked(_write_blocks, whole_BS) if whole_BS else (),
-        {size: marked(_write_ring, segments) for size, segments in ring_BS.items()},
+        {size: marked(_write_rolling, segments) for size, segments in rolling_BS.items()},
     )
 
 
-class _Place(NamedTuple):
+class _SegmentRange(NamedTuple):
     """The entries that a segment has, counted over all segments."""
 
     start: int
     length: int
 
 
-def _places(lengths: Sequence[int]) -> list[_Place]:
-    return list(map(_Place, segment_starts(lengths), lengths))
+def _segment_ranges(lengths: Sequence[int]) -> list[_SegmentRange]:
+    return list(map(_SegmentRange, segment_starts(lengths), lengths))
 
 
 def _write_blocks(
     segments: Segments,
-    places: Sequence[_Place],
+    ranges: Sequence[_SegmentRange],
     new: jax.Array,
     rows: PromptPieces,
     axis: int,
@@ -211,41 +218,41 @@ def _write_blocks(
     """
     if rows.start_B is not None:
         *others, last = segments
-        start, length = places[-1]
+        start, length = ranges[-1]
         index_B = rows.start_B - start
         return (*others, _put(last, length, new, rows.slot_B, index_B, axis, layer))
     new_axis = axis if layer is None else axis - 1
     T, first_B = new.shape[new_axis], jnp.zeros_like(rows.slot_B)
 
-    def write(segment: jax.Array, place: _Place) -> jax.Array:
-        start, length = place
+    def write(segment: jax.Array, segment_range: _SegmentRange) -> jax.Array:
+        start, length = segment_range
         if start >= T:
             return segment
         block = jax.lax.slice_in_dim(new, start, min(T, start + length), axis=new_axis)
         return _put(segment, length, block, rows.slot_B, first_B, axis, layer)
 
-    return tuple(map(write, segments, places))
+    return tuple(map(write, segments, ranges))
 
 
-def _write_ring(
+def _write_rolling(
     segments: Segments,
-    places: Sequence[_Place],
+    ranges: Sequence[_SegmentRange],
     new: jax.Array,
     rows: PromptPieces,
     axis: int,
     layer: jax.Array | None = None,
 ) -> Segments:
     """The latest tokens of each row, and what the ring had at the entries that they leave."""
-    starts, lengths = zip(*places, strict=True)
+    starts, lengths = zip(*ranges, strict=True)
     size, row_axis = sum(lengths), 0 if layer is None else 1
     if rows.start_B is None and new.shape[axis - row_axis] <= size:
-        return _write_blocks(segments, places, new, rows, axis, layer)
+        return _write_blocks(segments, ranges, new, rows, axis, layer)
 
     def merged(old: jax.Array, new: jax.Array, start: jax.Array, count: jax.Array) -> jax.Array:
         shape = [1] * old.ndim
         shape[axis - row_axis - 1] = size
-        is_new_S = held_positions(start + count, size) >= start
-        fresh = at_entries(new, start, count, size, axis - row_axis - 1)
+        is_new_S = entry_positions(start + count, size) >= start
+        fresh = arrange_at_entries(new, start, count, size, axis - row_axis - 1)
         return jnp.where(is_new_S.reshape(shape), fresh, old)
 
     of_rows = [rows_of(x, rows.slot_B, layer) for x in segments]

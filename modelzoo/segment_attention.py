@@ -8,8 +8,8 @@ import jax.numpy as jnp
 
 from .attention import Attend, Slots, Visibility, merge
 from .config import Window
-from .kept_layers import KeysAndValues
 from .kv_cache import match_head_dim
+from .layer_cache import KeysAndValues
 from .segments import Segments, split_shared
 
 
@@ -38,7 +38,7 @@ def attend_segments(
     parts, num_segments = [], len(entries[0])
     shared, _ = split_shared(entries[1], row_axis=0)
     for index, ((k_BKHS, v_BKSH), position_BS) in enumerate(zip(*entries, strict=True)):
-        num_rows, num_heads, kept_dim = len(position_BS), v_BKSH.shape[-3], v_BKSH.shape[-1]
+        num_rows, num_heads, cache_dim = len(position_BS), v_BKSH.shape[-3], v_BKSH.shape[-1]
         of_cache = slots if index < num_segments - 1 else None
         q, query_position = q_BTKGH[:num_rows], query_position_BT[:num_rows]
         if index < len(shared):
@@ -46,7 +46,7 @@ def attend_segments(
             q, query_position = _as_one_row(q_BTKGH), _as_one_row(query_position_BT)
             of_cache = None if slots is None else slots._replace(slot_B=slots.slot_B[:1] * 0)
         grouped = q.reshape(*query_position.shape, num_heads, -1, q.shape[-1])
-        grouped = match_head_dim(grouped, kept_dim, axis=-1)
+        grouped = match_head_dim(grouped, cache_dim, axis=-1)
         visibility = Visibility(query_position, position_BS, window, slots=of_cache)
         out, lse = attend(grouped, k_BKHS, v_BKSH, visibility)
         out = out[..., : q.shape[-1]]

@@ -43,7 +43,7 @@ def heads_last(ndim: int, position_axis: int) -> tuple[int, ...]:
     return (*leading, second, last) if position_axis == second else (*leading, last, second)
 
 
-def held_positions(length: jax.Array | int, num_entries: int) -> jax.Array:
+def entry_positions(length: jax.Array | int, num_entries: int) -> jax.Array:
     """The position in each entry after `length` tokens: the latest that lies there, or empty.
 
     Entry e of n has the largest p below the length with p mod n = e. Of 4 entries after 6 tokens
@@ -54,7 +54,7 @@ def held_positions(length: jax.Array | int, num_entries: int) -> jax.Array:
     return jnp.where(position_S < 0, EMPTY_POSITION, position_S)
 
 
-def at_entries(
+def arrange_at_entries(
     new: jax.Array, start: jax.Array | int, count: jax.Array, size: int, axis: int
 ) -> jax.Array:
     """Of `count` tokens from position `start` on the latest, each at its entry of `size`.

@@ -1,4 +1,4 @@
-"""Tokens dealt out like cards: token p in stripe p mod n, at place p // n of it.
+"""Tokens change_stripes out like cards: token p in stripe p mod n, at place p // n of it.
 
 Every stripe has tokens from all over a row, so devices that hold one each share the work of causal
 attention evenly, and a beginning of the row is a beginning of each stripe. One stripe is the order
@@ -26,12 +26,12 @@ class Stripes:
 
     count: int = 1
 
-    def lay(self, x: Array, axis: int) -> Array:
+    def permute(self, x: Array, axis: int) -> Array:
         """Tokens in order along `axis`, of a number that divides, as stripes."""
         return _transposed(x, axis, -1, self.count)
 
     def restore(self, x: Array, axis: int) -> Array:
-        """The inverse of `lay`."""
+        """The inverse of `permute`."""
         return _transposed(x, axis, self.count, -1)
 
 
@@ -50,24 +50,24 @@ class Stripe:
         """The token at a place."""
         return place * self.count + self.index
 
-    def place(self, position: jax.Array) -> jax.Array:
+    def local_index(self, position: jax.Array) -> jax.Array:
         """The place of a token, or `ELSEWHERE`."""
         is_here = position % self.count == self.index
         return jnp.where(is_here, position // self.count, ELSEWHERE)
 
 
 IN_ORDER = Stripes()
-WHOLE = Stripe()
+ONE_STRIPE = Stripe()
 
 
-def dealt(x: jax.Array, axis: int, lies: Stripes, wanted: Stripes, fill: int) -> jax.Array:
+def change_stripes(x: jax.Array, axis: int, lies: Stripes, wanted: Stripes, fill: int) -> jax.Array:
     """Tokens in other stripes than they came in, filled up to as many as divide."""
     if lies == wanted:
         return x
     x = lies.restore(x, axis)
     padding = [(0, 0)] * x.ndim
     padding[axis] = (0, -x.shape[axis] % wanted.count)
-    return wanted.lay(jnp.pad(x, padding, constant_values=fill), axis)
+    return wanted.permute(jnp.pad(x, padding, constant_values=fill), axis)
 
 
 def _transposed(x: Array, axis: int, major: int, minor: int) -> Array:

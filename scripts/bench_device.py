@@ -122,7 +122,7 @@ class DeviceBench:
         import jax.numpy as jnp
 
         from noria.compile import signatures
-        from noria.modelzoo.segments import held_positions
+        from noria.modelzoo.segments import entry_positions
 
         grid = self._grid(batch, self.options.context, prompt=1)
         graph, build_seconds = self._compiled("decode", grid)
@@ -130,7 +130,7 @@ class DeviceBench:
         start_length = self.options.context - calls * STEPS_PER_CALL
 
         def held(position_BS):
-            position_S = held_positions(start_length, position_BS.shape[1])
+            position_S = entry_positions(start_length, position_BS.shape[1])
             return jnp.broadcast_to(position_S, position_BS.shape)
 
         def filled():

@@ -65,7 +65,7 @@ def _written(shapes: LayerShapes) -> Iterator[Expected]:
     over, call = shapes.rules[axes.ATTENTION_BATCH], shapes.call
     heads, length = shapes.rules.dimensions((axes.KV_HEADS, axes.LENGTH))
     if shapes.config.latent is not None:
-        sizes = (call.rows, call.tokens, shapes.config.kept_dim)
+        sizes = (call.rows, call.tokens, shapes.config.cache_dim)
         yield from shapes.send("all-gather", over, shapes.local(sizes, (length,)))
         return
     for dim in shapes.record.head_dims:
@@ -112,6 +112,6 @@ def _entries(shapes: LayerShapes, length: int) -> list[int]:
     split = shapes.rules.dimensions((axes.ATTENTION_BATCH, axes.KV_HEADS))
     rows, latent = shapes.call.rows, shapes.config.latent
     heads, over_heads = (shapes.kept_heads, split[1]) if latent is None else (1, ())
-    of_array = shapes.local((rows, heads, length, shapes.config.kept_dim), (split[0], over_heads))
+    of_array = shapes.local((rows, heads, length, shapes.config.cache_dim), (split[0], over_heads))
     positions = shapes.local((rows, length), split[:1], INT32_BYTES)
     return [of_array] * (2 if latent is None else 1) + [positions]

@@ -117,7 +117,7 @@ def _of_experts(shapes: LayerShapes, exchange: ExpertExchange) -> Iterator[Expec
     of_choices = moe.routing.num_chosen * (shapes.itemsize + FLOAT32_BYTES)
     yield from shapes.send("all-to-all", over, rows * (of_row + of_choices))
     yield from shapes.send("all-to-all", over, rows * of_row)
-    for product in shapes.record.of_experts:
+    for product in shapes.record.expert_products:
         sizes = [product.sizes[label] for label in product.labels[1]]
         stored, used = (r.dimensions(product.weight) for r in (shapes.layout.rules, shapes.rules))
         yield from _gathers(shapes, sizes, stored, tuple(map(beyond, stored, used)))

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from ..modelzoo import axes
 from ..modelzoo.config import AS_PUBLISHED, Arrangement, DecoderConfig
-from ..modelzoo.kv_cache import kept_entries
+from ..modelzoo.kv_cache import num_cache_entries
 from ..modelzoo.operations import Axes
 from .axis_rules import kv_copies
 from .layout import Layout
@@ -45,9 +45,9 @@ def cache_bytes_per_device(
     over_heads, over_rows = shards(rules[axes.KV_HEADS]), shards(rules[axes.ATTENTION_BATCH])
     heads = config.num_kv_heads * kv_copies(config.num_kv_heads, over_heads) // over_heads
     stripes = shards(rules[axes.CACHE_LENGTH])
-    entries = sum(kept_entries(window, length, stripes) for window in config.windows)
+    entries = sum(num_cache_entries(window, length, stripes) for window in config.windows)
     # latents are keys and values in one, of one head, on every device that has the row
-    of_entry = arrangement.kept_dim(config) * (2 * heads if config.latent is None else 1)
+    of_entry = arrangement.cache_dim(config) * (2 * heads if config.latent is None else 1)
     return (slots // over_rows) * -(-entries // stripes) * of_entry * jnp.dtype(dtype).itemsize
 
 

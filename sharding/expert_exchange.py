@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from ..modelzoo import axes
 from ..modelzoo.moe.experts import ExpertWeights
-from ..modelzoo.moe.mix import ExpertShards, Mixed, Mixture
+from ..modelzoo.moe.mix import ExpertShards, Mixture, MoeOutput
 from ..modelzoo.moe.routing import Router
 from ..modelzoo.moe.use import ExpertUse
 from ..modelzoo.operations import Axes
@@ -71,13 +71,13 @@ class ExpertExchange:
     def mix(
         self, mesh_map: Callable, mixture: Mixture, x_BTD: jax.Array, is_token_BT: jax.Array,
         router: Router, weights: ExpertWeights,
-    ) -> Mixed:  # fmt: skip
+    ) -> MoeOutput:  # fmt: skip
         """The mixture of a sparse layer; `mesh_map` runs a function on every device's shards."""
         projection, (batch, length) = self.projection, self.tokens
 
         def local(
             x_BTD: jax.Array, is_token_BT: jax.Array, router: Router, weights: ExpertWeights
-        ) -> Mixed:
+        ) -> MoeOutput:
             x_BTD = projection.bring_x(x_BTD)
             weights = self._bring(weights)
             mixed = mixture(x_BTD, is_token_BT, router, weights, self._shards(weights))
@@ -90,7 +90,7 @@ class ExpertExchange:
         of_weights = _each(self.stored.spec, weights)
         of_router = jax.tree.map(lambda _: P(), router)
         in_specs = (residual, rows, of_router, of_weights)
-        body = mesh_map(local, in_specs, Mixed._make((residual, rows, use)))
+        body = mesh_map(local, in_specs, MoeOutput._make((residual, rows, use)))
         return body(x_BTD, is_token_BT, router, weights)
 
     def _bring(self, weights: ExpertWeights) -> ExpertWeights:
@@ -101,7 +101,7 @@ class ExpertExchange:
             return tuple(map(beyond, stored, used))
 
         if any(map(any, map(missing, weights.axes))):
-            weights = weights.of_layer()
+            weights = weights.select_layer()
         weights = jax.tree.map(gather, weights, _each(missing, weights))
         split = self.rules[axes.EXPERT_MLP]
         if weights.down_bias_ED is None or not split:

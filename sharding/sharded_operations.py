@@ -22,13 +22,13 @@ from jax.sharding import PartitionSpec as P
 from ..modelzoo import axes
 from ..modelzoo.attention import Attend, AttendEntries, Queries
 from ..modelzoo.config import Window
-from ..modelzoo.kept_layers import PromptKeysValues, PromptLatents
+from ..modelzoo.layer_cache import PromptKeysValues, PromptLatents
 from ..modelzoo.moe.experts import ExpertWeights
-from ..modelzoo.moe.mix import Mixed, Mixture
+from ..modelzoo.moe.mix import Mixture, MoeOutput
 from ..modelzoo.moe.routing import Router
 from ..modelzoo.operations import ON_ONE_DEVICE, Axes, Operations, Product, axes_of
 from ..modelzoo.segments import Segments
-from ..modelzoo.stripes import WHOLE, Stripe, Stripes
+from ..modelzoo.stripes import ONE_STRIPE, Stripe, Stripes
 from .axis_rules import AxisRules, kv_copies
 from .cache_attention import attend_for_all, attend_for_some
 from .expert_exchange import ExpertExchange
@@ -60,7 +60,7 @@ class ShardedOperations(Operations):
         if not self._rules[axes.LENGTH]:
             return super().positions(length)
         # not a constant, of which every device would hold all angles of all tokens
-        position_1T = self.prompt_stripes.lay(jnp.arange(length)[None], axis=1)
+        position_1T = self.prompt_stripes.permute(jnp.arange(length)[None], axis=1)
         return self.constrain(position_1T, ("", axes.LENGTH))
 
     def constrain(self, x: jax.Array, logical_axes: Axes) -> jax.Array:
@@ -147,7 +147,7 @@ class ShardedOperations(Operations):
     def stripe(self) -> Stripe:
         mesh_axes = self._rules[axes.CACHE_LENGTH]
         if not mesh_axes:
-            return WHOLE
+            return ONE_STRIPE
         return Stripe(jax.lax.axis_index(mesh_axes), self.cache_stripes.count)
 
     def by_row(self, body: Callable[..., Any], kept: Any, *rows: jax.Array) -> Any:
@@ -157,7 +157,7 @@ class ShardedOperations(Operations):
     def mix_experts(
         self, mixture: Mixture, x_BTD: jax.Array, is_token_BT: jax.Array, router: Router,
         weights: ExpertWeights,
-    ) -> Mixed:  # fmt: skip
+    ) -> MoeOutput:  # fmt: skip
         exchange = ExpertExchange(self._rules, self._stored)
         return exchange.mix(self._map, mixture, x_BTD, is_token_BT, router, weights)
 
@@ -198,10 +198,12 @@ class ShardedOperations(Operations):
 
         return self._map(local, (spec, _of_one(spec, axis), P()), spec)(old, new, rows)
 
-    def has_cache_of(self, stored: Operations) -> bool:
-        assert isinstance(stored, ShardedOperations)
+    def has_cache_of(self, cache_operations: Operations) -> bool:
+        assert isinstance(cache_operations, ShardedOperations)
         split = (self._rules[axes.ATTENTION_BATCH], self._rules[axes.CACHE_LENGTH])
-        lies = [[rules.spec(x) for x in _CACHES] for rules in (self._rules, stored._rules)]
+        lies = [
+            [rules.spec(x) for x in _CACHES] for rules in (self._rules, cache_operations._rules)
+        ]
         return not any(split) and lies[0] == lies[1]
 
     def num_cache_heads(self, num_kv_heads: int) -> int:

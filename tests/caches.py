@@ -8,10 +8,10 @@ import numpy as np
 from noria.modelzoo import kv_cache
 from noria.modelzoo.attention import EMPTY_POSITION
 from noria.modelzoo.config import DecoderConfig, Window
-from noria.modelzoo.kept_layers import PromptKeysValues, PromptLayer
 from noria.modelzoo.kv_cache import KVCache
+from noria.modelzoo.layer_cache import PromptKeysValues, PromptLayer
 from noria.modelzoo.operations import ON_ONE_DEVICE
-from noria.modelzoo.prompt_pieces import PromptPieces, keep_piece, keep_positions
+from noria.modelzoo.prompt_pieces import PromptPieces, write_piece, write_positions
 
 SLOTS = 4
 CONFIG = DecoderConfig(
@@ -52,14 +52,14 @@ def keep(
 ) -> KVCache:
     """The cache after a piece of prompts, in each of its layers; all are unrolled."""
     layers = tuple(
-        keep_piece(old, one, jnp.int32(0), rows, cache.positions.is_ring(window), ON_ONE_DEVICE)
+        write_piece(old, one, jnp.int32(0), rows, cache.positions.is_rolling(window), ON_ONE_DEVICE)
         for old, one, window in zip(cache.layers, new, windows, strict=True)
     )
     # values of heads and latents alike have their tokens before the last axis
     offset_1T = jnp.arange(new[0][-1].shape[-2])[None]
     position_BT = rows.first_B[:, None] + offset_1T
     position_BT = jnp.where(offset_1T < rows.count_B[:, None], position_BT, EMPTY_POSITION)
-    return KVCache(layers, keep_positions(cache.positions, position_BT, rows, ON_ONE_DEVICE))
+    return KVCache(layers, write_positions(cache.positions, position_BT, rows, ON_ONE_DEVICE))
 
 
 def used_cache(config: DecoderConfig, spans: Sequence[int]) -> KVCache:

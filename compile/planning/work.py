@@ -23,13 +23,13 @@ from ...modelzoo import axes
 from ...modelzoo.attention import first_visible
 from ...modelzoo.blockwise import block_sizes
 from ...modelzoo.config import Window
-from ...modelzoo.kv_cache import kept_entries
-from ...modelzoo.layer_groups import places
+from ...modelzoo.kv_cache import num_cache_entries
+from ...modelzoo.layer_groups import block_layers
 from ...modelzoo.moe.config import LOSSLESS
 from ...modelzoo.products import WeightProduct, record_logits
 from ...sharding import communication
 from ...sharding.axis_rules import AxisRules
-from ...sharding.call import Call, Segments, pieces
+from ...sharding.call import Call, CachePieces, pieces
 from ...sharding.communication import sent_bytes
 from ...sharding.device_bytes import cache_bytes_per_device, parameter_bytes_per_device
 from ...sharding.layer_shapes import LayerShapes
@@ -111,7 +111,7 @@ class Work:
     @property
     def num_defined(self) -> int:
         """Layers that a program defines: of a loop, those of one turn."""
-        return len(places(self.config, self.definition.arrangement))
+        return len(block_layers(self.config, self.definition.arrangement))
 
     def parts(self, call: Call) -> tuple[Part, ...]:
         """What one call has to do."""
@@ -149,7 +149,7 @@ class Work:
         entries = slots * length * self.config.num_layers
         return self.cache_bytes(slots, length) / entries
 
-    def cache_bytes_of(self, segments: Segments) -> int:
+    def cache_bytes_of(self, segments: CachePieces) -> int:
         """Keys and values on each device, of a cache in pieces."""
         return sum(
             self.cache_bytes(slots, end) - self.cache_bytes(slots, start)
@@ -187,7 +187,7 @@ class Work:
             for kind, count in Counter(kinds).items():
                 shapes = self._shapes(call, kinds.index(kind))
                 record = shapes.record
-                for product in record.of_experts if of_experts else record.products:
+                for product in record.expert_products if of_experts else record.products:
                     of_row, read = self._of_weight(shapes, product)
                     flops, num_bytes = flops + count * of_row, num_bytes + count * read
             self._known_weights[phase, of_experts] = flops, num_bytes
@@ -277,7 +277,7 @@ class Work:
 
     def _sent(self, call: Call) -> Sent:
         num_shards = self.layout.mesh.num_shards
-        found = communication.expected(self.config, self.layout, call, self._itemsize)
+        found = communication.predict_collectives(self.config, self.layout, call, self._itemsize)
         return summed(
             (
                 (one.kind, one.mesh_axes),
@@ -312,7 +312,7 @@ def _pairs(call: Call, window: Window) -> int:
     """Pairs of query and key that attention computes in one layer: whole blocks."""
     if call.phase == "decode":
         return sum(
-            rows * (kept_entries(window, end) - kept_entries(window, start))
+            rows * (num_cache_entries(window, end) - num_cache_entries(window, start))
             for rows, start, end in call.pieces
         )
     block_T, block_S = block_sizes(call.tokens, call.span)

@@ -8,7 +8,7 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from ..moe.config import MoeConfig
-from .mapping import ParameterSource, Part
+from .mapping import ParameterSource, TensorPart
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class ExpertNames:
     """Of the gate that weighs the shared expert."""
     shared_router_axes: str = "s d -> (s d)"
 
-    def of_layer(self, template: str, layer: int, expert: str = "{e}") -> str:
+    def tensor_name(self, template: str, layer: int, expert: str = "{e}") -> str:
         """A tensor's name in one layer; still a template if experts have tensors of their own."""
         return template.replace("{i}", str(layer)).replace("{e}", expert)
 
@@ -44,7 +44,7 @@ class ExpertNames:
         layers = [i for i, is_sparse in enumerate(moe.layers) if is_sparse]
         templates = (self.router, self.gate, self.up, self.down)
         return frozenset(
-            self.of_layer(*which) for which in itertools.product(templates, layers, experts)
+            self.tensor_name(*which) for which in itertools.product(templates, layers, experts)
         )
 
 
@@ -92,7 +92,7 @@ def sparse_sources(moe: MoeConfig, names: ExpertNames, i: int) -> list[Parameter
 def _source(
     names: ExpertNames, i: int, parameter: str, tensor: str, axes: str, num_experts: int = 0
 ) -> ParameterSource:
-    part = _part(names.of_layer(tensor, i), axes, num_experts)
+    part = _part(names.tensor_name(tensor, i), axes, num_experts)
     return ParameterSource(f"layers.{i}.mlp.{parameter}", (part,))
 
 
@@ -101,7 +101,7 @@ def _gate_up(
 ) -> ParameterSource:
     """Gate and up as one tensor, or side by side from two."""
     path = f"layers.{i}.mlp.{parameter}"
-    gate, up = (names.of_layer(tensor, i) for tensor in tensors)
+    gate, up = (names.tensor_name(tensor, i) for tensor in tensors)
     if gate == up:
         return ParameterSource(path, (_part(gate, fused, E, sizes=(("p", 2),)),))
     axes = "e f -> e 1 f" if parameter.endswith("bias") else "e f d -> e 1 d f"
@@ -110,5 +110,5 @@ def _gate_up(
 
 def _part(
     tensor: str, axes: str, num_experts: int, sizes: tuple[tuple[str, int], ...] = ()
-) -> Part:
-    return Part(tensor, axes, sizes, stacked=num_experts if "{e}" in tensor else 0)
+) -> TensorPart:
+    return TensorPart(tensor, axes, sizes, stacked=num_experts if "{e}" in tensor else 0)

@@ -28,7 +28,7 @@ from ..config import (
 from ..moe.config import MoeConfig
 from .config_reader import ConfigReader
 from .expert_sources import ExpertNames
-from .mapping import Beginning, ParameterSource
+from .mapping import ParameterSource, TensorPrefix
 from .sources import TensorNames, parameter_sources
 
 
@@ -88,7 +88,7 @@ class WholeModel:
     name: str
     """`model_type` of config.json, whose `text_config` is the family's."""
     architecture: str
-    beginnings: tuple[Beginning, ...]
+    prefixes: tuple[TensorPrefix, ...]
     """The prefixes of the family's tensor names in the whole model, the usual form first."""
     other_prefixes: tuple[str, ...]
     """What those of the other parts begin with."""

@@ -20,7 +20,7 @@ from .gemma2 import (
     shared_hf_options,
 )
 from .hugging_face import MAX_LAYERS, all_but_each
-from .mapping import Beginning
+from .mapping import TensorPrefix
 from .rope_options import MAX_POSITION, read_ropes_by_kind
 
 _PERIOD = 6
@@ -75,7 +75,7 @@ def _gguf_options(config: ConfigReader, num_layers: int) -> Options:
 _WHOLE = WholeModel(
     "gemma3",
     "Gemma3ForConditionalGeneration",
-    beginnings=(Beginning("", "language_model."), Beginning("model.", "model.language_model.")),
+    prefixes=(TensorPrefix("", "language_model."), TensorPrefix("model.", "model.language_model.")),
     other_prefixes=(
         "vision_tower.",
         "multi_modal_projector.",

@@ -12,7 +12,7 @@ from ..config import DecoderConfig
 from .config_reader import ConfigReader
 from .expert_sources import ExpertNames, form_of_experts
 from .family import Family, ModelSpec, WholeModel
-from .mapping import Beginning
+from .mapping import TensorPrefix
 from .quantisation import read_quantisation
 from .rope_options import MAX_POSITION, read_rope
 from .sources import TensorNames, parameter_sources
@@ -168,7 +168,7 @@ def text_part_spec(
     """Read the `text_config` of a model of more than text, of which `family` is the text part.
 
     Text alone asks nothing of the other parts: their tables are not read, nor are their tensors,
-    which are known by the beginnings of their names.
+    which are known by the prefixes of their names.
     """
     whole = family.part_of
     assert whole is not None, family.name
@@ -177,7 +177,7 @@ def text_part_spec(
     text = config.table("text_config", family.hf_defaults)
     text.expect("model_type", family.name)
     beginning = _beginning(whole, tensor_names)
-    spec = model_spec(family, text, [beginning.alone_of(name) for name in tensor_names])
+    spec = model_spec(family, text, [beginning.to_alone(name) for name in tensor_names])
     # the reference ties by the outer key
     if config.flag("tie_word_embeddings", default=False) != spec.config.tie_embeddings:
         raise config.error("tie_word_embeddings", f"{spec.config.tie_embeddings}, as in the text")
@@ -190,15 +190,15 @@ def text_part_spec(
         spec,
         names=names,
         sources=parameter_sources(spec.config, names),
-        ignored_tensors=tuple(beginning.in_whole(name) for name in spec.ignored_tensors),
+        ignored_tensors=tuple(beginning.to_whole(name) for name in spec.ignored_tensors),
         ignored_prefixes=whole.other_prefixes,
         ignored_keys=tuple(config.ignored),
     )
 
 
-def _beginning(whole: WholeModel, tensor_names: Collection[str]) -> Beginning:
+def _beginning(whole: WholeModel, tensor_names: Collection[str]) -> TensorPrefix:
     """The form of the tensor names; the usual form if no name has one."""
-    usual, *others = whole.beginnings
+    usual, *others = whole.prefixes
     for other in others:
         if any(name.startswith(other.whole) for name in tensor_names):
             return other

@@ -7,7 +7,7 @@ of what is made from latents a key and a value. Knows nothing of files.
 from dataclasses import dataclass, fields, replace
 
 from ..config import LatentAttention
-from .mapping import ParameterSource, Part
+from .mapping import ParameterSource, TensorPart
 
 
 @dataclass(frozen=True)
@@ -50,25 +50,25 @@ def latent_attention(
     heads = latent.head_dim
     parts = {
         "query": (
-            Part(query, "(n h) d -> d n h", (n,), plain, heads),
-            Part(query, f"(n {published}) d -> d n {ours}", (n, rotated), turned, heads),
+            TensorPart(query, "(n h) d -> d n h", (n,), plain, heads),
+            TensorPart(query, f"(n {published}) d -> d n {ours}", (n, rotated), turned, heads),
         ),
         "latent_down": (
-            Part(names.latent_down, "i d -> d i", (), (0, latent.rank)),
-            Part(
+            TensorPart(names.latent_down, "i d -> d i", (), (0, latent.rank)),
+            TensorPart(
                 names.latent_down,
                 f"({published}) d -> d {ours}",
                 (rotated,),
-                (latent.rank, latent.kept_dim),
+                (latent.rank, latent.cache_dim),
             ),
         ),
-        "latent_norm.scale": (Part(names.latent_norm, "i -> i"),),
-        "output": (Part(names.output, "d (n h) -> n h d", (n,)),),
+        "latent_norm.scale": (TensorPart(names.latent_norm, "i -> i"),),
+        "output": (TensorPart(names.output, "d (n h) -> n h d", (n,)),),
         **_up(num_heads, latent, names),
     }
     if latent.query_rank is not None:
-        parts["query_down"] = (Part(names.query_down, "i d -> d i"),)
-        parts["query_norm.scale"] = (Part(names.query_norm, "i -> i"),)
+        parts["query_down"] = (TensorPart(names.query_down, "i d -> d i"),)
+        parts["query_norm.scale"] = (TensorPart(names.query_norm, "i -> i"),)
     joined_along = {"query": 2, "latent_down": 1}
     return [
         ParameterSource(f"layers.{i}.attention.{name}", of, joined_along.get(name, 0))
@@ -76,16 +76,18 @@ def latent_attention(
     ]
 
 
-def _up(num_heads: int, latent: LatentAttention, names: LatentNames) -> dict[str, tuple[Part, ...]]:
+def _up(
+    num_heads: int, latent: LatentAttention, names: LatentNames
+) -> dict[str, tuple[TensorPart, ...]]:
     """Of what makes keys and values from latents."""
     if names.key_up != names.value_up:
         return {
-            "key_up": (Part(names.key_up, "n i h -> n h i"),),
-            "value_up": (Part(names.value_up, "n h i -> n h i"),),
+            "key_up": (TensorPart(names.key_up, "n i h -> n h i"),),
+            "value_up": (TensorPart(names.value_up, "n h i -> n h i"),),
         }
     axes, sizes = "(n h) i -> n h i", (("n", num_heads),)
     key, both = latent.plain_dim, latent.plain_dim + latent.value_dim
     return {
-        "key_up": (Part(names.key_up, axes, sizes, (0, key), both),),
-        "value_up": (Part(names.value_up, axes, sizes, (key, both), both),),
+        "key_up": (TensorPart(names.key_up, axes, sizes, (0, key), both),),
+        "value_up": (TensorPart(names.value_up, axes, sizes, (key, both), both),),
     }

@@ -16,7 +16,7 @@ from .expert_options import read_routing
 from .expert_sources import ExpertNames
 from .family import Family, Options, WholeModel
 from .hugging_face import MAX_LAYERS, MAX_MLP
-from .mapping import Beginning
+from .mapping import TensorPrefix
 from .rope_options import MAX_POSITION, read_rope
 
 _THETA = 500_000.0
@@ -107,7 +107,7 @@ def _moe(config: ConfigReader, num_layers: int) -> MoeConfig | None:
 _WHOLE = WholeModel(
     "llama4",
     "Llama4ForConditionalGeneration",
-    beginnings=(Beginning("", "language_model."),),
+    prefixes=(TensorPrefix("", "language_model."),),
     other_prefixes=("vision_model.", "multi_modal_projector."),
     other_keys=("vision_config", "boi_token_index", "eoi_token_index", "image_token_index"),
 )

@@ -17,17 +17,17 @@ Sizes = tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True)
-class Beginning:
+class TensorPrefix:
     """The prefixes of tensor names in a model alone, and where it is part of a larger model."""
 
     alone: str = ""
     whole: str = ""
 
-    def in_whole(self, name: str) -> str:
+    def to_whole(self, name: str) -> str:
         """The name in the whole model of a tensor of the model alone."""
         return self._exchanged(name, self.alone, self.whole)
 
-    def alone_of(self, name: str) -> str:
+    def to_alone(self, name: str) -> str:
         """The name in the model alone of a tensor of the whole model."""
         return self._exchanged(name, self.whole, self.alone)
 
@@ -36,11 +36,11 @@ class Beginning:
         return new + name.removeprefix(old) if name.startswith(old) else name
 
 
-PLAIN = Beginning()
+PLAIN = TensorPrefix()
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """One published tensor and the axis pattern that turns it into (part of) a parameter."""
 
     tensor: str
@@ -69,12 +69,12 @@ class ParameterSource:
 
     parameter: str
     """Dotted path in the parameter tree, e.g. `layers.3.attention.qkv`."""
-    parts: tuple[Part, ...]
+    parts: tuple[TensorPart, ...]
     concat_axis: int = 0
     padding_rows: int = 0
     """Rows of zeros that follow what the parts fill, along axis 0."""
 
-    def renamed(self, beginning: Beginning) -> "ParameterSource":
+    def renamed(self, beginning: TensorPrefix) -> "ParameterSource":
         """The same source with tensors named as in the whole model."""
-        parts = tuple(replace(part, tensor=beginning.in_whole(part.tensor)) for part in self.parts)
+        parts = tuple(replace(part, tensor=beginning.to_whole(part.tensor)) for part in self.parts)
         return replace(self, parts=parts)

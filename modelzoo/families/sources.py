@@ -12,7 +12,7 @@ from itertools import accumulate
 from ..config import AS_PUBLISHED, Arrangement, DecoderConfig
 from .expert_sources import ExpertNames, sparse_sources
 from .latent_sources import LatentNames, latent_attention
-from .mapping import PLAIN, Beginning, ParameterSource, Part, Sizes
+from .mapping import PLAIN, ParameterSource, Sizes, TensorPart, TensorPrefix
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class TensorNames:
     shared_down: str
     latent: LatentNames | None = None
     """Of latent attention; None where a format has none."""
-    beginning: Beginning = PLAIN
+    beginning: TensorPrefix = PLAIN
     """The prefixes of names, for models that are part of a larger one."""
     is_interleaved: bool = False
     """Whether rows of a query or key head come as (pair, side), not as (side, pair)."""
@@ -145,7 +145,7 @@ def _attention(
 ) -> list[ParameterSource]:
     heads = _heads(config, kv_copies, names.is_interleaved)
     of_head = ("h", config.head_dim)
-    output = Part(
+    output = TensorPart(
         f"{names.output}.weight".format(i=i), "d (k g h) -> k g h d", (*heads.queries, of_head)
     )
     sources = [
@@ -155,7 +155,7 @@ def _attention(
     if config.qkv_bias:
         sources.append(_query_key_value(config, names, heads, i, "bias"))
     if config.sinks:
-        part = Part(names.sinks.format(i=i), "(k g) -> k g", heads.queries)
+        part = TensorPart(names.sinks.format(i=i), "(k g) -> k g", heads.queries)
         sources.append(ParameterSource(f"layers.{i}.attention.sinks", (part,)))
     if config.output_bias:
         sources.append(single("attention.output_bias", f"{names.output}.bias", "d -> d"))
@@ -181,7 +181,7 @@ def _query_key_value(
     tensors = (names.query, names.key, names.value)
     rows = _rows(tensors, (K * G * H, K * H, K * H))
     parts = tuple(
-        Part(f"{tensor}.{kind}".format(i=i), *pattern, of_part)
+        TensorPart(f"{tensor}.{kind}".format(i=i), *pattern, of_part)
         for tensor, pattern, of_part in zip(tensors, patterns, rows, strict=True)
     )
     return ParameterSource(f"layers.{i}.attention.{parameter}", parts, concat_axis)
@@ -197,7 +197,7 @@ def _query_key_norms(
     return [
         ParameterSource(
             f"layers.{i}.attention.{parameter}.scale",
-            (Part(f"{name}.weight".format(i=i), axes, sizes),),
+            (TensorPart(f"{name}.weight".format(i=i), axes, sizes),),
         )
         for parameter, name in (("query_norm", names.query_norm), ("key_norm", names.key_norm))
     ]
@@ -234,7 +234,7 @@ def _mlp(
         """Gate, then up."""
         rows = _rows(tensors, (size, size))
         parts = tuple(
-            Part(f"{name}.{kind}".format(i=i), axes, rows=of_part)
+            TensorPart(f"{name}.{kind}".format(i=i), axes, rows=of_part)
             for name, of_part in zip(tensors, rows, strict=True)
         )
         return ParameterSource(f"layers.{i}.{path}.{parameter}", parts, concat_axis)
@@ -257,4 +257,4 @@ def _rows(tensors: Sequence[str], sizes: Sequence[int]) -> list[tuple[int, int] 
 
 
 def _single(parameter: str, tensor: str, axes: str) -> ParameterSource:
-    return ParameterSource(parameter, (Part(tensor, axes),))
+    return ParameterSource(parameter, (TensorPart(tensor, axes),))

@@ -13,7 +13,7 @@ from ..attention import Visibility
 from ..config import PLAIN_SCORES, Chunk, Scores
 from .call import AttentionCall
 
-HEAD_STEP, MOST_HEAD = 8, 128
+HEAD_STEP, MAX_HEAD_DIM = 8, 128
 """Sizes of heads are multiples up to here on every GPU that has the kernel (from Ampere on)."""
 
 
@@ -25,8 +25,8 @@ def cudnn_refusal(call: AttentionCall) -> str | None:
         return f"it takes bfloat16 and float16, got {call.dtype.name}"
     if call.key_dim != call.value_dim:
         return f"it takes values of the size of keys, got {call.value_dim} and {call.key_dim}"
-    if call.key_dim % HEAD_STEP or call.key_dim > MOST_HEAD:
-        return f"it takes heads of multiples of {HEAD_STEP} to {MOST_HEAD}, got {call.key_dim}"
+    if call.key_dim % HEAD_STEP or call.key_dim > MAX_HEAD_DIM:
+        return f"it takes heads of multiples of {HEAD_STEP} to {MAX_HEAD_DIM}, got {call.key_dim}"
     if call.scores.cap is not None:
         return "it does not cap scores"
     if call.has_sinks:

@@ -27,7 +27,7 @@ from .flash_blocks import (
     call_bytes,
     call_flops,
     in_whole_blocks,
-    most_seen,
+    max_keys_seen,
     positions_seen,
 )
 
@@ -64,7 +64,7 @@ def attend_flash(
     S = visibility.key_position_BS.shape[1]
     block = block_sizes(q_BTKGH.shape, value_dim, S)
     grid = B, K, G // block.G, T // block.T, S // block.S
-    block_BIJ, seen = blocks_read(visibility, block), most_seen(num_keys, block, visibility)
+    block_BIJ, seen = blocks_read(visibility, block), max_keys_seen(num_keys, block, visibility)
     # keys as a cache on TPU has them in memory
     k_BKSH, row_B = k_BKHS.swapaxes(-1, -2), jnp.arange(B)
     if (slots := visibility.slots) is not None:

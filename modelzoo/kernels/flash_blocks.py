@@ -17,7 +17,7 @@ from ..config import window_size
 
 BLOCKS = (512, 256, LANES)
 """Tokens or entries of a block, the largest that divides."""
-MOST_ROWS, MOST_NUMBERS = 2048, 2**20
+MAX_ROWS, MAX_NUMBERS = 2048, 2**20
 """Queries of a block, of all its tokens and heads, and numbers of these and of their results."""
 
 
@@ -32,7 +32,7 @@ class Blocks(NamedTuple):
 def block_sizes(shape: tuple[int, ...], value_dim: int, S: int) -> Blocks:
     """As many rows as may be of queries of a shape, of as many heads as give them."""
     _, T, _, G, H = shape
-    most = min(MOST_ROWS, MOST_NUMBERS // (H + value_dim))
+    most = min(MAX_ROWS, MAX_NUMBERS // (H + value_dim))
     heads = [g for g in range(1, G + 1) if G % g == 0]
     sizes = [(g * t, g, t) for g in heads for t in BLOCKS if T % t == 0 and g * t <= most]
     return Blocks(*max(sizes)[1:], next(s for s in BLOCKS if S % s == 0))
@@ -88,7 +88,7 @@ def call_flops(shape: tuple[int, ...], value_dim: int, num_keys: int) -> int:
     return 2 * math.prod(shape[:-1]) * num_keys * (shape[-1] + value_dim)
 
 
-def most_seen(S: int, block: Blocks, visibility: Visibility) -> int:
+def max_keys_seen(S: int, block: Blocks, visibility: Visibility) -> int:
     """The most keys that a block of queries looks at: of all, as positions are not known here."""
     window = visibility.window
     return S if window is None else min(S, window_size(window) + block.T)

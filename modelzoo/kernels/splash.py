@@ -16,7 +16,7 @@ from .call import AttentionCall
 
 BLOCKS = (512, 256, 128)
 """Tokens of a block, the largest that divides a prompt; 128 are the lanes of a register."""
-MOST_BLOCKS = 256
+MAX_BLOCKS = 256
 """Blocks of a prompt: what is visible of each pair of them is a table in a small memory."""
 
 
@@ -26,8 +26,8 @@ def splash_refusal(call: AttentionCall) -> str | None:
         return "it takes whole prompts whose tokens lie in order on one device"
     if call.num_queries % BLOCKS[-1]:
         return f"it takes whole blocks of {BLOCKS[-1]} tokens, got {call.num_queries} tokens"
-    if call.num_queries // block_size(call.num_queries) > MOST_BLOCKS:
-        most = MOST_BLOCKS * block_size(call.num_queries)
+    if call.num_queries // prompt_block_size(call.num_queries) > MAX_BLOCKS:
+        most = MAX_BLOCKS * prompt_block_size(call.num_queries)
         return f"its table of blocks ends at {most} tokens, got {call.num_queries} tokens"
     return None
 
@@ -78,7 +78,7 @@ def _kernel(
             mask = masks.ChunkedCausalMask((T, T), size)
         case _:
             mask = masks.LocalMask((T, T), (window - 1, 0), offset=0)
-    block = block_size(T)
+    block = prompt_block_size(T)
     return splash.make_splash_mha(
         masks.MultiHeadMask([mask] * num_heads),
         # keys as they lie here: tokens along the last axis
@@ -90,6 +90,6 @@ def _kernel(
     )
 
 
-def block_size(T: int) -> int:
+def prompt_block_size(T: int) -> int:
     """Tokens of a block of a prompt."""
     return next(block for block in BLOCKS if T % block == 0)

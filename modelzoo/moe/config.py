@@ -100,10 +100,10 @@ class MoeConfig:
 class Tiles(NamedTuple):
     """Sizes of the products of experts, which a platform chooses."""
 
-    fewest: int = 4
+    min_rows: int = 4
     most: int = 64
     """Rows of one product are between these two, and all are powers of two."""
-    of_mean: int = 8
+    mean_divisor: int = 8
     """The rows of a product are the mean load of an expert over this, or less."""
     piece_bytes: int | None = 4 * 2**20
     """Bytes of gate and up of one expert, at most, that are brought into a cache for all tiles of
@@ -132,8 +132,8 @@ class Dispatch:
     tiles: Tiles = ANY_TILES
 
     def __post_init__(self):
-        least, most, of_mean, _ = self.tiles
-        powers = (least, most, of_mean)
+        least, most, mean_divisor, _ = self.tiles
+        powers = (least, most, mean_divisor)
         if not (0 < least <= most and all(size.bit_count() == 1 for size in powers)):
             raise ValueError(f"tiles: expected growing powers of two, got {self.tiles}.")
         if self.kind not in get_args(DispatchKind):
@@ -159,12 +159,12 @@ class Dispatch:
     def tile(self, num_choices: int, num_experts: int) -> int:
         """Rows of a tile: a part of the mean load or less, within `tiles`.
 
-        With `tiles.of_mean` of 8, at most an eighth of the rows of an expert with the mean load is
-        padding, unless that makes fewer rows than `tiles.fewest`.
+        With `tiles.mean_divisor` of 8, at most an eighth of an expert's rows at the mean load is
+        padding, unless that makes fewer rows than `tiles.min_rows`.
         """
-        part = num_choices // (self.tiles.of_mean * num_experts)
+        part = num_choices // (self.tiles.mean_divisor * num_experts)
         power = 1 << max(part.bit_length() - 1, 0)
-        return min(max(power, self.tiles.fewest), self.tiles.most)
+        return min(max(power, self.tiles.min_rows), self.tiles.most)
 
     def capacity(self, num_tokens: int, num_chosen: int, num_experts: int) -> int:
         """Rows of each expert, in whole tiles; no more than tokens, which take it once at most."""

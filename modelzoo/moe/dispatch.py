@@ -22,8 +22,8 @@ class ExpertRows(NamedTuple):
     load_E: jax.Array
 
 
-class Places(NamedTuple):
-    """Places of choices among U rows."""
+class RowAssignment(NamedTuple):
+    """RowAssignment of choices among U rows."""
 
     row_MZ: jax.Array
     """Row of each choice; U for one that has none."""
@@ -42,25 +42,25 @@ def sort_choices(choices: Choices, num_experts: int) -> ExpertRows:
     return ExpertRows(token_U, weight_U, jnp.cumsum(load_E) - load_E, load_E)
 
 
-def ragged_places(expert_MZ: jax.Array, num_experts: int) -> Places:
+def assign_ragged_rows(expert_MZ: jax.Array, num_experts: int) -> RowAssignment:
     """A row for every choice, in order of experts and without gaps."""
     rank_MZ, load_E = _ranks(expert_MZ, num_experts)
     first_E = jnp.cumsum(load_E) - load_E
     first_MZ = first_E.at[expert_MZ].get(mode="fill", fill_value=expert_MZ.size)
     row_MZ = jnp.minimum(first_MZ + rank_MZ, expert_MZ.size)
-    return Places(row_MZ, _tokens(row_MZ, expert_MZ.size))
+    return RowAssignment(row_MZ, _tokens(row_MZ, expert_MZ.size))
 
 
-def capacity_places(expert_MZ: jax.Array, num_experts: int, capacity: int) -> Places:
+def assign_capacity_rows(expert_MZ: jax.Array, num_experts: int, capacity: int) -> RowAssignment:
     """The same number of rows for every expert; choices beyond them have none."""
     num_rows = num_experts * capacity
     rank_MZ, _ = _ranks(expert_MZ, num_experts)
     has_row_MZ = (rank_MZ < capacity) & (expert_MZ < num_experts)
     row_MZ = jnp.where(has_row_MZ, expert_MZ * capacity + rank_MZ, num_rows)
-    return Places(row_MZ, _tokens(row_MZ, num_rows))
+    return RowAssignment(row_MZ, _tokens(row_MZ, num_rows))
 
 
-def rows_as_they_are(num_experts: int, capacity: int) -> ExpertRows:
+def received_rows(num_experts: int, capacity: int) -> ExpertRows:
     """Rows that others filled, so that any of them may have a token."""
     num_rows = num_experts * capacity
     first_E = jnp.arange(num_experts, dtype=jnp.int32) * capacity

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 GatedUnit = Callable[[jax.Array, jax.Array], jax.Array]
 """The hidden activations from those of gate and up."""
 
-MORE_READS = 2**30
+READ_BOUND = 2**30
 """More than the readings of one expert's weights in a call, whatever its size."""
 
 GATE_UP_AXES = (axes.EXPERTS, "", "", axes.EXPERT_MLP)
@@ -57,7 +57,7 @@ class ExpertWeights(NamedTuple):
         products = (*layers, *GATE_UP_AXES), (*layers, *DOWN_AXES)
         return (*products, GATE_UP_BIAS_AXES, DOWN_BIAS_AXES, ())
 
-    def of_layer(self) -> "ExpertWeights":
+    def select_layer(self) -> "ExpertWeights":
         """The weights of the one layer alone."""
         if self.layer is None:
             return self
@@ -119,9 +119,9 @@ def run_tiles(
             return out_MD.at[token_W].add(y_WD, mode="drop", unique_indices=True)
 
         def read(r: jax.Array, out_MD: jax.Array) -> jax.Array:
-            # r // MORE_READS is 0, which XLA does not know: the slice depends on the loop and stays
+            # r // READ_BOUND is 0, which XLA does not know: the slice depends on the loop and stays
             # in it. Ahead of the loop it would read experts without a token, too
-            of_piece = _cut(weights, e + r // MORE_READS, p * piece, piece)
+            of_piece = _cut(weights, e + r // READ_BOUND, p * piece, piece)
             if tiling.piece_bytes is None:
                 return one_tile(of_piece, r, out_MD)
             return jax.lax.fori_loop(0, num_tiles, partial(one_tile, of_piece), out_MD)
@@ -137,7 +137,7 @@ def run_ragged(
     x_UD: jax.Array, load_E: jax.Array, weights: ExpertWeights, unit: GatedUnit, project: Project
 ) -> jax.Array:
     """Float32 outputs `y_UD` of rows without gaps, through `jax.lax.ragged_dot`; the reference."""
-    weights = weights.of_layer()
+    weights = weights.select_layer()
 
     def product(x: jax.Array, weight: jax.Array) -> jax.Array:
         return jax.lax.ragged_dot(x, weight, load_E, preferred_element_type=jnp.float32)

@@ -15,7 +15,14 @@ import jax.numpy as jnp
 
 from ..operations import ON_ONE_DEVICE, Project
 from .config import Dispatch, Routing
-from .dispatch import Places, capacity_places, load, ragged_places, rows_as_they_are, sort_choices
+from .dispatch import (
+    RowAssignment,
+    assign_capacity_rows,
+    assign_ragged_rows,
+    load,
+    received_rows,
+    sort_choices,
+)
 from .experts import ExpertWeights, GatedUnit, Tiling, run_ragged, run_tiles
 from .routing import Choices, Router, route
 from .use import ExpertUse, count_use, rows_of_tiles
@@ -40,7 +47,7 @@ class ExpertShards:
 ALL_EXPERTS = ExpertShards()
 
 
-class Mixed(NamedTuple):
+class MoeOutput(NamedTuple):
     """What a mixture gives back: of tokens, and of the experts."""
 
     out_BTD: jax.Array
@@ -64,7 +71,7 @@ class Mixture:
         router: Router,
         weights: ExpertWeights,
         shards: ExpertShards = ALL_EXPERTS,
-    ) -> Mixed:
+    ) -> MoeOutput:
         B, T, D = x_BTD.shape
         x_MD = x_BTD.reshape(B * T, D)
         choices = route(x_BTD, is_token_BT, router, self.routing, self.project)
@@ -72,7 +79,7 @@ class Mixture:
         out_MD, is_dropped_MZ, rows_E = mix(x_MD, choices, weights, shards)
         use = count_use(choices.expert_MZ, rows_E, is_dropped_MZ, self.routing.num_experts)
         num_dropped_BT = is_dropped_MZ.sum(axis=-1, dtype=jnp.int32).reshape(B, T)
-        return Mixed(out_MD.astype(x_BTD.dtype).reshape(B, T, D), num_dropped_BT, use)
+        return MoeOutput(out_MD.astype(x_BTD.dtype).reshape(B, T, D), num_dropped_BT, use)
 
     def _lossless(
         self, x_MD: jax.Array, choices: Choices, weights: ExpertWeights, shards: ExpertShards
@@ -105,7 +112,7 @@ class Mixture:
         num_here = weights.num_experts
         tile = self.dispatch.tile(choices.expert_MZ.size, E)
         capacity = self.dispatch.capacity(M, self.routing.num_chosen, E)
-        everywhere = capacity_places(choices.expert_MZ, E, capacity)
+        everywhere = assign_capacity_rows(choices.expert_MZ, E, capacity)
         is_token_MZ = choices.expert_MZ < E
         is_dropped_MZ = is_token_MZ & (everywhere.row_MZ == E * capacity)
         if n == 1:
@@ -116,7 +123,7 @@ class Mixture:
         x_UD = self._rows(x_MD, everywhere, choices)
         x_SECD = shards.exchange(x_UD.reshape(n, num_here, capacity, D))
         x_UD = x_SECD.swapaxes(0, 1).reshape(-1, D)
-        rows = rows_as_they_are(num_here, n * capacity)
+        rows = received_rows(num_here, n * capacity)
         tiling = Tiling(tile, self.dispatch.tiles.piece_bytes)
         y_UD = run_tiles(x_UD, rows, weights, self.unit, tiling, self.project)
         y_SECD = y_UD.reshape(num_here, n, capacity, D).swapaxes(0, 1).astype(x_MD.dtype)
@@ -133,12 +140,12 @@ class Mixture:
             tiling = Tiling(tile, self.dispatch.tiles.piece_bytes, self.routing.weighs_input)
             rows = sort_choices(choices, E)
             return run_tiles(x_MD, rows, weights, self.unit, tiling, self.project)
-        places = ragged_places(choices.expert_MZ, E)
+        places = assign_ragged_rows(choices.expert_MZ, E)
         x_UD, load_E = self._rows(x_MD, places, choices), load(choices.expert_MZ, E)
         y_UD = run_ragged(x_UD, load_E, weights, self.unit, self.project)
         return self._combine(y_UD, places, choices.weight_MZ)
 
-    def _rows(self, x_MD: jax.Array, places: Places, choices: Choices) -> jax.Array:
+    def _rows(self, x_MD: jax.Array, places: RowAssignment, choices: Choices) -> jax.Array:
         """The tokens of the rows, zeros for empty ones."""
         x_UD = x_MD.at[places.token_U].get(mode="fill", fill_value=0)
         if not self.routing.weighs_input:
@@ -147,7 +154,7 @@ class Mixture:
         weight_U = weight_U.at[places.row_MZ].set(choices.weight_MZ, mode="drop")
         return (x_UD * weight_U[:, None]).astype(x_MD.dtype)
 
-    def _combine(self, y_UD: jax.Array, places: Places, weight_MZ: jax.Array) -> jax.Array:
+    def _combine(self, y_UD: jax.Array, places: RowAssignment, weight_MZ: jax.Array) -> jax.Array:
         """Each token's weighted sum over its experts, best first: `out_MD` in float32."""
         M, D = places.row_MZ.shape[0], y_UD.shape[1]
         out_MD = jnp.zeros((M, D), jnp.float32)

@@ -3,7 +3,7 @@
 import pytest
 
 from noria.modelzoo.config import AS_PUBLISHED, Arrangement, DecoderConfig
-from noria.modelzoo.layer_groups import layer_groups, of_single_layers, place_name, places
+from noria.modelzoo.layer_groups import block_layers, layer_groups, layers_name, single_layer_names
 from noria.modelzoo.moe.config import MoeConfig, Routing
 
 SCANNED = Arrangement(scan_layers=True)
@@ -45,8 +45,8 @@ def config_of(kinds: str) -> DecoderConfig:
     ],
 )
 def test_a_pattern_is_found_with_what_stands_before_and_after_it(kinds, names):
-    found = places(config_of(kinds), SCANNED)
-    assert " ".join(map(place_name, found)) == names
+    found = block_layers(config_of(kinds), SCANNED)
+    assert " ".join(map(layers_name, found)) == names
 
 
 @pytest.mark.parametrize("kinds", ["gggg", "wgwgwgw", "gggsssss", "gwsx", "gxsxsxs"])
@@ -65,12 +65,12 @@ def test_turns_run_every_layer_once_and_in_order(kinds, arrangement):
 @pytest.mark.parametrize("kinds", ["gggg", "wgwgwgw", "gggsssss"])
 def test_a_place_has_layers_of_one_kind(kinds):
     config = config_of(kinds)
-    for layers in places(config, SCANNED):
+    for layers in block_layers(config, SCANNED):
         assert len({config.layer_kinds[layer] for layer in layers}) == 1
 
 
 def test_unrolled_layers_are_places_of_their_own():
-    assert list(map(place_name, places(config_of("ggg"), AS_PUBLISHED))) == ["0", "1", "2"]
+    assert list(map(layers_name, block_layers(config_of("ggg"), AS_PUBLISHED))) == ["0", "1", "2"]
 
 
 @pytest.mark.parametrize(
@@ -82,8 +82,8 @@ def test_unrolled_layers_are_places_of_their_own():
     ],
 )
 def test_a_parameter_says_whose_layers_it_holds(parameter, layers):
-    assert of_single_layers(parameter) == [f"layers.{layer}.mlp.down" for layer in layers]
+    assert single_layer_names(parameter) == [f"layers.{layer}.mlp.down" for layer in layers]
 
 
 def test_a_parameter_of_no_layer_holds_itself():
-    assert of_single_layers("embedding.table") == ["embedding.table"]
+    assert single_layer_names("embedding.table") == ["embedding.table"]

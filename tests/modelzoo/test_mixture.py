@@ -10,9 +10,9 @@ from tolerances import FLOAT32_ELEMENTWISE
 
 from noria.modelzoo.config import DecoderConfig
 from noria.modelzoo.moe.config import LOSSLESS, Dispatch, ExpertGroups, MoeConfig, Routing, Tiles
-from noria.modelzoo.moe.dispatch import capacity_places, sort_choices
+from noria.modelzoo.moe.dispatch import assign_capacity_rows, sort_choices
 from noria.modelzoo.moe.experts import ExpertWeights
-from noria.modelzoo.moe.mix import Mixed, Mixture
+from noria.modelzoo.moe.mix import Mixture, MoeOutput
 from noria.modelzoo.moe.routing import Choices, Router, route
 
 B, T, D, F = 3, 5, 16, 24
@@ -93,7 +93,7 @@ def plain_mixture(x_BTD, router, weights, routing: Routing) -> np.ndarray:
     return out_BTD
 
 
-def mix(x_BTD, router, weights, routing, dispatch=LOSSLESS, is_token_BT=None) -> Mixed:
+def mix(x_BTD, router, weights, routing, dispatch=LOSSLESS, is_token_BT=None) -> MoeOutput:
     mixture = Mixture(routing, dispatch, gated)
     is_token_BT = jnp.ones((B, T), bool) if is_token_BT is None else is_token_BT
     return jax.jit(mixture)(x_BTD, is_token_BT, router, weights)
@@ -200,7 +200,7 @@ def test_rows_of_an_expert_are_its_tokens_in_order_and_their_weights():
 
 def test_places_of_a_capacity_go_to_the_first_choices_of_each_expert():
     expert_MZ = jnp.array([[0, 1], [0, 2], [2, 0], [3, 3], [0, 1]])
-    places = capacity_places(expert_MZ, 3, 2)
+    places = assign_capacity_rows(expert_MZ, 3, 2)
     assert places.row_MZ.tolist() == [[0, 2], [1, 4], [5, 6], [6, 6], [6, 3]]
     assert places.token_U.tolist() == [0, 1, 0, 4, 1, 2]
 

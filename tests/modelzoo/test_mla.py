@@ -17,8 +17,8 @@ from noria.compile.definition import Definition
 from noria.modelzoo import kv_cache
 from noria.modelzoo.config import DecoderConfig, LatentAttention
 from noria.modelzoo.decoder import Decoder
-from noria.modelzoo.kept_layers import PromptLatents
 from noria.modelzoo.kv_cache import KVCache
+from noria.modelzoo.layer_cache import PromptLatents
 from noria.modelzoo.operations import ON_ONE_DEVICE
 from noria.modelzoo.prompt_pieces import PromptPieces
 
@@ -83,7 +83,7 @@ def test_tokens_that_read_latents_from_the_cache_answer_as_in_a_prompt(query_ran
 
 def joined(layers) -> list[np.ndarray]:
     """Latents of each layer, segments joined."""
-    return [np.concatenate(layer.kept_LBSH, axis=2)[0] for layer in layers]
+    return [np.concatenate(layer.latent_LBSH, axis=2)[0] for layer in layers]
 
 
 @pytest.mark.parametrize("start", [None, 7])
@@ -94,9 +94,9 @@ def test_a_piece_is_written_at_its_positions_and_nowhere_else(start):
     new = [PromptLatents(jnp.asarray(rng.normal(size=(1, 6, 14)), jnp.float32)) for _ in range(2)]
     after = keep(before, new, pieces([1], [5], start))
     first = start or 0
-    for array, (kept_BTH,) in zip(joined(after.layers), new, strict=True):
+    for array, (latent_BTH,) in zip(joined(after.layers), new, strict=True):
         expected = np.ones((SLOTS, 16, 14), np.float32)
-        expected[1, first : first + 6] = kept_BTH[0]
+        expected[1, first : first + 6] = latent_BTH[0]
         np.testing.assert_array_equal(array, expected)
 
 

@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 
 from noria.modelzoo import axes
-from noria.modelzoo.block import block_of
+from noria.modelzoo.block import make_block
 from noria.modelzoo.config import AS_PUBLISHED, DecoderConfig, LatentAttention
 from noria.modelzoo.moe.config import MoeConfig, Routing
 from noria.modelzoo.products import LayerRecord, record_layer, record_logits
@@ -43,14 +43,16 @@ def record(name: str, *, reads_cache: bool = False) -> LayerRecord:
 @pytest.mark.parametrize("reads_cache", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_weight_of_a_layer_is_in_one_product(name, reads_cache):
-    block = nnx.eval_shape(lambda: block_of(nnx.Rngs(0), CONFIGS[name], AS_PUBLISHED, range(1, 2)))
+    block = nnx.eval_shape(
+        lambda: make_block(nnx.Rngs(0), CONFIGS[name], AS_PUBLISHED, range(1, 2))
+    )
     sizes = [
         value.get_value().size
         for path, value in nnx.to_flat_state(nnx.state(block))
         if not {"scale", "qkv_bias"} & set(path)
     ]
     found = record(name, reads_cache=reads_cache)
-    products = [*found.products, *found.of_experts]
+    products = [*found.products, *found.expert_products]
     assert sorted(product.num_weights for product in products) == sorted(sizes)
 
 
@@ -69,7 +71,7 @@ def test_experts_read_what_the_expert_of_all_tokens_reads():
     assert found.mixture is not None
     shared = next(p for p in found.products if p.equation == "BTD,PDF->PBTF")
     assert (found.mixture.reads, found.mixture.adds_to) == (shared.reads, shared.adds_to)
-    assert [axes.EXPERTS in product.weight for product in found.of_experts] == [True, True]
+    assert [axes.EXPERTS in product.weight for product in found.expert_products] == [True, True]
 
 
 def test_latents_are_heads_of_their_own_where_the_cache_is_read():

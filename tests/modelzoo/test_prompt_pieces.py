@@ -16,7 +16,7 @@ from noria.modelzoo import kv_cache
 from noria.modelzoo.config import AS_PUBLISHED, Arrangement, Chunk, DecoderConfig, LatentAttention
 from noria.modelzoo.key_blocks import joined
 from noria.modelzoo.kv_cache import KVCache
-from noria.modelzoo.layer_groups import of_single_layers, places
+from noria.modelzoo.layer_groups import block_layers, single_layer_names
 from noria.modelzoo.operations import ON_ONE_DEVICE
 from noria.modelzoo.prompt_pieces import PromptPieces
 
@@ -106,7 +106,7 @@ def parameters_of(config: DecoderConfig, arrangement: Arrangement) -> dict[str, 
         return single
     found = {}
     for name in Definition(config, arrangement).abstract_parameters(jnp.float32):
-        layers = [single[one] for one in of_single_layers(name)]
+        layers = [single[one] for one in single_layer_names(name)]
         found[name] = jnp.stack(layers) if ":" in name else layers[0]
     return found
 
@@ -202,7 +202,7 @@ def test_a_cache_arranged_otherwise_gives_the_same_answers(config, arrangement, 
 def live_entries(one: Model, cache: KVCache) -> list[tuple[np.ndarray, list[np.ndarray]]]:
     """Positions of each layer in order, and what it keeps there; zeros where there is no token."""
     found = {}
-    for layers, kept in zip(places(one.config, one.arrangement), cache.layers, strict=True):
+    for layers, kept in zip(block_layers(one.config, one.arrangement), cache.layers, strict=True):
         positions = cache.positions.of(one.config.windows[layers.start])
         position_BS = np.concatenate(positions, axis=1)
         for index, layer in enumerate(layers):

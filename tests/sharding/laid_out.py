@@ -16,7 +16,7 @@ import numpy as np
 from tiny import random_parameters
 from tolerances import FLOAT32_MODEL_LOGPROB
 
-from noria.compile.build import GraphToBuild, compile_graph, plan_graphs
+from noria.compile.build import GraphSpec, compile_graph, plan_graphs
 from noria.compile.compiled_graphs import CompiledGraphs
 from noria.compile.definition import Definition
 from noria.compile.grids.bucket_grid import BucketGrid, PrefillBucket
@@ -27,7 +27,7 @@ from noria.modelzoo import axes
 from noria.modelzoo.attention import attend_dense
 from noria.modelzoo.config import Arrangement, DecoderConfig
 from noria.modelzoo.families.registry import from_hf_config
-from noria.modelzoo.layer_groups import of_single_layers
+from noria.modelzoo.layer_groups import single_layer_names
 from noria.modelzoo.sampling import SamplingState, TokenScores
 from noria.runtime.devices.host_arrays import HostArrays
 from noria.runtime.engine.decode_slots import Job, Sequence
@@ -298,7 +298,7 @@ def arranged(
 class _CompiledWhenCalled(dict[str, jax.stages.Compiled]):
     """Executables by name. Compiling takes most of a test's time, and few tests call all graphs."""
 
-    def __init__(self, planned: Iterable[GraphToBuild]):
+    def __init__(self, planned: Iterable[GraphSpec]):
         super().__init__()
         self._planned = {graph.name: graph for graph in planned}
 
@@ -358,7 +358,7 @@ class LaidOut:
         weights = {name: np.asarray(x) for name, x in published.items()}
         weights = arranged(weights, self.config, self.definition.arrangement)
         shardings = self.placement.parameters(self.definition.logical_axes())
-        names = {name: of_single_layers(name) for name in shardings}
+        names = {name: single_layer_names(name) for name in shardings}
         weights = {
             name: weights[name] if layers == [name] else np.stack([weights[x] for x in layers])
             for name, layers in names.items()

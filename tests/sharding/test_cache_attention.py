@@ -14,14 +14,14 @@ from tolerances import FLOAT32_ELEMENTWISE
 from noria.modelzoo.attention import EMPTY_POSITION, attend_dense, with_sinks
 from noria.modelzoo.blockwise import attend_blockwise
 from noria.modelzoo.config import PLAIN_SCORES, Chunk, Scores, Window
-from noria.modelzoo.kept_layers import KeysAndValues, PromptLatents
+from noria.modelzoo.layer_cache import KeysAndValues, PromptLatents
 from noria.modelzoo.operations import ON_ONE_DEVICE, Operations
 from noria.modelzoo.segment_attention import attend_segments
-from noria.modelzoo.segments import held_positions
+from noria.modelzoo.segments import entry_positions
 from noria.modelzoo.stripes import Stripes
 from noria.sharding import cache_attention
-from noria.sharding.cache_attention import attend_for_some, gather_queries, pass_entries
-from noria.sharding.ring_attention import steps
+from noria.sharding.cache_attention import attend_sharded_chunk, gather_queries, pass_entries
+from noria.sharding.ring_attention import num_ring_steps
 
 AXES = ("sequence",)
 B, T, K, G, H = 2, 16, 2, 3, 4
@@ -59,10 +59,10 @@ class Inputs(NamedTuple):
     key_position_BS: tuple[np.ndarray, ...]
 
     def in_stripes(self, n: int) -> "Inputs":
-        lay = Stripes(n).lay
-        entries = tuple((lay(k_BKHS, 3), lay(v_BKSH, 2)) for k_BKHS, v_BKSH in self.entries)
-        keys = tuple(lay(x, 1) for x in self.key_position_BS)
-        return Inputs(lay(self.q_BTKGH, 1), lay(self.position_BT, 1), entries, keys)
+        permute = Stripes(n).permute
+        entries = tuple((permute(k_BKHS, 3), permute(v_BKSH, 2)) for k_BKHS, v_BKSH in self.entries)
+        keys = tuple(permute(x, 1) for x in self.key_position_BS)
+        return Inputs(permute(self.q_BTKGH, 1), permute(self.position_BT, 1), entries, keys)
 
 
 def inputs(case: Case) -> Inputs:
@@ -75,7 +75,7 @@ def inputs(case: Case) -> Inputs:
     position_BT = START_B[:, None] + np.arange(T)[None]
     own_BT = np.where(np.arange(T)[None] < COUNT_B[:, None], position_BT, EMPTY_POSITION)
     sizes = SPANS if case.window is None else RING
-    held_BS = np.stack([held_positions(start, sum(sizes)) for start in START_B])
+    held_BS = np.stack([entry_positions(start, sum(sizes)) for start in START_B])
     keys = (*np.split(held_BS, np.cumsum(sizes)[:-1], axis=1), own_BT)
     if case.keeps_latents:
         latents = tuple(PromptLatents(random(B, size, H)).read() for size in (*sizes, T))
@@ -118,7 +118,7 @@ def by_queries(attend, mesh_axes, window, *arrays):
 
 def by_entries(attend, mesh_axes, window, q_BTKGH, *arrays):
     n = jax.lax.axis_size(mesh_axes)
-    num_steps = steps(window, n)
+    num_steps = num_ring_steps(window, n)
     return pass_entries(attend, mesh_axes, num_steps, q_BTKGH, *arrays)
 
 
@@ -178,7 +178,7 @@ def chosen(monkeypatch, *, chunk: int, span: int, window: Window = None, queries
         monkeypatch.setattr(cache_attention, name, lambda *x, name=name: found.append(name))
 
     def trace(q_BTKGH, entries):
-        attend_for_some(
+        attend_sharded_chunk(
             lambda q_BTKGH, position_BT, entries: (q_BTKGH, q_BTKGH[..., 0]),
             AXES,
             window,

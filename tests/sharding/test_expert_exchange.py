@@ -14,7 +14,7 @@ from tolerances import BFLOAT16_ELEMENTWISE_RELATIVE, FLOAT32_ELEMENTWISE
 from noria.compile.targets import find_target
 from noria.modelzoo.moe.config import LOSSLESS, Dispatch, Routing, Tiles
 from noria.modelzoo.moe.experts import ExpertWeights
-from noria.modelzoo.moe.mix import Mixed, Mixture
+from noria.modelzoo.moe.mix import Mixture, MoeOutput
 from noria.modelzoo.moe.routing import Router
 from noria.sharding.axis_rules import AxisRules
 from noria.sharding.layout import Layout
@@ -83,7 +83,7 @@ def arrays(dtype: str, has_bias: bool):
 @cache
 def mixed_over(
     name: str, dispatch: Dispatch, dtype: str = "float32", has_bias: bool = False
-) -> tuple[Mixed, str]:
+) -> tuple[MoeOutput, str]:
     """What a mixture gives under a layout, and its program."""
     layout = layout_of(name)
     mesh = find_target("cpu:8").placement(layout).mesh
@@ -104,7 +104,7 @@ def mixed_over(
 
 
 @cache
-def mixed_on_one(dispatch: Dispatch, dtype: str = "float32", has_bias: bool = False) -> Mixed:
+def mixed_on_one(dispatch: Dispatch, dtype: str = "float32", has_bias: bool = False) -> MoeOutput:
     return jax.jit(Mixture(ROUTING, dispatch, gated))(*arrays(dtype, has_bias))
 
 

@@ -23,7 +23,7 @@ from noria.modelzoo.blockwise import attend_blockwise, block_sizes
 from noria.modelzoo.config import PLAIN_SCORES, Chunk, Scores, Window
 from noria.modelzoo.stripes import Stripe, Stripes
 from noria.sharding.cache_attention import merge_shards
-from noria.sharding.ring_attention import attend_on_ring, steps
+from noria.sharding.ring_attention import attend_on_ring, num_ring_steps
 
 AXES = ("sequence",)
 RINGS = (2, 4, 8)
@@ -65,7 +65,7 @@ def ring(n: int, attend=attend_dense):
             return attend_on_ring(attend, AXES, q_BTKGH, k_BKHS, v_BKSH, seen, scores)
 
         arrays = (q_BTKGH, k_BKHS, v_BKSH, query_BT, key_BT)
-        laid = [stripes.lay(x, axis) for x, axis in zip(arrays, (1, 3, 2, 1, 1), strict=True)]
+        laid = [stripes.permute(x, axis) for x, axis in zip(arrays, (1, 3, 2, 1, 1), strict=True)]
         over = jax.shard_map(
             local, mesh=mesh(n), in_specs=(*spec, P(), P()), out_specs=spec[0], check_vma=False
         )
@@ -109,11 +109,11 @@ def test_scores_are_capped_and_scaled_on_a_ring(window):
 def test_a_ring_turns_as_far_as_some_query_sees_and_no_further(n, window):
     """Parts by their distance, from masks over all tokens."""
     length = T // n
-    position_T = Stripes(n).lay(np.arange(T)[None], 1)
+    position_T = Stripes(n).permute(np.arange(T)[None], 1)
     is_seen_TS = visible(position_T, position_T, window)[0]
     is_seen = is_seen_TS.reshape(n, length, n, length).any(axis=(1, 3))
     needed = {(i - j) % n for i in range(n) for j in range(n) if is_seen[i, j]}
-    assert steps(window, n) == max(needed) + 1
+    assert num_ring_steps(window, n) == max(needed) + 1
 
 
 def test_sinks_join_after_the_last_merge():
@@ -181,20 +181,20 @@ def test_shards_of_a_cache_merge_to_the_whole():
 @SIZES
 def test_stripes_hold_every_token_once_and_know_where(n):
     tokens = np.arange(T)[None]
-    laid = Stripes(n).lay(tokens, 1)
+    laid = Stripes(n).permute(tokens, 1)
     assert (Stripes(n).restore(laid, 1) == tokens).all()
     for index, part in enumerate(np.split(laid[0], n)):
         stripe = Stripe(index, n)
         assert (np.asarray(stripe.position(np.arange(T // n))) == part).all()
-        assert (np.asarray(stripe.place(part)) == np.arange(T // n)).all()
-        assert (np.asarray(stripe.place(part + 1)) == -1).all()
+        assert (np.asarray(stripe.local_index(part)) == np.arange(T // n)).all()
+        assert (np.asarray(stripe.local_index(part + 1)) == -1).all()
         for length in (0, 1, n, T - 1, T):
             assert stripe.num_tokens(length) == (part < length).sum()
 
 
 def executed_pairs(length: int, n: int) -> np.ndarray:
     """Pairs of blocks that each device attends to at each step, `[steps, n]`."""
-    position_DT = Stripes(n).lay(np.arange(length)[None], 1).reshape(n, -1)
+    position_DT = Stripes(n).permute(np.arange(length)[None], 1).reshape(n, -1)
     block_T, block_S = block_sizes(length // n, length // n)
     pairs = np.zeros((n, n), int)
     for step in range(n):

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from noria.modelzoo import axes
 from noria.modelzoo.attention import Queries
-from noria.modelzoo.kept_layers import PromptKeysValues
+from noria.modelzoo.layer_cache import PromptKeysValues
 from noria.modelzoo.operations import ON_ONE_DEVICE, einsum
 from noria.sharding.axis_rules import AxisRules, kv_copies
 from noria.sharding.layout import Layout
@@ -34,7 +34,7 @@ def integers(*shape: int) -> np.ndarray:
 
 @cache
 def mesh() -> Mesh:
-    return MeshLayout.of(SIZES).build(jax.devices())
+    return MeshLayout.from_table(SIZES).build(jax.devices())
 
 
 def rules_of(**rules: str | list[str]) -> AxisRules:
@@ -177,8 +177,8 @@ def test_attention_sees_its_rows_and_heads_whole_and_gives_them_back(name):
     B, T, K, N, H, S = 8, 2, ATTENTION[name][0], 16, 4, 3
     rules = rules_of(**ATTENTION[name][1])
     lies_over = ("data", "tensor") if "gathered" in name else rules[axes.QUERY_HEADS]
-    stored = kv_copies(K, MeshLayout.of(SIZES).num_shards(lies_over))
-    kept = kv_copies(K, MeshLayout.of(SIZES).num_shards(rules[axes.KV_HEADS]))
+    stored = kv_copies(K, MeshLayout.from_table(SIZES).num_shards(lies_over))
+    kept = kv_copies(K, MeshLayout.from_table(SIZES).num_shards(rules[axes.KV_HEADS]))
     G = N // K
     queries = Queries(integers(B, T, K, G, H), 10_000 * integers(K, G))
     row_B = np.arange(B, dtype=np.float32)

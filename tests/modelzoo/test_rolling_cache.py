@@ -17,8 +17,8 @@ from tolerances import FLOAT32_ELEMENTWISE
 from noria.modelzoo import kv_cache
 from noria.modelzoo.attention import EMPTY_POSITION, attend_dense
 from noria.modelzoo.config import Chunk, DecoderConfig, Window
-from noria.modelzoo.kept_layers import PromptKeysValues
 from noria.modelzoo.kv_cache import KVCache
+from noria.modelzoo.layer_cache import PromptKeysValues
 from noria.modelzoo.segment_attention import attend_segments
 
 CUTS = [(24,), (4, 24), (2, 4, 8, 24), (5, 24)]

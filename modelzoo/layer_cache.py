@@ -38,13 +38,13 @@ class PromptKeysValues(NamedTuple):
 class PromptLatents(NamedTuple):
     """Latents and rotated keys that one layer made of new tokens."""
 
-    kept_BTH: jax.Array
+    latent_BTH: jax.Array
 
     AXES = (axes.PROMPT_LATENTS,)
 
     def read(self) -> KeysAndValues:
         """The tokens as one more segment."""
-        return _latents_as_heads(self.kept_BTH)
+        return _latents_as_heads(self.latent_BTH)
 
 
 class KeysValues(NamedTuple):
@@ -74,7 +74,7 @@ class KeysValues(NamedTuple):
 class Latents(NamedTuple):
     """Latents and rotated keys of layers, one array a segment."""
 
-    kept_LBSH: Segments
+    latent_LBSH: Segments
 
     AXES = (axes.CACHE_LATENTS,)
     POSITION_AXES = (2,)
@@ -82,18 +82,18 @@ class Latents(NamedTuple):
     @property
     def lengths(self) -> list[int]:
         """Entries of each segment."""
-        return [x.shape[2] for x in self.kept_LBSH]
+        return [x.shape[2] for x in self.latent_LBSH]
 
     def read(self, layer: jax.Array) -> list[KeysAndValues]:
         """Each segment of one layer."""
-        return [_latents_as_heads(layer_of(x, layer)) for x in self.kept_LBSH]
+        return [_latents_as_heads(layer_of(x, layer)) for x in self.latent_LBSH]
 
     def read_all(self) -> list[KeysAndValues]:
         """Each segment of all layers."""
-        return list(map(_latents_as_heads, self.kept_LBSH))
+        return list(map(_latents_as_heads, self.latent_LBSH))
 
 
-KeptLayers = KeysValues | Latents
+LayerCache = KeysValues | Latents
 PromptLayer = PromptKeysValues | PromptLatents
 
 
@@ -104,10 +104,10 @@ def layer_of(x_LB: jax.Array, layer: jax.Array) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(x_LB, layer, axis=0, keepdims=False)
 
 
-def _latents_as_heads(kept_BSH: jax.Array) -> KeysAndValues:
+def _latents_as_heads(latent_BSH: jax.Array) -> KeysAndValues:
     """Latents as keys and values of one head.
 
     Of what attention makes of such values, entries past the latent mean nothing. That is less work
     than values without them, which would be a copy of nearly all of the segment.
     """
-    return jnp.expand_dims(kept_BSH.swapaxes(-1, -2), -3), jnp.expand_dims(kept_BSH, -3)
+    return jnp.expand_dims(latent_BSH.swapaxes(-1, -2), -3), jnp.expand_dims(latent_BSH, -3)
