@@ -35,7 +35,7 @@ from .steps import DecodeState, decode_step
 
 
 @dataclass(frozen=True)
-class GraphBuilt:
+class BuildProgress:
     """One finished compile, for progress and reports."""
 
     name: str
@@ -54,7 +54,7 @@ class GraphBuilt:
 
 
 @dataclass(frozen=True)
-class GraphToBuild:
+class GraphSpec:
     """A graph body with its placed abstract arguments and the arguments that it may overwrite."""
 
     name: str
@@ -77,7 +77,7 @@ def build(
     grid: BucketGrid,
     placement: Placement,
     dtype: jax.typing.DTypeLike,
-    on_graph: Callable[[GraphBuilt], None] = lambda built: None,
+    on_graph: Callable[[BuildProgress], None] = lambda built: None,
     experts: ExpertPlan = LOSSLESS_EXPERTS,
     attention: AttentionPlan = AUTO_ATTENTION,
     compiler: CompilerOptions = NO_OPTIONS,
@@ -102,7 +102,7 @@ def build(
     started = time.monotonic()
     pool = ThreadPoolExecutor(max_workers=os.cpu_count())
 
-    def compile_and_keep(graph: GraphToBuild) -> tuple[jax.stages.Compiled, float]:
+    def compile_and_keep(graph: GraphSpec) -> tuple[jax.stages.Compiled, float]:
         executable, seconds = compile_graph(graph)
         if keep is not None:
             keep(graph.name, executable)
@@ -116,7 +116,7 @@ def build(
                 compiled[name], seconds = task.result()
             each = (time.monotonic() - started) / number
             remaining = each * (len(graphs) - number)
-            on_graph(GraphBuilt(name, number, len(graphs), seconds, remaining))
+            on_graph(BuildProgress(name, number, len(graphs), seconds, remaining))
     except Exception:
         # what comes next should not share the machine with graphs that are still being compiled
         pool.shutdown(cancel_futures=True)
@@ -135,7 +135,7 @@ def plan_graphs(
     experts: ExpertPlan = LOSSLESS_EXPERTS,
     attention: AttentionPlan = AUTO_ATTENTION,
     compiler: CompilerOptions = NO_OPTIONS,
-) -> list[GraphToBuild]:
+) -> list[GraphSpec]:
     """Every graph of the grid, with placed abstract arguments and the placement of results."""
     graphs = _GraphPlanner(definition, grid, placement, dtype, experts, attention).graphs()
     options = with_defaults(compiler, placement.platform)
@@ -183,7 +183,7 @@ class _GraphPlanner:
         state = jax.eval_shape(self._make_state)
         self._state = state.map(self._place_state)
 
-    def graphs(self) -> list[GraphToBuild]:
+    def graphs(self) -> list[GraphSpec]:
         """Decode first, then prefill from the longest on: the longest to compile come first."""
         graphs = [self._decode_graph(span) for span in self._grid.graph_spans]
         for bucket in reversed(self._grid.prefill):
@@ -192,11 +192,11 @@ class _GraphPlanner:
             graphs.append(self._fork_graph())
         return [*graphs, self._empty_state_graph()]
 
-    def _empty_state_graph(self) -> GraphToBuild:
+    def _empty_state_graph(self) -> GraphSpec:
         name, results = CompiledGraphs.EMPTY_STATE, _shardings(self._state)
-        return GraphToBuild(name, self._make_state, (), results)
+        return GraphSpec(name, self._make_state, (), results)
 
-    def _decode_graph(self, span: int) -> GraphToBuild:
+    def _decode_graph(self, span: int) -> GraphSpec:
         body = partial(decode_step, span=span, num_steps=self._grid.steps_per_call)
         head = self._head(span)
         arguments = (self._parameters, head, self._on_host(signatures.live_mask(self._grid)))
@@ -204,19 +204,19 @@ class _GraphPlanner:
         name = CompiledGraphs.decode_name(span)
         assert self._kernels.decode is not None
         bound = self._bound(body, "decode", self._kernels.decode)
-        return GraphToBuild(name, bound, arguments, results, (1,))
+        return GraphSpec(name, bound, arguments, results, (1,))
 
     def _head(self, span: int) -> DecodeState:
         """The state with what its cache has below a span, or with all of a prompt."""
         num_segments = self._grid.num_segments(span)
         return self._state._replace(cache=self._state.cache.head(num_segments))
 
-    def _fork_graph(self) -> GraphToBuild:
+    def _fork_graph(self) -> GraphSpec:
         arguments = (self._state, *self._on_host(signatures.fork_arguments(self._definition)))
         body = partial(fork_step, stored=self._operations["decode"])
-        return GraphToBuild(CompiledGraphs.FORK, body, arguments, _shardings(self._state), (0,))
+        return GraphSpec(CompiledGraphs.FORK, body, arguments, _shardings(self._state), (0,))
 
-    def _prefill_graphs(self, bucket: PrefillBucket) -> list[GraphToBuild]:
+    def _prefill_graphs(self, bucket: PrefillBucket) -> list[GraphSpec]:
         head = self._head(bucket.length)
         results = (_shardings(head), self._placement.replicated)
         phase = "prefill" if bucket.is_whole else "chunk"
@@ -226,7 +226,7 @@ class _GraphPlanner:
             True: (score_step, signatures.score_arguments),
         }
         return [
-            GraphToBuild(
+            GraphSpec(
                 CompiledGraphs.prefill_name(bucket, is_scored),
                 self._bound(partial(body, stored=self._operations["decode"]), phase, kernel),
                 (self._parameters, head, *self._on_host(arguments(self._definition, bucket))),
@@ -263,7 +263,7 @@ def _shardings(placed: Any) -> Any:
 
 
 def compile_graph(
-    graph: GraphToBuild, folder: Path | None = None
+    graph: GraphSpec, folder: Path | None = None
 ) -> tuple[jax.stages.Compiled, float]:
     """Lower and compile one graph: the executable, and the seconds.
 
@@ -280,7 +280,7 @@ def compile_graph(
     return compiled, time.monotonic() - start
 
 
-def compile_with_text(graph: GraphToBuild) -> tuple[jax.stages.Compiled, str | None, float]:
+def compile_with_text(graph: GraphSpec) -> tuple[jax.stages.Compiled, str | None, float]:
     """The same: the executable, its text if XLA can write it, the seconds of compiling."""
     with text_folder() as folder:
         compiled, seconds = compile_graph(graph, folder)

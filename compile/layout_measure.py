@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from ..modelzoo.config import DecoderConfig
 from ..sharding import communication
 from ..sharding.call import Call
-from ..sharding.layer_shapes import Expected
+from ..sharding.layer_shapes import ExpectedCollective
 from ..sharding.layout import PHASES, Layout
 from ..sharding.legality import check
 from .attention_kernels import AUTO_ATTENTION, AttentionPlan, choose_kernels
@@ -169,7 +169,9 @@ def _read(
         result.flops_from = SHAPES
         flops = sum(part.flops for part in work.parts(call))
     result.flops_by_phase[phase] = float(flops)
-    formulas = communication.expected(config, layout, call, jnp.dtype(work.dtype).itemsize)
+    formulas = communication.predict_collectives(
+        config, layout, call, jnp.dtype(work.dtype).itemsize
+    )
     if text is None:
         result.collectives_from = SHAPES
     found = formulas if text is None else read_collectives(text, layout.mesh.sizes)
@@ -178,19 +180,21 @@ def _read(
 
 def _totals(
     phase: str,
-    found: Sequence[Collective | Expected],
-    formulas: Sequence[Expected],
+    found: Sequence[Collective | ExpectedCollective],
+    formulas: Sequence[ExpectedCollective],
     layout: Layout,
     num_layers: int,
 ) -> Iterator[CollectiveTotal]:
     """Collectives by kind and mesh axes; the formulas tell of layers, which send nearly all."""
-    groups: dict[tuple[str, tuple[str, ...], bool], list[Collective | Expected]] = {}
+    groups: dict[tuple[str, tuple[str, ...], bool], list[Collective | ExpectedCollective]] = {}
     for one in found:
         is_conditional = isinstance(one, Collective) and one.is_conditional
         groups.setdefault((one.kind, one.mesh_axes, is_conditional), []).append(one)
     for (kind, mesh_axes, is_conditional), members in sorted(groups.items()):
         in_layers = [
-            one for one in members if isinstance(one, Expected) or _LAYER_SCOPE.search(one.source)
+            one
+            for one in members
+            if isinstance(one, ExpectedCollective) or _LAYER_SCOPE.search(one.source)
         ]
         formula = [one for one in formulas if (one.kind, one.mesh_axes) == (kind, mesh_axes)]
         num_bytes = _num_bytes(members)
@@ -209,5 +213,5 @@ def _totals(
         )
 
 
-def _num_bytes(members: Iterable[Collective | Expected]) -> int:
+def _num_bytes(members: Iterable[Collective | ExpectedCollective]) -> int:
     return sum(one.times * one.num_bytes for one in members)

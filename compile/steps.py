@@ -85,7 +85,7 @@ def score_positions(
     B, T, D = x_BTD.shape
     piece = _piece(B, T)
     stripes = decoder.operations.prompt_stripes
-    target_BT = stripes.lay(target_BT, axis=1)
+    target_BT = stripes.permute(target_BT, axis=1)
 
     def score_piece(inputs: tuple[jax.Array, jax.Array]) -> TokenScores:
         x_BTD, target_BT = inputs

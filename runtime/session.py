@@ -27,7 +27,7 @@ from ..sharding.legality import require
 from ..sharding.placement import Placement
 from .bundles.warm_start import WarmStart
 from .checkpoint import ModelFiles, load_params
-from .counted import counted
+from .console import plural
 from .devices import machine
 from .devices.graph_memory import check_memory
 from .devices.host_arrays import HostArrays
@@ -277,7 +277,7 @@ def lacking_tokens(files: ModelFiles, tokenizer: Tokenizer | None) -> str:
         return ""
     example = f"{tokenizer.token_text(lacking[0])!r} ({lacking[0]})"
     return (
-        f"tokenizer: {counted(len(lacking), 'token')} beyond the {vocab_size} ids of the model, "
+        f"tokenizer: {plural(len(lacking), 'token')} beyond the {vocab_size} ids of the model, "
         f"such as {example}; rows that need one end as errors"
     )
 

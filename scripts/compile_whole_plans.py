@@ -20,7 +20,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
-from noria.compile.build import GraphToBuild, compile_graph, plan_graphs
+from noria.compile.build import GraphSpec, compile_graph, plan_graphs
 from noria.compile.definition import Definition
 from noria.compile.expert_plan import LOSSLESS_EXPERTS
 from noria.compile.program_cache import anew
@@ -203,7 +203,7 @@ def compile_all(case: Case, files: ModelFiles, prediction: Prediction, record: d
             keep()
 
 
-def compiled(graph: GraphToBuild) -> dict:
+def compiled(graph: GraphSpec) -> dict:
     """Seconds of one graph, and bytes on a device; or why the compiler refuses it."""
     started, cpu_started = time.monotonic(), time.process_time()
     try:

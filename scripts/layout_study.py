@@ -33,7 +33,7 @@ from noria.modelzoo.config import DecoderConfig
 from noria.runtime.files.hardware_files import known_hardware
 from noria.runtime.files.layout_files import named_layout_tables
 from noria.sharding.call import Call
-from noria.sharding.communication import expected
+from noria.sharding.communication import predict_collectives
 from noria.sharding.device_bytes import max_context
 from noria.sharding.layout import Layout
 from noria.sharding.placement import arrangement_of
@@ -170,7 +170,9 @@ class Planner:
             "limits": dict(estimate.limits),
             "mfu": 2 * PARAMETERS * tokens / peak / estimate.seconds,
             "sent_bytes": sum(sum(part.sent.values()) for part in cost.work.parts(call)),
-            "num_collectives": sum(one.times for one in expected(config, of, call, itemsize=2)),
+            "num_collectives": sum(
+                one.times for one in predict_collectives(config, of, call, itemsize=2)
+            ),
             "fits": needed <= cost.hardware.memory_bytes,
             "bytes_per_device": needed,
         }

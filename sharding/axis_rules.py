@@ -1,7 +1,7 @@
-"""Axis rules: which mesh axes each logical axis lies over.
+"""Axis rules: the mesh axes over which each logical axis is split.
 
-A rule names mesh axes major to minor; an axis without a rule follows another one (`FOLLOWS`) or is
-whole on every device. Knows nothing of models or files.
+A rule names mesh axes from major to minor. A logical axis without a rule follows another axis
+(`FOLLOWS`) or is replicated. Knows nothing of models or files.
 """
 
 import math
@@ -18,28 +18,33 @@ FOLLOWS = {
     axes.RESIDUAL_BATCH: axes.BATCH,
     axes.RESIDUAL_LENGTH: axes.LENGTH,
 }
-"""Leaders: an axis without a rule lies as its leader; a rule for it begins with the leader's."""
+"""The leader of each axis that has one.
+
+An axis without a rule is split like its leader. A rule for the axis must begin with the leader's
+mesh axes.
+"""
 
 
 def kv_copies(num_kv_heads: int, num_shards: int) -> int:
-    """Copies of each key/value head, so that every shard of the query heads has its own ones."""
+    """Copies of each key/value head that give every shard of the query heads its own heads."""
     return math.lcm(num_kv_heads, num_shards) // num_kv_heads
 
 
 @dataclass(frozen=True)
 class AxisRules:
-    """Mesh axes by logical axis, as written."""
+    """A table of rules: mesh axes by logical axis, as written in the layout."""
 
     table: Mapping[str, tuple[str, ...]]
 
     def __getitem__(self, logical_axis: str) -> tuple[str, ...]:
-        """Mesh axes of a logical axis, major to minor; none for an axis that is not split."""
+        """Mesh axes of a logical axis, major to minor; an empty tuple for a replicated axis."""
         if logical_axis == axes.LOGIT_BATCH:
             return tuple(axis for axis in self[axes.BATCH] if axis not in self[axes.VOCAB])
         if logical_axis == axes.HEAD_BATCH:
             return self[axes.ATTENTION_BATCH][: -len(self.exchanged) or None]
         if logical_axis == axes.KV_HEADS:
-            # a rule for it says whether copies are wanted; where they lie follows from the others
+            # the rule for KV_HEADS only says whether copies are wanted; the mesh axes follow from
+            # the rules of the query heads
             return tuple(axis for axis in self[axes.QUERY_HEADS] if axis not in self.exchanged)
         if logical_axis == axes.EXPERT_MLP:
             return tuple(axis for axis in self[axes.MLP] if axis not in self[axes.EXPERTS])
@@ -50,12 +55,12 @@ class AxisRules:
 
     @property
     def exchanged(self) -> tuple[str, ...]:
-        """Mesh axes over which the rows of attention are had for heads of the projections."""
+        """Mesh axes over which attention exchanges heads of the projections for rows."""
         heads = self[axes.QUERY_HEADS]
         return tuple(dropwhile(lambda axis: axis not in heads, self[axes.ATTENTION_BATCH]))
 
     def updated(self, table: Mapping[str, tuple[str, ...]]) -> "AxisRules":
-        """These rules with those of one phase on top."""
+        """Copy of these rules, overridden by the table of one phase."""
         return AxisRules({**self.table, **table})
 
     def dimensions(self, logical_axes: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
@@ -63,5 +68,5 @@ class AxisRules:
         return tuple(self[axis] if axis else () for axis in logical_axes)
 
     def spec(self, logical_axes: tuple[str, ...]) -> PartitionSpec:
-        """The partition of an array with these logical axes."""
+        """Partition of an array with these logical axes."""
         return PartitionSpec(*(mesh_axes or None for mesh_axes in self.dimensions(logical_axes)))

@@ -1,18 +1,19 @@
-"""Attention to a cache whose entries are shared out over devices: each attends to its own.
+"""Attention to a cache whose entries are split over devices: each device reads its own entries.
 
-One token a row, as decode has it, is on every device. Two small sums merge what devices make of
-their entries, whatever the length of the context.
+In decode, the single token of each row is on every device. Two small all-reduces merge the partial
+results of the devices. Their size does not depend on the length of the context.
 
-The tokens of a chunk are shared out as the entries are. Either their queries are brought together,
-so that each device looks at its entries once for all of them, and partial results are summed on
-their way back; or entries go round, and queries stay. Whichever sends less is done: queries of a
-short chunk against a long span, entries where a window or the span is short, or where many queries
-read one head. Shapes decide, so the choice is one of a graph and a layer.
+In a chunk, tokens are split in the same way as cache entries. There are two ways to compute their
+attention. Queries can be gathered, so that each device reads its entries once for all queries;
+partial results are then summed and scattered. Or the queries stay, and entries go around the ring.
+The way that sends fewer bytes is used: queries for a short chunk against a long span; entries where
+a window or the span is short, or where many queries share a head. The choice follows from shapes,
+so it is fixed for each layer of a graph.
 
-Knows nothing of models or rules. Guarantees: equals attention to all entries, up to the order of
-sums. Sources: Dao et al. 2023, "Flash-Decoding", for the merge; Yang et al. 2024, "Context
-Parallelism for Scalable Million-Token Inference" (2411.01783), section 3.4, for the two ways of a
-prompt that goes on.
+Knows nothing of models or rules. Guarantees: the result equals attention to all entries, up to the
+order of sums. Sources: Dao et al. 2023, "Flash-Decoding", for the merge; Yang et al. 2024, "Context
+Parallelism for Scalable Million-Token Inference" (2411.01783), section 3.4, for the two ways to
+continue a prompt.
 """
 
 from typing import Any
@@ -23,21 +24,21 @@ import jax.numpy as jnp
 from ..modelzoo.attention import AttendEntries
 from ..modelzoo.config import Window
 from .projection import MeshAxes
-from .ring_attention import FLOAT32_BYTES, Attended, merge_round, own_part, steps
+from .ring_attention import FLOAT32_BYTES, Attended, merge_over_ring, num_ring_steps, own_part
 
 
-def attend_for_all(
+def attend_sharded_cache(
     attend: AttendEntries,
     mesh_axes: MeshAxes,
     q_BTKGH: jax.Array,
     position_BT: jax.Array,
     entries: Any,
 ) -> Attended:
-    """Attention of queries that are on every device to the entries everywhere."""
+    """Attention of queries that every device has to the cache entries of all devices."""
     return merge_shards(*attend(q_BTKGH, position_BT, entries), mesh_axes)
 
 
-def attend_for_some(
+def attend_sharded_chunk(
     attend: AttendEntries,
     mesh_axes: MeshAxes,
     window: Window,
@@ -45,30 +46,41 @@ def attend_for_some(
     position_BT: jax.Array,
     entries: Any,
 ) -> Attended:
-    """Attention of the queries here to the entries everywhere; both are stripes."""
+    """Attention of this device's queries to the entries of all devices; both are in stripes."""
     n = jax.lax.axis_size(mesh_axes)
-    num_steps = steps(window, n)
+    num_steps = num_ring_steps(window, n)
     out_BTKGH, lse_BTKG = jax.eval_shape(attend, q_BTKGH, own_part(position_BT, mesh_axes), entries)
-    num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(entries))
-    of_lse = lse_BTKG.size * FLOAT32_BYTES
-    of_queries = query_bytes(q_BTKGH.nbytes, of_lse, out_BTKGH.shape[-1], n)
-    if entry_bytes(num_bytes, num_steps) < of_queries:
+    cache_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(entries))
+    lse_bytes = lse_BTKG.size * FLOAT32_BYTES
+    total_query_bytes = query_bytes(q_BTKGH.nbytes, lse_bytes, out_BTKGH.shape[-1], n)
+    if entry_bytes(cache_bytes, num_steps) < total_query_bytes:
         return pass_entries(attend, mesh_axes, num_steps, q_BTKGH, position_BT, entries)
     return gather_queries(attend, mesh_axes, q_BTKGH, position_BT, entries)
 
 
-def entry_bytes(of_entries: int, num_steps: int) -> int:
-    """What a device sends where entries go round, from the bytes of its own and their positions."""
-    return (num_steps - 1) * of_entries
+def entry_bytes(own_bytes: int, num_steps: int) -> int:
+    """Bytes that a device sends when entries go around the ring.
 
-
-def query_bytes(of_queries: int, of_lse: int, value_dim: int, n: int) -> int:
-    """What a device sends where queries are gathered, and float32 results summed on their way back.
-
-    From the bytes of its own queries and of one float32 number for each. By the ring algorithms a
-    gather and a scattered sum send n - 1 times as much, a maximum that all get twice that.
+    Args:
+      own_bytes: Bytes of the entries on one device, their positions included.
+      num_steps: Stripes that the queries see.
     """
-    return (n - 1) * (of_queries + of_lse * (value_dim + 1) + 2 * of_lse)
+    return (num_steps - 1) * own_bytes
+
+
+def query_bytes(q_bytes: int, lse_bytes: int, value_dim: int, n: int) -> int:
+    """Bytes that a device sends when queries are gathered and results are summed and scattered.
+
+    In the ring algorithms a gather and a reduce-scatter send n - 1 times their local bytes, an
+    all-reduce (the maximum) twice as many.
+
+    Args:
+      q_bytes: Bytes of the queries on one device.
+      lse_bytes: Bytes of one float32 number for each of these queries.
+      value_dim: Head dim of the values.
+      n: Devices along the cache.
+    """
+    return (n - 1) * (q_bytes + lse_bytes * (value_dim + 1) + 2 * lse_bytes)
 
 
 def gather_queries(
@@ -78,7 +90,7 @@ def gather_queries(
     position_BT: jax.Array,
     entries: Any,
 ) -> Attended:
-    """All queries look at the entries here; of the merged results each device gets its own."""
+    """Attention of all queries to the entries here; a device gets the results of its queries."""
     q_BTKGH = jax.lax.all_gather(q_BTKGH, mesh_axes, axis=1, tiled=True)
     attended = attend(q_BTKGH, position_BT, entries)
     return merge_shards(*attended, mesh_axes, is_scattered=True)
@@ -92,21 +104,22 @@ def pass_entries(
     position_BT: jax.Array,
     entries: Any,
 ) -> Attended:
-    """Entries go round, and the queries here look at one device's after the other's."""
+    """Attention of the queries here, as the entries of every device go around the ring."""
     position_BT = own_part(position_BT, mesh_axes)
 
     def attend_part(entries: Any, _: jax.Array) -> Attended:
         return attend(q_BTKGH, position_BT, entries)
 
-    return merge_round(attend_part, entries, mesh_axes, num_steps)
+    return merge_over_ring(attend_part, entries, mesh_axes, num_steps)
 
 
 def merge_shards(
     out_BTKGH: jax.Array, lse_BTKG: jax.Array, mesh_axes: MeshAxes, *, is_scattered: bool = False
 ) -> Attended:
-    """`merge` over devices: a maximum of B * T * N numbers, and a sum of B * T * N * (H + 1).
+    """Merge partial results over devices, as `merge` does on one device.
 
-    Where it is scattered, each device keeps its part of the queries.
+    The maximum has B * T * N numbers, the sum B * T * N * (H + 1). With `is_scattered`, each device
+    keeps only its part of the queries.
     """
     max_BTKG = jax.lax.pmax(lse_BTKG, mesh_axes)
     safe_max_BTKG = jnp.where(jnp.isneginf(max_BTKG), 0.0, max_BTKG)

@@ -1,4 +1,4 @@
-"""The shape of a call: how many rows and tokens a graph takes, and what of the cache it reads.
+"""The shape of a call: the rows and tokens of a graph, and the part of the cache that it reads.
 
 Knows nothing of models, layouts or grids.
 """
@@ -7,29 +7,29 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 KINDS = ("prefill", "chunk", "decode")
-Segments = tuple[tuple[int, int], ...]
-"""Rows and end of each piece of a cache; each begins where the last one ends."""
+CachePieces = tuple[tuple[int, int], ...]
+"""Rows and end of each piece of a cache; each piece begins where the previous piece ends."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """Shape of one call of a graph; of decode, of one step of it."""
+    """Shape of one call of a graph; for decode, of one step of the call."""
 
     phase: str
-    """Of `KINDS`: calls whose time has the same causes."""
+    """One of `KINDS`: calls whose time has the same causes."""
     rows: int
     tokens: int
-    """Of a row: of the prompt or chunk, and 1 in decode."""
+    """Tokens of each row: the length of the prompt or chunk, or 1 in decode."""
     span: int
-    """Positions that a token may see: the tokens themselves in a whole prompt."""
+    """Positions that a token may see; in a whole prompt, the prompt's own tokens."""
     is_scored: bool = False
-    """Whether every token gets logits, not the last of each row alone."""
-    segments: Segments = ()
+    """Whether every token gets logits, and not only the last token of each row."""
+    segments: CachePieces = ()
     """The pieces of the cache, where there is more than one."""
 
     @classmethod
     def of_step(cls, slots: int, span: int) -> "Call":
-        """One decode step of slots that are all alike."""
+        """One decode step of slots that all have the same length."""
         return cls("decode", slots, 1, span)
 
     @property
@@ -38,7 +38,7 @@ class Call:
 
     @property
     def num_logits(self) -> int:
-        """Tokens that get logits."""
+        """Number of tokens that get logits."""
         return self.num_tokens if self.is_scored else self.rows
 
     @property
@@ -47,7 +47,7 @@ class Call:
         return pieces(self.segments or ((self.rows, self.span),))
 
 
-def pieces(segments: Segments) -> Iterator[tuple[int, int, int]]:
+def pieces(segments: CachePieces) -> Iterator[tuple[int, int, int]]:
     """Rows, start and end of each piece of a cache."""
     start = 0
     for rows, end in segments:

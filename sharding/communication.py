@@ -1,22 +1,26 @@
-"""What the layers of a model send each other's devices under any layout: from its rules alone.
+"""Prediction of the collectives of every layer of a model, from a layout's rules alone.
 
-Every product of a layer asks for the collectives that `projection` works out, attention for those
-of rows exchanged for heads, of rings and of caches in pieces, a sparse layer for those of
-`expert_exchange`, and a norm of a residual stream that is split along embed for a sum. Products
-that read one array gather it once, those that add to one sum once. So this holds for layouts that
-nobody has published, and tests hold it against compiled programs and against published formulas:
-Pope et al. 2022, "Efficiently Scaling Transformer Inference" (2211.05102), section 3 and appendix
-A; Korthikanti et al. 2022 (2205.05198), section 4.2.2; Liu et al. 2023, "Ring Attention"
-(2310.01889), section 3; Lepikhin et al. 2020, "GShard" (2006.16668), section 3.3.
+The prediction has four parts. Each product of a layer needs the collectives that `projection`
+derives. Attention needs those of `attention_communication`. A sparse layer needs those of
+`expert_exchange`. A norm of a residual stream that is split along embed needs a sum. Products that
+read the same array share one gather, and products that add to the same sum share one reduction.
 
-Bytes are of the whole array along the communicated dimension on one device, so that an all-reduce
-has the bytes of the reduce-scatter and the all-gather that it is made of; over n devices a link
-then carries about (n - 1) / n of them (twice that for an all-reduce).
+So the prediction also holds for layouts that nobody has published. Tests compare it with compiled
+programs and with published formulas: Pope et al. 2022, "Efficiently Scaling Transformer Inference"
+(2211.05102), section 3 and appendix A; Korthikanti et al. 2022 (2205.05198), section 4.2.2; Liu et
+al. 2023, "Ring Attention" (2310.01889), section 3; Lepikhin et al. 2020, "GShard" (2006.16668),
+section 3.3.
 
-Left out as too small to matter: sinks, and counts of how experts were used. Experts are taken to
-dispatch losslessly. Rows of a chunk whose batch is split over caches in pieces are brought together
-by XLA, which is not counted; nor is what it sends where prefill and the cache keep their heads in
-different ways. Knows nothing of programs: `compile.programs.collectives` reads what one does.
+The bytes of a collective are the bytes of the whole array along the communicated dimension on one
+device. So an all-reduce has as many bytes as the reduce-scatter and the all-gather of which it
+consists. Over n devices a link carries about (n - 1) / n of these bytes, and twice that for an
+all-reduce.
+
+Not counted, because small: attention sinks and the counts of how experts were used. Expert dispatch
+is assumed to be lossless. Two things that XLA adds are not counted either: the gather of a chunk's
+rows when their batch is split over a sharded cache, and the exchange when prefill and the cache
+split their heads differently. Knows nothing of programs: `compile.programs.collectives` reads the
+collectives of a compiled program.
 """
 
 from collections import Counter
@@ -24,57 +28,75 @@ from collections.abc import Iterator, Sequence
 
 from ..modelzoo import axes
 from ..modelzoo.config import DecoderConfig
-from .attention_communication import of_attention
+from .attention_communication import predict_attention
 from .call import Call
 from .expert_exchange import ExpertExchange
-from .layer_shapes import FLOAT32_BYTES, Expected, LayerShapes
+from .layer_shapes import FLOAT32_BYTES, ExpectedCollective, LayerShapes
 from .layout import Layout
-from .projection import MeshAxes, Projection, beyond
+from .projection import MeshAxes, Projection, extra_axes
 
 
-def expected(config: DecoderConfig, layout: Layout, call: Call, itemsize: int) -> list[Expected]:
-    """What all layers send in one call; collectives of equal kind, mesh axes and bytes are one."""
+def predict_collectives(
+    config: DecoderConfig, layout: Layout, call: Call, itemsize: int
+) -> list[ExpectedCollective]:
+    """Predict the collectives of all layers in one call.
+
+    Args:
+      config: The model.
+      layout: The mesh and its rules.
+      call: The shape of the call.
+      itemsize: Bytes of an element of weights and activations.
+
+    Returns:
+      One entry for all collectives of the same kind, mesh axes and bytes.
+    """
     times: Counter[tuple[str, MeshAxes, int]] = Counter()
     kinds = config.layer_kinds
     for kind, count in Counter(kinds).items():
         shapes = LayerShapes(config, layout, call, itemsize, kinds.index(kind))
-        for one in [*_of_block(shapes), *of_attention(shapes, kind[0])]:
-            times[one.kind, one.mesh_axes, one.num_bytes] += count * one.times
-    return [Expected(*key, count) for key, count in times.items()]
+        for collective in [*_block_collectives(shapes), *predict_attention(shapes, kind[0])]:
+            key = collective.kind, collective.mesh_axes, collective.num_bytes
+            times[key] += count * collective.times
+    return [ExpectedCollective(*key, count) for key, count in times.items()]
 
 
 def sent_bytes(kind: str, num_bytes: int, group: int) -> float:
-    """Bytes that each device of a group sends for a collective, by the ring algorithms.
+    """Bytes that each device of a group sends for a collective in the ring algorithms.
 
     Source: Pope et al. 2022, appendix A.1.
+
+    Args:
+      kind: The HLO name, such as `all-reduce`.
+      num_bytes: Bytes of the whole array along the communicated dimension.
+      group: Number of devices.
     """
     share = (group - 1) / group
     return num_bytes * {"all-reduce": 2 * share, "collective-permute": 1.0}.get(kind, share)
 
 
-def _of_block(shapes: LayerShapes) -> Iterator[Expected]:
-    """All but attention itself: of its products, its experts and its norms."""
+def _block_collectives(shapes: LayerShapes) -> Iterator[ExpectedCollective]:
+    """Collectives of a block without its attention: of its products, its experts and its norms."""
     rules, stored, record = shapes.rules, shapes.layout.rules, shapes.record
-    placed = [(one, shapes.projection(one)) for one in record.products]
+    placed = [(product, shapes.projection(product)) for product in record.products]
     if record.mixture is not None:
         placed.append((record.mixture, shapes.exchange.projection))
-        yield from _of_experts(shapes, shapes.exchange)
-    once: dict[tuple[str, int, Expected], None] = {}
+        yield from _expert_collectives(shapes, shapes.exchange)
+    shared: dict[tuple[str, int, ExpectedCollective], None] = {}
     for product, projection in placed:
         sizes = {**product.sizes, "B": shapes.call.rows, "T": shapes.call.tokens}
         x, weight, out = ([sizes[label] for label in labels] for labels in product.labels)
-        for one in _gathers(shapes, x, rules.dimensions(product.x), projection.gather_x):
-            once["reads", product.reads, one] = None
-        lies = stored.dimensions(product.weight)
-        yield from _gathers(shapes, weight, lies, projection.gather_weight)
-        for one in _reduced(shapes, out, projection):
+        for collective in _gathers(shapes, x, rules.dimensions(product.x), projection.gather_x):
+            shared["reads", product.reads, collective] = None
+        weight_split = stored.dimensions(product.weight)
+        yield from _gathers(shapes, weight, weight_split, projection.gather_weight)
+        for collective in _reductions(shapes, out, projection):
             if product.out == axes.RESIDUAL:
-                # XLA adds up, then sums
-                once["adds to", product.adds_to, one] = None
+                # XLA first adds the products, then sums over devices
+                shared["adds to", product.adds_to, collective] = None
             else:
-                yield one
-    yield from (one for _, _, one in once)
-    yield from _of_norms(shapes)
+                yield collective
+    yield from (collective for _, _, collective in shared)
+    yield from _norm_collectives(shapes)
 
 
 def _gathers(
@@ -82,8 +104,8 @@ def _gathers(
     sizes: Sequence[int],
     before: Sequence[MeshAxes],
     gathered: Sequence[MeshAxes],
-) -> Iterator[Expected]:
-    """One dimension after the other, from an array that is split as `before`."""
+) -> Iterator[ExpectedCollective]:
+    """Gather an array that is split as `before`, one dimension after the other."""
     split = list(before)
     for dimension, mesh_axes in enumerate(gathered):
         if mesh_axes:
@@ -91,11 +113,11 @@ def _gathers(
             yield from shapes.send("all-gather", mesh_axes, shapes.local(sizes, split))
 
 
-def _reduced(
+def _reductions(
     shapes: LayerShapes, sizes: Sequence[int], projection: Projection
-) -> Iterator[Expected]:
-    """Partial sums of a result: scattered, summed, and what lies in pieces too many gathered."""
-    split = list(projection.made)
+) -> Iterator[ExpectedCollective]:
+    """Reductions of the partial sums of a result, and gathers of dimensions split too far."""
+    split = list(projection.partial_split)
     for dimension, mesh_axes in enumerate(projection.scatter):
         if mesh_axes:
             yield from shapes.send("reduce-scatter", mesh_axes, shapes.local(sizes, split))
@@ -104,29 +126,32 @@ def _reduced(
     yield from _gathers(shapes, sizes, split, projection.gather_out)
 
 
-def _of_experts(shapes: LayerShapes, exchange: ExpertExchange) -> Iterator[Expected]:
-    """A row a token to every device that experts are exchanged with, its choices beside it.
+def _expert_collectives(
+    shapes: LayerShapes, exchange: ExpertExchange
+) -> Iterator[ExpectedCollective]:
+    """Exchange of tokens with the devices of their experts, and gathers of the experts' weights.
 
-    As `modelzoo.moe.mix` packs it: ids of experts in words as wide as activations, weights of
-    choices in float32. One row a token comes back.
+    `modelzoo.moe.mix` packs one vector for each token: the activations, the ids of its experts in
+    words as wide as the activations, and the float32 weights of its choices. One vector of
+    activations for each token comes back.
     """
-    call, moe, of_row = shapes.call, shapes.config.moe, shapes.config.embed * shapes.itemsize
+    call, moe, row_bytes = shapes.call, shapes.config.moe, shapes.config.embed * shapes.itemsize
     assert moe is not None, "a sparse layer has experts"
     over, num_shards = exchange.exchanged, shapes.layout.mesh.num_shards
     rows = shapes.local((call.rows, call.tokens), exchange.tokens, 1) * num_shards(over)
-    of_choices = moe.routing.num_chosen * (shapes.itemsize + FLOAT32_BYTES)
-    yield from shapes.send("all-to-all", over, rows * (of_row + of_choices))
-    yield from shapes.send("all-to-all", over, rows * of_row)
+    choice_bytes = moe.routing.num_chosen * (shapes.itemsize + FLOAT32_BYTES)
+    yield from shapes.send("all-to-all", over, rows * (row_bytes + choice_bytes))
+    yield from shapes.send("all-to-all", over, rows * row_bytes)
     for product in shapes.record.expert_products:
         sizes = [product.sizes[label] for label in product.labels[1]]
         stored, used = (r.dimensions(product.weight) for r in (shapes.layout.rules, shapes.rules))
-        yield from _gathers(shapes, sizes, stored, tuple(map(beyond, stored, used)))
+        yield from _gathers(shapes, sizes, stored, tuple(map(extra_axes, stored, used)))
 
 
-def _of_norms(shapes: LayerShapes) -> Iterator[Expected]:
-    """Norms of a residual stream that is split along embed sum one number a token over the pieces.
+def _norm_collectives(shapes: LayerShapes) -> Iterator[ExpectedCollective]:
+    """Sums of the norms, where the residual stream is split along embed: one number for each token.
 
-    A layer norm sums twice, once for the mean. The partitioner does it, in float32.
+    A layer norm sums twice, once for the mean. The partitioner adds these sums, in float32.
     """
     config, rules = shapes.config, shapes.rules
     num_norms = 1 if config.is_parallel else 4 if config.norm_placement == "both" else 2

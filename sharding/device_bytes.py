@@ -1,6 +1,6 @@
 """Bytes of a model on each device under a layout, from shapes alone.
 
-Knows nothing of devices or graphs, so it answers for meshes of any size.
+Knows nothing of devices or graphs, so it works for meshes of any size.
 """
 
 import math
@@ -23,7 +23,14 @@ def parameter_bytes_per_device(
     logical_axes: dict[str, Axes],
     dtype: DTypeLike,
 ) -> int:
-    """All parameters on one device."""
+    """Bytes of all parameters on one device.
+
+    Args:
+      layout: The mesh and its rules.
+      shapes: Whole shape of each parameter, by name.
+      logical_axes: Logical axes of each parameter, by name.
+      dtype: Stored dtype.
+    """
 
     def num_elements(name: str) -> int:
         split = (layout.mesh.num_shards(layout.rules[axis]) for axis in logical_axes[name] if axis)
@@ -40,26 +47,36 @@ def cache_bytes_per_device(
     dtype: DTypeLike,
     arrangement: Arrangement = AS_PUBLISHED,
 ) -> int:
-    """Keys and values of the decode cache on one device; `slots` divide over attention's rows."""
+    """Bytes of the decode cache on one device.
+
+    Args:
+      config: The model.
+      layout: The mesh and its rules.
+      slots: Slots of all devices; they divide over the mesh axes of attention's rows.
+      length: Positions of each slot.
+      dtype: Dtype of the cache.
+      arrangement: How the cache is padded.
+    """
     rules, shards = layout.phase("decode"), layout.mesh.num_shards
     over_heads, over_rows = shards(rules[axes.KV_HEADS]), shards(rules[axes.ATTENTION_BATCH])
     heads = config.num_kv_heads * kv_copies(config.num_kv_heads, over_heads) // over_heads
     stripes = shards(rules[axes.CACHE_LENGTH])
     entries = sum(num_cache_entries(window, length, stripes) for window in config.windows)
-    # latents are keys and values in one, of one head, on every device that has the row
-    of_entry = arrangement.cache_dim(config) * (2 * heads if config.latent is None else 1)
-    return (slots // over_rows) * -(-entries // stripes) * of_entry * jnp.dtype(dtype).itemsize
+    # latents hold keys and values together, have one head, and are on every device that has their
+    # row
+    entry_size = arrangement.cache_dim(config) * (2 * heads if config.latent is None else 1)
+    return (slots // over_rows) * -(-entries // stripes) * entry_size * jnp.dtype(dtype).itemsize
 
 
 def max_context(
     config: DecoderConfig, layout: Layout, slots: int, cache_bytes: int, dtype: DTypeLike
 ) -> int:
-    """Positions of every slot that fit into so many bytes of cache on each device.
+    """Largest number of positions per slot that fits into `cache_bytes` on each device.
 
-    At most as many as the model was published for: windows alone would leave it without a bound.
+    The result is at most `config.max_position`: with sliding windows alone there would be no bound.
     """
 
-    def needed(length: int) -> int:
+    def needed_bytes(length: int) -> int:
         return cache_bytes_per_device(config, layout, slots, length, dtype)
 
-    return bisect_right(range(1, config.max_position + 1), cache_bytes, key=needed)
+    return bisect_right(range(1, config.max_position + 1), cache_bytes, key=needed_bytes)

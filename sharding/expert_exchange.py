@@ -1,12 +1,13 @@
-"""Sparse layers over a mesh: tokens go to the devices that hold their experts, and come back.
+"""Sparse layers over a mesh: tokens are sent to the devices of their experts, and back.
 
-Where the mesh axes of `experts` split the tokens, too, each device exchanges tokens with the others
-along them: one all-to-all before the experts' products and one after. Where all devices along them
-have the same tokens, each adds what its own experts make, and nothing is exchanged. The hidden size
-of experts is split over the mesh axes of `mlp` that `experts` leaves, and summed over as in a dense
-MLP. Weights stay where they are, unless a phase gathers those of `mlp`.
+If the mesh axes of `experts` also split the tokens, each device exchanges tokens with the other
+devices along these axes: one all-to-all before the experts' products and one after them. If all
+devices along these axes have the same tokens, nothing is exchanged: each device adds the results of
+its own experts. The hidden size of experts is split over the mesh axes of `mlp` that `experts` does
+not use, and is summed over them as in a dense MLP. Weights stay where they are, unless a phase
+gathers the weights of `mlp`.
 
-Source: Lepikhin et al. 2020, "GShard" (2006.16668), section 3.3, and for tensor parallelism inside
+Source: Lepikhin et al. 2020, "GShard" (2006.16668), section 3.3; for tensor parallelism inside
 experts Rajbhandari et al. 2022, "DeepSpeed-MoE" (2201.05596), section 5.2.
 """
 
@@ -27,35 +28,36 @@ from ..modelzoo.moe.routing import Router
 from ..modelzoo.moe.use import ExpertUse
 from ..modelzoo.operations import Axes
 from .axis_rules import AxisRules
-from .projection import MeshAxes, Projection, beyond, gather
+from .projection import MeshAxes, Projection, extra_axes, gather
 
 
 @dataclass(frozen=True)
 class ExpertExchange:
-    """The collectives of one phase's sparse layers, and where their arrays lie."""
+    """The collectives of one phase's sparse layers, and the partitions of their arrays."""
 
     rules: AxisRules
     stored: AxisRules
-    """The rules that the weights lie by."""
+    """The rules by which the weights are stored."""
 
     @property
     def experts(self) -> MeshAxes:
-        """Mesh axes that share the experts out."""
+        """Mesh axes over which the experts are split."""
         return self.rules[axes.EXPERTS]
 
     @property
     def exchanged(self) -> MeshAxes:
         """Mesh axes along which tokens are exchanged."""
-        of_tokens = self.rules[axes.RESIDUAL_BATCH] + self.rules[axes.RESIDUAL_LENGTH]
-        return self.experts if set(self.experts) & set(of_tokens) else ()
+        token_axes = self.rules[axes.RESIDUAL_BATCH] + self.rules[axes.RESIDUAL_LENGTH]
+        return self.experts if set(self.experts) & set(token_axes) else ()
 
     @property
     def projection(self) -> Projection:
-        """A sparse layer as a product: of tokens that are whole along embed, over E and F."""
+        """Collectives of a sparse layer as one product over E and F of tokens that are whole along
+        embed."""
         residual = self.rules.dimensions(axes.RESIDUAL)
         partial_sums = () if self.exchanged else self.experts
         weight = ((), partial_sums, self.rules[axes.EXPERT_MLP], ())
-        return Projection.of("BTD,DEFO->BTO", residual, weight, weight, residual)
+        return Projection.from_mesh_axes("BTD,DEFO->BTO", residual, weight, weight, residual)
 
     @property
     def tokens(self) -> tuple[MeshAxes, MeshAxes]:
@@ -72,14 +74,23 @@ class ExpertExchange:
         self, mesh_map: Callable, mixture: Mixture, x_BTD: jax.Array, is_token_BT: jax.Array,
         router: Router, weights: ExpertWeights,
     ) -> MoeOutput:  # fmt: skip
-        """The mixture of a sparse layer; `mesh_map` runs a function on every device's shards."""
+        """Compute a sparse layer.
+
+        Args:
+          mesh_map: Maps a function over the shards of every device: `(body, in_specs, out_specs)`.
+          mixture: The computation on one device.
+          x_BTD: The residual stream.
+          is_token_BT: False for padding.
+          router: The router, whole on every device.
+          weights: The experts' weights, split as stored.
+        """
         projection, (batch, length) = self.projection, self.tokens
 
         def local(
             x_BTD: jax.Array, is_token_BT: jax.Array, router: Router, weights: ExpertWeights
         ) -> MoeOutput:
-            x_BTD = projection.bring_x(x_BTD)
-            weights = self._bring(weights)
+            x_BTD = projection.prepare_x(x_BTD)
+            weights = self._prepare(weights)
             mixed = mixture(x_BTD, is_token_BT, router, weights, self._shards(weights))
             return mixed._replace(out_BTD=projection.reduce(mixed.out_BTD))
 
@@ -87,18 +98,19 @@ class ExpertExchange:
         weights = ExpertWeights._make(None if x is None else x[...] for x in weights)
         residual, rows = self.rules.spec(axes.RESIDUAL), P(batch or None, length or None)
         use = ExpertUse._make(P(batch + length or None) for _ in ExpertUse._fields)
-        of_weights = _each(self.stored.spec, weights)
-        of_router = jax.tree.map(lambda _: P(), router)
-        in_specs = (residual, rows, of_router, of_weights)
+        weight_specs = _each(self.stored.spec, weights)
+        router_specs = jax.tree.map(lambda _: P(), router)
+        in_specs = (residual, rows, router_specs, weight_specs)
         body = mesh_map(local, in_specs, MoeOutput._make((residual, rows, use)))
         return body(x_BTD, is_token_BT, router, weights)
 
-    def _bring(self, weights: ExpertWeights) -> ExpertWeights:
-        """Weights as this device uses them; what is added to a sum, on one device of it alone."""
+    def _prepare(self, weights: ExpertWeights) -> ExpertWeights:
+        """Weights as this device uses them; a bias of the output is kept on one of its devices
+        only."""
 
         def missing(logical_axes: Axes) -> tuple[MeshAxes, ...]:
             stored, used = (r.dimensions(logical_axes) for r in (self.stored, self.rules))
-            return tuple(map(beyond, stored, used))
+            return tuple(map(extra_axes, stored, used))
 
         if any(map(any, map(missing, weights.axes))):
             weights = weights.select_layer()
@@ -126,7 +138,7 @@ class ExpertExchange:
         return ExpertShards(first, num_exchanging, exchange)
 
 
-def _each(of_axes: Callable[[Axes], Any], weights: ExpertWeights) -> Any:
-    """Something of the logical axes of every weight that the model has."""
+def _each(from_axes: Callable[[Axes], Any], weights: ExpertWeights) -> Any:
+    """Apply a function of logical axes to every weight that the model has."""
     pairs = zip(weights, weights.axes, strict=True)
-    return ExpertWeights._make(None if x is None else of_axes(a) for x, a in pairs)
+    return ExpertWeights._make(None if x is None else from_axes(a) for x, a in pairs)

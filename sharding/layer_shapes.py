@@ -1,6 +1,6 @@
-"""A layer in a call under a layout: what its arrays take on one device, and what is sent of them.
+"""Sizes of a layer's arrays on one device, for one call under a layout, and their collectives.
 
-Knows nothing of attention or programs: `communication` says which arrays there are.
+Knows nothing of attention or programs: `communication` decides which arrays there are.
 """
 
 import math
@@ -21,12 +21,12 @@ FLOAT32_BYTES = INT32_BYTES = 4
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedCollective:
     """Collectives of one kind and size."""
 
     kind: str
     mesh_axes: tuple[str, ...]
-    """In the order of the mesh."""
+    """Mesh axes, in the order of the mesh."""
     num_bytes: int
     times: int = 1
 
@@ -39,38 +39,38 @@ class LayerShapes:
     layout: Layout
     call: Call
     itemsize: int
-    """Of weights and activations."""
+    """Bytes of an element of weights and activations."""
     layer: int = 0
 
     @cached_property
     def record(self) -> LayerRecord:
-        """What the layer does."""
+        """Products and blocks of the layer."""
         copies = self._copies(self.layout.rules[axes.QUERY_HEADS])
         reads_cache = self.call.phase != "prefill"
         return record_layer(self.config, self.layer, copies, reads_cache=reads_cache)
 
     @cached_property
     def rules(self) -> AxisRules:
-        """Those of the phase."""
+        """Rules of the call's phase."""
         return self.layout.phase(self.call.phase)
 
     @property
-    def kept_heads(self) -> int:
-        """Key/value heads in attention and of the cache, copies included."""
+    def num_cache_heads(self) -> int:
+        """Key/value heads in attention and in the cache, copies included."""
         return self.config.num_kv_heads * self._copies(self.rules[axes.KV_HEADS])
 
     @property
     def exchange(self) -> ExpertExchange:
-        """What sparse layers send."""
+        """Token exchange of sparse layers."""
         return ExpertExchange(self.rules, self.layout.rules)
 
     def projection(self, product: WeightProduct) -> Projection:
-        """The collectives of a product."""
-        of_product = product.equation, product.x, product.weight, product.out
-        return Projection.under(self.rules, self.layout.rules, *of_product)
+        """Collectives of a product."""
+        arguments = product.equation, product.x, product.weight, product.out
+        return Projection.from_rules(self.rules, self.layout.rules, *arguments)
 
     def mesh_axes(self, product: WeightProduct) -> set[str]:
-        """All that share the operations of a product out."""
+        """Mesh axes that divide the operations of a product among devices."""
         if axes.EXPERTS in product.weight:
             return {*self.exchange.experts, *self.exchange.projection.mesh_axes}
         return set(self.projection(product).mesh_axes)
@@ -84,11 +84,11 @@ class LayerShapes:
 
     def send(
         self, kind: str, mesh_axes: MeshAxes, num_bytes: int, times: int = 1
-    ) -> Iterator[Expected]:
-        """A collective, unless a device would be alone in it."""
+    ) -> Iterator[ExpectedCollective]:
+        """A collective; none where its group is a single device."""
         if times and self.layout.mesh.num_shards(mesh_axes) > 1:
             in_order = tuple(axis for axis in self.layout.mesh.sizes if axis in mesh_axes)
-            yield Expected(kind, in_order, num_bytes, times)
+            yield ExpectedCollective(kind, in_order, num_bytes, times)
 
     def _copies(self, mesh_axes: MeshAxes) -> int:
         return kv_copies(self.config.num_kv_heads, self.layout.mesh.num_shards(mesh_axes))

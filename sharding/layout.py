@@ -1,8 +1,8 @@
-"""A layout as data: a mesh, rules, and what differs in one phase. Touches no disk.
+"""A layout as data: a mesh, rules, and the rules that differ in one phase.
 
-The base rules place the weights, and everything else too unless a phase has rules of its own: a
-phase's rules govern activations and cache, and where they name a weight's axis, the weight is
-gathered inside that phase's graphs.
+The base rules govern the weights. They also govern everything else, unless a phase has rules of its
+own. The rules of a phase govern activations and cache. Where they name an axis of a weight, the
+weight is gathered inside the graphs of that phase. Does not touch any file.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from .axis_rules import AxisRules
 from .mesh_layout import MeshLayout
 
 PHASES = ("prefill", "decode")
-"""Those that may have rules of their own."""
+"""The phases that may have rules of their own."""
 MAX_REPLICATED = 0.05
 
 _KEYS = {"name", "mesh", "rules", "prefill", "decode", "max_replicated"}
@@ -23,7 +23,7 @@ _RULE = "a mesh axis, a list of them, or \"\" for replicated"  # fmt: skip
 
 @dataclass(frozen=True)
 class Layout:
-    """How one model lies on one mesh."""
+    """A mesh and the rules by which a model is split over it."""
 
     name: str
     mesh: MeshLayout
@@ -31,34 +31,47 @@ class Layout:
     prefill: Mapping[str, tuple[str, ...]]
     decode: Mapping[str, tuple[str, ...]]
     max_replicated: float = MAX_REPLICATED
-    """Share of the weights that may lie whole along a mesh axis that does not split the batch."""
+    """Maximum share of the weights that may be whole along a mesh axis that does not split the
+    batch."""
 
     def phase(self, phase: str) -> AxisRules:
-        """The rules of `prefill`, `decode` or `chunk`: prefill beside the cache that decode has."""
+        """Rules of a phase.
+
+        Args:
+          phase: `prefill`, `decode` or `chunk`. A chunk has the rules of prefill, and the cache is
+            split as in decode.
+        """
         if phase == "chunk":
-            of_cache = self.phase("decode")[axes.CACHE_LENGTH]
-            return self.phase("prefill").updated({axes.CACHE_LENGTH: of_cache})
+            cache_axes = self.phase("decode")[axes.CACHE_LENGTH]
+            return self.phase("prefill").updated({axes.CACHE_LENGTH: cache_axes})
         return self.rules.updated(self.prefill if phase == "prefill" else self.decode)
 
-    def on(self, mesh: MeshLayout) -> "Layout":
-        """The same rules on another mesh."""
+    def with_mesh(self, mesh: MeshLayout) -> "Layout":
+        """Copy with the same rules on another mesh."""
         return replace(self, mesh=mesh)
 
     def to_table(self) -> dict[str, Any]:
-        """The layout as the tables of its file."""
+        """Tables of the layout's file."""
         table: dict[str, Any] = {"name": self.name, "max_replicated": self.max_replicated}
         table["mesh"] = self.mesh.sizes
-        table["rules"] = _written(self.rules.table)
+        table["rules"] = _rules_table(self.rules.table)
         for phase in PHASES:
             if rules := getattr(self, phase):
-                table[phase] = {"rules": _written(rules)}
+                table[phase] = {"rules": _rules_table(rules)}
         return table
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any], where: str = "layout") -> "Layout":
-        """Read parsed TOML; ValueError for keys and values of the wrong kind.
+        """Read a layout from parsed TOML.
 
-        Whether axes exist and sizes fit is `legality.check`'s business.
+        Does not check that axes exist and that sizes fit: `legality.check` does.
+
+        Args:
+          table: The tables of the file.
+          where: Beginning of error messages, and the name of a layout that has none.
+
+        Raises:
+          ValueError: A key is unknown, or a value has the wrong kind.
         """
         unknown = sorted(set(table) - _KEYS)
         if unknown:
@@ -71,7 +84,7 @@ class Layout:
             phase_table = table.get(phase, {})
             if not isinstance(phase_table, Mapping) or set(phase_table) - {"rules"}:
                 raise ValueError(
-                    f"{where}: expected [{phase}.rules] and no more, got {phase_table!r}."
+                    f"{where}: expected [{phase}.rules] and nothing else, got {phase_table!r}."
                 )
             phases[phase] = _rules(phase_table.get("rules", {}), f"{where} [{phase}.rules]")
         share = table.get("max_replicated", MAX_REPLICATED)
@@ -79,7 +92,7 @@ class Layout:
             raise ValueError(f"{where} max_replicated: expected a share of 0 to 1, got {share!r}.")
         return cls(
             str(table.get("name", where)),
-            MeshLayout.of(mesh),
+            MeshLayout.from_table(mesh),
             AxisRules(_rules(table.get("rules", {}), f"{where} [rules]")),
             phases["prefill"],
             phases["decode"],
@@ -102,8 +115,8 @@ def _mesh_axes(value: object, where: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _written(rules: Mapping[str, tuple[str, ...]]) -> dict[str, str | list[str]]:
-    """Rules in the spelling of files."""
+def _rules_table(rules: Mapping[str, tuple[str, ...]]) -> dict[str, str | list[str]]:
+    """Rules in the spelling of layout files."""
     spelling: dict[str, str | list[str]] = {}
     for axis, names in rules.items():
         spelling[axis] = "".join(names) if len(names) < 2 else list(names)

@@ -1,8 +1,8 @@
-"""Whether a layout can be: every rule, axis and size checked at once, before anything is lowered.
+"""Legality of a layout: every rule, axis and size is checked at once, before anything is lowered.
 
-Knows nothing of devices or graphs; the sizes come from a model's configuration and, where there is
-one, a grid's shapes. Guarantees: a layout without findings lowers, and one with findings says of
-each which axis, which rule and which number.
+Sizes come from a model's configuration and, if there is one, from the shapes of a grid. Knows
+nothing of devices or graphs. Guarantees: a layout without findings lowers, and each finding names
+the axis, the rule and the number.
 """
 
 import math
@@ -30,48 +30,48 @@ _ARRAYS: dict[str, Axes] = {
 
 
 class IllegalLayout(ValueError):
-    """A layout that cannot be, with everything that is wrong with it."""
+    """An illegal layout, with all findings."""
 
     def __init__(self, layout: Layout, findings: Sequence[str]):
         self.findings = tuple(findings)
         listed = "".join(f"\n  {finding}" for finding in findings)
-        super().__init__(f"layout {layout.name!r} ({layout.mesh}) cannot be:{listed}")
+        super().__init__(f"layout {layout.name!r} ({layout.mesh}) is illegal:{listed}")
 
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """What a layout is checked against."""
+    """Sizes of the model, the devices and the grid that a layout is checked against."""
 
     config: DecoderConfig
     num_devices: int
     weights: Mapping[str, tuple[tuple[int, ...], Axes]]
-    """Shape and logical axes of every parameter as published."""
+    """Shape and logical axes of every published parameter."""
     batches: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """Batch sizes of each phase's graphs; none where no grid is known yet."""
+    """Batch sizes of each phase's graphs; empty while no grid is known."""
     lengths: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """Tokens of a row in each phase's graphs."""
+    """Tokens per row in each phase's graphs."""
     spans: Sequence[int] = ()
-    """Entries of the cache that decode graphs read."""
+    """Cache entries per slot that decode graphs read."""
     slot_groups: int | None = None
-    """Groups into which a grid divides slots of several lengths; None where all are alike."""
+    """Number of groups with slots of several lengths; None if all slots have the same length."""
     is_chunked: bool = False
     """Whether prompts are prefilled in chunks."""
 
 
 def check(layout: Layout, sizes: ModelSizes) -> list[str]:
-    """Everything that is wrong with a layout; an empty list for a legal one."""
+    """Find everything that is wrong with a layout; the list is empty for a legal layout."""
     findings = [
         *_mesh_findings(layout, sizes.num_devices),
         *_name_findings(layout),
         *_idle_findings(layout),
     ]
     if findings:
-        # sizes mean nothing while names and mesh are wrong
+        # sizes mean nothing while names or the mesh are wrong
         return findings
     by_phase = {phase: list(_phase_findings(layout, phase, sizes)) for phase in PHASES}
     in_both = set.intersection(*map(set, by_phase.values()))
-    for phase, found in by_phase.items():
-        findings += [f if f in in_both else f"{phase}: {f}" for f in found]
+    for phase, phase_findings in by_phase.items():
+        findings += [f if f in in_both else f"{phase}: {f}" for f in phase_findings]
     if sizes.is_chunked:
         findings += _chunk_findings(layout)
     return list(dict.fromkeys([*findings, *_weight_findings(layout, sizes)]))
@@ -114,17 +114,17 @@ def _name_findings(layout: Layout) -> Iterable[str]:
             for mesh_axis in mesh_axes:
                 if mesh_axis not in layout.mesh.sizes:
                     yield (
-                        f"{where} {axis} = {_shown(mesh_axes)}: the mesh has no axis "
+                        f"{where} {axis} = {_quoted(mesh_axes)}: the mesh has no axis "
                         f"{mesh_axis!r}, only {', '.join(layout.mesh.sizes)}. Add it to [mesh] or "
                         f"change the rule."
                     )
             if len(set(mesh_axes)) < len(mesh_axes):
-                shown = _shown(mesh_axes)
-                yield f"{where} {axis} = {shown}: names a mesh axis twice. Name it once."
+                quoted = _quoted(mesh_axes)
+                yield f"{where} {axis} = {quoted}: names a mesh axis twice. Name it once."
 
 
 def _idle_findings(layout: Layout) -> Iterable[str]:
-    """Rules for a cache in a phase that has none."""
+    """Find rules for a cache in a phase that has no cache."""
     if axes.CACHE_LENGTH in layout.prefill:
         yield (
             "[prefill.rules] cache_length: matches nothing, as prefill has no cache. Put it under "
@@ -152,10 +152,10 @@ def _phase_findings(layout: Layout, phase: str, sizes: ModelSizes) -> Iterable[s
 
 
 def _shape_findings(layout: Layout, phase: str, sizes: ModelSizes) -> Iterable[str]:
-    """Batches and lengths of the graphs against the rules of rows and tokens."""
+    """Check batches and lengths of the graphs against the rules of rows and tokens."""
     rules = layout.phase(phase)
     row_axes = [axes.BATCH]
-    # what merely follows `batch` would say the same again
+    # an axis that merely follows `batch` would repeat the same finding
     row_axes += [
         axis
         for axis, leader in FOLLOWS.items()
@@ -183,30 +183,30 @@ def _shape_findings(layout: Layout, phase: str, sizes: ModelSizes) -> Iterable[s
 
 
 def _group_findings(layout: Layout, rules: AxisRules, groups: int | None) -> Iterable[str]:
-    """Devices that have other slots must have as many long ones as any."""
+    """Check that each device has the same number of slots of every length."""
     mesh_axes = rules[axes.ATTENTION_BATCH]
     if groups not in (None, pieces := layout.mesh.num_shards(mesh_axes)):
         yield (
-            f"attention_batch = {_shown(mesh_axes)}: with buckets.span_slots, expected "
+            f"attention_batch = {_quoted(mesh_axes)}: with buckets.span_slots, expected "
             f"buckets.slot_groups to be the pieces that it splits slots into, {pieces}, got "
             f"{groups}. Change slot_groups, or leave both out."
         )
 
 
 def _chunk_findings(layout: Layout) -> Iterable[str]:
-    """A device reads the tokens of a chunk that it keeps."""
+    """Check that each device keeps the chunk's tokens that it reads."""
     length = layout.phase("prefill")[axes.LENGTH]
     cache_length = layout.phase("decode")[axes.CACHE_LENGTH]
     if length != cache_length:
         yield (
-            f"prefill: length = {_shown(length)}: with buckets.chunk, expected the mesh axes of "
-            f"cache_length in decode, {_shown(cache_length)}: each device reads the tokens of a "
+            f"prefill: length = {_quoted(length)}: with buckets.chunk, expected the mesh axes of "
+            f"cache_length in decode, {_quoted(cache_length)}: each device reads the tokens of a "
             f"chunk that it keeps. Change either rule, or leave buckets.chunk out."
         )
 
 
 def _collisions(rules: AxisRules) -> Iterable[str]:
-    """One array cannot be split twice over one mesh axis."""
+    """Find arrays that are split twice over one mesh axis."""
     for name, logical_axes in _ARRAYS.items():
         yield from _collision(name, logical_axes, rules)
 
@@ -230,22 +230,22 @@ def _order_findings(layout: Layout, rules: AxisRules) -> Iterable[str]:
         begins = rules[axis][: len(rules[leader])]
         if begins != rules[leader]:
             yield (
-                f"{axis} = {_shown(rules[axis])}: expected to begin with the mesh axes of "
-                f"{leader}, {_shown(rules[leader])}: {what} are split further, not anew. Name "
-                f"those first."
+                f"{axis} = {_quoted(rules[axis])}: expected to begin with the mesh axes of "
+                f"{leader}, {_quoted(rules[leader])}: {what} are split further, not differently. "
+                f"Name those first."
             )
     in_order = tuple(axis for axis, _ in layout.mesh.axes if axis in rules[axes.LENGTH])
     if rules[axes.LENGTH] != in_order:
         yield (
-            f"length = {_shown(rules[axes.LENGTH])}: expected the order of [mesh], "
-            f"{_shown(in_order)}: keys and values go round in that. Name them so."
+            f"length = {_quoted(rules[axes.LENGTH])}: expected the order of [mesh], "
+            f"{_quoted(in_order)}: keys and values go around the ring in that order. Name them so."
         )
     heads, exchanged = rules[axes.QUERY_HEADS], rules.exchanged
     if heads[len(heads) - len(exchanged) :] != exchanged:
         yield (
-            f"attention_batch = {_shown(rules[axes.ATTENTION_BATCH])}: from the first mesh axis of "
-            f"query_heads on, here {_shown(exchanged)}, it must name the last ones of query_heads "
-            f"({_shown(heads)}), in that order."
+            f"attention_batch = {_quoted(rules[axes.ATTENTION_BATCH])}: from the first mesh axis "
+            f"of query_heads on, here {_quoted(exchanged)}, it must name the last ones of "
+            f"query_heads ({_quoted(heads)}), in that order."
         )
 
 
@@ -253,9 +253,9 @@ def _gathering_findings(stored: AxisRules, used: AxisRules) -> Iterable[str]:
     for axis in axes.WEIGHT_AXES:
         if used[axis] != stored[axis][: len(used[axis])]:
             yield (
-                f"{axis} = {_shown(used[axis])}: expected the mesh axes of [rules], "
-                f"{_shown(stored[axis])}, or the first of them: a phase may gather weights, not "
-                f"split them anew. Change the rule of [rules], or leave this one out."
+                f"{axis} = {_quoted(used[axis])}: expected the mesh axes of [rules], "
+                f"{_quoted(stored[axis])}, or the first of them: a phase may gather weights, not "
+                f"split them differently. Change the rule of [rules], or leave this one out."
             )
 
 
@@ -265,17 +265,18 @@ def _head_findings(layout: Layout, rules: AxisRules, config: DecoderConfig) -> I
     wanted = rules.table.get(axes.KV_HEADS)
     if wanted and wanted != rules[axes.KV_HEADS]:
         yield (
-            f"kv_heads = {_shown(wanted)}: expected {_shown(rules[axes.KV_HEADS])}, the mesh axes "
-            f'of query_heads that attention_batch leaves, or "" for copies. Leave the rule out.'
+            f"kv_heads = {_quoted(wanted)}: expected {_quoted(rules[axes.KV_HEADS])}, the mesh "
+            f'axes of query_heads that attention_batch leaves, or "" for copies. Leave the '
+            f"rule out."
         )
     if config.latent is not None:
-        # the cache has no heads to divide, and those of the projections are query heads
+        # the cache has no heads to divide, and the heads of the projections are query heads
         return
     if wanted != () and K % shards:
         heads = "1 head does" if K == 1 else f"{K} heads do"
         yield (
             f"kv_heads: {heads} not divide over {shards} devices "
-            f'({_shown(rules[axes.KV_HEADS])}). Set kv_heads = "" to keep a copy of a head on '
+            f'({_quoted(rules[axes.KV_HEADS])}). Set kv_heads = "" to keep a copy of a head on '
             f"every device whose queries read it, or shard attention over batch "
             f"(attention_batch)."
         )
@@ -284,7 +285,7 @@ def _head_findings(layout: Layout, rules: AxisRules, config: DecoderConfig) -> I
     if rules.exchanged and H % surplus:
         yield (
             f"attention_batch: head_dim {H} does not divide over the {surplus} devices that hold "
-            f"one KV head. Use fewer devices along {_shown(rules[axes.QUERY_HEADS])}."
+            f"one KV head. Use fewer devices along {_quoted(rules[axes.QUERY_HEADS])}."
         )
 
 
@@ -294,22 +295,22 @@ def _expert_findings(layout: Layout, rules: AxisRules, config: DecoderConfig) ->
         return
     if experts != layout.rules[axes.EXPERTS]:
         yield (
-            f"experts = {_shown(experts)}: expected {_shown(layout.rules[axes.EXPERTS])} as in "
+            f"experts = {_quoted(experts)}: expected {_quoted(layout.rules[axes.EXPERTS])} as in "
             f"[rules]: experts stay where they are stored. Leave this one out."
         )
-    of_tokens = {*rules[axes.RESIDUAL_BATCH], *rules[axes.RESIDUAL_LENGTH]}
-    if of_tokens & set(experts) and not of_tokens >= set(experts):
-        without = tuple(axis for axis in experts if axis not in of_tokens)
+    token_axes = {*rules[axes.RESIDUAL_BATCH], *rules[axes.RESIDUAL_LENGTH]}
+    if token_axes & set(experts) and not token_axes >= set(experts):
+        without = tuple(axis for axis in experts if axis not in token_axes)
         yield (
-            f"experts = {_shown(experts)}: some of these mesh axes split tokens, but not "
-            f"{_shown(without)}. Name that in batch, too, or take it out."
+            f"experts = {_quoted(experts)}: some of these mesh axes split tokens, but not "
+            f"{_quoted(without)}. Name that in batch, too, or take it out."
         )
-    elif of_tokens & set(experts):
+    elif token_axes & set(experts):
         batch, length = ExpertExchange(rules, layout.rules).tokens
         if gathered := tuple(axis for axis in experts if axis not in batch + length):
             yield (
-                f"experts = {_shown(experts)}: tokens are gathered along {_shown(gathered)} before "
-                f"experts see them, so they would be exchanged with themselves. In the rules of "
+                f"experts = {_quoted(experts)}: tokens are gathered along {_quoted(gathered)} "
+                f"before experts see them, so the exchange would send copies. In the rules of "
                 f"residual_batch and residual_length, name it before the mesh axes of mlp."
             )
     yield from _division(
@@ -321,7 +322,8 @@ def _expert_findings(layout: Layout, rules: AxisRules, config: DecoderConfig) ->
 
 def _weight_findings(layout: Layout, sizes: ModelSizes) -> Iterable[str]:
     config, rules = sizes.config, layout.rules
-    # where these divide, the copies of key/value heads do: both counts divide the query heads
+    # if the query heads divide, the copies of key/value heads divide too: both counts divide their
+    # number
     heads = "the number of query heads"
     yield from _division(layout, rules, axes.QUERY_HEADS, heads, config.num_query_heads)
     if config.moe is None or not all(config.moe.layers):
@@ -334,11 +336,11 @@ def _weight_findings(layout: Layout, sizes: ModelSizes) -> Iterable[str]:
 
 
 def _replication_findings(layout: Layout, sizes: ModelSizes) -> Iterable[str]:
-    """Weights held whole along an axis; one that splits the batch makes replicas."""
-    of_batch = {axis for phase in PHASES for axis in layout.phase(phase)[axes.BATCH]}
+    """Find mesh axes along which too many weights are whole; axes of the batch make replicas."""
+    batch_axes = {axis for phase in PHASES for axis in layout.phase(phase)[axes.BATCH]}
     total = sum(math.prod(shape) for shape, _ in sizes.weights.values())
     for mesh_axis, size in layout.mesh.axes:
-        if size == 1 or mesh_axis in of_batch:
+        if size == 1 or mesh_axis in batch_axes:
             continue
         whole = {
             name: math.prod(shape)
@@ -367,12 +369,12 @@ def _division(
     shards = layout.mesh.num_shards(rules[axis])
     if size % shards:
         yield (
-            f"{axis} = {_shown(rules[axis])}: {what} is {size}, which does not divide over "
+            f"{axis} = {_quoted(rules[axis])}: {what} is {size}, which does not divide over "
             f"{shards} devices. {remedy}"
         )
 
 
-def _shown(mesh_axes: tuple[str, ...]) -> str:
-    """Mesh axes in the spelling of files."""
+def _quoted(mesh_axes: tuple[str, ...]) -> str:
+    """Mesh axes in the spelling of layout files."""
     quoted = [f'"{axis}"' for axis in mesh_axes]
     return f"[{', '.join(quoted)}]" if len(quoted) > 1 else "".join(quoted) or '""'

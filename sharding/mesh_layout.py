@@ -21,8 +21,8 @@ class MeshLayout:
     axes: tuple[tuple[str, int], ...]
 
     @classmethod
-    def of(cls, sizes: Mapping[str, int]) -> "MeshLayout":
-        """The mesh of a table such as `{"data": 2, "tensor": 4}`; order counts."""
+    def from_table(cls, sizes: Mapping[str, int]) -> "MeshLayout":
+        """Read a table such as `{"data": 2, "tensor": 4}`; the order counts."""
         return cls(tuple(sizes.items()))
 
     @property
@@ -34,26 +34,26 @@ class MeshLayout:
         return math.prod(size for _, size in self.axes)
 
     def num_shards(self, mesh_axes: Iterable[str]) -> int:
-        """Pieces that a dimension falls into over these mesh axes."""
+        """Number of pieces into which these mesh axes split a dimension."""
         sizes = self.sizes
         return math.prod(sizes[axis] for axis in mesh_axes)
 
     def fitted(self, num_devices: int) -> "MeshLayout":
-        """The same axes with sizes that make `num_devices`, in proportions as near as can be."""
+        """Mesh of `num_devices` with the same axes and the proportions nearest to these sizes."""
         names, wanted = zip(*self.axes, strict=True)
 
         def distance(sizes: tuple[int, ...]) -> tuple[float, int]:
-            # of the shape alone: the number of devices is given
+            # only the proportions count: the number of devices is given
             ratios = [math.log(size / aim) for size, aim in zip(sizes, wanted, strict=True)]
             mean = sum(ratios) / len(ratios)
-            # of equally near ones the most even
+            # among equally near sizes, prefer even ones
             return round(sum((ratio - mean) ** 2 for ratio in ratios), 9), max(sizes)
 
         sizes = min(_factorisations(num_devices, len(names)), key=distance)
         return MeshLayout(tuple(zip(names, sizes, strict=True)))
 
     def all_fitted(self, num_devices: int) -> "list[MeshLayout]":
-        """The same axes with every choice of sizes that makes `num_devices`, none of them 1."""
+        """Meshes of `num_devices` with the same axes, for every choice of sizes above 1."""
         names = [name for name, _ in self.axes]
         return [
             MeshLayout(tuple(zip(names, sizes, strict=True)))
@@ -62,7 +62,10 @@ class MeshLayout:
         ]
 
     def build(self, devices: Sequence[Any]) -> Mesh:
-        """A mesh of exactly these devices. `AxisType.Auto`: XLA places what no rule names."""
+        """Build a mesh of exactly these devices.
+
+        With `AxisType.Auto`, XLA decides about axes that no rule names.
+        """
         names, sizes = zip(*self.axes, strict=True)
         array = np.array(devices).reshape(sizes)
         return Mesh(array, names, axis_types=(AxisType.Auto,) * len(names))
@@ -72,7 +75,7 @@ class MeshLayout:
 
 
 def _factorisations(number: int, count: int) -> list[tuple[int, ...]]:
-    """All ways to write a number as a product of `count` factors, order counting."""
+    """All products of `count` factors that equal a number, in every order."""
     if count == 1:
         return [(number,)]
     return [

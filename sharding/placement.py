@@ -1,7 +1,8 @@
-"""Where everything of one model lies on a mesh: parameters, cache, host inputs, and the operations.
+"""Placement of a model on a mesh: shardings and memory layouts of all arrays, and the operations.
 
-Knows nothing of graphs or files. Loader and lowering ask here, so they cannot disagree. Without a
-layout everything lies whole on every device of the mesh, and the operations are the reference.
+Knows nothing of graphs or files. The loader and the lowering both use this module, so they cannot
+disagree. Without a layout every array is replicated on all devices of the mesh, and the operations
+are the reference.
 """
 
 from collections.abc import Mapping
@@ -31,8 +32,8 @@ _CACHES = (axes.CACHE_KEYS, axes.CACHE_VALUES, axes.CACHE_LATENTS)
 def arrangement_of(
     layout: Layout | None, platform: str, config: DecoderConfig, scan_layers: bool = False
 ) -> Arrangement:
-    """How a layout, a platform and a build want weights and cache arranged."""
-    # XLA for TPU gives narrow heads whole rows of tiles in any case
+    """Arrangement of weights and cache for a layout, a platform and a build."""
+    # XLA for TPU pads narrow heads to whole rows of tiles in any case
     whole = Arrangement(
         scan_layers=scan_layers,
         head_multiple=axes.LANES if platform == "tpu" else 1,
@@ -53,17 +54,17 @@ def arrangement_of(
 
 
 def cache_dtype(platform: str, dtype: DTypeLike) -> jnp.dtype:
-    """The dtype of cache entries under weights of `dtype`.
+    """Dtype of cache entries for weights of `dtype`.
 
-    On the CPU it is float32: XLA for CPU writes an entry into a bfloat16 array by converting all of
-    the array to float32 and back.
+    On the CPU it is float32: to write an entry into a bfloat16 array, XLA for CPU converts the
+    whole array to float32 and back.
     """
     return jnp.dtype(jnp.float32 if platform == "cpu" else dtype)
 
 
 @dataclass(frozen=True)
 class Placement:
-    """A layout on the devices of a target, or no layout."""
+    """A layout on the devices of a target, or these devices without a layout."""
 
     mesh: Mesh
     platform: str
@@ -71,15 +72,15 @@ class Placement:
 
     @property
     def replicated(self) -> NamedSharding:
-        """Whole on every device: what comes from the host and goes there."""
+        """Sharding of arrays that come from the host or go there: replicated on every device."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     def sharding(self, phase: str, logical_axes: Axes) -> NamedSharding:
-        """Where an array of a phase's graphs lies."""
+        """Sharding of an array in a phase's graphs."""
         return NamedSharding(self.mesh, self._rules(phase).spec(logical_axes))
 
     def parameters(self, logical_axes: Mapping[str, Axes]) -> dict[str, Sharding]:
-        """Where each parameter lies."""
+        """Sharding of each stored parameter."""
         stored = AxisRules({}) if self.layout is None else self.layout.rules
         return {
             name: NamedSharding(self.mesh, stored.spec(names))
@@ -89,10 +90,11 @@ class Placement:
     def format(
         self, parameter: str, logical_axes: Axes, shape: tuple[int, ...], sharding: Sharding
     ) -> Sharding | Format:
-        """The place and the memory layout of a parameter.
+        """Sharding and memory layout of a parameter.
 
-        XLA for TPU would lay some out anew in every call, and keep copies of all layers' meanwhile,
-        so they are asked for as its products read them.
+        XLA for TPU would transpose some parameters in every call, and keep the copies of all layers
+        at the same time. So these parameters are stored in the order in which its products read
+        them.
         """
         order = None
         if self.platform == "tpu":
@@ -100,10 +102,10 @@ class Placement:
         return sharding if order is None else Format(MemoryLayout(major_to_minor=order), sharding)
 
     def state(self, logical_axes: Axes) -> Sharding | Format:
-        """The place and memory layout of an array of the decode state.
+        """Sharding and memory layout of an array of the decode state.
 
-        On TPU a cache has the heads of an entry along the last axis: an entry is then written in
-        place by one native scatter.
+        On TPU, the heads of a cache entry lie along the last axis of the memory layout, so that one
+        native scatter writes an entry in place.
         """
         sharding = self.sharding("decode", logical_axes)
         if self.platform != "tpu" or logical_axes not in _CACHES:
@@ -111,44 +113,44 @@ class Placement:
         order = heads_last(len(logical_axes), logical_axes.index(axes.CACHE_LENGTH))
         return Format(MemoryLayout(major_to_minor=order), sharding)
 
-    def place(
+    def put_in_layout(
         self, parameters: Mapping[str, jax.Array], logical_axes: Mapping[str, Axes]
     ) -> dict[str, jax.Array]:
-        """Bring loaded parameters into the memory layout that graphs expect; off TPU a no-op."""
+        """Put loaded parameters into the memory layout of the graphs; a no-op except on TPU."""
         return {
             name: jax.device_put(x, self.format(name, logical_axes[name], x.shape, x.sharding))
             for name, x in parameters.items()
         }
 
     def arrangement(self, config: DecoderConfig, scan_layers: bool = False) -> Arrangement:
-        """How this layout wants the weights of a model arranged, and a build its layers."""
+        """Arrangement of weights and layers for this layout and a build option."""
         return arrangement_of(self.layout, self.platform, config, scan_layers)
 
     def cache_dtype(self, dtype: DTypeLike) -> jnp.dtype:
-        """The dtype of cache entries under weights of `dtype`; see `cache_dtype`."""
+        """Dtype of cache entries for weights of `dtype`; see the function `cache_dtype`."""
         return cache_dtype(self.platform, dtype)
 
     def num_cache_heads(self, config: DecoderConfig) -> int:
-        """Key/value heads that the decode cache keeps, copies included."""
+        """Number of key/value heads in the decode cache, copies included."""
         shards = self._shards(self._rules("decode")[axes.KV_HEADS])
         return config.num_kv_heads * kv_copies(config.num_kv_heads, shards)
 
     @property
     def cache_stripes(self) -> int:
-        """Pieces that the entries of the decode cache are dealt into."""
+        """Number of pieces into which the entries of the decode cache are dealt."""
         return self._shards(self._rules("decode")[axes.CACHE_LENGTH])
 
     def has_whole(self, phase: str, logical_axis: str) -> bool:
-        """Whether each device has all of an axis, in code of its own.
+        """Whether each device has all of an axis, in per-device (`shard_map`) code.
 
-        Without a layout a partitioner decides what each of several devices does.
+        Without a layout and with several devices, the partitioner decides, so the answer is False.
         """
         if self.layout is None:
             return self.mesh.size == 1
         return not self._rules(phase)[logical_axis]
 
     def operations(self, phase: str, config: DecoderConfig) -> Operations:
-        """The operations of a phase's graphs."""
+        """Operations of a phase's graphs."""
         if self.layout is None:
             return ON_ONE_DEVICE
         layout = self.layout
@@ -169,15 +171,15 @@ class Placement:
 def _memory_order(
     parameter: str, logical_axes: Axes, shape: tuple[int, ...]
 ) -> tuple[int, ...] | None:
-    """The axes of a parameter from major to minor, where its default is not wanted.
+    """Axes of a parameter from major to minor, or None for the default order.
 
-    A `[V, D]` table lies row by row: by default it is transposed when D is not a multiple of 128,
-    and every call would copy it to gather rows. Of `[D, K, J, H]`, which makes heads that fill
-    tiles, XLA reads matrices of D and H.
+    A `[V, D]` table is stored row by row. The default order is transposed if D is not a multiple of
+    128, and then every call would copy the table to gather rows. XLA reads a `[D, K, J, H]` weight
+    with heads that fill tiles as matrices of D and H.
     """
     if parameter in _TABLES:
         return (0, 1)
     if logical_axes[-4:] == _MAKES_HEADS and not shape[-1] % axes.LANES:
-        *layers, embed, kv_heads, of_head, head = range(len(shape))
-        return (*layers, kv_heads, of_head, embed, head)
+        *layers, embed, kv_heads, head_groups, head = range(len(shape))
+        return (*layers, kv_heads, head_groups, embed, head)
     return None

@@ -1,15 +1,15 @@
-"""One product over a mesh: what moves before it and what is summed after it.
+"""The collectives of one product over a mesh: moves before the product, and sums after it.
 
-The labels of an einsum say which dimensions meet. Each label is split, while the product runs, over
-one set of mesh axes:
+The labels of an einsum say which dimensions meet. While the product runs, each label is split over
+one tuple of mesh axes:
 
-    of the weight          as the weight is used; pieces of it beyond that are gathered first
-    of activations only    over the mesh axes that come in and go out alike and that no label of the
-                           weight takes; activations are gathered or cut to that
+    labels of the weight   as the weight is used; a weight that is split further is gathered first
+    other labels           over the mesh axes that the input and the output have in common and that
+                           no label of the weight uses; activations are gathered or cut accordingly
 
-The mesh axes of contracted labels hold partial sums. Those that the result is to be split over next
-are reduce-scattered onto that dimension, the others are all-reduced. Example, `x[B, D_tensor]`,
-`w[D, F_tensor]` and a result `[B, F_tensor]`: x is gathered along D, nothing is summed.
+The mesh axes of contracted labels hold partial sums. If the result is to be split over some of
+them, they are reduce-scattered onto that dimension; the others are all-reduced. Example, `x[B,
+D_tensor]`, `w[D, F_tensor]` and a result `[B, F_tensor]`: x is gathered along D, nothing is summed.
 
 Knows nothing of models. Source of the scheme: Pope et al. 2022, "Efficiently Scaling Transformer
 Inference", section 3.2, with collectives as in their appendix A.
@@ -34,26 +34,28 @@ class Projection:
     gather_weight: tuple[MeshAxes, ...]
     gather_x: tuple[MeshAxes, ...]
     cut_x: tuple[MeshAxes, ...]
-    made: tuple[MeshAxes, ...]
-    """Of the result while it is partial."""
+    partial_split: tuple[MeshAxes, ...]
+    """Mesh axes of the result's dimensions while it is a partial sum."""
     scatter: tuple[MeshAxes, ...]
-    """Partial sums that end as pieces of this dimension."""
+    """Mesh axes of partial sums that are scattered onto each dimension of the result."""
     sum_over: MeshAxes
-    """Partial sums that end whole."""
+    """Mesh axes of partial sums that every device gets whole."""
     gather_out: tuple[MeshAxes, ...]
     cut_out: tuple[MeshAxes, ...]
 
     @classmethod
-    def under(
+    def from_rules(
         cls, rules: AxisRules, stored: AxisRules, equation: str, x: Axes, weight: Axes, out: Axes
     ) -> "Projection":
-        """The collectives of a product under a phase's rules; the weight lies by `stored`."""
-        used, lies = rules.dimensions(weight), stored.dimensions(weight)
-        return cls.of(equation, rules.dimensions(x), lies, used, rules.dimensions(out))
+        """Derive the collectives of a product from the rules of a phase and of stored weights."""
+        used, weight_stored = rules.dimensions(weight), stored.dimensions(weight)
+        return cls.from_mesh_axes(
+            equation, rules.dimensions(x), weight_stored, used, rules.dimensions(out)
+        )
 
     @classmethod
     @cache
-    def of(
+    def from_mesh_axes(
         cls,
         equation: str,
         x: tuple[MeshAxes, ...],
@@ -61,54 +63,58 @@ class Projection:
         weight_used: tuple[MeshAxes, ...],
         out: tuple[MeshAxes, ...],
     ) -> "Projection":
-        """Work out the collectives from the mesh axes of every dimension."""
+        """Derive the collectives of a product from the mesh axes of every dimension.
+
+        Args:
+          equation: An einsum of activations and a weight, such as `BTD,DF->BTF`.
+          x: Mesh axes of the activations.
+          weight_stored: Mesh axes of the weight as it is stored.
+          weight_used: Mesh axes of the weight in the product; the first ones of `weight_stored`.
+          out: Mesh axes of the result.
+        """
         inputs, out_labels = equation.split("->")
         x_labels, weight_labels = inputs.split(",")
-        split = dict(zip(weight_labels, weight_used, strict=True))
-        taken = {axis for mesh_axes in weight_used for axis in mesh_axes}
-        goes_out = dict(zip(out_labels, out, strict=True))
-        for label, comes_in in zip(x_labels, x, strict=True):
-            if label not in split:
-                shared = _common(comes_in, goes_out[label])
-                split[label] = tuple(takewhile(lambda axis: axis not in taken, shared))
-        contracted = [label for label in (x_labels + weight_labels) if label not in out_labels]
-        partial = {axis for label in contracted for axis in split[label]}
-        ends = [(split[label], goes_out[label]) for label in out_labels]
-        scatter = tuple(_scattered(done, goal, partial) for done, goal in ends)
-        scattered = {axis for mesh_axes in scatter for axis in mesh_axes}
+        x_split = dict(zip(x_labels, x, strict=True))
+        out_split = dict(zip(out_labels, out, strict=True))
+        weight_split = dict(zip(weight_labels, weight_used, strict=True))
+        split = _choose_split(x_split, weight_split, out_split)
+        x_used = tuple(split[label] for label in x_labels)
+        partial_split = tuple(split[label] for label in out_labels)
+
+        contracted = [label for label in x_labels + weight_labels if label not in out_labels]
+        partial_sums = dict.fromkeys(chain.from_iterable(split[label] for label in contracted))
+        scatter = tuple(
+            _scattered(done, goal, set(partial_sums))
+            for done, goal in zip(partial_split, out, strict=True)
+        )
+        scattered = set(chain.from_iterable(scatter))
+        reduced = tuple(a + b for a, b in zip(partial_split, scatter, strict=True))
         return cls(
-            gather_weight=tuple(map(beyond, weight_stored, weight_used)),
-            gather_x=tuple(beyond(a, split[label]) for label, a in zip(x_labels, x, strict=True)),
-            cut_x=tuple(beyond(split[label], a) for label, a in zip(x_labels, x, strict=True)),
-            made=tuple(split[label] for label in out_labels),
+            gather_weight=tuple(map(extra_axes, weight_stored, weight_used)),
+            gather_x=tuple(map(extra_axes, x, x_used)),
+            cut_x=tuple(map(extra_axes, x_used, x)),
+            partial_split=partial_split,
             scatter=scatter,
-            sum_over=tuple(
-                dict.fromkeys(
-                    axis for label in contracted for axis in split[label] if axis not in scattered
-                )
-            ),
-            gather_out=tuple(beyond(done, goal) for done, goal in ends),
-            cut_out=tuple(
-                beyond(goal, done + pieces)
-                for (done, goal), pieces in zip(ends, scatter, strict=True)
-            ),
+            sum_over=tuple(axis for axis in partial_sums if axis not in scattered),
+            gather_out=tuple(map(extra_axes, partial_split, out)),
+            cut_out=tuple(map(extra_axes, out, reduced)),
         )
 
     @property
     def mesh_axes(self) -> MeshAxes:
-        """All that share the product's operations out."""
-        return (*chain(*self.made, *self.scatter), *self.sum_over)
+        """Mesh axes that divide the operations of the product among devices."""
+        return (*chain(*self.partial_split, *self.scatter), *self.sum_over)
 
-    def bring(self, x: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Pieces of both operands as this device's product needs them."""
-        return self.bring_x(x), gather(weight, self.gather_weight)
+    def prepare(self, x: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Gather and cut both operands as this device's product needs them; inside `shard_map`."""
+        return self.prepare_x(x), gather(weight, self.gather_weight)
 
-    def bring_x(self, x: jax.Array) -> jax.Array:
-        """The piece of the activations alone."""
+    def prepare_x(self, x: jax.Array) -> jax.Array:
+        """Gather and cut the activations alone."""
         return _cut(gather(x, self.gather_x), self.cut_x)
 
     def reduce(self, out: jax.Array) -> jax.Array:
-        """This device's piece of the result, from its partial one."""
+        """Turn this device's partial result into its piece of the result."""
         for dimension, mesh_axes in enumerate(self.scatter):
             if mesh_axes:
                 out = jax.lax.psum_scatter(out, mesh_axes, scatter_dimension=dimension, tiled=True)
@@ -118,7 +124,7 @@ class Projection:
 
 
 def gather(x: jax.Array, by_dimension: tuple[MeshAxes, ...]) -> jax.Array:
-    """Bring together what lies in pieces along the mesh axes of each dimension."""
+    """Gather each dimension over its mesh axes; inside `shard_map`."""
     for dimension, mesh_axes in enumerate(by_dimension):
         if mesh_axes:
             x = jax.lax.all_gather(x, mesh_axes, axis=dimension, tiled=True)
@@ -134,10 +140,28 @@ def _cut(x: jax.Array, by_dimension: tuple[MeshAxes, ...]) -> jax.Array:
     return x
 
 
-def _scattered(done: MeshAxes, goal: MeshAxes, partial: set[str]) -> MeshAxes:
-    """The mesh axes of partial sums that split further what `done` splits, and nothing between.
+def _choose_split(
+    x: dict[str, MeshAxes], weight: dict[str, MeshAxes], out: dict[str, MeshAxes]
+) -> dict[str, MeshAxes]:
+    """Choose the mesh axes of every label while the product runs.
 
-    Pieces of pieces come in the order of `goal` only if major axes split before minor ones.
+    The weight decides about its own labels. A label of the activations alone keeps the mesh axes
+    that input and output have in common, up to the first one that the weight uses.
+    """
+    used_by_weight = set(chain.from_iterable(weight.values()))
+    split = dict(weight)
+    for label, mesh_axes in x.items():
+        if label not in split:
+            shared = _common(mesh_axes, out[label])
+            split[label] = tuple(takewhile(lambda axis: axis not in used_by_weight, shared))
+    return split
+
+
+def _scattered(done: MeshAxes, goal: MeshAxes, partial: set[str]) -> MeshAxes:
+    """The mesh axes of partial sums that come next in `goal` after `done`.
+
+    The pieces of a scattered dimension are in the order of `goal` only if major axes split it
+    before minor ones.
     """
     if done != goal[: len(done)]:
         return ()
@@ -145,11 +169,11 @@ def _scattered(done: MeshAxes, goal: MeshAxes, partial: set[str]) -> MeshAxes:
 
 
 def _common(left: MeshAxes, right: MeshAxes) -> MeshAxes:
-    """The longest common beginning."""
+    """The longest common prefix."""
     pairs = zip(left, right, strict=False)
     return tuple(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-def beyond(longer: MeshAxes, shorter: MeshAxes) -> MeshAxes:
-    """What follows the common beginning: the axes by which one splits further than the other."""
+def extra_axes(longer: MeshAxes, shorter: MeshAxes) -> MeshAxes:
+    """The mesh axes after the common prefix: those by which `longer` is split further."""
     return longer[len(_common(longer, shorter)) :]

@@ -1,8 +1,8 @@
-"""The operations of a model over a mesh, each one `shard_map` with its collectives written out.
+"""The operations of a model over a mesh: each is one `shard_map` with explicit collectives.
 
-Nothing is left for a partitioner to decide except elementwise work and the sums of norms, so a
-layout asks for the same communication on every platform, and what it asks for can be read here.
-XLA may carry it out otherwise, for example a reduce-scatter as an all-reduce and a cut.
+The partitioner decides only about elementwise work and the sums of norms. So a layout asks for the
+same communication on every platform, and this file shows it. XLA may implement a collective in
+another way, for example a reduce-scatter as an all-reduce and a slice.
 
 Knows nothing of graphs or files. Guarantees: every operation equals its reference in
 `modelzoo.operations`, up to the order of sums.
@@ -30,7 +30,7 @@ from ..modelzoo.operations import ON_ONE_DEVICE, Axes, Operations, Product, axes
 from ..modelzoo.segments import Segments
 from ..modelzoo.stripes import ONE_STRIPE, Stripe, Stripes
 from .axis_rules import AxisRules, kv_copies
-from .cache_attention import attend_for_all, attend_for_some
+from .cache_attention import attend_sharded_cache, attend_sharded_chunk
 from .expert_exchange import ExpertExchange
 from .projection import Projection
 from .ring_attention import attend_on_ring
@@ -48,7 +48,7 @@ class ShardedOperations(Operations):
     """The operations of one phase of a layout."""
 
     def __init__(self, mesh: Mesh, rules: AxisRules, stored: AxisRules, num_kv_heads: int):
-        """`rules` are the phase's, `stored` those that the weights lie by."""
+        """Create the operations of a phase from its rules and the rules of the stored weights."""
         self._mesh = mesh
         self._rules = rules
         self._stored = stored
@@ -59,7 +59,7 @@ class ShardedOperations(Operations):
     def positions(self, length: int) -> jax.Array | np.ndarray:
         if not self._rules[axes.LENGTH]:
             return super().positions(length)
-        # not a constant, of which every device would hold all angles of all tokens
+        # not a constant: every device would then hold the angles of all tokens
         position_1T = self.prompt_stripes.permute(jnp.arange(length)[None], axis=1)
         return self.constrain(position_1T, ("", axes.LENGTH))
 
@@ -71,11 +71,11 @@ class ShardedOperations(Operations):
         self, equation: str, product: Product, x: jax.Array, weight: "Weight", x_axes: Axes = (),
         out_axes: Axes = (),
     ) -> jax.Array:  # fmt: skip
-        weight_axes, by = axes_of(weight), (self._rules, self._stored)
-        projection = Projection.under(*by, equation, x_axes, weight_axes, out_axes)
+        weight_axes, rules = axes_of(weight), (self._rules, self._stored)
+        projection = Projection.from_rules(*rules, equation, x_axes, weight_axes, out_axes)
 
         def local(x: jax.Array, weight: jax.Array) -> jax.Array:
-            x, weight = projection.bring(x, weight)
+            x, weight = projection.prepare(x, weight)
             return projection.reduce(ON_ONE_DEVICE.project(equation, product, x, weight))
 
         specs = self._rules.spec(x_axes), self._stored.spec(weight_axes)
@@ -140,8 +140,8 @@ class ShardedOperations(Operations):
         if not mesh_axes:
             return attend
         if not self._rules[axes.LENGTH]:
-            return partial(attend_for_all, attend, mesh_axes)
-        return partial(attend_for_some, attend, mesh_axes, window)
+            return partial(attend_sharded_cache, attend, mesh_axes)
+        return partial(attend_sharded_chunk, attend, mesh_axes, window)
 
     @property
     def stripe(self) -> Stripe:
@@ -170,7 +170,7 @@ class ShardedOperations(Operations):
     ) -> Segments:
         spec, axis = self._rules.spec(logical_axes), axes.row_axis(logical_axes)
         batch = self._rules[logical_axes[axis]]
-        out_spec = _of_one(spec, axis) if layer is None else _of_one(P(*spec[axis:]), 0)
+        out_spec = _row_spec(spec, axis) if layer is None else _row_spec(P(*spec[axis:]), 0)
 
         def local(segments: Segments, row_B: jax.Array, layer: jax.Array | None) -> Segments:
             local_B = _local_rows(row_B, batch, segments[0].shape[axis])
@@ -192,19 +192,20 @@ class ShardedOperations(Operations):
 
         def local(old: Any, new: Any, rows: Any) -> Any:
             row_B, *others = rows
-            # the first segment has a row of every slot, others of the first slots here
+            # the first segment has a row of every slot, the others have rows of the first slots
+            # here
             row_B = _local_rows(row_B, batch, jax.tree.leaves(old)[0].shape[axis])
             return body(old, new, type(rows)(row_B, *others))
 
-        return self._map(local, (spec, _of_one(spec, axis), P()), spec)(old, new, rows)
+        return self._map(local, (spec, _row_spec(spec, axis), P()), spec)(old, new, rows)
 
     def has_cache_of(self, cache_operations: Operations) -> bool:
         assert isinstance(cache_operations, ShardedOperations)
         split = (self._rules[axes.ATTENTION_BATCH], self._rules[axes.CACHE_LENGTH])
-        lies = [
+        own, other = (
             [rules.spec(x) for x in _CACHES] for rules in (self._rules, cache_operations._rules)
-        ]
-        return not any(split) and lies[0] == lies[1]
+        )
+        return not any(split) and own == other
 
     def num_cache_heads(self, num_kv_heads: int) -> int:
         return num_kv_heads * kv_copies(num_kv_heads, self._num_shards(axes.KV_HEADS))
@@ -219,7 +220,7 @@ class ShardedOperations(Operations):
             V = logits_BV.shape[1]
             value_BR, id_BR = jax.lax.top_k(logits_BV, min(k, V))
             id_BR = id_BR + jax.lax.axis_index(shards) * V
-            # shards in order of ids: the first of equal candidates has the lowest id
+            # shards are in the order of ids, so the first of equal candidates has the lowest id
             value_BR = jax.lax.all_gather(value_BR, shards, axis=1, tiled=True)
             id_BR = jax.lax.all_gather(id_BR, shards, axis=1, tiled=True)
             value_BR, index_BR = jax.lax.top_k(value_BR, k)
@@ -232,7 +233,7 @@ class ShardedOperations(Operations):
         return math.prod(self._mesh.shape[axis] for axis in self._rules[logical_axis])
 
     def _specs(self, kind: type) -> Any:
-        """Partitions of the fields of a named tuple, by the axes that it declares."""
+        """Partitions of the fields of a named tuple, from the axes that its type declares."""
         return kind._make(map(self._rules.spec, kind.AXES))
 
     def _map(self, body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
@@ -241,22 +242,22 @@ class ShardedOperations(Operations):
         )
 
 
-def _of_one(spec: P, axis: int) -> P:
-    """The partition of one row of an array of rows along `axis`."""
+def _row_spec(spec: P, axis: int) -> P:
+    """Partition of one row of an array that has rows along `axis`."""
     return P(*spec[:axis], None, *spec[axis + 1 :])
 
 
 def _local_rows(row_B: jax.Array, batch: MeshAxes, size: int) -> jax.Array:
-    """Rows as they are numbered on this device; one past the last for those that are elsewhere."""
+    """Row numbers on this device; rows of other devices get one past the last."""
     local_B = row_B - jax.lax.axis_index(batch) * size if batch else row_B
     return jnp.where((local_B >= 0) & (local_B < size), local_B, size)
 
 
 def _enter_queries(queries: Queries, exchanged: MeshAxes, copies: int) -> Queries:
-    """From the rows and heads of projections to those of attention.
+    """Bring queries from the rows and heads of projections to those of attention.
 
     Over the mesh axes `exchanged`, attention has fewer rows and more heads than the projections:
-    each device gives away heads and gets rows (Pope et al. 2022, section 3.3). Sinks are of no row,
+    each device gives heads away and gets rows (Pope et al. 2022, section 3.3). Sinks have no rows,
     so they are gathered.
     """
     q_BTKGH, sink_KG = queries
@@ -270,13 +271,13 @@ def _enter_queries(queries: Queries, exchanged: MeshAxes, copies: int) -> Querie
 def _enter_keys_values(
     new: PromptKeysValues, heads: MeshAxes, exchanged: MeshAxes, copies: int
 ) -> PromptKeysValues:
-    """The same for keys and values.
+    """Bring keys and values from the rows and heads of projections to those of attention.
 
-    Heads that the projections hold in `copies` are sent in that many pieces, one by each holder,
-    and put together.
+    A head that the projections hold in several `copies` is sent in as many pieces, one from each
+    holder, and put together again.
     """
     if not exchanged:
-        return _one_of_each(new, copies)
+        return _first_copies(new, copies)
     exchange = partial(jax.lax.all_to_all, axis_name=exchanged, split_axis=0, tiled=True)
     k_BKHT, v_BKTH = new
     k_BKHT = exchange(_piece_of_copy(k_BKHT, 2, heads, copies), concat_axis=1)
@@ -289,7 +290,7 @@ def _enter_keys_values(
 
 
 def _leave_attention(out_BTKGH: jax.Array, exchanged: MeshAxes, G: int) -> jax.Array:
-    """Back to the rows and heads of projections, which have G queries to a key/value head."""
+    """Bring results back to the rows and heads of projections: G queries to a key/value head."""
     B, T, _, _, H = out_BTKGH.shape
     out_BTKGH = out_BTKGH.reshape(B, T, -1, G, H)
     if not exchanged:
@@ -298,19 +299,19 @@ def _leave_attention(out_BTKGH: jax.Array, exchanged: MeshAxes, G: int) -> jax.A
 
 
 def _regroup(queries: Queries, copies: int) -> Queries:
-    """Queries of `copies` neighbouring key/value heads as those of one."""
+    """Group the queries of neighbouring copies of a key/value head as queries of one head."""
     B, T, K, G, H = queries.q_BTKGH.shape
     heads = K // copies, G * copies
     sink_KG = None if queries.sink_KG is None else queries.sink_KG.reshape(heads)
     return Queries(queries.q_BTKGH.reshape(B, T, *heads, H), sink_KG)
 
 
-def _one_of_each(new: PromptKeysValues, copies: int) -> PromptKeysValues:
+def _first_copies(new: PromptKeysValues, copies: int) -> PromptKeysValues:
     return PromptKeysValues(new.k_BKHT[:, ::copies], new.v_BKTH[:, ::copies])
 
 
 def _piece_of_copy(x: jax.Array, axis: int, heads: MeshAxes, copies: int) -> jax.Array:
-    """Of each local head its share of the head dimension: copy c of a head sends piece c."""
+    """The share of the head dimension that this device sends of each head: copy c sends piece c."""
     if copies == 1:
         return x
     K, size = x.shape[1], x.shape[axis] // copies

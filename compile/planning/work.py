@@ -29,7 +29,7 @@ from ...modelzoo.moe.config import LOSSLESS
 from ...modelzoo.products import WeightProduct, record_logits
 from ...sharding import communication
 from ...sharding.axis_rules import AxisRules
-from ...sharding.call import Call, CachePieces, pieces
+from ...sharding.call import CachePieces, Call, pieces
 from ...sharding.communication import sent_bytes
 from ...sharding.device_bytes import cache_bytes_per_device, parameter_bytes_per_device
 from ...sharding.layer_shapes import LayerShapes
@@ -254,9 +254,9 @@ class Work:
 
     def _logits_bytes(self, call: Call) -> float:
         """Bytes of logits that are written once and read once."""
-        made = call.num_logits * self.config.vocab_size * FLOAT32_BYTES
+        num_bytes = call.num_logits * self.config.vocab_size * FLOAT32_BYTES
         projection = self._shapes(call).projection(record_logits(self.config))
-        return 2 * made / self.layout.mesh.num_shards(chain(*projection.made))
+        return 2 * num_bytes / self.layout.mesh.num_shards(chain(*projection.partial_split))
 
     def _activations(self, call: Call) -> Part:
         config = self.config

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..batch.job_files import check_files, check_fillable
-from ..console import note, tell
-from ..counted import counted
+from ..console import note, plural, tell
 from ..errors import EXIT_OK, EXIT_ROWS_FAILED, ConfigError
 from ..files.layout_files import (
     layout_file,
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of the subcommand."""
+    """Add the options of the subcommand."""
     add = parser.add_argument
     add("--model", required=True, help="directory (config.json will do), .gguf file, or smollm2")
     add("--target", required=True, help="cpu:8 (simulated), tpu:v5e:2x4, gpu:h100:8")
@@ -55,7 +54,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--verify", action="store_true", help="run each layout, compare logits with one device")
     add("--quiet", action="store_true", help="no progress on stderr")
     add_strict_config(parser)
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -105,7 +103,9 @@ def _layouts(asked: str, num_devices: int) -> list["Layout"]:
     layouts = []
     for spelling in spellings:
         layout = Layout.from_table(read_layout_table(spelling), spelling)
-        layouts.append(layout.with_mesh(layout.mesh.fitted(num_devices)) if spelling in named else layout)
+        layouts.append(
+            layout.with_mesh(layout.mesh.fitted(num_devices)) if spelling in named else layout
+        )
     return layouts
 
 
@@ -196,9 +196,9 @@ def _write(
     content = json.dumps([result.as_json() for result in results], indent=1)
     replace_file(Disk(), path, [f"{content}\n".encode()])
     title = (
-        f"{files.name}, {counted(config.num_layers, 'layer')}, {dtype}, on {options.target}: "
-        f"prefill of {counted(grid.prefill[-1].batch, 'prompt')} of {grid.prefill[-1].length}, "
-        f"decode of {counted(grid.decode_slots, 'slot')} of {grid.max_length}"
+        f"{files.name}, {plural(config.num_layers, 'layer')}, {dtype}, on {options.target}: "
+        f"prefill of {plural(grid.prefill[-1].batch, 'prompt')} of {grid.prefill[-1].length}, "
+        f"decode of {plural(grid.decode_slots, 'slot')} of {grid.max_length}"
     )
     replace_file(Disk(), picture, [draw(results, title)])
     tell(sys.stdout, f"{path} and {picture}")

@@ -55,7 +55,9 @@ def _more_devices(ranking: Ranking, layouts: Sequence[Layout]) -> str | None:
     """The least doubling of the devices at which one of the layouts has a mesh that fits."""
     count = 2 * ranking.num_devices
     while layouts and count <= MOST_DEVICES:
-        meshed = [layout.with_mesh(mesh) for layout in layouts for mesh in meshes_of(layout.mesh, count)]
+        meshed = [
+            layout.with_mesh(mesh) for layout in layouts for mesh in meshes_of(layout.mesh, count)
+        ]
         ranked = replace(ranking, num_devices=count, torus=()).rank(meshed)
         fitting = [one for one in ranked if one.bound is not None]
         if fitting:

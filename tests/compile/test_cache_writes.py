@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from noria.compile.build import GraphToBuild, compile_with_text, plan_graphs
+from noria.compile.build import GraphSpec, compile_with_text, plan_graphs
 from noria.compile.definition import Definition
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.programs.report import ProgramReport, read_report
@@ -61,7 +61,7 @@ def graph_of(
     grid: BucketGrid,
     layout: str | None,
     scan_layers: bool,
-) -> GraphToBuild:
+) -> GraphSpec:
     """The decode graph of the longest span, or the prefill graph."""
     by = None if layout is None else Layout.from_table(read_layout_table(layout))
     placement = find_target(TPU).placement(by)
@@ -70,7 +70,7 @@ def graph_of(
     return [graph for graph in graphs if graph.kind == kind][-1]
 
 
-def report_of(graph: GraphToBuild) -> ProgramReport:
+def report_of(graph: GraphSpec) -> ProgramReport:
     _, text, _ = compile_with_text(graph)
     assert text is not None
     return read_report(text, "tpu", jax.tree.leaves(graph.arguments)[0].sharding.mesh.shape)

@@ -21,7 +21,7 @@ from noria.modelzoo.config import DecoderConfig, LatentAttention
 from noria.modelzoo.moe.config import MoeConfig, Routing
 from noria.runtime.files.layout_files import named_layout_tables
 from noria.sharding.call import Call
-from noria.sharding.communication import expected
+from noria.sharding.communication import predict_collectives
 from noria.sharding.layout import Layout
 
 TPU, CPU = "tpu:v5e:2x4", "cpu:8"
@@ -135,7 +135,7 @@ def said_of_one_layer(
     layout: Layout, phase: str, kind: str = "dense", target: str = TPU
 ) -> Counter:
     config = config_of(layout.name, 1, kind)
-    found = expected(config, layout, CALLS[phase], jnp.dtype(DTYPES[target]).itemsize)
+    found = predict_collectives(config, layout, CALLS[phase], jnp.dtype(DTYPES[target]).itemsize)
     return Counter({(e.kind, e.mesh_axes, e.num_bytes): e.times for e in found})
 
 
@@ -239,7 +239,7 @@ def test_a_chunk_sends_its_entries_or_its_queries_whichever_are_fewer_bytes(
     grid = BucketGrid(LONG, ((SHORT, rows, CHUNK), (LONG, rows, CHUNK)), SLOTS, (SHORT, LONG))
     segments = tuple((rows, end) for end in spans)
     call = Call("chunk", rows, CHUNK, spans[-1], segments=segments)
-    formulas = expected(config_of(name, 1), layout, call, itemsize=2)
+    formulas = predict_collectives(config_of(name, 1), layout, call, itemsize=2)
     assert kind in {e.kind for e in formulas if e.mesh_axes == ("sequence",)}
     wanted = Counter({(e.kind, e.mesh_axes, e.num_bytes): e.times for e in formulas})
     assert of_one_layer(layout, f"prefill {CHUNK}x{rows} span {spans[-1]}", grid) == wanted

@@ -12,7 +12,7 @@ from tiny import CONFIG, random_parameters
 from tolerances import FLOAT32_MODEL_LOGPROB
 
 from noria.compile.attention_kernels import choose_kernels
-from noria.compile.build import GraphToBuild, compile_graph, compile_with_text, plan_graphs
+from noria.compile.build import GraphSpec, compile_graph, compile_with_text, plan_graphs
 from noria.compile.compiled_graphs import CompiledGraphs
 from noria.compile.definition import Definition
 from noria.compile.grids.bucket_grid import BucketGrid
@@ -119,7 +119,7 @@ def placed(layout: str | None = None) -> Placement:
     return target.placement(Layout.from_table(read_layout_table(layout)))
 
 
-def longest_prefill(config: DecoderConfig, grid: BucketGrid, placement: Placement) -> GraphToBuild:
+def longest_prefill(config: DecoderConfig, grid: BucketGrid, placement: Placement) -> GraphSpec:
     definition = Definition(config, placement.arrangement(config))
     graphs = plan_graphs(definition, grid, placement, jnp.dtype(jnp.bfloat16))
     name = CompiledGraphs.prefill_name(grid.prefill[-1])

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from noria.compile.build import GraphToBuild, compile_graph, plan_graphs
+from noria.compile.build import GraphSpec, compile_graph, plan_graphs
 from noria.compile.compiled_graphs import CompiledGraphs
 from noria.compile.definition import Definition
 from noria.compile.grids.bucket_grid import BucketGrid
@@ -37,7 +37,7 @@ DEEP_WHOLE: Windows = (None,) * 30
 DEEP_RINGS: Windows = (96, None) * 15
 
 
-def decode_graph(target: str, span: int, dtype: str, *given: Any, **options: Any) -> GraphToBuild:
+def decode_graph(target: str, span: int, dtype: str, *given: Any, **options: Any) -> GraphSpec:
     return graph_of(CompiledGraphs.decode_name(span), target, dtype, *given, **options)
 
 
@@ -50,7 +50,7 @@ def graph_of(
     scan_layers: bool = False,
     layout: Layout | None = None,
     **heads: object,
-) -> GraphToBuild:
+) -> GraphSpec:
     config = DecoderConfig(
         vocab_size=VOCAB,
         embed=576,
@@ -69,12 +69,12 @@ def graph_of(
     return next(graph for graph in graphs if graph.name == name)
 
 
-def temporary_bound(graph: GraphToBuild) -> float:
+def temporary_bound(graph: GraphSpec) -> float:
     """A twentieth of the cache, and six float32 arrays of the logits' shape."""
     return 0.05 * cache_bytes(graph) + 6 * SLOTS * VOCAB * 4
 
 
-def cache_bytes(graph: GraphToBuild) -> int:
+def cache_bytes(graph: GraphSpec) -> int:
     _, state, _ = graph.arguments
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.cache))
 
@@ -92,7 +92,7 @@ def _size(shape: str) -> int:
     return math.prod(map(int, re.findall(r"\d+", shape.partition("[")[2])))
 
 
-def smallest_that_counts(graph: GraphToBuild) -> int:
+def smallest_that_counts(graph: GraphSpec) -> int:
     """Elements of the smallest weight matrix or cache segment."""
     parameters, state, _ = graph.arguments
     segments = [leaf for layer in state.cache.layers for leaf in jax.tree.leaves(layer)]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from test_memory import whole_copies
 
-from noria.compile.build import GraphToBuild, compile_graph, plan_graphs
+from noria.compile.build import GraphSpec, compile_graph, plan_graphs
 from noria.compile.definition import Definition
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.targets import find_target
@@ -40,7 +40,7 @@ def prefill_graph(
     scan_layers: bool = False,
     batch: int = 2,
     in_chunks: bool = True,
-) -> GraphToBuild:
+) -> GraphSpec:
     """The graph of the longest bucket; prompts and spans are longer than the windows."""
     grid = BucketGrid(2048, ((1024, batch, 128), (2048, batch, 128)), slots, (1024, 2048))
     if not in_chunks:
@@ -52,12 +52,12 @@ def prefill_graph(
     return next(graph for graph in graphs if graph.name.startswith("prefill"))
 
 
-def temporaries(graph: GraphToBuild) -> int:
+def temporaries(graph: GraphSpec) -> int:
     compiled, _ = compile_graph(graph)
     return compiled.memory_analysis().temp_size_in_bytes
 
 
-def segments(graph: GraphToBuild) -> list[jax.ShapeDtypeStruct]:
+def segments(graph: GraphSpec) -> list[jax.ShapeDtypeStruct]:
     """Each array of keys, values or latents."""
     return jax.tree.leaves(graph.arguments[1].cache.layers)
 

@@ -106,7 +106,7 @@ def test_a_layout_that_cannot_be_is_refused_with_all_that_is_wrong(noria, tmp_pa
     layout = ("--target", "cpu:8", "--layout", "data-tensor")
     said = noria.refuse("batch", "-i", source, "-o", output, "--model", "smollm2", *layout)
     assert said.splitlines()[-3:] == [
-        "noria: layout 'data-tensor' (data=2, tensor=4) cannot be:",
+        "noria: layout 'data-tensor' (data=2, tensor=4) is illegal:",
         '  kv_heads: 3 heads do not divide over 4 devices ("tensor"). Set kv_heads = "" to keep a '
         "copy of a head on every device whose queries read it, or shard attention over batch "
         "(attention_batch).",

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from noria.modelzoo import axes
 from noria.modelzoo.config import DecoderConfig
 from noria.sharding.axis_rules import kv_copies
-from noria.sharding.layer_shapes import Expected
+from noria.sharding.layer_shapes import ExpectedCollective
 from noria.sharding.layout import Layout
 
 FLOAT32_BYTES = 4
@@ -101,47 +101,50 @@ class LayerSizes:
 
 
 Mesh = Mapping[str, int]
-Formula = Callable[[LayerSizes, Mesh], list[Expected]]
+Formula = Callable[[LayerSizes, Mesh], list[ExpectedCollective]]
 
 
-def _silent(sizes: LayerSizes, mesh: Mesh) -> list[Expected]:
+def _silent(sizes: LayerSizes, mesh: Mesh) -> list[ExpectedCollective]:
     """Replicas have nothing to say to each other."""
     del sizes, mesh
     return []
 
 
-def _stationary_1d(sizes: LayerSizes, mesh: Mesh) -> list[Expected]:
+def _stationary_1d(sizes: LayerSizes, mesh: Mesh) -> list[ExpectedCollective]:
     """Attention and MLP each end in a sum over all devices of a group."""
     residual = sizes.residual // mesh.get("data", 1)
-    return [Expected("all-reduce", ("tensor",), residual, 2)]
+    return [ExpectedCollective("all-reduce", ("tensor",), residual, 2)]
 
 
-def _scattered_1d(sizes: LayerSizes, mesh: Mesh) -> list[Expected]:
+def _scattered_1d(sizes: LayerSizes, mesh: Mesh) -> list[ExpectedCollective]:
     """The same sum in two halves, with norms and residuals on a piece of the stream between."""
     residual = sizes.residual // mesh.get("data", 1)
     return [
-        Expected("reduce-scatter", ("tensor",), residual, 2),
-        Expected("all-gather", ("tensor",), residual, 2),
+        ExpectedCollective("reduce-scatter", ("tensor",), residual, 2),
+        ExpectedCollective("all-gather", ("tensor",), residual, 2),
     ]
 
 
-def _scattered_embed(sizes: LayerSizes, mesh: Mesh) -> list[Expected]:
+def _scattered_embed(sizes: LayerSizes, mesh: Mesh) -> list[ExpectedCollective]:
     """As above with the stream split along embed, so that each norm sums over the pieces."""
-    return [*_scattered_1d(sizes, mesh), Expected("all-reduce", ("tensor",), sizes.norm, 2)]
+    return [
+        *_scattered_1d(sizes, mesh),
+        ExpectedCollective("all-reduce", ("tensor",), sizes.norm, 2),
+    ]
 
 
-def _exchanged_1d(sizes: LayerSizes, mesh: Mesh) -> list[Expected]:
+def _exchanged_1d(sizes: LayerSizes, mesh: Mesh) -> list[ExpectedCollective]:
     """Queries go from heads to rows, results back; of a head in copies each copy sends a part."""
     group = mesh["tensor"] * mesh.get("data", 1)
     keys = sizes.keys // sizes.kv_copies // group
     return [
         *_stationary_1d(sizes, mesh),
-        Expected("all-to-all", ("tensor",), sizes.queries // group, 2),
-        Expected("all-to-all", ("tensor",), keys, 2),
+        ExpectedCollective("all-to-all", ("tensor",), sizes.queries // group, 2),
+        ExpectedCollective("all-to-all", ("tensor",), keys, 2),
     ]
 
 
-def _stationary_2d(sizes: LayerSizes, mesh: Mesh) -> list[Expected]:
+def _stationary_2d(sizes: LayerSizes, mesh: Mesh) -> list[ExpectedCollective]:
     """Products sum over `data` where embed is contracted and over `tensor` where heads or MLP are.
 
     Attention is split by rows over `data`: queries, keys and values arrive there scattered, and its
@@ -149,74 +152,74 @@ def _stationary_2d(sizes: LayerSizes, mesh: Mesh) -> list[Expected]:
     """
     x, t = mesh["data"], mesh["tensor"]
     return [
-        Expected("reduce-scatter", ("data",), (sizes.queries + 2 * sizes.keys) // t),
-        Expected("all-gather", ("data",), sizes.queries // t),
-        Expected("all-reduce", ("data",), 2 * sizes.hidden // t),
-        Expected("all-reduce", ("tensor",), sizes.residual // x, 2),
-        Expected("all-reduce", ("data",), sizes.norm, 2),
+        ExpectedCollective("reduce-scatter", ("data",), (sizes.queries + 2 * sizes.keys) // t),
+        ExpectedCollective("all-gather", ("data",), sizes.queries // t),
+        ExpectedCollective("all-reduce", ("data",), 2 * sizes.hidden // t),
+        ExpectedCollective("all-reduce", ("tensor",), sizes.residual // x, 2),
+        ExpectedCollective("all-reduce", ("data",), sizes.norm, 2),
     ]
 
 
-def _gathered(sizes: LayerSizes, mesh: Mesh) -> list[Expected]:
+def _gathered(sizes: LayerSizes, mesh: Mesh) -> list[ExpectedCollective]:
     """Weights travel over `data`, activations over `tensor` as in one dimension."""
     t = mesh["tensor"]
     return [
-        Expected("all-gather", ("data",), sizes.qkv_weight // t),
-        Expected("all-gather", ("data",), sizes.output_weight // t),
-        Expected("all-gather", ("data",), 2 * sizes.mlp_weight // t),
-        Expected("all-gather", ("data",), sizes.mlp_weight // t),
+        ExpectedCollective("all-gather", ("data",), sizes.qkv_weight // t),
+        ExpectedCollective("all-gather", ("data",), sizes.output_weight // t),
+        ExpectedCollective("all-gather", ("data",), 2 * sizes.mlp_weight // t),
+        ExpectedCollective("all-gather", ("data",), sizes.mlp_weight // t),
         *_stationary_1d(sizes, mesh),
     ]
 
 
-def _gathered_all(sizes: LayerSizes, mesh: Mesh) -> list[Expected]:
+def _gathered_all(sizes: LayerSizes, mesh: Mesh) -> list[ExpectedCollective]:
     """Only weights travel, first over the mesh axis of their first dimension, then whole."""
     x, t = mesh["data"], mesh["tensor"]
     return [
-        Expected("all-gather", ("data",), sizes.qkv_weight // t),
-        Expected("all-gather", ("tensor",), sizes.qkv_weight),
-        Expected("all-gather", ("tensor",), sizes.output_weight // x),
-        Expected("all-gather", ("data",), sizes.output_weight),
-        Expected("all-gather", ("data",), 2 * sizes.mlp_weight // t),
-        Expected("all-gather", ("tensor",), 2 * sizes.mlp_weight),
-        Expected("all-gather", ("tensor",), sizes.mlp_weight // x),
-        Expected("all-gather", ("data",), sizes.mlp_weight),
+        ExpectedCollective("all-gather", ("data",), sizes.qkv_weight // t),
+        ExpectedCollective("all-gather", ("tensor",), sizes.qkv_weight),
+        ExpectedCollective("all-gather", ("tensor",), sizes.output_weight // x),
+        ExpectedCollective("all-gather", ("data",), sizes.output_weight),
+        ExpectedCollective("all-gather", ("data",), 2 * sizes.mlp_weight // t),
+        ExpectedCollective("all-gather", ("tensor",), 2 * sizes.mlp_weight),
+        ExpectedCollective("all-gather", ("tensor",), sizes.mlp_weight // x),
+        ExpectedCollective("all-gather", ("data",), sizes.mlp_weight),
     ]
 
 
-def _ring(sizes: LayerSizes, mesh: Mesh) -> list[Expected]:
+def _ring(sizes: LayerSizes, mesh: Mesh) -> list[ExpectedCollective]:
     """Keys and values go on to the next device until all have had them."""
     n = mesh["sequence"]
     keys = sizes.keys // (n * mesh.get("tensor", 1) * mesh.get("data", 1))
-    return [Expected("collective-permute", ("sequence",), keys, 2 * (n - 1))]
+    return [ExpectedCollective("collective-permute", ("sequence",), keys, 2 * (n - 1))]
 
 
-def _merged(sizes: LayerSizes, mesh: Mesh) -> list[Expected]:
+def _merged(sizes: LayerSizes, mesh: Mesh) -> list[ExpectedCollective]:
     """A maximum, and a sum of results with their weights, of any number of keys."""
     lse = sizes.lse // (mesh.get("tensor", 1) * mesh.get("data", 1))
     return [
-        Expected("all-reduce", ("sequence",), lse),
-        Expected("all-reduce", ("sequence",), lse * (sizes.head_dim + 1)),
+        ExpectedCollective("all-reduce", ("sequence",), lse),
+        ExpectedCollective("all-reduce", ("sequence",), lse * (sizes.head_dim + 1)),
     ]
 
 
-def _scattered_in_group(sizes: LayerSizes, mesh: Mesh) -> list[Expected]:
+def _scattered_in_group(sizes: LayerSizes, mesh: Mesh) -> list[ExpectedCollective]:
     """Of groups with a part of the tokens each, which split the residual stream further."""
     return _scattered_1d(replace(sizes, tokens=sizes.tokens // mesh["sequence"]), mesh)
 
 
-def _gathered_mlp(sizes: LayerSizes, mesh: Mesh) -> list[Expected]:
+def _gathered_mlp(sizes: LayerSizes, mesh: Mesh) -> list[ExpectedCollective]:
     """Weights that the ring shares out are brought together for long prompts."""
     del mesh
     return [
-        Expected("all-gather", ("sequence",), 2 * sizes.mlp_weight),
-        Expected("all-gather", ("sequence",), sizes.mlp_weight),
+        ExpectedCollective("all-gather", ("sequence",), 2 * sizes.mlp_weight),
+        ExpectedCollective("all-gather", ("sequence",), sizes.mlp_weight),
     ]
 
 
-def _split_mlp(sizes: LayerSizes, mesh: Mesh) -> list[Expected]:
+def _split_mlp(sizes: LayerSizes, mesh: Mesh) -> list[ExpectedCollective]:
     """Every device has the tokens of its replica, and a part of the MLP."""
-    return [Expected("all-reduce", ("sequence",), sizes.residual // mesh["data"])]
+    return [ExpectedCollective("all-reduce", ("sequence",), sizes.residual // mesh["data"])]
 
 
 def _both(attention: Formula, rest: Formula) -> Formula:

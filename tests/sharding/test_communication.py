@@ -9,7 +9,7 @@ from published_communication import FORMULAS, LayerSizes
 from noria.modelzoo.config import DecoderConfig
 from noria.runtime.files.layout_files import named_layout_tables
 from noria.sharding.call import Call
-from noria.sharding.communication import expected
+from noria.sharding.communication import predict_collectives
 from noria.sharding.layout import Layout
 
 ITEMSIZE = 2
@@ -59,5 +59,5 @@ def test_named_layouts_send_what_the_published_formulas_say(name, phase):
         wanted[one.kind, one.mesh_axes, one.num_bytes] += config.num_layers * one.times
     if phase == "prefill" and name in WRITTEN:
         wanted["all-gather", *WRITTEN[name]] += 2 * config.num_layers
-    found = expected(config, layout, call, ITEMSIZE)
+    found = predict_collectives(config, layout, call, ITEMSIZE)
     assert Counter({(e.kind, e.mesh_axes, e.num_bytes): e.times for e in found}) == wanted

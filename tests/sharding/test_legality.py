@@ -156,7 +156,7 @@ def test_a_mesh_or_a_name_that_cannot_be_is_refused(illegal, expected):
             ),
             [
                 'experts = "data": tokens are gathered along "data" before experts see them, so '
-                "they would be exchanged with themselves. In the rules of residual_batch and "
+                "the exchange would send copies. In the rules of residual_batch and "
                 "residual_length, name it before the mesh axes of mlp.",
             ],
         ),
@@ -201,12 +201,12 @@ def test_experts_that_cannot_be_shared_out_are_refused(illegal, expected):
         (
             layout(decode={"attention_batch": "tensor"}),
             'decode: attention_batch = "tensor": expected to begin with the mesh axes of batch, '
-            '"data": rows are split further, not anew. Name those first.',
+            '"data": rows are split further, not differently. Name those first.',
         ),
         (
             layout(decode={"residual_batch": ["tensor", "data"]}),
             'decode: residual_batch = ["tensor", "data"]: expected to begin with the mesh axes of '
-            'batch, "data": rows are split further, not anew. Name those first.',
+            'batch, "data": rows are split further, not differently. Name those first.',
         ),
         (
             layout(
@@ -215,7 +215,7 @@ def test_experts_that_cannot_be_shared_out_are_refused(illegal, expected):
                 max_replicated=1,
             ),
             'prefill: residual_length = "tensor": expected to begin with the mesh axes of length, '
-            '"sequence": tokens are split further, not anew. Name those first.',
+            '"sequence": tokens are split further, not differently. Name those first.',
         ),
         (
             layout(
@@ -223,7 +223,7 @@ def test_experts_that_cannot_be_shared_out_are_refused(illegal, expected):
                 max_replicated=1,
             ),
             'prefill: length = ["tensor", "data"]: expected the order of [mesh], ["data", '
-            '"tensor"]: keys and values go round in that. Name them so.',
+            '"tensor"]: keys and values go around the ring in that order. Name them so.',
         ),
         (
             layout(decode={"cache_length": "tensor"}),
@@ -255,7 +255,7 @@ def test_experts_that_cannot_be_shared_out_are_refused(illegal, expected):
         (
             layout(CUBE, mlp="tensor", decode={"mlp": "sequence"}, max_replicated=1),
             'decode: mlp = "sequence": expected the mesh axes of [rules], "tensor", or the first '
-            "of them: a phase may gather weights, not split them anew. Change the rule of "
+            "of them: a phase may gather weights, not split them differently. Change the rule of "
             "[rules], or leave this one out.",
         ),
         (
@@ -427,7 +427,7 @@ def test_all_that_is_wrong_with_a_layout_is_said_at_once():
         "mesh axis 'tensor'",
     ]  # fmt: skip
     lines = str(refused.value).splitlines()
-    assert lines[0] == "layout 'mine' (data=2, tensor=4) cannot be:"
+    assert lines[0] == "layout 'mine' (data=2, tensor=4) is illegal:"
     assert [line.removeprefix("  ") for line in lines[1:]] == list(refused.value.findings)
 
 
@@ -475,7 +475,7 @@ def test_a_layout_is_refused_quickly_and_without_a_compile(monkeypatch):
         ),
         (
             {"prefill": {"batch": "data"}},
-            "mine.toml: expected [prefill.rules] and no more, got {'batch': 'data'}.",
+            "mine.toml: expected [prefill.rules] and nothing else, got {'batch': 'data'}.",
         ),
         (
             {"max_replicated": 1.5},

@@ -31,13 +31,17 @@ def placed(text: str) -> tuple[tuple[str, ...], ...]:
 
 def moves(x: str, stored: str, used: str, out: str) -> dict[str, object]:
     """What a projection of `EQUATION` does, without the steps that do nothing."""
-    steps = vars(Projection.of(EQUATION, *map(placed, (x, stored, used, out))))
-    return {name: step for name, step in steps.items() if name != "made" and any(step)}
+    steps = vars(Projection.from_mesh_axes(EQUATION, *map(placed, (x, stored, used, out))))
+    return {name: step for name, step in steps.items() if name != "partial_split" and any(step)}
 
 
 def test_a_product_is_made_as_its_operands_lie_before_anything_is_summed():
     arrays = ("B_data T D_tensor", "D_tensor F", "D_tensor F", "B_data T_tensor F")
-    assert Projection.of(EQUATION, *map(placed, arrays)).made == (("data",), (), ())
+    assert Projection.from_mesh_axes(EQUATION, *map(placed, arrays)).partial_split == (
+        ("data",),
+        (),
+        (),
+    )
 
 
 @pytest.mark.parametrize(
@@ -166,14 +170,14 @@ def test_any_placement_gives_the_product(seeds):
         rng = random.Random(seed)
         x, stored, out = (random_split(rng, n) for n in (3, 2, 3))
         used = tuple(axes[: rng.randrange(len(axes) + 1)] for axes in stored)
-        projection = Projection.of(EQUATION, x, stored, used, out)
+        projection = Projection.from_mesh_axes(EQUATION, x, stored, used, out)
         got_BTF = multiply(projection, spec(x), spec(stored), spec(out))
         assert (got_BTF == expected_BTF).all(), (x, stored, used, out)
 
 
 def multiply(projection: Projection, x: P, stored: P, out: P) -> np.ndarray:
     def local(x_BTD: jax.Array, w_DF: jax.Array) -> jax.Array:
-        return projection.reduce(jnp.einsum(EQUATION, *projection.bring(x_BTD, w_DF)))
+        return projection.reduce(jnp.einsum(EQUATION, *projection.prepare(x_BTD, w_DF)))
 
     product = jax.shard_map(
         local, mesh=mesh(), in_specs=(x, stored), out_specs=out, check_vma=False

@@ -133,7 +133,7 @@ def test_the_noise_of_an_id_does_not_depend_on_the_padding(padded_vocab):
 
 
 def test_a_tie_between_shards_goes_to_the_lowest_id():
-    mesh = MeshLayout.of({"tensor": 8}).build(jax.devices())
+    mesh = MeshLayout.from_table({"tensor": 8}).build(jax.devices())
     logits_BV = np.array(
         [
             [0, 0, 0, 0, 0, 0, 0, 0],
