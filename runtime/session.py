@@ -40,7 +40,7 @@ from .text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from ..compile.build import BuildProgress
-    from ..compile.definition import Definition
+    from ..compile.abstract_model import AbstractModel
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class LoadedModel:
     """Parameters on their devices, and what goes with them."""
 
     files: ModelFiles
-    definition: "Definition"
+    definition: "AbstractModel"
     parameters: dict[str, jax.Array]
     tokenizer: Tokenizer | None
     eos_ids: tuple[int, ...]
@@ -74,7 +74,7 @@ def prepare_jax(target: str | None, num_processes: int = 1) -> None:
         )
     if target is None:
         return
-    named = TargetName.of(target)
+    named = TargetName.parse(target)
     if named.platform != "cpu" and not named.kind:
         return
     if not jax.config.values["jax_platforms"]:
@@ -134,7 +134,7 @@ def attention_kernels(plan: Plan, config: DecoderConfig, target: Target) -> Atte
 
 def check_target(plan: Plan, target: Target) -> None:
     """Refuse a plan for other devices; one for a topology is for as many of that platform."""
-    planned = TargetName.of(plan.target)
+    planned = TargetName.parse(plan.target)
     devices = target.platform, len(target.devices)
     if target.name != plan.target and (planned.platform, planned.num_devices) != devices:
         raise ValueError(
@@ -172,7 +172,7 @@ def check_layout(
     """Refuse a layout that cannot be for this model, target and grid, saying all that is wrong."""
     num_devices = len(target.devices)
     if layout is not None:
-        from ..compile.definition import model_sizes
+        from ..compile.abstract_model import model_sizes
 
         require(layout, model_sizes(files.spec.config, num_devices, grid))
     elif num_devices > 1:
@@ -205,7 +205,7 @@ def load_model(
     `say` gets a line about tokens that the model lacks.
     """
     # here, as importing flax takes a while, in which executables load
-    from ..compile.definition import Definition
+    from ..compile.abstract_model import AbstractModel
 
     dtype = resolve_dtype(dtype, target)
     # before the weights, which take longer
@@ -215,7 +215,7 @@ def load_model(
         say(note)
     placement = target.placement(layout)
     arrangement = placement.arrangement(files.spec.config, scan_layers)
-    definition = Definition(files.spec.config, arrangement)
+    definition = AbstractModel(files.spec.config, arrangement)
     abstract = definition.abstract_parameters(jnp.dtype(dtype))
     logical_axes = definition.logical_axes()
     shardings = placement.parameters(logical_axes)
@@ -283,7 +283,7 @@ def lacking_tokens(files: ModelFiles, tokenizer: Tokenizer | None) -> str:
 
 
 def compile_plan(
-    definition: "Definition",
+    definition: "AbstractModel",
     plan: Plan,
     placement: Placement,
     on_graph: Callable[["BuildProgress"], None] = lambda built: None,

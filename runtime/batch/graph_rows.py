@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from ..counted import counted
+from ..console import plural
 from ..errors import EXIT_BUILD, JobError
 from .scan import Need, ScannedRow
 
@@ -34,7 +34,7 @@ def describe_rows(name: str, grid: "BucketGrid", rows: Sequence[ScannedRow]) -> 
     found = [row for row in rows if row.need is not None and needs_graph(name, grid, row.need)]
     named = [f"{row.custom_id!r} (line {row.line_number})" for row in found[:NUM_NAMED]]
     listed = f": {', '.join(named)}{', ...' * (len(found) > NUM_NAMED)}" if named else ""
-    return f"{len(found)} of {counted(len(rows), 'row')} need it{listed}; none has run."
+    return f"{len(found)} of {plural(len(rows), 'row')} need it{listed}; none has run."
 
 
 def needs_graph(name: str, grid: "BucketGrid", need: Need) -> bool:

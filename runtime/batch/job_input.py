@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, BinaryIO
 
-from ..counted import counted
+from ..console import plural
 from ..errors import JournalError, RowError
 from .job import JobModel, JobSettings, JobText
 from .journal import Journal
@@ -49,7 +49,7 @@ class JobInput:
         if (reason := self.text.gave_up()) is not None:
             progress.note(f"chat template in {reason}; rows that need it end as errors")
         if num_dropped := self.token_ids.num_dropped:
-            rows = counted(num_dropped, "row")
+            rows = plural(num_dropped, "row")
             progress.note(f"no room to keep the token ids of {rows}; encoding them again")
         return summary
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from ...compile.definition import Definition
+from ...compile.abstract_model import AbstractModel
 from ...compile.expert_plan import default_experts
 from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.default_grid import RowNeed, derive_grid, slot_use, with_asked, with_chunk
@@ -26,7 +26,7 @@ from ...compile.planning.work import Work
 from ...compile.targets import Target
 from ...modelzoo.config import DecoderConfig
 from ...sharding.layout import Layout
-from ..counted import counted
+from ..console import plural
 from ..files.hardware_files import known_hardware
 from ..files.run_config import apply_overrides
 from ..planning.forecast import forecast_steps
@@ -58,7 +58,7 @@ def derived_plan(
     asked = apply_overrides({}, overrides).get("buckets", {})
     defaults = with_asked(GridDefaults.for_layout(layout), asked)
     placement = target.placement(layout)
-    definition = Definition(config, placement.arrangement(config))
+    definition = AbstractModel(config, placement.arrangement(config))
     work = Work(definition, numbers.dtype, layout, placement.cache_dtype(numbers.dtype))
     prices = GraphPrices.of_target(target.name, work, known_hardware())
     fits, reason = None, ""
@@ -112,7 +112,7 @@ def limit_note(plan: Plan, rows: Sequence[RowNeed], max_position: int) -> str | 
         return None
     reason = plan.max_length_reason or "so the plan or --set says"
     return (
-        f"{counted(count, 'row')} without max_tokens: at most {limit} tokens each, prompt "
+        f"{plural(count, 'row')} without max_tokens: at most {limit} tokens each, prompt "
         f"included, of the model's {max_position}: {reason}. Without --plan, --set "
         f"buckets.max_length=N changes it."
     )
@@ -138,5 +138,5 @@ def _padding(rows: Sequence[RowNeed], grid: BucketGrid) -> str:
     share = (computed - real) / computed if computed else 0.0
     chunks = " and ".join(map(str, grid.chunks))
     how = f"chunks of {chunks}" if chunks else "whole prompts"
-    given = f"{counted(real, 'token')} in {counted(len(lengths), 'row')}"
+    given = f"{plural(real, 'token')} in {plural(len(lengths), 'row')}"
     return f"{given}, {computed} computed in {how}, {share:.1%} padding"

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..counted import counted
+from ..console import plural
 from ..errors import EXIT_OK, EXIT_RESUMABLE, EXIT_ROWS_FAILED, JobError, MergeError
 from ..files.disk import Disk, digest_chunks, digest_file
 from .job_files import check_files, job_outputs, side_files
@@ -94,8 +94,8 @@ def merge(
             _refuse_foreign_outputs(outputs, lines_of)
             _write(disk, outputs, lines_of, manifest)
             total = manifest["rows"]["total"]
-            merged = f"{counted(total, 'row')} of {counted(len(parts), 'part')}"
-            progress.note(f"{output}: {merged}, {counted(errors, 'error')}")
+            merged = f"{plural(total, 'row')} of {plural(len(parts), 'part')}"
+            progress.note(f"{output}: {merged}, {plural(errors, 'error')}")
     return EXIT_ROWS_FAILED if errors else EXIT_OK
 
 
@@ -207,7 +207,7 @@ def _check_content(part: FinishedPart) -> None:
     found = describe(digest_chunks(lines()))
     if found != expected or num_lines != num_rows:
         raise MergeError(
-            f"{part.path}: expected the {counted(num_rows, 'line')}, {expected['bytes']} "
+            f"{part.path}: expected the {plural(num_rows, 'line')}, {expected['bytes']} "
             f"bytes and sha256 {expected['sha256'][:12]} that its manifest states, got "
             f"{num_lines}, {found['bytes']} and {found['sha256'][:12]}. Copy it again with its "
             "manifest, or run the part again with --restart."

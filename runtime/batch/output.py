@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..counted import counted
+from ..console import plural
 from ..errors import EXIT_RESUMABLE, JobError
 from ..files.disk import Disk, replace_file
 from ..files.strict_json import dump_line
@@ -145,7 +145,7 @@ def write_outputs(
 def summarise(output: Path, manifest: Mapping[str, Any]) -> str:
     """One line for people about a finished job."""
     rows, rate = manifest["rows"], manifest["output_tokens_per_second"]
-    message = f"{output}: {counted(rows['total'], 'row')}, {counted(rows['errors'], 'error')}"
+    message = f"{output}: {plural(rows['total'], 'row')}, {plural(rows['errors'], 'error')}"
     if rows["ok_with_dropped_choices"]:
         message += f", {rows['ok_with_dropped_choices']} with dropped choices of experts"
     if rows["ok_at_max_length"]:

@@ -12,8 +12,7 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
-from ..console import printable, say
-from ..counted import counted
+from ..console import plural, printable, say
 
 LOG_SECONDS = 5.0
 REDRAW_SECONDS = 0.1
@@ -90,12 +89,12 @@ class Progress:
     def _scan_line(self, num_rows: int) -> str:
         elapsed = self._clock() - self._start
         rate = f"{num_rows / elapsed:.0f}" if elapsed else "-"
-        return f"scan: {counted(num_rows, 'row')}  {rate} rows/s"
+        return f"scan: {plural(num_rows, 'row')}  {rate} rows/s"
 
     def line(self, padding_waste: float | None = None) -> str:
         """The progress line as it stands now."""
         elapsed = self._clock() - self._start
-        parts = [f"{self._done}/{self._total} rows", counted(self._errors, "error")]
+        parts = [f"{self._done}/{self._total} rows", plural(self._errors, "error")]
         parts.append(f"{self._tokens / elapsed:.1f} tokens/s" if elapsed else "- tokens/s")
         if padding_waste is not None:
             parts.append(f"padding {padding_waste:.1%}")

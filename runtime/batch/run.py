@@ -18,7 +18,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..counted import counted
+from ..console import plural
 from ..errors import (
     EXIT_BUILD,
     EXIT_MODEL,
@@ -81,7 +81,7 @@ def run_job(
         elif (manifest := finished_manifest(settings)) is not None:
             _check_finished_by(settings, manifest.get("weights"), model)
             disk.remove(settings.journal_path)
-            errors = counted(manifest["rows"]["errors"], "error")
+            errors = plural(manifest["rows"]["errors"], "error")
             progress.note(f"{settings.output_path}: complete already, {errors}, nothing to do")
             return peers.share(exit_code_of(settings, manifest))
         refuse_foreign_outputs(settings)
@@ -143,7 +143,7 @@ class _Job:
         num_bad = sum(row.bad is not None for row in rows)
         num_kept = len(rows) - num_bad - len(waiting)
         if num_kept:
-            kept_rows = counted(num_kept, "finished row")
+            kept_rows = plural(num_kept, "finished row")
             self.progress.note(f"resumed: {kept_rows}, {len(waiting)} to go")
             self._show_kept_error(row for row in rows if row.row in kept)
 
@@ -229,7 +229,7 @@ class _Job:
                 if generator.unfinished:
                     generator.drain()
                     self.progress.note(
-                        f"{word.signal}: finishing {counted(generator.unfinished, 'row')} in "
+                        f"{word.signal}: finishing {plural(generator.unfinished, 'row')} in "
                         f"flight, at most {self.settings.grace_seconds:g} s"
                     )
             try:
@@ -320,7 +320,7 @@ class _Job:
     def _stopped(self, signal_name: str, num_rows: int) -> int:
         num_kept = len(self.journal.rows) if self.journal is not None else 0
         self.progress.note(
-            f"stopped by {signal_name}: {num_kept} of {counted(num_rows, 'row')} finished, kept in "
+            f"stopped by {signal_name}: {num_kept} of {plural(num_rows, 'row')} finished, kept in "
             f"{self.settings.journal_path}; run the same command again to go on"
         )
         return EXIT_CODES[signal.Signals[signal_name]]

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from ...modelzoo.families.quantisation import Quantisation
-from ..counted import counted
+from ..console import plural
 from ..errors import InvalidQuantisation
 from .block_formats import BlockFormat, format_of
 from .tensor_source import Index, TensorInfo, TensorSource, intervals
@@ -40,7 +40,7 @@ class DequantisedTensors:
             listed = "".join(f"\n  {problem}" for problem in problems[:MAX_LISTED])
             raise InvalidQuantisation(
                 f"Expected quantised tensors ({form.name}) and their scales to belong together, "
-                f"got {counted(len(problems), 'difference')}:{listed}{more}\n"
+                f"got {plural(len(problems), 'difference')}:{listed}{more}\n"
                 f"Is the quantization_config of another model, or the file incomplete?"
             )
         self._quantised = {name: _joined(name, stored.tensors, form) for name in names}

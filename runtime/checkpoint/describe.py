@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...modelzoo.families.config_reader import listing
-from ..counted import counted
+from ..console import plural
 from ..errors import InvalidConfig
 from .model_files import ModelFiles
 from .small_files import has_file, read_json_object
@@ -78,7 +78,7 @@ def _architecture(model: ModelFiles) -> list[tuple[str, str]]:
     if windows is not None:
         fields = {"num_layers": len(windows), **fields}
         if counts := Counter(filter(None, windows)):
-            found = (f"{window} in {counted(count, 'layer')}" for window, count in counts.items())
+            found = (f"{window} in {plural(count, 'layer')}" for window, count in counts.items())
             fields["windows"] = " and ".join(found)
     lines += [("family", spec.family), ("config", _pairs(fields))]
     if model.unread.keys:

@@ -25,7 +25,7 @@ import numpy as np
 from ...modelzoo.config import AS_PUBLISHED, Arrangement
 from ...modelzoo.families.mapping import ParameterSource, TensorPart
 from ...modelzoo.layer_groups import single_layer_names
-from ..counted import counted
+from ..console import plural
 from ..errors import InvalidOrbax
 from .generation_defaults import GenerationDefaults
 from .small_files import has_file, read_json_object, read_small
@@ -186,7 +186,7 @@ class OrbaxTensors:
             )
             raise InvalidOrbax(
                 f"{self._directory}: expected the parameters that {NORIA_JSON} lists, got "
-                f"{counted(len(differing), 'difference')}: {shown}. The two are of different "
+                f"{plural(len(differing), 'difference')}: {shown}. The two are of different "
                 f"checkpoints."
             )
         return arrays

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ..counted import counted
+from ..console import plural
 from ..errors import CheckpointError, InvalidSafetensors, ModelNotFound
 from ..files.file_facts import FileStamp
 from .optional_packages import require
@@ -59,7 +59,7 @@ class SafetensorsDirectory:
             shown = "\n  ".join(problems[:20])
             raise InvalidSafetensors(
                 f"{directory}: expected shards and index to agree, got "
-                f"{counted(len(problems), 'difference')}:\n  {shown}\nFetch the checkpoint again."
+                f"{plural(len(problems), 'difference')}:\n  {shown}\nFetch the checkpoint again."
             )
         self._tensors = {name: file.tensors[name] for name, file in self._home.items()}
 

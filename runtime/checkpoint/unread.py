@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from ...modelzoo.families.config_reader import listing
-from ..counted import counted
+from ..console import plural
 from ..errors import InvalidConfig
 from ..files.run_config import STRICT_CONFIG
 
@@ -28,7 +28,7 @@ class Unread:
     def skipped(self) -> str:
         """A phrase that counts the tensors; empty if there are none."""
         return " and ".join(
-            f"{counted(count, 'tensor')} of {beginning}*"
+            f"{plural(count, 'tensor')} of {beginning}*"
             for beginning, count in self.tensors.items()
         )
 

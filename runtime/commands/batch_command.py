@@ -1,272 +1,74 @@
-"""`noria batch`: options -> settings and a model for the batch job.
-
-The model stays shut until the job asks for it: its files are named and fingerprinted first, its
-tokenizer is opened for the scan, and jax is imported when there is something to build.
-"""
+"""`noria batch`: answer every row of a file."""
 
 import argparse
-import json
-import tomllib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from datetime import datetime
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from ..batch.graph_rows import naming_rows
-from ..batch.job import Build, JobSettings, JobText
-from ..batch.manifest import PhaseClock, versions
-from ..batch.part import Part
-from ..batch.progress import Progress
-from ..batch.prompt_encoder import PromptEncoder
-from ..batch.run import run_job
-from ..batch.scan import Need, ScanSummary
-from ..checkpoint import ModelFiles, open_model
-from ..devices.default_target import default_target
-from ..engine.feeding import feeding_order
-from ..errors import EXIT_MODEL, EXIT_USAGE, ConfigError, InvalidTokenizer, JobError
-from ..files.layout_files import layout_file, read_layout_table
-from ..files.run_config import read_instant, read_plan_table
+from ..files.run_config import add_strict_config
 from ..pods import pod_options
-from ..pods.peers import ALONE, Peers
-from ..text.chat_template import ChatRenderer
-from ..text.load_tokenizer import load_tokenizer
-
-if TYPE_CHECKING:
-    from ...compile.build import BuildProgress
-    from ...compile.grids.default_grid import RowNeed
-    from ...compile.plan import Plan
-    from ...compile.targets import Target
-    from ...sharding.layout import Layout
-
-_VERSIONS_THAT_DECIDE_ANSWERS = ("noria", "jax", "jaxlib")
 
 
-def run(options: argparse.Namespace) -> int:
-    """Run the job that the parsed options describe."""
-    phases = PhaseClock()
-    plan_table = None if options.plan is None else read_plan_table(options.plan)
-    layout_table = None if options.layout is None else read_layout_table(options.layout)
-    if plan_table is not None and layout_table is not None:
-        raise ConfigError("--layout: the plan has its own layout. Change it there, or with --set.")
-    with pod_options.peers(options, _target_name(options, plan_table)) as peers:
-        return _run(options, plan_table, layout_table, peers, phases)
-
-
-def _run(
-    options: argparse.Namespace,
-    plan_table: Mapping[str, Any] | None,
-    layout_table: Mapping[str, Any] | None,
-    peers: Peers,
-    phases: PhaseClock,
-) -> int:
-    progress = Progress(is_quiet=options.quiet or not peers.leads)
-    with open_model(options.model) as files:
-        files.unread.report(progress.note, is_strict=options.strict_config)
-        settings = _settings(options, files, plan_table, layout_table, peers.setup)
-        if settings.sampling_defaults:
-            shown = json.dumps(dict(settings.sampling_defaults))
-            progress.note(f"sampling defaults {shown} ({settings.sampling_defaults_source})")
-        model = BatchModel(files, options, plan_table, layout_table, peers)
-        return run_job(settings, model, peers=peers, progress=progress, phases=phases)
-
-
-def _settings(
-    options: argparse.Namespace,
-    files: ModelFiles,
-    plan_table: Mapping[str, Any] | None,
-    layout_table: Mapping[str, Any] | None,
-    setup: str,
-) -> JobSettings:
-    uses_defaults = options.generation_config == "model"
-    defaults = dict(files.generation_defaults.sampling) if uses_defaults else {}
-    found = versions()
-    configuration = {
-        "model": files.fingerprint(),
-        "plan": "derived" if plan_table is None else json.dumps(plan_table, sort_keys=True),
-        "layout": "" if layout_table is None else json.dumps(layout_table, sort_keys=True),
-        "overrides": " ".join(options.set),
-        "dtype": options.dtype,
-        "target": _target_name(options, plan_table),
-        "seed": str(options.seed),
-        "sampling defaults": json.dumps(defaults, sort_keys=True),
-        **{f"version of {name}": found.get(name, "") for name in _VERSIONS_THAT_DECIDE_ANSWERS},
-    }
-    return JobSettings(
-        input_path=options.input,
-        output_path=options.output,
-        model_name=files.name,
-        configuration=configuration,
-        sampling_defaults=defaults,
-        sampling_defaults_source="generation_config.json of the model" if defaults else "noria",
-        config_keys_ignored=files.unread.keys,
-        error_file=options.error_file,
-        also_read=_also_read(options, files),
-        grace_seconds=options.grace_seconds,
-        on_error=options.on_error,
-        restart=options.restart,
-        part=Part.parse(options.rows),
-        setup=setup,
-        allow_other_setup=options.allow_different_numerics,
-        expected_weights=options.expect_weights,
-        now=None if options.now is None else read_instant("--now", options.now),
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the subcommand."""
+    add = parser.add_argument
+    add("-i", "--input", type=Path, required=True, help="OpenAI Batch lines, or simple lines")
+    add("-o", "--output", type=Path, required=True, help="results, in input order")
+    add("--model", required=True, help="directory, .gguf file, or smollm2")
+    add("--plan", type=Path, help="plan or bundle; by default derived from the input")
+    add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of weights")
+    add(
+        "--target",
+        help="hardware to run on (default: the plan's, or this machine's accelerator, or cpu)",
+    )
+    add(
+        "--layout", help="how the model lies on several devices: a name, name@data=2,tensor=4, FILE"
+    )
+    add("--seed", type=int, default=0, help="seeds rows that bring no seed of their own")
+    add("--set", action="append", default=[], metavar="A.B=V", help="override a key of the plan")
+    add(
+        "--generation-config",
+        choices=("model", "none"),
+        default="model",
+        help="sampling defaults: those of the model's generation_config.json, or noria's",
+    )
+    add(
+        "--now",
+        metavar="TIME",
+        help="local time that chat templates see, as 2026-01-31T12:00:00 (default: when the job "
+        "starts); give all parts of a job the same time",
+    )
+    add("--grace-seconds", type=float, default=20.0, help="for rows in flight at a first signal")
+    add("--on-error", choices=("row", "raise"), default="row", help="raise: stop at a bad row")
+    add("--error-file", type=Path, help="write error rows here instead of into the output")
+    add("--rows", default="0/1", metavar="I/N", help="only rows I, I+N, I+2N, ...; see noria merge")
+    add(
+        "--expect-weights",
+        type=_weights_digest,
+        metavar="SHA256",
+        help="refuse weights with another digest; noria inspect --weights-digest prints it",
+    )
+    add("--restart", action="store_true", help="discard what an earlier run has finished")
+    add("--quiet", action="store_true", help="no progress on stderr")
+    add_strict_config(parser)
+    several = parser.add_argument_group("several processes over one mesh")
+    pod_options.add_options(several)
+    several.add_argument(
+        "--allow-different-numerics",
+        action="store_true",
+        help="go on with a job that another set-up of processes began; the manifest says so",
     )
 
 
-def _also_read(options: argparse.Namespace, files: ModelFiles) -> list[tuple[str, Path]]:
-    found = {
-        "the model": files.path,
-        "the plan": options.plan,
-        "the layout": layout_file(options.layout or ""),
-    }
-    return [(what, path) for what, path in found.items() if path is not None]
+def run(options: argparse.Namespace) -> int:
+    """Run the job and return its exit code."""
+    from ..batch.batch_model import run_with_options
+
+    return run_with_options(options)
 
 
-def _target_name(options: argparse.Namespace, plan_table: Mapping[str, Any] | None) -> str:
-    return options.target or str((plan_table or {}).get("target") or default_target())
+def _weights_digest(text: str) -> str:
+    from ..checkpoint.weights_digest import parse_digest
 
-
-@dataclass(frozen=True)
-class BatchModel:
-    """A model's files as the batch job uses them."""
-
-    files: ModelFiles
-    options: argparse.Namespace
-    plan_table: Mapping[str, Any] | None
-    layout_table: Mapping[str, Any] | None
-    peers: Peers = ALONE
-
-    @property
-    def _layout(self) -> "Layout | None":
-        from ...sharding.layout import Layout
-
-        return None if self.layout_table is None else Layout.from_table(self.layout_table)
-
-    def open_text(self, now: datetime) -> AbstractContextManager[JobText]:
-        """The tokenizer, and the process that renders chat templates."""
-        return open_text(self.files, now)
-
-    def weights(self) -> str:
-        """The digest of the weights, by this process alone; reads files without a remembered
-        root."""
-        return self.files.weights_digest().result()
-
-    def build(
-        self,
-        summary: ScanSummary,
-        stored_plan: str | None,
-        *,
-        phases: PhaseClock,
-        progress: Progress,
-    ) -> Build:
-        """Load the parameters, then compile the stored, the given or a derived plan."""
-        from ...compile.plan import Plan
-        from ...compile.targets import find_target
-        from .. import session
-        from ..batch.job_plan import limit_note, padding_note
-        from ..bundles import compilation_cache
-        from ..bundles.warm_start import WarmStart
-
-        def report(built: "BuildProgress") -> None:
-            progress.note(str(built))
-
-        # before the plan: a model that no family knows is the model's fault
-        config = self.files.spec.config
-        rows = [row_need(need) for need in summary.needs]
-        cache = compilation_cache.enable(progress.note)
-        name = _target_name(self.options, self.plan_table)
-        try:
-            session.prepare_jax(name, self.peers.size)
-            target = find_target(name)
-            if stored_plan is not None:
-                plan = Plan.from_table(tomllib.loads(stored_plan))
-            else:
-                session.check_present(target)
-                if self.plan_table is None:
-                    session.check_layout(self._layout, self.files, target)
-                plan = self._make_plan(rows, target)
-            session.check_plan(plan, self.files, target, self.options.dtype)
-        except ValueError as error:
-            raise JobError(str(error), EXIT_USAGE) from error
-        text = plan.to_toml()
-        given = self.options.plan
-        kind = "bundle" if given is not None and given.is_dir() else "file"
-        self.peers.agree(lambda: {"plan": text, "--plan": kind})
-        weights = self.files.weights_digest(self.peers)
-        weights.start()
-        bundle = given if kind == "bundle" else None
-        warm = WarmStart(bundle, cache, plan, target, self.files, progress.note, self.peers)
-        progress.note(text.rstrip())
-        progress.note(padding_note(rows, plan.buckets, plan.layout, config.max_position))
-        if said := limit_note(plan, rows, config.max_position):
-            progress.note(said)
-        progress.note(str(session.attention_kernels(plan, config, target)))
-        dtype, scan_layers = plan.numbers.dtype, plan.model.scan_layers
-        model = session.load_model(
-            self.files, target, dtype, plan.layout, scan_layers, progress.note
-        )
-        digest = weights.result()
-        phases.enter("build")
-        seed = self.options.seed
-        with naming_rows(summary.rows):
-            generator = session.start(model, plan, seed=seed, on_graph=report, warm=warm)
-        return Build(generator, text, digest, partial(feeding_order, grid=plan.buckets))
-
-    def _make_plan(self, rows: "Sequence[RowNeed]", target: "Target") -> "Plan":
-        """The given plan, or one for the rows of this job; either with the overrides."""
-        from ...compile.plan import Numbers, PlannedModel
-        from .. import session
-        from ..batch.job_plan import derived_plan, given_plan
-
-        overrides = self.options.set
-        if self.plan_table is not None:
-            return given_plan(self.plan_table, overrides)
-        is_part = Part.parse(self.options.rows).of > 1
-        is_open = self.options.dtype == "auto" and not _sets_dtype(overrides)
-        if is_part and is_open and target.platform == "cpu":
-            raise ValueError(
-                f"--rows {self.options.rows}: expected a plan or a dtype, as auto takes the faster "
-                f"one of each machine's processor and parts must not differ, got auto. Give all "
-                f"parts the same --plan, --dtype float32 or --dtype bfloat16."
-            )
-        dtype = session.resolve_dtype(self.options.dtype, target)
-        model, numbers = PlannedModel(self.files.name, self.files.fingerprint()), Numbers(dtype)
-        config, layout = self.files.spec.config, self._layout
-        return derived_plan(rows, target, model, numbers, config, layout, overrides, self.peers)
-
-
-@contextmanager
-def open_text(files: ModelFiles, now: datetime | None = None) -> Iterator[JobText]:
-    """The tokenizer of a model, and the process that renders its chat template.
-
-    The template sees `now`, or the moment of this call, whenever it asks for the time.
-    """
     try:
-        tokenizer = load_tokenizer(files.tokenizer_files)
-    except InvalidTokenizer as error:
-        raise JobError(str(error), EXIT_MODEL) from error
-    if tokenizer is None:
-        yield JobText(PromptEncoder(None), None)
-        return
-    with ChatRenderer(tokenizer, now=now) as chat:
-        yield JobText(
-            PromptEncoder(tokenizer, chat.encode_all),
-            tokenizer,
-            reads_clock=lambda: chat.reads_clock,
-            gave_up=lambda: chat.gave_up,
-        )
-
-
-def _sets_dtype(overrides: Sequence[str]) -> bool:
-    """Whether overrides of a plan give its dtype."""
-    return any(one.partition("=")[0].strip() == "numbers.dtype" for one in overrides)
-
-
-def row_need(need: Need) -> "RowNeed":
-    """A scanned row's need in the words of grids."""
-    from ...compile.grids.default_grid import RowNeed
-
-    is_scored = need.prompt_logprobs is not None
-    return RowNeed(need.prompt_length, need.max_tokens, need.n, is_scored)
+        return parse_digest(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

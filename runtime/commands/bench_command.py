@@ -27,7 +27,7 @@ from ..batch.job_files import check_files
 from ..console import tell
 from ..devices.default_target import default_target
 from ..devices.machine import describe_machine
-from ..errors import EXIT_BUILD, JobError
+from ..errors import EXIT_BUILD, ConfigError, JobError
 from ..files.disk import Disk, replace_file
 from ..files.layout_files import layout_file, read_layout_table
 from ..files.run_config import add_strict_config, apply_overrides
@@ -94,7 +94,7 @@ class CaseResult:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of the subcommand."""
+    """Add the options of the subcommand."""
     add = parser.add_argument
     add("--model", required=True, help="directory, .gguf file, or smollm2")
     add("--pp", type=_sizes, default=[128, 256], help="prompt tokens a row (default: 128,256)")
@@ -123,14 +123,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--kind", default="", help="for it: whose table the accelerators of --target have (h100)")
     add("--longest", type=int, default=1024, help="positions of the longest rows timed for it")
     add_strict_config(parser)
-    parser.set_defaults(run=lambda options: run(options, parser))
 
 
-def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+def run(options: argparse.Namespace) -> int:
     """Run every case, print the table as it grows, write the JSON file at the end."""
     from ..checkpoint import open_model
 
-    _check_options(options, parser)
+    _check_options(options)
     _check_files(options)
     hardware = None if options.calibration is None else _hardware(options)
     with open_model(options.model) as files:
@@ -241,17 +240,19 @@ def _grid_defaults(case: Case, layout: "Layout | None"):
     return replace(defaults, max_decode_slots=case.rows, max_decode_graphs=1)
 
 
-def _check_options(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+def _check_options(options: argparse.Namespace) -> None:
     if options.repeats < 1:
-        parser.error(f"argument --repeats: expected at least 1, got {options.repeats}.")
+        raise ConfigError(f"--repeats: expected at least 1, got {options.repeats}.")
     useless = OF_CALIBRATION if options.calibration is None else OF_CASES
+    parser = argparse.ArgumentParser()
+    add_options(parser)
     given = [name for name in useless if getattr(options, name) != parser.get_default(name)]
     if given:
         listed = ", ".join(f"--{name}" for name in given)
-        parser.error(
+        raise ConfigError(
             f"{listed}: expected beside --calibration FILE, which they are for."
             if options.calibration is None
-            else f"argument --calibration: expected none of the options of cases, got {listed}. "
+            else f"--calibration: expected none of the options of cases, got {listed}. "
             f"It chooses its own shapes."
         )
 

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..batch.job_files import check_files
-from ..console import note, tell
-from ..counted import counted
+from ..console import note, plural, tell
 from ..errors import EXIT_BUILD, ConfigError, JobError
 from ..files.run_config import add_strict_config, apply_overrides, read_plan_table
 from ..pods import pod_options
@@ -21,7 +20,7 @@ from ..pods.peers import Peers
 
 if TYPE_CHECKING:
     from ...compile.build import BuildProgress
-    from ...compile.definition import Definition
+    from ...compile.abstract_model import AbstractModel
     from ...compile.plan import Plan
     from ...compile.targets import Target
     from ...sharding.placement import Placement
@@ -31,7 +30,7 @@ GIGABYTE = 1e9
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of the subcommand."""
+    """Add the options of the subcommand."""
     add = parser.add_argument
     add("--model", required=True, help="directory (config.json will do), .gguf file, or smollm2")
     add("--plan", type=Path, required=True, help="made by noria plan, or by hand")
@@ -40,7 +39,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--quiet", action="store_true", help="no progress on stderr")
     add_strict_config(parser)
     pod_options.add_options(parser.add_argument_group("several processes over one mesh"))
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -93,15 +91,15 @@ def _compile(options: argparse.Namespace, plan: "Plan", peers: Peers) -> None:
     most = max(map(memory_of, graphs.executables.values()))
     tell(
         sys.stdout,
-        f"{folder}: {counted(len(seconds), 'graph')} compiled in {taken:.1f} s, "
+        f"{folder}: {plural(len(seconds), 'graph')} compiled in {taken:.1f} s, "
         f"{kept}; a call needs up to {most / GIGABYTE:.2f} GB on each device, with all that "
         f"it is given",
     )
 
 
-def _prepared(plan: "Plan", files: "ModelFiles") -> "tuple[Target, Placement, Definition]":
+def _prepared(plan: "Plan", files: "ModelFiles") -> "tuple[Target, Placement, AbstractModel]":
     """The target of a plan, and the model as it lies there; refuses a plan that cannot be."""
-    from ...compile.definition import Definition
+    from ...compile.abstract_model import AbstractModel
     from ...compile.targets import find_target
     from .. import session
 
@@ -111,14 +109,14 @@ def _prepared(plan: "Plan", files: "ModelFiles") -> "tuple[Target, Placement, De
     session.check_layout(plan.layout, files, target, plan.buckets)
     placement = target.placement(plan.layout)
     arrangement = placement.arrangement(files.spec.config, plan.model.scan_layers)
-    return target, placement, Definition(files.spec.config, arrangement)
+    return target, placement, AbstractModel(files.spec.config, arrangement)
 
 
 def _check_present(target: str, option: str) -> None:
     """Refuse an option that needs devices where there are none."""
     from ...compile.target_names import TargetName
 
-    if TargetName.of(target).kind:
+    if TargetName.parse(target).kind:
         raise ConfigError(
             f"{option}: expected a target that is on this machine, as each process keeps what its "
             f"devices run, got {target}. Compile without {option}."

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..batch.job_files import check_fillable
-from ..console import note, tell
-from ..counted import counted
+from ..console import note, plural, tell
 from ..errors import ConfigError
 from ..files.run_config import add_strict_config
 
@@ -37,7 +36,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--quiet", action="store_true", help="nothing on stderr")
     add_strict_config(parser)
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -75,7 +73,7 @@ def _convert(files: "ModelFiles", folder: Path, dtype: str, say: Callable[[objec
         tokenizer_files=files.tokenizer_files,
     )
     num_bytes = sum(array.nbytes for array in loaded.parameters.values())
-    parameters = counted(len(loaded.parameters), "array")
+    parameters = plural(len(loaded.parameters), "array")
     tell(sys.stdout, f"{folder}: {parameters} in {dtype}, {num_bytes / GIGABYTE:.2f} GB")
 
 

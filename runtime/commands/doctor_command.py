@@ -4,6 +4,7 @@ Knows nothing of models' contents or graphs. Guarantees: it changes nothing, eve
 with its remedy, and the exit status is 0 unless something that every job needs is broken.
 """
 
+import argparse
 import importlib.metadata
 import importlib.util
 import os
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from ..bundles.compilation_cache import check_trusted, default_directory
 from ..console import tell
 from ..devices.machine import usable_cores
-from ..errors import CacheUnusable
+from ..errors import EXIT_OK, EXIT_USAGE, CacheUnusable
 
 OLDEST_PYTHON = (3, 11)
 USER_EXTRAS = ("hf", "gguf")
@@ -63,8 +64,12 @@ class Requirement:
         return ",".join(f"{sign}{'.'.join(map(str, bound))}" for sign, bound in self.bounds)
 
 
-def main() -> int:
-    """Print the report; 0 if every job can run here, else 2."""
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add nothing: the subcommand has no options."""
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the report; return 0 if every job can run here, else 2."""
     findings = list(examine())
     width = max(len(finding.subject) for finding in findings)
     for finding in findings:
@@ -73,8 +78,8 @@ def main() -> int:
     broken = [finding.subject for finding in findings if not finding.ok]
     if broken:
         tell(sys.stdout, f"\nBroken: {', '.join(broken)}.")
-        return 2
-    return 0
+        return EXIT_USAGE
+    return EXIT_OK
 
 
 def examine() -> Iterator[Finding]:

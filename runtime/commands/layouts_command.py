@@ -145,7 +145,7 @@ def _measure(
         note(options, f"{layout.name}: {graph}  {seconds:.1f} s")
 
     scan = options.scan_layers
-    hardware, torus = _hardware(target.name), TargetName.of(target.name).torus
+    hardware, torus = _hardware(target.name), TargetName.parse(target.name).torus
     result = measure(config, layout, target, grid, dtype, report, attention, scan, hardware, torus)
     if result.findings:
         note(options, f"{layout.name}: {result.verdict}")

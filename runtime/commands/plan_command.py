@@ -18,7 +18,7 @@ from ..files.run_config import add_strict_config
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of the subcommand."""
+    """Add the options of the subcommand."""
     add = parser.add_argument
     add("--model", required=True, help="directory (config.json will do), .gguf file, or smollm2")
     add("--workload", type=Path, required=True, help="batch file, or CSV of token counts")
@@ -55,7 +55,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     _add_search_options(parser)
     add("--quiet", action="store_true", help="no progress on stderr")
     add_strict_config(parser)
-    parser.set_defaults(run=run)
 
 
 def _add_search_options(parser: argparse.ArgumentParser) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 from ...compile.grids.bucket_grid import BucketGrid, NoBucketFits, NoDecodeSlots
 from ...compile.monitor import compile_monitor
 from ...compile.signatures import MAX_STOP_IDS
-from ..counted import counted
+from ..console import plural
 from ..errors import RowError, check_process
 from ..request import CompletionOutput, Request, RequestMetrics, RequestOutput
 from ..text.collector import TextCollector
@@ -332,7 +332,7 @@ class Generator:
 def _overflow(request: Request, num_dropped: int) -> RowError:
     return RowError(
         "expert_overflow",
-        f"request {request.request_id!r}: lost {counted(num_dropped, 'choice')} of "
+        f"request {request.request_id!r}: lost {plural(num_dropped, 'choice')} of "
         f"experts, as the capacity that the plan gives these was full. Raise capacity_factor in "
         f'the plan\'s [experts.prefill] or [experts.decode], or say dispatch = "lossless" there; '
         f'with overflow = "drop" in [experts] such rows are answered, with the number.',

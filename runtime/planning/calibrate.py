@@ -18,7 +18,7 @@ from ...compile.planning.cost import Calibration, Measured, calibrate
 from ...compile.planning.hardware import Hardware
 from ...compile.planning.work import Work
 from ...sharding.call import Call
-from ..counted import counted
+from ..console import plural
 from ..devices.machine import describe_machine
 from ..engine.decode_slots import DecodeAction
 from ..engine.generation import Generator
@@ -81,7 +81,7 @@ def measure(
             _submit(generator, grid, span)
             _run(generator, seconds, clock)
         kind = "whole prompts" if trial.chunk is None else f"chunks of {trial.chunk}"
-        on_trial(f"calibration: {kind}, {counted(trial.slots, 'slot')} timed")
+        on_trial(f"calibration: {kind}, {plural(trial.slots, 'slot')} timed")
     measured = [_measured(call, times) for call, times in seconds.items() if len(times) > 1]
     return calibrate(
         work,

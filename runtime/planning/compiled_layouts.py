@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from ...compile.build import compile_with_text, plan_graphs
 from ...compile.compiled_graphs import CompiledGraphs
-from ...compile.definition import Definition
+from ...compile.abstract_model import AbstractModel
 from ...compile.expert_plan import LOSSLESS_EXPERTS, default_experts
 from ...compile.planning.compiled_call import CompiledCall, Counted, compiled_call
 from ...compile.planning.cost import CostModel
@@ -118,7 +118,7 @@ class LayoutCompiler:
     def _read(self, one: PlannedLayout, name: str, config: DecoderConfig) -> Counted:
         target = find_target(self.target)
         placement = target.placement(one.layout)
-        definition = Definition(config, placement.arrangement(config))
+        definition = AbstractModel(config, placement.arrangement(config))
         experts = default_experts(config) or LOSSLESS_EXPERTS
         grid = one.planned.best.grid
         graphs = plan_graphs(definition, grid, placement, jnp.dtype(self.dtype), experts)

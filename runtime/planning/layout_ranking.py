@@ -7,7 +7,7 @@ ranks layouts that differ in more than a few percent; the first ones deserve a s
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ...compile.definition import Definition, model_sizes
+from ...compile.abstract_model import AbstractModel, model_sizes
 from ...compile.grids.grid_defaults import GridDefaults
 from ...compile.planning.candidates import Budget, CandidateGrids, ExpectedRow
 from ...compile.planning.cost import Calibration, CostModel
@@ -59,7 +59,7 @@ class Ranking:
     """Dimensions of the interconnect."""
     calibration: Calibration | None = None
     platform: str = "cpu"
-    _definitions: dict[object, Definition] = field(default_factory=dict)
+    _definitions: dict[object, AbstractModel] = field(default_factory=dict)
 
     def rank(self, layouts: Sequence[Layout | None]) -> list[RankedLayout]:
         """The fastest first, then those that are not ranked, with a reason each."""
@@ -116,11 +116,11 @@ class Ranking:
             f"{self.budget.compile_seconds:.3g} s there are. Raise --max-compile-minutes."
         )
 
-    def _definition(self, layout: Layout | None) -> Definition:
+    def _definition(self, layout: Layout | None) -> AbstractModel:
         """Traced once for all layouts that arrange weights alike."""
         arrangement = arrangement_of(layout, self.platform, self.config)
         if arrangement not in self._definitions:
-            self._definitions[arrangement] = Definition(self.config, arrangement)
+            self._definitions[arrangement] = AbstractModel(self.config, arrangement)
         return self._definitions[arrangement]
 
 

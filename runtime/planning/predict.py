@@ -10,7 +10,7 @@ import tomllib
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ...compile.definition import model_sizes
+from ...compile.abstract_model import model_sizes
 from ...compile.expert_plan import default_experts
 from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.grid_defaults import GridDefaults
@@ -25,8 +25,7 @@ from ...modelzoo.layer_groups import block_layers
 from ...sharding.layout import Layout
 from ...sharding.legality import IllegalLayout, require
 from ..checkpoint import ModelFiles
-from ..console import note
-from ..counted import counted
+from ..console import note, plural
 from ..devices.machine import faster_dtype
 from ..errors import CheckpointError, ConfigError, NoPlanFits
 from ..files.hardware_files import known_hardware
@@ -72,7 +71,7 @@ def predict(options: argparse.Namespace, files: ModelFiles) -> Prediction:
         share_of_limit=options.expected_output,
         output=options.from_output,
     ).that_fits(config.max_position)
-    rows = counted(len(workload.rows), "row")
+    rows = plural(len(workload.rows), "row")
     note(options, f"{rows} to plan for, {workload.num_refused} refused")
     if not workload.rows:
         raise ConfigError(
@@ -142,7 +141,7 @@ def _planned_layouts(
     for one in chosen:
         try:
             planned = _planner(options, config, workload, one).plan()
-            devices = TargetName.of(options.target).num_devices
+            devices = TargetName.parse(options.target).num_devices
             _require(one.layout, config, devices, planned.best.grid)
             assert one.cost is not None
             found.append(PlannedLayout(one.layout, one.cost, planned))
@@ -158,7 +157,7 @@ def _ranking(
     options: argparse.Namespace, files: ModelFiles, workload: Workload, dtype: str
 ) -> Ranking:
     config, hardware = files.spec.config, _hardware(options)
-    target = TargetName.of(options.target)
+    target = TargetName.parse(options.target)
     return Ranking(
         config,
         workload.rows,
@@ -213,7 +212,7 @@ def _budget(
     options: argparse.Namespace, config: DecoderConfig, hardware: Hardware, entry_bytes: float = 0.0
 ) -> Budget:
     """Without `entry_bytes`, which depend on the layout, decode is expected to compile faster."""
-    platform, asked = TargetName.of(options.target).platform, options.seconds_per_graph
+    platform, asked = TargetName.parse(options.target).platform, options.seconds_per_graph
     num_defined = len(block_layers(config, Arrangement(scan_layers=options.scan_layers)))
     predicted = GraphSeconds.predicted(platform, num_defined, entry_bytes)
     return Budget(
@@ -248,7 +247,7 @@ def _require(
 def _dtype(options: argparse.Namespace) -> str:
     if options.dtype != "auto":
         return options.dtype
-    return faster_dtype(TargetName.of(options.target).platform)
+    return faster_dtype(TargetName.parse(options.target).platform)
 
 
 def _calibration(options: argparse.Namespace, files: ModelFiles, dtype: str) -> Calibration | None:
@@ -300,4 +299,4 @@ def _fingerprint(files: ModelFiles) -> str:
 def _short(tried: Tried) -> str:
     grid = tried.grid
     how = "chunks" if grid.chunks else "whole prompts"
-    return f"{how} {', '.join(map(str, grid.prefill))}, {counted(grid.decode_slots, 'slot')}"
+    return f"{how} {', '.join(map(str, grid.prefill))}, {plural(grid.decode_slots, 'slot')}"

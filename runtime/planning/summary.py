@@ -3,8 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..console import aligned
-from ..counted import counted
+from ..console import aligned, plural
 
 GIGABYTE = 1e9
 GRAPHS = (
@@ -27,9 +26,9 @@ def summary(report: Mapping[str, Any]) -> str:
     search = report["search"]
     calibrated = "calibrated" if report["calibration"] else report["basis"]
     lines = [
-        f"workload   {workload['name']}: {counted(workload['rows'], 'row')}, "
-        f"{counted(workload['prompt_tokens'], 'prompt token')}, "
-        f"{counted(workload['expected_output_tokens'], 'expected output token')}"
+        f"workload   {workload['name']}: {plural(workload['rows'], 'row')}, "
+        f"{plural(workload['prompt_tokens'], 'prompt token')}, "
+        f"{plural(workload['expected_output_tokens'], 'expected output token')}"
         f"{_refused(workload['refused'])}",
         f"target     {report['target']} ({hardware['name']}: {calibrated})",
         *_layout_lines(report),
@@ -42,11 +41,11 @@ def summary(report: Mapping[str, Any]) -> str:
         *_compiled_layout_lines(report["searched_layouts"]),
         *_program_lines(report["graphs"]),
         f"predicted  {predicted['run_seconds']:.1f} s to run and "
-        f"{predicted['build_seconds']:.0f} s to compile {counted(predicted['graphs'], 'graph')}"
+        f"{predicted['build_seconds']:.0f} s to compile {plural(predicted['graphs'], 'graph')}"
         f"{_slots(predicted)}",
         *([f"sample     {report['sample']['error']}"] if report["sample"] else []),
         f"memory     {_gigabytes(report['memory_bytes'])}",
-        f"search     {search['simulated']} of {counted(search['candidates'], 'grid')} simulated; "
+        f"search     {search['simulated']} of {plural(search['candidates'], 'grid')} simulated; "
         f"none of the others can be more than {search['gap']:.1%} faster to build and run; "
         f"{search['seconds']:.1f} s",
     ]
@@ -96,7 +95,7 @@ def _slots(predicted: Mapping[str, Any]) -> str:
 
 
 def _refused(count: int) -> str:
-    return f"; left out: {counted(count, 'row')} that no plan can serve" if count else ""
+    return f"; left out: {plural(count, 'row')} that no plan can serve" if count else ""
 
 
 def _layout_lines(report: Mapping[str, Any]) -> list[str]:

@@ -11,11 +11,11 @@ from typing import Any
 
 from ...compile.grids.grid_defaults import GridDefaults
 from ...compile.planning.candidates import ExpectedRow
+from ..batch.batch_model import open_text, row_need
 from ..batch.manifest import read_manifest
 from ..batch.part import WHOLE
 from ..batch.scan import ScannedRow, check_input, scan
 from ..checkpoint import ModelFiles
-from ..commands.batch_command import open_text, row_need
 from ..errors import EXIT_USAGE, JobError
 from ..files.disk import digest_file
 from .length_table import read_table

@@ -21,7 +21,7 @@ from typing import Any
 from .. import errors
 from ..batch.journal import differences
 from ..batch.manifest import versions
-from ..counted import counted
+from ..console import plural
 from ..errors import OutOfStep
 from . import coordination
 from .coordination import Address
@@ -168,4 +168,4 @@ def _setup(target: str, size: int) -> str:
 
     kind = target.partition(":")[0]
     num_devices = jax.local_device_count(kind)
-    return f"{size} processes of {counted(num_devices, 'device')}, {_COLLECTIVES.get(kind, kind)}"
+    return f"{size} processes of {plural(num_devices, 'device')}, {_COLLECTIVES.get(kind, kind)}"

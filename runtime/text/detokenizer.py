@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable
-from collections.abc import Set as AbstractSet
 from typing import Protocol
 
 
 class TokenTable(Protocol):
     """The parts of a tokenizer that decoding reads."""
 
-    special_ids: AbstractSet[int]
+    special_ids: frozenset[int]
     strips_leading_space: bool
 
     def token_bytes(self, token_id: int) -> bytes:

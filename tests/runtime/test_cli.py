@@ -8,10 +8,11 @@ import pytest
 
 from noria.runtime import cli
 from noria.runtime.batch.stop_signals import StopNow
+from noria.runtime.commands import inspect_command
 
 _IMPORTS = """
 import sys
-import noria.runtime.cli, noria.runtime.batch.run, noria.runtime.commands.batch_command
+import noria.runtime.cli, noria.runtime.batch.run, noria.runtime.batch.batch_model
 import noria.runtime.batch.merge
 heavy = {"jax", "flax", "optax", "orbax", "transformers", "tokenizers", "jinja2", "gguf"}
 print(sorted(heavy & set(sys.modules)))
@@ -87,7 +88,7 @@ def test_errors_of_the_user_have_codes_and_our_bugs_keep_their_traceback(monkeyp
     def fail(options):
         raise error
 
-    monkeypatch.setattr(cli, "_run_inspect", fail)
+    monkeypatch.setattr(inspect_command, "run", fail)
     assert cli.main(["inspect", "x"]) == code
     error = TypeError("a bug")
     with pytest.raises(TypeError):
@@ -107,7 +108,7 @@ def test_after_a_signal_the_process_leaves_at_once_with_its_code(monkeypatch, ca
     def leave(code):
         raise Left(code)
 
-    monkeypatch.setattr(cli, "_run_inspect", stop)
+    monkeypatch.setattr(inspect_command, "run", stop)
     monkeypatch.setattr(cli.errors, "leave_at_once", leave)
     with pytest.raises(Left, match=f"^{code}$"):
         cli.main(["inspect", "x"])

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSha
 from safetensors.numpy import save_file
 from tiny_llama import CONFIG, random_tensors, save
 
-from noria.compile.definition import Definition
+from noria.compile.abstract_model import AbstractModel
 from noria.modelzoo.families.mapping import ParameterSource, TensorPart
 from noria.modelzoo.families.quantisation import BlockFloat8, Mxfp4
 from noria.runtime.checkpoint import load_params, loader, open_model
@@ -103,7 +103,7 @@ SPECS = {
 
 def load(path, *, split):
     with open_model(path) as model:
-        abstract = Definition(model.spec.config).abstract_parameters(jnp.float32)
+        abstract = AbstractModel(model.spec.config).abstract_parameters(jnp.float32)
         mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
         shardings = {
             name: NamedSharding(mesh, SPECS.get(name.split(".")[-1], PartitionSpec()))

@@ -12,7 +12,7 @@ from gguf_writer import build, f32
 from jax.sharding import SingleDeviceSharding
 from safetensors.numpy import save_file
 
-from noria.compile.definition import Definition
+from noria.compile.abstract_model import AbstractModel
 from noria.modelzoo.moe.config import ClampedUnit, ExpertGroups
 from noria.runtime.checkpoint import load_params, open_model, save_orbax
 from noria.runtime.checkpoint.gguf import GGUFFile
@@ -87,7 +87,7 @@ def save(path, tensors, **changes):
 
 def load(path, dtype=jnp.float32):
     with open_model(path) as model:
-        abstract = Definition(model.spec.config).abstract_parameters(dtype)
+        abstract = AbstractModel(model.spec.config).abstract_parameters(dtype)
         device = SingleDeviceSharding(jax.devices()[0])
         return load_params(model.spec, model.tensors, abstract, device)
 
@@ -242,7 +242,7 @@ def test_experts_survive_the_way_through_our_checkpoint(tmp_path):
         moe = replace(model.spec.config.moe, clamped=ClampedUnit(1.7, 7.0))
     routing = replace(moe.routing, has_choice_bias=True, groups=ExpertGroups(2, 1, 2))
     config = replace(model.spec.config, moe=replace(moe, routing=routing))
-    abstract = Definition(config).abstract_parameters(jnp.bfloat16)
+    abstract = AbstractModel(config).abstract_parameters(jnp.bfloat16)
     rng = np.random.default_rng(0)
     params = {
         name: jnp.asarray(rng.standard_normal(leaf.shape, np.float32).astype(leaf.dtype))

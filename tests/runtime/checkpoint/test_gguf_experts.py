@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from conformance import CASES, save_reference
 
-from noria.compile.definition import Definition
+from noria.compile.abstract_model import AbstractModel
 from noria.runtime.checkpoint import load_params, open_model
 from noria.runtime.checkpoint.safetensors import SafetensorsDirectory
 
@@ -111,7 +111,7 @@ def write(path: Path, directory: Path, kind: gguf.MODEL_ARCH, *, is_old: bool = 
 
 def load(path: Path):
     with open_model(path) as model:
-        abstract = Definition(model.spec.config).abstract_parameters(jnp.float32)
+        abstract = AbstractModel(model.spec.config).abstract_parameters(jnp.float32)
         device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         return model.spec.config, load_params(model.spec, model.tensors, abstract, device)
 

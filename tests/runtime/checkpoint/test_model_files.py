@@ -14,7 +14,7 @@ from gguf_writer import build, f32, llama_metadata
 from jax.sharding import SingleDeviceSharding
 from tiny_llama import CONFIG, random_tensors, save, shapes
 
-from noria.compile.definition import Definition
+from noria.compile.abstract_model import AbstractModel
 from noria.runtime import LLM, cli
 from noria.runtime.checkpoint import GenerationDefaults, load_params, open_model, save_orbax
 from noria.runtime.checkpoint import model_files as module
@@ -50,7 +50,7 @@ def hf_model(path, config=None, **files):
 
 
 def load(model):
-    abstract = Definition(model.spec.config).abstract_parameters(jnp.float32)
+    abstract = AbstractModel(model.spec.config).abstract_parameters(jnp.float32)
     device = SingleDeviceSharding(jax.devices()[0])
     return load_params(model.spec, model.tensors, abstract, device)
 

@@ -8,7 +8,7 @@ from importlib import resources
 import pytest
 
 from noria import sharding
-from noria.compile.definition import model_sizes
+from noria.compile.abstract_model import model_sizes
 from noria.modelzoo.config import DecoderConfig
 from noria.runtime.errors import ConfigError
 from noria.runtime.files.layout_files import named_layout_tables, read_layout_table, split_spellings

@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 from tiny import CONFIG, EOS_ID, random_parameters
 
-from noria.compile.definition import Definition
+from noria.compile.abstract_model import AbstractModel
 from noria.compile.planning.cost import CostModel
 from noria.compile.planning.hardware import Hardware
 from noria.compile.planning.work import Work
@@ -21,7 +21,7 @@ TRIALS = (Trial(4, 32), Trial(4, 32, chunk=16))
 
 @pytest.fixture(scope="module")
 def model() -> LoadedModel:
-    definition, target = Definition(CONFIG), find_target("cpu")
+    definition, target = AbstractModel(CONFIG), find_target("cpu")
     files = cast(Any, SimpleNamespace(name="tiny", fingerprint=lambda: "sha256:0"))
     parameters = random_parameters(definition)
     placement = target.placement()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tiny import CONFIG
 
-from noria.compile.definition import Definition
+from noria.compile.abstract_model import AbstractModel
 from noria.compile.grids.default_grid import RowNeed
 from noria.compile.grids.grid_defaults import GridDefaults
 from noria.compile.planning.candidates import Budget, CandidateGrids, ExpectedRow
@@ -19,7 +19,7 @@ from noria.runtime.planning.sample import Sample
 from noria.runtime.planning.search import try_grid
 
 HARDWARE = Hardware("mine", "made up", {"float32": 1e9}, 1e9, 1e8, 1e7, [])
-COST = CostModel(Work(Definition(CONFIG), "float32"), HARDWARE)
+COST = CostModel(Work(AbstractModel(CONFIG), "float32"), HARDWARE)
 LONGEST = CONFIG.max_position
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tiny import CONFIG
 
-from noria.compile.definition import Definition
+from noria.compile.abstract_model import AbstractModel
 from noria.compile.grids.bucket_grid import BucketGrid, PrefillBucket
 from noria.compile.grids.default_grid import RowNeed
 from noria.compile.grids.grid_defaults import LENGTH_STEP, GridDefaults
@@ -23,7 +23,7 @@ from noria.runtime.planning.planning import Planner
 from noria.runtime.planning.search import calls_are_larger, find_best, try_grid
 
 HARDWARE = Hardware("mine", "made up", {"float32": 1e9}, 1e9, 1e8, 1e7, [])
-COST = CostModel(Work(Definition(CONFIG), "float32"), HARDWARE)
+COST = CostModel(Work(AbstractModel(CONFIG), "float32"), HARDWARE)
 
 
 def rows_of(seed: int, count: int = 60, longest: int = 90) -> list[ExpectedRow]:

@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 
 from noria.runtime.batch.output import summarise
-from noria.runtime.counted import counted
+from noria.runtime.console import plural
 
 
 @pytest.mark.parametrize(
     ("number", "expected"), [(0, "0 rows"), (1, "1 row"), (2, "2 rows"), (11, "11 rows")]
 )
 def test_one_is_singular_and_all_others_are_not(number, expected):
-    assert counted(number, "row") == expected
+    assert plural(number, "row") == expected
 
 
 def test_a_job_of_one_row_is_summarised_in_the_singular():
