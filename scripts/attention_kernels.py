@@ -29,9 +29,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from noria.compile.abstract_model import AbstractModel
 from noria.compile.attention_kernels import AttentionPlan
 from noria.compile.build import compile_graph, plan_graphs
-from noria.compile.definition import Definition
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.targets import find_target
 from noria.modelzoo.attention import EMPTY_POSITION, Attend, Visibility, attend_masked, merge
@@ -187,7 +187,7 @@ def graph_cost(length: int, kernel: str) -> Cost:
     )
     grid = BucketGrid(length, ((length, 1),), SLOTS, (length,))
     placement = find_target(GRAPH_TARGET).placement(Layout.from_table(read_layout_table(LAYOUT)))
-    definition = Definition(config, placement.arrangement(config))
+    definition = AbstractModel(config, placement.arrangement(config))
     asked = AttentionPlan(prefill=kernel)
     dtype = jnp.dtype(jnp.bfloat16)
     graphs = plan_graphs(definition, grid, placement, dtype, attention=asked)

@@ -66,7 +66,7 @@ class DeviceBench:
     def __init__(self, target, options: argparse.Namespace):
         import jax.numpy as jnp
 
-        from noria.compile.definition import Definition
+        from noria.compile.abstract_model import AbstractModel
         from noria.modelzoo.config import DecoderConfig
 
         self.placement = target.placement()
@@ -83,7 +83,7 @@ class DeviceBench:
             windows=(None,) * options.layers,
             max_position=max(options.context, options.prompt) + 1,
         )
-        self.definition = Definition(self.config)
+        self.definition = AbstractModel(self.config)
         self.parameters = self._random_parameters()
 
     def ceilings(self) -> dict[str, float]:

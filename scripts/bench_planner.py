@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from noria.compile.definition import Definition
+from noria.compile.abstract_model import AbstractModel
 from noria.compile.grids.bucket_grid import PrefillBucket
 from noria.compile.grids.bucket_search import cheapest_cuts
 from noria.compile.grids.grid_defaults import GridDefaults
@@ -89,7 +89,7 @@ def measure(target: str, path: Path, tries: int) -> dict[str, Any]:
     """Every grid of one workload on one target, as figures by name."""
     rows = tuple(read_table(path))
     hardware = hardware_of(target, known_hardware())
-    cost = CostModel(Work(Definition(LLAMA_1B), TARGETS[target]), hardware)
+    cost = CostModel(Work(AbstractModel(LLAMA_1B), TARGETS[target]), hardware)
     longest = max(row.need.prompt_length for row in rows)
     powers = powers_of_two((longest - 1).bit_length() - SHORTEST.bit_length() + 2, longest)
     budget = Budget(prefill_graphs=len(powers), memory_bytes=0.9 * hardware.memory_bytes)

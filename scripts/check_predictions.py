@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from noria.compile.definition import Definition
+from noria.compile.abstract_model import AbstractModel
 from noria.compile.grids.bucket_grid import BucketGrid, PrefillBucket
 from noria.compile.grids.default_grid import derive_grid, slot_use
 from noria.compile.grids.span_slots import with_ragged_slots
@@ -109,7 +109,7 @@ def compare(
     subprocess.run([sys.executable, "-c", COMMAND, "batch", *map(str, arguments)], check=True)
     with open_model(MODEL, needs_weights=False) as files:
         workload = read_workload(job, files, output=output)
-        work = Work(Definition(files.spec.config), "float32")
+        work = Work(AbstractModel(files.spec.config), "float32")
     assert workload.manifest is not None
     cost = CostModel(work, hardware_of("cpu", known_hardware()), calibration)
     ran = Plan.from_table(tomllib.loads(workload.manifest["plan"])).buckets

@@ -20,10 +20,10 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
+from noria.compile.abstract_model import AbstractModel
 from noria.compile.build import GraphSpec, compile_graph, plan_graphs
-from noria.compile.definition import Definition
 from noria.compile.expert_plan import LOSSLESS_EXPERTS
-from noria.compile.program_cache import anew
+from noria.compile.program_cache import without_program_cache
 from noria.compile.targets import find_target
 from noria.runtime import session
 from noria.runtime.checkpoint import ModelFiles, open_model
@@ -128,7 +128,7 @@ def main() -> None:
         path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         options.output.with_suffix(".md").write_text(markdown(report), encoding="utf-8")
 
-    with anew:
+    with without_program_cache:
         for case in CASES:
             if options.only in case.name:
                 measure(case, report["cases"].setdefault(case.name, {}), keep)
@@ -187,7 +187,7 @@ def compile_all(case: Case, files: ModelFiles, prediction: Prediction, record: d
     target, plan = find_target(case.target), prediction.plan
     placement = target.placement(plan.layout)
     config = files.spec.config
-    definition = Definition(config, placement.arrangement(config, plan.model.scan_layers))
+    definition = AbstractModel(config, placement.arrangement(config, plan.model.scan_layers))
     graphs = plan_graphs(
         definition,
         plan.buckets,

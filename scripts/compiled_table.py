@@ -22,7 +22,7 @@ from typing import Any
 from read_graphs import GraphReader, read_config
 
 from noria.compile.grids.bucket_grid import BucketGrid
-from noria.compile.program_cache import anew
+from noria.compile.program_cache import without_program_cache
 from noria.runtime.devices.machine import describe_machine
 
 MODELS = Path("benchmarks/models")
@@ -129,7 +129,7 @@ def main() -> None:
     report["command"] = f"python {sys.argv[0]} --output {options.output} --label LABEL"
     kept = report["labels"].setdefault(options.label, {"cases": {}})
     kept["machine"] = describe_machine()
-    with anew:
+    with without_program_cache:
         for case in cases():
             is_late = options.minutes and time.monotonic() - started > 60 * options.minutes
             if case.name in kept["cases"] or options.only not in case.name or is_late:

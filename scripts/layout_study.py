@@ -20,7 +20,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from noria.compile.definition import Definition
+from noria.compile.abstract_model import AbstractModel
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.grids.grid_defaults import GridDefaults, round_up
 from noria.compile.layout_measure import measure
@@ -141,14 +141,14 @@ class Planner:
     """Seconds of calls by layout; definitions are traced once."""
 
     def __init__(self):
-        self._definitions: dict[object, Definition] = {}
+        self._definitions: dict[object, AbstractModel] = {}
 
     def cost(self, config: DecoderConfig, of: Layout) -> CostModel:
         arrangement = arrangement_of(of, "tpu", config)
         if (config, arrangement) not in self._definitions:
-            self._definitions[config, arrangement] = Definition(config, arrangement)
+            self._definitions[config, arrangement] = AbstractModel(config, arrangement)
         work = Work(self._definitions[config, arrangement], "bfloat16", of)
-        torus = TargetName.of(TARGET).torus
+        torus = TargetName.parse(TARGET).torus
         return CostModel(work, hardware_of(TARGET, known_hardware()), torus=torus)
 
     def judge(self, config: DecoderConfig, of: Layout, phase: str, rows: int) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
+from noria.compile.abstract_model import AbstractModel, model_sizes
 from noria.compile.build import compile_with_text, plan_graphs
-from noria.compile.definition import Definition, model_sizes
 from noria.compile.grids.bucket_grid import BucketGrid, PrefillBucket
 from noria.compile.planning.compiled_call import Counted, compiled_call
 from noria.compile.planning.cost import CostModel
@@ -133,7 +133,7 @@ def measure(case: Case) -> dict:
     target = find_target(case.target)
     require(case.layout, model_sizes(case.config, len(target.devices), case.grid))
     placement = target.placement(case.layout)
-    definition = Definition(case.config, placement.arrangement(case.config))
+    definition = AbstractModel(case.config, placement.arrangement(case.config))
     graphs = plan_graphs(definition, case.grid, placement, jnp.dtype(jnp.bfloat16))
     graph = next(graph for graph in graphs if graph.name.startswith(case.phase))
     compiled, text, seconds = compile_with_text(graph)
@@ -168,11 +168,11 @@ def measure(case: Case) -> dict:
     }
 
 
-def cost_model(case: Case, definition: Definition) -> CostModel:
+def cost_model(case: Case, definition: AbstractModel) -> CostModel:
     return CostModel(
         Work(definition, "bfloat16", case.layout),
         chip_of(case),
-        torus=TargetName.of(case.target).torus,
+        torus=TargetName.parse(case.target).torus,
     )
 
 

@@ -264,7 +264,7 @@ def load_in_worker(options: argparse.Namespace) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{options.port}", options.processes, options.worker)
 
-    from noria.compile.definition import Definition
+    from noria.compile.abstract_model import AbstractModel
     from noria.modelzoo.config import Arrangement
     from noria.modelzoo.families.config_reader import ConfigReader
     from noria.modelzoo.families.quantisation import read_quantisation
@@ -277,7 +277,7 @@ def load_in_worker(options: argparse.Namespace) -> None:
         arrangement = Arrangement(
             kv_copies=max(1, n // config.num_kv_heads), padded_vocab=-(-config.vocab_size // n) * n
         )
-        abstract = Definition(config, arrangement).abstract_parameters(options.dtype)
+        abstract = AbstractModel(config, arrangement).abstract_parameters(options.dtype)
         placed = shardings(abstract)
         counted = Counted(model.stored_tensors)
         tensors = dequantised(counted, read_quantisation(ConfigReader(model.published_config)))

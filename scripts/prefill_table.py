@@ -75,7 +75,7 @@ def spent(text: str, target: str, layout: str | None) -> tuple[Counter[str], Cou
     sizes = Layout.from_table(read_layout_table(layout)).mesh.sizes if layout else {"data": 1}
     traffic, interconnect = (
         Traffic(program),
-        Interconnect(hardware, sizes, TargetName.of(target).torus),
+        Interconnect(hardware, sizes, TargetName.parse(target).torus),
     )
     collectives = read_collectives(text, sizes)
     prices = Prices(program, traffic, collectives, hardware, interconnect)

@@ -17,9 +17,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from noria.compile.abstract_model import AbstractModel
 from noria.compile.attention_kernels import AUTO_ATTENTION, AttentionPlan
 from noria.compile.build import compile_with_text, plan_graphs
-from noria.compile.definition import Definition
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.planning.evidence import Evidence, read_evidence
 from noria.compile.planning.hardware import Hardware, UnknownHardware, hardware_of
@@ -66,7 +66,7 @@ def main() -> None:
 
 def of_text(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     """The report of a text; without a model, what its call needs is not known."""
-    text, target = options.text.read_text("utf-8"), TargetName.of(options.target)
+    text, target = options.text.read_text("utf-8"), TargetName.parse(options.target)
     pairs = (pair.split("=") for pair in options.mesh.split(",") if pair)
     mesh = {name: int(size) for name, size in pairs} or {"data": 1}
     report = read_report(text, target.platform, mesh, known(options.target), target.torus)
@@ -116,10 +116,10 @@ class GraphReader:
         scan_layers: bool = False,
     ):
         session.prepare_jax(target)
-        self._name, self._target, self._dtype = TargetName.of(target), find_target(target), dtype
+        self._name, self._target, self._dtype = TargetName.parse(target), find_target(target), dtype
         placed = Layout.from_table(read_layout_table(layout), layout) if layout else None
         self._placement = self._target.placement(placed)
-        self._definition = Definition(config, self._placement.arrangement(config, scan_layers))
+        self._definition = AbstractModel(config, self._placement.arrangement(config, scan_layers))
         self._work = Work(self._definition, dtype, placed or ONE_DEVICE)
         self._hardware = known(target)
 

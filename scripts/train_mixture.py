@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from noria.compile.definition import Definition
+from noria.compile.abstract_model import AbstractModel
 from noria.modelzoo.config import DecoderConfig
 from noria.modelzoo.moe.config import Dispatch, MoeConfig, Routing
 from noria.runtime.checkpoint import save_orbax
@@ -63,7 +63,7 @@ def main() -> None:
     options = _parse()
     rng = np.random.default_rng(0)
     chains = Chains(rng)
-    definition = Definition(CONFIG)
+    definition = AbstractModel(CONFIG)
     parameters = train(definition, initial(definition, rng), chains, options.steps)
     save_orbax(options.directory / "model", parameters, family="mixtral", config=CONFIG)
     lines = [
@@ -83,7 +83,7 @@ def main() -> None:
     (options.directory / "prompts.jsonl").write_text(text, encoding="utf-8")
 
 
-def initial(definition: Definition, rng: np.random.Generator) -> dict[str, jax.Array]:
+def initial(definition: AbstractModel, rng: np.random.Generator) -> dict[str, jax.Array]:
     """Ones for norms, and matrices scaled by the root of what they sum over."""
 
     def draw(shape: tuple[int, ...]) -> np.ndarray:
@@ -94,7 +94,7 @@ def initial(definition: Definition, rng: np.random.Generator) -> dict[str, jax.A
 
 
 def train(
-    definition: Definition, parameters: dict[str, jax.Array], chains: Chains, num_steps: int
+    definition: AbstractModel, parameters: dict[str, jax.Array], chains: Chains, num_steps: int
 ) -> dict[str, jax.Array]:
     """Next-token training with Adam."""
     optimizer = optax.adam(3e-3)

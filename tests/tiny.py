@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from noria.compile import signatures
+from noria.compile.abstract_model import AbstractModel
 from noria.compile.build import build
-from noria.compile.definition import Definition
 from noria.compile.expert_plan import LOSSLESS_EXPERTS, ExpertPlan
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.targets import find_target
@@ -63,7 +63,7 @@ RAGGED_CHUNK_GRID = replace(TAIL_GRID, span_slots=(4, 2, 1))
 EOS_ID = 2
 
 
-def random_parameters(definition: Definition, seed: int = 0) -> dict[str, jax.Array]:
+def random_parameters(definition: AbstractModel, seed: int = 0) -> dict[str, jax.Array]:
     """Weights large enough that logits are far apart and mistakes show."""
     rng = np.random.default_rng(seed)
     return {
@@ -83,7 +83,7 @@ class TinyModel:
     ):
         self.config, self.grid = config, grid
         self.placement = find_target("cpu").placement()
-        self.definition = Definition(config)
+        self.definition = AbstractModel(config)
         self.parameters = random_parameters(self.definition)
         self.experts = config.moe and ExpertSetup(config.moe, experts)
         self.graphs = build(self.definition, grid, self.placement, jnp.float32, experts=experts)

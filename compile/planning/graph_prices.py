@@ -45,7 +45,7 @@ class GraphPrices:
 
         On the CPU bfloat16 counts as float32: it is for processors that multiply it no slower.
         """
-        named = TargetName.of(target)
+        named = TargetName.parse(target)
         found = known[named.kind or _USUAL_KIND[named.platform]]
         if named.platform == "cpu":
             found = found.shared_by(named.num_devices)

@@ -113,7 +113,7 @@ def hardware_of(target: str, known: Mapping[str, Hardware], kind: str = "") -> H
     Devices of the CPU are simulated: they share what there is. `kind` says what this machine's
     accelerators are, which `gpu:8` does not.
     """
-    found = TargetName.of(target)
+    found = TargetName.parse(target)
     is_cpu = found.platform == "cpu"
     named = "cpu" if is_cpu else found.kind
     if named and kind:

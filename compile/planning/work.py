@@ -35,7 +35,7 @@ from ...sharding.device_bytes import cache_bytes_per_device, parameter_bytes_per
 from ...sharding.layer_shapes import LayerShapes
 from ...sharding.layout import Layout
 from ...sharding.projection import MeshAxes
-from ..definition import Definition
+from ..abstract_model import AbstractModel
 from ..grids.bucket_grid import BucketGrid
 
 FLOAT32_BYTES = 4
@@ -84,13 +84,13 @@ class Work:
 
     def __init__(
         self,
-        definition: Definition,
+        model: AbstractModel,
         dtype: str,
         layout: Layout | None = None,
         cache_dtype: DTypeLike | None = None,
     ):
         """Work under a layout, or on one device; the cache has the weights' dtype by default."""
-        self.definition, self.config = definition, definition.config
+        self.model, self.config = model, model.config
         self.dtype = dtype
         self.cache_dtype = jnp.dtype(cache_dtype or dtype)
         self.layout = layout or ONE_DEVICE
@@ -100,9 +100,9 @@ class Work:
             self.layout, rules=AxisRules(heads), prefill={}, decode={}, name="heads alone"
         )
         """The layout as far as it splits heads of prompts."""
-        shapes = {name: x.shape for name, x in definition.abstract_parameters(dtype).items()}
+        shapes = {name: x.shape for name, x in model.abstract_parameters(dtype).items()}
         self.parameter_bytes = parameter_bytes_per_device(
-            self.layout, shapes, definition.logical_axes(), dtype
+            self.layout, shapes, model.logical_axes(), dtype
         )
         """On each device."""
         self._known_exchanges: dict[tuple[str, int, int, int], Part] = {}
@@ -111,7 +111,7 @@ class Work:
     @property
     def num_defined(self) -> int:
         """Layers that a program defines: of a loop, those of one turn."""
-        return len(block_layers(self.config, self.definition.arrangement))
+        return len(block_layers(self.config, self.model.arrangement))
 
     def parts(self, call: Call) -> tuple[Part, ...]:
         """What one call has to do."""
@@ -139,7 +139,7 @@ class Work:
     def cache_bytes(self, slots: int, length: int) -> int:
         """Keys and values of slots that are all alike, on each device."""
         return cache_bytes_per_device(
-            self.config, self.layout, slots, length, self.cache_dtype, self.definition.arrangement
+            self.config, self.layout, slots, length, self.cache_dtype, self.model.arrangement
         )
 
     @property
@@ -242,7 +242,7 @@ class Work:
             1,
             call.span,
             self.cache_dtype,
-            self.definition.arrangement,
+            self.model.arrangement,
         )
         return call.rows * alone / pieces
 

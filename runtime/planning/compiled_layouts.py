@@ -17,9 +17,9 @@ from dataclasses import dataclass, field, replace
 
 import jax.numpy as jnp
 
+from ...compile.abstract_model import AbstractModel
 from ...compile.build import compile_with_text, plan_graphs
 from ...compile.compiled_graphs import CompiledGraphs
-from ...compile.abstract_model import AbstractModel
 from ...compile.expert_plan import LOSSLESS_EXPERTS, default_experts
 from ...compile.planning.compiled_call import CompiledCall, Counted, compiled_call
 from ...compile.planning.cost import CostModel

@@ -267,8 +267,8 @@ def test_a_kernel_that_is_asked_for_is_never_replaced():
     assert str(choose(PLAIN, "tpu", "prefill", "xla")) == "xla (as the plan asks)"
     in_float32 = replace(PLAIN, dtype=jnp.dtype(jnp.float32))
     for call, platform, phase, asked, reason in (
-        (PLAIN, "cpu", "prefill", "splash", "it is of tpu, not of cpu"),
-        (PLAIN, "tpu", "decode", "splash", "it is for prefill alone"),
+        (PLAIN, "cpu", "prefill", "splash", "it is for tpu, not for cpu"),
+        (PLAIN, "tpu", "decode", "splash", "it is for prefill only"),
         (in_float32, "gpu", "prefill", "cudnn", "it takes bfloat16 and float16"),
     ):
         with pytest.raises(ValueError, match=rf"\[attention\] {phase}: .* '{asked}': {reason}"):

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from noria.compile.abstract_model import AbstractModel
 from noria.compile.build import GraphSpec, compile_with_text, plan_graphs
-from noria.compile.definition import Definition
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.programs.report import ProgramReport, read_report
 from noria.compile.targets import find_target
@@ -65,7 +65,7 @@ def graph_of(
     """The decode graph of the longest span, or the prefill graph."""
     by = None if layout is None else Layout.from_table(read_layout_table(layout))
     placement = find_target(TPU).placement(by)
-    definition = Definition(config, placement.arrangement(config, scan_layers))
+    definition = AbstractModel(config, placement.arrangement(config, scan_layers))
     graphs = plan_graphs(definition, grid, placement, jnp.dtype("bfloat16"))
     return [graph for graph in graphs if graph.kind == kind][-1]
 

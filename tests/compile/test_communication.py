@@ -12,8 +12,8 @@ from dataclasses import replace
 import jax.numpy as jnp
 import pytest
 
+from noria.compile.abstract_model import AbstractModel
 from noria.compile.build import compile_graph, plan_graphs
-from noria.compile.definition import Definition
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.programs.collectives import Collective, read_collectives
 from noria.compile.targets import find_target
@@ -106,7 +106,7 @@ def collectives(
     Other collectives may be as small, but they are inside decode's loop.
     """
     placement = find_target(target).placement(layout)
-    definition = Definition(config, placement.arrangement(config, scan_layers))
+    definition = AbstractModel(config, placement.arrangement(config, scan_layers))
     graphs = plan_graphs(definition, grid, placement, jnp.dtype(DTYPES[target]))
     (graph,) = (graph for graph in graphs if graph.name.startswith(name))
     shards = layout.mesh.num_devices // layout.mesh.sizes.get("tensor", 1)

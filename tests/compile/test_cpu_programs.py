@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 import pytest
 
+from noria.compile.abstract_model import AbstractModel
 from noria.compile.build import compile_graph, plan_graphs
-from noria.compile.definition import Definition
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.programs.report import read_report
 from noria.compile.targets import find_target
@@ -28,7 +28,7 @@ SMALLEST_WEIGHT = 2 * 256 * 256
 @pytest.fixture(scope="module")
 def graphs():
     placement = find_target("cpu").placement(None)
-    graphs = plan_graphs(Definition(CONFIG), GRID, placement, jnp.dtype("bfloat16"))
+    graphs = plan_graphs(AbstractModel(CONFIG), GRID, placement, jnp.dtype("bfloat16"))
     return {graph.name: graph for graph in graphs}
 
 

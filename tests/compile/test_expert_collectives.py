@@ -10,8 +10,8 @@ from functools import partial
 import jax.numpy as jnp
 import pytest
 
+from noria.compile.abstract_model import AbstractModel
 from noria.compile.build import compile_graph, plan_graphs
-from noria.compile.definition import Definition
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.programs.collectives import read_collectives
 from noria.compile.targets import find_target
@@ -48,7 +48,7 @@ def compiled(layout: Layout, phase: str, num_layers: int):
         moe=MoeConfig(Routing(NUM_EXPERTS, CHOSEN), 1536, (True,) * num_layers),
     )
     placement = find_target(TARGET).placement(layout)
-    definition = Definition(config, placement.arrangement(config))
+    definition = AbstractModel(config, placement.arrangement(config))
     graphs = plan_graphs(definition, GRID, placement, jnp.dtype(jnp.bfloat16))
     (graph,) = (graph for graph in graphs if graph.name.startswith(phase))
     return compile_graph(graph)[0]

@@ -6,9 +6,9 @@ from importlib.util import find_spec
 import jax.numpy as jnp
 import pytest
 
+from noria.compile.abstract_model import AbstractModel
 from noria.compile.attention_kernels import AttentionPlan
 from noria.compile.build import compile_with_text, plan_graphs
-from noria.compile.definition import Definition
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.layout_measure import COMPILER, SHAPES, measure
 from noria.compile.planning.work import Work
@@ -79,7 +79,7 @@ def test_operations_that_the_compiler_does_not_count_are_those_of_the_shapes(res
     assert result.flops_by_phase["prefill"] == pytest.approx(
         on_cpu.flops_by_phase["prefill"], rel=0.2
     )
-    longest = Work(Definition(CONFIG), "bfloat16", TENSOR).parts(Call.of_step(8, 256))
+    longest = Work(AbstractModel(CONFIG), "bfloat16", TENSOR).parts(Call.of_step(8, 256))
     assert result.flops_by_phase["decode"] == sum(part.flops for part in longest)
 
 
@@ -89,7 +89,7 @@ def test_operations_that_the_compiler_does_not_count_are_those_of_the_shapes(res
 def test_decode_reads_weights_and_cache_as_they_lie(name, layout):
     """A step copies no argument but the logits, from which it chooses tokens."""
     placement = find_target(name).placement(layout)
-    definition = Definition(CONFIG, placement.arrangement(CONFIG))
+    definition = AbstractModel(CONFIG, placement.arrangement(CONFIG))
     (graph,) = (
         graph
         for graph in plan_graphs(definition, GRID, placement, jnp.dtype("bfloat16"))

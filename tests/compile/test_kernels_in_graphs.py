@@ -11,10 +11,10 @@ from jax.experimental.pallas import tpu as pltpu
 from tiny import CONFIG, random_parameters
 from tolerances import FLOAT32_MODEL_LOGPROB
 
+from noria.compile.abstract_model import AbstractModel
 from noria.compile.attention_kernels import choose_kernels
 from noria.compile.build import GraphSpec, compile_graph, compile_with_text, plan_graphs
 from noria.compile.compiled_graphs import CompiledGraphs
-from noria.compile.definition import Definition
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.programs.report import read_report
 from noria.compile.targets import find_target
@@ -42,7 +42,7 @@ CAPPED_WITH_SINKS = replace(
 def test_a_model_with_splash_gives_the_answer_of_the_reference():
     """All of what it serves at once, and a row that ends in padding."""
     config = CAPPED_WITH_SINKS
-    definition = Definition(config)
+    definition = AbstractModel(config)
     parameters = random_parameters(definition)
     tokens_BT = np.random.default_rng(0).integers(3, config.vocab_size, (2, T))
     true_length_B = np.array([T, 140])
@@ -66,7 +66,7 @@ def test_a_model_with_splash_gives_the_answer_of_the_reference():
 def test_a_model_with_flash_gives_the_answer_of_the_reference_in_chunks():
     """Rings beside whole layers, and a row that ends in padding."""
     config = replace(CAPPED_WITH_SINKS, windows=(None, 128, Chunk(128)))
-    definition = Definition(config)
+    definition = AbstractModel(config)
     parameters = random_parameters(definition)
     tokens_BT = np.random.default_rng(0).integers(3, config.vocab_size, (2, T))
     length_B, slot_B = np.array([T, 140]), jnp.array([2, 0])
@@ -120,7 +120,7 @@ def placed(layout: str | None = None) -> Placement:
 
 
 def longest_prefill(config: DecoderConfig, grid: BucketGrid, placement: Placement) -> GraphSpec:
-    definition = Definition(config, placement.arrangement(config))
+    definition = AbstractModel(config, placement.arrangement(config))
     graphs = plan_graphs(definition, grid, placement, jnp.dtype(jnp.bfloat16))
     name = CompiledGraphs.prefill_name(grid.prefill[-1])
     return next(graph for graph in graphs if graph.name == name)

@@ -5,7 +5,7 @@ import tomllib
 import numpy as np
 import pytest
 
-from noria.compile.definition import model_sizes
+from noria.compile.abstract_model import model_sizes
 from noria.compile.grids.bucket_grid import BucketGrid, NoBucketFits
 from noria.compile.grids.default_grid import RowNeed, derive_grid, ladder_grid, with_chunk
 from noria.compile.grids.grid_defaults import GridDefaults

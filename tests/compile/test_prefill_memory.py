@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import pytest
 from test_memory import whole_copies
 
+from noria.compile.abstract_model import AbstractModel
 from noria.compile.build import GraphSpec, compile_graph, plan_graphs
-from noria.compile.definition import Definition
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.targets import find_target
 from noria.modelzoo.config import DecoderConfig, LatentAttention
@@ -46,7 +46,7 @@ def prefill_graph(
     if not in_chunks:
         grid = replace(grid, prefill=((256, batch),), chunks_per_decode=None)
     placement = find_target(target).placement()
-    definition = Definition(config, placement.arrangement(config, scan_layers))
+    definition = AbstractModel(config, placement.arrangement(config, scan_layers))
     dtype = "bfloat16" if target == TPU else "float32"
     graphs = plan_graphs(definition, grid, placement, jnp.dtype(dtype))
     return next(graph for graph in graphs if graph.name.startswith("prefill"))
@@ -103,7 +103,7 @@ def test_what_a_chunk_needs_does_not_grow_with_the_layers():
 
 def test_the_first_chunk_of_a_prompt_is_as_much_work_as_a_whole_prompt():
     """Of a span of one chunk."""
-    definition = Definition(CONFIG)
+    definition = AbstractModel(CONFIG)
     placement = find_target("cpu").placement()
 
     def flops(grid: BucketGrid) -> float:

@@ -11,9 +11,9 @@ import pytest
 from laid_out import LaidOut, layout_of
 from tolerances import FLOAT32_MODEL_LOGPROB
 
+from noria.compile.abstract_model import AbstractModel
 from noria.compile.build import compile_graph, plan_graphs
 from noria.compile.compiled_graphs import CompiledGraphs
-from noria.compile.definition import Definition
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.prefill_steps import last_hidden
 from noria.compile.programs.collectives import read_collectives
@@ -44,7 +44,7 @@ def compiled(
     target: str, num_devices: int, name: str, grid: BucketGrid, config: DecoderConfig = CONFIG
 ) -> jax.stages.Compiled:
     placement = find_target(target).placement(layout_of(f"ring@sequence={num_devices}"))
-    graphs = plan_graphs(Definition(config), grid, placement, jnp.dtype(jnp.float32))
+    graphs = plan_graphs(AbstractModel(config), grid, placement, jnp.dtype(jnp.float32))
     return compile_graph(next(graph for graph in graphs if graph.name == name))[0]
 
 

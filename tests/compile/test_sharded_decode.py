@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import pytest
 from laid_out import layout_of
 
+from noria.compile.abstract_model import AbstractModel
 from noria.compile.build import compile_graph, plan_graphs
 from noria.compile.compiled_graphs import CompiledGraphs
-from noria.compile.definition import Definition
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.programs.collectives import Collective, read_collectives
 from noria.compile.targets import find_target
@@ -69,7 +69,7 @@ def compiled_decode(
 ) -> Decode:
     laid = layout_of(layout)
     placement = find_target(target).placement(laid)
-    definition = Definition(config, placement.arrangement(config, scan_layers))
+    definition = AbstractModel(config, placement.arrangement(config, scan_layers))
     name = CompiledGraphs.decode_name(GRID.max_length)
     graphs = plan_graphs(definition, GRID, placement, jnp.dtype(jnp.float32))
     graph = next(graph for graph in graphs if graph.name == name)

@@ -19,7 +19,7 @@ import pytest
 from conformance import CASES, TRUE_LENGTHS, Case, prompts, save_reference
 from tolerances import FLOAT32_MODEL_LOGPROB
 
-from noria.compile.definition import Definition
+from noria.compile.abstract_model import AbstractModel
 from noria.modelzoo import kv_cache
 from noria.modelzoo.config import AS_PUBLISHED, Arrangement
 from noria.modelzoo.families.registry import FAMILIES
@@ -43,7 +43,7 @@ class LoadedCase:
         self.reference = save_reference(case, directory)
         self.prompts = prompts(case)
         with open_model(str(directory)) as files:
-            self.definition = Definition(files.spec.config, arrangement)
+            self.definition = AbstractModel(files.spec.config, arrangement)
             abstract = self.definition.abstract_parameters(jnp.float32)
             sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
             self.parameters = load_params(files.spec, files.tensors, abstract, sharding)

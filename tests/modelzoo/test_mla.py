@@ -13,7 +13,7 @@ from caches import keep, pieces
 from tiny import random_parameters
 from tolerances import FLOAT32_MODEL_LOGPROB
 
-from noria.compile.definition import Definition
+from noria.compile.abstract_model import AbstractModel
 from noria.modelzoo import kv_cache
 from noria.modelzoo.config import DecoderConfig, LatentAttention
 from noria.modelzoo.decoder import Decoder
@@ -38,7 +38,7 @@ SLOTS, SPANS, LENGTH = 2, (4, 7, 16), 12
 
 
 def bound(config: DecoderConfig) -> Decoder:
-    definition = Definition(config)
+    definition = AbstractModel(config)
     return definition.bind(random_parameters(definition))
 
 

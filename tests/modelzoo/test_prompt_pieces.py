@@ -11,7 +11,7 @@ import pytest
 from tiny import random_parameters
 from tolerances import FLOAT32_MODEL_LOGPROB
 
-from noria.compile.definition import Definition
+from noria.compile.abstract_model import AbstractModel
 from noria.modelzoo import kv_cache
 from noria.modelzoo.config import AS_PUBLISHED, Arrangement, Chunk, DecoderConfig, LatentAttention
 from noria.modelzoo.key_blocks import joined
@@ -55,7 +55,10 @@ class Model:
 
     def __init__(self, config: DecoderConfig, arrangement: Arrangement = AS_PUBLISHED):
         self.config, self.arrangement = config, arrangement
-        definition, parameters = Definition(config, arrangement), parameters_of(config, arrangement)
+        definition, parameters = (
+            AbstractModel(config, arrangement),
+            parameters_of(config, arrangement),
+        )
 
         @jax.jit
         def prefill(parameters, tokens_BT, rows, cache):
@@ -101,11 +104,11 @@ class Model:
 
 def parameters_of(config: DecoderConfig, arrangement: Arrangement) -> dict[str, jax.Array]:
     """The same layers in both arrangements."""
-    single = random_parameters(Definition(config))
+    single = random_parameters(AbstractModel(config))
     if arrangement == AS_PUBLISHED:
         return single
     found = {}
-    for name in Definition(config, arrangement).abstract_parameters(jnp.float32):
+    for name in AbstractModel(config, arrangement).abstract_parameters(jnp.float32):
         layers = [single[one] for one in single_layer_names(name)]
         found[name] = jnp.stack(layers) if ":" in name else layers[0]
     return found
@@ -203,7 +206,7 @@ def live_entries(one: Model, cache: KVCache) -> list[tuple[np.ndarray, list[np.n
     """Positions of each layer in order, and what it keeps there; zeros where there is no token."""
     found = {}
     for layers, kept in zip(block_layers(one.config, one.arrangement), cache.layers, strict=True):
-        positions = cache.positions.of(one.config.windows[layers.start])
+        positions = cache.positions.for_window(one.config.windows[layers.start])
         position_BS = np.concatenate(positions, axis=1)
         for index, layer in enumerate(layers):
             arrays = []

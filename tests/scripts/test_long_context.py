@@ -3,7 +3,7 @@
 import pytest
 from numerics_helpers import script
 
-from noria.compile.definition import Definition
+from noria.compile.abstract_model import AbstractModel
 
 LONG = script("scripts/long_context.py")
 PREFILL, DECODE = LONG.CASES
@@ -12,7 +12,7 @@ LAYER = 4096 * 128 * (2 * 32 + 2 * 8) + 3 * 4096 * 14336
 
 
 def cost_model(case):
-    return LONG.cost_model(case, Definition(case.config))
+    return LONG.cost_model(case, AbstractModel(case.config))
 
 
 def test_a_prefill_computes_products_and_half_of_all_pairs_of_tokens():

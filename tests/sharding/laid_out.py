@@ -16,9 +16,9 @@ import numpy as np
 from tiny import random_parameters
 from tolerances import FLOAT32_MODEL_LOGPROB
 
+from noria.compile.abstract_model import AbstractModel
 from noria.compile.build import GraphSpec, compile_graph, plan_graphs
 from noria.compile.compiled_graphs import CompiledGraphs
-from noria.compile.definition import Definition
 from noria.compile.grids.bucket_grid import BucketGrid, PrefillBucket
 from noria.compile.prefill_steps import PrefillOutput
 from noria.compile.steps import NO_TOKEN, DecodeOutput, DecodeState
@@ -245,7 +245,7 @@ def expected(
 ) -> Expected:
     """The answer of one device to greedy rows: a whole forward pass for each token."""
     rows = tuple(greedy_rows().values()) if rows is None else rows
-    definition, prompts = Definition(config), [row.prompt for row in rows]
+    definition, prompts = AbstractModel(config), [row.prompt for row in rows]
     parameters = random_parameters(definition)
 
     @jax.jit
@@ -345,16 +345,16 @@ class LaidOut:
         return target.placement(self.layout)
 
     @cached_property
-    def definition(self) -> Definition:
+    def definition(self) -> AbstractModel:
         arrangement = self.placement.arrangement(self.config, self.scan_layers)
         if arrangement.key_blocks:
             # segments here are shorter than the blocks that a build has
             arrangement = replace(arrangement, key_blocks=KEY_BLOCKS)
-        return Definition(self.config, arrangement)
+        return AbstractModel(self.config, arrangement)
 
     @cached_property
     def parameters(self) -> dict[str, jax.Array]:
-        published = random_parameters(Definition(self.config))
+        published = random_parameters(AbstractModel(self.config))
         weights = {name: np.asarray(x) for name, x in published.items()}
         weights = arranged(weights, self.config, self.definition.arrangement)
         shardings = self.placement.parameters(self.definition.logical_axes())

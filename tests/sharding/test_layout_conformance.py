@@ -21,7 +21,7 @@ from laid_out import (
     layout_of,
 )
 
-from noria.compile.definition import model_sizes
+from noria.compile.abstract_model import model_sizes
 from noria.modelzoo import axes
 from noria.modelzoo.families import registry
 from noria.sharding.legality import check

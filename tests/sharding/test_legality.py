@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import pytest
 
-from noria.compile.definition import model_sizes
+from noria.compile.abstract_model import model_sizes
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.monitor import compile_monitor
 from noria.modelzoo.config import DecoderConfig

@@ -9,7 +9,7 @@ import pytest
 from laid_out import FAMILY_OF, LaidOut, config_of, expected, greedy_rows, layout_of
 from test_rows_under_layouts import filled_with_nan
 
-from noria.compile.definition import model_sizes
+from noria.compile.abstract_model import model_sizes
 from noria.runtime.request import SamplingParams
 from noria.sharding.legality import check
 

@@ -11,7 +11,7 @@ from itertools import islice
 import pytest
 from laid_out import LaidOut, config_of, expected, greedy_rows, grid_of
 
-from noria.compile.definition import model_sizes
+from noria.compile.abstract_model import model_sizes
 from noria.modelzoo.axes import WEIGHT_AXES
 from noria.sharding.layout import PHASES, Layout
 from noria.sharding.legality import check

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from laid_out import LaidOut, config_of, greedy_rows, layout_of
 
-from noria.compile.definition import model_sizes
+from noria.compile.abstract_model import model_sizes
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.sharding.legality import check
 

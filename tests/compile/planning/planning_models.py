@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from noria.compile.definition import Definition
+from noria.compile.abstract_model import AbstractModel
 from noria.compile.planning.work import Work
 from noria.modelzoo.config import DecoderConfig
 from noria.modelzoo.moe.config import MoeConfig, Routing
@@ -24,4 +24,4 @@ SPARSE = replace(
 
 
 def work_of(config: DecoderConfig, layout: Layout | None = None, *, dtype: str = "float32") -> Work:
-    return Work(Definition(config), dtype, layout)
+    return Work(AbstractModel(config), dtype, layout)

@@ -83,7 +83,7 @@ def test_keys_must_be_exactly_those_of_a_device():
     ],
 )
 def test_a_targets_name_says_how_many_devices_it_has(target, count):
-    assert TargetName.of(target).num_devices == count
+    assert TargetName.parse(target).num_devices == count
 
 
 def test_a_kind_must_be_named_as_predictions_are_made_from_its_peaks():
@@ -143,8 +143,8 @@ def test_a_users_table_replaces_the_published_one_and_adds_others(tmp_path):
 
 
 def test_a_tpu_is_a_torus_and_other_targets_have_none():
-    assert TargetName.of("tpu:v4:4x4x8").torus == (4, 4, 8)
-    assert all(TargetName.of(name).torus == () for name in ("gpu:h100:8", "cpu:8", "tpu:8"))
+    assert TargetName.parse("tpu:v4:4x4x8").torus == (4, 4, 8)
+    assert all(TargetName.parse(name).torus == () for name in ("gpu:h100:8", "cpu:8", "tpu:8"))
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_a_tpu_is_a_torus_and_other_targets_have_none():
 )
 def test_links_wrap_along_whole_sides_of_a_pod_or_in_whole_cubes(target, wanted):
     """As published: "How to Scale Your Model", part 2, TPU networking, and its footnotes."""
-    assert hardware_of(target, known_hardware()).rings(TargetName.of(target).torus) == wanted
+    assert hardware_of(target, known_hardware()).rings(TargetName.parse(target).torus) == wanted
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import pytest
 from planning_models import PLAIN, SPARSE, work_of
 from tiny import CONFIG
 
+from noria.compile.abstract_model import AbstractModel
 from noria.compile.build import compile_graph, plan_graphs
-from noria.compile.definition import Definition
 from noria.compile.grids.bucket_grid import BucketGrid, PrefillBucket
 from noria.compile.planning.work import Work, sent_by_axes
 from noria.compile.targets import find_target
@@ -29,7 +29,7 @@ def test_operations_are_near_those_that_the_compiler_counts(config):
         "prefill 32x4": grid.prefill[0].call(),
         "decode span 64": Call.of_step(16, 64),
     }
-    for graph in plan_graphs(Definition(config), grid, placement, jnp.dtype("float32")):
+    for graph in plan_graphs(AbstractModel(config), grid, placement, jnp.dtype("float32")):
         if (call := calls.pop(graph.name, None)) is None:
             continue
         compiled, _ = compile_graph(graph)

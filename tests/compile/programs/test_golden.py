@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from noria.compile.abstract_model import AbstractModel
 from noria.compile.build import compile_with_text, plan_graphs
-from noria.compile.definition import Definition
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.planning.evidence import Evidence
 from noria.compile.planning.work import ONE_DEVICE, Work
@@ -109,7 +109,7 @@ def read(row: dict[str, Any]) -> Evidence:
         layout = Layout.from_table(read_layout_table(row["layout"]))
     target, is_decode = find_target(row["target"]), row["graph"] == "decode"
     placement = target.placement(layout)
-    definition = Definition(config, placement.arrangement(config, row["layers"] == "scanned"))
+    definition = AbstractModel(config, placement.arrangement(config, row["layers"] == "scanned"))
     graphs = plan_graphs(definition, GRID, placement, jnp.dtype(row["dtype"]))
     graph = [graph for graph in graphs if graph.kind == row["graph"]][-1]
     _, text, _ = compile_with_text(graph)

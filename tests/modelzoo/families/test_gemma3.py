@@ -7,7 +7,7 @@ import pytest
 from safetensors.numpy import load_file
 from tolerances import FLOAT32_MODEL_LOGPROB
 
-from noria.compile.definition import Definition
+from noria.compile.abstract_model import AbstractModel
 from noria.modelzoo.config import LinearScaling, RopeConfig
 from noria.modelzoo.families.registry import UnsupportedModel, from_hf_config
 from noria.runtime.checkpoint.describe import describe
@@ -108,7 +108,7 @@ def test_the_text_part_answers_text_as_the_whole_model_does(tmp_path, is_origina
     names = load_file(tmp_path / "model.safetensors").keys()
     assert (OLD_NAME if is_original else NEW_NAME) in names
     with open_model(str(tmp_path)) as files:
-        definition = Definition(files.spec.config)
+        definition = AbstractModel(files.spec.config)
         device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         abstract = definition.abstract_parameters(jnp.float32)
         parameters = load_params(files.spec, files.tensors, abstract, device)

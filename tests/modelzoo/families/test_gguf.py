@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from memory_tensors import Arrays
 
-from noria.compile.definition import Definition
+from noria.compile.abstract_model import AbstractModel
 from noria.modelzoo.config import (
     FactorScaling,
     LinearScaling,
@@ -53,7 +53,7 @@ def metadata(architecture: str = "llama", **changes: object) -> dict[str, object
 def test_sources_fill_exactly_the_parameters_of_the_decoder(architecture, tensor_names):
     spec = from_gguf_metadata(metadata(architecture), tensor_names)
     filled = [source.parameter for source in spec.sources]
-    assert sorted(filled) == sorted(Definition(spec.config).abstract_parameters(jnp.float32))
+    assert sorted(filled) == sorted(AbstractModel(spec.config).abstract_parameters(jnp.float32))
     assert spec.config.tie_embeddings == (tensor_names == UNTIED[:1])
 
 
@@ -62,7 +62,7 @@ def test_biases_are_there_when_their_tensors_are():
     spec = from_gguf_metadata(metadata(), (*UNTIED, *names))
     assert (spec.config.qkv_bias, spec.config.output_bias, spec.config.mlp_bias) == (True,) * 3
     filled = [source.parameter for source in spec.sources]
-    assert sorted(filled) == sorted(Definition(spec.config).abstract_parameters(jnp.float32))
+    assert sorted(filled) == sorted(AbstractModel(spec.config).abstract_parameters(jnp.float32))
 
 
 def test_llama_stores_rotated_pairs_side_by_side_and_qwen_does_not():
@@ -134,7 +134,7 @@ def test_command_r_is_read_as_llama_cpp_does(num_layers, has_qk_norm):
     assert (spec.config.norm, spec.config.is_parallel) == ("layer", True)
     assert spec.config.qk_norm == has_qk_norm
     filled = [source.parameter for source in spec.sources]
-    assert sorted(filled) == sorted(Definition(spec.config).abstract_parameters(jnp.float32))
+    assert sorted(filled) == sorted(AbstractModel(spec.config).abstract_parameters(jnp.float32))
 
 
 def test_norms_after_attention_and_mlp_have_the_names_of_llama_cpp():
@@ -340,7 +340,7 @@ def test_latent_attention_of_a_gguf_file_is_that_of_the_directory_it_was_made_fr
     converted = from_gguf_metadata(
         metadata("deepseek2", **sizes, **YARN), SPLIT if is_split else UNTIED
     )
-    shapes = Definition(published.config).abstract_parameters(jnp.float32)
+    shapes = AbstractModel(published.config).abstract_parameters(jnp.float32)
     names = ("query", "query_down", "latent_down", "key_up", "value_up", "output")
     for name in (f"layers.1.attention.{name}" for name in names):
         shape = shapes[name].shape
@@ -357,7 +357,7 @@ def test_latent_attention_of_a_gguf_file_is_that_of_the_directory_it_was_made_fr
 def test_sources_of_deepseek_fill_exactly_the_parameters_of_the_decoder(names):
     spec = from_gguf_metadata(metadata("deepseek2", **NEWER_LATENT), names)
     filled = [source.parameter for source in spec.sources]
-    assert sorted(filled) == sorted(Definition(spec.config).abstract_parameters(jnp.float32))
+    assert sorted(filled) == sorted(AbstractModel(spec.config).abstract_parameters(jnp.float32))
 
 
 def test_a_file_without_a_gating_function_scores_by_softmax():

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from memory_tensors import Arrays
 
-from noria.compile.definition import Definition
+from noria.compile.abstract_model import AbstractModel
 from noria.modelzoo.config import RopeConfig, YarnScaling
 from noria.modelzoo.families.family import ModelSpec
 from noria.modelzoo.families.registry import UnsupportedModel, from_gguf_metadata, from_hf_config
@@ -84,7 +84,7 @@ UNTIED = ("token_embd.weight", "output.weight")
 
 def assert_sources_fill_the_decoder(spec: ModelSpec) -> None:
     filled = [source.parameter for source in spec.sources]
-    assert sorted(filled) == sorted(Definition(spec.config).abstract_parameters(jnp.float32))
+    assert sorted(filled) == sorted(AbstractModel(spec.config).abstract_parameters(jnp.float32))
 
 
 def test_the_published_model_is_read_whole():

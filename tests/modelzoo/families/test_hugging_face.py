@@ -8,7 +8,7 @@ import sys
 import jax.numpy as jnp
 import pytest
 
-from noria.compile.definition import Definition
+from noria.compile.abstract_model import AbstractModel
 from noria.modelzoo.config import (
     FactorScaling,
     LatentAttention,
@@ -137,7 +137,7 @@ CONFIGS = {
 def test_sources_fill_exactly_the_parameters_of_the_decoder(config):
     spec = from_hf_config(config)
     filled = [source.parameter for source in spec.sources]
-    assert sorted(filled) == sorted(Definition(spec.config).abstract_parameters(jnp.float32))
+    assert sorted(filled) == sorted(AbstractModel(spec.config).abstract_parameters(jnp.float32))
 
 
 def test_reading_a_model_imports_no_jax():
@@ -307,7 +307,7 @@ def test_olmo2_norms_what_attention_and_mlp_write_and_all_heads_as_one():
     norm = "model.layers.2.post_{}_layernorm.weight"
     assert tensors["layers.2.attention_post_norm.scale"] == norm.format("attention")
     assert tensors["layers.2.mlp_post_norm.scale"] == norm.format("feedforward")
-    shapes = Definition(spec.config).abstract_parameters(jnp.float32)
+    shapes = AbstractModel(spec.config).abstract_parameters(jnp.float32)
     assert shapes["layers.0.attention.query_norm.scale"].shape == (64,)
     assert shapes["layers.0.attention.key_norm.scale"].shape == (16,)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tolerances import FLOAT32_MODEL_LOGPROB
 
-from noria.compile.definition import Definition
+from noria.compile.abstract_model import AbstractModel
 from noria.modelzoo.config import Chunk, Llama3Scaling, NoRope, RopeConfig
 from noria.modelzoo.families.mapping import TensorPrefix
 from noria.modelzoo.families.registry import UnsupportedModel, from_hf_config
@@ -183,7 +183,7 @@ def test_the_text_part_answers_text_as_the_whole_model_does(tmp_path):
     prompt = np.random.default_rng(0).integers(0, 98, 13)
     expected = _whole_logprobs(tmp_path, prompt)
     with open_model(str(tmp_path)) as files:
-        definition = Definition(files.spec.config)
+        definition = AbstractModel(files.spec.config)
         device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         abstract = definition.abstract_parameters(jnp.float32)
         parameters = load_params(files.spec, files.tensors, abstract, device)
