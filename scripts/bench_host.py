@@ -39,7 +39,7 @@ from noria.runtime.devices.host_arrays import HostArrays
 from noria.runtime.devices.machine import describe_machine
 from noria.runtime.engine.engine import Engine
 from noria.runtime.engine.feeding import feeding_order
-from noria.runtime.engine.generation import Generator
+from noria.runtime.engine.generation import GenerationSession
 from noria.runtime.session import prepare_jax
 from noria.runtime.text.load_tokenizer import load_tokenizer
 from noria.runtime.text.tokenizer import Tokenizer
@@ -187,7 +187,7 @@ class StandInModel:
         graphs, vocab_size = self.device.graphs, self.tokenizer.vocab_size
         host = HostArrays(find_target("cpu").placement().replicated)
         engine = Engine(graphs, {}, graphs.empty_state(), host, vocab_size)
-        generator = Generator(
+        generator = GenerationSession(
             engine, self.grid, vocab_size, self.grid.max_length, (), self.tokenizer
         )
         order = partial(feeding_order, grid=self.grid)

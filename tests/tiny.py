@@ -17,7 +17,7 @@ from noria.modelzoo.config import DecoderConfig
 from noria.runtime.devices.host_arrays import HostArrays
 from noria.runtime.engine.engine import Engine
 from noria.runtime.engine.expert_use import ExpertSetup
-from noria.runtime.engine.generation import Generator
+from noria.runtime.engine.generation import GenerationSession
 
 CONFIG = DecoderConfig(
     vocab_size=151,
@@ -90,7 +90,7 @@ class TinyModel:
         self._empty = partial(signatures.decode_state, self.definition, grid, jnp.float32)
         self._forward = jax.jit(self._logits)
 
-    def generator(self, parameters=None, **options) -> Generator:
+    def generator(self, parameters=None, **options) -> GenerationSession:
         engine = Engine(
             self.graphs,
             parameters or self.parameters,
@@ -100,7 +100,7 @@ class TinyModel:
         )
         options = {"experts": self.experts, **options}
         config = self.config
-        return Generator(
+        return GenerationSession(
             engine, self.grid, config.vocab_size, config.max_position, (EOS_ID,), **options
         )
 

@@ -24,14 +24,14 @@ from .progress import Progress
 from .scan import Encode, ScanSummary
 
 if TYPE_CHECKING:
-    from ..engine.generation import Generator
+    from ..engine.generation import GenerationSession
 
 
 @dataclass(frozen=True)
 class Build:
     """Everything compiled: the generator, the resolved plan, and the order it likes rows in."""
 
-    generator: "Generator"
+    generator: "GenerationSession"
     plan: str
     weights: str
     """The digest of every byte of the model's weights."""

@@ -47,7 +47,7 @@ from .scan import ScannedRow, ScanSummary, check_input
 from .stop_signals import EXIT_CODES, Drain, StopSignals
 
 if TYPE_CHECKING:
-    from ..engine.generation import Generator
+    from ..engine.generation import GenerationSession
 
 
 def run_job(
@@ -249,7 +249,7 @@ class _Job:
             self.journal.sync()
         return word.signal if waiting or self.in_flight else None
 
-    def _feed(self, generator: "Generator", waiting: deque[ScannedRow]) -> None:
+    def _feed(self, generator: "GenerationSession", waiting: deque[ScannedRow]) -> None:
         """Submit rows while the generator wants them; a row that it refuses is finished."""
         while waiting and generator.wants_more:
             scanned = waiting.popleft()
@@ -267,7 +267,7 @@ class _Job:
                 self.peers.saw(row.row, error.code)
                 self._record(row, RequestOutput(row.custom_id, None, [], error=error))
 
-    def _record_finished(self, generator: "Generator") -> None:
+    def _record_finished(self, generator: "GenerationSession") -> None:
         for output in generator.collect():
             self._record(self.in_flight.pop(output.request_id), output)
 

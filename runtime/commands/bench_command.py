@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from ...compile.plan import Plan
     from ...compile.planning.hardware import Hardware
     from ...sharding.layout import Layout
-    from ..engine.generation import Generator
+    from ..engine.generation import GenerationSession
     from ..session import LoadedModel
 
 COLUMNS = ("PP", "TG", "B", "N_KV", "T_PP s", "S_PP t/s", "T_TG s", "S_TG t/s", "T s", "S t/s")
@@ -213,7 +213,7 @@ def _run_or_name(
 
 
 def _run_once(
-    generator: "Generator", case: Case, prompts: list[list[int]], clock: Callable[[], float]
+    generator: "GenerationSession", case: Case, prompts: list[list[int]], clock: Callable[[], float]
 ) -> Timing:
     from ..engine.metrics import EngineMetrics
 
@@ -318,7 +318,7 @@ def _hardware(options: argparse.Namespace) -> "Hardware":
 
 
 def _calibrate(model: "LoadedModel", hardware: "Hardware", options: argparse.Namespace) -> int:
-    from ..planning.calibrate import measure
+    from ..planning.calibration import measure
 
     longest = min(options.longest, model.definition.config.max_position)
     say = partial(tell, sys.stdout)

@@ -12,7 +12,7 @@ import numpy as np
 
 from ...compile.steps import NO_TOKEN
 from ..request import TokenLogprob
-from .decode_slots import DecodeAction, Sequence
+from .decode_slots import DecodeAction, ScheduledSequence
 from .scheduler import PrefillAction
 
 
@@ -56,7 +56,7 @@ class CallResults:
 
     action: PrefillAction | DecodeAction
     output: Any
-    sequences: Mapping[int, Sequence]
+    sequences: Mapping[int, ScheduledSequence]
     seconds: float
 
     @cached_property

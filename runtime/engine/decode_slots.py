@@ -10,12 +10,12 @@ from ...compile.grids.bucket_grid import BucketGrid
 
 
 @dataclass(frozen=True)
-class Job:
+class ScheduledRequest:
     """What scheduling needs to know of one request."""
 
     number: int
     prompt_length: int
-    limit: int
+    max_total_length: int
     """Length at which each of its sequences ends; `prompt_length` when nothing is generated."""
     num_sequences: int
     is_scored: bool
@@ -27,10 +27,10 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Sequence:
+class ScheduledSequence:
     """One continuation of a request."""
 
-    job: Job
+    request: ScheduledRequest
     sample: int
 
 
@@ -46,7 +46,7 @@ class DecodeAction:
 class _Occupant:
     number: int
     length: int
-    limit: int
+    max_total_length: int
 
 
 class DecodeSlots:
@@ -68,17 +68,19 @@ class DecodeSlots:
         """Slots that nobody has, the shortest first."""
         return self._free.copy()
 
-    def first_for(self, job: Job, free: list[int]) -> int:
+    def first_for(self, request: ScheduledRequest, free: list[int]) -> int:
         """The index in `free`, shortest first, of the first slot that holds a job's sequences."""
-        return bisect_left(free, job.limit, key=self._reach.__getitem__)
+        return bisect_left(free, request.max_total_length, key=self._reach.__getitem__)
 
-    def num_for(self, job: Job) -> int:
-        """Slots, free or not, that hold all that a sequence of a job may become."""
-        return len(self) - bisect_left(self._sorted_reach, job.limit)
+    def num_for(self, request: ScheduledRequest) -> int:
+        """Slots, free or not, that hold all that a sequence of a request may become."""
+        return len(self) - bisect_left(self._sorted_reach, request.max_total_length)
 
-    def num_idle_for(self, job: Job) -> int:
-        """Slots that hold all that a sequence of a job may become, and in which nothing decodes."""
-        return self.num_for(job) - sum(job.limit <= self._reach[slot] for slot in self._occupants)
+    def num_idle_for(self, request: ScheduledRequest) -> int:
+        """Slots that hold all that its sequences may become, and in which nothing decodes."""
+        return self.num_for(request) - sum(
+            request.max_total_length <= self._reach[slot] for slot in self._occupants
+        )
 
     @property
     def live(self) -> tuple[int, ...]:
@@ -90,7 +92,7 @@ class DecodeSlots:
         return bool(self._occupants)
 
     @property
-    def job_numbers(self) -> set[int]:
+    def request_numbers(self) -> set[int]:
         """The requests that decode."""
         return {occupant.number for occupant in self._occupants.values()}
 
@@ -99,10 +101,12 @@ class DecodeSlots:
         for slot in slots:
             self._free.remove(slot)
 
-    def put(self, slot: int, sequence: Sequence) -> None:
+    def put(self, slot: int, sequence: ScheduledSequence) -> None:
         """Let a sequence decode whose prompt is in its slot."""
-        job = sequence.job
-        self._occupants[slot] = _Occupant(job.number, job.prompt_length, job.limit)
+        request = sequence.request
+        self._occupants[slot] = _Occupant(
+            request.number, request.prompt_length, request.max_total_length
+        )
 
     def advance(self, slot: int, num_tokens: int) -> None:
         """Note that a slot's row grew."""
@@ -118,7 +122,7 @@ class DecodeSlots:
         if not self._occupants:
             return None
         steps = self._grid.steps_per_call
-        length = max(min(x.length + steps, x.limit) for x in self._occupants.values())
+        length = max(min(x.length + steps, x.max_total_length) for x in self._occupants.values())
         return DecodeAction(self._grid.span_of(length), self.live)
 
     def _order(self, slot: int) -> tuple[int, int]:

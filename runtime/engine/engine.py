@@ -27,17 +27,17 @@ from ...modelzoo.sampling import SamplingState, TokenScores
 from ..devices.host_arrays import HostArrays
 from ..request import Request, TokenLogprob
 from .call_results import CallResults, ChoicesDropped, Event, PromptScored, TokensEmitted
-from .decode_slots import DecodeAction, Job, Sequence
+from .decode_slots import DecodeAction, ScheduledRequest, ScheduledSequence
 from .metrics import EngineMetrics
 from .padding import greedy_sampling, pack_pieces, pack_requests, pack_sampling
 from .scheduler import Action, ForkAction, PrefillAction, PromptPiece, Scheduler
 
 
 @dataclass(frozen=True)
-class EngineRequest:
+class AdmittedRequest:
     """A request as the engine takes it: admitted, with its seed and stop ids resolved."""
 
-    job: Job
+    scheduled: ScheduledRequest
     request: Request
     seed: int
     stop_ids: tuple[int, ...]
@@ -74,25 +74,25 @@ class Engine:
         self._padded_vocab = padded_vocab
         self._clock = clock
         self._in_flight: _InFlight | None = None
-        self._requests: dict[int, EngineRequest] = {}
+        self._requests: dict[int, AdmittedRequest] = {}
         self._sampling: dict[int, SamplingState] = {}
         """Sampling parameters of the first sample of each request."""
-        self._in_slot: dict[int, Sequence] = {}
+        self._in_slot: dict[int, ScheduledSequence] = {}
         self._scores: dict[int, list[TokenLogprob]] = {}
         """Log-probabilities of prompts of which some pieces are scored."""
         self._unclean: set[int] = set()
         """Slots that may hold numbers that are not finite."""
 
-    def submit(self, request: EngineRequest) -> None:
+    def submit(self, request: AdmittedRequest) -> None:
         """Queue a request; it must fit the grid."""
-        self.scheduler.submit(request.job)
-        self._requests[request.job.number] = request
+        self.scheduler.submit(request.scheduled)
+        self._requests[request.scheduled.number] = request
         # here, as this is done while the device runs
-        self._sampling[request.job.number] = pack_sampling(
+        self._sampling[request.scheduled.number] = pack_sampling(
             request.request.params,
             seed=request.seed,
             sample=0,
-            prompt_length=request.job.prompt_length,
+            prompt_length=request.scheduled.prompt_length,
             stop_ids=request.stop_ids,
             vocab_size=self._padded_vocab,
         )
@@ -178,11 +178,11 @@ class Engine:
 
     def _prefill(self, action: PrefillAction) -> PrefillOutput:
         grid, bucket, rows = self._graphs.grid, action.bucket, action.rows
-        requests = [self._requests[row.sequence.job.number] for row in rows]
+        requests = [self._requests[row.sequence.request.number] for row in rows]
         prompts = [request.request.prompt_token_ids for request in requests]
         pieces, tokens_BT, next_BT = pack_pieces(rows, prompts, bucket, grid.decode_slots)
         asked = pack_requests(
-            [row.sequence.job for row in rows],
+            [row.sequence.request for row in rows],
             [self._sampling_of(row.sequence) for row in rows],
             bucket.batch,
         )
@@ -217,7 +217,7 @@ class Engine:
             return
         if not is_clean:
             self._unclean.add(slot)
-        if row.is_last and row.sequence.job.generates:
+        if row.is_last and row.sequence.request.generates:
             self._in_slot[slot] = row.sequence
         elif row.is_last:
             self._clear(slot)
@@ -234,8 +234,8 @@ class Engine:
         arguments = self._host.put((nowhere, slot_number, greedy_sampling(self._padded_vocab)))
         self._state = self._graphs.fork(self._state, *arguments)
 
-    def _sampling_of(self, sequence: Sequence) -> SamplingState:
-        sampling = self._sampling[sequence.job.number]
+    def _sampling_of(self, sequence: ScheduledSequence) -> SamplingState:
+        sampling = self._sampling[sequence.request.number]
         return sampling._replace(sample_B=np.array([sequence.sample], np.int32))
 
     def _fork(self, action: ForkAction) -> None:
@@ -250,7 +250,7 @@ class Engine:
         """Keep what pieces scored; an event for each prompt that is complete."""
         events: list[Event] = []
         for i, row in enumerate(rows):
-            number = row.sequence.job.number
+            number = row.sequence.request.number
             known = self._scores.setdefault(number, [])
             known += _prompt_scores(self._requests[number], scores, i, row.start, row.count)
             if row.is_last:
@@ -269,7 +269,7 @@ class Engine:
         """The results that are fetched: log-probabilities of new tokens only where a row asks."""
         if isinstance(call.action, PrefillAction):
             return call.output
-        in_slots = (self._in_slot[slot].job.number for slot in call.action.slots)
+        in_slots = (self._in_slot[slot].request.number for slot in call.action.slots)
         if any(self._requests[number].request.params.logprobs is not None for number in in_slots):
             return call.output
         return call.output._replace(scores=None)
@@ -303,7 +303,7 @@ class Engine:
 
     def _emitted(self, results: CallResults, slot: int) -> TokensEmitted:
         sequence, token_ids = results.sequences[slot], results.ids_of(slot)
-        params = self._requests[sequence.job.number].request.params
+        params = self._requests[sequence.request.number].request.params
         scores = []
         if params.logprobs is not None:
             scores = [
@@ -311,7 +311,7 @@ class Engine:
                 for q, token_id in enumerate(token_ids)
             ]
         return TokensEmitted(
-            number=sequence.job.number,
+            number=sequence.request.number,
             sample=sequence.sample,
             token_ids=token_ids,
             scores=scores,
@@ -332,22 +332,22 @@ def _graph_of(action: Action) -> str:
 
 
 def _dropped(
-    report: ExpertReport, rows: Iterable[tuple[int, Sequence]], *, is_of_prompt: bool
+    report: ExpertReport, rows: Iterable[tuple[int, ScheduledSequence]], *, is_of_prompt: bool
 ) -> list[Event]:
     """An event for each row of a call, given with its sequence, that lost choices."""
     return [
-        ChoicesDropped(of.job.number, of.sample, is_of_prompt, int(report.num_dropped_B[row]))
+        ChoicesDropped(of.request.number, of.sample, is_of_prompt, int(report.num_dropped_B[row]))
         for row, of in rows
         if report.num_dropped_B[row]
     ]
 
 
-def _num_prompt_logprobs(request: EngineRequest) -> int:
+def _num_prompt_logprobs(request: AdmittedRequest) -> int:
     wanted = request.request.params.prompt_logprobs
     return -1 if wanted is None else wanted
 
 
-def _wanted(requests: Iterable[EngineRequest], bucket: PrefillBucket) -> np.ndarray:
+def _wanted(requests: Iterable[AdmittedRequest], bucket: PrefillBucket) -> np.ndarray:
     """`num_logprobs_B` of a scored call."""
     wanted_B = np.full(bucket.batch, -1, np.int32)
     for row, request in enumerate(requests):
@@ -356,7 +356,7 @@ def _wanted(requests: Iterable[EngineRequest], bucket: PrefillBucket) -> np.ndar
 
 
 def _prompt_scores(
-    request: EngineRequest, scores: TokenScores, row: int, start: int, count: int
+    request: AdmittedRequest, scores: TokenScores, row: int, start: int, count: int
 ) -> list[TokenLogprob]:
     """Of the prompt's tokens that follow `count` tokens from position `start` on."""
     ids, wanted = request.request.prompt_token_ids, _num_prompt_logprobs(request)

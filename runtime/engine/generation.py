@@ -24,8 +24,8 @@ from ..request import CompletionOutput, Request, RequestMetrics, RequestOutput
 from ..text.collector import TextCollector
 from ..text.tokenizer import Tokenizer
 from .call_results import CallResults, ChoicesDropped, Event, PromptScored, TokensEmitted
-from .decode_slots import DecodeAction, Job
-from .engine import Engine, EngineRequest
+from .decode_slots import DecodeAction, ScheduledRequest
+from .engine import AdmittedRequest, Engine
 from .expert_use import ExpertSetup
 from .open_request import Continuation, OpenRequest
 from .padding import row_seed
@@ -33,7 +33,7 @@ from .scheduler import Action
 
 
 @dataclass
-class Generator:
+class GenerationSession:
     """Feeds an engine with requests and gives back outputs as they finish."""
 
     engine: Engine
@@ -80,15 +80,15 @@ class Generator:
         params = request.params
         stop_ids = self.check(request)
         prompt_length = len(request.prompt_token_ids)
-        job = Job(
+        scheduled = ScheduledRequest(
             number=self._num_submitted,
             prompt_length=prompt_length,
-            limit=self.grid.limit(prompt_length, params.max_tokens),
+            max_total_length=self.grid.limit(prompt_length, params.max_tokens),
             num_sequences=params.n,
             is_scored=params.prompt_logprobs is not None,
         )
         seed = row_seed(params, self.run_seed, request.request_id)
-        entry = EngineRequest(job, request, seed, stop_ids)
+        entry = AdmittedRequest(scheduled, request, seed, stop_ids)
         continuations = [
             Continuation(TextCollector(self.tokenizer, params), CompletionOutput(i, "", [], None))
             for i in range(params.n)
@@ -96,14 +96,14 @@ class Generator:
         if params.logprobs is not None:
             for continuation in continuations:
                 continuation.output.logprobs = []
-        open_sequences = params.n if job.limit > prompt_length else 0
+        open_sequences = params.n if scheduled.max_total_length > prompt_length else 0
         self.engine.submit(entry)
         self._num_submitted += 1
-        self._open[job.number] = OpenRequest(
+        self._open[scheduled.number] = OpenRequest(
             request, entry, self.clock(), continuations, open_sequences
         )
         if continuations[0].collector.may_stop:
-            self._with_stops.add(job.number)
+            self._with_stops.add(scheduled.number)
 
     def check(self, request: Request) -> tuple[int, ...]:
         """Refuse what the plan or the vocabulary cannot serve; the ids that end the row."""
@@ -190,7 +190,7 @@ class Generator:
     def drain(self) -> list[str]:
         """Drop what has no slot yet; the ids of the requests that will not be returned."""
         dropped = self.engine.scheduler.drain()
-        return [self._close(job.number).request.request_id for job in dropped]
+        return [self._close(request.number).request.request_id for request in dropped]
 
     def abandon(self) -> None:
         """Drop every request, also after a step that was interrupted in its middle."""
@@ -264,9 +264,9 @@ class Generator:
         """Read the text of rows with stop strings, and free the slots of those that it ends."""
         for slot in slots:
             sequence = results.sequences[slot]
-            if sequence.job.number not in self._with_stops:
+            if sequence.request.number not in self._with_stops:
                 continue
-            entry, has_ended = self._open[sequence.job.number], results.has_ended(slot)
+            entry, has_ended = self._open[sequence.request.number], results.has_ended(slot)
             is_cut = entry.read(sequence.sample, results.ids_of(slot), has_ended=has_ended)
             if is_cut and not has_ended:
                 self.engine.release(slot)

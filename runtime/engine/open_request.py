@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from ..errors import RowError
 from ..request import CompletionOutput, Request, TokenLogprob
 from ..text.collector import TextCollector
-from .engine import EngineRequest
+from .engine import AdmittedRequest
 
 
 @dataclass
@@ -35,7 +35,7 @@ class OpenRequest:
     """One request between submission and return."""
 
     request: Request
-    engine_request: EngineRequest
+    admitted: AdmittedRequest
     arrival: float
     continuations: list[Continuation]
     open_sequences: int
@@ -47,7 +47,7 @@ class OpenRequest:
 
     def ends_on_id(self, token_ids: Sequence[int]) -> bool:
         """Whether the last of the tokens ends a sequence."""
-        return bool(token_ids) and token_ids[-1] in self.engine_request.stop_ids
+        return bool(token_ids) and token_ids[-1] in self.admitted.stop_ids
 
     def read(self, sample: int, token_ids: Sequence[int], *, has_ended: bool) -> bool:
         """Add tokens to the text of a sequence; whether a stop string has ended it."""

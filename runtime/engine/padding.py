@@ -5,7 +5,7 @@ nothing is set aside for them.
 """
 
 import hashlib
-from collections.abc import Sequence as Items
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -15,13 +15,13 @@ from ...compile.signatures import MAX_BIASES, MAX_STOP_IDS
 from ...modelzoo.prompt_pieces import PromptPieces
 from ...modelzoo.sampling import SamplingState
 from ..request import SamplingParams
-from .decode_slots import Job, Sequence
+from .decode_slots import ScheduledRequest, ScheduledSequence
 from .scheduler import PromptPiece
 
 
 def pack_pieces(
-    rows: Items[PromptPiece],
-    prompts: Items[Items[int]],
+    rows: Sequence[PromptPiece],
+    prompts: Sequence[Sequence[int]],
     bucket: PrefillBucket,
     num_slots: int,
 ) -> tuple[PromptPieces, np.ndarray, np.ndarray]:
@@ -46,30 +46,34 @@ def pack_pieces(
 
 
 def pack_greedy(
-    prompts: Items[Items[int]],
+    prompts: Sequence[Sequence[int]],
     first_slot: int,
     bucket: PrefillBucket,
     grid: BucketGrid,
     vocab_size: int,
 ) -> tuple[PromptPieces, SlotRequests, np.ndarray]:
     """`rows, requests, tokens_BT` of whole prompts for neighbouring slots, sampled greedily."""
-    jobs = [Job(0, len(prompt), grid.max_length, 1, is_scored=False) for prompt in prompts]
+    requests = [
+        ScheduledRequest(0, len(prompt), grid.max_length, 1, is_scored=False) for prompt in prompts
+    ]
     rows = [
-        PromptPiece(first_slot + i, Sequence(job, 0), 0, job.prompt_length)
-        for i, job in enumerate(jobs)
+        PromptPiece(first_slot + i, ScheduledSequence(request, 0), 0, request.prompt_length)
+        for i, request in enumerate(requests)
     ]
     pieces, tokens_BT, _ = pack_pieces(rows, prompts, bucket, grid.decode_slots)
-    greedy = [greedy_sampling(vocab_size)] * len(jobs)
-    return pieces, pack_requests(jobs, greedy, bucket.batch), tokens_BT
+    greedy = [greedy_sampling(vocab_size)] * len(requests)
+    return pieces, pack_requests(requests, greedy, bucket.batch), tokens_BT
 
 
-def pack_requests(jobs: Items[Job], sampling: Items[SamplingState], batch: int) -> SlotRequests:
+def pack_requests(
+    requests: Sequence[ScheduledRequest], sampling: Sequence[SamplingState], batch: int
+) -> SlotRequests:
     """What rows ask of their slots; dummy rows repeat the last one, as they have no slot."""
-    num_dummies = batch - len(jobs)
-    jobs = [*jobs, *[jobs[-1]] * num_dummies]
+    num_dummies = batch - len(requests)
+    requests = [*requests, *[requests[-1]] * num_dummies]
     sampling = [*sampling, *[sampling[-1]] * num_dummies]
-    prompt_length_B = np.array([job.prompt_length for job in jobs], np.int32)
-    limit_B = np.array([job.limit for job in jobs], np.int32)
+    prompt_length_B = np.array([request.prompt_length for request in requests], np.int32)
+    limit_B = np.array([request.max_total_length for request in requests], np.int32)
     of_rows = SamplingState._make(map(np.concatenate, zip(*sampling, strict=True)))
     return SlotRequests._make((prompt_length_B, limit_B, of_rows))
 
@@ -80,7 +84,7 @@ def pack_sampling(
     seed: int,
     sample: int,
     prompt_length: int,
-    stop_ids: Items[int],
+    stop_ids: Sequence[int],
     vocab_size: int,
 ) -> SamplingState:
     """One row's sampling parameters, as numpy arrays with a leading axis of one."""
@@ -121,7 +125,7 @@ def row_seed(params: SamplingParams, run_seed: int, request_id: str) -> int:
     return int.from_bytes(digest[:8], "big")
 
 
-def _filled(values: Items[float], size: int, fill: float) -> np.ndarray:
+def _filled(values: Sequence[float], size: int, fill: float) -> np.ndarray:
     dtype = np.float32 if isinstance(fill, float) else np.int32
     row = np.full((1, size), fill, dtype)
     row[0, : len(values)] = values

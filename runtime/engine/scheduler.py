@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from ...compile.grids.bucket_grid import BucketGrid, PrefillBucket
-from .decode_slots import DecodeAction, DecodeSlots, Job, Sequence
+from .decode_slots import DecodeAction, DecodeSlots, ScheduledRequest, ScheduledSequence
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,14 @@ class PromptPiece:
 
     slot: int | None
     """None for a prompt that is only scored, in one piece."""
-    sequence: Sequence
+    sequence: ScheduledSequence
     start: int
     count: int
 
     @property
     def is_last(self) -> bool:
         """Whether the prompt is complete after it."""
-        return self.start + self.count == self.sequence.job.prompt_length
+        return self.start + self.count == self.sequence.request.prompt_length
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class ForkAction:
 
     source: int
     slot: int
-    sequence: Sequence
+    sequence: ScheduledSequence
 
 
 IDLE_SHARE = 1 / 16
@@ -87,7 +87,7 @@ _Queue = tuple[PrefillBucket, bool]
 class _Prompt:
     """A prompt with pieces left to run, and the sequences that it is for."""
 
-    job: Job
+    request: ScheduledRequest
     first_sample: int
     num_slots: int
     slots: list[int] = field(default_factory=list)
@@ -121,16 +121,18 @@ class Scheduler:
         """Whether too few requests wait to choose full batches from."""
         return self._num_waiting < self._enough
 
-    def submit(self, job: Job) -> None:
+    def submit(self, request: ScheduledRequest) -> None:
         """Queue a request that fits the grid."""
-        bucket = self._grid.fit(job.prompt_length, job.limit - job.prompt_length)
-        if not job.generates:
-            is_one_piece = job.prompt_length <= bucket.tokens
-            self._wait(_Prompt(job, 0, num_slots=0 if is_one_piece else 1))
+        bucket = self._grid.fit(
+            request.prompt_length, request.max_total_length - request.prompt_length
+        )
+        if not request.generates:
+            is_one_piece = request.prompt_length <= bucket.tokens
+            self._wait(_Prompt(request, 0, num_slots=0 if is_one_piece else 1))
             return
-        most = self._slots.num_for(job)
-        for first in range(0, job.num_sequences, most):
-            self._wait(_Prompt(job, first, min(most, job.num_sequences - first)))
+        most = self._slots.num_for(request)
+        for first in range(0, request.num_sequences, most):
+            self._wait(_Prompt(request, first, min(most, request.num_sequences - first)))
 
     def next_action(self) -> Action | None:
         """What to run next; None when all work is done."""
@@ -157,18 +159,20 @@ class Scheduler:
         """Free a slot whose row ended."""
         self._slots.release(slot)
 
-    def drain(self) -> list[Job]:
+    def drain(self) -> list[ScheduledRequest]:
         """Drop all that has no slot yet, unless the request has another sequence in one."""
-        in_flight = self._slots.job_numbers
-        in_flight |= {prompt.job.number for row in self._started.values() for prompt in row}
+        in_flight = self._slots.request_numbers
+        in_flight |= {prompt.request.number for row in self._started.values() for prompt in row}
         waiting = [
             prompt for lanes in self._waiting.values() for lane in lanes.values() for prompt in lane
         ]
-        dropped = {p.job.number: p.job for p in waiting if p.job.number not in in_flight}
+        dropped = {
+            p.request.number: p.request for p in waiting if p.request.number not in in_flight
+        }
         self._waiting.clear()
         self._num_waiting = 0
         for prompt in waiting:
-            if prompt.job.number in in_flight:
+            if prompt.request.number in in_flight:
                 self._wait(prompt)
         return list(dropped.values())
 
@@ -179,12 +183,12 @@ class Scheduler:
 
     def _queue_of(self, prompt: _Prompt) -> _Queue:
         """The bucket of the prompt's next piece."""
-        job = prompt.job
-        return self._grid.bucket_of(job.prompt_length, prompt.length), job.is_scored
+        request = prompt.request
+        return self._grid.bucket_of(request.prompt_length, prompt.length), request.is_scored
 
     def _reach(self, prompt: _Prompt) -> int:
         """How far a slot must reach at least that the prompt's sequences fit into."""
-        return self._grid.reach_of(prompt.job.limit) if prompt.num_slots else NO_SLOT
+        return self._grid.reach_of(prompt.request.max_total_length) if prompt.num_slots else NO_SLOT
 
     def _choose(self) -> tuple[_Queue, list[_Prompt]] | None:
         """The bucket and the prompts of the next prefill batch, if one is to run now."""
@@ -197,7 +201,7 @@ class Scheduler:
         urgent = {
             queue: batch
             for queue, batch in batches.items()
-            if len(batch) == queue[0].batch or self._has_many_idle(batch[0].job)
+            if len(batch) == queue[0].batch or self._has_many_idle(batch[0].request)
         }
         if not batches or (self._must_decode if urgent else self._must_wait(batches)):
             return None
@@ -209,18 +213,18 @@ class Scheduler:
         if (oldest := self._oldest_that_waits(free)) is None:
             return {queue: row[: queue[0].batch] for queue, row in self._started.items()}
         queues = dict.fromkeys([*self._started, self._queue_of(oldest)])
-        last = oldest.job.number + self._enough
+        last = oldest.request.number + self._enough
         return {queue: self._batch(queue, list(free), last) for queue in queues}
 
     @property
     def _must_decode(self) -> bool:
         return self._slots.any_live and self._batches_since_decode >= self._max_batches
 
-    def _has_many_idle(self, job: Job) -> bool:
+    def _has_many_idle(self, request: ScheduledRequest) -> bool:
         """Whether a prompt that only few slots hold waits for no others, as many of these idle."""
-        usable = self._slots.num_for(job)
+        usable = self._slots.num_for(request)
         has_few = usable < FEW_SLOTS * len(self._slots)
-        return has_few and self._slots.num_idle_for(job) > MANY_IDLE * usable
+        return has_few and self._slots.num_idle_for(request) > MANY_IDLE * usable
 
     def _must_wait(self, batches: dict[_Queue, list[_Prompt]]) -> bool:
         """Whether batches, none of which is full, wait for more prompts or for more slots."""
@@ -228,7 +232,7 @@ class Scheduler:
         oldest = batch[0]
         if not self._slots.any_live or not oldest.num_slots or self._cannot_fill(queue, batch):
             return self._must_decode
-        idle, usable = self._slots.num_idle_for(oldest.job), self._slots.num_for(oldest.job)
+        idle, usable = self._slots.num_idle_for(oldest.request), self._slots.num_for(oldest.request)
         return self._batches_since_decode > 0 or idle < IDLE_SHARE * usable
 
     def _cannot_fill(self, queue: _Queue, batch: list[_Prompt]) -> bool:
@@ -249,7 +253,7 @@ class Scheduler:
         Slots that older prompts can have, but not enough of, are dropped from `free`.
         """
         heads = [lane[0] for lanes in self._waiting.values() for lane in lanes.values()]
-        heads.sort(key=lambda prompt: prompt.job.number)
+        heads.sort(key=lambda prompt: prompt.request.number)
         return next((head for head in heads if self._slots_for(head, free) is not None), None)
 
     def _batch(self, queue: _Queue, free: list[int], last: int) -> list[_Prompt]:
@@ -261,8 +265,8 @@ class Scheduler:
         lanes = self._waiting.get(queue, {})
         if not free:
             lanes = {NO_SLOT: lanes.get(NO_SLOT, ())}
-        for prompt in heapq.merge(*lanes.values(), key=lambda prompt: prompt.job.number):
-            if len(batch) == queue[0].batch or prompt.job.number > last:
+        for prompt in heapq.merge(*lanes.values(), key=lambda prompt: prompt.request.number):
+            if len(batch) == queue[0].batch or prompt.request.number > last:
                 break
             if (slots := self._slots_for(prompt, free)) is not None:
                 batch.append(prompt)
@@ -272,7 +276,7 @@ class Scheduler:
     def _slots_for(self, prompt: _Prompt, free: list[int]) -> slice | None:
         """The part of `free` that a prompt takes; while it lacks some slots, None, and `free` loses
         those that it could have."""
-        first = self._slots.first_for(prompt.job, free)
+        first = self._slots.first_for(prompt.request, free)
         if len(free) - first >= prompt.num_slots:
             return slice(first, first + prompt.num_slots)
         del free[first:]
@@ -284,15 +288,15 @@ class Scheduler:
             self._started[queue].remove(prompt)
             if not self._started[queue]:
                 del self._started[queue]
-        job, start = prompt.job, prompt.length
-        count = min(queue[0].tokens, job.prompt_length - start)
+        request, start = prompt.request, prompt.length
+        count = min(queue[0].tokens, request.prompt_length - start)
         prompt.length += count
-        if prompt.length < job.prompt_length:
+        if prompt.length < request.prompt_length:
             self._started.setdefault(self._queue_of(prompt), []).append(prompt)
         else:
             self._complete(prompt)
         slot = prompt.slots[0] if prompt.slots else None
-        return PromptPiece(slot, Sequence(job, prompt.first_sample), start, count)
+        return PromptPiece(slot, ScheduledSequence(request, prompt.first_sample), start, count)
 
     def _start(self, queue: _Queue, prompt: _Prompt) -> None:
         lanes, reach = self._waiting[queue], self._reach(prompt)
@@ -309,19 +313,19 @@ class Scheduler:
         self._slots.claim(prompt.slots)
 
     def _complete(self, prompt: _Prompt) -> None:
-        job, first = prompt.job, prompt.first_sample
-        if not job.generates:
+        request, first = prompt.request, prompt.first_sample
+        if not request.generates:
             for slot in prompt.slots:
                 self._slots.release(slot)
             return
         source, *others = prompt.slots
-        self._slots.put(source, Sequence(job, first))
+        self._slots.put(source, ScheduledSequence(request, first))
         self._forks.extend(
-            ForkAction(source, slot, Sequence(job, first + i))
+            ForkAction(source, slot, ScheduledSequence(request, first + i))
             for i, slot in enumerate(others, start=1)
         )
 
 
 def _oldest(entry: tuple[_Queue, list[_Prompt]]) -> int:
     _, batch = entry
-    return batch[0].job.number
+    return batch[0].request.number

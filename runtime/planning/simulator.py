@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from ...compile.grids.bucket_grid import BucketGrid, PrefillBucket
 from ...compile.planning.cost import CostModel
 from ...sharding.call import Call
-from ..engine.decode_slots import DecodeAction, Job
-from ..engine.decode_slots import Sequence as Continuation
+from ..engine.decode_slots import DecodeAction, ScheduledRequest, ScheduledSequence
 from ..engine.metrics import EngineMetrics
 from ..engine.scheduler import ForkAction, PrefillAction, Scheduler
 
@@ -35,10 +34,12 @@ class SimulatedRow:
     """Whether a stop string ends its sequences."""
     is_scored: bool = False
 
-    def job(self, number: int) -> Job:
+    def request(self, number: int) -> ScheduledRequest:
         """The row as the scheduler knows it."""
         limit = self.limit if self.outputs else self.prompt_length
-        return Job(number, self.prompt_length, limit, max(1, len(self.outputs)), self.is_scored)
+        return ScheduledRequest(
+            number, self.prompt_length, limit, max(1, len(self.outputs)), self.is_scored
+        )
 
 
 @dataclass
@@ -72,7 +73,7 @@ class Simulation:
 class _Live:
     """A sequence in a slot."""
 
-    sequence: Continuation
+    sequence: ScheduledSequence
     emitted: int = 0
 
 
@@ -97,7 +98,7 @@ class _Replay:
         while True:
             while waiting and self._scheduler.wants_more:
                 number, row = waiting.popleft()
-                self._scheduler.submit(row.job(number))
+                self._scheduler.submit(row.request(number))
             if seconds_at_last_row is None and not waiting and not self._scheduler.num_waiting:
                 seconds_at_last_row = self._result.seconds
             if (action := self._scheduler.next_action()) is None:
@@ -111,7 +112,7 @@ class _Replay:
             case PrefillAction(rows=rows):
                 self._count_prefill(action)
                 for row in rows:
-                    if row.slot is not None and row.is_last and row.sequence.job.generates:
+                    if row.slot is not None and row.is_last and row.sequence.request.generates:
                         self._live[row.slot] = _Live(row.sequence)
             case ForkAction(slot=slot, sequence=sequence):
                 self._result.metrics.count_fork()
@@ -157,7 +158,7 @@ class _Replay:
 
     def _emits(self, live: _Live) -> int:
         """Tokens of the next call, past a stop string too."""
-        row = self._rows[live.sequence.job.number]
+        row = self._rows[live.sequence.request.number]
         length = row.limit - row.prompt_length
         if not row.ends_on_host:
             length = row.outputs[live.sequence.sample]
@@ -166,7 +167,7 @@ class _Replay:
     def _advance(self, slot: int, count: int) -> None:
         live = self._live[slot]
         live.emitted += count
-        wanted = self._rows[live.sequence.job.number].outputs[live.sequence.sample]
+        wanted = self._rows[live.sequence.request.number].outputs[live.sequence.sample]
         if live.emitted < wanted:
             self._scheduler.advance(slot, count)
             return

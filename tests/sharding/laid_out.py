@@ -30,7 +30,7 @@ from noria.modelzoo.families.registry import from_hf_config
 from noria.modelzoo.layer_groups import single_layer_names
 from noria.modelzoo.sampling import SamplingState, TokenScores
 from noria.runtime.devices.host_arrays import HostArrays
-from noria.runtime.engine.decode_slots import Job, Sequence
+from noria.runtime.engine.decode_slots import ScheduledRequest, ScheduledSequence
 from noria.runtime.engine.padding import pack_pieces, pack_requests, pack_sampling
 from noria.runtime.engine.scheduler import PromptPiece
 from noria.runtime.files.layout_files import named_layout_tables, read_layout_table
@@ -425,9 +425,9 @@ class LaidOut:
             pieces = []
             for slot in (slot for slot in left if buckets[slot] == bucket):
                 start, limit = done[slot], rows[slot].limit or grid.max_length
-                job = Job(0, left[slot], limit, 1, is_scored=False)
+                request = ScheduledRequest(0, left[slot], limit, 1, is_scored=False)
                 count = min(bucket.tokens, left[slot] - start)
-                pieces.append(PromptPiece(slot, Sequence(job, 0), start, count))
+                pieces.append(PromptPiece(slot, ScheduledSequence(request, 0), start, count))
                 done[slot] += count
             yield bucket, pieces
 
@@ -439,7 +439,7 @@ class LaidOut:
         prompts, sampling = [row.prompt for row in of_pieces], map(self._sampling, of_pieces)
         slots = self.grid.decode_slots
         packed, tokens_BT, next_BT = pack_pieces(pieces, prompts, bucket, slots)
-        jobs = [piece.sequence.job for piece in pieces]
+        jobs = [piece.sequence.request for piece in pieces]
         requests = pack_requests(jobs, list(sampling), bucket.batch)
         return self.put((packed, requests, tokens_BT, next_BT))
 

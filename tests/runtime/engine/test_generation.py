@@ -23,7 +23,7 @@ from noria.compile.graph_failures import GraphFailed
 from noria.compile.monitor import compile_monitor
 from noria.runtime.batch.graph_rows import needs_graph
 from noria.runtime.batch.scan import Need
-from noria.runtime.engine.generation import Generator
+from noria.runtime.engine.generation import GenerationSession
 from noria.runtime.errors import RowError
 from noria.runtime.request import Request, SamplingParams
 
@@ -348,7 +348,7 @@ def test_without_max_tokens_a_row_fills_the_plans_length(model):
     ],
 )
 def test_a_row_that_is_too_long_is_told_what_is_possible(length, max_tokens, message):
-    needs_no_engine = Generator(None, GRID, CONFIG.vocab_size, CONFIG.max_position, ())
+    needs_no_engine = GenerationSession(None, GRID, CONFIG.vocab_size, CONFIG.max_position, ())
     params = SamplingParams(max_tokens=max_tokens)
     with pytest.raises(RowError, match=re.escape(message)):
         needs_no_engine.check(Request("row", [5] * length, params))
