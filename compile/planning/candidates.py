@@ -29,7 +29,7 @@ import numpy as np
 from ...sharding.call import Call
 from ..grids.bucket_grid import BucketGrid, PrefillBucket
 from ..grids.bucket_search import cheapest_cuts
-from ..grids.default_grid import SPAN_STEP, RowNeed, slot_use
+from ..grids.default_grid import SPAN_STEP, RowShape, slot_use
 from ..grids.grid_defaults import GridDefaults, round_up
 from ..grids.prefill_ladder import with_small_calls
 from ..grids.span_slots import SlotUse, with_ragged_slots
@@ -53,7 +53,7 @@ SLOTS_PER_LONG_ROW = 8
 class ExpectedRow:
     """A row of a workload, and the tokens that it is expected to emit."""
 
-    need: RowNeed
+    need: RowShape
     output: int
     """Of each of its sequences, a stop id included."""
     ends_on_host: bool = False

@@ -55,7 +55,7 @@ class DecodeSlots:
     def __init__(self, grid: BucketGrid):
         self._grid = grid
         self._occupants: dict[int, _Occupant] = {}
-        self._reach = [grid.reach(slot) for slot in range(grid.decode_slots)]
+        self._reach = [grid.slot_capacity(slot) for slot in range(grid.decode_slots)]
         self._sorted_reach = sorted(self._reach)
         # the shortest first, so that a row takes the shortest slot that holds it
         self._free = sorted(range(len(self._reach)), key=self._order)

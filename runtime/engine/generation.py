@@ -83,7 +83,7 @@ class GenerationSession:
         scheduled = ScheduledRequest(
             number=self._num_submitted,
             prompt_length=prompt_length,
-            max_total_length=self.grid.limit(prompt_length, params.max_tokens),
+            max_total_length=self.grid.max_total_length(prompt_length, params.max_tokens),
             num_sequences=params.n,
             is_scored=params.prompt_logprobs is not None,
         )

@@ -188,7 +188,11 @@ class Scheduler:
 
     def _reach(self, prompt: _Prompt) -> int:
         """How far a slot must reach at least that the prompt's sequences fit into."""
-        return self._grid.reach_of(prompt.request.max_total_length) if prompt.num_slots else NO_SLOT
+        return (
+            self._grid.capacity_for(prompt.request.max_total_length)
+            if prompt.num_slots
+            else NO_SLOT
+        )
 
     def _choose(self) -> tuple[_Queue, list[_Prompt]] | None:
         """The bucket and the prompts of the next prefill batch, if one is to run now."""

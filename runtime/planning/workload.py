@@ -11,7 +11,7 @@ from typing import Any
 
 from ...compile.grids.grid_defaults import GridDefaults
 from ...compile.planning.candidates import ExpectedRow
-from ..batch.batch_model import open_text, row_need
+from ..batch.batch_model import open_text, row_shape
 from ..batch.manifest import read_manifest
 from ..batch.part import WHOLE
 from ..batch.scan import ScannedRow, check_input, scan
@@ -44,9 +44,9 @@ class Workload:
     def output_tokens(self) -> int:
         return sum(row.output * row.need.num_sequences for row in self.rows)
 
-    def that_fits(self, max_position: int) -> "Workload":
+    def within_context(self, max_position: int) -> "Workload":
         """Without the rows that are too long for a model."""
-        rows = tuple(row for row in self.rows if row.need.least_length <= max_position)
+        rows = tuple(row for row in self.rows if row.need.min_length <= max_position)
         return replace(
             self,
             rows=tuple(_within(row, max_position) for row in rows),
@@ -83,7 +83,7 @@ def read_workload(
         _expected(row, emitted, share_of_limit)
         for row in summary.rows
         # of a finished job, rows that it has not answered are none of its work
-        if row.need is not None and (output is None or row.custom_id in emitted)
+        if row.requirements is not None and (output is None or row.custom_id in emitted)
     ]
     errors = (f"line {row.line_number}: {row.bad.error}" for row in summary.rows if row.bad)
     num_refused = len(summary.rows) - len(rows)
@@ -93,12 +93,14 @@ def read_workload(
 def _expected(
     row: ScannedRow, emitted: Mapping[str, tuple[int, bool]], share_of_limit: float
 ) -> ExpectedRow:
-    assert row.need is not None
-    need = row_need(row.need)
+    assert row.requirements is not None
+    need = row_shape(row.requirements)
     if (known := emitted.get(row.custom_id or "")) is not None:
         output, stopped = known
         # of several answers only the sum is known
-        return ExpectedRow(need, output // need.num_sequences, stopped and row.need.has_stops)
+        return ExpectedRow(
+            need, output // need.num_sequences, stopped and row.requirements.has_stops
+        )
     limit = need.max_tokens
     if limit is None:
         limit = GridDefaults().unspecified_output

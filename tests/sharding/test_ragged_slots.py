@@ -35,7 +35,10 @@ def ragged_under(layout: str | None, family: str, long_slots: int) -> LaidOut:
 
 def rows_of(under: LaidOut) -> dict:
     """Rows that their slots hold; prompts are as long as the first span at most."""
-    return {slot: replace(row, limit=under.grid.reach(slot)) for slot, row in greedy_rows().items()}
+    return {
+        slot: replace(row, limit=under.grid.slot_capacity(slot))
+        for slot, row in greedy_rows().items()
+    }
 
 
 def assert_answers(ragged: LaidOut) -> None:
@@ -55,7 +58,7 @@ def test_long_and_short_slots_give_a_row_the_same_bits(layout, family, long_slot
     ragged = ragged_under(layout, family, long_slots)
     grid = ragged.grid
     long, short = (
-        next(slot for slot in range(6) if grid.reach(slot) == span)
+        next(slot for slot in range(6) if grid.slot_capacity(slot) == span)
         for span in grid.decode_spans[::-1]
     )
     row = replace(greedy_rows()[4], limit=grid.decode_spans[0])

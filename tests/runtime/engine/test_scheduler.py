@@ -139,7 +139,7 @@ class Play:
             return
         if not row.start:
             assert row.slot not in self.filled and row.slot not in self.length
-            assert of.max_total_length <= self.grid.reach(row.slot)
+            assert of.max_total_length <= self.grid.slot_capacity(row.slot)
             self.filled[row.slot], self.owner[row.slot] = 0, of.number
         assert self.filled[row.slot] == row.start
         self.filled[row.slot] += row.count
@@ -150,7 +150,7 @@ class Play:
 
     def _decodes(self, slot: int, of: ScheduledRequest) -> None:
         assert slot not in self.filled and slot not in self.length
-        assert of.max_total_length <= self.grid.reach(slot)
+        assert of.max_total_length <= self.grid.slot_capacity(slot)
         self.length[slot], self.limit[slot] = of.prompt_length, of.max_total_length
         self.owner[slot] = of.number
 
@@ -183,7 +183,9 @@ def check_all_ran(play: Play, requests: list[ScheduledRequest]) -> None:
     assert begun == Counter((number, i) for number, each in samples.items() for i in each)
     for j in requests:
         # in several sets where there are more sequences than slots that hold them
-        suited = sum(j.limit <= play.grid.reach(slot) for slot in range(play.grid.decode_slots))
+        suited = sum(
+            j.limit <= play.grid.slot_capacity(slot) for slot in range(play.grid.decode_slots)
+        )
         sets = -(-j.num_sequences // suited) if j.generates else 1
         assert read[j.number] == sets * j.prompt_length
 
