@@ -38,8 +38,8 @@ from noria.runtime.checkpoint.model_files import open_model
 from noria.runtime.devices.host_arrays import HostArrays
 from noria.runtime.devices.machine import describe_machine
 from noria.runtime.engine.engine import Engine
-from noria.runtime.engine.feeding import feeding_order
 from noria.runtime.engine.generation import GenerationSession
+from noria.runtime.engine.submission_order import submission_order
 from noria.runtime.session import prepare_jax
 from noria.runtime.text.load_tokenizer import load_tokenizer
 from noria.runtime.text.tokenizer import Tokenizer
@@ -190,7 +190,7 @@ class StandInModel:
         generator = GenerationSession(
             engine, self.grid, vocab_size, self.grid.max_length, (), self.tokenizer
         )
-        order = partial(feeding_order, grid=self.grid)
+        order = partial(submission_order, grid=self.grid)
         return Build(generator, f"slots = {self.grid.decode_slots}\n", "none", order)
 
 

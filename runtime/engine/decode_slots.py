@@ -23,7 +23,7 @@ class ScheduledRequest:
     @property
     def generates(self) -> bool:
         """Whether its sequences decode at all."""
-        return self.limit > self.prompt_length
+        return self.max_total_length > self.prompt_length
 
 
 @dataclass(frozen=True)

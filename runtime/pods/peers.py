@@ -11,16 +11,16 @@ from typing import Literal, NamedTuple, TypeVar
 Value = TypeVar("Value")
 
 
-class Word(NamedTuple):
+class StepDirective(NamedTuple):
     """What process 0 says before a step."""
 
-    course: Literal["go", "drain", "stop"]
+    action: Literal["go", "drain", "stop"]
     """Take in rows; finish those in flight; leave them."""
     signal: str | None = None
     """The signal that ended the going."""
 
 
-GO = Word("go")
+GO = StepDirective("go")
 
 
 class Peers:
@@ -31,16 +31,16 @@ class Peers:
     """Processes, devices and collectives, as far as they decide in what order sums run."""
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether this is process 0."""
         return self.rank == 0
 
     @property
-    def asked(self) -> str | None:
+    def remote_signal(self) -> str | None:
         """To process 0: the name of a signal that another process got."""
         return None
 
-    def share(self, value: Value) -> Value:
+    def broadcast(self, value: Value) -> Value:
         """The value that process 0 passes; it is carried as JSON."""
         return value
 
@@ -51,18 +51,18 @@ class Peers:
     def agree(self, facts: Callable[[], Mapping[str, str]]) -> None:
         """Refuse, on every process, facts that are not those of process 0; waits for all."""
 
-    def follow(self, word: Word, own_signal: str | None) -> Word:
+    def exchange_directive(self, directive: StepDirective, own_signal: str | None) -> StepDirective:
         """The word of process 0 for the next step; it hears of this process's own signal."""
         del own_signal
-        return word
+        return directive
 
-    def saw(self, *facts: object) -> None:
+    def record(self, *facts: object) -> None:
         """Take note of what this process did: before the next step all must have done the same."""
 
-    def before_end(self, action: Callable[[], object]) -> None:
+    def on_abort(self, action: Callable[[], object]) -> None:
         """Do this before the loss of another process ends this one on the spot."""
 
-    def blame(self) -> None:
+    def await_verdict(self) -> None:
         """After a failure of the devices, wait for what ends this process if another one failed."""
 
 

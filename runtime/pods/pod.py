@@ -25,10 +25,10 @@ from ..console import plural
 from ..errors import OutOfStep
 from . import coordination
 from .coordination import Address
-from .peers import Peers, Value, Word
+from .peers import Peers, StepDirective, Value
 from .watchdog import MARGIN_SECONDS, Watchdog
 
-WORDS_KEPT = 4096
+DIRECTIVES_PER_FOLDER = 4096
 """Words in a folder of the store; one folder is kept beside the current one."""
 LONGEST_TIMEOUT = 24 * 60 * 60
 _COLLECTIVES = {"cpu": "gloo", "gpu": "nccl", "tpu": "tpu"}
@@ -91,13 +91,13 @@ class Pod(Peers):
         self._num_shared = self._num_steps = self._trace = 0
 
     @property
-    def asked(self) -> str | None:
-        return self._watchdog.asked
+    def remote_signal(self) -> str | None:
+        return self._watchdog.remote_signal
 
-    def share(self, value: Value) -> Value:
+    def broadcast(self, value: Value) -> Value:
         key = f"shared/{self._num_shared}"
         self._num_shared += 1
-        if self.leads:
+        if self.is_leader:
             self._put(key, value)
             return value
         return self._get(key)
@@ -116,24 +116,24 @@ class Pod(Peers):
 
     def agree(self, facts: Callable[[], Mapping[str, str]]) -> None:
         own = dict(facts())
-        leaders = self.share(own)
+        leaders = self.broadcast(own)
         names = ("process 0 has", f"process {self.rank} has")
         if found := differences(leaders, own, names):
             listed = "\n".join(found)
             raise Disagreement(f"expected all processes to be given the same, got:\n{listed}")
         self._store.barrier(f"agreed/{self._num_shared}")
 
-    def follow(self, word: Word, own_signal: str | None) -> Word:
-        self._watchdog.pass_on(own_signal)
-        folder, step = divmod(self._num_steps, WORDS_KEPT)
-        key = f"words/{folder}/{step}"
-        if self.leads:
-            self._store.put(key, json.dumps([self._trace, *word]).encode())
+    def exchange_directive(self, directive: StepDirective, own_signal: str | None) -> StepDirective:
+        self._watchdog.report_signal(own_signal)
+        folder, step = divmod(self._num_steps, DIRECTIVES_PER_FOLDER)
+        key = f"directives/{folder}/{step}"
+        if self.is_leader:
+            self._store.put(key, json.dumps([self._trace, *directive]).encode())
             if step == 0 and folder > 1:
-                self._store.remove_folder(f"words/{folder - 2}")
+                self._store.remove_folder(f"directives/{folder - 2}")
         else:
             trace, *rest = json.loads(self._store.get(key))
-            word = Word(*rest)
+            directive = StepDirective(*rest)
             if trace != self._trace:
                 raise OutOfStep(
                     f"process {self.rank} is out of step with process 0 before step "
@@ -141,15 +141,15 @@ class Pod(Peers):
                     "kind? Finished rows of earlier steps are kept."
                 )
         self._num_steps += 1
-        return word
+        return directive
 
-    def saw(self, *facts: object) -> None:
+    def record(self, *facts: object) -> None:
         self._trace = zlib.crc32(repr(facts).encode(), self._trace)
 
-    def before_end(self, action: Callable[[], object]) -> None:
-        self._watchdog.before_end = action
+    def on_abort(self, action: Callable[[], object]) -> None:
+        self._watchdog.on_abort = action
 
-    def blame(self) -> None:
+    def await_verdict(self) -> None:
         self._watchdog.await_verdict()
 
 

@@ -66,7 +66,7 @@ class Watchdog:
         clock: Callable[[], float] = time.monotonic,
         end: Callable[[int], object] = os._exit,
     ):
-        self.before_end: Callable[[], object] = lambda: None
+        self.on_abort: Callable[[], object] = lambda: None
         """What to do before this process is ended because of another one."""
         self.limit = limit
         self._store = store
@@ -88,14 +88,14 @@ class Watchdog:
         for task in (self._beat, self._watch):
             threading.Thread(target=task, name=f"noria {task.__name__}", daemon=True).start()
 
-    def pass_on(self, signal: str | None) -> None:
+    def report_signal(self, signal: str | None) -> None:
         """Tell the others soon of the signal that this process got, if it did."""
         if signal != self._signal:
             self._signal = signal
             self._wake.set()
 
     @property
-    def asked(self) -> str | None:
+    def remote_signal(self) -> str | None:
         """The signal that another process got, the lowest of them."""
         signals = (member.told.get("signal") for member in self._others.values())
         return next(filter(None, signals), None)
@@ -161,7 +161,7 @@ class Watchdog:
             if verdict is not None and self._ending is None:
                 tell(sys.stderr, f"noria: process {self._rank}: {verdict.reason}")
                 with suppress(OSError):  # a full disk must not keep it alive
-                    self.before_end()
+                    self.on_abort()
                 self._end_all(verdict.reason, verdict.exit_code)
                 self._end(verdict.exit_code)
 

@@ -162,7 +162,7 @@ class FakeModel:
         phases.enter(self._failure_phase)
         if self._failure is not None:
             raise self._failure
-        longest = max(need.prompt_length for need in summary.needs)
+        longest = max(need.prompt_length for need in summary.requirements)
         return Build(self.generator, stored_plan or f"max_length = {longest}\n", self.digest)
 
 

@@ -124,12 +124,12 @@ def test_parts_that_show_different_instants_are_not_merged(source, tmp_path, tod
 class Follower:
     """A process beside the leader, with what the leader shares."""
 
-    size, rank, leads, setup, asked = 2, 1, False, "2 processes", None
+    size, rank, is_leader, setup, remote_signal = 2, 1, False, "2 processes", None
 
     def __init__(self, shared):
         self._shared = iter(shared)
 
-    def share(self, value):
+    def broadcast(self, value):
         return next(self._shared)
 
     def agree(self, facts):

@@ -383,7 +383,7 @@ def test_the_first_of_several_rows_with_one_id_counts_even_when_it_is_bad():
     summary = scan(io.BytesIO(b"\n".join(lines)), lambda rows: [[1]] * len(rows))
     codes = [row.bad and row.bad.error.code for row in summary.rows]
     assert codes == ["empty_prompt", "duplicate_custom_id", None, "duplicate_custom_id"]
-    assert len(summary.needs) == 1
+    assert len(summary.requirements) == 1
 
 
 json_values = st.recursive(

@@ -485,12 +485,12 @@ class Follower(Peers):
     def __init__(self, happened: list):
         self._happened = happened
 
-    def saw(self, *facts):
+    def record(self, *facts):
         self._happened.append("saw")
 
-    def follow(self, word, own_signal):
+    def exchange_directive(self, directive, own_signal):
         self._happened.append("compared")
-        return word
+        return directive
 
 
 def test_what_rows_were_fed_or_got_is_compared_before_the_next_step_and_after_the_last(tmp_path):

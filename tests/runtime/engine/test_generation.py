@@ -22,7 +22,7 @@ from noria.compile.compiled_graphs import graph_names
 from noria.compile.graph_failures import GraphFailed
 from noria.compile.monitor import compile_monitor
 from noria.runtime.batch.graph_rows import needs_graph
-from noria.runtime.batch.scan import Need
+from noria.runtime.batch.scan import RowRequirements
 from noria.runtime.engine.generation import GenerationSession
 from noria.runtime.errors import RowError
 from noria.runtime.request import Request, SamplingParams
@@ -446,7 +446,7 @@ def test_the_rows_that_need_a_graph_are_those_that_call_it(model, monkeypatch):
     ]
     for ids, params in zip([*prompts(7, seed=3), [5]], asked * 2, strict=True):
         called = graphs_called(model, Request("row", ids, params), monkeypatch)
-        need = Need(len(ids), params.max_tokens, params.n, params.prompt_logprobs)
+        need = RowRequirements(len(ids), params.max_tokens, params.n, params.prompt_logprobs)
         wanted = {name for name in graph_names(model.grid) if needs_graph(name, model.grid, need)}
         # a call may end on the next span already, and slots for all samples be free apart alone
         assert called <= wanted, called - wanted

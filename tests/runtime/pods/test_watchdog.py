@@ -103,9 +103,9 @@ def test_a_process_that_left_well_is_not_missed(pod):
 
 def test_the_signal_of_one_process_is_known_to_the_others(pod):
     _, clock, watchdogs = pod
-    watchdogs[2].pass_on("SIGTERM")
+    watchdogs[2].report_signal("SIGTERM")
     run(clock, watchdogs, 1)
-    assert [watchdog.asked for watchdog in watchdogs] == ["SIGTERM", "SIGTERM", None]
+    assert [watchdog.remote_signal for watchdog in watchdogs] == ["SIGTERM", "SIGTERM", None]
 
 
 def test_the_threads_end_the_process_when_another_falls_silent(capsys):

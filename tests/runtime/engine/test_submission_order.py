@@ -1,21 +1,21 @@
 """The order in which rows are fed: longest first, and of every length at any time."""
 
 from noria.compile.grids.bucket_grid import BucketGrid
-from noria.runtime.engine.feeding import feeding_order
+from noria.runtime.engine.submission_order import submission_order
 
 GRID = BucketGrid(100, ((60, 1),), 4, (50, 100), span_slots=(4, 1))
 
 
 def test_the_longest_need_comes_first_and_equal_ones_stay_in_order():
     needs = [(10, 5), (20, 30), (10, None), (5, 10), (3, 47)]
-    assert feeding_order(needs) == [2, 1, 4, 0, 3]
+    assert submission_order(needs) == [2, 1, 4, 0, 3]
 
 
 def test_rows_of_every_length_of_slots_come_evenly_spread():
     """Of nine rows three need a long slot: one in each third, the longest of each first."""
     needs = [(10, n) for n in range(30, 36)] + [(40, n) for n in (20, 21, 22)]
-    assert feeding_order(needs, GRID) == [5, 8, 4, 3, 7, 2, 1, 6, 0]
+    assert submission_order(needs, GRID) == [5, 8, 4, 3, 7, 2, 1, 6, 0]
 
 
 def test_a_row_that_fits_no_slot_is_fed_too():
-    assert sorted(feeding_order([(10, 500), (10, 5)], GRID)) == [0, 1]
+    assert sorted(submission_order([(10, 500), (10, 5)], GRID)) == [0, 1]
