@@ -151,7 +151,7 @@ def padding_of(work_dir: Path, model: Path, source: Path, name: str, plan: str) 
 
 
 def page(report: dict[str, Any]) -> str:
-    """What is known, as Markdown."""
+    """Return the Markdown page for the measurements in a report."""
     lines = ["# Chunks and whole prompts", "", "Made by `scripts/bench_chunks.py`.", ""]
     if "padding" in report:
         lines += padding_table(report["padding"])

@@ -177,7 +177,7 @@ class DeviceBench:
         return statistics.median(seconds[1:]), build_seconds, self.work(grid.prefill[0].call())
 
     def work(self, call) -> dict[str, float]:
-        """What no implementation of one call can avoid."""
+        """Return the minimum floating-point operations and bytes of one call."""
         from noria.compile.planning.work import Work
 
         found = Work(self.definition, self.options.dtype).parts(call)
@@ -252,7 +252,7 @@ class DeviceBench:
         return min(seconds)
 
     def _or_error(self, measure: Callable[[], tuple[float, float, dict]]) -> dict[str, Any]:
-        """What was measured, or what the device refused: a batch may not fit its memory."""
+        """Return a measurement, or the device's error if, say, the batch does not fit in memory."""
         try:
             seconds, build_seconds, work = measure()
         except RuntimeError as error:

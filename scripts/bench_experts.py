@@ -1,4 +1,4 @@
-"""What one sparse layer costs: against transformers, `ragged_dot` and other ways to dispatch.
+"""Measure one sparse layer against transformers, `ragged_dot` and other ways to dispatch.
 
     pip install torch transformers    # for the comparison alone
     python scripts/bench_experts.py --output benchmarks/experts.json

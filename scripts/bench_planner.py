@@ -45,7 +45,7 @@ TARGETS = {"tpu:v5e:1x1": "bfloat16", "cpu": "float32"}
 """With the dtype of weights. The first waits for memory below some 240 tokens a call, so that
 padding of short calls is free; the second hardly ever does."""
 MOST_PADDING = 1.05
-"""Of plans in chunks: computed over real prompt tokens, dummy rows included."""
+"""Upper bound for plans with chunks: computed over real prompt tokens, dummy rows included."""
 SHORTEST = 16
 SHIPPED = {
     "JetStream, MaxText: 16 to 32768, doubling": [2**power for power in range(4, 16)],
@@ -168,7 +168,7 @@ def _reaching(lengths: list[int], longest: int) -> list[int]:
 
 
 def figures(tried: Tried) -> dict[str, Any]:
-    """What a table needs of one grid."""
+    """Return the figures of one grid that the tables show."""
     metrics = tried.simulation.metrics
     padding, prefill = metrics.report()["padding"], metrics.prefill.values()
     return {

@@ -152,7 +152,7 @@ def measure(case: Case, record: dict, keep) -> None:
 
 
 def plan_options(case: Case) -> argparse.Namespace:
-    """What `noria plan` is asked."""
+    """Return the options of `noria plan` for a case."""
     parser = argparse.ArgumentParser()
     command.add_options(parser)
     files = ("--model", str(MODELS / case.model), "--workload", str(WORKLOAD), "-o", "unused")

@@ -60,7 +60,7 @@ def _published(family: Family) -> str:
 
 
 def _docstring(family: Family) -> str:
-    """Of the module that holds the family."""
+    """Return the docstring of the module that defines the family."""
     modules = filter(inspect.ismodule, vars(registry).values())
     found = next(m for m in modules if any(value is family for value in vars(m).values()))
     return found.__doc__ or ""

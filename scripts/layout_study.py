@@ -43,11 +43,11 @@ from layout_study_report import draw, markdown
 
 TARGET, CHIPS = "tpu:v4:4x4x4", 64
 LENGTH, STEPS = 2048, 64
-"""Of prompts, and decoded after them (paper, section 4)."""
+"""Prompt length and number of decode steps (paper, section 4)."""
 PARAMETERS = 540.35e9
-"""Of PaLM 540B (Chowdhery et al. 2022, 2204.02311), without the heads that it is padded with."""
+"""Parameters of PaLM 540B (Chowdhery et al. 2022, 2204.02311), without its padding heads."""
 CACHE_SHARE = 0.3
-"""Of a device's memory, for the table of context lengths (paper, table 1)."""
+"""Share of a device's memory, for the table of context lengths (paper, table 1)."""
 
 PALM = DecoderConfig(
     vocab_size=256_000,
@@ -120,7 +120,7 @@ class Published:
     layout: str
     weights: str
     seconds: float
-    """Of the prefill call, or of one decode step."""
+    """Seconds of the prefill call, or of one decode step."""
     mfu: float | None
     source: str
 
@@ -206,7 +206,7 @@ def contexts() -> dict[str, dict[int, int]]:
 
 
 def compiled_layers() -> list[dict[str, Any]]:
-    """What a layer sends, by the model and by programs of two layers at full width."""
+    """Compare the predicted communication of a layer with compiled programs at full width."""
     grid, target = BucketGrid(LENGTH, ((LENGTH, 64),), 512, (LENGTH,)), find_target(TARGET)
     name = "weight-stationary 2D"
     result = measure(PALM.first_layers(2), PREFILL[name], target, grid, jnp.bfloat16, note)

@@ -64,7 +64,7 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class Row:
-    """What one process took."""
+    """The memory, bytes read and time of one process."""
 
     share_bytes: int
     peak_bytes: int

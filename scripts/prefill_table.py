@@ -1,4 +1,4 @@
-"""Where the time of prefill graphs goes on TPUs that are not there, by the compiler's estimates.
+"""Tabulate compiler estimates of prefill time by operation, for TPUs that are not present.
 
 The first eight layers of Llama 3.1 8B in bfloat16. Cycles are the compiler's own, and of what has
 none a price by bytes, operations or links, as in `compile/programs/cycles.py`. A product counts

@@ -1,4 +1,4 @@
-"""What comparisons of the embedded model share: scripts as modules, and where the model lies."""
+"""Helpers for comparisons of the embedded model: scripts as modules, and the model's path."""
 
 import importlib.util
 import sys

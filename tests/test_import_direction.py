@@ -26,7 +26,7 @@ EXCEPTIONS = {
 
 
 def violations(source: str, path: Path) -> list[str]:
-    """What the file at `path` (relative to the repository) does that its floor may not."""
+    """Return the violations of its floor's rules in the file at `path` (relative to the root)."""
     floor = path.parts[0]
     found = [
         (node.lineno, problem)

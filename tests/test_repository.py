@@ -1,4 +1,4 @@
-"""What no file of the repository may hold."""
+"""Rules for the files of the repository: content that no file may hold."""
 
 import argparse
 import ast

@@ -1,4 +1,4 @@
-"""What layers are said to send, against programs compiled for devices that are not there.
+"""Predicted communication against programs compiled for devices that are not present.
 
 The difference between graphs of three and of two layers is what one layer does: the first and the
 last layer are next to the embedding and the head, and XLA may treat them in a way of their own.
@@ -52,7 +52,7 @@ communication of these and of a ring."""
 ONE_BY_ONE = {"embed-parallel", "ring"}
 """Layouts tested without a loop in every run."""
 CUT = {("embed-parallel", "decode")}
-"""Where XLA for TPU makes an all-reduce and a cut of a reduce-scatter, at these sizes."""
+"""Cases where XLA for TPU turns a reduce-scatter into an all-reduce and a slice."""
 GATHERED = {
     ("weight-stationary-1d-batch-attention", "prefill"): Counter(
         {
@@ -176,7 +176,7 @@ def test_a_sparse_layer_sends_what_is_said_and_nothing_else(name, kind, phase):
 
 
 def of_one_turn(layout: Layout, name: str, kind: str, target: str) -> Counter:
-    """What a loop over three layers sends in each of its turns."""
+    """Count what one iteration of a loop over three layers sends."""
     config = config_of(layout.name, 3, kind)
     found = collectives(layout, name, GRID, config, target, scan_layers=True)
     return Counter((c.kind, c.mesh_axes, c.num_bytes) for c in found if 3 in c.loops)
@@ -231,9 +231,10 @@ def test_a_sparse_layer_sends_the_same_bytes_on_the_cpu(name, phase):
 def test_a_chunk_sends_its_entries_or_its_queries_whichever_are_fewer_bytes(
     name, rows, spans, kind
 ):
-    """Of one span the entries, of another the queries: nothing else goes along the ring.
+    """The entries of a short span go along the ring, or else the queries, and nothing more.
 
-    Of few rows XLA for TPU makes an all-reduce and a cut of a reduce-scatter in a ring of groups.
+    For few rows in a ring of groups, XLA for TPU turns a reduce-scatter into an all-reduce and a
+    slice.
     """
     layout = layout_of(name)
     grid = BucketGrid(LONG, ((SHORT, rows, CHUNK), (LONG, rows, CHUNK)), SLOTS, (SHORT, LONG))

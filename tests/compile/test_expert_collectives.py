@@ -1,4 +1,4 @@
-"""What sparse layers communicate, compiled for a TPU slice that is not there.
+"""Communication of sparse layers, compiled for a TPU slice that is not present.
 
 As for dense layers, the difference between graphs of three and of two layers is one layer.
 """

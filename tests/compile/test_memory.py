@@ -126,7 +126,7 @@ def test_decode_with_scanned_layers_works_in_place(target, dtype, windows):
 LLAMA_8B = {"num_query_heads": 32, "num_kv_heads": 8, "embed": 4096, "mlp": 14336}
 QWEN3_235B = {"num_query_heads": 64, "num_kv_heads": 4, "embed": 4096, "mlp": 1536}
 OF_16_EXPERTS = partial(MoeConfig, Routing(num_experts=16, num_chosen=2), QWEN3_235B["mlp"])
-"""Of the sizes of Qwen3 235B, which has eight times as many."""
+"""Experts of Qwen3 235B's sizes; the model itself has eight times as many."""
 
 
 @pytest.mark.tpu_compile

@@ -94,7 +94,7 @@ def test_a_plan_with_a_layout_of_another_form_is_refused(old, new, message):
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_derived_grids_divide_as_the_layout_splits_them(spelling):
-    """Of jobs of any size; the checks of legality are the judge."""
+    """Grids of random jobs pass the legality checks of their layout."""
     layout = layout_of(spelling)
     whole = GridDefaults.for_layout(layout)
     rng = np.random.default_rng(0)

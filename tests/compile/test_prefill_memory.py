@@ -102,7 +102,7 @@ def test_what_a_chunk_needs_does_not_grow_with_the_layers():
 
 
 def test_the_first_chunk_of_a_prompt_is_as_much_work_as_a_whole_prompt():
-    """Of a span of one chunk."""
+    """The bucket's span is one chunk."""
     definition = AbstractModel(CONFIG)
     placement = find_target("cpu").placement()
 

@@ -56,11 +56,11 @@ class Decode:
     collectives: list[Collective]
     temporaries: int
     overwritten: int
-    """Of arguments, by results."""
+    """Bytes of arguments whose memory results reuse."""
     logits: int
     cache: int
     smallest_segment: int
-    """Of keys or values of one layer."""
+    """Bytes of one layer's keys or values in the smallest segment."""
 
 
 @cache
@@ -87,7 +87,7 @@ def compiled_decode(
 
 
 def num_bytes(placed: jax.ShapeDtypeStruct) -> int:
-    """Of the piece of one device."""
+    """Return the bytes of one device's piece."""
     shape = placed.sharding.shard_shape(placed.shape)
     return jax.ShapeDtypeStruct(shape, placed.dtype).size * placed.dtype.itemsize
 

@@ -105,7 +105,7 @@ def plan_text(
 
 
 def answer(row: dict[str, Any]) -> Any:
-    """What a row says, without ids and times."""
+    """Return the content of an output line, without ids and times."""
     if row["response"] is None:
         return row["error"]
     body = row["response"]["body"]

@@ -47,7 +47,7 @@ def in_chunks(noria, source):
 
 
 def logprobs(row) -> list[float]:
-    """Of the tokens of a prompt but the first."""
+    """Return the log probabilities of a prompt's tokens, except the first."""
     (choice,) = row["response"]["body"]["choices"]
     return choice["logprobs"]["token_logprobs"][1:]
 

@@ -65,7 +65,7 @@ class PodJob:
     source: Path
     plan: Path
     whole: Path
-    """What two undisturbed processes wrote."""
+    """The output of two processes that ran without a disturbance."""
 
     def arguments(self, output: Path, *options: object) -> tuple[object, ...]:
         files = ("-i", self.source, "-o", output, "--model", self.noria.model, "--plan", self.plan)
@@ -184,7 +184,7 @@ def test_four_processes_of_two_devices_write_the_bytes_of_two_of_four(job, tmp_p
 
 
 def answers(path: Path) -> list:
-    """What rows got; ids tell one plan from another."""
+    """Return the answers without their ids, which differ between plans."""
     return [answer(row) for row in read_rows(path)]
 
 

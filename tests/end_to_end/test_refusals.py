@@ -1,4 +1,4 @@
-"""What the command refuses: the exit code, and words on stderr that say what is wrong."""
+"""Refusals of the command: the exit code, and an explanation on stderr."""
 
 import json
 import resource

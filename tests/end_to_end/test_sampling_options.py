@@ -1,4 +1,4 @@
-"""What a request can ask for, from its line to the line of its answer."""
+"""Sampling options of a request, from its input line to its output line."""
 
 import pytest
 from command import chat, completion, write_lines

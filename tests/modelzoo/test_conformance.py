@@ -49,11 +49,11 @@ class LoadedCase:
             self.parameters = load_params(files.spec, files.tensors, abstract, sharding)
 
     def prefill_logits(self, bucket_length: int) -> jax.Array:
-        """Of every position."""
+        """Return the logits of every position."""
         return self._prefill_prompts(bucket_length, SPANS, max(TRUE_LENGTHS))[0]
 
     def decode_logits(self, spans: tuple[int, ...], first: int) -> np.ndarray:
-        """Of positions from `first` on, token by token after a prefill of those before.
+        """Return the logits from position `first` on: prefill up to `first`, then decode.
 
         Rows past their end write nothing.
         """
@@ -76,7 +76,7 @@ class LoadedCase:
         return np.stack(logits, axis=1)
 
     def chunk_logits(self, spans: tuple[int, ...], chunk: int = 8) -> np.ndarray:
-        """Of every position, from chunks.
+        """Return the logits of every position, computed in chunks.
 
         Slots are not in the order of rows; a row without tokens is none, and has no slot.
         """

@@ -1,4 +1,4 @@
-"""What holds for every decoder: causality, padding, spans, and prefill agreeing with decode."""
+"""Properties of every decoder: causality, padding, spans, and prefill equal to decode."""
 
 from dataclasses import replace
 from functools import partial

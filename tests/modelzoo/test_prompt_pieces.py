@@ -41,7 +41,7 @@ WIDE = Arrangement(head_multiple=16)
 BLOCKS = Arrangement(key_blocks=(4, 2))
 SPANS, LONGEST = (4, 24), 24
 LENGTHS = np.arange(1, LONGEST - 3)
-"""Of prompts, a slot each."""
+"""Lengths of the prompts; each prompt has its own slot."""
 SLOTS = len(LENGTHS)
 STEPS = 4
 IN_CHUNKS = [*range(0, 24, 4), 24]

@@ -35,7 +35,7 @@ def prompt_of(length: int, rows: int = 1):
 
 
 def entries(cache: KVCache, layer: int, slot: int) -> dict[int, np.ndarray]:
-    """What a slot holds in one layer: `[2, K, H]`, key and value, by stored position."""
+    """Return a slot's `[2, K, H]` keys and values in one layer, by stored position."""
     positions = cache.positions.of(WINDOWS[layer])
     position_S = np.concatenate([np.asarray(segment[slot]) for segment in positions])
     keys, values = (side[slot] for side in sides(cache.layers[layer : layer + 1]))
@@ -85,7 +85,7 @@ def test_a_whole_prompt_leaves_its_latest_tokens(spans, length, true_length):
 @pytest.mark.parametrize("spans", CUTS, ids=str)
 @pytest.mark.parametrize("chunk", [1, 2, 4, 8])
 def test_chunks_fill_a_slot_as_they_come(spans, chunk):
-    """Of as many tokens as there are up to the end of a span; the last is half padding."""
+    """Each chunk ends at the end of a span at the latest; half of the last chunk is padding."""
     cache, prompt = used_cache(RINGS, spans), prompt_of(24)
     held = [tokens_of(prompt, layer, 0, 24) for layer in range(len(WINDOWS))]
     cuts = sorted({*spans, *range(0, 24, chunk)})

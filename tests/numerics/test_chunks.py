@@ -27,7 +27,7 @@ TAILS = BucketGrid(
 
 @cache
 def answers(grid: BucketGrid, count: int, max_tokens: int = 16):
-    """Of so many conversations."""
+    """Return the model's outputs for the first `count` conversations."""
     llm = LLM("smollm2", plan=Plan("cpu", PlannedModel("smollm2", ""), Numbers("float32"), grid))
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=2)
     outputs = llm.chat(conversations_of(count), params)
@@ -36,7 +36,7 @@ def answers(grid: BucketGrid, count: int, max_tokens: int = 16):
 
 
 def conversations_of(count: int) -> list:
-    """Those of the benchmark, and then the ends of them."""
+    """Return the benchmark's conversations, and then the ends of the same conversations."""
     lines = PROMPTS.read_text("utf-8").splitlines()
     rows = [json.loads(line)["body"]["messages"] for line in lines]
     found = []

@@ -177,19 +177,19 @@ class Row:
 
 @dataclass(frozen=True)
 class Answers:
-    """What rows in slots came to; every array leads with the slots."""
+    """The results of rows in slots; every array leads with the slots."""
 
     prompt_logprobs_BV: np.ndarray
     logprobs_BV: np.ndarray
     """After the last token."""
     output: DecodeOutput
-    """Of all calls, along the axis of steps."""
+    """Outputs of all calls, joined along the axis of steps."""
     state: DecodeState
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What greedy rows come to on one device; every array leads with the rows."""
+    """The results of greedy rows on one device; every array leads with the rows."""
 
     tokens_RQ: np.ndarray
     prompt_logprobs_RV: np.ndarray
@@ -456,7 +456,7 @@ class LaidOut:
     def answer(
         self, rows: Mapping[int, Row], state: DecodeState | None = None, num_calls: int = 3
     ) -> Answers:
-        """What the rows come to from their prompts on, in these slots."""
+        """Prefill the rows in these slots, decode them, and return the results."""
         state, _ = self.prefill(rows, state)
         return self.decode(state, rows, num_calls)
 

@@ -27,7 +27,7 @@ class LayerSizes:
 
     rows: int
     tokens: int
-    """Of a row: its length in prefill, 1 in decode."""
+    """Tokens of a row: its length in prefill, 1 in decode."""
     embed: int
     mlp: int
     query_heads: int
@@ -73,7 +73,7 @@ class LayerSizes:
 
     @property
     def keys(self) -> int:
-        """Of all heads as stored; values are as many."""
+        """Bytes of the keys of all heads as stored; values have as many bytes."""
         return self.rows * self.tokens * self.kv_heads * self.head_dim * self.itemsize
 
     @property
@@ -96,7 +96,7 @@ class LayerSizes:
 
     @property
     def mlp_weight(self) -> int:
-        """Of `down`, or of one of gate and up."""
+        """Bytes of `down`, or of one of gate and up."""
         return self.embed * self.mlp * self.itemsize
 
 
@@ -204,7 +204,7 @@ def _merged(sizes: LayerSizes, mesh: Mesh) -> list[ExpectedCollective]:
 
 
 def _scattered_in_group(sizes: LayerSizes, mesh: Mesh) -> list[ExpectedCollective]:
-    """Of groups with a part of the tokens each, which split the residual stream further."""
+    """The 1D form within groups: each group has a part of the tokens."""
     return _scattered_1d(replace(sizes, tokens=sizes.tokens // mesh["sequence"]), mesh)
 
 

@@ -1,4 +1,4 @@
-"""Where the axes of a literal layout lie, and how often key/value heads are kept."""
+"""The mesh axes of a literal layout's axes, and the number of copies of key/value heads."""
 
 from dataclasses import replace
 

@@ -32,7 +32,7 @@ SMALL_BLOCKS = partial(attend_blockwise, query_block=4, block_scores=20)
 
 
 class Case(NamedTuple):
-    """What a layer is asked for."""
+    """The options of one attention layer."""
 
     window: Window = None
     scores: Scores = PLAIN_SCORES

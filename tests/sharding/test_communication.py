@@ -1,4 +1,4 @@
-"""What is derived from rules against published formulas, and what follows from them."""
+"""Communication derived from rules, against published formulas, and its consequences."""
 
 from collections import Counter
 from dataclasses import replace

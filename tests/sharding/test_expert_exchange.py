@@ -84,7 +84,7 @@ def arrays(dtype: str, has_bias: bool):
 def mixed_over(
     name: str, dispatch: Dispatch, dtype: str = "float32", has_bias: bool = False
 ) -> tuple[MoeOutput, str]:
-    """What a mixture gives under a layout, and its program."""
+    """Run a mixture under a layout; return its output and its program."""
     layout = layout_of(name)
     mesh = find_target("cpu:8").placement(layout).mesh
     rules: AxisRules = layout.rules

@@ -30,7 +30,7 @@ def placed(text: str) -> tuple[tuple[str, ...], ...]:
 
 
 def moves(x: str, stored: str, used: str, out: str) -> dict[str, object]:
-    """What a projection of `EQUATION` does, without the steps that do nothing."""
+    """Return the steps of a projection of `EQUATION`, without the empty steps."""
     steps = vars(Projection.from_mesh_axes(EQUATION, *map(placed, (x, stored, used, out))))
     return {name: step for name, step in steps.items() if name != "partial_split" and any(step)}
 

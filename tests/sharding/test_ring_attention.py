@@ -48,7 +48,7 @@ def inputs(seed: int = 0) -> list[np.ndarray]:
 
 
 def positions(*true_lengths: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of queries and keys, in the order of tokens; keys past the true length are padding."""
+    """Return query and key positions in token order; keys past the true length are padding."""
     query_BT = np.tile(np.arange(T, dtype=np.int32), (len(true_lengths), 1))
     is_token_BT = query_BT < np.array(true_lengths)[:, None]
     return query_BT, np.where(is_token_BT, query_BT, EMPTY_POSITION).astype(np.int32)
@@ -148,7 +148,7 @@ def test_nothing_flows_back_from_the_future_or_from_outside_a_window(window):
 
 
 def test_half_precision_is_rounded_at_the_end():
-    """What eight devices make of bfloat16 is no further off than what one makes."""
+    """In bfloat16, eight devices are no further from the exact result than one device."""
     query_BT, key_BT = positions(T, T)
     halves = [jnp.asarray(x, jnp.bfloat16) for x in inputs()]
     seen = Visibility(jnp.asarray(query_BT), jnp.asarray(key_BT))

@@ -26,7 +26,7 @@ ORDER = (5, 2, 7, 0, 1, 4)
 
 
 def rows() -> dict[int, Row]:
-    """Of every length; every second one sampled."""
+    """Return rows of every length; every second row is sampled."""
     sampled = SamplingParams(temperature=2.0, top_p=0.9)
     return {
         slot: Row(row.prompt, sampled, seed=slot) if slot % 2 else row

@@ -161,7 +161,7 @@ def test_a_tie_between_shards_goes_to_the_lowest_id():
     ],
 )
 def test_prompt_tokens_score_as_on_one_device(family, layout, in_chunks):
-    """Where prefill splits tokens in order or in stripes, and where it splits rows."""
+    """Prefill splits tokens in order or in stripes in some layouts, and rows in others."""
     num_logprobs, config = 5, config_of(family)
     got, expected = (
         model.score(greedy_rows(), num_logprobs)

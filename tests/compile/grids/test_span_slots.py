@@ -10,7 +10,7 @@ from noria.sharding.layout import Layout
 
 
 def slots_for(needs, slots: int, layout: Layout | None = None):
-    """Of rows as `(prompt, max_tokens)`, how many slots reach 100, 200 and 400."""
+    """Return how many slots hold 100, 200 and 400 tokens, for rows as `(prompt, max_tokens)`."""
     grid = BucketGrid(400, ((400, 1),), slots, (100, 200, 400))
     rows = [RowNeed(prompt, tokens) for prompt, tokens in needs]
     return with_ragged_slots(grid, slot_use(rows, has_chunks=False), layout).span_slots

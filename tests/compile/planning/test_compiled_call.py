@@ -1,4 +1,4 @@
-"""What is counted of a program: main memory's bytes on TPU, where its text can be had."""
+"""Counts of a program: main memory's bytes on TPU, if the program's text is available."""
 
 from typing import cast
 
@@ -25,7 +25,7 @@ ENTRY %main (p: f32[256]) -> f32[256] {
 
 
 class Executable:
-    """What is asked of a `jax.stages.Compiled`."""
+    """The part of `jax.stages.Compiled` that the counts use."""
 
     def cost_analysis(self) -> dict[str, float]:
         return {"flops": 512.0, "bytes accessed": 5120.0}

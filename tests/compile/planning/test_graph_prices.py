@@ -32,7 +32,7 @@ def prices(build: float) -> GraphPrices:
 
 
 def seconds_of(prices: GraphPrices, grid: BucketGrid, steps: dict[int, float]) -> float:
-    """Of all steps, each in the shortest span that has a graph, and of all graphs."""
+    """Return the cost of all steps, each in the shortest compiled span, and of all graphs."""
     of_steps = sum(
         count * prices.cost.seconds(grid.decode_call(grid.span_of(span)))
         for span, count in steps.items()

@@ -29,7 +29,7 @@ def steps(start: int, end: int, size: int, is_ring: bool) -> Iterator[tuple[int,
 
 
 def loads(sizes: Sequence[int], rings: Sequence[bool]) -> Counter:
-    """What each directed link carries of an all-to-all, in arrays of one device.
+    """Return the load of each directed link in an all-to-all, in arrays of one device.
 
     Every device sends an even piece to each; one dimension after the other, by the shortest way.
     """

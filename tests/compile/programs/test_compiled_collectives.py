@@ -21,7 +21,7 @@ from noria.compile.programs.collectives import Collective, read_collectives
 SIZES = {"data": 2, "tensor": 4}
 X = P("data", "tensor")
 BYTES = 128 * 256 * 4
-"""Of a device's piece of f32[256,1024]."""
+"""Bytes of one device's piece of f32[256,1024]."""
 
 
 def tpu_devices(topology: str) -> list:
@@ -50,7 +50,7 @@ def compiled(function, mesh: Mesh, *arguments: tuple[tuple[int, ...], P], dtype=
 
 
 def read_local(function, out: P, target: str, dtype=jnp.float32) -> list[Collective]:
-    """What a function of a device's piece of f32[256,1024] compiles to."""
+    """Compile a function of one device's piece of f32[256,1024] and read its collectives."""
     mesh = build_mesh(TARGETS[target]())
     mapped = jax.shard_map(function, mesh=mesh, in_specs=X, out_specs=out, check_vma=False)
     return read_collectives(compiled(mapped, mesh, ((256, 1024), X), dtype=dtype), SIZES)

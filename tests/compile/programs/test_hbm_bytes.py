@@ -25,7 +25,7 @@ def computation(name: str, *lines: str) -> str:
 
 
 def moved(*lines: str, called: str = "") -> int:
-    """Of a program that is given %p in main memory, %c on the chip, and an index %i."""
+    """Return the bytes of a program with %p in main memory, %c on the chip and an index %i."""
     return hbm_bytes(
         f"HloModule jit_f\n\n{called}\n{computation('ENTRY %main', *PARAMETERS, *lines)}"
     )

@@ -57,7 +57,7 @@ PUBLISHED = {
     "use_cache": True,
     "vocab_size": 201088,
 }
-"""Of the model with 20 billion parameters."""
+"""The `config.json` of the model with 20 billion parameters."""
 GGUF = {
     "general.architecture": "gpt-oss",
     "gpt-oss.block_count": 2,

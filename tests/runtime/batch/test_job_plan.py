@@ -156,7 +156,7 @@ def test_every_call_of_a_schedule_has_a_graph_whatever_rows_emit(needs, override
 
 
 def test_parts_and_processors_leave_out_the_same_graphs():
-    """Of both dtypes on the CPU, and however often."""
+    """The choice is the same for both dtypes on the CPU, and at each repetition."""
     rows = [RowShape(n, 64) for n in LENGTHS] * 4
     grids = {embedded_plan(rows).buckets for _ in range(3)}
     assert len(grids) == 1

@@ -1,4 +1,4 @@
-"""What a job says its prompts would pad, whole and in chunks: all rows count in both."""
+"""The padding that a job reports, for whole prompts and for chunks, over all rows."""
 
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.grids.default_grid import RowShape

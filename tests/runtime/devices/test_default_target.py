@@ -12,7 +12,7 @@ from noria.runtime.devices.default_target import GPU_PLUGINS, TPU_PLUGINS
 
 @pytest.fixture
 def found(tmp_path, monkeypatch):
-    """What is taken where such devices and plugins are, and the user chose nothing."""
+    """Find the default target for some devices and plugins, without any choice by the user."""
     monkeypatch.delenv("JAX_PLATFORMS")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 

@@ -41,7 +41,7 @@ def lossless(optimizes: bool) -> TinyModel:
 
 
 def requests(count: int = 14) -> list[Request]:
-    """Of three kinds: plain, of two continuations, scored without a continuation."""
+    """Return three kinds of requests: plain, two continuations, scored without continuation."""
     kinds = [
         GREEDY,
         replace(GREEDY, n=2, temperature=1.0),
@@ -58,7 +58,7 @@ def run(generator, rows: list[Request]):
 
 
 class Reports:
-    """What the graphs said of every row, by request, noted beside the engine."""
+    """The drops that the graphs reported for every row, recorded apart from the engine."""
 
     def __init__(self, generator):
         self.of_prompt: Counter[int] = Counter()

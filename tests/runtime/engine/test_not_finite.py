@@ -39,7 +39,7 @@ def healthy_requests() -> list[Request]:
 
 @pytest.fixture(scope="module")
 def healthy(model) -> dict:
-    """What these rows give where nothing is NaN."""
+    """The outputs of these rows when no row has NaN."""
     return outputs_of(model.generator(), healthy_requests())
 
 
@@ -80,7 +80,7 @@ KINDS = {
 
 @pytest.mark.parametrize("params", KINDS.values(), ids=KINDS)
 def test_prompts_leave_nothing(model, healthy, params):
-    """Of every length, with NaN at the first token, in the middle or at the last."""
+    """Prompts of every length, with NaN at the first token, in the middle or at the last token."""
     token = max(set(range(3, CONFIG.vocab_size)) - met_by(healthy))
     poisoned = []
     for length in (14, 30, 40, 13, 24, 46):

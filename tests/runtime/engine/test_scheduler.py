@@ -318,7 +318,7 @@ def test_a_batch_that_is_not_full_alternates_with_decode_calls_while_requests_wa
 
 
 def test_the_last_prompt_of_a_bucket_waits_for_no_other_when_none_is_left():
-    """Of 31 prompts in calls of two; an idle slot is less than a sixteenth of 31."""
+    """The 31 prompts run in calls of two; one idle slot is less than a sixteenth of 31."""
     grid = replace(WHOLE, prefill=((8, 2),), decode_slots=31, decode_spans=(32,), max_length=32)
     scheduler = Scheduler(grid)
     for n in range(31):

@@ -12,7 +12,7 @@ def test_the_longest_need_comes_first_and_equal_ones_stay_in_order():
 
 
 def test_rows_of_every_length_of_slots_come_evenly_spread():
-    """Of nine rows three need a long slot: one in each third, the longest of each first."""
+    """Three of nine rows need a long slot: one in each third, the longest row of each first."""
     needs = [(10, n) for n in range(30, 36)] + [(40, n) for n in (20, 21, 22)]
     assert submission_order(needs, GRID) == [5, 8, 4, 3, 7, 2, 1, 6, 0]
 

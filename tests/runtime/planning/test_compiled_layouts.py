@@ -70,7 +70,7 @@ def test_compiled_graphs_send_along_their_axes_and_take_no_less_than_shapes(comp
 
 
 def test_two_programs_of_few_layers_tell_of_one_with_more(planned, compiled):
-    """Of three layers, each a turn."""
+    """The larger program has three layers, and its loop runs one layer at a time."""
     layout = next(one for one in planned if one.layout.name == "expert-parallel")
     extrapolated = next(one for one in compiled if one.layout == layout.layout).compiled
     for phase, (name, _) in _costliest(layout).items():

@@ -68,7 +68,7 @@ def test_the_best_of_the_family_is_found_without_trying_all_of_it(seed):
 
 
 def test_positions_that_a_layout_does_not_divide_are_left_out_of_every_candidate():
-    """Of 126 on eight devices."""
+    """The job asks for 126 positions, on eight devices."""
     defaults = GridDefaults(length_multiple=8, span_multiple=8)
     found = CandidateGrids(rows_of(0, longest=50), 126, COST, Budget(), defaults)
     grids = [candidate.grid for candidate in found]
@@ -90,7 +90,7 @@ def test_all_slots_of_a_planned_grid_may_fill_before_any_row_decodes():
 
 
 def pieces_of(grid, prompt_length) -> Counter:
-    """Of one prompt, by chunk."""
+    """Count the pieces of one prompt, by chunk."""
     found = Counter()
     for bucket, count in buckets_of(grid, prompt_length).items():
         found[bucket.chunk] += count

@@ -1,4 +1,4 @@
-"""What the processes of a pod say to each other, over a store in memory."""
+"""Messages between the processes of a pod, over a store in memory."""
 
 import math
 import subprocess
