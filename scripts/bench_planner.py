@@ -37,8 +37,8 @@ from noria.compile.planning.work import Work
 from noria.modelzoo.config import DecoderConfig
 from noria.runtime.files.hardware_files import known_hardware
 from noria.runtime.planning.length_table import read_table
-from noria.runtime.planning.planning import Planner
-from noria.runtime.planning.search import MOST_TRIES, Tried, try_grid
+from noria.runtime.planning.planner import Planner
+from noria.runtime.planning.search import MAX_SIMULATED_GRIDS, SimulatedGrid, simulate_grid
 
 CHUNK_GRAPHS = 8
 TARGETS = {"tpu:v5e:1x1": "bfloat16", "cpu": "float32"}
@@ -73,7 +73,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("workloads", nargs="+", type=Path)
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--tries", type=int, default=MOST_TRIES)
+    parser.add_argument("--tries", type=int, default=MAX_SIMULATED_GRIDS)
     options = parser.parse_args()
     found = []
     for target, path in product(TARGETS, options.workloads):
@@ -93,7 +93,9 @@ def measure(target: str, path: Path, tries: int) -> dict[str, Any]:
     longest = max(row.need.prompt_length for row in rows)
     powers = powers_of_two((longest - 1).bit_length() - SHORTEST.bit_length() + 2, longest)
     budget = Budget(prefill_graphs=len(powers), memory_bytes=0.9 * hardware.memory_bytes)
-    planner = Planner(rows, LLAMA_1B.max_position, cost, budget, GridDefaults(), most_tries=tries)
+    planner = Planner(
+        rows, LLAMA_1B.max_position, cost, budget, GridDefaults(), max_simulated=tries
+    )
     whole = replace(planner, may_chunk=False).plan().best
     limit = replace(budget, prefill_graphs=CHUNK_GRAPHS, padding=MOST_PADDING)
     chunked = replace(planner, must_chunk=True, budget=limit).plan().best
@@ -108,7 +110,7 @@ def measure(target: str, path: Path, tries: int) -> dict[str, Any]:
     for name, lengths in grids.items():
         grid = with_lengths(whole.grid, lengths, tokens)
         by_hand[name] = {
-            "grid": figures(try_grid(grid, rows, cost, budget)),
+            "grid": figures(simulate_grid(grid, rows, cost, budget)),
             "planned": figures(_planned(whole, len(grid.prefill), rows, cost, budget)),
             "least": least[len(grid.prefill)],
         }
@@ -144,18 +146,18 @@ def least_padding(lengths: Sequence[int], most: int) -> dict[int, float]:
 
 
 def _planned(
-    whole: Tried, count: int, rows: Sequence[ExpectedRow], cost: CostModel, budget: Budget
-) -> Tried:
+    whole: SimulatedGrid, count: int, rows: Sequence[ExpectedRow], cost: CostModel, budget: Budget
+) -> SimulatedGrid:
     """The best ladder of at most so many lengths, with the slots and spans of a grid."""
     grid = whole.grid
 
     def prefill_of(tokens: int, budget: Budget) -> tuple[PrefillBucket, ...]:
         grids = CandidateGrids(rows, LLAMA_1B.max_position, cost, budget, GridDefaults())
-        return grids.prefill_of(tokens, grid.decode_slots)
+        return grids.prefill_buckets(tokens, grid.decode_slots)
 
     tokens = next(n for n in TOKENS_PER_PREFILL if prefill_of(n, budget) == grid.prefill)
     budget = replace(budget, prefill_graphs=count)
-    return try_grid(replace(grid, prefill=prefill_of(tokens, budget)), rows, cost, budget)
+    return simulate_grid(replace(grid, prefill=prefill_of(tokens, budget)), rows, cost, budget)
 
 
 def _reaching(lengths: list[int], longest: int) -> list[int]:
@@ -167,7 +169,7 @@ def _reaching(lengths: list[int], longest: int) -> list[int]:
     return [*kept, top]
 
 
-def figures(tried: Tried) -> dict[str, Any]:
+def figures(tried: SimulatedGrid) -> dict[str, Any]:
     """Return the figures of one grid that the tables show."""
     metrics = tried.simulation.metrics
     padding, prefill = metrics.report()["padding"], metrics.prefill.values()

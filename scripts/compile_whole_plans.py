@@ -30,7 +30,7 @@ from noria.runtime.checkpoint import ModelFiles, open_model
 from noria.runtime.commands import plan_command as command
 from noria.runtime.devices.machine import describe_machine
 from noria.runtime.errors import NoPlanFits
-from noria.runtime.planning.predict import Prediction, predict
+from noria.runtime.planning.prediction import Prediction, predict
 from noria.sharding.legality import IllegalLayout
 
 MODELS = Path("benchmarks/models")
@@ -173,8 +173,8 @@ def facts(prediction: Prediction) -> dict:
         "decode_slots": grid.decode_slots,
         "decode_spans": list(grid.decode_spans),
         "planning_seconds": round(prediction.seconds, 1),
-        "predicted_run_seconds": round(prediction.planned.best.simulation.seconds, 1),
-        "predicted_compile_seconds": round(prediction.planned.best.build_seconds, 1),
+        "predicted_run_seconds": round(prediction.result.best.simulation.seconds, 1),
+        "predicted_compile_seconds": round(prediction.result.best.build_seconds, 1),
         "weight_bytes": work.parameter_bytes,
         "cache_bytes": work.grid_bytes(grid),
         "device_bytes": prediction.cost.hardware.memory_bytes,

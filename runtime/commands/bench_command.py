@@ -190,10 +190,10 @@ def random_prompts(case: Case, vocab_size: int) -> list[list[int]]:
 def _plan(model: "LoadedModel", case: Case, overrides: Sequence[str]) -> "Plan":
     """The plan that a batch job of such rows would derive, with keys of the user's."""
     from ...compile.expert_plan import default_experts
-    from ...compile.grids.default_grid import RowNeed, derive_grid
+    from ...compile.grids.default_grid import RowShape, derive_grid
     from ...compile.plan import Numbers, Plan, PlannedModel
 
-    needs = [RowNeed(case.prompt_length, case.output_length)] * case.rows
+    needs = [RowShape(case.prompt_length, case.output_length)] * case.rows
     config, layout = model.definition.config, model.placement.layout
     grid = derive_grid(needs, config.max_position, _grid_defaults(case, layout))
     planned = PlannedModel(model.files.name, model.files.fingerprint())

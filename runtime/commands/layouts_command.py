@@ -171,7 +171,7 @@ def _verify(
     layouts: Sequence["Layout"],
     results: Sequence["LayoutResult"],
 ) -> None:
-    from ..layouts.verify import Verification
+    from ..layouts.verification import Verification
 
     verification = Verification(files, target, dtype, options.scan_layers)
     for layout, result in zip(layouts, results, strict=True):

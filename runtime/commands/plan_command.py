@@ -96,7 +96,7 @@ def run(options: argparse.Namespace) -> int:
     from ..checkpoint import open_model
     from ..files.disk import Disk, replace_file
     from ..planning import report
-    from ..planning.predict import predict
+    from ..planning.prediction import predict
     from ..planning.summary import summary
 
     _check(options)
@@ -109,7 +109,7 @@ def run(options: argparse.Namespace) -> int:
         files.unread.report(partial(note, options), is_strict=options.strict_config)
         prediction = predict(options, files)
         replace_file(Disk(), options.output, [prediction.plan.to_toml().encode()])
-    found = report.as_json(prediction)
+    found = report.to_json(prediction)
     if options.report is not None:
         report.write(prediction, found, options.report)
     tell(sys.stdout, summary(found))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...compile.layout_measure import LayoutResult
-from ..planning.pictures import figure_of
+from ..planning.pictures import png_figure
 from .table import unconditional
 
 _MEMORY = {"params": "#4c72b0", "cache": "#dd8452", "temp": "#937860"}
@@ -23,7 +23,7 @@ _KINDS = {
 def draw(results: Sequence[LayoutResult], title: str) -> bytes:
     """A PNG with one bar a layout in each of three panels."""
     height = 2.2 + 0.42 * len(results)
-    with figure_of((15, height), num_panels=3) as (figure, panels, png):
+    with png_figure((15, height), num_panels=3) as (figure, panels, png):
         figure.suptitle(title, fontsize=10)
         _memory_panel(panels[0], results)
         _traffic_panel(panels[1], results, "prefill", "sent by a device in a prefill call")

@@ -9,7 +9,7 @@ import csv
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ...compile.grids.default_grid import RowNeed
+from ...compile.grids.default_grid import RowShape
 from ...compile.planning.candidates import ExpectedRow
 from ..errors import ConfigError
 
@@ -59,7 +59,7 @@ def _row(where: str, columns: Sequence[str], cells: Sequence[str]) -> ExpectedRo
             f"{where}: expected at least one prompt token, and outputs from 0 to max_tokens, got "
             f"{prompt}, {output} and {limit}."
         )
-    return ExpectedRow(RowNeed(prompt, limit), output)
+    return ExpectedRow(RowShape(prompt, limit), output)
 
 
 def _count(where: str, name: str, values: Mapping[str, str]) -> int:

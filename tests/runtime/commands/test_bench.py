@@ -12,8 +12,8 @@ from noria.compile.abstract_model import AbstractModel
 from noria.runtime import cli
 from noria.runtime.checkpoint import save_orbax
 from noria.runtime.commands import bench_command as bench
-from noria.runtime.planning import calibrate
-from noria.runtime.planning.calibrate import Trial
+from noria.runtime.planning import calibration
+from noria.runtime.planning.calibration import Trial
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +166,7 @@ def test_a_plan_takes_a_calibration_that_was_made_with_its_own_tables(
     model_directory, tmp_path, monkeypatch, capsys
 ):
     trials = (Trial(4, 32), Trial(4, 32, chunk=16))
-    monkeypatch.setattr(calibrate, "measure", partial(calibrate.measure, trials=trials))
+    monkeypatch.setattr(calibration, "measure", partial(calibration.measure, trials=trials))
     hardware, made = tmp_path / "mine.toml", tmp_path / "calibration.json"
     hardware.write_text(
         "[cpu]\nsource = 'measured'\nflops = { float32 = 1e11 }\nmemory_bytes = 1e10\n"

@@ -11,7 +11,7 @@ from noria.compile.targets import find_target
 from noria.runtime.checkpoint import open_model
 from noria.runtime.cli import main
 from noria.runtime.files.layout_files import read_layout_table
-from noria.runtime.layouts.verify import NUM_PROMPTS, Verification
+from noria.runtime.layouts.verification import NUM_PROMPTS, Verification
 from noria.sharding.layout import Layout
 
 SHAPES = ["--slots", "8", "--length", "48", "--prompt", "16", "--prompts", "4"]

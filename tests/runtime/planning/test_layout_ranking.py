@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from planning_models import SPARSE
 
-from noria.compile.grids.default_grid import RowNeed
+from noria.compile.grids.default_grid import RowShape
 from noria.compile.planning.candidates import Budget, ExpectedRow
 from noria.compile.planning.hardware import Hardware
 from noria.runtime.files.layout_files import named_layout_tables
@@ -13,7 +13,7 @@ from noria.runtime.planning.layout_ranking import RankedLayout, Ranking, all_lay
 
 FAST = Hardware("mine", "made up", {"float32": 1e9}, 1e9, 1e8, 1e7, [])
 SLOW = replace(FAST, link_rate=1e4)
-ROWS = [ExpectedRow(RowNeed(length, 8, 1), 8) for length in (8, 16, 24, 40)]
+ROWS = [ExpectedRow(RowShape(length, 8, 1), 8) for length in (8, 16, 24, 40)]
 NAMES = ("data-parallel", "expert-parallel", "expert-stationary", "expert-tensor")
 
 

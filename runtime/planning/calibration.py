@@ -14,14 +14,14 @@ import numpy as np
 
 from ...compile.grids.bucket_grid import BucketGrid, PrefillBucket
 from ...compile.plan import Numbers, Plan, PlannedModel
-from ...compile.planning.cost import Calibration, Measured, calibrate
+from ...compile.planning.cost import Calibration, CallTiming, calibrate
 from ...compile.planning.hardware import Hardware
 from ...compile.planning.work import Work
 from ...sharding.call import Call
 from ..console import plural
 from ..devices.machine import describe_machine
 from ..engine.decode_slots import DecodeAction
-from ..engine.generation import Generator
+from ..engine.generation import GenerationSession
 from ..engine.scheduler import PrefillAction
 from ..request import Request, SamplingParams
 from ..session import LoadedModel, start
@@ -93,11 +93,11 @@ def measure(
     )
 
 
-def _measured(call: Call, seconds: list[float]) -> Measured:
+def _measured(call: Call, seconds: list[float]) -> CallTiming:
     first, *others = seconds
     usual = statistics.median(others)
     steps = STEPS_PER_CALL if call.phase == "decode" else 1
-    return Measured(call, usual / steps, first - usual)
+    return CallTiming(call, usual / steps, first - usual)
 
 
 def _grid(trial: Trial, longest: int) -> BucketGrid:
@@ -126,7 +126,7 @@ def _long_prompt(span: int) -> int:
     return max(SHORT_PROMPT, span - STEPS_PER_CALL * CALLS)
 
 
-def _submit(generator: Generator, grid: BucketGrid, span: int) -> None:
+def _submit(generator: GenerationSession, grid: BucketGrid, span: int) -> None:
     """A full batch, some of whose rows are long enough to decide its span.
 
     Where there are chunks all rows are: so many fill their batches.
@@ -144,7 +144,7 @@ def _submit(generator: Generator, grid: BucketGrid, span: int) -> None:
 
 
 def _run(
-    generator: Generator,
+    generator: GenerationSession,
     seconds: dict[Call, list[float]],
     clock: Callable[[], float],
 ) -> None:

@@ -11,7 +11,7 @@ from noria.compile.planning.cost import CostModel
 from noria.compile.planning.hardware import Hardware
 from noria.compile.planning.work import Work
 from noria.compile.targets import find_target
-from noria.runtime.planning.calibrate import Trial, measure
+from noria.runtime.planning.calibration import Trial, measure
 from noria.runtime.session import LoadedModel
 from noria.sharding.call import KINDS, Call
 
