@@ -1,6 +1,6 @@
-"""The order in which the rows of a job are fed to the engine: one that keeps the job's tail short.
+"""The order in which a job submits its rows to the engine, chosen to keep the job's tail short.
 
-Knows nothing of requests or devices. The simulator feeds a workload in the same order.
+Does not know about requests or devices. The simulator uses the same order.
 """
 
 import math
@@ -10,29 +10,30 @@ from collections.abc import Sequence
 from ...compile.grids.bucket_grid import BucketGrid
 
 RowLengths = tuple[int, int | None]
-"""Tokens of a prompt, and the most that may follow."""
+"""The tokens of a prompt, and the maximum number of output tokens; None for no limit."""
 
 
-def submission_order(needs: Sequence[RowLengths], grid: BucketGrid | None = None) -> list[int]:
-    """Indices of rows, longest need first; no limit counts as the longest.
+def submission_order(rows: Sequence[RowLengths], grid: BucketGrid | None = None) -> list[int]:
+    """Indices of rows, longest maximum length first; rows without a limit count as the longest.
 
-    Where a grid has slots of several lengths, the rows of each length come evenly spread, so that
-    neither long nor short slots are without rows before the job ends.
+    If the grid has slots of several capacities, the rows for each capacity are spread evenly over
+    the job, so that neither long nor short slots run out of rows before its end.
     """
-    by_need = sorted(range(len(needs)), key=lambda row: _longest_first(*needs[row]))
+    longest_first = sorted(range(len(rows)), key=lambda row: _longest_first(*rows[row]))
     if grid is None or grid.span_slots is None:
-        return by_need
-    lanes: dict[int, list[int]] = defaultdict(list)
-    for row in by_need:
-        limit = min(grid.max_total_length(*needs[row]), grid.max_length)
-        lanes[grid.capacity_for(limit)].append(row)
-    place = {
-        row: (number + 0.5) / len(lane)
-        for lane in lanes.values()
-        for number, row in enumerate(lane)
+        return longest_first
+    rows_by_capacity: dict[int, list[int]] = defaultdict(list)
+    for row in longest_first:
+        max_total_length = min(grid.max_total_length(*rows[row]), grid.max_length)
+        rows_by_capacity[grid.capacity_for(max_total_length)].append(row)
+    position = {
+        row: (number + 0.5) / len(equal_rows)
+        for equal_rows in rows_by_capacity.values()
+        for number, row in enumerate(equal_rows)
     }
-    return sorted(by_need, key=place.__getitem__)
+    return sorted(longest_first, key=position.__getitem__)
 
 
 def _longest_first(prompt_length: int, max_tokens: int | None) -> float:
+    """The sort key of a row: its negative maximum length."""
     return -math.inf if max_tokens is None else -(prompt_length + max_tokens)

@@ -184,7 +184,8 @@ def check_all_ran(play: Play, requests: list[ScheduledRequest]) -> None:
     for j in requests:
         # in several sets where there are more sequences than slots that hold them
         suited = sum(
-            j.max_total_length <= play.grid.slot_capacity(slot) for slot in range(play.grid.decode_slots)
+            j.max_total_length <= play.grid.slot_capacity(slot)
+            for slot in range(play.grid.decode_slots)
         )
         sets = -(-j.num_sequences // suited) if j.generates else 1
         assert read[j.number] == sets * j.prompt_length
