@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from noria.compile.abstract_model import AbstractModel, model_sizes
 from noria.compile.build import compile_with_text, plan_graphs
 from noria.compile.grids.bucket_grid import BucketGrid, PrefillBucket
-from noria.compile.planning.compiled_call import Counted, compiled_call
+from noria.compile.planning.compiled_call import ProgramCounts, compiled_call
 from noria.compile.planning.cost import CostModel
 from noria.compile.planning.hardware import Hardware, hardware_of
 from noria.compile.planning.work import Work
@@ -140,7 +140,9 @@ def measure(case: Case) -> dict:
     memory = compiled.memory_analysis()
     assert memory is not None, "compilers for TPU say what they allocate"
     cost = cost_model(case, definition)
-    counted = Counted.of(compiled, text, target.platform, cost, steps=case.grid.steps_per_call)
+    counted = ProgramCounts.from_executable(
+        compiled, text, target.platform, cost, steps=case.grid.steps_per_call
+    )
     found, estimate = compiled_call(case.name, case.call, counted, cost), cost.estimate(case.call)
     return {
         "name": case.name,

@@ -88,7 +88,9 @@ def derive_grid(
         most_rows = min(slots, len(rows))
         return _chunk_grid(expected, max_length, max(lengths), slots, most_rows, score, defaults)
     has_slots = defaults.keeps_slots or not all(row.is_only_scored for row in rows)
-    cheapest = cheapest_prefill if prices is None else partial(prices.prefill, has_slots + score)
+    cheapest = (
+        cheapest_prefill if prices is None else partial(prices.cheapest_prefill, has_slots + score)
+    )
     return BucketGrid(
         max_length=max_length,
         prefill=with_small_calls(
@@ -113,7 +115,7 @@ def _expected_length(rows: Sequence[RowShape], max_position: int, defaults: Grid
 def _longest_that_fits(
     room: Callable[[int], bool], max_position: int, defaults: GridDefaults
 ) -> int:
-    """The model's context if its cache fits, else the largest multiple of the span step that fits."""
+    """The model's context if its cache fits, else the largest span step that fits."""
     if room(longest := defaults.longest_span(max_position)):
         return longest
     step = math.lcm(SPAN_STEP, defaults.span_multiple)
@@ -165,7 +167,7 @@ def _chunk_grid(
     score: bool,
     defaults: GridDefaults,
 ) -> BucketGrid:
-    """A grid with spans of whole chunks up to the expected length; the last span covers the rest."""
+    """A grid with spans of whole chunks up to the expected length; the last covers the rest."""
     longest = defaults.chunks[-1]
     whole = min(round_up(expected, longest), max_length // longest * longest)
     if not whole:

@@ -3,7 +3,7 @@
 import pytest
 
 from noria.compile.grids.bucket_grid import BucketGrid
-from noria.compile.grids.default_grid import RowNeed, derive_grid, slot_use
+from noria.compile.grids.default_grid import RowShape, derive_grid, slot_use
 from noria.compile.grids.grid_defaults import GridDefaults
 from noria.compile.grids.span_slots import SPARE, with_ragged_slots
 from noria.sharding.layout import Layout
@@ -12,7 +12,7 @@ from noria.sharding.layout import Layout
 def slots_for(needs, slots: int, layout: Layout | None = None):
     """Return how many slots hold 100, 200 and 400 tokens, for rows as `(prompt, max_tokens)`."""
     grid = BucketGrid(400, ((400, 1),), slots, (100, 200, 400))
-    rows = [RowNeed(prompt, tokens) for prompt, tokens in needs]
+    rows = [RowShape(prompt, tokens) for prompt, tokens in needs]
     return with_ragged_slots(grid, slot_use(rows, has_chunks=False), layout).span_slots
 
 
@@ -41,14 +41,14 @@ def test_slots_are_alike_where_ragged_ones_would_save_little(short):
 
 
 def test_rows_that_generate_nothing_need_no_long_slot():
-    rows = [RowNeed(20, 16)] * 30 + [RowNeed(900, 0)] * 30 + [RowNeed(800, 90)]
+    rows = [RowShape(20, 16)] * 30 + [RowShape(900, 0)] * 30 + [RowShape(800, 90)]
     grid = with_ragged_slots(derive_grid(rows, 4096), slot_use(rows, has_chunks=False))
     assert grid.decode_slots == 31
     assert grid.span_slots == (31, 1, 1)
 
 
 def test_with_chunks_a_prompt_needs_a_slot_that_holds_it():
-    rows = [RowNeed(20, 16)] * 30 + [RowNeed(900, 0)] * 4
+    rows = [RowShape(20, 16)] * 30 + [RowShape(900, 0)] * 4
     grid = derive_grid(rows, 4096, GridDefaults(chunks=(64,)))
     grid = with_ragged_slots(grid, slot_use(rows, has_chunks=True))
     assert grid.decode_slots == 34
@@ -56,6 +56,6 @@ def test_with_chunks_a_prompt_needs_a_slot_that_holds_it():
 
 
 def test_rows_without_a_limit_may_become_as_long_as_any():
-    rows = [RowNeed(20, 16)] * 30 + [RowNeed(20, None)] * 10
+    rows = [RowShape(20, 16)] * 30 + [RowShape(20, None)] * 10
     grid = with_ragged_slots(derive_grid(rows, 4096), slot_use(rows, has_chunks=False))
     assert grid.span_slots is not None and grid.span_slots[-1] == 10

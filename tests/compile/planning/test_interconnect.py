@@ -130,7 +130,7 @@ def test_a_part_of_a_dimension_is_an_open_line_and_the_whole_of_one_that_wraps_a
 ):
     found = interconnect(mesh, dimensions, wraps)
     for axis, lines in wanted.items():
-        assert [(line.size, line.links) for line in found.lines((axis,))] == lines
+        assert [(line.size, line.num_links) for line in found.lines((axis,))] == lines
 
 
 def test_parts_of_a_dimension_are_one_line_where_devices_of_both_axes_send_together():

@@ -90,8 +90,8 @@ def test_a_prompt_needs_room_for_the_entries_that_it_fills():
 def test_a_window_bounds_what_a_step_attends_to():
     windowed = replace(PLAIN, windows=(16, None, 16))
     spans = [part(work_of(windowed), Call.of_step(1, span), "attention").flops for span in (64, 96)]
-    of_entry = 2 * 8 * 2 * 16
-    assert spans == [(16 + 64 + 16) * of_entry, (16 + 96 + 16) * of_entry]
+    per_entry = 2 * 8 * 2 * 16
+    assert spans == [(16 + 64 + 16) * per_entry, (16 + 96 + 16) * per_entry]
 
 
 def test_longer_prompts_cost_attention_more_than_their_share_and_products_exactly_it():
