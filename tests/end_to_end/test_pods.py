@@ -386,7 +386,7 @@ def test_a_bad_row_ends_all_where_that_was_asked_for(job, tmp_path):
         (["--num-processes", "2", "--process-id", "0"], "expected all three, or none of them"),
         (["--coordinator", "x:1", "--num-processes", "2", "--process-id", "2"], "expected 0 to 1"),
         (["--distributed", "auto", "--process-id", "0"], "--distributed auto alone"),
-        (["--distributed", "auto"], "expected a cluster that says where its processes are"),
+        (["--distributed", "auto"], "expected a cluster that jax can detect"),
         (
             ["--coordinator", "localhost:1", "--num-processes", "3", "--process-id", "1"],
             "target cpu:8: expected a number of devices that 3 processes share evenly, got 8. Ask "

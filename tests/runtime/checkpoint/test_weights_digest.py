@@ -240,7 +240,7 @@ class Together(Peers):
     def agree(self, facts):
         first, *others = self.gather(facts())
         if any(other != first for other in others):
-            raise ValueError("expected all processes to be given the same")
+            raise ValueError("expected the same on all processes")
 
 
 def digests_of_pod(files: list[dict[str, Path]]) -> list[str]:
@@ -285,7 +285,7 @@ def test_processes_with_copies_of_their_own_hash_all_of_these(tmp_path, hashed):
 def test_a_copy_that_differs_is_refused_by_the_pod(tmp_path):
     files = [write_files(tmp_path / "m"), write_files(tmp_path / "copy")]
     flip(files[1]["b"], 2500)
-    with pytest.raises(ValueError, match="expected all processes to be given the same"):
+    with pytest.raises(ValueError, match="expected the same on all processes"):
         digests_of_pod(files)
 
 

@@ -91,13 +91,13 @@ class Reports:
         for slot in self._action.slots:
             sequence = self._slots[slot]
             dropped = int(output.experts.num_dropped_B[slot])
-            self.of_tokens[sequence.job.number, sequence.sample] += dropped
+            self.of_tokens[sequence.request.number, sequence.sample] += dropped
         return state, output
 
     def _noted(self, made):
         assert isinstance(self._action, PrefillAction)
         for i, row in enumerate(self._action.rows):
-            self.of_prompt[row.sequence.job.number] += int(made[1].experts.num_dropped_B[i])
+            self.of_prompt[row.sequence.request.number] += int(made[1].experts.num_dropped_B[i])
         return made
 
 
