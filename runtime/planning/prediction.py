@@ -279,8 +279,8 @@ def _calibration(options: argparse.Namespace, files: ModelFiles, dtype: str) -> 
         if (got := getattr(calibration, name)) != value:
             raise ConfigError(
                 f"{options.calibration} {name}: expected {value}, got {got}. Calibrate again with "
-                f"noria bench --calibration, or plan for the calibrated model, dtype, layout and "
-                f"tables (--hardware)."
+                f"noria bench --calibration, or plan for the calibrated model, dtype and layout, "
+                f"with the same tables (--hardware)."
             )
     return calibration
 

@@ -84,7 +84,7 @@ def test_a_case_that_is_too_long_is_refused_before_anything_is_built(model_direc
     code = cli.main(["bench", "--model", str(model_directory), "--pp", "8,120", "--tg", "16"])
     assert code == 2
     captured = capsys.readouterr()
-    assert "expected at most 128 tokens a row" in captured.err
+    assert "expected at most 128 tokens per row" in captured.err
     assert "PP 120, TG 16, B 1" in captured.err
     assert captured.out == ""
 
@@ -138,14 +138,14 @@ def test_a_model_that_is_not_there_ends_with_the_code_of_models(capsys):
 def test_a_calibration_refuses_the_options_of_cases(capsys):
     arguments = ("--calibration", "c.json", "--pp", "64", "--set", "buckets.decode_slots=4")
     assert cli.main(["bench", "--model", "smollm2", *arguments]) == 2
-    assert "expected none of the options of cases, got --pp, --set." in capsys.readouterr().err
+    assert "expected no options of cases, got --pp, --set." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["--hardware=mine.toml", "--kind=h100", "--longest=64"])
 def test_cases_refuse_the_options_of_a_calibration(option, capsys):
     assert cli.main(["bench", "--model", "smollm2", option]) == 2
     name = option.partition("=")[0]
-    assert f"{name}: expected beside --calibration FILE" in capsys.readouterr().err
+    assert f"{name}: expected only together with --calibration FILE" in capsys.readouterr().err
 
 
 def test_accelerators_of_no_kind_are_refused_before_anything_is_opened(capsys):

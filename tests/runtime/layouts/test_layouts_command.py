@@ -111,7 +111,7 @@ def test_scanned_layers_are_counted_by_their_turns(report, results, capsys):
     (scanned,) = json.loads((folder / "layouts.json").read_text())
     assert scanned["max_abs_diff"] < 1e-4
     assert scanned["flops_from"] == "shapes"
-    assert "GFLOP are those of the shapes" in capsys.readouterr().out
+    assert "GFLOP are computed from shapes" in capsys.readouterr().out
 
     assert in_layers(scanned) == in_layers(results["data-tensor"])
 

@@ -93,4 +93,4 @@ def test_the_plan_of_a_large_workload_holds_every_row_and_states_its_error(few):
         planned.best.grid.fit(row.need.prompt_length, row.need.max_tokens)
     assert planned.uncertainty is not None
     assert "rows simulated instead of all" in str(planned.uncertainty)
-    assert replace(planner, rows=rows[:1000]).plan().error is None
+    assert replace(planner, rows=rows[:1000]).plan().uncertainty is None
