@@ -1,9 +1,9 @@
-"""Padding and predicted seconds of planned grids, against grids as they are picked by hand.
+"""Compare the padding and predicted seconds of planned grids with grids picked by hand.
 
-For each workload the ladder of as many prefill lengths as there are powers of two from 16 to the
-longest prompt, held against those powers, against equal steps of 128, and against what peers ship;
-and the plan in chunks that computes at most 1.05 times the prompts' tokens. Everything is simulated
-and predicted from published peaks: nothing runs.
+The planned grid of a workload has as many prefill lengths as there are powers of two from 16 to the
+longest prompt. It is compared with these powers of two, with equal steps of 128, and with the lists
+in other projects. The script also plans each workload in chunks that compute at most 1.05 times the
+prompts' tokens. Everything is simulated and predicted from published peaks: nothing runs.
 
 Example: python scripts/bench_planner.py benchmarks/workloads/*.csv --output benchmarks/planner
 """
@@ -42,8 +42,8 @@ from noria.runtime.planning.search import MAX_SIMULATED_GRIDS, SimulatedGrid, si
 
 CHUNK_GRAPHS = 8
 TARGETS = {"tpu:v5e:1x1": "bfloat16", "cpu": "float32"}
-"""With the dtype of weights. The first waits for memory below some 240 tokens a call, so that
-padding of short calls is free; the second hardly ever does."""
+"""Dtype of weights, by target. The first target is bound by memory below about 240 tokens a call,
+so the padding of short calls is free; the second is almost always bound by operations."""
 MOST_PADDING = 1.05
 """Upper bound for plans with chunks: computed over real prompt tokens, dummy rows included."""
 SHORTEST = 16
@@ -69,7 +69,7 @@ LLAMA_1B = DecoderConfig(
 
 
 def main() -> None:
-    """Measure every workload, write JSON and a table."""
+    """Measure every workload, and write JSON and a table."""
     parser = argparse.ArgumentParser()
     parser.add_argument("workloads", nargs="+", type=Path)
     parser.add_argument("--output", type=Path, required=True)
@@ -86,7 +86,7 @@ def main() -> None:
 
 
 def measure(target: str, path: Path, tries: int) -> dict[str, Any]:
-    """Every grid of one workload on one target, as figures by name."""
+    """Simulate every grid of one workload on one target; return figures by name."""
     rows = tuple(read_table(path))
     hardware = hardware_of(target, known_hardware())
     cost = CostModel(Work(AbstractModel(LLAMA_1B), TARGETS[target]), hardware)
@@ -126,9 +126,9 @@ def measure(target: str, path: Path, tries: int) -> dict[str, Any]:
 
 
 def least_padding(lengths: Sequence[int], most: int) -> dict[int, float]:
-    """By number of prefill lengths: computed over real tokens of any ladder at least.
+    """Return the least ratio of computed to real tokens, by the number of prefill lengths.
 
-    Every prompt alone in its call, lengths cut for padding alone, at any token.
+    Every prompt is alone in its call. Lengths minimise padding alone, and may be any number.
     """
     borders, counts = np.unique(lengths, return_counts=True)
     rows_below = np.concatenate([[0], np.cumsum(counts)])
@@ -148,7 +148,7 @@ def least_padding(lengths: Sequence[int], most: int) -> dict[int, float]:
 def _planned(
     whole: SimulatedGrid, count: int, rows: Sequence[ExpectedRow], cost: CostModel, budget: Budget
 ) -> SimulatedGrid:
-    """The best ladder of at most so many lengths, with the slots and spans of a grid."""
+    """Return the best grid of at most `count` prefill lengths, with `whole`'s slots and spans."""
     grid = whole.grid
 
     def prefill_of(tokens: int, budget: Budget) -> tuple[PrefillBucket, ...]:
@@ -161,7 +161,7 @@ def _planned(
 
 
 def _reaching(lengths: list[int], longest: int) -> list[int]:
-    """A shipped list as far as prompts go, its last length doubled until it holds them."""
+    """Return a published list up to the longest prompt; double its last length if too short."""
     kept = [length for length in lengths if length < longest]
     top = next((length for length in lengths if length >= longest), None)
     while top is None or top < longest:
@@ -188,12 +188,12 @@ def figures(tried: SimulatedGrid) -> dict[str, Any]:
 
 
 def overhead(found: dict[str, Any]) -> float:
-    """Computed over real prefill tokens."""
+    """Return the ratio of computed to real prefill tokens."""
     return found["computed_tokens"] / found["real_tokens"]
 
 
 def ladder_lines(found: Sequence[dict[str, Any]]) -> list[str]:
-    """A line a workload and hand-picked grid."""
+    """Return a line for each workload and hand-picked grid."""
     lines = []
     for one in found:
         for name, pair in one["by_hand"].items():
@@ -208,12 +208,12 @@ def ladder_lines(found: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _times(more: float, less: float) -> str:
-    """How many times less the second pads."""
+    """Return the ratio of the first's padding to the second's."""
     return f"{(more - 1) / max(less - 1, 1e-9):.1f}"
 
 
 def chunk_lines(found: Sequence[dict[str, Any]]) -> list[str]:
-    """A line a workload: the plan in chunks beside the one of whole prompts."""
+    """Return a line for each workload: its plan in chunks and its plan of whole prompts."""
     lines = []
     for one in found:
         whole, chunked = one["whole"], one["chunked"]
@@ -231,13 +231,13 @@ def chunk_lines(found: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _decode_share(of: dict[str, Any]) -> str:
-    """Idle slots and overshoot, of what decode computes."""
+    """Return idle slots and overshoot as shares of the tokens that decode computes."""
     shares = (of[kind] / of["decoded_tokens"] for kind in ("idle_slot_tokens", "overshoot_tokens"))
     return ", ".join(f"{share:.1%}" for share in shares)
 
 
 def markdown(found: Sequence[dict[str, Any]]) -> str:
-    """The whole page."""
+    """Return the page."""
     return "\n".join(
         [
             "# Planned buckets against those picked by hand",
@@ -246,19 +246,20 @@ def markdown(found: Sequence[dict[str, Any]]) -> str:
             "`python scripts/bench_planner.py benchmarks/workloads/*.csv --output "
             "benchmarks/planner`.",
             "",
-            "Padding is computed over real prompt tokens, dummy rows included; decode's is apart.",
+            "Padding is the ratio of computed to real prompt tokens, dummy rows included, without "
+            "decode.",
             "",
-            "Whole prompts: a grid picked by hand, and the plan with as many prefill lengths, of "
-            "least predicted seconds in multiples of 16 tokens. The least that any so many lengths "
-            "pad follows from padding alone, cut exactly at any token, with no dummy row: where "
-            "even that is not much less, no ladder is. Then how many times less the plan pads, and "
-            "how many times less the least would; and how many times longer the hand-picked grid "
-            "takes in all.",
+            "Whole prompts: a grid picked by hand, and the plan of least predicted seconds with "
+            "the same number of prefill lengths, in multiples of 16 tokens. `least` is the minimum "
+            "for that number of lengths: any length is allowed, and there is no dummy row. If it "
+            "is not much less than the padding by hand, no set of lengths is. `times less` is the "
+            "ratio of the padding by hand to the plan's, and `at most` its ratio to the least. "
+            "`seconds over` is the ratio of the total seconds by hand to the plan's.",
             "",
             f"Chunks: the plan that computes at most {MOST_PADDING} times the prompts' tokens, "
-            f"with at most {CHUNK_GRAPHS} prefill graphs. Tokens and rows of its calls; graphs; "
-            "padding; idle slots and overshoot as shares of what decode computes; seconds in all, "
-            "and how many times as long whole prompts take.",
+            f"with at most {CHUNK_GRAPHS} prefill graphs. The columns are tokens and rows of its "
+            "calls; graphs; padding; idle slots and overshoot as shares of the tokens that decode "
+            "computes; total seconds, and the ratio of the seconds with whole prompts to them.",
             "",
             *(line for target in TARGETS for line in _section(target, found)),
         ]
