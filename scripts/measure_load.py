@@ -269,7 +269,7 @@ def load_in_worker(options: argparse.Namespace) -> None:
     from noria.modelzoo.families.config_reader import ConfigReader
     from noria.modelzoo.families.quantisation import read_quantisation
     from noria.runtime.checkpoint import load_params, open_model
-    from noria.runtime.checkpoint.dequantised import dequantised
+    from noria.runtime.checkpoint.dequantised_tensors import dequantise
 
     n = jax.device_count()
     with open_model(options.folder) as model:
@@ -280,7 +280,7 @@ def load_in_worker(options: argparse.Namespace) -> None:
         abstract = AbstractModel(config, arrangement).abstract_parameters(options.dtype)
         placed = shardings(abstract)
         counted = Counted(model.stored_tensors)
-        tensors = dequantised(counted, read_quantisation(ConfigReader(model.published_config)))
+        tensors = dequantise(counted, read_quantisation(ConfigReader(model.published_config)))
         print(json.dumps("ready"), flush=True)
         sys.stdin.readline()
 

@@ -21,7 +21,7 @@ from ...modelzoo.families.config_reader import ConfigReader, UnsupportedModel
 from ...modelzoo.families.quantisation import read_quantisation
 from ..errors import CheckpointError, InvalidConfig, ModelNotFound
 from ..pods.peers import ALONE, Peers
-from .dequantised import dequantised
+from .dequantised_tensors import dequantise
 from .generation_defaults import GenerationDefaults
 from .gguf import GGUFFile
 from .orbax_store import (
@@ -32,13 +32,13 @@ from .orbax_store import (
     TOKENIZER_FILES,
     OrbaxTensors,
     read_description,
+    read_tokenizer_files,
     spec_of,
-    tokenizer_files_of,
 )
 from .safetensors import PICKLES, SafetensorsDirectory, safetensors_files
 from .small_files import has_file, read_json_object, read_small
 from .tensor_source import TensorSource
-from .unread import Unread
+from .unread_parts import UnreadParts
 from .weights_digest import WeightsDigest
 
 if TYPE_CHECKING:
@@ -89,9 +89,9 @@ class ModelFiles(ABC):
         """The config as published: config.json, GGUF metadata, or that of noria.json."""
 
     @property
-    def unread(self) -> Unread:
+    def unread(self) -> UnreadParts:
         """Keys and tensors that are not read; there are none in formats that are read whole."""
-        return Unread(str(self.path))
+        return UnreadParts(str(self.path))
 
     @abstractmethod
     def weight_files(self) -> Mapping[str, Path]:
@@ -161,17 +161,17 @@ class HuggingFaceModel(ModelFiles):
     def tensors(self) -> TensorSource:
         with _naming(self.path / CONFIG):
             quantisation = read_quantisation(ConfigReader(self._config))
-        return dequantised(self.stored_tensors, quantisation)
+        return dequantise(self.stored_tensors, quantisation)
 
     @property
-    def unread(self) -> Unread:
+    def unread(self) -> UnreadParts:
         names = self.tensors.tensors if self._has_weights else ()
         counts = {
             beginning: sum(name.startswith(beginning) for name in names)
             for beginning in self.spec.ignored_prefixes
         }
         present = {beginning: count for beginning, count in counts.items() if count}
-        return Unread(str(self.path / CONFIG), self.spec.ignored_keys, present)
+        return UnreadParts(str(self.path / CONFIG), self.spec.ignored_keys, present)
 
     @cached_property
     def stored_tensors(self) -> TensorSource:
@@ -282,7 +282,7 @@ class OrbaxModel(ModelFiles):
 
     @cached_property
     def tokenizer_files(self) -> Path | Mapping[str, Any]:
-        return tokenizer_files_of(self.path)
+        return read_tokenizer_files(self.path)
 
     def weight_files(self) -> Mapping[str, Path]:
         folder = self.path / PARAMS

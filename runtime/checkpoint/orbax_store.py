@@ -151,7 +151,7 @@ class OrbaxTensors:
             self._held, array = None, self._arrays[name]
             with _damage_named(self._directory):
                 stored = array.read().result()
-            self._held = name, to_arrangement(stored, name, self._arrangement)
+            self._held = name, arrange(stored, name, self._arrangement)
         return self._held[1][index or ...]
 
     def close(self) -> None:
@@ -235,7 +235,7 @@ def spec_of(description: Mapping[str, Any]) -> "ModelSpec":
     return ModelSpec(description["family"], config, tuple(sources), ())
 
 
-def tokenizer_files_of(path: Path) -> Path | Mapping[str, Any]:
+def read_tokenizer_files(path: Path) -> Path | Mapping[str, Any]:
     """Return the directory of tokenizer files, or the GGUF metadata that was saved instead."""
     folder = path / TOKENIZER
     if folder.is_symlink():
@@ -305,7 +305,7 @@ def _arranged_info(path: Path, name: str, info: TensorInfo, arrangement: Arrange
     stored = jax.ShapeDtypeStruct(info.shape, info.dtype)
     try:
         shape = jax.eval_shape(
-            partial(to_arrangement, parameter=name, arrangement=arrangement), stored
+            partial(arrange, parameter=name, arrangement=arrangement), stored
         ).shape
     except (TypeError, ValueError) as error:
         raise InvalidOrbax(
@@ -321,7 +321,7 @@ def concerns(arrangement: Arrangement, parameter: str) -> bool:
     return parameter.endswith((*QKV, *BY_QUERY_HEAD)) and arrangement.kv_copies > 1
 
 
-def to_arrangement(x: Any, parameter: str, arrangement: Arrangement) -> Any:
+def arrange(x: Any, parameter: str, arrangement: Arrangement) -> Any:
     """Arrange a canonical array."""
     if not concerns(arrangement, parameter):
         return x

@@ -90,7 +90,7 @@ class Rows:
         """The whole tensor's source is closed by whoever opened it."""
 
 
-class Stacked:
+class StackedTensors:
     """Tensors of one shape, stacked along a new first axis, as a source of one tensor.
 
     It has the dtype that holds every value of theirs.
@@ -136,7 +136,7 @@ def _common_dtype(dtypes: Sequence[np.dtype]) -> np.dtype:
 def source_of(part: TensorPart, source: TensorSource) -> TensorSource:
     """Where the tensor of a part is read; ValueError if there is none of that shape."""
     if part.stacked:
-        return Stacked(source, part.tensor, part.tensors)
+        return StackedTensors(source, part.tensor, part.tensors)
     return source if part.rows is None else Rows(source, part.tensor, part.rows, part.block)
 
 

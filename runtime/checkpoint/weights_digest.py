@@ -3,7 +3,7 @@
 A file's root is the SHA-256 of the SHA-256 of its blocks; the digest is that of name, size and root
 of every file, in the order of names. Threads hash the blocks (hashlib releases the interpreter
 lock). Processes that share files hash a part of the blocks each. Roots of unchanged files are
-remembered: see `remembered_roots`.
+remembered: see `hash_root_cache`.
 
 Knows nothing of what weights mean. Guarantees: the digested files do not change from `start` to the
 end of `result`, or `CheckpointChanged` is raised; all processes of a job have the same digest, or
@@ -22,7 +22,7 @@ from typing import NamedTuple
 from ..errors import CheckpointChanged
 from ..files.file_facts import FileFacts, FileStamp
 from ..pods.peers import ALONE, Peers
-from .remembered_roots import RememberedRoots
+from .hash_root_cache import HashRootCache
 
 BLOCK_BYTES = 64 * 2**20
 PIECE_BYTES = 2**20
@@ -65,7 +65,7 @@ class WeightsDigest:
         if self._hashing is not None:
             return
         self._stamps = {name: FileStamp(path) for name, path in self._files.items()}
-        self._remembered = RememberedRoots()
+        self._remembered = HashRootCache()
         seen = {name: _on_any_host(stamp.facts) for name, stamp in self._stamps.items()}
         known = {name: self._remembered.get(stamp.facts) for name, stamp in self._stamps.items()}
         everyone = self._peers.gather({"seen": seen, "known": known})

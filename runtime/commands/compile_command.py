@@ -69,7 +69,7 @@ def _compile(options: argparse.Namespace, plan: "Plan", peers: Peers) -> None:
     from ..bundles import bundle
     from ..bundles.key import digest
     from ..checkpoint import open_model
-    from ..devices.graph_memory import memory_of
+    from ..devices.graph_memory import required_bytes
 
     def say(message: object) -> None:
         if peers.is_leader:
@@ -98,7 +98,7 @@ def _compile(options: argparse.Namespace, plan: "Plan", peers: Peers) -> None:
         taken = time.monotonic() - started
         bundle.write(folder, plan, target, config, graphs, seconds)
     kept = "kept" if bundle.keeps(target) else f"not kept, as {target.name} is not on this machine"
-    max_bytes = max(map(memory_of, graphs.executables.values()))
+    max_bytes = max(map(required_bytes, graphs.executables.values()))
     tell(
         sys.stdout,
         f"{folder}: {plural(len(seconds), 'graph')} compiled in {taken:.1f} s, "

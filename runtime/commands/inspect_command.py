@@ -22,7 +22,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the report."""
     from ..checkpoint import open_model
-    from ..checkpoint.describe import describe
+    from ..checkpoint.description import describe
 
     with open_model(options.model) as files:
         tell(sys.stdout, describe(files, digest_weights=options.weights_digest))

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...compile.layout_measure import SHAPES, CollectiveTotal, LayoutResult
-from ..console import aligned
+from ..console import align_columns
 
 MEGABYTE = 1e6
 _FROM_SHAPES = (
@@ -22,8 +22,8 @@ _COLUMNS = (
 
 
 def format_table(results: Sequence[LayoutResult]) -> str:
-    """Format one line for each layout, with bytes per device, and the findings of illegal layouts."""
-    lines = aligned([_COLUMNS, *map(_row, results)], num_left=2, has_rule=True)
+    """Format one line for each layout, with bytes per device, and the reasons of illegal layouts."""
+    lines = align_columns([_COLUMNS, *map(_row, results)], num_left=2, has_rule=True)
     if any(result.flops_from == SHAPES for result in results):
         lines.append(f"\n{_FROM_SHAPES}")
     if any(result.collectives_from == SHAPES for result in results):

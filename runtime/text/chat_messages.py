@@ -16,7 +16,7 @@ from .tokenizer import check_encodable
 _MAX_DEPTH = 32
 
 
-def checked_messages(messages: object) -> list[dict[str, Any]]:
+def normalise_messages(messages: object) -> list[dict[str, Any]]:
     """Messages as templates expect them: contents as one string, tool arguments as objects.
 
     Several text parts of one content are joined by line ends.
@@ -31,7 +31,7 @@ def checked_messages(messages: object) -> list[dict[str, Any]]:
 def _checked_message(message: object, where: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise _invalid(where, "an object with role and content", message)
-    checked = checked_json({key: x for key, x in message.items() if x is not None}, where)
+    checked = normalise_json({key: x for key, x in message.items() if x is not None}, where)
     if not isinstance(checked.get("role"), str):
         raise _invalid(f"{where}.role", "a string", checked.get("role"))
     if checked.get("tool_calls"):
@@ -71,11 +71,11 @@ def _parsed_tool_calls(calls: object, where: str) -> list[object]:
             arguments = json.loads(function["arguments"])
         except (ValueError, RecursionError):
             raise _invalid(name, "a JSON object in a string", function["arguments"]) from None
-        function["arguments"] = checked_json(arguments, name)
+        function["arguments"] = normalise_json(arguments, name)
     return calls
 
 
-def checked_json(value: object, where: str, depth: int = 0) -> Any:
+def normalise_json(value: object, where: str, depth: int = 0) -> Any:
     """A copy of `value` in plain lists and dicts, with every string known to have a UTF-8 form."""
     param = where.partition("[")[0].partition(".")[0]
     if depth > _MAX_DEPTH:
@@ -95,25 +95,25 @@ def checked_json(value: object, where: str, depth: int = 0) -> Any:
             if not isinstance(key, str):
                 raise _invalid(where, "string keys", key)
         return {
-            checked_json(key, where, depth): checked_json(item, f"{where}.{key}", depth + 1)
+            normalise_json(key, where, depth): normalise_json(item, f"{where}.{key}", depth + 1)
             for key, item in value.items()
         }
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
-        return [checked_json(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
+        return [normalise_json(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
     raise _invalid(where, "a JSON value", value)
 
 
-def strings_in(value: object) -> Iterator[str]:
+def iterate_strings(value: object) -> Iterator[str]:
     """Every string in a JSON value, keys included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list):
         for item in value:
-            yield from strings_in(item)
+            yield from iterate_strings(item)
     elif isinstance(value, dict):
         for key, item in value.items():
             yield key
-            yield from strings_in(item)
+            yield from iterate_strings(item)
 
 
 def _invalid(where: str, expected: str, got: object) -> RowError:

@@ -15,7 +15,7 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from ..errors import RowError
-from .chat_messages import checked_json, checked_messages, strings_in
+from .chat_messages import iterate_strings, normalise_json, normalise_messages
 from .special_tokens import unused_character
 from .template_process import TemplateFailure, TemplateLimits, TemplateProcess
 from .tokenizer import MarkedText, Tokenizer
@@ -125,11 +125,11 @@ class ChatRenderer:
                 "the tokenizer has no chat template; send /v1/completions or use a model with one",
                 "messages",
             )
-        messages = checked_messages(conversation.messages)
-        variables = checked_json(conversation.template_kwargs or {}, "chat_template_kwargs")
+        messages = normalise_messages(conversation.messages)
+        variables = normalise_json(conversation.template_kwargs or {}, "chat_template_kwargs")
         self._check_variables(variables, self._process)
         mark = None
-        if any(map(self._special.may_occur_in, strings_in([messages, variables]))):
+        if any(map(self._special.may_occur_in, iterate_strings([messages, variables]))):
             mark = self._mark(messages, variables)
             messages, variables = self._protected(messages, mark), self._protected(variables, mark)
         context = {
@@ -144,7 +144,7 @@ class ChatRenderer:
 
     def _mark(self, *values: object) -> str:
         template = self._tokenizer.chat_template or ""
-        mark = unused_character([template, *strings_in([*values])])
+        mark = unused_character([template, *iterate_strings([*values])])
         if mark is None:
             raise RowError(
                 "invalid_request",

@@ -23,7 +23,7 @@ _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 
 
 @dataclass(frozen=True)
-class _Words:
+class _PreTokenizer:
     """How a family cuts text into words before merging, and its habits where metadata is silent."""
 
     patterns: tuple[str, ...]
@@ -43,13 +43,13 @@ def _llama3(digits: str) -> str:
     )
 
 
-_WORDS = {
-    "gpt-2": _Words((_GPT2,)),
-    "smollm": _Words((r"\p{N}", _GPT2)),
-    "default": _Words((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
-    "llama-bpe": _Words((_llama3(r"\p{N}{1,3}"),), keeps_whole_words=True, add_bos=True),
-    "qwen2": _Words((_llama3(r"\p{N}"),), composes=True),
-    "tekken": _Words(
+_PRE_TOKENIZERS = {
+    "gpt-2": _PreTokenizer((_GPT2,)),
+    "smollm": _PreTokenizer((r"\p{N}", _GPT2)),
+    "default": _PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
+    "llama-bpe": _PreTokenizer((_llama3(r"\p{N}{1,3}"),), keeps_whole_words=True, add_bos=True),
+    "qwen2": _PreTokenizer((_llama3(r"\p{N}"),), composes=True),
+    "tekken": _PreTokenizer(
         (
             r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
             r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
@@ -58,7 +58,7 @@ _WORDS = {
         keeps_whole_words=True,
         add_bos=True,
     ),
-    "deepseek-v3": _Words(
+    "deepseek-v3": _PreTokenizer(
         (
             r"\p{N}{1,3}",
             "[一-龥\u3040-ゟ゠-ヿ]+",
@@ -88,11 +88,11 @@ def tokenizer_from_gguf(metadata: Mapping[str, object]) -> Tokenizer | None:
 def _merges_tokenizer(metadata: Mapping[str, object]) -> Tokenizer:
     library = import_tokenizers("a GGUF vocabulary", extra="gguf")
     pre = metadata.get("tokenizer.ggml.pre", "default")
-    words = _WORDS.get(pre) if isinstance(pre, str) else None
+    words = _PRE_TOKENIZERS.get(pre) if isinstance(pre, str) else None
     if words is None:
         raise InvalidTokenizer(
-            f"tokenizer.ggml.pre: expected one of {sorted(_WORDS)}, got {pre!r}. Convert the model "
-            "to a directory with tokenizer.json."
+            f"tokenizer.ggml.pre: expected one of {sorted(_PRE_TOKENIZERS)}, got {pre!r}. "
+            "Convert the model to a directory with tokenizer.json."
         )
     tokens, types = _tokens(metadata)
     merges = [_merge(entry) for entry in _strings(metadata, "tokenizer.ggml.merges")]

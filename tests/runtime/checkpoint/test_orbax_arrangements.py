@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSha
 
 from noria.modelzoo.config import AS_PUBLISHED, Arrangement, DecoderConfig
 from noria.runtime.checkpoint import load_params, open_model, save_orbax
-from noria.runtime.checkpoint.orbax_store import concerns, to_arrangement
+from noria.runtime.checkpoint.orbax_store import arrange, concerns
 from noria.runtime.errors import CheckpointMismatch
 
 K, G, H, D, V, F = 2, 4, 4, 8, 13, 16
@@ -73,7 +73,7 @@ def shardings(layout):
 
 def arranged_values(layout):
     arrangement = LAYOUTS[layout][1]
-    return {name: to_arrangement(value, name, arrangement) for name, value in VALUES.items()}
+    return {name: arrange(value, name, arrangement) for name, value in VALUES.items()}
 
 
 def save(path, layout):
@@ -157,12 +157,12 @@ def test_parameters_that_are_not_concerned_stay_the_same_object(arrangement):
     others = [name for name in VALUES if not concerns(arrangement, name)]
     assert "layers.0.mlp.gate_up" in others
     for name in others:
-        assert to_arrangement(VALUES[name], name, arrangement) is VALUES[name]
+        assert arrange(VALUES[name], name, arrangement) is VALUES[name]
 
 
 def test_copies_stand_side_by_side_and_queries_keep_their_order():
     x_DKJH = VALUES["layers.0.attention.qkv"]
-    got = to_arrangement(x_DKJH, "layers.0.attention.qkv", Arrangement(2))
+    got = arrange(x_DKJH, "layers.0.attention.qkv", Arrangement(2))
     assert got.shape == (D, 2 * K, G // 2 + 2, H)
     np.testing.assert_array_equal(got[:, 2, :2], x_DKJH[:, 1, :2])
     np.testing.assert_array_equal(got[:, 3, :2], x_DKJH[:, 1, 2:4])

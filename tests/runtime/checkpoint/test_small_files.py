@@ -174,13 +174,13 @@ def test_a_file_that_is_not_there_settles_nothing(tmp_path):
 
 
 def test_a_saved_tokenizer_behind_a_link_is_refused(tmp_path):
-    from noria.runtime.checkpoint.orbax_store import tokenizer_files_of
+    from noria.runtime.checkpoint.orbax_store import read_tokenizer_files
 
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "tokenizer").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(CheckpointError, match="expected the folder of the tokenizer, got a link"):
-        tokenizer_files_of(tmp_path / "m")
+        read_tokenizer_files(tmp_path / "m")
 
 
 def test_a_pipe_in_place_of_a_gguf_file_is_refused_without_waiting(tmp_path):

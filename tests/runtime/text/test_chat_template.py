@@ -14,7 +14,7 @@ from datetime import datetime
 import pytest
 
 from noria.runtime.errors import RowError
-from noria.runtime.text.chat_messages import checked_messages
+from noria.runtime.text.chat_messages import normalise_messages
 from noria.runtime.text.chat_template import ChatRenderer, Conversation
 from noria.runtime.text.load_tokenizer import load_tokenizer
 from noria.runtime.text.template_process import TemplateFailure, TemplateLimits, TemplateProcess
@@ -365,7 +365,7 @@ def test_all_renderings_see_one_instant_in_local_time(renderer, monkeypatch):
 def encoded_one_by_one(chat: ChatRenderer, conversation: Conversation) -> list[int]:
     """The ids by the rule of `special_tokens` alone: each string protected, each piece encoded."""
     tokenizer, special, mark = chat._tokenizer, chat._special, "\U0010abcd"
-    messages = chat._protected(checked_messages(conversation.messages), mark)
+    messages = chat._protected(normalise_messages(conversation.messages), mark)
     variables = {
         **tokenizer.named_tokens,
         **chat._protected(conversation.template_kwargs or {}, mark),

@@ -14,7 +14,7 @@ from ..files.run_config import STRICT_CONFIG
 
 
 @dataclass(frozen=True)
-class Unread:
+class UnreadParts:
     """Keys and tensors of a published model that nothing reads."""
 
     where: str

@@ -16,8 +16,8 @@ from noria.compile.abstract_model import AbstractModel
 from noria.modelzoo.families.mapping import ParameterSource, TensorPart
 from noria.modelzoo.families.quantisation import BlockFloat8, Mxfp4
 from noria.runtime.checkpoint import load_params, loader, open_model
-from noria.runtime.checkpoint.dequantised import dequantised
-from noria.runtime.checkpoint.describe import describe
+from noria.runtime.checkpoint.dequantised_tensors import dequantise
+from noria.runtime.checkpoint.description import describe
 from noria.runtime.checkpoint.loader import read_parameter
 from noria.runtime.checkpoint.safetensors import SafetensorsDirectory
 from noria.runtime.errors import CheckpointMismatch, InvalidQuantisation
@@ -76,7 +76,7 @@ def experts():
 
 def opened(path, tensors, quantisation):
     save_file(tensors, path / "model.safetensors")
-    return dequantised(SafetensorsDirectory(path), quantisation)
+    return dequantise(SafetensorsDirectory(path), quantisation)
 
 
 class Noted:
@@ -239,7 +239,7 @@ def test_a_parameter_is_filled_from_float8_experts_of_one_tensor_each(tmp_path):
 def test_a_shard_of_experts_reads_its_own_bytes_and_no_others(tmp_path):
     save_file(experts(), tmp_path / "model.safetensors")
     stored = Noted(SafetensorsDirectory(tmp_path))
-    source = dequantised(stored, Mxfp4())
+    source = dequantise(stored, Mxfp4())
     source.read(EXPERTS, (slice(1, 2), slice(32, 64), slice(0, 5)))
     held = (slice(1, 2), slice(0, 5), slice(1, 2))
     assert stored.reads == [
@@ -253,7 +253,7 @@ def test_a_shard_of_experts_reads_its_own_bytes_and_no_others(tmp_path):
 def test_experts_read_in_pieces_are_read_once(tmp_path, monkeypatch, piece_bytes):
     save_file(experts(), tmp_path / "model.safetensors")
     stored = Noted(SafetensorsDirectory(tmp_path))
-    source = dequantised(stored, Mxfp4())
+    source = dequantise(stored, Mxfp4())
     parameter = ParameterSource("gate_up", (TensorPart(EXPERTS, "e d f -> e d f"),))
     monkeypatch.setattr(loader, "PIECE_BYTES", piece_bytes)
     got = read_parameter(parameter, source, (slice(None),) * 3, (3, 64, 10), np.float32)
@@ -267,7 +267,7 @@ def test_experts_read_in_pieces_are_read_once(tmp_path, monkeypatch, piece_bytes
 def test_a_shard_of_a_float8_matrix_reads_its_own_bytes_and_no_others(tmp_path):
     save_file(quantised("w", np.ones((300, 200), np.float32)), tmp_path / "model.safetensors")
     stored = Noted(SafetensorsDirectory(tmp_path))
-    source = dequantised(stored, BlockFloat8(BLOCK, BLOCK))
+    source = dequantise(stored, BlockFloat8(BLOCK, BLOCK))
     source.read("w", (slice(150, 300), slice(0, 100)))
     assert stored.reads == [
         ("w", (slice(150, 300), slice(0, 100))),

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ..bundles.compilation_cache import default_directory
 from ..files.file_facts import FileFacts
-from ..files.own_files import opened, read_file
+from ..files.own_files import open_own_folder, read_file
 
 MAX_FILES = 4096
 MAX_BYTES = 2 * 2**20
@@ -26,7 +26,7 @@ SETTLED_NS = 2 * 10**9
 NAME = "roots.json"
 
 
-class RememberedRoots:
+class HashRootCache:
     """Hash roots by file, as they were remembered when this object was made."""
 
     def __init__(self, folder: Path | None = None, clock_ns: Callable[[], int] = time.time_ns):
@@ -67,7 +67,7 @@ def _key(file: FileFacts) -> str:
 def _read(folder: Path) -> dict[str, str]:
     """The roots in a folder; raises ValueError or OSError if it may not be used."""
     try:
-        with opened(folder) as descriptor:
+        with open_own_folder(folder) as descriptor:
             if os.stat(NAME, dir_fd=descriptor, follow_symlinks=False).st_size > MAX_BYTES:
                 return {}
             content = read_file(NAME, descriptor)
@@ -86,7 +86,10 @@ def _read(folder: Path) -> dict[str, str]:
 def _write(folder: Path, roots: Mapping[str, str]) -> None:
     """Replace what a folder remembers; the oldest roots are dropped."""
     newest = dict(list(roots.items())[-MAX_FILES:])
-    with opened(folder), tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:
+    with (
+        open_own_folder(folder),
+        tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file,
+    ):
         try:
             json.dump(newest, file)
             file.close()
