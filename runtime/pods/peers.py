@@ -65,7 +65,7 @@ class Peers:
         return directive
 
     def record(self, *facts: object) -> None:
-        """Record facts of this process's work, which must be equal on all processes at each step."""
+        """Record facts of this process's work; at each step all processes must have equal facts."""
 
     def on_abort(self, action: Callable[[], object]) -> None:
         """Set an action to run if the loss of another process ends this process immediately."""

@@ -125,7 +125,7 @@ class Pod(Peers):
         if found := differences(leaders, own, names):
             listed = "\n".join(found)
             raise Disagreement(
-                f"expected the same options, input and versions on all processes, got:\n{listed}"
+                f"expected the same facts on all processes, got different ones:\n{listed}"
             )
         self._store.barrier(f"agreed/{self._num_shared}")
 

@@ -9,7 +9,7 @@ from command import completion, plan_text, write_lines
 
 from noria.compile import build
 from noria.runtime import cli, session
-from noria.runtime.bundles.kept_programs import KeptPrograms
+from noria.runtime.bundles.executable_cache import ExecutableCache
 
 GRID = ["buckets.prefill=[[16, 2], [32, 1]]", "buckets.max_length=48", "buckets.decode_spans=[48]"]
 
@@ -34,8 +34,8 @@ def fail(monkeypatch, name: str) -> None:
         return None, 0.0
 
     monkeypatch.setattr(build, "compile_graph", compile_graph)
-    monkeypatch.setattr(KeptPrograms, "read", lambda self: {})
-    monkeypatch.setattr(KeptPrograms, "keep", lambda self, name, executable: None)
+    monkeypatch.setattr(ExecutableCache, "read", lambda self: {})
+    monkeypatch.setattr(ExecutableCache, "keep", lambda self, name, executable: None)
 
 
 def test_a_graph_that_does_not_compile_is_named_with_its_rows(job, monkeypatch, capsys, tmp_path):
@@ -137,5 +137,5 @@ def test_a_home_that_cannot_be_written_costs_a_job_one_line(noria, job, monkeypa
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
     assert cli.main(job) == 0
     said = capsys.readouterr().err
-    assert said.count("no compile cache, so every run compiles anew") == 1
+    assert said.count("no compile cache, so every run compiles all graphs") == 1
     assert os.environ["XDG_CACHE_HOME"] == "/dev/null"

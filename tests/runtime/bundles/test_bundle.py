@@ -20,7 +20,7 @@ from noria.compile.targets import Target
 from noria.modelzoo.config import RopeConfig
 from noria.runtime.bundles.bundle import CONTENTS, GRAPHS, Bundle, check_folder, write
 from noria.runtime.bundles.key import key_of
-from noria.runtime.bundles.loading import NotLoaded, load_in_background
+from noria.runtime.bundles.loading import LoadError, load_in_background
 from noria.runtime.bundles.warm_start import WarmStart
 from noria.runtime.engine.padding import pack_greedy
 from noria.runtime.errors import BundleUnusable, ConfigError
@@ -141,7 +141,7 @@ def break_an_executable(folder: Path) -> str:
 def test_an_executable_that_cannot_be_loaded_is_named(folder, target):
     broken = break_an_executable(folder)
     loading = opened(folder, target)
-    with pytest.raises(NotLoaded, match=f"{broken} cannot be loaded"):
+    with pytest.raises(LoadError, match=f"{broken} cannot be loaded"):
         loading.pop(broken).result()
     assert all(one.result() for one in loading.values())
 

@@ -13,7 +13,7 @@ from noria.compile.compiled_graphs import graph_names
 from noria.compile.plan import Numbers, Plan, PlannedModel
 from noria.modelzoo.config import RopeConfig
 from noria.runtime.bundles.compilation_cache import remove_oldest
-from noria.runtime.bundles.kept_programs import KeptPrograms, graph_keys
+from noria.runtime.bundles.executable_cache import ExecutableCache, graph_keys
 from noria.runtime.bundles.warm_start import WarmStart
 
 PLAN = Plan("cpu", PlannedModel("tiny", ""), Numbers("float32"), GRID)
@@ -67,7 +67,7 @@ def test_a_damaged_file_is_named_and_its_graph_compiled_again(target, folder, da
 
 
 def test_a_folder_that_is_gone_costs_a_note_and_no_job(model, target, tmp_path):
-    kept = KeptPrograms(tmp_path / "gone", PLAN, target, CONFIG, (notes := []).append)
+    kept = ExecutableCache(tmp_path / "gone", PLAN, target, CONFIG, (notes := []).append)
     (tmp_path / "gone").rmdir()
     assert kept.read() == {} and not notes
     kept.keep("fork", model.graphs.executables["fork"])
