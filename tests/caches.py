@@ -1,4 +1,4 @@
-"""Small caches to compare with plain numpy: what fills them, and how they read side by side."""
+"""Small caches for comparisons with plain numpy, and helpers that fill and read them."""
 
 from collections.abc import Sequence
 

@@ -1,9 +1,9 @@
-"""The models that every family must reproduce: small, random, and each odd in its own way.
+"""The models that every family must reproduce: small and random, each with special features.
 
-A family joins by being listed in `CASES`. Each case is built by transformers, the published
-implementation, with weights large enough that a swapped head or a missing norm shows, and saved as
-a directory; what reads it must give the same log-probabilities. Knows nothing of how noria
-computes.
+A family takes part through an entry in `CASES`. Transformers, the published implementation, builds
+each case, with weights so large that a swapped head or a missing norm changes the result, and saves
+it as a directory. A model that is read from the directory must give the same log-probabilities.
+Does not know how noria computes.
 """
 
 import copy

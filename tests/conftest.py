@@ -1,7 +1,7 @@
 """Environment of every test: eight simulated CPU devices, strict shapes, no network, own caches.
 
-The environment is set when this file is read, which is before any test module can import jax: a
-backend reads it once. Mistakes that broadcasting would hide raise instead.
+This file sets the environment when it is read, before any test module can import jax, because a
+backend reads the environment once. Mistakes that broadcasting would hide raise errors.
 """
 
 import atexit

@@ -1,6 +1,6 @@
 """Option `--costs`: processor seconds of every test file, and memory maps of every process.
 
-A process may map 65,530 pieces of memory (Linux), and a compiled program takes some dozens.
+A process may map 65,530 pieces of memory (Linux), and a compiled program takes a few dozen.
 """
 
 import os

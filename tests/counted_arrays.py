@@ -1,4 +1,4 @@
-"""Host arrays that are counted while anything refers to them, as loaders make them."""
+"""Count host arrays of loaders as long as anything refers to them."""
 
 import threading
 import weakref

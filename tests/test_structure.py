@@ -1,4 +1,4 @@
-"""The structure that a newcomer relies on: rooms, imports without circles, whole sentences."""
+"""Structure for newcomers: few files at a folder's root, no import cycles, whole sentences."""
 
 import ast
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""A small random decoder and everything to run it, for tests of the floors above the model."""
+"""A small random decoder and helpers to run it, for tests of `sharding`, `compile`, `runtime`."""
 
 from dataclasses import replace
 from functools import partial

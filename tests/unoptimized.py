@@ -1,7 +1,7 @@
-"""Programs for simulated CPU devices without LLVM's optimizations, which compile in half the time.
+"""Compile for simulated CPU devices without LLVM's optimizations, in half the time.
 
-Off the CPU nothing changes. XLA_FLAGS would reach the compiler for TPU too, which does not know
-the option about fusions and refuses to start.
+Other targets are compiled as usual. XLA_FLAGS would also reach the compiler for TPU, which does not
+know the option about fusions and refuses to start.
 """
 
 from typing import Any

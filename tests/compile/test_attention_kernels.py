@@ -1,4 +1,4 @@
-"""Every kernel for prompts and chunks against the reference, or refused; which one is chosen."""
+"""Attention kernels for prompts and chunks: equality with the reference, refusals, and choice."""
 
 from dataclasses import replace
 from functools import cache, partial

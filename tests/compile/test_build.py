@@ -1,4 +1,4 @@
-"""The build: what it says as graphs are done; a failure, as Ctrl-C, ends it without the others."""
+"""The build: its progress by graph, and its end without more graphs after a failure or Ctrl-C."""
 
 import time
 

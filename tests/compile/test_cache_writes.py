@@ -1,7 +1,7 @@
 """A token is written into the cache without a loop over slots, in programs compiled for TPU.
 
-A scatter that XLA for TPU does not know runs as a loop with a turn for every slot, of some bytes
-each, for keys and values of every layer and segment: it would take nine tenths of a step.
+XLA for TPU runs a scatter of an unknown form as a loop with an iteration for every slot, of a few
+bytes each, for keys and values of every layer and segment: it would take nine tenths of a step.
 """
 
 from dataclasses import replace

@@ -1,7 +1,7 @@
 """Predicted communication against programs compiled for devices that are not present.
 
-The difference between graphs of three and of two layers is what one layer does: the first and the
-last layer are next to the embedding and the head, and XLA may treat them in a way of their own.
+The difference between graphs of three and of two layers is the communication of one layer: XLA may
+compile the first and the last layer, next to the embedding and the head, in another way.
 """
 
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Executables: one for every bucket, none for anything else, the same bits under every span."""
+"""Executables: one for every bucket, and no others; results have the same bits for every span."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor

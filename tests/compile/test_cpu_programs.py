@@ -1,4 +1,4 @@
-"""Compiled for the CPU in bfloat16: nothing whole is converted in a step, every product is fast."""
+"""Programs for the CPU in bfloat16: no step converts whole arrays, and every product is fast."""
 
 import jax.numpy as jnp
 import pytest

@@ -1,4 +1,4 @@
-"""A small model compiled for H100s that are not here: what the compiler says, and leaves out."""
+"""A small model compiled for H100s that are not present: what the compiler reports, and omits."""
 
 import re
 from importlib.util import find_spec

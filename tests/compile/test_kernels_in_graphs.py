@@ -1,4 +1,4 @@
-"""Kernels inside the graphs that run: the answer of the reference, and compiled for absent TPUs."""
+"""Kernels inside graphs: they give the reference's answers, and compile for absent TPUs."""
 
 import re
 from dataclasses import replace

@@ -1,7 +1,7 @@
 """Graphs work in place: little memory beside their arguments, no copy of weights or cache.
 
-Checked on what XLA reports of the very graphs that run, in the embedded model's shape; for TPU
-without a TPU.
+XLA reports the memory of the same graphs that jobs run, in the embedded model's shape. Graphs for
+TPU are compiled without a TPU.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""The plan file: what is written is what is read, and what is not known is refused."""
+"""The plan file: a written plan is read back unchanged, and unknown keys are refused."""
 
 import tomllib
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""A prefill graph works in place: it copies the slots that it reads, and nothing else."""
+"""A prefill graph works in place: it copies only the slots that it reads."""
 
 from dataclasses import replace
 from functools import cache

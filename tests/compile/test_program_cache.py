@@ -1,4 +1,4 @@
-"""jax's cache of programs is not used for graphs, whatever settings say, and is on again after."""
+"""Graphs do not use jax's program cache, whatever its settings; afterwards it is on again."""
 
 import jax
 import jax.numpy as jnp

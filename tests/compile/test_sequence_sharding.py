@@ -1,4 +1,4 @@
-"""Graphs over a ring: memory falls with the devices, what moves does not grow with the cache."""
+"""Graphs over a ring: more devices need less memory each; sent bytes do not grow with the cache."""
 
 from collections import Counter
 from dataclasses import replace

@@ -1,7 +1,8 @@
 """Decode under layouts: sampling never brings logits together, and the cache stays in place.
 
-Read from the compiled program: on simulated CPU devices, and for a TPU slice that is not there.
-Every branch counts, also those of penalties, biases and thresholds that few rows take.
+The tests read compiled programs: for simulated CPU devices, and for a TPU slice that is not
+present. They count every branch, also the branches of penalties, biases and thresholds, which few
+rows take.
 """
 
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""A reader follows few functions from a decode step to its softmax."""
+"""Few functions lie between a decode step and its softmax, so that a reader can follow them."""
 
 import traceback
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Targets: names, what they lead to, and what is said of those that lead nowhere."""
+"""Targets: their names, their devices, and the errors for unknown names."""
 
 from importlib.util import find_spec
 from itertools import product

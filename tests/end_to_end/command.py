@@ -1,4 +1,4 @@
-"""The command `noria` in processes of its own, and the lines it reads and writes."""
+"""Run the command `noria` in its own process, and write and read its lines."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""A small random Llama or Mixtral directory with its tokenizer, as a hub would publish it."""
+"""A small random Llama or Mixtral directory with its tokenizer, in Hugging Face's format."""
 
 import json
 from pathlib import Path

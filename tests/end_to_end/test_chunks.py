@@ -1,4 +1,4 @@
-"""Jobs whose prompts are poured into their slots in chunks, through the command."""
+"""Jobs that prefill their prompts in chunks, through the command."""
 
 import random
 import re

@@ -1,7 +1,8 @@
 """The embedded model under layouts gives the greedy tokens of one device.
 
-It has 9 query heads and 3 key/value heads, so its heads split over three devices; six hold it with
-replicas, or split in two dimensions. Near ties as the rule for different executables has them.
+The model has 9 query heads and 3 key/value heads, so its heads split over three devices. Six
+devices hold replicas, or split in two dimensions. Near ties follow the rule for different
+executables.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""`noria plan` through the command: what it writes runs, and what a run did it knows exactly."""
+"""`noria plan` through the command: its plans run, and it reproduces a run's counts exactly."""
 
 import base64
 import html

@@ -1,7 +1,7 @@
 """One job on several processes over one mesh of eight simulated devices, with real signals.
 
-The mesh is data=2, tensor=4: with two processes of four devices the sums of tensor parallelism stay
-inside a process, with four of two they cross.
+The mesh is data=2, tensor=4. With two processes of four devices, the sums of tensor parallelism
+stay inside a process; with four processes of two devices, they cross processes.
 """
 
 import json

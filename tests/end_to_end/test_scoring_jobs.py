@@ -1,4 +1,4 @@
-"""Jobs that only score: a plan without decode slots, derived, planned, laid out and kept."""
+"""Jobs that only score: plans without decode slots, derived, planned, with layouts, in bundles."""
 
 import re
 import tomllib

@@ -1,4 +1,4 @@
-"""Attention against plain numpy: what is visible, what comes out, and merging partial results."""
+"""Attention against plain numpy: visibility, results, and the merge of partial results."""
 
 import jax
 import jax.numpy as jnp

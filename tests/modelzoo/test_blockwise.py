@@ -1,4 +1,4 @@
-"""Attention block by block against all at once: sizes that do not divide, orders, every mask."""
+"""Blockwise attention against dense attention: indivisible sizes, orders, every mask."""
 
 import jax
 import jax.numpy as jnp

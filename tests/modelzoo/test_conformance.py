@@ -1,10 +1,10 @@
 """Every family gives the log-probabilities of its published implementation.
 
-Saved by transformers, opened and loaded as a user's model is, and compared with what transformers
-computed on each prompt alone: through prefill and, from the first tokens on, token by token through
-decode, over a cache of several segments. A longer bucket, a cache in one piece, and decode of
-models whose oddities others decode with are `slow`. Deeper models of some families have their
-layers scanned, too.
+Transformers saves each model; noria opens and loads it like a user's model. Its results are
+compared with those of transformers on each prompt alone: through prefill and, from the first tokens
+on, token by token through decode, over a cache of several segments. `slow` tests use a longer
+bucket, a cache of one segment, and decode of models whose special features other models cover.
+Deeper models of some families also scan their layers.
 """
 
 from collections import Counter

@@ -1,4 +1,4 @@
-"""The segmented cache against one plain numpy array a slot."""
+"""The segmented cache against one plain numpy array for each slot."""
 
 import jax
 import jax.numpy as jnp

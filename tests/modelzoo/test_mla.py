@@ -1,6 +1,6 @@
-"""Latent attention: what its cache holds, and that attending to latents is attending to heads.
+"""Latent attention: the content of its cache, and equality with attention over heads.
 
-That both give what the published implementation gives is for the conformance tests.
+The conformance tests compare both with the published implementation.
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Prompts in pieces: the same cache however they are cut, and nothing seen of a former owner."""
+"""Prompts in pieces: every division gives the same cache, and hides a slot's former content."""
 
 from dataclasses import replace
 from functools import cache, partial

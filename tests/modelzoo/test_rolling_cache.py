@@ -1,4 +1,4 @@
-"""Layers with a window keep their latest positions alone, whatever came before.
+"""Layers with a window keep only their latest positions, whatever their slot held before.
 
 Each slot is compared with a plain dictionary from positions to keys and values.
 """

@@ -1,7 +1,7 @@
-"""The embedded model gives the same greedy tokens from prompts in chunks as from whole ones.
+"""The embedded model gives the same greedy tokens from chunked prompts as from whole prompts.
 
-All are executables of their own, so the near-tie rule holds: up to the first step at which the
-best two are closer than `NEAR_TIE_GAP` the tokens are the same.
+The grids have different executables, so the near-tie rule applies: the tokens are the same up to
+the first step whose best two tokens are closer than `NEAR_TIE_GAP`.
 """
 
 import json

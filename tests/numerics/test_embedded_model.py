@@ -1,9 +1,9 @@
 """The embedded model against transformers: same prompts, same greedy tokens, same probabilities.
 
 The reference is transformers' LlamaForCausalLM in float32, over weights that are dequantised and
-renamed here without any code of noria's. It is fed noria's own tokens: with the same tokens before
-it, its likeliest next token is what its own greedy search would choose, so one pass a row checks
-every step, and the steps after a near tie too.
+renamed here without noria's code. It reads noria's tokens: given the same earlier tokens, its
+likeliest next token is the choice of its own greedy search. So one pass over a row checks every
+step, also the steps after a near tie.
 """
 
 import pytest

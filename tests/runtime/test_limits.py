@@ -1,4 +1,4 @@
-"""Limits on rows and templates: what is at a limit is taken, and one more is refused."""
+"""Limits on rows and templates: a value at a limit is accepted, and one more is refused."""
 
 import io
 import itertools

@@ -1,4 +1,4 @@
-"""Which devices a plan may run on, and which of them jax is let start."""
+"""The devices that a plan may run on, and the platforms that jax may start."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""The device benchmark, tiny and on the CPU: it measures every case, and counts work rightly."""
+"""The device benchmark on the CPU, in a tiny form: it measures every case, and counts its work."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""The cases of long contexts: predictions that can be worked out by hand."""
+"""The cases of long contexts: predictions that can be calculated by hand."""
 
 import pytest
 from numerics_helpers import script

@@ -1,8 +1,8 @@
-"""Small random models under layouts on simulated devices, and what they answer.
+"""Small random models under layouts on simulated devices, and their answers.
 
-One odd model a family, read from the family's own config.json; what is compiled are the graphs of
-the build, and what is compared with is the same model on one device: a whole forward pass for each
-token, or the graphs of the build where more than greedy tokens is compared.
+There is one model with special features for each family, from the family's own config.json. The
+helpers compile the graphs of the build. The reference is the same model on one device: a whole
+forward pass for each token, or the graphs of the build if a test compares more than greedy tokens.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

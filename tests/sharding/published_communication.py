@@ -1,12 +1,13 @@
-"""Published formulas of what a dense layer communicates, to hold the derived ones against.
+"""Published formulas for the communication of a dense layer, to check the derived formulas.
 
 Source: Pope et al. 2022, "Efficiently Scaling Transformer Inference" (2211.05102): section 3.2.1
 and appendix A.2.1 for one-dimensional weight-stationary, 3.2.2 and A.2.2 for two-dimensional, 3.2.3
 and A.2.3 for weight-gathered, 3.3 for attention sharded over batch; Korthikanti et al. 2022,
 "Reducing Activation Recomputation in Large Transformer Models" (2205.05198), section 4.2.2, for
 sequence-parallel residuals; Liu et al. 2023, "Ring Attention" (2310.01889), section 3, for keys and
-values that go round. They count the MLP; the formulas here add attention's projections, which this
-code runs one after the other, and the sums that norms of a split residual stream need.
+values that go round the ring. The papers count the MLP; the formulas here add attention's
+projections, which this code runs one after the other, and the sums for norms of a split residual
+stream.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""Chunks beside a cache that is shared out: both ways give the answer of one device."""
+"""Chunks over a cache that is split over devices: both methods give the answer of one device."""
 
 from functools import cache, partial
 from typing import NamedTuple

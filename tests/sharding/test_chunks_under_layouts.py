@@ -1,7 +1,7 @@
 """Prompts in chunks under layouts give the answer of whole prompts on one device.
 
-A row of a call and its slot may lie on different devices: slots are taken from the last one on, and
-chunks of two sizes are longer and shorter than the windows.
+A row of a call and its slot may lie on different devices: rows take slots from the last slot
+downwards. Of two chunk sizes, one is longer and one is shorter than the windows.
 """
 
 from dataclasses import dataclass, replace

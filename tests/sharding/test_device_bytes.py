@@ -1,4 +1,4 @@
-"""Bytes on each device, from shapes alone: the published claim, and what real arrays take."""
+"""Bytes on each device, from shapes alone, against the published claim and real arrays."""
 
 from dataclasses import replace
 

@@ -1,7 +1,7 @@
 """Every family under every named layout gives the answer of one device.
 
-Prefill and decode, in float32, with prompts shorter and longer than the windows; and what the
-graphs give back lies where the layout says.
+The tests run prefill and decode in float32, with prompts shorter and longer than the windows. The
+graphs' results have the layout's shardings.
 """
 
 from functools import cache

@@ -1,6 +1,6 @@
-"""Layouts that cannot be are refused before anything is lowered, each with what a person needs.
+"""Illegal layouts are refused before anything is lowered, each with a helpful message.
 
-The texts are literal: axis, rule, number and remedy are what is promised.
+The tests compare whole texts: each message names axis, rule, number and remedy.
 """
 
 import gc

@@ -1,4 +1,4 @@
-"""One product over a mesh: the collectives of literal examples, and the answer of random ones.
+"""One product over a mesh: the collectives of literal examples, and answers of random examples.
 
 Placements are written as in the scaling book, `B_data T D_tensor`; mesh axes of one dimension are
 joined by a plus, `D_data+tensor`. Values are small integers, so that every sum is exact.

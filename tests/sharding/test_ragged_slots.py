@@ -1,4 +1,4 @@
-"""Slots of several lengths give the answer of one device, and the same bits, under layouts too."""
+"""Slots of several lengths give the answer of one device, bit for bit, also under layouts."""
 
 from dataclasses import replace
 from functools import cache

@@ -1,7 +1,7 @@
-"""A layout that the checks let pass gives the answer of one device, whatever it is.
+"""Every layout that passes the checks gives the answer of one device.
 
-Random rules on random meshes of eight devices; those without findings are compiled and run. What
-breaks here is a finding that is missing, or an operation that is wrong.
+The test draws random rules on random meshes of eight devices, and compiles and runs layouts without
+findings. A failure means a missing finding or a wrong operation.
 """
 
 import random

@@ -1,4 +1,4 @@
-"""Attention over a ring of devices against attention at once: every mask."""
+"""Attention over a ring of devices against dense attention, for every mask."""
 
 from functools import cache, partial
 

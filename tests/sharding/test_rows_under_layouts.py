@@ -1,6 +1,6 @@
-"""Within one layout a row's bits depend on the row alone: not on its slot, neighbours or NaN there.
+"""Within one layout a row's bits depend only on the row, not on its slot, or on neighbours or NaN.
 
-The slots lie on different devices, and what crosses between them must not carry more than it says.
+The slots lie on different devices, and their communication must not carry values of other rows.
 """
 
 from functools import cache

@@ -1,6 +1,6 @@
-"""Layers in a loop give the answer of layers one after the other, under layouts too.
+"""Scanned layers give the answer of unrolled layers, also under layouts.
 
-Families with layers of one kind, of two in turn, and with other ones before or after the loop.
+The families have layers of one kind, of two alternating kinds, or other layers around the loop.
 """
 
 import numpy as np

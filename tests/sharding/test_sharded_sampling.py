@@ -1,4 +1,4 @@
-"""Sampling over a split and padded vocabulary: the tokens of one device, to the last option.
+"""Sampling over a split and padded vocabulary gives the tokens of one device, for every option.
 
 The vocabulary has 151 ids, so every layout that splits it pads it.
 """

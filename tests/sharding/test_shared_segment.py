@@ -1,4 +1,4 @@
-"""A beginning that all slots share is kept once and read by all, and changes no answer."""
+"""A prefix that all slots share is kept once, is read by all, and changes no answer."""
 
 from functools import cache
 

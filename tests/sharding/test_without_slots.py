@@ -1,4 +1,4 @@
-"""A grid without decode slots gives the very scores of one with slots, under layouts too."""
+"""A grid without decode slots gives the same scores as a grid with slots, also under layouts."""
 
 from dataclasses import dataclass, replace
 

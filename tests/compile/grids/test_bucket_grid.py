@@ -1,4 +1,4 @@
-"""Buckets: what fits where, and what is refused by name."""
+"""Buckets: the bucket of each length, and refusals by name."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The derived grid: it holds every row that the model can, with provably least prefill padding."""
+"""The derived grid: it fits every row that the model can run, with the least prefill padding."""
 
 from itertools import combinations, pairwise, product
 

@@ -1,4 +1,4 @@
-"""How many slots reach each span: as many as rows that are so long keep busy."""
+"""The number of slots of each span: as many as rows of that length keep busy."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Shapes of models whose work is predicted: a plain one and a sparse one."""
+"""Shapes of models for predictions: a dense model and a sparse model."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Predicted compile times against the recorded ones that they stand for."""
+"""Predicted compile times against recorded compile times."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Seconds from work: the roofline by hand, and factors that are found again from made-up times."""
+"""Seconds from work: the roofline by hand, and factors recovered from synthetic times."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Graphs that save too little are left out: the rule, against trying every choice of graphs."""
+"""Graphs that save too little are left out: the rule, against every choice of graphs."""
 
 from collections import Counter
 from dataclasses import replace

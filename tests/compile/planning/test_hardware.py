@@ -1,4 +1,4 @@
-"""Tables of hardware: every figure has a source, and a wrong one is refused by name."""
+"""Tables of hardware: every figure has a source, and a wrong figure is refused by name."""
 
 import math
 

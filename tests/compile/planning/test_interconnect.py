@@ -1,4 +1,4 @@
-"""Collectives on slices: which lines a mesh axis lies along, and what the busiest link carries."""
+"""Collectives on slices: the torus dimensions of a mesh axis, and the load of the busiest link."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""Collectives read from program text: every way that compilers write them, in short.
+"""Collectives read from program text, in every form that compilers write.
 
 The snippets are shortened from real text of CPU, TPU and GPU programs.
 """

@@ -1,7 +1,7 @@
-"""Collectives of compiled programs, on simulated CPU devices and for TPUs that are not here.
+"""Collectives of compiled programs, for simulated CPU devices and for absent TPUs.
 
-They show that real text still looks as the snippets of test_collectives.py do, and what the
-compilers make of a program: combined, scattered, spread beside a product.
+The tests show that real text has the form of the snippets in test_collectives.py. They also show
+how compilers change collectives: combined, scattered, or overlapped with a product.
 """
 
 import os

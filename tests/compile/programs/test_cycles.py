@@ -1,4 +1,4 @@
-"""Cycles: the compiler's estimates where there are any, and prices counted by hand where not."""
+"""Cycles: the compiler's estimates if it has them, and otherwise prices counted by hand."""
 
 import pytest
 from hlo_snippets import CHIP, NARROW_BYTES, WIDE, WIDE_BYTES, loop, program

@@ -1,6 +1,6 @@
-"""Programs of small models, held against ceilings that stand in one table.
+"""Programs of small models against upper bounds in one table.
 
-Archetypes, layouts, forms of layers, graphs and targets are chosen so that most pairs of them meet.
+The cases cover most pairs of archetype, layout, form of layers, graph and target.
 """
 
 import tomllib

@@ -1,4 +1,4 @@
-"""Bytes of main memory: small programs counted by hand, and real ones beside XLA's own count."""
+"""Bytes of main memory: small programs counted by hand, and real programs against XLA's count."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The text of a program: what the compiler wrote of it comes first, then what XLA can write."""
+"""The text of a program: the compiler's own text if there is any, and otherwise XLA's."""
 
 from dataclasses import dataclass
 from typing import cast

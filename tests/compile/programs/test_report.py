@@ -1,4 +1,4 @@
-"""Figures read of programs: small ones counted by hand, each number by itself."""
+"""Figures read from programs: small programs counted by hand, one number at a time."""
 
 from pathlib import Path
 

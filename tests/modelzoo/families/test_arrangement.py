@@ -1,4 +1,4 @@
-"""Arranged weights: published tensors fill other shapes, and the model in them is the same."""
+"""Arranged weights: published tensors fill other shapes, and the model's answers stay the same."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Gemma 3 as it is published beside a vision tower: its text part, in both forms of its names."""
+"""Gemma 3 as published with a vision tower: its text part, in both forms of its names."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""GPT-OSS as it is published: config.json, GGUF metadata, and the tensors of its experts."""
+"""GPT-OSS as published: config.json, GGUF metadata, and the tensors of its experts."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,4 @@
-"""config.json of every family: what is published is read whole, and anything else is refused."""
+"""config.json of every family: published files are read completely, and others are refused."""
 
 import math
 import re

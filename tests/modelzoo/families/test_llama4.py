@@ -1,4 +1,4 @@
-"""Llama 4: what its config.json says, alone and as the text part of the published models."""
+"""Llama 4's config.json, alone and as the text part of the published models."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Families with experts: what config.json and GGUF metadata say, and which tensors hold them."""
+"""Families with experts: their config.json, their GGUF metadata, and their tensors."""
 
 import itertools
 

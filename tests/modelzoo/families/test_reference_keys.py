@@ -1,8 +1,7 @@
 """Keys of config.json that change an answer, as transformers itself reads them.
 
-No key that transformers reads for a family is noted here as one that nothing reads, the keys that
-are noted or ignored leave its logits bit for bit as they were, and published files mean the same to
-both.
+Transformers does not read any key that a family notes as unread. Noted and ignored keys do not
+change a bit of its logits. Published files have the same meaning in transformers and in noria.
 """
 
 import ast

@@ -1,4 +1,4 @@
-"""A disk that fails at any one operation that a test chooses."""
+"""A disk that fails at an operation of the test's choice."""
 
 from noria.runtime.files.disk import Disk
 

@@ -1,4 +1,4 @@
-"""No file that is read is written, no file is written twice, and no link is written through."""
+"""A job never writes its inputs, never writes a file twice, and never writes through a link."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A prompt is encoded once, shows the job's instant on whatever day it runs, and is read ahead."""
+"""A prompt is encoded once, has the job's date on any day, and is read in advance."""
 
 import errno
 import io

@@ -1,4 +1,4 @@
-"""The plan of a job: what limits rows without `max_tokens` is said; any override is answered."""
+"""The plan of a job: the note on rows without `max_tokens`, and replies to every override."""
 
 import json
 import tomllib

@@ -1,4 +1,4 @@
-"""When the journal's rows are safe from a power cut."""
+"""The journal's rows, and the moment from which they survive a power cut."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""Records that are wrong though their checksum is right end as one error with byte and remedy."""
+"""Wrong records with a correct checksum give one error, with the byte and a remedy."""
 
 import json
 import re

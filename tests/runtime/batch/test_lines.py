@@ -1,4 +1,4 @@
-"""Lines to rows: every good spelling, every bad one with its code, and nothing ever raises."""
+"""Lines to rows: every valid form, every invalid form with its code, and no exception."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""Text and journal of a call are made while the device runs the next one; the rest is as before."""
+"""The host makes text and journal of a call while the device runs the next call."""
 
 import json
 from math import ceil

@@ -1,4 +1,4 @@
-"""A job that another set-up of processes goes on with: refused, or allowed and recorded."""
+"""A job that another set-up of processes continues: refused, or allowed and recorded."""
 
 import json
 

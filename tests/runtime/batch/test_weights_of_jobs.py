@@ -1,4 +1,4 @@
-"""A job's rows are answered by the same weights, whatever the name of the folder they lie in."""
+"""The same weights answer all of a job's rows, whatever the name of their folder."""
 
 import json
 from pathlib import Path

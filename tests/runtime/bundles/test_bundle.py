@@ -1,4 +1,4 @@
-"""Bundles: what was built is loaded without a compiler, and whatever was touched is not opened."""
+"""Bundles: executables load without a compiler, and changed bundles are refused."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""The folder of compiled programs: used where it is the user's own, else done without."""
+"""The folder of compiled programs: used only if it is the user's own."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Executables in the user's cache: found by all that decides them, and whole or not there."""
+"""Executables in the user's cache: found by all their inputs, and complete or absent."""
 
 import os
 from dataclasses import replace

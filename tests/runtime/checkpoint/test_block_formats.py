@@ -1,4 +1,4 @@
-"""Quantised blocks against the words of their specifications, and against transformers."""
+"""Quantised blocks against literal readings of their specifications, and against transformers."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Quantised checkpoints: what the file holds as codes and scales is read as plain tensors."""
+"""Quantised checkpoints: codes and scales in the file are read as plain tensors."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""Checkpoints with experts: both forms load, what is wrong is named, shards read little."""
+"""Checkpoints with experts: both forms load, errors name their cause, shards read little."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""GGUF: values and tensors come out as written, lies are refused, mutations never do worse."""
+"""GGUF: values and tensors are read as written, and false or mutated files give refusals only."""
 
 import itertools
 import struct

@@ -1,6 +1,6 @@
-"""GGUF files of models with experts hold what the published directories of the same models hold.
+"""GGUF files of models with experts equal the published directories of the same models.
 
-Written with the package `gguf`, which has llama.cpp's names of keys and tensors.
+The package `gguf`, which has llama.cpp's names of keys and tensors, writes the files.
 """
 
 import json

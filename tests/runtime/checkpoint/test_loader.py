@@ -1,4 +1,4 @@
-"""Loading: parameters arrive placed and cast, once nothing is missing or left over."""
+"""Loading: parameters have their sharding and dtype; missing and unused tensors are refused."""
 
 from dataclasses import dataclass, replace
 

@@ -1,4 +1,4 @@
-"""Opening models: each kind is recognised, described and told apart; what cannot be is refused."""
+"""Opening models: each kind is recognised, described and distinguished; bad files are refused."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Checkpoints of ours travel between layouts: any sharding in, any arrangement and sharding out."""
+"""noria's own checkpoints move between layouts, from any sharding to any arrangement."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Our own checkpoints: saved, restored onto other placements, refused when not whole."""
+"""noria's own checkpoints: saved, restored with other placements, refused if incomplete."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Files of a model folder beside its weights: inside the folder, regular, and of a size."""
+"""Files of a model folder besides its weights: inside the folder, regular, of limited size."""
 
 import os
 import shutil

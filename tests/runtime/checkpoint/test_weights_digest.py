@@ -1,4 +1,4 @@
-"""The digest of weights: every byte counts, hashing is shared out, nothing stale is remembered."""
+"""The digest of weights: it covers every byte, is computed in shares, and is never stale."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""`noria bench`: every case measured on the grid of its shape, figures that add up, refusals."""
+"""`noria bench`: every case on the grid of its shape, consistent figures, and refusals."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""The target of those who name none: the accelerator that jax would take, found without jax."""
+"""The default target: the accelerator that jax would use, found without jax."""
 
 import subprocess
 import sys

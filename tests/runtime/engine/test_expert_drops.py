@@ -1,4 +1,4 @@
-"""Rows that lose choices of experts: each is found, none other is, and the counts add up."""
+"""Rows with dropped choices of experts: exactly these rows are reported, with correct counts."""
 
 from collections import Counter
 from dataclasses import replace

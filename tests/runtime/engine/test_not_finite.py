@@ -1,4 +1,4 @@
-"""Rows that meet NaN leave nothing of it to the next owners of their slots."""
+"""Rows with NaN do not affect the next rows in their slots."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The scheduler alone: a pure state machine, driven without a device."""
+"""The scheduler alone: a pure state machine, tested without a device."""
 
 import random
 from collections import Counter

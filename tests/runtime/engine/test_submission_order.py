@@ -1,4 +1,4 @@
-"""The order in which rows are fed: longest first, and of every length at any time."""
+"""The order of submission: longest rows first, with rows for every slot length at any time."""
 
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.runtime.engine.submission_order import submission_order

@@ -1,4 +1,4 @@
-"""Layouts by name and by file: what ships is sound, what is read is what was written."""
+"""Layouts by name and by file: the named layouts are legal, and files are read as written."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Calibration on the machine at hand: every kind of call is timed."""
+"""Calibration on the local machine: every kind of call is timed."""
 
 from types import SimpleNamespace
 from typing import Any, cast

@@ -1,4 +1,4 @@
-"""Layouts in the order of their compiled graphs; what does not fit into memory comes last."""
+"""Layouts in the order of their compiled graphs; layouts that do not fit into memory come last."""
 
 import math
 import re

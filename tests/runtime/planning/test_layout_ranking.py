@@ -1,4 +1,4 @@
-"""Layouts of a mixture of experts in their order: what they send counts."""
+"""Ranking of layouts for a mixture of experts: communication counts."""
 
 from dataclasses import replace
 

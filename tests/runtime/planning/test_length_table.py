@@ -1,4 +1,4 @@
-"""Tables of lengths: what spreadsheets write is read, anything else is refused by its line."""
+"""Tables of lengths: files of spreadsheets are read, and others are refused with the line."""
 
 import pytest
 

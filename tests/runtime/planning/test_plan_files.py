@@ -1,4 +1,4 @@
-"""Files of `noria plan`: what may not be written is said before the work, and nothing is lost."""
+"""Files of `noria plan`: forbidden outputs are refused before the work, and no file is lost."""
 
 import os
 

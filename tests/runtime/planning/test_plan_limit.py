@@ -1,4 +1,4 @@
-"""Rows without `max_tokens`: a plan says where they end, and takes a length that a user gives."""
+"""Rows without `max_tokens`: a plan states their limit, and accepts a length from the user."""
 
 import json
 import tomllib

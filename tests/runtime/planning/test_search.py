@@ -1,4 +1,4 @@
-"""Candidates and their bounds: no schedule beats its own, and the best grid is the best of all."""
+"""Candidates and their bounds: no schedule beats its bound, and the best grid is chosen."""
 
 from collections import Counter
 from dataclasses import replace

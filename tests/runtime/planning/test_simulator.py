@@ -1,4 +1,4 @@
-"""The simulator against real runs: given what a run emitted, it counts exactly what the run did."""
+"""The simulator against real runs: with a run's output lengths it has exactly the run's counts."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The watch of a pod's processes on each other, over a store and a clock of the test's own."""
+"""The watchdog of a pod's processes, over a simulated store and clock."""
 
 import json
 import threading

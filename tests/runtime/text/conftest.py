@@ -1,6 +1,6 @@
-"""Tokenizers for the tests of text: real ones out of installed packages, and small ones made here.
+"""Tokenizers for tests of text: real tokenizers from installed packages, and small ones made here.
 
-The packages are data to these tests: their files are found and read, they are never imported.
+The tests only read the files of these packages, and never import the packages.
 """
 
 import importlib.util

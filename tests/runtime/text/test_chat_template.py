@@ -1,7 +1,7 @@
-"""Conversations become the ids that transformers would give, and neither users nor templates harm.
+"""Conversations give the ids of transformers, and neither users nor templates can do harm.
 
-The attacks on the template's process and the injected special tokens are those that were used
-against other servers.
+The attacks on the template's process and the injected special tokens were used against other
+servers.
 """
 
 import contextlib
