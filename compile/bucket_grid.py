@@ -43,14 +43,16 @@ class PrefillBucket(NamedTuple):
     """One prefill graph's shape: tokens per row, and rows."""
 
     length: int
-    """Of prompts in chunks, the span: what a row sees of its slot, with its own tokens."""
+    """The longest prompt. For prompts in chunks, the span: the positions of its slot that a row
+    sees, its own tokens included. Unit: tokens."""
     batch: int
+    """The prompts, or pieces of prompts, of one call. Unit: rows."""
     chunk: int | None = None
-    """Most tokens of a piece of a prompt; None runs prompts whole."""
+    """The largest piece of a prompt; None prefills prompts whole. Unit: tokens."""
 
     @property
     def tokens(self) -> int:
-        """Of a row."""
+        """Tokens of one row in a call."""
         return self.chunk or self.length
 
     @property
@@ -70,30 +72,41 @@ class PrefillBucket(NamedTuple):
 
 @dataclass(frozen=True)
 class BucketGrid:
-    """All shapes of a plan: one batch size a prefill graph, one slot count, nested spans."""
+    """All shapes of a plan: one batch size a prefill graph, one slot count, nested spans.
+
+    In Python, entries of `prefill` may be plain `(length, batch)` or `(span, batch, chunk)`.
+    """
 
     max_length: int
-    """Prompt and output together, per row."""
+    """The longest row: prompt and output together. Unit: tokens."""
     prefill: tuple[PrefillBucket, ...]
-    """By growing length, then chunk; plain `(length, batch)` and `(span, batch, chunk)` are
-    accepted."""
+    """The shapes of the prefill graphs, by growing length. A file has one list for each length,
+    `[length, batch]`; with `chunk`, `[span, batch]` with a batch for each chunk size. Unit: tokens,
+    then rows."""
     decode_slots: int
-    """With 0 the grid only scores whole prompts: nothing is kept of them, and nothing decodes."""
+    """The rows of the decode batch. 0 means that the plan only scores whole prompts: it has no
+    cache, and nothing decodes. Unit: slots."""
     decode_spans: tuple[int, ...]
-    """The cache is cut at these: a decode graph reads all below one of them. They grow to
-    `max_length`."""
+    """The lengths at which the cache is cut, growing to `max_length`. A decode graph reads all
+    positions below one of them. Unit: positions."""
     steps_per_call: int = 8
+    """How many tokens one decode call makes for each slot. Unit: steps."""
     score: bool = False
-    """Whether prefill graphs that also score every prompt token are built beside the plain ones."""
+    """Whether a second graph is built for each prefill shape, which also scores every prompt
+    token."""
     chunks_per_decode: int | None = None
-    """With chunks, the most prefill calls between two decode calls while a row decodes."""
+    """With `chunk`, the largest number of prefill calls between two decode calls while a row
+    decodes; 32 where it is left out. Unit: calls."""
     span_slots: tuple[int, ...] | None = None
-    """How many slots reach each of `decode_spans`: falling from `decode_slots`; None: all do."""
+    """How many slots reach each of `decode_spans`, falling from `decode_slots`. Where it is left
+    out, all slots reach all spans. Unit: slots."""
     slot_groups: int | None = None
-    """With `span_slots`, the equal groups of slots that lie on devices of their own; each has its
-    share of those that reach a span, the first of the group."""
+    """With `span_slots`, the number of equal groups of slots that lie on devices of their own; 1
+    where it is left out. Each group has its share of the slots that reach a span, the first of the
+    group. Unit: groups."""
     decode_graphs: tuple[int, ...] | None = None
-    """The `decode_spans` that have a graph, the last among them; None: all have."""
+    """Those of `decode_spans` that have a graph; the last span must be one of them. Where it is
+    left out, every span has a graph. Unit: positions."""
 
     def __post_init__(self):
         buckets = tuple(map(_bucket, check_list("buckets.prefill", self.prefill)))
@@ -155,10 +168,8 @@ class BucketGrid:
 
     @cached_property
     def chunks(self) -> tuple[int, ...]:
-        """Tokens of pieces of prompts, growing, each a multiple of the one before.
-
-        Empty where prompts run whole.
-        """
+        """Sizes of the pieces in which prompts are prefilled, growing, each a multiple of the one
+        before; empty where prompts are prefilled whole. Unit: tokens."""
         of_first = (b.chunk for b in self.prefill if b.length == self.prefill[0].length)
         return tuple(chunk for chunk in of_first if chunk is not None)
 

@@ -14,7 +14,7 @@ from .axis_rules import AxisRules
 from .mesh_layout import MeshLayout
 
 PHASES = ("prefill", "decode")
-"""Those that may have rules of their own."""
+"""The phases that may have rules of their own."""
 MAX_REPLICATED = 0.05
 
 _KEYS = {"name", "mesh", "rules", "prefill", "decode", "max_replicated"}
@@ -26,12 +26,18 @@ class Layout:
     """How one model lies on one mesh."""
 
     name: str
+    """The name in reports and errors; by default the name of the file."""
     mesh: MeshLayout
+    """The mesh axes with their sizes, major to minor in device order. Unit: devices."""
     rules: AxisRules
+    """The mesh axes of each logical axis, for all phases and for the weights."""
     prefill: Mapping[str, tuple[str, ...]]
+    """Rules that differ in prefill."""
     decode: Mapping[str, tuple[str, ...]]
+    """Rules that differ in decode."""
     max_replicated: float = MAX_REPLICATED
-    """Share of the weights that may lie whole along a mesh axis that does not split the batch."""
+    """The largest share of the weights that may lie whole along a mesh axis that does not split the
+    batch. A layout with a larger share is refused. Unit: share from 0 to 1."""
 
     def phase(self, phase: str) -> AxisRules:
         """The rules of `prefill`, `decode` or `chunk`: prefill beside the cache that decode has."""
