@@ -1,6 +1,6 @@
-"""Write the README's table of models: names, compared configurations, published ones read.
+"""Write the table of models in docs/models.md: names, compared and published configurations.
 
-    python scripts/conformance_table.py            # bring README.md up to date
+    python scripts/conformance_table.py            # bring docs/models.md up to date
 
 A row follows from the registry of families, the first line of the family's docstring ("name: what
 is notable"), the conformance cases of the tests and the published configurations that they read. A
@@ -16,6 +16,7 @@ from noria.modelzoo.families import registry
 from noria.modelzoo.families.family import Family
 
 ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "models.md"
 sys.path.insert(0, str(ROOT / "tests"))
 
 from conformance import CASES  # noqa: E402  (the tests are no package)
@@ -29,13 +30,12 @@ HEAD = (
 
 
 def main() -> None:
-    path = ROOT / "README.md"
-    path.write_text(with_table(path.read_text(encoding="utf-8")), encoding="utf-8")
+    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 
-def with_table(readme: str) -> str:
-    """The README with its table replaced by what the families and cases say now."""
-    before, _, rest = readme.partition(START)
+def with_table(page: str) -> str:
+    """The page with its table replaced by what the families and cases say now."""
+    before, _, rest = page.partition(START)
     _, _, after = rest.partition(END)
     counts = Counter(case.family for case in CASES)
     rows = [_row(family, counts[family.name]) for family in registry.FAMILIES]
@@ -60,7 +60,7 @@ def _published(family: Family) -> str:
 
 
 def _docstring(family: Family) -> str:
-    """Of the module that holds the family."""
+    """The docstring of the module that holds the family."""
     modules = filter(inspect.ismodule, vars(registry).values())
     found = next(m for m in modules if any(value is family for value in vars(m).values()))
     return found.__doc__ or ""

@@ -15,6 +15,7 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 from noria.compile import compiler_options
@@ -37,31 +38,36 @@ INTRO = f"""\
 
 Written by `scripts/plan_reference.py`.
 
-A plan is a TOML file that decides which graphs exist. `noria batch` derives one, `noria plan` searches for one, and
-`--plan plan.toml` uses one. The current schema is {SCHEMA}. Unknown keys are refused. Any key can be set on the command
-line: `--set buckets.decode_slots=32`. The pages [Buckets](buckets.md), [Planning](planning.md) and
-[Layouts](layouts.md) explain how to choose the values.
+A plan is a TOML file that decides which graphs exist. `noria batch` derives one, `noria plan`
+searches for one, and `--plan plan.toml` uses one. The current schema is {SCHEMA}. Unknown keys
+are refused. Any key can be set on the command line: `--set buckets.decode_slots=32`. The pages
+[Buckets](buckets.md), [Planning](planning.md) and [Layouts](layouts.md) explain how to choose the
+values.
 
-The column *default* says "required" for a key that a file must have, and "none" for a key that has no value where it
-is left out.
+The column *default* says "required" for a key that a file must have, and "none" for a key that
+has no value where it is left out.
 """
 LAYOUT_OF_PLAN = """\
-The layout stands in the plan itself. On one device a plan has none of these keys. `layout` is the name of the layout;
-all others are those of a [layout file](#layout-file).
+The layout stands in the plan itself. On one device a plan has none of these keys. `layout` is the
+name of the layout; all others are those of a [layout file](#layout-file).
 """
 COMPILER = f"""\
-Options of XLA's compiler. KIND is the kind of graph: {", ".join(f"`{k}`" for k in compiler_options.KINDS)}.
-A key is the name of an option, and its value is a string, a number, true or false. An option that the target's compiler
-does not know is refused. The platform's own defaults apply where a plan sets nothing:
+Options of XLA's compiler. KIND is the kind of graph: {
+    ", ".join(f"`{k}`" for k in compiler_options.KINDS)
+}. A key is the name of an option, and its value is a string, a number,
+true or false. An option that the target's compiler does not know is refused. The platform's own
+defaults apply where a plan sets nothing:
 """
 MESH = """\
-`[mesh]` has a size for each mesh axis, major to minor in device order. The product of the sizes is the number of
-devices. The axes are `data`, `sequence`, `tensor` and `expert`. `[rules]` maps a logical axis to a mesh axis, to a list
-of mesh axes, or to `""` for replicated. `[prefill.rules]` and `[decode.rules]` have the rules that differ in one phase.
+`[mesh]` has a size for each mesh axis, major to minor in device order. The product of the sizes
+is the number of devices. The axes are `data`, `sequence`, `tensor` and `expert`. `[rules]` maps a
+logical axis to a mesh axis, to a list of mesh axes, or to `""` for replicated. `[prefill.rules]`
+and `[decode.rules]` have the rules that differ in one phase.
 """
 HARDWARE = """\
-`noria plan --hardware FILE` reads tables of your own, one for each kind of device: `[v5e]`, `[h100]`. A table replaces
-the published one of the same name. `compile/planning/hardware.toml` has the published ones with their sources.
+`noria plan --hardware FILE` reads tables of your own, one for each kind of device: `[v5e]`,
+`[h100]`. A table replaces the published one of the same name. `compile/planning/hardware.toml`
+has the published ones with their sources.
 """
 
 
@@ -199,7 +205,7 @@ def _docstrings(owner: object) -> dict[str, str]:
     tree = ast.parse(textwrap.dedent(inspect.getsource(owner)))
     body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else tree.body
     found = {}
-    for before, after in zip(body, body[1:], strict=False):
+    for before, after in pairwise(body):
         target = getattr(before, "target", None) or getattr(before, "targets", [None])[0]
         is_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
         if isinstance(target, ast.Name) and is_text:
