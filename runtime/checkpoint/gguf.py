@@ -240,7 +240,7 @@ class _Cursor:
         return struct.unpack(f"<{letter}", data)[0]
 
     def count(self, min_bytes: int, limit: int, what: str) -> int:
-        """Read a count of items of at least `min_bytes` each; the rest of the file must hold them."""
+        """Read a count of items of at least `min_bytes` each, and check that the file has them."""
         at = self.position
         number = self.scalar("Q")
         limit = min(limit, (self.size - self.position) // min_bytes)

@@ -210,7 +210,7 @@ def _load_one(
 
 
 def _rows_by_tensor(spec: "ModelSpec") -> dict[str, list[tuple[int, float]]]:
-    """The rows of each tensor, or of each of its blocks, that parts use; (0, inf) means all rows."""
+    """The rows of each tensor, or of each of its blocks, that parts use; (0, inf) means all."""
     used: dict[str, list[tuple[int, float]]] = {}
     for source in spec.sources:
         for part in source.parts:

@@ -326,7 +326,7 @@ def test_paths_at_which_there_is_no_model_say_what_was_expected(tmp_path):
 
 def test_a_folder_without_a_model_says_what_is_needed_where_weights_are_not(tmp_path):
     (tmp_path / "notes.txt").write_text("no model")
-    message = "expected config.json, which is all that is needed of a model here, got none"
+    message = "expected a directory with config.json, which is enough here, got none"
     with pytest.raises(ModelNotFound, match=message):
         open_model(tmp_path, needs_weights=False)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
