@@ -87,13 +87,13 @@ class BucketGrid:
     score: bool = False
     """Whether there are prefill graphs that score every prompt token, beside the plain ones."""
     chunks_per_decode: int | None = None
-    """With chunks, the maximum number of prefill calls between two decode calls."""
+    """The maximum number of prefill calls between two decode calls, in a grid with chunks."""
     span_slots: tuple[int, ...] | None = None
     """Number of slots that hold rows up to each of `decode_spans`, falling from `decode_slots`;
     None if all slots hold `max_length`."""
     slot_groups: int | None = None
-    """With `span_slots`, the number of equal groups of slots on different devices. Each group has
-    its share of the slots of every length, longest first."""
+    """The number of equal groups of slots on different devices, in a grid with `span_slots`. Each
+    group has its share of the slots of every length, longest first."""
     decode_graphs: tuple[int, ...] | None = None
     """The `decode_spans` that have a graph, the last span included; None if all have one."""
 

@@ -97,7 +97,7 @@ def test_decode_reads_weights_and_cache_as_they_lie(name, layout):
     )
     _, text, _ = compile_with_text(graph)
     sizes = {"data": 1} if layout is None else layout.mesh.sizes
-    report = read_report(text, "gpu", sizes, None, None, least=4096)
+    report = read_report(text, "gpu", sizes, None, None, min_bytes=4096)
     assert {one.argument.split(".")[-1] for one in report.rewrites} <= {"logits_BV"}
     assert not any(one.is_converted for one in report.rewrites)
     # keys and values of a segment, in either order

@@ -192,7 +192,7 @@ def test_what_is_chosen_is_said_by_length():
     why = "tpu, bfloat16, heads of 64, causal and windows of 200"
     assert kernels.report()["prefill"] == (
         "64: xla (splash: it takes whole blocks of 128 tokens, got 64 tokens; "
-        "flash: it takes chunks of prompts, on devices that run code of their own); "
+        "flash: it takes chunks of prompts, on one device or under a layout); "
         f"1024: splash ({why})"
     )
 

@@ -116,7 +116,7 @@ def read(row: dict[str, Any]) -> Evidence:
     assert text is not None
     work = Work(definition, row["dtype"], layout or ONE_DEVICE)
     mesh = dict(placement.mesh.shape)
-    report = read_report(text, target.platform, mesh, least=ARRAY_BYTES)
+    report = read_report(text, target.platform, mesh, min_bytes=ARRAY_BYTES)
     call = GRID.decode_call(256) if is_decode else GRID.prefill[0].call()
     return Evidence(report, work.needed(call))
 
