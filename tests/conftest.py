@@ -65,8 +65,8 @@ NOT_OPTIMIZED = (
     "sharding/test_sharded_sampling.py",
 )
 """Tests that compare results within a tolerance, or test how results are used: LLVM optimizes their
-programs with `--slow` alone. Tests of bits, bytes and operations run optimized programs; those in
-these files say so by the fixture `optimized`, or in the fixture that compiles for several tests."""
+programs only with `--slow`. Tests of bits, bytes and operations run optimized programs; in these
+files they use the fixture `optimized`, or a fixture that compiles for several tests."""
 
 FAST = (
     "compile/planning/",
@@ -156,7 +156,7 @@ def optimized(optimizes: bool) -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _leave_nothing_behind(request: pytest.FixtureRequest, optimizes: bool) -> Iterator[None]:
-    """Drop the caches of a module, and its settings of jax, before the next one runs."""
+    """Drop the caches of a module, and its settings of jax, before the next module runs."""
     if _path(request).startswith(NOT_OPTIMIZED) and not optimizes:
         from unoptimized import set_optimized
 

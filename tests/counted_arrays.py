@@ -8,7 +8,7 @@ import numpy as np
 
 
 class CountedArrays:
-    """Makes zeros, and knows the most of them that were alive at once.
+    """Makes arrays of zeros, and records the largest number alive at once.
 
     None begins at a multiple of an alignment that jax asks for, so devices of the CPU copy them, as
     others do, and hold none.

@@ -55,9 +55,9 @@ def compiled(layout: Layout, phase: str, num_layers: int):
 
 
 def collectives(program, layout: Layout, num_layers: int) -> Counter:
-    """All but those of counts of experts, which cross to the host once a call, all layers' at once.
+    """Count all collectives except counts of experts, which all layers send once a call.
 
-    They are known by their size or, where XLA joins two of them, by their scope.
+    These are recognised by their size, or by their scope if XLA joins two of them.
     """
     shards = layout.mesh.num_devices // layout.mesh.sizes.get("tensor", 1)
     of_counts = num_layers * shards * NUM_EXPERTS * 4
@@ -80,7 +80,7 @@ def collectives(program, layout: Layout, num_layers: int) -> Counter:
     ],
 )
 def test_a_sparse_layer_exchanges_tokens_twice_and_gathers_no_expert(name, phase):
-    """There with their choices and weights beside them, back alone; a row a token.
+    """Tokens go to experts with their choices and weights, and return without them, a row each.
 
     In prefill, keys and values go to every device that may have the slots of their rows.
     """

@@ -19,7 +19,7 @@ SETTINGS = (
 
 @pytest.fixture
 def folder(tmp_path):
-    """The folder of jax's cache, which is on; settings are as before afterwards."""
+    """The folder of jax's cache, switched on; the settings are restored afterwards."""
     before = {name: jax.config.values[name] for name in SETTINGS}
     compilation_cache.enable(pytest.fail, tmp_path / "xla")
     reset_cache()

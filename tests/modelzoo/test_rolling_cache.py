@@ -61,7 +61,7 @@ def tokens_of(prompt, layer: int, row: int, length: int) -> dict[int, np.ndarray
 
 
 def assert_holds(cache: KVCache, layer: int, slot: int, tokens: dict[int, np.ndarray]) -> None:
-    """The latest of these tokens; what is left of a former owner has later positions than all."""
+    """Return the latest of these tokens; entries of earlier rows have later positions."""
     held = entries(cache, layer, slot)
     assert_same({p: held[p] for p in held if p < len(tokens)}, latest(tokens, WINDOWS[layer]))
 
@@ -101,7 +101,7 @@ def test_chunks_fill_a_slot_as_they_come(spans, chunk):
 
 @pytest.mark.parametrize("spans", CUTS, ids=str)
 def test_appending_goes_round_and_round(spans):
-    """Rows of other lengths side by side, each through its ring several times."""
+    """Rows of different lengths run together, and each wraps its buffer several times."""
     prompt, lengths = prompt_of(12, rows=SLOTS), (1, 3, 7, 12)
     cache = keep_rings(used_cache(RINGS, spans), prompt, pieces(range(SLOTS), lengths))
     held = [
@@ -132,7 +132,7 @@ def append(cache: KVCache, new, position_B) -> KVCache:
 @pytest.mark.parametrize("position", [2, 4, 11, 12, 23])
 @pytest.mark.parametrize("window", [3, Chunk(3)], ids=str)
 def test_a_ring_gives_the_attention_of_a_cache_that_keeps_all(spans, position, window):
-    """One with a mask over all positions, and the ring of that size."""
+    """The test compares a mask over all positions with a rolling buffer of the window's size."""
     prompt, new, length = prompt_of(24), prompt_of(1), jnp.array([position])
     # layer 1 keeps all, layer 3 is a ring: let them keep the same
     prompt, new = ((*each[:3], each[1]) for each in (prompt, new))
@@ -151,7 +151,7 @@ def test_a_ring_gives_the_attention_of_a_cache_that_keeps_all(spans, position, w
 
 @pytest.mark.parametrize("num_segments", [1, 2, 3, 4])
 def test_a_head_has_the_segments_below_its_span(num_segments):
-    """Spans 2, 4, 8 and 24: a ring of 3 ends in the second of them, one of 5 in the third."""
+    """With spans 2, 4, 8 and 24, a buffer of 3 ends in segment 2, a buffer of 5 in segment 3."""
     cache = used_cache(RINGS, CUTS[2])
     head = cache.head(num_segments)
     lengths = {

@@ -64,7 +64,7 @@ def test_a_mesh_axis_of_two_dimensions_of_a_torus_sends_twice_as_fast():
 
 
 def test_an_all_to_all_is_priced_by_its_way_over_a_ring_of_devices():
-    """Eight on a ring: a quarter of it on the way over two links, 1 in place of 7 / 8."""
+    """On a ring of eight, pieces go a quarter of the way over two links: 1 instead of 7 / 8."""
     table = {
         "name": "rows for heads",
         "mesh": {"tensor": 8},

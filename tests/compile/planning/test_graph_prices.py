@@ -86,7 +86,7 @@ def test_a_grid_that_only_scores_has_no_decode_graph_to_leave_out():
 
 @pytest.mark.parametrize("build", [0.0, 0.1, 0.5, 2.0, 100.0])
 def test_a_prefill_length_saves_what_it_takes_at_least(build):
-    """A length alone: without it its prompts are as long as those of the next."""
+    """Without a length, its prompts are padded to the next length."""
     lengths = [20] * 30 + [100] * 4 + [200] * 8
     found = prices(build)
     grid = derive_grid([RowShape(n, 4) for n in lengths], 256, prices=found)

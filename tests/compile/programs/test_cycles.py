@@ -17,7 +17,7 @@ NONE = 2**63 - 1
 
 
 def cycles(*lines: str, called: str = "") -> Cycles:
-    """Cycles of a step of a program for two devices."""
+    """Return the cycles of a step of a program for two devices."""
     text = program(*lines, called=called).replace(
         "HloModule jit_graph", "HloModule jit_graph, num_partitions=2"
     )

@@ -25,7 +25,7 @@ from noria.sharding.layout import Layout
 TABLE = tomllib.loads(Path(__file__).with_name("golden_programs.toml").read_text("utf-8"))
 ROWS = TABLE["program"]
 TABLES = {TABLE["jax"]: ROWS, TABLE["newest_jax"]: TABLE["newest_program"]}
-"""Rows by the version of jax whose compilers they hold for."""
+"""Rows of the table by the version of jax."""
 FACTS = ("model", "target", "layout", "layers", "dtype", "graph")
 ARRAY_BYTES = 64 * 1024
 """Bytes of the smallest argument whose conversions and copies count: these models are small."""
@@ -122,7 +122,7 @@ def read(row: dict[str, Any]) -> Evidence:
 
 
 def found_in(evidence: Evidence) -> dict[str, float]:
-    """The figures of a program, as a row has them."""
+    """Return the figures of a program in the form of a row."""
     step, once = evidence.report.step, evidence.report.once
     figures = {
         "moved": evidence.ratio,
@@ -136,7 +136,7 @@ def found_in(evidence: Evidence) -> dict[str, float]:
 
 
 def row_lines(row: dict[str, Any], figures: dict[str, float]) -> str:
-    """A row of the table as it would be."""
+    """Return the text of a row."""
     facts = [f'{fact} = "{row[fact]}"' for fact in FACTS]
     found = [f"{name} = {round(number, 3):g}" for name, number in figures.items()]
     return "\n".join(["[[program]]", *facts, *found])
@@ -165,7 +165,7 @@ def test_a_program_does_no_more_than_its_row_allows_and_a_row_allows_no_more_tha
 
 
 def test_most_pairs_of_facts_meet():
-    """Each model meets each target, graph and form of layers."""
+    """Each model has a case with each target, graph and form of layers."""
     for fact, values in (
         ("target", {"cpu", "tpu:v5e:2x2", "tpu:v6e:2x2"}),
         ("graph", {"decode", "prefill"}),
@@ -181,6 +181,6 @@ def test_each_program_for_the_cpu_is_held_with_the_newest_jax_too():
 
 
 def test_every_turn_of_a_loop_in_decode_on_tpu_is_worth_one():
-    """No loop there goes over slots or tokens one by one."""
+    """No loop of decode on TPU runs over single slots or tokens."""
     decode = [row for row in ROWS if row["graph"] == "decode" and row["target"].startswith("tpu")]
     assert all(row.get("turn_kb", LEAST_TURN_KB) >= LEAST_TURN_KB for row in decode)

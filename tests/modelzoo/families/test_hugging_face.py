@@ -245,7 +245,7 @@ def test_layers_that_predict_further_tokens_are_ignored_by_name():
 
 
 def test_yarn_scales_rotations_by_one_ratio_and_scores_by_a_square():
-    """The numbers of DeepSeek-V2: one temperature for all entries, none for rotated ones alone."""
+    """With DeepSeek-V2's numbers, the temperature applies to all entries, not only to rotations."""
     table = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 16}
     scaled = table | {"mscale": 0.707, "mscale_all_dim": 0.707}
     config = from_hf_config(family("deepseek_v2", rope_scaling=scaled)).config
@@ -605,7 +605,7 @@ def test_other_rope_types_are_refused_by_name(key, kind):
 
 
 def fp8(**changes):
-    """The option as DeepSeek-V3 publishes it, with changes."""
+    """Return DeepSeek-V3's published option, with changes."""
     published = {
         "activation_scheme": "dynamic",
         "fmt": "e4m3",
