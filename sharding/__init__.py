@@ -1,2 +1,1 @@
 """Distribution of arrays over devices. Knows axes and devices; no bucket, graph or file."""
-file."""
