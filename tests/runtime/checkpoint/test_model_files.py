@@ -213,7 +213,7 @@ def test_keys_that_nothing_reads_are_said_once_and_refused_where_that_is_asked_f
     said = []
     with open_model(hf_model(tmp_path / "m", options)) as files:
         files.unread.report(said.append, is_strict=False)
-        assert len(said) == 1 and "m/config.json: without effect" in said[0]
+        assert len(said) == 1 and "m/config.json: keys without effect" in said[0]
         assert "them: zeta = 1 (--strict-config" in said[0]
         assert "keys not read    zeta = 1" in describe(files)
         with pytest.raises(InvalidConfig, match=r"m/config\.json: expected only .*got zeta = 1"):
