@@ -9,7 +9,7 @@ from noria.modelzoo import kv_cache
 from noria.modelzoo.attention import EMPTY_POSITION
 from noria.modelzoo.config import DecoderConfig, Window
 from noria.modelzoo.kv_cache import KVCache
-from noria.modelzoo.layer_cache import PromptKeysValues, PromptLayer
+from noria.modelzoo.layer_cache import NewEntries, PromptKeysValues
 from noria.modelzoo.operations import ON_ONE_DEVICE
 from noria.modelzoo.prompt_pieces import PromptPieces, write_piece, write_positions
 
@@ -46,7 +46,7 @@ def pieces(slots: Sequence[int], counts: Sequence[int], start: int | None = None
 
 def keep(
     cache: KVCache,
-    new: Sequence[PromptLayer],
+    new: Sequence[NewEntries],
     rows: PromptPieces,
     windows: Sequence[Window] = CONFIG.windows,
 ) -> KVCache:

@@ -36,7 +36,7 @@ def prompt_of(length: int, rows: int = 1):
 
 def entries(cache: KVCache, layer: int, slot: int) -> dict[int, np.ndarray]:
     """Return a slot's `[2, K, H]` keys and values in one layer, by stored position."""
-    positions = cache.positions.of(WINDOWS[layer])
+    positions = cache.positions.for_window(WINDOWS[layer])
     position_S = np.concatenate([np.asarray(segment[slot]) for segment in positions])
     keys, values = (side[slot] for side in sides(cache.layers[layer : layer + 1]))
     held = [s for s, position in enumerate(position_S) if position != EMPTY_POSITION]
@@ -142,7 +142,7 @@ def test_a_ring_gives_the_attention_of_a_cache_that_keeps_all(spans, position, w
     q_BTKGH = jnp.asarray(np.random.default_rng(2).normal(size=(1, 1, K, 3, H)), jnp.float32)
 
     def attend(layer: int, kept_window: Window):
-        entries = cache.layers[layer].read(jnp.int32(0)), cache.positions.of(kept_window)
+        entries = cache.layers[layer].read(jnp.int32(0)), cache.positions.for_window(kept_window)
         return attend_segments(attend_dense, window, q_BTKGH, length[:, None], entries)[0]
 
     whole = attend(1, None)
@@ -155,7 +155,8 @@ def test_a_head_has_the_segments_below_its_span(num_segments):
     cache = used_cache(RINGS, CUTS[2])
     head = cache.head(num_segments)
     lengths = {
-        window: [segment.shape[1] for segment in head.positions.of(window)] for window in WINDOWS
+        window: [segment.shape[1] for segment in head.positions.for_window(window)]
+        for window in WINDOWS
     }
     expected = {3: [2, 1], None: [2, 2, 4, 16], 5: [2, 2, 1]}
     assert lengths == {window: of_all[:num_segments] for window, of_all in expected.items()}

@@ -113,7 +113,7 @@ REFUSALS = {
     "no flag": ({"no_rope_layers": [2] * 5}, r"no_rope_layers\.0: expected an integer from 0 to 1"),
     "chunks without rotation": (
         {"layer_types": ["chunked_attention"] * 5},
-        "layer_types: expected chunks in the layers that rotate",
+        "layer_types: expected chunks in the layers with rotation",
     ),
     "no such layer": ({"moe_layers": [1, 5]}, r"moe_layers\.1: expected an integer from 0 to 4"),
     "more experts than there are": (
