@@ -393,9 +393,9 @@ class CandidateGrids:
             self._cost.seconds(grid.decode_call(grid.span_of(span))) for span in grid.decode_spans
         ]
         starts = [0, *grid.decode_spans[:-1]]
-        beyond = self._emitted_below[grid.max_length] - self._emitted_below[starts]
+        emitted_beyond = self._emitted_below[grid.max_length] - self._emitted_below[starts]
         slots = grid.span_slots or (grid.decode_slots,) * len(starts)
-        steps = np.maximum.accumulate((beyond / slots)[::-1])[::-1]
+        steps = np.maximum.accumulate((emitted_beyond / slots)[::-1])[::-1]
         shared = float(steps @ np.diff([0, *step_seconds]))
         first = self._cost.first_call_seconds(grid.decode_call(grid.max_length))
         return max(shared, self._longest_output * min(step_seconds)) + first * bool(shared)

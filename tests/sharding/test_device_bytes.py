@@ -93,7 +93,7 @@ SOME_LAYOUTS = pytest.mark.parametrize(
 
 @SOME_LAYOUTS
 def test_the_cache_takes_the_bytes_of_its_shards(name):
-    """With a layer that keeps all, two that keep their window, and one whose window is longer."""
+    """One layer keeps all entries, two keep their window, and one has a window beyond the cache."""
     layout = layout_of(name)
     placement = find_target("cpu:8").placement(layout)
     definition = AbstractModel(WINDOWED, placement.arrangement(WINDOWED))
