@@ -417,7 +417,7 @@ class LaidOut:
     def _calls(
         self, rows: Mapping[int, Row], start: int = 0
     ) -> Iterator[tuple[PrefillBucket, list[PromptPiece]]]:
-        """Yield prefill calls with a piece of every prompt whose next bucket is the first prompt's."""
+        """Yield prefill calls with a piece of every prompt that continues in the same bucket."""
         grid, done = self.grid, dict.fromkeys(rows, start)
         while left := {n: len(row.prompt) for n, row in rows.items() if done[n] < len(row.prompt)}:
             buckets = {slot: grid.bucket_of(length, done[slot]) for slot, length in left.items()}

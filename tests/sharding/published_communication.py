@@ -79,7 +79,7 @@ class LayerSizes:
 
     @property
     def lse(self) -> int:
-        """Bytes of one float32 number for each token and query head: the weight of a part of keys."""
+        """Bytes of a float32 number for each token and query head: the weight of a part of keys."""
         return self.rows * self.tokens * self.query_heads * FLOAT32_BYTES
 
     @property
@@ -118,7 +118,7 @@ def _stationary_1d(sizes: LayerSizes, mesh: Mesh) -> list[ExpectedCollective]:
 
 
 def _scattered_1d(sizes: LayerSizes, mesh: Mesh) -> list[ExpectedCollective]:
-    """Each sum is split in two halves; norms and residuals between them have a piece of the stream."""
+    """Each sum has two halves; between them norms and residuals have a piece of the stream."""
     residual = sizes.residual // mesh.get("data", 1)
     return [
         ExpectedCollective("reduce-scatter", ("tensor",), residual, 2),
@@ -135,7 +135,7 @@ def _scattered_embed(sizes: LayerSizes, mesh: Mesh) -> list[ExpectedCollective]:
 
 
 def _exchanged_1d(sizes: LayerSizes, mesh: Mesh) -> list[ExpectedCollective]:
-    """An all-to-all moves queries from heads to rows, and results back; copies share the sending."""
+    """All-to-alls move queries from heads to rows, and results back; copies share the sending."""
     group = mesh["tensor"] * mesh.get("data", 1)
     keys = sizes.keys // sizes.kv_copies // group
     return [
@@ -174,7 +174,7 @@ def _gathered(sizes: LayerSizes, mesh: Mesh) -> list[ExpectedCollective]:
 
 
 def _gathered_all(sizes: LayerSizes, mesh: Mesh) -> list[ExpectedCollective]:
-    """Only weights travel, first over the mesh axis of their first dimension, then over the other."""
+    """Only weights travel, first over their first dimension's mesh axis, then over the other."""
     x, t = mesh["data"], mesh["tensor"]
     return [
         ExpectedCollective("all-gather", ("data",), sizes.qkv_weight // t),

@@ -68,7 +68,7 @@ class InLongChunks(LaidOut):
 
 @pytest.mark.slow
 def test_chunks_of_long_prompts_on_a_ring_give_the_answer_of_whole_ones_on_one_device():
-    """Layers with and without windows; one prompt fills the longest span, another ends within it."""
+    """Some layers have windows; one prompt fills the longest span, another ends within it."""
     config = replace(config_of("gemma3_text"), max_position=LONG)
     rng = np.random.default_rng(0)
     lengths = np.array([LONG, 5000], np.int32)

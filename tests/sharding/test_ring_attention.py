@@ -208,7 +208,7 @@ def executed_pairs(length: int, n: int) -> np.ndarray:
 
 
 def imbalance(length: int, n: int) -> float:
-    """Return the ratio of the slowest devices' block pairs, summed over steps, to the mean's sum."""
+    """Return the sum over steps of the slowest device's block pairs, over the mean's sum."""
     pairs = executed_pairs(length, n)
     return pairs.max(axis=1).sum() / pairs.mean(axis=1).sum()
 

@@ -31,7 +31,7 @@ def config(family: str):
 
 
 def assert_answers_as_unrolled(family: str, laid: LaidOut) -> None:
-    """Check that log-probabilities agree after the prompt and after twelve tokens; ids are equal."""
+    """Check log-probabilities after the prompt and after twelve tokens, and equality of ids."""
     assert any(":" in name for name in laid.parameters)
     expected(config(family)).assert_equals(laid.answer(greedy_rows()), greedy_rows())
 

@@ -36,7 +36,7 @@ class Scoring(LaidOut):
     ],
 )
 def test_scores_are_the_same_bits(family, layout, scan_layers):
-    """The cases have windows, latents, experts and scanned layers; devices split rows or experts."""
+    """Cases have windows, latents, experts and scanned layers; devices split rows or experts."""
     config, placed = config_of(family), None if layout is None else layout_of(layout)
     found = []
     for has_slots in (True, False):

@@ -85,7 +85,7 @@ def save(path, layout):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """One checkpoint for each layout that parameters may come from, saved when asked for."""
+    """One checkpoint for each source layout, saved on first use."""
     paths = {}
 
     def get(layout):

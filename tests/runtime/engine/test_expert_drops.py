@@ -32,7 +32,7 @@ def lossy() -> TinyModel:
 
 @pytest.fixture(scope="module")
 def lossless(optimizes: bool) -> TinyModel:
-    """With optimized programs, as bits of its rows are compared."""
+    """A lossless model with optimized programs, as the tests compare bits."""
     set_optimized(True)
     model = TinyModel(MIXED, GRID)
     set_optimized(optimizes)

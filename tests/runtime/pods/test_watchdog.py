@@ -11,7 +11,7 @@ from noria.runtime.pods.watchdog import Watchdog
 
 
 class Store:
-    """A key-value store that can be made to fail."""
+    """A key-value store that can fail on request."""
 
     def __init__(self):
         self.values: dict[str, bytes] = {}

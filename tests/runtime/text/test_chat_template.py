@@ -363,7 +363,7 @@ def test_all_renderings_see_one_instant_in_local_time(renderer, monkeypatch):
 
 
 def encoded_one_by_one(chat: ChatRenderer, conversation: Conversation) -> list[int]:
-    """The ids by the rule of `special_tokens` alone: each string protected, each piece encoded."""
+    """Return the ids by the rule of `special_tokens`: protect each string, encode each piece."""
     tokenizer, special, mark = chat._tokenizer, chat._special, "\U0010abcd"
     messages = chat._protected(normalise_messages(conversation.messages), mark)
     variables = {
