@@ -38,7 +38,7 @@ def settled(monkeypatch):
 
 
 @pytest.fixture
-def hashed(monkeypatch) -> list[module.Block]:
+def hashed(monkeypatch) -> list[module.FileBlock]:
     """A list of every block that any process hashes."""
     blocks, hash_block = [], module._hash_block
 
