@@ -75,7 +75,8 @@ class ModelFiles(ABC):
 
     @cached_property
     @abstractmethod
-    def generation_defaults(self) -> GenerationDefaults: ...
+    def generation_defaults(self) -> GenerationDefaults:
+        """End tokens, and the publisher's sampling parameters."""
 
     @cached_property
     @abstractmethod
@@ -121,6 +122,7 @@ class ModelFiles(ABC):
         return WeightsDigest(self.weight_files(), peers)
 
     def close(self) -> None:
+        """Close the files of the tensors, if they were opened."""
         if "tensors" in self.__dict__:
             self.tensors.close()
 

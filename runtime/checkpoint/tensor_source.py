@@ -38,6 +38,7 @@ class TensorInfo:
 
     @property
     def size(self) -> int:
+        """The number of elements."""
         return math.prod(self.shape)
 
 
@@ -45,13 +46,17 @@ class TensorSource(Protocol):
     """The tensors of a checkpoint. Arrays are copies: they never refer to the file."""
 
     @property
-    def tensors(self) -> Mapping[str, TensorInfo]: ...
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """All tensors by name."""
+        ...
 
     def read(self, name: str, index: Index | None = None) -> np.ndarray:
         """Read a tensor, or the box of it that `index`, slices of step 1, selects."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Close the files."""
+        ...
 
 
 class RowSelection:
