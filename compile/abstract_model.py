@@ -84,8 +84,7 @@ class AbstractModel:
         return {name: ("",) * (ndim - len(axes)) + axes for name, (ndim, axes) in declared.items()}
 
     def _name(self, *path: Any) -> str:
-        """The dotted path of a parameter, with the number of its layer instead of its index in a
-        group."""
+        """The dotted path of a parameter, with its layer's number instead of its group index."""
         first, *rest = path
         if first == "layers":
             rest[0] = layers_name(block_layers(self.config, self.arrangement)[rest[0]])

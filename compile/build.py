@@ -143,8 +143,10 @@ def plan_graphs(
     attention: AttentionPlan = AUTO_ATTENTION,
     compiler: CompilerOptions = NO_OPTIONS,
 ) -> list[GraphSpec]:
-    """Describe every graph of the grid: abstract arguments on their shardings, shardings of
-    results."""
+    """Describe every graph of the grid: abstract arguments, and shardings of results.
+
+    The arguments are those of `build`; nothing is lowered.
+    """
     graphs = _GraphPlanner(model, grid, placement, dtype, experts, attention).graphs()
     options = with_defaults(compiler, placement.platform)
     return [replace(graph, options=options.get(graph.kind, {})) for graph in graphs]

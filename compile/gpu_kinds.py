@@ -101,8 +101,7 @@ GPU_KINDS = {
 
 
 def host_topology(count: int) -> str | None:
-    """Topology `slices x hosts x GPUs of a host` for `count` GPUs; None if a host would not be
-    full."""
+    """Topology `slices x hosts x GPUs of a host` for `count` GPUs; None unless hosts are full."""
     if count <= GPUS_PER_HOST:
         return f"1x1x{count}"
     hosts, rest = divmod(count, GPUS_PER_HOST)

@@ -32,9 +32,10 @@ def check_keys(
     """
     if not isinstance(table, Mapping):
         raise ValueError(f"{where}: expected a table, got {table!r}.")
-    if found := sorted(reserved & set(table)):
+    if reserved_keys := sorted(reserved & set(table)):
         raise ValueError(
-            f"{where}: {found} are reserved, and not implemented in this version. Remove them."
+            f"{where}: {reserved_keys} are reserved, and not implemented in this version. "
+            f"Remove them."
         )
     unknown, missing = set(table) - required - optional, required - set(table)
     if unknown or missing:

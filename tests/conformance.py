@@ -18,17 +18,17 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Case:
-    """One small model: options in the words of its family's config.json."""
+    """One small model, with the options of its family's config.json."""
 
     name: str
     family: str
     options: Mapping[str, Any]
     rope: Mapping[str, Any] = field(default_factory=dict)
-    """In the new spelling."""
+    """Rope options in the new spelling."""
     is_old_spelling: bool = False
     """Whether config.json is rewritten with `rope_theta` and `rope_scaling`."""
     is_fused: bool = False
-    """Whether experts are saved as transformers keeps them in memory, not as they are published."""
+    """Whether experts are saved in transformers' form in memory, not in the published form."""
 
 
 SHARED = {
@@ -65,12 +65,12 @@ def _experts(count: int, chosen: int, key: str = "num_local_experts") -> dict[st
 
 
 def _small_experts(count: int, chosen: int) -> dict[str, Any]:
-    """Experts of a width of their own, beside layers that are dense."""
+    """Return options for experts with their own width, next to dense layers."""
     return _experts(count, chosen, "num_experts") | {"moe_intermediate_size": 24}
 
 
 def _latent(heads: int, rank: int, plain: int, rotated: int, value: int) -> dict[str, Any]:
-    """Sizes of latent attention."""
+    """Return the sizes of latent attention."""
     return _heads(heads, heads) | {
         "kv_lora_rank": rank,
         "qk_nope_head_dim": plain,
@@ -82,7 +82,7 @@ def _latent(heads: int, rank: int, plain: int, rotated: int, value: int) -> dict
 def _routed(
     count: int, chosen: int, groups: tuple[int, int] | None = None, shared: int = 1, dense: int = 1
 ) -> dict[str, Any]:
-    """Experts of DeepSeek, in groups of which the best few are open to a token."""
+    """Return DeepSeek's experts in groups; a token chooses from the best groups."""
     return {
         "n_routed_experts": count,
         "num_experts_per_tok": chosen,
@@ -96,18 +96,18 @@ def _routed(
 
 
 def _chunks(size: int, **growth: Any) -> dict[str, Any]:
-    """Chunks, and how queries of the layers that see all grow."""
+    """Return options for attention chunks, and for the query scale of layers without chunks."""
     return {"attention_chunk_size": size, **growth}
 
 
 def by_kind(full: dict[str, Any], sliding: dict[str, Any]) -> dict[str, Any]:
-    """Rope options of layers that see all, and of layers with a window."""
+    """Return rope options of layers without and with a window."""
     default = {"rope_type": "default"}
     return {"full_attention": default | full, "sliding_attention": default | sliding}
 
 
 def long_rope(num_factors: int, original: int) -> dict[str, Any]:
-    """Factors for sequences up to the original length, and much larger ones beyond it."""
+    """Return factors up to the original length, and much larger factors beyond it."""
     return {
         "rope_type": "longrope",
         "short_factor": [1.0 + 0.3 * i for i in range(num_factors)],
@@ -634,7 +634,7 @@ CASES = (
     Case(
         "gpt-oss-clamped",
         "gpt_oss",
-        # odd numbers of heads, units that the limit cuts often, a ramp that rounding would move
+        # odd numbers of heads, units that the limit often clips, a ramp that rounding would change
         _heads(9, 3, 16) | _experts(7, 3) | {"sliding_window": 3, "swiglu_limit": 0.5},
         {"rope_theta": 500.0} | YARN | {"truncate": False, "original_max_position_embeddings": 32},
     ),
@@ -664,11 +664,11 @@ CASES = (
 )
 
 TRUE_LENGTHS = (23, 13, 1)
-"""Prompts of every case: longer than each window, shorter, and a single token."""
+"""Prompt lengths of every case: longer than each window, shorter, and a single token."""
 
 
 def prompts(case: Case) -> list[list[int]]:
-    """The same random prompts for every run of a case."""
+    """Return random prompts, the same in every run of a case."""
     rng = np.random.default_rng(len(case.name))
     vocab_size = SHARED["vocab_size"]
     return [rng.integers(0, vocab_size, length).tolist() for length in TRUE_LENGTHS]
@@ -705,7 +705,7 @@ def save_reference(case: Case, directory: Path) -> list[np.ndarray]:
 def _write_old_spelling(case: Case, path: Path, rope: dict[str, Any]) -> None:
     config = json.loads(path.read_text())
     if "layer_types" not in case.options:
-        config.pop("layer_types", None)  # follow from other options
+        config.pop("layer_types", None)  # these keys follow from other options
     del config["rope_parameters"]
     if "_sliding_window_pattern" in config:
         config["sliding_window_pattern"] = config.pop("_sliding_window_pattern")
@@ -718,6 +718,6 @@ def _write_old_spelling(case: Case, path: Path, rope: dict[str, Any]) -> None:
             config[key] = rope.pop(key)
     config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
     if rope["rope_type"] == "linear":
-        rope["type"] = rope.pop("rope_type")  # older still
+        rope["type"] = rope.pop("rope_type")  # the oldest form
     config["torch_dtype"] = config.pop("dtype", "float32")
     path.write_text(json.dumps(config))

@@ -24,13 +24,13 @@ _DEVICES_FLAG = "--xla_force_host_platform_device_count=8"
 if _DEVICES_FLAG not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES_FLAG}".strip()
 
-# never the user's caches, nor those of another worker
+# use neither the user's caches nor another worker's
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="noria-tests-")
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 _WORKER = os.environ.get("PYTEST_XDIST_WORKER")
 if _WORKER and hasattr(os, "sched_setaffinity"):
-    # one core a worker, also for the threads of XLA and for processes that tests start
+    # one core for each worker, with the threads of XLA and the processes of its tests
     _cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {_cores[int(_WORKER.removeprefix("gw")) % len(_cores)]})
 
@@ -65,8 +65,8 @@ NOT_OPTIMIZED = (
     "sharding/test_sharded_sampling.py",
 )
 """Tests that compare results within a tolerance, or test how results are used: LLVM optimizes their
-programs with `--slow` alone. Tests of bits, bytes and operations run optimized programs; those in
-these files say so by the fixture `optimized`, or in the fixture that compiles for several tests."""
+programs only with `--slow`. Tests of bits, bytes and operations run optimized programs; in these
+files they use the fixture `optimized`, or a fixture that compiles for several tests."""
 
 FAST = (
     "compile/planning/",
@@ -133,7 +133,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    # modules and test items live to the end: full collections need not look at them again
+    # modules and test items live to the end, so garbage collections can skip them
     gc.collect()
     gc.freeze()
 
@@ -156,7 +156,7 @@ def optimized(optimizes: bool) -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _leave_nothing_behind(request: pytest.FixtureRequest, optimizes: bool) -> Iterator[None]:
-    """Drop the caches of a module, and its settings of jax, before the next one runs."""
+    """Drop the caches of a module, and its settings of jax, before the next module runs."""
     if _path(request).startswith(NOT_OPTIMIZED) and not optimizes:
         from unoptimized import set_optimized
 
@@ -175,7 +175,7 @@ def _path(request: pytest.FixtureRequest) -> str:
 
 def _reset_jax() -> None:
     import jax
-    from costs import num_maps  # a plugin: pytest imports it first
+    from costs import num_maps  # a plugin, which pytest imports first
     from jax.experimental.compilation_cache.compilation_cache import reset_cache
     from unoptimized import set_optimized
 

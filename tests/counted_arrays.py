@@ -8,7 +8,7 @@ import numpy as np
 
 
 class CountedArrays:
-    """Makes zeros, and knows the most of them that were alive at once.
+    """Makes arrays of zeros, and records the largest number alive at once.
 
     None begins at a multiple of an alignment that jax asks for, so devices of the CPU copy them, as
     others do, and hold none.
@@ -16,7 +16,7 @@ class CountedArrays:
 
     def __init__(self):
         self.most = self.num_made = self._alive = 0
-        # a finaliser may run anywhere, in a thread that holds it too
+        # a finaliser may run anywhere, also in a thread that holds this lock
         self._lock = threading.RLock()
 
     def zeros(self, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:

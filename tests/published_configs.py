@@ -28,7 +28,7 @@ class PublishedConfig:
 
 
 def published_configs() -> list[PublishedConfig]:
-    """All of them, by model type."""
+    """Return all configurations, in the order of model types."""
     path = Path(__file__).with_suffix(".jsonl")
     lines = path.read_text(encoding="utf-8").splitlines()
     entries = [json.loads(line) for line in lines]

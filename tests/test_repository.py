@@ -131,7 +131,7 @@ def test_the_reference_of_plans_is_what_the_dataclasses_say():
 
 
 def _missing_paths(text: str) -> list[str]:
-    """Files and folders between backticks that begin as one of the repository and are not in it."""
+    """Return paths between backticks that begin with a repository folder and do not exist."""
     words = [word for code in re.findall(r"`([^`\n]+)`", text) for word in code.split()]
     folders = {path.name for path in ROOT.iterdir() if path.is_dir()} - {"build"}
     paths = [word for word in words if re.fullmatch(r"\w+/[\w./-]*(\.\w+|/)", word)]

@@ -11,17 +11,17 @@ ROOT = Path(__file__).resolve().parent.parent
 FLOORS = ("modelzoo", "sharding", "compile", "runtime")
 CLAUSES = {"Of", "What", "Where", "Those"}
 MAX_FILES = {"runtime": 8}
-"""The most files at the root of a folder whose files belong into rooms."""
+"""Upper bound for the number of files at a folder's root; other files belong in subfolders."""
 
 
 def sources(*folders: str) -> dict[Path, str]:
-    """The text of every Python file below some folders, by its path in the repository."""
+    """Return the text of every Python file below some folders, by its path in the repository."""
     paths = sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
     return {path.relative_to(ROOT): path.read_text(encoding="utf-8") for path in paths}
 
 
 def imported(source: str, path: Path, files: set[Path]) -> set[Path]:
-    """The files that a file imports: at its top, inside functions, and for types alone."""
+    """Return the files that a file imports: at its top, inside functions, or only for types."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.ImportFrom) or not node.level:
@@ -34,7 +34,7 @@ def imported(source: str, path: Path, files: set[Path]) -> set[Path]:
 
 
 def cycle(texts: dict[Path, str]) -> list[Path]:
-    """The files of one import cycle; none where there is no cycle."""
+    """Return the files of one import cycle; none if there is no cycle."""
     files = set(texts)
     graph = {path: imported(text, path, files) for path, text in texts.items()}
     try:
@@ -45,7 +45,7 @@ def cycle(texts: dict[Path, str]) -> list[Path]:
 
 
 def clauses(source: str) -> Iterator[str]:
-    """The docstrings that begin as a clause: of modules, classes, functions and attributes."""
+    """Yield the docstrings of modules, classes, functions and attributes that begin as a clause."""
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Constant):
             continue

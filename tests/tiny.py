@@ -38,7 +38,7 @@ GRID = BucketGrid(
     score=True,
 )
 RAGGED_GRID = replace(GRID, span_slots=(4, 3, 1))
-"""Most slots end before the longest rows do."""
+"""A grid whose slots mostly end before the longest rows."""
 CHUNK_GRID = BucketGrid(
     max_length=64,
     prefill=((16, 2, 8), (32, 1, 8), (48, 2, 8)),
@@ -48,7 +48,7 @@ CHUNK_GRID = BucketGrid(
     score=True,
     chunks_per_decode=3,
 )
-"""A chunk is longer than the window."""
+"""A grid with chunks longer than the window."""
 TAIL_GRID = BucketGrid(
     max_length=64,
     prefill=((16, 3, 4), (16, 1, 16), (48, 2, 4), (48, 2, 16)),
@@ -58,13 +58,13 @@ TAIL_GRID = BucketGrid(
     score=True,
     chunks_per_decode=3,
 )
-"""Chunks longer than the window, then shorter ones."""
+"""A grid with chunks longer and shorter than the window."""
 RAGGED_CHUNK_GRID = replace(TAIL_GRID, span_slots=(4, 2, 1))
 EOS_ID = 2
 
 
 def random_parameters(definition: AbstractModel, seed: int = 0) -> dict[str, jax.Array]:
-    """Weights large enough that logits are far apart and mistakes show."""
+    """Return weights so large that logits are far apart and mistakes show."""
     rng = np.random.default_rng(seed)
     return {
         name: jnp.asarray(rng.normal(scale=0.4, size=shape.shape).astype(np.float32))
@@ -105,13 +105,13 @@ class TinyModel:
         )
 
     def next_logits(self, tokens: list[int]) -> np.ndarray:
-        """Logits after these tokens, from a plain forward pass over all of them."""
+        """Return the logits after these tokens, from a plain forward pass over all of them."""
         padded = np.zeros((1, self.grid.max_length), np.int32)
         padded[0, : len(tokens)] = tokens
         return np.asarray(self._forward(self.parameters, padded, np.array([len(tokens)])))[0]
 
     def greedy(self, prompt: list[int], num_tokens: int) -> list[int]:
-        """The reference: one whole forward pass a token."""
+        """Compute the reference: one whole forward pass for each token."""
         tokens = list(prompt)
         for _ in range(num_tokens):
             tokens.append(int(self.next_logits(tokens).argmax()))
@@ -126,7 +126,7 @@ class TinyModel:
 
 
 def prompts(count: int, seed: int = 1, longest: int = 40) -> list[list[int]]:
-    """Random prompts of random lengths."""
+    """Return random prompts of random lengths."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, longest + 1, count)
     return [rng.integers(3, CONFIG.vocab_size, n).tolist() for n in lengths]

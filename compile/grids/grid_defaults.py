@@ -78,8 +78,7 @@ class GridDefaults:
         return math.lcm(LENGTH_STEP, self.length_multiple, *self.chunks)
 
     def chunk_batch(self, chunk: int, most_rows: int) -> int:
-        """Number of rows of a call of chunks: enough to reach `tokens_per_prefill`, if there are
-        enough rows.
+        """Rows of a call of chunks: enough to reach `tokens_per_prefill`, if there are as many.
 
         With several chunk sizes each one gets an equal share of the rows, as a row waits only for
         rows of its own size.

@@ -105,14 +105,16 @@ def _thinned(lengths: np.ndarray) -> np.ndarray:
     """The lengths, rounded up to at most `MAX_BORDERS` different ones; the longest is kept."""
     borders = np.unique(lengths)
     every = -(-len(borders) // MAX_BORDERS)
-    kept = borders[::-1][::every][::-1]
-    return kept[np.searchsorted(kept, lengths)]
+    kept_borders = borders[::-1][::every][::-1]
+    return kept_borders[np.searchsorted(kept_borders, lengths)]
 
 
 def _batch_sizes(length: int, defaults: GridDefaults) -> list[int]:
     """Batch sizes up to the target of tokens, largest first, so that ties have the fewest calls."""
-    most = max(1, defaults.tokens_per_prefill // length)
-    return sorted({round_up(n, defaults.batch_multiple) for n in range(1, most + 1)}, reverse=True)
+    max_rows = max(1, defaults.tokens_per_prefill // length)
+    return sorted(
+        {round_up(n, defaults.batch_multiple) for n in range(1, max_rows + 1)}, reverse=True
+    )
 
 
 def _is_allowed(size: int, length: int, rows: np.ndarray, defaults: GridDefaults) -> np.ndarray:
@@ -120,8 +122,8 @@ def _is_allowed(size: int, length: int, rows: np.ndarray, defaults: GridDefaults
 
     With fewer rows than that, one call of exactly these rows is allowed, without dummy rows.
     """
-    most = max(1, defaults.tokens_per_prefill // length)
+    max_rows = max(1, defaults.tokens_per_prefill // length)
     half = -(-defaults.tokens_per_prefill // (2 * length))
     # at least one: rows that are too long for every bucket leave the last bucket empty
-    least = np.maximum(1, np.minimum(np.minimum(half, rows), most))
-    return np.minimum(size, most) >= least
+    min_rows = np.maximum(1, np.minimum(np.minimum(half, rows), max_rows))
+    return np.minimum(size, max_rows) >= min_rows

@@ -83,8 +83,7 @@ class Budget:
     """Predicted time to compile a graph; each graph must save at least this time."""
 
     def build_seconds(self, grid: BucketGrid) -> float:
-        """Predicted time to compile all graphs of a grid; the small graphs of slots are not
-        counted."""
+        """Predicted seconds to compile all graphs of a grid, without the small graphs of slots."""
         return self.graph_seconds.of_grid(grid)
 
     def with_affordable_graphs(self, *, score: bool) -> "Budget":
@@ -159,7 +158,7 @@ class CandidateGrids:
             chunks: _expected_use(rows, has_chunks=chunks) for chunks in (False, True)
         }
         self._emitted_below = self._count_emitted()
-        """By length: number of tokens that are emitted at positions below it."""
+        """Number of tokens that are emitted at positions below each length."""
         self._cuts: dict[int, list[PrefillBucket]] = {}
         self._known_prompts: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._known_spans: dict[tuple[int, int, int, int], tuple[int, ...]] = {}
@@ -240,8 +239,7 @@ class CandidateGrids:
         )
 
     def prefill_buckets(self, tokens: int, slots: int) -> tuple[PrefillBucket, ...]:
-        """The cheapest prefill lengths for calls of `tokens` tokens, limited to calls that suit
-        the slots."""
+        """The cheapest prefill lengths for calls of `tokens` tokens that suit the slots."""
         num_sequences = self._slot_use[False].num_sequences
         return with_small_calls(self._cut(tokens), slots, num_sequences, self._defaults)
 
@@ -267,8 +265,7 @@ class CandidateGrids:
         )
 
     def _least_decode(self, grid: BucketGrid) -> tuple[float, float]:
-        """Seconds of building, and minimum seconds of decode, for the cheapest choice of decode
-        graphs.
+        """Seconds of building and minimum seconds of decode, for the cheapest decode graphs.
 
         The segments of the cache do not depend on the choice.
         """
@@ -396,9 +393,9 @@ class CandidateGrids:
             self._cost.seconds(grid.decode_call(grid.span_of(span))) for span in grid.decode_spans
         ]
         starts = [0, *grid.decode_spans[:-1]]
-        beyond = self._emitted_below[grid.max_length] - self._emitted_below[starts]
+        emitted_beyond = self._emitted_below[grid.max_length] - self._emitted_below[starts]
         slots = grid.span_slots or (grid.decode_slots,) * len(starts)
-        steps = np.maximum.accumulate((beyond / slots)[::-1])[::-1]
+        steps = np.maximum.accumulate((emitted_beyond / slots)[::-1])[::-1]
         shared = float(steps @ np.diff([0, *step_seconds]))
         first = self._cost.first_call_seconds(grid.decode_call(grid.max_length))
         return max(shared, self._longest_output * min(step_seconds)) + first * bool(shared)

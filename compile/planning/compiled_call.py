@@ -142,9 +142,9 @@ class CompiledCall:
             )
         )  # fmt: skip
         return (
-            f"{self.graph} takes {self.factor:.1f} times the time predicted from its shapes: it moves {moved} "
-            f"where {needed} are needed, converts {converted} of arguments, copies {copied} of "
-            f"them, and runs {self.loop_turns:,.0f} loop iterations"
+            f"{self.graph} takes {self.factor:.1f} times the time predicted from its shapes: it "
+            f"moves {moved} where {needed} are needed, converts {converted} of arguments, copies "
+            f"{copied} of them, and runs {self.loop_turns:,.0f} loop iterations"
         )
 
 

@@ -72,8 +72,10 @@ class GraphPrices:
         max_length: int,
         defaults: GridDefaults,
     ) -> list[PrefillBucket]:
-        """The cheapest buckets for prompts of these lengths, with `num_kinds` graphs for each
-        bucket."""
+        """Choose the cheapest buckets for prompts of these lengths.
+
+        `num_kinds` is the number of graphs of each bucket: plain, scoring, or both.
+        """
         price = self.of_prefill_bucket(num_kinds)
         return cheapest_prefill(lengths, max_length, defaults, self._seconds, price)
 

@@ -134,9 +134,9 @@ def hardware_of(target: str, known: Mapping[str, Hardware], kind: str = "") -> H
     name = named or kind
     if not name:
         raise UnknownHardware(
-            f"target {target}: expected a kind of hardware, as its peaks are what is predicted "
-            f"from, got this machine's. Name the generation: in a plan's target, as in tpu:v5e:2x4 "
-            f"or gpu:h100:8; for noria bench, as in --kind h100."
+            f"target {target}: expected a kind of hardware, because predictions need "
+            f"its peaks, got this machine's. Name the generation: in a plan's target, as in "
+            f"tpu:v5e:2x4 or gpu:h100:8; for noria bench, as in --kind h100."
         )
     if name not in known:
         raise UnknownHardware(

@@ -42,8 +42,7 @@ def _pieces_by_bucket(grid: BucketGrid, prompts: np.ndarray, counts: np.ndarray 
 
 
 def calls_to_fill(slots: int, prefill: Sequence[PrefillBucket]) -> int | None:
-    """Number of calls of chunks that fill all slots with the longest prompts; None for whole
-    prompts.
+    """Calls of chunks that fill all slots with the longest prompts; None for whole prompts.
 
     No one waits for a first token, so no row needs to decode beside empty slots.
     """

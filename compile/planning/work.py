@@ -90,8 +90,10 @@ class Work:
         layout: Layout | None = None,
         cache_dtype: DTypeLike | None = None,
     ):
-        """Create the work under a layout, or on one device; the cache has the weights' dtype by
-        default."""
+        """Create the work under a layout, or on one device.
+
+        The cache has the weights' dtype by default.
+        """
         self.model, self.config = model, model.config
         self.dtype = dtype
         self.cache_dtype = jnp.dtype(cache_dtype or dtype)

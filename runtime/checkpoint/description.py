@@ -60,7 +60,7 @@ def has_chat_template(files: Path | Mapping[str, Any]) -> bool:
 
 
 def _tensors(model: ModelFiles) -> TensorSource:
-    """The tensors that parameters are read from, or the stored ones if these cannot be dequantised."""
+    """The tensors that parameters are read from; the stored ones if they cannot be dequantised."""
     try:
         return model.tensors
     except InvalidConfig:

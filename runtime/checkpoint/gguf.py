@@ -38,7 +38,7 @@ MAX_ARRAY_ITEMS = 2**23
 MAX_ALIGNMENT = 2**20
 MAX_AXIS = 2**40
 
-# number in the file: (name, elements a block, bytes a block)
+# number in the file: (name, elements per block, bytes per block)
 TENSOR_TYPES = {
     0: ("F32", 1, 4),
     1: ("F16", 1, 2),
@@ -240,7 +240,7 @@ class _Cursor:
         return struct.unpack(f"<{letter}", data)[0]
 
     def count(self, min_bytes: int, limit: int, what: str) -> int:
-        """Read a count of items of at least `min_bytes` each; the rest of the file must hold them."""
+        """Read a count of items of at least `min_bytes` each, and check that the file has them."""
         at = self.position
         number = self.scalar("Q")
         limit = min(limit, (self.size - self.position) // min_bytes)

@@ -39,7 +39,9 @@ Box = tuple[Interval, ...]
 class RearrangeableSource(TensorSource, Protocol):
     """A tensor source whose tensors are parameters, and which reads them in any arrangement."""
 
-    def arranged(self, arrangement: Arrangement) -> TensorSource: ...
+    def arranged(self, arrangement: Arrangement) -> TensorSource:
+        """Return the same tensors in an arrangement."""
+        ...
 
 
 def load_params(
@@ -210,7 +212,7 @@ def _load_one(
 
 
 def _rows_by_tensor(spec: "ModelSpec") -> dict[str, list[tuple[int, float]]]:
-    """The rows of each tensor, or of each of its blocks, that parts use; (0, inf) means all rows."""
+    """The rows of each tensor, or of each of its blocks, that parts use; (0, inf) means all."""
     used: dict[str, list[tuple[int, float]]] = {}
     for source in spec.sources:
         for part in source.parts:

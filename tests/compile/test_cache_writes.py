@@ -22,7 +22,7 @@ from noria.sharding.layout import Layout
 TPU = "tpu:v5e:2x4"
 SLOTS, ROWS, LAYERS = 32, 2, 4
 LEAST_TURN = 64 * 1024
-"""Bytes that a turn of a loop moves if it is worth one."""
+"""The least bytes that each iteration of a loop must move."""
 GRID = BucketGrid(512, ((256, ROWS),), SLOTS, (512,))
 SEGMENTS = replace(GRID, decode_spans=(128, 256, 512))
 CHUNKS = replace(GRID, prefill=((512, ROWS, 128),))
@@ -62,7 +62,7 @@ def graph_of(
     layout: str | None,
     scan_layers: bool,
 ) -> GraphSpec:
-    """The decode graph of the longest span, or the prefill graph."""
+    """Return the decode graph of the longest span, or the prefill graph."""
     by = None if layout is None else Layout.from_table(read_layout_table(layout))
     placement = find_target(TPU).placement(by)
     definition = AbstractModel(config, placement.arrangement(config, scan_layers))
@@ -93,6 +93,6 @@ def test_a_decode_step_has_no_loop_but_that_over_layers(case, scan_layers):
 @pytest.mark.parametrize("grid", [GRID, CHUNKS], ids=["whole", "chunks"])
 @pytest.mark.parametrize("config", [RINGS, LATENTS], ids=["heads", "latents"])
 def test_a_prefill_call_writes_its_rows_at_once_or_one_by_one(config, grid, scan_layers):
-    """Not token by token."""
+    """No loop runs over tokens."""
     found = report_of(graph_of("prefill", config, grid, None, scan_layers))
     assert all(loop.turns in (ROWS, LAYERS // len(set(config.windows))) for loop in found.loops)

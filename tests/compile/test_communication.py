@@ -62,8 +62,8 @@ GATHERED = {
         }
     )
 }
-"""Heads of keys and values lie in copies in prefill, and in no copies in the cache. XLA for TPU
-picks one of each and brings them together in the sum of what attention adds to the residual."""
+"""Prefill has copies of key/value heads, and the cache has none. XLA for TPU picks one copy of each
+head, and combines them in the sum that adds attention to the residual."""
 EXPERTS = MoeConfig(Routing(num_experts=8, num_chosen=2), 1536, (True,) * 3)
 LATENT = LatentAttention(rank=128, plain_dim=64, rope_dim=32, value_dim=64, query_rank=192)
 
@@ -73,7 +73,7 @@ def layout_of(name: str) -> Layout:
 
 
 def config_of(name: str, num_layers: int, kind: str = "dense") -> DecoderConfig:
-    """Plain layers, sparse ones as Mixtral has, or sparse ones with latents as DeepSeek has."""
+    """Return a model with dense layers, Mixtral's sparse layers, or DeepSeek's with latents."""
     config = DecoderConfig(
         vocab_size=256,
         embed=512,
@@ -101,7 +101,7 @@ def collectives(
     target: str,
     scan_layers: bool = False,
 ) -> Iterator[Collective]:
-    """All but counts of experts, which cross to the host once a call, all layers' at once.
+    """Yield all collectives except counts of experts, which all layers send once a call.
 
     Other collectives may be as small, but they are inside decode's loop.
     """
@@ -155,7 +155,7 @@ def test_a_layer_of_every_named_layout_sends_what_is_said_and_nothing_else(name,
 
 
 def cut(said: Counter) -> Counter:
-    """The counts with an all-reduce in place of each reduce-scatter."""
+    """Return the counts with an all-reduce instead of each reduce-scatter."""
     wanted = Counter()
     for (kind, mesh_axes, num_bytes), times in said.items():
         is_scatter = kind == "reduce-scatter"
@@ -193,7 +193,7 @@ def of_one_turn(layout: Layout, name: str, kind: str, target: str) -> Counter:
     ],
 )
 def test_a_turn_of_a_loop_over_layers_sends_what_is_said_of_a_layer(name, kind, phase):
-    """And the loop is known to have as many turns as there are layers."""
+    """The loop's trip count is known, and is the number of layers."""
     layout = layout_of(name)
     wanted = said_of_one_layer(layout, phase, kind)
     wanted.update(GATHERED.get((name, phase), {}))

@@ -55,9 +55,9 @@ def compiled(layout: Layout, phase: str, num_layers: int):
 
 
 def collectives(program, layout: Layout, num_layers: int) -> Counter:
-    """All but those of counts of experts, which cross to the host once a call, all layers' at once.
+    """Count all collectives except counts of experts, which all layers send once a call.
 
-    They are known by their size or, where XLA joins two of them, by their scope.
+    These are recognised by their size, or by their scope if XLA joins two of them.
     """
     shards = layout.mesh.num_devices // layout.mesh.sizes.get("tensor", 1)
     of_counts = num_layers * shards * NUM_EXPERTS * 4
@@ -80,7 +80,7 @@ def collectives(program, layout: Layout, num_layers: int) -> Counter:
     ],
 )
 def test_a_sparse_layer_exchanges_tokens_twice_and_gathers_no_expert(name, phase):
-    """There with their choices and weights beside them, back alone; a row a token.
+    """Tokens go to experts with their choices and weights, and return without them, a row each.
 
     In prefill, keys and values go to every device that may have the slots of their rows.
     """
@@ -89,7 +89,7 @@ def test_a_sparse_layer_exchanges_tokens_twice_and_gathers_no_expert(name, phase
     with ThreadPoolExecutor() as pool:
         programs = list(pool.map(partial(compiled, layout, phase), (2, 3)))
     two, three = (collectives(*of) for of in zip(programs, [layout] * 2, (2, 3), strict=True))
-    # each device sends its tokens to every device that it exchanges with
+    # each device sends its tokens to every device of its exchange
     exchanging = mesh.get("expert", 1)
     sent = TOKENS[phase] // (mesh.get("data", 1) * exchanging) * exchanging
     words_of_choices = CHOSEN + CHOSEN * 4 // BYTES
@@ -98,7 +98,7 @@ def test_a_sparse_layer_exchanges_tokens_twice_and_gathers_no_expert(name, phase
         wanted["all-to-all", ("expert",), sent * (EMBED + words_of_choices) * BYTES] += 1
         wanted["all-to-all", ("expert",), sent * EMBED * BYTES] += 1
     if "tensor" in mesh:
-        # attention's sum, and that of the experts' hidden size or of the experts themselves
+        # the sum of attention, and the sum over the experts' hidden size or over experts
         residual = TOKENS[phase] // (mesh.get("data", 1) * exchanging) * EMBED * BYTES
         wanted["all-reduce", ("tensor",), residual] += 2
     rows = tuple(axis for axis in mesh if axis in layout.rules["batch"])
@@ -106,5 +106,5 @@ def test_a_sparse_layer_exchanges_tokens_twice_and_gathers_no_expert(name, phase
         entries = TOKENS[phase] * KV_HEADS // mesh.get("tensor", 1) * HEAD_DIM * BYTES
         wanted["all-gather", rows, entries] += 2
     assert three - two == wanted
-    # nor are weights copied on their way into a product
+    # products do not copy weights either
     assert programs[0].memory_analysis().temp_size_in_bytes < 4 * WEIGHTS_OF_ONE_EXPERT

@@ -40,7 +40,7 @@ CAPPED_WITH_SINKS = replace(
 
 
 def test_a_model_with_splash_gives_the_answer_of_the_reference():
-    """All of what it serves at once, and a row that ends in padding."""
+    """The model has all features that splash supports, and one row ends in padding."""
     config = CAPPED_WITH_SINKS
     definition = AbstractModel(config)
     parameters = random_parameters(definition)
@@ -64,7 +64,7 @@ def test_a_model_with_splash_gives_the_answer_of_the_reference():
 
 
 def test_a_model_with_flash_gives_the_answer_of_the_reference_in_chunks():
-    """Rings beside whole layers, and a row that ends in padding."""
+    """The model has rolling and whole layers, and one row ends in padding."""
     config = replace(CAPPED_WITH_SINKS, windows=(None, 128, Chunk(128)))
     definition = AbstractModel(config)
     parameters = random_parameters(definition)
@@ -112,7 +112,7 @@ WIDE_GRID = BucketGrid(1024, ((64, 8), (1024, 2)), 8, (1024,))
 
 
 def placed(layout: str | None = None) -> Placement:
-    """On an absent TPU: on one device, or on four under a layout."""
+    """Return a placement on an absent TPU: one device, or four under a layout."""
     target = find_target("tpu:v5e:2x2")
     if layout is None:
         return replace(target, devices=target.devices[:1]).placement()
@@ -139,7 +139,7 @@ def longest_prefill(config: DecoderConfig, grid: BucketGrid, placement: Placemen
     ],
 )
 def test_prefill_with_splash_compiles_for_a_tpu(config, layout):
-    """One kernel a layer, in `shard_map` where a layout splits heads."""
+    """Each layer has one kernel, in `shard_map` if the layout splits heads."""
     compiled, _ = compile_graph(longest_prefill(config, WIDE_GRID, placed(layout)))
     assert compiled.as_text().count("tpu_custom_call") == len(config.windows)
 
@@ -165,22 +165,22 @@ RINGS = replace(WIDE, windows=(None, 256), max_position=2304)
     ],
 )  # fmt: skip
 def test_chunks_on_a_tpu_attend_to_the_cache_where_it_is(config, target, layout):
-    """A kernel for each segment and for the chunk itself; no slot is taken out of a segment."""
+    """Each segment and the chunk itself have a kernel, and no slot is copied from a segment."""
     target = find_target(target)
     table = None if layout is None else Layout.from_table(read_layout_table(layout))
     graph = longest_prefill(config, CHUNKS_GRID, target.placement(table))
     _, text, _ = compile_with_text(graph)
     assert text is not None
     is_whole = [window is None for window in config.windows]
-    # the second segment has entries below the last chunk, a ring of one segment lies in the first
+    # the second segment has entries before the last chunk; the rolling buffer is in the first
     assert text.count('custom_call_target="tpu_custom_call"') == sum(2 + x for x in is_whole)
     assert read_report(text, "tpu", {}).step.copied_bytes == 0
-    # a device has some of the slots where a layout splits them, so they are brought together
+    # if a layout splits slots, a device has only some of them, so they are gathered
     assert bool(taken_slots(text)) == (layout is not None and "data" in layout)
 
 
 def taken_slots(text: str) -> set[str]:
-    """Arrays that are as long as a segment, or as what a chunk sees of it, but lack its slots."""
+    """Return arrays as long as a segment, or as its visible part, but without its slots."""
     lengths, slots = {"768", "1536", "1280"}, str(CHUNKS_GRID.decode_slots)
     shapes = {tuple(sizes.split(",")) for sizes in re.findall(r"bf16\[([\d,]+)\]", text)}
     of_entries = {shape for shape in shapes if len(shape) > 3 and lengths & {*shape[-2:]}}
@@ -192,7 +192,7 @@ def test_what_is_chosen_is_said_by_length():
     why = "tpu, bfloat16, heads of 64, causal and windows of 200"
     assert kernels.report()["prefill"] == (
         "64: xla (splash: it takes whole blocks of 128 tokens, got 64 tokens; "
-        "flash: it takes chunks of prompts, on devices that run code of their own); "
+        "flash: it takes chunks of prompts, on one device or under a layout); "
         f"1024: splash ({why})"
     )
 

@@ -32,7 +32,7 @@ TPU = "tpu:v5e:2x4"
 Windows = tuple[int | None, ...]
 WHOLE: Windows = (None,) * 8
 RINGS: Windows = (96, None) * 4
-"""Eight layers: a copy of their cache would be more than a graph may need beside it."""
+"""Windows of eight layers: a copy of their cache exceeds the bound of a graph's temporaries."""
 DEEP_WHOLE: Windows = (None,) * 30
 DEEP_RINGS: Windows = (96, None) * 15
 
@@ -70,7 +70,7 @@ def graph_of(
 
 
 def temporary_bound(graph: GraphSpec) -> float:
-    """A twentieth of the cache, and six float32 arrays of the logits' shape."""
+    """Return the bound: a twentieth of the cache, and six float32 arrays of the logits' shape."""
     return 0.05 * cache_bytes(graph) + 6 * SLOTS * VOCAB * 4
 
 
@@ -80,7 +80,7 @@ def cache_bytes(graph: GraphSpec) -> int:
 
 
 def whole_copies(hlo: str, num_elements: int, dtype: str = "bf16") -> list[str]:
-    """Copies and transposes of arrays of a dtype of at least this size, as shapes.
+    """Return the shapes of copied or transposed arrays of a dtype and at least this size.
 
     Prefetches (`copy-start`) do not count: they read once what has to be read anyway.
     """
@@ -93,7 +93,7 @@ def _size(shape: str) -> int:
 
 
 def smallest_that_counts(graph: GraphSpec) -> int:
-    """Elements of the smallest weight matrix or cache segment."""
+    """Return the number of elements of the smallest weight matrix or cache segment."""
     parameters, state, _ = graph.arguments
     segments = [leaf for layer in state.cache.layers for leaf in jax.tree.leaves(layer)]
     return min(leaf.size for leaf in [*parameters.values(), *segments] if leaf.ndim > 1)
@@ -112,7 +112,7 @@ def test_decode_needs_little_memory_beside_its_arguments(windows):
 )
 @pytest.mark.parametrize("windows", [DEEP_WHOLE, DEEP_RINGS], ids=["whole", "rings"])
 def test_decode_with_scanned_layers_works_in_place(target, dtype, windows):
-    """The cache of all layers goes round the loop; a copy of it would be twenty times the bound."""
+    """The loop carries the cache of all layers; a copy of it would be twenty times the bound."""
     graph = decode_graph(target, GRID.max_length, dtype, windows, scan_layers=True)
     compiled, _ = compile_graph(graph)
     _, state, _ = graph.arguments
@@ -144,7 +144,7 @@ OF_16_EXPERTS = partial(MoeConfig, Routing(num_experts=16, num_chosen=2), QWEN3_
             "decode span 1536", "expert-tensor@data=1,expert=2,tensor=4", QWEN3_235B,
             OF_16_EXPERTS, id="experts",
         ),
-        # a device has one head, whose keys lie in another order
+        # a device has one head, whose keys have another memory layout
         pytest.param(
             "prefill 256x1 span 1536", "weight-stationary-1d@tensor=8", LLAMA_8B, None,
             id="chunks 1d",
@@ -152,7 +152,7 @@ OF_16_EXPERTS = partial(MoeConfig, Routing(num_experts=16, num_chosen=2), QWEN3_
     ],
 )  # fmt: skip
 def test_temporaries_of_a_loop_do_not_grow_with_its_layers_on_tpu(name, spelling, shape, moe):
-    """Neither keys nor weights of all layers are laid out anew."""
+    """Keys and weights of all layers keep their memory layout."""
     layout = Layout.from_table(read_layout_table(spelling))
     grid = BucketGrid(1536, ((512, 1, 256), (1536, 1, 256)), 256, (512, 1536))
     shape = {"vocab_size": 1000, "head_dim": 128, "layout": layout, **shape}
@@ -185,7 +185,7 @@ LATENTS = {
     [("cpu", "float32"), pytest.param(TPU, "bfloat16", marks=pytest.mark.tpu_compile)],
 )
 def test_decode_reads_latents_where_they_lie(target, dtype):
-    """No segment is laid out anew for keys, and no values are taken out of it."""
+    """No segment is copied in another memory layout for keys, and no values are copied from it."""
     graph = decode_graph(target, GRID.max_length, dtype, (None,) * 4, **LATENTS)
     compiled, _ = compile_graph(graph)
     segments = jax.tree.leaves(graph.arguments[1].cache.layers)
@@ -214,7 +214,7 @@ def test_decode_works_in_place_on_tpu(windows):
     [("cpu", "float32"), pytest.param(TPU, "bfloat16", marks=pytest.mark.tpu_compile)],
 )
 def test_decode_works_in_place_where_few_slots_reach_the_last_span(target, dtype):
-    """And it is given that much less."""
+    """The arguments are smaller by the missing slots."""
     ragged = replace(GRID, span_slots=(SLOTS, SLOTS // 8))
     graph = decode_graph(target, GRID.max_length, dtype, grid=ragged)
     compiled, _ = compile_graph(graph)

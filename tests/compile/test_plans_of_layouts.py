@@ -28,7 +28,7 @@ CONFIG = DecoderConfig(
     max_position=1000,
 )
 CHUNK = 48
-"""Divides as all of these layouts split tokens."""
+"""A chunk size that all of these layouts can divide."""
 SPELLINGS = (
     *named_layout_tables(),
     "data-parallel@data=6",

@@ -41,7 +41,7 @@ def prefill_graph(
     batch: int = 2,
     in_chunks: bool = True,
 ) -> GraphSpec:
-    """The graph of the longest bucket; prompts and spans are longer than the windows."""
+    """Return the graph of the longest bucket; prompts and spans exceed the windows."""
     grid = BucketGrid(2048, ((1024, batch, 128), (2048, batch, 128)), slots, (1024, 2048))
     if not in_chunks:
         grid = replace(grid, prefill=((256, batch),), chunks_per_decode=None)
@@ -58,7 +58,7 @@ def temporaries(graph: GraphSpec) -> int:
 
 
 def segments(graph: GraphSpec) -> list[jax.ShapeDtypeStruct]:
-    """Each array of keys, values or latents."""
+    """Return all arrays of keys, values or latents."""
     return jax.tree.leaves(graph.arguments[1].cache.layers)
 
 
@@ -76,7 +76,7 @@ def num_bytes(leaf: jax.ShapeDtypeStruct) -> int:
 def test_what_a_prompt_needs_does_not_grow_with_the_slots(
     target, in_chunks, scan_layers, keeps, batch
 ):
-    """Otherwise an array of all slots is copied; XLA writes one row in another way than several."""
+    """Growth would mean a copy of all slots; XLA writes one row differently from several rows."""
     config = CONFIGS[keeps]
     config = replace(config, windows=config.windows * (3 if scan_layers else 1))
     few, many = (
@@ -93,7 +93,7 @@ def test_what_a_prompt_needs_does_not_grow_with_the_slots(
 
 
 def test_what_a_chunk_needs_does_not_grow_with_the_layers():
-    """Slots of a layer are read when it is their turn."""
+    """Each layer's slots are read only when the layer runs."""
     few, many = (
         temporaries(prefill_graph("cpu", 4, replace(CONFIG, windows=(None,) * layers)))
         for layers in (3, 9)

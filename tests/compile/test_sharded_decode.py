@@ -95,7 +95,7 @@ def num_bytes(placed: jax.ShapeDtypeStruct) -> int:
 
 @ON_BOTH
 def test_no_collective_moves_as_much_as_a_device_has_of_the_logits(target, layout):
-    """A gather of logits would move all shards of them: four times the bound or eight times."""
+    """A gather of logits would move all their shards: four or eight times the bound."""
     decode = compiled_decode(target, layout)
     assert decode.collectives
     assert max(one.num_bytes for one in decode.collectives) < decode.logits
@@ -109,9 +109,9 @@ def test_no_collective_moves_as_much_as_a_segment_of_the_cache(target, layout):
 
 @ON_BOTH
 def test_decode_works_in_place_on_its_piece_of_the_cache(target, layout):
-    """Beside it a twentieth of the piece, and six float32 arrays of the logits' piece.
+    """Temporaries are at most a twentieth of the piece, and six float32 pieces of logits.
 
-    That is less than the smallest segment, so a copy of any would show.
+    That is less than the smallest segment, so a copy of any segment would show.
     """
     decode = compiled_decode(target, layout)
     assert decode.overwritten >= decode.cache
@@ -128,7 +128,7 @@ def test_decode_works_in_place_on_its_piece_of_the_cache(target, layout):
     ],
 )
 def test_scanned_layers_work_in_place_on_their_piece_of_the_cache(target, layout):
-    """Beside it what the layer whose turn it is keeps, which is little of forty layers."""
+    """Temporaries also hold the current layer's cache, a small part of forty layers."""
     config = replace(CONFIG, windows=CONFIG.windows * 20)
     decode = compiled_decode(target, layout, config, scan_layers=True)
     assert decode.overwritten >= decode.cache

@@ -15,7 +15,7 @@ SMALL = [
     for rank, most in ((1, 9), (2, 9), (3, 5), (4, 2))
     for shape in product(range(1, most + 1), repeat=rank)
 ]
-"""Sizes of slices, whether there are such or not."""
+"""Sizes of slices, real or not."""
 
 TORUS_2D = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 TORUS_3D = ("2x2x1", "2x2x2", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16")
@@ -25,7 +25,7 @@ PUBLISHED = {
     "v5p": (*TORUS_3D, "16x16x16", "16x16x24"),
     "v6e": TORUS_2D,
 }
-"""Slices by their pages of docs.cloud.google.com/tpu/docs."""
+"""Slices as listed on the pages of docs.cloud.google.com/tpu/docs."""
 
 
 def test_cpu_is_the_first_device_of_this_machine():
@@ -137,7 +137,7 @@ def test_a_slice_of_no_whole_blocks_is_refused_by_its_name_with_the_nearest(name
 @pytest.mark.tpu_compile
 @pytest.mark.parametrize("generation", ["v4", "v5e", "v5p", "v6e"])
 def test_slices_are_those_that_libtpu_takes(generation):
-    find_target(f"tpu:{generation}:2x2x1")  # sets what libtpu needs to be set
+    find_target(f"tpu:{generation}:2x2x1")  # this sets the environment for libtpu
 
     def is_named(name: str) -> bool:
         try:

@@ -16,7 +16,7 @@ GRID = ["buckets.prefill=[[16, 2], [32, 1]]", "buckets.max_length=48", "buckets.
 
 @pytest.fixture
 def job(noria, tmp_path):
-    """The arguments of a job of short and of longer rows."""
+    """The arguments of a job with short and longer rows."""
     lengths = [4, 20, 5, 25, 6, 30, 21, 22]
     rows = [completion(f"q{i}", [3] * n, max_tokens=4) for i, n in enumerate(lengths)]
     source = write_lines(tmp_path / "in.jsonl", rows)
@@ -26,7 +26,7 @@ def job(noria, tmp_path):
 
 
 def fail(monkeypatch, name: str) -> None:
-    """One graph does not compile, and the others take no time."""
+    """One graph fails to compile, and the others take no time."""
 
     def compile_graph(graph):
         if graph.name == name:
@@ -51,7 +51,7 @@ def test_a_graph_that_does_not_compile_is_named_with_its_rows(job, monkeypatch, 
 
 
 def test_the_remedy_for_a_bucket_is_a_command_that_runs(job, monkeypatch, capsys, tmp_path):
-    """Rows do not go to a longer bucket by themselves: the plan decides their graphs."""
+    """Rows do not move to a longer bucket automatically: the plan decides their graphs."""
     fail(monkeypatch, "prefill 16x2")
     assert cli.main(job) == 4
     said = capsys.readouterr().err

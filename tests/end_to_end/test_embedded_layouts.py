@@ -62,7 +62,7 @@ def expected() -> list[RequestOutput]:
 
 
 def gap(answer: RequestOutput, step: int) -> float:
-    """Between the two likeliest tokens of a step."""
+    """Return the gap between the two likeliest tokens of a step."""
     (_, best), (_, second) = answer.outputs[0].logprobs[step].top
     return best - second
 
@@ -101,7 +101,7 @@ def test_a_batch_job_under_a_layout_writes_the_answers_of_one_device(noria, tmp_
 
 
 def test_a_layout_that_cannot_be_is_refused_with_all_that_is_wrong(noria, tmp_path):
-    """Nine query heads and three key/value heads, over four devices."""
+    """The layout splits nine query heads and three key/value heads over four devices."""
     source = write_lines(tmp_path / "in.jsonl", [chat("a", "Hello")])
     output = tmp_path / "out.jsonl"
     layout = ("--target", "cpu:8", "--layout", "data-tensor")

@@ -59,7 +59,7 @@ vocab = "tensor"
 
 @dataclass(frozen=True)
 class PodJob:
-    """A job, and how it is started on a number of processes."""
+    """A job, and methods to start it on several processes."""
 
     noria: Noria
     source: Path
@@ -85,14 +85,14 @@ class PodJob:
         ]
 
     def run(self, output: Path, size: int = 2, *options: object, expect: int = 0) -> list[str]:
-        """Run a pod to its end; what each process said."""
+        """Run a pod to its end; return each process's stderr."""
         ended = wait(self.start(output, size, *options))
         assert [code for code, _ in ended] == [expect] * size, ended
         return [said for _, said in ended]
 
 
 def wait(processes: list[subprocess.Popen[str]], timeout: float = 120) -> list[tuple[int, str]]:
-    """Exit code and stderr of each."""
+    """Return the exit code and stderr of each process."""
     try:
         said = [process.communicate(timeout=timeout)[1] for process in processes]
     finally:
@@ -147,7 +147,7 @@ def job(noria, tmp_path_factory) -> PodJob:
 
 @pytest.fixture(scope="module")
 def stopped(job, tmp_path_factory) -> tuple[Path, list[tuple[int, str]]]:
-    """A job of two processes after a SIGTERM to one of them: its folder, and how they ended."""
+    """A job of two processes after a SIGTERM to one: its folder, exit codes and stderr."""
     output = tmp_path_factory.mktemp("stopped") / "out.jsonl"
     processes = job.start(output)
     wait_for_rows(processes, output)
@@ -199,7 +199,7 @@ def test_a_pod_takes_its_executables_all_together_or_not_at_all(job, tmp_path):
     assert "executables taken" in leader
     assert "compile [" not in leader + follower and "instead" not in leader + follower
     assert answers(output) == answers(job.whole)
-    # one process has lost an executable: all compile, or a compiler might wait for others
+    # one process lacks an executable: all compile, or one compiler might wait for the others
     next((bundle / "process-1-of-2" / "graphs").iterdir()).unlink()
     output = tmp_path / "compiled.jsonl"
     leader = job.run(output, 2, "--plan", bundle)[0]
@@ -299,7 +299,7 @@ def test_a_signal_to_any_process_ends_all_with_its_status(job, tmp_path, number,
 
 
 def wait_for_the_build(process: subprocess.Popen[str]) -> None:
-    """Wait until process 0 has shown the plan, so the build is next."""
+    """Wait until process 0 has printed the plan, before the build."""
     assert process.stderr is not None
     assert any(line.startswith("prefill:") for line in process.stderr)
 

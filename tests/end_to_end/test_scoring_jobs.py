@@ -45,7 +45,7 @@ def test_a_job_that_only_scores_has_no_slots_and_no_decode(job):
 
 
 def test_scores_are_those_of_a_plan_with_slots(noria, source, job, tmp_path):
-    """Asking for a number of slots gives a grid with slots and the same prefill buckets."""
+    """A given number of slots makes a grid with slots and the same prefill buckets."""
     rows, manifest = noria.batch(source, tmp_path / "out.jsonl", "--set", "buckets.decode_slots=4")
     assert [answer(row) for row in rows] == job[0]
     with_slots, without = (tomllib.loads(m["plan"])["buckets"] for m in (manifest, job[1]))

@@ -32,11 +32,11 @@ from noria.runtime.checkpoint.model_files import open_model
 pytestmark = pytest.mark.reference
 
 BUCKET_LENGTH, SPANS = 24, (8, 16, 48)
-"""Prefill and decode of every run, which share the program of prefill."""
+"""Bucket and spans of prefill and decode in every run; both share prefill's program."""
 
 
 class LoadedCase:
-    """A case read by noria, beside what transformers says about it."""
+    """A case as read by noria, with the log-probabilities of transformers."""
 
     def __init__(self, case: Case, directory, arrangement: Arrangement = AS_PUBLISHED):
         self.case = case
@@ -95,7 +95,7 @@ class LoadedCase:
     def _prefill_prompts(
         self, bucket_length: int, spans: tuple[int, ...], count: int
     ) -> tuple[jax.Array, KVCache]:
-        """Logits and the cache of the first `count` tokens; those that follow are padding."""
+        """Prefill the first `count` tokens as a prompt; return logits and the cache."""
         count_B = np.minimum(TRUE_LENGTHS, count)
         rows = PromptPieces(np.arange(len(count_B)), None, count_B)
         return self._prefill(self.padded_prompts(bucket_length), rows, self._empty_cache(spans))
@@ -108,7 +108,7 @@ class LoadedCase:
 
     @cached_property
     def _prefill(self) -> Callable[..., tuple[jax.Array, KVCache]]:
-        """Logits of pieces of prompts, and the cache with them."""
+        """A compiled prefill of prompt pieces; it returns logits and the cache."""
 
         @jax.jit
         def prefill(parameters, tokens_BT, rows, cache):
@@ -119,14 +119,14 @@ class LoadedCase:
         return partial(prefill, self.parameters)
 
     def padded_prompts(self, length: int) -> jax.Array:
-        # padding is a token like any other, so that one that is looked at shows
+        # padding is an ordinary token, so that the results change if padding is read
         tokens = np.full((len(self.prompts), length), 7, np.int32)
         for row, prompt in zip(tokens, self.prompts, strict=True):
             row[: min(len(prompt), length)] = prompt[:length]
         return jnp.asarray(tokens)
 
     def assert_close(self, logits_BTV: np.ndarray, first: int = 0) -> None:
-        """Compare positions from `first` on, as far as each prompt goes."""
+        """Compare the positions from `first` to the end of each prompt."""
         logprobs_BTV = np.asarray(jax.nn.log_softmax(jnp.asarray(logits_BTV), axis=-1))
         for row_TV, expected_TV in zip(logprobs_BTV, self.reference, strict=True):
             true_length = len(expected_TV)
@@ -208,7 +208,7 @@ def test_decoding_token_by_token_gives_the_logprobs_of_transformers(
 
 
 def test_scanned_layers_give_the_logprobs_of_transformers(scanned: LoadedCase):
-    """Weights are read from published tensors, layer by layer, into one array for each place."""
+    """Published tensors are read layer by layer into one array for each group position."""
     assert any(":" in name for name in scanned.parameters)
     scanned.assert_close(scanned.prefill_logits(BUCKET_LENGTH))
     scanned.assert_close(scanned.decode_logits(SPANS, first=5), first=5)
@@ -219,7 +219,7 @@ def test_scanned_layers_give_the_logprobs_of_transformers(scanned: LoadedCase):
 def test_prefill_in_chunks_gives_the_logprobs_of_transformers(
     loaded: LoadedCase, is_slow: bool, spans: tuple[int, ...]
 ):
-    """In every run one family for each way of keeping a layer, the others when asked."""
+    """Every run tests one family for each kind of layer cache; `--slow` tests the others."""
     if not (is_slow or loaded.case.name in IN_CHUNKS):
         pytest.skip("slow; run with --slow")
     loaded.assert_close(loaded.chunk_logits(spans))

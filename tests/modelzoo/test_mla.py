@@ -56,7 +56,7 @@ def test_the_cache_holds_a_latent_and_a_rotated_key_a_token_and_nothing_else(dty
 
 @pytest.mark.parametrize(("query_rank", "window"), [(None, None), (9, 5)])
 def test_tokens_that_read_latents_from_the_cache_answer_as_in_a_prompt(query_rank, window):
-    """Three tokens of one row and seven of the other come from a prefill, the rest one by one."""
+    """The test prefills three tokens of one row and seven of the other, and decodes the rest."""
     latent = replace(LATENT, query_rank=query_rank)
     config = replace(CONFIG, latent=latent, windows=(None, window))
     tokens_BT, lengths = random_tokens(), np.array([3, 7])
@@ -82,7 +82,7 @@ def test_tokens_that_read_latents_from_the_cache_answer_as_in_a_prompt(query_ran
 
 
 def joined(layers) -> list[np.ndarray]:
-    """Latents of each layer, segments joined."""
+    """Return the latents of each layer, segments joined."""
     return [np.concatenate(layer.latent_LBSH, axis=2)[0] for layer in layers]
 
 

@@ -14,7 +14,7 @@ from tolerances import FLOAT32_MODEL_LOGPROB
 from noria.compile.abstract_model import AbstractModel
 from noria.modelzoo import kv_cache
 from noria.modelzoo.config import AS_PUBLISHED, Arrangement, Chunk, DecoderConfig, LatentAttention
-from noria.modelzoo.key_blocks import joined
+from noria.modelzoo.key_blocks import join_blocks
 from noria.modelzoo.kv_cache import KVCache
 from noria.modelzoo.layer_groups import block_layers, single_layer_names
 from noria.modelzoo.operations import ON_ONE_DEVICE
@@ -30,7 +30,7 @@ HEADS = DecoderConfig(
     windows=(None, 3, Chunk(5)) * 2,
     max_position=32,
 )
-"""Keeps whole layers, and rings that are shorter than most prompts."""
+"""A model with whole layers, and rolling layers that are shorter than most prompts."""
 LATENT = LatentAttention(rank=10, plain_dim=6, rope_dim=4, value_dim=7)
 CONFIGS = {
     "heads": HEADS,
@@ -46,7 +46,7 @@ SLOTS = len(LENGTHS)
 STEPS = 4
 IN_CHUNKS = [*range(0, 24, 4), 24]
 UNEVENLY = [0, 4, 8, 24]
-"""Pieces shorter than a ring and longer, each within the last of the segments that it is given."""
+"""Pieces shorter and longer than a rolling buffer, each within the last segment that it reads."""
 WHOLE = None
 
 
@@ -79,7 +79,7 @@ class Model:
         )
 
     def prefill(self, cache: KVCache, tokens_BT, length_B, cuts=WHOLE, *, decodes_between=False):
-        """Logits of every position, and the cache; whole prompts take the segments they need.
+        """Return logits of every position, and the cache; whole prompts use the segments they need.
 
         Where decode goes on between chunks, it writes to every slot at its next position.
         """
@@ -125,7 +125,7 @@ def random_tokens(seed: int) -> jax.Array:
 @pytest.mark.parametrize("cuts", [WHOLE, IN_CHUNKS], ids=["whole", "chunks"])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_nothing_is_seen_of_a_former_owner(config, cuts):
-    """Former owners had other lengths, all to the end; prompts and steps pass every position."""
+    """Earlier rows of a slot had other lengths, up to the end; the test covers every position."""
     one, tokens_BT = model(config), random_tokens(1)
     former_B = LONGEST - np.arange(SLOTS) % 4
     _, used = one.prefill(one.empty(), random_tokens(2), former_B, IN_CHUNKS)
@@ -160,7 +160,7 @@ def test_nothing_is_seen_of_a_former_owner(config, cuts):
 )
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_a_cache_is_the_same_however_prompts_come_in(config, arrangement, cuts):
-    """Compared with whole prompts through unrolled layers, entry by entry."""
+    """The reference is whole prompts through unrolled layers, entry by entry."""
     whole, other, tokens_BT = model(config), model(config, arrangement), random_tokens(1)
     expected = live_entries(whole, whole.prefill(whole.empty(), tokens_BT, LENGTHS)[1])
     got = live_entries(other, other.prefill(other.empty(), tokens_BT, LENGTHS, cuts)[1])
@@ -203,7 +203,7 @@ def test_a_cache_arranged_otherwise_gives_the_same_answers(config, arrangement, 
 
 
 def live_entries(one: Model, cache: KVCache) -> list[tuple[np.ndarray, list[np.ndarray]]]:
-    """Positions of each layer in order, and what it keeps there; zeros where there is no token."""
+    """Return each layer's positions in order, with its entries; zeros if there is no token."""
     found = {}
     for layers, kept in zip(block_layers(one.config, one.arrangement), cache.layers, strict=True):
         positions = cache.positions.for_window(one.config.windows[layers.start])
@@ -212,7 +212,7 @@ def live_entries(one: Model, cache: KVCache) -> list[tuple[np.ndarray, list[np.n
             arrays = []
             for segments, axis in zip(kept, kept.POSITION_AXES, strict=True):
                 if axis == 4:
-                    segments = map(joined, segments, kept.lengths)
+                    segments = map(join_blocks, segments, kept.lengths)
                 array = np.moveaxis(np.concatenate([*segments], axis)[index], axis - 1, -1)
                 is_live = position_BS.reshape(SLOTS, *[1] * (array.ndim - 2), -1) >= 0
                 arrays.append(np.where(is_live, array, 0))

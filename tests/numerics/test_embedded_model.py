@@ -34,7 +34,7 @@ CONVERSATIONS[1].insert(0, {"role": "system", "content": "You answer like a phys
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
-    """transformers' model and tokenizer."""
+    """The model and tokenizer of transformers."""
     import torch
     import transformers
 
@@ -60,7 +60,7 @@ def answers(llm):
 
 
 def reference_logprobs(model, tokens):
-    """Log-probabilities `[T, V]`: entry t is of the token at t + 1."""
+    """Return log-probabilities `[T, V]`: entry t is for the token at t + 1."""
     import torch
 
     with torch.inference_mode():

@@ -8,7 +8,7 @@ from noria.compile.abstract_model import AbstractModel
 LONG = script("scripts/long_context.py")
 PREFILL, DECODE = LONG.CASES
 LAYER = 4096 * 128 * (2 * 32 + 2 * 8) + 3 * 4096 * 14336
-"""Weights of a layer of Llama 3 8B."""
+"""Number of weights in a layer of Llama 3 8B."""
 
 
 def cost_model(case):

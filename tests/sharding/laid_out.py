@@ -38,7 +38,7 @@ from noria.runtime.request import SamplingParams
 from noria.sharding.layout import Layout
 
 VOCAB = 151
-"""Prime, so that every layout that splits it pads it."""
+"""A prime number, so that every layout that splits the vocabulary pads it."""
 
 KEY_BLOCKS = (8, 4)
 
@@ -151,12 +151,12 @@ _OF_RINGS = {
     "ring-data-expert": "llama4_text",
     "ring-tensor": "deepseek_v3",
 }
-"""Sinks and windows, chunks and experts, latents."""
+"""Families of the ring layouts: they have sinks and windows, chunks and experts, or latents."""
 FAMILY_OF = {
     layout: list(FAMILIES)[i % len(FAMILIES)]
     for i, layout in enumerate(layout for layout in LAYOUTS if layout not in _OF_RINGS)
 } | _OF_RINGS
-"""Families in turn: the pair of each layout that every run tests, compiled once for all tests."""
+"""The family that every run tests with each layout; the pair is compiled once for all tests."""
 
 GREEDY = SamplingParams(temperature=0)
 STOP_ID = 2
@@ -165,14 +165,14 @@ PROMPT_LENGTHS = (24, 9, 1, 17, 5, 23)
 
 @dataclass(frozen=True)
 class Row:
-    """A prompt and how it is sampled."""
+    """A prompt with its sampling options."""
 
     prompt: tuple[int, ...]
     params: SamplingParams = GREEDY
     seed: int = 7
     sample: int = 0
     limit: int | None = None
-    """Length at which it ends, where it is not the longest."""
+    """Length at which the row ends; None for the grid's longest length."""
 
 
 @dataclass(frozen=True)
@@ -216,14 +216,14 @@ def config_of(family: str, num_kv_heads: int = 8, num_layers: int = 2) -> Decode
 
 
 def layout_of(spelling: str) -> Layout:
-    """A layout in the spelling of the command line."""
+    """Return the layout of a name or file as on the command line."""
     return Layout.from_table(read_layout_table(spelling))
 
 
 def grid_of(num_devices: int, in_chunks: bool = False) -> BucketGrid:
-    """Rows for all prompts, and a cache of two segments or more; shorter than windows and longer.
+    """Return a grid with rows for all prompts, and a cache of at least two segments.
 
-    Chunks are longer than the windows, then shorter.
+    Prompts, and chunks of two sizes, are shorter and longer than the windows.
     """
     rows = 8 if num_devices == 1 else -(-len(PROMPT_LENGTHS) // num_devices) * num_devices
     if in_chunks:
@@ -233,7 +233,7 @@ def grid_of(num_devices: int, in_chunks: bool = False) -> BucketGrid:
 
 
 def greedy_rows() -> dict[int, Row]:
-    """A row of each length by slot; on eight devices two slots stay free."""
+    """Return a row of each length by slot; on eight devices two slots stay free."""
     rng = np.random.default_rng(0)
     prompts = [tuple(rng.integers(3, VOCAB, n).tolist()) for n in PROMPT_LENGTHS]
     return dict(enumerate(map(Row, prompts)))
@@ -243,7 +243,7 @@ def greedy_rows() -> dict[int, Row]:
 def expected(
     config: DecoderConfig, rows: tuple[Row, ...] | None = None, num_tokens: int = 12
 ) -> Expected:
-    """The answer of one device to greedy rows: a whole forward pass for each token."""
+    """Compute greedy rows on one device, with a whole forward pass for each token."""
     rows = tuple(greedy_rows().values()) if rows is None else rows
     definition, prompts = AbstractModel(config), [row.prompt for row in rows]
     parameters = random_parameters(definition)
@@ -276,7 +276,7 @@ def expected(
 def arranged(
     parameters: dict[str, np.ndarray], config: DecoderConfig, arrangement: Arrangement
 ) -> dict[str, np.ndarray]:
-    """Published weights as a layout wants them, layer by layer, in plain numpy."""
+    """Return published weights in a layout's arrangement, layer by layer, in plain numpy."""
     copies, G = arrangement.kv_copies, config.heads_per_kv
     result = {}
     for name, x in parameters.items():
@@ -296,7 +296,7 @@ def arranged(
 
 
 class _CompiledWhenCalled(dict[str, jax.stages.Compiled]):
-    """Executables by name. Compiling takes most of a test's time, and few tests call all graphs."""
+    """Executables by name, compiled on first use: few tests call all graphs."""
 
     def __init__(self, planned: Iterable[GraphSpec]):
         super().__init__()
@@ -314,11 +314,11 @@ class LaidOut:
     config: DecoderConfig
     layout: Layout | None = None
     long_slots: int | None = None
-    """Slots that reach the last span, where not all do."""
+    """Number of slots that reach the last span; None if all do."""
     scan_layers: bool = False
     in_chunks: bool = False
     shares_first_span: bool = False
-    """Whether the first segment of the cache has one row for all slots. No plan asks for it."""
+    """Whether the first segment of the cache has one row for all slots. No plan has this option."""
 
     @property
     def num_devices(self) -> int:
@@ -348,7 +348,7 @@ class LaidOut:
     def definition(self) -> AbstractModel:
         arrangement = self.placement.arrangement(self.config, self.scan_layers)
         if arrangement.key_blocks:
-            # segments here are shorter than the blocks that a build has
+            # segments here are shorter than the blocks of a build
             arrangement = replace(arrangement, key_blocks=KEY_BLOCKS)
         return AbstractModel(self.config, arrangement)
 
@@ -379,9 +379,9 @@ class LaidOut:
     def prefill(
         self, rows: Mapping[int, Row], state: DecodeState | None = None, start: int = 0
     ) -> tuple[DecodeState, list[PrefillOutput]]:
-        """The state with each prompt in the slot of its number, and what every call gave.
+        """Prefill each prompt into its slot; return the state and the output of every call.
 
-        The rows of a call are in the order of `rows`. Prompts go on from token `start`.
+        The rows of a call are in the order of `rows`. Prompts continue from token `start`.
         """
         state, outputs = self.empty_state() if state is None else state, []
         for bucket, pieces in self._calls(rows, start):
@@ -391,7 +391,7 @@ class LaidOut:
         return state, outputs
 
     def score(self, rows: Mapping[int, Row], num_logprobs: int) -> dict[int, TokenScores]:
-        """Scores of every token but the first of each prompt, by slot."""
+        """Return the scores of every token except the first of each prompt, by slot."""
         state = self.empty_state()
         found: dict[int, list[TokenScores]] = {slot: [] for slot in rows}
         for bucket, pieces in self._calls(rows):
@@ -407,7 +407,7 @@ class LaidOut:
         }
 
     def fork(self, state: DecodeState, source: int, slot: int, row: Row) -> DecodeState:
-        """The state with a copy of one slot in another, sampled as `row` says."""
+        """Copy one slot to another, with `row`'s sampling options; return the state."""
         arguments = self.put((np.int32(source), np.int32(slot), self._sampling(row)))
         return self.graphs.fork(state, *arguments)
 
@@ -417,7 +417,7 @@ class LaidOut:
     def _calls(
         self, rows: Mapping[int, Row], start: int = 0
     ) -> Iterator[tuple[PrefillBucket, list[PromptPiece]]]:
-        """Prefill calls with a piece of every prompt that goes on in the bucket of the first."""
+        """Yield prefill calls with a piece of every prompt that continues in the same bucket."""
         grid, done = self.grid, dict.fromkeys(rows, start)
         while left := {n: len(row.prompt) for n, row in rows.items() if done[n] < len(row.prompt)}:
             buckets = {slot: grid.bucket_of(length, done[slot]) for slot, length in left.items()}
@@ -434,7 +434,7 @@ class LaidOut:
     def _packed(
         self, rows: Mapping[int, Row], bucket: PrefillBucket, pieces: list[PromptPiece]
     ) -> Any:
-        """`rows, requests, tokens_BT, next_BT`."""
+        """Return `rows, requests, tokens_BT, next_BT` on the devices."""
         of_pieces = [rows[piece.slot] for piece in pieces]
         prompts, sampling = [row.prompt for row in of_pieces], map(self._sampling, of_pieces)
         slots = self.grid.decode_slots
@@ -490,9 +490,9 @@ def _steps(output: DecodeOutput) -> DecodeOutput:
 
 @lru_cache(maxsize=8)
 def laid_out(family: str, layout: str | None = None, num_kv_heads: int = 8) -> LaidOut:
-    """A model under a layout, compiled once for tests that run one after the other.
+    """Return a model under a layout, compiled once for consecutive tests.
 
-    Executables of all pairs would map more pieces of memory than Linux lets one process have.
+    Executables of all pairs would need more memory maps than Linux allows a process.
     """
     config = config_of(family, num_kv_heads)
     return LaidOut(config, None if layout is None else layout_of(layout))

@@ -33,9 +33,9 @@ class LayerSizes:
     mlp: int
     query_heads: int
     kv_heads: int
-    """As stored, copies included."""
+    """Key/value heads as stored, copies included."""
     kv_copies: int
-    """Copies of one head, where attention keeps it once."""
+    """Stored copies of each head, if attention keeps it only once."""
     head_dim: int
     itemsize: int
 
@@ -43,7 +43,7 @@ class LayerSizes:
     def of(
         cls, config: DecoderConfig, layout: Layout, rows: int, tokens: int, itemsize: int
     ) -> "LayerSizes":
-        """The sizes of a model's layers under a layout."""
+        """Return the sizes of a model's layers under a layout."""
         shards = layout.mesh.num_shards(layout.rules[axes.QUERY_HEADS])
         copies = kv_copies(config.num_kv_heads, shards)
         return cls(
@@ -65,7 +65,7 @@ class LayerSizes:
 
     @property
     def norm(self) -> int:
-        """Bytes of one number a token in float32, which a norm over split entries sums."""
+        """Bytes of one float32 number for each token, which a norm over split entries sums."""
         return self.rows * self.tokens * FLOAT32_BYTES
 
     @property
@@ -79,7 +79,7 @@ class LayerSizes:
 
     @property
     def lse(self) -> int:
-        """Bytes of one number a token and query head in float32: what a part of keys counts for."""
+        """Bytes of a float32 number for each token and query head: the weight of a part of keys."""
         return self.rows * self.tokens * self.query_heads * FLOAT32_BYTES
 
     @property
@@ -106,7 +106,7 @@ Formula = Callable[[LayerSizes, Mesh], list[ExpectedCollective]]
 
 
 def _silent(sizes: LayerSizes, mesh: Mesh) -> list[ExpectedCollective]:
-    """Replicas have nothing to say to each other."""
+    """Replicas do not communicate."""
     del sizes, mesh
     return []
 
@@ -118,7 +118,7 @@ def _stationary_1d(sizes: LayerSizes, mesh: Mesh) -> list[ExpectedCollective]:
 
 
 def _scattered_1d(sizes: LayerSizes, mesh: Mesh) -> list[ExpectedCollective]:
-    """The same sum in two halves, with norms and residuals on a piece of the stream between."""
+    """Each sum has two halves; between them norms and residuals have a piece of the stream."""
     residual = sizes.residual // mesh.get("data", 1)
     return [
         ExpectedCollective("reduce-scatter", ("tensor",), residual, 2),
@@ -127,7 +127,7 @@ def _scattered_1d(sizes: LayerSizes, mesh: Mesh) -> list[ExpectedCollective]:
 
 
 def _scattered_embed(sizes: LayerSizes, mesh: Mesh) -> list[ExpectedCollective]:
-    """As above with the stream split along embed, so that each norm sums over the pieces."""
+    """The stream is split along embed, so that each norm also sums over the pieces."""
     return [
         *_scattered_1d(sizes, mesh),
         ExpectedCollective("all-reduce", ("tensor",), sizes.norm, 2),
@@ -135,7 +135,7 @@ def _scattered_embed(sizes: LayerSizes, mesh: Mesh) -> list[ExpectedCollective]:
 
 
 def _exchanged_1d(sizes: LayerSizes, mesh: Mesh) -> list[ExpectedCollective]:
-    """Queries go from heads to rows, results back; of a head in copies each copy sends a part."""
+    """All-to-alls move queries from heads to rows, and results back; copies share the sending."""
     group = mesh["tensor"] * mesh.get("data", 1)
     keys = sizes.keys // sizes.kv_copies // group
     return [
@@ -146,7 +146,7 @@ def _exchanged_1d(sizes: LayerSizes, mesh: Mesh) -> list[ExpectedCollective]:
 
 
 def _stationary_2d(sizes: LayerSizes, mesh: Mesh) -> list[ExpectedCollective]:
-    """Products sum over `data` where embed is contracted and over `tensor` where heads or MLP are.
+    """Products that contract embed sum over `data`, others over `tensor`.
 
     Attention is split by rows over `data`: queries, keys and values arrive there scattered, and its
     results are gathered for the next product.
@@ -162,7 +162,7 @@ def _stationary_2d(sizes: LayerSizes, mesh: Mesh) -> list[ExpectedCollective]:
 
 
 def _gathered(sizes: LayerSizes, mesh: Mesh) -> list[ExpectedCollective]:
-    """Weights travel over `data`, activations over `tensor` as in one dimension."""
+    """Weights travel over `data`, and activations over `tensor` as in the 1D form."""
     t = mesh["tensor"]
     return [
         ExpectedCollective("all-gather", ("data",), sizes.qkv_weight // t),
@@ -174,7 +174,7 @@ def _gathered(sizes: LayerSizes, mesh: Mesh) -> list[ExpectedCollective]:
 
 
 def _gathered_all(sizes: LayerSizes, mesh: Mesh) -> list[ExpectedCollective]:
-    """Only weights travel, first over the mesh axis of their first dimension, then whole."""
+    """Only weights travel, first over their first dimension's mesh axis, then over the other."""
     x, t = mesh["data"], mesh["tensor"]
     return [
         ExpectedCollective("all-gather", ("data",), sizes.qkv_weight // t),
@@ -189,14 +189,14 @@ def _gathered_all(sizes: LayerSizes, mesh: Mesh) -> list[ExpectedCollective]:
 
 
 def _ring(sizes: LayerSizes, mesh: Mesh) -> list[ExpectedCollective]:
-    """Keys and values go on to the next device until all have had them."""
+    """Keys and values pass from device to device until each has seen all of them."""
     n = mesh["sequence"]
     keys = sizes.keys // (n * mesh.get("tensor", 1) * mesh.get("data", 1))
     return [ExpectedCollective("collective-permute", ("sequence",), keys, 2 * (n - 1))]
 
 
 def _merged(sizes: LayerSizes, mesh: Mesh) -> list[ExpectedCollective]:
-    """A maximum, and a sum of results with their weights, of any number of keys."""
+    """A merge is a maximum and a sum of weighted results, whatever the number of keys."""
     lse = sizes.lse // (mesh.get("tensor", 1) * mesh.get("data", 1))
     return [
         ExpectedCollective("all-reduce", ("sequence",), lse),
@@ -210,7 +210,7 @@ def _scattered_in_group(sizes: LayerSizes, mesh: Mesh) -> list[ExpectedCollectiv
 
 
 def _gathered_mlp(sizes: LayerSizes, mesh: Mesh) -> list[ExpectedCollective]:
-    """Weights that the ring shares out are brought together for long prompts."""
+    """For long prompts, the ring gathers the MLP weights that it splits."""
     del mesh
     return [
         ExpectedCollective("all-gather", ("sequence",), 2 * sizes.mlp_weight),
@@ -246,4 +246,4 @@ FORMULAS: Mapping[str, Mapping[str, Formula]] = {
         ("ring-data-expert", _both(_ring, _gathered_mlp), _both(_merged, _split_mlp)),
     )
 }
-"""By name of a layout and by phase."""
+"""Formulas by name of the layout and by phase."""

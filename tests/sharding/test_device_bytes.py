@@ -93,7 +93,7 @@ SOME_LAYOUTS = pytest.mark.parametrize(
 
 @SOME_LAYOUTS
 def test_the_cache_takes_the_bytes_of_its_shards(name):
-    """With a layer that keeps all, two that keep their window, and one whose window is longer."""
+    """One layer keeps all entries, two keep their window, and one has a window beyond the cache."""
     layout = layout_of(name)
     placement = find_target("cpu:8").placement(layout)
     definition = AbstractModel(WINDOWED, placement.arrangement(WINDOWED))
@@ -108,7 +108,7 @@ def test_the_cache_takes_the_bytes_of_its_shards(name):
 def test_windows_leave_room_for_longer_contexts():
     layout = layout_of("data-parallel")
     entry = cache_bytes_per_device(SMALL, layout, 8, 1, jnp.float32) // 2
-    # beyond position 24 one layer grows alone
+    # beyond position 24 only one layer grows
     full = (24 + 5 + 24 + 5) * entry
     for room, context in ((full - 1, 23), (full, 24), (full + 7 * entry, 31), (2**60, 64), (0, 0)):
         assert max_context(WINDOWED, layout, 8, room, jnp.float32) == context

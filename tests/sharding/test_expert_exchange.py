@@ -135,7 +135,7 @@ def test_short_dtypes_are_exchanged_too(name):
 
 @pytest.mark.parametrize("factor", [0.5, 1.0])
 def test_a_capacity_is_of_each_shard_of_the_tokens(factor):
-    """Each shard's tokens compete with each other alone, as they would on a device of their own."""
+    """Tokens compete only within their shard, as on a separate device."""
     dispatch = Dispatch("capacity", factor, Tiles(1, 1))
     got, _ = mixed_over("experts over rows", dispatch)
     x_BTD, is_token_BT, router, weights = arrays("float32", False)

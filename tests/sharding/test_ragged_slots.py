@@ -23,18 +23,18 @@ CASES = pytest.mark.parametrize(
         ("ring-tensor", FAMILY_OF["ring-tensor"], 3),
     ],
 )
-"""Windows in one piece of the cache and more, rows on one device and on several, stripes."""
+"""Windows in one or more cache segments, rows on one or several devices, and stripes."""
 
 
 @cache
 def ragged_under(layout: str | None, family: str, long_slots: int) -> LaidOut:
-    """A model with ragged slots, compiled once for all tests."""
+    """Return a model with ragged slots, compiled once for all tests."""
     placed = None if layout is None else layout_of(layout)
     return LaidOut(config_of(family), placed, long_slots)
 
 
 def rows_of(under: LaidOut) -> dict:
-    """Rows that their slots hold; prompts are as long as the first span at most."""
+    """Return rows that fit their slots; prompts have at most the first span's length."""
     return {
         slot: replace(row, limit=under.grid.slot_capacity(slot))
         for slot, row in greedy_rows().items()
@@ -71,7 +71,7 @@ def test_long_and_short_slots_give_a_row_the_same_bits(layout, family, long_slot
 
 @CASES
 def test_samples_of_a_prompt_are_forked_into_slots_of_any_length(layout, family, long_slots):
-    """Each has the bits of a prompt of its own, from long slots to short ones and back."""
+    """Each sample has the bits of a separate prompt, from long slots to short slots and back."""
     ragged = ragged_under(layout, family, long_slots)
     grid = ragged.grid
     sampled = SamplingParams(temperature=2.0, ignore_eos=True)
@@ -88,7 +88,7 @@ def test_samples_of_a_prompt_are_forked_into_slots_of_any_length(layout, family,
 
 
 def test_chunks_in_ragged_slots_change_no_answer():
-    """Every device has long slots and short ones; rows are in slots of either kind."""
+    """Every device has long and short slots, and rows use both."""
     layout = layout_of("data-tensor@data=4,tensor=2")
     assert_answers(LaidOut(config_of("llama"), layout, long_slots=4, in_chunks=True))
 

@@ -25,7 +25,7 @@ NUM_LAYOUTS = 12
 
 
 def random_axes(rng: random.Random, mesh: Mapping[str, int], chance: float = 0.4) -> list[str]:
-    """Some mesh axes in any order."""
+    """Draw some mesh axes in any order."""
     return rng.sample(chosen := [axis for axis in mesh if rng.random() < chance], len(chosen))
 
 
@@ -34,7 +34,7 @@ def random_beginning(rng: random.Random, mesh_axes: list[str]) -> list[str]:
 
 
 def random_layouts(seed: int) -> Iterator[Layout]:
-    """Rules that often break none of the laws that the checks have."""
+    """Yield layouts with random rules, many of which pass the checks."""
     rng = random.Random(seed)
     while True:
         mesh = rng.choice(MESHES)

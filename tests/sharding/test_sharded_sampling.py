@@ -51,7 +51,7 @@ OPTIONS = (
     SamplingParams(temperature=0, logit_bias={STOP_ID: 100.0}, min_tokens=3, logprobs=5),
 )
 REPORTING = {0: 0, 6: 20, 7: 5}
-"""Alternatives by slot."""
+"""Number of reported alternatives by slot."""
 
 
 def rows() -> dict[int, Row]:
@@ -103,7 +103,7 @@ def test_reported_logprobs_and_alternatives_are_those_of_one_device(family, layo
 
 
 def test_the_options_do_something_on_one_device():
-    """Else rows that ignore them would pass."""
+    """Otherwise rows that ignore the options would pass."""
     family = FAMILY_OF["v5p-slice"]
     tokens_BQ = answers(family, None).output.tokens_BQ
     prompts = {slot: Row(row.prompt) for slot, row in rows().items()}
@@ -115,7 +115,7 @@ def test_the_options_do_something_on_one_device():
 
 @pytest.mark.parametrize("padded_vocab", [152, 153, 160])
 def test_the_noise_of_an_id_does_not_depend_on_the_padding(padded_vocab):
-    """Every id is as likely as another, so that noise alone decides."""
+    """All ids are equally likely, so that only noise decides."""
     B = 64
 
     def draw(V: int) -> np.ndarray:

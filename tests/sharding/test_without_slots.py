@@ -14,7 +14,7 @@ from noria.sharding.legality import check
 
 @dataclass
 class Scoring(LaidOut):
-    """A model that scores, with slots or without, and the same prefill buckets."""
+    """A model that scores, with or without slots, with the same prefill buckets."""
 
     has_slots: bool = True
 
@@ -36,7 +36,7 @@ class Scoring(LaidOut):
     ],
 )
 def test_scores_are_the_same_bits(family, layout, scan_layers):
-    """Windows, latents, experts and scanned layers; rows, tokens and experts on several devices."""
+    """Cases have windows, latents, experts and scanned layers; devices split rows or experts."""
     config, placed = config_of(family), None if layout is None else layout_of(layout)
     found = []
     for has_slots in (True, False):

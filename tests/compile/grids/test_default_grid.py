@@ -16,12 +16,12 @@ def rows_of(lengths, max_tokens=16):
 
 
 def cost_of(lengths, buckets, price_of_graph) -> int:
-    """Computed tokens, and what the graphs cost in tokens."""
+    """Return the computed tokens plus the price of the graphs in tokens."""
     return prefill_padding(lengths, buckets)[1] + len(buckets) * price_of_graph
 
 
 def brute_force(lengths, defaults: GridDefaults, price_of_graph: int) -> int:
-    """Cost of the best choice of borders and batches, by trying them all."""
+    """Return the cost of the best borders and batches, by exhaustive search."""
     borders = sorted({-(-length // LENGTH_STEP) * LENGTH_STEP for length in lengths})
     best = None
     for count in range(1, defaults.max_prefill_graphs + 1):
@@ -105,7 +105,7 @@ def test_a_length_too_short_for_the_layout_is_refused_with_both_numbers():
 
 
 def test_spans_divide_as_the_layout_splits_the_cache():
-    """Also where the model's longest position does not."""
+    """The layout does not divide the model's longest position."""
     defaults = GridDefaults(span_multiple=48)
     for grid in (
         derive_grid([RowShape(900, 50)], 1000, defaults),
@@ -176,7 +176,7 @@ def test_a_chunk_call_has_as_many_rows_as_fill_it_and_no_more_than_there_are():
 
 
 def test_prompts_that_are_only_scored_are_poured_in_full_calls():
-    """Each takes a slot while it is poured, as one that generates does."""
+    """Each scored prompt takes a slot during its prefill, as a generating prompt does."""
     scored, generating = (
         derive_grid([RowShape(200, n, is_scored=True)] * 64, 1024, GridDefaults(chunks=(64,)))
         for n in (0, 1)
@@ -212,7 +212,7 @@ def test_rows_without_max_tokens_go_as_far_as_the_cache_fits():
 
     assert derive_grid(rows, 4096, defaults, up_to(4 * 4096)).max_length == 4096
     assert derive_grid(rows, 4096, defaults, up_to(4 * 1000)).max_length == 960
-    # less than is expected is never planned for want of memory
+    # a lack of memory never reduces a plan below the expected lengths
     assert derive_grid(rows, 4096, defaults, up_to(0)).max_length == 128
     limited = [RowShape(20, 100)] * 4
     assert derive_grid(limited, 4096, defaults, up_to(4 * 4096)).max_length == 128

@@ -23,7 +23,7 @@ def test_where_every_row_has_a_slot_each_has_one_that_is_long_enough():
 
 
 def test_long_slots_are_those_that_long_rows_keep_busy_and_a_few_more():
-    """A row in ten is long, and takes as many steps as nine short ones: half of all."""
+    """One row in ten is long, and takes as many steps as nine short rows: half of all steps."""
     busy = 64 / 2 * SPARE
     assert slots_for([(90, 10)] * 900 + [(310, 90)] * 100, 64) == (64, busy, busy)
 

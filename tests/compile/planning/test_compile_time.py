@@ -22,12 +22,12 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_plan_compiles_about_as_long_as_is_predicted(name):
-    """Within a factor of 1.5, of half the processor's seconds: one number is to stand for all."""
+    """The prediction is within a factor of 1.5 of half the processor's seconds, for every case."""
     case, (model, target) = CASES[name], name.split(" on ")
     prefill = tuple((length, rows) for length, rows in case["prefill"])
     spans = tuple(case["decode_spans"])
     grid = BucketGrid(spans[-1], prefill, case["decode_slots"], spans)
-    # of layers that are all alike, a loop defines one
+    # a loop over equal layers defines one layer
     num_layers = 1 if name.endswith(", scanned") else LAYERS[model]
     entries = case["decode_slots"] * spans[-1] * LAYERS[model]
     each = GraphSeconds.predicted(
@@ -40,7 +40,7 @@ def test_a_plan_compiles_about_as_long_as_is_predicted(name):
 
 @pytest.mark.parametrize("name", STARTS)
 def test_on_the_cpu_a_plan_compiles_about_as_long_as_its_bundle_saves(name):
-    """Within a factor of 1.5; the embedded model has 30 layers."""
+    """The prediction is within a factor of 1.5; the embedded model has 30 layers."""
     start = STARTS[name]
     grid = BucketGrid.from_table(start["buckets"])
     seconds = start["median_seconds"]

@@ -64,7 +64,7 @@ def test_a_mesh_axis_of_two_dimensions_of_a_torus_sends_twice_as_fast():
 
 
 def test_an_all_to_all_is_priced_by_its_way_over_a_ring_of_devices():
-    """Eight on a ring: a quarter of it on the way over two links, 1 in place of 7 / 8."""
+    """On a ring of eight, pieces go a quarter of the way over two links: 1 instead of 7 / 8."""
     table = {
         "name": "rows for heads",
         "mesh": {"tensor": 8},
@@ -112,7 +112,7 @@ def test_a_calibration_finds_the_factors_of_a_machine_and_predicts_other_calls()
     for call in (Call("prefill", 3, 300, 300), Call.of_step(24, 1000)):
         parts = plain.estimate(call).parts
         expected = 0.01 + sum(FACTORS[name] * seconds for name, seconds in parts.items())
-        # parts that grow alike share their factors in any way
+        # the fit cannot separate the factors of parts that grow together
         assert model.seconds(call) == pytest.approx(expected, rel=1e-3)
 
 

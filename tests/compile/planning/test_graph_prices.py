@@ -48,7 +48,7 @@ def test_no_other_choice_of_decode_graphs_takes_less(grid, seed):
     rng = np.random.default_rng(seed)
     steps = {span: int(rng.integers(0, 40)) for span in SPANS}
     of_span = [prices(0).cost.seconds(grid.decode_call(span)) for span in SPANS]
-    # about what a graph saves
+    # close to the savings of a graph
     build = 20 * (of_span[-1] - of_span[0]) / 2
     kept = prices(build).without_idle_spans(grid, steps)
     chosen = [
@@ -86,7 +86,7 @@ def test_a_grid_that_only_scores_has_no_decode_graph_to_leave_out():
 
 @pytest.mark.parametrize("build", [0.0, 0.1, 0.5, 2.0, 100.0])
 def test_a_prefill_length_saves_what_it_takes_at_least(build):
-    """A length alone: without it its prompts are as long as those of the next."""
+    """Without a length, its prompts are padded to the next length."""
     lengths = [20] * 30 + [100] * 4 + [200] * 8
     found = prices(build)
     grid = derive_grid([RowShape(n, 4) for n in lengths], 256, prices=found)

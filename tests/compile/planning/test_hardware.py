@@ -169,5 +169,5 @@ def test_links_wrap_along_whole_sides_of_a_pod_or_in_whole_cubes(target, wanted)
     ("name", "cores", "hertz"), [("a100", 6912, 1.41e9), ("h100", 16896, 1.98e9)]
 )
 def test_float32_products_on_gpus_are_true_float32(name, cores, hertz):
-    """As graphs are compiled: each core multiplies and adds once a cycle; tensor cores rest."""
+    """In compiled graphs each core multiplies and adds once a cycle, without tensor cores."""
     assert known_hardware()[name].peak("float32") == pytest.approx(2 * cores * hertz, rel=0.01)

@@ -19,7 +19,7 @@ def interconnect(mesh: dict[str, int], dimensions: Sequence[int], wraps: list[in
 
 
 def steps(start: int, end: int, size: int, is_ring: bool) -> Iterator[tuple[int, float]]:
-    """Ways from one device of a line to another as signed hops; the shortest, with their shares."""
+    """Yield the shortest ways between two devices of a line, as signed hops with shares."""
     ways = [end - start]
     if is_ring:
         ways += [ways[0] + size, ways[0] - size]
@@ -83,7 +83,7 @@ def test_where_all_links_are_alike_an_all_to_all_takes_its_mean_distance_over_th
     found = loads(dimensions, [True] * len(dimensions))
     num_links = 2 * len(dimensions) * group
     mean = sum(found.values()) / num_links
-    # a quarter of the ring on the way, over two links
+    # a quarter of the way round the ring, over two links
     assert mean == pytest.approx(size / 4 / 2)
     seconds = interconnect({"expert": group}, dimensions, [size]).seconds(
         "all-to-all", ("expert",), ARRAY * (group - 1) / group
@@ -93,7 +93,7 @@ def test_where_all_links_are_alike_an_all_to_all_takes_its_mean_distance_over_th
 
 @pytest.mark.parametrize("size", [4, 8, 16])
 def test_an_all_to_all_on_a_ring_takes_a_quarter_of_an_all_gather_of_as_much(size):
-    """The array over all devices by four times both links ("How to Scale Your Model", part 3)."""
+    """Expected: the whole array over four times both links ("How to Scale Your Model", part 3)."""
     found = interconnect({"expert": size}, (size,), [size])
     whole = size * ARRAY
     published = whole / (4 * 2 * LINK_RATE)

@@ -35,7 +35,7 @@ def test_operations_are_near_those_that_the_compiler_counts(config):
         compiled, _ = compile_graph(graph)
         counted = compiled.cost_analysis()["flops"]
         ours = sum(part.flops for part in work.parts(call))
-        # the compiler counts norms, softmax and sampling, too, which are much of a tiny model
+        # the compiler also counts norms, softmax and sampling, a large part of a tiny model
         assert 0.5 * counted < ours <= counted
     assert not calls
 
@@ -142,8 +142,8 @@ def test_devices_share_the_work_and_say_what_they_send():
 
 
 def test_a_chunk_on_a_ring_sends_its_entries_or_its_queries():
-    """Two devices. Of each row and layer entries of 2 heads of 16 with their positions, or what 8
-    heads ask and get: queries, a maximum there and back, sums with their weights."""
+    """Two devices send, for each row and layer, entries of 2 heads of 16 with their positions, or
+    the data of 8 heads: queries, a maximum both ways, and sums with their weights."""
     table = {
         "name": "ring",
         "mesh": {"sequence": 2},

@@ -41,7 +41,7 @@ def build_mesh(devices: list) -> Mesh:
 
 
 def compiled(function, mesh: Mesh, *arguments: tuple[tuple[int, ...], P], dtype=jnp.float32) -> str:
-    """The text of `function` compiled for arguments of these shapes and placements."""
+    """Compile `function` for arguments of these shapes and placements; return the text."""
     shapes = [
         jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
         for shape, spec in arguments

@@ -25,7 +25,7 @@ from noria.sharding.layout import Layout
 TABLE = tomllib.loads(Path(__file__).with_name("golden_programs.toml").read_text("utf-8"))
 ROWS = TABLE["program"]
 TABLES = {TABLE["jax"]: ROWS, TABLE["newest_jax"]: TABLE["newest_program"]}
-"""Rows by the version of jax whose compilers they hold for."""
+"""Rows of the table by the version of jax."""
 FACTS = ("model", "target", "layout", "layers", "dtype", "graph")
 ARRAY_BYTES = 64 * 1024
 """Bytes of the smallest argument whose conversions and copies count: these models are small."""
@@ -116,13 +116,13 @@ def read(row: dict[str, Any]) -> Evidence:
     assert text is not None
     work = Work(definition, row["dtype"], layout or ONE_DEVICE)
     mesh = dict(placement.mesh.shape)
-    report = read_report(text, target.platform, mesh, least=ARRAY_BYTES)
+    report = read_report(text, target.platform, mesh, min_bytes=ARRAY_BYTES)
     call = GRID.decode_call(256) if is_decode else GRID.prefill[0].call()
     return Evidence(report, work.needed(call))
 
 
 def found_in(evidence: Evidence) -> dict[str, float]:
-    """The figures of a program, as a row has them."""
+    """Return the figures of a program in the form of a row."""
     step, once = evidence.report.step, evidence.report.once
     figures = {
         "moved": evidence.ratio,
@@ -136,7 +136,7 @@ def found_in(evidence: Evidence) -> dict[str, float]:
 
 
 def row_lines(row: dict[str, Any], figures: dict[str, float]) -> str:
-    """A row of the table as it would be."""
+    """Return the text of a row."""
     facts = [f'{fact} = "{row[fact]}"' for fact in FACTS]
     found = [f"{name} = {round(number, 3):g}" for name, number in figures.items()]
     return "\n".join(["[[program]]", *facts, *found])
@@ -160,12 +160,12 @@ def test_a_program_does_no_more_than_its_row_allows_and_a_row_allows_no_more_tha
     assert figures.keys() == row.keys() - set(FACTS), now
     for name, number in figures.items():
         least, most = sorted((round(number, 3), row[name]))
-        # a row may be met with a little room, in either direction
+        # values may differ from the row a little, in both directions
         assert most <= least * SLACK + 0.001, f"{name} is {number:.3f}, allowed {row[name]}\n{now}"
 
 
 def test_most_pairs_of_facts_meet():
-    """Each model meets each target, graph and form of layers."""
+    """Each model has a case with each target, graph and form of layers."""
     for fact, values in (
         ("target", {"cpu", "tpu:v5e:2x2", "tpu:v6e:2x2"}),
         ("graph", {"decode", "prefill"}),
@@ -181,6 +181,6 @@ def test_each_program_for_the_cpu_is_held_with_the_newest_jax_too():
 
 
 def test_every_turn_of_a_loop_in_decode_on_tpu_is_worth_one():
-    """No loop there goes over slots or tokens one by one."""
+    """No loop of decode on TPU runs over single slots or tokens."""
     decode = [row for row in ROWS if row["graph"] == "decode" and row["target"].startswith("tpu")]
     assert all(row.get("turn_kb", LEAST_TURN_KB) >= LEAST_TURN_KB for row in decode)

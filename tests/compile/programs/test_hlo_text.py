@@ -6,7 +6,7 @@ import pytest
 
 from noria.compile.programs.hlo_text import array_bytes, read_program, trip_count
 
-# what the TPU's compiler leaves of a loop: it writes no trip count
+# a loop as the TPU's compiler writes it, without a trip count
 LOOP = """HloModule jit_f, is_scheduled=true, num_partitions=8
 
 %body (state: (s32[], f32[8], s32[])) -> (s32[], f32[8], s32[]) {
@@ -39,7 +39,7 @@ ENTRY %main (p: f32[8]) -> f32[8] {
 
 
 def trips(**changes: str) -> int | None:
-    """The trip count of LOOP, counting from 0 to 8 by adding 1, with some of that replaced."""
+    """Return the trip count of LOOP, which counts from 0 to 8 by 1, with some text replaced."""
     text = LOOP
     for word, value in {"STEP": "1", "ADD": "add", "LIMIT": "8", "START": "0", **changes}.items():
         text = re.sub(rf"\b{word}\b", value, text)

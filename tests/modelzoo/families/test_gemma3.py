@@ -124,7 +124,7 @@ def test_the_text_part_answers_text_as_the_whole_model_does(tmp_path, is_origina
 
 
 def _whole_logprobs(directory, prompt: np.ndarray, is_original: bool) -> np.ndarray:
-    """Save a small random model of text and images; its log-probabilities of a prompt of text."""
+    """Save a small random model of text and images; return log-probabilities of a text prompt."""
     import torch
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 

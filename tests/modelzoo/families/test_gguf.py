@@ -39,7 +39,7 @@ UNTIED = ("token_embd.weight", "output.weight")
 
 
 def metadata(architecture: str = "llama", **changes: object) -> dict[str, object]:
-    """`changes` spell a dot as two underscores; None takes a key away."""
+    """Return metadata with `changes`: two underscores stand for a dot, None removes a key."""
     values = SIZES | {key.replace("__", "."): value for key, value in changes.items()}
     own = {f"{architecture}.{key}": value for key, value in values.items() if value is not None}
     general = {"general.architecture": architecture, "general.file_type": 0}
@@ -66,7 +66,7 @@ def test_biases_are_there_when_their_tensors_are():
 
 
 def test_llama_stores_rotated_pairs_side_by_side_and_qwen_does_not():
-    """One head of 8 rows: the converter interleaves the halves, so row 1 is what was row 4."""
+    """For a head of 8 rows, the converter interleaves the halves: row 1 is the former row 4."""
     K, G, H = 2, 2, 8
     rows = np.arange(K * G * H, dtype=np.float32)
     interleaved = rows.reshape(K * G, 2, H // 2).swapaxes(1, 2).reshape(-1)
@@ -301,7 +301,7 @@ SPLIT = (*UNTIED, "blk.0.attn_k_b.weight")
 
 @pytest.mark.parametrize("sizes", [LATENT, NEWER_LATENT], ids=["older", "newer"])
 def test_metadata_of_deepseek_mean_what_its_config_json_means(sizes):
-    """But for the epsilon of latents' norms, of which GGUF has none."""
+    """The exception is the epsilon of latents' norms, which GGUF does not have."""
     config = from_gguf_metadata(metadata("deepseek2", **sizes, **YARN), UNTIED).config
     published = from_hf_config(DEEPSEEK_V3).config
     assert config.scores.scale == pytest.approx(published.scores.scale)
@@ -310,7 +310,7 @@ def test_metadata_of_deepseek_mean_what_its_config_json_means(sizes):
 
 
 def random_attention() -> Arrays:
-    """Matrices of a layer's latent attention, as a directory of `DEEPSEEK_V3` has them."""
+    """Return the matrices of a layer's latent attention, with DeepSeek-V3's published names."""
     rng = np.random.default_rng(0)
     heads = {"q_b_proj": (36, 7), "kv_b_proj": (32, 6), "o_proj": (32, 12)}
     down = {"q_a_proj": (7, 32), "kv_a_proj_with_mqa": (10, 32)}
@@ -322,7 +322,7 @@ def random_attention() -> Arrays:
 
 @pytest.mark.parametrize("is_split", [False, True], ids=["kv_b", "k_b and v_b"])
 def test_latent_attention_of_a_gguf_file_is_that_of_the_directory_it_was_made_from(is_split):
-    """Newer converters split what makes keys and values, and transpose the former."""
+    """Newer converters split the matrix for keys and values, and transpose the part for keys."""
     published = from_hf_config(DEEPSEEK_V3)
     tensors = random_attention()
     renamed = {
@@ -361,7 +361,7 @@ def test_sources_of_deepseek_fill_exactly_the_parameters_of_the_decoder(names):
 
 
 def test_a_file_without_a_gating_function_scores_by_softmax():
-    """As files of DeepSeek-V2 are, which has no groups in GGUF."""
+    """Files of DeepSeek-V2 are like this; they also have no groups in GGUF."""
     no_keys = dict.fromkeys((k for k in LATENT if "group" in k or "gating" in k), None)
     config = from_gguf_metadata(metadata("deepseek2", **LATENT | no_keys), UNTIED).config
     assert (config.moe.routing.scoring, config.moe.routing.groups) == ("softmax", None)

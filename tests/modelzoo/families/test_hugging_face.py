@@ -245,13 +245,13 @@ def test_layers_that_predict_further_tokens_are_ignored_by_name():
 
 
 def test_yarn_scales_rotations_by_one_ratio_and_scores_by_a_square():
-    """The numbers of DeepSeek-V2: one temperature for all entries, none for rotated ones alone."""
+    """With DeepSeek-V2's numbers, the temperature applies to all entries, not only to rotations."""
     table = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 16}
     scaled = table | {"mscale": 0.707, "mscale_all_dim": 0.707}
     config = from_hf_config(family("deepseek_v2", rope_scaling=scaled)).config
     assert config.rope.scaling.attention_factor == 1.0
     assert config.scores.scale == pytest.approx(0.25 * (0.0707 * math.log(40) + 1) ** 2)
-    # without a scale for all entries it is the rotated ones that the paper's temperature is on
+    # without a scale for all entries, the paper's temperature applies to the rotated entries
     config = from_hf_config(family("deepseek_v2", rope_scaling=table)).config
     assert config.rope.scaling.attention_factor is None
     assert config.scores.scale == 0.25
@@ -317,7 +317,7 @@ def test_the_factors_of_granite_are_read_and_logits_are_divided():
     config = from_hf_config(family("granite", attention_multiplier=0.25, **factors)).config
     assert config.multipliers == Multipliers(embedding=12.0, residual=0.22, logits=0.125)
     assert config.scores == Scores(scale=0.25)
-    # the reference's default is one, and not one over the root of the head size
+    # the reference's default is 1, not 1 over the root of the head size
     assert from_hf_config(family("granite")).config.scores == Scores(scale=1.0)
 
 
@@ -605,7 +605,7 @@ def test_other_rope_types_are_refused_by_name(key, kind):
 
 
 def fp8(**changes):
-    """The option as DeepSeek-V3 publishes it, with changes."""
+    """Return DeepSeek-V3's published option, with changes."""
     published = {
         "activation_scheme": "dynamic",
         "fmt": "e4m3",

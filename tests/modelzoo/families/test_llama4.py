@@ -113,7 +113,7 @@ REFUSALS = {
     "no flag": ({"no_rope_layers": [2] * 5}, r"no_rope_layers\.0: expected an integer from 0 to 1"),
     "chunks without rotation": (
         {"layer_types": ["chunked_attention"] * 5},
-        "layer_types: expected chunks in the layers that rotate",
+        "layer_types: expected chunks in the layers with rotation",
     ),
     "no such layer": ({"moe_layers": [1, 5]}, r"moe_layers\.1: expected an integer from 0 to 4"),
     "more experts than there are": (
@@ -138,7 +138,7 @@ def test_the_text_part_is_the_same_model_with_longer_names():
     text, part = from_hf_config(TEXT), from_hf_config(WHOLE)
     assert (part.family, part.config) == (text.family, text.config)
     assert part.sources == tuple(
-        source.renamed(TensorPrefix("", "language_model.")) for source in text.sources
+        source.with_prefix(TensorPrefix("", "language_model.")) for source in text.sources
     )
     assert part.arranged(part.arrangement).sources == part.sources
     assert part.ignored_tensors[0] == "language_model.model.rotary_emb.inv_freq"
@@ -195,7 +195,7 @@ def test_the_text_part_answers_text_as_the_whole_model_does(tmp_path):
 
 
 def _whole_logprobs(directory, prompt: np.ndarray) -> np.ndarray:
-    """Save a small random model of text and images; its log-probabilities of a prompt of text."""
+    """Save a small random model of text and images; return log-probabilities of a text prompt."""
     import torch
     from transformers import Llama4Config, Llama4ForConditionalGeneration
 

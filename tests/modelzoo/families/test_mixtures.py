@@ -193,7 +193,7 @@ GGUF_EXPECTED = {
 
 
 def read_gguf(architecture: str, tensors=("token_embd.weight",), **changes: object):
-    """`changes` of None take a key away."""
+    """Read metadata with `changes`, where None removes a key."""
     said = {key: value for key, value in (GGUF_SIZES | changes).items() if value is not None}
     metadata = {f"{architecture}.{key}": value for key, value in said.items()}
     return from_gguf_metadata({"general.architecture": architecture} | metadata, tensors)

@@ -41,7 +41,7 @@ def plan_of(rows, *overrides) -> Plan:
 
 @pytest.fixture
 def memory(monkeypatch):
-    """Sets the bytes of the device."""
+    """Set the memory of the device."""
     return lambda found: monkeypatch.setattr(job_plan, "_memory_bytes", lambda target: found)
 
 
@@ -110,7 +110,7 @@ LENGTHS = [67, 80, 100, 120, 130, 150, 190, 220, 250, 270, 300, 330, 350, 380, 3
 
 
 def embedded_plan(rows, dtype="float32", overrides=()) -> Plan:
-    """A plan for the shapes of the embedded model, on which the constants are tested."""
+    """Return a plan for the embedded model's shapes, which test the constants."""
     target, numbers = find_target("cpu"), Numbers(dtype)
     return derived_plan(rows, target, MODEL, numbers, EMBEDDED, None, overrides, ALONE)
 
@@ -180,7 +180,7 @@ def test_a_forecast_of_many_rows_is_made_from_some_and_stands_for_all():
 
 @pytest.mark.parametrize("ragged", [{}, {"span_slots": (10**9, 3), "slot_groups": 1}], ids=str)
 def test_a_forecast_takes_no_longer_for_slots_that_no_row_takes(ragged):
-    """A thousand million slots would not be simulated in this test's time, nor in its memory."""
+    """A simulation of a thousand million slots would exceed this test's time and memory."""
     grid = plan_of(OPEN, "buckets.max_length=128", "buckets.decode_spans=[64,128]").buckets
     many = replace(grid, decode_slots=10**9, span_slots=None, slot_groups=None)
     assert forecast_steps(OPEN, replace(many, **ragged)) == forecast_steps(OPEN, many)
@@ -222,7 +222,7 @@ def test_rows_that_end_at_the_limit_are_counted(tmp_path, capsys):
     model, source, output = (tmp_path / name for name in ("model", "in.jsonl", "out.jsonl"))
     write_model(model)
     rows = [{"id": "open", "prompt": [5, 6, 7]}, {"id": "limited", "prompt": [5], "max_tokens": 2}]
-    bias = {"logit_bias": {"2": -100}}  # nothing else ends them
+    bias = {"logit_bias": {"2": -100}}  # only the limit ends these rows
     source.write_text("".join(json.dumps(row | bias) + "\n" for row in rows))
     job = ["batch", "-i", source, "-o", output, "--model", model, "--target", "cpu"]
     job += ["--set", "buckets.max_length=12"]

@@ -23,7 +23,7 @@ def latencies(source, output) -> list[dict[str, float]]:
 
 
 def expected(values: list[float]) -> dict[str, float]:
-    """Mean and nearest ranks, by numpy."""
+    """Return the mean and nearest-rank percentiles, by numpy."""
     ranks = {p: np.percentile(values, p, method="inverted_cdf") for p in (50, 90, 95, 99)}
     return {"mean": np.mean(values), **{f"p{p}": value for p, value in ranks.items()}}
 

@@ -170,7 +170,7 @@ def test_a_write_error_names_the_journal_and_the_remedy(tmp_path):
 
 
 def stop_after(num_rows: int, tmp_path: Path, input_path: Path, output: Path) -> None:
-    """Leave a journal with some finished rows behind."""
+    """Run a job in part, so that its journal has some finished rows."""
     with contextlib.suppress(Crash):
         run(input_path, output, disk=FaultyDisk(num_rows + 10, Crash()))
     assert output.with_name(output.name + ".journal").exists()
@@ -348,7 +348,7 @@ def test_a_signal_drains_and_the_same_command_goes_on(tmp_path, reference, numbe
     assert masked(output) == expected
 
 
-# The program makes the terminal its own: a `preexec_fn` would fork a process with jax's threads.
+# The program takes the terminal itself: a `preexec_fn` would fork a process with jax's threads.
 TAKE_TERMINAL = """
 import fcntl, runpy, signal, sys, termios
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also if these tests are started by nohup
@@ -369,7 +369,7 @@ def test_a_closed_terminal_drains_and_the_same_command_goes_on(tmp_path, referen
     )  # fmt: skip
     os.close(its)
     wait_for_rows(output, 3)
-    os.close(ours)  # from now on it gets errors for what it writes to the terminal
+    os.close(ours)  # from now on its writes to the terminal fail
     assert process.wait(timeout=20) == 75
     assert not (tmp_path / "out.jsonl.lock").exists()
     assert (tmp_path / "out.jsonl.journal").exists()
@@ -480,7 +480,7 @@ def test_progress_asks_for_the_padding_alone_and_the_report_is_made_once(tmp_pat
 
 
 class Follower(Peers):
-    """Notes what all processes must have done alike, and when they compare it."""
+    """Records the facts that all processes must share, and the times of their comparisons."""
 
     def __init__(self, happened: list):
         self._happened = happened
@@ -494,7 +494,7 @@ class Follower(Peers):
 
 
 def test_what_rows_were_fed_or_got_is_compared_before_the_next_step_and_after_the_last(tmp_path):
-    """A step may be a collective, in which a process that was fed less would be missing."""
+    """A step may be a collective, and a process with fewer rows would not take part in it."""
     happened: list[str] = []
 
     class GenerationSession(fake.FakeGenerator):
@@ -512,7 +512,7 @@ def test_what_rows_were_fed_or_got_is_compared_before_the_next_step_and_after_th
 
 
 def said(folder, *, stop_after_steps: int | None = None, **changes) -> str:
-    """The text that a job in a folder writes on stderr."""
+    """Return the text that a job in a folder writes to stderr."""
     stream = io.StringIO()
     job = fake.settings(folder / "in.jsonl", folder / "out.jsonl", **changes)
     model = fake.FakeModel()
@@ -600,7 +600,7 @@ def test_what_differs_from_a_finished_output_is_said(tmp_path):
 
 
 class FailingGenerator(fake.FakeGenerator):
-    """Ends every row with an error of a code."""
+    """A generator that ends every row with an error code."""
 
     def __init__(self, code: str):
         super().__init__()
@@ -630,14 +630,14 @@ def test_a_resumed_job_tries_rows_again_that_may_pass_and_no_others(tmp_path, co
     codes, records = outcomes(output)
     assert len(records) == 30
     assert {name for name, found in codes.items() if found} == (set() if is_retried else failed)
-    # a finished job is finished: nothing is tried again
+    # a finished job does not repeat any row
     again = fake.FakeModel()
     assert run(source, output, again) == (0 if is_retried else 1)
     assert again.num_builds == 0
 
 
 class Removing(fake.FakeModel):
-    """Does something to the job's files between its rows."""
+    """A model that changes the job's files between its rows."""
 
     def __init__(self, action):
         super().__init__()

@@ -21,7 +21,7 @@ def manifest_of(output: Path) -> dict:
 
 
 def stop_in_the_middle(source: Path, output: Path, **changes) -> None:
-    """Leave a journal with some rows."""
+    """Run a job in part, so that its journal has some rows."""
     with pytest.raises(Crash):
         run(source, output, disk=FaultyDisk(30, Crash()), **changes)
     journal = output.with_name(f"{output.name}.journal").read_bytes()
@@ -83,7 +83,7 @@ def test_other_weights_than_expected_answer_no_row(tmp_path, source):
         run(source, output, model, expected_weights="sha256:fake")
     assert caught.value.exit_code == EXIT_MODEL and not model.generator.submitted
     assert not output.exists()
-    # a job that answered no row binds nobody
+    # a job without answered rows does not fix the weights
     assert run(source, output, expected_weights="sha256:fake") == 1
     with pytest.raises(JobError, match="--expect-weights"):
         run(source, output, expected_weights=OTHER)
@@ -98,7 +98,7 @@ def test_a_job_without_a_row_to_run_is_of_no_weights(tmp_path):
 
 
 def test_a_renamed_model_goes_on_under_the_name_that_the_job_began_with(tmp_path, source):
-    """The input names no model, so lines carry that of the folder."""
+    """The input names no model, so output lines have the folder's name."""
     output = tmp_path / "out.jsonl"
     run(source, tmp_path / "whole.jsonl", model_name="first")
     stop_in_the_middle(source, output, model_name="first")

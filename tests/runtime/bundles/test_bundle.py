@@ -53,7 +53,7 @@ def refusal(
 
 
 def opened(folder: Path, target: Target) -> dict[str, Future]:
-    """The executables of a bundle, which load."""
+    """Load the executables of a bundle in the background."""
     bundle = Bundle.open(folder, PLAN, target, CONFIG, ELSEWHERE)
     return load_in_background(bundle.dumped, target)
 
@@ -129,7 +129,7 @@ def test_a_truncated_or_changed_executable_is_refused(folder, target):
 
 
 def break_an_executable(folder: Path) -> str:
-    """Replace an executable by other bytes, as if it had been written like that."""
+    """Replace an executable by other bytes, with the correct digest of those bytes."""
     broken, content = CompiledGraphs.decode_name(GRID.decode_spans[0]), b"\0"
     graphs = json.loads((folder / CONTENTS).read_text())["graphs"]
     (folder / GRAPHS / graphs[broken]["file"]).write_bytes(content)
@@ -150,7 +150,7 @@ def test_an_executable_that_cannot_be_loaded_is_named(folder, target):
 def test_a_start_has_executables_loaded_and_says_which_are_to_be_compiled(
     folder, target, is_broken
 ):
-    """Nothing is left to load when rows run."""
+    """All executables are loaded before rows run."""
     broken = {break_an_executable(folder)} if is_broken else set()
     notes = []
     files = SimpleNamespace(spec=SimpleNamespace(config=CONFIG), path=ELSEWHERE)
@@ -247,7 +247,7 @@ def test_a_bundle_replaces_a_bundle_and_nothing_else(model, target, folder, tmp_
         check_folder(tmp_path / "mine", ELSEWHERE)
     with pytest.raises(ConfigError, match="model's directory"):
         check_folder(tmp_path / "model" / "bundle", tmp_path / "model" / "x.gguf")
-    # as a program leaves it that is killed in the middle
+    # the state after a program that was killed while writing
     for name in ("plan.toml", CONTENTS):
         (folder / name).rename(folder / f"{name}.tmp")
     check_folder(folder, ELSEWHERE)

@@ -28,7 +28,7 @@ def start(folder, target, notes=None, plan=PLAN) -> WarmStart:
 
 @pytest.fixture
 def folder(model, target, tmp_path):
-    """Everything that a job with an empty cache keeps."""
+    """A folder with all executables that a job with an empty cache keeps."""
     warm = start(tmp_path, target)
     for name, executable in model.graphs.executables.items():
         warm.keep(name, executable)

@@ -35,7 +35,7 @@ EXPERTS = "model.layers.0.mlp.experts.gate_up_proj"
 
 
 def quantised(name, values):
-    """Codes and scales of a matrix as DeepSeek publishes them, the largest of a block as 448."""
+    """Return a matrix's codes and scales in DeepSeek's form; the largest code of a block is 448."""
     rows, columns = values.shape
     scales = np.empty((-(-rows // BLOCK), -(-columns // BLOCK)), np.float32)
     codes = np.empty(values.shape, ml_dtypes.float8_e4m3fn)
@@ -47,13 +47,13 @@ def quantised(name, values):
 
 
 def plain(codes, scales):
-    """The numbers, by widening the scales."""
+    """Return the numbers, from scales that are repeated over their blocks."""
     widened = scales.repeat(BLOCK, axis=0).repeat(BLOCK, axis=1)
     return codes.astype(np.float32) * widened[: codes.shape[0], : codes.shape[1]]
 
 
 def float8_and_plain_llama():
-    """One model twice: its projections quantised, and the same numbers written out."""
+    """Return one model in two forms: with quantised projections, and with plain numbers."""
     stored, expected = {}, {}
     for name, values in random_tensors(LLAMA).items():
         if name.endswith("_proj.weight"):
@@ -65,7 +65,7 @@ def float8_and_plain_llama():
 
 
 def experts():
-    """MXFP4 as GPT-OSS publishes it: three experts of 64 inputs and 10 outputs."""
+    """Return MXFP4 in GPT-OSS's form: three experts of 64 inputs and 10 outputs."""
     rng = np.random.default_rng(0)
     return {
         f"{EXPERTS}_blocks": rng.integers(0, 256, (3, 10, 2, 16), np.uint8),
@@ -80,7 +80,7 @@ def opened(path, tensors, quantisation):
 
 
 class Noted:
-    """A tensor source that notes which boxes of another were read."""
+    """A tensor source that records the boxes read from another source."""
 
     def __init__(self, source):
         self.source, self.tensors, self.reads = source, source.tensors, []
@@ -182,7 +182,7 @@ GPT_OSS = {
 
 
 def gpt_oss_tensors():
-    """All of a model but the weights of its experts."""
+    """Return all tensors of a model except its experts' weights."""
     rng = np.random.default_rng(1)
     attention, mlp = "model.layers.0.self_attn", "model.layers.0.mlp"
     shapes = {"model.embed_tokens.weight": (40, 64), f"{attention}.sinks": (4,)}
@@ -209,7 +209,7 @@ def test_a_model_with_mxfp4_experts_loads_as_the_same_numbers_written_out(tmp_pa
             f"{name}_scales": rng.integers(120, 130, (3, 64, blocks), np.uint8),
         }
         source = opened(tmp_path, codes, Mxfp4())
-        # safetensors writes memory as it lies
+        # safetensors writes memory in its stored order
         numbers = np.ascontiguousarray(source.read(name))
         stored, expected = stored | codes, expected | {name: numbers}
         source.close()

@@ -95,7 +95,7 @@ def test_the_embedded_model_opens_by_word_and_loads_in_seconds():
         assert model.tokenizer_files["tokenizer.ggml.model"] == "gpt2"
         expected = model.tensors.read("blk.7.attn_q.weight").reshape(3, 3, 32, 2, 576)
     assert sum(value.size for value in params.values()) == 134_515_008
-    assert seconds < 30  # about 4 on two idle cores
+    assert seconds < 30  # about 4 s on two idle cores
     # GGUF rows are (pair, side); ours are (side, pair)
     query = expected.transpose(4, 0, 1, 3, 2).reshape(576, 3, 3, 64)
     np.testing.assert_array_equal(params["layers.7.attention.qkv"][:, :, :3], query)
@@ -214,7 +214,7 @@ def test_keys_that_nothing_reads_are_said_once_and_refused_where_that_is_asked_f
     said = []
     with open_model(hf_model(tmp_path / "m", options)) as files:
         files.unread.report(said.append, is_strict=False)
-        assert len(said) == 1 and "m/config.json: without effect" in said[0]
+        assert len(said) == 1 and "m/config.json: keys without effect" in said[0]
         assert "them: zeta = 1 (--strict-config" in said[0]
         assert "keys not read    zeta = 1" in describe(files)
         with pytest.raises(InvalidConfig, match=r"m/config\.json: expected only .*got zeta = 1"):
@@ -327,7 +327,7 @@ def test_paths_at_which_there_is_no_model_say_what_was_expected(tmp_path):
 
 def test_a_folder_without_a_model_says_what_is_needed_where_weights_are_not(tmp_path):
     (tmp_path / "notes.txt").write_text("no model")
-    message = "expected config.json, which is all that is needed of a model here, got none"
+    message = "expected a directory with config.json, which is enough here, got none"
     with pytest.raises(ModelNotFound, match=message):
         open_model(tmp_path, needs_weights=False)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))

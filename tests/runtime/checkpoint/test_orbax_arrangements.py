@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSha
 
 from noria.modelzoo.config import AS_PUBLISHED, Arrangement, DecoderConfig
 from noria.runtime.checkpoint import load_params, open_model, save_orbax
-from noria.runtime.checkpoint.orbax_store import arrange, concerns
+from noria.runtime.checkpoint.orbax_store import arrange, changes_shape
 from noria.runtime.errors import CheckpointMismatch
 
 K, G, H, D, V, F = 2, 4, 4, 8, 13, 16
@@ -85,7 +85,7 @@ def save(path, layout):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """One checkpoint for each layout that parameters may come from, saved when asked for."""
+    """One checkpoint for each source layout, saved on first use."""
     paths = {}
 
     def get(layout):
@@ -154,7 +154,7 @@ def test_canonical_shapes_are_a_mismatch_for_a_spec_with_an_arrangement(saved):
 
 @pytest.mark.parametrize("arrangement", [AS_PUBLISHED, Arrangement(2), Arrangement(1, 16)], ids=str)
 def test_parameters_that_are_not_concerned_stay_the_same_object(arrangement):
-    others = [name for name in VALUES if not concerns(arrangement, name)]
+    others = [name for name in VALUES if not changes_shape(arrangement, name)]
     assert "layers.0.mlp.gate_up" in others
     for name in others:
         assert arrange(VALUES[name], name, arrangement) is VALUES[name]

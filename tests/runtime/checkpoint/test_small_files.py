@@ -20,7 +20,7 @@ SECRET = "the contents of ~/.ssh/id_ed25519"
 
 
 def fill(directory: Path) -> Path:
-    """A folder with every file that is read beside weights."""
+    """A folder with every file that noria reads besides weights."""
     save(directory, CONFIG, random_tensors(CONFIG))
     for name in (
         "generation_config.json",
@@ -119,7 +119,7 @@ def test_a_fingerprint_and_a_report_read_no_secret_either(tmp_path):
 
 
 def hub_cache(root: Path) -> Path:
-    """The folder of a snapshot, as `huggingface_hub` lays it out."""
+    """The folder of a snapshot in the structure of `huggingface_hub`."""
     source = fill(root / "source")
     repository = root / "hub" / "models--org--name"
     snapshot = repository / "snapshots" / "0123456789abcdef"

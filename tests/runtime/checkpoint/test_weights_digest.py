@@ -33,13 +33,13 @@ def own_cache(monkeypatch, tmp_path) -> Path:
 
 @pytest.fixture
 def settled(monkeypatch):
-    """Files made by the test count as written long ago."""
+    """Treat files of the test as written long ago."""
     monkeypatch.setattr(hash_root_cache, "SETTLED_NS", -(10**18))
 
 
 @pytest.fixture
-def hashed(monkeypatch) -> list[module.Block]:
-    """Every block that is hashed, by whichever process."""
+def hashed(monkeypatch) -> list[module.FileBlock]:
+    """A list of every block that any process hashes."""
     blocks, hash_block = [], module._hash_block
 
     def count(path, block):
@@ -223,14 +223,14 @@ def test_hashing_runs_beside_the_caller(tmp_path, monkeypatch):
 
 
 class Together(Peers):
-    """One of several threads that stand for the processes of a pod."""
+    """A thread that simulates one process of a pod."""
 
     def __init__(self, rank: int, size: int, values: list, barrier: threading.Barrier):
         self.rank, self.size = rank, size
         self._values, self._barrier = values, barrier
 
     def gather(self, value):
-        # as through the store of a pod
+        # like the store of a pod
         self._values[self.rank] = json.dumps(value)
         self._barrier.wait(60)
         found = [json.loads(text) for text in self._values]

@@ -25,7 +25,7 @@ def model_directory(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def report(model_directory, tmp_path_factory):
-    """The JSON report of four cases, and what was printed."""
+    """The JSON report of four cases, and the printed output."""
     path = tmp_path_factory.mktemp("report") / "bench.json"
     arguments = f"--pp 16,24 --tg 5 --batch 1,3 --repeats 2 --json {path}"
     printed = io.StringIO()

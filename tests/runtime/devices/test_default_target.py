@@ -75,7 +75,7 @@ def test_neither_jax_nor_a_plugin_is_imported():
 def test_a_target_that_was_found_and_cannot_run_is_named_with_its_remedy(
     command, monkeypatch, tmp_path, capsys
 ):
-    """No fallback: rows would run elsewhere than the user thinks, in another dtype."""
+    """A fallback would silently run rows on another device, and in another dtype."""
     monkeypatch.setattr(f"noria.runtime.{command}.default_target", lambda: "gpu")
     rows = tmp_path / "in.jsonl"
     rows.write_text('{"prompt": "a"}\n')

@@ -29,7 +29,7 @@ def model(request) -> TinyModel:
 
 
 def healthy_requests() -> list[Request]:
-    """Rows of few tokens, which do not overwrite much, and rows that go on in chunks."""
+    """Return short rows, which overwrite little, and rows of several chunks."""
     greedy = SamplingParams(
         temperature=0, max_tokens=14, logprobs=2, prompt_logprobs=1, ignore_eos=True
     )
@@ -50,16 +50,16 @@ def outputs_of(generator, requests: list[Request]) -> dict:
 
 
 def met_by(healthy: dict) -> set[int]:
-    """Tokens that the healthy rows read or choose."""
+    """Return the tokens that the healthy rows read or choose."""
     prompted = {token for output in healthy.values() for token in output.prompt_token_ids}
     chosen = (o.token_ids for output in healthy.values() for o in output.outputs)
     return prompted.union(*chosen)
 
 
 def check_others(model: TinyModel, healthy: dict, token: int, poisoned: list[Request]) -> dict:
-    """Run healthy rows after rows that meet the token, whose embedding is NaN; those of the latter.
+    """Run healthy rows after rows with the token, whose embedding is NaN; return the latter's.
 
-    Every healthy row has the same bits as without them.
+    Every healthy row must have the same bits as without the others.
     """
     table = model.parameters["embedding.table"].at[token].set(np.nan)
     generator = model.generator(parameters=model.parameters | {"embedding.table": table})
@@ -92,13 +92,13 @@ def test_prompts_leave_nothing(model, healthy, params):
     errors = [output.error.code for output in outputs.values() if output.error]
     assert set(errors) == {"nonfinite_logits"}
     if None in model.config.windows and params.max_tokens:
-        # what follows the window of a NaN, or is scored before it, may be finite
+        # results after a NaN's window, or scores before the NaN, may be finite
         assert len(errors) == len(poisoned)
 
 
 @pytest.fixture(scope="module")
 def chooses(model, healthy) -> tuple[list[int], int]:
-    """A prompt, and the token that its row chooses in the last step of the first call."""
+    """A prompt, and the token of its row in the last step of the first call."""
     met = met_by(healthy) | {EOS_ID}
     for prompt in prompts(400, seed=7, longest=11):
         *others, token = model.greedy(prompt, STEPS)
@@ -126,7 +126,7 @@ class StopsAfterOneCall(TextCollector):
 def test_decode_leaves_nothing_however_the_row_ends(
     model, healthy, chooses, ending, n, monkeypatch
 ):
-    """The last step of a call writes NaN; a row that goes on meets it in the next call."""
+    """The last step of a call writes NaN; a row that continues reads it in the next call."""
     prompt, token = chooses
     params = SamplingParams(
         temperature=0,

@@ -59,9 +59,9 @@ def random_requests(count: int, seed: int = 1) -> list[ScheduledRequest]:
 
 
 class Play:
-    """A run to the end as the engine would drive it; a share of rows end early at each call.
+    """Runs a scheduler to the end like the engine; a share of rows end early at each call.
 
-    Keeps what each slot holds, and fails where an action does not fit to that.
+    It tracks the content of each slot, and fails if an action contradicts it.
     """
 
     def __init__(
@@ -96,12 +96,12 @@ class Play:
 
     @property
     def rows(self) -> list:
-        """The bucket and the row of every piece of a prompt, in order."""
+        """Return the bucket and the row of every piece of a prompt, in order."""
         calls = (action for action in self.actions if isinstance(action, PrefillAction))
         return [(call.bucket, row) for call in calls for row in call.rows]
 
     def pieces_of(self, number: int) -> list[tuple]:
-        """Bucket, start and count of each piece of a request, in order."""
+        """Return bucket, start and count of each piece of a request, in order."""
         return [
             (bucket, row.start, row.count)
             for bucket, row in self.rows
@@ -120,7 +120,7 @@ class Play:
                 for row in action.rows:
                     self._prefill(action, row)
             case ForkAction():
-                # the source has the prompt and nothing behind it
+                # the source has only the prompt
                 assert self.length[action.source] == action.sequence.request.prompt_length
                 self._decodes(action.slot, action.sequence.request)
             case DecodeAction():
@@ -168,7 +168,7 @@ class Play:
 
 
 def check_all_ran(play: Play, requests: list[ScheduledRequest]) -> None:
-    """Every sequence of these decodes once, and every prompt is read as often as needed."""
+    """Check that every sequence decodes once, and every prompt is read as often as needed."""
     begun, read = Counter(), Counter()
     for _, row in play.rows:
         read[row.sequence.request.number] += row.count
@@ -182,7 +182,7 @@ def check_all_ran(play: Play, requests: list[ScheduledRequest]) -> None:
     samples = {j.number: range(j.num_sequences if j.generates else 1) for j in requests}
     assert begun == Counter((number, i) for number, each in samples.items() for i in each)
     for j in requests:
-        # in several sets where there are more sequences than slots that hold them
+        # several sets of slots if there are more sequences than suitable slots
         suited = sum(
             j.max_total_length <= play.grid.slot_capacity(slot)
             for slot in range(play.grid.decode_slots)
@@ -242,12 +242,12 @@ def test_a_prompt_is_prefilled_in_large_chunks_and_then_in_small_ones():
     "odd", [scheduled(60, 12, 4, 1, True), scheduled(60, 3), scheduled(60, 12, 4, 4)]
 )
 def test_no_prompt_waits_while_a_stream_of_others_begins(odd):
-    """Full batches of prompts of one length would go ahead of it for ever."""
+    """Otherwise full batches of prompts of one length would go first for ever."""
     grid = replace(CHUNKS, prefill=((32, 3, 2), (32, 3, 4)), decode_spans=(32, 64))
     requests = [odd if n == odd.number else scheduled(n, 24, 1) for n in range(600)]
     begun = [row.sequence.request.number for _, row in Play(requests, grid).rows if not row.start]
     ahead = [number for number in begun[: begun.index(odd.number)] if number > odd.number]
-    # no more than wait at a time
+    # at most the number of requests that wait at a time
     assert len(ahead) <= 2 * (4 + 3 + 3) + 3
 
 
@@ -287,7 +287,7 @@ def test_a_full_batch_goes_before_an_older_one_that_is_not_full():
 
 
 def test_while_all_slots_idle_a_full_batch_goes_before_an_older_one_that_is_not_full():
-    """Prompts of a long piece and a short one: four of these make a full batch."""
+    """Each prompt has a long piece and a short piece; four of these prompts make a full batch."""
     grid = replace(WHOLE, prefill=((32, 4, 2), (32, 2, 8)), decode_slots=8, decode_spans=(32, 64))
     scheduler = Scheduler(grid)
     for number in range(6):
@@ -330,7 +330,7 @@ def test_the_last_prompt_of_a_bucket_waits_for_no_other_when_none_is_left():
 
 @pytest.mark.parametrize("is_chunked", [False, True], ids=["whole", "chunks"])
 def test_a_batch_that_is_not_full_waits_while_few_slots_are_idle(is_chunked):
-    """One of 30, whose rows end one by one, is less than a sixteenth; with the second it runs."""
+    """One idle slot of 30 is less than a sixteenth; with the second idle slot the batch runs."""
     prefill, most = (((16, 6, 8), (32, 6, 8)), 5) if is_chunked else (((8, 6), (32, 6)), None)
     spans = (16, 32, 64)
     grid = replace(
@@ -391,7 +391,7 @@ def test_prompts_that_are_only_scored_use_no_slot_while_all_slots_decode(grid):
         scheduler.submit(scheduled(n, max_tokens=40))
     while not isinstance(scheduler.next_action(), DecodeAction):
         pass
-    # one that generates is older, and waits for a slot in the same bucket
+    # an older generating prompt waits for a slot in the same bucket
     scheduler.submit(scheduled(4, is_scored=True))
     for n in range(5, 5 + grid.prefill[0].batch):
         scheduler.submit(scheduled(n, max_tokens=0, is_scored=True))
@@ -427,7 +427,7 @@ def test_a_limit_keeps_the_span_short():
 
 
 def begun(scheduler: Scheduler) -> dict[int, int]:
-    """The slot of each prompt that begins before the first decode call."""
+    """Return the slot of each prompt that begins before the first decode call."""
     found = {}
     while isinstance(action := scheduler.next_action(), PrefillAction):
         found |= {row.sequence.request.number: row.slot for row in action.rows}
@@ -470,7 +470,7 @@ def test_prompts_that_hold_the_long_slots_do_not_wait_for_others_to_fill_their_c
     rest = [scheduled(number, prompt_length=30, max_tokens=4) for number in short]
     calls = Play([long, *rest], grid, early=0.0).actions
     decodes = next(i for i, call in enumerate(calls) if isinstance(call, DecodeAction))
-    # all others pass through the second slot, each with all its pieces after one call of the first
+    # all others use the second slot, each with all its pieces after one call of the first
     expected = [DecodeAction, *[PrefillAction] * 4] * 7
     assert [type(call) for call in calls[decodes : decodes + 35]] == expected
 

@@ -14,7 +14,7 @@ from noria.runtime.planning.layout_ranking import Ranking
 from noria.sharding.layout import Layout
 
 SPLIT = replace(CONFIG, vocab_size=256, mlp=64, num_query_heads=8, num_kv_heads=8)
-"""Over up to eight devices."""
+"""A model that splits over up to eight devices."""
 HARDWARE = Hardware("mine", "made up", {"float32": 1e9}, 1e9, 1e8, 1e7, [])
 ROWS = [ExpectedRow(RowShape(40, 60, 1), 60)]
 
@@ -29,7 +29,7 @@ def tensor(num_devices: int) -> Layout:
 
 
 def needed(num_devices: int) -> int:
-    """Bytes on each device, of weights and a slot of the longest row."""
+    """Return the bytes of weights, and of a slot of the longest row, on each device."""
     (one,) = ranking(1e12, num_devices).rank([tensor(num_devices)])
     assert one.min_bytes is not None
     return one.min_bytes

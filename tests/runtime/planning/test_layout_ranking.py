@@ -34,7 +34,7 @@ def test_every_legal_layout_of_a_sparse_model_has_a_bound():
 
 
 def test_slow_links_favour_what_sends_least():
-    """Under data parallelism only the keys and values that prefill writes are sent."""
+    """Data parallelism sends only the keys and values that prefill writes."""
     fast, slow = bounds(ranked(FAST, 2)), bounds(ranked(SLOW, 2))
     assert next(iter(fast)) == "expert-parallel"
     assert next(iter(slow)) == "data-parallel"

@@ -25,7 +25,7 @@ LONGEST = CONFIG.max_position
 
 
 def rows_of(count: int, seed: int = 0, is_open: bool = False) -> list[ExpectedRow]:
-    """Short rows, and one that is as long as the model allows; open ones have no max_tokens."""
+    """Return short rows and one of the model's full length; open rows have no max_tokens."""
     rng = np.random.default_rng(seed)
     prompts = np.clip(rng.lognormal(2.5, 0.5, count).astype(int), 1, 60)
     limits = rng.choice([4, 8, 16], count)
@@ -78,7 +78,7 @@ def test_a_sample_has_its_share_of_every_stratum_and_the_longest_row(few):
 
 
 def test_a_sample_is_in_the_order_of_the_workload(few):
-    """Rows of equal need are fed in this order."""
+    """Rows of equal shape are submitted in this order."""
     rows = rows_of(1250, is_open=True)
     place = {id(row): i for i, row in enumerate(rows)}
     *taken, _, _, _ = (place[id(row)] for row in Sample(rows, grids_of, Budget(), 500).rows)

@@ -98,7 +98,7 @@ def pieces_of(grid, prompt_length) -> Counter:
 
 
 def buckets_of(grid, prompt_length) -> Counter:
-    """How often a prompt passes through each."""
+    """Count the calls of each bucket for one prompt."""
     found, start = Counter(), 0
     while start < prompt_length:
         bucket = grid.bucket_of(prompt_length, start)
@@ -129,7 +129,7 @@ def test_what_a_schedule_pads_decides_whether_a_grid_may_be_chosen():
     rows = rows_of(0)
     every = [one for one in candidates(rows) if one.grid.chunks][::19]
     schedules = {one: simulate_grid(one.grid, rows, COST, Budget()) for one in every}
-    # those alone that pad more than if every call were full
+    # only grids that pad more than full calls would
     found = [one for one in every if schedules[one].padding > 1.01 * one.padding]
     fastest = min(found, key=lambda one: schedules[one].seconds)
     limit = (fastest.padding + schedules[fastest].padding) / 2
@@ -174,7 +174,7 @@ def test_prefill_lengths_are_those_of_least_predicted_seconds():
 
 
 def cheapest_batches(ends, lengths, tokens, seconds) -> float:
-    """The least seconds of these lengths over the batch sizes that each may have."""
+    """Return the least seconds of these lengths over their allowed batch sizes."""
     total = 0.0
     for start, end in zip([0, *ends], ends, strict=False):
         count = sum(start < length <= end for length in lengths)
@@ -249,7 +249,7 @@ def test_where_every_row_has_a_slot_shorter_ones_save_time():
 
 @pytest.mark.parametrize(("alike_slots", "is_ragged"), [(12, True), (512, False)])
 def test_a_plan_has_slots_of_several_lengths_where_alike_ones_do_not_fit(alike_slots, is_ragged):
-    """With memory for all, alike slots are faster, as those are of like length at any time."""
+    """If they fit, equal slots are faster, as rows that run together have similar lengths."""
     memory = COST.work.parameter_bytes + COST.work.cache_bytes(alike_slots, 128)
     best = planner(FEW_LONG, budget=Budget(memory_bytes=memory), may_chunk=False).plan().best
     assert (best.grid.span_slots is not None) == is_ragged
@@ -303,7 +303,7 @@ def test_rows_that_generate_nothing_can_be_planned_for():
     planned = replace(planner(rows), may_chunk=False).plan()
     assert planned.best.grid.score and not planned.best.grid.decode_slots
     assert planned.best.simulation.metrics.emitted_tokens == 0
-    # other grids are as they would be: calls of as many tokens
+    # other grids are unchanged: their calls have this number of tokens
     assert {one.grid.decode_slots for one in planned.others.values()} == {0}
     assert max(b.batch for one in planned.others.values() for b in one.grid.prefill) > 1
 
@@ -333,7 +333,7 @@ def test_graphs_stay_within_the_compile_budget():
 
 
 def test_prompts_that_are_only_scored_are_tried_in_full_calls_of_chunks():
-    """Each takes a slot until it is read; whole prompts need none."""
+    """Each prompt takes a slot until it is read; whole prompts need no slot."""
     rows = [ExpectedRow(RowShape(80, 0, is_scored=True), 0)] * 64
     grids = CandidateGrids(rows, 128, COST, Budget(), GridDefaults())
     assert {one.grid.decode_slots for one in grids.whole_prompt_candidates()} == {0}

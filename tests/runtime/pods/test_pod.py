@@ -14,7 +14,7 @@ from noria.runtime.pods.watchdog import Watchdog
 
 
 class Store:
-    """The key-value store as one of several processes, run one after another, sees it."""
+    """The key-value store from the view of one process; the processes run one after another."""
 
     def __init__(self, rank: int, values: dict[str, bytes]):
         self.rank, self.size, self.values = rank, 2, values

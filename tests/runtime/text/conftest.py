@@ -50,7 +50,7 @@ def mistral(sentencepiece_directory) -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def mistral_v3(tmp_path_factory) -> Tokenizer:
-    """One of `mistral`, for tests that take their tokenizer by name."""
+    """A tokenizer of `mistral`, for tests that choose their tokenizer by name."""
     directory = tmp_path_factory.mktemp("sentencepiece")
     name = "mistral_instruct_tokenizer_240323.model.v3"
     shutil.copy(installed_file("mistral_common", f"data/{name}"), directory / "tokenizer.model")

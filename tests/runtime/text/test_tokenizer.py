@@ -68,7 +68,7 @@ def test_sentencepiece_tokenizer_decodes_any_ids_as_its_library(mistral, sentenc
     library = sentencepiece.SentencePieceProcessor(model_file=path)
     for ids in random_ids(mistral):
         expected = library.decode(known := [token for token in ids if token])
-        # the libraries differ in how many U+FFFD a broken character is worth
+        # the libraries differ in the number of U+FFFD for a broken character
         if "\ufffd" not in expected:
             assert mistral.decode(known, skip_special_tokens=True) == expected
 
@@ -243,9 +243,9 @@ def test_composed_form_is_used_where_the_family_does():
         ({"tokenizer.ggml.tokens": ["a", "b", "a"]}, "got 'a' twice"),
         ({"tokenizer.ggml.tokens": "abc"}, "expected a list, got str"),
         ({"tokenizer.ggml.tokens": ["a", 1]}, "expected strings, got 1"),
-        ({"tokenizer.ggml.token_type": [1]}, "expected 2 entries, one a token, got 1"),
+        ({"tokenizer.ggml.token_type": [1]}, "expected 2 entries, one for each token, got 1"),
         ({"tokenizer.ggml.token_type": [1, 9]}, "expected 1 to 6"),
-        ({"tokenizer.ggml.merges": ["ab"]}, "two tokens with a space between, got 'ab'"),
+        ({"tokenizer.ggml.merges": ["ab"]}, "two tokens separated by a space, got 'ab'"),
         ({"tokenizer.ggml.merges": ["a c"]}, "expected merges of tokens"),
         ({"tokenizer.ggml.bos_token_id": 2}, "expected an id below 2, got 2"),
         ({"tokenizer.ggml.add_bos_token": "yes"}, "expected true or false, got 'yes'"),
@@ -253,7 +253,7 @@ def test_composed_form_is_used_where_the_family_does():
         ({"tokenizer.ggml.model": "llama"}, "scores: expected a list"),
         (
             {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [0.0, 0.0]},
-            "expected a sentencepiece model",  # as no piece stands for the unknown
+            "expected a sentencepiece model",  # because no piece is the unknown token
         ),
     ],
 )
