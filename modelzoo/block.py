@@ -30,7 +30,7 @@ class Block(nnx.Module):
         arrangement: Arrangement,
         moe: MoeConfig | None = None,
     ):
-        """With `moe`, the MLP is a mixture of experts."""
+        """The MLP is a mixture of experts if `moe` is given."""
 
         def norm(placement: str) -> Norm | NoNorm:
             is_used = config.norm_placement in (placement, "both")
@@ -75,7 +75,7 @@ class ParallelBlock(nnx.Module):
         arrangement: Arrangement,
         moe: MoeConfig | None = None,
     ):
-        """With `moe`, the MLP is a mixture of experts."""
+        """The MLP is a mixture of experts if `moe` is given."""
         self.norm = Norm(config.embed, config)
         self.attention = _attention(rngs, config, arrangement)
         self.mlp = _mlp(rngs, config, moe)

@@ -63,8 +63,8 @@ class Operations:
           product: A function of `x` and `weight`.
           x: Activations.
           weight: The weight.
-          x_axes: The logical axes of `x`; not needed inside `shard_map`.
-          out_axes: The logical axes of the result; not needed inside `shard_map`.
+          x_axes: The logical axes of `x`; not needed if the device has all arrays whole.
+          out_axes: The logical axes of the result; not needed if the device has all arrays whole.
         """
         del equation, x_axes, out_axes
         return product(x, weight[...])
