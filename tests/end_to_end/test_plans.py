@@ -155,9 +155,7 @@ def test_a_table_of_lengths_is_a_workload_for_hardware_that_is_not_there(noria, 
     assert "published peaks, not calibrated" in summary
     page = path.with_suffix("").joinpath("report.html").read_text("utf-8")
     sizes = " and ".join(map(str, predicted["chunk"]))
-    assert (
-        f"comes in pieces of {sizes} tokens, and is padded by {predicted['chunk'][0] - 1}" in page
-    )
+    assert f"in chunks of {sizes} tokens, and padded by at most {predicted['chunk'][0] - 1}" in page
 
 
 def test_terminal_and_file_say_the_same_of_every_grid_and_of_rows_left_out(noria, source):
