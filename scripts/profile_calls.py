@@ -56,8 +56,8 @@ def main() -> None:
         "# Where the time of a call goes on a CPU\n",
         f"{machine['processor']}, {machine['cores']} cores, {' '.join(machine['instructions'])}; "
         f"{versions}; load {machine['load_average']}.\nMade by `{' '.join(['python', *sys.argv])}`,"
-        f" whose docstring says\nwhat is counted how. SmolLM2-135M, {options.slots} slots; a decode "
-        f"call of 8 steps at the span {options.spans[-1]},\nand a prompt of {options.prompt} "
+        f" whose docstring says\nwhat is counted how. SmolLM2-135M, {options.slots} slots; a decode"
+        f" call of 8 steps at the span {options.spans[-1]},\nand a prompt of {options.prompt} "
         f"tokens.",
     ]
     bounds = []
