@@ -103,8 +103,9 @@ class Tiles(NamedTuple):
     fewest: int = 4
     most: int = 64
     """Rows of one product are between these two, and all are powers of two."""
-    of_mean: int = 8
-    """The rows of a product are the mean load of an expert over this, or less."""
+    of_mean: float = 8
+    """The rows of a product are the mean load of an expert over this, or less. A power of two, too;
+    with one half, most experts of twice the mean load still run as one product."""
     piece_bytes: int | None = 4 * 2**20
     """Bytes of gate and up of one expert, at most, that are brought into a cache for all tiles of
     the expert. None: each tile reads the expert's weights from main memory."""
@@ -133,8 +134,9 @@ class Dispatch:
 
     def __post_init__(self):
         least, most, of_mean, _ = self.tiles
-        powers = (least, most, of_mean)
-        if not (0 < least <= most and all(size.bit_count() == 1 for size in powers)):
+        is_power = of_mean > 0 and math.frexp(of_mean)[0] == 0.5
+        is_power = is_power and all(size.bit_count() == 1 for size in (least, most))
+        if not (0 < least <= most and is_power):
             raise ValueError(f"tiles: expected growing powers of two, got {self.tiles}.")
         if self.kind not in get_args(DispatchKind):
             raise ValueError(
@@ -157,12 +159,12 @@ class Dispatch:
             raise ValueError(f"capacity_factor: expected a number above 0, got {factor!r}.")
 
     def tile(self, num_choices: int, num_experts: int) -> int:
-        """Rows of a tile: a part of the mean load or less, within `tiles`.
+        """Rows of a tile: a part or a multiple of the mean load or less, within `tiles`.
 
         With `tiles.of_mean` of 8, at most an eighth of the rows of an expert with the mean load is
         padding, unless that makes fewer rows than `tiles.fewest`.
         """
-        part = num_choices // (self.tiles.of_mean * num_experts)
+        part = int(num_choices / (self.tiles.of_mean * num_experts))
         power = 1 << max(part.bit_length() - 1, 0)
         return min(max(power, self.tiles.fewest), self.tiles.most)
 
