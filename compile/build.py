@@ -158,8 +158,8 @@ class _GraphPlanner:
         config = definition.config
         phases = (*PHASES, "chunk")
         self._operations = {phase: placement.operations(phase, config) for phase in phases}
-        platform, num_cores = placement.platform, placement.cores_per_device
-        self._dispatch = {phase: experts.dispatch(phase, platform, num_cores) for phase in PHASES}
+        platform, kind = placement.platform, placement.mesh.devices.flat[0].device_kind
+        self._dispatch = {phase: experts.dispatch(phase, platform, kind) for phase in PHASES}
         self._dispatch["chunk"] = self._dispatch["prefill"]
         self._kernels = choose_kernels(config, grid, placement, dtype, attention)
         logical_axes = definition.logical_axes()

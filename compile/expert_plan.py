@@ -11,7 +11,7 @@ from ..modelzoo.config import DecoderConfig
 from ..modelzoo.moe.config import LOSSLESS, Dispatch
 from ..sharding.layout import PHASES
 from .plan_tables import check_keys, table_lines
-from .targets import EXPERT_TILES, TWO_CORE_TILES
+from .targets import EXPERT_TILES, TILES_BY_KIND
 
 Overflow = Literal["error", "drop"]
 """A row of which a choice was dropped ends as an error, or is answered with the count beside it."""
@@ -37,9 +37,9 @@ class ExpertPlan:
                     f"them out of the dispatch."
                 )
 
-    def dispatch(self, phase: str, platform: str, num_cores: int = 1) -> Dispatch:
-        """How the graphs of a phase dispatch on devices of so many cores, in tiles they like."""
-        tiles = TWO_CORE_TILES if num_cores == 2 else EXPERT_TILES[platform]
+    def dispatch(self, phase: str, platform: str, device_kind: str = "") -> Dispatch:
+        """How the graphs of a phase dispatch on a kind of device, in tiles that it likes."""
+        tiles = TILES_BY_KIND.get(device_kind, EXPERT_TILES[platform])
         return replace(getattr(self, phase), tiles=tiles)
 
     def to_lines(self) -> list[str]:

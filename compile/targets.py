@@ -36,10 +36,10 @@ CPU's products are at full speed from 32 to 64 rows; half and twice as many byte
 equally fast with 2 MiB of L2. A TPU's products read weights from main memory as fast as it goes, at
 a third of the cycles that a copy onto the chip takes by its compiler's estimate. Meanwhile they
 compute 240 rows or more, so an expert with up to 64 tokens takes one tile and one reading."""
-TWO_CORE_TILES = Tiles(16, 256, of_mean=0.5, piece_bytes=None)
-"""On TPUs whose chips have two cores (v4, v5p). There rows of a tile cost bytes: what one core
-computes is not in the memory of the other, so XLA writes the result of every product to main memory
-(`benchmarks/v5p.md`). Twice the mean load is one tile still, as in most decode steps."""
+TILES_BY_KIND = dict.fromkeys(("TPU v5", "TPU v5p"), Tiles(16, 256, of_mean=0.5, piece_bytes=None))
+"""Those of kinds of devices that differ from their platform's. On v5p rows of a tile cost bytes:
+its two cores have memories of their own on the chip, so XLA writes the result of every product to
+main memory (`benchmarks/v5p.md`). Twice the mean load is one tile still, as most loads are."""
 
 _LIBTPU = threading.Lock()
 """Held while jax may load libtpu: two threads that do so at once end with an error."""

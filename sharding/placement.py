@@ -74,12 +74,6 @@ class Placement:
         """Whole on every device: what comes from the host and goes there."""
         return NamedSharding(self.mesh, PartitionSpec())
 
-    @property
-    def cores_per_device(self) -> int:
-        """Cores that share the work of a TPU device, each with a memory on the chip of its own."""
-        device = self.mesh.devices.flat[0]
-        return getattr(device, "num_cores", 1) if self.platform == "tpu" else 1
-
     def sharding(self, phase: str, logical_axes: Axes) -> NamedSharding:
         """Where an array of a phase's graphs lies."""
         return NamedSharding(self.mesh, self._rules(phase).spec(logical_axes))
