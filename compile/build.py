@@ -168,7 +168,8 @@ class _GraphPlanner:
         config = model.config
         phases = (*PHASES, "chunk")
         self._operations = {phase: placement.operations(phase, config) for phase in phases}
-        self._dispatch = {phase: experts.dispatch(phase, placement.platform) for phase in PHASES}
+        platform, kind = placement.platform, placement.mesh.devices.flat[0].device_kind
+        self._dispatch = {phase: experts.dispatch(phase, platform, kind) for phase in PHASES}
         self._dispatch["chunk"] = self._dispatch["prefill"]
         self._kernels = choose_kernels(config, grid, placement, dtype, attention)
         logical_axes = model.logical_axes()

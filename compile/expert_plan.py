@@ -11,7 +11,7 @@ from ..modelzoo.config import DecoderConfig
 from ..modelzoo.moe.config import LOSSLESS, Dispatch
 from ..sharding.layout import PHASES
 from .plan_tables import check_keys, table_lines
-from .targets import EXPERT_TILES
+from .targets import EXPERT_TILES, TILES_BY_KIND
 
 Overflow = Literal["error", "drop"]
 """The end of a row that loses a choice: an error, or an answer with the count beside it."""
@@ -41,9 +41,10 @@ class ExpertPlan:
                     f"them out of the dispatch."
                 )
 
-    def dispatch(self, phase: str, platform: str) -> Dispatch:
-        """Dispatch of a phase's graphs on a platform, with the platform's tile sizes."""
-        return replace(getattr(self, phase), tiles=EXPERT_TILES[platform])
+    def dispatch(self, phase: str, platform: str, device_kind: str = "") -> Dispatch:
+        """Dispatch of a phase's graphs, with the tile sizes of a platform or a kind of device."""
+        tiles = TILES_BY_KIND.get(device_kind, EXPERT_TILES[platform])
+        return replace(getattr(self, phase), tiles=tiles)
 
     def to_lines(self) -> list[str]:
         """The tables as lines of TOML."""

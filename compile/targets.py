@@ -39,6 +39,15 @@ L2. A TPU's products read weights from main memory at full bandwidth, and by its
 at a third of the cycles of a copy onto the chip. Meanwhile they can compute 240 rows or more, so an
 expert with up to 64 tokens takes one tile and reads its weights once.
 """
+TILES_BY_KIND: dict[str, Tiles] = dict.fromkeys(
+    ("TPU v5", "TPU v5p"), Tiles(16, 256, mean_divisor=0.5, piece_bytes=None)
+)
+"""Tile sizes for kinds of devices that differ from their platform.
+
+Rows of a tile cost bytes on v5p: each of its two cores has a memory of its own on the chip, so XLA
+writes the result of every product to main memory (`benchmarks/v5p.md`). An expert with up to twice
+the mean load takes one tile.
+"""
 
 _LIBTPU = threading.Lock()
 """Lock for every call that may load libtpu: two threads that load it at once fail."""

@@ -114,8 +114,9 @@ class Tiles(NamedTuple):
     """The minimum rows of one product, a power of two."""
     max_rows: int = 64
     """The maximum rows of one product, a power of two."""
-    mean_divisor: int = 8
-    """A power of two: a product has at most the mean load of an expert divided by this."""
+    mean_divisor: float = 8
+    """A power of two: a product has at most the mean load of an expert divided by this. With 1/2 an
+    expert of twice the mean load runs as one product."""
     piece_bytes: int | None = 4 * 2**20
     """The maximum bytes of gate and up weights of one expert that are loaded into the cache of the
     processor for all tiles of the expert. None means that each tile reads the weights from main
@@ -146,8 +147,9 @@ class Dispatch:
 
     def __post_init__(self):
         min_rows, max_rows, mean_divisor, _ = self.tiles
-        powers = (min_rows, max_rows, mean_divisor)
-        if not (0 < min_rows <= max_rows and all(size.bit_count() == 1 for size in powers)):
+        are_powers = mean_divisor > 0 and math.frexp(mean_divisor)[0] == 0.5
+        are_powers &= all(size.bit_count() == 1 for size in (min_rows, max_rows))
+        if not (0 < min_rows <= max_rows and are_powers):
             raise ValueError(f"tiles: expected growing powers of two, got {self.tiles}.")
         if self.kind not in get_args(DispatchKind):
             raise ValueError(
@@ -175,7 +177,7 @@ class Dispatch:
         With a divisor of 8, at most an eighth of the rows of an expert with the mean load is
         padding, unless `tiles.min_rows` is larger.
         """
-        part = num_choices // (self.tiles.mean_divisor * num_experts)
+        part = int(num_choices / (self.tiles.mean_divisor * num_experts))
         power = 1 << max(part.bit_length() - 1, 0)
         return min(max(power, self.tiles.min_rows), self.tiles.max_rows)
 

@@ -1,8 +1,9 @@
-"""Measure the float32 matrix product of this machine: GFLOP/s, the best of several attempts.
+"""Measure a matrix product of this machine in float32 or bfloat16: GFLOP/s, the best of several.
 
 Libraries differ by a factor of two, so the script measures several; the highest is the ceiling.
+numpy has no bfloat16.
 
-python scripts/peers/matmul_ceiling.py THREADS
+python scripts/peers/matmul_ceiling.py THREADS [DTYPE]
 """
 
 import importlib.util
@@ -10,6 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 SIZE = 2048
 TRIES = 12
@@ -17,11 +19,12 @@ TRIES = 12
 
 def main() -> None:
     num_threads = int(sys.argv[1])
-    measured = {"numpy": _gflops(_numpy_product())}
+    dtype = sys.argv[2] if len(sys.argv) > 2 else "float32"
+    measured = {"numpy": _gflops(_numpy_product())} if dtype == "float32" else {}
     if importlib.util.find_spec("torch"):
-        measured["torch"] = _gflops(_torch_product(num_threads))
+        measured["torch"] = _gflops(_torch_product(num_threads, dtype))
     if importlib.util.find_spec("jax"):
-        measured["jax"] = _gflops(_jax_product())
+        measured["jax"] = _gflops(_jax_product(dtype))
     print(json.dumps(measured))
 
 
@@ -42,21 +45,21 @@ def _numpy_product() -> Callable[[], object]:
     return lambda: a @ b
 
 
-def _torch_product(num_threads: int) -> Callable[[], object]:
+def _torch_product(num_threads: int, dtype: str) -> Callable[[], object]:
     import torch
 
     torch.set_num_threads(num_threads)
-    a, b = torch.randn(2, SIZE, SIZE)
+    a, b = torch.randn(2, SIZE, SIZE).to(getattr(torch, dtype))
     return lambda: a @ b
 
 
-def _jax_product() -> Callable[[], object]:
+def _jax_product(dtype: str) -> Callable[[], object]:
     import jax
     import jax.numpy as jnp
 
     cpu = jax.devices("cpu")[0]  # its threads follow the cores that this process may use
-    a, b = jax.device_put(jnp.ones((2, SIZE, SIZE), jnp.float32), cpu)
-    product = jax.jit(jnp.matmul)
+    a, b = jax.device_put(jnp.ones((2, SIZE, SIZE), dtype), cpu)
+    product = jax.jit(partial(jnp.matmul, preferred_element_type=jnp.float32))
     return lambda: product(a, b).block_until_ready()
 
 

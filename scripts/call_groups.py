@@ -1,0 +1,109 @@
+"""The kind of work that each instruction of a graph for the CPU is, by what compiled text says.
+
+Products with weights are told by the einsum in their names, those of attention by what makes their
+operands, and the rest by the file that it comes from and by what is fused. Knows
+nothing of times.
+"""
+
+import re
+from collections.abc import Iterable
+
+from noria.compile.programs.executions import Executions
+from noria.compile.programs.hbm_bytes import Traffic
+from noria.compile.programs.hlo_text import Computation, Instruction, read_program
+from noria.compile.programs.products import product_flops
+
+PRODUCTS = {
+    "BTD,DKJH->BTKJH": "queries, keys, values",
+    "BTA,AD->BTD": "heads merged",
+    "P...D,PDF->P...F": "gate and up",
+    "BTF,FD->BTD": "down",
+    "...D,VD->...V": "logits",
+}
+"""Products with weights, by the einsum in their names."""
+SCORES, VALUES = "attention: scores", "attention: values"
+SOFTMAX, WRITES, BETWEEN = (
+    "attention: masks, softmax, merge",
+    "cache writes",
+    "between instructions",
+)
+MOVED = "conversions and copies"
+REST = "rest"
+FILES = {
+    "rope.py": "rotations",
+    "sampling.py": "sampling",
+    "steps.py": "sampling",
+    "kv_cache.py": WRITES,
+    "prompt_pieces.py": WRITES,
+    "attention.py": SOFTMAX,
+    "blockwise.py": SOFTMAX,
+    "segment_attention.py": SOFTMAX,
+}
+_MOVES = {"parameter", "constant", "convert", "copy", "bitcast", "transpose", "reshape", "slice",
+          "broadcast", "tuple", "get-tuple-element"}  # fmt: skip
+_EINSUM = re.compile(r"([A-Z.]+,[A-Z.]+->[A-Z.]+)/dot_general$")
+
+
+def group_of(source: str, file: str, opcodes: Iterable[str], is_of_weights: bool = False) -> str:
+    """The kind of work of one instruction.
+
+    Args:
+      source: What the compiler says it comes from, such as `jit(graph)/layers.0/dot_general`.
+      file: The file that it comes from, without its folders.
+      opcodes: The operations in it.
+      is_of_weights: Whether the first factor of a product comes from an exponential.
+    """
+    found, opcodes = _EINSUM.search(source), set(opcodes)
+    if found and found[1] in PRODUCTS:
+        return PRODUCTS[found[1]]
+    if source.endswith("dot_general") or "dot" in opcodes:
+        return VALUES if is_of_weights else SCORES
+    if opcodes & {"scatter", "dynamic-update-slice"} or FILES.get(file) == WRITES:
+        return WRITES
+    if opcodes <= _MOVES:
+        return MOVED
+    if file == "layers.py":
+        return "gated unit" if opcodes & {"logistic", "exponential", "tanh"} else "norms"
+    return FILES.get(file, REST)
+
+
+class Groups:
+    """The instructions of one graph by name: kinds of work, and operations of products."""
+
+    def __init__(self, text: str, steps: int):
+        self._program = read_program(text)
+        self._group: dict[str, str] = {}
+        self.flops: dict[str, float] = {}
+        """Operations of the products of a call, which has so many `steps`, by group."""
+        for computation in self._program.computations.values():
+            for one in computation.instructions.values():
+                self._group[one.name] = self._of(computation, one)
+        # beside what calls others: that would count twice
+        for each in Executions(self._program, Traffic(self._program)):
+            one, group = each.instruction, self._group[each.instruction.name]
+            flops = product_flops(self._program, each.computation, one)
+            times = each.times * (1 if each.is_once else steps)
+            self.flops[group] = self.flops.get(group, 0) + times * flops
+
+    def of(self, event: str) -> str | None:
+        """The group of an event of the profiler, or None for what is no work of a graph."""
+        return BETWEEN if event == "ThunkExecutor::Execute" else self._group.get(event)
+
+    def _of(self, computation: Computation, one: Instruction) -> str:
+        file = self._program.line(one).rpartition("/")[2].partition(":")[0]
+        inside = dict(one.called()).get("calls") if one.opcode == "fusion" else None
+        fused = self._program.computations[inside].instructions.values() if inside else [one]
+        return group_of(
+            one.source, file, {each.opcode for each in fused}, _is_of_weights(computation, one)
+        )
+
+
+def _is_of_weights(computation: Computation, one: Instruction) -> bool:
+    """Whether what an instruction reads first is an exponential, perhaps converted since then."""
+    while one.operands and (first := computation.instructions.get(one.operands[0])):
+        if first.source.endswith("/exp"):
+            return True
+        if "dot_general" in first.source:
+            return False
+        one = first
+    return False
