@@ -135,14 +135,17 @@ class JobSettings:
 
     @property
     def journal_path(self) -> Path:
+        """The path of the journal, beside the output."""
         return journal_path(self.output_path)
 
     @property
     def lock_path(self) -> Path:
+        """The path of the lock, beside the output."""
         return lock_path(self.output_path)
 
     @property
     def outputs(self) -> list[Path]:
+        """The output, and the error file if there is one."""
         return list(job_outputs(self.output_path, self.error_file).values())
 
     def check_files(self) -> None:

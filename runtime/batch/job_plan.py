@@ -148,7 +148,7 @@ def limit_note(plan: Plan, rows: Sequence[RowShape], max_position: int) -> str |
 def padding_note(
     rows: Sequence[RowShape], grid: BucketGrid, layout: Layout | None, max_position: int
 ) -> str:
-    """A note that compares the padding of whole prompts with that of chunked prompts."""
+    """A note that compares the padding of whole prompts with the padding of chunked prompts."""
     defaults = GridDefaults.for_layout(layout)
     if not grid.chunks:
         defaults = with_chunks(defaults, min(OTHER_CHUNK, grid.max_length))

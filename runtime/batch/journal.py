@@ -32,6 +32,7 @@ SYNC_SECONDS = 1.0
 
 
 def journal_path(output: Path) -> Path:
+    """The path of an output's journal."""
     return output.with_name(f"{output.name}.journal")
 
 

@@ -33,7 +33,7 @@ _MAX_TOKEN_ID = 2**31 - 1
 
 @dataclass(frozen=True)
 class BatchRow:
-    """A request as it stands in its line, before tokenizing."""
+    """A request as written in its line, before tokenizing."""
 
     row: int
     line_number: int

@@ -95,7 +95,7 @@ def read_params(
 
     Args:
         body: The body of a request.
-        is_chat: Whether the endpoint is that of chat completions.
+        is_chat: Whether the endpoint is /v1/chat/completions.
         defaults: SamplingParams fields for keys that the body leaves out.
 
     Raises:

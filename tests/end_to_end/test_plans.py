@@ -241,13 +241,13 @@ def test_a_part_of_a_job_is_no_run_to_plan_from(noria, source):
     arguments = ("-i", source, "-o", part, "--model", noria.model, "--dtype", "float32")
     noria.run("batch", *arguments, "--rows", "0/2")
     options = ("--model", noria.model, "--workload", source, "-o", source.with_name("no.toml"))
-    assert "noria merge" in noria.refuse("plan", *options, "--from-output", part)
+    assert "Run the whole job" in noria.refuse("plan", *options, "--from-output", part)
 
 
 def test_an_output_of_another_job_is_refused(noria, source, output):
     other = write_lines(source.with_name("other.jsonl"), [completion("a", [5, 6])])
     options = ("--model", noria.model, "--workload", other, "-o", source.with_name("no.toml"))
-    assert "another content" in noria.refuse("plan", *options, "--from-output", output)
+    assert "whose content differs" in noria.refuse("plan", *options, "--from-output", output)
 
 
 @pytest.mark.slow

@@ -111,7 +111,7 @@ def test_every_end_token_of_the_files_counts_and_else_that_of_the_tokenizer():
 def test_a_tokenizer_of_another_model_is_refused_by_the_ids_that_this_one_lacks(
     ends, tokenizer, where
 ):
-    message = rf"tiny: .*model's 100 ids, got \[100\] in {where}.*one place"
+    message = rf"tiny: .*model's 100 ids, got \[100\] in {where}.*one model"
     with pytest.raises(InvalidConfig, match=message):
         eos_ids(files_of(*ends), tokenizer)
 

@@ -203,7 +203,8 @@ def _logits(family: str, options: dict[str, Any]) -> np.ndarray:
     tokens = torch.tensor([[5, 9, 17, 3, 80, 41, 6, 77, 12, 30]])
     with torch.no_grad():
         whole = model(tokens, use_cache=True)
-        step = model(tokens[:, :1], past_key_values=whole.past_key_values, use_cache=True)
+        # by position: transformers renames this parameter
+        step = model(tokens[:, :1], None, None, whole.past_key_values, use_cache=True)
     return np.concatenate([whole.logits[0].numpy(), step.logits[0].numpy()])
 
 

@@ -497,7 +497,7 @@ def test_what_rows_were_fed_or_got_is_compared_before_the_next_step_and_after_th
     """A step may be a collective, and a process with fewer rows would not take part in it."""
     happened: list[str] = []
 
-    class GenerationSession(fake.FakeGenerator):
+    class RecordingGenerator(fake.FakeGenerator):
         def step(self):
             happened.append("step")
             return super().step()
@@ -505,7 +505,7 @@ def test_what_rows_were_fed_or_got_is_compared_before_the_next_step_and_after_th
     input_path = write_input(tmp_path / "in.jsonl")
     job = fake.settings(input_path, tmp_path / "out.jsonl")
     progress = Progress(is_quiet=True)
-    run_job(job, fake.FakeModel(GenerationSession()), progress=progress, peers=Follower(happened))
+    run_job(job, fake.FakeModel(RecordingGenerator()), progress=progress, peers=Follower(happened))
     assert {"saw", "step"} <= set(happened) and happened[-1] == "compared"
     steps = [i for i, what in enumerate(happened) if what == "step"]
     assert all(happened[i - 1] == "compared" for i in steps)
