@@ -153,7 +153,7 @@ def test_parts_of_different_jobs_are_refused_with_every_difference(source, parts
         merge([parts[0], one, parts[2]], tmp_path / "out.jsonl")
     message = str(caught.value)
     assert message.startswith("parts: expected parts of one job, got parts of different jobs:\n")
-    assert message.endswith("with the settings, input and versions of the others.")
+    assert message.endswith("of the others (if the instant differs, with --now).")
     lines = message.split("\n")[1:-1]
     assert [line.split(":")[0].strip() for line in lines] == [
         "configuration.dtype", "input.bytes", "input.rows", "input.sha256", "model",
@@ -229,7 +229,7 @@ def test_a_manifest_that_states_no_part_is_refused(parts, tmp_path, changes, mes
 
 def test_a_job_with_an_error_file_of_its_own_is_refused(source, tmp_path):
     run(source, tmp_path / "whole.jsonl", error_file=tmp_path / "err.jsonl")
-    message = r"expected error rows in their places, got .*\(err.jsonl, whole.jsonl\)\. Run it with"
+    message = r"expected error rows in their places, got .*\(err.jsonl, whole.jsonl\)\. Run the"
     with pytest.raises(MergeError, match=message):
         merge([tmp_path / "whole.jsonl"], tmp_path / "out.jsonl")
 
@@ -248,7 +248,9 @@ def test_an_output_that_is_something_else_is_not_replaced(parts, tmp_path):
 def test_the_output_of_an_unfinished_job_is_left_to_it(source, parts, tmp_path):
     with pytest.raises(Crash):
         run(source, tmp_path / "out.jsonl", disk=FaultyDisk(12, Crash()))
-    with pytest.raises(MergeError, match=r"out.jsonl.journal is of an unfinished job.*Finish"):
+    with pytest.raises(
+        MergeError, match=r"without an unfinished job, got out.jsonl.journal .*Finish"
+    ):
         merge(parts, tmp_path / "out.jsonl")
 
 

@@ -71,14 +71,16 @@ def test_neither_jax_nor_a_plugin_is_imported():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-@pytest.mark.parametrize("command", ["batch.command", "bench"])
+@pytest.mark.parametrize(
+    ("command", "module"), [("batch", "batch.batch_model"), ("bench", "commands.bench_command")]
+)
 def test_a_target_that_was_found_and_cannot_run_is_named_with_its_remedy(
-    command, monkeypatch, tmp_path, capsys
+    command, module, monkeypatch, tmp_path, capsys
 ):
     """A fallback would silently run rows on another device, and in another dtype."""
-    monkeypatch.setattr(f"noria.runtime.{command}.default_target", lambda: "gpu")
+    monkeypatch.setattr(f"noria.runtime.{module}.default_target", lambda: "gpu")
     rows = tmp_path / "in.jsonl"
     rows.write_text('{"prompt": "a"}\n')
     files = ("-i", str(rows), "-o", str(tmp_path / "out.jsonl")) if command != "bench" else ()
-    assert cli.main([command.partition(".")[0], "--model", "smollm2", *files]) == 2
+    assert cli.main([command, "--model", "smollm2", *files]) == 2
     assert "use --target cpu" in capsys.readouterr().err
