@@ -37,7 +37,7 @@ def layout_of(name: str) -> Layout:
 
 def compiled(layout: Layout, phase: str, num_layers: int):
     config = DecoderConfig(
-        vocab_size=256,
+        vocab_size=64,
         embed=EMBED,
         mlp=1536,
         num_query_heads=16,
