@@ -1,1 +1,1 @@
-"""(model, grid, target) -> executables. The only floor that lowers and compiles."""
+"""(model, grid, target) -> executables. The only package that lowers and compiles."""

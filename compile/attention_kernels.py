@@ -1,9 +1,10 @@
-"""Which attention kernel each graph of a grid has: chosen before anything is traced, with a reason.
+"""The attention kernel of each graph of a grid, chosen before tracing, with a reason.
 
-A kernel serves calls of its platform and says of each that it refuses why; the first in order that
-serves a call is chosen, unless a plan asks for one by name. Knows nothing of how kernels work.
-Guarantees: the choice follows from plan, model and target alone, so the graphs of a plan are the
-same wherever it is built; a kernel that is asked for and cannot serve is an error, never replaced.
+A kernel states for which platform and phases it exists, and why it refuses a call. The first kernel
+in order of preference that accepts a call is chosen, unless a plan names one. Knows nothing of how
+kernels work. Guarantees: the choice follows from plan, model and target alone, so the graphs of a
+plan are the same wherever it is built; a named kernel that cannot serve a call is an error and is
+never replaced.
 """
 
 from collections.abc import Callable, Mapping
@@ -38,16 +39,16 @@ class Kernel:
     platforms: tuple[str, ...]
     phases: tuple[str, ...]
     refusal: Callable[[AttentionCall], str | None]
-    """Why it cannot serve a call of these, or None."""
+    """The reason why the kernel cannot serve a call of its platforms and phases, or None."""
     attend: Callable[[AttentionCall], Attend]
-    """The implementation for a call that it serves."""
+    """The implementation for a call that the kernel serves."""
 
     def refuses(self, call: AttentionCall, platform: str, phase: str) -> str | None:
-        """Why it cannot serve a call of a phase on a platform, or None."""
+        """The reason why the kernel cannot serve a call of a phase on a platform, or None."""
         if platform not in self.platforms:
-            return f"it is of {self.platforms[0]}, not of {platform}"
+            return f"it is for {self.platforms[0]}, not for {platform}"
         if phase not in self.phases:
-            return f"it is for {self.phases[0]} alone"
+            return f"it is for {self.phases[0]} only"
         return self.refusal(call)
 
 
@@ -63,12 +64,12 @@ KERNELS = (
     Kernel("cudnn", ("gpu",), ("prefill",), cudnn_refusal, lambda call: attend_cudnn),
     Kernel("xla", ("cpu", "gpu", "tpu"), PHASES, lambda call: None, lambda call: attend_blockwise),
 )
-"""By preference; the last serves every call."""
+"""Kernels in order of preference; the last one serves every call."""
 
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """The kernels that a plan asks for by name: the table `[attention]` of its file."""
+    """The kernels that a plan names: the table `[attention]` of its file."""
 
     prefill: str = AUTO
     decode: str = AUTO
@@ -76,14 +77,14 @@ class AttentionPlan:
     def __post_init__(self):
         names = [AUTO, *(kernel.name for kernel in KERNELS)]
         for phase in PHASES:
-            if (asked := getattr(self, phase)) not in names:
+            if (name := getattr(self, phase)) not in names:
                 raise ValueError(
-                    f"[attention] {phase}: expected one of {', '.join(names)}, got {asked!r}."
+                    f"[attention] {phase}: expected one of {', '.join(names)}, got {name!r}."
                 )
 
     @classmethod
     def from_table(cls, table: object) -> "AttentionPlan":
-        """Read the parsed table; raises ValueError naming what is wrong."""
+        """Read the parsed table; raises ValueError that names the wrong key or value."""
         check_keys("[attention]", table, set(), set(PHASES))
         assert isinstance(table, Mapping)
         return cls(**table)
@@ -94,7 +95,7 @@ AUTO_ATTENTION = AttentionPlan()
 
 @dataclass(frozen=True)
 class Choice:
-    """A kernel for a graph, and why it is this one."""
+    """The kernel of a graph, and the reason for it."""
 
     kernel: str
     reason: str
@@ -106,19 +107,21 @@ class Choice:
 
 @dataclass(frozen=True)
 class AttentionChoices:
-    """The kernels of a grid: of a prefill by its row's tokens, of decode one for all spans."""
+    """The kernels of a grid: of prefill by tokens per row, of decode one for all spans."""
 
     prefill: Mapping[int, Choice]
     decode: Choice | None
-    """None of a grid without decode slots."""
+    """None for a grid without decode slots."""
 
     def report(self) -> dict[str, str]:
-        """What was chosen in each phase and why, in words."""
+        """The kernel of each phase and the reason for it, as text."""
         lengths: dict[str, list[int]] = {}
         for length, choice in self.prefill.items():
             lengths.setdefault(str(choice), []).append(length)
         if len(lengths) > 1:
-            parts = [f"{', '.join(map(str, of))}: {choice}" for choice, of in lengths.items()]
+            parts = [
+                f"{', '.join(map(str, tokens))}: {choice}" for choice, tokens in lengths.items()
+            ]
         else:
             parts = list(lengths)
         decode = {} if self.decode is None else {"decode": str(self.decode)}
@@ -135,12 +138,23 @@ def choose_kernels(
     dtype: jnp.dtype,
     plan: AttentionPlan = AUTO_ATTENTION,
 ) -> AttentionChoices:
-    """The kernel of every graph; raises ValueError where one that is asked for cannot serve."""
+    """Choose the kernel of every graph.
+
+    Args:
+      config: The model.
+      grid: The grid whose graphs need kernels.
+      placement: The layout and the platform.
+      dtype: Dtype of activations.
+      plan: Kernels that the plan names.
+
+    Raises:
+      ValueError: A named kernel cannot serve a graph; the error says why.
+    """
     in_order = placement.has_whole("prefill", axes.LENGTH)
     prompts = {
-        bucket.tokens: _of_prompts(config, dtype, bucket.tokens, in_order)
+        bucket.tokens: _prompt_call(config, dtype, bucket.tokens, in_order)
         if bucket.chunk is None
-        else _of_chunk(
+        else _chunk_call(
             config, dtype, bucket.chunk, grid.num_segments(bucket.length), grid, placement
         )
         for bucket in grid.prefill
@@ -150,19 +164,23 @@ def choose_kernels(
         for tokens, call in prompts.items()
     }
     step = choose(
-        _of_cache(config, dtype, num_queries=1), placement.platform, "decode", plan.decode
+        _cache_call(config, dtype, num_queries=1), placement.platform, "decode", plan.decode
     )
     return AttentionChoices(prefill, step if grid.decode_slots else None)
 
 
 def choose(call: AttentionCall, platform: str, phase: str, asked: str = AUTO) -> Choice:
-    """The first kernel that serves a call of a phase, or the one that is asked for by name."""
+    """Choose the named kernel, or the first one that serves a call of a phase on a platform.
+
+    Raises:
+      ValueError: The named kernel cannot serve the call.
+    """
     if asked != AUTO:
         (kernel,) = (kernel for kernel in KERNELS if kernel.name == asked)
         if (refusal := kernel.refuses(call, platform, phase)) is not None:
             raise ValueError(
                 f"[attention] {phase}: expected a kernel that can serve it, got {asked!r}: "
-                f"{refusal}. Ask for {AUTO!r}, or another one."
+                f"{refusal}. Set it to {AUTO!r} or to another kernel."
             )
         return Choice(kernel.name, "as the plan asks", kernel.attend(call))
     refusals = []
@@ -176,17 +194,17 @@ def choose(call: AttentionCall, platform: str, phase: str, asked: str = AUTO) ->
     raise AssertionError("the last kernel serves every call")
 
 
-def _of_prompts(
+def _prompt_call(
     config: DecoderConfig, dtype: jnp.dtype, num_tokens: int, is_in_order: bool
 ) -> AttentionCall:
-    """Attention of prompts to themselves; of latents, heads are made first."""
+    """Attention of whole prompts to themselves; latents are expanded to heads first."""
     latent = config.latent
     value_dim = config.head_dim if latent is None else latent.value_dim
     sizes = num_tokens, config.head_dim, value_dim
     return AttentionCall(*sizes, dtype, *_options(config), is_in_order=is_in_order)
 
 
-def _of_chunk(
+def _chunk_call(
     config: DecoderConfig,
     dtype: jnp.dtype,
     chunk: int,
@@ -194,23 +212,26 @@ def _of_chunk(
     grid: BucketGrid,
     placement: Placement,
 ) -> AttentionCall:
-    """Attention of chunks that end in the last of so many segments."""
+    """Attention of chunks that end in the last of `num_segments` segments."""
     if placement.layout is None and placement.mesh.size > 1:
-        return _of_cache(config, dtype, chunk)
-    lies, stripes = placement.operations("chunk", config).prompt_stripes, placement.cache_stripes
+        return _cache_call(config, dtype, chunk)
+    prompt_stripes = placement.operations("chunk", config).prompt_stripes
+    stripes = placement.cache_stripes
     segments = set()
     for window in set(config.windows):
-        kept = num_cache_entries(window, longest := grid.decode_spans[-1], stripes)
-        lengths = segment_lengths(grid.decode_spans, kept)[:num_segments]
-        if kept == longest and stripes == 1:  # a chunk sees nothing of the entries that it may fill
+        num_entries = num_cache_entries(window, longest := grid.decode_spans[-1], stripes)
+        lengths = segment_lengths(grid.decode_spans, num_entries)[:num_segments]
+        if (
+            num_entries == longest and stripes == 1
+        ):  # a chunk does not see entries that it may write
             lengths[-1] -= chunk
         segments |= {length // stripes for length in lengths}
-    call = _of_cache(config, dtype, chunk // lies.count)
+    call = _cache_call(config, dtype, chunk // prompt_stripes.count)
     return replace(call, segments=frozenset(segments) - {0})
 
 
-def _of_cache(config: DecoderConfig, dtype: jnp.dtype, num_queries: int) -> AttentionCall:
-    """Attention to a cache; latents are its keys and values."""
+def _cache_call(config: DecoderConfig, dtype: jnp.dtype, num_queries: int) -> AttentionCall:
+    """Attention to a cache; latents serve as keys and as values."""
     sizes = num_queries, config.cache_dim, config.cache_dim
     return AttentionCall(*sizes, dtype, *_options(config))
 

@@ -1,7 +1,7 @@
-"""Lowering and compiling every graph of a grid, in threads, with progress.
+"""Lowers and compiles every graph of a grid, in threads, and reports progress.
 
-The only place that lowers. Knows nothing of requests or files. Guarantees: what it returns is
-everything a run calls, so nothing is left to compile.
+This is the only module that lowers. Knows nothing of requests or files. Guarantees: the result has
+every executable that a run calls, so nothing is left to compile.
 """
 
 import os
@@ -21,10 +21,10 @@ from ..modelzoo.operations import Axes
 from ..sharding.layout import PHASES
 from ..sharding.placement import Placement
 from . import signatures
+from .abstract_model import AbstractModel
 from .attention_kernels import AUTO_ATTENTION, AttentionPlan, Choice, choose_kernels
 from .compiled_graphs import CompiledGraphs
 from .compiler_options import NO_OPTIONS, CompilerOptions, naming_option, with_defaults
-from .definition import Definition
 from .expert_plan import LOSSLESS_EXPERTS, ExpertPlan
 from .graph_failures import naming_graph
 from .grids.bucket_grid import BucketGrid, PrefillBucket
@@ -43,8 +43,8 @@ class BuildProgress:
     total: int
     seconds: float
     remaining_seconds: float
-    """Of all that are left, if they take as long as those that are done; as the longest to compile
-    are begun first, it is rather less."""
+    """Estimate for all graphs that are left, from the mean time of the finished ones. It is an
+    upper estimate, as the graphs that compile longest start first."""
 
     def __str__(self) -> str:
         """A line of progress: `compile [3/9] prefill 256x2  4.1 s, about 9 s left`."""
@@ -55,25 +55,25 @@ class BuildProgress:
 
 @dataclass(frozen=True)
 class GraphSpec:
-    """A graph body with its placed abstract arguments and the arguments that it may overwrite."""
+    """A graph body with its abstract arguments on their shardings, and the donated arguments."""
 
     name: str
     body: Callable[..., Any]
     arguments: tuple[Any, ...]
     results: Any
-    """Shardings of what it returns, or of each part of that."""
+    """Shardings of the results, or of each part of them."""
     donated: tuple[int, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the compiler."""
 
     @property
     def kind(self) -> str:
-        """The first word of its name, as `decode` of `decode span 256`."""
+        """The first word of the name, such as `decode` for `decode span 256`."""
         return self.name.split()[0]
 
 
 def build(
-    definition: Definition,
+    model: AbstractModel,
     grid: BucketGrid,
     placement: Placement,
     dtype: jax.typing.DTypeLike,
@@ -84,19 +84,26 @@ def build(
     ready: Mapping[str, jax.stages.Compiled] = MappingProxyType({}),
     keep: Callable[[str, jax.stages.Compiled], None] | None = None,
 ) -> CompiledGraphs:
-    """Compile all graphs of `grid` for a placement; the longest to compile are started first.
+    """Compile all graphs of a grid for a placement; graphs that compile longest start first.
 
-    `ready` are executables, by name, that need not be compiled. `keep` is called with the name of
-    each new one and with it, in the thread that compiled it.
+    Args:
+      model: The abstract model.
+      grid: The buckets, spans and slots.
+      placement: Devices and layout.
+      dtype: Dtype of weights and activations.
+      on_graph: Called after each compile.
+      experts: Dispatch of experts in each phase.
+      attention: Kernels that the plan names.
+      compiler: Compiler options by kind of graph, added to the platform's.
+      ready: Executables by name that need no compile.
+      keep: Called with the name and the executable of each compile, in the thread that compiled it.
 
     Raises:
-      GraphFailed: A graph does not compile. No other graph replaces it, as the executables that a
-        row passes through depend on the row and the plan alone.
+      GraphFailed: A graph does not compile. No other graph replaces it, because the executables
+        that a row passes through depend on the row and the plan alone.
       CompilerOptionRefused: The compiler does not know one of its options, or refuses its value.
     """
-    graphs = plan_graphs(
-        definition, grid, placement, jnp.dtype(dtype), experts, attention, compiler
-    )
+    graphs = plan_graphs(model, grid, placement, jnp.dtype(dtype), experts, attention, compiler)
     graphs = [graph for graph in graphs if graph.name not in ready]
     compiled = dict(ready)
     started = time.monotonic()
@@ -118,17 +125,17 @@ def build(
             remaining = each * (len(graphs) - number)
             on_graph(BuildProgress(name, number, len(graphs), seconds, remaining))
     except Exception:
-        # what comes next should not share the machine with graphs that are still being compiled
+        # the caller's next step should not share the machine with compiles that still run
         pool.shutdown(cancel_futures=True)
         raise
     finally:
-        # a signal waits for no graph
+        # a signal must not wait for a compile
         pool.shutdown(wait=False, cancel_futures=True)
     return CompiledGraphs(grid, compiled)
 
 
 def plan_graphs(
-    definition: Definition,
+    model: AbstractModel,
     grid: BucketGrid,
     placement: Placement,
     dtype: jnp.dtype,
@@ -136,32 +143,35 @@ def plan_graphs(
     attention: AttentionPlan = AUTO_ATTENTION,
     compiler: CompilerOptions = NO_OPTIONS,
 ) -> list[GraphSpec]:
-    """Every graph of the grid, with placed abstract arguments and the placement of results."""
-    graphs = _GraphPlanner(definition, grid, placement, dtype, experts, attention).graphs()
+    """Describe every graph of the grid: abstract arguments, and shardings of results.
+
+    The arguments are those of `build`; nothing is lowered.
+    """
+    graphs = _GraphPlanner(model, grid, placement, dtype, experts, attention).graphs()
     options = with_defaults(compiler, placement.platform)
     return [replace(graph, options=options.get(graph.kind, {})) for graph in graphs]
 
 
 class _GraphPlanner:
-    """Graph bodies, arguments and placements of one model, grid and layout."""
+    """Graph bodies, arguments and shardings of one model, grid and layout."""
 
     def __init__(
         self,
-        definition: Definition,
+        model: AbstractModel,
         grid: BucketGrid,
         placement: Placement,
         dtype: jnp.dtype,
         experts: ExpertPlan = LOSSLESS_EXPERTS,
         attention: AttentionPlan = AUTO_ATTENTION,
     ):
-        self._definition, self._grid, self._placement = definition, grid, placement
-        config = definition.config
+        self._model, self._grid, self._placement = model, grid, placement
+        config = model.config
         phases = (*PHASES, "chunk")
         self._operations = {phase: placement.operations(phase, config) for phase in phases}
         self._dispatch = {phase: experts.dispatch(phase, placement.platform) for phase in PHASES}
         self._dispatch["chunk"] = self._dispatch["prefill"]
         self._kernels = choose_kernels(config, grid, placement, dtype, attention)
-        logical_axes = definition.logical_axes()
+        logical_axes = model.logical_axes()
         shardings = placement.parameters(logical_axes)
         self._parameters = {
             name: jax.ShapeDtypeStruct(
@@ -169,22 +179,22 @@ class _GraphPlanner:
                 leaf.dtype,
                 sharding=placement.format(name, logical_axes[name], leaf.shape, shardings[name]),
             )
-            for name, leaf in definition.abstract_parameters(dtype).items()
+            for name, leaf in model.abstract_parameters(dtype).items()
         }
         num_heads = placement.num_cache_heads(config)
         self._make_state = partial(
             signatures.decode_state,
-            definition,
+            model,
             grid,
             placement.cache_dtype(dtype),
             num_heads,
             placement.cache_stripes,
         )
         state = jax.eval_shape(self._make_state)
-        self._state = state.map(self._place_state)
+        self._state = state.map(self._abstract_segments)
 
     def graphs(self) -> list[GraphSpec]:
-        """Decode first, then prefill from the longest on: the longest to compile come first."""
+        """All graphs: decode, then prefill by falling length, so that long compiles come first."""
         graphs = [self._decode_graph(span) for span in self._grid.graph_spans]
         for bucket in reversed(self._grid.prefill):
             graphs += self._prefill_graphs(bucket)
@@ -199,20 +209,20 @@ class _GraphPlanner:
     def _decode_graph(self, span: int) -> GraphSpec:
         body = partial(decode_step, span=span, num_steps=self._grid.steps_per_call)
         head = self._head(span)
-        arguments = (self._parameters, head, self._on_host(signatures.live_mask(self._grid)))
+        arguments = (self._parameters, head, self._replicated(signatures.live_mask(self._grid)))
         results = (_shardings(head), self._placement.replicated)
         name = CompiledGraphs.decode_name(span)
         assert self._kernels.decode is not None
-        bound = self._bound(body, "decode", self._kernels.decode)
+        bound = self._bind(body, "decode", self._kernels.decode)
         return GraphSpec(name, bound, arguments, results, (1,))
 
     def _head(self, span: int) -> DecodeState:
-        """The state with what its cache has below a span, or with all of a prompt."""
+        """The state with the cache segments below a span."""
         num_segments = self._grid.num_segments(span)
         return self._state._replace(cache=self._state.cache.head(num_segments))
 
     def _fork_graph(self) -> GraphSpec:
-        arguments = (self._state, *self._on_host(signatures.fork_arguments(self._definition)))
+        arguments = (self._state, *self._replicated(signatures.fork_arguments(self._model)))
         body = partial(fork_step, stored=self._operations["decode"])
         return GraphSpec(CompiledGraphs.FORK, body, arguments, _shardings(self._state), (0,))
 
@@ -228,8 +238,8 @@ class _GraphPlanner:
         return [
             GraphSpec(
                 CompiledGraphs.prefill_name(bucket, is_scored),
-                self._bound(partial(body, stored=self._operations["decode"]), phase, kernel),
-                (self._parameters, head, *self._on_host(arguments(self._definition, bucket))),
+                self._bind(partial(body, stored=self._operations["decode"]), phase, kernel),
+                (self._parameters, head, *self._replicated(arguments(self._model, bucket))),
                 results,
                 (1,),
             )
@@ -237,21 +247,21 @@ class _GraphPlanner:
             for body, arguments in [kinds[is_scored]]
         ]
 
-    def _bound(self, body: Callable[..., Any], phase: str, kernel: Choice) -> Callable[..., Any]:
+    def _bind(self, body: Callable[..., Any], phase: str, kernel: Choice) -> Callable[..., Any]:
         options = self._operations[phase], self._dispatch[phase], kernel.attend
 
         def graph(parameters: dict[str, jax.Array], *arguments: Any) -> Any:
-            return body(self._definition.bind(parameters, *options), *arguments)
+            return body(self._model.bind(parameters, *options), *arguments)
 
         return graph
 
-    def _place_state(self, segments: Any, logical_axes: Axes) -> Any:
+    def _abstract_segments(self, segments: Any, logical_axes: Axes) -> Any:
         sharding = self._placement.state(logical_axes)
         return tuple(
             jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding) for leaf in segments
         )
 
-    def _on_host(self, arguments: Any) -> Any:
+    def _replicated(self, arguments: Any) -> Any:
         sharding = self._placement.replicated
         return jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), arguments
@@ -265,9 +275,15 @@ def _shardings(placed: Any) -> Any:
 def compile_graph(
     graph: GraphSpec, folder: Path | None = None
 ) -> tuple[jax.stages.Compiled, float]:
-    """Lower and compile one graph: the executable, and the seconds.
+    """Lower and compile one graph.
 
-    `folder` is where `program_text` looks, as some programs can be written only while they compile.
+    Args:
+      graph: The graph.
+      folder: Folder in which `program_text` later finds the program's text. Some programs can be
+        written only while they compile.
+
+    Returns:
+      The executable, and the seconds that it took.
     """
     start = time.monotonic()
     # float32 means float32: TPU and GPU would otherwise round the operands of products
@@ -281,7 +297,11 @@ def compile_graph(
 
 
 def compile_with_text(graph: GraphSpec) -> tuple[jax.stages.Compiled, str | None, float]:
-    """The same: the executable, its text if XLA can write it, the seconds of compiling."""
+    """Lower and compile one graph, and write its program as text.
+
+    Returns:
+      The executable, its text (None if XLA cannot write it), and the seconds of the compile.
+    """
     with text_folder() as folder:
         compiled, seconds = compile_graph(graph, folder)
         return compiled, program_text(compiled, folder), seconds

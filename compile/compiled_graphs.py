@@ -1,6 +1,6 @@
-"""The executables of a grid, called by name of their bucket; a shape outside the grid is refused.
+"""The executables of a grid, called by bucket or span; a shape outside the grid is refused.
 
-Knows nothing of requests, text or clocks. There is no fallback: nothing here can compile.
+Knows nothing of requests, text or clocks. There is no fallback: nothing here compiles.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ Parameters = Mapping[str, jax.Array]
 
 
 def graph_names(grid: BucketGrid) -> set[str]:
-    """The name of every graph of a grid."""
+    """Names of all graphs of a grid."""
     names = {CompiledGraphs.decode_name(span) for span in grid.graph_spans}
     names |= {CompiledGraphs.EMPTY_STATE} | ({CompiledGraphs.FORK} if grid.decode_slots else set())
     kinds = grid.prefill_kinds
@@ -31,7 +31,7 @@ class GraphNotPlanned(ValueError):
 
 
 class CompiledGraphs:
-    """The executables of one grid: of prefill, of slots, and of decode."""
+    """The executables of one grid: prefill, decode, fork and the empty state."""
 
     FORK = "fork"
     EMPTY_STATE = "empty state"
@@ -50,7 +50,7 @@ class CompiledGraphs:
         return f"decode span {span}"
 
     def empty_state(self) -> DecodeState:
-        """A decode state without rows, in place."""
+        """A new decode state without rows, on the devices."""
         return self.executable(self.EMPTY_STATE)()
 
     def prefill(
@@ -62,7 +62,7 @@ class CompiledGraphs:
         requests: SlotRequests,
         tokens_BT: jax.Array,
     ) -> tuple[DecodeState, PrefillOutput]:
-        """Write a piece each of some prompts into their slots. `state` is donated."""
+        """Write the next piece of each prompt into its slot. `state` is donated."""
         graph = partial(self.executable(self.prefill_name(bucket)), parameters)
         return self._over_span(state, bucket.length, graph, rows, requests, tokens_BT)
 
@@ -77,7 +77,7 @@ class CompiledGraphs:
         next_BT: jax.Array,
         num_logprobs_B: jax.Array,
     ) -> tuple[DecodeState, PrefillOutput]:
-        """Write a piece each of some prompts into their slots, and score it. `state` is donated."""
+        """Write the next piece of each prompt into its slot, and score it. `state` is donated."""
         graph = partial(self.executable(self.prefill_name(bucket, is_scored=True)), parameters)
         arguments = (rows, requests, tokens_BT, next_BT, num_logprobs_B)
         return self._over_span(state, bucket.length, graph, *arguments)
@@ -85,27 +85,27 @@ class CompiledGraphs:
     def fork(
         self, state: DecodeState, source: jax.Array, slot: jax.Array, sampling: SamplingState
     ) -> DecodeState:
-        """Copy a slot to another; from a source past all slots, clear it. `state` is donated."""
+        """Copy a slot to another slot; a source past all slots clears it. `state` is donated."""
         return self.executable(self.FORK)(state, source, slot, sampling)
 
     def decode(
         self, parameters: Parameters, state: DecodeState, is_live_B: jax.Array, span: int
     ) -> tuple[DecodeState, DecodeOutput]:
-        """Several steps for the live rows over `span` cache positions. `state` is donated."""
+        """Decode several steps of the live rows over `span` cache positions. `state` is donated."""
         graph = partial(self.executable(self.decode_name(span)), parameters)
         return self._over_span(state, span, graph, is_live_B)
 
     def _over_span(
         self, state: DecodeState, span: int, graph: Callable[..., Any], *arguments: Any
     ) -> tuple[DecodeState, Any]:
-        """Call a graph that takes what the cache has below a span and gives it back."""
+        """Call a graph that takes and returns the cache segments below a span."""
         num_segments = self.grid.num_segments(span)
         head = state._replace(cache=state.cache.head(num_segments))
         new, output = graph(head, *arguments)
         return new._replace(cache=state.cache.with_head(new.cache)), output
 
     def executable(self, name: str) -> Any:
-        """The executable of that name, or `GraphNotPlanned`."""
+        """The executable with a name; raises `GraphNotPlanned` if there is none."""
         try:
             return self.executables[name]
         except KeyError:

@@ -1,4 +1,4 @@
-"""XLA's options for the graphs of a plan: a platform's defaults, and those that the plan sets."""
+"""XLA options for the graphs of a plan: the defaults of a platform, and the plan's own options."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -9,29 +9,32 @@ from .graph_failures import is_out_of_memory, reason
 from .plan_tables import check_keys
 
 CompilerOptions = Mapping[str, Mapping[str, str | int | float | bool]]
-"""Values by the kind of graph, then by the name of the option."""
+"""Values by kind of graph, then by name of the option."""
 NO_OPTIONS: CompilerOptions = {}
 KINDS = ("prefill", "score", "fork", "decode")
 PLATFORM_OPTIONS: Mapping[str, CompilerOptions] = {
     "tpu": {"decode": {"xla_tpu_msa_inefficient_use_to_copy_ratio": 0.55}}
 }
-"""Options of plans for a platform that do not set them.
+"""Default options of each platform, used unless a plan sets them.
 
-On TPU a ratio above 0.5 (XLA's default) keeps the cache in main memory: a step reads a segment once
-and writes a row, which at 0.5 is worth a copy onto the chip and a copy of all of it back.
+On TPU a ratio above 0.5 (XLA's default) keeps the cache in main memory. A decode step reads a
+segment once and writes a row of it; at 0.5 XLA copies the segment onto the chip and back for that.
 """
 
 
 class CompilerOptionRefused(ValueError):
-    """The compiler does not know an option of the plan, or refuses its value."""
+    """An option that the compiler does not know, or a value that it refuses."""
 
     exit_code = 2
 
 
 def read_options(table: Any) -> CompilerOptions:
-    """Read the table `[compiler]` of a plan; ValueError names what is wrong.
+    """Read the table `[compiler]` of a plan.
 
-    Options come sorted, so plans that differ in their order alone are equal.
+    Options are sorted, so plans that differ only in the order of options are equal.
+
+    Raises:
+      ValueError: A kind of graph is unknown, or a value has a wrong type.
     """
     check_keys("[compiler]", table, set(), set(KINDS))
     for kind, options in table.items():
@@ -48,19 +51,19 @@ def read_options(table: Any) -> CompilerOptions:
 
 
 def with_defaults(options: CompilerOptions, platform: str) -> CompilerOptions:
-    """Options with the platform's for all that they leave open."""
+    """Options completed with the defaults of a platform."""
     defaults = PLATFORM_OPTIONS.get(platform, NO_OPTIONS)
     merged = {kind: {**defaults.get(kind, {}), **options.get(kind, {})} for kind in KINDS}
-    return {kind: dict(sorted(of_kind.items())) for kind, of_kind in merged.items() if of_kind}
+    return {kind: dict(sorted(values.items())) for kind, values in merged.items() if values}
 
 
 @contextmanager
 def naming_option(graph: str, options: Mapping[str, Any]) -> Iterator[None]:
-    """Turn an error of XLA about one of these options into `CompilerOptionRefused`."""
+    """Turn an XLA error about one of these options into `CompilerOptionRefused`."""
     try:
         yield
     except RuntimeError as error:
-        # the longest, as the name of one option may begin another's
+        # the longest name, because one name may be the beginning of another
         name = max((name for name in options if name in str(error)), key=len, default=None)
         if name is None or is_out_of_memory(error):
             raise

@@ -1,7 +1,7 @@
-"""What a plan says of experts: each phase's dispatch, and what becomes of rows that lose a choice.
+"""The expert settings of a plan: dispatch of each phase, and the fate of rows that lose a choice.
 
-In a plan's file these are the tables `[experts]`, `[experts.prefill]` and `[experts.decode]`.
-Knows nothing of the model. Guarantees: without them nothing is ever dropped.
+In a plan's file these are the tables `[experts]`, `[experts.prefill]` and `[experts.decode]`. Knows
+nothing of the model. Guarantees: without these tables no choice is ever dropped.
 """
 
 from dataclasses import dataclass, replace
@@ -14,12 +14,12 @@ from .plan_tables import check_keys, table_lines
 from .targets import EXPERT_TILES
 
 Overflow = Literal["error", "drop"]
-"""A row of which a choice was dropped ends as an error, or is answered with the count beside it."""
+"""Result of a row with a dropped choice: an error, or an answer with the number of drops."""
 
 
 @dataclass(frozen=True)
 class ExpertPlan:
-    """Dispatch of the two phases, and the policy for rows that a capacity drops choices of."""
+    """Dispatch of the two phases, and the policy for rows with dropped choices."""
 
     prefill: Dispatch = LOSSLESS
     decode: Dispatch = LOSSLESS
@@ -33,12 +33,12 @@ class ExpertPlan:
         for phase in PHASES:
             if getattr(self, phase).tiles != LOSSLESS.tiles:
                 raise ValueError(
-                    f"[experts.{phase}] tiles: expected those of the target, got others. Leave "
+                    f"[experts.{phase}] tiles: expected the target's tiles, got others. Leave "
                     f"them out of the dispatch."
                 )
 
     def dispatch(self, phase: str, platform: str) -> Dispatch:
-        """How the graphs of a phase dispatch on a platform, in tiles that it likes."""
+        """Dispatch of a phase's graphs on a platform, with the platform's tile sizes."""
         return replace(getattr(self, phase), tiles=EXPERT_TILES[platform])
 
     def to_lines(self) -> list[str]:
@@ -50,7 +50,7 @@ class ExpertPlan:
 
     @classmethod
     def from_table(cls, table: Any) -> "ExpertPlan":
-        """Read the parsed table `[experts]`; raises ValueError naming what is wrong."""
+        """Read the parsed table `[experts]`; raises ValueError naming a wrong key or value."""
         check_keys("[experts]", table, set(), {"overflow", *PHASES})
         phases = {phase: _dispatch(phase, table[phase]) for phase in PHASES if phase in table}
         return cls(**{**table, **phases})
@@ -60,12 +60,12 @@ LOSSLESS_EXPERTS = ExpertPlan()
 
 
 def default_experts(config: DecoderConfig) -> ExpertPlan | None:
-    """What is planned for a model where nobody asks for anything; None for one without experts."""
+    """Default expert settings of a model; None for a model without experts."""
     return None if config.moe is None else LOSSLESS_EXPERTS
 
 
 def dispatch_lines(phase: str, dispatch: Dispatch) -> list[str]:
-    """One phase's table as lines of TOML, with an empty one before it."""
+    """One phase's table as lines of TOML, after an empty line."""
     table: dict[str, Any] = {"dispatch": dispatch.kind}
     if dispatch.capacity_factor is not None:
         table["capacity_factor"] = dispatch.capacity_factor

@@ -1,41 +1,41 @@
-"""GPUs that graphs can be compiled for without one: what the compiler asks of a device, by kind.
+"""Descriptions of GPUs for which graphs can be compiled without the hardware.
 
-Knows nothing of graphs. XLA describes a GPU by a text proto (`GpuTargetConfigProto`); what differs
-between kinds is in `GPU_KINDS`, the rest is the same on all that they stand for: the limits of
-compute capability 8.0 and 9.0 (docs.nvidia.com/cuda/cuda-c-programming-guide, "Technical
-Specifications per Compute Capability"). Clock, bandwidth and memory are those that the devices
-themselves report, as in XLA's `xla/backends/gpu/target_config/specs` (a100_sxm_80, h100_sxm, h200).
+XLA describes a GPU by a text proto (`GpuTargetConfigProto`). `GPU_KINDS` has the fields that differ
+between kinds. The other fields are the limits of compute capability 8.0 and 9.0
+(docs.nvidia.com/cuda/cuda-c-programming-guide, "Technical Specifications per Compute Capability").
+Clock, bandwidth and memory are the values that the devices report, as in XLA's
+`xla/backends/gpu/target_config/specs` (a100_sxm_80, h100_sxm, h200). Knows nothing of graphs.
 """
 
 from dataclasses import dataclass, replace
 
 GPUS_PER_HOST = 8
-"""Of an HGX board: NVLink joins these, hosts are joined by a network."""
+"""GPUs of an HGX board. NVLink connects these; hosts are connected by a network."""
 
 
 @dataclass(frozen=True)
 class GpuKind:
-    """What the compiler has to know of one GPU; memory in bytes."""
+    """The properties of one GPU that the compiler needs; memory in bytes."""
 
     description: str
-    """As the device names itself."""
+    """The name that the device reports."""
     capability: str
     """Compute capability, as fields of a proto."""
     cores: int
-    """Streaming multiprocessors."""
+    """Number of streaming multiprocessors."""
     float32_units: int
-    """Of each of them."""
+    """Float32 units of each streaming multiprocessor."""
     clock_ghz: float
     memory_bytes: int
     memory_rate: int
-    """Bytes a second."""
+    """Bytes per second of the main memory."""
     l2_bytes: int
-    shared_bytes_of_core: int
-    shared_bytes_of_block: int
-    """At most, where a kernel asks for more than the usual 48 KiB."""
+    shared_bytes_per_core: int
+    shared_bytes_per_block: int
+    """Maximum for a kernel that asks for more than the usual 48 KiB."""
 
     def target_config(self) -> str:
-        """The text proto that XLA's CUDA plugin takes for a GPU that is not there."""
+        """The text proto that XLA's CUDA plugin takes for an absent GPU."""
         return f"""
             gpu_device_info {{
               cuda_compute_capability {{ {self.capability} }}
@@ -45,9 +45,9 @@ class GpuKind:
               device_memory_size: {self.memory_bytes}
               memory_bandwidth: {self.memory_rate}
               l2_cache_size: {self.l2_bytes}
-              shared_memory_per_core: {self.shared_bytes_of_core}
+              shared_memory_per_core: {self.shared_bytes_per_core}
               shared_memory_per_block: {48 << 10}
-              shared_memory_per_block_optin: {self.shared_bytes_of_block}
+              shared_memory_per_block_optin: {self.shared_bytes_per_block}
               threads_per_warp: 32
               threads_per_block_limit: 1024
               threads_per_core_limit: 2048
@@ -65,7 +65,7 @@ class GpuKind:
 
 _H100 = GpuKind(
     description="NVIDIA H100 80GB HBM3",
-    # matrix units of 9.0 have instructions that only code for exactly 9.0 (sm_90a) may use
+    # only code for exactly 9.0 (sm_90a) may use the instructions of its matrix units
     capability="major: 9 feature_extension: ACCELERATED_FEATURES",
     cores=132,
     float32_units=128,
@@ -73,8 +73,8 @@ _H100 = GpuKind(
     memory_bytes=84_942_979_072,
     memory_rate=3_352_320_000_000,
     l2_bytes=50 << 20,
-    shared_bytes_of_core=228 << 10,
-    shared_bytes_of_block=227 << 10,
+    shared_bytes_per_core=228 << 10,
+    shared_bytes_per_block=227 << 10,
 )
 GPU_KINDS = {
     "a100": GpuKind(
@@ -86,8 +86,8 @@ GPU_KINDS = {
         memory_bytes=85_100_068_864,
         memory_rate=2_039_040_000_000,
         l2_bytes=40 << 20,
-        shared_bytes_of_core=164 << 10,
-        shared_bytes_of_block=163 << 10,
+        shared_bytes_per_core=164 << 10,
+        shared_bytes_per_block=163 << 10,
     ),
     "h100": _H100,
     "h200": replace(
@@ -97,11 +97,11 @@ GPU_KINDS = {
         memory_rate=4_800_000_000_000,
     ),
 }
-"""By the names that hardware tables have, too."""
+"""Descriptions by the names that hardware tables use, too."""
 
 
 def host_topology(count: int) -> str | None:
-    """`slices x hosts x GPUs of a host` for so many GPUs; None where hosts would not be full."""
+    """Topology `slices x hosts x GPUs of a host` for `count` GPUs; None unless hosts are full."""
     if count <= GPUS_PER_HOST:
         return f"1x1x{count}"
     hosts, rest = divmod(count, GPUS_PER_HOST)

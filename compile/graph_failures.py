@@ -1,4 +1,4 @@
-"""Errors for graphs that the compiler or the device refuses, with the key of the plan to change.
+"""Errors for graphs that the compiler or the device refuses, with the plan's key to change.
 
 Knows nothing of requests or files.
 """
@@ -10,7 +10,7 @@ from .grids.bucket_grid import BucketGrid, PrefillBucket
 
 
 class GraphFailed(RuntimeError):
-    """A graph that does not compile, does not fit, or fails as it runs."""
+    """A graph that does not compile, does not fit into memory, or fails as it runs."""
 
     exit_code = 4
 
@@ -21,7 +21,7 @@ class GraphFailed(RuntimeError):
 
 @contextmanager
 def naming_graph(name: str, grid: BucketGrid, what: str) -> Iterator[None]:
-    """Turn an error of XLA in this block into `GraphFailed`; `what` says how the graph failed."""
+    """Turn an XLA error in this block into `GraphFailed`; `what` says how the graph failed."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -29,7 +29,7 @@ def naming_graph(name: str, grid: BucketGrid, what: str) -> Iterator[None]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that a device, or the host, has no memory left."""
+    """Whether an error says that a device or the host has no memory left."""
     return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
 
 
@@ -39,12 +39,12 @@ def reason(error: BaseException) -> str:
 
 
 def bucket_of(name: str, grid: BucketGrid) -> PrefillBucket | None:
-    """The prefill bucket that a graph belongs to; None for graphs of slots and of decode."""
+    """The prefill bucket of a graph, or None for other graphs."""
     return next((bucket for bucket in grid.prefill if name.endswith(f" {bucket}")), None)
 
 
 def _advice(name: str, grid: BucketGrid) -> str:
-    """The change to the plan that leaves the graph out or makes it smaller."""
+    """The change to the plan that removes the graph or makes it smaller."""
     bucket = bucket_of(name, grid)
     if bucket is None:
         also = " and buckets.span_slots" if grid.span_slots else ""

@@ -1,7 +1,6 @@
-"""One layout of one model measured by compiling it: memory, collectives, flops, compile seconds.
+"""Compiles one layout of a model and reads memory, collectives, flops and compile seconds.
 
-Knows nothing of files or pictures. A layout that cannot be is not lowered: it comes back with what
-is wrong with it.
+An illegal layout is not lowered: its result has the findings. Knows nothing of files or pictures.
 """
 
 import re
@@ -18,9 +17,9 @@ from ..sharding.call import Call
 from ..sharding.layer_shapes import ExpectedCollective
 from ..sharding.layout import PHASES, Layout
 from ..sharding.legality import check
+from .abstract_model import AbstractModel, model_sizes
 from .attention_kernels import AUTO_ATTENTION, AttentionPlan, choose_kernels
 from .build import compile_with_text, plan_graphs
-from .definition import Definition, model_sizes
 from .grids.bucket_grid import BucketGrid
 from .planning.evidence import read_evidence
 from .planning.hardware import Hardware
@@ -41,55 +40,59 @@ class CollectiveTotal:
     axis: str
     """Mesh axes, joined by `+`."""
     conditional: bool
-    """Only for what some rows ask for, such as sampling or log-probabilities."""
+    """Whether they run only if some row needs them, for example for sampling or log-probabilities.
+    """
     count: int
     bytes: int
-    """Of all of them together, on one device; see `sharding.communication` for what is counted."""
+    """Bytes of all these collectives on one device; `sharding.communication` defines the count."""
     sent_bytes: float
-    """What each device sends for them, by the ring algorithms."""
+    """Bytes that each device sends for them in the ring algorithms."""
     per_layer: float
-    """Of the count, those inside layers, by layer."""
+    """Number of collectives inside layers, divided by the number of layers."""
     bytes_per_layer: float
     formula_bytes_per_layer: float | None
-    """What the layout's rules say; None of what only some rows ask for."""
+    """Bytes that the layout's rules predict; None for conditional collectives."""
 
 
 @dataclass
 class LayoutResult:
-    """What is known of one layout."""
+    """The measurements of one layout."""
 
     name: str
     mesh: dict[str, int]
     legal: bool
     findings: list[str]
-    """What is wrong: of an illegal layout its rules, of a legal one that it does not compile."""
+    """Errors: the broken rules of an illegal layout, or the failed compile of a legal one."""
     bytes_per_device: dict[str, int] = field(default_factory=dict)
-    """Of parameters, cache, and temporaries of the graph that needs most."""
+    """Bytes of parameters and of the cache, and the largest temporaries of a graph."""
     temp_by_phase: dict[str, int] = field(default_factory=dict)
     collectives: list[CollectiveTotal] = field(default_factory=list)
     collectives_from: str = COMPILER
-    """Who says so: where XLA cannot write its program as text, the layout's rules on the shapes."""
+    """Source of the collectives: the compiler, or the layout's rules where XLA cannot write its
+    program as text."""
     flops: float = 0.0
-    """On one device, of one prefill call and one decode step together; of Pallas kernels none."""
+    """Flops on one device of one prefill call and one decode step together, without Pallas
+    kernels."""
     flops_from: str = COMPILER
-    """Who counted them: where compilers do not, on GPU, or count the layers of a loop as one, those
-    of the shapes stand for them."""
+    """Source of the flops: the compiler, or the shapes where it reports none (GPU) or counts a
+    scanned layer once."""
     flops_by_phase: dict[str, float] = field(default_factory=dict)
     programs: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Evidence of the program of each phase; none of a program that XLA cannot write."""
+    """Evidence from the program of each phase; missing for a program that XLA cannot write as
+    text."""
     attention: dict[str, str] = field(default_factory=dict)
-    """The kernel of each phase, and why it was chosen."""
+    """The kernel of each phase, and the reason for it."""
     compile_seconds: float = 0.0
     max_abs_diff: float | None = None
-    """Worst difference of logits from one device, where that was asked for."""
+    """Largest difference of logits from one device, if it was asked for."""
 
     @property
     def verdict(self) -> str:
-        """In two words, what is wrong with a layout that has findings."""
+        """The two words for a layout with findings."""
         return "does not compile" if self.legal else "illegal"
 
     def as_json(self) -> dict[str, Any]:
-        """The result as one JSON object; without a verification it has no `max_abs_diff`."""
+        """The result as one JSON object, without `max_abs_diff` if nothing was verified."""
         table = asdict(self)
         if self.max_abs_diff is None:
             del table["max_abs_diff"]
@@ -108,31 +111,41 @@ def measure(
     hardware: Hardware | None = None,
     torus: Sequence[int] = (),
 ) -> LayoutResult:
-    """Compile the longest prefill and decode graph of a grid under a layout, and read them.
+    """Compile the longest prefill graph and decode graph of a grid under a layout, and read them.
 
-    With `hardware` that has a clock, cycles are told; `torus` are the dimensions of its slice.
+    Args:
+      config: The model.
+      layout: The layout to measure.
+      target: Devices, present or not.
+      grid: The grid whose longest graphs are compiled.
+      dtype: Dtype of weights and activations.
+      on_graph: Called with name and seconds after each compile.
+      attention: Kernels that the plan names.
+      scan_layers: Whether repeated layers run in a loop.
+      hardware: Rates of the target. If it has a clock, the evidence has cycles.
+      torus: Dimensions of the target's slice.
     """
     findings = check(layout, model_sizes(config, len(target.devices), grid))
     result = LayoutResult(layout.name, dict(layout.mesh.axes), not findings, findings)
     if findings:
         return result
     placement = target.placement(layout)
-    definition = Definition(config, placement.arrangement(config, scan_layers))
-    work = Work(definition, jnp.dtype(dtype).name, layout, placement.cache_dtype(dtype))
+    model = AbstractModel(config, placement.arrangement(config, scan_layers))
+    work = Work(model, jnp.dtype(dtype).name, layout, placement.cache_dtype(dtype))
     result.bytes_per_device = {"params": work.parameter_bytes, "cache": work.grid_bytes(grid)}
     kernels = choose_kernels(config, grid, placement, jnp.dtype(dtype), attention)
     result.attention = kernels.report()
     graphs = {}
-    for graph in plan_graphs(definition, grid, placement, jnp.dtype(dtype), attention=attention):
+    for graph in plan_graphs(model, grid, placement, jnp.dtype(dtype), attention=attention):
         phase = graph.kind
-        # decode graphs come by growing span, prefill graphs by shrinking length
+        # decode graphs come in rising order of spans, prefill graphs in falling order of lengths
         if phase == "decode" or (phase == "prefill" and phase not in graphs):
             graphs[phase] = graph
     for phase in PHASES:
         try:
             compiled, text, seconds = compile_with_text(graphs[phase])
         except RuntimeError as error:
-            # an over-full device is what a comparison should find out
+            # a comparison of layouts should report a device whose memory is too small
             reason = str(error).strip().partition("\n")[0]
             result.findings.append(
                 f"{graphs[phase].name} does not compile for {target.name}: {reason} Try more "
@@ -159,13 +172,14 @@ def _read(
     call: Call,
     work: Work,
 ) -> None:
-    """Add what one executable says, and the flops of the shapes where it says nothing of them."""
+    """Add the properties of one executable; flops come from shapes if the compiler has none."""
     phase, layout, config = call.phase, work.layout, work.config
     memory = compiled.memory_analysis()
     result.temp_by_phase[phase] = memory.temp_size_in_bytes if memory is not None else 0
-    # the body of the loop over steps counts once: one step. That of a loop over layers does, too
+    # the compiler counts the body of a loop once: for the loop over steps that is one step, but a
+    # loop over layers would count as one layer
     flops = (compiled.cost_analysis() or {}).get("flops")
-    if flops is None or work.definition.arrangement.scan_layers:
+    if flops is None or work.model.arrangement.scan_layers:
         result.flops_from = SHAPES
         flops = sum(part.flops for part in work.parts(call))
     result.flops_by_phase[phase] = float(flops)
@@ -174,29 +188,35 @@ def _read(
     )
     if text is None:
         result.collectives_from = SHAPES
-    found = formulas if text is None else read_collectives(text, layout.mesh.sizes)
-    result.collectives += _totals(phase, found, formulas, layout, config.num_layers)
+    collectives = formulas if text is None else read_collectives(text, layout.mesh.sizes)
+    result.collectives += _totals(phase, collectives, formulas, layout, config.num_layers)
 
 
 def _totals(
     phase: str,
-    found: Sequence[Collective | ExpectedCollective],
+    collectives: Sequence[Collective | ExpectedCollective],
     formulas: Sequence[ExpectedCollective],
     layout: Layout,
     num_layers: int,
 ) -> Iterator[CollectiveTotal]:
-    """Collectives by kind and mesh axes; the formulas tell of layers, which send nearly all."""
+    """Collectives by kind and mesh axes; the formulas cover layers, which send most bytes."""
     groups: dict[tuple[str, tuple[str, ...], bool], list[Collective | ExpectedCollective]] = {}
-    for one in found:
-        is_conditional = isinstance(one, Collective) and one.is_conditional
-        groups.setdefault((one.kind, one.mesh_axes, is_conditional), []).append(one)
+    for collective in collectives:
+        is_conditional = isinstance(collective, Collective) and collective.is_conditional
+        groups.setdefault((collective.kind, collective.mesh_axes, is_conditional), []).append(
+            collective
+        )
     for (kind, mesh_axes, is_conditional), members in sorted(groups.items()):
         in_layers = [
-            one
-            for one in members
-            if isinstance(one, ExpectedCollective) or _LAYER_SCOPE.search(one.source)
+            collective
+            for collective in members
+            if isinstance(collective, ExpectedCollective) or _LAYER_SCOPE.search(collective.source)
         ]
-        formula = [one for one in formulas if (one.kind, one.mesh_axes) == (kind, mesh_axes)]
+        formula = [
+            collective
+            for collective in formulas
+            if (collective.kind, collective.mesh_axes) == (kind, mesh_axes)
+        ]
         num_bytes = _num_bytes(members)
         group = layout.mesh.num_shards(mesh_axes)
         yield CollectiveTotal(
@@ -204,14 +224,14 @@ def _totals(
             kind=kind,
             axis="+".join(mesh_axes),
             conditional=is_conditional,
-            count=sum(one.times for one in members),
+            count=sum(collective.times for collective in members),
             bytes=num_bytes,
             sent_bytes=communication.sent_bytes(kind, num_bytes, group),
-            per_layer=sum(one.times for one in in_layers) / num_layers,
+            per_layer=sum(collective.times for collective in in_layers) / num_layers,
             bytes_per_layer=_num_bytes(in_layers) / num_layers,
             formula_bytes_per_layer=None if is_conditional else _num_bytes(formula) / num_layers,
         )
 
 
 def _num_bytes(members: Iterable[Collective | ExpectedCollective]) -> int:
-    return sum(one.times * one.num_bytes for one in members)
+    return sum(collective.times * collective.num_bytes for collective in members)

@@ -1,4 +1,4 @@
-"""Counts compiles, so that a run can prove it made none. Knows nothing of graphs or grids."""
+"""Counts compiles, so that a run can prove that it made none. Knows nothing of graphs or grids."""
 
 import threading
 
@@ -8,14 +8,14 @@ _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
 class CompileMonitor:
-    """Number of programs handed to the compiler in this process since it was first asked for.
+    """The number of programs given to the compiler since the monitor of this process exists.
 
-    Loads from the persistent compilation cache count too: after the build neither may happen.
+    Loads from the persistent compilation cache count as well: neither may happen after the build.
     """
 
     def __init__(self):
         self.num_compiles = 0
-        # graphs compile in several threads, and `+=` is not one step
+        # graphs compile in several threads, and `+=` is not atomic
         self._lock = threading.Lock()
         jax.monitoring.register_event_duration_secs_listener(self._on_duration)
 
@@ -30,7 +30,7 @@ _monitor: CompileMonitor | None = None
 
 
 def compile_monitor() -> CompileMonitor:
-    """The process's monitor; jax offers no way to take a listener back, so there is one."""
+    """The monitor of this process. There is only one, as jax cannot remove a listener."""
     global _monitor
     if _monitor is None:
         _monitor = CompileMonitor()

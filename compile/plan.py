@@ -1,9 +1,9 @@
 """The plan file: target, model, numbers, buckets, layout, attention, experts, compiler options.
 
-Reads and writes its text; touches no disk.
+Reads and writes the text of the file, and touches no disk.
 
 Guarantees: schema 2 is written, and schema 1 is read as well;
-`Plan.from_table(tomllib.loads(plan.to_toml())) == plan`; keys that are not known are refused.
+`Plan.from_table(tomllib.loads(plan.to_toml())) == plan`; unknown keys are refused.
 """
 
 from collections.abc import Mapping
@@ -29,16 +29,17 @@ _RESERVED_NUMBERS = {"weights", "group", "activations", "cache"}
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """The model that a plan was made for."""
+    """The model for which a plan was made."""
 
     source: str
     fingerprint: str
-    """Of the model's files; empty where the plan is for any model that fits it."""
+    """Fingerprint of the model's files; empty if the plan is for any model that fits it."""
     scan_layers: bool = False
-    """Whether layers that repeat a pattern run in a loop: programs compile in a fraction of the
-    time, however deep the model, and are slower to run on the CPU."""
+    """Whether layers that repeat a pattern run in a loop. Programs then compile in a fraction of
+    the time, however deep the model is, but run slower on the CPU."""
 
     def __post_init__(self):
+        """Refuse values of a wrong type."""
         for name in ("source", "fingerprint"):
             if not isinstance(getattr(self, name), str):
                 raise ValueError(f"model.{name}: expected a string, got {getattr(self, name)!r}.")
@@ -48,7 +49,7 @@ class PlannedModel:
             )
 
     def to_table(self) -> dict[str, Any]:
-        """What a plan's `[model]` says: layers only where they are scanned."""
+        """The table `[model]`; `scan_layers` appears only if it is true."""
         table = asdict(self)
         if not self.scan_layers:
             del table["scan_layers"]
@@ -63,37 +64,44 @@ class Numbers:
     """The dtype of weights and activations."""
 
     def __post_init__(self):
+        """Refuse an unknown dtype."""
         if self.dtype not in DTYPES:
             raise ValueError(f"numbers.dtype: expected {' or '.join(DTYPES)}, got {self.dtype!r}.")
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> "Numbers":
-        """Read the parsed table; ValueError names a key that is wrong, missing or reserved."""
+        """Read the parsed table.
+
+        Raises:
+          ValueError: A key is wrong, missing or reserved; the error names it.
+        """
         check_keys("[numbers]", table, {"dtype"}, reserved=_RESERVED_NUMBERS)
         return cls(**table)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All that decides which graphs exist."""
+    """Everything that decides which graphs exist."""
 
     target: str
     model: PlannedModel
     numbers: Numbers
     buckets: BucketGrid
     layout: Layout | None = None
-    """How the model lies on several devices; None on one."""
+    """The layout for several devices; None for one device."""
     experts: ExpertPlan | None = None
-    """Of a model with experts, where None means without loss; others have none."""
+    """Expert settings of a model with experts, where None means lossless dispatch. None for other
+    models."""
     attention: AttentionPlan = AUTO_ATTENTION
     compiler: CompilerOptions = field(default_factory=dict)
-    """Options that were set; those of the target's platform are added as graphs are compiled."""
+    """Options that the plan sets; the target's platform adds its own when graphs are compiled."""
     max_length_reason: str = ""
     """The reason why rows without `max_tokens` end at `buckets.max_length`, before the model's
     context. It is empty if they do not, or if the user set the limit."""
 
     def __post_init__(self):
-        TargetName.of(self.target)
+        """Refuse an unknown target, and compiler options for graphs that are not built."""
+        TargetName.parse(self.target)
         if not isinstance(self.max_length_reason, str):
             raise ValueError(
                 f"plan max_length_reason: expected a string, got {self.max_length_reason!r}."
@@ -134,7 +142,11 @@ class Plan:
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> "Plan":
-        """Read a parsed TOML table; raises ValueError naming a key that is wrong or missing."""
+        """Read a parsed TOML table.
+
+        Raises:
+          ValueError: A key or value is wrong, or a key is missing; the error names it.
+        """
         table = _in_schema_2(table)
         required, optional = _REQUIRED | {"numbers"}, _OPTIONAL | {"compiler"}
         check_keys("plan", table, required, optional, reserved=_RESERVED)
@@ -159,7 +171,7 @@ class Plan:
 
 
 def _in_schema_2(table: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The table as schema 2 has it: schema 1 has `model.dtype` in place of `[numbers]`."""
+    """The table in schema 2; schema 1 has `model.dtype` instead of `[numbers]`."""
     schema = table.get("schema", SCHEMA)
     if schema not in (1, SCHEMA) or type(schema) is not int:
         raise ValueError(
@@ -181,8 +193,8 @@ def _in_schema_2(table: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _layout(table: Mapping[str, Any]) -> Layout | None:
-    found = {key: table[key] for key in _LAYOUT_KEYS if key in table}
-    if not found:
+    layout = {key: table[key] for key in _LAYOUT_KEYS if key in table}
+    if not layout:
         return None
-    found["name"] = found.pop("layout", "of the plan")
-    return Layout.from_table(found, "plan")
+    layout["name"] = layout.pop("layout", "of the plan")
+    return Layout.from_table(layout, "plan")

@@ -1,4 +1,4 @@
-"""Tables of a plan's file: keys read strictly, values written as TOML. Touches no disk."""
+"""Tables of a plan's file: keys are read strictly, values are written as TOML. Touches no disk."""
 
 import math
 import re
@@ -18,15 +18,24 @@ def check_keys(
     optional: Set[str] = frozenset(),
     reserved: Set[str] = frozenset(),
 ) -> None:
-    """Raise ValueError for a table with keys that are not known, or without one that must be.
+    """Refuse a table with unknown, missing or reserved keys.
 
-    Keys that are reserved for later versions are refused as such.
+    Args:
+      where: Beginning of the error message.
+      table: A parsed value, which may be no table.
+      required: Keys that must be there.
+      optional: Other known keys.
+      reserved: Keys of later versions, for which there is an error of its own.
+
+    Raises:
+      ValueError: The value is no table, or its keys are wrong.
     """
     if not isinstance(table, Mapping):
         raise ValueError(f"{where}: expected a table, got {table!r}.")
-    if found := sorted(reserved & set(table)):
+    if reserved_keys := sorted(reserved & set(table)):
         raise ValueError(
-            f"{where}: {found} are reserved, and not implemented in this version. Remove them."
+            f"{where}: {reserved_keys} are reserved, and not implemented in this version. "
+            f"Remove them."
         )
     unknown, missing = set(table) - required - optional, required - set(table)
     if unknown or missing:
@@ -37,7 +46,7 @@ def check_keys(
 
 
 def check_number(name: str, value: Any, *, above: float | None = None) -> None:
-    """Raise ValueError for what is no finite number from 0 up, or not above another one."""
+    """Raise ValueError unless a value is a finite number from 0 up, or above the bound `above`."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     is_large = is_number and (value >= 0 if above is None else value > above)
     if not (is_large and math.isfinite(value)):
@@ -46,7 +55,7 @@ def check_number(name: str, value: Any, *, above: float | None = None) -> None:
 
 
 def table_lines(name: str, values: Mapping[str, Any]) -> list[str]:
-    """A table as lines of TOML, with an empty one before it; None is a key left out."""
+    """A table as lines of TOML, after an empty line; a key with the value None is left out."""
     return ["", f"[{name}]", *key_lines(values, f"{name}.")]
 
 

@@ -1,9 +1,9 @@
-"""Graph bodies of prefill: pieces of prompts are written into their slots, and slots are copied.
+"""Graph bodies of prefill: write pieces of prompts into their slots, and copy slots.
 
-What is known of a prompt lies in its slot from its first piece on: every piece writes what the
-request asks for, and leaves the row at the length that it has then. The last one makes the row
-active; until then decode passes it by. A whole prompt is one piece. `stored` are the operations of
-decode, by which slots lie. Knows nothing of requests' owners, text, queues or clocks.
+A slot has the state of its prompt from the first piece on: every piece writes the parameters of the
+request, and sets the length that the row has then. The last piece makes the row active; decode
+skips the row before that. A whole prompt is one piece. `stored` are the operations of decode, which
+define how slots are sharded. Knows nothing of requests' owners, text, queues or clocks.
 """
 
 from functools import partial
@@ -28,11 +28,11 @@ _BY_SLOT = axes.LOGITS[:1]
 
 
 class SlotRequests(NamedTuple):
-    """The lengths and sampling parameters that each row asks its slot for."""
+    """The lengths and sampling parameters that each row writes to its slot."""
 
     prompt_length_B: jax.Array
     limit_B: jax.Array
-    """Length at which the row ends."""
+    """Total length at which the row ends."""
     sampling: SamplingState
 
 
@@ -40,10 +40,11 @@ class PrefillOutput(NamedTuple):
     """The arrays that go to the host after a prefill call."""
 
     is_clean_B: jax.Array
-    """False where what the row left in its slot may not be finite."""
+    """False where the values that the row left in its slot may not be finite."""
     experts: ExpertReport | None
     scores: TokenScores | None = None
-    """Log-probability of the prompt's token after each of the piece, where they are asked for."""
+    """Log-probability of the prompt's next token after each token of the piece, in scoring graphs.
+    """
 
 
 class _Slots(NamedTuple):
@@ -63,8 +64,15 @@ def prefill_step(
 ) -> tuple[DecodeState, PrefillOutput]:
     """Write the next pieces of some prompts into their slots. Static: B, T. Donated: state.
 
-    `state.cache` holds the segments below the graph's span, in which every piece ends. Logits are
-    made for each row's last token only.
+    Logits are computed only for the last token of each row.
+
+    Args:
+      decoder: The decoder, bound to its parameters.
+      state: The state with the cache segments below the graph's span; every piece ends below it.
+      rows: Slot, first position and number of tokens of each row.
+      requests: Lengths and sampling parameters of each row.
+      tokens_BT: Token ids, padded on the right.
+      stored: The operations of decode, which define how slots are sharded.
     """
     _, state, output = _prefill(decoder, state, rows, requests, tokens_BT, stored)
     return state, output
@@ -81,7 +89,10 @@ def score_step(
     *,
     stored: Operations,
 ) -> tuple[DecodeState, PrefillOutput]:
-    """As `prefill_step`, with scores: entry t is of `next_BT[:, t]`, the token after t."""
+    """Prefill as `prefill_step` does, and score. Static: B, T. Donated: state.
+
+    Score t of a row is the log-probability of `next_BT[:, t]`, the token after token t.
+    """
     x_BTD, state, output = _prefill(decoder, state, rows, requests, tokens_BT, stored)
     scores = score_positions(decoder, x_BTD, next_BT, num_logprobs_B)
     return state, output._replace(scores=scores)
@@ -95,10 +106,10 @@ def fork_step(
     *,
     stored: Operations,
 ) -> DecodeState:
-    """Make `slot` the same as `source`, with sampling parameters of its own. Donated: state.
+    """Copy slot `source` to `slot`, with other sampling parameters. Donated: state.
 
-    A source past the slots clears the slot: it then holds zeros and empty positions. What slots
-    share stays as it is.
+    A source past all slots clears the slot: it then has zeros and empty positions. Segments that
+    all slots share do not change.
     """
 
     def take(segments: Segments, logical_axes: Axes) -> Segments:
@@ -116,7 +127,7 @@ def fork_step(
         shared, own = split_shared(segments, axes.row_axis(logical_axes))
         if logical_axes != axes.CACHE_POSITIONS:
             return shared + put(own, take(own, logical_axes), logical_axes)
-        # entries that the source does not have come as zeros, and hold no token
+        # entries that the source does not have come as zeros and hold no token
         row = take(tuple(x - EMPTY_POSITION for x in own), logical_axes)
         return shared + put(own, tuple(x + EMPTY_POSITION for x in row), logical_axes)
 
@@ -128,7 +139,7 @@ def fork_step(
 
 
 def _with_row(x: jax.Array, new: jax.Array, row: jax.Array, axis: int) -> jax.Array:
-    """`x` with one row replaced; as it is where it has no such row."""
+    """`x` with row `row` replaced; `x` itself if it has no such row."""
     index = jnp.clip(row, 0, x.shape[axis] - 1)
     old = jax.lax.dynamic_slice_in_dim(x, index, 1, axis=axis)
     new = jnp.where(index == row, new.astype(x.dtype), old)
@@ -161,14 +172,14 @@ def _prefill(
         is_active_B=put(state.is_active_B, (length_B == requests.prompt_length_B) & generates_B),
         sampling=jax.tree.map(put, state.sampling, requests.sampling),
     )
-    # what a layer keeps of a token goes into the token's own state as well
+    # values that a layer writes for a token reach the token's own hidden state as well
     is_clean_B = jnp.isfinite(x_BTD).all(axis=(1, 2))
     return x_BTD, state, PrefillOutput(is_clean_B, experts)
 
 
 def last_hidden(decoder: "Decoder", x_BTD: jax.Array, count_B: jax.Array) -> jax.Array:
-    """`x_BD` of the last of each row's tokens."""
-    # a sum with one term that is not zero: a gather along tokens would bring them all together
+    """Hidden state `x_BD` of each row's last token."""
+    # a sum with one non-zero term, because a gather along tokens would gather all of them
     position_1T = decoder.operations.positions(x_BTD.shape[1])
     is_last_BT = position_1T == (count_B - 1)[:, None]
     return jnp.where(is_last_BT[..., None], x_BTD, 0).sum(axis=1)

@@ -1,9 +1,9 @@
-"""Compiling without jax's persistent cache of programs.
+"""Compiles programs without jax's persistent cache.
 
-Graphs are kept by their plan (`runtime/bundles`), which needs no trace to find them. jax's cache is
-of no use for them: what it loads for the CPU cannot be written again, and programs for devices that
-are not there cannot be loaded. Guarantees: programs are neither kept nor looked up, whatever the
-user's settings or earlier calls in this process say.
+Executables are kept by plan (`runtime/bundles`), which finds them without a trace. jax's cache does
+not help: a program that it loads for the CPU cannot be written again, and programs for absent
+devices cannot be loaded. Guarantees: programs are neither kept nor looked up, whatever the user's
+settings and earlier calls in this process are.
 """
 
 import threading
@@ -19,11 +19,11 @@ from .programs.program_text import writing_options
 _ABSENT = "compile_only_runtime"
 
 
-class _Anew:
-    """What compiles inside is neither kept nor looked up, in any thread.
+class _WithoutProgramCache:
+    """A context in which compiles use no cache, in any thread.
 
-    jax has one setting for all threads: the first to enter turns the cache off, the last to leave
-    turns it on again, where it was.
+    jax has one setting for all threads: the first thread to enter turns the cache off, and the last
+    thread to leave restores the setting.
     """
 
     def __init__(self):
@@ -43,27 +43,27 @@ class _Anew:
                 _use(self._was_used)
 
 
-anew = _Anew()
-"""`with anew:` compiles without the cache."""
+without_program_cache = _WithoutProgramCache()
+"""Context manager: `with without_program_cache:` compiles without jax's persistent cache."""
 
 
 def compile_program(
     lowered: jax.stages.Lowered, options: Mapping[str, Any], text_folder: Path | None = None
 ) -> jax.stages.Compiled:
-    """Compile what was lowered with the placement of its results.
+    """Compile a lowered program that has shardings for its results.
 
-    Programs for absent TPUs are also written as text, if there is a folder for it.
+    Programs for absent TPUs are also written as text, if `text_folder` is given.
     """
     sharding = jax.tree.leaves(lowered.out_info)[0].sharding
     device = next(iter(sharding.device_set))
     is_absent = device.client.runtime_type == _ABSENT
     if text_folder is not None and is_absent and device.platform == "tpu":
         options = {**options, **writing_options(text_folder)}
-    with anew:
+    with without_program_cache:
         return lowered.compile(compiler_options=dict(options) or None)
 
 
 def _use(is_used: bool) -> None:
     jax.config.update("jax_enable_compilation_cache", is_used)
-    # the decision is otherwise made once for a process
+    # jax otherwise decides once for the whole process
     compilation_cache.reset_cache()

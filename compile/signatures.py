@@ -1,7 +1,7 @@
-"""Abstract arguments of every graph of a grid: what is lowered, and what callers must pass.
+"""Abstract arguments of every graph of a grid, one function for each kind of graph.
 
-Knows nothing of devices: logical axes go with the arrays, and whoever lowers turns them into
-placements. One function a graph kind.
+They are lowered, and callers must pass arrays of the same shapes. Logical axes go with the arrays;
+the module that lowers turns them into shardings. Knows nothing of devices.
 """
 
 from typing import TYPE_CHECKING
@@ -17,25 +17,33 @@ from .prefill_steps import SlotRequests
 from .steps import DecodeState
 
 if TYPE_CHECKING:
-    from .definition import Definition
+    from .abstract_model import AbstractModel
 
 MAX_STOP_IDS = 48
-"""Ids that may end one row: the model's own and the caller's."""
+"""Maximum number of ids that end one row: the model's and the caller's together."""
 MAX_BIASES = 300
 
 
 def decode_state(
-    definition: "Definition",
+    model: "AbstractModel",
     grid: BucketGrid,
     dtype: jnp.dtype,
     num_cache_heads: int | None = None,
     cache_stripes: int = 1,
 ) -> DecodeState:
-    """An empty decode state of the grid; evaluate abstractly for its signature."""
-    config, B, V = definition.config, grid.decode_slots, definition.padded_vocab
+    """An empty decode state of the grid; evaluate it abstractly for the signature.
+
+    Args:
+      model: The abstract model.
+      grid: Slots, spans and length.
+      dtype: Dtype of the cache.
+      num_cache_heads: Key/value heads of the cache, copies included.
+      cache_stripes: Devices along the cache's entries.
+    """
+    config, B, V = model.config, grid.decode_slots, model.padded_vocab
 
     def zeros() -> jax.Array:
-        # one buffer each: donated arguments must not share
+        # one buffer for each use: donated arguments must not share one
         return jnp.zeros(B, jnp.int32)
 
     return DecodeState(
@@ -47,7 +55,7 @@ def decode_state(
             num_cache_heads,
             cache_stripes,
             grid.span_slots,
-            definition.arrangement,
+            model.arrangement,
             grid.chunks[0] if grid.chunks else None,
         ),
         logits_BV=jnp.zeros((B, V), jnp.float32),
@@ -61,7 +69,7 @@ def decode_state(
 
 
 def greedy_sampling(B: int, V: int) -> SamplingState:
-    """Sampling parameters of rows that ask for nothing."""
+    """Greedy sampling parameters, as for rows without any of their own."""
     return SamplingState(
         temperature_B=jnp.zeros(B),
         top_k_B=jnp.zeros(B, jnp.int32),
@@ -81,29 +89,29 @@ def greedy_sampling(B: int, V: int) -> SamplingState:
 
 
 def prefill_arguments(
-    definition: "Definition", bucket: PrefillBucket
+    model: "AbstractModel", bucket: PrefillBucket
 ) -> tuple[PromptPieces, SlotRequests, jax.ShapeDtypeStruct]:
-    """`rows, requests, tokens_BT`."""
+    """Arguments of a prefill graph: `rows, requests, tokens_BT`."""
     B = bucket.batch
-    of_row = jax.ShapeDtypeStruct((B,), jnp.int32)
-    rows = PromptPieces._make((of_row, None if bucket.is_whole else of_row, of_row))
-    sampling = jax.eval_shape(lambda: greedy_sampling(B, definition.padded_vocab))
+    int_B = jax.ShapeDtypeStruct((B,), jnp.int32)
+    rows = PromptPieces._make((int_B, None if bucket.is_whole else int_B, int_B))
+    sampling = jax.eval_shape(lambda: greedy_sampling(B, model.padded_vocab))
     tokens_BT = jax.ShapeDtypeStruct((B, bucket.tokens), jnp.int32)
-    return rows, SlotRequests._make((of_row, of_row, sampling)), tokens_BT
+    return rows, SlotRequests._make((int_B, int_B, sampling)), tokens_BT
 
 
-def score_arguments(definition: "Definition", bucket: PrefillBucket):
-    """`rows, requests, tokens_BT, next_BT, num_logprobs_B`."""
-    rows, requests, tokens_BT = prefill_arguments(definition, bucket)
+def score_arguments(model: "AbstractModel", bucket: PrefillBucket):
+    """Arguments of a scoring graph: `rows, requests, tokens_BT, next_BT, num_logprobs_B`."""
+    rows, requests, tokens_BT = prefill_arguments(model, bucket)
     return rows, requests, tokens_BT, tokens_BT, rows.count_B
 
 
-def fork_arguments(definition: "Definition"):
-    """`source, slot` and the row's sampling parameters."""
+def fork_arguments(model: "AbstractModel"):
+    """Arguments of the fork graph: `source, slot` and the row's sampling parameters."""
     number = jax.ShapeDtypeStruct((), jnp.int32)
-    return number, number, jax.eval_shape(lambda: greedy_sampling(1, definition.padded_vocab))
+    return number, number, jax.eval_shape(lambda: greedy_sampling(1, model.padded_vocab))
 
 
 def live_mask(grid: BucketGrid) -> jax.ShapeDtypeStruct:
-    """`is_live_B` of a decode call."""
+    """Argument `is_live_B` of a decode graph."""
     return jax.ShapeDtypeStruct((grid.decode_slots,), jnp.bool_)

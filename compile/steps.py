@@ -1,7 +1,7 @@
 """The state of the slots between calls, and the graph bodies of decoding and scoring.
 
-What is compiled is exactly these functions and those of `prefill_steps`. Shapes are a function of
-the bucket alone; what changes from call to call is an array. Knows nothing of requests, text,
+Exactly these functions and those of `prefill_steps` are compiled. Shapes are a function of the
+bucket alone; values that change from call to call are arrays. Knows nothing of requests, text,
 queues or clocks.
 """
 
@@ -27,7 +27,7 @@ _SCORE_ROWS = 256
 
 
 class DecodeState(NamedTuple):
-    """All that lives on the device between calls: B slots."""
+    """Everything that stays on the device between calls, for B slots."""
 
     cache: KVCache
     logits_BV: jax.Array
@@ -36,16 +36,16 @@ class DecodeState(NamedTuple):
     """Prompt and output ids so far."""
     prompt_length_B: jax.Array
     length_B: jax.Array
-    """Known tokens; the position of the next one."""
+    """Number of known tokens, which is the position of the next token."""
     limit_B: jax.Array
-    """Length at which the row ends."""
+    """Total length at which the row ends."""
     is_active_B: jax.Array
     sampling: SamplingState
 
     def map(self, visit: Callable[[Segments, Axes], Segments]) -> "DecodeState":
-        """`visit` of the segments of every array and their logical axes.
+        """Apply `visit` to the segments and the logical axes of every array.
 
-        An array that is not of the cache is one segment.
+        An array outside the cache counts as one segment.
         """
 
         def by_slot(leaf: jax.Array) -> jax.Array:
@@ -60,27 +60,27 @@ class DecodeState(NamedTuple):
 
 
 class DecodeOutput(NamedTuple):
-    """What crosses to the host after a decode call of Q steps."""
+    """The arrays that go to the host after a decode call of Q steps."""
 
     tokens_BQ: jax.Array
     """Chosen ids; `NO_TOKEN` where a row emitted nothing."""
     is_active_B: jax.Array
     is_finite_B: jax.Array
-    """False when a row met NaN or infinite logits; it then stopped without a token."""
+    """False if a row met NaN or infinite logits; it then stopped without a token."""
     is_clean_B: jax.Array
-    """False where what the row left in its slot may not be finite."""
+    """False where the values that the row left in its slot may not be finite."""
     scores: TokenScores
-    """Of every step, along a second axis Q."""
+    """Scores of every step, along a second axis Q."""
     experts: ExpertReport | None = None
-    """Of all steps together."""
+    """Sum of the reports of all steps."""
 
 
 def score_positions(
     decoder: "Decoder", x_BTD: jax.Array, target_BT: jax.Array, num_logprobs_B: jax.Array
 ) -> TokenScores:
-    """The log-probability of `target`, in order, after each position's hidden state.
+    """Log-probabilities of `target_BT`, each after the hidden state of the same index.
 
-    Logits are made for a few positions at a time, so no `[B, T, V]` array exists.
+    Logits are computed for a few positions at a time, so no `[B, T, V]` array exists.
     """
     B, T, D = x_BTD.shape
     piece = _piece(B, T)
@@ -110,11 +110,17 @@ def score_positions(
 def decode_step(
     decoder: "Decoder", state: DecodeState, is_live_B: jax.Array, *, span: int, num_steps: int
 ) -> tuple[DecodeState, DecodeOutput]:
-    """Up to `num_steps` tokens for every live row. Static: span, num_steps. Donated: state.
+    """Decode up to `num_steps` tokens of every live row. Static: span, num_steps. Donated: state.
 
-    `state.cache` holds the segments below `span`; a row whose next position lies beyond waits. The
-    loop ends early when no row has anything left to do. `is_live_B` is the host's word on which
-    rows may run.
+    The loop ends early when no row has anything left to do.
+
+    Args:
+      decoder: The decoder, bound to its parameters.
+      state: The state with the cache segments below `span`. A row whose next position is not below
+        `span` waits.
+      is_live_B: The rows that the host allows to run.
+      span: Number of cache positions that the graph reads.
+      num_steps: Maximum number of steps.
     """
     B = state.length_B.shape[0]
     output = _empty_output(B, num_steps)._replace(experts=_no_report(decoder, state))
@@ -133,7 +139,7 @@ def decode_step(
         history = History(state.tokens_BS, state.prompt_length_B, state.length_B)
         token_B = sample(state.logits_BV, state.sampling, history, runs_B)
         token_B = decoder.operations.constrain(token_B, axes.LOGITS[:1])
-        # max passes NaN on; a row of -inf alone has nothing to choose from
+        # max passes NaN on; a row with only -inf has nothing to choose from
         is_finite_B = jnp.isfinite(state.logits_BV.max(axis=-1)) | ~runs_B
         emits_B = runs_B & is_finite_B
         num_logprobs_B = jnp.where(emits_B, state.sampling.num_logprobs_B, -1)
@@ -164,7 +170,7 @@ def decode_step(
 
 
 def _constrain_slots(state: DecodeState, operations: Operations) -> DecodeState:
-    """Keep what is kept per slot where its signature says, whatever attention does with it."""
+    """Keep the per-slot arrays on their signature's shardings, however attention is sharded."""
 
     def constrain(x: jax.Array) -> jax.Array:
         return operations.constrain(x, axes.LOGITS[:1])
@@ -191,9 +197,9 @@ def _empty_output(B: int, num_steps: int) -> DecodeOutput:
 
 
 def _no_report(decoder: "Decoder", state: DecodeState) -> ExpertReport | None:
-    """The report of sparse layers before the first step: zeros, or None of a dense model."""
+    """Zeros in the shapes of the sparse layers' report; None for a dense model."""
     if decoder.config.moe is None:
-        # its shapes would take a trace of all layers
+        # the shapes of a report would need a trace of all layers
         return None
     _, _, report = jax.eval_shape(
         lambda: decoder.decode(state.length_B, state.length_B, state.cache, state.is_active_B)

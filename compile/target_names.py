@@ -1,8 +1,8 @@
-"""Names of targets: what they say of devices, before anyone looks for these.
+"""Names of targets, parsed without looking for devices.
 
-`cpu`, `gpu` and `tpu` are this machine's, `cpu:8` eight of them; `tpu:v5e:2x4` and `gpu:h100:8` are
-a kind of hardware, which need not be there. Slices of TPUs that cannot be are refused. Knows
-neither jax nor which kinds there are.
+`cpu`, `gpu` and `tpu` are devices of this machine, and `cpu:8` is eight of them. `tpu:v5e:2x4` and
+`gpu:h100:8` are kinds of hardware that need not be present. Impossible TPU slices are refused.
+Knows nothing of jax, and does not know which kinds exist.
 """
 
 import math
@@ -19,34 +19,34 @@ _NAME = re.compile(
 
 
 class UnknownTarget(ValueError):
-    """A target that cannot be parsed or is not there."""
+    """A target that cannot be parsed or is not present."""
 
 
 @dataclass(frozen=True)
 class TargetName:
-    """A target's name, taken apart."""
+    """The parts of a target's name."""
 
     platform: str
     kind: str = ""
-    """Generation of TPUs or kind of GPUs; empty for this machine's, whatever they are."""
+    """TPU generation or GPU kind; empty for the devices of this machine, whatever their kind is."""
     shape: tuple[int, ...] = (1,)
-    """Of TPUs of a generation their topology, of others their number."""
+    """Topology for TPUs of a generation, else the number of devices."""
 
     @classmethod
-    def of(cls, name: object) -> "TargetName":
-        """Take a name apart; UnknownTarget where it is none."""
-        found = _NAME.fullmatch(name) if isinstance(name, str) else None
-        if found is None:
+    def parse(cls, name: object) -> "TargetName":
+        """Parse a name; raises UnknownTarget if it is none."""
+        match = _NAME.fullmatch(name) if isinstance(name, str) else None
+        if match is None:
             raise UnknownTarget(
                 f"target: expected cpu, gpu, tpu, a number of them (cpu:8), a slice of TPUs "
                 f"(tpu:v5e:2x4) or GPUs of a kind (gpu:h100:8), got {name!r}. The default is "
                 f"the first of JAX_PLATFORMS."
             )
-        platform = found["platform"] or found["tpu"] or found["gpu"]
-        shape = found["topology"] or found["number"] or found["count"] or "1"
-        kind = found["generation"] or found["kind"] or ""
+        platform = match["platform"] or match["tpu"] or match["gpu"]
+        shape = match["topology"] or match["number"] or match["count"] or "1"
+        kind = match["generation"] or match["kind"] or ""
         sizes = tuple(map(int, shape.split("x")))
-        if found["topology"]:
+        if match["topology"]:
             _check_slice(kind, sizes)
         return cls(platform, kind, sizes)
 
@@ -56,15 +56,15 @@ class TargetName:
 
     @property
     def torus(self) -> tuple[int, ...]:
-        """Dimensions of the interconnect; none where it is a switch, or not known."""
+        """Dimensions of the interconnect; empty if it is a switch, or unknown."""
         return self.shape if self.kind and self.platform == "tpu" else ()
 
 
 def _check_slice(generation: str, sizes: tuple[int, ...]) -> None:
-    """Refuse a slice that chips cannot make up; UnknownTarget names the nearest that are.
+    """Refuse a slice that chips cannot form; UnknownTarget names the nearest possible slices.
 
-    Chips come in blocks of 2x2x1, of which a slice one chip wide has a part: libtpu 0.0.52 takes
-    slices of any generation whose first two dimensions are 1 or even, and calls others "not
+    Chips come in blocks of 2x2x1. A slice that is one chip wide has part of a block. libtpu 0.0.52
+    accepts slices of any generation whose first two dimensions are 1 or even, and calls others "not
     divisible by the given (or default) chips_per_host_bounds".
     """
     if all(size == 1 or size % 2 == 0 for size in sizes[:2]):

@@ -1,10 +1,10 @@
-"""Hardware that graphs are compiled for, present or not.
+"""Hardware for which graphs are compiled, present or not.
 
-Knows nothing of models or grids. `cpu`, `gpu` and `tpu` are this machine's first device of that
-kind, `cpu:8` eight of them (on the CPU simulated, so any number); with several processes they are
-the devices of all. `tpu:<generation>:<topology>` (for example `tpu:v5e:2x4`) and `gpu:<kind>:<n>`
-(`gpu:h100:8`) need not be present: graphs compile for them and report memory and collectives, and
-cannot run.
+`cpu`, `gpu` and `tpu` are the first device of that kind on this machine, and `cpu:8` is eight
+devices (simulated on the CPU, so any number is possible). With several processes they are the
+devices of all processes. `tpu:<generation>:<topology>` (for example `tpu:v5e:2x4`) and
+`gpu:<kind>:<n>` (`gpu:h100:8`) need not be present: graphs compile for them and report memory and
+collectives, but cannot run. Knows nothing of models or grids.
 """
 
 import os
@@ -23,7 +23,7 @@ from ..modelzoo.moe.config import Tiles
 from ..sharding.layout import Layout
 from ..sharding.placement import Placement
 from .gpu_kinds import GPU_KINDS, GPUS_PER_HOST, host_topology
-from .program_cache import anew
+from .program_cache import without_program_cache
 from .target_names import TargetName, UnknownTarget
 
 EXPERT_TILES = {
@@ -31,19 +31,22 @@ EXPERT_TILES = {
     "gpu": Tiles(16, 128),
     "tpu": Tiles(64, 256, mean_divisor=1, piece_bytes=None),
 }
-"""Sizes of the products of experts. The fewest rows are a register tile's, or a tensor core's. A
-CPU's products are at full speed from 32 to 64 rows; half and twice as many bytes of a piece are
-equally fast with 2 MiB of L2. A TPU's products read weights from main memory as fast as it goes, at
-a third of the cycles that a copy onto the chip takes by its compiler's estimate. Meanwhile they
-compute 240 rows or more, so an expert with up to 64 tokens takes one tile and one reading."""
+"""Tile sizes of the experts' products.
+
+The smallest number of rows is that of a register tile, or of a tensor core. On a CPU, products
+reach full speed at 32 to 64 rows; pieces of half or twice the bytes are equally fast with 2 MiB of
+L2. A TPU's products read weights from main memory at full bandwidth, and by its compiler's estimate
+at a third of the cycles of a copy onto the chip. Meanwhile they can compute 240 rows or more, so an
+expert with up to 64 tokens takes one tile and reads its weights once.
+"""
 
 _LIBTPU = threading.Lock()
-"""Held while jax may load libtpu: two threads that do so at once end with an error."""
+"""Lock for every call that may load libtpu: two threads that load it at once fail."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """The devices that graphs are compiled for, in order."""
+    """The devices for which graphs are compiled, in order."""
 
     name: str
     platform: str
@@ -51,7 +54,7 @@ class Target:
     is_present: bool
 
     def placement(self, layout: Layout | None = None) -> Placement:
-        """Where a model lies on these devices; without a layout whole on each of them."""
+        """Placement of a model on these devices; without a layout, replicated on each of them."""
         if layout is not None:
             return Placement(layout.mesh.build(self.devices), self.platform, layout)
         mesh = Mesh(np.array(self.devices), ("data",), axis_types=(AxisType.Auto,))
@@ -59,13 +62,13 @@ class Target:
 
 
 def find_target(name: str) -> Target:
-    """Parse a target's name and find its devices."""
-    found = TargetName.of(name)
-    if not found.kind:
-        return _present(name, found.platform, found.num_devices)
-    if found.platform == "tpu":
+    """Parse a target's name and find its devices; raises UnknownTarget if there are none."""
+    parsed = TargetName.parse(name)
+    if not parsed.kind:
+        return _present(name, parsed.platform, parsed.num_devices)
+    if parsed.platform == "tpu":
         return _tpu_topology(name, name.removeprefix("tpu:"))
-    return _gpu_topology(name, found.kind, found.num_devices)
+    return _gpu_topology(name, parsed.kind, parsed.num_devices)
 
 
 def default_platform() -> str:
@@ -79,7 +82,7 @@ def _naming(platform: str) -> Iterator[None]:
     """Turn jax's error about a platform without devices into `UnknownTarget`, with the remedy."""
     try:
         yield
-    # jax raises the latter if JAX_PLATFORMS names only a platform without devices
+    # jax raises AssertionError if JAX_PLATFORMS names only a platform without devices
     except (RuntimeError, AssertionError) as error:
         remedies = [] if platform == "cpu" else ["install the extra for it", "use --target cpu"]
         if chosen := jax.config.values["jax_platforms"]:
@@ -111,11 +114,11 @@ def _present(name: str, platform: str, count: int) -> Target:
 def _tpu_topology(name: str, rest: str) -> Target:
     from jax.experimental import topologies
 
-    # without this libtpu asks a metadata server that only exists on Google's machines
+    # without this, libtpu asks a metadata server that exists only on Google's machines
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    # compiling takes no TPU, so it need not be the machine's only process with libtpu
+    # compiling needs no TPU, so other processes may use libtpu at the same time
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    # the two cores of a v4 chip are one device, as on Google's machines, only if that is asked for
+    # the two cores of a v4 chip are one device, as on Google's machines, only with this option
     cores = {"chip_config_name": "megacore"} if rest.startswith("v4:") else {}
     try:
         with _LIBTPU:
@@ -150,7 +153,7 @@ def _gpu_topology(name: str, kind: str, count: int) -> Target:
 
 
 def _probe(device: Any) -> None:
-    """Compile the least that NVIDIA's assembler and library of device functions are needed for."""
+    """Compile the smallest program that needs NVIDIA's assembler and device function library."""
     number = jax.ShapeDtypeStruct((), jnp.float32, sharding=SingleDeviceSharding(device))
-    with anew:
+    with without_program_cache:
         jax.jit(jnp.exp).lower(number).compile()

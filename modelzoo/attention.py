@@ -1,8 +1,9 @@
-"""Attention as one primitive that returns `(out, lse)`, and the merge of its partial results.
+"""Attention as one primitive that returns `(out, lse)`, and the merge of partial results.
 
-Knows nothing of caches, layers or meshes: masks come as arrays, made from positions. Any split of
-the keys into parts gives the whole answer after `merge`; a part in which a query sees nothing has
-`lse = -inf`, adds exactly zero, and so never changes a bit of the result.
+Masks are arrays that are computed from positions. The keys may be split into any parts: `merge` of
+the partial results gives attention over all keys. Where a query sees no key of a part, the part has
+`lse = -inf` and adds exactly zero, so it never changes a bit of the result. Knows nothing of
+caches, layers or meshes.
 
 Source of the split: Rabe and Staats 2021, "Self-attention Does Not Need O(n^2) Memory", section 3.
 """
@@ -25,16 +26,16 @@ _MASKED_SCORE = -1e30
 
 
 class Queries(NamedTuple):
-    """Queries of a layer, and the sinks of their heads, which lie wherever these heads do."""
+    """Queries of a layer, and the sinks of their heads. Both are split over devices by head."""
 
     q_BTKGH: jax.Array
     sink_KG: jax.Array | None = None
 
 
 class Attend(Protocol):
-    """One attention implementation; every one must equal `attend_dense` within tolerance.
+    """An attention implementation, which must equal `attend_dense` within tolerance.
 
-    Where nobody uses `lse`, a kernel that does not make it gives NaN in its place.
+    A kernel that does not compute `lse` may return NaN for it in graphs that do not use it.
     """
 
     def __call__(
@@ -48,21 +49,26 @@ class Attend(Protocol):
 
 
 AttendEntries = Callable[[jax.Array, jax.Array, Any], tuple[jax.Array, jax.Array]]
-"""`(out, lse)` of `q_BTKGH` at `position_BT` over entries that know their positions."""
+"""A function that attends from `q_BTKGH` at `position_BT` to entries that come with positions.
+
+It returns `(out, lse)`.
+"""
 
 
 class Slots(NamedTuple):
-    """The rows of a cache that those of queries see.
+    """The layer and the slots of the cache that batch rows attend to.
 
-    A cache may have more entries than have positions: nothing is seen of the last ones.
+    The keys and values of a cache may have more entries than the key positions. The extra entries
+    at the end are not visible.
     """
 
     layer: jax.Array
     slot_B: jax.Array
-    """For a slot that a segment does not have, in which nothing is seen, any other one is taken."""
+    """The slot of each batch row. A segment may have fewer slots: a slot past its last one is
+    clipped, as nothing is visible there."""
 
-    def of(self, x_LB: jax.Array) -> jax.Array:
-        """The rows of an array that leads with layers and all slots."""
+    def gather(self, x_LB: jax.Array) -> jax.Array:
+        """Take these slots of one layer from an array whose first axes are layers and slots."""
         if x_LB.shape[0] == 1:
             return x_LB[0].at[self.slot_B].get(mode="clip")
         return x_LB.at[self.layer, self.slot_B].get(mode="clip")
@@ -70,33 +76,33 @@ class Slots(NamedTuple):
 
 @dataclass(frozen=True)
 class Visibility:
-    """Which keys each query sees, as positions: masks are made of these where they are needed."""
+    """Positions that tell which keys each query sees; masks are computed from them on demand."""
 
     query_position_BT: jax.Array
     key_position_BS: jax.Array
     window: Window = None
     is_in_order: bool = False
     """Static: query t and key t are token t of one prompt, whose padding comes last. Masks may then
-    be made of indices, and padding may see padding."""
+    be computed from indices, and padding may see padding."""
     slots: "Slots | None" = None
-    """For keys and values `[L, ...]` of a cache, which have more rows than those of queries."""
+    """The layer and slots to read where keys and values are whole arrays `[L, ...]` of a cache."""
 
     def mask(self) -> jax.Array:
-        """`mask_BTS`."""
+        """The mask `mask_BTS`, true where a query sees a key."""
         return visible(self.query_position_BT, self.key_position_BS, self.window)
 
     def keys_values(self, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """`k_BKHS` and `v_BKSH`, taken out of a cache where they are in one."""
+        """`k_BKHS` and `v_BKSH` of the batch rows, gathered from the cache if `slots` is set."""
         if self.slots is None:
             return k, v
-        k_BKHS, v_BKSH = map(self.slots.of, (k, v))
-        # of all rows, a part of the entries would be a copy
+        k_BKHS, v_BKSH = map(self.slots.gather, (k, v))
+        # slicing after the gather: a slice of all slots would be a copy
         S = self.key_position_BS.shape[1]
         return joined(k_BKHS, v_BKSH.shape[2])[..., :S], v_BKSH[:, :, :S]
 
 
 def visible(query_position_BT: jax.Array, key_position_BS: jax.Array, window: Window) -> jax.Array:
-    """`mask_BTS`: key is a token, not after the query, and within its window."""
+    """`mask_BTS`: whether a key is a token, not after the query, and in the window of the query."""
     query_BT1, key_B1S = query_position_BT[:, :, None], key_position_BS[:, None, :]
     mask_BTS = (key_B1S > EMPTY_POSITION) & (key_B1S <= query_BT1)
     if window is not None:
@@ -105,14 +111,14 @@ def visible(query_position_BT: jax.Array, key_position_BS: jax.Array, window: Wi
 
 
 def first_visible(position: Position, window: int | Chunk) -> Position:
-    """The first position in the window of a query at `position`, which may come out below 0."""
+    """The first position in the window of a query at `position`; may be negative."""
     if isinstance(window, Chunk):
         return position - position % window.size
     return position - window + 1
 
 
 def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
-    """Squash to within `cap` of zero; nothing for a cap of None."""
+    """`cap * tanh(x / cap)`, or `x` if `cap` is None."""
     return x if cap is None else jnp.tanh(x / cap) * cap
 
 
@@ -123,7 +129,7 @@ def attend_dense(
     visibility: Visibility,
     scores: Scores = PLAIN_SCORES,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attend over all keys at once: the reference implementation, whose scores grow as T * S."""
+    """Attend over all keys at once. The reference implementation; scores take T * S memory."""
     keys_values = visibility.keys_values(k_BKHS, v_BKSH)
     out_BTKGH, lse_BTKG = attend_masked(q_BTKGH, *keys_values, visibility.mask(), scores)
     return out_BTKGH.astype(q_BTKGH.dtype), lse_BTKG
@@ -136,18 +142,25 @@ def attend_masked(
     mask_BTS: jax.Array,
     scores: Scores = PLAIN_SCORES,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attend to the keys that a mask shows, as one softmax.
+    """Attend with one softmax over the keys that a mask allows.
 
-    Keys may lie in blocks (`key_blocks`). Heads of values may have another size than those of keys.
-    Returns `out_BTKGH`, with heads as values have them, and the log-sum-exp of the scores as
-    `lse_BTKG`, both float32. Where nothing is visible `out` is zero and `lse` is -inf.
+    Args:
+      q_BTKGH: Queries.
+      k_BKHS: Keys, which may be stored in blocks (`key_blocks`).
+      v_BKSH: Values. Their head size may differ from that of keys.
+      mask_BTS: True where a query sees a key.
+      scores: Scale and cap of the scores.
+
+    Returns:
+      `out_BTKGH`, with the head size of values, and the log-sum-exp of the scores as `lse_BTKG`,
+      both float32. Where a query sees no key, `out` is zero and `lse` is -inf.
     """
     B, T, K, G, H = q_BTKGH.shape
-    # queries and heads of a group as the rows of one product: XLA for CPU is slow at anything else
+    # tokens and heads of a group are the rows of one product: XLA for CPU is slow at other forms
     scale = H**-0.5 if scores.scale is None else scores.scale
     q_BKAH = (q_BTKGH * scale).transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H)
     scores_BKAS = soft_cap(_scores(q_BKAH, k_BKHS, v_BKSH.shape[2]), scores.cap)
-    # added once: a select before and one after the exponential would be two more passes
+    # one addition: selects before and after the exponential would be two more passes
     mask_BTS = jnp.where(mask_BTS, 0.0, _MASKED_SCORE)
     mask_BAS = jnp.tile(mask_BTS, (1, G, 1))
     scores_BKAS = scores_BKAS + mask_BAS[:, None]
@@ -155,7 +168,7 @@ def attend_masked(
     weights_BKAS = jnp.exp(scores_BKAS - max_BKA1)
     sum_BKA1 = weights_BKAS.sum(axis=-1, keepdims=True)
     out_BKAH = _product(weights_BKAS.astype(v_BKSH.dtype), v_BKSH) / sum_BKA1
-    # a maximum that is not finite stays, so that what is broken is seen
+    # a maximum that is not finite is kept, so that NaN and infinity reach the output
     is_empty_BKA1 = (max_BKA1 < _MASKED_SCORE / 2) & jnp.isfinite(max_BKA1)
     out_BKGTH = jnp.where(is_empty_BKA1, 0.0, out_BKAH).reshape(B, K, G, T, -1)
     lse_BKA1 = jnp.where(is_empty_BKA1, -jnp.inf, max_BKA1 + jnp.log(sum_BKA1))
@@ -164,7 +177,7 @@ def attend_masked(
 
 
 def _scores(q_BKAH: jax.Array, k_BKHS: jax.Array, num_entries: int) -> jax.Array:
-    """The products of queries and keys, which may lie in blocks."""
+    """Products of queries and keys; the keys may be stored in blocks."""
     size = k_BKHS.shape[3]
     count = num_blocks(num_entries, size)
     if count == 1:
@@ -202,12 +215,12 @@ def merge(parts: list[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Arra
 
 
 def with_sinks(out_BTKGH: jax.Array, lse_BTKG: jax.Array, sink_KG: jax.Array | None) -> jax.Array:
-    """`out` as it is beside one more key a head, whose score is the sink and whose value is zero.
+    """Apply attention sinks: one extra key per head with the sink as score and zero as value.
 
-    The sum of exponentials exp(lse) grows by exp(sink), so every weight and thereby `out` becomes
-    exp(lse) / (exp(lse) + exp(sink)) = sigmoid(lse - sink) of itself; zero stays zero where nothing
-    is seen. To be used once, on attention over all keys. Source: "gpt-oss" (2508.10925), section
-    2.2.
+    The sink adds exp(sink) to the sum of exponentials exp(lse). Every weight, and so `out`, is
+    multiplied by exp(lse) / (exp(lse) + exp(sink)) = sigmoid(lse - sink). Where nothing is visible,
+    `out` stays zero. Apply it once, to the result over all keys. Source: "gpt-oss" (2508.10925),
+    section 2.2.
     """
     if sink_KG is None:
         return out_BTKGH

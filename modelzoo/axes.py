@@ -1,6 +1,6 @@
-"""The key to dimension letters and logical axis names; every other file uses these and no others.
+"""Dimension letters and logical axis names: the key that every other file follows.
 
-Arrays end in their letters (`x_BTD`), einsums use the same letters:
+Array names end in these letters (`x_BTD`), and einsums use the same letters:
 
     B batch rows or slots    T query tokens          S key/value positions   D embed
     N query heads            K key/value heads       G = N / K               H head dim
@@ -11,76 +11,79 @@ Arrays end in their letters (`x_BTD`), einsums use the same letters:
     O blocks of the keys of a head
     A heads flattened: G * T in a product of one key/value head, N * H after attention
     J = G + 2: the queries, key and value of one key/value head
-    I entries of a latent, which a token's queries, or its keys and values, are made from; with the
-      rotated key beside it, it is the one head of H entries that a cache of latents has
+    I entries of a latent, from which the queries, or the keys and values, of a token are computed;
+      latent and rotated key together are the single head of H entries in a cache of latents
 
-Weights and activations name their axes by placement decision, not by size: a rule maps a name to
-mesh axes, and everything that carries the name follows. An axis without a name (`""`) is never
-split. Knows nothing of meshes or rules.
+Each dimension of a weight or an activation has a logical axis name. A name stands for one placement
+decision, not for a size: a rule maps the name to mesh axes, and all arrays with that name follow. A
+dimension without a name (`""`) is never split. Knows nothing of meshes or rules.
 """
 
 BATCH = "batch"
-"""Rows in projections."""
+"""Batch rows in projections."""
 ATTENTION_BATCH = "attention_batch"
-"""Rows in attention and of the cache; follows `batch` unless a rule says otherwise."""
+"""Batch rows in attention and slots of the cache; follows `batch` unless a rule sets it."""
 RESIDUAL_BATCH = "residual_batch"
-"""Rows of the residual stream, between projections; follows `batch`."""
+"""Batch rows of the residual stream, between projections; follows `batch`."""
 LENGTH = "length"
-"""Tokens of a prompt, of prefill alone: decode has one token a row."""
+"""Tokens of a prompt. Used in prefill only: decode has one token per row."""
 RESIDUAL_LENGTH = "residual_length"
 """Tokens of the residual stream; follows `length`."""
 CACHE_LENGTH = "cache_length"
-"""Entries of the cache, dealt out in turn: entry e lies on device e mod n."""
+"""Entries of the cache, distributed round-robin: entry e is on device e mod n."""
 EMBED = "embed"
-"""Entries of the residual stream."""
+"""Features of the residual stream."""
 LOGIT_BATCH = "logit_batch"
-"""Rows of logits and of what is kept per slot: the mesh axes of `batch` that `vocab` leaves."""
+"""Batch rows of logits and of per-slot state: the mesh axes of `batch` that `vocab` does not
+use."""
 
 HEAD_BATCH = "head_batch"
-"""Rows of queries and of what attention gives back: those of attention, unless its mesh axes split
-heads in the projections; then those of `batch`, and rows are exchanged for heads."""
+"""Batch rows of queries and attention outputs. They are split as `attention_batch`, unless its mesh
+axes also split heads in the projections. Then they are split as `batch`, and attention exchanges
+heads for rows."""
 
 EMBED_IN = "embed_in"
-"""The embed side of a projection's weight."""
+"""The embed dimension of a projection weight."""
 QUERY_HEADS = "query_heads"
-"""Heads in projections: of weights, and of what they make."""
+"""Heads in projections: in their weights and in their outputs."""
 KV_HEADS = "kv_heads"
-"""Key/value heads in attention and of the cache; follows `query_heads`."""
+"""Key/value heads in attention and in the cache; follows `query_heads`."""
 MLP = "mlp"
 VOCAB = "vocab"
 EXPERTS = "experts"
-"""Experts of a sparse layer. Over mesh axes that split tokens, too, tokens are exchanged."""
+"""Experts of a sparse layer. Tokens are exchanged over mesh axes that also split tokens."""
 EXPERT_MLP = "expert_mlp"
-"""The hidden size of an expert: the mesh axes of `mlp` that `experts` leaves."""
+"""Hidden features of an expert: the mesh axes of `mlp` that `experts` does not use."""
 
 RESIDUAL = (RESIDUAL_BATCH, RESIDUAL_LENGTH, EMBED)
 HEADS = (HEAD_BATCH, LENGTH, QUERY_HEADS, "", "")
 LATENTS = (HEAD_BATCH, LENGTH, "")
 LATENT_HEADS = (*LATENTS[:2], QUERY_HEADS, "")
-"""Heads that are made from latents, or that read them: each has its own keys and values."""
+"""Heads that are computed from latents or attend to them; each has its own keys and values."""
 HIDDEN = (BATCH, LENGTH, MLP)
 LOGITS = (LOGIT_BATCH, VOCAB)
 NEW_KEYS = (HEAD_BATCH, QUERY_HEADS, "", LENGTH)
-"""Keys as projections make them; `NEW_VALUES` likewise."""
+"""Keys as the projections return them; `NEW_VALUES` likewise."""
 NEW_VALUES = (HEAD_BATCH, QUERY_HEADS, LENGTH, "")
 PROMPT_KEYS = (ATTENTION_BATCH, KV_HEADS, "", LENGTH)
-"""What a prefill keeps, as attention had it."""
+"""Keys of new tokens, split as in attention, before they are written to the cache."""
 PROMPT_VALUES = (ATTENTION_BATCH, KV_HEADS, LENGTH, "")
 PROMPT_LATENTS = (ATTENTION_BATCH, LENGTH, "")
 CACHE_KEYS = ("", ATTENTION_BATCH, KV_HEADS, "", CACHE_LENGTH)
-"""Arrays of the cache lead with layers, which are never split."""
+"""Keys in the cache. Arrays of the cache have layers as first axis, which is never split."""
 CACHE_VALUES = ("", ATTENTION_BATCH, KV_HEADS, CACHE_LENGTH, "")
 CACHE_LATENTS = ("", ATTENTION_BATCH, CACHE_LENGTH, "")
 CACHE_POSITIONS = (ATTENTION_BATCH, CACHE_LENGTH)
 
 
 def row_axis(logical_axes: tuple[str, ...]) -> int:
-    """Which axis of an array of rows has them: the first that has a name."""
+    """The index of the row axis: the first axis that has a name."""
     return next(axis for axis, name in enumerate(logical_axes) if name)
 
 
 LANES = 128
-"""Arrays whose last axis in memory is a multiple of this fill the vectors of every platform."""
+"""Vector width: an array whose minor dimension is a multiple of it needs no padding on any
+platform."""
 
 LOGICAL_AXES = (
     BATCH,

@@ -1,6 +1,6 @@
-"""Blocks of the residual stream: attention and MLP, one after the other or side by side.
+"""Blocks of the residual stream: attention and MLP, one after the other or in parallel.
 
-Knows nothing of caches, positions or what a layer attends to.
+Knows nothing of caches, positions or the keys that a layer attends to.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ from .rope import PositionCode
 
 
 class Block(nnx.Module):
-    """Residual block: attention, then MLP, each between the norms that the configuration has."""
+    """Residual block: attention, then MLP, with the norms of the configuration."""
 
     def __init__(
         self,
@@ -30,11 +30,11 @@ class Block(nnx.Module):
         arrangement: Arrangement,
         moe: MoeConfig | None = None,
     ):
-        """`moe` makes the block sparse."""
+        """With `moe`, the MLP is a mixture of experts."""
 
-        def norm(place: str) -> Norm | NoNorm:
-            is_there = config.norm_placement in (place, "both")
-            return Norm(config.embed, config) if is_there else NoNorm()
+        def norm(placement: str) -> Norm | NoNorm:
+            is_used = config.norm_placement in (placement, "both")
+            return Norm(config.embed, config) if is_used else NoNorm()
 
         self.attention_norm = norm("before")
         self.attention = _attention(rngs, config, arrangement)
@@ -47,14 +47,14 @@ class Block(nnx.Module):
     def __call__(
         self,
         x_BTD: jax.Array,
-        by: PositionCode,
+        code: PositionCode,
         layer_attention: LayerAttention,
         operations: Operations,
         experts: ExpertCall,
     ) -> tuple[jax.Array, Any]:
         """The residual stream after the layer, and what its attention cache_update to be kept."""
         normed_BTD = self.attention_norm(x_BTD)
-        out_BTD, cache_update = self.attention(normed_BTD, by, layer_attention, operations)
+        out_BTD, cache_update = self.attention(normed_BTD, code, layer_attention, operations)
         x_BTD = x_BTD + scaled(self.attention_post_norm(out_BTD), self.multiplier)
         x_BTD = operations.constrain(x_BTD, axes.RESIDUAL)
         out_BTD = self.mlp(self.mlp_norm(x_BTD), operations, experts)
@@ -63,7 +63,10 @@ class Block(nnx.Module):
 
 
 class ParallelBlock(nnx.Module):
-    """Residual block whose attention and MLP read one norm (Wang, Komatsuzaki 2021, GPT-J-6B)."""
+    """Residual block in which attention and MLP read the same norm, in parallel.
+
+    Source: Wang and Komatsuzaki 2021, "GPT-J-6B".
+    """
 
     def __init__(
         self,
@@ -72,7 +75,7 @@ class ParallelBlock(nnx.Module):
         arrangement: Arrangement,
         moe: MoeConfig | None = None,
     ):
-        """`moe` makes the block sparse."""
+        """With `moe`, the MLP is a mixture of experts."""
         self.norm = Norm(config.embed, config)
         self.attention = _attention(rngs, config, arrangement)
         self.mlp = _mlp(rngs, config, moe)
@@ -81,14 +84,14 @@ class ParallelBlock(nnx.Module):
     def __call__(
         self,
         x_BTD: jax.Array,
-        by: PositionCode,
+        code: PositionCode,
         layer_attention: LayerAttention,
         operations: Operations,
         experts: ExpertCall,
     ) -> tuple[jax.Array, Any]:
         """The residual stream after the layer, and what its attention cache_update to be kept."""
         normed_BTD = self.norm(x_BTD)
-        out_BTD, cache_update = self.attention(normed_BTD, by, layer_attention, operations)
+        out_BTD, cache_update = self.attention(normed_BTD, code, layer_attention, operations)
         out_BTD = out_BTD + self.mlp(normed_BTD, operations, experts)
         x_BTD = x_BTD + scaled(out_BTD, self.multiplier)
         return operations.constrain(x_BTD, axes.RESIDUAL), cache_update
@@ -97,7 +100,7 @@ class ParallelBlock(nnx.Module):
 def make_block(
     rngs: nnx.Rngs, config: DecoderConfig, arrangement: Arrangement, layers: range
 ) -> Block | ParallelBlock:
-    """The block of a layer; for layers that are scanned, with the weights of all of them."""
+    """Make the block of some layers, with the weights of all of them stacked if it is scanned."""
     block = ParallelBlock if config.is_parallel else Block
     _, is_sparse = config.layer_kinds[layers.start]
     moe = config.moe if is_sparse else None

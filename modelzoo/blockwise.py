@@ -1,10 +1,10 @@
-"""Attention block by block: memory that grows with the tokens, not with their square.
+"""Attention block by block, with memory linear in the number of tokens.
 
-A prompt of at most `MAX_TRIANGLE` tokens in order is cut into blocks of queries, and each
-attends once to all keys before its end. Elsewhere the scores of one block of queries with one block
-of keys exist at a time, and partial results `(out, lse)` are merged as they come. Pairs of blocks
-in which nothing is visible are skipped, so causality saves half of the work and a window all but
-its own part; positions say which pairs these are, in whatever order tokens lie.
+A prompt of at most `MAX_TRIANGLE` tokens in order is split into blocks of queries. Each block
+attends once, to all keys up to its last query. All other calls compute one pair of a query block
+and a key block at a time and merge the partial results `(out, lse)`. Pairs in which nothing is
+visible are skipped, so causal masks save half of the work, and windows save all pairs outside of
+them. The skipped pairs follow from positions, so tokens may be in any order.
 
 Knows nothing of caches, layers or meshes. Guarantees: equals `attend_dense` up to the order of
 sums. Source: Rabe and Staats 2021, "Self-attention Does Not Need O(n^2) Memory" (2112.05682),
@@ -19,13 +19,13 @@ from .config import PLAIN_SCORES, Scores, Window
 from .key_blocks import joined
 
 QUERY_BLOCK = 256
-"""Most queries of a block."""
+"""Maximum queries of a block."""
 BLOCK_SCORES = QUERY_BLOCK * 512
-"""Most scores of one head in a block: few queries take all the more keys at a time."""
+"""Maximum scores of one head in a block: a block with fewer queries has more keys."""
 TRIANGLE_BLOCK = 128
-"""Queries of a block of tokens that are in order."""
+"""Queries of a block where tokens are in order."""
 MAX_TRIANGLE = 1024
-"""Tokens in order up to which the blocks of queries are unrolled in the graph."""
+"""Maximum tokens in order for which the blocks of queries are unrolled in the graph."""
 
 Attended = tuple[jax.Array, jax.Array]
 
@@ -40,7 +40,11 @@ def attend_blockwise(
     query_block: int = QUERY_BLOCK,
     block_scores: int = BLOCK_SCORES,
 ) -> Attended:
-    """As `attend_dense`. Static: the limits of a block's size, which short prompts do not have."""
+    """Attend as `attend_dense` does, block by block.
+
+    Static: `query_block`, the maximum queries of a block, and `block_scores`, its maximum scores of
+    one head.
+    """
     k_BKHS, v_BKSH = visibility.keys_values(k_BKHS, v_BKSH)
     T, S = q_BTKGH.shape[1], v_BKSH.shape[2]
     if visibility.is_in_order and TRIANGLE_BLOCK < T <= MAX_TRIANGLE:
@@ -78,9 +82,9 @@ def attend_blockwise(
 def _attend_triangle(
     q_BTKGH: jax.Array, k_BKHS: jax.Array, v_BKSH: jax.Array, window: Window, scores: Scores
 ) -> Attended:
-    """Prompts in order: each block of queries attends once, to the keys up to its last one.
+    """Attend with tokens in order: each block of queries attends to the keys up to its last query.
 
-    Masks are made of indices.
+    Masks are computed from indices.
     """
     T = q_BTKGH.shape[1]
     position_1T = jnp.arange(T)[None]
@@ -102,20 +106,27 @@ def block_sizes(
     query_block: int = QUERY_BLOCK,
     block_scores: int = BLOCK_SCORES,
 ) -> tuple[int, int]:
-    """Queries and keys of a block."""
+    """The number of queries and of keys of a block."""
     block_T = block_size(num_queries, query_block)
     return block_T, block_size(num_keys, max(1, block_scores // block_T))
 
 
-def block_size(length: int, most: int) -> int:
-    """The size of the fewest blocks that hold `length`; of a divisor of it, if one is near."""
-    fewest = -(-length // most)
-    divisors = (length // n for n in range(fewest, 2 * fewest + 1) if length % n == 0)
-    return next(divisors, -(-length // fewest))
+def block_size(length: int, max_size: int) -> int:
+    """The block size for `length` items, at most `max_size`.
+
+    It is a divisor of `length` if that needs at most twice the minimum number of blocks; otherwise
+    it is the size of the minimum number of equal blocks.
+    """
+    min_blocks = -(-length // max_size)
+    divisors = (length // n for n in range(min_blocks, 2 * min_blocks + 1) if length % n == 0)
+    return next(divisors, -(-length // min_blocks))
 
 
 class _Blocks:
-    """Arrays cut alike along an axis of each, filled up to whole blocks; the last are positions."""
+    """Arrays split into blocks along one axis of each, padded to whole blocks.
+
+    The last array holds positions, so its padding is `EMPTY_POSITION`.
+    """
 
     def __init__(self, size: int, *arrays: tuple[jax.Array, int]):
         length = arrays[0][0].shape[arrays[0][1]]
@@ -129,7 +140,7 @@ class _Blocks:
         ]
 
     def __getitem__(self, index: jax.Array) -> list[jax.Array]:
-        """Block `index` of each array."""
+        """The block `index` of each array."""
         return [
             jax.lax.dynamic_slice_in_dim(x, index * self._size, self._size, axis)
             for x, axis in zip(self._arrays, self._axes, strict=True)
@@ -145,6 +156,6 @@ def _filled(x: jax.Array, missing: int, axis: int, fill: int) -> jax.Array:
 
 
 def _joined(blocks: jax.Array) -> jax.Array:
-    """Blocks of queries, stacked along a first axis, as one array `[B, T, ...]`."""
+    """Concatenate blocks of queries `[blocks, B, block_T, ...]` to one array `[B, T, ...]`."""
     blocks = blocks.swapaxes(0, 1)
     return blocks.reshape(blocks.shape[0], -1, *blocks.shape[3:])

@@ -1,4 +1,7 @@
-"""What a decoder is: sizes and options, as frozen data. Knows nothing of files or checkpoints."""
+"""Configuration of a decoder: sizes and options, as frozen dataclasses.
+
+Knows nothing of files or checkpoints.
+"""
 
 import math
 from dataclasses import dataclass, replace
@@ -9,14 +12,17 @@ from .moe.config import MoeConfig
 
 @dataclass(frozen=True)
 class LinearScaling:
-    """Positions divided by `factor` (position interpolation, Chen et al. 2023, 2306.15595)."""
+    """Position interpolation: positions divided by `factor` (Chen et al. 2023, 2306.15595)."""
 
     factor: float
 
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Long wavelengths stretched by `factor`, short ones kept, a ramp between (Llama 3.1)."""
+    """Scaling of Llama 3.1: long wavelengths are stretched by `factor`, short ones are kept.
+
+    A ramp lies between the two.
+    """
 
     factor: float
     low_frequency_factor: float
@@ -33,21 +39,21 @@ class YarnScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
-    """Factor on cosines and sines; None means the paper's `0.1 * ln(factor) + 1`."""
+    """Factor on cosines and sines; None means `0.1 * ln(factor) + 1`, as in the paper."""
     truncate: bool = True
-    """Whether the borders of the ramp are rounded to whole dimensions, as the paper's code does."""
+    """Whether the ends of the ramp are rounded to whole dimensions, as in the code of the paper."""
 
 
 @dataclass(frozen=True)
 class FactorScaling:
-    """Each pair's frequency divided by its own factor (LongRoPE, Ding et al. 2024, 2402.13753).
+    """A divisor for the frequency of each pair (LongRoPE, Ding et al. 2024, 2402.13753).
 
-    Also how GGUF publishes the scaling of Llama 3.1.
+    GGUF publishes the scaling of Llama 3.1 in this form, too.
     """
 
     factors: tuple[float, ...]
     attention_factor: float = 1.0
-    """On cosines and sines."""
+    """Factor on cosines and sines."""
 
 
 @dataclass(frozen=True)
@@ -57,17 +63,18 @@ class RopeConfig:
     theta: float = 10_000.0
     scaling: LinearScaling | Llama3Scaling | YarnScaling | FactorScaling | None = None
     rotated: int | None = None
-    """How many entries of a head turn, the first ones; None means all."""
+    """The number of head features that are rotated, from the first on; None means all."""
     norm_epsilon: float | None = None
-    """Of the root mean square norm, without scale, of each turned head; None means no norm."""
+    """Epsilon of a root mean square norm, without scale, of each rotated head; None means no
+    norm."""
 
 
 @dataclass(frozen=True)
 class NoRope:
-    """No rotation: what a token sees is all that tells its position (2305.19466).
+    """No rotation: positions enter only through the causal mask (2305.19466).
 
-    Queries at position p may grow, to `1 + scale * ln(1 + floor((p + 1) / interval))` times what
-    they are, so that attention over many keys stays sharp (Nakanishi 2025, 2501.19399; Llama 4).
+    Queries at position p may be multiplied by `1 + scale * ln(1 + floor((p + 1) / interval))`, so
+    that attention over many keys stays sharp (Nakanishi 2025, 2501.19399; Llama 4).
     """
 
     scale: float = 0.0
@@ -82,7 +89,7 @@ class NoRope:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Sequences are cut at multiples of `size`: a token sees what its own piece holds so far."""
+    """Chunked attention: sequences are cut at multiples of `size`; a token sees only its chunk."""
 
     size: int
 
@@ -91,23 +98,25 @@ class Chunk:
 
 
 Window = int | Chunk | None
-"""What a token sees, itself included: so many latest positions, its chunk's, or all of them."""
+"""The positions that a token sees, itself included: a number of latest ones, its chunk, or all."""
 
 
 def window_size(window: int | Chunk) -> int:
-    """The most positions that a token sees."""
+    """The maximum number of positions that a token sees."""
     return window.size if isinstance(window, Chunk) else window
 
 
 @dataclass(frozen=True)
 class Scores:
-    """How attention scores follow from products of queries and keys."""
+    """Options of attention scores, which are computed from products of queries and keys."""
 
     scale: float | None = None
-    """None means `head_dim ** -0.5` (Vaswani et al. 2017, arXiv 1706.03762, section 3.2.1)."""
+    """Factor on products; None means `head_dim ** -0.5` (Vaswani et al. 2017, 1706.03762,
+    3.2.1)."""
 
     cap: float | None = None
-    """Scores become `cap * tanh(score / cap)` (Bello et al. 2016, 1611.09940, section 5)."""
+    """Soft cap: scores become `cap * tanh(score / cap)` (Bello et al. 2016, 1611.09940, section
+    5)."""
 
     def __post_init__(self):
         _require_positive("scores", scale=self.scale, cap=self.cap)
@@ -115,42 +124,47 @@ class Scores:
 
 @dataclass(frozen=True)
 class Multipliers:
-    """Constant factors inside the model; a factor of one is no operation at all."""
+    """Constant factors inside the model; a factor of 1 adds no operation."""
 
     embedding: float = 1.0
-    """On the rows of the token table, rounded to their dtype, as Gemma was trained."""
+    """Factor on embeddings, rounded to their dtype, as Gemma was trained."""
     residual: float = 1.0
-    """On what attention and MLP add to the residual stream."""
+    """Factor on the outputs of attention and MLP, before they are added to the residual stream."""
     logits: float = 1.0
+    """Factor on logits."""
 
     def __post_init__(self):
         factors = {"embedding": self.embedding, "residual": self.residual, "logits": self.logits}
         _require_positive("multipliers", **factors)
 
 
-def _require_positive(of: str, **numbers: float | None) -> None:
+def _require_positive(owner: str, **numbers: float | None) -> None:
     for name, number in numbers.items():
         if number is not None and not (math.isfinite(number) and number > 0):
-            raise ValueError(f"{of}.{name}: expected a finite number above 0, got {number!r}.")
+            raise ValueError(f"{owner}.{name}: expected a finite number above 0, got {number!r}.")
 
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """Multi-head latent attention (DeepSeek-V2, 2405.04434, section 2.1): sizes.
+    """Sizes of multi-head latent attention (DeepSeek-V2, 2405.04434, section 2.1).
 
-    Keys and values of all heads are made from one latent a token. A head of queries and keys is
-    `plain_dim` entries of its own and `rope_dim` rotated ones, of which all heads share one key.
+    Keys and values of all heads are computed from one latent per token. A head of queries and keys
+    has `plain_dim` features of its own and `rope_dim` rotated features. The rotated key is the same
+    for all heads.
     """
 
     rank: int
-    """Entries of the latent of keys and values."""
+    """The size of the latent of keys and values."""
     plain_dim: int
+    """The features of a query or key head that are not rotated."""
     rope_dim: int
+    """The features of a query or key head that are rotated."""
     value_dim: int
+    """The features of a value head."""
     query_rank: int | None = None
-    """Entries of the latent that queries are made from; None means the residual stream itself."""
+    """The size of the latent of queries; None means that queries are computed without a latent."""
     norm_epsilon: float = 1e-6
-    """Of the norms of latents."""
+    """Epsilon of the norms of latents."""
 
     def __post_init__(self):
         _require_positive("latent", norm_epsilon=self.norm_epsilon)
@@ -161,12 +175,12 @@ class LatentAttention:
 
     @property
     def head_dim(self) -> int:
-        """Entries of a head of queries and keys."""
+        """The size of a query or key head."""
         return self.plain_dim + self.rope_dim
 
     @property
     def cache_dim(self) -> int:
-        """Numbers that the cache holds of a token and layer."""
+        """The size of a cache entry: the latent and the rotated key."""
         return self.rank + self.rope_dim
 
 
@@ -174,14 +188,14 @@ PLAIN_SCORES = Scores()
 NO_MULTIPLIERS = Multipliers()
 
 Activation = Literal["silu", "gelu_tanh"]
-"""Of the MLP's gate; `gelu_tanh` is the approximation by tanh (Hendrycks, Gimpel 1606.08415)."""
+"""Activation of the MLP gate; `gelu_tanh` is the tanh approximation (Hendrycks, 1606.08415)."""
 NormPlacement = Literal["before", "after", "both"]
-"""Where a block norms: what attention and MLP read, what they write, or both."""
+"""Placement of the norms of a block: on the inputs of attention and MLP, the outputs, or both."""
 NormKind = Literal["rms", "layer"]
-"""Root mean square, or the same around the mean: layer norm without bias."""
+"""Root mean square norm, or layer norm without bias, which also subtracts the mean."""
 QKNorm = Literal["head", "heads", "projection"]
-"""How queries and keys are normed: each head alone, all with one scale; each head alone, with a
-scale of its own; or all heads as one."""
+"""Norm of queries and keys: each head separately with one scale for all (`head`), each head
+separately with a scale of its own (`heads`), or all heads as one vector (`projection`)."""
 
 
 _CHOICES = {
@@ -203,19 +217,19 @@ class DecoderConfig:
     num_kv_heads: int
     head_dim: int
     windows: tuple[Window, ...]
-    """One entry a layer."""
+    """The window of each layer."""
     max_position: int
-    """Longest sequence (prompt and output) the model was published for."""
+    """The maximum length of a sequence, prompt and output, that the model was published for."""
     norm: NormKind = "rms"
     norm_epsilon: float = 1e-5
     norm_offset: float = 0.0
-    """Added to the scales of norms as they are stored."""
+    """Offset that is added to the stored scales of norms."""
     activation: Activation = "silu"
     rope: RopeConfig | NoRope = RopeConfig()
     local_rope: RopeConfig | None = None
-    """Of layers that have a window; None means that `rope` is for them too."""
+    """The rotation in layers with a window; None means that they use `rope`, too."""
     latent: LatentAttention | None = None
-    """None means that every head's keys and values are kept."""
+    """Latent attention; None means grouped-query attention."""
     tie_embeddings: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
@@ -223,16 +237,17 @@ class DecoderConfig:
     qk_norm: bool = False
     qk_norm_kind: QKNorm = "head"
     sinks: bool = False
-    """Whether each query head has a learned score that joins the softmax and adds no value."""
+    """Whether each query head has an attention sink: a learned score in the softmax without a
+    value."""
     norm_placement: NormPlacement = "before"
     is_parallel: bool = False
-    """Whether attention and MLP read one norm and are added together; it stands before them."""
+    """Whether attention and MLP run in parallel: both read the same norm of the residual stream."""
     scores: Scores = PLAIN_SCORES
     multipliers: Multipliers = NO_MULTIPLIERS
     logit_cap: float | None = None
-    """Logits become `cap * tanh(logit / cap)`."""
+    """Soft cap: logits become `cap * tanh(logit / cap)`."""
     moe: MoeConfig | None = None
-    """None means that every layer is dense."""
+    """The sparse layers; None means that every layer is dense."""
 
     def __post_init__(self):
         for name, options in _CHOICES.items():
@@ -284,7 +299,7 @@ class DecoderConfig:
                 raise ValueError(f"windows: expected positive window sizes, got {window}.")
 
     def _check_latent(self, latent: LatentAttention) -> None:
-        """Latent attention has a shape of its own, and none of the options of other heads."""
+        """Check that sizes fit latent attention, and that no option of other attention is set."""
         if (self.num_kv_heads, self.head_dim) != (self.num_query_heads, latent.head_dim):
             raise ValueError(
                 f"latent: expected {self.num_query_heads} num_kv_heads, one a query head, with a "
@@ -294,36 +309,36 @@ class DecoderConfig:
         if isinstance(self.rope, NoRope):
             raise ValueError(f"latent: expected layers that rotate, got {self.rope}.")
         options = ("qkv_bias", "output_bias", "qk_norm", "sinks")
-        if asked := [option for option in options if getattr(self, option)]:
-            raise ValueError(f"latent: expected no {', '.join(asked)} beside it, none implemented.")
+        if used := [option for option in options if getattr(self, option)]:
+            raise ValueError(f"latent: expected no {', '.join(used)} beside it, none implemented.")
 
     def rope_of(self, window: Window) -> RopeConfig | NoRope:
-        """The rotation in layers of this window."""
+        """The rotation in layers with this window."""
         return self.rope if window is None or self.local_rope is None else self.local_rope
 
     @property
     def rope_dim(self) -> int:
-        """Entries of a head that rotation is for."""
+        """The number of head features to which rotation may apply."""
         return self.head_dim if self.latent is None else self.latent.rope_dim
 
     @property
     def cache_dim(self) -> int:
-        """Numbers of one head that the cache holds of a token: of a key, of a value, or of both."""
+        """The size of a cached head: of a key, of a value, or of a latent, which is both."""
         return self.head_dim if self.latent is None else self.latent.cache_dim
 
     @property
     def attention_scores(self) -> Scores:
-        """The scores, with their scale.
+        """The options of scores, with an explicit scale.
 
-        It does not always follow from what attention is given: queries of latents are longer than
-        the head whose size it follows from, and a cache may keep wider heads.
+        Attention cannot derive the scale from its arguments: queries of latents are longer than the
+        heads of the model, and a cache may pad heads.
         """
         if self.scores.scale is not None:
             return self.scores
         return replace(self.scores, scale=self.head_dim**-0.5)
 
     def first_layers(self, count: int) -> "DecoderConfig":
-        """The same decoder with its first layers alone."""
+        """The same decoder with only its first `count` layers."""
         moe = self.moe
         if moe is not None:
             layers = moe.layers[:count]
@@ -332,7 +347,7 @@ class DecoderConfig:
 
     @property
     def layer_kinds(self) -> tuple[tuple[Window, bool], ...]:
-        """Each layer's window, and whether it is sparse: layers of one kind differ in weights."""
+        """The window of each layer, and whether it is sparse."""
         is_sparse = self.moe.layers if self.moe else (False,) * self.num_layers
         return tuple(zip(self.windows, is_sparse, strict=True))
 
@@ -347,20 +362,20 @@ class DecoderConfig:
 
 @dataclass(frozen=True)
 class Arrangement:
-    """How weights and cache are arranged for a layout and a build: one model in other shapes."""
+    """Arrangement of weights and cache for a layout and a build: the same model in other shapes."""
 
     kv_copies: int = 1
-    """Each key/value head stored this often, side by side; its queries are shared out in order."""
+    """Copies of each key/value head, side by side; each copy serves a part of its query heads."""
     padded_vocab: int | None = None
-    """Rows of the token tables, those past the vocabulary zero; None means vocab_size."""
+    """Rows of the token tables, with zeros past the vocabulary; None means vocab_size."""
     scan_layers: bool = False
-    """Whether layers that repeat a pattern of kinds have their weights in one array for each place
-    of the pattern, to run in a loop (`modelzoo.layer_groups`)."""
+    """Whether layers that repeat a pattern of kinds run in a loop, with their weights stacked in
+    one array for each layer of the pattern (`modelzoo.layer_groups`)."""
     head_multiple: int = 1
-    """The cache keeps heads of a multiple of this size; zeros follow what a head has."""
+    """The cache pads heads with zeros to a multiple of this size."""
     key_blocks: tuple[int, ...] = ()
-    """Positions that a block of keys in the cache may have (`modelzoo.key_blocks`); without any,
-    the keys of a head lie in one block."""
+    """The sizes that a block of cached keys may have, in positions (`modelzoo.key_blocks`); if
+    empty, the keys of a head are one block."""
 
     def __post_init__(self):
         for name in ("kv_copies", "padded_vocab", "head_multiple"):
@@ -369,7 +384,12 @@ class Arrangement:
                 raise ValueError(f"{name}: expected a positive integer, got {size!r}.")
 
     def check(self, config: DecoderConfig) -> None:
-        """Raise ValueError if weights of this configuration cannot be arranged so."""
+        """Check that the weights of a configuration can be arranged this way.
+
+        Raises:
+          ValueError: The copies do not divide the query heads of a key/value head, or the padded
+            vocabulary is too small.
+        """
         if config.heads_per_kv % self.kv_copies:
             raise ValueError(
                 f"kv_copies: expected a divisor of the {config.heads_per_kv} query heads of each "
@@ -382,9 +402,9 @@ class Arrangement:
             )
 
     def cache_dim(self, config: DecoderConfig) -> int:
-        """Numbers that the cache keeps of one head of a token."""
+        """The size of a cached head, including the zeros that pad it."""
         return -(-config.cache_dim // self.head_multiple) * self.head_multiple
 
 
 AS_PUBLISHED = Arrangement()
-"""The canonical arrangement, in which checkpoints are: each key/value head once, a row a token."""
+"""The canonical arrangement, in which checkpoints are stored: no copies and no padding."""

@@ -1,8 +1,8 @@
-"""The decoder: one definition for every family, read whole, in chunks, or token by token.
+"""The decoder: one definition for all families, run on whole prompts, chunks or single tokens.
 
-A family chooses sizes and options in `DecoderConfig`; nothing here branches on a family's name.
-Knows logical axes and positions; knows no mesh, bucket, file or text. `attend` and `operations` are
-injected: other attention implementations and layouts must not change the answer.
+A family is a choice of sizes and options in `DecoderConfig`; no code here depends on a family's
+name. The attention implementation `attend` and the `operations` of a layout are injected, and must
+not change the answer. Knows logical axes and positions; knows no mesh, bucket, file or text.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ from .layer_attention import (
     TokenAttention,
     WriteCache,
 )
-from .layer_cache import LayerCache, PromptLayer
+from .layer_cache import LayerCache, NewEntries
 from .layer_groups import Group, block_layers, layer_groups, layers_name
 from .layer_scan import Cache, scan_group
 from .layers import Embedding, Norm, scaled
@@ -42,13 +42,15 @@ from .rope import position_code
 from .stripes import IN_ORDER, change_stripes
 
 
-def _keep_nothing(cache: None, made: PromptLayer, scan_index: jax.Array, window: Window) -> None:
-    """WriteCache nothing of prompts without a cache."""
-    del cache, made, scan_index, window
+def _write_nothing(
+    cache: None, cache_update: NewEntries, scan_index: jax.Array, window: Window
+) -> None:
+    """Write nothing, for prompts without a cache."""
+    del cache, cache_update, scan_index, window
 
 
 class Decoder(nnx.Module):
-    """Embedding, blocks, final norm and head."""
+    """A decoder-only transformer: embedding, blocks, final norm and head."""
 
     def __init__(
         self,
@@ -78,41 +80,56 @@ class Decoder(nnx.Module):
     def forward(
         self, tokens_BT: jax.Array, true_length_B: jax.Array
     ) -> tuple[jax.Array, ExpertReport | None]:
-        """Final hidden states `x_BTD` of right-padded prompts, of which nothing is kept.
+        """Run right-padded prompts without a cache.
 
-        Tokens come in order and leave as `operations` lays them. Padding follows the tokens, so
-        causality alone hides it from them; its own outputs mean nothing, and it takes no expert.
-        The second result is of sparse layers.
+        Args:
+          tokens_BT: Token ids in order. Padding follows the tokens, so the causal mask hides it; it
+            takes no expert.
+          true_length_B: The number of tokens of each prompt.
+
+        Returns:
+          Final hidden states `x_BTD`, in the stripes of `operations`; those of padding are
+          undefined. The report of sparse layers, or None without any.
         """
-        x_BTD, _, report = self._whole(tokens_BT, true_length_B, None, _keep_nothing)
+        x_BTD, _, report = self._whole(tokens_BT, true_length_B, None, _write_nothing)
         return x_BTD, report
 
     def prefill(
         self, tokens_BT: jax.Array, rows: PromptPieces, cache: KVCache, cache_operations: Operations
     ) -> tuple[jax.Array, KVCache, ExpertReport | None]:
-        """Final hidden states `x_BTD` of right-padded pieces of prompts, written into the cache.
+        """Run right-padded pieces of prompts and write them to the cache.
 
-        Each row attends to what its slot holds of the tokens before it, and to itself: a whole
-        prompt, which has none before it, to itself alone. `cache_operations` are those of
-        the cache.
-        Tokens leave as `operations` lays them. Padding takes no expert.
+        Each row attends to the earlier tokens of its prompt in its slot, and to itself. A whole
+        prompt attends only to itself. Padding takes no expert.
+
+        Args:
+          tokens_BT: Token ids in order.
+          rows: The slot, first position and token count of each row.
+          cache: The cache, which the caller donates.
+          cache_operations: The operations by which the cache is laid out.
+
+        Returns:
+          Final hidden states `x_BTD`, in the stripes of `operations`; the updated cache; the report
+          of sparse layers, or None without any.
         """
         if rows.start_B is not None:
             return self._prefill_chunk(tokens_BT, rows, cache, cache_operations)
-        lies, wanted = self.operations.prompt_stripes, cache_operations.cache_stripes
+        stripes, cache_stripes = self.operations.prompt_stripes, cache_operations.cache_stripes
 
-        def keep(
-            layers: LayerCache, made: PromptLayer, scan_index: jax.Array, window: Window
+        def write(
+            layers: LayerCache, new: NewEntries, scan_index: jax.Array, window: Window
         ) -> LayerCache:
-            new = zip(made, layers.POSITION_AXES, strict=True)
-            made = type(made)(*(change_stripes(x, axis - 1, lies, wanted, 0) for x, axis in new))
+            arrays = zip(new, layers.POSITION_AXES, strict=True)
+            new = type(new)(
+                *(change_stripes(x, axis - 1, stripes, cache_stripes, 0) for x, axis in arrays)
+            )
             is_rolling = cache.positions.is_rolling(window)
-            return write_piece(layers, made, scan_index, rows, is_rolling, cache_operations)
+            return write_piece(layers, new, scan_index, rows, is_rolling, cache_operations)
 
-        x_BTD, layers, report = self._whole(tokens_BT, rows.count_B, cache.layers, keep)
+        x_BTD, layers, report = self._whole(tokens_BT, rows.count_B, cache.layers, write)
         position_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
         position_BT = jnp.where(position_BT < rows.count_B[:, None], position_BT, EMPTY_POSITION)
-        position_BT = change_stripes(position_BT, 1, IN_ORDER, wanted, EMPTY_POSITION)
+        position_BT = change_stripes(position_BT, 1, IN_ORDER, cache_stripes, EMPTY_POSITION)
         return (
             x_BTD,
             KVCache(layers, write_positions(cache.positions, position_BT, rows, cache_operations)),
@@ -124,7 +141,7 @@ class Decoder(nnx.Module):
         tokens_BT: jax.Array,
         true_length_B: jax.Array,
         cache: tuple[LayerCache, ...] | None,
-        keep: WriteCache,
+        write: WriteCache,
     ) -> tuple[jax.Array, tuple[Any, ...], ExpertReport | None]:
         tokens_BT = self.operations.prompt_stripes.permute(tokens_BT, axis=1)
         position_1T = self.operations.positions(tokens_BT.shape[1])
@@ -133,7 +150,7 @@ class Decoder(nnx.Module):
         key_position_BT = jnp.where(is_token_BT, query_position_BT, EMPTY_POSITION)
         attend_tokens = self._scored(self.operations.over_tokens(self.attend))
         rows = PromptRows(query_position_BT, key_position_BT)
-        attention = PromptAttention(attend_tokens, self.operations, rows, keep)
+        attention = PromptAttention(attend_tokens, self.operations, rows, write)
         return self._run_layers(tokens_BT, position_1T, attention, is_token_BT, cache)
 
     def _prefill_chunk(
@@ -143,17 +160,17 @@ class Decoder(nnx.Module):
         offset_1T = jnp.asarray(self.operations.positions(tokens_BT.shape[1]))
         position_BT = rows.first_B[:, None] + offset_1T
         is_token_BT = offset_1T < rows.count_B[:, None]
-        kept_position_BT = jnp.where(is_token_BT, position_BT, EMPTY_POSITION)
-        # a stripe's last entries are not the last of all
+        chunk_position_BT = jnp.where(is_token_BT, position_BT, EMPTY_POSITION)
+        # the last entries of a stripe are not the last entries of the cache
         num_unseen = 0 if cache_operations.cache_stripes.count > 1 else tokens_BT.shape[1]
-        seen = positions_below(cache.positions, rows, num_unseen, cache_operations)
+        cached = positions_below(cache.positions, rows, num_unseen, cache_operations)
         num_heads = self.operations.num_cache_heads(self.config.num_kv_heads)
         attention = ChunkAttention(
             self._scored(self.attend),
             self.operations,
             cache_operations,
             rows,
-            ChunkContext(position_BT, seen, kept_position_BT),
+            ChunkContext(position_BT, cached, chunk_position_BT),
             num_heads=num_heads,
             head_dim=self.config.cache_dim,
             num_unseen=num_unseen,
@@ -161,16 +178,25 @@ class Decoder(nnx.Module):
         x_BTD, layers, report = self._run_layers(
             tokens_BT, position_BT, attention, is_token_BT, cache.layers
         )
-        kept_positions = write_positions(cache.positions, kept_position_BT, rows, cache_operations)
-        return x_BTD, KVCache(layers, kept_positions), report
+        positions = write_positions(cache.positions, chunk_position_BT, rows, cache_operations)
+        return x_BTD, KVCache(layers, positions), report
 
     def decode(
         self, token_B: jax.Array, position_B: jax.Array, cache: KVCache, is_token_B: jax.Array
     ) -> tuple[jax.Array, KVCache, ExpertReport | None]:
-        """`logits_BV` after one more token per row, written into the cache at its position.
+        """Run one more token per row, and write it to the cache at its position.
 
-        Rows without a token see nothing, write nothing and take no expert; what is computed for
-        them means nothing.
+        Rows without a token see nothing, write nothing and take no expert.
+
+        Args:
+          token_B: Token ids.
+          position_B: The position of each token.
+          cache: The cache, which the caller donates.
+          is_token_B: Whether a row has a token.
+
+        Returns:
+          Float32 `logits_BV`, undefined for rows without a token; the updated cache; the report of
+          sparse layers, or None without any.
         """
         operations = self.operations
         position_B = jnp.where(is_token_B, position_B, EMPTY_POSITION)
@@ -187,7 +213,7 @@ class Decoder(nnx.Module):
         return self.logits(x_B1D[:, 0]), KVCache(layers, positions), report
 
     def logits(self, x_BD: jax.Array) -> jax.Array:
-        """Float32 logits of final hidden states; of ids that pad the vocabulary, -inf."""
+        """Float32 logits of final hidden states; -inf for the ids that pad the vocabulary."""
         head = self.embedding if self.config.tie_embeddings else self.head
         logits_BV = head.logits(x_BD, self.operations)
         logits_BV = scaled(logits_BV, self.config.multipliers.logits)
@@ -198,16 +224,16 @@ class Decoder(nnx.Module):
         return self.operations.constrain(logits_BV, axes.LOGITS)
 
     def embed(self, tokens_BT: jax.Array) -> jax.Array:
-        """The residual stream as it begins."""
+        """The residual stream before the first block."""
         x_BTD = self.embedding(tokens_BT, self.operations)
-        # a plain product rounds the factor to the dtype of the table, as it should
+        # NOTE: a plain product rounds the factor to the dtype of the table, as the models expect
         factor = self.config.multipliers.embedding
         return x_BTD if factor == 1.0 else x_BTD * factor
 
     def _scored(self, attend: Attend) -> Attend:
-        """An implementation that makes scores as the model asks.
+        """Attention with the scores of the model.
 
-        For what `over_tokens` gives: that passes scores on, in place of any bound before it.
+        It must wrap the result of `over_tokens`, which passes the scores on to `attend`.
         """
         return partial(attend, scores=self.config.attention_scores)
 
@@ -219,7 +245,7 @@ class Decoder(nnx.Module):
         is_token_BT: jax.Array,
         cache: Cache | None,
     ) -> tuple[jax.Array, Cache, ExpertReport | None]:
-        """Final hidden states, the cache of each place of layers, and what sparse layers report."""
+        """Final hidden states, the cache of each block, and the report of sparse layers."""
         ropes = dict.fromkeys(map(self.config.rope_of, self.config.windows))
         codes = {rope: position_code(position_BT, rope, self.config.rope_dim) for rope in ropes}
 
@@ -231,26 +257,27 @@ class Decoder(nnx.Module):
             scan_index: jax.Array,
             experts: ExpertCall,
         ) -> tuple[jax.Array, Cache]:
-            kept: Cache = ()
+            new_cache: Cache = ()
             for layers, block, old in zip(group, blocks, cache, strict=True):
                 window = self.config.windows[layers.start]
                 code = codes[self.config.rope_of(window)]
                 with jax.named_scope(f"layers.{layers_name(layers)}"):
                     layer_attention = attention.layer(window, old, scan_index, x_BTD)
-                    x_BTD, made = block(x_BTD, code, layer_attention, self.operations, experts)
-                    kept += (attention.keep(window, old, made, scan_index, x_BTD),)
-            return x_BTD, kept
+                    x_BTD, update = block(x_BTD, code, layer_attention, self.operations, experts)
+                    new = attention.update_cache(window, old, update, scan_index, x_BTD)
+                    new_cache += (new,)
+            return x_BTD, new_cache
 
         experts = ExpertCall(is_token_BT, self.dispatch)
         x_BTD = self.embed(tokens_BT)
-        kept: Cache = ()
+        new_cache: Cache = ()
         for group in self.groups:
-            here = slice(len(kept), len(kept) + len(group))
-            old = (None,) * len(group) if cache is None else cache[here]
-            arguments = group, self.layers[here], x_BTD, old
+            blocks = slice(len(new_cache), len(new_cache) + len(group))
+            old = (None,) * len(group) if cache is None else cache[blocks]
+            arguments = group, self.layers[blocks], x_BTD, old
             if len(group[0]) == 1:
-                x_BTD, made = run_group(*arguments, jnp.int32(0), experts)
+                x_BTD, new = run_group(*arguments, jnp.int32(0), experts)
             else:
-                x_BTD, made = scan_group(run_group, *arguments, experts)
-            kept += made
-        return self.final_norm(x_BTD), kept, experts.report()
+                x_BTD, new = scan_group(run_group, *arguments, experts)
+            new_cache += new
+        return self.final_norm(x_BTD), new_cache, experts.report()

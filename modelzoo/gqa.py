@@ -1,4 +1,4 @@
-"""Grouped-query attention: every head of keys and values serves a group of query heads.
+"""Grouped-query attention: each key/value head is shared by a group of query heads.
 
 Source: Ainslie et al. 2023, "GQA" (2305.13245). Knows nothing of caches, masks or meshes.
 """
@@ -21,7 +21,7 @@ from .rope import PositionCode, encode
 
 
 class GroupedHeads(nnx.Module):
-    """Projections of grouped-query attention, around the attention of the layer."""
+    """Projections of grouped-query attention, before and after the attention of the layer."""
 
     def __init__(self, rngs: nnx.Rngs, config: DecoderConfig, arrangement: Arrangement):
         D, H, copies = config.embed, config.head_dim, arrangement.kv_copies
@@ -42,12 +42,12 @@ class GroupedHeads(nnx.Module):
     def __call__(
         self,
         x_BTD: jax.Array,
-        by: PositionCode,
+        code: PositionCode,
         layer_attention: LayerAttention,
         operations: Operations,
     ) -> tuple[jax.Array, Any]:
-        """The term that attention adds to the residual stream, and what it made to be kept."""
-        q_BTKGH, new = self._project(x_BTD, by, operations)
+        """The term that attention adds to the residual stream, and the cache update."""
+        q_BTKGH, new = self._project(x_BTD, code, operations)
         sink_KG = self.sinks[...] if self.config.sinks else None
         out_BTKGH, cache_update = layer_attention.attend(Queries(q_BTKGH, sink_KG), new, None)
         merge = ("BTKGH,KGHD->BTD", merge_heads)
@@ -57,7 +57,7 @@ class GroupedHeads(nnx.Module):
         return out_BTD, cache_update
 
     def _project(
-        self, x_BTD: jax.Array, by: PositionCode, operations: Operations
+        self, x_BTD: jax.Array, code: PositionCode, operations: Operations
     ) -> tuple[jax.Array, PromptKeysValues]:
         product = einsum("BTD,DKJH->BTKJH")
         qkv_BTKJH = operations.project(*product, x_BTD, self.qkv, axes.RESIDUAL, axes.HEADS)
@@ -75,20 +75,20 @@ class GroupedHeads(nnx.Module):
         if self.config.qk_norm:
             q_BTKGH, k_BTKH = self.query_norm(q_BTKGH), self.key_norm(k_BTKH)
         B, T, K, _, H = q_BTKGH.shape
-        q_BTNH, k_BTKH = encode(q_BTKGH.reshape(B, T, K * G, H), k_BTKH, by)
+        q_BTNH, k_BTKH = encode(q_BTKGH.reshape(B, T, K * G, H), k_BTKH, code)
         new = PromptKeysValues(k_BTKH.transpose(0, 2, 3, 1), v_BTKH.swapaxes(1, 2))
         return q_BTNH.reshape(B, T, K, G, H), new
 
 
 def _with_heads_last(qkv_BTKJH: jax.Array) -> jax.Array:
-    """Heads with their entries last in memory, if they fill tiles.
+    """Give heads a memory layout with head features as minor dimension, if these fill tiles.
 
-    From 128 rows on XLA for TPU would have the rows last, and for that lay the weights of all
-    layers out anew in every call.
+    From 128 rows on, XLA for TPU would make rows the minor dimension, and for that change the
+    memory layout of the weights of all layers in every call.
     """
     if qkv_BTKJH.shape[-1] % axes.LANES:
         return qkv_BTKJH
-    # rows or tokens before them, whichever there are: the last two fill a tile
+    # before head features come rows or tokens, as there are several: the last two axes fill a tile
     order = (1, 2, 3, 0, 4) if qkv_BTKJH.shape[1] == 1 else (2, 3, 0, 1, 4)
     return with_layout_constraint(qkv_BTKJH, MemoryLayout(major_to_minor=order))
 

@@ -1,12 +1,12 @@
-"""Keys of a cache in blocks of positions, one below the other in place of one wide matrix.
+"""Keys of a cache in blocks of positions, stacked along the head axis.
 
-XLA for CPU multiplies a few queries with a matrix of keys `[H, S]` about twice as fast where that
-is 32 or 64 positions wide (`benchmarks/key_blocks.md`). So a head of a segment with S entries may
-have its keys as `[O * H, size]`: O blocks of `size` positions. The last block may have room for
-more entries than the segment has; nothing is kept there. Where one block holds the segment, its
-keys are `[H, S]`.
+XLA for CPU multiplies a few queries with a matrix of keys `[H, S]` about twice as fast if the
+matrix is 32 or 64 positions wide (`benchmarks/key_blocks.md`). So the keys of one head in a segment
+with S entries may be stored as `[O * H, size]`: O blocks of `size` positions. The last block may be
+longer than the rest of the segment; its extra entries are unused. If one block holds the whole
+segment, its keys are `[H, S]`.
 
-Knows nothing of layers, slots or what decides for blocks.
+Knows nothing of layers or slots, nor when blocks are used.
 """
 
 from collections.abc import Sequence
@@ -15,14 +15,14 @@ import jax
 import jax.numpy as jnp
 
 CPU_BLOCKS = (64, 32)
-"""The sizes of blocks that XLA for CPU is fast at, the better one first."""
+"""Block sizes that are fast in XLA for CPU, the faster one first."""
 
 
 def blocks_shape(head_dim: int, num_entries: int, sizes: Sequence[int]) -> tuple[int, int]:
-    """The last two dimensions of a segment's keys, in blocks of one of `sizes`.
+    """The last two dimensions of the keys of a segment, in blocks of one of `sizes`.
 
-    It is the size that leaves the least room, of equal ones the first. A segment shorter than all
-    sizes is one block of its own size.
+    The chosen size has the fewest unused entries, and is the first such size. A segment that is
+    shorter than all sizes is one block.
     """
     fitting = [size for size in sizes if size <= num_entries]
     size = min(fitting, key=lambda size: -num_entries % size, default=num_entries)
@@ -30,12 +30,12 @@ def blocks_shape(head_dim: int, num_entries: int, sizes: Sequence[int]) -> tuple
 
 
 def num_blocks(num_entries: int, size: int) -> int:
-    """Blocks of a segment."""
+    """The number of blocks of a segment."""
     return -(-num_entries // size)
 
 
 def in_blocks(k_KHS: jax.Array, size: int) -> jax.Array:
-    """Keys `[..., H, S]` in blocks, `[..., O * H, size]`, with zeros after the last position."""
+    """Keys `[..., H, S]` as blocks `[..., O * H, size]`, with zeros after the last position."""
     *leading, H, S = k_KHS.shape
     count = num_blocks(S, size)
     padding = [(0, 0)] * (k_KHS.ndim - 1) + [(0, count * size - S)]
@@ -44,7 +44,7 @@ def in_blocks(k_KHS: jax.Array, size: int) -> jax.Array:
 
 
 def joined(k_KHS: jax.Array, num_entries: int) -> jax.Array:
-    """Keys of a segment with so many entries out of their blocks, as `[..., H, S]`."""
+    """Keys of a segment of `num_entries` as `[..., H, S]`: the inverse of `in_blocks`."""
     *leading, rows, size = k_KHS.shape
     count = num_blocks(num_entries, size)
     if count == 1:

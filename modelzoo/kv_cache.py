@@ -1,39 +1,40 @@
 """The key/value cache of the decode batch: plain pytrees, written and read by position.
 
-The cache is cut along the sequence at the grid's spans into *segments*, each an array of its own: a
-decode graph with span `s` takes the segments below `s` and nothing else, so a short span costs
-neither a copy nor a read of the rest. Every entry stores its position (`EMPTY_POSITION` when it
-holds no token) and masks come from those alone.
+**Segments.** The cache is cut along the sequence at the spans of the grid into *segments*, each in
+an array of its own. A decode graph with span `s` takes only the segments below `s`, so it neither
+copies nor reads the rest. Every entry stores its position (`EMPTY_POSITION` if it holds no token),
+and masks come only from positions. The keys of a segment may be stored in blocks of positions
+(`key_blocks`), which some platforms read faster.
 
-The keys of a segment may lie in blocks of positions (`key_blocks`), where a platform reads these
-faster.
+**Slots of a segment.** A segment has one row for each slot that is at least as long as the segment
+reaches. These are the first slots, so short slots need no memory there. A write to a slot that a
+segment does not have is dropped, and such a slot sees nothing in the segment.
 
-A segment has as many rows as there are slots that reach so far, which are the first ones: where few
-rows are long, the others need not keep room for it, nor read it. What a segment has no row for is
-not written, and to such a row it shows nothing.
+**Shared segments.** The first segments may have a single row that all slots share: the common
+beginning of all prompts, stored once. A graph without other segments fills this row as its only
+slot. Graphs with other segments read it for all rows at once and do not write to it. Rolling
+buffers change with every token, so they are never shared.
 
-The first segments may have one row that all slots share: the beginning of every prompt, kept once.
-A graph that has no other segment fills it as the only slot. Graphs that have others read it, for
-all rows at once, and write nothing to it. A ring changes with every token, so slots share none.
+**Rolling buffers.** A layer with a window shorter than the longest span has a *rolling* buffer with
+as many entries as its window: position p is in entry p mod size and replaces position p - size,
+which has just left the window. A decode step writes its token before it attends, so no extra entry
+is needed. In a layer with chunked attention, each chunk overwrites the chunk before it. If a span
+ends before the buffer is full, nothing has been overwritten yet, and the segments below the span
+hold all entries.
 
-A layer whose window is shorter than the longest span is a *ring* of as many entries as its window
-has: position p lies at entry p mod size, where position p - size has just left the window. So a
-decode step, which writes one token before it attends, needs no entry more. A ring of a layer that
-sees chunks fills with one chunk after the other, each on top of the last. Where the span ends
-before the ring does, nothing has come round yet, and the segments below it are all there is.
+**Stripes.** Entries may be distributed in stripes (`modelzoo.stripes`), for each segment
+separately. Spans must then be multiples of the number of stripes, and rolling buffers are rounded
+up to a multiple of it. One stripe is itself a cache of every n-th token, so the same code reads and
+writes it.
 
-Entries may be dealt out in stripes (`modelzoo.stripes`), each segment for itself; spans then divide
-by the number of stripes, and rings are rounded up to a multiple of it. A stripe of a cache is a
-cache of its own, of every n-th token, and what is written to and read from it is the same code.
+**Reuse of slots.** A slot is not cleared for its next owner. Rows begin at position 0 and write
+every position that they pass, so an entry of the former owner holds a later position than every
+query until it is overwritten, and is never visible. The exception is NaN, as masked entries are
+still multiplied: the host clears a slot in which NaN was found.
 
-An entry of a slot's former owner holds a later position than every query of the next one, until
-that one writes there: rows begin at position 0 and write every position that they pass. So such an
-entry is never seen, and a slot need not be emptied for its next owner. NaN is the exception, as a
-masked entry is still multiplied: a slot in which it was met is cleared by its host.
-
-Knows nothing of slots' owners, buckets or meshes. Guarantees: `append` writes in place inside a
-loop when the buffers are donated, and writes nothing for a row whose position is empty or lies past
-the segments.
+Knows nothing of owners of slots, buckets or meshes. Guarantees: `append` writes in place inside a
+loop if the buffers are donated, and writes nothing for a row whose position is empty or past the
+segments.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,57 +47,57 @@ from . import axes
 from .attention import EMPTY_POSITION
 from .config import AS_PUBLISHED, Arrangement, DecoderConfig, Window, window_size
 from .key_blocks import blocks_shape, num_blocks
-from .layer_cache import KeysValues, Latents, LayerCache, PromptLayer
+from .layer_cache import KeysValues, Latents, LayerCache, NewEntries
 from .layer_groups import block_layers
 from .segments import Segments, heads_last, segment_lengths, segment_starts, split_shared
 from .stripes import ONE_STRIPE, Stripe
 
 
 class Positions(NamedTuple):
-    """The position that each entry holds; layers that keep the same ones share them."""
+    """The position that each entry holds, shared by layers with the same number of entries."""
 
     whole_BS: Segments
-    """Of layers that keep every position; without segments where all layers are rings."""
+    """Positions for layers that cache every position; no segments if all layers are rolling."""
     rolling_BS: dict[int, Segments]
-    """Of rings, by their number of entries."""
+    """Positions of rolling buffers, by their number of entries."""
 
     AXES = (axes.CACHE_POSITIONS, axes.CACHE_POSITIONS)
 
-    def of(self, window: Window) -> Segments:
-        """Those of layers with this window."""
+    def for_window(self, window: Window) -> Segments:
+        """The positions of layers with this window."""
         size = self._rolling_size(window)
         return self.whole_BS if size is None else self.rolling_BS[size]
 
     def entry(self, position_B: jax.Array, window: Window) -> jax.Array:
-        """The entry of a token in layers with this window; none of them for an empty position."""
+        """The entry of a token in layers with this window; empty for an empty position."""
         size = self._rolling_size(window)
         return position_B if size is None else _rolling_entry(position_B, size)
 
     def map(self, visit: Callable[[Segments], Segments]) -> "Positions":
-        """`visit` of the segments of each kind of layers."""
+        """Apply `visit` to the segments of each kind of layer."""
         whole_BS = visit(self.whole_BS) if self.whole_BS else ()
         return Positions(whole_BS, {size: visit(x) for size, x in self.rolling_BS.items()})
 
     def is_rolling(self, window: Window) -> bool:
-        """Whether layers with this window keep rings."""
+        """Whether layers with this window have rolling buffers."""
         return self._rolling_size(window) is not None
 
     def _rolling_size(self, window: Window) -> int | None:
-        """Of the smallest ring that holds the window; None of layers that keep every position."""
+        """The size of the smallest rolling buffer that holds the window; None without one."""
         if window is None:
             return None
         return min((size for size in self.rolling_BS if size >= window_size(window)), default=None)
 
 
 class KVCache(NamedTuple):
-    """What all layers keep, and their positions."""
+    """The cache of all layers, and the positions of its entries."""
 
     layers: tuple[LayerCache, ...]
-    """By the places of the decoder's groups of layers, in order."""
+    """One cache for each block of the decoder, in order."""
     positions: Positions
 
     def head(self, num_segments: int) -> "KVCache":
-        """The first segments, as a decode graph of their span takes them."""
+        """The first segments, which are the input of a decode graph with their span."""
         return jax.tree.map(lambda segments: segments[:num_segments], self, is_leaf=_is_segments)
 
     def with_head(self, head: "KVCache") -> "KVCache":
@@ -107,12 +108,12 @@ class KVCache(NamedTuple):
 
 
 def _is_segments(x: object) -> bool:
-    """Whether this is the segments of one array: the only plain tuple of no tuples here."""
+    """Whether `x` is the segments of an array: the only plain tuple without tuples inside."""
     return type(x) is tuple and bool(x) and not isinstance(x[0], tuple)
 
 
 def num_cache_entries(window: Window, longest: int, stripes: int = 1) -> int:
-    """Entries that a layer keeps for every slot, where the longest span is `longest`."""
+    """The number of cache entries of a layer per slot, where the longest span is `longest`."""
     if window is None:
         return longest
     return min(-(-window_size(window) // stripes) * stripes, longest)
@@ -129,28 +130,37 @@ def allocate(
     arrangement: Arrangement = AS_PUBLISHED,
     chunk: int | None = None,
 ) -> KVCache:
-    """An empty cache of zeros: a NaN in a masked entry would poison its row, so never `empty`.
+    """Allocate an empty cache.
 
-    `num_heads` are the key/value heads kept, where they are not the model's own ones; `span_slots`
-    how many of the slots reach each span, where not all of them do, or 1 for a first span that all
-    share. Where prompts come in chunks, all are multiples of `chunk` tokens, and each is written as
-    whole blocks of keys.
+    The arrays are zeros, never `jnp.empty`: a NaN in a masked entry would spread to its whole row.
+
+    Args:
+      config: The decoder. slots: The number of slots. spans: The spans of the grid, in ascending
+      order. dtype: The dtype of keys, values and latents. num_heads: The cached key/value heads, if
+      they are not those of the configuration. stripes: The number of stripes that entries are
+      distributed in. span_slots: For each span, the number of slots that are at least as long, or 1
+      for a first span
+        that all slots share; by default all slots have the longest span.
+      arrangement: The arrangement of weights and cache.
+      chunk: The number of tokens of which all prompt chunks are multiples, if prompts come in
+        chunks. Blocks of keys must divide it, as a chunk is written in whole blocks.
     """
     K, H = num_heads or config.num_kv_heads, arrangement.cache_dim(config)
-    reaching = span_slots or [slots] * len(spans)
+    segment_slots = span_slots or [slots] * len(spans)
     longest = spans[-1] if spans else 0
-    num_kept = {window: num_cache_entries(window, longest, stripes) for window in config.windows}
+    num_entries = {window: num_cache_entries(window, longest, stripes) for window in config.windows}
     blocks = [size for size in arrangement.key_blocks if not (chunk or 0) % size]
 
-    def sizes(kept: int) -> list[tuple[int, int]]:
-        """Rows and entries of each segment."""
-        rows = reaching
-        if kept < longest:  # a ring
-            rows = [max(reaching[i:]) for i in range(len(reaching))]
-        return list(zip(rows, segment_lengths(spans, kept), strict=False))
+    def segment_sizes(count: int) -> list[tuple[int, int]]:
+        """The rows and the entries of each segment, for a layer with `count` entries."""
+        rows = segment_slots
+        if count < longest:  # a rolling buffer
+            rows = [max(segment_slots[i:]) for i in range(len(segment_slots))]
+        return list(zip(rows, segment_lengths(spans, count), strict=False))
 
     def allocate_layers(layers: range) -> LayerCache:
-        segments, L = sizes(num_kept[config.windows[layers.start]]), len(layers)
+        segments = segment_sizes(num_entries[config.windows[layers.start]])
+        L = len(layers)
         if config.latent is not None:
             return Latents(tuple(jnp.zeros((L, B, S, H), dtype) for B, S in segments))
         return KeysValues(
@@ -158,18 +168,19 @@ def allocate(
             tuple(jnp.zeros((L, B, K, S, H), dtype) for B, S in segments),
         )
 
-    def positions(kept: int) -> Segments:
-        return tuple(jnp.full(size, EMPTY_POSITION, jnp.int32) for size in sizes(kept))
+    def empty_positions(count: int) -> Segments:
+        sizes = segment_sizes(count)
+        return tuple(jnp.full(size, EMPTY_POSITION, jnp.int32) for size in sizes)
 
-    kept = set(num_kept.values())
-    whole_BS = positions(longest) if longest in kept else ()
-    rolling_BS = {size: positions(size) for size in kept if size < longest}
+    counts = set(num_entries.values())
+    whole_BS = empty_positions(longest) if longest in counts else ()
+    rolling_BS = {size: empty_positions(size) for size in counts if size < longest}
     layers = tuple(map(allocate_layers, block_layers(config, arrangement)))
     return KVCache(layers, Positions(whole_BS, rolling_BS))
 
 
 def match_heads(new: jax.Array, num_heads: int, axis: int = 1) -> jax.Array:
-    """Heads in copies as single ones or the other way round: phases may keep them differently."""
+    """Repeat heads, or drop their copies, to get `num_heads`: phases may copy heads differently."""
     K = new.shape[axis]
     if num_heads < K:
         return jax.lax.slice_in_dim(new, 0, K, K // num_heads, axis)
@@ -177,7 +188,7 @@ def match_heads(new: jax.Array, num_heads: int, axis: int = 1) -> jax.Array:
 
 
 def match_head_dim(new: jax.Array, head_dim: int, axis: int) -> jax.Array:
-    """Heads as wide as the cache keeps them, with zeros at their ends."""
+    """Pad heads with zeros to the head size of the cache."""
     if new.shape[axis] == head_dim:
         return new
     padding = [(0, 0)] * new.ndim
@@ -188,9 +199,12 @@ def match_head_dim(new: jax.Array, head_dim: int, axis: int) -> jax.Array:
 def append_position(
     positions: Positions, position_B: jax.Array, stripe: Stripe = ONE_STRIPE
 ) -> Positions:
-    """Mark the entry of each row's next token as holding it, where it lies in this stripe.
+    """Set the positions of the entries that the next token of each row takes.
 
-    A row whose position is empty has no next token.
+    Args:
+      positions: The positions of the cache, or of one stripe of it.
+      position_B: The position of each token; empty for a row without a token.
+      stripe: The stripe that is written; tokens of other stripes change nothing.
     """
 
     def mark(segments: Segments, entry_B: jax.Array) -> Segments:
@@ -202,11 +216,11 @@ def append_position(
             for segment, start in zip(own, starts, strict=True)
         )
 
-    rings = {
+    rolling_BS = {
         size: mark(segments, _rolling_entry(position_B, size))
         for size, segments in positions.rolling_BS.items()
     }
-    return Positions(mark(positions.whole_BS, position_B), rings)
+    return Positions(mark(positions.whole_BS, position_B), rolling_BS)
 
 
 def _rolling_entry(position_B: jax.Array, size: int) -> jax.Array:
@@ -219,15 +233,19 @@ def _mark(segment_BS: jax.Array, position_B: jax.Array, index_B: jax.Array) -> j
     return jnp.where(is_entry_BS, position_B[:B, None], segment_BS)
 
 
-def append(
-    layers: LayerCache, new: PromptLayer, entry_B: jax.Array, layer: jax.Array
-) -> LayerCache:
-    """Write what one layer keeps of one token per row, at its entry if that is here."""
+def append(layers: LayerCache, new: NewEntries, entry_B: jax.Array, layer: jax.Array) -> LayerCache:
+    """Write the new entries of one layer, one token per row.
 
+    Args:
+      layers: The cache of the layers of one block.
+      new: Keys and values, or latents, of one token per row.
+      entry_B: The entry of each token; outside of the segments it is not written.
+      layer: The index of the layer in the arrays.
+    """
     lengths, starts = layers.lengths, segment_starts(layers.lengths)
 
     def write(segments: Segments, new: jax.Array, axis: int) -> Segments:
-        # without layers, as their number is no axis of what one layer made
+        # `axis` counts the axis of layers, which new entries do not have
         new_BKH = jnp.squeeze(new, axis - 1)
         shared, own = split_shared(segments, row_axis=1)
         ranges = list(zip(lengths, starts, strict=True))[len(shared) :]
@@ -247,12 +265,12 @@ def _write(
     axis: int,
     layer: jax.Array,
 ) -> jax.Array:
-    """Write one entry per row at `index_B` of a segment's `length`; others write nothing.
+    """Write one entry per row at `index_B`; an index outside of the segment's `length` is dropped.
 
-    The segment leads with layers, and ends with heads' entries and positions in either order; of
-    positions it may have blocks.
-    NOTE: every head of every entry is an update of its own, at a row and a position. Where heads
-    lie along the last axis in memory, XLA for TPU compiles this scatter to one pass over the
+    The first axis of the segment is layers. Its last two axes are head features and positions, in
+    either order; positions may be in blocks.
+    NOTE: every head of every entry is a separate update, at a row and a position. If head features
+    are the minor dimension in memory, XLA for TPU compiles this scatter to one pass over the
     updates. It compiles a scatter of windows that are one position wide to a loop over slots.
     """
     B, size = segment.shape[1], segment.shape[axis]

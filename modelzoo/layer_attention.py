@@ -1,8 +1,8 @@
-"""Attention of the layers of one call: of whole prompts, of chunks, of single tokens.
+"""Attention of all layers of a call: for whole prompts, for chunks and for single tokens.
 
-All three attend and say what is kept. They differ in what there is to attend to. Each is made once
-for a call, from what its layers share, and gives the attention of every layer. Knows nothing of
-projections or of how keys were made.
+The three differ in the keys that a query may see: those of the prompt, those of the cache and the
+chunk, or those of the cache. Each object holds what the layers of one call share, and returns the
+attention of a single layer on request. Knows nothing of projections or the computation of keys.
 """
 
 from collections.abc import Callable
@@ -17,13 +17,13 @@ from . import axes
 from .attention import Attend, Queries, Slots, Visibility, with_sinks
 from .config import Window
 from .kv_cache import Positions, append
-from .layer_cache import LayerCache, PromptKeysValues, PromptLatents, PromptLayer
+from .layer_cache import LayerCache, NewEntries, PromptKeysValues, PromptLatents
 from .operations import Operations
 from .prompt_pieces import PromptPieces, layer_of_slots, write_piece
 from .segment_attention import attend_segments
 from .stripes import IN_ORDER
 
-WriteCache = Callable[[Any, PromptLayer, jax.Array, Window], Any]
+WriteCache = Callable[[Any, NewEntries, jax.Array, Window], Any]
 """`write(cache, cache_update, scan_index, window)`: the cache after a layer wrote to it."""
 
 
@@ -33,12 +33,14 @@ class LayerAttention(NamedTuple):
     attend: Callable[
         [Queries, PromptKeysValues | None, PromptLatents | None], tuple[jax.Array, Any]
     ]
-    """`out_BTKGH` of queries, and what the layer made to be kept.
+    """Attend from queries; return `out_BTKGH` and the cache update.
 
-    New keys and values are those of the projections' heads. Latents, where there are any, are kept
-    instead of them. A layer that reads its cache attends to latents, and passes no keys and values.
+    The arguments are queries, new keys and values by the heads of the projections, and new latents.
+    If there are latents, they are cached instead of keys and values. A layer with latents that
+    reads its cache attends to latents, and passes no keys and values.
     """
     reads_cache: bool
+    """Whether queries attend to the cache, not only to the prompt."""
 
 
 class CallAttention(Protocol):
@@ -47,16 +49,28 @@ class CallAttention(Protocol):
     def layer(
         self, window: Window, cache: Any, scan_index: jax.Array, x_BTD: jax.Array
     ) -> LayerAttention:
-        """The attention of the layer `scan_index` of those that `cache` belongs to.
+        """Return the attention of one layer.
 
-        `x_BTD` is the residual stream before the layer.
+        Args:
+          window: The window of the layer.
+          cache: The cache of the block that the layer belongs to; None without a cache.
+          scan_index: The index of the layer in the arrays of the block.
+          x_BTD: The residual stream before the layer.
         """
         ...
 
-    def keep(
+    def update_cache(
         self, window: Window, cache: Any, cache_update: Any, scan_index: jax.Array, x_BTD: jax.Array
     ) -> Any:
-        """The cache with what the layer made. `x_BTD` is the residual stream after the layer."""
+        """Return the cache of the block after the layer.
+
+        Args:
+          window: The window of the layer.
+          cache: The cache of the block before the layer.
+          cache_update: The second result of the layer's attention.
+          scan_index: The index of the layer in the arrays of the block.
+          x_BTD: The residual stream after the layer.
+        """
         ...
 
 
@@ -64,18 +78,19 @@ class PromptRows(NamedTuple):
     """Positions of the tokens of whole prompts."""
 
     query_position_BT: jax.Array
-    """Positions of all tokens, also where queries and keys are those of some."""
+    """Positions of all tokens, also on devices that have only some of the queries and keys."""
     key_position_BT: jax.Array
+    """The same, with `EMPTY_POSITION` for padding."""
 
     AXES = ((axes.ATTENTION_BATCH, ""), (axes.ATTENTION_BATCH, ""))
 
 
 @dataclass(frozen=True)
 class PromptAttention:
-    """Layers of whole prompts attend to the prompt alone."""
+    """Attention of whole prompts: each layer attends only to the prompt."""
 
     attend: Attend
-    """Attention to all tokens, wherever they are."""
+    """Attention to all tokens of the prompt, also to those on other devices."""
     operations: Operations
     rows: PromptRows
     write: WriteCache
@@ -87,11 +102,11 @@ class PromptAttention:
         attend = self.operations.attend(partial(self._attend, window), writes_cache=False)
         return LayerAttention(partial(attend, rows=self.rows, cache=None), reads_cache=False)
 
-    def keep(
+    def update_cache(
         self,
         window: Window,
         cache: LayerCache | None,
-        cache_update: PromptLayer,
+        cache_update: NewEntries,
         scan_index: jax.Array,
         x_BTD: jax.Array,
     ) -> LayerCache | None:
@@ -106,7 +121,7 @@ class PromptAttention:
         latents: PromptLatents | None,
         rows: PromptRows,
         cache: None,
-    ) -> tuple[jax.Array, PromptLayer]:
+    ) -> tuple[jax.Array, NewEntries]:
         is_in_order = self.operations.prompt_stripes == IN_ORDER
         q_BTKGH, sink_KG = queries
         attended = self.attend(q_BTKGH, *new, Visibility(*rows, window, is_in_order))
@@ -114,16 +129,16 @@ class PromptAttention:
 
 
 class ChunkContext(NamedTuple):
-    """Positions of the tokens of a chunk, and of what its rows' slots hold."""
+    """Positions of the tokens of a chunk and of the cache entries in its slots."""
 
     position_BT: jax.Array
-    """Positions of all tokens, also where queries are those of some."""
-    seen: Positions
-    """Positions of the entries from before the chunk."""
-    kept_position_BT: jax.Array
-    """Positions of the chunk's own tokens, empty where it is padded."""
+    """Positions of all tokens, also on devices that have only some of the queries."""
+    cached: Positions
+    """Positions of the cache entries from before the chunk."""
+    chunk_position_BT: jax.Array
+    """Positions of the tokens of the chunk, with `EMPTY_POSITION` for padding."""
     slots: Slots | None = None
-    """The layer and slots of the rows, where attention has all of the cache."""
+    """The layer and slots to read, if attention gets whole arrays of the cache."""
 
     AXES = (
         (axes.ATTENTION_BATCH, ""),
@@ -135,20 +150,21 @@ class ChunkContext(NamedTuple):
 
 @dataclass(frozen=True)
 class ChunkAttention:
-    """Layers of a chunk attend to what its slots hold and to the chunk, and write that there."""
+    """Attention of chunks: each layer attends to its slots and the chunk, then writes the chunk."""
 
     attend: Attend
     operations: Operations
     cache_operations: Operations
-    """The operations of the cache."""
+    """The operations by which the cache is laid out."""
     rows: PromptPieces
     context: ChunkContext
     num_heads: int
-    """Key/value heads that attention has."""
+    """The key/value heads in attention, copies included."""
     head_dim: int
-    """Numbers of a head or latent."""
+    """The size of a cached head or latent, without the zeros that pad it."""
     num_unseen: int
-    """Last entries that no token of the chunk sees, of layers that keep every position."""
+    """The number of last entries that no token of the chunk sees, in layers without rolling
+    buffers."""
 
     def layer(
         self, window: Window, cache: LayerCache, scan_index: jax.Array, x_BTD: jax.Array
@@ -159,26 +175,26 @@ class ChunkAttention:
         if self.operations.has_cache_of(self.cache_operations):
             context = context._replace(slots=Slots(scan_index, slot_B))
         else:
-            num_left = 0 if context.seen.is_rolling(window) else self.num_unseen
+            num_unseen = 0 if context.cached.is_rolling(window) else self.num_unseen
             heads = self.num_heads, self.head_dim
             cache = layer_of_slots(
-                cache, scan_index, slot_B, num_left, *heads, self.cache_operations
+                cache, scan_index, slot_B, num_unseen, *heads, self.cache_operations
             )
         attend = self.operations.attend(partial(self._attend, window), writes_cache=False)
         return LayerAttention(partial(attend, rows=context, cache=cache), reads_cache=True)
 
-    def keep(
+    def update_cache(
         self,
         window: Window,
         cache: LayerCache,
-        cache_update: PromptLayer,
+        cache_update: NewEntries,
         scan_index: jax.Array,
         x_BTD: jax.Array,
     ) -> LayerCache:
         """See `CallAttention`."""
-        # a write that is not known to come after the layer's read is made in a copy
+        # XLA copies the cache for a write that may run before the layer has read it
         rows = self.rows.after(x_BTD, self.operations)
-        is_rolling = self.context.seen.is_rolling(window)
+        is_rolling = self.context.cached.is_rolling(window)
         return write_piece(cache, cache_update, scan_index, rows, is_rolling, self.cache_operations)
 
     def _attend(
@@ -189,21 +205,24 @@ class ChunkAttention:
         latents: PromptLatents | None,
         rows: ChunkContext,
         cache: LayerCache,
-    ) -> tuple[jax.Array, PromptLayer]:
-        cache_update = new if latents is None else latents
-        assert cache_update is not None
-        seen_BS = rows.seen.of(window)
-        old = cache.read(jnp.int32(0)) if rows.slots is None else cache.read_all()
-        # of the last segment there may be nothing to be seen
-        entries = [*old[: len(seen_BS)], cache_update.read()], (*seen_BS, rows.kept_position_BT)
+    ) -> tuple[jax.Array, NewEntries]:
+        new_entries = new if latents is None else latents
+        assert new_entries is not None
+        cached_position_BS = rows.cached.for_window(window)
+        cached = cache.read(jnp.int32(0)) if rows.slots is None else cache.read_all()
+        # the last segment may be left out, if no token sees any of it
+        entries = (
+            [*cached[: len(cached_position_BS)], new_entries.read()],
+            (*cached_position_BS, rows.chunk_position_BT),
+        )
         attend_entries = partial(attend_segments, self.attend, window, slots=rows.slots)
         attend_all = self.operations.over_cache(attend_entries, window)
         attended = attend_all(queries.q_BTKGH, rows.position_BT, entries)
-        return _of_queries(queries, *attended), cache_update
+        return _with_query_heads(queries, *attended), new_entries
 
 
 class TokenRows(NamedTuple):
-    """Positions of the tokens of a decode step and of the cache's entries, and the layer."""
+    """Positions of the tokens of a decode step and of the cache entries, and the layer."""
 
     position_B: jax.Array
     positions: Positions
@@ -214,13 +233,13 @@ class TokenRows(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenAttention:
-    """Layers of one token a row write it to the cache, then attend to the cache."""
+    """Attention of decode: each layer writes one token per row to the cache, then attends to it."""
 
     attend: Attend
     operations: Operations
     position_B: jax.Array
     positions: Positions
-    """Positions of the cache's entries, the new tokens' included."""
+    """Positions of the cache entries, including the new tokens."""
 
     def layer(
         self, window: Window, cache: LayerCache, scan_index: jax.Array, x_BTD: jax.Array
@@ -230,7 +249,7 @@ class TokenAttention:
         attend = self.operations.attend(partial(self._attend, window), writes_cache=True)
         return LayerAttention(partial(attend, rows=rows, cache=cache), reads_cache=True)
 
-    def keep(
+    def update_cache(
         self,
         window: Window,
         cache: LayerCache,
@@ -238,7 +257,7 @@ class TokenAttention:
         scan_index: jax.Array,
         x_BTD: jax.Array,
     ) -> LayerCache:
-        """See `CallAttention`. Attention has written the cache by then."""
+        """See `CallAttention`. Attention has already written the cache."""
         return cache_update
 
     def _attend(
@@ -250,19 +269,19 @@ class TokenAttention:
         rows: TokenRows,
         cache: LayerCache,
     ) -> tuple[jax.Array, LayerCache]:
-        cache_update = new if latents is None else latents
-        assert cache_update is not None
+        new_entries = new if latents is None else latents
+        assert new_entries is not None
         position_B, positions, scan_index = rows
         entry_B = self.operations.stripe.local_index(positions.entry(position_B, window))
-        cache = append(cache, cache_update, entry_B, scan_index)
-        entries = cache.read(scan_index), positions.of(window)
+        cache = append(cache, new_entries, entry_B, scan_index)
+        entries = cache.read(scan_index), positions.for_window(window)
         attend_entries = partial(attend_segments, self.attend, window)
         attend_all = self.operations.over_cache(attend_entries, window)
         attended = attend_all(queries.q_BTKGH, position_B[:, None], entries)
-        return _of_queries(queries, *attended), cache
+        return _with_query_heads(queries, *attended), cache
 
 
-def _of_queries(queries: Queries, out_BTKGH: jax.Array, lse_BTKG: jax.Array) -> jax.Array:
-    """Results of all entries with the sinks, by the heads of the queries."""
+def _with_query_heads(queries: Queries, out_BTKGH: jax.Array, lse_BTKG: jax.Array) -> jax.Array:
+    """Apply the sinks to results over all entries, and group them by the heads of the queries."""
     q_BTKGH, sink_KG = queries
     return with_sinks(out_BTKGH, lse_BTKG, sink_KG).reshape(*q_BTKGH.shape[:-1], -1)

@@ -1,11 +1,11 @@
-"""A group of layers as one loop, a `jax.lax.scan` over the repeats of its pattern.
+"""A group of layers as one loop: a `jax.lax.scan` over the repeats of its pattern.
 
-A loop holds the computation of its layers once, however often it runs, so programs of deep models
-stay small. The weights of an iteration are slices of arrays that lead with layers; a few weights
-come whole, of which a block takes smaller slices itself. The cache of all layers is carried through
-the loop, and so is written in place.
+The loop contains the computation of one repeat, so programs of deep models stay small. The first
+axis of weights is layers, and each iteration gets a slice. A few weights are passed whole, and the
+block takes smaller slices itself. The cache of all layers is the carry of the loop, so it is
+written in place.
 
-Knows nothing of what a layer computes or keeps.
+Does not know what a layer computes or caches.
 """
 
 from collections.abc import Sequence
@@ -20,11 +20,11 @@ from .layers import is_sliced_once
 from .moe.layer import ExpertCall
 
 Cache = tuple[Any, ...]
-"""The cache of each place of layers; None for each place where there is no cache."""
+"""The cache of each block; None for each block in calls without a cache."""
 
 
 class RunGroup(Protocol):
-    """Run one layer of each place of a group."""
+    """A function that runs one repeat of a group: one layer of each of its blocks."""
 
     def __call__(
         self,
@@ -35,7 +35,10 @@ class RunGroup(Protocol):
         scan_index: jax.Array,
         experts: ExpertCall,
     ) -> tuple[jax.Array, Cache]:
-        """The residual stream after these layers, and the cache with what they keep."""
+        """Return the residual stream after these layers, and their updated cache.
+
+        `scan_index` is the index of the repeat: the index of a layer in the arrays of its block.
+        """
         ...
 
 
@@ -47,20 +50,32 @@ def scan_group(
     cache: Cache,
     experts: ExpertCall,
 ) -> tuple[jax.Array, Cache]:
-    """Run all layers of a group whose places have several; `blocks` have the weights of all."""
-    definition, of_all, weights = nnx.split(nnx.List(blocks), is_sliced_once, ...)
+    """Run all layers of a group with several repeats.
+
+    Args:
+      run_group: Runs one repeat.
+      group: The layers of each block.
+      blocks: The blocks, with the weights of all their layers.
+      x_BTD: The residual stream before the group.
+      cache: The cache of each block.
+      experts: The call of sparse layers; gets the report of all layers of the group.
+
+    Returns:
+      The residual stream after the group, and the updated cache.
+    """
+    definition, whole_weights, weights = nnx.split(nnx.List(blocks), is_sliced_once, ...)
 
     def body(carry: tuple[jax.Array, Cache], inputs: tuple[jax.Array, Any]):
         scan_index, weights = inputs
         call = ExpertCall(experts.is_token_BT, experts.dispatch, scan_index)
-        blocks = nnx.merge(definition, of_all, weights)
+        blocks = nnx.merge(definition, whole_weights, weights)
         carry = run_group(group, blocks, *carry, scan_index, call)
         return carry, (call.use(), call.num_dropped_BT)
 
     iterations = (jnp.arange(len(group[0])), weights)
     (x_BTD, cache), (use, num_dropped) = jax.lax.scan(body, (x_BTD, cache), iterations)
     if use is not None:
-        # iterations, and in each its sparse places: layers in order
+        # axes are iterations and the sparse layers of each: flattened, layers in order
         use = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), use)
         experts.add(use, jnp.sum(num_dropped, axis=0))
     return x_BTD, cache

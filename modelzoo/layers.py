@@ -1,7 +1,7 @@
-"""The blocks' small parts: weights with logical axes, norm, embedding, gated MLP.
+"""Small parts of blocks: weights with logical axes, norms, embedding, gated MLP.
 
-Knows nothing of attention, caches or meshes. Every weight declares its logical axes beside its
-shape; a layout is applied from outside by those names.
+Every weight declares its logical axes next to its shape; a layout refers to these names. Knows
+nothing of attention, caches or meshes.
 """
 
 from functools import partial
@@ -29,17 +29,17 @@ def weight(
     *,
     is_sliced_once: bool = False,
 ) -> nnx.Param:
-    """A random weight of variance 1 / fan_in, carrying its logical axes as metadata.
+    """A random weight of variance 1 / fan_in, with its logical axes as metadata.
 
-    `is_sliced_once`: inside a scan over layers the block gets the array of all layers, and slices
-    layer and expert together. A slice of the layer first would be a copy of it.
+    With `is_sliced_once`, a block inside a scan over layers gets the array of all layers, and takes
+    layer and expert in one slice. A slice of the layer first would copy the weights of all experts.
     """
     value = jax.random.normal(rngs.params(), shape, jnp.float32) * fan_in**-0.5
     return nnx.Param(value, logical_axes=logical_axes, is_sliced_once=is_sliced_once)
 
 
 def is_sliced_once(path: Any, parameter: nnx.Variable) -> bool:
-    """Whether a block slices a parameter itself, as a filter of nnx."""
+    """Whether a block slices a parameter itself; a filter for `nnx.split`."""
     del path
     return parameter.get_metadata().get("is_sliced_once", False)
 
@@ -50,22 +50,22 @@ def constant(
     logical_axes: tuple[str, ...],
     dtype: jax.typing.DTypeLike | None = None,
 ) -> nnx.Param:
-    """A weight that starts as a constant: norms at one, biases at zero.
+    """A weight with a constant initial value: one for norms, zero for biases.
 
-    With a dtype it is kept in that one, whatever dtype the model's weights are kept in.
+    If `dtype` is given, the weight is stored in it, whatever the dtype of the other weights.
     """
     initial = jnp.full(shape, value, jnp.float32)
     return nnx.Param(initial, logical_axes=logical_axes, kept_dtype=dtype)
 
 
 def scaled(x: jax.Array, factor: float) -> jax.Array:
-    """`x` times a constant that is not rounded to the dtype of `x`; nothing for a factor of one."""
+    """`x` times a factor that is not rounded to the dtype of `x`; `x` itself for a factor of 1."""
     return x if factor == 1.0 else (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
 def merge_heads(out: jax.Array, output: jax.Array) -> jax.Array:
-    """The product of heads `[B, T, ..., H]` and the weight `[..., H, D]` that merges them."""
-    # heads and their entries as one axis: given three, XLA lays the weights out anew each call
+    """The product of heads `[B, T, ..., H]` and the output weight `[..., H, D]`."""
+    # heads and their features as one axis: with three axes, XLA copies the weights in every call
     B, T = out.shape[:2]
     output_AD = output.reshape(-1, output.shape[-1])
     return product_of("BTA,AD->BTD", out.reshape(B, T, -1), output_AD)
@@ -79,7 +79,7 @@ class Norm(nnx.Module):
     """
 
     def __init__(self, size: int, config: DecoderConfig):
-        # whole on every device: small, and wanted wherever the residual stream is
+        # not split: small, and needed on every device that has the residual stream
         self.scale = constant(1.0 - config.norm_offset, (size,), ("",))
         self.config = config
 
@@ -87,7 +87,7 @@ class Norm(nnx.Module):
         return self._norm(x, self.scale[...], -1)
 
     def _norm(self, x: jax.Array, scale: jax.Array, axis: int | tuple[int, ...]) -> jax.Array:
-        """Norm over `axis`; the scale has the last axes of `x`."""
+        """Norm over `axis`; `scale` has the shape of the last axes of `x`."""
         x32 = x.astype(jnp.float32)
         if self.config.norm == "layer":
             x32 = x32 - jnp.mean(x32, axis=axis, keepdims=True)
@@ -100,9 +100,10 @@ class Norm(nnx.Module):
 
 
 class HeadsNorm(Norm):
-    """The norm of all heads of a projection, each alone or as one vector, with a scale a head.
+    """Norm of the heads of a projection, with a scale per head.
 
-    Heads may come in copies side by side: as each comes equally often, their mean is the same.
+    Each head is normed separately, or all heads as one vector. Heads may be repeated side by side:
+    as all are repeated equally often, the mean over them is the same.
     """
 
     def __init__(self, num_heads: int, config: DecoderConfig, copies: int = 1):
@@ -110,23 +111,24 @@ class HeadsNorm(Norm):
         self.copies = copies
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Norm `[B, T, ..., H]`, of which the axes between hold the heads in order."""
+        """Norm `[B, T, ..., H]`; the axes between T and H are the heads in order."""
         scale = self.scale[...]
         if self.copies > 1:
             scale = jnp.repeat(scale.reshape(-1, x.shape[-1]), self.copies, axis=0)
-        is_one = self.config.qk_norm_kind == "projection"
-        return self._norm(x, scale.reshape(x.shape[2:]), tuple(range(2, x.ndim)) if is_one else -1)
+        is_joint = self.config.qk_norm_kind == "projection"
+        axis = tuple(range(2, x.ndim)) if is_joint else -1
+        return self._norm(x, scale.reshape(x.shape[2:]), axis)
 
 
 class NoNorm(nnx.Module):
-    """Stands where a block has no norm."""
+    """The identity, used where a block has no norm."""
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return x
 
 
 class Embedding(nnx.Module):
-    """Token table, also read the other way round as the output head."""
+    """Token table, used as embedding and, transposed, as output head."""
 
     def __init__(self, rngs: nnx.Rngs, num_rows: int, embed: int):
         self.table = weight(rngs, (num_rows, embed), (axes.VOCAB, ""), embed)
@@ -135,14 +137,17 @@ class Embedding(nnx.Module):
         return operations.lookup(self.table, tokens_BT, axes.RESIDUAL)
 
     def logits(self, x_BD: jax.Array, operations: Operations) -> jax.Array:
-        """Float32 `logits_BV` of final hidden states (on one device with any leading axes)."""
+        """Float32 `logits_BV` of final hidden states; on one device, with any leading axes."""
         x_axes = (axes.RESIDUAL_BATCH, axes.EMBED)
         _, product = einsum("...D,VD->...V", jnp.float32)
         return operations.project("BD,VD->BV", product, x_BD, self.table, x_axes, axes.LOGITS)
 
 
 class GatedMlp(nnx.Module):
-    """`down(act(gate(x)) * up(x))` with gate and up as one product (Shazeer 2020, 2002.05202)."""
+    """Gated MLP `down(act(gate(x)) * up(x))`, with gate and up as one product.
+
+    Source: Shazeer 2020, "GLU Variants Improve Transformer" (2002.05202).
+    """
 
     def __init__(self, rngs: nnx.Rngs, config: DecoderConfig, mlp: int | None = None):
         embed, mlp = config.embed, mlp or config.mlp
@@ -156,7 +161,7 @@ class GatedMlp(nnx.Module):
     def __call__(
         self, x_BTD: jax.Array, operations: Operations, experts: "ExpertCall | None" = None
     ) -> jax.Array:
-        del experts  # of sparse layers, which stand in the same place
+        del experts  # only `SparseMlp`, which has the same signature, uses it
         project = operations.project
         gate_up = ("BTD,PDF->PBTF", gate_up_product)
         h_PBTF = project(*gate_up, x_BTD, self.gate_up, axes.RESIDUAL, ("", *axes.HIDDEN))

@@ -1,12 +1,13 @@
-"""Multi-head latent attention: keys and values of all heads come from one small latent a token.
+"""Multi-head latent attention: keys and values of all heads are computed from one latent per token.
 
-A latent is kept beside one rotated key for all heads, and nothing else. A prompt attends to keys
-and values that are made from its latents for each head. A token that reads the cache attends to
-the latents themselves: what would make keys is applied to its queries instead, and what would make
-values to its results, both linear, so the scores and the answer are the same ("absorbed").
+The cache holds one latent and one rotated key per token, shared by all heads. A prompt attends to
+keys and values that are computed from its latents for each head. A token that reads the cache
+attends to the latents themselves ("absorbed"): the projection to keys is applied to its queries
+instead, and the projection to values to its attention outputs. Both are linear, so scores and
+result are the same.
 
-Source: DeepSeek-V2 (2405.04434), section 2.1 and appendix C; 2.1.2 names the absorption. Knows
-nothing of caches, masks or meshes.
+Source: DeepSeek-V2 (2405.04434), section 2.1 and appendix C; section 2.1.2 describes the
+absorption. Knows nothing of caches, masks or meshes.
 """
 
 from dataclasses import replace
@@ -27,41 +28,41 @@ from .rope import PositionCode, Rotation, rotate
 
 
 class LatentHeads(nnx.Module):
-    """Projections of latent attention, around the attention of the layer."""
+    """Projections of latent attention, before and after the attention of the layer."""
 
     def __init__(self, rngs: nnx.Rngs, config: DecoderConfig, latent: LatentAttention):
         D, N, rank = config.embed, config.num_query_heads, latent.rank
-        of_latents = replace(config, norm_epsilon=latent.norm_epsilon)
+        latent_config = replace(config, norm_epsilon=latent.norm_epsilon)
         query_in, query_axis = D, axes.EMBED_IN
         if latent.query_rank is not None:
             query_in, query_axis = latent.query_rank, ""
             self.query_down = weight(rngs, (D, query_in), (axes.EMBED_IN, ""), D)
-            self.query_norm = Norm(query_in, of_latents)
-        of_query = (query_axis, axes.QUERY_HEADS, "")
-        self.query = weight(rngs, (query_in, N, latent.head_dim), of_query, query_in)
+            self.query_norm = Norm(query_in, latent_config)
+        query_axes = (query_axis, axes.QUERY_HEADS, "")
+        self.query = weight(rngs, (query_in, N, latent.head_dim), query_axes, query_in)
         self.latent_down = weight(rngs, (D, latent.cache_dim), (axes.EMBED_IN, ""), D)
-        self.latent_norm = Norm(rank, of_latents)
-        of_heads = (axes.QUERY_HEADS, "", "")
-        self.key_up = weight(rngs, (N, latent.plain_dim, rank), of_heads, rank)
-        self.value_up = weight(rngs, (N, latent.value_dim, rank), of_heads, rank)
-        of_output = (axes.QUERY_HEADS, "", axes.EMBED_IN)
-        self.output = weight(rngs, (N, latent.value_dim, D), of_output, N * latent.value_dim)
+        self.latent_norm = Norm(rank, latent_config)
+        head_axes = (axes.QUERY_HEADS, "", "")
+        self.key_up = weight(rngs, (N, latent.plain_dim, rank), head_axes, rank)
+        self.value_up = weight(rngs, (N, latent.value_dim, rank), head_axes, rank)
+        output_axes = (axes.QUERY_HEADS, "", axes.EMBED_IN)
+        self.output = weight(rngs, (N, latent.value_dim, D), output_axes, N * latent.value_dim)
         self.sizes = latent
 
     def __call__(
         self,
         x_BTD: jax.Array,
-        by: PositionCode,
+        code: PositionCode,
         layer_attention: LayerAttention,
         operations: Operations,
     ) -> tuple[jax.Array, Any]:
-        """The term that attention adds to the residual stream, and what it made to be kept."""
-        assert isinstance(by, Rotation), "configurations of latent attention rotate"
+        """The term that attention adds to the residual stream, and the cache update."""
+        assert isinstance(code, Rotation), "configurations of latent attention rotate"
         q_BTNH = self._queries(x_BTD, operations)
         plain_BTNH, rotated_BTNH = jnp.split(q_BTNH, [self.sizes.plain_dim], axis=-1)
-        latents = self._latents(x_BTD, by, operations)
+        latents = self._latents(x_BTD, code, operations)
         attend = self._attend_latents if layer_attention.reads_cache else self._attend_heads
-        rotated_BTNH = rotate(rotated_BTNH, by)
+        rotated_BTNH = rotate(rotated_BTNH, code)
         out_BTNH, cache_update = attend(
             plain_BTNH, rotated_BTNH, latents, layer_attention, operations
         )
@@ -70,7 +71,7 @@ class LatentHeads(nnx.Module):
         return operations.project(*merge, out_BTNH, self.output, *names), cache_update
 
     def _queries(self, x_BTD: jax.Array, operations: Operations) -> jax.Array:
-        """Queries, whose last entries are yet to be rotated."""
+        """Queries, before the rotation of their last features."""
         project, heads = operations.project, axes.LATENT_HEADS
         if self.sizes.query_rank is None:
             return project(*einsum("BTD,DNH->BTNH"), x_BTD, self.query, axes.RESIDUAL, heads)
@@ -78,12 +79,14 @@ class LatentHeads(nnx.Module):
         x_BTI = project(*down, x_BTD, self.query_down, axes.RESIDUAL, axes.LATENTS)
         return project(*up, self.query_norm(x_BTI), self.query, axes.LATENTS, heads)
 
-    def _latents(self, x_BTD: jax.Array, by: Rotation, operations: Operations) -> PromptLatents:
-        """What is kept of tokens: the normed latent, then the rotated key."""
+    def _latents(
+        self, x_BTD: jax.Array, rotation: Rotation, operations: Operations
+    ) -> PromptLatents:
+        """The cache entries of tokens: the normed latent, then the rotated key."""
         down = einsum("BTD,DH->BTH")
         latent_BTH = operations.project(*down, x_BTD, self.latent_down, axes.RESIDUAL, axes.LATENTS)
         x_BTI, key_BTH = jnp.split(latent_BTH, [self.sizes.rank], axis=-1)
-        key_BTH = rotate(key_BTH[:, :, None], by)[:, :, 0]
+        key_BTH = rotate(key_BTH[:, :, None], rotation)[:, :, 0]
         return PromptLatents(jnp.concatenate([self.latent_norm(x_BTI), key_BTH], axis=-1))
 
     def _attend_heads(
@@ -94,11 +97,11 @@ class LatentHeads(nnx.Module):
         layer_attention: LayerAttention,
         operations: Operations,
     ) -> tuple[jax.Array, Any]:
-        """Keys and values made for each head."""
+        """Attend with keys and values that are computed for each head."""
         x_BTI, key_BTH = jnp.split(latents.latent_BTH, [self.sizes.rank], axis=-1)
-        up, places = einsum("BTI,NHI->BTNH"), (axes.LATENTS, axes.LATENT_HEADS)
-        k_BTNH = operations.project(*up, x_BTI, self.key_up, *places)
-        v_BTNH = operations.project(*up, x_BTI, self.value_up, *places)
+        up, array_axes = einsum("BTI,NHI->BTNH"), (axes.LATENTS, axes.LATENT_HEADS)
+        k_BTNH = operations.project(*up, x_BTI, self.key_up, *array_axes)
+        v_BTNH = operations.project(*up, x_BTI, self.value_up, *array_axes)
         shared_BTNH = jnp.broadcast_to(key_BTH[:, :, None], rotated_BTNH.shape)
         k_BTNH = jnp.concatenate([k_BTNH, shared_BTNH], axis=-1)
         q_BTNH = jnp.concatenate([plain_BTNH, rotated_BTNH], axis=-1)
@@ -115,11 +118,11 @@ class LatentHeads(nnx.Module):
         layer_attention: LayerAttention,
         operations: Operations,
     ) -> tuple[jax.Array, Any]:
-        """Latents as keys and values of all heads."""
-        absorbed, places = einsum("BTNH,NHI->BTNI"), (axes.LATENT_HEADS, axes.LATENT_HEADS)
-        q_BTNI = operations.project(*absorbed, plain_BTNH, self.key_up, *places)
+        """Attend with latents as the keys and values of all heads."""
+        absorbed, array_axes = einsum("BTNH,NHI->BTNI"), (axes.LATENT_HEADS, axes.LATENT_HEADS)
+        q_BTNI = operations.project(*absorbed, plain_BTNH, self.key_up, *array_axes)
         q_BTNH = jnp.concatenate([q_BTNI, rotated_BTNH], axis=-1)
         queries = Queries(q_BTNH[:, :, :, None])
         out_BTNGH, cache_update = layer_attention.attend(queries, None, latents)
         up, out_BTNI = einsum("BTNI,NHI->BTNH"), out_BTNGH[:, :, :, 0, : self.sizes.rank]
-        return operations.project(*up, out_BTNI, self.value_up, *places), cache_update
+        return operations.project(*up, out_BTNI, self.value_up, *array_axes), cache_update

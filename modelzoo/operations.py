@@ -1,7 +1,7 @@
-"""The operations that a layout may carry out in its own way, and their reference on one device.
+"""Operations whose implementation depends on the layout, with their reference on one device.
 
-Blocks say what they compute and which logical axes the arrays have; `sharding` has the operations
-over a mesh, which are injected and must equal these. Knows nothing of meshes.
+Blocks call these with the logical axes of their arrays. `sharding` implements them over a mesh; its
+implementation is injected and must equal this one. Knows nothing of meshes.
 """
 
 from collections.abc import Callable
@@ -26,29 +26,29 @@ if TYPE_CHECKING:
     from .moe.routing import Router
 
     Weight = nnx.Param | jax.Array
-    """A parameter, or what one device has of it."""
+    """A parameter, or the part of it on one device."""
 
 Axes = tuple[str, ...]
 Product = Callable[[jax.Array, jax.Array], jax.Array]
-"""A product of activations and a weight, linear in both, for whole arrays and pieces alike."""
+"""A product of activations and a weight, linear in both, valid for whole arrays and for parts."""
 Project = Callable[..., jax.Array]
-"""`Operations.project`."""
+"""The type of `Operations.project`."""
 
 
 class Operations:
-    """One device: every operation is what it says, and placement means nothing."""
+    """The operations on one device, where logical axes have no effect."""
 
     prompt_stripes: Stripes = IN_ORDER
-    """The order in which the tokens of a prompt lie."""
+    """The order of the tokens of a prompt."""
     cache_stripes: Stripes = IN_ORDER
-    """The order in which the entries of the cache lie."""
+    """The order of the entries of the cache."""
 
     def positions(self, length: int) -> jax.Array | np.ndarray:
-        """`position_1T` of the tokens of a prompt, in the order in which they lie."""
+        """`position_1T` of the tokens of a prompt, in the order of `prompt_stripes`."""
         return np.arange(length)[None]
 
     def constrain(self, x: jax.Array, logical_axes: Axes) -> jax.Array:
-        """Lay `x` out by its logical axes."""
+        """Constrain the sharding of `x` to its logical axes."""
         del logical_axes
         return x
 
@@ -56,56 +56,73 @@ class Operations:
         self, equation: str, product: Product, x: jax.Array, weight: "Weight", x_axes: Axes = (),
         out_axes: Axes = (),
     ) -> jax.Array:  # fmt: skip
-        """`product(x, weight)`, which is the einsum of `equation`, from `x_axes` to `out_axes`.
+        """Multiply activations with a weight. All products with weights go through this method.
 
-        Every product with a weight is made here; arrays that one device has whole need no axes.
+        Args:
+          equation: The einsum that `product` computes.
+          product: A function of `x` and `weight`.
+          x: Activations.
+          weight: The weight.
+          x_axes: The logical axes of `x`; not needed inside `shard_map`.
+          out_axes: The logical axes of the result; not needed inside `shard_map`.
         """
         del equation, x_axes, out_axes
         return product(x, weight[...])
 
     def lookup(self, table: "nnx.Param", ids_BT: jax.Array, out_axes: Axes) -> jax.Array:
-        """Rows of a table."""
+        """Look up rows of a table by id."""
         del out_axes
-        # ids are checked on the host: an id out of range would silently clamp here
+        # the host has checked the ids: an id out of range would be clipped silently
         return table[...].at[ids_BT].get(mode="clip")
 
     def attend(
         self, body: Callable[..., tuple[jax.Array, Any]], *, writes_cache: bool
     ) -> Callable[..., tuple[jax.Array, Any]]:
-        """`body(queries, new, latents, rows, cache)`: a layer's attention, and what is kept.
+        """Return the attention of a layer under this layout.
 
-        `body` treats rows and key/value heads independently. `new` are keys and values of the
-        projections or None; `rows` and `cache` are named tuples that declare the axes of their
-        arrays as `AXES`; a prompt has no cache. What is kept is like `cache` where `body` writes
-        the cache, else like `latents` or, without latents, like `new`.
+        Args:
+          body: A function `body(queries, new, latents, rows, cache)` that treats rows and key/value
+            heads independently. `new` are keys and values by the heads of the projections, or None.
+            `rows` and `cache` are named tuples that declare the axes of their arrays as `AXES`;
+            `cache` may be None. `body` returns the attention output and the cache update.
+          writes_cache: Whether the cache update is the updated cache. Otherwise it is the new
+            entries: `latents` if there are any, else `new`.
+
+        Returns:
+          A function like `body`.
         """
         del writes_cache
         return body
 
     def over_tokens(self, attend: "Attend") -> "Attend":
-        """Inside `attend`: attention to all tokens of a prompt, whatever part of them is here.
+        """Attention to all tokens of a prompt, for use inside `attend`.
 
-        Its positions are of all tokens, its queries, keys and values of those that are here.
+        The result takes the positions of all tokens, and queries, keys and values of the tokens on
+        this device.
         """
         return attend
 
     def over_cache(self, attend: "AttendEntries", window: "Window") -> "AttendEntries":
-        """Inside `attend`: attention to the whole cache, whatever part of its entries is here.
+        """Attention to the whole cache, for use inside `attend`.
 
-        Its positions are of all queries, its queries and entries those that are here.
+        The result takes the positions of all queries, and the queries and cache entries on this
+        device.
         """
         del window
         return attend
 
     @property
     def stripe(self) -> Stripe:
-        """Inside `attend`, `by_row`, `write_rows`: the stripe of the cache here."""
+        """The stripe of the cache on this device, inside `attend`, `by_row` and `write_rows`."""
         return ONE_STRIPE
 
     def by_row(self, body: Callable[..., Any], kept: Any, *rows: jax.Array) -> Any:
-        """`body(kept, *rows)`, like `kept`, of arrays that lead with the rows of attention.
+        """Update per-slot arrays by a function that treats rows independently.
 
-        `body` treats rows independently; `kept` declares its axes as in `attend`.
+        Args:
+          body: A function `body(kept, *rows)` that returns a tree like `kept`.
+          kept: A named tuple that declares its axes as in `attend`.
+          *rows: Arrays whose first axis is the batch rows of attention.
         """
         return body(kept, *rows)
 
@@ -113,7 +130,7 @@ class Operations:
         self, mixture: "Mixture", x_BTD: jax.Array, is_token_BT: jax.Array, router: "Router",
         weights: "ExpertWeights",
     ) -> "MoeOutput":  # fmt: skip
-        """The mixture of a sparse layer."""
+        """Run the mixture of experts of a sparse layer."""
         return mixture(x_BTD, is_token_BT, router, weights)
 
     def take_rows(
@@ -123,19 +140,25 @@ class Operations:
         logical_axes: Axes,
         layer: jax.Array | None = None,
     ) -> Segments:
-        """Rows `row_B` of arrays of rows, or of one layer of each; zeros for rows that they lack.
+        """Take rows of the arrays of segments, with zeros for rows that a segment does not have.
 
-        The first array has all rows; each device may have only the first of its rows in others.
+        Args:
+          segments: Arrays with the same logical axes. The first has all rows. In the others, each
+            device may have only the first of its rows.
+          row_B: The rows to take.
+          logical_axes: The logical axes of the arrays.
+          layer: The layer to take, if the first axis of the arrays is layers.
         """
         axis = row_axis(logical_axes)
         return tuple(rows_of(x, row_B, layer, axis) for x in segments)
 
     def after(self, row_B: jax.Array, x_BTD: jax.Array) -> jax.Array:
-        """`row_B`, not known before the residual stream `x_BTD` is computed.
+        """Make `row_B` depend on the residual stream `x_BTD`, to order reads and writes.
 
-        For the order of reads and writes. XLA's CPU backend starts first what waits for nothing, so
-        the rows of all layers would be taken ahead of the first layer and lie there; and a write
-        that waits for no read is made in a copy. An optimization barrier is gone by then.
+        XLA for CPU first runs operations without pending inputs. It would gather the rows of all
+        layers before the first layer, and keep them in memory. A write that does not depend on the
+        read would be made in a copy. An optimization barrier does not help, as it is removed before
+        operations are scheduled.
         """
         is_never = x_BTD.ravel()[0] < -jnp.inf
         return jnp.where(is_never, 0, row_B)
@@ -143,43 +166,48 @@ class Operations:
     def write_rows(
         self, body: Callable[..., Any], old: Any, new: Any, rows: Any, logical_axes: Axes
     ) -> Any:
-        """`body(old, new, rows)`: arrays of rows as in `take_rows`, after some rows were written.
+        """Write rows to arrays like those of `take_rows`.
 
-        `new` has B rows and else the axes of `old`; the first of `rows` has B entries, which say to
-        which row of `old` each belongs. Nothing is written for others.
+        Args:
+          body: A function `body(old, new, rows)` that returns the updated arrays.
+          old: The arrays to write to.
+          new: B new rows, with the other axes of `old`.
+          rows: A named tuple of arrays. The first has B entries: the row of `old` that each new row
+            belongs to. A row that `old` does not have is not written.
+          logical_axes: The logical axes of `old`.
         """
         del logical_axes
         return body(old, new, rows)
 
     def has_cache_of(self, cache_operations: "Operations") -> bool:
-        """Whether `attend` sees all slots of a cache that `cache_operations` lays out.
+        """Whether `attend` can read all slots of a cache that `cache_operations` lays out.
 
-        Keys and values of slots need not be brought together before.
+        If so, the keys and values of slots need no gather before.
         """
         del cache_operations
         return True
 
     def num_cache_heads(self, num_kv_heads: int) -> int:
-        """Key/value heads that attention has of those of the model, copies included."""
+        """The number of key/value heads in attention, copies included."""
         return num_kv_heads
 
     def top_k(self, logits_BV: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-        """The k largest values of each row and their ids; the lowest id first among equals."""
+        """The k largest values of each row and their ids; ties in ascending order of ids."""
         return jax.lax.top_k(logits_BV, k)
 
 
 def axes_of(weight: "Weight") -> Axes:
     """The logical axes that a parameter declares."""
-    assert not isinstance(weight, jax.Array), "a piece of a parameter declares no axes"
+    assert not isinstance(weight, jax.Array), "a part of a parameter declares no axes"
     return weight.get_metadata()["logical_axes"]
 
 
 def rows_of(
     x: jax.Array, row_B: jax.Array, layer: jax.Array | None = None, axis: int = 0
 ) -> jax.Array:
-    """Rows of an array along `axis`, or of one of the layers that it leads with.
+    """Rows of an array along `axis`, with zeros for a row past the last.
 
-    They are zeros for a row past the last.
+    If `layer` is given, the first axis of the array is layers, and the rows of one layer are taken.
     """
     if layer is None:
         return x.at[(slice(None),) * axis + (row_B,)].get(mode="fill", fill_value=0)
@@ -189,7 +217,7 @@ def rows_of(
 
 
 def einsum(equation: str, dtype: jax.typing.DTypeLike | None = None) -> tuple[str, Product]:
-    """An equation and the product that it is, in `dtype` or else in that of the activations."""
+    """An equation and its product, with a result in `dtype`, or in the dtype of the activations."""
     return equation, partial(product_of, equation, dtype=dtype)
 
 
@@ -199,22 +227,22 @@ def product_of(
     weight: jax.Array,
     dtype: jax.typing.DTypeLike | None = None,
 ) -> jax.Array:
-    """The einsum of activations and a weight, summed in float32 and rounded once.
+    """The einsum of activations and a weight, accumulated in float32 and rounded once.
 
     Args:
-      equation: The einsum; activations lead with rows.
+      equation: The einsum; the first axis of activations is rows.
       x: Activations.
       weight: The weight.
       dtype: The dtype of the result; by default that of `x`.
     """
-    # XLA for CPU converts the whole weight for a product that comes out in bfloat16
+    # XLA for CPU converts the whole weight for a product with a bfloat16 result
     rows = _at_least_two_rows(x)
     out = jnp.einsum(equation, rows, weight, preferred_element_type=jnp.float32)
     return out[: len(x)].astype(dtype or x.dtype)
 
 
 def _at_least_two_rows(x: jax.Array) -> jax.Array:
-    """`x`, twice if it is one row: for that XLA for CPU converts a whole bfloat16 weight."""
+    """`x`, repeated if it is a single row: XLA for CPU would convert the whole bfloat16 weight."""
     is_one = x.dtype == jnp.bfloat16 and x.shape[0] == 1 and (x.ndim == 2 or x.shape[1] == 1)
     return jnp.concatenate([x, x]) if is_one else x
 
@@ -222,8 +250,8 @@ def _at_least_two_rows(x: jax.Array) -> jax.Array:
 def gate_up_product(
     x: jax.Array, gate_up_PDF: jax.Array, dtype: jax.typing.DTypeLike | None = None
 ) -> jax.Array:
-    """Gate and up `[P, ..., F]` of `x` `[..., D]`, in `dtype` or else in that of `x`."""
-    # as a batch of two products: one call, and no backend has to lay the weights out anew
+    """Gate and up `[P, ..., F]` of `x` `[..., D]`, in `dtype` or in the dtype of `x`."""
+    # a batch of two products: one call, and no backend needs another memory layout of the weights
     rows = _at_least_two_rows(x)
     x_P = jnp.broadcast_to(rows[None], (2, *rows.shape))
     out = jnp.einsum("P...D,PDF->P...F", x_P, gate_up_PDF, preferred_element_type=jnp.float32)

@@ -1,8 +1,7 @@
-"""The products of a layer with its weights, noted while its block is traced.
+"""Record of the products of a layer with its weights, taken while its block is traced.
 
-What a layer multiplies follows from its definition alone: whoever predicts its work, or what it
-sends, reads a record, so a new block needs no second description. Knows nothing of layouts or
-hardware.
+The record follows from the definition of the layer. Predictions of work and of communication read
+it, so a new block needs no second description. Knows nothing of layouts or hardware.
 """
 
 import math
@@ -43,11 +42,12 @@ class WeightProduct:
     weight: Axes
     out: Axes
     sizes: Mapping[str, int]
-    """By dimension letter; rows B and tokens T are 1."""
+    """The size of each dimension letter; rows B and tokens T have size 1."""
     reads: int
-    """The number of the array that it reads: products of a layer with the same one share it."""
+    """An identifier of the activations: products of a layer with the same one read the same
+    array."""
     adds_to: int
-    """The number of the sum that its result joins, where that is the residual stream."""
+    """The number of the residual addition that the result belongs to, counted within the layer."""
 
     @property
     def labels(self) -> tuple[str, str, str]:
@@ -58,26 +58,26 @@ class WeightProduct:
 
     @property
     def num_weights(self) -> int:
-        """Entries of the weight."""
+        """The number of elements of the weight."""
         return math.prod(self.sizes[label] for label in self.labels[1])
 
 
 class LayerRecord(Operations):
-    """The operations of one device, which note what a layer asks of them."""
+    """The operations of one device, which record the calls of a layer."""
 
     num_kv_heads: int
-    """Key/value heads of the projections, copies included."""
+    """The number of key/value heads of the projections, copies included."""
     head_dims: tuple[int, int]
-    """Entries of a head of queries and keys, and of values, as attention has them."""
+    """The head size of queries and keys, and that of values, in attention."""
     makes_keys: bool
-    """Whether projections make keys and values of each head, for attention to read."""
+    """Whether projections compute keys and values for each head, and attention reads them."""
 
     def __init__(self):
         self.products: list[WeightProduct] = []
         self.mixture: WeightProduct | None = None
-        """A mixture of experts as one product, which has no weight itself."""
+        """The mixture of experts, as one product without a weight."""
         self.expert_products: list[WeightProduct] = []
-        """Products of all experts at once: each row of activations meets one expert."""
+        """Products with the weights of all experts; each row of activations uses one expert."""
         self._seen: list[jax.Array] = []
         self._num_sums = 0
 
@@ -87,8 +87,8 @@ class LayerRecord(Operations):
     ) -> jax.Array:  # fmt: skip
         logical_axes = axes_of(weight)
         products = self.expert_products if axes.EXPERTS in logical_axes else self.products
-        of_product = self._product(equation, x, weight.shape, x_axes, logical_axes, out_axes)
-        products.append(of_product)
+        product_record = self._product(equation, x, weight.shape, x_axes, logical_axes, out_axes)
+        products.append(product_record)
         return super().project(equation, product, x, weight, x_axes, out_axes)
 
     def constrain(self, x: jax.Array, logical_axes: Axes) -> jax.Array:
@@ -101,18 +101,18 @@ class LayerRecord(Operations):
     ) -> MoeOutput:  # fmt: skip
         residual = axes.RESIDUAL
         self.mixture = self._product("BTD,->BTD", x_BTD, (), residual, (), residual)
-        # ragged products are of all experts, tiles of one
+        # ragged products have the weights of all experts; tiles have those of one
         mixture = replace(mixture, dispatch=Dispatch("ragged"), project=self.project)
         return mixture(x_BTD, is_token_BT, router, weights)
 
     def attend_by_shape(
         self, queries: Queries, new: PromptKeysValues | None, latents: PromptLatents | None
     ) -> tuple[jax.Array, None]:
-        """Zeros of the shape that a layer's attention gives."""
-        kept = latents if new is None else new
-        assert kept is not None, "a layer attends to something"
+        """Record the heads of attention, and return zeros of the shape of its output."""
+        new_entries = latents if new is None else new
+        assert new_entries is not None, "a layer has new keys and values, or latents"
         *heads, dim = queries.q_BTKGH.shape
-        self.head_dims = dim, kept[-1].shape[-1]
+        self.head_dims = dim, new_entries[-1].shape[-1]
         self.num_kv_heads, self.makes_keys = heads[2], new is not None
         return jnp.zeros((*heads, self.head_dims[1])), None
 
@@ -120,7 +120,7 @@ class LayerRecord(Operations):
         self, equation: str, x: jax.Array, shape: tuple[int, ...], x_axes: Axes, weight_axes: Axes,
         out_axes: Axes,
     ) -> WeightProduct:  # fmt: skip
-        # kept, as another array may have the identity of one that is gone
+        # keep a reference: `id` of a freed array may be used again
         self._seen.append(x)
         labels = equation.partition("->")[0].replace(",", "")
         sizes = dict(zip(labels, (*x.shape, *shape), strict=True))
@@ -131,16 +131,16 @@ class LayerRecord(Operations):
 def record_layer(
     config: DecoderConfig, layer: int, kv_copies: int, *, reads_cache: bool
 ) -> LayerRecord:
-    """The record of a layer, as it runs over whole prompts or as it reads the cache."""
+    """The record of a layer, either for whole prompts or with `reads_cache`."""
     record = LayerRecord()
 
     def run() -> None:
         block = make_block(nnx.Rngs(0), config, Arrangement(kv_copies), range(layer, layer + 1))
         rope = config.rope_of(config.windows[layer])
-        by = position_code(jnp.zeros((1, 1), jnp.int32), rope, config.rope_dim)
+        code = position_code(jnp.zeros((1, 1), jnp.int32), rope, config.rope_dim)
         experts = ExpertCall(jnp.ones((1, 1), bool))
         layer_attention = LayerAttention(record.attend_by_shape, reads_cache)
-        block(jnp.zeros((1, 1, config.embed)), by, layer_attention, record, experts)
+        block(jnp.zeros((1, 1, config.embed)), code, layer_attention, record, experts)
 
     jax.eval_shape(run)
     return record
@@ -148,7 +148,7 @@ def record_layer(
 
 @cache
 def record_logits(config: DecoderConfig) -> WeightProduct:
-    """The product with the vocabulary; its rows B are the tokens that get logits."""
+    """The product of the output head; its rows B are the tokens that get logits."""
     record = LayerRecord()
 
     def run() -> None:

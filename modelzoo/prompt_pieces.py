@@ -1,18 +1,19 @@
-"""A piece of a prompt beside the cache: what it sees of its slot, and how it is written there.
+"""Pieces of prompts and the cache: the entries that a piece sees, and how it is written.
 
-A piece attends before it is written: to what its slot holds from below its first position, and to
-itself as to one more segment. So a ring needs no entry more than its window, however long a piece
-is. Then whole layers get the piece as one block, and rings the latest tokens in place of the oldest
-ones. Where the cache is dealt out in stripes a piece is, too: every stripe keeps its own tokens.
+A piece is a whole prompt or a chunk of one. It attends before it is written: to the entries of its
+slot below its first position, and to itself as one more segment. So a rolling buffer needs no more
+entries than its window, however long a piece is. After the attention of a layer, the piece is
+written: as one block in layers that cache every position, and in rolling buffers as the latest
+tokens in place of the oldest. If the cache is in stripes, so is a piece, and every stripe takes its
+own tokens.
 
-A piece that goes on lies within the last segment, so no token of it sees the last entries of that,
-as many as the piece has tokens. A whole prompt begins at position 0, sees only itself, and may lie
-in several segments. Segments that all slots share are read and not written.
+A chunk lies within the last segment of its graph. No token of a chunk sees the last entries of this
+segment, as many as the chunk has tokens. A whole prompt begins at position 0, sees only itself, and
+may extend over several segments. Segments that all slots share are read and not written.
 
-Knows nothing of prompts, queues or meshes. Guarantees: nothing at or after a row's first position
-is seen, so a slot that decode writes to while it fills up shows nothing of that; rows of a slot
-that the cache does not have write nothing; every block is written in place where the cache is
-donated.
+Knows nothing of requests, queues or meshes. Guarantees: no entry at or after the first position of
+a row is visible, so decode may write to a slot while its prompt is prefilled in chunks; rows of a
+slot that the cache does not have write nothing; every write is in place if the cache is donated.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +28,7 @@ from . import axes
 from .attention import EMPTY_POSITION
 from .key_blocks import in_blocks, joined, num_blocks
 from .kv_cache import Positions, match_head_dim, match_heads
-from .layer_cache import LayerCache, PromptLayer
+from .layer_cache import LayerCache, NewEntries
 from .operations import Axes, Operations, rows_of
 from .segments import (
     Segments,
@@ -41,36 +42,36 @@ from .stripes import Stripe
 
 
 class PromptPieces(NamedTuple):
-    """The tokens that each row of a prefill call has, and the slot that keeps them."""
+    """The rows of a prefill call: the tokens of each row, and the slot they are written to."""
 
     slot_B: jax.Array
-    """The slot that keeps the row's prompt; past the slots for a row that is kept nowhere."""
+    """The slot of the row; past the last slot for a row that is not written."""
     start_B: jax.Array | None
-    """Position of the first token; None for whole prompts, which begin at 0."""
+    """The position of the first token; None for whole prompts, which begin at 0."""
     count_B: jax.Array
-    """Tokens; the rest of the row is padding."""
+    """The number of tokens; the rest of the row is padding."""
 
     @property
     def first_B(self) -> jax.Array:
-        """Position of the first token."""
+        """The position of the first token."""
         return jnp.zeros_like(self.count_B) if self.start_B is None else self.start_B
 
-    def of(self, stripe: Stripe) -> "PromptPieces":
-        """The rows as one stripe has them; first positions divide by the number of stripes."""
+    def in_stripe(self, stripe: Stripe) -> "PromptPieces":
+        """The part of the rows in one stripe. First positions must be multiples of the stripes."""
         start_B = None if self.start_B is None else self.start_B // stripe.count
         return PromptPieces(self.slot_B, start_B, stripe.num_tokens(self.count_B))
 
     def after(self, x_BTD: jax.Array, operations: Operations) -> "PromptPieces":
-        """The same rows, their slots not known before `x_BTD` is computed."""
+        """The same rows, with slots that depend on `x_BTD` (see `Operations.after`)."""
         return self._replace(slot_B=operations.after(self.slot_B, x_BTD))
 
 
 def positions_below(
     positions: Positions, rows: PromptPieces, num_unseen: int, operations: Operations
 ) -> Positions:
-    """The positions that the slots of rows hold below the rows' first ones.
+    """The positions of the entries that rows see of the cache: those below their first positions.
 
-    Of layers that keep every position the last `num_unseen` entries are left out.
+    The last `num_unseen` entries are left out in layers that cache every position.
     """
 
     def take(segments: Segments) -> Segments:
@@ -78,7 +79,7 @@ def positions_below(
         taken = operations.take_rows(own, rows.slot_B, axes.CACHE_POSITIONS)
         first_B1 = rows.first_B[:, None]
         below = tuple(jnp.where(x_BS < first_B1, x_BS, EMPTY_POSITION) for x_BS in taken)
-        # every row begins after what all share
+        # every row begins after the shared segments
         return shared + below
 
     whole_BS, rolling_BS = positions.map(take)
@@ -94,10 +95,19 @@ def layer_of_slots(
     head_dim: int,
     operations: Operations,
 ) -> LayerCache:
-    """The entries of one layer in the slots of rows, with `num_heads` where it keeps heads.
+    """The cache entries of one layer in some slots, in the form that attention takes them.
 
-    The last `num_unseen` entries are left out, and so are zeros that follow `head_dim` numbers of a
-    head. Keys come out of their blocks.
+    Args:
+      layers: The cache of the block that the layer belongs to.
+      layer: The index of the layer in the arrays.
+      slot_B: The slots.
+      num_unseen: The number of last entries to leave out.
+      num_heads: The key/value heads to return, copies included; not used for latents.
+      head_dim: The head size to return; the zeros that pad a head are left out.
+      operations: The operations by which the cache is laid out.
+
+    Returns:
+      Entries with one layer and one row per slot, and with keys out of their blocks.
     """
 
     def take(segments: Segments, axis: int, logical_axes: Axes) -> Segments:
@@ -106,7 +116,7 @@ def layer_of_slots(
         if shared:
             taken = operations.take_rows(shared, slot_B[:1] * 0, logical_axes, layer) + taken
         taken = tuple(map(partial(_without_blocks, axis=axis - 1), taken, layers.lengths))
-        # of all slots, a part without the last entries would be a copy
+        # slicing after the gather: a slice of all slots would be a copy
         taken = _without_last(taken, num_unseen, axis - 1)
         *_, head_axis = heads_last(len(logical_axes) - 1, axis - 1)
         taken = tuple(jax.lax.slice_in_dim(x, 0, head_dim, axis=head_axis) for x in taken)
@@ -118,7 +128,7 @@ def layer_of_slots(
 
 
 def _without_last(segments: Segments, num_entries: int, axis: int) -> Segments:
-    """Segments without the last entries of the last of them, which has at least so many."""
+    """Segments without the last `num_entries` entries, all of which are in the last segment."""
     if not segments or not num_entries:
         return segments
     *others, last = segments
@@ -128,7 +138,7 @@ def _without_last(segments: Segments, num_entries: int, axis: int) -> Segments:
 
 
 class _Write(NamedTuple):
-    """The ranges that rows are written to: arrays that `write_rows` gives to every device."""
+    """The target of a write: arrays that `write_rows` passes to every device."""
 
     slot_B: jax.Array
     start_B: jax.Array | None
@@ -138,18 +148,27 @@ class _Write(NamedTuple):
 
 def write_piece(
     layers: LayerCache,
-    new: PromptLayer,
+    new: NewEntries,
     layer: jax.Array,
     rows: PromptPieces,
     is_rolling: bool,
     operations: Operations,
 ) -> LayerCache:
-    """The layers with the tokens of a piece at their entries of one layer."""
+    """Write the new entries of a piece to one layer of the cache.
+
+    Args:
+      layers: The cache of the block that the layer belongs to.
+      new: The new entries, in the stripes of the cache.
+      layer: The index of the layer in the arrays.
+      rows: The rows of the call.
+      is_rolling: Whether the layer has a rolling buffer.
+      operations: The operations by which the cache is laid out.
+    """
     write = _write_rolling if is_rolling else _write_blocks
     lengths = [length // operations.cache_stripes.count for length in layers.lengths]
 
-    def keep(old: Segments, new: jax.Array, axis: int, names: Axes) -> Segments:
-        if not old:  # nothing is kept
+    def write_array(old: Segments, new: jax.Array, axis: int, names: Axes) -> Segments:
+        if not old:  # a cache without entries
             return old
         shared, own = split_shared(old, axes.row_axis(names))
         ranges = _segment_ranges(lengths)[len(shared) :]
@@ -157,44 +176,44 @@ def write_piece(
             new = match_heads(new, old[0].shape[names.index(axes.KV_HEADS)])
         *_, head_axis = heads_last(old[0].ndim, axis)
 
-        def body(old: Segments, new: jax.Array, where: _Write) -> Segments:
-            slot_B, start_B, count_B, layer = where
-            # here, as zeros need not be sent
+        def body(old: Segments, new: jax.Array, target: _Write) -> Segments:
+            slot_B, start_B, count_B, layer = target
+            # padded on each device, so that zeros are not sent
             count = num_blocks(ranges[0].length, old[0].shape[axis])
             head_dim = old[0].shape[head_axis] // count
             new = match_head_dim(new, head_dim, head_axis)
-            rows = PromptPieces(slot_B, start_B, count_B).of(operations.stripe)
+            rows = PromptPieces(slot_B, start_B, count_B).in_stripe(operations.stripe)
             return write(old, ranges, new[0], rows, axis, layer)
 
         return shared + operations.write_rows(body, own, new[None], _Write(*rows, layer), names)
 
-    return type(layers)(*map(keep, layers, new, layers.POSITION_AXES, layers.AXES))
+    return type(layers)(*map(write_array, layers, new, layers.POSITION_AXES, layers.AXES))
 
 
 def write_positions(
     positions: Positions, position_BT: jax.Array, rows: PromptPieces, operations: Operations
 ) -> Positions:
-    """The cache's entries under the positions of a piece, which are empty where it is padded."""
+    """Write the positions of a piece to its entries; padding has empty positions."""
 
-    def marked(write: Callable[..., Segments], old: Segments) -> Segments:
+    def write_segments(write: Callable[..., Segments], old: Segments) -> Segments:
         shared, own = split_shared(old, row_axis=0)
         lengths = [x_BS.shape[1] // operations.cache_stripes.count for x_BS in old]
         ranges = _segment_ranges(lengths)[len(shared) :]
 
         def body(old: Segments, new: jax.Array, rows: PromptPieces) -> Segments:
-            return write(old, ranges, new, rows.of(operations.stripe), axis=1)
+            return write(old, ranges, new, rows.in_stripe(operations.stripe), axis=1)
 
         return shared + operations.write_rows(body, own, position_BT, rows, axes.CACHE_POSITIONS)
 
     whole_BS, rolling_BS = positions
     return Positions(
-        marked(_write_blocks, whole_BS) if whole_BS else (),
-        {size: marked(_write_rolling, segments) for size, segments in rolling_BS.items()},
+        write_segments(_write_blocks, whole_BS) if whole_BS else (),
+        {size: write_segments(_write_rolling, segments) for size, segments in rolling_BS.items()},
     )
 
 
 class _SegmentRange(NamedTuple):
-    """The entries that a segment has, counted over all segments."""
+    """The entries of a segment, numbered over all segments."""
 
     start: int
     length: int
@@ -212,9 +231,9 @@ def _write_blocks(
     axis: int,
     layer: jax.Array | None = None,
 ) -> Segments:
-    """Each row as one block of the last segment, or a whole prompt as one of every segment.
+    """Write each chunk as one block of the last segment, or a whole prompt as a block per segment.
 
-    Padding is written too, under empty positions.
+    Padding is written, too; its positions are empty.
     """
     if rows.start_B is not None:
         *others, last = segments
@@ -242,7 +261,7 @@ def _write_rolling(
     axis: int,
     layer: jax.Array | None = None,
 ) -> Segments:
-    """The latest tokens of each row, and what the ring had at the entries that they leave."""
+    """Write the latest tokens of each row to a rolling buffer; other entries keep their tokens."""
     starts, lengths = zip(*ranges, strict=True)
     size, row_axis = sum(lengths), 0 if layer is None else 1
     if rows.start_B is None and new.shape[axis - row_axis] <= size:
@@ -255,11 +274,11 @@ def _write_rolling(
         fresh = arrange_at_entries(new, start, count, size, axis - row_axis - 1)
         return jnp.where(is_new_S.reshape(shape), fresh, old)
 
-    of_rows = [rows_of(x, rows.slot_B, layer) for x in segments]
-    of_rows = map(partial(_without_blocks, axis=axis - row_axis), of_rows, lengths)
-    old = jnp.concatenate(list(of_rows), axis=axis - row_axis)
-    ring = jax.vmap(merged)(old, new.astype(old.dtype), rows.first_B, rows.count_B)
-    pieces = jnp.split(ring, starts[1:], axis=axis - row_axis)
+    slots = [rows_of(x, rows.slot_B, layer) for x in segments]
+    slots = map(partial(_without_blocks, axis=axis - row_axis), slots, lengths)
+    old = jnp.concatenate(list(slots), axis=axis - row_axis)
+    buffer = jax.vmap(merged)(old, new.astype(old.dtype), rows.first_B, rows.count_B)
+    pieces = jnp.split(buffer, starts[1:], axis=axis - row_axis)
     first_B = jnp.zeros_like(rows.slot_B)
     return tuple(
         _put(old, length, piece, rows.slot_B, first_B, axis, layer)
@@ -268,7 +287,7 @@ def _write_rolling(
 
 
 def _without_blocks(x: jax.Array, length: int, axis: int) -> jax.Array:
-    """Entries of rows in the order of positions, of which there are `length` along `axis`."""
+    """Entries of rows without blocks, with `length` entries along `axis`."""
     return x if x.shape[axis] == length else joined(x, length)
 
 
@@ -281,10 +300,10 @@ def _put(
     axis: int,
     layer: jax.Array | None,
 ) -> jax.Array:
-    """Write each row's entries, from the `index_B`th of its segment's `length` on.
+    """Write the entries of each row to a segment of `length` entries, from entry `index_B` on.
 
-    Into keys in blocks whole blocks are written, with zeros where `new` ends before a block does:
-    indices are of first positions of blocks.
+    Keys in blocks are written in whole blocks, with zeros after the end of `new`. Then every
+    `index_B` must be the first position of a block.
     """
     size = segment.shape[axis]
     if size == length:
@@ -302,13 +321,14 @@ def put_blocks(
     axis: int,
     layer: jax.Array | None = None,
 ) -> jax.Array:
-    """Write block b at slot `slot_B[b]` and `index_B[b]` of `axis`; one that lies outside is not.
+    """Write block b to slot `slot_B[b]`, at index `index_B[b]` of `axis`, unless it is outside.
 
-    With a layer `x` leads with layers. As one scatter: with a slice for each row XLA's CPU backend
-    takes more than twice as long to compile a graph, and five times as long to load it.
+    If `layer` is given, the first axis of `x` is layers. The write is one scatter: with one slice
+    update per row, XLA for CPU takes more than twice as long to compile a graph, and five times as
+    long to load it.
     """
-    of_layer = () if layer is None else (jnp.full_like(slot_B, layer),)
-    row_axis = len(of_layer)
+    layer_B = () if layer is None else (jnp.full_like(slot_B, layer),)
+    row_axis = len(layer_B)
     dimensions = jax.lax.ScatterDimensionNumbers(
         update_window_dims=tuple(range(1, blocks.ndim)),
         inserted_window_dims=tuple(range(row_axis + 1)),
@@ -316,7 +336,7 @@ def put_blocks(
     )
     return jax.lax.scatter(
         x,
-        jnp.stack([*of_layer, slot_B, index_B], axis=1),
+        jnp.stack([*layer_B, slot_B, index_B], axis=1),
         _with_heads_last(blocks.astype(x.dtype), axis - row_axis),
         dimensions,
         unique_indices=True,
@@ -325,13 +345,13 @@ def put_blocks(
 
 
 def _with_heads_last(blocks: jax.Array, axis: int) -> jax.Array:
-    """Blocks that lie on a TPU as its caches do, with heads' entries along the last axis.
+    """Give blocks the memory layout of the cache on TPU, with head features as minor dimension.
 
-    NOTE: blocks come in the order in which a projection made them, and XLA for TPU would lay the
-    cache out like them: every call would copy it there and back.
+    NOTE: otherwise XLA for TPU gives the cache the memory layout in which a projection writes the
+    blocks, and copies the cache to this layout and back in every call.
     """
     if blocks.ndim < 3:
         return blocks
     layout = Layout(major_to_minor=heads_last(blocks.ndim, axis))
-    lay = partial(with_layout_constraint, layouts=layout)
-    return jax.lax.platform_dependent(blocks, tpu=lay, default=lambda blocks: blocks)
+    constrain = partial(with_layout_constraint, layouts=layout)
+    return jax.lax.platform_dependent(blocks, tpu=constrain, default=lambda blocks: blocks)

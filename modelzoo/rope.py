@@ -1,9 +1,9 @@
-"""Rotary position embeddings: frequencies at trace time, rotation from positions given as data.
+"""Rotary position embeddings: frequencies at trace time, rotations from positions at run time.
 
-Layers that do not rotate may have queries that grow with their positions instead. Knows nothing of
-caches or masks. Frequencies are float64 numpy until the last step, so a graph holds them as one
-small constant. The two halves of a head are rotated against each other ("rotate half", the order of
-Hugging Face checkpoints).
+Layers without rotation may scale queries by a factor that grows with the position. Frequencies are
+float64 numpy arrays until the last step, so a graph has them as one small constant. A rotated pair
+is one feature of each half of a head ("rotate half", the order of Hugging Face checkpoints). Knows
+nothing of caches or masks.
 """
 
 import math
@@ -18,28 +18,32 @@ from .config import FactorScaling, LinearScaling, Llama3Scaling, NoRope, RopeCon
 
 
 class Rotation(NamedTuple):
-    """Cosines and sines of each token's angles, `h = H / 2` pairs to a head."""
+    """Cosines and sines of the angles of each token, for `h = H / 2` pairs of a head."""
 
     cos_BT1h: jax.Array
     sin_BT1h: jax.Array
     norm_epsilon: float | None = None
-    """As in `RopeConfig`."""
+    """The epsilon of `RopeConfig`."""
 
 
 class QueryGrowth(NamedTuple):
-    """What queries grow by where nothing rotates; None means that they stay as they are."""
+    """Scaling of queries by position, in layers without rotation."""
 
     factor_BT11: jax.Array | None
+    """The factor of each token; None means no scaling."""
 
 
 PositionCode = Rotation | QueryGrowth
-"""What positions do to queries and keys of one kind of layer."""
+"""The effect of positions on queries and keys, in layers with the same rotation."""
 
 
 def position_code(
     position_BT: jax.Array | np.ndarray, rope: RopeConfig | NoRope, head_dim: int
 ) -> PositionCode:
-    """What these positions do, for all layers and heads of that kind."""
+    """The position code of tokens at these positions, for all layers with this rotation.
+
+    Positions that are a numpy array become a constant of the graph.
+    """
     if isinstance(rope, RopeConfig):
         return rotation(position_BT, rope, head_dim)
     if not rope.scale:
@@ -50,63 +54,65 @@ def position_code(
     return QueryGrowth(jnp.asarray(factor_BT, jnp.float32)[..., None, None])
 
 
-def encode(q_BTNH: jax.Array, k_BTKH: jax.Array, by: PositionCode) -> tuple[jax.Array, jax.Array]:
-    """Queries and keys after what their positions do to them."""
-    if isinstance(by, Rotation):
-        return rotate(q_BTNH, by), rotate(k_BTKH, by)
-    if by.factor_BT11 is not None:
-        q_BTNH = (q_BTNH.astype(jnp.float32) * by.factor_BT11).astype(q_BTNH.dtype)
+def encode(q_BTNH: jax.Array, k_BTKH: jax.Array, code: PositionCode) -> tuple[jax.Array, jax.Array]:
+    """Apply a position code to queries and keys."""
+    if isinstance(code, Rotation):
+        return rotate(q_BTNH, code), rotate(k_BTKH, code)
+    if code.factor_BT11 is not None:
+        q_BTNH = (q_BTNH.astype(jnp.float32) * code.factor_BT11).astype(q_BTNH.dtype)
     return q_BTNH, k_BTKH
 
 
 def rotation(position_BT: jax.Array | np.ndarray, rope: RopeConfig, head_dim: int) -> Rotation:
     """The rotation of tokens at these positions, for all layers and heads.
 
-    XLA would repeat the trigonometry inside every layer and head. Positions that are known now, as
-    numpy, make it a constant of the graph; of rows of several tokens it is done in a loop, into
-    which nothing else is fused. For single tokens that is done on the CPU alone, in two turns: it
-    is 4 % of a decode step there otherwise, and elsewhere less than a loop costs.
+    XLA would fuse the trigonometry into every layer and head, and so repeat it. With positions as a
+    numpy array it is a constant of the graph. With several tokens per row it runs in a loop, which
+    XLA does not fuse into layers. With one token per row it runs in a loop of two iterations only
+    on the CPU, where repeating it takes 4 % of a decode step; elsewhere a loop costs more.
     """
     frequency_h, factor = frequencies(rope, head_dim)
     xp = np if isinstance(position_BT, np.ndarray) else jnp
 
-    def sides(position: jax.Array | np.ndarray) -> tuple[jax.Array, jax.Array]:
-        by_axes = np.expand_dims(frequency_h, tuple(range(position.ndim + 1)))
-        angle = position[..., None, None].astype(xp.float32) * by_axes
+    def cos_and_sin(position: jax.Array | np.ndarray) -> tuple[jax.Array, jax.Array]:
+        broadcast = np.expand_dims(frequency_h, tuple(range(position.ndim + 1)))
+        angle = position[..., None, None].astype(xp.float32) * broadcast
         cos, sin = xp.cos(angle) * factor, xp.sin(angle) * factor
         return jnp.asarray(cos, jnp.float32), jnp.asarray(sin, jnp.float32)
 
     if xp is np:
-        cos_BT1h, sin_BT1h = sides(position_BT)
+        cos_BT1h, sin_BT1h = cos_and_sin(position_BT)
     elif position_BT.shape[1] > 1:
-        cos_BT1h, sin_BT1h = jax.lax.map(sides, position_BT)
+        cos_BT1h, sin_BT1h = jax.lax.map(cos_and_sin, position_BT)
     else:
-        in_halves = partial(jax.lax.map, sides, batch_size=-(-len(position_BT) // 2))
-        cos_BT1h, sin_BT1h = jax.lax.platform_dependent(position_BT, cpu=in_halves, default=sides)
+        in_halves = partial(jax.lax.map, cos_and_sin, batch_size=-(-len(position_BT) // 2))
+        cos_BT1h, sin_BT1h = jax.lax.platform_dependent(
+            position_BT, cpu=in_halves, default=cos_and_sin
+        )
     return Rotation(cos_BT1h, sin_BT1h, rope.norm_epsilon)
 
 
-def rotate(x_BTNH: jax.Array, by: Rotation) -> jax.Array:
-    """Rotate heads by their tokens' angles; computed in float32, returned in `x`'s dtype.
+def rotate(x_BTNH: jax.Array, rotation: Rotation) -> jax.Array:
+    """Rotate heads in float32, and return them in the dtype of `x_BTNH`.
 
-    Entries beyond those that have angles stay as they are. Where heads are normed, whole heads are.
+    Features past the rotated pairs are not changed. With `norm_epsilon`, the whole head is normed.
     """
-    turned_BTNH = _turn(x_BTNH.astype(jnp.float32), by.cos_BT1h, by.sin_BT1h)
-    if by.norm_epsilon is not None:
-        mean_square = jnp.mean(turned_BTNH * turned_BTNH, axis=-1, keepdims=True)
-        turned_BTNH = turned_BTNH * jax.lax.rsqrt(mean_square + by.norm_epsilon)
-    return turned_BTNH.astype(x_BTNH.dtype)
+    rotated_BTNH = _rotate_pairs(x_BTNH.astype(jnp.float32), rotation.cos_BT1h, rotation.sin_BT1h)
+    if rotation.norm_epsilon is not None:
+        mean_square = jnp.mean(rotated_BTNH * rotated_BTNH, axis=-1, keepdims=True)
+        rotated_BTNH = rotated_BTNH * jax.lax.rsqrt(mean_square + rotation.norm_epsilon)
+    return rotated_BTNH.astype(x_BTNH.dtype)
 
 
-def _turn(x_BTNH: jax.Array, cos_BT1h: jax.Array, sin_BT1h: jax.Array) -> jax.Array:
+def _rotate_pairs(x_BTNH: jax.Array, cos_BT1h: jax.Array, sin_BT1h: jax.Array) -> jax.Array:
     h = cos_BT1h.shape[-1]
     first, second, rest = jnp.split(x_BTNH, [h, 2 * h], axis=-1)
-    turned = (first * cos_BT1h - second * sin_BT1h, second * cos_BT1h + first * sin_BT1h)
-    return jnp.concatenate([*turned, rest], axis=-1)
+    rotated = (first * cos_BT1h - second * sin_BT1h, second * cos_BT1h + first * sin_BT1h)
+    return jnp.concatenate([*rotated, rest], axis=-1)
 
 
 def frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
-    """Radians per position of each rotated pair of a head, and the factor on cosine and sine."""
+    """Radians per position for each rotated pair, and the factor on cosines and sines."""
     head_dim = rope.rotated or head_dim
     exponent = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
     frequency = rope.theta**-exponent
@@ -130,21 +136,24 @@ def frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
 
 
 def _llama3(frequency: np.ndarray, scaling: Llama3Scaling) -> np.ndarray:
-    """Source: meta-llama/llama-models, models/llama3/model.py, `apply_scaling`."""
+    """Scale frequencies as Llama 3.1 does.
+
+    Source: meta-llama/llama-models, models/llama3/model.py, `apply_scaling`.
+    """
     wavelength = 2 * np.pi / frequency
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
     # the ramp may be a step: Llama 4 publishes the same factor twice
     smooth = (scaling.original_max_position / wavelength - low) / max(high - low, 1e-6)
-    # beyond either border of the ramp the clip gives the pure stretched or pure original frequency
+    # past the ends of the ramp, the clip gives the stretched or the original frequency
     smooth = np.clip(smooth, 0.0, 1.0)
     return (1 - smooth) * frequency / scaling.factor + smooth * frequency
 
 
 def _yarn(frequency: np.ndarray, scaling: YarnScaling, theta: float, head_dim: int) -> np.ndarray:
-    """Source: YaRN, arXiv 2309.00071, section 3.2 and equations 17 to 23."""
+    """Scale frequencies as YaRN does (arXiv 2309.00071, section 3.2 and equations 17 to 23)."""
 
     def dimension_of(rotations: float) -> float:
-        # the pair that turns `rotations` times over the original context
+        # the pair that makes this number of rotations over the original context
         context = scaling.original_max_position / (rotations * 2 * math.pi)
         return head_dim * math.log(context) / (2 * math.log(theta))
 

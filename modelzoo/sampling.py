@@ -1,12 +1,13 @@
-"""Sampling as array data: parameters are per-slot arrays, and one graph serves every mix of them.
+"""Sampling with parameters in per-slot arrays, so that one graph serves every mix of parameters.
 
-Knows nothing of models, caches or requests. Guarantees: a row's token depends on its own logits,
-parameters, key and step alone. Costly parts (penalties, biases, thresholds, noise, alternatives)
-sit under `lax.cond` and run only when some live row asks for them; a row that does not ask gets the
-same bits either way.
+Knows nothing of models, caches or requests. Guarantees: the token of a row depends only on its own
+logits, parameters, key and step. Costly parts (penalties, biases, thresholds, noise, alternatives)
+are inside `lax.cond` and run only if a live row needs them; the other rows get the same bits in
+both cases.
 
 Order of operations as in vLLM (v1/sample/sampler.py): logit bias, minimum length, penalties,
-temperature, min-p, top-k, top-p. Thresholds keep every token tied with the last one kept.
+temperature, min-p, top-k, top-p. Thresholds also keep all tokens that tie with
+the least likely token that is kept.
 """
 
 from typing import NamedTuple
@@ -19,43 +20,43 @@ from .operations import Operations
 
 
 class SamplingState(NamedTuple):
-    """Parameters per slot, set at prefill and constant until the slot changes hands."""
+    """Sampling parameters per slot, set at prefill and constant until the slot has a new owner."""
 
     temperature_B: jax.Array
-    """0 is greedy."""
+    """Temperature; 0 means greedy decoding."""
     top_k_B: jax.Array
-    """0 is no limit."""
+    """Number of likeliest tokens to draw from; 0 means no limit."""
     top_p_B: jax.Array
     min_p_B: jax.Array
     presence_B: jax.Array
     frequency_B: jax.Array
     repetition_B: jax.Array
     key_B2: jax.Array
-    """Words of the row's threefry key."""
+    """The two words of the threefry key of the row."""
     sample_B: jax.Array
-    """Number of this continuation among the request's `n`."""
+    """The index of this continuation among the `n` of its request."""
     min_length_B: jax.Array
-    """Tokens, prompt included, before which no stop token may come."""
+    """The minimum number of tokens, prompt included, before a stop token is allowed."""
     stop_ids_BX: jax.Array
-    """Ids that end the row, filled up with the vocabulary size."""
+    """Ids that end the row, padded with the vocabulary size."""
     bias_ids_BY: jax.Array
-    """Ids with a bias, filled up with the vocabulary size."""
+    """Ids with a bias, padded with the vocabulary size."""
     bias_BY: jax.Array
     num_logprobs_B: jax.Array
-    """Alternatives to report; -1 reports nothing."""
+    """The number of alternatives to report; -1 means that nothing is reported."""
 
 
 class History(NamedTuple):
-    """The ids of each row so far: what penalties and step numbers are derived from."""
+    """The token ids of each row so far, from which penalties and step numbers are computed."""
 
     tokens_BS: jax.Array
     prompt_length_B: jax.Array
     length_B: jax.Array
-    """Prompt and output tokens; the number of the next one."""
+    """The number of prompt and output tokens, which is the position of the next token."""
 
 
 class TokenScores(NamedTuple):
-    """Log-probabilities under the raw logits: of the chosen token and of the R likeliest."""
+    """Log-probabilities from the raw logits: of the chosen token and of the R likeliest tokens."""
 
     logprob_B: jax.Array
     top_ids_BR: jax.Array
@@ -65,7 +66,7 @@ class TokenScores(NamedTuple):
 def sample(
     logits_BV: jax.Array, state: SamplingState, history: History, is_live_B: jax.Array
 ) -> jax.Array:
-    """Choose one token per row. Rows that are not live get some token and cost nothing extra."""
+    """Choose one token per row. Rows that are not live get an undefined token at no extra cost."""
     processed_BV = process_logits(logits_BV, state, history, is_live_B)
     greedy_B = _argmax(processed_BV)
     is_random_B = state.temperature_B > 0
@@ -84,7 +85,7 @@ def sample(
 def process_logits(
     logits_BV: jax.Array, state: SamplingState, history: History, is_live_B: jax.Array
 ) -> jax.Array:
-    """Apply biases, minimum length and penalties; rows that ask for none keep their bits."""
+    """Apply biases, minimum length and penalties; rows without any of them keep their bits."""
     V = logits_BV.shape[-1]
     is_short_B = history.length_B < state.min_length_B
 
@@ -108,7 +109,7 @@ def process_logits(
 
 
 def keep_mask(scaled_BV: jax.Array, state: SamplingState, is_live_B: jax.Array) -> jax.Array:
-    """Which tokens min-p, top-k and top-p leave to draw from."""
+    """The mask of the tokens that remain after min-p, top-k and top-p."""
     max_B1 = scaled_BV.max(axis=-1, keepdims=True)
     # min_p = 0 gives log(0) = -inf: everything is kept
     floor_B1 = max_B1 + jnp.log(state.min_p_B)[:, None]
@@ -138,7 +139,16 @@ def score_tokens(
     num_alternatives: int,
     operations: Operations,
 ) -> TokenScores:
-    """Log-probabilities of given tokens and of the likeliest; zeros when no row asks for any."""
+    """Log-probabilities of given tokens and of the likeliest tokens.
+
+    Args:
+      logits_BV: Raw logits.
+      token_B: The chosen tokens.
+      num_logprobs_B: The alternatives that each row reports; all results are zeros if every row has
+        -1.
+      num_alternatives: Static: the number R of likeliest tokens.
+      operations: Operations of the layout, for `top_k`.
+    """
     B = logits_BV.shape[0]
 
     def score(logits_BV: jax.Array) -> TokenScores:
@@ -156,9 +166,10 @@ def score_tokens(
 
 
 def _argmax(x_BV: jax.Array) -> jax.Array:
-    """The first index of each row's maximum; V - 1 where a NaN hides it.
+    """The first index of the maximum of each row; V - 1 for a row with NaN.
 
-    Two plain reductions: XLA for CPU does not vectorise the paired one of `jnp.argmax`.
+    It uses two plain reductions: XLA for CPU does not vectorise the reduction of pairs in
+    `jnp.argmax`.
     """
     V = x_BV.shape[-1]
     is_max_BV = x_BV == x_BV.max(axis=-1, keepdims=True)
@@ -173,7 +184,7 @@ def _when(condition: jax.Array, change, logits_BV: jax.Array) -> jax.Array:
 def _add(x_BV: jax.Array, ids_BY: jax.Array, values_BY: jax.Array) -> jax.Array:
     """Add values to each row at its ids; an id past the end adds nothing."""
 
-    # row by row: of one scatter over all rows XLA would gather ids and values from every device
+    # a scatter per row: for one scatter over all rows, XLA gathers ids and values of all devices
     def add_row(x_V: jax.Array, ids_Y: jax.Array, values_Y: jax.Array) -> jax.Array:
         return x_V.at[ids_Y].add(values_Y, mode="drop")
 
@@ -181,15 +192,15 @@ def _add(x_BV: jax.Array, ids_BY: jax.Array, values_BY: jax.Array) -> jax.Array:
 
 
 def _set(x_BV: jax.Array, ids_BY: jax.Array, value: float) -> jax.Array:
-    """Put a value into each row at its ids; an id past the end changes nothing."""
+    """Set each row to a value at its ids; an id past the end changes nothing."""
     return jax.vmap(lambda x_V, ids_Y: x_V.at[ids_Y].set(value, mode="drop"))(x_BV, ids_BY)
 
 
 def _penalise(logits_BV: jax.Array, state: SamplingState, history: History) -> jax.Array:
-    """Repetition counts prompt and output, presence and frequency the output alone (as vLLM does).
+    """Apply penalties: repetition to prompt and output, presence and frequency to the output.
 
-    Source of the formulas: repetition, CTRL (Keskar et al. 2019, 1909.05858, section 4.1); presence
-    and frequency, OpenAI API reference.
+    vLLM counts in the same way. Sources of the formulas: repetition, CTRL (Keskar et al. 2019,
+    1909.05858, section 4.1); presence and frequency, OpenAI API reference.
     """
     B, V = logits_BV.shape
     index_S = jnp.arange(history.tokens_BS.shape[1])[None]
@@ -207,7 +218,7 @@ def _penalise(logits_BV: jax.Array, state: SamplingState, history: History) -> j
 
 
 def _gumbel_noise(state: SamplingState, history: History, V: int) -> jax.Array:
-    """Noise from counter-based keys: a function of the row's seed, sample and step alone."""
+    """Gumbel noise from counter-based keys: a function of the seed, sample and step of a row."""
     step_B = history.length_B - history.prompt_length_B
 
     def noise_row(key_2: jax.Array, sample: jax.Array, step: jax.Array) -> jax.Array:
@@ -219,14 +230,14 @@ def _gumbel_noise(state: SamplingState, history: History, V: int) -> jax.Array:
 
 
 def _ordered_bits(x: jax.Array) -> jax.Array:
-    """Float32 as int32 with the same order, so that thresholds can be found by bisection."""
-    # the two zeros are equal, and their bits are not
+    """Map float32 to int32 in the same order, so that thresholds can be found by bisection."""
+    # 0.0 and -0.0 are equal, but their bits differ
     bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)
     return bits ^ ((bits >> 31) & jnp.int32(0x7FFFFFFF))
 
 
 def _top_k_threshold(order_BV: jax.Array, top_k_B: jax.Array) -> jax.Array:
-    """The k-th largest value of each row; the lowest integer where there is no limit."""
+    """The k-th largest value of each row; the lowest integer for a row without a limit."""
     k_B = jnp.where(top_k_B > 0, top_k_B, order_BV.shape[-1])
     return _bisect(lambda t_B1: jnp.sum(order_BV >= t_B1, axis=-1) >= k_B, order_BV.shape[0])
 
@@ -243,9 +254,10 @@ def _top_p_threshold(order_BV: jax.Array, weight_BV: jax.Array, top_p_B: jax.Arr
 
 
 def _bisect(holds, num_rows: int) -> jax.Array:
-    """The largest int32 per row for which `holds` (true below, false above), in 32 halvings.
+    """The largest int32 per row for which `holds` is true, in 32 halvings.
 
-    Exact, and far cheaper than a sort of the vocabulary: each halving is one fused reduction.
+    `holds` must be true up to some threshold and false above it. The result is exact. It costs far
+    less than a sort of the vocabulary, as each halving is one fused reduction.
     """
     low_B1 = jnp.full((num_rows, 1), jnp.iinfo(jnp.int32).min, jnp.int32)
     high_B1 = jnp.full((num_rows, 1), jnp.iinfo(jnp.int32).max, jnp.int32)

@@ -1,6 +1,6 @@
-"""Attention to a cache: to each of its segments, and merged.
+"""Attention to a cache: to each of its segments, with a merge of the results.
 
-Knows nothing of how entries came to be there: masks come from their positions.
+Masks are computed from the positions of entries. Does not know how entries were written.
 """
 
 import jax
@@ -21,33 +21,34 @@ def attend_segments(
     entries: tuple[list[KeysAndValues], Segments],
     slots: Slots | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attend to every segment and merge.
+    """Attend to every segment and merge the results.
 
     Args:
-      attend: Attends to one segment, with the scale of scores given where heads are kept wider.
+      attend: Attention to one segment. Its scores must have an explicit scale if the cache pads
+        heads, as the default scale follows from the head size.
       window: The window of the layer.
-      q_BTKGH: Queries; those of several heads may read one head of the entries.
+      q_BTKGH: Queries. Several of their key/value heads may read the same head of the entries.
       query_position_BT: Positions of the queries.
-      entries: Keys and values of each segment, and their positions. A segment may have the first
-        rows alone; the others see nothing there. A first segment may be shared by all rows.
-      slots: Where all segments but the last are a cache's, the layer and rows of these.
+      entries: Keys and values of each segment, and their positions. A segment may have only the
+        first rows; the other rows see nothing in it. The first segments may be shared by all rows.
+      slots: The layer and slots to read, if all segments but the last are whole arrays of a cache.
 
     Returns:
-      `out` and `lse`, whose heads are those of the entries, as wide as those of queries.
+      `out` and `lse` by the heads of the entries, with the head size of queries.
     """
     parts, num_segments = [], len(entries[0])
     shared, _ = split_shared(entries[1], row_axis=0)
     for index, ((k_BKHS, v_BKSH), position_BS) in enumerate(zip(*entries, strict=True)):
         num_rows, num_heads, cache_dim = len(position_BS), v_BKSH.shape[-3], v_BKSH.shape[-1]
-        of_cache = slots if index < num_segments - 1 else None
+        cache_slots = slots if index < num_segments - 1 else None
         q, query_position = q_BTKGH[:num_rows], query_position_BT[:num_rows]
         if index < len(shared):
-            # as tokens of one row: one product reads the keys for all rows
+            # all tokens as one row: one product reads the keys for all rows
             q, query_position = _as_one_row(q_BTKGH), _as_one_row(query_position_BT)
-            of_cache = None if slots is None else slots._replace(slot_B=slots.slot_B[:1] * 0)
+            cache_slots = None if slots is None else slots._replace(slot_B=slots.slot_B[:1] * 0)
         grouped = q.reshape(*query_position.shape, num_heads, -1, q.shape[-1])
         grouped = match_head_dim(grouped, cache_dim, axis=-1)
-        visibility = Visibility(query_position, position_BS, window, slots=of_cache)
+        visibility = Visibility(query_position, position_BS, window, slots=cache_slots)
         out, lse = attend(grouped, k_BKHS, v_BKSH, visibility)
         out = out[..., : q.shape[-1]]
         if index < len(shared):
@@ -58,14 +59,14 @@ def attend_segments(
 
 
 def _as_one_row(x_BT: jax.Array) -> jax.Array:
-    """The tokens of all rows as those of one."""
+    """The tokens of all rows as the tokens of one row."""
     return x_BT.reshape(1, -1, *x_BT.shape[2:])
 
 
 def _with_missing_rows(
     out_BTKGH: jax.Array, lse_BTKG: jax.Array, num_missing: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention to a segment with the rows that it does not have, which see nothing there."""
+    """Pad results to all rows: rows that the segment does not have see nothing in it."""
     if not num_missing:
         return out_BTKGH, lse_BTKG
     padding = [(0, num_missing)] + [(0, 0)] * 4

@@ -1,7 +1,7 @@
-"""Segments of the cache along the sequence, and the entry at which a token lies.
+"""Segments of the cache along the sequence, and the cache entry of each token.
 
-Entries are counted over all segments; of n entries, token p lies at p mod n. A segment that all
-slots share has one row. Knows nothing of layers or what the entries hold.
+Entries are numbered over all segments. With n entries, the token at position p is in entry p mod n.
+A segment that all slots share has one row. Knows nothing of layers or the contents of entries.
 """
 
 from collections.abc import Sequence
@@ -15,22 +15,22 @@ from .attention import EMPTY_POSITION
 Segments = tuple[jax.Array, ...]
 
 
-def segment_lengths(spans: Sequence[int], kept: int) -> list[int]:
-    """Entries of each segment of a layer that keeps so many."""
-    ends = [span for span in spans if span < kept]
-    return [end - start for start, end in pairwise((0, *ends, kept))]
+def segment_lengths(spans: Sequence[int], num_entries: int) -> list[int]:
+    """The lengths of the segments of a layer with `num_entries`, split at the spans."""
+    ends = [span for span in spans if span < num_entries]
+    return [end - start for start, end in pairwise((0, *ends, num_entries))]
 
 
 def segment_starts(lengths: Sequence[int]) -> list[int]:
-    """The first entry of each segment of so many entries, counted over all of them."""
+    """The first entry of each segment, for segments of these lengths."""
     return [end - length for end, length in zip(accumulate(lengths), lengths, strict=True)]
 
 
 def split_shared(segments: Segments, row_axis: int) -> tuple[Segments, Segments]:
-    """The first segments that all slots share, and the segments with rows of slots.
+    """Split segments into those that all slots share and those with one row per slot.
 
-    A shared segment has one row where a later segment has more. A last segment of one row is the
-    first slot's own.
+    A segment is shared if it has one row and a later segment has more rows. If all segments have
+    one row, they belong to the first slot.
     """
     num_rows = [x.shape[row_axis] for x in segments]
     num_shared = num_rows.index(max(num_rows)) if num_rows else 0
@@ -38,16 +38,19 @@ def split_shared(segments: Segments, row_axis: int) -> tuple[Segments, Segments]
 
 
 def heads_last(ndim: int, position_axis: int) -> tuple[int, ...]:
-    """The axes of an array that ends with those of heads' entries and of positions, heads last."""
+    """The axis order that puts the head axis last in an array that ends with heads and positions.
+
+    `position_axis` is the last axis or the last but one.
+    """
     *leading, second, last = range(ndim)
     return (*leading, second, last) if position_axis == second else (*leading, last, second)
 
 
 def entry_positions(length: jax.Array | int, num_entries: int) -> jax.Array:
-    """The position in each entry after `length` tokens: the latest that lies there, or empty.
+    """The position that each entry holds after `length` tokens, or `EMPTY_POSITION`.
 
-    Entry e of n has the largest p below the length with p mod n = e. Of 4 entries after 6 tokens
-    `[4, 5, 2, 3]`, after 3 tokens `[0, 1, 2, empty]`.
+    Entry e of n holds the largest position p below `length` with p mod n = e. For example, 4
+    entries hold `[4, 5, 2, 3]` after 6 tokens and `[0, 1, 2, empty]` after 3 tokens.
     """
     last = length - 1
     position_S = last - (last - jnp.arange(num_entries)) % num_entries
@@ -57,9 +60,17 @@ def entry_positions(length: jax.Array | int, num_entries: int) -> jax.Array:
 def arrange_at_entries(
     new: jax.Array, start: jax.Array | int, count: jax.Array, size: int, axis: int
 ) -> jax.Array:
-    """Of `count` tokens from position `start` on the latest, each at its entry of `size`.
+    """Arrange the last tokens of a chunk by cache entry, in an array of `size` entries.
 
-    What lies at the other entries means nothing.
+    Args:
+      new: The tokens of the chunk along `axis`.
+      start: The position of the first token.
+      count: The number of tokens; the rest of `new` is padding.
+      size: The number of entries.
+      axis: The axis of tokens.
+
+    Returns:
+      An array with each of the last tokens at its entry. Other entries are undefined.
     """
     missing = size - new.shape[axis]
     if missing >= 0:

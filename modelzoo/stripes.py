@@ -1,8 +1,8 @@
-"""Tokens change_stripes out like cards: token p in stripe p mod n, at place p // n of it.
+"""Striped order of tokens: token p is in stripe p mod n, at index p // n.
 
-Every stripe has tokens from all over a row, so devices that hold one each share the work of causal
-attention evenly, and a beginning of the row is a beginning of each stripe. One stripe is the order
-of the tokens themselves. Knows nothing of meshes.
+Each stripe has tokens from the whole sequence, so devices with one stripe each share the work of
+causal attention evenly. A prefix of the sequence is a prefix of each stripe. With one stripe,
+tokens are in their original order. Knows nothing of meshes.
 
 Source: Brandon et al. 2023, "Striped Attention" (2311.09431), section 3.
 """
@@ -17,41 +17,41 @@ import numpy as np
 Array = TypeVar("Array", jax.Array, np.ndarray)
 
 ELSEWHERE = -1
-"""Place of an entry that another stripe holds; nothing is written there."""
+"""The local index of a token that is in another stripe; writes at this index are dropped."""
 
 
 @dataclass(frozen=True)
 class Stripes:
-    """Arrays of tokens, stripe after stripe: of 6 tokens in 2 stripes `[0, 2, 4, 1, 3, 5]`."""
+    """An order of tokens, stripe after stripe: 6 tokens in 2 stripes are `[0, 2, 4, 1, 3, 5]`."""
 
     count: int = 1
 
     def permute(self, x: Array, axis: int) -> Array:
-        """Tokens in order along `axis`, of a number that divides, as stripes."""
+        """Reorder tokens along `axis` into stripes. `count` must divide the number of tokens."""
         return _transposed(x, axis, -1, self.count)
 
     def restore(self, x: Array, axis: int) -> Array:
-        """The inverse of `permute`."""
+        """Put tokens back in order: the inverse of `permute`."""
         return _transposed(x, axis, self.count, -1)
 
 
 @dataclass(frozen=True)
 class Stripe:
-    """One of `count` stripes."""
+    """One stripe out of `count`."""
 
     index: jax.Array | int = 0
     count: int = 1
 
     def num_tokens(self, length: jax.Array) -> jax.Array:
-        """How many of a row's first `length` tokens lie here."""
+        """The number of tokens in this stripe among the first `length` tokens of a row."""
         return (length - self.index + self.count - 1) // self.count
 
-    def position(self, place: jax.Array) -> jax.Array:
-        """The token at a place."""
-        return place * self.count + self.index
+    def position(self, local_index: jax.Array) -> jax.Array:
+        """The position of the token at an index of this stripe."""
+        return local_index * self.count + self.index
 
     def local_index(self, position: jax.Array) -> jax.Array:
-        """The place of a token, or `ELSEWHERE`."""
+        """The index of a token in this stripe, or `ELSEWHERE`."""
         is_here = position % self.count == self.index
         return jnp.where(is_here, position // self.count, ELSEWHERE)
 
@@ -60,14 +60,16 @@ IN_ORDER = Stripes()
 ONE_STRIPE = Stripe()
 
 
-def change_stripes(x: jax.Array, axis: int, lies: Stripes, wanted: Stripes, fill: int) -> jax.Array:
-    """Tokens in other stripes than they came in, filled up to as many as divide."""
-    if lies == wanted:
+def change_stripes(
+    x: jax.Array, axis: int, current: Stripes, target: Stripes, fill: int
+) -> jax.Array:
+    """Reorder tokens from one number of stripes to another; `fill` pads them to whole stripes."""
+    if current == target:
         return x
-    x = lies.restore(x, axis)
+    x = current.restore(x, axis)
     padding = [(0, 0)] * x.ndim
-    padding[axis] = (0, -x.shape[axis] % wanted.count)
-    return wanted.permute(jnp.pad(x, padding, constant_values=fill), axis)
+    padding[axis] = (0, -x.shape[axis] % target.count)
+    return target.permute(jnp.pad(x, padding, constant_values=fill), axis)
 
 
 def _transposed(x: Array, axis: int, major: int, minor: int) -> Array:

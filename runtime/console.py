@@ -38,7 +38,7 @@ def printable(text: str) -> str:
     )
 
 
-def aligned(
+def align_columns(
     rows: Sequence[Sequence[str]], num_left: int = 1, *, has_rule: bool = False
 ) -> list[str]:
     """A table as lines: the first columns start at the left, the others end at the right.

@@ -30,7 +30,7 @@ from .bundles import compilation_cache
 from .bundles.warm_start import WarmStart
 from .checkpoint import ModelFiles, open_model
 from .console import tell
-from .engine.generation import Generator
+from .engine.generation import GenerationSession
 from .errors import RowError, check_process
 from .files.layout_files import read_layout_table
 from .files.run_config import read_instant, read_plan_table
@@ -114,7 +114,9 @@ class LLM:
             dtype, scan_layers = plan.numbers.dtype, plan.model.scan_layers
             loaded = session.load_model(files, found, dtype, plan.layout, scan_layers, say)
         self._tokenizer = loaded.tokenizer
-        self._generator: Generator | None = session.start(loaded, plan, seed=seed, warm=warm)
+        self._generator: GenerationSession | None = session.start(
+            loaded, plan, seed=seed, warm=warm
+        )
         self._renderer: ChatRenderer | None = None
         self._num_requests = 0
         self._lock, self._is_running = threading.Lock(), False
@@ -186,7 +188,7 @@ class LLM:
             self._renderer.close()
         self._generator = None
 
-    def _require_open(self) -> Generator:
+    def _require_open(self) -> GenerationSession:
         check_process()
         if self._generator is None:
             raise ValueError("LLM: expected an open model, got one after close(). Make another.")

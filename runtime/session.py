@@ -33,14 +33,14 @@ from .devices.graph_memory import check_memory
 from .devices.host_arrays import HostArrays
 from .engine.engine import Engine
 from .engine.expert_use import ExpertSetup
-from .engine.generation import Generator
+from .engine.generation import GenerationSession
 from .errors import InvalidConfig, OutOfMemory, note_start
 from .text.load_tokenizer import load_tokenizer
 from .text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from ..compile.build import BuildProgress
     from ..compile.abstract_model import AbstractModel
+    from ..compile.build import BuildProgress
 
 
 @dataclass(frozen=True)
@@ -313,7 +313,7 @@ def start(
     seed: int = 0,
     on_graph: Callable[["BuildProgress"], None] = lambda built: None,
     warm: WarmStart | None = None,
-) -> Generator:
+) -> GenerationSession:
     """Take the graphs of `warm`, compile the others; put an empty decode state in place."""
     definition, placement, grid = model.definition, model.placement, plan.buckets
     experts = plan.experts or LOSSLESS_EXPERTS
@@ -326,7 +326,7 @@ def start(
     config = definition.config
     setup = None if config.moe is None else ExpertSetup(config.moe, experts)
     attention = attention_kernels(plan, config, model.target).report()
-    return Generator(
+    return GenerationSession(
         engine,
         grid,
         config.vocab_size,

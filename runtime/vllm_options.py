@@ -13,24 +13,27 @@ from typing import Any, NamedTuple, TypeVar, cast
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-class Accepted(NamedTuple):
+class AcceptedValues(NamedTuple):
     """The values of an argument that change nothing, and what to do instead of giving others."""
 
     values: tuple[Any, ...]
     remedy: str
 
 
-ANY = Accepted((), "")
+ANY = AcceptedValues((), "")
 """No value changes anything."""
 _NOT_OFFERED = "There is no such feature: leave it out"
 _OWN_TOKENIZER = "Put the tokenizer's files into the model's folder"
 _REVISION = "Download that revision with hf download --revision, and name its folder"
-_OFF, _NONE = Accepted((False,), _NOT_OFFERED), Accepted((None, [], {}, ()), _NOT_OFFERED)
-_DEVICES = Accepted(
+_OFF, _NONE = (
+    AcceptedValues((False,), _NOT_OFFERED),
+    AcceptedValues((None, [], {}, ()), _NOT_OFFERED),
+)
+_DEVICES = AcceptedValues(
     (1,), "Say target and layout, as in target='gpu:4', layout='weight-stationary-1d'"
 )
 
-CALL: Mapping[str, Accepted] = {
+CALL: Mapping[str, AcceptedValues] = {
     "use_tqdm": ANY,
     "priority": ANY,
     "lora_request": _NONE,
@@ -40,12 +43,16 @@ CALL: Mapping[str, Accepted] = {
     "mm_processor_kwargs": _NONE,
 }
 CHAT = CALL | {
-    "chat_template": Accepted((None,), "Put it into the model's folder, as chat_template.jinja"),
-    "chat_template_content_format": Accepted(("auto",), "Templates get contents as they are given"),
+    "chat_template": AcceptedValues(
+        (None,), "Put it into the model's folder, as chat_template.jinja"
+    ),
+    "chat_template_content_format": AcceptedValues(
+        ("auto",), "Templates get contents as they are given"
+    ),
     "continue_final_message": _OFF,
     "tools": _NONE,
 }
-MODEL: Mapping[str, Accepted] = {
+MODEL: Mapping[str, AcceptedValues] = {
     **dict.fromkeys(
         (
             "gpu_memory_utilization",
@@ -72,42 +79,46 @@ MODEL: Mapping[str, Accepted] = {
         ),
         ANY,
     ),
-    "trust_remote_code": Accepted((False,), "No code that comes with a model is run"),
+    "trust_remote_code": AcceptedValues((False,), "No code that comes with a model is run"),
     "tensor_parallel_size": _DEVICES,
     "pipeline_parallel_size": _DEVICES,
     "data_parallel_size": _DEVICES,
-    "tokenizer": Accepted((None,), _OWN_TOKENIZER),
-    "tokenizer_mode": Accepted(("auto",), _OWN_TOKENIZER),
-    "skip_tokenizer_init": Accepted((False,), "Give token ids as prompts, and read token_ids"),
-    "load_format": Accepted(("auto", "safetensors"), "The format is seen from the files"),
-    "quantization": Accepted((None,), "Weights are read as they are stored: name such a model"),
-    "kv_cache_dtype": Accepted(
+    "tokenizer": AcceptedValues((None,), _OWN_TOKENIZER),
+    "tokenizer_mode": AcceptedValues(("auto",), _OWN_TOKENIZER),
+    "skip_tokenizer_init": AcceptedValues(
+        (False,), "Give token ids as prompts, and read token_ids"
+    ),
+    "load_format": AcceptedValues(("auto", "safetensors"), "The format is seen from the files"),
+    "quantization": AcceptedValues(
+        (None,), "Weights are read as they are stored: name such a model"
+    ),
+    "kv_cache_dtype": AcceptedValues(
         ("auto",), "The cache has the dtype of the weights, float32 on CPUs: say dtype"
     ),
-    "logprobs_mode": Accepted(("raw_logprobs",), "Log-probabilities are of the raw logits"),
-    "revision": Accepted((None,), _REVISION),
-    "code_revision": Accepted((None,), _REVISION),
-    "tokenizer_revision": Accepted((None,), _REVISION),
-    "task": Accepted(("auto", "generate"), _NOT_OFFERED),
-    "runner": Accepted(("auto", "generate"), _NOT_OFFERED),
+    "logprobs_mode": AcceptedValues(("raw_logprobs",), "Log-probabilities are of the raw logits"),
+    "revision": AcceptedValues((None,), _REVISION),
+    "code_revision": AcceptedValues((None,), _REVISION),
+    "tokenizer_revision": AcceptedValues((None,), _REVISION),
+    "task": AcceptedValues(("auto", "generate"), _NOT_OFFERED),
+    "runner": AcceptedValues(("auto", "generate"), _NOT_OFFERED),
     "enable_lora": _OFF,
-    "hf_overrides": Accepted((None, {}), "Edit config.json in the model's folder"),
+    "hf_overrides": AcceptedValues((None, {}), "Edit config.json in the model's folder"),
     "limit_mm_per_prompt": _NONE,
     "mm_processor_kwargs": _NONE,
     "speculative_config": _NONE,
 }
-SAMPLING: Mapping[str, Accepted] = {
+SAMPLING: Mapping[str, AcceptedValues] = {
     "output_kind": ANY,
     "stream_interval": ANY,
     "skip_clone": ANY,
-    "detokenize": Accepted((True,), "Read token_ids of the outputs, and leave their text"),
-    "spaces_between_special_tokens": Accepted((True,), _NOT_OFFERED),
+    "detokenize": AcceptedValues((True,), "Read token_ids of the outputs, and leave their text"),
+    "spaces_between_special_tokens": AcceptedValues((True,), _NOT_OFFERED),
     "flat_logprobs": _OFF,
-    "best_of": Accepted((None, 1), "Ask for n, and choose by cumulative_logprob"),
+    "best_of": AcceptedValues((None, 1), "Ask for n, and choose by cumulative_logprob"),
     "use_beam_search": _OFF,
     "early_stopping": _OFF,
-    "length_penalty": Accepted((1.0,), _NOT_OFFERED),
-    "bad_words": Accepted((None, [], ()), "Forbid token ids with logit_bias, at -100"),
+    "length_penalty": AcceptedValues((1.0,), _NOT_OFFERED),
+    "bad_words": AcceptedValues((None, [], ()), "Forbid token ids with logit_bias, at -100"),
     "allowed_token_ids": _NONE,
     "logits_processors": _NONE,
     "logprob_token_ids": _NONE,
@@ -115,12 +126,12 @@ SAMPLING: Mapping[str, Accepted] = {
     "guided_decoding": _NONE,
     "thinking_token_budget": _NONE,
     "repetition_detection": _NONE,
-    "truncate_prompt_tokens": Accepted((None,), "Nothing is truncated: shorten the prompt"),
+    "truncate_prompt_tokens": AcceptedValues((None,), "Nothing is truncated: shorten the prompt"),
     "extra_args": _NONE,
 }
 
 
-def also_accepts(options: Mapping[str, Accepted]) -> Callable[[_F], _F]:
+def also_accepts(options: Mapping[str, AcceptedValues]) -> Callable[[_F], _F]:
     """Let a function, or the constructor of a class, take keyword arguments of these, too.
 
     Raises:
@@ -144,7 +155,7 @@ def also_accepts(options: Mapping[str, Accepted]) -> Callable[[_F], _F]:
     return decorate
 
 
-def _check(name: str, value: Any, accepted: Accepted) -> None:
+def _check(name: str, value: Any, accepted: AcceptedValues) -> None:
     if accepted is ANY or value in accepted.values:
         return
     listed = " or ".join(map(repr, accepted.values))

@@ -1,17 +1,19 @@
-"""Measure attention kernels for absent TPUs: memory, bytes and flops of XLA's blocks and of Pallas.
+"""Compare the memory, bytes and flops of XLA's attention and Pallas kernels, for absent TPUs.
 
-One layer of Llama 3 8B in bfloat16 on one device: 32 query heads over 8 key/value heads of 128.
-Nothing runs; nothing is timed. The compiler counts a loop's body once and of a kernel what goes in
-and comes out once, so what each moves is a count of blocks here:
+The layer has the shape of Llama 3 8B in bfloat16 on one device: 32 query heads over 8 key/value
+heads of 128. Nothing runs and nothing is timed. The compiler counts a loop's body once, and the
+arguments and results of a kernel once. So the bytes that each moves are counted here by blocks:
 
-- XLA, prefill: what the compiler says of one pair of blocks, times the pairs in which something is
-  visible; on the chip and off it, which the compiler does not tell apart.
-- splash: queries and results once, keys and values of every visible pair of blocks, off the chip.
-- chunks: of XLA's blocks as above; of flash queries, results and the blocks of keys and values that
-  its own table says are brought to the chip, for the cache and for the chunk itself, and the merge
-  of the two, which reads both and writes one. A prompt is all of its chunks.
+- XLA, prefill: the compiler's bytes for one pair of blocks, times the number of pairs with a
+  visible position. The compiler does not tell bytes on the chip from bytes off it.
+- splash: queries and results once, and keys and values of every visible pair of blocks, off the
+  chip.
+- chunks with XLA: counted as in prefill. Chunks with flash: queries, results and the blocks of keys
+  and values that its table brings to the chip, for the cache and for the chunk itself, and a merge
+  that reads both results and writes one. The figures of a prompt are the sum over its chunks.
 
-Of whole graphs, what the compiler says is shown as it is: without what kernels read and compute.
+The figures of whole graphs are the compiler's own: they leave out the reads and operations inside
+kernels.
 
     python scripts/attention_kernels.py > benchmarks/attention_kernels.md
 """
@@ -29,9 +31,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from noria.compile.abstract_model import AbstractModel
 from noria.compile.attention_kernels import AttentionPlan
 from noria.compile.build import compile_graph, plan_graphs
-from noria.compile.definition import Definition
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.targets import find_target
 from noria.modelzoo.attention import EMPTY_POSITION, Attend, Visibility, attend_masked, merge
@@ -56,7 +58,7 @@ Attended = tuple[jax.Array, jax.Array]
 
 
 class Cost(NamedTuple):
-    """A compiled graph's own figures."""
+    """The compiler's figures of one graph."""
 
     temp: int
     bytes: float
@@ -66,8 +68,8 @@ class Cost(NamedTuple):
 def main() -> None:
     versions = ", ".join(f"{name} {version(name)}" for name in ("jax", "libtpu"))
     print("# Attention kernels for TPU, as compiled\n")
-    print(f"{versions}. Made by `python {sys.argv[0]}`, whose docstring says what is counted how.")
-    print("Temporaries are beside arguments and results; prompts are one row.\n")
+    print(f"{versions}. Made by `python {sys.argv[0]}`; its docstring explains the counts.")
+    print("Temporaries do not include arguments and results. A prompt is one row.\n")
     print("## Prefill: XLA's blocks and splash\n")
     print("| target | tokens | XLA temp MB | splash temp MB | XLA moves GB | splash moves GB |")
     print("|---|--:|--:|--:|--:|--:|")
@@ -103,7 +105,7 @@ def main() -> None:
 
 
 def prefill_cells(target: str, length: int) -> str:
-    """Temporaries and bytes moved, of XLA and of splash."""
+    """Return the cells of one prompt length: temporaries and bytes moved, by XLA and splash."""
     kernels: list[Attend]
     kernels = [attend_blockwise, partial(splash.attend_splash, needs_lse=False)]
     temps = [attention_cost(target, attend, length).temp for attend in kernels]
@@ -116,7 +118,7 @@ def prefill_cells(target: str, length: int) -> str:
 
 
 def chunk_cells(target: str, length: int, chunk: int) -> str:
-    """Bytes of all chunks of a prompt, by XLA and by the kernel, and those of splash."""
+    """Return the bytes that a prompt moves in chunks, by XLA and flash, and whole, by splash."""
     by_xla = by_flash = 0.0
     for start in range(0, length, chunk):
         for num_keys, num_seen in ((length - chunk, start), (chunk, None)):
@@ -134,7 +136,7 @@ def chunk_cells(target: str, length: int, chunk: int) -> str:
 
 
 def flash_bytes(start: int, chunk: int, num_keys: int, num_seen: int | None) -> int:
-    """Bytes that a call moves: to the first entries of a cache, or to the chunk itself."""
+    """Return the bytes of a flash call over the first entries of a cache, or over the chunk."""
     shape, first = (1, chunk, K, G, H), start if num_seen is None else 0
     block = flash_blocks.block_sizes(shape, H, num_keys)
     position_BS = first + jnp.arange(num_keys)[None]
@@ -142,19 +144,19 @@ def flash_bytes(start: int, chunk: int, num_keys: int, num_seen: int | None) -> 
         position_BS = jnp.where(position_BS < num_seen, position_BS, EMPTY_POSITION)
     seen = Visibility(start + jnp.arange(chunk)[None], position_BS)
     read = np.asarray(flash_blocks.blocks_read(seen, block)).ravel()
-    # what is there already is not brought again
+    # a block that is on the chip already is not read again
     num_brought = 1 + np.count_nonzero(np.diff(read))
     dtype = jnp.dtype(jnp.bfloat16)
     return flash_blocks.call_bytes(shape, H, int(num_brought) * block.S, block, dtype)
 
 
 def merge_bytes(chunk: int) -> int:
-    """Two results and their sums are read, one result is written."""
+    """Return the bytes of a merge: it reads two results with their sums, and writes one."""
     return chunk * K * G * (3 * H * ITEMSIZE + 2 * jnp.dtype(jnp.float32).itemsize)
 
 
 def chunk_graph_cells(target: str, kernel: str) -> str:
-    """The figures of the program of a chunk graph, with a kernel by name."""
+    """Return the figures of a chunk graph's program, compiled with the named kernel."""
     config = read_config("benchmarks/models/llama-3.1-8b", CHUNK_LAYERS)
     grid = BucketGrid(CHUNK_SPAN, ((CHUNK_SPAN, 1, 1024),), SLOTS, (CHUNK_SPAN,))
     found = GraphReader(config, target, LAYOUT).compile(
@@ -174,7 +176,7 @@ def graph_cells(cost: Cost) -> str:
 
 
 def graph_cost(length: int, kernel: str) -> Cost:
-    """The prefill graph of a length as the build makes it, with a kernel by name."""
+    """Compile the prefill graph of a length as a build does, with the named kernel."""
     config = DecoderConfig(
         vocab_size=128256,
         embed=4096,
@@ -187,7 +189,7 @@ def graph_cost(length: int, kernel: str) -> Cost:
     )
     grid = BucketGrid(length, ((length, 1),), SLOTS, (length,))
     placement = find_target(GRAPH_TARGET).placement(Layout.from_table(read_layout_table(LAYOUT)))
-    definition = Definition(config, placement.arrangement(config))
+    definition = AbstractModel(config, placement.arrangement(config))
     asked = AttentionPlan(prefill=kernel)
     dtype = jnp.dtype(jnp.bfloat16)
     graphs = plan_graphs(definition, grid, placement, dtype, attention=asked)
@@ -196,7 +198,7 @@ def graph_cost(length: int, kernel: str) -> Cost:
 
 
 def attention_cost(target: str, attend: Attend, length: int) -> Cost:
-    """A graph of nothing but the attention of one prompt."""
+    """Compile a graph that holds only the attention of one prompt."""
 
     def graph(
         q_BTKGH: jax.Array, k_BKHS: jax.Array, v_BKSH: jax.Array, query_BT: jax.Array,
@@ -211,7 +213,7 @@ def attention_cost(target: str, attend: Attend, length: int) -> Cost:
 
 @cache
 def pair_cost(target: str, block_T: int, block_S: int) -> Cost:
-    """One pair of blocks as `attend_blockwise` goes through it: attend, and merge."""
+    """Compile the work of `attend_blockwise` on one pair of blocks: attend, then merge."""
 
     def graph(
         q_BTKGH: jax.Array, k_BKHS: jax.Array, v_BKSH: jax.Array, mask_BTS: jax.Array,
@@ -241,13 +243,13 @@ def cost_of(compiled: jax.stages.Compiled) -> Cost:
 
 
 def visible_pairs(length: int, block_T: int, block_S: int) -> int:
-    """Pairs of blocks of a causal prompt in which something is visible."""
+    """Return the number of block pairs with a visible position, for a causal prompt."""
     ends = (min((i + 1) * block_T, length) for i in range(math.ceil(length / block_T)))
     return sum(math.ceil(end / block_S) for end in ends)
 
 
 def splash_bytes(length: int) -> int:
-    """Bytes that the kernel's blocks bring to the chip and back, by its block specifications."""
+    """Return the bytes that splash moves to the chip and back, by its block specifications."""
     block = splash.block_size(length)
     pairs = visible_pairs(length, block, block)
     return K * G * (2 * length + 2 * block * pairs) * H * ITEMSIZE

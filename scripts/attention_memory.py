@@ -1,7 +1,7 @@
-"""Measure what attention needs beside its arguments and results: all at once, and block by block.
+"""Measure the temporary memory of attention, computed at once and block by block.
 
-One head of 64, float32, causal, one row of T tokens; bytes are those of XLA's `memory_analysis()`.
-The published claim for inference is 59 times less at T = 16384 (Rabe and Staats 2021, 2112.05682).
+One head of 64, float32, causal, one row of T tokens. Bytes come from XLA's `memory_analysis()`.
+The published factor for inference is 59 at T = 16384 (Rabe and Staats 2021, 2112.05682).
 
     python scripts/attention_memory.py > benchmarks/attention_memory.md
 """
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def temporary_bytes(attend: Attend, length: int) -> int:
-    """Bytes that a compiled graph of nothing but attention allocates for itself."""
+    """Return the bytes of temporaries of a compiled graph that holds only attention."""
     shapes = ((1, length, 1, 1, HEAD_DIM), (1, 1, HEAD_DIM, length), (1, 1, length, HEAD_DIM))
     arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     position_BT = jax.ShapeDtypeStruct((1, length), jnp.int32)

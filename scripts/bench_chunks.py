@@ -1,9 +1,9 @@
-"""Chunks against ladders of whole-prompt buckets: what they pad, and how fast they are.
+"""Compare chunked prefill with whole-prompt buckets: their padding and their speed.
 
-`padding`: prompts of 1 to 12288 tokens through a tiny random model, under one plan each; what was
-computed is read from the manifests of the runs. `speed`: the 64 prompts of the main benchmark
-through the embedded model, ladder and chunks by turns, one process at a time; the machine should
-have nothing else to do. Either keeps what the other has found.
+`padding` runs prompts of 1 to 12288 tokens through a tiny random model, once for each plan, and
+reads the computed tokens from the manifests. `speed` runs the 64 prompts of the main benchmark
+through the embedded model, with whole-prompt buckets and with chunks alternately, one process at a
+time. The machine should be idle otherwise. Each measurement keeps the results of the other.
 
 Example: python scripts/bench_chunks.py padding speed --work-dir build/chunks \
              --output benchmarks/chunks
@@ -62,7 +62,7 @@ CHUNKS_OF_64 = PLAN.format(
 
 
 def main() -> None:
-    """Measure what was asked for, write all that is known."""
+    """Run the requested measurements, and write them with the earlier ones."""
     options = _parse()
     options.work_dir.mkdir(parents=True, exist_ok=True)
     path = options.output.with_suffix(".json")
@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def measure_padding(work_dir: Path, prompts: int) -> dict[str, Any]:
-    """Model and job are made here."""
+    """Make a model and a job, and run the job under each plan."""
     model = work_dir / "tiny"
     write_model(model)
     source = write_job(work_dir / "in.jsonl", prompts)
@@ -86,7 +86,7 @@ def measure_padding(work_dir: Path, prompts: int) -> dict[str, Any]:
 
 
 def measure_speed(work_dir: Path, turns: int) -> dict[str, Any]:
-    """Ladder and chunks by turns, so that a machine that changes its speed changes both."""
+    """Run whole-prompt buckets and chunks alternately, so that a drift in speed affects both."""
     kinds = {"ladder, as derived": None, "chunks of 64, 4 rows": CHUNKS_OF_64}
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in kinds}
     for _ in range(turns):
@@ -101,7 +101,7 @@ def measure_speed(work_dir: Path, turns: int) -> dict[str, Any]:
 
 
 def plans() -> dict[str, str]:
-    """A plan's text by its name; every call has one row, so no row is a dummy."""
+    """Return the text of each plan by name. Every call has one row, so there is no dummy row."""
     found = {}
     for chunk in (128, 256, 512):
         found[f"chunks of {chunk}"] = _plan(SPANS, [*SPANS, LONGEST + 16], f"chunk = {chunk}")
@@ -120,7 +120,7 @@ def _plan(lengths: list[int], spans: list[int], chunk: str) -> str:
 def run(
     work_dir: Path, model: Path | str, source: Path, name: str, plan: str | None
 ) -> dict[str, Any]:
-    """The manifest of a run under a plan, or under the one that is derived."""
+    """Run a job under a plan, or under the derived plan for None; return its manifest."""
     stem = re.sub(r"\W+", "-", name)
     output = work_dir / f"{stem}.jsonl"
     arguments = ["-i", source, "-o", output, "--model", model, "--restart", "--quiet"]
@@ -136,7 +136,7 @@ def run(
 
 
 def padding_of(work_dir: Path, model: Path, source: Path, name: str, plan: str) -> dict[str, Any]:
-    """One row of the table."""
+    """Run one plan, and return its row of the table."""
     manifest = run(work_dir, model, source, name, plan)
     used = manifest["generator"]["buckets"]["prefill"].values()
     real, computed = (sum(use[key] for use in used) for key in ("real_tokens", "computed_tokens"))
@@ -151,7 +151,7 @@ def padding_of(work_dir: Path, model: Path, source: Path, name: str, plan: str) 
 
 
 def page(report: dict[str, Any]) -> str:
-    """What is known, as Markdown."""
+    """Return the Markdown page for the measurements in a report."""
     lines = ["# Chunks and whole prompts", "", "Made by `scripts/bench_chunks.py`.", ""]
     if "padding" in report:
         lines += padding_table(report["padding"])
@@ -161,7 +161,7 @@ def page(report: dict[str, Any]) -> str:
 
 
 def padding_table(found: dict[str, Any]) -> list[str]:
-    """A line for each way to bring prompts in."""
+    """Return the table of padding, with a line for each plan."""
     lines = [
         "## Padding",
         "",
@@ -179,7 +179,7 @@ def padding_table(found: dict[str, Any]) -> list[str]:
 
 
 def speed_table(found: dict[str, Any]) -> list[str]:
-    """Medians, and every run's throughput."""
+    """Return the table of speed: medians, and the throughput of every run."""
     machine = found["machine"]
     lines = [
         "## Speed",
@@ -200,7 +200,7 @@ def speed_table(found: dict[str, Any]) -> list[str]:
 
 
 def write_job(path: Path, count: int) -> Path:
-    """Prompts of token ids, the same for every machine."""
+    """Write prompts of token ids, the same on every machine."""
     rng = random.Random(0)
     with path.open("w", encoding="utf-8") as file:
         for _ in range(count):
@@ -210,7 +210,7 @@ def write_job(path: Path, count: int) -> Path:
 
 
 def write_model(directory: Path) -> None:
-    """A random Llama of one layer, as a hub would publish it; it has no tokenizer."""
+    """Write a random Llama of one layer in Hugging Face's format, without a tokenizer."""
     directory.mkdir(exist_ok=True)
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -250,10 +250,10 @@ def write_model(directory: Path) -> None:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("measure", nargs="+", choices=("padding", "speed"))
-    parser.add_argument("--work-dir", type=Path, required=True, help="where runs are kept")
-    parser.add_argument("--output", type=Path, required=True, help="table and figures, no suffix")
-    parser.add_argument("--prompts", type=int, default=128, help="rows of padding (default: 128)")
-    parser.add_argument("--turns", type=int, default=5, help="of speed (default: 5)")
+    parser.add_argument("--work-dir", type=Path, required=True, help="folder for the runs")
+    parser.add_argument("--output", type=Path, required=True, help="path without suffix")
+    parser.add_argument("--prompts", type=int, default=128, help="rows for padding (default: 128)")
+    parser.add_argument("--turns", type=int, default=5, help="runs for speed (default: 5)")
     return parser.parse_args()
 
 

@@ -1,12 +1,12 @@
-"""Measure decode and prefill of a random 8B model against what this accelerator can do.
+"""Measure decode and prefill of a random 8B model against this accelerator's measured ceilings.
 
-Beside it runs transformers' compiled static-cache path, where torch is installed. The shape is
-Llama 3.1 8B's unless flags say otherwise. Parameters are made on the device, so the host needs no
-memory for them. Decode is measured as the graph that a job runs, several steps a call, with every
-slot live and its cache nearly full; prefill as the prefill graph. The ceilings are measured here,
-too: bytes read and written by a copy, and bfloat16 products. A decode step must read every weight
-but the embedding table and the cache of the whole span; the fraction says how near to a copy's
-speed it does.
+If torch is installed, transformers' compiled static-cache path runs for comparison. The shape is
+Llama 3.1 8B's, unless flags change it. Parameters are made on the device, so the host needs no
+memory for them. Decode is measured with the graph that a job runs: several steps a call, every slot
+live, its cache nearly full. Prefill is measured with the prefill graph. The ceilings are measured,
+too: the bytes that a copy reads and writes, and the rate of bfloat16 products. A decode step must
+read the cache of the whole span and every weight except the embedding table. The reported fraction
+is its speed relative to a copy.
 
     python scripts/bench_device.py --output benchmarks/device.json
     python scripts/bench_device.py --target cpu --layers 2 --embed 64 --mlp 128 --query-heads 4 \\
@@ -32,7 +32,7 @@ STEPS_PER_CALL = 8
 def main() -> None:
     options = _parse()
     _check_packages()
-    # before jax starts: it keeps most of a GPU's memory until its process ends
+    # Run this before jax starts: jax keeps most of a GPU's memory until its process ends.
     peer = _run_transformers(options)
     import jax
 
@@ -61,12 +61,12 @@ def main() -> None:
 
 
 class DeviceBench:
-    """One model's parameters on the device, and the clock around its graphs."""
+    """One model's parameters on the device, and timed runs of its graphs."""
 
     def __init__(self, target, options: argparse.Namespace):
         import jax.numpy as jnp
 
-        from noria.compile.definition import Definition
+        from noria.compile.abstract_model import AbstractModel
         from noria.modelzoo.config import DecoderConfig
 
         self.placement = target.placement()
@@ -83,16 +83,16 @@ class DeviceBench:
             windows=(None,) * options.layers,
             max_position=max(options.context, options.prompt) + 1,
         )
-        self.definition = Definition(self.config)
+        self.definition = AbstractModel(self.config)
         self.parameters = self._random_parameters()
 
     def ceilings(self) -> dict[str, float]:
-        """Bytes a second of a copy, and flops a second of a square product in the dtype."""
+        """Return the bytes a second of a copy, and the flops a second of a square product."""
         import jax
         import jax.numpy as jnp
 
         def random(*shape: int):
-            # the power that products of constants draw is less, and clocks follow it
+            # products of constants draw less power, and so run at higher clocks
             body = partial(jax.random.normal, shape=shape, dtype=self.dtype)
             return jax.jit(body, out_shardings=self.placement.replicated)(jax.random.key(0))
 
@@ -108,12 +108,12 @@ class DeviceBench:
         }
 
     def decode(self, batch: int) -> dict[str, Any]:
-        """Seconds a step with `batch` slots whose cache reaches up to the context's length."""
+        """Return the seconds of a step with `batch` slots, near the end of the context's length."""
         result = {"phase": "decode", "rows": batch, "tokens": batch}
         return result | self._or_error(partial(self._decode_seconds, batch))
 
     def prefill(self, length: int) -> dict[str, Any]:
-        """Seconds of one prompt."""
+        """Return the seconds of one prompt."""
         result = {"phase": "prefill", "rows": 1, "tokens": length}
         return result | self._or_error(partial(self._prefill_seconds, length))
 
@@ -177,7 +177,7 @@ class DeviceBench:
         return statistics.median(seconds[1:]), build_seconds, self.work(grid.prefill[0].call())
 
     def work(self, call) -> dict[str, float]:
-        """What no implementation of one call can avoid."""
+        """Return the minimum floating-point operations and bytes of one call."""
         from noria.compile.planning.work import Work
 
         found = Work(self.definition, self.options.dtype).parts(call)
@@ -199,7 +199,7 @@ class DeviceBench:
         )
 
     def _compiled(self, kind: str, grid):
-        """The one graph of that kind in the grid, and the seconds of its compile."""
+        """Compile the grid's only graph of a kind; return it with the seconds of the compile."""
         from noria.compile.build import compile_graph, plan_graphs
 
         graphs = plan_graphs(self.definition, grid, self.placement, self.dtype)
@@ -208,7 +208,7 @@ class DeviceBench:
         return compiled, seconds
 
     def _random_parameters(self) -> dict[str, Any]:
-        """Normal weights and norms of one, each made where it stays."""
+        """Return normal weights, and norms of one, each made on its own devices."""
         import jax
         import jax.numpy as jnp
 
@@ -237,7 +237,7 @@ class DeviceBench:
         return jax.block_until_ready(parameters)
 
     def _fastest(self, run: Callable[[], Any]) -> float:
-        """The least seconds of a call; calls are queued so that the host's part is hidden."""
+        """Return the shortest seconds of a call; queued calls hide the time of the host."""
         import jax
 
         calls, seconds = 10, []
@@ -252,7 +252,7 @@ class DeviceBench:
         return min(seconds)
 
     def _or_error(self, measure: Callable[[], tuple[float, float, dict]]) -> dict[str, Any]:
-        """What was measured, or what the device refused: a batch may not fit its memory."""
+        """Return a measurement, or the device's error if, say, the batch does not fit in memory."""
         try:
             seconds, build_seconds, work = measure()
         except RuntimeError as error:
@@ -272,7 +272,7 @@ def _fractions(row: dict[str, Any], ceilings: dict[str, float]) -> dict[str, flo
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """The report as a table: ours, and transformers' tokens a second beside it."""
+    """Return the report as a table: noria's figures, then transformers' tokens a second."""
     ceilings, machine = report["ceilings"], report["machine"]
     peer = report["transformers"]
     theirs = {(row["phase"], row["rows"]): row for row in peer.get("rows", [])}
@@ -310,7 +310,7 @@ def _speed(row: dict[str, Any]) -> str:
 
 
 def _run_transformers(options: argparse.Namespace) -> dict[str, Any]:
-    """The peer's rows, from a process of its own; or what is missing for them."""
+    """Run transformers in its own process; return its rows, or the reason for none."""
     if options.python_torch is None:
         return {"missing": "torch and transformers are not installed here; see --python-torch."}
     script = HERE / "peers" / "transformers_device.py"
@@ -351,13 +351,13 @@ def _parse() -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=size, help=f"(default: {size})")
     parser.add_argument("--batches", type=_sizes, default=[1, 8, 64, 256], help="decode slots")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--target", help="cpu, gpu or tpu; by default jax's default backend")
-    parser.add_argument("--output", type=Path, help="JSON; a table goes beside it")
+    parser.add_argument("--target", help="cpu, gpu or tpu (default: jax's default backend)")
+    parser.add_argument("--output", type=Path, help="JSON file; a table (.md) is written, too")
     has_torch = all(map(importlib.util.find_spec, ("torch", "transformers")))
     parser.add_argument(
         "--python-torch",
         default=sys.executable if has_torch else None,
-        help="the Python that has torch and transformers",
+        help="a Python with torch and transformers",
     )
     options = parser.parse_args()
     if options.context <= (1 + options.repeats) * STEPS_PER_CALL:

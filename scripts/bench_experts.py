@@ -1,13 +1,14 @@
-"""What one sparse layer costs: against transformers, `ragged_dot` and other ways to dispatch.
+"""Measure one sparse layer against transformers, `ragged_dot` and other ways to dispatch.
 
-    pip install torch transformers    # for the comparison alone
+    pip install torch transformers    # needed for the comparison only
     python scripts/bench_experts.py --output benchmarks/experts.json
 
-The first table runs the same layer (float32, lossless) side by side, one call of each in turn. Its
-floor is the time that this machine takes to read the weights of the experts that are used, at the
-rate at which it sums an array that no cache holds. The second compares ways to place choices and to
-move their tokens, at published expert counts: sorting choices, counting them by a running sum of
-one-hot rows, and the one-hot products of GShard (2006.16668), which move tokens as they place them.
+The first table runs the same layer (float32, lossless) in each implementation, one call of each
+alternately. Its floor is the time to read the weights of the chosen experts from memory, at the
+rate of a sum over an array larger than the processor's caches. The second table compares ways to
+group choices by expert and to move their tokens, at published expert counts: a sort of the choices,
+ranks from a running sum of one-hot rows, and the one-hot products of GShard (2006.16668), which do
+both at once.
 """
 
 import argparse
@@ -38,7 +39,7 @@ PLACED_TOKENS = (32, 512, 4096)
 PLACED_EMBED = 512
 CAPACITY_FACTOR = 1.25
 MOST_ONE_HOT = 2**26
-"""Entries of a one-hot mask beyond which its products are not run."""
+"""The largest number of entries of a one-hot mask whose products are run."""
 
 Run = Callable[[], Any]
 
@@ -63,7 +64,7 @@ def main() -> None:
 
 
 def measure_layer(tokens: int, repeats: int) -> dict[str, Any]:
-    """Milliseconds of one layer by implementation, its floor, and the rows that it computes."""
+    """Return one layer's milliseconds by implementation, its floor, and its computed rows."""
     rng = np.random.default_rng(0)
 
     def normal(*shape: int) -> np.ndarray:
@@ -96,7 +97,7 @@ def measure_layer(tokens: int, repeats: int) -> dict[str, Any]:
 
 
 def measure_placing(experts: int, chosen: int, tokens: int, repeats: int) -> dict[str, Any]:
-    """Milliseconds, flops and bytes of placing choices and bringing their tokens, by method."""
+    """Return milliseconds, flops and bytes of grouping choices and moving tokens, by method."""
     rng = np.random.default_rng(1)
     scores_ME = rng.standard_normal((tokens, experts))
     expert_MZ = np.argsort(-scores_ME, axis=1)[:, :chosen].astype(np.int32)
@@ -123,7 +124,7 @@ def measure_placing(experts: int, chosen: int, tokens: int, repeats: int) -> dic
 
 
 def side_by_side(runs: Mapping[str, Run], repeats: int) -> dict[str, float]:
-    """Median milliseconds of each, one call of every one in turn."""
+    """Return the median milliseconds of each run; the runs alternate."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(repeats + 1):
         for name, run in runs.items():
@@ -135,7 +136,7 @@ def side_by_side(runs: Mapping[str, Run], repeats: int) -> dict[str, float]:
 
 
 def read_rate(repeats: int) -> float:
-    """Bytes a second that a sum reads from memory."""
+    """Return the bytes a second that a sum reads from memory."""
     x = jax.device_put(np.ones((8, 2**24), np.float32))
     total = jax.jit(lambda x: x.sum(axis=1))
     return x.nbytes / (side_by_side({"sum": partial(_run, total, (x,))}, repeats)["sum"] / 1e3)
@@ -153,7 +154,7 @@ def _run(function: Callable, arrays: tuple) -> Any:
 
 
 def _transformers(router: Router, weights: ExpertWeights) -> dict[str, Callable]:
-    """The block of Mixtral with the same weights, in the ways that transformers can run it."""
+    """Return Mixtral's block with the same weights, in each implementation of transformers."""
     import torch
     from transformers import MixtralConfig
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
@@ -210,7 +211,7 @@ def _one_hot(x_MD: jax.Array, expert_MZ: jax.Array, experts: int, capacity: int)
 
 
 def markdown(report: Mapping[str, Any]) -> str:
-    """The report as two tables."""
+    """Return the report as two tables."""
     machine = report["machine"]
     lines = [
         "# One sparse layer",
@@ -218,8 +219,8 @@ def markdown(report: Mapping[str, Any]) -> str:
         f"{machine['processor']}, jax {machine['versions']['jax']}. Made by "
         f"`{report['command']}`. Medians, in ms.",
         "",
-        f"E {EXPERTS}, k {CHOSEN}, D {EMBED}, F {HIDDEN}, float32; the ratio is to the faster form "
-        "of transformers, rows are those of products over choices.",
+        f"E {EXPERTS}, k {CHOSEN}, D {EMBED}, F {HIDDEN}, float32. The ratio is to the faster form "
+        "of transformers. Rows are computed rows over choices.",
         "",
     ]
     first = report["layer"][0]["milliseconds"]
@@ -232,8 +233,8 @@ def markdown(report: Mapping[str, Any]) -> str:
         cells += [f"{times['noria, lossless'] / best:.2f}", f"{row['floor_milliseconds']:.1f}"]
         cells.append(f"{row['rows_over_choices']:.3f}")
         lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", f"Placing choices and bringing tokens of {PLACED_EMBED} float32; capacity factor "
-              f"{CAPACITY_FACTOR} where a method needs a capacity.", ""]  # fmt: skip
+    lines += ["", f"Grouping choices and moving tokens of {PLACED_EMBED} float32. Methods that "
+              f"need a capacity use factor {CAPACITY_FACTOR}.", ""]  # fmt: skip
     lines.append("| E / k | tokens | method | ms | Mflop | MB |")
     lines.append("|--:|--:|:--|--:|--:|--:|")
     for row in report["placing"]:
@@ -247,7 +248,7 @@ def markdown(report: Mapping[str, Any]) -> str:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--output", type=Path, help="write JSON here, and Markdown beside it")
+    parser.add_argument("--output", type=Path, help="JSON file; a table (.md) is written, too")
     return parser.parse_args()
 
 

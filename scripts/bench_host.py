@@ -1,10 +1,10 @@
 """Measure how long a device waits for the host between two calls of a batch job.
 
-The device is a stand-in: every call takes a fixed time, and reading what it gave blocks until that
-time is over. All else is the batch job itself: scheduler, engine, tokenizer, text, journal, output.
-The job runs once with plain rows and once with stop strings, for which the host must read text
-before it can say what runs next. Putting arguments on a device counts, calling an executable does
-not.
+The device is simulated: every call takes a fixed time, and reading its results blocks until that
+time is over. Everything else is a real batch job: scheduler, engine, tokenizer, text, journal,
+output. The job runs once with plain rows and once with stop strings. With stop strings the host
+must read the text of a call before it can choose the next call. A wait includes putting arguments
+on a device, and does not include the call of an executable.
 
     python scripts/bench_host.py --output benchmarks/host.json
 """
@@ -38,14 +38,14 @@ from noria.runtime.checkpoint.model_files import open_model
 from noria.runtime.devices.host_arrays import HostArrays
 from noria.runtime.devices.machine import describe_machine
 from noria.runtime.engine.engine import Engine
-from noria.runtime.engine.feeding import feeding_order
-from noria.runtime.engine.generation import Generator
+from noria.runtime.engine.generation import GenerationSession
+from noria.runtime.engine.submission_order import submission_order
 from noria.runtime.session import prepare_jax
 from noria.runtime.text.load_tokenizer import load_tokenizer
 from noria.runtime.text.tokenizer import Tokenizer
 
 LONGEST_WAIT_MS = 2.0
-"""The longest mean wait of a device between two decode calls, of plain rows."""
+"""Upper bound for a device's mean wait between two decode calls, with plain rows."""
 PROMPT, LONGEST = 64, 192
 STOPS = {"plain rows": [], "rows with stop strings": ["a text that no row has"]}
 
@@ -74,14 +74,14 @@ def main() -> None:
 
 
 class Pending:
-    """An array that a stand-in device computes."""
+    """An array that the simulated device computes."""
 
     def __init__(self, value: np.ndarray, ready_at: float):
         self._value = value
         self._ready_at = ready_at
 
     def __array__(self, dtype: object = None, copy: object = None) -> np.ndarray:
-        """The array, as soon as the device has it."""
+        """Wait until the device has computed the array, and return it."""
         time.sleep(max(0.0, self._ready_at - time.perf_counter()))
         return self._value
 
@@ -97,17 +97,17 @@ class StandInCache:
 
 
 class StandInState(NamedTuple):
-    """The state that is donated from call to call."""
+    """The decode state that each call takes and returns."""
 
     cache: StandInCache
 
 
 class StandInDevice:
-    """Graphs of a grid that take a fixed time; rows end at their limits, with ids of no meaning.
+    """Graphs of a grid that take a fixed time; rows end at their limits, with arbitrary ids.
 
     Attributes:
-      calls: Name and seconds of waiting before it, for every call but forks.
-      num_ended: Rows that reached their limit.
+      calls: Name of every call except forks, and the device's wait before it in seconds.
+      num_ended: Number of rows that reached their limit.
     """
 
     def __init__(self, grid: BucketGrid, vocab_size: int, seconds: float):
@@ -116,7 +116,7 @@ class StandInDevice:
         self._free_at = 0.0
         self.num_ended = 0
         self._vocab_size, self._steps = vocab_size, grid.steps_per_call
-        # one more for the dummy rows of prefill
+        # one more slot for the dummy rows of prefill
         self._left_B = np.zeros(grid.decode_slots + 1, np.int32)
         executables = {name: partial(self._executable_of(name), name) for name in graph_names(grid)}
         self.graphs = CompiledGraphs(grid, executables)
@@ -150,7 +150,7 @@ class StandInDevice:
         return state, DecodeOutput(pending(tokens_BQ), is_active_B, good_B, good_B, None)
 
     def _start(self, name: str):
-        """Begin a call; gives what makes arrays that are ready at its end."""
+        """Begin a call; return a constructor of arrays that are ready at the call's end."""
         now = time.perf_counter()
         self.calls.append((name, max(0.0, now - self._free_at) if self.calls else 0.0))
         self._free_at = max(now, self._free_at) + self._seconds
@@ -158,17 +158,17 @@ class StandInDevice:
 
 
 def _ids_before_the_end(left: np.ndarray, vocab_size: int) -> np.ndarray:
-    """The ids of rows that have so many tokens left: far apart for neighbours, always the same."""
+    """Return an id for each number of tokens left: deterministic, far apart for neighbours."""
     return left * 7919 % vocab_size
 
 
 def answer_ids(count: int, vocab_size: int) -> list[int]:
-    """All ids of an answer of so many tokens."""
+    """Return the ids of an answer of `count` tokens."""
     return _ids_before_the_end(np.arange(count, 0, -1), vocab_size).tolist()
 
 
 class StandInModel:
-    """A model whose graphs run on a stand-in device, for `run_job`."""
+    """A model whose graphs run on the simulated device, for `run_job`."""
 
     def __init__(self, grid: BucketGrid, tokenizer: Tokenizer, seconds: float):
         self.grid, self.tokenizer = grid, tokenizer
@@ -179,23 +179,23 @@ class StandInModel:
 
     @contextmanager
     def open_text(self, now: object) -> Iterator[JobText]:
-        """A tokenizer, without a chat template."""
+        """Give the tokenizer, without a chat template."""
         yield JobText(PromptEncoder(self.tokenizer), self.tokenizer)
 
     def build(self, summary: Any, stored_plan: Any, *, phases: Any, progress: Any) -> Build:
-        """A generator over the stand-in; nothing is compiled."""
+        """Return a generator over the simulated device; compile nothing."""
         graphs, vocab_size = self.device.graphs, self.tokenizer.vocab_size
         host = HostArrays(find_target("cpu").placement().replicated)
         engine = Engine(graphs, {}, graphs.empty_state(), host, vocab_size)
-        generator = Generator(
+        generator = GenerationSession(
             engine, self.grid, vocab_size, self.grid.max_length, (), self.tokenizer
         )
-        order = partial(feeding_order, grid=self.grid)
+        order = partial(submission_order, grid=self.grid)
         return Build(generator, f"slots = {self.grid.decode_slots}\n", "none", order)
 
 
 def measure(options: argparse.Namespace, tokenizer: Tokenizer, stop: list[str]) -> dict[str, Any]:
-    """Run a job; the waits by the kinds of the calls around them, and a digest of all calls."""
+    """Run a job; return waits by the kinds of calls around them, and a digest of all calls."""
     grid = BucketGrid(
         LONGEST, ((PROMPT, 32),), options.slots, (LONGEST,), steps_per_call=options.steps
     )
@@ -216,7 +216,7 @@ def measure(options: argparse.Namespace, tokenizer: Tokenizer, stop: list[str]) 
 
 
 def write_rows(path: Path, count: int, stop: list[str]) -> None:
-    """Rows of an OpenAI batch whose answers have 16 to 128 tokens."""
+    """Write rows of an OpenAI batch whose answers have 16 to 127 tokens."""
     rng = np.random.default_rng(1)
     with path.open("w", encoding="utf-8") as file:
         for number in range(count):
@@ -225,7 +225,7 @@ def write_rows(path: Path, count: int, stop: list[str]) -> None:
 
 
 def figures(calls: list[tuple[str, float]]) -> dict[str, Any]:
-    """Waits in milliseconds by pairs of kinds, and what tells one schedule from another."""
+    """Return waits in milliseconds by pairs of kinds, and a digest that identifies the schedule."""
     waits: dict[str, list[float]] = defaultdict(list)
     kinds = [name.split()[0] for name, _ in calls]
     for before, after, (_, seconds) in zip(kinds, kinds[1:], calls[1:], strict=False):
@@ -247,12 +247,12 @@ def figures(calls: list[tuple[str, float]]) -> dict[str, Any]:
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """The report as one table."""
+    """Return the report as one table."""
     settings, machine = report["settings"], report["machine"]
     lines = [
         "# How long a device waits for the host",
         "",
-        f"A stand-in device whose calls take {settings['call_ms']} ms; {settings['slots']} slots, "
+        f"A simulated device whose calls take {settings['call_ms']} ms; {settings['slots']} slots, "
         f"{settings['steps']} steps a call, {settings['rows']} rows; {machine['processor']}, "
         f"{machine['cores']} cores. Made by `{report['command']}`.",
         "",
@@ -272,11 +272,11 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--slots", type=int, default=512, help="of the decode batch (512)")
-    parser.add_argument("--steps", type=int, default=8, help="of a decode call (8)")
-    parser.add_argument("--rows", type=int, default=3000, help="of the job (3000)")
-    parser.add_argument("--call-ms", type=float, default=50.0, help="that a call takes (50)")
-    parser.add_argument("--output", type=Path, help="JSON; a table goes beside it")
+    parser.add_argument("--slots", type=int, default=512, help="slots of the decode batch (512)")
+    parser.add_argument("--steps", type=int, default=8, help="steps of a decode call (8)")
+    parser.add_argument("--rows", type=int, default=3000, help="rows of the job (3000)")
+    parser.add_argument("--call-ms", type=float, default=50.0, help="milliseconds of a call (50)")
+    parser.add_argument("--output", type=Path, help="JSON file; a table (.md) is written, too")
     return parser.parse_args()
 
 

@@ -1,15 +1,15 @@
 """Compare noria with transformers, vLLM's CPU build and llama.cpp: same weights, same prompts.
 
 Every engine gets the float32 weights of one GGUF file, the token ids of the same chat prompts and
-the same threads, and makes exactly `max_tokens` greedy ids a prompt, in a process of its own, one
-engine after the other. noria, transformers and vLLM run in float32 and in bfloat16. An engine runs
-in several settings of each dtype and its best one counts. llama.cpp also reads the file as it is,
-in its quantised form, which is how its users would run it.
+the same number of threads. It makes exactly `max_tokens` greedy ids a prompt, in its own process;
+the engines run one after the other. noria, transformers and vLLM run in float32 and in bfloat16.
+Each engine runs in several settings of each dtype, and its best setting counts. llama.cpp also
+reads the quantised file itself, as its users would.
 
 The measure is output tokens a second of generation. Loading, warming up and compiling are reported
-apart: noria's `run_seconds` begin when every graph is built, as the peers' clocks begin after
-their own warm-up. What other processes took of the cores during a run is measured, too: a ratio of
-two runs means little where that is more than a few percent.
+separately: noria's `run_seconds` begin when every graph is built, as the peers' clocks begin after
+their own warm-up. The share of the cores that other processes used during a run is reported, too:
+if it is more than a few percent, a ratio of two runs means little.
 
     python scripts/bench_peers.py --work-dir build/bench --output benchmarks/peers.json \\
         --python-vllm .venv-vllm/bin/python --python-llamacpp .venv-llamacpp/bin/python
@@ -88,15 +88,15 @@ def _parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     engines = ["noria", "transformers", "vllm", "llamacpp"]
-    parser.add_argument("--work-dir", type=Path, required=True, help="converted weights, job files")
+    parser.add_argument("--work-dir", type=Path, required=True, help="for weights and job files")
     parser.add_argument("--output", type=Path, help="raw results as JSON")
     parser.add_argument("--gguf", help="a SmolLM2 GGUF file; default: the embedded model's")
-    parser.add_argument("--python-vllm", help="the Python that has vllm")
-    parser.add_argument("--python-llamacpp", help="the Python that has llama_cpp")
+    parser.add_argument("--python-vllm", help="a Python with vllm")
+    parser.add_argument("--python-llamacpp", help="a Python with llama_cpp")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--engines", nargs="+", choices=engines, default=engines)
     parser.add_argument(
-        "--noria-option", action="append", default=[], help="one more argument for `noria batch`"
+        "--noria-option", action="append", default=[], help="an option for `noria batch`"
     )
     return parser.parse_args()
 
@@ -121,7 +121,7 @@ def _embedded_gguf() -> str:
 
 
 def _read_prompts(directory: Path) -> tuple[list[list[int]], int]:
-    """Token ids of every prompt through the model's chat template, and the tokens to make."""
+    """Return the ids of every prompt in the chat template, and the number of tokens to make."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(directory)
@@ -138,7 +138,7 @@ def _read_prompts(directory: Path) -> tuple[list[list[int]], int]:
 
 
 def _settings(arguments: argparse.Namespace, work: Path, source: Path) -> list[Setting]:
-    """The peers that are present, in every setting that is worth trying."""
+    """Return the settings to measure, for each installed peer."""
     pythons = {
         "transformers": sys.executable,
         "vllm": arguments.python_vllm or _python_with("vllm"),
@@ -197,7 +197,7 @@ def _run_peer(setting: Setting, job: Job, work: Path, environment: dict[str, str
 def _run_noria(
     work: Path, environment: dict[str, str], prompts: list[list[int]], options: list[str]
 ) -> dict:
-    """`noria batch` as its users run it; the clock is the manifest's."""
+    """Run `noria batch` as its users do; return the manifest's times."""
     output = work / "noria.jsonl"
     for stale in work.glob("noria.jsonl*"):
         stale.unlink()
@@ -241,7 +241,7 @@ def _run_alone(command: list[str], environment: dict[str, str]) -> tuple[float, 
 
 
 def _busy_core_seconds() -> float | None:
-    """Core seconds spent on anything since boot, stolen time included; None where unknown."""
+    """Return all core seconds used since boot, stolen time included; None if unknown."""
     stat = Path("/proc/stat")
     if not stat.exists():
         return None
@@ -266,7 +266,7 @@ def _check_run(command: list, environment: dict[str, str] | None = None) -> str:
 
 
 def _report(runs: list[dict], ceiling: dict, directory: Path, prompts: list[list[int]]) -> dict:
-    """Everything measured, with what it was measured on; ids are compared, then left out."""
+    """Return all measurements and the machine; ids are compared as texts, and left out."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(directory)
@@ -296,13 +296,13 @@ def _report(runs: list[dict], ceiling: dict, directory: Path, prompts: list[list
 
 
 def _useful_flops(directory: Path, prompts: list[list[int]], output_tokens: int) -> float:
-    """Products with weights that no engine can avoid: no padding, no attention, no repeats."""
+    """Return the least flops of products with weights: no padding, attention or repetition."""
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     embed, heads = config["hidden_size"], config["num_attention_heads"]
     head_dim, kv_heads = config["head_dim"], config["num_key_value_heads"]
     attention = 2 * embed * head_dim * (heads + kv_heads)
     layer = attention + 3 * embed * config["intermediate_size"]
-    # the last id of a row is an output that is never fed back
+    # the last id of a row is an output that is not an input of any step
     fed_tokens = sum(map(len, prompts)) + output_tokens - len(prompts)
     logits = embed * config["vocab_size"] * output_tokens
     return 2.0 * (layer * config["num_hidden_layers"] * fed_tokens + logits)
@@ -339,7 +339,7 @@ def _line(run: dict) -> str:
 
 
 def _table(report: dict) -> str:
-    """Markdown: every run, and noria's ratio to it."""
+    """Return a Markdown table of every run, with noria's ratio to the run."""
     runs = report["runs"]
     ours = next((run for run in runs if run["engine"] == "noria"), None)
     lines = [

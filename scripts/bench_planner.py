@@ -1,9 +1,9 @@
-"""Padding and predicted seconds of planned grids, against grids as they are picked by hand.
+"""Compare the padding and predicted seconds of planned grids with grids picked by hand.
 
-For each workload the ladder of as many prefill lengths as there are powers of two from 16 to the
-longest prompt, held against those powers, against equal steps of 128, and against what peers ship;
-and the plan in chunks that computes at most 1.05 times the prompts' tokens. Everything is simulated
-and predicted from published peaks: nothing runs.
+The planned grid of a workload has as many prefill lengths as there are powers of two from 16 to the
+longest prompt. It is compared with these powers of two, with equal steps of 128, and with the lists
+in other projects. The script also plans each workload in chunks that compute at most 1.05 times the
+prompts' tokens. Everything is simulated and predicted from published peaks: nothing runs.
 
 Example: python scripts/bench_planner.py benchmarks/workloads/*.csv --output benchmarks/planner
 """
@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from noria.compile.definition import Definition
+from noria.compile.abstract_model import AbstractModel
 from noria.compile.grids.bucket_grid import PrefillBucket
 from noria.compile.grids.bucket_search import cheapest_cuts
 from noria.compile.grids.grid_defaults import GridDefaults
@@ -37,15 +37,15 @@ from noria.compile.planning.work import Work
 from noria.modelzoo.config import DecoderConfig
 from noria.runtime.files.hardware_files import known_hardware
 from noria.runtime.planning.length_table import read_table
-from noria.runtime.planning.planning import Planner
-from noria.runtime.planning.search import MOST_TRIES, Tried, try_grid
+from noria.runtime.planning.planner import Planner
+from noria.runtime.planning.search import MAX_SIMULATED_GRIDS, SimulatedGrid, simulate_grid
 
 CHUNK_GRAPHS = 8
 TARGETS = {"tpu:v5e:1x1": "bfloat16", "cpu": "float32"}
-"""With the dtype of weights. The first waits for memory below some 240 tokens a call, so that
-padding of short calls is free; the second hardly ever does."""
+"""Dtype of weights, by target. The first target is bound by memory below about 240 tokens a call,
+so the padding of short calls is free; the second is almost always bound by operations."""
 MOST_PADDING = 1.05
-"""Of plans in chunks: computed over real prompt tokens, dummy rows included."""
+"""Upper bound for plans with chunks: computed over real prompt tokens, dummy rows included."""
 SHORTEST = 16
 SHIPPED = {
     "JetStream, MaxText: 16 to 32768, doubling": [2**power for power in range(4, 16)],
@@ -69,11 +69,11 @@ LLAMA_1B = DecoderConfig(
 
 
 def main() -> None:
-    """Measure every workload, write JSON and a table."""
+    """Measure every workload, and write JSON and a table."""
     parser = argparse.ArgumentParser()
     parser.add_argument("workloads", nargs="+", type=Path)
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--tries", type=int, default=MOST_TRIES)
+    parser.add_argument("--tries", type=int, default=MAX_SIMULATED_GRIDS)
     options = parser.parse_args()
     found = []
     for target, path in product(TARGETS, options.workloads):
@@ -86,14 +86,16 @@ def main() -> None:
 
 
 def measure(target: str, path: Path, tries: int) -> dict[str, Any]:
-    """Every grid of one workload on one target, as figures by name."""
+    """Simulate every grid of one workload on one target; return figures by name."""
     rows = tuple(read_table(path))
     hardware = hardware_of(target, known_hardware())
-    cost = CostModel(Work(Definition(LLAMA_1B), TARGETS[target]), hardware)
+    cost = CostModel(Work(AbstractModel(LLAMA_1B), TARGETS[target]), hardware)
     longest = max(row.need.prompt_length for row in rows)
     powers = powers_of_two((longest - 1).bit_length() - SHORTEST.bit_length() + 2, longest)
     budget = Budget(prefill_graphs=len(powers), memory_bytes=0.9 * hardware.memory_bytes)
-    planner = Planner(rows, LLAMA_1B.max_position, cost, budget, GridDefaults(), most_tries=tries)
+    planner = Planner(
+        rows, LLAMA_1B.max_position, cost, budget, GridDefaults(), max_simulated=tries
+    )
     whole = replace(planner, may_chunk=False).plan().best
     limit = replace(budget, prefill_graphs=CHUNK_GRAPHS, padding=MOST_PADDING)
     chunked = replace(planner, must_chunk=True, budget=limit).plan().best
@@ -108,7 +110,7 @@ def measure(target: str, path: Path, tries: int) -> dict[str, Any]:
     for name, lengths in grids.items():
         grid = with_lengths(whole.grid, lengths, tokens)
         by_hand[name] = {
-            "grid": figures(try_grid(grid, rows, cost, budget)),
+            "grid": figures(simulate_grid(grid, rows, cost, budget)),
             "planned": figures(_planned(whole, len(grid.prefill), rows, cost, budget)),
             "least": least[len(grid.prefill)],
         }
@@ -124,9 +126,9 @@ def measure(target: str, path: Path, tries: int) -> dict[str, Any]:
 
 
 def least_padding(lengths: Sequence[int], most: int) -> dict[int, float]:
-    """By number of prefill lengths: computed over real tokens of any ladder at least.
+    """Return the least ratio of computed to real tokens, by the number of prefill lengths.
 
-    Every prompt alone in its call, lengths cut for padding alone, at any token.
+    Every prompt is alone in its call. Lengths minimise padding alone, and may be any number.
     """
     borders, counts = np.unique(lengths, return_counts=True)
     rows_below = np.concatenate([[0], np.cumsum(counts)])
@@ -144,22 +146,22 @@ def least_padding(lengths: Sequence[int], most: int) -> dict[int, float]:
 
 
 def _planned(
-    whole: Tried, count: int, rows: Sequence[ExpectedRow], cost: CostModel, budget: Budget
-) -> Tried:
-    """The best ladder of at most so many lengths, with the slots and spans of a grid."""
+    whole: SimulatedGrid, count: int, rows: Sequence[ExpectedRow], cost: CostModel, budget: Budget
+) -> SimulatedGrid:
+    """Return the best grid of at most `count` prefill lengths, with `whole`'s slots and spans."""
     grid = whole.grid
 
     def prefill_of(tokens: int, budget: Budget) -> tuple[PrefillBucket, ...]:
         grids = CandidateGrids(rows, LLAMA_1B.max_position, cost, budget, GridDefaults())
-        return grids.prefill_of(tokens, grid.decode_slots)
+        return grids.prefill_buckets(tokens, grid.decode_slots)
 
     tokens = next(n for n in TOKENS_PER_PREFILL if prefill_of(n, budget) == grid.prefill)
     budget = replace(budget, prefill_graphs=count)
-    return try_grid(replace(grid, prefill=prefill_of(tokens, budget)), rows, cost, budget)
+    return simulate_grid(replace(grid, prefill=prefill_of(tokens, budget)), rows, cost, budget)
 
 
 def _reaching(lengths: list[int], longest: int) -> list[int]:
-    """A shipped list as far as prompts go, its last length doubled until it holds them."""
+    """Return a published list up to the longest prompt; double its last length if too short."""
     kept = [length for length in lengths if length < longest]
     top = next((length for length in lengths if length >= longest), None)
     while top is None or top < longest:
@@ -167,8 +169,8 @@ def _reaching(lengths: list[int], longest: int) -> list[int]:
     return [*kept, top]
 
 
-def figures(tried: Tried) -> dict[str, Any]:
-    """What a table needs of one grid."""
+def figures(tried: SimulatedGrid) -> dict[str, Any]:
+    """Return the figures of one grid that the tables show."""
     metrics = tried.simulation.metrics
     padding, prefill = metrics.report()["padding"], metrics.prefill.values()
     return {
@@ -186,12 +188,12 @@ def figures(tried: Tried) -> dict[str, Any]:
 
 
 def overhead(found: dict[str, Any]) -> float:
-    """Computed over real prefill tokens."""
+    """Return the ratio of computed to real prefill tokens."""
     return found["computed_tokens"] / found["real_tokens"]
 
 
 def ladder_lines(found: Sequence[dict[str, Any]]) -> list[str]:
-    """A line a workload and hand-picked grid."""
+    """Return a line for each workload and hand-picked grid."""
     lines = []
     for one in found:
         for name, pair in one["by_hand"].items():
@@ -206,12 +208,12 @@ def ladder_lines(found: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _times(more: float, less: float) -> str:
-    """How many times less the second pads."""
+    """Return the ratio of the first's padding to the second's."""
     return f"{(more - 1) / max(less - 1, 1e-9):.1f}"
 
 
 def chunk_lines(found: Sequence[dict[str, Any]]) -> list[str]:
-    """A line a workload: the plan in chunks beside the one of whole prompts."""
+    """Return a line for each workload: its plan in chunks and its plan of whole prompts."""
     lines = []
     for one in found:
         whole, chunked = one["whole"], one["chunked"]
@@ -229,13 +231,13 @@ def chunk_lines(found: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _decode_share(of: dict[str, Any]) -> str:
-    """Idle slots and overshoot, of what decode computes."""
+    """Return idle slots and overshoot as shares of the tokens that decode computes."""
     shares = (of[kind] / of["decoded_tokens"] for kind in ("idle_slot_tokens", "overshoot_tokens"))
     return ", ".join(f"{share:.1%}" for share in shares)
 
 
 def markdown(found: Sequence[dict[str, Any]]) -> str:
-    """The whole page."""
+    """Return the page."""
     return "\n".join(
         [
             "# Planned buckets against those picked by hand",
@@ -244,19 +246,20 @@ def markdown(found: Sequence[dict[str, Any]]) -> str:
             "`python scripts/bench_planner.py benchmarks/workloads/*.csv --output "
             "benchmarks/planner`.",
             "",
-            "Padding is computed over real prompt tokens, dummy rows included; decode's is apart.",
+            "Padding is the ratio of computed to real prompt tokens, dummy rows included, without "
+            "decode.",
             "",
-            "Whole prompts: a grid picked by hand, and the plan with as many prefill lengths, of "
-            "least predicted seconds in multiples of 16 tokens. The least that any so many lengths "
-            "pad follows from padding alone, cut exactly at any token, with no dummy row: where "
-            "even that is not much less, no ladder is. Then how many times less the plan pads, and "
-            "how many times less the least would; and how many times longer the hand-picked grid "
-            "takes in all.",
+            "Whole prompts: a grid picked by hand, and the plan of least predicted seconds with "
+            "the same number of prefill lengths, in multiples of 16 tokens. `least` is the minimum "
+            "for that number of lengths: any length is allowed, and there is no dummy row. If it "
+            "is not much less than the padding by hand, no set of lengths is. `times less` is the "
+            "ratio of the padding by hand to the plan's, and `at most` its ratio to the least. "
+            "`seconds over` is the ratio of the total seconds by hand to the plan's.",
             "",
             f"Chunks: the plan that computes at most {MOST_PADDING} times the prompts' tokens, "
-            f"with at most {CHUNK_GRAPHS} prefill graphs. Tokens and rows of its calls; graphs; "
-            "padding; idle slots and overshoot as shares of what decode computes; seconds in all, "
-            "and how many times as long whole prompts take.",
+            f"with at most {CHUNK_GRAPHS} prefill graphs. The columns are tokens and rows of its "
+            "calls; graphs; padding; idle slots and overshoot as shares of the tokens that decode "
+            "computes; total seconds, and the ratio of the seconds with whole prompts to them.",
             "",
             *(line for target in TARGETS for line in _section(target, found)),
         ]

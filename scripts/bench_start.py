@@ -1,15 +1,15 @@
-"""Measure a start to its first token: compiled anew, and from a bundle.
+"""Measure the seconds from a start to the first token, with compilation and from a bundle.
 
-Every start is a process of its own, timed from before it is begun until the first token of a
-prompt is on the host. A cold start finds an empty compile cache; model files, sources and bundles
-were read before, so all of them come from the system's page cache. The ways take turns, and the
+Every start is a new process, timed from before its creation until the first token of a prompt is on
+the host. A cold start finds an empty compile cache. Model files, sources and bundles were read
+before, so they come from the system's page cache. Cold starts and bundle starts alternate, and the
 median counts.
 
     noria plan --model smollm2 --workload benchmarks/workloads/peers64.jsonl -o peers64.toml
     python scripts/bench_start.py peers64.toml --work-dir build --prepare
     python scripts/bench_start.py peers64.toml --work-dir build --output benchmarks/bundle_start
 
-A plan that is in the output already is replaced there; others stay.
+A plan replaces its earlier result in the output; the results of other plans stay.
 """
 
 import argparse
@@ -56,13 +56,13 @@ def main() -> None:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="seconds from a start to the first token")
+    parser = argparse.ArgumentParser(description="Time starts to the first token.")
     add = parser.add_argument
     add("plan", type=Path)
     add("--model", default="smollm2")
-    add("--work-dir", type=Path, required=True, help="for bundles")
+    add("--work-dir", type=Path, required=True, help="folder for bundles")
     add("--prepare", action="store_true", help="make the bundle, measure nothing")
-    add("--output", type=Path, help="without a suffix: .json and .md are written")
+    add("--output", type=Path, help="path without suffix of .json and .md")
     add("--repeat", type=int, default=3, help="starts of each kind")
     add("--repeat-cold", type=int, default=1, help="cold starts among them")
     options = parser.parse_args()
@@ -79,7 +79,7 @@ def _compile(model: str, plan: Path, folder: Path) -> None:
 
 
 def _start(model: str, plan: Path) -> dict[str, float]:
-    """Seconds from before a process is begun until it is ready, and until it has a token."""
+    """Start a process; return the seconds until it is ready, and until it has a token."""
     with tempfile.TemporaryDirectory() as cache:
         command = [sys.executable, "-c", FIRST_TOKEN, model, str(plan)]
         environment = {**os.environ, "XDG_CACHE_HOME": cache}

@@ -1,8 +1,8 @@
-"""Predicted against measured: seconds of every graph's call, and of whole runs, on the CPU.
+"""Compare predicted with measured seconds, of graph calls and of whole runs, on the CPU.
 
-Runs jobs that the calibration has not seen, each under several plans, and holds the manifests
-against what the cost model and the simulator say, given the lengths that rows really emitted.
-Runs go by turns, as the speed of machines drifts; seconds are medians over the turns.
+Runs jobs that the calibration has not seen, each under several plans. Compares their manifests with
+the cost model and the simulator, given the actual lengths of the outputs. The plans alternate, as
+the speed of a machine drifts; seconds are medians over the rounds.
 
 Example: noria bench --model smollm2 --calibration build/cpu.json
          python scripts/check_predictions.py build/cpu.json --work-dir build/predictions \
@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from noria.compile.definition import Definition
+from noria.compile.abstract_model import AbstractModel
 from noria.compile.grids.bucket_grid import BucketGrid, PrefillBucket
 from noria.compile.grids.default_grid import derive_grid, slot_use
 from noria.compile.grids.span_slots import with_ragged_slots
@@ -33,7 +33,7 @@ from noria.compile.planning.work import Work
 from noria.runtime.checkpoint import open_model
 from noria.runtime.devices.machine import describe_machine
 from noria.runtime.files.hardware_files import known_hardware
-from noria.runtime.planning.search import as_fed
+from noria.runtime.planning.search import rows_in_submission_order
 from noria.runtime.planning.simulator import simulate
 from noria.runtime.planning.workload import read_workload
 
@@ -42,7 +42,7 @@ COMMAND = "import sys; from noria.runtime.cli import main; sys.exit(main())"
 
 
 def main() -> None:
-    """Run every job under every plan, compare, write."""
+    """Run every job under every plan, and write the comparison."""
     parser = argparse.ArgumentParser()
     parser.add_argument("calibration", type=Path)
     parser.add_argument("--work-dir", type=Path, required=True)
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def write_job(path: Path, *, rows: int, longest: int, seed: int) -> Path:
-    """Prompts of random ids and lengths, outputs of other lengths."""
+    """Write a job with random prompt ids, prompt lengths and output lengths."""
     rng = random.Random(seed)
     with path.open("w", encoding="utf-8") as file:
         for _ in range(rows):
@@ -79,7 +79,7 @@ def write_job(path: Path, *, rows: int, longest: int, seed: int) -> Path:
 
 
 def grids(job: Path) -> dict[str, BucketGrid]:
-    """Plans of one job: the derived one, powers of two and slots that are all alike, and chunks."""
+    """Return the grids of one job: derived, powers of two with equal slots, and chunks."""
     with open_model(MODEL, needs_weights=False) as files:
         needs = [row.need for row in read_workload(job, files).rows]
         alike = derive_grid(needs, files.spec.config.max_position)
@@ -99,7 +99,7 @@ def grids(job: Path) -> dict[str, BucketGrid]:
 def compare(
     job: Path, name: str, grid: BucketGrid, calibration: Calibration, work_dir: Path
 ) -> dict[str, Any]:
-    """Run one job under one plan, and predict the same."""
+    """Run one job under one plan, and predict the same run."""
     stem = f"{job.stem}-{'-'.join(name.replace(',', '').split())}"
     plan = Plan("cpu", PlannedModel(MODEL, ""), Numbers("float32"), grid)
     plan_path, output = work_dir / f"{stem}.toml", work_dir / f"{stem}.jsonl"
@@ -109,11 +109,11 @@ def compare(
     subprocess.run([sys.executable, "-c", COMMAND, "batch", *map(str, arguments)], check=True)
     with open_model(MODEL, needs_weights=False) as files:
         workload = read_workload(job, files, output=output)
-        work = Work(Definition(files.spec.config), "float32")
+        work = Work(AbstractModel(files.spec.config), "float32")
     assert workload.manifest is not None
     cost = CostModel(work, hardware_of("cpu", known_hardware()), calibration)
     ran = Plan.from_table(tomllib.loads(workload.manifest["plan"])).buckets
-    simulation = simulate(ran, as_fed(workload.rows, ran), cost)
+    simulation = simulate(ran, rows_in_submission_order(workload.rows, ran), cost)
     measured, predicted = workload.manifest["generator"], simulation.metrics.report()
     assert predicted["padding"] == measured["padding"]
     return {
@@ -126,7 +126,7 @@ def compare(
 
 
 def _graphs(measured: Mapping[str, Any], predicted: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Seconds of a call of each prefill graph, and of a step of each decode graph."""
+    """Return the seconds of each prefill graph's call, and of each decode graph's step."""
     for phase, unit in (("prefill", "calls"), ("decode", "steps")):
         for name, use in measured[phase].items():
             count = use[unit]
@@ -139,7 +139,7 @@ def _graphs(measured: Mapping[str, Any], predicted: Mapping[str, Any]) -> Iterat
 
 
 def over_turns(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Medians of the same run in every turn."""
+    """Return the medians of the same run over all rounds."""
     graphs = [
         {**of_graph[0], **_medians(of_graph)}
         for of_graph in zip(*(run["graphs"] for run in runs), strict=True)
@@ -153,12 +153,12 @@ def _medians(found: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def error(found: Mapping[str, float], suffix: str = "") -> float:
-    """Relative error of a prediction."""
+    """Return the relative error of a prediction."""
     return found[f"predicted{suffix}"] / found[f"measured{suffix}"] - 1
 
 
 def orders(runs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Plans of each job, fastest first, as measured and as predicted."""
+    """Return the order of each job's plans, fastest first, as measured and as predicted."""
     for job in dict.fromkeys(run["job"] for run in runs):
         of_job = [run for run in runs if run["job"] == job]
         measured, predicted = (
@@ -170,7 +170,7 @@ def orders(runs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def markdown(report: Mapping[str, Any]) -> str:
-    """The page."""
+    """Return the page."""
     machine, runs = report["machine"], report["runs"]
     errors = [abs(error(graph)) for run in runs for graph in run["graphs"]]
     whole = [abs(error(run, "_seconds")) for run in runs]
@@ -179,8 +179,8 @@ def markdown(report: Mapping[str, Any]) -> str:
         "",
         f"{machine['processor']}, {machine['cores']} cores, jax {machine['versions']['jax']}, the "
         f"embedded model in float32. Calibrated by `noria bench --model {MODEL} --calibration`, "
-        "on other shapes than those that ran. Made by `scripts/check_predictions.py`, medians of "
-        f"{len(runs[0]['turns'])} turns; given the outputs' lengths, padding was predicted "
+        "on other shapes. Made by `scripts/check_predictions.py`: medians of "
+        f"{len(runs[0]['turns'])} rounds. Given the outputs' lengths, padding was predicted "
         "exactly in every run.",
         "",
         f"Median error of a call of a graph: {statistics.median(errors):.1%} "

@@ -1,10 +1,10 @@
 """Compare a model in bfloat16 with itself in float32: probabilities, and greedy tokens.
 
-Both run the same chat prompts on the same grid. The differences of log-probabilities are taken
-over prompts and float32's own answers, fed to both (teacher-forced). Over the answers alone whole
-distributions are compared: their Kullback-Leibler divergence from float32's, and the choices that
-change. The first divergence is the step at which the greedy tokens of the two part. After it the
-two answer different texts, so nothing is compared there.
+Both run the same chat prompts on the same grid. The log-probabilities of prompts and of float32's
+answers are compared with teacher forcing: both dtypes read the same tokens. For the answers, whole
+distributions are compared, too: their Kullback-Leibler divergence from float32's, and the changed
+choices. The first divergence is the first step whose greedy tokens differ. After it the two texts
+differ, so later steps are not compared.
 
     python scripts/compare_dtypes.py --rows 24 --output benchmarks/dtypes.json
 """
@@ -59,12 +59,12 @@ def main() -> None:
 
 
 def load(model: str, dtype: str, grid: BucketGrid) -> LLM:
-    """The model in one dtype."""
+    """Load the model in one dtype."""
     return LLM(model, plan=Plan("cpu", PlannedModel(model, ""), Numbers(dtype), grid))
 
 
 def grid_of(rows: int, longest: int) -> BucketGrid:
-    """The grid that both dtypes share: a slot for every row, two lengths."""
+    """Return the grid of both dtypes: a slot for every row, two lengths."""
     half = longest // 2
     return BucketGrid(
         max_length=longest,
@@ -78,7 +78,7 @@ def grid_of(rows: int, longest: int) -> BucketGrid:
 def compare(
     reference: LLM, compared: LLM, conversations: Sequence[Any], max_tokens: int
 ) -> dict[str, Any]:
-    """All figures of two models over the same conversations, ready for JSON."""
+    """Return all figures of two models over the same conversations, for JSON."""
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=2)
     answers = [llm.chat(conversations, params) for llm in (reference, compared)]
     rows = [row.prompt_token_ids + row.outputs[0].token_ids for row in answers[0]]
@@ -95,7 +95,7 @@ def compare(
 def answered(
     llm: LLM, conversations: Sequence[Any], max_tokens: int
 ) -> list[tuple[list[int], list[int]]]:
-    """The ids of each prompt and of its greedy answer."""
+    """Return the ids of each prompt and of its greedy answer."""
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     answers = llm.chat(conversations, params)
     return [(row.prompt_token_ids, row.outputs[0].token_ids) for row in answers]
@@ -104,7 +104,7 @@ def answered(
 def answer_logits(
     model: str, dtype: str, rows: Sequence[tuple[list[int], list[int]]]
 ) -> tuple[np.ndarray, str]:
-    """Logits `[M, V]` before every token of the answers, and the dtype of the residual stream."""
+    """Return the logits `[M, V]` that predict the answers' tokens, and the residual's dtype."""
     target = find_target("cpu")
     with open_model(model) as files:
         loaded = session.load_model(files, target, dtype)
@@ -131,7 +131,7 @@ def answer_logits(
 
 
 def distributions(reference_MV: np.ndarray, compared_MV: np.ndarray) -> dict[str, Any]:
-    """How far two models' distributions of the same tokens lie apart, and which choices change."""
+    """Compare two models' distributions of the same tokens, and count the changed choices."""
     p_MV, q_MV = (
         np.asarray(jax.nn.log_softmax(logits_MV.astype(np.float32)), np.float64)
         for logits_MV in (reference_MV, compared_MV)
@@ -152,7 +152,7 @@ def distributions(reference_MV: np.ndarray, compared_MV: np.ndarray) -> dict[str
 def teacher_forced(
     reference: Sequence[RequestOutput], compared: Sequence[RequestOutput]
 ) -> dict[str, float]:
-    """How far the log-probabilities of the same tokens lie apart, and how often the best token."""
+    """Compare the log-probabilities of the same tokens, and how often the best tokens agree."""
     pairs = [
         pair
         for a, b in zip(reference, compared, strict=True)
@@ -177,7 +177,7 @@ def teacher_forced(
 def first_divergences(
     reference: Sequence[RequestOutput], compared: Sequence[RequestOutput], max_tokens: int
 ) -> dict[str, Any]:
-    """How many rows are still equal after so many steps, and how close the choice was."""
+    """Return the share of equal rows by number of steps, and the gaps at the divergences."""
     steps: list[int | None] = []
     gaps = []
     for a, b in zip(reference, compared, strict=True):
@@ -203,7 +203,7 @@ def first_divergences(
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """The report as two short tables."""
+    """Return the report as two short tables."""
     forced, greedy = report["teacher_forced"], report["greedy"]
     machine = report["machine"]
     names = ("mean", "median", "p99", "max", "mean_signed")
@@ -226,10 +226,10 @@ def markdown(report: dict[str, Any]) -> str:
         f"Over the {answers['tokens']} tokens of float32's answers, with a residual stream of "
         f"{report['residual']}: mean Kullback-Leibler divergence {answers['mean_kl']:.5f} (largest "
         f"{answers['max_kl']:.4f}), the same choice in {answers['greedy_agreement']:.2%}. Where it "
-        f"changes, {REFERENCE}'s best two log-probabilities lie at most "
-        f"{max(answers['gaps_of_changed_choices'], default=0):.3f} apart.",
+        f"changes, {REFERENCE}'s best two log-probabilities differ by at most "
+        f"{max(answers['gaps_of_changed_choices'], default=0):.3f}.",
         "",
-        "Share of rows whose greedy tokens are still equal after so many steps:",
+        "Share of rows whose greedy tokens are still equal, by number of steps:",
         "",
         f"| {' | '.join(map(str, equal))} |",
         f"|{'--:|' * len(equal)}",
@@ -239,9 +239,9 @@ def markdown(report: dict[str, Any]) -> str:
     ]
     if greedy["widest_gap_at_divergence"] is not None:
         lines[-1] += (
-            f" {REFERENCE}'s best two log-probabilities lay "
-            f"{greedy['median_gap_at_divergence']:.3f} apart there (median; widest "
-            f"{greedy['widest_gap_at_divergence']:.3f})."
+            f" There {REFERENCE}'s best two log-probabilities differ by "
+            f"{greedy['median_gap_at_divergence']:.3f} (median) and at most "
+            f"{greedy['widest_gap_at_divergence']:.3f}."
         )
     return "\n".join(lines) + "\n"
 
@@ -252,7 +252,7 @@ def _scores(output: RequestOutput):
 
 
 def _gap(score) -> float:
-    """How much likelier the best token is than the second."""
+    """Return the log-probability of the best token minus that of the second."""
     return score.top[0][1] - score.top[1][1]
 
 
@@ -266,9 +266,9 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--prompts", type=Path, default=PROMPTS, help="OpenAI Batch chat lines")
-    parser.add_argument("--rows", type=int, default=24, help="how many of the prompts (24)")
-    parser.add_argument("--max-tokens", type=int, default=64, help="greedy tokens a row (64)")
-    parser.add_argument("--output", type=Path, help="JSON; a table goes beside it")
+    parser.add_argument("--rows", type=int, default=24, help="number of prompts (24)")
+    parser.add_argument("--max-tokens", type=int, default=64, help="greedy tokens of a row (64)")
+    parser.add_argument("--output", type=Path, help="JSON file; a table (.md) is written, too")
     return parser.parse_args()
 
 

@@ -1,14 +1,14 @@
-"""Whole plans of published models, every graph compiled for hardware that is not there.
+"""Compile every graph of whole plans of published models, for hardware that is not present.
 
-For each model and target: the plan that `noria plan` chooses from `config.json` and a workload,
-then each of its graphs through the target's compiler, one after the other: seconds, and what the
-graph needs on a device. A plan that cannot be is recorded with the planner's reason. Results are
-kept as they come, and those that are there are not made again, so the script may be stopped.
+For each model and target, `noria plan` chooses a plan from `config.json` and a workload. Then the
+target's compiler compiles its graphs one after the other. The record has the seconds and the memory
+of each graph on a device. An impossible plan is recorded with the planner's reason. The record is
+written after each graph, and a later run continues it, so the script may be stopped at any time.
 
     nice python scripts/compile_whole_plans.py --output benchmarks/whole_plans
 
-Seconds of the processor are those of all threads of the compiler: two cores that do nothing else
-take at least half of them.
+Processor seconds are the sum over all threads of the compiler: on two idle cores the elapsed time
+is at least half of them.
 """
 
 import argparse
@@ -20,17 +20,17 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
+from noria.compile.abstract_model import AbstractModel
 from noria.compile.build import GraphSpec, compile_graph, plan_graphs
-from noria.compile.definition import Definition
 from noria.compile.expert_plan import LOSSLESS_EXPERTS
-from noria.compile.program_cache import anew
+from noria.compile.program_cache import without_program_cache
 from noria.compile.targets import find_target
 from noria.runtime import session
 from noria.runtime.checkpoint import ModelFiles, open_model
 from noria.runtime.commands import plan_command as command
 from noria.runtime.devices.machine import describe_machine
 from noria.runtime.errors import NoPlanFits
-from noria.runtime.planning.predict import Prediction, predict
+from noria.runtime.planning.prediction import Prediction, predict
 from noria.sharding.legality import IllegalLayout
 
 MODELS = Path("benchmarks/models")
@@ -45,9 +45,9 @@ class Case:
     model: str
     target: str
     layout: str
-    """As `noria plan --layout` takes it: several of them, of which the planner takes the best."""
+    """Value of `noria plan --layout`: one or more layouts; the planner chooses the best."""
     prefill_graphs: int = 1
-    """At most: with unrolled layers each takes the compiler minutes."""
+    """Upper bound of prefill graphs: with unrolled layers each compiles for minutes."""
     scan_layers: bool = True
 
     @property
@@ -63,14 +63,14 @@ def dense(
     prefill_graphs: int = 1,
     scan_layers: bool = True,
 ) -> Case:
-    """Weights split over one mesh axis or over two, whichever serves the workload faster."""
+    """Return a case that splits weights over one mesh axis or two, whichever is faster."""
     one = f"weight-stationary-1d@tensor={data * tensor}"
     two = f"weight-stationary-2d@data={data},tensor={tensor}"
     return Case(model, target, f"{one} {two}", prefill_graphs, scan_layers)
 
 
 def sparse(model: str, target: str, expert: int, tensor: int, scan_layers: bool = True) -> Case:
-    """Experts split over both mesh axes, attention over one."""
+    """Return a case that splits experts over both mesh axes, and attention over one."""
     layout = f"expert-tensor@data=1,expert={expert},tensor={tensor}"
     return Case(model, target, layout, scan_layers=scan_layers)
 
@@ -87,7 +87,7 @@ UNROLLED = (
     dense("llama-3.1-70b", "tpu:v5e:4x4", 2, 8, scan_layers=False),
     dense("llama-3.1-405b", "tpu:v5e:16x16", 32, 8, scan_layers=False),
 )
-"""The third to fifth are too large for where they are put."""
+"""Cases with unrolled layers. The third to fifth are too large for their targets."""
 SCANNED = (
     dense("llama-3.1-8b", "tpu:v5e:2x4", 2, 4, 2),
     dense("llama-3.1-8b", "gpu:h100:8", 2, 4, 2),
@@ -111,13 +111,13 @@ SCANNED = (
     dense("llama-3.1-8b", "tpu:v6e:2x4", 2, 4),
 )
 CASES = UNROLLED + SCANNED
-"""Every model, generation and size of slice."""
+"""Cases for every model, hardware generation and slice size."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--output", type=Path, required=True, help="without .json and .md")
-    parser.add_argument("--only", default="", help="cases whose names have this part")
+    parser.add_argument("--output", type=Path, required=True, help="path without .json and .md")
+    parser.add_argument("--only", default="", help="run only cases whose names contain this text")
     options = parser.parse_args()
     path = options.output.with_suffix(".json")
     report = json.loads(path.read_text("utf-8")) if path.exists() else {"cases": {}}
@@ -128,14 +128,14 @@ def main() -> None:
         path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         options.output.with_suffix(".md").write_text(markdown(report), encoding="utf-8")
 
-    with anew:
+    with without_program_cache:
         for case in CASES:
             if options.only in case.name:
                 measure(case, report["cases"].setdefault(case.name, {}), keep)
 
 
 def measure(case: Case, record: dict, keep) -> None:
-    """Plan and compile one case, keeping the record after each graph."""
+    """Plan and compile one case, and write the record after each graph."""
     if record.get("is_done"):
         return
     with open_model(str(MODELS / case.model), needs_weights=False) as files:
@@ -152,7 +152,7 @@ def measure(case: Case, record: dict, keep) -> None:
 
 
 def plan_options(case: Case) -> argparse.Namespace:
-    """What `noria plan` is asked."""
+    """Return the options of `noria plan` for a case."""
     parser = argparse.ArgumentParser()
     command.add_options(parser)
     files = ("--model", str(MODELS / case.model), "--workload", str(WORKLOAD), "-o", "unused")
@@ -163,7 +163,7 @@ def plan_options(case: Case) -> argparse.Namespace:
 
 
 def facts(prediction: Prediction) -> dict:
-    """The plan, and what was predicted of it."""
+    """Return the plan and its predictions for the record."""
     plan, work = prediction.plan, prediction.cost.work
     grid = plan.buckets
     assert plan.layout is not None
@@ -173,8 +173,8 @@ def facts(prediction: Prediction) -> dict:
         "decode_slots": grid.decode_slots,
         "decode_spans": list(grid.decode_spans),
         "planning_seconds": round(prediction.seconds, 1),
-        "predicted_run_seconds": round(prediction.planned.best.simulation.seconds, 1),
-        "predicted_compile_seconds": round(prediction.planned.best.build_seconds, 1),
+        "predicted_run_seconds": round(prediction.result.best.simulation.seconds, 1),
+        "predicted_compile_seconds": round(prediction.result.best.build_seconds, 1),
         "weight_bytes": work.parameter_bytes,
         "cache_bytes": work.grid_bytes(grid),
         "device_bytes": prediction.cost.hardware.memory_bytes,
@@ -182,12 +182,12 @@ def facts(prediction: Prediction) -> dict:
 
 
 def compile_all(case: Case, files: ModelFiles, prediction: Prediction, record: dict, keep) -> None:
-    """Every graph of the plan; the record's `graphs` has them by name."""
+    """Compile the plan's graphs that the record's `graphs` does not have yet, by name."""
     session.prepare_jax(case.target)
     target, plan = find_target(case.target), prediction.plan
     placement = target.placement(plan.layout)
     config = files.spec.config
-    definition = Definition(config, placement.arrangement(config, plan.model.scan_layers))
+    definition = AbstractModel(config, placement.arrangement(config, plan.model.scan_layers))
     graphs = plan_graphs(
         definition,
         plan.buckets,
@@ -204,12 +204,12 @@ def compile_all(case: Case, files: ModelFiles, prediction: Prediction, record: d
 
 
 def compiled(graph: GraphSpec) -> dict:
-    """Seconds of one graph, and bytes on a device; or why the compiler refuses it."""
+    """Compile one graph; return its seconds and bytes on a device, or the compiler's refusal."""
     started, cpu_started = time.monotonic(), time.process_time()
     try:
         executable, _ = compile_graph(graph)
     except RuntimeError as error:
-        # that a device is over-full is what is to be found out
+        # a graph that does not fit a device is a result, not a failure
         return {"refused": str(error).strip().partition("\n")[0]}
     memory = executable.memory_analysis()
     assert memory is not None
@@ -223,18 +223,18 @@ def compiled(graph: GraphSpec) -> dict:
 
 
 def markdown(report: dict) -> str:
-    """The record for people."""
+    """Return the record as a Markdown page."""
     machine, cases = report["machine"], report["cases"]
     done = {name: case for name, case in cases.items() if case.get("is_done")}
     lines = [
-        "# Whole plans of published models, compiled for hardware that is not there",
+        "# Whole plans of published models, compiled for hardware that is not present",
         "",
         f"jax {machine['versions']['jax']}, {machine['cores']} cores; bfloat16; the workload is "
         f"`{WORKLOAD}`. Made by `{report['command']}`.",
-        "The plan is the planner's, each graph is compiled for the target, and GB are of one "
-        "device: the most that is there while a graph runs, as its compiler says.",
-        "Minutes are the processor's, of all graphs and threads of the compiler. Layers run one "
-        "after the other, and where it says scanned those that repeat a pattern in a loop.",
+        "`noria plan` chooses each plan, and the target's compiler compiles each graph. GB are "
+        "those of one device: the compiler's peak while a graph runs.",
+        "Minutes are processor time of all graphs and threads of the compiler. Scanned layers run "
+        "in a loop over a repeated pattern; other layers are unrolled.",
         "",
         "| model and target | layout | prefill | slots x tokens | weights GB | cache GB | most GB "
         "| of GB | graphs | minutes |",
@@ -255,7 +255,7 @@ def markdown(report: dict) -> str:
 
 
 def row(name: str, case: dict) -> str:
-    """A plan that was compiled."""
+    """Return the line of a compiled plan."""
     graphs = {graph: one for graph, one in case["graphs"].items() if "refused" not in one}
     most = max(one["all_bytes"] for one in graphs.values())
     is_whole = len(graphs) == len(case["graphs"]) and most <= case["device_bytes"]
@@ -275,7 +275,7 @@ def row(name: str, case: dict) -> str:
 
 
 def graph_rows(name: str, case: dict) -> list[str]:
-    """The graphs of a case, as far as they are compiled."""
+    """Return the lines of a case's graphs that are compiled so far."""
     return [
         f"| {name} | {graph} | {found['refused']} | | |"
         if "refused" in found

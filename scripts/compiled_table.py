@@ -1,9 +1,10 @@
-"""A table of what compiled graphs of published models do on TPUs that are not there, by label.
+"""Tabulate figures of compiled graphs of published models, by label, for TPUs not present.
 
-For each model, generation, number of slots and form of layers: a decode step and a prefill call,
-its bytes moved and needed, turns of loops, arguments rewritten and cycles by the compiler's
-estimates. Layers are all of the model in a loop, or the first eight one after the other. Results
-are kept as they come, and those that are there are not made again, so the script may be stopped.
+For each model, generation, number of slots and form of layers, the table has a decode step and a
+prefill call: bytes moved and needed, loop iterations, rewritten arguments and the compiler's
+estimate of cycles. The graph has all layers of the model in a loop, or its first eight layers
+unrolled. The record is written after each graph, and a later run continues it, so the script may be
+stopped at any time.
 
     nice python scripts/compiled_table.py --output benchmarks/compiled --label "serial cache writes"
 
@@ -22,7 +23,7 @@ from typing import Any
 from read_graphs import GraphReader, read_config
 
 from noria.compile.grids.bucket_grid import BucketGrid
-from noria.compile.program_cache import anew
+from noria.compile.program_cache import without_program_cache
 from noria.runtime.devices.machine import describe_machine
 
 MODELS = Path("benchmarks/models")
@@ -33,7 +34,7 @@ LISTS = ("moved", "loops", "rewrites", "slow_products")
 
 @dataclass(frozen=True)
 class Shape:
-    """Slots, the spans that cut their cache, and a prefill call."""
+    """The number of slots, the spans of their cache, and a prefill call."""
 
     slots: int
     spans: tuple[int, ...]
@@ -104,11 +105,11 @@ PLACES = (
     ("llama-3.1-8b", SMALL, {"v5e:2x4": one(8), "v6e:2x2": one(4), "v5p:2x2x1": one(4)}),
     ("llama-3.1-8b", LARGE, {"v5e:2x4": one(8), "v6e:2x2": one(4), "v5p:2x2x1": one(4)}),
 )  # fmt: skip
-"""A model, its shape, and a layout for each slice."""
+"""A model, its shape, and a layout for each slice, for each group of cases."""
 
 
 def cases() -> Iterator[Case]:
-    """Decode of every model on a generation before the next generation, then prefill."""
+    """Yield decode of every model, generation by generation, then prefill likewise."""
     for kind in ("decode", "prefill"):
         for place in range(3):
             for scan_layers in (True, False):
@@ -119,17 +120,17 @@ def cases() -> Iterator[Case]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--output", type=Path, required=True, help="without .json and .md")
-    parser.add_argument("--label", required=True, help="what the programs are compiled from")
-    parser.add_argument("--only", default="", help="cases whose names have this part")
-    parser.add_argument("--minutes", type=float, help="begin no case after so many")
+    parser.add_argument("--output", type=Path, required=True, help="path without .json and .md")
+    parser.add_argument("--label", required=True, help="name of the compiled version")
+    parser.add_argument("--only", default="", help="run only cases whose names contain this text")
+    parser.add_argument("--minutes", type=float, help="begin no case after this many minutes")
     options = parser.parse_args()
     path, started = options.output.with_suffix(".json"), time.monotonic()
     report = json.loads(path.read_text("utf-8")) if path.exists() else {"labels": {}}
     report["command"] = f"python {sys.argv[0]} --output {options.output} --label LABEL"
     kept = report["labels"].setdefault(options.label, {"cases": {}})
     kept["machine"] = describe_machine()
-    with anew:
+    with without_program_cache:
         for case in cases():
             is_late = options.minutes and time.monotonic() - started > 60 * options.minutes
             if case.name in kept["cases"] or options.only not in case.name or is_late:
@@ -141,7 +142,7 @@ def main() -> None:
 
 
 def measured(case: Case) -> dict[str, Any]:
-    """The report of one compiled graph, or the reason why the compiler refuses it."""
+    """Compile one graph; return its report, or the compiler's reason for a refusal."""
     config = read_config(str(MODELS / case.model), None if case.scan_layers else UNROLLED_LAYERS)
     started = time.process_time()
     try:
@@ -161,20 +162,21 @@ def measured(case: Case) -> dict[str, Any]:
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """The record for people."""
+    """Return the record as a Markdown page."""
     lines = [
-        "# What compiled graphs do, on TPUs that are not there",
+        "# Figures of compiled graphs, for TPUs that are not present",
         "",
-        f"Made by `{report['command']}`. bfloat16; every figure is of one device, and of one "
+        f"Made by `{report['command']}`. bfloat16. Every figure is for one device, and for one "
         "decode step or one prefill call. **Nothing was run: no figure is a measured time.**",
         "",
-        "GB are moved to and from main memory, and needed: weights of products and experts that "
-        "uniform routing touches once, the cache below the span once, logits twice. Turns are "
-        "those of loops inside a step; scanned layers are one of them. Rewritten are arguments, or "
-        "slices of them, that are copied or converted. Mcycles are the compiler's estimates, "
-        "copies in flight left out; priced is the share of what has no estimate and is priced from "
-        "bytes, operations and links. Milliseconds are by the clock, or of all bytes at the "
-        "memory's rate, whichever is longer.",
+        "GB moved go to and from main memory. GB needed are the weights of products, and of the "
+        "experts that uniform routing uses, once; the cache below the span once; logits twice. "
+        "Turns are iterations of loops inside a step; the loop over scanned layers is one of these "
+        "loops. Rewritten GB are of arguments, or slices of arguments, that are copied or "
+        "converted. Mcycles are the compiler's estimates without asynchronous copies; priced is "
+        "the share of work without an estimate, which is priced from bytes, operations and links. "
+        "Milliseconds are the longer of these cycles at the clock's rate and all bytes at the "
+        "memory's rate.",
     ]
     for label, kept in report["labels"].items():
         lines += ["", f"## {label}", "", f"jax {kept['machine']['versions']['jax']}.", ""]
@@ -194,7 +196,7 @@ def markdown(report: dict[str, Any]) -> str:
 
 
 def figures(found: dict[str, Any]) -> list[str]:
-    """The cells of one graph."""
+    """Return the cells of one graph."""
     if "refused" in found:
         return [found["refused"]]
     cycles, least = found["cycles"], found["smallest_turn_bytes"]

@@ -1,10 +1,10 @@
-"""Write the README's table of models: names, compared configurations, published ones read.
+"""Write the README's table of models: names, compared and published configurations.
 
     python scripts/conformance_table.py            # bring README.md up to date
 
-A row follows from the registry of families, the first line of the family's docstring ("name: what
-is notable"), the conformance cases of the tests and the published configurations that they read. A
-test compares, so a family cannot be forgotten.
+A row comes from the registry of families, the first line of the family's docstring ("name: notable
+features"), the tests' conformance cases and the published configurations that the tests read. A
+test compares the table with the README, so no family can be forgotten.
 """
 
 import inspect
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def with_table(readme: str) -> str:
-    """The README with its table replaced by what the families and cases say now."""
+    """Return the README with a new table from the families and cases."""
     before, _, rest = readme.partition(START)
     _, _, after = rest.partition(END)
     counts = Counter(case.family for case in CASES)
@@ -52,7 +52,7 @@ def _row(family: Family, num_cases: int) -> str:
 
 
 def _published(family: Family) -> str:
-    """The number of published configurations that are read, those of the whole model included."""
+    """Return how many of the published configurations are read, with those of the whole model."""
     names = {family.name} | ({family.part_of.name} if family.part_of is not None else set())
     found = [published for published in published_configs() if published.model_type in names]
     num_read = sum(published.refused is None for published in found)
@@ -60,7 +60,7 @@ def _published(family: Family) -> str:
 
 
 def _docstring(family: Family) -> str:
-    """Of the module that holds the family."""
+    """Return the docstring of the module that defines the family."""
     modules = filter(inspect.ismodule, vars(registry).values())
     found = next(m for m in modules if any(value is family for value in vars(m).values()))
     return found.__doc__ or ""

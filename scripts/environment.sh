@@ -1,8 +1,8 @@
-# Shared by quickstart and test: find a Python, make an environment, install once. Sourced, not run.
+# Functions for quickstart and test: find Python, make an environment, install once. Sourced, not run.
 #
-# The environment is the folder `$venv`, and `$oldest` the minor version of the oldest Python for it.
-# An install is stamped with a hash of what decides its result (pyproject.toml, the Python version,
-# the list of packages); while the stamp holds, nothing is installed again.
+# The environment is the folder `$venv`, and `$oldest` is the minor version of its oldest Python.
+# A stamp of an install is a hash of its inputs (pyproject.toml, the Python version, the list of
+# packages); while the stamp matches, nothing is installed again.
 
 venv=.venv
 oldest=11
@@ -12,7 +12,7 @@ fail() {
     exit 1
 }
 
-# Print the first Python that is new enough, those of pyenv last; nothing where there is none.
+# Print the first Python that is new enough, with pyenv's last; print nothing if there is none.
 find_python() {
     local name
     for name in python3 python3.{13,12,11,14} python \

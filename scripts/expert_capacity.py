@@ -1,8 +1,8 @@
-"""Measure what capacities drop and pad on random routing, by experts, tokens and skew.
+"""Measure the drops and the padding of expert capacities on random routing.
 
-Each token takes k distinct experts with probabilities in proportion to rank ** -s (Zipf; s = 0 is
-uniform), drawn anew for every batch. Loads and tiles come from the functions that the graphs
-use.
+The table is by experts, tokens and skew. Each token takes k distinct experts with probabilities in
+proportion to rank ** -s (Zipf; s = 0 is uniform), drawn anew for every batch. Loads and tiles come
+from the functions that the graphs use.
 
     python scripts/expert_capacity.py > table.md
 """
@@ -30,7 +30,7 @@ def main() -> None:
         f"{machine['processor']}, jax {machine['versions']['jax']}. Made by `python {sys.argv[0]}`."
     )
     print(f"\nMeans of {NUM_DRAWS} batches: choices dropped / rows padded,")
-    print("of a capacity those set aside, of lossless those of tiles that run.\n")
+    print("for a capacity over all of its rows, for lossless over the rows of tiles that run.\n")
     names = [f"{d.kind} {d.capacity_factor or ''}".strip() for d in DISPATCHES]
     print(f"| experts | tokens | skew | {' | '.join(names)} |")
     print(f"|---|--:|--:|{'--:|' * len(names)}")
@@ -50,7 +50,7 @@ def main() -> None:
 def random_choices(
     rng: np.random.Generator, num_tokens: int, num_experts: int, num_chosen: int, skew: float
 ) -> np.ndarray:
-    """Distinct experts of each token: the largest of Gumbel-perturbed log-probabilities.
+    """Draw distinct experts of each token: the largest of Gumbel-perturbed log-probabilities.
 
     Source: Kool et al. 2019, "Stochastic Beams and Where to Find Them", 1903.06059, section 3.
     """
@@ -60,7 +60,7 @@ def random_choices(
 
 
 def shares(expert_MZ: np.ndarray, num_experts: int, dispatch: Dispatch) -> tuple[float, float]:
-    """Share of choices that are dropped, and share of rows set aside, or of tiles, with none."""
+    """Return the share of dropped choices, and the share of computed rows without a choice."""
     load_E = load(jnp.asarray(expert_MZ), num_experts)
     if dispatch.kind == "capacity":
         capacity = dispatch.capacity(*expert_MZ.shape, num_experts)

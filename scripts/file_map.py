@@ -2,7 +2,7 @@
 
     python scripts/file_map.py            # bring docs/map.md up to date
 
-A test compares, so a new file cannot be forgotten.
+A test compares the map with the files, so no new file can be forgotten.
 """
 
 import ast
@@ -19,7 +19,7 @@ def main() -> None:
 
 
 def page() -> str:
-    """The page: a list of folders and files with their purposes."""
+    """Return the page: a list of folders and files with their purposes."""
     lines = ["# Map of the files", "", "Written by `scripts/file_map.py`."]
     folder = None
     for path in sorted(_tracked(), key=lambda path: (_floor(path), path.parent.parts, path.name)):
@@ -44,7 +44,7 @@ def _floor(path: Path) -> int:
 
 
 def _purpose(path: Path) -> str:
-    """The first line of a module's docstring, or the first comment of a script."""
+    """Return the first line of a module's docstring, or the first comment of a script."""
     if not path.exists():
         return ""
     text = path.read_text(encoding="utf-8")

@@ -1,7 +1,7 @@
 """Time decode attention with the keys of a segment in blocks of several sizes, on this CPU.
 
-Each shape is attention of one token a row to a segment, float32 as the cache is on the CPU, for as
-many layers as are listed, one after the other; each cell has the least of several calls, in ms.
+In each shape, one token of each row attends to a segment, in float32 as in the CPU's cache. The
+listed number of layers run one after the other. Each cell is the shortest of several calls, in ms.
 
     python scripts/key_blocks.py > benchmarks/key_blocks.md
 """
@@ -38,8 +38,8 @@ def main() -> None:
     print("# Keys in blocks of positions\n")
     print(
         f"{machine['processor']}, jax {machine['versions']['jax']}. Made by `python {sys.argv[0]}`."
-        "\nDecode attention to a segment of the cache, ms by the positions of a block of keys; in "
-        "brackets with all keys\nof a head in one block, by the time with blocks.\n"
+        "\nDecode attention to a segment of the cache: ms by the positions in a block of keys. In "
+        "brackets: the ratio of the\ntime with all keys of a head in one block to this time.\n"
     )
     columns = ["layers, rows, K, G, H, entries", "one block", *map(str, SIZES)]
     print(f"| {' | '.join(columns)} |\n|---|{'--:|' * (len(columns) - 1)}")
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def milliseconds(shape: Sequence[int], size: int | None) -> float:
-    """The least time of attention in all layers, with keys in blocks of this size."""
+    """Return the shortest time of attention in all layers, with keys in blocks of a size."""
     L, B, K, G, H, S = shape
     rng = np.random.default_rng(0)
 

@@ -1,13 +1,13 @@
-"""The layouts of "Efficiently Scaling Transformer Inference" weighed by the planner, for PaLM 540B.
+"""Compare the planner with "Efficiently Scaling Transformer Inference", for PaLM 540B.
 
 Pope et al. 2022 (2211.05102) served PaLM 540B on 64 chips of TPU v4. Here the planner's cost model
-says which of their layouts is fastest at which batch in each phase, and how long contexts may be;
-the paper's published figures stand beside ours. Some graphs, of few layers at full width, are
-compiled for 64 chips that are not there, and what they send is held against what was predicted.
+predicts the fastest of their layouts by batch and phase, and the longest contexts, next to the
+paper's published figures. Some graphs, of few layers at full width, are compiled for 64 chips that
+are not present, and their communication is compared with the prediction.
 
     python scripts/layout_study.py --output benchmarks/layout_study
 
-writes `.md`, `.json` and `.png`; `--no-compile` leaves compiled programs out.
+The script writes `.md`, `.json` and `.png`. With `--no-compile` it compiles nothing.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from noria.compile.definition import Definition
+from noria.compile.abstract_model import AbstractModel
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.grids.grid_defaults import GridDefaults, round_up
 from noria.compile.layout_measure import measure
@@ -43,11 +43,11 @@ from layout_study_report import draw, markdown
 
 TARGET, CHIPS = "tpu:v4:4x4x4", 64
 LENGTH, STEPS = 2048, 64
-"""Of prompts, and decoded after them (paper, section 4)."""
+"""Prompt length and number of decode steps (paper, section 4)."""
 PARAMETERS = 540.35e9
-"""Of PaLM 540B (Chowdhery et al. 2022, 2204.02311), without the heads that it is padded with."""
+"""Parameters of PaLM 540B (Chowdhery et al. 2022, 2204.02311), without its padding heads."""
 CACHE_SHARE = 0.3
-"""Of a device's memory, for the table of context lengths (paper, table 1)."""
+"""Share of a device's memory, for the table of context lengths (paper, table 1)."""
 
 PALM = DecoderConfig(
     vocab_size=256_000,
@@ -66,9 +66,12 @@ MULTIHEAD = replace(PALM, num_kv_heads=64, head_dim=128)
 
 
 def layout(name: str, mesh: Mapping[str, int], **phases: Mapping[str, Any]) -> Layout:
-    """A named layout on 64 chips, with copies of the one key/value head where heads are split.
+    """Return a named layout on 64 chips; split heads get copies of the one key/value head.
 
-    `phases` are rules of phases, beside those that it has.
+    Args:
+        name: Name of the layout.
+        mesh: Sizes of the mesh axes.
+        phases: Rules by phase, in addition to the layout's own.
     """
     table = dict(named_layout_tables()[name])
     table["mesh"] = dict(mesh)
@@ -89,7 +92,7 @@ PREFILL = {
     "weight-gathered XY": layout("weight-gathered", FLIPPED, decode=BY_BATCH),
     "weight-gathered XYZ": layout("weight-gathered-all", PLANES, decode=BY_BATCH),
 }
-"""Attention of decode by batch, which all of their caches are for."""
+"""Layouts of prefill. Decode splits attention by batch in each, which decides their caches."""
 DECODE = {
     "1D, attention by heads": layout("weight-stationary-1d-kv-copies", LINE),
     "1D, attention by batch": layout("weight-stationary-1d-batch-attention", LINE),
@@ -108,7 +111,7 @@ PAPER_CONTEXTS = {
     "multiquery, by heads": {128: 660, 512: 165},
     "multiquery, by batch": {128: 43_000, 512: 10_700},
 }
-"""Table 1: the longest contexts, by batch."""
+"""The longest contexts by batch (paper, table 1)."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +123,7 @@ class Published:
     layout: str
     weights: str
     seconds: float
-    """Of the prefill call, or of one decode step."""
+    """Seconds of the prefill call, or of one decode step."""
     mfu: float | None
     source: str
 
@@ -134,25 +137,25 @@ PAPER = (
     Published("decode", 64, _2D, "int8", 1.82 / STEPS, 0.14, "table 2"),
 )
 PAPER_SERIAL = 1.14
-"""Seconds of a decode step of 512 rows with serial layers over parallel ones (section 4.3)."""
+"""Ratio of a decode step's seconds with serial layers to parallel ones, 512 rows (section 4.3)."""
 
 
 class Planner:
-    """Seconds of calls by layout; definitions are traced once."""
+    """Predicts the seconds of calls by layout; traces each definition once."""
 
     def __init__(self):
-        self._definitions: dict[object, Definition] = {}
+        self._definitions: dict[object, AbstractModel] = {}
 
     def cost(self, config: DecoderConfig, of: Layout) -> CostModel:
         arrangement = arrangement_of(of, "tpu", config)
         if (config, arrangement) not in self._definitions:
-            self._definitions[config, arrangement] = Definition(config, arrangement)
+            self._definitions[config, arrangement] = AbstractModel(config, arrangement)
         work = Work(self._definitions[config, arrangement], "bfloat16", of)
-        torus = TargetName.of(TARGET).torus
+        torus = TargetName.parse(TARGET).torus
         return CostModel(work, hardware_of(TARGET, known_hardware()), torus=torus)
 
     def judge(self, config: DecoderConfig, of: Layout, phase: str, rows: int) -> dict[str, Any]:
-        """One call: seconds, what they wait for, and use of the chips (paper, section 2)."""
+        """Return a call's seconds, their limits, and its use of the chips (paper, section 2)."""
         defaults, cost = GridDefaults.for_layout(of), self.cost(config, of)
         multiple = defaults.batch_multiple if phase == "prefill" else defaults.slot_multiple
         filled = round_up(rows, multiple)
@@ -186,7 +189,7 @@ def sweep(planner: Planner, phase: str, layouts: Mapping[str, Layout]) -> dict[s
 
 
 def winners(swept: Mapping[str, Sequence[dict]]) -> Iterator[tuple[int, str]]:
-    """The batch from which on each layout is the fastest of those that fit."""
+    """Yield the smallest batch of each layout that is the fastest of the fitting layouts."""
     best = None
     for points in zip(*swept.values(), strict=True):
         fitting = {name: p for name, p in zip(swept, points, strict=True) if p["fits"]}
@@ -197,7 +200,7 @@ def winners(swept: Mapping[str, Sequence[dict]]) -> Iterator[tuple[int, str]]:
 
 
 def contexts() -> dict[str, dict[int, int]]:
-    """Longest contexts whose cache fits its share of memory."""
+    """Return the longest contexts whose cache fits its share of memory."""
     share = int(CACHE_SHARE * hardware_of(TARGET, known_hardware()).memory_bytes)
     return {
         name: {rows: max_context(*of, rows, share, jnp.bfloat16) for rows in (128, 512)}
@@ -206,7 +209,7 @@ def contexts() -> dict[str, dict[int, int]]:
 
 
 def compiled_layers() -> list[dict[str, Any]]:
-    """What a layer sends, by the model and by programs of two layers at full width."""
+    """Compare the predicted communication of a layer with compiled programs at full width."""
     grid, target = BucketGrid(LENGTH, ((LENGTH, 64),), 512, (LENGTH,)), find_target(TARGET)
     name = "weight-stationary 2D"
     result = measure(PALM.first_layers(2), PREFILL[name], target, grid, jnp.bfloat16, note)
@@ -266,8 +269,8 @@ def study(options: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--output", type=Path, required=True, help="files without their ending")
-    parser.add_argument("--no-compile", action="store_true", help="predictions alone")
+    parser.add_argument("--output", type=Path, required=True, help="path without suffix")
+    parser.add_argument("--no-compile", action="store_true", help="only predict")
     options = parser.parse_args()
     report = study(options)
     write = options.output.with_suffix

@@ -1,4 +1,4 @@
-"""The layout study as text and as a picture; see `layout_study.py`, which makes the figures."""
+"""Write the layout study as text and as a picture, from the figures of `layout_study.py`."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -34,9 +34,7 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterator
 
 def _winners(report: Mapping[str, Any]) -> Iterator[str]:
     for phase, swept in report["sweeps"].items():
-        tokens = (
-            "tokens a call, prompts of 2048" if phase == "prefill" else "rows, 2048 before each"
-        )
+        tokens = "tokens a call, prompts of 2048" if phase == "prefill" else "rows of 2048 tokens"
         yield f"## {phase}: milliseconds by {tokens}"
         yield ""
         counts = [
@@ -67,7 +65,7 @@ def _contexts(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _measured(report: Mapping[str, Any]) -> Iterator[str]:
-    yield "## Beside what the paper measured"
+    yield "## Measurements of the paper"
     yield ""
     columns = [
         "graph",
@@ -97,7 +95,7 @@ def _measured(report: Mapping[str, Any]) -> Iterator[str]:
             ]
         )
     yield from _table(columns, rows)
-    yield "Ours are of bfloat16 weights throughout. Of decode, seconds are those of one step."
+    yield "Our figures have bfloat16 weights throughout. Seconds of decode are those of one step."
     yield ""
 
 
@@ -107,7 +105,7 @@ def _serial(report: Mapping[str, Any]) -> Iterator[str]:
     yield "## Serial layers in place of parallel ones"
     yield ""
     yield (
-        f"Attention and then MLP, each with a sum of its own: decode of 512 rows takes "
+        f"Attention runs before the MLP, and each has its own sum: decode of 512 rows takes "
         f"{serial['decode'] - 1:.0%} longer (paper, section 4.3: {paper - 1:.0%}), prefill of 512 "
         f"rows with weights gathered over all axes {serial['prefill'] - 1:.0%}."
     )
@@ -117,7 +115,7 @@ def _serial(report: Mapping[str, Any]) -> Iterator[str]:
 def _compiled(report: Mapping[str, Any]) -> Iterator[str]:
     if not report["compiled"]:
         return
-    yield "## What a layer sends: predicted, and in programs compiled for 64 chips"
+    yield "## Communication of a layer: predicted, and in programs compiled for 64 chips"
     yield ""
     rows = [
         [
@@ -142,29 +140,30 @@ def _differences(report: Mapping[str, Any]) -> Iterator[str]:
     )
     missing = step["paper"]["seconds"] - step["ours"]["seconds"]
     count = step["ours"]["num_collectives"]
-    yield "## Where they differ, and why"
+    yield "## Differences, and their reasons"
     yield ""
     of_each = f"{missing / count * 1e6:.0f} us for each"
     yield from (
-        "- Context lengths are the same bytes; the paper rounds.",
-        "- Peaks are never reached: predictions are bounds. The 16 heads that the model is padded "
-        "with are work here, and no use.",
-        "- A collective takes no time of its own here. A decode step of 64 rows in bfloat16 has "
-        f"{count} of them; the {missing * 1e3:.1f} ms that the paper's step takes longer are "
-        f"{of_each}. Serial layers have more of them, so their price is underrated likewise.",
-        "- Products, memory and links follow one another here; the paper's loops of einsums "
-        "overlap them, which favours layouts that send more.",
+        "- Context lengths have the same bytes; the paper rounds them.",
+        "- Programs never reach peaks: our predictions are bounds. The 16 padding heads of the "
+        "model count as work here, and not as use.",
+        "- A collective has no fixed cost here. A decode step of 64 rows in bfloat16 has "
+        f"{count} collectives; the paper's step takes {missing * 1e3:.1f} ms longer, which is "
+        f"{of_each}. Serial layers have more collectives, so their cost is also too low.",
+        "- Products, memory and links do not overlap here. The paper's loops of einsums overlap "
+        "them, which favours layouts with more communication.",
         "- A mesh axis sends over the dimensions of the torus that it spans, 100 GB/s each "
-        "(`hardware.toml`); the paper reckons with 270 GB/s for every axis. An all-to-all goes a "
-        "quarter of the way round each of them, so it takes as long over three as over one.",
-        "- With attention by batch rows are padded to one a chip: by heads is faster for few rows.",
-        "- In ours heads lie over 16 chips of the two-dimensional layout, the paper's over all 64.",
-        "- There are no int8 weights here; the paper's low-latency figures have them.",
+        "(`hardware.toml`); the paper assumes 270 GB/s for every axis. An all-to-all goes a "
+        "quarter of the way round each dimension, so it takes as long over three as over one.",
+        "- Attention by batch pads rows to one a chip, so attention by heads is faster for few "
+        "rows.",
+        "- Our two-dimensional layout splits heads over 16 chips, the paper's over all 64.",
+        "- There are no int8 weights here; the paper's low-latency figures use int8 weights.",
     )
 
 
 def draw(report: Mapping[str, Any], path: Path) -> None:
-    """Four panels: prefill, what it sends, decode, context lengths."""
+    """Draw four panels: prefill, its communication, decode, context lengths."""
     import matplotlib
 
     matplotlib.use("agg")

@@ -1,9 +1,9 @@
-"""Long contexts compiled for TPU slices that are not there: memory, collectives, predicted seconds.
+"""Compile long contexts for TPU slices that are not present: memory, collectives, seconds.
 
-A prefill of 2^20 tokens in the shape of Llama 3 8B, and a decode step over caches of 2^17 tokens in
-the shape of Llama 3 70B (2407.21783, table 3), bfloat16. Memory and collectives are those of the
-executables, and of the layout's rules where libtpu cannot print a program; seconds are those that
-`noria plan` predicts: of the shapes, and of what the compiler made of them.
+The cases are a prefill of 2^20 tokens in the shape of Llama 3 8B, and a decode step over caches of
+2^17 tokens in the shape of Llama 3 70B (2407.21783, table 3), in bfloat16. Memory and collectives
+come from the executables, or from the layout's rules if libtpu cannot print a program. Seconds are
+the predictions of `noria plan`: from the shapes, and from the compiled program.
 
     python scripts/long_context.py --output benchmarks/long_context.json
 """
@@ -16,10 +16,10 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
+from noria.compile.abstract_model import AbstractModel, model_sizes
 from noria.compile.build import compile_with_text, plan_graphs
-from noria.compile.definition import Definition, model_sizes
 from noria.compile.grids.bucket_grid import BucketGrid, PrefillBucket
-from noria.compile.planning.compiled_call import Counted, compiled_call
+from noria.compile.planning.compiled_call import ProgramCounts, compiled_call
 from noria.compile.planning.cost import CostModel
 from noria.compile.planning.hardware import Hardware, hardware_of
 from noria.compile.planning.work import Work
@@ -44,12 +44,12 @@ WEIGHTS_OVER_BOTH = {
     },
     "decode": {"rules": {"cache_length": "sequence"}},
 }
-"""No chip of 16 GB holds an eighth of 70B: weights lie over the ring, too, along embed."""
+"""A layout that splits weights over the ring, too, along embed: an eighth of 70B exceeds 16 GB."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One graph, the phase that it is of, and where it is compiled for."""
+    """One graph, with its phase, its model and its target."""
 
     name: str
     phase: str
@@ -58,7 +58,7 @@ class Case:
     config: DecoderConfig
     rows: int
     length: int
-    """Tokens of a prompt, or entries of the cache."""
+    """Tokens of a prompt in prefill, or entries of the cache in decode."""
 
     @property
     def grid(self) -> BucketGrid:
@@ -111,7 +111,7 @@ CASES = (
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--output", type=Path, help="the same as JSON")
+    parser.add_argument("--output", type=Path, help="JSON file of the same report")
     options = parser.parse_args()
     report = {
         "command": " ".join(["python", *sys.argv]),
@@ -129,18 +129,20 @@ def chip_of(case: Case) -> Hardware:
 
 
 def measure(case: Case) -> dict:
-    """Compile one case and read it."""
+    """Compile one case, and return its figures."""
     target = find_target(case.target)
     require(case.layout, model_sizes(case.config, len(target.devices), case.grid))
     placement = target.placement(case.layout)
-    definition = Definition(case.config, placement.arrangement(case.config))
+    definition = AbstractModel(case.config, placement.arrangement(case.config))
     graphs = plan_graphs(definition, case.grid, placement, jnp.dtype(jnp.bfloat16))
     graph = next(graph for graph in graphs if graph.name.startswith(case.phase))
     compiled, text, seconds = compile_with_text(graph)
     memory = compiled.memory_analysis()
     assert memory is not None, "compilers for TPU say what they allocate"
     cost = cost_model(case, definition)
-    counted = Counted.of(compiled, text, target.platform, cost, steps=case.grid.steps_per_call)
+    counted = ProgramCounts.from_executable(
+        compiled, text, target.platform, cost, steps=case.grid.steps_per_call
+    )
     found, estimate = compiled_call(case.name, case.call, counted, cost), cost.estimate(case.call)
     return {
         "name": case.name,
@@ -168,22 +170,22 @@ def measure(case: Case) -> dict:
     }
 
 
-def cost_model(case: Case, definition: Definition) -> CostModel:
+def cost_model(case: Case, definition: AbstractModel) -> CostModel:
     return CostModel(
         Work(definition, "bfloat16", case.layout),
         chip_of(case),
-        torus=TargetName.of(case.target).torus,
+        torus=TargetName.parse(case.target).torus,
     )
 
 
 def markdown(report: dict) -> str:
     lines = [
-        "# Long contexts on slices that are not there",
+        "# Long contexts on slices that are not present",
         "",
         f"Compiled with jax {report['machine']['versions']['jax']}; nothing ran. Made by "
         f"`{report['command']}`.",
-        "Seconds are predictions by published peaks (`compile/planning/hardware.toml`): what parts "
-        "wait for one after the other, and all of the compiled program together.",
+        "Seconds are predictions from published peaks (`compile/planning/hardware.toml`): by "
+        "limit, in total from the shapes, and in total from the compiled program.",
     ]
     for case in report["cases"]:
         mesh = ", ".join(f"{axis}={size}" for axis, size in case["mesh"].items())
@@ -201,7 +203,7 @@ def markdown(report: dict) -> str:
 
 
 def table(what: str, values: dict[str, str]) -> list[str]:
-    """A table of one row."""
+    """Return a table of one row."""
     names = " | ".join(values)
     return [
         f"| | {names} |",

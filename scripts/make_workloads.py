@@ -1,8 +1,8 @@
-"""Write the workloads that plans are measured on: token counts of prompts and outputs, as CSV.
+"""Write the workloads for measurements of plans: token counts of prompts and outputs, as CSV.
 
-Six are drawn from distributions; one has the functions of Python's standard library as prompts,
-counted by the tokenizer of the embedded model, so that at least one has the lengths of real text.
-The same files come out on every machine with the same Python.
+Seven workloads come from distributions. The prompts of one more are the functions of Python's
+standard library, counted by the embedded model's tokenizer, so that one workload has the lengths of
+real text. The files are the same on every machine with the same Python.
 
 Example: python scripts/make_workloads.py benchmarks/workloads
 """
@@ -24,12 +24,12 @@ Draw = Callable[[np.random.Generator], np.ndarray]
 
 
 def lognormal(median: float, sigma: float) -> Draw:
-    """Prompt lengths around a median, with a tail that grows with sigma."""
+    """Return a generator of prompt lengths around a median; the tail grows with sigma."""
     return lambda rng: rng.lognormal(np.log(median), sigma, ROWS)
 
 
 def bimodal(rng: np.random.Generator) -> np.ndarray:
-    """Seven short questions for every three long documents."""
+    """Return prompt lengths: seven short questions for every three long documents."""
     is_short = rng.random(ROWS) < 0.7
     return np.where(is_short, rng.normal(300, 60, ROWS), rng.normal(5200, 300, ROWS))
 
@@ -46,7 +46,7 @@ DISTRIBUTIONS: dict[str, Draw] = {
 
 
 def main() -> None:
-    """Write one file a workload."""
+    """Write one file for each workload."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def write(path: Path, prompts: np.ndarray, rng: np.random.Generator) -> None:
-    """Prompts as they are, within limits; outputs of a median of 120 tokens."""
+    """Write prompt lengths within limits, and output lengths with a median of 120 tokens."""
     prompts = np.clip(prompts, 1, LONGEST_PROMPT).astype(int)
     outputs = np.clip(rng.lognormal(np.log(120), 0.8, len(prompts)), 1, LONGEST_OUTPUT).astype(int)
     rows = (f"{prompt},{output}" for prompt, output in zip(prompts, outputs, strict=True))
@@ -67,7 +67,7 @@ def write(path: Path, prompts: np.ndarray, rng: np.random.Generator) -> None:
 
 
 def function_lengths() -> Iterator[int]:
-    """Tokens of the source of every function of the standard library."""
+    """Yield the number of tokens of every function in the standard library."""
     with open_model("smollm2", needs_weights=False) as files:
         tokenizer = load_tokenizer(files.tokenizer_files)
     assert tokenizer is not None

@@ -1,11 +1,11 @@
-"""Measure the host memory that loading takes in each of several processes, against its share.
+"""Compare the host memory of loading with the process's share, in each of several processes.
 
 Writes a random checkpoint of Llama's shape into a temporary folder, in several files with an index,
 and loads it in several processes over one mesh that splits every matrix. On the CPU the arrays are
-host memory themselves, so a process may hold its own shards once, and little beside them. What
-counts is anonymous memory (RssAnon), as pages of the mapped files can be dropped at any time. It is
-read from outside, about every two milliseconds: a thread inside would not see what happens while
-the interpreter is locked. The share is the bytes of the process's shards, replicated ones included.
+host memory, so a process may hold its own shards once, and little else. The measure is anonymous
+memory (RssAnon), as the system can drop pages of mapped files at any time. Another process reads it
+about every two milliseconds: a thread of the same process could not run while the interpreter is
+locked. The share is the bytes of the process's shards, replicated shards included.
 
     python scripts/measure_load.py
     python scripts/measure_load.py --dtype bfloat16 --devices 2
@@ -34,7 +34,7 @@ import numpy as np
 
 BOUND_RATIO = 1.3
 BOUND_BYTES = 16 * 2**20
-"""For pieces of tensors under way, and what the runtime keeps besides arrays."""
+"""Allowance for tensor pieces during loading, and for the runtime's memory besides arrays."""
 CHUNK_ELEMENTS = 2**20
 STORED_AS = {"float32": "F32", "bfloat16": "BF16", "float8": "F8_E4M3"}
 FLOAT8_BLOCK = 128
@@ -64,7 +64,7 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class Row:
-    """What one process took."""
+    """The memory, bytes read and time of one process."""
 
     share_bytes: int
     peak_bytes: int
@@ -77,7 +77,7 @@ class Row:
 
 
 def table(rows: list[Row]) -> str:
-    """A Markdown table, one line a process."""
+    """Return a Markdown table with a line for each process."""
     lines = [
         "| process | share MiB | peak MiB | peak / share | bound MiB | read MiB | seconds |",
         "|--:|--:|--:|--:|--:|--:|--:|",
@@ -132,7 +132,7 @@ def write_checkpoint(folder: Path, options: argparse.Namespace) -> int:
 
 
 def _tensors(options: argparse.Namespace) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes, in the order of a published checkpoint."""
+    """Yield names and shapes, in the order of a published checkpoint."""
     D, F, V = options.embed, options.mlp, options.vocab
     queries, keys = (n * options.head_dim for n in (options.query_heads, options.kv_heads))
     yield "model.embed_tokens.weight", (V, D)
@@ -154,7 +154,7 @@ def _tensors(options: argparse.Namespace) -> Iterator[tuple[str, tuple[int, ...]
 
 
 def _stored(name: str, shape: tuple[int, ...], dtype: str) -> Iterator[tuple[str, Stored]]:
-    """A tensor as it is written: projections in float8 with their scales, all else in float32."""
+    """Yield the stored tensors of one tensor: for float8, projections also have scales."""
     if dtype != "float8":
         yield name, (shape, dtype)
     elif "_proj" not in name:
@@ -165,7 +165,7 @@ def _stored(name: str, shape: tuple[int, ...], dtype: str) -> Iterator[tuple[str
 
 
 def _write_safetensors(path: Path, tensors: dict[str, Stored], seed: int) -> None:
-    """One file, a piece at a time: the header's length, the header, the numbers."""
+    """Write one file piece by piece: the header's length, the header, the numbers."""
     header, offset = {}, 0
     for name, (shape, kind) in tensors.items():
         stop = offset + math.prod(shape) * _dtype(kind).itemsize
@@ -183,7 +183,7 @@ def _write_safetensors(path: Path, tensors: dict[str, Stored], seed: int) -> Non
 
 
 def measure(folder: Path, options: argparse.Namespace) -> list[Row]:
-    """Load in all processes at once, and watch their memory until the last one is done."""
+    """Load in all processes at once, and sample their memory until the last one ends."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -196,7 +196,7 @@ def measure(folder: Path, options: argparse.Namespace) -> list[Row]:
             worker.tell("load")
         rows = _watch(workers, before)
         for worker in workers:
-            worker.tell("end")  # before waiting for one: each waits for the others, too
+            worker.tell("end")  # tell all before the first wait: each waits for the others, too
         for worker in workers:
             worker.process.wait()
     finally:
@@ -206,7 +206,7 @@ def measure(folder: Path, options: argparse.Namespace) -> list[Row]:
 
 
 def _watch(workers: list["Worker"], before: list[int]) -> list[Row]:
-    """Sample everybody's memory until the last one has answered."""
+    """Sample the memory of all processes until the last one has answered."""
     peaks, rows = list(before), dict[int, Row]()
     while len(rows) < len(workers):
         for number, worker in enumerate(workers):
@@ -220,7 +220,7 @@ def _watch(workers: list["Worker"], before: list[int]) -> list[Row]:
 
 
 class Worker:
-    """A process that loads, and the pipes to it: words go in, lines of JSON come out."""
+    """A process that loads, with pipes: words to its stdin, lines of JSON from its stdout."""
 
     def __init__(self, folder: Path, options: argparse.Namespace, number: int, port: int):
         flags = f"--xla_force_host_platform_device_count={options.devices}"
@@ -245,31 +245,31 @@ class Worker:
     def answer(self) -> Any:
         line = self.stdout.readline()
         if not line:
-            raise RuntimeError("expected an answer of each process, got the end of one: see above.")
+            raise RuntimeError("expected an answer from each process, but one ended: see above.")
         return json.loads(line)
 
     def anonymous_bytes(self) -> int:
-        """Resident memory that no file backs."""
+        """Return the resident memory that no file backs."""
         status = Path(f"/proc/{self.process.pid}/status").read_text(encoding="utf-8")
         for line in status.splitlines():
             if line.startswith("RssAnon:"):
                 return int(line.split()[1]) * 1024
-        raise RuntimeError("expected RssAnon in the status of each process, got one that ended.")
+        raise RuntimeError("expected RssAnon in each process's status, but one ended.")
 
 
 def load_in_worker(options: argparse.Namespace) -> None:
-    """Load this process's shards when told to, and say what they take."""
+    """Load this process's shards on a signal, and print their memory and time."""
     import jax
 
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{options.port}", options.processes, options.worker)
 
-    from noria.compile.definition import Definition
+    from noria.compile.abstract_model import AbstractModel
     from noria.modelzoo.config import Arrangement
     from noria.modelzoo.families.config_reader import ConfigReader
     from noria.modelzoo.families.quantisation import read_quantisation
     from noria.runtime.checkpoint import load_params, open_model
-    from noria.runtime.checkpoint.dequantised import dequantised
+    from noria.runtime.checkpoint.dequantised_tensors import dequantise
 
     n = jax.device_count()
     with open_model(options.folder) as model:
@@ -277,10 +277,10 @@ def load_in_worker(options: argparse.Namespace) -> None:
         arrangement = Arrangement(
             kv_copies=max(1, n // config.num_kv_heads), padded_vocab=-(-config.vocab_size // n) * n
         )
-        abstract = Definition(config, arrangement).abstract_parameters(options.dtype)
+        abstract = AbstractModel(config, arrangement).abstract_parameters(options.dtype)
         placed = shardings(abstract)
         counted = Counted(model.stored_tensors)
-        tensors = dequantised(counted, read_quantisation(ConfigReader(model.published_config)))
+        tensors = dequantise(counted, read_quantisation(ConfigReader(model.published_config)))
         print(json.dumps("ready"), flush=True)
         sys.stdin.readline()
 
@@ -295,7 +295,7 @@ def load_in_worker(options: argparse.Namespace) -> None:
 
 
 def shardings(abstract: Any) -> dict[str, Any]:
-    """Heads, MLP and vocabulary over all devices of all processes; norms on each."""
+    """Split heads, MLP and vocabulary over all devices of all processes; replicate norms."""
     import jax
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
 

@@ -1,9 +1,10 @@
-"""Where the time of prefill graphs goes on TPUs that are not there, by the compiler's estimates.
+"""Tabulate compiler estimates of prefill time by operation, for TPUs that are not present.
 
-The first eight layers of Llama 3.1 8B in bfloat16. Cycles are the compiler's own, and of what has
-none a price by bytes, operations or links, as in `compile/programs/cycles.py`. A product counts
-with all that the compiler fused to it. The kernel of whole prompts declares no operations, so it
-is priced by its bytes alone. Nothing is run: no figure is a measured time.
+The model is the first eight layers of Llama 3.1 8B in bfloat16. Cycles are the compiler's own.
+Operations without them are priced by bytes, operations or links, as in
+`compile/programs/cycles.py`. A product includes the operations that the compiler fused to it. The
+kernel of whole prompts declares no operations, so it is priced by its bytes alone. Nothing is run:
+no figure is a measured time.
 
     python scripts/prefill_table.py > benchmarks/prefill.md
 """
@@ -37,7 +38,7 @@ KINDS_OF_WORK = ("products", "collectives", "kernels", "rest")
 def main() -> None:
     versions = ", ".join(f"{name} {version(name)}" for name in ("jax", "libtpu"))
     print("# Where the time of prefill goes, as compiled\n")
-    print(f"{versions}. Made by `python {sys.argv[0]}`, whose docstring says what is counted how.")
+    print(f"{versions}. Made by `python {sys.argv[0]}`; its docstring explains the counts.")
     print("**Nothing was run: no figure is a measured time.**")
     for title, targets, layouts in (
         ("One device", ALONE, (None,)),
@@ -54,7 +55,7 @@ def main() -> None:
 
 
 def prefill_cells(target: str, layout: str | None, length: int, rows: int) -> str:
-    """Milliseconds in all and of each kind, with its share, and the dearest lines of the rest."""
+    """Return milliseconds in total and by kind, with shares, and the rest's costliest lines."""
     config = read_config(MODEL, LAYERS)
     grid = BucketGrid(length, ((length, rows),), 32, (length,))
     text = GraphReader(config, target, layout).compile(grid, "prefill").text
@@ -69,13 +70,13 @@ def prefill_cells(target: str, layout: str | None, length: int, rows: int) -> st
 
 
 def spent(text: str, target: str, layout: str | None) -> tuple[Counter[str], Counter[str]]:
-    """Cycles of each kind of work, and those of the rest by line of source."""
+    """Return cycles by kind of work, and the cycles of the rest by line of source."""
     hardware, program = known(target), read_program(text)
     assert hardware is not None
     sizes = Layout.from_table(read_layout_table(layout)).mesh.sizes if layout else {"data": 1}
     traffic, interconnect = (
         Traffic(program),
-        Interconnect(hardware, sizes, TargetName.of(target).torus),
+        Interconnect(hardware, sizes, TargetName.parse(target).torus),
     )
     collectives = read_collectives(text, sizes)
     prices = Prices(program, traffic, collectives, hardware, interconnect)

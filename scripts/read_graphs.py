@@ -1,11 +1,11 @@
-"""Compile graphs of a model for hardware that need not be there, and print what their programs do.
+"""Compile graphs of a model for hardware, present or not, and print figures of the programs.
 
     python scripts/read_graphs.py --model benchmarks/models/llama-3.1-8b --target tpu:v5e:2x4 \\
         --layout weight-stationary-1d@tensor=8 --slots 128 --spans 512 1024 --layers 8
     python scripts/read_graphs.py --text program.txt --target tpu:v5e:2x4 --mesh tensor=8
 
-Printed are bytes moved and needed, loops, rewritten arguments and cycles of a decode step, or of a
-prefill call, with the lines of source that they come from. Weights are not read.
+For a decode step, or a prefill call, the script prints bytes moved and needed, loops, rewritten
+arguments and cycles, with their lines of source. It does not read weights.
 """
 
 import argparse
@@ -17,9 +17,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from noria.compile.abstract_model import AbstractModel
 from noria.compile.attention_kernels import AUTO_ATTENTION, AttentionPlan
 from noria.compile.build import compile_with_text, plan_graphs
-from noria.compile.definition import Definition
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.planning.evidence import Evidence, read_evidence
 from noria.compile.planning.hardware import Hardware, UnknownHardware, hardware_of
@@ -46,18 +46,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add("--target", required=True)
-    add("--text", type=Path, help="the text of a compiled program, in place of a model")
-    add("--mesh", default="", help="of that program, as in data=2,tensor=4")
-    add("--model", help="directory, of which config.json will do")
+    add("--text", type=Path, help="text of a compiled program, instead of a model")
+    add("--mesh", default="", help="mesh of that program, as in data=2,tensor=4")
+    add("--model", help="directory with a config.json")
     add("--layout", help="NAME@data=2,tensor=4 or FILE (default: one device)")
     add("--dtype", default="bfloat16")
-    add("--layers", type=int, help="the first so many alone")
+    add("--layers", type=int, help="use only this many first layers")
     add("--scan-layers", action="store_true")
     add("--slots", type=int, default=64)
     add("--spans", type=int, nargs="+", default=[1024])
     add("--prefill", default="512x8", help="tokens x rows")
     add("--graphs", nargs="+", default=["decode", "prefill"])
-    add("--json", action="store_true", help="print JSON, complete")
+    add("--json", action="store_true", help="print the whole report as JSON")
     add("--keep", type=Path, help="folder for the texts of programs")
     options = parser.parse_args()
     for name, report in [of_text(options)] if options.text else of_model(options):
@@ -65,8 +65,8 @@ def main() -> None:
 
 
 def of_text(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
-    """The report of a text; without a model, what its call needs is not known."""
-    text, target = options.text.read_text("utf-8"), TargetName.of(options.target)
+    """Return the report of a text. It has no needed bytes, as they follow from a model."""
+    text, target = options.text.read_text("utf-8"), TargetName.parse(options.target)
     pairs = (pair.split("=") for pair in options.mesh.split(",") if pair)
     mesh = {name: int(size) for name, size in pairs} or {"data": 1}
     report = read_report(text, target.platform, mesh, known(options.target), target.torus)
@@ -88,14 +88,14 @@ def of_model(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]
 
 
 def read_config(model: str, num_layers: int | None = None) -> DecoderConfig:
-    """The configuration of a model, or of its first layers."""
+    """Return the configuration of a model, or of its first layers."""
     with open_model(model, needs_weights=False) as files:
         config = files.spec.config
     return config.first_layers(num_layers) if num_layers else config
 
 
 class ReadGraph:
-    """One compiled graph, and what was read of it."""
+    """One compiled graph, with its text and the figures read from it."""
 
     def __init__(
         self, executable: jax.stages.Compiled, text: str, seconds: float, evidence: Evidence
@@ -116,21 +116,21 @@ class GraphReader:
         scan_layers: bool = False,
     ):
         session.prepare_jax(target)
-        self._name, self._target, self._dtype = TargetName.of(target), find_target(target), dtype
+        self._name, self._target, self._dtype = TargetName.parse(target), find_target(target), dtype
         placed = Layout.from_table(read_layout_table(layout), layout) if layout else None
         self._placement = self._target.placement(placed)
-        self._definition = Definition(config, self._placement.arrangement(config, scan_layers))
+        self._definition = AbstractModel(config, self._placement.arrangement(config, scan_layers))
         self._work = Work(self._definition, dtype, placed or ONE_DEVICE)
         self._hardware = known(target)
 
     def compile(
         self, grid: BucketGrid, kind: str, attention: AttentionPlan = AUTO_ATTENTION
     ) -> ReadGraph:
-        """The longest decode or prefill graph of a grid."""
+        """Compile and read the longest decode or prefill graph of a grid."""
         dtype = jnp.dtype(self._dtype)
         graphs = plan_graphs(self._definition, grid, self._placement, dtype, attention=attention)
         of_kind = [graph for graph in graphs if graph.kind == kind]
-        # decode graphs come by growing span, prefill graphs by shrinking length
+        # decode graphs are in ascending order of spans, prefill graphs in descending order
         graph = of_kind[-1 if kind == "decode" else 0]
         is_decode = kind == "decode"
         call = grid.decode_call(grid.max_length) if is_decode else grid.prefill[-1].call()
@@ -143,7 +143,7 @@ class GraphReader:
 
 
 def known(target: str) -> Hardware | None:
-    """The hardware of a target, where a table has it."""
+    """Return the hardware of a target, or None if no table has it."""
     try:
         return hardware_of(target, known_hardware(None))
     except UnknownHardware:
@@ -151,7 +151,7 @@ def known(target: str) -> Hardware | None:
 
 
 def shown(name: str, report: dict[str, Any]) -> str:
-    """A report for people: figures, then a line for each source."""
+    """Return a report as text: figures, then a line for each line of source."""
     lines = [name]
     lines += [f"  {key}: {value}" for key, value in report.items() if key not in LISTS]
     for key, columns in LISTS.items():

@@ -1,4 +1,4 @@
-"""Print a finished batch file for people: each question with its answer or its error.
+"""Print a finished batch file as text: each question with its answer or its error.
 
 python scripts/show_answers.py in.jsonl out.jsonl
 """

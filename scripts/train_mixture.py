@@ -1,8 +1,8 @@
 r"""Train a small mixture of experts for a minute, and write it with prompts for `noria batch`.
 
-The text is of Markov chains: each sequence follows one of several, so that experts have something
-to share out. No loss balances the router, so its skew is that of the text. Gradients go through
-the reference dispatch, whose products they are defined for.
+The text comes from Markov chains: each sequence follows one of several chains, so that experts can
+specialise. No loss balances the router, so its skew is that of the text. Training uses the
+reference dispatch, whose products have gradients.
 
     python scripts/train_mixture.py build/mixture
     noria batch -i build/mixture/prompts.jsonl -o build/mixture/out.jsonl \
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from noria.compile.definition import Definition
+from noria.compile.abstract_model import AbstractModel
 from noria.modelzoo.config import DecoderConfig
 from noria.modelzoo.moe.config import Dispatch, MoeConfig, Routing
 from noria.runtime.checkpoint import save_orbax
@@ -48,7 +48,7 @@ class Chains:
         self._successors = rng.integers(0, V, (NUM_CHAINS, V, NUM_SUCCESSORS))
 
     def sample(self, count: int, length: int) -> np.ndarray:
-        """Sequences `[count, length]`; earlier successors are likelier, as 3 : 2 : 1."""
+        """Return sequences `[count, length]`; successors have probabilities 3 : 2 : 1."""
         chain = self._rng.integers(0, NUM_CHAINS, count)
         tokens = np.empty((count, length), np.int32)
         tokens[:, 0] = self._rng.integers(0, V, count)
@@ -63,7 +63,7 @@ def main() -> None:
     options = _parse()
     rng = np.random.default_rng(0)
     chains = Chains(rng)
-    definition = Definition(CONFIG)
+    definition = AbstractModel(CONFIG)
     parameters = train(definition, initial(definition, rng), chains, options.steps)
     save_orbax(options.directory / "model", parameters, family="mixtral", config=CONFIG)
     lines = [
@@ -83,8 +83,8 @@ def main() -> None:
     (options.directory / "prompts.jsonl").write_text(text, encoding="utf-8")
 
 
-def initial(definition: Definition, rng: np.random.Generator) -> dict[str, jax.Array]:
-    """Ones for norms, and matrices scaled by the root of what they sum over."""
+def initial(definition: AbstractModel, rng: np.random.Generator) -> dict[str, jax.Array]:
+    """Return ones for norms, and random matrices over the root of their summed dimension."""
 
     def draw(shape: tuple[int, ...]) -> np.ndarray:
         return np.ones(shape) if len(shape) == 1 else rng.normal(size=shape) / shape[-2] ** 0.5
@@ -94,9 +94,9 @@ def initial(definition: Definition, rng: np.random.Generator) -> dict[str, jax.A
 
 
 def train(
-    definition: Definition, parameters: dict[str, jax.Array], chains: Chains, num_steps: int
+    definition: AbstractModel, parameters: dict[str, jax.Array], chains: Chains, num_steps: int
 ) -> dict[str, jax.Array]:
-    """Next-token training with Adam."""
+    """Train on next tokens with Adam."""
     optimizer = optax.adam(3e-3)
     state = optimizer.init(parameters)
 
@@ -124,7 +124,7 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("directory", type=Path, help="model/ and prompts.jsonl go here")
+    parser.add_argument("directory", type=Path, help="folder for model/ and prompts.jsonl")
     parser.add_argument("--steps", type=int, default=500, help="training steps (500)")
     parser.add_argument("--rows", type=int, default=256, help="prompts (256)")
     return parser.parse_args()

@@ -1,1 +1,1 @@
-"""How arrays lie on devices. Knows axis names and devices; knows no bucket, graph or file."""
+"""Distribution of arrays over devices. Knows axes and devices; no bucket, graph or file."""

@@ -52,8 +52,10 @@ class ExpertExchange:
 
     @property
     def projection(self) -> Projection:
-        """Collectives of a sparse layer as one product over E and F of tokens that are whole along
-        embed."""
+        """Collectives of a sparse layer as one product over E and F.
+
+        The tokens are whole along embed while the experts run.
+        """
         residual = self.rules.dimensions(axes.RESIDUAL)
         partial_sums = () if self.exchanged else self.experts
         weight = ((), partial_sums, self.rules[axes.EXPERT_MLP], ())
@@ -105,8 +107,7 @@ class ExpertExchange:
         return body(x_BTD, is_token_BT, router, weights)
 
     def _prepare(self, weights: ExpertWeights) -> ExpertWeights:
-        """Weights as this device uses them; a bias of the output is kept on one of its devices
-        only."""
+        """Weights as this device uses them; one device of a sum adds the bias."""
 
         def missing(logical_axes: Axes) -> tuple[MeshAxes, ...]:
             stored, used = (r.dimensions(logical_axes) for r in (self.stored, self.rules))

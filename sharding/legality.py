@@ -232,7 +232,7 @@ def _order_findings(layout: Layout, rules: AxisRules) -> Iterable[str]:
             yield (
                 f"{axis} = {_quoted(rules[axis])}: expected to begin with the mesh axes of "
                 f"{leader}, {_quoted(rules[leader])}: {what} are split further, not differently. "
-                f"Name those first."
+                f"Name these axes first."
             )
     in_order = tuple(axis for axis, _ in layout.mesh.axes if axis in rules[axes.LENGTH])
     if rules[axes.LENGTH] != in_order:
@@ -303,7 +303,7 @@ def _expert_findings(layout: Layout, rules: AxisRules, config: DecoderConfig) ->
         without = tuple(axis for axis in experts if axis not in token_axes)
         yield (
             f"experts = {_quoted(experts)}: some of these mesh axes split tokens, but not "
-            f"{_quoted(without)}. Name that in batch, too, or take it out."
+            f"{_quoted(without)}. Name this axis in batch, too, or remove it."
         )
     elif token_axes & set(experts):
         batch, length = ExpertExchange(rules, layout.rules).tokens

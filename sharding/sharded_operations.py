@@ -150,9 +150,9 @@ class ShardedOperations(Operations):
             return ONE_STRIPE
         return Stripe(jax.lax.axis_index(mesh_axes), self.cache_stripes.count)
 
-    def by_row(self, body: Callable[..., Any], kept: Any, *rows: jax.Array) -> Any:
-        specs, row_spec = self._specs(type(kept)), self._rules.spec((axes.ATTENTION_BATCH,))
-        return self._map(body, (specs, *[row_spec] * len(rows)), specs)(kept, *rows)
+    def by_row(self, body: Callable[..., Any], state: Any, *rows: jax.Array) -> Any:
+        specs, row_spec = self._specs(type(state)), self._rules.spec((axes.ATTENTION_BATCH,))
+        return self._map(body, (specs, *[row_spec] * len(rows)), specs)(state, *rows)
 
     def mix_experts(
         self, mixture: Mixture, x_BTD: jax.Array, is_token_BT: jax.Array, router: Router,

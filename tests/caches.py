@@ -1,4 +1,4 @@
-"""Small caches to compare with plain numpy: what fills them, and how they read side by side."""
+"""Small caches for comparisons with plain numpy, and helpers that fill and read them."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from noria.modelzoo import kv_cache
 from noria.modelzoo.attention import EMPTY_POSITION
 from noria.modelzoo.config import DecoderConfig, Window
 from noria.modelzoo.kv_cache import KVCache
-from noria.modelzoo.layer_cache import PromptKeysValues, PromptLayer
+from noria.modelzoo.layer_cache import NewEntries, PromptKeysValues
 from noria.modelzoo.operations import ON_ONE_DEVICE
 from noria.modelzoo.prompt_pieces import PromptPieces, write_piece, write_positions
 
@@ -39,18 +39,18 @@ def random_prompt(
 
 
 def pieces(slots: Sequence[int], counts: Sequence[int], start: int | None = None) -> PromptPieces:
-    """Whole prompts, or pieces that all begin at one position."""
+    """Return whole prompts, or pieces that all begin at `start`."""
     start_B = None if start is None else jnp.full(len(slots), start)
     return PromptPieces(jnp.array(slots), start_B, jnp.array(counts))
 
 
 def keep(
     cache: KVCache,
-    new: Sequence[PromptLayer],
+    new: Sequence[NewEntries],
     rows: PromptPieces,
     windows: Sequence[Window] = CONFIG.windows,
 ) -> KVCache:
-    """The cache after a piece of prompts, in each of its layers; all are unrolled."""
+    """Write a piece of each prompt to every (unrolled) layer, and return the cache."""
     layers = tuple(
         write_piece(old, one, jnp.int32(0), rows, cache.positions.is_rolling(window), ON_ONE_DEVICE)
         for old, one, window in zip(cache.layers, new, windows, strict=True)
@@ -63,14 +63,14 @@ def keep(
 
 
 def used_cache(config: DecoderConfig, spans: Sequence[int]) -> KVCache:
-    """As former owners leave it: every slot has held a row that reached the longest span."""
+    """Return a used cache: every slot has held a row that filled the longest span."""
     cache = kv_cache.allocate(config, SLOTS, spans, jnp.float32)
     prompt = random_prompt(SLOTS, spans[-1], seed=99, num_layers=config.num_layers)
     return keep(cache, prompt, pieces(range(SLOTS), [spans[-1]] * SLOTS), config.windows)
 
 
 def sides(layers) -> list[np.ndarray]:
-    """Keys and values of each layer as `[B, K, positions, H]`, segments joined."""
+    """Return keys and values of each layer as `[B, K, positions, H]`, segments joined."""
     plain = []
     for keys, values in layers:
         # the cache leads with layers, and has one of each

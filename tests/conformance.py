@@ -1,9 +1,9 @@
-"""The models that every family must reproduce: small, random, and each odd in its own way.
+"""The models that every family must reproduce: small and random, each with special features.
 
-A family joins by being listed in `CASES`. Each case is built by transformers, the published
-implementation, with weights large enough that a swapped head or a missing norm shows, and saved as
-a directory; what reads it must give the same log-probabilities. Knows nothing of how noria
-computes.
+A family takes part through an entry in `CASES`. Transformers, the published implementation, builds
+each case, with weights so large that a swapped head or a missing norm changes the result, and saves
+it as a directory. A model that is read from the directory must give the same log-probabilities.
+Does not know how noria computes.
 """
 
 import copy
@@ -18,17 +18,17 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Case:
-    """One small model: options in the words of its family's config.json."""
+    """One small model, with the options of its family's config.json."""
 
     name: str
     family: str
     options: Mapping[str, Any]
     rope: Mapping[str, Any] = field(default_factory=dict)
-    """In the new spelling."""
+    """Rope options in the new spelling."""
     is_old_spelling: bool = False
     """Whether config.json is rewritten with `rope_theta` and `rope_scaling`."""
     is_fused: bool = False
-    """Whether experts are saved as transformers keeps them in memory, not as they are published."""
+    """Whether experts are saved in transformers' form in memory, not in the published form."""
 
 
 SHARED = {
@@ -65,12 +65,12 @@ def _experts(count: int, chosen: int, key: str = "num_local_experts") -> dict[st
 
 
 def _small_experts(count: int, chosen: int) -> dict[str, Any]:
-    """Experts of a width of their own, beside layers that are dense."""
+    """Return options for experts with their own width, next to dense layers."""
     return _experts(count, chosen, "num_experts") | {"moe_intermediate_size": 24}
 
 
 def _latent(heads: int, rank: int, plain: int, rotated: int, value: int) -> dict[str, Any]:
-    """Sizes of latent attention."""
+    """Return the sizes of latent attention."""
     return _heads(heads, heads) | {
         "kv_lora_rank": rank,
         "qk_nope_head_dim": plain,
@@ -82,7 +82,7 @@ def _latent(heads: int, rank: int, plain: int, rotated: int, value: int) -> dict
 def _routed(
     count: int, chosen: int, groups: tuple[int, int] | None = None, shared: int = 1, dense: int = 1
 ) -> dict[str, Any]:
-    """Experts of DeepSeek, in groups of which the best few are open to a token."""
+    """Return DeepSeek's experts in groups; a token chooses from the best groups."""
     return {
         "n_routed_experts": count,
         "num_experts_per_tok": chosen,
@@ -96,18 +96,18 @@ def _routed(
 
 
 def _chunks(size: int, **growth: Any) -> dict[str, Any]:
-    """Chunks, and how queries of the layers that see all grow."""
+    """Return options for attention chunks, and for the query scale of layers without chunks."""
     return {"attention_chunk_size": size, **growth}
 
 
 def by_kind(full: dict[str, Any], sliding: dict[str, Any]) -> dict[str, Any]:
-    """Rope options of layers that see all, and of layers with a window."""
+    """Return rope options of layers without and with a window."""
     default = {"rope_type": "default"}
     return {"full_attention": default | full, "sliding_attention": default | sliding}
 
 
 def long_rope(num_factors: int, original: int) -> dict[str, Any]:
-    """Factors for sequences up to the original length, and much larger ones beyond it."""
+    """Return factors up to the original length, and much larger factors beyond it."""
     return {
         "rope_type": "longrope",
         "short_factor": [1.0 + 0.3 * i for i in range(num_factors)],
@@ -664,11 +664,11 @@ CASES = (
 )
 
 TRUE_LENGTHS = (23, 13, 1)
-"""Prompts of every case: longer than each window, shorter, and a single token."""
+"""Prompt lengths of every case: longer than each window, shorter, and a single token."""
 
 
 def prompts(case: Case) -> list[list[int]]:
-    """The same random prompts for every run of a case."""
+    """Return random prompts, the same in every run of a case."""
     rng = np.random.default_rng(len(case.name))
     vocab_size = SHARED["vocab_size"]
     return [rng.integers(0, vocab_size, length).tolist() for length in TRUE_LENGTHS]

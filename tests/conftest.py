@@ -1,7 +1,7 @@
 """Environment of every test: eight simulated CPU devices, strict shapes, no network, own caches.
 
-The environment is set when this file is read, which is before any test module can import jax: a
-backend reads it once. Mistakes that broadcasting would hide raise instead.
+This file sets the environment when it is read, before any test module can import jax, because a
+backend reads the environment once. Mistakes that broadcasting would hide raise errors.
 """
 
 import atexit
@@ -66,8 +66,8 @@ NOT_OPTIMIZED = (
     "sharding/test_sharded_sampling.py",
 )
 """Tests that compare results within a tolerance, or test how results are used: LLVM optimizes their
-programs with `--slow` alone. Tests of bits, bytes and operations run optimized programs; those in
-these files say so by the fixture `optimized`, or in the fixture that compiles for several tests."""
+programs only with `--slow`. Tests of bits, bytes and operations run optimized programs; in these
+files they use the fixture `optimized`, or a fixture that compiles for several tests."""
 
 FAST = (
     "compile/planning/",
@@ -157,7 +157,7 @@ def optimized(optimizes: bool) -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _leave_nothing_behind(request: pytest.FixtureRequest, optimizes: bool) -> Iterator[None]:
-    """Drop the caches of a module, and its settings of jax, before the next one runs."""
+    """Drop the caches of a module, and its settings of jax, before the next module runs."""
     if _path(request).startswith(NOT_OPTIMIZED) and not optimizes:
         from unoptimized import set_optimized
 

@@ -1,6 +1,6 @@
 """Option `--costs`: processor seconds of every test file, and memory maps of every process.
 
-A process may map 65,530 pieces of memory (Linux), and a compiled program takes some dozens.
+A process may map 65,530 pieces of memory (Linux), and a compiled program takes a few dozen.
 """
 
 import os
@@ -14,12 +14,12 @@ _MAPS = Path("/proc/self/maps")
 
 
 def num_maps() -> int:
-    """The number of memory maps of this process; 0 if the system does not tell."""
+    """Return the number of memory maps of this process; 0 if it is unknown."""
     return _MAPS.read_bytes().count(b"\n") if _MAPS.exists() else 0
 
 
 class Costs:
-    """Adds up what tests cost, in one process or from all workers."""
+    """Sums the costs of tests, in one process or from all workers."""
 
     def __init__(self):
         self.seconds, self.maps = Counter[str](), {}

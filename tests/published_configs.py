@@ -1,8 +1,8 @@
 """Published configurations of real models, and the expected result for each.
 
-`published_configs.jsonl` holds one to a line: `config` with its own keys and values (models that no
-family knows may lack some), `source` for where it was found, `refused` for the beginning of the
-error that it deserves, as a pattern, and `unread` for the keys that are noted.
+Each line of `published_configs.jsonl` is one configuration: `config` has its keys and values (some
+may be absent for models of unknown families), `source` says where it is from, `refused` is a
+pattern for the beginning of the expected error, and `unread` lists the keys that are noted.
 """
 
 import json
@@ -28,7 +28,7 @@ class PublishedConfig:
 
 
 def published_configs() -> list[PublishedConfig]:
-    """All of them, by model type."""
+    """Return all configurations, in the order of model types."""
     path = Path(__file__).with_suffix(".jsonl")
     lines = path.read_text(encoding="utf-8").splitlines()
     entries = [json.loads(line) for line in lines]

@@ -13,7 +13,7 @@ ROW = re.compile(r"\| (\d+) \| ([^|]+\.) \| ([^|]+) \|")
 
 
 def _rows(text: str) -> list[tuple[int, list[str]]]:
-    """The number of each fault and its tests; ValueError for a line of a table that is no row."""
+    """Return the number and tests of each fault; raise ValueError for a malformed table line."""
     lines = [line for line in text.splitlines() if re.match(r"\| *\d", line)]
     found = [ROW.fullmatch(line) for line in lines]
     if None in found:
@@ -25,7 +25,7 @@ def _rows(text: str) -> list[tuple[int, list[str]]]:
 
 @cache
 def _tests_of(path: str) -> frozenset[str]:
-    """The test functions that the file defines."""
+    """Return the test functions that the file defines."""
     file = ROOT / path
     tree = ast.parse(file.read_text("utf-8")) if file.is_file() else ast.Module([], [])
     names = (node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
@@ -33,7 +33,7 @@ def _tests_of(path: str) -> frozenset[str]:
 
 
 def _missing(tests: list[str]) -> list[str]:
-    """The names that are not `path::name` of an existing test."""
+    """Return the names that are not the `path::name` of an existing test."""
     return [test for test in tests if test.partition("::")[2] not in _tests_of(test.split("::")[0])]
 
 

@@ -1,7 +1,7 @@
-"""The floors of the house, read from the syntax trees: who may import whom, and who may do I/O.
+"""Rules for the library's folders, checked on syntax trees: allowed imports, and allowed I/O.
 
-`modelzoo <- sharding <- compile <- runtime`: a floor imports itself and the floors to its left.
-Inside the library imports are relative; only `compile` lowers; only `runtime` touches the world.
+`modelzoo <- sharding <- compile <- runtime`: a folder imports itself and the folders to its left.
+Inside the library imports are relative; only `compile` lowers; only `runtime` does I/O.
 """
 
 import ast
@@ -26,7 +26,7 @@ EXCEPTIONS = {
 
 
 def violations(source: str, path: Path) -> list[str]:
-    """What the file at `path` (relative to the repository) does that its floor may not."""
+    """Return the violations of its floor's rules in the file at `path` (relative to the root)."""
     floor = path.parts[0]
     found = [
         (node.lineno, problem)

@@ -1,4 +1,4 @@
-"""A test file leaves nothing behind for the next one, nor for the user."""
+"""Test files leave no state behind, neither for other test files nor for the user."""
 
 import subprocess
 import sys

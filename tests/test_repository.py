@@ -1,4 +1,4 @@
-"""What no file of the repository may hold."""
+"""Rules for the files of the repository: content that no file may hold."""
 
 import argparse
 import ast
@@ -126,7 +126,7 @@ def test_the_readmes_table_of_models_is_what_families_and_cases_say():
 
 
 def _missing_paths(text: str) -> list[str]:
-    """Files and folders between backticks that begin as one of the repository and are not in it."""
+    """Return paths between backticks that begin with a repository folder and do not exist."""
     words = [word for code in re.findall(r"`([^`\n]+)`", text) for word in code.split()]
     folders = {path.name for path in ROOT.iterdir() if path.is_dir()} - {"build"}
     paths = [word for word in words if re.fullmatch(r"\w+/[\w./-]*(\.\w+|/)", word)]

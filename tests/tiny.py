@@ -1,4 +1,4 @@
-"""A small random decoder and everything to run it, for tests of the floors above the model."""
+"""A small random decoder and helpers to run it, for tests of `sharding`, `compile`, `runtime`."""
 
 from dataclasses import replace
 from functools import partial
@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from noria.compile import signatures
+from noria.compile.abstract_model import AbstractModel
 from noria.compile.build import build
-from noria.compile.definition import Definition
 from noria.compile.expert_plan import LOSSLESS_EXPERTS, ExpertPlan
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.targets import find_target
@@ -17,7 +17,7 @@ from noria.modelzoo.config import DecoderConfig
 from noria.runtime.devices.host_arrays import HostArrays
 from noria.runtime.engine.engine import Engine
 from noria.runtime.engine.expert_use import ExpertSetup
-from noria.runtime.engine.generation import Generator
+from noria.runtime.engine.generation import GenerationSession
 
 CONFIG = DecoderConfig(
     vocab_size=151,
@@ -38,7 +38,7 @@ GRID = BucketGrid(
     score=True,
 )
 RAGGED_GRID = replace(GRID, span_slots=(4, 3, 1))
-"""Most slots end before the longest rows do."""
+"""A grid whose slots mostly end before the longest rows."""
 CHUNK_GRID = BucketGrid(
     max_length=64,
     prefill=((16, 2, 8), (32, 1, 8), (48, 2, 8)),
@@ -48,7 +48,7 @@ CHUNK_GRID = BucketGrid(
     score=True,
     chunks_per_decode=3,
 )
-"""A chunk is longer than the window."""
+"""A grid with chunks longer than the window."""
 TAIL_GRID = BucketGrid(
     max_length=64,
     prefill=((16, 3, 4), (16, 1, 16), (48, 2, 4), (48, 2, 16)),
@@ -58,13 +58,13 @@ TAIL_GRID = BucketGrid(
     score=True,
     chunks_per_decode=3,
 )
-"""Chunks longer than the window, then shorter ones."""
+"""A grid with chunks longer and shorter than the window."""
 RAGGED_CHUNK_GRID = replace(TAIL_GRID, span_slots=(4, 2, 1))
 EOS_ID = 2
 
 
-def random_parameters(definition: Definition, seed: int = 0) -> dict[str, jax.Array]:
-    """Weights large enough that logits are far apart and mistakes show."""
+def random_parameters(definition: AbstractModel, seed: int = 0) -> dict[str, jax.Array]:
+    """Return weights so large that logits are far apart and mistakes show."""
     rng = np.random.default_rng(seed)
     return {
         name: jnp.asarray(rng.normal(scale=0.4, size=shape.shape).astype(np.float32))
@@ -83,14 +83,14 @@ class TinyModel:
     ):
         self.config, self.grid = config, grid
         self.placement = find_target("cpu").placement()
-        self.definition = Definition(config)
+        self.definition = AbstractModel(config)
         self.parameters = random_parameters(self.definition)
         self.experts = config.moe and ExpertSetup(config.moe, experts)
         self.graphs = build(self.definition, grid, self.placement, jnp.float32, experts=experts)
         self._empty = partial(signatures.decode_state, self.definition, grid, jnp.float32)
         self._forward = jax.jit(self._logits)
 
-    def generator(self, parameters=None, **options) -> Generator:
+    def generator(self, parameters=None, **options) -> GenerationSession:
         engine = Engine(
             self.graphs,
             parameters or self.parameters,
@@ -100,18 +100,18 @@ class TinyModel:
         )
         options = {"experts": self.experts, **options}
         config = self.config
-        return Generator(
+        return GenerationSession(
             engine, self.grid, config.vocab_size, config.max_position, (EOS_ID,), **options
         )
 
     def next_logits(self, tokens: list[int]) -> np.ndarray:
-        """Logits after these tokens, from a plain forward pass over all of them."""
+        """Return the logits after these tokens, from a plain forward pass over all of them."""
         padded = np.zeros((1, self.grid.max_length), np.int32)
         padded[0, : len(tokens)] = tokens
         return np.asarray(self._forward(self.parameters, padded, np.array([len(tokens)])))[0]
 
     def greedy(self, prompt: list[int], num_tokens: int) -> list[int]:
-        """The reference: one whole forward pass a token."""
+        """Compute the reference: one whole forward pass for each token."""
         tokens = list(prompt)
         for _ in range(num_tokens):
             tokens.append(int(self.next_logits(tokens).argmax()))
@@ -126,7 +126,7 @@ class TinyModel:
 
 
 def prompts(count: int, seed: int = 1, longest: int = 40) -> list[list[int]]:
-    """Random prompts of random lengths."""
+    """Return random prompts of random lengths."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, longest + 1, count)
     return [rng.integers(3, CONFIG.vocab_size, n).tolist() for n in lengths]

@@ -1,7 +1,7 @@
 """The only place with numeric tolerances. Loosening one needs a reason in the commit.
 
-What must be equal (token ids, masks, rows under another order of the batch) is compared with `==`
-and has no entry here. All values are absolute unless the name says otherwise.
+Values that must be equal (token ids, masks, rows in another order of the batch) are compared with
+`==` and have no tolerance. All tolerances are absolute unless the name says otherwise.
 """
 
 # One operation, or a few in a row, in float32: a handful of roundings on values of order one.

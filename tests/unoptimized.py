@@ -1,7 +1,7 @@
-"""Programs for simulated CPU devices without LLVM's optimizations, which compile in half the time.
+"""Compile for simulated CPU devices without LLVM's optimizations, in half the time.
 
-Off the CPU nothing changes. XLA_FLAGS would reach the compiler for TPU too, which does not know
-the option about fusions and refuses to start.
+Other targets are compiled as usual. XLA_FLAGS would also reach the compiler for TPU, which does not
+know the option about fusions and refuses to start.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ def set_optimized(is_optimized: bool) -> None:
 
 
 def _unoptimized_options(*args: Any, backend: Any, **options: Any) -> Any:
-    """Also without emitters of fusions, whose code takes LLVM longest, where XLA can do without."""
+    """Also disable the emitters of fusions if XLA allows it: LLVM takes longest for their code."""
     if backend.platform == "cpu" and jax.__version_info__ < (0, 12):
         overrides = options.get("env_options_overrides") or {}
         options["env_options_overrides"] = overrides | {"xla_cpu_use_fusion_emitters": False}

@@ -1,23 +1,23 @@
 """The grid of static shapes that a plan fixes, and the fit of a request into it.
 
-Knows nothing of models, devices or files. Guarantees: `fit` either names one prefill bucket, chosen
-by the request alone, or raises `NoBucketFits`; nothing is ever truncated.
+With `span_slots`, the first slots hold rows up to the last span, and the others hold shorter rows.
+Where few rows are long, the cache then needs less memory. A row goes into a slot that holds its
+maximum length, so such a grid serves the same requests.
 
-With `span_slots`, the first slots reach the last span and others end before it: where few rows are
-long, the cache need not have room for many. A row goes into a slot that holds all that it may
-become, so such a grid serves the same requests.
+With chunks, a prompt is prefilled in pieces, and the lengths of `prefill` are spans. Each piece
+runs in the graph of its chunk size and of the shortest span that holds its end. The prompt is first
+cut into whole pieces of the largest chunk, the rest into whole pieces of the next smaller chunk,
+and so on. Only a piece of the smallest chunk is padded. With chunks of 16 and 256, a prompt of 530
+tokens is prefilled in pieces of 256, 256, 16 and 2.
 
-In chunks a prompt is prefilled piece by piece, and the lengths of `prefill` are spans:
-each piece passes through the graph of its size and of the shortest span that holds its end. Whole
-pieces of the largest chunk come first, then those of the next one that what is left fills, and so
-on; the smallest one alone is padded. In chunks of 16 and 256 a prompt of 530 tokens is prefilled
-in pieces of 256, 256, 16 and 2.
+Knows nothing of models, devices or files. Guarantees: `fit` either returns one prefill bucket,
+which depends on the request alone, or raises `NoBucketFits`; nothing is ever truncated.
 """
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby, pairwise, product
 from typing import Any, NamedTuple
 
@@ -36,30 +36,30 @@ class NoBucketFits(ValueError):
 
 
 class NoDecodeSlots(NoBucketFits):
-    """A request for output tokens, of a plan that only scores prompts."""
+    """A request for output tokens, although the plan only scores prompts."""
 
 
 class PrefillBucket(NamedTuple):
-    """One prefill graph's shape: tokens per row, and rows."""
+    """The shape of a prefill graph: tokens per row, and rows."""
 
     length: int
-    """Of prompts in chunks, the span: what a row sees of its slot, with its own tokens."""
+    """Prompt length; with chunks, the span: the positions that a row can see, its own included."""
     batch: int
     chunk: int | None = None
-    """Most tokens of a piece of a prompt; None runs prompts whole."""
+    """Maximum number of tokens of a piece of a prompt; None for whole prompts."""
 
     @property
     def tokens(self) -> int:
-        """Of a row."""
+        """Tokens of each row."""
         return self.chunk or self.length
 
     @property
     def is_whole(self) -> bool:
-        """Whether its pieces are all that their rows see: they begin at position 0."""
+        """Whether a piece is all that its row sees, so that it begins at position 0."""
         return self.tokens == self.length
 
     def call(self, *, is_scored: bool = False) -> Call:
-        """A call of the graph; of chunks, one whose pieces end their span."""
+        """The shape of a call of the graph; with chunks, of a call whose pieces end at the span."""
         phase = "prefill" if self.is_whole else "chunk"
         return Call(phase, self.batch, self.tokens, self.length, is_scored)
 
@@ -70,36 +70,37 @@ class PrefillBucket(NamedTuple):
 
 @dataclass(frozen=True)
 class BucketGrid:
-    """All shapes of a plan: one batch size a prefill graph, one slot count, nested spans."""
+    """All shapes of a plan: one batch size per prefill length, one slot count, nested spans."""
 
     max_length: int
-    """Prompt and output together, per row."""
+    """Maximum total length of a row, prompt and output together."""
     prefill: tuple[PrefillBucket, ...]
-    """By growing length, then chunk; plain `(length, batch)` and `(span, batch, chunk)` are
-    accepted."""
+    """Prefill buckets by growing length, then by growing chunk. Plain tuples `(length, batch)` and
+    `(span, batch, chunk)` are accepted."""
     decode_slots: int
-    """With 0 the grid only scores whole prompts: nothing is kept of them, and nothing decodes."""
+    """Number of slots. With 0 the grid only scores whole prompts: it keeps no cache and cannot
+    decode."""
     decode_spans: tuple[int, ...]
-    """The cache is cut at these: a decode graph reads all below one of them. They grow to
-    `max_length`."""
+    """Ends of the cache's segments, growing up to `max_length`. A decode graph reads all segments
+    below its span."""
     steps_per_call: int = 8
     score: bool = False
-    """Whether prefill graphs that also score every prompt token are built beside the plain ones."""
+    """Whether there are prefill graphs that score every prompt token, beside the plain ones."""
     chunks_per_decode: int | None = None
-    """With chunks, the most prefill calls between two decode calls while a row decodes."""
+    """The maximum number of prefill calls between two decode calls, in a grid with chunks."""
     span_slots: tuple[int, ...] | None = None
-    """How many slots reach each of `decode_spans`: falling from `decode_slots`; None: all do."""
+    """Number of slots that hold rows up to each of `decode_spans`, falling from `decode_slots`;
+    None if all slots hold `max_length`."""
     slot_groups: int | None = None
-    """With `span_slots`, the equal groups of slots that lie on devices of their own; each has its
-    share of those that reach a span, the first of the group."""
+    """The number of equal groups of slots on different devices, in a grid with `span_slots`. Each
+    group has its share of the slots of every length, longest first."""
     decode_graphs: tuple[int, ...] | None = None
-    """The `decode_spans` that have a graph, the last among them; None: all have."""
+    """The `decode_spans` that have a graph, the last span included; None if all have one."""
 
     def __post_init__(self):
-        buckets = tuple(map(_bucket, check_list("buckets.prefill", self.prefill)))
-        object.__setattr__(self, "prefill", buckets)
-        spans = tuple(check_list("buckets.decode_spans", self.decode_spans))
-        object.__setattr__(self, "decode_spans", spans)
+        """Normalise the fields and check them; ValueError names the wrong key."""
+        self._normalise()
+        buckets = self.prefill
         lengths = _distinct_lengths(buckets)
         check_growing("buckets.prefill lengths", lengths)
         only_scores = type(self.decode_slots) is int and self.decode_slots == 0
@@ -111,8 +112,8 @@ class BucketGrid:
             *((f"buckets.prefill batch of length {b.length}", b.batch, b.length) for b in buckets),
         ):
             check_count(name, size)
-            if size > (most := min(MAX_SIZE, MAX_POSITIONS // length)):
-                raise ValueError(f"{name}: expected at most {most}, got {size}.")
+            if size > (max_size := min(MAX_SIZE, MAX_POSITIONS // length)):
+                raise ValueError(f"{name}: expected at most {max_size}, got {size}.")
         if not isinstance(self.score, bool):
             raise ValueError(f"buckets.score: expected true or false, got {self.score!r}.")
         if only_scores:
@@ -135,40 +136,53 @@ class BucketGrid:
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> "BucketGrid":
-        """The table of a plan, where chunks stand apart: `chunk = [16, 256]`, or a single number.
+        """Read the table of a plan, which has chunks in a key of their own.
 
-        Entries of `prefill` then have a batch for each of them, `[span, batch, batch]`.
+        `chunk` is a number or a list such as `[16, 256]`. An entry of `prefill` then has one batch
+        for each chunk: `[span, batch, batch]`.
+
+        Raises:
+          ValueError: A value is wrong; the error names its key.
         """
         fields = dict(table)
         chunk = fields.pop("chunk", None)
         chunks = () if chunk is None else chunk_sizes(chunk)
         entries = check_list("buckets.prefill", fields.pop("prefill"))
         return cls(
-            prefill=tuple(b for entry in entries for b in _of_entry(entry, chunks)), **fields
+            prefill=tuple(b for entry in entries for b in _entry_buckets(entry, chunks)), **fields
         )
 
     def to_table(self) -> dict[str, Any]:
-        """What `from_table` reads; None is as a key left out."""
+        """The table that `from_table` reads; a value of None means that the key is left out."""
         by_length = groupby(self.prefill, key=lambda bucket: bucket.length)
-        entries = [[length, *(bucket.batch for bucket in of)] for length, of in by_length]
+        entries = [[length, *(bucket.batch for bucket in group)] for length, group in by_length]
         return asdict(self) | {"prefill": entries, "chunk": self.chunks or None}
 
     @cached_property
     def chunks(self) -> tuple[int, ...]:
-        """Tokens of pieces of prompts, growing, each a multiple of the one before.
+        """Chunk sizes in tokens, growing, each a multiple of the one before it.
 
-        Empty where prompts run whole.
+        The tuple is empty if prompts run whole.
         """
-        of_first = (b.chunk for b in self.prefill if b.length == self.prefill[0].length)
-        return tuple(chunk for chunk in of_first if chunk is not None)
+        first_chunks = (b.chunk for b in self.prefill if b.length == self.prefill[0].length)
+        return tuple(chunk for chunk in first_chunks if chunk is not None)
 
     @cached_property
     def prefill_kinds(self) -> tuple[bool, ...]:
-        """The kinds of graph that each prefill bucket has: for each, whether it scores."""
+        """The kinds of graph of each prefill bucket: for each kind, whether it scores."""
         return (False,) * bool(self.decode_slots) + (True,) * self.score
 
     def fit(self, prompt_length: int, max_tokens: int | None) -> PrefillBucket:
-        """The bucket in which a prompt begins; `NoBucketFits` when it or its output is too long."""
+        """Choose the bucket in which a prompt begins.
+
+        Args:
+          prompt_length: Tokens of the prompt.
+          max_tokens: Maximum tokens of the output; None for all that `max_length` allows.
+
+        Raises:
+          NoBucketFits: The prompt or its output is too long; the error says by how much.
+          NoDecodeSlots: The request wants output, and the plan has no slots.
+        """
         if not self.decode_slots and max_tokens != 0:
             raise NoDecodeSlots(
                 "the plan has no decode slots (buckets.decode_slots = 0), so it only scores "
@@ -189,7 +203,7 @@ class BucketGrid:
         )
 
     def bucket_of(self, prompt_length: int, start: int = 0) -> PrefillBucket:
-        """The bucket of a prompt, or of the piece of it that begins at `start`."""
+        """The bucket of a prompt, or of its piece that begins at `start`."""
         left = prompt_length - start
         filled = [size for size in self.chunks if size <= left]
         chunk = (filled or self.chunks)[-1 if filled else 0] if self.chunks else None
@@ -206,12 +220,12 @@ class BucketGrid:
         return buckets
 
     def computed_length(self, prompt_length: int) -> int:
-        """Positions that a prompt takes in the cache during prefill, padding included."""
+        """Positions that prefill of a prompt computes, padding included."""
         chunk = self.chunks[0] if self.chunks else 1
         return -(-prompt_length // chunk) * chunk
 
-    def limit(self, prompt_length: int, max_tokens: int | None) -> int:
-        """Length at which a row ends: its prompt and `max_tokens`, by default all that is left."""
+    def max_total_length(self, prompt_length: int, max_tokens: int | None) -> int:
+        """Length at which a row ends: its prompt and `max_tokens`, by default `max_length`."""
         return self.max_length if max_tokens is None else prompt_length + max_tokens
 
     @property
@@ -225,10 +239,10 @@ class BucketGrid:
         return spans[bisect_left(spans, length)]
 
     def num_segments(self, length: int) -> int:
-        """Segments of the cache, from the first on, that hold `length` positions."""
+        """Number of cache segments, from the first one on, that hold `length` positions."""
         return bisect_left(self.decode_spans, length) + 1
 
-    def reach(self, slot: int) -> int:
+    def slot_capacity(self, slot: int) -> int:
         """The longest row that a slot holds."""
         if self.span_slots is None:
             return self.max_length
@@ -237,18 +251,18 @@ class BucketGrid:
         reached = zip(self.span_slots, self.decode_spans, strict=True)
         return max(span for slots, span in reached if number < slots)
 
-    def reach_of(self, length: int) -> int:
-        """How far the shortest slots reach that hold so many positions."""
-        return self._reaches[bisect_left(self._reaches, length)]
+    def capacity_for(self, length: int) -> int:
+        """The capacity of the shortest slots that hold `length` positions."""
+        return self._capacities[bisect_left(self._capacities, length)]
 
     @cached_property
-    def _reaches(self) -> list[int]:
+    def _capacities(self) -> list[int]:
         return [end for _, end in self.segments(self.max_length)]
 
     def segments(self, span: int) -> tuple[tuple[int, int], ...]:
-        """Slots and end of each piece of the cache below a span, from the first on.
+        """Slots and end of each piece of the cache up to a span.
 
-        Pieces of equally many slots are one.
+        Neighbouring segments with the same number of slots form one piece.
         """
         slots = self.span_slots or (self.decode_slots,) * len(self.decode_spans)
         ends = {
@@ -257,9 +271,22 @@ class BucketGrid:
         return tuple(ends.items())
 
     def decode_call(self, span: int) -> Call:
-        """One step of a decode call."""
+        """The shape of one step of a decode call."""
         segments = self.segments(span)
         return Call("decode", self.decode_slots, 1, span, segments=segments[1:] and segments)
+
+    def _normalise(self) -> None:
+        """Turn lists into tuples, and set the defaults that depend on other fields."""
+        assign = partial(object.__setattr__, self)
+        assign("prefill", tuple(map(_bucket, check_list("buckets.prefill", self.prefill))))
+        assign("decode_spans", tuple(check_list("buckets.decode_spans", self.decode_spans)))
+        for name in ("span_slots", "decode_graphs"):
+            if isinstance(values := getattr(self, name), list):
+                assign(name, tuple(values))
+        if self.span_slots is not None and self.slot_groups is None:
+            assign("slot_groups", 1)
+        if self.chunks and self.chunks_per_decode is None:
+            assign("chunks_per_decode", CHUNKS_PER_DECODE)
 
     def _check_only_scores(self) -> None:
         for name, got, expected, shown in (
@@ -283,11 +310,8 @@ class BucketGrid:
                     f"{self.slot_groups!r}. Give the slots of each span, or leave it out."
                 )
             return
-        if self.slot_groups is None:
-            object.__setattr__(self, "slot_groups", 1)
         check_count("buckets.slot_groups", groups := self.slot_groups)
-        slots = tuple(check_list("buckets.span_slots", self.span_slots))
-        object.__setattr__(self, "span_slots", slots)
+        slots = check_list("buckets.span_slots", self.span_slots)
         is_falling = all(map(is_count, slots)) and all(a >= b for a, b in pairwise(slots))
         if not is_falling or len(slots) != len(self.decode_spans) or slots[0] != self.decode_slots:
             raise ValueError(
@@ -304,8 +328,7 @@ class BucketGrid:
     def _check_decode_graphs(self) -> None:
         if self.decode_graphs is None:
             return
-        graphs = tuple(check_list("buckets.decode_graphs", self.decode_graphs))
-        object.__setattr__(self, "decode_graphs", graphs)
+        graphs = check_list("buckets.decode_graphs", self.decode_graphs)
         check_growing("buckets.decode_graphs", graphs)
         if graphs[-1] != self.max_length or not set(graphs) <= set(self.decode_spans):
             raise ValueError(
@@ -327,8 +350,6 @@ class BucketGrid:
                     f"{self.chunks_per_decode!r}. Give a chunk, or leave it out."
                 )
             return
-        if self.chunks_per_decode is None:
-            object.__setattr__(self, "chunks_per_decode", CHUNKS_PER_DECODE)
         check_count("buckets.chunks_per_decode", self.chunks_per_decode)
         longest = chunk_sizes(self.chunks)[-1]
         first = self.decode_spans[: len(spans)]
@@ -361,8 +382,8 @@ def _bucket(entry: object) -> PrefillBucket:
     return PrefillBucket(*entry)
 
 
-def _of_entry(entry: object, chunks: Sequence[int]) -> list[PrefillBucket]:
-    """The buckets of an entry of a plan's table."""
+def _entry_buckets(entry: object, chunks: Sequence[int]) -> list[PrefillBucket]:
+    """The buckets of one entry of a plan's table."""
     if not isinstance(entry, tuple | list) or len(entry) != 1 + max(1, len(chunks)):
         wanted = "pairs of length and batch"
         if chunks:

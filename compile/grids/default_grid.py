@@ -1,6 +1,6 @@
-"""A grid derived from the lengths of a job, for when no plan is given.
+"""Derives a grid from the lengths of a job, if no plan is given.
 
-Knows nothing of models or devices. The prefill lengths are those of `prefill_ladder`.
+The prefill lengths come from `prefill_ladder`. Knows nothing of models or devices.
 """
 
 import math
@@ -26,8 +26,8 @@ SPAN_STEP = 64
 
 
 @dataclass(frozen=True)
-class RowNeed:
-    """One admissible row of a job, as the scan saw it."""
+class RowShape:
+    """Lengths of one admissible row of a job, as the scan found them."""
 
     prompt_length: int
     max_tokens: int | None
@@ -35,43 +35,43 @@ class RowNeed:
     is_scored: bool = False
 
     def num_slots(self, *, has_chunks: bool) -> int:
-        """Slots that it takes: a prompt in chunks takes one even if nothing follows it."""
+        """Number of slots of the row; with chunks, a prompt needs one even without output."""
         return int(has_chunks) if self.max_tokens == 0 else self.num_sequences
 
     @property
     def is_only_scored(self) -> bool:
-        """Whether it needs no slot where prompts run whole."""
+        """Whether the row needs no slot if prompts run whole."""
         return self.is_scored and self.max_tokens == 0
 
     @property
-    def least_length(self) -> int:
-        """Positions without which the row cannot run."""
+    def min_length(self) -> int:
+        """Minimum number of positions with which the row can run."""
         return self.prompt_length + (1 if self.max_tokens is None else self.max_tokens)
 
 
 def derive_grid(
-    rows: Sequence[RowNeed],
+    rows: Sequence[RowShape],
     max_position: int,
     defaults: GridDefaults | None = None,
     fits: Callable[[int, int], bool] | None = None,
     prices: "GraphPrices | None" = None,
 ) -> BucketGrid:
-    """The default grid of a job: prefill lengths of least cost, and slots and spans for its rows.
+    """Derive the default grid of a job: cheapest prefill lengths, and slots and spans for its rows.
 
-    Which of the spans have graphs is for a schedule to say. The grid has no slots if all rows are
-    only scored, in whole prompts.
+    Every span has a graph; a schedule decides later which graphs are left out. The grid has no
+    slots if all rows are only scored, in whole prompts.
 
     Args:
-        rows: The rows that can run.
-        max_position: The model's context.
-        defaults: The sizes to aim for.
-        fits: Tells whether a cache with this many slots and positions may be kept. Rows without
-            `max_tokens` may go on as far as it fits, and at least to their expected length.
-        prices: What calls and graphs cost; without them padding counts alone.
+      rows: The rows that can run.
+      max_position: The model's context.
+      defaults: The sizes to aim for.
+      fits: Whether a cache with this many slots and positions fits. Rows without `max_tokens` may
+        continue as far as it fits, and at least to their expected length.
+      prices: Costs of calls and graphs; without them only padding counts.
     """
     defaults = defaults or GridDefaults()
-    # rows that no grid for this model can hold will be refused, and must not stretch it
-    rows = [row for row in rows if row.least_length <= max_position] or [RowNeed(1, 1)]
+    # rows that no grid of this model can hold will be refused, so they must not lengthen the grid
+    rows = [row for row in rows if row.min_length <= max_position] or [RowShape(1, 1)]
     num_slots = sum(row.num_slots(has_chunks=bool(defaults.chunks)) for row in rows)
     slots = max(1, min(defaults.max_decode_slots, num_slots))
     expected = _expected_length(rows, max_position, defaults)
@@ -88,7 +88,9 @@ def derive_grid(
         most_rows = min(slots, len(rows))
         return _chunk_grid(expected, max_length, max(lengths), slots, most_rows, score, defaults)
     has_slots = defaults.keeps_slots or not all(row.is_only_scored for row in rows)
-    cheapest = cheapest_prefill if prices is None else partial(prices.prefill, has_slots + score)
+    cheapest = (
+        cheapest_prefill if prices is None else partial(prices.cheapest_prefill, has_slots + score)
+    )
     return BucketGrid(
         max_length=max_length,
         prefill=with_small_calls(
@@ -101,12 +103,11 @@ def derive_grid(
     )
 
 
-def _expected_length(rows: Sequence[RowNeed], max_position: int, defaults: GridDefaults) -> int:
-    """The length of the longest row, if rows without `max_tokens` emit the expected output."""
+def _expected_length(rows: Sequence[RowShape], max_position: int, defaults: GridDefaults) -> int:
+    """Length of the longest row, if rows without `max_tokens` emit the expected output."""
     unlimited = defaults.unspecified_output
     wanted = max(
-        row.prompt_length + unlimited if row.max_tokens is None else row.least_length
-        for row in rows
+        row.prompt_length + unlimited if row.max_tokens is None else row.min_length for row in rows
     )
     return defaults.longest_span(min(round_up(wanted, defaults.length_step), max_position))
 
@@ -114,15 +115,15 @@ def _expected_length(rows: Sequence[RowNeed], max_position: int, defaults: GridD
 def _longest_that_fits(
     room: Callable[[int], bool], max_position: int, defaults: GridDefaults
 ) -> int:
-    """The model's context if its cache fits, else the most whole span steps that fit."""
+    """The model's context if its cache fits, else the largest span step that fits."""
     if room(longest := defaults.longest_span(max_position)):
         return longest
     step = math.lcm(SPAN_STEP, defaults.span_multiple)
     return step * bisect_left(range(1, longest // step + 1), True, key=lambda n: not room(n * step))
 
 
-def slot_use(rows: Sequence[RowNeed], *, has_chunks: bool) -> SlotUse:
-    """What rows need of slots, if each takes all that it may."""
+def slot_use(rows: Sequence[RowShape], *, has_chunks: bool) -> SlotUse:
+    """Slots that the rows need, if each row emits its maximum output."""
     counts = [row.num_slots(has_chunks=has_chunks) for row in rows]
     return SlotUse(
         np.array([row.prompt_length for row in rows], int),
@@ -131,23 +132,23 @@ def slot_use(rows: Sequence[RowNeed], *, has_chunks: bool) -> SlotUse:
     )
 
 
-def with_chunk(defaults: GridDefaults, chunk: Any) -> GridDefaults:
-    """Defaults for prompts in chunks, where `chunk` is what a user gave: a number, or several."""
+def with_chunks(defaults: GridDefaults, chunk: Any) -> GridDefaults:
+    """Defaults for prompts in chunks; `chunk` is a user's value: one number or several."""
     return replace(defaults, chunks=chunk_sizes(chunk))
 
 
-def with_asked(defaults: GridDefaults, asked: Any) -> GridDefaults:
-    """The defaults, changed by what the user asked of `chunk`, `max_length` and slots.
+def with_overrides(defaults: GridDefaults, asked: Any) -> GridDefaults:
+    """The defaults, changed by a user's values of `chunk`, `max_length` and slots.
 
     Raises:
-        ValueError: `asked` is not a table, or the value of one of these keys is invalid.
+      ValueError: `asked` is not a table, or the value of one of these keys is invalid.
     """
     if not isinstance(asked, Mapping):
         raise ValueError(
             f"buckets: expected a table, got {asked!r}. Set one key, as in buckets.max_length=1024."
         )
     if "chunk" in asked:
-        defaults = with_chunk(defaults, asked["chunk"])
+        defaults = with_chunks(defaults, asked["chunk"])
     asks_for_slots = {"decode_slots", "decode_spans", "span_slots"} & set(asked)
     if asks_for_slots and asked.get("decode_slots") != 0:
         defaults = replace(defaults, keeps_slots=True)
@@ -166,7 +167,7 @@ def _chunk_grid(
     score: bool,
     defaults: GridDefaults,
 ) -> BucketGrid:
-    """Spans of whole chunks up to the expected length; the last span covers the rest."""
+    """A grid with spans of whole chunks up to the expected length; the last covers the rest."""
     longest = defaults.chunks[-1]
     whole = min(round_up(expected, longest), max_length // longest * longest)
     if not whole:
@@ -195,7 +196,7 @@ def _chunk_grid(
 
 
 def _spans(expected: int, max_length: int, defaults: GridDefaults) -> tuple[int, ...]:
-    """Equal steps up to the expected length, and one span for rows that go further."""
+    """Spans in equal steps up to the expected length, and one span for longer rows."""
     step = math.lcm(SPAN_STEP, defaults.span_multiple)
     count = max(1, defaults.max_decode_graphs - (max_length > expected))
     steps = {min(round_up(expected * i // count, step), expected) for i in range(1, count)}
@@ -205,8 +206,7 @@ def _spans(expected: int, max_length: int, defaults: GridDefaults) -> tuple[int,
 def ladder_grid(
     max_length: int, slots: int, *, score: bool, defaults: GridDefaults | None = None
 ) -> BucketGrid:
-    """A grid for requests that are not known yet: prefill lengths doubling up to `max_length`, or
-    chunks."""
+    """A grid for unknown requests: prefill lengths that double up to `max_length`, or chunks."""
     defaults = defaults or GridDefaults()
     max_length = defaults.longest_span(max_length)
     if defaults.chunks:

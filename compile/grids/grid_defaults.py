@@ -22,37 +22,41 @@ class GridDefaults:
     """Aims of a derived grid; a plan or `--set buckets.*` overrides the outcome."""
 
     tokens_per_prefill: int = 512
-    """Tokens of one prefill call: enough to fill the matrix units, short enough to waste little."""
+    """Tokens of one prefill call: enough to fill the matrix units, few enough to waste little."""
     max_prefill_graphs: int = 6
     max_decode_slots: int = 64
     max_decode_graphs: int = 3
-    """The number of decode graphs; one is for rows beyond the expected length, if any may come."""
+    """Number of decode graphs. One of them is for rows beyond the expected length, if there may be
+    any."""
     steps_per_call: int = 8
     unspecified_output: int = 512
-    """The expected number of output tokens of a row without `max_tokens`."""
+    """Expected number of output tokens of a row without `max_tokens`."""
     max_length: int | None = None
-    """The longest prompt and output together; if it is None, the rows decide it."""
+    """Maximum total length of a row; None to derive it from the rows."""
     cache_share: float = 1 / 2
-    """The share that the cache may take of the accelerator memory beside the weights, so that rows
-    without `max_tokens` go on beyond the expected output. Graphs need the rest."""
+    """Share of the accelerator memory beside the weights that the cache may take, so that rows
+    without `max_tokens` continue beyond the expected output. Graphs need the rest."""
     cpu_cache_share: float = 1 / 8
-    """The share on a CPU, where other programs run and the cache is filled before the first row."""
+    """The same share on a CPU, where other programs run and the cache is filled before the first
+    row."""
     batch_multiple: int = 1
-    """Prefill batches are multiples of it: the pieces that a layout splits rows into."""
+    """Prefill batches are multiples of this number of pieces, into which a layout splits rows."""
     slot_multiple: int = 1
     length_multiple: int = 1
-    """Prefill lengths are multiples of it."""
+    """Prefill lengths are multiples of this number."""
     span_multiple: int = 1
-    """Spans are multiples of it."""
+    """Spans are multiples of this number."""
     keeps_slots: bool = False
     """Whether a grid has decode slots even if all rows are only scored."""
     chunks: tuple[int, ...] = ()
-    """Tokens of pieces of prompts, growing; without any, a ladder of whole-prompt buckets."""
+    """Chunk sizes, growing; empty for a ladder of whole-prompt buckets."""
 
     @classmethod
     def for_layout(cls, layout: Layout | None) -> "GridDefaults":
-        """Shapes that divide as a layout splits them; tokens and slots as for one device, times
-        the pieces that the rows fall into."""
+        """Aims with shapes that divide as a layout splits them.
+
+        Tokens and slots are those of one device times the pieces into which the layout splits rows.
+        """
         if layout is None:
             return cls()
         prefill, decode = (layout.phase(phase) for phase in PHASES)
@@ -74,20 +78,21 @@ class GridDefaults:
         return math.lcm(LENGTH_STEP, self.length_multiple, *self.chunks)
 
     def chunk_batch(self, chunk: int, most_rows: int) -> int:
-        """Rows of a call of chunks: as many as make a whole one, where there are so many.
+        """Rows of a call of chunks: enough to reach `tokens_per_prefill`, if there are as many.
 
-        Of several sizes each has its share, as a row waits for those of its size alone.
+        With several chunk sizes each one gets an equal share of the rows, as a row waits only for
+        rows of its own size.
         """
         rows = max(1, min(self.tokens_per_prefill // chunk, most_rows // len(self.chunks)))
         return round_up(rows, self.batch_multiple)
 
     def longest_prefill(self, max_length: int) -> int:
-        """The longest prefill bucket of a grid; ValueError where no length divides."""
+        """The longest prefill bucket of a grid; ValueError if no length divides."""
         split = "a row's tokens", "residual_length"
         return _longest_multiple(max_length, self.length_multiple, *split)
 
     def longest_span(self, max_length: int) -> int:
-        """The longest span of a grid; ValueError where none divides."""
+        """The longest span of a grid; ValueError if no span divides."""
         return _longest_multiple(max_length, self.span_multiple, "the cache", "cache_length")
 
 
@@ -101,5 +106,5 @@ def _longest_multiple(max_length: int, multiple: int, what: str, axis: str) -> i
 
 
 def round_up(value: _Count, step: int) -> _Count:
-    """The least multiple of `step` that is no less than a value, or than each of an array."""
+    """The smallest multiple of `step` that is at least the value, also for arrays."""
     return -(-value // step) * step

@@ -1,7 +1,7 @@
 """Checks of the values that a user gives for a grid of buckets.
 
-Knows nothing of what they are for. Guarantees: a value that is wrong is a ValueError that names its
-key, what was expected and what came.
+Knows nothing of the use of these values. Guarantees: a wrong value raises a ValueError with its
+key, the expected value and the actual one.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ def check_count(name: str, value: object) -> None:
 
 
 def chunk_sizes(value: Any) -> tuple[int, ...]:
-    """The chunks that a user gave, as a number or a list; ValueError where they are none."""
+    """Chunk sizes from a number or a list; ValueError if they are not valid."""
     sizes = tuple(value) if isinstance(value, tuple | list) else (value,)
     check_growing("buckets.chunk", sizes)
     if uneven := [size for less, size in pairwise(sizes) if size % less]:
@@ -28,7 +28,7 @@ def chunk_sizes(value: Any) -> tuple[int, ...]:
 
 
 def check_list(name: str, values: object) -> Sequence[Any]:
-    """The values; ValueError unless they are a list."""
+    """The values as given; ValueError unless they are a list."""
     if not isinstance(values, tuple | list):
         raise ValueError(f"{name}: expected a list, got {values!r}.")
     return values
@@ -41,7 +41,7 @@ def is_count(value: object) -> bool:
 
 
 def check_growing(name: str, values: Sequence[int]) -> None:
-    """Raise ValueError unless the values are growing positive integers, one at least."""
+    """Raise ValueError unless the values are growing positive integers, and at least one."""
     is_whole = all(is_count(value) for value in values)
     if not values or not is_whole or not all(a < b for a, b in pairwise(values)):
         raise ValueError(f"{name}: expected growing positive integers, got {list(values)}.")

@@ -1,4 +1,4 @@
-"""The prefill lengths and batches of least cost, padding and graphs together.
+"""The prefill lengths and batches with the least total cost of padding and graphs.
 
 Lengths are multiples of `GridDefaults.length_step`. Knows nothing of models, devices or caches.
 """
@@ -12,15 +12,15 @@ from .bucket_search import cheapest_cuts
 from .grid_defaults import GridDefaults, round_up
 
 SLOTS_PER_PREFILL_ROW = 16
-"""The fewest slots for each row of a call of whole prompts."""
-MOST_BORDERS = 512
-"""The largest number of lengths that prefill buckets are chosen from: all up to 8192 tokens."""
+"""Minimum number of slots for each row of a call of whole prompts."""
+MAX_BORDERS = 512
+"""Maximum number of lengths from which prefill buckets are chosen: all up to 8192 tokens."""
 
 
 def prefill_padding(rows: Sequence[int], buckets: Sequence[PrefillBucket]) -> tuple[int, int]:
-    """Real and computed prefill tokens of these prompts, partly filled batches included.
+    """Real and computed prefill tokens of these prompts, dummy rows included.
 
-    With chunks, batches count as full: which chunks meet in one shows when rows run.
+    With chunks, batches count as full, because the composition of batches depends on the run.
     """
     if (chunk := buckets[0].chunk) is not None:
         return sum(rows), sum(round_up(length, chunk) for length in rows)
@@ -42,79 +42,88 @@ def cheapest_prefill(
     price: Callable[[PrefillBucket], float] = _num_tokens,
     price_of_graph: float = 0.0,
 ) -> list[PrefillBucket]:
-    """Prefill buckets of least cost of calls and graphs together, for prompts of these lengths.
+    """Prefill buckets with the least total cost of calls and graphs, for prompts of these lengths.
 
-    `price` is of one call, `price_of_graph` of having one; by default tokens are counted, and
-    graphs cost nothing.
+    Args:
+      lengths: Tokens of each prompt.
+      max_length: Maximum total length of a row.
+      defaults: The sizes to aim for.
+      price: Cost of one call; the default counts tokens.
+      price_of_graph: Cost of having a graph.
     """
     longest = defaults.longest_prefill(max_length)
     steps = np.minimum(round_up(np.array(lengths), defaults.length_step), longest)
     borders, counts = np.unique(_thinned(steps), return_counts=True)
     rows_below = np.concatenate([[0], np.cumsum(counts)])
 
-    def of_sizes(end: int, first: int | slice) -> tuple[list[int], np.ndarray]:
-        """Batch sizes of the bucket that ends at a border, and what each costs by first border."""
-        rows = np.atleast_1d(rows_below[end + 1] - rows_below[first])
+    def num_rows(first: int | slice, end: int) -> np.ndarray:
+        return np.atleast_1d(rows_below[end + 1] - rows_below[first])
+
+    def costs_by_size(end: int, rows: np.ndarray) -> np.ndarray:
+        """Costs of the bucket that ends at a border: a line per batch size, a column per count."""
         length = int(borders[end])
-        sizes = _batch_sizes(length, defaults)
-        costs = [
-            np.where(
-                _may_have(size, length, rows, defaults),
-                -(-rows // size) * price(PrefillBucket(length, size)),
-                np.inf,
-            )
-            for size in sizes
-        ]
-        return sizes, np.array(costs)
+        return np.array(
+            [
+                np.where(
+                    _is_allowed(size, length, rows, defaults),
+                    -(-rows // size) * price(PrefillBucket(length, size)),
+                    np.inf,
+                )
+                for size in _batch_sizes(length, defaults)
+            ]
+        )
 
     ends = cheapest_cuts(
-        lambda end: of_sizes(end, slice(end + 1))[1].min(axis=0),
+        lambda end: costs_by_size(end, num_rows(slice(end + 1), end)).min(axis=0),
         len(borders),
         defaults.max_prefill_graphs,
         price_of_graph,
     )
     buckets = []
     for first, end in zip([0, *(end + 1 for end in ends)], ends, strict=False):
-        sizes, costs = of_sizes(end, first)
-        buckets.append(PrefillBucket(int(borders[end]), sizes[int(costs[:, 0].argmin())]))
+        length, costs = int(borders[end]), costs_by_size(end, num_rows(first, end))
+        size = _batch_sizes(length, defaults)[int(costs[:, 0].argmin())]
+        buckets.append(PrefillBucket(length, size))
     return buckets
 
 
 def with_small_calls(
     buckets: Sequence[PrefillBucket], slots: int, num_sequences: int, defaults: GridDefaults
 ) -> tuple[PrefillBucket, ...]:
-    """Buckets of calls of at most 1 / `SLOTS_PER_PREFILL_ROW` of the slots, if rows wait for slots.
+    """Buckets whose calls have at most 1 / `SLOTS_PER_PREFILL_ROW` of the slots, if rows wait.
 
-    Every row of a call takes its slot as the call begins, so many slots would idle until there are
-    enough for a large call.
+    All rows of a call take their slots at the same time, so before a large call many slots would be
+    idle.
     """
     if num_sequences <= slots:
         return tuple(buckets)
-    most = round_up(max(1, slots // SLOTS_PER_PREFILL_ROW), defaults.batch_multiple)
-    return tuple(bucket._replace(batch=min(bucket.batch, most)) for bucket in buckets)
+    max_batch = round_up(max(1, slots // SLOTS_PER_PREFILL_ROW), defaults.batch_multiple)
+    return tuple(bucket._replace(batch=min(bucket.batch, max_batch)) for bucket in buckets)
 
 
 def _thinned(lengths: np.ndarray) -> np.ndarray:
-    """The lengths, each rounded up to one of at most `MOST_BORDERS`; the longest one is kept."""
+    """The lengths, rounded up to at most `MAX_BORDERS` different ones; the longest is kept."""
     borders = np.unique(lengths)
-    every = -(-len(borders) // MOST_BORDERS)
-    kept = borders[::-1][::every][::-1]
-    return kept[np.searchsorted(kept, lengths)]
+    every = -(-len(borders) // MAX_BORDERS)
+    kept_borders = borders[::-1][::every][::-1]
+    return kept_borders[np.searchsorted(kept_borders, lengths)]
 
 
 def _batch_sizes(length: int, defaults: GridDefaults) -> list[int]:
-    """Batch sizes up to the target of tokens, largest first: of equal cost, fewest calls."""
-    most = max(1, defaults.tokens_per_prefill // length)
-    return sorted({round_up(n, defaults.batch_multiple) for n in range(1, most + 1)}, reverse=True)
+    """Batch sizes up to the target of tokens, largest first, so that ties have the fewest calls."""
+    max_rows = max(1, defaults.tokens_per_prefill // length)
+    return sorted(
+        {round_up(n, defaults.batch_multiple) for n in range(1, max_rows + 1)}, reverse=True
+    )
 
 
-def _may_have(size: int, length: int, rows: np.ndarray, defaults: GridDefaults) -> np.ndarray:
-    """Whether a call of that size is between half of and the whole target of tokens.
+def _is_allowed(size: int, length: int, rows: np.ndarray, defaults: GridDefaults) -> np.ndarray:
+    """Whether a call of this size has between half the target of tokens and all of it.
 
-    Fewer rows than that are one call of their own size, not a call of dummies.
+    With fewer rows than that, one call of exactly these rows is allowed, without dummy rows.
     """
-    most = max(1, defaults.tokens_per_prefill // length)
+    max_rows = max(1, defaults.tokens_per_prefill // length)
     half = -(-defaults.tokens_per_prefill // (2 * length))
-    # at least one: rows too long for every bucket leave the last one empty
-    least = np.maximum(1, np.minimum(np.minimum(half, rows), most))
-    return np.minimum(size, most) >= least
+    # at least one: rows that are too long for every bucket leave the last bucket empty
+    min_rows = np.maximum(1, np.minimum(np.minimum(half, rows), max_rows))
+    return np.minimum(size, max_rows) >= min_rows

@@ -1,11 +1,11 @@
-"""How many of a grid's slots should reach each span, for rows whose lengths are known.
+"""The number of slots that hold rows up to each span, for rows of known lengths.
 
-Slots that end early need no cache beyond, and decode reads none there, so a grid of ragged slots
-reads and keeps less, or has more slots in the same memory. Long rows may have to wait for one of
-the long slots, so these are as many as long rows keep busy, and a few more. In a job of many more
-rows than slots there is another way to read little: slots that are all alike and take the longest
-rows first, so that all are of like length at any time. It needs memory for all to be long. Knows
-nothing of models.
+Short slots need less cache, and decode reads less of them. So a grid with slots of several lengths
+(ragged slots) reads and keeps less, or has more slots in the same memory. Long rows may have to
+wait for a long slot, so there are as many long slots as long rows keep busy, and a few more. A job
+with many more rows than slots can read little in another way: all slots have the same length and
+take the longest rows first, so that rows of similar length run at the same time. This needs memory
+for long rows in all slots. Knows nothing of models.
 """
 
 from collections.abc import Sequence
@@ -18,37 +18,40 @@ from ...sharding.layout import Layout
 from .bucket_grid import BucketGrid
 
 SPARE = 1.125
-"""Long slots over those that long rows keep busy on average, so that these do not end last."""
+"""Ratio of long slots to the number that long rows keep busy on average, so that long rows do not
+end last."""
 WORTHWHILE = 0.9
-"""The share of the cache to which ragged slots must bring it."""
+"""Maximum share of the cache that ragged slots may need to be worthwhile."""
 NO_LIMIT = -1
 
 
 @dataclass(frozen=True)
 class SlotUse:
-    """What the rows of a job need of slots, as arrays over rows R that generate."""
+    """Slots and lengths that the rows of a job need, as arrays over the rows R that generate."""
 
     prompt_R: np.ndarray
-    most_R: np.ndarray
-    """Tokens that may follow; `NO_LIMIT` up to the longest row of the grid."""
+    max_tokens_R: np.ndarray
+    """Maximum number of output tokens; `NO_LIMIT` means up to the grid's `max_length`."""
     count_R: np.ndarray
-    """Sequences, each of which takes a slot."""
+    """Number of sequences; each one takes a slot."""
     output_R: np.ndarray | None = None
-    """Tokens that are expected to follow; None: as many as may."""
+    """Expected number of output tokens; None means the maximum."""
 
     @property
     def num_sequences(self) -> int:
         return int(self.count_R.sum())
 
     def limits(self, grid: BucketGrid) -> np.ndarray:
-        """Length at which each row's sequences end at the latest."""
-        return np.where(self.most_R == NO_LIMIT, grid.max_length, self.prompt_R + self.most_R)
+        """Maximum total length of each row's sequences."""
+        return np.where(
+            self.max_tokens_R == NO_LIMIT, grid.max_length, self.prompt_R + self.max_tokens_R
+        )
 
 
 def with_ragged_slots(grid: BucketGrid, use: SlotUse, layout: Layout | None = None) -> BucketGrid:
-    """A grid whose slots reach as far as rows need, where few are long; else the same.
+    """A grid with slots of several lengths if only few rows are long, else the same grid.
 
-    Where every sequence has a slot of its own, each has one that is long enough.
+    If every sequence has a slot of its own, each slot is long enough for its sequence.
     """
     groups = 1
     if layout is not None:
@@ -73,5 +76,5 @@ def with_ragged_slots(grid: BucketGrid, use: SlotUse, layout: Layout | None = No
 
 
 def _is_worthwhile(counts: Sequence[int], spans: Sequence[int]) -> bool:
-    kept = np.diff([0, *spans]) @ np.array(counts)
-    return bool(kept <= WORTHWHILE * counts[0] * spans[-1])
+    kept_entries = np.diff([0, *spans]) @ np.array(counts)
+    return bool(kept_entries <= WORTHWHILE * counts[0] * spans[-1])

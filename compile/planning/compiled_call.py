@@ -1,14 +1,14 @@
-"""What a compiled graph does in a call: operations and bytes, what it sends, the memory it takes.
+"""The work of a compiled graph in a call: operations, bytes, communication and memory.
 
-Bytes, turns of loops, rewritten arguments, cycles and collectives are read from the program's text.
-Counts of operations are the compiler's, and stand where they are higher than those of the shapes,
-as the compiler counts the body of a loop once, and on GPU nothing. Where XLA cannot write a
-program, bytes off the TPU are the compiler's, too, and all else is as the shapes have it. Layers
-are alike, so two programs of few of them tell of any number.
+Bytes, loop iterations, rewritten arguments, cycles and collectives are read from the program's
+text. Operations are the maximum of the compiler's count and of the count from shapes, because the
+compiler counts the body of a loop once, and nothing on GPU. Where XLA cannot write a program as
+text, bytes are the compiler's (except on TPU), and everything else comes from shapes. Layers are
+alike, so two programs of few layers give the figures for any number of layers.
 
-Knows nothing of plans. Guarantees: seconds are by the same roofline and the same peaks for a
-program and for shapes, each as one part, so their ratio is what the compiler added or saved; where
-the compiler's own cycles take longer they count, and none take less than shapes.
+Knows nothing of plans. Guarantees: seconds of a program and of shapes come from the same roofline
+with the same peaks, each as one part, so their ratio is the compiler's effect. If the compiler's
+own cycles take longer, they are used; the result is never below the seconds of the shapes.
 """
 
 from dataclasses import dataclass, replace
@@ -21,35 +21,36 @@ from ...sharding.mesh_layout import MeshLayout
 from ..programs.collectives import Collective, read_collectives
 from ..programs.report import ProgramReport, Totals, read_report
 from .cost import CostModel
-from .work import Sent, summed
+from .work import Sent, sum_by_key
 
 NOTABLE = 1.2
-"""A compiled graph that takes so many times as long as predicted is named in reports."""
+"""Reports name a compiled graph if its time is at least this multiple of the predicted time."""
 
 
 @dataclass(frozen=True)
-class Counted:
-    """What is counted of a program, on one device."""
+class ProgramCounts:
+    """Counts of a program on one device."""
 
     flops: float
     num_bytes: float
-    """Bytes read from and written to main memory; 0 where they cannot be told."""
+    """Bytes read from and written to main memory; 0 if unknown."""
     sent: Sent | None
-    """None where it cannot be read."""
+    """Bytes sent to other devices; None if unknown."""
     memory_bytes: float
-    """With all that it is given; 0 where the compiler says nothing."""
+    """Memory with arguments; 0 if the compiler does not report it."""
     loop_turns: float = 0.0
     converted_bytes: float = 0.0
-    """Arguments, or slices of them, that are written in another dtype."""
+    """Bytes of arguments, or of slices of them, that are written in another dtype."""
     copied_bytes: float = 0.0
-    """Arguments, or slices of them, that are written as they were."""
+    """Bytes of arguments, or of slices of them, that are copied as they are."""
     cycles: float = 0.0
-    """0 where the compiler counts none."""
+    """Cycles; 0 if the compiler does not estimate them."""
     seconds: float = 0.0
-    """Seconds of the cycles by the clock, or of the bytes by the memory's rate if longer."""
+    """Seconds of the cycles by the clock, or of the bytes by the memory's rate if that is longer.
+    """
 
     @classmethod
-    def of(
+    def from_executable(
         cls,
         executable: jax.stages.Compiled,
         text: str | None,
@@ -57,19 +58,31 @@ class Counted:
         cost: CostModel,
         memory_bytes: int = 0,
         steps: int = 1,
-    ) -> "Counted":
-        """Count one executable for a platform, whose decode calls have so many steps."""
-        found = executable.cost_analysis() or {}
-        counted = cls(found.get("flops", 0.0), 0.0, None, memory_bytes)
+    ) -> "ProgramCounts":
+        """Count one executable.
+
+        Args:
+          executable: The compiled graph.
+          text: Its text, or None if XLA cannot write it.
+          platform: `cpu`, `gpu` or `tpu`.
+          cost: The cost model of its layout and hardware.
+          memory_bytes: Memory that the executable needs, arguments included.
+          steps: Decode steps of a call; the counts are for one step.
+        """
+        analysis = executable.cost_analysis() or {}
+        counted = cls(analysis.get("flops", 0.0), 0.0, None, memory_bytes)
         mesh = cost.work.layout.mesh
         if text is None:
-            off_tpu = 0.0 if platform == "tpu" else found.get("bytes accessed", 0.0)
+            off_tpu = 0.0 if platform == "tpu" else analysis.get("bytes accessed", 0.0)
             return replace(counted, num_bytes=off_tpu, sent=None if mesh.num_devices > 1 else {})
         report = read_report(text, platform, mesh.sizes, cost.hardware, cost.torus)
-        return replace(counted, sent=_sent(text, mesh), **_of_report(report, steps))
+        return replace(counted, sent=_sent(text, mesh), **_report_figures(report, steps))
 
-    def and_turns(self, more: float, shorter: "Counted") -> "Counted":
-        """Of a program with so many more turns of its layers; `shorter` is of one turn less."""
+    def with_more_turns(self, more: float, shorter: "ProgramCounts") -> "ProgramCounts":
+        """Extrapolate to a program with `more` additional iterations of the loop over layers.
+
+        `shorter` is a program with one iteration less than this one.
+        """
 
         def grown(longer: float, shorter: float) -> float:
             return longer + more * (longer - shorter)
@@ -77,31 +90,34 @@ class Counted:
         sent = None
         if self.sent is not None and shorter.sent is not None:
             before = shorter.sent
-            sent = {key: grown(of, before.get(key, 0.0)) for key, of in self.sent.items()}
+            sent = {
+                key: grown(num_bytes, before.get(key, 0.0)) for key, num_bytes in self.sent.items()
+            }
         numbers = {
             name: grown(number, getattr(shorter, name))
             for name, number in vars(self).items()
             if name != "sent"
         }
-        return Counted(sent=sent, **numbers)
+        return ProgramCounts(sent=sent, **numbers)
 
 
 @dataclass(frozen=True)
 class CompiledCall:
-    """A graph's call on one device; of decode, one step."""
+    """A graph's call on one device; for decode, one step."""
 
     graph: str
     flops: float
     num_bytes: float
     sent: Sent
     seconds: float
-    """Seconds by the roofline of all of it together, or by the compiler's cycles if longer."""
+    """Seconds by the roofline of all work together, or by the compiler's cycles if that is longer.
+    """
     shapes_seconds: float
-    """Seconds by the roofline of the work that shapes and rules tell."""
+    """Seconds by the roofline of the work from shapes and rules."""
     memory_bytes: int
-    """With all that it is given; 0 where the compiler says nothing."""
+    """Memory with arguments; 0 if the compiler does not report it."""
     moved_bytes: float = 0.0
-    """Bytes of main memory that the program moves; 0 where they cannot be told."""
+    """Bytes of main memory that the program moves; 0 if unknown."""
     needed_bytes: float = 0.0
     """Bytes of main memory that the call needs, however it is computed."""
     loop_turns: float = 0.0
@@ -111,12 +127,12 @@ class CompiledCall:
 
     @property
     def factor(self) -> float:
-        """How much longer it takes than its shapes alone."""
+        """Ratio of its seconds to those of its shapes alone."""
         return self.seconds / self.shapes_seconds
 
     @property
     def difference(self) -> str:
-        """How the program differs from what is predicted; empty where it does not by much."""
+        """A description of the difference from the prediction; empty if it is small."""
         if self.factor < NOTABLE:
             return ""
         moved, needed, converted, copied = (
@@ -126,17 +142,17 @@ class CompiledCall:
             )
         )  # fmt: skip
         return (
-            f"{self.graph} takes {self.factor:.1f} times what its shapes do: it moves {moved} "
-            f"where {needed} are needed, converts {converted} of arguments, copies {copied} of "
-            f"them, and makes {self.loop_turns:,.0f} turns of loops"
+            f"{self.graph} takes {self.factor:.1f} times the time predicted from its shapes: it "
+            f"moves {moved} where {needed} are needed, converts {converted} of arguments, copies "
+            f"{copied} of them, and runs {self.loop_turns:,.0f} loop iterations"
         )
 
 
-def compiled_call(name: str, call: Call, counted: Counted, cost: CostModel) -> CompiledCall:
-    """A call of a program, of which so much is counted."""
+def compiled_call(name: str, call: Call, counted: ProgramCounts, cost: CostModel) -> CompiledCall:
+    """Combine the counts of a program with the work of its call."""
     parts = cost.work.parts(call)
     flops, num_bytes = sum(part.flops for part in parts), sum(part.bytes for part in parts)
-    planned = summed(pair for part in parts for pair in part.sent.items())
+    planned = sum_by_key(pair for part in parts for pair in part.sent.items())
     more_flops, more_bytes = max(flops, counted.flops), max(num_bytes, counted.num_bytes)
     sent = planned if counted.sent is None else counted.sent
     by_shapes = cost.roofline(flops, num_bytes, planned)
@@ -157,8 +173,8 @@ def compiled_call(name: str, call: Call, counted: Counted, cost: CostModel) -> C
     )
 
 
-def _of_report(report: ProgramReport, steps: int) -> dict[str, float]:
-    """Figures of a step, with its share of what runs once beside all steps."""
+def _report_figures(report: ProgramReport, steps: int) -> dict[str, float]:
+    """Figures of a step, with its share of the work that runs once for all steps."""
     step, once = _figures(report.step), _figures(report.once)
     return {name: number + once[name] / steps for name, number in step.items()}
 
@@ -175,14 +191,14 @@ def _figures(totals: Totals) -> dict[str, float]:
 
 
 def _sent(text: str, mesh: MeshLayout) -> Sent:
-    """Branches that only some rows ask for are left out."""
-    return summed(
-        ((one.kind, one.mesh_axes), _sent_for(one, mesh))
-        for one in read_collectives(text, mesh.sizes)
-        if not one.is_conditional
+    """Bytes sent by kind and mesh axes, without branches that only some rows need."""
+    return sum_by_key(
+        ((collective.kind, collective.mesh_axes), _sent_for(collective, mesh))
+        for collective in read_collectives(text, mesh.sizes)
+        if not collective.is_conditional
     )
 
 
-def _sent_for(one: Collective, mesh: MeshLayout) -> float:
-    group = mesh.num_shards(one.mesh_axes)
-    return sent_bytes(one.kind, one.times * one.num_bytes, group)
+def _sent_for(collective: Collective, mesh: MeshLayout) -> float:
+    group = mesh.num_shards(collective.mesh_axes)
+    return sent_bytes(collective.kind, collective.times * collective.num_bytes, group)

@@ -1,11 +1,11 @@
-"""Seconds of a graph's call: the work of its parts over peaks, corrected where it was measured.
+"""Predicted seconds of a graph's call: work of its parts over peaks, corrected by measurement.
 
-A part takes as long as its products or its memory, whichever is longer, and then what it sends
-(the roofline: Williams, Waterman, Patterson 2009, "Roofline: An Insightful Visual Performance
-Model", doi:10.1145/1498765.1498785); parts run one after the other. A calibration moves the point
-where memory takes over from products, multiplies each part by a factor, and adds seconds to every
-call. Without one the figures are what published peaks would allow: programs lose against them, and
-win where parts overlap.
+A part takes the longer of its products' time and its memory's time, plus the time of its
+communication (the roofline: Williams, Waterman, Patterson 2009, "Roofline: An Insightful Visual
+Performance Model", doi:10.1145/1498765.1498785). Parts run one after the other. A calibration
+scales the memory's time before it is compared with the products' time, multiplies each part by a
+factor, and adds seconds to every call. Without a calibration the figures are those of published
+peaks: real programs run below these peaks, and gain where parts overlap.
 
 Knows nothing of grids or schedules. Every figure here is a prediction.
 """
@@ -28,57 +28,59 @@ from .work import Part, Sent, Work
 
 BINDS = ("compute", "memory", "network", "overhead")
 MEMORY_FACTORS = tuple(sorted(map(float, 2 ** np.linspace(-3, 3, 13)), key=lambda x: abs(x - 1)))
-"""Tried by a fit: peaks of a machine that no one has measured may be off by so much."""
+"""Memory factors that a fit tries, as the peaks of an unmeasured machine may be this wrong."""
 
 
 @dataclass(frozen=True)
 class KindFactors:
-    """How calls of a kind differ from the roofline."""
+    """Corrections of the roofline for calls of one kind."""
 
     overhead: float = 0.0
-    """Seconds of every call; of decode, of every step."""
+    """Seconds added to every call; for decode, to every step."""
     first_call: float = 0.0
-    """Seconds that the first call of a graph takes beyond others."""
+    """Extra seconds of the first call of a graph."""
     memory: float = 1.0
-    """Of seconds that memory takes, before they are held against those of products."""
+    """Factor of the memory's time, applied before it is compared with the products' time."""
     factors: Mapping[str, float] = field(default_factory=dict)
-    """Of parts, by name; 1 of a part that has none."""
+    """Factors of parts by name; 1 for any other part."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What measurement says about a model on a machine."""
+    """Measured corrections for a model on a machine."""
 
     model: str
     """Fingerprint of the model's files."""
     dtype: str
     hardware: Mapping[str, Any]
-    """The peaks that factors are of, with their name."""
+    """Name and peaks of the hardware to which the factors apply."""
     layout: str
-    """As it was asked for; empty for one device."""
+    """The layout as the user gave it; empty for one device."""
     kinds: Mapping[str, KindFactors]
     median_error: float
-    """Of the fit, relative, over the calls that it was made from."""
+    """Median relative error of the fit over its calls."""
     machine: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """What `from_json` reads."""
+        """The table that `from_json` reads."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, table: Mapping[str, Any]) -> "Calibration":
-        """Read a calibration; ValueError names a key that is wrong or missing."""
+        """Read a calibration; ValueError names a wrong or missing key."""
         check_keys("calibration", table, set(cls.__dataclass_fields__))
         check_keys("calibration kinds", table["kinds"], set(KINDS))
-        for kind, found in table["kinds"].items():
-            check_keys(f"calibration kinds.{kind}", found, set(KindFactors.__dataclass_fields__))
-            if not isinstance(factors := found["factors"], Mapping):
+        for kind, factor_table in table["kinds"].items():
+            check_keys(
+                f"calibration kinds.{kind}", factor_table, set(KindFactors.__dataclass_fields__)
+            )
+            if not isinstance(factors := factor_table["factors"], Mapping):
                 raise ValueError(f"calibration kinds.{kind}.factors: expected a table.")
-            for name, value in {**found, **factors}.items():
+            for name, value in {**factor_table, **factors}.items():
                 if name != "factors":
                     check_number(f"calibration kinds.{kind}.{name}", value)
         check_number("calibration median_error", table["median_error"])
-        kinds = {kind: KindFactors(**found) for kind, found in table["kinds"].items()}
+        kinds = {kind: KindFactors(**factor_table) for kind, factor_table in table["kinds"].items()}
         return cls(**{**table, "kinds": kinds})
 
 
@@ -87,9 +89,9 @@ class Estimate:
     """Predicted seconds of one call."""
 
     parts: Mapping[str, float]
-    """By name of the part; `overhead` is no part's."""
+    """Seconds by name of the part, and `overhead`."""
     limits: Mapping[str, float]
-    """The same seconds by what they wait for, of `BINDS`."""
+    """The same seconds by what limits them, one of `BINDS`."""
 
     @cached_property
     def seconds(self) -> float:
@@ -97,12 +99,12 @@ class Estimate:
 
     @property
     def binds(self) -> str:
-        """What most of the time is spent on."""
+        """The limit that takes most of the time."""
         return max(self.limits, key=lambda name: self.limits[name])
 
 
 class CostModel:
-    """Seconds of calls of one model under a layout, on one kind of hardware."""
+    """Predicted seconds of calls of one model under a layout, on one kind of hardware."""
 
     def __init__(
         self,
@@ -111,7 +113,7 @@ class CostModel:
         calibration: Calibration | None = None,
         torus: Sequence[int] = (),
     ):
-        """`torus` are the dimensions of the interconnect; without them it is a switch."""
+        """Create a cost model; `torus` is the shape of the interconnect, empty for a switch."""
         self.work, self.hardware, self.calibration = work, hardware, calibration
         self.torus = torus
         self._interconnect = Interconnect(hardware, work.layout.mesh.sizes, torus)
@@ -119,26 +121,26 @@ class CostModel:
         self._known: dict[Call, Estimate] = {}
 
     def first_call_seconds(self, call: Call) -> float:
-        """Seconds that the first call of a graph takes beyond others.
+        """Extra seconds of the first call of a graph.
 
-        Without a calibration they are those of the platform.
+        Without a calibration they are the platform's.
         """
         if self.calibration is not None:
             return self.calibration.kinds[call.phase].first_call
-        return first_call_seconds(self.hardware.name, self.work.num_defined)
+        return first_call_seconds(self.hardware.name, self.work.num_program_layers)
 
     def seconds(self, call: Call) -> float:
-        """Seconds of one call; of decode, of one step."""
+        """Seconds of one call; for decode, of one step."""
         return self.estimate(call).seconds
 
     def estimate(self, call: Call) -> Estimate:
-        """Where the seconds of a call go."""
+        """Seconds of a call, by part and by limit."""
         if call not in self._known:
             self._known[call] = self._estimate(call)
         return self._known[call]
 
     def roofline(self, flops: float, num_bytes: float, sent: Sent) -> float:
-        """Seconds of so much work in one part, by the peaks alone."""
+        """Seconds of this work as one part, by peaks alone."""
         part = Part("all", flops, num_bytes, sent)
         return self._local(part, KindFactors())[0] + self._network(part)
 
@@ -146,52 +148,59 @@ class CostModel:
         known = {} if self.calibration is None else self.calibration.kinds
         return self.estimate_with(known.get(call.phase, KindFactors()), call)
 
-    def estimate_with(self, found: KindFactors, call: Call) -> Estimate:
-        """Where the seconds of a call would go with such factors."""
+    def estimate_with(self, kind_factors: KindFactors, call: Call) -> Estimate:
+        """Seconds of a call with these corrections, by part and by limit."""
         parts: dict[str, float] = {}
         limits: dict[str, float] = dict.fromkeys(BINDS, 0.0)
         for part in self.work.parts(call):
-            factor = found.factors.get(part.name, 1.0)
-            local, limit = self._local(part, found)
+            factor = kind_factors.factors.get(part.name, 1.0)
+            local, limit = self._local(part, kind_factors)
             network = self._network(part)
             parts[part.name] = factor * (local + network)
             limits[limit] += factor * local
             limits["network"] += factor * network
-        if found.overhead:
-            parts["overhead"] = limits["overhead"] = found.overhead
+        if kind_factors.overhead:
+            parts["overhead"] = limits["overhead"] = kind_factors.overhead
         return Estimate(parts, limits)
 
     def _network(self, part: Part) -> float:
-        """Seconds that a part sends."""
+        """Seconds of a part's communication."""
         seconds = self._interconnect.seconds
         return sum(seconds(kind, axes, sent) for (kind, axes), sent in part.sent.items())
 
-    def _local(self, part: Part, found: KindFactors) -> tuple[float, str]:
-        """Seconds of a part on its device before its own factor, and what they wait for."""
+    def _local(self, part: Part, kind_factors: KindFactors) -> tuple[float, str]:
+        """Seconds of a part on its device before its own factor, and their limit."""
         compute = part.flops / self._peak
-        memory = found.memory * part.bytes / self.hardware.memory_rate
+        memory = kind_factors.memory * part.bytes / self.hardware.memory_rate
         return (compute, "compute") if compute >= memory else (memory, "memory")
 
 
 @dataclass(frozen=True)
-class Measured:
-    """A call and the seconds that it took; of decode, those of one step."""
+class CallTiming:
+    """A call and its measured seconds; for decode, of one step."""
 
     call: Call
     seconds: float
     first_call: float = 0.0
-    """Seconds that the graph's first call took beyond that."""
+    """Extra seconds of the graph's first call."""
 
 
 def calibrate(
     work: Work,
     hardware: Hardware,
-    measured: Sequence[Measured],
+    measured: Sequence[CallTiming],
     **about: Any,
 ) -> Calibration:
-    """The factors of least squared relative error.
+    """Fit the corrections with the least squared relative error.
 
-    `about` is what else a `Calibration` says of itself.
+    Args:
+      work: The work of the model under a layout.
+      hardware: The peaks to correct.
+      measured: Measured calls of every kind.
+      **about: The other fields of the calibration.
+
+    Raises:
+      ValueError: There is no measured call of some kind.
     """
     model = CostModel(work, hardware)
     kinds, errors = {}, []
@@ -200,9 +209,11 @@ def calibrate(
         if not samples:
             raise ValueError(f"calibration: expected measured calls of {kind}, got none.")
         fits = [_fit(model, samples, memory) for memory in MEMORY_FACTORS]
-        # of fits that are equally good the peaks' own is the first
-        kinds[kind], found = min(fits, key=lambda fit: round(float(np.square(fit[1]).mean()), 9))
-        errors += list(abs(found))
+        # the peaks' own factor comes first, so it wins among equally good fits
+        kinds[kind], relative_errors = min(
+            fits, key=lambda fit: round(float(np.square(fit[1]).mean()), 9)
+        )
+        errors += list(abs(relative_errors))
     return Calibration(
         kinds=kinds,
         median_error=float(np.median(errors)),
@@ -213,9 +224,9 @@ def calibrate(
 
 
 def _fit(
-    model: CostModel, samples: Sequence[Measured], memory: float
+    model: CostModel, samples: Sequence[CallTiming], memory: float
 ) -> tuple[KindFactors, np.ndarray]:
-    """Factors, none below 0 (Lawson and Hanson 1974, ch. 23), and their relative errors."""
+    """Corrections, none below 0 (Lawson and Hanson 1974, ch. 23), and their relative errors."""
     raw = KindFactors(memory=memory)
     rows = [model.estimate_with(raw, sample.call).parts for sample in samples]
     names = list(rows[0])
@@ -223,7 +234,7 @@ def _fit(
     features = np.array([[1.0, *(row[name] for name in names)] for row in rows])
     relative = features / seconds[:, None]
     solution, _ = nnls(relative, np.ones(len(samples)))
-    overhead, *factors = map(float, solution)
+    overhead, *part_factors = map(float, solution)
     first_call = max(0.0, statistics.median(sample.first_call for sample in samples))
-    found = KindFactors(overhead, first_call, memory, dict(zip(names, factors, strict=True)))
-    return found, relative @ solution - 1
+    factors = KindFactors(overhead, first_call, memory, dict(zip(names, part_factors, strict=True)))
+    return factors, relative @ solution - 1

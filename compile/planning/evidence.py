@@ -1,6 +1,6 @@
-"""Evidence of a compiled graph: what it does, held against what its call needs.
+"""Evidence from a compiled graph: its work, compared with the work that its call needs.
 
-Knows nothing of plans; runs nothing.
+Knows nothing of plans, and runs nothing.
 """
 
 from collections.abc import Sequence
@@ -11,30 +11,30 @@ from typing import Any
 from ...sharding.call import Call
 from ..programs.report import ProgramReport, read_report
 from .hardware import Hardware
-from .work import Needed, Work
+from .work import NeededBytes, Work
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """A program's report beside what its call needs; of decode, of one step."""
+    """A program's report and the bytes that its call needs; for decode, of one step."""
 
     report: ProgramReport
-    needed: Needed
+    needed: NeededBytes
 
     @cached_property
     def ratio(self) -> float:
-        """Bytes moved over bytes needed."""
+        """Ratio of bytes moved to bytes needed."""
         return self.report.step.bytes_moved / self.needed.total
 
     def as_json(self) -> dict[str, Any]:
         """The figures of a step first, then those of a call beside its steps, then the sources."""
-        found = self.report.as_json()
+        report = self.report.as_json()
         return {
-            "bytes_moved": found.pop("bytes_moved"),
+            "bytes_moved": report.pop("bytes_moved"),
             "bytes_needed": self.needed.total,
             "moved_over_needed": self.ratio,
             "needed": asdict(self.needed),
-            **found,
+            **report,
         }
 
 
@@ -46,6 +46,15 @@ def read_evidence(
     hardware: Hardware | None = None,
     torus: Sequence[int] = (),
 ) -> Evidence:
-    """Read the text of a call's graph; see `read_report`."""
+    """Read the text of a call's graph.
+
+    Args:
+      hlo_text: The text from `program_text`.
+      platform: `cpu`, `gpu` or `tpu`.
+      call: The call that the graph serves.
+      work: The work of the model under the layout.
+      hardware: Rates of one device. If it has a clock, the evidence has cycles.
+      torus: Dimensions of the interconnect; empty for a switch.
+    """
     report = read_report(hlo_text, platform, work.layout.mesh.sizes, hardware, torus)
     return Evidence(report, work.needed(call))

@@ -1,6 +1,6 @@
-"""Peaks of hardware, from a table that names the source of every figure; users add their own.
+"""Peaks of hardware, from a table with the source of every figure; users can add tables.
 
-Knows nothing of models or graphs, and asks no device: the hardware need not be there.
+Knows nothing of models or graphs, and queries no device, so the hardware need not be present.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,26 +14,26 @@ _NUMBERS = ("memory_bytes", "memory_rate", "link_rate")
 
 
 class UnknownHardware(ValueError):
-    """A target whose peaks no table has."""
+    """A target whose peaks are in no table."""
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """Peaks of one device, in operations, bytes, and bytes a second."""
+    """Peaks of one device, in operations, bytes, and bytes per second."""
 
     name: str
     source: str
-    """Where the figures are from."""
+    """The origin of the figures."""
     flops: Mapping[str, float]
-    """Of matrix products, by the operands' dtype."""
+    """Rate of matrix products, by the operands' dtype."""
     memory_bytes: float
     memory_rate: float
     link_rate: float
-    """To one neighbour, in one direction."""
+    """Rate to one neighbour, in one direction."""
     wraps: list[int]
-    """Sides of the least block of devices along which links wrap; none of a switch."""
+    """Sides of the smallest block of devices along which links wrap; empty for a switch."""
     clock: float | None = None
-    """Cycles a second, where a compiler's programs tell cycles."""
+    """Cycles per second, for hardware whose compiler estimates cycles."""
 
     def __post_init__(self):
         numbers = {f"flops.{dtype}": rate for dtype, rate in self.flops.items()}
@@ -49,8 +49,8 @@ class Hardware:
             )
         if not isinstance(self.source, str):
             raise ValueError(
-                f"hardware {self.name}.source: expected a string that says where the figures are "
-                f"from, got {self.source!r}."
+                f"hardware {self.name}.source: expected a string with the source of the figures, "
+                f"got {self.source!r}."
             )
         if not self.flops:
             raise ValueError(
@@ -58,16 +58,17 @@ class Hardware:
             )
 
     def rings(self, dimensions: Sequence[int]) -> list[bool]:
-        """By dimension of a slice, whether its links wrap.
+        """Whether links wrap, for each dimension of a slice.
 
-        It must be whole sides of the block, and so must as many dimensions as the block has: links
-        of 16 wrap alone, those between cubes of 4x4x4 only where a slice is made of whole cubes.
+        The dimension must be a multiple of the block's side, and the slice must have as many such
+        dimensions as the block has. So links of 16 wrap alone, but links between cubes of 4x4x4
+        wrap only if the slice consists of whole cubes.
         """
         whole = [any(size % side == 0 for side in self.wraps) for size in dimensions]
         return [is_whole and sum(whole) >= len(self.wraps) for is_whole in whole]
 
     def peak(self, dtype: str) -> float:
-        """Operations a second of products of that dtype."""
+        """Operations per second of products of a dtype."""
         if dtype not in self.flops:
             raise ValueError(
                 f"hardware {self.name}: expected a rate for {dtype}, got {sorted(self.flops)}. "
@@ -76,7 +77,7 @@ class Hardware:
         return self.flops[dtype]
 
     def shared_by(self, count: int) -> "Hardware":
-        """One of so many devices that are parts of this one."""
+        """One of `count` equal parts of this device."""
         return replace(
             self,
             flops={dtype: rate / count for dtype, rate in self.flops.items()},
@@ -86,7 +87,7 @@ class Hardware:
         )
 
     def to_table(self) -> dict[str, Any]:
-        """What `read_hardware` reads, without the name."""
+        """The table that `read_hardware` reads, without the name."""
         return {
             key: value
             for key, value in asdict(self).items()
@@ -95,27 +96,33 @@ class Hardware:
 
 
 def read_hardware(tables: Mapping[str, Any]) -> dict[str, Hardware]:
-    """Parsed TOML, one table a device; ValueError names a key that is wrong or missing."""
-    found = {}
+    """Read parsed TOML, one table for each device; ValueError names a wrong or missing key."""
+    hardware = {}
     for name, table in tables.items():
         check_keys(f"hardware [{name}]", table, {"source", "flops", "wraps", *_NUMBERS}, {"clock"})
         if not isinstance(table["flops"], Mapping):
             raise ValueError(
                 f"hardware {name}.flops: expected a table by dtype, got {table['flops']!r}."
             )
-        found[name] = Hardware(name, **table)
-    return found
+        hardware[name] = Hardware(name, **table)
+    return hardware
 
 
 def hardware_of(target: str, known: Mapping[str, Hardware], kind: str = "") -> Hardware:
-    """One device of a target: its platform's (`cpu:8`) or its generation's (`tpu:v5e:2x4`).
+    """The hardware of one device of a target.
 
-    Devices of the CPU are simulated: they share what there is. `kind` says what this machine's
-    accelerators are, which `gpu:8` does not.
+    Args:
+      target: A target's name, such as `cpu:8` or `tpu:v5e:2x4`. Simulated devices of the CPU share
+        its peaks.
+      known: Hardware by name.
+      kind: Kind of this machine's accelerators, for a target such as `gpu:8` that does not name it.
+
+    Raises:
+      UnknownHardware: The kind is missing, given twice, or in no table.
     """
-    found = TargetName.of(target)
-    is_cpu = found.platform == "cpu"
-    named = "cpu" if is_cpu else found.kind
+    parsed = TargetName.parse(target)
+    is_cpu = parsed.platform == "cpu"
+    named = "cpu" if is_cpu else parsed.kind
     if named and kind:
         raise UnknownHardware(
             f"target {target}: expected no other kind, as the target names {named}, got {kind!r}."
@@ -123,9 +130,9 @@ def hardware_of(target: str, known: Mapping[str, Hardware], kind: str = "") -> H
     name = named or kind
     if not name:
         raise UnknownHardware(
-            f"target {target}: expected a kind of hardware, as its peaks are what is predicted "
-            f"from, got this machine's. Name the generation: a plan's target as in tpu:v5e:2x4 or "
-            f"gpu:h100:8, what noria bench runs on as in --kind h100."
+            f"target {target}: expected a kind of hardware, because predictions need "
+            f"its peaks, got this machine's. Name the generation: in a plan's target, as in "
+            f"tpu:v5e:2x4 or gpu:h100:8; for noria bench, as in --kind h100."
         )
     if name not in known:
         raise UnknownHardware(
@@ -133,7 +140,7 @@ def hardware_of(target: str, known: Mapping[str, Hardware], kind: str = "") -> H
             f"them, or add a table [{name}] of your own with --hardware FILE."
         )
     device = known[name]
-    return device.shared_by(found.num_devices) if is_cpu else device
+    return device.shared_by(parsed.num_devices) if is_cpu else device
 
 
 def _is_block(sides: object) -> bool:

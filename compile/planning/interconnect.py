@@ -1,9 +1,9 @@
-"""Seconds of collectives over the links between devices: those of a slice of TPUs, or a switch.
+"""Seconds of collectives over the links between devices, on a slice of TPUs or a switch.
 
-Along a dimension whose links wrap the devices of a slice are a ring, elsewhere an open line. A mesh
-axis lies along whole dimensions and parts of them, and a part is an open line too. Links count as
-if nothing else were sent over them, so the outer one of two axes that share a dimension is slower
-than this; and a collective as if it took no time of its own.
+Devices along a dimension of a slice form a ring if its links wrap, else an open line. A mesh axis
+covers whole dimensions and parts of dimensions; a part is an open line, too. Links count as unused
+otherwise, so if two axes share a dimension, the outer one is slower than predicted here. A
+collective has no latency of its own.
 
 Knows nothing of models or graphs.
 """
@@ -17,39 +17,40 @@ from .hardware import Hardware
 
 @dataclass(frozen=True)
 class Line:
-    """Devices side by side along one dimension of a slice."""
+    """Neighbouring devices along one dimension of a slice."""
 
     size: int
     is_ring: bool
 
     @property
-    def links(self) -> int:
-        """That each device sends over at once; an end of an open line has one."""
+    def num_links(self) -> int:
+        """Number of links over which each device sends at once; one in an open line."""
         return 2 if self.is_ring else 1
 
     @property
-    def middle(self) -> float:
-        """Of an all-to-all, what a link in the middle carries, in arrays of one device.
+    def middle_load(self) -> float:
+        """Load of a link in the middle during an all-to-all, in arrays of one device.
 
-        Each of n / 2 devices sends an n-th of its array to each of the n / 2 beyond the middle:
-        n / 4 arrays over one link, of a ring over two. On a ring pieces go n / 4 hops in the mean,
-        so all links carry as much: V / (4 W), if V is the array of all devices and W the rate of
-        two links ("How to Scale Your Model", jax-ml.github.io/scaling-book, part 3, all-to-all).
+        Each of n / 2 devices sends an n-th of its array to each of the n / 2 devices beyond the
+        middle. These are n / 4 arrays over one link, or over two links on a ring. On a ring, pieces
+        travel n / 4 hops on average, so all links have the same load: V / (4 W), where V is the
+        array of all devices and W the rate of two links ("How to Scale Your Model",
+        jax-ml.github.io/scaling-book, part 3, all-to-all).
         """
-        return self.size**2 // 4 / self.size / self.links
+        return self.size**2 // 4 / self.size / self.num_links
 
 
 class Interconnect:
     """Links of one kind of hardware along the axes of a mesh."""
 
     def __init__(self, hardware: Hardware, mesh: Mapping[str, int], torus: Sequence[int]):
-        """`torus` are the dimensions of the slice; without them there is a switch."""
+        """Create an interconnect; `torus` has the dimensions of the slice, empty for a switch."""
         self.hardware = hardware
         self._dimensions = list(zip(torus, hardware.rings(torus), strict=True))
         self._along = _along(mesh, torus)
 
     def lines(self, mesh_axes: Iterable[str]) -> list[Line]:
-        """Those that make up what the mesh axes span together."""
+        """The lines of devices that these mesh axes cover together."""
         sizes = map(math.prod, zip(*(self._along[axis] for axis in mesh_axes), strict=True))
         return [
             Line(size, wraps and size == whole)
@@ -58,10 +59,10 @@ class Interconnect:
         ]
 
     def seconds(self, kind: str, mesh_axes: Sequence[str], sent: float) -> float:
-        """Of collectives for which each device sends so many bytes (`sent_bytes`).
+        """Seconds of collectives in which each device sends `sent` bytes (see `sent_bytes`).
 
-        They share the links of a device evenly, but for an all-to-all: its pieces go along one
-        dimension after the other, so it takes as long as the dimension that takes longest.
+        The bytes use all links of a device evenly, except in an all-to-all: its pieces go along one
+        dimension after the other, so it takes as long as the slowest dimension.
         """
         lines = self.lines(mesh_axes)
         if not lines:
@@ -69,23 +70,23 @@ class Interconnect:
         if kind == "all-to-all":
             group = math.prod(line.size for line in lines)
             array = sent * group / (group - 1)
-            return array * max(line.middle for line in lines) / self.hardware.link_rate
-        return sent / (self.hardware.link_rate * sum(line.links for line in lines))
+            return array * max(line.middle_load for line in lines) / self.hardware.link_rate
+        return sent / (self.hardware.link_rate * sum(line.num_links for line in lines))
 
 
 def _along(mesh: Mapping[str, int], dimensions: Sequence[int]) -> dict[str, list[int]]:
-    """By mesh axis, its devices along each dimension, as if these were numbered first to last.
+    """Number of devices of each mesh axis along each dimension, if devices are numbered in order.
 
-    The last axis takes the first dimensions: of 8 by 8 devices on 4x4x4 it lies along 4, 2 and 1 of
-    them, and the other axis along 1, 2 and 4.
+    The last axis takes the first dimensions: with 8 by 8 devices on 4x4x4, it has 4, 2 and 1
+    devices along the dimensions, and the other axis has 1, 2 and 4.
     """
-    found: dict[str, list[int]] = {}
+    along: dict[str, list[int]] = {}
     left = list(dimensions)
     for axis, size in reversed(list(mesh.items())):
-        found[axis] = []
+        along[axis] = []
         for dimension, free in enumerate(left):
             taken = math.gcd(size, free)
-            found[axis].append(taken)
+            along[axis].append(taken)
             size //= taken
             left[dimension] //= taken
-    return found
+    return along

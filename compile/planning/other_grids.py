@@ -1,6 +1,6 @@
-"""Grids as they are picked by hand, to hold a plan against: its slots and spans, other lengths.
+"""Grids with hand-picked prefill lengths, for comparison with a plan of the same slots and spans.
 
-Knows nothing of what a grid costs.
+Knows nothing of the cost of a grid.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,10 +16,10 @@ LANES = 128
 def hand_picked(
     grid: BucketGrid, longest_prompt: int, tokens_per_call: int
 ) -> Mapping[str, BucketGrid]:
-    """By name: ladders of whole prompts with as many prefill graphs as `grid` has.
+    """Grids of whole prompts with as many prefill graphs as `grid` has, by name.
 
-    Powers of two up to the longest prompt are what serving stacks ship (JetStream and vLLM's TPU
-    backend begin at 16, SGLang's at 64); equal steps of 128 are the other common choice.
+    Serving stacks ship powers of two up to the longest prompt (JetStream and vLLM's TPU backend
+    begin at 16, SGLang's at 64). Equal steps of 128 are the other common choice.
     """
     count = len(grid.prefill)
     ladders = {
@@ -30,22 +30,23 @@ def hand_picked(
 
 
 def powers_of_two(count: int, longest: int) -> list[int]:
-    """The `count` largest powers of two of which the last holds `longest`."""
+    """The `count` largest powers of two, of which the last is at least `longest`."""
     top = (longest - 1).bit_length()
     return [2**power for power in range(max(0, top - count + 1), top + 1)]
 
 
 def multiples(count: int, longest: int) -> list[int]:
-    """Equal steps, multiples of 128, of which the last holds `longest`."""
+    """Equal steps that are multiples of 128, of which the last is at least `longest`."""
     step = round_up(-(-longest // count), LANES)
     return list(range(step, round_up(longest, step) + 1, step))
 
 
 def with_lengths(grid: BucketGrid, lengths: Sequence[int], tokens_per_call: int) -> BucketGrid:
-    """The grid with other prefill lengths, none of them past the longest row."""
+    """The grid with other prefill lengths, none of them above `max_length`."""
     lengths = sorted({min(length, grid.max_length) for length in lengths})
-    most = grid.decode_slots or tokens_per_call
+    max_rows = grid.decode_slots or tokens_per_call
     prefill = [
-        PrefillBucket(length, max(1, min(tokens_per_call // length, most))) for length in lengths
+        PrefillBucket(length, max(1, min(tokens_per_call // length, max_rows)))
+        for length in lengths
     ]
     return replace(grid, prefill=tuple(prefill), chunks_per_decode=None)

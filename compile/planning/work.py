@@ -1,10 +1,10 @@
-"""What a graph has to do, from shapes alone: operations and bytes of its parts on one device.
+"""The work of a graph, from shapes alone: operations and bytes of its parts on one device.
 
-Products take two operations a weight and token (Pope et al. 2022, "Efficiently Scaling Transformer
-Inference", 2211.05102, section 2), attention two an entry of a head and pair of query and key, for
-scores and again for values. Memory is read for weights once a call, for keys and values once a
-block of queries. Work is taken to be evenly shared between the devices whose mesh axes split it;
-what a device sends is as `sharding.communication` says.
+Products take two operations for each weight and token (Pope et al. 2022, "Efficiently Scaling
+Transformer Inference", 2211.05102, section 2). Attention takes two operations for each element of a
+head and each pair of query and key, for scores and again for values. Weights are read once in a
+call, keys and values once for each block of queries. The work is divided evenly among the devices
+whose mesh axes split it. Communication comes from `sharding.communication`.
 
 Knows nothing of hardware, seconds or grids; compiles nothing.
 """
@@ -35,19 +35,19 @@ from ...sharding.device_bytes import cache_bytes_per_device, parameter_bytes_per
 from ...sharding.layer_shapes import LayerShapes
 from ...sharding.layout import Layout
 from ...sharding.projection import MeshAxes
-from ..definition import Definition
+from ..abstract_model import AbstractModel
 from ..grids.bucket_grid import BucketGrid
 
 FLOAT32_BYTES = 4
 ONE_DEVICE = Layout.from_table({"name": "one device", "mesh": {"data": 1}, "rules": {}})
 ACTIVATION_PASSES = 16
-"""Times that a layer reads or writes the residual stream in norms, rotations, sums and gates: an
-estimate, as compilers fuse some of them; a calibration corrects it."""
+"""Estimated number of times that a layer reads or writes the residual stream, in norms, rotations,
+sums and gates. Compilers fuse some of them; a calibration corrects the estimate."""
 
 
 _Key = TypeVar("_Key")
 Sent = Mapping[tuple[str, MeshAxes], float]
-"""Bytes to other devices, by kind of collective and mesh axes."""
+"""Bytes sent to other devices, by kind of collective and mesh axes."""
 
 
 @dataclass(frozen=True)
@@ -57,20 +57,21 @@ class Part:
     name: str
     flops: float = 0.0
     bytes: float = 0.0
-    """Read from and written to memory."""
+    """Bytes read from and written to main memory."""
     sent: Sent = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Needed:
-    """Bytes that one call has to move on one device, however it is computed."""
+class NeededBytes:
+    """Minimum bytes that one call moves on one device, however it is computed."""
 
     weights: float
-    """Every weight of a product once; not an embedding table of which rows are looked up."""
+    """Every weight of a product, read once; without embedding tables in which rows are looked up.
+    """
     experts: float
-    """The experts that so many tokens choose if routing is uniform."""
+    """The experts that the tokens choose if routing is uniform."""
     cache: float
-    """All entries of the cache below the span, live or not, or those that a prompt fills."""
+    """All cache entries below the span, live or not; in prefill, the entries that it writes."""
     logits: float
     """Logits, written once and read once."""
 
@@ -84,13 +85,16 @@ class Work:
 
     def __init__(
         self,
-        definition: Definition,
+        model: AbstractModel,
         dtype: str,
         layout: Layout | None = None,
         cache_dtype: DTypeLike | None = None,
     ):
-        """Work under a layout, or on one device; the cache has the weights' dtype by default."""
-        self.definition, self.config = definition, definition.config
+        """Create the work under a layout, or on one device.
+
+        The cache has the weights' dtype by default.
+        """
+        self.model, self.config = model, model.config
         self.dtype = dtype
         self.cache_dtype = jnp.dtype(cache_dtype or dtype)
         self.layout = layout or ONE_DEVICE
@@ -99,23 +103,23 @@ class Work:
         self._heads_only = replace(
             self.layout, rules=AxisRules(heads), prefill={}, decode={}, name="heads alone"
         )
-        """The layout as far as it splits heads of prompts."""
-        shapes = {name: x.shape for name, x in definition.abstract_parameters(dtype).items()}
+        """The layout, reduced to its split of the heads of prompts."""
+        shapes = {name: x.shape for name, x in model.abstract_parameters(dtype).items()}
         self.parameter_bytes = parameter_bytes_per_device(
-            self.layout, shapes, definition.logical_axes(), dtype
+            self.layout, shapes, model.logical_axes(), dtype
         )
-        """On each device."""
+        """Bytes of the parameters on each device."""
         self._known_exchanges: dict[tuple[str, int, int, int], Part] = {}
         self._known_weights: dict[tuple[str, bool], tuple[float, float]] = {}
 
     @property
-    def num_defined(self) -> int:
-        """Layers that a program defines: of a loop, those of one turn."""
-        return len(block_layers(self.config, self.definition.arrangement))
+    def num_program_layers(self) -> int:
+        """Number of layers that a program defines; in a loop, the layers of one iteration."""
+        return len(block_layers(self.config, self.model.arrangement))
 
     def parts(self, call: Call) -> tuple[Part, ...]:
-        """What one call has to do."""
-        found = [
+        """The parts of one call."""
+        parts = [
             self._products(call),
             self._experts(call),
             self._attention(call),
@@ -123,63 +127,63 @@ class Work:
             self._activations(call),
             self._exchanges(call),
         ]
-        return tuple(part for part in found if part is not None)
+        return tuple(part for part in parts if part is not None)
 
-    def needed(self, call: Call) -> Needed:
-        """Bytes that one call has to move."""
+    def needed(self, call: Call) -> NeededBytes:
+        """Minimum bytes that one call moves."""
         experts = self._experts(call)
-        _, of_head = self._of_weight(self._shapes(call), record_logits(self.config))
-        return Needed(
-            weights=self._of_weights(call, of_experts=False)[1] + of_head,
+        _, head_bytes = self._product_work(self._shapes(call), record_logits(self.config))
+        return NeededBytes(
+            weights=self._weights_work(call, of_experts=False)[1] + head_bytes,
             experts=0.0 if experts is None else experts.bytes,
             cache=self._span_bytes(call),
             logits=self._logits_bytes(call),
         )
 
     def cache_bytes(self, slots: int, length: int) -> int:
-        """Keys and values of slots that are all alike, on each device."""
+        """Bytes of the cache on each device, for slots of the same length."""
         return cache_bytes_per_device(
-            self.config, self.layout, slots, length, self.cache_dtype, self.definition.arrangement
+            self.config, self.layout, slots, length, self.cache_dtype, self.model.arrangement
         )
 
     @property
     def entry_bytes(self) -> float:
-        """Of an entry of a slot in one layer, on each device, on average."""
+        """Average bytes of a cache entry of a slot in one layer, on each device."""
         slots, length = 1024, 1024
         entries = slots * length * self.config.num_layers
         return self.cache_bytes(slots, length) / entries
 
-    def cache_bytes_of(self, segments: CachePieces) -> int:
-        """Keys and values on each device, of a cache in pieces."""
+    def pieces_bytes(self, segments: CachePieces) -> int:
+        """Bytes on each device of a cache in pieces."""
         return sum(
             self.cache_bytes(slots, end) - self.cache_bytes(slots, start)
             for slots, start, end in pieces(segments)
         )
 
     def grid_bytes(self, grid: BucketGrid) -> int:
-        """Keys and values of a grid's slots on each device."""
-        return self.cache_bytes_of(grid.segments(grid.max_length))
+        """Bytes of the cache of a grid on each device."""
+        return self.pieces_bytes(grid.segments(grid.max_length))
 
     def _products(self, call: Call) -> Part:
-        """Every weight that all tokens pass through."""
-        flops, num_bytes = self._of_weights(call, of_experts=False)
+        """Products with the weights that all tokens pass through."""
+        flops, num_bytes = self._weights_work(call, of_experts=False)
         return Part("products", call.num_tokens * flops, num_bytes)
 
     def _experts(self, call: Call) -> Part | None:
-        """Weights of the experts that so many tokens choose, in lossless tiles."""
+        """Products with the experts that the tokens choose, in lossless tiles."""
         moe = self.config.moe
         if moe is None:
             return None
         E, Z = moe.routing.num_experts, moe.routing.num_chosen
         choices = call.num_tokens * Z
-        # choices spread evenly leave an expert without a token with this probability
+        # if choices are uniform, an expert has no token with this probability
         used = 1 - (1 - Z / E) ** call.num_tokens
         rows = choices + used * E * (LOSSLESS.tile(choices, E) - 1) / 2
-        flops, num_bytes = self._of_weights(call, of_experts=True)
+        flops, num_bytes = self._weights_work(call, of_experts=True)
         return Part("experts", rows / E * flops, used * num_bytes)
 
-    def _of_weights(self, call: Call, *, of_experts: bool) -> tuple[float, float]:
-        """Operations of one row of activations, and bytes of all weights."""
+    def _weights_work(self, call: Call, *, of_experts: bool) -> tuple[float, float]:
+        """Operations for one row of activations, and bytes of all weights."""
         phase = call.phase
         if (phase, of_experts) not in self._known_weights:
             flops = num_bytes = 0.0
@@ -188,13 +192,13 @@ class Work:
                 shapes = self._shapes(call, kinds.index(kind))
                 record = shapes.record
                 for product in record.expert_products if of_experts else record.products:
-                    of_row, read = self._of_weight(shapes, product)
-                    flops, num_bytes = flops + count * of_row, num_bytes + count * read
+                    row_flops, weight_bytes = self._product_work(shapes, product)
+                    flops, num_bytes = flops + count * row_flops, num_bytes + count * weight_bytes
             self._known_weights[phase, of_experts] = flops, num_bytes
         return self._known_weights[phase, of_experts]
 
-    def _of_weight(self, shapes: LayerShapes, product: WeightProduct) -> tuple[float, float]:
-        """The same of one product, for which the weight may be gathered first."""
+    def _product_work(self, shapes: LayerShapes, product: WeightProduct) -> tuple[float, float]:
+        """Operations and bytes of one product; its weight may have to be gathered first."""
         num_shards, size = self.layout.mesh.num_shards, product.num_weights
         used, stored = (
             num_shards(chain(*rules.dimensions(product.weight)))
@@ -218,21 +222,21 @@ class Work:
         return Part("attention", flops / shards, self._kept_bytes(call))
 
     def _kept_bytes(self, call: Call) -> float:
-        """Keys and values read, once a block of queries, and those that are written."""
-        of_span = self._span_bytes(call)
+        """Bytes of keys and values that are written, or read for each block of queries."""
+        span_bytes = self._span_bytes(call)
         if call.phase == "decode":
-            return of_span
+            return span_bytes
         block, _ = block_sizes(call.tokens, call.span)
         blocks = math.ceil(call.tokens / block)
         seen = sum(_pairs(call, window) for window in self.config.windows)
         everything = call.num_tokens * call.span * self.config.num_layers
-        return of_span * (blocks * seen / everything + call.tokens / call.span)
+        return span_bytes * (blocks * seen / everything + call.tokens / call.span)
 
     def _span_bytes(self, call: Call) -> float:
-        """Keys and values below the span, or of all tokens of a prompt."""
+        """Bytes of keys and values below the span, or of all tokens of a prompt."""
         if call.phase == "decode":
-            return self.cache_bytes_of(call.segments or ((call.rows, call.span),))
-        # as if one row were alone, then shared as the prompt's attention is
+            return self.pieces_bytes(call.segments or ((call.rows, call.span),))
+        # bytes of one row on one device, divided as the prompt's attention is
         rules, shards = self.layout.phase(call.phase), self.layout.mesh.num_shards
         split = (axes.ATTENTION_BATCH, axes.LENGTH)
         pieces = shards(self._mesh_axes(split, rules))
@@ -242,15 +246,15 @@ class Work:
             1,
             call.span,
             self.cache_dtype,
-            self.definition.arrangement,
+            self.model.arrangement,
         )
         return call.rows * alone / pieces
 
     def _logits(self, call: Call) -> Part:
-        """The product with the vocabulary, and what it leaves in memory."""
-        flops, num_bytes = self._of_weight(self._shapes(call), record_logits(self.config))
-        made = self._logits_bytes(call)
-        return Part("logits", call.num_logits * flops, num_bytes + made)
+        """The product with the vocabulary, and the logits that it writes."""
+        flops, num_bytes = self._product_work(self._shapes(call), record_logits(self.config))
+        logits_bytes = self._logits_bytes(call)
+        return Part("logits", call.num_logits * flops, num_bytes + logits_bytes)
 
     def _logits_bytes(self, call: Call) -> float:
         """Bytes of logits that are written once and read once."""
@@ -266,10 +270,10 @@ class Work:
         return Part("activations", 0.0, ACTIVATION_PASSES * config.num_layers * stream)
 
     def _exchanges(self, call: Call) -> Part | None:
-        """What layers send."""
+        """Collectives of all layers."""
         if self.layout.mesh.num_devices == 1:
             return None
-        # spans of decode send alike, and a search asks for many
+        # all spans of decode send the same, and a search asks for many spans
         key = call.phase, call.rows, call.tokens, call.span if call.phase == "chunk" else 0
         if key not in self._known_exchanges:
             self._known_exchanges[key] = Part("exchanges", sent=self._sent(call))
@@ -277,13 +281,18 @@ class Work:
 
     def _sent(self, call: Call) -> Sent:
         num_shards = self.layout.mesh.num_shards
-        found = communication.predict_collectives(self.config, self.layout, call, self._itemsize)
-        return summed(
+        collectives = communication.predict_collectives(
+            self.config, self.layout, call, self._itemsize
+        )
+        return sum_by_key(
             (
-                (one.kind, one.mesh_axes),
-                one.times * sent_bytes(one.kind, one.num_bytes, num_shards(one.mesh_axes)),
+                (collective.kind, collective.mesh_axes),
+                collective.times
+                * sent_bytes(
+                    collective.kind, collective.num_bytes, num_shards(collective.mesh_axes)
+                ),
             )
-            for one in found
+            for collective in collectives
         )
 
     @staticmethod
@@ -291,8 +300,8 @@ class Work:
         return frozenset(mesh for axis in logical_axes if axis for mesh in rules[axis])
 
 
-def summed(pairs: Iterable[tuple[_Key, float]]) -> dict[_Key, float]:
-    """Numbers of the same key together."""
+def sum_by_key(pairs: Iterable[tuple[_Key, float]]) -> dict[_Key, float]:
+    """Sum the numbers of each key."""
     total: dict[_Key, float] = {}
     for key, number in pairs:
         total[key] = total.get(key, 0.0) + number
@@ -300,8 +309,8 @@ def summed(pairs: Iterable[tuple[_Key, float]]) -> dict[_Key, float]:
 
 
 def sent_by_axes(tables: Iterable[Sent]) -> dict[str, float]:
-    """Bytes of all kinds together, by mesh axes joined by `+`."""
-    return summed(
+    """Bytes of all kinds of collectives, by mesh axes joined by `+`."""
+    return sum_by_key(
         ("+".join(mesh_axes), num_bytes)
         for table in tables
         for (_, mesh_axes), num_bytes in table.items()
@@ -309,7 +318,7 @@ def sent_by_axes(tables: Iterable[Sent]) -> dict[str, float]:
 
 
 def _pairs(call: Call, window: Window) -> int:
-    """Pairs of query and key that attention computes in one layer: whole blocks."""
+    """Number of query-key pairs that attention computes in one layer, in whole blocks."""
     if call.phase == "decode":
         return sum(
             rows * (num_cache_entries(window, end) - num_cache_entries(window, start))

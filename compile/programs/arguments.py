@@ -1,10 +1,10 @@
-"""Arguments of a program behind its arrays, as far as these are the same array by other names.
+"""Finds the argument of a program from which an array comes.
 
-Followed are views, copies, conversions, slices and updates in place, also inside fusions, and the
+It follows views, copies, conversions, slices and updates in place, also inside fusions, and the
 state of loops and branches. So a cache that is converted, written to and converted back is still
-the argument it came from, and so is a layer's slice of stacked weights.
+the same argument, and so is a layer's slice of stacked weights.
 
-Knows nothing of models; of an argument only its number and its name.
+Knows nothing of models; knows only the number and the name of an argument.
 """
 
 from collections.abc import Mapping
@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from .hlo_text import Computation, Instruction, Program
 
 MOVING = ("bitcast", "copy", "transpose", "reshape", "slice", "dynamic-slice", "convert")
-"""Operations that do nothing to an array but move it, or a part of it, or convert it."""
+"""Operations that only move an array or a part of it, or convert it."""
 _SAME = (*MOVING, "dynamic-update-slice", "scatter")
 """Operations whose result is their first operand, or a part of it, in another form."""
 
 
 @dataclass(frozen=True)
 class _Value:
-    """An array: an instruction's result, or an element of it."""
+    """An array: the result of an instruction, or an element of the result."""
 
     computation: str
     name: str
@@ -35,67 +35,78 @@ class Arguments:
         self._callers = _callers(program)
         entry = program.computations[program.entry]
         self.names: Mapping[int, str] = {
-            int(one.arguments): (one.source or one.name).replace("\\'", "'")
-            for one in entry.instructions.values()
-            if one.opcode == "parameter"
+            int(instruction.arguments): (instruction.source or instruction.name).replace("\\'", "'")
+            for instruction in entry.instructions.values()
+            if instruction.opcode == "parameter"
         }
         """Names of arguments by number, as in the traced function: `parameters['head.table']`."""
         self._known: dict[_Value, int | None] = {}
 
     def of(self, computation: Computation, name: str, index: int | None = None) -> int | None:
-        """The number of the argument that an array is; None where it is none."""
+        """The number of the argument from which an array comes, or None."""
         return self._of(_Value(computation.name, name, index))
 
-    def of_result(self, computation: Computation, one: Instruction) -> int | None:
-        """The same of the first array of an instruction's result that is one."""
-        if len(one.arrays) == 1:
-            return self.of(computation, one.name)
-        found = (self.of(computation, one.name, index) for index in range(len(one.arrays)))
-        return next((number for number in found if number is not None), None)
+    def of_result(self, computation: Computation, instruction: Instruction) -> int | None:
+        """The number of the argument from which the first such array of a result comes, or None."""
+        if len(instruction.arrays) == 1:
+            return self.of(computation, instruction.name)
+        numbers = (
+            self.of(computation, instruction.name, index)
+            for index in range(len(instruction.arrays))
+        )
+        return next((number for number in numbers if number is not None), None)
 
     def _of(self, value: _Value) -> int | None:
         if value not in self._known:
-            # a loop that hands its state around would otherwise be followed for ever
+            # a loop passes its state around, and would otherwise be followed forever
             self._known[value] = None
-            self._known[value] = self._followed(value)
+            self._known[value] = self._follow(value)
         return self._known[value]
 
-    def _followed(self, value: _Value) -> int | None:
+    def _follow(self, value: _Value) -> int | None:
         computation = self._program.computations[value.computation]
-        one = computation.instructions[value.name]
-        if one.opcode == "parameter":
-            return self._of_parameter(computation, one, value.index)
-        if one.opcode == "get-tuple-element":
-            index = one.attribute("index", r"\d+")
-            assert index is not None, f"%{one.name} takes an element, and says which"
-            return self._of(_Value(computation.name, one.operands[0], int(index)))
-        if one.opcode == "tuple" and value.index is not None:
-            return self._of(_Value(computation.name, one.operands[value.index]))
-        if one.opcode == "while":
-            return self._of(_Value(computation.name, one.operands[0], value.index))
-        if one.opcode in ("fusion", "async-start"):
-            return self._of_fused(computation, one, value.index)
-        if one.opcode in _SAME or one.opcode.endswith(("-start", "-update", "-done")):
-            return self._of(_Value(computation.name, one.operands[0])) if one.operands else None
+        instruction = computation.instructions[value.name]
+        if instruction.opcode == "parameter":
+            return self._of_parameter(computation, instruction, value.index)
+        if instruction.opcode == "get-tuple-element":
+            index = instruction.attribute("index", r"\d+")
+            assert index is not None, (
+                f"%{instruction.name} takes an element and must have its index"
+            )
+            return self._of(_Value(computation.name, instruction.operands[0], int(index)))
+        if instruction.opcode == "tuple" and value.index is not None:
+            return self._of(_Value(computation.name, instruction.operands[value.index]))
+        if instruction.opcode == "while":
+            return self._of(_Value(computation.name, instruction.operands[0], value.index))
+        if instruction.opcode in ("fusion", "async-start"):
+            return self._of_fused(computation, instruction, value.index)
+        if instruction.opcode in _SAME or instruction.opcode.endswith(
+            ("-start", "-update", "-done")
+        ):
+            return (
+                self._of(_Value(computation.name, instruction.operands[0]))
+                if instruction.operands
+                else None
+            )
         return None
 
     def _of_parameter(
-        self, computation: Computation, one: Instruction, index: int | None
+        self, computation: Computation, instruction: Instruction, index: int | None
     ) -> int | None:
         if computation.name == self._program.entry:
-            return int(one.arguments)
+            return int(instruction.arguments)
         if computation.name not in self._callers:
             return None
-        caller, where, role, place = self._callers[computation.name]
+        caller, outer, role, branch = self._callers[computation.name]
         if role in ("condition", "body"):
-            return self._of(_Value(where.name, caller.operands[0], index))
-        first = place + 1 if caller.opcode == "conditional" else int(one.arguments)
-        return self._of(_Value(where.name, caller.operands[first], index))
+            return self._of(_Value(outer.name, caller.operands[0], index))
+        operand = branch + 1 if caller.opcode == "conditional" else int(instruction.arguments)
+        return self._of(_Value(outer.name, caller.operands[operand], index))
 
     def _of_fused(
-        self, computation: Computation, one: Instruction, index: int | None
+        self, computation: Computation, instruction: Instruction, index: int | None
     ) -> int | None:
-        name = dict(one.called()).get("calls")
+        name = dict(instruction.called()).get("calls")
         if name is None:
             return None
         inside = self._program.computations[name]
@@ -106,18 +117,18 @@ class Arguments:
             result = inside.instructions[result.operands[0]]
         if result.opcode != "parameter":
             return None
-        return self._of(_Value(computation.name, one.operands[int(result.arguments)]))
+        return self._of(_Value(computation.name, instruction.operands[int(result.arguments)]))
 
 
 def _callers(program: Program) -> dict[str, tuple[Instruction, Computation, str, int]]:
-    """The instruction that runs each computation, where it is, and as which of several it runs it.
+    """The instruction that runs each computation, its own computation, role and branch number.
 
-    Fusions are no runs.
+    Fusions do not count as runs.
     """
-    found = {}
+    callers = {}
     for computation in program.computations.values():
-        for one in computation.instructions.values():
-            if one.opcode in ("while", "conditional", "call"):
-                for place, (role, name) in enumerate(one.called()):
-                    found.setdefault(name, (one, computation, role, place))
-    return found
+        for instruction in computation.instructions.values():
+            if instruction.opcode in ("while", "conditional", "call"):
+                for branch, (role, name) in enumerate(instruction.called()):
+                    callers.setdefault(name, (instruction, computation, role, branch))
+    return callers

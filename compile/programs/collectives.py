@@ -1,19 +1,19 @@
-"""The communication of a compiled program: what moves, along which mesh axes, how many bytes.
+"""Reads the collectives of a compiled program: arrays, mesh axes and bytes.
 
-Read from the text of the executable, so it is what the compiler decided, for CPU, TPU and GPU
-alike. Knows nothing of models, links or seconds, and of the mesh only names and sizes. Guarantees:
-every collective that the entry reaches is reported once per place it is called from; an
-asynchronous one once, whatever it is split into; communication whose bytes are not understood
-(`send`, `ragged-all-to-all`) is an error. What a custom call (a kernel) sends by itself is not in
-the text and so not here.
+They are read from the text of the executable, so they show the compiler's decisions, on CPU, TPU
+and GPU alike. Knows nothing of models, links or seconds; knows the names and sizes of mesh axes.
+Guarantees: every collective that the entry reaches is reported once for each place from which it is
+called; an asynchronous collective is reported once, into however many parts it is split;
+communication whose bytes are unknown (`send`, `ragged-all-to-all`) is an error. The communication
+of a custom call (a kernel) is not in the text, and so not reported.
 
-`num_bytes` is of the whole array along the communicated dimension, per device and execution: an
-all-reduce counts its operand, a reduce-scatter its input, an all-gather its output, so an
-all-reduce has the bytes of each of the two that it equals.
+`num_bytes` are the bytes of the whole array along the communicated dimension, on each device and in
+each execution: an all-reduce counts its operand, a reduce-scatter its input, an all-gather its
+output. So an all-reduce has the same bytes as each of the two collectives of which it consists.
 
-Numbers in the text are positions in the mesh, row-major, and not device ids. The axes of a
+Device numbers in the text are positions in the mesh, row-major, and not device ids. The axes of a
 collective are those along which the devices of a group differ. Usually a group is a whole line or
-plane of the mesh; where the compiler takes less (a half of an axis), `group_size` shows it.
+plane of the mesh; if the compiler uses a part of an axis, `group_size` shows it.
 """
 
 import math
@@ -40,31 +40,37 @@ class Collective:
     kind: str
     """One of `KINDS`."""
     mesh_axes: tuple[str, ...]
-    """In the order of the mesh."""
+    """Mesh axes, in the order of the mesh."""
     group_size: int
-    """Devices that take part together; of a permute 2, a device and its peer."""
+    """Number of devices that take part together; 2 for a permute, a device and its peer."""
     arrays: tuple[str, ...]
-    """Its operands, such as `bf16[256,1024]`; several where collectives were combined."""
+    """The operands, such as `bf16[256,1024]`; several if collectives were combined."""
     num_bytes: int
     loops: tuple[int | None, ...]
-    """Trip counts of the loops around it, outermost first; None where the text leaves it open."""
+    """Trip counts of the loops around it, outermost first; None if the text does not prove a
+    count."""
     is_conditional: bool
-    """Whether it sits in a branch, which need not run."""
+    """Whether it is in a branch, which need not run."""
     name: str
     computation: str
     source: str
-    """The operation of the traced function, empty where the compiler kept none."""
+    """The operation of the traced function; empty if the compiler kept none."""
 
     @property
     def times(self) -> int:
-        """Executions per call of the program, with one turn of each loop of unknown length."""
+        """Executions in one call of the program; a loop of unknown length counts once."""
         return math.prod(count for count in self.loops if count is not None)
 
 
 def read_collectives(hlo_text: str, mesh_sizes: Mapping[str, int]) -> list[Collective]:
-    """All collectives between two devices or more, in the order of the text, calls followed.
+    """Read all collectives between two or more devices, in the order of the text.
 
-    `hlo_text` is what `program_text` gives, `mesh_sizes` the axes of its mesh in order.
+    Args:
+      hlo_text: The text from `program_text`.
+      mesh_sizes: Sizes of the program's mesh axes, in order.
+
+    Raises:
+      ValueError: The program is for another number of devices, or its communication is unknown.
     """
     program = read_program(hlo_text)
     num_devices = math.prod(mesh_sizes.values())
@@ -75,16 +81,16 @@ def read_collectives(hlo_text: str, mesh_sizes: Mapping[str, int]) -> list[Colle
             f"got one of {program.num_partitions} partitions and {program.num_replicas} replicas. "
             f"Pass the mesh that it was compiled for."
         )
-    found = (
-        _describe(program.computations[place.computation], instruction, place, mesh_sizes)
-        for place, instruction in _visit(program, _Place(program.entry))
+    collectives = (
+        _describe(program.computations[site.computation], instruction, site, mesh_sizes)
+        for site, instruction in _visit(program, _CallSite(program.entry))
     )
-    return [collective for collective in found if collective.mesh_axes]
+    return [collective for collective in collectives if collective.mesh_axes]
 
 
 @dataclass(frozen=True)
-class _Place:
-    """A computation, and the way that led there from the entry."""
+class _CallSite:
+    """A computation, and the path of calls from the entry to it."""
 
     computation: str
     loops: tuple[int | None, ...] = ()
@@ -93,51 +99,52 @@ class _Place:
     source: str = ""
 
 
-def _visit(program: Program, place: _Place) -> Iterator[tuple[_Place, Instruction]]:
-    """The collectives of a computation and of all that it calls, once per call."""
-    computation = program.computations[place.computation]
+def _visit(program: Program, site: _CallSite) -> Iterator[tuple[_CallSite, Instruction]]:
+    """Visit the collectives of a computation and of its callees, once for each call."""
+    computation = program.computations[site.computation]
     for instruction in computation.instructions.values():
-        # the second half of an asynchronous pair may name what the first half called
+        # the second half of an asynchronous pair may name the computation of its first half
         if instruction.opcode.endswith(("-done", "-update")):
             continue
         kind = instruction.opcode.removesuffix("-start")
         if kind in KINDS:
             if not _is_continued(computation, instruction):
-                yield place, instruction
+                yield site, instruction
             continue
         if kind in _UNREAD and "is_host_transfer=true" not in instruction.attributes:
             raise ValueError(
                 f"HLO text: expected collectives among {', '.join(KINDS)}; got {kind} "
-                f"(%{instruction.name}). Compile without the option or operation it comes from."
+                f"(%{instruction.name}). Compile without the option or operation that makes it."
             )
-        yield from _visit_called(program, place, instruction)
+        yield from _visit_called(program, site, instruction)
 
 
 def _visit_called(
-    program: Program, place: _Place, caller: Instruction
-) -> Iterator[tuple[_Place, Instruction]]:
-    loops = place.loops
+    program: Program, site: _CallSite, caller: Instruction
+) -> Iterator[tuple[_CallSite, Instruction]]:
+    loops = site.loops
     if caller.opcode == "while":
-        # the condition is taken to run as often as the body, though it runs once more
-        computation = program.computations[place.computation]
+        # the condition counts as often as the body, although it runs once more
+        computation = program.computations[site.computation]
         loops = (*loops, trip_count(program, computation, caller))
     for _, name in caller.called():
         inside = replace(
-            place,
+            site,
             computation=name,
             loops=loops,
-            is_conditional=place.is_conditional or caller.opcode == "conditional",
+            is_conditional=site.is_conditional or caller.opcode == "conditional",
             is_fused=caller.opcode == "fusion",
-            source=caller.source or place.source,
+            source=caller.source or site.source,
         )
         yield from _visit(program, inside)
 
 
 def _is_continued(computation: Computation, collective: Instruction) -> bool:
-    """Whether a TPU collective only goes on here, having been started elsewhere.
+    """Whether this is a later part of a TPU collective that was started elsewhere.
 
-    The TPU's compiler spreads one over fusions that start it, carry it beside a product and end
-    it. Each fusion repeats the collective; in the first it is the operand of a start.
+    The TPU's compiler spreads a collective over several fusions, which start it, carry it beside a
+    product, and end it. Each fusion repeats the collective; in the first fusion it is the operand
+    of a start.
     """
     if '"async_collective_fusion_config"' not in collective.attributes:
         return False
@@ -149,15 +156,18 @@ def _is_continued(computation: Computation, collective: Instruction) -> bool:
 
 
 def _describe(
-    computation: Computation, instruction: Instruction, place: _Place, mesh_sizes: Mapping[str, int]
+    computation: Computation,
+    instruction: Instruction,
+    site: _CallSite,
+    mesh_sizes: Mapping[str, int],
 ) -> Collective:
     kind = instruction.opcode.removesuffix("-start")
     groups = _groups(instruction, math.prod(mesh_sizes.values()))
     group_size = max(map(len, groups), default=0)
     arrays = _operand_arrays(computation, instruction)
-    # NOTE: bytes come from the operands alone, as results differ: a start's holds operands too
+    # NOTE: bytes come from the operands only, because the result of a start holds operands, too
     num_bytes = sum(map(array_bytes, arrays)) * (group_size if kind == "all-gather" else 1)
-    if kind == "all-reduce" and place.is_fused and _is_sliced(computation, instruction):
+    if kind == "all-reduce" and site.is_fused and _is_sliced(computation, instruction):
         kind = "reduce-scatter"
     return Collective(
         kind=kind,
@@ -165,11 +175,11 @@ def _describe(
         group_size=group_size,
         arrays=arrays,
         num_bytes=num_bytes,
-        loops=place.loops,
-        is_conditional=place.is_conditional,
+        loops=site.loops,
+        is_conditional=site.is_conditional,
         name=instruction.name,
         computation=computation.name,
-        source=instruction.source or place.source,
+        source=instruction.source or site.source,
     )
 
 
@@ -184,22 +194,25 @@ def _operand_arrays(computation: Computation, instruction: Instruction) -> tuple
 
 
 def _is_sliced(computation: Computation, all_reduce: Instruction) -> bool:
-    """Whether a fused all-reduce is the TPU's way to write a reduce-scatter.
+    """Whether a fused all-reduce is the TPU's form of a reduce-scatter.
 
-    One fusion reduces, and keeps a slice of each result; only what is kept is ever computed.
+    Such a fusion reduces, and keeps a slice of each result; only the slice is ever computed.
     """
     instructions = computation.instructions.values()
     results = {all_reduce.name}
-    for one in instructions:
-        if one.opcode == "get-tuple-element" and one.operands[0] == all_reduce.name:
-            results.add(one.name)
-    return any(one.opcode == "dynamic-slice" and one.operands[0] in results for one in instructions)
+    for instruction in instructions:
+        if instruction.opcode == "get-tuple-element" and instruction.operands[0] == all_reduce.name:
+            results.add(instruction.name)
+    return any(
+        instruction.opcode == "dynamic-slice" and instruction.operands[0] in results
+        for instruction in instructions
+    )
 
 
 def _axes_within(groups: Sequence[Sequence[int]], mesh_sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """The mesh axes along which devices of one group differ.
+    """The mesh axes along which the devices of a group differ.
 
-    On a mesh of data=2, tensor=4 device 6 is at (1, 2): the group [2, 6] runs along data, the
+    On a mesh of data=2, tensor=4, device 6 is at (1, 2): the group [2, 6] runs along data, the
     group [4, 5, 6, 7] along tensor, and the pair [3, 4] along both.
     """
     is_within = np.zeros(len(mesh_sizes), bool)
@@ -210,7 +223,7 @@ def _axes_within(groups: Sequence[Sequence[int]], mesh_sizes: Mapping[str, int])
 
 
 def _groups(instruction: Instruction, num_devices: int) -> list[list[int]]:
-    """Devices that communicate with each other, in any of the four ways of writing them."""
+    """The groups of devices that communicate, from any of the four notations."""
     if text := instruction.attribute("source_target_pairs", _GROUP_LIST):
         return _listed(text)
     if text := instruction.attribute("replica_groups", _GROUP_LIST):
@@ -239,14 +252,15 @@ def _iota(text: str) -> np.ndarray:
 
 
 def _mesh_groups(text: str) -> list[list[int]]:
-    """Groups along axes, or parts of axes, of a mesh that the compiler made up.
+    """Groups along axes, or parts of axes, of a mesh that the compiler chose.
 
     `mesh['a'=4,'b'=2], device_ids=([2,2,2]T(0,2,1)) {'a':(2)2}`:
 
-    (1) The devices in the order of that mesh are [[0, 2], [1, 3], [4, 6], [5, 7]].
-    (2) `(2)2` is the part of axis a that has 2 steps, with 2 outside: of an index along a, that
-        is 0, 1, 2 or 3, it is the last binary digit.
-    (3) Devices whose indices are equal without it form a group: [0, 1], [2, 3], [4, 5], [6, 7].
+      (1) In the order of that mesh the devices are [[0, 2], [1, 3], [4, 6], [5, 7]].
+      (2) `(2)2` is the part of axis a with 2 steps and 2 outer steps: the last binary digit of an
+          index along a, which is 0, 1, 2 or 3.
+      (3) Devices with equal indices apart from this digit form a group: [0, 1], [2, 3], [4, 5], [6,
+        7].
     """
     mesh, _, along = text.rpartition(" {")
     sizes = {name: int(size) for name, size in re.findall(r"([\w.-]+)'?=(\d+)", mesh)}

@@ -1,12 +1,12 @@
-"""Cycles that a TPU's program takes by its compiler's own estimates, and what has none priced.
+"""Cycles of a TPU's program by its compiler's estimates, with prices for other instructions.
 
-The compiler notes `estimated_cycles` of most instructions. One without is priced: a kernel by the
-cost that it declares, a collective by the links that it is sent over, all others by the bytes that
-they move and the operations of their products, at the peaks of the hardware, whichever takes
-longer. Copies and collectives in flight are left out, as others run meanwhile: what memory and
-links take for all of a program is a bound of its own.
+The compiler notes `estimated_cycles` for most instructions. The others are priced here: a kernel by
+its declared cost, a collective by the links that it uses, and all other instructions by their bytes
+and the operations of their products at the peaks of the hardware, whichever takes longer. Copies
+and collectives in flight are not counted, because other instructions run at the same time; the time
+of memory and links for the whole program is a separate bound.
 
-Knows nothing of models. Every figure is an estimate, and nothing here was run.
+Knows nothing of models. Every figure is an estimate; nothing was run.
 """
 
 import re
@@ -24,7 +24,7 @@ from .products import product_flops
 
 _ESTIMATE = re.compile(r'"estimated_cycles":"(\d+)"')
 _UNKNOWN = 2**63 - 1
-"""The compiler writes this where it has no estimate."""
+"""The compiler's value for a missing estimate."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Price:
 
     cycles: float
     is_estimated: bool
-    """Whether the compiler says so; otherwise it is priced here."""
+    """Whether the cycles are the compiler's estimate; otherwise they are priced here."""
 
 
 class Prices:
@@ -49,43 +49,48 @@ class Prices:
     ):
         if hardware.clock is None:
             raise ValueError(
-                f"hardware {hardware.name}: expected a clock, as cycles of its programs are asked "
-                f"for, got none. Add clock to a hardware table of your own."
+                f"hardware {hardware.name}: expected a clock, which cycles of its programs need, "
+                f"got none. Add clock to a hardware table of your own."
             )
         self._program, self._traffic, self._hardware = program, traffic, hardware
         self._clock, self._peak = hardware.clock, max(hardware.flops.values())
         self._interconnect = interconnect
-        self._collectives = {(one.computation, one.name): one for one in collectives}
+        self._collectives = {
+            (instruction.computation, instruction.name): instruction for instruction in collectives
+        }
 
     def of(self, execution: Execution) -> Price | None:
         """The price of one run; None for an instruction that takes no time of its own.
 
-        That is one in flight, or one that takes as long as what it calls.
+        These are instructions in flight, and instructions whose time is that of the computations
+        that they call.
         """
-        computation, one = execution.computation, execution.instruction
-        if one.opcode in CALLERS or one.opcode.endswith(("-start", "-update", "-done")):
+        computation, instruction = execution.computation, execution.instruction
+        if instruction.opcode in CALLERS or instruction.opcode.endswith(
+            ("-start", "-update", "-done")
+        ):
             return None
-        estimate = _ESTIMATE.search(one.attributes)
+        estimate = _ESTIMATE.search(instruction.attributes)
         if estimate and int(estimate[1]) < _UNKNOWN:
             return Price(int(estimate[1]), is_estimated=True)
-        seconds = self._seconds(computation, one)
+        seconds = self._seconds(computation, instruction)
         return Price(seconds * self._clock, is_estimated=False) if seconds else None
 
-    def _seconds(self, computation: Computation, one: Instruction) -> float:
-        if one.opcode in KINDS:
-            return self._link_seconds(computation, one)
-        if cost := one.kernel_cost:
+    def _seconds(self, computation: Computation, instruction: Instruction) -> float:
+        if instruction.opcode in KINDS:
+            return self._link_seconds(computation, instruction)
+        if cost := instruction.kernel_cost:
             return self._local_seconds(cost["flops"], cost["bytes_accessed"])
-        moved = sum(num_bytes for _, num_bytes in self._traffic.reads(computation, one))
-        moved += self._traffic.written(computation, one)
-        return self._local_seconds(product_flops(self._program, computation, one), moved)
+        moved = sum(num_bytes for _, num_bytes in self._traffic.reads(computation, instruction))
+        moved += self._traffic.written(computation, instruction)
+        return self._local_seconds(product_flops(self._program, computation, instruction), moved)
 
     def _local_seconds(self, flops: float, num_bytes: float) -> float:
         return max(flops / self._peak, num_bytes / self._hardware.memory_rate)
 
-    def _link_seconds(self, computation: Computation, one: Instruction) -> float:
-        found = self._collectives.get((computation.name, one.name))
-        if found is None:
+    def _link_seconds(self, computation: Computation, instruction: Instruction) -> float:
+        collective = self._collectives.get((computation.name, instruction.name))
+        if collective is None:
             return 0.0
-        sent = sent_bytes(found.kind, found.num_bytes, found.group_size)
-        return self._interconnect.seconds(found.kind, found.mesh_axes, sent)
+        sent = sent_bytes(collective.kind, collective.num_bytes, collective.group_size)
+        return self._interconnect.seconds(collective.kind, collective.mesh_axes, sent)

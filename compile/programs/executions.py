@@ -1,10 +1,10 @@
-"""The instructions of a program that run in a call, and how often.
+"""The instructions of a program that run in a call, and the number of their runs.
 
-Loops run as often as the text proves, one of open length once; of branches the one runs that moves
-the fewest bytes, as where no row asks for more. A decode graph is one loop over steps with little
-beside it: what runs beside it is told apart.
+Loops run as often as the text proves; a loop of unknown length counts as one iteration. Of
+branches, the one that moves the fewest bytes counts, as if no row needed more. A decode graph is
+one loop over steps with few instructions beside it; these are marked.
 
-Knows nothing of models, or of what instructions cost.
+Knows nothing of models, or of the cost of instructions.
 """
 
 import re
@@ -24,58 +24,66 @@ class Execution:
     computation: Computation
     instruction: Instruction
     times: int
-    """In a step of decode, or in a call; of what runs beside the loop over steps, in a call."""
+    """Runs in one decode step, or in one call. For instructions beside the loop over steps, runs
+    in one call."""
     is_once: bool
-    """Whether it runs beside a loop over steps, once for all of them."""
+    """Whether it runs beside the loop over steps, once for all steps."""
 
 
 @dataclass(frozen=True)
-class _Place:
+class _CallSite:
     computation: str
     times: int = 1
     is_once: bool = False
 
 
 class Executions:
-    """A walk through a program as it runs."""
+    """A walk through a program in the order of execution."""
 
     def __init__(self, program: Program, traffic: Traffic):
         self._program, self._traffic = program, traffic
         entry = program.computations[program.entry]
         self._steps = next(
-            (one for one in entry.instructions.values() if self._is_steps(one)), None
+            (
+                instruction
+                for instruction in entry.instructions.values()
+                if self._is_steps(instruction)
+            ),
+            None,
         )
 
     def __iter__(self) -> Iterator[Execution]:
-        """Every instruction that runs, in the order of the text; what it calls comes after it."""
-        return self._visit(_Place(self._program.entry, is_once=self._steps is not None))
+        """Visit every instruction that runs, in the order of the text, callers first."""
+        return self._visit(_CallSite(self._program.entry, is_once=self._steps is not None))
 
-    def turns(self, one: Execution) -> int | None:
-        """Turns of a loop each time that it runs; None where the text leaves it open."""
-        return trip_count(self._program, one.computation, one.instruction)
+    def turns(self, loop: Execution) -> int | None:
+        """Iterations of a loop in each of its runs; None if the text does not prove a number."""
+        return trip_count(self._program, loop.computation, loop.instruction)
 
     def is_steps(self, loop: Instruction) -> bool:
         """Whether this is the loop over steps."""
         return loop is self._steps
 
-    def _is_steps(self, one: Instruction) -> bool:
+    def _is_steps(self, instruction: Instruction) -> bool:
         entry = self._program.computations[self._program.entry]
         return (
-            one.opcode == "while"
-            and _LOOP_OF_GRAPH.fullmatch(one.source) is not None
-            and trip_count(self._program, entry, one) is None
+            instruction.opcode == "while"
+            and _LOOP_OF_GRAPH.fullmatch(instruction.source) is not None
+            and trip_count(self._program, entry, instruction) is None
         )
 
-    def _visit(self, place: _Place) -> Iterator[Execution]:
-        computation = self._program.computations[place.computation]
-        for one in computation.instructions.values():
-            execution = Execution(computation, one, place.times, place.is_once)
+    def _visit(self, site: _CallSite) -> Iterator[Execution]:
+        computation = self._program.computations[site.computation]
+        for instruction in computation.instructions.values():
+            execution = Execution(computation, instruction, site.times, site.is_once)
             yield execution
-            if one.opcode == "while":
+            if instruction.opcode == "while":
                 turns = self.turns(execution)
-                times = place.times * (1 if turns is None else turns)
-                body = dict(one.called())["body"]
-                is_once = place.is_once and one is not self._steps
-                yield from self._visit(_Place(body, times, is_once))
-            elif one.opcode in CALLERS:
-                yield from self._visit(replace(place, computation=self._traffic.cheapest(one)))
+                times = site.times * (1 if turns is None else turns)
+                body = dict(instruction.called())["body"]
+                is_once = site.is_once and instruction is not self._steps
+                yield from self._visit(_CallSite(body, times, is_once))
+            elif instruction.opcode in CALLERS:
+                yield from self._visit(
+                    replace(site, computation=self._traffic.cheapest(instruction))
+                )

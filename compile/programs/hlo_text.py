@@ -1,9 +1,9 @@
-"""The text of a compiled program, read into computations and instructions.
+"""Reads the text of a compiled program into computations and instructions.
 
-Knows nothing of meshes, collectives or models, and of an instruction only its shape, its operation
-and the names of its operands; the rest of the line stays text, to be asked for by name. Guarantees:
-every instruction of every computation is found under its name, and a loop's trip count is a number
-that the text proves, or None.
+Of an instruction it parses only the shape, the operation and the names of operands; the rest of the
+line stays text and can be searched by name. Knows nothing of meshes, collectives or models.
+Guarantees: every instruction of every computation is found by its name, and a loop's trip count is
+a number that the text proves, or None.
 """
 
 import json
@@ -43,14 +43,14 @@ class Instruction:
 
     @property
     def arrays(self) -> tuple[str, ...]:
-        """The arrays of its result without their layouts, such as `bf16[256,1024]`."""
+        """The arrays of the result without their layouts, such as `bf16[256,1024]`."""
         return tuple(f"{dtype}[{sizes}]" for dtype, sizes, _ in _ARRAY.findall(self.shape))
 
     @property
     def memory_spaces(self) -> tuple[int, ...]:
-        """Where each of the arrays lies, as layouts say: 0, if they do not, is main memory."""
-        found = (re.search(r"S\((\d+)\)", layout) for _, _, layout in _ARRAY.findall(self.shape))
-        return tuple(int(space[1]) if space else 0 for space in found)
+        """The memory space of each array of the result; 0 is main memory, and the default."""
+        spaces = (re.search(r"S\((\d+)\)", layout) for _, _, layout in _ARRAY.findall(self.shape))
+        return tuple(int(space[1]) if space else 0 for space in spaces)
 
     @property
     def operands(self) -> tuple[str, ...]:
@@ -58,23 +58,23 @@ class Instruction:
 
     @property
     def source(self) -> str:
-        """What the compiler says it comes from, such as `jit(f)/while/body/dot_general`."""
-        found = re.search(r'\bop_name="((?:[^"\\]|\\.)*)"', self.attributes)
-        return found[1] if found else ""
+        """The traced operation that the compiler notes, such as `jit(f)/while/body/dot_general`."""
+        match = re.search(r'\bop_name="((?:[^"\\]|\\.)*)"', self.attributes)
+        return match[1] if match else ""
 
     @property
     def kernel_cost(self) -> dict[str, int] | None:
-        """The operations and bytes that a kernel declares, if it does."""
-        found = _KERNEL_COST.search(self.attributes)
-        return {name: int(x) for name, x in json.loads(found[1]).items()} if found else None
+        """The operations and bytes that a kernel declares, or None."""
+        match = _KERNEL_COST.search(self.attributes)
+        return {name: int(x) for name, x in json.loads(match[1]).items()} if match else None
 
     def attribute(self, name: str, pattern: str) -> str | None:
-        """The part of the attributes that reads `name=pattern`, without the name."""
-        found = re.search(rf"\b{name}=({pattern})", self.attributes)
-        return found[1] if found else None
+        """The value of the attribute `name`, if it matches `pattern`."""
+        match = re.search(rf"\b{name}=({pattern})", self.attributes)
+        return match[1] if match else None
 
     def called(self) -> Iterator[tuple[str, str]]:
-        """The computations it runs: the attribute that names each one, and its name."""
+        """The computations that it runs: for each the attribute that names it, and its name."""
         for role, names in _CALLED.findall(self.attributes):
             for name in _NAME.findall(names):
                 yield role, name
@@ -89,31 +89,33 @@ class Computation:
 
     @property
     def root(self) -> Instruction:
-        return next(one for one in self.instructions.values() if one.is_root)
+        return next(
+            instruction for instruction in self.instructions.values() if instruction.is_root
+        )
 
     def origin(self, name: str) -> Instruction | None:
-        """The instruction of this name, or what it is a copy of."""
-        found = self.instructions.get(name)
-        while found is not None and found.opcode == "copy":
-            found = self.instructions.get(found.operands[0])
-        return found
+        """The instruction with this name, or the instruction of which it is a copy."""
+        instruction = self.instructions.get(name)
+        while instruction is not None and instruction.opcode == "copy":
+            instruction = self.instructions.get(instruction.operands[0])
+        return instruction
 
 
 @dataclass(frozen=True)
 class Program:
-    """The computations of a module, and the one it starts with."""
+    """The computations of a module, and the name of its entry computation."""
 
     computations: dict[str, Computation]
     entry: str
     num_partitions: int
     num_replicas: int
     source_lines: Mapping[int, str]
-    """Lines of source by the number of the frame that instructions name."""
+    """Source lines by the number of the frame that instructions name."""
 
     def line(self, instruction: Instruction) -> str:
-        """The line of source that an instruction comes from; empty where none is known.
+        """The source line of an instruction; empty if it is unknown.
 
-        A fusion without one has that of its root, or of the last instruction in it that has one.
+        A fusion without a line has that of its root, or of its last instruction that has one.
         """
         if frame := instruction.attribute("stack_frame_id", r"\d+"):
             return self.source_lines.get(int(frame), "")
@@ -121,26 +123,26 @@ class Program:
         if fused is None:
             return ""
         inside = reversed(self.computations[fused].instructions.values())
-        return next((line for one in inside if (line := self.line(one))), "")
+        return next((line for instruction in inside if (line := self.line(instruction))), "")
 
 
 def read_program(hlo_text: str) -> Program:
-    """Read the text that `compiled.as_text()` gives."""
+    """Read the text from `program_text`; raises ValueError if it has no entry computation."""
     computations: dict[str, Computation] = {}
     entry, current = "", None
     for line in hlo_text.splitlines():
         line = _COMMENT.sub("", line)
-        if found := _COMPUTATION.match(line):
-            current = computations.setdefault(found["name"], Computation(found["name"]))
-            entry = found["name"] if found["entry"] else entry
-        elif current is not None and (found := _INSTRUCTION.match(line)):
-            parts = found.groupdict()
+        if match := _COMPUTATION.match(line):
+            current = computations.setdefault(match["name"], Computation(match["name"]))
+            entry = match["name"] if match["entry"] else entry
+        elif current is not None and (match := _INSTRUCTION.match(line)):
+            parts = match.groupdict()
             is_root = parts.pop("root") is not None
             current.instructions[parts["name"]] = Instruction(**parts, is_root=is_root)
     if not entry:
         raise ValueError(
             f"HLO text: expected a computation that starts with ENTRY, got {hlo_text[:60]!r}. "
-            f"Pass what compiled.as_text() gives."
+            f"Pass the text from compiled.as_text()."
         )
     header = hlo_text.lstrip().partition("\n")[0]
     return Program(
@@ -153,15 +155,15 @@ def read_program(hlo_text: str) -> Program:
 
 
 def array_bytes(array: str) -> int:
-    """Bytes of an array such as `bf16[256,1024]`; of a dynamic size `<=8`, the bound."""
-    found = _ARRAY.fullmatch(array)
-    if found is None or not (bits := _bits(found[1])):
+    """Bytes of an array such as `bf16[256,1024]`; a dynamic size `<=8` counts as its bound."""
+    match = _ARRAY.fullmatch(array)
+    if match is None or not (bits := _bits(match[1])):
         raise ValueError(f"HLO text: expected an array such as bf16[8,128], got {array!r}.")
     return math.ceil(math.prod(array_sizes(array)) * bits / 8)
 
 
 def array_sizes(array: str) -> list[int]:
-    """Sizes of an array such as `bf16[256,1024]`; of a dynamic one `<=8`, the bound."""
+    """Sizes of an array such as `bf16[256,1024]`; a dynamic size `<=8` counts as its bound."""
     return [int(size) for size in re.findall(r"\d+", array.partition("[")[2])]
 
 
@@ -171,10 +173,10 @@ def array_dtype(array: str) -> str:
 
 
 def trip_count(program: Program, computation: Computation, loop: Instruction) -> int | None:
-    """How often the body of this `while` of `computation` runs, or None where that is open.
+    """Iterations of a `while` loop of `computation`, or None if the text does not prove a number.
 
-    The CPU's and the GPU's compilers write it down. The TPU's does not, so a loop that counts up
-    from one constant to another, by one, is counted here.
+    The compilers for CPU and GPU write the number down. The TPU's compiler does not, so the
+    iterations of a loop that counts by one from one constant to another are computed here.
     """
     known = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes)
     if known:
@@ -198,7 +200,7 @@ def trip_count(program: Program, computation: Computation, loop: Instruction) ->
 
 
 def _counts_by_one(body: Computation, index: int) -> bool:
-    """Whether this element of a loop's state leaves the body as itself plus one."""
+    """Whether the body adds one to this element of the loop's state."""
     if body.root.opcode != "tuple":
         return False
     counter = body.origin(body.root.operands[index])
@@ -212,27 +214,34 @@ def _counts_by_one(body: Computation, index: int) -> bool:
 
 
 def _element(computation: Computation, name: str) -> int | None:
-    """Which element of the computation's only parameter this value is, if it is one."""
-    found = computation.origin(name)
-    if found is None or found.opcode != "get-tuple-element":
+    """The index of a value in the computation's only parameter; None for another value."""
+    instruction = computation.origin(name)
+    if instruction is None or instruction.opcode != "get-tuple-element":
         return None
-    source, index = computation.origin(found.operands[0]), found.attribute("index", r"\d+")
+    source, index = (
+        computation.origin(instruction.operands[0]),
+        instruction.attribute("index", r"\d+"),
+    )
     return int(index) if source and source.opcode == "parameter" and index else None
 
 
 def _constant(computation: Computation, name: str) -> int | None:
-    found = computation.origin(name)
-    is_whole = found and found.opcode == "constant" and re.fullmatch(r"-?\d+", found.arguments)
-    return int(found.arguments) if found and is_whole else None
+    instruction = computation.origin(name)
+    is_whole = (
+        instruction
+        and instruction.opcode == "constant"
+        and re.fullmatch(r"-?\d+", instruction.arguments)
+    )
+    return int(instruction.arguments) if instruction and is_whole else None
 
 
 def _header_number(header: str, name: str) -> int:
-    """A number of the module's first line; what is 1 is left out of the text."""
-    found = re.search(rf"\b{name}=(\d+)", header)
-    return int(found[1]) if found else 1
+    """A number in the module's first line; 1 if the text leaves it out."""
+    match = re.search(rf"\b{name}=(\d+)", header)
+    return int(match[1]) if match else 1
 
 
 def _bits(dtype: str) -> int:
     """Bits of one element: the first number in its name (`f8e4m3fn` has 8), 8 for `pred`."""
-    found = re.search(r"\d+", dtype)
-    return int(found[0]) if found else {"pred": 8}.get(dtype, 0)
+    match = re.search(r"\d+", dtype)
+    return int(match[0]) if match else {"pred": 8}.get(dtype, 0)

@@ -1,9 +1,9 @@
-"""The text of a compiled program, also where XLA can only write it while it compiles.
+"""The text of a compiled program, also where XLA can write it only during the compile.
 
-Programs with asynchronous slices, which XLA makes for some generations of TPU, cannot be written
-afterwards. The TPU's compiler writes a program's text into a folder as it compiles, if asked to.
+XLA makes programs with asynchronous slices for some generations of TPU, and cannot write them
+afterwards. But the TPU's compiler can write the text into a folder while it compiles.
 
-Knows nothing of graphs or of what the text says.
+Knows nothing of graphs or of the meaning of the text.
 """
 
 import tempfile
@@ -19,7 +19,7 @@ _WRITTEN = "*.after_codegen.txt"
 
 @contextmanager
 def text_folder() -> Iterator[Path]:
-    """A folder for the text of one program, which is gone afterwards."""
+    """A temporary folder for the text of one program."""
     with tempfile.TemporaryDirectory(prefix="noria-program-") as folder:
         yield Path(folder)
 
@@ -30,12 +30,12 @@ def writing_options(folder: Path) -> dict[str, Any]:
 
 
 def program_text(executable: jax.stages.Compiled, folder: Path | None = None) -> str | None:
-    """The text that the readers of this room take; None where XLA cannot write it.
+    """The text for the readers in this folder; None if XLA cannot write it.
 
-    `folder` is where the compiler has written it, if it was asked to.
+    `folder` is the folder into which the compiler wrote the text, if it was asked to.
     """
     if folder is not None:
-        # beside the program there may be small ones that the compiler made on the way
+        # the compiler may have written small helper programs beside the program
         written = sorted(folder.glob(_WRITTEN), key=lambda path: path.stat().st_size)
         if written:
             return written[-1].read_text("utf-8")

@@ -1,11 +1,13 @@
 """A report of a compiled program from its text: bytes, loops, rewritten arguments, cycles.
 
-The figures of a decode graph are those of one step, and what runs once for all steps of a call
-stands apart. A line of source has an excess where its instructions move more than one reading of
-each argument, in the order of the program. Memory counts as `hbm_bytes` says; with the CPU and the
-GPU, which have but one, it is all that is read and written.
+The figures of a decode graph are those of one step; work that runs once for all steps of a call is
+reported separately. A source line has an excess if its instructions move more bytes than one
+reading of each argument, in the order of the program. Bytes of memory are counted as in
+`hbm_bytes`; the CPU and the GPU have only one memory, so there it is everything that is read and
+written.
 
-Knows nothing of models. What a program should move is for others to say: `Needed` in planning.
+Knows nothing of models. The bytes that a program should move are computed elsewhere: `NeededBytes`
+in `compile.planning`.
 """
 
 import re
@@ -23,59 +25,59 @@ from .executions import Execution, Executions
 from .hbm_bytes import Traffic
 from .hlo_text import Computation, Program, array_bytes, read_program
 from .products import slow_flops
-from .rewritten import LARGE, Rewritten, rewritten
+from .rewrites import LARGE, RewrittenArgument, find_rewrites
 
 MOVES_SHOWN = 12
 _NUMBERED = re.compile(r"(\blayers[.\[]|_[A-Z]+\[)[\d:]+")
 
 
 @dataclass(frozen=True)
-class Moved:
-    """Bytes that the instructions of one line of source move."""
+class LineTraffic:
+    """Bytes that the instructions of one source line move."""
 
     line: str
     operation: str
     """The place in the traced function, such as `jit(graph)/while/body/layers.0/dot_general`."""
     num_bytes: int
     excess: int
-    """Beyond one reading of each argument."""
+    """Bytes in excess of one reading of each argument."""
     is_once: bool
 
 
 @dataclass(frozen=True)
 class Loop:
-    """Loops of one line of source that are alike."""
+    """Equal loops of one source line."""
 
     line: str
     operation: str
     turns: int | None
-    """Each time that one runs; None where the text leaves it open."""
+    """Iterations in each run; None if the text does not prove a number."""
     runs: int
     bytes_a_turn: int
     is_once: bool
 
     @property
     def all_turns(self) -> int:
-        """The turns of all runs together; one of each run where the text leaves it open."""
+        """Iterations of all runs; one for each run if the text does not prove a number."""
         return self.runs * (1 if self.turns is None else self.turns)
 
 
 @dataclass(frozen=True)
 class Rewrite:
-    """An argument that one line of source rewrites."""
+    """An argument that one source line rewrites."""
 
     line: str
     argument: str
     array: str
     num_bytes: int
-    """Written, all runs together."""
+    """Bytes written in all runs."""
     is_converted: bool
     is_once: bool
 
 
 @dataclass(frozen=True)
 class SlowProduct:
-    """Products of one line of source that no library runs."""
+    """Products of one source line that do not run in the fast library."""
 
     line: str
     array: str
@@ -85,18 +87,18 @@ class SlowProduct:
 
 @dataclass(frozen=True)
 class Cycles:
-    """Cycles by the compiler's estimates, and of what has none."""
+    """Cycles of a program: the compiler's estimates, and prices of other instructions."""
 
     cycles: float
     priced_share: float
-    """The share of the cycles that is priced here, as the compiler has no estimate."""
+    """Share of the cycles that is priced here, because the compiler has no estimate."""
     seconds: float
     """Seconds of the cycles by the clock, or of all bytes by memory, whichever is longer."""
 
 
 @dataclass(frozen=True)
 class Totals:
-    """The figures of a step, or of what runs once beside all steps."""
+    """Totals of a step, or of the work that runs once beside all steps."""
 
     bytes_moved: int
     loop_turns: int
@@ -104,7 +106,7 @@ class Totals:
     copied_bytes: int
     slow_flops: int
     cycles: Cycles | None
-    """None where the program's compiler counts none."""
+    """None if the program's compiler estimates no cycles."""
 
 
 @dataclass(frozen=True)
@@ -112,23 +114,23 @@ class ProgramReport:
     """The figures of one program in a call."""
 
     step: Totals
-    """The totals of one step of decode, or of a whole call elsewhere."""
+    """Totals of one decode step, or of a whole call of another graph."""
     once: Totals
-    """Beside the steps of a decode call; nothing elsewhere."""
-    moved: tuple[Moved, ...]
-    """The largest excess first."""
+    """Totals beside the steps of a decode call; zero for another graph."""
+    moved: tuple[LineTraffic, ...]
+    """Bytes by source line, largest excess first."""
     loops: tuple[Loop, ...]
-    """Without the loop over steps; the most turns first."""
+    """Loops except the loop over steps, most iterations first."""
     rewrites: tuple[Rewrite, ...]
     slow_products: tuple[SlowProduct, ...]
 
     @property
     def smallest_turn(self) -> int | None:
-        """The fewest bytes that a turn of a loop moves; None without loops."""
+        """The fewest bytes that an iteration of a loop moves; None without loops."""
         return min((loop.bytes_a_turn for loop in self.loops), default=None)
 
     def as_json(self) -> dict[str, Any]:
-        """The report as one JSON object, with the largest lines alone."""
+        """The report as one JSON object, with only the lines of the largest excess."""
         table = asdict(self)
         return {
             **table.pop("step"),
@@ -144,16 +146,17 @@ def read_report(
     mesh_sizes: Mapping[str, int],
     hardware: Hardware | None = None,
     torus: Sequence[int] = (),
-    least: int = LARGE,
+    min_bytes: int = LARGE,
 ) -> ProgramReport:
-    """Read the text that `program_text` gives.
+    """Read a report from the text of a program.
 
     Args:
-      platform: Slow products are those of the CPU.
-      mesh_sizes: The axes of its mesh in order.
-      hardware: Of one device; with a clock, cycles are told.
-      torus: The dimensions of the interconnect; without them it is a switch.
-      least: Bytes of the smallest argument that counts as rewritten.
+      hlo_text: The text from `program_text`.
+      platform: `cpu`, `gpu` or `tpu`; slow products are reported for the CPU.
+      mesh_sizes: Sizes of the program's mesh axes, in order.
+      hardware: Rates of one device. If it has a clock, the report has cycles.
+      torus: Dimensions of the interconnect; empty for a switch.
+      min_bytes: Bytes of the smallest argument that counts as rewritten.
     """
     program = read_program(hlo_text)
     traffic = Traffic(program)
@@ -162,7 +165,7 @@ def read_report(
         collectives = read_collectives(hlo_text, mesh_sizes)
         interconnect = Interconnect(hardware, mesh_sizes, torus)
         prices = Prices(program, traffic, collectives, hardware, interconnect)
-    return _Reader(program, traffic, prices, hardware, platform, least).report()
+    return _Reader(program, traffic, prices, hardware, platform, min_bytes).report()
 
 
 class _Reader:
@@ -175,22 +178,22 @@ class _Reader:
         prices: Prices | None,
         hardware: Hardware | None,
         platform: str,
-        least: int,
+        min_bytes: int,
     ):
         self._program, self._traffic, self._prices = program, traffic, prices
-        self._hardware, self._platform, self._least = hardware, platform, least
+        self._hardware, self._platform, self._min_bytes = hardware, platform, min_bytes
         self._arguments = Arguments(program)
         entry = program.computations[program.entry].instructions.values()
         self._unread = {
-            int(one.arguments): sum(map(array_bytes, one.arrays))
-            for one in entry
-            if one.opcode == "parameter"
+            int(instruction.arguments): sum(map(array_bytes, instruction.arrays))
+            for instruction in entry
+            if instruction.opcode == "parameter"
         }
-        """Bytes of each argument of which no first reading is counted yet."""
+        """Bytes of each argument that were not read yet."""
         self._moved: Counter[tuple[str, str, bool]] = Counter()
         self._excess: Counter[tuple[str, str, bool]] = Counter()
         self._loops: Counter[tuple[str, str, int | None, int, bool]] = Counter()
-        self._rewrites: Counter[tuple[str, Rewritten, bool]] = Counter()
+        self._rewrites: Counter[tuple[str, RewrittenArgument, bool]] = Counter()
         self._slow: Counter[tuple[str, str, bool]] = Counter()
         self._cycles: dict[tuple[bool, bool], float] = defaultdict(float)
 
@@ -202,8 +205,8 @@ class _Reader:
             else:
                 self._count(execution)
         moved = [
-            Moved(*of[:2], num_bytes, self._excess[of], of[2])
-            for of, num_bytes in self._moved.items()
+            LineTraffic(*key[:2], num_bytes, self._excess[key], key[2])
+            for key, num_bytes in self._moved.items()
         ]
         loops = [
             Loop(line, operation, turns, runs, num_bytes, is_once)
@@ -213,58 +216,64 @@ class _Reader:
             Rewrite(line, x.argument, x.array, times * x.num_bytes, x.is_converted, is_once)
             for (line, x, is_once), times in self._rewrites.items()
         ]
-        slow = [SlowProduct(*of[:2], flops, of[2]) for of, flops in self._slow.items()]
+        slow = [SlowProduct(*key[:2], flops, key[2]) for key, flops in self._slow.items()]
 
         def totals(*, is_once: bool) -> Totals:
-            rewritten = [one for one in rewrites if one.is_once == is_once]
-            num_bytes = sum(one.num_bytes for one in moved if one.is_once == is_once)
+            rewritten = [group for group in rewrites if group.is_once == is_once]
+            num_bytes = sum(group.num_bytes for group in moved if group.is_once == is_once)
             return Totals(
                 bytes_moved=num_bytes,
-                loop_turns=sum(one.all_turns for one in loops if one.is_once == is_once),
-                converted_bytes=sum(one.num_bytes for one in rewritten if one.is_converted),
-                copied_bytes=sum(one.num_bytes for one in rewritten if not one.is_converted),
-                slow_flops=sum(one.flops for one in slow if one.is_once == is_once),
+                loop_turns=sum(group.all_turns for group in loops if group.is_once == is_once),
+                converted_bytes=sum(group.num_bytes for group in rewritten if group.is_converted),
+                copied_bytes=sum(group.num_bytes for group in rewritten if not group.is_converted),
+                slow_flops=sum(group.flops for group in slow if group.is_once == is_once),
                 cycles=self._cycles_of(num_bytes, is_once),
             )
 
         return ProgramReport(
             totals(is_once=False),
             totals(is_once=True),
-            tuple(sorted(moved, key=lambda one: (-one.excess, -one.num_bytes))),
-            tuple(sorted(loops, key=lambda one: -one.all_turns)),
-            tuple(sorted(rewrites, key=lambda one: -one.num_bytes)),
-            tuple(sorted(slow, key=lambda one: -one.flops)),
+            tuple(sorted(moved, key=lambda group: (-group.excess, -group.num_bytes))),
+            tuple(sorted(loops, key=lambda group: -group.all_turns)),
+            tuple(sorted(rewrites, key=lambda group: -group.num_bytes)),
+            tuple(sorted(slow, key=lambda group: -group.flops)),
         )
 
-    def _count_loop(self, one: Execution, executions: Executions) -> None:
-        if not executions.is_steps(one.instruction):
-            body = dict(one.instruction.called())["body"]
-            turns, num_bytes = executions.turns(one), self._traffic.of_run(body)
-            self._loops[*self._place(one), turns, num_bytes, one.is_once] += one.times
+    def _count_loop(self, execution: Execution, executions: Executions) -> None:
+        if not executions.is_steps(execution.instruction):
+            body = dict(execution.instruction.called())["body"]
+            turns, num_bytes = executions.turns(execution), self._traffic.of_run(body)
+            self._loops[*self._place(execution), turns, num_bytes, execution.is_once] += (
+                execution.times
+            )
 
-    def _count(self, one: Execution) -> None:
-        computation, instruction, times = one.computation, one.instruction, one.times
-        line, operation = self._place(one)
+    def _count(self, execution: Execution) -> None:
+        computation, instruction, times = (
+            execution.computation,
+            execution.instruction,
+            execution.times,
+        )
+        line, operation = self._place(execution)
         reads = self._traffic.reads(computation, instruction)
         num_bytes = sum(num_bytes for _, num_bytes in reads)
         num_bytes += self._traffic.written(computation, instruction)
         if num_bytes:
-            place = line, operation, one.is_once
+            place = line, operation, execution.is_once
             self._moved[place] += times * num_bytes
-            needed = 0 if one.is_once else self._first_readings(computation, reads, times)
+            needed = 0 if execution.is_once else self._first_readings(computation, reads, times)
             self._excess[place] += times * num_bytes - needed
-        for found in rewritten(self._program, self._arguments, one, self._least):
-            self._rewrites[line, found, one.is_once] += times
+        for rewrite in find_rewrites(self._program, self._arguments, execution, self._min_bytes):
+            self._rewrites[line, rewrite, execution.is_once] += times
         is_cpu = self._platform == "cpu"
         if is_cpu and (flops := slow_flops(self._program, computation, instruction)):
-            self._slow[line, instruction.arrays[0], one.is_once] += times * flops
-        if self._prices and (price := self._prices.of(one)):
-            self._cycles[one.is_once, price.is_estimated] += times * price.cycles
+            self._slow[line, instruction.arrays[0], execution.is_once] += times * flops
+        if self._prices and (price := self._prices.of(execution)):
+            self._cycles[execution.is_once, price.is_estimated] += times * price.cycles
 
     def _first_readings(
         self, computation: Computation, reads: Iterable[tuple[str, int]], times: int
     ) -> int:
-        """Bytes of arguments among those read that were not read before."""
+        """Bytes of arguments that are read for the first time."""
         total = 0
         for name, num_bytes in reads:
             argument = self._arguments.of(computation, name)
@@ -274,15 +283,15 @@ class _Reader:
                 total += first
         return total
 
-    def _place(self, one: Execution) -> tuple[str, str]:
-        """Line and operation; of what the compiler added, the argument that it moves.
+    def _place(self, execution: Execution) -> tuple[str, str]:
+        """Source line and operation; without a line, the operation names its argument.
 
         Layers are alike, so their numbers are left out.
         """
-        line, operation = self._program.line(one.instruction), one.instruction.source
+        line, operation = self._program.line(execution.instruction), execution.instruction.source
         if not line:
-            number = self._arguments.of_result(one.computation, one.instruction)
-            operation = operation or one.instruction.opcode.removesuffix("-done")
+            number = self._arguments.of_result(execution.computation, execution.instruction)
+            operation = operation or execution.instruction.opcode.removesuffix("-done")
             operation += "" if number is None else f" of {self._arguments.names[number]}"
         return line, _NUMBERED.sub(r"\1*", operation)
 
@@ -290,7 +299,7 @@ class _Reader:
         if self._prices is None:
             return None
         hardware = self._hardware
-        assert hardware is not None and hardware.clock is not None, "they have made the prices"
+        assert hardware is not None and hardware.clock is not None, "prices need a clock"
         priced = self._cycles[is_once, False]
         cycles = priced + self._cycles[is_once, True]
         seconds = max(cycles / hardware.clock, num_bytes / hardware.memory_rate)

@@ -1,8 +1,8 @@
-"""The lines of source that instructions come from, by the tables at the head of a program's text.
+"""The source lines of instructions, from the tables at the head of a program's text.
 
-An instruction names a frame of a stack; a table of frames names places in files. Reported is the
-innermost frame that lies below the folder of this package, as `modelzoo/kv_cache.py:245`, or where
-there is none the innermost one, by the file's bare name.
+An instruction names a stack frame, and a table of frames names places in files. The reported frame
+is the innermost one below the folder of this package, as `modelzoo/kv_cache.py:245`. If there is
+none, it is the innermost frame, with the file's bare name.
 
 Knows nothing of instructions.
 """
@@ -16,7 +16,7 @@ _ENTRY = re.compile(r"^(\d+) (.*)$")
 
 
 def read_source_lines(hlo_text: str) -> dict[int, str]:
-    """The line of each frame, by the frame's number; empty where the text has no such tables."""
+    """The source line of each frame, by the frame's number; empty if the text has no tables."""
     tables = _tables(hlo_text)
     files = {number: text.strip('"') for number, text in tables["FileNames"].items()}
     places = {
@@ -24,7 +24,7 @@ def read_source_lines(hlo_text: str) -> dict[int, str]:
         for number, text in tables["FileLocations"].items()
     }
     frames = {
-        # parents are counted from one, so that the first number is of no frame
+        # parents are counted from one, because 0 means that there is no parent
         number: (places[_number(text, "file_location_id")], _number(text, "parent_frame_id") - 1)
         for number, text in tables["StackFrames"].items()
     }
@@ -32,7 +32,7 @@ def read_source_lines(hlo_text: str) -> dict[int, str]:
 
 
 def _line(frames: dict[int, tuple[tuple[str, int], int]], number: int) -> str:
-    """The innermost of a frame and its parents that is ours, or the frame itself."""
+    """The innermost of a frame and its parents that is in this package, else the frame itself."""
     (name, line), parent = frames[number]
     fallback = f"{Path(name).name}:{line}"
     while not Path(name).is_relative_to(_ROOT):
@@ -51,11 +51,11 @@ def _tables(hlo_text: str) -> dict[str, dict[int, str]]:
             break
         if line in tables:
             current = line
-        elif current and (found := _ENTRY.match(line)):
-            tables[current][int(found[1])] = found[2]
+        elif current and (entry := _ENTRY.match(line)):
+            tables[current][int(entry[1])] = entry[2]
     return tables
 
 
 def _number(text: str, name: str) -> int:
-    found = re.search(rf"\b{name}=(\d+)", text)
-    return int(found[1]) if found else 0
+    match = re.search(rf"\b{name}=(\d+)", text)
+    return int(match[1]) if match else 0

@@ -1,1 +1,1 @@
-"""Families of models as data: published configurations and tensor names, nothing else."""
+"""Families of models as data: their published configurations and tensor names."""

@@ -1,7 +1,7 @@
-"""Command-R: attention and MLP side by side on one layer norm, scaled logits, heads normed or not.
+"""Command-R: attention and MLP in parallel after one layer norm, scaled logits, optional QK norm.
 
-Rotated pairs lie side by side in the published rows, in both formats. Options and names as in
-transformers and, for GGUF, llama.cpp.
+Rotated pairs are adjacent rows in both published formats. Options and names are those of
+transformers and, for GGUF, of llama.cpp.
 """
 
 from dataclasses import replace
@@ -38,7 +38,7 @@ def _hf_options(config: ConfigReader, num_layers: int) -> Options:
 
 def _gguf_options(config: ConfigReader, num_layers: int) -> Options:
     scale = config.number("logit_scale", above=0.0)
-    # no key says so: llama.cpp looks for the norms in models of this depth
+    # GGUF has no key for the norms: llama.cpp looks for them in models of this depth
     return _options(scale, qk_norm=num_layers >= _LAYERS_OF_PLUS)
 
 

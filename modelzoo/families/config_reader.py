@@ -1,9 +1,9 @@
-"""Strict reading of published configuration tables: every value checked, every key accounted for.
+"""Strict reader of published configuration tables: it checks every value and tracks every key.
 
 No value of a table is trusted. A value of the wrong type or out of bounds is an error that names
-the key as the author wrote it, and a key that nobody read is refused or noted. Knows nothing of
-families or of what the values mean. Guarantees: no value passes that is not finite and within
-bounds, so a wrong table cannot cause a large allocation.
+the key as the author wrote it. A key that was not read is refused or noted. Knows nothing of
+families or the meaning of values. Guarantees: every returned number is finite and within bounds, so
+a wrong table cannot cause a large allocation.
 """
 
 import math
@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 REQUIRED = object()
-"""Default of a key that has none."""
+"""The default of a key that must be present."""
 
 _MAX_SHOWN = 80
 _MAX_LISTED = 8
@@ -21,16 +21,16 @@ NO_DEFAULTS: Mapping[str, object] = MappingProxyType({})
 
 
 class UnsupportedModel(ValueError):
-    """A model, or an option of one, that is unknown, not implemented or not well formed."""
+    """The error for a model or option that is unknown, not implemented or malformed."""
 
 
 class ConfigReader:
-    """One table of a published configuration, and which of its keys were read.
+    """A table of a published configuration, with a record of the keys that were read.
 
     Args:
       values: The table.
       prefix: The text before its keys in messages, such as the key of the outer table.
-      defaults: Values of keys that the table leaves out; a null is not left out.
+      defaults: Values of keys that are not in the table. A key with null is in the table.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class ConfigReader:
         self._defaults = defaults
         self._read: set[str] = set()
         self.ignored: list[str] = []
-        """The keys that `ignore_rest` noted here and in inner tables, as `key = value`."""
+        """The keys that `ignore_rest` noted in this table and in inner ones, as `key = value`."""
 
     def name(self, key: str) -> str:
         """The key with its prefix, as messages show it."""
@@ -52,7 +52,7 @@ class ConfigReader:
         return f"{self._prefix}{key if is_plain else _brief(key)}"
 
     def error(self, key: str, expected: str) -> UnsupportedModel:
-        """The error that the value of `key` deserves."""
+        """An error for the value of `key`, which says what was expected."""
         if key not in self._values:
             return UnsupportedModel(f"{self.name(key)}: expected {expected}, got no such key.")
         return UnsupportedModel(
@@ -65,7 +65,7 @@ class ConfigReader:
         return self._values.get(key, self._defaults.get(key)) is not None
 
     def is_null(self, key: str) -> bool:
-        """Whether the key is there and null."""
+        """Whether the key is in the table and null."""
         return key in self._values and self._values[key] is None
 
     def integer(
@@ -97,7 +97,7 @@ class ConfigReader:
     def integers(
         self, key: str, *, maximum: int, minimum: int = 1, count: int | None = None
     ) -> tuple[int, ...]:
-        """A list of integers within bounds; `count` of them, where it is given."""
+        """A list of integers within bounds; if `count` is given, a list of this length."""
         items = self._items(key, count, "integers")
         return tuple(items.integer(i, minimum=minimum, maximum=maximum) for i in items._values)
 
@@ -132,21 +132,21 @@ class ConfigReader:
         return table
 
     def expect(self, key: str, value: object, remedy: str = "") -> None:
-        """Refuse any other value of an option of which one alone is implemented."""
+        """Refuse any other value of an option for which only `value` is implemented."""
         self._read.add(key)
         if key in self._values and not _is_same(self._values[key], value):
             expected = "null" if value is None else repr(value)
             raise self.error(key, f"{expected}, the only one implemented{remedy}")
 
-    def expect_alike(self, key: str, other: str) -> None:
+    def expect_equal(self, key: str, other: str) -> None:
         """Refuse a second name of an option if its value differs from that of the first."""
         self._read.add(key)
         value = self._values.get(other)
         if self._values.get(key) and not _is_same(self._values[key], value):
             raise self.error(key, f"{_brief(value)}, the value of {other}")
 
-    def expect_of_unread(self, neutral: Mapping[str, object]) -> None:
-        """Refuse unread keys with other values than these; null and 0 count as false."""
+    def expect_if_unread(self, neutral: Mapping[str, object]) -> None:
+        """Refuse unread keys with values other than these; null and 0 count as false."""
         for key, value in neutral.items():
             if key in self._read:
                 continue
@@ -155,18 +155,20 @@ class ConfigReader:
                 self.expect(key, value)
 
     def ignore(self, keys: Iterable[str]) -> None:
-        """Account for keys that cannot change the answer."""
+        """Mark keys as read that cannot change the answer."""
         self._read.update(keys)
 
     def ignore_rest(self, refused: Collection[str] = ()) -> None:
-        """Note unread keys, or refuse those in `refused`; null, false, 0 and empty values are
-        skipped."""
-        asking = {key for key in self._values.keys() - self._read if self._values[key]}
-        self._refuse(asking.intersection(refused))
-        self.ignored.extend(self._listed(asking))
+        """Note unread keys, or refuse them if they are in `refused`.
+
+        Keys with null, false, 0 or an empty value are skipped.
+        """
+        unread = {key for key in self._values.keys() - self._read if self._values[key]}
+        self._refuse(unread.intersection(refused))
+        self.ignored.extend(self._listed(unread))
 
     def refuse_rest(self) -> None:
-        """Refuse keys that nobody read: what they ask for is not implemented."""
+        """Refuse unread keys, as their options are not implemented."""
         self._refuse(self._values.keys() - self._read)
 
     def _refuse(self, keys: Collection[str]) -> None:
@@ -180,7 +182,7 @@ class ConfigReader:
         return [f"{self.name(key)} = {_brief(self._values[key])}" for key in sorted(keys, key=str)]
 
     def _items(self, key: str, count: int | None, kind: str) -> "ConfigReader":
-        """The items of a list, of a certain length where one is given, as a table by position."""
+        """The items of a list, as a table by position; `count` is the expected length, if given."""
         values = self._value(key, REQUIRED)
         if not isinstance(values, list | tuple) or len(values) != (count or len(values)):
             raise self.error(key, f"a list of {f'{count} ' if count else ''}{kind}")
@@ -195,13 +197,13 @@ class ConfigReader:
 
 
 def listing(items: Collection[str]) -> str:
-    """The first few of some items, on one line."""
+    """The first few items, joined to one line."""
     shown = list(items)[:_MAX_LISTED]
     return ", ".join(shown if len(items) == len(shown) else [*shown, "..."])
 
 
 def _is_same(value: object, other: object) -> bool:
-    # 0 == False in Python, and a published 0 is no published false
+    # 0 == False in Python, but a published 0 is not a published false
     return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 

@@ -1,7 +1,7 @@
-"""DeepSeek V2, V3 and R1: latent attention, experts beside shared ones, long contexts by YaRN.
+"""DeepSeek V2, V3 and R1: latent attention, routed and shared experts, long contexts by YaRN.
 
-Sources: DeepSeek-V2 (2405.04434), DeepSeek-V3 (2412.19437), and transformers for what config.json
-means: there norms of latents have an epsilon of their own, whatever is published for the others.
+Sources: DeepSeek-V2 (2405.04434), DeepSeek-V3 (2412.19437), and transformers for the meaning of
+config.json. As there, norms of latents have a fixed epsilon, independent of the published one.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ _HF_NAMES = {
     "shared_up": "model.layers.{i}.mlp.shared_experts.up_proj",
     "shared_down": "model.layers.{i}.mlp.shared_experts.down_proj",
 }
-_OF_TRAINING = ("aux_loss_alpha", "seq_aux", "ep_size", "output_router_logits")
+_TRAINING_KEYS = ("aux_loss_alpha", "seq_aux", "ep_size", "output_router_logits")
 
 
 ReadRouting = Callable[[ConfigReader], Routing]
@@ -46,7 +46,7 @@ def _hf_options(config: ConfigReader, num_layers: int, read_routing: ReadRouting
     num_heads = config.integer("num_attention_heads", maximum=MAX_HEADS)
     config.expect("num_key_value_heads", num_heads)
     config.expect("attention_bias", False)
-    config.ignore(_OF_TRAINING)
+    config.ignore(_TRAINING_KEYS)
     latent = _read_latent(config)
     return Options(
         latent=latent,
@@ -56,7 +56,7 @@ def _hf_options(config: ConfigReader, num_layers: int, read_routing: ReadRouting
 
 
 def _read_experts(config: ConfigReader, num_layers: int, routing: Routing) -> MoeConfig:
-    """Sparse layers follow some dense ones."""
+    """Read the mixture of experts. The first layers are dense, all others sparse."""
     num_dense = config.integer("first_k_dense_replace", minimum=0, maximum=num_layers - 1)
     config.expect("moe_layer_freq", 1)
     width = config.integer("moe_intermediate_size", maximum=MAX_MLP)
@@ -66,9 +66,9 @@ def _read_experts(config: ConfigReader, num_layers: int, routing: Routing) -> Mo
 
 
 def _read_v2_routing(config: ConfigReader) -> Routing:
-    """Weights are as the softmax gives them; the best score ranks a group."""
+    """Read the routing of V2: softmax weights, and groups ranked by their best score."""
     config.expect("scoring_func", "softmax")
-    # transformers never normalizes, and the published code does not scale what it normalizes
+    # transformers never normalizes, and the published code does not scale normalized weights
     config.expect("norm_topk_prob", False)
     method = config.text("topk_method", default="greedy")
     if method not in ("greedy", "group_limited_greedy"):
@@ -80,7 +80,7 @@ def _read_v2_routing(config: ConfigReader) -> Routing:
 
 
 def _read_v3_routing(config: ConfigReader) -> Routing:
-    """The sum of the best two scores ranks a group, with the bias that every choice is made by."""
+    """Read the routing of V3: sigmoid scores, a choice bias, and groups ranked by two scores."""
     config.expect("scoring_func", "sigmoid")
     config.expect("topk_method", "noaux_tc")
     return replace(
@@ -94,11 +94,11 @@ def _read_v3_routing(config: ConfigReader) -> Routing:
 def _read_choices(config: ConfigReader, groups: ExpertGroups | None) -> Routing:
     num_experts = config.integer("n_routed_experts", maximum=MAX_EXPERTS)
     for second_name in ("num_experts", "num_local_experts"):
-        config.expect_alike(second_name, "n_routed_experts")
-    open_to_a_token = num_experts if groups is None else num_experts // groups.count * groups.chosen
+        config.expect_equal(second_name, "n_routed_experts")
+    max_chosen = num_experts if groups is None else num_experts // groups.count * groups.chosen
     return Routing(
         num_experts,
-        config.integer("num_experts_per_tok", maximum=open_to_a_token),
+        config.integer("num_experts_per_tok", maximum=max_chosen),
         scale=config.number("routed_scaling_factor", above=0.0),
         groups=groups,
     )
@@ -114,10 +114,10 @@ def _read_groups(config: ConfigReader, best: int) -> ExpertGroups | None:
 
 
 def _unused_tensors(config: ConfigReader, num_layers: int) -> tuple[str, ...]:
-    """Layers past the last predict further tokens (DeepSeek-V3, section 2.2)."""
+    """Prefixes of the layers for multi-token prediction, after the last one (DeepSeek-V3, 2.2)."""
     key = "num_nextn_predict_layers"
     count = config.integer(key, minimum=0, maximum=MAX_LAYERS, default=0)
-    config.expect_alike("num_mtp_layers", key)
+    config.expect_equal("num_mtp_layers", key)
     return tuple(f"model.layers.{num_layers + i}." for i in range(count))
 
 
@@ -133,16 +133,16 @@ def _read_latent(config: ConfigReader) -> LatentAttention:
         query_rank=query_rank,
     )
     if latent.rope_dim % 2:
-        raise config.error("qk_rope_head_dim", "an even number, as rotary embedding turns pairs")
+        raise config.error("qk_rope_head_dim", "an even number, as rotary embedding rotates pairs")
     config.ignore(("q_lora_rank",))
-    # what transformers writes beside them
+    # derived keys that transformers writes
     config.expect("qk_head_dim", latent.head_dim)
     config.expect("head_dim", latent.rope_dim)
     return latent
 
 
 def _sharpness(rope: ConfigReader) -> float:
-    """Factor on scores, by which YaRN sharpens plain entries of a head as it does rotated ones.
+    """The YaRN factor on scores, which scales plain features of a head like the rotated ones.
 
     Source: transformers, `yarn_apply_mscale` of `modeling_deepseek_v3.py`.
     """

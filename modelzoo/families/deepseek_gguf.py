@@ -1,8 +1,9 @@
-"""DeepSeek V2, V3 and R1 as GGUF metadata: llama.cpp's architecture deepseek2.
+"""DeepSeek V2, V3 and R1 as GGUF metadata: the architecture deepseek2 of llama.cpp.
 
-Newer files say how heads of latents look to attention that reads a cache of them (one head, keys of
-all that is kept), and the sizes of published heads in keys that end in `_mla`; older ones the
-latter alone. A file has one number for both scales of YaRN, so rotations are not scaled.
+In newer files, keys that end in `_mla` have the sizes of published heads, and the usual keys have
+those of absorbed attention: one head, with the whole cache entry as key. Older files have published
+sizes under the usual keys. A file has one number for both scales of YaRN, so cosines and sines are
+not scaled.
 """
 
 from dataclasses import replace
@@ -20,7 +21,7 @@ _LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
 
 
 def gguf_options(config: ConfigReader, num_layers: int) -> Options:
-    """What the metadata of a model with latent attention and experts say."""
+    """Read the options of a model with latent attention and experts from its metadata."""
     latent = _read_latent(config)
     rope = read_rope(config, config.integer("context_length", maximum=MAX_POSITION))
     scale = latent.head_dim**-0.5
@@ -66,7 +67,7 @@ def _read_latent(config: ConfigReader) -> LatentAttention:
 
 
 def _sharpness(config: ConfigReader, scaling: YarnScaling) -> float:
-    """Factor on scores; what is published as `mscale_all_dim` comes times a tenth."""
+    """The YaRN factor on scores; the file has a tenth of the published `mscale_all_dim`."""
     weight = 10 * config.number(_LOG_MULTIPLIER, above=0.0)
     return yarn_mscale(scaling.factor, weight) ** 2
 
@@ -77,7 +78,7 @@ def _read_experts(config: ConfigReader, num_layers: int) -> MoeConfig:
     moe = read_gguf_experts(config, num_layers, is_normalized=False)
     groups, is_v3 = None, moe.routing.scoring == "sigmoid"
     if not is_v3:
-        # llama.cpp ranks groups otherwise than DeepSeek-V2 does
+        # llama.cpp ranks groups differently from DeepSeek-V2
         config.expect("expert_group_count", 1)
         config.expect("expert_group_used_count", 1)
     elif config.has("expert_group_count"):

@@ -1,7 +1,7 @@
-"""Options of mixtures of experts, as families publish them alike in config.json and in GGUF.
+"""Readers of the options of mixtures of experts that several families publish in the same way.
 
-Knows nothing of tensors. Guarantees: every count is within bounds and no more experts are chosen
-than there are, or the key that says otherwise is named.
+Knows nothing of tensors. Guarantees: every count is within bounds, and at most all experts are
+chosen; otherwise the error names the key.
 """
 
 from ..moe.config import MoeConfig, Routing, Scoring
@@ -21,10 +21,16 @@ def read_routing(
     is_normalized: bool = True,
     has_option: bool = False,
 ) -> Routing:
-    """Routing of config.json; the numbers are those of the reference where the file is silent.
+    """Read the routing of config.json.
 
-    With `has_option`, `norm_topk_prob` says whether weights are normalized; without that key they
-    are not.
+    Args:
+      config: The table of config.json.
+      num_experts: The default number of experts, as in the reference.
+      num_chosen: The default number of chosen experts, as in the reference.
+      scoring: The scoring of the family.
+      is_normalized: Whether weights are normalized in the family; not used with `has_option`.
+      has_option: Whether the key `norm_topk_prob` tells if weights are normalized; its default is
+        false.
     """
     if has_option:
         is_normalized = config.flag("norm_topk_prob", default=False)
@@ -34,7 +40,7 @@ def read_routing(
 
 
 def sparse_layers(config: ConfigReader, num_layers: int) -> tuple[bool, ...]:
-    """Each `decoder_sparse_step`-th layer, but for `mlp_only_layers`."""
+    """The sparse layers: every `decoder_sparse_step`-th one, except `mlp_only_layers`."""
     step = config.integer("decoder_sparse_step", maximum=MAX_LAYERS, default=1)
     dense: tuple[int, ...] = ()
     if config.has("mlp_only_layers"):
@@ -50,10 +56,15 @@ def read_gguf_experts(
     is_normalized: bool = True,
     is_width_shared: bool = False,
 ) -> MoeConfig:
-    """The mixture of GGUF metadata, in all layers; what routing is where the file is silent.
+    """Read the mixture of experts of GGUF metadata, with all layers sparse.
 
-    A file may leave out the width of an expert: it is `feed_forward_length`, which in some families
-    the experts chosen share out among them.
+    Args:
+      config: The metadata of the architecture.
+      num_layers: The number of layers.
+      scoring: The default scoring.
+      is_normalized: Whether weights are normalized by default.
+      is_width_shared: Whether the default hidden size of an expert is `feed_forward_length` divided
+        by the number of chosen experts, instead of `feed_forward_length`.
     """
     count = config.integer("expert_count", maximum=MAX_EXPERTS)
     chosen = config.integer("expert_used_count", maximum=count)
@@ -71,7 +82,7 @@ def read_gguf_experts(
 
 
 def _num_experts(config: ConfigReader, default: int) -> int:
-    """Under either of its two names, or under both alike."""
+    """The number of experts, under either of its two keys, or under both with the same value."""
     names = [name for name in ("num_experts", "num_local_experts") if config.has(name)]
     counts = {config.integer(name, maximum=MAX_EXPERTS) for name in names} or {default}
     if len(counts) > 1:

@@ -1,4 +1,4 @@
-"""Where the parameters of sparse layers come from: one tensor an expert, one for all, or one fused.
+"""Sources of the parameters of sparse layers: one tensor per expert, stacked or fused tensors.
 
 Knows nothing of files. Guarantees: exactly one source for every parameter of a sparse layer.
 """
@@ -13,9 +13,9 @@ from .mapping import ParameterSource, TensorPart
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """What a format calls the tensors of a sparse layer; `{i}` is the layer, `{e}` the expert.
+    """The tensor names of a sparse layer in a format; `{i}` is the layer, `{e}` the expert.
 
-    Names are whole. Where gate and up have one name, they are one tensor.
+    Names are complete. If gate and up have the same name, they are one tensor.
     """
 
     router: str
@@ -23,7 +23,7 @@ class ExpertNames:
     up: str
     down: str
     gate_up_axes: str = "e (p f) d"
-    """Axes of the tensor that holds gate and up; `p` tells them apart."""
+    """Axes of a tensor with gate and up; `p` is the axis of the two."""
     down_axes: str = "e d f"
     router_bias: str = ""
     choice_bias: str = ""
@@ -31,27 +31,27 @@ class ExpertNames:
     up_bias: str = ""
     down_bias: str = ""
     shared_router: str = ""
-    """Of the gate that weighs the shared expert."""
+    """The tensor of the gate of the shared expert."""
     shared_router_axes: str = "s d -> (s d)"
 
     def tensor_name(self, template: str, layer: int, expert: str = "{e}") -> str:
-        """A tensor's name in one layer; still a template if experts have tensors of their own."""
+        """The name of a tensor in one layer; still a template if each expert has its own tensor."""
         return template.replace("{i}", str(layer)).replace("{e}", expert)
 
     def tensors(self, moe: MoeConfig) -> frozenset[str]:
-        """Those that hold the routers and experts of a model."""
+        """The tensors of the routers and experts of a model."""
         experts = [str(e) for e in range(moe.routing.num_experts)]
         layers = [i for i, is_sparse in enumerate(moe.layers) if is_sparse]
         templates = (self.router, self.gate, self.up, self.down)
         return frozenset(
-            self.tensor_name(*which) for which in itertools.product(templates, layers, experts)
+            self.tensor_name(*key) for key in itertools.product(templates, layers, experts)
         )
 
 
-def form_of_experts(
+def find_expert_names(
     moe: MoeConfig | None, forms: Sequence[ExpertNames], tensor_names: Set[str]
 ) -> ExpertNames:
-    """The form of which the largest share is there; the first one where all are alike."""
+    """The form with the largest share of its tensors in `tensor_names`; ties go to the first."""
     if moe is None:
         return forms[0]
 
@@ -63,7 +63,7 @@ def form_of_experts(
 
 
 def sparse_sources(moe: MoeConfig, names: ExpertNames, i: int) -> list[ParameterSource]:
-    """Sources of a sparse layer's router and experts; the shared expert is an MLP like any."""
+    """The sources of the router and experts of a sparse layer, without the shared expert."""
     routing = moe.routing
     sources = [_source(names, i, "router", names.router, "e d -> d e")]
     if routing.has_bias:
@@ -99,7 +99,7 @@ def _source(
 def _gate_up(
     names: ExpertNames, i: int, parameter: str, tensors: tuple[str, str], fused: str, E: int
 ) -> ParameterSource:
-    """Gate and up as one tensor, or side by side from two."""
+    """The source of gate and up, from one tensor or from two."""
     path = f"layers.{i}.mlp.{parameter}"
     gate, up = (names.tensor_name(tensor, i) for tensor in tensors)
     if gate == up:

@@ -1,7 +1,7 @@
-"""What one family of models adds to the decoder that all of them share.
+"""Description of a family of models: its names, and its options of the common decoder.
 
-A family is data: names, and one function from its published options to ours. Knows nothing of
-files; `hugging_face.py` and `gguf.py` read what the families have in common.
+A family is data: names, and one function from its published options to ours. `hugging_face.py` and
+`gguf.py` read the options that families have in common. Knows nothing of files.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,18 +34,18 @@ from .sources import TensorNames, parameter_sources
 
 @dataclass(frozen=True)
 class Options:
-    """The options of `DecoderConfig` in which families differ."""
+    """The options of `DecoderConfig` that differ between families."""
 
     windows: tuple[Window, ...] | None = None
-    """None means that no layer has one."""
+    """The window of each layer; None means that no layer has a window."""
     rope: RopeConfig | NoRope | None = None
-    """None means that it is published as in most families."""
+    """The rotation; None means that it is read as in most families."""
     local_rope: RopeConfig | None = None
     latent: LatentAttention | None = None
     max_position: int | None = None
-    """None means as published."""
+    """The maximum length of a sequence; None means the published one."""
     mlp: int | None = None
-    """Of dense layers; None means as published."""
+    """The hidden size of dense layers; None means the published one."""
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
@@ -63,69 +63,70 @@ class Options:
     moe: MoeConfig | None = None
 
     def with_biases(self, config: ConfigReader) -> "Options":
-        """The same, with the biases that `attention_bias` of config.json asks for."""
+        """The same options, with biases if `attention_bias` of config.json is set."""
         has_bias = config.flag("attention_bias", default=False)
         return replace(self, qkv_bias=has_bias, output_bias=has_bias)
 
     def decoder_fields(self) -> dict[str, Any]:
-        """By name, as `DecoderConfig` takes them."""
+        """The options as arguments of `DecoderConfig`."""
         return {option.name: getattr(self, option.name) for option in fields(self)}
 
 
 ReadOptions = Callable[[ConfigReader, int], Options]
-"""The options of a configuration with so many layers."""
+"""A function from a configuration and its number of layers to options."""
 
 
-def always(options: Options) -> ReadOptions:
-    """Options that no configuration changes."""
+def fixed_options(options: Options) -> ReadOptions:
+    """A function that returns the same options for every configuration."""
     return lambda config, num_layers: options
 
 
 @dataclass(frozen=True)
 class WholeModel:
-    """A model of more than text that a family is published as a part of."""
+    """A multimodal model with a family as its text part."""
 
     name: str
-    """`model_type` of config.json, whose `text_config` is the family's."""
+    """`model_type` of config.json; its `text_config` has the `model_type` of the family."""
     architecture: str
     prefixes: tuple[TensorPrefix, ...]
     """The prefixes of the family's tensor names in the whole model, the usual form first."""
     other_prefixes: tuple[str, ...]
-    """What those of the other parts begin with."""
+    """The prefixes of tensor names of the other parts."""
     other_keys: tuple[str, ...]
-    """Keys of config.json that are about the other parts."""
+    """Keys of config.json for the other parts."""
     defaults: Mapping[str, object] = field(default_factory=dict)
-    """Values of keys that config.json may leave out, outside of its `text_config`."""
+    """Default values of keys of config.json outside of its `text_config`."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """A family's names, and its options as functions of a configuration and the layer count."""
+    """The names of a family, and its options as functions of a configuration and a layer count."""
 
     name: str
-    """`model_type` of config.json and, unless another is given, `general.architecture` of GGUF."""
+    """`model_type` of config.json, and `general.architecture` of GGUF without
+    `gguf_architecture`."""
     architecture: str
     """The class in `architectures` of config.json."""
     hf_options: ReadOptions
     gguf_options: ReadOptions | None = None
-    """None where GGUF knows no such architecture, or it is another family that reads it."""
+    """None if GGUF has no such architecture, or another family reads it."""
     hf_defaults: Mapping[str, object] = field(default_factory=dict)
-    """Values of keys that config.json may leave out; all other sizes must be given."""
+    """Default values of keys of config.json; all other sizes must be given."""
     hf_names: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of `TensorNames` that differ from the usual ones."""
+    """Fields of `TensorNames` that differ from those of most families."""
     hf_experts: tuple[ExpertNames, ...] = ()
-    """The forms in which experts are published, the usual one first; empty for the usual ones."""
+    """The published forms of experts, the usual one first; empty for the forms of most families."""
     hf_unused_tensors: Callable[[ConfigReader, int], tuple[str, ...]] | None = None
-    """Beginnings of the names of tensors that may be there and that no forward pass needs, as a
-    function of a configuration and the layer count."""
+    """A function from a configuration and a layer count to the prefixes of tensor names that a
+    forward pass does not need."""
     hf_interleaved_key: str | None = None
-    """The option of config.json that says whether rotated pairs lie side by side; on by default."""
+    """The key of config.json for adjacent features as rotated pairs; true by default."""
     part_of: WholeModel | None = None
     gguf_architecture: str | None = None
     gguf_names: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of `TensorNames` that differ from the usual ones."""
+    """Fields of `TensorNames` that differ from those of most families."""
     gguf_interleaved: bool = False
-    """Whether GGUF stores the rows of query and key heads with rotated pairs side by side."""
+    """Whether GGUF stores query and key heads with adjacent rows as rotated pairs."""
 
     @property
     def gguf_name(self) -> str:
@@ -134,28 +135,28 @@ class Family:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A published model as a decoder and where its parameters come from."""
+    """A published model: its decoder and the sources of its parameters."""
 
     family: str
     config: DecoderConfig
     sources: tuple[ParameterSource, ...]
-    """One for every parameter of the decoder."""
+    """One source for every parameter of the decoder."""
     ignored_tensors: tuple[str, ...] = ()
-    """Tensors that may be present and fill no parameter: they follow from the configuration."""
+    """Tensors that may be present and are not read, as they follow from the configuration."""
     names: TensorNames | None = None
-    """None where tensors are parameters in the canonical arrangement, under their own names."""
+    """Published tensor names; None if tensors are parameters in the canonical arrangement."""
     arrangement: Arrangement = AS_PUBLISHED
     ignored_prefixes: tuple[str, ...] = ()
-    """What the names of other tensors begin with that fill none: parts that are not read."""
+    """Prefixes of tensors that are not read: those of other parts of a multimodal model."""
     ignored_keys: tuple[str, ...] = ()
-    """Keys of the published configuration that neither noria nor the reference reads,
-    as `key = value`."""
+    """Keys of the published configuration that neither noria nor the reference reads, as
+    `key = value`."""
 
     def arranged(self, arrangement: Arrangement) -> "ModelSpec":
         """The same model with its parameters arranged for a layout.
 
-        The sources follow the arrangement, unless the tensors are parameters already: those are
-        rearranged by whoever reads them.
+        Sources follow the arrangement. If tensors are parameters already, the sources stay the
+        same, and the loader rearranges the parameters.
         """
         arrangement.check(self.config)
         sources = self.sources

@@ -1,8 +1,8 @@
-"""Gemma 2: capped scores and logits, each second layer with a window, norms before and after.
+"""Gemma 2: capped scores and logits, a window in every second layer, norms before and after.
 
-Source: "Gemma 2" (2408.00118), section 2. Published norm scales are offsets from one; GGUF files
-hold the whole scale. GGUF has no key for the factor on scores: as llama.cpp does, the model of 46
-layers is taken to be the one whose factor does not follow from the head size.
+Source: "Gemma 2" (2408.00118), section 2. Published norm scales are offsets from 1; GGUF files have
+the full scale. GGUF has no key for the factor on scores. As in llama.cpp, a model with 46 layers is
+assumed to be the 27B model, whose factor is not derived from the head size.
 """
 
 import math
@@ -11,7 +11,7 @@ from dataclasses import replace
 from ..config import Multipliers, Scores
 from .config_reader import ConfigReader
 from .family import Family, Options
-from .hugging_face import MAX_EMBED, MAX_HEADS, all_but_each
+from .hugging_face import MAX_EMBED, MAX_HEADS, windows_except_every
 from .rope_options import MAX_POSITION
 
 HF_DEFAULTS = {"head_dim": 256, "tie_word_embeddings": True}
@@ -21,7 +21,7 @@ _LAYERS_OF_27B = 46
 
 
 def shared_hf_options(config: ConfigReader, windows: tuple[int | None, ...]) -> Options:
-    """What a config.json of Gemma 2 or 3 says alike."""
+    """Read the options of config.json that Gemma 2 and 3 have in common."""
     if not config.has("num_key_value_heads"):
         # the reference would assume 4
         raise config.error("num_key_value_heads", "a number of heads")
@@ -42,7 +42,7 @@ def shared_hf_options(config: ConfigReader, windows: tuple[int | None, ...]) -> 
 def shared_gguf_options(
     config: ConfigReader, windows: tuple[int | None, ...], layers_of_27b: int
 ) -> Options:
-    """What the metadata of Gemma 2 and 3 say alike."""
+    """Read the options of GGUF metadata that Gemma 2 and 3 have in common."""
     embed = config.integer("embedding_length", maximum=MAX_EMBED)
     scale = None
     if len(windows) == layers_of_27b:
@@ -57,7 +57,7 @@ def shared_gguf_options(
 
 
 def read_cap(config: ConfigReader, key: str, default: float | None) -> float | None:
-    """A cap, which null switches off."""
+    """Read a soft cap; null means no cap."""
     if config.is_null(key) or (default is None and not config.has(key)):
         config.ignore((key,))
         return None
@@ -65,7 +65,7 @@ def read_cap(config: ConfigReader, key: str, default: float | None) -> float | N
 
 
 def _hf_options(config: ConfigReader, num_layers: int) -> Options:
-    windows = all_but_each(2, config, num_layers, DEFAULT_WINDOW)
+    windows = windows_except_every(2, config, num_layers, DEFAULT_WINDOW)
     options = shared_hf_options(config, windows)
     return replace(
         options,

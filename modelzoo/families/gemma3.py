@@ -1,9 +1,9 @@
 """Gemma 3, text: Gemma 2 without caps on scores, with normed queries and keys.
 
-Five layers of six have a sliding window and another rotary base. Source: "Gemma 3" (2503.19786),
-section 2. The models of 4B and more are published with a vision tower, which is not read. Their
-files leave out the defaults of transformers' `gemma3_text`. GGUF files give neither the pattern of
-layers nor the second base, unless they differ from the usual ones.
+Five of six layers have a sliding window and another rotary base. Source: "Gemma 3" (2503.19786),
+section 2. Models from 4B on are published with a vision tower, which is not read, and their files
+leave out the defaults of `gemma3_text` in transformers. GGUF files have the pattern of layers and
+the second rotary base only if they differ from the usual values.
 """
 
 from dataclasses import replace
@@ -19,7 +19,7 @@ from .gemma2 import (
     shared_gguf_options,
     shared_hf_options,
 )
-from .hugging_face import MAX_LAYERS, all_but_each
+from .hugging_face import MAX_LAYERS, windows_except_every
 from .mapping import TensorPrefix
 from .rope_options import MAX_POSITION, read_ropes_by_kind
 
@@ -41,11 +41,11 @@ _HF_DEFAULTS = HF_DEFAULTS | {
 def _hf_options(config: ConfigReader, num_layers: int) -> Options:
     period = config.integer("sliding_window_pattern", maximum=MAX_LAYERS, default=_PERIOD)
     if config.has("layer_types"):
-        # beside them, how they came about
+        # the pattern from which `layer_types` were derived
         config.ignore(("_sliding_window_pattern",))
-    config.expect_of_unread({"_sliding_window_pattern": period})
-    windows = all_but_each(period, config, num_layers, DEFAULT_WINDOW)
-    # the reference takes no notice of it
+    config.expect_if_unread({"_sliding_window_pattern": period})
+    windows = windows_except_every(period, config, num_layers, DEFAULT_WINDOW)
+    # the reference ignores it
     config.expect("attn_logit_softcapping", None)
     max_position = config.integer("max_position_embeddings", maximum=MAX_POSITION)
     rope, local_rope = read_ropes_by_kind(config, max_position, _THETA, _LOCAL_THETA)

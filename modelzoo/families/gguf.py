@@ -1,8 +1,8 @@
-"""GGUF files: what the families' metadata keys and tensor names have in common.
+"""GGUF models: the metadata keys and tensor names that families have in common.
 
-Names and meanings as llama.cpp writes and reads them. Knows nothing of the file format: it takes
-the parsed metadata and the names of the tensors. Guarantees: each key below the architecture's name
-is read, is known not to change the answer, or is refused by name.
+Names and meanings are those of llama.cpp. Works on parsed metadata and tensor names, and knows
+nothing of the file format. Guarantees: each key of the architecture is either read, or known not to
+change the answer, or refused by name.
 """
 
 import math
@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from ..config import DecoderConfig, FactorScaling, LinearScaling, RopeConfig, YarnScaling
 from .config_reader import ConfigReader, UnsupportedModel
-from .expert_sources import ExpertNames, form_of_experts
+from .expert_sources import ExpertNames, find_expert_names
 from .family import Family, ModelSpec, Options
 from .hugging_face import (
     MAX_EMBED,
@@ -27,6 +27,7 @@ from .rope_options import DEFAULT_THETA, MAX_POSITION
 from .sources import TensorNames, parameter_sources
 
 ReadTensor = Callable[[str], Iterable[float]]
+"""A function that reads a small tensor by name."""
 
 STACKED_EXPERTS = ExpertNames(
     router="blk.{i}.ffn_gate_inp.weight",
@@ -47,7 +48,7 @@ SPLIT_EXPERTS = replace(
     up="blk.{i}.ffn_up.{e}.weight",
     down="blk.{i}.ffn_down.{e}.weight",
 )
-"""As the first Mixtral files have them."""
+"""The names in the first Mixtral files."""
 
 NAMES = TensorNames(
     embedding="token_embd",
@@ -92,7 +93,7 @@ EPSILONS = {
 }
 
 ROPE_FACTORS = "rope_freqs.weight"
-"""Divisors of the rotary frequencies: how GGUF publishes the scaling of Llama 3.1 and later."""
+"""The tensor with divisors of rotary frequencies, for the scaling of Llama 3.1 and later."""
 
 
 def model_spec(
@@ -101,7 +102,17 @@ def model_spec(
     tensor_names: Collection[str],
     read_tensor: ReadTensor | None = None,
 ) -> ModelSpec:
-    """Read the metadata of a family into its decoder and the sources of its parameters."""
+    """Read metadata into the decoder and the sources of its parameters.
+
+    Args:
+      family: The family of the model.
+      metadata: The metadata of the file.
+      tensor_names: The tensors of the file.
+      read_tensor: Reads a small tensor; needed for files that publish rotary scaling as a tensor.
+
+    Raises:
+      UnsupportedModel: The model or an option is not supported, or a value is malformed.
+    """
     prefix = f"{family.gguf_name}."
     config = ConfigReader(
         {k.removeprefix(prefix): v for k, v in metadata.items() if k.startswith(prefix)}, prefix
@@ -113,7 +124,7 @@ def model_spec(
         decoder = replace(decoder, rope=_with_factors(decoder, read_tensor))
         ignored = (ROPE_FACTORS, *ignored)
     forms = (STACKED_EXPERTS, SPLIT_EXPERTS)
-    experts = form_of_experts(decoder.moe, forms, frozenset(tensor_names))
+    experts = find_expert_names(decoder.moe, forms, frozenset(tensor_names))
     is_split = f"{_SPLIT_LATENT.key_up.format(i=0)}.weight" in tensor_names
     names = replace(
         NAMES,
@@ -166,7 +177,7 @@ def _decoder_config(
 
 
 def _with_biases(options: Options, tensors: frozenset[str]) -> Options:
-    """Biases that the family always has, and those of which there are tensors."""
+    """Options with the biases that the family always has, and those that have tensors."""
     return replace(
         options,
         qkv_bias=options.qkv_bias or NAMES.query.format(i=0) + ".bias" in tensors,
@@ -177,17 +188,17 @@ def _with_biases(options: Options, tensors: frozenset[str]) -> Options:
 
 def _vocab_size(config: ConfigReader, metadata: Mapping[str, object]) -> int:
     tokens = metadata.get("tokenizer.ggml.tokens")
-    # older files state no size; the vocabulary is then as long as the embedding table
+    # older files have no vocab_size: it is the number of tokens of the tokenizer
     default = len(tokens) if isinstance(tokens, Collection) else None
     return config.integer("vocab_size", maximum=MAX_VOCAB, default=default)
 
 
 def read_rope(config: ConfigReader, max_position: int) -> RopeConfig:
-    """The rotation as most architectures publish it."""
+    """Read the rotation as most architectures publish it."""
     theta = config.number("rope.freq_base", above=1.0, default=DEFAULT_THETA)
     kind = config.text("rope.scaling.type", default="none")
     config.expect("rope.scaling.attn_factor", 1.0)
-    config.ignore(("rope.scaling.finetuned",))  # says how the weights came about
+    config.ignore(("rope.scaling.finetuned",))  # about training
     if kind == "none":
         config.ignore(("rope.scaling.factor", "rope.scaling.original_context_length"))
         return RopeConfig(theta)
@@ -210,7 +221,7 @@ def read_rope(config: ConfigReader, max_position: int) -> RopeConfig:
 
 def _with_factors(decoder: DecoderConfig, read_tensor: ReadTensor | None) -> RopeConfig:
     expected, rope = decoder.head_dim // 2, decoder.rope
-    assert isinstance(rope, RopeConfig), "what this module reads rotates"
+    assert isinstance(rope, RopeConfig), "models with rotary factors have rotary embeddings"
     if rope.scaling is not None:
         raise UnsupportedModel(
             f"{ROPE_FACTORS}: expected no rope.scaling.type beside it, "

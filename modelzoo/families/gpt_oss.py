@@ -1,10 +1,10 @@
-"""GPT-OSS: windows in each second layer, sinks, experts of a clamped unit, biases everywhere.
+"""GPT-OSS: a window in every second layer, sinks, experts with a clamped unit, biases everywhere.
 
-Source: the model card (2508.10925), section 2, and transformers' `gpt_oss`. Gate and up are the
-even and the odd entries of one tensor, and two tensors in GGUF, whose names are llama.cpp's.
+Sources: the model card (2508.10925), section 2, and `gpt_oss` in transformers. Gate and up are the
+even and the odd entries of one tensor; in GGUF they are two tensors, named as in llama.cpp.
 
-The borders of YaRN's ramp are not rounded. GGUF has no key that says so, so its models are taken to
-be as published (llama.cpp rounds).
+The ends of the YaRN ramp are not rounded. GGUF has no key for it, so GGUF models are read like the
+published ones (llama.cpp rounds).
 """
 
 from dataclasses import replace
@@ -16,7 +16,7 @@ from .config_reader import ConfigReader
 from .expert_options import read_gguf_experts, read_routing
 from .expert_sources import ExpertNames
 from .family import Family, Options
-from .hugging_face import MAX_MLP, all_but_each
+from .hugging_face import MAX_MLP, windows_except_every
 from .rope_options import MAX_POSITION, read_rope
 
 _THETA = 150_000.0
@@ -53,15 +53,15 @@ def _options(
 
 def _hf_options(config: ConfigReader, num_layers: int) -> Options:
     if not (config.has("rope_scaling") or config.has("rope_parameters")):
-        # the reference would assume the one of the published models
+        # the reference would use the values of the published models
         raise config.error("rope_scaling", "a table of rotary options")
-    # second names, which the reference does not read
+    # second names of options; the reference does not read them
     config.ignore(("experts_per_token", "initial_context_length"))
     routing = read_routing(config, num_experts=128, num_chosen=4, scoring=_SCORING)
     width = config.integer("intermediate_size", maximum=MAX_MLP)
     max_position = config.integer("max_position_embeddings", maximum=MAX_POSITION)
     return _options(
-        all_but_each(2, config, num_layers, _WINDOW),
+        windows_except_every(2, config, num_layers, _WINDOW),
         read_rope(config, max_position, _THETA),
         MoeConfig(routing, width, layers=(True,) * num_layers),
         unit=ClampedUnit(

@@ -1,7 +1,7 @@
-"""Granite 3, dense: Llama's blocks with constant factors on embeddings, scores, residuals, logits.
+"""Granite 3, dense: Llama blocks with constant factors on embeddings, scores, residuals and logits.
 
-Source: maximal update parametrisation as "Power Scheduler" (2408.13359) uses it; names and
-meanings as in transformers and, for GGUF, llama.cpp.
+Source: maximal update parametrisation as in "Power Scheduler" (2408.13359). Names and meanings are
+those of transformers and, for GGUF, of llama.cpp.
 """
 
 from dataclasses import replace
@@ -12,7 +12,7 @@ from .family import Family, Options
 
 
 def factor_options(config: ConfigReader, num_layers: int) -> Options:
-    """Of config.json, as dense and sparse models have them."""
+    """Read the factors of config.json, for dense and sparse models."""
     del num_layers
     multipliers = Multipliers(
         embedding=_factor(config, "embedding_multiplier"),
@@ -24,12 +24,12 @@ def factor_options(config: ConfigReader, num_layers: int) -> Options:
 
 
 def gguf_factor_options(config: ConfigReader, num_layers: int) -> Options:
-    """Of GGUF metadata, as dense and sparse models have them."""
+    """Read the factors of GGUF metadata, for dense and sparse models."""
     del num_layers
     multipliers = Multipliers(
         embedding=_factor(config, "embedding_scale"),
         residual=_factor(config, "residual_scale"),
-        # called a scale, and divided by
+        # the key is named a scale, but logits are divided by it
         logits=1.0 / _factor(config, "logit_scale"),
     )
     has_scale = config.has("attention.scale")

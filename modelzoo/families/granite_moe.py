@@ -1,6 +1,6 @@
-"""Granite 3, sparse: Granite's factors, and experts weighed by the softmax of those chosen.
+"""Granite 3, sparse: the factors of Granite, and experts weighted by a softmax of the chosen ones.
 
-Names and meanings as in transformers' `granitemoe` and, for GGUF, llama.cpp.
+Names and meanings are those of `granitemoe` in transformers and, for GGUF, of llama.cpp.
 """
 
 from dataclasses import replace

@@ -1,8 +1,8 @@
-"""Hugging Face directories: what the families' config.json and tensor names have in common.
+"""Hugging Face models: the keys of config.json and tensor names that families have in common.
 
-Knows nothing of files: it takes the parsed table. `auto_map` is never followed: a model is what its
-`model_type` says, or it is refused. Guarantees: each key is read, is known not to change the
-answer, is noted because the reference does not read it either, or is refused by name.
+Works on the parsed table and knows nothing of files. `auto_map` is never followed: `model_type`
+alone selects the model. Guarantees: each key is either read, or known not to change the answer, or
+noted because the reference does not read it either, or refused by name.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from ..config import DecoderConfig
 from .config_reader import ConfigReader
-from .expert_sources import ExpertNames, form_of_experts
+from .expert_sources import ExpertNames, find_expert_names
 from .family import Family, ModelSpec, WholeModel
 from .mapping import TensorPrefix
 from .quantisation import read_quantisation
@@ -32,7 +32,7 @@ FUSED_EXPERTS = replace(
     up=f"{_MLP}.experts.gate_up_proj",
     down=f"{_MLP}.experts.down_proj",
 )
-"""As transformers keeps them in memory, and writes them when it is asked to."""
+"""The names of experts in memory of transformers, which it can also write to files."""
 
 NAMES = TensorNames(
     embedding="model.embed_tokens",
@@ -59,11 +59,11 @@ NAMES = TensorNames(
 )
 
 ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
-"""Ours and what config.json calls them."""
+"""Activations, and their names in config.json."""
 
 EPSILONS = {"rms": "rms_norm_eps", "layer": "layer_norm_eps"}
 
-# Bounds far above any published model: a size beyond them is a lie or a mistake.
+# Bounds far above all published models: a larger size is a mistake or an attack.
 MAX_LAYERS = 1024
 MAX_HEADS = 4096
 MAX_HEAD_DIM = 8192
@@ -72,7 +72,7 @@ MAX_MLP = 2**20
 MAX_EXPERTS = 2**14
 MAX_VOCAB = 2**24
 
-# Keys that are written beside the model and cannot change its forward pass.
+# Keys that cannot change the forward pass of a model.
 IGNORED_KEYS = frozenset({
     # provenance and storage
     "_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "auto_map",
@@ -84,7 +84,7 @@ IGNORED_KEYS = frozenset({
     "router_aux_loss_coef", "selective_checkpoint_enabled", "sequence_parallel_enabled",
     "move_model_to_device", "attention_probs_dropout_prob", "hidden_dropout_prob",
     "virtual_pp_degree",
-    # which implementation runs, and what it returns besides
+    # choice of the implementation, and its additional results
     "use_cache", "cache_implementation",
     "_attn_implementation", "_attn_implementation_autoset", "_flash_attn_2_enabled",
     "output_attentions", "output_hidden_states", "output_router_logits", "return_dict",
@@ -104,8 +104,8 @@ IGNORED_KEYS = frozenset({
     "suppress_tokens", "begin_suppress_tokens", "max_new_tokens",
 })  # fmt: skip
 
-# Options that most families do not have: present in some files, harmless at these values alone.
-# Every key that the reference reads of any model, in masks, caches and layers, is here.
+# Options that most families do not have. Some files have them; they are harmless only at these
+# values. The list has every key that the reference reads for any model in masks, caches and layers.
 NEUTRAL_VALUES: Mapping[str, object] = {
     "attention_bias": False,
     "mlp_bias": False,
@@ -128,22 +128,28 @@ NEUTRAL_VALUES: Mapping[str, object] = {
 }
 
 SECOND_NAMES = {"sliding_window_size": "sliding_window"}
-"""Other names of options, which the reference reads under their usual name alone."""
+"""Second names of options; the reference reads only the usual name."""
 
 
 def model_spec(
     family: Family, config: ConfigReader, tensor_names: Collection[str] = ()
 ) -> ModelSpec:
-    """Read the config.json of a family into its decoder and the sources of its parameters.
+    """Read config.json into the decoder and the sources of its parameters.
 
-    The names of tensors say in which of its published forms a model with experts is.
+    Args:
+      family: The family of the model.
+      config: The table of config.json.
+      tensor_names: The tensors of the model. They select among the published forms of experts.
+
+    Raises:
+      UnsupportedModel: The model or an option is not supported, or a value is malformed.
     """
     config.text("model_type")
     check_architecture(config, family.architecture)
-    read_quantisation(config)  # its tensors are presented as if they were plain
+    read_quantisation(config)  # the loader dequantises, so tensors have plain names and shapes
     decoder = _decoder_config(config, family)
     forms = family.hf_experts or (SPLIT_EXPERTS, FUSED_EXPERTS)
-    experts = form_of_experts(decoder.moe, forms, frozenset(tensor_names))
+    experts = find_expert_names(decoder.moe, forms, frozenset(tensor_names))
     names = replace(NAMES, experts=experts, **family.hf_names)
     if (key := family.hf_interleaved_key) is not None:
         names = replace(names, is_interleaved=config.flag(key, default=True))
@@ -165,10 +171,18 @@ def model_spec(
 def text_part_spec(
     family: Family, config: ConfigReader, tensor_names: Collection[str] = ()
 ) -> ModelSpec:
-    """Read the `text_config` of a model of more than text, of which `family` is the text part.
+    """Read the `text_config` of a multimodal model with `family` as its text part.
 
-    Text alone asks nothing of the other parts: their tables are not read, nor are their tensors,
-    which are known by the prefixes of their names.
+    The other parts are not needed for text. Their tables and tensors are not read; the tensors are
+    recognised by the prefixes of their names.
+
+    Args:
+      family: The family of the text part.
+      config: The table of config.json of the whole model.
+      tensor_names: The tensors of the whole model.
+
+    Raises:
+      UnsupportedModel: The model or an option is not supported, or a value is malformed.
     """
     whole = family.part_of
     assert whole is not None, family.name
@@ -176,28 +190,28 @@ def text_part_spec(
     read_quantisation(config)
     text = config.table("text_config", family.hf_defaults)
     text.expect("model_type", family.name)
-    beginning = _beginning(whole, tensor_names)
-    spec = model_spec(family, text, [beginning.to_alone(name) for name in tensor_names])
-    # the reference ties by the outer key
+    prefix = _find_prefix(whole, tensor_names)
+    spec = model_spec(family, text, [prefix.to_standalone(name) for name in tensor_names])
+    # the reference ties embeddings by the outer key
     if config.flag("tie_word_embeddings", default=False) != spec.config.tie_embeddings:
         raise config.error("tie_word_embeddings", f"{spec.config.tie_embeddings}, as in the text")
     config.ignore(("model_type", *whole.other_keys, *IGNORED_KEYS))
-    config.expect_of_unread(NEUTRAL_VALUES)
+    config.expect_if_unread(NEUTRAL_VALUES)
     config.ignore_rest()
     assert spec.names is not None, family.name
-    names = replace(spec.names, beginning=beginning)
+    names = replace(spec.names, prefix=prefix)
     return replace(
         spec,
         names=names,
         sources=parameter_sources(spec.config, names),
-        ignored_tensors=tuple(beginning.to_whole(name) for name in spec.ignored_tensors),
+        ignored_tensors=tuple(prefix.to_whole(name) for name in spec.ignored_tensors),
         ignored_prefixes=whole.other_prefixes,
         ignored_keys=tuple(config.ignored),
     )
 
 
-def _beginning(whole: WholeModel, tensor_names: Collection[str]) -> TensorPrefix:
-    """The form of the tensor names; the usual form if no name has one."""
+def _find_prefix(whole: WholeModel, tensor_names: Collection[str]) -> TensorPrefix:
+    """The prefix that tensor names have; the usual prefix if no name has one."""
     usual, *others = whole.prefixes
     for other in others:
         if any(name.startswith(other.whole) for name in tensor_names):
@@ -209,33 +223,37 @@ def _account_for_rest(config: ConfigReader, decoder: DecoderConfig) -> None:
     """Refuse unread keys that may change the answer; note the other unread keys."""
     config.ignore(IGNORED_KEYS)
     for key, other in SECOND_NAMES.items():
-        config.expect_alike(key, other)
-    config.expect_of_unread(NEUTRAL_VALUES)
+        config.expect_equal(key, other)
+    config.expect_if_unread(NEUTRAL_VALUES)
     if not config.is_null("layer_types"):
         kinds = ["sliding_attention" if window else "full_attention" for window in decoder.windows]
-        config.expect_of_unread({"layer_types": kinds})
+        config.expect_if_unread({"layer_types": kinds})
     config.ignore_rest()
 
 
 def check_architecture(config: ConfigReader, architecture: str) -> None:
-    """Refuse a file that names the class of another model; old files spell LLaMA in capitals."""
+    """Refuse a file with the class of another model. Case is ignored, as old files spell LLaMA."""
     if config.has("architectures"):
         named = [name.lower() for name in config.texts("architectures")]
         if named != [architecture.lower()]:
             raise config.error("architectures", f"[{architecture!r}]")
 
 
-def latter_layers_windowed(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
-    """Windows of families that slide in some layers: by `layer_types`, or from a layer on."""
+def windows_by_option(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
+    """Windows by `layer_types`, or in all layers from `max_window_layers` on."""
     return windows_if_used(config, num_layers, lambda i, first: i >= first)
 
 
 def windows_if_used(
     config: ConfigReader, num_layers: int, slides: Callable[[int, int], bool]
 ) -> tuple[int | None, ...]:
-    """Windows where `use_sliding_window` asks for them: by `layer_types`, or in layers that slide.
+    """Windows of layers, if `use_sliding_window` is set.
 
-    `slides` is asked with a layer and `max_window_layers`.
+    Args:
+      config: The table of config.json.
+      num_layers: The number of layers.
+      slides: Tells from a layer and `max_window_layers` whether the layer has a window. It is used
+        only without `layer_types`.
     """
     is_used = config.flag("use_sliding_window", default=False)
     window = None
@@ -250,10 +268,10 @@ def windows_if_used(
     return _windows_by_kind(config, num_layers, window)
 
 
-def all_but_each(
+def windows_except_every(
     period: int, config: ConfigReader, num_layers: int, default: int
 ) -> tuple[int | None, ...]:
-    """Windows in all layers but each `period`-th one, or by `layer_types`."""
+    """Windows by `layer_types`, or in all layers except every `period`-th one."""
     if config.is_null("sliding_window"):
         raise config.error("sliding_window", "a size, as some layers slide a window")
     window = config.integer("sliding_window", maximum=MAX_POSITION, default=default)
@@ -304,7 +322,7 @@ def _decoder_config(config: ConfigReader, family: Family) -> DecoderConfig:
 
 
 def read_heads(config: ConfigReader, key: str, kv_key: str) -> tuple[int, int]:
-    """The number of query heads, and that of key/value heads."""
+    """The number of query heads and of key/value heads."""
     num_heads = config.integer(key, maximum=MAX_HEADS)
     num_kv_heads = config.integer(kv_key, maximum=MAX_HEADS, default=num_heads)
     if num_heads % num_kv_heads:
@@ -313,12 +331,12 @@ def read_heads(config: ConfigReader, key: str, kv_key: str) -> tuple[int, int]:
 
 
 def read_head_dim(config: ConfigReader, key: str, embed_key: str, num_heads: int) -> int:
-    """The size of a head: published, or that of so many which share the embedding out."""
+    """The head size: the published one, or the embedding size divided by the number of heads."""
     embed = config.integer(embed_key, maximum=MAX_EMBED)
     if config.has(key):
         head_dim = config.integer(key, maximum=MAX_HEAD_DIM)
         if head_dim % 2:
-            raise config.error(key, "an even number, as rotary embedding turns pairs")
+            raise config.error(key, "an even number, as rotary embedding rotates pairs")
         return head_dim
     if embed % (2 * num_heads):
         raise config.error(embed_key, f"an even multiple of {num_heads} heads, or a {key}")

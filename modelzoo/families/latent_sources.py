@@ -1,7 +1,7 @@
-"""From tensor names to the parameters of latent attention.
+"""Sources of the parameters of latent attention.
 
-Published projections hold what each head needs side by side: of queries a plain and a rotated part,
-of what is made from latents a key and a value. Knows nothing of files.
+Published projections have the parts of each head side by side: queries have a plain and a rotated
+part, and the projection from latents has a key and a value. Knows nothing of files.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -12,15 +12,15 @@ from .mapping import ParameterSource, TensorPart
 
 @dataclass(frozen=True)
 class LatentNames:
-    """What a format calls the tensors of latent attention, as in `TensorNames`.
+    """The tensor names of latent attention in a format, as in `TensorNames`.
 
-    Where keys and values have one name, it is one tensor, with the rows of each head's key and then
-    those of its value. Otherwise each is a matrix a head, `[N, I, H]` of keys and `[N, H, I]` of
-    values: as they are applied to queries and to results of attention to latents.
+    If `key_up` and `value_up` have the same name, they are one tensor, with the rows of the key and
+    then of the value for each head. Otherwise they are separate, `[N, I, H]` for keys and
+    `[N, H, I]` for values, in the form that absorbed attention applies.
     """
 
     query: str
-    """Where queries have no latent."""
+    """The projection of queries, if they have no latent."""
     query_down: str
     query_norm: str
     query_up: str
@@ -30,8 +30,8 @@ class LatentNames:
     value_up: str
     output: str
 
-    def weights_of(self, i: int) -> "LatentNames":
-        """Whole names of a layer's tensors."""
+    def layer_tensors(self, i: int) -> "LatentNames":
+        """The complete tensor names of a layer."""
         names = {field.name: getattr(self, field.name) for field in fields(self)}
         return replace(self, **{key: f"{name.format(i=i)}.weight" for key, name in names.items()})
 
@@ -39,19 +39,19 @@ class LatentNames:
 def latent_attention(
     num_heads: int, latent: LatentAttention, names: LatentNames, is_interleaved: bool, i: int
 ) -> list[ParameterSource]:
-    """Sources of a layer's latent attention."""
-    names = names.weights_of(i)
+    """The sources of the latent attention of a layer."""
+    names = names.layer_tensors(i)
     query = names.query if latent.query_rank is None else names.query_up
     n, rotated = ("n", num_heads), ("pair", latent.rope_dim // 2)
-    # rows of what is rotated as published, and as our rotation wants them
+    # the order of rotated rows as published, and as our rotation expects them
     published, ours = ("pair side" if is_interleaved else "side pair"), "(side pair)"
-    plain = (0, latent.plain_dim)
-    turned = (latent.plain_dim, latent.head_dim)
+    plain_rows = (0, latent.plain_dim)
+    rope_rows = (latent.plain_dim, latent.head_dim)
     heads = latent.head_dim
     parts = {
         "query": (
-            TensorPart(query, "(n h) d -> d n h", (n,), plain, heads),
-            TensorPart(query, f"(n {published}) d -> d n {ours}", (n, rotated), turned, heads),
+            TensorPart(query, "(n h) d -> d n h", (n,), plain_rows, heads),
+            TensorPart(query, f"(n {published}) d -> d n {ours}", (n, rotated), rope_rows, heads),
         ),
         "latent_down": (
             TensorPart(names.latent_down, "i d -> d i", (), (0, latent.rank)),
@@ -69,17 +69,17 @@ def latent_attention(
     if latent.query_rank is not None:
         parts["query_down"] = (TensorPart(names.query_down, "i d -> d i"),)
         parts["query_norm.scale"] = (TensorPart(names.query_norm, "i -> i"),)
-    joined_along = {"query": 2, "latent_down": 1}
+    concat_axes = {"query": 2, "latent_down": 1}
     return [
-        ParameterSource(f"layers.{i}.attention.{name}", of, joined_along.get(name, 0))
-        for name, of in parts.items()
+        ParameterSource(f"layers.{i}.attention.{name}", tensor_parts, concat_axes.get(name, 0))
+        for name, tensor_parts in parts.items()
     ]
 
 
 def _up(
     num_heads: int, latent: LatentAttention, names: LatentNames
 ) -> dict[str, tuple[TensorPart, ...]]:
-    """Of what makes keys and values from latents."""
+    """The parts of the projections from latents to keys and values."""
     if names.key_up != names.value_up:
         return {
             "key_up": (TensorPart(names.key_up, "n i h -> n h i"),),

@@ -1,6 +1,6 @@
 """Llama 2, 3, 3.1, 3.2 and SmolLM2: grouped queries, rotary scaling of several kinds, biases.
 
-GGUF files of Mistral and Mixtral models carry this architecture too: some have a window, some
+GGUF files of Mistral and Mixtral models have this architecture, too. Some have a window, some have
 experts.
 """
 

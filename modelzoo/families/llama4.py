@@ -1,10 +1,10 @@
-"""Llama 4, text: most layers rotate and see chunks; the others see all and do not rotate.
+"""Llama 4, text: most layers have rotation and chunked attention, the others have neither.
 
-Queries of those others grow with their position, and heads are normed after the rotation alone. A
-token takes the experts that score best, the sigmoid of each score weighs what its expert reads, and
-one more expert is for all tokens. Rotated pairs lie side by side in the published rows. Options,
-defaults and names as in transformers' `llama4_text`; the published models hold it beside a vision
-tower, which is not read.
+In the other layers, queries are scaled by a factor that grows with the position. Heads are normed
+after the rotation, so only in layers with rotation. A token takes the experts with the best scores;
+the sigmoid of a score multiplies the input of its expert. A shared expert takes all tokens. Rotated
+pairs are adjacent rows of published tensors. Options, defaults and names are those of `llama4_text`
+in transformers. Published models also have a vision tower, which is not read.
 """
 
 from dataclasses import replace
@@ -45,7 +45,7 @@ _HF_NAMES = {
 
 
 def _hf_options(config: ConfigReader, num_layers: int) -> Options:
-    # of training, and of quantisation
+    # about training and quantisation
     config.ignore(("output_router_logits", "router_aux_loss_coef", "router_jitter_noise"))
     config.ignore(("for_llm_compressor",))
     return Options(
@@ -58,19 +58,19 @@ def _hf_options(config: ConfigReader, num_layers: int) -> Options:
 
 
 def _windows(config: ConfigReader, num_layers: int) -> tuple[Chunk | None, ...]:
-    """A chunk in each layer that rotates."""
+    """Read the windows: a chunk in each layer with rotation."""
     period = config.integer("no_rope_layer_interval", maximum=MAX_LAYERS, default=_PERIOD)
     rotates = tuple(int((i + 1) % period > 0) for i in range(num_layers))
-    # the name is wrong in the reference too: 1 stands for a layer that rotates
+    # despite the name of the key, 1 means a layer with rotation, as in the reference
     if config.has("no_rope_layers"):
         rotates = config.integers("no_rope_layers", minimum=0, maximum=1) or rotates
     if len(rotates) != num_layers:
         raise config.error("no_rope_layers", f"{num_layers} entries of 0 and 1, or none")
     kinds = tuple("chunked_attention" if rotate else "full_attention" for rotate in rotates)
     if config.has("layer_types") and config.texts("layer_types") != kinds:
-        raise config.error("layer_types", f"chunks in the layers that rotate: {list(kinds)}")
+        raise config.error("layer_types", f"chunks in the layers with rotation: {list(kinds)}")
     if config.is_null("attention_chunk_size"):
-        raise config.error("attention_chunk_size", "a size, as some layers see chunks")
+        raise config.error("attention_chunk_size", "a size, as some layers have chunked attention")
     size = config.integer("attention_chunk_size", maximum=MAX_POSITION, default=_CHUNK)
     return tuple(Chunk(size) if rotate else None for rotate in rotates)
 

@@ -1,59 +1,60 @@
-"""How published tensors fill the parameters of a decoder: names and axis patterns, as data.
+"""Sources of the parameters of a decoder: published tensor names and axis patterns, as data.
 
-Knows nothing of files, dtypes or devices. A loader reads it in two directions: to fill a parameter
-from slices of tensors, and to prove that every tensor is used once and every parameter filled.
+A loader uses it for two purposes: to fill a parameter from slices of tensors, and to check that
+every tensor is used once and every parameter is filled. Knows nothing of files, dtypes or devices.
 
-An axis pattern says how a published tensor becomes (part of) a parameter, in the notation of
-einops: `"(n h) d -> d n h"` reads a `[N*H, D]` matrix as `[D, N, H]`. Both sides hold the same
-names, but for two things that may stand on the right only: a literal `1`, which inserts an axis of
-size one, and a name with a size, along which everything repeats: `"(k h) -> (k r) h"` with r = 2
-holds each row twice, copies side by side.
+An axis pattern describes how a published tensor becomes a parameter, or a part of one, in the
+notation of einops: `"(n h) d -> d n h"` reads a `[N*H, D]` matrix as `[D, N, H]`. Both sides have
+the same names, with two exceptions. The right side may have a literal `1`, which inserts an axis of
+size one. It may also have a name with a size that the left side does not have, which repeats the
+array along a new axis: `"(k h) -> (k r) h"` with r = 2 repeats each k twice, side by side.
 """
 
 from dataclasses import dataclass, replace
 
 Sizes = tuple[tuple[str, int], ...]
-"""How many entries an axis of each name has."""
+"""The sizes of axes, by name."""
 
 
 @dataclass(frozen=True)
 class TensorPrefix:
-    """The prefixes of tensor names in a model alone, and where it is part of a larger model."""
+    """The prefixes of tensor names in a standalone model and as part of a larger model."""
 
-    alone: str = ""
+    standalone: str = ""
     whole: str = ""
 
     def to_whole(self, name: str) -> str:
-        """The name in the whole model of a tensor of the model alone."""
-        return self._exchanged(name, self.alone, self.whole)
+        """The name in the whole model of a tensor of the standalone model."""
+        return self._replace_prefix(name, self.standalone, self.whole)
 
-    def to_alone(self, name: str) -> str:
-        """The name in the model alone of a tensor of the whole model."""
-        return self._exchanged(name, self.whole, self.alone)
+    def to_standalone(self, name: str) -> str:
+        """The name in the standalone model of a tensor of the whole model."""
+        return self._replace_prefix(name, self.whole, self.standalone)
 
     @staticmethod
-    def _exchanged(name: str, old: str, new: str) -> str:
+    def _replace_prefix(name: str, old: str, new: str) -> str:
         return new + name.removeprefix(old) if name.startswith(old) else name
 
 
-PLAIN = TensorPrefix()
+NO_PREFIX = TensorPrefix()
 
 
 @dataclass(frozen=True)
 class TensorPart:
-    """One published tensor and the axis pattern that turns it into (part of) a parameter."""
+    """A published tensor and the axis pattern that makes it a parameter, or a part of one."""
 
     tensor: str
     axes: str
     sizes: Sizes = ()
-    """Sizes of the names inside parentheses, all but at most one per group, and of repetitions."""
+    """Sizes of repeated axes and of axes inside parentheses; one per parenthesis may be left
+    out."""
     rows: tuple[int, int] | None = None
-    """The tensor's rows from the first number up to the second; None means all."""
+    """The range of rows to read, start and end; None means all rows."""
     block: int | None = None
-    """The tensor is blocks of this many rows, and `rows` are of each; None means one block."""
+    """The number of rows per block, if `rows` is a range in each block; None means one block."""
     stacked: int = 0
-    """`tensor` holds `{e}` and stands for so many tensors, numbered from 0, stacked along a new
-    first axis; 0 for one tensor as it is."""
+    """The number of tensors, numbered from 0 at `{e}` in `tensor`, to stack along a new first axis;
+    0 means a single tensor."""
 
     @property
     def tensors(self) -> tuple[str, ...]:
@@ -65,16 +66,16 @@ class TensorPart:
 
 @dataclass(frozen=True)
 class ParameterSource:
-    """A parameter as its parts, concatenated along `concat_axis` in the given order."""
+    """A parameter as the concatenation of parts along `concat_axis`."""
 
     parameter: str
     """Dotted path in the parameter tree, e.g. `layers.3.attention.qkv`."""
     parts: tuple[TensorPart, ...]
     concat_axis: int = 0
     padding_rows: int = 0
-    """Rows of zeros that follow what the parts fill, along axis 0."""
+    """The number of rows of zeros at the end of axis 0."""
 
-    def renamed(self, beginning: TensorPrefix) -> "ParameterSource":
-        """The same source with tensors named as in the whole model."""
-        parts = tuple(replace(part, tensor=beginning.to_whole(part.tensor)) for part in self.parts)
+    def renamed(self, prefix: TensorPrefix) -> "ParameterSource":
+        """The same source with the tensor names of the whole model."""
+        parts = tuple(replace(part, tensor=prefix.to_whole(part.tensor)) for part in self.parts)
         return replace(self, parts=parts)

@@ -1,6 +1,6 @@
-"""Mistral: Llama's blocks, all of them seeing a sliding window where the file gives one.
+"""Mistral: Llama blocks, with a sliding window in all layers if the file has one.
 
-GGUF knows no such architecture: its Mistral files say `llama`.
+GGUF has no architecture for Mistral: GGUF files of Mistral models have the architecture `llama`.
 """
 
 from .config_reader import ConfigReader
@@ -13,7 +13,7 @@ def _hf_options(config: ConfigReader, num_layers: int) -> Options:
     if config.has("sliding_window"):
         window = config.integer("sliding_window", maximum=MAX_POSITION)
     elif not config.is_null("sliding_window"):
-        # the reference would assume 4096, and later releases mean no window
+        # the reference would use 4096, but later releases have no window
         raise config.error("sliding_window", "a size, or null for no window")
     return Options(windows=(window,) * num_layers)
 

@@ -1,7 +1,7 @@
-"""Mixtral: Mistral's blocks with a mixture of experts in place of every MLP (2401.04088).
+"""Mixtral: Mistral blocks with a mixture of experts in place of every MLP (2401.04088).
 
-Options and defaults as in transformers' `mixtral`. GGUF knows no such architecture: its Mixtral
-files say `llama`.
+Options and defaults are those of `mixtral` in transformers. GGUF files of Mixtral models have the
+architecture `llama`.
 """
 
 from dataclasses import replace
@@ -28,7 +28,7 @@ def _hf_options(config: ConfigReader, num_layers: int) -> Options:
     window = None
     if config.has("sliding_window"):
         window = config.integer("sliding_window", maximum=MAX_POSITION)
-    config.ignore(("router_jitter_noise",))  # of training
+    config.ignore(("router_jitter_noise",))  # about training
     routing = read_routing(config, num_experts=8, num_chosen=2)
     width = config.integer("intermediate_size", maximum=MAX_MLP)
     max_position = config.integer("max_position_embeddings", maximum=MAX_POSITION)

@@ -1,10 +1,10 @@
-"""OLMo 2: norms after attention and MLP, none before; all query heads are normed as one, keys too.
+"""OLMo 2: norms after attention and MLP instead of before; joint norms of all query or key heads.
 
 Source: "2 OLMo 2 Furious" (2501.00656), section 3.2.
 """
 
 from .config_reader import ConfigReader
-from .family import Family, Options, always
+from .family import Family, Options, fixed_options
 
 _OPTIONS = Options(qk_norm=True, qk_norm_kind="projection", norm_placement="after")
 
@@ -14,4 +14,4 @@ def _hf_options(config: ConfigReader, num_layers: int) -> Options:
     return _OPTIONS.with_biases(config)
 
 
-FAMILY = Family("olmo2", "Olmo2ForCausalLM", _hf_options, always(_OPTIONS))
+FAMILY = Family("olmo2", "Olmo2ForCausalLM", _hf_options, fixed_options(_OPTIONS))

@@ -1,7 +1,7 @@
-"""OLMoE: a mixture of many small experts; all query heads are normed as one, keys too.
+"""OLMoE: a mixture of many small experts; joint norms of all query or key heads.
 
-Source: "OLMoE: Open Mixture-of-Experts Language Models" (2409.02060), section 4.1; options and
-defaults as in transformers' `olmoe`.
+Source: "OLMoE: Open Mixture-of-Experts Language Models" (2409.02060), section 4.1. Options and
+defaults are those of `olmoe` in transformers.
 """
 
 from ..moe.config import MoeConfig

@@ -1,14 +1,13 @@
-"""Phi-3, 3.5 and Phi-4-mini: fused tensors, and rotations that depend on the sequence's length.
+"""Phi-3, 3.5 and Phi-4-mini: fused tensors, and LongRoPE with two sets of factors.
 
-The long models rotate by short factors as long as a sequence fits the length of their pretraining,
-and by long factors from there on: all of its tokens, so that the reference throws its cache away at
-that point. A graph has one set of factors. Here these are the short ones, and the model's longest
-sequence is that of its pretraining: within it, every token is rotated as the reference does, and
-anything longer is refused by name instead of answered otherwise. The limit falls away where the
-two sets are the same.
+The long models rotate with short factors if a sequence fits the length of pretraining. For a longer
+sequence, they rotate all tokens with long factors, so the reference must discard its cache at this
+length. A graph has only one set of factors. Here it is the short one, and the maximum length of a
+sequence is the length of pretraining: every token is rotated as in the reference, and a longer
+sequence is refused by name. If both sets are the same, there is no such limit.
 
-Source: "LongRoPE" (2402.13753), and for the factor on cosines and sines transformers'
-`modeling_rope_utils.py`.
+Source: "LongRoPE" (2402.13753), and `modeling_rope_utils.py` of transformers for the factor on
+cosines and sines.
 """
 
 import math
@@ -32,13 +31,13 @@ def _hf_options(config: ConfigReader, num_layers: int) -> Options:
         window = config.integer("sliding_window", maximum=MAX_POSITION)
     for key, value in {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False}.items():
         config.expect(key, value)
-    config.ignore(("resid_pdrop", "embd_pdrop"))  # of training
-    rope, longest = _read_rope(config)
-    return Options(windows=(window,) * num_layers, rope=rope, max_position=longest)
+    config.ignore(("resid_pdrop", "embd_pdrop"))  # about training
+    rope, max_length = _read_rope(config)
+    return Options(windows=(window,) * num_layers, rope=rope, max_position=max_length)
 
 
 def _read_rope(config: ConfigReader) -> tuple[RopeConfig, int]:
-    """The rotation, and the longest sequence that it is right for."""
+    """Read the rotation, and the maximum length of a sequence for which it is valid."""
     max_position = config.integer("max_position_embeddings", maximum=MAX_POSITION)
     table = rope_table(config)
     theta = read_theta(config, table, "rope_theta", DEFAULT_THETA)
@@ -56,16 +55,16 @@ def _read_rope(config: ConfigReader) -> tuple[RopeConfig, int]:
         table.numbers(key, count=rotated // 2, above=0.0) for key in ("short_factor", "long_factor")
     )
     factor = table.number("factor", above=0.0, default=max_position / original)
-    # LongRoPE, section 3.3: what keeps the entropy of attention as it was
+    # LongRoPE, section 3.3: the factor that keeps the entropy of attention
     temperature = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     attention_factor = table.number("attention_factor", above=0.0, default=temperature)
     table.ignore_rest(refused=ROPE_KEYS)
-    longest = max_position if short == long else min(max_position, original)
-    return RopeConfig(theta, FactorScaling(short, attention_factor), rotated), longest
+    max_length = max_position if short == long else min(max_position, original)
+    return RopeConfig(theta, FactorScaling(short, attention_factor), rotated), max_length
 
 
 def _read_rotated(config: ConfigReader, table: ConfigReader) -> int:
-    """How many entries of a head turn."""
+    """Read the number of rotated features of a head."""
     num_heads = config.integer("num_attention_heads", maximum=MAX_HEADS)
     default = config.integer("hidden_size", maximum=MAX_EMBED) // num_heads or None
     head_dim = config.integer("head_dim", maximum=MAX_HEAD_DIM, default=default)
@@ -85,7 +84,7 @@ def _read_rotated(config: ConfigReader, table: ConfigReader) -> int:
 
 
 def _read_original(config: ConfigReader, table: ConfigReader) -> int:
-    """The length of pretraining; what stands outside the table wins, its default included."""
+    """Read the length of pretraining; it must be the same outside and inside the table."""
     original = config.integer(_ORIGINAL, minimum=2, maximum=MAX_POSITION, default=_DEFAULT_ORIGINAL)
     if table.has(_ORIGINAL):
         inner = table.integer(_ORIGINAL, minimum=2, maximum=MAX_POSITION)

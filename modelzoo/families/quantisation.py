@@ -1,8 +1,8 @@
-"""How weights are quantised, as the `quantization_config` of a config.json publishes it.
+"""Quantisation of published weights, as `quantization_config` of config.json describes it.
 
-Data alone: which tensors hold what, and the arithmetic, are known to whoever reads them. Which
-modules are quantised is not read here, as the tensors show it by their scales. Guarantees: a method
-or an option that would change the values is understood, or refused by name.
+The result is data; the loader knows the names of tensors and the arithmetic. The list of quantised
+modules is not read, as a quantised tensor is recognised by its scales. Guarantees: a method or an
+option that changes values is supported, or refused by name.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ REMEDY = "; convert the model to plain weights first"
 
 @dataclass(frozen=True)
 class BlockFloat8:
-    """Matrices of eight-bit floats (e4m3), with one scale for each block of rows and columns.
+    """8-bit floats (e4m3) with one scale for each block of rows and columns of a matrix.
 
     Source: "DeepSeek-V3 Technical Report" (2412.19437), section 3.3, and the README_WEIGHTS.md of
     its release.
@@ -28,7 +28,7 @@ class BlockFloat8:
 
 @dataclass(frozen=True)
 class Mxfp4:
-    """Experts of four-bit floats (e2m1), with a power of two for each 32 along their inputs.
+    """4-bit floats (e2m1) for experts, with a power of two as scale for 32 entries along inputs.
 
     Source: "OCP Microscaling Formats (MX) Specification", version 1.0, as GPT-OSS publishes them.
     """
@@ -36,12 +36,12 @@ class Mxfp4:
 
 Quantisation = BlockFloat8 | Mxfp4
 
-# Lists of modules, and what transformers did or would do when it saves or loads.
+# Lists of modules, and options of transformers for saving and loading.
 _IGNORED_KEYS = ("modules_to_not_convert", "modules_to_convert", "ignored_layers", "dequantize")
 
 
 def read_quantisation(config: ConfigReader) -> Quantisation | None:
-    """Read `quantization_config`; None where weights are plain."""
+    """Read `quantization_config`; None if weights are not quantised."""
     if not config.has("quantization_config"):
         return None
     table = config.table("quantization_config")
@@ -57,10 +57,10 @@ def read_quantisation(config: ConfigReader) -> Quantisation | None:
 
 def _block_float8(table: ConfigReader) -> BlockFloat8:
     table.expect("fmt", "e4m3", REMEDY)
-    # Weights alone are read as they were quantised; a static scheme has scales of activations too
+    # only weights are quantised here; a static scheme has scales of activations, too
     table.expect("activation_scheme", "dynamic", REMEDY)
     table.expect("expert_dtype", "fp8", REMEDY)
-    table.ignore(("scale_fmt",))  # how scales were rounded; their tensors hold the outcome
+    table.ignore(("scale_fmt",))  # the rounding of scales, which tensors already have
     if not table.has("weight_block_size"):
         raise table.error("weight_block_size", f"a list of two integers{REMEDY}")
     return BlockFloat8(*table.integers("weight_block_size", count=2, maximum=MAX_BLOCK))

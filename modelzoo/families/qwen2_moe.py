@@ -1,8 +1,8 @@
-"""Qwen1.5-MoE and Qwen2-MoE: Qwen2's attention, and an expert that all tokens share, behind a gate.
+"""Qwen1.5-MoE and Qwen2-MoE: the attention of Qwen2, and a gated shared expert.
 
-Source: "Qwen2 Technical Report" (2407.10671), section 2.2.2; options and defaults as in
-transformers' `qwen2_moe`, by which each second layer below `max_window_layers` slides a window
-where windows are asked for.
+Source: "Qwen2 Technical Report" (2407.10671), section 2.2.2. Options and defaults are those of
+`qwen2_moe` in transformers: if windows are used, every second layer below `max_window_layers` has
+one.
 """
 
 from dataclasses import replace

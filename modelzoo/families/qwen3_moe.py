@@ -1,7 +1,7 @@
-"""Qwen3-MoE: Qwen3's attention with a mixture of experts in place of most MLPs.
+"""Qwen3-MoE: the attention of Qwen3, with a mixture of experts in place of most MLPs.
 
-Source: "Qwen3 Technical Report" (2505.09388), section 2; options and defaults as in transformers'
-`qwen3_moe`, where all layers slide a window or none does.
+Source: "Qwen3 Technical Report" (2505.09388), section 2. Options and defaults are those of
+`qwen3_moe` in transformers, where either all layers have a window or none.
 """
 
 from ..moe.config import MoeConfig

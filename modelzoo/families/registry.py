@@ -1,8 +1,8 @@
-"""The known families, found by what a published configuration says of itself.
+"""List of the known families, and lookup of the family of a published configuration.
 
-Knows nothing of files and imports no jax. A family joins by being listed here and in the
-conformance cases of the tests. Guarantees: what is returned is understood whole; anything else is
-an `UnsupportedModel` that names what was not.
+To add a family, list it here and in the conformance cases of the tests. Knows nothing of files and
+imports no jax. Guarantees: every option of a returned model is supported; otherwise the error
+`UnsupportedModel` names the unsupported option.
 """
 
 from collections.abc import Collection, Mapping
@@ -60,7 +60,12 @@ FAMILIES: tuple[Family, ...] = (
 def from_hf_config(config: Mapping[str, object], tensor_names: Collection[str] = ()) -> ModelSpec:
     """The model of a parsed Hugging Face config.json.
 
-    `tensor_names` decide where a family publishes its tensors in more than one form.
+    Args:
+      config: The table of config.json.
+      tensor_names: The tensors of the model. They select the form if a family publishes several.
+
+    Raises:
+      UnsupportedModel: The model or an option is not supported, or a value is malformed.
     """
     names = {family.name: family for family in FAMILIES}
     wholes = {family.part_of.name: family for family in FAMILIES if family.part_of is not None}
@@ -78,9 +83,15 @@ def from_gguf_metadata(
     tensor_names: Collection[str],
     read_tensor: gguf.ReadTensor | None = None,
 ) -> ModelSpec:
-    """The model of a GGUF file's metadata and tensor names.
+    """The model of the metadata and tensor names of a GGUF file.
 
-    `read_tensor` is asked for one small tensor of files that publish their rotary scaling as one.
+    Args:
+      metadata: The metadata of the file.
+      tensor_names: The tensors of the file.
+      read_tensor: Reads a small tensor; needed for files that publish rotary scaling as a tensor.
+
+    Raises:
+      UnsupportedModel: The model or an option is not supported, or a value is malformed.
     """
     names = {family.gguf_name: family for family in FAMILIES if family.gguf_options is not None}
     family = _find("general.architecture", metadata, names)

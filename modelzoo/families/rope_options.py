@@ -1,9 +1,9 @@
-"""Rotary position embedding as config.json publishes it, in the old and in the new spelling.
+"""Reader of the rotary position embedding in config.json, in the old and in the new spelling.
 
 Old: `rope_theta` beside a table `rope_scaling` (or null). New: one table `rope_parameters` that
-holds `rope_theta` too. Where layers with a window rotate otherwise, the old spelling is a second
-number, `rope_local_base_freq`, and the new one a table of tables by kind of layer. Knows nothing of
-families. A kind of scaling that is not implemented is refused by its name.
+also has `rope_theta`. If layers with a window have another rotation, the old spelling has a second
+number, `rope_local_base_freq`, and the new spelling has a table for each kind of layer. A kind of
+scaling that is not implemented is refused by name. Knows nothing of families.
 """
 
 import math
@@ -12,7 +12,8 @@ from ..config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
 from .config_reader import ConfigReader, UnsupportedModel
 
 MAX_POSITION = 2**30
-"""Positions are 32-bit integers; half of that range leaves room for sums."""
+"""The maximum position: positions are 32-bit integers, and sums of two of them must not
+overflow."""
 
 DEFAULT_THETA = 10_000.0
 
@@ -23,11 +24,11 @@ ROPE_KEYS = frozenset({
     "long_mscale", "mrope_section", "mrope_interleaved", "llama_4_scaling_beta", "alpha",
     "full_attention", "sliding_attention", "chunked_attention",
 })  # fmt: skip
-"""Keys that some kind of rotation or some implementation reads; every other kind refuses them."""
+"""Keys that some kinds of rotation or some implementations read; all other kinds refuse them."""
 
 
 def yarn_mscale(factor: float, weight: float) -> float:
-    """What keeps attention as sharp over a context `factor` times as long.
+    """The factor that keeps attention equally sharp over a context `factor` times as long.
 
     Source: YaRN, arXiv 2309.00071, equation 22, with the weight that DeepSeek-V2 publishes.
     """
@@ -37,14 +38,14 @@ def yarn_mscale(factor: float, weight: float) -> float:
 def read_rope(
     config: ConfigReader, max_position: int, default_theta: float = DEFAULT_THETA
 ) -> RopeConfig:
-    """Read either spelling; both at once must not contradict each other."""
+    """Read the rotation in either spelling; values that are given twice must be equal."""
     return _read_table(config, rope_table(config), max_position, "rope_theta", default_theta)
 
 
 def read_ropes_by_kind(
     config: ConfigReader, max_position: int, default_theta: float, default_local_theta: float
 ) -> tuple[RopeConfig, RopeConfig]:
-    """The rotations of layers without a window, and of layers with one."""
+    """The rotations of layers without a window and of layers with a window."""
     local_key = "rope_local_base_freq"
     if not _is_new(config):
         local = config.number(local_key, above=1.0, default=default_local_theta)
@@ -64,7 +65,7 @@ def rope_table(config: ConfigReader) -> ConfigReader:
 
 
 def read_theta(config: ConfigReader, table: ConfigReader, outer_key: str, default: float) -> float:
-    """The base of the rotation: outside the table, inside it, or both alike."""
+    """The base of the rotation: outside the table, inside it, or in both with the same value."""
     theta = config.number(outer_key, above=1.0, default=default)
     if table.has("rope_theta"):
         inner_theta = table.number("rope_theta", above=1.0)
@@ -75,7 +76,7 @@ def read_theta(config: ConfigReader, table: ConfigReader, outer_key: str, defaul
 
 
 def read_kind(table: ConfigReader) -> str:
-    """The kind of scaling, under its old name, its new one, or both alike."""
+    """The kind of scaling, under its old key, its new key, or both with the same value."""
     kind = table.text("type", default="default")
     if table.has("rope_type"):
         if table.has("type") and table.text("rope_type") != kind:
@@ -117,7 +118,7 @@ def _read_scaling(
     factor = table.number("factor", above=0.0)
     if factor < 1.0:
         raise table.error("factor", "a number not below 1")
-    # as the reference does: outside the table it wins, and without any it is the full length
+    # as in the reference: the value outside the table takes precedence; the default is max_position
     original = table.integer(
         "original_max_position_embeddings", maximum=MAX_POSITION, default=max_position
     )
@@ -155,5 +156,5 @@ def _read_yarn(table: ConfigReader, factor: float, original: int) -> YarnScaling
     if attention_factor is None and len(scales) == 2:
         attention_factor = scales[0] / scales[1]
     truncate = table.flag("truncate", default=True)
-    table.ignore(("finetuned",))  # says how the weights came about
+    table.ignore(("finetuned",))  # about training
     return YarnScaling(factor, original, fast, slow, attention_factor, truncate)

@@ -1,8 +1,8 @@
-"""From tensor names to parameters: one table of axis patterns for every family and format.
+"""Sources of all parameters of a decoder, with the same axis patterns for all families and formats.
 
-A format says what it calls its tensors (`TensorNames`); the patterns, and which parameters there
-are, follow from the configuration and the arrangement of its weights. Knows nothing of files.
-Guarantees: exactly one source for every parameter of the decoder of that configuration.
+`TensorNames` are the tensor names of a format. The parameters and the axis patterns follow from the
+configuration and the arrangement of weights. Knows nothing of files. Guarantees: exactly one source
+for every parameter of the decoder.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,15 +12,15 @@ from itertools import accumulate
 from ..config import AS_PUBLISHED, Arrangement, DecoderConfig
 from .expert_sources import ExpertNames, sparse_sources
 from .latent_sources import LatentNames, latent_attention
-from .mapping import PLAIN, ParameterSource, Sizes, TensorPart, TensorPrefix
+from .mapping import NO_PREFIX, ParameterSource, Sizes, TensorPart, TensorPrefix
 
 
 @dataclass(frozen=True)
 class TensorNames:
-    """What a format calls its tensors, without `.weight` and `.bias`; `{i}` is the layer.
+    """The tensor names of a format, without `.weight` and `.bias`; `{i}` is the layer.
 
-    Where query, key and value, or gate and up, have one name, they are one tensor: their rows come
-    one after the other.
+    If query, key and value have the same name, or gate and up, they are one tensor with their rows
+    concatenated.
     """
 
     embedding: str
@@ -32,7 +32,7 @@ class TensorNames:
     value: str
     output: str
     sinks: str
-    """The whole name."""
+    """The whole tensor name."""
     query_norm: str
     key_norm: str
     attention_post_norm: str
@@ -46,17 +46,17 @@ class TensorNames:
     shared_up: str
     shared_down: str
     latent: LatentNames | None = None
-    """Of latent attention; None where a format has none."""
-    beginning: TensorPrefix = PLAIN
-    """The prefixes of names, for models that are part of a larger one."""
+    """The names of latent attention; None for a format without it."""
+    prefix: TensorPrefix = NO_PREFIX
+    """The prefixes of names, for a model that is part of a larger one."""
     is_interleaved: bool = False
-    """Whether rows of a query or key head come as (pair, side), not as (side, pair)."""
+    """Whether the rows of a query or key head are ordered (pair, side) instead of (side, pair)."""
 
 
 def parameter_sources(
     config: DecoderConfig, names: TensorNames, arrangement: Arrangement = AS_PUBLISHED
 ) -> tuple[ParameterSource, ...]:
-    """Sources of every parameter, in the order of the layers."""
+    """The sources of all parameters, in the order of layers."""
     arrangement.check(config)
     padding = (arrangement.padded_vocab or config.vocab_size) - config.vocab_size
 
@@ -74,7 +74,7 @@ def parameter_sources(
     ]
     if not config.tie_embeddings:
         sources.append(table("head.table", names.head))
-    return tuple(source.renamed(names.beginning) for source in sources)
+    return tuple(source.renamed(names.prefix) for source in sources)
 
 
 def _layer(
@@ -87,8 +87,8 @@ def _layer(
         attention = _attention(config, names, kv_copies, i, single)
     else:
         assert names.latent is not None, "a family with latent attention names its tensors"
-        heads, turned = config.num_query_heads, names.is_interleaved
-        attention = latent_attention(heads, config.latent, names.latent, turned, i)
+        heads, is_interleaved = config.num_query_heads, names.is_interleaved
+        attention = latent_attention(heads, config.latent, names.latent, is_interleaved, i)
     return [
         *(
             single(f"{norm}.scale", f"{tensor}.weight", "d -> d")
@@ -100,7 +100,7 @@ def _layer(
 
 
 def _norms(config: DecoderConfig, names: TensorNames) -> dict[str, str]:
-    """The tensors of a block's norms."""
+    """The tensors of the norms of a block, by parameter."""
     if config.is_parallel:
         return {"norm": names.attention_norm}
     before = {"attention_norm": names.attention_norm, "mlp_norm": names.mlp_norm}
@@ -113,21 +113,21 @@ def _norms(config: DecoderConfig, names: TensorNames) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _Heads:
-    """What heads of attention are made of: axes of tensors, and their sizes."""
+    """Axes of the heads of attention in tensors, and their sizes."""
 
     queries: Sizes
     keys: Sizes
     rotated: Sizes
-    """Entries of a query or key head."""
+    """The features of a query or key head."""
     rotated_in: str
-    """Those, in the order in which tensors have them."""
+    """The features in the order of published tensors."""
     rotated_out: str
-    """As one axis, in the order in which parameters do."""
+    """The features as one axis, in the order of parameters."""
 
 
 def _heads(config: DecoderConfig, kv_copies: int, is_interleaved: bool) -> _Heads:
     K, G, H = config.num_kv_heads, config.heads_per_kv, config.head_dim
-    # a copy of a key/value head takes its share of the queries, so these keep their order
+    # each copy of a key/value head serves a part of the queries, which keep their order
     queries = (("k", K * kv_copies), ("g", G // kv_copies))
     keys = (("k", K), ("copy", kv_copies))
     if is_interleaved:
@@ -144,9 +144,9 @@ def _attention(
     single: Callable[[str, str, str], ParameterSource],
 ) -> list[ParameterSource]:
     heads = _heads(config, kv_copies, names.is_interleaved)
-    of_head = ("h", config.head_dim)
+    head_size = ("h", config.head_dim)
     output = TensorPart(
-        f"{names.output}.weight".format(i=i), "d (k g h) -> k g h d", (*heads.queries, of_head)
+        f"{names.output}.weight".format(i=i), "d (k g h) -> k g h d", (*heads.queries, head_size)
     )
     sources = [
         _query_key_value(config, names, heads, i, "weight"),
@@ -167,7 +167,7 @@ def _attention(
 def _query_key_value(
     config: DecoderConfig, names: TensorNames, heads: _Heads, i: int, kind: str
 ) -> ParameterSource:
-    """Queries, keys and values of each key/value head side by side, as weight or as bias."""
+    """The weight or bias of queries, keys and values, side by side for each key/value head."""
     K, G, H = config.num_kv_heads, config.heads_per_kv, config.head_dim
     parameter, concat_axis, d_in, d_out = ("qkv_bias", 1, "", "")
     if kind == "weight":
@@ -181,8 +181,8 @@ def _query_key_value(
     tensors = (names.query, names.key, names.value)
     rows = _rows(tensors, (K * G * H, K * H, K * H))
     parts = tuple(
-        TensorPart(f"{tensor}.{kind}".format(i=i), *pattern, of_part)
-        for tensor, pattern, of_part in zip(tensors, patterns, rows, strict=True)
+        TensorPart(f"{tensor}.{kind}".format(i=i), *pattern, part_rows)
+        for tensor, pattern, part_rows in zip(tensors, patterns, rows, strict=True)
     )
     return ParameterSource(f"layers.{i}.attention.{parameter}", parts, concat_axis)
 
@@ -231,11 +231,11 @@ def _mlp(
     *tensors, down = gate_up_down
 
     def joined(parameter: str, kind: str, axes: str, concat_axis: int) -> ParameterSource:
-        """Gate, then up."""
+        """The source of gate and up, in this order."""
         rows = _rows(tensors, (size, size))
         parts = tuple(
-            TensorPart(f"{name}.{kind}".format(i=i), axes, rows=of_part)
-            for name, of_part in zip(tensors, rows, strict=True)
+            TensorPart(f"{name}.{kind}".format(i=i), axes, rows=part_rows)
+            for name, part_rows in zip(tensors, rows, strict=True)
         )
         return ParameterSource(f"layers.{i}.{path}.{parameter}", parts, concat_axis)
 
@@ -250,7 +250,7 @@ def _mlp(
 
 
 def _rows(tensors: Sequence[str], sizes: Sequence[int]) -> list[tuple[int, int] | None]:
-    """The rows of each part: all of its own tensor, or its share of the one that all have."""
+    """The rows of each part: all rows of its own tensor (None), or a range of the common tensor."""
     if len(set(tensors)) > 1:
         return [None] * len(tensors)
     return [(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]

@@ -1,1 +1,1 @@
-"""Attention kernels of single platforms, each an `Attend` that says which calls it refuses."""
+"""Attention kernels for single platforms, each with a function that refuses unsupported calls."""

@@ -1,4 +1,4 @@
-"""What is known of a graph's attention before it is traced: kernels say by it what they refuse.
+"""Facts about the attention of a graph before it is traced, by which kernels refuse calls.
 
 Knows nothing of platforms or meshes.
 """
@@ -12,22 +12,22 @@ from ..config import Chunk, Scores, Window
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """Attention of all layers of one graph."""
+    """The attention of all layers of one graph."""
 
     num_queries: int
-    """Queries of a row: the tokens of a prompt or of a chunk of it, or 1."""
+    """The queries of a row: the tokens of a prompt or of a chunk, or 1 in decode."""
     key_dim: int
     value_dim: int
     dtype: jnp.dtype
     windows: frozenset[Window]
-    """Of the layers, each once."""
+    """The windows of the layers."""
     scores: Scores
     has_sinks: bool
     is_in_order: bool = False
-    """As `Visibility.is_in_order`."""
+    """See `Visibility.is_in_order`."""
     segments: frozenset[int] = frozenset()
-    """For chunks of prompts on devices that run code of their own: the entries of the cache's
-    segments that a device attends to, each number once."""
+    """The lengths of the cache segments that a device attends to, for chunks of prompts on one
+    device or under a layout; else empty."""
 
     def __str__(self) -> str:
         seen = sorted(_mask(window) for window in self.windows)

@@ -1,6 +1,6 @@
 """Flash attention of cuDNN for NVIDIA GPUs, through `jax.nn.dot_product_attention`.
 
-Knows nothing of caches or meshes. Source of what it takes: the checks of jax 0.10.2 in
+Knows nothing of caches or meshes. Source of the conditions: the checks of jax 0.10.2 in
 `jax/_src/cudnn/fused_attention_stablehlo.py`.
 """
 
@@ -14,17 +14,18 @@ from ..config import PLAIN_SCORES, Chunk, Scores
 from .call import AttentionCall
 
 HEAD_STEP, MAX_HEAD_DIM = 8, 128
-"""Sizes of heads are multiples up to here on every GPU that has the kernel (from Ampere on)."""
+"""Head sizes are multiples of the first, up to the second, on every GPU with the kernel (from
+Ampere on)."""
 
 
 def cudnn_refusal(call: AttentionCall) -> str | None:
-    """Why the kernel cannot serve a call, or None."""
+    """The reason why the kernel cannot serve a call, or None if it can."""
     if not call.is_in_order:
         return "it takes whole prompts whose tokens lie in order on one device"
     if call.dtype.name not in ("bfloat16", "float16"):
         return f"it takes bfloat16 and float16, got {call.dtype.name}"
     if call.key_dim != call.value_dim:
-        return f"it takes values of the size of keys, got {call.value_dim} and {call.key_dim}"
+        return f"it takes values and keys of one head size, got {call.value_dim} and {call.key_dim}"
     if call.key_dim % HEAD_STEP or call.key_dim > MAX_HEAD_DIM:
         return f"it takes heads of multiples of {HEAD_STEP} to {MAX_HEAD_DIM}, got {call.key_dim}"
     if call.scores.cap is not None:
@@ -45,11 +46,12 @@ def attend_cudnn(
     *,
     implementation: Literal["cudnn", "xla"] = "cudnn",
 ) -> tuple[jax.Array, jax.Array]:
-    """As `attend_dense` for tokens, with `lse` rounded to their dtype; padding sees padding, too.
+    """Attend as `attend_dense` does, with `lse` rounded to the dtype of queries.
 
-    `implementation` names another one of the same function, to compare with.
+    Padding sees padding, so its results differ. `implementation` selects a reference to compare
+    with.
     """
-    assert visibility.is_in_order, "the mask is made of indices"
+    assert visibility.is_in_order, "the mask is computed from indices"
     assert scores.cap is None and not isinstance(visibility.window, Chunk)
     B, T, K, G, H = q_BTKGH.shape
     window = visibility.window
@@ -64,7 +66,7 @@ def attend_cudnn(
             implementation=implementation,
             return_residual=True,
         )
-    except RuntimeError as error:  # what jax raises where it finds no library of cuDNN
+    except RuntimeError as error:  # jax raises it if it finds no cuDNN library
         raise ValueError(
             f"attention kernel cudnn: expected cuDNN's library, as graphs are lowered for its "
             f"version, got: {error} Install the extra noria[gpu-compile] (without a GPU) or "

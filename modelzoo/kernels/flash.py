@@ -1,13 +1,13 @@
-"""A flash attention kernel for TPU, for chunks of prompts: masks are made of positions, in blocks.
+"""A flash attention kernel for TPU, for chunks of prompts, with masks from positions.
 
-Queries of several tokens and heads of a group are the rows of one product, so that a block of keys
-and values is read once for all of them. Scores never leave the chip. Of blocks in which a block of
-queries sees nothing, nothing is read or computed. Keys and values may stay in the cache: the kernel
-finds their rows by number.
+Queries of several tokens and several heads of a group are the rows of one product, so a block of
+keys and values is read once for all of them. Scores never leave the chip. Pairs of blocks in which
+nothing is visible are neither read nor computed. Keys and values may stay in the cache: the kernel
+reads the slots of its rows by number.
 
 Knows nothing of layers or meshes. Guarantees: equals `attend_dense` up to the order of sums, `lse`
 included. Sources: Dao et al. 2022, "FlashAttention" (2205.14135), algorithm 1; Dao 2023,
-"FlashAttention-2" (2307.08691), section 3.1, for results that are divided once, at the end.
+"FlashAttention-2" (2307.08691), section 3.1, for the single division of results at the end.
 """
 
 from functools import partial
@@ -32,14 +32,14 @@ from .flash_blocks import (
 )
 
 VMEM_BYTES = 32 * 2**20
-"""Memory on the chip that the kernel may take, twice the default."""
+"""The limit of on-chip memory for the kernel, twice the default."""
 _MASKED_SCORE = -1e30
 
 
 def flash_refusal(call: AttentionCall) -> str | None:
-    """Why the kernel cannot serve a call, or None."""
+    """The reason why the kernel cannot serve a call, or None if it can."""
     if not call.segments:
-        return "it takes chunks of prompts, on devices that run code of their own"
+        return "it takes chunks of prompts, on one device or under a layout"
     for length in (call.num_queries, *call.segments):
         if length % LANES:
             return f"it takes whole blocks of {LANES} tokens and entries, got {length}"
@@ -53,8 +53,8 @@ def attend_flash(
     visibility: Visibility,
     scores: Scores = PLAIN_SCORES,
 ) -> tuple[jax.Array, jax.Array]:
-    """As `attend_dense`; rows of a cache are read where they are."""
-    # importing Pallas takes a tenth of a second, for which starts without this kernel need not wait
+    """Attend as `attend_dense` does; slots of a cache are read without a gather."""
+    # imported late: Pallas takes a tenth of a second, which starts without this kernel save
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
@@ -65,12 +65,12 @@ def attend_flash(
     block = block_sizes(q_BTKGH.shape, value_dim, S)
     grid = B, K, G // block.G, T // block.T, S // block.S
     block_BIJ, seen = blocks_read(visibility, block), max_keys_seen(num_keys, block, visibility)
-    # keys as a cache on TPU has them in memory
+    # the memory layout of keys in a cache on TPU
     k_BKSH, row_B = k_BKHS.swapaxes(-1, -2), jnp.arange(B)
     if (slots := visibility.slots) is not None:
         num_slots = k_BKHS.shape[1]
         row_B = slots.layer * num_slots + jnp.clip(slots.slot_B, 0, num_slots - 1)
-        # the compiler would bring the rows of all slots onto the chip, where there is room
+        # otherwise the compiler loads the rows of all slots to on-chip memory, if they fit
         k_BKSH, v_BKSH = (
             pltpu.with_memory_space_constraint(x.reshape(-1, *x.shape[2:]), pltpu.HBM)
             for x in (k_BKSH, v_BKSH)
@@ -107,9 +107,9 @@ def attend_flash(
 
 
 def _grid_spec(grid: tuple[int, ...], block: Blocks, key_dim: int, value_dim: int) -> Any:
-    """The blocks of each array that a step of the grid has on the chip.
+    """The blocks of each array that a step of the Pallas grid has on the chip.
 
-    Prefetched are the row of the cache of each row of queries, and the blocks that are read.
+    The prefetched scalars are the cache row of each batch row, and the table of blocks to read.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
@@ -147,7 +147,7 @@ def _grid_spec(grid: tuple[int, ...], block: Blocks, key_dim: int, value_dim: in
 
 
 def _pair(grid: tuple[int, ...], b: Any, i: Any, j: Any) -> Any:
-    """The place of a pair of blocks in the flat table of blocks that are read."""
+    """The index of a pair of blocks in the flat table of blocks to read."""
     return (b * grid[3] + i) * grid[4] + j
 
 
@@ -156,7 +156,7 @@ def _attend_block(
     out_GTH: Any, lse_G1T: Any, max_A1: Any, sum_A1: Any, sum_AH: Any, *,
     cap: float | None, grid: tuple[int, ...],
 ) -> None:  # fmt: skip
-    """Add one block of keys to what is made of one block of queries."""
+    """Add one block of keys to the running result of one block of queries."""
     from jax.experimental import pallas as pl
 
     b, i, j = (pl.program_id(axis) for axis in (0, 3, 4))
@@ -189,16 +189,16 @@ def _attend_block(
         out_AH = jnp.where(is_empty_A1, 0.0, sum_AH[...] / sum_A1[...])
         out_GTH[...] = out_AH.reshape(out_GTH.shape).astype(out_GTH.dtype)
         lse_A1 = jnp.where(is_empty_A1, -jnp.inf, max_A1[...] + jnp.log(sum_A1[...]))
-        # a row of numbers, in registers that have lanes, is a transposed column of them
+        # registers hold vectors along lanes: transpose the column to get a row
         lse_1A = jnp.broadcast_to(lse_A1, (G * T, LANES)).T[:1]
         for g in range(G):
             lse_G1T[g] = lse_1A[:, g * T : (g + 1) * T]
 
 
 def _product(x: jax.Array, y: jax.Array, axes: tuple[int, int]) -> jax.Array:
-    """A product over one axis of each, summed in float32; float32 is multiplied as such."""
-    of_dtype = jax.lax.Precision
-    precision = of_dtype.HIGHEST if x.dtype == jnp.float32 else of_dtype.DEFAULT
+    """The product over one axis of each, accumulated in float32, at full precision for float32."""
+    precisions = jax.lax.Precision
+    precision = precisions.HIGHEST if x.dtype == jnp.float32 else precisions.DEFAULT
     contracted = (((axes[0],), (axes[1],)), ((), ()))
     return jax.lax.dot_general(
         x, y, contracted, precision=precision, preferred_element_type=jnp.float32

@@ -1,7 +1,7 @@
-"""The blocks of the flash kernel: their sizes, the pairs that are read, and what a call costs.
+"""The blocks of the flash kernel: their sizes, the pairs that are read, and the cost of a call.
 
-Knows nothing of how a block is attended to. Guarantees: of a pair of blocks in which something is
-visible both are read, also where positions are in no order.
+Does not know how the kernel attends to a block. Guarantees: both blocks of a pair in which
+something is visible are read, whatever the order of positions.
 """
 
 import math
@@ -16,13 +16,14 @@ from ..axes import LANES
 from ..config import window_size
 
 BLOCKS = (512, 256, LANES)
-"""Tokens or entries of a block, the largest that divides."""
+"""Tokens or cache entries of a block; the largest divisor is used."""
 MAX_ROWS, MAX_NUMBERS = 2048, 2**20
-"""Queries of a block, of all its tokens and heads, and numbers of these and of their results."""
+"""The maximum queries of a block (tokens times heads), and the maximum numbers of these queries and
+their results."""
 
 
 class Blocks(NamedTuple):
-    """Heads of a group, tokens and entries of one product."""
+    """The heads of a group, tokens and cache entries of one product."""
 
     G: int
     T: int
@@ -30,16 +31,22 @@ class Blocks(NamedTuple):
 
 
 def block_sizes(shape: tuple[int, ...], value_dim: int, S: int) -> Blocks:
-    """As many rows as may be of queries of a shape, of as many heads as give them."""
+    """The sizes of blocks with the largest number of queries, for queries of a shape.
+
+    Args:
+      shape: The shape `[B, T, K, G, H]` of queries.
+      value_dim: The head size of values.
+      S: The number of cache entries.
+    """
     _, T, _, G, H = shape
-    most = min(MAX_ROWS, MAX_NUMBERS // (H + value_dim))
+    max_rows = min(MAX_ROWS, MAX_NUMBERS // (H + value_dim))
     heads = [g for g in range(1, G + 1) if G % g == 0]
-    sizes = [(g * t, g, t) for g in heads for t in BLOCKS if T % t == 0 and g * t <= most]
+    sizes = [(g * t, g, t) for g in heads for t in BLOCKS if T % t == 0 and g * t <= max_rows]
     return Blocks(*max(sizes)[1:], next(s for s in BLOCKS if S % s == 0))
 
 
 def in_whole_blocks(visibility: Visibility, num_entries: int) -> Visibility:
-    """With empty positions of further entries, as far as there are any, to fill the last block."""
+    """Pad key positions with empty ones, up to `num_entries`, to fill the last block."""
     S = visibility.key_position_BS.shape[1]
     missing = min(num_entries, -(-S // BLOCKS[0]) * BLOCKS[0]) - S
     key_position_BS = jnp.pad(
@@ -49,14 +56,15 @@ def in_whole_blocks(visibility: Visibility, num_entries: int) -> Visibility:
 
 
 def blocks_read(visibility: Visibility, block: Blocks) -> jax.Array:
-    """`block_BIJ`: the block of keys that lies on the chip beside blocks i and j.
+    """`block_BIJ`: the key block that is on the chip at the step of query block i and key block j.
 
-    It is j where queries of i may see a key of j, else the one before that they see, which is there
-    already, or the first one. Where nothing is seen at all it is block 0.
+    It is j if queries of i may see a key of j. Otherwise it is the previous block that they see,
+    which is on the chip already, or the first block that they will see. If they see no block, it is
+    block 0.
     """
     first_BI, last_BI = (
-        of(x.reshape(len(x), -1, block.T), axis=2)
-        for x, of in zip(positions_seen(visibility), (jnp.min, jnp.max), strict=True)
+        reduce(x.reshape(len(x), -1, block.T), axis=2)
+        for x, reduce in zip(positions_seen(visibility), (jnp.min, jnp.max), strict=True)
     )
     key_BJS = visibility.key_position_BS.reshape(len(first_BI), -1, block.S)
     never = jnp.iinfo(jnp.int32).max
@@ -72,10 +80,15 @@ def blocks_read(visibility: Visibility, block: Blocks) -> jax.Array:
 def call_bytes(
     shape: tuple[int, ...], value_dim: int, num_keys: int, block: Blocks, dtype: jnp.dtype
 ) -> int:
-    """Bytes that a call with queries of a shape moves.
+    """The bytes that a call moves.
 
-    `num_keys` are the keys of one head that are read for one block of heads, for all blocks of
-    queries together.
+    Args:
+      shape: The shape `[B, T, K, G, H]` of queries.
+      value_dim: The head size of values.
+      num_keys: The keys of one head that are read for one block of heads, summed over all blocks of
+        queries.
+      block: The sizes of blocks.
+      dtype: The dtype of queries, keys and values.
     """
     B, T, K, G, H = shape
     results = B * T * K * G * jnp.dtype(jnp.float32).itemsize
@@ -84,18 +97,18 @@ def call_bytes(
 
 
 def call_flops(shape: tuple[int, ...], value_dim: int, num_keys: int) -> int:
-    """Multiplications and additions of a call whose queries look at so many keys each."""
+    """The floating point operations of a call whose queries see `num_keys` keys each."""
     return 2 * math.prod(shape[:-1]) * num_keys * (shape[-1] + value_dim)
 
 
 def max_keys_seen(S: int, block: Blocks, visibility: Visibility) -> int:
-    """The most keys that a block of queries looks at: of all, as positions are not known here."""
+    """The maximum number of keys that a block of queries sees; positions are not known here."""
     window = visibility.window
     return S if window is None else min(S, window_size(window) + block.T)
 
 
 def positions_seen(visibility: Visibility) -> tuple[jax.Array, jax.Array]:
-    """The first and the last position that each query sees; tokens begin at 0."""
+    """The first and the last position that each query sees."""
     last_BT = visibility.query_position_BT
     if visibility.window is None:
         return jnp.zeros_like(last_BT), last_BT

@@ -1,4 +1,4 @@
-"""The splash kernel of jax for TPU: prompts block by block, masks made of indices in the kernel.
+"""The splash attention kernel of jax for TPU, for whole prompts, with masks from indices.
 
 Blocks in which nothing is visible are neither read nor computed, and scores never leave the chip.
 Knows nothing of caches or meshes. Source: `jax.experimental.pallas.ops.tpu.splash_attention`.
@@ -15,20 +15,20 @@ from ..config import PLAIN_SCORES, Chunk, Scores, Window
 from .call import AttentionCall
 
 BLOCKS = (512, 256, 128)
-"""Tokens of a block, the largest that divides a prompt; 128 are the lanes of a register."""
+"""Tokens of a block; the largest divisor of the prompt is used. A register has 128 lanes."""
 MAX_BLOCKS = 256
-"""Blocks of a prompt: what is visible of each pair of them is a table in a small memory."""
+"""The maximum blocks of a prompt: a small memory holds a table with an entry for each pair."""
 
 
 def splash_refusal(call: AttentionCall) -> str | None:
-    """Why the kernel cannot serve a call, or None."""
+    """The reason why the kernel cannot serve a call, or None if it can."""
     if not call.is_in_order:
         return "it takes whole prompts whose tokens lie in order on one device"
     if call.num_queries % BLOCKS[-1]:
         return f"it takes whole blocks of {BLOCKS[-1]} tokens, got {call.num_queries} tokens"
     if call.num_queries // prompt_block_size(call.num_queries) > MAX_BLOCKS:
-        most = MAX_BLOCKS * prompt_block_size(call.num_queries)
-        return f"its table of blocks ends at {most} tokens, got {call.num_queries} tokens"
+        max_tokens = MAX_BLOCKS * prompt_block_size(call.num_queries)
+        return f"its table of blocks ends at {max_tokens} tokens, got {call.num_queries} tokens"
     return None
 
 
@@ -41,19 +41,19 @@ def attend_splash(
     *,
     needs_lse: bool = True,
 ) -> tuple[jax.Array, jax.Array]:
-    """As `attend_dense` for tokens; padding sees padding, too.
+    """Attend as `attend_dense` does. Padding sees padding, so its results differ.
 
-    Static: `needs_lse`; without it `lse` is NaN, and the kernel spared writing it 128 times over.
+    Static: `needs_lse`. Without it `lse` is NaN; the kernel would write it 128 times.
     """
-    assert visibility.is_in_order, "the mask is made of indices"
+    assert visibility.is_in_order, "the mask is computed from indices"
     B, T, K, G, H = q_BTKGH.shape
-    # rows are heads of their own: under vmap the kernel does not run in the interpreter
+    # rows become heads: under vmap the kernel does not run in the interpreter
     kernel = _kernel(visibility.window, T, B * K * G, scores.cap, needs_lse)
     scale = H**-0.5 if scores.scale is None else scores.scale
     q_BKGTH = (q_BTKGH * scale).transpose(0, 2, 3, 1, 4)
     k_BKTH = k_BKHS.swapaxes(2, 3)
     heads = [x.reshape(-1, T, x.shape[-1]) for x in (q_BKGTH, k_BKTH, v_BKSH)]
-    # the compiler refuses products of narrow operands in float32; they are exact as they are
+    # the compiler refuses float32 precision for 16-bit operands, whose products are exact anyway
     precision = "float32" if q_BTKGH.dtype == jnp.float32 else "default"
     with jax.default_matmul_precision(precision):
         attended = kernel(*heads)
@@ -67,7 +67,7 @@ def attend_splash(
 def _kernel(
     window: Window, T: int, num_heads: int, cap: float | None, needs_lse: bool
 ) -> Callable[..., Any]:
-    # importing Pallas takes a tenth of a second, for which starts without this kernel need not wait
+    # imported late: Pallas takes a tenth of a second, which starts without this kernel save
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
@@ -81,7 +81,7 @@ def _kernel(
     block = prompt_block_size(T)
     return splash.make_splash_mha(
         masks.MultiHeadMask([mask] * num_heads),
-        # keys as they lie here: tokens along the last axis
+        # keys have tokens along the last axis
         block_sizes=splash.BlockSizes(block, block, block, k_layout=splash.QKVLayout.SEQ_MINOR),
         head_shards=1,
         q_seq_shards=1,
@@ -91,5 +91,5 @@ def _kernel(
 
 
 def prompt_block_size(T: int) -> int:
-    """Tokens of a block of a prompt."""
+    """The tokens of a block, for a prompt of T tokens."""
     return next(block for block in BLOCKS if T % block == 0)

@@ -1,1 +1,1 @@
-"""Mixture of experts with static shapes: routing, dispatch, the experts' products, combination."""
+"""Mixture of experts with static shapes: routing, dispatch, expert products and combine."""

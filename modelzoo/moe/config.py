@@ -1,26 +1,32 @@
-"""What a mixture of experts is, and how its tokens are dispatched: frozen data."""
+"""Configuration of mixtures of experts and of their dispatch, as frozen dataclasses."""
 
 import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 Scoring = Literal["softmax", "softmax_of_chosen", "sigmoid"]
-"""How scores follow from the router's logits: over all experts, those chosen, or each alone."""
+"""The function from router logits to scores: a softmax over all experts, a softmax over the chosen
+experts, or a sigmoid of each logit."""
 
 
 @dataclass(frozen=True)
 class ExpertGroups:
-    """Experts in groups, of which a token may choose from the best (DeepSeek-V2, 2405.04434)."""
+    """Group-limited routing: a token may choose only experts of its best groups.
+
+    Source: DeepSeek-V2 (2405.04434).
+    """
 
     count: int
+    """The number of groups."""
     chosen: int
+    """The number of groups from which a token may choose."""
     best: int
-    """A group ranks by the sum of this many of its best scores."""
+    """The number of best scores of a group whose sum is the rank of the group."""
 
 
 @dataclass(frozen=True)
 class Routing:
-    """Token-choice routing (Shazeer et al. 2017, 1701.06538): each token takes its best experts."""
+    """Token-choice routing: each token takes its best experts (Shazeer et al. 2017, 1701.06538)."""
 
     num_experts: int
     num_chosen: int
@@ -28,14 +34,15 @@ class Routing:
     is_normalized: bool = True
     """Whether the weights of the chosen experts are scaled to a sum of one."""
     scale: float = 1.0
-    """On the weights, after that."""
+    """Factor on the weights, applied after they are normalized."""
     groups: ExpertGroups | None = None
     has_bias: bool = False
     """Whether the router's logits have a bias."""
     has_choice_bias: bool = False
-    """Whether a bias is added to scores for the choice alone (DeepSeek-V3, 2412.19437, eq. 16)."""
+    """Whether a bias is added to scores only to choose experts (DeepSeek-V3, 2412.19437, eq.
+    16)."""
     weighs_input: bool = False
-    """Whether weights multiply what experts read, not what they write (Llama 4)."""
+    """Whether weights multiply the inputs of experts instead of their outputs (Llama 4)."""
 
     def __post_init__(self):
         if self.scoring not in get_args(Scoring):
@@ -65,7 +72,10 @@ class Routing:
 
 @dataclass(frozen=True)
 class ClampedUnit:
-    """`(up + 1) * gate * sigmoid(alpha * gate)`, both clamped before (GPT-OSS, 2508.10925)."""
+    """The gated unit `(up + 1) * gate * sigmoid(alpha * gate)` of GPT-OSS (2508.10925).
+
+    Before, gate is clamped to at most `limit`, and up to `limit` on both sides.
+    """
 
     alpha: float
     limit: float
@@ -77,37 +87,39 @@ class MoeConfig:
 
     routing: Routing
     mlp: int
-    """Hidden size of one expert."""
+    """The hidden size of one expert."""
     layers: tuple[bool, ...]
     """Whether each layer is sparse; the others have a dense MLP."""
     shared_mlp: int = 0
-    """Hidden size of the expert that every token takes; none for 0."""
+    """The hidden size of the shared expert, which every token takes; 0 means no shared expert."""
     has_shared_gate: bool = False
-    """Whether a sigmoid of the token weighs the shared expert."""
+    """Whether the output of the shared expert is multiplied by a sigmoid gate."""
     has_bias: bool = False
-    """Whether the experts' products have biases."""
+    """Whether the products of experts have biases."""
     clamped: ClampedUnit | None = None
-    """In place of the decoder's gated unit."""
+    """The gated unit of experts; None means the gated unit of the decoder."""
 
     def __post_init__(self):
-        for name, size, least in (("mlp", self.mlp, 1), ("shared_mlp", self.shared_mlp, 0)):
-            if not isinstance(size, int) or size < least:
-                raise ValueError(f"moe.{name}: expected an integer from {least}, got {size!r}.")
+        for name, size, minimum in (("mlp", self.mlp, 1), ("shared_mlp", self.shared_mlp, 0)):
+            if not isinstance(size, int) or size < minimum:
+                raise ValueError(f"moe.{name}: expected an integer from {minimum}, got {size!r}.")
         if not any(self.layers):
             raise ValueError("moe.layers: expected a sparse layer, got none. Leave moe out.")
 
 
 class Tiles(NamedTuple):
-    """Sizes of the products of experts, which a platform chooses."""
+    """Sizes of expert products, which depend on the platform."""
 
     min_rows: int = 4
-    most: int = 64
-    """Rows of one product are between these two, and all are powers of two."""
+    """The minimum rows of one product, a power of two."""
+    max_rows: int = 64
+    """The maximum rows of one product, a power of two."""
     mean_divisor: int = 8
-    """The rows of a product are the mean load of an expert over this, or less."""
+    """A power of two: a product has at most the mean load of an expert divided by this."""
     piece_bytes: int | None = 4 * 2**20
-    """Bytes of gate and up of one expert, at most, that are brought into a cache for all tiles of
-    the expert. None: each tile reads the expert's weights from main memory."""
+    """The maximum bytes of gate and up weights of one expert that are loaded into the cache of the
+    processor for all tiles of the expert. None means that each tile reads the weights from main
+    memory."""
 
 
 ANY_TILES = Tiles()
@@ -117,24 +129,23 @@ DispatchKind = Literal["lossless", "capacity", "ragged"]
 
 @dataclass(frozen=True)
 class Dispatch:
-    """How the tokens of a graph come to their experts; always in arrays of static size.
+    """Dispatch of the tokens of a graph to their experts, in arrays of static size.
 
-    `lossless` sorts the choices by expert and runs as many tiles of each as its load fills, so
-    nothing is ever dropped. `capacity` sets the same number of rows aside for each expert
-    (Lepikhin et al. 2020, 2006.16668), and drops what comes after they are full: choices have them
-    in the order of rows, tokens and rank. `ragged` is lossless through `jax.lax.ragged_dot`, the
-    reference.
+    `lossless` sorts choices by expert, and runs as many tiles of each expert as its load needs, so
+    it never drops a choice. `capacity` reserves the same number of rows for each expert (Lepikhin
+    et al. 2020, 2006.16668), and drops the choices past its capacity, in the order of rows, tokens
+    and rank. `ragged` is the reference: lossless, by `jax.lax.ragged_dot`.
     """
 
     kind: DispatchKind = "lossless"
     capacity_factor: float | None = None
-    """Rows set aside over the mean load of an expert, `M*k/E`; of `capacity` alone."""
+    """The reserved rows divided by the mean load of an expert, `M*k/E`; only for `capacity`."""
     tiles: Tiles = ANY_TILES
 
     def __post_init__(self):
-        least, most, mean_divisor, _ = self.tiles
-        powers = (least, most, mean_divisor)
-        if not (0 < least <= most and all(size.bit_count() == 1 for size in powers)):
+        min_rows, max_rows, mean_divisor, _ = self.tiles
+        powers = (min_rows, max_rows, mean_divisor)
+        if not (0 < min_rows <= max_rows and all(size.bit_count() == 1 for size in powers)):
             raise ValueError(f"tiles: expected growing powers of two, got {self.tiles}.")
         if self.kind not in get_args(DispatchKind):
             raise ValueError(
@@ -157,17 +168,17 @@ class Dispatch:
             raise ValueError(f"capacity_factor: expected a number above 0, got {factor!r}.")
 
     def tile(self, num_choices: int, num_experts: int) -> int:
-        """Rows of a tile: a part of the mean load or less, within `tiles`.
+        """The rows of a tile: the mean load divided by `tiles.mean_divisor`, within the limits.
 
-        With `tiles.mean_divisor` of 8, at most an eighth of an expert's rows at the mean load is
-        padding, unless that makes fewer rows than `tiles.min_rows`.
+        With a divisor of 8, at most an eighth of the rows of an expert with the mean load is
+        padding, unless `tiles.min_rows` is larger.
         """
         part = num_choices // (self.tiles.mean_divisor * num_experts)
         power = 1 << max(part.bit_length() - 1, 0)
-        return min(max(power, self.tiles.min_rows), self.tiles.most)
+        return min(max(power, self.tiles.min_rows), self.tiles.max_rows)
 
     def capacity(self, num_tokens: int, num_chosen: int, num_experts: int) -> int:
-        """Rows of each expert, in whole tiles; no more than tokens, which take it once at most."""
+        """The rows of each expert, in whole tiles; a token needs at most one row of an expert."""
         assert self.capacity_factor is not None
         num_choices = num_tokens * num_chosen
         rows = math.ceil(self.capacity_factor * num_choices / num_experts)

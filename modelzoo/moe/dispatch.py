@@ -1,7 +1,7 @@
-"""Rows for choices: in order of experts, in arrays of static size.
+"""Assignment of choices to rows in order of experts, in arrays of static size.
 
-Every place follows from counts, so it depends on no order of execution. Guarantees: of two choices
-of one expert, the one of the earlier token comes first; what is no token comes to no expert.
+Rows are computed from counts, so they do not depend on the order of execution. Guarantees: the
+choices of one expert are in order of tokens; padding gets no row of an expert.
 """
 
 from typing import NamedTuple
@@ -13,26 +13,29 @@ from .routing import Choices
 
 
 class ExpertRows(NamedTuple):
-    """Rows of each expert, one after another and without gaps."""
+    """Rows in order of experts, without gaps."""
 
     token_U: jax.Array
+    """The token of each row."""
     weight_U: jax.Array
-    """The weight that a row's expert has for its token."""
+    """The weight of the expert of a row for its token."""
     first_E: jax.Array
+    """The first row of each expert."""
     load_E: jax.Array
+    """The number of rows of each expert."""
 
 
 class RowAssignment(NamedTuple):
-    """RowAssignment of choices among U rows."""
+    """Assignment of choices to U rows."""
 
     row_MZ: jax.Array
-    """Row of each choice; U for one that has none."""
+    """The row of each choice; U for a choice without a row."""
     token_U: jax.Array
-    """Token of each row; M for an empty one."""
+    """The token of each row; M for an empty row."""
 
 
 def sort_choices(choices: Choices, num_experts: int) -> ExpertRows:
-    """All choices as rows in order of experts; last those that are no expert's."""
+    """All choices as rows in order of experts, with choices of no expert at the end."""
     M, Z = choices.expert_MZ.shape
     token_MZ = jnp.broadcast_to(jnp.arange(M, dtype=jnp.int32)[:, None], (M, Z))
     columns = (choices.expert_MZ, token_MZ, choices.weight_MZ)
@@ -43,7 +46,7 @@ def sort_choices(choices: Choices, num_experts: int) -> ExpertRows:
 
 
 def assign_ragged_rows(expert_MZ: jax.Array, num_experts: int) -> RowAssignment:
-    """A row for every choice, in order of experts and without gaps."""
+    """Assign a row to every choice, in order of experts and without gaps."""
     rank_MZ, load_E = _ranks(expert_MZ, num_experts)
     first_E = jnp.cumsum(load_E) - load_E
     first_MZ = first_E.at[expert_MZ].get(mode="fill", fill_value=expert_MZ.size)
@@ -52,7 +55,7 @@ def assign_ragged_rows(expert_MZ: jax.Array, num_experts: int) -> RowAssignment:
 
 
 def assign_capacity_rows(expert_MZ: jax.Array, num_experts: int, capacity: int) -> RowAssignment:
-    """The same number of rows for every expert; choices beyond them have none."""
+    """Assign choices to the rows of their experts; choices past the capacity get no row."""
     num_rows = num_experts * capacity
     rank_MZ, _ = _ranks(expert_MZ, num_experts)
     has_row_MZ = (rank_MZ < capacity) & (expert_MZ < num_experts)
@@ -61,7 +64,7 @@ def assign_capacity_rows(expert_MZ: jax.Array, num_experts: int, capacity: int) 
 
 
 def received_rows(num_experts: int, capacity: int) -> ExpertRows:
-    """Rows that others filled, so that any of them may have a token."""
+    """Rows that other devices filled: every row of every expert may hold a token."""
     num_rows = num_experts * capacity
     first_E = jnp.arange(num_experts, dtype=jnp.int32) * capacity
     load_E = jnp.full(num_experts, capacity, jnp.int32)
@@ -70,12 +73,12 @@ def received_rows(num_experts: int, capacity: int) -> ExpertRows:
 
 
 def load(expert_MZ: jax.Array, num_experts: int) -> jax.Array:
-    """Choices of each expert: `load_E`."""
+    """The number of choices of each expert, `load_E`."""
     return jnp.bincount(expert_MZ.reshape(-1), length=num_experts + 1)[:-1].astype(jnp.int32)
 
 
 def _ranks(expert_MZ: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:
-    """How many earlier choices took the same expert, and how many took each in all."""
+    """The number of earlier choices of the same expert, and the load of each expert."""
     choice = expert_MZ.reshape(-1)
     order = jnp.argsort(choice, stable=True)
     load_E = load(expert_MZ, num_experts)

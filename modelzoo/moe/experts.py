@@ -1,11 +1,11 @@
-"""The experts' gated MLPs over rows in order of experts: tile by tile, or as ragged products.
+"""Gated MLPs of experts over rows in order of experts, in tiles or as ragged products.
 
-The loops run over experts, pieces of the hidden size and the tiles that hold tokens, so work
-follows the load while shapes stay static. Weights are read in pieces that stay in a cache while the
-tiles of the expert pass, or by each tile, in products that read them where they lie. A tile takes
-its tokens from where they are and adds what it makes of them there, so there is no array that would
-have to hold every load. Every product of a graph has the same shape, and a token's sum the order of
-its experts, so its bits depend neither on its place nor on other tokens.
+Loops run over experts, pieces of the hidden size and the tiles that hold tokens. So work is
+proportional to the load, while shapes are static. Weights are either read in pieces that stay in
+the cache of the processor for all tiles of the expert, or read from memory by the product of each
+tile. A tile gathers its tokens and adds its outputs to their sums, so no array needs rows for the
+maximum load. All products of a graph have the same shape, and a sum over experts is in order of
+experts, so the bits of a token depend neither on its row nor on other tokens.
 """
 
 from collections.abc import Callable
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from ..operations import Weight
 
 GatedUnit = Callable[[jax.Array, jax.Array], jax.Array]
-"""The hidden activations from those of gate and up."""
+"""A function from the outputs of gate and up to the hidden activations."""
 
 READ_BOUND = 2**30
-"""More than the readings of one expert's weights in a call, whatever its size."""
+"""An upper bound on the number of times that a call reads the weights of one expert."""
 
 GATE_UP_AXES = (axes.EXPERTS, "", "", axes.EXPERT_MLP)
 DOWN_AXES = (axes.EXPERTS, axes.EXPERT_MLP, "")
@@ -43,11 +43,11 @@ class ExpertWeights(NamedTuple):
     gate_up_bias_EPF: jax.Array | None = None
     down_bias_ED: jax.Array | None = None
     layer: jax.Array | None = None
-    """The layer that is meant, where `gate_up` and `down` lead with layers."""
+    """The layer to use, if the first axis of `gate_up` and `down` is layers."""
 
     @property
     def num_experts(self) -> int:
-        """Experts on this device."""
+        """The number of experts on this device."""
         return self.down_EFD.shape[-3]
 
     @property
@@ -58,7 +58,7 @@ class ExpertWeights(NamedTuple):
         return (*products, GATE_UP_BIAS_AXES, DOWN_BIAS_AXES, ())
 
     def select_layer(self) -> "ExpertWeights":
-        """The weights of the one layer alone."""
+        """The weights of only the layer to use."""
         if self.layer is None:
             return self
         gate_up, down = (
@@ -70,14 +70,14 @@ class ExpertWeights(NamedTuple):
 
 @dataclass(frozen=True)
 class Tiling:
-    """Sizes of the products of experts, and where the weights of tokens go."""
+    """Sizes of expert products, and the placement of routing weights."""
 
     tile: int
-    """Rows of a product."""
+    """The rows of a product."""
     piece_bytes: int | None
-    """As in `Tiles`."""
+    """See `Tiles`."""
     weighs_input: bool = False
-    """Whether a token's weight multiplies what its expert reads, not what it writes."""
+    """Whether routing weights multiply the inputs of experts instead of their outputs."""
 
 
 def run_tiles(
@@ -88,43 +88,47 @@ def run_tiles(
     tiling: Tiling,
     project: Project,
 ) -> jax.Array:
-    """Each token's sum over its rows in float32, in order of experts: `out_MD`."""
+    """Run the experts in tiles, and sum the rows of each token in order of experts.
+
+    Returns:
+      `out_MD` in float32.
+    """
     M, F, tile = len(x_MD), weights.down_EFD.shape[-2], tiling.tile
     piece = _piece(weights.gate_up_EPDF, tiling.piece_bytes)
     num_pieces = F // piece
-    # so that no slice of a tile ends past the last row, which would move its beginning
+    # padded, as a slice that ends past the last row would be moved to an earlier start
     token_U, weight_U = (jnp.pad(x_U, (0, tile)) for x_U in (rows.token_U, rows.weight_U))
-    place_W = jnp.arange(tile, dtype=jnp.int32)
+    index_W = jnp.arange(tile, dtype=jnp.int32)
 
     def expert_piece(i: jax.Array, out_MD: jax.Array) -> jax.Array:
         e, p = i // num_pieces, i % num_pieces
         num_tiles = (rows.load_E[e] + tile - 1) // tile
 
-        def one_tile(of_piece: ExpertWeights, t: jax.Array, out_MD: jax.Array) -> jax.Array:
+        def run_tile(piece_weights: ExpertWeights, t: jax.Array, out_MD: jax.Array) -> jax.Array:
             first = rows.first_E[e] + t * tile
             token_W = jax.lax.dynamic_slice_in_dim(token_U, first, tile)
             weight_W1 = jax.lax.dynamic_slice_in_dim(weight_U, first, tile)[:, None]
-            is_row_W = t * tile + place_W < rows.load_E[e]
-            # each its own place past the end, as the scatter is told that all differ
-            token_W = jnp.where(is_row_W, token_W, M + place_W)
+            is_row_W = t * tile + index_W < rows.load_E[e]
+            # different indices past the end, as the scatter requires unique ones
+            token_W = jnp.where(is_row_W, token_W, M + index_W)
             x_WD = x_MD.at[token_W].get(mode="clip")
             if tiling.weighs_input:
                 x_WD = (x_WD * weight_W1).astype(x_WD.dtype)
-            y_WD = _hidden(x_WD, of_piece, unit, project)
+            y_WD = _hidden(x_WD, piece_weights, unit, project)
             if weights.down_bias_ED is not None:
-                # once for all pieces of the hidden size
+                # only for one piece of the hidden size
                 y_WD = y_WD + jnp.where(p == 0, weights.down_bias_ED[e], 0)[None]
             if not tiling.weighs_input:
                 y_WD = y_WD * weight_W1
             return out_MD.at[token_W].add(y_WD, mode="drop", unique_indices=True)
 
         def read(r: jax.Array, out_MD: jax.Array) -> jax.Array:
-            # r // READ_BOUND is 0, which XLA does not know: the slice depends on the loop and stays
-            # in it. Ahead of the loop it would read experts without a token, too
-            of_piece = _cut(weights, e + r // READ_BOUND, p * piece, piece)
+            # r // READ_BOUND is 0, but XLA does not know it: the slice depends on the loop, so XLA
+            # does not move it out, where it would also read experts without tokens
+            piece_weights = _cut(weights, e + r // READ_BOUND, p * piece, piece)
             if tiling.piece_bytes is None:
-                return one_tile(of_piece, r, out_MD)
-            return jax.lax.fori_loop(0, num_tiles, partial(one_tile, of_piece), out_MD)
+                return run_tile(piece_weights, r, out_MD)
+            return jax.lax.fori_loop(0, num_tiles, partial(run_tile, piece_weights), out_MD)
 
         num_reads = num_tiles if tiling.piece_bytes is None else jnp.minimum(num_tiles, 1)
         return jax.lax.fori_loop(0, num_reads, read, out_MD)
@@ -136,7 +140,7 @@ def run_tiles(
 def run_ragged(
     x_UD: jax.Array, load_E: jax.Array, weights: ExpertWeights, unit: GatedUnit, project: Project
 ) -> jax.Array:
-    """Float32 outputs `y_UD` of rows without gaps, through `jax.lax.ragged_dot`; the reference."""
+    """Float32 outputs `y_UD` of rows without gaps, by `jax.lax.ragged_dot`: the reference."""
     weights = weights.select_layer()
 
     def product(x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -145,8 +149,8 @@ def run_ragged(
     def gate_up(x_UD: jax.Array, gate_up_EPDF: jax.Array) -> jax.Array:
         return jnp.stack([product(x_UD, gate_up_EPDF[:, side]) for side in (0, 1)])
 
-    def bias(of_experts: jax.Array) -> jax.Array:
-        return jnp.repeat(of_experts, load_E, axis=0, total_repeat_length=x_UD.shape[0])
+    def bias(bias_E: jax.Array) -> jax.Array:
+        return jnp.repeat(bias_E, load_E, axis=0, total_repeat_length=x_UD.shape[0])
 
     gate, up = project("UD,EPDF->PUF", gate_up, x_UD, weights.gate_up_EPDF)
     if weights.gate_up_bias_EPF is not None:
@@ -159,7 +163,7 @@ def run_ragged(
 def _hidden(
     x_WD: jax.Array, weights: ExpertWeights, unit: GatedUnit, project: Project
 ) -> jax.Array:
-    """Rows of one tile through one expert, or through a piece of its hidden size."""
+    """Run the rows of a tile through one expert, or through a piece of its hidden size."""
     gate_up = partial(gate_up_product, dtype=jnp.float32)
     h_PWF = project("WD,PDF->PWF", gate_up, x_WD, weights.gate_up_EPDF[0])
     if weights.gate_up_bias_EPF is not None:
@@ -169,11 +173,11 @@ def _hidden(
 
 
 def _cut(weights: ExpertWeights, e: jax.Array, start: jax.Array, size: int) -> ExpertWeights:
-    """One expert, and a piece of its hidden size; without the last bias, which has no pieces."""
+    """The weights of a piece of the hidden size of expert `e`, without the bias of `down`."""
     layer = () if weights.layer is None else (weights.layer,)
 
     def cut(x: "Weight", axis: int, outer: tuple[jax.Array, ...] = ()) -> jax.Array:
-        # in one slice: were layer and expert sliced apart, XLA would copy all experts of a layer
+        # one slice: with separate slices of layer and expert, XLA copies all experts of the layer
         starts = [*outer, e, *[0] * (x.ndim - len(outer) - 1)]
         sizes = [1] * len(outer) + [1, *x.shape[len(outer) + 1 :]]
         starts[axis], sizes[axis] = start, size
@@ -188,10 +192,13 @@ def _cut(weights: ExpertWeights, e: jax.Array, start: jax.Array, size: int) -> E
 
 
 def _piece(gate_up_EPDF: "Weight", piece_bytes: int | None) -> int:
-    """The largest divisor of F of which gate and up fit, in whole vectors where F has them."""
+    """The size of a piece: the largest divisor of F whose gate and up weights fit `piece_bytes`.
+
+    It is a multiple of `axes.LANES` if F is.
+    """
     *_, P, D, F = gate_up_EPDF.shape
     if piece_bytes is None:
         return F
     unit = axes.LANES if F % axes.LANES == 0 else 1
-    most = piece_bytes // (P * D * gate_up_EPDF.dtype.itemsize)
-    return max(d for d in range(unit, F + 1, unit) if F % d == 0 and (d == unit or d <= most))
+    max_size = piece_bytes // (P * D * gate_up_EPDF.dtype.itemsize)
+    return max(d for d in range(unit, F + 1, unit) if F % d == 0 and (d == unit or d <= max_size))

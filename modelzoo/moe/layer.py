@@ -1,4 +1,4 @@
-"""The sparse MLP of a block: router, experts, and the expert that every token shares."""
+"""The sparse MLP of a block: router, experts and shared expert."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,32 +28,32 @@ from .use import ExpertReport, ExpertUse
 
 @dataclass
 class ExpertCall:
-    """What sparse layers are told of the call that they are part of, and what they report of it."""
+    """The inputs of a call that all sparse layers share, and the reports of these layers."""
 
     is_token_BT: jax.Array
-    """Padding and rows that nobody asked for take no expert."""
+    """True for tokens; padding and dummy rows take no expert."""
     dispatch: Dispatch = LOSSLESS
     layer: jax.Array | None = None
     """The index of the running layer in weights stacked over layers; None outside a scan."""
     uses: list[ExpertUse] = field(default_factory=list)
-    """Of layers in order, along a first axis of each."""
+    """Reports of layers in order, each with layers as first axis."""
     num_dropped_BT: jax.Array | int = 0
-    """Choices dropped of each token, in all layers so far."""
+    """The number of dropped choices of each token, in all layers so far."""
 
     def use(self) -> ExpertUse | None:
-        """Of all sparse layers so far; None where there are none."""
+        """The use of experts in all sparse layers so far; None without any."""
         if not self.uses:
             return None
         with jax.named_scope("expert_use"):
             return jax.tree.map(lambda *layers: jnp.concatenate(layers), *self.uses)
 
     def add(self, use: ExpertUse, num_dropped_BT: jax.Array) -> None:
-        """Take in what some layers report, in the order of layers."""
+        """Add the report of the next layers."""
         self.uses.append(use)
         self.num_dropped_BT = self.num_dropped_BT + num_dropped_BT
 
     def report(self) -> ExpertReport | None:
-        """Of all sparse layers; None where there are none."""
+        """The report of all sparse layers; None without any."""
         use = self.use()
         return None if use is None else ExpertReport(use, jnp.sum(self.num_dropped_BT, axis=1))
 
@@ -67,7 +67,7 @@ class SparseMlp(nnx.Module):
         if moe.routing.has_bias:
             self.router_bias = constant(0.0, (E,), ("",))
         if moe.routing.has_choice_bias:
-            # it decides between scores that may differ by less than a short dtype tells apart
+            # float32: scores may differ by less than a 16-bit dtype can resolve
             self.choice_bias = constant(0.0, (E,), ("",), dtype=jnp.float32)
         self.gate_up = weight(rngs, (E, 2, D, F), GATE_UP_AXES, D, is_sliced_once=True)
         self.down = weight(rngs, (E, F, D), DOWN_AXES, F, is_sliced_once=True)
@@ -86,11 +86,11 @@ class SparseMlp(nnx.Module):
         router = Router(self.router, _value(self, "router_bias"), _value(self, "choice_bias"))
         biases = _value(self, "gate_up_bias"), _value(self, "down_bias")
         weights = ExpertWeights(self.gate_up, self.down, *biases, call.layer)
-        mixed = operations.mix_experts(mixture, x_BTD, call.is_token_BT, router, weights)
-        call.add(jax.tree.map(lambda x: x[None], mixed.use), mixed.num_dropped_BT)
+        output = operations.mix_experts(mixture, x_BTD, call.is_token_BT, router, weights)
+        call.add(jax.tree.map(lambda x: x[None], output.use), output.num_dropped_BT)
         if not self.moe.shared_mlp:
-            return mixed.out_BTD
-        return mixed.out_BTD + self._shared(x_BTD, operations)
+            return output.out_BTD
+        return output.out_BTD + self._shared(x_BTD, operations)
 
     def _shared(self, x_BTD: jax.Array, operations: Operations) -> jax.Array:
         out_BTD = self.shared(x_BTD, operations)
@@ -108,12 +108,12 @@ def _value(module: nnx.Module, name: str) -> jax.Array | None:
 
 def _unit(config: DecoderConfig, moe: MoeConfig) -> GatedUnit:
     if moe.clamped is not None:
-        return partial(_clamped, of=moe.clamped)
+        return partial(_clamped, unit=moe.clamped)
     activation: Callable[[jax.Array], jax.Array] = ACTIVATIONS[config.activation]
     return lambda gate, up: activation(gate) * up
 
 
-def _clamped(gate: jax.Array, up: jax.Array, of: ClampedUnit) -> jax.Array:
-    gate = jnp.minimum(gate, of.limit)
-    up = jnp.clip(up, -of.limit, of.limit)
-    return (up + 1) * gate * jax.nn.sigmoid(gate * of.alpha)
+def _clamped(gate: jax.Array, up: jax.Array, unit: ClampedUnit) -> jax.Array:
+    gate = jnp.minimum(gate, unit.limit)
+    up = jnp.clip(up, -unit.limit, unit.limit)
+    return (up + 1) * gate * jax.nn.sigmoid(gate * unit.alpha)

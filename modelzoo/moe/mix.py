@@ -1,9 +1,9 @@
-"""A sparse layer's mixture: dispatch, the experts' products, combination. On one device or a shard.
+"""The mixture of experts of a sparse layer: dispatch, expert products and combine, on one device.
 
-`ExpertShards` says what the device that runs it holds, and moves rows between the devices that
-share experts out; `sharding` makes one from a mesh. Knows nothing of meshes itself.
+`ExpertShards` tells which experts are on the device, and exchanges rows between devices; `sharding`
+makes it from a mesh. Knows nothing of meshes.
 
-Source of the scheme with a fixed capacity: Lepikhin et al. 2020, "GShard", 2006.16668, algorithm 1.
+Source of dispatch with a fixed capacity: Lepikhin et al. 2020, "GShard", 2006.16668, algorithm 1.
 """
 
 from collections.abc import Callable
@@ -30,25 +30,26 @@ from .use import ExpertUse, count_use, rows_of_tiles
 
 @dataclass(frozen=True)
 class ExpertShards:
-    """Which experts are here, and how rows come to the others.
+    """The experts on this device, and the exchange of rows with devices that have other experts.
 
-    Tokens that are split over the devices that share the experts out are exchanged with them; where
-    all of those devices have the same tokens, each adds what its own experts make of them.
+    If tokens are split over the devices that experts are split over, tokens are exchanged. If these
+    devices all have the same tokens, each computes the sum over its own experts, and the caller
+    adds the sums.
     """
 
     first: jax.Array | int = 0
-    """The first expert that is held here."""
+    """The first expert on this device."""
     num_exchanging: int = 1
-    """Devices that exchange tokens, in order of their experts."""
+    """The number of devices that exchange tokens, in order of their experts."""
     exchange: Callable[[jax.Array], jax.Array] = lambda x: x
-    """Piece j of the leading axis to device j; its inverse is itself."""
+    """All-to-all over the first axis: sends slice j to device j. It is its own inverse."""
 
 
 ALL_EXPERTS = ExpertShards()
 
 
 class MoeOutput(NamedTuple):
-    """What a mixture gives back: of tokens, and of the experts."""
+    """The output of a mixture of experts."""
 
     out_BTD: jax.Array
     num_dropped_BT: jax.Array
@@ -84,9 +85,9 @@ class Mixture:
     def _lossless(
         self, x_MD: jax.Array, choices: Choices, weights: ExpertWeights, shards: ExpertShards
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Every token goes to every device that it is exchanged with: any may have all its experts.
+        """Run all choices: every token goes to every device that exchanges tokens.
 
-        Each of those makes the weighted sum over its own experts, so one row a token comes back.
+        Each device computes the weighted sum over its own experts, so one row per token comes back.
         """
         M, D = x_MD.shape
         n, E = shards.num_exchanging, self.routing.num_experts
@@ -99,74 +100,76 @@ class Mixture:
         rows_E = rows_of_tiles(load(choices.expert_MZ, E), tile)
         if n == 1:
             return out_MD, is_dropped_MZ, rows_E
-        here_E = jnp.arange(E) - shards.first
-        rows_E = jnp.where((here_E >= 0) & (here_E < weights.num_experts), rows_E, 0)
+        local_E = jnp.arange(E) - shards.first
+        rows_E = jnp.where((local_E >= 0) & (local_E < weights.num_experts), rows_E, 0)
         parts = shards.exchange(out_MD.reshape(n, M, D).astype(x_MD.dtype))
         return _sum_in_order(parts), is_dropped_MZ, rows_E
 
     def _with_capacity(
         self, x_MD: jax.Array, choices: Choices, weights: ExpertWeights, shards: ExpertShards
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Each device's tokens have their own rows with every expert."""
+        """Run the choices within capacity; the tokens of each device have rows of their own."""
         n, E, (M, D) = shards.num_exchanging, self.routing.num_experts, x_MD.shape
-        num_here = weights.num_experts
+        num_local = weights.num_experts
         tile = self.dispatch.tile(choices.expert_MZ.size, E)
         capacity = self.dispatch.capacity(M, self.routing.num_chosen, E)
-        everywhere = assign_capacity_rows(choices.expert_MZ, E, capacity)
+        assignment = assign_capacity_rows(choices.expert_MZ, E, capacity)
         is_token_MZ = choices.expert_MZ < E
-        is_dropped_MZ = is_token_MZ & (everywhere.row_MZ == E * capacity)
+        is_dropped_MZ = is_token_MZ & (assignment.row_MZ == E * capacity)
         if n == 1:
             kept_MZ = jnp.where(is_dropped_MZ, E, choices.expert_MZ)
             local = _local(choices._replace(expert_MZ=kept_MZ), weights, shards)
             out_MD = self._run(x_MD, local, weights, tile)
             return out_MD, is_dropped_MZ, rows_of_tiles(load(kept_MZ, E), tile)
-        x_UD = self._rows(x_MD, everywhere, choices)
-        x_SECD = shards.exchange(x_UD.reshape(n, num_here, capacity, D))
+        x_UD = self._rows(x_MD, assignment, choices)
+        x_SECD = shards.exchange(x_UD.reshape(n, num_local, capacity, D))
         x_UD = x_SECD.swapaxes(0, 1).reshape(-1, D)
-        rows = received_rows(num_here, n * capacity)
+        rows = received_rows(num_local, n * capacity)
         tiling = Tiling(tile, self.dispatch.tiles.piece_bytes)
         y_UD = run_tiles(x_UD, rows, weights, self.unit, tiling, self.project)
-        y_SECD = y_UD.reshape(num_here, n, capacity, D).swapaxes(0, 1).astype(x_MD.dtype)
+        y_SECD = y_UD.reshape(num_local, n, capacity, D).swapaxes(0, 1).astype(x_MD.dtype)
         y_UD = shards.exchange(y_SECD).reshape(-1, D)
         rows_E = jnp.full(E, capacity, jnp.int32)
-        return self._combine(y_UD, everywhere, choices.weight_MZ), is_dropped_MZ, rows_E
+        return self._combine(y_UD, assignment, choices.weight_MZ), is_dropped_MZ, rows_E
 
     def _run(
         self, x_MD: jax.Array, choices: Choices, weights: ExpertWeights, tile: int
     ) -> jax.Array:
-        """Each token's weighted sum over its experts that are here: `out_MD` in float32."""
+        """The weighted sum of each token over its experts on this device: `out_MD` in float32."""
         E = weights.num_experts
         if self.dispatch.kind != "ragged":
             tiling = Tiling(tile, self.dispatch.tiles.piece_bytes, self.routing.weighs_input)
             rows = sort_choices(choices, E)
             return run_tiles(x_MD, rows, weights, self.unit, tiling, self.project)
-        places = assign_ragged_rows(choices.expert_MZ, E)
-        x_UD, load_E = self._rows(x_MD, places, choices), load(choices.expert_MZ, E)
+        assignment = assign_ragged_rows(choices.expert_MZ, E)
+        x_UD, load_E = self._rows(x_MD, assignment, choices), load(choices.expert_MZ, E)
         y_UD = run_ragged(x_UD, load_E, weights, self.unit, self.project)
-        return self._combine(y_UD, places, choices.weight_MZ)
+        return self._combine(y_UD, assignment, choices.weight_MZ)
 
-    def _rows(self, x_MD: jax.Array, places: RowAssignment, choices: Choices) -> jax.Array:
-        """The tokens of the rows, zeros for empty ones."""
-        x_UD = x_MD.at[places.token_U].get(mode="fill", fill_value=0)
+    def _rows(self, x_MD: jax.Array, assignment: RowAssignment, choices: Choices) -> jax.Array:
+        """The tokens of rows, with zeros for empty rows."""
+        x_UD = x_MD.at[assignment.token_U].get(mode="fill", fill_value=0)
         if not self.routing.weighs_input:
             return x_UD
-        weight_U = jnp.zeros(places.token_U.shape, jnp.float32)
-        weight_U = weight_U.at[places.row_MZ].set(choices.weight_MZ, mode="drop")
+        weight_U = jnp.zeros(assignment.token_U.shape, jnp.float32)
+        weight_U = weight_U.at[assignment.row_MZ].set(choices.weight_MZ, mode="drop")
         return (x_UD * weight_U[:, None]).astype(x_MD.dtype)
 
-    def _combine(self, y_UD: jax.Array, places: RowAssignment, weight_MZ: jax.Array) -> jax.Array:
-        """Each token's weighted sum over its experts, best first: `out_MD` in float32."""
-        M, D = places.row_MZ.shape[0], y_UD.shape[1]
+    def _combine(
+        self, y_UD: jax.Array, assignment: RowAssignment, weight_MZ: jax.Array
+    ) -> jax.Array:
+        """The weighted sum of each token over its experts, best first: `out_MD` in float32."""
+        M, D = assignment.row_MZ.shape[0], y_UD.shape[1]
         out_MD = jnp.zeros((M, D), jnp.float32)
         for i in range(self.routing.num_chosen):
-            y_MD = y_UD.at[places.row_MZ[:, i]].get(mode="fill", fill_value=0)
+            y_MD = y_UD.at[assignment.row_MZ[:, i]].get(mode="fill", fill_value=0)
             y_MD = y_MD.astype(jnp.float32)
             out_MD += y_MD if self.routing.weighs_input else weight_MZ[:, i, None] * y_MD
         return out_MD
 
 
 def _local(choices: Choices, weights: ExpertWeights, shards: ExpertShards) -> Choices:
-    """Experts as they are numbered here; those that are elsewhere are none."""
+    """Choices by local expert number; the choice of an expert on another device is no expert."""
     local_MZ = choices.expert_MZ - shards.first
     is_here_MZ = (local_MZ >= 0) & (local_MZ < weights.num_experts)
     return choices._replace(expert_MZ=jnp.where(is_here_MZ, local_MZ, weights.num_experts))
@@ -175,9 +178,9 @@ def _local(choices: Choices, weights: ExpertWeights, shards: ExpertShards) -> Ch
 def _exchange_tokens(
     x_MD: jax.Array, choices: Choices, shards: ExpertShards
 ) -> tuple[jax.Array, Choices]:
-    """The tokens of all devices on each, with their choices in the same message.
+    """Gather the tokens of all devices and their choices in one message.
 
-    As integers of the width of `x`, so that no transfer can touch a bit of any of them.
+    The message is integers of the width of `x_MD`, so that a transfer cannot change any bit.
     """
     word = jnp.uint32 if x_MD.dtype.itemsize == 4 else jnp.uint16
     M, D = x_MD.shape

@@ -1,4 +1,4 @@
-"""Which experts each token takes, and with which weights. Always in float32."""
+"""Routing: the experts of each token and their weights, computed in float32."""
 
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from ..operations import Weight
 
 _EPSILON = 1e-20
-"""Keeps a sum of vanished sigmoids from dividing by zero, as DeepSeek-V3's code does."""
+"""Term that avoids a division by zero if all sigmoids are zero, as in the code of DeepSeek-V3."""
 
 
 class Router(NamedTuple):
-    """The weights of one layer's router, whole on every device."""
+    """The weights of the router of one layer, replicated on every device."""
 
     weight_DE: "Weight"
     bias_E: jax.Array | None = None
@@ -25,7 +25,7 @@ class Router(NamedTuple):
 
 
 class Choices(NamedTuple):
-    """The experts of each token, best first; the number of experts stands for none."""
+    """The experts of each token, best first; the number of experts means no expert."""
 
     expert_MZ: jax.Array
     weight_MZ: jax.Array
@@ -38,7 +38,15 @@ def route(
     routing: Routing,
     project: Project = ON_ONE_DEVICE.project,
 ) -> Choices:
-    """Choose experts; padding chooses none. Among equal scores the first expert wins."""
+    """Choose the experts of each token; padding gets none. Ties go to the first expert.
+
+    Args:
+      x_BTD: The residual stream before the layer.
+      is_token_BT: False for padding.
+      router: The weights of the router.
+      routing: The options of routing.
+      project: `Operations.project` of the layout.
+    """
     _, product = einsum("...D,DE->...E", jnp.float32)
     out_axes = (*axes.RESIDUAL[:2], "")
     logits_BTE = project("BTD,DE->BTE", product, x_BTD, router.weight_DE, axes.RESIDUAL, out_axes)
@@ -52,7 +60,7 @@ def route(
             scores_ME = logits_ME
         case "sigmoid":
             scores_ME = jax.nn.sigmoid(logits_ME)
-    # in the order of the scores, some of which may be equal where logits still differ
+    # by default experts are ranked by logits: scores may be equal where logits differ
     ranked_ME = logits_ME
     if router.choice_bias_E is not None or routing.groups is not None:
         ranked_ME = scores_ME
@@ -69,8 +77,8 @@ def route(
 def _within_best_groups(ranked_ME: jax.Array, groups: ExpertGroups) -> jax.Array:
     M, E = ranked_ME.shape
     grouped = ranked_ME.reshape(M, groups.count, E // groups.count)
-    of_group = jax.lax.top_k(grouped, groups.best)[0].sum(axis=-1)
-    _, best = jax.lax.top_k(of_group, groups.chosen)
+    group_scores = jax.lax.top_k(grouped, groups.best)[0].sum(axis=-1)
+    _, best = jax.lax.top_k(group_scores, groups.chosen)
     is_best = jnp.any(best[:, :, None] == jnp.arange(groups.count)[None, None], axis=1)
     return jnp.where(is_best[:, :, None], grouped, -jnp.inf).reshape(M, E)
 

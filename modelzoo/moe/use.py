@@ -1,4 +1,4 @@
-"""What a call made of its experts: load, rows of products, choices dropped. Counts alone."""
+"""Counts of the use of experts in a call: load, rows of products and dropped choices."""
 
 from typing import NamedTuple
 
@@ -9,33 +9,37 @@ from .dispatch import load
 
 
 class ExpertUse(NamedTuple):
-    """Of one sparse layer, by shard of the tokens (S); or of all layers, along a first axis."""
+    """The use of experts in one sparse layer, by shard of the tokens (S).
+
+    For several layers, the first axis of each array is layers.
+    """
 
     load_SE: jax.Array
-    """Choices of each expert."""
+    """The number of choices of each expert."""
     rows_SE: jax.Array
-    """Rows that each expert's products ran over, padding among them."""
+    """The number of rows in the products of each expert, padding included."""
     dropped_SE: jax.Array
+    """The number of dropped choices of each expert."""
 
 
 class ExpertReport(NamedTuple):
-    """What sparse layers report of a call."""
+    """The report of all sparse layers of a call."""
 
     use: ExpertUse
-    """Of each sparse layer, along a first axis."""
+    """The use of experts, with layers as first axis."""
     num_dropped_B: jax.Array
-    """Choices dropped of each row's tokens, in all layers."""
+    """The number of dropped choices of the tokens of each row, in all layers."""
 
 
 def count_use(
     expert_MZ: jax.Array, rows_E: jax.Array, dropped_MZ: jax.Array, num_experts: int
 ) -> ExpertUse:
-    """Count one shard's choices; `dropped_MZ` says which of them have no row."""
+    """Count the choices of one shard; `dropped_MZ` is true for a choice without a row."""
     load_E = load(expert_MZ, num_experts)
     dropped_E = load(jnp.where(dropped_MZ, expert_MZ, num_experts), num_experts)
     return ExpertUse(load_E[None], rows_E[None], dropped_E[None])
 
 
 def rows_of_tiles(load_E: jax.Array, tile: int) -> jax.Array:
-    """Rows of the whole tiles that hold a load."""
+    """The rows of the whole tiles that a load needs."""
     return (load_E + tile - 1) // tile * tile

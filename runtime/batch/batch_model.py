@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..checkpoint import ModelFiles, open_model
 from ..devices.default_target import default_target
-from ..engine.feeding import feeding_order
+from ..engine.submission_order import submission_order
 from ..errors import EXIT_MODEL, EXIT_USAGE, ConfigError, InvalidTokenizer, JobError
 from ..files.layout_files import layout_file, read_layout_table
 from ..files.run_config import read_instant, read_plan_table
@@ -32,11 +32,11 @@ from .part import Part
 from .progress import Progress
 from .prompt_encoder import PromptEncoder
 from .run import run_job
-from .scan import Need, ScanSummary
+from .scan import RowRequirements, ScanSummary
 
 if TYPE_CHECKING:
     from ...compile.build import BuildProgress
-    from ...compile.grids.default_grid import RowNeed
+    from ...compile.grids.default_grid import RowShape
     from ...compile.plan import Plan
     from ...compile.targets import Target
     from ...sharding.layout import Layout
@@ -62,7 +62,7 @@ def _run(
     peers: Peers,
     phases: PhaseClock,
 ) -> int:
-    progress = Progress(is_quiet=options.quiet or not peers.leads)
+    progress = Progress(is_quiet=options.quiet or not peers.is_leader)
     with open_model(options.model) as files:
         files.unread.report(progress.note, is_strict=options.strict_config)
         settings = _settings(options, files, plan_table, layout_table, peers.setup)
@@ -174,7 +174,7 @@ class BatchModel:
 
         # before the plan: a model that no family knows is the model's fault
         config = self.files.spec.config
-        rows = [row_need(need) for need in summary.needs]
+        rows = [row_shape(need) for need in summary.requirements]
         cache = compilation_cache.enable(progress.note)
         name = _target_name(self.options, self.plan_table)
         try:
@@ -212,9 +212,9 @@ class BatchModel:
         seed = self.options.seed
         with naming_rows(summary.rows):
             generator = session.start(model, plan, seed=seed, on_graph=report, warm=warm)
-        return Build(generator, text, digest, partial(feeding_order, grid=plan.buckets))
+        return Build(generator, text, digest, partial(submission_order, grid=plan.buckets))
 
-    def _make_plan(self, rows: "Sequence[RowNeed]", target: "Target") -> "Plan":
+    def _make_plan(self, rows: "Sequence[RowShape]", target: "Target") -> "Plan":
         """The given plan, or one for the rows of this job; either with the overrides."""
         from ...compile.plan import Numbers, PlannedModel
         from .. import session
@@ -264,9 +264,9 @@ def _sets_dtype(overrides: Sequence[str]) -> bool:
     return any(one.partition("=")[0].strip() == "numbers.dtype" for one in overrides)
 
 
-def row_need(need: Need) -> "RowNeed":
+def row_shape(need: RowRequirements) -> "RowShape":
     """A scanned row's need in the words of grids."""
-    from ...compile.grids.default_grid import RowNeed
+    from ...compile.grids.default_grid import RowShape
 
     is_scored = need.prompt_logprobs is not None
-    return RowNeed(need.prompt_length, need.max_tokens, need.n, is_scored)
+    return RowShape(need.prompt_length, need.max_tokens, need.n, is_scored)

@@ -10,7 +10,14 @@ from ..errors import EXIT_BUILD, EXIT_OK, EXIT_ROWS_FAILED, JobError, UnusableFi
 from ..files.disk import digest_file, temporary_name
 from .job import JobSettings
 from .journal import differences
-from .manifest import describe, manifest_path, output_differences, read_manifest, said, table_in
+from .manifest import (
+    digest_table,
+    digest_text,
+    manifest_path,
+    output_differences,
+    read_manifest,
+    table_in,
+)
 
 
 def finished_manifest(settings: JobSettings) -> dict[str, Any] | None:
@@ -33,10 +40,10 @@ def _differences_from(settings: JobSettings, manifest: Mapping[str, Any]) -> lis
     instant, shown = settings.now and settings.now.isoformat(), manifest.get("instant")
     if instant is not None and shown not in (None, instant):
         found.append(f"  the instant: there {shown}, now {instant}")
-    digest = describe(digest_file(settings.input_path))
+    digest = digest_table(digest_file(settings.input_path))
     known = {key: table_in(manifest, "input").get(key) for key in digest}
     if known != digest:
-        found.append(f"  the input: there {said(known)}, now {said(digest)}")
+        found.append(f"  the input: there {digest_text(known)}, now {digest_text(digest)}")
     return found + output_differences(manifest, settings.outputs)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..console import plural
 from ..errors import EXIT_BUILD, JobError
-from .scan import Need, ScannedRow
+from .scan import RowRequirements, ScannedRow
 
 if TYPE_CHECKING:
     from ...compile.grids.bucket_grid import BucketGrid
@@ -31,13 +31,17 @@ def naming_rows(rows: Sequence[ScannedRow]) -> Iterator[None]:
 
 def describe_rows(name: str, grid: "BucketGrid", rows: Sequence[ScannedRow]) -> str:
     """A sentence with the number of rows that need the graph, and the first of them."""
-    found = [row for row in rows if row.need is not None and needs_graph(name, grid, row.need)]
+    found = [
+        row
+        for row in rows
+        if row.requirements is not None and needs_graph(name, grid, row.requirements)
+    ]
     named = [f"{row.custom_id!r} (line {row.line_number})" for row in found[:NUM_NAMED]]
     listed = f": {', '.join(named)}{', ...' * (len(found) > NUM_NAMED)}" if named else ""
     return f"{len(found)} of {plural(len(rows), 'row')} need it{listed}; none has run."
 
 
-def needs_graph(name: str, grid: "BucketGrid", need: Need) -> bool:
+def needs_graph(name: str, grid: "BucketGrid", need: RowRequirements) -> bool:
     """Whether a row passes through the graph, by its own lengths and no other row's."""
     from ...compile.compiled_graphs import CompiledGraphs
     from ...compile.graph_failures import bucket_of
@@ -50,7 +54,7 @@ def needs_graph(name: str, grid: "BucketGrid", need: Need) -> bool:
     spans = [span for span in grid.graph_spans if CompiledGraphs.decode_name(span) == name]
     if spans:
         shorter = max((span for span in grid.graph_spans if span < spans[0]), default=0)
-        longest = grid.limit(need.prompt_length, need.max_tokens)
+        longest = grid.max_total_length(need.prompt_length, need.max_tokens)
         return need.max_tokens != 0 and need.prompt_length < spans[0] and shorter < longest
     if (bucket := bucket_of(name, grid)) is None:
         return need.n > 1 if name == CompiledGraphs.FORK else True

@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from ..engine.feeding import Need, feeding_order
+from ..engine.submission_order import RowLengths, submission_order
 from ..pods.peers import ALONE
 from ..text.tokenizer import Tokenizer
 from .job_files import check_files, job_outputs, side_files
@@ -24,18 +24,18 @@ from .progress import Progress
 from .scan import Encode, ScanSummary
 
 if TYPE_CHECKING:
-    from ..engine.generation import Generator
+    from ..engine.generation import GenerationSession
 
 
 @dataclass(frozen=True)
 class Build:
     """Everything compiled: the generator, the resolved plan, and the order it likes rows in."""
 
-    generator: "Generator"
+    generator: "GenerationSession"
     plan: str
     weights: str
     """The digest of every byte of the model's weights."""
-    order: Callable[[Sequence[Need]], list[int]] = feeding_order
+    order: Callable[[Sequence[RowLengths]], list[int]] = submission_order
 
 
 @dataclass(frozen=True)

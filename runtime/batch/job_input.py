@@ -60,8 +60,8 @@ class JobInput:
     def token_ids_of(self, row: BatchRow, scanned: ScannedRow) -> Sequence[int]:
         """The token ids of a prompt; raises RowError if it has to be encoded again and cannot
         be."""
-        assert scanned.need is not None
-        ids = self.token_ids.ids_of(row.row, scanned.need.prompt_length)
+        assert scanned.requirements is not None
+        ids = self.token_ids.ids_of(row.row, scanned.requirements.prompt_length)
         if ids is not None:
             return ids
         (encoded,) = self.text.encode([row])

@@ -15,7 +15,13 @@ import jax
 from ...compile.abstract_model import AbstractModel
 from ...compile.expert_plan import default_experts
 from ...compile.grids.bucket_grid import BucketGrid
-from ...compile.grids.default_grid import RowNeed, derive_grid, slot_use, with_asked, with_chunk
+from ...compile.grids.default_grid import (
+    RowShape,
+    derive_grid,
+    slot_use,
+    with_chunks,
+    with_overrides,
+)
 from ...compile.grids.grid_defaults import GridDefaults
 from ...compile.grids.prefill_ladder import prefill_padding
 from ...compile.grids.span_slots import with_ragged_slots
@@ -43,7 +49,7 @@ def given_plan(table: Mapping[str, Any], overrides: Sequence[str]) -> Plan:
 
 
 def derived_plan(
-    rows: Sequence[RowNeed],
+    rows: Sequence[RowShape],
     target: Target,
     model: PlannedModel,
     numbers: Numbers,
@@ -56,7 +62,7 @@ def derived_plan(
     key."""
     # other sizes are derived from some of the keys; then all keys are set
     asked = apply_overrides({}, overrides).get("buckets", {})
-    defaults = with_asked(GridDefaults.for_layout(layout), asked)
+    defaults = with_overrides(GridDefaults.for_layout(layout), asked)
     placement = target.placement(layout)
     definition = AbstractModel(config, placement.arrangement(config))
     work = Work(definition, numbers.dtype, layout, placement.cache_dtype(numbers.dtype))
@@ -65,7 +71,7 @@ def derived_plan(
     if defaults.max_length is None and any(row.max_tokens is None for row in rows):
         share = defaults.cpu_cache_share if target.platform == "cpu" else defaults.cache_share
         # the memory of process 0, so that all derive the same plan
-        left = peers.share(_memory_bytes(target)) - work.parameter_bytes
+        left = peers.broadcast(_memory_bytes(target)) - work.parameter_bytes
         fits = partial(_fits, work, share * left)
         reason = (
             f"the cache of more would take over {share:g} of the memory that the weights leave "
@@ -105,7 +111,7 @@ def _memory_bytes(target: Target) -> int:
     return found.get("bytes_limit", 0) // GIGABYTE * GIGABYTE
 
 
-def limit_note(plan: Plan, rows: Sequence[RowNeed], max_position: int) -> str | None:
+def limit_note(plan: Plan, rows: Sequence[RowShape], max_position: int) -> str | None:
     """A note if rows without `max_tokens` end before the model's context: where, and why."""
     count, limit = sum(row.max_tokens is None for row in rows), plan.buckets.max_length
     if not count or limit >= max_position:
@@ -119,18 +125,18 @@ def limit_note(plan: Plan, rows: Sequence[RowNeed], max_position: int) -> str | 
 
 
 def padding_note(
-    rows: Sequence[RowNeed], grid: BucketGrid, layout: Layout | None, max_position: int
+    rows: Sequence[RowShape], grid: BucketGrid, layout: Layout | None, max_position: int
 ) -> str:
     """A note that compares the padding of whole prompts and of prompts in chunks."""
     defaults = GridDefaults.for_layout(layout)
     if not grid.chunks:
-        defaults = with_chunk(defaults, min(OTHER_CHUNK, grid.max_length))
+        defaults = with_chunks(defaults, min(OTHER_CHUNK, grid.max_length))
     # whole chunks may need longer rows than the grid has
     other = derive_grid(rows, max_position, defaults)
     return f"prefill: {_padding(rows, grid)}; {_padding(rows, other)} otherwise"
 
 
-def _padding(rows: Sequence[RowNeed], grid: BucketGrid) -> str:
+def _padding(rows: Sequence[RowShape], grid: BucketGrid) -> str:
     longest = grid.prefill[-1].length
     prompts = [row.prompt_length for row in rows]
     lengths = [length for length in prompts if grid.computed_length(length) <= longest]

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from ..errors import RowError
 from ..files.strict_json import MAX_LINE_BYTES, Line, dump_line, parse_object
 from ..request import SamplingParams, wrong_value
-from ..text.chat_messages import checked_messages
+from ..text.chat_messages import normalise_messages
 from .request_body import read_params, unknown_parameter
 
 CHAT_URL = "/v1/chat/completions"
@@ -220,7 +220,7 @@ def _prompt(prompt: object) -> str | list[int]:
 
 def _messages(messages: object) -> list[dict[str, Any]]:
     """Checked messages of OpenAI's roles and keys; templates pass over others in silence."""
-    checked = checked_messages(messages)
+    checked = normalise_messages(messages)
     for index, message in enumerate(checked):
         where, role = f"messages[{index}]", message["role"]
         for key in message:

@@ -86,12 +86,12 @@ def output_differences(manifest: Mapping[str, Any], paths: Sequence[Path]) -> li
         now = ", ".join(sorted(path.name for path in paths))
         found.append(f"  outputs: there {', '.join(sorted(known)) or 'none'}, now {now}")
     for path in paths:
-        digest = describe(digest_file(path)) if path.is_file() else {}
+        digest = digest_table(digest_file(path)) if path.is_file() else {}
         if path.name in known and known[path.name] != digest:
             finished = known[path.name] if isinstance(known[path.name], dict) else {}
             found.append(
-                f"  {path.name}, changed since: finished with {said(finished)}, now "
-                f"{said(digest) if digest else 'not there'}"
+                f"  {path.name}, changed since: finished with {digest_text(finished)}, now "
+                f"{digest_text(digest) if digest else 'not there'}"
             )
     return found
 
@@ -102,12 +102,12 @@ def table_in(manifest: Mapping[str, Any], key: str) -> dict[str, Any]:
     return table if isinstance(table, dict) else {}
 
 
-def said(digest: Mapping[str, Any]) -> str:
+def digest_text(digest: Mapping[str, Any]) -> str:
     """A digest in words."""
     return f"{digest.get('bytes')} bytes, sha256 {str(digest.get('sha256'))[:12]}"
 
 
-def describe(digest: FileDigest) -> dict[str, Any]:
+def digest_table(digest: FileDigest) -> dict[str, Any]:
     return {"sha256": digest.sha256, "bytes": digest.num_bytes}
 
 

@@ -26,7 +26,7 @@ from .lock import JobLock, lock_path
 from .manifest import (
     SCHEMA,
     add_outcomes,
-    describe,
+    digest_table,
     manifest_path,
     output_differences,
     read_manifest,
@@ -204,7 +204,7 @@ def _check_content(part: FinishedPart) -> None:
 
     (expected,) = described.values()
     num_rows = part.part.count(part.manifest["input"]["rows"])
-    found = describe(digest_chunks(lines()))
+    found = digest_table(digest_chunks(lines()))
     if found != expected or num_lines != num_rows:
         raise MergeError(
             f"{part.path}: expected the {plural(num_rows, 'line')}, {expected['bytes']} "

@@ -26,7 +26,7 @@ from .manifest import (
     SCHEMA,
     PhaseClock,
     count_outcomes,
-    describe,
+    digest_table,
     fingerprint,
     spread,
     total,
@@ -138,7 +138,8 @@ def write_outputs(
     """Write the output and what else there is, each whole or not at all; returns their digests."""
     # the main output last: once it is there, all of the output is
     return {
-        path.name: describe(replace_file(disk, path, lines_of(path))) for path in reversed(outputs)
+        path.name: digest_table(replace_file(disk, path, lines_of(path)))
+        for path in reversed(outputs)
     }
 
 

@@ -47,7 +47,7 @@ from .scan import ScannedRow, ScanSummary, check_input
 from .stop_signals import EXIT_CODES, Drain, StopSignals
 
 if TYPE_CHECKING:
-    from ..engine.generation import Generator
+    from ..engine.generation import GenerationSession
 
 
 def run_job(
@@ -63,17 +63,17 @@ def run_job(
     progress, disk, phases = progress or Progress(), disk or Disk(), phases or PhaseClock()
     check_input(settings.input_path)
     of_run = {"peers": peers, "disk": disk, "progress": progress, "phases": phases}
-    if not peers.leads:
+    if not peers.is_leader:
         with StopSignals() as stop:
             # process 0 may have nothing to do
-            if (code := peers.share(None)) is not None:
+            if (code := peers.broadcast(None)) is not None:
                 return code
-            with open_input(settings, model, peers.share("")) as source:
+            with open_input(settings, model, peers.broadcast("")) as source:
                 return _Job(settings, model, source, None, stop=stop, **of_run).run()
     settings.check_files()
     with StopSignals() as stop, JobLock(settings.lock_path) as lock:
         # the next run may be on another host, which cannot tell that this process is gone
-        peers.before_end(lock.release)
+        peers.on_abort(lock.release)
         if settings.restart:
             # the manifest first: without it the old output no longer counts as complete
             disk.remove(manifest_path(settings.output_path))
@@ -83,7 +83,7 @@ def run_job(
             disk.remove(settings.journal_path)
             errors = plural(manifest["rows"]["errors"], "error")
             progress.note(f"{settings.output_path}: complete already, {errors}, nothing to do")
-            return peers.share(exit_code_of(settings, manifest))
+            return peers.broadcast(exit_code_of(settings, manifest))
         refuse_foreign_outputs(settings)
         journal = Journal.open(
             settings.journal_path,
@@ -93,8 +93,8 @@ def run_job(
         )
         with closing(journal):
             now = decide_instant(settings, journal)
-            peers.share(None)
-            with open_input(settings, model, peers.share(now)) as source:
+            peers.broadcast(None)
+            with open_input(settings, model, peers.broadcast(now)) as source:
                 return _Job(settings, model, source, journal, stop=stop, **of_run).run()
 
 
@@ -138,8 +138,8 @@ class _Job:
         self.peers.agree(lambda: _facts(self.settings, summary))
         # the scan is of the whole input: duplicates, and the plan, are those of the whole job
         rows = self.settings.part.take(summary.rows)
-        kept = set(self.peers.share([row.row for row in rows if self._is_kept(row)]))
-        waiting = [row for row in rows if row.need is not None and row.row not in kept]
+        kept = set(self.peers.broadcast([row.row for row in rows if self._is_kept(row)]))
+        waiting = [row for row in rows if row.requirements is not None and row.row not in kept]
         num_bad = sum(row.bad is not None for row in rows)
         num_kept = len(rows) - num_bad - len(waiting)
         if num_kept:
@@ -163,7 +163,7 @@ class _Job:
         return self._finish(summary, statistics, num_kept)
 
     def _is_kept(self, row: ScannedRow) -> bool:
-        known = self.journal and row.need and self.journal.rows.get(row.key)
+        known = self.journal and row.requirements and self.journal.rows.get(row.key)
         return bool(known) and known.code not in RETRIED_CODES
 
     def _show_kept_error(self, rows: Iterable[ScannedRow]) -> None:
@@ -178,7 +178,7 @@ class _Job:
 
     def _build(self, summary: ScanSummary) -> Build:
         self.phases.enter("load")
-        stored_plan = self.peers.share(self.journal and self.journal.plan)
+        stored_plan = self.peers.broadcast(self.journal and self.journal.plan)
         try:
             built = self.model.build(
                 summary, stored_plan, phases=self.phases, progress=self.progress
@@ -209,37 +209,37 @@ class _Job:
     def _run_rows(self, built: Build, rows: Sequence[ScannedRow]) -> str | None:
         """Run rows until none waits, or until a signal; returns its name if it left any."""
         generator = built.generator
-        needs = [row.need for row in rows if row.need is not None]
+        needs = [row.requirements for row in rows if row.requirements is not None]
         assert len(needs) == len(rows)
         order = built.order([(need.prompt_length, need.max_tokens) for need in needs])
         waiting = deque(rows[i] for i in order)
         drain = Drain(self.stop, self.peers, self.settings.grace_seconds)
-        word = GO
+        directive = GO
         while True:
             # a call is in flight, and what is fed now is not asked for before it ends
-            if word.course == "go":
+            if directive.action == "go":
                 self._feed(generator, waiting)
             with self._device_errors():
-                self.peers.saw(generator.receive())
+                self.peers.record(generator.receive())
             # after the feeding and after the last row: a process that was fed or got something
             # else is found before it leaves the others alone in a collective
-            was, word = word, drain.next_word()
-            if word.course != "go" and was.course == "go":
+            previous, directive = directive, drain.next_directive()
+            if directive.action != "go" and previous.action == "go":
                 self._record_finished(generator)
                 if generator.unfinished:
                     generator.drain()
                     self.progress.note(
-                        f"{word.signal}: finishing {plural(generator.unfinished, 'row')} in "
+                        f"{directive.signal}: finishing {plural(generator.unfinished, 'row')} in "
                         f"flight, at most {self.settings.grace_seconds:g} s"
                     )
             try:
-                if word.course != "stop":
+                if directive.action != "stop":
                     with self._device_errors():
                         generator.dispatch()
             finally:
                 # while the device runs
                 self._record_finished(generator)
-            if word.course == "stop" or not generator.unfinished:
+            if directive.action == "stop" or not generator.unfinished:
                 break
             if self.journal is not None:
                 self.journal.sync_if_due()
@@ -247,9 +247,9 @@ class _Job:
         drain.end()
         if self.journal is not None:
             self.journal.sync()
-        return word.signal if waiting or self.in_flight else None
+        return directive.signal if waiting or self.in_flight else None
 
-    def _feed(self, generator: "Generator", waiting: deque[ScannedRow]) -> None:
+    def _feed(self, generator: "GenerationSession", waiting: deque[ScannedRow]) -> None:
         """Submit rows while the generator wants them; a row that it refuses is finished."""
         while waiting and generator.wants_more:
             scanned = waiting.popleft()
@@ -261,13 +261,13 @@ class _Job:
             try:
                 token_ids = self.source.token_ids_of(row, scanned)
                 generator.submit(Request(row.custom_id, token_ids, row.params, row.prompt))
-                self.peers.saw(row.row, len(token_ids))
+                self.peers.record(row.row, len(token_ids))
             except RowError as error:
                 del self.in_flight[row.custom_id]
-                self.peers.saw(row.row, error.code)
+                self.peers.record(row.row, error.code)
                 self._record(row, RequestOutput(row.custom_id, None, [], error=error))
 
-    def _record_finished(self, generator: "Generator") -> None:
+    def _record_finished(self, generator: "GenerationSession") -> None:
         for output in generator.collect():
             self._record(self.in_flight.pop(output.request_id), output)
 
@@ -278,7 +278,7 @@ class _Job:
             yield
         except (RuntimeError, MemoryError) as error:
             # where processes share a collective, one that is lost fails all others
-            self.peers.blame()
+            self.peers.await_verdict()
             raise JobError(
                 f"the device failed: {error}. Finished rows are kept in "
                 f"{self.settings.journal_path}.",
@@ -327,7 +327,7 @@ class _Job:
 
     def _finish(self, summary: ScanSummary, statistics: Mapping[str, Any], num_kept: int) -> int:
         if self.journal is None:
-            return self.peers.share(EXIT_OK)
+            return self.peers.broadcast(EXIT_OK)
         manifest = finalise(
             self.settings,
             summary,
@@ -340,14 +340,14 @@ class _Job:
             num_tokens=self.num_tokens,
         )
         self.progress.note(summarise(self.settings.output_path, manifest))
-        return self.peers.share(exit_code_of(self.settings, manifest))
+        return self.peers.broadcast(exit_code_of(self.settings, manifest))
 
 
 def _facts(settings: JobSettings, summary: ScanSummary) -> dict[str, str]:
     """What all processes of a job must have in common before they run it."""
     rows = hashlib.sha256()
     for row in summary.rows:
-        rows.update(repr((row.key, row.need, row.bad and row.bad.error.code)).encode())
+        rows.update(repr((row.key, row.requirements, row.bad and row.bad.error.code)).encode())
     return {
         **settings.stored_configuration,
         "on-error": settings.on_error,

@@ -32,7 +32,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class RowRequirements:
     """What a request asks of the buckets."""
 
     prompt_length: int
@@ -52,7 +52,7 @@ class ScannedRow:
     offset: int
     custom_id: str | None
     request_hash: str
-    need: Need | None
+    requirements: RowRequirements | None
     bad: BadRow | None
 
     @property
@@ -70,9 +70,9 @@ class ScanSummary:
     num_bytes: int
 
     @property
-    def needs(self) -> list[Need]:
+    def requirements(self) -> list[RowRequirements]:
         """The needs of every row that can run, in input order."""
-        return [row.need for row in self.rows if row.need is not None]
+        return [row.requirements for row in self.rows if row.requirements is not None]
 
 
 def check_input(path: Path) -> None:
@@ -110,7 +110,7 @@ def scan(
     """
     digest = hashlib.sha256()
     rows: list[ScannedRow] = []
-    needs: dict[Need, Need] = {}
+    needs: dict[RowRequirements, RowRequirements] = {}
     num_bytes = 0
 
     def observe(piece: bytes) -> None:
@@ -204,9 +204,9 @@ def read_again(
     return row
 
 
-def _need(row: BatchRow, prompt_length: int) -> Need:
+def _need(row: BatchRow, prompt_length: int) -> RowRequirements:
     params = row.params
-    return Need(
+    return RowRequirements(
         prompt_length=prompt_length,
         max_tokens=params.max_tokens,
         n=params.n,
@@ -215,7 +215,9 @@ def _need(row: BatchRow, prompt_length: int) -> Need:
     )
 
 
-def _scanned(row: BatchRow | BadRow, need: Need | None, bad: BadRow | None) -> ScannedRow:
+def _scanned(
+    row: BatchRow | BadRow, need: RowRequirements | None, bad: BadRow | None
+) -> ScannedRow:
     return ScannedRow(
         row.row, row.line_number, row.offset, row.custom_id, row.request_hash, need, bad
     )

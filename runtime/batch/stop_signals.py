@@ -17,7 +17,7 @@ import time
 from types import FrameType, TracebackType
 
 from ..errors import EXIT_INTERRUPTED, EXIT_RESUMABLE
-from ..pods.peers import GO, Peers, Word
+from ..pods.peers import GO, Peers, StepDirective
 
 EXIT_CODES = {
     signal.SIGTERM: EXIT_RESUMABLE,
@@ -74,19 +74,19 @@ class Drain:
         self._deadline: float | None = None
         stop.can_drain = True
 
-    def next_word(self) -> Word:
+    def next_directive(self) -> StepDirective:
         """The word for the next step, which is the same on all processes."""
         requested = self._stop.requested
         own = None if requested is None else requested.name
-        asked = own or self._peers.asked
-        return self._peers.follow(GO if asked is None else self._drain(asked), own)
+        asked = own or self._peers.remote_signal
+        return self._peers.exchange_directive(GO if asked is None else self._drain(asked), own)
 
     def end(self) -> None:
         """No rows are in flight: from now on a signal ends the job at once."""
         self._stop.can_drain = False
 
-    def _drain(self, signal_name: str) -> Word:
+    def _drain(self, signal_name: str) -> StepDirective:
         now = time.monotonic()
         if self._deadline is None:
             self._deadline = now + self._grace_seconds
-        return Word("drain" if now < self._deadline else "stop", signal_name)
+        return StepDirective("drain" if now < self._deadline else "stop", signal_name)

@@ -1,1 +1,1 @@
-"""Plans kept with their executables: `noria compile` writes them, later starts load them."""
+"""Plans stored with their executables: `noria compile` writes bundles, later starts load them."""

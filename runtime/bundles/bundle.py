@@ -1,15 +1,16 @@
-"""A bundle: a plan with its executables; a start from it compiles none.
+"""Writes and reads bundles: a plan with its executables, from which a start compiles nothing.
 
-`plan.toml` is the plan, `bundle.json` says what all was built for and the files' hashes, `graphs/`
-has executables. They are pickles, so they are opened only where nobody
-else can have written them: folder and files must be the user's own, writable by no one else,
-outside the model's directory, and exactly those that `bundle.json` names. They must also have been
-built by these very versions, sources and flags, for these devices. Whatever does not hold is said,
-and the bundle is not used.
+`plan.toml` is the plan, `bundle.json` has the key of the executables and the hashes of their files,
+`graphs/` has the executables. Executables are pickles, so they are loaded only if nobody else can
+have written them: the folder and the files must belong to the user, be writable by nobody else, lie
+outside the model's directory, and be exactly the files in `bundle.json`. The executables must also
+have been built by the same versions, sources and flags, for the same devices. If a condition does
+not hold, the bundle is not used, and a note says why.
 
-Each process of a pod has its own, in `process-I-of-N/` of the folder.
+Each process of a pod has a bundle of its own in `process-I-of-N/` of the folder.
 
-Knows nothing of requests. Guarantees: a bundle is whole or not there, as `bundle.json` comes last.
+Does not know about requests. Guarantees: a bundle is complete or absent, as `bundle.json` is
+written last.
 """
 
 import json
@@ -26,7 +27,7 @@ from ..batch.job_files import check_fillable
 from ..devices.graph_memory import memory_facts
 from ..errors import BundleUnusable, ConfigError
 from ..files.disk import Disk, digest_file, replace_file, temporary_name
-from ..files.own_files import KeptFile, opened, read_file, read_kept
+from ..files.own_files import RecordedFile, open_own_folder, read_file, read_recorded
 from ..files.run_config import PLAN
 from ..pods.peers import ALONE, Peers
 from .key import check_key, key_of
@@ -36,77 +37,87 @@ SCHEMA = 3
 CONTENTS, GRAPHS = "bundle.json", "graphs"
 FILES = {PLAN, CONTENTS, GRAPHS}
 UNFINISHED = {temporary_name(name) for name in (PLAN, CONTENTS)}
-"""What an end in the middle of writing may leave."""
+"""Temporary files that an interrupted `write` may leave."""
 
 
 @dataclass(frozen=True)
 class Contents:
-    """`bundle.json`, as far as loading needs it."""
+    """The part of `bundle.json` that loading needs."""
 
     key: Mapping[str, str]
-    graphs: Mapping[str, KeptFile]
+    graphs: Mapping[str, RecordedFile]
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """A folder that `write` has filled, and that was built for this plan, target and model."""
+    """A folder written by `write` for this plan, target and model."""
 
     folder: Path
     plan: Plan
     target: Target
     contents: Contents
     dumped: Mapping[str, bytes]
-    """Every executable by name, as it was written."""
+    """The bytes of every executable by the name of its graph."""
 
     @classmethod
     def open(
         cls, folder: Path, plan: Plan, target: Target, config: DecoderConfig, model_path: Path
     ) -> "Bundle":
-        """The bundle of a folder; `BundleUnusable` where it is not trusted or not for this.
+        """Open the bundle in a folder, and read its executables.
 
-        Executables are read here: a thread of their own would wait, file by file, for one that
-        keeps the interpreter busy.
+        Executables are read here and not in a thread, which would wait at every file for another
+        thread that holds the interpreter's lock.
+
+        Raises:
+          BundleUnusable: The bundle is not trusted, or was built for something else.
         """
         if _is_inside_model(folder, model_path):
-            raise BundleUnusable("it lies in the model's directory, from which nothing is run")
-        with _said(folder), opened(folder) as descriptor:
+            raise BundleUnusable("it is inside the model's directory, from which nothing is run")
+        with _disk_errors_as_unusable(folder), open_own_folder(folder) as descriptor:
             contents = _contents(read_file(CONTENTS, descriptor))
             check_key(contents.key, key_of(plan, target, config))
             if missing := graph_names(plan.buckets) ^ set(contents.graphs):
                 raise BundleUnusable(
-                    f"its executables are not those of the plan ({sorted(missing)})"
+                    f"its executables differ from the graphs of the plan ({sorted(missing)})"
                 )
-            with opened(GRAPHS, descriptor) as graphs:
-                dumped = {name: read_kept(file, graphs) for name, file in contents.graphs.items()}
+            with open_own_folder(GRAPHS, descriptor) as graphs:
+                dumped = {
+                    name: read_recorded(file, graphs) for name, file in contents.graphs.items()
+                }
         return cls(folder, plan, target, contents, dumped)
 
 
 def check_folder(folder: Path, model_path: Path, peers: Peers = ALONE) -> None:
-    """Refuse a folder for a bundle before anything is compiled for it."""
+    """Check the folder for a new bundle, before anything is compiled for it.
+
+    Raises:
+      ConfigError: The folder is inside the model's directory, cannot be written to, or has other
+        files.
+    """
     if _is_inside_model(folder, model_path):
         raise ConfigError(
             f"{folder}: expected a folder outside the model's directory, from which no executable "
-            f"is run. Choose another."
+            f"is run, got one inside. Choose another folder."
         )
     check_fillable(folder)
-    own = [own_folder(folder, rank, peers.size) for rank in range(peers.size)]
+    folders = [own_folder(folder, rank, peers.size) for rank in range(peers.size)]
     if peers.size > 1:
-        _check_names(folder, {path.name for path in own})
-    _check_names(own[peers.rank], FILES | UNFINISHED)
+        _check_names(folder, {path.name for path in folders})
+    _check_names(folders[peers.rank], FILES | UNFINISHED)
 
 
 def own_folder(folder: Path, rank: int, size: int) -> Path:
-    """Where a process has its bundle: the folder itself, or one in it for each of a pod."""
+    """The folder of a process's bundle: the folder itself, or in a pod a folder inside it."""
     return folder if size == 1 else folder / f"process-{rank}-of-{size}"
 
 
 def tables_in(folder: Path) -> dict[str, Path]:
-    """The files of a bundle that users may also give to commands on their own, by description."""
+    """The files of a bundle that users may also pass to commands separately, by description."""
     return {"the bundle's plan": folder / PLAN, "the bundle's table": folder / CONTENTS}
 
 
 def _check_names(folder: Path, known: Set[str]) -> None:
-    """Refuse a folder with others; an interrupted bundle need not have all."""
+    """Refuse a folder with files of other names."""
     if folder.exists() and {path.name for path in folder.iterdir()} - known:
         raise ConfigError(
             f"{folder}: expected a new folder or a bundle, got one with other files. Choose "
@@ -122,15 +133,15 @@ def write(
     graphs: CompiledGraphs,
     seconds: Mapping[str, float],
 ) -> None:
-    """Fill a folder, whose earlier bundle is replaced. See `check_folder` for which folders.
+    """Write a bundle into a folder that passes `check_folder`; an earlier bundle is replaced.
 
     Args:
-      folder: Where the bundle lies; it is made for the user alone.
-      plan: The plan of all graphs.
-      target: The devices that they were compiled for. See `keeps` for which executables are kept.
-      config: The model.
+      folder: The folder of the bundle; only the user can read it.
+      plan: The plan of the graphs.
+      target: The target of the graphs. Executables are stored only if `keeps(target)`.
+      config: The model's configuration.
       graphs: The executables.
-      seconds: The time that each of them took to compile.
+      seconds: Compile seconds of each graph, by name.
     """
     disk = Disk()
     _empty(disk, folder)
@@ -140,7 +151,7 @@ def write(
         if keeps(target):
             path = folder / GRAPHS / f"{number:03}.bin"
             replace_file(disk, path, [dump(executable)])
-            described[name] |= KeptFile(path.name, digest_file(path).sha256).described
+            described[name] |= RecordedFile(path.name, digest_file(path).sha256).to_table()
     replace_file(disk, folder / PLAN, [plan.to_toml().encode()])
     contents = {
         "schema": SCHEMA,
@@ -152,16 +163,16 @@ def write(
 
 
 def keeps(target: Target) -> bool:
-    """Whether bundles keep the executables of a target.
+    """Whether bundles store the executables of a target.
 
-    Those for a TPU that is not there are kept, under a key that names the version of the compiler.
-    NOTE: whether a TPU loads an executable that was compiled without one has not been tried.
+    Executables for an absent TPU are stored too; their key has the version of the compiler.
+    NOTE: it was not tested whether a TPU loads an executable that was compiled without a TPU.
     """
     return target.is_present or target.platform == "tpu"
 
 
 def _empty(disk: Disk, folder: Path) -> None:
-    """Make the folders of a bundle, the user's alone, without the files of an earlier one."""
+    """Create the folders of a bundle for the user alone, and remove files of an earlier bundle."""
     for path in (folder, folder / GRAPHS):
         path.mkdir(parents=True, exist_ok=True)
         path.chmod(0o700)
@@ -172,8 +183,8 @@ def _empty(disk: Disk, folder: Path) -> None:
 
 
 @contextmanager
-def _said(folder: Path) -> Iterator[None]:
-    """What the disk refuses, as a reason not to use a bundle."""
+def _disk_errors_as_unusable(folder: Path) -> Iterator[None]:
+    """Turn errors of the disk into `BundleUnusable`."""
     try:
         yield
     except OSError as error:
@@ -193,12 +204,12 @@ def _contents(text: bytes) -> Contents:
                 f"{CONTENTS}: expected schema {SCHEMA}, got {contents['schema']!r}"
             )
         if not contents["executable"]:
-            raise BundleUnusable(
-                "it has no executables, as they were compiled for a target that was not there"
-            )
-        graphs = {str(name): KeptFile.of(graph) for name, graph in contents["graphs"].items()}
+            raise BundleUnusable("it has no executables, as it was compiled for an absent target")
+        graphs = {
+            str(name): RecordedFile.from_table(graph) for name, graph in contents["graphs"].items()
+        }
         return Contents(dict(contents["key"]), graphs)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, BundleUnusable):
             raise
-        raise BundleUnusable(f"{CONTENTS} cannot be read") from None
+        raise BundleUnusable(f"{CONTENTS} is malformed") from None

@@ -1,11 +1,11 @@
-"""The folders of compiled programs kept between processes.
+"""The two folders in which compiled programs are kept between processes.
 
-Graphs of plans are kept in one (see `bundles/kept_programs.py`). The other is jax's persistent
-compilation cache, for small programs such as those that lay weights out. A program runs with the
-rights of the user who loads it, so the folders must belong to that user and be closed to all
-others. So must their parent, where somebody could replace them. Entries need no check of who wrote
-them, as nobody else can write into a closed folder. Guarantees: a job whose cache cannot be used or
-trusted says so in one line, and compiles.
+One folder has the graphs of plans (see `executable_cache.py`). The other is jax's persistent
+compilation cache, for small programs such as those that change the layout of weights. A program
+runs with the rights of the user who loads it. So the folders and their parent, in which they could
+be replaced, must belong to that user and be writable by nobody else; then entries need no check of
+their author. Guarantees: a job whose cache cannot be used or trusted says so in one line, and
+compiles.
 """
 
 import os
@@ -16,45 +16,56 @@ from pathlib import Path
 
 from .. import errors
 from ..errors import BundleUnusable, CacheUnusable
-from ..files.own_files import opened
+from ..files.own_files import open_own_folder
 
 _OWN = 0o700
 MAX_BYTES = 4 * 2**30
-"""Size of the folder of graphs above which those that were used longest ago are removed."""
+"""Maximum size of the folder of graphs; above it, the least recently used graphs are removed."""
 
 
 def default_directory() -> Path:
-    """The user's cache directory for noria's compiled programs."""
+    """The user's cache directory for jax's compiled programs.
+
+    Raises:
+      CacheUnusable: The user has no home folder and XDG_CACHE_HOME is not set.
+    """
     try:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:  # no HOME, and the user is in no list
+    except RuntimeError:  # no HOME, and no entry of the user in the password database
         raise CacheUnusable("there is no home folder; set XDG_CACHE_HOME to a folder") from None
     return root / "noria" / "xla"
 
 
 def check_trusted(directory: Path) -> None:
-    """Raise CacheUnusable if somebody else may have written a program that would be run."""
+    """Check that only the user can have written the programs in a folder; close it to all others.
+
+    Raises:
+      CacheUnusable: Another user owns the folder or its parent, or can write to one of them.
+    """
     try:
-        with opened(directory.parent) as parent, opened(directory.name, parent) as descriptor:
+        with (
+            open_own_folder(directory.parent) as parent,
+            open_own_folder(directory.name, parent) as descriptor,
+        ):
             os.fchmod(descriptor, _OWN)
     except BundleUnusable as error:
         raise CacheUnusable(f"{directory}: {error}") from None
     except OSError as error:
         raise CacheUnusable(
-            f"{directory}: expected a folder, no link to one, in a folder ({error.strerror}); "
+            f"{directory}: expected a folder, not a link, inside a folder ({error.strerror}); "
             f"move it away"
         ) from None
 
 
 def enable(on_note: Callable[[str], None], directory: Path | None = None) -> Path | None:
-    """Keep every program that jax compiles from here on, however quick its compile was.
+    """Keep every program that jax compiles from now on, also programs that compile fast.
 
     Args:
-      on_note: Called with one line that gives the reason, if nothing is kept.
-      directory: The folder of jax's cache; by default the user's.
+      on_note: Called with a line that gives the reason, if nothing is kept.
+      directory: The folder of jax's cache; by default `default_directory`.
 
     Returns:
-      The folder beside it, where `LLM` and jobs keep graphs of plans; None if nothing is kept.
+      The folder for graphs of plans, beside `directory`; None if nothing is kept.
     """
     import jax
 
@@ -64,7 +75,7 @@ def enable(on_note: Callable[[str], None], directory: Path | None = None) -> Pat
         _make(directory)
         _make(graphs)
     except CacheUnusable as error:
-        on_note(f"no compile cache, so every run compiles anew: {error}.")
+        on_note(f"no compile cache, so every run compiles all graphs: {error}.")
         return None
     jax.config.update("jax_compilation_cache_dir", str(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -73,8 +84,8 @@ def enable(on_note: Callable[[str], None], directory: Path | None = None) -> Pat
 
 
 def _make(directory: Path) -> None:
-    """Make the folder, and check that it is trusted and can be written."""
-    remedy = "set XDG_CACHE_HOME to a folder that can be written"
+    """Create a folder, and check that it is trusted and can be written to."""
+    remedy = "set XDG_CACHE_HOME to a folder that can be written to"
     try:
         directory.parent.parent.mkdir(parents=True, exist_ok=True)
         for folder in (directory.parent, directory):
@@ -90,12 +101,12 @@ def _make(directory: Path) -> None:
 
 
 def remove_oldest(folder: Path, max_bytes: int = MAX_BYTES) -> None:
-    """Keep the files that were used last, as many as fit into `max_bytes`."""
+    """Remove the least recently used files of a folder until the others fit into `max_bytes`."""
     with suppress(OSError):
         files = [(entry.stat(), entry.path) for entry in os.scandir(folder) if entry.is_file()]
         files.sort(key=lambda item: item[0].st_mtime, reverse=True)
-        total = 0
-        for facts, path in files:
-            total += facts.st_size
-            if total > max_bytes:
+        total_bytes = 0
+        for status, path in files:
+            total_bytes += status.st_size
+            if total_bytes > max_bytes:
                 Path(path).unlink(missing_ok=True)

@@ -1,6 +1,6 @@
-"""The key of a bundle: all that its executables depend on, kept with them and compared before use.
+"""The key of executables: everything that they depend on, stored with them and compared before use.
 
-Reads the sources of the library, no file of a bundle.
+Reads the sources of the library, but no file of a bundle.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from ..errors import BundleUnusable
 
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _HARMLESS = ("cache", "log", "platforms", "traceback")
-"""Parts of the names of jax's settings that change no program."""
+"""Parts of the names of those jax settings that do not change programs."""
 
 
 def key_of(plan: Plan, target: Target, config: DecoderConfig) -> dict[str, str]:
@@ -31,7 +31,7 @@ def key_of(plan: Plan, target: Target, config: DecoderConfig) -> dict[str, str]:
 
 
 def surroundings(target: Target, config: DecoderConfig) -> dict[str, str]:
-    """Everything but the plan that an executable depends on."""
+    """Everything except the plan that an executable depends on."""
     device = target.devices[0]
     return {
         **{f"version of {name}": number for name, number in versions().items()},
@@ -39,7 +39,7 @@ def surroundings(target: Target, config: DecoderConfig) -> dict[str, str]:
         "devices": f"{len(target.devices)} x {device.device_kind}",
         "coordinates": repr([getattr(device, "coords", None) for device in target.devices]),
         "process": f"{jax.process_index()} of {jax.process_count()}",
-        # code for a CPU uses the instructions of the one it was compiled on
+        # code for a CPU uses the instruction sets of the processor that compiled it
         "processor": digest(processor_flags()) if target.platform == "cpu" else "",
         **{name: os.environ.get(name, "") for name in _FLAGS},
         "settings of jax": _settings(),
@@ -49,7 +49,11 @@ def surroundings(target: Target, config: DecoderConfig) -> dict[str, str]:
 
 
 def check_key(built_for: Mapping[str, str], wanted: Mapping[str, str]) -> None:
-    """Refuse executables of another key, naming all that differs."""
+    """Check that executables were built under the wanted key.
+
+    Raises:
+      BundleUnusable: The keys differ; the error lists every difference.
+    """
     names = sorted(set(built_for) | set(wanted))
     if differing := [name for name in names if built_for.get(name) != wanted.get(name)]:
         listed = "; ".join(
@@ -59,14 +63,14 @@ def check_key(built_for: Mapping[str, str], wanted: Mapping[str, str]) -> None:
 
 
 def _settings() -> str:
-    """A hash of jax's settings, as many of them change what is traced or compiled."""
+    """A hash of jax's settings, as many of them change programs."""
     names = sorted(name for name in jax.config.values if not any(x in name for x in _HARMLESS))
     return digest(repr([(name, jax.config.values[name]) for name in names]))
 
 
 @cache
 def _source_fingerprint() -> str:
-    """A hash of every source file that decides a graph."""
+    """A hash of all source files that graphs depend on."""
     digest = hashlib.sha256()
     for package in (modelzoo, sharding, compile_floor):
         root = Path(next(iter(package.__path__)))

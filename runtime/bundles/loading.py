@@ -1,6 +1,6 @@
-"""Executables as bytes, and back: nothing is traced, lowered or compiled when they load.
+"""Serializes and loads executables; loading traces, lowers and compiles nothing.
 
-The bytes are a pickle, so who loads them must know that nobody else can have written them.
+The bytes are a pickle, so the caller must know that nobody else can have written them.
 """
 
 import os
@@ -14,15 +14,15 @@ from jax.experimental.serialize_executable import deserialize_and_load, serializ
 from ...compile.targets import Target
 
 
-class NotLoaded(ValueError):
-    """The reason why an executable cannot be loaded."""
+class LoadError(ValueError):
+    """An executable that cannot be loaded, with the reason."""
 
 
 def dump(executable: jax.stages.Compiled) -> bytes:
-    """The bytes that `load_in_background` takes.
+    """Serialize an executable, for `load_in_background`.
 
-    NOTE: an executable for the CPU must have been compiled in this process. One that was loaded
-    lacks functions when its bytes are loaded again.
+    NOTE: an executable for the CPU must have been compiled in this process. If it was itself
+    loaded, its bytes lack functions when they are loaded again.
     """
     return pickle.dumps(serialize(executable))
 
@@ -30,14 +30,14 @@ def dump(executable: jax.stages.Compiled) -> bytes:
 def load_in_background(
     dumped: Mapping[str, bytes], target: Target
 ) -> dict[str, Future[jax.stages.Compiled]]:
-    """Load executables in threads, small ones first.
+    """Start to load executables in threads, small executables first.
 
     Args:
-      dumped: Bytes that `dump` made and that are trusted, by the name of the graph.
-      target: The devices that they were compiled for.
+      dumped: Trusted bytes from `dump`, by the name of the graph.
+      target: The devices that the executables were compiled for.
 
     Returns:
-      Futures by the same names, whose error is `NotLoaded`.
+      Futures by the same names; a future raises `LoadError` if its executable cannot be loaded.
     """
     pool = ThreadPoolExecutor(max_workers=os.cpu_count())
     by_size = sorted(dumped.items(), key=lambda item: len(item[1]))
@@ -54,4 +54,4 @@ def _load(name: str, dumped: bytes, target: Target) -> jax.stages.Compiled:
             execution_devices=list(target.devices),
         )
     except Exception as error:  # a pickle may raise anything
-        raise NotLoaded(f"its executable {name} cannot be loaded ({error})") from error
+        raise LoadError(f"its executable {name} cannot be loaded ({error})") from error

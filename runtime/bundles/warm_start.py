@@ -1,8 +1,9 @@
-"""A start with executables that are there already, which load while the rest is made ready.
+"""Starts from stored executables, which load while the weights load.
 
-They come from a bundle, or from the user's cache. Executables load in threads of the compiler's
-runtime, and weights wait for the disk: in parallel they take as long as the longer one. A note says
-why a bundle cannot be used. What cannot be taken is compiled.
+Executables come from a bundle or from the user's cache. They load in threads and need the
+processor, while weights wait for the disk, so together they take only the longer of the two times.
+A note says why a bundle cannot be used. Executables that are missing or cannot be loaded are
+compiled.
 """
 
 from collections.abc import Callable
@@ -19,17 +20,17 @@ from ..checkpoint import ModelFiles
 from ..errors import BundleUnusable
 from ..pods.peers import ALONE, Peers
 from .bundle import Bundle, own_folder
-from .kept_programs import KeptPrograms
-from .loading import NotLoaded, load_in_background
+from .executable_cache import ExecutableCache
+from .loading import LoadError, load_in_background
 
 _NOT_USED = "The bundle is not used; make one in a new folder with noria compile."
 
 
 class WarmStart:
-    """Executables that are ready for a plan. They begin to load when this object is made.
+    """The stored executables of a plan, which begin to load when this object is constructed.
 
-    Processes of a pod take the same executables: the compiler of one may wait for those of the
-    others.
+    All processes of a pod take the same executables, because the compiler of one process may wait
+    for the compilers of the others.
     """
 
     def __init__(
@@ -42,69 +43,71 @@ class WarmStart:
         on_note: Callable[[str], None],
         peers: Peers = ALONE,
     ):
-        """Look into the bundle, if one was given, then into the folder of the cache.
+        """Read the bundle if one is given and usable, else the cache.
 
         Args:
-          bundle: The folder that the user gave.
-          cache: A folder that nobody else can write into; None where nothing is kept.
-          plan: The plan of all graphs.
-          target: The devices that they run on.
+          bundle: The bundle's folder; None if the user gave none.
+          cache: The cache's folder, into which nobody else can write; None if there is no cache.
+          plan: The plan of the graphs.
+          target: The devices of the executables.
           files: The model.
           on_note: Called with lines for the user.
           peers: The processes of the job.
         """
         self._on_note, self._peers = on_note, peers
         config = files.spec.config
-        self._kept: KeptPrograms | None = None
+        self._cache: ExecutableCache | None = None
         if cache is not None:
             own = own_folder(cache, peers.rank, peers.size)
-            self._kept = KeptPrograms(own, plan, target, config, on_note)
+            self._cache = ExecutableCache(own, plan, target, config, on_note)
         dumped: dict[str, bytes] | None = None
         if bundle is not None:
             dumped = self._open(bundle, plan, target, files)
         self._source = "compile cache" if dumped is None else f"bundle {bundle}"
         if dumped is None:
-            dumped = self._kept.read() if self._kept else {}
-        names = self._of_all(set(dumped))
+            dumped = self._cache.read() if self._cache else {}
+        names = self._names_on_all_processes(set(dumped))
         self._loading = load_in_background({name: dumped[name] for name in names}, target)
         self._state: Future[DecodeState | None] | None = None
-        # the devices of several processes must be given the same programs in the same order
+        # several processes must start the same programs in the same order, so not in a thread
         if CompiledGraphs.EMPTY_STATE in names and peers.size == 1:
             background = ThreadPoolExecutor(max_workers=1)
             self._state = background.submit(self._empty_state)
             background.shutdown(wait=False)
 
     def executables(self) -> dict[str, jax.stages.Compiled]:
-        """The executables that are loaded, by the name of their graph; waits for them."""
-        errors = {name: one.exception() for name, one in self._loading.items()}
+        """The loaded executables, by the name of their graph; waits until all have loaded."""
+        errors = {name: future.exception() for name, future in self._loading.items()}
         for error in errors.values():
             if error is not None:
-                self._say(f"{error}. Compiling it instead.")
-        names = self._of_all({name for name, error in errors.items() if error is None})
+                self._say(f"{error}. It is compiled instead.")
+        names = self._names_on_all_processes(
+            {name for name, error in errors.items() if error is None}
+        )
         if names:
             self._say(f"{len(names)} executables taken")
         return {name: self._loading[name].result() for name in sorted(names)}
 
     def state(self) -> DecodeState | None:
-        """An empty decode state that was made in the background, if its executable was ready."""
+        """An empty decode state, made in the background; None if its executable was not stored."""
         return None if self._state is None else self._state.result()
 
     def _empty_state(self) -> DecodeState | None:
         try:
             executable = self._loading[CompiledGraphs.EMPTY_STATE].result()
-        except NotLoaded:
+        except LoadError:
             return None
         return executable()
 
     def keep(self, name: str, executable: jax.stages.Compiled) -> None:
-        """Keep an executable that was compiled, for the next start."""
-        if self._kept is not None:
-            self._kept.keep(name, executable)
+        """Store an executable that was compiled in the cache, for the next start."""
+        if self._cache is not None:
+            self._cache.keep(name, executable)
 
     def _open(
         self, folder: Path, plan: Plan, target: Target, files: ModelFiles
     ) -> dict[str, bytes] | None:
-        """The bytes of a bundle's executables; None where not all processes can use theirs."""
+        """The bytes of a bundle's executables; None unless all processes can use their bundles."""
         own = own_folder(folder, self._peers.rank, self._peers.size)
         try:
             bundle, refusal = Bundle.open(own, plan, target, files.spec.config, files.path), None
@@ -113,13 +116,13 @@ class WarmStart:
         refusals = self._peers.gather(refusal)
         for rank, reason in enumerate(refusals):
             if reason:
-                who = f"process {rank}: " if self._peers.size > 1 else ""
-                self._on_note(f"bundle {folder}: {who}{reason}. {_NOT_USED}")
+                process = f"process {rank}: " if self._peers.size > 1 else ""
+                self._on_note(f"bundle {folder}: {process}{reason}. {_NOT_USED}")
         return None if bundle is None or any(refusals) else dict(bundle.dumped)
 
-    def _of_all(self, names: set[str]) -> set[str]:
-        """The names that all processes have."""
+    def _names_on_all_processes(self, names: set[str]) -> set[str]:
+        """The names that all processes have in common."""
         return set.intersection(*map(set, self._peers.gather(sorted(names))))
 
-    def _say(self, what: str) -> None:
-        self._on_note(f"{self._source}: {what}")
+    def _say(self, message: str) -> None:
+        self._on_note(f"{self._source}: {message}")

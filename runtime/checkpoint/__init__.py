@@ -1,9 +1,9 @@
-"""Models on disk: open one, learn what it is, load its parameters onto devices.
+"""Open models on disk, read what they are, and load their parameters onto devices.
 
     with open_model("smollm2") as model:
         params = load_params(model.spec, model.tensors, abstract, sharding)
 
-`open_model` reads Hugging Face directories (safetensors), GGUF files and checkpoints of our own,
+`open_model` reads Hugging Face directories (safetensors), GGUF files and noria's own checkpoints,
 which `save_orbax` writes. Importing this package, opening and describing a model import no jax.
 """
 

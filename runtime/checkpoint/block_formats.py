@@ -1,11 +1,15 @@
-"""Formats of quantised tensors: codes of few bits, and one scale for each block of them.
+"""Formats of quantised tensors: codes of few bits, and one scale for each block of codes.
 
-A format has `codes` and `scales`, the suffixes and types under which a file holds both;
-`scales_shape`, the shape of the scales of some codes, or ValueError; `presented`, the shape of the
-numbers and the order in which codes hold its axes; `boxes`, what to read of both for a box of the
-numbers; and `values`, these numbers as float32. Knows nothing of files, and reads nothing.
-Guarantees: every value is its code's value times the scale of its block, in float32 and rounded
-once, whichever box it is asked for in.
+Each format has these parts:
+
+* `codes` and `scales`: the name suffixes and the types under which a file stores codes and scales.
+* `scales_shape`: the shape of the scales for given codes; ValueError if the codes cannot be read.
+* `numbers_shape`: the shape of the numbers, and the order of their axes in the codes.
+* `boxes_to_read`: the boxes of codes and of scales that a box of numbers needs.
+* `values`: the numbers of a box, as float32.
+
+Does not know about files, and reads nothing. Guarantees: each value is the value of its code times
+the scale of its block, in float32 and rounded once, whichever box contains it.
 """
 
 from dataclasses import dataclass
@@ -22,12 +26,12 @@ Box = tuple[Interval, ...]
 
 
 @dataclass(frozen=True)
-class Stored:
-    """How a file holds the codes, or the scales, of a tensor."""
+class StoredTensor:
+    """The name suffix and the types under which a file stores the codes or scales of a tensor."""
 
     suffix: str
-    """What follows the tensor's plain name."""
-    stored_as: tuple[str, ...]
+    """The suffix after the plain name of the quantised tensor."""
+    types: tuple[str, ...]
 
 
 def format_of(quantisation: Quantisation) -> "BlockFormat":
@@ -38,14 +42,14 @@ def format_of(quantisation: Quantisation) -> "BlockFormat":
 
 
 class Float8Blocks:
-    """Matrices in float8_e4m3fn under their plain names, a scale for each block of both axes.
+    """Matrices in float8_e4m3fn under their plain names, with a scale for each block of both axes.
 
-    The last blocks of an axis may be smaller. DeepSeek publishes scales in float32, Qwen3 in
-    bfloat16; the name says `inv` as the scale undoes the one of quantising.
+    The last block of an axis may be smaller. DeepSeek publishes scales in float32, Qwen3 in
+    bfloat16. The suffix says `inv` because the scale is the inverse of the scale of quantising.
     """
 
-    codes = Stored("", ("F8_E4M3",))
-    scales = Stored("_scale_inv", ("F32", "BF16"))
+    codes = StoredTensor("", ("F8_E4M3",))
+    scales = StoredTensor("_scale_inv", ("F32", "BF16"))
 
     def __init__(self, block: BlockFloat8):
         self._block = (block.rows, block.columns)
@@ -58,12 +62,12 @@ class Float8Blocks:
             -(-length // size) for length, size in zip(codes_shape, self._block, strict=True)
         )
 
-    def presented(self, codes_shape: Shape) -> tuple[Shape, None]:
+    def numbers_shape(self, codes_shape: Shape) -> tuple[Shape, None]:
         return codes_shape, None
 
-    def boxes(self, box: Box) -> tuple[Index, Index]:
-        touched = tuple(_blocks(i, size) for i, size in zip(box, self._block, strict=True))
-        return _index(box), _index(touched)
+    def boxes_to_read(self, box: Box) -> tuple[Index, Index]:
+        blocks = tuple(_blocks(i, size) for i, size in zip(box, self._block, strict=True))
+        return _index(box), _index(blocks)
 
     def values(self, codes: np.ndarray, scales: np.ndarray, box: Box) -> np.ndarray:
         rows, columns = (
@@ -76,17 +80,17 @@ class Float8Blocks:
 
 
 class Mxfp4Experts:
-    """Matrices of experts in float4_e2m1fn, a scale (float8_e8m0fnu) for each 32 of their inputs.
+    """Matrices of experts in float4_e2m1fn, with a scale (float8_e8m0fnu) for each 32 inputs.
 
-    Codes are `[expert, output, block, byte]`, two in a byte, the first in the low half; the numbers
-    are presented as `[expert, input, output]`, which is how transformers holds them. The scale 255
-    is NaN, and with it all of its block. Source: "OCP Microscaling Formats (MX) Specification" 1.0;
-    for the layout, transformers' `integrations/mxfp4.py`.
+    Codes have the shape `[expert, output, block, byte]`; a byte has two codes, the first in its low
+    half. The numbers have the shape `[expert, input, output]`, as in transformers. A scale of 255
+    means that all numbers of its block are NaN. Sources: "OCP Microscaling Formats (MX)
+    Specification" 1.0, and transformers' `integrations/mxfp4.py` for the order of the codes.
     """
 
     name = "MXFP4"
-    codes = Stored("_blocks", ("U8",))
-    scales = Stored("_scales", ("U8",))
+    codes = StoredTensor("_blocks", ("U8",))
+    scales = StoredTensor("_scales", ("U8",))
 
     BLOCK = 32
     BLOCK_BYTES = BLOCK // 2
@@ -99,14 +103,14 @@ class Mxfp4Experts:
             )
         return codes_shape[:-1]
 
-    def presented(self, codes_shape: Shape) -> tuple[Shape, tuple[int, ...]]:
+    def numbers_shape(self, codes_shape: Shape) -> tuple[Shape, tuple[int, ...]]:
         experts, outputs, blocks, _ = codes_shape
         return (experts, blocks * self.BLOCK, outputs), (0, 2, 1)
 
-    def boxes(self, box: Box) -> tuple[Index, Index]:
+    def boxes_to_read(self, box: Box) -> tuple[Index, Index]:
         experts, inputs, outputs = box
-        held = _index((experts, outputs, _blocks(inputs, self.BLOCK)))
-        return (*held, slice(0, self.BLOCK_BYTES)), held
+        blocks = _index((experts, outputs, _blocks(inputs, self.BLOCK)))
+        return (*blocks, slice(0, self.BLOCK_BYTES)), blocks
 
     def values(self, codes: np.ndarray, scales: np.ndarray, box: Box) -> np.ndarray:
         float8_e8m0fnu = require("ml_dtypes", "hf").float8_e8m0fnu
@@ -123,7 +127,7 @@ BlockFormat = Float8Blocks | Mxfp4Experts
 
 @cache
 def _float8_values() -> np.ndarray:
-    """The value of each byte: a table is several times as fast as the cast of ml_dtypes."""
+    """The value of each byte; a table is several times faster than the cast of ml_dtypes."""
     return (
         np.arange(256, dtype=np.uint8).view(require("ml_dtypes", "hf").float8_e4m3fn).astype("f4")
     )
@@ -131,7 +135,7 @@ def _float8_values() -> np.ndarray:
 
 @cache
 def _float4_pairs() -> np.ndarray:
-    """The two float32 values of each byte, low half first, as the eight bytes of one integer."""
+    """The two float32 values of each byte, low half first, as one integer of eight bytes."""
     bytes_ = np.arange(256, dtype=np.uint8)
     halves = np.stack([bytes_ & 15, bytes_ >> 4], axis=-1)
     values = halves.view(require("ml_dtypes", "hf").float4_e2m1fn).astype(np.float32)
@@ -139,7 +143,7 @@ def _float4_pairs() -> np.ndarray:
 
 
 def _blocks(positions: Interval, size: int) -> Interval:
-    """The blocks that hold positions of an axis."""
+    """The blocks that contain an interval of positions of an axis."""
     return Interval(positions.start // size, -(-positions.stop // size))
 
 

@@ -1,13 +1,14 @@
-"""GGUF files: a bounded header parser, and tensors dequantised row by row to float32.
+"""Read GGUF files: a bounded header parser, and tensors dequantised row by row to float32.
 
-Knows nothing of architectures or tokenizers: metadata comes out as plain values. The layout of the
-header is that of ggml's docs/gguf.md, versions 2 and 3. The parser is our own because a vocabulary
-of 262k strings takes the package's reader tens of seconds, and a lying count makes it hang; the
-arithmetic of the quantised blocks is the package's (`gguf.quants`), needed only when data is read.
+The header has the layout of ggml's docs/gguf.md, versions 2 and 3. This module has its own parser
+because the reader of the package `gguf` needs tens of seconds for a vocabulary of 262k strings, and
+hangs on wrong counts. The package dequantises the blocks (`gguf.quants`), so it is needed only when
+data is read. ggml lists axes minor to major; shapes here are in numpy's order. Metadata are
+returned as plain values. Does not know about architectures or tokenizers.
 
 Guarantees: any byte string either parses or raises `InvalidGGUF`, in time and memory proportional
-to the file. Every count is checked against the bytes that are left before anything is allocated,
-and no two tensors share a byte. ggml lists axes minor to major; shapes here are in numpy's order.
+to the file. Every count is checked against the remaining bytes before memory is allocated, and no
+two tensors share a byte.
 """
 
 import itertools
@@ -33,7 +34,7 @@ MAX_TENSORS = 100_000
 MAX_RANK = 8
 MAX_NAME_BYTES = 1024
 MAX_ARRAY_ITEMS = 2**23
-"""Of all arrays together: a vocabulary with scores, types and merges has about a million."""
+"""The largest number of items in all arrays together; a vocabulary has about a million."""
 MAX_ALIGNMENT = 2**20
 MAX_AXIS = 2**40
 
@@ -70,12 +71,12 @@ SCALARS = {
     11: "q",
     12: "d",
 }
-"""Value type in the file to the letter of `struct` and numpy."""
+"""The letter of `struct` and numpy for each value type in the file."""
 
 
 @dataclass(frozen=True)
 class GGUFTensor:
-    """Where a tensor lies: absolute offset in the file, shape in numpy's order."""
+    """The place of a tensor: its absolute offset in the file, and its shape in numpy's order."""
 
     info: TensorInfo
     type_number: int
@@ -84,7 +85,7 @@ class GGUFTensor:
 
 @dataclass(frozen=True)
 class GGUFHeader:
-    """All that stands before the tensor data."""
+    """The content of a file before the tensor data."""
 
     version: int
     metadata: dict[str, Any]
@@ -93,7 +94,7 @@ class GGUFHeader:
 
 
 class GGUFFile:
-    """A `TensorSource` over one GGUF file, with its metadata."""
+    """A `TensorSource` over a GGUF file, with the metadata of the file."""
 
     def __init__(self, path: Path):
         self._path = path
@@ -109,7 +110,7 @@ class GGUFFile:
         return self._tensors
 
     def read(self, name: str, index: Index | None = None) -> np.ndarray:
-        """Read a box as float32; only its rows are read, only its blocks are dequantised."""
+        """Read a box as float32; only its rows are read, and only its blocks are dequantised."""
         entry = self._entries[name]
         shape = entry.info.shape
         box = intervals(index or (slice(None),) * len(shape), shape)
@@ -120,7 +121,7 @@ class GGUFFile:
         row_bytes = shape[-1] // block_size * block_bytes
         stored = self._read_rows(entry.offset, shape[:-1], row_bytes, box[:-1])
 
-        # Whole blocks of the last axis that hold the wanted elements, cut after dequantising
+        # whole blocks of the last axis contain the wanted elements, which are cut out afterwards
         first, last = box[-1].start // block_size, -(-box[-1].stop // block_size)
         stored = stored[..., first * block_bytes : last * block_bytes]
         values = _dequantise(np.ascontiguousarray(stored), entry.type_number)
@@ -128,16 +129,16 @@ class GGUFFile:
         return values[..., box[-1].start - origin : box[-1].stop - origin]
 
     def close(self) -> None:
-        """Nothing stays open between reads."""
+        """Do nothing: no file stays open between reads."""
 
     def _read_rows(
         self, offset: int, shape: tuple[int, ...], row_bytes: int, box: tuple[Interval, ...]
     ) -> np.ndarray:
-        """The bytes of a box of rows, `[*box, row_bytes]`; each run without a gap is one read."""
+        """The bytes of a box of rows, as `[*box, row_bytes]`; each contiguous run is one read."""
         if not shape:
             return self._pread(offset, row_bytes)
         strides = [math.prod(shape[axis + 1 :]) * row_bytes for axis in range(len(shape))]
-        # axes after the last one that is cut are whole, and part of the runs
+        # axes after the last cut axis are whole, so a run covers them
         cut = max((axis for axis, size in enumerate(shape) if len(box[axis]) < size), default=0)
         starts = itertools.product(*(range(i.start, i.stop) for i in box[:cut]), [box[cut].start])
         run_bytes = len(box[cut]) * strides[cut]
@@ -149,7 +150,7 @@ class GGUFFile:
         return stored.reshape(*map(len, box), row_bytes)
 
     def _pread(self, offset: int, count: int) -> np.ndarray:
-        # Not through a memory map: a file cut short meanwhile would end the process by SIGBUS
+        # without a memory map: if the file became shorter, a map would end the process by SIGBUS
         self._stamp.check()
         buffer = np.empty(count, np.uint8)
         view, done = buffer.data, 0
@@ -167,7 +168,11 @@ class GGUFFile:
 
 
 def read_header(path: Path) -> GGUFHeader:
-    """Parse the header of a file; InvalidGGUF if it is not a GGUF file that can be read."""
+    """Parse the header of a file.
+
+    Raises:
+      InvalidGGUF: The file is not a GGUF file that can be read.
+    """
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size < 24:
@@ -177,7 +182,7 @@ def read_header(path: Path) -> GGUFHeader:
 
 
 def parse_header(buffer: bytes | mmap.mmap, where: str = "GGUF data") -> GGUFHeader:
-    """Parse a header that starts a buffer which holds the whole file."""
+    """Parse the header in a buffer with the whole file; `where` begins error messages."""
     cursor = _Cursor(buffer, where)
     magic = cursor.take(4)
     if magic != b"GGUF":
@@ -187,7 +192,7 @@ def parse_header(buffer: bytes | mmap.mmap, where: str = "GGUF data") -> GGUFHea
         swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
         hint = " (big-endian, not supported)" if swapped in (2, 3) else ""
         raise cursor.error("version 2 or 3", f"{version}{hint}", at=4)
-    # The shortest tensor entry has 32 bytes, the shortest metadata entry 13
+    # the shortest tensor entry has 32 bytes, the shortest metadata entry 13
     num_tensors = cursor.count(32, MAX_TENSORS, "tensors")
     num_keys = cursor.count(13, MAX_METADATA_KEYS, "metadata keys")
 
@@ -210,7 +215,7 @@ def parse_header(buffer: bytes | mmap.mmap, where: str = "GGUF data") -> GGUFHea
 
 
 class _Cursor:
-    """A position in a buffer; nothing is read, and nothing allocated, beyond the end."""
+    """A position in a buffer, which reads and allocates nothing beyond the end of the buffer."""
 
     def __init__(self, buffer: bytes | mmap.mmap, where: str):
         self.buffer = buffer
@@ -235,7 +240,7 @@ class _Cursor:
         return struct.unpack(f"<{letter}", data)[0]
 
     def count(self, min_bytes: int, limit: int, what: str) -> int:
-        """A number of things of at least `min_bytes` each, that can still be in the file."""
+        """Read a count of items of at least `min_bytes` each, and check that the file has them."""
         at = self.position
         number = self.scalar("Q")
         limit = min(limit, (self.size - self.position) // min_bytes)
@@ -256,9 +261,9 @@ class _Cursor:
         kind = self.scalar("I")
         if kind == ARRAY:
             return self._array()
-        return self._one(kind, at)
+        return self._scalar_or_string(kind, at)
 
-    def _one(self, kind: int, at: int) -> Any:
+    def _scalar_or_string(self, kind: int, at: int) -> Any:
         if kind == STRING:
             return self.string()
         if kind not in SCALARS:
@@ -290,7 +295,7 @@ class _Cursor:
         return values.astype(bool).tolist()
 
     def _strings(self, length: int) -> list[str]:
-        """The hot loop: `string` a few hundred thousand times, without its calls."""
+        """Read `length` strings, as `string` does, but fast for hundreds of thousands of them."""
         buffer, size, position = self.buffer, self.size, self.position
         start = position
         unpack = struct.Struct("<Q").unpack_from
@@ -313,7 +318,7 @@ class _Cursor:
 
 
 def _read_entries(cursor: _Cursor, num_tensors: int) -> dict[str, GGUFTensor]:
-    """Tensor entries, offsets still relative to the start of the data."""
+    """Read the tensor entries, with offsets relative to the start of the data."""
     entries: dict[str, GGUFTensor] = {}
     for _ in range(num_tensors):
         at = cursor.position
@@ -339,7 +344,7 @@ def _read_entries(cursor: _Cursor, num_tensors: int) -> dict[str, GGUFTensor]:
             raise cursor.error(
                 f"{name!r} ({kind}) to have rows of a multiple of {block_size}", shape[-1], at=at
             )
-        # Python's integers do not wrap: a product that lies is a range outside the file
+        # Python's integers do not overflow: a wrong product is a range outside the file
         num_bytes = math.prod(shape) // block_size * block_bytes
         info = TensorInfo(shape, np.dtype(np.float32), kind, num_bytes)
         entries[name] = GGUFTensor(info, number, cursor.scalar("Q"))
@@ -363,7 +368,7 @@ def _align(position: int, alignment: int) -> int:
 def _check_ranges(
     cursor: _Cursor, metadata: Mapping[str, Any], tensors: Mapping[str, GGUFTensor]
 ) -> None:
-    """Aligned, inside the file, and no byte in two tensors."""
+    """Check that tensors are aligned, inside the file, and do not overlap."""
     alignment = metadata.get("general.alignment", 32)
     end, previous = 0, ""
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
@@ -380,7 +385,7 @@ def _check_ranges(
 
 
 def _dequantise(stored: np.ndarray, type_number: int) -> np.ndarray:
-    """Float32 values of whole blocks along the last axis of bytes."""
+    """Dequantise whole blocks along the last axis of bytes to float32."""
     kind = TENSOR_TYPES[type_number][0]
     if kind == "F32":
         return stored.view("<f4").astype(np.float32, copy=False)

@@ -1,11 +1,11 @@
-"""Fill the parameters of a model from published tensors, each straight onto its shards.
+"""Fill the parameters of a model from published tensors, and put each on its devices.
 
-Knows nothing of file formats or families: a `ModelSpec` says which tensors fill which parameter, a
-`TensorSource` reads them. Guarantees: nothing is read before it is proven that every parameter is
-filled, every tensor used once or ignored by name, and all shapes agree. Beside the arrays that it
-returns the host holds at most a piece of one tensor and two shards: the one that is read, and the
-one before, which jax lets go of at its next transfer. A checkpoint of our own is read a parameter
-at a time, whole, so the host holds one parameter besides.
+Does not know about file formats or families: a `ModelSpec` maps tensors to parameters, and a
+`TensorSource` reads tensors. Guarantees: before anything is read, it is checked that each parameter
+is filled, that each tensor is used once or ignored by name, and that all shapes agree. In addition
+to the returned arrays, the host holds at most a piece of one tensor and two shards: the shard that
+is being read, and the previous one, which jax releases at its next transfer. A checkpoint of noria
+is read in whole parameters, so the host holds one parameter in addition.
 """
 
 import math
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 
 MAX_LISTED = 20
 PIECE_BYTES = 4 * 2**20
-"""Of a tensor, read at a time."""
+"""The number of bytes of a tensor that are read at once."""
 ALIGNMENT = 64
 
 Box = tuple[Interval, ...]
 
 
 @runtime_checkable
-class ArrangesItself(TensorSource, Protocol):
-    """A tensor source whose tensors are parameters, which it reads in any arrangement."""
+class RearrangeableSource(TensorSource, Protocol):
+    """A tensor source whose tensors are parameters, and which reads them in any arrangement."""
 
     def arranged(self, arrangement: Arrangement) -> TensorSource: ...
 
@@ -48,18 +48,25 @@ def load_params(
     abstract: "Mapping[str, jax.ShapeDtypeStruct]",
     shardings: "Mapping[str, jax.sharding.Sharding] | jax.sharding.Sharding",
 ) -> "dict[str, jax.Array]":
-    """Load all parameters, by dotted path, in the dtypes and placements asked for.
+    """Load all parameters, by dotted path.
 
-    `abstract` gives shape and dtype of every parameter; one sharding for all, or one each. Raises
-    `CheckpointMismatch`, listing every difference, before anything is read.
+    Args:
+      spec: Maps the tensors of the checkpoint to parameters.
+      tensors: The tensors of the checkpoint.
+      abstract: Shape and dtype of each parameter, by dotted path.
+      shardings: One sharding for all parameters, or one for each.
+
+    Raises:
+      CheckpointMismatch: Tensors and parameters do not match; the message lists all differences.
+        It is raised before anything is read.
     """
-    if isinstance(tensors, ArrangesItself):
+    if isinstance(tensors, RearrangeableSource):
         tensors = tensors.arranged(spec.arrangement)
     check_coverage(spec, tensors, _by_single_layers(abstract))
     if not isinstance(shardings, Mapping):
         shardings = dict.fromkeys(abstract, shardings)
-    if unplaced := abstract.keys() - shardings.keys():
-        raise ValueError(f"expected a sharding for every parameter, got none for {min(unplaced)!r}")
+    if missing := abstract.keys() - shardings.keys():
+        raise ValueError(f"expected a sharding for every parameter, got none for {min(missing)!r}")
     sources = {source.parameter: source for source in spec.sources}
     return {
         path: _load_one(
@@ -75,7 +82,7 @@ def load_params(
 def _by_single_layers(
     abstract: "Mapping[str, jax.ShapeDtypeStruct]",
 ) -> "dict[str, jax.ShapeDtypeStruct]":
-    """The parameters of each layer alone, also of those that are in one array."""
+    """The parameters of each single layer, also of layers that are stacked in one array."""
     return {
         name: leaf if name == path else leaf.update(shape=leaf.shape[1:])
         for path, leaf in abstract.items()
@@ -86,22 +93,26 @@ def _by_single_layers(
 def check_coverage(
     spec: "ModelSpec", tensors: TensorSource, abstract: "Mapping[str, jax.ShapeDtypeStruct]"
 ) -> None:
-    """Prove that tensors and parameters cover each other, or list everything that does not."""
+    """Check that tensors and parameters cover each other.
+
+    Raises:
+      CheckpointMismatch: They do not; the message lists all differences.
+    """
     published = tensors.tensors
     uses = [name for source in spec.sources for part in source.parts for name in part.tensors]
     filled = [source.parameter for source in spec.sources]
     groups = {
         "tensors missing from the checkpoint": sorted(set(uses) - published.keys()),
-        "tensors left over, that no parameter uses": sorted(
+        "tensors that no parameter uses": sorted(
             name
             for name in published.keys() - set(uses) - set(spec.ignored_tensors)
             if not name.startswith(spec.ignored_prefixes)
         ),
-        "tensors used more than once": _overlapping(spec),
-        "tensors of which no parameter uses some rows": _left_over_rows(spec, tensors),
+        "tensors that are used more than once": _overlapping(spec),
+        "tensors with rows that no parameter uses": _left_over_rows(spec, tensors),
         "parameters that no tensor fills": sorted(abstract.keys() - set(filled)),
-        "parameters filled that the model does not have": sorted(set(filled) - abstract.keys()),
-        "parameters filled more than once": _repeated(filled),
+        "filled parameters that the model does not have": sorted(set(filled) - abstract.keys()),
+        "parameters that are filled more than once": _repeated(filled),
         "wrong shape or type": [
             problem
             for source in spec.sources
@@ -110,22 +121,27 @@ def check_coverage(
         ],
     }
     lines = []
-    for title, found in groups.items():
-        if found:
-            more = f"\n    and {len(found) - MAX_LISTED} more" if len(found) > MAX_LISTED else ""
-            listed = "".join(f"\n    {item}" for item in found[:MAX_LISTED])
-            lines.append(f"\n  {title} ({len(found)}):{listed}{more}")
+    for title, differences in groups.items():
+        if differences:
+            more = (
+                f"\n    and {len(differences) - MAX_LISTED} more"
+                if len(differences) > MAX_LISTED
+                else ""
+            )
+            listed = "".join(f"\n    {item}" for item in differences[:MAX_LISTED])
+            lines.append(f"\n  {title} ({len(differences)}):{listed}{more}")
     if lines:
         raise CheckpointMismatch(
             f"Expected checkpoint and model ({spec.family}) to cover each other, got these "
-            f"differences:{''.join(lines)}\nIs the config of another model, or the file incomplete?"
+            f"differences:{''.join(lines)}\n"
+            f"Use the config.json of this model, and fetch incomplete files again."
         )
 
 
 def read_parameter(
     source: ParameterSource, tensors: TensorSource, index: Index, shape: tuple[int, ...], dtype
 ) -> np.ndarray:
-    """Read the box `index` of a parameter of the given shape, its parts put together and cast."""
+    """Read the box `index` of a parameter with the given shape; its parts are joined and cast."""
     box = intervals(index, shape)
     result = filled = _aligned_zeros([len(interval) for interval in box], np.dtype(dtype))
     if source.padding_rows:
@@ -143,7 +159,7 @@ def read_layers(
     shape: tuple[int, ...],
     dtype,
 ) -> np.ndarray:
-    """Read the box `index` of a parameter that leads with layers, each from a source of its own."""
+    """Read the box `index` of a parameter with a leading layer axis, each layer from its source."""
     layers, *box = intervals(index, shape)
     result = _aligned_zeros([len(interval) for interval in (layers, *box)], np.dtype(dtype))
     for filled, source in zip(result, sources[layers.as_slice()], strict=True):
@@ -152,18 +168,18 @@ def read_layers(
 
 
 def _fill(result: np.ndarray, source: ParameterSource, tensors: TensorSource, box: Box) -> None:
-    """Put what the parts hold of a box into `result`, piece by piece."""
+    """Read a box from the parts of a parameter into `result`, piece by piece."""
     axis, start = source.concat_axis, 0
     for part in source.parts:
         pattern = AxisPattern.of(part)
-        held = source_of(part, tensors)
-        info = held.tensors[part.tensor]
+        part_source = source_of(part, tensors)
+        info = part_source.tensors[part.tensor]
         part_shape = pattern.parameter_shape(info.shape)
         stop = start + part_shape[axis] if part_shape else start
-        # The overlap of this part with the box, in the axis of concatenation
+        # the overlap of this part with the box, along the axis of concatenation
         low, high = (max(start, box[axis].start), min(stop, box[axis].stop)) if box else (0, 1)
         if low < high:
-            # where the result begins, as the part counts its positions
+            # the position of the result's first element, counted in positions of the part
             origin, wanted = [interval.start for interval in box], list(box)
             if box:
                 origin[axis] -= start
@@ -172,7 +188,7 @@ def _fill(result: np.ndarray, source: ParameterSource, tensors: TensorSource, bo
             for piece in pattern.pieces(info, tuple(wanted), max_elements):
                 into = tuple(i.as_slice(first) for i, first in zip(piece, origin, strict=True))
                 index = tuple(interval.as_slice() for interval in piece)
-                result[into] = pattern.read(held, part.tensor, index)
+                result[into] = pattern.read(part_source, part.tensor, index)
         start = stop
 
 
@@ -190,17 +206,17 @@ def _load_one(
             return read_parameter(sources[0], tensors, index, shape, dtype)
         return read_layers(sources, tensors, index, shape, dtype)
 
-    return _place_shards(shape, dtype, sharding, read)
+    return _put_on_devices(shape, dtype, sharding, read)
 
 
 def _rows_by_tensor(spec: "ModelSpec") -> dict[str, list[tuple[int, float]]]:
-    """The rows of each tensor or block that parts use, in order; infinitely many are all."""
-    found: dict[str, list[tuple[int, float]]] = {}
+    """The rows of each tensor, or of each of its blocks, that parts use; (0, inf) means all."""
+    used: dict[str, list[tuple[int, float]]] = {}
     for source in spec.sources:
         for part in source.parts:
             for name in part.tensors:
-                found.setdefault(name, []).append(part.rows or (0, math.inf))
-    return {tensor: sorted(rows) for tensor, rows in found.items()}
+                used.setdefault(name, []).append(part.rows or (0, math.inf))
+    return {tensor: sorted(rows) for tensor, rows in used.items()}
 
 
 def _overlapping(spec: "ModelSpec") -> list[str]:
@@ -236,7 +252,7 @@ def _is_floating(dtype: np.dtype) -> bool:
 def _shape_problems(
     source: ParameterSource, tensors: TensorSource, expected: tuple[int, ...]
 ) -> list[str]:
-    """What is wrong with the parts of one parameter; missing tensors are listed elsewhere."""
+    """The problems with the parts of one parameter; missing tensors are reported elsewhere."""
     problems, shapes = [], []
     for part in source.parts:
         if not all(name in tensors.tensors for name in part.tensors):
@@ -270,7 +286,7 @@ def _shape_problems(
 
 
 def _filled_shape(source: ParameterSource, shapes: list[tuple[int, ...]]) -> object:
-    """Shape of a parameter from those of its parts; where they do not fit, the list of them."""
+    """The shape of a parameter from the shapes of its parts; the list of shapes if they differ."""
     shape = _concatenated(shapes, source.concat_axis)
     if source.padding_rows and isinstance(shape, tuple) and shape:
         return (shape[0] + source.padding_rows, *shape[1:])
@@ -278,7 +294,7 @@ def _filled_shape(source: ParameterSource, shapes: list[tuple[int, ...]]) -> obj
 
 
 def _concatenated(shapes: list[tuple[int, ...]], axis: int) -> object:
-    """Shape of parts put together along an axis."""
+    """The shape of parts that are concatenated along an axis."""
     if len(shapes) == 1:
         return shapes[0]
     others = {(shape[:axis], shape[axis + 1 :]) for shape in shapes if len(shape) > axis}
@@ -288,13 +304,13 @@ def _concatenated(shapes: list[tuple[int, ...]], axis: int) -> object:
     return (*first[:axis], sum(shape[axis] for shape in shapes), *first[axis + 1 :])
 
 
-def _place_shards(
+def _put_on_devices(
     shape: tuple[int, ...],
     dtype: np.dtype,
     sharding: "jax.sharding.Sharding",
     read: Callable[[Box], np.ndarray],
 ) -> "jax.Array":
-    """An array whose boxes are read one after the other, each once for all devices that hold it."""
+    """Make an array whose boxes are read one by one, each once for all devices that hold it."""
     import jax
 
     devices: dict[Box, list[Any]] = {}
@@ -303,7 +319,7 @@ def _place_shards(
 
     def put(box: Box) -> list[jax.Array]:
         shards = jax.device_put([read(box)] * len(devices[box]), devices[box])
-        # a transfer under way still needs its host array: wait, or the next one comes on top
+        # a running transfer needs its host array: wait, or two host arrays would be alive
         return jax.block_until_ready(shards)
 
     shards = [shard for box in devices for shard in put(box)]
@@ -311,8 +327,8 @@ def _place_shards(
 
 
 def _aligned_zeros(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """Zeros that jax adopts where devices are the CPU: they begin at a multiple of `ALIGNMENT`."""
-    # they cost no more than empty: the pages of large arrays come zeroed from the system
+    """Zeros at a multiple of `ALIGNMENT`, which jax on the CPU uses without a copy."""
+    # zeros cost no more than empty memory: the system provides large arrays as zeroed pages
     num_bytes = math.prod(shape) * dtype.itemsize
     memory = np.zeros(num_bytes + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT

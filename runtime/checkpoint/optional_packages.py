@@ -1,4 +1,4 @@
-"""Packages that only some formats of models need."""
+"""Import packages that only some formats of models need."""
 
 import importlib
 from types import ModuleType
@@ -7,7 +7,7 @@ from ..errors import CheckpointError
 
 
 def require(module: str, extra: str) -> ModuleType:
-    """Import an optional package, or say which extra of noria brings it."""
+    """Import an optional package; CheckpointError names the extra of noria that installs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -1,14 +1,14 @@
-"""Checkpoints of our own: parameters through orbax, and beside them all that a job needs.
+"""Write and read noria's own checkpoints: orbax parameters, config, tokenizer and defaults.
 
     PATH/params/          the flat dict of parameters, as orbax's StandardCheckpointer writes it
     PATH/tokenizer/       tokenizer files as published, or gguf_metadata.json
     PATH/noria.json       family, config, parameters, generation defaults; written last
 
-Knows nothing of published tensor names: parameters are stored as they are in the model, so the
-mapping back is the identity. Guarantees: parameters are stored in the canonical arrangement,
-whatever the layout that they go to; a directory without noria.json was not finished
-and is refused; with it, the parameters that orbax holds are those that noria.json lists, or it is
-refused before anything is read. orbax, which takes seconds to import, is needed only to save.
+Parameters are stored under their names in the model, so the mapping to parameters is the identity.
+Does not know about published tensor names. orbax, which takes seconds to import, is needed only to
+save. Guarantees: parameters are stored in the canonical arrangement, independent of the layout; a
+directory without noria.json is unfinished and refused; a directory whose stored parameters differ
+from the list in noria.json is refused before anything is read.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
 )
-"""The files of a published directory that text needs."""
+"""The tokenizer and template files of a published directory."""
 QKV = ("attention.qkv", "attention.qkv_bias")
 BY_QUERY_HEAD = ("attention.output", "attention.sinks")
 TABLES = ("embedding.table", "head.table")
@@ -67,10 +67,17 @@ def save_orbax(
     generation_defaults: GenerationDefaults | None = None,
     tokenizer_files: Path | Mapping[str, Any] | None = None,
 ) -> None:
-    """Save parameters and what a job needs beside them into a new directory.
+    """Save a model into a new or empty directory.
 
-    From one process only, in the canonical arrangement. `tokenizer_files` is what
-    `ModelFiles.tokenizer_files` holds.
+    Args:
+      params: All parameters by dotted path, in the canonical arrangement: unrolled layers, without
+        copies of key/value heads and without padding of the vocabulary.
+      name: The name of the model; the name of the directory by default.
+      tokenizer_files: The value of `ModelFiles.tokenizer_files`.
+
+    Raises:
+      InvalidOrbax: The directory has files.
+      ValueError: More than one process saves, or parameters have another arrangement.
     """
     import jax
     import orbax.checkpoint as ocp
@@ -80,21 +87,21 @@ def save_orbax(
     path = Path(path).resolve()
     if path.exists() and any(path.iterdir()):
         raise InvalidOrbax(f"{path}: expected a new or empty directory to save into, got files.")
-    if several := [name for name in params if single_layer_names(name) != [name]]:
+    if stacked := [name for name in params if single_layer_names(name) != [name]]:
         raise ValueError(
-            f"save_orbax: expected parameters of single layers, as checkpoints of ours keep them, "
-            f"got {several[0]}. Load the model without scan_layers."
+            f"save_orbax: expected parameters of single layers, got the stacked parameter "
+            f"{stacked[0]}. Load the model without scan_layers."
         )
     for key, value in params.items():
-        size, wanted = 0, 0
+        size, expected = 0, 0
         if key.endswith(TABLES):
-            size, wanted = value.shape[0], config.vocab_size
+            size, expected = value.shape[0], config.vocab_size
         elif key.endswith(QKV):
-            size, wanted = value.shape[-3], config.num_kv_heads
-        if size != wanted:
+            size, expected = value.shape[-3], config.num_kv_heads
+        if size != expected:
             raise ValueError(
-                f"save_orbax: expected {key} as it is without a layout, with {wanted} rows or "
-                f"heads, got {size}. Load the model on one device."
+                f"save_orbax: expected {key} without a layout, with {expected} rows or heads, got "
+                f"{size}. Load the model on one device."
             )
     description = {
         "schema": SCHEMA,
@@ -114,14 +121,14 @@ def save_orbax(
 
 
 class OrbaxTensors:
-    """The parameters of one saved checkpoint; each is read whole, and the latest one is held."""
+    """The parameters of a saved checkpoint; each is read whole, and the latest is in memory."""
 
     def __init__(
         self, path: Path, description: Mapping[str, Any], arrangement: Arrangement = AS_PUBLISHED
     ):
         self._path, self._description, self._arrangement = path, description, arrangement
         self._directory = (path / PARAMS).resolve()
-        # orbax writes to a temporary name and renames; what is missing was never finished
+        # orbax writes to a temporary name and renames: without this file, the save is unfinished
         if not (self._directory / "_CHECKPOINT_METADATA").is_file():
             raise InvalidOrbax(
                 f"{path}: expected a finished orbax checkpoint in {PARAMS}/, got "
@@ -142,32 +149,32 @@ class OrbaxTensors:
         return self._tensors
 
     def arranged(self, arrangement: Arrangement) -> "OrbaxTensors":
-        """The same checkpoint, its parameters read in an arrangement."""
+        """The same checkpoint with its parameters in an arrangement."""
         return OrbaxTensors(self._path, self._description, arrangement)
 
     def read(self, name: str, index: Index | None = None) -> np.ndarray:
-        """Read a parameter, or a box of it; the latest parameter is held for further boxes."""
+        """Read a parameter or a box of it; the parameter stays in memory for further boxes."""
         if self._held is None or self._held[0] != name:
             self._held, array = None, self._arrays[name]
-            with _damage_named(self._directory):
+            with _reporting_damage(self._directory):
                 stored = array.read().result()
-            self._held = name, to_arrangement(stored, name, self._arrangement)
+            self._held = name, arrange(stored, name, self._arrangement)
         return self._held[1][index or ...]
 
     def close(self) -> None:
-        """Nothing stays open between reads."""
+        """Release the parameter in memory; no file stays open between reads."""
         self._held = None
 
     @cached_property
     def _arrays(self) -> dict[str, Any]:
-        """The stored arrays, opened, after a comparison with what noria.json lists."""
+        """The opened arrays by name; their shapes and dtypes equal those in noria.json."""
         import tensorstore
 
-        # as orbax lays them out: arrays in the format of zarr, below one key-value store
-        # not as a URL, in which some characters of a path would mean something
+        # orbax stores zarr arrays in one key-value store (ocdbt); the path is not given as a URL,
+        # in which some of its characters would have a meaning
         folder = {"driver": "file", "path": f"{self._directory}/"}
         store = {"driver": "ocdbt", "base": folder}
-        with _damage_named(self._directory):
+        with _reporting_damage(self._directory):
             keys = tensorstore.KvStore.open(store).result().list().result()
             names = sorted({key.decode().rpartition("/")[0] for key in keys})
             opening = {
@@ -186,30 +193,29 @@ class OrbaxTensors:
             )
             raise InvalidOrbax(
                 f"{self._directory}: expected the parameters that {NORIA_JSON} lists, got "
-                f"{plural(len(differing), 'difference')}: {shown}. The two are of different "
-                f"checkpoints."
+                f"{plural(len(differing), 'difference')}: {shown}. Take both from one checkpoint."
             )
         return arrays
 
 
 @contextmanager
-def _damage_named(directory: Path) -> Iterator[None]:
-    """Turn the errors on damaged files, which have no class of their own, into InvalidOrbax."""
+def _reporting_damage(directory: Path) -> Iterator[None]:
+    """Turn errors about damaged files, which have no class of their own, into InvalidOrbax."""
     try:
         yield
     except (OSError, ValueError) as error:
         raise InvalidOrbax(
-            f"{directory}: expected files that orbax reads, got {type(error).__name__}: {error}. "
-            f"They are damaged or incomplete; save the checkpoint again."
+            f"{directory}: expected files that orbax can read, got {type(error).__name__}: {error}."
+            f" The files are damaged or incomplete; save the checkpoint again."
         ) from error
 
 
 def read_description(path: Path) -> dict[str, Any]:
-    """Read noria.json; InvalidOrbax if the checkpoint was not finished or is not of this schema."""
+    """Read noria.json; raises InvalidOrbax if it is missing, invalid or of another schema."""
     if not has_file(path, NORIA_JSON):
         raise InvalidOrbax(
-            f"{path}: expected {NORIA_JSON}, got none: the save was not finished, or it is another "
-            f"program's checkpoint. Save it again with noria."
+            f"{path}: expected {NORIA_JSON}, got none: the save was not finished, or another "
+            f"program wrote the checkpoint. Save it again with noria."
         )
     description = read_json_object(path / NORIA_JSON, InvalidOrbax)
     if description.get("schema") != SCHEMA:
@@ -224,7 +230,7 @@ def read_description(path: Path) -> dict[str, Any]:
 
 
 def spec_of(description: Mapping[str, Any]) -> "ModelSpec":
-    """Return the spec of a saved model: each parameter is filled by the array of its own name."""
+    """Return the spec of a saved model; each parameter is filled by the array of its name."""
     from ...modelzoo.families.family import ModelSpec
 
     sources = []
@@ -235,8 +241,8 @@ def spec_of(description: Mapping[str, Any]) -> "ModelSpec":
     return ModelSpec(description["family"], config, tuple(sources), ())
 
 
-def tokenizer_files_of(path: Path) -> Path | Mapping[str, Any]:
-    """Return the directory of tokenizer files, or the GGUF metadata that was saved instead."""
+def read_tokenizer_files(path: Path) -> Path | Mapping[str, Any]:
+    """Return the directory of the tokenizer files, or the saved GGUF metadata."""
     folder = path / TOKENIZER
     if folder.is_symlink():
         raise InvalidOrbax(
@@ -249,7 +255,7 @@ def tokenizer_files_of(path: Path) -> Path | Mapping[str, Any]:
 
 
 def encode_config(value: Any) -> Any:
-    """Turn a tree of frozen dataclasses into JSON; each names its class under `type`."""
+    """Turn a tree of frozen dataclasses into JSON; the key `type` has the name of the class."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: encode_config(getattr(value, f.name)) for f in dataclasses.fields(value)}
         return {"type": type(value).__name__, **fields}
@@ -259,7 +265,7 @@ def encode_config(value: Any) -> Any:
 
 
 def decode_config(value: Any) -> Any:
-    """Build the dataclasses of a decoder's configuration again; any other class is refused."""
+    """Restore a tree of a decoder's configuration dataclasses; other classes are refused."""
     from ...modelzoo import config
     from ...modelzoo.moe import config as moe
 
@@ -269,11 +275,11 @@ def decode_config(value: Any) -> Any:
         return value
     fields = dict(value)
     name = fields.pop("type", None)
-    found = {**vars(moe), **vars(config)}.get(name) if isinstance(name, str) else None
-    if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
+    kind = {**vars(moe), **vars(config)}.get(name) if isinstance(name, str) else None
+    if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
         raise InvalidOrbax(f"{NORIA_JSON}: config: expected a known type, got {name!r}.")
     try:
-        return found(**{key: decode_config(item) for key, item in fields.items()})
+        return kind(**{key: decode_config(item) for key, item in fields.items()})
     except (TypeError, ValueError) as error:
         raise InvalidOrbax(f"{NORIA_JSON}: config: {name}: {error}") from error
 
@@ -298,14 +304,14 @@ def _tensor_info(path: Path, name: str, entry: Any) -> TensorInfo:
 
 
 def _arranged_info(path: Path, name: str, info: TensorInfo, arrangement: Arrangement) -> TensorInfo:
-    if not concerns(arrangement, name):
+    if not changes_shape(arrangement, name):
         return info
     import jax
 
     stored = jax.ShapeDtypeStruct(info.shape, info.dtype)
     try:
         shape = jax.eval_shape(
-            partial(to_arrangement, parameter=name, arrangement=arrangement), stored
+            partial(arrange, parameter=name, arrangement=arrangement), stored
         ).shape
     except (TypeError, ValueError) as error:
         raise InvalidOrbax(
@@ -314,16 +320,16 @@ def _arranged_info(path: Path, name: str, info: TensorInfo, arrangement: Arrange
     return dataclasses.replace(info, shape=shape)
 
 
-def concerns(arrangement: Arrangement, parameter: str) -> bool:
-    """Whether an arrangement gives a parameter another shape."""
+def changes_shape(arrangement: Arrangement, parameter: str) -> bool:
+    """Whether an arrangement changes the shape of a parameter."""
     if parameter.endswith(TABLES):
         return arrangement.padded_vocab is not None
     return parameter.endswith((*QKV, *BY_QUERY_HEAD)) and arrangement.kv_copies > 1
 
 
-def to_arrangement(x: Any, parameter: str, arrangement: Arrangement) -> Any:
-    """Arrange a canonical array."""
-    if not concerns(arrangement, parameter):
+def arrange(x: Any, parameter: str, arrangement: Arrangement) -> Any:
+    """Arrange a parameter that is in the canonical arrangement."""
+    if not changes_shape(arrangement, parameter):
         return x
     array_functions, copies = x.__array_namespace__(), arrangement.kv_copies
     if parameter.endswith(TABLES):
@@ -353,7 +359,7 @@ def _write_tokenizer(directory: Path, files: Path | Mapping[str, Any] | None) ->
 
 
 def _write_whole(path: Path, content: Mapping[str, Any]) -> None:
-    """Write JSON so that the file is either whole or absent."""
+    """Write JSON such that the file is either complete or absent."""
     temporary = path.with_name(f".{path.name}.tmp")
     with temporary.open("w", encoding="utf-8") as file:
         json.dump(content, file, ensure_ascii=False, indent=1, allow_nan=False)

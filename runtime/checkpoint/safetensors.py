@@ -1,12 +1,12 @@
-"""Tensors of a Hugging Face directory: `model.safetensors`, or shards with an index.
+"""Read the tensors of a Hugging Face directory: `model.safetensors`, or shards with an index.
 
-Knows nothing of parameters or devices. The strict reader of the `safetensors` package proves the
-header; this module adds what it lets pass (duplicate keys, ranks and counts without end, odd
-dtypes) and everything about the index. The slicing is our own, as the package gives numpy no
-tensors of eight-bit floats.
+The strict reader of the `safetensors` package checks the header. This module also checks what the
+package accepts (duplicate keys, large ranks and counts, unusual dtypes) and the index. It slices
+tensors itself, as the package does not return eight-bit floats to numpy. Does not know about
+parameters or devices.
 
-Guarantees: every tensor listed is held by exactly one shard, the one that the index names, and
-every tensor in a shard is listed. Pickles (`.bin`, `.pt`, ...) are never opened.
+Guarantees: each listed tensor is in exactly one shard, the one that the index names, and each
+tensor in a shard is listed. Pickles (`.bin`, `.pt`, ...) are never opened.
 """
 
 import struct
@@ -27,15 +27,15 @@ MAX_HEADER_BYTES = 32 * 2**20
 MAX_TENSORS = 100_000
 MAX_RANK = 8
 DTYPES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "I64", "I32", "I16", "I8", "U8", "BOOL")
-"""What may stand in a file. Parameters are filled from floating tensors of 16 bits and more only;
-the others mean something together with scales, or nothing."""
+"""The dtypes that a file may have. Parameters are filled from floats of at least 16 bits; eight-bit
+tensors are the codes and scales of quantised tensors, and other tensors are not read."""
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
 
 class SafetensorsDirectory:
-    """The tensors of a directory, over one open handle a file."""
+    """The tensors of a directory, with one memory map for each file."""
 
     def __init__(self, directory: Path):
         self._shards, weight_map = _find_shards(directory)
@@ -72,22 +72,22 @@ class SafetensorsDirectory:
         return tuple(self._shards.values())
 
     def read(self, name: str, index: Index | None = None) -> np.ndarray:
-        """Read a tensor or a box of it; only the bytes of the box are touched."""
+        """Read a tensor or a box of it; only the bytes of the box are read."""
         return self._home[name].read(name, index)
 
     def close(self) -> None:
-        # A mapping ends with its last reference.
+        # a memory map is closed with its last reference
         self._files.clear()
         self._home.clear()
 
 
 def safetensors_files(directory: Path) -> tuple[Path, ...]:
-    """The safetensors files of a directory, checked to lie inside it, none opened."""
+    """The safetensors files of a directory, all inside the directory; none is opened."""
     return tuple(_find_shards(directory)[0].values())
 
 
 def _find_shards(directory: Path) -> tuple[dict[str, Path], dict[str, str] | None]:
-    """Shards by file name, and the index's map from tensor to shard if there is one."""
+    """Shards by file name, and the map from tensor to shard if there is an index."""
     if has_file(directory, INDEX):
         index_path = directory / INDEX
         weight_map = read_json_object(index_path, InvalidSafetensors).get("weight_map")
@@ -104,17 +104,17 @@ def _find_shards(directory: Path) -> tuple[dict[str, Path], dict[str, str] | Non
         return shards, weight_map
     if has_file(directory, SINGLE):
         return {SINGLE: file_inside(directory, SINGLE, ".safetensors", str(directory))}, None
-    raise ModelNotFound(_what_is_there(directory))
+    raise ModelNotFound(_missing_weights(directory))
 
 
-def _what_is_there(directory: Path) -> str:
+def _missing_weights(directory: Path) -> str:
     expected = f"{directory}: expected {SINGLE} or {INDEX}, got"
     pickles = sorted(p.name for p in directory.iterdir() if p.suffix in PICKLES)
     if pickles:
         return (
             f"{expected} only pickled weights ({', '.join(pickles[:5])}). A pickle can run any "
-            f"program when it is opened, so noria never opens one. In an environment you trust, "
-            f"convert: transformers' `AutoModelForCausalLM.from_pretrained(SOURCE)"
+            f"program when it is opened, so noria never opens one. Convert the weights in an "
+            f"environment you trust: transformers' `AutoModelForCausalLM.from_pretrained(SOURCE)"
             f".save_pretrained(TARGET)` writes safetensors."
         )
     others = sorted(p.name for p in directory.glob("*.safetensors"))
@@ -122,7 +122,7 @@ def _what_is_there(directory: Path) -> str:
 
 
 class _File:
-    """One safetensors file, its header checked twice: by the package and against our limits."""
+    """A safetensors file, whose header is checked by the package and against noria's limits."""
 
     def __init__(self, path: Path):
         package = require("safetensors", "hf")
@@ -169,7 +169,7 @@ def _read_header(path: Path) -> bytes:
 
 
 def _tensor_info(path: Path, name: str, entry: dict[str, Any]) -> TensorInfo:
-    """The package has proven the offsets; what is left are our limits."""
+    """Check an entry against noria's limits; the package has checked its offsets."""
     stored_as, shape = entry["dtype"], tuple(entry["shape"])
     if stored_as not in DTYPES:
         raise InvalidSafetensors(

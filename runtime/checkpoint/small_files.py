@@ -1,9 +1,9 @@
-"""Files of a model folder beside its weights: found by bare names, and read whole within a bound.
+"""Read the small files of a model folder: by bare names, whole, and with a limit of their size.
 
-Knows nothing of what the files mean. A model folder is data from a stranger. Guarantees: what is
-read lies in the folder, or where the Hugging Face cache keeps the files of this one; it is a
-regular file (a pipe or a device is refused without waiting for it); and it is no larger than its
-kind may be. A link to nothing is an error, and not a file that is missing.
+A model folder is untrusted data. Does not know the meaning of the files. Guarantees: a file that is
+read is in the folder, or in the `blobs` of the folder's Hugging Face cache; it is a regular file (a
+pipe or a device is refused without waiting for it); and it is no larger than the limit for its
+name. A link to a missing file is an error, and not a missing file.
 """
 
 import errno
@@ -17,9 +17,9 @@ from ..files.strict_json import parse_object
 
 MAX_JSON_BYTES = 32 * 2**20
 MAX_VOCABULARY_BYTES = 256 * 2**20
-"""The largest published tokenizer.json have about 35 MB."""
+"""The largest size of a vocabulary; the largest published tokenizer.json have about 35 MB."""
 MAX_TEMPLATE_BYTES = 2**20
-"""The longest published chat templates have about 30 kB."""
+"""The largest size of a chat template; the longest published ones have about 30 kB."""
 _MAX_BYTES = {
     "tokenizer.json": MAX_VOCABULARY_BYTES,
     "tokenizer.model": MAX_VOCABULARY_BYTES,
@@ -30,21 +30,21 @@ _MAX_BYTES = {
 
 
 def has_file(directory: Path, name: str) -> bool:
-    """Whether a folder has this name; the file itself is checked when it is read."""
+    """Whether a folder has an entry with this name; the file is checked when it is read."""
     return os.path.lexists(directory / name)
 
 
 def read_small(path: Path, error: type[CheckpointError] = CheckpointError) -> bytes:
-    """Read a file of a model folder whole.
+    """Read a whole file of a model folder.
 
     Args:
-      path: The folder and a bare name in it; the name decides how large the file may be.
+      path: The folder and a bare name in it; the name decides the largest size of the file.
       error: The class of the errors that are raised.
     """
     target = _inside(path.parent, path.name, str(path), error)
     limit = _MAX_BYTES.get(path.name, MAX_JSON_BYTES)
     try:
-        # a pipe would wait for its writer
+        # without O_NONBLOCK, opening a pipe would wait for its writer
         descriptor = os.open(target, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as problem:
         if problem.errno != errno.ENXIO:  # a socket
@@ -56,8 +56,8 @@ def read_small(path: Path, error: type[CheckpointError] = CheckpointError) -> by
             raise _not_regular(path, error)
         if status.st_size > limit:
             raise error(
-                f"{path}: expected at most {limit} bytes, got {status.st_size}. Fetch it again; "
-                f"it may be another kind of file."
+                f"{path}: expected at most {limit} bytes, got {status.st_size}. Fetch the file "
+                f"again; it may be another kind of file."
             )
         with os.fdopen(descriptor, "rb", closefd=False) as file:
             return file.read(limit)
@@ -66,14 +66,14 @@ def read_small(path: Path, error: type[CheckpointError] = CheckpointError) -> by
 
 
 def read_json_object(path: Path, error: type[CheckpointError] = InvalidConfig) -> dict[str, Any]:
-    """Read a file that holds one JSON object, as strictly as the lines of a batch."""
+    """Read a file with one JSON object, as strictly as the lines of a batch file."""
     return parse_json_object(read_small(path, error), str(path), error)
 
 
 def parse_json_object(
     data: bytes, where: str, error: type[CheckpointError] = InvalidConfig
 ) -> dict[str, Any]:
-    """Parse one JSON object; `where` opens the message of the error."""
+    """Parse one JSON object; `where` begins the message of an error."""
     try:
         return parse_object(data)
     except RowError as problem:
@@ -81,10 +81,14 @@ def parse_json_object(
 
 
 def file_inside(directory: Path, name: object, suffix: str, where: str) -> Path:
-    """Return `directory/name` for a bare file name that does not lead out of the directory.
+    """Return `directory/name` for the bare name of a regular file in the directory.
 
-    A link out is refused, with one exception: the snapshots of the Hugging Face cache are
-    directories of links into `blobs`, two levels up, and a link to there is followed.
+    A link out of the directory is refused, with one exception: the snapshots of the Hugging Face
+    cache are directories of links into `blobs`, two levels up, and these links are followed.
+
+    Args:
+      suffix: The suffix that the name must have.
+      where: The beginning of error messages.
     """
     if not isinstance(name, str) or not name.endswith(suffix) or name.startswith("."):
         raise CheckpointError(f"{where}: expected a file name ending in {suffix!r}, got {name!r}.")
@@ -97,11 +101,11 @@ def file_inside(directory: Path, name: object, suffix: str, where: str) -> Path:
 
 
 def _inside(directory: Path, name: str, where: str, error: type[CheckpointError]) -> Path:
-    """Return the resolved path of a name, in the directory or in the cache's `blobs`."""
+    """Return the resolved path of a name, which is in the directory or in the cache's `blobs`."""
     path, home = directory / name, directory.resolve()
     try:
         target = path.resolve(strict=True)
-    except (OSError, RuntimeError):  # RuntimeError: links in a circle
+    except (OSError, RuntimeError):  # RuntimeError: a loop of links
         got = "a link to nothing" if path.is_symlink() else "none"
         raise error(
             f"{where}: expected the file {name!r} in {directory}, got {got}. Fetch it again."
@@ -109,8 +113,8 @@ def _inside(directory: Path, name: str, where: str, error: type[CheckpointError]
     is_blob = home.parent.name == "snapshots" and target.parent == home.parent.parent / "blobs"
     if not (is_blob or target.is_relative_to(home)):
         raise error(
-            f"{where}: expected {name!r} to lie in {directory}, got a link to {target}. "
-            f"Copy the file in if you trust it."
+            f"{where}: expected {name!r} to be in {directory}, got a link to {target}. "
+            f"Copy the file into the directory if you trust it."
         )
     return target
 

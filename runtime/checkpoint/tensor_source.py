@@ -1,11 +1,11 @@
-"""Published tensors by name, read slice by slice, and rearranged into (part of) a parameter.
+"""Read boxes of published tensors, and rearrange them into boxes of parameters.
 
-Knows nothing of file formats, devices or families. `TensorSource` is what each format offers;
-`AxisPattern` reads "`(k g h) d -> d k g h`" and answers two questions: which shape comes out of a
-tensor, and which slice of the tensor is needed for a slice of the parameter.
+`TensorSource` is the interface of all formats. `AxisPattern` parses patterns such as
+"`(k g h) d -> d k g h`", and computes the shape of the parameter and the box of the tensor that a
+box of the parameter needs. Does not know about file formats, devices or families.
 
 Guarantees: `AxisPattern.read(source, name, index)` equals the whole tensor reshaped, transposed,
-repeated and then indexed, and asks the source for the smallest contiguous box that holds it.
+repeated and then indexed, and reads the smallest contiguous box that contains the result.
 """
 
 import math
@@ -25,16 +25,16 @@ Index = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Shape and dtype as `TensorSource.read` returns them, and how the file stores them."""
+    """Shape and dtype of a tensor as `TensorSource.read` returns it, and its form in the file."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
     stored_as: str
-    """The format's own name, e.g. `BF16` or `Q4_1`."""
+    """The name of the type in the format, such as `BF16` or `Q4_1`."""
     num_bytes: int
-    """Bytes in the file."""
+    """The number of bytes in the file."""
     axis_order: tuple[int, ...] | None = None
-    """Axes as the file stores them, major to minor; None means in the order of the shape."""
+    """The axes in the order of the file, major to minor; None means the order of the shape."""
 
     @property
     def size(self) -> int:
@@ -42,20 +42,20 @@ class TensorInfo:
 
 
 class TensorSource(Protocol):
-    """The tensors of one checkpoint. Reading is by value: an array never refers to the file."""
+    """The tensors of a checkpoint. Arrays are copies: they never refer to the file."""
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]: ...
 
     def read(self, name: str, index: Index | None = None) -> np.ndarray:
-        """Read a tensor, or the box of it that `index` (slices of step 1) asks for."""
+        """Read a tensor, or the box of it that `index`, slices of step 1, selects."""
         ...
 
     def close(self) -> None: ...
 
 
-class Rows:
-    """Some rows of each block of one tensor, as a source of a tensor of that name."""
+class RowSelection:
+    """A source with one tensor: some rows of each block of a tensor, under the same name."""
 
     def __init__(self, source: TensorSource, name: str, rows: tuple[int, int], block: int | None):
         self._source = source
@@ -75,25 +75,25 @@ class Rows:
         rows, *rest = intervals(index or (slice(None),) * len(shape), shape)
         if not len(rows):
             return np.empty([0, *map(len, rest)], self.tensors[name].dtype)
-        held = Interval(self._row_of(rows.start), self._row_of(rows.stop - 1) + 1)
-        array = self._source.read(name, tuple(i.as_slice() for i in (held, *rest)))
-        if len(held) == len(rows):
+        span = Interval(self._row_of(rows.start), self._row_of(rows.stop - 1) + 1)
+        array = self._source.read(name, tuple(i.as_slice() for i in (span, *rest)))
+        if len(span) == len(rows):
             return array
-        wanted = [self._row_of(row) - held.start for row in range(rows.start, rows.stop)]
+        wanted = [self._row_of(row) - span.start for row in range(rows.start, rows.stop)]
         return array[wanted]
 
     def _row_of(self, row: int) -> int:
-        """Where the whole tensor has a row of these."""
+        """The index in the whole tensor of a selected row."""
         return row // self._count * self._block + self._first + row % self._count
 
     def close(self) -> None:
-        """The whole tensor's source is closed by whoever opened it."""
+        """Do nothing: the owner of the whole tensor's source closes it."""
 
 
-class Stacked:
-    """Tensors of one shape, stacked along a new first axis, as a source of one tensor.
+class StackedTensors:
+    """A source with one tensor: tensors of one shape, stacked along a new first axis.
 
-    It has the dtype that holds every value of theirs.
+    Its dtype holds all values of the stacked tensors.
     """
 
     def __init__(self, source: TensorSource, name: str, members: Sequence[str]):
@@ -114,30 +114,30 @@ class Stacked:
 
     def read(self, name: str, index: Index | None = None) -> np.ndarray:
         info = self.tensors[name]
-        which, *rest = intervals(index or (slice(None),) * len(info.shape), info.shape)
+        stack, *rest = intervals(index or (slice(None),) * len(info.shape), info.shape)
         inner = tuple(interval.as_slice() for interval in rest)
-        result = np.empty([len(which), *map(len, rest)], info.dtype)
-        for row, member in zip(result, self._members[which.as_slice()], strict=True):
+        result = np.empty([len(stack), *map(len, rest)], info.dtype)
+        for row, member in zip(result, self._members[stack.as_slice()], strict=True):
             row[...] = self._source.read(member, inner)
         return result
 
     def close(self) -> None:
-        """The tensors' source is closed by whoever opened it."""
+        """Do nothing: the owner of the members' source closes it."""
 
 
 def _common_dtype(dtypes: Sequence[np.dtype]) -> np.dtype:
-    """The one of all, or one that holds every value of theirs."""
+    """The common dtype, or a dtype that holds all values of the given dtypes."""
     if len(set(dtypes)) == 1:
         return dtypes[0]
-    # by way of float32: float16 and bfloat16 have no common dtype for numpy
+    # start at float32, as numpy has no common dtype of float16 and bfloat16
     return reduce(np.promote_types, dtypes, np.dtype(np.float32))
 
 
 def source_of(part: TensorPart, source: TensorSource) -> TensorSource:
-    """Where the tensor of a part is read; ValueError if there is none of that shape."""
+    """The source from which a part is read; ValueError if a tensor has an unsuitable shape."""
     if part.stacked:
-        return Stacked(source, part.tensor, part.tensors)
-    return source if part.rows is None else Rows(source, part.tensor, part.rows, part.block)
+        return StackedTensors(source, part.tensor, part.tensors)
+    return source if part.rows is None else RowSelection(source, part.tensor, part.rows, part.block)
 
 
 @dataclass(frozen=True)
@@ -151,12 +151,12 @@ class Interval:
         return max(self.stop - self.start, 0)
 
     def as_slice(self, origin: int = 0) -> slice:
-        """The same positions, counted from `origin`."""
+        """The interval as a slice, with positions counted from `origin`."""
         return slice(self.start - origin, self.stop - origin)
 
 
 def intervals(index: Sequence[slice], shape: Sequence[int]) -> tuple[Interval, ...]:
-    """Resolve slices against a shape; only step 1 is known."""
+    """Resolve slices of step 1 for a shape; other steps raise IndexError."""
     if len(index) != len(shape):
         raise IndexError(f"expected {len(shape)} slices for shape {tuple(shape)}, got {len(index)}")
     resolved = []
@@ -170,11 +170,11 @@ def intervals(index: Sequence[slice], shape: Sequence[int]) -> tuple[Interval, .
 
 @dataclass(frozen=True)
 class AxisPattern:
-    """How the axes of a tensor become those of a parameter: `(k g h) d -> d k g h`.
+    """A mapping from the axes of a tensor to those of a parameter, such as `(k g h) d -> d k g h`.
 
-    Each side is a sequence of groups, a group being the names that share one axis, major to minor.
-    A literal `1` on the right is an empty group: an axis of size one. A name on the right only is a
-    repetition.
+    Each side is a sequence of groups. A group has the names that share one axis, major to minor. A
+    literal `1` on the right is an empty group: an axis of size 1. A name that is on the right only
+    is a repetition.
     """
 
     source: tuple[tuple[str, ...], ...]
@@ -194,7 +194,7 @@ class AxisPattern:
         source, target = (_parse_side(side, part.axes) for side in sides)
         left, right = _flat(source), _flat(target)
         if () in source:
-            raise ValueError(f"axis pattern {part.axes!r}: a literal 1 may stand on the right only")
+            raise ValueError(f"axis pattern {part.axes!r}: expected a literal 1 on the right only")
         repeated = set(right) - set(left)
         if sorted({*left, *repeated}) != sorted(right) or len(set(left)) != len(left):
             raise ValueError(
@@ -203,22 +203,22 @@ class AxisPattern:
             )
         if missing := sorted(repeated - dict(part.sizes).keys()):
             raise ValueError(
-                f"axis pattern {part.axes!r}: expected a size for {missing}, got none: a name that "
-                f"stands on the right only repeats, so it must say how often"
+                f"axis pattern {part.axes!r}: expected a size for {missing}, got none: a name on "
+                f"the right only is a repetition, and its size is the number of repetitions"
             )
         return cls(source, target, part.sizes)
 
     def parameter_shape(self, tensor_shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape that a tensor of the given shape turns into; ValueError if it cannot."""
+        """Return the parameter's shape for a tensor's shape; ValueError if they do not match."""
         sizes = self._resolve(tensor_shape)
         return tuple(math.prod(sizes[name] for name in group) for group in self.target)
 
     def read(self, source: TensorSource, name: str, index: Index | None = None) -> np.ndarray:
         """Read the box `index` of the parameter from the tensor `name`.
 
-        In three steps: (1) the box in target axes becomes an interval of each name, (2) the
-        intervals of a source group become one interval of that axis, which is read, (3) what was
-        read is cut, transposed, repeated, grouped and cut again where an interval was widened.
+        There are three steps: (1) The box in target axes becomes an interval of each name. (2) The
+        intervals of a source group become one interval of the group's axis, which is read. (3) The
+        array is cut, transposed, repeated and grouped, and cut again where an interval was widened.
         """
         sizes = self._resolve(source.tensors[name].shape)
         target_shape = [math.prod(sizes[n] for n in group) for group in self.target]
@@ -248,9 +248,9 @@ class AxisPattern:
     def pieces(
         self, info: TensorInfo, box: tuple[Interval, ...], max_elements: int
     ) -> Iterator[tuple[Interval, ...]]:
-        """Cut a box of the parameter into boxes for each of which at most `max_elements` are read.
+        """Cut a box of the parameter into pieces, each of which reads at most `max_elements`.
 
-        It is cut along what is major in the file, so that each piece is read in long runs.
+        The box is cut along axes that are major in the file, so that each piece is a few long runs.
         """
         if not all(map(len, box)):
             return
@@ -273,7 +273,7 @@ class AxisPattern:
             yield from self.pieces(info, rest, max_elements)
 
     def _resolve(self, tensor_shape: Sequence[int]) -> dict[str, int]:
-        """Sizes of all names, from the given ones and the tensor's shape."""
+        """The sizes of all names, from the given sizes and the shape of the tensor."""
         if len(tensor_shape) != len(self.source):
             raise ValueError(f"expected {len(self.source)} axes, got shape {tuple(tensor_shape)}")
         given = dict(self.sizes)
@@ -311,7 +311,7 @@ def _flat(groups: Iterable[tuple[str, ...]]) -> list[str]:
 def _split_all(
     groups: Iterable[tuple[str, ...]], box: Iterable[Interval], sizes: Mapping[str, int]
 ) -> dict[str, Interval]:
-    """Intervals of all names that together hold a box."""
+    """Intervals of all names whose product contains a box."""
     result: dict[str, Interval] = {}
     for group, interval in zip(groups, box, strict=True):
         result |= _split(group, interval, sizes)
@@ -321,10 +321,11 @@ def _split_all(
 def _split(
     group: tuple[str, ...], interval: Interval, sizes: Mapping[str, int]
 ) -> dict[str, Interval]:
-    """Intervals of the names of a group that together hold an interval of its axis.
+    """Intervals of a group's names whose product contains an interval of the group's axis.
 
-    With sizes k=4, h=8: [8, 24) of (k h) is k [1, 3), h [0, 8); so is [9, 24), which is cut later;
-    [10, 12) is k [1, 2), h [2, 4), because inside one k the minor names are an axis of their own.
+    Example with the sizes k=4, h=8: [8, 24) of (k h) is k [1, 3), h [0, 8). [9, 24) has the same
+    result, and is cut later. [10, 12) is k [1, 2), h [2, 4): inside one k, the minor names form an
+    axis.
     """
     result: dict[str, Interval] = {}
     for position, name in enumerate(group):
@@ -343,7 +344,7 @@ def _split(
 def _cover(
     group: tuple[str, ...], kept: Mapping[str, Interval], sizes: Mapping[str, int]
 ) -> Interval:
-    """Return the smallest interval of a group's axis that holds the intervals of its names."""
+    """Return the smallest interval of a group's axis that contains the intervals of its names."""
     first = _offset(group, kept, sizes)
     last = 0
     for name in group:
@@ -352,14 +353,14 @@ def _cover(
 
 
 def _widen(group: tuple[str, ...], interval: Interval, sizes: Mapping[str, int]) -> Interval:
-    """Widen an interval of a group's axis until it is a box of the names."""
+    """Widen an interval of a group's axis to a product of intervals of its names."""
     box = _split(group, interval, sizes)
     first = _offset(group, box, sizes)
     return Interval(first, first + math.prod(len(box[name]) for name in group))
 
 
 def _offset(group: tuple[str, ...], kept: Mapping[str, Interval], sizes: Mapping[str, int]) -> int:
-    """Position along the group's axis of the first element of the names' intervals."""
+    """The position, along the group's axis, of the first element of the names' intervals."""
     offset = 0
     for name in group:
         offset = offset * sizes[name] + kept[name].start

@@ -1,13 +1,13 @@
-"""The digest of every byte of a model's weights, computed in the background.
+"""Compute the digest of all bytes of a model's weights in the background.
 
-A file's root is the SHA-256 of the SHA-256 of its blocks; the digest is that of name, size and root
-of every file, in the order of names. Threads hash the blocks (hashlib releases the interpreter
-lock). Processes that share files hash a part of the blocks each. Roots of unchanged files are
-remembered: see `remembered_roots`.
+The root of a file is the SHA-256 of the SHA-256 hashes of its blocks. The digest is the SHA-256 of
+the name, the size and the root of all files, in the order of their names. Threads hash the blocks,
+as hashlib releases the interpreter lock. Processes that share the files hash a part of the blocks
+each. Roots of unchanged files are cached: see `hash_root_cache`.
 
-Knows nothing of what weights mean. Guarantees: the digested files do not change from `start` to the
-end of `result`, or `CheckpointChanged` is raised; all processes of a job have the same digest, or
-the job ends.
+Does not know the meaning of weights. Guarantees: `CheckpointChanged` is raised if a file changes
+between `start` and the end of `result`; all processes of a job have the same digest, or the job
+ends with an error.
 """
 
 import hashlib
@@ -22,16 +22,16 @@ from typing import NamedTuple
 from ..errors import CheckpointChanged
 from ..files.file_facts import FileFacts, FileStamp
 from ..pods.peers import ALONE, Peers
-from .remembered_roots import RememberedRoots
+from .hash_root_cache import HashRootCache
 
 BLOCK_BYTES = 64 * 2**20
 PIECE_BYTES = 2**20
-"""The number of bytes read at a time; they are still in the processor's cache when hashed."""
+"""The number of bytes that are read at once, which stay in the processor's cache for hashing."""
 MAX_THREADS = 8
 
 
 def parse_digest(text: str) -> str:
-    """Return what `noria inspect --weights-digest` prints, or raise ValueError."""
+    """Return a digest in the form that `noria inspect --weights-digest` prints; else ValueError."""
     if re.fullmatch(r"sha256:[0-9a-f]{64}", text) is None:
         raise ValueError(
             f"expected sha256: and 64 hexadecimal digits in lower case, got {text!r}. "
@@ -40,8 +40,8 @@ def parse_digest(text: str) -> str:
     return text
 
 
-class Block(NamedTuple):
-    """A part of one weight file; the last of a file may be shorter than the others."""
+class FileBlock(NamedTuple):
+    """A block of a weight file; the last block of a file may be shorter than the others."""
 
     file: str
     start: int
@@ -49,9 +49,9 @@ class Block(NamedTuple):
 
 
 class WeightsDigest:
-    """The digest of the weights in some files, by names that do not depend on their place.
+    """The digest of weight files; their names do not depend on the place of the model.
 
-    All processes of a job call `start`, and later `result`, in step.
+    All processes of a job call `start`, and later `result`, in the same order.
     """
 
     def __init__(self, files: Mapping[str, Path], peers: Peers = ALONE):
@@ -61,20 +61,20 @@ class WeightsDigest:
         self._digest: str | None = None
 
     def start(self) -> None:
-        """Begin to hash the files without a remembered root; a second call does nothing."""
+        """Begin to hash the files without a cached root; a second call does nothing."""
         if self._hashing is not None:
             return
         self._stamps = {name: FileStamp(path) for name, path in self._files.items()}
-        self._remembered = RememberedRoots()
-        seen = {name: _on_any_host(stamp.facts) for name, stamp in self._stamps.items()}
-        known = {name: self._remembered.get(stamp.facts) for name, stamp in self._stamps.items()}
+        self._cache = HashRootCache()
+        seen = {name: _facts_on_all_hosts(stamp.facts) for name, stamp in self._stamps.items()}
+        known = {name: self._cache.get(stamp.facts) for name, stamp in self._stamps.items()}
         everyone = self._peers.gather({"seen": seen, "known": known})
-        # a process shares work only with those that see the same files, not with hosts of copies
+        # a process shares the work with processes that see the same files, not with copies
         self._sharing = [rank for rank, other in enumerate(everyone) if other["seen"] == seen]
         self._roots: dict[str, str] = {}
         for name in self._files:
-            found = [everyone[rank]["known"][name] for rank in self._sharing]
-            if root := next(filter(None, found), None):
+            roots = [everyone[rank]["known"][name] for rank in self._sharing]
+            if root := next(filter(None, roots), None):
                 self._roots[name] = root
         blocks = [block for name in self._files if name not in self._roots
                   for block in self._blocks(name)]  # fmt: skip
@@ -94,40 +94,40 @@ class WeightsDigest:
         own = {f"{block.file}\0{block.start}": sha for block, sha in self._hashing.join().items()}
         everyone = self._peers.gather(own)
         hashes = {key: sha for rank in self._sharing for key, sha in everyone[rank].items()}
-        found = {
+        computed = {
             name: _root(hashes[f"{name}\0{block.start}"] for block in self._blocks(name))
             for name in self._files
             if name not in self._roots
         }
         for stamp in self._stamps.values():
             stamp.check()
-        self._remembered.add({self._stamps[name].facts: root for name, root in found.items()})
-        self._roots |= found
+        self._cache.add({self._stamps[name].facts: root for name, root in computed.items()})
+        self._roots |= computed
         digest = hashlib.sha256(b"noria weights 1\n")
         for name, stamp in self._stamps.items():
             digest.update(f"{name}\0{stamp.facts.size}\0{self._roots[name]}\n".encode())
         return f"sha256:{digest.hexdigest()}"
 
-    def _blocks(self, name: str) -> list[Block]:
+    def _blocks(self, name: str) -> list[FileBlock]:
         size = self._stamps[name].facts.size
         starts = range(0, size, BLOCK_BYTES)
-        return [Block(name, start, min(start + BLOCK_BYTES, size)) for start in starts]
+        return [FileBlock(name, start, min(start + BLOCK_BYTES, size)) for start in starts]
 
 
 class _Hashing:
-    """Threads that hash blocks; the end of the process does not wait for them."""
+    """Threads that hash blocks; they do not keep the process alive."""
 
-    def __init__(self, files: Mapping[str, Path], blocks: Iterable[Block]):
+    def __init__(self, files: Mapping[str, Path], blocks: Iterable[FileBlock]):
         self._files = files
         self._waiting = deque(blocks)
-        self._hashes: dict[Block, str] = {}
+        self._hashes: dict[FileBlock, str] = {}
         self._error: BaseException | None = None
         count = min(len(self._waiting), os.cpu_count() or 1, MAX_THREADS)
         self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(count)]
         for thread in self._threads:
             thread.start()
 
-    def join(self) -> dict[Block, str]:
+    def join(self) -> dict[FileBlock, str]:
         for thread in self._threads:
             thread.join()
         if self._error is not None:
@@ -142,14 +142,14 @@ class _Hashing:
             self._waiting.clear()
             self._error = error
 
-    def _next(self) -> Block | None:
+    def _next(self) -> FileBlock | None:
         try:
             return self._waiting.popleft()
         except IndexError:
             return None
 
 
-def _hash_block(path: Path, block: Block) -> str:
+def _hash_block(path: Path, block: FileBlock) -> str:
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(min(PIECE_BYTES, block.end - block.start)))
     position = block.start
@@ -159,8 +159,8 @@ def _hash_block(path: Path, block: Block) -> str:
             count = file.readinto(buffer[: block.end - position])
             if not count:
                 raise CheckpointChanged(
-                    f"{path}: expected bytes to {block.end}, got {position}: the file became "
-                    f"shorter while it was read. Start again."
+                    f"{path}: expected {block.end} bytes, got {position}: the file became shorter "
+                    f"while it was read. Start again."
                 )
             digest.update(buffer[:count])
             position += count
@@ -171,9 +171,9 @@ def _root(hashes: Iterable[str]) -> str:
     return hashlib.sha256(b"".join(map(bytes.fromhex, hashes))).hexdigest()
 
 
-def _on_any_host(facts: FileFacts) -> str:
-    """The facts of a shared file that all hosts see alike; a copy has other times or another inode.
+def _facts_on_all_hosts(facts: FileFacts) -> str:
+    """The facts of a shared file that are equal on all hosts; a copy has other times or inodes.
 
-    The device number is left out, as every host has its own.
+    The device number is left out, as it differs between hosts.
     """
     return " ".join(map(str, facts[1:]))

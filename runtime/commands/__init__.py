@@ -1,1 +1,1 @@
-"""The subcommands of `noria`, one file each: its options, and the function that runs it."""
+"""The subcommands of `noria`: one file for each, with its options and the function that runs it."""

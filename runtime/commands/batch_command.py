@@ -1,4 +1,4 @@
-"""`noria batch`: answer every row of a file."""
+"""`noria batch`: answer each row of a file."""
 
 import argparse
 from pathlib import Path
@@ -10,51 +10,99 @@ from ..pods import pod_options
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the subcommand."""
     add = parser.add_argument
-    add("-i", "--input", type=Path, required=True, help="OpenAI Batch lines, or simple lines")
-    add("-o", "--output", type=Path, required=True, help="results, in input order")
-    add("--model", required=True, help="directory, .gguf file, or smollm2")
-    add("--plan", type=Path, help="plan or bundle; by default derived from the input")
-    add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of weights")
+    add(
+        "-i",
+        "--input",
+        type=Path,
+        required=True,
+        help="JSON Lines file with requests: OpenAI Batch lines, or simple lines",
+    )
+    add("-o", "--output", type=Path, required=True, help="file for the results, in input order")
+    add("--model", required=True, help="model directory, .gguf file, or smollm2")
+    add(
+        "--plan",
+        type=Path,
+        help="plan file or bundle to use (default: a plan derived from the input)",
+    )
+    add(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16"),
+        default="auto",
+        help="dtype of weights and activations (default: auto, bfloat16 on TPU and GPU and the "
+        "faster of the two on the CPU)",
+    )
     add(
         "--target",
-        help="hardware to run on (default: the plan's, or this machine's accelerator, or cpu)",
+        help="hardware to run on (default: the target of the plan, else this machine's "
+        "accelerator, else cpu)",
     )
     add(
-        "--layout", help="how the model lies on several devices: a name, name@data=2,tensor=4, FILE"
+        "--layout",
+        help="layout of the model on several devices: NAME, NAME@data=2,tensor=4 or a FILE",
     )
-    add("--seed", type=int, default=0, help="seeds rows that bring no seed of their own")
-    add("--set", action="append", default=[], metavar="A.B=V", help="override a key of the plan")
+    add("--seed", type=int, default=0, help="seed for rows without a seed (default: 0)")
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="A.B=V",
+        help="override a key of the plan, such as buckets.decode_slots=16",
+    )
     add(
         "--generation-config",
         choices=("model", "none"),
         default="model",
-        help="sampling defaults: those of the model's generation_config.json, or noria's",
+        help="source of sampling defaults: model, its generation_config.json; none, noria's own "
+        "defaults (default: model)",
     )
     add(
         "--now",
         metavar="TIME",
-        help="local time that chat templates see, as 2026-01-31T12:00:00 (default: when the job "
-        "starts); give all parts of a job the same time",
+        help="local time that chat templates see, such as 2026-01-31T12:00:00 (default: the start "
+        "of the job); give all parts of a job the same time",
     )
-    add("--grace-seconds", type=float, default=20.0, help="for rows in flight at a first signal")
-    add("--on-error", choices=("row", "raise"), default="row", help="raise: stop at a bad row")
-    add("--error-file", type=Path, help="write error rows here instead of into the output")
-    add("--rows", default="0/1", metavar="I/N", help="only rows I, I+N, I+2N, ...; see noria merge")
+    add(
+        "--grace-seconds",
+        type=float,
+        default=20.0,
+        metavar="SECONDS",
+        help="seconds to finish running rows after SIGTERM, SIGHUP or Ctrl-C (default: 20)",
+    )
+    add(
+        "--on-error",
+        choices=("row", "raise"),
+        default="row",
+        help="what a bad row does: row, it becomes an error row; raise, it stops the job "
+        "(default: row)",
+    )
+    add(
+        "--error-file", type=Path, help="file for error rows, which are then left out of the output"
+    )
+    add(
+        "--rows",
+        default="0/1",
+        metavar="I/N",
+        help="answer only rows I, I+N, I+2N, ... of the input; noria merge joins the N parts",
+    )
     add(
         "--expect-weights",
         type=_weights_digest,
         metavar="SHA256",
-        help="refuse weights with another digest; noria inspect --weights-digest prints it",
+        help="digest that the weights must have; noria inspect --weights-digest prints it",
     )
-    add("--restart", action="store_true", help="discard what an earlier run has finished")
-    add("--quiet", action="store_true", help="no progress on stderr")
+    add(
+        "--restart",
+        action="store_true",
+        help="discard the finished rows of an earlier run, and start again",
+    )
+    add("--quiet", action="store_true", help="print no progress on stderr")
     add_strict_config(parser)
     several = parser.add_argument_group("several processes over one mesh")
     pod_options.add_options(several)
     several.add_argument(
         "--allow-different-numerics",
         action="store_true",
-        help="go on with a job that another set-up of processes began; the manifest says so",
+        help="continue a job that another number of processes or hosts began; the manifest says so",
     )
 
 

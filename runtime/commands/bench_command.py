@@ -1,13 +1,14 @@
-"""`noria bench`: speed over prompt lengths, output lengths and batch sizes.
+"""`noria bench`: measure speed over prompt lengths, output lengths and batch sizes.
 
-The grid that people know from llama-batched-bench: PP prompt tokens and TG output tokens for each
-of B rows. Each case gets the bucket grid that a batch job of such rows would derive, and the waste
-of that grid stands beside its speed. For a model with experts the JSON also has what each phase
-dropped and padded. Prompts are random ids, sampling is greedy, end tokens count as any other. With
-`--calibration` graphs of many shapes are timed instead, for the predictions of `noria plan`.
+The cases are those of llama-batched-bench: PP prompt tokens and TG output tokens for each of B
+rows. Each case runs on the bucket grid that a batch job with the same rows would derive, and the
+table has the padding waste of this grid. For a model with experts, the JSON file also has the
+numbers of dropped and padded tokens in each phase. Prompts are random token ids, sampling is
+greedy, and end tokens do not end a row. With `--calibration`, graphs of many shapes are timed
+instead, for the predictions of `noria plan`.
 
-Knows nothing of texts or request files. Guarantees: compiling and a first run are never in a
-figure; times are medians of the repeats.
+Does not know about texts or request files. Guarantees: no figure includes compiling or the first
+run; times are medians of the repeats.
 """
 
 import argparse
@@ -37,20 +38,20 @@ if TYPE_CHECKING:
     from ...compile.plan import Plan
     from ...compile.planning.hardware import Hardware
     from ...sharding.layout import Layout
-    from ..engine.generation import Generator
+    from ..engine.generation import GenerationSession
     from ..session import LoadedModel
 
 COLUMNS = ("PP", "TG", "B", "N_KV", "T_PP s", "S_PP t/s", "T_TG s", "S_TG t/s", "T s", "S t/s")
 
-OF_CASES = ("pp", "tg", "batch", "set", "repeats", "json")
-"""Options that a calibration has no use for."""
-OF_CALIBRATION = ("hardware", "kind", "longest")
-"""Options that cases have no use for."""
+CASE_OPTIONS = ("pp", "tg", "batch", "set", "repeats", "json")
+"""Options that a calibration refuses."""
+CALIBRATION_OPTIONS = ("hardware", "kind", "longest")
+"""Options that are refused without --calibration."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One line of the table: B rows of PP prompt tokens and TG output tokens."""
+    """A line of the table: B rows with PP prompt tokens and TG output tokens each."""
 
     prompt_length: int
     output_length: int
@@ -62,17 +63,17 @@ class Case:
 
 @dataclass(frozen=True)
 class Timing:
-    """One run of a case."""
+    """The times of one run of a case."""
 
     prefill_seconds: float
-    """Prefill and fork calls."""
+    """Seconds of prefill and fork calls."""
     decode_seconds: float
     wall_seconds: float
 
 
 @dataclass
 class CaseResult:
-    """What a case took, and the grid that it took it on."""
+    """The grid and the measured times of a case."""
 
     case: Case
     grid: dict[str, Any]
@@ -80,53 +81,91 @@ class CaseResult:
     padding: dict[str, int]
     compiles_during_run: int
     experts: dict[str, Any] | None
-    """Use of the experts, where the model has any."""
+    """The use of the experts; None if the model has none."""
     timings: list[Timing] = field(default_factory=list)
 
     def median(self, name: str) -> float:
-        """The median of one of `Timing`'s fields."""
+        """The median of a field of `Timing` over all runs."""
         return statistics.median(getattr(timing, name) for timing in self.timings)
 
     @property
     def waste(self) -> float:
-        """Share of the computed tokens that are neither prompt nor output."""
+        """The share of computed tokens that are neither prompt nor output tokens."""
         return 1 - self.padding["real_tokens"] / self.padding["computed_tokens"]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the subcommand."""
     add = parser.add_argument
-    add("--model", required=True, help="directory, .gguf file, or smollm2")
-    add("--pp", type=_sizes, default=[128, 256], help="prompt tokens a row (default: 128,256)")
-    add("--tg", type=_sizes, default=[32], help="output tokens a row (default: 32)")
-    add("--batch", type=_sizes, default=[1, 8, 32], help="rows (default: 1,8,32)")
-    add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of weights")
+    add("--model", required=True, help="model directory, .gguf file, or smollm2")
+    add(
+        "--pp",
+        type=_sizes,
+        default=[128, 256],
+        help="numbers of prompt tokens per row (default: 128,256)",
+    )
+    add("--tg", type=_sizes, default=[32], help="numbers of output tokens per row (default: 32)")
+    add("--batch", type=_sizes, default=[1, 8, 32], help="numbers of rows (default: 1,8,32)")
+    add(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16"),
+        default="auto",
+        help="dtype of weights and activations (default: auto, bfloat16 on TPU and GPU and the "
+        "faster of the two on the CPU)",
+    )
     add("--target", default=default_target(), help="hardware to run on (default: %(default)s)")
     add(
-        "--layout", help="how the model lies on several devices: a name, name@data=2,tensor=4, FILE"
+        "--layout",
+        help="layout of the model on several devices: NAME, NAME@data=2,tensor=4 or a FILE",
     )
-    add("--set", action="append", default=[], metavar="A.B=V", help="override a key of the plan")
-    add("--repeats", type=int, default=3, help="measured runs a case; medians count (default: 3)")
-    add("--json", type=Path, help="write raw times, grids and the machine here")
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="A.B=V",
+        help="override a key of the plan, such as buckets.decode_slots=16",
+    )
+    add(
+        "--repeats",
+        type=int,
+        default=3,
+        help="measured runs of each case; medians are reported (default: 3)",
+    )
+    add("--json", type=Path, help="JSON file for the raw times, the grids and the machine")
     add(
         "--calibration",
         type=Path,
         metavar="FILE",
-        help="instead of cases, time graphs of many shapes for the predictions of noria plan",
+        help="time graphs of many shapes instead of cases, and write this calibration file "
+        "for noria plan",
     )
     add(
         "--hardware",
         type=Path,
         metavar="FILE",
-        help="for it: TOML tables of devices, beside the published ones",
+        help="with --calibration: TOML file with device tables, in addition to the published ones",
     )
-    add("--kind", default="", help="for it: whose table the accelerators of --target have (h100)")
-    add("--longest", type=int, default=1024, help="positions of the longest rows timed for it")
+    add(
+        "--kind",
+        default="",
+        help="with --calibration: device table that describes the accelerators of --target, such "
+        "as h100",
+    )
+    add(
+        "--longest",
+        type=int,
+        default=1024,
+        metavar="TOKENS",
+        help="with --calibration: length of the longest timed rows, in tokens (default: 1024)",
+    )
     add_strict_config(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run every case, print the table as it grows, write the JSON file at the end."""
+    """Run all cases, print the table as it grows, and write the JSON file at the end.
+
+    With `--calibration`, time graphs and write the calibration instead.
+    """
     from ..checkpoint import open_model
 
     _check_options(options)
@@ -142,7 +181,7 @@ def run(options: argparse.Namespace) -> int:
         say(_header(model, options))
         results = []
         for case in cases:
-            results.append(_run_or_name(model, case, options.repeats, options.set))
+            results.append(_run_named(model, case, options.repeats, options.set))
             say(_line(results[-1]))
         if options.json:
             _write(options.json, _report(options, files, model.dtype, results))
@@ -156,7 +195,7 @@ def run_case(
     overrides: Sequence[str] = (),
     clock: Callable[[], float] = time.perf_counter,
 ) -> CaseResult:
-    """Build the grid of one case, run it once unmeasured and `repeats` times measured."""
+    """Build the grid of a case, run it once without timing, and `repeats` times with timing."""
     from .. import session
 
     plan = _plan(model, case, overrides)
@@ -180,7 +219,7 @@ def run_case(
 
 
 def random_prompts(case: Case, vocab_size: int) -> list[list[int]]:
-    """The same ids for the same case, on every machine."""
+    """Random prompts for a case; the same ones for the same case on every machine."""
     import numpy as np
 
     rng = np.random.default_rng(0)
@@ -188,12 +227,12 @@ def random_prompts(case: Case, vocab_size: int) -> list[list[int]]:
 
 
 def _plan(model: "LoadedModel", case: Case, overrides: Sequence[str]) -> "Plan":
-    """The plan that a batch job of such rows would derive, with keys of the user's."""
+    """The plan that a batch job of the case's rows would derive, with the user's overrides."""
     from ...compile.expert_plan import default_experts
-    from ...compile.grids.default_grid import RowNeed, derive_grid
+    from ...compile.grids.default_grid import RowShape, derive_grid
     from ...compile.plan import Numbers, Plan, PlannedModel
 
-    needs = [RowNeed(case.prompt_length, case.output_length)] * case.rows
+    needs = [RowShape(case.prompt_length, case.output_length)] * case.rows
     config, layout = model.definition.config, model.placement.layout
     grid = derive_grid(needs, config.max_position, _grid_defaults(case, layout))
     planned = PlannedModel(model.files.name, model.files.fingerprint())
@@ -202,10 +241,10 @@ def _plan(model: "LoadedModel", case: Case, overrides: Sequence[str]) -> "Plan":
     return Plan.from_table(apply_overrides(tomllib.loads(plan.to_toml()), overrides))
 
 
-def _run_or_name(
+def _run_named(
     model: "LoadedModel", case: Case, repeats: int, overrides: Sequence[str]
 ) -> CaseResult:
-    """As `run_case`; what the compiler or the device refuses ends with the name of the case."""
+    """Run a case; errors of the compiler or the device become a JobError with the case's name."""
     try:
         return run_case(model, case, repeats, overrides)
     except (RuntimeError, MemoryError) as error:
@@ -213,7 +252,7 @@ def _run_or_name(
 
 
 def _run_once(
-    generator: "Generator", case: Case, prompts: list[list[int]], clock: Callable[[], float]
+    generator: "GenerationSession", case: Case, prompts: list[list[int]], clock: Callable[[], float]
 ) -> Timing:
     from ..engine.metrics import EngineMetrics
 
@@ -233,7 +272,7 @@ def _run_once(
 
 
 def _grid_defaults(case: Case, layout: "Layout | None"):
-    """A slot for every row, and one span: a case asks what its own shape costs."""
+    """Defaults with one slot for each row and one span, so that a case runs in its own shape."""
     from ...compile.grids.default_grid import GridDefaults
 
     defaults = GridDefaults.for_layout(layout)
@@ -243,24 +282,24 @@ def _grid_defaults(case: Case, layout: "Layout | None"):
 def _check_options(options: argparse.Namespace) -> None:
     if options.repeats < 1:
         raise ConfigError(f"--repeats: expected at least 1, got {options.repeats}.")
-    useless = OF_CALIBRATION if options.calibration is None else OF_CASES
+    refused = CALIBRATION_OPTIONS if options.calibration is None else CASE_OPTIONS
     parser = argparse.ArgumentParser()
     add_options(parser)
-    given = [name for name in useless if getattr(options, name) != parser.get_default(name)]
+    given = [name for name in refused if getattr(options, name) != parser.get_default(name)]
     if given:
         listed = ", ".join(f"--{name}" for name in given)
         raise ConfigError(
-            f"{listed}: expected beside --calibration FILE, which they are for."
+            f"{listed}: expected only together with --calibration FILE. Add it, or leave these out."
             if options.calibration is None
-            else f"--calibration: expected none of the options of cases, got {listed}. "
-            f"It chooses its own shapes."
+            else f"--calibration: expected no options of cases, got {listed}. A calibration "
+            f"chooses its own shapes; leave them out."
         )
 
 
 def _check_files(options: argparse.Namespace) -> None:
-    """Refuse what cannot be written, before the work that it is for."""
+    """Refuse output files that cannot be written, before any work is done."""
     named = {"the file of --json": options.json, "the calibration": options.calibration}
-    outputs = {what: path for what, path in named.items() if path is not None}
+    outputs = {name: path for name, path in named.items() if path is not None}
     read = (Path(options.model), layout_file(options.layout or ""), options.hardware)
     check_files(outputs, [("an input", path) for path in read])
 
@@ -276,19 +315,19 @@ def _sizes(text: str) -> list[int]:
         sizes = []
     if not sizes or min(sizes) < 1:
         raise argparse.ArgumentTypeError(
-            f"expected positive integers with commas between, such as 128,256; got {text!r}."
+            f"expected positive integers separated by commas, such as 128,256; got {text!r}."
         )
     return sizes
 
 
 def _cases(options: argparse.Namespace, max_position: int) -> list[Case]:
-    """All combinations, in the order of llama-batched-bench; refused whole if one cannot fit."""
+    """All combinations, in the order of llama-batched-bench; ValueError if one is too long."""
     cases = [Case(*sizes) for sizes in product(options.pp, options.tg, options.batch)]
     for case in cases:
         if case.prompt_length + case.output_length > max_position:
             raise ValueError(
-                f"--pp, --tg: expected at most {max_position} tokens a row, the longest sequence "
-                f"that this model was published for, got {case}."
+                f"--pp, --tg: expected at most {max_position} tokens per row (the model's longest "
+                f"sequence), got {case}. Choose smaller numbers."
             )
     return cases
 
@@ -310,7 +349,7 @@ def _load(files, options: argparse.Namespace) -> "LoadedModel":
 
 
 def _hardware(options: argparse.Namespace) -> "Hardware":
-    """The peaks that a calibration is of."""
+    """The hardware table that the calibration refers to."""
     from ...compile.planning.hardware import hardware_of
     from ..files.hardware_files import known_hardware
 
@@ -318,16 +357,13 @@ def _hardware(options: argparse.Namespace) -> "Hardware":
 
 
 def _calibrate(model: "LoadedModel", hardware: "Hardware", options: argparse.Namespace) -> int:
-    from ..planning.calibrate import measure
+    from ..planning.calibration import measure
 
     longest = min(options.longest, model.definition.config.max_position)
     say = partial(tell, sys.stdout)
     calibration = measure(model, hardware, longest, options.layout or "", say)
     _write(options.calibration, calibration.to_json())
-    say(
-        f"{options.calibration}: median error {calibration.median_error:.1%} over the calls that "
-        f"it was made from"
-    )
+    say(f"{options.calibration}: median error {calibration.median_error:.1%} over the timed calls")
     return 0
 
 

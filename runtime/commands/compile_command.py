@@ -1,8 +1,8 @@
-"""`noria compile`: build every executable of a plan; on a target that is there, keep them.
+"""`noria compile`: compile all graphs of a plan into a bundle.
 
-For an absent target everything is compiled all the same, and `bundle.json` keeps what the compiler
-said of each graph: seconds and memory. Weights are not read. Of several processes each keeps its
-own.
+For a present target, the bundle has the executables. For an absent target, all graphs are compiled
+too, and `bundle.json` has the compile seconds and the memory of each graph. Weights are not read.
+If several processes run the command, each process writes its own folder of the bundle.
 """
 
 import argparse
@@ -19,8 +19,8 @@ from ..pods import pod_options
 from ..pods.peers import Peers
 
 if TYPE_CHECKING:
-    from ...compile.build import BuildProgress
     from ...compile.abstract_model import AbstractModel
+    from ...compile.build import BuildProgress
     from ...compile.plan import Plan
     from ...compile.targets import Target
     from ...sharding.placement import Placement
@@ -32,17 +32,27 @@ GIGABYTE = 1e9
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the subcommand."""
     add = parser.add_argument
-    add("--model", required=True, help="directory (config.json will do), .gguf file, or smollm2")
-    add("--plan", type=Path, required=True, help="made by noria plan, or by hand")
-    add("-o", "--output", type=Path, required=True, help="folder of the bundle")
-    add("--set", action="append", default=[], metavar="A.B=V", help="override a key of the plan")
-    add("--quiet", action="store_true", help="no progress on stderr")
+    add(
+        "--model",
+        required=True,
+        help="model directory (config.json is enough), .gguf file, or smollm2",
+    )
+    add("--plan", type=Path, required=True, help="plan file to compile")
+    add("-o", "--output", type=Path, required=True, help="folder for the bundle")
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="A.B=V",
+        help="override a key of the plan, such as buckets.decode_slots=16",
+    )
+    add("--quiet", action="store_true", help="print no progress on stderr")
     add_strict_config(parser)
     pod_options.add_options(parser.add_argument_group("several processes over one mesh"))
 
 
 def run(options: argparse.Namespace) -> int:
-    """Compile, write, and say what it took."""
+    """Compile the plan, write the bundle, and print its size and compile time."""
     from ...compile.plan import Plan
 
     plan = Plan.from_table(apply_overrides(read_plan_table(options.plan), options.set))
@@ -59,10 +69,10 @@ def _compile(options: argparse.Namespace, plan: "Plan", peers: Peers) -> None:
     from ..bundles import bundle
     from ..bundles.key import digest
     from ..checkpoint import open_model
-    from ..devices.graph_memory import memory_of
+    from ..devices.graph_memory import required_bytes
 
     def say(message: object) -> None:
-        if peers.leads:
+        if peers.is_leader:
             note(options, message)
 
     seconds: dict[str, float] = {}
@@ -87,18 +97,17 @@ def _compile(options: argparse.Namespace, plan: "Plan", peers: Peers) -> None:
             raise JobError(f"{target.name}: {error}", EXIT_BUILD) from error
         taken = time.monotonic() - started
         bundle.write(folder, plan, target, config, graphs, seconds)
-    kept = "kept" if bundle.keeps(target) else f"not kept, as {target.name} is not there"
-    most = max(map(memory_of, graphs.executables.values()))
+    kept = "kept" if bundle.keeps(target) else f"not kept, as {target.name} is not on this machine"
+    max_bytes = max(map(required_bytes, graphs.executables.values()))
     tell(
         sys.stdout,
         f"{folder}: {plural(len(seconds), 'graph')} compiled in {taken:.1f} s, "
-        f"{kept}; a call needs up to {most / GIGABYTE:.2f} GB on each device, with all that "
-        f"it is given",
+        f"{kept}; peak memory per device {max_bytes / GIGABYTE:.2f} GB (arguments included)",
     )
 
 
 def _prepared(plan: "Plan", files: "ModelFiles") -> "tuple[Target, Placement, AbstractModel]":
-    """The target of a plan, and the model as it lies there; refuses a plan that cannot be."""
+    """The target, placement and model of a plan; raises an error if the plan is illegal."""
     from ...compile.abstract_model import AbstractModel
     from ...compile.targets import find_target
     from .. import session
@@ -113,11 +122,11 @@ def _prepared(plan: "Plan", files: "ModelFiles") -> "tuple[Target, Placement, Ab
 
 
 def _check_present(target: str, option: str) -> None:
-    """Refuse an option that needs devices where there are none."""
+    """Refuse an option that needs present devices, if the target is absent."""
     from ...compile.target_names import TargetName
 
     if TargetName.parse(target).kind:
         raise ConfigError(
-            f"{option}: expected a target that is on this machine, as each process keeps what its "
-            f"devices run, got {target}. Compile without {option}."
+            f"{option}: expected a target on this machine, as each process keeps the "
+            f"executables of its devices, got {target}. Compile without {option}."
         )

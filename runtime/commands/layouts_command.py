@@ -1,8 +1,8 @@
-"""`noria layouts`: compare layouts of one model on one target, which need not be present.
+"""`noria layouts`: compare layouts of one model on one target, present or absent.
 
-Each layout is checked, and where it is legal its longest prefill and decode graph are compiled and
-read. Writes `layouts.json` and `layouts.png` into the output folder and a table to stdout. Weights
-are read only for `--verify`.
+Each layout is checked. If it is legal, its longest prefill graph and its decode graph are compiled
+and their programs are read. Writes `layouts.json` and `layouts.png` into the output folder, and
+prints a table. Weights are read only with `--verify`.
 """
 
 import argparse
@@ -37,27 +37,73 @@ if TYPE_CHECKING:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the subcommand."""
     add = parser.add_argument
-    add("--model", required=True, help="directory (config.json will do), .gguf file, or smollm2")
-    add("--target", required=True, help="cpu:8 (simulated), tpu:v5e:2x4, gpu:h100:8")
-    add("-o", "--output", type=Path, required=True, help="folder for layouts.json and layouts.png")
-    add("--layouts", default="all", help="NAME, NAME@data=2,tensor=4 or FILE, joined by spaces")
-    add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of weights")
-    add("--slots", type=int, default=64, help="rows of the decode batch")
-    add("--length", type=int, default=1024, help="prompt and output together: the cache's length")
-    add("--prompt", type=int, default=512, help="length of the prefill graph")
-    add("--prompts", type=int, default=8, help="rows of the prefill graph")
     add(
-        "--attention", default="auto", metavar="KERNEL", help="of the prefill graph (default: auto)"
+        "--model",
+        required=True,
+        help="model directory (config.json is enough), .gguf file, or smollm2",
     )
-    add("--layers", type=int, help="compile so many layers only, for a quick look")
-    add("--scan-layers", action="store_true", help="layers in a loop, as a plan may ask for")
-    add("--verify", action="store_true", help="run each layout, compare logits with one device")
-    add("--quiet", action="store_true", help="no progress on stderr")
+    add(
+        "--target",
+        required=True,
+        help="hardware to compile for: cpu:8 (simulated devices), tpu:v5e:2x4, gpu:h100:8, ...",
+    )
+    add("-o", "--output", type=Path, required=True, help="folder for layouts.json and layouts.png")
+    add(
+        "--layouts",
+        default="all",
+        help="layouts to compare, separated by spaces: NAME, NAME@data=2,tensor=4 or FILE "
+        "(default: all named layouts)",
+    )
+    add(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16"),
+        default="auto",
+        help="dtype of weights and activations (default: auto, bfloat16 on TPU and GPU and the "
+        "faster of the two on the CPU)",
+    )
+    add("--slots", type=int, default=64, help="number of slots of the decode graph (default: 64)")
+    add(
+        "--length",
+        type=int,
+        default=1024,
+        help="length of the cache in tokens, for prompt and output together (default: 1024)",
+    )
+    add(
+        "--prompt",
+        type=int,
+        default=512,
+        help="prompt length of the prefill graph in tokens (default: 512)",
+    )
+    add(
+        "--prompts", type=int, default=8, help="number of prompts of the prefill graph (default: 8)"
+    )
+    add(
+        "--attention",
+        default="auto",
+        metavar="KERNEL",
+        help="attention kernel of the prefill graph (default: auto)",
+    )
+    add(
+        "--layers",
+        type=int,
+        help="number of layers to compile, for a quick result (default: all layers)",
+    )
+    add(
+        "--scan-layers",
+        action="store_true",
+        help="compile the layers as a loop instead of unrolled",
+    )
+    add(
+        "--verify",
+        action="store_true",
+        help="run each layout, and compare its logits with those of one device",
+    )
+    add("--quiet", action="store_true", help="print no progress on stderr")
     add_strict_config(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure every layout that was asked for; 1 where a chosen one cannot be."""
+    """Measure the layouts; returns 1 if a layout that the user named is illegal."""
     from ..checkpoint import open_model
 
     check_fillable(options.output)
@@ -73,7 +119,7 @@ def _run(options: argparse.Namespace, files: "ModelFiles") -> int:
     from ...compile.targets import find_target
     from .. import session
     from ..bundles import compilation_cache
-    from ..layouts.table import table_of
+    from ..layouts.table import format_table
 
     compilation_cache.enable(partial(note, options))
     session.prepare_jax(options.target)
@@ -86,18 +132,18 @@ def _run(options: argparse.Namespace, files: "ModelFiles") -> int:
     results = [_measure(options, config, layout, target, grid, dtype) for layout in layouts]
     if options.verify:
         _verify(options, files, target, dtype, layouts, results)
-    tell(sys.stdout, table_of(results))
+    tell(sys.stdout, format_table(results))
     _write(options, files, dtype, config, grid, results)
     is_fine = options.layouts == "all" or not any(result.findings for result in results)
     return EXIT_OK if is_fine else EXIT_ROWS_FAILED
 
 
-def _layouts(asked: str, num_devices: int) -> list["Layout"]:
-    """The layouts by their spellings; named ones without a mesh are fitted to the target."""
+def _layouts(names: str, num_devices: int) -> list["Layout"]:
+    """The layouts by their spellings; a named layout without a mesh is fitted to the target."""
     from ...sharding.layout import Layout
 
     named = named_layout_tables()
-    spellings: Sequence[str] = list(named) if asked == "all" else split_spellings(asked)
+    spellings: Sequence[str] = list(named) if names == "all" else split_spellings(names)
     if not spellings:
         raise ConfigError("--layouts: expected at least one layout, got none.")
     layouts = []
@@ -115,7 +161,8 @@ def _config(options: argparse.Namespace, files: "ModelFiles") -> "DecoderConfig"
         return config
     if not 0 < options.layers <= config.num_layers:
         raise ConfigError(
-            f"--layers: expected 1 to {config.num_layers}, the model's, got {options.layers}."
+            f"--layers: expected 1 to {config.num_layers}, the number of layers of the model, got "
+            f"{options.layers}."
         )
     return config.first_layers(options.layers)
 
@@ -153,7 +200,7 @@ def _measure(
 
 
 def _hardware(target: str) -> "Hardware | None":
-    """One device of a target, where a table has its kind."""
+    """The hardware table of a target's devices; None if no table has their kind."""
     from ...compile.planning.hardware import UnknownHardware, hardware_of
     from ..files.hardware_files import known_hardware
 
@@ -171,7 +218,7 @@ def _verify(
     layouts: Sequence["Layout"],
     results: Sequence["LayoutResult"],
 ) -> None:
-    from ..layouts.verify import Verification
+    from ..layouts.verification import Verification
 
     verification = Verification(files, target, dtype, options.scan_layers)
     for layout, result in zip(layouts, results, strict=True):

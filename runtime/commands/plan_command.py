@@ -1,8 +1,8 @@
-"""`noria plan`: choose buckets, and a layout, for a workload on a target that need not be there.
+"""`noria plan`: choose buckets and a layout for a workload on a target, present or absent.
 
-Reads the lengths of a workload, weighs every layout and grid of the family by their predicted
-seconds, and writes the best as a plan that `noria batch --plan` runs; a report beside it says why.
-Weights are not read, and nothing is compiled unless that is asked for.
+Reads the lengths of a workload, compares layouts and bucket grids by their predicted seconds, and
+writes the best ones as a plan for `noria batch --plan`. A report explains the choice. Weights are
+not read. Graphs are compiled only with `--compile-layouts`.
 """
 
 import argparse
@@ -20,83 +20,152 @@ from ..files.run_config import add_strict_config
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the subcommand."""
     add = parser.add_argument
-    add("--model", required=True, help="directory (config.json will do), .gguf file, or smollm2")
-    add("--workload", type=Path, required=True, help="batch file, or CSV of token counts")
-    add("-o", "--output", type=Path, required=True, help="the plan, as TOML")
+    add(
+        "--model",
+        required=True,
+        help="model directory (config.json is enough), .gguf file, or smollm2",
+    )
+    add(
+        "--workload",
+        type=Path,
+        required=True,
+        help="batch file, or CSV file with token counts, to plan for",
+    )
+    add("-o", "--output", type=Path, required=True, help="file for the plan, in TOML")
     add(
         "--target",
         default=default_target(),
-        help="cpu, tpu:v5e:2x4, gpu:h100:8, ... (default: %(default)s)",
+        help="hardware to plan for: cpu, tpu:v5e:2x4, gpu:h100:8, ... (default: %(default)s)",
     )
     add("--report", type=Path, metavar="DIR", help="folder for report.json and report.html")
     add(
         "--layout",
-        help="how the model lies on several devices: NAME, NAME@data=2,tensor=4 or FILE, or some "
-        "of them joined by spaces (default: all, the best of the named ones over all meshes)",
+        help="layouts of the model on several devices to choose from, separated by spaces: NAME, "
+        "NAME@data=2,tensor=4 or FILE (default: all named layouts over all meshes)",
     )
-    add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of weights")
-    add("--from-output", type=Path, metavar="OUT", help="output of a finished job of the workload")
+    add(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16"),
+        default="auto",
+        help="dtype of weights and activations (default: auto, bfloat16 on TPU and GPU and the "
+        "faster of the two on the CPU)",
+    )
+    add(
+        "--from-output",
+        type=Path,
+        metavar="OUT",
+        help="output of a finished job with this workload, for the output lengths",
+    )
     add(
         "--expected-output",
         type=float,
         default=1.0,
         metavar="SHARE",
-        help="of max_tokens that rows emit, where nothing else says (default: 1)",
+        help="expected output as a share of max_tokens, if neither a table nor --from-output has "
+        "the lengths (default: 1)",
     )
     add(
         "--max-length",
         type=int,
         metavar="N",
-        help="longest prompt and output together, for rows without max_tokens (default: their "
-        "longest prompt and the expected output)",
+        help="largest number of tokens of prompt and output together, for rows without max_tokens "
+        "(default: their longest prompt plus the expected output)",
     )
-    add("--calibration", type=Path, help="made by noria bench --calibration on the target")
-    add("--hardware", type=Path, help="TOML tables of devices, beside the published ones")
+    add(
+        "--calibration",
+        type=Path,
+        help="calibration file that noria bench --calibration wrote on the target",
+    )
+    add(
+        "--hardware",
+        type=Path,
+        help="TOML file with device tables, in addition to the published ones",
+    )
     _add_search_options(parser)
-    add("--quiet", action="store_true", help="no progress on stderr")
+    add("--quiet", action="store_true", help="print no progress on stderr")
     add_strict_config(parser)
 
 
 def _add_search_options(parser: argparse.ArgumentParser) -> None:
-    """Which plans there are to choose from, and how hard they are looked at."""
+    """Add the options that limit the search."""
     add = parser.add_argument
-    add("--chunks", choices=("auto", "never", "always"), default="auto", help="of prompts")
+    add(
+        "--chunks",
+        choices=("auto", "never", "always"),
+        default="auto",
+        help="use chunked prefill: auto, never, always (default: auto)",
+    )
     add(
         "--scan-layers",
         action="store_true",
-        help="layers in a loop: deep models compile in seconds, and are slower on the CPU",
+        help="compile the layers as a loop: faster to compile, and slower to run on the CPU",
     )
     add(
         "--max-padding",
         type=float,
         default=math.inf,
         metavar="RATIO",
-        help="of computed to real prompt tokens, dummy rows included, such as 1.05 (default: any)",
+        help="largest ratio of computed to real prompt tokens, dummy rows included, such as 1.05 "
+        "(default: no limit)",
     )
-    add("--max-prefill-graphs", type=int, default=8, help="default: 8")
-    add("--max-decode-graphs", type=int, default=4, help="default: 4")
-    add("--max-compile-minutes", type=float, default=math.inf, help="for all graphs together")
-    add("--seconds-per-graph", type=float, help="of compiling one (default: by phase and layers)")
+    add(
+        "--max-prefill-graphs",
+        type=int,
+        default=8,
+        metavar="N",
+        help="largest number of prefill graphs (default: 8)",
+    )
+    add(
+        "--max-decode-graphs",
+        type=int,
+        default=4,
+        metavar="N",
+        help="largest number of decode graphs (default: 4)",
+    )
+    add(
+        "--max-compile-minutes",
+        type=float,
+        default=math.inf,
+        metavar="MINUTES",
+        help="largest predicted time to compile all graphs, in minutes (default: no limit)",
+    )
+    add(
+        "--seconds-per-graph",
+        type=float,
+        metavar="SECONDS",
+        help="expected seconds to compile one graph (default: predicted by phase and layers)",
+    )
     add(
         "--compile-layouts",
         type=int,
         default=0,
         metavar="N",
-        help="compile the plans of the best N layouts, as far as their costliest graphs, and order "
-        "them anew by what the compiler made of them (default: 0)",
+        help="compile the costliest graphs of the best N layouts, and choose the layout by the "
+        "compiled graphs (default: 0)",
     )
-    add("--max-memory-gb", type=float, help="on each device (default: 90 %% of what it has)")
-    add("--tries", type=int, default=24, help="grids to simulate at most (default: 24)")
+    add(
+        "--max-memory-gb",
+        type=float,
+        metavar="GB",
+        help="memory for weights and cache on each device, in GB (default: 90 %% of the device)",
+    )
+    add(
+        "--tries",
+        type=int,
+        default=24,
+        metavar="N",
+        help="largest number of grids to simulate for each layout (default: 24)",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Plan, write, and print a summary."""
+    """Make the plan, write the plan and its report, and print a summary."""
     from ...compile.targets import find_target
     from .. import session
     from ..checkpoint import open_model
     from ..files.disk import Disk, replace_file
     from ..planning import report
-    from ..planning.predict import predict
+    from ..planning.prediction import predict
     from ..planning.summary import summary
 
     _check(options)
@@ -109,32 +178,32 @@ def run(options: argparse.Namespace) -> int:
         files.unread.report(partial(note, options), is_strict=options.strict_config)
         prediction = predict(options, files)
         replace_file(Disk(), options.output, [prediction.plan.to_toml().encode()])
-    found = report.as_json(prediction)
+    content = report.to_json(prediction)
     if options.report is not None:
-        report.write(prediction, found, options.report)
-    tell(sys.stdout, summary(found))
+        report.write(prediction, content, options.report)
+    tell(sys.stdout, summary(content))
     tell(sys.stdout, f"plan: {options.output}")
     return 0
 
 
 def _check_files(options: argparse.Namespace) -> None:
-    """Refuse what cannot be written, before the work that it is for."""
+    """Refuse output files that cannot be written, before any work is done."""
     from ..batch.job_files import check_files, check_fillable
     from ..files.layout_files import split_spellings
     from ..planning import pictures, report
 
     read = [options.workload, options.from_output, options.calibration, options.hardware]
     read += map(Path, [options.model, *split_spellings(options.layout or "")])
-    others = {}
+    report_files = {}
     if options.report is not None:
         check_fillable(options.report)
         pictures.matplotlib()
-        others = report.files_in(options.report)
-    check_files({"the plan": options.output}, [("an input", path) for path in read], others)
+        report_files = report.files_in(options.report)
+    check_files({"the plan": options.output}, [("an input", path) for path in read], report_files)
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Refuse numbers that mean nothing."""
+    """Refuse numbers outside of their ranges."""
     positive = {
         "--max-prefill-graphs": options.max_prefill_graphs,
         "--max-decode-graphs": options.max_decode_graphs,
@@ -146,8 +215,8 @@ def _check(options: argparse.Namespace) -> None:
     for name, number in positive.items():
         if number is not None and not number > 0:
             raise ConfigError(f"{name}: expected a number above 0, got {number}.")
-    if (asked := options.seconds_per_graph) is not None and not 0 < asked < math.inf:
-        raise ConfigError(f"--seconds-per-graph: expected seconds above 0, got {asked}.")
+    if (seconds := options.seconds_per_graph) is not None and not 0 < seconds < math.inf:
+        raise ConfigError(f"--seconds-per-graph: expected seconds above 0, got {seconds}.")
     if options.compile_layouts < 0:
         raise ConfigError(
             f"--compile-layouts: expected a number of layouts, got {options.compile_layouts}."

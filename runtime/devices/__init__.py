@@ -1,1 +1,1 @@
-"""This machine and its devices: what they are, their memory, and transfers to them."""
+"""This machine and its devices: their properties, their memory, and transfers to them."""

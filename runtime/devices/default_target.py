@@ -1,9 +1,9 @@
-"""The target of those who name none: this machine's accelerator, where there is one, or the CPU.
+"""The default target: this machine's accelerator if it has one, else the CPU.
 
-A job looks at its rows and at what is finished before it imports jax, and its target is among the
-things that it is known by. So the answer comes from what the system and the installed packages say,
-and is jax's own: what the user chose with `JAX_PLATFORMS`, a TPU, a GPU, the CPU. Where a driver is
-broken the job says that there is no such device; it never falls back to the CPU.
+A job needs its target before it imports jax, because the target is part of the configuration by
+which it recognises finished output. So the target is derived from device files and installed
+packages, in jax's own order: the platform in `JAX_PLATFORMS`, a TPU, a GPU, the CPU. If a driver is
+broken, the job later fails for lack of the device; it never falls back to the CPU.
 """
 
 import os
@@ -12,15 +12,15 @@ from pathlib import Path
 
 TPU_DEVICES = ("accel[0-9]*", "vfio/[0-9]*")
 GPU_DEVICES = ("nvidia[0-9]*", "dxg")
-"""The latter on WSL."""
+"""Device files of GPUs; `dxg` is that of WSL."""
 TPU_PLUGINS = ("libtpu",)
 GPU_PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
 _TARGETS = {"cuda": "gpu", "rocm": "gpu"}
-"""Of jax's platforms that targets call otherwise."""
+"""The names of targets for jax's platforms with other names."""
 
 
 def default_target(devices: Path = Path("/dev")) -> str:
-    """`tpu`, `gpu` or `cpu`."""
+    """The platform of the default target: `tpu`, `gpu`, `cpu`, or the first of `JAX_PLATFORMS`."""
     if chosen := os.environ.get("JAX_PLATFORMS", "").partition(",")[0]:
         return _TARGETS.get(chosen, chosen)
     if _has(devices, TPU_DEVICES) and _is_installed(TPU_PLUGINS):
@@ -36,10 +36,10 @@ def _has(devices: Path, patterns: tuple[str, ...]) -> bool:
 
 
 def _is_installed(modules: tuple[str, ...]) -> bool:
-    """Whether any is there; none is imported, as plugins start devices."""
-    return any(_is_there(module) for module in modules)
+    """Whether any of the modules is installed; none is imported, because plugins start devices."""
+    return any(_can_find(module) for module in modules)
 
 
-def _is_there(module: str) -> bool:
+def _can_find(module: str) -> bool:
     parent, _, _ = module.rpartition(".")
     return (not parent or find_spec(parent) is not None) and find_spec(module) is not None

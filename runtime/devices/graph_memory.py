@@ -1,4 +1,4 @@
-"""What the compiler says of the memory that a graph takes on each device."""
+"""The memory that a graph needs on each device, as the compiler reports it."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -10,34 +10,39 @@ from ...compile.graph_failures import GraphFailed
 
 
 def check_memory(graphs: CompiledGraphs, devices: Iterable[Any]) -> None:
-    """Raise GraphFailed if a graph needs more memory than a device has, if both are known."""
-    # neither devices of other processes nor the CPU tell a limit
-    facts = [
+    """Check that every graph fits into the memory of the devices, if both sizes are known.
+
+    Raises:
+      GraphFailed: A graph needs more memory than a device has.
+    """
+    # devices of other processes and the CPU report no limit
+    statistics = [
         device.memory_stats() for device in devices if device.process_index == jax.process_index()
     ]
-    limits = [found["bytes_limit"] for found in facts if found and "bytes_limit" in found]
+    limits = [facts["bytes_limit"] for facts in statistics if facts and "bytes_limit" in facts]
     if not limits:
         return
     for name, executable in graphs.executables.items():
-        if (needed := memory_of(executable)) > min(limits):
+        if (needed := required_bytes(executable)) > min(limits):
             raise GraphFailed(
                 name,
                 graphs.grid,
-                f"does not fit: expected at most {min(limits) / 1e9:.2f} GB, what jax may use of "
-                f"a device, got {needed / 1e9:.2f} GB, with weights and cache",
+                f"does not fit: expected at most {min(limits) / 1e9:.2f} GB, the memory of a "
+                f"device that jax may use, got {needed / 1e9:.2f} GB, with weights and cache",
             )
 
 
-def memory_of(executable: jax.stages.Compiled) -> int:
-    """Bytes that a graph needs with all that it is given; 0 where none are known."""
-    found = memory_facts(executable)
-    if not found:
+def required_bytes(executable: jax.stages.Compiled) -> int:
+    """Bytes that a graph needs on each device, arguments included; 0 if they are not known."""
+    facts = memory_facts(executable)
+    if not facts:
         return 0
-    return sum(found.values()) - 2 * found["alias_bytes"]
+    # aliased bytes are counted as arguments and as outputs, and reported as aliases
+    return sum(facts.values()) - 2 * facts["alias_bytes"]
 
 
 def memory_facts(executable: jax.stages.Compiled) -> dict[str, int]:
-    """Bytes by kind; empty where none are known."""
+    """Bytes on each device by kind; empty if they are not known."""
     memory = executable.memory_analysis()
     if memory is None:
         return {}

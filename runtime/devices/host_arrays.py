@@ -1,7 +1,7 @@
-"""Arrays between host and devices: the explicit transfers of a run.
+"""The explicit transfers of arrays between host and devices.
 
-Knows nothing of what the arrays mean. With several processes each one puts its own copy, which must
-be the same everywhere, and fetches what every device holds whole.
+With several processes, each process puts its own copy of an array, which must be equal on all of
+them, and fetches arrays that are replicated on every device. Does not know what the arrays mean.
 """
 
 from dataclasses import dataclass
@@ -14,19 +14,19 @@ from jax.sharding import Sharding
 
 @dataclass(frozen=True)
 class HostArrays:
-    """Transfers to and from devices on which host arrays lie whole."""
+    """Transfers to and from devices on which host arrays are replicated."""
 
     sharding: Sharding
 
     def put(self, arrays: Any) -> Any:
-        """Host arrays (any pytree) onto the devices."""
+        """Copy a pytree of host arrays to the devices."""
         if jax.process_count() == 1:
             return jax.device_put(arrays, self.sharding)
-        # device_put would make all processes compare their values, at the cost of a collective each
+        # device_put compares the values of all processes, which costs a collective per array
         return jax.tree.map(self._put_local, arrays)
 
     def fetch(self, arrays: Any) -> Any:
-        """Arrays that lie whole on every device to the host."""
+        """Copy a pytree of replicated arrays to the host; waits for the arrays."""
         return jax.device_get(arrays)
 
     def _put_local(self, array: Any) -> jax.Array:

@@ -1,7 +1,7 @@
-"""What a measurement was made on, as far as a reader needs it to judge the numbers.
+"""Describes this machine, so that readers can judge measurements made on it.
 
-Knows nothing of models or requests. Guarantees: it imports nothing heavy, and asks jax for devices
-only when jax is loaded already.
+Does not know about models or requests. Guarantees: imports nothing heavy, and asks jax for devices
+only if jax is already imported.
 """
 
 import os
@@ -17,7 +17,7 @@ _INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 
 
 def describe_machine() -> dict[str, Any]:
-    """Processor, cores, load, devices, system and versions, ready for JSON."""
+    """Processor, cores, load, devices, system and versions, as a dict for JSON."""
     facts = _processor_facts()
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -33,21 +33,21 @@ def describe_machine() -> dict[str, Any]:
 
 
 def processor_flags() -> str:
-    """Name and instructions of the processor, as far as the system tells."""
+    """The processor's name and instruction set flags, as far as the system reports them."""
     facts = _processor_facts()
     return f"{platform.machine()} {facts.get('model name', '')} {facts.get('flags', '')}".strip()
 
 
 def instructions() -> list[str]:
-    """The processor's instructions that decide how fast products are."""
+    """The instruction sets of the processor that determine the speed of matrix products."""
     flags = _processor_facts().get("flags", "").split()
     return [name for name in _INSTRUCTIONS if name in flags]
 
 
 def faster_dtype(platform: str) -> str:
-    """The dtype whose products are fastest.
+    """The dtype with the fastest matrix products.
 
-    It is bfloat16 on TPU and GPU, and on CPUs that have instructions for products of bfloat16.
+    It is bfloat16 on TPU and GPU, and on CPUs with instructions for bfloat16 products.
     """
     has_products = {"amx_bf16", "avx512_bf16"} & set(instructions())
     return "bfloat16" if platform != "cpu" or has_products else "float32"
@@ -62,7 +62,7 @@ def _processor_facts() -> dict[str, str]:
 
 
 def usable_cores() -> int | None:
-    """The cores that this process may run on."""
+    """The number of cores that this process may run on; None if it is unknown."""
     # a container or taskset may leave fewer cores than the machine has
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))

@@ -1,1 +1,1 @@
-"""Requests through compiled graphs: scheduler, engine, padding and metrics, in token ids."""
+"""Running requests on compiled graphs: scheduler, engine, padding and metrics, in token ids."""

@@ -1,6 +1,6 @@
-"""Results of a call: arrays on the host, and the events that requests see of them.
+"""The results of a call as arrays on the host, and the events that they mean for requests.
 
-Knows nothing of devices or text.
+Does not know about devices or text.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ import numpy as np
 
 from ...compile.steps import NO_TOKEN
 from ..request import TokenLogprob
-from .decode_slots import DecodeAction, Sequence
+from .decode_slots import DecodeAction, ScheduledSequence
 from .scheduler import PrefillAction
 
 
@@ -38,11 +38,11 @@ class TokensEmitted:
 
 @dataclass(frozen=True)
 class ChoicesDropped:
-    """The number of choices of experts that one call dropped, as a capacity was full."""
+    """The number of expert choices that one call dropped because an expert's capacity was full."""
 
     number: int
     sample: int
-    """The sequence that lost them; for a prompt, the first of the sequences that share it."""
+    """The sequence that lost the choices; for a prompt, the first sequence that shares it."""
     is_of_prompt: bool
     count: int
 
@@ -52,16 +52,16 @@ Event = PromptScored | TokensEmitted | ChoicesDropped
 
 @dataclass(frozen=True)
 class CallResults:
-    """Results of a call on the host, and the sequences that were in the slots meanwhile."""
+    """Results of a call on the host, and the sequences that were in the slots during the call."""
 
     action: PrefillAction | DecodeAction
     output: Any
-    sequences: Mapping[int, Sequence]
+    sequences: Mapping[int, ScheduledSequence]
     seconds: float
 
     @cached_property
     def num_emitted_B(self) -> np.ndarray:
-        """The number of ids that each slot emitted in a decode call; they come first."""
+        """Number of ids that each slot emitted in a decode call; ids precede padding in a slot."""
         return np.count_nonzero(self.output.tokens_BQ != NO_TOKEN, axis=1)
 
     def ids_of(self, slot: int) -> list[int]:
@@ -69,5 +69,5 @@ class CallResults:
         return self.output.tokens_BQ[slot, : self.num_emitted_B[slot]].tolist()
 
     def has_ended(self, slot: int) -> bool:
-        """Whether the row in a slot ended in a decode call, as far as the device sees."""
+        """Whether the device ended the sequence in a slot during a decode call."""
         return not self.output.is_active_B[slot]

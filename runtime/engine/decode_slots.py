@@ -1,6 +1,6 @@
-"""The slots of the decode batch, as scheduling sees them: who has them, and the next call's span.
+"""The slots of the decode batch for the scheduler: their owners, and the next call's span.
 
-Pure state, without clock or device. Knows nothing of how prompts come into slots.
+Pure state, without clock or device. Does not know how prompts are written into slots.
 """
 
 from bisect import bisect_left, insort
@@ -10,27 +10,28 @@ from ...compile.grids.bucket_grid import BucketGrid
 
 
 @dataclass(frozen=True)
-class Job:
-    """What scheduling needs to know of one request."""
+class ScheduledRequest:
+    """The facts of one request that the scheduler needs."""
 
     number: int
     prompt_length: int
-    limit: int
-    """Length at which each of its sequences ends; `prompt_length` when nothing is generated."""
+    max_total_length: int
+    """Length, prompt included, at which each of its sequences ends; `prompt_length` if nothing is
+    generated."""
     num_sequences: int
     is_scored: bool
 
     @property
     def generates(self) -> bool:
-        """Whether its sequences decode at all."""
-        return self.limit > self.prompt_length
+        """Whether the request has sequences to decode."""
+        return self.max_total_length > self.prompt_length
 
 
 @dataclass(frozen=True)
-class Sequence:
-    """One continuation of a request."""
+class ScheduledSequence:
+    """One of the continuations that a request asks for."""
 
-    job: Job
+    request: ScheduledRequest
     sample: int
 
 
@@ -44,82 +45,92 @@ class DecodeAction:
 
 @dataclass
 class _Occupant:
+    """The sequence that decodes in a slot."""
+
     number: int
     length: int
-    limit: int
+    max_total_length: int
 
 
 class DecodeSlots:
-    """Slots that are free, that are claimed for prompts on their way, and that decode."""
+    """The decode slots: free, claimed for a prompt that is being prefilled, or decoding."""
 
     def __init__(self, grid: BucketGrid):
         self._grid = grid
         self._occupants: dict[int, _Occupant] = {}
-        self._reach = [grid.reach(slot) for slot in range(grid.decode_slots)]
-        self._sorted_reach = sorted(self._reach)
-        # the shortest first, so that a row takes the shortest slot that holds it
-        self._free = sorted(range(len(self._reach)), key=self._order)
+        self._capacities = [grid.slot_capacity(slot) for slot in range(grid.decode_slots)]
+        self._sorted_capacities = sorted(self._capacities)
+        # shortest first, so that a sequence takes the shortest slot that holds it
+        self._free = sorted(range(len(self._capacities)), key=self._order)
 
     def __len__(self) -> int:
-        return len(self._reach)
+        return len(self._capacities)
 
     @property
     def free(self) -> list[int]:
-        """Slots that nobody has, the shortest first."""
+        """The free slots, shortest first."""
         return self._free.copy()
 
-    def first_for(self, job: Job, free: list[int]) -> int:
-        """The index in `free`, shortest first, of the first slot that holds a job's sequences."""
-        return bisect_left(free, job.limit, key=self._reach.__getitem__)
+    def first_usable(self, request: ScheduledRequest, free: list[int]) -> int:
+        """The index in `free`, shortest first, of the first slot long enough for the request."""
+        return bisect_left(free, request.max_total_length, key=self._capacities.__getitem__)
 
-    def num_for(self, job: Job) -> int:
-        """Slots, free or not, that hold all that a sequence of a job may become."""
-        return len(self) - bisect_left(self._sorted_reach, job.limit)
+    def num_usable(self, request: ScheduledRequest) -> int:
+        """The number of slots, free or not, that are long enough for the request."""
+        return len(self) - bisect_left(self._sorted_capacities, request.max_total_length)
 
-    def num_idle_for(self, job: Job) -> int:
-        """Slots that hold all that a sequence of a job may become, and in which nothing decodes."""
-        return self.num_for(job) - sum(job.limit <= self._reach[slot] for slot in self._occupants)
+    def num_idle(self, request: ScheduledRequest) -> int:
+        """The number of slots that are long enough for the request and decode nothing."""
+        return self.num_usable(request) - sum(
+            request.max_total_length <= self._capacities[slot] for slot in self._occupants
+        )
 
     @property
     def live(self) -> tuple[int, ...]:
-        """Slots whose rows decode."""
+        """The slots that decode, in order."""
         return tuple(sorted(self._occupants))
 
     @property
-    def any_live(self) -> bool:
+    def has_live(self) -> bool:
         return bool(self._occupants)
 
     @property
-    def job_numbers(self) -> set[int]:
-        """The requests that decode."""
+    def request_numbers(self) -> set[int]:
+        """The numbers of the requests that decode."""
         return {occupant.number for occupant in self._occupants.values()}
 
     def claim(self, slots: list[int]) -> None:
-        """Take free slots for the sequences of a prompt."""
+        """Reserve free slots for the sequences of a prompt."""
         for slot in slots:
             self._free.remove(slot)
 
-    def put(self, slot: int, sequence: Sequence) -> None:
-        """Let a sequence decode whose prompt is in its slot."""
-        job = sequence.job
-        self._occupants[slot] = _Occupant(job.number, job.prompt_length, job.limit)
+    def put(self, slot: int, sequence: ScheduledSequence) -> None:
+        """Start to decode a sequence whose prompt is complete in the slot."""
+        request = sequence.request
+        self._occupants[slot] = _Occupant(
+            request.number, request.prompt_length, request.max_total_length
+        )
 
     def advance(self, slot: int, num_tokens: int) -> None:
-        """Note that a slot's row grew."""
+        """Record that the sequence in a slot grew by some tokens."""
         self._occupants[slot].length += num_tokens
 
     def release(self, slot: int) -> None:
-        """Free a slot, whether its row decoded or not."""
+        """Free a slot that was claimed or that decoded."""
         self._occupants.pop(slot, None)
         insort(self._free, slot, key=self._order)
 
     def decode(self) -> DecodeAction | None:
-        """The call of all live slots over the shortest span that holds them; None without any."""
+        """The decode call of all live slots, over the shortest span that holds them; None if no
+        slot is live."""
         if not self._occupants:
             return None
         steps = self._grid.steps_per_call
-        length = max(min(x.length + steps, x.limit) for x in self._occupants.values())
+        length = max(
+            min(occupant.length + steps, occupant.max_total_length)
+            for occupant in self._occupants.values()
+        )
         return DecodeAction(self._grid.span_of(length), self.live)
 
     def _order(self, slot: int) -> tuple[int, int]:
-        return self._reach[slot], slot
+        return self._capacities[slot], slot

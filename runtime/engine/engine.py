@@ -1,12 +1,13 @@
-"""The engine: carries out the scheduler's actions on the device, in token ids.
+"""Runs the scheduler's actions on the device, in token ids.
 
-An action has three steps, so that the device need not wait for all that the host does: `dispatch`
-starts its graph; `receive` waits for the end and frees the slots of rows that ended, which is all
-that the next action depends on; `events` says what came of it while the next graph runs.
+An action has three steps, so that the device does not wait for the host's work: `dispatch` starts
+the graph; `receive` waits for its end and frees the slots of sequences that ended, and the next
+action depends on nothing else; `events` reports the results while the next graph runs.
 
-Knows nothing of text, files or stop strings. What crosses to the host after a call is ids, flags,
-counts of experts and, when asked for, log-probabilities. Guarantees: no compile (the graphs are
-given), explicit transfers only, and a row that meets non-finite logits ends alone.
+Does not know about text, files or stop strings. Only ids, flags, expert counts and, if requested,
+log-probabilities are copied to the host after a call. Guarantees: nothing compiles, as the graphs
+are given; all transfers are explicit; a sequence with non-finite logits ends without effect on the
+others.
 """
 
 import time
@@ -27,17 +28,17 @@ from ...modelzoo.sampling import SamplingState, TokenScores
 from ..devices.host_arrays import HostArrays
 from ..request import Request, TokenLogprob
 from .call_results import CallResults, ChoicesDropped, Event, PromptScored, TokensEmitted
-from .decode_slots import DecodeAction, Job, Sequence
+from .decode_slots import DecodeAction, ScheduledRequest, ScheduledSequence
 from .metrics import EngineMetrics
 from .padding import greedy_sampling, pack_pieces, pack_requests, pack_sampling
 from .scheduler import Action, ForkAction, PrefillAction, PromptPiece, Scheduler
 
 
 @dataclass(frozen=True)
-class EngineRequest:
-    """A request as the engine takes it: admitted, with its seed and stop ids resolved."""
+class AdmittedRequest:
+    """A request that fits the grid, with its seed and stop ids resolved."""
 
-    job: Job
+    scheduled: ScheduledRequest
     request: Request
     seed: int
     stop_ids: tuple[int, ...]
@@ -45,7 +46,7 @@ class EngineRequest:
 
 @dataclass(frozen=True)
 class _InFlight:
-    """A call that was dispatched and not received."""
+    """A call that was dispatched and not yet received."""
 
     action: PrefillAction | DecodeAction
     graph: str
@@ -54,7 +55,16 @@ class _InFlight:
 
 
 class Engine:
-    """Slots on the device and the requests in them."""
+    """The decode state on the device, and the requests in its slots.
+
+    Args:
+      graphs: The executables of a plan.
+      parameters: The model's parameters on the devices, by dotted path.
+      state: An empty decode state; every call donates it.
+      host: The transfers between host and devices.
+      padded_vocab: The vocabulary size of the logits, padding included.
+      clock: Monotonic seconds.
+    """
 
     def __init__(
         self,
@@ -74,61 +84,68 @@ class Engine:
         self._padded_vocab = padded_vocab
         self._clock = clock
         self._in_flight: _InFlight | None = None
-        self._requests: dict[int, EngineRequest] = {}
+        self._requests: dict[int, AdmittedRequest] = {}
         self._sampling: dict[int, SamplingState] = {}
-        """Sampling parameters of the first sample of each request."""
-        self._in_slot: dict[int, Sequence] = {}
+        """Sampling parameters of each request, for its first sample."""
+        self._in_slot: dict[int, ScheduledSequence] = {}
         self._scores: dict[int, list[TokenLogprob]] = {}
-        """Log-probabilities of prompts of which some pieces are scored."""
+        """Log-probabilities of the pieces scored so far, of prompts that are not complete."""
         self._unclean: set[int] = set()
-        """Slots that may hold numbers that are not finite."""
+        """Slots whose cache may hold non-finite numbers."""
 
-    def submit(self, request: EngineRequest) -> None:
-        """Queue a request; it must fit the grid."""
-        self.scheduler.submit(request.job)
-        self._requests[request.job.number] = request
-        # here, as this is done while the device runs
-        self._sampling[request.job.number] = pack_sampling(
+    def submit(self, request: AdmittedRequest) -> None:
+        """Queue a request.
+
+        Raises:
+          NoBucketFits: The request does not fit the grid.
+        """
+        self.scheduler.submit(request.scheduled)
+        self._requests[request.scheduled.number] = request
+        # packed here, because requests are submitted while the device runs
+        self._sampling[request.scheduled.number] = pack_sampling(
             request.request.params,
             seed=request.seed,
             sample=0,
-            prompt_length=request.job.prompt_length,
+            prompt_length=request.scheduled.prompt_length,
             stop_ids=request.stop_ids,
             vocab_size=self._padded_vocab,
         )
 
     def forget(self, number: int) -> None:
-        """Drop what is kept for a request whose sequences have all ended."""
+        """Drop the data of a request whose sequences have all ended."""
         del self._requests[number], self._sampling[number]
 
     def release(self, slot: int) -> None:
-        """Free a slot whose row ended, on the device or for a reason that this cannot see."""
+        """Free a slot whose sequence ended, on the device or at a stop string."""
         self.scheduler.release(slot)
         del self._in_slot[slot]
         self._clear(slot)
 
     def abandon(self) -> None:
-        """Drop all requests, also after a call that was interrupted."""
+        """Drop all requests and start with an empty state; valid after an interrupted call too."""
         self.scheduler = Scheduler(self._graphs.grid)
         self._in_flight = None
-        for kept in (
+        for container in (
             self._requests,
             self._sampling,
             self._in_slot,
             self._scores,
             self._unclean,
         ):
-            kept.clear()
-        # a call may have taken the state and not have given it back
+            container.clear()
+        # an interrupted call may have donated the state without returning a new one
         for array in jax.tree.leaves(self._state):
             array.delete()
         self._state = self._graphs.empty_state()
 
     def dispatch(self) -> Action | None:
-        """Start the next action, once the last was received; None when nothing is left to do.
+        """Start the next action; the previous one must have been received.
+
+        Returns:
+          The action; None if no work is left.
 
         Raises:
-          GraphFailed: The device refuses the action's graph.
+          GraphFailed: The graph of the action failed to start.
         """
         assert self._in_flight is None
         if (action := self.scheduler.next_action()) is None:
@@ -148,7 +165,10 @@ class Engine:
         return action
 
     def receive(self) -> CallResults | None:
-        """Wait for the call in flight, and free the slots of rows that ended; None without a call.
+        """Wait for the call in flight, and free the slots of sequences that ended.
+
+        Returns:
+          The results of the call; None if no call is in flight.
 
         Raises:
           GraphFailed: The call failed, or ran out of memory.
@@ -156,7 +176,7 @@ class Engine:
         if (call := self._in_flight) is None:
             return None
         with naming_graph(call.graph, self._graphs.grid, "failed as it ran"):
-            output = self._host.fetch(self._wanted_of(call))
+            output = self._host.fetch(self._results_to_fetch(call))
         self._in_flight = None
         seconds = self._clock() - call.start
         results = CallResults(call.action, output, dict(self._in_slot), seconds)
@@ -169,7 +189,7 @@ class Engine:
         return results
 
     def events(self, results: CallResults) -> list[Event]:
-        """The events of a call, which is counted here: once for each call, in their order."""
+        """The events of a call, which is added to the metrics: pass each call once, in order."""
         match results.action:
             case PrefillAction() as action:
                 return self._events_of_prefill(action, results)
@@ -178,18 +198,19 @@ class Engine:
 
     def _prefill(self, action: PrefillAction) -> PrefillOutput:
         grid, bucket, rows = self._graphs.grid, action.bucket, action.rows
-        requests = [self._requests[row.sequence.job.number] for row in rows]
+        requests = [self._requests[row.sequence.request.number] for row in rows]
         prompts = [request.request.prompt_token_ids for request in requests]
         pieces, tokens_BT, next_BT = pack_pieces(rows, prompts, bucket, grid.decode_slots)
-        asked = pack_requests(
-            [row.sequence.job for row in rows],
+        slot_requests = pack_requests(
+            [row.sequence.request for row in rows],
             [self._sampling_of(row.sequence) for row in rows],
             bucket.batch,
         )
-        arguments = (pieces, asked, tokens_BT)
+        arguments = (pieces, slot_requests, tokens_BT)
         run = self._graphs.prefill
         if action.is_scored:
-            arguments, run = (*arguments, next_BT, _wanted(requests, bucket)), self._graphs.score
+            arguments = (*arguments, next_BT, _num_logprobs_B(requests, bucket))
+            run = self._graphs.score
         arguments = self._host.put(arguments)
         self._state, output = run(self._parameters, self._state, bucket, *arguments)
         return output
@@ -212,30 +233,31 @@ class Engine:
         return events
 
     def _note_contents(self, row: PromptPiece, *, is_clean: bool) -> None:
-        """Note what a piece left in its slot, if it has one."""
+        """Record the contents of a slot after a piece was written to it, if the row has a slot."""
         if (slot := row.slot) is None:
             return
         if not is_clean:
             self._unclean.add(slot)
-        if row.is_last and row.sequence.job.generates:
+        if row.is_last and row.sequence.request.generates:
             self._in_slot[slot] = row.sequence
         elif row.is_last:
             self._clear(slot)
 
     def _clear(self, slot: int) -> None:
-        """Clear a slot that its owner left with numbers that are not finite.
+        """Overwrite a free slot that holds non-finite numbers.
 
-        The attention of the next owner would multiply them, although by zero.
+        The next owner's attention would multiply them by zero, which gives NaN.
         """
         if slot not in self._unclean:
             return
         self._unclean.remove(slot)
-        nowhere, slot_number = np.int32(self._graphs.grid.decode_slots), np.int32(slot)
-        arguments = self._host.put((nowhere, slot_number, greedy_sampling(self._padded_vocab)))
+        # a source beyond the last slot: a fork from there writes an empty slot
+        no_source, slot_number = np.int32(self._graphs.grid.decode_slots), np.int32(slot)
+        arguments = self._host.put((no_source, slot_number, greedy_sampling(self._padded_vocab)))
         self._state = self._graphs.fork(self._state, *arguments)
 
-    def _sampling_of(self, sequence: Sequence) -> SamplingState:
-        sampling = self._sampling[sequence.job.number]
+    def _sampling_of(self, sequence: ScheduledSequence) -> SamplingState:
+        sampling = self._sampling[sequence.request.number]
         return sampling._replace(sample_B=np.array([sequence.sample], np.int32))
 
     def _fork(self, action: ForkAction) -> None:
@@ -247,12 +269,12 @@ class Engine:
             self._unclean.add(action.slot)
 
     def _scored(self, rows: Iterable[PromptPiece], scores: TokenScores) -> list[Event]:
-        """Keep what pieces scored; an event for each prompt that is complete."""
+        """Keep the log-probabilities of pieces; return an event for each complete prompt."""
         events: list[Event] = []
         for i, row in enumerate(rows):
-            number = row.sequence.job.number
-            known = self._scores.setdefault(number, [])
-            known += _prompt_scores(self._requests[number], scores, i, row.start, row.count)
+            number = row.sequence.request.number
+            logprobs = self._scores.setdefault(number, [])
+            logprobs += _prompt_scores(self._requests[number], scores, i, row.start, row.count)
             if row.is_last:
                 events.append(PromptScored(number, self._scores.pop(number)))
         return events
@@ -265,17 +287,20 @@ class Engine:
         )
         return output
 
-    def _wanted_of(self, call: "_InFlight") -> PrefillOutput | DecodeOutput:
-        """The results that are fetched: log-probabilities of new tokens only where a row asks."""
+    def _results_to_fetch(self, call: _InFlight) -> PrefillOutput | DecodeOutput:
+        """The results of a call to copy to the host.
+
+        Log-probabilities of new tokens are included only if a request in a slot asks for them.
+        """
         if isinstance(call.action, PrefillAction):
             return call.output
-        in_slots = (self._in_slot[slot].job.number for slot in call.action.slots)
+        in_slots = (self._in_slot[slot].request.number for slot in call.action.slots)
         if any(self._requests[number].request.params.logprobs is not None for number in in_slots):
             return call.output
         return call.output._replace(scores=None)
 
     def _note_lengths(self, slots: tuple[int, ...], results: CallResults) -> None:
-        """Note how long the rows of a decode call are, and free the slots of those that ended."""
+        """Record the new lengths after a decode call, and free the slots of ended sequences."""
         output, num_emitted = results.output, results.num_emitted_B.tolist()
         is_active, is_clean = output.is_active_B.tolist(), output.is_clean_B.tolist()
         self._unclean.update(slot for slot in slots if not is_clean[slot])
@@ -292,7 +317,7 @@ class Engine:
             events = _dropped(output.experts, results.sequences.items(), is_of_prompt=False)
         self.metrics.count_decode(
             action.span,
-            # the loop ends early: as soon as no row emits
+            # the device's loop ends early when no sequence emits any more
             steps=int(results.num_emitted_B.max()),
             emitted=int(results.num_emitted_B.sum()),
             live_slots=len(action.slots),
@@ -303,7 +328,7 @@ class Engine:
 
     def _emitted(self, results: CallResults, slot: int) -> TokensEmitted:
         sequence, token_ids = results.sequences[slot], results.ids_of(slot)
-        params = self._requests[sequence.job.number].request.params
+        params = self._requests[sequence.request.number].request.params
         scores = []
         if params.logprobs is not None:
             scores = [
@@ -311,7 +336,7 @@ class Engine:
                 for q, token_id in enumerate(token_ids)
             ]
         return TokensEmitted(
-            number=sequence.job.number,
+            number=sequence.request.number,
             sample=sequence.sample,
             token_ids=token_ids,
             scores=scores,
@@ -321,7 +346,7 @@ class Engine:
 
 
 def _graph_of(action: Action) -> str:
-    """The name of the graph that carries an action out."""
+    """The name of the graph that runs an action."""
     match action:
         case PrefillAction(bucket=bucket, is_scored=is_scored):
             return CompiledGraphs.prefill_name(bucket, is_scored)
@@ -332,36 +357,38 @@ def _graph_of(action: Action) -> str:
 
 
 def _dropped(
-    report: ExpertReport, rows: Iterable[tuple[int, Sequence]], *, is_of_prompt: bool
+    report: ExpertReport, rows: Iterable[tuple[int, ScheduledSequence]], *, is_of_prompt: bool
 ) -> list[Event]:
-    """An event for each row of a call, given with its sequence, that lost choices."""
+    """An event for each row that lost expert choices; `rows` pairs batch indices and sequences."""
     return [
-        ChoicesDropped(of.job.number, of.sample, is_of_prompt, int(report.num_dropped_B[row]))
-        for row, of in rows
+        ChoicesDropped(
+            sequence.request.number, sequence.sample, is_of_prompt, int(report.num_dropped_B[row])
+        )
+        for row, sequence in rows
         if report.num_dropped_B[row]
     ]
 
 
-def _num_prompt_logprobs(request: EngineRequest) -> int:
-    wanted = request.request.params.prompt_logprobs
-    return -1 if wanted is None else wanted
+def _num_prompt_logprobs(request: AdmittedRequest) -> int:
+    num_logprobs = request.request.params.prompt_logprobs
+    return -1 if num_logprobs is None else num_logprobs
 
 
-def _wanted(requests: Iterable[EngineRequest], bucket: PrefillBucket) -> np.ndarray:
-    """`num_logprobs_B` of a scored call."""
-    wanted_B = np.full(bucket.batch, -1, np.int32)
+def _num_logprobs_B(requests: Iterable[AdmittedRequest], bucket: PrefillBucket) -> np.ndarray:
+    """The numbers of alternatives that the rows of a scored call ask for; -1 for dummy rows."""
+    num_logprobs_B = np.full(bucket.batch, -1, np.int32)
     for row, request in enumerate(requests):
-        wanted_B[row] = _num_prompt_logprobs(request)
-    return wanted_B
+        num_logprobs_B[row] = _num_prompt_logprobs(request)
+    return num_logprobs_B
 
 
 def _prompt_scores(
-    request: EngineRequest, scores: TokenScores, row: int, start: int, count: int
+    request: AdmittedRequest, scores: TokenScores, row: int, start: int, count: int
 ) -> list[TokenLogprob]:
-    """Of the prompt's tokens that follow `count` tokens from position `start` on."""
-    ids, wanted = request.request.prompt_token_ids, _num_prompt_logprobs(request)
+    """Log-probabilities of the prompt tokens at positions `start + 1` to `start + count`."""
+    ids, num_alternatives = request.request.prompt_token_ids, _num_prompt_logprobs(request)
     return [
-        _token_logprob(scores, (row, t), token_id, wanted)
+        _token_logprob(scores, (row, t), token_id, num_alternatives)
         for t, token_id in enumerate(ids[start + 1 : start + count + 1])
     ]
 

@@ -1,9 +1,9 @@
-"""What a run made of its experts, by phase and sparse layer: load, rows, choices dropped.
+"""Counts of the experts' work in a run, by phase and sparse layer: load, rows, dropped choices.
 
-A choice is one expert of one token in one layer; padding makes none. Rows are those that products
-ran over, so the padded ones are `rows - (choices - dropped)`. What a capacity sets aside is more:
-all of it runs where tokens are exchanged, on one device only tiles with a token do. Sums are of 64
-bits. Knows nothing of devices.
+A choice is one expert of one token in one layer; padding tokens make none. Rows are the rows that
+the experts' products ran over, so `rows - (choices - dropped)` of them are padding. A capacity may
+reserve more rows: all of them run if tokens are exchanged between devices; on one device only tiles
+with a token run. Sums are 64-bit integers. Does not know about devices.
 """
 
 from collections.abc import Mapping
@@ -19,14 +19,14 @@ from ...modelzoo.moe.use import ExpertUse
 
 @dataclass
 class ExpertTotals:
-    """Counts of one phase over all its calls; arrays once something was added."""
+    """Counts of one phase over all its calls; arrays after the first `add`, else 0."""
 
     load_LE: Any = 0
     rows_LE: Any = 0
     dropped_LE: Any = 0
 
     def add(self, use: ExpertUse) -> None:
-        """Add the counts of a call."""
+        """Add the counts of one call."""
         load_LE, rows_LE, dropped_LE = (x.sum(axis=1, dtype=np.int64) for x in use)
         self.load_LE += load_LE
         self.rows_LE += rows_LE
@@ -35,21 +35,21 @@ class ExpertTotals:
 
 @dataclass(frozen=True)
 class ExpertSetup:
-    """What a run knows of its experts beside their counts."""
+    """The model's expert configuration and the plan's dispatch, for the report of a run."""
 
     moe: MoeConfig
     plan: ExpertPlan
 
     def report(self, totals: Mapping[str, ExpertTotals]) -> dict[str, Any]:
-        """The counts of each phase that ran, ready for JSON."""
+        """The counts of each phase that ran, as a dict that can be written as JSON."""
         routing = self.moe.routing
         return {
             "num_experts": routing.num_experts,
             "num_chosen": routing.num_chosen,
             "overflow": self.plan.overflow,
             **{
-                phase: self._phase(getattr(self.plan, phase), of_phase)
-                for phase, of_phase in totals.items()
+                phase: self._phase(getattr(self.plan, phase), phase_totals)
+                for phase, phase_totals in totals.items()
             },
         }
 
@@ -65,8 +65,8 @@ class ExpertSetup:
             "rows": rows,
             "padded_share": 1 - (choices - dropped) / rows if rows else 0.0,
             "layers": [
-                _layer(*of_layer)
-                for of_layer in zip(
+                _layer(*layer_counts)
+                for layer_counts in zip(
                     sparse, totals.load_LE, totals.rows_LE, totals.dropped_LE, strict=True
                 )
             ],
@@ -76,7 +76,7 @@ class ExpertSetup:
 def _layer(
     layer: int, load_E: np.ndarray, rows_E: np.ndarray, dropped_E: np.ndarray
 ) -> dict[str, Any]:
-    """One sparse layer; balance is the largest load over the mean, 1.0 where all are equal."""
+    """The counts of one sparse layer; balance is the largest load over the mean load."""
     mean = float(load_E.mean())
     return {
         "layer": layer,

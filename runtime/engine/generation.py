@@ -1,10 +1,10 @@
-"""From requests to outputs: admission, the engine's events collected into text, finished requests.
+"""Turns requests into outputs: admission, the engine's events, text, and finished requests.
 
-While the device runs a call, the text of the one before it is made: in each turn `receive` does
-what decides the next call (which rows ended, and for that alone the text of rows with stop
-strings), `dispatch` starts that call, and `collect` does all the rest.
+The host makes the text of one call while the device runs the next. Each step has three parts:
+`receive` finds out which sequences ended, as the next call depends on it, and decodes text only for
+requests with stop strings; `dispatch` starts the next call; `collect` does the remaining work.
 
-Knows nothing of files or command lines; `LLM` and the batch job are both built on it. Guarantees: a
+Does not know about files or command lines; `LLM` and the batch job both use it. Guarantees: a
 request that fits no bucket is refused by name and never truncated; every submitted request is
 returned exactly once.
 """
@@ -18,14 +18,13 @@ from typing import Any
 from ...compile.grids.bucket_grid import BucketGrid, NoBucketFits, NoDecodeSlots
 from ...compile.monitor import compile_monitor
 from ...compile.signatures import MAX_STOP_IDS
-from ..console import plural
 from ..errors import RowError, check_process
 from ..request import CompletionOutput, Request, RequestMetrics, RequestOutput
 from ..text.collector import TextCollector
 from ..text.tokenizer import Tokenizer
 from .call_results import CallResults, ChoicesDropped, Event, PromptScored, TokensEmitted
-from .decode_slots import DecodeAction, Job
-from .engine import Engine, EngineRequest
+from .decode_slots import DecodeAction, ScheduledRequest
+from .engine import AdmittedRequest, Engine
 from .expert_use import ExpertSetup
 from .open_request import Continuation, OpenRequest
 from .padding import row_seed
@@ -33,35 +32,45 @@ from .scheduler import Action
 
 
 @dataclass
-class Generator:
-    """Feeds an engine with requests and gives back outputs as they finish."""
+class GenerationSession:
+    """Submits requests to an engine and returns outputs as they finish.
+
+    Attributes:
+      engine: The engine, which takes token ids.
+      grid: The plan's buckets, which requests must fit.
+      vocab_size: The number of token ids of the model, without padding.
+      max_position: The number of positions of the model; no plan can make a row longer.
+      eos_ids: Ids that end every sequence, unless a request sets `ignore_eos`.
+      tokenizer: Decodes ids to text; None if the model has none.
+      run_seed: Derives the seeds of requests that have no seed of their own.
+      experts: The model's experts and their dispatch; None for a dense model.
+      attention: The attention kernel of each phase with the reason for the choice, for the report.
+      clock: Monotonic seconds.
+    """
 
     engine: Engine
     grid: BucketGrid
     vocab_size: int
     max_position: int
-    """The number of positions of the model; no plan can make a row longer."""
     eos_ids: tuple[int, ...]
     tokenizer: Tokenizer | None = None
     run_seed: int = 0
     experts: ExpertSetup | None = None
-    """Of a model with experts."""
     attention: Mapping[str, str] = field(default_factory=dict)
-    """The kernel of each phase, and why it was chosen."""
     clock: Callable[[], float] = time.monotonic
     _open: dict[int, OpenRequest] = field(default_factory=dict)
     _num_submitted: int = 0
     _with_stops: set[int] = field(default_factory=set)
-    """Requests whose text may end them."""
+    """Numbers of the open requests with stop strings."""
     _received: list[tuple[CallResults, float]] = field(default_factory=list)
-    """Calls that were received and not yet collected, each with the time of its end."""
+    """Calls that were received and not yet collected, each with its end time."""
 
     def __post_init__(self):
         self._compiles_at_start = compile_monitor().num_compiles
 
     @property
     def unfinished(self) -> int:
-        """Requests submitted and not returned yet."""
+        """The number of requests that were submitted and not yet returned."""
         return len(self._open)
 
     @property
@@ -71,24 +80,28 @@ class Generator:
 
     @property
     def padding_waste(self) -> float | None:
-        """Share of the tokens computed so far that are not real; None before the first."""
+        """Share of the computed tokens that are padding; None before the first call."""
         return self.engine.metrics.padding_waste
 
     def submit(self, request: Request) -> None:
-        """Admit a request or raise a `RowError` that says what does not fit."""
+        """Admit and queue a request.
+
+        Raises:
+          RowError: The plan or the model cannot serve the request.
+        """
         check_process()
         params = request.params
         stop_ids = self.check(request)
         prompt_length = len(request.prompt_token_ids)
-        job = Job(
+        scheduled = ScheduledRequest(
             number=self._num_submitted,
             prompt_length=prompt_length,
-            limit=self.grid.limit(prompt_length, params.max_tokens),
+            max_total_length=self.grid.max_total_length(prompt_length, params.max_tokens),
             num_sequences=params.n,
             is_scored=params.prompt_logprobs is not None,
         )
         seed = row_seed(params, self.run_seed, request.request_id)
-        entry = EngineRequest(job, request, seed, stop_ids)
+        admitted = AdmittedRequest(scheduled, request, seed, stop_ids)
         continuations = [
             Continuation(TextCollector(self.tokenizer, params), CompletionOutput(i, "", [], None))
             for i in range(params.n)
@@ -96,17 +109,24 @@ class Generator:
         if params.logprobs is not None:
             for continuation in continuations:
                 continuation.output.logprobs = []
-        open_sequences = params.n if job.limit > prompt_length else 0
-        self.engine.submit(entry)
+        open_sequences = params.n if scheduled.max_total_length > prompt_length else 0
+        self.engine.submit(admitted)
         self._num_submitted += 1
-        self._open[job.number] = OpenRequest(
-            request, entry, self.clock(), continuations, open_sequences
+        self._open[scheduled.number] = OpenRequest(
+            request, admitted, self.clock(), continuations, open_sequences
         )
         if continuations[0].collector.may_stop:
-            self._with_stops.add(job.number)
+            self._with_stops.add(scheduled.number)
 
     def check(self, request: Request) -> tuple[int, ...]:
-        """Refuse what the plan or the vocabulary cannot serve; the ids that end the row."""
+        """Check a request against the plan and the vocabulary.
+
+        Returns:
+          The ids that end its sequences.
+
+        Raises:
+          RowError: The plan or the model cannot serve the request.
+        """
         params, prompt = request.params, request.prompt_token_ids
         if len(prompt) == 0:
             raise RowError(
@@ -115,13 +135,13 @@ class Generator:
         self._check_ids("prompt", prompt)
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("logit_bias", tuple(params.logit_bias or ()))
-        TextCollector(self.tokenizer, params)  # refuses stop strings where there is no text
+        TextCollector(self.tokenizer, params)  # refuses stop strings if there is no tokenizer
         self._check_length(request)
         if params.prompt_logprobs is not None and not self.grid.score:
             raise RowError(
                 "invalid_request",
-                "prompt_logprobs: this plan has no score graphs; set buckets.score = true "
-                "and build again.",
+                "prompt_logprobs: expected a plan with score graphs, got one without. Set "
+                "buckets.score = true and build again.",
                 "prompt_logprobs",
             )
         own = () if params.ignore_eos else self.eos_ids
@@ -143,10 +163,10 @@ class Generator:
         return stop_ids
 
     def receive(self) -> bytes:
-        """Wait for the call in flight and free the slots of rows that ended.
+        """Wait for the call in flight and free the slots of sequences that ended.
 
         Returns:
-          The ids that the call emitted, which are the same on all processes of a pod.
+          The ids that a decode call emitted, as bytes that must be equal on all processes of a pod.
         """
         if (results := self.engine.receive()) is None:
             return b""
@@ -158,22 +178,28 @@ class Generator:
         return results.output.tokens_BQ.tobytes()
 
     def dispatch(self) -> Action | None:
-        """Start the next action, once the last was received; None when nothing is left to do."""
+        """Start the next action; the previous one must have been received.
+
+        Returns:
+          The action; None if no work is left.
+        """
         check_process()
         return self.engine.dispatch()
 
     def collect(self) -> list[RequestOutput]:
-        """The requests that ended in the calls received since the last time, with their text."""
+        """Return the requests that ended in the calls received since the last `collect`."""
         touched = {
             self._collect(event, now): now
             for results, now in self._received
             for event in self.engine.events(results)
         }
         self._received.clear()
-        return [self._finish(number, now) for number, now in touched.items() if self._done(number)]
+        return [
+            self._finish(number, now) for number, now in touched.items() if self._is_done(number)
+        ]
 
     def step(self) -> list[RequestOutput]:
-        """Start one action after the last has ended; the requests that ended in the last."""
+        """Wait for the last action, start the next, and return the requests that have ended."""
         self.receive()
         action = self.dispatch()
         finished = self.collect()
@@ -181,26 +207,30 @@ class Generator:
         return finished
 
     def run(self) -> list[RequestOutput]:
-        """Step until every submitted request has been returned."""
+        """Step until every submitted request has ended; return all outputs."""
         outputs = []
         while self._open:
             outputs += self.step()
         return outputs
 
     def drain(self) -> list[str]:
-        """Drop what has no slot yet; the ids of the requests that will not be returned."""
+        """Drop requests that have no slot yet.
+
+        Returns:
+          The ids of the dropped requests, which will not be returned.
+        """
         dropped = self.engine.scheduler.drain()
-        return [self._close(job.number).request.request_id for job in dropped]
+        return [self._close(request.number).request.request_id for request in dropped]
 
     def abandon(self) -> None:
-        """Drop every request, also after a step that was interrupted in its middle."""
+        """Drop every request; valid after an interrupted step too."""
         self._open.clear()
         self._received.clear()
         self._with_stops.clear()
         self.engine.abandon()
 
     def statistics(self) -> dict[str, Any]:
-        """Counters of the run so far, ready for JSON."""
+        """The counters of the run so far, as a dict that can be written as JSON."""
         metrics, experts = self.engine.metrics, self.experts
         return {
             **metrics.report(),
@@ -214,11 +244,11 @@ class Generator:
         return self.experts is not None and self.experts.plan.overflow == "error"
 
     def _check_length(self, request: Request) -> None:
-        """Refuse a row that is too long for the model, or else for the plan."""
+        """Refuse a request that is too long for the model or for the plan."""
         params, length = request.params, len(request.prompt_token_ids)
-        # without max_tokens a row takes what is left, which min_tokens must fit in
-        least = params.min_tokens or None if params.max_tokens is None else params.max_tokens
-        output = 1 if least is None else least
+        # a row without max_tokens takes the positions that are left, so only min_tokens must fit
+        needed = params.min_tokens or None if params.max_tokens is None else params.max_tokens
+        output = 1 if needed is None else needed
         try:
             if length + output > self.max_position:
                 raise NoBucketFits(
@@ -226,7 +256,7 @@ class Generator:
                     f"{length + output} positions; the model has {self.max_position}. Lower "
                     f"max_tokens, or shorten the prompt."
                 )
-            self.grid.fit(length, least)
+            self.grid.fit(length, needed)
         except NoDecodeSlots as error:
             message = f"request {request.request_id!r}: {error}"
             raise RowError("invalid_request", message, "max_tokens") from None
@@ -244,6 +274,7 @@ class Generator:
                 )
 
     def _collect(self, event: Event, now: float) -> int:
+        """Add an event to its request; return the number of the request."""
         entry = self._open[event.number]
         match event:
             case PromptScored():
@@ -251,7 +282,7 @@ class Generator:
                 if not all(math.isfinite(s.logprob) for s in event.scores):
                     entry.error = _nonfinite(entry.request)
             case TokensEmitted():
-                self._grow(entry, event, now)
+                self._add_tokens(entry, event, now)
             case ChoicesDropped():
                 if event.is_of_prompt:
                     entry.dropped_of_prompt[event.sample] += event.count
@@ -261,18 +292,18 @@ class Generator:
         return event.number
 
     def _end_at_stops(self, slots: Sequence[int], results: CallResults) -> None:
-        """Read the text of rows with stop strings, and free the slots of those that it ends."""
+        """Decode the text of sequences with stop strings; free the slots of those that it ends."""
         for slot in slots:
             sequence = results.sequences[slot]
-            if sequence.job.number not in self._with_stops:
+            if sequence.request.number not in self._with_stops:
                 continue
-            entry, has_ended = self._open[sequence.job.number], results.has_ended(slot)
+            entry, has_ended = self._open[sequence.request.number], results.has_ended(slot)
             is_cut = entry.read(sequence.sample, results.ids_of(slot), has_ended=has_ended)
             if is_cut and not has_ended:
                 self.engine.release(slot)
 
-    def _grow(self, entry: OpenRequest, event: TokensEmitted, now: float) -> None:
-        """Add a sequence's new tokens, and end it where it ends."""
+    def _add_tokens(self, entry: OpenRequest, event: TokensEmitted, now: float) -> None:
+        """Add the new tokens of a sequence, and set its finish reason if it ended."""
         continuation = entry.continuations[event.sample]
         output, collector = continuation.output, continuation.collector
         if entry.first_token is None and event.token_ids:
@@ -300,7 +331,7 @@ class Generator:
         if is_cut or event.is_finished:
             entry.open_sequences -= 1
 
-    def _done(self, number: int) -> bool:
+    def _is_done(self, number: int) -> bool:
         entry = self._open[number]
         is_scored = entry.request.params.prompt_logprobs is not None
         return entry.open_sequences == 0 and (entry.prompt_logprobs is not None or not is_scored)
@@ -332,16 +363,17 @@ class Generator:
 def _overflow(request: Request, num_dropped: int) -> RowError:
     return RowError(
         "expert_overflow",
-        f"request {request.request_id!r}: lost {plural(num_dropped, 'choice')} of "
-        f"experts, as the capacity that the plan gives these was full. Raise capacity_factor in "
-        f'the plan\'s [experts.prefill] or [experts.decode], or say dispatch = "lossless" there; '
-        f'with overflow = "drop" in [experts] such rows are answered, with the number.',
+        f"request {request.request_id!r}: expected no dropped expert choices, got {num_dropped}, "
+        f"because the experts' capacity was full. Raise capacity_factor in the plan's "
+        f'[experts.prefill] or [experts.decode], or set dispatch = "lossless" there; with '
+        f'overflow = "drop" in [experts] such rows get a result and the number of dropped choices.',
     )
 
 
 def _nonfinite(request: Request) -> RowError:
     return RowError(
         "nonfinite_logits",
-        f"request {request.request_id!r}: the model gave NaN or infinite logits. Other rows are "
-        f"not affected. Use --dtype float32; if that does no better, the weights are at fault.",
+        f"request {request.request_id!r}: expected finite logits, got NaN or infinite "
+        f"ones. Other rows are not affected. Use --dtype float32; if the error stays, the weights "
+        f"are at fault.",
     )

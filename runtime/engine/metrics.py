@@ -1,9 +1,9 @@
-"""What a run did: calls, seconds and tokens, real and computed, per graph.
+"""Counters of a run per graph: calls, seconds, and real and computed tokens.
 
-Knows nothing of devices. Padding is stated as the field argues about it: real tokens (prompt
-tokens, emitted tokens) against computed ones (B * T of every prefill call, slots * steps of every
-decode call), with prefill padding, idle slots and overshoot apart. Overshoot is what a live slot
-computed without emitting, or emitted past a stop string.
+Padding is reported as usual: real tokens (prompt tokens, emitted tokens) against computed tokens
+(B * T of every prefill call, slots * steps of every decode call), with prefill padding, idle slots
+and overshoot counted separately. Overshoot is the tokens that a live slot computed without emitting
+them, or emitted past a stop string. Does not know about devices.
 """
 
 from collections import defaultdict
@@ -16,7 +16,7 @@ from .expert_use import ExpertTotals
 
 @dataclass
 class PrefillUse:
-    """Use of one prefill bucket."""
+    """Counters of one prefill bucket."""
 
     calls: int = 0
     rows: int = 0
@@ -27,30 +27,30 @@ class PrefillUse:
 
 @dataclass
 class DecodeUse:
-    """Use of one decode span."""
+    """Counters of one decode span."""
 
     calls: int = 0
     steps: int = 0
     emitted_tokens: int = 0
     live_tokens: int = 0
-    """Slot-steps of slots that held a row, whether or not it emitted."""
+    """Slot-steps of slots that held a sequence, whether or not it emitted."""
     computed_tokens: int = 0
     seconds: float = 0.0
 
 
 @dataclass
 class EngineMetrics:
-    """Counters of one engine, from its first action."""
+    """Counters of one engine, from its first action on."""
 
     prefill: dict[str, PrefillUse] = field(default_factory=lambda: defaultdict(PrefillUse))
     decode: dict[str, DecodeUse] = field(default_factory=lambda: defaultdict(DecodeUse))
     forks: int = 0
     fork_seconds: float = 0.0
-    """Seconds of forks on the host; the next call counts those of the device."""
+    """Host seconds of forks; their device seconds are part of the next call's seconds."""
     cut_tokens: int = 0
-    """Emitted past a stop string, and cut."""
+    """The number of tokens that were emitted past a stop string and cut."""
     experts: dict[str, ExpertTotals] = field(default_factory=lambda: defaultdict(ExpertTotals))
-    """By phase, for a model with experts."""
+    """Expert counts by phase; empty for a dense model."""
 
     def count_prefill(
         self,
@@ -62,7 +62,7 @@ class EngineMetrics:
         computed_tokens: int,
         seconds: float,
     ) -> None:
-        """Note one call that prefilled prompts, or chunks of them."""
+        """Count one call that prefilled prompts or chunks of prompts."""
         kind = " scored" if is_scored else ""
         use = self.prefill[f"{bucket}{kind}"]
         use.calls += 1
@@ -74,7 +74,7 @@ class EngineMetrics:
     def count_decode(
         self, span: int, *, steps: int, emitted: int, live_slots: int, slots: int, seconds: float
     ) -> None:
-        """Note one decode call: steps that ran, and tokens that its live slots emitted."""
+        """Count one decode call: steps that ran, and tokens that its live slots emitted."""
         use = self.decode[str(span)]
         use.calls += 1
         use.steps += steps
@@ -84,7 +84,7 @@ class EngineMetrics:
         use.seconds += seconds
 
     def count_fork(self, seconds: float = 0.0) -> None:
-        """Note that a slot was copied for another sequence of its request."""
+        """Count one copy of a slot for another sequence of its request."""
         self.forks += 1
         self.fork_seconds += seconds
 
@@ -94,20 +94,20 @@ class EngineMetrics:
         def times(value: float) -> Any:
             return round(value * factor) if isinstance(value, int) else value * factor
 
-        found = EngineMetrics(
+        scaled = EngineMetrics(
             forks=round(self.forks * factor),
             fork_seconds=self.fork_seconds * factor,
             cut_tokens=round(self.cut_tokens * factor),
         )
         for name, use in self.prefill.items():
-            found.prefill[name] = PrefillUse(**{k: times(v) for k, v in vars(use).items()})
+            scaled.prefill[name] = PrefillUse(**{k: times(v) for k, v in vars(use).items()})
         for name, use in self.decode.items():
-            found.decode[name] = DecodeUse(**{k: times(v) for k, v in vars(use).items()})
-        return found
+            scaled.decode[name] = DecodeUse(**{k: times(v) for k, v in vars(use).items()})
+        return scaled
 
     @property
     def padding(self) -> dict[str, int]:
-        """Computed tokens, those of them that are real, and what the others are."""
+        """Real and computed tokens, and the computed tokens that are not real, by kind."""
         prefill_computed = sum(use.computed_tokens for use in self.prefill.values())
         decode_computed = sum(use.computed_tokens for use in self.decode.values())
         live = sum(use.live_tokens for use in self.decode.values())
@@ -121,13 +121,13 @@ class EngineMetrics:
 
     @property
     def padding_waste(self) -> float | None:
-        """Share of the computed tokens that are not real; None before the first call."""
+        """Share of the computed tokens that are padding; None before the first call."""
         padding = self.padding
         computed = padding["computed_tokens"]
         return 1 - padding["real_tokens"] / computed if computed else None
 
     def report(self) -> dict[str, Any]:
-        """The counters and their totals, ready for JSON."""
+        """The counters and their totals, as a dict that can be written as JSON."""
         prefill_seconds = sum(use.seconds for use in self.prefill.values())
         decode_seconds = sum(use.seconds for use in self.decode.values())
         return {
@@ -151,7 +151,7 @@ class EngineMetrics:
 
     @property
     def emitted_tokens(self) -> int:
-        """Tokens that rows emitted, without those past a stop string."""
+        """The number of emitted tokens, without those past a stop string."""
         return sum(use.emitted_tokens for use in self.decode.values()) - self.cut_tokens
 
 

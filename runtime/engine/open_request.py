@@ -1,6 +1,6 @@
-"""A request between its submission and its return, as its tokens and its text grow.
+"""The state of a request between submission and return: its tokens and its text.
 
-Knows nothing of the engine or of when anything happens.
+Does not know about the engine's calls or their order.
 """
 
 import math
@@ -11,18 +11,18 @@ from dataclasses import dataclass, field
 from ..errors import RowError
 from ..request import CompletionOutput, Request, TokenLogprob
 from ..text.collector import TextCollector
-from .engine import EngineRequest
+from .engine import AdmittedRequest
 
 
 @dataclass
 class Continuation:
-    """One sequence as it grows."""
+    """The text and the output so far of one sequence."""
 
     collector: TextCollector
     output: CompletionOutput
 
     def finish(self) -> CompletionOutput:
-        """The output with its text."""
+        """Complete the output with its text and cumulative log-probability."""
         output = self.output
         output.text = self.collector.finish()
         if output.logprobs is not None:
@@ -32,34 +32,34 @@ class Continuation:
 
 @dataclass
 class OpenRequest:
-    """One request between submission and return."""
+    """A request that was submitted and not yet returned."""
 
     request: Request
-    engine_request: EngineRequest
+    admitted: AdmittedRequest
     arrival: float
     continuations: list[Continuation]
     open_sequences: int
     first_token: float | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
     dropped_of_prompt: Counter[int] = field(default_factory=Counter)
-    """Choices of experts, by the first sequence of those that share a reading of the prompt."""
+    """Expert choices dropped in prefill, by the first sequence that shares the prefilled prompt."""
     error: RowError | None = None
 
     def ends_on_id(self, token_ids: Sequence[int]) -> bool:
-        """Whether the last of the tokens ends a sequence."""
-        return bool(token_ids) and token_ids[-1] in self.engine_request.stop_ids
+        """Whether the last token is a stop id of the request."""
+        return bool(token_ids) and token_ids[-1] in self.admitted.stop_ids
 
     def read(self, sample: int, token_ids: Sequence[int], *, has_ended: bool) -> bool:
-        """Add tokens to the text of a sequence; whether a stop string has ended it."""
+        """Add tokens to the text of a sequence; return whether a stop string has ended it."""
         collector = self.continuations[sample].collector
         ends_on_id = has_ended and self.ends_on_id(token_ids)
         return collector.push(token_ids, ends_with_stop_token=ends_on_id)
 
     def count_dropped(self) -> int:
-        """Choices that the request lost; its continuations get those of the prompt, too.
+        """Count the dropped expert choices; the prompt's count is added to every continuation.
 
-        Where a prompt was read more than once, as its sequences found no slots together, the
-        reading that lost most counts for all.
+        If the prompt was prefilled several times, because its sequences did not find slots
+        together, the largest count of these prefills is used for all continuations.
         """
         of_prompt = max(self.dropped_of_prompt.values(), default=0)
         outputs = [continuation.output for continuation in self.continuations]

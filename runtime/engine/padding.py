@@ -1,11 +1,11 @@
-"""Requests to the arrays that a graph takes: host numpy first, then one explicit transfer.
+"""Packs requests into the numpy arrays that a graph takes; the caller transfers them explicitly.
 
-Knows nothing of text. `count_B` is the only word of padding; dummy rows have no token, so that
-nothing is set aside for them.
+`count_B` is the only array that tells tokens from padding. Dummy rows have a count of zero, so no
+expert capacity is reserved for them. Does not know about text.
 """
 
 import hashlib
-from collections.abc import Sequence as Items
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -15,19 +15,27 @@ from ...compile.signatures import MAX_BIASES, MAX_STOP_IDS
 from ...modelzoo.prompt_pieces import PromptPieces
 from ...modelzoo.sampling import SamplingState
 from ..request import SamplingParams
-from .decode_slots import Job, Sequence
+from .decode_slots import ScheduledRequest, ScheduledSequence
 from .scheduler import PromptPiece
 
 
 def pack_pieces(
-    rows: Items[PromptPiece],
-    prompts: Items[Items[int]],
+    rows: Sequence[PromptPiece],
+    prompts: Sequence[Sequence[int]],
     bucket: PrefillBucket,
     num_slots: int,
 ) -> tuple[PromptPieces, np.ndarray, np.ndarray]:
-    """Which tokens rows have, `tokens_BT`, and the prompts' next tokens as `next_BT`.
+    """Pack the pieces of one prefill call.
 
-    Tokens are padded with zeros on the right. Dummy rows, and rows without a slot, are of none.
+    Args:
+      rows: The pieces, at most `bucket.batch`.
+      prompts: The token ids of each row's whole prompt.
+      bucket: The bucket, which gives the shapes.
+      num_slots: The number of decode slots; it stands for no slot in `slot_B`.
+
+    Returns:
+      The slot, start and count of each row; `tokens_BT`, padded with zeros on the right; `next_BT`,
+      the token that follows each token in the prompt. Dummy rows have no slot and no tokens.
     """
     shape = (bucket.batch, bucket.tokens)
     tokens_BT, next_BT = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
@@ -46,32 +54,43 @@ def pack_pieces(
 
 
 def pack_greedy(
-    prompts: Items[Items[int]],
+    prompts: Sequence[Sequence[int]],
     first_slot: int,
     bucket: PrefillBucket,
     grid: BucketGrid,
     vocab_size: int,
 ) -> tuple[PromptPieces, SlotRequests, np.ndarray]:
-    """`rows, requests, tokens_BT` of whole prompts for neighbouring slots, sampled greedily."""
-    jobs = [Job(0, len(prompt), grid.max_length, 1, is_scored=False) for prompt in prompts]
+    """Pack whole prompts into slots from `first_slot` on, with greedy sampling.
+
+    Returns:
+      The pieces, the slot requests and `tokens_BT`.
+    """
+    requests = [
+        ScheduledRequest(0, len(prompt), grid.max_length, 1, is_scored=False) for prompt in prompts
+    ]
     rows = [
-        PromptPiece(first_slot + i, Sequence(job, 0), 0, job.prompt_length)
-        for i, job in enumerate(jobs)
+        PromptPiece(first_slot + i, ScheduledSequence(request, 0), 0, request.prompt_length)
+        for i, request in enumerate(requests)
     ]
     pieces, tokens_BT, _ = pack_pieces(rows, prompts, bucket, grid.decode_slots)
-    greedy = [greedy_sampling(vocab_size)] * len(jobs)
-    return pieces, pack_requests(jobs, greedy, bucket.batch), tokens_BT
+    greedy = [greedy_sampling(vocab_size)] * len(requests)
+    return pieces, pack_requests(requests, greedy, bucket.batch), tokens_BT
 
 
-def pack_requests(jobs: Items[Job], sampling: Items[SamplingState], batch: int) -> SlotRequests:
-    """What rows ask of their slots; dummy rows repeat the last one, as they have no slot."""
-    num_dummies = batch - len(jobs)
-    jobs = [*jobs, *[jobs[-1]] * num_dummies]
+def pack_requests(
+    requests: Sequence[ScheduledRequest], sampling: Sequence[SamplingState], batch: int
+) -> SlotRequests:
+    """Pack lengths and sampling parameters of a call's rows for their slots.
+
+    Dummy rows repeat the last row; they have no slot, so the values have no effect.
+    """
+    num_dummies = batch - len(requests)
+    requests = [*requests, *[requests[-1]] * num_dummies]
     sampling = [*sampling, *[sampling[-1]] * num_dummies]
-    prompt_length_B = np.array([job.prompt_length for job in jobs], np.int32)
-    limit_B = np.array([job.limit for job in jobs], np.int32)
-    of_rows = SamplingState._make(map(np.concatenate, zip(*sampling, strict=True)))
-    return SlotRequests._make((prompt_length_B, limit_B, of_rows))
+    prompt_length_B = np.array([request.prompt_length for request in requests], np.int32)
+    limit_B = np.array([request.max_total_length for request in requests], np.int32)
+    sampling_B = SamplingState._make(map(np.concatenate, zip(*sampling, strict=True)))
+    return SlotRequests._make((prompt_length_B, limit_B, sampling_B))
 
 
 def pack_sampling(
@@ -80,10 +99,19 @@ def pack_sampling(
     seed: int,
     sample: int,
     prompt_length: int,
-    stop_ids: Items[int],
+    stop_ids: Sequence[int],
     vocab_size: int,
 ) -> SamplingState:
-    """One row's sampling parameters, as numpy arrays with a leading axis of one."""
+    """The sampling parameters of one sequence, as numpy arrays with a leading axis of one.
+
+    Args:
+      params: The parameters of the request.
+      seed: A 64-bit seed; its halves are the key.
+      sample: The index of the sequence in its request, from 0 to `n - 1`.
+      prompt_length: Tokens of the prompt, to turn `min_tokens` into a length.
+      stop_ids: Ids that end the sequence.
+      vocab_size: The padded vocabulary size, which fills the unused places of id arrays.
+    """
     bias = params.logit_bias or {}
     num_logprobs = -1 if params.logprobs is None else params.logprobs
     fields = {
@@ -106,7 +134,7 @@ def pack_sampling(
 
 
 def greedy_sampling(vocab_size: int) -> SamplingState:
-    """Greedy sampling of one row."""
+    """The sampling parameters of one sequence that is sampled greedily."""
     return pack_sampling(
         SamplingParams(temperature=0), seed=0, sample=0, prompt_length=0, stop_ids=(),
         vocab_size=vocab_size,
@@ -114,14 +142,14 @@ def greedy_sampling(vocab_size: int) -> SamplingState:
 
 
 def row_seed(params: SamplingParams, run_seed: int, request_id: str) -> int:
-    """The row's own seed, or one derived from the run's seed and the request's id: 64 bits."""
+    """The 64-bit seed of a request: its own, or a hash of the run's seed and the request's id."""
     if params.seed is not None:
         return params.seed & 0xFFFFFFFFFFFFFFFF
     digest = hashlib.sha256(f"{run_seed}\0{request_id}".encode()).digest()
     return int.from_bytes(digest[:8], "big")
 
 
-def _filled(values: Items[float], size: int, fill: float) -> np.ndarray:
+def _filled(values: Sequence[float], size: int, fill: float) -> np.ndarray:
     dtype = np.float32 if isinstance(fill, float) else np.int32
     row = np.full((1, size), fill, dtype)
     row[0, : len(values)] = values

@@ -1,1 +1,1 @@
-"""Files that users give or that outlive a process: strict readers, safe writes, checks."""
+"""Files of users and files that outlive a process: strict readers, safe writes, checks."""

@@ -1,12 +1,12 @@
-"""The few disk operations that durability rests on, behind one small object.
+"""The disk operations that durability depends on, as methods of one small class.
 
-Everything that must survive a crash goes through a `Disk`, so that a test can make any single one
-of these operations fail, or stop the program there. No other module opens files for writing.
+Every write that must survive a crash goes through a `Disk`, so a test can make any single operation
+fail or stop the program there. No other module opens files for writing.
 
-Knows nothing of journals or rows. Guarantees: after `replace_file` returns, the file under its
-final name is whole and stays so over a power cut; before that, the old one (or none) is. Where it
-cannot be written, nothing of the new one is left. Nothing is written through a link, or to a pipe
-or device.
+Does not know about journals or rows. Guarantees: after `replace_file` returns, the file under its
+final name is complete and survives a power cut; before that, the old file, or no file, has the
+name. If writing fails, no part of the new file is left. Nothing is written through a link, or to a
+pipe or device.
 """
 
 import hashlib
@@ -24,14 +24,14 @@ from ..errors import UnusableFile
 
 @dataclass(frozen=True)
 class FileDigest:
-    """What identifies a file's content."""
+    """The hash and the size that identify a file's content."""
 
     sha256: str
     num_bytes: int
 
 
 class Disk:
-    """The real disk."""
+    """The operations of the real disk."""
 
     def open_append(self, path: Path) -> int:
         return open_in_place(path, os.O_APPEND)
@@ -61,7 +61,7 @@ class Disk:
         path.unlink(missing_ok=True)
 
     def sync_folder(self, folder: Path) -> None:
-        """Make names in the folder durable: a rename is data of the folder, not of the file."""
+        """Make the names in a folder durable: a rename changes the folder, not the file."""
         descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
         try:
             self.fsync(descriptor)
@@ -77,7 +77,7 @@ def open_in_place(path: Path, flags: int = 0) -> int:
     """
     with suppress(FileNotFoundError):
         _check_plain(path, os.lstat(path), in_place=True)
-    # the path may be replaced meanwhile: follow no link, wait for no pipe
+    # another process may replace the path in between: follow no link, wait for no pipe
     flags |= os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = os.open(path, flags, 0o644)
     try:
@@ -89,48 +89,57 @@ def open_in_place(path: Path, flags: int = 0) -> int:
 
 
 def check_replaceable(path: Path) -> None:
-    """Refuse a path with anything but a regular file: a rename must not replace it."""
+    """Check that a path is free or a regular file, which a rename may replace.
+
+    Raises:
+        UnusableFile: `path` is a link, a directory, a pipe or a device.
+    """
     with suppress(FileNotFoundError):
         _check_plain(path, os.lstat(path), in_place=False)
 
 
-def _check_plain(path: Path, found: os.stat_result, *, in_place: bool) -> None:
-    if stat.S_ISREG(found.st_mode) and not (in_place and found.st_nlink > 1):
+def _check_plain(path: Path, status: os.stat_result, *, in_place: bool) -> None:
+    if stat.S_ISREG(status.st_mode) and not (in_place and status.st_nlink > 1):
         return
-    if stat.S_ISDIR(found.st_mode):
-        what = "a directory"
-    elif stat.S_ISLNK(found.st_mode):
-        what = f"a link to {os.readlink(path)}; nothing is written through links"
-    elif stat.S_ISREG(found.st_mode):
-        what = "one of several names (hard links) of a file, which writing would change under all"
+    if stat.S_ISDIR(status.st_mode):
+        kind = "a directory"
+    elif stat.S_ISLNK(status.st_mode):
+        kind = f"a link to {os.readlink(path)}; nothing is written through links"
+    elif stat.S_ISREG(status.st_mode):
+        kind = "a file with several names (hard links), which would change under all of them"
     else:
-        what = "a pipe or device"
+        kind = "a pipe or device"
     raise UnusableFile(
-        f"{path}: expected a file to write, got {what}. Move it away, or choose another output."
+        f"{path}: expected a file to write, got {kind}. Move it away, or choose another output."
     )
 
 
 def open_nameless(folder: Path) -> BinaryIO:
-    """A new file without a name on the folder's disk; it is gone when this process ends."""
+    """Open a new file without a name on the folder's disk; it disappears when this process ends."""
     return tempfile.TemporaryFile(dir=folder, buffering=0)
 
 
 def temporary_name(name: str) -> str:
-    """Under which `replace_file` writes a file; a program that is killed may leave it."""
+    """The name under which `replace_file` first writes a file; a killed program may leave it."""
     return f"{name}.tmp"
 
 
 def replace_file(disk: Disk, path: Path, chunks: Iterable[bytes | memoryview]) -> FileDigest:
-    """Write a file under a temporary name and rename it over `path` once it is durable."""
+    """Write a file under a temporary name, and rename it to `path` when it is durable.
+
+    Raises:
+        UnusableFile: `path` or the temporary path is not a regular file.
+        OSError: The disk refuses an operation; the old file is left.
+    """
     temporary = path.with_name(temporary_name(path.name))
     check_replaceable(path)
     check_replaceable(temporary)
-    disk.remove(temporary)  # left by a program that was killed
+    disk.remove(temporary)  # a killed program may have left it
     try:
         digest = _write_new(disk, temporary, chunks)
         disk.rename(temporary, path)
     except BaseException:
-        # a disk that is full needs the space
+        # a full disk needs the space
         with suppress(OSError):
             disk.remove(temporary)
         raise
@@ -154,13 +163,13 @@ def _write_new(disk: Disk, path: Path, chunks: Iterable[bytes | memoryview]) -> 
 
 
 def digest_file(path: Path) -> FileDigest:
-    """SHA-256 and size of a file, read once."""
+    """The SHA-256 and the size of a file, which is read once."""
     with path.open("rb") as file:
         return digest_chunks(iter(lambda: file.read(2**20), b""))
 
 
 def digest_chunks(chunks: Iterable[bytes]) -> FileDigest:
-    """SHA-256 and size of what a file of these chunks would hold."""
+    """The SHA-256 and the size of a file with these chunks."""
     digest = hashlib.sha256()
     num_bytes = 0
     for chunk in chunks:

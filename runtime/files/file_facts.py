@@ -1,4 +1,4 @@
-"""Facts of a weight file that tell whether it has changed. Knows nothing of what files hold."""
+"""The facts that show whether a weight file has changed. Does not know what files contain."""
 
 import os
 from pathlib import Path
@@ -19,12 +19,14 @@ class FileFacts(NamedTuple):
     @classmethod
     def of(cls, path: Path) -> "FileFacts":
         """Read the facts of the file at `path`."""
-        found = os.stat(path)
-        return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+        status = os.stat(path)
+        return cls(
+            status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+        )
 
 
 class FileStamp:
-    """The facts of a file when it was opened, to notice a later change."""
+    """The facts of a file at the time it was opened, to detect later changes."""
 
     def __init__(self, path: Path):
         self._path = path

@@ -1,4 +1,4 @@
-"""Tables of hardware: those that ship with noria, and the user's own on top of them."""
+"""The hardware tables: the published ones that ship with noria, and the user's own."""
 
 import tomllib
 from importlib import resources
@@ -11,7 +11,14 @@ from .run_config import read_toml
 
 
 def known_hardware(path: Path | None = None) -> dict[str, Hardware]:
-    """Hardware by name; a table of the file replaces the published one of its name."""
+    """All hardware by name.
+
+    Args:
+      path: A TOML file of the user; a table in it replaces the published table of the same name.
+
+    Raises:
+      ConfigError: The file cannot be read, or a table in it is invalid.
+    """
     text = (resources.files(planning) / "hardware.toml").read_text(encoding="utf-8")
     known = read_hardware(tomllib.loads(text))
     if path is None:

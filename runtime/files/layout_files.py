@@ -1,7 +1,7 @@
-"""Layouts by name or by file: the ones that ship with noria, and the user's own.
+"""Reads layout tables by name or by file: the layouts that ship with noria, and the user's own.
 
-A name may bring another mesh: `data-tensor@data=4,tensor=2`. Knows nothing of models, and imports
-no jax: what is read are tables, which `sharding.layout.Layout.from_table` understands.
+A name may have another mesh: `data-tensor@data=4,tensor=2`. Does not know about models, and imports
+no jax: `sharding.layout.Layout.from_table` turns a table into a layout.
 """
 
 import os
@@ -28,13 +28,13 @@ def named_layout_tables() -> dict[str, dict[str, Any]]:
 
 
 def layout_file(spelling: str) -> Path | None:
-    """The file that a spelling names, with or without a mesh; None where it is a named layout."""
+    """The file in a layout spelling, with or without a mesh; None for a named layout."""
     name, _ = _name_and_mesh(spelling)
     return Path(name) if name.endswith(".toml") else None
 
 
 def _name_and_mesh(spelling: str) -> tuple[str, str | None]:
-    # the @ in the path of a file is part of its name
+    # an @ in the path of a file is part of its name
     if "@" not in spelling or spelling.endswith(".toml"):
         return spelling, None
     name, _, mesh = spelling.rpartition("@")
@@ -42,9 +42,10 @@ def _name_and_mesh(spelling: str) -> tuple[str, str | None]:
 
 
 def read_layout_table(spelling: str) -> dict[str, Any]:
-    """The tables of a named layout or a TOML file, with the mesh after an `@` in place of its own.
+    """Read the table of a named layout or a TOML file; a mesh after `@` replaces the layout's own.
 
-    Raises `ConfigError` for what is neither.
+    Raises:
+      ConfigError: The spelling is neither a layout's name nor a readable TOML file.
     """
     file, (name, mesh) = layout_file(spelling), _name_and_mesh(spelling)
     if file is not None:
@@ -60,9 +61,12 @@ def read_layout_table(spelling: str) -> dict[str, Any]:
 
 
 def split_spellings(text: str) -> list[str]:
-    """Layouts that are joined by spaces, each as `read_layout_table` takes it.
+    """Split layout spellings that are separated by spaces.
 
-    Quotes hold together the path of a file that has spaces, as in a shell; one file needs none.
+    A path with spaces is quoted as in a shell; a single file needs no quotes.
+
+    Raises:
+      ConfigError: A quote is not closed.
     """
     if os.path.isfile(text):
         return [text]

@@ -1,7 +1,7 @@
-"""Configuration as given: TOML files, overrides and options that several commands share, and times.
+"""Reads configuration from users: TOML files, overrides, times, and options shared by commands.
 
-Every floor owns its tables and their keys. Guarantees: what
-cannot be read is a `ConfigError` that names the file or option as the user wrote it.
+Every package owns its tables and their keys. Guarantees: a file or option that cannot be read
+raises a `ConfigError` that names it as the user wrote it.
 """
 
 import argparse
@@ -18,13 +18,13 @@ _BARE_WORD = re.compile(r"[A-Za-z_./~][\w./:@+~-]*")
 
 
 PLAN = "plan.toml"
-"""The plan of a bundle."""
+"""The name of the plan's file in a bundle."""
 STRICT_CONFIG = "--strict-config"
 """The option of every subcommand that opens a model."""
 
 
 def add_strict_config(parser: argparse.ArgumentParser) -> None:
-    """Add the option to a subcommand."""
+    """Add the option `--strict-config` to a subcommand."""
     parser.add_argument(
         STRICT_CONFIG,
         action="store_true",
@@ -33,7 +33,7 @@ def add_strict_config(parser: argparse.ArgumentParser) -> None:
 
 
 def read_instant(option: str, text: str) -> datetime:
-    """Read a local date and time without fractions of a second."""
+    """Read a local date and time without fractions of a second; `option` is named in the error."""
     try:
         instant = datetime.fromisoformat(text)
     except ValueError:
@@ -57,21 +57,24 @@ def read_toml(path: str | Path) -> dict[str, Any]:
 
 
 def read_plan_table(path: Path) -> dict[str, Any]:
-    """The table of a plan, which may be a bundle's."""
+    """Read the table of a plan from its file, or from the folder of a bundle."""
     if not path.is_dir():
         return read_toml(path)
-    # of a pod every process has a folder with the same plan
+    # in a pod's bundle, every process has a folder with the same plan
     for plan in (path / PLAN, *sorted(path.glob(f"process-*/{PLAN}"))):
         if plan.is_file():
             return read_toml(plan)
     raise ConfigError(
-        f"{path}: expected a plan, or the folder of a bundle with {PLAN} in it, got a folder "
-        f"without one. Make a bundle with noria compile."
+        f"{path}: expected a plan, or a bundle's folder with {PLAN} in it, got a folder without "
+        f"{PLAN}. Make a bundle with noria compile."
     )
 
 
 def apply_overrides(table: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
     """Return a copy of `table` with `a.b=value` settings; a value is TOML or a bare word.
+
+    Raises:
+      ConfigError: An override is malformed, or sets a key inside a value.
 
     >>> apply_overrides({"a": {"b": 1}}, ["a.b=[2, 3]", "target=cpu:8"])
     {'a': {'b': [2, 3]}, 'target': 'cpu:8'}

@@ -1,12 +1,12 @@
-"""One line of a JSON Lines file -> one object, strictly.
+"""Parses one line of a JSON Lines file into one object, strictly.
 
-The standard library's parser takes more than JSON: NaN, Infinity, numbers that overflow, duplicate
-keys (the last wins in silence), lone surrogates. Each of these is refused here, with a code and the
-place, as are integers of absurd length and nesting that no request needs.
+The standard library's parser accepts more than JSON: NaN, Infinity, numbers that overflow,
+duplicate keys (the last one counts), lone surrogates. All of these are refused here with a code and
+the place, as are very long integers and deep nesting that no request needs.
 
-Knows nothing of what a request is. Guarantees: whatever the bytes, `parse_object` returns a dict
-that can be written as JSON again, or raises `RowError`; `read_lines` holds one line in memory and
-never more than its limit.
+Does not know what a request is. Guarantees: for any bytes, `parse_object` returns a dict that can
+be written as JSON again, or raises `RowError`; `read_lines` holds at most one line in memory, and
+no more of it than the limit.
 """
 
 import json
@@ -29,17 +29,21 @@ _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
 @dataclass(frozen=True)
 class Line:
-    """One line that is not blank, without its line ending; `content` is None when too long."""
+    """A line that is not blank, without its line ending; `content` is None for a too long line."""
 
     number: int
-    """Counted from 1, blank lines included: the number an editor shows."""
+    """The line number from 1, blank lines included, as editors show it."""
     offset: int
-    """Byte offset of the line's start in the file."""
+    """Byte offset of the line in the file."""
     content: bytes | None
 
 
 def parse_object(content: bytes) -> dict[str, Any]:
-    """Parse one JSON object; anything else raises RowError `invalid_json` or `invalid_utf8`."""
+    """Parse one JSON object.
+
+    Raises:
+        RowError: The content is not UTF-8 (`invalid_utf8`) or no JSON object (`invalid_json`).
+    """
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -56,17 +60,17 @@ def parse_object(content: bytes) -> dict[str, Any]:
         raise _too_deep() from None
     if not isinstance(value, dict):
         raise _invalid(f"expected a JSON object, got {_kind(value)}")
-    # a value is at most as deep as it has opening brackets, so most lines need no walk
+    # nesting is at most the number of opening brackets, so most lines need no traversal
     if content.count(b"[") + content.count(b"{") > MAX_DEPTH and _depth_exceeds(value, MAX_DEPTH):
         raise _too_deep()
-    # decoded UTF-8 holds no surrogates, so a lone one can only come from an escape
+    # decoded UTF-8 has no surrogates, so a lone surrogate can only come from an escape
     if _SURROGATE_ESCAPE.search(text):
         _refuse_lone_surrogates(value)
     return value
 
 
 def dump_line(value: object, *, sort_keys: bool = False) -> bytes:
-    """Write JSON for a JSON Lines file: no line ending inside for any reader's idea of a line.
+    """Write a value as one line of JSON, without any character that a reader takes as a line end.
 
     U+0085, U+2028 and U+2029 end a line for `str.splitlines`, so they are written as escapes.
     """
@@ -76,7 +80,7 @@ def dump_line(value: object, *, sort_keys: bool = False) -> bytes:
     for character in "\x85\u2028\u2029":
         if character in text:
             text = text.replace(character, f"\\u{ord(character):04x}")
-    # a lone surrogate, should one get here, becomes its own JSON escape
+    # a lone surrogate becomes its own JSON escape
     return text.encode("utf-8", "backslashreplace")
 
 
@@ -86,9 +90,14 @@ def read_lines(
     max_line_bytes: int = MAX_LINE_BYTES,
     observe: Callable[[bytes], object] = len,
 ) -> Iterator[Line]:
-    """Yield the lines of a file that are not blank; `observe` sees every byte once, in order.
+    """Yield the lines of a file that are not blank.
 
-    A byte order mark at the file's start, CRLF endings and a missing last newline are all fine.
+    A byte order mark at the start, CRLF line endings and a missing last newline are accepted.
+
+    Args:
+        file: The file, open at its beginning.
+        max_line_bytes: Maximum size of a line; longer lines have the content None.
+        observe: Called with every piece that is read, so that it sees every byte once, in order.
     """
     number = offset = 0
     while piece := file.readline(max_line_bytes + 2):
@@ -112,7 +121,7 @@ def read_lines(
 
 
 def read_line_at(file: BinaryIO, offset: int, *, max_line_bytes: int = MAX_LINE_BYTES) -> bytes:
-    """Read again the content of a line that `read_lines` gave with this offset."""
+    """Read the content of a line again, at an offset that `read_lines` yielded."""
     file.seek(offset)
     content = file.readline(max_line_bytes + 2)
     if offset == 0 and content.startswith(_BOM):

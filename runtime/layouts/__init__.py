@@ -1,1 +1,1 @@
-"""`noria layouts`: layouts of a model compared, measured on the compiler and checked for truth."""
+"""The work of `noria layouts`: tables and pictures of layouts, and checks of their logits."""

@@ -1,14 +1,14 @@
-"""Layouts side by side as a picture: memory on a device, and what it sends in prefill and decode.
+"""Draw layouts side by side: memory of a device, and bytes that it sends in prefill and decode.
 
-Knows nothing of how results were measured.
+Does not know how the results were measured.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...compile.layout_measure import LayoutResult
-from ..planning.pictures import figure_of
-from .table import unconditional
+from ..planning.pictures import png_figure
+from .table import unconditional_collectives
 
 _MEMORY = {"params": "#4c72b0", "cache": "#dd8452", "temp": "#937860"}
 _KINDS = {
@@ -21,9 +21,9 @@ _KINDS = {
 
 
 def draw(results: Sequence[LayoutResult], title: str) -> bytes:
-    """A PNG with one bar a layout in each of three panels."""
+    """Draw a PNG with three panels, each with one bar for each layout."""
     height = 2.2 + 0.42 * len(results)
-    with figure_of((15, height), num_panels=3) as (figure, panels, png):
+    with png_figure((15, height), num_panels=3) as (figure, panels, png):
         figure.suptitle(title, fontsize=10)
         _memory_panel(panels[0], results)
         _traffic_panel(panels[1], results, "prefill", "sent by a device in a prefill call")
@@ -35,8 +35,8 @@ def draw(results: Sequence[LayoutResult], title: str) -> bytes:
         for panel in panels:
             handles, labels = panel.get_legend_handles_labels()
             named |= dict(zip(labels, handles, strict=True))
-        place = {"loc": "outside lower center", "ncols": 8, "fontsize": 8, "frameon": False}
-        figure.legend(named.values(), named.keys(), **place)
+        position = {"loc": "outside lower center", "ncols": 8, "fontsize": 8, "frameon": False}
+        figure.legend(named.values(), named.keys(), **position)
     return png.getvalue()
 
 
@@ -46,7 +46,7 @@ def _label(result: LayoutResult) -> str:
 
 
 def _memory_panel(panel: Any, results: Sequence[LayoutResult]) -> None:
-    # of a layout that does not compile parameters and cache are known, which is not all of it
+    # a layout that does not compile has known parameters and cache only, so nothing is drawn
     parts = [
         {kind: 0 if result.findings else result.bytes_per_device[kind] for kind in _MEMORY}
         for result in results
@@ -59,7 +59,7 @@ def _memory_panel(panel: Any, results: Sequence[LayoutResult]) -> None:
 def _traffic_panel(panel: Any, results: Sequence[LayoutResult], phase: str, title: str) -> None:
     parts: list[dict[str, float]] = []
     for result in results:
-        chosen = [] if result.findings else unconditional(result, phase)
+        chosen = [] if result.findings else unconditional_collectives(result, phase)
         parts.append({k: sum(c.sent_bytes for c in chosen if c.kind == k) for k in _KINDS})
     _stack(panel, parts, _KINDS)
     for row, (result, part) in enumerate(zip(results, parts, strict=True)):
@@ -69,7 +69,7 @@ def _traffic_panel(panel: Any, results: Sequence[LayoutResult], phase: str, titl
 
 
 def _stack(panel: Any, parts: Sequence[Mapping[str, float]], colours: dict[str, str]) -> None:
-    """Bars of megabytes, the parts one after the other; only parts that are there are named."""
+    """Draw stacked bars in megabytes; parts without bytes get no entry in the legend."""
     left = [0.0] * len(parts)
     for kind, colour in colours.items():
         widths = [part[kind] / 1e6 for part in parts]

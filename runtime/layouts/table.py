@@ -1,29 +1,29 @@
-"""Results of layouts as a table for the terminal. Knows nothing of how they were measured."""
+"""Format results of layouts as a table for the terminal. Does not know how they were measured."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...compile.layout_measure import SHAPES, CollectiveTotal, LayoutResult
-from ..console import aligned
+from ..console import align_columns
 
 MEGABYTE = 1e6
 _FROM_SHAPES = (
-    "GFLOP are those of the shapes: compilers count none on GPU, and a loop over layers as one."
+    "GFLOP are computed from shapes: compilers count none on GPU, and count a layer loop once."
 )
 _COLLECTIVES_FROM_SHAPES = (
-    "Collectives are those of the layouts' rules where XLA could not write its program as text."
+    "Collectives are predicted from the layouts' rules where XLA writes no program as text."
 )
 _COLUMNS = (
     "layout", "mesh", "params MB", "cache MB", "temp MB",
-    "prefill moved MB", "of needed", "turns", "coll.", "sent MB",
-    "decode moved MB", "of needed", "turns", "coll.", "sent MB",
+    "prefill moved MB", "of needed", "iterations", "coll.", "sent MB",
+    "decode moved MB", "of needed", "iterations", "coll.", "sent MB",
     "GFLOP", "compile s", "max diff",
 )  # fmt: skip
 
 
-def table_of(results: Sequence[LayoutResult]) -> str:
-    """One line a layout, per device; below it what is wrong with those that cannot be."""
-    lines = aligned([_COLUMNS, *map(_row, results)], num_left=2, has_rule=True)
+def format_table(results: Sequence[LayoutResult]) -> str:
+    """Format a line for each layout, with bytes per device, and the findings of illegal layouts."""
+    lines = align_columns([_COLUMNS, *map(_row, results)], num_left=2, has_rule=True)
     if any(result.flops_from == SHAPES for result in results):
         lines.append(f"\n{_FROM_SHAPES}")
     if any(result.collectives_from == SHAPES for result in results):
@@ -35,14 +35,14 @@ def table_of(results: Sequence[LayoutResult]) -> str:
     return "\n".join(lines)
 
 
-def unconditional(result: LayoutResult, phase: str) -> list[CollectiveTotal]:
+def unconditional_collectives(result: LayoutResult, phase: str) -> list[CollectiveTotal]:
     """Collectives of one prefill call or one greedy decode step."""
     return [c for c in result.collectives if c.phase == phase and not c.conditional]
 
 
-def communicated(result: LayoutResult, phase: str) -> tuple[int, float]:
-    """How many these are, and what a device sends in them."""
-    chosen = unconditional(result, phase)
+def count_communication(result: LayoutResult, phase: str) -> tuple[int, float]:
+    """The number of unconditional collectives, and the bytes that a device sends in them."""
+    chosen = unconditional_collectives(result, phase)
     return sum(c.count for c in chosen), sum(c.sent_bytes for c in chosen)
 
 
@@ -52,19 +52,19 @@ def _row(result: LayoutResult) -> tuple[str, ...]:
         return (result.name, mesh, result.verdict, *[""] * (len(_COLUMNS) - 3))
     numbers = [_megabytes(result.bytes_per_device[key]) for key in ("params", "cache", "temp")]
     for phase in ("prefill", "decode"):
-        count, num_bytes = communicated(result, phase)
+        count, num_bytes = count_communication(result, phase)
         numbers += [*_program(result.programs.get(phase)), str(count), _megabytes(num_bytes)]
     difference = "" if result.max_abs_diff is None else f"{result.max_abs_diff:.1e}"
     numbers += [f"{result.flops / 1e9:.1f}", f"{result.compile_seconds:.1f}", difference]
     return (result.name, mesh, *numbers)
 
 
-def _program(found: Mapping[str, Any] | None) -> tuple[str, str, str]:
-    """Cells of a program: the bytes it moves, how many times its need they are, turns of loops."""
-    if found is None:
+def _program(program: Mapping[str, Any] | None) -> tuple[str, str, str]:
+    """The cells of a program: bytes moved, their ratio to the bytes needed, loop iterations."""
+    if program is None:
         return "", "", ""
-    moved, ratio = _megabytes(found["bytes_moved"]), f"x{found['moved_over_needed']:.2f}"
-    return moved, ratio, f"{found['loop_turns']:,}"
+    moved, ratio = _megabytes(program["bytes_moved"]), f"x{program['moved_over_needed']:.2f}"
+    return moved, ratio, f"{program['loop_turns']:,}"
 
 
 def _megabytes(num_bytes: float) -> str:

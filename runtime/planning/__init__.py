@@ -1,1 +1,1 @@
-"""`noria plan` and what it stands on: workloads read, graphs timed, schedules simulated."""
+"""The work of `noria plan`: read workloads, time graphs, simulate schedules, search for plans."""

@@ -1,7 +1,8 @@
-"""Layouts by what a workload takes at least under each: legality, memory, then a bound.
+"""Rank layouts for a workload: legality first, then memory, then a lower bound of the seconds.
 
-The bound is that of the best grid of whole prompts for a sample of the rows, so it is cheap and
-ranks layouts that differ in more than a few percent; the first ones deserve a search of their own.
+The bound is the lowest of all grids of whole prompts, for a sample of the rows. It is cheap, and
+ranks layouts that differ by more than a few percent. A full search is worthwhile for the first
+layouts only.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,26 +18,26 @@ from ...modelzoo.config import DecoderConfig
 from ...sharding.layout import Layout
 from ...sharding.legality import ModelSizes, check
 from ...sharding.placement import arrangement_of, cache_dtype
-from .sample import deciding
+from .sample import longest_rows
 
-SAMPLE = 400
-"""Most rows of a bound."""
+MAX_SAMPLE_ROWS = 400
+"""The largest number of rows in evenly spaced steps from which bounds are computed."""
 
 
 @dataclass(frozen=True)
 class RankedLayout:
-    """One layout, and why it is where it is."""
+    """A layout with its bound, or with the reasons why it has none."""
 
     layout: Layout | None
     cost: CostModel | None = None
     findings: tuple[str, ...] = ()
-    """What rules it out."""
+    """The reasons why the layout cannot be used."""
     bound: float | None = None
-    """Seconds that the sample of rows takes at least; None of a layout that is not ranked."""
-    least_bytes: int | None = None
-    """On each device, of weights and the smallest cache that holds the longest row."""
-    longest: int | None = None
-    """Tokens of that row."""
+    """The lower bound in seconds for the sample of rows; None if the layout cannot be used."""
+    min_bytes: int | None = None
+    """Bytes on each device of the weights and the smallest cache that holds the longest row."""
+    max_row_length: int | None = None
+    """The length of the longest row, in tokens."""
 
     def __str__(self) -> str:
         name = "one device" if self.layout is None else f"{self.layout.name} ({self.layout.mesh})"
@@ -47,7 +48,7 @@ class RankedLayout:
 
 @dataclass(frozen=True)
 class Ranking:
-    """Layouts of one model and workload on one kind of device."""
+    """Ranks the layouts of one model and workload on one kind of device."""
 
     config: DecoderConfig
     rows: Sequence[ExpectedRow]
@@ -56,22 +57,22 @@ class Ranking:
     budget: Budget
     num_devices: int
     torus: Sequence[int] = ()
-    """Dimensions of the interconnect."""
+    """The dimensions of the interconnect."""
     calibration: Calibration | None = None
     platform: str = "cpu"
     _definitions: dict[object, AbstractModel] = field(default_factory=dict)
 
     def rank(self, layouts: Sequence[Layout | None]) -> list[RankedLayout]:
-        """The fastest first, then those that are not ranked, with a reason each."""
-        found = [self._judge(layout) for layout in layouts]
-        return sorted(found, key=lambda ranked: (ranked.bound is None, ranked.bound or 0.0))
+        """The layouts, the fastest first; those without a bound come last, with their reasons."""
+        rated = [self._rate(layout) for layout in layouts]
+        return sorted(rated, key=lambda ranked: (ranked.bound is None, ranked.bound or 0.0))
 
     def findings(self, layout: Layout | None) -> tuple[str, ...]:
-        """What is against the rules."""
+        """The reasons why a layout is illegal for the model; empty if it is legal."""
         return () if layout is None else tuple(check(layout, self._sizes))
 
     def cost(self, layout: Layout | None) -> CostModel:
-        """Seconds of calls under a legal layout."""
+        """The cost model of calls under a legal layout."""
         stored = cache_dtype(self.platform, self.dtype)
         work = Work(self._definition(layout), self.dtype, layout, stored)
         return CostModel(work, self.hardware, self.calibration, self.torus)
@@ -80,7 +81,7 @@ class Ranking:
     def _sizes(self) -> ModelSizes:
         return model_sizes(self.config, self.num_devices)
 
-    def _judge(self, layout: Layout | None) -> RankedLayout:
+    def _rate(self, layout: Layout | None) -> RankedLayout:
         if findings := self.findings(layout):
             return RankedLayout(layout, findings=findings)
         cost = self.cost(layout)
@@ -91,33 +92,35 @@ class Ranking:
             )
         except ValueError as error:
             return RankedLayout(layout, cost, (str(error),))
-        bound = min((candidate.bound for candidate in grids.of_whole_prompts()), default=None)
-        findings = () if bound is not None else (self._why_none(grids.least_bytes),)
-        sizes = grids.least_bytes, grids.max_length
+        bound = min(
+            (candidate.bound for candidate in grids.whole_prompt_candidates()), default=None
+        )
+        findings = () if bound is not None else (self._why_unusable(grids.min_bytes),)
+        sizes = grids.min_bytes, grids.max_length
         return RankedLayout(layout, cost, findings, bound, *sizes)
 
     def _sample(self) -> list[ExpectedRow]:
-        """Rows in equal steps, and those that decide how long a plan's rows are."""
-        return [*self.rows[:: -(-len(self.rows) // SAMPLE)], *deciding(self.rows)]
+        """Rows in evenly spaced steps, and the rows that decide the lengths of a plan."""
+        return [*self.rows[:: -(-len(self.rows) // MAX_SAMPLE_ROWS)], *longest_rows(self.rows)]
 
-    def _why_none(self, needed: int) -> str:
-        """What keeps the smallest grid from being one, which needs so many bytes."""
+    def _why_unusable(self, needed: int) -> str:
+        """The reason why no grid fits; the smallest one needs `needed` bytes on each device."""
         allowed = self.budget.memory_bytes
         if needed > allowed:
             return (
                 f"weights and the smallest cache need {needed / 1e9:.2f} GB a device, "
-                f"{(needed - allowed) / 1e9:.2f} GB more than the {allowed / 1e9:.2f} GB there "
-                f"are. Take more devices, a layout that splits more, or shorter rows."
+                f"{(needed - allowed) / 1e9:.2f} GB more than the {allowed / 1e9:.2f} GB "
+                f"available. Use more devices, a layout that splits more, or shorter rows."
             )
         graph, is_scored = self.budget.graph_seconds, any(row.need.is_scored for row in self.rows)
-        fewest = graph.prefill * (1 + is_scored) + graph.decode
+        min_seconds = graph.prefill * (1 + is_scored) + graph.decode
         return (
-            f"building the fewest graphs takes {fewest:.0f} s (predicted), longer than the "
-            f"{self.budget.compile_seconds:.3g} s there are. Raise --max-compile-minutes."
+            f"compiling the smallest number of graphs takes {min_seconds:.0f} s (predicted), more "
+            f"than the {self.budget.compile_seconds:.3g} s allowed. Raise --max-compile-minutes."
         )
 
     def _definition(self, layout: Layout | None) -> AbstractModel:
-        """Traced once for all layouts that arrange weights alike."""
+        """The model, traced once for all layouts with the same arrangement of the weights."""
         arrangement = arrangement_of(layout, self.platform, self.config)
         if arrangement not in self._definitions:
             self._definitions[arrangement] = AbstractModel(self.config, arrangement)
@@ -125,7 +128,7 @@ class Ranking:
 
 
 def all_layouts(tables: Mapping[str, Mapping[str, object]], num_devices: int) -> Iterator[Layout]:
-    """Every named layout over every mesh of so many devices."""
+    """All named layouts over all meshes of `num_devices` devices."""
     for name, table in tables.items():
         layout = Layout.from_table(table, name)
         for mesh in layout.mesh.all_fitted(num_devices):

@@ -1,25 +1,26 @@
-"""Tables of lengths: CSV with the token counts of one request of a job a line. Knows no model.
+"""Read tables of lengths: CSV files with the token counts of one request in each line.
 
-The columns are `prompt_tokens` and `output_tokens`, and, where rows may emit more than they are
-expected to, `max_tokens`, which may be empty. What spreadsheets write is read as it is: a byte
-order mark, either end of line, spaces around values. Anything else is refused by its line.
+The columns are `prompt_tokens`, `output_tokens` and optionally `max_tokens`, for rows that may emit
+more tokens than expected; a value of `max_tokens` may be empty. The files of spreadsheets are read
+as they are: with a byte order mark, either kind of line end, and spaces around values. Any other
+deviation is refused with its line number. Does not know about models.
 """
 
 import csv
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ...compile.grids.default_grid import RowNeed
+from ...compile.grids.default_grid import RowShape
 from ...compile.planning.candidates import ExpectedRow
 from ..errors import ConfigError
 
 COLUMNS = ("prompt_tokens", "output_tokens", "max_tokens")
-_SHOWN = 40
-"""Characters of a wrong value."""
+_MAX_SHOWN = 40
+"""The number of characters of a wrong value that an error shows."""
 
 
 def read_table(path: Path) -> Iterator[ExpectedRow]:
-    """The rows of a table; ConfigError names the line that is wrong."""
+    """Read the rows of a table; raises ConfigError with the number of a wrong line."""
     with path.open(newline="", encoding="utf-8-sig") as file:
         lines = csv.reader(file)
         try:
@@ -29,11 +30,11 @@ def read_table(path: Path) -> Iterator[ExpectedRow]:
                 yield _row(f"{path} line {lines.line_num}", columns, cells)
         except csv.Error as error:
             raise ConfigError(
-                f"{path} line {lines.line_num}: expected values with commas between, got: {error}."
+                f"{path} line {lines.line_num}: expected values separated by commas, got: {error}."
             ) from None
         except UnicodeDecodeError as error:
             raise ConfigError(
-                f"{path}: expected CSV in UTF-8, got: {error}. Save it as that."
+                f"{path}: expected CSV in UTF-8, got: {error}. Save the file as UTF-8."
             ) from None
 
 
@@ -41,8 +42,8 @@ def _check_columns(path: Path, columns: Sequence[str]) -> None:
     is_distinct = len(set(columns)) == len(columns)
     if not (is_distinct and set(COLUMNS[:2]) <= set(columns) <= set(COLUMNS)):
         raise ConfigError(
-            f"{path} line 1: expected the columns {', '.join(COLUMNS)}, the last one as an "
-            f"option, with commas between, got {_shown(', '.join(columns) or 'none')}."
+            f"{path} line 1: expected the columns {', '.join(COLUMNS)} (the last is optional), "
+            f"separated by commas, got {_shown(', '.join(columns) or 'none')}."
         )
 
 
@@ -59,13 +60,13 @@ def _row(where: str, columns: Sequence[str], cells: Sequence[str]) -> ExpectedRo
             f"{where}: expected at least one prompt token, and outputs from 0 to max_tokens, got "
             f"{prompt}, {output} and {limit}."
         )
-    return ExpectedRow(RowNeed(prompt, limit), output)
+    return ExpectedRow(RowShape(prompt, limit), output)
 
 
 def _count(where: str, name: str, values: Mapping[str, str]) -> int:
-    """A number of tokens; `int` alone would take `1_000`, too."""
+    """The number of tokens in a cell; `int` alone would accept `1_000`."""
     value = values[name]
-    if not (value.isascii() and value.isdigit() and len(value) < _SHOWN):
+    if not (value.isascii() and value.isdigit() and len(value) < _MAX_SHOWN):
         raise ConfigError(
             f"{where}: expected a whole number of tokens from 0 up for {name}, got "
             f"{_shown(repr(value))}."
@@ -74,4 +75,4 @@ def _count(where: str, name: str, values: Mapping[str, str]) -> int:
 
 
 def _shown(text: str) -> str:
-    return text if len(text) <= 3 * _SHOWN else f"{text[: 3 * _SHOWN]} ..."
+    return text if len(text) <= 3 * _MAX_SHOWN else f"{text[: 3 * _MAX_SHOWN]} ..."

@@ -1,4 +1,4 @@
-"""A plan's report as one HTML page that needs no other file and no network."""
+"""Render the report of a plan as one HTML page that needs no other file and no network."""
 
 import base64
 import html
@@ -18,15 +18,15 @@ img { max-width: 100%; display: block; margin: 1rem 0; }
 
 @dataclass(frozen=True)
 class Picture:
-    """A PNG under a title, and in words how to read it."""
+    """A PNG with a title and a caption that explains how to read it."""
 
     title: str
-    reading: str
+    caption: str
     png: bytes
 
 
-def page(report: Mapping[str, Any], pictures: Sequence[Picture]) -> str:
-    """The whole page: the summary of the report's JSON, pictures and the plan."""
+def render_page(report: Mapping[str, Any], pictures: Sequence[Picture]) -> str:
+    """Render the page: the summary of the report, the pictures and the plan."""
     hardware = report["hardware"]
     body = [
         f"<h1>Plan for {_text(report['workload']['name'])} on {_text(report['target'])}</h1>",
@@ -46,7 +46,7 @@ def page(report: Mapping[str, Any], pictures: Sequence[Picture]) -> str:
 def _picture(picture: Picture) -> str:
     data = base64.b64encode(picture.png).decode()
     return (
-        f'<h2>{_text(picture.title)}</h2><p class="note">{_text(picture.reading)}</p>'
+        f'<h2>{_text(picture.title)}</h2><p class="note">{_text(picture.caption)}</p>'
         f'<img alt="{_text(picture.title)}" src="data:image/png;base64,{data}">'
     )
 

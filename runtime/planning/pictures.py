@@ -1,6 +1,6 @@
-"""Pictures of a plan: rows in buckets, and graphs under the roofline.
+"""Draw the pictures of a plan: rows in buckets, and graphs under the roofline.
 
-Knows nothing of how any of it was found. Each picture is a PNG as bytes.
+Does not know about planning. Each picture is a PNG, as bytes.
 """
 
 import io
@@ -15,28 +15,28 @@ _PREFILL, _DECODE, _WASTE = "#4c72b0", "#dd8452", "#c44e52"
 _SIZE, _DPI = (7.2, 3.6), 110
 
 
-def workload(prompts: Sequence[int], outputs: Sequence[int], lengths: Sequence[int]) -> bytes:
-    """How many rows have which prompt and output, with the borders of prefill lengths or spans."""
-    with figure_of() as (figure, panel, png):
-        most = max(max(lengths), max(prompts))
-        bins = (np.geomspace(1, most, 60), np.geomspace(1, max(2, *outputs), 30))
-        # a row without output is drawn with those of one token
+def draw_workload(prompts: Sequence[int], outputs: Sequence[int], lengths: Sequence[int]) -> bytes:
+    """Draw the number of rows by prompt and output length, with the lengths of prefill graphs."""
+    with png_figure() as (figure, panel, png):
+        max_length = max(max(lengths), max(prompts))
+        bins = (np.geomspace(1, max_length, 60), np.geomspace(1, max(2, *outputs), 30))
+        # the axis is logarithmic: a row without output is drawn at one token
         drawn = np.maximum(outputs, 1)
         *_, image = panel.hist2d(prompts, drawn, bins=bins, cmin=1, vmin=0, cmap="viridis")
         for length in lengths:
             panel.axvline(length, color=_WASTE, linewidth=1)
         panel.set(xlabel="prompt tokens", ylabel="expected output tokens")
         _logarithmic(panel)
-        # the last line stands inside the frame
-        panel.set_xlim(1, 1.1 * most)
+        # the last line is drawn inside the frame
+        panel.set_xlim(1, 1.1 * max_length)
         figure.colorbar(image, ax=panel, label="rows").locator = _ticker().MaxNLocator(integer=True)
         panel.set_title("rows by length, and lengths of prefill graphs", fontsize=9)
     return png.getvalue()
 
 
-def roofline(graphs: Sequence[Mapping[str, Any]], peak: float, memory_rate: float) -> bytes:
-    """Every graph by operations a byte and predicted operations a second, under the peaks."""
-    with figure_of() as (_, panel, png):
+def draw_roofline(graphs: Sequence[Mapping[str, Any]], peak: float, memory_rate: float) -> bytes:
+    """Draw the operations per byte and the predicted speed of each graph, under the peaks."""
+    with png_figure() as (_, panel, png):
         intensity = [graph["flops"] / graph["bytes"] for graph in graphs]
         ridge = peak / memory_rate
         line = np.geomspace(min(*intensity, ridge) / 3, max(*intensity, ridge) * 3, 100)
@@ -46,12 +46,12 @@ def roofline(graphs: Sequence[Mapping[str, Any]], peak: float, memory_rate: floa
             color = _DECODE if is_decode else _PREFILL
             y = graph["flops"] / graph["seconds"] / 1e9
             panel.scatter(x, y, color=color, zorder=3)
-            # one below the other, as prefill graphs lie close together; they come first
+            # labels of prefill graphs, which come first and lie close together, are stacked
             below = (4, -8 if is_decode else -8 * (number + 1))
             panel.annotate(
                 graph["graph"], (x, y), fontsize=6, xytext=below, textcoords="offset points"
             )
-        panel.set(xlabel="operations a byte", ylabel="predicted GFLOP/s")
+        panel.set(xlabel="operations per byte", ylabel="predicted GFLOP/s")
         _logarithmic(panel)
         panel.set_title("graphs under the roofline of one device", fontsize=9)
     return png.getvalue()
@@ -74,7 +74,7 @@ def _ticker() -> ModuleType:
 
 
 def matplotlib() -> ModuleType:
-    """The package, or an ImportError with the remedy."""
+    """Import matplotlib, or raise an ImportError with the remedy."""
     try:
         import matplotlib
     except ImportError as error:
@@ -85,8 +85,11 @@ def matplotlib() -> ModuleType:
 
 
 @contextmanager
-def figure_of(size: tuple[float, float] = _SIZE, num_panels: int = 1):
-    """A figure, its panel or panels, and the buffer that has it as a PNG afterwards."""
+def png_figure(size: tuple[float, float] = _SIZE, num_panels: int = 1):
+    """Open a figure: yields the figure, its panel or panels, and a buffer.
+
+    On exit the buffer holds the figure as a PNG.
+    """
     matplotlib().use("agg")
     from matplotlib import pyplot
 

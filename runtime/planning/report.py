@@ -1,6 +1,6 @@
-"""The report of a plan, for people and programs: report.json and report.html.
+"""Write the report of a plan: report.json for programs, report.html for people.
 
-Every second is a prediction, and says what it waits for.
+All seconds are predictions; for each graph the report says what limits it.
 """
 
 import json
@@ -22,24 +22,24 @@ from ..engine.metrics import DecodeUse, PrefillUse
 from ..files.disk import Disk, replace_file
 from . import pictures
 from .compiled_layouts import PlannedLayout
-from .page import Picture, page
+from .page import Picture, render_page
 
 if TYPE_CHECKING:
     from .layout_ranking import RankedLayout
-    from .predict import Prediction
-    from .search import Tried
+    from .prediction import Prediction
+    from .search import SimulatedGrid
 
 
 def basis(hardware: Hardware) -> str:
-    """What uncalibrated predictions rest on."""
+    """The basis of predictions without a calibration: assumed or published peaks."""
     assumed = hardware.source.startswith("assumed")
     return f"{'assumed' if assumed else 'published'} peaks, not calibrated"
 
 
-def as_json(prediction: "Prediction") -> dict[str, Any]:
-    """The same and more, as one JSON object."""
-    workload, planned, cost = prediction.workload, prediction.planned, prediction.cost
-    grid, work, layout = planned.best.grid, cost.work, prediction.plan.layout
+def to_json(prediction: "Prediction") -> dict[str, Any]:
+    """The content of report.json."""
+    workload, result, cost = prediction.workload, prediction.result, prediction.cost
+    grid, work, layout = result.best.grid, cost.work, prediction.plan.layout
     return {
         "plan": prediction.plan.to_toml(),
         "target": prediction.plan.target,
@@ -55,10 +55,11 @@ def as_json(prediction: "Prediction") -> dict[str, Any]:
         "hardware": {"name": cost.hardware.name, **cost.hardware.to_table()},
         "calibration": cost.calibration and cost.calibration.to_json(),
         "basis": "a calibration" if cost.calibration else basis(cost.hardware),
-        "predicted": _figures(planned.best),
-        "sample": planned.error and {**asdict(planned.error), "error": str(planned.error)},
+        "predicted": _figures(result.best),
+        "sample": result.uncertainty
+        and {**asdict(result.uncertainty), "error": str(result.uncertainty)},
         "graphs": graphs(prediction),
-        "comparison": {name: _figures(tried) for name, tried in planned.others.items()},
+        "comparison": {name: _figures(simulated) for name, simulated in result.others.items()},
         "layouts": [_ranked(one) for one in prediction.layouts],
         "searched_layouts": _searched(prediction.searched),
         "memory_bytes": {
@@ -67,19 +68,19 @@ def as_json(prediction: "Prediction") -> dict[str, Any]:
             "device": cost.hardware.memory_bytes,
         },
         "search": {
-            "candidates": planned.search.candidates,
-            "simulated": planned.search.tried,
-            "gap": planned.search.gap,
+            "candidates": result.search.num_candidates,
+            "simulated": result.search.num_simulated,
+            "gap": result.search.gap,
             "seconds": prediction.seconds,
         },
     }
 
 
 def graphs(prediction: "Prediction") -> list[dict[str, Any]]:
-    """Every prefill and decode graph: use, and where the seconds of a call go."""
-    best, cost = prediction.planned.best, prediction.cost
+    """The use of each prefill and decode graph, and the seconds of its calls by part."""
+    best, cost = prediction.result.best, prediction.cost
     grid, metrics = best.grid, best.simulation.metrics
-    found = []
+    entries = []
     for bucket, is_scored in product(grid.prefill, grid.prefill_kinds):
         kind = " scored" * is_scored
         use = metrics.prefill.get(f"{bucket}{kind}", PrefillUse())
@@ -88,22 +89,22 @@ def graphs(prediction: "Prediction") -> list[dict[str, Any]]:
             bucket.call(is_scored=is_scored),
             CompiledGraphs.prefill_name(bucket, is_scored),
         )
-        found.append(figures | _estimate(cost, call) | _evidence(prediction, name))
+        entries.append(figures | _estimate(cost, call) | _evidence(prediction, name))
     for span in grid.graph_spans:
         use = metrics.decode.get(str(span), DecodeUse())
         name, call = CompiledGraphs.decode_name(span), grid.decode_call(span)
         figures = _graph(name, use, use.steps, use.emitted_tokens)
-        found.append(figures | _estimate(cost, call) | _evidence(prediction, name))
-    return found
+        entries.append(figures | _estimate(cost, call) | _evidence(prediction, name))
+    return entries
 
 
 def _evidence(prediction: "Prediction", name: str) -> dict[str, Any]:
-    """Evidence of the program of a graph, if that of the chosen layout was compiled."""
+    """The figures of a graph's program, if the graph was compiled under the chosen layout."""
     calls = prediction.searched[0].compiled.values()
     call = next((call for call in calls if call.graph == name), None)
     if call is None:
         return {"compiled": None}
-    found = {
+    figures = {
         "bytes_moved": call.moved_bytes,
         "bytes_needed": call.needed_bytes,
         "loop_turns": call.loop_turns,
@@ -113,7 +114,7 @@ def _evidence(prediction: "Prediction", name: str) -> dict[str, Any]:
         "seconds": call.seconds,
         "over_prediction": call.factor,
     }
-    return {"compiled": found}
+    return {"compiled": figures}
 
 
 def _graph(name: str, use: PrefillUse | DecodeUse, calls: int, real_tokens: int) -> dict[str, Any]:
@@ -128,12 +129,12 @@ def _graph(name: str, use: PrefillUse | DecodeUse, calls: int, real_tokens: int)
 
 def files_in(folder: Path) -> dict[str, Path]:
     """The files that `write` writes, by description."""
-    return {"the report": folder / "report.json", "the page of it": folder / "report.html"}
+    return {"the report": folder / "report.json", "the page of the report": folder / "report.html"}
 
 
 def write(prediction: "Prediction", report: Mapping[str, Any], folder: Path) -> None:
     """Write report.json and report.html into a folder, from a prediction and its JSON."""
-    content = page(report, _pictures(prediction, report))
+    content = render_page(report, _pictures(prediction, report))
     folder.mkdir(parents=True, exist_ok=True)
     disk = Disk()
     text = json.dumps(report, indent=1) + "\n"
@@ -142,13 +143,13 @@ def write(prediction: "Prediction", report: Mapping[str, Any], folder: Path) -> 
 
 
 def _pictures(prediction: "Prediction", report: Mapping[str, Any]) -> list[Picture]:
-    rows, grid = prediction.workload.rows, prediction.planned.best.grid
+    rows, grid = prediction.workload.rows, prediction.result.best.grid
     hardware = prediction.cost.hardware
     return [
         Picture(
             "Rows and buckets",
-            f"Where the workload's rows lie, and where the plan cuts them. {_padded(grid)}",
-            pictures.workload(
+            f"The lengths of the workload's rows, and those of the plan's graphs. {_padding(grid)}",
+            pictures.draw_workload(
                 [row.need.prompt_length for row in rows],
                 [row.output for row in rows],
                 [bucket.length for bucket in grid.prefill],
@@ -156,24 +157,25 @@ def _pictures(prediction: "Prediction", report: Mapping[str, Any]) -> list[Pictu
         ),
         Picture(
             "Graphs under the roofline",
-            "The line is what peaks allow. Under its slope a graph waits for memory, under its "
-            "flat part for arithmetic; one far below it waits for the network, or is known from a "
-            "calibration to be slower. What is above it was measured to be faster than its peaks.",
-            pictures.roofline(
+            "The line is the limit that the peaks set. A graph under its slope waits for memory, "
+            "a graph under its flat part for arithmetic. A graph far below the line waits for the "
+            "network, or was measured to be slower by a calibration; a graph above the line was "
+            "measured to be faster than the peaks.",
+            pictures.draw_roofline(
                 report["graphs"], hardware.peak(prediction.plan.numbers.dtype), hardware.memory_rate
             ),
         ),
     ]
 
 
-def _padded(grid: BucketGrid) -> str:
-    """What the lines over the rows mean."""
+def _padding(grid: BucketGrid) -> str:
+    """The meaning of the lines over the rows."""
     if not grid.chunks:
         return "A prompt is padded to the next line on its right."
     return (
-        f"A prompt comes in pieces of {' and '.join(map(str, grid.chunks))} tokens, and is padded "
-        f"by {grid.chunks[0] - 1} at most; a piece sees as much of its slot as the next line on "
-        f"its right says."
+        f"A prompt is prefilled in chunks of {' and '.join(map(str, grid.chunks))} tokens, and "
+        f"padded by at most {grid.chunks[0] - 1}; a chunk reads as much of its slot as the next "
+        f"line on its right says."
     )
 
 
@@ -200,24 +202,24 @@ def _estimate(cost: CostModel, call: Call) -> dict[str, Any]:
     }
 
 
-def _figures(tried: "Tried") -> dict[str, Any]:
-    padding = tried.simulation.metrics.report()["padding"]
-    prefill = tried.simulation.metrics.prefill.values()
-    decode = tried.simulation.metrics.decode.values()
+def _figures(simulated: "SimulatedGrid") -> dict[str, Any]:
+    padding = simulated.simulation.metrics.report()["padding"]
+    prefill = simulated.simulation.metrics.prefill.values()
+    decode = simulated.simulation.metrics.decode.values()
     computed = sum(use.computed_tokens for use in prefill)
     decoded = padding["computed_tokens"] - computed
-    table = tried.grid.to_table()
+    table = simulated.grid.to_table()
     return {
         "prefill": table["prefill"],
         "chunk": table["chunk"],
-        "decode_slots": tried.grid.decode_slots,
-        "decode_spans": list(tried.grid.decode_spans),
-        "decode_graphs": list(tried.grid.graph_spans),
-        "graphs": num_graphs(tried.grid),
-        "run_seconds": tried.simulation.seconds,
-        "build_seconds": tried.build_seconds,
-        "tail_seconds": tried.simulation.tail_seconds,
-        "occupancy": tried.simulation.occupancy,
+        "decode_slots": simulated.grid.decode_slots,
+        "decode_spans": list(simulated.grid.decode_spans),
+        "decode_graphs": list(simulated.grid.graph_spans),
+        "graphs": num_graphs(simulated.grid),
+        "run_seconds": simulated.simulation.seconds,
+        "build_seconds": simulated.build_seconds,
+        "tail_seconds": simulated.simulation.tail_seconds,
+        "occupancy": simulated.simulation.occupancy,
         "prefill_seconds": sum(use.seconds for use in prefill),
         "decode_seconds": sum(use.seconds for use in decode),
         "prefill_real_tokens": sum(use.real_tokens for use in prefill),
@@ -229,7 +231,7 @@ def _figures(tried: "Tried") -> dict[str, Any]:
 
 
 def _limit(prediction: "Prediction") -> str:
-    """The end of rows without max_tokens, if it is before the model's context."""
+    """The length at which rows without max_tokens end, if it is below the model's context."""
     if not (reason := prediction.plan.max_length_reason):
         return ""
     limit, context = prediction.plan.buckets.max_length, prediction.cost.work.config.max_position
@@ -242,7 +244,7 @@ def _searched(searched: Sequence[PlannedLayout]) -> list[dict[str, Any]]:
         {
             "name": one.layout and one.layout.name,
             "mesh": one.layout and one.layout.mesh.sizes,
-            "grid": one.planned.best.grid.to_table(),
+            "grid": one.result.best.grid.to_table(),
             "seconds": one.seconds,
             "compiled_seconds": one.compiled_seconds
             if one.compiled and math.isfinite(one.compiled_seconds)

@@ -1,4 +1,4 @@
-"""A sample of a workload, simulated in place of all rows where there are too many.
+"""A sample of a workload, simulated instead of all rows if there are too many.
 
 Rows are sorted by limit, sequences, scoring, and lengths of prompt and output. The middle one of
 every group of neighbours is taken, so each stratum has its share. The rows that decide the lengths
@@ -17,21 +17,21 @@ from dataclasses import dataclass
 from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.planning.candidates import Budget, CandidateGrids, ExpectedRow
 from ...compile.planning.cost import CostModel
-from .search import Tried, as_fed
+from .search import SimulatedGrid, rows_in_submission_order
 from .simulator import Simulation, simulate
 
-MOST_SIMULATED = 20_000
+MAX_ROWS_SIMULATED = 20_000
 """The largest number of rows that are all simulated."""
-SEARCHED = 2_000
-"""The number of sampled rows that rank grids, if there are more than `MOST_SIMULATED` rows."""
-PREDICTED = 10_000
-"""The number of sampled rows from which the chosen grid and its neighbours are predicted."""
-PARTS = 4
+ROWS_TO_SEARCH = 2_000
+"""The number of sampled rows that rank grids, if there are more than `MAX_ROWS_SIMULATED` rows."""
+ROWS_TO_PREDICT = 10_000
+"""The number of sampled rows from which the chosen grid and the other grids are predicted."""
+NUM_PARTS = 4
 
 
 @dataclass(frozen=True)
-class SampleError:
-    """The error of a prediction that is made from a sample."""
+class SampleUncertainty:
+    """The uncertainty of a prediction that is made from a sample."""
 
     rows: int
     """The number of rows that were simulated."""
@@ -40,8 +40,8 @@ class SampleError:
 
     def __str__(self) -> str:
         return (
-            f"{self.rows} rows simulated for all: seconds within {self.relative:.1%}, twice the "
-            f"largest difference of {PARTS} parts of them"
+            f"{self.rows} rows simulated instead of all: seconds within {self.relative:.1%}, twice "
+            f"the largest difference between the sample and one of its {NUM_PARTS} parts"
         )
 
 
@@ -50,55 +50,60 @@ Bounds = Callable[[Sequence[ExpectedRow]], CandidateGrids]
 
 
 class Sample:
-    """The rows of a workload that are simulated in place of all."""
+    """The rows of a workload that are simulated instead of all."""
 
     def __init__(self, every: Sequence[ExpectedRow], bounds: Bounds, budget: Budget, count: int):
-        self.is_whole = len(every) <= MOST_SIMULATED
-        self.rows = every if self.is_whole else _taken(every, len(every) / count)
+        self.is_whole = len(every) <= MAX_ROWS_SIMULATED
+        self.rows = every if self.is_whole else _sampled(every, len(every) / count)
         self._bounds, self._budget = bounds, budget
         if not self.is_whole:
-            self._of_all, self._of_sample = bounds(every), bounds(self.rows)
+            self._all_bounds, self._sample_bounds = bounds(every), bounds(self.rows)
 
-    def scaled(self, grid: BucketGrid, found: Simulation) -> Simulation:
+    def scaled(self, grid: BucketGrid, simulation: Simulation) -> Simulation:
         """The simulation of the sample, scaled to all rows."""
-        return found if self.is_whole else self._scaled(grid, found, self._of_sample)
+        if self.is_whole:
+            return simulation
+        return self._scaled(grid, simulation, self._sample_bounds)
 
-    def error(self, best: Tried, cost: CostModel) -> SampleError | None:
-        """The error of the prediction for a grid; None if all rows were simulated."""
+    def uncertainty(self, best: SimulatedGrid, cost: CostModel) -> SampleUncertainty | None:
+        """The uncertainty of the prediction for a grid; None if all rows were simulated."""
         if self.is_whole:
             return None
         differences = []
-        for i in range(PARTS):
-            rows = [*self.rows[i::PARTS], *deciding(self.rows)]
-            found = simulate(best.grid, as_fed(rows, best.grid), cost)
-            seconds = self._scaled(best.grid, found, self._bounds(rows)).seconds
+        for i in range(NUM_PARTS):
+            rows = [*self.rows[i::NUM_PARTS], *longest_rows(self.rows)]
+            simulation = simulate(best.grid, rows_in_submission_order(rows, best.grid), cost)
+            seconds = self._scaled(best.grid, simulation, self._bounds(rows)).seconds
             differences.append(abs(seconds / best.simulation.seconds - 1))
-        return SampleError(len(self.rows), 2 * max(differences))
+        return SampleUncertainty(len(self.rows), 2 * max(differences))
 
-    def _scaled(self, grid: BucketGrid, found: Simulation, of_part: CandidateGrids) -> Simulation:
+    def _scaled(
+        self, grid: BucketGrid, simulation: Simulation, bounds: CandidateGrids
+    ) -> Simulation:
+        """A simulation, scaled to all rows; `bounds` has the bounds for the simulated rows."""
         build = self._budget.build_seconds(grid)
-        ratio = (self._of_all.bound(grid) - build) / (of_part.bound(grid) - build)
-        growing = found.seconds - found.tail_seconds
-        return found.scaled((growing * ratio + found.tail_seconds) / found.seconds)
+        ratio = (self._all_bounds.bound(grid) - build) / (bounds.bound(grid) - build)
+        growing = simulation.seconds - simulation.tail_seconds
+        return simulation.scaled((growing * ratio + simulation.tail_seconds) / simulation.seconds)
 
 
-def _taken(rows: Sequence[ExpectedRow], step: float) -> list[ExpectedRow]:
+def _sampled(rows: Sequence[ExpectedRow], step: float) -> list[ExpectedRow]:
     """The middle row of every `step` neighbours, in the order of the module docstring.
 
-    The result is in the order of the workload, in which rows of equal need are fed.
+    The result has the order of the workload, in which rows of equal shape are submitted.
     """
-    ordered = sorted(range(len(rows)), key=lambda row: _asked(rows[row]))
+    ordered = sorted(range(len(rows)), key=lambda row: _sort_key(rows[row]))
     middles = sorted(ordered[int(step * (i + 0.5))] for i in range(int(len(rows) / step)))
-    return [*(rows[middle] for middle in middles), *deciding(rows)]
+    return [*(rows[middle] for middle in middles), *longest_rows(rows)]
 
 
-def _asked(row: ExpectedRow) -> tuple[int, ...]:
+def _sort_key(row: ExpectedRow) -> tuple[int, ...]:
     need = row.need
     limit = -1 if need.max_tokens is None else need.max_tokens
     return limit, need.num_sequences, need.is_scored, need.prompt_length, row.output
 
 
-def deciding(rows: Sequence[ExpectedRow]) -> list[ExpectedRow]:
+def longest_rows(rows: Sequence[ExpectedRow]) -> list[ExpectedRow]:
     """The rows that decide the lengths of a plan."""
     return [
         max(rows, key=lambda row: row.limit(0)),

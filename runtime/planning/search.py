@@ -1,11 +1,13 @@
-"""The best grid of a family: the most promising candidates simulated, the others bounded.
+"""Search for the fastest grid: the most promising candidates are simulated, the others bounded.
 
-Branch and bound (Land and Doig 1960): candidates are tried by growing expectation, and one whose
-bound is no less than what the best schedule so far takes cannot be better. Where that leaves too
-many to try the search ends early, and says by how much an untried one might be better.
+The search is branch and bound (Land and Doig 1960). Candidates are simulated by growing expected
+seconds. A candidate is skipped if its lower bound is no less than the seconds of the best simulated
+grid, as it cannot be better. If too many candidates are left, the search ends early and reports how
+much faster one of them might be.
 
-A limit of padding is kept by what is simulated, dummy rows included: of the grids within it the
-one that takes least is the best. Where one pads too much, those with larger calls come last.
+The limit of padding holds for the simulated schedule, dummy rows included: the result is the
+fastest grid within the limit. After a grid that pads too much, candidates with larger calls of the
+same shapes come last.
 """
 
 import math
@@ -17,130 +19,139 @@ from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.planning.candidates import Budget, Candidate, ExpectedRow
 from ...compile.planning.cost import CostModel
 from ...compile.planning.graph_prices import GraphPrices
-from ..engine.feeding import feeding_order
+from ..engine.submission_order import submission_order
 from ..errors import NoPlanFits
 from .simulator import SimulatedRow, Simulation, simulate
 
-MOST_TRIES = 24
-Scaled = Callable[[BucketGrid, Simulation], Simulation]
+MAX_SIMULATED_GRIDS = 24
+ScaleToAllRows = Callable[[BucketGrid, Simulation], Simulation]
+"""A function that scales the simulation of a sample of the rows to all rows."""
 
 
 @dataclass(frozen=True)
-class Tried:
-    """A grid whose schedule was simulated."""
+class SimulatedGrid:
+    """A grid and the simulation of its schedule."""
 
     grid: BucketGrid
     simulation: Simulation
     build_seconds: float
-    """Predicted, of compiling its graphs."""
+    """Predicted seconds to compile the graphs."""
 
     @property
     def seconds(self) -> float:
-        """Of building and running."""
+        """Predicted seconds to compile and to run."""
         return self.build_seconds + self.simulation.seconds
 
     @property
     def padding(self) -> float:
-        """Computed over real prompt tokens."""
+        """The ratio of computed to real prompt tokens."""
         uses = self.simulation.metrics.prefill.values()
         return sum(use.computed_tokens for use in uses) / sum(use.real_tokens for use in uses)
 
 
 @dataclass(frozen=True)
-class Search:
-    """What was tried, and what the rest can be at best."""
+class SearchResult:
+    """The best simulated grid, and a bound for the candidates that were not simulated."""
 
-    best: Tried
-    tried: int
-    candidates: int
-    least_bound: float | None
-    """Seconds that a candidate which was not tried takes at least; None where all were, or where
-    none of the rest can be better."""
+    best: SimulatedGrid
+    num_simulated: int
+    num_candidates: int
+    min_bound: float | None
+    """The smallest lower bound in seconds of the candidates that were not simulated; None if no
+    such candidate can be better than `best`."""
 
     @property
     def gap(self) -> float:
-        """By how much a grid of the family might be faster than the best one, at most."""
-        if self.least_bound is None:
+        """The largest share of the best grid's seconds that another candidate might save."""
+        if self.min_bound is None:
             return 0.0
-        return max(0.0, 1 - self.least_bound / self.best.seconds)
+        return max(0.0, 1 - self.min_bound / self.best.seconds)
 
 
-def find_best(
+def find_best_grid(
     candidates: Iterable[Candidate],
     rows: Sequence[ExpectedRow],
     cost: CostModel,
     budget: Budget,
-    most_tries: int = MOST_TRIES,
-    on_try: Callable[[Tried], None] = lambda tried: None,
-    scaled: Scaled = lambda grid, found: found,
-) -> Search:
-    """The candidate with the least build and run time; raises NoPlanFits if there is none.
+    max_simulated: int = MAX_SIMULATED_GRIDS,
+    on_simulated: Callable[[SimulatedGrid], None] = lambda simulated: None,
+    scaled: ScaleToAllRows = lambda grid, simulation: simulation,
+) -> SearchResult:
+    """Find the candidate with the fewest seconds to compile and to run.
 
-    `scaled` scales the result of a sample to all rows.
+    Args:
+      scaled: Scales the simulation of `rows` to all rows, if `rows` are a sample.
+
+    Raises:
+      NoPlanFits: No candidate is within the budget.
     """
     every = list(candidates)
-    left = deque(sorted(every, key=lambda one: one.expected))
-    least_padding = min((one.padding for one in every), default=math.inf)
-    best, tried, nearest = None, 0, math.inf
-    while left and tried < most_tries:
-        candidate = left.popleft()
+    waiting = deque(sorted(every, key=lambda candidate: candidate.expected))
+    min_padding = min((candidate.padding for candidate in every), default=math.inf)
+    best, num_simulated, min_simulated_padding = None, 0, math.inf
+    while waiting and num_simulated < max_simulated:
+        candidate = waiting.popleft()
         if candidate.padding > budget.padding or (best and candidate.bound >= best.seconds):
             continue
-        found = try_grid(candidate.grid, rows, cost, budget, scaled)
-        tried, nearest = tried + 1, min(nearest, found.padding)
-        on_try(found)
-        if found.padding > budget.padding:
-            left = deque(sorted(left, key=lambda one: calls_are_larger(one.grid, candidate.grid)))
-        elif best is None or found.seconds < best.seconds:
-            best = found
+        simulated = simulate_grid(candidate.grid, rows, cost, budget, scaled)
+        num_simulated += 1
+        min_simulated_padding = min(min_simulated_padding, simulated.padding)
+        on_simulated(simulated)
+        if simulated.padding > budget.padding:
+            waiting = deque(
+                sorted(waiting, key=lambda other: has_larger_calls(other.grid, candidate.grid))
+            )
+        elif best is None or simulated.seconds < best.seconds:
+            best = simulated
     if best is None:
-        raise NoPlanFits(_nothing_fits(budget, nearest if tried else least_padding, tried))
-    bounds = [one.bound for one in left if one.padding <= budget.padding]
+        padding = min_simulated_padding if num_simulated else min_padding
+        raise NoPlanFits(_nothing_fits(budget, padding, num_simulated))
+    bounds = [other.bound for other in waiting if other.padding <= budget.padding]
     better = [bound for bound in bounds if bound < best.seconds]
-    return Search(best, tried, len(every), min(better, default=None))
+    return SearchResult(best, num_simulated, len(every), min(better, default=None))
 
 
-def calls_are_larger(grid: BucketGrid, other: BucketGrid) -> bool:
-    """Whether a grid has the other one's prefill shapes with calls that are no smaller."""
+def has_larger_calls(grid: BucketGrid, other: BucketGrid) -> bool:
+    """Whether a grid has the prefill shapes of another grid, in calls that are no smaller."""
     is_alike = (grid.decode_slots, grid.decode_spans) == (other.decode_slots, other.decode_spans)
-    shapes = [[(bucket.length, bucket.tokens) for bucket in one.prefill] for one in (grid, other)]
+    shapes = [[(bucket.length, bucket.tokens) for bucket in g.prefill] for g in (grid, other)]
     if not is_alike or shapes[0] != shapes[1]:
         return False
     pairs = zip(grid.prefill, other.prefill, strict=True)
-    return all(bucket.batch >= than.batch for bucket, than in pairs)
+    return all(bucket.batch >= other_bucket.batch for bucket, other_bucket in pairs)
 
 
-def _nothing_fits(budget: Budget, nearest: float, tried: int) -> str:
-    if math.isinf(nearest):
-        return "no grid is within the budget of memory and graphs, or in chunks as asked."
+def _nothing_fits(budget: Budget, min_padding: float, num_simulated: int) -> str:
+    if math.isinf(min_padding):
+        return "no grid is within the budget of memory and graphs, with --chunks as given."
     return (
         f"expected a grid that computes at most {budget.padding:g} times the prompts' tokens, got "
-        f"{nearest:.4f} of the nearest, where {tried} could be tried. Allow more padding, chunks, "
-        f"more prefill graphs or more tries."
+        f"at least {min_padding:.4f} times, with {num_simulated} grids simulated. Allow more "
+        f"padding, chunks, more prefill graphs or more tries."
     )
 
 
-def try_grid(
+def simulate_grid(
     grid: BucketGrid,
     rows: Sequence[ExpectedRow],
     cost: CostModel,
     budget: Budget,
-    scaled: Scaled = lambda grid, found: found,
-) -> Tried:
-    """Simulate one grid, without the decode graphs that save too little in its schedule."""
-    fed = as_fed(rows, grid)
-    found = scaled(grid, simulate(grid, fed, cost))
-    steps = {int(span): use.steps for span, use in found.metrics.decode.items()}
-    kept = GraphPrices(cost, budget.graph_seconds).without_idle_spans(grid, steps)
-    if kept != grid:
-        found = scaled(kept, simulate(kept, fed, cost))
-    return Tried(kept, found, budget.build_seconds(kept))
+    scaled: ScaleToAllRows = lambda grid, simulation: simulation,
+) -> SimulatedGrid:
+    """Simulate a grid; decode graphs that save too little in its schedule are removed from it."""
+    submitted = rows_in_submission_order(rows, grid)
+    simulation = scaled(grid, simulate(grid, submitted, cost))
+    steps = {int(span): use.steps for span, use in simulation.metrics.decode.items()}
+    reduced = GraphPrices(cost, budget.graph_seconds).without_idle_spans(grid, steps)
+    if reduced != grid:
+        simulation = scaled(reduced, simulate(reduced, submitted, cost))
+    return SimulatedGrid(reduced, simulation, budget.build_seconds(reduced))
 
 
-def as_fed(rows: Sequence[ExpectedRow], grid: BucketGrid) -> list[SimulatedRow]:
-    """The rows in the order in which a job feeds them to the engine."""
+def rows_in_submission_order(rows: Sequence[ExpectedRow], grid: BucketGrid) -> list[SimulatedRow]:
+    """The rows in the order in which a job submits them to the engine."""
     needs = [(row.need.prompt_length, row.need.max_tokens) for row in rows]
-    ordered = (rows[i] for i in feeding_order(needs, grid))
+    ordered = (rows[i] for i in submission_order(needs, grid))
     return [
         SimulatedRow(
             row.need.prompt_length,

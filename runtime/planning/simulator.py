@@ -1,12 +1,12 @@
-"""A job replayed against a grid: the scheduler's own code, without a device or a clock.
+"""Simulate a job on a grid with the real scheduler, but without a device or a clock.
 
-Every action of the schedule is counted as the engine counts it and priced by a cost model. Given
-the lengths that a real run emitted, calls, padding and slot occupancy are that run's exactly; the
-seconds are predictions.
+Every action of the schedule is counted as the engine counts it, and its seconds come from a cost
+model. Given the output lengths of a real run, the simulated calls, padding and slot occupancy equal
+those of that run; the seconds are predictions.
 
-Rows come in the order in which a job feeds them, and a few at a time, as the scheduler asks. What
-ends on the device (a stop id, its limit) ends at that step; a stop string is seen by the host, so
-its row runs to the end of the call.
+Rows are submitted in the order of a job, a few at a time, as the scheduler asks for them. A stop id
+and the length limit end a sequence at their step, on the device. The host finds a stop string after
+the call, so a row that ends at a stop string runs to the end of the call.
 """
 
 from collections import deque
@@ -16,80 +16,83 @@ from dataclasses import dataclass, field
 from ...compile.grids.bucket_grid import BucketGrid, PrefillBucket
 from ...compile.planning.cost import CostModel
 from ...sharding.call import Call
-from ..engine.decode_slots import DecodeAction, Job
-from ..engine.decode_slots import Sequence as Continuation
+from ..engine.decode_slots import DecodeAction, ScheduledRequest, ScheduledSequence
 from ..engine.metrics import EngineMetrics
 from ..engine.scheduler import ForkAction, PrefillAction, Scheduler
 
 
 @dataclass(frozen=True)
 class SimulatedRow:
-    """A row that fits the grid, and what it will emit."""
+    """A row that fits the grid, with the lengths of its outputs."""
 
     prompt_length: int
     limit: int
-    """Length at which its sequences must end."""
+    """The total length at which the sequences of the row must end."""
     outputs: tuple[int, ...]
-    """Tokens of each sequence, a stop id included; none where the row generates nothing."""
+    """Output tokens of each sequence, a stop id included; empty if the row generates nothing."""
     ends_on_host: bool = False
-    """Whether a stop string ends its sequences."""
+    """Whether a stop string ends the sequences of the row."""
     is_scored: bool = False
 
-    def job(self, number: int) -> Job:
-        """The row as the scheduler knows it."""
+    def request(self, number: int) -> ScheduledRequest:
+        """The row as a request of the scheduler."""
         limit = self.limit if self.outputs else self.prompt_length
-        return Job(number, self.prompt_length, limit, max(1, len(self.outputs)), self.is_scored)
+        return ScheduledRequest(
+            number, self.prompt_length, limit, max(1, len(self.outputs)), self.is_scored
+        )
 
 
 @dataclass
 class Simulation:
-    """What a job did, or would do."""
+    """Calls, padding and seconds of a simulated job."""
 
     metrics: EngineMetrics = field(default_factory=EngineMetrics)
     tail_seconds: float = 0.0
-    """From the moment at which no row waits any more."""
+    """Seconds from the moment at which no row waits any more to the end."""
 
     @property
     def seconds(self) -> float:
-        """Predicted, of all calls."""
+        """Predicted seconds of all calls."""
         calls = [*self.metrics.prefill.values(), *self.metrics.decode.values()]
         return sum(use.seconds for use in calls)
 
     def scaled(self, factor: float) -> "Simulation":
-        """The same run with every count and time multiplied by a factor, for more rows of the same
-        kind."""
+        """The simulation with all counts and times multiplied by a factor, for more rows of the
+        same kind; the tail keeps its seconds."""
         return Simulation(self.metrics.scaled(factor), self.tail_seconds)
 
     @property
     def occupancy(self) -> float:
-        """Share of the slot-steps in which the slot held a row."""
+        """The share of slot-steps in which the slot held a row."""
         uses = self.metrics.decode.values()
         computed = sum(use.computed_tokens for use in uses)
         return sum(use.live_tokens for use in uses) / computed if computed else 0.0
 
 
 @dataclass
-class _Live:
-    """A sequence in a slot."""
+class _LiveSequence:
+    """A sequence in a slot, with the number of tokens that it has emitted."""
 
-    sequence: Continuation
+    sequence: ScheduledSequence
     emitted: int = 0
 
 
 def simulate(grid: BucketGrid, rows: Sequence[SimulatedRow], cost: CostModel | None) -> Simulation:
-    """Run a job of these rows, in this order; without a cost model no call takes any time."""
-    return _Replay(grid, rows, cost).run()
+    """Simulate a job of these rows in this order; without a cost model all calls take 0 seconds."""
+    return _Run(grid, rows, cost).run()
 
 
-class _Replay:
+class _Run:
+    """The state of one simulated job."""
+
     def __init__(self, grid: BucketGrid, rows: Sequence[SimulatedRow], cost: CostModel | None):
         self._grid, self._rows, self._cost = grid, rows, cost
         self._scheduler = Scheduler(grid)
-        self._live: dict[int, _Live] = {}
+        self._live: dict[int, _LiveSequence] = {}
         self._result = Simulation()
         self._called: set[Call] = set()
         self._calls: dict[tuple[PrefillBucket, bool], Call] = {}
-        """Prefill calls by bucket, made once."""
+        """Prefill calls by bucket and scoring."""
 
     def run(self) -> Simulation:
         waiting = deque(enumerate(self._rows))
@@ -97,7 +100,7 @@ class _Replay:
         while True:
             while waiting and self._scheduler.wants_more:
                 number, row = waiting.popleft()
-                self._scheduler.submit(row.job(number))
+                self._scheduler.submit(row.request(number))
             if seconds_at_last_row is None and not waiting and not self._scheduler.num_waiting:
                 seconds_at_last_row = self._result.seconds
             if (action := self._scheduler.next_action()) is None:
@@ -111,11 +114,11 @@ class _Replay:
             case PrefillAction(rows=rows):
                 self._count_prefill(action)
                 for row in rows:
-                    if row.slot is not None and row.is_last and row.sequence.job.generates:
-                        self._live[row.slot] = _Live(row.sequence)
+                    if row.slot is not None and row.is_last and row.sequence.request.generates:
+                        self._live[row.slot] = _LiveSequence(row.sequence)
             case ForkAction(slot=slot, sequence=sequence):
                 self._result.metrics.count_fork()
-                self._live[slot] = _Live(sequence)
+                self._live[slot] = _LiveSequence(sequence)
             case DecodeAction():
                 self._decode(action)
 
@@ -155,9 +158,9 @@ class _Replay:
         self._called.add(call)
         return first + steps * self._cost.seconds(call)
 
-    def _emits(self, live: _Live) -> int:
-        """Tokens of the next call, past a stop string too."""
-        row = self._rows[live.sequence.job.number]
+    def _emits(self, live: _LiveSequence) -> int:
+        """The number of tokens that the next call emits, also after a stop string."""
+        row = self._rows[live.sequence.request.number]
         length = row.limit - row.prompt_length
         if not row.ends_on_host:
             length = row.outputs[live.sequence.sample]
@@ -166,7 +169,7 @@ class _Replay:
     def _advance(self, slot: int, count: int) -> None:
         live = self._live[slot]
         live.emitted += count
-        wanted = self._rows[live.sequence.job.number].outputs[live.sequence.sample]
+        wanted = self._rows[live.sequence.request.number].outputs[live.sequence.sample]
         if live.emitted < wanted:
             self._scheduler.advance(slot, count)
             return

@@ -1,4 +1,4 @@
-"""A plan's report as text for the terminal. Every second is a prediction."""
+"""Render the report of a plan as text for the terminal. All seconds are predictions."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,18 +10,18 @@ GRAPHS = (
     "graph", "calls", "tokens real / computed", "predicted ms a call", "waits for", "predicted s",
 )  # fmt: skip
 COMPILED_LAYOUTS = (
-    "layout", "predicted s", "as compiled s", "place before", "prefill, ms a call",
+    "layout", "predicted s", "as compiled s", "rank before", "prefill, ms a call",
     "decode, ms a step", "MB sent in them", "needs GB",
 )  # fmt: skip
 PROGRAMS = (
-    "compiled graph", "GB moved", "of needed", "turns of loops", "GB converted", "GB copied",
+    "compiled graph", "GB moved", "of needed", "loop iterations", "GB converted", "GB copied",
     "Mcycles",
 )  # fmt: skip
 COMPARISON = ("grid", "graphs", "prefill padding", "idle slots", "predicted s", "")
 
 
 def summary(report: Mapping[str, Any]) -> str:
-    """A page for the terminal, from the report's JSON."""
+    """The summary of a report, from the content of report.json."""
     workload, hardware, predicted = report["workload"], report["hardware"], report["predicted"]
     search = report["search"]
     calibrated = "calibrated" if report["calibration"] else report["basis"]
@@ -53,7 +53,7 @@ def summary(report: Mapping[str, Any]) -> str:
 
 
 def _graphs(graphs: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """Column names and rows of the graphs, with what a device sends in a call along mesh axes."""
+    """The table of graphs, with the bytes that a device sends in a call along each mesh axis."""
     axes = sorted({axis for graph in graphs for axis in graph["sent_bytes"]})
     sent = [f"MB sent along {axis}" for axis in axes]
     rows = [
@@ -72,8 +72,8 @@ def _graphs(graphs: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def _compared(grids: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """Rows under `COMPARISON`, of grids by name; the first is what the others are held against."""
-    least = next(iter(grids.values()))["run_seconds"]
+    """Rows of the table `COMPARISON`; the seconds of other grids are relative to the first grid."""
+    reference = next(iter(grids.values()))["run_seconds"]
     return [
         (
             name,
@@ -81,14 +81,14 @@ def _compared(grids: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
             f"{figures['prefill_padding']:.1%}",
             f"{figures['idle_slots']:.1%}",
             f"{figures['run_seconds']:.1f}",
-            f"x{figures['run_seconds'] / least:.2f}",
+            f"x{figures['run_seconds'] / reference:.2f}",
         )
         for name, figures in grids.items()
     ]
 
 
 def _slots(predicted: Mapping[str, Any]) -> str:
-    """How full the slots are, of a grid that has some."""
+    """The occupancy of the slots; empty if the grid has no slots."""
     if not predicted["decode_slots"]:
         return ""
     return f"; slots {predicted['occupancy']:.1%} full, {predicted['tail_seconds']:.1f} s of tail"
@@ -102,12 +102,12 @@ def _layout_lines(report: Mapping[str, Any]) -> list[str]:
     if report["layout"] is None:
         return []
     ranked = sum(one["bound_of_sample"] is not None for one in report["layouts"])
-    of = f", the best of {ranked} that can be ranked" if ranked > 1 else ""
-    return [f"layout     {report['layout']}{of}"]
+    rank = f", the best of {ranked} that can be ranked" if ranked > 1 else ""
+    return [f"layout     {report['layout']}{rank}"]
 
 
 def _compiled_layout_lines(searched: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Layouts as compiling orders them, the best first, where that was asked for."""
+    """The table of compiled layouts, the fastest first; empty if no layout was compiled."""
     compiled = [one for one in searched if one["compiled"] or one["problem"]]
     if not compiled:
         return []
@@ -119,14 +119,14 @@ def _compiled_layout_lines(searched: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _compiled_notes(layout: Mapping[str, Any]) -> list[str]:
-    """Why the compiled graphs of a layout cannot run, or how they differ from their shapes."""
+    """The reason why a layout cannot run, or how its graphs differ from their shapes."""
     if layout["problem"]:
         return [layout["problem"]]
     return [call["difference"] for call in layout["compiled"].values() if call["difference"]]
 
 
-def _compiled_layout(layout: Mapping[str, Any], place: int) -> tuple[str, ...]:
-    """A row under `COMPILED_LAYOUTS`."""
+def _compiled_layout(layout: Mapping[str, Any], rank: int) -> tuple[str, ...]:
+    """A row of the table `COMPILED_LAYOUTS`."""
     calls = [layout["compiled"].get(phase) for phase in ("prefill", "decode")]
     known = [call for call in calls if call is not None]
     mesh = ", ".join(f"{axis}={size}" for axis, size in (layout["mesh"] or {}).items())
@@ -134,7 +134,7 @@ def _compiled_layout(layout: Mapping[str, Any], place: int) -> tuple[str, ...]:
         f"{layout['name']} ({mesh})" if mesh else "one device",
         f"{layout['seconds']:.4g}",
         "cannot run" if layout["problem"] else f"{layout['compiled_seconds']:.4g}",
-        str(place),
+        str(rank),
         *("" if call is None else f"{call['seconds'] * 1e3:.1f}" for call in calls),
         " + ".join(f"{sum(call['sent'].values()) / 1e6:.1f}" for call in known),
         f"{max((call['memory_bytes'] for call in known), default=0) / GIGABYTE:.2f}",
@@ -142,21 +142,21 @@ def _compiled_layout(layout: Mapping[str, Any], place: int) -> tuple[str, ...]:
 
 
 def _program_lines(graphs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Lines on the programs of graphs that were compiled."""
+    """The table of compiled programs; empty if no graph was compiled."""
     rows = [_program(graph["graph"], graph["compiled"]) for graph in graphs if graph["compiled"]]
     return [*aligned([PROGRAMS, *rows]), ""] if rows else []
 
 
-def _program(name: str, found: Mapping[str, Any]) -> tuple[str, ...]:
-    """A row under `PROGRAMS`."""
+def _program(name: str, program: Mapping[str, Any]) -> tuple[str, ...]:
+    """A row of the table `PROGRAMS`."""
     return (
         name,
-        f"{found['bytes_moved'] / GIGABYTE:.3f}",
-        f"x{found['bytes_moved'] / found['bytes_needed']:.2f}",
-        f"{found['loop_turns']:,.0f}",
-        f"{found['converted_bytes'] / GIGABYTE:.3f}",
-        f"{found['copied_bytes'] / GIGABYTE:.3f}",
-        f"{found['cycles'] / 1e6:.1f}" if found["cycles"] else "",
+        f"{program['bytes_moved'] / GIGABYTE:.3f}",
+        f"x{program['bytes_moved'] / program['bytes_needed']:.2f}",
+        f"{program['loop_turns']:,.0f}",
+        f"{program['converted_bytes'] / GIGABYTE:.3f}",
+        f"{program['copied_bytes'] / GIGABYTE:.3f}",
+        f"{program['cycles'] / 1e6:.1f}" if program["cycles"] else "",
     )
 
 

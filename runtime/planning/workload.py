@@ -1,6 +1,7 @@
-"""What a job asks of a plan: its rows' lengths, from a batch file, a table of lengths, or a run.
+"""Read the lengths of a job's rows from a batch file, a table of lengths, or a finished job.
 
-A batch file says what rows may emit at most, not what they will; a finished job's output says it.
+A batch file has only the largest number of tokens that each row may emit; the output of a finished
+job has the emitted numbers.
 """
 
 import json
@@ -11,7 +12,7 @@ from typing import Any
 
 from ...compile.grids.grid_defaults import GridDefaults
 from ...compile.planning.candidates import ExpectedRow
-from ..batch.batch_model import open_text, row_need
+from ..batch.batch_model import open_text, row_shape
 from ..batch.manifest import read_manifest
 from ..batch.part import WHOLE
 from ..batch.scan import ScannedRow, check_input, scan
@@ -32,9 +33,9 @@ class Workload:
     num_refused: int = 0
     """Rows that no plan can serve: errors, and those too long for the model."""
     first_error: str = ""
-    """Of the rows that are errors."""
+    """The error of the first row that cannot be served; empty if there is none."""
     manifest: Mapping[str, Any] | None = None
-    """Of the run that the outputs' lengths are from."""
+    """The manifest of the finished job whose output lengths are used; None without one."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -44,9 +45,9 @@ class Workload:
     def output_tokens(self) -> int:
         return sum(row.output * row.need.num_sequences for row in self.rows)
 
-    def that_fits(self, max_position: int) -> "Workload":
-        """Without the rows that are too long for a model."""
-        rows = tuple(row for row in self.rows if row.need.least_length <= max_position)
+    def within_context(self, max_position: int) -> "Workload":
+        """The workload without rows that are longer than `max_position` tokens."""
+        rows = tuple(row for row in self.rows if row.need.min_length <= max_position)
         return replace(
             self,
             rows=tuple(_within(row, max_position) for row in rows),
@@ -57,18 +58,27 @@ class Workload:
 def read_workload(
     path: Path, files: ModelFiles, *, share_of_limit: float = 1.0, output: Path | None = None
 ) -> Workload:
-    """The rows of a file; `output` is that of a finished job of the same input.
+    """Read the rows of a batch file or a table of lengths.
 
-    Without it, rows are expected to emit a share of their `max_tokens`, or of what is planned for
-    rows that name none. Of a finished job only the rows count that it answered. Its output does not
-    tell a stop string from an end token: a row that has stop strings and stopped counts as ended by
-    one.
+    A finished job contributes only the rows that it answered. Its output does not distinguish stop
+    strings from end tokens: a row with stop strings that stopped is taken to have ended at a stop
+    string.
+
+    Args:
+      path: A batch file, or a `.csv` table of lengths.
+      share_of_limit: Expected output tokens as a share of `max_tokens`, or of the default number
+        for rows without `max_tokens`, if neither `output` nor a table has the lengths.
+      output: The output of a finished job with the same input.
+
+    Raises:
+      JobError: `output` does not belong to a finished, whole job of the same input.
+      ConfigError: A line of the table is wrong.
     """
     if path.suffix.lower() == ".csv":
         if output is not None:
             raise JobError(
                 "--from-output: expected the batch file of the job as --workload, got a table of "
-                "lengths, which has outputs of its own. Leave one out.",
+                "lengths, which has output lengths itself. Leave out one of the two.",
                 EXIT_USAGE,
             )
         return Workload(path.name, tuple(read_table(path)))
@@ -82,8 +92,8 @@ def read_workload(
     rows = [
         _expected(row, emitted, share_of_limit)
         for row in summary.rows
-        # of a finished job, rows that it has not answered are none of its work
-        if row.need is not None and (output is None or row.custom_id in emitted)
+        # rows that a finished job has not answered cost it nothing
+        if row.requirements is not None and (output is None or row.custom_id in emitted)
     ]
     errors = (f"line {row.line_number}: {row.bad.error}" for row in summary.rows if row.bad)
     num_refused = len(summary.rows) - len(rows)
@@ -93,12 +103,14 @@ def read_workload(
 def _expected(
     row: ScannedRow, emitted: Mapping[str, tuple[int, bool]], share_of_limit: float
 ) -> ExpectedRow:
-    assert row.need is not None
-    need = row_need(row.need)
+    assert row.requirements is not None
+    need = row_shape(row.requirements)
     if (known := emitted.get(row.custom_id or "")) is not None:
         output, stopped = known
-        # of several answers only the sum is known
-        return ExpectedRow(need, output // need.num_sequences, stopped and row.need.has_stops)
+        # a job with several answers for a row records only the sum of their tokens
+        return ExpectedRow(
+            need, output // need.num_sequences, stopped and row.requirements.has_stops
+        )
     limit = need.max_tokens
     if limit is None:
         limit = GridDefaults().unspecified_output
@@ -113,35 +125,35 @@ def _manifest_of(output: Path, input_sha256: str) -> Mapping[str, Any]:
     manifest = read_manifest(output)
     if manifest is None:
         raise JobError(
-            f"{output}: expected the output of a finished job, with its manifest beside it, got no "
+            f"{output}: expected the output of a finished job with its manifest beside it, got no "
             f"manifest. Finish the job first.",
             EXIT_USAGE,
         )
     if manifest["input"]["sha256"] != input_sha256:
         raise JobError(
-            f"{output}: expected the output of a job of this --workload, got one of "
-            f"{manifest['input']['name']} with another content. Give the job's own input.",
+            f"{output}: expected the output of a job with this --workload, got that of a job with "
+            f"{manifest['input']['name']}, whose content differs. Give the input of the job.",
             EXIT_USAGE,
         )
     if (part := manifest["configuration"]["rows"]) != str(WHOLE) or not manifest["plan"]:
         raise JobError(
-            f"{output}: expected the output of a whole job that ran rows, got one of part {part}. "
-            f"Put the parts together with noria merge, and give a run of the whole.",
+            f"{output}: expected the output of a whole job with at least one row that ran, got "
+            f"that of part {part}. Run the whole job, and give its output.",
             EXIT_USAGE,
         )
     recorded = manifest["outputs"].get(output.name, {}).get("sha256")
     if recorded != digest_file(output).sha256:
         raise JobError(
-            f"{output}: expected the content that its manifest records, got another one. Run the "
-            f"job again.",
+            f"{output}: expected the content that its manifest records, got another content. Run "
+            f"the job again.",
             EXIT_USAGE,
         )
     return manifest
 
 
 def _emitted(output: Path) -> dict[str, tuple[int, bool]]:
-    """Tokens of each answered row, and whether a stop ended one of its answers; by custom_id."""
-    found = {}
+    """Output tokens of each answered row, and whether a stop ended one of its answers, by id."""
+    emitted = {}
     with output.open(encoding="utf-8") as file:
         for line in file:
             row = json.loads(line)
@@ -149,5 +161,5 @@ def _emitted(output: Path) -> dict[str, tuple[int, bool]]:
                 continue
             body = row["response"]["body"]
             stopped = any(choice["finish_reason"] == "stop" for choice in body["choices"])
-            found[row["custom_id"]] = (body["usage"]["completion_tokens"], stopped)
-    return found
+            emitted[row["custom_id"]] = (body["usage"]["completion_tokens"], stopped)
+    return emitted

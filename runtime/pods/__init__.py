@@ -1,1 +1,1 @@
-"""Several processes that run one job in step over one mesh of all their devices."""
+"""Pods: several processes that run one job in step over one mesh of all their devices."""

@@ -1,11 +1,11 @@
-"""jax's coordination service: how the processes of a pod find each other and pass small messages.
+"""Connects the processes of a pod through jax's coordination service, and passes small messages.
 
-Process 0 runs the service, and the messages go through its key-value store: no device takes part,
-so they get through while a collective hangs or a compiler runs. The only module that reaches into
-jax for it. Tested with jax 0.10; the sources of 0.12 have the same names.
+Process 0 runs the service, and messages go through its key-value store. No device takes part, so
+messages arrive while a collective hangs or a compiler runs. This is the only module that uses jax's
+private interface to the service. Tested with jax 0.10; the sources of 0.12 have the same names.
 
-Knows nothing of jobs. Guarantees: signal handlers stay as they are; when jax ends this process
-because the service is gone, a line of ours says so first.
+Does not know about jobs. Guarantees: signal handlers stay as they are; if jax aborts this process
+because the service is gone, a message says so first.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ _Handler = ctypes.CFUNCTYPE(None, ctypes.c_int)
 
 @dataclass(frozen=True)
 class Address:
-    """Where the processes meet, how many there are, and which one this is."""
+    """The coordinator's address, the number of processes, and the number of this process."""
 
     coordinator: str
     num_processes: int
@@ -56,48 +56,54 @@ class Coordination:
         self._client = client
 
     def put(self, key: str, value: bytes) -> None:
-        """Store a value in place of what was there."""
+        """Store a value, replacing an earlier one."""
         self._client.key_value_set_bytes(key, value, allow_overwrite=True)
 
     def get(self, key: str) -> bytes:
-        """The value of a key, as soon as there is one."""
+        """The value of a key; waits until there is one."""
         return self._client.blocking_key_value_get_bytes(key, _LONG_MS)
 
     def folder(self, prefix: str) -> dict[str, bytes]:
-        """All there is below `prefix/`, by its full key."""
+        """All values below `prefix/`, by their full keys."""
         return dict(self._client.key_value_dir_get_bytes(f"{prefix}/"))
 
     def remove_folder(self, prefix: str) -> None:
         self._client.key_value_delete(f"{prefix}/")
 
     def barrier(self, name: str) -> None:
-        """Wait until every process is here."""
+        """Wait until every process has reached the barrier."""
         self._client.wait_at_barrier(name, _LONG_MS)
 
     def leave(self) -> None:
-        """Part from the others, when all of them are here; waits for them."""
+        """Disconnect, after all other processes have reached this call too."""
         import jax
 
         jax.distributed.shutdown()
 
 
 def connect(address: Address | None, *, farewell_seconds: float, patience: float) -> Coordination:
-    """Meet the other processes, at most five minutes; without an address as the cluster tells.
+    """Connect to the other processes, within `CONNECT_SECONDS`.
 
-    Every process must be at `leave` within `farewell_seconds`. jax itself ends processes when one
-    of them has been silent for `patience` seconds; it does not say which.
+    Args:
+      address: The coordinator's address; None on a cluster that jax detects.
+      farewell_seconds: Time within which every process must reach `leave`.
+      patience: Seconds of silence of one process after which jax ends the others; jax does not name
+        the silent process.
+
+    Raises:
+      ValueError: The coordinator's port is not free, or jax detects no cluster.
     """
     import jax
     from jax._src import distributed
 
     if address is not None and address.process_id == 0:
         _check_port(address.coordinator)
-    # jax would take SIGTERM for itself, and tell nobody which process got it
+    # jax would handle SIGTERM itself, without telling which process received it
     jax.config.update("jax_enable_preemption_service", False)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    _speak_before_abort(lambda: _why_not_connected(address))
+    _report_before_abort(lambda: _connection_failure(address))
     given = (None, None, None) if address is None else astuple(address)
-    # Ctrl-C must end a process that waits in native code for others
+    # Ctrl-C must end a process that waits in native code for the others
     previous = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         jax.distributed.initialize(
@@ -106,25 +112,25 @@ def connect(address: Address | None, *, farewell_seconds: float, patience: float
             heartbeat_timeout_seconds=int(patience),
             shutdown_timeout_seconds=int(farewell_seconds),
         )
-    except ValueError as error:  # jax's way to say that it found no cluster
+    except ValueError as error:  # jax found no cluster
         raise ValueError(
-            f"--distributed auto: expected a cluster that says where its processes are, got: "
-            f"{error} Name them with --coordinator, --num-processes and --process-id."
+            f"--distributed auto: expected a cluster that jax can detect, got: {error} Give "
+            f"--coordinator, --num-processes and --process-id."
         ) from error
     finally:
         signal.signal(signal.SIGINT, previous)
     state = distributed.global_state
     rank, size = state.process_id, state.num_processes
     service = str(state.coordinator_address)
-    _speak_before_abort(lambda: _why_lost(rank, service))
+    _report_before_abort(lambda: _service_loss(rank, service))
     return Coordination(state.client, rank, size)
 
 
 def _check_port(coordinator: str) -> None:
-    """jax ends the process without a word where its service cannot listen."""
+    """Refuse a port that is not free, with which jax would end the process without a message."""
     port = int(coordinator.rpartition(":")[2])
     try:
-        # as the service binds it: all addresses of this host
+        # on all addresses of this host, as jax's service binds it
         with socket.create_server(("", port)):
             return
     except OSError as error:
@@ -134,19 +140,20 @@ def _check_port(coordinator: str) -> None:
         ) from error
 
 
-def _why_not_connected(address: Address | None) -> str:
+def _connection_failure(address: Address | None) -> str:
+    """The message for processes that did not connect in time."""
     who, where = "the processes", ""
     if address is not None:
         who, where = f"all {address.num_processes} processes", f" at {address.coordinator}"
     return (
-        f"expected {who} to meet{where} within {CONNECT_SECONDS} s, and could not (jax says more "
-        "above). Start the same command once for every --process-id, none twice, and see that the "
-        "coordinator's port can be reached."
+        f"expected {who} to connect{where} within {CONNECT_SECONDS} s, but the connection failed "
+        "(see jax's messages above). Start the same command exactly once for every --process-id, "
+        "and check that the coordinator's port can be reached."
     )
 
 
-def _why_lost(rank: int, service: str) -> str | None:
-    """What to say of an abort: the service's end, or nothing that this module knows of."""
+def _service_loss(rank: int, service: str) -> str | None:
+    """The message for an abort because the service is gone; None if the service is reachable."""
     if rank == 0:
         return None
     host, _, port = service.rpartition(":")
@@ -157,26 +164,26 @@ def _why_lost(rank: int, service: str) -> str | None:
         return f"process {rank}: process 0, which coordinates the others, is gone; ending."
 
 
-def _speak_before_abort(last_words: Callable[[], str | None]) -> None:
-    """Before native code aborts the process, print a line and leave; without words let it abort.
+def _report_before_abort(message_of_abort: Callable[[], str | None]) -> None:
+    """Print a message and exit when native code aborts the process; without a message, abort.
 
-    jax aborts (SIGABRT) from a thread of its own, where no Python handler would run any more.
+    jax aborts (SIGABRT) from one of its own threads, in which no Python signal handler runs.
     """
     global _handler
 
     def handle(number: int) -> None:
         del number
-        if words := last_words():
-            tell(sys.stderr, f"noria: {words}")
+        if message := message_of_abort():
+            tell(sys.stderr, f"noria: {message}")
             os._exit(_ABORTED)
 
     libc = ctypes.CDLL(None)
     libc.signal.argtypes = (ctypes.c_int, _Handler)
     libc.signal.restype = ctypes.c_void_p
-    kept = _Handler(handle)
-    libc.signal(signal.SIGABRT, kept)
-    _handler = kept
+    native_handler = _Handler(handle)
+    libc.signal(signal.SIGABRT, native_handler)
+    _handler = native_handler
 
 
 _handler: Any = None
-"""Kept for as long as the system may call it."""
+"""The native handler; a reference that keeps it alive while the system may call it."""

@@ -1,8 +1,8 @@
-"""The processes that run one job in step, as the job sees them.
+"""The interface between a job and the other processes that run it in step.
 
-Process 0 leads: it owns journal, lock, output, manifest and progress, and says before every step
-what comes next. The others read the same input and run the same steps. `Peers` itself is for a job
-of one process; `Pod` in `runtime/pods/pod.py` is for several.
+Process 0 is the leader: it owns journal, lock, output, manifest and progress, and sends a directive
+before every step. The other processes read the same input and run the same steps. `Peers` itself is
+for a job of one process; `Pod` in `runtime/pods/pod.py` is for several.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,59 +11,70 @@ from typing import Literal, NamedTuple, TypeVar
 Value = TypeVar("Value")
 
 
-class Word(NamedTuple):
-    """What process 0 says before a step."""
+class StepDirective(NamedTuple):
+    """The message of process 0 before a step."""
 
-    course: Literal["go", "drain", "stop"]
-    """Take in rows; finish those in flight; leave them."""
+    action: Literal["go", "drain", "stop"]
+    """`go`: submit rows and run; `drain`: only finish the rows in flight; `stop`: leave them."""
     signal: str | None = None
-    """The signal that ended the going."""
+    """The name of the signal that ended `go`."""
 
 
-GO = Word("go")
+GO = StepDirective("go")
 
 
 class Peers:
-    """This process among those of its job. All of them make the same calls in the same order."""
+    """This process and the other processes of its job, which all make the same calls in order."""
 
     size, rank = 1, 0
     setup = "1 process"
-    """Processes, devices and collectives, as far as they decide in what order sums run."""
+    """The processes, devices and collectives: what the order of floating-point sums depends on."""
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether this is process 0."""
         return self.rank == 0
 
     @property
-    def asked(self) -> str | None:
-        """To process 0: the name of a signal that another process got."""
+    def remote_signal(self) -> str | None:
+        """The name of a signal that another process received; None if there is none."""
         return None
 
-    def share(self, value: Value) -> Value:
-        """The value that process 0 passes; it is carried as JSON."""
+    def broadcast(self, value: Value) -> Value:
+        """Return the value that process 0 passes; it is sent as JSON."""
         return value
 
     def gather(self, value: Value) -> list[Value]:
-        """The values of all processes in their order, carried as JSON; waits for all."""
+        """Return the values of all processes in rank order, sent as JSON; waits for all of them."""
         return [value]
 
     def agree(self, facts: Callable[[], Mapping[str, str]]) -> None:
-        """Refuse, on every process, facts that are not those of process 0; waits for all."""
+        """Refuse facts that differ from those of process 0; waits for all processes."""
 
-    def follow(self, word: Word, own_signal: str | None) -> Word:
-        """The word of process 0 for the next step; it hears of this process's own signal."""
+    def exchange_directive(self, directive: StepDirective, own_signal: str | None) -> StepDirective:
+        """Return the directive of process 0 for the next step.
+
+        Args:
+          directive: The directive to send, if this is process 0; the others ignore theirs.
+          own_signal: The name of a signal that this process received, to report to process 0.
+
+        Raises:
+          OutOfStep: This process has recorded other facts than process 0.
+        """
         del own_signal
-        return word
+        return directive
 
-    def saw(self, *facts: object) -> None:
-        """Take note of what this process did: before the next step all must have done the same."""
+    def record(self, *facts: object) -> None:
+        """Record facts of this process's work; at each step all processes must have equal facts."""
 
-    def before_end(self, action: Callable[[], object]) -> None:
-        """Do this before the loss of another process ends this one on the spot."""
+    def on_abort(self, action: Callable[[], object]) -> None:
+        """Set an action to run if the loss of another process ends this process immediately."""
 
-    def blame(self) -> None:
-        """After a failure of the devices, wait for what ends this process if another one failed."""
+    def await_verdict(self) -> None:
+        """Wait, after a device failure, in case the loss of another process is its cause.
+
+        If another process is lost, this process ends during the wait.
+        """
 
 
 ALONE = Peers()

@@ -1,13 +1,13 @@
-"""A pod: many processes that run one batch job over one mesh of all their devices.
+"""A pod: several processes that run one batch job over one mesh of all their devices.
 
-What decides the next step comes from process 0: before every step it puts one word into the
-key-value store of jax's coordination service, and the others wait for it. With the word comes a
-checksum of all that process 0 has submitted and received, so processes that are out of step are
-refused before the next collective and not lost in it.
+Process 0 decides every step: it puts a directive into the key-value store of jax's coordination
+service, and the other processes wait for it. The directive comes with a checksum of everything that
+process 0 has submitted and received. So a process that is out of step fails before the next
+collective, in which it would hang.
 
-A process that ends, for whatever reason, is followed by all: see `watchdog.py`.
+If a process ends, for whatever reason, all others end too: see `watchdog.py`.
 
-Knows nothing of rows. `batch/peers.py` says what the job asks of it.
+Does not know about rows. `peers.py` defines the interface.
 """
 
 import atexit
@@ -25,28 +25,32 @@ from ..console import plural
 from ..errors import OutOfStep
 from . import coordination
 from .coordination import Address
-from .peers import Peers, Value, Word
+from .peers import Peers, StepDirective, Value
 from .watchdog import MARGIN_SECONDS, Watchdog
 
-WORDS_KEPT = 4096
-"""Words in a folder of the store; one folder is kept beside the current one."""
+DIRECTIVES_PER_FOLDER = 4096
+"""Directives per folder of the store; the folder before the current one is kept."""
 LONGEST_TIMEOUT = 24 * 60 * 60
 _COLLECTIVES = {"cpu": "gloo", "gpu": "nccl", "tpu": "tpu"}
 
 
 class Disagreement(ValueError):
-    """The processes were not given the same."""
+    """Facts that differ between the processes of a pod."""
 
 
 @contextmanager
 def join(address: Address | None, limit: float, target: str) -> "Iterator[Pod]":
-    """Meet the other processes, before jax starts; all end together, well or not.
+    """Connect to the other processes, before jax starts; at the end all processes end together.
 
     Args:
-      address: How the processes find each other; None on a cluster that tells (TPU pods, Slurm,
-        Open MPI).
-      limit: Seconds to wait for a silent process.
-      target: Names the devices of all of them.
+      address: The coordinator's address; None on a cluster that jax detects (TPU pods, Slurm, Open
+        MPI).
+      limit: Seconds after which a silent process counts as lost.
+      target: The target with the devices of all processes.
+
+    Raises:
+      ValueError: An option is invalid, or the processes do not reach each other.
+      Disagreement: The processes have different targets or versions.
     """
     from .. import session
 
@@ -55,26 +59,26 @@ def join(address: Address | None, limit: float, target: str) -> "Iterator[Pod]":
             f"--peer-timeout-seconds: expected more than 0 and at most {LONGEST_TIMEOUT}, a day, "
             f"got {limit:g}."
         )
-    if address is not None:  # a number of devices that cannot be is refused at once
+    if address is not None:  # refuses an impossible number of devices before connecting
         session.prepare_jax(target, address.num_processes)
     store = coordination.connect(
         address,
         farewell_seconds=limit + MARGIN_SECONDS,
-        # jax is the second to notice
+        # longer than the watchdog's limit, so that the watchdog names the lost process first
         patience=max(100.0, 4 * limit),
     )
     watchdog = Watchdog(store, store.rank, store.size, limit)
     watchdog.start()
     try:
         pod = Pod(store, watchdog)
-        pod.agree(lambda: _what_must_agree_first(store.size, target))
+        pod.agree(lambda: _facts_for_one_mesh(store.size, target))
         session.prepare_jax(target, store.size)
         pod.setup = _setup(target, store.size)
         yield pod
     except BaseException as error:
         code = errors.exit_code(error) or 1
         watchdog.fail(errors.message(error), code)
-        # jax's own end would wait for processes and collectives that are no more
+        # jax's own shutdown would wait for lost processes and collectives
         atexit.register(errors.leave_at_once, code)
         raise
     watchdog.leave()
@@ -82,7 +86,7 @@ def join(address: Address | None, limit: float, target: str) -> "Iterator[Pod]":
 
 
 class Pod(Peers):
-    """This process among those of its pod. `join` makes one."""
+    """This process and the other processes of its pod. Make a pod with `join`."""
 
     def __init__(self, store: coordination.Coordination, watchdog: Watchdog):
         self.rank, self.size = store.rank, store.size
@@ -91,13 +95,13 @@ class Pod(Peers):
         self._num_shared = self._num_steps = self._trace = 0
 
     @property
-    def asked(self) -> str | None:
-        return self._watchdog.asked
+    def remote_signal(self) -> str | None:
+        return self._watchdog.remote_signal
 
-    def share(self, value: Value) -> Value:
+    def broadcast(self, value: Value) -> Value:
         key = f"shared/{self._num_shared}"
         self._num_shared += 1
-        if self.leads:
+        if self.is_leader:
             self._put(key, value)
             return value
         return self._get(key)
@@ -116,45 +120,47 @@ class Pod(Peers):
 
     def agree(self, facts: Callable[[], Mapping[str, str]]) -> None:
         own = dict(facts())
-        leaders = self.share(own)
+        leaders = self.broadcast(own)
         names = ("process 0 has", f"process {self.rank} has")
         if found := differences(leaders, own, names):
             listed = "\n".join(found)
-            raise Disagreement(f"expected all processes to be given the same, got:\n{listed}")
+            raise Disagreement(
+                f"expected the same facts on all processes, got different ones:\n{listed}"
+            )
         self._store.barrier(f"agreed/{self._num_shared}")
 
-    def follow(self, word: Word, own_signal: str | None) -> Word:
-        self._watchdog.pass_on(own_signal)
-        folder, step = divmod(self._num_steps, WORDS_KEPT)
-        key = f"words/{folder}/{step}"
-        if self.leads:
-            self._store.put(key, json.dumps([self._trace, *word]).encode())
+    def exchange_directive(self, directive: StepDirective, own_signal: str | None) -> StepDirective:
+        self._watchdog.report_signal(own_signal)
+        folder, step = divmod(self._num_steps, DIRECTIVES_PER_FOLDER)
+        key = f"directives/{folder}/{step}"
+        if self.is_leader:
+            self._store.put(key, json.dumps([self._trace, *directive]).encode())
             if step == 0 and folder > 1:
-                self._store.remove_folder(f"words/{folder - 2}")
+                self._store.remove_folder(f"directives/{folder - 2}")
         else:
             trace, *rest = json.loads(self._store.get(key))
-            word = Word(*rest)
+            directive = StepDirective(*rest)
             if trace != self._trace:
                 raise OutOfStep(
                     f"process {self.rank} is out of step with process 0 before step "
-                    f"{self._num_steps}: they had other rows or other tokens. Are all hosts of one "
-                    "kind? Finished rows of earlier steps are kept."
+                    f"{self._num_steps}: expected the same rows and tokens, got different ones. "
+                    "Use hosts of one kind. Finished rows of earlier steps are kept."
                 )
         self._num_steps += 1
-        return word
+        return directive
 
-    def saw(self, *facts: object) -> None:
+    def record(self, *facts: object) -> None:
         self._trace = zlib.crc32(repr(facts).encode(), self._trace)
 
-    def before_end(self, action: Callable[[], object]) -> None:
-        self._watchdog.before_end = action
+    def on_abort(self, action: Callable[[], object]) -> None:
+        self._watchdog.on_abort = action
 
-    def blame(self) -> None:
+    def await_verdict(self) -> None:
         self._watchdog.await_verdict()
 
 
-def _what_must_agree_first(size: int, target: str) -> dict[str, str]:
-    """What jax needs to be alike before the devices of all processes can be one mesh."""
+def _facts_for_one_mesh(size: int, target: str) -> dict[str, str]:
+    """The facts that must be equal before the devices of all processes can form one mesh."""
     return {
         "number of processes": str(size),
         "target": target,

@@ -1,6 +1,6 @@
-"""Options of commands that several processes run together over one mesh.
+"""The options of commands that several processes run together over one mesh.
 
-Imports no jax: its distributed part begins when the processes meet.
+Imports no jax: jax's distributed service starts when the processes connect.
 """
 
 import argparse
@@ -12,28 +12,28 @@ from .peers import ALONE, Peers
 
 
 def add_options(group: "argparse._ArgumentGroup") -> None:
-    """How the processes find each other."""
+    """Add the options with which the processes find each other."""
     add = group.add_argument
-    add("--coordinator", metavar="HOST:PORT", help="where process 0 listens, for all others")
-    add("--num-processes", type=int, metavar="N", help="how many times this command is started")
-    add("--process-id", type=int, metavar="I", help="which of them this is, from 0 to N-1")
+    add("--coordinator", metavar="HOST:PORT", help="address on which process 0 listens")
+    add("--num-processes", type=int, metavar="N", help="number of processes of the job")
+    add("--process-id", type=int, metavar="I", help="number of this process, from 0 to N-1")
     add(
         "--distributed",
         choices=("auto",),
-        help="instead of these three: as the cluster tells (TPU pods, Slurm, Open MPI)",
+        help="in place of these three: take them from the cluster (TPU pods, Slurm, Open MPI)",
     )
     add(
         "--peer-timeout-seconds",
         type=float,
         default=60.0,
-        help="when another process has been silent for so long, name it, and end within 5 s more "
-        "(default: 60)",
+        help="seconds of silence after which another process counts as lost; this process then "
+        "names it and ends within 5 s (default: 60)",
     )
 
 
 @contextmanager
 def peers(options: argparse.Namespace, target: str) -> Iterator[Peers]:
-    """This process among those that run the command, however many they are."""
+    """Connect to the other processes of the command, or return `ALONE` without pod options."""
     address = (options.coordinator, options.num_processes, options.process_id)
     if address.count(None) not in (0, 3) or (options.distributed and address.count(None) != 3):
         raise ConfigError(
@@ -46,6 +46,6 @@ def peers(options: argparse.Namespace, target: str) -> Iterator[Peers]:
         return
     from .pod import Address, join
 
-    found = Address(*address) if not options.distributed else None
-    with join(found, options.peer_timeout_seconds, target) as pod:
+    given = None if options.distributed else Address(*address)
+    with join(given, options.peer_timeout_seconds, target) as pod:
         yield pod

@@ -1,15 +1,16 @@
-"""The watch that the processes of a pod keep on each other.
+"""Lets the processes of a pod detect that one of them is lost, and ends all of them.
 
-Every process tells all others, about twice a second, that it lives, which signal it got, and in the
-end how it ended. It does so from a thread of its own, so a collective or a compiler may take as
-long as it likes. A process that is killed, stopped or cut off falls silent; one that fails says so.
-Either way the others say whom they lost, and end: in a collective that one member has left they
-would wait for ever.
+Every process reports to all others, about twice a second, that it is alive, which signal it
+received, and at the end how it ended. It reports from a separate thread, so a collective or a
+compiler may run for any time. A process that is killed, stopped or cut off becomes silent; one that
+fails reports its failure. In both cases the others name the lost process and end, because they
+would wait forever in a collective that one process has left.
 
-Ages are measured on this process's clock between answers of the store, so clocks need not agree.
+Silence is measured on this process's clock between answers of the store, so the clocks of the
+processes may differ.
 
-Knows nothing of jobs or jax; the store is given. Guarantees: when a process has been silent for
-the limit, every other one has named it on stderr and ended within `MARGIN_SECONDS` more.
+Does not know about jobs or jax; the store is given. Guarantees: if a process has been silent for
+the limit, every other process names it on stderr and ends within `MARGIN_SECONDS` more.
 """
 
 import json
@@ -33,7 +34,7 @@ _LINGER_SECONDS = 3.0
 
 
 class Verdict(NamedTuple):
-    """Why this process must end."""
+    """The reason why this process must end, and its exit code."""
 
     reason: str
     exit_code: int
@@ -41,19 +42,22 @@ class Verdict(NamedTuple):
 
 @dataclass
 class _Member:
-    """Another process, as last heard of."""
+    """The last report of another process, and the time at which it changed."""
 
     changed: float
-    told: dict[str, Any]
+    report: dict[str, Any]
 
 
 class Watchdog:
-    """Says that this process lives, and ends it when another one does not.
+    """Reports that this process is alive, and ends it if another process is lost.
 
     Args:
-      store: Shared by all processes; its calls may fail or hang when process 0 does.
+      store: The store shared by all processes; its calls may fail or hang if process 0 does.
+      rank: The number of this process.
+      size: The number of processes.
       limit: Seconds of silence after which a process counts as lost.
-      end: What ends this process, given the exit code.
+      clock: Monotonic seconds.
+      end: Ends this process with an exit code.
     """
 
     def __init__(
@@ -66,8 +70,8 @@ class Watchdog:
         clock: Callable[[], float] = time.monotonic,
         end: Callable[[int], object] = os._exit,
     ):
-        self.before_end: Callable[[], object] = lambda: None
-        """What to do before this process is ended because of another one."""
+        self.on_abort: Callable[[], object] = lambda: None
+        """The action to run before this process ends because another process is lost."""
         self.limit = limit
         self._store = store
         self._rank = rank
@@ -85,83 +89,86 @@ class Watchdog:
         }
 
     def start(self) -> None:
+        """Start the threads that report and watch."""
         for task in (self._beat, self._watch):
             threading.Thread(target=task, name=f"noria {task.__name__}", daemon=True).start()
 
-    def pass_on(self, signal: str | None) -> None:
-        """Tell the others soon of the signal that this process got, if it did."""
+    def report_signal(self, signal: str | None) -> None:
+        """Report a signal that this process received to the others, without delay."""
         if signal != self._signal:
             self._signal = signal
             self._wake.set()
 
     @property
-    def asked(self) -> str | None:
-        """The signal that another process got, the lowest of them."""
-        signals = (member.told.get("signal") for member in self._others.values())
+    def remote_signal(self) -> str | None:
+        """A signal that another process received, the one of lowest rank; None if there is none."""
+        signals = (member.report.get("signal") for member in self._others.values())
         return next(filter(None, signals), None)
 
     def leave(self) -> None:
-        """Tell the others that this process ends as it should; it is watched no longer."""
+        """Report that this process ends normally; the others no longer watch it."""
         self._announce({"failed": None})
 
     def fail(self, reason: str, exit_code: int) -> None:
-        """Tell the others why this process ends; they follow."""
+        """Report why this process ends; the others end too."""
         self._end_all(f"process {self._rank} ended: {reason}", exit_code)
 
     def await_verdict(self) -> None:
-        """Give the watch the time to find out whom this process lost; if so, it ends here."""
+        """Wait long enough to detect a lost process; if one is lost, this process ends here."""
         time.sleep(self.limit + MARGIN_SECONDS)
 
     def verdict(self) -> Verdict | None:
-        """Why this process must end: another one did, or is lost."""
+        """The verdict if another process has failed or is lost; None if none has."""
         for member in self._others.values():
-            ending = member.told.get("end") or {}
+            ending = member.report.get("end") or {}
             if reason := ending.get("failed"):
                 return Verdict(reason, ending["exit_code"])
         for rank, member in self._others.items():
-            # the store answers from process 0; while it does not, nobody else can be heard
+            # process 0 runs the store; while it does not answer, no other process can be heard
             until = self._clock() if rank == 0 else self._answered
             silence = until - member.changed
-            if silence > self.limit and not member.told.get("end"):
+            if silence > self.limit and not member.report.get("end"):
                 return self._lost(f"process {rank} has been silent for {silence:.1f} s")
         return None
 
     def exchange(self) -> None:
-        """Tell the others of this process, and hear of them."""
+        """Store this process's report, and read the reports of the others."""
         ending, self._beats = self._ending, self._beats + 1
-        told = {"beat": self._beats, "signal": self._signal, "end": ending}
-        self._store.put(f"{_FOLDER}/{self._rank}", json.dumps(told).encode())
-        heard = self._store.folder(_FOLDER)
+        own_report = {"beat": self._beats, "signal": self._signal, "end": ending}
+        self._store.put(f"{_FOLDER}/{self._rank}", json.dumps(own_report).encode())
+        reports = self._store.folder(_FOLDER)
         self._answered = self._clock()
         for rank, member in self._others.items():
-            found = json.loads(heard.get(f"{_FOLDER}/{rank}", b"{}"))
-            if found != member.told:
-                member.told, member.changed = found, self._answered
+            report = json.loads(reports.get(f"{_FOLDER}/{rank}", b"{}"))
+            if report != member.report:
+                member.report, member.changed = report, self._answered
         if ending is not None:
             self._published.set()
 
     def _beat(self) -> None:
+        """Exchange reports at intervals until the end of this process is published."""
         while not self._published.is_set():
             try:
                 self.exchange()
-            except RuntimeError:  # process 0 is gone; the watch sees how long it has been
+            except RuntimeError:  # process 0 is gone; `_watch` measures for how long
                 time.sleep(self._interval)
             self._wake.wait(self._interval)
             self._wake.clear()
 
     def _watch(self) -> None:
+        """End this process when there is a verdict."""
         while self._ending is None:
             before = self._clock()
             time.sleep(self._interval / 4)
             pause = self._clock() - before
-            if pause > self.limit:  # the others have not waited, so nobody else is to blame
+            if pause > self.limit:  # the others count this process as lost, not the reverse
                 verdict = self._lost(f"process {self._rank} was stopped for {pause:.1f} s itself")
             else:
                 verdict = self.verdict()
             if verdict is not None and self._ending is None:
                 tell(sys.stderr, f"noria: process {self._rank}: {verdict.reason}")
-                with suppress(OSError):  # a full disk must not keep it alive
-                    self.before_end()
+                with suppress(OSError):  # a full disk must not keep this process alive
+                    self.on_abort()
                 self._end_all(verdict.reason, verdict.exit_code)
                 self._end(verdict.exit_code)
 
@@ -173,24 +180,26 @@ class Watchdog:
         )
 
     def _end_all(self, reason: str, exit_code: int) -> None:
-        """Pass a reason on; process 0 stays for a moment, as the store goes with it."""
+        """Report the reason. Process 0 runs the store, so it waits for the others to read it."""
         self._announce({"failed": reason, "exit_code": exit_code})
         deadline = self._clock() + _LINGER_SECONDS
-        while self._rank == 0 and self._is_anyone_there() and self._clock() < deadline:
+        while self._rank == 0 and self._has_live_member() and self._clock() < deadline:
             time.sleep(self._interval / 4)
 
     def _announce(self, ending: dict[str, Any]) -> None:
+        """Publish how this process ends."""
         self._ending = ending
         self._wake.set()
-        # the store may hang with its process; then there is nobody to tell
+        # not longer: if process 0 is gone, the store hangs and no other process can read it
         self._published.wait(self._interval)
 
-    def _is_anyone_there(self) -> bool:
+    def _has_live_member(self) -> bool:
+        """Whether another process has neither ended nor become silent."""
         try:
             self.exchange()
         except RuntimeError:
             return False
         return not all(
-            member.told.get("end") or self._answered - member.changed > self.limit
+            member.report.get("end") or self._answered - member.changed > self.limit
             for member in self._others.values()
         )

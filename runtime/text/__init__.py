@@ -1,1 +1,1 @@
-"""Text and token ids: tokenizers, chat templates, text as it grows. Never imports jax."""
+"""Text and token ids: tokenizers, chat templates and incremental decoding. Never imports jax."""

@@ -1,9 +1,9 @@
-"""Checks chat messages, and brings them to the form that chat templates expect.
+"""Check chat messages, and normalise them to the form that chat templates expect.
 
-Knows nothing about templates or tokens. Guarantees: what passes is a copy in plain lists, dicts and
-strings that have a UTF-8 form; what does not is refused with its place, as in
-`messages[2].content`. A key with the value None counts as absent. Roles and further keys, as of
-tool calls, are for the template to know.
+A key with the value None counts as absent. Roles and further keys, such as those of tool calls, are
+passed to the template without a check. Does not know about templates or tokens. Guarantees: the
+result is a copy in plain lists, dicts and strings that can be encoded as UTF-8; anything else is
+refused with its place, such as `messages[2].content`.
 """
 
 import json
@@ -16,36 +16,41 @@ from .tokenizer import check_encodable
 _MAX_DEPTH = 32
 
 
-def checked_messages(messages: object) -> list[dict[str, Any]]:
-    """Messages as templates expect them: contents as one string, tool arguments as objects.
+def normalise_messages(messages: object) -> list[dict[str, Any]]:
+    """Return messages as templates expect them: contents as one string, tool arguments as objects.
 
-    Several text parts of one content are joined by line ends.
+    Several text parts of a content are joined by line ends.
+
+    Raises:
+      RowError: A message is invalid; the error names its place.
     """
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
         raise _invalid("messages", "a list of at least one message", messages)
     return [
-        _checked_message(message, f"messages[{index}]") for index, message in enumerate(messages)
+        _normalise_message(message, f"messages[{index}]") for index, message in enumerate(messages)
     ]
 
 
-def _checked_message(message: object, where: str) -> dict[str, Any]:
+def _normalise_message(message: object, where: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise _invalid(where, "an object with role and content", message)
-    checked = checked_json({key: x for key, x in message.items() if x is not None}, where)
-    if not isinstance(checked.get("role"), str):
-        raise _invalid(f"{where}.role", "a string", checked.get("role"))
-    if checked.get("tool_calls"):
-        checked["tool_calls"] = _parsed_tool_calls(checked["tool_calls"], f"{where}.tool_calls")
-    content = checked.get("content")
+    normalised = normalise_json({key: x for key, x in message.items() if x is not None}, where)
+    if not isinstance(normalised.get("role"), str):
+        raise _invalid(f"{where}.role", "a string", normalised.get("role"))
+    if normalised.get("tool_calls"):
+        normalised["tool_calls"] = _parsed_tool_calls(
+            normalised["tool_calls"], f"{where}.tool_calls"
+        )
+    content = normalised.get("content")
     if content is None:
-        if checked["role"] != "assistant" or not checked.get("tool_calls"):
+        if normalised["role"] != "assistant" or not normalised.get("tool_calls"):
             raise _invalid(f"{where}.content", "a string or a list of text parts", content)
-        checked["content"] = None
+        normalised["content"] = None
     elif isinstance(content, list):
-        checked["content"] = "\n".join(_part_texts(content, f"{where}.content"))
+        normalised["content"] = "\n".join(_part_texts(content, f"{where}.content"))
     elif not isinstance(content, str):
         raise _invalid(f"{where}.content", "a string or a list of text parts", content)
-    return checked
+    return normalised
 
 
 def _part_texts(parts: list, where: str) -> Iterator[str]:
@@ -59,7 +64,7 @@ def _part_texts(parts: list, where: str) -> Iterator[str]:
 
 
 def _parsed_tool_calls(calls: object, where: str) -> list[object]:
-    """Tool calls with their arguments as objects: requests have them as JSON, templates do not."""
+    """Tool calls whose arguments are objects; requests have the arguments as JSON strings."""
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise _invalid(where, "a list of objects", calls)
     for index, call in enumerate(calls):
@@ -71,12 +76,15 @@ def _parsed_tool_calls(calls: object, where: str) -> list[object]:
             arguments = json.loads(function["arguments"])
         except (ValueError, RecursionError):
             raise _invalid(name, "a JSON object in a string", function["arguments"]) from None
-        function["arguments"] = checked_json(arguments, name)
+        function["arguments"] = normalise_json(arguments, name)
     return calls
 
 
-def checked_json(value: object, where: str, depth: int = 0) -> Any:
-    """A copy of `value` in plain lists and dicts, with every string known to have a UTF-8 form."""
+def normalise_json(value: object, where: str, depth: int = 0) -> Any:
+    """Copy a JSON value into plain lists and dicts, and check that its strings can be encoded.
+
+    `where` is the place of the value in the request, for errors.
+    """
     param = where.partition("[")[0].partition(".")[0]
     if depth > _MAX_DEPTH:
         raise RowError(
@@ -95,25 +103,25 @@ def checked_json(value: object, where: str, depth: int = 0) -> Any:
             if not isinstance(key, str):
                 raise _invalid(where, "string keys", key)
         return {
-            checked_json(key, where, depth): checked_json(item, f"{where}.{key}", depth + 1)
+            normalise_json(key, where, depth): normalise_json(item, f"{where}.{key}", depth + 1)
             for key, item in value.items()
         }
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
-        return [checked_json(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
+        return [normalise_json(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
     raise _invalid(where, "a JSON value", value)
 
 
-def strings_in(value: object) -> Iterator[str]:
-    """Every string in a JSON value, keys included."""
+def iterate_strings(value: object) -> Iterator[str]:
+    """Iterate over all strings in a JSON value, keys included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list):
         for item in value:
-            yield from strings_in(item)
+            yield from iterate_strings(item)
     elif isinstance(value, dict):
         for key, item in value.items():
             yield key
-            yield from strings_in(item)
+            yield from iterate_strings(item)
 
 
 def _invalid(where: str, expected: str, got: object) -> RowError:

@@ -1,12 +1,12 @@
-"""Chat messages to token ids, by the template that the model brings.
+"""Render chat messages with the template of a model, and encode them as token ids.
 
-The template runs in a process of its own, with limits (`template_process`). What users wrote can
-never become a special token: see `special_tokens`. For everything else the ids are those of
-transformers' `apply_chat_template`: the template alone says where BOS stands, none is added.
+The template runs in a separate process with limits (`template_process`). Text of users never
+becomes a special token: see `special_tokens`. All other ids equal those of transformers'
+`apply_chat_template`: BOS is where the template puts it, and is not added otherwise.
 
-Knows nothing about requests or batches. Guarantees: messages that are not messages are refused with
-the place named, before the template sees them; a template that fails, or takes too long, costs the
-one row and not the job.
+Does not know about requests or batches. Guarantees: invalid messages are refused with their place
+before the template sees them; a template that fails or takes too long fails one row and not the
+job.
 """
 
 import json
@@ -15,12 +15,12 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from ..errors import RowError
-from .chat_messages import checked_json, checked_messages, strings_in
+from .chat_messages import iterate_strings, normalise_json, normalise_messages
 from .special_tokens import unused_character
 from .template_process import TemplateFailure, TemplateLimits, TemplateProcess
 from .tokenizer import MarkedText, Tokenizer
 
-# Variables of templates that are not for the caller of a request to set.
+# variables of templates that a request cannot set
 _RESERVED = frozenset(
     {
         *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"),
@@ -30,7 +30,7 @@ _RESERVED = frozenset(
 
 
 class Conversation(NamedTuple):
-    """Messages, and the variables of the template that go with them."""
+    """Messages, and the variables of the template for them."""
 
     messages: object
     template_kwargs: Mapping[str, object] | None = None
@@ -38,7 +38,7 @@ class Conversation(NamedTuple):
 
 
 class ChatRenderer:
-    """Renders and encodes conversations for one tokenizer; close it, or use it in `with`."""
+    """Renders and encodes conversations for a tokenizer; close it, or use it in a `with` block."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class ChatRenderer:
         limits: TemplateLimits | None = None,
         now: datetime | None = None,
     ):
-        """Takes the local time that templates see in every rendering; the default is now."""
+        """`now` is the local time that templates see in all renderings; the default is now."""
         self._tokenizer = tokenizer
         self._special = tokenizer.special_tokens
         template = tokenizer.chat_template
@@ -58,12 +58,12 @@ class ChatRenderer:
 
     @property
     def reads_clock(self) -> bool:
-        """Whether a rendering has asked for the date or time."""
+        """Whether a rendering has read the date or time."""
         return self._process is not None and self._process.reads_clock
 
     @property
     def gave_up(self) -> str | None:
-        """The template that was given up, and the reason; None while it is used."""
+        """The place of a template that is no longer used, and the reason; None while in use."""
         reason = self._process and self._process.gave_up
         return reason and f"{self._tokenizer.chat_template_source}: {reason}"
 
@@ -74,10 +74,16 @@ class ChatRenderer:
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, object] | None = None,
     ) -> list[int]:
-        """Encodes a conversation, by default up to where the assistant's answer begins.
+        """Encode a conversation, by default up to the beginning of the assistant's answer.
 
-        `template_kwargs` are variables that the template reads, such as `enable_thinking`.
-        Raises RowError: `invalid_request` for the arguments, `chat_template_error` for the rest.
+        Args:
+          messages: The messages of the conversation, as in a chat request.
+          add_generation_prompt: Whether the beginning of the assistant's answer is appended.
+          template_kwargs: Variables that the template reads, such as `enable_thinking`.
+
+        Raises:
+          RowError: With the code `invalid_request` if an argument is invalid, and
+            `chat_template_error` if the template fails or is missing.
         """
         (ids,) = self.encode_all([Conversation(messages, template_kwargs, add_generation_prompt)])
         if isinstance(ids, RowError):
@@ -85,7 +91,7 @@ class ChatRenderer:
         return ids
 
     def encode_all(self, conversations: Sequence[Conversation]) -> list[list[int] | RowError]:
-        """Encodes many conversations at once; an error stands in the place of its ids."""
+        """Encode many conversations at once; the item of a failed conversation is its error."""
         outcomes: dict[int, list[int] | RowError] = {}
         contexts: dict[int, tuple[dict[str, object], str | None]] = {}
         for index, conversation in enumerate(conversations):
@@ -104,7 +110,7 @@ class ChatRenderer:
         return [outcomes[index] for index in range(len(conversations))]
 
     def close(self) -> None:
-        """Ends the template's process."""
+        """End the process of the template."""
         if self._process:
             self._process.close()
 
@@ -115,9 +121,9 @@ class ChatRenderer:
         self.close()
 
     def _context(self, conversation: Conversation) -> tuple[dict[str, object], str | None]:
-        """The template's variables, and the mark that protects what users wrote, if they need it.
+        """The variables of the template, and the mark that protects text of users, if needed.
 
-        Raises RowError.
+        Raises RowError if the conversation is invalid.
         """
         if self._process is None:
             raise RowError(
@@ -125,11 +131,11 @@ class ChatRenderer:
                 "the tokenizer has no chat template; send /v1/completions or use a model with one",
                 "messages",
             )
-        messages = checked_messages(conversation.messages)
-        variables = checked_json(conversation.template_kwargs or {}, "chat_template_kwargs")
+        messages = normalise_messages(conversation.messages)
+        variables = normalise_json(conversation.template_kwargs or {}, "chat_template_kwargs")
         self._check_variables(variables, self._process)
         mark = None
-        if any(map(self._special.may_occur_in, strings_in([messages, variables]))):
+        if any(map(self._special.may_occur_in, iterate_strings([messages, variables]))):
             mark = self._mark(messages, variables)
             messages, variables = self._protected(messages, mark), self._protected(variables, mark)
         context = {
@@ -144,12 +150,12 @@ class ChatRenderer:
 
     def _mark(self, *values: object) -> str:
         template = self._tokenizer.chat_template or ""
-        mark = unused_character([template, *strings_in([*values])])
+        mark = unused_character([template, *iterate_strings([*values])])
         if mark is None:
             raise RowError(
                 "invalid_request",
-                "messages: expected a text that leaves a private-use character of plane 16 unused, "
-                "got one with all of them. Remove some.",
+                "messages: expected a text without at least one private-use character of plane 16, "
+                "got a text with all of them. Remove one.",
                 "messages",
             )
         return mark
@@ -166,7 +172,7 @@ class ChatRenderer:
             elif mark is None:
                 yield text, None
             else:
-                # a template may have written the mark as an ASCII escape of JSON
+                # a template may have written the mark as an ASCII escape in JSON
                 yield text.replace(json.dumps(mark)[1:-1], mark), mark
 
     def _check_variables(self, variables: Mapping[str, object], process: TemplateProcess) -> None:
@@ -186,7 +192,7 @@ class ChatRenderer:
                 )
 
     def _protected(self, value: Any, mark: str) -> Any:
-        """`value` with each of its strings protected, keys included."""
+        """The value with all of its strings protected, keys included."""
         if isinstance(value, str):
             return self._special.protect(value, mark)
         if isinstance(value, list):

@@ -1,10 +1,10 @@
-"""The text of one sampled continuation: grows with its ids and ends at a stop string.
+"""Collect the text of one sampled continuation from its token ids, up to a stop string.
 
-Knows nothing about the device or the batch. The engine decodes several steps per call, so ids may
-come in that lie behind the end of the text; they are counted and otherwise ignored.
+The engine decodes several steps per call, so ids after the end of the text may arrive; they are
+counted and otherwise ignored. Does not know about the device or the batch.
 
-Guarantees: a stop string is found wherever token borders lie; the result does not depend on how the
-ids were divided into pushes; no character is split.
+Guarantees: a stop string is found across token boundaries; the result does not depend on how the
+ids are divided into calls of `push`; no character is split.
 """
 
 from collections.abc import Sequence
@@ -16,21 +16,21 @@ from .tokenizer import Tokenizer
 
 
 class TextCollector:
-    """Collects ids into text until a stop string ends it.
+    """Collects ids into a text until a stop string ends the text.
 
     Attributes:
       text: The text so far, without the bytes of an unfinished character.
-      num_tokens_kept: Ids up to and including the one that completed the stop string.
-      num_tokens_past_stop: Ids pushed after that one.
+      num_tokens_kept: The number of ids up to and including the id that completed the stop string.
+      num_tokens_past_stop: The number of ids after it.
       stop_reason: The stop string that ended the text, or None.
     """
 
     def __init__(
         self, tokenizer: Tokenizer | None, params: SamplingParams, *, continues_text: bool = True
     ):
-        """Without a tokenizer the text stays empty, and stop strings are refused.
+        """Without a tokenizer the text stays empty, and stop strings are refused with RowError.
 
-        `continues_text` is the Detokenizer's: True, as the ids continue their prompt.
+        `continues_text` is passed to the Detokenizer: True, as the ids continue their prompt.
         """
         if tokenizer is None and params.stop:
             raise RowError(
@@ -54,10 +54,10 @@ class TextCollector:
         return bool(self._params.stop)
 
     def push(self, ids: Sequence[int], *, ends_with_stop_token: bool = False) -> bool:
-        """Takes the next ids; True when a stop string has ended the text.
+        """Add the next ids; returns True if a stop string has ended the text.
 
-        With `ends_with_stop_token` the last id is the one that ended the sequence: it is kept, and
-        shows in the text only with `include_stop_str_in_output`.
+        `ends_with_stop_token` says that the last id is the stop token that ended the sequence. It
+        is counted as kept, and is in the text only with `include_stop_str_in_output`.
         """
         if self.stop_reason is not None:
             self.num_tokens_past_stop += len(ids)
@@ -70,14 +70,14 @@ class TextCollector:
         self._take(ids, ends_with_stop_token)
         if not any(self._find(stop, old_length) >= 0 for stop in self._params.stop):
             return False
-        # which token completes it is seen one by one
+        # push the ids again one by one, to find the token that completes the stop string
         self.num_tokens_kept, self.text = num_kept, text
         if self._detokenizer and state:
             self._detokenizer.state = state
         return self._push_singly(ids, ends_with_stop_token)
 
     def finish(self) -> str:
-        """Ends the text, with an unfinished character as U+FFFD, and returns all of it."""
+        """End the text, with an unfinished character as U+FFFD, and return the whole text."""
         if self._detokenizer and self.stop_reason is None:
             self.text += self._detokenizer.finish()
         return self.text
@@ -89,7 +89,7 @@ class TextCollector:
                 break
             old_length = len(self.text)
             self._take((token,), ends_with_stop_token and position == len(ids) - 1)
-            # min_tokens holds for stop strings too: one that a token within it completes is passed
+            # a stop string that is completed within the first min_tokens tokens does not count
             if self.num_tokens_kept > self._params.min_tokens:
                 self._end_at_stop(old_length)
         return self.stop_reason is not None
@@ -101,16 +101,16 @@ class TextCollector:
             self.text += self._detokenizer.push(ids[:-1] if is_last_hidden else ids)
 
     def _find(self, stop: str, old_length: int) -> int:
-        """The index of a stop string that text after `old_length` has completed, or -1."""
+        """The index of a stop string that the text after `old_length` completes, or -1."""
         if len(self.text) == old_length:
             return -1
         return self.text.find(stop, max(0, old_length - len(stop) + 1))
 
     def _end_at_stop(self, old_length: int) -> None:
-        """End the text at the first stop string that what came after `old_length` has completed."""
+        """End the text at the first stop string that the text after `old_length` completes."""
         starts = [(self._find(stop, old_length), stop) for stop in self._params.stop]
-        found = min((one for one in starts if one[0] >= 0), key=lambda one: one[0], default=None)
-        if found:
-            start, self.stop_reason = found
+        first = min((s for s in starts if s[0] >= 0), key=lambda s: s[0], default=None)
+        if first:
+            start, self.stop_reason = first
             is_shown = self._params.include_stop_str_in_output
             self.text = self.text[: start + len(self.stop_reason) if is_shown else start]

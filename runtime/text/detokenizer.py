@@ -1,12 +1,12 @@
-"""Token ids to text as they arrive, without ever splitting a character.
+"""Decode token ids to text as they arrive, without splitting a character.
 
-Tokens are bytes, and a character may be spread over several tokens: in a byte-level vocabulary
-anywhere, in a sentencepiece one through byte tokens such as `<0xE2>`. The bytes of an unfinished
-character are held back until it is complete or cannot become one any more.
+Tokens are bytes, and the bytes of a character may be in several tokens: any tokens of a byte-level
+vocabulary, and byte tokens such as `<0xE2>` of a sentencepiece vocabulary. The bytes of an
+unfinished character are held back until it is complete or invalid.
 
-Knows nothing about stop strings or requests. Guarantees: the texts of all `push` calls and of
-`finish`, put together, are `tokenizer.decode` of all the ids, however the ids were divided; a push
-costs time in proportion to its own ids.
+Does not know about stop strings or requests. Guarantees: the texts of all `push` calls and of
+`finish`, joined, equal `tokenizer.decode` of all ids, for any division of the ids; the time of a
+push is proportional to the number of its ids.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Protocol
 
 
 class TokenTable(Protocol):
-    """The parts of a tokenizer that decoding reads."""
+    """The parts of a tokenizer that decoding needs."""
 
     special_ids: frozenset[int]
     strips_leading_space: bool
@@ -33,9 +33,9 @@ class Detokenizer:
     def __init__(
         self, tokenizer: TokenTable, skip_special_tokens: bool, *, continues_text: bool = False
     ):
-        """Takes `continues_text=True` where the ids continue a text that stands before them.
+        """`continues_text` says that the ids continue a text before them.
 
-        Their first word then keeps its space: text before and text after can be joined as they are.
+        Their first word then keeps its leading space, so that the two texts can be joined.
         """
         self._token_bytes = tokenizer.token_bytes
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
@@ -43,23 +43,23 @@ class Detokenizer:
         self._strips_space = tokenizer.strips_leading_space and not continues_text
 
     def push(self, ids: Iterable[int]) -> str:
-        """Returns the text that `ids` complete."""
+        """Return the text that `ids` complete."""
         data = b"".join([self._token_bytes(i) for i in ids if i not in self._skipped])
         return self._emit(self._decoder.decode(data))
 
     def finish(self) -> str:
-        """Returns what is left of an unfinished character, as U+FFFD."""
+        """Return U+FFFD for an unfinished character; empty if there is none."""
         return self._emit(self._decoder.decode(b"", True))
 
     @property
     def state(self) -> tuple[tuple[bytes, int], bool]:
-        """All that the next push depends on; setting it undoes the pushes since it was read."""
+        """The state that the next push depends on; setting an older state undoes later pushes."""
         return self._decoder.getstate(), self._strips_space
 
     @state.setter
     def state(self, state: tuple[tuple[bytes, int], bool]) -> None:
-        of_decoder, self._strips_space = state
-        self._decoder.setstate(of_decoder)
+        decoder_state, self._strips_space = state
+        self._decoder.setstate(decoder_state)
 
     def _emit(self, text: str) -> str:
         if self._strips_space and text:

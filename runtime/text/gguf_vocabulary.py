@@ -1,11 +1,11 @@
-"""Tokenizers from GGUF metadata: the vocabulary is in the model file itself.
+"""Build tokenizers from GGUF metadata, which contain the vocabulary.
 
-Two kinds exist under `tokenizer.ggml.model`: `gpt2`, byte-level merges whose way of cutting text
-into words is only named (`tokenizer.ggml.pre`), so the table of names below is ours; and `llama`, a
-sentencepiece vocabulary with scores. Names that are not in the table are refused: a guess would
-give ids that look right and are not.
+The key `tokenizer.ggml.model` has one of two kinds: `gpt2`, byte-level merges, or `llama`, a
+sentencepiece vocabulary with scores. For `gpt2`, the metadata have only the name of the
+pre-tokenizer (`tokenizer.ggml.pre`), so this module has a table of pre-tokenizers by name. Other
+names are refused: a guess would give plausible but wrong ids.
 
-Knows nothing about GGUF files; takes their metadata as a mapping.
+Does not know about GGUF files: their metadata are passed as a mapping.
 """
 
 from collections import Counter
@@ -23,16 +23,17 @@ _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 
 
 @dataclass(frozen=True)
-class _Words:
-    """How a family cuts text into words before merging, and its habits where metadata is silent."""
+class _PreTokenizer:
+    """The splitting of text into words before merges, and defaults for missing metadata."""
 
     patterns: tuple[str, ...]
-    """Applied in turn, each inside the pieces that the one before left."""
+    """Patterns that are applied one after the other, each to the pieces of the previous one."""
     keeps_whole_words: bool = False
-    """A word that is a token stays whole, even if no merges lead to it."""
+    """Whether a word that is a token is not split, even if no merges produce it."""
     composes: bool = False
-    """Text is brought to Unicode's composed form (NFC) first."""
+    """Whether text is normalised to the composed form of Unicode (NFC) first."""
     add_bos: bool = False
+    """Whether prompts begin with BOS, if the metadata do not say so."""
 
 
 def _llama3(digits: str) -> str:
@@ -43,13 +44,13 @@ def _llama3(digits: str) -> str:
     )
 
 
-_WORDS = {
-    "gpt-2": _Words((_GPT2,)),
-    "smollm": _Words((r"\p{N}", _GPT2)),
-    "default": _Words((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
-    "llama-bpe": _Words((_llama3(r"\p{N}{1,3}"),), keeps_whole_words=True, add_bos=True),
-    "qwen2": _Words((_llama3(r"\p{N}"),), composes=True),
-    "tekken": _Words(
+_PRE_TOKENIZERS = {
+    "gpt-2": _PreTokenizer((_GPT2,)),
+    "smollm": _PreTokenizer((r"\p{N}", _GPT2)),
+    "default": _PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
+    "llama-bpe": _PreTokenizer((_llama3(r"\p{N}{1,3}"),), keeps_whole_words=True, add_bos=True),
+    "qwen2": _PreTokenizer((_llama3(r"\p{N}"),), composes=True),
+    "tekken": _PreTokenizer(
         (
             r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
             r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
@@ -58,7 +59,7 @@ _WORDS = {
         keeps_whole_words=True,
         add_bos=True,
     ),
-    "deepseek-v3": _Words(
+    "deepseek-v3": _PreTokenizer(
         (
             r"\p{N}{1,3}",
             "[一-龥\u3040-ゟ゠-ヿ]+",
@@ -71,7 +72,11 @@ _WORDS = {
 
 
 def tokenizer_from_gguf(metadata: Mapping[str, object]) -> Tokenizer | None:
-    """Builds the tokenizer that the metadata of a GGUF file describes; None without one."""
+    """Build the tokenizer that GGUF metadata describe; None if they describe none.
+
+    Raises:
+      InvalidTokenizer: The vocabulary is invalid, or its kind is not supported.
+    """
     model = metadata.get("tokenizer.ggml.model")
     if model is None or model == "none":
         return None
@@ -88,11 +93,11 @@ def tokenizer_from_gguf(metadata: Mapping[str, object]) -> Tokenizer | None:
 def _merges_tokenizer(metadata: Mapping[str, object]) -> Tokenizer:
     library = import_tokenizers("a GGUF vocabulary", extra="gguf")
     pre = metadata.get("tokenizer.ggml.pre", "default")
-    words = _WORDS.get(pre) if isinstance(pre, str) else None
-    if words is None:
+    pre_tokenizer = _PRE_TOKENIZERS.get(pre) if isinstance(pre, str) else None
+    if pre_tokenizer is None:
         raise InvalidTokenizer(
-            f"tokenizer.ggml.pre: expected one of {sorted(_WORDS)}, got {pre!r}. Convert the model "
-            "to a directory with tokenizer.json."
+            f"tokenizer.ggml.pre: expected one of {sorted(_PRE_TOKENIZERS)}, got {pre!r}. "
+            "Convert the model to a directory with tokenizer.json."
         )
     tokens, types = _tokens(metadata)
     merges = [_merge(entry) for entry in _strings(metadata, "tokenizer.ggml.merges")]
@@ -100,18 +105,18 @@ def _merges_tokenizer(metadata: Mapping[str, object]) -> Tokenizer:
         model = library.models.BPE(
             vocab={text: token for token, text in enumerate(tokens)},
             merges=merges,
-            ignore_merges=words.keeps_whole_words,
+            ignore_merges=pre_tokenizer.keeps_whole_words,
         )
-    except Exception as error:  # the library raises plain Exception
+    except Exception as error:  # the library raises Exception itself
         raise InvalidTokenizer(
             f"tokenizer.ggml.merges: expected merges of tokens: {error}"
         ) from None
     backend = library.Tokenizer(model)
-    if words.composes:
+    if pre_tokenizer.composes:
         backend.normalizer = library.normalizers.NFC()
     splits = [
         library.pre_tokenizers.Split(library.Regex(pattern), "isolated")
-        for pattern in words.patterns
+        for pattern in pre_tokenizer.patterns
     ]
     bytes_only = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.pre_tokenizer = library.pre_tokenizers.Sequence([*splits, bytes_only])
@@ -122,7 +127,7 @@ def _merges_tokenizer(metadata: Mapping[str, object]) -> Tokenizer:
         (backend.add_special_tokens if is_special else backend.add_tokens)(added)
     return build_tokenizer(
         backend,
-        _settings(metadata, tokens, default_add_bos=words.add_bos),
+        _settings(metadata, tokens, default_add_bos=pre_tokenizer.add_bos),
         source=_SOURCE,
         unused_ids=[token for token, type_ in enumerate(types) if type_ == PieceType.UNUSED],
     )
@@ -133,7 +138,7 @@ def _sentencepiece_tokenizer(metadata: Mapping[str, object]) -> Tokenizer:
     scores = _sequence(metadata, "tokenizer.ggml.scores")
     if len(scores) != len(tokens):
         raise InvalidTokenizer(
-            f"tokenizer.ggml.scores: expected {len(tokens)} entries, one a token, got "
+            f"tokenizer.ggml.scores: expected {len(tokens)} entries, one for each token, got "
             f"{len(scores)}."
         )
     pieces = [
@@ -190,7 +195,7 @@ def _tokens(metadata: Mapping[str, object]) -> tuple[list[str], list[PieceType]]
     numbers = _sequence(metadata, "tokenizer.ggml.token_type")
     if len(numbers) != len(tokens):
         raise InvalidTokenizer(
-            f"tokenizer.ggml.token_type: expected {len(tokens)} entries, one a token, got "
+            f"tokenizer.ggml.token_type: expected {len(tokens)} entries, one for each token, got "
             f"{len(numbers)}."
         )
     try:
@@ -225,6 +230,6 @@ def _merge(entry: str) -> tuple[str, str]:
     left, space, right = entry.partition(" ")
     if not (left and space and right):
         raise InvalidTokenizer(
-            f"tokenizer.ggml.merges: expected two tokens with a space between, got {entry!r}."
+            f"tokenizer.ggml.merges: expected two tokens separated by a space, got {entry!r}."
         )
     return left, right

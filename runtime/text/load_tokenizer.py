@@ -1,6 +1,6 @@
-"""The tokenizer of a model's files, whatever their format.
+"""Load the tokenizer of a model's files in any format.
 
-Formats are imported when they are needed. Does not know about requests or devices.
+The module of a format is imported when it is needed. Does not know about requests or devices.
 """
 
 from collections.abc import Mapping
@@ -11,15 +11,18 @@ from .tokenizer import Tokenizer
 
 
 def load_tokenizer(files: str | Path | Mapping[str, object]) -> Tokenizer | None:
-    """Loads the tokenizer of a model directory or of GGUF metadata; None where there is none.
+    """Load the tokenizer of a model directory or of GGUF metadata; None if there is none.
 
-    In a directory `tokenizer.json` is preferred over a sentencepiece `tokenizer.model`.
+    In a directory, `tokenizer.json` is preferred to a sentencepiece `tokenizer.model`.
+
+    Raises:
+      InvalidTokenizer: The tokenizer is invalid, or its form is not supported.
     """
     if isinstance(files, Mapping):
         from .gguf_vocabulary import tokenizer_from_gguf
 
         return tokenizer_from_gguf(files)
-    # here, as merging parts imports this module, and needs neither numpy nor model files
+    # imported here because `noria merge` imports this module, and needs no checkpoints
     from ..checkpoint.small_files import has_file
 
     directory = Path(files)

@@ -1,10 +1,10 @@
-"""Tokenizers in sentencepiece's `tokenizer.model` form, run by the library `sentencepiece`.
+"""Build tokenizers from sentencepiece's `tokenizer.model`, with the library `sentencepiece`.
 
-Encoding is the library's, piecewise between special tokens: the library never reads special-token
-text. Each piece gets the model's leading space, as the models that publish this form were trained
-with. Decoding is ours, from a table of the bytes of every token.
+The library encodes the pieces of text between special tokens, and never reads the text of special
+tokens. It adds the model's leading space to each piece, as in the training of the models that
+publish this form. noria decodes with a table of the bytes of all tokens.
 
-Also writes such models (`model_proto`), for vocabularies that come without the file.
+`model_proto` writes such a model, for vocabularies without the file.
 """
 
 import re
@@ -24,7 +24,7 @@ _TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
 
 
 class PieceType(IntEnum):
-    """Kinds of pieces, numbered as in sentencepiece's and GGUF's files alike."""
+    """The kinds of pieces, with their numbers in the files of sentencepiece and GGUF."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -36,7 +36,7 @@ class PieceType(IntEnum):
 
 @dataclass(frozen=True)
 class Piece:
-    """One entry of a sentencepiece vocabulary."""
+    """An entry of a sentencepiece vocabulary."""
 
     text: str
     score: float
@@ -45,22 +45,22 @@ class Piece:
 
 @dataclass(frozen=True)
 class SentencePieceVocabulary:
-    """A loaded model: the processor and what it adds to a text, by id."""
+    """A loaded model: the processor of the library, and the bytes of its tokens."""
 
     processor: object = field(repr=False)
     vocabulary: Vocabulary = field(repr=False)
 
     def id_of(self, text: str) -> int | None:
-        """The id of a token given by its text."""
+        """The id of the token with a given text; None if there is none."""
         for token, special in self.vocabulary.special.text_by_id.items():
             if special == text:
                 return token
         token = self.processor.piece_to_id(text)  # pyright: ignore[reportAttributeAccessIssue]
-        found = self.processor.id_to_piece(token)  # pyright: ignore[reportAttributeAccessIssue]
-        return token if found == text else None
+        piece = self.processor.id_to_piece(token)  # pyright: ignore[reportAttributeAccessIssue]
+        return token if piece == text else None
 
     def tokenizer(self, settings: TextSettings) -> Tokenizer:
-        """The tokenizer with this vocabulary."""
+        """Make the tokenizer with this vocabulary."""
         encoder = _PieceEncoder(self.processor, self.vocabulary.special)
         return Tokenizer(self.vocabulary, encoder, settings)
 
@@ -84,12 +84,12 @@ class _PieceEncoder:
 
 
 def tokenizer_from_sentencepiece(directory: Path) -> Tokenizer:
-    """Loads `tokenizer.model` with the settings that stand beside it."""
+    """Load `tokenizer.model` of a directory, with the settings in the files beside it."""
     path = directory / "tokenizer.model"
     settings = read_directory(directory)
     model = load_model(read_small(path), source=str(path), added=settings.added_tokens)
-    bos, eos = (_known(getattr(model.processor, name)()) for name in ("bos_id", "eos_id"))
-    # Models of this form begin every text with BOS unless their configuration says otherwise.
+    bos, eos = (_valid_id(getattr(model.processor, name)()) for name in ("bos_id", "eos_id"))
+    # models of this form begin each text with BOS unless their configuration says otherwise
     return model.tokenizer(
         settings.resolve(
             model.id_of,
@@ -104,7 +104,15 @@ def tokenizer_from_sentencepiece(directory: Path) -> Tokenizer:
 def load_model(
     data: bytes, *, source: str, added: Mapping[int, AddedToken] | None = None
 ) -> SentencePieceVocabulary:
-    """Loads a serialized model; `added` are tokens with ids behind the model's own."""
+    """Load a serialized model.
+
+    Args:
+      source: The file or metadata, for errors.
+      added: Tokens by id, with ids after those of the model.
+
+    Raises:
+      InvalidTokenizer: The data is not a sentencepiece model.
+    """
     import sentencepiece
 
     if _TIKTOKEN_LINE.match(data):
@@ -113,19 +121,19 @@ def load_model(
             "tokenizer.json that the model's publisher offers beside it."
         )
     try:
-        if not data:  # which the library would accept
+        if not data:  # the library would accept an empty file
             raise RuntimeError("the file is empty")
         processor = sentencepiece.SentencePieceProcessor(model_proto=data)
     except RuntimeError as error:
         raise InvalidTokenizer(
-            f"{source}: expected a sentencepiece model, got {len(data)} bytes that are none "
+            f"{source}: expected a sentencepiece model, got {len(data)} bytes of another kind "
             f"({error}). Fetch the file again."
         ) from None
     return SentencePieceVocabulary(processor, _vocabulary(processor, added or {}))
 
 
 def model_proto(pieces: Sequence[Piece], *, add_space_prefix: bool) -> bytes:
-    """Serializes a sentencepiece model that merges by score, with byte tokens for the rest."""
+    """Serialize a sentencepiece model that merges by score, with byte tokens for other text."""
     parts = []
     for piece in pieces:
         body = _field(1, piece.text.encode("utf-8"))
@@ -154,13 +162,13 @@ def _vocabulary(processor, added: Mapping[int, AddedToken]) -> Vocabulary:
             table[token] = piece_bytes_with_byte_tokens(text)
     for token, entry in extra.items():
         table[token] = entry.text.encode("utf-8", "replace")
-        # special or not, the model itself does not know the text, so it is found by splitting
+        # the model does not know the text of an added token, so the splitting must find it
         special[token] = entry.text
     return Vocabulary(table, SpecialTokens(special), _strips_leading_space(processor, size))
 
 
 def _strips_leading_space(processor, size: int) -> bool:
-    """Asks the library to decode a word with a space before it."""
+    """Whether the library drops a leading space, by decoding a word that begins with one."""
     for token in range(size):
         text = processor.id_to_piece(token)
         if text.startswith("▁") and "▁" not in text[1:] and len(text) > 1:
@@ -168,7 +176,7 @@ def _strips_leading_space(processor, size: int) -> bool:
     return False
 
 
-def _known(token: int) -> int | None:
+def _valid_id(token: int) -> int | None:
     return token if token >= 0 else None
 
 

@@ -1,13 +1,14 @@
-"""Special tokens in text: finding them, and keeping user text from becoming one.
+"""Find special tokens in text, and prevent text of users from becoming special tokens.
 
-A chat template mixes its own special tokens with what users wrote. Before rendering, `protect` puts
-a mark, one character that occurs nowhere else, before each place where a user's string holds the
-text of a special token, or the beginning of one at its end, or the end of one at its beginning (two
-strings side by side could otherwise join into one). After rendering, `split` cuts at special tokens
-that have no mark and drops the marks. Strings without such places are not touched at all, so a
-template sees ordinary content as it is.
+A chat template mixes its own special tokens with text of users. Before the rendering, `protect`
+puts a mark into the strings of users: one character that occurs nowhere else. A mark is put before
+the text of a special token, before the beginning of a special token at the end of a string, and
+before the end of a special token at the beginning of a string, as two adjacent strings could
+otherwise form a special token. After the rendering, `split` cuts the text at special tokens without
+a mark, and removes the marks. Strings without any of these places are unchanged, so a template sees
+ordinary content as it is.
 
-Knows nothing about vocabularies, templates or encoders.
+Does not know about vocabularies, templates or encoders.
 """
 
 import itertools
@@ -15,7 +16,7 @@ import re
 import secrets
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
-# Plane 16 is private use: no text has a meaning there, so a free character is found at once.
+# plane 16 is for private use: text rarely has such characters, so an unused one is found quickly
 _MARK_RANGE = range(0x100000, 0x10FFFE)
 
 
@@ -29,7 +30,7 @@ class SpecialTokens:
         strips_left: Collection[int] = (),
         strips_right: Collection[int] = (),
     ):
-        """Takes the texts by id, and the ids that swallow the white space on one side of them."""
+        """`strips_left` and `strips_right` are the ids that remove white space on this side."""
         self.text_by_id = {token: text for token, text in text_by_id.items() if text}
         self._id_by_text = {text: token for token, text in self.text_by_id.items()}
         self._strips_left = frozenset(strips_left)
@@ -44,9 +45,9 @@ class SpecialTokens:
         self._tails = {text[cut:] for text in texts for cut in range(1, len(text))}
 
     def split(self, text: str, mark: str | None = None) -> list[int | str]:
-        """Cuts `text` into special token ids and the plain text between them, in order.
+        """Split `text` into the ids of special tokens and the plain text between them, in order.
 
-        Special-token text right after `mark` is plain; marks are dropped from the plain text.
+        The text of a special token directly after `mark` is plain text. Marks are removed.
         """
         pieces: list[int | str] = []
         plain_start, strip_next = 0, False
@@ -64,14 +65,14 @@ class SpecialTokens:
         return [piece for piece in pieces if piece != ""]
 
     def may_occur_in(self, text: str) -> bool:
-        """Whether `protect` has to look at `text`; most texts hold no character of a token."""
+        """Whether `protect` may change `text`: a fast check that is False for most texts."""
         start = text[: self._longest]
         return any(first in text for first in self._firsts) or any(
             last in start for last in self._lasts
         )
 
     def protect(self, text: str, mark: str) -> str:
-        """Puts `mark` wherever `text` could be taken for a special token or a part of one."""
+        """Put `mark` before each place of `text` that could become a part of a special token."""
         if self._starts is None:
             return text
         positions = {match.start() for match in self._starts.finditer(text)}
@@ -90,14 +91,14 @@ class SpecialTokens:
         while self._pattern and (match := self._pattern.search(text, position)):
             start, end = match.span()
             if mark is not None and start > 0 and text[start - 1] == mark:
-                position = start + 1  # a user's text; a true token may still begin inside it
+                position = start + 1  # text of a user; a real token may begin inside it
             else:
                 yield start, end
                 position = end
 
 
 def unused_character(texts: Iterable[str]) -> str | None:
-    """Draws a private-use character that occurs in none of `texts`; None if every one occurs."""
+    """Choose a private-use character that is in none of `texts`; None if all of them occur."""
     taken = set().union(*texts)
     if sum(ord(character) in _MARK_RANGE for character in taken) == len(_MARK_RANGE):
         return None
@@ -107,10 +108,10 @@ def unused_character(texts: Iterable[str]) -> str | None:
 
 
 def _longest_of(texts: Iterable[str]) -> str:
-    """A regular expression for the longest of `texts` at a position.
+    """A regular expression that matches the longest of `texts` at a position.
 
-    Common beginnings are shared: vocabularies have a thousand placeholders with one prefix, and
-    trying each of them at each "<" of a long text would take minutes.
+    Texts with a common prefix share one alternative: vocabularies have a thousand placeholders with
+    the same prefix, and matching each of them at each "<" of a long text would take minutes.
     """
     alternatives, is_optional = [], False
     for first, group in itertools.groupby(sorted(set(texts)), key=lambda text: text[:1]):
@@ -118,7 +119,7 @@ def _longest_of(texts: Iterable[str]) -> str:
             is_optional = True
             continue
         members = list(group)
-        # of a sorted list, the first and the last member differ the earliest
+        # in a sorted list, the first and the last member have the shortest common prefix
         shared = itertools.takewhile(
             lambda ab: ab[0] == ab[1], zip(members[0], members[-1], strict=False)
         )

@@ -1,15 +1,16 @@
-"""The process that renders chat templates: one template, many conversations, nothing else.
+"""Render chat templates in a child process: one template, many conversations.
 
-A chat template is a program that came with a model. jinja2's sandbox keeps it from reaching Python,
-but not from using up time and memory, so it runs here: limited in processor time, memory and
-output, without writing files, and killed by its parent (`template_process`) when it takes too long.
+A chat template is a program that comes with a model. The sandbox of jinja2 prevents access to
+Python, but does not limit time and memory. So the template runs in this process, with limits of
+processor time, memory and output, and without permission to write files. The parent process
+(`template_process`) kills it if it takes too long.
 
-Started as a script, not as a module of the package: nothing but the standard library and jinja2 is
-imported, whatever the package itself may import. Speaks frames, 4 bytes of length and then JSON,
-over stdin and stdout: first `{"template", "memory_bytes", ...}`, answered with `{"variables"}`,
-then `{"num_contexts"}` and so many conversations, answered with one `{"text", "reads_clock"}` for
-each, as soon as it is rendered. A failure has `"error"` instead of the text; with `"fatal": true`
-the process can go on no longer.
+This file is started as a script and not as a module of the package, so that only the standard
+library and jinja2 are imported. The processes exchange frames over stdin and stdout: 4 bytes with
+the length, then JSON. The first frame is `{"template", "memory_bytes", ...}`; its reply is
+`{"variables"}`. Each following request is `{"num_contexts"}` and this number of conversations; the
+reply to each conversation is `{"text", "reads_clock"}`, as soon as it is rendered. A reply to a
+failure has `"error"` instead of the text; with `"fatal": true`, the process ends.
 """
 
 import datetime
@@ -27,14 +28,14 @@ MAX_FRAME_BYTES = 1 << 28
 _MAX_ERROR_CHARACTERS = 500
 
 
-def frame(value: object) -> bytes:
-    """One frame as it is sent."""
+def encode_frame(value: object) -> bytes:
+    """Encode a value as a frame."""
     data = json.dumps(value).encode("ascii")
     return struct.pack(">I", len(data)) + data
 
 
 def read_frame(read: Callable[[int], bytes]) -> Any:
-    """Reads one frame. Raises EOFError where the stream ends, or the frame is no frame."""
+    """Read one frame; raises EOFError if the stream ends or the frame is invalid."""
     return json.loads(_content_of_frame(read))
 
 
@@ -50,7 +51,7 @@ def _content_of_frame(read: Callable[[int], bytes]) -> bytes:
 
 
 def main() -> None:
-    """Serves conversations until stdin ends."""
+    """Render conversations until stdin ends."""
     requests, replies = sys.stdin.buffer, sys.stdout.buffer
     try:
         setup = read_frame(requests.read)
@@ -68,7 +69,7 @@ def main() -> None:
     while True:
         try:
             count = read_frame(requests.read)["num_contexts"]
-            # all contexts are read first: the parent reads no reply before it has written all
+            # read all contexts first: the parent reads no reply before it has written all of them
             waiting = deque(_content_of_frame(requests.read) for _ in range(count))
             while waiting:
                 _send(replies, _reply(template, waiting.popleft(), setup, clock))
@@ -80,7 +81,7 @@ def main() -> None:
 
 
 class _Clock:
-    """The instant that templates see, whatever the time is when they are rendered."""
+    """The time that templates see, which is the same for all renderings."""
 
     def __init__(self, now: datetime.datetime):
         self._now = now
@@ -92,7 +93,7 @@ class _Clock:
 
 
 def _send(stream: IO[bytes], value: object) -> None:
-    stream.write(frame(value))
+    stream.write(encode_frame(value))
     stream.flush()
 
 
@@ -108,12 +109,12 @@ def _reply(template, context: bytes, setup: dict, clock: _Clock) -> dict[str, ob
 
 
 def _environment(clock: _Clock):
-    """The environment that transformers gives to chat templates, made by the same rules."""
+    """The jinja2 environment of chat templates, with the same rules as in transformers."""
     import jinja2.ext
     import jinja2.sandbox
 
     class Generation(jinja2.ext.Extension):
-        """`{% generation %}` marks what an assistant wrote, for training: here its body is all."""
+        """The block `{% generation %}`, which marks text for training: only its body is used."""
 
         tags = {"generation"}  # noqa: RUF012
 
@@ -144,7 +145,7 @@ def _environment(clock: _Clock):
 
 
 def _compile(environment, source: str):
-    """The template, and the names that it expects from outside."""
+    """The compiled template, and the names of its variables."""
     import jinja2.meta
 
     names = jinja2.meta.find_undeclared_variables(environment.parse(source))
@@ -168,7 +169,7 @@ def _limit_memory(memory_bytes: int) -> None:
 
 
 def _limit_processor_time(seconds: float) -> None:
-    """Allows `seconds` from now on. The system ends the process when they are used up."""
+    """Limit the processor time to `seconds` from now on; after it, the system ends the process."""
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
     soft = math.ceil(time.process_time() + seconds)
     resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))

@@ -1,10 +1,10 @@
-"""Owns the process that renders chat templates: starts, limits, kills and replaces it.
+"""Manage the process that renders chat templates: start, limit, kill and replace it.
 
-Knows nothing about tokens or messages: contexts go in, texts come out, many at a time. Guarantees:
-every call returns within the limits of each of its renderings; a rendering that had to be stopped
-affects no other, as the next one gets a new process; a template that has to be stopped again and
-again is given up; the process ends with its owner. It is a new interpreter, never a fork of this
-one, which may hold devices and threads.
+The process is a new interpreter and never a fork of this one, which may hold devices and threads.
+Does not know about tokens or messages: it turns contexts into texts, many at a time. Guarantees:
+each call returns within the limits of its renderings; a rendering that had to be stopped does not
+affect others, as the next one gets a new process; a template that has to be stopped several times
+in a row is no longer used; the process ends with its owner.
 """
 
 import contextlib
@@ -23,17 +23,17 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from .template_child import frame, read_frame
+from .template_child import encode_frame, read_frame
 
 _START_SECONDS = 60.0  # an interpreter and jinja2, on a machine that may be busy
 _PIECE_BYTES = 1 << 16
 _MAX_STOPS = 3
-"""Renderings in a row that are stopped before the template is given up."""
+"""The number of stopped renderings in a row after which the template is no longer used."""
 
 
 @dataclass(frozen=True)
 class TemplateLimits:
-    """What one rendering may use."""
+    """The limits of one rendering."""
 
     wall_seconds: float = 10.0
     cpu_seconds: float = 5.0
@@ -42,15 +42,15 @@ class TemplateLimits:
 
 
 class TemplateFailure(Exception):
-    """A template that could not be compiled or rendered, or was stopped; says which and why."""
+    """A template could not be compiled or rendered, or was stopped; the message says why."""
 
 
-class _Late(Exception):
+class _Timeout(Exception):
     """A pipe could not be read or written in time."""
 
 
 class TemplateProcess:
-    """Renders one template; starts its process with the first call."""
+    """Renders one template; the first call starts its process."""
 
     def __init__(self, template: str, limits: TemplateLimits, now: datetime):
         self._template = template
@@ -65,21 +65,21 @@ class TemplateProcess:
         self._lock = threading.Lock()
         self._is_closing = False
         self.reads_clock = False
-        """Whether a rendering has asked for the date or time."""
+        """Whether a rendering has read the date or time."""
 
     @property
     def gave_up(self) -> str | None:
-        """The reason why no more renderings are tried, once too many had to be stopped."""
+        """The reason why the template is no longer used; None while it is used."""
         return self._broken if self._num_stops >= _MAX_STOPS else None
 
     def variables(self) -> frozenset[str]:
-        """The names that the template expects from outside. Raises TemplateFailure."""
+        """The names of the template's variables; raises TemplateFailure."""
         with self._lock:
             self._start()
             return self._variables
 
     def render(self, contexts: Sequence[Mapping[str, object]]) -> list[str | TemplateFailure]:
-        """Renders the template for each context; a failure stands in the place of its text."""
+        """Render the template for each context; the item of a failed context is its failure."""
         rendered: list[str | TemplateFailure] = []
         with self._lock:
             while len(rendered) < len(contexts):
@@ -90,12 +90,12 @@ class TemplateProcess:
                     while len(rendered) < len(contexts):
                         rendered.append(self._next_text())
                 except TemplateFailure as failure:
-                    # the process is gone, or cannot be started: the others go to a fresh one
+                    # the process has ended or cannot start: the other contexts get a new one
                     rendered.append(failure)
         return rendered
 
     def close(self) -> None:
-        """Ends the process, and a call of another thread with it; a later call starts another."""
+        """End the process, and a running call of another thread; a later call starts a new one."""
         self._is_closing = True
         if (process := self._process) is not None:
             process.kill()
@@ -109,13 +109,13 @@ class TemplateProcess:
         self._received.clear()
 
     def _next_text(self) -> str | TemplateFailure:
-        """The next reply; raises TemplateFailure where there will be no more of them."""
+        """The next reply; raises TemplateFailure if the process can send no more replies."""
         try:
             reply = self._receive(self._limits.wall_seconds)
         except TemplateFailure as failure:
             self._num_stops += 1
             if self._num_stops >= _MAX_STOPS:
-                self._broken = f"{failure}, {self._num_stops} times in a row; it is given up"
+                self._broken = f"{failure}, {self._num_stops} times in a row; it is no longer used"
             raise
         self._num_stops = 0
         self.reads_clock = self.reads_clock or reply["reads_clock"]
@@ -140,7 +140,7 @@ class TemplateProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             bufsize=0,
-            start_new_session=True,  # Ctrl-C lets rows in flight finish; they may need the process
+            start_new_session=True,  # after Ctrl-C, running rows may still need the process
         )
         assert self._process.stdin is not None
         os.set_blocking(
@@ -159,18 +159,18 @@ class TemplateProcess:
             self._send(setup)
             self._variables = frozenset(self._receive(_START_SECONDS)["variables"])
         except TemplateFailure as failure:
-            self._broken = str(failure)  # it does not compile, and never will
+            self._broken = str(failure)  # the template does not compile
             raise
 
     def _send(self, *values: object) -> None:
-        data = memoryview(b"".join(map(frame, values)))
+        data = memoryview(b"".join(map(encode_frame, values)))
         deadline = time.monotonic() + self._limits.wall_seconds
         try:
             while data:
                 descriptor = self._wait("stdin", select.POLLOUT, deadline)
                 data = data[os.write(descriptor, data[:_PIECE_BYTES]) :]
-        except (OSError, _Late) as error:
-            raise self._stopped(error, self._limits.wall_seconds) from None
+        except (OSError, _Timeout) as error:
+            raise self._end_failed(error, self._limits.wall_seconds) from None
 
     def _receive(self, seconds: float) -> dict[str, Any]:
         deadline = time.monotonic() + seconds
@@ -187,33 +187,33 @@ class TemplateProcess:
 
         try:
             reply = read_frame(read)
-        except (OSError, EOFError, _Late) as error:
-            raise self._stopped(error, seconds) from None
+        except (OSError, EOFError, _Timeout) as error:
+            raise self._end_failed(error, seconds) from None
         if reply.get("fatal"):
             self._end()
             raise TemplateFailure(reply["error"])
         return reply
 
     def _wait(self, name: str, event: int, deadline: float) -> int:
-        """The descriptor of a pipe, once it can be read or written."""
+        """Wait until a pipe can be read or written; returns its descriptor."""
         descriptor = getattr(self._process, name).fileno()
         poll = select.poll()
         poll.register(descriptor, event)
         if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-            raise _Late
+            raise _Timeout
         return descriptor
 
-    def _stopped(self, error: Exception, seconds: float) -> TemplateFailure:
+    def _end_failed(self, error: Exception, seconds: float) -> TemplateFailure:
         process = self._process
         assert process is not None
-        is_late = isinstance(error, _Late)
-        if is_late:
+        timed_out = isinstance(error, _Timeout)
+        if timed_out:
             process.kill()
         self._end()
-        return TemplateFailure(self._why_ended(process.returncode, is_late, seconds))
+        return TemplateFailure(self._why_ended(process.returncode, timed_out, seconds))
 
-    def _why_ended(self, returncode: int | None, is_late: bool, seconds: float) -> str:
-        if is_late:
+    def _why_ended(self, returncode: int | None, timed_out: bool, seconds: float) -> str:
+        if timed_out:
             return f"it takes longer than {seconds:g} s"
         if returncode == -signal.SIGXCPU:
             return f"it takes more than {self._limits.cpu_seconds:g} s of processor time"
@@ -223,10 +223,10 @@ class TemplateProcess:
 def _stop(process: "subprocess.Popen[bytes]") -> None:
     for stream in (process.stdin, process.stdout):
         assert stream is not None
-        with contextlib.suppress(OSError):  # what was still to be written to one that is gone
+        with contextlib.suppress(OSError):  # buffered data for a process that has ended
             stream.close()
     try:
-        process.wait(timeout=0.2)  # ends by itself with its pipes, and its status may say why
+        process.wait(timeout=0.2)  # it ends with its pipes, and its status may tell the reason
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()

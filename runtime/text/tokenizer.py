@@ -1,12 +1,14 @@
-"""Text to token ids and back: the tokenizer of every model.
+"""Encode text as token ids, and decode token ids, for all tokenizer formats.
 
-A tokenizer is three things: a table with the bytes of every token, two ways to encode (special
-tokens parsed, or all text plain), and what the model's files say about BOS, EOS and chat.
-The formats fill these in: `tokenizer_json`, `sentencepiece_model`, `gguf_vocabulary`.
+A tokenizer has three parts: a table with the bytes of all tokens, two encodings (special tokens are
+parsed, or all text is plain), and the settings of the model's files for BOS, EOS and chat. The
+modules of the formats make these parts: `tokenizer_json`, `sentencepiece_model` and
+`gguf_vocabulary`.
 
-Knows nothing about requests, sampling or devices, and never imports jax. Guarantees: an id that the
-table lacks decodes to nothing (embeddings are often padded beyond the vocabulary); encoding never
-yields a second BOS; text that has no UTF-8 form is refused by position.
+Does not know about requests, sampling or devices, and never imports jax. Guarantees: an id that is
+not in the table decodes to nothing (embeddings are often padded beyond the vocabulary); encoding
+never adds a second BOS; text that cannot be encoded as UTF-8 is refused with the position of the
+error.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,48 +20,48 @@ from .detokenizer import Detokenizer
 from .special_tokens import SpecialTokens
 
 MarkedText = tuple[str, str | None]
-"""A rendered text, and the mark before special-token text of users; None if there is none."""
+"""A rendered text, and the mark before special-token text of users; None without a mark."""
 
 
 class Encoder(Protocol):
     """The two encodings of a format; neither adds BOS or EOS."""
 
     def plain(self, text: str) -> list[int]:
-        """Encodes all of `text` as ordinary characters; raises RowError where that fails."""
+        """Encode all of `text` as ordinary characters; raises RowError if it cannot be encoded."""
         ...
 
     def parsed(self, texts: Sequence[str]) -> Sequence[list[int] | RowError]:
-        """Encodes each text with special-token text turned into special tokens."""
+        """Encode each text; the text of special tokens becomes special tokens."""
         ...
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What each token id adds to a text."""
+    """The text of each token id."""
 
     token_bytes: Sequence[bytes]
-    """By id; special tokens have the bytes of their own text, unused ids are empty."""
+    """The bytes of tokens by id; special tokens have the bytes of their text, unused ids none."""
     special: SpecialTokens
     strips_leading_space: bool
-    """Decoding drops the space that encoding put before the first word (sentencepiece)."""
+    """Whether decoding drops the space that encoding adds before the first word (sentencepiece)."""
 
 
 @dataclass(frozen=True)
 class TextSettings:
-    """What the model's files say about the use of its vocabulary."""
+    """The settings of a model's files for the use of the vocabulary."""
 
     bos_id: int | None = None
     eos_id: int | None = None
     add_bos: bool = False
     chat_template: str | None = None
     chat_template_source: str = ""
-    """The file and key that the template is from."""
+    """The file and the key of the template."""
     named_tokens: Mapping[str, str] = field(default_factory=dict)
-    """Text by role, as chat templates ask for it: `bos_token`, `eos_token`, ..."""
+    """The texts of tokens by their role in chat templates: `bos_token`, `eos_token`, ..."""
 
 
 class Tokenizer:
-    """Encodes and decodes with one model's vocabulary."""
+    """Encodes and decodes with the vocabulary of one model."""
 
     def __init__(self, vocabulary: Vocabulary, encoder: Encoder, settings: TextSettings):
         if settings.add_bos and settings.bos_id is None:
@@ -81,10 +83,14 @@ class Tokenizer:
         self.named_tokens = settings.named_tokens
 
     def encode(self, text: str, *, special_tokens: bool) -> list[int]:
-        """Encodes `text`, as a prompt (`special_tokens=True`) or as plain characters.
+        """Encode `text` as a prompt (`special_tokens=True`) or as plain characters.
 
-        A prompt has its special-token text parsed, and starts with BOS if the model wants that and
-        the text does not already do so. Plain text has neither.
+        In a prompt, the text of special tokens becomes special tokens, and BOS is added at the
+        beginning if the model needs it and the text does not have it. In plain text, neither is
+        done.
+
+        Raises:
+          RowError: The text cannot be encoded.
         """
         if not special_tokens:
             check_encodable(text)
@@ -95,7 +101,7 @@ class Tokenizer:
         return ids
 
     def encode_prompts(self, texts: Sequence[str]) -> list[list[int] | RowError]:
-        """Encodes many prompts at once; an error stands in the place of its ids."""
+        """Encode many prompts at once; the item of a failed prompt is its error."""
         encoded = self._parsed(texts)
         if self.add_bos and self.bos_id is not None:
             for ids in encoded:
@@ -104,10 +110,10 @@ class Tokenizer:
         return encoded
 
     def encode_rendered(self, texts: Sequence[MarkedText]) -> list[list[int] | RowError]:
-        """Encodes what a chat template rendered: special tokens parsed, no BOS of our own.
+        """Encode texts that a chat template rendered; special tokens are parsed, no BOS is added.
 
-        Special-token text right after a mark came from a user and stays plain text; the marks
-        vanish. See `special_tokens`.
+        Special-token text directly after a mark comes from a user and stays plain text. The marks
+        are removed. See `special_tokens`.
         """
         unmarked = [text.replace(mark, "") if mark else text for text, mark in texts]
         encoded = self._parsed(unmarked)
@@ -135,23 +141,23 @@ class Tokenizer:
         return [next(ids) if error is None else error for error in errors]
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool) -> str:
-        """Decodes a whole text; bytes that are no UTF-8 become U+FFFD."""
+        """Decode a whole text; bytes that are not UTF-8 become U+FFFD."""
         detokenizer = Detokenizer(self, skip_special_tokens)
         return detokenizer.push(ids) + detokenizer.finish()
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token adds to a text, which may be part of a character."""
+        """The bytes that a token adds to a text; they may be a part of a character."""
         if 0 <= token_id < self.vocab_size:
             return self._vocabulary.token_bytes[token_id]
         return b""
 
     def token_text(self, token_id: int) -> str:
-        """A token's text on its own, for reports; part of a character shows as U+FFFD."""
+        """The text of a single token, for reports; a part of a character is shown as U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
 
 def encoding_error(text: str, param: str | None = None) -> RowError | None:
-    """The error for a text with a lone surrogate, which has no UTF-8 form."""
+    """The error for a text with a lone surrogate, which UTF-8 cannot encode; None without one."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -165,6 +171,6 @@ def encoding_error(text: str, param: str | None = None) -> RowError | None:
 
 
 def check_encodable(text: str, param: str | None = None) -> None:
-    """Refuses text with a lone surrogate."""
+    """Raise RowError if a text has a lone surrogate."""
     if (error := encoding_error(text, param)) is not None:
         raise error

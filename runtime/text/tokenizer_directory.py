@@ -1,8 +1,9 @@
-"""What a model directory says about text, beside the vocabulary itself.
+"""Read the tokenizer settings of a model directory, without the vocabulary.
 
-Reads `tokenizer_config.json`, `special_tokens_map.json` and `chat_template.jinja`. Knows nothing
-about vocabularies: tokens are texts here, and `resolve` asks the vocabulary for their ids. Code
-that such files may point to (`auto_map`) is never looked at.
+The files are `tokenizer_config.json`, `special_tokens_map.json`, `added_tokens.json` and
+`chat_template.jinja`. Does not know about vocabularies: tokens are given by their texts, and
+`resolve` asks the vocabulary for their ids. Code that the files refer to (`auto_map`) is never
+read.
 """
 
 import json
@@ -19,7 +20,7 @@ _ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_
 
 @dataclass(frozen=True)
 class AddedToken:
-    """A token that stands outside the vocabulary's own file."""
+    """A token that is not in the file of the vocabulary."""
 
     text: str
     is_special: bool
@@ -27,11 +28,11 @@ class AddedToken:
 
 @dataclass(frozen=True)
 class DirectorySettings:
-    """The text settings of a directory, tokens given by their text."""
+    """The tokenizer settings of a directory; tokens are given by their texts."""
 
     directory: Path
     named_tokens: Mapping[str, str | None]
-    """Text by role; None where a file says that there is no such token."""
+    """The texts of tokens by role; None if a file says that there is no token for the role."""
     add_bos: bool | None
     chat_template: str | None
     chat_template_source: str
@@ -46,7 +47,17 @@ class DirectorySettings:
         default_eos: int | None,
         default_add_bos: bool,
     ) -> TextSettings:
-        """Turns token texts into ids; the defaults are what the vocabulary's own file says."""
+        """Turn the texts of tokens into ids.
+
+        Args:
+          id_of: The id of a text in the vocabulary.
+          text_of: The text of an id in the vocabulary.
+          default_bos, default_eos, default_add_bos: The settings in the file of the vocabulary,
+            which are used if the directory has no others.
+
+        Raises:
+          InvalidTokenizer: A named token is not in the vocabulary.
+        """
         named = dict(self.named_tokens)
         for role, token in (("bos_token", default_bos), ("eos_token", default_eos)):
             if token is not None:
@@ -68,14 +79,18 @@ class DirectorySettings:
         token = id_of(text)
         if token is None:
             raise InvalidTokenizer(
-                f"{self.directory}: expected {role} {text!r} in the vocabulary, and it is not "
-                "there. The tokenizer's files are of different models; take them from one."
+                f"{self.directory}: expected {role} {text!r} in the vocabulary, got a vocabulary "
+                "without it. Take all files of the tokenizer from one model."
             )
         return token
 
 
 def read_directory(directory: Path) -> DirectorySettings:
-    """Reads the settings of `directory`; files that are not there settle nothing."""
+    """Read the settings of `directory`; all files are optional.
+
+    Raises:
+      InvalidTokenizer: A file is invalid.
+    """
     config = _read_json(directory / "tokenizer_config.json")
     token_map = _read_json(directory / "special_tokens_map.json")
     add_bos = config.get("add_bos_token")
@@ -110,14 +125,14 @@ def _read_json(path: Path) -> dict[str, object]:
 
 
 def _token_text(value: object) -> str | None:
-    """A token is written as its text, or as an object with its text under `content`."""
+    """The text of a token, which is given as a string or as an object with the key `content`."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) and value else None
 
 
 def _chat_template(directory: Path, config: Mapping[str, object]) -> tuple[str | None, str]:
-    """The template, and the file and key that it is from."""
+    """The template, and its file and key."""
     path = directory / "chat_template.jinja"
     if has_file(directory, path.name):
         try:
@@ -125,7 +140,7 @@ def _chat_template(directory: Path, config: Mapping[str, object]) -> tuple[str |
         except UnicodeDecodeError as error:
             raise InvalidTokenizer(f"{path}: expected UTF-8 text: {error}") from None
     template = config.get("chat_template")
-    if isinstance(template, list):  # several, by name; "default" is the one for plain chat
+    if isinstance(template, list):  # several named templates; "default" is for chat without tools
         named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
         template = named.get("default")
     source = f"{directory / 'tokenizer_config.json'}: chat_template"

@@ -1,8 +1,8 @@
-"""Tokenizers in Hugging Face's `tokenizer.json` form, run by the library `tokenizers`.
+"""Build tokenizers from Hugging Face's `tokenizer.json`, with the library `tokenizers`.
 
-Encoding is the library's. Decoding is ours, from a table of the bytes of every token, so that it
-can be done token by token; the two families of decoders that language models use are understood
-(byte-level, and sentencepiece-like with byte tokens), any other is refused.
+The library encodes. noria decodes with a table of the bytes of all tokens, so that it can decode
+token by token. Two families of decoders are supported: byte-level, and sentencepiece-like with or
+without byte tokens. Other decoders are refused.
 """
 
 import json
@@ -20,15 +20,15 @@ from .tokenizer_directory import read_directory
 if TYPE_CHECKING:
     import tokenizers
 
-# The library's byte-level alphabet: printable Latin-1 stands for itself, the other bytes for the
-# characters from U+0100 on, in order.
+# the byte-level alphabet of the library: printable Latin-1 bytes are written as themselves, the
+# other bytes as the characters from U+0100 on, in order
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 _BYTE_OF_CHARACTER = {chr(byte): byte for byte in _PRINTABLE} | {
     chr(0x100 + index): byte for index, byte in enumerate(_OTHERS)
 }
 
-# Steps of a sentencepiece-like decoder, which are given by their settings and not only by name.
+# steps of a sentencepiece-like decoder, with their settings
 _REPLACE = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
 _STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
 _BYTES = {"type": "ByteFallback"}
@@ -53,16 +53,16 @@ class _JsonEncoder:
         try:
             with self._lock:
                 self._backend.encode_special_tokens = as_text
-                # without offsets, which nothing reads; several texts are shared out over all cores
+                # the fast variant computes no offsets; several texts are encoded on all cores
                 encoded = self._backend.encode_batch_fast(texts, add_special_tokens=False)
         except BaseException as error:
-            # where a word rule goes back too often, the library panics, which is no Exception
+            # if a pattern backtracks too often, the library panics; a panic is not an Exception
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             if len(texts) > 1:
                 return [ids for text in texts for ids in self._encode([text], as_text=as_text)]
             return [_cannot_encode(error)]
-        return [one.ids for one in encoded]
+        return [encoding.ids for encoding in encoded]
 
 
 def _cannot_encode(error: BaseException) -> RowError:
@@ -74,16 +74,20 @@ def _cannot_encode(error: BaseException) -> RowError:
 
 
 def tokenizer_from_json(directory: Path) -> Tokenizer:
-    """Loads `tokenizer.json` with the settings that stand beside it."""
+    """Load `tokenizer.json` of a directory, with the settings in the files beside it.
+
+    Raises:
+      InvalidTokenizer: The file is not a tokenizer that can be used.
+    """
     library = import_tokenizers("tokenizer.json", extra="hf")
     path = directory / "tokenizer.json"
     settings = read_directory(directory)
     content = read_small(path)
     try:
         backend = library.Tokenizer.from_str(content.decode("utf-8"))
-    except Exception as error:  # the library raises plain Exception
+    except Exception as error:  # the library raises Exception itself
         raise InvalidTokenizer(f"{path}: expected a tokenizer, got: {error}") from None
-    # A file may carry the truncation and padding of its training; a prompt is never cut silently.
+    # a file may have the truncation and padding of training; a prompt must never be truncated
     backend.no_truncation()
     backend.no_padding()
     bos = _leading_special_token(backend)
@@ -104,14 +108,22 @@ def build_tokenizer(
     source: str,
     unused_ids: Collection[int] = (),
 ) -> Tokenizer:
-    """Makes a Tokenizer of the library's one; `unused_ids` decode to nothing."""
+    """Make a Tokenizer from a tokenizer of the library.
+
+    Args:
+      source: The file or metadata, for errors.
+      unused_ids: Ids that decode to nothing.
+
+    Raises:
+      InvalidTokenizer: The vocabulary is empty or sparse, or its decoder is not supported.
+    """
     to_bytes, strips_leading_space = _decoding(backend, source)
     ids = backend.get_vocab(with_added_tokens=True)
     if not ids:
         raise InvalidTokenizer(f"{source}: expected a vocabulary, got an empty one.")
     if max(ids.values()) > 2 * len(ids) + 65_536:
         raise InvalidTokenizer(
-            f"{source}: expected token ids in a row, got {len(ids)} tokens with ids up to "
+            f"{source}: expected consecutive token ids, got {len(ids)} tokens with ids up to "
             f"{max(ids.values())}."
         )
     table = [b""] * (max(ids.values()) + 1)
@@ -130,7 +142,7 @@ def build_tokenizer(
 
 
 def import_tokenizers(what: str, *, extra: str):
-    """Imports the library, or says which extra brings it."""
+    """Import the library; ModuleNotFoundError names the extra of noria that installs it."""
     try:
         import tokenizers
     except ModuleNotFoundError:
@@ -142,7 +154,7 @@ def import_tokenizers(what: str, *, extra: str):
 
 
 def _leading_special_token(backend: "tokenizers.Tokenizer") -> int | None:
-    """The token that the file's own post-processing puts before a text, if it is a special one."""
+    """The special token that the post-processing of the file adds before a text; None without."""
     bare = backend.encode("a", add_special_tokens=False).ids
     ids = backend.encode("a", add_special_tokens=True).ids
     if len(ids) > len(bare) and ids[: len(bare)] != bare:
@@ -153,7 +165,7 @@ def _leading_special_token(backend: "tokenizers.Tokenizer") -> int | None:
 
 
 def _decoding(backend: "tokenizers.Tokenizer", source: str) -> tuple[Callable[[str], bytes], bool]:
-    """How a token's text becomes bytes, and whether a text's leading space is dropped."""
+    """The function from a token's text to its bytes, and whether a leading space is dropped."""
     state: dict = json.loads(backend.decoder.__getstate__()) if backend.decoder else {"type": None}
     steps: list[dict] = state["decoders"] if state["type"] == "Sequence" else [state]
     kinds = [step["type"] for step in steps]
@@ -173,7 +185,7 @@ def _decoding(backend: "tokenizers.Tokenizer", source: str) -> tuple[Callable[[s
 def _byte_level_bytes(text: str) -> bytes:
     try:
         return bytes([_BYTE_OF_CHARACTER[character] for character in text])
-    except KeyError:  # an added token, which is written as it reads
+    except KeyError:  # an added token, whose text is not in the byte-level alphabet
         return text.encode("utf-8", "replace")
 
 
@@ -182,7 +194,7 @@ def _piece_bytes(text: str) -> bytes:
 
 
 def piece_bytes_with_byte_tokens(text: str) -> bytes:
-    """The bytes of a sentencepiece token; `<0xE2>` is the one byte E2."""
+    """The bytes of a sentencepiece token; `<0xE2>` is the single byte E2."""
     if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
         try:
             return bytes.fromhex(text[3:5])

@@ -1,7 +1,7 @@
-"""How the benchmark talks to an engine: a job file in, a result file out, nothing else.
+"""Protocol between the benchmark and an engine: a job file in, a result file out.
 
-Each engine runs in a process (and may run in an environment) of its own, so this file needs the
-standard library only: `python ENGINE.py JOB.json RESULT.json`.
+Each engine runs in its own process, and may have its own environment, so this file needs only the
+standard library: `python ENGINE.py JOB.json RESULT.json`.
 """
 
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Job:
-    """Greedy generation of exactly `max_tokens` ids after each prompt, end tokens ignored."""
+    """A job: generate exactly `max_tokens` greedy ids for each prompt, and ignore end tokens."""
 
     model: str
     prompts: list[list[int]]

@@ -1,8 +1,8 @@
-"""Write the weights of a Llama-architecture GGUF in float32, in the forms that the engines read.
+"""Write the weights of a Llama-architecture GGUF in float32, in the engines' formats.
 
 Makes `DIR/hf` (config.json, model.safetensors, tokenizer, chat template) and `DIR/model-f32.gguf`,
-so that every engine computes with the same numbers. It does its own conversion and imports nothing
-of noria, so that a mistake there cannot hide in both.
+so that every engine computes with the same numbers. The script has its own conversion and imports
+nothing from noria, so a mistake in noria's conversion shows as a difference.
 
     python scripts/peers/export_model.py MODEL.gguf DIR
 """
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def export_hugging_face(source: Path, directory: Path) -> None:
-    """Write the directory that transformers reads, and nothing else."""
+    """Write only the directory that transformers reads."""
     reader = _open(source)
     _write_hugging_face(directory, _metadata(reader), _dequantised(reader))
 

@@ -1,9 +1,9 @@
 """Run the benchmark's prompts through llama.cpp: parallel sequences over its batch interface.
 
-Runs as a process of its own (see engine_protocol.py) and imports nothing of noria. The high-level
-Python class serves one sequence, so this drives `llama_decode` as llama.cpp's own parallel
-example does. All rows make the same number of tokens, so slots that start together end together
-and none is ever idle. Prompts of several rows share a call without any padding.
+Runs in its own process (see engine_protocol.py) and imports nothing from noria. The high-level
+Python class serves one sequence, so this script calls `llama_decode` like llama.cpp's own parallel
+example. All rows make the same number of tokens, so slots that start together end together, and no
+slot is idle. Prompts of several rows share a call without padding.
 """
 
 import ctypes
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def _open(llama_cpp, job: Job, slots: int):
-    """Return a context with room for `slots` sequences of the longest length, and V."""
+    """Return a context for `slots` sequences of the longest length, and the vocabulary size."""
     llama_cpp.llama_backend_init()
     model_params = llama_cpp.llama_model_default_params()
     model = llama_cpp.llama_model_load_from_file(job.model.encode(), model_params)
@@ -68,7 +68,7 @@ def _open(llama_cpp, job: Job, slots: int):
 
 
 def _generate_together(llama_cpp, np, context, vocab_size, prompts, max_tokens):
-    """Greedy ids of at most `slots` prompts that run side by side."""
+    """Return the greedy ids of at most `slots` prompts that run in parallel."""
     llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), False)
     generated: list[list[int]] = [[] for _ in prompts]
     entries = [
@@ -91,7 +91,7 @@ def _generate_together(llama_cpp, np, context, vocab_size, prompts, max_tokens):
 
 
 def _decode(llama_cpp, np, context, vocab_size, entries) -> list[tuple[int, int]]:
-    """One call: (token, position, slot, wants output) entries in, (slot, likeliest id) out."""
+    """Run one call: (token, position, slot, wants output) entries in, (slot, best id) out."""
     batch = llama_cpp.llama_batch_init(len(entries), 0, 1)
     batch.n_tokens = len(entries)
     for index, (token, position, slot, wants_output) in enumerate(entries):
@@ -104,7 +104,7 @@ def _decode(llama_cpp, np, context, vocab_size, entries) -> list[tuple[int, int]
     llama_cpp.llama_batch_free(batch)
     if status != 0:
         raise SystemExit(f"llama_decode: expected status 0, got {status}.")
-    # the rows of logits that were asked for lie one after the other
+    # the requested rows of logits are contiguous
     slots = [slot for _, _, slot, wants_output in entries if wants_output]
     if not slots:
         return []

@@ -1,6 +1,6 @@
-"""Measure the float32 matrix product of this machine: GFLOP/s, the best of several tries.
+"""Measure the float32 matrix product of this machine: GFLOP/s, the best of several attempts.
 
-Libraries differ by a factor of two, so several are asked; the highest is the ceiling.
+Libraries differ by a factor of two, so the script measures several; the highest is the ceiling.
 
 python scripts/peers/matmul_ceiling.py THREADS
 """

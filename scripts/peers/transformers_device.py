@@ -1,8 +1,8 @@
-"""Decode and prefill of a random Llama in transformers with a static cache, which it compiles.
+"""Time decode and prefill of a random Llama in transformers, compiled, with a static cache.
 
-Runs as a process of its own and imports nothing of noria: options of `bench_device.py` as JSON on
-stdin, rows as JSON on stdout's last line. A stopping criterion that never stops is called once a
-token and takes the times.
+Runs in its own process and imports nothing from noria. It reads the options of `bench_device.py` as
+JSON from stdin, and writes rows as JSON on stdout's last line. A stopping criterion that never
+stops is called once a token and records the times.
 """
 
 import json
@@ -16,7 +16,7 @@ import transformers
 
 
 class Clock(transformers.StoppingCriteria):
-    """Notes when each token was there."""
+    """Records the time of each token."""
 
     def __init__(self):
         self.times: list[float] = [_now()]
@@ -48,7 +48,7 @@ def _device(target: str | None) -> str:
 
 
 def _random_model(options: dict, device: str):
-    """Parameters are made on the device."""
+    """Return a random Llama whose parameters are made on the device."""
     config = transformers.LlamaConfig(
         vocab_size=options["vocab"],
         hidden_size=options["embed"],
@@ -69,7 +69,7 @@ def _random_model(options: dict, device: str):
 
 
 def _decode_seconds(model, batch: int, options: dict) -> float:
-    """The median step near the end of the context; the first two steps compile and capture."""
+    """Return the median step near the context's end; the first two steps compile and capture."""
     steps = 8 * (1 + options["repeats"])
     _times(model, batch, options["context"] - steps, steps)
     times = _times(model, batch, options["context"] - steps, steps)
@@ -86,7 +86,7 @@ def _prefill_seconds(model, options: dict) -> float:
 
 
 def _times(model, batch: int, prompt: int, steps: int) -> list[float]:
-    """The start, then when each of `steps` tokens was there."""
+    """Return the time of the start, and then of each of `steps` tokens."""
     tokens = torch.ones((batch, prompt), dtype=torch.long, device=model.device)
     clock = Clock()
     with torch.inference_mode():

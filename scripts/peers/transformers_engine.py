@@ -1,6 +1,6 @@
 """Run the benchmark's prompts through transformers: batched greedy `generate`, sorted by length.
 
-Runs as a process of its own (see engine_protocol.py) and imports nothing of noria.
+Runs in its own process (see engine_protocol.py) and imports nothing from noria.
 """
 
 import time
@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def _generate(model, job: Job) -> list[list[int]]:
-    """Greedy ids of every prompt, in order; batches hold prompts of like length."""
+    """Return the greedy ids of every prompt in order; batches have prompts of similar length."""
     import torch
 
     order = sorted(range(len(job.prompts)), key=lambda row: len(job.prompts[row]))

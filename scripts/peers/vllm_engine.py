@@ -1,7 +1,7 @@
 """Run the benchmark's prompts through vLLM's CPU build: one `LLM.generate` call with all of them.
 
-Runs as a process of its own (see engine_protocol.py) and imports nothing of noria. vLLM compiles
-while it loads, so that time is in `load_seconds`.
+Runs in its own process (see engine_protocol.py) and imports nothing from noria. vLLM compiles while
+it loads, so `load_seconds` include compilation.
 """
 
 import os
@@ -27,7 +27,7 @@ def main() -> None:
     )
     load_seconds = time.perf_counter() - started
 
-    # other ids than the benchmark's, so that the prefix cache holds nothing of use afterwards
+    # ids that differ from the benchmark's, so that the prefix cache has no useful entry afterwards
     warm_up = [[1000 + token for token in range(64)] for _ in range(4)]
     started = time.perf_counter()
     _generate(llm, warm_up, 4)

@@ -1,7 +1,7 @@
 """Write the prompts of the benchmark: chat requests of 50 to 400 tokens, as OpenAI Batch lines.
 
-Knows nothing of models or tokenizers: lengths are drawn in words, and the benchmark checks what
-they come to in tokens. The same seed gives the same bytes, on any Python.
+Does not know about models or tokenizers: lengths are drawn in words, and the benchmark checks the
+lengths in tokens. The same seed gives the same bytes, on any Python.
 
     python scripts/peers/workload.py > benchmarks/workloads/peers64.jsonl
 """
@@ -94,7 +94,7 @@ def _prompt(rng: random.Random, num_words: int) -> str:
 
 
 def _pick(rng: random.Random, options: tuple[str, ...]) -> str:
-    # random() alone is promised to give the same numbers in every Python version
+    # only random() is guaranteed to give the same numbers in every Python version
     return options[int(rng.random() * len(options))]
 
 

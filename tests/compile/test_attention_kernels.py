@@ -1,4 +1,4 @@
-"""Every kernel for prompts and chunks against the reference, or refused; which one is chosen."""
+"""Attention kernels for prompts and chunks: equality with the reference, refusals, and choice."""
 
 from dataclasses import replace
 from functools import cache, partial
@@ -20,7 +20,7 @@ from noria.modelzoo.kernels.flash_blocks import Blocks, blocks_read
 from noria.modelzoo.kernels.splash import attend_splash
 
 T, TRUE_LENGTHS = 384, (384, 130)
-"""Three blocks of a prompt."""
+"""A prompt's length of three blocks, and the true lengths of two rows."""
 PLAIN = AttentionCall(
     num_queries=T,
     key_dim=16,
@@ -43,7 +43,7 @@ CALLS = {
 }
 CHUNK = replace(PLAIN, num_queries=256, is_in_order=False, segments=frozenset([1152]))
 OFTEN = {"windows, scaled", "values of their own size"}
-"""The others are slow; what of them models have is tested with models, too."""
+"""Cases of every run. The others are slow; tests of models also cover the features of models."""
 SERVED = {
     "splash": {*CALLS},
     "flash": set(),
@@ -53,7 +53,7 @@ SERVED = {
 
 
 def here(kernel: Kernel, call: AttentionCall):
-    """The kernel as it runs on the CPU: of cuDNN's function the other implementation."""
+    """Return the kernel in a form for the CPU; for cuDNN, the function's other implementation."""
     if kernel.name == "cudnn":
         return partial(attend_cudnn, implementation="xla")
     return kernel.attend(call)
@@ -76,7 +76,7 @@ def prompts(call: AttentionCall) -> Visibility:
 
 
 def attended(attend, call: AttentionCall, dtype=jnp.float32, exact: bool = False):
-    """`out` beside sinks, where the call has them, and `lse`, of tokens alone.
+    """Return `out` (with the call's sinks, if any) and `lse`, for tokens without padding.
 
     `exact` computes with numbers of `dtype` in float32.
     """
@@ -107,7 +107,7 @@ def expected_of(case: str):
     ids=lambda kernel: kernel.name,
 )
 def test_a_kernel_equals_the_reference_or_refuses(kernel, case):
-    """In float32, also where the kernel takes narrower numbers: another one runs in its place."""
+    """Numbers are float32; a kernel for narrower numbers runs in its other implementation."""
     call = CALLS[case]
     assert (kernel.refusal(call) is None) == (case in SERVED[kernel.name])
     if kernel.refusal(call) is not None:
@@ -122,7 +122,7 @@ def test_a_kernel_equals_the_reference_or_refuses(kernel, case):
 
 
 def chunk_attended(attend, call: AttentionCall, dtype=jnp.float32, in_cache: bool = True):
-    """`out` and `lse` of chunks that see entries in no order, some of which are empty."""
+    """Return `out` and `lse` of chunks over unordered entries, some of them empty."""
     rng = np.random.default_rng(1)
     (window,), (S,) = call.windows, call.segments
     B, K, G, H, T = 2, 2, 4, call.key_dim, call.num_queries
@@ -178,7 +178,7 @@ def test_flash_keeps_sums_of_half_precision_in_float32():
 
 @pytest.mark.parametrize("window", [None, 100, Chunk(96)])
 def test_flash_reads_every_block_in_which_something_is_seen_and_few_others(window):
-    """A ring that has come round, and a chunk from the middle of a prompt on."""
+    """The entries are a rolling buffer that has wrapped; the chunk begins in mid-prompt."""
     position_BT, S, block = jnp.arange(3000, 3256)[None], 1024, Blocks(4, 128, 128)
     key_position_BS = jnp.roll(jnp.arange(2040, 2040 + S), 300)[None]
     seen = Visibility(position_BT, key_position_BS, window)
@@ -208,10 +208,10 @@ def test_splash_keeps_sums_of_half_precision_in_float32():
         ("splash", {"is_in_order": False}, "whole prompts whose tokens lie in order"),
         ("flash", {"num_queries": 200}, "whole blocks of 128 tokens and entries, got 200"),
         ("flash", {"segments": frozenset([384, 100])}, "tokens and entries, got 100"),
-        ("flash", {"segments": frozenset()}, "chunks of prompts, on devices"),
+        ("flash", {"segments": frozenset()}, "chunks of prompts, on one device or under a layout"),
         ("cudnn", {"is_in_order": False}, "whole prompts whose tokens lie in order"),
         ("cudnn", {"dtype": jnp.dtype(jnp.float32)}, "takes bfloat16 and float16, got float32"),
-        ("cudnn", {"value_dim": 8}, "values of the size of keys, got 8 and 16"),
+        ("cudnn", {"value_dim": 8}, "values and keys of one head size, got 8 and 16"),
         ("cudnn", {"key_dim": 12, "value_dim": 12}, "multiples of 8 to 128, got 12"),
         ("cudnn", {"key_dim": 256, "value_dim": 256}, "multiples of 8 to 128, got 256"),
         ("cudnn", {"scores": Scores(cap=1.0)}, "does not cap"),
@@ -267,8 +267,8 @@ def test_a_kernel_that_is_asked_for_is_never_replaced():
     assert str(choose(PLAIN, "tpu", "prefill", "xla")) == "xla (as the plan asks)"
     in_float32 = replace(PLAIN, dtype=jnp.dtype(jnp.float32))
     for call, platform, phase, asked, reason in (
-        (PLAIN, "cpu", "prefill", "splash", "it is of tpu, not of cpu"),
-        (PLAIN, "tpu", "decode", "splash", "it is for prefill alone"),
+        (PLAIN, "cpu", "prefill", "splash", "it is for tpu, not for cpu"),
+        (PLAIN, "tpu", "decode", "splash", "it is for prefill only"),
         (in_float32, "gpu", "prefill", "cudnn", "it takes bfloat16 and float16"),
     ):
         with pytest.raises(ValueError, match=rf"\[attention\] {phase}: .* '{asked}': {reason}"):

@@ -1,4 +1,4 @@
-"""The build: what it says as graphs are done; a failure, as Ctrl-C, ends it without the others."""
+"""The build: its progress by graph, and its end without more graphs after a failure or Ctrl-C."""
 
 import time
 
@@ -7,7 +7,7 @@ import pytest
 from tiny import CONFIG, GRID
 
 from noria.compile import build as module
-from noria.compile.definition import Definition
+from noria.compile.abstract_model import AbstractModel
 from noria.compile.targets import find_target
 
 
@@ -28,8 +28,8 @@ def test_after_a_failure_the_graphs_that_wait_are_not_begun(monkeypatch):
     monkeypatch.setattr(module, "compile_graph", fail_first)
     placement = find_target("cpu").placement()
     with pytest.raises(BrokenGraph):
-        module.build(Definition(CONFIG), GRID, placement, jnp.float32)
-    planned = module.plan_graphs(Definition(CONFIG), GRID, placement, jnp.dtype(jnp.float32))
+        module.build(AbstractModel(CONFIG), GRID, placement, jnp.float32)
+    planned = module.plan_graphs(AbstractModel(CONFIG), GRID, placement, jnp.dtype(jnp.float32))
     assert len(begun) < len(planned) / 2
 
 
@@ -38,7 +38,9 @@ def test_what_is_left_is_predicted_from_what_is_done(monkeypatch):
     monkeypatch.setattr(module.time, "monotonic", lambda: next(clock))
     monkeypatch.setattr(module, "compile_graph", lambda graph: (None, 4.1))
     said = []
-    module.build(Definition(CONFIG), GRID, find_target("cpu").placement(), jnp.float32, said.append)
+    module.build(
+        AbstractModel(CONFIG), GRID, find_target("cpu").placement(), jnp.float32, said.append
+    )
     total = len(said)
     # a graph is done every ten seconds
     assert [built.remaining_seconds for built in said] == [10 * n for n in range(total)][::-1]
@@ -58,7 +60,7 @@ def test_graphs_that_are_ready_are_not_compiled_and_new_ones_are_handed_over(mon
     monkeypatch.setattr(module, "compile_graph", compile_graph)
     ready = {"empty state": "ready", "fork": "ready"}
     graphs = module.build(
-        Definition(CONFIG),
+        AbstractModel(CONFIG),
         GRID,
         find_target("cpu").placement(),
         jnp.float32,

@@ -1,7 +1,7 @@
 """A token is written into the cache without a loop over slots, in programs compiled for TPU.
 
-A scatter that XLA for TPU does not know runs as a loop with a turn for every slot, of some bytes
-each, for keys and values of every layer and segment: it would take nine tenths of a step.
+XLA for TPU runs a scatter of an unknown form as a loop with an iteration for every slot, of a few
+bytes each, for keys and values of every layer and segment: it would take nine tenths of a step.
 """
 
 from dataclasses import replace
@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from noria.compile.abstract_model import AbstractModel
 from noria.compile.build import GraphSpec, compile_with_text, plan_graphs
-from noria.compile.definition import Definition
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.programs.report import ProgramReport, read_report
 from noria.compile.targets import find_target
@@ -22,7 +22,7 @@ from noria.sharding.layout import Layout
 TPU = "tpu:v5e:2x4"
 SLOTS, ROWS, LAYERS = 32, 2, 4
 LEAST_TURN = 64 * 1024
-"""Bytes that a turn of a loop moves if it is worth one."""
+"""The least bytes that each iteration of a loop must move."""
 GRID = BucketGrid(512, ((256, ROWS),), SLOTS, (512,))
 SEGMENTS = replace(GRID, decode_spans=(128, 256, 512))
 CHUNKS = replace(GRID, prefill=((512, ROWS, 128),))
@@ -53,7 +53,7 @@ CASES = {
     "some slots a device": (RINGS, SEGMENTS, SOME_SLOTS),
 }  # fmt: skip
 MET_BY_OTHERS = {"segments", "rings"}
-"""Whose layers and segments other cases have in a loop over layers, too, only not together."""
+"""Cases whose layers and segments meet a loop over layers in other cases, one by one."""
 
 
 def graph_of(
@@ -63,10 +63,10 @@ def graph_of(
     layout: str | None,
     scan_layers: bool,
 ) -> GraphSpec:
-    """The decode graph of the longest span, or the prefill graph."""
+    """Return the decode graph of the longest span, or the prefill graph."""
     by = None if layout is None else Layout.from_table(read_layout_table(layout))
     placement = find_target(TPU).placement(by)
-    definition = Definition(config, placement.arrangement(config, scan_layers))
+    definition = AbstractModel(config, placement.arrangement(config, scan_layers))
     graphs = plan_graphs(definition, grid, placement, jnp.dtype("bfloat16"))
     return [graph for graph in graphs if graph.kind == kind][-1]
 
@@ -113,6 +113,6 @@ def test_a_decode_step_has_no_loop_but_that_over_layers(case, scan_layers):
     ],
 )
 def test_a_prefill_call_writes_its_rows_at_once_or_one_by_one(config, grid, scan_layers):
-    """Not token by token. Every two of the facts meet in every run."""
+    """No loop runs over tokens. Every two of the facts meet in every run."""
     found = report_of(graph_of("prefill", config, grid, None, scan_layers))
     assert all(loop.turns in (ROWS, LAYERS // len(set(config.windows))) for loop in found.loops)

@@ -1,7 +1,7 @@
-"""What layers are said to send, against programs compiled for devices that are not there.
+"""Predicted communication against programs compiled for devices that are not present.
 
-The difference between graphs of three and of two layers is what one layer does: the first and the
-last layer are next to the embedding and the head, and XLA may treat them in a way of their own.
+The difference between graphs of three and of two layers is the communication of one layer: XLA may
+compile the first and the last layer, next to the embedding and the head, in another way.
 """
 
 from collections import Counter
@@ -12,8 +12,8 @@ from dataclasses import replace
 import jax.numpy as jnp
 import pytest
 
+from noria.compile.abstract_model import AbstractModel
 from noria.compile.build import compile_graph, plan_graphs
-from noria.compile.definition import Definition
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.programs.collectives import Collective, read_collectives
 from noria.compile.targets import find_target
@@ -52,7 +52,7 @@ communication of these and of a ring."""
 ONE_BY_ONE = {("embed-parallel", "decode"), ("ring", "prefill")}
 """Layouts and phases tested without a loop in every run; the other phases of these are in one."""
 CUT = {("embed-parallel", "decode")}
-"""Where XLA for TPU makes an all-reduce and a cut of a reduce-scatter, at these sizes."""
+"""Cases where XLA for TPU turns a reduce-scatter into an all-reduce and a slice."""
 GATHERED = {
     ("weight-stationary-1d-batch-attention", "prefill"): Counter(
         {
@@ -62,8 +62,8 @@ GATHERED = {
         }
     )
 }
-"""Heads of keys and values lie in copies in prefill, and in no copies in the cache. XLA for TPU
-picks one of each and brings them together in the sum of what attention adds to the residual."""
+"""Prefill has copies of key/value heads, and the cache has none. XLA for TPU picks one copy of each
+head, and combines them in the sum that adds attention to the residual."""
 EXPERTS = MoeConfig(Routing(num_experts=8, num_chosen=2), 1536, (True,) * 3)
 LATENT = LatentAttention(rank=128, plain_dim=64, rope_dim=32, value_dim=64, query_rank=192)
 
@@ -73,7 +73,7 @@ def layout_of(name: str) -> Layout:
 
 
 def config_of(name: str, num_layers: int, kind: str = "dense") -> DecoderConfig:
-    """Plain layers, sparse ones as Mixtral has, or sparse ones with latents as DeepSeek has."""
+    """Return a model with dense layers, Mixtral's sparse layers, or DeepSeek's with latents."""
     config = DecoderConfig(
         vocab_size=64,
         embed=512,
@@ -101,12 +101,12 @@ def collectives(
     target: str,
     scan_layers: bool = False,
 ) -> Iterator[Collective]:
-    """All but counts of experts, which cross to the host once a call, all layers' at once.
+    """Yield all collectives except counts of experts, which all layers send once a call.
 
     Other collectives may be as small, but they are inside decode's loop.
     """
     placement = find_target(target).placement(layout)
-    definition = Definition(config, placement.arrangement(config, scan_layers))
+    definition = AbstractModel(config, placement.arrangement(config, scan_layers))
     graphs = plan_graphs(definition, grid, placement, jnp.dtype(DTYPES[target]))
     (graph,) = (graph for graph in graphs if graph.name.startswith(name))
     shards = layout.mesh.num_devices // layout.mesh.sizes.get("tensor", 1)
@@ -155,7 +155,7 @@ def test_a_layer_of_every_named_layout_sends_what_is_said_and_nothing_else(name,
 
 
 def cut(said: Counter) -> Counter:
-    """The counts with an all-reduce in place of each reduce-scatter."""
+    """Return the counts with an all-reduce instead of each reduce-scatter."""
     wanted = Counter()
     for (kind, mesh_axes, num_bytes), times in said.items():
         is_scatter = kind == "reduce-scatter"
@@ -176,7 +176,7 @@ def test_a_sparse_layer_sends_what_is_said_and_nothing_else(name, kind, phase):
 
 
 def of_one_turn(layout: Layout, name: str, kind: str, target: str) -> Counter:
-    """What a loop over three layers sends in each of its turns."""
+    """Count what one iteration of a loop over three layers sends."""
     config = config_of(layout.name, 3, kind)
     found = collectives(layout, name, GRID, config, target, scan_layers=True)
     return Counter((c.kind, c.mesh_axes, c.num_bytes) for c in found if 3 in c.loops)
@@ -197,7 +197,7 @@ def of_one_turn(layout: Layout, name: str, kind: str, target: str) -> Counter:
     ],
 )
 def test_a_turn_of_a_loop_over_layers_sends_what_is_said_of_a_layer(name, kind, phase):
-    """And the loop is known to have as many turns as there are layers."""
+    """The loop's trip count is known, and is the number of layers."""
     layout = layout_of(name)
     wanted = said_of_one_layer(layout, phase, kind)
     wanted.update(GATHERED.get((name, phase), {}))
@@ -235,9 +235,10 @@ def test_a_sparse_layer_sends_the_same_bytes_on_the_cpu(name, phase):
 def test_a_chunk_sends_its_entries_or_its_queries_whichever_are_fewer_bytes(
     name, rows, spans, kind
 ):
-    """Of one span the entries, of another the queries: nothing else goes along the ring.
+    """The entries of a short span go along the ring, or else the queries, and nothing more.
 
-    Of few rows XLA for TPU makes an all-reduce and a cut of a reduce-scatter in a ring of groups.
+    For few rows in a ring of groups, XLA for TPU turns a reduce-scatter into an all-reduce and a
+    slice.
     """
     layout = layout_of(name)
     grid = BucketGrid(LONG, ((SHORT, rows, CHUNK), (LONG, rows, CHUNK)), SLOTS, (SHORT, LONG))

@@ -1,4 +1,4 @@
-"""Executables: one for every bucket, none for anything else, the same bits under every span."""
+"""Executables: one for every bucket, and no others; results have the same bits for every span."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +19,7 @@ from noria.runtime.engine.padding import pack_greedy
 
 @pytest.fixture(scope="module")
 def model() -> TinyModel:
-    """With every span, and the one bucket that is called."""
+    """The tiny model with every span, and only the bucket that tests call."""
     return TinyModel(grid=replace(GRID, prefill=GRID.prefill[:1], score=False))
 
 
@@ -46,12 +46,12 @@ def test_the_monitor_counts_a_compile():
 
 
 def test_the_monitor_counts_compiles_of_several_threads(monkeypatch):
-    """A thread that is interrupted between reading the number and writing it loses no other."""
+    """A thread that is interrupted between reading and writing the number loses no other count."""
     monitor = compile_monitor()
     event = "/jax/core/compile/backend_compile_duration"
 
     class Slow(int):
-        """A number whose sum another thread can come between."""
+        """A number whose addition another thread can interrupt."""
 
         def __add__(self, other):
             time.sleep(0.001)
@@ -80,7 +80,7 @@ def test_every_graph_of_the_grid_is_planned(model, grid, buckets):
 
 
 def test_a_row_has_the_same_bits_under_every_span(model):
-    """The scheduler widens the span for a row's neighbours; that may not show in the row."""
+    """The scheduler widens the span for a row's neighbours, which must not change the row."""
     bucket = GRID.prefill[0]
     rows = np.arange(3, 3 + bucket.batch * 7).reshape(bucket.batch, 7).tolist()
     pieces, asked, tokens_BT = pack_greedy(rows, 0, bucket, GRID, model.config.vocab_size)

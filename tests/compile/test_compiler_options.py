@@ -1,4 +1,4 @@
-"""Errors of XLA are those of an option only where they are about it."""
+"""An error of XLA is reported as an option's error only if it is about the option."""
 
 import pytest
 

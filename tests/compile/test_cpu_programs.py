@@ -1,10 +1,10 @@
-"""Compiled for the CPU in bfloat16: nothing whole is converted in a step, every product is fast."""
+"""Programs for the CPU in bfloat16: no step converts whole arrays, and every product is fast."""
 
 import jax.numpy as jnp
 import pytest
 
+from noria.compile.abstract_model import AbstractModel
 from noria.compile.build import compile_graph, plan_graphs
-from noria.compile.definition import Definition
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.programs.report import read_report
 from noria.compile.targets import find_target
@@ -28,14 +28,14 @@ SMALLEST_WEIGHT = 2 * 256 * 256
 @pytest.fixture(scope="module")
 def graphs():
     placement = find_target("cpu").placement(None)
-    graphs = plan_graphs(Definition(CONFIG), GRID, placement, jnp.dtype("bfloat16"))
+    graphs = plan_graphs(AbstractModel(CONFIG), GRID, placement, jnp.dtype("bfloat16"))
     return {graph.name: graph for graph in graphs}
 
 
 @pytest.mark.parametrize("name", ["decode span 256", "prefill 64x1", "prefill 192x2", "score 64x1"])
 def test_no_weight_is_converted_and_every_product_is_fast(graphs, name):
     compiled, _ = compile_graph(graphs[name])
-    report = read_report(compiled.as_text(), "cpu", (), least=SMALLEST_WEIGHT)
+    report = read_report(compiled.as_text(), "cpu", (), min_bytes=SMALLEST_WEIGHT)
     converted = {one.argument for one in report.rewrites if one.is_converted}
     # XLA converts the table that decode looks tokens up in, once a call
     known = {"parameters['embedding.table']"} if name.startswith("decode") else set()

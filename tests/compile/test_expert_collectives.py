@@ -1,4 +1,4 @@
-"""What sparse layers communicate, compiled for a TPU slice that is not there.
+"""Communication of sparse layers, compiled for a TPU slice that is not present.
 
 As for dense layers, the difference between graphs of three and of two layers is one layer.
 """
@@ -10,8 +10,8 @@ from functools import partial
 import jax.numpy as jnp
 import pytest
 
+from noria.compile.abstract_model import AbstractModel
 from noria.compile.build import compile_graph, plan_graphs
-from noria.compile.definition import Definition
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.programs.collectives import read_collectives
 from noria.compile.targets import find_target
@@ -48,16 +48,16 @@ def compiled(layout: Layout, phase: str, num_layers: int):
         moe=MoeConfig(Routing(NUM_EXPERTS, CHOSEN), 1536, (True,) * num_layers),
     )
     placement = find_target(TARGET).placement(layout)
-    definition = Definition(config, placement.arrangement(config))
+    definition = AbstractModel(config, placement.arrangement(config))
     graphs = plan_graphs(definition, GRID, placement, jnp.dtype(jnp.bfloat16))
     (graph,) = (graph for graph in graphs if graph.name.startswith(phase))
     return compile_graph(graph)[0]
 
 
 def collectives(program, layout: Layout, num_layers: int) -> Counter:
-    """All but those of counts of experts, which cross to the host once a call, all layers' at once.
+    """Count all collectives except counts of experts, which all layers send once a call.
 
-    They are known by their size or, where XLA joins two of them, by their scope.
+    These are recognised by their size, or by their scope if XLA joins two of them.
     """
     shards = layout.mesh.num_devices // layout.mesh.sizes.get("tensor", 1)
     of_counts = num_layers * shards * NUM_EXPERTS * 4
@@ -80,7 +80,7 @@ def collectives(program, layout: Layout, num_layers: int) -> Counter:
     ],
 )
 def test_a_sparse_layer_exchanges_tokens_twice_and_gathers_no_expert(name, phase):
-    """There with their choices and weights beside them, back alone; a row a token.
+    """Tokens go to experts with their choices and weights, and return without them, a row each.
 
     In prefill, keys and values go to every device that may have the slots of their rows.
     """

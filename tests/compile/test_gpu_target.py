@@ -1,4 +1,4 @@
-"""A small model compiled for H100s that are not here: what the compiler says, and leaves out."""
+"""A small model compiled for H100s that are not present: what the compiler reports, and omits."""
 
 import re
 from importlib.util import find_spec
@@ -6,9 +6,9 @@ from importlib.util import find_spec
 import jax.numpy as jnp
 import pytest
 
+from noria.compile.abstract_model import AbstractModel
 from noria.compile.attention_kernels import AttentionPlan
 from noria.compile.build import compile_with_text, plan_graphs
-from noria.compile.definition import Definition
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.layout_measure import COMPILER, SHAPES, measure
 from noria.compile.planning.work import Work
@@ -65,7 +65,7 @@ def test_every_graph_says_what_memory_it_needs(result):
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_collectives_of_a_layer_agree_with_the_formula(result, phase):
-    """Two sums of the residual stream: of attention, and of the MLP."""
+    """The layer has two sums of the residual stream: after attention, and after the MLP."""
     found = [
         c for c in result.collectives if c.phase == phase and not c.conditional and c.per_layer
     ]
@@ -79,7 +79,7 @@ def test_operations_that_the_compiler_does_not_count_are_those_of_the_shapes(res
     assert result.flops_by_phase["prefill"] == pytest.approx(
         on_cpu.flops_by_phase["prefill"], rel=0.2
     )
-    longest = Work(Definition(CONFIG), "bfloat16", TENSOR).parts(Call.of_step(8, 256))
+    longest = Work(AbstractModel(CONFIG), "bfloat16", TENSOR).parts(Call.of_step(8, 256))
     assert result.flops_by_phase["decode"] == sum(part.flops for part in longest)
 
 
@@ -87,9 +87,9 @@ def test_operations_that_the_compiler_does_not_count_are_those_of_the_shapes(res
     ("name", "layout"), [("gpu:h100:1", None), ("gpu:h100:8", TENSOR)], ids=["1", "8"]
 )
 def test_decode_reads_weights_and_cache_as_they_lie(name, layout):
-    """A step copies no argument but the logits, from which it chooses tokens."""
+    """A step copies no argument except the logits, from which it chooses tokens."""
     placement = find_target(name).placement(layout)
-    definition = Definition(CONFIG, placement.arrangement(CONFIG))
+    definition = AbstractModel(CONFIG, placement.arrangement(CONFIG))
     (graph,) = (
         graph
         for graph in plan_graphs(definition, GRID, placement, jnp.dtype("bfloat16"))
@@ -97,7 +97,7 @@ def test_decode_reads_weights_and_cache_as_they_lie(name, layout):
     )
     _, text, _ = compile_with_text(graph)
     sizes = {"data": 1} if layout is None else layout.mesh.sizes
-    report = read_report(text, "gpu", sizes, None, None, least=4096)
+    report = read_report(text, "gpu", sizes, None, None, min_bytes=4096)
     assert {one.argument.split(".")[-1] for one in report.rewrites} <= {"logits_BV"}
     assert not any(one.is_converted for one in report.rewrites)
     # keys and values of a segment, in either order

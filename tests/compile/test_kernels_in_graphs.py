@@ -1,4 +1,4 @@
-"""Kernels inside the graphs that run: the answer of the reference, and compiled for absent TPUs."""
+"""Kernels inside graphs: they give the reference's answers, and compile for absent TPUs."""
 
 import re
 from dataclasses import replace
@@ -11,10 +11,10 @@ from jax.experimental.pallas import tpu as pltpu
 from tiny import CONFIG, random_parameters
 from tolerances import FLOAT32_MODEL_LOGPROB
 
+from noria.compile.abstract_model import AbstractModel
 from noria.compile.attention_kernels import choose_kernels
 from noria.compile.build import GraphSpec, compile_graph, compile_with_text, plan_graphs
 from noria.compile.compiled_graphs import CompiledGraphs
-from noria.compile.definition import Definition
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.programs.report import read_report
 from noria.compile.targets import find_target
@@ -40,9 +40,9 @@ CAPPED_WITH_SINKS = replace(
 
 
 def test_a_model_with_splash_gives_the_answer_of_the_reference():
-    """All of what it serves at once, and a row that ends in padding."""
+    """The model has all features that splash supports, and one row ends in padding."""
     config = CAPPED_WITH_SINKS
-    definition = Definition(config)
+    definition = AbstractModel(config)
     parameters = random_parameters(definition)
     tokens_BT = np.random.default_rng(0).integers(3, config.vocab_size, (2, T))
     true_length_B = np.array([T, 140])
@@ -64,9 +64,9 @@ def test_a_model_with_splash_gives_the_answer_of_the_reference():
 
 
 def test_a_model_with_flash_gives_the_answer_of_the_reference_in_chunks():
-    """Rings beside whole layers, and a row that ends in padding."""
+    """The model has rolling and whole layers, and one row ends in padding."""
     config = replace(CAPPED_WITH_SINKS, windows=(None, 128, Chunk(128)))
-    definition = Definition(config)
+    definition = AbstractModel(config)
     parameters = random_parameters(definition)
     tokens_BT = np.random.default_rng(0).integers(3, config.vocab_size, (2, T))
     length_B, slot_B = np.array([T, 140]), jnp.array([2, 0])
@@ -112,7 +112,7 @@ WIDE_GRID = BucketGrid(1024, ((64, 8), (1024, 2)), 8, (1024,))
 
 
 def placed(layout: str | None = None) -> Placement:
-    """On an absent TPU: on one device, or on four under a layout."""
+    """Return a placement on an absent TPU: one device, or four under a layout."""
     target = find_target("tpu:v5e:2x2")
     if layout is None:
         return replace(target, devices=target.devices[:1]).placement()
@@ -120,7 +120,7 @@ def placed(layout: str | None = None) -> Placement:
 
 
 def longest_prefill(config: DecoderConfig, grid: BucketGrid, placement: Placement) -> GraphSpec:
-    definition = Definition(config, placement.arrangement(config))
+    definition = AbstractModel(config, placement.arrangement(config))
     graphs = plan_graphs(definition, grid, placement, jnp.dtype(jnp.bfloat16))
     name = CompiledGraphs.prefill_name(grid.prefill[-1])
     return next(graph for graph in graphs if graph.name == name)
@@ -139,7 +139,7 @@ def longest_prefill(config: DecoderConfig, grid: BucketGrid, placement: Placemen
     ],
 )
 def test_prefill_with_splash_compiles_for_a_tpu(config, layout):
-    """One kernel a layer, in `shard_map` where a layout splits heads."""
+    """Each layer has one kernel, in `shard_map` if the layout splits heads."""
     compiled, _ = compile_graph(longest_prefill(config, WIDE_GRID, placed(layout)))
     assert compiled.as_text().count("tpu_custom_call") == len(config.windows)
 
@@ -165,7 +165,7 @@ RINGS = replace(WIDE, windows=(None, 256), max_position=2304)
     ],
 )  # fmt: skip
 def test_chunks_on_a_tpu_attend_to_the_cache_where_it_is(config, target, layout):
-    """A kernel for each segment and for the chunk itself; no slot is taken out of a segment."""
+    """Each segment and the chunk itself have a kernel, and no slot is copied from a segment."""
     target = find_target(target)
     table = None if layout is None else Layout.from_table(read_layout_table(layout))
     graph = longest_prefill(config, CHUNKS_GRID, target.placement(table))
@@ -180,7 +180,7 @@ def test_chunks_on_a_tpu_attend_to_the_cache_where_it_is(config, target, layout)
 
 
 def taken_slots(text: str) -> set[str]:
-    """Arrays that are as long as a segment, or as what a chunk sees of it, but lack its slots."""
+    """Return arrays as long as a segment, or as its visible part, but without its slots."""
     lengths, slots = {"768", "1536", "1280"}, str(CHUNKS_GRID.decode_slots)
     shapes = {tuple(sizes.split(",")) for sizes in re.findall(r"bf16\[([\d,]+)\]", text)}
     of_entries = {shape for shape in shapes if len(shape) > 3 and lengths & {*shape[-2:]}}
@@ -192,7 +192,7 @@ def test_what_is_chosen_is_said_by_length():
     why = "tpu, bfloat16, heads of 64, causal and windows of 200"
     assert kernels.report()["prefill"] == (
         "64: xla (splash: it takes whole blocks of 128 tokens, got 64 tokens; "
-        "flash: it takes chunks of prompts, on devices that run code of their own); "
+        "flash: it takes chunks of prompts, on one device or under a layout); "
         f"1024: splash ({why})"
     )
 

@@ -1,8 +1,8 @@
 """Graphs work in place: little memory beside their arguments, no copy of weights or cache.
 
-Checked on what XLA reports of the very graphs that run, in the embedded model's shape; for TPU
-without a TPU, and there with few words but in one test, as drawing one of many takes most of the
-compiler's time.
+XLA reports the memory of the same graphs that jobs run, in the embedded model's shape. Graphs for
+TPU are compiled without a TPU, and all but one with a small vocabulary, as sampling from a large one
+takes most of the compiler's time.
 """
 
 import math
@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from noria.compile.abstract_model import AbstractModel
 from noria.compile.build import GraphSpec, compile_graph, plan_graphs
 from noria.compile.compiled_graphs import CompiledGraphs
-from noria.compile.definition import Definition
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.targets import find_target
 from noria.modelzoo.config import DecoderConfig, LatentAttention
@@ -25,7 +25,7 @@ from noria.modelzoo.moe.config import MoeConfig, Routing
 from noria.runtime.files.layout_files import read_layout_table
 from noria.sharding.layout import Layout
 
-SLOTS, VOCAB, FEW_WORDS = 64, 49152, 4096
+SLOTS, VOCAB, SMALL_VOCAB = 64, 49152, 4096
 GRID = BucketGrid(max_length=512, prefill=((512, 1),), decode_slots=SLOTS, decode_spans=(256, 512))
 TPU = "tpu:v5e:2x4"
 
@@ -33,14 +33,14 @@ TPU = "tpu:v5e:2x4"
 Windows = tuple[int | None, ...]
 WHOLE: Windows = (None,) * 8
 RINGS: Windows = (96, None) * 4
-"""Eight layers: a copy of their cache would be more than a graph may need beside it."""
+"""Windows of eight layers: a copy of their cache exceeds the bound of a graph's temporaries."""
 DEEP_WHOLE: Windows = (None,) * 30
 DEEP_RINGS: Windows = (96, None) * 15
 ALONE_OR_WITH_RINGS, DEEP_ALONE_OR_WITH_RINGS = (
     [pytest.param(whole, id="whole", marks=pytest.mark.slow), pytest.param(rings, id="rings")]
     for whole, rings in ((WHOLE, RINGS), (DEEP_WHOLE, DEEP_RINGS))
 )
-"""Every second layer beside rings is whole, and both are held to the same bound in every run."""
+"""Windows with `--slow`, and those of every run, in which each second layer is whole."""
 
 
 def decode_graph(target: str, span: int, dtype: str, *given: Any, **options: Any) -> GraphSpec:
@@ -58,7 +58,7 @@ def graph_of(
     **heads: object,
 ) -> GraphSpec:
     config = DecoderConfig(
-        vocab_size=FEW_WORDS if target == TPU else VOCAB,
+        vocab_size=SMALL_VOCAB if target == TPU else VOCAB,
         embed=576,
         mlp=1536,
         num_query_heads=9,
@@ -70,15 +70,15 @@ def graph_of(
     )
     config = replace(config, **heads)
     placement = find_target(target).placement(layout)
-    definition = Definition(config, placement.arrangement(config, scan_layers))
+    definition = AbstractModel(config, placement.arrangement(config, scan_layers))
     graphs = plan_graphs(definition, grid, placement, jnp.dtype(dtype))
     return next(graph for graph in graphs if graph.name == name)
 
 
 def temporary_bound(graph: GraphSpec) -> float:
-    """A twentieth of the cache, and six float32 arrays of the logits' shape."""
-    num_words = graph.arguments[0]["embedding.table"].shape[0]
-    return 0.05 * cache_bytes(graph) + 6 * SLOTS * num_words * 4
+    """Return the bound: a twentieth of the cache, and six float32 arrays of the logits' shape."""
+    vocab = graph.arguments[0]["embedding.table"].shape[0]
+    return 0.05 * cache_bytes(graph) + 6 * SLOTS * vocab * 4
 
 
 def cache_bytes(graph: GraphSpec) -> int:
@@ -87,7 +87,7 @@ def cache_bytes(graph: GraphSpec) -> int:
 
 
 def whole_copies(hlo: str, num_elements: int, dtype: str = "bf16") -> list[str]:
-    """Copies and transposes of arrays of a dtype of at least this size, as shapes.
+    """Return the shapes of copied or transposed arrays of a dtype and at least this size.
 
     Prefetches (`copy-start`) do not count: they read once what has to be read anyway.
     """
@@ -100,7 +100,7 @@ def _size(shape: str) -> int:
 
 
 def smallest_that_counts(graph: GraphSpec) -> int:
-    """Elements of the smallest weight matrix or cache segment."""
+    """Return the number of elements of the smallest weight matrix or cache segment."""
     parameters, state, _ = graph.arguments
     segments = [leaf for layer in state.cache.layers for leaf in jax.tree.leaves(layer)]
     return min(leaf.size for leaf in [*parameters.values(), *segments] if leaf.ndim > 1)
@@ -119,7 +119,7 @@ def test_decode_needs_little_memory_beside_its_arguments(windows):
 )
 @pytest.mark.parametrize("windows", DEEP_ALONE_OR_WITH_RINGS)
 def test_decode_with_scanned_layers_works_in_place(target, dtype, windows):
-    """The cache of all layers goes round the loop; a copy of it would be twenty times the bound."""
+    """The loop carries the cache of all layers; a copy of it would be twenty times the bound."""
     graph = decode_graph(target, GRID.max_length, dtype, windows, scan_layers=True)
     compiled, _ = compile_graph(graph)
     _, state, _ = graph.arguments
@@ -133,7 +133,7 @@ def test_decode_with_scanned_layers_works_in_place(target, dtype, windows):
 LLAMA_8B = {"num_query_heads": 32, "num_kv_heads": 8, "embed": 4096, "mlp": 14336}
 QWEN3_235B = {"num_query_heads": 64, "num_kv_heads": 4, "embed": 4096, "mlp": 1536}
 OF_16_EXPERTS = partial(MoeConfig, Routing(num_experts=16, num_chosen=2), QWEN3_235B["mlp"])
-"""Of the sizes of Qwen3 235B, which has eight times as many."""
+"""Experts of Qwen3 235B's sizes; the model itself has eight times as many."""
 
 
 @pytest.mark.tpu_compile
@@ -159,7 +159,7 @@ OF_16_EXPERTS = partial(MoeConfig, Routing(num_experts=16, num_chosen=2), QWEN3_
     ],
 )  # fmt: skip
 def test_temporaries_of_a_loop_do_not_grow_with_its_layers_on_tpu(name, spelling, shape, moe):
-    """Neither keys nor weights of all layers are laid out anew."""
+    """Keys and weights of all layers keep their memory layout."""
     layout = Layout.from_table(read_layout_table(spelling))
     grid = BucketGrid(1536, ((512, 1, 256), (1536, 1, 256)), 256, (512, 1536))
     shape = {"vocab_size": 128, "head_dim": 128, "layout": layout, **shape}
@@ -173,12 +173,14 @@ def test_temporaries_of_a_loop_do_not_grow_with_its_layers_on_tpu(name, spelling
     of_turns = graph.arguments[0]["layers.0:4.attention.output"]
     of_device = math.prod(of_turns.sharding.shard_shape(of_turns.shape))
     growth, bound = temporaries(graph), 2 * of_turns.dtype.itemsize * of_device // 4
-    if growth >= bound:  # needs so much in all, not only for more layers
+    # less than the bound in all is less than the bound for more layers
+    if growth >= bound:
         growth -= temporaries(of_layers(2))
     assert growth < bound
 
 
 def temporaries(graph: GraphSpec) -> int:
+    """Return the bytes of a graph's temporaries."""
     compiled, _ = compile_graph(graph)
     return compiled.memory_analysis().temp_size_in_bytes
 
@@ -198,7 +200,7 @@ LATENTS = {
     [("cpu", "float32"), pytest.param(TPU, "bfloat16", marks=pytest.mark.tpu_compile)],
 )
 def test_decode_reads_latents_where_they_lie(target, dtype):
-    """No segment is laid out anew for keys, and no values are taken out of it."""
+    """No segment is copied in another memory layout for keys, and no values are copied from it."""
     graph = decode_graph(target, GRID.max_length, dtype, (None,) * 4, **LATENTS)
     compiled, _ = compile_graph(graph)
     segments = jax.tree.leaves(graph.arguments[1].cache.layers)
@@ -227,7 +229,7 @@ def test_decode_works_in_place_on_tpu(windows):
     [("cpu", "float32"), pytest.param(TPU, "bfloat16", marks=pytest.mark.tpu_compile)],
 )
 def test_decode_works_in_place_where_few_slots_reach_the_last_span(target, dtype):
-    """And it is given that much less."""
+    """The arguments are smaller by the missing slots."""
     ragged = replace(GRID, span_slots=(SLOTS, SLOTS // 8))
     graph = decode_graph(target, GRID.max_length, dtype, grid=ragged)
     compiled, _ = compile_graph(graph)

@@ -1,4 +1,4 @@
-"""The plan file: what is written is what is read, and what is not known is refused."""
+"""The plan file: a written plan is read back unchanged, and unknown keys are refused."""
 
 import tomllib
 from dataclasses import replace
@@ -231,7 +231,5 @@ def test_tiles_are_the_targets_and_no_plans():
     tiles = {name: EXPERTS.dispatch("decode", name).tiles[:2] for name in ("cpu", "gpu", "tpu")}
     assert tiles == {"cpu": (4, 64), "gpu": (16, 128), "tpu": (64, 256)}
     assert replace(EXPERTS.dispatch("decode", "tpu"), tiles=LOSSLESS.tiles) == EXPERTS.decode
-    with pytest.raises(
-        ValueError, match=r"\[experts.prefill\] tiles: expected those of the target"
-    ):
+    with pytest.raises(ValueError, match=r"\[experts.prefill\] tiles: expected the target's tiles"):
         ExpertPlan(Dispatch(tiles=Tiles(2, 2)))

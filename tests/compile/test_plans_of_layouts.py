@@ -5,9 +5,9 @@ import tomllib
 import numpy as np
 import pytest
 
-from noria.compile.definition import model_sizes
+from noria.compile.abstract_model import model_sizes
 from noria.compile.grids.bucket_grid import BucketGrid, NoBucketFits
-from noria.compile.grids.default_grid import RowNeed, derive_grid, ladder_grid, with_chunk
+from noria.compile.grids.default_grid import RowShape, derive_grid, ladder_grid, with_chunks
 from noria.compile.grids.grid_defaults import GridDefaults
 from noria.compile.plan import Numbers, Plan, PlannedModel
 from noria.modelzoo.config import DecoderConfig
@@ -28,7 +28,7 @@ CONFIG = DecoderConfig(
     max_position=1000,
 )
 CHUNK = 48
-"""Divides as all of these layouts split tokens."""
+"""A chunk size that all of these layouts can divide."""
 SPELLINGS = (
     *named_layout_tables(),
     "data-parallel@data=6",
@@ -94,17 +94,17 @@ def test_a_plan_with_a_layout_of_another_form_is_refused(old, new, message):
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_derived_grids_divide_as_the_layout_splits_them(spelling):
-    """Of jobs of any size; the checks of legality are the judge."""
+    """Grids of random jobs pass the legality checks of their layout."""
     layout = layout_of(spelling)
     whole = GridDefaults.for_layout(layout)
     rng = np.random.default_rng(0)
     for _ in range(20):
         lengths = rng.integers(1, 900, rng.integers(1, 60)).tolist()
         outputs = rng.integers(1, 100, len(lengths)).tolist()
-        rows = [RowNeed(*pair) for pair in zip(lengths, outputs, strict=True)]
+        rows = [RowShape(*pair) for pair in zip(lengths, outputs, strict=True)]
         slots = int(rng.integers(1, 100))
         length = int(rng.integers(100, 1000))
-        for defaults in (whole, with_chunk(whole, CHUNK)):
+        for defaults in (whole, with_chunks(whole, CHUNK)):
             for grid in (
                 derive_grid(rows, CONFIG.max_position, defaults),
                 ladder_grid(length, slots, score=False, defaults=defaults),
@@ -116,7 +116,7 @@ def test_derived_grids_divide_as_the_layout_splits_them(spelling):
 @pytest.mark.parametrize("spelling", SPELLINGS)
 @pytest.mark.parametrize("longest", [1, 5, 15, 16, 17, 100, 950])
 def test_every_prompt_of_a_job_fits_the_grid_that_is_derived_for_it(spelling, longest):
-    rows = [RowNeed(length, 0, is_scored=True) for length in (longest, -(-longest // 2))]
+    rows = [RowShape(length, 0, is_scored=True) for length in (longest, -(-longest // 2))]
     grid = derive_grid(rows, CONFIG.max_position, GridDefaults.for_layout(layout_of(spelling)))
     for row in rows:
         assert grid.fit(row.prompt_length, row.max_tokens)
@@ -125,7 +125,7 @@ def test_every_prompt_of_a_job_fits_the_grid_that_is_derived_for_it(spelling, lo
 def test_a_prompt_whose_length_no_layout_could_split_is_refused_by_name():
     """Tokens split over 12 devices end at 996 of the model's 1000."""
     defaults = GridDefaults.for_layout(layout_of("sequence-parallel@tensor=12"))
-    grid = derive_grid([RowNeed(999, 0)], CONFIG.max_position, defaults)
+    grid = derive_grid([RowShape(999, 0)], CONFIG.max_position, defaults)
     assert grid.prefill[-1].length == 996
     with pytest.raises(NoBucketFits, match="prefill length 999"):
         grid.fit(999, 0)

@@ -1,4 +1,4 @@
-"""A prefill graph works in place: it copies the slots that it reads, and nothing else."""
+"""A prefill graph works in place: it copies only the slots that it reads."""
 
 from dataclasses import replace
 from functools import cache
@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import pytest
 from test_memory import whole_copies
 
+from noria.compile.abstract_model import AbstractModel
 from noria.compile.build import GraphSpec, compile_graph, plan_graphs
-from noria.compile.definition import Definition
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.targets import find_target
 from noria.modelzoo.config import DecoderConfig, LatentAttention
@@ -41,12 +41,12 @@ def prefill_graph(
     batch: int = 2,
     in_chunks: bool = True,
 ) -> GraphSpec:
-    """The graph of the longest bucket; prompts and spans are longer than the windows."""
+    """Return the graph of the longest bucket; prompts and spans exceed the windows."""
     grid = BucketGrid(2048, ((1024, batch, 128), (2048, batch, 128)), slots, (1024, 2048))
     if not in_chunks:
         grid = replace(grid, prefill=((256, batch),), chunks_per_decode=None)
     placement = find_target(target).placement()
-    definition = Definition(config, placement.arrangement(config, scan_layers))
+    definition = AbstractModel(config, placement.arrangement(config, scan_layers))
     dtype = "bfloat16" if target == TPU else "float32"
     graphs = plan_graphs(definition, grid, placement, jnp.dtype(dtype))
     return next(graph for graph in graphs if graph.name.startswith("prefill"))
@@ -58,7 +58,7 @@ def temporaries(graph: GraphSpec) -> int:
 
 
 def segments(graph: GraphSpec) -> list[jax.ShapeDtypeStruct]:
-    """Each array of keys, values or latents."""
+    """Return all arrays of keys, values or latents."""
     return jax.tree.leaves(graph.arguments[1].cache.layers)
 
 
@@ -78,9 +78,9 @@ def num_bytes(leaf: jax.ShapeDtypeStruct) -> int:
 def test_what_a_prompt_needs_does_not_grow_with_the_slots(
     target, in_chunks, scan_layers, keeps, batch, is_slow
 ):
-    """Otherwise an array of all slots is copied; XLA writes one row in another way than several.
+    """Growth would mean a copy of all slots; XLA writes one row differently from several rows.
 
-    In every run any three of target, pieces, loop and what is kept meet, of one row.
+    Every run covers all combinations of any three of target, pieces, loop and kind of cache.
     """
     facts = (target == TPU, in_chunks, scan_layers, keeps == "latents")
     if (batch > 1 or sum(facts) % 2) and not is_slow:
@@ -95,7 +95,8 @@ def test_what_a_prompt_needs_does_not_grow_with_the_slots(
         compiled.memory_analysis().temp_size_in_bytes,
         min(map(num_bytes, segments(few))),
     )
-    if growth >= bound:  # needs so much in all, not only for more slots
+    # less than the bound in all is less than the bound for more slots
+    if growth >= bound:
         growth -= temporaries(few)
     assert growth < bound
     overwritten = compiled.memory_analysis().alias_size_in_bytes
@@ -106,7 +107,7 @@ def test_what_a_prompt_needs_does_not_grow_with_the_slots(
 
 
 def test_what_a_chunk_needs_does_not_grow_with_the_layers():
-    """Slots of a layer are read when it is their turn."""
+    """Each layer's slots are read only when the layer runs."""
     few, many = (
         temporaries(prefill_graph("cpu", 4, replace(CONFIG, windows=(None,) * layers)))
         for layers in (3, 9)
@@ -115,8 +116,8 @@ def test_what_a_chunk_needs_does_not_grow_with_the_layers():
 
 
 def test_the_first_chunk_of_a_prompt_is_as_much_work_as_a_whole_prompt():
-    """Of a span of one chunk."""
-    definition = Definition(CONFIG)
+    """The bucket's span is one chunk."""
+    definition = AbstractModel(CONFIG)
     placement = find_target("cpu").placement()
 
     def flops(grid: BucketGrid) -> float:

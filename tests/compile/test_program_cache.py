@@ -1,11 +1,11 @@
-"""jax's cache of programs is not used for graphs, whatever settings say, and is on again after."""
+"""Graphs do not use jax's program cache, whatever its settings; afterwards it is on again."""
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
-from noria.compile.program_cache import anew, compile_program
+from noria.compile.program_cache import compile_program, without_program_cache
 from noria.compile.targets import find_target
 from noria.runtime.bundles import compilation_cache
 
@@ -19,7 +19,7 @@ SETTINGS = (
 
 @pytest.fixture
 def folder(tmp_path):
-    """The folder of jax's cache, which is on; settings are as before afterwards."""
+    """The folder of jax's cache, switched on; the settings are restored afterwards."""
     before = {name: jax.config.values[name] for name in SETTINGS}
     compilation_cache.enable(pytest.fail, tmp_path / "xla")
     reset_cache()
@@ -57,8 +57,8 @@ def test_a_graph_is_neither_kept_nor_looked_up(folder, target):
 
 
 def test_what_compiles_anew_is_not_kept_until_the_last_has_left(folder):
-    with anew:
-        with anew:
+    with without_program_cache:
+        with without_program_cache:
             compile_something_else()
         compile_something_else()
         assert not kept(folder)

@@ -1,4 +1,4 @@
-"""Graphs over a ring: memory falls with the devices, what moves does not grow with the cache."""
+"""Graphs over a ring: more devices need less memory each; sent bytes do not grow with the cache."""
 
 from collections import Counter
 from dataclasses import replace
@@ -11,9 +11,9 @@ import pytest
 from laid_out import LaidOut, layout_of
 from tolerances import FLOAT32_MODEL_LOGPROB
 
+from noria.compile.abstract_model import AbstractModel
 from noria.compile.build import compile_graph, plan_graphs
 from noria.compile.compiled_graphs import CompiledGraphs
-from noria.compile.definition import Definition
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.prefill_steps import last_hidden
 from noria.compile.programs.collectives import read_collectives
@@ -44,7 +44,7 @@ def compiled(
     target: str, num_devices: int, name: str, grid: BucketGrid, config: DecoderConfig = CONFIG
 ) -> jax.stages.Compiled:
     placement = find_target(target).placement(layout_of(f"ring@sequence={num_devices}"))
-    graphs = plan_graphs(Definition(config), grid, placement, jnp.dtype(jnp.float32))
+    graphs = plan_graphs(AbstractModel(config), grid, placement, jnp.dtype(jnp.float32))
     return compile_graph(next(graph for graph in graphs if graph.name == name))[0]
 
 
@@ -61,7 +61,7 @@ def test_a_short_span_costs_two_sums_a_layer_and_no_permute(target):
 
 @pytest.mark.tpu_compile
 def test_the_next_keys_are_in_flight_while_a_device_attends():
-    """In the loop over the ring both permutes start, attention loops, and both end."""
+    """In the ring's loop, both permutes start before the loop of attention, and end after it."""
     length = 8192
     grid = BucketGrid(length, ((length, 1),), 8, (length,))
     name = CompiledGraphs.prefill_name(grid.prefill[0])
@@ -85,9 +85,10 @@ def test_a_fork_moves_nothing():
 
 
 def test_what_a_device_holds_of_a_prompt_falls_with_the_devices():
-    """The cache exactly, written in place; temporaries but for positions and blocks of scores.
+    """The cache falls exactly, in place; so do temporaries, except positions and score blocks.
 
-    On a ring a layer's own keys and values stay beside those that go round until they are written.
+    On a ring, a layer's own keys and values stay until they are written, next to those that
+    travel.
     """
     grid = BucketGrid(PROMPT, ((PROMPT, 1),), 1, (PROMPT,))
     name = CompiledGraphs.prefill_name(grid.prefill[0])
@@ -102,7 +103,7 @@ def test_what_a_device_holds_of_a_prompt_falls_with_the_devices():
 
 
 def test_what_a_device_holds_of_the_cache_beside_a_chunk_falls_with_the_devices():
-    """The cache exactly, written in place; temporaries but for those of the chunk itself."""
+    """The cache falls exactly, in place; so do temporaries, except those of the chunk itself."""
     span, slots = 1 << 14, 2
     grid = BucketGrid(span, ((span, 1, 256),), slots, (span,))
     name = CompiledGraphs.prefill_name(grid.prefill[0])
@@ -115,10 +116,10 @@ def test_what_a_device_holds_of_the_cache_beside_a_chunk_falls_with_the_devices(
 
 
 def test_the_work_of_a_chunk_is_shared_out():
-    """Projections, MLP and attention; queries are gathered, so no loop hides a part of it.
+    """Devices share projections, MLP and attention; queries are gathered, so no loop hides work.
 
-    Stripes are attended to whole. One device leaves out the last entries of the span, which are the
-    chunk's own place.
+    Queries attend to whole stripes. One device leaves out the last entries of the span, where the
+    chunk itself will be written.
     """
     T = 256
     grid = BucketGrid(LONG, ((LONG, 1, T),), 1, (LONG,))

@@ -1,7 +1,8 @@
 """Decode under layouts: sampling never brings logits together, and the cache stays in place.
 
-Read from the compiled program: on simulated CPU devices, and for a TPU slice that is not there.
-Every branch counts, also those of penalties, biases and thresholds that few rows take.
+The tests read compiled programs: for simulated CPU devices, and for a TPU slice that is not
+present. They count every branch, also the branches of penalties, biases and thresholds, which few
+rows take.
 """
 
 from dataclasses import dataclass, replace
@@ -12,9 +13,9 @@ import jax.numpy as jnp
 import pytest
 from laid_out import layout_of
 
+from noria.compile.abstract_model import AbstractModel
 from noria.compile.build import compile_graph, plan_graphs
 from noria.compile.compiled_graphs import CompiledGraphs
-from noria.compile.definition import Definition
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.programs.collectives import Collective, read_collectives
 from noria.compile.targets import find_target
@@ -56,11 +57,11 @@ class Decode:
     collectives: list[Collective]
     temporaries: int
     overwritten: int
-    """Of arguments, by results."""
+    """Bytes of arguments whose memory results reuse."""
     logits: int
     cache: int
     smallest_segment: int
-    """Of keys or values of one layer."""
+    """Bytes of one layer's keys or values in the smallest segment."""
 
 
 @cache
@@ -69,7 +70,7 @@ def compiled_decode(
 ) -> Decode:
     laid = layout_of(layout)
     placement = find_target(target).placement(laid)
-    definition = Definition(config, placement.arrangement(config, scan_layers))
+    definition = AbstractModel(config, placement.arrangement(config, scan_layers))
     name = CompiledGraphs.decode_name(GRID.max_length)
     graphs = plan_graphs(definition, GRID, placement, jnp.dtype(jnp.float32))
     graph = next(graph for graph in graphs if graph.name == name)
@@ -87,14 +88,14 @@ def compiled_decode(
 
 
 def num_bytes(placed: jax.ShapeDtypeStruct) -> int:
-    """Of the piece of one device."""
+    """Return the bytes of one device's piece."""
     shape = placed.sharding.shard_shape(placed.shape)
     return jax.ShapeDtypeStruct(shape, placed.dtype).size * placed.dtype.itemsize
 
 
 @ON_BOTH
 def test_no_collective_moves_as_much_as_a_device_has_of_the_logits(target, layout):
-    """A gather of logits would move all shards of them: four times the bound or eight times."""
+    """A gather of logits would move all their shards: four or eight times the bound."""
     decode = compiled_decode(target, layout)
     assert decode.collectives
     assert max(one.num_bytes for one in decode.collectives) < decode.logits
@@ -108,9 +109,9 @@ def test_no_collective_moves_as_much_as_a_segment_of_the_cache(target, layout):
 
 @ON_BOTH
 def test_decode_works_in_place_on_its_piece_of_the_cache(target, layout):
-    """Beside it a twentieth of the piece, and six float32 arrays of the logits' piece.
+    """Temporaries are at most a twentieth of the piece, and six float32 pieces of logits.
 
-    That is less than the smallest segment, so a copy of any would show.
+    That is less than the smallest segment, so a copy of any segment would show.
     """
     decode = compiled_decode(target, layout)
     assert decode.overwritten >= decode.cache
@@ -127,7 +128,7 @@ def test_decode_works_in_place_on_its_piece_of_the_cache(target, layout):
     ],
 )
 def test_scanned_layers_work_in_place_on_their_piece_of_the_cache(target, layout):
-    """Beside it what the layer whose turn it is keeps, which is little of forty layers."""
+    """Temporaries also hold the current layer's cache, a small part of forty layers."""
     config = replace(CONFIG, windows=CONFIG.windows * 20)
     decode = compiled_decode(target, layout, config, scan_layers=True)
     assert decode.overwritten >= decode.cache

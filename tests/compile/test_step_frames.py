@@ -1,4 +1,4 @@
-"""A reader follows few functions from a decode step to its softmax."""
+"""Few functions lie between a decode step and its softmax, so that a reader can follow them."""
 
 import traceback
 from pathlib import Path
@@ -9,7 +9,7 @@ from flax import nnx
 from tiny import CONFIG, GRID
 
 from noria.compile import signatures
-from noria.compile.definition import Definition
+from noria.compile.abstract_model import AbstractModel
 from noria.compile.steps import decode_step
 from noria.modelzoo import blockwise
 from noria.modelzoo.attention import attend_masked
@@ -25,7 +25,7 @@ def test_eight_functions_lie_between_a_decode_step_and_its_softmax(monkeypatch):
 
     def step():
         decoder = Decoder(CONFIG, rngs=nnx.Rngs(0))
-        state = signatures.decode_state(Definition(CONFIG), GRID, jnp.float32)
+        state = signatures.decode_state(AbstractModel(CONFIG), GRID, jnp.float32)
         is_live_B = jnp.ones(GRID.decode_slots, bool)
         return decode_step(decoder, state, is_live_B, span=GRID.max_length, num_steps=2)
 

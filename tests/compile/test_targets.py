@@ -1,4 +1,4 @@
-"""Targets: names, what they lead to, and what is said of those that lead nowhere."""
+"""Targets: their names, their devices, and the errors for unknown names."""
 
 from importlib.util import find_spec
 from itertools import product
@@ -15,7 +15,7 @@ SMALL = [
     for rank, most in ((1, 9), (2, 9), (3, 5), (4, 2))
     for shape in product(range(1, most + 1), repeat=rank)
 ]
-"""Sizes of slices, whether there are such or not."""
+"""Sizes of slices, real or not."""
 
 TORUS_2D = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 TORUS_3D = ("2x2x1", "2x2x2", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16")
@@ -25,7 +25,7 @@ PUBLISHED = {
     "v5p": (*TORUS_3D, "16x16x16", "16x16x24"),
     "v6e": TORUS_2D,
 }
-"""Slices by their pages of docs.cloud.google.com/tpu/docs."""
+"""Slices as listed on the pages of docs.cloud.google.com/tpu/docs."""
 
 
 def test_cpu_is_the_first_device_of_this_machine():
@@ -67,7 +67,7 @@ def test_a_name_of_no_known_platform_is_refused_with_the_names_that_are(name):
     with pytest.raises(UnknownTarget, match=message):
         find_target(name)
     with pytest.raises(UnknownTarget, match=message):
-        TargetName.of(name)
+        TargetName.parse(name)
 
 
 def test_a_number_of_devices_is_the_first_ones_of_that_kind():
@@ -107,7 +107,7 @@ def test_a_tpu_topology_need_not_be_present():
 @pytest.mark.tpu_compile
 @pytest.mark.parametrize("name", ["tpu:v4:2x2x4", "tpu:v5e:4x4", "tpu:v5p:2x2x4", "tpu:v6e:4x4"])
 def test_a_topology_has_as_many_devices_as_its_name_says(name):
-    assert len(find_target(name).devices) == TargetName.of(name).num_devices == 16
+    assert len(find_target(name).devices) == TargetName.parse(name).num_devices == 16
 
 
 @pytest.mark.tpu_compile
@@ -129,7 +129,7 @@ def test_an_unknown_generation_is_refused_with_one_that_exists():
 def test_a_slice_of_no_whole_blocks_is_refused_by_its_name_with_the_nearest(name, nearest):
     message = f"whole blocks of 2x2 chips, .* got {name}. Ask for {nearest}."
     with pytest.raises(UnknownTarget, match=message):
-        TargetName.of(name)
+        TargetName.parse(name)
     with pytest.raises(UnknownTarget, match=message):
         find_target(name)
 
@@ -141,7 +141,7 @@ def test_slices_are_those_that_libtpu_takes(generation):
 
     def is_named(name: str) -> bool:
         try:
-            return TargetName.of(f"tpu:{name}").num_devices > 0
+            return TargetName.parse(f"tpu:{name}").num_devices > 0
         except UnknownTarget:
             return False
 

@@ -1,4 +1,4 @@
-"""The command `noria` in processes of its own, and the lines it reads and writes."""
+"""Run the command `noria` in its own process, and write and read its lines."""
 
 import io
 import json
@@ -22,7 +22,7 @@ COMMAND = (
 
 @dataclass(frozen=True)
 class Noria:
-    """Starts the command in one environment."""
+    """Runs the command in one environment."""
 
     environment: dict[str, str]
     model: Path
@@ -44,14 +44,14 @@ class Noria:
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     def refuse(self, *arguments: object, expect: int = 2) -> str:
-        """The refusal of a command that runs in this process, which has imported all modules."""
+        """Return the refusal of a command, run in this process for speed."""
         said = io.StringIO()
         with redirect_stderr(said):
             assert main([*map(str, arguments)]) == expect, said.getvalue()
         return said.getvalue()
 
     def batch(self, source: Path, output: Path, *options: object, expect: int = 0):
-        """Run a job to its end; the rows of the output and the manifest."""
+        """Run a job to its end; return the output's rows and the manifest."""
         arguments = ("-i", source, "-o", output, "--model", self.model)
         self.run("batch", *arguments, *options, expect=expect)
         return read_rows(output), read_manifest(output)
@@ -93,9 +93,9 @@ def chat(custom_id: str, content: str, **body: Any) -> dict[str, Any]:
 def plan_text(
     buckets: str, *, target: str = "cpu", fingerprint: str = "", layout: str = "", others: str = ""
 ) -> str:
-    """The text of a float32 plan, for any model where no fingerprint is given.
+    """Return the text of a float32 plan, for any model unless a fingerprint is given.
 
-    `layout` is the name of one; `others` are tables that follow the buckets, such as its rules.
+    `layout` is a layout's name; `others` are tables after the buckets, such as the layout's rules.
     """
     lies = f'layout = "{layout}"\n' if layout else ""
     model = f'[model]\nsource = "model"\nfingerprint = "{fingerprint}"\n'
@@ -105,7 +105,7 @@ def plan_text(
 
 
 def answer(row: dict[str, Any]) -> Any:
-    """What a row says, without ids and times."""
+    """Return the content of an output line, without ids and times."""
     if row["response"] is None:
         return row["error"]
     body = row["response"]["body"]

@@ -1,4 +1,4 @@
-"""A small random Llama or Mixtral directory with its tokenizer, as a hub would publish it."""
+"""A small random Llama or Mixtral directory with its tokenizer, in Hugging Face's format."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ def write_model(
     num_layers: int = LAYERS,
     mlp: int = MLP,
 ) -> int:
-    """Write all files of the model, a Mixtral if it has experts; returns its vocabulary's size."""
+    """Write all files of the model (a Mixtral if it has experts); return its vocabulary size."""
     directory.mkdir(parents=True)
     vocab_size = _write_tokenizer(directory) if tokenizer else 300
     config = {

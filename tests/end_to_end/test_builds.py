@@ -9,14 +9,14 @@ from command import completion, plan_text, write_lines
 
 from noria.compile import build
 from noria.runtime import cli, session
-from noria.runtime.bundles.kept_programs import KeptPrograms
+from noria.runtime.bundles.executable_cache import ExecutableCache
 
 GRID = ["buckets.prefill=[[16, 2], [32, 1]]", "buckets.max_length=48", "buckets.decode_spans=[48]"]
 
 
 @pytest.fixture
 def job(noria, tmp_path):
-    """The arguments of a job of short and of longer rows."""
+    """The arguments of a job with short and longer rows."""
     lengths = [4, 20, 5, 25, 6, 30, 21, 22]
     rows = [completion(f"q{i}", [3] * n, max_tokens=4) for i, n in enumerate(lengths)]
     source = write_lines(tmp_path / "in.jsonl", rows)
@@ -26,7 +26,7 @@ def job(noria, tmp_path):
 
 
 def fail(monkeypatch, name: str) -> None:
-    """One graph does not compile, and the others take no time."""
+    """One graph fails to compile, and the others take no time."""
 
     def compile_graph(graph):
         if graph.name == name:
@@ -34,8 +34,8 @@ def fail(monkeypatch, name: str) -> None:
         return None, 0.0
 
     monkeypatch.setattr(build, "compile_graph", compile_graph)
-    monkeypatch.setattr(KeptPrograms, "read", lambda self: {})
-    monkeypatch.setattr(KeptPrograms, "keep", lambda self, name, executable: None)
+    monkeypatch.setattr(ExecutableCache, "read", lambda self: {})
+    monkeypatch.setattr(ExecutableCache, "keep", lambda self, name, executable: None)
 
 
 def test_a_graph_that_does_not_compile_is_named_with_its_rows(job, monkeypatch, capsys, tmp_path):
@@ -51,7 +51,7 @@ def test_a_graph_that_does_not_compile_is_named_with_its_rows(job, monkeypatch, 
 
 
 def test_the_remedy_for_a_bucket_is_a_command_that_runs(job, monkeypatch, capsys, tmp_path):
-    """Rows do not go to a longer bucket by themselves: the plan decides their graphs."""
+    """Rows do not move to a longer bucket automatically: the plan decides their graphs."""
     fail(monkeypatch, "prefill 16x2")
     assert cli.main(job) == 4
     said = capsys.readouterr().err
@@ -137,5 +137,5 @@ def test_a_home_that_cannot_be_written_costs_a_job_one_line(noria, job, monkeypa
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
     assert cli.main(job) == 0
     said = capsys.readouterr().err
-    assert said.count("no compile cache, so every run compiles anew") == 1
+    assert said.count("no compile cache, so every run compiles all graphs") == 1
     assert os.environ["XDG_CACHE_HOME"] == "/dev/null"

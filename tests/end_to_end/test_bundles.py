@@ -1,4 +1,4 @@
-"""`noria compile` and jobs that start from what it kept, through the command."""
+"""`noria compile`, and jobs that start from its bundles, through the command."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Jobs whose prompts are poured into their slots in chunks, through the command."""
+"""Jobs that prefill their prompts in chunks, through the command."""
 
 import random
 import re
@@ -11,7 +11,7 @@ from tolerances import FLOAT32_MODEL_LOGPROB
 
 
 def overrides(*settings: str) -> tuple[str, ...]:
-    """With six slots and few rows a call, as what is compiled grows with those."""
+    """Return options with six slots, as compile time grows with slots."""
     return sum((("--set", one) for one in (*settings, "buckets.decode_slots=6")), ())
 
 
@@ -40,14 +40,14 @@ def source(noria, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def in_chunks(noria, source):
-    """The output of an undisturbed run, and what it said."""
+    """The output of an undisturbed run, and its stderr."""
     output = source.with_name("chunks.jsonl")
     arguments = ("batch", "-i", source, "-o", output, "--model", noria.model, *CHUNKS)
     return output, noria.run(*arguments).stderr
 
 
 def logprobs(row) -> list[float]:
-    """Of the tokens of a prompt but the first."""
+    """Return the log probabilities of a prompt's tokens, except the first."""
     (choice,) = row["response"]["body"]["choices"]
     return choice["logprobs"]["token_logprobs"][1:]
 
@@ -90,7 +90,7 @@ def test_chunks_of_two_sizes_give_the_texts_of_one(noria, source, in_chunks):
 
 
 def run_killed_in_between(noria, output, *arguments) -> None:
-    """Run a job that is killed after some rows, and again to its end."""
+    """Run a job, kill it after some rows, and run it again to its end."""
     arguments = ("batch", "-o", output, "--model", noria.model, *arguments)
     process = noria.start(*arguments)
     journal = output.with_name(f"{output.name}.journal")
@@ -114,7 +114,7 @@ def test_a_job_that_is_killed_goes_on_to_the_same_file(noria, source, in_chunks,
 def test_chunks_over_a_ring_of_groups_give_the_texts_of_one_device(
     noria, source, in_chunks, tmp_path
 ):
-    """Killed in between."""
+    """The job is killed once, and resumed."""
     output = tmp_path / "out.jsonl"
     ring = ("--target", "cpu:4", "--layout", "ring-tensor@sequence=2,tensor=2")
     run_killed_in_between(noria, output, "-i", source, *CHUNKS, *ring)

@@ -62,7 +62,7 @@ def test_generation_defaults_and_name_go_along(noria, converted):
 
 
 def test_a_job_gives_the_same_answers_on_the_checkpoint(noria, converted, tmp_path):
-    """Text and token ids, end tokens and sampling defaults included."""
+    """The rows have text and token ids, with end tokens and sampling defaults."""
     rows = [
         completion("text", "the water wheel", max_tokens=8),
         completion("ids", list(range(3, 20)), max_tokens=40, temperature=0),

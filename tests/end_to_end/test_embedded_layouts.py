@@ -1,7 +1,8 @@
 """The embedded model under layouts gives the greedy tokens of one device.
 
-It has 9 query heads and 3 key/value heads, so its heads split over three devices; six hold it with
-replicas, or split in two dimensions. Near ties as the rule for different executables has them.
+The model has 9 query heads and 3 key/value heads, so its heads split over three devices. Six
+devices hold replicas, or split in two dimensions. Near ties follow the rule for different
+executables.
 """
 
 from collections.abc import Sequence
@@ -61,7 +62,7 @@ def expected() -> list[RequestOutput]:
 
 
 def gap(answer: RequestOutput, step: int) -> float:
-    """Between the two likeliest tokens of a step."""
+    """Return the gap between the two likeliest tokens of a step."""
     (_, best), (_, second) = answer.outputs[0].logprobs[step].top
     return best - second
 
@@ -100,7 +101,7 @@ def test_a_batch_job_under_a_layout_writes_the_answers_of_one_device(noria, tmp_
 
 
 def test_a_layout_that_cannot_be_is_refused_with_all_that_is_wrong(noria, tmp_path):
-    """Nine query heads and three key/value heads, over four devices."""
+    """The layout splits nine query heads and three key/value heads over four devices."""
     source = write_lines(tmp_path / "in.jsonl", [chat("a", "Hello")])
     output = tmp_path / "out.jsonl"
     layout = ("--target", "cpu:8", "--layout", "data-tensor")

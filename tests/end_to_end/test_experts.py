@@ -59,7 +59,7 @@ def plan_file(folder, overflow: str | None = None):
 
 
 def losses(rows) -> dict[str, int]:
-    """The counts that answers carry, by row."""
+    """Return the counts in the answers, by row."""
     bodies = {row["custom_id"]: row["response"]["body"] for row in rows}
     return {
         name: body["noria"]["dropped_expert_choices"]
@@ -75,7 +75,7 @@ def codes(rows) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def lossless(mixtral, tmp_path_factory):
-    """A job under a plan that says nothing of experts: its rows, output and manifest."""
+    """A job under a plan without a table of experts: its rows, output and manifest."""
     folder = tmp_path_factory.mktemp("lossless")
     source = write_lines(folder / "in.jsonl", rows_of(24))
     found = mixtral.batch(source, folder / "out.jsonl", "--plan", plan_file(folder))
@@ -175,7 +175,7 @@ def test_a_dense_model_takes_no_table_of_experts(noria, tmp_path):
 
 
 def test_another_dispatch_is_another_job(mixtral, lossless, tmp_path):
-    """A finished output of one plan is not that of another, so it is not taken for complete."""
+    """A finished output of one plan does not count as complete for another plan."""
     source, *_ = lossless
     arguments = ("-i", source, "-o", source.with_name("out.jsonl"), "--model", mixtral.model)
     plan = plan_file(tmp_path, "error")

@@ -16,7 +16,7 @@ KILLS = [6, pytest.param(50, marks=pytest.mark.slow)]
 
 @pytest.fixture(scope="module")
 def job(noria, tmp_path_factory):
-    """The input of a job of a few seconds, and its output when nothing disturbs it."""
+    """The input of a job of a few seconds, and its undisturbed output."""
     folder = tmp_path_factory.mktemp("job")
     rng = random.Random(3)
     rows = [
@@ -44,7 +44,7 @@ def masked(path) -> str:
 
 
 def wait_for_records(process, output, count: int) -> None:
-    """Wait until the job has written rows, and is in the middle of them."""
+    """Wait until the job has written some of its rows."""
     journal = output.with_name(f"{output.name}.journal")
     deadline = time.monotonic() + 120
     while not (journal.exists() and journal.read_bytes().count(b"\n") > count):

@@ -140,7 +140,7 @@ def test_a_plan_for_something_else_is_refused(noria, planned, options, message):
 
 
 def interrupt(llm, monkeypatch, *, after: int) -> None:
-    """End the next call after some graphs, each of which took the state that it was given."""
+    """End the next call after some graphs, each of which has consumed its state."""
     graphs = llm._generator.engine._graphs
     of_name, count = type(graphs).executable, iter(range(after))
 

@@ -1,4 +1,4 @@
-"""Plans of schema 1 and 2 are the same job, and options of the compiler are part of a plan."""
+"""Plans of schema 1 and 2 describe the same job, and compiler options are part of a plan."""
 
 import tomllib
 

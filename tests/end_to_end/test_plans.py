@@ -1,4 +1,4 @@
-"""`noria plan` through the command: what it writes runs, and what a run did it knows exactly."""
+"""`noria plan` through the command: its plans run, and it reproduces a run's counts exactly."""
 
 import base64
 import html
@@ -197,7 +197,7 @@ def test_a_table_that_cannot_be_is_refused_by_line(noria, source, content, messa
         (("--max-memory-gb", "0.0001"), "GB more than"),
         (("--expected-output", "0"), "--expected-output"),
         (("--max-padding", "0.9"), "--max-padding: expected at least 1"),
-        (("--max-padding", "1.0001"), "of the nearest"),
+        (("--max-padding", "1.0001"), "got at least"),
         (("--layout", "data-parallel@data=2"), "devices"),
     ],
 )

@@ -1,7 +1,7 @@
 """One job on several processes over one mesh of eight simulated devices, with real signals.
 
-The mesh is data=2, tensor=4: with two processes of four devices the sums of tensor parallelism stay
-inside a process, with four of two they cross.
+The mesh is data=2, tensor=4. With two processes of four devices, the sums of tensor parallelism
+stay inside a process; with four processes of two devices, they cross processes.
 """
 
 import json
@@ -59,13 +59,13 @@ vocab = "tensor"
 
 @dataclass(frozen=True)
 class PodJob:
-    """A job, and how it is started on a number of processes."""
+    """A job, and methods to start it on several processes."""
 
     noria: Noria
     source: Path
     plan: Path
     whole: Path
-    """What two undisturbed processes wrote."""
+    """The output of two processes that ran without a disturbance."""
 
     def arguments(self, output: Path, *options: object) -> tuple[object, ...]:
         files = ("-i", self.source, "-o", output, "--model", self.noria.model, "--plan", self.plan)
@@ -85,14 +85,14 @@ class PodJob:
         ]
 
     def run(self, output: Path, size: int = 2, *options: object, expect: int = 0) -> list[str]:
-        """Run a pod to its end; what each process said."""
+        """Run a pod to its end; return each process's stderr."""
         ended = wait(self.start(output, size, *options))
         assert [code for code, _ in ended] == [expect] * size, ended
         return [said for _, said in ended]
 
 
 def wait(processes: list[subprocess.Popen[str]], timeout: float = 120) -> list[tuple[int, str]]:
-    """Exit code and stderr of each."""
+    """Return the exit code and stderr of each process."""
     try:
         said = [process.communicate(timeout=timeout)[1] for process in processes]
     finally:
@@ -147,7 +147,7 @@ def job(noria, tmp_path_factory) -> PodJob:
 
 @pytest.fixture(scope="module")
 def stopped(job, tmp_path_factory) -> tuple[Path, list[tuple[int, str]]]:
-    """A job of two processes after a SIGTERM to one of them: its folder, and how they ended."""
+    """A job of two processes after a SIGTERM to one: its folder, exit codes and stderr."""
     output = tmp_path_factory.mktemp("stopped") / "out.jsonl"
     processes = job.start(output)
     wait_for_rows(processes, output)
@@ -184,7 +184,7 @@ def test_four_processes_of_two_devices_write_the_bytes_of_two_of_four(job, tmp_p
 
 
 def answers(path: Path) -> list:
-    """What rows got; ids tell one plan from another."""
+    """Return the answers without their ids, which differ between plans."""
     return [answer(row) for row in read_rows(path)]
 
 
@@ -299,7 +299,7 @@ def test_a_signal_to_any_process_ends_all_with_its_status(job, tmp_path, number,
 
 
 def wait_for_the_build(process: subprocess.Popen[str]) -> None:
-    """Wait until process 0 has shown the plan, so the build is next."""
+    """Wait until process 0 has printed the plan, before the build."""
     assert process.stderr is not None
     assert any(line.startswith("prefill:") for line in process.stderr)
 
@@ -397,10 +397,10 @@ def test_options_that_make_no_pod_are_refused_at_once(job, tmp_path, options, me
     assert message in job.noria.refuse(*job.arguments(tmp_path / "out.jsonl", *options))
 
 
-def test_a_cluster_that_does_not_say_where_its_processes_are_is_refused(job, tmp_path):
+def test_a_cluster_that_jax_cannot_detect_is_refused(job, tmp_path):
     arguments = job.arguments(tmp_path / "out.jsonl", "--distributed", "auto")
     refused = job.noria.run(*arguments, expect=2)
-    assert "expected a cluster that says where its processes are" in refused.stderr
+    assert "expected a cluster that jax can detect" in refused.stderr
 
 
 def test_a_coordinators_port_that_is_taken_is_refused(job, tmp_path):

@@ -1,4 +1,4 @@
-"""What the command refuses: the exit code, and words on stderr that say what is wrong."""
+"""Refusals of the command: the exit code, and an explanation on stderr."""
 
 import json
 import resource
@@ -45,7 +45,7 @@ def refusal(noria, source, *options, model=None, expect) -> str:
             ["--set", "attention.decode=pages"],
             "one of auto, splash, flash, cudnn, xla, got",
         ),
-        (["--set", "attention.prefill=splash"], "'splash': it is of tpu, not of cpu"),
+        (["--set", "attention.prefill=splash"], "'splash': it is for tpu, not for cpu"),
         (["--set", "buckets.prefill=16"], "buckets.prefill: expected a list, got 16"),
         (["--set", "buckets.slots=3"], "unknown ['slots']"),
         (["--set", "buckets.decode_slots"], "expected a.b=value"),

@@ -1,4 +1,4 @@
-"""Independent replicas: parts of a job on their own, merged to what the whole job writes."""
+"""Independent replicas: parts of a job run separately, and merge into the whole job's output."""
 
 import json
 import random

@@ -1,11 +1,11 @@
-"""What a request can ask for, from its line to the line of its answer."""
+"""Sampling options of a request, from its input line to its output line."""
 
 import pytest
 from command import chat, completion, write_lines
 
 PROMPT = "the water"
 WHEEL = 77
-"""The id that these tests force; which one it is does not matter."""
+"""The id that these tests force, chosen arbitrarily."""
 FORCED = {"temperature": 0, "logit_bias": {str(WHEEL): 100}, "max_tokens": 8}
 FREE = {"temperature": 0, "max_tokens": 12, "ignore_eos": True, "logprobs": 0}
 

@@ -58,7 +58,7 @@ def model(made, tmp_path) -> Path:
 
 @pytest.fixture
 def output(made, tmp_path) -> Path:
-    """The output of a finished job that the model in place answered."""
+    """Return the output of a finished job that the current model answered."""
     for name in ("out.jsonl", "out.jsonl.manifest.json"):
         shutil.copy(made / name, tmp_path / name)
     return tmp_path / "out.jsonl"

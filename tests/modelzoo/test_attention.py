@@ -1,4 +1,4 @@
-"""Attention against plain numpy: what is visible, what comes out, and merging partial results."""
+"""Attention against plain numpy: visibility, results, and the merge of partial results."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ def random_inputs(seed: int = 0) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def reference(q_BTKGH, k_BKHS, v_BKSH, mask_BTS, scale=H**-0.5, cap=None):
-    """One query at a time, in float64."""
+    """Compute attention one query at a time, in float64."""
     q, k, v = (np.asarray(x, np.float64) for x in (q_BTKGH, k_BKHS, v_BKSH))
     out = np.zeros((*q.shape[:-1], v.shape[-1]))
     lse = np.full(q.shape[:-1], -np.inf)
@@ -109,13 +109,13 @@ def test_scores_are_scaled_and_then_capped(cap):
 
 
 def random_sinks() -> jax.Array:
-    """Far below the other scores, among them and far above."""
+    """Return random sinks: far below the other scores, among them, and far above."""
     return jnp.asarray(np.random.default_rng(4).normal(scale=4.0, size=(K, G)), jnp.float32)
 
 
 @pytest.mark.parametrize("parts", [[slice(S)], [slice(3), slice(3, S)]], ids=["whole", "parts"])
 def test_sinks_are_one_more_key_whose_value_is_zero(parts):
-    """The whole softmax written out, with the sink's score among the others."""
+    """The reference is an explicit softmax, with the sink's score among the others."""
     q_BTKGH, k_BKHS, v_BKSH = random_inputs()
     mask_BTS, sink_KG = random_mask(), random_sinks()
     attended = [
@@ -184,7 +184,7 @@ def test_merged_parts_equal_the_whole(cuts):
 
 
 def test_merging_with_parts_in_which_nothing_is_seen_changes_no_bit():
-    """Seen in full in the first part; the second, third and last are empty for every query."""
+    """All queries see only keys of the first part; the other parts are empty for every query."""
     mask_BTS = np.zeros((B, T, S), bool)
     mask_BTS[:, :, :4] = True
     first, *empty = parts_of(mask_BTS, [4, 5, 6])

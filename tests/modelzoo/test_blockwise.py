@@ -1,4 +1,4 @@
-"""Attention block by block against all at once: sizes that do not divide, orders, every mask."""
+"""Blockwise attention against dense attention: indivisible sizes, orders, every mask."""
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ def positions(length: int, *true_lengths: int) -> jax.Array:
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 @pytest.mark.parametrize("blocks", [(16, 16), (16, 41), (41, 7)], ids=str)
 def test_a_prompt_attends_in_blocks_as_it_would_at_once(window, blocks):
-    """Longer than two blocks, of a length that no block divides; the second row ends in padding."""
+    """The keys exceed two blocks and no block divides them; the second row ends in padding."""
     query_block, key_block = blocks
     key_position_BT = positions(41, 41, 21)
     visibility = Visibility(positions(41, 41, 41), key_position_BT, window)
@@ -56,7 +56,7 @@ def test_tokens_may_lie_in_any_order(window):
 @pytest.mark.parametrize("length", [129, 300, 1024])
 @pytest.mark.parametrize("window", [None, 5, 200, Chunk(100)], ids=str)
 def test_prompts_in_order_attend_to_what_is_before_each_block(window, length):
-    """Padding may see padding, so only tokens are compared."""
+    """Padding may attend to padding, so the test compares only tokens."""
     true_lengths = length, length // 3
     keys = positions(length, *true_lengths)
     visibility = Visibility(positions(length, length, length), keys, window, is_in_order=True)
@@ -95,7 +95,7 @@ def test_keys_that_are_not_seen_never_matter():
 
 
 def test_half_precision_keeps_sums_in_float32():
-    """Merging rounded parts would lose what the whole sum has."""
+    """A merge of rounded parts would be less exact than the whole sum."""
     inputs = [x.astype(jnp.bfloat16) for x in random_inputs(64, 64)]
     visibility = Visibility(positions(64, 64, 64), positions(64, 64, 64))
     exact, _ = attend_dense(*(x.astype(jnp.float32) for x in inputs), visibility)

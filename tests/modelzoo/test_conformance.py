@@ -1,10 +1,10 @@
 """Every family gives the log-probabilities of its published implementation.
 
-Saved by transformers, opened and loaded as a user's model is, and compared with what transformers
-computed on each prompt alone: through prefill and, from the first tokens on, token by token through
-decode, over a cache of several segments. A longer bucket, a cache in one piece, and decode of
-models whose oddities others decode with are `slow`. Deeper models of some families have their
-layers scanned, too.
+Transformers saves each model; noria opens and loads it like a user's model. Its results are
+compared with those of transformers on each prompt alone: through prefill and, from the first tokens
+on, token by token through decode, over a cache of several segments. `slow` tests use a longer
+bucket, a cache of one segment, and decode of models whose special features other models cover.
+Deeper models of some families also scan their layers.
 """
 
 from collections import Counter
@@ -19,7 +19,7 @@ import pytest
 from conformance import CASES, TRUE_LENGTHS, Case, prompts, save_reference
 from tolerances import FLOAT32_MODEL_LOGPROB
 
-from noria.compile.definition import Definition
+from noria.compile.abstract_model import AbstractModel
 from noria.modelzoo import kv_cache
 from noria.modelzoo.config import AS_PUBLISHED, Arrangement
 from noria.modelzoo.families.registry import FAMILIES
@@ -32,28 +32,28 @@ from noria.runtime.checkpoint.model_files import open_model
 pytestmark = pytest.mark.reference
 
 BUCKET_LENGTH, SPANS = 24, (8, 16, 48)
-"""Prefill and decode of every run, which share the program of prefill."""
+"""Bucket and spans of prefill and decode in every run; both share prefill's program."""
 
 
 class LoadedCase:
-    """A case read by noria, beside what transformers says about it."""
+    """A case as read by noria, with the log-probabilities of transformers."""
 
     def __init__(self, case: Case, directory, arrangement: Arrangement = AS_PUBLISHED):
         self.case = case
         self.reference = save_reference(case, directory)
         self.prompts = prompts(case)
         with open_model(str(directory)) as files:
-            self.definition = Definition(files.spec.config, arrangement)
+            self.definition = AbstractModel(files.spec.config, arrangement)
             abstract = self.definition.abstract_parameters(jnp.float32)
             sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
             self.parameters = load_params(files.spec, files.tensors, abstract, sharding)
 
     def prefill_logits(self, bucket_length: int) -> jax.Array:
-        """Of every position."""
+        """Return the logits of every position."""
         return self._prefill_prompts(bucket_length, SPANS, max(TRUE_LENGTHS))[0]
 
     def decode_logits(self, spans: tuple[int, ...], first: int) -> np.ndarray:
-        """Of positions from `first` on, token by token after a prefill of those before.
+        """Return the logits from position `first` on: prefill up to `first`, then decode.
 
         Rows past their end write nothing.
         """
@@ -76,7 +76,7 @@ class LoadedCase:
         return np.stack(logits, axis=1)
 
     def chunk_logits(self, spans: tuple[int, ...], chunk: int = 8) -> np.ndarray:
-        """Of every position, from chunks.
+        """Return the logits of every position, computed in chunks.
 
         Slots are not in the order of rows; a row without tokens is none, and has no slot.
         """
@@ -95,7 +95,7 @@ class LoadedCase:
     def _prefill_prompts(
         self, bucket_length: int, spans: tuple[int, ...], count: int
     ) -> tuple[jax.Array, KVCache]:
-        """Logits and the cache of the first `count` tokens; those that follow are padding."""
+        """Prefill the first `count` tokens as a prompt; return logits and the cache."""
         count_B = np.minimum(TRUE_LENGTHS, count)
         rows = PromptPieces(np.arange(len(count_B)), None, count_B)
         return self._prefill(self.padded_prompts(bucket_length), rows, self._empty_cache(spans))
@@ -108,7 +108,7 @@ class LoadedCase:
 
     @cached_property
     def _prefill(self) -> Callable[..., tuple[jax.Array, KVCache]]:
-        """Logits of pieces of prompts, and the cache with them."""
+        """A compiled prefill of prompt pieces; it returns logits and the cache."""
 
         @jax.jit
         def prefill(parameters, tokens_BT, rows, cache):
@@ -126,7 +126,7 @@ class LoadedCase:
         return jnp.asarray(tokens)
 
     def assert_close(self, logits_BTV: np.ndarray, first: int = 0) -> None:
-        """Compare positions from `first` on, as far as each prompt goes."""
+        """Compare the positions from `first` to the end of each prompt."""
         logprobs_BTV = np.asarray(jax.nn.log_softmax(jnp.asarray(logits_BTV), axis=-1))
         for row_TV, expected_TV in zip(logprobs_BTV, self.reference, strict=True):
             true_length = len(expected_TV)
@@ -208,7 +208,7 @@ def test_decoding_token_by_token_gives_the_logprobs_of_transformers(
 
 
 def test_scanned_layers_give_the_logprobs_of_transformers(scanned: LoadedCase):
-    """Weights are read from published tensors, layer by layer, into one array for each place."""
+    """Published tensors are read layer by layer into one array for each group position."""
     assert any(":" in name for name in scanned.parameters)
     scanned.assert_close(scanned.prefill_logits(BUCKET_LENGTH))
     scanned.assert_close(scanned.decode_logits(SPANS, first=5), first=5)
@@ -219,7 +219,7 @@ def test_scanned_layers_give_the_logprobs_of_transformers(scanned: LoadedCase):
 def test_prefill_in_chunks_gives_the_logprobs_of_transformers(
     loaded: LoadedCase, is_slow: bool, spans: tuple[int, ...]
 ):
-    """In every run one family for each way of keeping a layer, the others when asked."""
+    """Every run tests one family for each kind of layer cache; `--slow` tests the others."""
     if not (is_slow or loaded.case.name in IN_CHUNKS):
         pytest.skip("slow; run with --slow")
     loaded.assert_close(loaded.chunk_logits(spans))

@@ -1,4 +1,4 @@
-"""What holds for every decoder: causality, padding, spans, and prefill agreeing with decode."""
+"""Properties of every decoder: causality, padding, spans, and prefill equal to decode."""
 
 from dataclasses import replace
 from functools import cache, partial
@@ -74,7 +74,7 @@ ALL = np.ones(3, bool)
 
 @pytest.fixture(scope="module", params=VARIANTS.values(), ids=VARIANTS.keys())
 def model(request):
-    """Graph definition and weights; constants are moved off their neutral values."""
+    """Graph definition and weights; constants differ from their neutral values."""
     graphdef, state = nnx.split(Decoder(request.param, rngs=nnx.Rngs(0)))
     rng = np.random.default_rng(0)
     state = jax.tree.map(lambda x: x + 0.2 * jnp.asarray(rng.normal(size=x.shape), x.dtype), state)
@@ -87,7 +87,7 @@ def _program(function, graphdef, is_optimized: bool):
 
 
 def program(function, graphdef):
-    """A jitted function of one model, which tests with the same optimizations share."""
+    """Return a jitted function of one model, shared by tests with the same optimizations."""
     return _program(function, graphdef, not jax.config.values["jax_disable_most_optimizations"])
 
 
@@ -120,7 +120,7 @@ def forward(graphdef, state, tokens_BT, true_length_B):
 
 
 def prefill(graphdef, state, tokens_BT, true_length_B):
-    """Logits, and a cache that holds each row in the slot of its number."""
+    """Return logits, and a cache with row i in slot i."""
     decoder = nnx.merge(graphdef, state)
     B = len(true_length_B)
     empty = kv_cache.allocate(decoder.config, B, SPANS, jnp.float32)
@@ -168,7 +168,7 @@ def decode(graphdef, state, token_B, position_B, cache, is_token_B):
 
 @pytest.mark.parametrize("first", [3, 11])
 def test_decode_token_by_token_equals_a_whole_pass(model, first):
-    """Eleven tokens reach over two segments, and are more than most windows."""
+    """Eleven tokens span two segments, and exceed most windows."""
     graphdef, state = model
     expected = program(forward, graphdef)(state, prompts(), jnp.full(3, T))
     cache = start(graphdef, state, first)
@@ -274,7 +274,7 @@ def test_a_kind_that_is_unknown_is_refused(field):
 
 
 def test_a_factor_of_one_is_no_operation_and_any_other_is_one():
-    """Multiplications in a traced pass, of which there are more only where asked for."""
+    """A traced pass has more multiplications only if a factor differs from one."""
 
     def count(multipliers: Multipliers) -> int:
         config = replace(CONFIG, multipliers=multipliers)

@@ -1,4 +1,4 @@
-"""The segmented cache against one plain numpy array a slot."""
+"""The segmented cache against one plain numpy array for each slot."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ def positions_of(cache: KVCache) -> np.ndarray:
 
 
 def flat(cache: KVCache) -> list[np.ndarray]:
-    """Positions, then keys and values of each layer."""
+    """Return the positions, then keys and values of each layer."""
     return [positions_of(cache), *sides(cache.layers)]
 
 
@@ -38,7 +38,7 @@ CHUNKS = [((16,), 5, 6, 4), ((4, 8, 16), 8, 8, 8), ((4, 8, 16), 10, 6, 1), ((1, 
 
 @pytest.mark.parametrize(("spans", "start", "length", "true_length"), WHOLE + CHUNKS, ids=str)
 def test_a_piece_is_written_at_its_positions_and_nowhere_else(spans, start, length, true_length):
-    """Rows are of slots in another order, and one has no slot."""
+    """The rows' slots are in another order, and one row has no slot."""
     before, prompt = used_cache(CONFIG, spans), random_prompt(3, length)
     rows = pieces([2, SLOTS, 0], [true_length, length, length], start)
     after = jax.jit(keep)(before, prompt, rows)
@@ -115,7 +115,7 @@ def test_segments_past_a_row_change_no_bit_of_its_attention(num_segments, window
 
 @pytest.mark.parametrize("start", [None, 8])
 def test_a_segment_that_all_slots_share_is_given_back_unwritten(start):
-    """The very array: a program that gives it back neither writes nor copies it."""
+    """The result is the same array, so a program neither writes nor copies it."""
     cache = kv_cache.allocate(CONFIG, SLOTS, SPANS, jnp.float32, span_slots=(1, SLOTS, SLOTS))
     piece = keep(cache, random_prompt(SLOTS, 8), pieces(range(SLOTS), [8] * SLOTS, start))
     position_B = jnp.arange(SLOTS)

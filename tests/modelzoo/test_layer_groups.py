@@ -13,7 +13,7 @@ KINDS = {
     "s": (None, True),
     "x": (5, True),
 }
-"""Without a window and with one, dense and sparse."""
+"""Kinds of layers: without and with a window, dense and sparse."""
 
 
 def config_of(kinds: str) -> DecoderConfig:

@@ -56,7 +56,7 @@ def random_layer(routing: Routing, seed: int = 0, has_bias: bool = False):
 
 
 def plain_choices(x_D: np.ndarray, router: Router, routing: Routing) -> dict[int, float]:
-    """The weights of one token's experts, in float64 and one step at a time."""
+    """Compute the weights of one token's experts, in float64, step by step."""
     logits = x_D.astype(np.float64) @ router.weight_DE
     logits += 0 if router.bias_E is None else router.bias_E
     softmax = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
@@ -112,7 +112,7 @@ EVERY_DISPATCH = [
     ("name", "kind", "has_bias"), dict.fromkeys(EVERY_ROUTING + EVERY_DISPATCH), ids=str
 )
 def test_every_routing_and_dispatch_gives_what_plain_numpy_gives(name, kind, has_bias):
-    """A capacity that holds everything is lossless, too."""
+    """A capacity that holds all choices is also lossless."""
     routing = ROUTINGS[name]
     x_BTD, router, weights = random_layer(routing, has_bias=has_bias)
     factor = float(routing.num_experts) if kind == "capacity" else None
@@ -150,7 +150,7 @@ def test_without_loss_a_row_has_the_same_bits_whatever_its_neighbours_are(kind):
 
 
 def test_padding_takes_no_expert_and_no_capacity():
-    """Were padding counted, the tokens after it would find their experts full."""
+    """If padding counted, the experts would be full for the tokens after it."""
     routing = Routing(4, 1)
     x_BTD, router, weights = random_layer(routing)
     x_BTD[:] = x_BTD[-1, -1]

@@ -1,6 +1,6 @@
-"""Latent attention: what its cache holds, and that attending to latents is attending to heads.
+"""Latent attention: the content of its cache, and equality with attention over heads.
 
-That both give what the published implementation gives is for the conformance tests.
+The conformance tests compare both with the published implementation.
 """
 
 from dataclasses import replace
@@ -13,7 +13,7 @@ from caches import keep, pieces
 from tiny import random_parameters
 from tolerances import FLOAT32_MODEL_LOGPROB
 
-from noria.compile.definition import Definition
+from noria.compile.abstract_model import AbstractModel
 from noria.modelzoo import kv_cache
 from noria.modelzoo.config import DecoderConfig, LatentAttention
 from noria.modelzoo.decoder import Decoder
@@ -38,7 +38,7 @@ SLOTS, SPANS, LENGTH = 2, (4, 7, 16), 12
 
 
 def bound(config: DecoderConfig) -> Decoder:
-    definition = Definition(config)
+    definition = AbstractModel(config)
     return definition.bind(random_parameters(definition))
 
 
@@ -56,7 +56,7 @@ def test_the_cache_holds_a_latent_and_a_rotated_key_a_token_and_nothing_else(dty
 
 @pytest.mark.parametrize(("query_rank", "window"), [(None, None), (9, 5)])
 def test_tokens_that_read_latents_from_the_cache_answer_as_in_a_prompt(query_rank, window):
-    """Three tokens of one row and seven of the other come from a prefill, the rest one by one."""
+    """The test prefills three tokens of one row and seven of the other, and decodes the rest."""
     latent = replace(LATENT, query_rank=query_rank)
     config = replace(CONFIG, latent=latent, windows=(None, window))
     tokens_BT, lengths = random_tokens(), np.array([3, 7])
@@ -82,7 +82,7 @@ def test_tokens_that_read_latents_from_the_cache_answer_as_in_a_prompt(query_ran
 
 
 def joined(layers) -> list[np.ndarray]:
-    """Latents of each layer, segments joined."""
+    """Return the latents of each layer, segments joined."""
     return [np.concatenate(layer.latent_LBSH, axis=2)[0] for layer in layers]
 
 

@@ -1,4 +1,4 @@
-"""What is recorded of a layer: every weight in one product, and which products share an array."""
+"""The recorded products of a layer: one for each weight, and which products share an array."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Prompts in pieces: the same cache however they are cut, and nothing seen of a former owner."""
+"""Prompts in pieces: every division gives the same cache, and hides a slot's former content."""
 
 from dataclasses import replace
 from functools import cache, partial
@@ -11,7 +11,7 @@ import pytest
 from tiny import random_parameters
 from tolerances import FLOAT32_MODEL_LOGPROB
 
-from noria.compile.definition import Definition
+from noria.compile.abstract_model import AbstractModel
 from noria.modelzoo import kv_cache
 from noria.modelzoo.config import AS_PUBLISHED, Arrangement, Chunk, DecoderConfig, LatentAttention
 from noria.modelzoo.key_blocks import joined
@@ -30,7 +30,7 @@ HEADS = DecoderConfig(
     windows=(None, 3, Chunk(5)),
     max_position=32,
 )
-"""Keeps whole layers, and rings that are shorter than most prompts."""
+"""A model with whole layers, and rolling layers that are shorter than most prompts."""
 LATENT = LatentAttention(rank=10, plain_dim=6, rope_dim=4, value_dim=7)
 CONFIGS = {
     "heads": HEADS,
@@ -41,12 +41,12 @@ WIDE = Arrangement(head_multiple=16)
 BLOCKS = Arrangement(key_blocks=(4, 2))
 SPANS, LONGEST = (4, 24), 24
 LENGTHS = np.arange(1, LONGEST - 3)
-"""Of prompts, a slot each."""
+"""Lengths of the prompts; each prompt has its own slot."""
 SLOTS = len(LENGTHS)
 STEPS = 4
 IN_CHUNKS = [*range(0, 24, 4), 24]
 UNEVENLY = [0, 4, 8, 24]
-"""Pieces shorter than a ring and longer, each within the last of the segments that it is given."""
+"""Pieces shorter and longer than a rolling buffer, each within the last segment that it reads."""
 WHOLE = None
 
 
@@ -55,7 +55,10 @@ class Model:
 
     def __init__(self, config: DecoderConfig, arrangement: Arrangement = AS_PUBLISHED):
         self.config, self.arrangement = config, arrangement
-        definition, parameters = Definition(config, arrangement), parameters_of(config, arrangement)
+        definition, parameters = (
+            AbstractModel(config, arrangement),
+            parameters_of(config, arrangement),
+        )
 
         @jax.jit
         def prefill(parameters, tokens_BT, rows, cache):
@@ -76,7 +79,7 @@ class Model:
         )
 
     def prefill(self, cache: KVCache, tokens_BT, length_B, cuts=WHOLE, *, decodes_between=False):
-        """Logits of every position, and the cache; whole prompts take the segments they need.
+        """Return logits of every position, and the cache; whole prompts use the segments they need.
 
         Where decode goes on between chunks, it writes to every slot at its next position.
         """
@@ -101,11 +104,11 @@ class Model:
 
 def parameters_of(config: DecoderConfig, arrangement: Arrangement) -> dict[str, jax.Array]:
     """The same layers in both arrangements."""
-    single = random_parameters(Definition(config))
+    single = random_parameters(AbstractModel(config))
     if arrangement == AS_PUBLISHED:
         return single
     found = {}
-    for name in Definition(config, arrangement).abstract_parameters(jnp.float32):
+    for name in AbstractModel(config, arrangement).abstract_parameters(jnp.float32):
         layers = [single[one] for one in single_layer_names(name)]
         found[name] = jnp.stack(layers) if ":" in name else layers[0]
     return found
@@ -115,7 +118,7 @@ model = cache(Model)
 
 
 def in_turns(config: DecoderConfig, arrangement: Arrangement) -> DecoderConfig:
-    """With the layers twice where they are scanned, so that the loop has two turns."""
+    """Return the model with its layers twice where they are scanned: the loop has two turns."""
     return replace(config, windows=config.windows * (2 if arrangement.scan_layers else 1))
 
 
@@ -128,7 +131,7 @@ def random_tokens(seed: int) -> jax.Array:
 @pytest.mark.parametrize("cuts", [WHOLE, IN_CHUNKS], ids=["whole", "chunks"])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_nothing_is_seen_of_a_former_owner(config, cuts):
-    """Former owners had other lengths, all to the end; prompts and steps pass every position."""
+    """Earlier rows of a slot had other lengths, up to the end; the test covers every position."""
     one, tokens_BT = model(config), random_tokens(1)
     former_B = LONGEST - np.arange(SLOTS) % 4
     _, used = one.prefill(one.empty(), random_tokens(2), former_B, IN_CHUNKS)
@@ -163,7 +166,7 @@ def test_nothing_is_seen_of_a_former_owner(config, cuts):
 )
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_a_cache_is_the_same_however_prompts_come_in(config, arrangement, cuts):
-    """Compared with whole prompts through unrolled layers, entry by entry."""
+    """The reference is whole prompts through unrolled layers, entry by entry."""
     config = in_turns(config, arrangement)
     whole, other, tokens_BT = model(config), model(config, arrangement), random_tokens(1)
     expected = live_entries(whole, whole.prefill(whole.empty(), tokens_BT, LENGTHS)[1])
@@ -207,10 +210,10 @@ def test_a_cache_arranged_otherwise_gives_the_same_answers(config, arrangement, 
 
 
 def live_entries(one: Model, cache: KVCache) -> list[tuple[np.ndarray, list[np.ndarray]]]:
-    """Positions of each layer in order, and what it keeps there; zeros where there is no token."""
+    """Return each layer's positions in order, with its entries; zeros if there is no token."""
     found = {}
     for layers, kept in zip(block_layers(one.config, one.arrangement), cache.layers, strict=True):
-        positions = cache.positions.of(one.config.windows[layers.start])
+        positions = cache.positions.for_window(one.config.windows[layers.start])
         position_BS = np.concatenate(positions, axis=1)
         for index, layer in enumerate(layers):
             arrays = []

@@ -1,4 +1,4 @@
-"""Layers with a window keep their latest positions alone, whatever came before.
+"""Layers with a window keep only their latest positions, whatever their slot held before.
 
 Each slot is compared with a plain dictionary from positions to keys and values.
 """
@@ -35,8 +35,8 @@ def prompt_of(length: int, rows: int = 1):
 
 
 def entries(cache: KVCache, layer: int, slot: int) -> dict[int, np.ndarray]:
-    """What a slot holds in one layer: `[2, K, H]`, key and value, by stored position."""
-    positions = cache.positions.of(WINDOWS[layer])
+    """Return a slot's `[2, K, H]` keys and values in one layer, by stored position."""
+    positions = cache.positions.for_window(WINDOWS[layer])
     position_S = np.concatenate([np.asarray(segment[slot]) for segment in positions])
     keys, values = (side[slot] for side in sides(cache.layers[layer : layer + 1]))
     held = [s for s, position in enumerate(position_S) if position != EMPTY_POSITION]
@@ -61,7 +61,7 @@ def tokens_of(prompt, layer: int, row: int, length: int) -> dict[int, np.ndarray
 
 
 def assert_holds(cache: KVCache, layer: int, slot: int, tokens: dict[int, np.ndarray]) -> None:
-    """The latest of these tokens; what is left of a former owner has later positions than all."""
+    """Return the latest of these tokens; entries of earlier rows have later positions."""
     held = entries(cache, layer, slot)
     assert_same({p: held[p] for p in held if p < len(tokens)}, latest(tokens, WINDOWS[layer]))
 
@@ -85,7 +85,7 @@ def test_a_whole_prompt_leaves_its_latest_tokens(spans, length, true_length):
 @pytest.mark.parametrize("spans", CUTS, ids=str)
 @pytest.mark.parametrize("chunk", [1, 2, 4, 8])
 def test_chunks_fill_a_slot_as_they_come(spans, chunk):
-    """Of as many tokens as there are up to the end of a span; the last is half padding."""
+    """Each chunk ends at the end of a span at the latest; half of the last chunk is padding."""
     cache, prompt = used_cache(RINGS, spans), prompt_of(24)
     held = [tokens_of(prompt, layer, 0, 24) for layer in range(len(WINDOWS))]
     cuts = sorted({*spans, *range(0, 24, chunk)})
@@ -101,7 +101,7 @@ def test_chunks_fill_a_slot_as_they_come(spans, chunk):
 
 @pytest.mark.parametrize("spans", CUTS, ids=str)
 def test_appending_goes_round_and_round(spans):
-    """Rows of other lengths side by side, each through its ring several times."""
+    """Rows of different lengths run together, and each wraps its buffer several times."""
     prompt, lengths = prompt_of(12, rows=SLOTS), (1, 3, 7, 12)
     cache = keep_rings(used_cache(RINGS, spans), prompt, pieces(range(SLOTS), lengths))
     held = [
@@ -132,7 +132,7 @@ def append(cache: KVCache, new, position_B) -> KVCache:
 @pytest.mark.parametrize("position", [2, 4, 11, 12, 23])
 @pytest.mark.parametrize("window", [3, Chunk(3)], ids=str)
 def test_a_ring_gives_the_attention_of_a_cache_that_keeps_all(spans, position, window):
-    """One with a mask over all positions, and the ring of that size."""
+    """The test compares a mask over all positions with a rolling buffer of the window's size."""
     prompt, new, length = prompt_of(24), prompt_of(1), jnp.array([position])
     # layer 1 keeps all, layer 3 is a ring: let them keep the same
     prompt, new = ((*each[:3], each[1]) for each in (prompt, new))
@@ -142,7 +142,7 @@ def test_a_ring_gives_the_attention_of_a_cache_that_keeps_all(spans, position, w
     q_BTKGH = jnp.asarray(np.random.default_rng(2).normal(size=(1, 1, K, 3, H)), jnp.float32)
 
     def attend(layer: int, kept_window: Window):
-        entries = cache.layers[layer].read(jnp.int32(0)), cache.positions.of(kept_window)
+        entries = cache.layers[layer].read(jnp.int32(0)), cache.positions.for_window(kept_window)
         return attend_segments(attend_dense, window, q_BTKGH, length[:, None], entries)[0]
 
     whole = attend(1, None)
@@ -151,11 +151,12 @@ def test_a_ring_gives_the_attention_of_a_cache_that_keeps_all(spans, position, w
 
 @pytest.mark.parametrize("num_segments", [1, 2, 3, 4])
 def test_a_head_has_the_segments_below_its_span(num_segments):
-    """Spans 2, 4, 8 and 24: a ring of 3 ends in the second of them, one of 5 in the third."""
+    """With spans 2, 4, 8 and 24, a buffer of 3 ends in segment 2, a buffer of 5 in segment 3."""
     cache = used_cache(RINGS, CUTS[2])
     head = cache.head(num_segments)
     lengths = {
-        window: [segment.shape[1] for segment in head.positions.of(window)] for window in WINDOWS
+        window: [segment.shape[1] for segment in head.positions.for_window(window)]
+        for window in WINDOWS
     }
     expected = {3: [2, 1], None: [2, 2, 4, 16], 5: [2, 2, 1]}
     assert lengths == {window: of_all[:num_segments] for window, of_all in expected.items()}

@@ -158,7 +158,7 @@ def test_heads_that_are_normed_have_a_mean_square_of_one_and_keep_their_directio
 
 @pytest.mark.parametrize("array", [np.asarray, jnp.asarray], ids=["constant", "data"])
 def test_where_nothing_rotates_queries_grow_at_each_interval_and_keys_stay(array):
-    """Of 4 positions each: the first interval ends with position 3."""
+    """Each interval has 4 positions: the first one ends with position 3."""
     position_BT = array([[0, 2, 3], [6, 7, 40]], dtype=np.int32)
     q, k = (jnp.ones((2, 3, heads, 4)) for heads in (3, 1))
     q, unchanged = encode(q, k, position_code(position_BT, NoRope(0.5, interval=4), 4))

@@ -22,7 +22,7 @@ V, X, Y, S = 37, 3, 4, 12
 
 
 def make_state(batch: int, **rows) -> SamplingState:
-    """Greedy rows that ask for nothing, with the given fields replaced."""
+    """Return greedy rows without options, with the given fields replaced."""
 
     def full(value, dtype=np.float32):
         return np.full(batch, value, dtype)
@@ -51,7 +51,7 @@ def make_state(batch: int, **rows) -> SamplingState:
 
 
 def make_history(batch: int, prompt_length: int = 4, length: int = 9, seed: int = 0) -> History:
-    """Ids past `length` are what a predecessor left there."""
+    """Ids past `length` come from the slot's earlier row."""
     tokens_BS = np.random.default_rng(seed).integers(0, 12, (batch, S)).astype(np.int32)
     return History(jnp.asarray(tokens_BS), jnp.full(batch, prompt_length), jnp.full(batch, length))
 
@@ -194,7 +194,7 @@ def test_greedy_takes_the_first_of_tied_tokens():
 
 
 def mixed_rows() -> tuple[jax.Array, SamplingState, History]:
-    """Eight rows of which each asks for something else, and one for nothing."""
+    """Return eight rows: each has another option, and one has none."""
     batch = 8
     nothing = [V] * Y
     state = make_state(
@@ -224,7 +224,7 @@ def test_rows_are_bit_equal_under_permutation():
 
 
 def test_a_row_gets_the_same_bits_whatever_its_neighbours_ask_for():
-    """Alone among rows that ask for nothing no other branch runs; among all of them every one."""
+    """A row with an option among rows without runs only its branch; all rows together run all."""
     logits_BV, state, history = mixed_rows()
     process, draw, keep = jax.jit(process_logits), jax.jit(sample), jax.jit(keep_mask)
     together = process(logits_BV, state, history, live(8))
@@ -264,7 +264,7 @@ DRAWS = 8192
 @pytest.mark.parametrize("varied", ["key", "sample", "step"])
 @pytest.mark.parametrize("changes", [{}, {"top_k_B": 3}, {"top_p_B": 0.8, "temperature_B": 1.5}])
 def test_frequencies_of_draws_match_the_probabilities(varied, changes):
-    """Within 4.5 standard deviations for each token, over fixed seeds, whichever counter runs."""
+    """Each token is within 4.5 standard deviations, over fixed seeds and for every counter."""
     logits_V = jnp.array([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
     state = make_state(DRAWS, **{"temperature_B": 1.0} | changes)
     history = make_history(DRAWS)._replace(tokens_BS=jnp.zeros((DRAWS, 1), jnp.int32))

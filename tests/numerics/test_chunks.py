@@ -1,7 +1,7 @@
-"""The embedded model gives the same greedy tokens from prompts in chunks as from whole ones.
+"""The embedded model gives the same greedy tokens from chunked prompts as from whole prompts.
 
-All are executables of their own, so the near-tie rule holds: up to the first step at which the
-best two are closer than `NEAR_TIE_GAP` the tokens are the same.
+The grids have different executables, so the near-tie rule applies: the tokens are the same up to
+the first step whose best two tokens are closer than `NEAR_TIE_GAP`.
 """
 
 import json
@@ -27,7 +27,7 @@ TAILS = BucketGrid(
 
 @cache
 def answers(grid: BucketGrid, count: int, max_tokens: int = 16):
-    """Of so many conversations."""
+    """Return the model's outputs for the first `count` conversations."""
     llm = LLM("smollm2", plan=Plan("cpu", PlannedModel("smollm2", ""), Numbers("float32"), grid))
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=2)
     outputs = llm.chat(conversations_of(count), params)
@@ -36,7 +36,7 @@ def answers(grid: BucketGrid, count: int, max_tokens: int = 16):
 
 
 def conversations_of(count: int) -> list:
-    """Those of the benchmark, and then the ends of them."""
+    """Return the benchmark's conversations, and then the ends of the same conversations."""
     lines = PROMPTS.read_text("utf-8").splitlines()
     rows = [json.loads(line)["body"]["messages"] for line in lines]
     found = []

@@ -1,6 +1,6 @@
 """bfloat16 weights and activations against float32, on the embedded model: bounds on the error.
 
-The whole distribution is measured by scripts/compare_dtypes.py; here, a few prompts.
+These tests use a few prompts; scripts/compare_dtypes.py measures the whole distribution.
 """
 
 import json

@@ -1,9 +1,9 @@
 """The embedded model against transformers: same prompts, same greedy tokens, same probabilities.
 
 The reference is transformers' LlamaForCausalLM in float32, over weights that are dequantised and
-renamed here without any code of noria's. It is fed noria's own tokens: with the same tokens before
-it, its likeliest next token is what its own greedy search would choose, so one pass a row checks
-every step, and the steps after a near tie too.
+renamed here without noria's code. It reads noria's tokens: given the same earlier tokens, its
+likeliest next token is the choice of its own greedy search. So one pass over a row checks every
+step, also the steps after a near tie.
 """
 
 import pytest
@@ -34,7 +34,7 @@ CONVERSATIONS[1].insert(0, {"role": "system", "content": "You answer like a phys
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
-    """transformers' model and tokenizer."""
+    """The model and tokenizer of transformers."""
     import torch
     import transformers
 
@@ -60,7 +60,7 @@ def answers(llm):
 
 
 def reference_logprobs(model, tokens):
-    """Log-probabilities `[T, V]`: entry t is of the token at t + 1."""
+    """Return log-probabilities `[T, V]`: entry t is for the token at t + 1."""
     import torch
 
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""No text of others reaches the terminal as anything but characters that show."""
+"""Text from files and users reaches the terminal only as printable characters."""
 
 import json
 

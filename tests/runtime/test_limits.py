@@ -1,4 +1,4 @@
-"""Limits on rows and templates: what is at a limit is taken, and one more is refused."""
+"""Limits on rows and templates: a value at a limit is accepted, and one more is refused."""
 
 import io
 import itertools
@@ -9,7 +9,7 @@ import pytest
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.signatures import MAX_BIASES, MAX_STOP_IDS
 from noria.runtime import request
-from noria.runtime.engine.decode_slots import Job
+from noria.runtime.engine.decode_slots import ScheduledRequest
 from noria.runtime.engine.scheduler import Scheduler
 from noria.runtime.errors import RowError
 from noria.runtime.files.strict_json import MAX_DEPTH, MAX_INTEGER_DIGITS, parse_object, read_lines
@@ -81,5 +81,5 @@ def test_no_more_rows_wait_than_full_calls_can_be_chosen_from(prefill, limit):
     for number in itertools.count():
         if not scheduler.wants_more:
             break
-        scheduler.submit(Job(number, 5, 13, 1, False))
+        scheduler.submit(ScheduledRequest(number, 5, 13, 1, False))
     assert number == limit

@@ -10,7 +10,7 @@ from noria.runtime.cli import main
 
 
 def refusal(capsys, *arguments) -> str:
-    """What is said of a path that cannot be; the model is not there, so nothing else can be."""
+    """Return the error for an impossible path; it comes before the error of the missing model."""
     assert main([*map(str, arguments), "--model", "nowhere"]) == 2
     return capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""Numbers with their nouns, and the lines that people read most."""
+"""Numbers with their nouns, and the most frequent lines of output."""
 
 from pathlib import Path
 

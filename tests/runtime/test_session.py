@@ -1,4 +1,4 @@
-"""Which devices a plan may run on, and which of them jax is let start."""
+"""The devices that a plan may run on, and the platforms that jax may start."""
 
 from types import SimpleNamespace
 
@@ -71,7 +71,7 @@ def test_jax_starts_no_other_backend_for_what_is_not_to_run_on_one(target, start
 
 @pytest.mark.parametrize("groups", [1, 2, None])
 def test_slots_in_groups_need_the_layout_that_has_them(groups):
-    """On one device the long slots are the first: rows in others would lose what they said."""
+    """On one device the long slots come first: rows in other slots would lose entries."""
     span_slots = None if groups is None else (4, 2)
     grid = BucketGrid(64, ((16, 1),), 4, (32, 64), span_slots=span_slots, slot_groups=groups)
     one = present("cpu", "cpu", 1)

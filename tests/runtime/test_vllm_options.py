@@ -1,4 +1,4 @@
-"""Keyword arguments of vLLM: those that change nothing are taken, the others refused by name."""
+"""Keyword arguments of vLLM: arguments without effect are accepted, others refused by name."""
 
 import inspect
 from dataclasses import replace

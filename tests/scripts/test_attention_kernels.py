@@ -1,4 +1,4 @@
-"""What kernels move, counted by blocks, and what the compiler says of a graph."""
+"""Bytes that kernels move, counted by blocks, and the compiler's figures of a graph."""
 
 from numerics_helpers import script
 

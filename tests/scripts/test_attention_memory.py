@@ -1,4 +1,4 @@
-"""The table of what attention needs: bytes that the shapes explain."""
+"""The table of attention's temporary memory: the shapes explain its bytes."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""The device benchmark, tiny and on the CPU: it measures every case, and counts work rightly."""
+"""The device benchmark on the CPU, in a tiny form: it measures every case, and counts its work."""
 
 import json
 import subprocess
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from numerics_helpers import ROOT, script
 
-from noria.compile.definition import Definition
+from noria.compile.abstract_model import AbstractModel
 from noria.modelzoo.config import DecoderConfig
 from noria.sharding.call import Call
 
@@ -53,13 +53,13 @@ def test_what_is_missing_for_the_peer_is_said():
 
 def work_of(bench, call: Call) -> dict[str, float]:
     device = object.__new__(bench.DeviceBench)
-    device.definition, device.options = Definition(CONFIG), Namespace(dtype="float32")
+    device.definition, device.options = AbstractModel(CONFIG), Namespace(dtype="float32")
     return device.work(call)
 
 
 def test_the_bytes_of_a_decode_step_are_its_matrices_and_its_cache():
     bench = script("scripts/bench_device.py")
-    definition = Definition(CONFIG)
+    definition = AbstractModel(CONFIG)
     matrices = sum(
         leaf.size
         for name, leaf in definition.abstract_parameters(jnp.float32).items()
@@ -74,7 +74,7 @@ def test_the_bytes_of_a_decode_step_are_its_matrices_and_its_cache():
 
 def test_the_flops_of_a_prefill_are_nearly_those_that_xla_counts():
     bench = script("scripts/bench_device.py")
-    length, definition = 64, Definition(CONFIG)
+    length, definition = 64, AbstractModel(CONFIG)
 
     def prefill(parameters, tokens_BT, true_length_B):
         decoder = definition.bind(parameters)

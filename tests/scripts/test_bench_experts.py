@@ -1,4 +1,4 @@
-"""The benchmark of sparse layers compares layers that are equal, and says what it measured."""
+"""The benchmark of sparse layers compares equal layers, and reports its measurements."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""The record of whole plans: what is done is not done again, and what does not fit is said."""
+"""The record of whole plans: finished work is not repeated, and plans that do not fit are named."""
 
 from pathlib import Path
 

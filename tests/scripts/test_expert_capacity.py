@@ -1,4 +1,4 @@
-"""The tables of capacities: shares of a batch whose places are known, and routing as stated."""
+"""The table of capacities: shares of a known batch, and routing with the stated distribution."""
 
 import json
 

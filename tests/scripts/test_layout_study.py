@@ -1,4 +1,4 @@
-"""The study's arithmetic: context lengths as published, and which layouts win."""
+"""The study's arithmetic: the published context lengths, and the fastest layouts."""
 
 from numerics_helpers import script
 

@@ -1,18 +1,18 @@
-"""The cases of long contexts: predictions that can be worked out by hand."""
+"""The cases of long contexts: predictions that can be calculated by hand."""
 
 import pytest
 from numerics_helpers import script
 
-from noria.compile.definition import Definition
+from noria.compile.abstract_model import AbstractModel
 
 LONG = script("scripts/long_context.py")
 PREFILL, DECODE = LONG.CASES
 LAYER = 4096 * 128 * (2 * 32 + 2 * 8) + 3 * 4096 * 14336
-"""Weights of a layer of Llama 3 8B."""
+"""Number of weights in a layer of Llama 3 8B."""
 
 
 def cost_model(case):
-    return LONG.cost_model(case, Definition(case.config))
+    return LONG.cost_model(case, AbstractModel(case.config))
 
 
 def test_a_prefill_computes_products_and_half_of_all_pairs_of_tokens():

@@ -1,4 +1,4 @@
-"""Loading in four processes: each holds its own shards once, and the script would notice more."""
+"""Loading in four processes: each holds its own shards once, and the script notices any excess."""
 
 import subprocess
 import sys

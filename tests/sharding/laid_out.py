@@ -1,8 +1,8 @@
-"""Small random models under layouts on simulated devices, and what they answer.
+"""Small random models under layouts on simulated devices, and their answers.
 
-One odd model a family, read from the family's own config.json; what is compiled are the graphs of
-the build, and what is compared with is the same model on one device: a whole forward pass for each
-token, or the graphs of the build where more than greedy tokens is compared.
+There is one model with special features for each family, from the family's own config.json. The
+helpers compile the graphs of the build. The reference is the same model on one device: a whole
+forward pass for each token, or the graphs of the build if a test compares more than greedy tokens.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,9 +16,9 @@ import numpy as np
 from tiny import random_parameters
 from tolerances import FLOAT32_MODEL_LOGPROB
 
+from noria.compile.abstract_model import AbstractModel
 from noria.compile.build import GraphSpec, compile_graph, plan_graphs
 from noria.compile.compiled_graphs import CompiledGraphs
-from noria.compile.definition import Definition
 from noria.compile.grids.bucket_grid import BucketGrid, PrefillBucket
 from noria.compile.prefill_steps import PrefillOutput
 from noria.compile.steps import NO_TOKEN, DecodeOutput, DecodeState
@@ -30,7 +30,7 @@ from noria.modelzoo.families.registry import from_hf_config
 from noria.modelzoo.layer_groups import single_layer_names
 from noria.modelzoo.sampling import SamplingState, TokenScores
 from noria.runtime.devices.host_arrays import HostArrays
-from noria.runtime.engine.decode_slots import Job, Sequence
+from noria.runtime.engine.decode_slots import ScheduledRequest, ScheduledSequence
 from noria.runtime.engine.padding import pack_pieces, pack_requests, pack_sampling
 from noria.runtime.engine.scheduler import PromptPiece
 from noria.runtime.files.layout_files import named_layout_tables, read_layout_table
@@ -38,7 +38,7 @@ from noria.runtime.request import SamplingParams
 from noria.sharding.layout import Layout
 
 VOCAB = 151
-"""Prime, so that every layout that splits it pads it."""
+"""A prime number, so that every layout that splits the vocabulary pads it."""
 
 KEY_BLOCKS = (8, 4)
 
@@ -151,12 +151,12 @@ _OF_RINGS = {
     "ring-data-expert": "llama4_text",
     "ring-tensor": "deepseek_v3",
 }
-"""Sinks and windows, chunks and experts, latents."""
+"""Families of the ring layouts: they have sinks and windows, chunks and experts, or latents."""
 FAMILY_OF = {
     layout: list(FAMILIES)[i % len(FAMILIES)]
     for i, layout in enumerate(layout for layout in LAYOUTS if layout not in _OF_RINGS)
 } | _OF_RINGS
-"""Families in turn: the pair of each layout that every run tests, compiled once for all tests."""
+"""The family that every run tests with each layout; the pair is compiled once for all tests."""
 
 GREEDY = SamplingParams(temperature=0)
 STOP_ID = 2
@@ -165,31 +165,31 @@ PROMPT_LENGTHS = (24, 9, 1, 17, 5, 23)
 
 @dataclass(frozen=True)
 class Row:
-    """A prompt and how it is sampled."""
+    """A prompt with its sampling options."""
 
     prompt: tuple[int, ...]
     params: SamplingParams = GREEDY
     seed: int = 7
     sample: int = 0
     limit: int | None = None
-    """Length at which it ends, where it is not the longest."""
+    """Length at which the row ends; None for the grid's longest length."""
 
 
 @dataclass(frozen=True)
 class Answers:
-    """What rows in slots came to; every array leads with the slots."""
+    """The results of rows in slots; every array leads with the slots."""
 
     prompt_logprobs_BV: np.ndarray
     logprobs_BV: np.ndarray
     """After the last token."""
     output: DecodeOutput
-    """Of all calls, along the axis of steps."""
+    """Outputs of all calls, joined along the axis of steps."""
     state: DecodeState
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What greedy rows come to on one device; every array leads with the rows."""
+    """The results of greedy rows on one device; every array leads with the rows."""
 
     tokens_RQ: np.ndarray
     prompt_logprobs_RV: np.ndarray
@@ -216,14 +216,14 @@ def config_of(family: str, num_kv_heads: int = 8, num_layers: int = 2) -> Decode
 
 
 def layout_of(spelling: str) -> Layout:
-    """A layout in the spelling of the command line."""
+    """Return the layout of a name or file as on the command line."""
     return Layout.from_table(read_layout_table(spelling))
 
 
 def grid_of(num_devices: int, in_chunks: bool = False) -> BucketGrid:
-    """Rows for all prompts, and a cache of two segments or more; shorter than windows and longer.
+    """Return a grid with rows for all prompts, and a cache of at least two segments.
 
-    Chunks are longer than the windows, then shorter.
+    Prompts, and chunks of two sizes, are shorter and longer than the windows.
     """
     rows = 8 if num_devices == 1 else -(-len(PROMPT_LENGTHS) // num_devices) * num_devices
     if in_chunks:
@@ -233,7 +233,7 @@ def grid_of(num_devices: int, in_chunks: bool = False) -> BucketGrid:
 
 
 def greedy_rows() -> dict[int, Row]:
-    """A row of each length by slot; on eight devices two slots stay free."""
+    """Return a row of each length by slot; on eight devices two slots stay free."""
     rng = np.random.default_rng(0)
     prompts = [tuple(rng.integers(3, VOCAB, n).tolist()) for n in PROMPT_LENGTHS]
     return dict(enumerate(map(Row, prompts)))
@@ -243,9 +243,9 @@ def greedy_rows() -> dict[int, Row]:
 def expected(
     config: DecoderConfig, rows: tuple[Row, ...] | None = None, num_tokens: int = 12
 ) -> Expected:
-    """The answer of one device to greedy rows: a whole forward pass for each token."""
+    """Compute greedy rows on one device, with a whole forward pass for each token."""
     rows = tuple(greedy_rows().values()) if rows is None else rows
-    definition, prompts = Definition(config), [row.prompt for row in rows]
+    definition, prompts = AbstractModel(config), [row.prompt for row in rows]
     parameters = random_parameters(definition)
 
     @jax.jit
@@ -276,7 +276,7 @@ def expected(
 def arranged(
     parameters: dict[str, np.ndarray], config: DecoderConfig, arrangement: Arrangement
 ) -> dict[str, np.ndarray]:
-    """Published weights as a layout wants them, layer by layer, in plain numpy."""
+    """Return published weights in a layout's arrangement, layer by layer, in plain numpy."""
     copies, G = arrangement.kv_copies, config.heads_per_kv
     result = {}
     for name, x in parameters.items():
@@ -296,7 +296,7 @@ def arranged(
 
 
 class _CompiledWhenCalled(dict[str, jax.stages.Compiled]):
-    """Executables by name. Compiling takes most of a test's time, and few tests call all graphs."""
+    """Executables by name, compiled on first use: few tests call all graphs."""
 
     def __init__(self, planned: Iterable[GraphSpec]):
         super().__init__()
@@ -314,11 +314,11 @@ class LaidOut:
     config: DecoderConfig
     layout: Layout | None = None
     long_slots: int | None = None
-    """Slots that reach the last span, where not all do."""
+    """Number of slots that reach the last span; None if all do."""
     scan_layers: bool = False
     in_chunks: bool = False
     shares_first_span: bool = False
-    """Whether the first segment of the cache has one row for all slots. No plan asks for it."""
+    """Whether the first segment of the cache has one row for all slots. No plan has this option."""
 
     @property
     def num_devices(self) -> int:
@@ -345,16 +345,16 @@ class LaidOut:
         return target.placement(self.layout)
 
     @cached_property
-    def definition(self) -> Definition:
+    def definition(self) -> AbstractModel:
         arrangement = self.placement.arrangement(self.config, self.scan_layers)
         if arrangement.key_blocks:
             # segments here are shorter than the blocks that a build has
             arrangement = replace(arrangement, key_blocks=KEY_BLOCKS)
-        return Definition(self.config, arrangement)
+        return AbstractModel(self.config, arrangement)
 
     @cached_property
     def parameters(self) -> dict[str, jax.Array]:
-        published = random_parameters(Definition(self.config))
+        published = random_parameters(AbstractModel(self.config))
         weights = {name: np.asarray(x) for name, x in published.items()}
         weights = arranged(weights, self.config, self.definition.arrangement)
         shardings = self.placement.parameters(self.definition.logical_axes())
@@ -379,9 +379,9 @@ class LaidOut:
     def prefill(
         self, rows: Mapping[int, Row], state: DecodeState | None = None, start: int = 0
     ) -> tuple[DecodeState, list[PrefillOutput]]:
-        """The state with each prompt in the slot of its number, and what every call gave.
+        """Prefill each prompt into its slot; return the state and the output of every call.
 
-        The rows of a call are in the order of `rows`. Prompts go on from token `start`.
+        The rows of a call are in the order of `rows`. Prompts continue from token `start`.
         """
         state, outputs = self.empty_state() if state is None else state, []
         for bucket, pieces in self._calls(rows, start):
@@ -391,7 +391,7 @@ class LaidOut:
         return state, outputs
 
     def score(self, rows: Mapping[int, Row], num_logprobs: int) -> dict[int, TokenScores]:
-        """Scores of every token but the first of each prompt, by slot."""
+        """Return the scores of every token except the first of each prompt, by slot."""
         state = self.empty_state()
         found: dict[int, list[TokenScores]] = {slot: [] for slot in rows}
         for bucket, pieces in self._calls(rows):
@@ -407,7 +407,7 @@ class LaidOut:
         }
 
     def fork(self, state: DecodeState, source: int, slot: int, row: Row) -> DecodeState:
-        """The state with a copy of one slot in another, sampled as `row` says."""
+        """Copy one slot to another, with `row`'s sampling options; return the state."""
         arguments = self.put((np.int32(source), np.int32(slot), self._sampling(row)))
         return self.graphs.fork(state, *arguments)
 
@@ -417,7 +417,7 @@ class LaidOut:
     def _calls(
         self, rows: Mapping[int, Row], start: int = 0
     ) -> Iterator[tuple[PrefillBucket, list[PromptPiece]]]:
-        """Prefill calls with a piece of every prompt that goes on in the bucket of the first."""
+        """Yield prefill calls with a piece of every prompt that continues in the same bucket."""
         grid, done = self.grid, dict.fromkeys(rows, start)
         while left := {n: len(row.prompt) for n, row in rows.items() if done[n] < len(row.prompt)}:
             buckets = {slot: grid.bucket_of(length, done[slot]) for slot, length in left.items()}
@@ -425,21 +425,21 @@ class LaidOut:
             pieces = []
             for slot in (slot for slot in left if buckets[slot] == bucket):
                 start, limit = done[slot], rows[slot].limit or grid.max_length
-                job = Job(0, left[slot], limit, 1, is_scored=False)
+                request = ScheduledRequest(0, left[slot], limit, 1, is_scored=False)
                 count = min(bucket.tokens, left[slot] - start)
-                pieces.append(PromptPiece(slot, Sequence(job, 0), start, count))
+                pieces.append(PromptPiece(slot, ScheduledSequence(request, 0), start, count))
                 done[slot] += count
             yield bucket, pieces
 
     def _packed(
         self, rows: Mapping[int, Row], bucket: PrefillBucket, pieces: list[PromptPiece]
     ) -> Any:
-        """`rows, requests, tokens_BT, next_BT`."""
+        """Return `rows, requests, tokens_BT, next_BT` on the devices."""
         of_pieces = [rows[piece.slot] for piece in pieces]
         prompts, sampling = [row.prompt for row in of_pieces], map(self._sampling, of_pieces)
         slots = self.grid.decode_slots
         packed, tokens_BT, next_BT = pack_pieces(pieces, prompts, bucket, slots)
-        jobs = [piece.sequence.job for piece in pieces]
+        jobs = [piece.sequence.request for piece in pieces]
         requests = pack_requests(jobs, list(sampling), bucket.batch)
         return self.put((packed, requests, tokens_BT, next_BT))
 
@@ -456,7 +456,7 @@ class LaidOut:
     def answer(
         self, rows: Mapping[int, Row], state: DecodeState | None = None, num_calls: int = 3
     ) -> Answers:
-        """What the rows come to from their prompts on, in these slots."""
+        """Prefill the rows in these slots, decode them, and return the results."""
         state, _ = self.prefill(rows, state)
         return self.decode(state, rows, num_calls)
 
@@ -490,9 +490,9 @@ def _steps(output: DecodeOutput) -> DecodeOutput:
 
 @lru_cache(maxsize=8)
 def laid_out(family: str, layout: str | None = None, num_kv_heads: int = 8) -> LaidOut:
-    """A model under a layout, compiled once for tests that run one after the other.
+    """Return a model under a layout, compiled once for consecutive tests.
 
-    Executables of all pairs would map more pieces of memory than Linux lets one process have.
+    Executables of all pairs would need more memory maps than Linux allows a process.
     """
     config = config_of(family, num_kv_heads)
     return LaidOut(config, None if layout is None else layout_of(layout))

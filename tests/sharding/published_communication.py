@@ -1,12 +1,13 @@
-"""Published formulas of what a dense layer communicates, to hold the derived ones against.
+"""Published formulas for the communication of a dense layer, to check the derived formulas.
 
 Source: Pope et al. 2022, "Efficiently Scaling Transformer Inference" (2211.05102): section 3.2.1
 and appendix A.2.1 for one-dimensional weight-stationary, 3.2.2 and A.2.2 for two-dimensional, 3.2.3
 and A.2.3 for weight-gathered, 3.3 for attention sharded over batch; Korthikanti et al. 2022,
 "Reducing Activation Recomputation in Large Transformer Models" (2205.05198), section 4.2.2, for
 sequence-parallel residuals; Liu et al. 2023, "Ring Attention" (2310.01889), section 3, for keys and
-values that go round. They count the MLP; the formulas here add attention's projections, which this
-code runs one after the other, and the sums that norms of a split residual stream need.
+values that go round the ring. The papers count the MLP; the formulas here add attention's
+projections, which this code runs one after the other, and the sums for norms of a split residual
+stream.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,14 +28,14 @@ class LayerSizes:
 
     rows: int
     tokens: int
-    """Of a row: its length in prefill, 1 in decode."""
+    """Tokens of a row: its length in prefill, 1 in decode."""
     embed: int
     mlp: int
     query_heads: int
     kv_heads: int
-    """As stored, copies included."""
+    """Key/value heads as stored, copies included."""
     kv_copies: int
-    """Copies of one head, where attention keeps it once."""
+    """Stored copies of each head, if attention keeps it only once."""
     head_dim: int
     itemsize: int
 
@@ -42,7 +43,7 @@ class LayerSizes:
     def of(
         cls, config: DecoderConfig, layout: Layout, rows: int, tokens: int, itemsize: int
     ) -> "LayerSizes":
-        """The sizes of a model's layers under a layout."""
+        """Return the sizes of a model's layers under a layout."""
         shards = layout.mesh.num_shards(layout.rules[axes.QUERY_HEADS])
         copies = kv_copies(config.num_kv_heads, shards)
         return cls(
@@ -64,7 +65,7 @@ class LayerSizes:
 
     @property
     def norm(self) -> int:
-        """Bytes of one number a token in float32, which a norm over split entries sums."""
+        """Bytes of one float32 number for each token, which a norm over split entries sums."""
         return self.rows * self.tokens * FLOAT32_BYTES
 
     @property
@@ -73,12 +74,12 @@ class LayerSizes:
 
     @property
     def keys(self) -> int:
-        """Of all heads as stored; values are as many."""
+        """Bytes of the keys of all heads as stored; values have as many bytes."""
         return self.rows * self.tokens * self.kv_heads * self.head_dim * self.itemsize
 
     @property
     def lse(self) -> int:
-        """Bytes of one number a token and query head in float32: what a part of keys counts for."""
+        """Bytes of a float32 number for each token and query head: the weight of a part of keys."""
         return self.rows * self.tokens * self.query_heads * FLOAT32_BYTES
 
     @property
@@ -96,7 +97,7 @@ class LayerSizes:
 
     @property
     def mlp_weight(self) -> int:
-        """Of `down`, or of one of gate and up."""
+        """Bytes of `down`, or of one of gate and up."""
         return self.embed * self.mlp * self.itemsize
 
 
@@ -105,7 +106,7 @@ Formula = Callable[[LayerSizes, Mesh], list[ExpectedCollective]]
 
 
 def _silent(sizes: LayerSizes, mesh: Mesh) -> list[ExpectedCollective]:
-    """Replicas have nothing to say to each other."""
+    """Replicas do not communicate."""
     del sizes, mesh
     return []
 
@@ -117,7 +118,7 @@ def _stationary_1d(sizes: LayerSizes, mesh: Mesh) -> list[ExpectedCollective]:
 
 
 def _scattered_1d(sizes: LayerSizes, mesh: Mesh) -> list[ExpectedCollective]:
-    """The same sum in two halves, with norms and residuals on a piece of the stream between."""
+    """Each sum has two halves; between them norms and residuals have a piece of the stream."""
     residual = sizes.residual // mesh.get("data", 1)
     return [
         ExpectedCollective("reduce-scatter", ("tensor",), residual, 2),
@@ -126,7 +127,7 @@ def _scattered_1d(sizes: LayerSizes, mesh: Mesh) -> list[ExpectedCollective]:
 
 
 def _scattered_embed(sizes: LayerSizes, mesh: Mesh) -> list[ExpectedCollective]:
-    """As above with the stream split along embed, so that each norm sums over the pieces."""
+    """The stream is split along embed, so that each norm also sums over the pieces."""
     return [
         *_scattered_1d(sizes, mesh),
         ExpectedCollective("all-reduce", ("tensor",), sizes.norm, 2),
@@ -134,7 +135,7 @@ def _scattered_embed(sizes: LayerSizes, mesh: Mesh) -> list[ExpectedCollective]:
 
 
 def _exchanged_1d(sizes: LayerSizes, mesh: Mesh) -> list[ExpectedCollective]:
-    """Queries go from heads to rows, results back; of a head in copies each copy sends a part."""
+    """All-to-alls move queries from heads to rows, and results back; copies share the sending."""
     group = mesh["tensor"] * mesh.get("data", 1)
     keys = sizes.keys // sizes.kv_copies // group
     return [
@@ -145,7 +146,7 @@ def _exchanged_1d(sizes: LayerSizes, mesh: Mesh) -> list[ExpectedCollective]:
 
 
 def _stationary_2d(sizes: LayerSizes, mesh: Mesh) -> list[ExpectedCollective]:
-    """Products sum over `data` where embed is contracted and over `tensor` where heads or MLP are.
+    """Products that contract embed sum over `data`, others over `tensor`.
 
     Attention is split by rows over `data`: queries, keys and values arrive there scattered, and its
     results are gathered for the next product.
@@ -161,7 +162,7 @@ def _stationary_2d(sizes: LayerSizes, mesh: Mesh) -> list[ExpectedCollective]:
 
 
 def _gathered(sizes: LayerSizes, mesh: Mesh) -> list[ExpectedCollective]:
-    """Weights travel over `data`, activations over `tensor` as in one dimension."""
+    """Weights travel over `data`, and activations over `tensor` as in the 1D form."""
     t = mesh["tensor"]
     return [
         ExpectedCollective("all-gather", ("data",), sizes.qkv_weight // t),
@@ -173,7 +174,7 @@ def _gathered(sizes: LayerSizes, mesh: Mesh) -> list[ExpectedCollective]:
 
 
 def _gathered_all(sizes: LayerSizes, mesh: Mesh) -> list[ExpectedCollective]:
-    """Only weights travel, first over the mesh axis of their first dimension, then whole."""
+    """Only weights travel, first over their first dimension's mesh axis, then over the other."""
     x, t = mesh["data"], mesh["tensor"]
     return [
         ExpectedCollective("all-gather", ("data",), sizes.qkv_weight // t),
@@ -188,14 +189,14 @@ def _gathered_all(sizes: LayerSizes, mesh: Mesh) -> list[ExpectedCollective]:
 
 
 def _ring(sizes: LayerSizes, mesh: Mesh) -> list[ExpectedCollective]:
-    """Keys and values go on to the next device until all have had them."""
+    """Keys and values pass from device to device until each has seen all of them."""
     n = mesh["sequence"]
     keys = sizes.keys // (n * mesh.get("tensor", 1) * mesh.get("data", 1))
     return [ExpectedCollective("collective-permute", ("sequence",), keys, 2 * (n - 1))]
 
 
 def _merged(sizes: LayerSizes, mesh: Mesh) -> list[ExpectedCollective]:
-    """A maximum, and a sum of results with their weights, of any number of keys."""
+    """A merge is a maximum and a sum of weighted results, whatever the number of keys."""
     lse = sizes.lse // (mesh.get("tensor", 1) * mesh.get("data", 1))
     return [
         ExpectedCollective("all-reduce", ("sequence",), lse),
@@ -204,12 +205,12 @@ def _merged(sizes: LayerSizes, mesh: Mesh) -> list[ExpectedCollective]:
 
 
 def _scattered_in_group(sizes: LayerSizes, mesh: Mesh) -> list[ExpectedCollective]:
-    """Of groups with a part of the tokens each, which split the residual stream further."""
+    """The 1D form within groups: each group has a part of the tokens."""
     return _scattered_1d(replace(sizes, tokens=sizes.tokens // mesh["sequence"]), mesh)
 
 
 def _gathered_mlp(sizes: LayerSizes, mesh: Mesh) -> list[ExpectedCollective]:
-    """Weights that the ring shares out are brought together for long prompts."""
+    """For long prompts, the ring gathers the MLP weights that it splits."""
     del mesh
     return [
         ExpectedCollective("all-gather", ("sequence",), 2 * sizes.mlp_weight),
@@ -245,4 +246,4 @@ FORMULAS: Mapping[str, Mapping[str, Formula]] = {
         ("ring-data-expert", _both(_ring, _gathered_mlp), _both(_merged, _split_mlp)),
     )
 }
-"""By name of a layout and by phase."""
+"""Formulas by name of the layout and by phase."""

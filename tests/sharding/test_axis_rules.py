@@ -1,4 +1,4 @@
-"""Where the axes of a literal layout lie, and how often key/value heads are kept."""
+"""The mesh axes of a literal layout's axes, and the number of copies of key/value heads."""
 
 from dataclasses import replace
 
@@ -53,7 +53,7 @@ def test_the_hidden_size_of_experts_leaves_to_the_experts_the_axes_that_they_tak
     ids=str,
 )
 def test_the_cache_has_the_heads_that_its_rows_leave(attention_batch, cache_heads, head_batch):
-    """Rows over mesh axes of heads are exchanged for heads; over other axes, queries follow."""
+    """If rows use a mesh axis of heads, rows replace heads; on other axes queries follow rows."""
     rules = RULES.updated({"attention_batch": attention_batch})
     expected = P(None, attention_batch, cache_heads or None, None, None)
     assert rules.spec(axes.CACHE_KEYS) == expected

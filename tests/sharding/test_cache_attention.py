@@ -1,4 +1,4 @@
-"""Chunks beside a cache that is shared out: both ways give the answer of one device."""
+"""Chunks over a cache that is split over devices: both methods give the answer of one device."""
 
 from functools import cache, partial
 from typing import NamedTuple
@@ -27,12 +27,12 @@ AXES = ("sequence",)
 B, T, K, G, H = 2, 16, 2, 3, 4
 START_B, COUNT_B = np.array([24, 8]), np.array([16, 9])
 SPANS, RING = (16, 16), (8,)
-"""Entries of the segments of a whole layer, and of one with a window of at most 8."""
+"""Segment sizes of a whole layer, and of a layer with a window of at most 8."""
 SMALL_BLOCKS = partial(attend_blockwise, query_block=4, block_scores=20)
 
 
 class Case(NamedTuple):
-    """What a layer is asked for."""
+    """The options of one attention layer."""
 
     window: Window = None
     scores: Scores = PLAIN_SCORES
@@ -51,7 +51,7 @@ CASES = {
 
 
 class Inputs(NamedTuple):
-    """A chunk and what its slots hold, in the order of tokens or as stripes."""
+    """A chunk and the entries of its slots, in the order of tokens or in stripes."""
 
     q_BTKGH: np.ndarray
     position_BT: np.ndarray
@@ -66,7 +66,7 @@ class Inputs(NamedTuple):
 
 
 def inputs(case: Case) -> Inputs:
-    """Two rows: one begins in the middle of a segment and is full, one is padded."""
+    """Return two rows: one is full and begins in mid-segment, the other has padding."""
     rng = np.random.default_rng(0)
 
     def random(*shape: int) -> np.ndarray:
@@ -103,7 +103,7 @@ def mesh(n: int) -> Mesh:
 
 
 class OverRing(Operations):
-    """A cache shared out over a ring, to which queries attend in one way."""
+    """Operations on a cache that a ring splits; `way` is the method of attention."""
 
     def __init__(self, way):
         self._way = way
@@ -123,7 +123,7 @@ def by_entries(attend, mesh_axes, window, q_BTKGH, *arrays):
 
 
 def on_a_ring(case: Case, made: Inputs, n: int, way, attend=attend_dense) -> jax.Array:
-    """Every device has a stripe of all arrays, and positions of all queries."""
+    """Run a case on a ring: devices have a stripe of each array, and all queries' positions."""
     made = made.in_stripes(n)
     in_stripes = {1: P(None, "sequence"), 2: P(None, None, "sequence")}
     in_stripes[3] = P(None, None, None, "sequence")
@@ -148,7 +148,7 @@ def on_a_ring(case: Case, made: Inputs, n: int, way, attend=attend_dense) -> jax
     ],
 )
 def test_a_chunk_attends_in_either_way_as_on_one_device(n, name):
-    """Two segments of which a row begins in the second, grouped heads, a row with padding."""
+    """A row begins in the second of two segments; heads are grouped; a row has padding."""
     case = CASES[name]
     made = inputs(case)
     expected = jax.jit(partial(attend_layer, case))(made)
@@ -162,7 +162,7 @@ def test_a_chunk_attends_in_either_way_as_on_one_device(n, name):
 
 
 def test_either_way_goes_block_by_block():
-    """Blocks that divide no device's part."""
+    """The blocks do not divide any device's part."""
     case = CASES["causal"]
     made = inputs(case)
     expected = jax.jit(partial(attend_layer, case))(made)
@@ -172,7 +172,7 @@ def test_either_way_goes_block_by_block():
 
 
 def chosen(monkeypatch, *, chunk: int, span: int, window: Window = None, queries: int = G) -> str:
-    """The way of a chunk beside a cache of one segment, on four devices."""
+    """Return the chosen method for a chunk and a cache of one segment, on four devices."""
     found = []
     for name in ("pass_entries", "gather_queries"):
         monkeypatch.setattr(cache_attention, name, lambda *x, name=name: found.append(name))
@@ -207,7 +207,7 @@ def test_what_sends_less_is_chosen_by_chunk_span_and_heads(monkeypatch):
 
 
 def test_bytes_of_either_way_are_those_of_what_is_sent():
-    """Eight devices: bfloat16 entries of 8 heads against float32 results of 64."""
+    """On eight devices, bfloat16 entries of 8 heads compete with float32 results of 64 heads."""
     of_entries = 2 * (16 * 8 * 128 * 2) + 16 * 4
     of_queries, of_lse = 16 * 64 * 128 * 2, 16 * 64 * 4
     assert cache_attention.entry_bytes(of_entries, 8) == 7 * (65536 + 64)

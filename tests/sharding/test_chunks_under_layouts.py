@@ -1,7 +1,7 @@
 """Prompts in chunks under layouts give the answer of whole prompts on one device.
 
-A row of a call and its slot may lie on different devices: slots are taken from the last one on, and
-chunks of two sizes are longer and shorter than the windows.
+A row of a call and its slot may lie on different devices: rows take slots from the last slot
+downwards. Of two chunk sizes, one is longer and one is shorter than the windows.
 """
 
 from dataclasses import dataclass, replace
@@ -36,8 +36,9 @@ PAIRS = [
     ("llama4_text", "ring-data-expert", 8),
 ]
 OFTEN = [("gpt_oss", "v5p-slice", 8), ("qwen2", "ring@sequence=4", 8)]
-"""Rows, heads and experts over two axes, other rules for decode, windows and sinks; a ring, whose
-devices send entries of the first span and of windows, and queries beside the second span."""
+"""Pairs of every run. The first has rows, heads and experts over two axes, other rules for decode,
+windows and sinks. The second is a ring: its devices send entries for the first span and windows,
+and queries for the second span."""
 
 
 @pytest.mark.parametrize(
@@ -67,7 +68,7 @@ class InLongChunks(LaidOut):
 
 @pytest.mark.slow
 def test_chunks_of_long_prompts_on_a_ring_give_the_answer_of_whole_ones_on_one_device():
-    """Windows and layers without; one prompt fills the longest span, one ends within it."""
+    """Some layers have windows; one prompt fills the longest span, another ends within it."""
     config = replace(config_of("gemma3_text"), max_position=LONG)
     rng = np.random.default_rng(0)
     lengths = np.array([LONG, 5000], np.int32)

@@ -1,4 +1,4 @@
-"""What is derived from rules against published formulas, and what follows from them."""
+"""Communication derived from rules, against published formulas, and its consequences."""
 
 from collections import Counter
 from dataclasses import replace
@@ -39,9 +39,9 @@ WRITTEN = {
     "data-tensor-batch-attention": (("data",), 2**18),
     "ring-data-expert": (("data",), 2**19),
 }
-"""Keys and values go to all devices among which rows are split, as each has other slots of the
-cache, of which published formulas do not speak. By layout the mesh axes, and the bytes of 8 rows of
-256 tokens with the heads and tokens of a device, of 64 entries with 2 bytes."""
+"""Gathers of keys and values over the devices that split rows, as each device has other slots of
+the cache; published formulas leave them out. Each layout has the mesh axes, and the bytes of 8 rows
+of 256 tokens with a device's heads and tokens, 64 entries of 2 bytes."""
 
 
 def layout_of(name: str) -> Layout:

@@ -1,4 +1,4 @@
-"""Bytes on each device, from shapes alone: the published claim, and what real arrays take."""
+"""Bytes on each device, from shapes alone, against the published claim and real arrays."""
 
 from dataclasses import replace
 
@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import pytest
 from laid_out import layout_of
 
+from noria.compile.abstract_model import AbstractModel
 from noria.compile.build import plan_graphs
 from noria.compile.compiled_graphs import CompiledGraphs
-from noria.compile.definition import Definition
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.targets import find_target
 from noria.modelzoo.config import DecoderConfig, LatentAttention
@@ -93,10 +93,10 @@ SOME_LAYOUTS = pytest.mark.parametrize(
 
 @SOME_LAYOUTS
 def test_the_cache_takes_the_bytes_of_its_shards(name):
-    """With a layer that keeps all, two that keep their window, and one whose window is longer."""
+    """One layer keeps all entries, two keep their window, and one has a window beyond the cache."""
     layout = layout_of(name)
     placement = find_target("cpu:8").placement(layout)
-    definition = Definition(WINDOWED, placement.arrangement(WINDOWED))
+    definition = AbstractModel(WINDOWED, placement.arrangement(WINDOWED))
     grid = BucketGrid(16, ((8, 8),), 8, (8, 16))
     graphs = plan_graphs(definition, grid, placement, jnp.dtype(jnp.float32))
     (state,) = (graph.arguments[0] for graph in graphs if graph.name == CompiledGraphs.FORK)
@@ -118,7 +118,7 @@ def test_windows_leave_room_for_longer_contexts():
 def test_the_bytes_are_those_of_the_shards(name):
     layout = layout_of(name)
     placement = find_target("cpu:8").placement(layout)
-    definition = Definition(SMALL, placement.arrangement(SMALL))
+    definition = AbstractModel(SMALL, placement.arrangement(SMALL))
     shapes = {n: x.shape for n, x in definition.abstract_parameters(jnp.float32).items()}
     shardings = placement.parameters(definition.logical_axes())
     shards = {name: shardings[name].shard_shape(shape) for name, shape in shapes.items()}

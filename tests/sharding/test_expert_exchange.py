@@ -84,7 +84,7 @@ def arrays(dtype: str, has_bias: bool):
 def mixed_over(
     name: str, dispatch: Dispatch, dtype: str = "float32", has_bias: bool = False
 ) -> tuple[MoeOutput, str]:
-    """What a mixture gives under a layout, and its program."""
+    """Run a mixture under a layout; return its output and its program."""
     layout = layout_of(name)
     mesh = find_target("cpu:8").placement(layout).mesh
     rules: AxisRules = layout.rules
@@ -135,7 +135,7 @@ def test_short_dtypes_are_exchanged_too(name):
 
 @pytest.mark.parametrize("factor", [0.5, 1.0])
 def test_a_capacity_is_of_each_shard_of_the_tokens(factor):
-    """Each shard's tokens compete with each other alone, as they would on a device of their own."""
+    """Tokens compete only within their shard, as on a separate device."""
     dispatch = Dispatch("capacity", factor, Tiles(1, 1))
     got, _ = mixed_over("experts over rows", dispatch)
     x_BTD, is_token_BT, router, weights = arrays("float32", False)

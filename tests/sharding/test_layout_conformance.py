@@ -1,7 +1,7 @@
 """Every family under every named layout gives the answer of one device.
 
-Prefill and decode, in float32, with prompts shorter and longer than the windows; and what the
-graphs give back lies where the layout says.
+The tests run prefill and decode in float32, with prompts shorter and longer than the windows. The
+graphs' results have the layout's shardings.
 """
 
 from functools import cache
@@ -21,14 +21,14 @@ from laid_out import (
     layout_of,
 )
 
-from noria.compile.definition import model_sizes
+from noria.compile.abstract_model import model_sizes
 from noria.modelzoo import axes
 from noria.modelzoo.families import registry
 from noria.sharding.legality import check
 
 KV_HEADS = (8, 2, 1)
 OFTEN = {("v5e-host", 2), ("weight-stationary-1d-batch-attention", 2), ("v5p-slice", 1)}
-"""Copies of heads, copies that are sent in pieces, and both on two mesh axes."""
+"""Pairs of every run: copies of heads, copies sent in pieces, and both on two mesh axes."""
 OTHER_MESHES = (
     "gpu-host@data=2,tensor=3",
     "v5p-slice@tensor=2,data=4",
@@ -51,9 +51,9 @@ def is_legal(layout: str, num_kv_heads: int) -> bool:
 
 
 def pairs() -> list:
-    """Family, layout and KV heads; all are slow but one family a layout and a few others.
+    """Return family, layout and KV heads; all are slow except one family a layout and a few more.
 
-    Fewer KV heads are tested with the family that norms all of them as one, copies and all.
+    Cases with fewer KV heads use the family whose norm spans all heads, copies included.
     """
     found = []
     for layout in LAYOUTS:
@@ -74,7 +74,7 @@ def pairs() -> list:
 
 @pytest.fixture(scope="module", params=pairs())
 def pair(request: pytest.FixtureRequest) -> tuple[str, str, int]:
-    """All tests of a pair run one after the other: executables are not kept for all pairs."""
+    """All tests of a pair run consecutively, as executables of all pairs are not kept."""
     return request.param
 
 
@@ -84,7 +84,7 @@ def answers(family: str, layout: str, num_kv_heads: int) -> Answers:
 
 
 def test_the_number_of_legal_pairs_is_known():
-    """A rule of legality that refuses more or less than before shows here."""
+    """This test shows if a legality rule refuses more or less than before."""
     legal = {
         num_kv_heads: [layout for layout in LAYOUTS if is_legal(layout, num_kv_heads)]
         for num_kv_heads in KV_HEADS
@@ -102,7 +102,7 @@ def test_every_family_has_a_case():
 
 
 def test_the_answer_is_that_of_one_device(pair):
-    """Log-probabilities after the prompt and after twelve tokens; ids equal."""
+    """Log-probabilities agree after the prompt and after twelve tokens; ids are equal."""
     family, _, num_kv_heads = pair
     expected(config_of(family, num_kv_heads)).assert_equals(answers(*pair), greedy_rows())
 

@@ -1,6 +1,6 @@
-"""Layouts that cannot be are refused before anything is lowered, each with what a person needs.
+"""Illegal layouts are refused before anything is lowered, each with a helpful message.
 
-The texts are literal: axis, rule, number and remedy are what is promised.
+The tests compare whole texts: each message names axis, rule, number and remedy.
 """
 
 import gc
@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import pytest
 
-from noria.compile.definition import model_sizes
+from noria.compile.abstract_model import model_sizes
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.monitor import compile_monitor
 from noria.modelzoo.config import DecoderConfig
@@ -59,7 +59,7 @@ def layout(
     max_replicated: float = 0.05,
     **rules: Any,
 ) -> Layout:
-    """A legal layout of two replicas of four devices, but for these changes."""
+    """Return a legal layout of two replicas of four devices, with these changes."""
     table: dict[str, Any] = {"name": "mine", "mesh": MESH if mesh is None else mesh}
     table |= {"rules": RULES | rules, "max_replicated": max_replicated}
     table |= {"prefill": {"rules": prefill or {}}, "decode": {"rules": decode or {}}}
@@ -141,7 +141,7 @@ def test_a_mesh_or_a_name_that_cannot_be_is_refused(illegal, expected):
             layout(CUBE, mlp="", experts=["data", "tensor"], max_replicated=1),
             [
                 'experts = ["data", "tensor"]: some of these mesh axes split tokens, but not '
-                '"tensor". Name that in batch, too, or take it out.',
+                '"tensor". Name this axis in batch, too, or remove it.',
                 'experts = ["data", "tensor"]: the number of experts is 6, which does not divide '
                 f"over 4 devices. {RESIZE}",
             ],
@@ -201,12 +201,12 @@ def test_experts_that_cannot_be_shared_out_are_refused(illegal, expected):
         (
             layout(decode={"attention_batch": "tensor"}),
             'decode: attention_batch = "tensor": expected to begin with the mesh axes of batch, '
-            '"data": rows are split further, not differently. Name those first.',
+            '"data": rows are split further, not differently. Name these axes first.',
         ),
         (
             layout(decode={"residual_batch": ["tensor", "data"]}),
             'decode: residual_batch = ["tensor", "data"]: expected to begin with the mesh axes of '
-            'batch, "data": rows are split further, not differently. Name those first.',
+            'batch, "data": rows are split further, not differently. Name these axes first.',
         ),
         (
             layout(
@@ -215,7 +215,7 @@ def test_experts_that_cannot_be_shared_out_are_refused(illegal, expected):
                 max_replicated=1,
             ),
             'prefill: residual_length = "tensor": expected to begin with the mesh axes of length, '
-            '"sequence": tokens are split further, not differently. Name those first.',
+            '"sequence": tokens are split further, not differently. Name these axes first.',
         ),
         (
             layout(
@@ -433,7 +433,7 @@ def test_all_that_is_wrong_with_a_layout_is_said_at_once():
 
 @pytest.fixture
 def no_garbage_collector():
-    """To search what all tests before have left takes seconds."""
+    """A collection of the garbage of all earlier tests would take seconds."""
     gc.disable()
     yield
     gc.enable()

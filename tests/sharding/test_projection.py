@@ -1,4 +1,4 @@
-"""One product over a mesh: the collectives of literal examples, and the answer of random ones.
+"""One product over a mesh: the collectives of literal examples, and answers of random examples.
 
 Placements are written as in the scaling book, `B_data T D_tensor`; mesh axes of one dimension are
 joined by a plus, `D_data+tensor`. Values are small integers, so that every sum is exact.
@@ -24,13 +24,13 @@ W_DF = RNG.integers(-3, 4, (8, 8)).astype(np.float32)
 
 
 def placed(text: str) -> tuple[tuple[str, ...], ...]:
-    """`B_data T D_data+tensor` -> (("data",), (), ("data", "tensor"))."""
+    """Parse `B_data T D_data+tensor` as (("data",), (), ("data", "tensor"))."""
     parts = [dimension.partition("_")[2] for dimension in text.split()]
     return tuple(tuple(filter(None, part.split("+"))) for part in parts)
 
 
 def moves(x: str, stored: str, used: str, out: str) -> dict[str, object]:
-    """What a projection of `EQUATION` does, without the steps that do nothing."""
+    """Return the steps of a projection of `EQUATION`, without the empty steps."""
     steps = vars(Projection.from_mesh_axes(EQUATION, *map(placed, (x, stored, used, out))))
     return {name: step for name, step in steps.items() if name != "partial_split" and any(step)}
 
@@ -137,7 +137,7 @@ def test_a_product_moves_what_it_must(x, stored, used, out, expected):
     ids=["other pieces", "other and finer pieces", "pieces of pieces"],
 )
 def test_partial_sums_are_scattered_only_where_pieces_come_out_in_order(weight, out, expected):
-    """A scatter before a gather or a cut of the same dimension would deal its pieces out wrong."""
+    """A scatter before a gather or slice of the same dimension would order its pieces wrongly."""
     found = moves("B T D_data", weight, weight, out)
     assert found == {"sum_over": ("data",), **expected}
 
@@ -149,7 +149,7 @@ def mesh() -> Mesh:
 
 
 def random_split(rng: random.Random, num_dimensions: int) -> tuple[tuple[str, ...], ...]:
-    """Mesh axes in random order, each in one dimension or none."""
+    """Draw mesh axes in random order, each in one dimension or none."""
     dimensions: list[tuple[str, ...]] = [()] * (num_dimensions + 1)
     for axis in rng.sample(MESH_AXES, len(MESH_AXES)):
         i = rng.randrange(num_dimensions + 1)

@@ -1,4 +1,4 @@
-"""Slots of several lengths give the answer of one device, and the same bits, under layouts too."""
+"""Slots of several lengths give the answer of one device, bit for bit, also under layouts."""
 
 from dataclasses import replace
 from functools import cache
@@ -9,7 +9,7 @@ import pytest
 from laid_out import FAMILY_OF, LaidOut, config_of, expected, greedy_rows, layout_of
 from test_rows_under_layouts import filled_with_nan
 
-from noria.compile.definition import model_sizes
+from noria.compile.abstract_model import model_sizes
 from noria.runtime.request import SamplingParams
 from noria.sharding.legality import check
 
@@ -23,19 +23,22 @@ CASES = pytest.mark.parametrize(
         ("ring-tensor", FAMILY_OF["ring-tensor"], 3),
     ],
 )
-"""Windows in one piece of the cache and more, rows on one device and on several, stripes."""
+"""Windows in one or more cache segments, rows on one or several devices, and stripes."""
 
 
 @cache
 def ragged_under(layout: str | None, family: str, long_slots: int) -> LaidOut:
-    """A model with ragged slots, compiled once for all tests."""
+    """Return a model with ragged slots, compiled once for all tests."""
     placed = None if layout is None else layout_of(layout)
     return LaidOut(config_of(family), placed, long_slots)
 
 
 def rows_of(under: LaidOut) -> dict:
-    """Rows that their slots hold; prompts are as long as the first span at most."""
-    return {slot: replace(row, limit=under.grid.reach(slot)) for slot, row in greedy_rows().items()}
+    """Return rows that fit their slots; prompts have at most the first span's length."""
+    return {
+        slot: replace(row, limit=under.grid.slot_capacity(slot))
+        for slot, row in greedy_rows().items()
+    }
 
 
 def assert_answers(ragged: LaidOut) -> None:
@@ -55,7 +58,7 @@ def test_long_and_short_slots_give_a_row_the_same_bits(layout, family, long_slot
     ragged = ragged_under(layout, family, long_slots)
     grid = ragged.grid
     long, short = (
-        next(slot for slot in range(6) if grid.reach(slot) == span)
+        next(slot for slot in range(6) if grid.slot_capacity(slot) == span)
         for span in grid.decode_spans[::-1]
     )
     row = replace(greedy_rows()[4], limit=grid.decode_spans[0])
@@ -68,7 +71,7 @@ def test_long_and_short_slots_give_a_row_the_same_bits(layout, family, long_slot
 
 @CASES
 def test_samples_of_a_prompt_are_forked_into_slots_of_any_length(layout, family, long_slots):
-    """Each has the bits of a prompt of its own, from long slots to short ones and back."""
+    """Each sample has the bits of a separate prompt, from long slots to short slots and back."""
     ragged = ragged_under(layout, family, long_slots)
     grid = ragged.grid
     sampled = SamplingParams(temperature=2.0, ignore_eos=True)
@@ -85,7 +88,7 @@ def test_samples_of_a_prompt_are_forked_into_slots_of_any_length(layout, family,
 
 
 def test_chunks_in_ragged_slots_change_no_answer():
-    """Every device has long slots and short ones; rows are in slots of either kind."""
+    """Every device has long and short slots, and rows use both."""
     layout = layout_of("data-tensor@data=4,tensor=2")
     assert_answers(LaidOut(config_of("llama"), layout, long_slots=4, in_chunks=True))
 

@@ -1,7 +1,7 @@
-"""A layout that the checks let pass gives the answer of one device, whatever it is.
+"""Every layout that passes the checks gives the answer of one device.
 
-Random rules on random meshes of eight devices; those without findings are compiled and run. What
-breaks here is a finding that is missing, or an operation that is wrong.
+The test draws random rules on random meshes of eight devices, and compiles and runs layouts without
+findings. A failure means a missing finding or a wrong operation.
 """
 
 import random
@@ -11,7 +11,7 @@ from itertools import islice
 import pytest
 from laid_out import LaidOut, config_of, expected, greedy_rows, grid_of
 
-from noria.compile.definition import model_sizes
+from noria.compile.abstract_model import model_sizes
 from noria.modelzoo.axes import WEIGHT_AXES
 from noria.sharding.layout import PHASES, Layout
 from noria.sharding.legality import check
@@ -25,7 +25,7 @@ NUM_LAYOUTS = 12
 
 
 def random_axes(rng: random.Random, mesh: Mapping[str, int], chance: float = 0.4) -> list[str]:
-    """Some mesh axes in any order."""
+    """Draw some mesh axes in any order."""
     return rng.sample(chosen := [axis for axis in mesh if rng.random() < chance], len(chosen))
 
 
@@ -34,7 +34,7 @@ def random_beginning(rng: random.Random, mesh_axes: list[str]) -> list[str]:
 
 
 def random_layouts(seed: int) -> Iterator[Layout]:
-    """Rules that often break none of the laws that the checks have."""
+    """Yield layouts with random rules, many of which pass the checks."""
     rng = random.Random(seed)
     while True:
         mesh = rng.choice(MESHES)

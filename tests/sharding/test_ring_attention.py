@@ -1,4 +1,4 @@
-"""Attention over a ring of devices against attention at once: every mask."""
+"""Attention over a ring of devices against dense attention, for every mask."""
 
 from functools import cache, partial
 
@@ -33,7 +33,7 @@ SIZES = pytest.mark.parametrize("n", RINGS)
 BY_WINDOW = pytest.mark.parametrize("window", WINDOWS, ids=str)
 T, B, K, G, H, VALUE_DIM = 48, 2, 2, 3, 4, 6
 SMALL_BLOCKS = partial(attend_blockwise, query_block=4, block_scores=20)
-"""Blocks of 4 queries and 5 keys, which divide no part of the ring."""
+"""Attention in blocks of 4 queries and 5 keys, which do not divide any part of the ring."""
 
 
 @cache
@@ -48,14 +48,14 @@ def inputs(seed: int = 0) -> list[np.ndarray]:
 
 
 def positions(*true_lengths: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of queries and keys, in the order of tokens; keys past the true length are padding."""
+    """Return query and key positions in token order; keys past the true length are padding."""
     query_BT = np.tile(np.arange(T, dtype=np.int32), (len(true_lengths), 1))
     is_token_BT = query_BT < np.array(true_lengths)[:, None]
     return query_BT, np.where(is_token_BT, query_BT, EMPTY_POSITION).astype(np.int32)
 
 
 def ring(n: int, attend=attend_dense):
-    """`attend` over whole arrays in the order of tokens, carried out over n devices."""
+    """Return `attend` for whole arrays in token order, computed on n devices."""
     stripes = Stripes(n)
     spec = (P(None, "sequence"), P(None, None, None, "sequence"), P(None, None, "sequence"))
 
@@ -89,13 +89,13 @@ def assert_equals_dense(attend, arrays, window: Window, scores: Scores = PLAIN_S
     ids=str,
 )
 def test_a_prompt_attends_on_a_ring_as_it_would_at_once(n, window):
-    """Grouped heads, values of their own size, padding."""
+    """The inputs have grouped heads, values of another size than keys, and padding."""
     assert_equals_dense(ring(n), inputs(), window)
 
 
 @pytest.mark.parametrize("window", A_WINDOW_EACH, ids=str)
 def test_each_step_may_go_block_by_block(window):
-    """Blocks that divide no device's part."""
+    """The blocks do not divide any device's part."""
     assert_equals_dense(ring(4, SMALL_BLOCKS), inputs(), window)
 
 
@@ -107,7 +107,7 @@ def test_scores_are_capped_and_scaled_on_a_ring(window):
 @SIZES
 @BY_WINDOW
 def test_a_ring_turns_as_far_as_some_query_sees_and_no_further(n, window):
-    """Parts by their distance, from masks over all tokens."""
+    """The expected parts, by their distance, come from masks over all tokens."""
     length = T // n
     position_T = Stripes(n).permute(np.arange(T)[None], 1)
     is_seen_TS = visible(position_T, position_T, window)[0]
@@ -127,7 +127,7 @@ def test_sinks_join_after_the_last_merge():
 
 @pytest.mark.parametrize("window", A_WINDOW_EACH, ids=str)
 def test_nothing_flows_back_from_the_future_or_from_outside_a_window(window):
-    """The gradient of an output with respect to what its query does not see is exactly zero."""
+    """The gradient of an output in keys and values that its query does not see is exactly zero."""
     query_BT, key_BT = positions(T, T)
     attend, t = ring(4), 29
 
@@ -148,7 +148,7 @@ def test_nothing_flows_back_from_the_future_or_from_outside_a_window(window):
 
 
 def test_half_precision_is_rounded_at_the_end():
-    """What eight devices make of bfloat16 is no further off than what one makes."""
+    """In bfloat16, eight devices are no further from the exact result than one device."""
     query_BT, key_BT = positions(T, T)
     halves = [jnp.asarray(x, jnp.bfloat16) for x in inputs()]
     seen = Visibility(jnp.asarray(query_BT), jnp.asarray(key_BT))
@@ -160,7 +160,7 @@ def test_half_precision_is_rounded_at_the_end():
 
 
 def test_shards_of_a_cache_merge_to_the_whole():
-    """With shards that a query sees nothing of, and a row that sees nothing at all."""
+    """A query sees no key of some shards, and a row sees no key at all."""
     rng = np.random.default_rng(0)
     parts = [(rng.normal(size=(B, 1, K, G, H)), rng.normal(size=(B, 1, K, G))) for _ in range(8)]
     out, lse = (np.stack(x).astype(np.float32) for x in zip(*parts, strict=True))
@@ -193,7 +193,7 @@ def test_stripes_hold_every_token_once_and_know_where(n):
 
 
 def executed_pairs(length: int, n: int) -> np.ndarray:
-    """Pairs of blocks that each device attends to at each step, `[steps, n]`."""
+    """Return the number of block pairs of each device at each step, `[steps, n]`."""
     position_DT = Stripes(n).permute(np.arange(length)[None], 1).reshape(n, -1)
     block_T, block_S = block_sizes(length // n, length // n)
     pairs = np.zeros((n, n), int)
@@ -208,7 +208,7 @@ def executed_pairs(length: int, n: int) -> np.ndarray:
 
 
 def imbalance(length: int, n: int) -> float:
-    """Block pairs one after the other, as every step waits for its slowest, over their mean."""
+    """Return the sum over steps of the slowest device's block pairs, over the mean's sum."""
     pairs = executed_pairs(length, n)
     return pairs.max(axis=1).sum() / pairs.mean(axis=1).sum()
 

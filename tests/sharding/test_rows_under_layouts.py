@@ -1,6 +1,6 @@
-"""Within one layout a row's bits depend on the row alone: not on its slot, neighbours or NaN there.
+"""Within one layout a row's bits depend only on the row, not on its slot, or on neighbours or NaN.
 
-The slots lie on different devices, and what crosses between them must not carry more than it says.
+The slots lie on different devices, and their communication must not carry values of other rows.
 """
 
 from functools import cache
@@ -22,11 +22,11 @@ LAYOUTS = pytest.mark.parametrize(
     ],
 )
 ORDER = (5, 2, 7, 0, 1, 4)
-"""The slots of the rows in another order, the free ones in other places."""
+"""Another order of the rows' slots, with other free slots."""
 
 
 def rows() -> dict[int, Row]:
-    """Of every length; every second one sampled."""
+    """Return rows of every length; every second row is sampled."""
     sampled = SamplingParams(temperature=2.0, top_p=0.9)
     return {
         slot: Row(row.prompt, sampled, seed=slot) if slot % 2 else row
@@ -40,7 +40,7 @@ def answers(family: str, layout: str) -> Answers:
 
 
 def bits(answer: Answers, slot: int) -> tuple[np.ndarray, ...]:
-    """All that a row came to."""
+    """Return all results of a row."""
     return (
         answer.output.tokens_BQ[slot],
         answer.prompt_logprobs_BV[slot],
@@ -63,7 +63,7 @@ def test_slots_do_not_matter(family, layout):
 
 @LAYOUTS
 def test_neighbours_do_not_matter(family, layout):
-    """Some other ones, and none where there were some."""
+    """Some slots get other neighbours, and some lose theirs."""
     rng = np.random.default_rng(1)
     kept = {slot: row for slot, row in rows().items() if slot in (0, 3)}
     strangers = {slot: Row(tuple(rng.integers(3, VOCAB, 11).tolist())) for slot in (1, 6, 7)}
@@ -74,7 +74,7 @@ def test_neighbours_do_not_matter(family, layout):
 
 @LAYOUTS
 def test_what_former_owners_left_changes_nothing(family, layout):
-    """A slot is not emptied for its next owner, whose prompt and output may be shorter."""
+    """A slot is not cleared for its next row, whose prompt and output may be shorter."""
     under, rng = laid_out(family, layout), np.random.default_rng(1)
     prompts = rng.integers(3, VOCAB, (under.grid.decode_slots, max(PROMPT_LENGTHS)))
     owners = dict(enumerate(Row(tuple(prompt.tolist())) for prompt in prompts))
@@ -96,7 +96,7 @@ def test_nan_reaches_neither_others_nor_the_next_owner_of_a_slot_that_was_cleare
 
 @LAYOUTS
 def test_a_row_that_meets_nan_ends_alone(family, layout):
-    """And its slot is known not to be clean."""
+    """The graph also reports that the row's slot is not clean."""
     under, sick = laid_out(family, layout), 2
     state, _ = under.prefill(rows())
     got = under.decode(with_nan_in(state, sick), rows())
@@ -108,7 +108,7 @@ def test_a_row_that_meets_nan_ends_alone(family, layout):
 
 
 def filled_with_nan(under: LaidOut) -> DecodeState:
-    """An empty state whose slots hold NaN: keys, values and logits."""
+    """Return an empty state with NaN in the keys, values and logits of its slots."""
     state = under.empty_state()
     layers = jax.tree.map(lambda x: placed_like(np.full(x.shape, np.nan), x), state.cache.layers)
     logits_BV = placed_like(np.full(state.logits_BV.shape, np.nan), state.logits_BV)
@@ -116,7 +116,7 @@ def filled_with_nan(under: LaidOut) -> DecodeState:
 
 
 def with_nan_in(state: DecodeState, slot: int) -> DecodeState:
-    """The state with NaN in one slot's keys and values."""
+    """Return the state with NaN in one slot's keys and values."""
 
     def poison(x: jax.Array) -> jax.Array:
         values = np.array(x)

@@ -1,6 +1,6 @@
-"""Layers in a loop give the answer of layers one after the other, under layouts too.
+"""Scanned layers give the answer of unrolled layers, also under layouts.
 
-Families with layers of one kind, of two in turn, and with other ones before or after the loop.
+The families have layers of one kind, of two alternating kinds, or other layers around the loop.
 """
 
 import numpy as np
@@ -8,7 +8,7 @@ import pytest
 from laid_out import LaidOut, config_of, expected, greedy_rows, layout_of
 
 NUM_LAYERS = {"gemma2": 5, "deepseek_v3": 4, "gpt_oss": 4, "llama4_text": 4}
-"""3 of other families."""
+"""Number of layers by family; 3 for other families."""
 PAIRS = [
     ("llama", None, True),
     ("gemma2", None, True),
@@ -31,7 +31,7 @@ def config(family: str):
 
 
 def assert_answers_as_unrolled(family: str, laid: LaidOut) -> None:
-    """Log-probabilities after the prompt and after twelve tokens; ids equal."""
+    """Check log-probabilities after the prompt and after twelve tokens, and equality of ids."""
     assert any(":" in name for name in laid.parameters)
     expected(config(family)).assert_equals(laid.answer(greedy_rows()), greedy_rows())
 
@@ -60,7 +60,7 @@ def test_scanned_layers_give_the_answer_of_unrolled_ones(family, layout):
     ],
 )
 def test_scanned_layers_take_chunks(family, layout):
-    """Unrolled ones that are compared with read prompts whole."""
+    """The reference has unrolled layers and reads prompts whole."""
     placed = layout and layout_of(layout)
     laid = LaidOut(config(family), placed, scan_layers=True, in_chunks=True)
     assert_answers_as_unrolled(family, laid)
@@ -68,7 +68,7 @@ def test_scanned_layers_take_chunks(family, layout):
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "llama4_text"])
 def test_experts_are_reported_by_layers_in_order(family):
-    """Every sparse layer's own counts, which differ from layer to layer."""
+    """The counts of every sparse layer are compared; they differ between layers."""
     found = (
         LaidOut(config(family), scan_layers=is_scanned).prefill(greedy_rows())[1]
         for is_scanned in (False, True)

@@ -168,7 +168,7 @@ ATTENTION = {
     "heads gathered": (2, {"batch": "data", "query_heads": ""}),
     "heads gathered to fewer copies": (2, {"query_heads": "data"}),
 }
-"""Key/value heads, and rules; where those gather heads, the weights lie over all mesh axes."""
+"""Number of key/value heads, and rules; if they gather heads, all mesh axes split the weights."""
 
 
 @pytest.mark.parametrize("name", ATTENTION)
@@ -261,7 +261,7 @@ BY_PLACE_OF_ROWS = pytest.mark.parametrize("rules", PLACES_OF_ROWS, ids=str)
 
 @BY_PLACE_OF_ROWS
 def test_a_row_is_taken_from_wherever_it_lies(rules):
-    """The others may hold anything."""
+    """The other rows may hold any values."""
     x_BV = integers(8, 16)
     x_BV[2], x_BV[5] = np.nan, -np.inf
     over = operations(rules_of(**rules))
@@ -291,7 +291,7 @@ def test_a_row_is_written_where_it_belongs_and_the_others_stay(rules, dtype):
 
 
 def test_the_best_of_a_split_vocabulary_come_lowest_id_first_among_equals():
-    """Four devices of two ids each, two rows in each of two replicas."""
+    """Each of four devices has two ids; each of two replicas has two rows."""
     inf = np.inf
     logits_BV = np.array(
         [
@@ -310,7 +310,7 @@ def test_the_best_of_a_split_vocabulary_come_lowest_id_first_among_equals():
 @pytest.mark.parametrize("k", [1, 3, 20, 24])
 @pytest.mark.parametrize("used", [ONE_DIMENSION, TWO_DIMENSIONS, REPLICAS, GATHERED])
 def test_the_best_of_a_split_vocabulary_are_those_of_a_whole_one(used, k):
-    """More of them than a device has, too."""
+    """The number may exceed the ids of a device."""
     logits_BV = integers(8, 24)
     got = run(lambda x_BV: operations(used).top_k(x_BV, k), logits_BV)
     for found, expected in zip(got, ON_ONE_DEVICE.top_k(logits_BV, k), strict=True):
@@ -318,7 +318,7 @@ def test_the_best_of_a_split_vocabulary_are_those_of_a_whole_one(used, k):
 
 
 def test_the_operations_of_a_layout_are_there_before_flax_is_imported():
-    """Executables of a bundle load while flax is still on its way."""
+    """A bundle's executables load while flax is still being imported."""
     code = "import sys, noria.sharding.placement; print('flax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

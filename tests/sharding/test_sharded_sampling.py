@@ -1,4 +1,4 @@
-"""Sampling over a split and padded vocabulary: the tokens of one device, to the last option.
+"""Sampling over a split and padded vocabulary gives the tokens of one device, for every option.
 
 The vocabulary has 151 ids, so every layout that splits it pads it.
 """
@@ -51,7 +51,7 @@ OPTIONS = (
     SamplingParams(temperature=0, logit_bias={STOP_ID: 100.0}, min_tokens=3, logprobs=5),
 )
 REPORTING = {0: 0, 6: 20, 7: 5}
-"""Alternatives by slot."""
+"""Number of reported alternatives by slot."""
 
 
 def rows() -> dict[int, Row]:
@@ -103,7 +103,7 @@ def test_reported_logprobs_and_alternatives_are_those_of_one_device(family, layo
 
 
 def test_the_options_do_something_on_one_device():
-    """Else rows that ignore them would pass."""
+    """Otherwise rows that ignore the options would pass."""
     family = FAMILY_OF["v5p-slice"]
     tokens_BQ = answers(family, None).output.tokens_BQ
     prompts = {slot: Row(row.prompt) for slot, row in rows().items()}
@@ -115,7 +115,7 @@ def test_the_options_do_something_on_one_device():
 
 @pytest.mark.parametrize("padded_vocab", [152, 153, 160])
 def test_the_noise_of_an_id_does_not_depend_on_the_padding(padded_vocab):
-    """Every id is as likely as another, so that noise alone decides."""
+    """All ids are equally likely, so that only noise decides."""
     B = 64
 
     def draw(V: int) -> np.ndarray:
@@ -161,7 +161,7 @@ def test_a_tie_between_shards_goes_to_the_lowest_id():
     ],
 )
 def test_prompt_tokens_score_as_on_one_device(family, layout, in_chunks):
-    """Where prefill splits tokens in order or in stripes, and where it splits rows."""
+    """Prefill splits tokens in order or in stripes in some layouts, and rows in others."""
     num_logprobs, config = 5, config_of(family)
     got, expected = (
         model.score(greedy_rows(), num_logprobs)

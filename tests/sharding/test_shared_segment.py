@@ -1,4 +1,4 @@
-"""A beginning that all slots share is kept once and read by all, and changes no answer."""
+"""A prefix that all slots share is kept once, is read by all, and changes no answer."""
 
 from functools import cache
 
@@ -10,7 +10,7 @@ from noria.compile.steps import DecodeState
 from noria.modelzoo.segments import split_shared
 
 SHARED = 16
-"""Tokens that all prompts begin with: the first segment."""
+"""Number of tokens in the common prefix, which is the first segment."""
 CASES = pytest.mark.parametrize(
     ("family", "layout", "scan_layers"),
     [
@@ -20,11 +20,11 @@ CASES = pytest.mark.parametrize(
         ("deepseek_v3", "ring-tensor", False),
     ],
 )
-"""Scanned layers; rings; sinks and heads on several devices; latents and entries on several."""
+"""Cases: scanned layers; rolling layers; split sinks and heads; split latents and entries."""
 
 
 def prompts() -> dict[int, Row]:
-    """Prompts of 17 to 24 tokens by slot, alike in the first 16."""
+    """Return prompts of 17 to 24 tokens by slot; the first 16 tokens are equal."""
     rng = np.random.default_rng(1)
     beginning, *ends = (rng.integers(3, VOCAB, n).tolist() for n in (SHARED, 1, 8, 5, 2, 7, 3))
     return {slot: Row((*beginning, *end)) for slot, end in enumerate(ends)}
@@ -32,7 +32,7 @@ def prompts() -> dict[int, Row]:
 
 @cache
 def shared_under(family: str, layout: str | None, scan_layers: bool) -> LaidOut:
-    """A model whose slots share the first segment, compiled once for all tests."""
+    """Return a model whose slots share the first segment, compiled once for all tests."""
     placed = None if layout is None else layout_of(layout)
     return LaidOut(
         config_of(family), placed, scan_layers=scan_layers, in_chunks=True, shares_first_span=True
@@ -40,7 +40,7 @@ def shared_under(family: str, layout: str | None, scan_layers: bool) -> LaidOut:
 
 
 def prefilled(shared: LaidOut) -> DecodeState:
-    """The prompts in their slots; the beginning was prefilled once, in the first slot."""
+    """Prefill the prompts into their slots, with the prefix only once, in the first slot."""
     rows = prompts()
     beginning = Row(rows[0].prompt[:SHARED])
     state, _ = shared.prefill({0: beginning})
@@ -51,7 +51,7 @@ def prefilled(shared: LaidOut) -> DecodeState:
 
 
 def shared_arrays(state: DecodeState) -> list[np.ndarray]:
-    """Positions, and all arrays of layers, of the segment that slots share."""
+    """Return the positions and all layers' arrays of the shared segment."""
     layers = [s for kept in state.cache.layers for s in kept if isinstance(s, tuple)]
     segments = [(state.cache.positions.whole_BS, 0), *((segments, 1) for segments in layers)]
     # copies: decode takes the buffers

@@ -1,4 +1,4 @@
-"""A grid without decode slots gives the very scores of one with slots, under layouts too."""
+"""A grid without decode slots gives the same scores as a grid with slots, also under layouts."""
 
 from dataclasses import dataclass, replace
 
@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 from laid_out import LaidOut, config_of, greedy_rows, layout_of
 
-from noria.compile.definition import model_sizes
+from noria.compile.abstract_model import model_sizes
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.sharding.legality import check
 
 
 @dataclass
 class Scoring(LaidOut):
-    """A model that scores, with slots or without, and the same prefill buckets."""
+    """A model that scores, with or without slots, with the same prefill buckets."""
 
     has_slots: bool = True
 
@@ -36,7 +36,7 @@ class Scoring(LaidOut):
     ],
 )
 def test_scores_are_the_same_bits(family, layout, scan_layers):
-    """Windows, latents, experts and scanned layers; rows, tokens and experts on several devices."""
+    """Cases have windows, latents, experts and scanned layers; devices split rows or experts."""
     config, placed = config_of(family), None if layout is None else layout_of(layout)
     found = []
     for has_slots in (True, False):

@@ -1,4 +1,4 @@
-"""Buckets: what fits where, and what is refused by name."""
+"""Buckets: the bucket of each length, and refusals by name."""
 
 from dataclasses import replace
 
@@ -32,20 +32,20 @@ def test_an_output_that_does_not_fit_beside_its_prompt_is_refused():
 
 
 def test_without_max_tokens_the_limit_is_the_plans_length():
-    assert GRID.limit(10, None) == 96
-    assert GRID.limit(10, 5) == 15
+    assert GRID.max_total_length(10, None) == 96
+    assert GRID.max_total_length(10, 5) == 15
 
 
 def test_the_first_slots_of_each_group_reach_the_furthest():
     grid = replace(GRID, decode_spans=(32, 64, 96), span_slots=(8, 4, 2), slot_groups=2)
-    assert [grid.reach(slot) for slot in range(8)] == [96, 64, 32, 32, 96, 64, 32, 32]
-    assert [grid.reach_of(length) for length in (1, 32, 33, 64, 65)] == [32, 32, 64, 64, 96]
+    assert [grid.slot_capacity(slot) for slot in range(8)] == [96, 64, 32, 32, 96, 64, 32, 32]
+    assert [grid.capacity_for(length) for length in (1, 32, 33, 64, 65)] == [32, 32, 64, 64, 96]
     assert [grid.segments(span) for span in grid.decode_spans] == [
         ((8, 32),),
         ((8, 32), (4, 64)),
         ((8, 32), (4, 64), (2, 96)),
     ]
-    assert {GRID.reach(slot) for slot in range(8)} == {96}
+    assert {GRID.slot_capacity(slot) for slot in range(8)} == {96}
     assert GRID.segments(96) == ((8, 96),)
 
 

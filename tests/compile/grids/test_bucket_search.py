@@ -1,4 +1,4 @@
-"""Cuts of least cost, against trying them all."""
+"""Cuts of least cost, against an exhaustive search."""
 
 from itertools import combinations
 

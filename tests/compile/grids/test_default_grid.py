@@ -1,4 +1,4 @@
-"""The derived grid: it holds every row that the model can, with provably least prefill padding."""
+"""The derived grid: it fits every row that the model can run, with the least prefill padding."""
 
 from itertools import combinations, pairwise, product
 
@@ -6,22 +6,22 @@ import numpy as np
 import pytest
 
 from noria.compile.grids.bucket_grid import PrefillBucket
-from noria.compile.grids.default_grid import RowNeed, derive_grid, ladder_grid, with_asked
+from noria.compile.grids.default_grid import RowShape, derive_grid, ladder_grid, with_overrides
 from noria.compile.grids.grid_defaults import LENGTH_STEP, GridDefaults
 from noria.compile.grids.prefill_ladder import cheapest_prefill, prefill_padding
 
 
 def rows_of(lengths, max_tokens=16):
-    return [RowNeed(int(length), max_tokens) for length in lengths]
+    return [RowShape(int(length), max_tokens) for length in lengths]
 
 
 def cost_of(lengths, buckets, price_of_graph) -> int:
-    """Computed tokens, and what the graphs cost in tokens."""
+    """Return the computed tokens plus the price of the graphs in tokens."""
     return prefill_padding(lengths, buckets)[1] + len(buckets) * price_of_graph
 
 
 def brute_force(lengths, defaults: GridDefaults, price_of_graph: int) -> int:
-    """Cost of the best choice of borders and batches, by trying them all."""
+    """Return the cost of the best borders and batches, by exhaustive search."""
     borders = sorted({-(-length // LENGTH_STEP) * LENGTH_STEP for length in lengths})
     best = None
     for count in range(1, defaults.max_prefill_graphs + 1):
@@ -57,7 +57,7 @@ def test_the_prefill_buckets_are_those_of_least_cost(seed, graphs, price_of_grap
 def test_every_row_that_the_model_can_hold_fits():
     rng = np.random.default_rng(0)
     rows = [
-        RowNeed(int(length), int(tokens))
+        RowShape(int(length), int(tokens))
         for length, tokens in zip(rng.integers(1, 400, 50), rng.integers(1, 100, 50), strict=True)
     ]
     grid = derive_grid(rows, 8192)
@@ -66,25 +66,25 @@ def test_every_row_that_the_model_can_hold_fits():
 
 
 def test_a_row_beyond_the_models_length_does_not_stretch_the_grid():
-    grid = derive_grid([*rows_of([20, 30]), RowNeed(20, 10**6), RowNeed(9000, 10)], 512)
+    grid = derive_grid([*rows_of([20, 30]), RowShape(20, 10**6), RowShape(9000, 10)], 512)
     assert grid.max_length == 48
     assert grid.prefill[-1].length == 32
 
 
 def test_a_row_without_max_tokens_gets_the_planned_output_up_to_the_models_length():
     defaults = GridDefaults(unspecified_output=100)
-    assert derive_grid([RowNeed(20, None)], 512, defaults).max_length == 128
-    assert derive_grid([RowNeed(20, None)], 64, defaults).max_length == 64
+    assert derive_grid([RowShape(20, None)], 512, defaults).max_length == 128
+    assert derive_grid([RowShape(20, None)], 64, defaults).max_length == 64
 
 
 def test_slots_count_sequences_and_stop_at_the_limit():
-    assert derive_grid([RowNeed(5, 5, num_sequences=3), RowNeed(5, 5)], 512).decode_slots == 4
+    assert derive_grid([RowShape(5, 5, num_sequences=3), RowShape(5, 5)], 512).decode_slots == 4
     assert derive_grid(rows_of([5] * 200), 512).decode_slots == GridDefaults().max_decode_slots
 
 
 def test_score_graphs_are_planned_only_when_a_row_is_scored():
     assert not derive_grid(rows_of([5]), 512).score
-    assert derive_grid([RowNeed(5, 0, is_scored=True)], 512).score
+    assert derive_grid([RowShape(5, 0, is_scored=True)], 512).score
 
 
 def test_a_job_without_runnable_rows_still_has_a_grid():
@@ -105,10 +105,10 @@ def test_a_length_too_short_for_the_layout_is_refused_with_both_numbers():
 
 
 def test_spans_divide_as_the_layout_splits_the_cache():
-    """Also where the model's longest position does not."""
+    """The layout does not divide the model's longest position."""
     defaults = GridDefaults(span_multiple=48)
     for grid in (
-        derive_grid([RowNeed(900, 50)], 1000, defaults),
+        derive_grid([RowShape(900, 50)], 1000, defaults),
         ladder_grid(1000, 8, score=False, defaults=defaults),
     ):
         assert grid.max_length == grid.decode_spans[-1] == 960
@@ -120,33 +120,33 @@ def test_spans_divide_as_the_layout_splits_the_cache():
 
 @pytest.mark.parametrize("rows", [1, 3, 5])
 def test_few_rows_are_one_call_without_dummies(rows):
-    grid = derive_grid([RowNeed(32, 4)] * rows, max_position=128)
+    grid = derive_grid([RowShape(32, 4)] * rows, max_position=128)
     assert grid.prefill == (PrefillBucket(32, rows),)
 
 
-@pytest.mark.parametrize("impossible", [RowNeed(500, 8), RowNeed(5, 10**6), RowNeed(128, None)])
+@pytest.mark.parametrize("impossible", [RowShape(500, 8), RowShape(5, 10**6), RowShape(128, None)])
 @pytest.mark.parametrize("max_tokens", [8, None])
 def test_rows_that_no_grid_can_hold_do_not_change_it(impossible, max_tokens):
-    rows = [RowNeed(20, max_tokens), RowNeed(30, max_tokens)]
+    rows = [RowShape(20, max_tokens), RowShape(30, max_tokens)]
     defaults = GridDefaults(unspecified_output=16)
     assert derive_grid([*rows, impossible], 128, defaults) == derive_grid(rows, 128, defaults)
 
 
 def test_a_job_that_only_scores_has_no_slots_and_the_same_prefill():
-    rows = [RowNeed(length, 0, is_scored=True) for length in (5, 40, 300, 41)]
+    rows = [RowShape(length, 0, is_scored=True) for length in (5, 40, 300, 41)]
     grid = derive_grid(rows, 512)
-    kept = derive_grid(rows, 512, with_asked(GridDefaults(), {"decode_slots": 4}))
+    kept = derive_grid(rows, 512, with_overrides(GridDefaults(), {"decode_slots": 4}))
     assert (grid.decode_slots, grid.decode_spans) == (0, ())
-    assert derive_grid(rows, 512, with_asked(GridDefaults(), {"decode_slots": 0})) == grid
+    assert derive_grid(rows, 512, with_overrides(GridDefaults(), {"decode_slots": 0})) == grid
     assert kept.decode_slots and kept.decode_spans
     assert grid.prefill == kept.prefill
-    for other in (RowNeed(5, 1), RowNeed(5, None, is_scored=True)):
+    for other in (RowShape(5, 1), RowShape(5, None, is_scored=True)):
         assert derive_grid([*rows, other], 512).decode_slots
     assert derive_grid(rows, 512, GridDefaults(chunks=(16,))).decode_slots
 
 
 def test_a_prompt_as_long_as_the_model_can_be_scored():
-    grid = derive_grid([RowNeed(128, 0, is_scored=True)], 128)
+    grid = derive_grid([RowShape(128, 0, is_scored=True)], 128)
     assert grid.fit(128, 0).length == 128
 
 
@@ -154,7 +154,7 @@ def test_a_prompt_as_long_as_the_model_can_be_scored():
 @pytest.mark.parametrize("chunk", [16, 48, 96])
 def test_a_grid_of_chunks_holds_every_prompt_in_whole_chunks(chunk, max_position):
     whole = max_position // chunk * chunk
-    rows = [RowNeed(length, 4) for length in (1, chunk, whole - 4)]
+    rows = [RowShape(length, 4) for length in (1, chunk, whole - 4)]
     grid = derive_grid(rows, max_position, GridDefaults(chunks=(chunk,)))
     for row in rows:
         assert grid.fit(row.prompt_length, row.max_tokens).length % chunk == 0
@@ -162,7 +162,7 @@ def test_a_grid_of_chunks_holds_every_prompt_in_whole_chunks(chunk, max_position
 
 
 def test_a_grid_of_chunks_has_no_span_that_no_prompt_reaches():
-    rows = [RowNeed(100, 800)]
+    rows = [RowShape(100, 800)]
     grid = derive_grid(rows, 8192, GridDefaults(chunks=(128,), max_decode_graphs=3))
     assert grid.decode_spans == (384, 768, 1024)
     assert [bucket.length for bucket in grid.prefill] == [384]
@@ -170,15 +170,15 @@ def test_a_grid_of_chunks_has_no_span_that_no_prompt_reaches():
 
 def test_a_chunk_call_has_as_many_rows_as_fill_it_and_no_more_than_there_are():
     grids = [
-        derive_grid([RowNeed(100, 8)] * n, 8192, GridDefaults(chunks=(128,))) for n in (1, 3, 9)
+        derive_grid([RowShape(100, 8)] * n, 8192, GridDefaults(chunks=(128,))) for n in (1, 3, 9)
     ]
     assert [grid.prefill[0].batch for grid in grids] == [1, 3, 4]
 
 
 def test_prompts_that_are_only_scored_are_poured_in_full_calls():
-    """Each takes a slot while it is poured, as one that generates does."""
+    """Each scored prompt takes a slot during its prefill, as a generating prompt does."""
     scored, generating = (
-        derive_grid([RowNeed(200, n, is_scored=True)] * 64, 1024, GridDefaults(chunks=(64,)))
+        derive_grid([RowShape(200, n, is_scored=True)] * 64, 1024, GridDefaults(chunks=(64,)))
         for n in (0, 1)
     )
     assert scored.decode_slots == generating.decode_slots == 64
@@ -186,13 +186,13 @@ def test_prompts_that_are_only_scored_are_poured_in_full_calls():
 
 
 def test_chunks_of_several_sizes_share_the_rows_that_there_are():
-    grid = derive_grid([RowNeed(100, 8)] * 8, 8192, GridDefaults(chunks=(16, 128)))
+    grid = derive_grid([RowShape(100, 8)] * 8, 8192, GridDefaults(chunks=(16, 128)))
     assert {(bucket.chunk, bucket.batch) for bucket in grid.prefill} == {(16, 4), (128, 4)}
 
 
 def test_a_chunk_longer_than_every_row_is_refused_with_both_numbers():
     with pytest.raises(ValueError, match=r"buckets.chunk: expected at most 100, .* got 128"):
-        derive_grid([RowNeed(10, 8)], 100, GridDefaults(chunks=(128,)))
+        derive_grid([RowShape(10, 8)], 100, GridDefaults(chunks=(128,)))
 
 
 def test_chunks_are_padded_to_whole_ones_alone():
@@ -205,7 +205,7 @@ def test_the_ladder_of_chunks_reaches_its_length():
 
 
 def test_rows_without_max_tokens_go_as_far_as_the_cache_fits():
-    rows, defaults = [RowNeed(20, None)] * 4, GridDefaults(unspecified_output=100)
+    rows, defaults = [RowShape(20, None)] * 4, GridDefaults(unspecified_output=100)
 
     def up_to(most_entries):
         return lambda slots, length: slots * length <= most_entries
@@ -214,14 +214,14 @@ def test_rows_without_max_tokens_go_as_far_as_the_cache_fits():
     assert derive_grid(rows, 4096, defaults, up_to(4 * 1000)).max_length == 960
     # less than is expected is never planned for want of memory
     assert derive_grid(rows, 4096, defaults, up_to(0)).max_length == 128
-    limited = [RowNeed(20, 100)] * 4
+    limited = [RowShape(20, 100)] * 4
     assert derive_grid(limited, 4096, defaults, up_to(4 * 4096)).max_length == 128
 
 
 @pytest.mark.parametrize("chunks", [(), (32,)])
 def test_far_spans_take_the_place_of_near_ones_and_the_expected_ones_stay(chunks):
     defaults = GridDefaults(unspecified_output=300, chunks=chunks)
-    rows = [RowNeed(20, None)] * 4
+    rows = [RowShape(20, None)] * 4
     near = derive_grid(rows, 4096, defaults)
     far = derive_grid(rows, 4096, defaults, lambda slots, length: True)
     assert far.decode_spans == (192, 320, 4096)
@@ -230,8 +230,8 @@ def test_far_spans_take_the_place_of_near_ones_and_the_expected_ones_stay(chunks
 
 @pytest.mark.parametrize(("asked", "spans"), [(1024, (320, 528, 1024)), (64, (64,))])
 def test_spans_reach_the_length_that_a_user_asks_for(asked, spans):
-    defaults = with_asked(GridDefaults(), {"max_length": asked})
-    grid = derive_grid([RowNeed(10, None), RowNeed(5, 3)], 8192, defaults, lambda *_: True)
+    defaults = with_overrides(GridDefaults(), {"max_length": asked})
+    grid = derive_grid([RowShape(10, None), RowShape(5, 3)], 8192, defaults, lambda *_: True)
     assert (grid.max_length, grid.decode_spans) == (asked, spans)
 
 
@@ -246,4 +246,4 @@ def test_spans_reach_the_length_that_a_user_asks_for(asked, spans):
 )
 def test_what_no_grid_can_be_derived_for_is_refused_by_its_key(asked, message):
     with pytest.raises(ValueError, match=message):
-        with_asked(GridDefaults(), asked)
+        with_overrides(GridDefaults(), asked)

@@ -1,18 +1,18 @@
-"""How many slots reach each span: as many as rows that are so long keep busy."""
+"""The number of slots of each span: as many as rows of that length keep busy."""
 
 import pytest
 
 from noria.compile.grids.bucket_grid import BucketGrid
-from noria.compile.grids.default_grid import RowNeed, derive_grid, slot_use
+from noria.compile.grids.default_grid import RowShape, derive_grid, slot_use
 from noria.compile.grids.grid_defaults import GridDefaults
 from noria.compile.grids.span_slots import SPARE, with_ragged_slots
 from noria.sharding.layout import Layout
 
 
 def slots_for(needs, slots: int, layout: Layout | None = None):
-    """Of rows as `(prompt, max_tokens)`, how many slots reach 100, 200 and 400."""
+    """Return how many slots hold 100, 200 and 400 tokens, for rows as `(prompt, max_tokens)`."""
     grid = BucketGrid(400, ((400, 1),), slots, (100, 200, 400))
-    rows = [RowNeed(prompt, tokens) for prompt, tokens in needs]
+    rows = [RowShape(prompt, tokens) for prompt, tokens in needs]
     return with_ragged_slots(grid, slot_use(rows, has_chunks=False), layout).span_slots
 
 
@@ -23,7 +23,7 @@ def test_where_every_row_has_a_slot_each_has_one_that_is_long_enough():
 
 
 def test_long_slots_are_those_that_long_rows_keep_busy_and_a_few_more():
-    """A row in ten is long, and takes as many steps as nine short ones: half of all."""
+    """One row in ten is long, and takes as many steps as nine short rows: half of all steps."""
     busy = 64 / 2 * SPARE
     assert slots_for([(90, 10)] * 900 + [(310, 90)] * 100, 64) == (64, busy, busy)
 
@@ -41,14 +41,14 @@ def test_slots_are_alike_where_ragged_ones_would_save_little(short):
 
 
 def test_rows_that_generate_nothing_need_no_long_slot():
-    rows = [RowNeed(20, 16)] * 30 + [RowNeed(900, 0)] * 30 + [RowNeed(800, 90)]
+    rows = [RowShape(20, 16)] * 30 + [RowShape(900, 0)] * 30 + [RowShape(800, 90)]
     grid = with_ragged_slots(derive_grid(rows, 4096), slot_use(rows, has_chunks=False))
     assert grid.decode_slots == 31
     assert grid.span_slots == (31, 1, 1)
 
 
 def test_with_chunks_a_prompt_needs_a_slot_that_holds_it():
-    rows = [RowNeed(20, 16)] * 30 + [RowNeed(900, 0)] * 4
+    rows = [RowShape(20, 16)] * 30 + [RowShape(900, 0)] * 4
     grid = derive_grid(rows, 4096, GridDefaults(chunks=(64,)))
     grid = with_ragged_slots(grid, slot_use(rows, has_chunks=True))
     assert grid.decode_slots == 34
@@ -56,6 +56,6 @@ def test_with_chunks_a_prompt_needs_a_slot_that_holds_it():
 
 
 def test_rows_without_a_limit_may_become_as_long_as_any():
-    rows = [RowNeed(20, 16)] * 30 + [RowNeed(20, None)] * 10
+    rows = [RowShape(20, 16)] * 30 + [RowShape(20, None)] * 10
     grid = with_ragged_slots(derive_grid(rows, 4096), slot_use(rows, has_chunks=False))
     assert grid.span_slots is not None and grid.span_slots[-1] == 10

@@ -1,8 +1,8 @@
-"""Shapes of models whose work is predicted: a plain one and a sparse one."""
+"""Shapes of models for predictions: a dense model and a sparse model."""
 
 from dataclasses import replace
 
-from noria.compile.definition import Definition
+from noria.compile.abstract_model import AbstractModel
 from noria.compile.planning.work import Work
 from noria.modelzoo.config import DecoderConfig
 from noria.modelzoo.moe.config import MoeConfig, Routing
@@ -24,4 +24,4 @@ SPARSE = replace(
 
 
 def work_of(config: DecoderConfig, layout: Layout | None = None, *, dtype: str = "float32") -> Work:
-    return Work(Definition(config), dtype, layout)
+    return Work(AbstractModel(config), dtype, layout)

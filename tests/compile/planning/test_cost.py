@@ -1,4 +1,4 @@
-"""Seconds from work: the roofline by hand, and factors that are found again from made-up times."""
+"""Seconds from work: the roofline by hand, and factors recovered from synthetic times."""
 
 import json
 from dataclasses import replace
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from planning_models import PLAIN, work_of
 
-from noria.compile.planning.cost import Calibration, CostModel, KindFactors, Measured, calibrate
+from noria.compile.planning.cost import Calibration, CallTiming, CostModel, KindFactors, calibrate
 from noria.compile.planning.hardware import Hardware
 from noria.sharding.call import KINDS, Call
 from noria.sharding.layout import Layout
@@ -64,7 +64,7 @@ def test_a_mesh_axis_of_two_dimensions_of_a_torus_sends_twice_as_fast():
 
 
 def test_an_all_to_all_is_priced_by_its_way_over_a_ring_of_devices():
-    """Eight on a ring: a quarter of it on the way over two links, 1 in place of 7 / 8."""
+    """On a ring of eight, pieces go a quarter of the way over two links: 1 instead of 7 / 8."""
     table = {
         "name": "rows for heads",
         "mesh": {"tensor": 8},
@@ -83,11 +83,11 @@ def test_an_all_to_all_is_priced_by_its_way_over_a_ring_of_devices():
 
 def made_up(
     overhead: float, factors: dict[str, float], hardware: Hardware = HARDWARE
-) -> list[Measured]:
+) -> list[CallTiming]:
     """Times of a machine that differs from the roofline by exactly these factors."""
     model = CostModel(work_of(PLAIN), hardware)
     return [
-        Measured(
+        CallTiming(
             call,
             overhead
             + sum(factors[name] * seconds for name, seconds in model.estimate(call).parts.items()),
@@ -99,7 +99,7 @@ def made_up(
 FACTORS = {"products": 1.5, "attention": 4.0, "logits": 1.0, "activations": 2.0}
 
 
-def fitted(measured: list[Measured]) -> Calibration:
+def fitted(measured: list[CallTiming]) -> Calibration:
     work = work_of(PLAIN)
     return calibrate(work, HARDWARE, measured, model="sha256:0", layout="")
 
@@ -129,7 +129,7 @@ def test_a_calibration_finds_where_memory_takes_over_from_products():
 def test_factors_are_never_negative_and_the_error_of_a_noisy_machine_is_told():
     rng = np.random.default_rng(0)
     noisy = [
-        Measured(one.call, one.seconds * rng.uniform(0.7, 1.3)) for one in made_up(0.01, FACTORS)
+        CallTiming(one.call, one.seconds * rng.uniform(0.7, 1.3)) for one in made_up(0.01, FACTORS)
     ]
     calibration = fitted(noisy)
     for kind in calibration.kinds.values():

@@ -1,4 +1,4 @@
-"""Graphs that save too little are left out: the rule, against trying every choice of graphs."""
+"""Graphs that save too little are left out: the rule, against every choice of graphs."""
 
 from collections import Counter
 from dataclasses import replace
@@ -9,7 +9,7 @@ import pytest
 from planning_models import PLAIN, work_of
 
 from noria.compile.grids.bucket_grid import BucketGrid
-from noria.compile.grids.default_grid import RowNeed, derive_grid
+from noria.compile.grids.default_grid import RowShape, derive_grid
 from noria.compile.grids.prefill_ladder import prefill_padding
 from noria.compile.planning.compile_time import NO_TIME, GraphSeconds
 from noria.compile.planning.cost import CostModel
@@ -32,12 +32,14 @@ def prices(build: float) -> GraphPrices:
 
 
 def seconds_of(prices: GraphPrices, grid: BucketGrid, steps: dict[int, float]) -> float:
-    """Of all steps, each in the shortest span that has a graph, and of all graphs."""
+    """Return the cost of all steps, each in the shortest compiled span, and of all graphs."""
     of_steps = sum(
         count * prices.cost.seconds(grid.decode_call(grid.span_of(span)))
         for span, count in steps.items()
     )
-    return of_steps + sum(prices.of_decode(grid.decode_slots, span) for span in grid.graph_spans)
+    return of_steps + sum(
+        prices.of_decode_graph(grid.decode_slots, span) for span in grid.graph_spans
+    )
 
 
 @pytest.mark.parametrize("grid", [ALIKE, RAGGED, CHUNKS])
@@ -84,10 +86,10 @@ def test_a_grid_that_only_scores_has_no_decode_graph_to_leave_out():
 
 @pytest.mark.parametrize("build", [0.0, 0.1, 0.5, 2.0, 100.0])
 def test_a_prefill_length_saves_what_it_takes_at_least(build):
-    """A length alone: without it its prompts are as long as those of the next."""
+    """Without a length, its prompts are padded to the next length."""
     lengths = [20] * 30 + [100] * 4 + [200] * 8
     found = prices(build)
-    grid = derive_grid([RowNeed(n, 4) for n in lengths], 256, prices=found)
+    grid = derive_grid([RowShape(n, 4) for n in lengths], 256, prices=found)
 
     def seconds(buckets) -> float:
         rows = Counter(next(b for b in buckets if n <= b.length) for n in lengths)
@@ -95,12 +97,12 @@ def test_a_prefill_length_saves_what_it_takes_at_least(build):
 
     for bucket in grid.prefill[:-1]:
         others = tuple(one for one in grid.prefill if one != bucket)
-        assert seconds(others) - seconds(grid.prefill) >= found.of_prefill(1) * (1 - 1e-9)
+        assert seconds(others) - seconds(grid.prefill) >= found.of_prefill_bucket(1) * (1 - 1e-9)
     assert grid.prefill[-1].length >= max(lengths)
 
 
 def test_dearer_graphs_are_fewer_and_pad_more():
-    rows = [RowNeed(n, 4) for n in range(8, 250, 3)]
+    rows = [RowShape(n, 4) for n in range(8, 250, 3)]
     grids = [derive_grid(rows, 256, prices=prices(build)) for build in (0, 1, 1e9)]
     counts = [len(grid.prefill) for grid in grids]
     assert counts[0] > counts[1] > counts[2] == 1
@@ -113,10 +115,10 @@ def test_scores_double_the_price_of_a_length_and_first_calls_are_part_of_it():
     call = Call("prefill", 1, 1, 1)
     first = CostModel(WORK, CPU).first_call_seconds(call)
     assert first > 0 == CostModel(WORK, HARDWARE).first_call_seconds(call)
-    built = GraphPrices(CostModel(WORK, CPU), GraphSeconds(3.0, 5.0, of_entry=0.5))
-    assert built.of_prefill(2) == 2 * (3 + first)
-    assert built.of_decode(4, 10) == 5 + 20 + first
-    assert GraphPrices(CostModel(WORK, CPU), NO_TIME).of_decode(4, 10) == first
+    built = GraphPrices(CostModel(WORK, CPU), GraphSeconds(3.0, 5.0, per_entry=0.5))
+    assert built.of_prefill_bucket(2) == 2 * (3 + first)
+    assert built.of_decode_graph(4, 10) == 5 + 20 + first
+    assert GraphPrices(CostModel(WORK, CPU), NO_TIME).of_decode_graph(4, 10) == first
 
 
 @pytest.mark.parametrize("target", ["cpu", "cpu:8", "gpu", "tpu:v5e:2x2"])

@@ -1,4 +1,4 @@
-"""Tables of hardware: every figure has a source, and a wrong one is refused by name."""
+"""Tables of hardware: every figure has a source, and a wrong figure is refused by name."""
 
 import math
 
@@ -83,7 +83,7 @@ def test_keys_must_be_exactly_those_of_a_device():
     ],
 )
 def test_a_targets_name_says_how_many_devices_it_has(target, count):
-    assert TargetName.of(target).num_devices == count
+    assert TargetName.parse(target).num_devices == count
 
 
 def test_a_kind_must_be_named_as_predictions_are_made_from_its_peaks():
@@ -143,8 +143,8 @@ def test_a_users_table_replaces_the_published_one_and_adds_others(tmp_path):
 
 
 def test_a_tpu_is_a_torus_and_other_targets_have_none():
-    assert TargetName.of("tpu:v4:4x4x8").torus == (4, 4, 8)
-    assert all(TargetName.of(name).torus == () for name in ("gpu:h100:8", "cpu:8", "tpu:8"))
+    assert TargetName.parse("tpu:v4:4x4x8").torus == (4, 4, 8)
+    assert all(TargetName.parse(name).torus == () for name in ("gpu:h100:8", "cpu:8", "tpu:8"))
 
 
 @pytest.mark.parametrize(
@@ -162,12 +162,12 @@ def test_a_tpu_is_a_torus_and_other_targets_have_none():
 )
 def test_links_wrap_along_whole_sides_of_a_pod_or_in_whole_cubes(target, wanted):
     """As published: "How to Scale Your Model", part 2, TPU networking, and its footnotes."""
-    assert hardware_of(target, known_hardware()).rings(TargetName.of(target).torus) == wanted
+    assert hardware_of(target, known_hardware()).rings(TargetName.parse(target).torus) == wanted
 
 
 @pytest.mark.parametrize(
     ("name", "cores", "hertz"), [("a100", 6912, 1.41e9), ("h100", 16896, 1.98e9)]
 )
 def test_float32_products_on_gpus_are_true_float32(name, cores, hertz):
-    """As graphs are compiled: each core multiplies and adds once a cycle; tensor cores rest."""
+    """In compiled graphs each core multiplies and adds once a cycle, without tensor cores."""
     assert known_hardware()[name].peak("float32") == pytest.approx(2 * cores * hertz, rel=0.01)

@@ -1,4 +1,4 @@
-"""Collectives on slices: which lines a mesh axis lies along, and what the busiest link carries."""
+"""Collectives on slices: the torus dimensions of a mesh axis, and the load of the busiest link."""
 
 import itertools
 import math
@@ -19,7 +19,7 @@ def interconnect(mesh: dict[str, int], dimensions: Sequence[int], wraps: list[in
 
 
 def steps(start: int, end: int, size: int, is_ring: bool) -> Iterator[tuple[int, float]]:
-    """Ways from one device of a line to another as signed hops; the shortest, with their shares."""
+    """Yield the shortest ways between two devices of a line, as signed hops with shares."""
     ways = [end - start]
     if is_ring:
         ways += [ways[0] + size, ways[0] - size]
@@ -29,7 +29,7 @@ def steps(start: int, end: int, size: int, is_ring: bool) -> Iterator[tuple[int,
 
 
 def loads(sizes: Sequence[int], rings: Sequence[bool]) -> Counter:
-    """What each directed link carries of an all-to-all, in arrays of one device.
+    """Return the load of each directed link in an all-to-all, in arrays of one device.
 
     Every device sends an even piece to each; one dimension after the other, by the shortest way.
     """
@@ -93,7 +93,7 @@ def test_where_all_links_are_alike_an_all_to_all_takes_its_mean_distance_over_th
 
 @pytest.mark.parametrize("size", [4, 8, 16])
 def test_an_all_to_all_on_a_ring_takes_a_quarter_of_an_all_gather_of_as_much(size):
-    """The array over all devices by four times both links ("How to Scale Your Model", part 3)."""
+    """Expected: the whole array over four times both links ("How to Scale Your Model", part 3)."""
     found = interconnect({"expert": size}, (size,), [size])
     whole = size * ARRAY
     published = whole / (4 * 2 * LINK_RATE)
@@ -130,7 +130,7 @@ def test_a_part_of_a_dimension_is_an_open_line_and_the_whole_of_one_that_wraps_a
 ):
     found = interconnect(mesh, dimensions, wraps)
     for axis, lines in wanted.items():
-        assert [(line.size, line.links) for line in found.lines((axis,))] == lines
+        assert [(line.size, line.num_links) for line in found.lines((axis,))] == lines
 
 
 def test_parts_of_a_dimension_are_one_line_where_devices_of_both_axes_send_together():

@@ -7,8 +7,8 @@ import pytest
 from planning_models import PLAIN, SPARSE, work_of
 from tiny import CONFIG
 
+from noria.compile.abstract_model import AbstractModel
 from noria.compile.build import compile_graph, plan_graphs
-from noria.compile.definition import Definition
 from noria.compile.grids.bucket_grid import BucketGrid, PrefillBucket
 from noria.compile.planning.work import Work, sent_by_axes
 from noria.compile.targets import find_target
@@ -29,7 +29,7 @@ def test_operations_are_near_those_that_the_compiler_counts(config):
         "prefill 32x4": grid.prefill[0].call(),
         "decode span 64": Call.of_step(16, 64),
     }
-    for graph in plan_graphs(Definition(config), grid, placement, jnp.dtype("float32")):
+    for graph in plan_graphs(AbstractModel(config), grid, placement, jnp.dtype("float32")):
         if (call := calls.pop(graph.name, None)) is None:
             continue
         compiled, _ = compile_graph(graph)
@@ -90,8 +90,8 @@ def test_a_prompt_needs_room_for_the_entries_that_it_fills():
 def test_a_window_bounds_what_a_step_attends_to():
     windowed = replace(PLAIN, windows=(16, None, 16))
     spans = [part(work_of(windowed), Call.of_step(1, span), "attention").flops for span in (64, 96)]
-    of_entry = 2 * 8 * 2 * 16
-    assert spans == [(16 + 64 + 16) * of_entry, (16 + 96 + 16) * of_entry]
+    per_entry = 2 * 8 * 2 * 16
+    assert spans == [(16 + 64 + 16) * per_entry, (16 + 96 + 16) * per_entry]
 
 
 def test_longer_prompts_cost_attention_more_than_their_share_and_products_exactly_it():
@@ -142,8 +142,8 @@ def test_devices_share_the_work_and_say_what_they_send():
 
 
 def test_a_chunk_on_a_ring_sends_its_entries_or_its_queries():
-    """Two devices. Of each row and layer entries of 2 heads of 16 with their positions, or what 8
-    heads ask and get: queries, a maximum there and back, sums with their weights."""
+    """Two devices send, for each row and layer, entries of 2 heads of 16 with their positions, or
+    the data of 8 heads: queries, a maximum both ways, and sums with their weights."""
     table = {
         "name": "ring",
         "mesh": {"sequence": 2},

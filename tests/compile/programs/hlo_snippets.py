@@ -40,7 +40,7 @@ def computation(name: str, *lines: str) -> str:
 
 
 def program(*lines: str, called: str = "", root: str = "/anywhere") -> str:
-    """A program that is given weights %w, a cache %k, which it may overwrite, and a number %n."""
+    """Return a program with weights %w, a cache %k that it may overwrite, and a number %n."""
     entry = computation("ENTRY %main", *ARGUMENTS, *lines)
     return f"{HEAD.replace('ROOT', root)}\n{called}\n{entry}"
 
@@ -48,7 +48,7 @@ def program(*lines: str, called: str = "", root: str = "/anywhere") -> str:
 def loop(
     name: str, turns: int | None, *body: str, state: str = WIDE, init: str = "w", source: str = ""
 ) -> tuple[str, str]:
-    """The computations of a loop, and the line that runs it over %init, which is %x in its body.
+    """Return a loop's computations, and the line that runs it over %init (%x in its body).
 
     The body's lines end with the next %y. Without `turns` the text leaves open how many there are.
     """

@@ -1,4 +1,4 @@
-"""Collectives read from program text: every way that compilers write them, in short.
+"""Collectives read from program text, in every form that compilers write.
 
 The snippets are shortened from real text of CPU, TPU and GPU programs.
 """
@@ -20,7 +20,7 @@ def program(*entry: str, called: str = "") -> str:
 
 
 def read(*entry: str, called: str = "") -> list[Collective]:
-    """The collectives of an entry with a parameter %p of f32[8,16] (512 bytes)."""
+    """Read the collectives of an entry with a parameter %p of f32[8,16] (512 bytes)."""
     parameter = "%p = f32[8,16]{1,0:T(8,128)S(1)} parameter(0)"
     return read_collectives(program(parameter, *entry, called=called), SIZES)
 

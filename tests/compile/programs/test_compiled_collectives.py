@@ -1,7 +1,7 @@
-"""Collectives of compiled programs, on simulated CPU devices and for TPUs that are not here.
+"""Collectives of compiled programs, for simulated CPU devices and for absent TPUs.
 
-They show that real text still looks as the snippets of test_collectives.py do, and what the
-compilers make of a program: combined, scattered, spread beside a product.
+The tests show that real text has the form of the snippets in test_collectives.py. They also show
+how compilers change collectives: combined, scattered, or overlapped with a product.
 """
 
 import os
@@ -21,7 +21,7 @@ from noria.compile.programs.collectives import Collective, read_collectives
 SIZES = {"data": 2, "tensor": 4}
 X = P("data", "tensor")
 BYTES = 128 * 256 * 4
-"""Of a device's piece of f32[256,1024]."""
+"""Bytes of one device's piece of f32[256,1024]."""
 
 
 def tpu_devices(topology: str) -> list:
@@ -41,7 +41,7 @@ def build_mesh(devices: list) -> Mesh:
 
 
 def compiled(function, mesh: Mesh, *arguments: tuple[tuple[int, ...], P], dtype=jnp.float32) -> str:
-    """The text of `function` compiled for arguments of these shapes and placements."""
+    """Compile `function` for arguments of these shapes and placements; return the text."""
     shapes = [
         jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
         for shape, spec in arguments
@@ -50,7 +50,7 @@ def compiled(function, mesh: Mesh, *arguments: tuple[tuple[int, ...], P], dtype=
 
 
 def read_local(function, out: P, target: str, dtype=jnp.float32) -> list[Collective]:
-    """What a function of a device's piece of f32[256,1024] compiles to."""
+    """Compile a function of one device's piece of f32[256,1024] and read its collectives."""
     mesh = build_mesh(TARGETS[target]())
     mapped = jax.shard_map(function, mesh=mesh, in_specs=X, out_specs=out, check_vma=False)
     return read_collectives(compiled(mapped, mesh, ((256, 1024), X), dtype=dtype), SIZES)

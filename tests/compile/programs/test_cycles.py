@@ -1,4 +1,4 @@
-"""Cycles: the compiler's estimates where there are any, and prices counted by hand where not."""
+"""Cycles: the compiler's estimates if it has them, and otherwise prices counted by hand."""
 
 import pytest
 from hlo_snippets import CHIP, NARROW_BYTES, WIDE, WIDE_BYTES, loop, program
@@ -17,7 +17,7 @@ NONE = 2**63 - 1
 
 
 def cycles(*lines: str, called: str = "") -> Cycles:
-    """Cycles of a step of a program for two devices."""
+    """Return the cycles of a step of a program for two devices."""
     text = program(*lines, called=called).replace(
         "HloModule jit_graph", "HloModule jit_graph, num_partitions=2"
     )

@@ -1,6 +1,6 @@
-"""Programs of small models, held against ceilings that stand in one table.
+"""Programs of small models against upper bounds in one table.
 
-Archetypes, layouts, forms of layers, graphs and targets are chosen so that most pairs of them meet.
+The cases cover most pairs of archetype, layout, form of layers, graph and target.
 """
 
 import tomllib
@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from noria.compile.abstract_model import AbstractModel
 from noria.compile.build import compile_with_text, plan_graphs
-from noria.compile.definition import Definition
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.planning.evidence import Evidence
 from noria.compile.planning.work import ONE_DEVICE, Work
@@ -25,7 +25,7 @@ from noria.sharding.layout import Layout
 TABLE = tomllib.loads(Path(__file__).with_name("golden_programs.toml").read_text("utf-8"))
 ROWS = TABLE["program"]
 TABLES = {TABLE["jax"]: ROWS, TABLE["newest_jax"]: TABLE["newest_program"]}
-"""Rows by the version of jax whose compilers they hold for."""
+"""Rows of the table by the version of jax."""
 FACTS = ("model", "target", "layout", "layers", "dtype", "graph")
 ARRAY_BYTES = 64 * 1024
 """Bytes of the smallest argument whose conversions and copies count: these models are small."""
@@ -109,20 +109,20 @@ def read(row: dict[str, Any]) -> Evidence:
         layout = Layout.from_table(read_layout_table(row["layout"]))
     target, is_decode = find_target(row["target"]), row["graph"] == "decode"
     placement = target.placement(layout)
-    definition = Definition(config, placement.arrangement(config, row["layers"] == "scanned"))
+    definition = AbstractModel(config, placement.arrangement(config, row["layers"] == "scanned"))
     graphs = plan_graphs(definition, GRID, placement, jnp.dtype(row["dtype"]))
     graph = [graph for graph in graphs if graph.kind == row["graph"]][-1]
     _, text, _ = compile_with_text(graph)
     assert text is not None
     work = Work(definition, row["dtype"], layout or ONE_DEVICE)
     mesh = dict(placement.mesh.shape)
-    report = read_report(text, target.platform, mesh, least=ARRAY_BYTES)
+    report = read_report(text, target.platform, mesh, min_bytes=ARRAY_BYTES)
     call = GRID.decode_call(256) if is_decode else GRID.prefill[0].call()
     return Evidence(report, work.needed(call))
 
 
 def found_in(evidence: Evidence) -> dict[str, float]:
-    """The figures of a program, as a row has them."""
+    """Return the figures of a program in the form of a row."""
     step, once = evidence.report.step, evidence.report.once
     figures = {
         "moved": evidence.ratio,
@@ -136,7 +136,7 @@ def found_in(evidence: Evidence) -> dict[str, float]:
 
 
 def row_lines(row: dict[str, Any], figures: dict[str, float]) -> str:
-    """A row of the table as it would be."""
+    """Return the text of a row."""
     facts = [f'{fact} = "{row[fact]}"' for fact in FACTS]
     found = [f"{name} = {round(number, 3):g}" for name, number in figures.items()]
     return "\n".join(["[[program]]", *facts, *found])
@@ -165,7 +165,7 @@ def test_a_program_does_no_more_than_its_row_allows_and_a_row_allows_no_more_tha
 
 
 def test_most_pairs_of_facts_meet():
-    """Each model meets each target, graph and form of layers."""
+    """Each model has a case with each target, graph and form of layers."""
     for fact, values in (
         ("target", {"cpu", "tpu:v5e:2x2", "tpu:v6e:2x2"}),
         ("graph", {"decode", "prefill"}),
@@ -181,6 +181,6 @@ def test_each_program_for_the_cpu_is_held_with_the_newest_jax_too():
 
 
 def test_every_turn_of_a_loop_in_decode_on_tpu_is_worth_one():
-    """No loop there goes over slots or tokens one by one."""
+    """No loop of decode on TPU runs over single slots or tokens."""
     decode = [row for row in ROWS if row["graph"] == "decode" and row["target"].startswith("tpu")]
     assert all(row.get("turn_kb", LEAST_TURN_KB) >= LEAST_TURN_KB for row in decode)

@@ -1,4 +1,4 @@
-"""Bytes of main memory: small programs counted by hand, and real ones beside XLA's own count."""
+"""Bytes of main memory: small programs counted by hand, and real programs against XLA's count."""
 
 import math
 
@@ -25,7 +25,7 @@ def computation(name: str, *lines: str) -> str:
 
 
 def moved(*lines: str, called: str = "") -> int:
-    """Of a program that is given %p in main memory, %c on the chip, and an index %i."""
+    """Return the bytes of a program with %p in main memory, %c on the chip and an index %i."""
     return hbm_bytes(
         f"HloModule jit_f\n\n{called}\n{computation('ENTRY %main', *PARAMETERS, *lines)}"
     )
@@ -54,7 +54,7 @@ def test_an_instruction_moves_operands_and_results_that_lie_in_main_memory(line,
 
 @pytest.mark.parametrize(("declared", "expected"), [(5, 3), (2.25, 0.25), (1, 0)])
 def test_a_kernel_reads_what_it_declares_beside_what_is_on_the_chip(declared, expected):
-    """A part of its operand in main memory, or more than all; its result counts in any case."""
+    """It reads a part of its operand in main memory, or more than all; its result always counts."""
     cost = f'{{"bytes_accessed":"{int(declared * WHOLE)}","flops":"1"}}'
     config = f'backend_config={{"custom_call_config":{{"cost_estimate":{cost}}}}}'
     call = f'ROOT %y = {HBM} custom-call(%p, %c), custom_call_target="tpu_custom_call", {config}'
@@ -138,7 +138,7 @@ def test_a_fusion_moves_what_is_read_and_written_inside(inside, result, expected
 
 
 def test_a_collective_spread_over_fusions_reads_its_operand_and_writes_its_result_once():
-    """One starts it, one carries it beside a product, one ends it; each hands its arrays on."""
+    """The fusions start it, carry it beside a product, and end it; each passes its arrays on."""
     flag = "u32[]{:S(2)}"
     x, y = f"%x = {HBM} parameter(0)", f"%y = {HBM} parameter(1)"
     start = computation(
@@ -173,7 +173,7 @@ def test_a_collective_spread_over_fusions_reads_its_operand_and_writes_its_resul
 
 
 def loop(limit: str) -> int:
-    """A loop that reads a row of %p in each turn, from turn 0 up to `limit`."""
+    """Return a loop that reads a row of %p in each iteration, from 0 up to `limit`."""
     state = f"(s32[], {HBM}, s32[])"
     condition = computation(
         "%condition",

@@ -39,7 +39,7 @@ ENTRY %main (p: f32[8]) -> f32[8] {
 
 
 def trips(**changes: str) -> int | None:
-    """The trip count of LOOP, counting from 0 to 8 by adding 1, with some of that replaced."""
+    """Return the trip count of LOOP, which counts from 0 to 8 by 1, with some text replaced."""
     text = LOOP
     for word, value in {"STEP": "1", "ADD": "add", "LIMIT": "8", "START": "0", **changes}.items():
         text = re.sub(rf"\b{word}\b", value, text)

@@ -1,4 +1,4 @@
-"""The text of a program: what the compiler wrote of it comes first, then what XLA can write."""
+"""The text of a program: the compiler's own text if there is any, and otherwise XLA's."""
 
 from dataclasses import dataclass
 from typing import cast
@@ -16,7 +16,7 @@ from noria.compile.programs.program_text import program_text
 
 @dataclass
 class Unwritten:
-    """An executable that XLA cannot write."""
+    """An executable that XLA cannot write as text."""
 
     def as_text(self) -> str:
         raise RuntimeError("UNIMPLEMENTED: asynchronous slices")
@@ -26,7 +26,7 @@ EXECUTABLE = cast(jax.stages.Compiled, Unwritten())
 
 
 def lower(function, device) -> jax.stages.Lowered:
-    """For a square on one device."""
+    """Lower a function of a square matrix on one device."""
     placed = SingleDeviceSharding(device)
     square = jax.ShapeDtypeStruct((512, 512), "float32")
     return jax.jit(function, in_shardings=placed, out_shardings=placed).lower(square)

@@ -1,4 +1,4 @@
-"""Figures read of programs: small ones counted by hand, each number by itself."""
+"""Figures read from programs: small programs counted by hand, one number at a time."""
 
 from pathlib import Path
 
@@ -14,9 +14,9 @@ AT_45 = ', metadata={op_name="jit(graph)/layers.3/dot_general" stack_frame_id=2}
 
 
 def read(*lines: str, called: str = "", platform: str = "tpu") -> ProgramReport:
-    """The report of a program in which arrays of 2048 bytes are large."""
+    """Read the report of a program; arrays of 2048 bytes count as large."""
     return read_report(
-        program(*lines, called=called, root=ROOT), platform, MESH, least=NARROW_BYTES
+        program(*lines, called=called, root=ROOT), platform, MESH, min_bytes=NARROW_BYTES
     )
 
 

@@ -1,4 +1,4 @@
-"""Arranged weights: published tensors fill other shapes, and the model in them is the same."""
+"""Arranged weights: published tensors fill other shapes, and the model's answers stay the same."""
 
 from dataclasses import replace
 
@@ -53,14 +53,14 @@ class Arrays:
 
 
 def filled(names, arrangement, parameter, shape, index=None):
-    """A parameter, or a box of it, as the sources of an arrangement fill it."""
+    """Return a parameter, or a box of it, filled from an arrangement's sources."""
     sources = {s.parameter: s for s in parameter_sources(CONFIG, names, arrangement)}
     index = index or (slice(None),) * len(shape)
     return read_parameter(sources[parameter], Arrays(names), index, shape, np.dtype("f4"))
 
 
 def reference(joined, copies, kv_axis):
-    """Canonical `qkv` or `qkv_bias` in copies, head by head."""
+    """Return the canonical `qkv` or `qkv_bias` with copies, head by head."""
     heads = []
     for k in range(K):
         queries, key_value = np.split(np.take(joined, k, kv_axis), [G], axis=kv_axis)

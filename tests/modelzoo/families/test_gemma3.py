@@ -1,4 +1,4 @@
-"""Gemma 3 as it is published beside a vision tower: its text part, in both forms of its names."""
+"""Gemma 3 as published with a vision tower: its text part, in both forms of its names."""
 
 import jax
 import jax.numpy as jnp
@@ -7,10 +7,10 @@ import pytest
 from safetensors.numpy import load_file
 from tolerances import FLOAT32_MODEL_LOGPROB
 
-from noria.compile.definition import Definition
+from noria.compile.abstract_model import AbstractModel
 from noria.modelzoo.config import LinearScaling, RopeConfig
 from noria.modelzoo.families.registry import UnsupportedModel, from_hf_config
-from noria.runtime.checkpoint.describe import describe
+from noria.runtime.checkpoint.description import describe
 from noria.runtime.checkpoint.loader import load_params
 from noria.runtime.checkpoint.model_files import open_model
 
@@ -108,7 +108,7 @@ def test_the_text_part_answers_text_as_the_whole_model_does(tmp_path, is_origina
     names = load_file(tmp_path / "model.safetensors").keys()
     assert (OLD_NAME if is_original else NEW_NAME) in names
     with open_model(str(tmp_path)) as files:
-        definition = Definition(files.spec.config)
+        definition = AbstractModel(files.spec.config)
         device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         abstract = definition.abstract_parameters(jnp.float32)
         parameters = load_params(files.spec, files.tensors, abstract, device)
@@ -124,7 +124,7 @@ def test_the_text_part_answers_text_as_the_whole_model_does(tmp_path, is_origina
 
 
 def _whole_logprobs(directory, prompt: np.ndarray, is_original: bool) -> np.ndarray:
-    """Save a small random model of text and images; its log-probabilities of a prompt of text."""
+    """Save a small random model of text and images; return log-probabilities of a text prompt."""
     import torch
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from memory_tensors import Arrays
 
-from noria.compile.definition import Definition
+from noria.compile.abstract_model import AbstractModel
 from noria.modelzoo.config import (
     FactorScaling,
     LinearScaling,
@@ -39,7 +39,7 @@ UNTIED = ("token_embd.weight", "output.weight")
 
 
 def metadata(architecture: str = "llama", **changes: object) -> dict[str, object]:
-    """`changes` spell a dot as two underscores; None takes a key away."""
+    """Return metadata with `changes`: two underscores stand for a dot, None removes a key."""
     values = SIZES | {key.replace("__", "."): value for key, value in changes.items()}
     own = {f"{architecture}.{key}": value for key, value in values.items() if value is not None}
     general = {"general.architecture": architecture, "general.file_type": 0}
@@ -53,7 +53,7 @@ def metadata(architecture: str = "llama", **changes: object) -> dict[str, object
 def test_sources_fill_exactly_the_parameters_of_the_decoder(architecture, tensor_names):
     spec = from_gguf_metadata(metadata(architecture), tensor_names)
     filled = [source.parameter for source in spec.sources]
-    assert sorted(filled) == sorted(Definition(spec.config).abstract_parameters(jnp.float32))
+    assert sorted(filled) == sorted(AbstractModel(spec.config).abstract_parameters(jnp.float32))
     assert spec.config.tie_embeddings == (tensor_names == UNTIED[:1])
 
 
@@ -62,11 +62,11 @@ def test_biases_are_there_when_their_tensors_are():
     spec = from_gguf_metadata(metadata(), (*UNTIED, *names))
     assert (spec.config.qkv_bias, spec.config.output_bias, spec.config.mlp_bias) == (True,) * 3
     filled = [source.parameter for source in spec.sources]
-    assert sorted(filled) == sorted(Definition(spec.config).abstract_parameters(jnp.float32))
+    assert sorted(filled) == sorted(AbstractModel(spec.config).abstract_parameters(jnp.float32))
 
 
 def test_llama_stores_rotated_pairs_side_by_side_and_qwen_does_not():
-    """One head of 8 rows: the converter interleaves the halves, so row 1 is what was row 4."""
+    """For a head of 8 rows, the converter interleaves the halves: row 1 is the former row 4."""
     K, G, H = 2, 2, 8
     rows = np.arange(K * G * H, dtype=np.float32)
     interleaved = rows.reshape(K * G, 2, H // 2).swapaxes(1, 2).reshape(-1)
@@ -134,7 +134,7 @@ def test_command_r_is_read_as_llama_cpp_does(num_layers, has_qk_norm):
     assert (spec.config.norm, spec.config.is_parallel) == ("layer", True)
     assert spec.config.qk_norm == has_qk_norm
     filled = [source.parameter for source in spec.sources]
-    assert sorted(filled) == sorted(Definition(spec.config).abstract_parameters(jnp.float32))
+    assert sorted(filled) == sorted(AbstractModel(spec.config).abstract_parameters(jnp.float32))
 
 
 def test_norms_after_attention_and_mlp_have_the_names_of_llama_cpp():
@@ -301,7 +301,7 @@ SPLIT = (*UNTIED, "blk.0.attn_k_b.weight")
 
 @pytest.mark.parametrize("sizes", [LATENT, NEWER_LATENT], ids=["older", "newer"])
 def test_metadata_of_deepseek_mean_what_its_config_json_means(sizes):
-    """But for the epsilon of latents' norms, of which GGUF has none."""
+    """The exception is the epsilon of latents' norms, which GGUF does not have."""
     config = from_gguf_metadata(metadata("deepseek2", **sizes, **YARN), UNTIED).config
     published = from_hf_config(DEEPSEEK_V3).config
     assert config.scores.scale == pytest.approx(published.scores.scale)
@@ -310,7 +310,7 @@ def test_metadata_of_deepseek_mean_what_its_config_json_means(sizes):
 
 
 def random_attention() -> Arrays:
-    """Matrices of a layer's latent attention, as a directory of `DEEPSEEK_V3` has them."""
+    """Return the matrices of a layer's latent attention, with DeepSeek-V3's published names."""
     rng = np.random.default_rng(0)
     heads = {"q_b_proj": (36, 7), "kv_b_proj": (32, 6), "o_proj": (32, 12)}
     down = {"q_a_proj": (7, 32), "kv_a_proj_with_mqa": (10, 32)}
@@ -322,7 +322,7 @@ def random_attention() -> Arrays:
 
 @pytest.mark.parametrize("is_split", [False, True], ids=["kv_b", "k_b and v_b"])
 def test_latent_attention_of_a_gguf_file_is_that_of_the_directory_it_was_made_from(is_split):
-    """Newer converters split what makes keys and values, and transpose the former."""
+    """Newer converters split the matrix for keys and values, and transpose the part for keys."""
     published = from_hf_config(DEEPSEEK_V3)
     tensors = random_attention()
     renamed = {
@@ -340,7 +340,7 @@ def test_latent_attention_of_a_gguf_file_is_that_of_the_directory_it_was_made_fr
     converted = from_gguf_metadata(
         metadata("deepseek2", **sizes, **YARN), SPLIT if is_split else UNTIED
     )
-    shapes = Definition(published.config).abstract_parameters(jnp.float32)
+    shapes = AbstractModel(published.config).abstract_parameters(jnp.float32)
     names = ("query", "query_down", "latent_down", "key_up", "value_up", "output")
     for name in (f"layers.1.attention.{name}" for name in names):
         shape = shapes[name].shape
@@ -357,11 +357,11 @@ def test_latent_attention_of_a_gguf_file_is_that_of_the_directory_it_was_made_fr
 def test_sources_of_deepseek_fill_exactly_the_parameters_of_the_decoder(names):
     spec = from_gguf_metadata(metadata("deepseek2", **NEWER_LATENT), names)
     filled = [source.parameter for source in spec.sources]
-    assert sorted(filled) == sorted(Definition(spec.config).abstract_parameters(jnp.float32))
+    assert sorted(filled) == sorted(AbstractModel(spec.config).abstract_parameters(jnp.float32))
 
 
 def test_a_file_without_a_gating_function_scores_by_softmax():
-    """As files of DeepSeek-V2 are, which has no groups in GGUF."""
+    """Files of DeepSeek-V2 are like this; they also have no groups in GGUF."""
     no_keys = dict.fromkeys((k for k in LATENT if "group" in k or "gating" in k), None)
     config = from_gguf_metadata(metadata("deepseek2", **LATENT | no_keys), UNTIED).config
     assert (config.moe.routing.scoring, config.moe.routing.groups) == ("softmax", None)

@@ -1,11 +1,11 @@
-"""GPT-OSS as it is published: config.json, GGUF metadata, and the tensors of its experts."""
+"""GPT-OSS as published: config.json, GGUF metadata, and the tensors of its experts."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from memory_tensors import Arrays
 
-from noria.compile.definition import Definition
+from noria.compile.abstract_model import AbstractModel
 from noria.modelzoo.config import RopeConfig, YarnScaling
 from noria.modelzoo.families.family import ModelSpec
 from noria.modelzoo.families.registry import UnsupportedModel, from_gguf_metadata, from_hf_config
@@ -57,7 +57,7 @@ PUBLISHED = {
     "use_cache": True,
     "vocab_size": 201088,
 }
-"""Of the model with 20 billion parameters."""
+"""The `config.json` of the model with 20 billion parameters."""
 GGUF = {
     "general.architecture": "gpt-oss",
     "gpt-oss.block_count": 2,
@@ -84,7 +84,7 @@ UNTIED = ("token_embd.weight", "output.weight")
 
 def assert_sources_fill_the_decoder(spec: ModelSpec) -> None:
     filled = [source.parameter for source in spec.sources]
-    assert sorted(filled) == sorted(Definition(spec.config).abstract_parameters(jnp.float32))
+    assert sorted(filled) == sorted(AbstractModel(spec.config).abstract_parameters(jnp.float32))
 
 
 def test_the_published_model_is_read_whole():

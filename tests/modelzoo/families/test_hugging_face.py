@@ -1,4 +1,4 @@
-"""config.json of every family: what is published is read whole, and anything else is refused."""
+"""config.json of every family: published files are read completely, and others are refused."""
 
 import math
 import re
@@ -8,7 +8,7 @@ import sys
 import jax.numpy as jnp
 import pytest
 
-from noria.compile.definition import Definition
+from noria.compile.abstract_model import AbstractModel
 from noria.modelzoo.config import (
     FactorScaling,
     LatentAttention,
@@ -137,7 +137,7 @@ CONFIGS = {
 def test_sources_fill_exactly_the_parameters_of_the_decoder(config):
     spec = from_hf_config(config)
     filled = [source.parameter for source in spec.sources]
-    assert sorted(filled) == sorted(Definition(spec.config).abstract_parameters(jnp.float32))
+    assert sorted(filled) == sorted(AbstractModel(spec.config).abstract_parameters(jnp.float32))
 
 
 def test_reading_a_model_imports_no_jax():
@@ -245,7 +245,7 @@ def test_layers_that_predict_further_tokens_are_ignored_by_name():
 
 
 def test_yarn_scales_rotations_by_one_ratio_and_scores_by_a_square():
-    """The numbers of DeepSeek-V2: one temperature for all entries, none for rotated ones alone."""
+    """With DeepSeek-V2's numbers, the temperature applies to all entries, not only to rotations."""
     table = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 16}
     scaled = table | {"mscale": 0.707, "mscale_all_dim": 0.707}
     config = from_hf_config(family("deepseek_v2", rope_scaling=scaled)).config
@@ -307,7 +307,7 @@ def test_olmo2_norms_what_attention_and_mlp_write_and_all_heads_as_one():
     norm = "model.layers.2.post_{}_layernorm.weight"
     assert tensors["layers.2.attention_post_norm.scale"] == norm.format("attention")
     assert tensors["layers.2.mlp_post_norm.scale"] == norm.format("feedforward")
-    shapes = Definition(spec.config).abstract_parameters(jnp.float32)
+    shapes = AbstractModel(spec.config).abstract_parameters(jnp.float32)
     assert shapes["layers.0.attention.query_norm.scale"].shape == (64,)
     assert shapes["layers.0.attention.key_norm.scale"].shape == (16,)
 
@@ -605,7 +605,7 @@ def test_other_rope_types_are_refused_by_name(key, kind):
 
 
 def fp8(**changes):
-    """The option as DeepSeek-V3 publishes it, with changes."""
+    """Return DeepSeek-V3's published option, with changes."""
     published = {
         "activation_scheme": "dynamic",
         "fmt": "e4m3",

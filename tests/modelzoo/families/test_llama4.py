@@ -1,4 +1,4 @@
-"""Llama 4: what its config.json says, alone and as the text part of the published models."""
+"""Llama 4's config.json, alone and as the text part of the published models."""
 
 import jax
 import jax.numpy as jnp
@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from tolerances import FLOAT32_MODEL_LOGPROB
 
-from noria.compile.definition import Definition
+from noria.compile.abstract_model import AbstractModel
 from noria.modelzoo.config import Chunk, Llama3Scaling, NoRope, RopeConfig
 from noria.modelzoo.families.mapping import TensorPrefix
 from noria.modelzoo.families.registry import UnsupportedModel, from_hf_config
 from noria.modelzoo.moe.config import MoeConfig, Routing
-from noria.runtime.checkpoint.describe import describe
+from noria.runtime.checkpoint.description import describe
 from noria.runtime.checkpoint.loader import load_params
 from noria.runtime.checkpoint.model_files import open_model
 
@@ -113,7 +113,7 @@ REFUSALS = {
     "no flag": ({"no_rope_layers": [2] * 5}, r"no_rope_layers\.0: expected an integer from 0 to 1"),
     "chunks without rotation": (
         {"layer_types": ["chunked_attention"] * 5},
-        "layer_types: expected chunks in the layers that rotate",
+        "layer_types: expected chunks in the layers with rotation",
     ),
     "no such layer": ({"moe_layers": [1, 5]}, r"moe_layers\.1: expected an integer from 0 to 4"),
     "more experts than there are": (
@@ -183,7 +183,7 @@ def test_the_text_part_answers_text_as_the_whole_model_does(tmp_path):
     prompt = np.random.default_rng(0).integers(0, 98, 13)
     expected = _whole_logprobs(tmp_path, prompt)
     with open_model(str(tmp_path)) as files:
-        definition = Definition(files.spec.config)
+        definition = AbstractModel(files.spec.config)
         device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         abstract = definition.abstract_parameters(jnp.float32)
         parameters = load_params(files.spec, files.tensors, abstract, device)
@@ -195,7 +195,7 @@ def test_the_text_part_answers_text_as_the_whole_model_does(tmp_path):
 
 
 def _whole_logprobs(directory, prompt: np.ndarray) -> np.ndarray:
-    """Save a small random model of text and images; its log-probabilities of a prompt of text."""
+    """Save a small random model of text and images; return log-probabilities of a text prompt."""
     import torch
     from transformers import Llama4Config, Llama4ForConditionalGeneration
 

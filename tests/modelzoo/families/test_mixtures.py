@@ -1,11 +1,11 @@
-"""Families with experts: what config.json and GGUF metadata say, and which tensors hold them."""
+"""Families with experts: their config.json, their GGUF metadata, and their tensors."""
 
 import itertools
 
 import jax.numpy as jnp
 import pytest
 
-from noria.compile.definition import Definition
+from noria.compile.abstract_model import AbstractModel
 from noria.modelzoo.config import Multipliers, RopeConfig, Scores
 from noria.modelzoo.families import gguf, hugging_face
 from noria.modelzoo.families.registry import (
@@ -163,7 +163,7 @@ def test_sources_of_each_form_fill_exactly_the_parameters(family, number):
     tensors = form.tensors(EXPECTED[family])
     spec = from_hf_config(config, tensors)
     filled = [source.parameter for source in spec.sources]
-    assert sorted(filled) == sorted(Definition(spec.config).abstract_parameters(jnp.float32))
+    assert sorted(filled) == sorted(AbstractModel(spec.config).abstract_parameters(jnp.float32))
     used = {name for source in spec.sources for part in source.parts for name in part.tensors}
     assert tensors <= used
     assert not used & (forms_of(family)[1 - number].tensors(EXPECTED[family]) - tensors)
@@ -193,7 +193,7 @@ GGUF_EXPECTED = {
 
 
 def read_gguf(architecture: str, tensors=("token_embd.weight",), **changes: object):
-    """`changes` of None take a key away."""
+    """Read metadata with `changes`, where None removes a key."""
     said = {key: value for key, value in (GGUF_SIZES | changes).items() if value is not None}
     metadata = {f"{architecture}.{key}": value for key, value in said.items()}
     return from_gguf_metadata({"general.architecture": architecture} | metadata, tensors)
@@ -234,7 +234,7 @@ def test_sources_of_both_forms_of_gguf_fill_exactly_the_parameters(architecture,
     tensors = form.tensors(GGUF_EXPECTED[architecture])
     spec = read_gguf(architecture, (*tensors, "token_embd.weight"))
     filled = [source.parameter for source in spec.sources]
-    assert sorted(filled) == sorted(Definition(spec.config).abstract_parameters(jnp.float32))
+    assert sorted(filled) == sorted(AbstractModel(spec.config).abstract_parameters(jnp.float32))
     used = {name for source in spec.sources for part in source.parts for name in part.tensors}
     assert tensors <= used
 

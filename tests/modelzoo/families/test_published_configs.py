@@ -1,4 +1,4 @@
-"""Configurations of real models: those of known families are read, unless a key changes answers."""
+"""Configurations of real models: known families are read, unless an unread key changes answers."""
 
 import re
 

@@ -1,8 +1,7 @@
 """Keys of config.json that change an answer, as transformers itself reads them.
 
-No key that transformers reads for a family is noted here as one that nothing reads, the keys that
-are noted or ignored leave its logits bit for bit as they were, and published files mean the same to
-both.
+Transformers does not read any key that a family notes as unread. Noted and ignored keys do not
+change a bit of its logits. Published files have the same meaning in transformers and in noria.
 """
 
 import ast
@@ -66,7 +65,7 @@ def _library() -> Path:
 
 @cache
 def _attributes_read(path: Path) -> frozenset[str]:
-    """Attributes that the code reads from anything that it calls a config."""
+    """Return the attributes that the code reads from any variable named as a config."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Attribute) and "config" in _name(node.value):
@@ -81,7 +80,7 @@ def _attributes_read(path: Path) -> frozenset[str]:
 
 @cache
 def _arguments_taken(path: Path) -> frozenset[str]:
-    """Names that the class of a configuration takes besides its fields."""
+    """Return the names that a configuration's class accepts in addition to its fields."""
     return frozenset(
         node.args[0].value
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
@@ -100,7 +99,7 @@ def _name(node: ast.AST) -> str:
 
 
 def keys_read(model_type: str) -> set[str]:
-    """Every key by which transformers could tell one model of this type from another."""
+    """Return every key by which transformers may distinguish models of this type."""
     from transformers import CONFIG_MAPPING
 
     cls = CONFIG_MAPPING[model_type]
@@ -121,7 +120,7 @@ def _case(family: str) -> Case:
 
 @cache
 def _small(family: str) -> dict[str, Any]:
-    """A small configuration of a family as transformers writes it."""
+    """Return a small configuration of a family as transformers writes it."""
     from transformers import CONFIG_MAPPING
 
     case = _case(family)
@@ -177,7 +176,7 @@ READ_BY = {
     "attention_chunk_size": {"llama4_text"},
     "shared_expert_intermediate_size": {"qwen2_moe"},
 }
-"""Families that read an option of that name themselves."""
+"""Families that read an option of this name themselves."""
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
@@ -194,7 +193,7 @@ def test_keys_that_are_accepted_for_nothing_leave_the_logits_of_the_reference_as
 
 
 def _logits(family: str, options: dict[str, Any]) -> np.ndarray:
-    """The logits of a prompt and of one decode step after it, with the same random weights."""
+    """Return logits of a prompt and of one decode step, always with the same random weights."""
     import torch
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -239,7 +238,7 @@ def _size(window: Window) -> int:
 
 
 def _windows(config: Any) -> list[int | None]:
-    """The window of each layer, by the kinds of layers, or one for all if there are no kinds."""
+    """Return the window of each layer by its kind, or one window if there are no kinds."""
     sizes = {
         "full_attention": None,
         "sliding_attention": getattr(config, "sliding_window", None),

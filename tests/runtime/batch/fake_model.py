@@ -21,7 +21,7 @@ VOCAB_SIZE = 256
 
 
 class ByteTokens:
-    """One token a byte."""
+    """A tokenizer with one token for each byte."""
 
     def token_text(self, token_id: int) -> str:
         return chr(token_id)
@@ -31,7 +31,7 @@ class ByteTokens:
 
 
 class FakeGenerator:
-    """Answers a prompt with a hash of it after as many steps as its length asks for."""
+    """Answers a prompt with its hash, after a number of steps that depends on its length."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ def answer(request: Request) -> RequestOutput:
 
 
 class FakeModel:
-    """Counts its builds; `failure` is raised by the build in phase `failure_phase`."""
+    """A model that counts its builds; the build raises `failure` in phase `failure_phase`."""
 
     def __init__(
         self,
@@ -162,12 +162,12 @@ class FakeModel:
         phases.enter(self._failure_phase)
         if self._failure is not None:
             raise self._failure
-        longest = max(need.prompt_length for need in summary.needs)
+        longest = max(need.prompt_length for need in summary.requirements)
         return Build(self.generator, stored_plan or f"max_length = {longest}\n", self.digest)
 
 
 def encode(row, now=None):
-    """The bytes of a prompt; a row called `clock` shows the time, as some chat templates do."""
+    """Return a prompt's bytes; the row `clock` contains the time, as in some chat templates."""
     if row.prompt_token_ids is not None:
         return row.prompt_token_ids
     if row.custom_id == "clock":
@@ -197,7 +197,7 @@ def run(input_path, output_path, model=None, disk=None, **changes):
 
 
 def masked(path: Path) -> bytes:
-    """The file with `created` blanked; everything else must be equal byte for byte."""
+    """Return the file without the values of `created`; all other bytes must be equal."""
     lines = path.read_bytes().split(b"\n")
     assert lines.pop() == b""
     kept = []

@@ -1,14 +1,14 @@
-"""A disk that fails at any one operation that a test chooses."""
+"""A disk that fails at an operation of the test's choice."""
 
 from noria.runtime.files.disk import Disk
 
 
 class Crash(BaseException):
-    """The machine stops here."""
+    """A simulated stop of the machine."""
 
 
 class FaultyDisk(Disk):
-    """Fails at the k-th operation: with an OSError once, or dead from there on."""
+    """A disk that fails at the k-th operation: once with an OSError, or for ever."""
 
     def __init__(self, at: int, error: BaseException | None = None, tear: bool = False):
         self.calls, self._at, self._error, self._tear = 0, at, error, tear

@@ -1,4 +1,4 @@
-"""Files that are written whole: where that fails, the old one stays and nothing is beside it."""
+"""Files are written whole: after a failure the old file is unchanged, without any other file."""
 
 import errno
 import os

@@ -4,12 +4,12 @@ from tiny import GRID
 
 from noria.runtime.batch.graph_rows import describe_rows, needs_graph
 from noria.runtime.batch.lines import BadRow
-from noria.runtime.batch.scan import Need, ScannedRow
+from noria.runtime.batch.scan import RowRequirements, ScannedRow
 from noria.runtime.errors import RowError
 
 
 def row(number: int, length: int, bad: BadRow | None = None) -> ScannedRow:
-    need = None if bad else Need(length, 4, 1, None)
+    need = None if bad else RowRequirements(length, 4, 1, None)
     return ScannedRow(number, number + 1, 0, f"q{number}", "", need, bad)
 
 
@@ -23,4 +23,4 @@ def test_the_number_and_the_first_rows_are_named():
 
 
 def test_a_row_that_fits_nowhere_needs_nothing():
-    assert not needs_graph("decode span 64", GRID, Need(100, 4, 1, None))
+    assert not needs_graph("decode span 64", GRID, RowRequirements(100, 4, 1, None))

@@ -1,4 +1,4 @@
-"""Files that are no JSON Lines are refused by what they are; bad lines are rows in error."""
+"""Files of other formats than JSON Lines are refused by name; bad lines are rows with errors."""
 
 import bz2
 import gzip

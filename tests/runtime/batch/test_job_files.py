@@ -1,4 +1,4 @@
-"""No file that is read is written, no file is written twice, and no link is written through."""
+"""A job never writes its inputs, never writes a file twice, and never writes through a link."""
 
 import os
 from pathlib import Path
@@ -21,7 +21,7 @@ TEMPORARY = [f"{name}.tmp" for name in WRITTEN]
 
 
 def contents(folder: Path) -> dict[str, bytes | str]:
-    """Every name of a folder with what is there: content, or where a link leads."""
+    """Return every name in a folder with its content, or with the target of a link."""
     return {
         path.name: os.readlink(path) if path.is_symlink() else path.read_bytes()
         for path in folder.iterdir()
@@ -30,7 +30,7 @@ def contents(folder: Path) -> dict[str, bytes | str]:
 
 
 def refused(folder: Path, message: str, action) -> None:
-    """The action is refused, and nothing in the folder is made, changed or lost."""
+    """Check that an action is refused, and that no file in the folder is made, changed or lost."""
     before = contents(folder)
     with pytest.raises(UnusableFile, match=message):
         action()
@@ -171,7 +171,7 @@ def test_a_pipe_in_the_place_of_a_side_file_is_refused_without_waiting(source, t
 def test_what_comes_in_the_place_of_a_side_file_after_the_check_is_not_written(
     source, tmp_path, name, monkeypatch
 ):
-    """The checks are made once more on opening, by the system."""
+    """The system checks again when the file is opened."""
     precious = tmp_path / "precious"
     precious.write_text("precious")
     monkeypatch.setattr(job_files, "check_replaceable", lambda path: None)

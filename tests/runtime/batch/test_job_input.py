@@ -1,4 +1,4 @@
-"""A prompt is encoded once, shows the job's instant on whatever day it runs, and is read ahead."""
+"""A prompt is encoded once, has the job's date on any day, and is read in advance."""
 
 import errno
 import io
@@ -35,7 +35,7 @@ def source(tmp_path):
 
 @pytest.fixture
 def today(monkeypatch):
-    """Sets the day on which jobs start."""
+    """Set the day on which jobs start."""
 
     class Calendar(datetime):
         day = 1
@@ -49,13 +49,13 @@ def today(monkeypatch):
 
 
 def prompt_of_clock(output) -> str:
-    """The fake model answers with a hash of the prompt."""
+    """Return the answer of the row `clock`, which is a hash of its prompt."""
     (line,) = [line for line in output.read_text().splitlines() if '"custom_id":"clock"' in line]
     return json.loads(line)["response"]["body"]["choices"][0]["text"]
 
 
 class Stops(FakeGenerator):
-    """Fails after some rows, as a device that is lost."""
+    """A generator that fails after some rows, like a lost device."""
 
     def step(self):
         if self.num_steps == 3:
@@ -122,14 +122,14 @@ def test_parts_that_show_different_instants_are_not_merged(source, tmp_path, tod
 
 
 class Follower:
-    """A process beside the leader, with what the leader shares."""
+    """A process other than the leader, with the data that the leader shares."""
 
-    size, rank, leads, setup, asked = 2, 1, False, "2 processes", None
+    size, rank, is_leader, setup, remote_signal = 2, 1, False, "2 processes", None
 
     def __init__(self, shared):
         self._shared = iter(shared)
 
-    def share(self, value):
+    def broadcast(self, value):
         return next(self._shared)
 
     def agree(self, facts):

@@ -1,4 +1,4 @@
-"""The plan of a job: what limits rows without `max_tokens` is said; any override is answered."""
+"""The plan of a job: the note on rows without `max_tokens`, and replies to every override."""
 
 import json
 import tomllib
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from model_on_disk import MAX_POSITION, write_model
 from tiny import CONFIG
 
-from noria.compile.grids.default_grid import RowNeed
+from noria.compile.grids.default_grid import RowShape
 from noria.compile.grids.grid_defaults import GridDefaults
 from noria.compile.plan import Numbers, Plan, PlannedModel
 from noria.compile.planning.candidates import ExpectedRow
@@ -21,13 +21,13 @@ from noria.runtime.batch import job_plan
 from noria.runtime.batch.job_plan import derived_plan, limit_note
 from noria.runtime.cli import main
 from noria.runtime.planning.forecast import forecast_steps
-from noria.runtime.planning.search import as_fed
+from noria.runtime.planning.search import rows_in_submission_order
 from noria.runtime.planning.simulator import simulate
 from noria.runtime.pods.peers import ALONE
 
 MODEL = PlannedModel("tiny", "")
 LONG = replace(CONFIG, max_position=8192)
-OPEN = [RowNeed(20, None)] * 3 + [RowNeed(9, 4)]
+OPEN = [RowShape(20, None)] * 3 + [RowShape(9, 4)]
 VALUES = ["0", "1", "-1", "16", "1.5", "nan", "true", '""', '"x"', "x", "[]", "{}", "[16]", "data"]
 VALUES += ["[[16,4]]", '[[16,"a"]]', '[["a",1]]', "[[nan,1]]", "{a=1}", "[{}]", "[[[]]]", "[true]"]
 VALUES += ["1979-05-27", "99999999999999999999", "[16,64]", '["data"]', "chunk"]
@@ -41,7 +41,7 @@ def plan_of(rows, *overrides) -> Plan:
 
 @pytest.fixture
 def memory(monkeypatch):
-    """Sets the bytes of the device."""
+    """Set the memory of the device."""
     return lambda found: monkeypatch.setattr(job_plan, "_memory_bytes", lambda target: found)
 
 
@@ -84,7 +84,7 @@ def test_a_limit_of_memory_is_said_in_the_plan_and_with_the_option_that_changes_
 
 def test_memory_limits_no_row_that_has_max_tokens(memory):
     memory(0)
-    rows = [RowNeed(20, 4000)]
+    rows = [RowShape(20, 4000)]
     plan = plan_of(rows)
     assert plan.buckets.max_length == 4032 and not plan.max_length_reason
     assert limit_note(plan, rows, LONG.max_position) is None
@@ -110,7 +110,7 @@ LENGTHS = [67, 80, 100, 120, 130, 150, 190, 220, 250, 270, 300, 330, 350, 380, 3
 
 
 def embedded_plan(rows, dtype="float32", overrides=()) -> Plan:
-    """A plan for the shapes of the embedded model, on which the constants are tested."""
+    """Return a plan for the embedded model's shapes, which test the constants."""
     target, numbers = find_target("cpu"), Numbers(dtype)
     return derived_plan(rows, target, MODEL, numbers, EMBEDDED, None, overrides, ALONE)
 
@@ -126,7 +126,7 @@ def embedded_plan(rows, dtype="float32", overrides=()) -> Plan:
     ],
 )
 def test_a_derived_grid_has_the_graphs_that_save_what_they_take(times, prefill, spans, graphs):
-    table = embedded_plan([RowNeed(n, 64) for n in LENGTHS] * times).buckets.to_table()
+    table = embedded_plan([RowShape(n, 64) for n in LENGTHS] * times).buckets.to_table()
     found = table["prefill"]
     assert (("six" if len(found) == 6 else found), list(table["decode_spans"])) == (prefill, spans)
     assert (table["decode_graphs"] and list(table["decode_graphs"])) == graphs
@@ -142,13 +142,13 @@ def test_a_derived_grid_has_the_graphs_that_save_what_they_take(times, prefill, 
     st.sampled_from([(), ("buckets.chunk=16",), ("buckets.decode_slots=8",)]),
 )
 def test_every_call_of_a_schedule_has_a_graph_whatever_rows_emit(needs, overrides):
-    rows = [RowNeed(*need) for need in needs]
+    rows = [RowShape(*need) for need in needs]
     grid = plan_of(rows, *overrides).buckets
     assert plan_of(rows, *overrides).buckets == grid
     for share in (0.2, 1):
         most = [50 if row.max_tokens is None else row.max_tokens for row in rows]
         expected = [ExpectedRow(row, round(share * n)) for row, n in zip(rows, most, strict=True)]
-        metrics = simulate(grid, as_fed(expected, grid), None).metrics
+        metrics = simulate(grid, rows_in_submission_order(expected, grid), None).metrics
         assert {int(span) for span in metrics.decode} <= set(grid.graph_spans)
         assert set(metrics.prefill) <= {str(bucket) for bucket in grid.prefill}
         emitted = sum(row.output * row.need.num_sequences for row in expected)
@@ -156,31 +156,31 @@ def test_every_call_of_a_schedule_has_a_graph_whatever_rows_emit(needs, override
 
 
 def test_parts_and_processors_leave_out_the_same_graphs():
-    """Of both dtypes on the CPU, and however often."""
-    rows = [RowNeed(n, 64) for n in LENGTHS] * 4
+    """The choice is the same for both dtypes on the CPU, and at each repetition."""
+    rows = [RowShape(n, 64) for n in LENGTHS] * 4
     grids = {embedded_plan(rows).buckets for _ in range(3)}
     assert len(grids) == 1
     assert embedded_plan(rows, "bfloat16").buckets.graph_spans == grids.pop().graph_spans
 
 
 def test_spans_that_a_user_asks_for_all_have_graphs():
-    rows = [RowNeed(n, 64) for n in LENGTHS] * 4
+    rows = [RowShape(n, 64) for n in LENGTHS] * 4
     asked = embedded_plan(rows, overrides=["buckets.decode_spans=[128,464]"]).buckets
     assert asked.graph_spans == asked.decode_spans == (128, 464)
 
 
 def test_a_forecast_of_many_rows_is_made_from_some_and_stands_for_all():
-    rows = [RowNeed(n, 32) for n in LENGTHS]
+    rows = [RowShape(n, 32) for n in LENGTHS]
     grid = embedded_plan(rows * 100, overrides=["buckets.decode_spans=[192,432]"]).buckets
     few, many = forecast_steps(rows * 100, grid), forecast_steps(rows * 1000, grid)
     assert set(few) == set(many) == {192, 432}
     assert sum(many.values()) == pytest.approx(10 * sum(few.values()), rel=0.05)
-    assert forecast_steps([RowNeed(9, 0, is_scored=True)], replace(grid, score=True)) == {}
+    assert forecast_steps([RowShape(9, 0, is_scored=True)], replace(grid, score=True)) == {}
 
 
 @pytest.mark.parametrize("ragged", [{}, {"span_slots": (10**9, 3), "slot_groups": 1}], ids=str)
 def test_a_forecast_takes_no_longer_for_slots_that_no_row_takes(ragged):
-    """A thousand million slots would not be simulated in this test's time, nor in its memory."""
+    """A simulation of a thousand million slots would exceed this test's time and memory."""
     grid = plan_of(OPEN, "buckets.max_length=128", "buckets.decode_spans=[64,128]").buckets
     many = replace(grid, decode_slots=10**9, span_slots=None, slot_groups=None)
     assert forecast_steps(OPEN, replace(many, **ragged)) == forecast_steps(OPEN, many)

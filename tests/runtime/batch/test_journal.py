@@ -1,4 +1,4 @@
-"""When the journal's rows are safe from a power cut."""
+"""The journal's rows, and the moment from which they survive a power cut."""
 
 import os
 import time
@@ -22,7 +22,7 @@ class CountingDisk(Disk):
 
 
 class OpenJournal:
-    """A journal whose clock stands still unless it is told to go on."""
+    """A journal with a clock that only the test advances."""
 
     def __init__(self, folder):
         self.now = 0.0
@@ -65,7 +65,7 @@ def test_closing_syncs_what_is_left_and_nothing_else(tmp_path):
 
 
 class Pausing(FakeGenerator):
-    """Finishes nothing for a while after the first rows."""
+    """A generator that finishes no row for a while after the first rows."""
 
     def __init__(self, at_end_of_pause: Callable[[], object]):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Records that are wrong though their checksum is right end as one error with byte and remedy."""
+"""Wrong records with a correct checksum give one error, with the byte and a remedy."""
 
 import json
 import re
@@ -17,7 +17,7 @@ from noria.runtime.batch.stop_signals import StopNow
 from noria.runtime.errors import JournalError
 
 HEADER, THE_PLAN, ROW = 0, 3, 4
-"""Positions of records in a journal: header, name of the model, its weights, the plan, rows."""
+"""Positions in a journal's records, which are header, model name, weights, plan and rows."""
 
 WORDS = st.text(st.characters(codec="utf-8"), max_size=6)
 VALUES = st.recursive(
@@ -45,7 +45,7 @@ def parted(whole: bytes) -> tuple[bytes, bytes | None]:
 
 
 class Stopping(FakeModel):
-    """Ends the job after some rows, as a signal would."""
+    """A model that ends the job after some rows, like a signal."""
 
     def build(self, *arguments, **options):
         built = super().build(*arguments, **options)
@@ -81,7 +81,7 @@ def open_journal(path: Path) -> Journal:
 
 @st.composite
 def changed(draw, whole: bytes) -> bytes:
-    """A record with other facts or another line, and a right checksum."""
+    """Draw a record with other facts or another line, and a correct checksum."""
     facts, line = parted(whole)
     how = draw(st.sampled_from(["key", "value", "inner", "facts", "bytes", "line", "no line"]))
     table = json.loads(facts)

@@ -1,4 +1,4 @@
-"""Lines to rows: every good spelling, every bad one with its code, and nothing ever raises."""
+"""Lines to rows: every valid form, every invalid form with its code, and no exception."""
 
 import io
 import json
@@ -383,7 +383,7 @@ def test_the_first_of_several_rows_with_one_id_counts_even_when_it_is_bad():
     summary = scan(io.BytesIO(b"\n".join(lines)), lambda rows: [[1]] * len(rows))
     codes = [row.bad and row.bad.error.code for row in summary.rows]
     assert codes == ["empty_prompt", "duplicate_custom_id", None, "duplicate_custom_id"]
-    assert len(summary.needs) == 1
+    assert len(summary.requirements) == 1
 
 
 json_values = st.recursive(

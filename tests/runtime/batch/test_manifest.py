@@ -1,4 +1,4 @@
-"""What a manifest says of the latencies of a job's rows."""
+"""Latencies of a job's rows in its manifest."""
 
 import json
 
@@ -9,7 +9,7 @@ from faulty_disk import Crash, FaultyDisk
 
 NAMES = ("time_to_first_token_seconds", "inter_token_latency_seconds")
 NUM_TOKENS = 13
-"""Of every answer of the fake model."""
+"""Tokens in every answer of the fake model."""
 
 
 def manifest_of(output) -> dict:
@@ -23,7 +23,7 @@ def latencies(source, output) -> list[dict[str, float]]:
 
 
 def expected(values: list[float]) -> dict[str, float]:
-    """Mean and nearest ranks, by numpy."""
+    """Return the mean and nearest-rank percentiles, by numpy."""
     ranks = {p: np.percentile(values, p, method="inverted_cdf") for p in (50, 90, 95, 99)}
     return {"mean": np.mean(values), **{f"p{p}": value for p, value in ranks.items()}}
 

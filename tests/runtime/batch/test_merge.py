@@ -1,4 +1,4 @@
-"""Merging parts: the whole job's output, and a refusal of everything that is not its parts."""
+"""Merging parts: the whole job's output, and refusal of files that are not its parts."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""Text and journal of a call are made while the device runs the next one; the rest is as before."""
+"""The host makes text and journal of a call while the device runs the next call."""
 
 import json
 from math import ceil
@@ -42,7 +42,7 @@ def write_rows(path, lengths=MAX_TOKENS, **params):
 
 @pytest.fixture
 def happened(monkeypatch) -> list[str]:
-    """The steps of the host in order: `start` and `read` of calls, `text`, and `journal`."""
+    """Record the host's steps in order: `start` and `read` of calls, `text`, and `journal`."""
     found: list[str] = []
 
     def note(owner, name, what):
@@ -62,7 +62,7 @@ def happened(monkeypatch) -> list[str]:
 
 
 def between_calls(happened: list[str]) -> set[str]:
-    """The steps after a call was read and before the next one starts."""
+    """Return the steps between the read of a call and the start of the next call."""
     last = len(happened) - happened[::-1].index("start")
     found, is_idle = set(), True
     for what in happened[:last]:
@@ -119,7 +119,7 @@ def test_rows_are_recorded_in_the_order_in_which_they_end(tmp_path, monkeypatch)
 
 
 class Failing(bench.StandInDevice):
-    """Fails as a call starts, after so many others."""
+    """Fails at the start of a call, after a number of other calls."""
 
     def __init__(self, after: int, error: BaseException):
         super().__init__(GRID, fake.VOCAB_SIZE, 0.0)

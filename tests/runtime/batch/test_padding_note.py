@@ -1,12 +1,12 @@
-"""What a job says its prompts would pad, whole and in chunks: all rows count in both."""
+"""The padding that a job reports, for whole prompts and for chunks, over all rows."""
 
 from noria.compile.grids.bucket_grid import BucketGrid
-from noria.compile.grids.default_grid import RowNeed
+from noria.compile.grids.default_grid import RowShape
 from noria.runtime.batch.job_plan import padding_note
 
 
-def rows_of(lengths) -> list[RowNeed]:
-    return [RowNeed(length, 8) for length in lengths]
+def rows_of(lengths) -> list[RowShape]:
+    return [RowShape(length, 8) for length in lengths]
 
 
 def test_rows_that_need_one_chunk_more_than_the_grid_has_count_too():

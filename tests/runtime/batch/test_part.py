@@ -1,4 +1,4 @@
-"""One part of a job's rows: which rows it holds, and what its output and manifest say."""
+"""One part of a job: its rows, its output and its manifest."""
 
 import json
 

@@ -170,7 +170,7 @@ def test_a_write_error_names_the_journal_and_the_remedy(tmp_path):
 
 
 def stop_after(num_rows: int, tmp_path: Path, input_path: Path, output: Path) -> None:
-    """Leave a journal with some finished rows behind."""
+    """Run a job in part, so that its journal has some finished rows."""
     with contextlib.suppress(Crash):
         run(input_path, output, disk=FaultyDisk(num_rows + 10, Crash()))
     assert output.with_name(output.name + ".journal").exists()
@@ -480,24 +480,24 @@ def test_progress_asks_for_the_padding_alone_and_the_report_is_made_once(tmp_pat
 
 
 class Follower(Peers):
-    """Notes what all processes must have done alike, and when they compare it."""
+    """Records the facts that all processes must share, and the times of their comparisons."""
 
     def __init__(self, happened: list):
         self._happened = happened
 
-    def saw(self, *facts):
+    def record(self, *facts):
         self._happened.append("saw")
 
-    def follow(self, word, own_signal):
+    def exchange_directive(self, directive, own_signal):
         self._happened.append("compared")
-        return word
+        return directive
 
 
 def test_what_rows_were_fed_or_got_is_compared_before_the_next_step_and_after_the_last(tmp_path):
-    """A step may be a collective, in which a process that was fed less would be missing."""
+    """A step may be a collective, and a process with fewer rows would not take part in it."""
     happened: list[str] = []
 
-    class Generator(fake.FakeGenerator):
+    class GenerationSession(fake.FakeGenerator):
         def step(self):
             happened.append("step")
             return super().step()
@@ -505,14 +505,14 @@ def test_what_rows_were_fed_or_got_is_compared_before_the_next_step_and_after_th
     input_path = write_input(tmp_path / "in.jsonl")
     job = fake.settings(input_path, tmp_path / "out.jsonl")
     progress = Progress(is_quiet=True)
-    run_job(job, fake.FakeModel(Generator()), progress=progress, peers=Follower(happened))
+    run_job(job, fake.FakeModel(GenerationSession()), progress=progress, peers=Follower(happened))
     assert {"saw", "step"} <= set(happened) and happened[-1] == "compared"
     steps = [i for i, what in enumerate(happened) if what == "step"]
     assert all(happened[i - 1] == "compared" for i in steps)
 
 
 def said(folder, *, stop_after_steps: int | None = None, **changes) -> str:
-    """The text that a job in a folder writes on stderr."""
+    """Return the text that a job in a folder writes to stderr."""
     stream = io.StringIO()
     job = fake.settings(folder / "in.jsonl", folder / "out.jsonl", **changes)
     model = fake.FakeModel()
@@ -600,7 +600,7 @@ def test_what_differs_from_a_finished_output_is_said(tmp_path):
 
 
 class FailingGenerator(fake.FakeGenerator):
-    """Ends every row with an error of a code."""
+    """A generator that ends every row with an error code."""
 
     def __init__(self, code: str):
         super().__init__()
@@ -637,7 +637,7 @@ def test_a_resumed_job_tries_rows_again_that_may_pass_and_no_others(tmp_path, co
 
 
 class Removing(fake.FakeModel):
-    """Does something to the job's files between its rows."""
+    """A model that changes the job's files between its rows."""
 
     def __init__(self, action):
         super().__init__()

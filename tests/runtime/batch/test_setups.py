@@ -1,4 +1,4 @@
-"""A job that another set-up of processes goes on with: refused, or allowed and recorded."""
+"""A job that another set-up of processes continues: refused, or allowed and recorded."""
 
 import json
 
@@ -54,7 +54,7 @@ def test_a_refusal_leaves_the_journal_as_it_was(tmp_path):
 
 
 def test_a_journal_without_a_plan_binds_nothing(tmp_path):
-    """What it was begun with was refused, or never came to a build."""
+    """Its first job was refused, or ended before a build."""
     path = tmp_path / "out.jsonl.journal"
     Journal.open(path, {"model": "m", SETUP: TWO}).close()
     path.write_bytes(path.read_bytes() + b"torn")

@@ -1,4 +1,4 @@
-"""A job's rows are answered by the same weights, whatever the name of the folder they lie in."""
+"""The same weights answer all of a job's rows, whatever the name of their folder."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ def manifest_of(output: Path) -> dict:
 
 
 def stop_in_the_middle(source: Path, output: Path, **changes) -> None:
-    """Leave a journal with some rows."""
+    """Run a job in part, so that its journal has some rows."""
     with pytest.raises(Crash):
         run(source, output, disk=FaultyDisk(30, Crash()), **changes)
     journal = output.with_name(f"{output.name}.journal").read_bytes()
@@ -98,7 +98,7 @@ def test_a_job_without_a_row_to_run_is_of_no_weights(tmp_path):
 
 
 def test_a_renamed_model_goes_on_under_the_name_that_the_job_began_with(tmp_path, source):
-    """The input names no model, so lines carry that of the folder."""
+    """The input names no model, so output lines have the folder's name."""
     output = tmp_path / "out.jsonl"
     run(source, tmp_path / "whole.jsonl", model_name="first")
     stop_in_the_middle(source, output, model_name="first")

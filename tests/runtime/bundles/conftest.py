@@ -1,4 +1,4 @@
-"""What the tests of bundles share: a tiny model that was really compiled, and its target."""
+"""Fixtures for tests of bundles: a tiny model that was really compiled, and its target."""
 
 import pytest
 from tiny import TinyModel

@@ -1,4 +1,4 @@
-"""Bundles: what was built is loaded without a compiler, and whatever was touched is not opened."""
+"""Bundles: executables load without a compiler, and changed bundles are refused."""
 
 import hashlib
 import json
@@ -20,7 +20,7 @@ from noria.compile.targets import Target
 from noria.modelzoo.config import RopeConfig
 from noria.runtime.bundles.bundle import CONTENTS, GRAPHS, Bundle, check_folder, write
 from noria.runtime.bundles.key import key_of
-from noria.runtime.bundles.loading import NotLoaded, load_in_background
+from noria.runtime.bundles.loading import LoadError, load_in_background
 from noria.runtime.bundles.warm_start import WarmStart
 from noria.runtime.engine.padding import pack_greedy
 from noria.runtime.errors import BundleUnusable, ConfigError
@@ -53,7 +53,7 @@ def refusal(
 
 
 def opened(folder: Path, target: Target) -> dict[str, Future]:
-    """The executables of a bundle, which load."""
+    """Load the executables of a bundle in the background."""
     bundle = Bundle.open(folder, PLAN, target, CONFIG, ELSEWHERE)
     return load_in_background(bundle.dumped, target)
 
@@ -129,7 +129,7 @@ def test_a_truncated_or_changed_executable_is_refused(folder, target):
 
 
 def break_an_executable(folder: Path) -> str:
-    """Replace an executable by other bytes, as if it had been written like that."""
+    """Replace an executable by other bytes, with the correct digest of those bytes."""
     broken, content = CompiledGraphs.decode_name(GRID.decode_spans[0]), b"\0"
     graphs = json.loads((folder / CONTENTS).read_text())["graphs"]
     (folder / GRAPHS / graphs[broken]["file"]).write_bytes(content)
@@ -141,7 +141,7 @@ def break_an_executable(folder: Path) -> str:
 def test_an_executable_that_cannot_be_loaded_is_named(folder, target):
     broken = break_an_executable(folder)
     loading = opened(folder, target)
-    with pytest.raises(NotLoaded, match=f"{broken} cannot be loaded"):
+    with pytest.raises(LoadError, match=f"{broken} cannot be loaded"):
         loading.pop(broken).result()
     assert all(one.result() for one in loading.values())
 
@@ -150,7 +150,7 @@ def test_an_executable_that_cannot_be_loaded_is_named(folder, target):
 def test_a_start_has_executables_loaded_and_says_which_are_to_be_compiled(
     folder, target, is_broken
 ):
-    """Nothing is left to load when rows run."""
+    """All executables are loaded before rows run."""
     broken = {break_an_executable(folder)} if is_broken else set()
     notes = []
     files = SimpleNamespace(spec=SimpleNamespace(config=CONFIG), path=ELSEWHERE)

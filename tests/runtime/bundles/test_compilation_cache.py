@@ -1,4 +1,4 @@
-"""The folder of compiled programs: used where it is the user's own, else done without."""
+"""The folder of compiled programs: used only if it is the user's own."""
 
 import os
 from pathlib import Path
@@ -34,7 +34,9 @@ def refusal(settings) -> str:
     compilation_cache.enable(notes.append)
     assert not settings
     (note,) = notes
-    assert note.startswith("no compile cache, so every run compiles anew: ") and "\n" not in note
+    assert (
+        note.startswith("no compile cache, so every run compiles all graphs: ") and "\n" not in note
+    )
     return note
 
 
@@ -76,7 +78,7 @@ def test_a_folder_of_another_user_is_not_used(settings, cache, monkeypatch):
 def test_a_link_to_a_folder_is_not_followed(settings, cache, tmp_path):
     cache.rename(tmp_path / "elsewhere")
     cache.symlink_to(tmp_path / "elsewhere")
-    assert f"{cache}: expected a folder, no link to one" in refusal(settings)
+    assert f"{cache}: expected a folder, not a link" in refusal(settings)
 
 
 def test_others_cannot_reach_an_entry_whatever_its_mode(settings, cache):

@@ -1,4 +1,4 @@
-"""Lets the tests of this folder import their helpers, which stand beside them."""
+"""Let the tests of this folder import the helpers in the same folder."""
 
 import sys
 from pathlib import Path

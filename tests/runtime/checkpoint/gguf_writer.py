@@ -23,7 +23,7 @@ SCALAR_LETTERS = {
 
 @dataclass
 class Writer:
-    """Collects bytes, and notes where each field of the header begins and how wide it is."""
+    """Collects bytes, and records the start and width of each header field."""
 
     data: bytearray = field(default_factory=bytearray)
     fields: list[tuple[str, int, int]] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Writer:
 
 
 def build(metadata=(), tensors=(), *, version=3, magic=b"GGUF", alignment=32):
-    """A file of metadata (key, kind, value) and tensors (name, shape, type, bytes)."""
+    """Return a file of metadata (key, kind, value) and tensors (name, shape, type, bytes)."""
     out = Writer()
     out.fields.append(("magic", 0, 4))
     out.data += magic
@@ -81,7 +81,7 @@ def build(metadata=(), tensors=(), *, version=3, magic=b"GGUF", alignment=32):
 
 
 def llama_metadata(vocab=("a", "b", "</s>")):
-    """Metadata of a tiny file that looks like a published one."""
+    """Return metadata of a tiny file in the form of published files."""
     return [
         ("general.architecture", 8, "llama"),
         ("general.name", 8, "Tiny"),

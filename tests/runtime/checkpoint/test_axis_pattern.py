@@ -67,7 +67,7 @@ CASES = {
 
 
 class Recorded:
-    """A tensor source over one array that notes which boxes were read."""
+    """A tensor source over one array that records the boxes of its reads."""
 
     def __init__(self, array: np.ndarray):
         self.array = array

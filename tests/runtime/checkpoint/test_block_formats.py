@@ -1,4 +1,4 @@
-"""Quantised blocks against the words of their specifications, and against transformers."""
+"""Quantised blocks against literal readings of their specifications, and against transformers."""
 
 import math
 
@@ -16,7 +16,7 @@ MXFP4 = format_of(Mxfp4())
 
 
 def float_of(code: int, exponent_bits: int, mantissa_bits: int) -> float:
-    """A sign, an exponent, a mantissa: the value of a small float without infinities."""
+    """Return the value of a small float without infinities, from sign, exponent and mantissa."""
     mantissa = code & (2**mantissa_bits - 1)
     exponent = code >> mantissa_bits & (2**exponent_bits - 1)
     sign = -1.0 if code >> (mantissa_bits + exponent_bits) else 1.0
@@ -58,7 +58,7 @@ def mxfp4_reference(codes, scales):
 
 
 def random_float8(shape, scale_dtype=np.float32):
-    """Every code but those of NaN, and scales of many sizes."""
+    """Return every code except NaN's, and scales of many sizes."""
     rng = np.random.default_rng(sum(shape))
     codes = rng.integers(0, 127, shape, np.uint8) | rng.integers(0, 2, shape, np.uint8) << 7
     scales = rng.lognormal(sigma=4, size=FLOAT8.scales_shape(shape)).astype(scale_dtype)
@@ -72,10 +72,10 @@ def random_mxfp4(scales_below=254):
 
 
 def read(form, codes, scales, index=None):
-    """A box of the numbers, from no more than what the format asks for."""
-    shape, _ = form.presented(codes.shape)
+    """Read a box of the numbers, from only the codes and scales that the format requests."""
+    shape, _ = form.numbers_shape(codes.shape)
     box = intervals(index or (slice(None),) * len(shape), shape)
-    codes_box, scales_box = form.boxes(box)
+    codes_box, scales_box = form.boxes_to_read(box)
     return form.values(codes[codes_box], scales[scales_box], box)
 
 
@@ -170,10 +170,10 @@ def test_mxfp4_equals_what_transformers_makes_of_it():
 def test_a_box_of_float8_needs_its_own_codes_and_the_scales_of_the_blocks_it_touches(
     index, codes_box, scales_box
 ):
-    assert FLOAT8.boxes(intervals(index, (17, 10))) == (codes_box, scales_box)
+    assert FLOAT8.boxes_to_read(intervals(index, (17, 10))) == (codes_box, scales_box)
 
 
 def test_a_box_of_mxfp4_needs_the_blocks_that_it_touches():
     box = intervals((slice(1, 2), slice(40, 65), slice(2, 5)), (2, 96, 7))
     held = (slice(1, 2), slice(2, 5), slice(1, 3))
-    assert MXFP4.boxes(box) == ((*held, slice(0, 16)), held)
+    assert MXFP4.boxes_to_read(box) == ((*held, slice(0, 16)), held)

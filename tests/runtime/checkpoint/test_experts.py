@@ -1,4 +1,4 @@
-"""Checkpoints with experts: both forms load, what is wrong is named, shards read little."""
+"""Checkpoints with experts: both forms load, errors name their cause, shards read little."""
 
 import json
 from dataclasses import replace
@@ -56,7 +56,7 @@ def attention_and_norms(i: int) -> dict[str, tuple[int, ...]]:
 
 
 def split() -> dict[str, np.ndarray]:
-    """Tensors of a model whose first layer is dense, as it is published."""
+    """Return published tensors of a model whose first layer is dense."""
     shapes = {"model.embed_tokens.weight": (32, D), "model.norm.weight": (D,)}
     shapes |= attention_and_norms(0) | attention_and_norms(1)
     mlps = {"model.layers.0.mlp": 40, f"{MLP}.shared_expert": 8}
@@ -70,7 +70,7 @@ def split() -> dict[str, np.ndarray]:
 
 
 def fused() -> dict[str, np.ndarray]:
-    """The same, experts as transformers keeps them in memory."""
+    """Return the same model, with experts in transformers' form in memory."""
     tensors = split()
     experts = [{s: tensors.pop(one(e, s)) for s in ("gate", "up", "down")} for e in range(E)]
     tensors[GATE_UP] = np.stack([np.concatenate([e["gate"], e["up"]]) for e in experts])
@@ -114,7 +114,7 @@ def without(tensors, *names):
 
 
 def halves() -> dict[str, np.ndarray]:
-    """Gate and up of one form, down of the other."""
+    """Return gate and up in the fused form, and down in the split form."""
     return without(fused(), DOWN) | {one(e, "down"): split()[one(e, "down")] for e in range(E)}
 
 
@@ -133,16 +133,16 @@ WRONG = {
     ),
     "one left over": (
         split() | {one(E, "gate"): np.zeros((F, D), "f4")},
-        rf"left over, that no parameter uses \(1\):\n    {one(E, 'gate')}",
+        rf"tensors that no parameter uses \(1\):\n    {one(E, 'gate')}",
     ),
     "both forms at once": (
         split() | {DOWN: fused()[DOWN]},
-        rf"left over, that no parameter uses \(1\):\n    {DOWN}",
+        rf"tensors that no parameter uses \(1\):\n    {DOWN}",
     ),
     "half of each form": (
         halves(),
         rf"missing from the checkpoint \(1\):\n    {DOWN}\n"
-        rf"  tensors left over, that no parameter uses \(4\):\n    {one(0, 'down')}",
+        rf"  tensors that no parameter uses \(4\):\n    {one(0, 'down')}",
     ),
     "one of another shape": (
         split() | {one(2, "up"): np.zeros((F + 1, D), "f4")},
@@ -191,7 +191,7 @@ def test_experts_of_several_dtypes_load_without_rounding(tmp_path):
 
 
 class Noting:
-    """A tensor source that notes how many elements were read of each tensor."""
+    """A tensor source that counts the elements read from each tensor."""
 
     def __init__(self, source):
         self.source, self.tensors, self.elements = source, source.tensors, {}
@@ -237,7 +237,7 @@ def test_a_shard_of_experts_in_gguf_reads_their_bytes_alone(tmp_path, monkeypatc
 
 
 def test_experts_survive_the_way_through_our_checkpoint(tmp_path):
-    """In bfloat16, but for the bias of the choice, which keeps the dtype that it needs."""
+    """Weights are bfloat16, except the bias of the choice, which keeps its dtype."""
     with open_model(save(tmp_path / "model", split())) as model:
         moe = replace(model.spec.config.moe, clamped=ClampedUnit(1.7, 7.0))
     routing = replace(moe.routing, has_choice_bias=True, groups=ExpertGroups(2, 1, 2))

@@ -1,4 +1,4 @@
-"""Limits on files of weights: what is at a limit is taken, and one more is refused."""
+"""Limits on files of weights: a value at a limit is accepted, and one more is refused."""
 
 import json
 import struct

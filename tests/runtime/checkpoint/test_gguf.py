@@ -1,4 +1,4 @@
-"""GGUF: values and tensors come out as written, lies are refused, mutations never do worse."""
+"""GGUF: values and tensors are read as written, and false or mutated files give refusals only."""
 
 import itertools
 import struct
@@ -37,7 +37,7 @@ def parse(*arguments, **keywords):
 
 
 def stored_rows(kind, shape):
-    """Bytes of a random tensor: quantised by gguf where it can, else valid random blocks."""
+    """Return a random tensor's bytes: quantised by gguf if it can, otherwise valid blocks."""
     number = gguf.GGMLQuantizationType[kind]
     block, block_bytes = gguf.GGML_QUANT_SIZES[number]
     try:
@@ -144,7 +144,7 @@ def test_a_vocabulary_of_262k_strings_parses_in_about_a_second():
 
 
 def patched(field_name, value, *, number=0, letter="Q"):
-    """A valid file with one field overwritten."""
+    """Draw a valid file with one field overwritten."""
     out = build(llama_metadata(), [f32("w", [[1.0, 2.0]]), f32("v", [3.0])])
     places = [at for what, at, _ in out.fields if what == field_name]
     struct.pack_into(f"<{letter}", out.data, places[number], value)
@@ -248,7 +248,7 @@ EDGES = [0, 1, 7, 8, 9, 13, 2**31, 2**32 - 1, 2**33, 2**40, 2**60, 2**63, 2**64 
 
 @st.composite
 def mutations(draw):
-    """A valid file with fields overwritten by edge values, bytes flipped, cut, or inserted."""
+    """Draw a valid file with fields set to edge values, or bytes flipped, cut or inserted."""
     data = bytearray(BASE.data)
     for _ in range(draw(st.integers(1, 3))):
         kind = draw(st.sampled_from(["field", "field", "byte", "cut", "insert", "copy"]))

@@ -1,6 +1,6 @@
-"""GGUF files of models with experts hold what the published directories of the same models hold.
+"""GGUF files of models with experts equal the published directories of the same models.
 
-Written with the package `gguf`, which has llama.cpp's names of keys and tensors.
+The package `gguf`, which has llama.cpp's names of keys and tensors, writes the files.
 """
 
 import json
@@ -54,7 +54,7 @@ EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
 
 
 def converted(config: dict[str, Any], published: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Tensors as llama.cpp's converter has them before it names them, by published names."""
+    """Return tensors in the form of llama.cpp's converter, with their published names."""
     tensors, experts = {}, {}
     for name, array in published.items():
         if found := EXPERT.fullmatch(name):
@@ -77,13 +77,13 @@ def converted(config: dict[str, Any], published: dict[str, np.ndarray]) -> dict[
 
 
 def side_by_side(rows: np.ndarray, num_heads: int) -> np.ndarray:
-    """The rows of each head, those that turn together as neighbours."""
+    """Reorder the rows of each head so that rotary pairs are neighbours."""
     halves = rows.reshape(num_heads, 2, -1, *rows.shape[1:])
     return halves.swapaxes(1, 2).reshape(rows.shape)
 
 
 def write(path: Path, directory: Path, kind: gguf.MODEL_ARCH, *, is_old: bool = False) -> Path:
-    """A file of the model in a directory; the first ones had a tensor for each expert."""
+    """Write a directory's model as a GGUF file; old files have a tensor for each expert."""
     config = json.loads((directory / "config.json").read_text())
     architecture = gguf.MODEL_ARCH_NAMES[kind]
     writer = gguf.GGUFWriter(path, architecture)

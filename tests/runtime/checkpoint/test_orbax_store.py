@@ -1,4 +1,4 @@
-"""Our own checkpoints: saved, restored onto other placements, refused when not whole."""
+"""noria's own checkpoints: saved, restored with other placements, refused if incomplete."""
 
 import json
 import shutil
@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSha
 
 from noria.modelzoo.config import Chunk, DecoderConfig, Llama3Scaling, NoRope, RopeConfig
 from noria.runtime.checkpoint import GenerationDefaults, load_params, open_model, save_orbax
-from noria.runtime.checkpoint.describe import describe
+from noria.runtime.checkpoint.description import describe
 from noria.runtime.checkpoint.orbax_store import decode_config, encode_config
 from noria.runtime.errors import CheckpointMismatch, InvalidOrbax
 

@@ -1,4 +1,4 @@
-"""Safetensors directories: what is written is read, by slice; what lies is refused."""
+"""Safetensors directories: tensors are read by slice as written; false headers are refused."""
 
 import json
 import struct

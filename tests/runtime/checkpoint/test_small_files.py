@@ -1,4 +1,4 @@
-"""Files of a model folder beside its weights: inside the folder, regular, and of a size."""
+"""Files of a model folder besides its weights: inside the folder, regular, of limited size."""
 
 import os
 import shutil
@@ -20,7 +20,7 @@ SECRET = "the contents of ~/.ssh/id_ed25519"
 
 
 def fill(directory: Path) -> Path:
-    """A folder with every file that is read beside weights."""
+    """A folder with every file that noria reads besides weights."""
     save(directory, CONFIG, random_tensors(CONFIG))
     for name in (
         "generation_config.json",
@@ -119,7 +119,7 @@ def test_a_fingerprint_and_a_report_read_no_secret_either(tmp_path):
 
 
 def hub_cache(root: Path) -> Path:
-    """The folder of a snapshot, as `huggingface_hub` lays it out."""
+    """The folder of a snapshot in the structure of `huggingface_hub`."""
     source = fill(root / "source")
     repository = root / "hub" / "models--org--name"
     snapshot = repository / "snapshots" / "0123456789abcdef"
@@ -174,13 +174,13 @@ def test_a_file_that_is_not_there_settles_nothing(tmp_path):
 
 
 def test_a_saved_tokenizer_behind_a_link_is_refused(tmp_path):
-    from noria.runtime.checkpoint.orbax_store import tokenizer_files_of
+    from noria.runtime.checkpoint.orbax_store import read_tokenizer_files
 
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "tokenizer").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(CheckpointError, match="expected the folder of the tokenizer, got a link"):
-        tokenizer_files_of(tmp_path / "m")
+        read_tokenizer_files(tmp_path / "m")
 
 
 def test_a_pipe_in_place_of_a_gguf_file_is_refused_without_waiting(tmp_path):

@@ -1,4 +1,4 @@
-"""The digest of weights: every byte counts, hashing is shared out, nothing stale is remembered."""
+"""The digest of weights: it covers every byte, is computed in shares, and is never stale."""
 
 import hashlib
 import json
@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from noria.runtime.checkpoint import WeightsDigest, remembered_roots
+from noria.runtime.checkpoint import WeightsDigest, hash_root_cache
 from noria.runtime.checkpoint import weights_digest as module
-from noria.runtime.checkpoint.remembered_roots import RememberedRoots
+from noria.runtime.checkpoint.hash_root_cache import HashRootCache
 from noria.runtime.errors import CheckpointChanged
 from noria.runtime.files.file_facts import FileFacts
 from noria.runtime.pods.peers import Peers
@@ -33,13 +33,13 @@ def own_cache(monkeypatch, tmp_path) -> Path:
 
 @pytest.fixture
 def settled(monkeypatch):
-    """Files made by the test count as written long ago."""
-    monkeypatch.setattr(remembered_roots, "SETTLED_NS", -(10**18))
+    """Treat files of the test as written long ago."""
+    monkeypatch.setattr(hash_root_cache, "SETTLED_NS", -(10**18))
 
 
 @pytest.fixture
 def hashed(monkeypatch) -> list[module.Block]:
-    """Every block that is hashed, by whichever process."""
+    """A list of every block that any process hashes."""
     blocks, hash_block = [], module._hash_block
 
     def count(path, block):
@@ -127,8 +127,8 @@ def test_a_file_that_has_just_changed_is_not_remembered(tmp_path, own_cache):
     facts, root = FileFacts.of(path), hashlib.sha256(b"").hexdigest()
     for seconds, is_kept in ((-60, False), (0, False), (1.9, False), (2.1, True)):
         now = facts.ctime_ns + int(seconds * 1e9)
-        RememberedRoots(own_cache, lambda now=now: now).add({facts: root})
-        assert (RememberedRoots(own_cache).get(facts) == root) == is_kept
+        HashRootCache(own_cache, lambda now=now: now).add({facts: root})
+        assert (HashRootCache(own_cache).get(facts) == root) == is_kept
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_a_file_that_has_just_changed_is_not_remembered(tmp_path, own_cache):
 def test_a_cache_that_is_damaged_is_written_anew(tmp_path, own_cache, settled, hashed, content):
     files = write_files(tmp_path / "m")
     before = digest_of(files)
-    (own_cache / remembered_roots.NAME).write_bytes(content)
+    (own_cache / hash_root_cache.NAME).write_bytes(content)
     hashed.clear()
     assert digest_of(files) == before and len(hashed) == 12
     assert digest_of(files) == before and len(hashed) == 12
@@ -148,7 +148,7 @@ def test_a_cache_that_is_damaged_is_written_anew(tmp_path, own_cache, settled, h
 def test_a_cache_that_others_can_write_is_not_believed(tmp_path, own_cache, settled, which):
     files = write_files(tmp_path / "m")
     before = digest_of(files)
-    cache = own_cache / remembered_roots.NAME
+    cache = own_cache / hash_root_cache.NAME
     kept = json.loads(cache.read_text())
     cache.write_text(json.dumps(dict.fromkeys(kept, "0" * 64)))
     assert digest_of(files) != before, "the test's lie would be believed"
@@ -165,11 +165,11 @@ def test_a_cache_that_cannot_be_written_costs_nothing_but_time(tmp_path, own_cac
 
 
 def test_the_cache_keeps_the_newest_and_is_bounded(own_cache, settled, monkeypatch):
-    monkeypatch.setattr(remembered_roots, "MAX_FILES", 5)
+    monkeypatch.setattr(hash_root_cache, "MAX_FILES", 5)
     files = [FileFacts(1, inode, 3, 4, 5) for inode in range(8)]
     for file in files:
-        RememberedRoots(own_cache).add({file: "0" * 64})
-    kept = RememberedRoots(own_cache)
+        HashRootCache(own_cache).add({file: "0" * 64})
+    kept = HashRootCache(own_cache)
     assert [kept.get(file) is not None for file in files] == [False] * 3 + [True] * 5
 
 
@@ -223,7 +223,7 @@ def test_hashing_runs_beside_the_caller(tmp_path, monkeypatch):
 
 
 class Together(Peers):
-    """One of several threads that stand for the processes of a pod."""
+    """A thread that simulates one process of a pod."""
 
     def __init__(self, rank: int, size: int, values: list, barrier: threading.Barrier):
         self.rank, self.size = rank, size
@@ -240,7 +240,7 @@ class Together(Peers):
     def agree(self, facts):
         first, *others = self.gather(facts())
         if any(other != first for other in others):
-            raise ValueError("expected all processes to be given the same")
+            raise ValueError("expected the same on all processes")
 
 
 def digests_of_pod(files: list[dict[str, Path]]) -> list[str]:
@@ -285,7 +285,7 @@ def test_processes_with_copies_of_their_own_hash_all_of_these(tmp_path, hashed):
 def test_a_copy_that_differs_is_refused_by_the_pod(tmp_path):
     files = [write_files(tmp_path / "m"), write_files(tmp_path / "copy")]
     flip(files[1]["b"], 2500)
-    with pytest.raises(ValueError, match="expected all processes to be given the same"):
+    with pytest.raises(ValueError, match="expected the same on all processes"):
         digests_of_pod(files)
 
 
@@ -293,7 +293,7 @@ def test_a_pod_takes_what_one_of_its_processes_remembers(tmp_path, settled, hash
     files = write_files(tmp_path / "m")
     alone = digest_of(files)
     hashed.clear()
-    get, lock = RememberedRoots.get, threading.Lock()
+    get, lock = HashRootCache.get, threading.Lock()
     asked: list[int] = []
 
     def first_alone(self, file):
@@ -301,7 +301,7 @@ def test_a_pod_takes_what_one_of_its_processes_remembers(tmp_path, settled, hash
             asked.append(threading.get_ident())
             return get(self, file) if threading.get_ident() == asked[0] else None
 
-    monkeypatch.setattr(RememberedRoots, "get", first_alone)
+    monkeypatch.setattr(HashRootCache, "get", first_alone)
     assert digests_of_pod([files] * 2) == [alone] * 2
     assert not hashed
 

@@ -26,7 +26,7 @@ CONFIG = {
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Published shapes by name, of one layer and tied embeddings."""
+    """Return published shapes by name, for one layer and tied embeddings."""
     D, F, V = (config[key] for key in ("hidden_size", "intermediate_size", "vocab_size"))
     keys = D * config["num_key_value_heads"] // config["num_attention_heads"]
     return {
@@ -45,7 +45,7 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def random_tensors(config: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Published tensors, the same for each call."""
+    """Return published tensors, the same in each call."""
     rng = np.random.default_rng(0)
     return {name: rng.standard_normal(shape, np.float32) for name, shape in shapes(config).items()}
 

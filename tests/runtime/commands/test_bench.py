@@ -1,4 +1,4 @@
-"""`noria bench`: every case measured on the grid of its shape, figures that add up, refusals."""
+"""`noria bench`: every case on the grid of its shape, consistent figures, and refusals."""
 
 import io
 import json
@@ -12,8 +12,8 @@ from noria.compile.abstract_model import AbstractModel
 from noria.runtime import cli
 from noria.runtime.checkpoint import save_orbax
 from noria.runtime.commands import bench_command as bench
-from noria.runtime.planning import calibrate
-from noria.runtime.planning.calibrate import Trial
+from noria.runtime.planning import calibration
+from noria.runtime.planning.calibration import Trial
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def model_directory(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def report(model_directory, tmp_path_factory):
-    """The JSON report of four cases, and what was printed."""
+    """The JSON report of four cases, and the printed output."""
     path = tmp_path_factory.mktemp("report") / "bench.json"
     arguments = f"--pp 16,24 --tg 5 --batch 1,3 --repeats 2 --json {path}"
     printed = io.StringIO()
@@ -84,7 +84,7 @@ def test_a_case_that_is_too_long_is_refused_before_anything_is_built(model_direc
     code = cli.main(["bench", "--model", str(model_directory), "--pp", "8,120", "--tg", "16"])
     assert code == 2
     captured = capsys.readouterr()
-    assert "expected at most 128 tokens a row" in captured.err
+    assert "expected at most 128 tokens per row" in captured.err
     assert "PP 120, TG 16, B 1" in captured.err
     assert captured.out == ""
 
@@ -138,14 +138,14 @@ def test_a_model_that_is_not_there_ends_with_the_code_of_models(capsys):
 def test_a_calibration_refuses_the_options_of_cases(capsys):
     arguments = ("--calibration", "c.json", "--pp", "64", "--set", "buckets.decode_slots=4")
     assert cli.main(["bench", "--model", "smollm2", *arguments]) == 2
-    assert "expected none of the options of cases, got --pp, --set." in capsys.readouterr().err
+    assert "expected no options of cases, got --pp, --set." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["--hardware=mine.toml", "--kind=h100", "--longest=64"])
 def test_cases_refuse_the_options_of_a_calibration(option, capsys):
     assert cli.main(["bench", "--model", "smollm2", option]) == 2
     name = option.partition("=")[0]
-    assert f"{name}: expected beside --calibration FILE" in capsys.readouterr().err
+    assert f"{name}: expected only together with --calibration FILE" in capsys.readouterr().err
 
 
 def test_accelerators_of_no_kind_are_refused_before_anything_is_opened(capsys):
@@ -166,7 +166,7 @@ def test_a_plan_takes_a_calibration_that_was_made_with_its_own_tables(
     model_directory, tmp_path, monkeypatch, capsys
 ):
     trials = (Trial(4, 32), Trial(4, 32, chunk=16))
-    monkeypatch.setattr(calibrate, "measure", partial(calibrate.measure, trials=trials))
+    monkeypatch.setattr(calibration, "measure", partial(calibration.measure, trials=trials))
     hardware, made = tmp_path / "mine.toml", tmp_path / "calibration.json"
     hardware.write_text(
         "[cpu]\nsource = 'measured'\nflops = { float32 = 1e11 }\nmemory_bytes = 1e10\n"

@@ -1,4 +1,4 @@
-"""`noria doctor`: what it says about a sound machine, and about broken ones."""
+"""`noria doctor`: its reports on a sound machine and on broken machines."""
 
 import importlib.metadata
 from argparse import Namespace

@@ -1,4 +1,4 @@
-"""The target of those who name none: the accelerator that jax would take, found without jax."""
+"""The default target: the accelerator that jax would use, found without jax."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ from noria.runtime.devices.default_target import GPU_PLUGINS, TPU_PLUGINS
 
 @pytest.fixture
 def found(tmp_path, monkeypatch):
-    """What is taken where such devices and plugins are, and the user chose nothing."""
+    """Find the default target for some devices and plugins, without any choice by the user."""
     monkeypatch.delenv("JAX_PLATFORMS")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
@@ -75,7 +75,7 @@ def test_neither_jax_nor_a_plugin_is_imported():
 def test_a_target_that_was_found_and_cannot_run_is_named_with_its_remedy(
     command, monkeypatch, tmp_path, capsys
 ):
-    """No fallback: rows would run elsewhere than the user thinks, in another dtype."""
+    """A fallback would silently run rows on another device, and in another dtype."""
     monkeypatch.setattr(f"noria.runtime.{command}.default_target", lambda: "gpu")
     rows = tmp_path / "in.jsonl"
     rows.write_text('{"prompt": "a"}\n')

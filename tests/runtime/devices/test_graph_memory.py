@@ -7,7 +7,7 @@ import pytest
 from tiny import GRID, TinyModel
 
 from noria.compile.graph_failures import GraphFailed
-from noria.runtime.devices.graph_memory import check_memory, memory_of
+from noria.runtime.devices.graph_memory import check_memory, required_bytes
 
 FEW_GRAPHS = replace(GRID, prefill=((16, 2), (48, 1)), decode_spans=(64,), score=False)
 
@@ -18,7 +18,7 @@ def device(stats, process_index: int = 0):
 
 def test_the_graph_its_need_and_what_there_is_are_named():
     graphs = TinyModel(grid=FEW_GRAPHS).graphs
-    needs = {name: memory_of(one) for name, one in graphs.executables.items()}
+    needs = {name: required_bytes(one) for name, one in graphs.executables.items()}
     most = max(needs.values())
     limits = [{"bytes_limit": most + 9}, {"bytes_limit": most}]
     check_memory(graphs, map(device, limits))

@@ -1,4 +1,4 @@
-"""Rows that lose choices of experts: each is found, none other is, and the counts add up."""
+"""Rows with dropped choices of experts: exactly these rows are reported, with correct counts."""
 
 from collections import Counter
 from dataclasses import replace
@@ -12,7 +12,6 @@ from noria.compile.expert_plan import ExpertPlan
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.modelzoo.moe.config import LOSSLESS, Dispatch, MoeConfig, Routing
 from noria.modelzoo.moe.use import ExpertUse
-from noria.runtime.console import plural
 from noria.runtime.engine.decode_slots import DecodeAction
 from noria.runtime.engine.expert_use import ExpertSetup, ExpertTotals
 from noria.runtime.engine.scheduler import ForkAction, PrefillAction
@@ -33,7 +32,7 @@ def lossy() -> TinyModel:
 
 @pytest.fixture(scope="module")
 def lossless(optimizes: bool) -> TinyModel:
-    """With optimized programs, as bits of its rows are compared."""
+    """A lossless model with optimized programs, as the tests compare bits."""
     set_optimized(True)
     model = TinyModel(MIXED, GRID)
     set_optimized(optimizes)
@@ -41,7 +40,7 @@ def lossless(optimizes: bool) -> TinyModel:
 
 
 def requests(count: int = 14) -> list[Request]:
-    """Of three kinds: plain, of two continuations, scored without a continuation."""
+    """Return three kinds of requests: plain, two continuations, scored without continuation."""
     kinds = [
         GREEDY,
         replace(GREEDY, n=2, temperature=1.0),
@@ -58,7 +57,7 @@ def run(generator, rows: list[Request]):
 
 
 class Reports:
-    """What the graphs said of every row, by request, noted beside the engine."""
+    """The drops that the graphs reported for every row, recorded apart from the engine."""
 
     def __init__(self, generator):
         self.of_prompt: Counter[int] = Counter()
@@ -92,13 +91,13 @@ class Reports:
         for slot in self._action.slots:
             sequence = self._slots[slot]
             dropped = int(output.experts.num_dropped_B[slot])
-            self.of_tokens[sequence.job.number, sequence.sample] += dropped
+            self.of_tokens[sequence.request.number, sequence.sample] += dropped
         return state, output
 
     def _noted(self, made):
         assert isinstance(self._action, PrefillAction)
         for i, row in enumerate(self._action.rows):
-            self.of_prompt[row.sequence.job.number] += int(made[1].experts.num_dropped_B[i])
+            self.of_prompt[row.sequence.request.number] += int(made[1].experts.num_dropped_B[i])
         return made
 
 
@@ -133,7 +132,7 @@ def test_under_the_policy_of_errors_the_same_rows_end_as_errors_and_the_others_a
         assert refused[name].outputs == []
         assert refused[name].error.code == "expert_overflow"
         message = refused[name].error.message
-        assert f"request {name!r}: lost {plural(count, 'choice')} of experts" in message
+        assert f"request {name!r}: expected no dropped expert choices, got {count}" in message
         assert all(remedy in message for remedy in ("capacity_factor", "lossless", '"drop"'))
 
 

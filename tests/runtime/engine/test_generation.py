@@ -22,8 +22,8 @@ from noria.compile.compiled_graphs import graph_names
 from noria.compile.graph_failures import GraphFailed
 from noria.compile.monitor import compile_monitor
 from noria.runtime.batch.graph_rows import needs_graph
-from noria.runtime.batch.scan import Need
-from noria.runtime.engine.generation import Generator
+from noria.runtime.batch.scan import RowRequirements
+from noria.runtime.engine.generation import GenerationSession
 from noria.runtime.errors import RowError
 from noria.runtime.request import Request, SamplingParams
 
@@ -36,9 +36,9 @@ GRIDS = {
     "ragged chunks": RAGGED_CHUNK_GRID,
 }
 OPTIMIZED = {"whole", "ragged chunks"}
-"""Grids whose bits are those of optimized programs: whole prompts, and chunks that are longer than
-the window and shorter; equal slots, and ragged ones. The others combine these in another way: LLVM
-optimizes their programs with `--slow` alone."""
+"""Grids with optimized programs in every run: whole prompts with equal slots, and chunks longer and
+shorter than the window with ragged slots. The other grids combine these features differently, and
+LLVM optimizes their programs only with `--slow`."""
 COMBINED = {"tails"}
 """Grids that only `--slow` runs: "ragged chunks" has these chunks, and "chunks" has equal slots."""
 
@@ -160,7 +160,7 @@ def test_the_slots_and_order_of_arrival_do_not_change_seeded_samples(model):
 
 
 def test_every_sequence_of_a_request_continues_the_whole_prompt(model):
-    """Wherever its slot ends, and beside a row that makes decode read the longest span."""
+    """The slots end at different lengths, and another row makes decode read the longest span."""
     row = prompts(1, seed=13, longest=14)[0]
     params = SamplingParams(temperature=0, max_tokens=12, n=3)
     long = Request("long", [5] * 45, SamplingParams(temperature=0, max_tokens=19, ignore_eos=True))
@@ -248,7 +248,7 @@ def test_prompt_and_output_logprobs_equal_the_reference(model):
 
 
 def test_scoring_gives_no_tokens_and_needs_no_slot_while_all_slots_decode(model):
-    """Prompts of a single piece; longer ones need a slot for what they keep."""
+    """The prompts have a single piece; longer prompts need a slot for their cache."""
     generator = model.generator()
     long = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
     for i in range(model.grid.decode_slots):
@@ -304,7 +304,7 @@ def test_the_smallest_numbers_that_are_accepted_give_the_greedy_tokens(model):
 
 
 def test_no_accepted_penalty_leaves_the_range_of_float32(model):
-    """An infinite logit would be finite nowhere else: the lowest id of several would be drawn."""
+    """With several infinite logits, sampling would always draw the lowest id."""
     for penalty in (1e-10, 1e10):
         params = {"temperature": 1e-20, "repetition_penalty": penalty, "max_tokens": 6, "seed": 1}
         greedy = SamplingParams(**params | {"temperature": 0})
@@ -348,7 +348,7 @@ def test_without_max_tokens_a_row_fills_the_plans_length(model):
     ],
 )
 def test_a_row_that_is_too_long_is_told_what_is_possible(length, max_tokens, message):
-    needs_no_engine = Generator(None, GRID, CONFIG.vocab_size, CONFIG.max_position, ())
+    needs_no_engine = GenerationSession(None, GRID, CONFIG.vocab_size, CONFIG.max_position, ())
     params = SamplingParams(max_tokens=max_tokens)
     with pytest.raises(RowError, match=re.escape(message)):
         needs_no_engine.check(Request("row", [5] * length, params))
@@ -446,7 +446,7 @@ def test_the_rows_that_need_a_graph_are_those_that_call_it(model, monkeypatch):
     ]
     for ids, params in zip([*prompts(7, seed=3), [5]], asked * 2, strict=True):
         called = graphs_called(model, Request("row", ids, params), monkeypatch)
-        need = Need(len(ids), params.max_tokens, params.n, params.prompt_logprobs)
+        need = RowRequirements(len(ids), params.max_tokens, params.n, params.prompt_logprobs)
         wanted = {name for name in graph_names(model.grid) if needs_graph(name, model.grid, need)}
         # a call may end on the next span already, and slots for all samples be free apart alone
         assert called <= wanted, called - wanted

@@ -1,4 +1,4 @@
-"""Rows that meet NaN leave nothing of it to the next owners of their slots."""
+"""Rows with NaN do not affect the next rows in their slots."""
 
 from dataclasses import replace
 
@@ -29,7 +29,7 @@ def model(request) -> TinyModel:
 
 
 def healthy_requests() -> list[Request]:
-    """Rows of few tokens, which do not overwrite much, and rows that go on in chunks."""
+    """Return short rows, which overwrite little, and rows of several chunks."""
     greedy = SamplingParams(
         temperature=0, max_tokens=14, logprobs=2, prompt_logprobs=1, ignore_eos=True
     )
@@ -39,7 +39,7 @@ def healthy_requests() -> list[Request]:
 
 @pytest.fixture(scope="module")
 def healthy(model) -> dict:
-    """What these rows give where nothing is NaN."""
+    """The outputs of these rows when no row has NaN."""
     return outputs_of(model.generator(), healthy_requests())
 
 
@@ -50,16 +50,16 @@ def outputs_of(generator, requests: list[Request]) -> dict:
 
 
 def met_by(healthy: dict) -> set[int]:
-    """Tokens that the healthy rows read or choose."""
+    """Return the tokens that the healthy rows read or choose."""
     prompted = {token for output in healthy.values() for token in output.prompt_token_ids}
     chosen = (o.token_ids for output in healthy.values() for o in output.outputs)
     return prompted.union(*chosen)
 
 
 def check_others(model: TinyModel, healthy: dict, token: int, poisoned: list[Request]) -> dict:
-    """Run healthy rows after rows that meet the token, whose embedding is NaN; those of the latter.
+    """Run healthy rows after rows with the token, whose embedding is NaN; return the latter's.
 
-    Every healthy row has the same bits as without them.
+    Every healthy row must have the same bits as without the others.
     """
     table = model.parameters["embedding.table"].at[token].set(np.nan)
     generator = model.generator(parameters=model.parameters | {"embedding.table": table})
@@ -80,7 +80,7 @@ KINDS = {
 
 @pytest.mark.parametrize("params", KINDS.values(), ids=KINDS)
 def test_prompts_leave_nothing(model, healthy, params):
-    """Of every length, with NaN at the first token, in the middle or at the last."""
+    """Prompts of every length, with NaN at the first token, in the middle or at the last token."""
     token = max(set(range(3, CONFIG.vocab_size)) - met_by(healthy))
     poisoned = []
     for length in (14, 30, 40, 13, 24, 46):
@@ -98,7 +98,7 @@ def test_prompts_leave_nothing(model, healthy, params):
 
 @pytest.fixture(scope="module")
 def chooses(model, healthy) -> tuple[list[int], int]:
-    """A prompt, and the token that its row chooses in the last step of the first call."""
+    """A prompt, and the token of its row in the last step of the first call."""
     met = met_by(healthy) | {EOS_ID}
     for prompt in prompts(400, seed=7, longest=11):
         *others, token = model.greedy(prompt, STEPS)
@@ -126,7 +126,7 @@ class StopsAfterOneCall(TextCollector):
 def test_decode_leaves_nothing_however_the_row_ends(
     model, healthy, chooses, ending, n, monkeypatch
 ):
-    """The last step of a call writes NaN; a row that goes on meets it in the next call."""
+    """The last step of a call writes NaN; a row that continues reads it in the next call."""
     prompt, token = chooses
     params = SamplingParams(
         temperature=0,

@@ -1,4 +1,4 @@
-"""The scheduler alone: a pure state machine, driven without a device."""
+"""The scheduler alone: a pure state machine, tested without a device."""
 
 import random
 from collections import Counter
@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from noria.compile.grids.bucket_grid import BucketGrid
-from noria.runtime.engine.decode_slots import DecodeAction, Job
+from noria.runtime.engine.decode_slots import DecodeAction, ScheduledRequest
 from noria.runtime.engine.scheduler import ForkAction, PrefillAction, Scheduler
 
 WHOLE = BucketGrid(
@@ -36,14 +36,18 @@ def grid(request) -> BucketGrid:
     return request.param
 
 
-def job(number, prompt_length=5, max_tokens=8, num_sequences=1, is_scored=False) -> Job:
-    return Job(number, prompt_length, prompt_length + max_tokens, num_sequences, is_scored)
+def scheduled(
+    number, prompt_length=5, max_tokens=8, num_sequences=1, is_scored=False
+) -> ScheduledRequest:
+    return ScheduledRequest(
+        number, prompt_length, prompt_length + max_tokens, num_sequences, is_scored
+    )
 
 
-def random_jobs(count: int, seed: int = 1) -> list[Job]:
+def random_requests(count: int, seed: int = 1) -> list[ScheduledRequest]:
     rng = random.Random(seed)
     return [
-        job(
+        scheduled(
             n,
             prompt_length=rng.randint(1, 32),
             max_tokens=rng.choice([0, 1, 9, 30]),
@@ -55,14 +59,14 @@ def random_jobs(count: int, seed: int = 1) -> list[Job]:
 
 
 class Play:
-    """A run to the end as the engine would drive it; a share of rows end early at each call.
+    """Runs a scheduler to the end like the engine; a share of rows end early at each call.
 
-    Keeps what each slot holds, and fails where an action does not fit to that.
+    It tracks the content of each slot, and fails if an action contradicts it.
     """
 
     def __init__(
         self,
-        jobs: list[Job],
+        requests: list[ScheduledRequest],
         grid: BucketGrid,
         seed: int = 0,
         early: float = 0.1,
@@ -73,7 +77,7 @@ class Play:
         self.submitted, self.dropped, self.kept = [], [], set()
         self.batches_since_decode = 0
         self.owner, self.filled, self.length, self.limit = {}, {}, {}, {}
-        pending = list(jobs)
+        pending = list(requests)
         while True:
             if len(self.actions) == drain_after:
                 self.kept = {self.owner[slot] for slot in (*self.filled, *self.length)}
@@ -92,16 +96,16 @@ class Play:
 
     @property
     def rows(self) -> list:
-        """The bucket and the row of every piece of a prompt, in order."""
+        """Return the bucket and the row of every piece of a prompt, in order."""
         calls = (action for action in self.actions if isinstance(action, PrefillAction))
         return [(call.bucket, row) for call in calls for row in call.rows]
 
     def pieces_of(self, number: int) -> list[tuple]:
-        """Bucket, start and count of each piece of a request, in order."""
+        """Return bucket, start and count of each piece of a request, in order."""
         return [
             (bucket, row.start, row.count)
             for bucket, row in self.rows
-            if row.sequence.job.number == number
+            if row.sequence.request.number == number
         ]
 
     def _carry_out(self, action) -> None:
@@ -117,8 +121,8 @@ class Play:
                     self._prefill(action, row)
             case ForkAction():
                 # the source has the prompt and nothing behind it
-                assert self.length[action.source] == action.sequence.job.prompt_length
-                self._decodes(action.slot, action.sequence.job)
+                assert self.length[action.source] == action.sequence.request.prompt_length
+                self._decodes(action.slot, action.sequence.request)
             case DecodeAction():
                 assert set(action.slots) == set(self.length)
                 self.batches_since_decode = 0
@@ -128,14 +132,14 @@ class Play:
                     self._grow(slot)
 
     def _prefill(self, action, row) -> None:
-        of = row.sequence.job
+        of = row.sequence.request
         assert of.is_scored == action.is_scored and row.count <= action.bucket.tokens
         if row.slot is None:
             assert not of.generates and row.count == of.prompt_length
             return
         if not row.start:
             assert row.slot not in self.filled and row.slot not in self.length
-            assert of.limit <= self.grid.reach(row.slot)
+            assert of.max_total_length <= self.grid.slot_capacity(row.slot)
             self.filled[row.slot], self.owner[row.slot] = 0, of.number
         assert self.filled[row.slot] == row.start
         self.filled[row.slot] += row.count
@@ -144,10 +148,10 @@ class Play:
             if of.generates:
                 self._decodes(row.slot, of)
 
-    def _decodes(self, slot: int, of: Job) -> None:
+    def _decodes(self, slot: int, of: ScheduledRequest) -> None:
         assert slot not in self.filled and slot not in self.length
-        assert of.limit <= self.grid.reach(slot)
-        self.length[slot], self.limit[slot] = of.prompt_length, of.limit
+        assert of.max_total_length <= self.grid.slot_capacity(slot)
+        self.length[slot], self.limit[slot] = of.prompt_length, of.max_total_length
         self.owner[slot] = of.number
 
     def _next_length(self, slot: int) -> int:
@@ -163,49 +167,52 @@ class Play:
             self.scheduler.advance(slot, grown)
 
 
-def check_all_ran(play: Play, jobs: list[Job]) -> None:
-    """Every sequence of these decodes once, and every prompt is read as often as needed."""
+def check_all_ran(play: Play, requests: list[ScheduledRequest]) -> None:
+    """Check that every sequence decodes once, and every prompt is read as often as needed."""
     begun, read = Counter(), Counter()
     for _, row in play.rows:
-        read[row.sequence.job.number] += row.count
+        read[row.sequence.request.number] += row.count
         if row.is_last:
-            begun[row.sequence.job.number, row.sequence.sample] += 1
+            begun[row.sequence.request.number, row.sequence.sample] += 1
     for action in play.actions:
         if isinstance(action, ForkAction):
-            begun[action.sequence.job.number, action.sequence.sample] += 1
-    numbers = {j.number for j in jobs}
+            begun[action.sequence.request.number, action.sequence.sample] += 1
+    numbers = {j.number for j in requests}
     begun = Counter({key: count for key, count in begun.items() if key[0] in numbers})
-    samples = {j.number: range(j.num_sequences if j.generates else 1) for j in jobs}
+    samples = {j.number: range(j.num_sequences if j.generates else 1) for j in requests}
     assert begun == Counter((number, i) for number, each in samples.items() for i in each)
-    for j in jobs:
+    for j in requests:
         # in several sets where there are more sequences than slots that hold them
-        suited = sum(j.limit <= play.grid.reach(slot) for slot in range(play.grid.decode_slots))
+        suited = sum(
+            j.max_total_length <= play.grid.slot_capacity(slot)
+            for slot in range(play.grid.decode_slots)
+        )
         sets = -(-j.num_sequences // suited) if j.generates else 1
         assert read[j.number] == sets * j.prompt_length
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_every_sequence_decodes_exactly_once_and_every_prompt_is_read(grid, seed):
-    jobs = random_jobs(200, seed)
-    check_all_ran(Play(jobs, grid, seed), jobs)
+    requests = random_requests(200, seed)
+    check_all_ran(Play(requests, grid, seed), requests)
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_drain_drops_requests_without_a_slot_at_any_moment_and_all_others_run(grid, seed):
     moment = random.Random(seed).randint(0, 60)
-    play = Play(random_jobs(100, seed), grid, seed, drain_after=moment)
+    play = Play(random_requests(100, seed), grid, seed, drain_after=moment)
     dropped = set(play.dropped)
     assert len(dropped) == len(play.dropped) and not dropped & play.kept
     check_all_ran(play, [j for j in play.submitted if j.number not in dropped])
     later = (call for call in play.actions[moment:] if isinstance(call, PrefillAction))
-    assert not dropped & {row.sequence.job.number for call in later for row in call.rows}
+    assert not dropped & {row.sequence.request.number for call in later for row in call.rows}
 
 
 def test_drain_keeps_the_sequences_of_a_request_that_has_slots():
     scheduler = Scheduler(WHOLE)
-    scheduler.submit(job(0, num_sequences=6))
+    scheduler.submit(scheduled(0, num_sequences=6))
     for n in range(1, 4):
-        scheduler.submit(job(n))
+        scheduler.submit(scheduled(n))
     scheduler.next_action()
     assert [j.number for j in scheduler.drain()] == [1, 2, 3]
     # two sequences found no slot
@@ -213,16 +220,16 @@ def test_drain_keeps_the_sequences_of_a_request_that_has_slots():
 
 
 def test_the_pieces_of_a_prompt_follow_from_its_length_whatever_else_waits(grid):
-    jobs = [job(n, prompt_length=1 + n % 32) for n in range(100)]
-    play = Play(jobs, grid)
-    for j in jobs:
+    requests = [scheduled(n, prompt_length=1 + n % 32) for n in range(100)]
+    play = Play(requests, grid)
+    for j in requests:
         pieces = play.pieces_of(j.number)
         assert pieces == Play([j], grid).pieces_of(j.number)
         assert [bucket for bucket, _, _ in pieces] == grid.buckets_of(j.prompt_length)
 
 
 def test_a_prompt_is_prefilled_in_large_chunks_and_then_in_small_ones():
-    found = Play([job(0, prompt_length=29)], TAILS).pieces_of(0)
+    found = Play([scheduled(0, prompt_length=29)], TAILS).pieces_of(0)
     pieces = [(bucket.length, bucket.chunk, start, count) for bucket, start, count in found]
     assert pieces == [
         *((16, 8, start, 8) for start in (0, 8)),
@@ -231,12 +238,14 @@ def test_a_prompt_is_prefilled_in_large_chunks_and_then_in_small_ones():
     ]
 
 
-@pytest.mark.parametrize("odd", [job(60, 12, 4, 1, True), job(60, 3), job(60, 12, 4, 4)])
+@pytest.mark.parametrize(
+    "odd", [scheduled(60, 12, 4, 1, True), scheduled(60, 3), scheduled(60, 12, 4, 4)]
+)
 def test_no_prompt_waits_while_a_stream_of_others_begins(odd):
-    """Full batches of prompts of one length would go ahead of it for ever."""
+    """Otherwise full batches of prompts of one length would go first for ever."""
     grid = replace(CHUNKS, prefill=((32, 3, 2), (32, 3, 4)), decode_spans=(32, 64))
-    jobs = [odd if n == odd.number else job(n, 24, 1) for n in range(600)]
-    begun = [row.sequence.job.number for _, row in Play(jobs, grid).rows if not row.start]
+    requests = [odd if n == odd.number else scheduled(n, 24, 1) for n in range(600)]
+    begun = [row.sequence.request.number for _, row in Play(requests, grid).rows if not row.start]
     ahead = [number for number in begun[: begun.index(odd.number)] if number > odd.number]
     # no more than wait at a time
     assert len(ahead) <= 2 * (4 + 3 + 3) + 3
@@ -247,20 +256,20 @@ def kinds(scheduler: Scheduler, count: int) -> list[type]:
 
 
 def begun_by(call: PrefillAction) -> list[tuple]:
-    return [(row.sequence.job.number, row.slot) for row in call.rows]
+    return [(row.sequence.request.number, row.slot) for row in call.rows]
 
 
 def test_slots_fill_before_the_first_decode_call():
     scheduler = Scheduler(CHUNKS)
     for n in range(5):
-        scheduler.submit(job(n, prompt_length=12))
+        scheduler.submit(scheduled(n, prompt_length=12))
     assert kinds(scheduler, 5) == [*[PrefillAction] * 4, DecodeAction]
 
 
 def test_a_free_slot_is_refilled_before_the_next_decode_call():
     scheduler = Scheduler(WHOLE)
     for n in range(9):
-        scheduler.submit(job(n))
+        scheduler.submit(scheduled(n))
     assert kinds(scheduler, 2) == [PrefillAction, DecodeAction]
     scheduler.release(2)
     assert begun_by(scheduler.next_action()) == [(4, 2)]
@@ -269,30 +278,30 @@ def test_a_free_slot_is_refilled_before_the_next_decode_call():
 
 def test_a_full_batch_goes_before_an_older_one_that_is_not_full():
     scheduler = Scheduler(CHUNKS)
-    scheduler.submit(job(0, prompt_length=20))
+    scheduler.submit(scheduled(0, prompt_length=20))
     for n in (1, 2):
-        scheduler.submit(job(n, prompt_length=5, is_scored=True))
-    scheduler.submit(job(3, prompt_length=60 - 32, max_tokens=30))
+        scheduler.submit(scheduled(n, prompt_length=5, is_scored=True))
+    scheduler.submit(scheduled(3, prompt_length=60 - 32, max_tokens=30))
     found = [begun_by(scheduler.next_action()) for _ in range(3)]
     assert found == [[(0, 0), (3, 1)], [(0, 0), (3, 1)], [(0, 0), (3, 1)]]
 
 
 def test_while_all_slots_idle_a_full_batch_goes_before_an_older_one_that_is_not_full():
-    """Prompts of a long piece and a short one: four of these make a full batch."""
+    """Each prompt has a long piece and a short piece; four of these prompts make a full batch."""
     grid = replace(WHOLE, prefill=((32, 4, 2), (32, 2, 8)), decode_slots=8, decode_spans=(32, 64))
     scheduler = Scheduler(grid)
     for number in range(6):
-        scheduler.submit(job(number, prompt_length=10))
+        scheduler.submit(scheduled(number, prompt_length=10))
     calls = [scheduler.next_action() for _ in range(3)]
     assert [(call.bucket.tokens, len(call.rows)) for call in calls] == [(8, 2), (8, 2), (2, 4)]
 
 
 def test_decode_calls_go_on_between_the_chunks_of_long_prompts():
     scheduler = Scheduler(CHUNKS)
-    scheduler.submit(job(0, max_tokens=40))
+    scheduler.submit(scheduled(0, max_tokens=40))
     assert kinds(scheduler, 2) == [PrefillAction, DecodeAction]
     for n in (1, 2):
-        scheduler.submit(job(n, prompt_length=32))
+        scheduler.submit(scheduled(n, prompt_length=32))
     # full batches, of which at most three run in a row
     expected = [*[PrefillAction] * 3, DecodeAction, PrefillAction, DecodeAction]
     assert kinds(scheduler, 6) == expected
@@ -301,27 +310,27 @@ def test_decode_calls_go_on_between_the_chunks_of_long_prompts():
 def test_a_batch_that_is_not_full_alternates_with_decode_calls_while_requests_wait():
     scheduler = Scheduler(CHUNKS)
     for n in range(3):
-        scheduler.submit(job(n, max_tokens=40))
+        scheduler.submit(scheduled(n, max_tokens=40))
     assert kinds(scheduler, 3) == [PrefillAction, PrefillAction, DecodeAction]
     for n in (3, 4):
-        scheduler.submit(job(n, prompt_length=20))
+        scheduler.submit(scheduled(n, prompt_length=20))
     expected = [PrefillAction, DecodeAction, PrefillAction, DecodeAction]
     assert kinds(scheduler, 4) == expected
 
 
 def test_the_last_prompt_of_a_bucket_waits_for_no_other_when_none_is_left():
-    """Of 31 prompts in calls of two; an idle slot is less than a sixteenth of 31."""
+    """The 31 prompts run in calls of two; one idle slot is less than a sixteenth of 31."""
     grid = replace(WHOLE, prefill=((8, 2),), decode_slots=31, decode_spans=(32,), max_length=32)
     scheduler = Scheduler(grid)
     for n in range(31):
-        scheduler.submit(job(n, max_tokens=8))
+        scheduler.submit(scheduled(n, max_tokens=8))
     assert kinds(scheduler, 17) == [*[PrefillAction] * 16, DecodeAction]
     assert scheduler.wants_more
 
 
 @pytest.mark.parametrize("is_chunked", [False, True], ids=["whole", "chunks"])
 def test_a_batch_that_is_not_full_waits_while_few_slots_are_idle(is_chunked):
-    """One of 30, whose rows end one by one, is less than a sixteenth; with the second it runs."""
+    """One idle slot of 30 is less than a sixteenth; with the second idle slot the batch runs."""
     prefill, most = (((16, 6, 8), (32, 6, 8)), 5) if is_chunked else (((8, 6), (32, 6)), None)
     spans = (16, 32, 64)
     grid = replace(
@@ -329,7 +338,7 @@ def test_a_batch_that_is_not_full_waits_while_few_slots_are_idle(is_chunked):
     )
     scheduler = Scheduler(grid)
     for n in range(40):
-        scheduler.submit(job(n, max_tokens=40))
+        scheduler.submit(scheduled(n, max_tokens=40))
     assert kinds(scheduler, 5) == [PrefillAction] * 5
     for slot in (3, 7):
         assert isinstance(scheduler.next_action(), DecodeAction)
@@ -339,12 +348,12 @@ def test_a_batch_that_is_not_full_waits_while_few_slots_are_idle(is_chunked):
 
 def test_when_no_request_waits_prompts_meet_on_the_way():
     scheduler = Scheduler(CHUNKS)
-    scheduler.submit(job(0, max_tokens=40))
+    scheduler.submit(scheduled(0, max_tokens=40))
     kinds(scheduler, 2)
-    scheduler.submit(job(1, prompt_length=20))
+    scheduler.submit(scheduled(1, prompt_length=20))
     # one chunk ahead of the next
     assert kinds(scheduler, 1) == [PrefillAction]
-    scheduler.submit(job(2, prompt_length=20))
+    scheduler.submit(scheduled(2, prompt_length=20))
     calls = [scheduler.next_action() for _ in range(2)]
     assert [sorted(row.start for row in call.rows) for call in calls] == [[0, 8], [8]]
     assert kinds(scheduler, 2) == [DecodeAction, PrefillAction]
@@ -353,7 +362,7 @@ def test_when_no_request_waits_prompts_meet_on_the_way():
 def test_when_no_request_waits_large_chunks_come_before_the_small_ones_that_they_lead_to():
     scheduler = Scheduler(TAILS)
     for n, length in enumerate((29, 3)):
-        scheduler.submit(job(n, prompt_length=length))
+        scheduler.submit(scheduled(n, prompt_length=length))
     calls = [scheduler.next_action() for _ in range(8)]
     shapes = [(call.bucket.chunk, call.bucket.length, len(call.rows)) for call in calls]
     assert shapes == [
@@ -364,7 +373,7 @@ def test_when_no_request_waits_large_chunks_come_before_the_small_ones_that_they
 
 def test_sequences_of_a_prompt_are_copied_before_the_first_decodes_on(grid):
     scheduler = Scheduler(grid)
-    scheduler.submit(job(0, num_sequences=3))
+    scheduler.submit(scheduled(0, num_sequences=3))
     actions = [scheduler.next_action() for _ in range(6)]
     last = next(i for i, action in enumerate(actions) if isinstance(action, ForkAction))
     expected = [*[PrefillAction] * last, ForkAction, ForkAction, DecodeAction]
@@ -379,13 +388,13 @@ def test_sequences_of_a_prompt_are_copied_before_the_first_decodes_on(grid):
 def test_prompts_that_are_only_scored_use_no_slot_while_all_slots_decode(grid):
     scheduler = Scheduler(grid)
     for n in range(4):
-        scheduler.submit(job(n, max_tokens=40))
+        scheduler.submit(scheduled(n, max_tokens=40))
     while not isinstance(scheduler.next_action(), DecodeAction):
         pass
     # one that generates is older, and waits for a slot in the same bucket
-    scheduler.submit(job(4, is_scored=True))
+    scheduler.submit(scheduled(4, is_scored=True))
     for n in range(5, 5 + grid.prefill[0].batch):
-        scheduler.submit(job(n, max_tokens=0, is_scored=True))
+        scheduler.submit(scheduled(n, max_tokens=0, is_scored=True))
     call = scheduler.next_action()
     assert begun_by(call) == [(n, None) for n in range(5, 5 + grid.prefill[0].batch)]
     assert isinstance(scheduler.next_action(), DecodeAction)
@@ -393,15 +402,15 @@ def test_prompts_that_are_only_scored_use_no_slot_while_all_slots_decode(grid):
 
 
 def test_a_prompt_that_is_scored_in_several_pieces_gives_its_slot_back():
-    jobs = [job(n, prompt_length=20, max_tokens=0, is_scored=True) for n in range(9)]
-    play = Play(jobs, CHUNKS)
+    requests = [scheduled(n, prompt_length=20, max_tokens=0, is_scored=True) for n in range(9)]
+    play = Play(requests, CHUNKS)
     assert {row.slot for _, row in play.rows} <= set(range(4))
     assert len(play.rows) == 9 * 3
 
 
 def test_the_span_holds_every_live_row_and_no_more(grid):
     scheduler = Scheduler(grid)
-    scheduler.submit(job(0, prompt_length=5, max_tokens=30))
+    scheduler.submit(scheduled(0, prompt_length=5, max_tokens=30))
     scheduler.next_action()
     while not isinstance(action := scheduler.next_action(), DecodeAction):
         pass
@@ -413,22 +422,22 @@ def test_the_span_holds_every_live_row_and_no_more(grid):
 
 def test_a_limit_keeps_the_span_short():
     scheduler = Scheduler(WHOLE)
-    scheduler.submit(job(0, prompt_length=14, max_tokens=2))
+    scheduler.submit(scheduled(0, prompt_length=14, max_tokens=2))
     assert [scheduler.next_action() for _ in range(2)][1].span == 16
 
 
 def begun(scheduler: Scheduler) -> dict[int, int]:
-    """The slot of each prompt that begins before the first decode call."""
+    """Return the slot of each prompt that begins before the first decode call."""
     found = {}
     while isinstance(action := scheduler.next_action(), PrefillAction):
-        found |= {row.sequence.job.number: row.slot for row in action.rows}
+        found |= {row.sequence.request.number: row.slot for row in action.rows}
     return found
 
 
 def test_a_row_gets_the_shortest_free_slot_that_holds_all_that_it_may_become():
     scheduler = Scheduler(RAGGED)
     for n, max_tokens in enumerate((8, 30, 8, 8)):
-        scheduler.submit(job(n, max_tokens=max_tokens))
+        scheduler.submit(scheduled(n, max_tokens=max_tokens))
     assert begun(scheduler) == {0: 2, 1: 0, 2: 3, 3: 1}
 
 
@@ -436,9 +445,9 @@ def test_a_row_gets_the_shortest_free_slot_that_holds_all_that_it_may_become():
 def test_requests_that_wait_for_long_slots_do_not_keep_shorter_ones_from_theirs(name):
     scheduler, grid = Scheduler(GRIDS[name]), GRIDS[name]
     for n in range(3):
-        scheduler.submit(job(n, max_tokens=50))
+        scheduler.submit(scheduled(n, max_tokens=50))
     for n in range(3, 6):
-        scheduler.submit(job(n))
+        scheduler.submit(scheduled(n))
     long = grid.span_slots[-1]
     expected = [*range(long), *range(3, 3 + 4 - long)]
     assert sorted(begun(scheduler)) == expected
@@ -446,10 +455,10 @@ def test_requests_that_wait_for_long_slots_do_not_keep_shorter_ones_from_theirs(
 
 def test_a_request_that_lacks_slots_keeps_those_that_it_could_use():
     scheduler = Scheduler(GRIDS["ragged chunks"])
-    scheduler.submit(job(0, max_tokens=50))
-    scheduler.submit(job(1, max_tokens=25, num_sequences=2))
+    scheduler.submit(scheduled(0, max_tokens=50))
+    scheduler.submit(scheduled(1, max_tokens=25, num_sequences=2))
     for n in range(2, 6):
-        scheduler.submit(job(n))
+        scheduler.submit(scheduled(n))
     assert begun(scheduler) == {0: 0, 2: 2, 3: 3}
 
 
@@ -457,8 +466,8 @@ def test_prompts_that_hold_the_long_slots_do_not_wait_for_others_to_fill_their_c
     """A call for the span of two long slots has room for eight prompts, so it is never full."""
     few_long = {"decode_slots": 32, "span_slots": (32, 2, 2), "chunks_per_decode": 8}
     grid = replace(CHUNKS, prefill=((16, 2, 8), (32, 8, 8)), **few_long)
-    long, short = job(0, prompt_length=30, max_tokens=34), range(1, 9)
-    rest = [job(number, prompt_length=30, max_tokens=4) for number in short]
+    long, short = scheduled(0, prompt_length=30, max_tokens=34), range(1, 9)
+    rest = [scheduled(number, prompt_length=30, max_tokens=4) for number in short]
     calls = Play([long, *rest], grid, early=0.0).actions
     decodes = next(i for i, call in enumerate(calls) if isinstance(call, DecodeAction))
     # all others pass through the second slot, each with all its pieces after one call of the first
@@ -474,5 +483,5 @@ def test_prompts_that_hold_the_long_slots_do_not_wait_for_others_to_fill_their_c
 def test_a_request_that_does_not_fit_is_not_queued(grid, message):
     scheduler = Scheduler(grid)
     with pytest.raises(ValueError, match=message):
-        scheduler.submit(job(0, prompt_length=33))
+        scheduler.submit(scheduled(0, prompt_length=33))
     assert scheduler.num_waiting == 0

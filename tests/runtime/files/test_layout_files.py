@@ -1,4 +1,4 @@
-"""Layouts by name and by file: what ships is sound, what is read is what was written."""
+"""Layouts by name and by file: the named layouts are legal, and files are read as written."""
 
 import subprocess
 import sys
@@ -151,7 +151,7 @@ def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path, text, message):
 
 
 def test_reading_layouts_imports_no_jax():
-    """The command answers a wrong name at once."""
+    """The command refuses a wrong name immediately."""
     code = (
         "import sys; from noria.runtime.files.layout_files import read_layout_table; "
         "read_layout_table('data-tensor'); sys.exit('jax' in sys.modules)"

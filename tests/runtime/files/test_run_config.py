@@ -1,4 +1,4 @@
-"""Configuration that cannot be read is refused by the name of the file or the option."""
+"""Unreadable configuration is refused with the name of the file or the option."""
 
 import pytest
 

@@ -11,7 +11,7 @@ from noria.compile.targets import find_target
 from noria.runtime.checkpoint import open_model
 from noria.runtime.cli import main
 from noria.runtime.files.layout_files import read_layout_table
-from noria.runtime.layouts.verify import NUM_PROMPTS, Verification
+from noria.runtime.layouts.verification import NUM_PROMPTS, Verification
 from noria.sharding.layout import Layout
 
 SHAPES = ["--slots", "8", "--length", "48", "--prompt", "16", "--prompts", "4"]
@@ -31,7 +31,7 @@ KEYS = {
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
-    """The folder, the objects of layouts.json and what was printed."""
+    """A folder with a model, for the files that the command writes."""
     folder = tmp_path_factory.mktemp("layouts")
     write_model(folder / "model")
     return folder
@@ -84,7 +84,7 @@ def test_weights_split_over_two_axes_take_less_than_over_one(results):
 
 
 def test_collectives_of_a_layer_agree_with_the_formula(results):
-    """On the CPU an all-reduce is an all-reduce; the layer of float32 rows is what is summed."""
+    """XLA for CPU keeps the all-reduce; it sums the layer's rows in float32."""
     (found,) = (
         entry
         for entry in results["data-tensor"]["collectives"]
@@ -104,14 +104,14 @@ def in_layers(result):
 
 
 def test_scanned_layers_are_counted_by_their_turns(report, results, capsys):
-    """A loop's body is in the program once: what it sends and computes is that times its turns."""
+    """A loop's body is in the program once: its figures are multiplied by the trip count."""
     folder = report / "scanned"
     arguments = ["--model", str(report / "model"), "-o", str(folder), "--layouts", "data-tensor"]
     assert main(["layouts", *arguments, *OPTIONS, "--scan-layers", "--verify"]) == 0
     (scanned,) = json.loads((folder / "layouts.json").read_text())
     assert scanned["max_abs_diff"] < 1e-4
     assert scanned["flops_from"] == "shapes"
-    assert "GFLOP are those of the shapes" in capsys.readouterr().out
+    assert "GFLOP are computed from shapes" in capsys.readouterr().out
 
     assert in_layers(scanned) == in_layers(results["data-tensor"])
 
@@ -148,7 +148,7 @@ def test_a_picture_is_drawn(report, results):
 
 
 def test_a_layout_that_does_not_compile_is_reported_beside_the_others(report, capsys, monkeypatch):
-    """On an over-full device the compiler raises, and a comparison should say so and go on."""
+    """If a device lacks memory, the compiler raises; the comparison reports it and continues."""
 
     def run_out(graph):
         raise RuntimeError(f"RESOURCE_EXHAUSTED: 17 GB of 16 GB\nin {graph.name}")

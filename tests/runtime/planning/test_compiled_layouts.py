@@ -1,4 +1,4 @@
-"""Layouts in the order of their compiled graphs; what does not fit into memory comes last."""
+"""Layouts in the order of their compiled graphs; layouts that do not fit into memory come last."""
 
 import math
 import re
@@ -8,7 +8,7 @@ import pytest
 from planning_models import SPARSE
 from tolerances import EXTRAPOLATED_LAYERS_RELATIVE
 
-from noria.compile.grids.default_grid import RowNeed
+from noria.compile.grids.default_grid import RowShape
 from noria.compile.grids.grid_defaults import GridDefaults
 from noria.compile.planning.candidates import Budget, ExpectedRow
 from noria.compile.planning.compiled_call import CompiledCall
@@ -16,13 +16,13 @@ from noria.compile.planning.hardware import Hardware
 from noria.runtime.files.layout_files import named_layout_tables
 from noria.runtime.planning.compiled_layouts import LayoutCompiler, PlannedLayout, _costliest
 from noria.runtime.planning.layout_ranking import Ranking, all_layouts
-from noria.runtime.planning.planning import Planner
+from noria.runtime.planning.planner import Planner
 from noria.runtime.planning.report import _searched
 from noria.runtime.planning.summary import _compiled_layout_lines
 
 HARDWARE = Hardware("mine", "made up", {"float32": 1e9}, 1e9, 1e8, 1e7, [])
 COMPILER = LayoutCompiler("cpu:2", SPARSE, "float32")
-ROWS = [ExpectedRow(RowNeed(length, 8, 1), 8) for length in (8, 16, 24, 40)]
+ROWS = [ExpectedRow(RowShape(length, 8, 1), 8) for length in (8, 16, 24, 40)]
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,13 @@ def planned() -> list[PlannedLayout]:
     for one in ranking.rank(list(all_layouts(tables, 2))):
         defaults = GridDefaults.for_layout(one.layout)
         planner = Planner(
-            ROWS, SPARSE.max_position, one.cost, Budget(), defaults, may_chunk=False, most_tries=1
+            ROWS,
+            SPARSE.max_position,
+            one.cost,
+            Budget(),
+            defaults,
+            may_chunk=False,
+            max_simulated=1,
         )
         found.append(PlannedLayout(one.layout, one.cost, planner.plan()))
     return sorted(found, key=lambda one: one.seconds)
@@ -42,7 +48,7 @@ def planned() -> list[PlannedLayout]:
 
 @pytest.fixture(scope="module")
 def compiled(planned) -> list[PlannedLayout]:
-    return COMPILER.in_order(planned, 2)
+    return COMPILER.compile_and_rank(planned, 2)
 
 
 def call(factor: float, memory_bytes: int = 0) -> CompiledCall:
@@ -51,7 +57,7 @@ def call(factor: float, memory_bytes: int = 0) -> CompiledCall:
 
 def test_a_phase_counts_as_much_longer_as_its_compiled_graph_takes(planned):
     one = replace(planned[0], compiled={"prefill": call(1.0), "decode": call(3.0)})
-    decode = sum(use.seconds for use in one.planned.best.simulation.metrics.decode.values())
+    decode = sum(use.seconds for use in one.result.best.simulation.metrics.decode.values())
     assert one.compiled_seconds == pytest.approx(one.seconds + 2 * decode)
 
 
@@ -70,7 +76,7 @@ def test_compiled_graphs_send_along_their_axes_and_take_no_less_than_shapes(comp
 
 
 def test_two_programs_of_few_layers_tell_of_one_with_more(planned, compiled):
-    """Of three layers, each a turn."""
+    """The larger program has three layers, and its loop runs one layer at a time."""
     layout = next(one for one in planned if one.layout.name == "expert-parallel")
     extrapolated = next(one for one in compiled if one.layout == layout.layout).compiled
     for phase, (name, _) in _costliest(layout).items():
@@ -89,7 +95,7 @@ def test_a_layout_whose_graphs_do_not_fit_says_what_lacks_and_one_not_compiled_s
     small = replace(HARDWARE, memory_bytes=1000.0)
     first = planned[0]
     cost = type(first.cost)(first.cost.work, small)
-    found = COMPILER.in_order([replace(first, cost=cost), planned[1]], 1)
+    found = COMPILER.compile_and_rank([replace(first, cost=cost), planned[1]], 1)
     assert [bool(one.compiled) for one in found] == [True, False]
     assert found[0].compiled_seconds == math.inf
     assert "GB more than it has" in found[0].problem

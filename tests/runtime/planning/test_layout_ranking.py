@@ -1,11 +1,11 @@
-"""Layouts of a mixture of experts in their order: what they send counts."""
+"""Ranking of layouts for a mixture of experts: communication counts."""
 
 from dataclasses import replace
 
 import pytest
 from planning_models import SPARSE
 
-from noria.compile.grids.default_grid import RowNeed
+from noria.compile.grids.default_grid import RowShape
 from noria.compile.planning.candidates import Budget, ExpectedRow
 from noria.compile.planning.hardware import Hardware
 from noria.runtime.files.layout_files import named_layout_tables
@@ -13,7 +13,7 @@ from noria.runtime.planning.layout_ranking import RankedLayout, Ranking, all_lay
 
 FAST = Hardware("mine", "made up", {"float32": 1e9}, 1e9, 1e8, 1e7, [])
 SLOW = replace(FAST, link_rate=1e4)
-ROWS = [ExpectedRow(RowNeed(length, 8, 1), 8) for length in (8, 16, 24, 40)]
+ROWS = [ExpectedRow(RowShape(length, 8, 1), 8) for length in (8, 16, 24, 40)]
 NAMES = ("data-parallel", "expert-parallel", "expert-stationary", "expert-tensor")
 
 
@@ -34,7 +34,7 @@ def test_every_legal_layout_of_a_sparse_model_has_a_bound():
 
 
 def test_slow_links_favour_what_sends_least():
-    """Under data parallelism only the keys and values that prefill writes are sent."""
+    """Data parallelism sends only the keys and values that prefill writes."""
     fast, slow = bounds(ranked(FAST, 2)), bounds(ranked(SLOW, 2))
     assert next(iter(fast)) == "expert-parallel"
     assert next(iter(slow)) == "data-parallel"

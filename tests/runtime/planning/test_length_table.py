@@ -1,4 +1,4 @@
-"""Tables of lengths: what spreadsheets write is read, anything else is refused by its line."""
+"""Tables of lengths: files of spreadsheets are read, and others are refused with the line."""
 
 import pytest
 
@@ -40,7 +40,7 @@ def test_rows_may_emit_more_than_they_are_expected_to(tmp_path):
     [
         (b"", "line 1: expected the columns .* got none"),
         (b"prompt_tokens\n5\n", "line 1: expected the columns"),
-        (b"prompt_tokens;output_tokens\n5;3\n", "line 1: .* with commas between"),
+        (b"prompt_tokens;output_tokens\n5;3\n", "line 1: .* separated by commas"),
         (b"prompt_tokens,output_tokens,output_tokens\n5,3,4\n", "line 1: expected the columns"),
         (b"5,3\n", "line 1: expected the columns"),
         (HEAD + b"5,3\n5\n", r"line 3: expected 2 values .*, got 1\."),

@@ -1,4 +1,4 @@
-"""Files of `noria plan`: what may not be written is said before the work, and nothing is lost."""
+"""Files of `noria plan`: forbidden outputs are refused before the work, and no file is lost."""
 
 import os
 
@@ -17,7 +17,7 @@ def table(tmp_path):
 
 
 def refusal(capsys, table, output, *options) -> str:
-    """What is said of paths that cannot be; the model is not there, so nothing else can be."""
+    """Return the error for an impossible path; it comes before the error of the missing model."""
     arguments = ("plan", "--model", "nowhere", "--workload", table, "-o", output, *options)
     assert main([*map(str, arguments)]) == 2
     return capsys.readouterr().err

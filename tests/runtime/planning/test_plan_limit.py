@@ -1,4 +1,4 @@
-"""Rows without `max_tokens`: a plan says where they end, and takes a length that a user gives."""
+"""Rows without `max_tokens`: a plan states their limit, and accepts a length from the user."""
 
 import json
 import tomllib
@@ -11,7 +11,7 @@ from noria.runtime.cli import main
 
 @pytest.fixture
 def plan(tmp_path, capsys):
-    """Plans such rows, too long for what is expected of them; the plan's table and the summary."""
+    """A function that plans rows without max_tokens; it returns the plan's table and stdout."""
     model, source, path = (tmp_path / name for name in ("model", "in.jsonl", "plan.toml"))
     write_model(model)
     config = model / "config.json"

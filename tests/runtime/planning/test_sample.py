@@ -7,16 +7,17 @@ import pytest
 from tiny import CONFIG
 
 from noria.compile.abstract_model import AbstractModel
-from noria.compile.grids.default_grid import RowNeed
+from noria.compile.grids.default_grid import RowShape
 from noria.compile.grids.grid_defaults import GridDefaults
 from noria.compile.planning.candidates import Budget, CandidateGrids, ExpectedRow
 from noria.compile.planning.cost import CostModel
 from noria.compile.planning.hardware import Hardware
 from noria.compile.planning.work import Work
-from noria.runtime.planning import planning, sample
-from noria.runtime.planning.planning import Planner
+from noria.runtime.planning import planner as planner_module
+from noria.runtime.planning import sample
+from noria.runtime.planning.planner import Planner
 from noria.runtime.planning.sample import Sample
-from noria.runtime.planning.search import try_grid
+from noria.runtime.planning.search import simulate_grid
 
 HARDWARE = Hardware("mine", "made up", {"float32": 1e9}, 1e9, 1e8, 1e7, [])
 COST = CostModel(Work(AbstractModel(CONFIG), "float32"), HARDWARE)
@@ -24,17 +25,17 @@ LONGEST = CONFIG.max_position
 
 
 def rows_of(count: int, seed: int = 0, is_open: bool = False) -> list[ExpectedRow]:
-    """Short rows, and one that is as long as the model allows; open ones have no max_tokens."""
+    """Return short rows and one of the model's full length; open rows have no max_tokens."""
     rng = np.random.default_rng(seed)
     prompts = np.clip(rng.lognormal(2.5, 0.5, count).astype(int), 1, 60)
     limits = rng.choice([4, 8, 16], count)
     rows = [
         ExpectedRow(
-            RowNeed(int(prompt), None if is_open else int(limit)), int(rng.integers(1, limit + 1))
+            RowShape(int(prompt), None if is_open else int(limit)), int(rng.integers(1, limit + 1))
         )
         for prompt, limit in zip(prompts, limits, strict=True)
     ]
-    rows[count // 3] = ExpectedRow(RowNeed(LONGEST - 16, 16), 16)
+    rows[count // 3] = ExpectedRow(RowShape(LONGEST - 16, 16), 16)
     return rows
 
 
@@ -45,9 +46,9 @@ def grids_of(rows):
 @pytest.fixture
 def few(monkeypatch):
     """A workload is large from 1000 rows on."""
-    monkeypatch.setattr(sample, "MOST_SIMULATED", 1000)
-    monkeypatch.setattr(planning, "SEARCHED", 100)
-    monkeypatch.setattr(planning, "PREDICTED", 500)
+    monkeypatch.setattr(sample, "MAX_ROWS_SIMULATED", 1000)
+    monkeypatch.setattr(planner_module, "ROWS_TO_SEARCH", 100)
+    monkeypatch.setattr(planner_module, "ROWS_TO_PREDICT", 500)
 
 
 @pytest.mark.parametrize(("seed", "is_open"), [(0, False), (1, True), (2, True)])
@@ -56,9 +57,9 @@ def test_all_rows_take_what_is_predicted_from_a_sample_within_the_stated_error(f
     taken = Sample(rows, grids_of, Budget(), 500)
     assert 500 <= len(taken.rows) <= 503
     for grid in [one.grid for one in grids_of(rows)][seed::400]:
-        predicted = try_grid(grid, taken.rows, COST, Budget(), taken.scaled)
-        error = taken.error(predicted, COST)
-        whole = try_grid(grid, rows, COST, Budget())
+        predicted = simulate_grid(grid, taken.rows, COST, Budget(), taken.scaled)
+        error = taken.uncertainty(predicted, COST)
+        whole = simulate_grid(grid, rows, COST, Budget())
         assert predicted.simulation.seconds == pytest.approx(
             whole.simulation.seconds, rel=error.relative
         )
@@ -77,7 +78,7 @@ def test_a_sample_has_its_share_of_every_stratum_and_the_longest_row(few):
 
 
 def test_a_sample_is_in_the_order_of_the_workload(few):
-    """Rows of equal need are fed in this order."""
+    """Rows of equal shape are submitted in this order."""
     rows = rows_of(1250, is_open=True)
     place = {id(row): i for i, row in enumerate(rows)}
     *taken, _, _, _ = (place[id(row)] for row in Sample(rows, grids_of, Budget(), 500).rows)
@@ -86,9 +87,10 @@ def test_a_sample_is_in_the_order_of_the_workload(few):
 
 def test_the_plan_of_a_large_workload_holds_every_row_and_states_its_error(few):
     rows = rows_of(1250)
-    planner = Planner(rows, LONGEST, COST, Budget(), GridDefaults(), False, most_tries=2)
+    planner = Planner(rows, LONGEST, COST, Budget(), GridDefaults(), False, max_simulated=2)
     planned = planner.plan()
     for row in rows:
         planned.best.grid.fit(row.need.prompt_length, row.need.max_tokens)
-    assert planned.error is not None and "rows simulated for all" in str(planned.error)
-    assert replace(planner, rows=rows[:1000]).plan().error is None
+    assert planned.uncertainty is not None
+    assert "rows simulated instead of all" in str(planned.uncertainty)
+    assert replace(planner, rows=rows[:1000]).plan().uncertainty is None

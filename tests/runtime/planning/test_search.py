@@ -1,4 +1,4 @@
-"""Candidates and their bounds: no schedule beats its own, and the best grid is the best of all."""
+"""Candidates and their bounds: no schedule beats its bound, and the best grid is chosen."""
 
 from collections import Counter
 from dataclasses import replace
@@ -10,17 +10,17 @@ from tiny import CONFIG
 
 from noria.compile.abstract_model import AbstractModel
 from noria.compile.grids.bucket_grid import BucketGrid, PrefillBucket
-from noria.compile.grids.default_grid import RowNeed
+from noria.compile.grids.default_grid import RowShape
 from noria.compile.grids.grid_defaults import LENGTH_STEP, GridDefaults
 from noria.compile.planning.candidates import Budget, CandidateGrids, ExpectedRow
 from noria.compile.planning.compile_time import GraphSeconds
 from noria.compile.planning.cost import CostModel
 from noria.compile.planning.hardware import Hardware
-from noria.compile.planning.prefill_calls import rows_through
+from noria.compile.planning.prefill_calls import rows_by_bucket
 from noria.compile.planning.work import Work
 from noria.runtime.errors import NoPlanFits
-from noria.runtime.planning.planning import Planner
-from noria.runtime.planning.search import calls_are_larger, find_best, try_grid
+from noria.runtime.planning.planner import Planner
+from noria.runtime.planning.search import find_best_grid, has_larger_calls, simulate_grid
 
 HARDWARE = Hardware("mine", "made up", {"float32": 1e9}, 1e9, 1e8, 1e7, [])
 COST = CostModel(Work(AbstractModel(CONFIG), "float32"), HARDWARE)
@@ -30,7 +30,7 @@ def rows_of(seed: int, count: int = 60, longest: int = 90) -> list[ExpectedRow]:
     rng = np.random.default_rng(seed)
     prompts, outputs = rng.integers(1, longest, count), rng.integers(0, 30, count)
     return [
-        ExpectedRow(RowNeed(int(prompt), int(output) + 3, int(rng.integers(1, 3))), int(output))
+        ExpectedRow(RowShape(int(prompt), int(output) + 3, int(rng.integers(1, 3))), int(output))
         for prompt, output in zip(prompts, outputs, strict=True)
     ]
 
@@ -49,7 +49,7 @@ def test_no_schedule_comes_below_its_bound_and_every_row_fits(seed):
     for candidate in found[seed::5]:
         for row in rows:
             candidate.grid.fit(row.need.prompt_length, row.need.max_tokens)
-        tried = try_grid(candidate.grid, rows, COST, budget)
+        tried = simulate_grid(candidate.grid, rows, COST, budget)
         assert tried.seconds >= candidate.bound * (1 - 1e-9)
         assert tried.padding >= candidate.padding * (1 - 1e-9)
         sequences = sum(row.output * row.need.num_sequences for row in rows)
@@ -60,15 +60,15 @@ def test_no_schedule_comes_below_its_bound_and_every_row_fits(seed):
 def test_the_best_of_the_family_is_found_without_trying_all_of_it(seed):
     rows, budget = rows_of(seed), Budget()
     found = candidates(rows, budget)[seed::3]
-    search = find_best(found, rows, COST, budget, most_tries=len(found))
+    search = find_best_grid(found, rows, COST, budget, max_simulated=len(found))
     assert search.gap == 0
-    every = [try_grid(candidate.grid, rows, COST, budget).seconds for candidate in found]
+    every = [simulate_grid(candidate.grid, rows, COST, budget).seconds for candidate in found]
     assert search.best.seconds == min(every)
-    assert search.tried < search.candidates == len(found)
+    assert search.num_simulated < search.num_candidates == len(found)
 
 
 def test_positions_that_a_layout_does_not_divide_are_left_out_of_every_candidate():
-    """Of 126 on eight devices."""
+    """The job asks for 126 positions, on eight devices."""
     defaults = GridDefaults(length_multiple=8, span_multiple=8)
     found = CandidateGrids(rows_of(0, longest=50), 126, COST, Budget(), defaults)
     grids = [candidate.grid for candidate in found]
@@ -78,7 +78,7 @@ def test_positions_that_a_layout_does_not_divide_are_left_out_of_every_candidate
 
 def test_all_slots_of_a_planned_grid_may_fill_before_any_row_decodes():
     found = CandidateGrids(rows_of(0, longest=50), 126, COST, Budget(), GridDefaults())
-    grids = [candidate.grid for candidate in found.of_chunks()]
+    grids = [candidate.grid for candidate in found.chunk_candidates()]
     assert grids
     for grid in grids:
         least = most = 0
@@ -90,7 +90,7 @@ def test_all_slots_of_a_planned_grid_may_fill_before_any_row_decodes():
 
 
 def pieces_of(grid, prompt_length) -> Counter:
-    """Of one prompt, by chunk."""
+    """Count the pieces of one prompt, by chunk."""
     found = Counter()
     for bucket, count in buckets_of(grid, prompt_length).items():
         found[bucket.chunk] += count
@@ -98,7 +98,7 @@ def pieces_of(grid, prompt_length) -> Counter:
 
 
 def buckets_of(grid, prompt_length) -> Counter:
-    """How often a prompt passes through each."""
+    """Count the calls of each bucket for one prompt."""
     found, start = Counter(), 0
     while start < prompt_length:
         bucket = grid.bucket_of(prompt_length, start)
@@ -113,7 +113,7 @@ def test_the_rows_of_every_bucket_are_those_that_prompts_pass_through(chunks):
     grid = BucketGrid(96, tuple(prefill), 4, (32, 64, 96))
     prompts = np.random.default_rng(0).integers(1, 97, 50)
     expected = sum((buckets_of(grid, length) for length in prompts.tolist()), Counter())
-    assert rows_through(grid, prompts) == [expected[bucket] for bucket in grid.prefill]
+    assert rows_by_bucket(grid, prompts) == [expected[bucket] for bucket in grid.prefill]
 
 
 def test_a_plan_pads_no_more_than_it_may():
@@ -121,30 +121,30 @@ def test_a_plan_pads_no_more_than_it_may():
     free, tight = (planner(rows, budget=Budget(padding=most)).plan() for most in (9, 1.1))
     assert free.best.padding > 1.1 >= tight.best.padding
     assert tight.best.seconds >= free.best.seconds
-    with pytest.raises(NoPlanFits, match=r"at most 1.001 times .*, got 1\.\d+ of the nearest"):
+    with pytest.raises(NoPlanFits, match=r"at most 1.001 times .*, got at least 1\.\d+ times"):
         planner(rows, budget=Budget(padding=1.001)).plan()
 
 
 def test_what_a_schedule_pads_decides_whether_a_grid_may_be_chosen():
     rows = rows_of(0)
     every = [one for one in candidates(rows) if one.grid.chunks][::19]
-    schedules = {one: try_grid(one.grid, rows, COST, Budget()) for one in every}
+    schedules = {one: simulate_grid(one.grid, rows, COST, Budget()) for one in every}
     # those alone that pad more than if every call were full
     found = [one for one in every if schedules[one].padding > 1.01 * one.padding]
     fastest = min(found, key=lambda one: schedules[one].seconds)
     limit = (fastest.padding + schedules[fastest].padding) / 2
-    search = find_best(found, rows, COST, Budget(padding=limit), most_tries=len(found))
+    search = find_best_grid(found, rows, COST, Budget(padding=limit), max_simulated=len(found))
     within = [one for one in found if schedules[one].padding <= limit]
     assert search.best.seconds == min(schedules[one].seconds for one in within)
-    assert search.tried <= sum(one.padding <= limit for one in found)
+    assert search.num_simulated <= sum(one.padding <= limit for one in found)
 
 
 def test_a_search_that_ends_early_says_what_the_rest_might_be():
     rows, budget = rows_of(0), Budget()
     found = candidates(rows, budget)
-    every = [try_grid(candidate.grid, rows, COST, budget).seconds for candidate in found[::7]]
-    search = find_best(found[::7], rows, COST, budget, most_tries=1)
-    assert search.tried == 1
+    every = [simulate_grid(candidate.grid, rows, COST, budget).seconds for candidate in found[::7]]
+    search = find_best_grid(found[::7], rows, COST, budget, max_simulated=1)
+    assert search.num_simulated == 1
     assert search.gap > 0
     assert search.best.seconds * (1 - search.gap) <= min(every)
 
@@ -155,7 +155,7 @@ def test_prefill_lengths_are_those_of_least_predicted_seconds():
     grids = CandidateGrids(
         rows, CONFIG.max_position, COST, Budget(prefill_graphs=3), GridDefaults()
     )
-    found = grids.prefill_of(tokens, slots=12)
+    found = grids.prefill_buckets(tokens, slots=12)
 
     def seconds(buckets) -> float:
         total = 0.0
@@ -174,7 +174,7 @@ def test_prefill_lengths_are_those_of_least_predicted_seconds():
 
 
 def cheapest_batches(ends, lengths, tokens, seconds) -> float:
-    """The least seconds of these lengths over the batch sizes that each may have."""
+    """Return the least seconds of these lengths over their allowed batch sizes."""
     total = 0.0
     for start, end in zip([0, *ends], ends, strict=False):
         count = sum(start < length <= end for length in lengths)
@@ -210,8 +210,8 @@ def test_a_graph_more_never_takes_longer_and_one_fewer_never_less():
 
 
 FEW_LONG = [
-    *(ExpectedRow(RowNeed(8, 20), 20) for _ in range(300)),
-    *(ExpectedRow(RowNeed(60, 60), 60) for _ in range(6)),
+    *(ExpectedRow(RowShape(8, 20), 20) for _ in range(300)),
+    *(ExpectedRow(RowShape(60, 60), 60) for _ in range(6)),
 ]
 
 
@@ -229,7 +229,7 @@ def test_ragged_slots_are_tried_where_slots_that_are_alike_do_not_fit():
     ragged = [one for one in found if one.grid.span_slots is not None]
     assert {one.grid.decode_slots for one in ragged} == {32}
     for one in ragged[::5]:
-        tried = try_grid(one.grid, FEW_LONG, COST, budget)
+        tried = simulate_grid(one.grid, FEW_LONG, COST, budget)
         assert tried.seconds >= one.bound * (1 - 1e-9)
         assert tried.simulation.metrics.emitted_tokens == 300 * 20 + 6 * 60
 
@@ -243,13 +243,13 @@ def test_where_every_row_has_a_slot_shorter_ones_save_time():
         assert grid.span_slots == (24, 6)
         alike = replace(grid, span_slots=None, slot_groups=None)
         assert alike in {one.grid for one in found}
-        seconds = [try_grid(each, rows, COST, Budget()).seconds for each in (grid, alike)]
+        seconds = [simulate_grid(each, rows, COST, Budget()).seconds for each in (grid, alike)]
         assert seconds[0] < seconds[1]
 
 
 @pytest.mark.parametrize(("alike_slots", "is_ragged"), [(12, True), (512, False)])
 def test_a_plan_has_slots_of_several_lengths_where_alike_ones_do_not_fit(alike_slots, is_ragged):
-    """With memory for all, alike slots are faster, as those are of like length at any time."""
+    """If they fit, equal slots are faster, as rows that run together have similar lengths."""
     memory = COST.work.parameter_bytes + COST.work.cache_bytes(alike_slots, 128)
     best = planner(FEW_LONG, budget=Budget(memory_bytes=memory), may_chunk=False).plan().best
     assert (best.grid.span_slots is not None) == is_ragged
@@ -268,10 +268,10 @@ def test_chunks_in_few_long_slots_come_in_small_calls_where_rows_wait_for_slots(
 def test_grids_of_larger_calls_than_one_that_pads_too_much_are_tried_last():
     rows, budget, tried = rows_of(0, count=400, longest=60), Budget(padding=1.05), []
     of_chunks = [one for one in candidates(rows, budget) if one.grid.chunks and one.padding <= 1.05]
-    find_best(of_chunks, rows, COST, budget, 24, tried.append)
+    find_best_grid(of_chunks, rows, COST, budget, 24, tried.append)
     too_padded, is_put_off = [], []
     for one in tried:
-        is_put_off.append(any(calls_are_larger(one.grid, other) for other in too_padded))
+        is_put_off.append(any(has_larger_calls(one.grid, other) for other in too_padded))
         too_padded += [one.grid] * (one.padding > 1.05)
     assert is_put_off == sorted(is_put_off)
     assert any(is_put_off) and not all(is_put_off)
@@ -284,7 +284,7 @@ def test_chunks_come_as_asked_for():
 
 
 def test_long_chunks_that_lengthen_the_cache_stay_within_memory_too():
-    rows = [ExpectedRow(RowNeed(30, 50), 50)] * 100
+    rows = [ExpectedRow(RowShape(30, 50), 50)] * 100
     most = COST.work.parameter_bytes + COST.work.cache_bytes(64, 80)
     for candidate in candidates(rows, Budget(memory_bytes=most)):
         grid = candidate.grid
@@ -293,13 +293,13 @@ def test_long_chunks_that_lengthen_the_cache_stay_within_memory_too():
 
 
 def test_a_prompt_that_no_length_of_a_layout_holds_is_refused():
-    rows = [ExpectedRow(RowNeed(CONFIG.max_position - 1, 1), 1)]
+    rows = [ExpectedRow(RowShape(CONFIG.max_position - 1, 1), 1)]
     with pytest.raises(ValueError, match="longest prefill"):
         candidates(rows, defaults=GridDefaults(length_multiple=3))
 
 
 def test_rows_that_generate_nothing_can_be_planned_for():
-    rows = [ExpectedRow(RowNeed(20, 0, is_scored=True), 0)] * 5
+    rows = [ExpectedRow(RowShape(20, 0, is_scored=True), 0)] * 5
     planned = replace(planner(rows), may_chunk=False).plan()
     assert planned.best.grid.score and not planned.best.grid.decode_slots
     assert planned.best.simulation.metrics.emitted_tokens == 0
@@ -333,9 +333,9 @@ def test_graphs_stay_within_the_compile_budget():
 
 
 def test_prompts_that_are_only_scored_are_tried_in_full_calls_of_chunks():
-    """Each takes a slot until it is read; whole prompts need none."""
-    rows = [ExpectedRow(RowNeed(80, 0, is_scored=True), 0)] * 64
+    """Each prompt takes a slot until it is read; whole prompts need no slot."""
+    rows = [ExpectedRow(RowShape(80, 0, is_scored=True), 0)] * 64
     grids = CandidateGrids(rows, 128, COST, Budget(), GridDefaults())
-    assert {one.grid.decode_slots for one in grids.of_whole_prompts()} == {0}
-    assert max(one.grid.decode_slots for one in grids.of_chunks()) == 64
-    assert any(bucket.batch > 1 for one in grids.of_chunks() for bucket in one.grid.prefill)
+    assert {one.grid.decode_slots for one in grids.whole_prompt_candidates()} == {0}
+    assert max(one.grid.decode_slots for one in grids.chunk_candidates()) == 64
+    assert any(bucket.batch > 1 for one in grids.chunk_candidates() for bucket in one.grid.prefill)

@@ -1,4 +1,4 @@
-"""The simulator against real runs: given what a run emitted, it counts exactly what the run did."""
+"""The simulator against real runs: with a run's output lengths it has exactly the run's counts."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ def model(request) -> TinyModel:
 
 
 def mixed_requests(seed: int) -> list[Request]:
-    """Rows that end at a limit, at a stop id, or at once; some scored, some with answers."""
+    """Return rows that end at a limit, at a stop id, or at once; some are scored, some generate."""
     rng = np.random.default_rng(seed)
     requests = []
     for i, row in enumerate(prompts(40, seed=seed)):
@@ -48,7 +48,7 @@ def as_it_ran(requests, outputs) -> list[SimulatedRow]:
 
 
 def counts(report) -> dict:
-    """A report without its clock."""
+    """Return a report without its times."""
     uses = {
         f"{phase} {name}": {key: use[key] for key in COUNTS if key in use}
         for phase, of_phase in report["buckets"].items()
@@ -58,7 +58,7 @@ def counts(report) -> dict:
 
 
 def ran(model: TinyModel, requests):
-    """The outputs of a run that submits as a job does, and its counters."""
+    """Run requests in a job's order; return the outputs and counters."""
     generator, waiting, outputs = model.generator(), list(requests), {}
     while waiting or generator.unfinished:
         while waiting and generator.wants_more:

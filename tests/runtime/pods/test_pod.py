@@ -1,4 +1,4 @@
-"""What the processes of a pod say to each other, over a store in memory."""
+"""Messages between the processes of a pod, over a store in memory."""
 
 import math
 import subprocess
@@ -8,13 +8,13 @@ import pytest
 
 from noria.runtime.errors import OutOfStep
 from noria.runtime.pods.coordination import Address
-from noria.runtime.pods.peers import GO, Word
-from noria.runtime.pods.pod import WORDS_KEPT, Disagreement, Pod, join
+from noria.runtime.pods.peers import GO, StepDirective
+from noria.runtime.pods.pod import DIRECTIVES_PER_FOLDER, Disagreement, Pod, join
 from noria.runtime.pods.watchdog import Watchdog
 
 
 class Store:
-    """The key-value store as one of several processes, run one after another, sees it."""
+    """The key-value store from the view of one process; the processes run one after another."""
 
     def __init__(self, rank: int, values: dict[str, bytes]):
         self.rank, self.size, self.values = rank, 2, values
@@ -47,8 +47,8 @@ def pods():
 @pytest.mark.parametrize("value", [None, 3, [1, 2, 3], "a plan\n", {"a": [None]}])
 def test_what_process_0_shares_is_what_the_others_get(pods, value):
     leader, follower = pods
-    assert leader.share(value) == value
-    assert follower.share("something else") == value
+    assert leader.broadcast(value) == value
+    assert follower.broadcast("something else") == value
 
 
 def test_equal_facts_are_agreed_on_and_all_wait_for_all(pods):
@@ -68,28 +68,28 @@ def test_other_facts_are_refused_naming_key_values_and_processes(pods):
 
 def test_the_word_of_process_0_is_followed(pods):
     leader, follower = pods
-    words = [GO, GO, Word("drain", "SIGTERM"), Word("stop", "SIGTERM")]
-    assert [leader.follow(word, None) for word in words] == words
-    assert [follower.follow(GO, None) for _ in words] == words
+    directives = [GO, GO, StepDirective("drain", "SIGTERM"), StepDirective("stop", "SIGTERM")]
+    assert [leader.exchange_directive(directive, None) for directive in directives] == directives
+    assert [follower.exchange_directive(GO, None) for _ in directives] == directives
 
 
 def test_a_process_that_did_something_else_is_refused_before_its_next_step(pods):
     leader, follower = pods
-    leader.follow(GO, None)
-    follower.follow(GO, None)
-    leader.saw(0, [5, 6])
-    follower.saw(0, [5, 7])
-    leader.follow(GO, None)
+    leader.exchange_directive(GO, None)
+    follower.exchange_directive(GO, None)
+    leader.record(0, [5, 6])
+    follower.record(0, [5, 7])
+    leader.exchange_directive(GO, None)
     with pytest.raises(OutOfStep, match="process 1 is out of step with process 0 before step 1"):
-        follower.follow(GO, None)
+        follower.exchange_directive(GO, None)
 
 
 def test_words_that_all_have_read_are_forgotten(pods):
     leader, follower = pods
-    for _ in range(3 * WORDS_KEPT + 1):
-        leader.follow(GO, None)
-        follower.follow(GO, None)
-    assert len(leader._store.folder("words")) <= 2 * WORDS_KEPT + 1
+    for _ in range(3 * DIRECTIVES_PER_FOLDER + 1):
+        leader.exchange_directive(GO, None)
+        follower.exchange_directive(GO, None)
+    assert len(leader._store.folder("directives")) <= 2 * DIRECTIVES_PER_FOLDER + 1
 
 
 @pytest.mark.parametrize(

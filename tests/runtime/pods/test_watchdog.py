@@ -1,4 +1,4 @@
-"""The watch of a pod's processes on each other, over a store and a clock of the test's own."""
+"""The watchdog of a pod's processes, over a simulated store and clock."""
 
 import json
 import threading
@@ -11,7 +11,7 @@ from noria.runtime.pods.watchdog import Watchdog
 
 
 class Store:
-    """A key-value store that can be made to fail."""
+    """A key-value store that can fail on request."""
 
     def __init__(self):
         self.values: dict[str, bytes] = {}
@@ -103,9 +103,9 @@ def test_a_process_that_left_well_is_not_missed(pod):
 
 def test_the_signal_of_one_process_is_known_to_the_others(pod):
     _, clock, watchdogs = pod
-    watchdogs[2].pass_on("SIGTERM")
+    watchdogs[2].report_signal("SIGTERM")
     run(clock, watchdogs, 1)
-    assert [watchdog.asked for watchdog in watchdogs] == ["SIGTERM", "SIGTERM", None]
+    assert [watchdog.remote_signal for watchdog in watchdogs] == ["SIGTERM", "SIGTERM", None]
 
 
 def test_the_threads_end_the_process_when_another_falls_silent(capsys):

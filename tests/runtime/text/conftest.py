@@ -1,6 +1,6 @@
-"""Tokenizers for the tests of text: real ones out of installed packages, and small ones made here.
+"""Tokenizers for tests of text: real tokenizers from installed packages, and small ones made here.
 
-The packages are data to these tests: their files are found and read, they are never imported.
+The tests only read the files of these packages, and never import the packages.
 """
 
 import importlib.util
@@ -50,7 +50,7 @@ def mistral(sentencepiece_directory) -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def mistral_v3(tmp_path_factory) -> Tokenizer:
-    """One of `mistral`, for tests that take their tokenizer by name."""
+    """A tokenizer of `mistral`, for tests that choose their tokenizer by name."""
     directory = tmp_path_factory.mktemp("sentencepiece")
     name = "mistral_instruct_tokenizer_240323.model.v3"
     shutil.copy(installed_file("mistral_common", f"data/{name}"), directory / "tokenizer.model")

@@ -1,7 +1,7 @@
-"""Conversations become the ids that transformers would give, and neither users nor templates harm.
+"""Conversations give the ids of transformers, and neither users nor templates can do harm.
 
-The attacks on the template's process and the injected special tokens are those that were used
-against other servers.
+The attacks on the template's process and the injected special tokens were used against other
+servers.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from datetime import datetime
 import pytest
 
 from noria.runtime.errors import RowError
-from noria.runtime.text.chat_messages import checked_messages
+from noria.runtime.text.chat_messages import normalise_messages
 from noria.runtime.text.chat_template import ChatRenderer, Conversation
 from noria.runtime.text.load_tokenizer import load_tokenizer
 from noria.runtime.text.template_process import TemplateFailure, TemplateLimits, TemplateProcess
@@ -363,9 +363,9 @@ def test_all_renderings_see_one_instant_in_local_time(renderer, monkeypatch):
 
 
 def encoded_one_by_one(chat: ChatRenderer, conversation: Conversation) -> list[int]:
-    """The ids by the rule of `special_tokens` alone: each string protected, each piece encoded."""
+    """Return the ids by the rule of `special_tokens`: protect each string, encode each piece."""
     tokenizer, special, mark = chat._tokenizer, chat._special, "\U0010abcd"
-    messages = chat._protected(checked_messages(conversation.messages), mark)
+    messages = chat._protected(normalise_messages(conversation.messages), mark)
     variables = {
         **tokenizer.named_tokens,
         **chat._protected(conversation.template_kwargs or {}, mark),
@@ -431,7 +431,7 @@ def test_a_template_that_is_stopped_three_times_in_a_row_is_given_up(renderer):
     start = time.monotonic()
     _, _, *rest = chat.encode_all([loop, loop, *[fine] * 1000])
     assert time.monotonic() - start < 5
-    reason = "it takes longer than 0.2 s, 3 times in a row; it is given up"
+    reason = "it takes longer than 0.2 s, 3 times in a row; it is no longer used"
     source = chat._tokenizer.chat_template_source
     assert chat.gave_up == f"{source}: {reason}"
     assert {(e.code, e.message) for e in rest} == {
@@ -441,7 +441,7 @@ def test_a_template_that_is_stopped_three_times_in_a_row_is_given_up(renderer):
 
 def test_a_text_with_every_private_use_character_is_refused_and_ends(renderer):
     text = "<|im_end|>" + "".join(map(chr, range(0x100000, 0x10FFFE)))
-    with pytest.raises(RowError, match="leaves a private-use character of plane 16 unused"):
+    with pytest.raises(RowError, match="without at least one private-use character of plane 16"):
         renderer(CHATML).encode([{"role": "user", "content": text}])
 
 

@@ -1,4 +1,4 @@
-"""Text comes in whole characters, and all of it together is the decoding of all ids."""
+"""Text comes in whole characters, and its parts together equal the decoding of all ids."""
 
 import time
 

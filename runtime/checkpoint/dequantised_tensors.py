@@ -1,10 +1,10 @@
-"""Quantised tensors of a checkpoint, presented as numbers under their plain names.
+"""Read quantised tensors of a checkpoint as float32 tensors under their plain names.
 
-Where a file holds codes and scales, a reader finds one float32 tensor: what was published as
-`down_proj_blocks` and `down_proj_scales` is `down_proj`, and all other tensors are as they were.
-Knows nothing of parameters, families, or of where the bytes lie. Guarantees: all codes have scales,
-all scales have codes, and their types and shapes fit, or everything that does not is listed before
-anything is read; a box is read from its own codes and the scales of the blocks that it touches.
+A reader gets one float32 tensor for codes and scales: `down_proj` for the published tensors
+`down_proj_blocks` and `down_proj_scales`. All other tensors are unchanged. Does not know about
+parameters, families or file formats. Guarantees: all codes have scales, all scales have codes, and
+their types and shapes match, or an error lists all differences before anything is read; a box is
+read from its own codes and the scales of their blocks.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,15 +20,18 @@ from .tensor_source import Index, TensorInfo, TensorSource, intervals
 MAX_LISTED = 20
 
 
-def dequantised(stored: TensorSource, quantisation: Quantisation | None) -> TensorSource:
-    """Present the tensors of a checkpoint as numbers; None means that they are."""
+def dequantise(stored: TensorSource, quantisation: Quantisation | None) -> TensorSource:
+    """Wrap a source of stored tensors so that all tensors read as numbers.
+
+    `quantisation` is None if no tensor is quantised; then the source is returned unchanged.
+    """
     if quantisation is None:
         return stored
     return DequantisedTensors(stored, format_of(quantisation))
 
 
 class DequantisedTensors:
-    """A tensor source over another, of which it joins codes and scales."""
+    """A tensor source that joins the codes and scales of another tensor source."""
 
     def __init__(self, stored: TensorSource, form: BlockFormat):
         self._stored, self._form = stored, form
@@ -39,9 +42,9 @@ class DequantisedTensors:
             )
             listed = "".join(f"\n  {problem}" for problem in problems[:MAX_LISTED])
             raise InvalidQuantisation(
-                f"Expected quantised tensors ({form.name}) and their scales to belong together, "
+                f"Expected quantised tensors ({form.name}) with matching scales, "
                 f"got {plural(len(problems), 'difference')}:{listed}{more}\n"
-                f"Is the quantization_config of another model, or the file incomplete?"
+                f"Use the quantization_config of this model, and fetch incomplete files again."
             )
         self._quantised = {name: _joined(name, stored.tensors, form) for name in names}
         used = {
@@ -55,12 +58,12 @@ class DequantisedTensors:
         return self._tensors
 
     def read(self, name: str, index: Index | None = None) -> np.ndarray:
-        """Read a tensor or a box of it, as float32 where it is quantised."""
+        """Read a tensor or a box of it; a quantised tensor is read as float32."""
         if name not in self._quantised:
             return self._stored.read(name, index)
         shape, form = self._tensors[name].shape, self._form
         box = intervals(index or (slice(None),) * len(shape), shape)
-        codes_box, scales_box = form.boxes(box)
+        codes_box, scales_box = form.boxes_to_read(box)
         codes = self._stored.read(name + form.codes.suffix, codes_box)
         scales = self._stored.read(name + form.scales.suffix, scales_box)
         return form.values(codes, scales, box)
@@ -70,23 +73,23 @@ class DequantisedTensors:
 
 
 def _quantised_names(tensors: Mapping[str, TensorInfo], form: BlockFormat) -> Iterator[str]:
-    """Plain names of which there are codes, or scales."""
+    """The plain names of tensors with codes or scales; a name may occur twice."""
     for name, info in tensors.items():
-        if name.endswith(form.codes.suffix) and info.stored_as in form.codes.stored_as:
+        if name.endswith(form.codes.suffix) and info.stored_as in form.codes.types:
             yield name.removesuffix(form.codes.suffix)
         if name.endswith(form.scales.suffix):
             yield name.removesuffix(form.scales.suffix)
 
 
 def _problems(name: str, tensors: Mapping[str, TensorInfo], form: BlockFormat) -> Iterator[str]:
-    """What keeps the codes and scales of one tensor from being read."""
+    """The reasons why the codes and scales of one tensor cannot be read."""
     infos = []
     for kind, role in (("codes", form.codes), ("scales", form.scales)):
         info = tensors.get(name + role.suffix)
         if info is None:
             yield f"{name}: expected {kind} {name + role.suffix!r}, got no such tensor"
-        elif info.stored_as not in role.stored_as:
-            expected = " or ".join(role.stored_as)
+        elif info.stored_as not in role.types:
+            expected = " or ".join(role.types)
             yield f"{name + role.suffix}: expected {kind} in {expected}, got {info.stored_as}"
         else:
             infos.append(info)
@@ -109,6 +112,6 @@ def _problems(name: str, tensors: Mapping[str, TensorInfo], form: BlockFormat) -
 
 def _joined(name: str, tensors: Mapping[str, TensorInfo], form: BlockFormat) -> TensorInfo:
     codes, scales = (tensors[name + role.suffix] for role in (form.codes, form.scales))
-    shape, axis_order = form.presented(codes.shape)
+    shape, axis_order = form.numbers_shape(codes.shape)
     num_bytes = codes.num_bytes + scales.num_bytes
     return TensorInfo(shape, np.dtype(np.float32), form.name, num_bytes, axis_order)

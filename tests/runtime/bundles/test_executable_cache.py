@@ -1,4 +1,4 @@
-"""Executables in the user's cache: found by all that decides them, and whole or not there."""
+"""Executables in the user's cache: found by all their inputs, and complete or absent."""
 
 import os
 from dataclasses import replace
@@ -13,7 +13,7 @@ from noria.compile.compiled_graphs import graph_names
 from noria.compile.plan import Numbers, Plan, PlannedModel
 from noria.modelzoo.config import RopeConfig
 from noria.runtime.bundles.compilation_cache import remove_oldest
-from noria.runtime.bundles.kept_programs import KeptPrograms, graph_keys
+from noria.runtime.bundles.executable_cache import ExecutableCache, graph_keys
 from noria.runtime.bundles.warm_start import WarmStart
 
 PLAN = Plan("cpu", PlannedModel("tiny", ""), Numbers("float32"), GRID)
@@ -28,7 +28,7 @@ def start(folder, target, notes=None, plan=PLAN) -> WarmStart:
 
 @pytest.fixture
 def folder(model, target, tmp_path):
-    """Everything that a job with an empty cache keeps."""
+    """A folder with all executables that a job with an empty cache keeps."""
     warm = start(tmp_path, target)
     for name, executable in model.graphs.executables.items():
         warm.keep(name, executable)
@@ -67,7 +67,7 @@ def test_a_damaged_file_is_named_and_its_graph_compiled_again(target, folder, da
 
 
 def test_a_folder_that_is_gone_costs_a_note_and_no_job(model, target, tmp_path):
-    kept = KeptPrograms(tmp_path / "gone", PLAN, target, CONFIG, (notes := []).append)
+    kept = ExecutableCache(tmp_path / "gone", PLAN, target, CONFIG, (notes := []).append)
     (tmp_path / "gone").rmdir()
     assert kept.read() == {} and not notes
     kept.keep("fork", model.graphs.executables["fork"])

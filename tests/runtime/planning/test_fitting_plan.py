@@ -1,22 +1,22 @@
-"""What would fit in place of a plan that does not: the numbers that are said hold, and barely."""
+"""Suggestions for a plan that does not fit: the suggested numbers fit, and larger ones do not."""
 
 import re
 from dataclasses import replace
 
 from tiny import CONFIG
 
-from noria.compile.grids.default_grid import RowNeed
+from noria.compile.grids.default_grid import RowShape
 from noria.compile.planning.candidates import Budget, ExpectedRow
 from noria.compile.planning.hardware import Hardware
 from noria.runtime.files.layout_files import read_layout_table
+from noria.runtime.planning.fitting_plan import suggest_fitting_plan
 from noria.runtime.planning.layout_ranking import Ranking
-from noria.runtime.planning.nearest import nearest
 from noria.sharding.layout import Layout
 
 SPLIT = replace(CONFIG, vocab_size=256, mlp=64, num_query_heads=8, num_kv_heads=8)
-"""Over up to eight devices."""
+"""A model that splits over up to eight devices."""
 HARDWARE = Hardware("mine", "made up", {"float32": 1e9}, 1e9, 1e8, 1e7, [])
-ROWS = [ExpectedRow(RowNeed(40, 60, 1), 60)]
+ROWS = [ExpectedRow(RowShape(40, 60, 1), 60)]
 
 
 def ranking(memory_bytes: float, num_devices: int = 2) -> Ranking:
@@ -29,35 +29,35 @@ def tensor(num_devices: int) -> Layout:
 
 
 def needed(num_devices: int) -> int:
-    """Bytes on each device, of weights and a slot of the longest row."""
+    """Return the bytes of weights, and of a slot of the longest row, on each device."""
     (one,) = ranking(1e12, num_devices).rank([tensor(num_devices)])
-    assert one.least_bytes is not None
-    return one.least_bytes
+    assert one.min_bytes is not None
+    return one.min_bytes
 
 
 def said(memory_bytes: float, num_devices: int = 2) -> str:
     asked = ranking(memory_bytes, num_devices)
     refused = asked.rank([tensor(num_devices)])
     assert refused[0].bound is None
-    return nearest(asked, refused)
+    return suggest_fitting_plan(asked, refused)
 
 
 def test_so_many_devices_are_named_that_half_of_them_would_not_do():
     text = said(needed(8))
-    assert "8 devices in place of 2 (weight-stationary-1d, tensor=8: 0.00 GB a device)" in text
+    assert "8 devices instead of 2 (weight-stationary-1d, tensor=8: 0.00 GB a device)" in text
     assert needed(4) > needed(8)
-    assert "4 devices in place of 2" in said(needed(4))
+    assert "4 devices instead of 2" in said(needed(4))
 
 
 def test_rows_are_named_that_fit_beside_the_weights_and_longer_ones_do_not():
     (one,) = ranking(1e12).rank([tensor(2)])
-    assert one.cost is not None and one.longest is not None
+    assert one.cost is not None and one.max_row_length is not None
     work = one.cost.work
     allowed = work.parameter_bytes + work.cache_bytes(1, 50)
-    found = re.search(r"rows of at most (\d+) tokens in place of (\d+), 1 at a time", said(allowed))
+    found = re.search(r"rows of at most (\d+) tokens instead of (\d+), 1 at a time", said(allowed))
     assert found is not None
     longest, wanted = map(int, found.groups())
-    assert wanted == one.longest
+    assert wanted == one.max_row_length
     assert work.cache_bytes(1, longest) <= allowed - work.parameter_bytes
     assert work.cache_bytes(1, longest + 1) > allowed - work.parameter_bytes
 
@@ -68,4 +68,4 @@ def test_weights_that_no_mesh_of_the_layout_splits_enough_have_no_plan_near():
 
 def test_nothing_is_said_of_memory_where_it_suffices():
     asked = ranking(1e12)
-    assert nearest(asked, asked.rank([tensor(2)])) == ""
+    assert suggest_fitting_plan(asked, asked.rank([tensor(2)])) == ""

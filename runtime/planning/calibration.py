@@ -1,7 +1,8 @@
-"""Timing the graphs of a model on a target that is there, so that predictions of it hold.
+"""Time the graphs of a model on a present target, so that predictions for the target are right.
 
-Rows of random ids run through the engine, a few calls of each shape; what a call takes is from its
-choice to the freeing of the slots of rows that it ended. Knows nothing of files.
+Rows of random token ids run through the engine, a few calls of each shape. The time of a call
+begins when the scheduler chooses it and ends when the slots of finished rows are free. Does not
+know about files.
 """
 
 import statistics
@@ -14,14 +15,14 @@ import numpy as np
 
 from ...compile.grids.bucket_grid import BucketGrid, PrefillBucket
 from ...compile.plan import Numbers, Plan, PlannedModel
-from ...compile.planning.cost import Calibration, Measured, calibrate
+from ...compile.planning.cost import Calibration, CallTiming, calibrate
 from ...compile.planning.hardware import Hardware
 from ...compile.planning.work import Work
 from ...sharding.call import Call
 from ..console import plural
 from ..devices.machine import describe_machine
 from ..engine.decode_slots import DecodeAction
-from ..engine.generation import Generator
+from ..engine.generation import GenerationSession
 from ..engine.scheduler import PrefillAction
 from ..request import Request, SamplingParams
 from ..session import LoadedModel, start
@@ -29,12 +30,11 @@ from ..session import LoadedModel, start
 SHORT_PROMPT = 16
 SHORTEST_SPAN = 128
 STEPS_PER_CALL = 8
-CALLS = 4
-"""Of a shape."""
+CALLS_PER_SHAPE = 4
 
 
 class Trial(NamedTuple):
-    """The shapes that are timed together, as one grid."""
+    """The sizes of one grid whose graphs are timed."""
 
     slots: int
     tokens_per_prefill: int
@@ -55,24 +55,34 @@ TRIALS = (
 def measure(
     model: LoadedModel,
     hardware: Hardware,
-    longest: int,
+    max_row_length: int,
     layout: str = "",
     on_trial: Callable[[str], None] = lambda line: None,
     clock: Callable[[], float] = time.perf_counter,
     trials: Sequence[Trial] = TRIALS,
 ) -> Calibration:
-    """Time graphs of rows of up to `longest` positions, with chunks and without; fit the model."""
-    least = SHORT_PROMPT + STEPS_PER_CALL * CALLS
-    if longest < least:
+    """Time graphs for rows of up to `max_row_length` positions, and fit the cost model to them.
+
+    Both whole prompts and chunks are timed.
+
+    Args:
+      layout: The spelling of the model's layout, which the calibration records.
+      on_trial: Receives one line of progress after each trial.
+
+    Raises:
+      ValueError: `max_row_length` is too short for the timed calls.
+    """
+    min_length = SHORT_PROMPT + STEPS_PER_CALL * CALLS_PER_SHAPE
+    if max_row_length < min_length:
         raise ValueError(
-            f"calibration: expected rows of at least {least} positions, got {longest}."
+            f"calibration: expected rows of at least {min_length} positions, got {max_row_length}."
         )
     placement = model.placement
     cache_dtype = placement.cache_dtype(model.dtype)
     work = Work(model.definition, model.dtype, placement.layout, cache_dtype)
     seconds: dict[Call, list[float]] = defaultdict(list)
     for trial in trials:
-        grid = _grid(trial, longest)
+        grid = _grid(trial, max_row_length)
         planned = PlannedModel(model.files.name, model.files.fingerprint())
         numbers = Numbers(model.dtype)
         plan = Plan(model.target.name, planned, numbers, grid, model.placement.layout)
@@ -93,62 +103,68 @@ def measure(
     )
 
 
-def _measured(call: Call, seconds: list[float]) -> Measured:
+def _measured(call: Call, seconds: list[float]) -> CallTiming:
     first, *others = seconds
     usual = statistics.median(others)
     steps = STEPS_PER_CALL if call.phase == "decode" else 1
-    return Measured(call, usual / steps, first - usual)
+    return CallTiming(call, usual / steps, first - usual)
 
 
-def _grid(trial: Trial, longest: int) -> BucketGrid:
-    """Spans up to the longest row, and prefill for rows that fill each."""
+def _grid(trial: Trial, max_row_length: int) -> BucketGrid:
+    """The grid of a trial: spans up to the longest row, and prefill of rows that fill them."""
     if trial.chunk is not None:
-        return _chunk_grid(trial, min(trial.chunk, longest), longest)
-    spans = sorted({min(longest, span) for span in (SHORTEST_SPAN, longest // 2, longest)})
+        return _chunk_grid(trial, min(trial.chunk, max_row_length), max_row_length)
+    spans = sorted(
+        {min(max_row_length, span) for span in (SHORTEST_SPAN, max_row_length // 2, max_row_length)}
+    )
     lengths = sorted({SHORT_PROMPT, *map(_long_prompt, spans)})
     prefill = [
         PrefillBucket(length, max(1, min(trial.tokens_per_prefill // length, trial.slots)))
         for length in lengths
     ]
-    return BucketGrid(longest, tuple(prefill), trial.slots, tuple(spans), STEPS_PER_CALL)
+    return BucketGrid(max_row_length, tuple(prefill), trial.slots, tuple(spans), STEPS_PER_CALL)
 
 
-def _chunk_grid(trial: Trial, chunk: int, longest: int) -> BucketGrid:
-    """Spans of whole chunks, none longer than `longest`."""
-    spans = sorted({max(1, span // chunk) * chunk for span in (1, longest // 2, longest)})
+def _chunk_grid(trial: Trial, chunk: int, max_row_length: int) -> BucketGrid:
+    """The grid of a trial with chunks: spans of whole chunks, at most `max_row_length` long."""
+    spans = sorted(
+        {max(1, span // chunk) * chunk for span in (1, max_row_length // 2, max_row_length)}
+    )
     batch = min(trial.tokens_per_prefill // chunk, trial.slots)
     prefill = tuple(PrefillBucket(span, batch, chunk) for span in spans)
     return BucketGrid(spans[-1], prefill, trial.slots, tuple(spans), STEPS_PER_CALL)
 
 
 def _long_prompt(span: int) -> int:
-    """Of a row whose last call reaches the end of a span."""
-    return max(SHORT_PROMPT, span - STEPS_PER_CALL * CALLS)
+    """The prompt length of a row whose last decode call reaches the end of a span."""
+    return max(SHORT_PROMPT, span - STEPS_PER_CALL * CALLS_PER_SHAPE)
 
 
-def _submit(generator: Generator, grid: BucketGrid, span: int) -> None:
-    """A full batch, some of whose rows are long enough to decide its span.
+def _submit(generator: GenerationSession, grid: BucketGrid, span: int) -> None:
+    """Submit a full batch with some rows that are long enough to need the span.
 
-    Where there are chunks all rows are: so many fill their batches.
+    With chunks all rows are long, so that the prefill batches are full.
     """
     rng = np.random.default_rng(0)
     length = _long_prompt(span)
     num_long = grid.decode_slots
     if not grid.chunks:
-        num_long = min(CALLS * grid.bucket_of(length).batch, num_long)
+        num_long = min(CALLS_PER_SHAPE * grid.bucket_of(length).batch, num_long)
     lengths = [length] * num_long + [SHORT_PROMPT] * (grid.decode_slots - num_long)
-    params = SamplingParams(temperature=0, max_tokens=STEPS_PER_CALL * CALLS, ignore_eos=True)
+    params = SamplingParams(
+        temperature=0, max_tokens=STEPS_PER_CALL * CALLS_PER_SHAPE, ignore_eos=True
+    )
     for row, prompt_length in enumerate(lengths):
         prompt = rng.integers(0, generator.vocab_size, prompt_length).tolist()
         generator.submit(Request(str(row), prompt, params))
 
 
 def _run(
-    generator: Generator,
+    generator: GenerationSession,
     seconds: dict[Call, list[float]],
     clock: Callable[[], float],
 ) -> None:
-    """Run what was submitted; all rows decode together, so every decode call has all its steps."""
+    """Run and time the submitted rows; they decode together, so each decode call runs all steps."""
     while generator.unfinished:
         started = clock()
         action = generator.dispatch()

@@ -1,12 +1,12 @@
-"""Executables that jobs leave in the user's cache, one file for each graph.
+"""The user's cache of executables, one file for each graph.
 
-The name of a file is a hash of all that its executable depends on: versions, sources, flags,
-processor, devices, model, and the plan as far as it decides that graph. Plans that differ in other
-prefill buckets share the graphs that they have in common. The folder is one that nobody else can
-write into, so files are trusted; each begins with the hash of its content, as a disk may damage it.
+The name of a file is a hash of everything that its executable depends on: versions, sources, flags,
+processor, devices, model, and the parts of the plan that decide the graph. Plans that differ only
+in prefill buckets share all other graphs. Nobody else can write into the folder, so its files are
+trusted. Each file begins with the hash of its content, because a disk may damage it.
 
-Guarantees: a file under its final name is whole; a file that cannot be written or read costs a note
-and a compile.
+Guarantees: a file under its final name is complete; if a file cannot be written or read, the graph
+is compiled, and a note says why.
 """
 
 import hashlib
@@ -29,8 +29,16 @@ from .key import digest, surroundings
 from .loading import dump
 
 
-class KeptPrograms:
-    """The executables of one plan in the user's cache."""
+class ExecutableCache:
+    """The executables of one plan in the user's cache.
+
+    Args:
+      folder: A folder into which nobody else can write; it is created if it is absent.
+      plan: The plan of the graphs.
+      target: The devices of the executables.
+      config: The model's configuration.
+      on_note: Called with a line for each file that cannot be read or written.
+    """
 
     def __init__(
         self,
@@ -49,8 +57,8 @@ class KeptPrograms:
         }
 
     def read(self) -> dict[str, bytes]:
-        """The bytes of each executable that is there, by the name of its graph."""
-        found = {}
+        """Read the bytes of every executable in the cache, by the name of its graph."""
+        serialized = {}
         for name, path in self._paths.items():
             try:
                 content = path.read_bytes()
@@ -62,16 +70,16 @@ class KeptPrograms:
                 continue
             data = content[_HASH_BYTES:]
             if hashlib.sha256(data).digest() == content[:_HASH_BYTES]:
-                found[name] = data
+                serialized[name] = data
             else:
                 self._on_note(f"compile cache, {name}: {path} is damaged; compiling it again")
-        return found
+        return serialized
 
     def keep(self, name: str, executable: jax.stages.Compiled) -> None:
-        """Write the executable of a graph that was compiled in this process."""
+        """Write the executable of a graph; it must have been compiled in this process."""
         try:
             _write(self._paths[name], dump(executable))
-        except Exception as error:  # the graph is compiled, so the job can run
+        except Exception as error:  # the graph is compiled, so the job can run anyway
             self._on_note(f"compile cache, {name}: not kept ({error})")
 
 
@@ -83,7 +91,7 @@ def _write(path: Path, data: bytes) -> None:
             file.write(data)
         os.replace(temporary, path)
     except BaseException:
-        # a disk that is full needs the space
+        # a full disk needs the space
         with suppress(OSError):
             os.unlink(temporary)
         raise
@@ -93,11 +101,11 @@ _HASH_BYTES = hashlib.sha256().digest_size
 
 
 def graph_keys(plan: Plan, target: Target, config: DecoderConfig) -> dict[str, str]:
-    """A hash of all that the executable of each graph of a plan depends on."""
+    """For each graph of a plan, a hash of everything that its executable depends on."""
     table = tomllib.loads(plan.to_toml())
     table["model"] = {"scan_layers": plan.model.scan_layers}
     table.pop("max_length_reason", None)
-    # the name of a prefill graph says its own bucket
+    # the name of a prefill graph contains its own bucket; other buckets do not affect it
     del table["buckets"]["prefill"]
     common = json.dumps([surroundings(target, config), table], sort_keys=True)
     return {name: digest(f"{common}\n{name}") for name in graph_names(plan.buckets)}

@@ -1,7 +1,7 @@
-"""Parts of a published model that nothing reads: keys and tensors, reported or refused.
+"""Report or refuse the parts of a published model that nothing reads: keys and tensors.
 
-Knows nothing of families and formats. Guarantees: keys and tensors are reported in one line each,
-or the keys are refused on request.
+Does not know about families and formats. Guarantees: keys and tensors are reported in one line
+each; on request, the keys are refused instead.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,15 +14,15 @@ from ..files.run_config import STRICT_CONFIG
 
 
 @dataclass(frozen=True)
-class Unread:
+class UnreadParts:
     """Keys and tensors of a published model that nothing reads."""
 
     where: str
     """The file with the configuration."""
     keys: tuple[str, ...] = ()
-    """Keys of the configuration, as `key = value`."""
+    """Keys of the configuration, in the form `key = value`."""
     tensors: Mapping[str, int] = field(default_factory=dict)
-    """The number of tensors of other parts, by the prefix of their names."""
+    """The number of unread tensors, by the prefix of their names."""
 
     @property
     def skipped(self) -> str:
@@ -41,11 +41,11 @@ class Unread:
         if self.keys and is_strict:
             raise InvalidConfig(
                 f"{self.where}: expected only keys that are read, got {listing(self.keys)}. Remove "
-                f"them, or go on without {STRICT_CONFIG}: they cannot change an answer."
+                f"them, or run without {STRICT_CONFIG}: they cannot change an answer."
             )
         if self.keys:
             say(
-                f"{self.where}: without effect, as nothing reads them: {listing(self.keys)} "
+                f"{self.where}: keys without effect, as nothing reads them: {listing(self.keys)} "
                 f"({STRICT_CONFIG} refuses them)"
             )
         if self.tensors:

@@ -1,9 +1,8 @@
-"""The same rows through a layout and through one device: how far apart are the logits?
+"""Compare the logits of a layout with the logits of one device for the same prompts.
 
 Runs the real weights on a present target, simulated devices included: prefill of random prompts,
-some decode steps, and the logits after each. A row counts as long as both have chosen the same ids;
-where they part, the reference's two best logits must be close, which the difference itself shows.
-Knows nothing of reports.
+then some decode steps, with a comparison of logits after each call. A row is compared as long as
+both runs have chosen the same token ids. Does not know about reports.
 """
 
 import math
@@ -29,17 +28,21 @@ NUM_PROMPTS, LENGTH, NUM_STEPS = 8, 32, 4
 
 @dataclass
 class Verification:
-    """The reference's logits, made once, and the comparison with any layout."""
+    """Compares layouts with one device, whose logits are computed once."""
 
     files: ModelFiles
     target: Target
     dtype: str
     scan_layers: bool = False
-    """Of layouts; the reference has unrolled layers."""
+    """Whether layouts run the layers as a loop; the reference has unrolled layers."""
     _reference: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
 
     def max_abs_diff(self, layout: Layout) -> float:
-        """The worst difference of a logit under the layout from one device."""
+        """The largest difference between a logit under the layout and the same logit on one device.
+
+        Raises:
+          ValueError: A difference is not finite.
+        """
         if not self._reference:
             first = Target(self.target.name, self.target.platform, self.target.devices[:1], True)
             self._reference = list(self._logits(first, None, scan_layers=False))
@@ -52,11 +55,11 @@ class Verification:
             difference_B = np.abs(logits_BV - our_logits_BV).max(axis=-1)
             difference = float(difference_B[same_B].max(initial=0.0))
             if not math.isfinite(difference):
-                # max(0.0, nan) is 0.0
+                # max(0.0, nan) would be 0.0
                 raise ValueError(
                     f"--verify {layout.name}: expected finite logits, got a difference of "
-                    f"{difference} from one device in {self.dtype}. Try --dtype float32; if that "
-                    f"does no better, the layout or the weights are at fault."
+                    f"{difference} from one device in {self.dtype}. Try --dtype float32; if it "
+                    f"fails too, the layout or the weights are at fault."
                 )
             worst = max(worst, difference)
         return worst
@@ -64,7 +67,7 @@ class Verification:
     def _logits(
         self, target: Target, layout: Layout | None, scan_layers: bool
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """The ids chosen and the logits then, after prefill and after every decode step."""
+        """Chosen token ids [B] and logits [B, V], after prefill and after each decode step."""
         model = session.load_model(self.files, target, self.dtype, layout, scan_layers=scan_layers)
         grid, dtype = _grid(layout), jnp.dtype(self.dtype)
         graphs = build(model.definition, grid, model.placement, dtype)
@@ -77,8 +80,8 @@ class Verification:
             rows = prompts[start : start + bucket.batch]
             arguments = put(pack_greedy(rows, start, bucket, grid, padded_vocab))
             state, _ = graphs.prefill(model.parameters, state, bucket, *arguments)
-        nothing_B = np.zeros(NUM_PROMPTS, np.int32)
-        yield nothing_B, np.asarray(state.logits_BV)[:NUM_PROMPTS, :vocab_size]
+        no_tokens_B = np.zeros(NUM_PROMPTS, np.int32)
+        yield no_tokens_B, np.asarray(state.logits_BV)[:NUM_PROMPTS, :vocab_size]
         is_live_B = put(np.arange(grid.decode_slots) < NUM_PROMPTS)
         for _ in range(NUM_STEPS):
             state, output = graphs.decode(model.parameters, state, is_live_B, grid.max_length)
@@ -87,7 +90,7 @@ class Verification:
 
 
 def _grid(layout: Layout | None) -> BucketGrid:
-    """The smallest shapes for the rows that the layout divides."""
+    """The smallest grid for the prompts whose sizes the layout divides."""
     shape = GridDefaults.for_layout(layout)
     length = round_up(LENGTH, shape.length_multiple)
     batch = round_up(NUM_PROMPTS, shape.batch_multiple)

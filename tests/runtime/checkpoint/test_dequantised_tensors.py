@@ -1,4 +1,4 @@
-"""Quantised checkpoints: what the file holds as codes and scales is read as plain tensors."""
+"""Quantised checkpoints: codes and scales in the file are read as plain tensors."""
 
 import math
 import re
@@ -16,8 +16,8 @@ from noria.compile.abstract_model import AbstractModel
 from noria.modelzoo.families.mapping import ParameterSource, TensorPart
 from noria.modelzoo.families.quantisation import BlockFloat8, Mxfp4
 from noria.runtime.checkpoint import load_params, loader, open_model
-from noria.runtime.checkpoint.dequantised import dequantised
-from noria.runtime.checkpoint.describe import describe
+from noria.runtime.checkpoint.dequantised_tensors import dequantise
+from noria.runtime.checkpoint.description import describe
 from noria.runtime.checkpoint.loader import read_parameter
 from noria.runtime.checkpoint.safetensors import SafetensorsDirectory
 from noria.runtime.errors import CheckpointMismatch, InvalidQuantisation
@@ -35,7 +35,7 @@ EXPERTS = "model.layers.0.mlp.experts.gate_up_proj"
 
 
 def quantised(name, values):
-    """Codes and scales of a matrix as DeepSeek publishes them, the largest of a block as 448."""
+    """Return a matrix's codes and scales in DeepSeek's form; the largest code of a block is 448."""
     rows, columns = values.shape
     scales = np.empty((-(-rows // BLOCK), -(-columns // BLOCK)), np.float32)
     codes = np.empty(values.shape, ml_dtypes.float8_e4m3fn)
@@ -47,13 +47,13 @@ def quantised(name, values):
 
 
 def plain(codes, scales):
-    """The numbers, by widening the scales."""
+    """Return the numbers, from scales that are repeated over their blocks."""
     widened = scales.repeat(BLOCK, axis=0).repeat(BLOCK, axis=1)
     return codes.astype(np.float32) * widened[: codes.shape[0], : codes.shape[1]]
 
 
 def float8_and_plain_llama():
-    """One model twice: its projections quantised, and the same numbers written out."""
+    """Return one model in two forms: with quantised projections, and with plain numbers."""
     stored, expected = {}, {}
     for name, values in random_tensors(LLAMA).items():
         if name.endswith("_proj.weight"):
@@ -65,7 +65,7 @@ def float8_and_plain_llama():
 
 
 def experts():
-    """MXFP4 as GPT-OSS publishes it: three experts of 64 inputs and 10 outputs."""
+    """Return MXFP4 in GPT-OSS's form: three experts of 64 inputs and 10 outputs."""
     rng = np.random.default_rng(0)
     return {
         f"{EXPERTS}_blocks": rng.integers(0, 256, (3, 10, 2, 16), np.uint8),
@@ -76,11 +76,11 @@ def experts():
 
 def opened(path, tensors, quantisation):
     save_file(tensors, path / "model.safetensors")
-    return dequantised(SafetensorsDirectory(path), quantisation)
+    return dequantise(SafetensorsDirectory(path), quantisation)
 
 
 class Noted:
-    """A tensor source that notes which boxes of another were read."""
+    """A tensor source that records the boxes read from another source."""
 
     def __init__(self, source):
         self.source, self.tensors, self.reads = source, source.tensors, []
@@ -182,7 +182,7 @@ GPT_OSS = {
 
 
 def gpt_oss_tensors():
-    """All of a model but the weights of its experts."""
+    """Return all tensors of a model except its experts' weights."""
     rng = np.random.default_rng(1)
     attention, mlp = "model.layers.0.self_attn", "model.layers.0.mlp"
     shapes = {"model.embed_tokens.weight": (40, 64), f"{attention}.sinks": (4,)}
@@ -239,7 +239,7 @@ def test_a_parameter_is_filled_from_float8_experts_of_one_tensor_each(tmp_path):
 def test_a_shard_of_experts_reads_its_own_bytes_and_no_others(tmp_path):
     save_file(experts(), tmp_path / "model.safetensors")
     stored = Noted(SafetensorsDirectory(tmp_path))
-    source = dequantised(stored, Mxfp4())
+    source = dequantise(stored, Mxfp4())
     source.read(EXPERTS, (slice(1, 2), slice(32, 64), slice(0, 5)))
     held = (slice(1, 2), slice(0, 5), slice(1, 2))
     assert stored.reads == [
@@ -253,7 +253,7 @@ def test_a_shard_of_experts_reads_its_own_bytes_and_no_others(tmp_path):
 def test_experts_read_in_pieces_are_read_once(tmp_path, monkeypatch, piece_bytes):
     save_file(experts(), tmp_path / "model.safetensors")
     stored = Noted(SafetensorsDirectory(tmp_path))
-    source = dequantised(stored, Mxfp4())
+    source = dequantise(stored, Mxfp4())
     parameter = ParameterSource("gate_up", (TensorPart(EXPERTS, "e d f -> e d f"),))
     monkeypatch.setattr(loader, "PIECE_BYTES", piece_bytes)
     got = read_parameter(parameter, source, (slice(None),) * 3, (3, 64, 10), np.float32)
@@ -267,7 +267,7 @@ def test_experts_read_in_pieces_are_read_once(tmp_path, monkeypatch, piece_bytes
 def test_a_shard_of_a_float8_matrix_reads_its_own_bytes_and_no_others(tmp_path):
     save_file(quantised("w", np.ones((300, 200), np.float32)), tmp_path / "model.safetensors")
     stored = Noted(SafetensorsDirectory(tmp_path))
-    source = dequantised(stored, BlockFloat8(BLOCK, BLOCK))
+    source = dequantise(stored, BlockFloat8(BLOCK, BLOCK))
     source.read("w", (slice(150, 300), slice(0, 100)))
     assert stored.reads == [
         ("w", (slice(150, 300), slice(0, 100))),

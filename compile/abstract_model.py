@@ -1,7 +1,7 @@
-"""The bridge from the NNX definition to pure functions of flat parameter dictionaries.
+"""The bridge from the NNX modules to pure functions of flat parameter dictionaries.
 
-Executables take `{"layers.0.attention.qkv": array, ...}`: NNX serves definition and tracing and
-stays out of the hot path. Knows nothing of buckets or devices.
+Executables take `{"layers.0.attention.qkv": array, ...}`. NNX is used to define and trace the
+model, and not in the hot path. Knows nothing of buckets or devices.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ from .grids.bucket_grid import BucketGrid
 def model_sizes(
     config: DecoderConfig, num_devices: int, grid: BucketGrid | None = None
 ) -> ModelSizes:
-    """What a layout of this model is checked against, with a grid's shapes where there is one."""
+    """Sizes that a layout of this model is checked against, with the shapes of a grid if given."""
     weights = _published_weights(config)
     if grid is None:
         return ModelSizes(config, num_devices, weights, lengths={"decode": (1,)})
@@ -45,14 +45,14 @@ def model_sizes(
 
 @cache
 def _published_weights(config: DecoderConfig) -> Mapping[str, tuple[tuple[int, ...], Axes]]:
-    """Shape and logical axes of every parameter; found once, as it takes a trace of the model."""
-    definition = Definition(config)
-    shapes = definition.abstract_parameters("float32")
-    return {name: (shapes[name].shape, a) for name, a in definition.logical_axes().items()}
+    """Shape and logical axes of every parameter; cached, because they need a trace of the model."""
+    model = AbstractModel(config)
+    shapes = model.abstract_parameters("float32")
+    return {name: (shapes[name].shape, a) for name, a in model.logical_axes().items()}
 
 
-class Definition:
-    """One decoder's structure: its abstract parameters, and the module bound to real ones."""
+class AbstractModel:
+    """The structure of a decoder: its abstract parameters, and the module bound to real ones."""
 
     def __init__(self, config: DecoderConfig, arrangement: Arrangement = AS_PUBLISHED):
         self.config = config
@@ -64,9 +64,9 @@ class Definition:
         }
 
     def abstract_parameters(self, dtype: jax.typing.DTypeLike) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes of all parameters by dotted path, in the dtype that weights are kept in.
+        """Shapes of all parameters by dotted path, in the dtype in which weights are stored.
 
-        A few are kept in a dtype of their own.
+        Some parameters have a dtype of their own instead.
         """
         return {
             name: jax.ShapeDtypeStruct(
@@ -76,7 +76,7 @@ class Definition:
         }
 
     def logical_axes(self) -> dict[str, tuple[str, ...]]:
-        """The logical axes that each parameter declares; layers, where it leads with them, none."""
+        """Logical axes of each parameter by dotted path; a leading layer axis has the name ""."""
         declared = {
             name: (variable.get_value().ndim, variable.get_metadata()["logical_axes"])
             for name, (_, variable) in self._variables.items()
@@ -84,7 +84,7 @@ class Definition:
         return {name: ("",) * (ndim - len(axes)) + axes for name, (ndim, axes) in declared.items()}
 
     def _name(self, *path: Any) -> str:
-        """The dotted path of a parameter, with layers by number and not by place."""
+        """The dotted path of a parameter, with its layer's number instead of its group index."""
         first, *rest = path
         if first == "layers":
             rest[0] = layers_name(block_layers(self.config, self.arrangement)[rest[0]])
@@ -92,7 +92,7 @@ class Definition:
 
     @property
     def padded_vocab(self) -> int:
-        """Columns of logits."""
+        """Number of columns of the logits."""
         return self.arrangement.padded_vocab or self.config.vocab_size
 
     def bind(
@@ -102,7 +102,14 @@ class Definition:
         dispatch: Dispatch = LOSSLESS,
         attend: Attend = attend_blockwise,
     ) -> Decoder:
-        """The decoder over these arrays, for use inside a trace."""
+        """The decoder with these arrays as parameters, for use inside a trace.
+
+        Args:
+          parameters: Arrays by dotted path.
+          operations: Placement-aware operations of the graph's phase.
+          dispatch: Dispatch of experts.
+          attend: Attention kernel.
+        """
         flat = [
             (path, variable.replace(parameters[name]))
             for name, (path, variable) in self._variables.items()
@@ -115,10 +122,10 @@ class Definition:
 
 
 class _OneKey(nnx.Rngs):
-    """One key for all weights, as only their shapes are asked for.
+    """A single key for all weights, as only their shapes are needed.
 
-    The count of other keys is a traced array, and nnx searches all that was traced before whenever
-    it is written: in a deep model that takes longer than all else.
+    nnx counts keys in a traced array, and on every write it searches all earlier traced values. In
+    a deep model that would take longer than the rest of the trace.
     """
 
     def params(self) -> jax.Array:

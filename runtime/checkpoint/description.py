@@ -1,7 +1,7 @@
-"""The report of `noria inspect`: what a model on disk holds, as text.
+"""Describe the content of a model on disk, as text for `noria inspect`.
 
-Knows nothing of terminals. A model that no family supports is described all the same, with the
-reason it cannot be run. Reads headers only, unless asked for what needs every byte.
+A model that no family supports is described too, with the reason why it cannot run. Reads headers
+only, except for the digest of the weights. Does not know about terminals.
 """
 
 import dataclasses
@@ -20,7 +20,10 @@ from .tensor_source import TensorSource
 
 
 def describe(model: ModelFiles, *, digest_weights: bool = False) -> str:
-    """Return the report, one `subject  value` line each."""
+    """Return the description, one `subject  value` pair in each line.
+
+    `digest_weights` adds the digest of the weights, which reads all their bytes.
+    """
     tensors = _tensors(model).tensors
     num_bytes, counts = Counter(), Counter()
     for info in tensors.values():
@@ -47,7 +50,7 @@ def describe(model: ModelFiles, *, digest_weights: bool = False) -> str:
 
 
 def has_chat_template(files: Path | Mapping[str, Any]) -> bool:
-    """Whether the tokenizer files hold a chat template, in any of the places it may stand."""
+    """Whether the tokenizer files contain a chat template, in any of its possible places."""
     if isinstance(files, Mapping):
         return "tokenizer.chat_template" in files
     if any(has_file(files, name) for name in ("chat_template.jinja", "chat_template.json")):
@@ -57,7 +60,7 @@ def has_chat_template(files: Path | Mapping[str, Any]) -> bool:
 
 
 def _tensors(model: ModelFiles) -> TensorSource:
-    """What parameters are read from; where it is quantised in a way not read, what files hold."""
+    """The tensors that parameters are read from; the stored ones if they cannot be dequantised."""
     try:
         return model.tensors
     except InvalidConfig:
@@ -78,8 +81,8 @@ def _architecture(model: ModelFiles) -> list[tuple[str, str]]:
     if windows is not None:
         fields = {"num_layers": len(windows), **fields}
         if counts := Counter(filter(None, windows)):
-            found = (f"{window} in {plural(count, 'layer')}" for window, count in counts.items())
-            fields["windows"] = " and ".join(found)
+            layers = (f"{window} in {plural(count, 'layer')}" for window, count in counts.items())
+            fields["windows"] = " and ".join(layers)
     lines += [("family", spec.family), ("config", _pairs(fields))]
     if model.unread.keys:
         lines.append(("keys not read", listing(model.unread.keys)))

@@ -1,6 +1,6 @@
-"""From the options of `noria plan` to a prediction: workload, layouts, search, plan.
+"""Make the plan and the prediction of `noria plan`: read the workload, rank layouts, search grids.
 
-Every second here is a prediction.
+All seconds are predictions.
 """
 
 import argparse
@@ -30,39 +30,44 @@ from ..devices.machine import faster_dtype
 from ..errors import CheckpointError, ConfigError, NoPlanFits
 from ..files.hardware_files import known_hardware
 from ..files.layout_files import named_layout_tables, read_layout_table, split_spellings
-from .compiled_layouts import LayoutCompiler, PlannedLayout, problems
+from .compiled_layouts import LayoutCompiler, PlannedLayout, describe_problems
+from .fitting_plan import suggest_fitting_plan
 from .layout_ranking import RankedLayout, Ranking, all_layouts
-from .nearest import nearest
-from .planning import Planned, Planner
-from .search import Tried
+from .planner import Planner, PlanResult
+from .search import SimulatedGrid
 from .workload import Workload, read_workload
 
 ALL = "all"
-LAYOUTS_SEARCHED = 3
-"""Of the best ranked, or as many as are to be compiled."""
+MIN_LAYOUTS_SEARCHED = 3
+"""The number of best-ranked layouts that are searched; more if more are to be compiled."""
 PLAN_OF_RUN = "plan of the run"
 MEMORY_SHARE = 0.9
-"""Of a device's memory for weights and cache; the rest is for what a graph needs meanwhile."""
+"""The share of a device's memory for weights and cache; the rest is for temporaries of graphs."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A plan and everything that it was made from."""
+    """A plan, the workload and the costs that it was made from, and the alternatives."""
 
     plan: Plan
-    planned: Planned
+    result: PlanResult
     workload: Workload
     cost: CostModel
     layouts: list[RankedLayout]
-    """All that were weighed, the fastest first."""
+    """All ranked layouts, the fastest first."""
     searched: list[PlannedLayout]
-    """Those of them that have a plan, in the order in which they were preferred."""
+    """The layouts with a plan, the preferred one first."""
     seconds: float
-    """That planning took."""
+    """The seconds that planning took."""
 
 
 def predict(options: argparse.Namespace, files: ModelFiles) -> Prediction:
-    """The best plan that the options allow; ValueError says why there is none."""
+    """Find the best plan that the options allow.
+
+    Raises:
+      NoPlanFits: No layout or no grid fits; the message has the reasons.
+      ConfigError: An option or the workload cannot be used.
+    """
     started = time.perf_counter()
     config, dtype = files.spec.config, _dtype(options)
     workload = read_workload(
@@ -70,28 +75,30 @@ def predict(options: argparse.Namespace, files: ModelFiles) -> Prediction:
         files,
         share_of_limit=options.expected_output,
         output=options.from_output,
-    ).that_fits(config.max_position)
+    ).within_context(config.max_position)
     rows = plural(len(workload.rows), "row")
     note(options, f"{rows} to plan for, {workload.num_refused} refused")
     if not workload.rows:
         raise ConfigError(
             f"{options.workload}: expected at least one row of at most {config.max_position} "
-            f"tokens, the longest sequence that the model was published for, with its answer, got "
-            f"none of {workload.num_refused}. {workload.first_error}".rstrip()
+            f"tokens, prompt and output together (the model's longest sequence), got none in "
+            f"{plural(workload.num_refused, 'row')}. {workload.first_error}".rstrip()
         )
     ranking = _ranking(options, files, workload, dtype)
     ranked = _rank(options, ranking)
-    num_searched = max(LAYOUTS_SEARCHED, options.compile_layouts)
+    num_searched = max(MIN_LAYOUTS_SEARCHED, options.compile_layouts)
     chosen = [one for one in ranked if one.bound is not None][:num_searched]
     if not chosen:
         reasons = "".join(map(str, ranked))
-        raise NoPlanFits(f"no layout can serve this:{reasons}{nearest(ranking, ranked)}")
+        raise NoPlanFits(
+            f"no layout can serve this:{reasons}{suggest_fitting_plan(ranking, ranked)}"
+        )
     searched = _planned_layouts(options, config, workload, chosen)
     if options.compile_layouts:
         searched = _as_compiled(options, config, dtype, searched)
     best = searched[0]
     model = PlannedModel(files.name, _fingerprint(files), options.scan_layers)
-    grid = best.planned.best.grid
+    grid = best.result.best.grid
     plan = Plan(
         options.target,
         model,
@@ -102,13 +109,13 @@ def predict(options: argparse.Namespace, files: ModelFiles) -> Prediction:
         max_length_reason=_limit(options, config, workload, grid),
     )
     seconds = time.perf_counter() - started
-    return Prediction(plan, best.planned, workload, best.cost, ranked, searched, seconds)
+    return Prediction(plan, best.result, workload, best.cost, ranked, searched, seconds)
 
 
 def _limit(
     options: argparse.Namespace, config: DecoderConfig, workload: Workload, grid: BucketGrid
 ) -> str:
-    """The reason why rows without `max_tokens` end before the model's context; empty if none do."""
+    """The reason why rows without `max_tokens` end before the model's context, or empty."""
     is_open = any(row.need.max_tokens is None for row in workload.rows)
     if not is_open or options.max_length is not None or grid.max_length >= config.max_position:
         return ""
@@ -118,13 +125,13 @@ def _limit(
 def _as_compiled(
     options: argparse.Namespace, config: DecoderConfig, dtype: str, searched: list[PlannedLayout]
 ) -> list[PlannedLayout]:
-    """The layouts in the order of their compiled graphs, of which one at least must run."""
+    """The layouts in the order of their compiled graphs; at least one of them must run."""
     compiler = LayoutCompiler(options.target, config, dtype, partial(note, options))
-    ordered = compiler.in_order(searched, options.compile_layouts)
+    ordered = compiler.compile_and_rank(searched, options.compile_layouts)
     if ordered[0].problem:
         raise NoPlanFits(
-            f"none of the layouts that were compiled can run: {' '.join(problems(ordered))} Take "
-            f"more devices, shorter rows, less memory (--max-memory-gb), or compile more layouts."
+            f"none of the compiled layouts can run: {' '.join(describe_problems(ordered))} Use "
+            f"more devices, shorter rows or less memory (--max-memory-gb), or compile more layouts."
         )
     return ordered
 
@@ -135,22 +142,22 @@ def _planned_layouts(
     workload: Workload,
     chosen: list[RankedLayout],
 ) -> list[PlannedLayout]:
-    """Layouts with their plans, the fastest first; one that has no legal plan is left out."""
-    found: list[PlannedLayout] = []
+    """Layouts with their plans, the fastest first; a layout without a legal plan is left out."""
+    planned: list[PlannedLayout] = []
     reasons = []
     for one in chosen:
         try:
-            planned = _planner(options, config, workload, one).plan()
+            result = _planner(options, config, workload, one).plan()
             devices = TargetName.parse(options.target).num_devices
-            _require(one.layout, config, devices, planned.best.grid)
+            _require(one.layout, config, devices, result.best.grid)
             assert one.cost is not None
-            found.append(PlannedLayout(one.layout, one.cost, planned))
+            planned.append(PlannedLayout(one.layout, one.cost, result))
         except (NoPlanFits, IllegalLayout) as error:
             reasons.append(f"{one.layout.name if one.layout else 'one device'}: {error}")
             note(options, reasons[-1])
-    if not found:
+    if not planned:
         raise NoPlanFits("no plan fits. " + " ".join(reasons))
-    return sorted(found, key=lambda one: one.planned.best.seconds)
+    return sorted(planned, key=lambda one: one.result.best.seconds)
 
 
 def _ranking(
@@ -172,7 +179,7 @@ def _ranking(
 
 
 def _rank(options: argparse.Namespace, ranking: Ranking) -> list[RankedLayout]:
-    """The layouts to choose from; one that was named alone needs no rank, but must be legal."""
+    """The ranked layouts to choose from; if `--layout` names a single one, it must be legal."""
     layouts = _layouts(options, ranking.num_devices)
     if not layouts:
         raise ConfigError("--layout: expected at least one layout, got none.")
@@ -188,8 +195,8 @@ def _rank(options: argparse.Namespace, ranking: Ranking) -> list[RankedLayout]:
 def _planner(
     options: argparse.Namespace, config: DecoderConfig, workload: Workload, one: RankedLayout
 ) -> Planner:
-    def report(tried: Tried) -> None:
-        note(options, f"{tried.seconds:10.1f} s predicted: {_short(tried)}")
+    def report(simulated: SimulatedGrid) -> None:
+        note(options, f"{simulated.seconds:10.1f} s predicted: {_short(simulated)}")
 
     assert one.cost is not None
     if one.layout is not None:
@@ -202,8 +209,8 @@ def _planner(
         replace(GridDefaults.for_layout(one.layout), max_length=options.max_length),
         may_chunk=options.chunks != "never",
         must_chunk=options.chunks == "always",
-        most_tries=options.tries,
-        on_try=report,
+        max_simulated=options.tries,
+        on_simulated=report,
         compared=_grids_of_run(workload),
     )
 
@@ -211,8 +218,11 @@ def _planner(
 def _budget(
     options: argparse.Namespace, config: DecoderConfig, hardware: Hardware, entry_bytes: float = 0.0
 ) -> Budget:
-    """Without `entry_bytes`, which depend on the layout, decode is expected to compile faster."""
-    platform, asked = TargetName.parse(options.target).platform, options.seconds_per_graph
+    """The limits on graphs, memory, compile time and padding that the options set.
+
+    `entry_bytes` depend on the layout. Without them, decode graphs are expected to compile faster.
+    """
+    platform, seconds = TargetName.parse(options.target).platform, options.seconds_per_graph
     num_defined = len(block_layers(config, Arrangement(scan_layers=options.scan_layers)))
     predicted = GraphSeconds.predicted(platform, num_defined, entry_bytes)
     return Budget(
@@ -221,7 +231,7 @@ def _budget(
         memory_bytes=_memory(options, hardware),
         compile_seconds=options.max_compile_minutes * 60,
         padding=options.max_padding,
-        graph_seconds=GraphSeconds(asked, asked) if asked else predicted,
+        graph_seconds=GraphSeconds(seconds, seconds) if seconds else predicted,
     )
 
 
@@ -230,7 +240,7 @@ def _hardware(options: argparse.Namespace) -> Hardware:
 
 
 def _layouts(options: argparse.Namespace, count: int) -> list[Layout | None]:
-    """Those that were named, or every named layout over every mesh of so many devices."""
+    """The layouts of `--layout`, or else all named layouts over all meshes of `count` devices."""
     if options.layout is not None and options.layout != ALL:
         spellings = split_spellings(options.layout)
         return [Layout.from_table(read_layout_table(one), one) for one in spellings]
@@ -269,14 +279,14 @@ def _calibration(options: argparse.Namespace, files: ModelFiles, dtype: str) -> 
         if (got := getattr(calibration, name)) != value:
             raise ConfigError(
                 f"{options.calibration} {name}: expected {value}, got {got}. Calibrate again with "
-                f"noria bench --calibration, or plan for what was calibrated, with the same tables "
-                f"(--hardware)."
+                f"noria bench --calibration, or plan for the calibrated model, dtype and layout, "
+                f"with the same tables (--hardware)."
             )
     return calibration
 
 
 def _grids_of_run(workload: Workload) -> "dict[str, BucketGrid]":
-    """The grid that a finished job ran on."""
+    """The grid of the finished job whose output is given; empty without one."""
     if workload.manifest is None:
         return {}
     return {PLAN_OF_RUN: Plan.from_table(tomllib.loads(workload.manifest["plan"])).buckets}
@@ -289,14 +299,14 @@ def _memory(options: argparse.Namespace, hardware: Hardware) -> float:
 
 
 def _fingerprint(files: ModelFiles) -> str:
-    """Of a model without weights none: such a plan is for any model that fits it."""
+    """The fingerprint of the model; empty without weights, as the plan then fits any such model."""
     try:
         return files.fingerprint()
     except CheckpointError:
         return ""
 
 
-def _short(tried: Tried) -> str:
-    grid = tried.grid
-    how = "chunks" if grid.chunks else "whole prompts"
-    return f"{how} {', '.join(map(str, grid.prefill))}, {plural(grid.decode_slots, 'slot')}"
+def _short(simulated: SimulatedGrid) -> str:
+    grid = simulated.grid
+    pieces = "chunks" if grid.chunks else "whole prompts"
+    return f"{pieces} {', '.join(map(str, grid.prefill))}, {plural(grid.decode_slots, 'slot')}"

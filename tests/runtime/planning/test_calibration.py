@@ -1,4 +1,4 @@
-"""Calibration on the machine at hand: every kind of call is timed."""
+"""Calibration on the local machine: every kind of call is timed."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,7 +11,7 @@ from noria.compile.planning.cost import CostModel
 from noria.compile.planning.hardware import Hardware
 from noria.compile.planning.work import Work
 from noria.compile.targets import find_target
-from noria.runtime.planning.calibrate import Trial, measure
+from noria.runtime.planning.calibration import Trial, measure
 from noria.runtime.session import LoadedModel
 from noria.sharding.call import KINDS, Call
 

@@ -1,0 +1,96 @@
+"""Structure for newcomers: few files at a folder's root, no import cycles, whole sentences."""
+
+import ast
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FLOORS = ("modelzoo", "sharding", "compile", "runtime")
+CLAUSES = {"Of", "What", "Where", "Those"}
+MAX_FILES = {"runtime": 8}
+"""Upper bound for the number of files at a folder's root; other files belong in subfolders."""
+
+
+def sources(*folders: str) -> dict[Path, str]:
+    """Return the text of every Python file below some folders, by its path in the repository."""
+    paths = sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    return {path.relative_to(ROOT): path.read_text(encoding="utf-8") for path in paths}
+
+
+def imported(source: str, path: Path, files: set[Path]) -> set[Path]:
+    """Return the files that a file imports: at its top, inside functions, or only for types."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.ImportFrom) or not node.level:
+            continue
+        package = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
+        for alias in node.names:
+            names = (package / f"{alias.name}.py", package.with_suffix(".py"))
+            found |= {next((name for name in names if name in files), package / "__init__.py")}
+    return (found & files) - {path}
+
+
+def cycle(texts: dict[Path, str]) -> list[Path]:
+    """Return the files of one import cycle; none if there is no cycle."""
+    files = set(texts)
+    graph = {path: imported(text, path, files) for path, text in texts.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+def clauses(source: str) -> Iterator[str]:
+    """Yield the docstrings of modules, classes, functions and attributes that begin as a clause."""
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Constant):
+            continue
+        text = node.value.value
+        if isinstance(text, str) and text.split(maxsplit=1)[:1] and text.split()[0] in CLAUSES:
+            yield f"{node.lineno}: {text.splitlines()[0]}"
+
+
+def test_no_files_import_each_other_in_a_circle():
+    assert not cycle(sources(*FLOORS))
+
+
+@pytest.mark.parametrize(
+    "importing",
+    [
+        "from .b import x",
+        "def f():\n    from .b import x",
+        "if TYPE_CHECKING:\n    from . import b",
+        "from ..runtime.b import x",
+    ],
+)
+def test_a_circle_is_found(importing):
+    a, b = Path("runtime/a.py"), Path("runtime/b.py")
+    assert set(cycle({a: importing, b: "from .a import y"})) == {a, b}
+
+
+@pytest.mark.parametrize("folder", MAX_FILES)
+def test_files_stand_in_rooms(folder):
+    names = sorted(path.name for path in (ROOT / folder).glob("*.py"))
+    assert len(names) <= MAX_FILES[folder], names
+
+
+def test_docstrings_begin_as_sentences():
+    texts = sources(*FLOORS, "scripts", "examples", "tests")
+    found = [f"{path}:{line}" for path, text in texts.items() for line in clauses(text)]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        '"""What a file does."""',
+        'def f():\n    """Of each row."""',
+        'class A:\n    x: int\n    """Those of the phase."""',
+    ],
+)
+def test_a_clause_is_found(source):
+    assert len(list(clauses(source))) == 1
