@@ -1,8 +1,8 @@
 """Graphs work in place: little memory beside their arguments, no copy of weights or cache.
 
 XLA reports the memory of the same graphs that jobs run, in the embedded model's shape. Graphs for
-TPU are compiled without a TPU, and all but one with a small vocabulary, as sampling from a large one
-takes most of the compiler's time.
+TPU are compiled without a TPU, and all but one with a small vocabulary, as sampling from a large
+one takes most of the compiler's time.
 """
 
 import math
