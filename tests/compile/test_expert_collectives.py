@@ -72,7 +72,7 @@ def collectives(program, layout: Layout, num_layers: int) -> Counter:
     ("name", "phase"),
     [
         ("expert-tensor", "prefill"),
-        ("expert-tensor", "decode"),
+        pytest.param("expert-tensor", "decode", marks=pytest.mark.slow),
         pytest.param("expert-parallel", "prefill", marks=pytest.mark.slow),
         pytest.param("expert-parallel", "decode", marks=pytest.mark.slow),
         pytest.param("expert-stationary", "prefill", marks=pytest.mark.slow),

@@ -15,7 +15,7 @@ from noria.compile.targets import find_target
 from noria.modelzoo.config import DecoderConfig, LatentAttention
 
 CONFIG = DecoderConfig(
-    vocab_size=128,
+    vocab_size=512,
     embed=64,
     mlp=128,
     num_query_heads=6,
