@@ -72,7 +72,9 @@ class AttentionPlan:
     """The kernels that a plan names: the table `[attention]` of its file."""
 
     prefill: str = AUTO
+    """The kernel of prefill graphs: `auto`, `splash`, `flash`, `cudnn` or `xla`."""
     decode: str = AUTO
+    """The kernel of decode graphs: `auto` or `xla`."""
 
     def __post_init__(self):
         names = [AUTO, *(kernel.name for kernel in KERNELS)]

@@ -14,7 +14,7 @@ from .plan_tables import check_keys, table_lines
 from .targets import EXPERT_TILES
 
 Overflow = Literal["error", "drop"]
-"""Result of a row with a dropped choice: an error, or an answer with the number of drops."""
+"""The end of a row that loses a choice: an error, or an answer with the count beside it."""
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,12 @@ class ExpertPlan:
     """Dispatch of the two phases, and the policy for rows with dropped choices."""
 
     prefill: Dispatch = LOSSLESS
+    """How prefill graphs dispatch tokens to experts."""
     decode: Dispatch = LOSSLESS
+    """How decode graphs dispatch tokens to experts."""
     overflow: Overflow = "error"
+    """A row that loses a choice of an expert ends as an error row (`error`), or is answered with
+    the number of lost choices (`drop`)."""
 
     def __post_init__(self):
         if self.overflow not in get_args(Overflow):

@@ -32,11 +32,13 @@ class PlannedModel:
     """The model for which a plan was made."""
 
     source: str
+    """The name of the model, as `--model` gave it."""
     fingerprint: str
-    """Fingerprint of the model's files; empty if the plan is for any model that fits it."""
+    """The fingerprint of the model's files, `sha256:...`; empty where the plan is for any model
+    that fits it."""
     scan_layers: bool = False
-    """Whether layers that repeat a pattern run in a loop. Programs then compile in a fraction of
-    the time, however deep the model is, but run slower on the CPU."""
+    """Whether layers that repeat a pattern run in a loop. Then graphs of deep models compile in a
+    fraction of the time, and are slower to run on the CPU."""
 
     def __post_init__(self):
         """Refuse values of a wrong type."""
@@ -61,7 +63,7 @@ class Numbers:
     """The table `[numbers]` of a plan."""
 
     dtype: str
-    """The dtype of weights and activations."""
+    """The dtype of weights and activations: `float32` or `bfloat16`."""
 
     def __post_init__(self):
         """Refuse an unknown dtype."""
@@ -84,17 +86,22 @@ class Plan:
     """Everything that decides which graphs exist."""
 
     target: str
+    """The hardware that graphs are compiled for: `cpu`, `cpu:8`, `tpu:v5e:2x4`, `gpu:h100:8`."""
     model: PlannedModel
+    """The model, and how its layers run."""
     numbers: Numbers
+    """The dtype of the run."""
     buckets: BucketGrid
+    """The shapes of all graphs."""
     layout: Layout | None = None
-    """The layout for several devices; None for one device."""
+    """How the model lies on several devices; None for one device."""
     experts: ExpertPlan | None = None
-    """Expert settings of a model with experts, where None means lossless dispatch. None for other
-    models."""
+    """How a model with experts dispatches tokens; None means without loss."""
     attention: AttentionPlan = AUTO_ATTENTION
+    """The attention kernels that the plan asks for by name."""
     compiler: CompilerOptions = field(default_factory=dict)
-    """Options that the plan sets; the target's platform adds its own when graphs are compiled."""
+    """Options of XLA's compiler that the plan sets. The platform's defaults are added when graphs
+    are compiled."""
     max_length_reason: str = ""
     """The reason why rows without `max_tokens` end at `buckets.max_length`, before the model's
     context. It is empty if they do not, or if the user set the limit."""

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from .config import PLAIN_SCORES, Chunk, Scores, Window
-from .key_blocks import joined, num_blocks
+from .key_blocks import join_blocks, num_blocks
 
 Position = TypeVar("Position", jax.Array, int)
 EMPTY_POSITION = -1
@@ -98,7 +98,7 @@ class Visibility:
         k_BKHS, v_BKSH = map(self.slots.gather, (k, v))
         # slicing after the gather: a slice of all slots would be a copy
         S = self.key_position_BS.shape[1]
-        return joined(k_BKHS, v_BKSH.shape[2])[..., :S], v_BKSH[:, :, :S]
+        return join_blocks(k_BKHS, v_BKSH.shape[2])[..., :S], v_BKSH[:, :, :S]
 
 
 def visible(query_position_BT: jax.Array, key_position_BS: jax.Array, window: Window) -> jax.Array:

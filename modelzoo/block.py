@@ -12,7 +12,7 @@ from . import axes
 from .config import Arrangement, DecoderConfig
 from .gqa import GroupedHeads
 from .layer_attention import LayerAttention
-from .layers import GatedMlp, NoNorm, Norm, scaled
+from .layers import GatedMlp, NoNorm, Norm, scale_by
 from .mla import LatentHeads
 from .moe.config import MoeConfig
 from .moe.layer import ExpertCall, SparseMlp
@@ -30,7 +30,7 @@ class Block(nnx.Module):
         arrangement: Arrangement,
         moe: MoeConfig | None = None,
     ):
-        """With `moe`, the MLP is a mixture of experts."""
+        """The MLP is a mixture of experts if `moe` is given."""
 
         def norm(placement: str) -> Norm | NoNorm:
             is_used = config.norm_placement in (placement, "both")
@@ -52,13 +52,13 @@ class Block(nnx.Module):
         operations: Operations,
         experts: ExpertCall,
     ) -> tuple[jax.Array, Any]:
-        """The residual stream after the layer, and what its attention cache_update to be kept."""
+        """The residual stream after the layer, and the cache update of its attention."""
         normed_BTD = self.attention_norm(x_BTD)
         out_BTD, cache_update = self.attention(normed_BTD, code, layer_attention, operations)
-        x_BTD = x_BTD + scaled(self.attention_post_norm(out_BTD), self.multiplier)
+        x_BTD = x_BTD + scale_by(self.attention_post_norm(out_BTD), self.multiplier)
         x_BTD = operations.constrain(x_BTD, axes.RESIDUAL)
         out_BTD = self.mlp(self.mlp_norm(x_BTD), operations, experts)
-        x_BTD = x_BTD + scaled(self.mlp_post_norm(out_BTD), self.multiplier)
+        x_BTD = x_BTD + scale_by(self.mlp_post_norm(out_BTD), self.multiplier)
         return operations.constrain(x_BTD, axes.RESIDUAL), cache_update
 
 
@@ -75,7 +75,7 @@ class ParallelBlock(nnx.Module):
         arrangement: Arrangement,
         moe: MoeConfig | None = None,
     ):
-        """With `moe`, the MLP is a mixture of experts."""
+        """The MLP is a mixture of experts if `moe` is given."""
         self.norm = Norm(config.embed, config)
         self.attention = _attention(rngs, config, arrangement)
         self.mlp = _mlp(rngs, config, moe)
@@ -89,11 +89,11 @@ class ParallelBlock(nnx.Module):
         operations: Operations,
         experts: ExpertCall,
     ) -> tuple[jax.Array, Any]:
-        """The residual stream after the layer, and what its attention cache_update to be kept."""
+        """The residual stream after the layer, and the cache update of its attention."""
         normed_BTD = self.norm(x_BTD)
         out_BTD, cache_update = self.attention(normed_BTD, code, layer_attention, operations)
         out_BTD = out_BTD + self.mlp(normed_BTD, operations, experts)
-        x_BTD = x_BTD + scaled(out_BTD, self.multiplier)
+        x_BTD = x_BTD + scale_by(out_BTD, self.multiplier)
         return operations.constrain(x_BTD, axes.RESIDUAL), cache_update
 
 

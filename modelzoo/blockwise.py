@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from .attention import EMPTY_POSITION, Visibility, attend_masked, first_visible, merge, visible
 from .config import PLAIN_SCORES, Scores, Window
-from .key_blocks import joined
+from .key_blocks import join_blocks
 
 QUERY_BLOCK = 256
 """Maximum queries of a block."""
@@ -54,7 +54,9 @@ def attend_blockwise(
         out_BTKGH, lse_BTKG = attend_masked(q_BTKGH, k_BKHS, v_BKSH, visibility.mask(), scores)
         return out_BTKGH.astype(q_BTKGH.dtype), lse_BTKG
     queries = _Blocks(block_T, (q_BTKGH, 1), (visibility.query_position_BT, 1))
-    keys = _Blocks(block_S, (joined(k_BKHS, S), 3), (v_BKSH, 2), (visibility.key_position_BS, 1))
+    keys = _Blocks(
+        block_S, (join_blocks(k_BKHS, S), 3), (v_BKSH, 2), (visibility.key_position_BS, 1)
+    )
 
     def attend_block(i: jax.Array) -> Attended:
         block_BTKGH, query_position_BT = queries[i]
@@ -76,7 +78,7 @@ def attend_blockwise(
         return out_BTKGH.astype(q_BTKGH.dtype), lse_BTKG
 
     blocks = jax.lax.map(attend_block, jnp.arange(queries.count))
-    return jax.tree.map(lambda x: _joined(x)[:, :T], blocks)
+    return jax.tree.map(lambda x: _concatenate(x)[:, :T], blocks)
 
 
 def _attend_triangle(
@@ -136,7 +138,7 @@ class _Blocks:
         missing = self.count * size - length
         fills = [0] * (len(arrays) - 1) + [EMPTY_POSITION]
         self._arrays = [
-            _filled(x, missing, axis, fill) for (x, axis), fill in zip(arrays, fills, strict=True)
+            _pad(x, missing, axis, fill) for (x, axis), fill in zip(arrays, fills, strict=True)
         ]
 
     def __getitem__(self, index: jax.Array) -> list[jax.Array]:
@@ -147,7 +149,7 @@ class _Blocks:
         ]
 
 
-def _filled(x: jax.Array, missing: int, axis: int, fill: int) -> jax.Array:
+def _pad(x: jax.Array, missing: int, axis: int, fill: int) -> jax.Array:
     if not missing:
         return x
     padding = [(0, 0)] * x.ndim
@@ -155,7 +157,7 @@ def _filled(x: jax.Array, missing: int, axis: int, fill: int) -> jax.Array:
     return jnp.pad(x, padding, constant_values=fill)
 
 
-def _joined(blocks: jax.Array) -> jax.Array:
+def _concatenate(blocks: jax.Array) -> jax.Array:
     """Concatenate blocks of queries `[blocks, B, block_T, ...]` to one array `[B, T, ...]`."""
     blocks = blocks.swapaxes(0, 1)
     return blocks.reshape(blocks.shape[0], -1, *blocks.shape[3:])

@@ -32,7 +32,7 @@ from .layer_attention import (
 from .layer_cache import LayerCache, NewEntries
 from .layer_groups import Group, block_layers, layer_groups, layers_name
 from .layer_scan import Cache, scan_group
-from .layers import Embedding, Norm, scaled
+from .layers import Embedding, Norm, scale_by
 from .moe.config import LOSSLESS, Dispatch
 from .moe.layer import ExpertCall
 from .moe.use import ExpertReport
@@ -148,7 +148,7 @@ class Decoder(nnx.Module):
         query_position_BT = jnp.broadcast_to(position_1T, tokens_BT.shape)
         is_token_BT = query_position_BT < true_length_B[:, None]
         key_position_BT = jnp.where(is_token_BT, query_position_BT, EMPTY_POSITION)
-        attend_tokens = self._scored(self.operations.over_tokens(self.attend))
+        attend_tokens = self._with_scores(self.operations.over_tokens(self.attend))
         rows = PromptRows(query_position_BT, key_position_BT)
         attention = PromptAttention(attend_tokens, self.operations, rows, write)
         return self._run_layers(tokens_BT, position_1T, attention, is_token_BT, cache)
@@ -166,7 +166,7 @@ class Decoder(nnx.Module):
         cached = positions_below(cache.positions, rows, num_unseen, cache_operations)
         num_heads = self.operations.num_cache_heads(self.config.num_kv_heads)
         attention = ChunkAttention(
-            self._scored(self.attend),
+            self._with_scores(self.attend),
             self.operations,
             cache_operations,
             rows,
@@ -206,7 +206,9 @@ class Decoder(nnx.Module):
             return append_position(positions, position_B, operations.stripe)
 
         positions = operations.by_row(mark, cache.positions, position_B)
-        attention = TokenAttention(self._scored(self.attend), operations, position_B, positions)
+        attention = TokenAttention(
+            self._with_scores(self.attend), operations, position_B, positions
+        )
         x_B1D, layers, report = self._run_layers(
             token_B[:, None], position_B[:, None], attention, is_token_B[:, None], cache.layers
         )
@@ -216,7 +218,7 @@ class Decoder(nnx.Module):
         """Float32 logits of final hidden states; -inf for the ids that pad the vocabulary."""
         head = self.embedding if self.config.tie_embeddings else self.head
         logits_BV = head.logits(x_BD, self.operations)
-        logits_BV = scaled(logits_BV, self.config.multipliers.logits)
+        logits_BV = scale_by(logits_BV, self.config.multipliers.logits)
         logits_BV = soft_cap(logits_BV, self.config.logit_cap)
         if logits_BV.shape[-1] > self.config.vocab_size:
             id_BV = jax.lax.broadcasted_iota(jnp.int32, logits_BV.shape, logits_BV.ndim - 1)
@@ -230,7 +232,7 @@ class Decoder(nnx.Module):
         factor = self.config.multipliers.embedding
         return x_BTD if factor == 1.0 else x_BTD * factor
 
-    def _scored(self, attend: Attend) -> Attend:
+    def _with_scores(self, attend: Attend) -> Attend:
         """Attention with the scores of the model.
 
         It must wrap the result of `over_tokens`, which passes the scores on to `attend`.

@@ -34,7 +34,7 @@ def num_blocks(num_entries: int, size: int) -> int:
     return -(-num_entries // size)
 
 
-def in_blocks(k_KHS: jax.Array, size: int) -> jax.Array:
+def split_blocks(k_KHS: jax.Array, size: int) -> jax.Array:
     """Keys `[..., H, S]` as blocks `[..., O * H, size]`, with zeros after the last position."""
     *leading, H, S = k_KHS.shape
     count = num_blocks(S, size)
@@ -43,8 +43,8 @@ def in_blocks(k_KHS: jax.Array, size: int) -> jax.Array:
     return k_KHOS.swapaxes(-3, -2).reshape(*leading, count * H, size)
 
 
-def joined(k_KHS: jax.Array, num_entries: int) -> jax.Array:
-    """Keys of a segment of `num_entries` as `[..., H, S]`: the inverse of `in_blocks`."""
+def join_blocks(k_KHS: jax.Array, num_entries: int) -> jax.Array:
+    """Keys of a segment of `num_entries` as `[..., H, S]`: the inverse of `split_blocks`."""
     *leading, rows, size = k_KHS.shape
     count = num_blocks(num_entries, size)
     if count == 1:

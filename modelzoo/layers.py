@@ -13,7 +13,7 @@ from flax import nnx
 
 from . import axes
 from .config import DecoderConfig
-from .operations import Operations, einsum, gate_up_product, product_of
+from .operations import Operations, einsum, einsum_product, gate_up_product
 
 if TYPE_CHECKING:
     from .moe.layer import ExpertCall
@@ -58,7 +58,7 @@ def constant(
     return nnx.Param(initial, logical_axes=logical_axes, kept_dtype=dtype)
 
 
-def scaled(x: jax.Array, factor: float) -> jax.Array:
+def scale_by(x: jax.Array, factor: float) -> jax.Array:
     """`x` times a factor that is not rounded to the dtype of `x`; `x` itself for a factor of 1."""
     return x if factor == 1.0 else (x.astype(jnp.float32) * factor).astype(x.dtype)
 
@@ -68,7 +68,7 @@ def merge_heads(out: jax.Array, output: jax.Array) -> jax.Array:
     # heads and their features as one axis: with three axes, XLA copies the weights in every call
     B, T = out.shape[:2]
     output_AD = output.reshape(-1, output.shape[-1])
-    return product_of("BTA,AD->BTD", out.reshape(B, T, -1), output_AD)
+    return einsum_product("BTA,AD->BTD", out.reshape(B, T, -1), output_AD)
 
 
 class Norm(nnx.Module):

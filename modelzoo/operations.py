@@ -63,8 +63,8 @@ class Operations:
           product: A function of `x` and `weight`.
           x: Activations.
           weight: The weight.
-          x_axes: The logical axes of `x`; not needed inside `shard_map`.
-          out_axes: The logical axes of the result; not needed inside `shard_map`.
+          x_axes: The logical axes of `x`; not needed if the device has all arrays whole.
+          out_axes: The logical axes of the result; not needed if the device has all arrays whole.
         """
         del equation, x_axes, out_axes
         return product(x, weight[...])
@@ -116,15 +116,15 @@ class Operations:
         """The stripe of the cache on this device, inside `attend`, `by_row` and `write_rows`."""
         return ONE_STRIPE
 
-    def by_row(self, body: Callable[..., Any], kept: Any, *rows: jax.Array) -> Any:
+    def by_row(self, body: Callable[..., Any], state: Any, *rows: jax.Array) -> Any:
         """Update per-slot arrays by a function that treats rows independently.
 
         Args:
-          body: A function `body(kept, *rows)` that returns a tree like `kept`.
-          kept: A named tuple that declares its axes as in `attend`.
+          body: A function `body(state, *rows)` that returns a tree like `state`.
+          state: A named tuple that declares its axes as in `attend`.
           *rows: Arrays whose first axis is the batch rows of attention.
         """
-        return body(kept, *rows)
+        return body(state, *rows)
 
     def mix_experts(
         self, mixture: "Mixture", x_BTD: jax.Array, is_token_BT: jax.Array, router: "Router",
@@ -218,10 +218,10 @@ def rows_of(
 
 def einsum(equation: str, dtype: jax.typing.DTypeLike | None = None) -> tuple[str, Product]:
     """An equation and its product, with a result in `dtype`, or in the dtype of the activations."""
-    return equation, partial(product_of, equation, dtype=dtype)
+    return equation, partial(einsum_product, equation, dtype=dtype)
 
 
-def product_of(
+def einsum_product(
     equation: str,
     x: jax.Array,
     weight: jax.Array,

@@ -26,7 +26,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from . import axes
 from .attention import EMPTY_POSITION
-from .key_blocks import in_blocks, joined, num_blocks
+from .key_blocks import join_blocks, num_blocks, split_blocks
 from .kv_cache import Positions, match_head_dim, match_heads
 from .layer_cache import LayerCache, NewEntries
 from .operations import Axes, Operations, rows_of
@@ -267,7 +267,7 @@ def _write_rolling(
     if rows.start_B is None and new.shape[axis - row_axis] <= size:
         return _write_blocks(segments, ranges, new, rows, axis, layer)
 
-    def merged(old: jax.Array, new: jax.Array, start: jax.Array, count: jax.Array) -> jax.Array:
+    def merge_row(old: jax.Array, new: jax.Array, start: jax.Array, count: jax.Array) -> jax.Array:
         shape = [1] * old.ndim
         shape[axis - row_axis - 1] = size
         is_new_S = entry_positions(start + count, size) >= start
@@ -277,7 +277,7 @@ def _write_rolling(
     slots = [rows_of(x, rows.slot_B, layer) for x in segments]
     slots = map(partial(_without_blocks, axis=axis - row_axis), slots, lengths)
     old = jnp.concatenate(list(slots), axis=axis - row_axis)
-    buffer = jax.vmap(merged)(old, new.astype(old.dtype), rows.first_B, rows.count_B)
+    buffer = jax.vmap(merge_row)(old, new.astype(old.dtype), rows.first_B, rows.count_B)
     pieces = jnp.split(buffer, starts[1:], axis=axis - row_axis)
     first_B = jnp.zeros_like(rows.slot_B)
     return tuple(
@@ -288,7 +288,7 @@ def _write_rolling(
 
 def _without_blocks(x: jax.Array, length: int, axis: int) -> jax.Array:
     """Entries of rows without blocks, with `length` entries along `axis`."""
-    return x if x.shape[axis] == length else joined(x, length)
+    return x if x.shape[axis] == length else join_blocks(x, length)
 
 
 def _put(
@@ -310,7 +310,9 @@ def _put(
         return put_blocks(segment, new, slot_B, index_B, axis, layer)
     head_axis = axis - 1
     H = segment.shape[head_axis] // num_blocks(length, size)
-    return put_blocks(segment, in_blocks(new, size), slot_B, index_B // size * H, head_axis, layer)
+    return put_blocks(
+        segment, split_blocks(new, size), slot_B, index_B // size * H, head_axis, layer
+    )
 
 
 def put_blocks(

@@ -28,11 +28,11 @@ class Stripes:
 
     def permute(self, x: Array, axis: int) -> Array:
         """Reorder tokens along `axis` into stripes. `count` must divide the number of tokens."""
-        return _transposed(x, axis, -1, self.count)
+        return _transpose(x, axis, -1, self.count)
 
     def restore(self, x: Array, axis: int) -> Array:
         """Put tokens back in order: the inverse of `permute`."""
-        return _transposed(x, axis, self.count, -1)
+        return _transpose(x, axis, self.count, -1)
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,6 @@ def change_stripes(
     return target.permute(jnp.pad(x, padding, constant_values=fill), axis)
 
 
-def _transposed(x: Array, axis: int, major: int, minor: int) -> Array:
+def _transpose(x: Array, axis: int, major: int, minor: int) -> Array:
     split = x.reshape(*x.shape[:axis], major, minor, *x.shape[axis + 1 :])
     return split.swapaxes(axis, axis + 1).reshape(x.shape)

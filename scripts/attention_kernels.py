@@ -250,7 +250,7 @@ def visible_pairs(length: int, block_T: int, block_S: int) -> int:
 
 def splash_bytes(length: int) -> int:
     """Return the bytes that splash moves to the chip and back, by its block specifications."""
-    block = splash.block_size(length)
+    block = splash.prompt_block_size(length)
     pairs = visible_pairs(length, block, block)
     return K * G * (2 * length + 2 * block * pairs) * H * ITEMSIZE
 

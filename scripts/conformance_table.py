@@ -1,10 +1,10 @@
-"""Write the README's table of models: names, compared and published configurations.
+"""Write the table of models in docs/models.md: names, compared and published configurations.
 
-    python scripts/conformance_table.py            # bring README.md up to date
+    python scripts/conformance_table.py            # bring docs/models.md up to date
 
 A row comes from the registry of families, the first line of the family's docstring ("name: notable
 features"), the tests' conformance cases and the published configurations that the tests read. A
-test compares the table with the README, so no family can be forgotten.
+test compares the table with the page, so no family can be forgotten.
 """
 
 import inspect
@@ -16,6 +16,7 @@ from noria.modelzoo.families import registry
 from noria.modelzoo.families.family import Family
 
 ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "models.md"
 sys.path.insert(0, str(ROOT / "tests"))
 
 from conformance import CASES  # noqa: E402  (the tests are no package)
@@ -29,13 +30,12 @@ HEAD = (
 
 
 def main() -> None:
-    path = ROOT / "README.md"
-    path.write_text(with_table(path.read_text(encoding="utf-8")), encoding="utf-8")
+    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 
-def with_table(readme: str) -> str:
-    """Return the README with a new table from the families and cases."""
-    before, _, rest = readme.partition(START)
+def with_table(page: str) -> str:
+    """Return the page with a new table from the families and cases."""
+    before, _, rest = page.partition(START)
     _, _, after = rest.partition(END)
     counts = Counter(case.family for case in CASES)
     rows = [_row(family, counts[family.name]) for family in registry.FAMILIES]

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from noria.modelzoo.attention import Visibility, attend_dense
-from noria.modelzoo.key_blocks import in_blocks
+from noria.modelzoo.key_blocks import split_blocks
 from noria.runtime.devices.machine import describe_machine
 
 SIZES = (96, 64, 48, 32, 16)
@@ -63,7 +63,7 @@ def milliseconds(shape: Sequence[int], size: int | None) -> float:
     layers = []
     for _ in range(L):
         k_BKHS = random(B, K, H, S)
-        k_BKHS = k_BKHS if size is None else jax.block_until_ready(in_blocks(k_BKHS, size))
+        k_BKHS = k_BKHS if size is None else jax.block_until_ready(split_blocks(k_BKHS, size))
         layers.append((k_BKHS, random(B, K, S, H)))
     position_BS = jnp.broadcast_to(jnp.arange(S), (B, S))
     visibility = Visibility(jnp.full((B, 1), S), position_BS)

@@ -26,13 +26,18 @@ class Layout:
     """A mesh and the rules by which a model is split over it."""
 
     name: str
+    """The name in reports and errors; by default the name of the file."""
     mesh: MeshLayout
+    """The mesh axes with their sizes, major to minor in device order. Unit: devices."""
     rules: AxisRules
+    """The mesh axes of each logical axis, for all phases and for the weights."""
     prefill: Mapping[str, tuple[str, ...]]
+    """Rules that differ in prefill."""
     decode: Mapping[str, tuple[str, ...]]
+    """Rules that differ in decode."""
     max_replicated: float = MAX_REPLICATED
-    """Maximum share of the weights that may be whole along a mesh axis that does not split the
-    batch."""
+    """The largest share of the weights that may lie whole along a mesh axis that does not split the
+    batch. A layout with a larger share is refused. Unit: share from 0 to 1."""
 
     def phase(self, phase: str) -> AxisRules:
         """Rules of a phase.

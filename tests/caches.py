@@ -55,7 +55,7 @@ def keep(
         write_piece(old, one, jnp.int32(0), rows, cache.positions.is_rolling(window), ON_ONE_DEVICE)
         for old, one, window in zip(cache.layers, new, windows, strict=True)
     )
-    # values of heads and latents alike have their tokens before the last axis
+    # both values and latents have tokens on the last axis but one
     offset_1T = jnp.arange(new[0][-1].shape[-2])[None]
     position_BT = rows.first_B[:, None] + offset_1T
     position_BT = jnp.where(offset_1T < rows.count_B[:, None], position_BT, EMPTY_POSITION)
@@ -73,7 +73,7 @@ def sides(layers) -> list[np.ndarray]:
     """Return keys and values of each layer as `[B, K, positions, H]`, segments joined."""
     plain = []
     for keys, values in layers:
-        # the cache leads with layers, and has one of each
+        # arrays of the cache lead with an axis of layers, here of size one
         keys, values = (x if isinstance(x, tuple) else (x[None],) for x in (keys, values))
         plain.append(np.concatenate(keys, axis=4)[0].swapaxes(2, 3))
         plain.append(np.concatenate(values, axis=3)[0])

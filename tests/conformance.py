@@ -634,7 +634,7 @@ CASES = (
     Case(
         "gpt-oss-clamped",
         "gpt_oss",
-        # odd numbers of heads, units that the limit cuts often, a ramp that rounding would move
+        # odd numbers of heads, units that the limit often clips, a ramp that rounding would change
         _heads(9, 3, 16) | _experts(7, 3) | {"sliding_window": 3, "swiglu_limit": 0.5},
         {"rope_theta": 500.0} | YARN | {"truncate": False, "original_max_position_embeddings": 32},
     ),
@@ -705,7 +705,7 @@ def save_reference(case: Case, directory: Path) -> list[np.ndarray]:
 def _write_old_spelling(case: Case, path: Path, rope: dict[str, Any]) -> None:
     config = json.loads(path.read_text())
     if "layer_types" not in case.options:
-        config.pop("layer_types", None)  # follow from other options
+        config.pop("layer_types", None)  # these keys follow from other options
     del config["rope_parameters"]
     if "_sliding_window_pattern" in config:
         config["sliding_window_pattern"] = config.pop("_sliding_window_pattern")
@@ -718,6 +718,6 @@ def _write_old_spelling(case: Case, path: Path, rope: dict[str, Any]) -> None:
             config[key] = rope.pop(key)
     config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
     if rope["rope_type"] == "linear":
-        rope["type"] = rope.pop("rope_type")  # older still
+        rope["type"] = rope.pop("rope_type")  # the oldest form
     config["torch_dtype"] = config.pop("dtype", "float32")
     path.write_text(json.dumps(config))

@@ -24,13 +24,13 @@ _DEVICES_FLAG = "--xla_force_host_platform_device_count=8"
 if _DEVICES_FLAG not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES_FLAG}".strip()
 
-# never the user's caches, nor those of another worker
+# use neither the user's caches nor another worker's
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="noria-tests-")
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 _WORKER = os.environ.get("PYTEST_XDIST_WORKER")
 if _WORKER and hasattr(os, "sched_setaffinity"):
-    # one core a worker, also for the threads of XLA and for processes that tests start
+    # one core for each worker, with the threads of XLA and the processes of its tests
     _cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {_cores[int(_WORKER.removeprefix("gw")) % len(_cores)]})
 
@@ -134,7 +134,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    # modules and test items live to the end: full collections need not look at them again
+    # modules and test items live to the end, so garbage collections can skip them
     gc.collect()
     gc.freeze()
 
@@ -176,7 +176,7 @@ def _path(request: pytest.FixtureRequest) -> str:
 
 def _reset_jax() -> None:
     import jax
-    from costs import num_maps  # a plugin: pytest imports it first
+    from costs import num_maps  # a plugin, which pytest imports first
     from jax.experimental.compilation_cache.compilation_cache import reset_cache
     from unoptimized import set_optimized
 

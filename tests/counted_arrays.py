@@ -16,7 +16,7 @@ class CountedArrays:
 
     def __init__(self):
         self.most = self.num_made = self._alive = 0
-        # a finaliser may run anywhere, in a thread that holds it too
+        # a finaliser may run anywhere, also in a thread that holds this lock
         self._lock = threading.RLock()
 
     def zeros(self, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:

@@ -17,9 +17,9 @@ HARMLESS_OS = {"cpu_count"}
 WORLD_CALLS = {"open", "print", "input"}
 WORLD_METHODS = {"read_text", "read_bytes", "write_text", "write_bytes"}
 EXCEPTIONS = {
-    # libtpu takes the setting from the environment only, and this module is what loads it
+    # libtpu reads the setting only from the environment, and this module loads libtpu
     ("compile/targets.py", "uses os.environ; only runtime touches the world"),
-    # the TPU's compiler hands some programs over as files alone, and this module is what takes them
+    # the TPU's compiler gives some programs only as files, and this module reads them
     ("compile/programs/program_text.py", "imports 'tempfile'; only runtime touches the world"),
     ("compile/programs/program_text.py", "calls .read_text(); only runtime touches the world"),
 }

@@ -119,10 +119,15 @@ def test_the_map_of_files_is_what_the_files_say():
     assert file_map.MAP.read_text("utf-8") == file_map.page(), "run scripts/file_map.py"
 
 
-def test_the_readmes_table_of_models_is_what_families_and_cases_say():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    updated = script("scripts/conformance_table.py").with_table(readme)
-    assert updated == readme, "run scripts/conformance_table.py"
+def test_the_table_of_models_is_what_families_and_cases_say():
+    table = script("scripts/conformance_table.py")
+    page = table.PAGE.read_text(encoding="utf-8")
+    assert table.with_table(page) == page, "run scripts/conformance_table.py"
+
+
+def test_the_reference_of_plans_is_what_the_dataclasses_say():
+    reference = script("scripts/plan_reference.py")
+    assert reference.PAGE.read_text("utf-8") == reference.page(), "run scripts/plan_reference.py"
 
 
 def _missing_paths(text: str) -> list[str]:
@@ -135,8 +140,10 @@ def _missing_paths(text: str) -> list[str]:
 
 def test_documents_name_paths_that_exist():
     names = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "benchmarks").glob("*.md")]
-    found = {path.name: _missing_paths(path.read_text(encoding="utf-8")) for path in names}
-    assert not any(found.values()), found
+    names += (ROOT / "docs").rglob("*.md")
+    found = {path: _missing_paths(path.read_text(encoding="utf-8")) for path in names}
+    missing = {str(path.relative_to(ROOT)): gone for path, gone in found.items() if gone}
+    assert not missing, missing
 
 
 def test_a_path_that_is_gone_is_found():

@@ -11,8 +11,8 @@ FLOAT32_ELEMENTWISE = 1e-5
 # executable of ours: sums run in another order, and the errors add up over the layers.
 FLOAT32_MODEL_LOGPROB = 1e-4
 
-# Two executables may choose different greedy tokens only where the reference's best two
-# logits are closer than this; it is ten times what whole-model sums differ by.
+# Two executables may choose different greedy tokens only if the reference's best two logits
+# are closer than this, which is ten times the difference of whole-model sums.
 NEAR_TIE_GAP = 1e-3
 
 # One operation in bfloat16: eight bits of mantissa, so 2**-8 of the value; slack near zero.
@@ -21,12 +21,12 @@ BFLOAT16_ELEMENTWISE_RELATIVE = 1e-2
 
 # Log-probabilities of a whole model with bfloat16 weights and activations against float32:
 # the mean says that the model is the same one, the largest that no single position broke.
-# Twice to three times what the embedded model shows (benchmarks/dtypes.md): 0.024 and 0.35,
+# Two to three times the embedded model's values (benchmarks/dtypes.md): 0.024 and 0.35,
 # and the same likeliest token at 98.3 % of the positions.
 BFLOAT16_MODEL_LOGPROB_MEAN = 0.05
 BFLOAT16_MODEL_LOGPROB_MAX = 1.0
 BFLOAT16_BEST_TOKEN_AGREEMENT = 0.95
 
-# Bytes that a program of few layers says of one with more: XLA shares memory and fuses a little
-# differently where there are more layers, on both ends of them.
+# Bytes of a program extrapolated from one with fewer layers: with more layers, XLA shares
+# memory and fuses a little differently at both ends.
 EXTRAPOLATED_LAYERS_RELATIVE = 0.02

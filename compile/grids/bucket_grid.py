@@ -43,14 +43,16 @@ class PrefillBucket(NamedTuple):
     """The shape of a prefill graph: tokens per row, and rows."""
 
     length: int
-    """Prompt length; with chunks, the span: the positions that a row can see, its own included."""
+    """The longest prompt. For prompts in chunks, the span: the positions of its slot that a row
+    sees, its own tokens included. Unit: tokens."""
     batch: int
+    """The prompts, or pieces of prompts, of one call. Unit: rows."""
     chunk: int | None = None
-    """Maximum number of tokens of a piece of a prompt; None for whole prompts."""
+    """The largest piece of a prompt; None prefills prompts whole. Unit: tokens."""
 
     @property
     def tokens(self) -> int:
-        """Tokens of each row."""
+        """Tokens of one row in a call."""
         return self.chunk or self.length
 
     @property
@@ -70,32 +72,41 @@ class PrefillBucket(NamedTuple):
 
 @dataclass(frozen=True)
 class BucketGrid:
-    """All shapes of a plan: one batch size per prefill length, one slot count, nested spans."""
+    """All shapes of a plan: one batch size a prefill graph, one slot count, nested spans.
+
+    In Python, entries of `prefill` may be plain `(length, batch)` or `(span, batch, chunk)`.
+    """
 
     max_length: int
-    """Maximum total length of a row, prompt and output together."""
+    """The longest row: prompt and output together. Unit: tokens."""
     prefill: tuple[PrefillBucket, ...]
-    """Prefill buckets by growing length, then by growing chunk. Plain tuples `(length, batch)` and
-    `(span, batch, chunk)` are accepted."""
+    """The shapes of the prefill graphs, by growing length. A file has one list for each length,
+    `[length, batch]`; with `chunk`, `[span, batch]` with a batch for each chunk size. Unit: tokens,
+    then rows."""
     decode_slots: int
-    """Number of slots. With 0 the grid only scores whole prompts: it keeps no cache and cannot
-    decode."""
+    """The rows of the decode batch. 0 means that the plan only scores whole prompts: it has no
+    cache, and nothing decodes. Unit: slots."""
     decode_spans: tuple[int, ...]
-    """Ends of the cache's segments, growing up to `max_length`. A decode graph reads all segments
-    below its span."""
+    """The lengths at which the cache is cut, growing to `max_length`. A decode graph reads all
+    positions below one of them. Unit: positions."""
     steps_per_call: int = 8
+    """How many tokens one decode call makes for each slot. Unit: steps."""
     score: bool = False
-    """Whether there are prefill graphs that score every prompt token, beside the plain ones."""
+    """Whether a second graph is built for each prefill shape, which also scores every prompt
+    token."""
     chunks_per_decode: int | None = None
-    """The maximum number of prefill calls between two decode calls, in a grid with chunks."""
+    """With `chunk`, the largest number of prefill calls between two decode calls while a row
+    decodes; 32 where it is left out. Unit: calls."""
     span_slots: tuple[int, ...] | None = None
-    """Number of slots that hold rows up to each of `decode_spans`, falling from `decode_slots`;
-    None if all slots hold `max_length`."""
+    """How many slots reach each of `decode_spans`, falling from `decode_slots`. Where it is left
+    out, all slots reach all spans. Unit: slots."""
     slot_groups: int | None = None
-    """The number of equal groups of slots on different devices, in a grid with `span_slots`. Each
-    group has its share of the slots of every length, longest first."""
+    """With `span_slots`, the number of equal groups of slots that lie on devices of their own; 1
+    where it is left out. Each group has its share of the slots that reach a span, the first of the
+    group. Unit: groups."""
     decode_graphs: tuple[int, ...] | None = None
-    """The `decode_spans` that have a graph, the last span included; None if all have one."""
+    """The entries of `decode_spans` that have a graph, the last one included. Where it is
+    left out, every span has a graph. Unit: positions."""
 
     def __post_init__(self):
         """Normalise the fields and check them; ValueError names the wrong key."""
@@ -160,10 +171,8 @@ class BucketGrid:
 
     @cached_property
     def chunks(self) -> tuple[int, ...]:
-        """Chunk sizes in tokens, growing, each a multiple of the one before it.
-
-        The tuple is empty if prompts run whole.
-        """
+        """Sizes of the pieces in which prompts are prefilled, growing, each a multiple of the one
+        before; empty where prompts are prefilled whole. Unit: tokens."""
         first_chunks = (b.chunk for b in self.prefill if b.length == self.prefill[0].length)
         return tuple(chunk for chunk in first_chunks if chunk is not None)
 

@@ -22,18 +22,22 @@ class Hardware:
     """Peaks of one device, in operations, bytes, and bytes per second."""
 
     name: str
+    """The name of the table, as targets spell it: `v5e`, `h100`, `cpu`."""
     source: str
-    """The origin of the figures."""
+    """The publication of the figures."""
     flops: Mapping[str, float]
-    """Rate of matrix products, by the operands' dtype."""
+    """The peak of matrix products, by the dtype of the operands. Unit: operations a second."""
     memory_bytes: float
+    """The size of main memory. Unit: bytes."""
     memory_rate: float
+    """The peak of reading and writing main memory. Unit: bytes a second."""
     link_rate: float
-    """Rate to one neighbour, in one direction."""
+    """The peak of sending to one neighbour, in one direction. Unit: bytes a second."""
     wraps: list[int]
-    """Sides of the smallest block of devices along which links wrap; empty for a switch."""
+    """The sides of the smallest block of devices along which links wrap around: `[16]`,
+    `[4, 4, 4]`, or `[]` for a switch. Unit: devices."""
     clock: float | None = None
-    """Cycles per second, for hardware whose compiler estimates cycles."""
+    """The clock of the cores, where the compiler's programs count cycles. Unit: cycles a second."""
 
     def __post_init__(self):
         numbers = {f"flops.{dtype}": rate for dtype, rate in self.flops.items()}

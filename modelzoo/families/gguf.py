@@ -229,7 +229,7 @@ def _with_factors(decoder: DecoderConfig, read_tensor: ReadTensor | None) -> Rop
         )
     if read_tensor is None:
         raise UnsupportedModel(
-            f"{ROPE_FACTORS}: expected a way to read the tensor, got names of tensors alone."
+            f"{ROPE_FACTORS}: expected a way to read the tensor, got only the names of tensors."
         )
     factors = tuple(float(factor) for factor in read_tensor(ROPE_FACTORS))
     if len(factors) != expected or not all(math.isfinite(f) and f > 0 for f in factors):

@@ -75,7 +75,7 @@ class ParameterSource:
     padding_rows: int = 0
     """The number of rows of zeros at the end of axis 0."""
 
-    def renamed(self, prefix: TensorPrefix) -> "ParameterSource":
+    def with_prefix(self, prefix: TensorPrefix) -> "ParameterSource":
         """The same source with the tensor names of the whole model."""
         parts = tuple(replace(part, tensor=prefix.to_whole(part.tensor)) for part in self.parts)
         return replace(self, parts=parts)

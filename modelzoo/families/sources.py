@@ -74,7 +74,7 @@ def parameter_sources(
     ]
     if not config.tie_embeddings:
         sources.append(table("head.table", names.head))
-    return tuple(source.renamed(names.prefix) for source in sources)
+    return tuple(source.with_prefix(names.prefix) for source in sources)
 
 
 def _layer(

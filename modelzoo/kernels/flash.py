@@ -26,9 +26,9 @@ from .flash_blocks import (
     blocks_read,
     call_bytes,
     call_flops,
-    in_whole_blocks,
     max_keys_seen,
-    positions_seen,
+    pad_to_blocks,
+    visible_positions,
 )
 
 VMEM_BYTES = 32 * 2**20
@@ -60,7 +60,7 @@ def attend_flash(
 
     B, T, K, G, H = q_BTKGH.shape
     num_keys, value_dim = visibility.key_position_BS.shape[1], v_BKSH.shape[-1]
-    visibility = in_whole_blocks(visibility, num_entries=k_BKHS.shape[-1])
+    visibility = pad_to_blocks(visibility, num_entries=k_BKHS.shape[-1])
     S = visibility.key_position_BS.shape[1]
     block = block_sizes(q_BTKGH.shape, value_dim, S)
     grid = B, K, G // block.G, T // block.T, S // block.S
@@ -98,7 +98,7 @@ def attend_flash(
         row_B,
         block_BIJ.ravel(),
         (q_BTKGH * (H**-0.5 if scores.scale is None else scores.scale)).transpose(0, 2, 3, 1, 4),
-        jnp.stack(positions_seen(visibility), axis=-1),
+        jnp.stack(visible_positions(visibility), axis=-1),
         k_BKSH,
         v_BKSH,
         visibility.key_position_BS[:, None],

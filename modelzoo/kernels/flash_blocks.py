@@ -45,7 +45,7 @@ def block_sizes(shape: tuple[int, ...], value_dim: int, S: int) -> Blocks:
     return Blocks(*max(sizes)[1:], next(s for s in BLOCKS if S % s == 0))
 
 
-def in_whole_blocks(visibility: Visibility, num_entries: int) -> Visibility:
+def pad_to_blocks(visibility: Visibility, num_entries: int) -> Visibility:
     """Pad key positions with empty ones, up to `num_entries`, to fill the last block."""
     S = visibility.key_position_BS.shape[1]
     missing = min(num_entries, -(-S // BLOCKS[0]) * BLOCKS[0]) - S
@@ -64,7 +64,7 @@ def blocks_read(visibility: Visibility, block: Blocks) -> jax.Array:
     """
     first_BI, last_BI = (
         reduce(x.reshape(len(x), -1, block.T), axis=2)
-        for x, reduce in zip(positions_seen(visibility), (jnp.min, jnp.max), strict=True)
+        for x, reduce in zip(visible_positions(visibility), (jnp.min, jnp.max), strict=True)
     )
     key_BJS = visibility.key_position_BS.reshape(len(first_BI), -1, block.S)
     never = jnp.iinfo(jnp.int32).max
@@ -107,7 +107,7 @@ def max_keys_seen(S: int, block: Blocks, visibility: Visibility) -> int:
     return S if window is None else min(S, window_size(window) + block.T)
 
 
-def positions_seen(visibility: Visibility) -> tuple[jax.Array, jax.Array]:
+def visible_positions(visibility: Visibility) -> tuple[jax.Array, jax.Array]:
     """The first and the last position that each query sees."""
     last_BT = visibility.query_position_BT
     if visibility.window is None:

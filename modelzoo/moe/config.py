@@ -138,8 +138,10 @@ class Dispatch:
     """
 
     kind: DispatchKind = "lossless"
+    """The way to dispatch: `lossless`, `capacity` or `ragged`."""
     capacity_factor: float | None = None
-    """The reserved rows divided by the mean load of an expert, `M*k/E`; only for `capacity`."""
+    """The rows that are set aside for each expert, for `capacity` alone, over the mean load of an
+    expert, `M*k/E`. Unit: ratio."""
     tiles: Tiles = ANY_TILES
 
     def __post_init__(self):

@@ -108,12 +108,12 @@ def _value(module: nnx.Module, name: str) -> jax.Array | None:
 
 def _unit(config: DecoderConfig, moe: MoeConfig) -> GatedUnit:
     if moe.clamped is not None:
-        return partial(_clamped, unit=moe.clamped)
+        return partial(_clamped_unit, unit=moe.clamped)
     activation: Callable[[jax.Array], jax.Array] = ACTIVATIONS[config.activation]
     return lambda gate, up: activation(gate) * up
 
 
-def _clamped(gate: jax.Array, up: jax.Array, unit: ClampedUnit) -> jax.Array:
+def _clamped_unit(gate: jax.Array, up: jax.Array, unit: ClampedUnit) -> jax.Array:
     gate = jnp.minimum(gate, unit.limit)
     up = jnp.clip(up, -unit.limit, unit.limit)
     return (up + 1) * gate * jax.nn.sigmoid(gate * unit.alpha)

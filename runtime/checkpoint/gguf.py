@@ -38,7 +38,7 @@ MAX_ARRAY_ITEMS = 2**23
 MAX_ALIGNMENT = 2**20
 MAX_AXIS = 2**40
 
-# number in the file: (name, elements a block, bytes a block)
+# number in the file: (name, elements per block, bytes per block)
 TENSOR_TYPES = {
     0: ("F32", 1, 4),
     1: ("F16", 1, 2),

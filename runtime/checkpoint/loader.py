@@ -39,7 +39,9 @@ Box = tuple[Interval, ...]
 class RearrangeableSource(TensorSource, Protocol):
     """A tensor source whose tensors are parameters, and which reads them in any arrangement."""
 
-    def arranged(self, arrangement: Arrangement) -> TensorSource: ...
+    def arranged(self, arrangement: Arrangement) -> TensorSource:
+        """Return the same tensors in an arrangement."""
+        ...
 
 
 def load_params(

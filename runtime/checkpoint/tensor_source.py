@@ -38,6 +38,7 @@ class TensorInfo:
 
     @property
     def size(self) -> int:
+        """The number of elements."""
         return math.prod(self.shape)
 
 
@@ -45,13 +46,17 @@ class TensorSource(Protocol):
     """The tensors of a checkpoint. Arrays are copies: they never refer to the file."""
 
     @property
-    def tensors(self) -> Mapping[str, TensorInfo]: ...
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """All tensors by name."""
+        ...
 
     def read(self, name: str, index: Index | None = None) -> np.ndarray:
         """Read a tensor, or the box of it that `index`, slices of step 1, selects."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Close the files."""
+        ...
 
 
 class RowSelection:
@@ -226,21 +231,23 @@ class AxisPattern:
         if not all(map(len, wanted)):
             return np.empty([len(i) for i in wanted], source.tensors[name].dtype)
 
-        kept = _split_all(self.target, wanted, sizes)
-        boxes = [_cover(group, kept, sizes) for group in self.source]
+        name_intervals = _split_all(self.target, wanted, sizes)
+        boxes = [_cover(group, name_intervals, sizes) for group in self.source]
         array = source.read(name, tuple(box.as_slice() for box in boxes))
 
-        held = _split_all(self.source, boxes, sizes)
+        read_intervals = _split_all(self.source, boxes, sizes)
         names, target = _flat(self.source), _flat(self.target)
-        array = array.reshape([len(held[n]) for n in names])
-        array = array[tuple(kept[n].as_slice(held[n].start) for n in names)]
+        array = array.reshape([len(read_intervals[n]) for n in names])
+        array = array[tuple(name_intervals[n].as_slice(read_intervals[n].start) for n in names)]
         array = array.transpose([names.index(n) for n in target if n in names])
-        array = array.reshape([len(kept[n]) if n in names else 1 for n in target])
-        array = np.broadcast_to(array, [len(kept[n]) for n in target])
-        array = array.reshape([math.prod(len(kept[n]) for n in group) for group in self.target])
+        array = array.reshape([len(name_intervals[n]) if n in names else 1 for n in target])
+        array = np.broadcast_to(array, [len(name_intervals[n]) for n in target])
+        array = array.reshape(
+            [math.prod(len(name_intervals[n]) for n in group) for group in self.target]
+        )
         return array[
             tuple(
-                interval.as_slice(_offset(group, kept, sizes))
+                interval.as_slice(_offset(group, name_intervals, sizes))
                 for group, interval in zip(self.target, wanted, strict=True)
             )
         ]
@@ -255,9 +262,9 @@ class AxisPattern:
         if not all(map(len, box)):
             return
         sizes = self._resolve(info.shape)
-        kept = _split_all(self.target, box, sizes)
+        name_intervals = _split_all(self.target, box, sizes)
         size = max(
-            math.prod(len(_cover(group, kept, sizes)) for group in self.source),
+            math.prod(len(_cover(group, name_intervals, sizes)) for group in self.source),
             math.prod(map(len, box)),
         )
         stored = (self.source[axis] for axis in info.axis_order or range(len(info.shape)))
@@ -342,13 +349,13 @@ def _split(
 
 
 def _cover(
-    group: tuple[str, ...], kept: Mapping[str, Interval], sizes: Mapping[str, int]
+    group: tuple[str, ...], name_intervals: Mapping[str, Interval], sizes: Mapping[str, int]
 ) -> Interval:
     """Return the smallest interval of a group's axis that contains the intervals of its names."""
-    first = _offset(group, kept, sizes)
+    first = _offset(group, name_intervals, sizes)
     last = 0
     for name in group:
-        last = last * sizes[name] + kept[name].stop - 1
+        last = last * sizes[name] + name_intervals[name].stop - 1
     return _widen(group, Interval(first, last + 1), sizes)
 
 
@@ -359,9 +366,11 @@ def _widen(group: tuple[str, ...], interval: Interval, sizes: Mapping[str, int])
     return Interval(first, first + math.prod(len(box[name]) for name in group))
 
 
-def _offset(group: tuple[str, ...], kept: Mapping[str, Interval], sizes: Mapping[str, int]) -> int:
+def _offset(
+    group: tuple[str, ...], name_intervals: Mapping[str, Interval], sizes: Mapping[str, int]
+) -> int:
     """The position, along the group's axis, of the first element of the names' intervals."""
     offset = 0
     for name in group:
-        offset = offset * sizes[name] + kept[name].start
+        offset = offset * sizes[name] + name_intervals[name].start
     return offset

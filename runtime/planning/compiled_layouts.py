@@ -29,7 +29,7 @@ from ...modelzoo.config import DecoderConfig
 from ...modelzoo.layer_groups import longest_repeat
 from ...sharding.call import Call
 from ...sharding.layout import Layout
-from ..devices.graph_memory import memory_of
+from ..devices.graph_memory import required_bytes
 from .planner import PlanResult
 
 GIGABYTE = 1e9
@@ -72,7 +72,11 @@ class PlannedLayout:
 
 def describe_problems(layouts: Sequence[PlannedLayout]) -> list[str]:
     """One line for each layout whose compiled graphs cannot run, with the reason."""
-    return [f"{one.name}: {one.problem}" for one in layouts if one.problem]
+    return [
+        f"{layout_plan.name}: {layout_plan.problem}"
+        for layout_plan in layouts
+        if layout_plan.problem
+    ]
 
 
 @dataclass(frozen=True)
@@ -87,55 +91,57 @@ class LayoutCompiler:
     def compile_and_rank(self, planned: Sequence[PlannedLayout], count: int) -> list[PlannedLayout]:
         """The first `count` layouts, compiled and sorted by seconds, then the others."""
         started = time.process_time()
-        compiled = [self._compiled(one) for one in planned[:count]]
-        compiled.sort(key=lambda one: one.compiled_seconds)
+        compiled = [self._compiled(layout_plan) for layout_plan in planned[:count]]
+        compiled.sort(key=lambda layout_plan: layout_plan.compiled_seconds)
         minutes = (time.process_time() - started) / 60
         self.on_note(f"layouts compiled in {minutes:.1f} minutes of the processor")
         return [*compiled, *planned[count:]]
 
-    def _compiled(self, one: PlannedLayout) -> PlannedLayout:
+    def _compiled(self, layout_plan: PlannedLayout) -> PlannedLayout:
         compiled = {}
-        for phase, (name, call) in _costliest(one).items():
+        for phase, (name, call) in _costliest(layout_plan).items():
             try:
-                compiled[phase] = compiled_call(name, call, self._counted(one, name), one.cost)
+                compiled[phase] = compiled_call(
+                    name, call, self._counted(layout_plan, name), layout_plan.cost
+                )
             except RuntimeError as error:
                 # not enough memory on a device is the most common reason
                 reason = str(error).strip().partition("\n")[0]
-                return replace(one, problem=f"{name} does not compile: {reason}")
-        return replace(one, compiled=compiled, problem=_too_large(one, compiled))
+                return replace(layout_plan, problem=f"{name} does not compile: {reason}")
+        return replace(layout_plan, compiled=compiled, problem=_too_large(layout_plan, compiled))
 
-    def _counted(self, one: PlannedLayout, name: str) -> ProgramCounts:
+    def _counted(self, layout_plan: PlannedLayout, name: str) -> ProgramCounts:
         """The counts of a compiled graph, extrapolated to all layers."""
         first, period, turns = longest_repeat(self.config.layer_kinds)
         if turns <= 2:
-            return self._read(one, name, self.config)
+            return self._read(layout_plan, name, self.config)
         shorter, longer = (
-            self._read(one, name, self.config.first_layers(first + count * period))
+            self._read(layout_plan, name, self.config.first_layers(first + count * period))
             for count in (1, 2)
         )
         # layers that do not fill the pattern count as their share of a repetition
         return longer.with_more_turns((self.config.num_layers - first) / period - 2, shorter)
 
-    def _read(self, one: PlannedLayout, name: str, config: DecoderConfig) -> ProgramCounts:
+    def _read(self, layout_plan: PlannedLayout, name: str, config: DecoderConfig) -> ProgramCounts:
         target = find_target(self.target)
-        placement = target.placement(one.layout)
+        placement = target.placement(layout_plan.layout)
         definition = AbstractModel(config, placement.arrangement(config))
         experts = default_experts(config) or LOSSLESS_EXPERTS
-        grid = one.result.best.grid
+        grid = layout_plan.result.best.grid
         graphs = plan_graphs(definition, grid, placement, jnp.dtype(self.dtype), experts)
         graph = next(graph for graph in graphs if graph.name == name)
         executable, text, seconds = compile_with_text(graph)
         layers = f"{config.num_layers} of {self.config.num_layers} layers"
-        self.on_note(f"{one.name}: {name}, {layers}, compiled in {seconds:.1f} s")
-        memory, steps = memory_of(executable), grid.steps_per_call
+        self.on_note(f"{layout_plan.name}: {name}, {layers}, compiled in {seconds:.1f} s")
+        memory, steps = required_bytes(executable), grid.steps_per_call
         return ProgramCounts.from_executable(
-            executable, text, target.platform, one.cost, memory, steps
+            executable, text, target.platform, layout_plan.cost, memory, steps
         )
 
 
-def _costliest(one: PlannedLayout) -> dict[str, tuple[str, Call]]:
+def _costliest(layout_plan: PlannedLayout) -> dict[str, tuple[str, Call]]:
     """The name and the call of the graph of each phase on which a plan spends most seconds."""
-    grid, metrics = one.result.best.grid, one.result.best.simulation.metrics
+    grid, metrics = layout_plan.result.best.grid, layout_plan.result.best.simulation.metrics
 
     def seconds(uses: dict, name: object) -> float:
         return uses[str(name)].seconds if str(name) in uses else 0.0
@@ -150,9 +156,9 @@ def _costliest(one: PlannedLayout) -> dict[str, tuple[str, Call]]:
     return costliest
 
 
-def _too_large(one: PlannedLayout, compiled: dict[str, CompiledCall]) -> str:
+def _too_large(layout_plan: PlannedLayout, compiled: dict[str, CompiledCall]) -> str:
     """The reason why the compiled graphs do not fit into a device; empty if they fit."""
-    device = one.cost.hardware.memory_bytes
+    device = layout_plan.cost.hardware.memory_bytes
     largest = max(compiled.values(), key=lambda call: call.memory_bytes)
     if largest.memory_bytes <= device:
         return ""

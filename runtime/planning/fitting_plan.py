@@ -65,9 +65,9 @@ def _more_devices(ranking: Ranking, layouts: Sequence[Layout]) -> str | None:
             layout.with_mesh(mesh) for layout in layouts for mesh in meshes_of(layout.mesh, count)
         ]
         ranked = replace(ranking, num_devices=count, torus=()).rank(meshed)
-        fitting = [one for one in ranked if one.bound is not None]
+        fitting = [ranked_layout for ranked_layout in ranked if ranked_layout.bound is not None]
         if fitting:
-            best = min(fitting, key=lambda one: one.min_bytes or 0)
+            best = min(fitting, key=lambda ranked_layout: ranked_layout.min_bytes or 0)
             assert best.layout is not None and best.min_bytes is not None
             return (
                 f"{count} devices instead of {ranking.num_devices} ({best.layout.name}, "

@@ -28,6 +28,7 @@ class PlanResult:
 
     @property
     def best(self) -> SimulatedGrid:
+        """The chosen grid."""
         return self.search.best
 
 

@@ -87,7 +87,9 @@ def predict(options: argparse.Namespace, files: ModelFiles) -> Prediction:
     ranking = _ranking(options, files, workload, dtype)
     ranked = _rank(options, ranking)
     num_searched = max(MIN_LAYOUTS_SEARCHED, options.compile_layouts)
-    chosen = [one for one in ranked if one.bound is not None][:num_searched]
+    chosen = [ranked_layout for ranked_layout in ranked if ranked_layout.bound is not None][
+        :num_searched
+    ]
     if not chosen:
         reasons = "".join(map(str, ranked))
         raise NoPlanFits(
@@ -145,19 +147,21 @@ def _planned_layouts(
     """Layouts with their plans, the fastest first; a layout without a legal plan is left out."""
     planned: list[PlannedLayout] = []
     reasons = []
-    for one in chosen:
+    for ranked_layout in chosen:
         try:
-            result = _planner(options, config, workload, one).plan()
+            result = _planner(options, config, workload, ranked_layout).plan()
             devices = TargetName.parse(options.target).num_devices
-            _require(one.layout, config, devices, result.best.grid)
-            assert one.cost is not None
-            planned.append(PlannedLayout(one.layout, one.cost, result))
+            _require(ranked_layout.layout, config, devices, result.best.grid)
+            assert ranked_layout.cost is not None
+            planned.append(PlannedLayout(ranked_layout.layout, ranked_layout.cost, result))
         except (NoPlanFits, IllegalLayout) as error:
-            reasons.append(f"{one.layout.name if one.layout else 'one device'}: {error}")
+            reasons.append(
+                f"{ranked_layout.layout.name if ranked_layout.layout else 'one device'}: {error}"
+            )
             note(options, reasons[-1])
     if not planned:
         raise NoPlanFits("no plan fits. " + " ".join(reasons))
-    return sorted(planned, key=lambda one: one.result.best.seconds)
+    return sorted(planned, key=lambda layout_plan: layout_plan.result.best.seconds)
 
 
 def _ranking(
@@ -187,26 +191,29 @@ def _rank(options: argparse.Namespace, ranking: Ranking) -> list[RankedLayout]:
         _require(layouts[0], ranking.config, ranking.num_devices, None)
     ranked = ranking.rank(layouts)
     if len(layouts) > 1:
-        for one in ranked:
-            note(options, str(one).strip())
+        for ranked_layout in ranked:
+            note(options, str(ranked_layout).strip())
     return ranked
 
 
 def _planner(
-    options: argparse.Namespace, config: DecoderConfig, workload: Workload, one: RankedLayout
+    options: argparse.Namespace,
+    config: DecoderConfig,
+    workload: Workload,
+    ranked_layout: RankedLayout,
 ) -> Planner:
     def report(simulated: SimulatedGrid) -> None:
         note(options, f"{simulated.seconds:10.1f} s predicted: {_short(simulated)}")
 
-    assert one.cost is not None
-    if one.layout is not None:
-        note(options, f"{one.layout.name} ({one.layout.mesh}):")
+    assert ranked_layout.cost is not None
+    if ranked_layout.layout is not None:
+        note(options, f"{ranked_layout.layout.name} ({ranked_layout.layout.mesh}):")
     return Planner(
         workload.rows,
         config.max_position,
-        one.cost,
-        _budget(options, config, one.cost.hardware, one.cost.work.entry_bytes),
-        replace(GridDefaults.for_layout(one.layout), max_length=options.max_length),
+        ranked_layout.cost,
+        _budget(options, config, ranked_layout.cost.hardware, ranked_layout.cost.work.entry_bytes),
+        replace(GridDefaults.for_layout(ranked_layout.layout), max_length=options.max_length),
         may_chunk=options.chunks != "never",
         must_chunk=options.chunks == "always",
         max_simulated=options.tries,
@@ -243,7 +250,7 @@ def _layouts(options: argparse.Namespace, count: int) -> list[Layout | None]:
     """The layouts of `--layout`, or else all named layouts over all meshes of `count` devices."""
     if options.layout is not None and options.layout != ALL:
         spellings = split_spellings(options.layout)
-        return [Layout.from_table(read_layout_table(one), one) for one in spellings]
+        return [Layout.from_table(read_layout_table(spelling), spelling) for spelling in spellings]
     return [None] if count == 1 else list(all_layouts(named_layout_tables(), count))
 
 

@@ -60,7 +60,7 @@ def to_json(prediction: "Prediction") -> dict[str, Any]:
         and {**asdict(result.uncertainty), "error": str(result.uncertainty)},
         "graphs": graphs(prediction),
         "comparison": {name: _figures(simulated) for name, simulated in result.others.items()},
-        "layouts": [_ranked(one) for one in prediction.layouts],
+        "layouts": [_ranked(ranked_layout) for ranked_layout in prediction.layouts],
         "searched_layouts": _searched(prediction.searched),
         "memory_bytes": {
             "weights": work.parameter_bytes,
@@ -179,12 +179,12 @@ def _padding(grid: BucketGrid) -> str:
     )
 
 
-def _ranked(one: "RankedLayout") -> dict[str, Any]:
+def _ranked(ranked_layout: "RankedLayout") -> dict[str, Any]:
     return {
-        "name": one.layout and one.layout.name,
-        "mesh": one.layout and one.layout.mesh.sizes,
-        "bound_of_sample": one.bound,
-        "findings": list(one.findings),
+        "name": ranked_layout.layout and ranked_layout.layout.name,
+        "mesh": ranked_layout.layout and ranked_layout.layout.mesh.sizes,
+        "bound_of_sample": ranked_layout.bound,
+        "findings": list(ranked_layout.findings),
     }
 
 
@@ -242,14 +242,14 @@ def _searched(searched: Sequence[PlannedLayout]) -> list[dict[str, Any]]:
     """Layouts that have a plan, the best first."""
     return [
         {
-            "name": one.layout and one.layout.name,
-            "mesh": one.layout and one.layout.mesh.sizes,
-            "grid": one.result.best.grid.to_table(),
-            "seconds": one.seconds,
-            "compiled_seconds": one.compiled_seconds
-            if one.compiled and math.isfinite(one.compiled_seconds)
+            "name": layout_plan.layout and layout_plan.layout.name,
+            "mesh": layout_plan.layout and layout_plan.layout.mesh.sizes,
+            "grid": layout_plan.result.best.grid.to_table(),
+            "seconds": layout_plan.seconds,
+            "compiled_seconds": layout_plan.compiled_seconds
+            if layout_plan.compiled and math.isfinite(layout_plan.compiled_seconds)
             else None,
-            "problem": one.problem,
+            "problem": layout_plan.problem,
             "compiled": {
                 phase: {
                     **asdict(call),
@@ -257,8 +257,8 @@ def _searched(searched: Sequence[PlannedLayout]) -> list[dict[str, Any]]:
                     "factor": call.factor,
                     "difference": call.difference,
                 }
-                for phase, call in one.compiled.items()
+                for phase, call in layout_plan.compiled.items()
             },
         }
-        for one in searched
+        for layout_plan in searched
     ]

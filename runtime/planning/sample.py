@@ -1,14 +1,14 @@
 """A sample of a workload, simulated instead of all rows if there are too many.
 
-Rows are sorted by limit, sequences, scoring, and lengths of prompt and output. The middle one of
+Rows are sorted by limit, sequences, scoring, and lengths of prompt and output. The middle row of
 every group of neighbours is taken, so each stratum has its share. The rows that decide the lengths
 of a plan are added. The seconds of the sample are scaled to all rows by the ratio of their bounds
-(a ratio estimator: Cochran 1977, "Sampling Techniques", ch. 6). The bound of all rows counts every
-one, so rare long rows have their weight though few are simulated. Seconds of the tail do not grow
-with the rows.
+(a ratio estimator: Cochran 1977, "Sampling Techniques", ch. 6). The bound of all rows includes
+rare long rows with their weight, though few of these are simulated. The seconds of the tail do not
+grow with the number of rows.
 
-The error is estimated from parts: every fourth row of the sample forms a part. It is twice the
-largest relative difference between a part and the whole sample, for the chosen grid.
+The uncertainty is estimated from parts: every fourth row of the sample forms a part. It is twice
+the largest relative difference between a part and the whole sample, for the chosen grid.
 """
 
 from collections.abc import Callable, Sequence

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..console import aligned, plural
+from ..console import align_columns, plural
 
 GIGABYTE = 1e9
 GRAPHS = (
@@ -34,9 +34,9 @@ def summary(report: Mapping[str, Any]) -> str:
         *_layout_lines(report),
         *([f"limit      {report['limit']}"] if report["limit"] else []),
         "",
-        *aligned(_graphs(report["graphs"])),
+        *align_columns(_graphs(report["graphs"])),
         "",
-        *aligned([COMPARISON, *_compared({"this plan": predicted, **report["comparison"]})]),
+        *align_columns([COMPARISON, *_compared({"this plan": predicted, **report["comparison"]})]),
         "",
         *_compiled_layout_lines(report["searched_layouts"]),
         *_program_lines(report["graphs"]),
@@ -101,21 +101,21 @@ def _refused(count: int) -> str:
 def _layout_lines(report: Mapping[str, Any]) -> list[str]:
     if report["layout"] is None:
         return []
-    ranked = sum(one["bound_of_sample"] is not None for one in report["layouts"])
+    ranked = sum(layout["bound_of_sample"] is not None for layout in report["layouts"])
     rank = f", the best of {ranked} that can be ranked" if ranked > 1 else ""
     return [f"layout     {report['layout']}{rank}"]
 
 
 def _compiled_layout_lines(searched: Sequence[Mapping[str, Any]]) -> list[str]:
     """The table of compiled layouts, the fastest first; empty if no layout was compiled."""
-    compiled = [one for one in searched if one["compiled"] or one["problem"]]
+    compiled = [layout for layout in searched if layout["compiled"] or layout["problem"]]
     if not compiled:
         return []
-    by_shapes = sorted(compiled, key=lambda one: one["seconds"])
-    rows = [_compiled_layout(one, by_shapes.index(one) + 1) for one in compiled]
+    by_shapes = sorted(compiled, key=lambda layout: layout["seconds"])
+    rows = [_compiled_layout(layout, by_shapes.index(layout) + 1) for layout in compiled]
     pairs = zip(rows, compiled, strict=True)
-    notes = [f"{row[0]}: {note}" for row, one in pairs for note in _compiled_notes(one)]
-    return [*aligned([COMPILED_LAYOUTS, *rows]), *notes, ""]
+    notes = [f"{row[0]}: {note}" for row, layout in pairs for note in _compiled_notes(layout)]
+    return [*align_columns([COMPILED_LAYOUTS, *rows]), *notes, ""]
 
 
 def _compiled_notes(layout: Mapping[str, Any]) -> list[str]:
@@ -144,7 +144,7 @@ def _compiled_layout(layout: Mapping[str, Any], rank: int) -> tuple[str, ...]:
 def _program_lines(graphs: Sequence[Mapping[str, Any]]) -> list[str]:
     """The table of compiled programs; empty if no graph was compiled."""
     rows = [_program(graph["graph"], graph["compiled"]) for graph in graphs if graph["compiled"]]
-    return [*aligned([PROGRAMS, *rows]), ""] if rows else []
+    return [*align_columns([PROGRAMS, *rows]), ""] if rows else []
 
 
 def _program(name: str, program: Mapping[str, Any]) -> tuple[str, ...]:

@@ -186,7 +186,7 @@ def test_flash_reads_every_block_in_which_something_is_seen_and_few_others(windo
     is_seen_IJ = np.asarray(seen.mask()).reshape(2, 128, -1, 128).any(axis=(1, 3))
     is_read_IJ = read_IJ == np.arange(S // block.S)
     assert (is_read_IJ >= is_seen_IJ).all()
-    # the block in which the ring begins anew has positions from both of its ends
+    # the block where the buffer wraps has positions from both of its ends
     assert (is_read_IJ > is_seen_IJ).sum(axis=1).max() <= 1
     changes = (np.diff(read_IJ, axis=1) != 0).sum(axis=1)
     assert (changes < np.maximum(is_read_IJ.sum(axis=1), 1)).all(), "what is not seen is brought"

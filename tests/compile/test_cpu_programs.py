@@ -37,7 +37,7 @@ def test_no_weight_is_converted_and_every_product_is_fast(graphs, name):
     compiled, _ = compile_graph(graphs[name])
     report = read_report(compiled.as_text(), "cpu", (), min_bytes=SMALLEST_WEIGHT)
     converted = {one.argument for one in report.rewrites if one.is_converted}
-    # XLA converts the table that decode looks tokens up in, once a call
+    # XLA converts decode's embedding table once a call
     known = {"parameters['embedding.table']"} if name.startswith("decode") else set()
     assert converted <= known
     assert report.step.converted_bytes == 0

@@ -89,7 +89,7 @@ def test_a_sparse_layer_exchanges_tokens_twice_and_gathers_no_expert(name, phase
     with ThreadPoolExecutor() as pool:
         programs = list(pool.map(partial(compiled, layout, phase), (2, 3)))
     two, three = (collectives(*of) for of in zip(programs, [layout] * 2, (2, 3), strict=True))
-    # each device sends its tokens to every device that it exchanges with
+    # each device sends its tokens to every device of its exchange
     exchanging = mesh.get("expert", 1)
     sent = TOKENS[phase] // (mesh.get("data", 1) * exchanging) * exchanging
     words_of_choices = CHOSEN + CHOSEN * 4 // BYTES
@@ -98,7 +98,7 @@ def test_a_sparse_layer_exchanges_tokens_twice_and_gathers_no_expert(name, phase
         wanted["all-to-all", ("expert",), sent * (EMBED + words_of_choices) * BYTES] += 1
         wanted["all-to-all", ("expert",), sent * EMBED * BYTES] += 1
     if "tensor" in mesh:
-        # attention's sum, and that of the experts' hidden size or of the experts themselves
+        # the sum of attention, and the sum over the experts' hidden size or over experts
         residual = TOKENS[phase] // (mesh.get("data", 1) * exchanging) * EMBED * BYTES
         wanted["all-reduce", ("tensor",), residual] += 2
     rows = tuple(axis for axis in mesh if axis in layout.rules["batch"])
@@ -106,5 +106,5 @@ def test_a_sparse_layer_exchanges_tokens_twice_and_gathers_no_expert(name, phase
         entries = TOKENS[phase] * KV_HEADS // mesh.get("tensor", 1) * HEAD_DIM * BYTES
         wanted["all-gather", rows, entries] += 2
     assert three - two == wanted
-    # nor are weights copied on their way into a product
+    # products do not copy weights either
     assert programs[0].memory_analysis().temp_size_in_bytes < 4 * WEIGHTS_OF_ONE_EXPERT

@@ -172,10 +172,10 @@ def test_chunks_on_a_tpu_attend_to_the_cache_where_it_is(config, target, layout)
     _, text, _ = compile_with_text(graph)
     assert text is not None
     is_whole = [window is None for window in config.windows]
-    # the second segment has entries below the last chunk, a ring of one segment lies in the first
+    # the second segment has entries before the last chunk; the rolling buffer is in the first
     assert text.count('custom_call_target="tpu_custom_call"') == sum(2 + x for x in is_whole)
     assert read_report(text, "tpu", {}).step.copied_bytes == 0
-    # a device has some of the slots where a layout splits them, so they are brought together
+    # if a layout splits slots, a device has only some of them, so they are gathered
     assert bool(taken_slots(text)) == (layout is not None and "data" in layout)
 
 

@@ -152,7 +152,7 @@ OF_16_EXPERTS = partial(MoeConfig, Routing(num_experts=16, num_chosen=2), QWEN3_
             "decode span 1536", "expert-tensor@data=1,expert=2,tensor=4", QWEN3_235B,
             OF_16_EXPERTS, id="experts",
         ),
-        # a device has one head, whose keys lie in another order
+        # a device has one head, whose keys have another memory layout
         pytest.param(
             "prefill 256x1 span 1536", "weight-stationary-1d@tensor=8", LLAMA_8B, None,
             id="chunks 1d",

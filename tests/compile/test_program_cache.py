@@ -32,7 +32,7 @@ def folder(tmp_path):
 def compile_for(name: str) -> None:
     sharding = find_target(name).placement().replicated
     x = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=sharding)
-    # a function of its own each time: jax keeps what it has compiled of another
+    # a new function each time, as jax keeps compiled functions
     compile_program(jax.jit(lambda x: x + 1, out_shardings=sharding).lower(x), {})
 
 

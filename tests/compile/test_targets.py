@@ -137,7 +137,7 @@ def test_a_slice_of_no_whole_blocks_is_refused_by_its_name_with_the_nearest(name
 @pytest.mark.tpu_compile
 @pytest.mark.parametrize("generation", ["v4", "v5e", "v5p", "v6e"])
 def test_slices_are_those_that_libtpu_takes(generation):
-    find_target(f"tpu:{generation}:2x2x1")  # sets what libtpu needs to be set
+    find_target(f"tpu:{generation}:2x2x1")  # this sets the environment for libtpu
 
     def is_named(name: str) -> bool:
         try:

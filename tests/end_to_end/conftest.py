@@ -13,11 +13,11 @@ def noria(tmp_path_factory, optimizes: bool) -> Noria:
     model = root / "model"
     write_model(model)
     environment = {**os.environ, "XDG_CACHE_HOME": str(root / "cache")}
-    # one device, as a user has it
+    # one device, as for a user
     del environment["XLA_FLAGS"]
-    # and the platforms are the command's to choose
+    # the command chooses the platforms
     del environment["JAX_PLATFORMS"]
-    # among those that are the same on every machine
+    # one of the platforms that every machine has
     environment["CUDA_VISIBLE_DEVICES"] = ""
     # as in this process
     environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(not optimizes))

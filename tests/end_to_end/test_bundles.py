@@ -27,7 +27,7 @@ def plan(noria, source):
 @pytest.fixture(scope="module")
 def bundle(noria, source, plan):
     folder = source.with_name("bundle")
-    # the second time, what was compiled before lies in the compile cache of jobs
+    # the second time, the compile cache of jobs has the programs
     noria.batch(source, source.with_name("before.jsonl"), "--plan", plan)
     noria.run("compile", "--model", noria.model, "--plan", plan, "-o", folder)
     return folder

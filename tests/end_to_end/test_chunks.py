@@ -60,7 +60,7 @@ def test_chunks_and_whole_prompts_give_the_same_texts(noria, source, in_chunks):
     output, _ = in_chunks
     whole, _ = noria.batch(source, source.with_name("whole.jsonl"))
     for got, expected in zip(read_rows(output), whole, strict=True):
-        if got["custom_id"] != SCORED:  # log-probabilities are of other executables
+        if got["custom_id"] != SCORED:  # log-probabilities come from other executables
             assert answer(got) == answer(expected)
     assert read_manifest(output)["compiles_during_run"] == 0
 

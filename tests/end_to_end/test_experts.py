@@ -190,7 +190,7 @@ def test_llm_takes_the_same(noria, mixtral, monkeypatch):
 
     monkeypatch.setenv("XDG_CACHE_HOME", mixtral.environment["XDG_CACHE_HOME"])
     tight = Dispatch("capacity", 1.0)
-    # one token alone chooses the same experts everywhere in the first layer
+    # rows of one repeated token choose the same experts everywhere in the first layer
     prompts = [[5] * 16] * 4
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     sizes = {"max_model_len": 32, "max_num_seqs": 4}

@@ -89,7 +89,7 @@ def test_rows_are_the_same_under_permutation_subset_and_split(noria, plan, tmp_p
 def test_a_run_through_every_bucket_compiles_nothing_and_accounts_for_its_time(
     noria, plan, tmp_path
 ):
-    # the long row ends first, so that the short one is alone, and within the short span
+    # the long row ends first, so that the short row is alone, and within the short span
     greedy = {"temperature": 0, "ignore_eos": True}
     rows = [
         completion("short", [5, 6], **greedy, max_tokens=20),
@@ -112,7 +112,7 @@ def test_a_run_through_every_bucket_compiles_nothing_and_accounts_for_its_time(
     }
     phases = sum(manifest[f"{name}_seconds"] for name in ("scan", "load", "build", "run"))
     assert phases == pytest.approx(manifest["wall_seconds"], rel=0.01, abs=0.05)
-    # what is left is the interpreter's start and end
+    # the remaining time is the interpreter's start and end
     assert 0 < lifetime - manifest["wall_seconds"] < 5
 
 

@@ -33,7 +33,7 @@ def job(noria, tmp_path_factory):
     rows[::20] = [chat(row["custom_id"], "the wheel", max_tokens=20) for row in rows[::20]]
     source = write_lines(folder / "in.jsonl", rows)
     output = folder / "whole.jsonl"
-    # twice: the second run has every program in the compile cache, as the killed ones will
+    # run twice: the second run finds every program in the compile cache, like the killed jobs
     noria.batch(source, folder / "first.jsonl", expect=1)
     noria.batch(source, output, expect=1)
     return source, output
@@ -68,7 +68,7 @@ def test_a_job_killed_at_random_moments_ends_as_if_undisturbed(noria, job, tmp_p
         process.kill()
         process.communicate()
         if output.exists() and process.returncode == 1:
-            # it finished: begin another job
+            # the job has finished: start another
             assert masked(output) == masked(whole)
             for path in tmp_path.iterdir():
                 path.unlink()
@@ -99,7 +99,7 @@ def test_a_stopped_job_drains_and_goes_on_later(noria, job, tmp_path, number, st
     arguments = ("batch", "-i", source, "-o", output, "--model", noria.model)
     process = noria.start(*arguments, start_new_session=True)
     wait_for_records(process, output, 20)
-    # to the whole group, as a terminal sends Ctrl-C
+    # signal the whole group, as a terminal does for Ctrl-C
     os.killpg(process.pid, number)
     _, err = process.communicate(timeout=120)
     assert process.returncode == status, err
@@ -127,7 +127,7 @@ def test_a_job_stopped_in_the_middle_of_a_long_compile_leaves_at_once(noria, tmp
     output = tmp_path / "out.jsonl"
     cold = replace(noria, environment={**noria.environment, "XDG_CACHE_HOME": str(tmp_path)})
     process = cold.start("batch", "-i", source, "-o", output, "--model", deep_model)
-    # the decode graph is begun first, and takes longest by far
+    # the decode graph starts first, and takes by far the longest
     first = next(line for line in process.stderr if line.startswith("compile [1/"))
     process.terminate()
     start = time.monotonic()

@@ -30,7 +30,7 @@ def source(noria, tmp_path_factory):
             seed=i,
             max_tokens=rng.randint(1, 40),
             stop=["e"] if i % 3 == 0 else None,
-            # ids that are met now and then end a row before its limit
+            # some rows meet these ids, and end before their limit
             stop_token_ids=list(range(5, 25)) if i % 3 == 1 else [],
         )
         for i in range(80)

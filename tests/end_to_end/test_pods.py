@@ -199,7 +199,7 @@ def test_a_pod_takes_its_executables_all_together_or_not_at_all(job, tmp_path):
     assert "executables taken" in leader
     assert "compile [" not in leader + follower and "instead" not in leader + follower
     assert answers(output) == answers(job.whole)
-    # one process has lost an executable: all compile, or a compiler might wait for others
+    # one process lacks an executable: all compile, or one compiler might wait for the others
     next((bundle / "process-1-of-2" / "graphs").iterdir()).unlink()
     output = tmp_path / "compiled.jsonl"
     leader = job.run(output, 2, "--plan", bundle)[0]

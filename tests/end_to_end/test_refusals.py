@@ -101,7 +101,7 @@ def test_a_plan_that_no_memory_holds(noria, source):
     output = source.with_name("out.jsonl")
     arguments = ("-i", source, "-o", output, "--model", noria.model)
     process = noria.start("batch", *arguments, "--set", "buckets.decode_slots=1000000000")
-    # terabytes: some systems would promise even those
+    # terabytes, as some systems promise more memory than they have
     resource.prlimit(process.pid, resource.RLIMIT_AS, (2**35, 2**35))
     _, err = process.communicate(timeout=120)
     assert process.returncode == EXIT_BUILD

@@ -119,7 +119,7 @@ class LoadedCase:
         return partial(prefill, self.parameters)
 
     def padded_prompts(self, length: int) -> jax.Array:
-        # padding is a token like any other, so that one that is looked at shows
+        # padding is an ordinary token, so that the results change if padding is read
         tokens = np.full((len(self.prompts), length), 7, np.int32)
         for row, prompt in zip(tokens, self.prompts, strict=True):
             row[: min(len(prompt), length)] = prompt[:length]

@@ -98,7 +98,7 @@ def prompts(batch: int = 3) -> jax.Array:
 def test_no_token_depends_on_a_later_one(model):
     """The gradient of each position's output in the embeddings of later tokens is exactly zero."""
     graphdef, state = model
-    tokens_BT = jnp.arange(T)[None]  # all different, so each row of the table is one position
+    tokens_BT = jnp.arange(T)[None]  # all tokens differ, so each row of the table is one position
 
     @jax.jit
     def gradients(state):

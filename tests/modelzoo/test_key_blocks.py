@@ -4,13 +4,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from noria.modelzoo.key_blocks import CPU_BLOCKS, blocks_shape, in_blocks, joined
+from noria.modelzoo.key_blocks import CPU_BLOCKS, blocks_shape, join_blocks, split_blocks
 
 
 @pytest.mark.parametrize(("num_entries", "size"), [(12, 4), (10, 4), (4, 4), (3, 4), (5, 1)])
 def test_each_block_has_its_positions_of_every_entry_of_a_head(num_entries, size):
     k_BKHS = np.random.default_rng(0).normal(size=(2, 3, 5, num_entries)).astype(np.float32)
-    blocks = np.asarray(in_blocks(jnp.asarray(k_BKHS), size))
+    blocks = np.asarray(split_blocks(jnp.asarray(k_BKHS), size))
     count = -(-num_entries // size)
     assert blocks.shape == (2, 3, count * 5, size)
     for number in range(count):
@@ -19,7 +19,7 @@ def test_each_block_has_its_positions_of_every_entry_of_a_head(num_entries, size
         np.testing.assert_array_equal(block[..., : expected.shape[-1]], expected)
         assert np.all(block[..., expected.shape[-1] :] == 0)
     if num_entries >= size:
-        np.testing.assert_array_equal(joined(jnp.asarray(blocks), num_entries), k_BKHS)
+        np.testing.assert_array_equal(join_blocks(jnp.asarray(blocks), num_entries), k_BKHS)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from tolerances import FLOAT32_MODEL_LOGPROB
 from noria.compile.abstract_model import AbstractModel
 from noria.modelzoo import kv_cache
 from noria.modelzoo.config import AS_PUBLISHED, Arrangement, Chunk, DecoderConfig, LatentAttention
-from noria.modelzoo.key_blocks import joined
+from noria.modelzoo.key_blocks import join_blocks
 from noria.modelzoo.kv_cache import KVCache
 from noria.modelzoo.layer_groups import block_layers, single_layer_names
 from noria.modelzoo.operations import ON_ONE_DEVICE
@@ -219,7 +219,7 @@ def live_entries(one: Model, cache: KVCache) -> list[tuple[np.ndarray, list[np.n
             arrays = []
             for segments, axis in zip(kept, kept.POSITION_AXES, strict=True):
                 if axis == 4:
-                    segments = map(joined, segments, kept.lengths)
+                    segments = map(join_blocks, segments, kept.lengths)
                 array = np.moveaxis(np.concatenate([*segments], axis)[index], axis - 1, -1)
                 is_live = position_BS.reshape(SLOTS, *[1] * (array.ndim - 2), -1) >= 0
                 arrays.append(np.where(is_live, array, 0))

@@ -24,10 +24,10 @@ from noria.modelzoo.segment_attention import attend_segments
 CUTS = [(24,), (4, 24), (2, 4, 8, 24), (5, 24)]
 """Spans above the windows, below them and equal to one."""
 WINDOWS = (3, None, 5, 3)
-RINGS = replace(CONFIG, windows=WINDOWS)
+ROLLING = replace(CONFIG, windows=WINDOWS)
 
 
-keep_rings = jax.jit(partial(keep, windows=WINDOWS))
+keep_rolling = jax.jit(partial(keep, windows=WINDOWS))
 
 
 def prompt_of(length: int, rows: int = 1):
@@ -72,9 +72,9 @@ def assert_holds(cache: KVCache, layer: int, slot: int, tokens: dict[int, np.nda
     [(2, 2), (3, 3), (4, 4), (5, 1), (12, 2), (12, 9), (12, 11), (24, 24)],
 )
 def test_a_whole_prompt_leaves_its_latest_tokens(spans, length, true_length):
-    before, prompt = used_cache(RINGS, spans), prompt_of(length, rows=2)
+    before, prompt = used_cache(ROLLING, spans), prompt_of(length, rows=2)
     rows = pieces([SLOTS, 2], [length, true_length])
-    after = keep_rings(before, prompt, rows)
+    after = keep_rolling(before, prompt, rows)
     for layer in range(len(WINDOWS)):
         tokens = tokens_of(prompt, layer, row=1, length=true_length)
         assert_holds(after, layer, 2, tokens)
@@ -86,7 +86,7 @@ def test_a_whole_prompt_leaves_its_latest_tokens(spans, length, true_length):
 @pytest.mark.parametrize("chunk", [1, 2, 4, 8])
 def test_chunks_fill_a_slot_as_they_come(spans, chunk):
     """Each chunk ends at the end of a span at the latest; half of the last chunk is padding."""
-    cache, prompt = used_cache(RINGS, spans), prompt_of(24)
+    cache, prompt = used_cache(ROLLING, spans), prompt_of(24)
     held = [tokens_of(prompt, layer, 0, 24) for layer in range(len(WINDOWS))]
     cuts = sorted({*spans, *range(0, 24, chunk)})
     for start, end in pairwise(cuts):
@@ -94,7 +94,7 @@ def test_chunks_fill_a_slot_as_they_come(spans, chunk):
         piece = [PromptKeysValues(k[..., start:end], v[..., start:end, :]) for k, v in prompt]
         num_segments = 1 + sum(end > span for span in spans)
         rows = pieces([2], [length - start], start)
-        cache = cache.with_head(keep_rings(cache.head(num_segments), piece, rows))
+        cache = cache.with_head(keep_rolling(cache.head(num_segments), piece, rows))
         for layer, tokens in enumerate(held):
             assert_holds(cache, layer, 2, {p: tokens[p] for p in range(length)})
 
@@ -103,7 +103,7 @@ def test_chunks_fill_a_slot_as_they_come(spans, chunk):
 def test_appending_goes_round_and_round(spans):
     """Rows of different lengths run together, and each wraps its buffer several times."""
     prompt, lengths = prompt_of(12, rows=SLOTS), (1, 3, 7, 12)
-    cache = keep_rings(used_cache(RINGS, spans), prompt, pieces(range(SLOTS), lengths))
+    cache = keep_rolling(used_cache(ROLLING, spans), prompt, pieces(range(SLOTS), lengths))
     held = [
         [tokens_of(prompt, layer, slot, length) for slot, length in enumerate(lengths)]
         for layer in range(len(WINDOWS))
@@ -131,13 +131,13 @@ def append(cache: KVCache, new, position_B) -> KVCache:
 @pytest.mark.parametrize("spans", CUTS, ids=str)
 @pytest.mark.parametrize("position", [2, 4, 11, 12, 23])
 @pytest.mark.parametrize("window", [3, Chunk(3)], ids=str)
-def test_a_ring_gives_the_attention_of_a_cache_that_keeps_all(spans, position, window):
+def test_a_rolling_buffer_gives_the_attention_of_a_whole_cache(spans, position, window):
     """The test compares a mask over all positions with a rolling buffer of the window's size."""
     prompt, new, length = prompt_of(24), prompt_of(1), jnp.array([position])
-    # layer 1 keeps all, layer 3 is a ring: let them keep the same
+    # layer 1 keeps all, layer 3 has a rolling buffer: let them keep the same
     prompt, new = ((*each[:3], each[1]) for each in (prompt, new))
-    cache = kv_cache.allocate(RINGS, 1, spans, jnp.float32)
-    cache = keep_rings(cache, prompt, pieces([0], [position]))
+    cache = kv_cache.allocate(ROLLING, 1, spans, jnp.float32)
+    cache = keep_rolling(cache, prompt, pieces([0], [position]))
     cache = append(cache, new, length)
     q_BTKGH = jnp.asarray(np.random.default_rng(2).normal(size=(1, 1, K, 3, H)), jnp.float32)
 
@@ -152,7 +152,7 @@ def test_a_ring_gives_the_attention_of_a_cache_that_keeps_all(spans, position, w
 @pytest.mark.parametrize("num_segments", [1, 2, 3, 4])
 def test_a_head_has_the_segments_below_its_span(num_segments):
     """With spans 2, 4, 8 and 24, a buffer of 3 ends in segment 2, a buffer of 5 in segment 3."""
-    cache = used_cache(RINGS, CUTS[2])
+    cache = used_cache(ROLLING, CUTS[2])
     head = cache.head(num_segments)
     lengths = {
         window: [segment.shape[1] for segment in head.positions.for_window(window)]

@@ -139,7 +139,7 @@ def test_entries_beyond_the_rotated_ones_stay_as_they_are():
     alone = rotate(x[..., :6], rotation(positions, RopeConfig(rope.theta, rope.scaling), 6))
     np.testing.assert_array_equal(turned[..., :6], alone)
     np.testing.assert_array_equal(turned[..., 6:], x[..., 6:])
-    # at position zero only the factor is left
+    # at position zero only the factor remains
     np.testing.assert_allclose(
         turned[0, 0, :, :6], 1.25 * x[0, 0, :, :6], rtol=0, atol=FLOAT32_ELEMENTWISE
     )

@@ -242,7 +242,7 @@ def test_a_row_gets_the_same_bits_whatever_its_neighbours_ask_for():
 
 def test_rows_that_are_not_live_make_no_branch_run():
     logits_BV, state, history = mixed_rows()
-    is_live_B = jnp.arange(8) == 0  # the row that asks for nothing
+    is_live_B = jnp.arange(8) == 0  # the row without options
     processed_BV = jax.jit(process_logits)(logits_BV, state, history, is_live_B)
     np.testing.assert_array_equal(processed_BV, logits_BV)
     tokens_B = jax.jit(sample)(logits_BV, state, history, is_live_B)
@@ -274,7 +274,7 @@ def test_frequencies_of_draws_match_the_probabilities(varied, changes):
         state = state._replace(sample_B=jnp.arange(DRAWS))
     if varied == "step":
         history = history._replace(length_B=4 + jnp.arange(DRAWS))
-    # ids of the padding of stops and biases lie outside of this vocabulary, too
+    # the padding ids of stops and biases are also outside this vocabulary
     tokens_B = jax.jit(sample)(jnp.broadcast_to(logits_V, (DRAWS, 6)), state, history, live(DRAWS))
     scaled = np.asarray(logits_V, np.float64) / float(state.temperature_B[0])
     top_k, top_p = int(state.top_k_B[0]), float(state.top_p_B[0])

@@ -15,7 +15,7 @@ CAPACITY = script("scripts/expert_capacity.py")
 @pytest.mark.parametrize(
     ("dispatch", "dropped", "padded"),
     [
-        # 16 choices of 4 experts, of which the first has 10: tiles of 4 rows
+        # 16 choices of 4 experts, 10 of them of the first expert, in tiles of 4 rows
         (Dispatch("capacity", 1.0), 6 / 16, 6 / 16),
         (Dispatch("capacity", 2.0), 2 / 16, 18 / 32),
         (LOSSLESS, 0, 1 - 16 / (12 + 3 * 4)),

@@ -8,7 +8,7 @@ import pytest
 from numerics_helpers import ROOT, script
 
 MIB = 2**20
-# Two token tables are most of this model: a loader that held copies of a parameter would be over
+# Two token tables are most of this model: a loader that copies a parameter exceeds the bound
 TABLES = "--layers 1 --embed 1024 --vocab 25013 --files 3"
 FLOAT8 = "--layers 4 --vocab 1007 --files 3 --stored-dtype float8"
 
@@ -28,7 +28,7 @@ def test_the_peak_of_each_process_stays_within_its_bound(options):
     for number, row in enumerate(rows[2:]):
         process, share, peak, _, bound, read, _ = map(float, row)
         assert process == number and share * 0.9 < peak < bound
-        # its own shards and no more: heads in copies are read once for all their copies
+        # only its own shards: copied heads are read once for all their copies
         assert read <= share
     assert len(rows) == 2 + 4
 

@@ -348,7 +348,7 @@ class LaidOut:
     def definition(self) -> AbstractModel:
         arrangement = self.placement.arrangement(self.config, self.scan_layers)
         if arrangement.key_blocks:
-            # segments here are shorter than the blocks that a build has
+            # segments here are shorter than the blocks of a build
             arrangement = replace(arrangement, key_blocks=KEY_BLOCKS)
         return AbstractModel(self.config, arrangement)
 

@@ -202,7 +202,7 @@ def test_what_sends_less_is_chosen_by_chunk_span_and_heads(monkeypatch):
     assert choose(chunk=8, span=64) == "gather_queries"
     assert choose(chunk=64, span=64) == "pass_entries"
     assert choose(chunk=8, span=64, queries=16) == "pass_entries"
-    # two of four devices are within such a window
+    # the window reaches two of four devices
     assert choose(chunk=8, span=64, window=2) == "pass_entries"
 
 

@@ -108,7 +108,7 @@ def test_the_cache_takes_the_bytes_of_its_shards(name):
 def test_windows_leave_room_for_longer_contexts():
     layout = layout_of("data-parallel")
     entry = cache_bytes_per_device(SMALL, layout, 8, 1, jnp.float32) // 2
-    # beyond position 24 one layer grows alone
+    # beyond position 24 only one layer grows
     full = (24 + 5 + 24 + 5) * entry
     for room, context in ((full - 1, 23), (full, 24), (full + 7 * entry, 31), (2**60, 64), (0, 0)):
         assert max_context(WINDOWED, layout, 8, room, jnp.float32) == context

@@ -103,7 +103,7 @@ def test_looking_up_ids_gives_rows_of_the_table(used, stored):
     ids_BT[5, 2] = 3
     table = nnx.Param(jnp.asarray(table_VD), logical_axes=(axes.VOCAB, ""))
     got = run(lambda ids: operations(used, stored).lookup(table, ids, axes.RESIDUAL), ids_BT)
-    # the row of NaN reaches the token that asks for it, and no other
+    # the row of NaN reaches only the token that reads it
     np.testing.assert_array_equal(got, table_VD[ids_BT])
 
 

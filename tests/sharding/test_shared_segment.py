@@ -54,7 +54,7 @@ def shared_arrays(state: DecodeState) -> list[np.ndarray]:
     """Return the positions and all layers' arrays of the shared segment."""
     layers = [s for kept in state.cache.layers for s in kept if isinstance(s, tuple)]
     segments = [(state.cache.positions.whole_BS, 0), *((segments, 1) for segments in layers)]
-    # copies: decode takes the buffers
+    # copy the arrays, as decode donates the buffers
     return [np.array(x) for segments, axis in segments for x in split_shared(segments, axis)[0]]
 
 

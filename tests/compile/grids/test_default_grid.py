@@ -212,7 +212,7 @@ def test_rows_without_max_tokens_go_as_far_as_the_cache_fits():
 
     assert derive_grid(rows, 4096, defaults, up_to(4 * 4096)).max_length == 4096
     assert derive_grid(rows, 4096, defaults, up_to(4 * 1000)).max_length == 960
-    # less than is expected is never planned for want of memory
+    # a lack of memory never reduces a plan below the expected lengths
     assert derive_grid(rows, 4096, defaults, up_to(0)).max_length == 128
     limited = [RowShape(20, 100)] * 4
     assert derive_grid(limited, 4096, defaults, up_to(4 * 4096)).max_length == 128

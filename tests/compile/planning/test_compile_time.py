@@ -27,7 +27,7 @@ def test_a_plan_compiles_about_as_long_as_is_predicted(name):
     prefill = tuple((length, rows) for length, rows in case["prefill"])
     spans = tuple(case["decode_spans"])
     grid = BucketGrid(spans[-1], prefill, case["decode_slots"], spans)
-    # of layers that are all alike, a loop defines one
+    # a loop over equal layers defines one layer
     num_layers = 1 if name.endswith(", scanned") else LAYERS[model]
     entries = case["decode_slots"] * spans[-1] * LAYERS[model]
     each = GraphSeconds.predicted(

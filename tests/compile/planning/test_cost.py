@@ -112,7 +112,7 @@ def test_a_calibration_finds_the_factors_of_a_machine_and_predicts_other_calls()
     for call in (Call("prefill", 3, 300, 300), Call.of_step(24, 1000)):
         parts = plain.estimate(call).parts
         expected = 0.01 + sum(FACTORS[name] * seconds for name, seconds in parts.items())
-        # parts that grow alike share their factors in any way
+        # the fit cannot separate the factors of parts that grow together
         assert model.seconds(call) == pytest.approx(expected, rel=1e-3)
 
 

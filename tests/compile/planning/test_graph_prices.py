@@ -48,7 +48,7 @@ def test_no_other_choice_of_decode_graphs_takes_less(grid, seed):
     rng = np.random.default_rng(seed)
     steps = {span: int(rng.integers(0, 40)) for span in SPANS}
     of_span = [prices(0).cost.seconds(grid.decode_call(span)) for span in SPANS]
-    # about what a graph saves
+    # close to the savings of a graph
     build = 20 * (of_span[-1] - of_span[0]) / 2
     kept = prices(build).without_idle_spans(grid, steps)
     chosen = [

@@ -83,7 +83,7 @@ def test_where_all_links_are_alike_an_all_to_all_takes_its_mean_distance_over_th
     found = loads(dimensions, [True] * len(dimensions))
     num_links = 2 * len(dimensions) * group
     mean = sum(found.values()) / num_links
-    # a quarter of the ring on the way, over two links
+    # a quarter of the way round the ring, over two links
     assert mean == pytest.approx(size / 4 / 2)
     seconds = interconnect({"expert": group}, dimensions, [size]).seconds(
         "all-to-all", ("expert",), ARRAY * (group - 1) / group

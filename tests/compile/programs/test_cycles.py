@@ -81,7 +81,7 @@ def test_a_convolution_is_the_product_that_it_stands_for(x, w, out, how, flops):
 
 
 def test_a_kernel_is_priced_by_what_it_declares():
-    # numbers come as text
+    # the numbers are strings
     cost = '{"flops":"5000000","transcendentals":"3","bytes_accessed":"9000"}'
     config = f'backend_config={{"custom_call_config": {{"body": "x", "cost_estimate": {cost}}}}}'
     found = cycles(

@@ -160,7 +160,7 @@ def test_a_program_does_no_more_than_its_row_allows_and_a_row_allows_no_more_tha
     assert figures.keys() == row.keys() - set(FACTS), now
     for name, number in figures.items():
         least, most = sorted((round(number, 3), row[name]))
-        # a row may be met with a little room, in either direction
+        # values may differ from the row a little, in both directions
         assert most <= least * SLACK + 0.001, f"{name} is {number:.3f}, allowed {row[name]}\n{now}"
 
 

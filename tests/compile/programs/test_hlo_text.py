@@ -6,7 +6,7 @@ import pytest
 
 from noria.compile.programs.hlo_text import array_bytes, read_program, trip_count
 
-# what the TPU's compiler leaves of a loop: it writes no trip count
+# a loop as the TPU's compiler writes it, without a trip count
 LOOP = """HloModule jit_f, is_scheduled=true, num_partitions=8
 
 %body (state: (s32[], f32[8], s32[])) -> (s32[], f32[8], s32[]) {

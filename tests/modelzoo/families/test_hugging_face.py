@@ -251,7 +251,7 @@ def test_yarn_scales_rotations_by_one_ratio_and_scores_by_a_square():
     config = from_hf_config(family("deepseek_v2", rope_scaling=scaled)).config
     assert config.rope.scaling.attention_factor == 1.0
     assert config.scores.scale == pytest.approx(0.25 * (0.0707 * math.log(40) + 1) ** 2)
-    # without a scale for all entries it is the rotated ones that the paper's temperature is on
+    # without a scale for all entries, the paper's temperature applies to the rotated entries
     config = from_hf_config(family("deepseek_v2", rope_scaling=table)).config
     assert config.rope.scaling.attention_factor is None
     assert config.scores.scale == 0.25
@@ -317,7 +317,7 @@ def test_the_factors_of_granite_are_read_and_logits_are_divided():
     config = from_hf_config(family("granite", attention_multiplier=0.25, **factors)).config
     assert config.multipliers == Multipliers(embedding=12.0, residual=0.22, logits=0.125)
     assert config.scores == Scores(scale=0.25)
-    # the reference's default is one, and not one over the root of the head size
+    # the reference's default is 1, not 1 over the root of the head size
     assert from_hf_config(family("granite")).config.scores == Scores(scale=1.0)
 
 

@@ -138,7 +138,7 @@ def test_the_text_part_is_the_same_model_with_longer_names():
     text, part = from_hf_config(TEXT), from_hf_config(WHOLE)
     assert (part.family, part.config) == (text.family, text.config)
     assert part.sources == tuple(
-        source.renamed(TensorPrefix("", "language_model.")) for source in text.sources
+        source.with_prefix(TensorPrefix("", "language_model.")) for source in text.sources
     )
     assert part.arranged(part.arrangement).sources == part.sources
     assert part.ignored_tensors[0] == "language_model.model.rotary_emb.inv_freq"

@@ -46,7 +46,7 @@ NOT_KEYS = {
     "mtp_per_layer_config", "num_mtp_layers", "number_of_conv_states",
     # keys of initial values and of returned values
     "init_std", "initializer_factor", "output_attentions", "tie_last_hidden_states",
-    # keys of vision towers and projectors, beside which the text part is read
+    # keys of vision towers and projectors of models whose text part is read
     "image_size", "image_token_id", "layer_norm_eps", "mm_tokens_per_image", "num_channels",
     "patch_size", "pixel_shuffle_ratio", "projector_dropout", "projector_input_dim",
     "projector_output_dim", "text_config", "vision_config", "vision_output_dim",

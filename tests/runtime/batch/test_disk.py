@@ -17,7 +17,7 @@ def test_a_full_disk_leaves_the_old_file_and_no_temporary_one(tmp_path):
     path = tmp_path / "plan.toml"
     counter = FaultyDisk(0)
     replace_file(counter, path, [b"old ", b"plan"])
-    # the last two sync the folder, in which the new file is by then
+    # the last two operations sync the folder, which has the new file by then
     for at in range(1, counter.calls - 1):
         full = FaultyDisk(at, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), tear=True)
         with pytest.raises(OSError, match="No space left"):

@@ -112,7 +112,7 @@ def test_lines_of_which_one_can_be_run_are_not_refused(tmp_path_factory, before,
     path.write_text(blank + text)
     found = other_format(path)
     if found is not None:
-        # the lines together are one array or object, whatever they are alone
+        # all lines together are one array or object
         json.JSONDecoder().raw_decode(text.strip())
         assert found[0] in ("a JSON array", "an object over several lines")
 

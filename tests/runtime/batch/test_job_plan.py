@@ -222,7 +222,7 @@ def test_rows_that_end_at_the_limit_are_counted(tmp_path, capsys):
     model, source, output = (tmp_path / name for name in ("model", "in.jsonl", "out.jsonl"))
     write_model(model)
     rows = [{"id": "open", "prompt": [5, 6, 7]}, {"id": "limited", "prompt": [5], "max_tokens": 2}]
-    bias = {"logit_bias": {"2": -100}}  # nothing else ends them
+    bias = {"logit_bias": {"2": -100}}  # only the limit ends these rows
     source.write_text("".join(json.dumps(row | bias) + "\n" for row in rows))
     job = ["batch", "-i", source, "-o", output, "--model", model, "--target", "cpu"]
     job += ["--set", "buckets.max_length=12"]

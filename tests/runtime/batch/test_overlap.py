@@ -113,7 +113,7 @@ def test_rows_are_recorded_in_the_order_in_which_they_end(tmp_path, monkeypatch)
 
     monkeypatch.setattr(Journal, "record_row", noted)
     fake.run(source, output, model())
-    # long rows are fed first, so they have the first slots
+    # long rows are submitted first, so they have the first slots
     by_call = sorted(range(len(lengths)), key=lambda row: (ceil(lengths[row] / 4), -lengths[row]))
     assert recorded == by_call
 

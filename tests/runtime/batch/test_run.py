@@ -348,7 +348,7 @@ def test_a_signal_drains_and_the_same_command_goes_on(tmp_path, reference, numbe
     assert masked(output) == expected
 
 
-# The program makes the terminal its own: a `preexec_fn` would fork a process with jax's threads.
+# The program takes the terminal itself: a `preexec_fn` would fork a process with jax's threads.
 TAKE_TERMINAL = """
 import fcntl, runpy, signal, sys, termios
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also if these tests are started by nohup
@@ -369,7 +369,7 @@ def test_a_closed_terminal_drains_and_the_same_command_goes_on(tmp_path, referen
     )  # fmt: skip
     os.close(its)
     wait_for_rows(output, 3)
-    os.close(ours)  # from now on it gets errors for what it writes to the terminal
+    os.close(ours)  # from now on its writes to the terminal fail
     assert process.wait(timeout=20) == 75
     assert not (tmp_path / "out.jsonl.lock").exists()
     assert (tmp_path / "out.jsonl.journal").exists()
@@ -630,7 +630,7 @@ def test_a_resumed_job_tries_rows_again_that_may_pass_and_no_others(tmp_path, co
     codes, records = outcomes(output)
     assert len(records) == 30
     assert {name for name, found in codes.items() if found} == (set() if is_retried else failed)
-    # a finished job is finished: nothing is tried again
+    # a finished job does not repeat any row
     again = fake.FakeModel()
     assert run(source, output, again) == (0 if is_retried else 1)
     assert again.num_builds == 0

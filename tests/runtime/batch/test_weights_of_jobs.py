@@ -83,7 +83,7 @@ def test_other_weights_than_expected_answer_no_row(tmp_path, source):
         run(source, output, model, expected_weights="sha256:fake")
     assert caught.value.exit_code == EXIT_MODEL and not model.generator.submitted
     assert not output.exists()
-    # a job that answered no row binds nobody
+    # a job without answered rows does not fix the weights
     assert run(source, output, expected_weights="sha256:fake") == 1
     with pytest.raises(JobError, match="--expect-weights"):
         run(source, output, expected_weights=OTHER)

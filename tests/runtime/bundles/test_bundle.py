@@ -247,7 +247,7 @@ def test_a_bundle_replaces_a_bundle_and_nothing_else(model, target, folder, tmp_
         check_folder(tmp_path / "mine", ELSEWHERE)
     with pytest.raises(ConfigError, match="model's directory"):
         check_folder(tmp_path / "model" / "bundle", tmp_path / "model" / "x.gguf")
-    # as a program leaves it that is killed in the middle
+    # the state after a program that was killed while writing
     for name in ("plan.toml", CONTENTS):
         (folder / name).rename(folder / f"{name}.tmp")
     check_folder(folder, ELSEWHERE)

@@ -209,7 +209,7 @@ def test_a_model_with_mxfp4_experts_loads_as_the_same_numbers_written_out(tmp_pa
             f"{name}_scales": rng.integers(120, 130, (3, 64, blocks), np.uint8),
         }
         source = opened(tmp_path, codes, Mxfp4())
-        # safetensors writes memory as it lies
+        # safetensors writes memory in its stored order
         numbers = np.ascontiguousarray(source.read(name))
         stored, expected = stored | codes, expected | {name: numbers}
         source.close()

@@ -347,7 +347,10 @@ def test_any_box_of_rows_of_blocks_is_that_of_the_tensor_taken_apart():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"of_value": (OF_KEY, 4)}, r"some rows \(1\):\n    both: expected 4 rows, got 5"),
+        (
+            {"of_value": (OF_KEY, 4)},
+            r"that no parameter uses \(1\):\n    both: expected 4 rows, got 5",
+        ),
         ({"of_key": (0, 3)}, r"are used more than once \(1\):\n    both"),
         ({"block": 4, "of_value": (OF_KEY, 4)}, "both -> key: .* expected a multiple of 4 rows"),
     ],

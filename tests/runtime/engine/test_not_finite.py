@@ -92,7 +92,7 @@ def test_prompts_leave_nothing(model, healthy, params):
     errors = [output.error.code for output in outputs.values() if output.error]
     assert set(errors) == {"nonfinite_logits"}
     if None in model.config.windows and params.max_tokens:
-        # what follows the window of a NaN, or is scored before it, may be finite
+        # results after a NaN's window, or scores before the NaN, may be finite
         assert len(errors) == len(poisoned)
 
 

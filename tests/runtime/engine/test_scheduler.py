@@ -120,7 +120,7 @@ class Play:
                 for row in action.rows:
                     self._prefill(action, row)
             case ForkAction():
-                # the source has the prompt and nothing behind it
+                # the source has only the prompt
                 assert self.length[action.source] == action.sequence.request.prompt_length
                 self._decodes(action.slot, action.sequence.request)
             case DecodeAction():
@@ -182,7 +182,7 @@ def check_all_ran(play: Play, requests: list[ScheduledRequest]) -> None:
     samples = {j.number: range(j.num_sequences if j.generates else 1) for j in requests}
     assert begun == Counter((number, i) for number, each in samples.items() for i in each)
     for j in requests:
-        # in several sets where there are more sequences than slots that hold them
+        # several sets of slots if there are more sequences than suitable slots
         suited = sum(
             j.max_total_length <= play.grid.slot_capacity(slot)
             for slot in range(play.grid.decode_slots)
@@ -247,7 +247,7 @@ def test_no_prompt_waits_while_a_stream_of_others_begins(odd):
     requests = [odd if n == odd.number else scheduled(n, 24, 1) for n in range(600)]
     begun = [row.sequence.request.number for _, row in Play(requests, grid).rows if not row.start]
     ahead = [number for number in begun[: begun.index(odd.number)] if number > odd.number]
-    # no more than wait at a time
+    # at most the number of requests that wait at a time
     assert len(ahead) <= 2 * (4 + 3 + 3) + 3
 
 
@@ -391,7 +391,7 @@ def test_prompts_that_are_only_scored_use_no_slot_while_all_slots_decode(grid):
         scheduler.submit(scheduled(n, max_tokens=40))
     while not isinstance(scheduler.next_action(), DecodeAction):
         pass
-    # one that generates is older, and waits for a slot in the same bucket
+    # an older generating prompt waits for a slot in the same bucket
     scheduler.submit(scheduled(4, is_scored=True))
     for n in range(5, 5 + grid.prefill[0].batch):
         scheduler.submit(scheduled(n, max_tokens=0, is_scored=True))
@@ -470,7 +470,7 @@ def test_prompts_that_hold_the_long_slots_do_not_wait_for_others_to_fill_their_c
     rest = [scheduled(number, prompt_length=30, max_tokens=4) for number in short]
     calls = Play([long, *rest], grid, early=0.0).actions
     decodes = next(i for i, call in enumerate(calls) if isinstance(call, DecodeAction))
-    # all others pass through the second slot, each with all its pieces after one call of the first
+    # all others use the second slot, each with all its pieces after one call of the first
     expected = [DecodeAction, *[PrefillAction] * 4] * 7
     assert [type(call) for call in calls[decodes : decodes + 35]] == expected
 

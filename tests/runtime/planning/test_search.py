@@ -129,7 +129,7 @@ def test_what_a_schedule_pads_decides_whether_a_grid_may_be_chosen():
     rows = rows_of(0)
     every = [one for one in candidates(rows) if one.grid.chunks][::19]
     schedules = {one: simulate_grid(one.grid, rows, COST, Budget()) for one in every}
-    # those alone that pad more than if every call were full
+    # only grids that pad more than full calls would
     found = [one for one in every if schedules[one].padding > 1.01 * one.padding]
     fastest = min(found, key=lambda one: schedules[one].seconds)
     limit = (fastest.padding + schedules[fastest].padding) / 2
@@ -303,7 +303,7 @@ def test_rows_that_generate_nothing_can_be_planned_for():
     planned = replace(planner(rows), may_chunk=False).plan()
     assert planned.best.grid.score and not planned.best.grid.decode_slots
     assert planned.best.simulation.metrics.emitted_tokens == 0
-    # other grids are as they would be: calls of as many tokens
+    # other grids are unchanged: their calls have this number of tokens
     assert {one.grid.decode_slots for one in planned.others.values()} == {0}
     assert max(b.batch for one in planned.others.values() for b in one.grid.prefill) > 1
 

@@ -16,7 +16,7 @@ COUNTS = ("calls", "rows", "steps", "real_tokens", "computed_tokens", "emitted_t
     scope="module", params=[GRID, CHUNK_GRID, TAIL_GRID], ids=["whole", "chunks", "tails"]
 )
 def model(request) -> TinyModel:
-    # what is counted does not depend on layers
+    # the counts do not depend on layers
     return TinyModel(replace(CONFIG, windows=(None,)), request.param)
 
 

@@ -47,7 +47,7 @@ def pod():
 def run(clock, watchdogs, seconds: float) -> None:
     for _ in range(int(seconds)):
         clock.now += 1
-        for watchdog in (*watchdogs, *watchdogs):  # twice: a process hears the earlier ones only
+        for watchdog in (*watchdogs, *watchdogs):  # twice, as a process reads only earlier beats
             watchdog.exchange()
 
 

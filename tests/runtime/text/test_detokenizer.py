@@ -15,7 +15,7 @@ def pushed(tokenizer: Tokenizer, parts: list[list[int]], skip: bool) -> list[str
     return [*(detokenizer.push(part) for part in parts), detokenizer.finish()]
 
 
-# half of the ids are low: there stand the special and the byte tokens of all these vocabularies
+# half of the ids are low: all these vocabularies have special and byte tokens there
 IDS = st.lists(st.one_of(st.integers(0, 1100), st.integers(0, 140_000)), max_size=12)
 
 

@@ -68,7 +68,7 @@ def test_sentencepiece_tokenizer_decodes_any_ids_as_its_library(mistral, sentenc
     library = sentencepiece.SentencePieceProcessor(model_file=path)
     for ids in random_ids(mistral):
         expected = library.decode(known := [token for token in ids if token])
-        # the libraries differ in how many U+FFFD a broken character is worth
+        # the libraries differ in the number of U+FFFD for a broken character
         if "\ufffd" not in expected:
             assert mistral.decode(known, skip_special_tokens=True) == expected
 
@@ -253,7 +253,7 @@ def test_composed_form_is_used_where_the_family_does():
         ({"tokenizer.ggml.model": "llama"}, "scores: expected a list"),
         (
             {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [0.0, 0.0]},
-            "expected a sentencepiece model",  # as no piece stands for the unknown
+            "expected a sentencepiece model",  # because no piece is the unknown token
         ),
     ],
 )
