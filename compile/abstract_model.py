@@ -17,7 +17,8 @@ from ..modelzoo.config import AS_PUBLISHED, Arrangement, DecoderConfig
 from ..modelzoo.decoder import Decoder
 from ..modelzoo.layer_groups import block_layers, layers_name
 from ..modelzoo.moe.config import LOSSLESS, Dispatch
-from ..modelzoo.operations import ON_ONE_DEVICE, Axes, Operations
+from ..modelzoo.operations import ON_ONE_DEVICE, Operations
+from ..modelzoo.weight_products import Axes
 from ..sharding.legality import ModelSizes
 from .grids.bucket_grid import BucketGrid
 

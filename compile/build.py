@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..modelzoo.operations import Axes
+from ..modelzoo.weight_products import Axes
 from ..sharding.layout import PHASES
 from ..sharding.placement import Placement
 from . import signatures

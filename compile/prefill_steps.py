@@ -15,10 +15,11 @@ import jax.numpy as jnp
 from ..modelzoo import axes
 from ..modelzoo.attention import EMPTY_POSITION
 from ..modelzoo.moe.use import ExpertReport
-from ..modelzoo.operations import Axes, Operations
+from ..modelzoo.operations import Operations
 from ..modelzoo.prompt_pieces import PromptPieces, put_blocks
 from ..modelzoo.sampling import SamplingState, TokenScores
 from ..modelzoo.segments import Segments, split_shared
+from ..modelzoo.weight_products import Axes
 from .steps import DecodeState, score_positions
 
 if TYPE_CHECKING:

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 from ..modelzoo import axes
 from ..modelzoo.kv_cache import KVCache
 from ..modelzoo.moe.use import ExpertReport
-from ..modelzoo.operations import Axes, Operations
+from ..modelzoo.operations import Operations
 from ..modelzoo.sampling import History, SamplingState, TokenScores, sample, score_tokens
 from ..modelzoo.segments import Segments
+from ..modelzoo.weight_products import Axes
 
 if TYPE_CHECKING:
     from ..modelzoo.decoder import Decoder

@@ -14,8 +14,9 @@ from .gqa import GroupedHeads
 from .layer_attention import LayerAttention
 from .layers import GatedMlp, NoNorm, Norm, scale_by
 from .mla import LatentHeads
+from .moe.call import ExpertCall
 from .moe.config import MoeConfig
-from .moe.layer import ExpertCall, SparseMlp
+from .moe.layer import SparseMlp
 from .operations import Operations
 from .rope import PositionCode
 

@@ -33,8 +33,8 @@ from .layer_cache import LayerCache, NewEntries
 from .layer_groups import Group, block_layers, layer_groups, layers_name
 from .layer_scan import Cache, scan_group
 from .layers import Embedding, Norm, scale_by
+from .moe.call import ExpertCall
 from .moe.config import LOSSLESS, Dispatch
-from .moe.layer import ExpertCall
 from .moe.use import ExpertReport
 from .operations import ON_ONE_DEVICE, Operations
 from .prompt_pieces import PromptPieces, positions_below, write_piece, write_positions

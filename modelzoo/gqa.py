@@ -16,8 +16,9 @@ from .config import Arrangement, DecoderConfig
 from .layer_attention import LayerAttention
 from .layer_cache import PromptKeysValues
 from .layers import HeadsNorm, Norm, constant, merge_heads, weight
-from .operations import Operations, einsum
+from .operations import Operations
 from .rope import PositionCode, encode
+from .weight_products import einsum
 
 
 class GroupedHeads(nnx.Module):

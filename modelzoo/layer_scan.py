@@ -17,7 +17,7 @@ from flax import nnx
 
 from .layer_groups import Group
 from .layers import is_sliced_once
-from .moe.layer import ExpertCall
+from .moe.call import ExpertCall
 
 Cache = tuple[Any, ...]
 """The cache of each block; None for each block in calls without a cache."""

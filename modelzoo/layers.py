@@ -13,10 +13,11 @@ from flax import nnx
 
 from . import axes
 from .config import DecoderConfig
-from .operations import Operations, einsum, einsum_product, gate_up_product
+from .operations import Operations
+from .weight_products import einsum, einsum_product, gate_up_product
 
 if TYPE_CHECKING:
-    from .moe.layer import ExpertCall
+    from .moe.call import ExpertCall
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": partial(jax.nn.gelu, approximate=True)}
 

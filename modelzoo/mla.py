@@ -23,8 +23,9 @@ from .config import DecoderConfig, LatentAttention
 from .layer_attention import LayerAttention
 from .layer_cache import PromptKeysValues, PromptLatents
 from .layers import Norm, merge_heads, weight
-from .operations import Operations, einsum
+from .operations import Operations
 from .rope import PositionCode, Rotation, rotate
+from .weight_products import einsum
 
 
 class LatentHeads(nnx.Module):

@@ -5,7 +5,6 @@ implementation is injected and must equal this one. Knows nothing of meshes.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -15,6 +14,7 @@ import numpy as np
 from .axes import row_axis
 from .segments import Segments
 from .stripes import IN_ORDER, ONE_STRIPE, Stripe, Stripes
+from .weight_products import Axes, Product, Weight, multiply
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -24,15 +24,6 @@ if TYPE_CHECKING:
     from .moe.experts import ExpertWeights
     from .moe.mix import Mixture, MoeOutput
     from .moe.routing import Router
-
-    Weight = nnx.Param | jax.Array
-    """A parameter, or the part of it on one device."""
-
-Axes = tuple[str, ...]
-Product = Callable[[jax.Array, jax.Array], jax.Array]
-"""A product of activations and a weight, linear in both, valid for whole arrays and for parts."""
-Project = Callable[..., jax.Array]
-"""The type of `Operations.project`."""
 
 
 class Operations:
@@ -53,7 +44,7 @@ class Operations:
         return x
 
     def project(
-        self, equation: str, product: Product, x: jax.Array, weight: "Weight", x_axes: Axes = (),
+        self, equation: str, product: Product, x: jax.Array, weight: Weight, x_axes: Axes = (),
         out_axes: Axes = (),
     ) -> jax.Array:  # fmt: skip
         """Multiply activations with a weight. All products with weights go through this method.
@@ -66,8 +57,7 @@ class Operations:
           x_axes: The logical axes of `x`; not needed if the device has all arrays whole.
           out_axes: The logical axes of the result; not needed if the device has all arrays whole.
         """
-        del equation, x_axes, out_axes
-        return product(x, weight[...])
+        return multiply(equation, product, x, weight, x_axes, out_axes)
 
     def lookup(self, table: "nnx.Param", ids_BT: jax.Array, out_axes: Axes) -> jax.Array:
         """Look up rows of a table by id."""
@@ -196,12 +186,6 @@ class Operations:
         return jax.lax.top_k(logits_BV, k)
 
 
-def axes_of(weight: "Weight") -> Axes:
-    """The logical axes that a parameter declares."""
-    assert not isinstance(weight, jax.Array), "a part of a parameter declares no axes"
-    return weight.get_metadata()["logical_axes"]
-
-
 def rows_of(
     x: jax.Array, row_B: jax.Array, layer: jax.Array | None = None, axis: int = 0
 ) -> jax.Array:
@@ -214,48 +198,6 @@ def rows_of(
     if x.shape[0] == 1:
         return rows_of(x[0], row_B)
     return x.at[layer, row_B].get(mode="fill", fill_value=0)
-
-
-def einsum(equation: str, dtype: jax.typing.DTypeLike | None = None) -> tuple[str, Product]:
-    """An equation and its product, with a result in `dtype`, or in the dtype of the activations."""
-    return equation, partial(einsum_product, equation, dtype=dtype)
-
-
-def einsum_product(
-    equation: str,
-    x: jax.Array,
-    weight: jax.Array,
-    dtype: jax.typing.DTypeLike | None = None,
-) -> jax.Array:
-    """The einsum of activations and a weight, accumulated in float32 and rounded once.
-
-    Args:
-      equation: The einsum; the first axis of activations is rows.
-      x: Activations.
-      weight: The weight.
-      dtype: The dtype of the result; by default that of `x`.
-    """
-    # XLA for CPU converts the whole weight for a product with a bfloat16 result
-    rows = _at_least_two_rows(x)
-    out = jnp.einsum(equation, rows, weight, preferred_element_type=jnp.float32)
-    return out[: len(x)].astype(dtype or x.dtype)
-
-
-def _at_least_two_rows(x: jax.Array) -> jax.Array:
-    """`x`, repeated if it is a single row: XLA for CPU would convert the whole bfloat16 weight."""
-    is_one = x.dtype == jnp.bfloat16 and x.shape[0] == 1 and (x.ndim == 2 or x.shape[1] == 1)
-    return jnp.concatenate([x, x]) if is_one else x
-
-
-def gate_up_product(
-    x: jax.Array, gate_up_PDF: jax.Array, dtype: jax.typing.DTypeLike | None = None
-) -> jax.Array:
-    """Gate and up `[P, ..., F]` of `x` `[..., D]`, in `dtype` or in the dtype of `x`."""
-    # a batch of two products: one call, and no backend needs another memory layout of the weights
-    rows = _at_least_two_rows(x)
-    x_P = jnp.broadcast_to(rows[None], (2, *rows.shape))
-    out = jnp.einsum("P...D,PDF->P...F", x_P, gate_up_PDF, preferred_element_type=jnp.float32)
-    return out[:, : len(x)].astype(dtype or x.dtype)
 
 
 ON_ONE_DEVICE = Operations()

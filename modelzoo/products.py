@@ -21,16 +21,17 @@ from .config import Arrangement, DecoderConfig
 from .layer_attention import LayerAttention
 from .layer_cache import PromptKeysValues, PromptLatents
 from .layers import Embedding
+from .moe.call import ExpertCall
 from .moe.config import Dispatch
 from .moe.experts import ExpertWeights
-from .moe.layer import ExpertCall
 from .moe.mix import Mixture, MoeOutput
 from .moe.routing import Router
-from .operations import Axes, Operations, Product, axes_of
+from .operations import Operations
 from .rope import position_code
+from .weight_products import Axes, Product, axes_of
 
 if TYPE_CHECKING:
-    from .operations import Weight
+    from .weight_products import Weight
 
 
 @dataclass(frozen=True)

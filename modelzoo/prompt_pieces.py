@@ -29,7 +29,7 @@ from .attention import EMPTY_POSITION
 from .key_blocks import join_blocks, num_blocks, split_blocks
 from .kv_cache import Positions, match_head_dim, match_heads
 from .layer_cache import LayerCache, NewEntries
-from .operations import Axes, Operations, rows_of
+from .operations import Operations, rows_of
 from .segments import (
     Segments,
     arrange_at_entries,
@@ -39,6 +39,7 @@ from .segments import (
     split_shared,
 )
 from .stripes import Stripe
+from .weight_products import Axes
 
 
 class PromptPieces(NamedTuple):

@@ -1,6 +1,6 @@
-"""Host side: text, files, queues, the engine, the command line. The only floor with I/O.
+"""The host side: text, files, queues, the engine, the command line. The only package with I/O.
 
-`LLM` is loaded when it is first asked for, so that what needs no device starts without jax.
+`LLM` is imported on first use, so that commands without a device start without jax.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,7 +1,7 @@
-"""The command `noria`: its subcommands, and how each of them ends.
+"""The command `noria`: parses options, runs a subcommand, and turns errors into exit codes.
 
 Every subcommand has a module in `commands` with `add_options` and `run`. These modules import
-nothing heavy before `run`, so that `noria --help` and the rerun of a finished job start at once.
+nothing heavy before `run`, so that `noria --help` and the rerun of a finished job start fast.
 """
 
 import argparse
@@ -29,7 +29,14 @@ from .errors import ConfigError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one subcommand; errors of the user become one line on stderr."""
+    """Run one subcommand; a user's error becomes one line on stderr.
+
+    Args:
+        arguments: The command line without the program's name; by default that of this process.
+
+    Returns:
+        The exit code.
+    """
     arguments = sys.argv[1:] if arguments is None else arguments
     options = _parser().parse_args(arguments)
     try:
@@ -49,12 +56,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _refuse_urls(arguments: Sequence[str]) -> None:
-    """Refuse URLs as they were typed, before a path drops one of their two slashes."""
+    """Refuse URLs in their original form: as a path, a URL loses one of its two slashes."""
     for argument in arguments:
-        found = re.fullmatch(r"(?:-[^=]*=)?([A-Za-z][A-Za-z0-9+.-]*://.*)", argument, re.DOTALL)
-        if found is not None:
+        url = re.fullmatch(r"(?:-[^=]*=)?([A-Za-z][A-Za-z0-9+.-]*://.*)", argument, re.DOTALL)
+        if url is not None:
             raise ConfigError(
-                f"{found[1]}: expected a path on this machine, as noria opens no URLs. Copy it "
+                f"{url[1]}: expected a path on this machine, as noria opens no URLs. Copy the file "
                 "here, or mount it, and give the path."
             )
 
@@ -72,35 +79,35 @@ _COMMANDS = {
     "batch": _Command(
         batch_command,
         "answer every row of a file",
-        "Answer every row of a JSON Lines file. Stopped at any moment, the same command goes on "
-        "where it was.",
+        "Answer every row of a JSON Lines file. If the job is stopped at any moment, the same "
+        "command resumes it.",
         "noria batch -i examples/hello.jsonl -o out.jsonl --model smollm2",
     ),
     "merge": _Command(
         merge_command,
-        "put the parts of a job into one file",
-        "Put the parts of a job, each answered by noria batch --rows I/N, together in input order. "
-        "Every part must be finished, with its manifest beside it. Parts keep their error rows in "
-        "their places; --error-file takes them out here.",
+        "merge the parts of a job into one file",
+        "Merge the parts of a job, each answered by noria batch --rows I/N, in input order. Every "
+        "part must be finished and have its manifest beside it. Error rows stay in their places; "
+        "--error-file writes them to a separate file.",
         "noria merge part0.jsonl part1.jsonl -o out.jsonl",
     ),
     "plan": _Command(
         plan_command,
         "choose buckets for a workload",
-        "Choose the buckets that serve a workload best on a target, which need not be present, and "
-        "predict what they cost. Every second is a prediction.",
+        "Choose the best buckets for a workload on a target, which may be absent, and predict "
+        "their cost. All times are predictions.",
         "noria plan --model smollm2 --workload in.jsonl -o plan.toml",
     ),
     "compile": _Command(
         compile_command,
-        "build every executable of a plan, and keep them",
+        "compile every graph of a plan into a bundle",
         "Compile a plan into a bundle. noria batch --plan starts from a bundle without compiling. "
         "For an absent target every graph is compiled and reported.",
         "noria compile --model smollm2 --plan plan.toml -o bundle",
     ),
     "convert": _Command(
         convert_command,
-        "write a model as a checkpoint of noria's own",
+        "convert a model into noria's own checkpoint format",
         "Write any model that noria loads as an orbax checkpoint, with its tokenizer and "
         "generation defaults.",
         "noria convert --model smollm2 -o checkpoint",
@@ -108,7 +115,7 @@ _COMMANDS = {
     "layouts": _Command(
         layouts_command,
         "compare layouts: legality, memory, collectives",
-        "Check layouts of a model on a target, compile them and read what they cost.",
+        "Check layouts of a model on a target, compile them, and report their cost.",
         "noria layouts --model smollm2 --target cpu:6 -o report --verify",
     ),
     "bench": _Command(
@@ -119,14 +126,15 @@ _COMMANDS = {
     ),
     "inspect": _Command(
         inspect_command,
-        "report what a model holds",
+        "report the contents of a model",
         "Report the architecture, tensors, tokenizer and defaults of a model on disk.",
         "noria inspect smollm2",
     ),
     "doctor": _Command(
         doctor_command,
-        "report what this machine offers",
-        "Report what this machine offers to noria, and what to install for more.",
+        "report the hardware and software of this machine",
+        "Report the hardware and software that noria can use on this machine, and what to install "
+        "for more.",
         "noria doctor",
     ),
 }
@@ -136,12 +144,12 @@ _EXIT_CODES = """exit codes:
   2    an option, an input or a configuration cannot be used
   3    a model or a checkpoint cannot be used
   4    a graph does not compile, or something does not fit into memory
-  75   stopped; the same command goes on
+  75   stopped; the same command resumes the job
   130  interrupted"""
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors show control characters in arguments escaped."""
+    """A parser that escapes control characters in its error messages."""
 
     def error(self, message: str) -> NoReturn:
         super().error(printable(message))

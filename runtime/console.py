@@ -1,10 +1,10 @@
-"""Messages for people on a stream whose reader may be gone: a closed terminal or pipe.
+"""Writes messages for people to a stream whose reader may be gone: a closed terminal or pipe.
 
-Messages contain texts of others: names of files, keys of configurations, templates, rows. `tell`
-shows their control characters instead of sending them to the terminal.
+Messages contain text from files: file names, configuration keys, templates, rows. `tell` escapes
+the control characters in it.
 
-Knows nothing of the messages. Guarantees: a missing reader is no error, now or when Python ends; no
-message moves the cursor, colours, renames or reorders anything.
+Does not know what messages mean. Guarantees: a missing reader is no error, neither now nor when
+Python ends; no message controls the terminal.
 """
 
 import argparse
@@ -16,12 +16,12 @@ from typing import TextIO
 
 
 def tell(stream: TextIO, message: object) -> None:
-    """Write a message with a line ending."""
+    """Write a message and a line ending, with control characters escaped."""
     say(stream, f"{printable(str(message))}\n")
 
 
 def note(options: argparse.Namespace, message: object) -> None:
-    """Write a line of progress to stderr, unless a command was asked to be quiet."""
+    """Write a line of progress to stderr, unless the options of the command say quiet."""
     if not options.quiet:
         tell(sys.stderr, message)
 
@@ -41,9 +41,12 @@ def printable(text: str) -> str:
 def align_columns(
     rows: Sequence[Sequence[str]], num_left: int = 1, *, has_rule: bool = False
 ) -> list[str]:
-    """A table as lines: the first columns start at the left, the others end at the right.
+    """Format a table as lines.
 
-    With `has_rule` a line is drawn below the first row.
+    Args:
+        rows: The cells of all rows, equally many in each.
+        num_left: The number of first columns to align left; the others are aligned right.
+        has_rule: Whether to draw a line below the first row.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     if has_rule:
@@ -58,7 +61,7 @@ def align_columns(
 
 
 def say(stream: TextIO, text: str) -> bool:
-    """Write and flush a text; return False if the stream has no reader any more."""
+    """Write and flush a text; return False if the stream no longer has a reader."""
     try:
         stream.write(text)
         stream.flush()
@@ -69,12 +72,12 @@ def say(stream: TextIO, text: str) -> bool:
 
 
 def _discard(stream: TextIO) -> None:
-    """Redirect the stream to the null device: its buffered text would fail again when Python
+    """Redirect the stream to the null device, as its buffered text would fail again when Python
     ends."""
     with suppress(OSError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
+        null_device = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null_device, stream.fileno())
+        os.close(null_device)
 
 
 def plural(number: int, noun: str) -> str:

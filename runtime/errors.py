@@ -1,7 +1,7 @@
-"""The exit codes and the errors that users see, and how a command ends with an error.
+"""The exit codes and the errors that users see, and the way a command ends with an error.
 
-Every error derives from a built-in one and says what was expected, what came, and the remedy. An
-exception may carry its exit code in an attribute `exit_code`. Knows nothing of subcommands.
+Every error derives from a built-in error and says what was expected, what came, and the remedy. An
+exception may have its exit code in an attribute `exit_code`. Does not know about subcommands.
 """
 
 import os
@@ -11,7 +11,7 @@ from contextlib import suppress
 EXIT_OK = 0
 """Every row has a result."""
 EXIT_ROWS_FAILED = 1
-"""Some rows ended as errors; of `noria layouts`: some layout is illegal or wrong."""
+"""Some rows ended as errors; for `noria layouts`: some layout is illegal or wrong."""
 EXIT_USAGE = 2
 """An option, an input or a configuration cannot be used."""
 EXIT_MODEL = 3
@@ -19,17 +19,17 @@ EXIT_MODEL = 3
 EXIT_BUILD = 4
 """A graph does not compile, or something does not fit into memory."""
 EXIT_RESUMABLE = 75
-"""The job was stopped; the same command goes on with it."""
+"""The job was stopped; the same command resumes it."""
 EXIT_INTERRUPTED = 130
-"""Ctrl-C."""
+"""Ctrl-C ended the command."""
 
 
 class ConfigError(ValueError):
-    """A plan, a layout, an option or a table that says something unknown or impossible."""
+    """A plan, layout, option or table with an unknown key or an invalid value."""
 
 
 class UnusableFile(ValueError):
-    """A file that a command was given and that cannot be read or written."""
+    """A given file that cannot be read or written."""
 
 
 class InputError(UnusableFile):
@@ -37,7 +37,7 @@ class InputError(UnusableFile):
 
 
 class RowError(ValueError):
-    """The error that a row ends with: a code for programs, a message for people.
+    """The error of a row: a code for programs, and a message for people.
 
     Codes: invalid_json, invalid_utf8, invalid_line, missing_custom_id, duplicate_custom_id,
     unsupported_url, invalid_request, unknown_parameter, context_length_exceeded, empty_prompt,
@@ -52,7 +52,7 @@ class RowError(ValueError):
 
 
 class JobError(RuntimeError):
-    """A job that cannot go on, with the exit code of its command."""
+    """A job that cannot continue, with the exit code of its command."""
 
     def __init__(self, message: str, exit_code: int):
         super().__init__(message)
@@ -64,7 +64,7 @@ class JournalError(ValueError):
 
 
 class JournalWriteError(OSError):
-    """A record that the disk refused; earlier records are kept, so the job can go on."""
+    """A record that the disk refused; earlier records are kept, so the job can be resumed."""
 
     exit_code = EXIT_RESUMABLE
 
@@ -74,11 +74,11 @@ class OutputIsLocked(ValueError):
 
 
 class MergeError(ValueError):
-    """Files that are not all parts of one job, each once and finished."""
+    """Files that are not all parts of one job, each given once and finished."""
 
 
 class NoPlanFits(ValueError):
-    """A search without result: no grid fits the limits of the plan."""
+    """A search for a plan without result: no grid fits the limits."""
 
 
 class CacheUnusable(ValueError):
@@ -90,7 +90,7 @@ class BundleUnusable(ValueError):
 
 
 class OutOfStep(RuntimeError):
-    """A process of a pod has run other calls than process 0, so its rows cannot be trusted."""
+    """A process of a pod that has run other calls than process 0, so its rows may be wrong."""
 
     exit_code = EXIT_BUILD
 
@@ -112,11 +112,11 @@ class CheckpointError(ValueError):
 
 
 class ModelNotFound(CheckpointError):
-    """A path or name at which there is no model, or none in a format that is read."""
+    """A path or name without a model, or with a model in an unknown format."""
 
 
 class InvalidConfig(CheckpointError):
-    """A config.json, generation_config.json or noria.json that is malformed or not plausible."""
+    """A config.json, generation_config.json or noria.json that is malformed or implausible."""
 
 
 class InvalidSafetensors(CheckpointError):
@@ -124,7 +124,7 @@ class InvalidSafetensors(CheckpointError):
 
 
 class InvalidQuantisation(CheckpointError):
-    """Quantised tensors and scales that do not belong together; the message lists all of them."""
+    """Quantised tensors and scales that do not match; the message lists all of them."""
 
 
 class InvalidGGUF(CheckpointError):
@@ -132,22 +132,22 @@ class InvalidGGUF(CheckpointError):
 
 
 class InvalidOrbax(CheckpointError):
-    """An orbax checkpoint that was not finished, or does not hold what its noria.json says."""
+    """An orbax checkpoint that is incomplete, or differs from its noria.json."""
 
 
 class CheckpointMismatch(CheckpointError):
-    """Tensors and parameters that do not cover each other; the message lists every difference."""
+    """Tensors and parameters that do not match; the message lists every difference."""
 
 
 class CheckpointChanged(CheckpointError):
-    """A weight file that was altered while it was being read."""
+    """A weight file that changed while it was read."""
 
 
 class ForkedProcess(RuntimeError):
-    """A model that is used in a process that was forked from its own.
+    """A model used in a process that was forked from the model's own process.
 
-    A fork copies one of many threads: locks that jax's other threads hold stay locked in the child,
-    which would wait for ever.
+    A fork copies only one thread: locks held by jax's other threads stay locked in the child, which
+    would wait forever.
     """
 
     exit_code = EXIT_USAGE
@@ -167,38 +167,38 @@ def check_process() -> None:
     """Raise ForkedProcess if another process started jax."""
     if _starter not in (None, os.getpid()):
         raise ForkedProcess(
-            f"LLM: expected the process that started jax ({_starter}), got one that was forked "
-            f"from it ({os.getpid()}), in which jax hangs. Start workers as new processes, with "
-            f"multiprocessing.get_context('spawn'), and make the LLM in each of them."
+            f"LLM: expected the process that started jax ({_starter}), got a process that was "
+            f"forked from it ({os.getpid()}), in which jax hangs. Start workers as new processes, "
+            f"with multiprocessing.get_context('spawn'), and construct the LLM in each of them."
         )
 
 
 def exit_code(error: BaseException) -> int | None:
-    """The exit code of a user's error; None for an error that needs its traceback."""
+    """The exit code of a user's error; None for an unexpected error, which needs its traceback."""
     code = getattr(error, "exit_code", None)
     if isinstance(code, int):
         return code
     if isinstance(error, KeyboardInterrupt):
         return EXIT_INTERRUPTED
-    # a missing extra is an ImportError that names it
+    # an ImportError names a missing optional package
     return EXIT_USAGE if isinstance(error, ValueError | OSError | ImportError) else None
 
 
 def is_stop(error: BaseException) -> bool:
-    """Whether it comes from a signal, after which nothing is waited for."""
+    """Whether the error comes from a signal, after which the process ends without waiting."""
     return not isinstance(error, Exception)
 
 
 def leave_at_once(code: int) -> None:
-    """End the process now: Python's own end would wait for compiles and collectives under way."""
+    """End the process now; Python's normal end would wait for running compiles and collectives."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # of a terminal that was closed
+        with suppress(OSError):  # the terminal may be closed
             stream.flush()
     os._exit(code)
 
 
 def message(error: BaseException) -> str:
-    """The error in one line, or as many as it brings."""
+    """The text of an error for the user, usually one line."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     if isinstance(error, OSError) and error.filename is not None:

@@ -1,10 +1,11 @@
-"""The Python interface: `LLM.generate`, `.chat` and `.score`.
+"""The Python interface: `LLM.generate`, `LLM.chat` and `LLM.score`.
 
-Names are vLLM's, and so are the defaults of `SamplingParams`, except that `max_tokens` is None by
-default and fills the plan's `max_length`, that log-probabilities are a `TokenLogprob` for each
-token, and that `score` takes prompts, not pairs of texts. All graphs are compiled at construction;
-a prompt that does not fit the grid raises before anything of its call runs. A call that is
-interrupted, or that the device fails, leaves the model ready for the next one.
+Names and the defaults of `SamplingParams` are vLLM's, with three exceptions. `max_tokens` is None
+by default, and means all tokens that the plan's `max_length` leaves. Log-probabilities are one
+`TokenLogprob` per token. `score` takes prompts, not pairs of texts. All graphs are compiled at
+construction. If a prompt does not fit the grid, its call raises an error before any prompt of the
+call runs. After a call that was interrupted, or that failed on the device, the model can be used
+again.
 """
 
 import operator
@@ -41,35 +42,43 @@ from .vllm_options import CALL, CHAT, MODEL, also_accepts
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 _Row = tuple[str | None, list[int]]
-"""The text of a prompt, where there was one, and its ids."""
+"""The text of a prompt, or None if it was given as ids, and its token ids."""
 
 DEFAULT_MAX_LENGTH = 2048
 DEFAULT_SLOTS = 16
 
 
 class LLM:
-    """A model with its compiled grid, for scripts and notebooks.
+    """A model with a compiled grid, for scripts and notebooks.
 
-    Close it, or use it in `with`, to give its devices' memory back. Keyword
-    arguments of vLLM that change nothing are accepted everywhere.
+    Close it, or use it in `with`, to free the memory of its devices. Keyword arguments of vLLM
+    that have no effect here are accepted by the constructor and all methods.
 
     Args:
-      model: A Hugging Face directory, a `.gguf` file, a checkpoint of ours, or `smollm2`.
-      plan: The plan to build, its file, or a bundle, which compiles nothing; without one the grid
-        comes from the next two.
-      max_model_len: Longest prompt and output together, where rows without `max_tokens` end; by
-        default the model's own limit, at most 2048, and one line on stderr where that is less.
-      max_num_seqs: Decode slots.
-      dtype: `float32`, `bfloat16` or `auto`, the faster one.
-      target: Device kind, with a number of devices (`cpu:8`) for a layout; by default jax's default
+      model: A Hugging Face directory, a `.gguf` file, a checkpoint of noria, or `smollm2`.
+      plan: The plan to build, its file, or a bundle, which needs no compile. By default a grid is
+        made from `max_model_len` and `max_num_seqs`.
+      max_model_len: Maximum length of prompt and output together, at which rows without
+        `max_tokens` end. By default the model's own limit, at most 2048; a line on stderr says so
+        if the limit is longer.
+      max_num_seqs: Number of decode slots.
+      dtype: `float32`, `bfloat16`, or `auto` for the faster of the two.
+      target: Device kind, with a number of devices for a layout (`cpu:8`). By default jax's default
         backend.
-      layout: How the model lies on several devices: the name of a layout, with another mesh as in
-        `data-tensor@data=4,tensor=2`, or a TOML file.
-      experts: How tokens come to the experts of a mixture; by default without loss.
-      seed: Seeds the rows that bring no seed of their own.
-      strict_config: Refuse a config.json with keys that nothing reads.
-      now: Local time that chat templates see, such as `2026-01-31T12:00:00`; by default that of the
-        first chat.
+      layout: The layout of the model on several devices: its name, optionally with another mesh
+        as in `data-tensor@data=4,tensor=2`, or a TOML file.
+      experts: The dispatch of tokens to experts in a mixture. By default no choice is dropped.
+      seed: Derives the seeds of requests that have no seed of their own.
+      strict_config: Whether to refuse a config.json with keys that nothing reads.
+      now: The local time that chat templates see, such as `2026-01-31T12:00:00`. By default the
+        time of the first chat.
+
+    Raises:
+      ValueError: An argument or a plan is invalid, or does not fit the model or the target.
+      OSError: A file cannot be read.
+      CheckpointError: The model cannot be used.
+      GraphFailed: A graph does not compile, or needs more memory than a device has.
+      OutOfMemory: The weights do not fit into the memory of the devices.
     """
 
     @also_accepts(MODEL)
@@ -88,6 +97,7 @@ class LLM:
         strict_config: bool = False,
         now: str | None = None,
     ):
+        """Load the model and compile its grid; see the class for the arguments."""
         self._now = None if now is None else read_instant("now", now)
         path = Path(plan) if isinstance(plan, str | Path) else None
         if isinstance(plan, str | Path):
@@ -95,24 +105,27 @@ class LLM:
         say = partial(tell, sys.stderr)
         session.prepare_jax(target or (plan.target if plan else None))
         cache = compilation_cache.enable(say)
-        found = find_target(target or (plan.target if plan else default_platform()))
+        device = find_target(target or (plan.target if plan else default_platform()))
         with open_model(model) as files:
             files.unread.report(say, is_strict=strict_config)
             if plan is None:
-                dtype = session.resolve_dtype(dtype, found)
+                dtype = session.resolve_dtype(dtype, device)
                 planned = PlannedModel(model, files.fingerprint())
                 numbers = Numbers(dtype)
                 plan = _own_plan(
-                    files, found, planned, numbers, layout, experts, max_model_len, max_num_seqs
+                    files, device, planned, numbers, layout, experts, max_model_len, max_num_seqs
                 )
             elif layout is not None or experts is not None:
-                raise ValueError("layout, experts: the plan has its own. Change them there.")
-            session.check_plan(plan, files, found, dtype)
+                raise ValueError(
+                    "layout, experts: expected none beside a plan, which has its own. Change them "
+                    "in the plan."
+                )
+            session.check_plan(plan, files, device, dtype)
             self.plan = plan
             bundle = path if path is not None and path.is_dir() else None
-            warm = WarmStart(bundle, cache, plan, found, files, say)
+            warm = WarmStart(bundle, cache, plan, device, files, say)
             dtype, scan_layers = plan.numbers.dtype, plan.model.scan_layers
-            loaded = session.load_model(files, found, dtype, plan.layout, scan_layers, say)
+            loaded = session.load_model(files, device, dtype, plan.layout, scan_layers, say)
         self._tokenizer = loaded.tokenizer
         self._generator: GenerationSession | None = session.start(
             loaded, plan, seed=seed, warm=warm
@@ -122,9 +135,11 @@ class LLM:
         self._lock, self._is_running = threading.Lock(), False
 
     def __enter__(self) -> "LLM":
+        """Return the model itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Close the model."""
         self.close()
 
     @also_accepts(CALL)
@@ -133,9 +148,20 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Continue prompts: text, ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`.
+        """Continue prompts.
 
-        Ids are a list or a one-dimensional array of integers.
+        Args:
+          prompts: One prompt or several. A prompt is a text, token ids, `{"prompt": text}` or
+            `{"prompt_token_ids": ids}`; ids are a list or a one-dimensional array of integers.
+          sampling_params: Parameters for all prompts, or a sequence with parameters for each.
+
+        Returns:
+          One output for each prompt, in order.
+
+        Raises:
+          RowError: A prompt or its parameters cannot be served; no prompt of the call has run.
+          ValueError: The numbers of prompts and parameters differ, or the model is closed.
+          GraphFailed: The device failed.
         """
         self._require_open()
         rows = _as_list(prompts)
@@ -150,7 +176,23 @@ class LLM:
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation (a list of messages) or several."""
+        """Answer conversations.
+
+        Args:
+          messages: One conversation, which is a list of messages, or a list of conversations.
+          sampling_params: Parameters for all conversations, or a sequence with parameters for each.
+          add_generation_prompt: Whether to begin the assistant's answer in the prompt.
+          chat_template_kwargs: Extra variables for the model's chat template.
+
+        Returns:
+          One output for each conversation, in order.
+
+        Raises:
+          RowError: The model has no chat template, or a conversation or its parameters cannot be
+            served; nothing of the call has run.
+          ValueError: The numbers of conversations and parameters differ, or the model is closed.
+          GraphFailed: The device failed.
+        """
         self._require_open()
         is_one = bool(messages) and isinstance(messages[0], Mapping)
         conversations = [messages] if is_one else messages
@@ -171,16 +213,27 @@ class LLM:
     def score(
         self, prompts: Prompt | Sequence[Prompt], *, num_alternatives: int = 0
     ) -> list[RequestOutput]:
-        """Log-probabilities of every prompt token, in `prompt_logprobs`; nothing is generated."""
+        """Compute the log-probability of every prompt token, without generating tokens.
+
+        Args:
+          prompts: One prompt or several, as for `generate`.
+          num_alternatives: The number of likeliest tokens to report beside each prompt token.
+
+        Returns:
+          One output for each prompt, with the log-probabilities in `prompt_logprobs`.
+
+        Raises:
+          RowError: A prompt cannot be served, or the plan has no score graphs.
+        """
         params = SamplingParams(max_tokens=0, prompt_logprobs=num_alternatives)
         return self.generate(prompts, params)
 
     def get_tokenizer(self) -> Tokenizer | None:
-        """The model's tokenizer, or None."""
+        """Return the model's tokenizer, or None if it has none."""
         return self._tokenizer
 
     def close(self) -> None:
-        """Drop the model, and stop the child process that renders chat templates.
+        """Free the model, and stop the child process that renders chat templates.
 
         A second call does nothing.
         """
@@ -205,12 +258,11 @@ class LLM:
             for (text, ids), param in zip(rows, params, strict=True):
                 requests.append(Request(str(self._num_requests), ids, param, text))
                 self._num_requests += 1
-            # all are checked before the first is queued, so a refusal leaves nothing half done
+            # check all requests before the first is queued, so that an error leaves none queued
             for request in requests:
                 generator.check(request)
-            if (
-                self._is_running
-            ):  # an interrupt may come anywhere, so the next call cleans up after it
+            # clean up after an earlier call that was interrupted
+            if self._is_running:
                 generator.abandon()
             self._is_running = True
             for request in requests:
@@ -235,7 +287,8 @@ class LLM:
         if tokenizer is None:
             raise RowError(
                 "invalid_request",
-                "prompt: this model has no tokenizer; give token ids instead of text.",
+                "prompt: expected token ids, as this model has no tokenizer, got text. Give "
+                "token ids.",
                 "prompt",
             )
         return prompt, tokenizer.encode(prompt, special_tokens=True)
@@ -245,8 +298,8 @@ class LLM:
             if self._tokenizer is None:
                 raise RowError(
                     "chat_template_error",
-                    "messages: this model has no tokenizer, so no chat template; use generate "
-                    "with token ids.",
+                    "messages: expected a model with a chat template, got one without a "
+                    "tokenizer. Use generate with token ids.",
                     "messages",
                 )
             self._renderer = ChatRenderer(self._tokenizer, now=self._now)
@@ -263,17 +316,17 @@ def _own_plan(
     max_model_len: int | None,
     max_num_seqs: int,
 ) -> Plan:
-    """The plan of a model for which none was given."""
+    """Make the plan of an `LLM` without a given plan."""
     config = files.spec.config
-    chosen = None if layout is None else Layout.from_table(read_layout_table(layout))
-    session.check_layout(chosen, files, target)
-    grid = _ladder(files, max_model_len, max_num_seqs, GridDefaults.for_layout(chosen))
+    model_layout = None if layout is None else Layout.from_table(read_layout_table(layout))
+    session.check_layout(model_layout, files, target)
+    grid = _ladder(files, max_model_len, max_num_seqs, GridDefaults.for_layout(model_layout))
     reason = ""
     if max_model_len is None and grid.max_length < config.max_position:
-        reason = f"LLM plans for {grid.max_length} tokens where max_model_len is not given"
+        reason = f"LLM plans for {grid.max_length} tokens if max_model_len is not given"
         tell(sys.stderr, f"rows without max_tokens: {reason}")
     experts = experts or default_experts(config)
-    return Plan(target.name, model, numbers, grid, chosen, experts, max_length_reason=reason)
+    return Plan(target.name, model, numbers, grid, model_layout, experts, max_length_reason=reason)
 
 
 def _ladder(
@@ -282,8 +335,8 @@ def _ladder(
     limit = files.spec.config.max_position
     if max_model_len is not None and max_model_len > limit:
         raise ValueError(
-            f"max_model_len: expected at most {limit}, the longest sequence that this model was "
-            f"published for, got {max_model_len}."
+            f"max_model_len: expected at most {limit}, the published context of this model, got "
+            f"{max_model_len}."
         )
     max_length = min(limit, max_model_len or DEFAULT_MAX_LENGTH)
     return ladder_grid(max_length, max_num_seqs, score=True, defaults=defaults)
@@ -297,14 +350,14 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _token_ids(prompt: Any) -> list[int]:
-    """Token ids as Python's integers; raises RowError for values that cannot be ids."""
+    """Token ids as Python integers; raises RowError for values that cannot be ids."""
     if isinstance(prompt, np.ndarray):
         if prompt.ndim != 1:
             raise _no_ids(f"an array of shape {prompt.shape}", "Give its rows as list(array)")
         prompt = prompt.tolist()
     try:
         ids = list(prompt)
-        # bool is an int in Python, but a mask is no prompt
+        # bool is an int in Python, but an array of bool is a mask, not a prompt
         if any(isinstance(token, bool) for token in ids):
             raise TypeError
         return [operator.index(token) for token in ids]

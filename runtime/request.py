@@ -1,9 +1,10 @@
-"""The nouns of the runtime: sampling parameters, requests, outputs, row errors.
+"""The types of the runtime: sampling parameters, requests and outputs.
 
-Knows nothing of devices, buckets or files. Names and defaults of `SamplingParams`, `RequestOutput`
-and `CompletionOutput` are vLLM's (github.com/vllm-project/vllm, sampling_params.py, outputs.py),
-with one exception: `max_tokens=None`, the default, means as many tokens as the plan's `max_length`
-leaves after the prompt.
+Names and defaults of `SamplingParams`, `RequestOutput` and `CompletionOutput` are vLLM's
+(github.com/vllm-project/vllm, sampling_params.py, outputs.py), with two exceptions.
+`max_tokens=None`, the default, means as many tokens as the plan's `max_length` leaves after the
+prompt. Log-probabilities are one `TokenLogprob` per token. Does not know about devices, buckets or
+files.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,35 @@ MAX_LOGIT_BIAS = 300
 @also_accepts(SAMPLING)
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request is sampled. `temperature=0` is greedy; `top_k=0` means no limit."""
+    """The sampling parameters of one request.
+
+    Attributes:
+      n: Number of continuations.
+      presence_penalty: Subtracted from the logits of tokens that the output has, -2 to 2.
+      frequency_penalty: Subtracted from logits per occurrence of the token in the output, -2 to 2.
+      repetition_penalty: Divides positive logits, and multiplies negative logits, of tokens in the
+        prompt or the output.
+      temperature: Divides the logits; 0 is greedy.
+      top_p: Total probability that the likeliest tokens must reach to be the ones to sample from.
+      top_k: Number of the likeliest tokens to sample from; 0 or -1 for no limit.
+      min_p: Minimum probability of a token, as a share of the likeliest token's probability.
+      seed: Seed of the request; None derives it from the run's seed and the request's id.
+      stop: Strings that end a continuation.
+      stop_token_ids: Token ids that end a continuation, besides the model's own.
+      ignore_eos: Whether the model's own end tokens do not end a continuation.
+      max_tokens: Maximum number of output tokens; None for all that the plan's `max_length` leaves;
+        0 to score the prompt only, with `prompt_logprobs`.
+      min_tokens: Number of output tokens before which no stop token is sampled.
+      logprobs: Number of alternatives to report beside each output token; 0 reports the token
+        alone, None reports nothing.
+      prompt_logprobs: Number of alternatives to report beside each prompt token; None for nothing.
+      skip_special_tokens: Whether special tokens are left out of the text.
+      include_stop_str_in_output: Whether the text includes the stop string that ended it.
+      logit_bias: Numbers that are added to logits, by token id, -100 to 100.
+
+    Raises:
+      RowError: A value has a wrong type or is out of range.
+    """
 
     n: int = 1
     presence_penalty: float = 0.0
@@ -39,13 +68,13 @@ class SamplingParams:
     max_tokens: int | None = None
     min_tokens: int = 0
     logprobs: int | None = None
-    """Number of alternatives to report beside each chosen token; 0 reports the chosen one alone."""
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     logit_bias: Mapping[int, float] | None = None
 
     def __post_init__(self):
+        """Check all values, and turn the stops into tuples."""
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
@@ -108,22 +137,23 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     finish_reason: str | None
-    """`stop` (stop token or string), `length`, or None when only the prompt was scored."""
+    """`stop` (stop token or string), `length`, or None if only the prompt was scored."""
     stop_reason: int | str | None = None
-    """The stop string or stop token id given by the caller; None for the model's own end token."""
+    """The caller's stop string or stop token id; None for the model's own end token."""
     logprobs: list[TokenLogprob] | None = None
     cumulative_logprob: float | None = None
     dropped_expert_choices: int = 0
-    """Of the prompt and of this continuation, in all layers; 0 without a capacity."""
+    """Dropped expert choices of the prompt and this continuation, summed over all layers; 0 without
+    a capacity."""
 
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """Seconds on the engine's monotonic clock, as the field defines them.
+    """Times of a request in seconds on the engine's monotonic clock, with the usual definitions.
 
-    Time to first token is `first_token - arrival` (seconds), queueing included; inter-token latency
-    is `(finished - first_token) / (tokens - 1)` of the longest sequence. A call emits several
-    tokens at once, so a first token is known when its call returns.
+    Time to first token is `first_token - arrival`, queueing included; inter-token latency is
+    `(finished - first_token) / (tokens - 1)` of the longest sequence. A call emits several tokens
+    at once, so the time of a token is the end of its call.
     """
 
     arrival: float
@@ -133,24 +163,31 @@ class RequestMetrics:
 
 @dataclass
 class RequestOutput:
-    """All that came of one request: outputs, or an error and no outputs."""
+    """The result of one request: outputs, or an error and no outputs."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob | None] | None = None
-    """One entry a prompt token; the first is None, as nothing predicts it."""
+    """One entry per prompt token; the first is None, as nothing predicts the first token."""
     error: RowError | None = None
     metrics: RequestMetrics | None = None
     finished: bool = True
     dropped_expert_choices: int = 0
-    """Of the prompt, counted once (where it was read several times, the most that was lost), and
-    of all continuations."""
+    """Dropped expert choices of the prompt, counted once, and of all continuations. If the prompt
+    was prefilled several times, the largest count is taken."""
 
 
 def wrong_value(where: str, expected: str, got: object, param: str | None = None) -> RowError:
-    """The error for a value of a request; only the beginning of a long one is shown."""
+    """Make the error for an invalid value of a request; a long value is cut in the message.
+
+    Args:
+      where: The parameter, or the place of the value in it.
+      expected: A description of valid values.
+      got: The value.
+      param: The parameter, if it differs from `where`.
+    """
     shown = "none" if got is None else repr(got)
     shown = shown if len(shown) <= 100 else f"{shown[:100]}..."
     message = f"{where}: expected {expected}, got {shown}."

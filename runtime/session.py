@@ -1,6 +1,6 @@
-"""A model made ready to run: files -> parameters in place, plan -> executables -> generator.
+"""Makes a model ready to run: loads parameters, compiles a plan, and starts a generation session.
 
-The one path that `LLM`, the batch job and the benchmarks share. Knows nothing of request files.
+`LLM`, the batch job and the benchmarks all use this path. Does not know about request files.
 """
 
 import math
@@ -45,7 +45,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """Parameters on their devices, and what goes with them."""
+    """The parameters of a model on their devices, its tokenizer and its placement.
+
+    Attributes:
+      files: The model's files.
+      definition: The model without arrays, which graphs are traced from.
+      parameters: The arrays by dotted path, sharded by `placement`.
+      tokenizer: None if the model has none.
+      eos_ids: Ids that end every sequence.
+      dtype: The dtype of the parameters.
+      target: The devices.
+      placement: The shardings of parameters, cache and activations.
+    """
 
     files: ModelFiles
     definition: "AbstractModel"
@@ -58,19 +69,25 @@ class LoadedModel:
 
 
 def prepare_jax(target: str | None, num_processes: int = 1) -> None:
-    """Prepare jax before it starts: leave out backends that are not to run, simulate devices.
+    """Configure jax before it starts: disable unused backends, and simulate CPU devices.
 
-    Refuses settings of jax with which no graph compiles, and children of a process that runs jax.
+    Unused backends start slowly and print warnings, and without a GPU the CUDA backend can only
+    compile. Has no effect if a backend runs already, or if the user has chosen platforms or
+    devices.
 
-    Other backends start slowly and print warnings, and without a GPU the CUDA backend can only
-    compile. Does nothing once a backend runs, or where the user has chosen platforms or devices.
-    Several processes simulate an equal share of the devices each.
+    Args:
+      target: The target's name; None leaves the backends alone.
+      num_processes: The number of processes, which simulate an equal number of devices each.
+
+    Raises:
+      ValueError: jax is configured for 64 bits, or the processes cannot share the devices evenly.
+      ForkedProcess: This process was forked from a process that runs jax.
     """
     note_start()
     if jax.dtypes.canonicalize_dtype("int64") != "int32":
         raise ValueError(
             "JAX_ENABLE_X64: expected off, as graphs count in 32 bits, got on. Unset it; in a "
-            "script say jax.config.update('jax_enable_x64', False) before the LLM is made."
+            "script call jax.config.update('jax_enable_x64', False) before constructing the LLM."
         )
     if target is None:
         return
@@ -93,12 +110,16 @@ def _simulate_devices(target: str, total: int, num_processes: int) -> None:
     is_chosen = "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     is_chosen |= jax.config.values["jax_num_cpu_devices"] > 0
     if (count > 1 or num_processes > 1) and not is_chosen:
-        with suppress(RuntimeError):  # a backend runs already: whether it has enough is seen later
+        with suppress(RuntimeError):  # a backend runs already; its devices are counted later
             jax.config.update("jax_num_cpu_devices", count)
 
 
 def resolve_dtype(dtype: str, target: Target) -> str:
-    """The dtype that was asked for; `auto` is the faster one."""
+    """The given dtype, or the faster dtype of the target for `auto`.
+
+    Raises:
+      ValueError: The dtype is unknown.
+    """
     if dtype == "auto":
         return machine.faster_dtype(target.platform)
     if dtype not in DTYPES:
@@ -107,16 +128,24 @@ def resolve_dtype(dtype: str, target: Target) -> str:
 
 
 def check_present(target: Target) -> None:
-    """Refuse a target that graphs can only be compiled for."""
+    """Check that the devices of a target are present, so that rows can run.
+
+    Raises:
+      ValueError: The target is absent; graphs can only be compiled for it.
+    """
     if not target.is_present:
         raise ValueError(
-            f"target: expected one that is on this machine, as rows are to run, got {target.name}. "
-            f"Where its devices are, ask for --target {target.platform}:{len(target.devices)}."
+            f"target: expected a target on this machine, as rows will run, got {target.name}. On a "
+            f"machine with its devices, use --target {target.platform}:{len(target.devices)}."
         )
 
 
 def check_plan(plan: Plan, files: ModelFiles, target: Target, dtype: str = "auto") -> None:
-    """Refuse a plan that is for another model, target or dtype than asked for, or cannot run."""
+    """Check that a plan can run with a model, a target and a dtype.
+
+    Raises:
+      ValueError: The plan was made for another model, target or dtype, or cannot run.
+    """
     check_present(target)
     check_target(plan, target)
     check_model(plan, files)
@@ -127,38 +156,56 @@ def check_plan(plan: Plan, files: ModelFiles, target: Target, dtype: str = "auto
 
 
 def attention_kernels(plan: Plan, config: DecoderConfig, target: Target) -> AttentionChoices:
-    """The attention kernel of each graph; refuses one that is asked for and cannot serve."""
+    """The attention kernel of each graph.
+
+    Raises:
+      ValueError: The plan asks for a kernel that cannot serve its graphs.
+    """
     placement, dtype = target.placement(plan.layout), jnp.dtype(plan.numbers.dtype)
     return choose_kernels(config, plan.buckets, placement, dtype, plan.attention)
 
 
 def check_target(plan: Plan, target: Target) -> None:
-    """Refuse a plan for other devices; one for a topology is for as many of that platform."""
+    """Check that a plan was made for the devices of a target.
+
+    A plan for a topology fits every target with the same platform and number of devices.
+
+    Raises:
+      ValueError: The plan was made for other devices.
+    """
     planned = TargetName.parse(plan.target)
     devices = target.platform, len(target.devices)
     if target.name != plan.target and (planned.platform, planned.num_devices) != devices:
         raise ValueError(
-            f"plan target: expected {target.name}, got {plan.target}. Ask for the target that was "
-            f"planned for."
+            f"plan target: expected {target.name}, got {plan.target}. Use the target of the plan, "
+            f"or plan again."
         )
 
 
 def check_model(plan: Plan, files: ModelFiles) -> None:
-    """Refuse a plan that was made for another model, or for longer rows than this one's."""
+    """Check that a plan was made for a model, and has no longer rows than the model's context.
+
+    Raises:
+      ValueError: The plan was made for another model, or its rows are too long.
+    """
     if plan.model.fingerprint:
         expected = files.fingerprint()
         _expect("model.fingerprint", expected, plan.model.fingerprint, "Plan again for this model.")
     longest = files.spec.config.max_position
     if plan.buckets.max_length > longest:
         raise ValueError(
-            f"plan buckets.max_length: expected at most {longest}, the longest sequence that "
-            f"{files.name} was published for, got {plan.buckets.max_length}."
+            f"plan buckets.max_length: expected at most {longest}, the published context of "
+            f"{files.name}, got {plan.buckets.max_length}. Plan again for shorter rows."
         )
     check_experts(plan.experts, files)
 
 
 def check_experts(experts: ExpertPlan | None, files: ModelFiles) -> None:
-    """Refuse a dispatch to experts for a model that has none."""
+    """Check that only a mixture of experts has an expert plan.
+
+    Raises:
+      ValueError: The model is dense and has an expert plan.
+    """
     if experts is not None and files.spec.config.moe is None:
         raise ValueError(
             f"plan [experts]: expected no such table, as {files.name} is a dense model, got one. "
@@ -169,7 +216,12 @@ def check_experts(experts: ExpertPlan | None, files: ModelFiles) -> None:
 def check_layout(
     layout: Layout | None, files: ModelFiles, target: Target, grid: BucketGrid | None = None
 ) -> None:
-    """Refuse a layout that cannot be for this model, target and grid, saying all that is wrong."""
+    """Check that a layout is legal for a model, a target and a grid.
+
+    Raises:
+      ValueError: The layout is illegal, or is missing for several devices; the error lists all
+        findings.
+    """
     num_devices = len(target.devices)
     if layout is not None:
         from ..compile.abstract_model import model_sizes
@@ -177,8 +229,8 @@ def check_layout(
         require(layout, model_sizes(files.spec.config, num_devices, grid))
     elif num_devices > 1:
         raise ValueError(
-            f"target {target.name}: has {num_devices} devices and nothing says how the model lies "
-            f"on them. Name a layout (--layout data-parallel@data={num_devices}, or a file)."
+            f"target {target.name}: expected a layout for its {num_devices} devices, got none. "
+            f"Give a layout (--layout data-parallel@data={num_devices}, or a file)."
         )
     elif grid is not None and grid.slot_groups not in (None, 1):
         raise ValueError(
@@ -200,15 +252,25 @@ def load_model(
     scan_layers: bool = False,
     say: Callable[[str], object] = lambda note: None,
 ) -> LoadedModel:
-    """Read the parameters, slice by slice, straight into their placement on the target.
+    """Read the parameters, slice by slice, directly into their placement on the target.
 
-    `say` gets a line about tokens that the model lacks.
+    Args:
+      files: The model's files.
+      target: The devices.
+      dtype: The dtype of the parameters, or `auto`.
+      layout: The layout on several devices; None for one device.
+      scan_layers: Whether graphs scan over layers, so that their weights are stacked.
+      say: Called with a line about tokens without an embedding, if there are any.
+
+    Raises:
+      CheckpointError: The model's files cannot be used.
+      OutOfMemory: The weights do not fit into the memory of the devices.
     """
-    # here, as importing flax takes a while, in which executables load
+    # imported here, because importing flax takes time in which executables load in threads
     from ..compile.abstract_model import AbstractModel
 
     dtype = resolve_dtype(dtype, target)
-    # before the weights, which take longer
+    # before the weights, so that an error of the tokenizer comes early
     tokenizer = load_tokenizer(files.tokenizer_files)
     ends = eos_ids(files, tokenizer)
     if note := lacking_tokens(files, tokenizer):
@@ -230,7 +292,7 @@ def load_model(
 def _naming_weights(
     files: ModelFiles, abstract: Iterable[jax.ShapeDtypeStruct], dtype: str, target: Target
 ) -> Iterator[None]:
-    """Name the weights in the error if memory runs out while they load."""
+    """Raise OutOfMemory with the size of the weights if memory runs out while they load."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -246,30 +308,30 @@ def _naming_weights(
 
 
 def eos_ids(files: ModelFiles, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Ids that end a sequence: those of generation_config.json, else the tokenizer's one.
+    """The ids that end a sequence: those in generation_config.json, else the tokenizer's EOS id.
 
     Raises:
-        InvalidConfig: The model has no such id, or none of the token that begins its prompts.
+      InvalidConfig: One of these ids, or the tokenizer's BOS id, is outside the model's vocabulary.
     """
     ids, source = files.generation_defaults.eos_ids, files.generation_defaults.eos_source
     if not ids and tokenizer is not None and tokenizer.eos_id is not None:
         ids, source = (tokenizer.eos_id,), "the tokenizer's eos_token"
     first = (tokenizer.bos_id,) if tokenizer is not None and tokenizer.add_bos else ()
     vocab_size = files.spec.config.vocab_size
-    for found, where in ((first, "the tokenizer's bos_token"), (ids, source)):
-        missing = [token for token in found if token is not None and token >= vocab_size]
+    for tokens, where in ((first, "the tokenizer's bos_token"), (ids, source)):
+        missing = [token for token in tokens if token is not None and token >= vocab_size]
         if missing:
             raise InvalidConfig(
                 f"{files.name}: expected tokens that begin and end a text among the model's "
-                f"{vocab_size} ids, got {missing} in {where}. That file is another model's; take "
-                f"all files from one place."
+                f"{vocab_size} ids, got {missing} in {where}. This file belongs to another model; "
+                f"take all files from one model."
             )
     return tuple(ids)
 
 
 def lacking_tokens(files: ModelFiles, tokenizer: Tokenizer | None) -> str:
-    """A line about the tokenizer's tokens without an embedding in the model; empty if there are
-    none."""
+    """A line about tokens of the tokenizer that have no embedding in the model; empty if all
+    have one."""
     vocab_size = files.spec.config.vocab_size
     beyond = range(vocab_size, 0 if tokenizer is None else tokenizer.vocab_size)
     lacking = [token for token in beyond if tokenizer and tokenizer.token_bytes(token)]
@@ -278,7 +340,7 @@ def lacking_tokens(files: ModelFiles, tokenizer: Tokenizer | None) -> str:
     example = f"{tokenizer.token_text(lacking[0])!r} ({lacking[0]})"
     return (
         f"tokenizer: {plural(len(lacking), 'token')} beyond the {vocab_size} ids of the model, "
-        f"such as {example}; rows that need one end as errors"
+        f"such as {example}; rows that need such a token end as errors"
     )
 
 
@@ -289,7 +351,18 @@ def compile_plan(
     on_graph: Callable[["BuildProgress"], None] = lambda built: None,
     warm: WarmStart | None = None,
 ) -> CompiledGraphs:
-    """Every graph of a plan, for a target that may be absent; `warm` has some of them ready."""
+    """Compile every graph of a plan; the target may be absent.
+
+    Args:
+      definition: The model without arrays.
+      plan: The plan.
+      placement: The shardings on the target's devices.
+      on_graph: Called after each graph.
+      warm: Stored executables, which are not compiled again.
+
+    Raises:
+      GraphFailed: A graph does not compile.
+    """
     from ..compile.build import build
 
     return build(
@@ -314,7 +387,18 @@ def start(
     on_graph: Callable[["BuildProgress"], None] = lambda built: None,
     warm: WarmStart | None = None,
 ) -> GenerationSession:
-    """Take the graphs of `warm`, compile the others; put an empty decode state in place."""
+    """Compile a plan and start a generation session with an empty decode state.
+
+    Args:
+      model: The loaded model.
+      plan: The plan, checked by `check_plan`.
+      seed: The seed of the run, from which seeds of requests are derived.
+      on_graph: Called after each graph.
+      warm: Stored executables, which are not compiled again.
+
+    Raises:
+      GraphFailed: A graph does not compile, or needs more memory than a device has.
+    """
     definition, placement, grid = model.definition, model.placement, plan.buckets
     experts = plan.experts or LOSSLESS_EXPERTS
     graphs = compile_plan(definition, plan, placement, on_graph, warm)

@@ -1,9 +1,9 @@
-"""Keyword arguments of vLLM, accepted where they change nothing here.
+"""Keyword arguments of vLLM that are accepted if they have no effect here.
 
-Names are those of vLLM's `LLM`, `LLM.generate`, `LLM.chat` and `SamplingParams`
+The names are those of vLLM's `LLM`, `LLM.generate`, `LLM.chat` and `SamplingParams`
 (github.com/vllm-project/vllm, entrypoints/llm.py, engine/arg_utils.py, sampling_params.py).
-Guarantees: one that would change an answer is refused by name, with the remedy; no other name is
-accepted.
+Guarantees: a value that would change an answer is refused by name, with the remedy; no other name
+is accepted.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,15 +14,15 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class AcceptedValues(NamedTuple):
-    """The values of an argument that change nothing, and what to do instead of giving others."""
+    """The values of an argument that have no effect, and the remedy for other values."""
 
     values: tuple[Any, ...]
     remedy: str
 
 
 ANY = AcceptedValues((), "")
-"""No value changes anything."""
-_NOT_OFFERED = "There is no such feature: leave it out"
+"""An argument whose values all have no effect."""
+_NOT_OFFERED = "noria has no such feature: leave it out"
 _OWN_TOKENIZER = "Put the tokenizer's files into the model's folder"
 _REVISION = "Download that revision with hf download --revision, and name its folder"
 _OFF, _NONE = (
@@ -30,7 +30,7 @@ _OFF, _NONE = (
     AcceptedValues((None, [], {}, ()), _NOT_OFFERED),
 )
 _DEVICES = AcceptedValues(
-    (1,), "Say target and layout, as in target='gpu:4', layout='weight-stationary-1d'"
+    (1,), "Give target and layout, as in target='gpu:4', layout='weight-stationary-1d'"
 )
 
 CALL: Mapping[str, AcceptedValues] = {
@@ -93,7 +93,7 @@ MODEL: Mapping[str, AcceptedValues] = {
         (None,), "Weights are read as they are stored: name such a model"
     ),
     "kv_cache_dtype": AcceptedValues(
-        ("auto",), "The cache has the dtype of the weights, float32 on CPUs: say dtype"
+        ("auto",), "The cache has the dtype of the weights, float32 on CPUs: give dtype"
     ),
     "logprobs_mode": AcceptedValues(("raw_logprobs",), "Log-probabilities are of the raw logits"),
     "revision": AcceptedValues((None,), _REVISION),
@@ -132,17 +132,19 @@ SAMPLING: Mapping[str, AcceptedValues] = {
 
 
 def also_accepts(options: Mapping[str, AcceptedValues]) -> Callable[[_F], _F]:
-    """Let a function, or the constructor of a class, take keyword arguments of these, too.
+    """Make a decorator that lets a function or a constructor accept more keyword arguments.
 
-    Raises:
-      ValueError: An argument has a value that would change something.
+    The decorated callable raises ValueError for a value that would have an effect.
+
+    Args:
+      options: The accepted values of each argument.
     """
 
     def decorate(target: _F) -> _F:
         if isinstance(target, type):
-            made = cast(Any, target)
-            made.__init__ = decorate(made.__init__)
-            return made
+            decorated_class = cast(Any, target)
+            decorated_class.__init__ = decorate(decorated_class.__init__)
+            return decorated_class
 
         @wraps(target)
         def call(*arguments: Any, **named: Any) -> Any:

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from ..modelzoo import axes
 from ..modelzoo.config import AS_PUBLISHED, Arrangement, DecoderConfig
 from ..modelzoo.kv_cache import num_cache_entries
-from ..modelzoo.operations import Axes
+from ..modelzoo.weight_products import Axes
 from .axis_rules import kv_copies
 from .layout import Layout
 

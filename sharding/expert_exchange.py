@@ -26,7 +26,7 @@ from ..modelzoo.moe.experts import ExpertWeights
 from ..modelzoo.moe.mix import ExpertShards, Mixture, MoeOutput
 from ..modelzoo.moe.routing import Router
 from ..modelzoo.moe.use import ExpertUse
-from ..modelzoo.operations import Axes
+from ..modelzoo.weight_products import Axes
 from .axis_rules import AxisRules
 from .projection import MeshAxes, Projection, extra_axes, gather
 

@@ -18,8 +18,9 @@ from jax.typing import DTypeLike
 from ..modelzoo import axes
 from ..modelzoo.config import Arrangement, DecoderConfig
 from ..modelzoo.key_blocks import CPU_BLOCKS
-from ..modelzoo.operations import ON_ONE_DEVICE, Axes, Operations
+from ..modelzoo.operations import ON_ONE_DEVICE, Operations
 from ..modelzoo.segments import heads_last
+from ..modelzoo.weight_products import Axes
 from .axis_rules import AxisRules, kv_copies
 from .layout import Layout
 from .sharded_operations import ShardedOperations

@@ -21,7 +21,7 @@ from itertools import chain, takewhile
 
 import jax
 
-from ..modelzoo.operations import Axes
+from ..modelzoo.weight_products import Axes
 from .axis_rules import AxisRules
 
 MeshAxes = tuple[str, ...]

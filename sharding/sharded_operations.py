@@ -26,9 +26,10 @@ from ..modelzoo.layer_cache import PromptKeysValues, PromptLatents
 from ..modelzoo.moe.experts import ExpertWeights
 from ..modelzoo.moe.mix import Mixture, MoeOutput
 from ..modelzoo.moe.routing import Router
-from ..modelzoo.operations import ON_ONE_DEVICE, Axes, Operations, Product, axes_of
+from ..modelzoo.operations import ON_ONE_DEVICE, Operations
 from ..modelzoo.segments import Segments
 from ..modelzoo.stripes import ONE_STRIPE, Stripe, Stripes
+from ..modelzoo.weight_products import Axes, Product, axes_of
 from .axis_rules import AxisRules, kv_copies
 from .cache_attention import attend_sharded_cache, attend_sharded_chunk
 from .expert_exchange import ExpertExchange
@@ -38,7 +39,7 @@ from .ring_attention import attend_on_ring
 if TYPE_CHECKING:
     from flax import nnx
 
-    from ..modelzoo.operations import Weight
+    from ..modelzoo.weight_products import Weight
 
 MeshAxes = tuple[str, ...]
 _CACHES = (axes.CACHE_KEYS, axes.CACHE_VALUES, axes.CACHE_LATENTS, axes.CACHE_POSITIONS)

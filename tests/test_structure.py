@@ -28,7 +28,7 @@ def imported(source: str, path: Path, files: set[Path]) -> set[Path]:
             continue
         package = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
         for alias in node.names:
-            names = (package / f"{alias.name}.py", package.with_suffix(".py"))
+            names = (package / f"{alias.name}.py", package.parent / f"{package.name}.py")
             found |= {next((name for name in names if name in files), package / "__init__.py")}
     return (found & files) - {path}
 

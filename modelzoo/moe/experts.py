@@ -17,11 +17,11 @@ import jax
 import jax.numpy as jnp
 
 from .. import axes
-from ..operations import Axes, Project, einsum, gate_up_product
+from ..weight_products import Axes, Project, einsum, gate_up_product
 from .dispatch import ExpertRows
 
 if TYPE_CHECKING:
-    from ..operations import Weight
+    from ..weight_products import Weight
 
 GatedUnit = Callable[[jax.Array, jax.Array], jax.Array]
 """A function from the outputs of gate and up to the hidden activations."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..operations import ON_ONE_DEVICE, Project
+from ..weight_products import Project, multiply
 from .config import Dispatch, Routing
 from .dispatch import (
     RowAssignment,
@@ -63,7 +63,7 @@ class Mixture:
     routing: Routing
     dispatch: Dispatch
     unit: GatedUnit
-    project: Project = ON_ONE_DEVICE.project
+    project: Project = multiply
 
     def __call__(
         self,

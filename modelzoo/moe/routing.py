@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 
 from .. import axes
-from ..operations import ON_ONE_DEVICE, Project, einsum
+from ..weight_products import Project, einsum, multiply
 from .config import ExpertGroups, Routing
 
 if TYPE_CHECKING:
-    from ..operations import Weight
+    from ..weight_products import Weight
 
 _EPSILON = 1e-20
 """Term that avoids a division by zero if all sigmoids are zero, as in the code of DeepSeek-V3."""
@@ -36,7 +36,7 @@ def route(
     is_token_BT: jax.Array,
     router: Router,
     routing: Routing,
-    project: Project = ON_ONE_DEVICE.project,
+    project: Project = multiply,
 ) -> Choices:
     """Choose the experts of each token; padding gets none. Ties go to the first expert.
 

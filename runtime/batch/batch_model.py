@@ -1,7 +1,7 @@
-"""`noria batch`: options -> settings and a model for the batch job.
+"""Turns the options of `noria batch` into the settings and the model of a batch job.
 
-The model stays shut until the job asks for it: its files are named and fingerprinted first, its
-tokenizer is opened for the scan, and jax is imported when there is something to build.
+Work is delayed until the job needs it: the model's files are named and fingerprinted first, its
+tokenizer is opened for the scan, and jax is imported only if there is something to build.
 """
 
 import argparse
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from ...compile.grids.default_grid import RowShape
     from ...compile.plan import Plan
     from ...compile.targets import Target
+    from ...modelzoo.config import DecoderConfig
     from ...sharding.layout import Layout
 
 _VERSIONS_THAT_DECIDE_ANSWERS = ("noria", "jax", "jaxlib")
@@ -50,7 +51,10 @@ def run_with_options(options: argparse.Namespace) -> int:
     plan_table = None if options.plan is None else read_plan_table(options.plan)
     layout_table = None if options.layout is None else read_layout_table(options.layout)
     if plan_table is not None and layout_table is not None:
-        raise ConfigError("--layout: the plan has its own layout. Change it there, or with --set.")
+        raise ConfigError(
+            "--layout: expected no layout beside a plan, which has its own, got one. Change it in "
+            "the plan, or with --set."
+        )
     with pod_options.peers(options, _target_name(options, plan_table)) as peers:
         return _run(options, plan_table, layout_table, peers, phases)
 
@@ -82,7 +86,7 @@ def _settings(
 ) -> JobSettings:
     uses_defaults = options.generation_config == "model"
     defaults = dict(files.generation_defaults.sampling) if uses_defaults else {}
-    found = versions()
+    package_versions = versions()
     configuration = {
         "model": files.fingerprint(),
         "plan": "derived" if plan_table is None else json.dumps(plan_table, sort_keys=True),
@@ -92,7 +96,10 @@ def _settings(
         "target": _target_name(options, plan_table),
         "seed": str(options.seed),
         "sampling defaults": json.dumps(defaults, sort_keys=True),
-        **{f"version of {name}": found.get(name, "") for name in _VERSIONS_THAT_DECIDE_ANSWERS},
+        **{
+            f"version of {name}": package_versions.get(name, "")
+            for name in _VERSIONS_THAT_DECIDE_ANSWERS
+        },
     }
     return JobSettings(
         input_path=options.input,
@@ -116,12 +123,12 @@ def _settings(
 
 
 def _also_read(options: argparse.Namespace, files: ModelFiles) -> list[tuple[str, Path]]:
-    found = {
+    inputs = {
         "the model": files.path,
         "the plan": options.plan,
         "the layout": layout_file(options.layout or ""),
     }
-    return [(what, path) for what, path in found.items() if path is not None]
+    return [(description, path) for description, path in inputs.items() if path is not None]
 
 
 def _target_name(options: argparse.Namespace, plan_table: Mapping[str, Any] | None) -> str:
@@ -130,7 +137,7 @@ def _target_name(options: argparse.Namespace, plan_table: Mapping[str, Any] | No
 
 @dataclass(frozen=True)
 class BatchModel:
-    """A model's files as the batch job uses them."""
+    """The files of a model and the options of a job; implements `JobModel`."""
 
     files: ModelFiles
     options: argparse.Namespace
@@ -145,12 +152,12 @@ class BatchModel:
         return None if self.layout_table is None else Layout.from_table(self.layout_table)
 
     def open_text(self, now: datetime) -> AbstractContextManager[JobText]:
-        """The tokenizer, and the process that renders chat templates."""
+        """Open the tokenizer, and the process that renders chat templates."""
         return open_text(self.files, now)
 
     def weights(self) -> str:
-        """The digest of the weights, by this process alone; reads files without a remembered
-        root."""
+        """The digest of the weights, computed by this process alone; files whose hash root is not
+        remembered are read."""
         return self.files.weights_digest().result()
 
     def build(
@@ -161,21 +168,44 @@ class BatchModel:
         phases: PhaseClock,
         progress: Progress,
     ) -> Build:
-        """Load the parameters, then compile the stored, the given or a derived plan."""
-        from ...compile.plan import Plan
-        from ...compile.targets import find_target
+        """Load the parameters, then compile the stored plan, the given plan or a derived plan."""
         from .. import session
         from ..bundles import compilation_cache
         from ..bundles.warm_start import WarmStart
-        from .job_plan import limit_note, padding_note
 
         def report(built: "BuildProgress") -> None:
             progress.note(str(built))
 
-        # before the plan: a model that no family knows is the model's fault
+        # `spec` raises for an unknown family, which must be an error of the model, not of the plan
         config = self.files.spec.config
-        rows = [row_shape(need) for need in summary.requirements]
+        rows = [row_shape(requirements) for requirements in summary.requirements]
         cache = compilation_cache.enable(progress.note)
+        plan, target = self._resolve_plan(rows, stored_plan)
+        text = plan.to_toml()
+        bundle = self._agree_on_plan(text)
+        weights = self.files.weights_digest(self.peers)
+        weights.start()
+        warm = WarmStart(bundle, cache, plan, target, self.files, progress.note, self.peers)
+        _note_plan(plan, rows, config, target, progress)
+        dtype, scan_layers = plan.numbers.dtype, plan.model.scan_layers
+        model = session.load_model(
+            self.files, target, dtype, plan.layout, scan_layers, progress.note
+        )
+        digest = weights.result()
+        phases.enter("build")
+        seed = self.options.seed
+        with naming_rows(summary.rows):
+            generator = session.start(model, plan, seed=seed, on_graph=report, warm=warm)
+        return Build(generator, text, digest, partial(submission_order, grid=plan.buckets))
+
+    def _resolve_plan(
+        self, rows: "Sequence[RowShape]", stored_plan: str | None
+    ) -> "tuple[Plan, Target]":
+        """The plan to run and its target, both checked; starts jax."""
+        from ...compile.plan import Plan
+        from ...compile.targets import find_target
+        from .. import session
+
         name = _target_name(self.options, self.plan_table)
         try:
             session.prepare_jax(name, self.peers.size)
@@ -190,32 +220,17 @@ class BatchModel:
             session.check_plan(plan, self.files, target, self.options.dtype)
         except ValueError as error:
             raise JobError(str(error), EXIT_USAGE) from error
-        text = plan.to_toml()
+        return plan, target
+
+    def _agree_on_plan(self, text: str) -> Path | None:
+        """Check that all processes have the same plan; return the bundle, if one was given."""
         given = self.options.plan
-        kind = "bundle" if given is not None and given.is_dir() else "file"
-        self.peers.agree(lambda: {"plan": text, "--plan": kind})
-        weights = self.files.weights_digest(self.peers)
-        weights.start()
-        bundle = given if kind == "bundle" else None
-        warm = WarmStart(bundle, cache, plan, target, self.files, progress.note, self.peers)
-        progress.note(text.rstrip())
-        progress.note(padding_note(rows, plan.buckets, plan.layout, config.max_position))
-        if said := limit_note(plan, rows, config.max_position):
-            progress.note(said)
-        progress.note(str(session.attention_kernels(plan, config, target)))
-        dtype, scan_layers = plan.numbers.dtype, plan.model.scan_layers
-        model = session.load_model(
-            self.files, target, dtype, plan.layout, scan_layers, progress.note
-        )
-        digest = weights.result()
-        phases.enter("build")
-        seed = self.options.seed
-        with naming_rows(summary.rows):
-            generator = session.start(model, plan, seed=seed, on_graph=report, warm=warm)
-        return Build(generator, text, digest, partial(submission_order, grid=plan.buckets))
+        is_bundle = given is not None and given.is_dir()
+        self.peers.agree(lambda: {"plan": text, "--plan": "bundle" if is_bundle else "file"})
+        return given if is_bundle else None
 
     def _make_plan(self, rows: "Sequence[RowShape]", target: "Target") -> "Plan":
-        """The given plan, or one for the rows of this job; either with the overrides."""
+        """The given plan, or a plan derived from the rows of this job, with the overrides."""
         from ...compile.plan import Numbers, PlannedModel
         from .. import session
         from .job_plan import derived_plan, given_plan
@@ -223,13 +238,13 @@ class BatchModel:
         overrides = self.options.set
         if self.plan_table is not None:
             return given_plan(self.plan_table, overrides)
-        is_part = Part.parse(self.options.rows).of > 1
+        is_part = Part.parse(self.options.rows).num_parts > 1
         is_open = self.options.dtype == "auto" and not _sets_dtype(overrides)
         if is_part and is_open and target.platform == "cpu":
             raise ValueError(
-                f"--rows {self.options.rows}: expected a plan or a dtype, as auto takes the faster "
-                f"one of each machine's processor and parts must not differ, got auto. Give all "
-                f"parts the same --plan, --dtype float32 or --dtype bfloat16."
+                f"--rows {self.options.rows}: expected a plan or a dtype, got auto, which depends "
+                f"on each machine's processor, while all parts need the same dtype. Give all parts "
+                f"the same --plan, --dtype float32 or --dtype bfloat16."
             )
         dtype = session.resolve_dtype(self.options.dtype, target)
         model, numbers = PlannedModel(self.files.name, self.files.fingerprint()), Numbers(dtype)
@@ -237,11 +252,34 @@ class BatchModel:
         return derived_plan(rows, target, model, numbers, config, layout, overrides, self.peers)
 
 
+def _note_plan(
+    plan: "Plan",
+    rows: "Sequence[RowShape]",
+    config: "DecoderConfig",
+    target: "Target",
+    progress: Progress,
+) -> None:
+    """Show the plan, its padding, rows that end early, and the attention kernels."""
+    from .. import session
+    from .job_plan import limit_note, padding_note
+
+    progress.note(plan.to_toml().rstrip())
+    progress.note(padding_note(rows, plan.buckets, plan.layout, config.max_position))
+    if note := limit_note(plan, rows, config.max_position):
+        progress.note(note)
+    progress.note(str(session.attention_kernels(plan, config, target)))
+
+
 @contextmanager
 def open_text(files: ModelFiles, now: datetime | None = None) -> Iterator[JobText]:
-    """The tokenizer of a model, and the process that renders its chat template.
+    """Open the tokenizer of a model, and the process that renders its chat template.
 
-    The template sees `now`, or the moment of this call, whenever it asks for the time.
+    Args:
+        files: The model; without a tokenizer, rows must have token ids.
+        now: The time that templates see; by default the time of this call.
+
+    Raises:
+        JobError: The tokenizer's files are invalid.
     """
     try:
         tokenizer = load_tokenizer(files.tokenizer_files)
@@ -260,13 +298,13 @@ def open_text(files: ModelFiles, now: datetime | None = None) -> Iterator[JobTex
 
 
 def _sets_dtype(overrides: Sequence[str]) -> bool:
-    """Whether overrides of a plan give its dtype."""
-    return any(one.partition("=")[0].strip() == "numbers.dtype" for one in overrides)
+    """Whether the overrides of a plan set its dtype."""
+    return any(override.partition("=")[0].strip() == "numbers.dtype" for override in overrides)
 
 
-def row_shape(need: RowRequirements) -> "RowShape":
-    """A scanned row's need in the words of grids."""
+def row_shape(row: RowRequirements) -> "RowShape":
+    """The requirements of a scanned row as the grid derivation takes them."""
     from ...compile.grids.default_grid import RowShape
 
-    is_scored = need.prompt_logprobs is not None
-    return RowShape(need.prompt_length, need.max_tokens, need.n, is_scored)
+    is_scored = row.prompt_logprobs is not None
+    return RowShape(row.prompt_length, row.max_tokens, row.n, is_scored)

@@ -1,14 +1,14 @@
-"""Outputs that exist when a job begins: finished by the same job, or made by another one.
+"""Recognises existing outputs of a job: its own finished outputs, or foreign files.
 
-Knows nothing of how rows run. Guarantees: nothing here changes a file.
+Does not know how rows run. Guarantees: no function here changes a file.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import EXIT_BUILD, EXIT_OK, EXIT_ROWS_FAILED, JobError, UnusableFile
+from ..errors import EXIT_BUILD, EXIT_MODEL, EXIT_OK, EXIT_ROWS_FAILED, JobError, UnusableFile
 from ..files.disk import digest_file, temporary_name
-from .job import JobSettings
+from .job import JobModel, JobSettings
 from .journal import differences
 from .manifest import (
     digest_table,
@@ -21,7 +21,7 @@ from .manifest import (
 
 
 def finished_manifest(settings: JobSettings) -> dict[str, Any] | None:
-    """The manifest of a job whose outputs are finished; None if they are not."""
+    """The manifest of a job, if its outputs are finished; else None."""
     manifest = read_manifest(settings.output_path)
     if manifest is None or _differences_from(settings, manifest):
         return None
@@ -29,26 +29,31 @@ def finished_manifest(settings: JobSettings) -> dict[str, Any] | None:
 
 
 def _differences_from(settings: JobSettings, manifest: Mapping[str, Any]) -> list[str]:
-    """The differences of a job and its files from a manifest, a line for each.
+    """The differences of a job and its files from a manifest, one line for each.
 
-    Instants are compared if one is asked for and the prompts of the outputs show theirs.
+    Times are compared only if the settings give one and the manifest has one, which it has if
+    prompts show the time.
     """
     wanted = settings.stored_configuration
     may_differ = {key: wanted[key] for key in settings.may_differ}
     stored = {**table_in(manifest, "configuration"), **may_differ}
-    found = differences(stored, wanted, ("there", "now"))
+    lines = differences(stored, wanted, ("there", "now"))
     instant, shown = settings.now and settings.now.isoformat(), manifest.get("instant")
     if instant is not None and shown not in (None, instant):
-        found.append(f"  the instant: there {shown}, now {instant}")
+        lines.append(f"  the time: there {shown}, now {instant}")
     digest = digest_table(digest_file(settings.input_path))
     known = {key: table_in(manifest, "input").get(key) for key in digest}
     if known != digest:
-        found.append(f"  the input: there {digest_text(known)}, now {digest_text(digest)}")
-    return found + output_differences(manifest, settings.outputs)
+        lines.append(f"  the input: there {digest_text(known)}, now {digest_text(digest)}")
+    return lines + output_differences(manifest, settings.outputs)
 
 
 def refuse_foreign_outputs(settings: JobSettings) -> None:
-    """Refuse to replace a file that this job did not begin; an unfinished job has a journal."""
+    """Refuse to replace files of something else; an unfinished run of this job has a journal.
+
+    Raises:
+        UnusableFile: An output or its temporary file exists and is not this job's.
+    """
     if settings.restart or settings.journal_path.exists():
         return
     for path in settings.outputs:
@@ -60,24 +65,64 @@ def refuse_foreign_outputs(settings: JobSettings) -> None:
             )
         if path.exists():
             manifest = read_manifest(settings.output_path)
-            found = ["  no manifest is beside it"]
+            lines = ["  no manifest is beside it"]
             if manifest is not None:
-                found = _differences_from(settings, manifest)
+                lines = _differences_from(settings, manifest)
             raise UnusableFile(
                 f"{path}: exists and is not the finished output of this input, model and "
-                "settings:\n" + "\n".join(found) + "\nChoose another output, or replace it with "
+                "settings:\n" + "\n".join(lines) + "\nChoose another output, or replace it with "
                 "--restart."
             )
 
 
 def exit_code_of(settings: JobSettings, manifest: Mapping[str, Any]) -> int:
-    """The exit code of a complete job; a compile after the build is an error, though no row is
-    lost."""
+    """The exit code of a complete job.
+
+    Raises:
+        JobError: A graph compiled after the build, although all rows are complete.
+    """
     if num_compiles := manifest["compiles_during_run"]:
         raise JobError(
             f"{settings.output_path}: expected no compile after the build, got {num_compiles}. The "
-            "output is complete and its rows are right, but they waited for the compiler. Please "
-            f"report it with {manifest_path(settings.output_path)}.",
+            "output is complete and correct, but rows waited for the compiler. Please report this "
+            f"with {manifest_path(settings.output_path)}.",
             EXIT_BUILD,
         )
     return EXIT_ROWS_FAILED if manifest["rows"]["errors"] else EXIT_OK
+
+
+def check_finished_by(settings: JobSettings, stored: str | None, model: JobModel) -> None:
+    """Refuse rows answered with other weights than the model's.
+
+    Args:
+        settings: The job.
+        stored: The digest of the weights that answered the rows; None if no weights were used.
+        model: The model, whose weights are hashed unless their digest is remembered.
+
+    Raises:
+        JobError: The weights differ.
+    """
+    if stored is not None:
+        check_weights(settings, stored, model.weights())
+
+
+def check_weights(settings: JobSettings, stored: str | None, digest: str) -> None:
+    """Refuse weights that differ from those the user expects or those the job began with.
+
+    Raises:
+        JobError: The digest is not the expected or the stored one.
+    """
+    if settings.expected_weights not in (None, digest):
+        raise JobError(
+            f"--expect-weights: expected weights with the digest {settings.expected_weights}, got "
+            f"{digest}. Give the model with the expected digest, or this model's digest.",
+            EXIT_MODEL,
+        )
+    if stored not in (None, digest):
+        raise JobError(
+            f"{settings.output_path}: expected the weights that its rows were answered with, got "
+            f"others, although the model's other files are the same:\n  weights: there {stored}, "
+            f"now {digest}\nRun with the original weights, choose another output, or begin again "
+            f"with --restart.",
+            EXIT_MODEL,
+        )

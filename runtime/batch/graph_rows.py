@@ -1,6 +1,6 @@
-"""The rows of a job that pass through a graph, for the error if it does not compile.
+"""Finds the rows of a job that need a graph, to name them if it does not compile.
 
-Knows nothing of devices.
+Does not know about devices.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ NUM_NAMED = 3
 
 @contextmanager
 def naming_rows(rows: Sequence[ScannedRow]) -> Iterator[None]:
-    """Add the rows that need a graph to its error, which ends the job."""
+    """Turn the failure of a graph into a JobError that names the rows that need the graph."""
     from ...compile.graph_failures import GraphFailed
 
     try:
@@ -31,32 +31,32 @@ def naming_rows(rows: Sequence[ScannedRow]) -> Iterator[None]:
 
 def describe_rows(name: str, grid: "BucketGrid", rows: Sequence[ScannedRow]) -> str:
     """A sentence with the number of rows that need the graph, and the first of them."""
-    found = [
+    affected = [
         row
         for row in rows
         if row.requirements is not None and needs_graph(name, grid, row.requirements)
     ]
-    named = [f"{row.custom_id!r} (line {row.line_number})" for row in found[:NUM_NAMED]]
-    listed = f": {', '.join(named)}{', ...' * (len(found) > NUM_NAMED)}" if named else ""
-    return f"{len(found)} of {plural(len(rows), 'row')} need it{listed}; none has run."
+    named = [f"{row.custom_id!r} (line {row.line_number})" for row in affected[:NUM_NAMED]]
+    listed = f": {', '.join(named)}{', ...' * (len(affected) > NUM_NAMED)}" if named else ""
+    return f"{len(affected)} of {plural(len(rows), 'row')} need it{listed}; none has run."
 
 
-def needs_graph(name: str, grid: "BucketGrid", need: RowRequirements) -> bool:
-    """Whether a row passes through the graph, by its own lengths and no other row's."""
+def needs_graph(name: str, grid: "BucketGrid", row: RowRequirements) -> bool:
+    """Whether a row needs the graph, judged by its own requirements alone."""
     from ...compile.compiled_graphs import CompiledGraphs
     from ...compile.graph_failures import bucket_of
     from ...compile.grids.bucket_grid import NoBucketFits
 
     try:
-        grid.fit(need.prompt_length, need.max_tokens)
+        grid.fit(row.prompt_length, row.max_tokens)
     except NoBucketFits:
         return False
     spans = [span for span in grid.graph_spans if CompiledGraphs.decode_name(span) == name]
     if spans:
         shorter = max((span for span in grid.graph_spans if span < spans[0]), default=0)
-        longest = grid.max_total_length(need.prompt_length, need.max_tokens)
-        return need.max_tokens != 0 and need.prompt_length < spans[0] and shorter < longest
+        longest = grid.max_total_length(row.prompt_length, row.max_tokens)
+        return row.max_tokens != 0 and row.prompt_length < spans[0] and shorter < longest
     if (bucket := bucket_of(name, grid)) is None:
-        return need.n > 1 if name == CompiledGraphs.FORK else True
-    is_kind = name == CompiledGraphs.prefill_name(bucket, need.prompt_logprobs is not None)
-    return is_kind and bucket in grid.buckets_of(need.prompt_length)
+        return row.n > 1 if name == CompiledGraphs.FORK else True
+    is_kind = name == CompiledGraphs.prefill_name(bucket, row.prompt_logprobs is not None)
+    return is_kind and bucket in grid.buckets_of(row.prompt_length)

@@ -1,7 +1,7 @@
-"""Recognises inputs that are not JSON Lines by their first bytes, with the way to convert them.
+"""Recognises inputs in other formats than JSON Lines by their bytes, and says how to convert them.
 
-Knows nothing of rows. Guarantees: a file is not refused if one of its first lines is an object or
-begins as one, unless that object goes on over several lines.
+Does not know about rows. Guarantees: a file is not refused if one of its first lines is an object
+or begins like one, unless that object continues on later lines.
 """
 
 import csv
@@ -28,8 +28,7 @@ _SIGNATURES = (
 
 
 def other_format(path: Path) -> tuple[str, str] | None:
-    """The format of a file that is not JSON Lines, and the remedy; None if its lines can be
-    read."""
+    """The format of a file that is not JSON Lines, and the remedy; None for JSON Lines."""
     with path.open("rb") as file:
         head = file.read(HEAD_BYTES)
         is_whole = len(head) < HEAD_BYTES
@@ -38,7 +37,7 @@ def other_format(path: Path) -> tuple[str, str] | None:
     for start, name, remedy in _SIGNATURES:
         if head.startswith(start):
             return name, remedy
-    if head.startswith(b"BZh") and head[4:10] == b"1AY&SY":  # between them stands a digit
+    if head.startswith(b"BZh") and head[4:10] == b"1AY&SY":  # with a digit in between
         return "bzip2", _PACKED.format(tool="bunzip2")
     text = head.decode("utf-8", "replace").lstrip("\ufeff \t\r\n")
     ends_as_array = tail.rstrip().endswith(b"]")
@@ -53,8 +52,8 @@ def other_format(path: Path) -> tuple[str, str] | None:
 
 
 def _is_array(text: str, *, is_whole: bool, ends_as_array: bool) -> bool:
-    """Whether a text that begins with a bracket is one array, not lines of which the first is
-    bad."""
+    """Whether a text that begins with a bracket is one array, and not lines with a bad first
+    line."""
     decoder = json.JSONDecoder()
     try:
         _, end = decoder.raw_decode(text)
@@ -83,7 +82,7 @@ def _ends_on_a_later_line(text: str) -> bool:
 
 
 def _is_table(lines: Sequence[str], *, is_named_so: bool) -> bool:
-    """Whether no line begins as JSON does, and the first two have equally many cells."""
+    """Whether no line begins like JSON, and the first two lines have the same number of cells."""
     if not lines or any(line.lstrip().startswith(("{", "[")) for line in lines):
         return False
     return is_named_so or any(_has_columns(lines, delimiter) for delimiter in ",;\t")

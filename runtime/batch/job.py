@@ -1,9 +1,9 @@
-"""The nouns of the batch job: its settings, the model it is given, the error that ends it.
+"""The types of the batch job: its settings, the interface of its model, and the built model.
 
-`JobModel` is everything that touches a device or a tokenizer, as the job sees it. Knows nothing of
-how a job runs.
+`JobModel` covers everything that uses a device or a tokenizer. Does not know how a job runs.
 """
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -29,36 +29,43 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Build:
-    """Everything compiled: the generator, the resolved plan, and the order it likes rows in."""
+    """A compiled plan, ready to run rows."""
 
     generator: "GenerationSession"
     plan: str
+    """The resolved plan as TOML."""
     weights: str
     """The digest of every byte of the model's weights."""
     order: Callable[[Sequence[RowLengths]], list[int]] = submission_order
+    """The order in which to submit rows."""
 
 
 @dataclass(frozen=True)
 class JobText:
-    """The text side of a model: how rows become token ids, how ids are named."""
+    """The tokenizer side of a model."""
 
     encode: Encode
+    """Turns rows into token ids."""
     tokens: Tokenizer | None
+    """Names the token ids in output lines; None without a tokenizer."""
     reads_clock: Callable[[], bool] = lambda: False
-    """Whether a prompt that was encoded shows the instant of the job."""
+    """Whether an encoded prompt shows the time."""
     gave_up: Callable[[], str | None] = lambda: None
-    """The chat template's file and the reason why it was given up; None while it is used."""
+    """The chat template's file and the reason, if the template is no longer used; else None."""
 
 
 class JobModel(Protocol):
     """A model that is not loaded yet."""
 
     def weights(self) -> str:
-        """The digest of the weights, by this process alone; reads them unless it is remembered."""
+        """The digest of the weights, computed by this process alone.
+
+        Reads the weights, unless their digest is remembered.
+        """
         ...
 
     def open_text(self, now: datetime) -> AbstractContextManager[JobText]:
-        """The tokenizer, and the chat template, which sees `now` whenever it asks for the time."""
+        """Open the tokenizer and the chat template; the template sees the time `now`."""
         ...
 
     def build(
@@ -69,43 +76,48 @@ class JobModel(Protocol):
         phases: PhaseClock,
         progress: Progress,
     ) -> Build:
-        """Load and compile. Called in phase `load`; enters `build` when parameters are in place.
+        """Load the parameters and compile the plan.
 
-        With `stored_plan`, the plan of the run that is resumed, it must build exactly that.
+        Args:
+            summary: The scanned input, from which a plan is derived if none is given.
+            stored_plan: The plan of the run that is resumed, which must be built exactly.
+            phases: The clock, in phase `load`; `build` is entered when the parameters are loaded.
+            progress: Shows the plan and the graphs.
         """
         ...
 
 
 @dataclass(frozen=True)
 class JobSettings:
-    """What one job reads and writes, and how it ends."""
+    """The input, the outputs and the options of one job."""
 
     input_path: Path
     output_path: Path
     model_name: str
     configuration: Mapping[str, str]
-    """Everything that decides an answer besides its row; a journal of another one is refused."""
+    """Everything besides a row that decides its answer; a journal with another configuration is
+    refused."""
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     sampling_defaults_source: str = "noria"
     config_keys_ignored: tuple[str, ...] = ()
     """Keys of the model's configuration that nothing reads, as `key = value`."""
     error_file: Path | None = None
     also_read: Sequence[tuple[str, Path]] = ()
-    """Other files and folders that are only read, such as the model's, each after a description."""
+    """Descriptions and paths of other files and folders that are only read, such as the model's."""
     grace_seconds: float = 20.0
     on_error: Literal["row", "raise"] = "row"
     restart: bool = False
     part: Part = WHOLE
     setup: str = ALONE.setup
-    """Which processes run it, in `Peers.setup`'s words; it decides in what order sums run."""
+    """The processes of the job, as in `Peers.setup`; the order of sums depends on them."""
     allow_other_setup: bool = False
     expected_weights: str | None = None
-    """The digest that the weights must have; None accepts all weights."""
+    """The digest that the weights must have; None accepts any weights."""
     now: datetime | None = None
-    """The local time that chat templates see; by default the start of the job."""
+    """The local time that chat templates see; None for the start of the job."""
 
     def __post_init__(self):
-        if self.part.of > 1 and self.error_file is not None:
+        if self.part.num_parts > 1 and self.error_file is not None:
             raise ValueError(
                 "error_file: expected none beside a part of the rows, as a part keeps its error "
                 f"rows in their places, got {self.error_file}. Give it to noria merge instead."
@@ -113,30 +125,50 @@ class JobSettings:
 
     @property
     def stored_configuration(self) -> dict[str, str]:
-        """What a journal or a finished output must agree with to be this job's."""
+        """The configuration that a journal or a finished output of this job must have."""
         return {**self.configuration, "rows": str(self.part), SETUP: self.setup}
 
     @property
     def may_differ(self) -> frozenset[str]:
-        """The keys of it that may be others than those the job was begun with."""
+        """The keys of `stored_configuration` whose values may differ from the stored ones."""
         return frozenset({SETUP} if self.allow_other_setup else ())
 
     @property
     def journal_path(self) -> Path:
+        """The path of the journal, beside the output."""
         return journal_path(self.output_path)
 
     @property
     def lock_path(self) -> Path:
+        """The path of the lock, beside the output."""
         return lock_path(self.output_path)
 
     @property
     def outputs(self) -> list[Path]:
+        """The output, and the error file if there is one."""
         return list(job_outputs(self.output_path, self.error_file).values())
 
     def check_files(self) -> None:
-        """Refuse outputs that cannot be written, that are read too, or that are the same file."""
+        """Check the outputs.
+
+        Raises:
+            UnusableFile: An output cannot be written, is also read, or is written twice.
+        """
         check_files(
             job_outputs(self.output_path, self.error_file),
             [("the input", self.input_path), *self.also_read],
             side_files(self.output_path),
         )
+
+
+def facts_to_agree_on(settings: JobSettings, summary: ScanSummary) -> dict[str, str]:
+    """The facts that must be equal on all processes of a job before they run it."""
+    rows = hashlib.sha256()
+    for row in summary.rows:
+        rows.update(repr((row.key, row.requirements, row.bad and row.bad.error.code)).encode())
+    return {
+        **settings.stored_configuration,
+        "on-error": settings.on_error,
+        "input": f"sha256:{summary.input_sha256}",
+        "rows as tokenized": f"sha256:{rows.hexdigest()}",
+    }

@@ -1,11 +1,11 @@
-"""The files that a command writes and those that it reads, checked before any of them is opened.
+"""Checks the files that a command reads and writes, before any of them is opened.
 
-Files are the same when their resolved paths are, or their device and inode: links, hard links and
-file systems that ignore case are recognised. A folder that is read, such as a model's, counts with
-all files in it.
+Two paths are the same file if their resolved paths are equal, or their device and inode. So links,
+hard links and file systems that ignore case are recognised. If a folder is read, such as a model's,
+all files in it count as read.
 
-Knows nothing of what files hold. Guarantees: a command that passes the check writes no file that it
-reads, writes no file twice, and can write all of them, as far as names and permissions say.
+Does not know what files contain. Guarantees: a command that passes the check writes no file that it
+reads, writes no file twice, and can write all of them, judged by names and permissions.
 """
 
 import itertools
@@ -22,7 +22,7 @@ from .manifest import manifest_path
 
 
 def side_files(output: Path) -> dict[str, Path]:
-    """Every file that a job or a merge keeps beside its output, by description."""
+    """The files that a job or a merge keeps beside its output, by description."""
     return {
         "the manifest": manifest_path(output),
         "the journal": journal_path(output),
@@ -31,9 +31,9 @@ def side_files(output: Path) -> dict[str, Path]:
 
 
 def job_outputs(output: Path, error_file: Path | None) -> dict[str, Path]:
-    """The files that a job or a merge produces, by description."""
+    """The output files of a job or a merge, by description."""
     named = {"the output": output, "the error file": error_file}
-    return {what: path for what, path in named.items() if path is not None}
+    return {description: path for description, path in named.items() if path is not None}
 
 
 def check_files(
@@ -41,14 +41,14 @@ def check_files(
     read: Iterable[tuple[str, Path | None]],
     side_files: Mapping[str, Path] | None = None,
 ) -> None:
-    """Refuse files that cannot be written, that are read too, or that are written twice.
+    """Check that files can be written, are not read too, and are not written twice.
 
     Args:
-        outputs: Files that replace existing ones, by description.
-        read: Description and path of every file that is read, or of a folder that is read whole; a
-          path of None is left out.
-        side_files: Other files that are written, by description, in folders that exist or can be
-          made.
+        outputs: Files that replace existing files, by description.
+        read: Description and path of every file or whole folder that is read; paths of None are
+          ignored.
+        side_files: Other files that are written, by description; their folders exist or can be
+          created.
 
     Raises:
         UnusableFile: A file cannot be used; the error names it, its other use and the remedy.
@@ -56,36 +56,40 @@ def check_files(
     for path in outputs.values():
         _check_folder(path)
     written = {**outputs, **(side_files or {})}
-    for what, path in list(written.items()):
-        written[f"the temporary file of {what}"] = path.with_name(temporary_name(path.name))
-    for what, path in written.items():
+    for description, path in list(written.items()):
+        written[f"the temporary file of {description}"] = path.with_name(temporary_name(path.name))
+    for description, path in written.items():
         if path.parent.is_dir():
             _check_name(path)
-        role = "" if what in outputs else f"{what} "
+        role = "" if description in outputs else f"{description} "
         for source_name, source in read:
             if source is not None and _is_read(path, source):
                 raise UnusableFile(
-                    f"{path}: {role}is {source_name} too. Choose another output; what is read is "
-                    "never written."
+                    f"{path}: {role}is {source_name} too. Choose another output; a file that is "
+                    "read is never written."
                 )
-    for (what, path), (other, other_path) in itertools.combinations(written.items(), 2):
+    for (description, path), (other, other_path) in itertools.combinations(written.items(), 2):
         if _is_one_file(path, other_path):
-            raise UnusableFile(f"{path}: {what} is {other} too. Choose two files.")
+            raise UnusableFile(f"{path}: {description} is {other} too. Choose two files.")
     for path in written.values():
         check_replaceable(path)
 
 
 def check_fillable(folder: Path) -> None:
-    """Refuse a folder that is none, or that could neither be made nor written to."""
-    there = next(path for path in (folder, *folder.resolve().parents) if path.exists())
-    if not there.is_dir():
+    """Check that a folder exists or can be created, and can be written to.
+
+    Raises:
+        ConfigError: The path is a file, or the user may not write to it.
+    """
+    existing = next(path for path in (folder, *folder.resolve().parents) if path.exists())
+    if not existing.is_dir():
         raise ConfigError(
-            f"{folder}: expected a folder, got the file {there}. Choose another name."
+            f"{folder}: expected a folder, got the file {existing}. Choose another name."
         )
-    if not os.access(there, os.W_OK | os.X_OK):
+    if not os.access(existing, os.W_OK | os.X_OK):
         raise ConfigError(
-            f"{folder}: expected a folder to write to, got {there}, where this user may not write. "
-            f"Choose another."
+            f"{folder}: expected a folder to write to, got {existing}, where this user may not "
+            f"write. Choose another folder."
         )
 
 
@@ -97,12 +101,12 @@ def _check_folder(path: Path) -> None:
     if not os.access(path.parent, os.W_OK | os.X_OK):
         raise UnusableFile(
             f"{path}: expected a directory to write to, got {path.parent}, where this user may "
-            "not write. Choose another."
+            "not write. Choose another directory."
         )
 
 
 def _check_name(path: Path) -> None:
-    """Refuse at the start a name to which the finished file could not be renamed."""
+    """Refuse a name that is too long for the file system, before the job starts."""
     limit = os.pathconf(path.parent, "PC_NAME_MAX")
     if (length := len(os.fsencode(path.name))) > limit:
         raise UnusableFile(
@@ -112,16 +116,16 @@ def _check_name(path: Path) -> None:
 
 
 def _identities(path: Path) -> set[object]:
-    """The identities of a path; two paths are one file if they share any."""
-    found: set[object] = {os.path.realpath(path)}
+    """The identities of a path; two paths are the same file if they share one."""
+    identities: set[object] = {os.path.realpath(path)}
     with suppress(OSError):
         status = os.stat(path)
-        found.add((status.st_dev, status.st_ino))
-    return found
+        identities.add((status.st_dev, status.st_ino))
+    return identities
 
 
 def _is_one_file(path: Path, other: Path) -> bool:
-    # two files that do not exist yet may become one where case is ignored
+    # two files that do not exist yet may become the same file if the file system ignores case
     is_one_name = os.path.realpath(path).casefold() == os.path.realpath(other).casefold()
     return is_one_name or bool(_identities(path) & _identities(other))
 
@@ -134,7 +138,7 @@ def _is_read(path: Path, source: Path) -> bool:
         return False
     if Path(os.path.realpath(path)).is_relative_to(os.path.realpath(source)):
         return True
-    # a file that is not there can have no other name in the folder
+    # a file that does not exist has no other name in the folder
     return path.exists() and any(identities & _identities(file) for file in _inside(source))
 
 

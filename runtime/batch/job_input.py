@@ -1,8 +1,8 @@
-"""The input of a job, which is read twice: in the scan before the build, then row by row.
+"""Reads the input of a job twice: in the scan before the build, then row by row.
 
-Each prompt is rendered and encoded once, in the scan; its ids wait on the disk for the run. Knows
-nothing of devices. Guarantees: the ids of a row are those that the scan measured; chat templates
-see the same instant in all runs of a job.
+Each prompt is rendered and encoded once, in the scan, and its ids are kept on the disk for the run.
+Does not know about devices. Guarantees: a row runs with the ids that the scan measured; chat
+templates see the same time in all runs of a job.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ from .token_spill import TokenSpill
 
 @dataclass(frozen=True)
 class JobInput:
-    """An open input, the text side of the model, and the token ids between scan and run."""
+    """An open input, the tokenizer side of the model, and the token ids kept for the run."""
 
     file: BinaryIO
     text: JobText
@@ -36,30 +36,37 @@ class JobInput:
     token_ids: TokenSpill
 
     def scan(self, on_error: Callable[[BadRow], None], progress: Progress) -> ScanSummary:
-        """Read every row of the input, and keep the token ids of those that this job runs."""
+        """Read every row of the input, and keep the token ids of the rows that this job runs."""
         summary = scan(
             self.file,
             self.text.encode,
             defaults=self.defaults,
             on_error=on_error,
             on_encoded=self._keep,
-            on_progress=progress.scanned,
+            on_progress=progress.show_scan,
         )
         progress.finish()
         if (reason := self.text.gave_up()) is not None:
             progress.note(f"chat template in {reason}; rows that need it end as errors")
         if num_dropped := self.token_ids.num_dropped:
             rows = plural(num_dropped, "row")
-            progress.note(f"no room to keep the token ids of {rows}; encoding them again")
+            progress.note(f"no room to keep the token ids of {rows}; they are encoded again")
         return summary
 
     def read(self, scanned: ScannedRow) -> BatchRow:
-        """A row that the scan accepted; raises InputError if it has changed since."""
+        """Read a row again that the scan accepted.
+
+        Raises:
+            InputError: The row has changed since the scan.
+        """
         return read_again(self.file, scanned, defaults=self.defaults)
 
     def token_ids_of(self, row: BatchRow, scanned: ScannedRow) -> Sequence[int]:
-        """The token ids of a prompt; raises RowError if it has to be encoded again and cannot
-        be."""
+        """The token ids of a prompt.
+
+        Raises:
+            RowError: The ids were not kept, and the prompt cannot be encoded again.
+        """
         assert scanned.requirements is not None
         ids = self.token_ids.ids_of(row.row, scanned.requirements.prompt_length)
         if ids is not None:
@@ -76,7 +83,7 @@ class JobInput:
 
 @contextmanager
 def open_input(settings: JobSettings, model: JobModel, now: str) -> Iterator[JobInput]:
-    """The input of a job, until it ends."""
+    """Open the input of a job; `now` is the time that chat templates see, as ISO 8601."""
     with (
         settings.input_path.open("rb") as file,
         model.open_text(datetime.fromisoformat(now)) as text,
@@ -86,21 +93,25 @@ def open_input(settings: JobSettings, model: JobModel, now: str) -> Iterator[Job
 
 
 def decide_instant(settings: JobSettings, journal: Journal) -> str:
-    """The local time that chat templates see: the one asked for, or that at the job's start."""
+    """The local time that chat templates see: the time in the settings, or the job's start.
+
+    Raises:
+        JournalError: The journal has another time, which finished rows show.
+    """
     known = journal.facts.get(INSTANT)
     if settings.now is None:
         return known or datetime.now().isoformat(timespec="seconds")
     asked = settings.now.isoformat()
     if known not in (None, asked):
         raise JournalError(
-            f"{journal.path}: expected the instant that the job was begun with, --now {known}, as "
-            f"its prompts read the clock, got --now {asked}. Leave the option out, choose another "
-            "output, or discard what is finished with --restart."
+            f"{journal.path}: expected the time that the job was begun with, --now {known}, as its "
+            f"prompts show the time, got --now {asked}. Leave the option out, choose another "
+            "output, or discard the finished rows with --restart."
         )
     return asked
 
 
 def record_instant(now: str, journal: Journal) -> None:
-    """Bind later runs of a job to the instant that its prompts show."""
+    """Bind later runs of a job to the time that its prompts show."""
     if INSTANT not in journal.facts:
         journal.record_fact(INSTANT, now)

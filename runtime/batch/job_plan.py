@@ -1,7 +1,7 @@
-"""The plan of a batch job: given, or derived from its rows, and then changed by overrides.
+"""Makes the plan of a batch job: a given plan or one derived from its rows, with overrides.
 
-Rows without `max_tokens` may go on to the model's context where the cache for it fits into a share
-of the memory; where it does not, the plan says why they end before. Knows nothing of files.
+Rows without `max_tokens` may continue to the model's context if the cache for it fits into a share
+of the memory; if not, the plan gives the reason why they end earlier. Does not know about files.
 """
 
 import tomllib
@@ -40,11 +40,15 @@ from ..pods.peers import Peers
 
 GIGABYTE = 10**9
 OTHER_CHUNK = 256
-"""The chunk length that whole prompts are compared with in the note on padding."""
+"""The chunk length with which the note on padding compares whole prompts."""
 
 
 def given_plan(table: Mapping[str, Any], overrides: Sequence[str]) -> Plan:
-    """The plan in a table, changed by the user's overrides; ValueError names a wrong key."""
+    """The plan in a table, changed by the user's overrides.
+
+    Raises:
+        ValueError: A key is unknown or its value is invalid; the error names the key.
+    """
     return Plan.from_table(apply_overrides(table, overrides))
 
 
@@ -58,9 +62,22 @@ def derived_plan(
     overrides: Sequence[str],
     peers: Peers,
 ) -> Plan:
-    """A plan for the rows of a job, changed by the user's overrides; ValueError names a wrong
-    key."""
-    # other sizes are derived from some of the keys; then all keys are set
+    """A plan for the rows of a job, changed by the user's overrides.
+
+    Args:
+        rows: The rows that can run.
+        target: The devices.
+        model: The model's name and fingerprint.
+        numbers: The dtype.
+        config: The model's configuration.
+        layout: The layout; None for one device.
+        overrides: Settings `a.b=value`; some of them also change the sizes that are derived.
+        peers: The processes of the job, which must derive the same plan.
+
+    Raises:
+        ValueError: A key of the overrides is unknown or its value is invalid.
+    """
+    # overrides of some keys change the derived sizes; later all overrides are applied
     asked = apply_overrides({}, overrides).get("buckets", {})
     defaults = with_overrides(GridDefaults.for_layout(layout), asked)
     placement = target.placement(layout)
@@ -70,12 +87,12 @@ def derived_plan(
     fits, reason = None, ""
     if defaults.max_length is None and any(row.max_tokens is None for row in rows):
         share = defaults.cpu_cache_share if target.platform == "cpu" else defaults.cache_share
-        # the memory of process 0, so that all derive the same plan
-        left = peers.broadcast(_memory_bytes(target)) - work.parameter_bytes
-        fits = partial(_fits, work, share * left)
+        # the memory of process 0, so that all processes derive the same plan
+        free_bytes = peers.broadcast(_memory_bytes(target)) - work.parameter_bytes
+        fits = partial(_fits, work, share * free_bytes)
         reason = (
-            f"the cache of more would take over {share:g} of the memory that the weights leave "
-            f"({left / GIGABYTE:.1f} GB a device)"
+            f"a longer cache would take more than {share:g} of the memory beside the weights "
+            f"({free_bytes / GIGABYTE:.1f} GB per device)"
         )
     grid = derive_grid(rows, config.max_position, defaults, fits, prices)
     if grid.max_length >= defaults.longest_span(config.max_position):
@@ -85,8 +102,8 @@ def derived_plan(
     plan = given_plan(tomllib.loads(plan.to_toml()), overrides)
     grid = plan.buckets
     use = slot_use(rows, has_chunks=bool(grid.chunks))
-    # rows are sorted, so where they wait for slots these hold rows of similar length at any time,
-    # and need equal capacity
+    # rows are submitted in order of length; if they wait for slots, the slots hold rows of similar
+    # length at any time and need equal capacity
     if use.num_sequences <= grid.decode_slots:
         grid = with_ragged_slots(grid, use, plan.layout)
     if not {"decode_spans", "decode_graphs"} & set(asked):
@@ -94,29 +111,33 @@ def derived_plan(
     return replace(plan, buckets=grid)
 
 
-def _fits(work: Work, allowed: float, slots: int, length: int) -> bool:
-    return work.cache_bytes(slots, length) <= allowed
+def _fits(work: Work, max_bytes: float, slots: int, length: int) -> bool:
+    return work.cache_bytes(slots, length) <= max_bytes
 
 
 def _memory_bytes(target: Target) -> int:
-    """The memory of a device in whole GB, as devices of a kind may differ by less.
+    """The memory of a device in bytes, rounded down to GB, as devices of one kind differ slightly.
 
-    For a CPU it is that of the hardware table, so that a job has the same plan on every machine.
+    For a CPU it is the memory in the hardware table, so that a job has the same plan on every
+    machine.
     """
     if target.platform == "cpu":
         return int(hardware_of(target.name, known_hardware()).memory_bytes)
-    # devices of other processes do not tell their memory
+    # devices of other processes do not report their memory
     own = next(device for device in target.devices if device.process_index == jax.process_index())
-    found = own.memory_stats() or {}
-    return found.get("bytes_limit", 0) // GIGABYTE * GIGABYTE
+    statistics = own.memory_stats() or {}
+    return statistics.get("bytes_limit", 0) // GIGABYTE * GIGABYTE
 
 
 def limit_note(plan: Plan, rows: Sequence[RowShape], max_position: int) -> str | None:
-    """A note if rows without `max_tokens` end before the model's context: where, and why."""
+    """A note on where and why rows without `max_tokens` end before the model's context.
+
+    None if they do not.
+    """
     count, limit = sum(row.max_tokens is None for row in rows), plan.buckets.max_length
     if not count or limit >= max_position:
         return None
-    reason = plan.max_length_reason or "so the plan or --set says"
+    reason = plan.max_length_reason or "as the plan or --set says"
     return (
         f"{plural(count, 'row')} without max_tokens: at most {limit} tokens each, prompt "
         f"included, of the model's {max_position}: {reason}. Without --plan, --set "
@@ -127,11 +148,11 @@ def limit_note(plan: Plan, rows: Sequence[RowShape], max_position: int) -> str |
 def padding_note(
     rows: Sequence[RowShape], grid: BucketGrid, layout: Layout | None, max_position: int
 ) -> str:
-    """A note that compares the padding of whole prompts and of prompts in chunks."""
+    """A note that compares the padding of whole prompts with the padding of chunked prompts."""
     defaults = GridDefaults.for_layout(layout)
     if not grid.chunks:
         defaults = with_chunks(defaults, min(OTHER_CHUNK, grid.max_length))
-    # whole chunks may need longer rows than the grid has
+    # may be longer than the grid, as prompts are rounded up to whole chunks
     other = derive_grid(rows, max_position, defaults)
     return f"prefill: {_padding(rows, grid)}; {_padding(rows, other)} otherwise"
 

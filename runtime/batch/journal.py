@@ -1,17 +1,17 @@
 """The journal of a job: every finished row, on disk, in the order of completion.
 
-One record a line: CRC-32 of the rest in eight hexadecimal digits, a space, the record's facts as
-JSON, and for a row a tab and the output line as it will stand in the final file. JSON holds no raw
-tab or newline, so neither needs escaping. Records are `header` (format, configuration), `fact`
-(what the job decides once and every later run of it keeps, such as the resolved plan), `row`, and
-`setup` where other processes than before continue the job.
+Each line is one record: CRC-32 of the rest in eight hexadecimal digits, a space, the record's facts
+as JSON, and for a row a tab and its output line as in the final file. JSON has no raw tab or
+newline, so neither needs escaping. The kinds of records are `header` (format, configuration),
+`fact` (a decision that all later runs of the job keep, such as the resolved plan), `row`, and
+`setup` (other processes than before continue the job).
 
-A row is found again by custom_id and request hash, so an edited input keeps what is unchanged.
+A row is found again by custom_id and request hash, so an edited input keeps its unchanged rows.
 
-Knows nothing of models, requests or the final file. Guarantees: a row survives the death of the
-process as soon as `record_row` returns. It survives a power cut once it is synced: after 64 rows,
-after about a second (the job calls `sync_if_due` at every step), or on `close`. A torn tail is cut
-off on opening; damage anywhere else is an error that says at which byte.
+Does not know about models, requests or the final file. Guarantees: a row survives the death of the
+process as soon as `record_row` returns. It survives a power cut after a sync: after 64 rows, after
+about a second (the job calls `sync_if_due` at every step), or on `close`. An incomplete record at
+the end is removed on opening; damage anywhere else is an error that gives the byte.
 """
 
 import os
@@ -32,32 +32,35 @@ SYNC_SECONDS = 1.0
 
 
 def journal_path(output: Path) -> Path:
+    """The path of an output's journal."""
     return output.with_name(f"{output.name}.journal")
 
 
 @dataclass(frozen=True, slots=True)
 class JournalRow:
-    """One finished row: what the manifest counts, and where its output line lies."""
+    """One finished row: the figures for the manifest, and the place of its output line."""
 
     custom_id: str
     request_hash: str
     code: str | None
-    """None for a result, else the error code."""
+    """The error code; None for a result."""
     metrics: Mapping[str, float]
     offset: int
+    """Byte offset of the output line in the journal."""
     length: int
+    """Bytes of the output line, without a line ending."""
 
 
 class Journal:
-    """An open journal. Make one with `Journal.open`, and hold the job's lock meanwhile."""
+    """An open journal. Open it with `Journal.open`, while the job's lock is held."""
 
     def __init__(self, path: Path, disk: Disk, clock: Callable[[], float]):
         self.path = path
         self.facts: dict[str, str] = {}
-        """Decisions that all runs of the job keep, by name: see `record_fact`."""
+        """Decisions that all runs of the job keep, by name; see `record_fact`."""
         self.rows: dict[tuple[str, str], JournalRow] = {}
         self.setups: list[str] = []
-        """Every set-up of processes that has run the job, this one last."""
+        """All set-ups of processes that have run the job, the current one last."""
         self._disk = disk
         self._clock = clock
         self._size = 0
@@ -75,9 +78,19 @@ class Journal:
         disk: Disk | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> "Journal":
-        """Open or create; refuse a journal of another configuration, naming every difference.
+        """Open or create a journal.
 
-        Where the set-up may differ, going on with another one is recorded.
+        Args:
+            path: The journal's file.
+            configuration: The configuration of the job.
+            may_differ: Keys of the configuration whose values may differ from the stored ones. A
+              new set-up of processes is recorded.
+            disk: Disk operations.
+            clock: Monotonic seconds.
+
+        Raises:
+            JournalError: The file is damaged, is no journal, or has another configuration; then the
+              error lists every difference.
         """
         journal = cls(path, disk or Disk(), clock)
         try:
@@ -93,9 +106,9 @@ class Journal:
         return self.facts.get(PLAN)
 
     def record_fact(self, name: str, value: str) -> None:
-        """Store a decision durably: rows may depend on it from here on, in this run and later ones.
+        """Store a decision durably, before rows of this run or a later run depend on it.
 
-        A journal that has a plan binds the next run; other facts do not by themselves.
+        A journal with a plan or rows binds the next run; other facts alone do not.
         """
         self._append({"kind": "fact", "name": name, "value": value})
         self.sync()
@@ -111,7 +124,19 @@ class Journal:
         code: str | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> None:
-        """Append one finished row with its output line."""
+        """Append one finished row.
+
+        Args:
+            row: Index of the row in the input.
+            custom_id: The id of the row.
+            request_hash: The hash of its request.
+            line: The output line, as in the final file.
+            code: The error code; None for a result.
+            metrics: Figures that the manifest sums over rows.
+
+        Raises:
+            JournalWriteError: The disk refused the record; earlier records are kept.
+        """
         facts = {
             "kind": "row",
             "row": row,
@@ -127,17 +152,21 @@ class Journal:
         self.sync_if_due()
 
     def output_line(self, row: JournalRow) -> bytes:
-        """Read a row's output line back, without a line ending."""
+        """Read the output line of a row, without a line ending."""
         return os.pread(self._descriptor, row.length, row.offset)
 
     def sync_if_due(self) -> None:
-        """Sync where many rows, or any for about a second, are not on the disk yet."""
+        """Sync if `SYNC_ROWS` rows are not yet on the disk, or any row for `SYNC_SECONDS`."""
         is_late = self._unsynced and self._clock() - self._last_sync >= SYNC_SECONDS
         if is_late or self._unsynced >= SYNC_ROWS:
             self.sync()
 
     def sync(self) -> None:
-        """Wait until all records are on the disk."""
+        """Wait until all records are on the disk.
+
+        Raises:
+            JournalWriteError: The disk refused the records.
+        """
         try:
             self._disk.fsync(self._descriptor)
         except OSError as error:
@@ -146,7 +175,7 @@ class Journal:
         self._last_sync = self._clock()
 
     def close(self) -> None:
-        """Sync what is not on the disk yet, and close."""
+        """Sync records that are not yet on the disk, and close."""
         try:
             if self._unsynced:
                 self.sync()
@@ -154,6 +183,7 @@ class Journal:
             self._disk.close(self._descriptor)
 
     def _append(self, facts: Mapping[str, Any], line: bytes | None = None) -> int:
+        """Append a record; return the new size of the file."""
         payload = dump_line(facts)
         if line is not None:
             payload += b"\t" + line
@@ -167,7 +197,7 @@ class Journal:
         return self._size
 
     def _cut_to(self, size: int) -> None:
-        """Remove a half-written record; should that fail too, the next opening does it."""
+        """Remove an incomplete record; if this fails too, the next opening removes it."""
         try:
             self._disk.truncate(self._descriptor, size)
         except OSError:
@@ -177,39 +207,17 @@ class Journal:
         return JournalWriteError(
             error.errno,
             f"{self.path}: cannot be written ({error.strerror or error}). {len(self.rows)} "
-            "finished rows are kept in it; make room and run the same command again to go on",
+            "finished rows are kept in it; free disk space and run the same command again to "
+            "continue",
         )
 
     def _recover(self, configuration: dict[str, str], may_differ: Collection[str]) -> None:
-        damaged_at: int | None = None
-        header = None
-        for offset, payload in self._stored_records():
-            if payload is None:
-                damaged_at = offset if damaged_at is None else damaged_at
-                continue
-            if damaged_at is not None:
-                raise JournalError(
-                    f"{self.path}: damaged at byte {damaged_at}, with good records after it, so "
-                    "this is no interrupted write. Restore the file, or discard it with --restart."
-                )
-            facts, line = self._read(offset, payload, is_first=header is None)
-            end = offset + 9 + len(payload)  # after eight digits and a space
-            if header is None:
-                header = facts
-                self.setups.append(facts["configuration"].get(SETUP, ""))
-            elif facts["kind"] == "fact":
-                self.facts[facts["name"]] = facts["value"]
-            elif facts["kind"] == "setup":
-                self.setups.append(facts["setup"])
-            else:
-                self._remember(facts, end - len(line), len(line))
-            self._size = end + 1
+        """Read the stored records, check the configuration, and repair or begin the file."""
+        header, damaged_at = self._read_records()
         if header is not None and self.plan is None and not self.rows:
-            # nothing was decided under it, so a job that was refused does not bind the next one
-            self._disk.truncate(self._descriptor, 0)
-            header, self._size, damaged_at = None, 0, None
-            self.setups.clear()
-            self.facts.clear()
+            # no row depends on this journal, so it does not bind the job to its configuration
+            self._discard()
+            header, damaged_at = None, None
         if header is not None:
             stored = {**header["configuration"], SETUP: self.setups[-1]}
             wanted = {SETUP: "", **configuration}
@@ -223,7 +231,56 @@ class Journal:
             self._append({"kind": "header", "format": FORMAT, "configuration": configuration})
             self.sync()
             self._disk.sync_folder(self.path.parent)
-        setup = configuration.get(SETUP, "")
+        self._record_setup(configuration.get(SETUP, ""))
+
+    def _read_records(self) -> tuple[dict[str, Any] | None, int | None]:
+        """Read all complete records into memory.
+
+        Returns:
+            The header, if there is one, and the offset of an incomplete record at the end, if any.
+
+        Raises:
+            JournalError: A record is wrong, or is damaged although complete records follow.
+        """
+        header, damaged_at = None, None
+        for offset, payload in self._stored_records():
+            if payload is None:
+                damaged_at = offset if damaged_at is None else damaged_at
+                continue
+            if damaged_at is not None:
+                raise JournalError(
+                    f"{self.path}: damaged at byte {damaged_at}, with complete records after it, "
+                    "so the cause is not an interrupted write. Restore the file, or discard it "
+                    "with --restart."
+                )
+            facts, line = self._check_record(offset, payload, is_first=header is None)
+            header = header or facts
+            end = offset + 9 + len(payload)  # after eight digits and a space
+            self._load(facts, end - len(line), len(line))
+            self._size = end + 1
+        return header, damaged_at
+
+    def _load(self, facts: Mapping[str, Any], offset: int, length: int) -> None:
+        """Take a stored record into memory; a row's output line is at `offset`."""
+        match facts["kind"]:
+            case "header":
+                self.setups.append(facts["configuration"].get(SETUP, ""))
+            case "fact":
+                self.facts[facts["name"]] = facts["value"]
+            case "setup":
+                self.setups.append(facts["setup"])
+            case _:
+                self._remember(facts, offset, length)
+
+    def _discard(self) -> None:
+        """Empty the file, and forget its records."""
+        self._disk.truncate(self._descriptor, 0)
+        self._size = 0
+        self.setups.clear()
+        self.facts.clear()
+
+    def _record_setup(self, setup: str) -> None:
+        """Record the set-up of processes of this run, if the last run had another one."""
         if self.setups and self.setups[-1] != setup:
             self._append({"kind": "setup", "setup": setup})
             self.sync()
@@ -231,8 +288,8 @@ class Journal:
             self.setups.append(setup)
 
     def _stored_records(self) -> Iterator[tuple[int, bytes | None]]:
-        """Every line of the file as (offset, payload); the payload is None where it is damaged."""
-        with self._opened() as file:
+        """The offset and the payload of every line; the payload of a damaged line is None."""
+        with self._open_for_reading() as file:
             offset = 0
             for record in file:
                 payload = record[9:-1]
@@ -240,14 +297,16 @@ class Journal:
                 yield offset, payload if is_whole else None
                 offset += len(record)
 
-    def _opened(self) -> BinaryIO:
-        """The opened file from its start, even if another file has its name by now."""
+    def _open_for_reading(self) -> BinaryIO:
+        """The open file from its start, even if another file has its name in the meantime."""
         file = os.fdopen(os.dup(self._descriptor), "rb")
         file.seek(0)
         return file
 
-    def _read(self, offset: int, payload: bytes, *, is_first: bool) -> tuple[dict[str, Any], bytes]:
-        """The facts and the output line of a whole record."""
+    def _check_record(
+        self, offset: int, payload: bytes, *, is_first: bool
+    ) -> tuple[dict[str, Any], bytes]:
+        """The facts and the output line of a complete record, after checks."""
         try:
             facts, line = read_record(payload)
             if is_first != (facts["kind"] == "header"):
@@ -255,17 +314,17 @@ class Journal:
                 raise BadRecord(f"expected {expected}, got {facts['kind']!r}")
         except BadRecord as error:
             raise JournalError(
-                f"{self.path}: the record at byte {offset} is whole, but wrong: {error}. Restore "
-                "the file, or discard it with --restart."
+                f"{self.path}: the record at byte {offset} is complete, but wrong: {error}. "
+                "Restore the file, or discard it with --restart."
             ) from None
         return facts, line
 
     def _refuse_foreign_file(self, header: object) -> None:
-        """A file without a header is a torn first write, or not ours: never cut the latter."""
+        """Refuse a file that has no header and is not the beginning of one, so it is not cut."""
         if header is not None:
             return
         start = os.pread(self._descriptor, 32, 0)
-        # the start of our first record, as far as it was written
+        # an interrupted first write has the beginning of a header
         if b"\n" in start or (len(start) > 9 and not b'{"kind":"header"'.startswith(start[9:25])):
             raise JournalError(
                 f"{self.path}: damaged at byte 0, or not a journal. Move it away, or discard it "
@@ -273,42 +332,47 @@ class Journal:
             )
 
     def _remember(self, facts: Mapping[str, Any], offset: int, length: int) -> None:
+        """Keep the figures and the place of a row."""
         key = (facts["custom_id"], facts["request"])
         row = JournalRow(*key, facts["code"], facts["metrics"], offset, length)
-        # the first record counts, but an error that may pass is replaced by what came later
+        # the first record of a row counts, unless it is an error that later runs try again
         known = self.rows.get(key)
         if known is None or known.code in RETRIED_CODES:
             self.rows[key] = row
 
 
 RETRIED_CODES = frozenset({"internal_error"})
-"""Errors of ours, not of the request: a resumed job tries such rows again."""
+"""Error codes of noria or the machine, not of the request: a resumed job runs these rows again."""
 
 
 def check_same_configuration(
     path: Path, stored: Mapping[str, str], wanted: Mapping[str, str]
 ) -> None:
-    """Raise JournalError with one line for each difference between two configurations."""
-    found = differences(stored, wanted, ("there", "now"))
-    if found:
+    """Check that a journal has the configuration of this job.
+
+    Raises:
+        JournalError: The configurations differ; the error has one line for each difference.
+    """
+    lines = differences(stored, wanted, ("there", "now"))
+    if lines:
         raise JournalError(
             f"{path}: expected the configuration of this job, got another one:\n"
-            + "\n".join(found)
+            + "\n".join(lines)
             + "\nRun with the settings it was begun with, choose another output, or discard it "
             f"with --restart.{_SETUP_REMEDY if stored.get(SETUP) != wanted.get(SETUP) else ''}"
         )
 
 
 _SETUP_REMEDY = (
-    " Other processes and devices add up in another order; --allow-different-numerics goes on all "
-    "the same, and the manifest says so."
+    " Other processes and devices add numbers in another order; with --allow-different-numerics "
+    "the job continues anyway, and the manifest says so."
 )
 
 
 def differences(
     first: Mapping[str, object], second: Mapping[str, object], names: tuple[str, str]
 ) -> list[str]:
-    """One line for each key whose values differ, with both; `names` say whose they are."""
+    """One line for each key whose values differ, with both values after the two `names`."""
     return [
         f"  {key}: {names[0]} {first.get(key, 'nothing')}, {names[1]} {second.get(key, 'nothing')}"
         for key in sorted({*first, *second})

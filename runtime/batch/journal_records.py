@@ -1,10 +1,10 @@
-"""Checks of journal records, before any value of them is used.
+"""Checks journal records before any of their values is used.
 
-A checksum shows that a record is as it was written, but not that it is right: another program,
+A checksum shows that a record is as it was written, but not that it is valid: another program,
 another version or a person may have written it.
 
-Knows nothing of files or of where a record lies. Guarantees: `read_record` returns facts that have
-every key of their kind with a value of its type, and for a row the output line, or raises
+Does not know about files or the place of a record. Guarantees: `read_record` returns facts with
+every key of their kind and values of the right types, and for a row the output line, or raises
 `BadRecord`.
 """
 
@@ -16,21 +16,25 @@ from typing import Any
 
 FORMAT = 2
 SETUP = "processes"
-"""The key of the configuration that says which processes run the job."""
+"""The key of the configuration for the set-up of processes that run the job."""
 PLAN, MODEL, WEIGHTS, INSTANT = "plan", "model", "weights", "instant"
-"""Names of facts: the resolved plan as TOML, the model's name in output lines, its weights' digest,
-the local time that its prompts show, as ISO 8601.
+"""Names of facts: the resolved plan as TOML, the model's name in output lines, the digest of its
+weights, and the local time that prompts show, as ISO 8601.
 """
 _LARGEST = 1e18
 """A bound above all counts and measurements."""
 
 
 class BadRecord(ValueError):
-    """A record is wrong; the message follows the place of the record."""
+    """An invalid record; its message follows a text that gives the record's place."""
 
 
 def read_record(payload: bytes) -> tuple[dict[str, Any], bytes]:
-    """The facts of a record and its output line, which is empty for all kinds but a row."""
+    """The facts of a record and its output line, which is empty for other kinds than a row.
+
+    Raises:
+        BadRecord: A key is missing, or a value has a wrong type or format.
+    """
     content, tab, line = payload.partition(b"\t")
     facts = _table("facts", content)
     kind = facts.get("kind")
@@ -39,7 +43,7 @@ def read_record(payload: bytes) -> tuple[dict[str, Any], bytes]:
     if kind == "header" and facts.get("format") != FORMAT:
         raise BadRecord(
             f"expected a journal of format {FORMAT}, got {_shown(facts.get('format'))}, which the "
-            "version that wrote it can finish"
+            "version of noria that wrote it can finish"
         )
     for key, (expected, is_right) in _FIELDS[kind].items():
         if key not in facts:
@@ -57,13 +61,13 @@ def read_record(payload: bytes) -> tuple[dict[str, Any], bytes]:
     return facts, line
 
 
-def _table(what: str, content: bytes) -> dict[str, Any]:
+def _table(name: str, content: bytes) -> dict[str, Any]:
     try:
         table = json.loads(content)
     except (ValueError, RecursionError):
-        raise BadRecord(f"{what}: expected a JSON object, got {_shown(content)}") from None
+        raise BadRecord(f"{name}: expected a JSON object, got {_shown(content)}") from None
     if not isinstance(table, dict):
-        raise BadRecord(f"{what}: expected a JSON object, got {_shown(table)}")
+        raise BadRecord(f"{name}: expected a JSON object, got {_shown(table)}")
     return table
 
 
@@ -97,7 +101,7 @@ def _is_count(value: object) -> bool:
 def _is_number(value: object) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
-    return -_LARGEST < value < _LARGEST  # false of NaN too
+    return -_LARGEST < value < _LARGEST  # false for NaN
 
 
 _TEXT = ("a string", _is_text)

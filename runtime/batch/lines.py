@@ -1,12 +1,12 @@
-"""One line of a batch file -> one row: a request that can be run, or the error that it ends as.
+"""Reads one line of a batch file into one row: a request to run, or an error row.
 
-Two spellings are read. An OpenAI Batch line has `custom_id`, `method`, `url` and `body`. A simple
-line is the body alone, `{"prompt": ...}` or `{"messages": ...}`, with an optional `id` or
-`custom_id`; an `id` may be an integer, whose digits are taken. Without one the row is called
-`row-<n>`, n counted from zero over the rows of the file.
+Lines have one of two forms. An OpenAI Batch line has `custom_id`, `method`, `url` and `body`. A
+simple line is the body alone, `{"prompt": ...}` or `{"messages": ...}`, with an optional `id` or
+`custom_id`; an integer `id` is read as its digits. Without an id the row is called `row-<n>`, with
+n counted from zero over the rows of the file.
 
-Knows nothing of files, tokenizers or buckets. Guarantees: every line gives exactly one row, and
-nothing that a line contains can raise; equal requests have equal hashes, whatever the order or
+Does not know about files, tokenizers or buckets. Guarantees: every line gives exactly one row, and
+no content of a line raises an exception; equal requests have equal hashes, whatever the order or
 spacing of their keys.
 """
 
@@ -33,7 +33,7 @@ _MAX_TOKEN_ID = 2**31 - 1
 
 @dataclass(frozen=True)
 class BatchRow:
-    """A request as its line states it, before tokenizing."""
+    """A request as written in its line, before tokenizing."""
 
     row: int
     line_number: int
@@ -54,7 +54,7 @@ class BatchRow:
 
 @dataclass(frozen=True)
 class BadRow:
-    """A line that ends as an error row; `custom_id` is None where it could not be read."""
+    """A line that ends as an error row; `custom_id` is None if it could not be read."""
 
     row: int
     line_number: int
@@ -67,7 +67,13 @@ class BadRow:
 def read_row(
     line: Line, row: int, *, defaults: Mapping[str, Any] | None = None
 ) -> BatchRow | BadRow:
-    """Read one line; `defaults` are sampling parameters for keys that the request leaves out."""
+    """Read one line.
+
+    Args:
+        line: The line, at most `MAX_LINE_BYTES` long.
+        row: Index of the row, counted from zero over the lines that are not blank.
+        defaults: Sampling parameters for keys that the request leaves out.
+    """
     custom_id = None
     try:
         if line.content is None:
@@ -96,18 +102,18 @@ def read_row(
 
 
 def duplicate_of(row: BatchRow | BadRow, first_line_number: int) -> BadRow:
-    """The error row for a line whose custom_id an earlier line has used."""
+    """The error row for a line with the custom_id of an earlier line."""
     error = RowError(
         "duplicate_custom_id",
-        f"line {row.line_number}: custom_id {str(row.custom_id)[:100]!r} was used by line "
-        f"{first_line_number}, which counts. Give every line its own.",
+        f"line {row.line_number}: expected a new custom_id, got {str(row.custom_id)[:100]!r}, the "
+        f"id of line {first_line_number}, which counts. Give every line its own.",
         "custom_id",
     )
     return BadRow(row.row, row.line_number, row.offset, row.custom_id, row.request_hash, error)
 
 
 def hash_request(url: str, body: Mapping[str, Any]) -> str:
-    """SHA-256 of the request with its keys sorted at every level."""
+    """The SHA-256 of a request with its keys sorted at every level."""
     canonical = {"method": "POST", "url": url, "body": body}
     return hashlib.sha256(dump_line(canonical, sort_keys=True)).hexdigest()
 
@@ -126,7 +132,7 @@ def _custom_id(record: Mapping[str, Any], row: int) -> str:
             return f"row-{row}"
         raise RowError("missing_custom_id", "expected a custom_id, got none.", "custom_id")
     value = record[present[0]]
-    # tables number their rows; bool is an int in Python, but true is no number
+    # exported tables number their rows; bool is an int in Python, but true is no number
     if present[0] == "id" and isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     if not isinstance(value, str) or not value:
@@ -141,7 +147,7 @@ def _custom_id(record: Mapping[str, Any], row: int) -> str:
 
 
 def _request(record: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """The endpoint and the body, for either spelling of a line."""
+    """The endpoint and the body of a line of either form."""
     if _is_simple(record):
         body = {key: record[key] for key in record if key not in ("custom_id", "id")}
         if ("prompt" in body) == ("messages" in body):
@@ -219,7 +225,7 @@ def _prompt(prompt: object) -> str | list[int]:
 
 
 def _messages(messages: object) -> list[dict[str, Any]]:
-    """Checked messages of OpenAI's roles and keys; templates pass over others in silence."""
+    """The messages, if they have OpenAI's roles and keys only; templates ignore others silently."""
     checked = normalise_messages(messages)
     for index, message in enumerate(checked):
         where, role = f"messages[{index}]", message["role"]

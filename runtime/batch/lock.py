@@ -1,12 +1,12 @@
-"""One writer for each output file: a lock file that says who holds it.
+"""The lock file of an output, which ensures one writer and names the process that holds it.
 
-The lock is a POSIX record lock, which the system drops when its process dies, whatever the cause;
-the file's text (process id, host, start time) is for people, and for file systems shared by hosts
-that do not see each other's locks. A lock left by a dead process of this host is taken over; one of
-another host is refused, as nobody here can tell whether that process lives.
+The lock is a POSIX record lock, which the system releases when its process dies. The file's text
+(process id, host, start time) is for people, and for file systems shared by hosts that do not see
+each other's locks. A lock left by a dead process of this host is taken over; a lock of another host
+is refused, as this host cannot find out whether that process is alive.
 
-Knows nothing of jobs. Guarantees: at most one holder at a time on one host; a file that is no lock
-of noria is left as it is.
+Does not know about jobs. Guarantees: at most one holder at a time on one host; a file that is no
+lock of noria is not changed.
 """
 
 import fcntl
@@ -21,15 +21,21 @@ from ..errors import OutputIsLocked, UnusableFile
 from ..files.disk import open_in_place
 
 _START = b'{"pid": '
-"""The beginning of every lock of noria, even of one that was cut short."""
+"""The beginning of every lock of noria; an incomplete lock has a prefix of it."""
 
 
 def lock_path(output: Path) -> Path:
+    """The path of an output's lock."""
     return output.with_name(f"{output.name}.lock")
 
 
 class JobLock:
-    """Context manager that holds `path` as a lock file and removes it at the end."""
+    """A context manager that holds `path` as a lock file and removes it at the end.
+
+    Raises:
+        OutputIsLocked: Another process holds the lock, or may hold it on another host.
+        UnusableFile: The file at `path` is no lock of noria.
+    """
 
     def __init__(self, path: Path):
         self.path = path
@@ -45,7 +51,7 @@ class JobLock:
                 raise
             if self._is_current(descriptor):
                 self._descriptor = descriptor
-            else:  # its holder removed the file between our open and our lock
+            else:  # its holder removed the file after it was opened and before it was locked
                 os.close(descriptor)
         try:
             os.ftruncate(self._descriptor, 0)
@@ -64,7 +70,7 @@ class JobLock:
         self.release()
 
     def release(self) -> None:
-        """Remove the lock, if it is held and nobody has put another one in its place."""
+        """Remove the lock file if this process holds it, and no other file has replaced it."""
         if self._descriptor is not None:
             if self._is_current(self._descriptor):
                 self.path.unlink(missing_ok=True)
@@ -72,15 +78,16 @@ class JobLock:
             self._descriptor = None
 
     def _take(self, descriptor: int) -> None:
+        """Lock the open file, or raise an error."""
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise self._refusal(_read_owner(descriptor), "is running") from None
-        # zeros: a power cut may keep a file's length and lose its content
+        # a power cut may leave a file of zeros with the old length
         start = os.pread(descriptor, len(_START), 0).rstrip(b"\0")
         if not _START.startswith(start):
             raise UnusableFile(
-                f"{self.path}: expected a lock of noria or nothing, got another file. Move it "
+                f"{self.path}: expected a lock of noria or no file, got another file. Move it "
                 "away, or choose another output."
             )
         owner = _read_owner(descriptor)
@@ -93,15 +100,18 @@ class JobLock:
             raise self._refusal(owner, "is this one")
 
     def _is_current(self, descriptor: int) -> bool:
+        """Whether the open file still has the name of the lock."""
         try:
             return os.path.samestat(os.fstat(descriptor), os.lstat(self.path))
         except FileNotFoundError:
             return False
 
     def _refusal(self, owner: dict[str, object] | None, state: str) -> OutputIsLocked:
-        who = f"process {owner.get('pid')} on {owner.get('host')}" if owner else "another process"
+        holder = "another process"
+        if owner:
+            holder = f"process {owner.get('pid')} on {owner.get('host')}"
         return OutputIsLocked(
-            f"{self.path}: expected to be the only writer of this output, but {who} holds it "
+            f"{self.path}: expected to be the only writer of this output, but {holder} holds it "
             f"and {state}. Wait for it, or write to another output."
         )
 
@@ -112,16 +122,16 @@ def _this_process() -> dict[str, object]:
 
 
 def _start_time(pid: int) -> str:
-    """Start of a process in clock ticks: tells it from an earlier one with the same id."""
+    """Start of a process in clock ticks, to tell it from an earlier process with the same id."""
     if not sys.platform.startswith("linux"):
         return ""
     stat = Path(f"/proc/{pid}/stat").read_text()
-    return stat.rpartition(")")[2].split()[19]  # the name in parentheses may hold spaces
+    return stat.rpartition(")")[2].split()[19]  # the name in parentheses may have spaces
 
 
 def _read_owner(descriptor: int) -> dict[str, object] | None:
     try:
         owner = json.loads(os.pread(descriptor, 4096, 0))
-    except ValueError:  # empty or torn: its writer died while taking it
+    except ValueError:  # empty or incomplete: its writer died while it took the lock
         return None
     return owner if isinstance(owner, dict) else None

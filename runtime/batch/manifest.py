@@ -1,10 +1,10 @@
-"""The manifest beside a finished output: what ran, on what, how long, with what outcome.
+"""The manifest beside a finished output: the job's model, versions, times and outcomes.
 
-It is also the proof that a job is complete: it names the input, the configuration and the output by
-their hashes, and is written after the output is durable.
+The manifest also proves that a job is complete: it has the hashes of the input, the configuration
+and the output, and is written after the output is durable.
 
-Knows nothing of how rows run. Guarantees: scan, load, build and run seconds add up to the wall
-time, as the clock is in exactly one phase at any moment.
+Does not know how rows run. Guarantees: scan, load, build and run seconds add up to the wall time,
+as the clock is in exactly one phase at any time.
 """
 
 import hashlib
@@ -36,41 +36,42 @@ class PhaseClock:
         self._seconds: dict[Phase, float] = dict.fromkeys(get_args(Phase), 0.0)
 
     def enter(self, phase: Phase) -> None:
-        """End the current phase and begin another."""
+        """End the current phase and begin another phase."""
         now = self._clock()
         self._seconds[self.phase] += now - self._since
         self.phase, self._since = phase, now
 
     def seconds(self) -> dict[Phase, float]:
-        """Seconds of every phase until now."""
+        """The seconds of every phase until now."""
         self.enter(self.phase)
         return dict(self._seconds)
 
 
 def versions() -> dict[str, str]:
-    """Versions of what decides the numbers, without importing any of it."""
+    """The versions of installed packages that affect results; imports none of them."""
     names = ("noria", "jax", "jaxlib", "flax", "numpy", "tokenizers", "sentencepiece")
-    found = {}
+    installed = {}
     for name in names:
         try:
-            found[name] = metadata.version(name)
+            installed[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def fingerprint(configuration: Mapping[str, str]) -> str:
-    """One hash for everything that decides a row's answer besides the row itself."""
+    """The hash of a configuration: everything besides a row that decides its answer."""
     canonical = json.dumps(dict(configuration), sort_keys=True)
     return "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def manifest_path(output: Path) -> Path:
+    """The path of an output's manifest."""
     return output.with_name(f"{output.name}.manifest.json")
 
 
 def read_manifest(output: Path) -> dict[str, Any] | None:
-    """The manifest of an output; None where there is none that can be read."""
+    """The manifest of an output; None if there is none or it cannot be read."""
     try:
         content = json.loads(manifest_path(output).read_bytes())
     except (FileNotFoundError, ValueError):
@@ -79,21 +80,21 @@ def read_manifest(output: Path) -> dict[str, Any] | None:
 
 
 def output_differences(manifest: Mapping[str, Any], paths: Sequence[Path]) -> list[str]:
-    """The files that are not the outputs in a manifest, or are not complete, a line for each."""
+    """The differences of output files from those in a manifest, one line for each."""
     known = table_in(manifest, "outputs")
-    found = []
+    lines = []
     if set(known) != {path.name for path in paths}:
         now = ", ".join(sorted(path.name for path in paths))
-        found.append(f"  outputs: there {', '.join(sorted(known)) or 'none'}, now {now}")
+        lines.append(f"  outputs: there {', '.join(sorted(known)) or 'none'}, now {now}")
     for path in paths:
         digest = digest_table(digest_file(path)) if path.is_file() else {}
         if path.name in known and known[path.name] != digest:
             finished = known[path.name] if isinstance(known[path.name], dict) else {}
-            found.append(
+            lines.append(
                 f"  {path.name}, changed since: finished with {digest_text(finished)}, now "
                 f"{digest_text(digest) if digest else 'not there'}"
             )
-    return found
+    return lines
 
 
 def table_in(manifest: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -103,15 +104,17 @@ def table_in(manifest: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def digest_text(digest: Mapping[str, Any]) -> str:
-    """A digest in words."""
+    """A digest as text for messages."""
     return f"{digest.get('bytes')} bytes, sha256 {str(digest.get('sha256'))[:12]}"
 
 
 def digest_table(digest: FileDigest) -> dict[str, Any]:
+    """A digest as a table of a manifest."""
     return {"sha256": digest.sha256, "bytes": digest.num_bytes}
 
 
 def write_manifest(disk: Disk, output: Path, content: Mapping[str, Any]) -> None:
+    """Write the manifest of an output; it is complete or absent."""
     text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     replace_file(disk, manifest_path(output), [text.encode("utf-8", "backslashreplace")])
 
@@ -119,10 +122,13 @@ def write_manifest(disk: Disk, output: Path, content: Mapping[str, Any]) -> None
 def count_outcomes(
     codes: Iterable[str | None], *, num_kept: int, num_dropping: int, num_at_max_length: int
 ) -> dict[str, Any]:
-    """Rows by outcome; `num_kept` of them were finished by earlier runs of the job.
+    """The numbers of rows by outcome.
 
-    `num_dropping` of them were answered although choices of experts were dropped;
-    `num_at_max_length` have no `max_tokens` and ended at the plan's `max_length`.
+    Args:
+        codes: The error code of every row; None for a result.
+        num_kept: Rows that earlier runs of the job finished.
+        num_dropping: Rows with a result although expert choices were dropped.
+        num_at_max_length: Rows without `max_tokens` that ended at the plan's `max_length`.
     """
     counts = Counter(codes)
     num_ok = counts.pop(None, 0)
@@ -138,7 +144,7 @@ def count_outcomes(
 
 
 def add_outcomes(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The row counts of several parts together."""
+    """The sums of the row counts of several parts."""
     codes = sum((Counter(rows[_BY_CODE]) for rows in parts), Counter())
     by_code = dict(sorted(codes.items()))
     return {
@@ -147,15 +153,15 @@ def add_outcomes(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def total(finished: Sequence[JournalRow], name: str) -> int:
-    """The sum of a figure over rows."""
+    """The sum of a figure over rows; rows without it count as zero."""
     return int(sum(row.metrics.get(name, 0) for row in finished))
 
 
 def spread(finished: Sequence[JournalRow], name: str) -> dict[str, float] | None:
-    """Mean and percentiles over the rows that have such a figure, whichever run finished them."""
+    """Mean and percentiles of a figure over the rows that have it, from all runs of the job."""
     values = sorted(row.metrics[name] for row in finished if name in row.metrics)
     if not values:
         return None
-    # nearest rank, so that every figure is one that a row really had
+    # nearest rank, so that every percentile is the figure of a row
     ranks = {f"p{p}": values[-(-p * len(values) // 100) - 1] for p in PERCENTILES}
     return {"mean": statistics.fmean(values), **ranks}

@@ -1,12 +1,12 @@
-"""The finished parts of a job -> one output in input order, and a manifest for all of it.
+"""Merges the finished parts of a job into one output in input order, with a manifest.
 
-A part is what `noria batch --rows i/n` writes. Line k of part i is row i + k*n of the input, so
-merging reads parts alone, line by line, and needs no input, model or device.
+A part is the output of `noria batch --rows i/n`. Line k of part i is row i + k*n of the input, so
+merging reads only the parts, line by line, and needs no input, model or device.
 
-Knows nothing of requests. Guarantees: nothing is written unless every one of the n parts is there
-once, whole, and of one job; then the output is the whole job's, ids included (`created` is the time
-at which a row ran), and its manifest says so to `noria batch` too; a file that holds anything else
-is never replaced; merging again does nothing.
+Does not know about requests. Guarantees: nothing is written unless each of the n parts is given
+once, is complete, and belongs to the same job. The output equals that of the whole job, ids
+included (`created` is the time at which a row ran), and `noria batch` recognises its manifest. A
+file with other content is never replaced. Merging again does nothing.
 """
 
 import tomllib
@@ -37,7 +37,7 @@ from .part import WHOLE, Part
 from .progress import Progress
 from .results import error_of_line
 
-_OF_THE_JOB = (
+_COMMON_KEYS = (
     "schema",
     "model",
     "weights",
@@ -51,12 +51,12 @@ _OF_THE_JOB = (
     "config_keys_ignored",
     "input",
 )
-"""What parts have in common; everything else in a manifest is of its part alone."""
+"""The keys of a manifest that all parts have in common; all other keys describe one part."""
 
 
 @dataclass(frozen=True)
 class FinishedPart:
-    """A part's output, held open so that what is checked is what is copied."""
+    """The output of a part, held open so that the checked file is the one that is copied."""
 
     path: Path
     part: Part
@@ -72,7 +72,23 @@ def merge(
     progress: Progress | None = None,
     disk: Disk | None = None,
 ) -> int:
-    """Merge the parts at `paths`; with `error_file`, error rows go there. Returns the exit code."""
+    """Merge the parts of a job.
+
+    Args:
+        paths: The outputs of all parts, in any order.
+        output: The merged output.
+        error_file: A second output for error rows; by default they stay in their places.
+        progress: Shows the result.
+        disk: Disk operations.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        MergeError: The files are not all parts of one job, each once and complete.
+        UnusableFile: An output cannot be written, or is also read.
+        JobError: The disk refused an output.
+    """
     progress, disk = progress or Progress(), disk or Disk()
     named = job_outputs(output, error_file)
     read = [("a part", path) for path in paths]
@@ -119,28 +135,29 @@ def _open_part(path: Path, files: ExitStack) -> FinishedPart:
 
 
 def _refuse_other_jobs(parts: Sequence[FinishedPart]) -> None:
+    """Refuse parts that differ from each other in facts of the job or of the plan."""
     first = parts[0]
-    # a part whose rows were all in error has built nothing, and has no plan
+    # a part in which all rows are errors has built nothing, so it has no plan
     planned = [part for part in parts if part.manifest["plan"] is not None]
-    found = []
+    lines = []
     for part in parts[1:]:
         names = (str(first.path), str(part.path))
-        found += differences(_job_facts(first), _job_facts(part), names)
+        lines += differences(_job_facts(first), _job_facts(part), names)
     for part in planned[1:]:
         names = (str(planned[0].path), str(part.path))
-        found += differences(_plan_facts(planned[0]), _plan_facts(part), names)
-    if found:
+        lines += differences(_plan_facts(planned[0]), _plan_facts(part), names)
+    if lines:
         raise MergeError(
-            "parts: expected parts of one job, got parts of different ones:\n"
-            + "\n".join(found)
-            + "\nRun those that differ again (an instant with --now), with the settings, input and "
-            "versions of the others."
+            "parts: expected parts of one job, got parts of different jobs:\n"
+            + "\n".join(lines)
+            + "\nRun the parts that differ again, with the settings, input and versions of the "
+            "others (if the instant differs, with --now)."
         )
 
 
 def _job_facts(part: FinishedPart) -> dict[str, object]:
     manifest = part.manifest
-    configuration = {**manifest["configuration"], "rows": f"{part.part.of} parts"}
+    configuration = {**manifest["configuration"], "rows": f"{part.part.num_parts} parts"}
     content = {key: value for key, value in manifest["input"].items() if key != "name"}
     return {
         "model": manifest["model"],
@@ -168,7 +185,7 @@ def _flat(name: str, value: object) -> dict[str, object]:
 
 
 def _in_order(parts: Sequence[FinishedPart]) -> list[FinishedPart]:
-    """The parts of one job by index; refuses one that is missing or there twice."""
+    """The parts of a job in order of their index; refuses missing and repeated parts."""
     by_index: dict[int, FinishedPart] = {}
     for part in parts:
         known = by_index.setdefault(part.part.index, part)
@@ -177,22 +194,24 @@ def _in_order(parts: Sequence[FinishedPart]) -> list[FinishedPart]:
                 f"{part.part}: expected once, got {known.path} and {part.path}. Give each part "
                 "once."
             )
-    of = parts[0].part.of
-    missing = [f"{index}/{of}" for index in range(of) if index not in by_index]
+    num_parts = parts[0].part.num_parts
+    missing = [f"{index}/{num_parts}" for index in range(num_parts) if index not in by_index]
     if missing:
         raise MergeError(
-            f"parts: expected all {of} parts of the job, got {len(parts)}. Missing: "
+            f"parts: expected all {num_parts} parts of the job, got {len(parts)}. Missing: "
             f"{', '.join(missing)}. Finish them with noria batch --rows, and give them too."
         )
-    return [by_index[index] for index in range(of)]
+    return [by_index[index] for index in range(num_parts)]
 
 
 def _check_content(part: FinishedPart) -> None:
+    """Check that a part has the lines, bytes and hash that its manifest states."""
     described = part.manifest["outputs"]
     if len(described) != 1:
         raise MergeError(
-            f"{part.path}: expected error rows in their places, got them in a file of their own "
-            f"({', '.join(described)}). Run it without --error-file, and give that to noria merge."
+            f"{part.path}: expected error rows in their places, got them in a separate file "
+            f"({', '.join(described)}). Run the part without --error-file, and give --error-file "
+            f"to noria merge."
         )
     num_lines = 0
 
@@ -204,35 +223,36 @@ def _check_content(part: FinishedPart) -> None:
 
     (expected,) = described.values()
     num_rows = part.part.count(part.manifest["input"]["rows"])
-    found = digest_table(digest_chunks(lines()))
-    if found != expected or num_lines != num_rows:
+    digest = digest_table(digest_chunks(lines()))
+    if digest != expected or num_lines != num_rows:
         raise MergeError(
             f"{part.path}: expected the {plural(num_rows, 'line')}, {expected['bytes']} "
             f"bytes and sha256 {expected['sha256'][:12]} that its manifest states, got "
-            f"{num_lines}, {found['bytes']} and {found['sha256'][:12]}. Copy it again with its "
+            f"{num_lines}, {digest['bytes']} and {digest['sha256'][:12]}. Copy it again with its "
             "manifest, or run the part again with --restart."
         )
 
 
 def _merged_manifest(parts: Sequence[FinishedPart]) -> dict[str, Any]:
-    """The whole job's manifest, but for `outputs`; what is of one part stands under `parts`."""
+    """The manifest of the whole job without `outputs`; facts of single parts are in `parts`."""
     manifests = [part.manifest for part in parts]
     job = next((m for m in manifests if m["plan"] is not None), manifests[0])
     totals = ("prompt_tokens", "output_tokens", "compiles_during_run")
     return {
-        **{key: job[key] for key in _OF_THE_JOB if key in job},
+        **{key: job[key] for key in _COMMON_KEYS if key in job},
         "configuration": {**job["configuration"], "rows": str(WHOLE)},
         "rows": add_outcomes([manifest["rows"] for manifest in manifests]),
         **{key: sum(manifest[key] for manifest in manifests) for key in totals},
         "parts": [
             {"name": part.path.name, "part": str(part.part)}
-            | {key: value for key, value in part.manifest.items() if key not in _OF_THE_JOB}
+            | {key: value for key, value in part.manifest.items() if key not in _COMMON_KEYS}
             for part in parts
         ],
     }
 
 
 def _is_merged(manifest: Mapping[str, Any], outputs: Sequence[Path]) -> bool:
+    """Whether the outputs are already the result of this merge."""
     known = read_manifest(outputs[0])
     if known is None or {**manifest, "outputs": known.get("outputs")} != known:
         return False
@@ -255,18 +275,21 @@ def _output_lines(
 def _refuse_foreign_outputs(
     outputs: Sequence[Path], lines_of: Callable[[Path], Iterator[bytes]]
 ) -> None:
-    """Never replace a file of anything else; a merge that was cut short has left whole files."""
+    """Refuse to replace files with other content than this merge would write.
+
+    An interrupted merge leaves complete files, so an equal file may be its result.
+    """
     journal = journal_path(outputs[0])
     if journal.exists():
         raise MergeError(
-            f"{outputs[0]}: expected to be free, but {journal.name} is of an unfinished job that "
-            "writes there. Finish that job, or choose another output."
+            f"{outputs[0]}: expected an output without an unfinished job, got {journal.name} "
+            "beside it. Finish that job, or choose another output."
         )
     for path in outputs:
         if path.exists() and digest_file(path) != digest_chunks(lines_of(path)):
             raise MergeError(
-                f"{path}: exists and is not what these parts merge to. Choose another output, or "
-                "move it away."
+                f"{path}: exists and differs from the merge of these parts. Choose another output, "
+                "or move it away."
             )
 
 
@@ -281,7 +304,7 @@ def _write(
         write_manifest(disk, outputs[0], {**manifest, "outputs": described})
     except OSError as error:
         raise JobError(
-            f"{outputs[0]}: cannot be written ({error.strerror or error}). The parts are as they "
-            "were; make room and run the same command again.",
+            f"{outputs[0]}: cannot be written ({error.strerror or error}). The parts are "
+            "unchanged; free disk space and run the same command again.",
             EXIT_RESUMABLE,
         ) from error

@@ -1,11 +1,11 @@
-"""A finished job's journal -> output file, manifest.
+"""Writes the output files and the manifest of a finished job from its journal.
 
-The order is what makes it safe to stop anywhere: the output becomes durable, then the manifest that
-proves it complete, and only then does the journal go. Until then a rerun does all of it again and
-gets the same bytes, as the journal holds the lines as they are written here.
+The order of the steps makes it safe to stop at any moment: first the output becomes durable, then
+the manifest that proves it complete, and last the journal is removed. Before that, a rerun repeats
+all steps and gets the same bytes, because the journal has the output lines as they are written.
 
-Knows nothing of models. Guarantees: one line for each row of the job's part of the input,
-in its order.
+Does not know about models. Guarantees: one line for each row of the job's part of the input, in
+input order.
 """
 
 import hashlib
@@ -49,21 +49,39 @@ def finalise(
     num_kept: int,
     num_tokens: int,
 ) -> dict[str, Any]:
-    """Write output and manifest, remove the journal; returns the manifest."""
+    """Write the outputs and the manifest, and remove the journal.
+
+    Args:
+        settings: The job.
+        summary: The scanned input.
+        journal: The journal, which has every row of the job's part.
+        lines: Makes the lines of rows that the scan found in error.
+        disk: Disk operations.
+        phases: The clock of the run.
+        statistics: The counters of the run; empty if it ran no rows.
+        num_kept: Rows that earlier runs finished.
+        num_tokens: Tokens that this run emitted.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        JobError: The disk refused a file; the message says what is kept.
+    """
     rows = settings.part.take(summary.rows)
     finished = [journal.rows[row.key] for row in rows if row.bad is None]
     try:
         lines_of = partial(_output_lines, settings, rows, journal, lines)
         outputs = write_outputs(disk, settings.outputs, lines_of)
         manifest = {
-            **_of_job(settings, summary, journal, outputs),
+            **_job_facts(settings, summary, journal, outputs),
             "rows": count_outcomes(
                 (_code(row, journal) for row in rows),
                 num_kept=num_kept,
                 num_dropping=sum(DROPPED in row.metrics for row in finished),
                 num_at_max_length=sum(AT_MAX_LENGTH in row.metrics for row in finished),
             ),
-            **_of_run(phases, statistics, finished, num_tokens),
+            **_run_facts(phases, statistics, finished, num_tokens),
         }
         write_manifest(disk, settings.output_path, manifest)
         disk.remove(journal.path)
@@ -71,7 +89,7 @@ def finalise(
     except OSError as error:
         kept = f"Every row is kept in {journal.path}; run the same command again to finish."
         if not journal.path.exists():
-            kept = "Its journal is gone too, so the same command begins from the first row."
+            kept = "Its journal is missing too, so the same command begins at the first row."
         raise JobError(
             f"{settings.output_path}: cannot be written ({error.strerror or error}). {kept}",
             EXIT_RESUMABLE,
@@ -79,7 +97,7 @@ def finalise(
     return manifest
 
 
-def _of_job(
+def _job_facts(
     settings: JobSettings, summary: ScanSummary, journal: Journal, outputs: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The facts of a job: its model, configuration, input and outputs."""
@@ -111,13 +129,13 @@ def _of_job(
     }
 
 
-def _of_run(
+def _run_facts(
     phases: PhaseClock,
     statistics: Mapping[str, Any],
     finished: Sequence[JournalRow],
     num_tokens: int,
 ) -> dict[str, Any]:
-    """Seconds and tokens; `num_tokens` are those that this run emitted."""
+    """Seconds and tokens; `num_tokens` is the number of tokens that this run emitted."""
     seconds = phases.seconds()
     return {
         **{f"{phase}_seconds": value for phase, value in seconds.items()},
@@ -135,8 +153,8 @@ def _of_run(
 def write_outputs(
     disk: Disk, outputs: Sequence[Path], lines_of: Callable[[Path], Iterable[bytes]]
 ) -> dict[str, Any]:
-    """Write the output and what else there is, each whole or not at all; returns their digests."""
-    # the main output last: once it is there, all of the output is
+    """Write all outputs, each complete or not at all; return their digests by name."""
+    # the main output last: if it exists, the others exist too
     return {
         path.name: digest_table(replace_file(disk, path, lines_of(path)))
         for path in reversed(outputs)
@@ -144,7 +162,7 @@ def write_outputs(
 
 
 def summarise(output: Path, manifest: Mapping[str, Any]) -> str:
-    """One line for people about a finished job."""
+    """One line about a finished job, for people."""
     rows, rate = manifest["rows"], manifest["output_tokens_per_second"]
     message = f"{output}: {plural(rows['total'], 'row')}, {plural(rows['errors'], 'error')}"
     if rows["ok_with_dropped_choices"]:

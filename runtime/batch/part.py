@@ -1,10 +1,10 @@
-"""Which rows of the input one independent replica answers.
+"""The rows of the input that one independent replica answers.
 
-Part i of n holds the rows whose index, counted from zero over the lines that are not blank, leaves
-i when divided by n. So parts are of like size and like lengths even where the input is sorted by
-length, and line k of a part's output is row i + k*n: merging needs neither the input nor an index.
+Part i of n has the rows whose index, counted from zero over the lines that are not blank, is i
+modulo n. So parts have similar sizes and lengths even if the input is sorted by length, and line k
+of a part's output is row i + k*n: merging needs neither the input nor an index.
 
-Knows nothing of files or of what a row says. Guarantees: every row is in exactly one of the n
+Does not know about files or the content of rows. Guarantees: every row is in exactly one of the n
 parts; the whole job is part 0 of 1.
 """
 
@@ -18,42 +18,46 @@ Row = TypeVar("Row")
 
 @dataclass(frozen=True, order=True)
 class Part:
-    """Part `index` of `of` parts, counted from zero; as text `part 0 of 3`."""
+    """Part `index` of `num_parts` parts, counted from zero; as text `part 0 of 3`."""
 
     index: int
-    of: int
+    num_parts: int
 
     def __post_init__(self):
-        if not 0 <= self.index < self.of:
-            raise ValueError(_expected(f"{self.index}/{self.of}"))
+        if not 0 <= self.index < self.num_parts:
+            raise ValueError(_expected(f"{self.index}/{self.num_parts}"))
 
     @classmethod
     def parse(cls, text: str) -> "Part":
-        """Read what a person writes: `0/3`."""
-        found = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text)
-        if found is None:
+        """Read the value of `--rows`, such as `0/3`.
+
+        Raises:
+            ValueError: The text is not i/n with 0 <= i < n.
+        """
+        match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text)
+        if match is None:
             raise ValueError(_expected(text))
-        return cls(int(found[1]), int(found[2]))
+        return cls(int(match[1]), int(match[2]))
 
     @classmethod
     def from_manifest(cls, text: str) -> "Part":
-        """Read what `str` writes."""
+        """Read the text of a manifest, which `str` writes."""
         return cls.parse(text.removeprefix("part ").replace(" of ", "/"))
 
     def __str__(self) -> str:
-        return f"part {self.index} of {self.of}"
+        return f"part {self.index} of {self.num_parts}"
 
     def take(self, rows: Sequence[Row]) -> Sequence[Row]:
-        """The rows of this part, in their order, out of all rows of the input."""
-        return rows[self.index :: self.of]
+        """The rows of this part in order, from all rows of the input."""
+        return rows[self.index :: self.num_parts]
 
     def has(self, row: int) -> bool:
         """Whether a row of the input, counted from zero, belongs to this part."""
-        return row % self.of == self.index
+        return row % self.num_parts == self.index
 
     def count(self, num_rows: int) -> int:
-        """How many of the input's rows are this part's."""
-        return len(range(self.index, num_rows, self.of))
+        """The number of rows of this part in an input of `num_rows` rows."""
+        return len(range(self.index, num_rows, self.num_parts))
 
 
 WHOLE = Part(0, 1)

@@ -1,10 +1,10 @@
-"""Progress of a running job for people: rows, tokens per second, padding waste, time to go.
+"""Shows the progress of a running job: rows, tokens per second, padding waste, remaining time.
 
-On a terminal one line is redrawn; elsewhere (a log file, a pod) a line is written every five
-seconds. The clock and the stream are given, so tests need neither time nor a terminal.
+On a terminal one line is redrawn; otherwise (a log file, a pod) a line is written every five
+seconds. The clock and the stream are arguments, so tests need neither time nor a terminal.
 
-Knows nothing of where its numbers come from. Guarantees: nothing is written when quiet, and the job
-goes on if the stream cannot be written any more, as after the terminal was closed.
+Does not know where its numbers come from. Guarantees: nothing is written in quiet mode, and the job
+continues if the stream can no longer be written to, for example after the terminal was closed.
 """
 
 import sys
@@ -19,7 +19,7 @@ REDRAW_SECONDS = 0.1
 
 
 class Progress:
-    """Progress of one job on a text stream."""
+    """The progress display of one job on a text stream."""
 
     def __init__(
         self,
@@ -38,19 +38,25 @@ class Progress:
         self._start_clock()
 
     def note(self, message: str) -> None:
-        """Write a line of its own."""
+        """Write a message on a separate line."""
         if not self._is_quiet:
             self._clear()
             self._say(f"{printable(message)}\n")
 
     def show_error(self, message: str) -> None:
-        """Show the first error of a row; many others may have the same reason."""
+        """Show the first error of a row only; many other rows may have the same error."""
         if not self._has_shown_error:
             self._has_shown_error = True
             self.note(f"first error: {message}")
 
     def start_rows(self, total: int, *, done: int, errors: int) -> None:
-        """Begin the run: `done` rows need no work, being errors or kept from an earlier run."""
+        """Begin the run.
+
+        Args:
+            total: Rows of the job.
+            done: Rows that need no work: errors, and rows kept from an earlier run.
+            errors: Rows that the scan found in error.
+        """
         self._total, self._kept, self._done, self._errors = total, done, done, errors
         self._tokens = 0
         self._start_clock()
@@ -59,18 +65,18 @@ class Progress:
         self._start = self._clock()
         self._next_line = self._start + (REDRAW_SECONDS if self._is_terminal else LOG_SECONDS)
 
-    def row(self, *, tokens: int, is_error: bool) -> None:
+    def count_row(self, *, tokens: int, is_error: bool) -> None:
         """Count one finished row."""
         self._done += 1
         self._errors += is_error
         self._tokens += tokens
 
-    def scanned(self, num_rows: int) -> None:
-        """Show the number of rows that the scan has read, if a report is due."""
+    def show_scan(self, num_rows: int) -> None:
+        """Show the number of rows that the scan has read, if a line is due."""
         self._show(lambda: self._scan_line(num_rows))
 
     def update(self, padding_waste: Callable[[], float | None] = lambda: None) -> None:
-        """Write the line if its time has come; the waste is a fraction of computed tokens."""
+        """Show the progress line, if a line is due; `padding_waste` is a share of all tokens."""
         self._show(lambda: self.line(padding_waste()))
 
     def _show(self, line_of: Callable[[], str]) -> None:
@@ -92,7 +98,7 @@ class Progress:
         return f"scan: {plural(num_rows, 'row')}  {rate} rows/s"
 
     def line(self, padding_waste: float | None = None) -> str:
-        """The progress line as it stands now."""
+        """The current progress line."""
         elapsed = self._clock() - self._start
         parts = [f"{self._done}/{self._total} rows", plural(self._errors, "error")]
         parts.append(f"{self._tokens / elapsed:.1f} tokens/s" if elapsed else "- tokens/s")
@@ -104,7 +110,7 @@ class Progress:
         return "  ".join(parts)
 
     def finish(self) -> None:
-        """Leave the cursor on a fresh line."""
+        """Clear the redrawn line."""
         if not self._is_quiet:
             self._clear()
 

@@ -1,10 +1,10 @@
-"""The prompt of a batch row -> token ids.
+"""Encodes the prompts of batch rows into token ids.
 
-Token ids are taken as they are; the text of a completions prompt is encoded with special tokens
-parsed and the model's BOS rule applied; chat messages go through the model's template. A model
-without a tokenizer serves token ids only, and says so row by row.
+Token ids are taken as they are. The text of a completions prompt is encoded with special tokens
+parsed and the model's BOS rule applied. Chat messages are rendered by the model's template. Without
+a tokenizer only token ids are accepted; other rows get an error.
 
-Knows nothing of files or buckets. Guarantees: for each row token ids, or a `RowError`.
+Does not know about files or buckets. Guarantees: token ids or a `RowError` for each row.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,12 @@ EncodeAll = Callable[[Sequence[Any]], Sequence[Encoded]]
 
 
 class PromptEncoder:
-    """Encodes many rows at once; `encode_chats(conversations)` renders a model's template."""
+    """Encodes many rows at once.
+
+    Args:
+        tokenizer: The model's tokenizer; None to refuse text.
+        encode_chats: Renders and encodes conversations; None to refuse messages.
+    """
 
     def __init__(self, tokenizer: Tokenizer | None, encode_chats: EncodeAll | None = None):
         encode_texts = None if tokenizer is None else tokenizer.encode_prompts

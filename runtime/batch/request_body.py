@@ -1,11 +1,11 @@
-"""The body of an OpenAI request -> SamplingParams, for both endpoints.
+"""Translates the body of an OpenAI request into SamplingParams, for both endpoints.
 
-The two endpoints share most keys; `logprobs` means a number in one and a switch in the other, and
-`echo` exists in one only. A key that we do not know is refused by name, and so is a known one that
-we do not support: an answer that ignores what was asked for is worse than none. A key with the
-value null counts as absent, as OpenAI's clients write it.
+The two endpoints share most keys. `logprobs` is a number for completions and a switch for chat, and
+`echo` exists for completions only. Unknown keys and unsupported keys are refused by name, because
+an answer that ignores a parameter is worse than an error. A key with the value null counts as
+absent, as OpenAI's clients write it.
 
-Knows nothing of lines, ids, tokenizers or buckets. Guarantees: every body gives `BodyParams` or
+Does not know about lines, ids, tokenizers or buckets. Guarantees: every body gives `BodyParams` or
 raises `RowError`.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 from ..errors import RowError
 from ..request import MAX_LOGPROBS, SamplingParams, wrong_value
 
-# keys that are SamplingParams fields under the same name, with the same meaning
+# keys with the name and the meaning of a SamplingParams field
 _DIRECT = (
     "n",
     "presence_penalty",
@@ -35,17 +35,19 @@ _DIRECT = (
     "include_stop_str_in_output",
 )
 _TRANSLATED = ("max_tokens", "max_completion_tokens", "stop", "stop_token_ids", "logit_bias")
-# neither changes the answer: labels and billing of the hosted service
+# keys that do not change the answer: labels and billing of the hosted service
 _WITHOUT_EFFECT = ("user", "metadata", "store")
 _COMMON = (*_DIRECT, *_TRANSLATED, *_WITHOUT_EFFECT, "model", "logprobs", "stream")
 CHAT_KEYS = (*_COMMON, "messages", "top_logprobs", "chat_template_kwargs", "response_format")
 COMPLETION_KEYS = (*_COMMON, "prompt", "echo", "response_format")
 
-_NO_CONSTRAINTS = "No form of answers is enforced; ask for it in the prompt and check the answer."
+_NO_CONSTRAINTS = (
+    "The form of answers cannot be enforced; ask for it in the prompt and check the answer."
+)
 _NOT_SUPPORTED = {
-    "response_format": f"Only {{'type': 'text'}} is. {_NO_CONSTRAINTS}",
+    "response_format": f"Only {{'type': 'text'}} is supported. {_NO_CONSTRAINTS}",
     "best_of": "Use n.",
-    "suffix": "Only continuations of the prompt are made.",
+    "suffix": "Only continuations of the prompt are generated.",
     "tools": "Write the tools into the system message.",
     "tool_choice": "Write the tools into the system message.",
     "parallel_tool_calls": "Write the tools into the system message.",
@@ -53,7 +55,7 @@ _NOT_SUPPORTED = {
     "function_call": "Write the functions into the system message.",
     "stream_options": "A batch has no streams.",
     "echo": "Only /v1/completions echoes its prompt.",
-    "top_logprobs": "In /v1/completions, logprobs is the number.",
+    "top_logprobs": "In /v1/completions, logprobs is the number of alternatives.",
     **dict.fromkeys(
         (
             "structured_outputs",
@@ -76,27 +78,36 @@ _NOT_SUPPORTED = {
 
 @dataclass(frozen=True)
 class BodyParams:
-    """What a body says about sampling, and what its answer has to show."""
+    """The sampling parameters in a body, and the extra contents that its answer must show."""
 
     params: SamplingParams
     echo: bool
     logprobs: int | None
-    """Alternatives to show beside each token of the answer (and of the echoed prompt)."""
+    """Number of alternatives to show for each token of the answer and of the echoed prompt."""
     prompt_logprobs: int | None
-    """Alternatives to show in the separate `prompt_logprobs` field."""
+    """Number of alternatives to show in the separate `prompt_logprobs` field."""
 
 
 def read_params(
     body: Mapping[str, Any], *, is_chat: bool, defaults: Mapping[str, Any]
 ) -> BodyParams:
-    """Translate a body; `defaults` are SamplingParams fields for keys that it leaves out."""
+    """Translate a body.
+
+    Args:
+        body: The body of a request.
+        is_chat: Whether the endpoint is /v1/chat/completions.
+        defaults: SamplingParams fields for keys that the body leaves out.
+
+    Raises:
+        RowError: A key is unknown or unsupported, or its value is invalid.
+    """
     given = {key: value for key, value in body.items() if value is not None}
     _refuse_unknown(given, CHAT_KEYS if is_chat else COMPLETION_KEYS)
     _check_without_effect(given)
 
     fields: dict[str, Any] = dict(defaults)
     fields.update((key, given[key]) for key in _DIRECT if key in given)
-    # max_tokens is the deprecated name of the two in OpenAI's interface
+    # in OpenAI's interface max_tokens is the deprecated name of max_completion_tokens
     limit_key = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
     if limit_key in given:
         fields["max_tokens"] = given[limit_key]
@@ -124,7 +135,7 @@ def read_params(
 
 
 def unknown_parameter(key: str, known: tuple[str, ...]) -> RowError:
-    """The error for a key that nothing reads, with the key that was probably meant."""
+    """The error for an unknown key, with the most similar known key."""
     key = key[:100]
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
     remedy = f"Did you mean {close[0]!r}?" if close else "Remove it from the line."
@@ -146,7 +157,7 @@ def _not_supported(key: str) -> RowError:
 
 
 def _check_without_effect(given: Mapping[str, Any]) -> None:
-    """Check the keys whose only accepted values ask for nothing."""
+    """Check keys that are accepted only with values that have no effect."""
     if _switch(given, "stream"):
         raise RowError("invalid_request", "stream: expected false in a batch, got true.", "stream")
     if given.get("response_format", {"type": "text"}) != {"type": "text"}:

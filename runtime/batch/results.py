@@ -1,12 +1,12 @@
-"""RequestOutput and errors -> output lines in the OpenAI Batch shapes.
+"""Turns outputs and errors into output lines of the OpenAI Batch format.
 
-Strict readers exist, so a line has the standard's keys and no more, except that an answer from
-which choices of experts were dropped has their number, in `noria` beside `usage`. Ids are hashes
-of custom_id, request and configuration: the same row of the same job has the same ids in every run.
-`created` is the wall time.
+Some readers are strict, so a line has only the standard's keys, with one exception: if expert
+choices were dropped, their number is in `noria` beside `usage`. Ids are hashes of custom_id,
+request and configuration, so the same row of the same job has the same ids in every run. `created`
+is the wall time.
 
-Knows nothing of files, order or the journal. Guarantees: every dict it returns is finite JSON (an
-infinitely unlikely token reads -9999.0).
+Does not know about files, order or the journal. Guarantees: every dict that it returns has only
+finite numbers (a log-probability of minus infinity becomes -9999.0).
 """
 
 import hashlib
@@ -20,14 +20,16 @@ from ..errors import RowError
 from ..request import CompletionOutput, RequestOutput, TokenLogprob
 from ..text.tokenizer import Tokenizer
 from .lines import BadRow, BatchRow
+from .scan import ScannedRow
 
 LOWEST_LOGPROB = -9999.0
 DROPPED = "dropped_expert_choices"
-"""The name of that number, in output lines and in the journal."""
+"""The key of the number of dropped expert choices, in output lines and in the journal."""
 AT_MAX_LENGTH = "at_max_length"
-"""The number of continuations of a row without `max_tokens` that the plan's `max_length` ended."""
+"""The key of the number of continuations that ended at the plan's `max_length`, in rows without
+`max_tokens`."""
 
-# the line was never taken for a request: the standard's `response: null` shape
+# errors of lines that were not read as requests: the standard's form with `response: null`
 _NEVER_EXECUTED = frozenset(
     {
         "invalid_json",
@@ -42,7 +44,14 @@ _OUR_FAULT = frozenset({"internal_error", "nonfinite_logits", "expert_overflow"}
 
 
 class OutputLines:
-    """Makes the output lines of one job."""
+    """Makes the output lines of one job.
+
+    Args:
+        model_name: The model in output lines, if a request names none.
+        fingerprint: The fingerprint of the job's configuration, part of all ids.
+        tokens: Names token ids; None without a tokenizer.
+        wall_clock: Seconds since the epoch, for `created`.
+    """
 
     def __init__(
         self,
@@ -58,12 +67,12 @@ class OutputLines:
         self._wall_clock = wall_clock
 
     def result(self, row: BatchRow, output: RequestOutput) -> dict[str, Any]:
-        """The line for a request that ran; for one that ended as an error, its error line."""
+        """The line of a request that ran: its result, or its error."""
         if output.error is not None:
             return self.error(row, output.error)
         is_chat = row.kind == "chat"
         make_choice = self._chat_choice if is_chat else self._text_choice
-        # scoring may come back with no continuation at all; the answer still has one choice
+        # scoring may return no continuation, but the answer has one choice
         completions = output.outputs or [CompletionOutput(0, "", [], None)]
         num_prompt = len(output.prompt_token_ids)
         num_completion = sum(len(completion.token_ids) for completion in completions)
@@ -86,7 +95,7 @@ class OutputLines:
         return self._line(row, self._response(row, 200, body), None)
 
     def error(self, row: BatchRow | BadRow, error: RowError) -> dict[str, Any]:
-        """The line for a row that ends as an error."""
+        """The line of a row that ends as an error."""
         if error.code in _NEVER_EXECUTED:
             return self._line(row, None, {"code": error.code, "message": error.message})
         status, kind = 400, "invalid_request_error"
@@ -116,9 +125,9 @@ class OutputLines:
         return {"status_code": status, "request_id": self._id("", row), "body": body}
 
     def _id(self, prefix: str, row: BatchRow | BadRow) -> str:
-        # lines without a usable custom_id may be equal: their place tells them apart
-        place = str(row.row) if isinstance(row, BadRow) else ""
-        parts = (prefix, row.custom_id or "", row.request_hash, place, self._fingerprint)
+        # lines without a usable custom_id may be equal, so their index is part of the id
+        index = str(row.row) if isinstance(row, BadRow) else ""
+        parts = (prefix, row.custom_id or "", row.request_hash, index, self._fingerprint)
         digest = hashlib.sha256("\0".join(parts).encode("utf-8", "surrogatepass"))
         return prefix + digest.hexdigest()[:32]
 
@@ -146,7 +155,7 @@ class OutputLines:
             entries = list(output.prompt_logprobs or []) + entries
         logprobs = None
         if row.logprobs is not None:
-            # the first prompt token is predicted by nothing, so it has an id and no entry
+            # nothing predicts the first prompt token, so it has an id and no entry
             token_ids = [entry.token_id for entry in entries if entry is not None]
             if len(token_ids) < len(entries):
                 token_ids = [*output.prompt_token_ids[:1], *token_ids]
@@ -187,10 +196,10 @@ class OutputLines:
         }
 
     def _alternatives(self, entry: TokenLogprob, count: int) -> dict[str, float]:
-        """Text -> log-probability; the chosen token is always among them, as in the standard."""
+        """Log-probabilities by text; the chosen token is always included, as in the standard."""
         result: dict[str, float] = {}
         for token, logprob in (*entry.top[:count], (entry.token_id, entry.logprob)):
-            # two tokens may share a text; the likelier one comes first
+            # two tokens may have the same text; the likelier token comes first
             result.setdefault(self._text(token), _finite(logprob))
         return result
 
@@ -205,7 +214,7 @@ class OutputLines:
         return {"token": self._text(token), "logprob": _finite(logprob), "bytes": raw}
 
     def _prompt_logprobs(self, row: BatchRow, output: RequestOutput) -> list[dict[str, Any] | None]:
-        """One object a prompt token, id -> facts, as vLLM's servers write it."""
+        """One object for each prompt token, with facts by token id, as vLLM's servers write it."""
         count = row.prompt_logprobs or 0
         result: list[dict[str, Any] | None] = []
         for entry in output.prompt_logprobs or []:
@@ -239,8 +248,15 @@ def error_of_line(line: bytes) -> RowError | None:
     return None if error is None else RowError(error["code"], error["message"], error.get("param"))
 
 
+def error_text(row: BatchRow | BadRow | ScannedRow, error: RowError) -> str:
+    """The error of a row in one line, with the row's id and line number."""
+    line = f"line {row.line_number}"
+    name = line if row.custom_id is None else f"row {row.custom_id!r} ({line})"
+    return f"{name}: {error.code}: {error.message.removeprefix(f'{line}: ')}"
+
+
 def row_metrics(row: BatchRow, output: RequestOutput) -> dict[str, float]:
-    """The numbers of a row that the manifest sums over rows."""
+    """The figures of a row that the manifest sums over rows; empty for an error row."""
     if output.error is not None:
         return {}
     lengths = [len(completion.token_ids) for completion in output.outputs]

@@ -1,16 +1,15 @@
-"""The batch job: scan the input, build the graphs, run the rows, put the output together.
+"""Runs the batch job: scan the input, build the graphs, run the rows, write the output.
 
-Everything that touches a device comes through `JobModel`, so a job can be tested, and a finished
-one recognised, without any. Files of a job beside `out.jsonl`: `.journal` while it is unfinished,
-`.lock` while it runs, `.manifest.json` once it is complete.
+Everything that uses a device comes through `JobModel`, so a job can be tested, and a finished job
+recognised, without a device. Files of a job beside `out.jsonl`: `.journal` while it is unfinished,
+`.lock` while it runs, `.manifest.json` when it is complete.
 
 Guarantees: every row of the input, or of the job's part of it, is exactly one row of the output, in
-input order; a part gives the answers that the whole job would give; a job that is killed at any
-moment and run again writes the file that it would have written at once; a complete job run again
-does nothing.
+input order; a part gives the same answers as the whole job; a job that is killed at any moment and
+run again writes the same file as an uninterrupted job; a complete job that is run again does
+nothing.
 """
 
-import hashlib
 import signal
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,10 +29,16 @@ from ..errors import (
     RowError,
 )
 from ..files.disk import Disk
-from ..pods.peers import ALONE, GO, Peers
+from ..pods.peers import ALONE, GO, Peers, StepDirective
 from ..request import Request, RequestOutput
-from .finished import exit_code_of, finished_manifest, refuse_foreign_outputs
-from .job import Build, JobModel, JobSettings
+from .finished import (
+    check_finished_by,
+    check_weights,
+    exit_code_of,
+    finished_manifest,
+    refuse_foreign_outputs,
+)
+from .job import Build, JobModel, JobSettings, facts_to_agree_on
 from .job_input import JobInput, decide_instant, open_input, record_instant
 from .journal import RETRIED_CODES, Journal
 from .journal_records import MODEL, PLAN, WEIGHTS
@@ -42,7 +47,7 @@ from .lock import JobLock
 from .manifest import PhaseClock, fingerprint, manifest_path
 from .output import finalise, summarise
 from .progress import Progress
-from .results import OutputLines, error_of_line, row_metrics
+from .results import OutputLines, error_of_line, error_text, row_metrics
 from .scan import ScannedRow, ScanSummary, check_input
 from .stop_signals import EXIT_CODES, Drain, StopSignals
 
@@ -59,27 +64,46 @@ def run_job(
     disk: Disk | None = None,
     phases: PhaseClock | None = None,
 ) -> int:
-    """Run a job to its end, or go on with one that was stopped; returns the exit code."""
+    """Run a job to its end, or resume a job that was stopped.
+
+    Args:
+        settings: The input, the outputs and the options.
+        model: The model, not yet loaded.
+        peers: The processes that run the job in step.
+        progress: Shows progress and notes.
+        disk: Disk operations.
+        phases: The clock of the job, in phase `scan`.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        UnusableFile: The input or an output cannot be used.
+        OutputIsLocked: Another process writes the same output.
+        JournalError: The journal belongs to a job of another configuration, or is damaged.
+        JobError: The job cannot continue; finished rows are kept.
+        StopNow: A signal ended the job immediately.
+    """
     progress, disk, phases = progress or Progress(), disk or Disk(), phases or PhaseClock()
     check_input(settings.input_path)
-    of_run = {"peers": peers, "disk": disk, "progress": progress, "phases": phases}
+    services = {"peers": peers, "disk": disk, "progress": progress, "phases": phases}
     if not peers.is_leader:
         with StopSignals() as stop:
-            # process 0 may have nothing to do
+            # process 0 sends an exit code if it has nothing to do
             if (code := peers.broadcast(None)) is not None:
                 return code
             with open_input(settings, model, peers.broadcast("")) as source:
-                return _Job(settings, model, source, None, stop=stop, **of_run).run()
+                return _JobRun(settings, model, source, None, stop=stop, **services).run()
     settings.check_files()
     with StopSignals() as stop, JobLock(settings.lock_path) as lock:
-        # the next run may be on another host, which cannot tell that this process is gone
+        # the next run may be on another host, which cannot detect that this process has ended
         peers.on_abort(lock.release)
         if settings.restart:
-            # the manifest first: without it the old output no longer counts as complete
+            # first the manifest: without it the old output no longer counts as complete
             disk.remove(manifest_path(settings.output_path))
             disk.remove(settings.journal_path)
         elif (manifest := finished_manifest(settings)) is not None:
-            _check_finished_by(settings, manifest.get("weights"), model)
+            check_finished_by(settings, manifest.get("weights"), model)
             disk.remove(settings.journal_path)
             errors = plural(manifest["rows"]["errors"], "error")
             progress.note(f"{settings.output_path}: complete already, {errors}, nothing to do")
@@ -95,18 +119,18 @@ def run_job(
             now = decide_instant(settings, journal)
             peers.broadcast(None)
             with open_input(settings, model, peers.broadcast(now)) as source:
-                return _Job(settings, model, source, journal, stop=stop, **of_run).run()
+                return _JobRun(settings, model, source, journal, stop=stop, **services).run()
 
 
 @dataclass
-class _Job:
-    """One run of a job, its journal open and its output locked where this process leads."""
+class _JobRun:
+    """One run of a job; on the leader the journal is open and the output is locked."""
 
     settings: JobSettings
     model: JobModel
     source: JobInput
     journal: Journal | None
-    """None on a process that follows: what it does is recorded by process 0."""
+    """The journal; None on processes other than the leader, which records all rows."""
     peers: Peers
     disk: Disk
     progress: Progress
@@ -118,25 +142,19 @@ class _Job:
     def __post_init__(self):
         facts = {} if self.journal is None else self.journal.facts
         self.lines = OutputLines(
-            # a folder may have another name by now
+            # the first run's name, as the model's folder may have been renamed since
             model_name=facts.get(MODEL, self.settings.model_name),
             fingerprint=fingerprint(self.settings.configuration),
             tokens=self.source.text.tokens,
         )
 
     def run(self) -> int:
-        summary = self.source.scan(self._saw_bad_row, self.progress)
+        """Run the job; return the exit code."""
+        summary = self.source.scan(self._show_bad_row, self.progress)
         if self.journal is not None and self.source.text.reads_clock():
-            # later runs of the job must show the same
-            record_instant(self.source.now, self.journal)
-            if self.settings.part.of > 1 and self.settings.now is None:
-                # said before the work, as merging comes after it
-                self.progress.note(
-                    f"prompts show the time, and parts with different times cannot be merged: "
-                    f"run every part with --now {self.source.now}"
-                )
-        self.peers.agree(lambda: _facts(self.settings, summary))
-        # the scan is of the whole input: duplicates, and the plan, are those of the whole job
+            self._bind_to_time(self.journal)
+        self.peers.agree(lambda: facts_to_agree_on(self.settings, summary))
+        # the whole input was scanned, so a part has the duplicates and the plan of the whole job
         rows = self.settings.part.take(summary.rows)
         kept = set(self.peers.broadcast([row.row for row in rows if self._is_kept(row)]))
         waiting = [row for row in rows if row.requirements is not None and row.row not in kept]
@@ -158,25 +176,37 @@ class _Job:
                 return self._stopped(stopped_by, len(rows))
             statistics = built.generator.statistics()
         elif self.journal is not None:
-            _check_finished_by(self.settings, self.journal.facts.get(WEIGHTS), self.model)
+            check_finished_by(self.settings, self.journal.facts.get(WEIGHTS), self.model)
         self.phases.enter("run")
         return self._finish(summary, statistics, num_kept)
 
+    def _bind_to_time(self, journal: Journal) -> None:
+        """Record the time that prompts show, as later runs of the job must show the same time."""
+        record_instant(self.source.now, journal)
+        if self.settings.part.num_parts > 1 and self.settings.now is None:
+            # before the rows run, so that the user can restart with the option
+            self.progress.note(
+                f"prompts show the time, and parts with different times cannot be merged: "
+                f"run every part with --now {self.source.now}"
+            )
+
     def _is_kept(self, row: ScannedRow) -> bool:
+        """Whether an earlier run has finished the row, and this run need not try it again."""
         known = self.journal and row.requirements and self.journal.rows.get(row.key)
         return bool(known) and known.code not in RETRIED_CODES
 
     def _show_kept_error(self, rows: Iterable[ScannedRow]) -> None:
-        """Show the error of a row that an earlier run of the job has finished."""
+        """Show the first error among rows that earlier runs of the job have finished."""
         known = self.journal.rows if self.journal is not None else {}
         for row in rows:
             if self.journal is not None and row.key in known and known[row.key].code is not None:
                 error = error_of_line(self.journal.output_line(known[row.key]))
                 if error is not None:
-                    self.progress.show_error(_in_words(row, error))
+                    self.progress.show_error(error_text(row, error))
                 return
 
     def _build(self, summary: ScanSummary) -> Build:
+        """Build the model, and record the plan and the weights in the journal."""
         self.phases.enter("load")
         stored_plan = self.peers.broadcast(self.journal and self.journal.plan)
         try:
@@ -186,58 +216,57 @@ class _Job:
         except JobError:
             raise
         except (ValueError, OSError, RuntimeError, MemoryError, ImportError) as error:
-            usual = EXIT_MODEL if self.phases.phase == "load" else EXIT_BUILD
-            code = getattr(error, "exit_code", usual)
+            default_code = EXIT_MODEL if self.phases.phase == "load" else EXIT_BUILD
+            code = getattr(error, "exit_code", default_code)
             raise JobError(str(error) or type(error).__name__, code) from error
         if self.journal is not None:
-            _check_weights(self.settings, self.journal.facts.get(WEIGHTS), built.weights)
-            if stored_plan is None:
-                self.journal.record_fact(MODEL, self.settings.model_name)
-                self.journal.record_fact(WEIGHTS, built.weights)
-            elif stored_plan != built.plan and _schema(stored_plan) == _schema(built.plan):
-                raise JobError(
-                    f"{self.settings.journal_path}: expected the plan that the job was begun with, "
-                    f"got another one from the build. Discard the journal with --restart.",
-                    EXIT_BUILD,
-                )
-            if stored_plan != built.plan:
-                # recorded last: a journal with a plan binds later runs. A plan of an older schema
-                # is the same plan in other words, and is recorded anew in today's
-                self.journal.record_fact(PLAN, built.plan)
+            self._record_build(self.journal, stored_plan, built)
         return built
 
+    def _record_build(self, journal: Journal, stored_plan: str | None, built: Build) -> None:
+        """Record the plan and the weights, or check that they equal the stored ones."""
+        check_weights(self.settings, journal.facts.get(WEIGHTS), built.weights)
+        if stored_plan is None:
+            journal.record_fact(MODEL, self.settings.model_name)
+            journal.record_fact(WEIGHTS, built.weights)
+        elif stored_plan != built.plan and _schema(stored_plan) == _schema(built.plan):
+            raise JobError(
+                f"{self.settings.journal_path}: expected the plan that the job was begun with, "
+                f"got another one from the build. Discard the journal with --restart.",
+                EXIT_BUILD,
+            )
+        if stored_plan != built.plan:
+            # recorded last, as a journal with a plan binds later runs. A stored plan of an older
+            # schema is the same plan, and is recorded again in the current schema
+            journal.record_fact(PLAN, built.plan)
+
     def _run_rows(self, built: Build, rows: Sequence[ScannedRow]) -> str | None:
-        """Run rows until none waits, or until a signal; returns its name if it left any."""
+        """Run rows until all are finished or a signal stops the job.
+
+        Returns:
+            The name of the signal, if it left rows unfinished; else None.
+        """
         generator = built.generator
-        needs = [row.requirements for row in rows if row.requirements is not None]
-        assert len(needs) == len(rows)
-        order = built.order([(need.prompt_length, need.max_tokens) for need in needs])
-        waiting = deque(rows[i] for i in order)
+        waiting = _in_submission_order(built, rows)
         drain = Drain(self.stop, self.peers, self.settings.grace_seconds)
         directive = GO
         while True:
-            # a call is in flight, and what is fed now is not asked for before it ends
+            # a call is in flight meanwhile, and it does not depend on the rows submitted here
             if directive.action == "go":
-                self._feed(generator, waiting)
+                self._submit_rows(generator, waiting)
             with self._device_errors():
                 self.peers.record(generator.receive())
-            # after the feeding and after the last row: a process that was fed or got something
-            # else is found before it leaves the others alone in a collective
+            # processes compare their work here, before the next collective and after the last row:
+            # a process with other rows or tokens would leave the others waiting in a collective
             previous, directive = directive, drain.next_directive()
             if directive.action != "go" and previous.action == "go":
-                self._record_finished(generator)
-                if generator.unfinished:
-                    generator.drain()
-                    self.progress.note(
-                        f"{directive.signal}: finishing {plural(generator.unfinished, 'row')} in "
-                        f"flight, at most {self.settings.grace_seconds:g} s"
-                    )
+                self._begin_drain(generator, directive)
             try:
                 if directive.action != "stop":
                     with self._device_errors():
                         generator.dispatch()
             finally:
-                # while the device runs
+                # the device runs meanwhile
                 self._record_finished(generator)
             if directive.action == "stop" or not generator.unfinished:
                 break
@@ -249,8 +278,18 @@ class _Job:
             self.journal.sync()
         return directive.signal if waiting or self.in_flight else None
 
-    def _feed(self, generator: "GenerationSession", waiting: deque[ScannedRow]) -> None:
-        """Submit rows while the generator wants them; a row that it refuses is finished."""
+    def _begin_drain(self, generator: "GenerationSession", directive: StepDirective) -> None:
+        """Drop submitted rows that have no slot yet, so that only rows in flight finish."""
+        self._record_finished(generator)
+        if generator.unfinished:
+            generator.drain()
+            self.progress.note(
+                f"{directive.signal}: finishing {plural(generator.unfinished, 'row')} in flight, "
+                f"at most {self.settings.grace_seconds:g} s"
+            )
+
+    def _submit_rows(self, generator: "GenerationSession", waiting: deque[ScannedRow]) -> None:
+        """Submit rows while the generator wants more; a row that it refuses becomes an error."""
         while waiting and generator.wants_more:
             scanned = waiting.popleft()
             try:
@@ -268,16 +307,17 @@ class _Job:
                 self._record(row, RequestOutput(row.custom_id, None, [], error=error))
 
     def _record_finished(self, generator: "GenerationSession") -> None:
+        """Write the rows that have finished to the journal."""
         for output in generator.collect():
             self._record(self.in_flight.pop(output.request_id), output)
 
     @contextmanager
     def _device_errors(self) -> Iterator[None]:
-        """Say where finished rows are if the device fails."""
+        """Turn device errors into a JobError that says where finished rows are kept."""
         try:
             yield
         except (RuntimeError, MemoryError) as error:
-            # where processes share a collective, one that is lost fails all others
+            # the cause may be a lost process, whose collectives fail on all others
             self.peers.await_verdict()
             raise JobError(
                 f"the device failed: {error}. Finished rows are kept in "
@@ -292,8 +332,8 @@ class _Job:
         try:
             line = self.lines.result(row, output)
             error = output.error
-        except RowError as problem:  # a log-probability that is no number
-            line, error = self.lines.error(row, problem), problem
+        except RowError as row_error:  # a log-probability is NaN
+            line, error = self.lines.error(row, row_error), row_error
         metrics = row_metrics(row, output)
         self.journal.record_row(
             row=row.row,
@@ -305,27 +345,30 @@ class _Job:
         )
         num_tokens = int(metrics.get("output_tokens", 0))
         self.num_tokens += num_tokens
-        self.progress.row(tokens=num_tokens, is_error=error is not None)
+        self.progress.count_row(tokens=num_tokens, is_error=error is not None)
         if error is not None:
-            self.progress.show_error(_in_words(row, error))
+            self.progress.show_error(error_text(row, error))
             if self.settings.on_error == "raise":
-                raise JobError(_in_words(row, error), EXIT_ROWS_FAILED)
+                raise JobError(error_text(row, error), EXIT_ROWS_FAILED)
 
-    def _saw_bad_row(self, bad: BadRow) -> None:
+    def _show_bad_row(self, bad: BadRow) -> None:
+        """Show a row that the scan found in error, or end the job if the settings say so."""
         if self.settings.on_error == "raise":
-            raise JobError(_in_words(bad, bad.error), EXIT_ROWS_FAILED)
+            raise JobError(error_text(bad, bad.error), EXIT_ROWS_FAILED)
         if self.settings.part.has(bad.row):
-            self.progress.show_error(_in_words(bad, bad.error))
+            self.progress.show_error(error_text(bad, bad.error))
 
     def _stopped(self, signal_name: str, num_rows: int) -> int:
+        """Say how many rows are kept; return the exit code of the signal."""
         num_kept = len(self.journal.rows) if self.journal is not None else 0
         self.progress.note(
             f"stopped by {signal_name}: {num_kept} of {plural(num_rows, 'row')} finished, kept in "
-            f"{self.settings.journal_path}; run the same command again to go on"
+            f"{self.settings.journal_path}; run the same command again to continue"
         )
         return EXIT_CODES[signal.Signals[signal_name]]
 
     def _finish(self, summary: ScanSummary, statistics: Mapping[str, Any], num_kept: int) -> int:
+        """Write the outputs on the leader; return the exit code."""
         if self.journal is None:
             return self.peers.broadcast(EXIT_OK)
         manifest = finalise(
@@ -343,49 +386,14 @@ class _Job:
         return self.peers.broadcast(exit_code_of(self.settings, manifest))
 
 
-def _facts(settings: JobSettings, summary: ScanSummary) -> dict[str, str]:
-    """What all processes of a job must have in common before they run it."""
-    rows = hashlib.sha256()
-    for row in summary.rows:
-        rows.update(repr((row.key, row.requirements, row.bad and row.bad.error.code)).encode())
-    return {
-        **settings.stored_configuration,
-        "on-error": settings.on_error,
-        "input": f"sha256:{summary.input_sha256}",
-        "rows as tokenized": f"sha256:{rows.hexdigest()}",
-    }
-
-
-def _check_finished_by(settings: JobSettings, stored: str | None, model: JobModel) -> None:
-    """Refuse rows that other weights have answered; `stored` is None if no weights were used."""
-    if stored is not None:
-        _check_weights(settings, stored, model.weights())
+def _in_submission_order(built: Build, rows: Sequence[ScannedRow]) -> deque[ScannedRow]:
+    """The rows in the order in which they are submitted."""
+    requirements = [row.requirements for row in rows if row.requirements is not None]
+    assert len(requirements) == len(rows)
+    order = built.order([(row.prompt_length, row.max_tokens) for row in requirements])
+    return deque(rows[i] for i in order)
 
 
 def _schema(plan: str) -> str:
-    """The line of a plan that names its schema."""
+    """The line of a plan that has its schema."""
     return plan.partition("\n")[0]
-
-
-def _check_weights(settings: JobSettings, stored: str | None, found: str) -> None:
-    """Refuse weights other than those that the user expects or that the job began with."""
-    if settings.expected_weights not in (None, found):
-        raise JobError(
-            f"--expect-weights: expected weights with the digest {settings.expected_weights}, got "
-            f"{found}. Give the model that the digest is of, or the digest of this one.",
-            EXIT_MODEL,
-        )
-    if stored not in (None, found):
-        raise JobError(
-            f"{settings.output_path}: expected the weights that its rows were answered with, got "
-            f"others, although the model is the same in all else:\n  weights: there {stored}, now "
-            f"{found}\nRun with the original weights, choose another output, or begin again with "
-            f"--restart.",
-            EXIT_MODEL,
-        )
-
-
-def _in_words(row: BatchRow | BadRow | ScannedRow, error: RowError) -> str:
-    line = f"line {row.line_number}"
-    name = line if row.custom_id is None else f"row {row.custom_id!r} ({line})"
-    return f"{name}: {error.code}: {error.message.removeprefix(f'{line}: ')}"

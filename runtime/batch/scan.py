@@ -1,7 +1,7 @@
-"""The first pass over a batch file: what each row is and needs, without keeping its prompt.
+"""The first pass over a batch file, which measures every row without keeping its prompt.
 
-Knows nothing of the journal, devices or buckets. Guarantees: one `ScannedRow` for each line that is
-not blank, in order, with custom_ids unique among the rows that will run; memory per row is small
+Does not know about the journal, devices or buckets. Guarantees: one `ScannedRow` for each line that
+is not blank, in order, with custom_ids unique among the rows that will run; memory per row is small
 and does not grow with its prompt.
 """
 
@@ -23,9 +23,9 @@ from .prompt_encoder import Encoded
 Encode = Callable[[Sequence[BatchRow]], Sequence[Encoded]]
 CHUNK_ROWS = 256
 CHUNK_BYTES = 2**20
-"""Rows are encoded together up to this many bytes, or up to a number of rows."""
-DEPTH = 3
-"""The largest number of items of which `ahead` holds results."""
+"""Rows are encoded in chunks, which end at `CHUNK_ROWS` rows or at `CHUNK_BYTES` bytes."""
+MAX_AHEAD = 3
+"""Maximum number of items that `map_ahead` works on ahead of its consumer."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -33,19 +33,19 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class RowRequirements:
-    """What a request asks of the buckets."""
+    """The facts of a request that decide which buckets and graphs it needs."""
 
     prompt_length: int
     max_tokens: int | None
     n: int
     prompt_logprobs: int | None
     has_stops: bool = False
-    """Whether stop strings may end it."""
+    """Whether the request has stop strings."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScannedRow:
-    """A row's place and need; `bad` instead of the need where the scan found an error."""
+    """The place and the requirements of a row, or its error if the scan found one."""
 
     row: int
     line_number: int
@@ -57,13 +57,13 @@ class ScannedRow:
 
     @property
     def key(self) -> tuple[str, str]:
-        """What the journal finds the row by."""
+        """The key by which the journal finds the row."""
         return self.custom_id or "", self.request_hash
 
 
 @dataclass(frozen=True)
 class ScanSummary:
-    """The whole input, as far as building the graphs needs to know it."""
+    """The scanned rows, the hash and the size of the whole input."""
 
     rows: Sequence[ScannedRow]
     input_sha256: str
@@ -71,21 +71,25 @@ class ScanSummary:
 
     @property
     def requirements(self) -> list[RowRequirements]:
-        """The needs of every row that can run, in input order."""
+        """The requirements of every row that can run, in input order."""
         return [row.requirements for row in self.rows if row.requirements is not None]
 
 
 def check_input(path: Path) -> None:
-    """Refuse an input that cannot be read twice, line by line, or that has another format."""
+    """Check that an input can be read twice, line by line.
+
+    Raises:
+        InputError: The input is absent, is no regular file, or has another format.
+    """
     if not path.exists():
-        raise InputError(f"{path}: expected an input file, got nothing there.")
+        raise InputError(f"{path}: expected an input file, got no file.")
     if not path.is_file():
         raise InputError(
             f"{path}: expected a regular file, as the input is read twice, got "
             f"{'a directory' if path.is_dir() else 'a pipe or device'}. Save it to a file first."
         )
-    if (found := other_format(path)) is not None:
-        name, remedy = found
+    if (name_and_remedy := other_format(path)) is not None:
+        name, remedy = name_and_remedy
         raise InputError(f"{path}: expected plain JSON Lines, got {name}. {remedy}")
 
 
@@ -98,19 +102,19 @@ def scan(
     on_encoded: Callable[[BatchRow, Sequence[int]], None] = lambda row, ids: None,
     on_progress: Callable[[int], None] = lambda num_rows: None,
 ) -> ScanSummary:
-    """Read, tokenize and measure every row; rows are read while earlier ones are tokenized.
+    """Read, tokenize and measure every row; rows are read while earlier rows are tokenized.
 
     Args:
         file: The input, open at its beginning.
-        encode: Token ids, or an error, for each of several rows; called in a thread of its own.
+        encode: Returns token ids or an error for each of several rows; called in another thread.
         defaults: Sampling parameters for keys that a request leaves out.
         on_error: Called with each row in error, in order, as soon as it is known.
         on_encoded: Called with each other row and its token ids, in order.
-        on_progress: Called now and then with the number of rows so far.
+        on_progress: Called with the number of rows so far, after every chunk.
     """
     digest = hashlib.sha256()
     rows: list[ScannedRow] = []
-    needs: dict[RowRequirements, RowRequirements] = {}
+    distinct: dict[RowRequirements, RowRequirements] = {}
     num_bytes = 0
 
     def observe(piece: bytes) -> None:
@@ -118,34 +122,34 @@ def scan(
         num_bytes += len(piece)
         digest.update(piece)
 
-    chunks = _chunks(file, defaults, observe)
-    for encoded in ahead(partial(_encoded, encode), chunks):
+    chunks = _read_chunks(file, defaults, observe)
+    for encoded in map_ahead(partial(_encode_chunk, encode), chunks):
         for outcome in encoded:
             if isinstance(outcome, BadRow):
                 on_error(outcome)
-                rows.append(_scanned(outcome, None, outcome))
+                rows.append(_scanned_row(outcome, None, outcome))
                 continue
             row, ids = outcome
             on_encoded(row, ids)
-            need = _need(row, len(ids))
-            # equal needs are one object in memory
-            rows.append(_scanned(row, needs.setdefault(need, need), None))
+            requirements = _requirements_of(row, len(ids))
+            # rows with equal requirements share one object
+            rows.append(_scanned_row(row, distinct.setdefault(requirements, requirements), None))
         on_progress(len(rows))
     return ScanSummary(rows, digest.hexdigest(), num_bytes)
 
 
-def ahead(work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
-    """Yield the result for every item in order; another thread works a few items ahead.
+def map_ahead(work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+    """Yield the results of `work` for all items in order; another thread works a few items ahead.
 
-    `items` is read in the consumer's thread. An error of the work is raised in the place of its
-    result; a consumer that stops does not wait for unfinished work.
+    `items` is read in the consumer's thread. An error of the work is raised in place of its result;
+    a consumer that stops does not wait for unfinished work.
     """
     worker = ThreadPoolExecutor(1)
     waiting: deque[Future[Result]] = deque()
     try:
         for item in items:
             waiting.append(worker.submit(work, item))
-            if len(waiting) > DEPTH:
+            if len(waiting) > MAX_AHEAD:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
@@ -153,10 +157,10 @@ def ahead(work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Res
         worker.shutdown(wait=False, cancel_futures=True)
 
 
-def _chunks(
+def _read_chunks(
     file: BinaryIO, defaults: Mapping[str, Any] | None, observe: Callable[[bytes], None]
 ) -> Iterator[list[BatchRow | BadRow]]:
-    """The rows of a file, read and checked for duplicates, some at a time."""
+    """Read the rows of a file in chunks, and check them for repeated custom_ids."""
     first_lines: dict[str, int] = {}
     chunk: list[BatchRow | BadRow] = []
     num_bytes = 0
@@ -175,14 +179,14 @@ def _chunks(
         yield chunk
 
 
-def _encoded(
+def _encode_chunk(
     encode: Encode, chunk: Sequence[BatchRow | BadRow]
 ) -> list[BadRow | tuple[BatchRow, Sequence[int]]]:
-    """Each row of a chunk with its token ids, or as the error that it ends as."""
-    found = iter(encode([row for row in chunk if isinstance(row, BatchRow)]))
+    """Each row of a chunk with its token ids, or the error row that it becomes."""
+    encoded = iter(encode([row for row in chunk if isinstance(row, BatchRow)]))
     outcomes = []
     for row in chunk:
-        ids = row if isinstance(row, BadRow) else next(found)
+        ids = row if isinstance(row, BadRow) else next(encoded)
         if isinstance(row, BatchRow) and isinstance(ids, RowError):
             ids = BadRow(row.row, row.line_number, row.offset, row.custom_id, row.request_hash, ids)
         outcomes.append(ids if isinstance(ids, BadRow) else (row, ids))
@@ -192,19 +196,23 @@ def _encoded(
 def read_again(
     file: BinaryIO, scanned: ScannedRow, *, defaults: Mapping[str, Any] | None = None
 ) -> BatchRow:
-    """Read a row that the scan accepted once more, now to run it."""
+    """Read a row that the scan accepted again, to run it.
+
+    Raises:
+        InputError: The line has changed since the scan.
+    """
     content = read_line_at(file, scanned.offset)
     line = Line(scanned.line_number, scanned.offset, content)
     row = read_row(line, scanned.row, defaults=defaults)
     if isinstance(row, BadRow) or (row.custom_id, row.request_hash) != scanned.key:
         raise InputError(
             f"line {scanned.line_number} of the input changed while the job ran. Finished rows are "
-            "kept; run the same command again to go on with the file as it is now."
+            "kept; run the same command again to continue with the changed file."
         )
     return row
 
 
-def _need(row: BatchRow, prompt_length: int) -> RowRequirements:
+def _requirements_of(row: BatchRow, prompt_length: int) -> RowRequirements:
     params = row.params
     return RowRequirements(
         prompt_length=prompt_length,
@@ -215,9 +223,9 @@ def _need(row: BatchRow, prompt_length: int) -> RowRequirements:
     )
 
 
-def _scanned(
-    row: BatchRow | BadRow, need: RowRequirements | None, bad: BadRow | None
+def _scanned_row(
+    row: BatchRow | BadRow, requirements: RowRequirements | None, bad: BadRow | None
 ) -> ScannedRow:
     return ScannedRow(
-        row.row, row.line_number, row.offset, row.custom_id, row.request_hash, need, bad
+        row.row, row.line_number, row.offset, row.custom_id, row.request_hash, requirements, bad
     )

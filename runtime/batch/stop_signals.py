@@ -1,15 +1,15 @@
-"""SIGTERM, SIGHUP and Ctrl-C for a job: the first drains it, the second ends it.
+"""Handles SIGTERM, SIGHUP and Ctrl-C of a job: the first signal drains it, the second ends it.
 
-While rows are in flight a first signal only sets `requested`, and the job lets them finish. At any
-other time, and on a second signal, `StopNow` is raised wherever the program is, and the command
-leaves without waiting for graphs that are being compiled or loaded; the files are then as after a
+While rows are in flight, the first signal only sets `requested`, and the job lets these rows
+finish. At any other time, and on a second signal, `StopNow` is raised at the current instruction,
+and the command exits without waiting for graphs that compile or load. The files are then as after a
 kill, which the journal survives.
 
-SIGHUP comes when a terminal or an SSH connection is closed. Under `nohup` it stays without effect.
+SIGHUP is sent when a terminal or an SSH connection is closed. Under `nohup` it has no effect.
 
-Where several processes run the job, process 0 decides for all, whichever of them got the signal.
+If several processes run the job, process 0 decides for all of them, whichever received the signal.
 
-Knows nothing of rows or journals. Guarantees: the handlers that were there before are put back.
+Does not know about rows or journals. Guarantees: the previous handlers are restored.
 """
 
 import signal
@@ -27,7 +27,7 @@ EXIT_CODES = {
 
 
 class StopNow(BaseException):
-    """Ends the job at once. Not an Exception, so that no library's handler swallows it."""
+    """The immediate end of a job. Not an Exception, so that no library can catch it by accident."""
 
     def __init__(self, signal_number: int):
         super().__init__(signal.Signals(signal_number).name)
@@ -35,7 +35,12 @@ class StopNow(BaseException):
 
 
 class StopSignals:
-    """Context manager that holds the handlers; use it in the main thread."""
+    """A context manager that installs the handlers; use it in the main thread.
+
+    Attributes:
+        requested: The first signal that arrived while the job could drain; None before it.
+        can_drain: Whether rows are in flight, so that the first signal must not end the job.
+    """
 
     def __init__(self) -> None:
         self.requested: signal.Signals | None = None
@@ -65,7 +70,7 @@ class StopSignals:
 
 
 class Drain:
-    """Which way a running job goes, step by step: on, to the end of its rows in flight, or out."""
+    """Decides before every step whether a job continues, drains its rows in flight, or stops."""
 
     def __init__(self, stop: StopSignals, peers: Peers, grace_seconds: float):
         self._stop = stop
@@ -75,14 +80,15 @@ class Drain:
         stop.can_drain = True
 
     def next_directive(self) -> StepDirective:
-        """The word for the next step, which is the same on all processes."""
+        """The directive for the next step, which is the same on all processes."""
         requested = self._stop.requested
-        own = None if requested is None else requested.name
-        asked = own or self._peers.remote_signal
-        return self._peers.exchange_directive(GO if asked is None else self._drain(asked), own)
+        own_signal = None if requested is None else requested.name
+        signal_name = own_signal or self._peers.remote_signal
+        directive = GO if signal_name is None else self._drain(signal_name)
+        return self._peers.exchange_directive(directive, own_signal)
 
     def end(self) -> None:
-        """No rows are in flight: from now on a signal ends the job at once."""
+        """Record that no rows are in flight: from now on a signal ends the job immediately."""
         self._stop.can_drain = False
 
     def _drain(self, signal_name: str) -> StepDirective:

@@ -1,10 +1,10 @@
-"""The token ids of rows between the scan, which makes them, and the run, which feeds them.
+"""Keeps the token ids of rows on the disk between the scan and the run.
 
-They lie in a file without a name on the output's disk: memory holds eight bytes a row, and a
-program that is killed leaves nothing. The size of the file is bounded. A row whose ids are not
-kept, for whatever reason, is encoded again.
+The ids are in a file without a name on the output's disk, so memory holds eight bytes per row, and
+a killed program leaves no file. The size of the file is limited. A row whose ids are not kept is
+encoded again.
 
-Knows nothing of prompts. Guarantees: `ids_of` gives exactly what `keep` was given, or None.
+Does not know about prompts. Guarantees: `ids_of` returns exactly the ids passed to `keep`, or None.
 """
 
 import os
@@ -18,19 +18,19 @@ from ..files.disk import open_nameless
 
 MAX_BYTES = 4 * 2**30
 SHARE_OF_DISK = 0.1
-"""The share of the free disk space that the file may take; journal and output need the rest."""
+"""Share of the free disk space that the file may take; journal and output need the rest."""
 _PIECE_BYTES = 2**20
 _UNKNOWN = -1
 _UINT32 = "I"
 
 
 class TokenSpill:
-    """Token ids by row; close it, or use it in `with`."""
+    """A store of token ids by row; close it, or use it in `with`."""
 
     def __init__(self, folder: Path, *, max_bytes: int = MAX_BYTES):
-        """Opens the file in `folder`; if that fails, nothing is kept."""
+        """Open the file in `folder`; if this fails, no ids are kept."""
         self.num_dropped = 0
-        """The number of rows for which there was no room."""
+        """The number of rows whose ids did not fit."""
         self._offsets = array("q")
         self._pending = bytearray()
         self._size = self._max_bytes = 0
@@ -41,7 +41,7 @@ class TokenSpill:
             self._max_bytes = min(max_bytes, int(SHARE_OF_DISK * free.f_bavail * free.f_frsize))
 
     def keep(self, row: int, ids: Sequence[int]) -> None:
-        """Keep the ids of a row; rows come in order, each at most once."""
+        """Keep the ids of a row; rows must be passed in order, each at most once."""
         num_bytes = len(ids) * 4
         if self._file is None or self._size + num_bytes > self._max_bytes:
             self.num_dropped += 1
@@ -54,7 +54,7 @@ class TokenSpill:
             self._write()
 
     def ids_of(self, row: int, length: int) -> list[int] | None:
-        """The `length` ids of a row, or None where they are not kept."""
+        """The `length` ids of a row; None if they are not kept."""
         if self._pending:
             self._write()
         offset = self._offsets[row] if row < len(self._offsets) else _UNKNOWN
@@ -86,7 +86,7 @@ class TokenSpill:
             while view:
                 view = view[self._file.write(view) :]
         except OSError:
-            # the disk is full: the journal needs what room there is
+            # the disk is full, and the journal needs the remaining space
             self.num_dropped = sum(offset != _UNKNOWN for offset in self._offsets)
             self.close()
         self._pending.clear()

@@ -81,4 +81,5 @@ def _source_fingerprint() -> str:
 
 
 def digest(text: str) -> str:
+    """The SHA-256 of a text."""
     return hashlib.sha256(text.encode()).hexdigest()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 TPU_DEVICES = ("accel[0-9]*", "vfio/[0-9]*")
 GPU_DEVICES = ("nvidia[0-9]*", "dxg")
-"""Device files of GPUs; `dxg` is that of WSL."""
+"""Device files of GPUs; `dxg` is the GPU device of WSL."""
 TPU_PLUGINS = ("libtpu",)
 GPU_PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
 _TARGETS = {"cuda": "gpu", "rocm": "gpu"}

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ...compile.steps import NO_TOKEN
+from ...modelzoo.sampling import TokenScores
 from ..request import TokenLogprob
 from .decode_slots import DecodeAction, ScheduledSequence
 from .scheduler import PrefillAction
@@ -71,3 +72,20 @@ class CallResults:
     def has_ended(self, slot: int) -> bool:
         """Whether the device ended the sequence in a slot during a decode call."""
         return not self.output.is_active_B[slot]
+
+
+def token_logprob(
+    scores: TokenScores, index: tuple[int, int], token_id: int, num_alternatives: int
+) -> TokenLogprob:
+    """The log-probability of a token, with its likeliest alternatives.
+
+    Args:
+      scores: The scores of a call on the host.
+      index: The batch index and the position of the token in `scores`.
+      token_id: The id of the token.
+      num_alternatives: The number of alternatives to return.
+    """
+    ids = scores.top_ids_BR[index][:num_alternatives]
+    values = scores.top_logprobs_BR[index][:num_alternatives]
+    top = tuple((int(i), float(v)) for i, v in zip(ids, values, strict=True))
+    return TokenLogprob(token_id, float(scores.logprob_B[index]), top)

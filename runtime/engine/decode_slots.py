@@ -92,6 +92,7 @@ class DecodeSlots:
 
     @property
     def has_live(self) -> bool:
+        """Whether any slot decodes."""
         return bool(self._occupants)
 
     @property

@@ -27,7 +27,14 @@ from ...modelzoo.moe.use import ExpertReport
 from ...modelzoo.sampling import SamplingState, TokenScores
 from ..devices.host_arrays import HostArrays
 from ..request import Request, TokenLogprob
-from .call_results import CallResults, ChoicesDropped, Event, PromptScored, TokensEmitted
+from .call_results import (
+    CallResults,
+    ChoicesDropped,
+    Event,
+    PromptScored,
+    TokensEmitted,
+    token_logprob,
+)
 from .decode_slots import DecodeAction, ScheduledRequest, ScheduledSequence
 from .metrics import EngineMetrics
 from .padding import greedy_sampling, pack_pieces, pack_requests, pack_sampling
@@ -332,7 +339,7 @@ class Engine:
         scores = []
         if params.logprobs is not None:
             scores = [
-                _token_logprob(results.output.scores, (slot, q), token_id, params.logprobs)
+                token_logprob(results.output.scores, (slot, q), token_id, params.logprobs)
                 for q, token_id in enumerate(token_ids)
             ]
         return TokensEmitted(
@@ -388,15 +395,6 @@ def _prompt_scores(
     """Log-probabilities of the prompt tokens at positions `start + 1` to `start + count`."""
     ids, num_alternatives = request.request.prompt_token_ids, _num_prompt_logprobs(request)
     return [
-        _token_logprob(scores, (row, t), token_id, num_alternatives)
+        token_logprob(scores, (row, t), token_id, num_alternatives)
         for t, token_id in enumerate(ids[start + 1 : start + count + 1])
     ]
-
-
-def _token_logprob(
-    scores: TokenScores, index: tuple[int, int], token_id: int, num_alternatives: int
-) -> TokenLogprob:
-    ids = scores.top_ids_BR[index][:num_alternatives]
-    values = scores.top_logprobs_BR[index][:num_alternatives]
-    top = tuple((int(i), float(v)) for i, v in zip(ids, values, strict=True))
-    return TokenLogprob(token_id, float(scores.logprob_B[index]), top)

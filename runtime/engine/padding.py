@@ -31,7 +31,7 @@ def pack_pieces(
       rows: The pieces, at most `bucket.batch`.
       prompts: The token ids of each row's whole prompt.
       bucket: The bucket, which gives the shapes.
-      num_slots: The number of decode slots; it stands for no slot in `slot_B`.
+      num_slots: The number of decode slots; this value in `slot_B` means no slot.
 
     Returns:
       The slot, start and count of each row; `tokens_BT`, padded with zeros on the right; `next_BT`,

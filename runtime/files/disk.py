@@ -34,13 +34,16 @@ class Disk:
     """The operations of the real disk."""
 
     def open_append(self, path: Path) -> int:
+        """Open a regular file for reading and appending; create it if it is absent."""
         return open_in_place(path, os.O_APPEND)
 
     def open_new(self, path: Path) -> int:
+        """Create a file and open it for writing; fail if the name exists."""
         # a link, even one to nothing, counts as a file that is there
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
 
     def write(self, descriptor: int, content: bytes | memoryview) -> None:
+        """Write all of the content."""
         view = memoryview(content)
         while view:
             view = view[os.write(descriptor, view) :]

@@ -138,7 +138,7 @@ def _manifest_of(output: Path, input_sha256: str) -> Mapping[str, Any]:
     if (part := manifest["configuration"]["rows"]) != str(WHOLE) or not manifest["plan"]:
         raise JobError(
             f"{output}: expected the output of a whole job with at least one row that ran, got "
-            f"that of part {part}. Run the whole job, and give its output.",
+            f"that of {part}. Run the whole job, and give its output.",
             EXIT_USAGE,
         )
     recorded = manifest["outputs"].get(output.name, {}).get("sha256")

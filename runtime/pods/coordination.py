@@ -68,6 +68,7 @@ class Coordination:
         return dict(self._client.key_value_dir_get_bytes(f"{prefix}/"))
 
     def remove_folder(self, prefix: str) -> None:
+        """Remove all values below `prefix/`."""
         self._client.key_value_delete(f"{prefix}/")
 
     def barrier(self, name: str) -> None:

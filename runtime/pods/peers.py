@@ -49,7 +49,11 @@ class Peers:
         return [value]
 
     def agree(self, facts: Callable[[], Mapping[str, str]]) -> None:
-        """Refuse facts that differ from those of process 0; waits for all processes."""
+        """Check that the facts equal the facts of process 0; waits for all processes.
+
+        Raises:
+          ValueError: The facts differ; the error lists every difference.
+        """
 
     def exchange_directive(self, directive: StepDirective, own_signal: str | None) -> StepDirective:
         """Return the directive of process 0 for the next step.

@@ -155,9 +155,7 @@ def test_a_table_of_lengths_is_a_workload_for_hardware_that_is_not_there(noria, 
     assert "published peaks, not calibrated" in summary
     page = path.with_suffix("").joinpath("report.html").read_text("utf-8")
     sizes = " and ".join(map(str, predicted["chunk"]))
-    assert (
-        f"comes in pieces of {sizes} tokens, and is padded by {predicted['chunk'][0] - 1}" in page
-    )
+    assert f"in chunks of {sizes} tokens, and padded by at most {predicted['chunk'][0] - 1}" in page
 
 
 def test_terminal_and_file_say_the_same_of_every_grid_and_of_rows_left_out(noria, source):
@@ -243,13 +241,13 @@ def test_a_part_of_a_job_is_no_run_to_plan_from(noria, source):
     arguments = ("-i", source, "-o", part, "--model", noria.model, "--dtype", "float32")
     noria.run("batch", *arguments, "--rows", "0/2")
     options = ("--model", noria.model, "--workload", source, "-o", source.with_name("no.toml"))
-    assert "noria merge" in noria.refuse("plan", *options, "--from-output", part)
+    assert "Run the whole job" in noria.refuse("plan", *options, "--from-output", part)
 
 
 def test_an_output_of_another_job_is_refused(noria, source, output):
     other = write_lines(source.with_name("other.jsonl"), [completion("a", [5, 6])])
     options = ("--model", noria.model, "--workload", other, "-o", source.with_name("no.toml"))
-    assert "another content" in noria.refuse("plan", *options, "--from-output", output)
+    assert "whose content differs" in noria.refuse("plan", *options, "--from-output", output)
 
 
 @pytest.mark.slow

@@ -111,7 +111,7 @@ def test_every_end_token_of_the_files_counts_and_else_that_of_the_tokenizer():
 def test_a_tokenizer_of_another_model_is_refused_by_the_ids_that_this_one_lacks(
     ends, tokenizer, where
 ):
-    message = rf"tiny: .*model's 100 ids, got \[100\] in {where}.*one place"
+    message = rf"tiny: .*model's 100 ids, got \[100\] in {where}.*one model"
     with pytest.raises(InvalidConfig, match=message):
         eos_ids(files_of(*ends), tokenizer)
 
@@ -130,7 +130,7 @@ def test_tokens_beyond_the_embedding_are_named_once_as_the_model_is_loaded(tmp_p
         model = load_model(files, target, "float32", say=said.append)
     assert said == [
         f"tokenizer: 2 tokens beyond the {vocab_size} ids of the model, such as '<image>' "
-        f"({vocab_size}); rows that need one end as errors"
+        f"({vocab_size}); rows that need such a token end as errors"
     ]
     assert model.tokenizer is not None
     assert model.tokenizer.encode("<image>", special_tokens=True) == [vocab_size]

@@ -18,7 +18,8 @@ from jax.sharding import Mesh
 from noria.modelzoo import axes
 from noria.modelzoo.attention import Queries
 from noria.modelzoo.layer_cache import PromptKeysValues
-from noria.modelzoo.operations import ON_ONE_DEVICE, einsum
+from noria.modelzoo.operations import ON_ONE_DEVICE
+from noria.modelzoo.weight_products import einsum
 from noria.sharding.axis_rules import AxisRules, kv_copies
 from noria.sharding.layout import Layout
 from noria.sharding.mesh_layout import MeshLayout

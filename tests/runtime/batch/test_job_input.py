@@ -14,7 +14,7 @@ from noria.runtime.batch.merge import merge
 from noria.runtime.batch.part import Part
 from noria.runtime.batch.progress import Progress
 from noria.runtime.batch.run import run_job
-from noria.runtime.batch.scan import DEPTH, ahead
+from noria.runtime.batch.scan import MAX_AHEAD, map_ahead
 from noria.runtime.batch.token_spill import TokenSpill
 from noria.runtime.errors import ConfigError, JobError, JournalError, MergeError
 from noria.runtime.files.run_config import read_instant
@@ -226,8 +226,8 @@ def test_work_runs_some_items_ahead_in_order_and_fails_in_its_place():
             taken.append(item)
             yield item
 
-    results = ahead(lambda item: 10 // (item - 10), items())
-    assert next(results) == -1 and len(taken) == DEPTH + 1
+    results = map_ahead(lambda item: 10 // (item - 10), items())
+    assert next(results) == -1 and len(taken) == MAX_AHEAD + 1
     assert [next(results) for _ in range(9)] == [10 // (item - 10) for item in range(1, 10)]
     with pytest.raises(ZeroDivisionError):
         next(results)
@@ -235,7 +235,7 @@ def test_work_runs_some_items_ahead_in_order_and_fails_in_its_place():
 
 def test_whoever_stops_taking_results_does_not_wait_for_the_work():
     goes_on = threading.Event()
-    results = ahead(lambda item: item == 0 or goes_on.wait(60), range(9))
+    results = map_ahead(lambda item: item == 0 or goes_on.wait(60), range(9))
     assert next(results)
     results.close()
     goes_on.set()

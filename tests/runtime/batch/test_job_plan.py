@@ -70,16 +70,16 @@ def test_a_limit_of_memory_is_said_in_the_plan_and_with_the_option_that_changes_
     memory(40_000_000)
     plan = plan_of(OPEN)
     assert plan.buckets.decode_spans[-1] == plan.buckets.max_length < LONG.max_position
-    assert "over 0.125 of the memory that the weights leave (0.0 GB" in plan.max_length_reason
+    assert "more than 0.125 of the memory beside the weights (0.0 GB" in plan.max_length_reason
     assert Plan.from_table(tomllib.loads(plan.to_toml())) == plan
     said = limit_note(plan, OPEN, LONG.max_position)
     assert said.startswith(
         f"3 rows without max_tokens: at most {plan.buckets.max_length} tokens each, prompt "
-        f"included, of the model's 8192: the cache of more would take over 0.125"
+        f"included, of the model's 8192: a longer cache would take more than 0.125"
     )
     longer = plan_of(OPEN, "buckets.max_length=4096")
     assert longer.buckets.max_length == 4096 and not longer.max_length_reason
-    assert "of the model's 8192: so the plan or --set says" in limit_note(longer, OPEN, 8192)
+    assert "of the model's 8192: as the plan or --set says" in limit_note(longer, OPEN, 8192)
 
 
 def test_memory_limits_no_row_that_has_max_tokens(memory):

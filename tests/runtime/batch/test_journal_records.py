@@ -123,7 +123,7 @@ def test_a_wrong_record_is_one_error_that_names_its_byte_or_does_no_harm(
     except JournalError as error:
         message = str(error)
         if "configuration of this job" not in message:
-            assert f"the record at byte {offset} is whole, but wrong: " in message
+            assert f"the record at byte {offset} is complete, but wrong: " in message
         assert "--restart" in message and "\n" not in message.partition("configuration")[0]
         assert path.read_bytes() == b"".join(spoilt)
         return
@@ -143,7 +143,11 @@ def test_a_wrong_record_is_one_error_that_names_its_byte_or_does_no_harm(
         ),
         (HEADER, {"configuration": {"a": 1}}, "configuration: expected a table of strings"),
         (HEADER, {"kind": "row"}, "row: expected a number from 0 in a row, got none"),
-        (HEADER, {"format": 1}, r"journal of format 2, got 1, which the version that wrote it can"),
+        (
+            HEADER,
+            {"format": 1},
+            r"journal of format 2, got 1, which the version of noria that wrote",
+        ),
         (THE_PLAN, {"value": 7}, "value: expected a string in a fact, got 7"),
         (THE_PLAN, {"name": "instant", "value": "no"}, "the instant: expected a time, got 'no'"),
         (THE_PLAN, {"value": "= no"}, "the plan: expected TOML, got '= no'"),
@@ -166,7 +170,9 @@ def test_an_error_says_what_was_expected_where_and_what_to_do(
     path = tmp_path / "out.jsonl.journal"
     path.write_bytes(b"".join(spoilt))
     at = sum(map(len, records[:index]))
-    expected = f"{re.escape(str(path))}: the record at byte {at} is whole, but wrong: .*{message}"
+    expected = (
+        f"{re.escape(str(path))}: the record at byte {at} is complete, but wrong: .*{message}"
+    )
     for _ in range(2):
         with pytest.raises(JournalError, match=rf"{expected}.*\. Restore the file, or discard it"):
             run(source, tmp_path / "out.jsonl")

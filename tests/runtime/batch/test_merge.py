@@ -152,7 +152,7 @@ def test_parts_of_different_jobs_are_refused_with_every_difference(source, parts
     with pytest.raises(MergeError) as caught:
         merge([parts[0], one, parts[2]], tmp_path / "out.jsonl")
     message = str(caught.value)
-    assert message.startswith("parts: expected parts of one job, got parts of different ones:\n")
+    assert message.startswith("parts: expected parts of one job, got parts of different jobs:\n")
     assert message.endswith("with the settings, input and versions of the others.")
     lines = message.split("\n")[1:-1]
     assert [line.split(":")[0].strip() for line in lines] == [
@@ -237,7 +237,7 @@ def test_a_job_with_an_error_file_of_its_own_is_refused(source, tmp_path):
 def test_an_output_that_is_something_else_is_not_replaced(parts, tmp_path):
     for name in ("out.jsonl", "err.jsonl"):
         (tmp_path / name).write_text("precious")
-        message = rf"{name}: exists and is not what these parts merge to\. Choose another"
+        message = rf"{name}: exists and differs from the merge of these parts\. Choose another"
         with pytest.raises(MergeError, match=message):
             merge(parts, tmp_path / "out.jsonl", error_file=tmp_path / "err.jsonl")
         assert (tmp_path / name).read_text() == "precious"

@@ -24,7 +24,7 @@ def test_every_row_is_in_exactly_one_part(of, num_rows):
 @given(of=st.integers(1, 60), data=st.data())
 def test_a_part_reads_back_as_it_was_written(of, data):
     part = Part(data.draw(st.integers(0, of - 1)), of)
-    assert Part.parse(f"{part.index}/{part.of}") == part
+    assert Part.parse(f"{part.index}/{part.num_parts}") == part
     assert Part.from_manifest(str(part)) == part
 
 

@@ -289,7 +289,7 @@ def test_inputs_and_outputs_that_cannot_work_are_refused_by_name(tmp_path):
         (tmp_path / "pipe", tmp_path / "out.jsonl", "pipe"),
         (input_path, tmp_path / "pipe", "pipe or device"),
         (tmp_path / "in.gz", tmp_path / "out.jsonl", "gunzip"),
-        (tmp_path / "absent", tmp_path / "out.jsonl", "nothing there"),
+        (tmp_path / "absent", tmp_path / "out.jsonl", "got no file"),
     ]
     for source, target, message in cases:
         with pytest.raises(UnusableFile, match=message):
@@ -448,7 +448,7 @@ def test_progress_is_one_line_in_five_seconds_when_not_on_a_terminal():
     progress.start_rows(100, done=10, errors=2)
     for _ in range(30):
         clock.now += 0.5
-        progress.row(tokens=20, is_error=False)
+        progress.count_row(tokens=20, is_error=False)
         progress.update(lambda: 0.25)
     lines = stream.getvalue().splitlines()
     assert lines[0] == "compile [9/9] prefill 256x2  4.1 s"
@@ -463,7 +463,7 @@ def test_the_scan_says_how_many_rows_it_has_read_now_and_then(is_terminal):
     progress = Progress(stream=stream, clock=clock)
     for num_rows in range(1, 101):
         clock.now += 0.06
-        progress.scanned(num_rows * 100)
+        progress.show_scan(num_rows * 100)
     progress.finish()
     shown = [line.strip() for line in stream.getvalue().replace("\r", "\n").split("\n")]
     shown = [line for line in shown if line]
@@ -497,7 +497,7 @@ def test_what_rows_were_fed_or_got_is_compared_before_the_next_step_and_after_th
     """A step may be a collective, and a process with fewer rows would not take part in it."""
     happened: list[str] = []
 
-    class GenerationSession(fake.FakeGenerator):
+    class RecordingGenerator(fake.FakeGenerator):
         def step(self):
             happened.append("step")
             return super().step()
@@ -505,7 +505,7 @@ def test_what_rows_were_fed_or_got_is_compared_before_the_next_step_and_after_th
     input_path = write_input(tmp_path / "in.jsonl")
     job = fake.settings(input_path, tmp_path / "out.jsonl")
     progress = Progress(is_quiet=True)
-    run_job(job, fake.FakeModel(GenerationSession()), progress=progress, peers=Follower(happened))
+    run_job(job, fake.FakeModel(RecordingGenerator()), progress=progress, peers=Follower(happened))
     assert {"saw", "step"} <= set(happened) and happened[-1] == "compared"
     steps = [i for i, what in enumerate(happened) if what == "step"]
     assert all(happened[i - 1] == "compared" for i in steps)
@@ -670,7 +670,7 @@ def test_a_folder_that_is_deleted_while_its_job_runs_is_a_clear_error(tmp_path, 
     folder = tmp_path / "folder"
     folder.mkdir()
     model = Removing(lambda: shutil.rmtree(folder))
-    with pytest.raises(JobError, match=r"cannot be written \(No such file.*journal is gone too"):
+    with pytest.raises(JobError, match=r"cannot be written \(No such file.*journal is missing too"):
         run(input_path, folder / "out.jsonl", model)
 
 

@@ -103,7 +103,9 @@ def test_layers_that_run_in_a_loop_are_filled_from_single_ones(tmp_path):
 
 
 def test_parameters_of_several_layers_are_not_saved(tmp_path):
-    with pytest.raises(ValueError, match=r"got layers\.0:2\.attention\.qkv\. Load the model"):
+    with pytest.raises(
+        ValueError, match=r"got the stacked parameter layers\.0:2\.attention\.qkv\. Load the model"
+    ):
         params = {"layers.0:2.attention.qkv": jnp.zeros((2, 8, 2, 4))}
         save_orbax(tmp_path / "new", params, family="tiny", config=CONFIG)
 

@@ -77,7 +77,7 @@ def a_file_without_end(path: Path) -> None:
 @pytest.mark.parametrize(
     ("replace", "message"),
     [
-        (a_link_out, "got a link to .*secret. Copy the file in if you trust it"),
+        (a_link_out, "got a link to .*secret. Copy the file into the directory if you trust it"),
         (a_link_to_a_device, "got a link to /dev/zero"),
         (a_link_to_nothing, "got a link to nothing"),
         (a_circle, "got a link to nothing"),

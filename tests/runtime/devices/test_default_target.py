@@ -17,7 +17,7 @@ def found(tmp_path, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     def find(*devices: str, plugins=(*TPU_PLUGINS, *GPU_PLUGINS)) -> str:
-        monkeypatch.setattr(default_target, "_is_there", lambda module: module in plugins)
+        monkeypatch.setattr(default_target, "_can_find", lambda module: module in plugins)
         for device in devices:
             (tmp_path / device).parent.mkdir(exist_ok=True)
             (tmp_path / device).touch()

@@ -98,7 +98,7 @@ def test_a_layout_whose_graphs_do_not_fit_says_what_lacks_and_one_not_compiled_s
     found = COMPILER.compile_and_rank([replace(first, cost=cost), planned[1]], 1)
     assert [bool(one.compiled) for one in found] == [True, False]
     assert found[0].compiled_seconds == math.inf
-    assert "GB more than it has" in found[0].problem
+    assert "GB more than a device has" in found[0].problem
     _, row, problem, _ = _compiled_layout_lines(_searched(found))
     assert re.search(r"cannot run +1 ", row)
     assert problem == f"{found[0].name}: {found[0].problem}"
