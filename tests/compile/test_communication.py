@@ -49,8 +49,8 @@ IN_A_LOOP = (
 )
 """Layouts tested in a loop over layers, which takes one program, not two. Other layouts combine the
 communication of these and of a ring."""
-ONE_BY_ONE = {"embed-parallel", "ring"}
-"""Layouts tested without a loop in every run."""
+ONE_BY_ONE = {("embed-parallel", "decode"), ("ring", "prefill")}
+"""Layouts and phases tested without a loop in every run; the other phases of these are in one."""
 CUT = {("embed-parallel", "decode")}
 """Cases where XLA for TPU turns a reduce-scatter into an all-reduce and a slice."""
 GATHERED = {
@@ -75,7 +75,7 @@ def layout_of(name: str) -> Layout:
 def config_of(name: str, num_layers: int, kind: str = "dense") -> DecoderConfig:
     """Return a model with dense layers, Mixtral's sparse layers, or DeepSeek's with latents."""
     config = DecoderConfig(
-        vocab_size=256,
+        vocab_size=64,
         embed=512,
         mlp=1536,
         num_query_heads=16,
@@ -140,12 +140,12 @@ def said_of_one_layer(
 
 
 @pytest.mark.tpu_compile
-@pytest.mark.parametrize("phase", ["prefill", "decode"])
 @pytest.mark.parametrize(
-    "name",
+    ("name", "phase"),
     [
-        pytest.param(name, marks=[pytest.mark.slow] * (name not in ONE_BY_ONE))
+        pytest.param(name, phase, marks=[pytest.mark.slow] * ((name, phase) not in ONE_BY_ONE))
         for name in named_layout_tables()
+        for phase in ("prefill", "decode")
     ],
 )
 def test_a_layer_of_every_named_layout_sends_what_is_said_and_nothing_else(name, phase):
@@ -183,13 +183,17 @@ def of_one_turn(layout: Layout, name: str, kind: str, target: str) -> Counter:
 
 
 @pytest.mark.tpu_compile
-@pytest.mark.parametrize("phase", ["prefill", "decode"])
 @pytest.mark.parametrize(
-    ("name", "kind"),
+    ("name", "kind", "phase"),
     [
-        *((name, "dense") for name in IN_A_LOOP),
-        ("expert-tensor", "sparse"),
-        pytest.param("expert-tensor", "latent", marks=pytest.mark.slow),
+        *((name, "dense", phase) for name in IN_A_LOOP for phase in CALLS),
+        *(("expert-tensor", "sparse", phase) for phase in CALLS),
+        ("embed-parallel", "dense", "prefill"),
+        ("ring", "dense", "decode"),
+        *(
+            pytest.param("expert-tensor", "latent", phase, marks=pytest.mark.slow)
+            for phase in CALLS
+        ),
     ],
 )
 def test_a_turn_of_a_loop_over_layers_sends_what_is_said_of_a_layer(name, kind, phase):
@@ -209,10 +213,16 @@ def bytes_by_axes(collectives: Counter) -> Counter:
     return sums
 
 
-@pytest.mark.parametrize("phase", ["prefill", "decode"])
 @pytest.mark.parametrize(
-    "name",
-    ["expert-tensor", "expert-stationary", pytest.param("expert-parallel", marks=pytest.mark.slow)],
+    ("name", "phase"),
+    [
+        ("expert-tensor", "prefill"),
+        ("expert-stationary", "prefill"),
+        ("expert-stationary", "decode"),
+        pytest.param("expert-tensor", "decode", marks=pytest.mark.slow),
+        pytest.param("expert-parallel", "prefill", marks=pytest.mark.slow),
+        pytest.param("expert-parallel", "decode", marks=pytest.mark.slow),
+    ],
 )
 def test_a_sparse_layer_sends_the_same_bytes_on_the_cpu(name, phase):
     layout = layout_of(name)

@@ -1,7 +1,8 @@
 """Graphs work in place: little memory beside their arguments, no copy of weights or cache.
 
 XLA reports the memory of the same graphs that jobs run, in the embedded model's shape. Graphs for
-TPU are compiled without a TPU.
+TPU are compiled without a TPU. Sampling from a large vocabulary takes most of that compiler's time,
+so tests that read sizes and no copies have a small one there.
 """
 
 import math
@@ -24,7 +25,7 @@ from noria.modelzoo.moe.config import MoeConfig, Routing
 from noria.runtime.files.layout_files import read_layout_table
 from noria.sharding.layout import Layout
 
-SLOTS, VOCAB = 64, 49152
+SLOTS, VOCAB, SMALL_VOCAB = 64, 49152, 4096
 GRID = BucketGrid(max_length=512, prefill=((512, 1),), decode_slots=SLOTS, decode_spans=(256, 512))
 TPU = "tpu:v5e:2x4"
 
@@ -35,6 +36,11 @@ RINGS: Windows = (96, None) * 4
 """Windows of eight layers: a copy of their cache exceeds the bound of a graph's temporaries."""
 DEEP_WHOLE: Windows = (None,) * 30
 DEEP_RINGS: Windows = (96, None) * 15
+ALONE_OR_WITH_RINGS, DEEP_ALONE_OR_WITH_RINGS = (
+    [pytest.param(whole, id="whole", marks=pytest.mark.slow), pytest.param(rings, id="rings")]
+    for whole, rings in ((WHOLE, RINGS), (DEEP_WHOLE, DEEP_RINGS))
+)
+"""Windows with `--slow`, and those of every run, in which each second layer is whole."""
 
 
 def decode_graph(target: str, span: int, dtype: str, *given: Any, **options: Any) -> GraphSpec:
@@ -71,7 +77,8 @@ def graph_of(
 
 def temporary_bound(graph: GraphSpec) -> float:
     """Return the bound: a twentieth of the cache, and six float32 arrays of the logits' shape."""
-    return 0.05 * cache_bytes(graph) + 6 * SLOTS * VOCAB * 4
+    vocab = graph.arguments[0]["embedding.table"].shape[0]
+    return 0.05 * cache_bytes(graph) + 6 * SLOTS * vocab * 4
 
 
 def cache_bytes(graph: GraphSpec) -> int:
@@ -99,7 +106,7 @@ def smallest_that_counts(graph: GraphSpec) -> int:
     return min(leaf.size for leaf in [*parameters.values(), *segments] if leaf.ndim > 1)
 
 
-@pytest.mark.parametrize("windows", [WHOLE, RINGS], ids=["whole", "rings"])
+@pytest.mark.parametrize("windows", ALONE_OR_WITH_RINGS)
 def test_decode_needs_little_memory_beside_its_arguments(windows):
     graph = decode_graph("cpu", GRID.decode_spans[0], "float32", windows)
     compiled, _ = compile_graph(graph)
@@ -110,10 +117,11 @@ def test_decode_needs_little_memory_beside_its_arguments(windows):
     ("target", "dtype"),
     [("cpu", "float32"), pytest.param(TPU, "bfloat16", marks=pytest.mark.tpu_compile)],
 )
-@pytest.mark.parametrize("windows", [DEEP_WHOLE, DEEP_RINGS], ids=["whole", "rings"])
+@pytest.mark.parametrize("windows", DEEP_ALONE_OR_WITH_RINGS)
 def test_decode_with_scanned_layers_works_in_place(target, dtype, windows):
     """The loop carries the cache of all layers; a copy of it would be twenty times the bound."""
-    graph = decode_graph(target, GRID.max_length, dtype, windows, scan_layers=True)
+    words = {"vocab_size": SMALL_VOCAB} if target == TPU else {}
+    graph = decode_graph(target, GRID.max_length, dtype, windows, scan_layers=True, **words)
     compiled, _ = compile_graph(graph)
     _, state, _ = graph.arguments
     memory = compiled.memory_analysis()
@@ -155,23 +163,31 @@ def test_temporaries_of_a_loop_do_not_grow_with_its_layers_on_tpu(name, spelling
     """Keys and weights of all layers keep their memory layout."""
     layout = Layout.from_table(read_layout_table(spelling))
     grid = BucketGrid(1536, ((512, 1, 256), (1536, 1, 256)), 256, (512, 1536))
-    shape = {"vocab_size": 1000, "head_dim": 128, "layout": layout, **shape}
-    needed = {}
-    for num_layers in (2, 4):
+    shape = {"vocab_size": 128, "head_dim": 128, "layout": layout, **shape}
+
+    def of_layers(num_layers: int) -> GraphSpec:
         windows = (None,) * num_layers
-        of_layers = {} if moe is None else {"moe": moe(layers=(True,) * num_layers)}
-        graph = graph_of(
-            name, TPU, "bfloat16", windows, grid, scan_layers=True, **shape, **of_layers
-        )
-        compiled, _ = compile_graph(graph)
-        needed[num_layers] = compiled.memory_analysis().temp_size_in_bytes
+        experts = {} if moe is None else {"moe": moe(layers=(True,) * num_layers)}
+        return graph_of(name, TPU, "bfloat16", windows, grid, scan_layers=True, **shape, **experts)
+
+    graph = of_layers(4)
     of_turns = graph.arguments[0]["layers.0:4.attention.output"]
     of_device = math.prod(of_turns.sharding.shard_shape(of_turns.shape))
-    assert needed[4] - needed[2] < 2 * of_turns.dtype.itemsize * of_device // 4
+    growth, bound = temporaries(graph), 2 * of_turns.dtype.itemsize * of_device // 4
+    # less than the bound in all is less than the bound for more layers
+    if growth >= bound:
+        growth -= temporaries(of_layers(2))
+    assert growth < bound
+
+
+def temporaries(graph: GraphSpec) -> int:
+    """Return the bytes of a graph's temporaries."""
+    compiled, _ = compile_graph(graph)
+    return compiled.memory_analysis().temp_size_in_bytes
 
 
 LATENTS = {
-    "vocab_size": 250,
+    "vocab_size": 64,
     "num_query_heads": 16,
     "num_kv_heads": 16,
     "head_dim": 192,
@@ -201,7 +217,7 @@ def test_decode_with_scanned_latents_works_in_place_on_tpu():
 
 
 @pytest.mark.tpu_compile
-@pytest.mark.parametrize("windows", [WHOLE, RINGS], ids=["whole", "rings"])
+@pytest.mark.parametrize("windows", ALONE_OR_WITH_RINGS)
 def test_decode_works_in_place_on_tpu(windows):
     graph = decode_graph(TPU, GRID.max_length, "bfloat16", windows)
     compiled, _ = compile_graph(graph)

@@ -62,34 +62,48 @@ def segments(graph: GraphSpec) -> list[jax.ShapeDtypeStruct]:
     return jax.tree.leaves(graph.arguments[1].cache.layers)
 
 
+@pytest.fixture
+def is_slow(request) -> bool:
+    return request.config.getoption("--slow")
+
+
 def num_bytes(leaf: jax.ShapeDtypeStruct) -> int:
     return leaf.size * leaf.dtype.itemsize
 
 
-@pytest.mark.parametrize("target", ["cpu", pytest.param(TPU, marks=pytest.mark.tpu_compile)])
-@pytest.mark.parametrize("in_chunks", [False, True], ids=["whole", "chunks"])
+@pytest.mark.parametrize(("keeps", "batch"), [("heads", 1), ("latents", 1), ("heads", 2)])
 @pytest.mark.parametrize("scan_layers", [False, True], ids=["unrolled", "scanned"])
-@pytest.mark.parametrize(
-    ("keeps", "batch"),
-    [("heads", 1), ("latents", 1), pytest.param("heads", 2, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("in_chunks", [False, True], ids=["whole", "chunks"])
+@pytest.mark.parametrize("target", ["cpu", pytest.param(TPU, marks=pytest.mark.tpu_compile)])
 def test_what_a_prompt_needs_does_not_grow_with_the_slots(
-    target, in_chunks, scan_layers, keeps, batch
+    target, in_chunks, scan_layers, keeps, batch, is_slow
 ):
-    """Growth would mean a copy of all slots; XLA writes one row differently from several rows."""
+    """Growth would mean a copy of all slots; XLA writes one row differently from several rows.
+
+    Every run covers all combinations of any three of target, pieces, loop and kind of cache.
+    """
+    facts = (target == TPU, in_chunks, scan_layers, keeps == "latents")
+    if (batch > 1 or sum(facts) % 2) and not is_slow:
+        pytest.skip("slow; run with --slow")
     config = CONFIGS[keeps]
     config = replace(config, windows=config.windows * (3 if scan_layers else 1))
     few, many = (
         prefill_graph(target, slots, config, scan_layers, batch, in_chunks) for slots in (64, 128)
     )
-    compiled = [compile_graph(graph)[0] for graph in (few, many)]
-    needed = [program.memory_analysis().temp_size_in_bytes for program in compiled]
-    assert needed[1] - needed[0] < min(map(num_bytes, segments(few)))
-    overwritten = compiled[0].memory_analysis().alias_size_in_bytes
-    assert overwritten >= sum(map(num_bytes, segments(few)))
-    smallest = min(leaf.size for leaf in segments(few))
+    compiled, _ = compile_graph(many)
+    growth, bound = (
+        compiled.memory_analysis().temp_size_in_bytes,
+        min(map(num_bytes, segments(few))),
+    )
+    # less than the bound in all is less than the bound for more slots
+    if growth >= bound:
+        growth -= temporaries(few)
+    assert growth < bound
+    overwritten = compiled.memory_analysis().alias_size_in_bytes
+    assert overwritten >= sum(map(num_bytes, segments(many)))
+    smallest = min(leaf.size for leaf in segments(many))
     dtype = "bf16" if target == TPU else "f32"
-    assert whole_copies(compiled[0].as_text(), smallest, dtype) == []
+    assert whole_copies(compiled.as_text(), smallest, dtype) == []
 
 
 def test_what_a_chunk_needs_does_not_grow_with_the_layers():

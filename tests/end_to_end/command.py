@@ -4,7 +4,7 @@ import io
 import json
 import subprocess
 import sys
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,13 @@ class Noria:
         out, err = process.communicate(timeout=300)
         assert process.returncode == expect, f"exit {process.returncode}:\n{out}\n{err}"
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    def run_here(self, *arguments: object) -> str:
+        """Run a command in this process, which has imported all modules, and return its stdout."""
+        said = io.StringIO()
+        with redirect_stdout(said):
+            assert main([*map(str, arguments)]) == 0
+        return said.getvalue()
 
     def refuse(self, *arguments: object, expect: int = 2) -> str:
         """Return the refusal of a command, run in this process for speed."""

@@ -20,7 +20,7 @@ def source(noria, tmp_path_factory):
 def plan(noria, source):
     path = source.with_name("plan.toml")
     options = ("--model", noria.model, "--workload", source, "-o", path, "--quiet")
-    noria.run("plan", *options)
+    noria.run_here("plan", *options)
     return path
 
 
@@ -110,7 +110,7 @@ def test_a_folder_without_a_plan_is_refused(noria, source, tmp_path):
 def test_for_a_tpu_that_is_not_there_report_and_executables_are_kept(noria, source):
     plan, folder = source.with_name("tpu.toml"), source.with_name("tpu")
     options = ("--model", noria.model, "--workload", source, "-o", plan, "--quiet")
-    noria.run("plan", *options, "--target", "tpu:v5e:1x1")
+    noria.run_here("plan", *options, "--target", "tpu:v5e:1x1")
     said = noria.run("compile", "--model", noria.model, "--plan", plan, "-o", folder).stdout
     assert ", kept;" in said
     contents = json.loads((folder / "bundle.json").read_text("utf-8"))

@@ -31,7 +31,7 @@ def test_the_python_surface_gives_the_same_ids():
 
 
 def test_inspect_and_doctor_report(noria):
-    report = noria.run("inspect", "smollm2").stdout
+    report = noria.run_here("inspect", "smollm2")
     assert "llama" in report
     assert "134515008" in report.replace(",", "").replace("_", "")
     assert "jax" in noria.run("doctor").stdout

@@ -44,8 +44,8 @@ def plan(noria, source, *arguments):
     folder = source.parent / f"report-{len(list(source.parent.iterdir()))}"
     path = folder.with_suffix(".toml")
     options = ("--model", noria.model, "--workload", source, "-o", path, "--report", folder)
-    result = noria.run("plan", *options, *arguments)
-    return path, json.loads((folder / "report.json").read_text("utf-8")), result.stdout
+    said = noria.run_here("plan", *options, *arguments)
+    return path, json.loads((folder / "report.json").read_text("utf-8")), said
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import re
 import tomllib
 
 import pytest
-from command import answer, completion, read_rows, write_lines
+from command import answer, completion, read_manifest, read_rows, write_lines
 from tolerances import FLOAT32_MODEL_LOGPROB
 
 SCORE = {"echo": True, "max_tokens": 0, "logprobs": 2}
@@ -23,7 +23,7 @@ def job(noria, source):
     output = source.with_name("out.jsonl")
     arguments = ("-i", source, "-o", output, "--model", noria.model)
     said = noria.run("batch", *arguments).stderr
-    rows, manifest = noria.batch(source, output)
+    rows, manifest = read_rows(output), read_manifest(output)
     return [answer(row) for row in rows], manifest, graphs_in(said)
 
 
@@ -72,7 +72,7 @@ def test_a_workload_that_only_scores_is_planned_without_slots_and_runs(
 ):
     plan, report = tmp_path / "plan.toml", tmp_path / "report"
     options = ("--model", noria.model, "--workload", source, "-o", plan, "--report", report)
-    said = noria.run("plan", *options, "--chunks", "never").stdout
+    said = noria.run_here("plan", *options, "--chunks", "never")
     assert tomllib.loads(plan.read_text())["buckets"]["decode_slots"] == 0
     assert "decode span" not in said and "% full" not in said
     bundle, output = tmp_path / "bundle", tmp_path / "out.jsonl"

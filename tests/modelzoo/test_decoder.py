@@ -1,7 +1,7 @@
 """Properties of every decoder: causality, padding, spans, and prefill equal to decode."""
 
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -69,6 +69,7 @@ VARIANTS = {
     ),
 }
 T, SPANS = 12, (8, 16, 32)
+ALL = np.ones(3, bool)
 
 
 @pytest.fixture(scope="module", params=VARIANTS.values(), ids=VARIANTS.keys())
@@ -78,6 +79,16 @@ def model(request):
     rng = np.random.default_rng(0)
     state = jax.tree.map(lambda x: x + 0.2 * jnp.asarray(rng.normal(size=x.shape), x.dtype), state)
     return graphdef, state
+
+
+@cache
+def _program(function, graphdef, is_optimized: bool):
+    return jax.jit(partial(function, graphdef))
+
+
+def program(function, graphdef):
+    """Return a jitted function of one model, shared by tests with the same optimizations."""
+    return _program(function, graphdef, not jax.config.values["jax_disable_most_optimizations"])
 
 
 def prompts(batch: int = 3) -> jax.Array:
@@ -121,7 +132,7 @@ def prefill(graphdef, state, tokens_BT, true_length_B):
 @pytest.mark.usefixtures("optimized")
 def test_what_stands_in_the_padding_changes_no_bit(model):
     graphdef, state = model
-    run = jax.jit(partial(prefill, graphdef))
+    run = program(prefill, graphdef)
     length_B = jnp.array([T, 7, 1])
     is_padding_BT = jnp.arange(T)[None] >= length_B[:, None]
     logits, cache = run(state, prompts(), length_B)
@@ -129,17 +140,17 @@ def test_what_stands_in_the_padding_changes_no_bit(model):
     for row, length in enumerate(length_B.tolist()):
         assert np.array_equal(logits[row, :length], other_logits[row, :length])
 
-    step = jax.jit(partial(decode, graphdef))
+    step = program(decode, graphdef)
     next_token = state, jnp.array([5, 9, 11]), length_B
-    after, _ = step(*next_token, cache)
-    other_after, _ = step(*next_token, other_cache)
+    after, _ = step(*next_token, cache, ALL)
+    other_after, _ = step(*next_token, other_cache, ALL)
     assert np.array_equal(after, other_after)
 
 
 @pytest.mark.usefixtures("optimized")
 def test_rows_are_bit_equal_under_permutation_of_the_batch(model):
     graphdef, state = model
-    run = jax.jit(partial(forward, graphdef))
+    run = program(forward, graphdef)
     order, length_B = jnp.array([2, 0, 1]), jnp.array([T, 7, 1])
     logits = run(state, prompts(), length_B)
     permuted = run(state, prompts()[order], length_B[order])
@@ -147,13 +158,11 @@ def test_rows_are_bit_equal_under_permutation_of_the_batch(model):
 
 
 def start(graphdef, state, first: int):
-    run = jax.jit(partial(prefill, graphdef))
-    return run(state, prompts()[:, :first], jnp.full(3, first))[1]
+    run = program(prefill, graphdef)
+    return run(state, prompts(), jnp.full(3, first, jnp.int32))[1]
 
 
-def decode(graphdef, state, token_B, position_B, cache, is_token_B=None):
-    if is_token_B is None:
-        is_token_B = jnp.ones(token_B.shape, bool)
+def decode(graphdef, state, token_B, position_B, cache, is_token_B):
     return nnx.merge(graphdef, state).decode(token_B, position_B, cache, is_token_B)[:2]
 
 
@@ -161,12 +170,12 @@ def decode(graphdef, state, token_B, position_B, cache, is_token_B=None):
 def test_decode_token_by_token_equals_a_whole_pass(model, first):
     """Eleven tokens span two segments, and exceed most windows."""
     graphdef, state = model
-    expected = jax.jit(partial(forward, graphdef))(state, prompts(), jnp.full(3, T))
+    expected = program(forward, graphdef)(state, prompts(), jnp.full(3, T))
     cache = start(graphdef, state, first)
-    step = jax.jit(partial(decode, graphdef))
+    step = program(decode, graphdef)
     for position in range(first, T):
         position_B = jnp.full(3, position)
-        logits_BV, cache = step(state, prompts()[:, position], position_B, cache)
+        logits_BV, cache = step(state, prompts()[:, position], position_B, cache, ALL)
         np.testing.assert_allclose(
             jax.nn.log_softmax(logits_BV),
             jax.nn.log_softmax(expected[:, position]),
@@ -180,10 +189,10 @@ def test_decode_token_by_token_equals_a_whole_pass(model, first):
 def test_decode_over_a_shorter_span_gives_the_same_bits(model, num_segments):
     graphdef, state = model
     cache = start(graphdef, state, first=3)
-    step = jax.jit(partial(decode, graphdef))
+    step = program(decode, graphdef)
     token_B, position_B = jnp.array([5, 9, 11]), jnp.array([3, 3, 3])
-    logits, whole = step(state, token_B, position_B, cache)
-    short_logits, short = step(state, token_B, position_B, cache.head(num_segments))
+    logits, whole = step(state, token_B, position_B, cache, ALL)
+    short_logits, short = step(state, token_B, position_B, cache.head(num_segments), ALL)
     assert np.array_equal(short_logits, logits)
     for ours, expected in zip(
         jax.tree.leaves(cache.with_head(short)), jax.tree.leaves(whole), strict=True
@@ -195,11 +204,11 @@ def test_decode_over_a_shorter_span_gives_the_same_bits(model, num_segments):
 def test_a_nan_in_one_row_stays_in_that_row(model):
     graphdef, state = model
     cache = start(graphdef, state, first=3)
-    step = jax.jit(partial(decode, graphdef))
+    step = program(decode, graphdef)
     arguments = jnp.array([5, 9, 11]), jnp.array([3, 3, 3])
-    expected, _ = step(state, *arguments, cache)
+    expected, _ = step(state, *arguments, cache, ALL)
     layers = jax.tree.map(lambda x: x.at[:, 1].set(jnp.nan), cache.layers)
-    poisoned, _ = step(state, *arguments, cache._replace(layers=layers))
+    poisoned, _ = step(state, *arguments, cache._replace(layers=layers), ALL)
     assert np.all(np.isnan(poisoned[1]))
     assert np.array_equal(poisoned[np.array([0, 2])], expected[np.array([0, 2])])
 
@@ -210,9 +219,9 @@ def test_a_row_without_a_token_writes_nothing(model, first):
     """Eleven tokens fill the caches of windows, which are written at every position."""
     graphdef, state = model
     cache = start(graphdef, state, first)
-    step = jax.jit(partial(decode, graphdef))
-    arguments = state, jnp.array([5, 9, 11]), jnp.full(3, first), cache
-    expected, whole = step(*arguments, jnp.ones(3, bool))
+    step = program(decode, graphdef)
+    arguments = state, jnp.array([5, 9, 11]), jnp.full(3, first, jnp.int32), cache
+    expected, whole = step(*arguments, ALL)
     logits, after = step(*arguments, jnp.array([True, False, True]))
     runs = np.array([0, 2])
     assert np.array_equal(logits[runs], expected[runs])

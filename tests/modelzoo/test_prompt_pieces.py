@@ -27,7 +27,7 @@ HEADS = DecoderConfig(
     num_query_heads=4,
     num_kv_heads=2,
     head_dim=8,
-    windows=(None, 3, Chunk(5)) * 2,
+    windows=(None, 3, Chunk(5)),
     max_position=32,
 )
 """A model with whole layers, and rolling layers that are shorter than most prompts."""
@@ -117,11 +117,17 @@ def parameters_of(config: DecoderConfig, arrangement: Arrangement) -> dict[str, 
 model = cache(Model)
 
 
+def in_turns(config: DecoderConfig, arrangement: Arrangement) -> DecoderConfig:
+    """Return the model with its layers twice where they are scanned: the loop has two turns."""
+    return replace(config, windows=config.windows * (2 if arrangement.scan_layers else 1))
+
+
 def random_tokens(seed: int) -> jax.Array:
     rng = np.random.default_rng(seed)
     return jnp.asarray(rng.integers(0, HEADS.vocab_size, (SLOTS, LONGEST)), jnp.int32)
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("cuts", [WHOLE, IN_CHUNKS], ids=["whole", "chunks"])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_nothing_is_seen_of_a_former_owner(config, cuts):
@@ -161,6 +167,7 @@ def test_nothing_is_seen_of_a_former_owner(config, cuts):
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_a_cache_is_the_same_however_prompts_come_in(config, arrangement, cuts):
     """The reference is whole prompts through unrolled layers, entry by entry."""
+    config = in_turns(config, arrangement)
     whole, other, tokens_BT = model(config), model(config, arrangement), random_tokens(1)
     expected = live_entries(whole, whole.prefill(whole.empty(), tokens_BT, LENGTHS)[1])
     got = live_entries(other, other.prefill(other.empty(), tokens_BT, LENGTHS, cuts)[1])
@@ -189,7 +196,7 @@ def test_a_cache_is_the_same_however_prompts_come_in(config, arrangement, cuts):
 )
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_a_cache_arranged_otherwise_gives_the_same_answers(config, arrangement, cuts):
-    tokens_BT, found = random_tokens(2), []
+    config, tokens_BT, found = in_turns(config, arrangement), random_tokens(2), []
     for one in (model(config), model(config, arrangement)):
         logits_BTV, cache = one.prefill(one.empty(), tokens_BT, LENGTHS, cuts)
         is_token_BT = np.arange(logits_BTV.shape[1]) < LENGTHS[:, None]
