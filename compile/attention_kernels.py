@@ -223,9 +223,8 @@ def _chunk_call(
     for window in set(config.windows):
         num_entries = num_cache_entries(window, longest := grid.decode_spans[-1], stripes)
         lengths = segment_lengths(grid.decode_spans, num_entries)[:num_segments]
-        if (
-            num_entries == longest and stripes == 1
-        ):  # a chunk does not see entries that it may write
+        if num_entries == longest and stripes == 1:
+            # a chunk does not see entries that it may write
             lengths[-1] -= chunk
         segments |= {length // stripes for length in lengths}
     call = _cache_call(config, dtype, chunk // prompt_stripes.count)

@@ -135,12 +135,14 @@ def allocate(
     The arrays are zeros, never `jnp.empty`: a NaN in a masked entry would spread to its whole row.
 
     Args:
-      config: The decoder. slots: The number of slots. spans: The spans of the grid, in ascending
-      order. dtype: The dtype of keys, values and latents. num_heads: The cached key/value heads, if
-      they are not those of the configuration. stripes: The number of stripes that entries are
-      distributed in. span_slots: For each span, the number of slots that are at least as long, or 1
-      for a first span
-        that all slots share; by default all slots have the longest span.
+      config: The decoder.
+      slots: The number of slots.
+      spans: The spans of the grid, in ascending order.
+      dtype: The dtype of keys, values and latents.
+      num_heads: The cached key/value heads, if they are not those of the configuration.
+      stripes: The number of stripes that entries are distributed in.
+      span_slots: For each span, the number of slots that are at least as long, or 1 for a first
+        span that all slots share; by default all slots have the longest span.
       arrangement: The arrangement of weights and cache.
       chunk: The number of tokens of which all prompt chunks are multiples, if prompts come in
         chunks. Blocks of keys must divide it, as a chunk is written in whole blocks.

@@ -1,7 +1,7 @@
 """Measure the drops and the padding of expert capacities on random routing.
 
 The table is by experts, tokens and skew. Each token takes k distinct experts with probabilities in
-proportion to rank ** -s (Zipf; s = 0 is uniform), drawn anew for every batch. Loads and tiles come
+proportion to rank ** -s (Zipf; s = 0 is uniform), drawn again for every batch. Loads and tiles come
 from the functions that the graphs use.
 
     python scripts/expert_capacity.py > table.md

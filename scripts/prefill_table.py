@@ -74,10 +74,8 @@ def spent(text: str, target: str, layout: str | None) -> tuple[Counter[str], Cou
     hardware, program = known(target), read_program(text)
     assert hardware is not None
     sizes = Layout.from_table(read_layout_table(layout)).mesh.sizes if layout else {"data": 1}
-    traffic, interconnect = (
-        Traffic(program),
-        Interconnect(hardware, sizes, TargetName.parse(target).torus),
-    )
+    traffic = Traffic(program)
+    interconnect = Interconnect(hardware, sizes, TargetName.parse(target).torus)
     collectives = read_collectives(text, sizes)
     prices = Prices(program, traffic, collectives, hardware, interconnect)
     by_kind: Counter[str] = Counter()

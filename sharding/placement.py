@@ -138,7 +138,7 @@ class Placement:
 
     @property
     def cache_stripes(self) -> int:
-        """Number of pieces into which the entries of the decode cache are dealt."""
+        """Number of stripes in which the entries of the decode cache are distributed."""
         return self._shards(self._rules("decode")[axes.CACHE_LENGTH])
 
     def has_whole(self, phase: str, logical_axis: str) -> bool:

@@ -87,9 +87,8 @@ def predict(options: argparse.Namespace, files: ModelFiles) -> Prediction:
     ranking = _ranking(options, files, workload, dtype)
     ranked = _rank(options, ranking)
     num_searched = max(MIN_LAYOUTS_SEARCHED, options.compile_layouts)
-    chosen = [ranked_layout for ranked_layout in ranked if ranked_layout.bound is not None][
-        :num_searched
-    ]
+    fitting = [ranked_layout for ranked_layout in ranked if ranked_layout.bound is not None]
+    chosen = fitting[:num_searched]
     if not chosen:
         reasons = "".join(map(str, ranked))
         raise NoPlanFits(

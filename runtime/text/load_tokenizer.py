@@ -6,6 +6,7 @@ The module of a format is imported when it is needed. Does not know about reques
 from collections.abc import Mapping
 from pathlib import Path
 
+from ..checkpoint.small_files import has_file
 from ..errors import InvalidTokenizer
 from .tokenizer import Tokenizer
 
@@ -22,9 +23,6 @@ def load_tokenizer(files: str | Path | Mapping[str, object]) -> Tokenizer | None
         from .gguf_vocabulary import tokenizer_from_gguf
 
         return tokenizer_from_gguf(files)
-    # imported here because `noria merge` imports this module, and needs no checkpoints
-    from ..checkpoint.small_files import has_file
-
     directory = Path(files)
     if has_file(directory, "tokenizer.json"):
         from .tokenizer_json import tokenizer_from_json

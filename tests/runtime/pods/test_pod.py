@@ -119,7 +119,7 @@ def test_a_job_of_one_process_imports_nothing_of_pods():
     program = (
         "import sys, noria.runtime.cli, noria.runtime.batch.batch_model; "
         "print([name for name in ('pod', 'coordination', 'watchdog') "
-        "if f'noria.runtime.{name}' in sys.modules])"
+        "if f'noria.runtime.pods.{name}' in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stderr
