@@ -26,8 +26,8 @@ class ExpertPlan:
     decode: Dispatch = LOSSLESS
     """How decode graphs dispatch tokens to experts."""
     overflow: Overflow = "error"
-    """A row that loses a choice of an expert ends as an error row (`error`), or is answered with
-    the number of lost choices (`drop`)."""
+    """What happens to a row that loses an expert choice. With `error` it becomes an error row. With
+    `drop` it is answered, and its output has the number of dropped choices."""
 
     def __post_init__(self):
         if self.overflow not in get_args(Overflow):

@@ -34,11 +34,11 @@ class PlannedModel:
     source: str
     """The name of the model, as `--model` gave it."""
     fingerprint: str
-    """The fingerprint of the model's files, `sha256:...`; empty where the plan is for any model
-    that fits it."""
+    """The fingerprint of the model's files, `sha256:...`. If it is empty, the plan may be used with
+    any model that fits it."""
     scan_layers: bool = False
     """Whether layers that repeat a pattern run in a loop. Then graphs of deep models compile in a
-    fraction of the time, and are slower to run on the CPU."""
+    fraction of the time, but run slower on the CPU."""
 
     def __post_init__(self):
         """Refuse values of a wrong type."""
@@ -103,8 +103,8 @@ class Plan:
     """Options of XLA's compiler that the plan sets. The platform's defaults are added when graphs
     are compiled."""
     max_length_reason: str = ""
-    """The reason why rows without `max_tokens` end at `buckets.max_length`, before the model's
-    context. It is empty if they do not, or if the user set the limit."""
+    """The reason why rows without `max_tokens` end at `buckets.max_length`, although the model's
+    context is longer. It is empty if the context is not longer, or if the user set the limit."""
 
     def __post_init__(self):
         """Refuse an unknown target, and compiler options for graphs that are not built."""

@@ -36,8 +36,8 @@ class Layout:
     decode: Mapping[str, tuple[str, ...]]
     """Rules that differ in decode."""
     max_replicated: float = MAX_REPLICATED
-    """The largest share of the weights that may lie whole along a mesh axis that does not split the
-    batch. A layout with a larger share is refused. Unit: share from 0 to 1."""
+    """The maximum share of the weights that may be replicated along a mesh axis that does not split
+    the batch. A layout with a larger share is refused. Unit: share from 0 to 1."""
 
     def phase(self, phase: str) -> AxisRules:
         """Rules of a phase.

@@ -80,33 +80,33 @@ class BucketGrid:
     max_length: int
     """The longest row: prompt and output together. Unit: tokens."""
     prefill: tuple[PrefillBucket, ...]
-    """The shapes of the prefill graphs, by growing length. A file has one list for each length,
-    `[length, batch]`; with `chunk`, `[span, batch]` with a batch for each chunk size. Unit: tokens,
-    then rows."""
+    """The shapes of the prefill graphs, in order of length. Without `chunk`, each entry is
+    `[length, batch]`. With `chunk`, each entry is a span, followed by one batch for each chunk
+    size: `[512, 2]`, or `[512, 32, 2]` for two sizes. Unit: tokens, then rows."""
     decode_slots: int
     """The rows of the decode batch. 0 means that the plan only scores whole prompts: it has no
     cache, and nothing decodes. Unit: slots."""
     decode_spans: tuple[int, ...]
-    """The lengths at which the cache is cut, growing to `max_length`. A decode graph reads all
-    positions below one of them. Unit: positions."""
+    """The spans of the cache, in growing order; the last one is `max_length`. A decode graph reads
+    the positions of each slot below one of them. Unit: positions."""
     steps_per_call: int = 8
     """How many tokens one decode call makes for each slot. Unit: steps."""
     score: bool = False
-    """Whether a second graph is built for each prefill shape, which also scores every prompt
-    token."""
+    """Whether each prefill shape has a second graph, which also computes the log-probability of
+    every prompt token."""
     chunks_per_decode: int | None = None
-    """With `chunk`, the largest number of prefill calls between two decode calls while a row
-    decodes; 32 where it is left out. Unit: calls."""
+    """With `chunk`, the maximum number of prefill calls between two decode calls while a row
+    decodes. Without this key it is 32. Unit: calls."""
     span_slots: tuple[int, ...] | None = None
-    """How many slots reach each of `decode_spans`, falling from `decode_slots`. Where it is left
-    out, all slots reach all spans. Unit: slots."""
+    """The number of slots that hold rows as long as each of `decode_spans`, in falling order from
+    `decode_slots`. Without this key, all slots hold rows of all lengths. Unit: slots."""
     slot_groups: int | None = None
-    """With `span_slots`, the number of equal groups of slots that lie on devices of their own; 1
-    where it is left out. Each group has its share of the slots that reach a span, the first of the
-    group. Unit: groups."""
+    """With `span_slots`, the number of groups into which a layout splits the slots over devices.
+    The groups are equal: each has the same number of long slots, which are its first ones. Without
+    this key it is 1. Unit: groups."""
     decode_graphs: tuple[int, ...] | None = None
-    """The entries of `decode_spans` that have a graph, the last one included. Where it is
-    left out, every span has a graph. Unit: positions."""
+    """The entries of `decode_spans` that have a graph. The last one must have one. Without this
+    key, every span has a graph. Unit: positions."""
 
     def __post_init__(self):
         """Normalise the fields and check them; ValueError names the wrong key."""
@@ -171,8 +171,8 @@ class BucketGrid:
 
     @cached_property
     def chunks(self) -> tuple[int, ...]:
-        """Sizes of the pieces in which prompts are prefilled, growing, each a multiple of the one
-        before; empty where prompts are prefilled whole. Unit: tokens."""
+        """Sizes of the pieces in which prompts are prefilled, in growing order. Each is a multiple
+        of the one before. Without this key, prompts are prefilled whole. Unit: tokens."""
         first_chunks = (b.chunk for b in self.prefill if b.length == self.prefill[0].length)
         return tuple(chunk for chunk in first_chunks if chunk is not None)
 

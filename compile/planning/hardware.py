@@ -34,10 +34,10 @@ class Hardware:
     link_rate: float
     """The peak of sending to one neighbour, in one direction. Unit: bytes a second."""
     wraps: list[int]
-    """The sides of the smallest block of devices along which links wrap around: `[16]`,
-    `[4, 4, 4]`, or `[]` for a switch. Unit: devices."""
+    """The sides of the smallest block of devices whose links wrap around: `[16]`, `[4, 4, 4]`, or
+    `[]` for devices on a switch. Unit: devices."""
     clock: float | None = None
-    """The clock of the cores, where the compiler's programs count cycles. Unit: cycles a second."""
+    """The clock of the cores, if the compiler reports cycles. Unit: cycles a second."""
 
     def __post_init__(self):
         numbers = {f"flops.{dtype}": rate for dtype, rate in self.flops.items()}

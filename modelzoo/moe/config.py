@@ -139,10 +139,13 @@ class Dispatch:
     """
 
     kind: DispatchKind = "lossless"
-    """The way to dispatch: `lossless`, `capacity` or `ragged`."""
+    """How tokens are dispatched to experts. `lossless` drops no choice. `capacity` reserves a fixed
+    number of rows for each expert, and drops further choices. `ragged` is the lossless reference,
+    by `jax.lax.ragged_dot`."""
     capacity_factor: float | None = None
-    """The rows that are set aside for each expert, for `capacity` alone, over the mean load of an
-    expert, `M*k/E`. Unit: ratio."""
+    """Only for `capacity`: the number of rows reserved for each expert, divided by the mean load of
+    an expert. The mean load is `M*k/E`, for M tokens, k choices of a token and E experts. Unit:
+    ratio."""
     tiles: Tiles = ANY_TILES
 
     def __post_init__(self):
