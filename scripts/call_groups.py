@@ -34,8 +34,11 @@ FILES = {
     "sampling.py": "sampling",
     "steps.py": "sampling",
     "kv_cache.py": WRITES,
+    "segments.py": WRITES,
     "prompt_pieces.py": WRITES,
     "attention.py": SOFTMAX,
+    "key_blocks.py": SOFTMAX,
+    "layer_attention.py": SOFTMAX,
     "blockwise.py": SOFTMAX,
     "segment_attention.py": SOFTMAX,
 }
