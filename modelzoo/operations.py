@@ -14,7 +14,7 @@ import numpy as np
 from .axes import row_axis
 from .segments import Segments
 from .stripes import IN_ORDER, ONE_STRIPE, Stripe, Stripes
-from .weight_products import Axes, Product, Weight, multiply
+from .weight_products import Axes, Product, multiply
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .moe.experts import ExpertWeights
     from .moe.mix import Mixture, MoeOutput
     from .moe.routing import Router
+    from .weight_products import Weight
 
 
 class Operations:
@@ -44,7 +45,7 @@ class Operations:
         return x
 
     def project(
-        self, equation: str, product: Product, x: jax.Array, weight: Weight, x_axes: Axes = (),
+        self, equation: str, product: Product, x: jax.Array, weight: "Weight", x_axes: Axes = (),
         out_axes: Axes = (),
     ) -> jax.Array:  # fmt: skip
         """Multiply activations with a weight. All products with weights go through this method.

@@ -6,15 +6,20 @@ layouts.
 
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
+
+if TYPE_CHECKING:
+    # a start from a bundle loads executables before flax
+    from flax import nnx
+
+    Weight = nnx.Param | jax.Array
+    """A parameter, or the part of it on one device."""
 
 Axes = tuple[str, ...]
 """The logical axes of an array."""
-Weight = nnx.Param | jax.Array
-"""A parameter, or the part of it on one device."""
 Product = Callable[[jax.Array, jax.Array], jax.Array]
 """A product of activations and a weight, linear in both, valid for whole arrays and for parts."""
 Project = Callable[..., jax.Array]
@@ -25,7 +30,7 @@ def multiply(
     equation: str,
     product: Product,
     x: jax.Array,
-    weight: Weight,
+    weight: "Weight",
     x_axes: Axes = (),
     out_axes: Axes = (),
 ) -> jax.Array:
@@ -34,7 +39,7 @@ def multiply(
     return product(x, weight[...])
 
 
-def axes_of(weight: Weight) -> Axes:
+def axes_of(weight: "Weight") -> Axes:
     """The logical axes that a parameter declares."""
     assert not isinstance(weight, jax.Array), "a part of a parameter declares no axes"
     return weight.get_metadata()["logical_axes"]

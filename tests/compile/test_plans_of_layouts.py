@@ -79,7 +79,7 @@ def test_the_layout_of_a_plan_stands_in_it_as_in_a_file():
     [
         ('mlp = "tensor"', "mlp = 4", r"plan \[rules\] mlp: expected a mesh axis"),
         ("[mesh]", "[meshes]", r"unknown \['meshes'\]"),
-        ("[decode.rules]", "[decode.mesh]", r"plan: expected \[decode.rules\] and no more"),
+        ("[decode.rules]", "[decode.mesh]", r"plan: expected \[decode.rules\] and nothing else"),
         ("max_replicated = 0.05", "max_replicated = 2", "plan max_replicated: expected a share"),
     ],
 )
