@@ -26,7 +26,7 @@ class ExpertPlan:
     decode: Dispatch = LOSSLESS
     """How decode graphs dispatch tokens to experts."""
     overflow: Overflow = "error"
-    """What happens to a row that loses an expert choice. With `error` it becomes an error row. With
+    """The outcome of a row that loses an expert choice. With `error` it becomes an error row. With
     `drop` it is answered, and its output has the number of dropped choices."""
 
     def __post_init__(self):
