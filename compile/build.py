@@ -224,7 +224,7 @@ class _GraphPlanner:
 
     def _fork_graph(self) -> GraphSpec:
         arguments = (self._state, *self._replicated(signatures.fork_arguments(self._model)))
-        body = partial(fork_step, stored=self._operations["decode"])
+        body = partial(fork_step, cache_operations=self._operations["decode"])
         return GraphSpec(CompiledGraphs.FORK, body, arguments, _shardings(self._state), (0,))
 
     def _prefill_graphs(self, bucket: PrefillBucket) -> list[GraphSpec]:
@@ -239,7 +239,9 @@ class _GraphPlanner:
         return [
             GraphSpec(
                 CompiledGraphs.prefill_name(bucket, is_scored),
-                self._bind(partial(body, stored=self._operations["decode"]), phase, kernel),
+                self._bind(
+                    partial(body, cache_operations=self._operations["decode"]), phase, kernel
+                ),
                 (self._parameters, head, *self._replicated(arguments(self._model, bucket))),
                 results,
                 (1,),

@@ -2,8 +2,9 @@
 
 A slot has the state of its prompt from the first piece on: every piece writes the parameters of the
 request, and sets the length that the row has then. The last piece makes the row active; decode
-skips the row before that. A whole prompt is one piece. `stored` are the operations of decode, which
-define how slots are sharded. Knows nothing of requests' owners, text, queues or clocks.
+skips the row before that. A whole prompt is one piece. `cache_operations` are the operations of
+decode, which define how slots are sharded. Knows nothing of requests' owners, text, queues or
+clocks.
 """
 
 from functools import partial
@@ -61,7 +62,7 @@ def prefill_step(
     requests: SlotRequests,
     tokens_BT: jax.Array,
     *,
-    stored: Operations,
+    cache_operations: Operations,
 ) -> tuple[DecodeState, PrefillOutput]:
     """Write the next pieces of some prompts into their slots. Static: B, T. Donated: state.
 
@@ -73,9 +74,9 @@ def prefill_step(
       rows: Slot, first position and number of tokens of each row.
       requests: Lengths and sampling parameters of each row.
       tokens_BT: Token ids, padded on the right.
-      stored: The operations of decode, which define how slots are sharded.
+      cache_operations: The operations of decode, which define how slots are sharded.
     """
-    _, state, output = _prefill(decoder, state, rows, requests, tokens_BT, stored)
+    _, state, output = _prefill(decoder, state, rows, requests, tokens_BT, cache_operations)
     return state, output
 
 
@@ -88,13 +89,13 @@ def score_step(
     next_BT: jax.Array,
     num_logprobs_B: jax.Array,
     *,
-    stored: Operations,
+    cache_operations: Operations,
 ) -> tuple[DecodeState, PrefillOutput]:
     """Prefill as `prefill_step` does, and score. Static: B, T. Donated: state.
 
     Score t of a row is the log-probability of `next_BT[:, t]`, the token after token t.
     """
-    x_BTD, state, output = _prefill(decoder, state, rows, requests, tokens_BT, stored)
+    x_BTD, state, output = _prefill(decoder, state, rows, requests, tokens_BT, cache_operations)
     scores = score_positions(decoder, x_BTD, next_BT, num_logprobs_B)
     return state, output._replace(scores=scores)
 
@@ -105,7 +106,7 @@ def fork_step(
     slot: jax.Array,
     sampling: SamplingState,
     *,
-    stored: Operations,
+    cache_operations: Operations,
 ) -> DecodeState:
     """Copy slot `source` to `slot`, with other sampling parameters. Donated: state.
 
@@ -114,7 +115,7 @@ def fork_step(
     """
 
     def take(segments: Segments, logical_axes: Axes) -> Segments:
-        return stored.take_rows(segments, source[None], logical_axes)
+        return cache_operations.take_rows(segments, source[None], logical_axes)
 
     def put(old: Segments, new: Segments, logical_axes: Axes) -> Segments:
         axis = axes.row_axis(logical_axes)
@@ -122,7 +123,7 @@ def fork_step(
         def body(old: Segments, new: Segments, slots: _Slots) -> Segments:
             return tuple(map(partial(_with_row, row=slots.slot_B[0], axis=axis), old, new))
 
-        return stored.write_rows(body, old, new, _Slots(slot[None]), logical_axes)
+        return cache_operations.write_rows(body, old, new, _Slots(slot[None]), logical_axes)
 
     def copy(segments: Segments, logical_axes: Axes) -> Segments:
         shared, own = split_shared(segments, axes.row_axis(logical_axes))
@@ -153,20 +154,22 @@ def _prefill(
     rows: PromptPieces,
     requests: SlotRequests,
     tokens_BT: jax.Array,
-    stored: Operations,
+    cache_operations: Operations,
 ) -> tuple[jax.Array, DecodeState, PrefillOutput]:
-    x_BTD, cache, experts = decoder.prefill(tokens_BT, rows, state.cache, stored)
+    x_BTD, cache, experts = decoder.prefill(tokens_BT, rows, state.cache, cache_operations)
     length_B = rows.first_B + rows.count_B
     generates_B = length_B < requests.limit_B
 
     def put(old: jax.Array, new: jax.Array, logical_axes: Axes = _BY_SLOT) -> jax.Array:
-        return stored.write_rows(_put_rows, old, new, rows, logical_axes)
+        return cache_operations.write_rows(_put_rows, old, new, rows, logical_axes)
 
     logits_BV = decoder.logits(last_hidden(decoder, x_BTD, rows.count_B))
     state = state._replace(
         cache=cache,
         logits_BV=put(state.logits_BV, logits_BV, axes.LOGITS),
-        tokens_BS=stored.write_rows(_put_tokens, state.tokens_BS, tokens_BT, rows, _BY_SLOT),
+        tokens_BS=cache_operations.write_rows(
+            _put_tokens, state.tokens_BS, tokens_BT, rows, _BY_SLOT
+        ),
         prompt_length_B=put(state.prompt_length_B, requests.prompt_length_B),
         length_B=put(state.length_B, length_B),
         limit_B=put(state.limit_B, requests.limit_B),

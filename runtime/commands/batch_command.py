@@ -3,8 +3,8 @@
 import argparse
 from pathlib import Path
 
-from ..files.run_config import add_strict_config
 from ..pods import pod_options
+from .shared_options import add_dtype, add_layout, add_model, add_overrides, add_quiet
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -18,36 +18,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="JSON Lines file with requests: OpenAI Batch lines, or simple lines",
     )
     add("-o", "--output", type=Path, required=True, help="file for the results, in input order")
-    add("--model", required=True, help="model directory, .gguf file, or smollm2")
+    add_model(parser)
     add(
         "--plan",
         type=Path,
         help="plan file or bundle to use (default: a plan derived from the input)",
     )
-    add(
-        "--dtype",
-        choices=("auto", "float32", "bfloat16"),
-        default="auto",
-        help="dtype of weights and activations (default: auto, bfloat16 on TPU and GPU and the "
-        "faster of the two on the CPU)",
-    )
+    add_dtype(parser)
     add(
         "--target",
         help="hardware to run on (default: the target of the plan, else this machine's "
         "accelerator, else cpu)",
     )
-    add(
-        "--layout",
-        help="layout of the model on several devices: NAME, NAME@data=2,tensor=4 or a FILE",
-    )
+    add_layout(parser)
     add("--seed", type=int, default=0, help="seed for rows without a seed (default: 0)")
-    add(
-        "--set",
-        action="append",
-        default=[],
-        metavar="A.B=V",
-        help="override a key of the plan, such as buckets.decode_slots=16",
-    )
+    add_overrides(parser)
     add(
         "--generation-config",
         choices=("model", "none"),
@@ -95,8 +80,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="discard the finished rows of an earlier run, and start again",
     )
-    add("--quiet", action="store_true", help="print no progress on stderr")
-    add_strict_config(parser)
+    add_quiet(parser)
     several = parser.add_argument_group("several processes over one mesh")
     pod_options.add_options(several)
     several.add_argument(

@@ -31,8 +31,9 @@ from ..devices.machine import describe_machine
 from ..errors import EXIT_BUILD, ConfigError, JobError
 from ..files.disk import Disk, replace_file
 from ..files.layout_files import layout_file, read_layout_table
-from ..files.run_config import add_strict_config, apply_overrides
+from ..files.run_config import apply_overrides
 from ..request import Request, SamplingParams
+from .shared_options import add_dtype, add_layout, add_model, add_overrides
 
 if TYPE_CHECKING:
     from ...compile.plan import Plan
@@ -97,7 +98,7 @@ class CaseResult:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the subcommand."""
     add = parser.add_argument
-    add("--model", required=True, help="model directory, .gguf file, or smollm2")
+    add_model(parser)
     add(
         "--pp",
         type=_sizes,
@@ -106,25 +107,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--tg", type=_sizes, default=[32], help="numbers of output tokens per row (default: 32)")
     add("--batch", type=_sizes, default=[1, 8, 32], help="numbers of rows (default: 1,8,32)")
-    add(
-        "--dtype",
-        choices=("auto", "float32", "bfloat16"),
-        default="auto",
-        help="dtype of weights and activations (default: auto, bfloat16 on TPU and GPU and the "
-        "faster of the two on the CPU)",
-    )
+    add_dtype(parser)
     add("--target", default=default_target(), help="hardware to run on (default: %(default)s)")
-    add(
-        "--layout",
-        help="layout of the model on several devices: NAME, NAME@data=2,tensor=4 or a FILE",
-    )
-    add(
-        "--set",
-        action="append",
-        default=[],
-        metavar="A.B=V",
-        help="override a key of the plan, such as buckets.decode_slots=16",
-    )
+    add_layout(parser)
+    add_overrides(parser)
     add(
         "--repeats",
         type=int,
@@ -158,7 +144,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="TOKENS",
         help="with --calibration: length of the longest timed rows, in tokens (default: 1024)",
     )
-    add_strict_config(parser)
 
 
 def run(options: argparse.Namespace) -> int:

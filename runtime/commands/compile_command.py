@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 from ..batch.job_files import check_files
 from ..console import note, plural, tell
 from ..errors import EXIT_BUILD, ConfigError, JobError
-from ..files.run_config import add_strict_config, apply_overrides, read_plan_table
+from ..files.run_config import apply_overrides, read_plan_table
 from ..pods import pod_options
 from ..pods.peers import Peers
+from .shared_options import add_model, add_overrides, add_quiet
 
 if TYPE_CHECKING:
     from ...compile.abstract_model import AbstractModel
@@ -32,22 +33,11 @@ GIGABYTE = 1e9
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the subcommand."""
     add = parser.add_argument
-    add(
-        "--model",
-        required=True,
-        help="model directory (config.json is enough), .gguf file, or smollm2",
-    )
+    add_model(parser, reads_weights=False)
     add("--plan", type=Path, required=True, help="plan file to compile")
     add("-o", "--output", type=Path, required=True, help="folder for the bundle")
-    add(
-        "--set",
-        action="append",
-        default=[],
-        metavar="A.B=V",
-        help="override a key of the plan, such as buckets.decode_slots=16",
-    )
-    add("--quiet", action="store_true", help="print no progress on stderr")
-    add_strict_config(parser)
+    add_overrides(parser)
+    add_quiet(parser)
     pod_options.add_options(parser.add_argument_group("several processes over one mesh"))
 
 

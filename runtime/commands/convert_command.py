@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ..batch.job_files import check_fillable
 from ..console import note, plural, tell
 from ..errors import ConfigError
-from ..files.run_config import add_strict_config
+from .shared_options import add_model
 
 if TYPE_CHECKING:
     from ..checkpoint import ModelFiles
@@ -26,7 +26,7 @@ GIGABYTE = 1e9
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the subcommand."""
     add = parser.add_argument
-    add("--model", required=True, help="model directory, .gguf file, or smollm2")
+    add_model(parser)
     add("-o", "--output", type=Path, required=True, help="new folder for the checkpoint")
     add(
         "--dtype",
@@ -36,7 +36,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "else float32)",
     )
     add("--quiet", action="store_true", help="print nothing on stderr")
-    add_strict_config(parser)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -5,7 +5,7 @@ import sys
 
 from ..console import tell
 from ..errors import EXIT_OK
-from ..files.run_config import add_strict_config
+from .shared_options import add_strict_config
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -22,7 +22,7 @@ from ..files.layout_files import (
     read_layout_table,
     split_spellings,
 )
-from ..files.run_config import add_strict_config
+from .shared_options import add_dtype, add_model, add_quiet
 
 if TYPE_CHECKING:
     from ...compile.grids.bucket_grid import BucketGrid
@@ -37,11 +37,7 @@ if TYPE_CHECKING:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the subcommand."""
     add = parser.add_argument
-    add(
-        "--model",
-        required=True,
-        help="model directory (config.json is enough), .gguf file, or smollm2",
-    )
+    add_model(parser, reads_weights=False)
     add(
         "--target",
         required=True,
@@ -54,13 +50,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="layouts to compare, separated by spaces: NAME, NAME@data=2,tensor=4 or FILE "
         "(default: all named layouts)",
     )
-    add(
-        "--dtype",
-        choices=("auto", "float32", "bfloat16"),
-        default="auto",
-        help="dtype of weights and activations (default: auto, bfloat16 on TPU and GPU and the "
-        "faster of the two on the CPU)",
-    )
+    add_dtype(parser)
     add("--slots", type=int, default=64, help="number of slots of the decode graph (default: 64)")
     add(
         "--length",
@@ -98,8 +88,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="run each layout, and compare its logits with those of one device",
     )
-    add("--quiet", action="store_true", help="print no progress on stderr")
-    add_strict_config(parser)
+    add_quiet(parser)
 
 
 def run(options: argparse.Namespace) -> int:

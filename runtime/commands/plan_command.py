@@ -14,17 +14,13 @@ from pathlib import Path
 from ..console import note, tell
 from ..devices.default_target import default_target
 from ..errors import ConfigError
-from ..files.run_config import add_strict_config
+from .shared_options import add_dtype, add_model, add_quiet
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the subcommand."""
     add = parser.add_argument
-    add(
-        "--model",
-        required=True,
-        help="model directory (config.json is enough), .gguf file, or smollm2",
-    )
+    add_model(parser, reads_weights=False)
     add(
         "--workload",
         type=Path,
@@ -43,13 +39,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="layouts of the model on several devices to choose from, separated by spaces: NAME, "
         "NAME@data=2,tensor=4 or FILE (default: all named layouts over all meshes)",
     )
-    add(
-        "--dtype",
-        choices=("auto", "float32", "bfloat16"),
-        default="auto",
-        help="dtype of weights and activations (default: auto, bfloat16 on TPU and GPU and the "
-        "faster of the two on the CPU)",
-    )
+    add_dtype(parser)
     add(
         "--from-output",
         type=Path,
@@ -82,8 +72,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="TOML file with device tables, in addition to the published ones",
     )
     _add_search_options(parser)
-    add("--quiet", action="store_true", help="print no progress on stderr")
-    add_strict_config(parser)
+    add_quiet(parser)
 
 
 def _add_search_options(parser: argparse.ArgumentParser) -> None:

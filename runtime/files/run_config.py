@@ -1,10 +1,9 @@
-"""Reads configuration from users: TOML files, overrides, times, and options shared by commands.
+"""Read configuration from users: TOML files, overrides and times.
 
 Every package owns its tables and their keys. Guarantees: a file or option that cannot be read
 raises a `ConfigError` that names it as the user wrote it.
 """
 
-import argparse
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -21,15 +20,6 @@ PLAN = "plan.toml"
 """The name of the plan's file in a bundle."""
 STRICT_CONFIG = "--strict-config"
 """The option of every subcommand that opens a model."""
-
-
-def add_strict_config(parser: argparse.ArgumentParser) -> None:
-    """Add the option `--strict-config` to a subcommand."""
-    parser.add_argument(
-        STRICT_CONFIG,
-        action="store_true",
-        help="refuse a config.json with keys that neither noria nor transformers reads",
-    )
 
 
 def read_instant(option: str, text: str) -> datetime:

@@ -1,0 +1,61 @@
+"""Options that several subcommands have, each defined once."""
+
+import argparse
+
+from ..files.run_config import STRICT_CONFIG
+
+
+def add_model(parser: argparse.ArgumentParser, *, reads_weights: bool = True) -> None:
+    """Add `--model`, and `--strict-config` for its configuration.
+
+    Args:
+      parser: The parser of the subcommand.
+      reads_weights: Whether the subcommand needs the weights of the model.
+    """
+    folder = "model directory" if reads_weights else "model directory (config.json is enough)"
+    parser.add_argument("--model", required=True, help=f"{folder}, .gguf file, or smollm2")
+    add_strict_config(parser)
+
+
+def add_strict_config(parser: argparse.ArgumentParser) -> None:
+    """Add `--strict-config`."""
+    parser.add_argument(
+        STRICT_CONFIG,
+        action="store_true",
+        help="refuse a config.json with keys that neither noria nor transformers reads",
+    )
+
+
+def add_dtype(parser: argparse.ArgumentParser) -> None:
+    """Add `--dtype` of weights and activations."""
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16"),
+        default="auto",
+        help="dtype of weights and activations (default: auto, bfloat16 on TPU and GPU and the "
+        "faster of the two on the CPU)",
+    )
+
+
+def add_layout(parser: argparse.ArgumentParser) -> None:
+    """Add `--layout`."""
+    parser.add_argument(
+        "--layout",
+        help="layout of the model on several devices: NAME, NAME@data=2,tensor=4 or a FILE",
+    )
+
+
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    """Add `--set`, which may be given several times."""
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="A.B=V",
+        help="override a key of the plan, such as buckets.decode_slots=16",
+    )
+
+
+def add_quiet(parser: argparse.ArgumentParser) -> None:
+    """Add `--quiet`."""
+    parser.add_argument("--quiet", action="store_true", help="print no progress on stderr")
