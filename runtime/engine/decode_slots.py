@@ -4,9 +4,10 @@ Pure state, without clock or device. Does not know how prompts are written into 
 """
 
 from bisect import bisect_left, insort
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ...compile.grids.bucket_grid import BucketGrid
+from .shared_prefixes import SharedPrefix
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,8 @@ class ScheduledRequest:
     generated."""
     num_sequences: int
     is_scored: bool
+    prefix: SharedPrefix | None = None
+    """The shared prefix with which the prompt begins."""
 
     @property
     def generates(self) -> bool:
@@ -33,6 +36,37 @@ class ScheduledSequence:
 
     request: ScheduledRequest
     sample: int
+
+
+@dataclass(eq=False)
+class Prompt:
+    """A prompt, or a shared prefix of prompts, with pieces left to run."""
+
+    request: ScheduledRequest
+    """The request; for a prefix, a request that begins with it."""
+    num_slots: int
+    """The number of its slots: one for each of its sequences, and one for a prefix."""
+    first_sample: int = 0
+    prefix: SharedPrefix | None = None
+    """The prefix that it computes; None for the prompt of a request."""
+    base: SharedPrefix | None = None
+    """The prefix with which it begins."""
+    slots: list[int] = field(default_factory=list)
+    """Its slots; empty until its first piece runs."""
+    length: int = 0
+    """The tokens that have run, or that its base has."""
+
+    @property
+    def end(self) -> int:
+        """The length at which its pieces end."""
+        return self.request.prompt_length if self.prefix is None else self.prefix.length
+
+    @property
+    def max_total_length(self) -> int:
+        """The length that its slots must hold."""
+        if self.prefix is None:
+            return self.request.max_total_length
+        return self.prefix.max_length
 
 
 @dataclass(frozen=True)
@@ -58,6 +92,8 @@ class DecodeSlots:
     def __init__(self, grid: BucketGrid):
         self._grid = grid
         self._occupants: dict[int, _Occupant] = {}
+        self._prefixes: set[int] = set()
+        """Slots that hold shared prefixes."""
         self._capacities = [grid.slot_capacity(slot) for slot in range(grid.decode_slots)]
         self._sorted_capacities = sorted(self._capacities)
         # shortest first, so that a sequence takes the shortest slot that holds it
@@ -71,18 +107,18 @@ class DecodeSlots:
         """The free slots, shortest first."""
         return self._free.copy()
 
-    def first_usable(self, request: ScheduledRequest, free: list[int]) -> int:
-        """The index in `free`, shortest first, of the first slot long enough for the request."""
-        return bisect_left(free, request.max_total_length, key=self._capacities.__getitem__)
+    def first_usable(self, length: int, free: list[int]) -> int:
+        """The index in `free`, shortest first, of the first slot that holds a total length."""
+        return bisect_left(free, length, key=self._capacities.__getitem__)
 
-    def num_usable(self, request: ScheduledRequest) -> int:
-        """The number of slots, free or not, that are long enough for the request."""
-        return len(self) - bisect_left(self._sorted_capacities, request.max_total_length)
+    def num_usable(self, length: int) -> int:
+        """The number of slots, free or not, that hold a total length."""
+        return len(self) - bisect_left(self._sorted_capacities, length)
 
-    def num_idle(self, request: ScheduledRequest) -> int:
-        """The number of slots that are long enough for the request and decode nothing."""
-        return self.num_usable(request) - sum(
-            request.max_total_length <= self._capacities[slot] for slot in self._occupants
+    def num_idle(self, length: int) -> int:
+        """The number of slots that hold a total length, and neither decode nor hold a prefix."""
+        return self.num_usable(length) - sum(
+            length <= self._capacities[slot] for slot in (*self._occupants, *self._prefixes)
         )
 
     @property
@@ -112,6 +148,14 @@ class DecodeSlots:
             request.number, request.prompt_length, request.max_total_length
         )
 
+    def hold(self, slot: int) -> None:
+        """Record that a slot holds a shared prefix, until it is released or continued."""
+        self._prefixes.add(slot)
+
+    def resume(self, slot: int) -> None:
+        """Record that a slot no longer holds a shared prefix, as its next pieces run."""
+        self._prefixes.remove(slot)
+
     def advance(self, slot: int, num_tokens: int) -> None:
         """Record that the sequence in a slot grew by some tokens."""
         self._occupants[slot].length += num_tokens
@@ -119,6 +163,7 @@ class DecodeSlots:
     def release(self, slot: int) -> None:
         """Free a slot that was claimed or that decoded."""
         self._occupants.pop(slot, None)
+        self._prefixes.discard(slot)
         insort(self._free, slot, key=self._order)
 
     def decode(self) -> DecodeAction | None:

@@ -126,7 +126,6 @@ class Engine:
         """Free a slot whose sequence ended, on the device or at a stop string."""
         self.scheduler.release(slot)
         del self._in_slot[slot]
-        self._clear(slot)
 
     def abandon(self) -> None:
         """Drop all requests and start with an empty state; valid after an interrupted call too."""
@@ -166,7 +165,7 @@ class Engine:
                     output = self._decode(action)
                 case ForkAction():
                     self._fork(action)
-                    self.metrics.count_fork(self._clock() - start)
+                    self.metrics.count_fork(action.num_shared, self._clock() - start)
                     return action
         self._in_flight = _InFlight(action, graph, output, start)
         return action
@@ -205,6 +204,9 @@ class Engine:
 
     def _prefill(self, action: PrefillAction) -> PrefillOutput:
         grid, bucket, rows = self._graphs.grid, action.bucket, action.rows
+        for row in rows:
+            if row.start == 0 and row.slot is not None:
+                self._clear(row.slot)
         requests = [self._requests[row.sequence.request.number] for row in rows]
         prompts = [request.request.prompt_token_ids for request in requests]
         pieces, tokens_BT, next_BT = pack_pieces(rows, prompts, bucket, grid.decode_slots)
@@ -234,6 +236,7 @@ class Engine:
             is_scored=action.is_scored,
             rows=len(rows),
             real_tokens=sum(row.count for row in rows),
+            prefix_tokens=sum(row.count for row in rows if row.is_shared),
             computed_tokens=action.bucket.batch * action.bucket.tokens,
             seconds=results.seconds,
         )
@@ -247,33 +250,35 @@ class Engine:
             self._unclean.add(slot)
         if row.is_last and row.sequence.request.generates:
             self._in_slot[slot] = row.sequence
-        elif row.is_last:
-            self._clear(slot)
 
     def _clear(self, slot: int) -> None:
-        """Overwrite a free slot that holds non-finite numbers.
+        """Overwrite a slot for its next owner if it holds non-finite numbers.
 
-        The next owner's attention would multiply them by zero, which gives NaN.
+        The owner's attention would multiply them by zero, which gives NaN.
         """
-        if slot not in self._unclean:
-            return
-        self._unclean.remove(slot)
-        # a source beyond the last slot: a fork from there writes an empty slot
-        no_source, slot_number = np.int32(self._graphs.grid.decode_slots), np.int32(slot)
-        arguments = self._host.put((no_source, slot_number, greedy_sampling(self._padded_vocab)))
-        self._state = self._graphs.fork(self._state, *arguments)
+        if slot in self._unclean:
+            # a source beyond the last slot: a fork from there writes an empty slot
+            self._copy(self._graphs.grid.decode_slots, slot, None)
 
     def _sampling_of(self, sequence: ScheduledSequence) -> SamplingState:
         sampling = self._sampling[sequence.request.number]
         return sampling._replace(sample_B=np.array([sequence.sample], np.int32))
 
     def _fork(self, action: ForkAction) -> None:
-        source, slot = np.int32(action.source), np.int32(action.slot)
-        arguments = self._host.put((source, slot, self._sampling_of(action.sequence)))
-        self._state = self._graphs.fork(self._state, *arguments)
-        self._in_slot[action.slot] = action.sequence
+        self._copy(action.source, action.slot, action.sequence)
+        if action.sequence is not None:
+            self._in_slot[action.slot] = action.sequence
         if action.source in self._unclean:
             self._unclean.add(action.slot)
+
+    def _copy(self, source: int, slot: int, sequence: ScheduledSequence | None) -> None:
+        """Copy a slot, with the sampling parameters of a sequence if it has one."""
+        sampling = greedy_sampling(self._padded_vocab)
+        if sequence is not None:
+            sampling = self._sampling_of(sequence)
+        arguments = self._host.put((np.int32(source), np.int32(slot), sampling))
+        self._state = self._graphs.fork(self._state, *arguments)
+        self._unclean.discard(slot)
 
     def _scored(self, rows: Iterable[PromptPiece], scores: TokenScores) -> list[Event]:
         """Keep the log-probabilities of pieces; return an event for each complete prompt."""

@@ -11,9 +11,10 @@ returned exactly once.
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from ...compile.grids.bucket_grid import BucketGrid, NoBucketFits, NoDecodeSlots
 from ...compile.monitor import compile_monitor
@@ -29,6 +30,7 @@ from .expert_use import ExpertSetup
 from .open_request import Continuation, OpenRequest
 from .padding import row_seed
 from .scheduler import Action
+from .shared_prefixes import SharedPrefix
 
 
 @dataclass
@@ -62,6 +64,10 @@ class GenerationSession:
     _num_submitted: int = 0
     _with_stops: set[int] = field(default_factory=set)
     """Numbers of the open requests with stop strings."""
+    _prefix_ids: MutableMapping[SharedPrefix, tuple[int, ...]] = field(
+        default_factory=WeakKeyDictionary
+    )
+    """The tokens of shared prefixes, as long as requests with them may come."""
     _received: list[tuple[CallResults, float]] = field(default_factory=list)
     """Calls that were received and not yet collected, each with its end time."""
 
@@ -83,8 +89,17 @@ class GenerationSession:
         """Share of the computed tokens that are padding; None before the first call."""
         return self.engine.metrics.padding_waste
 
-    def submit(self, request: Request) -> None:
+    def reserve(self, num_slots: int) -> None:
+        """Let shared prefixes hold up to this number of slots at one time."""
+        self.engine.scheduler.reserve(num_slots)
+
+    def submit(self, request: Request, prefix: SharedPrefix | None = None) -> None:
         """Admit and queue a request.
+
+        Args:
+          request: The request.
+          prefix: The shared prefix with which its prompt begins. Requests with prefixes must be
+            submitted in depth-first order (see `shared_prefixes`).
 
         Raises:
           RowError: The plan or the model cannot serve the request.
@@ -99,6 +114,7 @@ class GenerationSession:
             max_total_length=self.grid.max_total_length(prompt_length, params.max_tokens),
             num_sequences=params.n,
             is_scored=params.prompt_logprobs is not None,
+            prefix=self._matching(prefix, request.prompt_token_ids),
         )
         seed = row_seed(params, self.run_seed, request.request_id)
         admitted = AdmittedRequest(scheduled, request, seed, stop_ids)
@@ -117,6 +133,20 @@ class GenerationSession:
         )
         if continuations[0].collector.may_stop:
             self._with_stops.add(scheduled.number)
+
+    def _matching(
+        self, prefix: SharedPrefix | None, token_ids: Sequence[int]
+    ) -> SharedPrefix | None:
+        """The longest prefix on the path of `prefix` whose tokens the prompt truly begins with.
+
+        The search for prefixes compares hashes, and different tokens may have equal hashes.
+        """
+        while prefix is not None:
+            own = tuple(token_ids[: prefix.length])
+            if self._prefix_ids.setdefault(prefix, own) == own:
+                return prefix
+            prefix = prefix.parent
+        return None
 
     def check(self, request: Request) -> tuple[int, ...]:
         """Check a request against the plan and the vocabulary.

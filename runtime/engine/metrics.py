@@ -47,6 +47,10 @@ class EngineMetrics:
     forks: int = 0
     fork_seconds: float = 0.0
     """Host seconds of forks; their device seconds are part of the next call's seconds."""
+    copied_tokens: int = 0
+    """The prompt tokens of requests that were copied from shared prefixes."""
+    prefix_tokens: int = 0
+    """The prompt tokens that were computed for shared prefixes."""
     cut_tokens: int = 0
     """The number of tokens that were emitted past a stop string and cut."""
     experts: dict[str, ExpertTotals] = field(default_factory=lambda: defaultdict(ExpertTotals))
@@ -59,15 +63,20 @@ class EngineMetrics:
         is_scored: bool,
         rows: int,
         real_tokens: int,
+        prefix_tokens: int,
         computed_tokens: int,
         seconds: float,
     ) -> None:
-        """Count one call that prefilled prompts or chunks of prompts."""
+        """Count one call that prefilled prompts or chunks of prompts.
+
+        Of the real tokens, `prefix_tokens` belong to shared prefixes.
+        """
         kind = " scored" if is_scored else ""
         use = self.prefill[f"{bucket}{kind}"]
         use.calls += 1
         use.rows += rows
         use.real_tokens += real_tokens
+        self.prefix_tokens += prefix_tokens
         use.computed_tokens += computed_tokens
         use.seconds += seconds
 
@@ -83,9 +92,10 @@ class EngineMetrics:
         use.computed_tokens += steps * slots
         use.seconds += seconds
 
-    def count_fork(self, seconds: float = 0.0) -> None:
-        """Count one copy of a slot for another sequence of its request."""
+    def count_fork(self, num_shared: int, seconds: float = 0.0) -> None:
+        """Count one copy of a slot, and the tokens of a request that it takes from a prefix."""
         self.forks += 1
+        self.copied_tokens += num_shared
         self.fork_seconds += seconds
 
     def scaled(self, factor: float) -> "EngineMetrics":
@@ -97,6 +107,8 @@ class EngineMetrics:
         scaled = EngineMetrics(
             forks=round(self.forks * factor),
             fork_seconds=self.fork_seconds * factor,
+            copied_tokens=round(self.copied_tokens * factor),
+            prefix_tokens=round(self.prefix_tokens * factor),
             cut_tokens=round(self.cut_tokens * factor),
         )
         for name, use in self.prefill.items():
@@ -136,6 +148,11 @@ class EngineMetrics:
                 "decode": {name: vars(use) for name, use in self.decode.items()},
             },
             "padding": self.padding,
+            "shared_prefixes": {
+                "computed_tokens": self.prefix_tokens,
+                "copied_tokens": self.copied_tokens,
+                "saved_tokens": self.saved_tokens,
+            },
             "phases": {
                 "prefill_seconds": prefill_seconds,
                 "prefill_tokens_per_second": _rate(self._prompt_tokens, prefill_seconds),
@@ -144,6 +161,11 @@ class EngineMetrics:
                 "decode_tokens_per_second": _rate(self.emitted_tokens, decode_seconds),
             },
         }
+
+    @property
+    def saved_tokens(self) -> int:
+        """The prompt tokens that were not computed, because rows share prefixes."""
+        return self.copied_tokens - self.prefix_tokens
 
     @property
     def _prompt_tokens(self) -> int:

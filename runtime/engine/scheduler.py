@@ -4,7 +4,8 @@ The scheduler has no clock, no I/O and no device: the engine drives it, and so d
 It knows requests by a number and their lengths. A prompt is prefilled piece by piece, directly into
 its slot; a whole prompt is one piece. The next action is, in this order:
 
-1. Fork: copy the slot of a complete prompt to the other sequences of its request.
+1. Fork: copy the slot of a complete prompt to the other sequences of its request, and a shared
+   prefix to the slot of a prompt that begins with it (see `held_prefixes`).
 2. Prefill one batch, if one may run:
    - Candidates are the buckets in which started prompts have their next piece, and the bucket of
      the oldest waiting prompt for which there are free slots. A prompt takes the shortest slots
@@ -23,19 +24,28 @@ its slot; a whole prompt is one piece. The next action is, in this order:
      decode together.
 3. Decode all live slots, over the shortest span that holds them.
 
-Guarantees: the pieces of a prompt and their graphs depend only on its own length; every submitted
-sequence decodes exactly once or is dropped by `drain`; a prompt is prefilled once, and again for
-each further group of its sequences if it has more sequences than there are slots long enough.
+Guarantees: the pieces of a prompt and their graphs depend only on its own length, whether they are
+computed for it or copied; every submitted sequence decodes exactly once or is dropped by `drain`; a
+prompt is prefilled once, and again for each further group of its sequences if it has more sequences
+than there are slots long enough.
 """
 
 import heapq
 import math
+from bisect import bisect_right
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from ...compile.grids.bucket_grid import BucketGrid, PrefillBucket
-from .decode_slots import DecodeAction, DecodeSlots, ScheduledRequest, ScheduledSequence
+from .decode_slots import (
+    DecodeAction,
+    DecodeSlots,
+    Prompt,
+    ScheduledRequest,
+    ScheduledSequence,
+)
+from .held_prefixes import HeldPrefixes
 
 
 @dataclass(frozen=True)
@@ -47,6 +57,8 @@ class PromptPiece:
     sequence: ScheduledSequence
     start: int
     count: int
+    is_shared: bool = False
+    """Whether the piece belongs to a shared prefix; `sequence` is then one that begins with it."""
 
     @property
     def is_last(self) -> bool:
@@ -65,11 +77,15 @@ class PrefillAction:
 
 @dataclass(frozen=True)
 class ForkAction:
-    """Copy a complete prompt to the slot of another sequence of its request."""
+    """Copy a complete prompt to the slot of another sequence of its request, or a shared prefix to
+    the slot of a prompt that begins with it."""
 
     source: int
     slot: int
-    sequence: ScheduledSequence
+    sequence: ScheduledSequence | None = None
+    """The sequence that decodes in the slot from now on; None if the slot has a prefix."""
+    num_shared: int = 0
+    """Tokens of a request's prompt that are copied from a shared prefix."""
 
 
 IDLE_SHARE = 1 / 16
@@ -88,30 +104,23 @@ _QueueKey = tuple[PrefillBucket, bool]
 """The bucket of a prompt's next piece, and whether the prompt is scored."""
 
 
-@dataclass(eq=False)
-class _Prompt:
-    """A prompt with pieces left to run, for some or all sequences of its request."""
-
-    request: ScheduledRequest
-    first_sample: int
-    num_slots: int
-    slots: list[int] = field(default_factory=list)
-    """Slots of its sequences; empty until the first piece runs."""
-    length: int = 0
-
-
 class Scheduler:
     """The waiting and the started prompts, the slots, and the choice of the next action."""
 
     def __init__(self, grid: BucketGrid):
         self._grid = grid
         self._max_batches = grid.chunks_per_decode or math.inf
-        self._waiting: dict[_QueueKey, dict[int, deque[_Prompt]]] = {}
+        self._waiting: dict[_QueueKey, dict[int, deque[Prompt]]] = {}
         """Waiting prompts by queue, and in a queue by the slot capacity that they need (a lane)."""
-        self._started: dict[_QueueKey, list[_Prompt]] = {}
+        self._started: dict[_QueueKey, list[Prompt]] = {}
         """Prompts with slots and pieces left to run, by the queue of their next piece."""
+        self._copies: deque[ForkAction] = deque()
+        """Copies of prefixes that must run before the next prefill call."""
+        self._next_prefill: PrefillAction | None = None
+        """The prefill call that waits for `_copies`."""
         self._forks: deque[ForkAction] = deque()
         self._slots = DecodeSlots(grid)
+        self._prefixes = HeldPrefixes(self._slots, self._queue)
         self._num_waiting = 0
         self._batches_since_decode = 0
         self._target_waiting = 2 * (len(self._slots) + sum(bucket.batch for bucket in grid.prefill))
@@ -119,15 +128,19 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """The number of prompts that have no slot yet."""
-        return self._num_waiting
+        return self._num_waiting + self._prefixes.num_blocked
 
     @property
     def wants_more(self) -> bool:
         """Whether too few prompts wait for full batches to be formed."""
-        return self._num_waiting < self._target_waiting
+        return self.num_waiting < self._target_waiting
+
+    def reserve(self, num_slots: int) -> None:
+        """Let shared prefixes hold up to this number of slots at one time."""
+        self._prefixes.max_slots = num_slots
 
     def submit(self, request: ScheduledRequest) -> None:
-        """Queue a request.
+        """Queue a request. Requests with shared prefixes must come in depth-first order.
 
         Raises:
           NoBucketFits: The request does not fit the grid.
@@ -137,16 +150,28 @@ class Scheduler:
         )
         if not request.generates:
             is_one_piece = request.prompt_length <= bucket.tokens
-            self._wait(_Prompt(request, 0, num_slots=0 if is_one_piece else 1))
+            self._wait(Prompt(request, num_slots=0 if is_one_piece else 1))
             return
-        max_slots = self._slots.num_usable(request)
+        base = self._prefixes.enter(request)
+        max_slots = self._slots.num_usable(request.max_total_length) - self._prefixes.max_slots
         for first in range(0, request.num_sequences, max_slots):
-            self._wait(_Prompt(request, first, min(max_slots, request.num_sequences - first)))
+            num_slots = min(max_slots, request.num_sequences - first)
+            prompt = Prompt(request, num_slots, first, base=base)
+            if base is None:
+                self._wait(prompt)
+            else:
+                self._prefixes.add(prompt)
 
     def next_action(self) -> Action | None:
         """The next action to run; None when all work is done."""
+        if self._copies:
+            return self._copies.popleft()
+        if (prefill := self._next_prefill) is not None:
+            self._next_prefill = None
+            return prefill
         if self._forks:
             fork = self._forks.popleft()
+            assert fork.sequence is not None
             self._slots.put(fork.slot, fork.sequence)
             return fork
         if (chosen := self._choose()) is not None:
@@ -155,11 +180,14 @@ class Scheduler:
             # slots are claimed before any prompt of the batch ends and returns its slot, which no
             # other row of the same call may take
             for prompt in batch:
-                if not prompt.length:
-                    self._start(queue, prompt)
-            return PrefillAction(*queue, tuple(self._next_piece(queue, prompt) for prompt in batch))
+                self._remove(queue, prompt)
+            rows = tuple(self._next_piece(queue, prompt) for prompt in batch)
+            self._next_prefill = PrefillAction(*queue, rows)
+            return self.next_action()
         self._batches_since_decode = 0
-        return self._slots.decode()
+        if (decode := self._slots.decode()) is None and self._prefixes.leave():
+            return self.next_action()
+        return decode
 
     def advance(self, slot: int, num_tokens: int) -> None:
         """Record that the sequence in a slot grew by some tokens."""
@@ -175,44 +203,63 @@ class Scheduler:
         Returns:
           The dropped requests.
         """
+        started = [prompt for prompts in self._started.values() for prompt in prompts]
         in_flight = self._slots.request_numbers
-        in_flight |= {
-            prompt.request.number for prompts in self._started.values() for prompt in prompts
-        }
+        in_flight |= {prompt.request.number for prompt in started if prompt.prefix is None}
         waiting = [
             prompt for lanes in self._waiting.values() for lane in lanes.values() for prompt in lane
         ]
+        waiting += self._prefixes.clear()
+        waiting = [prompt for prompt in waiting if prompt.prefix is None]
         dropped = {
             p.request.number: p.request for p in waiting if p.request.number not in in_flight
         }
+        for prompt in started:
+            if prompt.prefix is not None:
+                self._remove(self._queue_of(prompt), prompt)
+                self._slots.release(prompt.slots[0])
+        if (prefill := self._next_prefill) is not None:
+            # the request whose tokens a prefix takes may be dropped
+            rows = tuple(row for row in prefill.rows if not row.is_shared)
+            self._next_prefill = replace(prefill, rows=rows) if rows else None
         self._waiting.clear()
         self._num_waiting = 0
         for prompt in waiting:
             if prompt.request.number in in_flight:
+                # its prefix is dropped, so it is computed again
+                prompt.base, prompt.length = None, 0
                 self._wait(prompt)
         return list(dropped.values())
 
-    def _wait(self, prompt: _Prompt) -> None:
+    def _queue(self, prompt: Prompt) -> None:
+        """Queue a prompt that begins with a prefix, or a prefix itself."""
+        if prompt.slots:
+            self._started.setdefault(self._queue_of(prompt), []).append(prompt)
+        else:
+            self._wait(prompt)
+
+    def _wait(self, prompt: Prompt) -> None:
         lanes = self._waiting.setdefault(self._queue_of(prompt), {})
-        lanes.setdefault(self._needed_capacity(prompt), deque()).append(prompt)
+        lane = lanes.setdefault(self._needed_capacity(prompt), deque())
+        if lane and _number(lane[-1]) > _number(prompt):
+            # it waited for a prefix, and younger prompts did not
+            lane.insert(bisect_right(lane, _number(prompt), key=_number), prompt)
+        else:
+            lane.append(prompt)
         self._num_waiting += 1
 
-    def _queue_of(self, prompt: _Prompt) -> _QueueKey:
+    def _queue_of(self, prompt: Prompt) -> _QueueKey:
         """The bucket of the prompt's next piece."""
         request = prompt.request
         return self._grid.bucket_of(request.prompt_length, prompt.length), request.is_scored
 
-    def _needed_capacity(self, prompt: _Prompt) -> int:
+    def _needed_capacity(self, prompt: Prompt) -> int:
         """The smallest slot capacity of the grid that fits the prompt's sequences."""
-        return (
-            self._grid.capacity_for(prompt.request.max_total_length)
-            if prompt.num_slots
-            else NO_SLOT
-        )
+        return self._grid.capacity_for(prompt.max_total_length) if prompt.num_slots else NO_SLOT
 
-    def _choose(self) -> tuple[_QueueKey, list[_Prompt]] | None:
+    def _choose(self) -> tuple[_QueueKey, list[Prompt]] | None:
         """The queue and the prompts of the prefill batch to run now; None for no batch."""
-        if not self._num_waiting:
+        if not self.num_waiting:
             if not self._started or self._must_decode:
                 return None
             queue = min(self._started, key=lambda queue: (-queue[0].tokens, queue[0].length))
@@ -221,13 +268,13 @@ class Scheduler:
         urgent = {
             queue: batch
             for queue, batch in batches.items()
-            if len(batch) == queue[0].batch or self._has_many_idle(batch[0].request)
+            if len(batch) == queue[0].batch or self._has_many_idle(batch[0].max_total_length)
         }
         if not batches or (self._must_decode if urgent else self._must_wait(batches)):
             return None
         return min((urgent or batches).items(), key=_number_of_oldest)
 
-    def _batches(self) -> dict[_QueueKey, list[_Prompt]]:
+    def _batches(self) -> dict[_QueueKey, list[Prompt]]:
         """The batches that may run next: started prompts, and the oldest waiting prompt's batch."""
         free = self._slots.free
         if (oldest := self._oldest_that_waits(free)) is None:
@@ -240,22 +287,23 @@ class Scheduler:
     def _must_decode(self) -> bool:
         return self._slots.has_live and self._batches_since_decode >= self._max_batches
 
-    def _has_many_idle(self, request: ScheduledRequest) -> bool:
-        """Whether the request fits only few slots and many of these are idle."""
-        usable = self._slots.num_usable(request)
+    def _has_many_idle(self, length: int) -> bool:
+        """Whether a total length fits only few slots and many of these are idle."""
+        usable = self._slots.num_usable(length)
         has_few = usable < FEW_SLOTS * len(self._slots)
-        return has_few and self._slots.num_idle(request) > MANY_IDLE * usable
+        return has_few and self._slots.num_idle(length) > MANY_IDLE * usable
 
-    def _must_wait(self, batches: dict[_QueueKey, list[_Prompt]]) -> bool:
+    def _must_wait(self, batches: dict[_QueueKey, list[Prompt]]) -> bool:
         """Whether batches that are not full wait for more prompts or for more idle slots."""
         queue, batch = min(batches.items(), key=_number_of_oldest)
         oldest = batch[0]
         if not self._slots.has_live or not oldest.num_slots or self._cannot_fill(queue, batch):
             return self._must_decode
-        idle, usable = self._slots.num_idle(oldest.request), self._slots.num_usable(oldest.request)
+        length = oldest.max_total_length
+        idle, usable = self._slots.num_idle(length), self._slots.num_usable(length)
         return self._batches_since_decode > 0 or idle < IDLE_SHARE * usable
 
-    def _cannot_fill(self, queue: _QueueKey, batch: list[_Prompt]) -> bool:
+    def _cannot_fill(self, queue: _QueueKey, batch: list[Prompt]) -> bool:
         """Whether no other waiting prompt can fill the batch, and no more requests are submitted.
 
         Buckets of chunks can always be filled, as started prompts may reach them later.
@@ -267,16 +315,16 @@ class Scheduler:
             and set(batch).issuperset(chain.from_iterable(lanes))
         )
 
-    def _oldest_that_waits(self, free: list[int]) -> _Prompt | None:
+    def _oldest_that_waits(self, free: list[int]) -> Prompt | None:
         """The oldest waiting prompt that can start.
 
         Slots reserved for older prompts, which lack some slots, are removed from `free`.
         """
         heads = [lane[0] for lanes in self._waiting.values() for lane in lanes.values()]
-        heads.sort(key=lambda prompt: prompt.request.number)
+        heads.sort(key=_number)
         return next((head for head in heads if self._slots_for(head, free) is not None), None)
 
-    def _batch(self, queue: _QueueKey, free: list[int], last: int) -> list[_Prompt]:
+    def _batch(self, queue: _QueueKey, free: list[int], last: int) -> list[Prompt]:
         """At most a batch of prompts of a queue: started prompts, then the oldest waiting prompts.
 
         Waiting prompts younger than the request number `last` are left out.
@@ -285,7 +333,7 @@ class Scheduler:
         lanes = self._waiting.get(queue, {})
         if not free:
             lanes = {NO_SLOT: lanes.get(NO_SLOT, ())}
-        for prompt in heapq.merge(*lanes.values(), key=lambda prompt: prompt.request.number):
+        for prompt in heapq.merge(*lanes.values(), key=_number):
             if len(batch) == queue[0].batch or prompt.request.number > last:
                 break
             if (slots := self._slots_for(prompt, free)) is not None:
@@ -293,49 +341,63 @@ class Scheduler:
                 del free[slots]
         return batch
 
-    def _slots_for(self, prompt: _Prompt, free: list[int]) -> slice | None:
+    def _slots_for(self, prompt: Prompt, free: list[int]) -> slice | None:
         """The part of `free` that a prompt takes; None if there are too few long enough slots.
 
         In the latter case these slots are removed from `free`: they are reserved for the prompt.
         """
-        first = self._slots.first_usable(prompt.request, free)
+        first = self._slots.first_usable(prompt.max_total_length, free)
         if len(free) - first >= prompt.num_slots:
             return slice(first, first + prompt.num_slots)
         del free[first:]
         return None
 
-    def _next_piece(self, queue: _QueueKey, prompt: _Prompt) -> PromptPiece:
-        """Return a prompt's next piece, and move the prompt to the queue of the piece after it."""
-        if prompt.length:
+    def _remove(self, queue: _QueueKey, prompt: Prompt) -> None:
+        """Remove a prompt from its queue; a prompt that waits claims its slots."""
+        if prompt.slots:
             self._started[queue].remove(prompt)
             if not self._started[queue]:
                 del self._started[queue]
-        request, start = prompt.request, prompt.length
-        count = min(queue[0].tokens, request.prompt_length - start)
-        prompt.length += count
-        if prompt.length < request.prompt_length:
-            self._started.setdefault(self._queue_of(prompt), []).append(prompt)
-        else:
-            self._complete(prompt)
-        slot = prompt.slots[0] if prompt.slots else None
-        return PromptPiece(slot, ScheduledSequence(request, prompt.first_sample), start, count)
-
-    def _start(self, queue: _QueueKey, prompt: _Prompt) -> None:
-        """Claim slots for a prompt at the head of its lane."""
+            return
         lanes, capacity = self._waiting[queue], self._needed_capacity(prompt)
-        lanes[capacity].popleft()
+        # near the head; prompts that waited for a prefix may have come before it just now
+        lanes[capacity].remove(prompt)
         if not lanes[capacity]:
             del lanes[capacity]
         if not lanes:
             del self._waiting[queue]
         self._num_waiting -= 1
+        self._claim_slots(prompt)
+
+    def _claim_slots(self, prompt: Prompt) -> None:
+        """Claim the slots of a prompt, and plan the copy of the prefix with which it begins."""
         free = self._slots.free
         slots = self._slots_for(prompt, free)
         assert slots is not None
         prompt.slots = free[slots]
         self._slots.claim(prompt.slots)
+        if prompt.base is not None:
+            source = self._prefixes.copy(prompt)
+            num_shared = prompt.length if prompt.prefix is None else 0
+            self._copies.append(ForkAction(source, prompt.slots[0], num_shared=num_shared))
 
-    def _complete(self, prompt: _Prompt) -> None:
+    def _next_piece(self, queue: _QueueKey, prompt: Prompt) -> PromptPiece:
+        """Return a prompt's next piece, and move the prompt to the queue of the piece after it."""
+        request, start = prompt.request, prompt.length
+        count = min(queue[0].tokens, prompt.end - start)
+        prompt.length += count
+        is_shared = prompt.prefix is not None
+        if prompt.length < prompt.end:
+            self._started.setdefault(self._queue_of(prompt), []).append(prompt)
+        elif is_shared:
+            self._prefixes.complete(prompt)
+        else:
+            self._complete(prompt)
+        slot = prompt.slots[0] if prompt.slots else None
+        sequence = ScheduledSequence(request, prompt.first_sample)
+        return PromptPiece(slot, sequence, start, count, is_shared)
+
+    def _complete(self, prompt: Prompt) -> None:
         """Start to decode a complete prompt, and plan the forks for its other sequences."""
         request, first = prompt.request, prompt.first_sample
         if not request.generates:
@@ -350,6 +412,10 @@ class Scheduler:
         )
 
 
-def _number_of_oldest(entry: tuple[_QueueKey, list[_Prompt]]) -> int:
+def _number(prompt: Prompt) -> int:
+    return prompt.request.number
+
+
+def _number_of_oldest(entry: tuple[_QueueKey, list[Prompt]]) -> int:
     _, batch = entry
     return batch[0].request.number

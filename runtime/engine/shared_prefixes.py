@@ -1,0 +1,160 @@
+"""Decides which beginnings of prompts are computed once, and in which order rows then run.
+
+A shared prefix is kept in a slot of its own while rows begin with it. Rows run in depth-first
+order of the tree of prefixes. A prefix that is the last user of its parent continues in the
+parent's slot. If this is always the prefix that needs most slots, a tree of n nodes needs at most
+log2(n) + 1 slots, like the registers of an expression (Ershov, "On programming of arithmetic
+operations", 1958; Sethi and Ullman, "The generation of optimal code for arithmetic expressions",
+1970).
+
+If a tree needs more slots than there are, `kept_prefixes` chooses the prefixes to keep. Rows of a
+prefix that is not kept compute its tokens themselves.
+
+Knows nothing of token ids, devices or queues. Guarantees: the pieces of a row and their graphs stay
+the same; every row is in the order exactly once.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...compile.grids.bucket_grid import BucketGrid
+from ...compile.grids.prefix_table import PrefixTable
+from .kept_prefixes import keep_best
+from .prefix_tree import PrefixNode, count_slots, prefix_tree
+
+SLOTS_PER_PREFIX = 8
+"""Minimum number of slots for each slot that holds a prefix."""
+
+
+@dataclass(frozen=True, eq=False)
+class SharedPrefix:
+    """The beginning of several prompts, which is computed once."""
+
+    length: int
+    """Tokens. Unit: tokens."""
+    parent: "SharedPrefix | None"
+    """The prefix from which this one continues."""
+    is_last: bool
+    """Whether it is the last user of its parent, in whose slot it then continues."""
+    max_length: int
+    """The length of the longest prefix that is held in its slot. Unit: tokens."""
+    num_slots: int
+    """The largest number of slots that it and the prefixes after it hold at one time."""
+
+    @property
+    def path(self) -> list["SharedPrefix"]:
+        """The prefixes that it consists of, shortest first."""
+        path: list[SharedPrefix] = []
+        prefix = self
+        while prefix is not None:
+            path.append(prefix)
+            prefix = prefix.parent
+        return path[::-1]
+
+
+def max_held_slots(grid: BucketGrid, longest_row: int) -> int:
+    """The maximum number of slots that hold prefixes, for rows up to a total length."""
+    num_usable = sum(grid.slot_capacity(s) >= longest_row for s in range(grid.decode_slots))
+    # at least one slot that holds the longest row must be left for rows
+    return min(grid.decode_slots // SLOTS_PER_PREFIX or 1, num_usable - 1)
+
+
+@dataclass(frozen=True)
+class Submission:
+    """The order in which rows are submitted, and the prefix with which each one begins."""
+
+    rows: list[int]
+    prefixes: list[SharedPrefix | None]
+    num_held: int = 0
+    """The number of slots that may hold prefixes at one time."""
+
+
+def plan_submission(
+    grid: BucketGrid,
+    prompt_lengths: Sequence[int],
+    longest_row: int,
+    table: PrefixTable,
+    order: Sequence[int],
+) -> Submission:
+    """Choose the prefixes to keep, and the order of rows.
+
+    Args:
+      grid: The grid.
+      prompt_lengths: The length of each row's prompt.
+      longest_row: The maximum total length of all rows.
+      table: What the rows share.
+      order: The order of rows if nothing were shared. The rows of a prefix follow each other from
+        the place of the first of them on, in this order as far as possible.
+    """
+    max_slots = max_held_slots(grid, longest_row) if grid.chunks else 0
+    if max_slots < 1 or not table.shares:
+        return Submission(list(order), [None] * len(order))
+    root, nodes = prefix_tree(grid, prompt_lengths, table)
+    count_slots(nodes)
+    too_large = _nodes_of(nodes, {n for n in root.children if n.num_slots > max_slots})
+    if too_large:
+        dissolved = set(too_large).difference(keep_best(root, too_large, max_slots))
+        nodes = [node for node in nodes if node not in dissolved]
+        count_slots(nodes)
+    place = np.empty(len(order), np.int64)
+    place[np.asarray(order, np.int64)] = np.arange(len(order))
+    first_place = _first_places(nodes, place)
+    tree_at = {first_place[node]: node for node in root.children}
+    in_tree = {row for node in nodes for row in node.rows}
+    rows: list[int] = []
+    prefixes: list[SharedPrefix | None] = []
+    for index, row in enumerate(order):
+        if (node := tree_at.get(index)) is not None:
+            for tree_row, prefix in _depth_first(node, place, first_place):
+                rows.append(tree_row)
+                prefixes.append(prefix)
+        elif row not in in_tree:
+            rows.append(row)
+            prefixes.append(None)
+    num_held = min(max_slots, sum(node.num_slots for node in root.children))
+    return Submission(rows, prefixes, num_held)
+
+
+def _first_places(nodes: Sequence[PrefixNode], place: np.ndarray) -> dict[PrefixNode, int]:
+    """The first place in the order of all rows at or below each node."""
+    first: dict[PrefixNode, int] = {}
+    for node in reversed(nodes):
+        own = [int(place[row]) for row in node.rows]
+        first[node] = min(own + [first[child] for child in node.children])
+    return first
+
+
+def _depth_first(
+    top: PrefixNode, place: np.ndarray, first_place: dict[PrefixNode, int]
+) -> list[tuple[int, SharedPrefix]]:
+    """The rows at and below a node, each with its prefix."""
+    result: list[tuple[int, SharedPrefix]] = []
+    stack: list[tuple[PrefixNode, SharedPrefix | None, bool]] = [(top, None, False)]
+    while stack:
+        node, parent, is_last = stack.pop()
+        children = list(node.children)
+        prefix = SharedPrefix(node.length, parent, is_last, _longest(node), node.num_slots)
+        result += [(row, prefix) for row in sorted(node.rows, key=place.__getitem__)]
+        # the last child needs most slots
+        stack += [(child, prefix, True) for child in children[-1:]]
+        others = sorted(children[:-1], key=first_place.__getitem__, reverse=True)
+        stack += [(child, prefix, False) for child in others]
+    return result
+
+
+def _longest(node: PrefixNode) -> int:
+    """The length of the last prefix that continues in the slot of a node."""
+    while node.children:
+        node = next(reversed(node.children))
+    return node.length
+
+
+def _nodes_of(nodes: Sequence[PrefixNode], tops: set[PrefixNode]) -> list[PrefixNode]:
+    """The nodes of some trees, given by their top nodes; each node is after its parent."""
+    chosen = set(tops)
+    for node in nodes:
+        if node.parent in chosen:
+            chosen.add(node)
+    return [node for node in nodes if node in chosen]
