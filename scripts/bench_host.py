@@ -39,7 +39,7 @@ from noria.runtime.devices.host_arrays import HostArrays
 from noria.runtime.devices.machine import describe_machine
 from noria.runtime.engine.engine import Engine
 from noria.runtime.engine.generation import GenerationSession
-from noria.runtime.engine.submission_order import submission_order
+from noria.runtime.engine.shared_prefixes import plan_submission
 from noria.runtime.session import prepare_jax
 from noria.runtime.text.load_tokenizer import load_tokenizer
 from noria.runtime.text.tokenizer import Tokenizer
@@ -190,8 +190,8 @@ class StandInModel:
         generator = GenerationSession(
             engine, self.grid, vocab_size, self.grid.max_length, (), self.tokenizer
         )
-        order = partial(submission_order, grid=self.grid)
-        return Build(generator, f"slots = {self.grid.decode_slots}\n", "none", order)
+        submission = partial(plan_submission, grid=self.grid)
+        return Build(generator, f"slots = {self.grid.decode_slots}\n", "none", submission)
 
 
 def measure(options: argparse.Namespace, tokenizer: Tokenizer, stop: list[str]) -> dict[str, Any]:

@@ -33,8 +33,7 @@ from noria.compile.planning.work import Work
 from noria.runtime.checkpoint import open_model
 from noria.runtime.devices.machine import describe_machine
 from noria.runtime.files.hardware_files import known_hardware
-from noria.runtime.planning.search import rows_in_submission_order
-from noria.runtime.planning.simulator import simulate
+from noria.runtime.planning.search import simulate_in_order
 from noria.runtime.planning.workload import read_workload
 
 MODEL = "smollm2"
@@ -113,7 +112,7 @@ def compare(
     assert workload.manifest is not None
     cost = CostModel(work, hardware_of("cpu", known_hardware()), calibration)
     ran = Plan.from_table(tomllib.loads(workload.manifest["plan"])).buckets
-    simulation = simulate(ran, rows_in_submission_order(workload.rows, ran), cost)
+    simulation = simulate_in_order(workload.rows, ran, cost)
     measured, predicted = workload.manifest["generator"], simulation.metrics.report()
     assert predicted["padding"] == measured["padding"]
     return {

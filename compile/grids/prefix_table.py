@@ -6,7 +6,7 @@ are the minimum of the numbers between them, and a table needs eight bytes for e
 Knows nothing of token ids, grids or graphs.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,10 +32,13 @@ class PrefixTable:
         """Whether any two rows share a beginning."""
         return bool(self.shared.any())
 
-    def of_rows(self, rows: Iterable[int]) -> "PrefixTable":
-        """The table of some of the rows, with each row's index in `rows` as its new number."""
-        index_of = {row: index for index, row in enumerate(rows)}
-        new = np.array([index_of.get(row, -1) for row in self.rows.tolist()], np.int32)
+    def of_rows(self, rows: Sequence[int]) -> "PrefixTable":
+        """The table of some rows, with each row's index in `rows` as its new number."""
+        if not len(rows) or not len(self.rows):
+            return PrefixTable.empty()
+        index_of = np.full(max(max(rows), int(self.rows.max())) + 1, -1, np.int32)
+        index_of[rows] = np.arange(len(rows))
+        new = index_of[self.rows]
         kept = np.flatnonzero(new >= 0)
         if not len(kept):
             return PrefixTable.empty()
@@ -43,3 +46,26 @@ class PrefixTable:
         shared = np.minimum.reduceat(self.shared[: kept[-1] + 1], np.r_[0, kept[:-1] + 1])
         shared[0] = 0
         return PrefixTable(new[kept], shared)
+
+    def shared_pieces(self, prompt_lengths: np.ndarray, chunks: Sequence[int]) -> np.ndarray:
+        """The tokens of each row, by row, in whole pieces that the row before it has, too.
+
+        A prompt is cut into pieces of the largest chunk, then its rest into pieces of the next one,
+        and so on. The last piece of a prompt is never shared.
+
+        Args:
+          prompt_lengths: The length of each row's prompt.
+          chunks: The sizes of pieces, in growing order.
+        """
+        result = np.zeros(len(prompt_lengths), np.int64)
+        own = prompt_lengths[self.rows]
+        before = np.r_[0, own[:-1]]
+        shared = np.minimum(self.shared, np.maximum(0, np.minimum(own, before) - 1))
+        in_both, is_done = np.zeros_like(shared), np.zeros(len(shared), bool)
+        for chunk in reversed(chunks):
+            ends = own // chunk * chunk, before // chunk * chunk
+            whole = np.minimum(shared // chunk * chunk, np.minimum(*ends))
+            in_both = np.where(is_done, in_both, np.maximum(in_both, whole))
+            is_done |= (whole < np.minimum(*ends)) | (ends[0] != ends[1])
+        result[self.rows] = in_both
+        return result

@@ -15,9 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...compile.grids.prefix_table import PrefixTable
 from ..checkpoint import ModelFiles, open_model
 from ..devices.default_target import default_target
-from ..engine.submission_order import submission_order
+from ..engine.shared_prefixes import plan_submission
 from ..errors import EXIT_MODEL, EXIT_USAGE, ConfigError, InvalidTokenizer, JobError
 from ..files.layout_files import layout_file, read_layout_table
 from ..files.run_config import read_instant, read_plan_table
@@ -178,9 +179,13 @@ class BatchModel:
 
         # `spec` raises for an unknown family, which must be an error of the model, not of the plan
         config = self.files.spec.config
+        can_run = [row for row in summary.rows if row.requirements is not None]
         rows = [row_shape(requirements) for requirements in summary.requirements]
+        table = PrefixTable.empty()
+        if self.options.shares:
+            table = summary.prefixes.of_rows([row.row for row in can_run])
         cache = compilation_cache.enable(progress.note)
-        plan, target = self._resolve_plan(rows, stored_plan)
+        plan, target = self._resolve_plan(rows, table, stored_plan)
         text = plan.to_toml()
         bundle = self._agree_on_plan(text)
         weights = self.files.weights_digest(self.peers)
@@ -196,10 +201,14 @@ class BatchModel:
         seed = self.options.seed
         with naming_rows(summary.rows):
             generator = session.start(model, plan, seed=seed, on_graph=report, warm=warm)
-        return Build(generator, text, digest, partial(submission_order, grid=plan.buckets))
+        # with a capacity, the other rows of a call decide which choices a prefix would drop
+        is_lossless = plan.experts is None or plan.experts.prefill.kind != "capacity"
+        shares = self.options.shares and is_lossless
+        submission = partial(plan_submission, grid=plan.buckets, shares=shares)
+        return Build(generator, text, digest, submission)
 
     def _resolve_plan(
-        self, rows: "Sequence[RowShape]", stored_plan: str | None
+        self, rows: "Sequence[RowShape]", table: PrefixTable, stored_plan: str | None
     ) -> "tuple[Plan, Target]":
         """The plan to run and its target, both checked; starts jax."""
         from ...compile.plan import Plan
@@ -216,7 +225,7 @@ class BatchModel:
                 session.check_present(target)
                 if self.plan_table is None:
                     session.check_layout(self._layout, self.files, target)
-                plan = self._make_plan(rows, target)
+                plan = self._make_plan(rows, table, target)
             session.check_plan(plan, self.files, target, self.options.dtype)
         except ValueError as error:
             raise JobError(str(error), EXIT_USAGE) from error
@@ -229,7 +238,9 @@ class BatchModel:
         self.peers.agree(lambda: {"plan": text, "--plan": "bundle" if is_bundle else "file"})
         return given if is_bundle else None
 
-    def _make_plan(self, rows: "Sequence[RowShape]", target: "Target") -> "Plan":
+    def _make_plan(
+        self, rows: "Sequence[RowShape]", table: PrefixTable, target: "Target"
+    ) -> "Plan":
         """The given plan, or a plan derived from the rows of this job, with the overrides."""
         from ...compile.plan import Numbers, PlannedModel
         from .. import session
@@ -249,7 +260,9 @@ class BatchModel:
         dtype = session.resolve_dtype(self.options.dtype, target)
         model, numbers = PlannedModel(self.files.name, self.files.fingerprint()), Numbers(dtype)
         config, layout = self.files.spec.config, self._layout
-        return derived_plan(rows, target, model, numbers, config, layout, overrides, self.peers)
+        return derived_plan(
+            rows, target, model, numbers, config, layout, overrides, self.peers, table
+        )
 
 
 def _note_plan(

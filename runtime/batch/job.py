@@ -11,7 +11,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from ..engine.submission_order import RowLengths, submission_order
+from ...compile.grids.prefix_table import PrefixTable
+from ..engine.shared_prefixes import Submission, plan_submission
+from ..engine.submission_order import RowLengths
 from ..pods.peers import ALONE
 from ..text.tokenizer import Tokenizer
 from .job_files import check_files, job_outputs, side_files
@@ -36,8 +38,8 @@ class Build:
     """The resolved plan as TOML."""
     weights: str
     """The digest of every byte of the model's weights."""
-    order: Callable[[Sequence[RowLengths]], list[int]] = submission_order
-    """The order in which to submit rows."""
+    submission: Callable[[Sequence[RowLengths], PrefixTable], Submission] = plan_submission
+    """Plans the order in which to submit rows, and the prefixes that they share."""
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from ...compile.grids.default_grid import (
 )
 from ...compile.grids.grid_defaults import GridDefaults
 from ...compile.grids.prefill_ladder import prefill_padding
+from ...compile.grids.prefix_table import PrefixTable
 from ...compile.grids.span_slots import with_ragged_slots
 from ...compile.plan import Numbers, Plan, PlannedModel
 from ...compile.planning.graph_prices import GraphPrices
@@ -35,7 +36,8 @@ from ...sharding.layout import Layout
 from ..console import plural
 from ..files.hardware_files import known_hardware
 from ..files.run_config import apply_overrides
-from ..planning.forecast import forecast_steps
+from ..planning.forecast import expected_rows, forecast_steps
+from ..planning.shared_chunks import with_chunks_that_share
 from ..pods.peers import Peers
 
 GIGABYTE = 10**9
@@ -61,6 +63,7 @@ def derived_plan(
     layout: Layout | None,
     overrides: Sequence[str],
     peers: Peers,
+    table: PrefixTable,
 ) -> Plan:
     """A plan for the rows of a job, changed by the user's overrides.
 
@@ -73,6 +76,7 @@ def derived_plan(
         layout: The layout; None for one device.
         overrides: Settings `a.b=value`; some of them also change the sizes that are derived.
         peers: The processes of the job, which must derive the same plan.
+        table: What the prompts of the rows share.
 
     Raises:
         ValueError: A key of the overrides is unknown or its value is invalid.
@@ -94,7 +98,11 @@ def derived_plan(
             f"a longer cache would take more than {share:g} of the memory beside the weights "
             f"({free_bytes / GIGABYTE:.1f} GB per device)"
         )
-    grid = derive_grid(rows, config.max_position, defaults, fits, prices)
+    derive = partial(derive_grid, rows, config.max_position, fits=fits, prices=prices)
+    grid = derive(defaults)
+    if not {"chunk", "prefill"} & set(asked):
+        expected = expected_rows(rows, grid)
+        grid = with_chunks_that_share(grid, expected, table, defaults, prices, derive)
     if grid.max_length >= defaults.longest_span(config.max_position):
         reason = ""
     experts = default_experts(config)

@@ -17,7 +17,10 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ...compile.grids.prefix_table import PrefixTable
 from ..console import plural
+from ..engine.shared_prefixes import SharedPrefix
+from ..engine.submission_order import RowLengths
 from ..errors import (
     EXIT_BUILD,
     EXIT_MODEL,
@@ -53,6 +56,9 @@ from .stop_signals import EXIT_CODES, Drain, StopSignals
 
 if TYPE_CHECKING:
     from ..engine.generation import GenerationSession
+
+_WaitingRow = tuple[ScannedRow, SharedPrefix | None]
+"""A row that was not submitted yet, and the shared prefix with which it begins."""
 
 
 def run_job(
@@ -170,7 +176,8 @@ class _JobRun:
             built = self._build(summary)
             self.phases.enter("run")
             self.progress.start_rows(len(rows), done=num_bad + num_kept, errors=num_bad)
-            stopped_by = self._run_rows(built, waiting)
+            table = summary.prefixes.of_rows([row.row for row in waiting])
+            stopped_by = self._run_rows(built, waiting, table)
             self.progress.finish()
             if stopped_by is not None:
                 return self._stopped(stopped_by, len(rows))
@@ -240,14 +247,24 @@ class _JobRun:
             # schema is the same plan, and is recorded again in the current schema
             journal.record_fact(PLAN, built.plan)
 
-    def _run_rows(self, built: Build, rows: Sequence[ScannedRow]) -> str | None:
+    def _run_rows(self, built: Build, rows: Sequence[ScannedRow], table: PrefixTable) -> str | None:
         """Run rows until all are finished or a signal stops the job.
+
+        Args:
+            built: The compiled plan.
+            rows: The rows.
+            table: What the prompts of the rows share, by index in `rows`.
 
         Returns:
             The name of the signal, if it left rows unfinished; else None.
         """
         generator = built.generator
-        waiting = _in_submission_order(built, rows)
+        submission = built.submission(list(map(_lengths_of, rows)), table)
+        generator.reserve(submission.num_held)
+        waiting = deque(
+            (rows[row], prefix)
+            for row, prefix in zip(submission.rows, submission.prefixes, strict=True)
+        )
         drain = Drain(self.stop, self.peers, self.settings.grace_seconds)
         directive = GO
         while True:
@@ -288,10 +305,10 @@ class _JobRun:
                 f"at most {self.settings.grace_seconds:g} s"
             )
 
-    def _submit_rows(self, generator: "GenerationSession", waiting: deque[ScannedRow]) -> None:
+    def _submit_rows(self, generator: "GenerationSession", waiting: deque[_WaitingRow]) -> None:
         """Submit rows while the generator wants more; a row that it refuses becomes an error."""
         while waiting and generator.wants_more:
-            scanned = waiting.popleft()
+            scanned, prefix = waiting.popleft()
             try:
                 row = self.source.read(scanned)
             except InputError as error:
@@ -299,7 +316,8 @@ class _JobRun:
             self.in_flight[row.custom_id] = row
             try:
                 token_ids = self.source.token_ids_of(row, scanned)
-                generator.submit(Request(row.custom_id, token_ids, row.params, row.prompt))
+                request = Request(row.custom_id, token_ids, row.params, row.prompt)
+                generator.submit(request, prefix)
                 self.peers.record(row.row, len(token_ids))
             except RowError as error:
                 del self.in_flight[row.custom_id]
@@ -386,12 +404,9 @@ class _JobRun:
         return self.peers.broadcast(exit_code_of(self.settings, manifest))
 
 
-def _in_submission_order(built: Build, rows: Sequence[ScannedRow]) -> deque[ScannedRow]:
-    """The rows in the order in which they are submitted."""
-    requirements = [row.requirements for row in rows if row.requirements is not None]
-    assert len(requirements) == len(rows)
-    order = built.order([(row.prompt_length, row.max_tokens) for row in requirements])
-    return deque(rows[i] for i in order)
+def _lengths_of(row: ScannedRow) -> RowLengths:
+    assert row.requirements is not None
+    return row.requirements.prompt_length, row.requirements.max_tokens
 
 
 def _schema(plan: str) -> str:

@@ -9,15 +9,17 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
+from ...compile.grids.prefix_table import PrefixTable
 from ..errors import InputError, RowError
 from ..files.strict_json import Line, read_line_at, read_lines
 from .input_format import other_format
 from .lines import BadRow, BatchRow, duplicate_of, read_row
+from .prefix_index import PrefixIndex
 from .prompt_encoder import Encoded
 
 Encode = Callable[[Sequence[BatchRow]], Sequence[Encoded]]
@@ -68,6 +70,8 @@ class ScanSummary:
     rows: Sequence[ScannedRow]
     input_sha256: str
     num_bytes: int
+    prefixes: PrefixTable = field(default_factory=PrefixTable.empty)
+    """What the prompts of rows that generate share; the row numbers are those of `rows`."""
 
     @property
     def requirements(self) -> list[RowRequirements]:
@@ -115,6 +119,7 @@ def scan(
     digest = hashlib.sha256()
     rows: list[ScannedRow] = []
     distinct: dict[RowRequirements, RowRequirements] = {}
+    prefixes = PrefixIndex()
     num_bytes = 0
 
     def observe(piece: bytes) -> None:
@@ -132,10 +137,12 @@ def scan(
             row, ids = outcome
             on_encoded(row, ids)
             requirements = _requirements_of(row, len(ids))
+            if row.params.prompt_logprobs is None:
+                prefixes.add(row.row, ids)
             # rows with equal requirements share one object
             rows.append(_scanned_row(row, distinct.setdefault(requirements, requirements), None))
         on_progress(len(rows))
-    return ScanSummary(rows, digest.hexdigest(), num_bytes)
+    return ScanSummary(rows, digest.hexdigest(), num_bytes, prefixes.table())
 
 
 def map_ahead(work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:

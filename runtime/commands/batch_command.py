@@ -76,6 +76,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="digest that the weights must have; noria inspect --weights-digest prints it",
     )
     add(
+        "--no-sharing",
+        dest="shares",
+        action="store_false",
+        help="compute the beginning of every prompt, also where prompts begin with the same tokens; "
+        "the answers are the same",
+    )
+    add(
         "--restart",
         action="store_true",
         help="discard the finished rows of an earlier run, and start again",

@@ -16,7 +16,7 @@ Knows nothing of grids, rows' tokens or queues.
 import math
 from collections.abc import Sequence
 
-from .prefix_tree import PrefixNode, dissolve
+from ...compile.grids.prefix_tree import PrefixNode, dissolve
 
 
 def keep_best(root: PrefixNode, nodes: Sequence[PrefixNode], max_slots: int) -> list[PrefixNode]:

@@ -22,7 +22,8 @@ import numpy as np
 from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.prefix_table import PrefixTable
 from .kept_prefixes import keep_best
-from .prefix_tree import PrefixNode, count_slots, prefix_tree
+from ...compile.grids.prefix_tree import PrefixNode, count_slots, prefix_tree
+from .submission_order import RowLengths, submission_order
 
 SLOTS_PER_PREFIX = 8
 """Minimum number of slots for each slot that holds a prefix."""
@@ -72,26 +73,31 @@ class Submission:
 
 
 def plan_submission(
-    grid: BucketGrid,
-    prompt_lengths: Sequence[int],
-    longest_row: int,
+    lengths: Sequence[RowLengths],
     table: PrefixTable,
-    order: Sequence[int],
+    grid: BucketGrid | None = None,
+    *,
+    shares: bool = True,
 ) -> Submission:
     """Choose the prefixes to keep, and the order of rows.
 
+    The rows of a tree of prefixes follow each other from the place of the first of them on, where
+    rows have the order of `submission_order`.
+
     Args:
-      grid: The grid.
-      prompt_lengths: The length of each row's prompt.
-      longest_row: The maximum total length of all rows.
+      lengths: The lengths of each row.
       table: What the rows share.
-      order: The order of rows if nothing were shared. The rows of a prefix follow each other from
-        the place of the first of them on, in this order as far as possible.
+      grid: The grid; without one, nothing is shared.
+      shares: Whether rows may share prefixes.
     """
-    max_slots = max_held_slots(grid, longest_row) if grid.chunks else 0
-    if max_slots < 1 or not table.shares:
-        return Submission(list(order), [None] * len(order))
-    root, nodes = prefix_tree(grid, prompt_lengths, table)
+    order = submission_order(lengths, grid)
+    without_prefixes = Submission(order, [None] * len(order))
+    if grid is None or not grid.chunks or not (shares and table.shares):
+        return without_prefixes
+    longest = max(min(grid.max_total_length(*lengths[row]), grid.max_length) for row in order)
+    if (max_slots := max_held_slots(grid, longest)) < 1:
+        return without_prefixes
+    root, nodes = prefix_tree(grid, [prompt_length for prompt_length, _ in lengths], table)
     count_slots(nodes)
     too_large = _nodes_of(nodes, {n for n in root.children if n.num_slots > max_slots})
     if too_large:

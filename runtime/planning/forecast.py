@@ -13,8 +13,7 @@ from ...compile.grids.bucket_grid import BucketGrid, NoBucketFits
 from ...compile.grids.default_grid import RowShape
 from ...compile.grids.grid_defaults import GridDefaults
 from ...compile.planning.candidates import ExpectedRow
-from .search import rows_in_submission_order
-from .simulator import simulate
+from .search import simulate_in_order
 
 MAX_SAMPLE_ROWS = 2_000
 MIN_ROWS_PER_SLOT = 8
@@ -26,14 +25,19 @@ def forecast_steps(rows: Sequence[RowShape], grid: BucketGrid) -> dict[int, floa
     """The number of steps by span, for the spans that any row uses."""
     if not grid.decode_slots:
         return {}
-    expected = [_expected(row, grid) for row in rows if _fits(row, grid)]
+    expected = expected_rows([row for row in rows if _fits(row, grid)], grid)
     max_rows = max(MAX_SAMPLE_ROWS, MIN_ROWS_PER_SLOT * grid.decode_slots)
     step = -(-len(expected) // max_rows) or 1
     expected.sort(key=lambda row: row.limit(grid.max_length))
     sample = expected[::step]
     grid = _with_slots_for(sample, grid)
-    simulation = simulate(grid, rows_in_submission_order(sample, grid), None)
+    simulation = simulate_in_order(sample, grid, None)
     return {int(span): step * use.steps for span, use in simulation.metrics.decode.items()}
+
+
+def expected_rows(rows: Sequence[RowShape], grid: BucketGrid) -> list[ExpectedRow]:
+    """The rows with their expected output tokens."""
+    return [_expected(row, grid) for row in rows]
 
 
 def _with_slots_for(rows: Sequence[ExpectedRow], grid: BucketGrid) -> BucketGrid:

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.planning.candidates import Budget, CandidateGrids, ExpectedRow
 from ...compile.planning.cost import CostModel
-from .search import SimulatedGrid, rows_in_submission_order
-from .simulator import Simulation, simulate
+from .search import SimulatedGrid, simulate_in_order
+from .simulator import Simulation
 
 MAX_ROWS_SIMULATED = 20_000
 """The largest number of rows that are all simulated."""
@@ -72,7 +72,7 @@ class Sample:
         differences = []
         for i in range(NUM_PARTS):
             rows = [*self.rows[i::NUM_PARTS], *longest_rows(self.rows)]
-            simulation = simulate(best.grid, rows_in_submission_order(rows, best.grid), cost)
+            simulation = simulate_in_order(rows, best.grid, cost)
             seconds = self._scaled(best.grid, simulation, self._bounds(rows)).seconds
             differences.append(abs(seconds / best.simulation.seconds - 1))
         return SampleUncertainty(len(self.rows), 2 * max(differences))

@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ...compile.grids.bucket_grid import BucketGrid
+from ...compile.grids.prefix_table import PrefixTable
 from ...compile.planning.candidates import Budget, Candidate, ExpectedRow
 from ...compile.planning.cost import CostModel
 from ...compile.planning.graph_prices import GraphPrices
-from ..engine.submission_order import submission_order
+from ..engine.shared_prefixes import SharedPrefix, plan_submission
 from ..errors import NoPlanFits
 from .simulator import SimulatedRow, Simulation, simulate
 
@@ -139,26 +140,43 @@ def simulate_grid(
     scaled: ScaleToAllRows = lambda grid, simulation: simulation,
 ) -> SimulatedGrid:
     """Simulate a grid; decode graphs that save too little in its schedule are removed from it."""
-    submitted = rows_in_submission_order(rows, grid)
-    simulation = scaled(grid, simulate(grid, submitted, cost))
+    simulation = scaled(grid, simulate_in_order(rows, grid, cost))
     steps = {int(span): use.steps for span, use in simulation.metrics.decode.items()}
     reduced = GraphPrices(cost, budget.graph_seconds).without_idle_spans(grid, steps)
     if reduced != grid:
-        simulation = scaled(reduced, simulate(reduced, submitted, cost))
+        simulation = scaled(reduced, simulate_in_order(rows, reduced, cost))
     return SimulatedGrid(reduced, simulation, budget.build_seconds(reduced))
 
 
-def rows_in_submission_order(rows: Sequence[ExpectedRow], grid: BucketGrid) -> list[SimulatedRow]:
-    """The rows in the order in which a job submits them to the engine."""
+def simulate_in_order(
+    rows: Sequence[ExpectedRow],
+    grid: BucketGrid,
+    cost: CostModel | None,
+    table: PrefixTable | None = None,
+) -> Simulation:
+    """Simulate rows in the order in which a job submits them to the engine.
+
+    Args:
+      rows: The rows.
+      grid: The grid.
+      cost: Gives the seconds of calls; without it all calls take 0 seconds.
+      table: What the prompts of the rows share.
+    """
     needs = [(row.need.prompt_length, row.need.max_tokens) for row in rows]
-    ordered = (rows[i] for i in submission_order(needs, grid))
-    return [
-        SimulatedRow(
-            row.need.prompt_length,
-            row.limit(grid.max_length),
-            (row.output,) * (row.need.num_sequences if row.output else 0),
-            row.ends_on_host,
-            row.need.is_scored,
-        )
-        for row in ordered
+    submission = plan_submission(needs, table or PrefixTable.empty(), grid)
+    submitted = [
+        _simulated(rows[row], grid, prefix)
+        for row, prefix in zip(submission.rows, submission.prefixes, strict=True)
     ]
+    return simulate(grid, submitted, cost, submission.num_held)
+
+
+def _simulated(row: ExpectedRow, grid: BucketGrid, prefix: SharedPrefix | None) -> SimulatedRow:
+    return SimulatedRow(
+        row.need.prompt_length,
+        row.limit(grid.max_length),
+        (row.output,) * (row.need.num_sequences if row.output else 0),
+        row.ends_on_host,
+        row.need.is_scored,
+        prefix,
+    )

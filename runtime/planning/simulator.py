@@ -19,6 +19,7 @@ from ...sharding.call import Call
 from ..engine.decode_slots import DecodeAction, ScheduledRequest, ScheduledSequence
 from ..engine.metrics import EngineMetrics
 from ..engine.scheduler import ForkAction, PrefillAction, Scheduler
+from ..engine.shared_prefixes import SharedPrefix
 
 
 @dataclass(frozen=True)
@@ -33,12 +34,15 @@ class SimulatedRow:
     ends_on_host: bool = False
     """Whether a stop string ends the sequences of the row."""
     is_scored: bool = False
+    prefix: SharedPrefix | None = None
+    """The shared prefix with which its prompt begins."""
 
     def request(self, number: int) -> ScheduledRequest:
         """The row as a request of the scheduler."""
         limit = self.limit if self.outputs else self.prompt_length
+        num_sequences = max(1, len(self.outputs))
         return ScheduledRequest(
-            number, self.prompt_length, limit, max(1, len(self.outputs)), self.is_scored
+            number, self.prompt_length, limit, num_sequences, self.is_scored, self.prefix
         )
 
 
@@ -77,9 +81,20 @@ class _LiveSequence:
     emitted: int = 0
 
 
-def simulate(grid: BucketGrid, rows: Sequence[SimulatedRow], cost: CostModel | None) -> Simulation:
-    """Simulate a job of these rows in this order; without a cost model all calls take 0 seconds."""
-    return _Run(grid, rows, cost).run()
+def simulate(
+    grid: BucketGrid, rows: Sequence[SimulatedRow], cost: CostModel | None, num_held: int = 0
+) -> Simulation:
+    """Simulate a job.
+
+    Args:
+      grid: The grid.
+      rows: The rows in the order in which they are submitted.
+      cost: Gives the seconds of calls; without it all calls take 0 seconds.
+      num_held: The number of slots that may hold shared prefixes at one time.
+    """
+    run = _Run(grid, rows, cost)
+    run.scheduler.reserve(num_held)
+    return run.run()
 
 
 class _Run:
@@ -87,7 +102,7 @@ class _Run:
 
     def __init__(self, grid: BucketGrid, rows: Sequence[SimulatedRow], cost: CostModel | None):
         self._grid, self._rows, self._cost = grid, rows, cost
-        self._scheduler = Scheduler(grid)
+        self.scheduler = Scheduler(grid)
         self._live: dict[int, _LiveSequence] = {}
         self._result = Simulation()
         self._called: set[Call] = set()
@@ -98,12 +113,12 @@ class _Run:
         waiting = deque(enumerate(self._rows))
         seconds_at_last_row = None
         while True:
-            while waiting and self._scheduler.wants_more:
+            while waiting and self.scheduler.wants_more:
                 number, row = waiting.popleft()
-                self._scheduler.submit(row.request(number))
-            if seconds_at_last_row is None and not waiting and not self._scheduler.num_waiting:
+                self.scheduler.submit(row.request(number))
+            if seconds_at_last_row is None and not waiting and not self.scheduler.num_waiting:
                 seconds_at_last_row = self._result.seconds
-            if (action := self._scheduler.next_action()) is None:
+            if (action := self.scheduler.next_action()) is None:
                 break
             self._carry_out(action)
         self._result.tail_seconds = self._result.seconds - (seconds_at_last_row or 0.0)
@@ -173,8 +188,8 @@ class _Run:
         live.emitted += count
         wanted = self._rows[live.sequence.request.number].outputs[live.sequence.sample]
         if live.emitted < wanted:
-            self._scheduler.advance(slot, count)
+            self.scheduler.advance(slot, count)
             return
         self._result.metrics.cut_tokens += live.emitted - wanted
-        self._scheduler.release(slot)
+        self.scheduler.release(slot)
         del self._live[slot]

@@ -21,8 +21,7 @@ from noria.runtime.batch import job_plan
 from noria.runtime.batch.job_plan import derived_plan, limit_note
 from noria.runtime.cli import main
 from noria.runtime.planning.forecast import forecast_steps
-from noria.runtime.planning.search import rows_in_submission_order
-from noria.runtime.planning.simulator import simulate
+from noria.runtime.planning.search import simulate_in_order
 from noria.runtime.pods.peers import ALONE
 
 MODEL = PlannedModel("tiny", "")
@@ -148,7 +147,7 @@ def test_every_call_of_a_schedule_has_a_graph_whatever_rows_emit(needs, override
     for share in (0.2, 1):
         most = [50 if row.max_tokens is None else row.max_tokens for row in rows]
         expected = [ExpectedRow(row, round(share * n)) for row, n in zip(rows, most, strict=True)]
-        metrics = simulate(grid, rows_in_submission_order(expected, grid), None).metrics
+        metrics = simulate_in_order(expected, grid, None).metrics
         assert {int(span) for span in metrics.decode} <= set(grid.graph_spans)
         assert set(metrics.prefill) <= {str(bucket) for bucket in grid.prefill}
         emitted = sum(row.output * row.need.num_sequences for row in expected)

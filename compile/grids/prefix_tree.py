@@ -11,8 +11,8 @@ Knows nothing of token ids, slots' owners, devices or queues.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ...compile.grids.bucket_grid import BucketGrid, PrefillBucket
-from ...compile.grids.prefix_table import PrefixTable
+from .bucket_grid import BucketGrid, PrefillBucket
+from .prefix_table import PrefixTable
 
 
 @dataclass(eq=False)
