@@ -21,8 +21,8 @@ import numpy as np
 
 from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.prefix_table import PrefixTable
-from .kept_prefixes import keep_best
 from ...compile.grids.prefix_tree import PrefixNode, count_slots, prefix_tree
+from .kept_prefixes import keep_best
 from .submission_order import RowLengths, submission_order
 
 SLOTS_PER_PREFIX = 8

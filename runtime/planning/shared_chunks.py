@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from ...compile.grids.bucket_grid import BucketGrid
-from ...compile.grids.default_grid import RowShape, with_chunks
+from ...compile.grids.default_grid import with_chunks
 from ...compile.grids.grid_defaults import GridDefaults
 from ...compile.grids.prefix_table import PrefixTable
 from ...compile.planning.candidates import ExpectedRow
