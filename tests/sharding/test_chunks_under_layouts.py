@@ -5,6 +5,7 @@ downwards. Of two chunk sizes, one is longer and one is shorter than the windows
 """
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import jax
 import numpy as np
@@ -41,17 +42,51 @@ windows and sinks. The second is a ring: its devices send entries for the first 
 and queries for the second span."""
 
 
-@pytest.mark.parametrize(
+EVERY_PAIR = pytest.mark.parametrize(
     ("family", "layout", "num_kv_heads"),
     [pytest.param(*pair, marks=[] if pair in OFTEN else [pytest.mark.slow]) for pair in PAIRS],
 )
-def test_chunks_give_the_answer_of_whole_prompts_on_one_device(family, layout, num_kv_heads):
+
+
+@lru_cache(maxsize=len(OFTEN))
+def in_chunks(family: str, layout: str | None, num_kv_heads: int) -> LaidOut:
+    """Return a model under a layout, compiled once for the tests of a pair."""
     placed = None if layout is None else layout_of(layout)
+    return LaidOut(config_of(family, num_kv_heads), placed, in_chunks=True)
+
+
+@EVERY_PAIR
+def test_chunks_give_the_answer_of_whole_prompts_on_one_device(family, layout, num_kv_heads):
     config, rows = config_of(family, num_kv_heads), greedy_rows()
-    model = LaidOut(config, placed, in_chunks=True)
+    model = in_chunks(family, layout, num_kv_heads)
     slots = [model.grid.decode_slots - 1 - slot for slot in rows]
     got = model.answer(dict(zip(slots, rows.values(), strict=True)))
     expected(config).assert_equals(got, slots)
+
+
+@EVERY_PAIR
+def test_a_prompt_after_a_copied_prefix_has_the_bits_of_one_that_is_computed_whole(
+    family, layout, num_kv_heads
+):
+    """Other rows decode between the prefix and its copy, and go on in their own slots."""
+    model = in_chunks(family, layout, num_kv_heads)
+    row, *others = greedy_rows().values()
+    neighbours = dict(enumerate(others[:4]))
+    last = model.grid.decode_slots - 1
+    computed = model.answer({last: row} | neighbours)
+
+    prefix = replace(row, prompt=row.prompt[:16], limit=16)
+    state, _ = model.prefill({last - 1: prefix} | neighbours)
+    state = model.decode(state, neighbours, num_calls=1).state
+    state = model.fork(state, last - 1, last, row)
+    state, _ = model.prefill({last: row}, state, start=16)
+    copied = model.decode(state, [last])
+    for got, wanted in (
+        (copied.output.tokens_BQ, computed.output.tokens_BQ),
+        (copied.prompt_logprobs_BV, computed.prompt_logprobs_BV),
+        (copied.logprobs_BV, computed.logprobs_BV),
+    ):
+        np.testing.assert_array_equal(got[last], wanted[last])
 
 
 LONG = 8192

@@ -1,0 +1,25 @@
+"""Random prompts that begin with parts of each other, and what the search finds in them."""
+
+import numpy as np
+
+from noria.compile.grids.prefix_table import PrefixTable
+from noria.runtime.batch.prefix_index import UNIT, PrefixIndex
+
+
+def related_prompts(seed: int) -> list[list[int]]:
+    """Return prompts of few ids, most of which begin with a part of an earlier prompt."""
+    rng, prompts = np.random.default_rng(seed), []
+    for _ in range(rng.integers(2, 25)):
+        start = []
+        if prompts and rng.random() < 0.8:
+            start = prompts[rng.integers(len(prompts))]
+            start = start[: rng.choice([len(start), len(start) // UNIT * UNIT, rng.integers(200)])]
+        prompts.append((start + rng.integers(0, 9, rng.integers(1, 70)).tolist())[:200])
+    return prompts
+
+
+def table_of(prompts: list[list[int]], max_hashes: int = 10**6) -> tuple[PrefixTable, int]:
+    index = PrefixIndex(max_hashes)
+    for row, prompt in enumerate(prompts):
+        index.add(row, prompt)
+    return index.table(), index._unit

@@ -1,0 +1,297 @@
+"""Shared prefixes: the slots that hold them, the choice of what to keep, and bits of real runs."""
+
+import pickle
+from collections import deque
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+from related_prompts import related_prompts, table_of
+from tiny import CONFIG, RAGGED_CHUNK_GRID, TinyModel
+from unoptimized import set_optimized
+
+from noria.compile.grids.bucket_grid import BucketGrid
+from noria.compile.grids.prefix_tree import PrefixNode, count_slots, dissolve
+from noria.runtime.engine.decode_slots import DecodeAction, ScheduledRequest
+from noria.runtime.engine.kept_prefixes import keep_best
+from noria.runtime.engine.scheduler import ForkAction, PrefillAction, Scheduler
+from noria.runtime.engine.shared_prefixes import Submission, plan_submission
+from noria.runtime.planning.simulator import SimulatedRow, simulate
+from noria.runtime.request import Request, SamplingParams
+
+
+def random_grid(rng: np.random.Generator) -> BucketGrid:
+    chunks = [(16,), (32,), (16, 64)][rng.integers(3)]
+    slots = int(rng.choice([2, 8, 16, 40]))
+    spans = [64, 128, 256]
+    batches = rng.choice([1, 2, 4], len(chunks)).tolist()
+    table = {
+        "max_length": 256,
+        "prefill": [[span, *batches] for span in spans],
+        "decode_slots": slots,
+        "decode_spans": spans,
+        "chunk": list(chunks),
+    }
+    if slots >= 8 and rng.random() < 0.3:
+        table["span_slots"] = [slots, slots // 2, slots // 4]
+    return BucketGrid.from_table(table)
+
+
+class SymbolicRun:
+    """A job whose slots hold the tokens and graphs that were written to them."""
+
+    def __init__(self, seed: int, *, in_order: bool = True, drain_at: int | None = None):
+        rng = np.random.default_rng(seed)
+        self.grid, self.prompts = random_grid(rng), related_prompts(seed)
+        count = len(self.prompts)
+        self.outputs = rng.integers(1, 30, count).tolist()
+        self.num_samples = rng.choice([1, 1, 3, self.grid.decode_slots], count).tolist()
+        lengths = [(len(p), n) for p, n in zip(self.prompts, self.outputs, strict=True)]
+        table, _ = table_of(self.prompts)
+        submission = plan_submission(lengths, table, self.grid)
+        rows = list(zip(submission.rows, submission.prefixes, strict=True))
+        if not in_order:
+            rows = [rows[i] for i in rng.permutation(count)]
+        self.scheduler = Scheduler(self.grid)
+        self.scheduler.reserve(submission.num_held)
+        self.waiting = deque(enumerate(rows))
+        self.row_of: dict[int, int] = {}
+        self.content: dict[int, tuple] = {}
+        self.live: dict[int, list] = {}
+        self.done: set[tuple[int, int]] = set()
+        self.dropped: set[int] = set()
+        self.num_computed = 0
+        self._run(drain_at)
+
+    def _run(self, drain_at: int | None) -> None:
+        for step in range(100_000):
+            while self.waiting and self.scheduler.wants_more:
+                number, (row, prefix) = self.waiting.popleft()
+                self.row_of[number] = row
+                length = len(self.prompts[row])
+                limit, samples = length + self.outputs[row], self.num_samples[row]
+                self.scheduler.submit(
+                    ScheduledRequest(number, length, limit, samples, False, prefix)
+                )
+            if step == drain_at:
+                self.dropped = {request.number for request in self.scheduler.drain()}
+                self.waiting.clear()
+            match self.scheduler.next_action():
+                case PrefillAction() as action:
+                    self._prefill(action)
+                case ForkAction(source=source, slot=slot, sequence=sequence):
+                    assert slot not in self.live
+                    self.content[slot] = self.content[source]
+                    if sequence is not None:
+                        self.live[slot] = [sequence, 0]
+                case DecodeAction(slots=slots):
+                    self._decode(slots)
+                case None:
+                    return
+        raise AssertionError("the job does not end")
+
+    def _prefill(self, action: PrefillAction) -> None:
+        assert len({piece.slot for piece in action.rows}) == len(action.rows)
+        for piece in action.rows:
+            number, end = piece.sequence.request.number, piece.start + piece.count
+            assert piece.slot not in self.live
+            assert number not in self.dropped or not piece.is_shared
+            prompt = self.prompts[self.row_of[number]]
+            tokens, graphs = self.content[piece.slot] if piece.start else ((), ())
+            assert tokens == tuple(prompt[: piece.start])
+            self.content[piece.slot] = tuple(prompt[:end]), (*graphs, action.bucket)
+            assert end <= self.grid.slot_capacity(piece.slot)
+            self.num_computed += piece.count
+            if piece.is_last and not piece.is_shared:
+                assert list(self.content[piece.slot][1]) == self.grid.buckets_of(len(prompt))
+                self.live[piece.slot] = [piece.sequence, 0]
+
+    def _decode(self, slots: tuple[int, ...]) -> None:
+        assert set(slots) == set(self.live)
+        for slot in slots:
+            sequence, emitted = self.live[slot]
+            wanted = self.outputs[self.row_of[sequence.request.number]]
+            if emitted + 8 < wanted:
+                self.scheduler.advance(slot, 8)
+                self.live[slot][1] += 8
+                continue
+            self.scheduler.release(slot)
+            del self.live[slot]
+            key = sequence.request.number, sequence.sample
+            assert key not in self.done
+            self.done.add(key)
+
+    def assert_all_rows_ended(self) -> None:
+        kept = self.row_of.keys() - self.dropped
+        expected = {(n, i) for n in kept for i in range(self.num_samples[self.row_of[n]])}
+        assert {key for key in self.done if key[0] in kept} == expected
+
+
+@pytest.mark.parametrize("seed", range(80))
+def test_every_row_runs_through_its_own_pieces(seed):
+    SymbolicRun(seed).assert_all_rows_ended()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_rows_in_any_other_order_run_as_well(seed):
+    SymbolicRun(seed, in_order=False).assert_all_rows_ended()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_drain_drops_prefixes_and_keeps_rows_in_flight(seed):
+    SymbolicRun(seed, drain_at=seed % 30 + 1).assert_all_rows_ended()
+
+
+def test_sharing_computes_fewer_tokens():
+    runs = [SymbolicRun(seed) for seed in range(40)]
+    computed = sum(run.num_computed for run in runs)
+    assert computed < 0.9 * sum(len(prompt) for run in runs for prompt in run.prompts)
+
+
+def random_tree(rng: np.random.Generator) -> tuple[PrefixNode, list[PrefixNode]]:
+    root, row = PrefixNode(0, None), 0
+    nodes: list[PrefixNode] = []
+    for _ in range(rng.integers(1, 10)):
+        parent = [root, *nodes][rng.integers(len(nodes) + 1)]
+        node = PrefixNode(parent.length + 16 * int(rng.integers(1, 6)), parent)
+        parent.children[node] = None
+        nodes.append(node)
+    for node in nodes:
+        for _ in range(rng.integers(0, 3) if node.children else rng.integers(2, 5)):
+            node.rows.append(row)
+            row += 1
+    return root, nodes
+
+
+def num_computed(root: PrefixNode, nodes: list[PrefixNode], length_of: dict[int, int]) -> int:
+    """Return the tokens that are computed for all rows up to their nodes in the whole tree."""
+    rows = sum(length_of[row] - node.length for node in [root, *nodes] for row in node.rows)
+    return rows + sum(node.length - node.parent.length for node in nodes)
+
+
+@pytest.mark.parametrize("max_slots", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(20))
+def test_no_other_choice_of_prefixes_computes_fewer_tokens(seed, max_slots):
+    tree = random_tree(np.random.default_rng(seed))
+    length_of = {row: node.length for node in tree[1] for row in node.rows}
+    best = np.inf
+    for is_kept in product([False, True], repeat=len(tree[1])):
+        root, nodes = pickle.loads(pickle.dumps(tree))
+        for node, keep in reversed(list(zip(nodes, is_kept, strict=True))):
+            if not keep:
+                dissolve(node, node.parent)
+        kept = [node for node, keep in zip(nodes, is_kept, strict=True) if keep]
+        count_slots(kept)
+        if all(node.num_slots <= max_slots for node in root.children):
+            best = min(best, num_computed(root, kept, length_of))
+    root, nodes = tree
+    kept = keep_best(root, nodes, max_slots)
+    count_slots(kept)
+    assert all(node.num_slots <= max_slots for node in root.children)
+    assert num_computed(root, kept, length_of) == best
+
+
+def test_slots_grow_with_the_logarithm_of_the_tree():
+    """In a chain each prefix continues in the slot of the one before it."""
+    chain, parent = [], PrefixNode(0, None)
+    for length in range(16, 16 * 200, 16):
+        node = PrefixNode(length, parent, rows=[length])
+        parent.children[node] = None
+        chain.append(node)
+        parent = node
+    count_slots(chain)
+    assert chain[0].num_slots == 1
+
+
+SHARED = np.random.default_rng(5).integers(3, CONFIG.vocab_size, 24).tolist()
+PARAMS = SamplingParams(temperature=0.9, seed=3, max_tokens=9, n=2, logprobs=2)
+
+
+def requests() -> list[Request]:
+    """Return rows with prefixes of 8, 16 and 24 tokens, two equal prompts, and unrelated rows."""
+    rng = np.random.default_rng(6)
+    lengths = [24, 24, 16, 24, 8, 0, 16, 0, 24, 8]
+    rows = [
+        SHARED[:n] + rng.integers(3, CONFIG.vocab_size, m).tolist()
+        for n, m in zip(lengths, rng.integers(1, 15, len(lengths)), strict=True)
+    ]
+    rows += rows[:1]
+    return [
+        Request(f"row-{i}", row, replace(PARAMS, temperature=0.9 * (i % 2)))
+        for i, row in enumerate(rows)
+    ]
+
+
+def submission_of(rows: list[Request], grid: BucketGrid) -> Submission:
+    index, _ = table_of([row.prompt_token_ids for row in rows])
+    lengths = [(len(row.prompt_token_ids), row.params.max_tokens) for row in rows]
+    return plan_submission(lengths, index, grid)
+
+
+@pytest.fixture(scope="module")
+def model() -> TinyModel:
+    """Return a model with windows; long slots are few, so they hold at most one prefix."""
+    set_optimized(True)
+    slots = {"decode_slots": 8, "span_slots": (8, 4, 2)}
+    return TinyModel(grid=replace(RAGGED_CHUNK_GRID, **slots, score=False))
+
+
+def run(model: TinyModel, rows: list[Request], submission: Submission):
+    generator = model.generator()
+    generator.reserve(submission.num_held)
+    for row, prefix in zip(submission.rows, submission.prefixes, strict=True):
+        generator.submit(rows[row], prefix)
+    return {output.request_id: output.outputs for output in generator.run()}, generator
+
+
+def without_prefixes(submission: Submission) -> Submission:
+    return Submission(submission.rows, [None] * len(submission.rows))
+
+
+def test_a_copied_prefix_gives_the_bits_of_a_computed_one(model):
+    rows = requests()
+    submission = submission_of(rows, model.grid)
+    shared, generator = run(model, rows, submission)
+    computed, plain = run(model, rows, without_prefixes(submission))
+    assert shared == computed
+    metrics = generator.engine.metrics
+    assert metrics.saved_tokens > 50
+    num_tokens = [
+        sum(use.real_tokens for use in m.prefill.values()) for m in (metrics, plain.engine.metrics)
+    ]
+    assert num_tokens[1] - num_tokens[0] == metrics.saved_tokens
+    assert plain.engine.metrics.saved_tokens == 0
+
+
+def test_different_prompts_with_equal_hashes_do_not_share(model):
+    rows = requests()
+    submission = submission_of(rows, model.grid)
+    last = max(i for i, prefix in enumerate(submission.prefixes) if prefix is not None)
+    changed = rows[submission.rows[last]]
+    other = [3 + (token - 2) % 100 for token in changed.prompt_token_ids]
+    rows[submission.rows[last]] = replace(changed, prompt_token_ids=other)
+    shared, _ = run(model, rows, submission)
+    computed, _ = run(model, rows, without_prefixes(submission))
+    assert shared == computed
+
+
+def test_the_simulator_has_the_tokens_and_calls_of_the_run(model):
+    rows = requests()
+    submission = submission_of(rows, model.grid)
+    outputs, generator = run(model, rows, submission)
+    simulated = []
+    for row, prefix in zip(submission.rows, submission.prefixes, strict=True):
+        length = len(rows[row].prompt_token_ids)
+        emitted = tuple(len(o.token_ids) for o in outputs[rows[row].request_id])
+        limit = length + rows[row].params.max_tokens
+        simulated.append(SimulatedRow(length, limit, emitted, prefix=prefix))
+    got = simulate(model.grid, simulated, None, submission.num_held).metrics
+    metrics = generator.engine.metrics
+    for name in ("forks", "copied_tokens", "prefix_tokens", "padding"):
+        assert getattr(got, name) == getattr(metrics, name)
+    for phase in ("prefill", "decode"):
+        calls, expected = (
+            {name: use.calls for name, use in getattr(m, phase).items()} for m in (got, metrics)
+        )
+        assert calls == expected
