@@ -28,13 +28,14 @@ def main() -> None:
     _generate_together(llama_cpp, np, context, vocab_size, [p[:16] for p in job.prompts[:2]], 2)
     warm_up_seconds = time.perf_counter() - started
 
+    max_tokens = job.common_max_tokens
     order = sorted(range(len(job.prompts)), key=lambda row: len(job.prompts[row]))
     token_ids: list[list[int]] = [[] for _ in job.prompts]
     started = time.perf_counter()
     for start in range(0, len(order), slots):
         rows = order[start : start + slots]
         prompts = [job.prompts[row] for row in rows]
-        generated = _generate_together(llama_cpp, np, context, vocab_size, prompts, job.max_tokens)
+        generated = _generate_together(llama_cpp, np, context, vocab_size, prompts, max_tokens)
         for row, ids in zip(rows, generated, strict=True):
             token_ids[row] = ids
     finish(

@@ -19,7 +19,7 @@ def main() -> None:
     model.eval()
     load_seconds = time.perf_counter() - started
 
-    warm_up = Job(job.model, job.prompts[:2], 4, job.num_threads, {"batch_size": 2})
+    warm_up = Job(job.model, job.prompts[:2], [4, 4], job.num_threads, {"batch_size": 2})
     started = time.perf_counter()
     _generate(model, warm_up)
     warm_up_seconds = time.perf_counter() - started
@@ -52,7 +52,7 @@ def _generate(model, job: Job) -> list[list[int]]:
             output = model.generate(
                 torch.tensor(ids),
                 attention_mask=torch.tensor(mask),
-                max_new_tokens=job.max_tokens,
+                max_new_tokens=job.common_max_tokens,
                 do_sample=False,
                 eos_token_id=None,
                 pad_token_id=0,

@@ -1,0 +1,34 @@
+"""Count the prompt tokens that remain when common beginnings are computed once.
+
+Needs only the standard library and imports nothing from noria, so that a mistake in noria's own
+search shows as a difference.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class PrefixCount(NamedTuple):
+    """The tokens of some prompts, and of their distinct pieces."""
+
+    total: int
+    distinct: int
+
+
+def count_prefixes(prompts: Sequence[Sequence[int]], chunk: int) -> PrefixCount:
+    """Count the tokens of prompts that are cut at multiples of `chunk`.
+
+    Two pieces are the same if all ids up to their ends are the same. The rest of a prompt behind
+    its last whole piece belongs to this prompt alone.
+    """
+    # a prefix is its number: the number of the prefix before it, and its last piece, determine it
+    numbers: dict[tuple[int, tuple[int, ...]], int] = {}
+    rest = 0
+    for ids in prompts:
+        end = len(ids) - len(ids) % chunk
+        rest += len(ids) - end
+        prefix = 0
+        for start in range(0, end, chunk):
+            piece = prefix, tuple(ids[start : start + chunk])
+            prefix = numbers.setdefault(piece, len(numbers) + 1)
+    return PrefixCount(sum(map(len, prompts)), len(numbers) * chunk + rest)
