@@ -11,6 +11,8 @@ import pytest
 from command import chat, completion, read_manifest, write_lines
 from model_on_disk import write_model
 
+IN_CHUNKS = ("--set", "buckets.chunk=16")
+"""Prompts in chunks share their beginnings."""
 KILLS = [6, pytest.param(50, marks=pytest.mark.slow)]
 
 
@@ -19,10 +21,11 @@ def job(noria, tmp_path_factory):
     """The input of a job of a few seconds, and its undisturbed output."""
     folder = tmp_path_factory.mktemp("job")
     rng = random.Random(3)
+    prefixes = [[], [rng.randrange(3, 250) for _ in range(40)]]
     rows = [
         completion(
             f"row-{i}",
-            [rng.randrange(3, 250) for _ in range(rng.randint(1, 40))],
+            prefixes[i % 3 == 1] + [rng.randrange(3, 250) for _ in range(rng.randint(1, 40))],
             temperature=0.8 * (i % 2),
             max_tokens=rng.randint(1, 60),
         )
@@ -34,8 +37,9 @@ def job(noria, tmp_path_factory):
     source = write_lines(folder / "in.jsonl", rows)
     output = folder / "whole.jsonl"
     # run twice: the second run finds every program in the compile cache, like the killed jobs
-    noria.batch(source, folder / "first.jsonl", expect=1)
-    noria.batch(source, output, expect=1)
+    _, manifest = noria.batch(source, folder / "first.jsonl", *IN_CHUNKS, expect=1)
+    assert manifest["generator"]["shared_prefixes"]["saved_tokens"] > 1000
+    noria.batch(source, output, *IN_CHUNKS, expect=1)
     return source, output
 
 
@@ -58,7 +62,7 @@ def test_a_job_killed_at_random_moments_ends_as_if_undisturbed(noria, job, tmp_p
     output = tmp_path / "out.jsonl"
     lifetime = read_manifest(whole)["wall_seconds"] + 1.0
     rng = random.Random(kills)
-    arguments = ("batch", "-i", source, "-o", output, "--model", noria.model)
+    arguments = ("batch", "-i", source, "-o", output, "--model", noria.model, *IN_CHUNKS)
     hits = 0
     while hits < kills:
         process = noria.start(*arguments)
@@ -76,6 +80,13 @@ def test_a_job_killed_at_random_moments_ends_as_if_undisturbed(noria, job, tmp_p
     assert masked(output) == masked(whole)
 
 
+def test_a_job_that_shares_nothing_gives_the_same_answers(noria, job, tmp_path):
+    source, whole = job
+    _, manifest = noria.batch(source, tmp_path / "out.jsonl", *IN_CHUNKS, "--no-sharing", expect=1)
+    assert manifest["generator"]["shared_prefixes"]["saved_tokens"] == 0
+    assert masked(tmp_path / "out.jsonl") == masked(whole)
+
+
 def test_a_complete_job_run_again_does_nothing_quickly(noria, job):
     source, output = job
 
@@ -85,7 +96,9 @@ def test_a_complete_job_run_again_does_nothing_quickly(noria, job):
 
     before = contents()
     start = time.monotonic()
-    done = noria.run("batch", "-i", source, "-o", output, "--model", noria.model, expect=1)
+    done = noria.run(
+        "batch", "-i", source, "-o", output, "--model", noria.model, *IN_CHUNKS, expect=1
+    )
     seconds = time.monotonic() - start
     assert contents() == before
     assert "complete already" in done.stdout + done.stderr
@@ -96,7 +109,7 @@ def test_a_complete_job_run_again_does_nothing_quickly(noria, job):
 def test_a_stopped_job_drains_and_goes_on_later(noria, job, tmp_path, number, status):
     source, whole = job
     output = tmp_path / "out.jsonl"
-    arguments = ("batch", "-i", source, "-o", output, "--model", noria.model)
+    arguments = ("batch", "-i", source, "-o", output, "--model", noria.model, *IN_CHUNKS)
     process = noria.start(*arguments, start_new_session=True)
     wait_for_records(process, output, 20)
     # signal the whole group, as a terminal does for Ctrl-C
@@ -112,7 +125,7 @@ def test_a_stopped_job_drains_and_goes_on_later(noria, job, tmp_path, number, st
 def test_a_complete_job_run_again_imports_nothing_heavy(noria, job):
     source, output = job
     talkative = replace(noria, environment={**noria.environment, "PYTHONPROFILEIMPORTTIME": "1"})
-    arguments = ("-i", source, "-o", output, "--model", noria.model)
+    arguments = ("-i", source, "-o", output, "--model", noria.model, *IN_CHUNKS)
     done = talkative.run("batch", *arguments, expect=1)
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "noria.runtime.batch.run" in imported
@@ -141,7 +154,7 @@ def test_a_job_stopped_in_the_middle_of_a_long_compile_leaves_at_once(noria, tmp
 def test_a_job_stopped_while_it_compiles_ends_soon_and_goes_on_later(noria, job, tmp_path):
     source, whole = job
     output = tmp_path / "out.jsonl"
-    arguments = ("batch", "-i", source, "-o", output, "--model", noria.model)
+    arguments = ("batch", "-i", source, "-o", output, "--model", noria.model, *IN_CHUNKS)
     # no compile cache: there is time to stop it
     cold = replace(noria, environment={**noria.environment, "XDG_CACHE_HOME": str(tmp_path)})
     process = cold.start(*arguments)
