@@ -22,11 +22,6 @@ class PrefixTable:
     """The first tokens that each row shares with the row before it, as int32; 0 for the first row.
     Shorter than the truth by less than the unit in which the search compares prompts."""
 
-    @classmethod
-    def empty(cls) -> "PrefixTable":
-        """The table of a job in which nothing is shared."""
-        return cls(np.zeros(0, np.int32), np.zeros(0, np.int32))
-
     @property
     def shares(self) -> bool:
         """Whether any two rows share a beginning."""
@@ -35,37 +30,41 @@ class PrefixTable:
     def of_rows(self, rows: Sequence[int]) -> "PrefixTable":
         """The table of some rows, with each row's index in `rows` as its new number."""
         if not len(rows) or not len(self.rows):
-            return PrefixTable.empty()
+            return NOTHING_SHARED
         index_of = np.full(max(max(rows), int(self.rows.max())) + 1, -1, np.int32)
         index_of[rows] = np.arange(len(rows))
         new = index_of[self.rows]
         kept = np.flatnonzero(new >= 0)
         if not len(kept):
-            return PrefixTable.empty()
+            return NOTHING_SHARED
         # a row shares with the last kept row what all rows between them share
         shared = np.minimum.reduceat(self.shared[: kept[-1] + 1], np.r_[0, kept[:-1] + 1])
         shared[0] = 0
         return PrefixTable(new[kept], shared)
 
     def shared_pieces(self, prompt_lengths: np.ndarray, chunks: Sequence[int]) -> np.ndarray:
-        """The tokens of each row, by row, in whole pieces that the row before it has, too.
+        """The most tokens of each row that it can share in whole pieces, by row.
 
         A prompt is cut into pieces of the largest chunk, then its rest into pieces of the next one,
-        and so on. The last piece of a prompt is never shared.
+        and so on. The last piece of a prompt is never shared. With several chunks, a row may share
+        less, as prompts of other lengths are cut elsewhere.
 
         Args:
           prompt_lengths: The length of each row's prompt.
           chunks: The sizes of pieces, in growing order.
         """
         result = np.zeros(len(prompt_lengths), np.int64)
-        own = prompt_lengths[self.rows]
-        before = np.r_[0, own[:-1]]
-        shared = np.minimum(self.shared, np.maximum(0, np.minimum(own, before) - 1))
-        in_both, is_done = np.zeros_like(shared), np.zeros(len(shared), bool)
+        lengths = prompt_lengths[self.rows]
+        shared = np.minimum(self.shared, lengths - 1)
+        whole, is_complete = np.zeros_like(lengths), np.zeros(len(lengths), bool)
         for chunk in reversed(chunks):
-            ends = own // chunk * chunk, before // chunk * chunk
-            whole = np.minimum(shared // chunk * chunk, np.minimum(*ends))
-            in_both = np.where(is_done, in_both, np.maximum(in_both, whole))
-            is_done |= (whole < np.minimum(*ends)) | (ends[0] != ends[1])
-        result[self.rows] = in_both
+            end = lengths // chunk * chunk
+            whole = np.where(is_complete, whole, np.minimum(shared // chunk * chunk, end))
+            # smaller pieces come only after the last piece of this size
+            is_complete |= shared < end
+        result[self.rows] = whole
         return result
+
+
+NOTHING_SHARED = PrefixTable(np.zeros(0, np.int32), np.zeros(0, np.int32))
+"""The table of a job in which nothing is shared."""

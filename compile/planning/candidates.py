@@ -3,7 +3,8 @@
 For every choice of slots, tokens per call and chunks, prefill lengths and spans are cut exactly
 (`bucket_search`), independently of each other. The bound is the time of a run in which every call
 is full and every token runs over its own span. No schedule is faster. So a candidate whose bound is
-above the time of another candidate's complete schedule cannot be the best. Likewise, no schedule
+above the time of another candidate's complete schedule cannot be the best. Beginnings that prompts
+share count once in the bound of chunks, because they may be computed once. Likewise, no schedule
 computes fewer prompt tokens than the calls that its pieces fill. So a candidate that already pads
 too much by this count is excluded, whatever its schedule.
 
@@ -32,6 +33,7 @@ from ..grids.bucket_search import cheapest_cuts
 from ..grids.default_grid import SPAN_STEP, RowShape, slot_use
 from ..grids.grid_defaults import GridDefaults, round_up
 from ..grids.prefill_ladder import with_small_calls
+from ..grids.prefix_table import NOTHING_SHARED, PrefixTable
 from ..grids.span_slots import SlotUse, with_ragged_slots
 from .compile_time import NO_TIME, GraphSeconds
 from .cost import CostModel
@@ -131,6 +133,7 @@ class CandidateGrids:
         cost: CostModel,
         budget: Budget,
         defaults: GridDefaults,
+        table: PrefixTable = NOTHING_SHARED,
     ):
         if not rows:
             raise ValueError("workload: expected at least one row that fits the model, got none.")
@@ -160,6 +163,9 @@ class CandidateGrids:
         self._emitted_below = self._count_emitted()
         """Number of tokens that are emitted at positions below each length."""
         self._cuts: dict[int, list[PrefillBucket]] = {}
+        self._table = table
+        self._shared: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]] = {}
+        """Tokens in shared pieces and the number of rows that share as many, by chunk sizes."""
         self._known_prompts: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._known_spans: dict[tuple[int, int, int, int], tuple[int, ...]] = {}
 
@@ -249,8 +255,14 @@ class CandidateGrids:
 
     def _candidate(self, grid: BucketGrid) -> Candidate:
         prompts, counts = self._prefilled(grid)
-        rows = zip(grid.prefill, rows_by_bucket(grid, prompts, counts), strict=True)
-        calls = {bucket: -(-count // bucket.batch) for bucket, count in rows}
+        every = rows_by_bucket(grid, prompts, counts)
+        saved = (
+            rows_by_bucket(grid, *self._shared_by(grid.chunks)) if grid.chunks else [0] * len(every)
+        )
+        calls = {
+            bucket: -(-(count - less) // bucket.batch)
+            for bucket, count, less in zip(grid.prefill, every, saved, strict=True)
+        }
         prefill = sum(n * self._cost.seconds(bucket.call()) for bucket, n in calls.items())
         first = self._cost.first_call_seconds
         prefill += sum(first(bucket.call()) for bucket, n in calls.items() if n)
@@ -290,6 +302,13 @@ class CandidateGrids:
             lengths = np.flatnonzero(counts)
             self._known_prompts[slots] = lengths, counts[lengths]
         return self._known_prompts[slots]
+
+    def _shared_by(self, chunks: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens that rows share in whole pieces, and how many rows share as many."""
+        if chunks not in self._shared:
+            tokens = self._table.shared_pieces(self._prompts, chunks)
+            self._shared[chunks] = np.unique(tokens, return_counts=True)
+        return self._shared[chunks]
 
     def _count_emitted(self) -> np.ndarray:
         change = np.zeros(self.max_length + max(CHUNKS) + 2)

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...compile.grids.prefix_table import PrefixTable
+from ...compile.grids.prefix_table import NOTHING_SHARED, PrefixTable
 from ..checkpoint import ModelFiles, open_model
 from ..devices.default_target import default_target
 from ..engine.shared_prefixes import plan_submission
@@ -181,7 +181,7 @@ class BatchModel:
         config = self.files.spec.config
         can_run = [row for row in summary.rows if row.requirements is not None]
         rows = [row_shape(requirements) for requirements in summary.requirements]
-        table = PrefixTable.empty()
+        table = NOTHING_SHARED
         if self.options.shares:
             table = summary.prefixes.of_rows([row.row for row in can_run])
         cache = compilation_cache.enable(progress.note)

@@ -9,12 +9,12 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from ...compile.grids.prefix_table import PrefixTable
+from ...compile.grids.prefix_table import NOTHING_SHARED, PrefixTable
 from ..errors import InputError, RowError
 from ..files.strict_json import Line, read_line_at, read_lines
 from .input_format import other_format
@@ -70,7 +70,7 @@ class ScanSummary:
     rows: Sequence[ScannedRow]
     input_sha256: str
     num_bytes: int
-    prefixes: PrefixTable = field(default_factory=PrefixTable.empty)
+    prefixes: PrefixTable = NOTHING_SHARED
     """What the prompts of rows that generate share; the row numbers are those of `rows`."""
 
     @property

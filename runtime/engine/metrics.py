@@ -148,11 +148,7 @@ class EngineMetrics:
                 "decode": {name: vars(use) for name, use in self.decode.items()},
             },
             "padding": self.padding,
-            "shared_prefixes": {
-                "computed_tokens": self.prefix_tokens,
-                "copied_tokens": self.copied_tokens,
-                "saved_tokens": self.saved_tokens,
-            },
+            "shared_prefixes": self.shared_prefixes,
             "phases": {
                 "prefill_seconds": prefill_seconds,
                 "prefill_tokens_per_second": _rate(self._prompt_tokens, prefill_seconds),
@@ -160,6 +156,15 @@ class EngineMetrics:
                 "decode_seconds": decode_seconds,
                 "decode_tokens_per_second": _rate(self.emitted_tokens, decode_seconds),
             },
+        }
+
+    @property
+    def shared_prefixes(self) -> dict[str, int]:
+        """The prompt tokens of shared prefixes: computed, copied by rows, and not computed."""
+        return {
+            "computed_tokens": self.prefix_tokens,
+            "copied_tokens": self.copied_tokens,
+            "saved_tokens": self.saved_tokens,
         }
 
     @property

@@ -101,7 +101,8 @@ class Ranking:
 
     def _sample(self) -> list[ExpectedRow]:
         """Rows in evenly spaced steps, and the rows that decide the lengths of a plan."""
-        return [*self.rows[:: -(-len(self.rows) // MAX_SAMPLE_ROWS)], *longest_rows(self.rows)]
+        step = -(-len(self.rows) // MAX_SAMPLE_ROWS)
+        return [*self.rows[::step], *(self.rows[row] for row in longest_rows(self.rows))]
 
     def _why_unusable(self, needed: int) -> str:
         """The reason why no grid fits; the smallest one needs `needed` bytes on each device."""

@@ -9,6 +9,7 @@ from functools import cached_property
 
 from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.grid_defaults import GridDefaults
+from ...compile.grids.prefix_table import NOTHING_SHARED, PrefixTable
 from ...compile.planning.candidates import Budget, CandidateGrids, ExpectedRow
 from ...compile.planning.cost import CostModel
 from ...compile.planning.other_grids import hand_picked
@@ -45,6 +46,8 @@ class Planner:
     must_chunk: bool = False
     max_simulated: int = MAX_SIMULATED_GRIDS
     on_simulated: Callable[[SimulatedGrid], None] = lambda simulated: None
+    table: PrefixTable = NOTHING_SHARED
+    """What the prompts of the rows share."""
     compared: Mapping[str, BucketGrid] = field(default_factory=dict)
     """Grids to compare with the best one, by name."""
 
@@ -62,7 +65,7 @@ class Planner:
         return PlanResult(search, others, uncertainty)
 
     def _search(self) -> SearchResult:
-        grids = self._grids(self.rows)
+        grids = self._grids(self.rows, self.table)
         candidates = [] if self.must_chunk else list(grids.whole_prompt_candidates())
         if self.may_chunk:
             candidates += grids.chunk_candidates()
@@ -74,6 +77,7 @@ class Planner:
             self.max_simulated,
             self.on_simulated,
             self._search_sample.scaled,
+            self._search_sample.table,
         )
 
     @cached_property
@@ -87,11 +91,11 @@ class Planner:
         return self._sample(ROWS_TO_PREDICT)
 
     def _sample(self, count: int) -> Sample:
-        return Sample(self.rows, self._grids, self.budget, count)
+        return Sample(self.rows, self._grids, self.budget, count, self.table)
 
-    def _grids(self, rows: Sequence[ExpectedRow]) -> CandidateGrids:
-        return CandidateGrids(rows, self.max_position, self.cost, self.budget, self.defaults)
+    def _grids(self, rows: Sequence[ExpectedRow], table: PrefixTable) -> CandidateGrids:
+        return CandidateGrids(rows, self.max_position, self.cost, self.budget, self.defaults, table)
 
     def _simulate(self, grid: BucketGrid) -> SimulatedGrid:
         sample = self._prediction_sample
-        return simulate_grid(grid, sample.rows, self.cost, self.budget, sample.scaled)
+        return simulate_grid(grid, sample.rows, self.cost, self.budget, sample.scaled, sample.table)

@@ -218,6 +218,7 @@ def _planner(
         max_simulated=options.tries,
         on_simulated=report,
         compared=_grids_of_run(workload),
+        table=workload.prefixes,
     )
 
 

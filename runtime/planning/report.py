@@ -59,6 +59,7 @@ def to_json(prediction: "Prediction") -> dict[str, Any]:
         "sample": result.uncertainty
         and {**asdict(result.uncertainty), "error": str(result.uncertainty)},
         "graphs": graphs(prediction),
+        "shared_prefixes": result.best.simulation.metrics.shared_prefixes,
         "comparison": {name: _figures(simulated) for name, simulated in result.others.items()},
         "layouts": [_ranked(ranked_layout) for ranked_layout in prediction.layouts],
         "searched_layouts": _searched(prediction.searched),

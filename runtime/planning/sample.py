@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ...compile.grids.bucket_grid import BucketGrid
+from ...compile.grids.prefix_table import NOTHING_SHARED, PrefixTable
 from ...compile.planning.candidates import Budget, CandidateGrids, ExpectedRow
 from ...compile.planning.cost import CostModel
 from .search import SimulatedGrid, simulate_in_order
@@ -45,19 +46,29 @@ class SampleUncertainty:
         )
 
 
-Bounds = Callable[[Sequence[ExpectedRow]], CandidateGrids]
-"""A function from rows to the family of grids that has bounds for them."""
+Bounds = Callable[[Sequence[ExpectedRow], PrefixTable], CandidateGrids]
+"""A function from rows, and what they share, to the family of grids that has bounds for them."""
 
 
 class Sample:
     """The rows of a workload that are simulated instead of all."""
 
-    def __init__(self, every: Sequence[ExpectedRow], bounds: Bounds, budget: Budget, count: int):
+    def __init__(
+        self,
+        every: Sequence[ExpectedRow],
+        bounds: Bounds,
+        budget: Budget,
+        count: int,
+        table: PrefixTable = NOTHING_SHARED,
+    ):
         self.is_whole = len(every) <= MAX_ROWS_SIMULATED
-        self.rows = every if self.is_whole else _sampled(every, len(every) / count)
+        self.rows, self.table = every, table
         self._bounds, self._budget = bounds, budget
         if not self.is_whole:
-            self._all_bounds, self._sample_bounds = bounds(every), bounds(self.rows)
+            taken = _sampled(every, len(every) / count)
+            self.rows, self.table = [every[row] for row in taken], table.of_rows(taken)
+            self._all_bounds = bounds(every, table)
+            self._sample_bounds = bounds(self.rows, self.table)
 
     def scaled(self, grid: BucketGrid, simulation: Simulation) -> Simulation:
         """The simulation of the sample, scaled to all rows."""
@@ -71,9 +82,11 @@ class Sample:
             return None
         differences = []
         for i in range(NUM_PARTS):
-            rows = [*self.rows[i::NUM_PARTS], *longest_rows(self.rows)]
-            simulation = simulate_in_order(rows, best.grid, cost)
-            seconds = self._scaled(best.grid, simulation, self._bounds(rows)).seconds
+            taken = [*range(i, len(self.rows), NUM_PARTS), *longest_rows(self.rows)]
+            rows = [self.rows[row] for row in taken]
+            table = self.table.of_rows(taken)
+            simulation = simulate_in_order(rows, best.grid, cost, table)
+            seconds = self._scaled(best.grid, simulation, self._bounds(rows, table)).seconds
             differences.append(abs(seconds / best.simulation.seconds - 1))
         return SampleUncertainty(len(self.rows), 2 * max(differences))
 
@@ -87,14 +100,14 @@ class Sample:
         return simulation.scaled((growing * ratio + simulation.tail_seconds) / simulation.seconds)
 
 
-def _sampled(rows: Sequence[ExpectedRow], step: float) -> list[ExpectedRow]:
+def _sampled(rows: Sequence[ExpectedRow], step: float) -> list[int]:
     """The middle row of every `step` neighbours, in the order of the module docstring.
 
     The result has the order of the workload, in which rows of equal shape are submitted.
     """
     ordered = sorted(range(len(rows)), key=lambda row: _sort_key(rows[row]))
     middles = sorted(ordered[int(step * (i + 0.5))] for i in range(int(len(rows) / step)))
-    return [*(rows[middle] for middle in middles), *longest_rows(rows)]
+    return [*middles, *longest_rows(rows)]
 
 
 def _sort_key(row: ExpectedRow) -> tuple[int, ...]:
@@ -103,10 +116,11 @@ def _sort_key(row: ExpectedRow) -> tuple[int, ...]:
     return limit, need.num_sequences, need.is_scored, need.prompt_length, row.output
 
 
-def longest_rows(rows: Sequence[ExpectedRow]) -> list[ExpectedRow]:
+def longest_rows(rows: Sequence[ExpectedRow]) -> list[int]:
     """The rows that decide the lengths of a plan."""
-    return [
-        max(rows, key=lambda row: row.limit(0)),
-        max(rows, key=lambda row: row.need.prompt_length + row.output),
-        max(rows, key=lambda row: row.need.prompt_length),
-    ]
+    lengths = (
+        lambda row: rows[row].limit(0),
+        lambda row: rows[row].need.prompt_length + rows[row].output,
+        lambda row: rows[row].need.prompt_length,
+    )
+    return [max(range(len(rows)), key=length) for length in lengths]

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ...compile.grids.bucket_grid import BucketGrid
-from ...compile.grids.prefix_table import PrefixTable
+from ...compile.grids.prefix_table import NOTHING_SHARED, PrefixTable
 from ...compile.planning.candidates import Budget, Candidate, ExpectedRow
 from ...compile.planning.cost import CostModel
 from ...compile.planning.graph_prices import GraphPrices
@@ -77,11 +77,13 @@ def find_best_grid(
     max_simulated: int = MAX_SIMULATED_GRIDS,
     on_simulated: Callable[[SimulatedGrid], None] = lambda simulated: None,
     scaled: ScaleToAllRows = lambda grid, simulation: simulation,
+    table: PrefixTable = NOTHING_SHARED,
 ) -> SearchResult:
     """Find the candidate with the fewest seconds to compile and to run.
 
     Args:
       scaled: Scales the simulation of `rows` to all rows, if `rows` are a sample.
+      table: What the prompts of `rows` share.
 
     Raises:
       NoPlanFits: No candidate is within the budget.
@@ -94,7 +96,7 @@ def find_best_grid(
         candidate = waiting.popleft()
         if candidate.padding > budget.padding or (best and candidate.bound >= best.seconds):
             continue
-        simulated = simulate_grid(candidate.grid, rows, cost, budget, scaled)
+        simulated = simulate_grid(candidate.grid, rows, cost, budget, scaled, table)
         num_simulated += 1
         min_simulated_padding = min(min_simulated_padding, simulated.padding)
         on_simulated(simulated)
@@ -138,13 +140,14 @@ def simulate_grid(
     cost: CostModel,
     budget: Budget,
     scaled: ScaleToAllRows = lambda grid, simulation: simulation,
+    table: PrefixTable = NOTHING_SHARED,
 ) -> SimulatedGrid:
     """Simulate a grid; decode graphs that save too little in its schedule are removed from it."""
-    simulation = scaled(grid, simulate_in_order(rows, grid, cost))
+    simulation = scaled(grid, simulate_in_order(rows, grid, cost, table))
     steps = {int(span): use.steps for span, use in simulation.metrics.decode.items()}
     reduced = GraphPrices(cost, budget.graph_seconds).without_idle_spans(grid, steps)
     if reduced != grid:
-        simulation = scaled(reduced, simulate_in_order(rows, reduced, cost))
+        simulation = scaled(reduced, simulate_in_order(rows, reduced, cost, table))
     return SimulatedGrid(reduced, simulation, budget.build_seconds(reduced))
 
 
@@ -152,7 +155,7 @@ def simulate_in_order(
     rows: Sequence[ExpectedRow],
     grid: BucketGrid,
     cost: CostModel | None,
-    table: PrefixTable | None = None,
+    table: PrefixTable = NOTHING_SHARED,
 ) -> Simulation:
     """Simulate rows in the order in which a job submits them to the engine.
 
@@ -163,7 +166,7 @@ def simulate_in_order(
       table: What the prompts of the rows share.
     """
     needs = [(row.need.prompt_length, row.need.max_tokens) for row in rows]
-    submission = plan_submission(needs, table or PrefixTable.empty(), grid)
+    submission = plan_submission(needs, table, grid)
     submitted = [
         _simulated(rows[row], grid, prefix)
         for row, prefix in zip(submission.rows, submission.prefixes, strict=True)

@@ -44,12 +44,21 @@ def summary(report: Mapping[str, Any]) -> str:
         f"{predicted['build_seconds']:.0f} s to compile {plural(predicted['graphs'], 'graph')}"
         f"{_slots(predicted)}",
         *([f"sample     {report['sample']['error']}"] if report["sample"] else []),
+        *_shared_lines(report),
         f"memory     {_gigabytes(report['memory_bytes'])}",
         f"search     {search['simulated']} of {plural(search['candidates'], 'grid')} simulated; "
         f"none of the others can be more than {search['gap']:.1%} faster to build and run; "
         f"{search['seconds']:.1f} s",
     ]
     return "\n".join(lines)
+
+
+def _shared_lines(report: Mapping[str, Any]) -> list[str]:
+    """The prompt tokens that are not computed, because rows share prefixes."""
+    if not (saved := report["shared_prefixes"]["saved_tokens"]):
+        return []
+    share = saved / report["workload"]["prompt_tokens"]
+    return [f"shared     {saved} prompt tokens ({share:.1%}) are copied from other rows"]
 
 
 def _graphs(graphs: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...compile.grids.grid_defaults import GridDefaults
+from ...compile.grids.prefix_table import NOTHING_SHARED, PrefixTable
 from ...compile.planning.candidates import ExpectedRow
 from ..batch.batch_model import open_text, row_shape
 from ..batch.manifest import read_manifest
@@ -34,6 +35,8 @@ class Workload:
     """Rows that no plan can serve: errors, and those too long for the model."""
     first_error: str = ""
     """The error of the first row that cannot be served; empty if there is none."""
+    prefixes: PrefixTable = NOTHING_SHARED
+    """What the prompts of `rows` share; nothing is known for a table of lengths."""
     manifest: Mapping[str, Any] | None = None
     """The manifest of the finished job whose output lengths are used; None without one."""
 
@@ -47,10 +50,12 @@ class Workload:
 
     def within_context(self, max_position: int) -> "Workload":
         """The workload without rows that are longer than `max_position` tokens."""
-        rows = tuple(row for row in self.rows if row.need.min_length <= max_position)
+        within = [i for i, row in enumerate(self.rows) if row.need.min_length <= max_position]
+        rows = tuple(self.rows[i] for i in within)
         return replace(
             self,
             rows=tuple(_within(row, max_position) for row in rows),
+            prefixes=self.prefixes.of_rows(within),
             num_refused=self.num_refused + len(self.rows) - len(rows),
         )
 
@@ -89,15 +94,18 @@ def read_workload(
     if output is not None:
         manifest = _manifest_of(output, summary.input_sha256)
         emitted = _emitted(output)
-    rows = [
-        _expected(row, emitted, share_of_limit)
+    scanned = [
+        row
         for row in summary.rows
         # rows that a finished job has not answered cost it nothing
         if row.requirements is not None and (output is None or row.custom_id in emitted)
     ]
+    rows = [_expected(row, emitted, share_of_limit) for row in scanned]
+    prefixes = summary.prefixes.of_rows([row.row for row in scanned])
     errors = (f"line {row.line_number}: {row.bad.error}" for row in summary.rows if row.bad)
     num_refused = len(summary.rows) - len(rows)
-    return Workload(path.name, tuple(rows), num_refused, next(errors, ""), manifest)
+    first_error = next(errors, "")
+    return Workload(path.name, tuple(rows), num_refused, first_error, prefixes, manifest)
 
 
 def _expected(

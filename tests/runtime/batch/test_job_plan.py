@@ -13,7 +13,7 @@ from tiny import CONFIG
 
 from noria.compile.grids.default_grid import RowShape
 from noria.compile.grids.grid_defaults import GridDefaults
-from noria.compile.grids.prefix_table import PrefixTable
+from noria.compile.grids.prefix_table import NOTHING_SHARED
 from noria.compile.plan import Numbers, Plan, PlannedModel
 from noria.compile.planning.candidates import ExpectedRow
 from noria.compile.targets import Target, find_target
@@ -34,8 +34,8 @@ VALUES += ["1979-05-27", "99999999999999999999", "[16,64]", '["data"]', "chunk"]
 
 
 def plan_of(rows, *overrides) -> Plan:
-    target, numbers, nothing = find_target("cpu"), Numbers("float32"), PrefixTable.empty()
-    return derived_plan(rows, target, MODEL, numbers, LONG, None, overrides, ALONE, nothing)
+    target, numbers = find_target("cpu"), Numbers("float32")
+    return derived_plan(rows, target, MODEL, numbers, LONG, None, overrides, ALONE, NOTHING_SHARED)
 
 
 @pytest.fixture
@@ -111,8 +111,9 @@ LENGTHS = [67, 80, 100, 120, 130, 150, 190, 220, 250, 270, 300, 330, 350, 380, 3
 def embedded_plan(rows, dtype="float32", overrides=()) -> Plan:
     """Return a plan for the embedded model's shapes, which test the constants."""
     target, numbers = find_target("cpu"), Numbers(dtype)
-    nothing = PrefixTable.empty()
-    return derived_plan(rows, target, MODEL, numbers, EMBEDDED, None, overrides, ALONE, nothing)
+    return derived_plan(
+        rows, target, MODEL, numbers, EMBEDDED, None, overrides, ALONE, NOTHING_SHARED
+    )
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from tiny import CONFIG
 from noria.compile.abstract_model import AbstractModel
 from noria.compile.grids.default_grid import RowShape
 from noria.compile.grids.grid_defaults import GridDefaults
+from noria.compile.grids.prefix_table import NOTHING_SHARED
 from noria.compile.planning.candidates import Budget, CandidateGrids, ExpectedRow
 from noria.compile.planning.cost import CostModel
 from noria.compile.planning.hardware import Hardware
@@ -39,7 +40,7 @@ def rows_of(count: int, seed: int = 0, is_open: bool = False) -> list[ExpectedRo
     return rows
 
 
-def grids_of(rows):
+def grids_of(rows, table=NOTHING_SHARED):
     return CandidateGrids(rows, LONGEST, COST, Budget(), GridDefaults())
 
 
