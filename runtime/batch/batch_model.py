@@ -191,7 +191,7 @@ class BatchModel:
         weights = self.files.weights_digest(self.peers)
         weights.start()
         warm = WarmStart(bundle, cache, plan, target, self.files, progress.note, self.peers)
-        _note_plan(plan, rows, config, target, progress)
+        _note_plan(plan, rows, table, config, target, progress)
         dtype, scan_layers = plan.numbers.dtype, plan.model.scan_layers
         model = session.load_model(
             self.files, target, dtype, plan.layout, scan_layers, progress.note
@@ -268,16 +268,19 @@ class BatchModel:
 def _note_plan(
     plan: "Plan",
     rows: "Sequence[RowShape]",
+    table: PrefixTable,
     config: "DecoderConfig",
     target: "Target",
     progress: Progress,
 ) -> None:
-    """Show the plan, its padding, rows that end early, and the attention kernels."""
+    """Show the plan, its padding, what rows share, rows that end early, and the kernels."""
     from .. import session
-    from .job_plan import limit_note, padding_note
+    from .job_plan import limit_note, padding_note, sharing_note
 
     progress.note(plan.to_toml().rstrip())
     progress.note(padding_note(rows, plan.buckets, plan.layout, config.max_position))
+    if note := sharing_note(rows, table, plan.buckets):
+        progress.note(note)
     if note := limit_note(plan, rows, config.max_position):
         progress.note(note)
     progress.note(str(session.attention_kernels(plan, config, target)))

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 
 from ...compile.abstract_model import AbstractModel
 from ...compile.expert_plan import default_experts
@@ -163,6 +164,15 @@ def padding_note(
     # may be longer than the grid, as prompts are rounded up to whole chunks
     other = derive_grid(rows, max_position, defaults)
     return f"prefill: {_padding(rows, grid)}; {_padding(rows, other)} otherwise"
+
+
+def sharing_note(rows: Sequence[RowShape], table: PrefixTable, grid: BucketGrid) -> str | None:
+    """A note on the prompt tokens that rows can copy from each other; None if there are none."""
+    lengths = np.array([row.prompt_length for row in rows], np.int64)
+    shared = int(table.shared_pieces(lengths, grid.chunks).sum()) if grid.chunks else 0
+    if not shared:
+        return None
+    return f"prompts that begin alike: {shared} of {plural(int(lengths.sum()), 'token')} are copied"
 
 
 def _padding(rows: Sequence[RowShape], grid: BucketGrid) -> str:

@@ -71,7 +71,7 @@ class ScanSummary:
     input_sha256: str
     num_bytes: int
     prefixes: PrefixTable = NOTHING_SHARED
-    """What the prompts of rows that generate share; the row numbers are those of `rows`."""
+    """The common beginnings of the rows that generate; row numbers are those of `rows`."""
 
     @property
     def requirements(self) -> list[RowRequirements]:

@@ -47,7 +47,7 @@ class Planner:
     max_simulated: int = MAX_SIMULATED_GRIDS
     on_simulated: Callable[[SimulatedGrid], None] = lambda simulated: None
     table: PrefixTable = NOTHING_SHARED
-    """What the prompts of the rows share."""
+    """The common beginnings of the rows."""
     compared: Mapping[str, BucketGrid] = field(default_factory=dict)
     """Grids to compare with the best one, by name."""
 

@@ -36,7 +36,7 @@ class Workload:
     first_error: str = ""
     """The error of the first row that cannot be served; empty if there is none."""
     prefixes: PrefixTable = NOTHING_SHARED
-    """What the prompts of `rows` share; nothing is known for a table of lengths."""
+    """The common beginnings of `rows`; none are known for a table of lengths."""
     manifest: Mapping[str, Any] | None = None
     """The manifest of the finished job whose output lengths are used; None without one."""
 
