@@ -7,7 +7,7 @@ templates see the same time in all runs of a job.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, BinaryIO
 
@@ -19,6 +19,7 @@ from .journal_records import INSTANT
 from .lines import BadRow, BatchRow
 from .part import Part
 from .progress import Progress
+from .repeats import RowDigests
 from .scan import ScannedRow, ScanSummary, read_again, scan
 from .token_spill import TokenSpill
 
@@ -34,6 +35,8 @@ class JobInput:
     part: Part
     defaults: Mapping[str, Any]
     token_ids: TokenSpill
+    digests: RowDigests = field(default_factory=RowDigests)
+    """Digests of the rows that this job runs, to find equal rows."""
 
     def scan(self, on_error: Callable[[BadRow], None], progress: Progress) -> ScanSummary:
         """Read every row of the input, and keep the token ids of the rows that this job runs."""
@@ -77,7 +80,10 @@ class JobInput:
         return encoded
 
     def _keep(self, row: BatchRow, ids: Sequence[int]) -> None:
-        if row.prompt_token_ids is None and self.part.has(row.row):
+        if not self.part.has(row.row):
+            return
+        self.digests.add(row, ids)
+        if row.prompt_token_ids is None:
             self.token_ids.keep(row.row, ids)
 
 

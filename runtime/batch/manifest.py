@@ -120,13 +120,19 @@ def write_manifest(disk: Disk, output: Path, content: Mapping[str, Any]) -> None
 
 
 def count_outcomes(
-    codes: Iterable[str | None], *, num_kept: int, num_dropping: int, num_at_max_length: int
+    codes: Iterable[str | None],
+    *,
+    num_kept: int,
+    num_repeated: int,
+    num_dropping: int,
+    num_at_max_length: int,
 ) -> dict[str, Any]:
     """The numbers of rows by outcome.
 
     Args:
         codes: The error code of every row; None for a result.
         num_kept: Rows that earlier runs of the job finished.
+        num_repeated: Rows that were answered with the output of an equal row.
         num_dropping: Rows with a result although expert choices were dropped.
         num_at_max_length: Rows without `max_tokens` that ended at the plan's `max_length`.
     """
@@ -138,6 +144,7 @@ def count_outcomes(
         "errors": counts.total(),
         _BY_CODE: {str(code): counts[code] for code in sorted(counts, key=str)},
         "kept_from_earlier_runs": num_kept,
+        "repeated": num_repeated,
         "ok_with_dropped_choices": num_dropping,
         "ok_at_max_length": num_at_max_length,
     }

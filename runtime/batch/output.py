@@ -33,6 +33,7 @@ from .manifest import (
     versions,
     write_manifest,
 )
+from .repeats import REPEATED
 from .results import AT_MAX_LENGTH, DROPPED, OutputLines
 from .scan import ScannedRow, ScanSummary
 
@@ -78,6 +79,7 @@ def finalise(
             "rows": count_outcomes(
                 (_code(row, journal) for row in rows),
                 num_kept=num_kept,
+                num_repeated=sum(REPEATED in row.metrics for row in finished),
                 num_dropping=sum(DROPPED in row.metrics for row in finished),
                 num_at_max_length=sum(AT_MAX_LENGTH in row.metrics for row in finished),
             ),

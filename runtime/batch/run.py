@@ -50,6 +50,7 @@ from .lock import JobLock
 from .manifest import PhaseClock, fingerprint, manifest_path
 from .output import finalise, summarise
 from .progress import Progress
+from .repeats import REPEATED, Answer, Repeats
 from .results import OutputLines, error_of_line, error_text, row_metrics
 from .scan import ScannedRow, ScanSummary, check_input
 from .stop_signals import EXIT_CODES, Drain, StopSignals
@@ -143,6 +144,9 @@ class _JobRun:
     phases: PhaseClock
     stop: StopSignals
     in_flight: dict[str, BatchRow] = field(default_factory=dict)
+    repeats: Repeats = field(default_factory=Repeats)
+    answers: list[Answer] = field(default_factory=list)
+    """Outputs that answer more rows in the next steps."""
     num_tokens: int = 0
 
     def __post_init__(self):
@@ -173,11 +177,12 @@ class _JobRun:
 
         statistics: dict[str, Any] = {}
         if waiting:
+            computed = self._without_repeats(waiting)
             built = self._build(summary)
             self.phases.enter("run")
             self.progress.start_rows(len(rows), done=num_bad + num_kept, errors=num_bad)
-            table = summary.prefixes.of_rows([row.row for row in waiting])
-            stopped_by = self._run_rows(built, waiting, table)
+            table = summary.prefixes.of_rows([row.row for row in computed])
+            stopped_by = self._run_rows(built, computed, table)
             self.progress.finish()
             if stopped_by is not None:
                 return self._stopped(stopped_by, len(rows))
@@ -211,6 +216,14 @@ class _JobRun:
                 if error is not None:
                     self.progress.show_error(error_text(row, error))
                 return
+
+    def _without_repeats(self, rows: Sequence[ScannedRow]) -> Sequence[ScannedRow]:
+        """The rows to compute; the others are answered with the outputs of these."""
+        computed, self.repeats = self.source.digests.split(rows)
+        if num_repeats := len(rows) - len(computed):
+            repeat = "repeats an earlier row" if num_repeats == 1 else "repeat earlier rows"
+            self.progress.note(f"{plural(num_repeats, 'row')} {repeat}")
+        return computed
 
     def _build(self, summary: ScanSummary) -> Build:
         """Build the model, and record the plan and the weights in the journal."""
@@ -268,7 +281,8 @@ class _JobRun:
         drain = Drain(self.stop, self.peers, self.settings.grace_seconds)
         directive = GO
         while True:
-            # a call is in flight meanwhile, and it does not depend on the rows submitted here
+            # a call is in flight meanwhile, and it does not depend on the rows of this step
+            self._answer_repeats(waiting)
             if directive.action == "go":
                 self._submit_rows(generator, waiting)
             with self._device_errors():
@@ -285,7 +299,7 @@ class _JobRun:
             finally:
                 # the device runs meanwhile
                 self._record_finished(generator)
-            if directive.action == "stop" or not generator.unfinished:
+            if directive.action == "stop" or not (generator.unfinished or self.answers):
                 break
             if self.journal is not None:
                 self.journal.sync_if_due()
@@ -293,7 +307,7 @@ class _JobRun:
         drain.end()
         if self.journal is not None:
             self.journal.sync()
-        return directive.signal if waiting or self.in_flight else None
+        return directive.signal if waiting or self.in_flight or self.answers else None
 
     def _begin_drain(self, generator: "GenerationSession", directive: StepDirective) -> None:
         """Drop submitted rows that have no slot yet, so that only rows in flight finish."""
@@ -309,10 +323,7 @@ class _JobRun:
         """Submit rows while the generator wants more; a row that it refuses becomes an error."""
         while waiting and generator.wants_more:
             scanned, prefix = waiting.popleft()
-            try:
-                row = self.source.read(scanned)
-            except InputError as error:
-                raise JobError(str(error), EXIT_RESUMABLE) from None
+            row = self._read(scanned)
             self.in_flight[row.custom_id] = row
             try:
                 token_ids = self.source.token_ids_of(row, scanned)
@@ -323,11 +334,39 @@ class _JobRun:
                 del self.in_flight[row.custom_id]
                 self.peers.record(row.row, error.code)
                 self._record(row, RequestOutput(row.custom_id, None, [], error=error))
+                # there is no output for its repeats, so each of them is tried
+                waiting.extendleft((other, None) for other in reversed(self.repeats.of(row.row)))
+
+    def _read(self, scanned: ScannedRow) -> BatchRow:
+        """Read a row again; if it has changed since the scan, the job cannot continue."""
+        try:
+            return self.source.read(scanned)
+        except InputError as error:
+            raise JobError(str(error), EXIT_RESUMABLE) from None
 
     def _record_finished(self, generator: "GenerationSession") -> None:
-        """Write the rows that have finished to the journal."""
+        """Write the rows that have finished to the journal, and keep outputs for their repeats."""
         for output in generator.collect():
-            self._record(self.in_flight.pop(output.request_id), output)
+            row = self.in_flight.pop(output.request_id)
+            self._record(row, output)
+            if repeats := self.repeats.of(row.row):
+                self.answers.append(Answer(row, output, deque(repeats)))
+
+    def _answer_repeats(self, waiting: deque[_WaitingRow]) -> None:
+        """Answer rows that repeat finished rows; a row that differs after all must run itself."""
+        for answer in self.answers:
+            for scanned in answer.take():
+                row = self._read(scanned)
+                try:
+                    is_equal = answer.fits(row, self.source.token_ids_of(row, scanned))
+                except RowError:
+                    is_equal = False  # its own run records the error
+                if is_equal:
+                    self.peers.record(row.row, REPEATED)
+                    self._record(row, answer.output_for(row), is_repeat=True)
+                else:
+                    waiting.append((scanned, None))
+        self.answers = [answer for answer in self.answers if answer.repeats]
 
     @contextmanager
     def _device_errors(self) -> Iterator[None]:
@@ -343,8 +382,8 @@ class _JobRun:
                 EXIT_BUILD,
             ) from error
 
-    def _record(self, row: BatchRow, output: RequestOutput) -> None:
-        """Write one finished row to the journal."""
+    def _record(self, row: BatchRow, output: RequestOutput, *, is_repeat: bool = False) -> None:
+        """Write one finished row to the journal; `is_repeat` says that its output is another's."""
         if self.journal is None:
             return
         try:
@@ -352,7 +391,7 @@ class _JobRun:
             error = output.error
         except RowError as row_error:  # a log-probability is NaN
             line, error = self.lines.error(row, row_error), row_error
-        metrics = row_metrics(row, output)
+        metrics = row_metrics(row, output) | ({REPEATED: 1} if is_repeat else {})
         self.journal.record_row(
             row=row.row,
             custom_id=row.custom_id,
@@ -361,7 +400,8 @@ class _JobRun:
             code=error.code if error else None,
             metrics=metrics,
         )
-        num_tokens = int(metrics.get("output_tokens", 0))
+        # rates count the tokens that the run emitted, and a repeat's tokens were emitted before
+        num_tokens = 0 if is_repeat else int(metrics.get("output_tokens", 0))
         self.num_tokens += num_tokens
         self.progress.count_row(tokens=num_tokens, is_error=error is not None)
         if error is not None:

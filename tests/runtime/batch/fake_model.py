@@ -31,7 +31,7 @@ class ByteTokens:
 
 
 class FakeGenerator:
-    """Answers a prompt with its hash, after a number of steps that depends on its length."""
+    """Answers a request with its hash, after a number of steps that depends on its length."""
 
     def __init__(
         self,
@@ -64,7 +64,11 @@ class FakeGenerator:
     def padding_waste(self) -> float:
         return 0.25
 
-    def submit(self, request: Request) -> None:
+    def reserve(self, num_slots: int) -> None:
+        assert not num_slots
+
+    def submit(self, request: Request, prefix: None = None) -> None:
+        assert prefix is None
         if any(token >= VOCAB_SIZE for token in request.prompt_token_ids):
             raise RowError("invalid_token_id", "prompt: id outside the vocabulary.", "prompt")
         length = len(request.prompt_token_ids) + (request.params.max_tokens or 1)
@@ -111,8 +115,12 @@ class FakeGenerator:
 def answer(request: Request) -> RequestOutput:
     if list(request.prompt_token_ids) == list(b"nan"):
         error = RowError("nonfinite_logits", "not finite")
-        return RequestOutput(request.request_id, None, [], error=error)
-    text = hashlib.sha256(bytes(request.prompt_token_ids)).hexdigest()[:8] + "\u2028é"
+        return RequestOutput(request.request_id, None, list(request.prompt_token_ids), error=error)
+    params = request.params
+    # a seed that is not given is derived from the id
+    is_fixed = 0 in (params.temperature, params.max_tokens) or params.seed is not None
+    asked = f"{list(request.prompt_token_ids)} {params} {'' if is_fixed else request.request_id}"
+    text = hashlib.sha256(asked.encode()).hexdigest()[:8] + "\u2028é"
     completion = CompletionOutput(0, text, list(text.encode()), "stop")
     first_token = 1.0 + len(request.prompt_token_ids)
     return RequestOutput(
