@@ -137,6 +137,8 @@ def job(noria, tmp_path_factory) -> PodJob:
         )
         for i in range(24)
     ]
+    # greedy rows are repeated, sampled rows are not
+    rows += [row | {"custom_id": f"again-{i}"} for i, row in enumerate(rows[:4])]
     source = write_lines(folder / "in.jsonl", rows)
     plan = folder / "plan.toml"
     plan.write_text(PLAN)
@@ -166,6 +168,7 @@ def test_two_processes_answer_as_one_does_and_compile_nothing_in_the_run(job, tm
     assert masked(output) == masked(job.whole)
     manifest = read_manifest(job.whole)
     assert manifest["compiles_during_run"] == 0
+    assert manifest["rows"]["repeated"] == 2
     with open_model(job.noria.model) as files:
         digest = files.weights_digest().result()
     assert manifest["weights"] == read_manifest(output)["weights"] == digest
