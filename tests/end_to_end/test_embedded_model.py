@@ -11,7 +11,7 @@ def test_the_capital_of_france(noria, tmp_path):
     question = chat("capital", "What is the capital of France?", temperature=0, max_tokens=48)
     source = write_lines(tmp_path / "in.jsonl", [question])
     output = tmp_path / "out.jsonl"
-    done = noria.run("batch", "-i", source, "-o", output, "--model", "smollm2")
+    done = noria.without_server().run("batch", "-i", source, "-o", output, "--model", "smollm2")
     (row,) = read_rows(output)
     (choice,) = row["response"]["body"]["choices"]
     assert choice["message"]["content"] == CAPITAL
@@ -34,4 +34,4 @@ def test_inspect_and_doctor_report(noria):
     report = noria.run_here("inspect", "smollm2")
     assert "llama" in report
     assert "134515008" in report.replace(",", "").replace("_", "")
-    assert "jax" in noria.run("doctor").stdout
+    assert "jax" in noria.without_server().run("doctor").stdout
