@@ -113,6 +113,12 @@ def main() -> None:
 
     # the same dtype on every machine
     machine.instructions = list
+    if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1":
+        # as in the process of the tests
+        sys.path.append(str(Path(__file__).parents[1]))
+        from unoptimized import set_optimized
+
+        set_optimized(False)
     for module in IMPORTS:
         importlib.import_module(module)
     threads = list(Path("/proc/self/task").iterdir())
