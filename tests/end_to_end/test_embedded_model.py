@@ -20,9 +20,14 @@ def test_the_capital_of_france(noria, tmp_path):
 
 
 def test_the_python_surface_gives_the_same_ids():
+    """The plan has few graphs, and loops over layers, so that it compiles in a few seconds."""
+    from noria.compile.grids.bucket_grid import BucketGrid
+    from noria.compile.plan import Numbers, Plan, PlannedModel
     from noria.runtime import LLM, SamplingParams
 
-    llm = LLM(model="smollm2", max_model_len=64, max_num_seqs=2)
+    model = PlannedModel("smollm2", "", scan_layers=True)
+    grid = BucketGrid(64, ((48, 1),), 1, (64,))
+    llm = LLM(model="smollm2", plan=Plan("cpu", model, Numbers("bfloat16"), grid))
     conversation = [{"role": "user", "content": "What is the capital of France?"}]
     (output,) = llm.chat(conversation, SamplingParams(temperature=0, max_tokens=16))
     assert output.outputs[0].token_ids == [*CAPITAL_IDS, END_ID]
