@@ -49,6 +49,7 @@ NOT_OPTIMIZED = (
     "modelzoo/test_prompt_pieces.py",
     "modelzoo/test_rolling_cache.py",
     "runtime/bundles/",
+    "runtime/layouts/",
     "runtime/planning/",
     "runtime/commands/test_bench.py",
     "runtime/engine/test_expert_drops.py",

@@ -2,12 +2,16 @@
 
 import io
 import json
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from fork_server import ForkedCommand
 
 from noria.runtime.cli import main
 
@@ -22,20 +26,31 @@ COMMAND = (
 
 @dataclass(frozen=True)
 class Noria:
-    """Runs the command in one environment."""
+    """Runs the command in one environment, as a fork of the next of some servers."""
 
     environment: dict[str, str]
     model: Path
+    servers: Iterator[socket.socket] | None = None
+    """None: every command is a new process that imports all that it needs."""
+
+    def with_cache(self, folder: Path) -> "Noria":
+        return replace(self, environment=self.environment | {"XDG_CACHE_HOME": str(folder)})
+
+    def without_server(self, **variables: str) -> "Noria":
+        return replace(self, environment=self.environment | variables, servers=None)
 
     def start(self, *arguments: object, start_new_session: bool = False) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [*COMMAND, *map(str, arguments)],
-            env=self.environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=start_new_session,
-        )
+        options: dict[str, Any] = {
+            "env": self.environment,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+            "text": True,
+            "start_new_session": start_new_session,
+        }
+        given = [*map(str, arguments)]
+        if self.servers is None:
+            return subprocess.Popen([*COMMAND, *given], **options)
+        return ForkedCommand(next(self.servers), given, **options)
 
     def run(self, *arguments: object, expect: int = 0) -> subprocess.CompletedProcess[str]:
         process = self.start(*arguments)

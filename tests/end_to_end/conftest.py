@@ -1,14 +1,19 @@
 """One small model on disk and one compile cache for all tests of the command."""
 
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from itertools import cycle
 
 import pytest
 from command import Noria
+from fork_server import fork_server
 from model_on_disk import write_model
 
 
 @pytest.fixture(scope="session")
-def noria(tmp_path_factory, optimizes: bool) -> Noria:
+def noria(tmp_path_factory, optimizes: bool) -> Iterator[Noria]:
     root = tmp_path_factory.mktemp("noria")
     model = root / "model"
     write_model(model)
@@ -21,4 +26,10 @@ def noria(tmp_path_factory, optimizes: bool) -> Noria:
     environment["CUDA_VISIBLE_DEVICES"] = ""
     # as in this process
     environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(not optimizes))
-    return Noria(environment, model)
+    if sys.platform != "linux":
+        yield Noria(environment, model)
+        return
+    with ExitStack() as servers:
+        # two servers, so that commands also differ in the hashes of strings
+        both = [servers.enter_context(fork_server(environment)) for _ in range(2)]
+        yield Noria(environment, model, cycle(both))

@@ -2,6 +2,7 @@
 
 import random
 import tomllib
+from dataclasses import replace
 
 import pytest
 from command import Noria, answer, completion, plan_text, read_manifest, read_rows, write_lines
@@ -35,7 +36,7 @@ capacity_factor = 1.0
 def mixtral(noria, tmp_path_factory) -> Noria:
     model = tmp_path_factory.mktemp("experts") / "model"
     write_model(model, tokenizer=False, num_experts=6)
-    return Noria(noria.environment, model)
+    return replace(noria, model=model)
 
 
 def rows_of(count: int, output_length: int = 6) -> list[dict]:

@@ -5,7 +5,6 @@ import random
 import re
 import signal
 import time
-from dataclasses import replace
 
 import pytest
 from command import chat, completion, read_manifest, write_lines
@@ -96,7 +95,7 @@ def test_a_complete_job_run_again_does_nothing_quickly(noria, job):
 
     before = contents()
     start = time.monotonic()
-    done = noria.run(
+    done = noria.without_server().run(
         "batch", "-i", source, "-o", output, "--model", noria.model, *IN_CHUNKS, expect=1
     )
     seconds = time.monotonic() - start
@@ -124,7 +123,7 @@ def test_a_stopped_job_drains_and_goes_on_later(noria, job, tmp_path, number, st
 
 def test_a_complete_job_run_again_imports_nothing_heavy(noria, job):
     source, output = job
-    talkative = replace(noria, environment={**noria.environment, "PYTHONPROFILEIMPORTTIME": "1"})
+    talkative = noria.without_server(PYTHONPROFILEIMPORTTIME="1")
     arguments = ("-i", source, "-o", output, "--model", noria.model, *IN_CHUNKS)
     done = talkative.run("batch", *arguments, expect=1)
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
@@ -138,7 +137,7 @@ def test_a_job_stopped_in_the_middle_of_a_long_compile_leaves_at_once(noria, tmp
     write_model(deep_model, num_layers=16)
     source = write_lines(tmp_path / "in.jsonl", [completion("row", [3, 4, 5], max_tokens=20)])
     output = tmp_path / "out.jsonl"
-    cold = replace(noria, environment={**noria.environment, "XDG_CACHE_HOME": str(tmp_path)})
+    cold = noria.with_cache(tmp_path)
     process = cold.start("batch", "-i", source, "-o", output, "--model", deep_model)
     # the decode graph starts first, and takes by far the longest
     first = next(line for line in process.stderr if line.startswith("compile [1/"))
@@ -156,7 +155,7 @@ def test_a_job_stopped_while_it_compiles_ends_soon_and_goes_on_later(noria, job,
     output = tmp_path / "out.jsonl"
     arguments = ("batch", "-i", source, "-o", output, "--model", noria.model, *IN_CHUNKS)
     # no compile cache: there is time to stop it
-    cold = replace(noria, environment={**noria.environment, "XDG_CACHE_HOME": str(tmp_path)})
+    cold = noria.with_cache(tmp_path)
     process = cold.start(*arguments)
     first = next(line for line in process.stderr if line.startswith("compile [1/"))
     process.terminate()

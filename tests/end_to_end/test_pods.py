@@ -142,7 +142,7 @@ def job(noria, tmp_path_factory) -> PodJob:
     source = write_lines(folder / "in.jsonl", rows)
     plan = folder / "plan.toml"
     plan.write_text(PLAN)
-    made = PodJob(Noria(noria.environment, model), source, plan, folder / "whole.jsonl")
+    made = PodJob(replace(noria, model=model), source, plan, folder / "whole.jsonl")
     made.run(made.whole)
     return made
 
@@ -310,8 +310,7 @@ def wait_for_the_build(process: subprocess.Popen[str]) -> None:
 @pytest.mark.slow
 def test_a_process_killed_during_the_build_is_named_by_one_that_compiles(job, tmp_path):
     # no compile cache, so that the build takes a while
-    environment = {**job.noria.environment, "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    cold = replace(job, noria=replace(job.noria, environment=environment))
+    cold = replace(job, noria=job.noria.with_cache(tmp_path / "cache"))
     processes = cold.start(tmp_path / "out.jsonl", 2, *LIMIT)
     wait_for_the_build(processes[0])
     killed = time.monotonic()

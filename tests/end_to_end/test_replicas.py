@@ -3,7 +3,6 @@
 import json
 import random
 import re
-from dataclasses import replace
 
 import pytest
 from command import chat, completion, read_manifest
@@ -71,7 +70,7 @@ def test_each_part_answers_its_rows_alone_under_the_whole_jobs_plan(replicas):
 
 def test_merging_imports_nothing_heavy_and_once_more_does_nothing(noria, replicas, tmp_path):
     output = tmp_path / "out.jsonl"
-    talkative = replace(noria, environment={**noria.environment, "PYTHONPROFILEIMPORTTIME": "1"})
+    talkative = noria.without_server(PYTHONPROFILEIMPORTTIME="1")
     done = talkative.run("merge", *replicas[2], "-o", output, expect=1)
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "noria.runtime.batch.merge" in imported

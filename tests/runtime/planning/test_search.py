@@ -26,7 +26,7 @@ HARDWARE = Hardware("mine", "made up", {"float32": 1e9}, 1e9, 1e8, 1e7, [])
 COST = CostModel(Work(AbstractModel(CONFIG), "float32"), HARDWARE)
 
 
-def rows_of(seed: int, count: int = 60, longest: int = 90) -> list[ExpectedRow]:
+def rows_of(seed: int, count: int = 30, longest: int = 90) -> list[ExpectedRow]:
     rng = np.random.default_rng(seed)
     prompts, outputs = rng.integers(1, longest, count), rng.integers(0, 30, count)
     return [
