@@ -11,29 +11,21 @@ nothing.
 """
 
 import signal
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
 
-from ...compile.grids.prefix_table import PrefixTable
 from ..console import plural
-from ..engine.shared_prefixes import SharedPrefix
-from ..engine.submission_order import RowLengths
 from ..errors import (
     EXIT_BUILD,
     EXIT_MODEL,
     EXIT_OK,
-    EXIT_RESUMABLE,
     EXIT_ROWS_FAILED,
-    InputError,
     JobError,
-    RowError,
 )
 from ..files.disk import Disk
-from ..pods.peers import ALONE, GO, Peers, StepDirective
-from ..request import Request, RequestOutput
+from ..pods.peers import ALONE, Peers
 from .finished import (
     check_finished_by,
     check_weights,
@@ -45,21 +37,15 @@ from .job import Build, JobModel, JobSettings, facts_to_agree_on
 from .job_input import JobInput, decide_instant, open_input, record_instant
 from .journal import RETRIED_CODES, Journal
 from .journal_records import MODEL, PLAN, WEIGHTS
-from .lines import BadRow, BatchRow
+from .lines import BadRow
 from .lock import JobLock
 from .manifest import PhaseClock, fingerprint, manifest_path
 from .output import finalise, summarise
 from .progress import Progress
-from .repeats import REPEATED, Answer, Repeats
-from .results import OutputLines, error_of_line, error_text, row_metrics
+from .results import OutputLines, error_of_line, error_text
+from .row_runner import RowRunner
 from .scan import ScannedRow, ScanSummary, check_input
-from .stop_signals import EXIT_CODES, Drain, StopSignals
-
-if TYPE_CHECKING:
-    from ..engine.generation import GenerationSession
-
-_WaitingRow = tuple[ScannedRow, SharedPrefix | None]
-"""A row that was not submitted yet, and the shared prefix with which it begins."""
+from .stop_signals import EXIT_CODES, StopSignals
 
 
 def run_job(
@@ -143,11 +129,6 @@ class _JobRun:
     progress: Progress
     phases: PhaseClock
     stop: StopSignals
-    in_flight: dict[str, BatchRow] = field(default_factory=dict)
-    repeats: Repeats = field(default_factory=Repeats)
-    answers: list[Answer] = field(default_factory=list)
-    """Outputs that answer more rows in the next steps."""
-    num_tokens: int = 0
 
     def __post_init__(self):
         facts = {} if self.journal is None else self.journal.facts
@@ -176,21 +157,33 @@ class _JobRun:
             self._show_kept_error(row for row in rows if row.row in kept)
 
         statistics: dict[str, Any] = {}
+        num_tokens = 0
         if waiting:
-            computed = self._without_repeats(waiting)
+            computed, repeats = self.source.digests.split(waiting)
+            self._note_repeats(len(waiting) - len(computed))
             built = self._build(summary)
             self.phases.enter("run")
             self.progress.start_rows(len(rows), done=num_bad + num_kept, errors=num_bad)
             table = summary.prefixes.of_rows([row.row for row in computed])
-            stopped_by = self._run_rows(built, computed, table)
+            runner = RowRunner(
+                self.settings,
+                self.source,
+                self.journal,
+                self.lines,
+                self.peers,
+                self.progress,
+                self.stop,
+                repeats,
+            )
+            stopped_by = runner.run(built, computed, table)
             self.progress.finish()
             if stopped_by is not None:
                 return self._stopped(stopped_by, len(rows))
-            statistics = built.generator.statistics()
+            statistics, num_tokens = built.generator.statistics(), runner.num_tokens
         elif self.journal is not None:
             check_finished_by(self.settings, self.journal.facts.get(WEIGHTS), self.model)
         self.phases.enter("run")
-        return self._finish(summary, statistics, num_kept)
+        return self._finish(summary, statistics, num_kept, num_tokens)
 
     def _bind_to_time(self, journal: Journal) -> None:
         """Record the time that prompts show, as later runs of the job must show the same time."""
@@ -217,13 +210,10 @@ class _JobRun:
                     self.progress.show_error(error_text(row, error))
                 return
 
-    def _without_repeats(self, rows: Sequence[ScannedRow]) -> Sequence[ScannedRow]:
-        """The rows to compute; the others are answered with the outputs of these."""
-        computed, self.repeats = self.source.digests.split(rows)
-        if num_repeats := len(rows) - len(computed):
+    def _note_repeats(self, num_repeats: int) -> None:
+        if num_repeats:
             repeat = "repeats an earlier row" if num_repeats == 1 else "repeat earlier rows"
             self.progress.note(f"{plural(num_repeats, 'row')} {repeat}")
-        return computed
 
     def _build(self, summary: ScanSummary) -> Build:
         """Build the model, and record the plan and the weights in the journal."""
@@ -260,155 +250,6 @@ class _JobRun:
             # schema is the same plan, and is recorded again in the current schema
             journal.record_fact(PLAN, built.plan)
 
-    def _run_rows(self, built: Build, rows: Sequence[ScannedRow], table: PrefixTable) -> str | None:
-        """Run rows until all are finished or a signal stops the job.
-
-        Args:
-            built: The compiled plan.
-            rows: The rows.
-            table: What the prompts of the rows share, by index in `rows`.
-
-        Returns:
-            The name of the signal, if it left rows unfinished; else None.
-        """
-        generator = built.generator
-        submission = built.submission(list(map(_lengths_of, rows)), table)
-        generator.reserve(submission.num_held)
-        waiting = deque(
-            (rows[row], prefix)
-            for row, prefix in zip(submission.rows, submission.prefixes, strict=True)
-        )
-        drain = Drain(self.stop, self.peers, self.settings.grace_seconds)
-        directive = GO
-        while True:
-            # a call is in flight meanwhile, and it does not depend on the rows of this step
-            self._answer_repeats(waiting)
-            if directive.action == "go":
-                self._submit_rows(generator, waiting)
-            with self._device_errors():
-                self.peers.record(generator.receive())
-            # processes compare their work here, before the next collective and after the last row:
-            # a process with other rows or tokens would leave the others waiting in a collective
-            previous, directive = directive, drain.next_directive()
-            if directive.action != "go" and previous.action == "go":
-                self._begin_drain(generator, directive)
-            try:
-                if directive.action != "stop":
-                    with self._device_errors():
-                        generator.dispatch()
-            finally:
-                # the device runs meanwhile
-                self._record_finished(generator)
-            if directive.action == "stop" or not (generator.unfinished or self.answers):
-                break
-            if self.journal is not None:
-                self.journal.sync_if_due()
-            self.progress.update(lambda: generator.padding_waste)
-        drain.end()
-        if self.journal is not None:
-            self.journal.sync()
-        return directive.signal if waiting or self.in_flight or self.answers else None
-
-    def _begin_drain(self, generator: "GenerationSession", directive: StepDirective) -> None:
-        """Drop submitted rows that have no slot yet, so that only rows in flight finish."""
-        self._record_finished(generator)
-        if generator.unfinished:
-            generator.drain()
-            self.progress.note(
-                f"{directive.signal}: finishing {plural(generator.unfinished, 'row')} in flight, "
-                f"at most {self.settings.grace_seconds:g} s"
-            )
-
-    def _submit_rows(self, generator: "GenerationSession", waiting: deque[_WaitingRow]) -> None:
-        """Submit rows while the generator wants more; a row that it refuses becomes an error."""
-        while waiting and generator.wants_more:
-            scanned, prefix = waiting.popleft()
-            row = self._read(scanned)
-            self.in_flight[row.custom_id] = row
-            try:
-                token_ids = self.source.token_ids_of(row, scanned)
-                request = Request(row.custom_id, token_ids, row.params, row.prompt)
-                generator.submit(request, prefix)
-                self.peers.record(row.row, len(token_ids))
-            except RowError as error:
-                del self.in_flight[row.custom_id]
-                self.peers.record(row.row, error.code)
-                self._record(row, RequestOutput(row.custom_id, None, [], error=error))
-                # there is no output for its repeats, so each of them is tried
-                waiting.extendleft((other, None) for other in reversed(self.repeats.of(row.row)))
-
-    def _read(self, scanned: ScannedRow) -> BatchRow:
-        """Read a row again; if it has changed since the scan, the job cannot continue."""
-        try:
-            return self.source.read(scanned)
-        except InputError as error:
-            raise JobError(str(error), EXIT_RESUMABLE) from None
-
-    def _record_finished(self, generator: "GenerationSession") -> None:
-        """Write the rows that have finished to the journal, and keep outputs for their repeats."""
-        for output in generator.collect():
-            row = self.in_flight.pop(output.request_id)
-            self._record(row, output)
-            if repeats := self.repeats.of(row.row):
-                self.answers.append(Answer(row, output, deque(repeats)))
-
-    def _answer_repeats(self, waiting: deque[_WaitingRow]) -> None:
-        """Answer rows that repeat finished rows; a row that differs after all must run itself."""
-        for answer in self.answers:
-            for scanned in answer.take():
-                row = self._read(scanned)
-                try:
-                    is_equal = answer.fits(row, self.source.token_ids_of(row, scanned))
-                except RowError:
-                    is_equal = False  # its own run records the error
-                if is_equal:
-                    self.peers.record(row.row, REPEATED)
-                    self._record(row, answer.output_for(row), is_repeat=True)
-                else:
-                    waiting.append((scanned, None))
-        self.answers = [answer for answer in self.answers if answer.repeats]
-
-    @contextmanager
-    def _device_errors(self) -> Iterator[None]:
-        """Turn device errors into a JobError that says where finished rows are kept."""
-        try:
-            yield
-        except (RuntimeError, MemoryError) as error:
-            # the cause may be a lost process, whose collectives fail on all others
-            self.peers.await_verdict()
-            raise JobError(
-                f"the device failed: {error}. Finished rows are kept in "
-                f"{self.settings.journal_path}.",
-                EXIT_BUILD,
-            ) from error
-
-    def _record(self, row: BatchRow, output: RequestOutput, *, is_repeat: bool = False) -> None:
-        """Write one finished row to the journal; `is_repeat` says that its output is another's."""
-        if self.journal is None:
-            return
-        try:
-            line = self.lines.result(row, output)
-            error = output.error
-        except RowError as row_error:  # a log-probability is NaN
-            line, error = self.lines.error(row, row_error), row_error
-        metrics = row_metrics(row, output) | ({REPEATED: 1} if is_repeat else {})
-        self.journal.record_row(
-            row=row.row,
-            custom_id=row.custom_id,
-            request_hash=row.request_hash,
-            line=line,
-            code=error.code if error else None,
-            metrics=metrics,
-        )
-        # rates count the tokens that the run emitted, and a repeat's tokens were emitted before
-        num_tokens = 0 if is_repeat else int(metrics.get("output_tokens", 0))
-        self.num_tokens += num_tokens
-        self.progress.count_row(tokens=num_tokens, is_error=error is not None)
-        if error is not None:
-            self.progress.show_error(error_text(row, error))
-            if self.settings.on_error == "raise":
-                raise JobError(error_text(row, error), EXIT_ROWS_FAILED)
-
     def _show_bad_row(self, bad: BadRow) -> None:
         """Show a row that the scan found in error, or end the job if the settings say so."""
         if self.settings.on_error == "raise":
@@ -425,7 +266,9 @@ class _JobRun:
         )
         return EXIT_CODES[signal.Signals[signal_name]]
 
-    def _finish(self, summary: ScanSummary, statistics: Mapping[str, Any], num_kept: int) -> int:
+    def _finish(
+        self, summary: ScanSummary, statistics: Mapping[str, Any], num_kept: int, num_tokens: int
+    ) -> int:
         """Write the outputs on the leader; return the exit code."""
         if self.journal is None:
             return self.peers.broadcast(EXIT_OK)
@@ -438,15 +281,10 @@ class _JobRun:
             phases=self.phases,
             statistics=statistics,
             num_kept=num_kept,
-            num_tokens=self.num_tokens,
+            num_tokens=num_tokens,
         )
         self.progress.note(summarise(self.settings.output_path, manifest))
         return self.peers.broadcast(exit_code_of(self.settings, manifest))
-
-
-def _lengths_of(row: ScannedRow) -> RowLengths:
-    assert row.requirements is not None
-    return row.requirements.prompt_length, row.requirements.max_tokens
 
 
 def _schema(plan: str) -> str:
