@@ -15,10 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...compile.grids.prefix_table import NOTHING_SHARED, PrefixTable
 from ..checkpoint import ModelFiles, open_model
 from ..devices.default_target import default_target
-from ..engine.shared_prefixes import plan_submission
 from ..errors import EXIT_MODEL, EXIT_USAGE, ConfigError, InvalidTokenizer, JobError
 from ..files.layout_files import layout_file, read_layout_table
 from ..files.run_config import read_instant, read_plan_table
@@ -38,6 +36,7 @@ from .scan import RowRequirements, ScanSummary
 if TYPE_CHECKING:
     from ...compile.build import BuildProgress
     from ...compile.grids.default_grid import RowShape
+    from ...compile.grids.prefix_table import PrefixTable
     from ...compile.plan import Plan
     from ...compile.targets import Target
     from ...modelzoo.config import DecoderConfig
@@ -170,9 +169,11 @@ class BatchModel:
         progress: Progress,
     ) -> Build:
         """Load the parameters, then compile the stored plan, the given plan or a derived plan."""
+        from ...compile.grids.prefix_table import NOTHING_SHARED
         from .. import session
         from ..bundles import compilation_cache
         from ..bundles.warm_start import WarmStart
+        from ..engine.shared_prefixes import plan_submission
 
         def report(built: "BuildProgress") -> None:
             progress.note(str(built))
@@ -208,7 +209,7 @@ class BatchModel:
         return Build(generator, text, digest, submission)
 
     def _resolve_plan(
-        self, rows: "Sequence[RowShape]", table: PrefixTable, stored_plan: str | None
+        self, rows: "Sequence[RowShape]", table: "PrefixTable", stored_plan: str | None
     ) -> "tuple[Plan, Target]":
         """The plan to run and its target, both checked; starts jax."""
         from ...compile.plan import Plan
@@ -239,7 +240,7 @@ class BatchModel:
         return given if is_bundle else None
 
     def _make_plan(
-        self, rows: "Sequence[RowShape]", table: PrefixTable, target: "Target"
+        self, rows: "Sequence[RowShape]", table: "PrefixTable", target: "Target"
     ) -> "Plan":
         """The given plan, or a plan derived from the rows of this job, with the overrides."""
         from ...compile.plan import Numbers, PlannedModel
@@ -268,7 +269,7 @@ class BatchModel:
 def _note_plan(
     plan: "Plan",
     rows: "Sequence[RowShape]",
-    table: PrefixTable,
+    table: "PrefixTable",
     config: "DecoderConfig",
     target: "Target",
     progress: Progress,

@@ -11,9 +11,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from ...compile.grids.prefix_table import PrefixTable
-from ..engine.shared_prefixes import Submission, plan_submission
-from ..engine.submission_order import RowLengths
 from ..pods.peers import ALONE
 from ..text.tokenizer import Tokenizer
 from .job_files import check_files, job_outputs, side_files
@@ -26,7 +23,10 @@ from .progress import Progress
 from .scan import Encode, ScanSummary
 
 if TYPE_CHECKING:
+    from ...compile.grids.prefix_table import PrefixTable
     from ..engine.generation import GenerationSession
+    from ..engine.shared_prefixes import Submission
+    from ..engine.submission_order import RowLengths
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Build:
     """The resolved plan as TOML."""
     weights: str
     """The digest of every byte of the model's weights."""
-    submission: Callable[[Sequence[RowLengths], PrefixTable], Submission] = plan_submission
+    submission: "Callable[[Sequence[RowLengths], PrefixTable], Submission]"
     """Plans the order in which to submit rows, and the prefixes that they share."""
 
 

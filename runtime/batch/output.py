@@ -21,7 +21,7 @@ from ..files.disk import Disk, replace_file
 from ..files.strict_json import dump_line
 from .job import JobSettings
 from .journal import Journal, JournalRow
-from .journal_records import INSTANT, MODEL, WEIGHTS
+from .journal_records import INSTANT, MODEL, REPEATED, WEIGHTS
 from .manifest import (
     SCHEMA,
     PhaseClock,
@@ -33,7 +33,6 @@ from .manifest import (
     versions,
     write_manifest,
 )
-from .repeats import REPEATED
 from .results import AT_MAX_LENGTH, DROPPED, OutputLines
 from .scan import ScannedRow, ScanSummary
 

@@ -21,8 +21,6 @@ from ..request import RequestOutput, SamplingParams
 from .lines import BatchRow
 from .scan import ScannedRow
 
-REPEATED = "repeated"
-"""The key, in the journal's figures of a row, that says that another row's output answered it."""
 ANSWERED_PER_STEP = 64
 """Maximum number of rows that one output answers in a step, so that a signal is seen in time."""
 _NO_DIGEST = 0

@@ -12,29 +12,30 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
-from ...compile.grids.prefix_table import PrefixTable
 from ..console import plural
-from ..engine.shared_prefixes import SharedPrefix
-from ..engine.submission_order import RowLengths
 from ..errors import EXIT_BUILD, EXIT_RESUMABLE, EXIT_ROWS_FAILED, InputError, JobError, RowError
 from ..pods.peers import GO, Peers, StepDirective
 from ..request import Request, RequestOutput
 from .job import Build, JobSettings
 from .job_input import JobInput
 from .journal import Journal
+from .journal_records import REPEATED
 from .lines import BatchRow
 from .progress import Progress
-from .repeats import REPEATED, Answer, Repeats
+from .repeats import Answer, Repeats
 from .results import OutputLines, error_text, row_metrics
 from .scan import ScannedRow
 from .stop_signals import Drain, StopSignals
 
 if TYPE_CHECKING:
+    from ...compile.grids.prefix_table import PrefixTable
     from ..engine.generation import GenerationSession
+    from ..engine.shared_prefixes import SharedPrefix
+    from ..engine.submission_order import RowLengths
 
-_WaitingRow = tuple[ScannedRow, SharedPrefix | None]
+_WaitingRow: TypeAlias = "tuple[ScannedRow, SharedPrefix | None]"
 """A row that was not submitted yet, and the shared prefix with which it begins."""
 
 
@@ -58,7 +59,7 @@ class RowRunner:
     _answers: list[Answer] = field(default_factory=list)
     """Outputs that answer more rows in the next steps."""
 
-    def run(self, built: Build, rows: Sequence[ScannedRow], table: PrefixTable) -> str | None:
+    def run(self, built: Build, rows: Sequence[ScannedRow], table: "PrefixTable") -> str | None:
         """Run rows until all are finished or a signal stops the job.
 
         Args:
@@ -208,6 +209,6 @@ class RowRunner:
                 raise JobError(error_text(row, error), EXIT_ROWS_FAILED)
 
 
-def _lengths_of(row: ScannedRow) -> RowLengths:
+def _lengths_of(row: ScannedRow) -> "RowLengths":
     assert row.requirements is not None
     return row.requirements.prompt_length, row.requirements.max_tokens

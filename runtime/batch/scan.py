@@ -12,15 +12,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
-from ...compile.grids.prefix_table import NOTHING_SHARED, PrefixTable
 from ..errors import InputError, RowError
 from ..files.strict_json import Line, read_line_at, read_lines
 from .input_format import other_format
 from .lines import BadRow, BatchRow, duplicate_of, read_row
-from .prefix_index import PrefixIndex
 from .prompt_encoder import Encoded
+
+if TYPE_CHECKING:
+    from ...compile.grids.prefix_table import PrefixTable
 
 Encode = Callable[[Sequence[BatchRow]], Sequence[Encoded]]
 CHUNK_ROWS = 256
@@ -70,7 +71,7 @@ class ScanSummary:
     rows: Sequence[ScannedRow]
     input_sha256: str
     num_bytes: int
-    prefixes: PrefixTable = NOTHING_SHARED
+    prefixes: "PrefixTable"
     """The common beginnings of the rows that generate; row numbers are those of `rows`."""
 
     @property
@@ -116,6 +117,8 @@ def scan(
         on_encoded: Called with each other row and its token ids, in order.
         on_progress: Called with the number of rows so far, after every chunk.
     """
+    from .prefix_index import PrefixIndex  # only a job that scans waits for numpy
+
     digest = hashlib.sha256()
     rows: list[ScannedRow] = []
     distinct: dict[RowRequirements, RowRequirements] = {}

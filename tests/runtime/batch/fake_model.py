@@ -14,6 +14,7 @@ from pathlib import Path
 from noria.runtime.batch.job import Build, JobSettings, JobText
 from noria.runtime.batch.progress import Progress
 from noria.runtime.batch.run import run_job
+from noria.runtime.engine.shared_prefixes import plan_submission
 from noria.runtime.errors import RowError
 from noria.runtime.request import CompletionOutput, Request, RequestMetrics, RequestOutput
 
@@ -171,7 +172,8 @@ class FakeModel:
         if self._failure is not None:
             raise self._failure
         longest = max(need.prompt_length for need in summary.requirements)
-        return Build(self.generator, stored_plan or f"max_length = {longest}\n", self.digest)
+        plan = stored_plan or f"max_length = {longest}\n"
+        return Build(self.generator, plan, self.digest, plan_submission)
 
 
 def encode(row, now=None):
