@@ -65,6 +65,19 @@ class PrefixTable:
         result[self.rows] = whole
         return result
 
+    def first_shared_pieces(self, shared_R: np.ndarray) -> np.ndarray:
+        """The tokens of each row, by row, that the next row in the order shares with it.
+
+        Where they are more than the row shares itself, the row is the first that has them, and a
+        prefix is computed for it.
+
+        Args:
+          shared_R: The tokens that each row shares with the row before it, by row.
+        """
+        result = np.zeros_like(shared_R)
+        result[self.rows[:-1]] = shared_R[self.rows[1:]]
+        return np.maximum(result, shared_R)
+
 
 NOTHING_SHARED = PrefixTable(np.zeros(0, np.int32), np.zeros(0, np.int32))
 """The table of a job in which nothing is shared."""

@@ -165,7 +165,8 @@ class CandidateGrids:
         self._cuts: dict[int, list[PrefillBucket]] = {}
         self._table = table
         self._shared: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]] = {}
-        """Tokens in shared pieces and the number of rows that share as many, by chunk sizes."""
+        """Tokens of each row in pieces of an earlier row, and in pieces of any other row, by chunk
+        sizes."""
         self._known_prompts: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._known_spans: dict[tuple[int, int, int, int], tuple[int, ...]] = {}
 
@@ -256,23 +257,28 @@ class CandidateGrids:
     def _candidate(self, grid: BucketGrid) -> Candidate:
         prompts, counts = self._prefilled(grid)
         every = rows_by_bucket(grid, prompts, counts)
-        saved = (
-            rows_by_bucket(grid, *self._shared_by(grid.chunks)) if grid.chunks else [0] * len(every)
-        )
+        saved = first = [0] * len(every)
+        if grid.chunks:
+            saved, first = (rows_by_bucket(grid, x) for x in self._shared_by(grid.chunks))
         calls = {
             bucket: -(-(count - less) // bucket.batch)
             for bucket, count, less in zip(grid.prefill, every, saved, strict=True)
         }
         prefill = sum(n * self._cost.seconds(bucket.call()) for bucket, n in calls.items())
-        first = self._cost.first_call_seconds
-        prefill += sum(first(bucket.call()) for bucket, n in calls.items() if n)
+        first_call = self._cost.first_call_seconds
+        prefill += sum(first_call(bucket.call()) for bucket, n in calls.items() if n)
+        # the pieces of prefixes have no other pieces in their calls
+        alone = sum(
+            (count - less) * (1 - 1 / bucket.batch) * self._cost.seconds(bucket.call())
+            for bucket, count, less in zip(grid.prefill, first, saved, strict=True)
+        )
         build, decode = self._least_decode(grid)
         fixed = build + prefill
         computed = sum(n * bucket.batch * bucket.tokens for bucket, n in calls.items())
         return Candidate(
             grid,
             bound=fixed + decode,
-            expected=fixed + max(decode, self._decode_mixed(grid)) / (1 - idle_share(grid)),
+            expected=fixed + alone + max(decode, self._decode_mixed(grid)) / (1 - idle_share(grid)),
             padding=computed / int(prompts @ counts),
         )
 
@@ -304,10 +310,10 @@ class CandidateGrids:
         return self._known_prompts[slots]
 
     def _shared_by(self, chunks: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens that rows share in whole pieces, and how many rows share as many."""
+        """The tokens of each row in pieces of the row before it, and of a row before or after."""
         if chunks not in self._shared:
-            tokens = self._table.shared_pieces(self._prompts, chunks)
-            self._shared[chunks] = np.unique(tokens, return_counts=True)
+            shared = self._table.shared_pieces(self._prompts, chunks)
+            self._shared[chunks] = shared, self._table.first_shared_pieces(shared)
         return self._shared[chunks]
 
     def _count_emitted(self) -> np.ndarray:

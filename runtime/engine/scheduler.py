@@ -15,9 +15,10 @@ its slot; a whole prompt is one piece. The next action is, in this order:
    - A full batch goes first, then the batch with the oldest prompt.
    - While sequences decode and requests wait, a batch that is not full waits for a decode call, and
      until `IDLE_SHARE` of the slots that its oldest prompt can use are idle: fewer idle slots cost
-     less than dummy rows. There are three exceptions. A batch whose prompts fit only few, long
+     less than dummy rows. There are four exceptions. A batch whose prompts fit only few, long
      slots counts as full when more than `MANY_IDLE` of these are idle. A prompt that needs no slot
-     does not wait for slots. A batch of whole prompts does not wait if no other prompt can fill it.
+     does not wait for slots. A shared prefix does not wait, because other prompts wait for it. A
+     batch of whole prompts does not wait if no other prompt can fill it.
    - At most `chunks_per_decode` batches run in succession while any sequence decodes.
    - When no request waits, waiting gains nothing. The largest pieces run first, and among these the
      shortest span, because prompts continue from there into the other buckets. Then all slots
@@ -297,7 +298,8 @@ class Scheduler:
         """Whether batches that are not full wait for more prompts or for more idle slots."""
         queue, batch = min(batches.items(), key=_number_of_oldest)
         oldest = batch[0]
-        if not self._slots.has_live or not oldest.num_slots or self._cannot_fill(queue, batch):
+        is_ready = not oldest.num_slots or oldest.prefix is not None
+        if not self._slots.has_live or is_ready or self._cannot_fill(queue, batch):
             return self._must_decode
         length = oldest.max_total_length
         idle, usable = self._slots.num_idle(length), self._slots.num_usable(length)
