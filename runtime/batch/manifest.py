@@ -120,7 +120,12 @@ def write_manifest(disk: Disk, output: Path, content: Mapping[str, Any]) -> None
 
 
 def count_outcomes(
-    codes: Iterable[str | None], *, num_kept: int, num_dropping: int, num_at_max_length: int
+    codes: Iterable[str | None],
+    *,
+    num_kept: int,
+    num_dropping: int,
+    num_at_max_length: int,
+    num_stopping: int,
 ) -> dict[str, Any]:
     """The numbers of rows by outcome.
 
@@ -129,6 +134,7 @@ def count_outcomes(
         num_kept: Rows that earlier runs of the job finished.
         num_dropping: Rows with a result although expert choices were dropped.
         num_at_max_length: Rows without `max_tokens` that ended at the plan's `max_length`.
+        num_stopping: Rows with samples that a rule stopped early.
     """
     counts = Counter(codes)
     num_ok = counts.pop(None, 0)
@@ -140,6 +146,7 @@ def count_outcomes(
         "kept_from_earlier_runs": num_kept,
         "ok_with_dropped_choices": num_dropping,
         "ok_at_max_length": num_at_max_length,
+        "ok_with_stopped_samples": num_stopping,
     }
 
 
