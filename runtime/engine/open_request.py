@@ -92,7 +92,7 @@ class OpenRequest:
             is_end = has_ended and not rest
             is_cut = collector.push(piece, ends_with_stop_token=is_end and ends_on_id)
             if is_end and not is_cut and not is_finite:
-                self.samples.fail(sample)
+                self.samples.fail(sample, collector.num_tokens_kept)
                 break
             self.samples.read(
                 sample, collector.num_tokens_kept, collector.text, has_ended=is_end or is_cut

@@ -87,10 +87,11 @@ class RowSamples:
         elif self._rule.probe_every is not None and length % self._rule.probe_every == 0:
             self._probe(state, self._answer_in(text))
 
-    def fail(self, sample: int) -> None:
-        """End a sample whose next token could not be computed."""
-        self._samples[sample].has_failed = True
-        self._end(self._samples[sample], None)
+    def fail(self, sample: int, length: int) -> None:
+        """End a sample of `length` tokens whose next token could not be computed."""
+        state = self._samples[sample]
+        state.length, state.has_failed = length, True
+        self._end(state, None)
 
     def has_ended(self, sample: int) -> bool:
         """Whether a sample has ended, by itself or because it is certain."""
