@@ -137,6 +137,9 @@ def job(noria, tmp_path_factory) -> PodJob:
         )
         for i in range(24)
     ]
+    for row in rows[2::6]:
+        rule = {"answer": "([a-z])", "stop_when": 2, "probe_every": 3, "probes": 1}
+        row["body"] |= {"n": 3, "temperature": 0.8, "noria": rule}
     source = write_lines(folder / "in.jsonl", rows)
     plan = folder / "plan.toml"
     plan.write_text(PLAN)
