@@ -110,22 +110,32 @@ def test_one_choice_is_kept_and_more_than_half_of_the_votes_are_those_of_all(job
     assert num_stopped
 
 
-def test_the_manifest_counts_what_stopped(job):
-    _, output, _ = job
-    manifest, rows = read_manifest(output), read_rows(output)
-    all_kept = [
-        [c["noria"]["stopped_early"] for c in choices_of(row)]
-        for row in rows
-        if len(choices_of(row)) == N
+def test_the_manifest_counts_what_stopped(noria, tmp_path):
+    shown, rules = FREE | {"logprobs": 0}, [BOTH, {"answer": AGREE["answer"]}]
+    rows = [completion(f"row-{i}", [30 + i], **shown, noria=rules[i % 2]) for i in range(12)]
+    output = tmp_path / "out.jsonl"
+    done, manifest = noria.batch(write_lines(tmp_path / "in.jsonl", rows), output)
+    lengths = [
+        [
+            len(choice["logprobs"]["tokens"])
+            for choice in choices_of(row)
+            if choice["noria"]["stopped_early"] is not None
+        ]
+        for row in done
     ]
-    num_rows = sum(any(stopped) for stopped in all_kept)
-    num_samples = sum(why is not None for stopped in all_kept for why in stopped)
-    assert 0 < num_rows <= manifest["rows"]["ok_with_stopped_samples"]
-    assert num_samples <= manifest["stopped_samples"] < manifest["tokens_left"]
-    tokens = sum(row["response"]["body"]["usage"]["completion_tokens"] for row in rows)
+    assert any(len(stopped) > 1 for stopped in lengths) and not all(lengths)
+    assert manifest["rows"]["ok_with_stopped_samples"] == sum(map(bool, lengths))
+    assert manifest["stopped_samples"] == sum(map(len, lengths))
+    most = FREE["max_tokens"]
+    assert manifest["tokens_left"] == sum(most - n for stopped in lengths for n in stopped)
+    tokens = sum(row["response"]["body"]["usage"]["completion_tokens"] for row in done)
     assert manifest["output_tokens"] == tokens
     decode = manifest["generator"]["buckets"]["decode"].values()
-    assert sum(use["emitted_tokens"] for use in decode) >= tokens
+    num_decoded = sum(use["emitted_tokens"] for use in decode)
+    # tokens that were cut are padding
+    prompts = manifest["prompt_tokens"]
+    assert manifest["generator"]["padding"]["real_tokens"] == prompts + tokens
+    assert num_decoded > tokens
 
 
 @pytest.mark.parametrize("num_slots", [3, 7])

@@ -121,6 +121,25 @@ def test_samples_stop_where_the_rule_says_and_are_otherwise_as_without_it(model,
     assert not generator.engine._in_slot
 
 
+def test_a_sample_stops_those_in_slots_before_and_after_its_own(model):
+    """All samples of a row run in the same calls."""
+    rule = SampleRule(PATTERN, stop_when=2)
+    params = replace(SAMPLED, n=4)
+    rows = [Request(f"row-{i}", row, params) for i, row in enumerate(prompts(30, longest=14))]
+    whole = run(generator_of(model), rows)
+    rows = [replace(row, params=replace(params, stopping=rule)) for row in rows]
+    places = Counter()
+    for name, output in run(generator_of(model), rows).items():
+        expected = defined([o.token_ids for o in whole[name].outputs], rule)
+        assert [(o.token_ids, o.stopped_early) for o in output.outputs] == expected
+        limit = max(len(o.token_ids) for o in output.outputs)
+        last = [
+            o.index for o in output.outputs if len(o.token_ids) == limit and not o.stopped_early
+        ]
+        places.update(o.index < last[0] for o in output.outputs if o.stopped_early)
+    assert places[True] and places[False]
+
+
 @pytest.mark.parametrize("keep", ["all", "majority", "best"])
 def test_outputs_do_not_depend_on_groups_slots_neighbours_or_order(model, keep):
     """With slots reserved, a row's samples run in groups of other sizes, one after another."""
