@@ -5,12 +5,12 @@
 
 from typing import TYPE_CHECKING, Any
 
-from .request import CompletionOutput, RequestOutput, SamplingParams
+from .request import CompletionOutput, RequestOutput, SampleRule, SamplingParams
 
 if TYPE_CHECKING:
     from .llm import LLM
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SampleRule", "SamplingParams"]
 
 
 def __getattr__(name: str) -> Any:

@@ -9,8 +9,10 @@ files.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from .errors import RowError
+from .text.answer_pattern import compile_answer
 from .vllm_options import SAMPLING, also_accepts
 
 MAX_N = 128
@@ -18,6 +20,59 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKEN_IDS = 32
 MAX_LOGIT_BIAS = 300
+MAX_PROBES = 1000
+KEEP = ("all", "majority", "best")
+
+
+@dataclass(frozen=True)
+class SampleRule:
+    """A rule for the samples of one request: their answers, their early end, and those returned.
+
+    `docs/samples.md` defines all of it.
+
+    Attributes:
+      answer: A regular expression with at most one group, which finds the answer in a sample's
+        text.
+      stop_when: The number of samples that must end with the same answer for the others to stop.
+      probe_every: The number of tokens from one probe of a sample's answer to the next.
+      probes: The number of successive probes with the same answer after which a sample stops.
+      keep: The samples to return: `all`, `majority` for the first with the most frequent answer, or
+        `best` for the one with the highest mean log-probability.
+
+    Raises:
+      RowError: A value has a wrong type, is out of range, or has no effect without another.
+    """
+
+    answer: str | None = None
+    stop_when: int | None = None
+    probe_every: int | None = None
+    probes: int | None = None
+    keep: Literal["all", "majority", "best"] = "all"
+
+    def __post_init__(self):
+        """Check all values."""
+        _check_integer("stopping.stop_when", self.stop_when, 2, MAX_N, optional=True)
+        _check_integer("stopping.probe_every", self.probe_every, 1, 2**31 - 1, optional=True)
+        _check_integer("stopping.probes", self.probes, 1, MAX_PROBES, optional=True)
+        if self.keep not in KEEP:
+            raise wrong_value("stopping.keep", f"one of {', '.join(KEEP)}", self.keep)
+        if (self.probe_every is None) != (self.probes is None):
+            missing, other = "probes", "probe_every"
+            if self.probes is not None:
+                missing, other = other, missing
+            raise wrong_value(f"stopping.{missing}", f"an integer beside {other}", None)
+        if self.answer is None:
+            if self.keep != "best" or self.stop_when is not None or self.probes is not None:
+                raise wrong_value("stopping.answer", "a regular expression", None)
+        elif not isinstance(self.answer, str) or not self.answer:
+            raise wrong_value("stopping.answer", "a regular expression", self.answer)
+        else:
+            try:
+                compile_answer(self.answer)
+            except ValueError as error:
+                raise RowError(
+                    "invalid_request", f"stopping.answer: {error}", "stopping.answer"
+                ) from None
 
 
 @also_accepts(SAMPLING)
@@ -48,6 +103,7 @@ class SamplingParams:
       skip_special_tokens: Whether special tokens are left out of the text.
       include_stop_str_in_output: Whether the text includes the stop string that ended it.
       logit_bias: Numbers that are added to logits, by token id, -100 to 100.
+      stopping: When continuations stop early, and which of them are returned.
 
     Raises:
       RowError: A value has a wrong type or is out of range.
@@ -72,6 +128,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     logit_bias: Mapping[int, float] | None = None
+    stopping: SampleRule | None = None
 
     def __post_init__(self):
         """Check all values, and turn the stops into tuples."""
@@ -108,6 +165,28 @@ class SamplingParams:
             raise wrong_value(
                 "min_tokens", f"at most max_tokens ({self.max_tokens})", self.min_tokens
             )
+        if self.stopping is not None:
+            self._check_rule(self.stopping)
+
+    def _check_rule(self, rule: SampleRule) -> None:
+        if not isinstance(rule, SampleRule):
+            raise wrong_value("stopping", "a SampleRule", rule)
+        if self.prompt_logprobs is not None:
+            raise RowError(
+                "invalid_request",
+                "stopping: expected no scored prompt beside it, got one. Score the prompt in a row "
+                "of its own, without prompt_logprobs or echo with logprobs here.",
+                "stopping",
+            )
+        if self.n == 1 and rule.probes is None:
+            raise RowError(
+                "invalid_request",
+                "stopping: expected n of at least 2, as a single sample has nothing to agree with, "
+                "got n = 1. Raise n, or give probe_every and probes.",
+                "stopping",
+            )
+        if rule.stop_when is not None and rule.stop_when > self.n:
+            raise wrong_value("stopping.stop_when", f"at most n ({self.n})", rule.stop_when)
 
 
 @dataclass(frozen=True)
@@ -145,6 +224,23 @@ class CompletionOutput:
     dropped_expert_choices: int = 0
     """Dropped expert choices of the prompt and this continuation, summed over all layers; 0 without
     a capacity."""
+    answer: str | None = None
+    """The answer in the text, if the request has a rule that finds one."""
+    votes: int = 0
+    """The number of samples of the request that ended with this answer."""
+    stopped_early: Literal["agreement", "certainty"] | None = None
+    """Why a rule stopped the continuation, which then has the finish reason `stop`."""
+
+
+@dataclass(frozen=True)
+class SampleCounts:
+    """Counts over all samples of a request with a rule, also over those that are not returned."""
+
+    total: int
+    stopped: int
+    output_tokens: int
+    tokens_left: int
+    """The tokens that the samples which stopped early could still have had under `max_tokens`."""
 
 
 @dataclass(frozen=True)
@@ -177,6 +273,8 @@ class RequestOutput:
     dropped_expert_choices: int = 0
     """Dropped expert choices of the prompt, counted once, and of all continuations. If the prompt
     was prefilled several times, the largest count is taken."""
+    samples: SampleCounts | None = None
+    """Counts over all samples, if the request has a rule for them."""
 
 
 def wrong_value(where: str, expected: str, got: object, param: str | None = None) -> RowError:

@@ -126,6 +126,7 @@ def count_outcomes(
     num_repeated: int,
     num_dropping: int,
     num_at_max_length: int,
+    num_stopping: int,
 ) -> dict[str, Any]:
     """The numbers of rows by outcome.
 
@@ -135,6 +136,7 @@ def count_outcomes(
         num_repeated: Rows that were answered with the output of an equal row.
         num_dropping: Rows with a result although expert choices were dropped.
         num_at_max_length: Rows without `max_tokens` that ended at the plan's `max_length`.
+        num_stopping: Rows with samples that a rule stopped early.
     """
     counts = Counter(codes)
     num_ok = counts.pop(None, 0)
@@ -147,6 +149,7 @@ def count_outcomes(
         "repeated": num_repeated,
         "ok_with_dropped_choices": num_dropping,
         "ok_at_max_length": num_at_max_length,
+        "ok_with_stopped_samples": num_stopping,
     }
 
 

@@ -33,7 +33,7 @@ from .manifest import (
     versions,
     write_manifest,
 )
-from .results import AT_MAX_LENGTH, DROPPED, OutputLines
+from .results import AT_MAX_LENGTH, DROPPED, STOPPED_SAMPLES, TOKENS_LEFT, OutputLines
 from .scan import ScannedRow, ScanSummary
 
 
@@ -81,6 +81,7 @@ def finalise(
                 num_repeated=sum(REPEATED in row.metrics for row in finished),
                 num_dropping=sum(DROPPED in row.metrics for row in finished),
                 num_at_max_length=sum(AT_MAX_LENGTH in row.metrics for row in finished),
+                num_stopping=sum(STOPPED_SAMPLES in row.metrics for row in finished),
             ),
             **_run_facts(phases, statistics, finished, num_tokens),
         }
@@ -143,6 +144,7 @@ def _run_facts(
         "wall_seconds": sum(seconds.values()),
         "prompt_tokens": total(finished, "prompt_tokens"),
         "output_tokens": total(finished, "output_tokens"),
+        **{key: total(finished, key) for key in (STOPPED_SAMPLES, TOKENS_LEFT)},
         "output_tokens_per_second": num_tokens / seconds["run"] if seconds["run"] else None,
         "time_to_first_token_seconds": spread(finished, "time_to_first_token"),
         "inter_token_latency_seconds": spread(finished, "inter_token_latency"),
@@ -170,6 +172,8 @@ def summarise(output: Path, manifest: Mapping[str, Any]) -> str:
         message += f", {rows['ok_with_dropped_choices']} with dropped choices of experts"
     if rows["ok_at_max_length"]:
         message += f", {rows['ok_at_max_length']} without max_tokens ended at the plan's max_length"
+    if rows["ok_with_stopped_samples"]:
+        message += f", {rows['ok_with_stopped_samples']} with samples that stopped early"
     if rate:
         message += f", {rate:.1f} output tokens/s"
     phases = ("scan", "load", "build", "run")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import RowError
-from ..request import MAX_LOGPROBS, SamplingParams, wrong_value
+from ..request import MAX_LOGPROBS, SampleRule, SamplingParams, wrong_value
 
 # keys with the name and the meaning of a SamplingParams field
 _DIRECT = (
@@ -37,7 +37,9 @@ _DIRECT = (
 _TRANSLATED = ("max_tokens", "max_completion_tokens", "stop", "stop_token_ids", "logit_bias")
 # keys that do not change the answer: labels and billing of the hosted service
 _WITHOUT_EFFECT = ("user", "metadata", "store")
-_COMMON = (*_DIRECT, *_TRANSLATED, *_WITHOUT_EFFECT, "model", "logprobs", "stream")
+_RULE = "noria"
+"""The key of the rule for the samples of a row, an extension of OpenAI's interface."""
+_COMMON = (*_DIRECT, *_TRANSLATED, *_WITHOUT_EFFECT, _RULE, "model", "logprobs", "stream")
 CHAT_KEYS = (*_COMMON, "messages", "top_logprobs", "chat_template_kwargs", "response_format")
 COMPLETION_KEYS = (*_COMMON, "prompt", "echo", "response_format")
 
@@ -125,13 +127,21 @@ def read_params(
     if fields.get("max_tokens") == 0:
         fields["logprobs"] = None
     try:
+        if _RULE in given:
+            fields["stopping"] = _read_rule(given[_RULE])
         params = SamplingParams(**fields)
     except RowError as error:
-        if error.param == "max_tokens" and limit_key != "max_tokens":
-            message = error.message.replace("max_tokens", limit_key, 1)
-            raise RowError(error.code, message, limit_key) from None
-        raise
+        raise _in_body_keys(error, {"max_tokens": limit_key, "stopping": _RULE}) from None
     return BodyParams(params, echo, logprobs, asked_prompt_logprobs)
+
+
+def _in_body_keys(error: RowError, keys: Mapping[str, str]) -> RowError:
+    """An error of `SamplingParams` with the key of the body in place of the name of the field."""
+    field, dot, rest = (error.param or "").partition(".")
+    if field not in keys:
+        return error
+    message = error.message.replace(field, keys[field], 1)
+    return RowError(error.code, message, f"{keys[field]}{dot}{rest}")
 
 
 def unknown_parameter(key: str, known: tuple[str, ...]) -> RowError:
@@ -217,6 +227,18 @@ def _read_logit_bias(value: object) -> dict[int, float]:
     if len(bias) < len(value):
         raise wrong_value("logit_bias", "each token id once", "one spelt in two ways")
     return bias
+
+
+def _read_rule(value: object) -> SampleRule:
+    if not isinstance(value, dict):
+        raise wrong_value(_RULE, "an object", value)
+    known = tuple(SampleRule.__dataclass_fields__)
+    given = {key: content for key, content in value.items() if content is not None}
+    for key in given:
+        if key not in known:
+            error = unknown_parameter(key, known)
+            raise RowError(error.code, f"{_RULE}: {error.message}", f"{_RULE}.{key[:100]}")
+    return SampleRule(**given)
 
 
 _READERS: dict[str, Callable[[Any], Any]] = {

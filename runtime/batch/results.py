@@ -1,7 +1,8 @@
 """Turns outputs and errors into output lines of the OpenAI Batch format.
 
-Some readers are strict, so a line has only the standard's keys, with one exception: if expert
-choices were dropped, their number is in `noria` beside `usage`. Ids are hashes of custom_id,
+Some readers are strict, so a line has only the standard's keys, with two exceptions: if expert
+choices were dropped, their number is in `noria` beside `usage`, and if a row has a rule for its
+samples, each choice has a table `noria`. Ids are hashes of custom_id,
 request and configuration, so the same row of the same job has the same ids in every run. `created`
 is the wall time.
 
@@ -17,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import RowError
-from ..request import CompletionOutput, RequestOutput, TokenLogprob
+from ..request import CompletionOutput, RequestOutput, SampleCounts, TokenLogprob
 from ..text.tokenizer import Tokenizer
 from .lines import BadRow, BatchRow
 from .scan import ScannedRow
@@ -28,6 +29,9 @@ DROPPED = "dropped_expert_choices"
 AT_MAX_LENGTH = "at_max_length"
 """The key of the number of continuations that ended at the plan's `max_length`, in rows without
 `max_tokens`."""
+STOPPED_SAMPLES, TOKENS_LEFT = "stopped_samples", "tokens_left"
+"""The keys of the number of samples that a rule stopped early, and of the tokens that they could
+still have had under their limits."""
 
 # errors of lines that were not read as requests: the standard's form with `response: null`
 _NEVER_EXECUTED = frozenset(
@@ -75,7 +79,7 @@ class OutputLines:
         # scoring may return no continuation, but the answer has one choice
         completions = output.outputs or [CompletionOutput(0, "", [], None)]
         num_prompt = len(output.prompt_token_ids)
-        num_completion = sum(len(completion.token_ids) for completion in completions)
+        num_completion = _num_output_tokens(output)
         body = {
             "id": self._id("chatcmpl-" if is_chat else "cmpl-", row),
             "object": "chat.completion" if is_chat else "text_completion",
@@ -88,6 +92,12 @@ class OutputLines:
                 "total_tokens": num_prompt + num_completion,
             },
         }
+        if output.samples is not None:
+            for index, (choice, completion) in enumerate(
+                zip(body["choices"], completions, strict=True)
+            ):
+                choice["index"] = index
+                choice["noria"] = _sample_facts(completion, output.samples)
         if output.dropped_expert_choices:
             body["noria"] = {DROPPED: output.dropped_expert_choices}
         if is_chat and row.prompt_logprobs is not None:
@@ -260,10 +270,14 @@ def row_metrics(row: BatchRow, output: RequestOutput) -> dict[str, float]:
     if output.error is not None:
         return {}
     lengths = [len(completion.token_ids) for completion in output.outputs]
+    samples = output.samples
     values: dict[str, float] = {
         "prompt_tokens": len(output.prompt_token_ids),
-        "output_tokens": sum(lengths),
+        "output_tokens": _num_output_tokens(output),
     }
+    if samples is not None and samples.stopped:
+        values[STOPPED_SAMPLES] = samples.stopped
+        values[TOKENS_LEFT] = samples.tokens_left
     if output.dropped_expert_choices:
         values[DROPPED] = output.dropped_expert_choices
     reasons = [completion.finish_reason for completion in output.outputs]
@@ -276,6 +290,24 @@ def row_metrics(row: BatchRow, output: RequestOutput) -> dict[str, float]:
         if longest > 1:
             values["inter_token_latency"] = (times.finished - times.first_token) / (longest - 1)
     return values
+
+
+def _num_output_tokens(output: RequestOutput) -> int:
+    """The tokens of all continuations, also of samples that a rule did not keep."""
+    if output.samples is not None:
+        return output.samples.output_tokens
+    return sum(len(completion.token_ids) for completion in output.outputs)
+
+
+def _sample_facts(completion: CompletionOutput, samples: SampleCounts) -> dict[str, Any]:
+    """The table `noria` of a choice, in a row with a rule for its samples."""
+    return {
+        "sample": completion.index,
+        "samples": samples.total,
+        "answer": completion.answer,
+        "votes": completion.votes,
+        "stopped_early": completion.stopped_early,
+    }
 
 
 def _finite(logprob: float) -> float:

@@ -43,7 +43,7 @@ class RowRequirements:
     n: int
     prompt_logprobs: int | None
     has_stops: bool = False
-    """Whether the request has stop strings."""
+    """Whether the text of the request may end it: stop strings, or a rule for its samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +229,7 @@ def _requirements_of(row: BatchRow, prompt_length: int) -> RowRequirements:
         max_tokens=params.max_tokens,
         n=params.n,
         prompt_logprobs=params.prompt_logprobs,
-        has_stops=bool(params.stop),
+        has_stops=bool(params.stop) or params.stopping is not None,
     )
 
 

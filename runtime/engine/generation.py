@@ -2,7 +2,8 @@
 
 The host makes the text of one call while the device runs the next. Each step has three parts:
 `receive` finds out which sequences ended, as the next call depends on it, and decodes text only for
-requests with stop strings; `dispatch` starts the next call; `collect` does the remaining work.
+requests with stop strings or a rule for their samples; `dispatch` starts the next call; `collect`
+does the remaining work.
 
 Does not know about files or command lines; `LLM` and the batch job both use it. Guarantees: a
 request that fits no bucket is refused by name and never truncated; every submitted request is
@@ -12,7 +13,8 @@ returned exactly once.
 import math
 import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -29,6 +31,7 @@ from .engine import AdmittedRequest, Engine
 from .expert_use import ExpertSetup
 from .open_request import Continuation, OpenRequest
 from .padding import row_seed
+from .sample_rules import RowSamples
 from .scheduler import Action
 from .shared_prefixes import SharedPrefix
 
@@ -62,8 +65,8 @@ class GenerationSession:
     clock: Callable[[], float] = time.monotonic
     _open: dict[int, OpenRequest] = field(default_factory=dict)
     _num_submitted: int = 0
-    _with_stops: set[int] = field(default_factory=set)
-    """Numbers of the open requests with stop strings."""
+    _ended_by_text: set[int] = field(default_factory=set)
+    """Numbers of the open requests whose text may end them: stop strings, a rule for samples."""
     _prefix_ids: MutableMapping[SharedPrefix, tuple[int, ...]] = field(
         default_factory=WeakKeyDictionary
     )
@@ -117,22 +120,30 @@ class GenerationSession:
             prefix=self._matching(prefix, request.prompt_token_ids),
         )
         seed = row_seed(params, self.run_seed, request.request_id)
-        admitted = AdmittedRequest(scheduled, request, seed, stop_ids)
+        admitted = AdmittedRequest(scheduled, _scored_as_needed(request), seed, stop_ids)
+        new_collector = partial(TextCollector, self.tokenizer, params)
         continuations = [
-            Continuation(TextCollector(self.tokenizer, params), CompletionOutput(i, "", [], None))
+            Continuation(new_collector(), CompletionOutput(i, "", [], None))
             for i in range(params.n)
         ]
-        if params.logprobs is not None:
+        rule = params.stopping
+        if admitted.request.params.logprobs is not None:
             for continuation in continuations:
                 continuation.output.logprobs = []
         open_sequences = params.n if scheduled.max_total_length > prompt_length else 0
         self.engine.submit(admitted)
         self._num_submitted += 1
         self._open[scheduled.number] = OpenRequest(
-            request, admitted, self.clock(), continuations, open_sequences
+            request,
+            admitted,
+            self.clock(),
+            continuations,
+            open_sequences,
+            new_collector,
+            rule and RowSamples(rule, params.n, params.min_tokens),
         )
-        if continuations[0].collector.may_stop:
-            self._with_stops.add(scheduled.number)
+        if rule is not None or continuations[0].collector.may_stop:
+            self._ended_by_text.add(scheduled.number)
 
     def _matching(
         self, prefix: SharedPrefix | None, token_ids: Sequence[int]
@@ -166,6 +177,13 @@ class GenerationSession:
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("logit_bias", tuple(params.logit_bias or ()))
         TextCollector(self.tokenizer, params)  # refuses stop strings if there is no tokenizer
+        if self.tokenizer is None and params.stopping and params.stopping.answer is not None:
+            raise RowError(
+                "invalid_request",
+                "stopping.answer: expected none, as the model has no tokenizer, got "
+                f"{params.stopping.answer!r}. Leave it out.",
+                "stopping.answer",
+            )
         self._check_length(request)
         if params.prompt_logprobs is not None and not self.grid.score:
             raise RowError(
@@ -203,8 +221,8 @@ class GenerationSession:
         self._received.append((results, self.clock()))
         if not isinstance(results.action, DecodeAction):
             return b""
-        if self._with_stops:
-            self._end_at_stops(results.action.slots, results)
+        if self._ended_by_text:
+            self._end_by_text(results.action.slots, results)
         return results.output.tokens_BQ.tobytes()
 
     def dispatch(self) -> Action | None:
@@ -256,7 +274,7 @@ class GenerationSession:
         """Drop every request; valid after an interrupted step too."""
         self._open.clear()
         self._received.clear()
-        self._with_stops.clear()
+        self._ended_by_text.clear()
         self.engine.abandon()
 
     def statistics(self) -> dict[str, Any]:
@@ -321,15 +339,23 @@ class GenerationSession:
                     output.dropped_expert_choices += event.count
         return event.number
 
-    def _end_at_stops(self, slots: Sequence[int], results: CallResults) -> None:
-        """Decode the text of sequences with stop strings; free the slots of those that it ends."""
+    def _end_by_text(self, slots: Sequence[int], results: CallResults) -> None:
+        """Decode text that may end its sequence or others; free the slots of ended sequences."""
+        read: list[tuple[int, OpenRequest]] = []
         for slot in slots:
             sequence = results.sequences[slot]
-            if sequence.request.number not in self._with_stops:
-                continue
-            entry, has_ended = self._open[sequence.request.number], results.has_ended(slot)
-            is_cut = entry.read(sequence.sample, results.ids_of(slot), has_ended=has_ended)
-            if is_cut and not has_ended:
+            if sequence.request.number in self._ended_by_text:
+                entry = self._open[sequence.request.number]
+                entry.read(
+                    sequence.sample,
+                    results.ids_of(slot),
+                    has_ended=results.has_ended(slot),
+                    is_finite=bool(results.output.is_finite_B[slot]),
+                )
+                read.append((slot, entry))
+        # after all were read, because a sample that ends may end the other samples of its row
+        for slot, entry in read:
+            if entry.is_over(results.sequences[slot].sample) and not results.has_ended(slot):
                 self.engine.release(slot)
 
     def _add_tokens(self, entry: OpenRequest, event: TokensEmitted, now: float) -> None:
@@ -341,10 +367,10 @@ class GenerationSession:
         output.token_ids += event.token_ids
         if output.logprobs is not None:
             output.logprobs += event.scores
-        if not collector.may_stop:
+        if event.number not in self._ended_by_text:
             entry.read(event.sample, event.token_ids, has_ended=event.is_finished)
         is_cut = collector.stop_reason is not None
-        if not event.is_finite:
+        if not event.is_finite and entry.samples is None:
             entry.error = _nonfinite(entry.request)
         if is_cut:
             self.engine.metrics.cut_tokens += collector.num_tokens_past_stop
@@ -358,7 +384,7 @@ class GenerationSession:
             output.finish_reason, output.stop_reason = "stop", None if is_own else last
         elif event.is_finished:
             output.finish_reason = "length"
-        if is_cut or event.is_finished:
+        if event.is_finished or entry.is_over(event.sample):
             entry.open_sequences -= 1
 
     def _is_done(self, number: int) -> bool:
@@ -368,6 +394,9 @@ class GenerationSession:
 
     def _finish(self, number: int, now: float) -> RequestOutput:
         entry = self._close(number)
+        self.engine.metrics.cut_tokens += entry.end_samples()
+        if entry.samples is not None and entry.samples.has_failed:
+            entry.error = _nonfinite(entry.request)
         num_dropped = entry.count_dropped()
         if num_dropped and self._refuses_drops and entry.error is None:
             entry.error = _overflow(entry.request, num_dropped)
@@ -381,13 +410,22 @@ class GenerationSession:
         )
         if entry.error is None:
             output.prompt_logprobs = entry.prompt_logprobs
-            output.outputs = [continuation.finish() for continuation in entry.continuations]
+            output.outputs = entry.outputs()
+            output.samples = entry.count_samples()
         return output
 
     def _close(self, number: int) -> OpenRequest:
         self.engine.forget(number)
-        self._with_stops.discard(number)
+        self._ended_by_text.discard(number)
         return self._open.pop(number)
+
+
+def _scored_as_needed(request: Request) -> Request:
+    """The request with log-probabilities of its output tokens, if its rule compares samples."""
+    params = request.params
+    if params.stopping is None or params.stopping.keep != "best" or params.logprobs is not None:
+        return request
+    return replace(request, params=replace(params, logprobs=0))
 
 
 def _overflow(request: Request, num_dropped: int) -> RowError:

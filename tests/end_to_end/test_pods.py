@@ -137,6 +137,9 @@ def job(noria, tmp_path_factory) -> PodJob:
         )
         for i in range(24)
     ]
+    for row in rows[3::6]:
+        rule = {"answer": "([a-z])", "stop_when": 2, "probe_every": 3, "probes": 1}
+        row["body"] |= {"n": 3, "noria": rule}
     # greedy rows are repeated, sampled rows are not
     rows += [row | {"custom_id": f"again-{i}"} for i, row in enumerate(rows[:4])]
     source = write_lines(folder / "in.jsonl", rows)

@@ -12,6 +12,7 @@ from noria.runtime.batch.lines import BadRow, BatchRow, hash_request, read_row
 from noria.runtime.batch.scan import scan
 from noria.runtime.errors import RowError
 from noria.runtime.files.strict_json import Line, dump_line, parse_object, read_lines
+from noria.runtime.request import SampleRule
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
@@ -299,6 +300,62 @@ def test_a_typo_is_answered_with_the_key_that_was_meant():
     assert error.param == "max_token" and "Did you mean 'max_tokens'?" in error.message
 
 
+RULE = {"answer": r"answer is (\d+)", "stop_when": 3, "probe_every": 16, "probes": 2,
+        "keep": "majority"}  # fmt: skip
+
+
+@pytest.mark.parametrize("make", [chat, completion])
+def test_a_rule_for_samples_reaches_the_sampling_parameters(make):
+    assert accepted(make(n=5, noria=RULE)).params.stopping == SampleRule(**RULE)
+    assert accepted(make(n=5, noria=None)).params.stopping is None
+    alone = {"answer": "x", "probe_every": 16, "probes": 2, "stop_when": None}
+    assert accepted(make(n=1, noria=alone)).params.stopping == SampleRule(**alone)
+    assert accepted(make(n=2, noria={"keep": "best"})).params.stopping == SampleRule(keep="best")
+
+
+@pytest.mark.parametrize(
+    ("rule", "body", "param", "message"),
+    [
+        ([], {}, "noria", "noria: expected an object, got []."),
+        ({}, {}, "noria.answer", "noria.answer: expected a regular expression, got none."),
+        ({"stop_whn": 3}, {}, "noria.stop_whn", "noria: 'stop_whn' is not a known parameter. Did "
+         "you mean 'stop_when'?"),
+        ({"answer": 5}, {}, "noria.answer", "noria.answer: expected a regular expression, got 5."),
+        ({"answer": "("}, {}, "noria.answer", "noria.answer: expected a regular expression of "
+         "Python's re, got '(' (missing )"),
+        ({"answer": "(a+)+b"}, {}, "noria.answer", "Bound its repeats as in"),
+        ({"answer": "(a)(b)"}, {}, "noria.answer", "at most one group, got 2"),
+        ({"stop_when": 1}, {}, "noria.stop_when", "expected an integer from 2 to 128, got 1."),
+        ({"stop_when": 4}, {}, "noria.stop_when", "noria.stop_when: expected at most n (3), got 4"),
+        ({"stop_when": True}, {}, "noria.stop_when", "expected an integer, got True."),
+        ({"probes": 2}, {}, "noria.probe_every", "expected an integer beside probes, got none."),
+        ({"probe_every": 8}, {}, "noria.probes", "expected an integer beside probe_every, got"),
+        ({"probe_every": 0, "probes": 1}, {}, "noria.probe_every", "an integer from 1 to"),
+        ({"keep": "first"}, {}, "noria.keep", "expected one of all, majority, best, got 'first'."),
+        ({"answer": None, "keep": "majority"}, {}, "noria.answer", "got none."),
+        ({}, {"n": 1, "noria": {"answer": "x"}}, "noria", "noria: expected n of at least 2, as a "
+         "single sample has nothing to agree with, got n = 1. Raise n"),
+        ({}, {"max_tokens": 0, "noria": {"answer": "x"}, "prompt_logprobs": 0}, "noria",
+         "noria: expected no scored prompt beside it, got one. Score the prompt in a row of its"),
+        ({}, {"prompt_logprobs": 1, "noria": {"answer": "x"}}, "noria", "no scored prompt"),
+    ],
+)  # fmt: skip
+def test_a_wrong_rule_is_refused_by_key(rule, body, param, message):
+    if rule and isinstance(rule, dict):
+        rule = {"answer": "x", **rule}
+    error = refused(completion(**{"n": 3, "noria": rule, **body})).error
+    assert error.param == param, error.message
+    assert message in error.message
+    is_unknown = "not a known" in message
+    assert error.code == ("unknown_parameter" if is_unknown else "invalid_request")
+
+
+def test_an_echoed_prompt_with_logprobs_is_refused_beside_a_rule():
+    rule = {"n": 2, "noria": {"answer": "x"}, "echo": True}
+    assert accepted(completion(**rule)).params.stopping is not None
+    assert refused(completion(**rule, logprobs=1)).error.param == "noria"
+
+
 DEEP: dict = {"type": "object"}
 for _ in range(25):
     DEEP = {"properties": {"a": DEEP}}
@@ -394,7 +451,8 @@ json_values = st.recursive(
 known_keys = st.sampled_from(
     ["prompt", "messages", "n", "stop", "logit_bias", "logprobs", "top_logprobs", "echo", "seed",
      "max_tokens", "stop_token_ids", "temperature", "chat_template_kwargs", "response_format",
-     "metadata", "model", "stream", "min_tokens", "prompt_logprobs", "custom_id", "id", "body"]
+     "metadata", "model", "stream", "min_tokens", "prompt_logprobs", "custom_id", "id", "body",
+     "noria"]
 )  # fmt: skip
 bodies = st.dictionaries(known_keys | st.text(), json_values, max_size=6)
 

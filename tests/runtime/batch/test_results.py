@@ -6,10 +6,10 @@ import math
 import pytest
 
 from noria.runtime.batch.lines import BadRow, BatchRow, read_row
-from noria.runtime.batch.results import OutputLines
+from noria.runtime.batch.results import OutputLines, row_metrics
 from noria.runtime.errors import RowError
 from noria.runtime.files.strict_json import Line
-from noria.runtime.request import CompletionOutput, RequestOutput, TokenLogprob
+from noria.runtime.request import CompletionOutput, RequestOutput, SampleCounts, TokenLogprob
 
 
 class Tokens:
@@ -119,6 +119,27 @@ def test_a_scored_prompt_starts_with_a_null_and_has_no_completion(has_outputs):
     assert choice["logprobs"]["token_logprobs"] == [None, 0.0]
     assert choice["logprobs"]["top_logprobs"] == [None, {"i": 0.0}]
     assert body["usage"] == {"prompt_tokens": 2, "completion_tokens": 0, "total_tokens": 2}
+
+
+def test_a_row_with_a_rule_says_of_each_choice_how_its_sample_ended():
+    row = row_of(prompt="hi", n=4, noria={"answer": "([a-z])", "stop_when": 2})
+    counts = SampleCounts(total=4, stopped=2, output_tokens=9, tokens_left=70)
+    completions = [
+        CompletionOutput(1, "ok", [1, 2], "stop", answer="o", votes=2),
+        CompletionOutput(3, "k", [1], "stop", stopped_early="agreement"),
+    ]
+    result = RequestOutput("r1", "hi", [104, 105], completions, samples=counts)
+    body = LINES.result(row, result)["response"]["body"]
+    assert [choice["index"] for choice in body["choices"]] == [0, 1]
+    assert [choice["noria"] for choice in body["choices"]] == [
+        {"sample": 1, "samples": 4, "answer": "o", "votes": 2, "stopped_early": None},
+        {"sample": 3, "samples": 4, "answer": None, "votes": 0, "stopped_early": "agreement"},
+    ]
+    # samples that are not returned were generated too
+    assert body["usage"] == {"prompt_tokens": 2, "completion_tokens": 9, "total_tokens": 11}
+    metrics = row_metrics(row, result)
+    assert metrics["output_tokens"] == 9
+    assert (metrics["stopped_samples"], metrics["tokens_left"]) == (2, 70)
 
 
 def test_echo_puts_the_prompt_before_the_completion_in_text_and_logprobs():
