@@ -19,8 +19,8 @@ class PrefixTable:
     rows: np.ndarray
     """Row numbers, as int32."""
     shared: np.ndarray
-    """The first tokens that each row shares with the row before it, as int32; 0 for the first row.
-    Shorter than the truth by less than the unit in which the search compares prompts."""
+    """The number of tokens at the start that each row shares with the row before it, as int32; 0
+    for the first row. It may be too small, by less than one unit of the search."""
 
     @property
     def shares(self) -> bool:
@@ -43,7 +43,8 @@ class PrefixTable:
         return PrefixTable(new[kept], shared)
 
     def shared_pieces(self, prompt_lengths: np.ndarray, chunks: Sequence[int]) -> np.ndarray:
-        """The most tokens of each row that it can share in whole pieces, by row.
+        """The largest number of tokens that each row can share with the row before it, in whole
+        pieces.
 
         A prompt is cut into pieces of the largest chunk, then its rest into pieces of the next one,
         and so on. The last piece of a prompt is never shared. With several chunks, a row may share
@@ -65,11 +66,11 @@ class PrefixTable:
         result[self.rows] = whole
         return result
 
-    def first_shared_pieces(self, shared_R: np.ndarray) -> np.ndarray:
-        """The tokens of each row, by row, that the next row in the order shares with it.
+    def shared_with_neighbours(self, shared_R: np.ndarray) -> np.ndarray:
+        """For each row, the tokens that it shares with the row before it or after it, if more.
 
-        Where they are more than the row shares itself, the row is the first that has them, and a
-        prefix is computed for it.
+        If the row after it shares more, the row is the first one with these tokens, and they are
+        computed for it.
 
         Args:
           shared_R: The tokens that each row shares with the row before it, by row.

@@ -15,18 +15,20 @@ from .bucket_grid import BucketGrid, PrefillBucket
 from .prefix_table import PrefixTable
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class PrefixNode:
     """A node of the tree: the end of a piece, and what continues from there."""
 
     length: int
     parent: "PrefixNode | None"
+    bucket: PrefillBucket | None = None
+    """The bucket of the piece."""
     rows: list[int] = field(default_factory=list)
     """The rows whose last shared piece ends here."""
     children: dict["PrefixNode", None] = field(default_factory=dict)
     """The nodes that continue from here, as the keys: one is removed in constant time."""
-    by_bucket: dict[PrefillBucket, "PrefixNode"] = field(default_factory=dict)
-    """The nodes at which the rows that are added next may continue."""
+    next_by_bucket: dict[PrefillBucket | None, "PrefixNode"] = field(default_factory=dict)
+    """Children that the next row may reach, by bucket; empty when the tree is complete."""
     num_slots: int = 0
     """The slots that the node and its children need at one time."""
 
@@ -47,57 +49,61 @@ def prefix_tree(
       table: What the rows share; rows that are not in it share nothing and are left out.
 
     Returns:
-      The root, which is the empty beginning, and all other nodes, each after its parent.
+      The root, which is the empty beginning, and all other nodes, each after its parent. Each has
+      at least two users.
     """
     root = PrefixNode(0, None)
-    nodes: list[PrefixNode] = []
     open_nodes: list[PrefixNode] = []
-    """Nodes whose tokens the next row may have; each has the bucket of its last piece."""
-    buckets: list[PrefillBucket] = []
+    """Nodes that the next row may also begin with, shortest first."""
+    closed: list[PrefixNode] = []
     shared = [*table.shared.tolist(), 0]
     for index, row in enumerate(table.rows.tolist()):
-        while open_nodes and open_nodes[-1].length > shared[index]:
-            node, bucket = open_nodes.pop(), buckets.pop()
-            if node.parent is not None:
-                node.parent.by_bucket.pop(bucket, None)
-        node, length = root, prompt_lengths[row]
-        bound = max(shared[index], shared[index + 1])
-        new: list[tuple[PrefixNode, PrefillBucket]] = []
-        while True:
-            bucket = grid.bucket_of(length, node.length)
-            end = node.length + bucket.tokens
-            if end > bound or end >= length:
-                break
-            if (child := node.by_bucket.get(bucket)) is None:
-                child = node.by_bucket[bucket] = PrefixNode(end, node)
-                node.children[child] = None
-                nodes.append(child)
-                new.append((child, bucket))
-            node = child
-        node.rows.append(row)
-        if new:
-            merged = sorted([*zip(open_nodes, buckets, strict=True), *new], key=_length_of)
-            open_nodes, buckets = [n for n, _ in merged], [b for _, b in merged]
-    return root, _without_single_users(nodes)
+        _close(open_nodes, shared[index], closed)
+        bound = min(max(shared[index], shared[index + 1]), prompt_lengths[row] - 1)
+        num_open = len(open_nodes)
+        _add_row(root, row, grid, prompt_lengths[row], bound, open_nodes)
+        if len(open_nodes) > num_open:
+            open_nodes.sort(key=lambda node: node.length)
+    _close(open_nodes, 0, closed)
+    return root, closed[::-1]
 
 
-def _length_of(item: tuple[PrefixNode, PrefillBucket]) -> int:
-    return item[0].length
+def _add_row(
+    root: PrefixNode,
+    row: int,
+    grid: BucketGrid,
+    prompt_length: int,
+    bound: int,
+    open_nodes: list[PrefixNode],
+) -> None:
+    """Add a row to the node at the end of its last piece up to `bound`; make the nodes before."""
+    node = root
+    while True:
+        bucket = grid.bucket_of(prompt_length, node.length)
+        end = node.length + bucket.tokens
+        if end > bound:
+            break
+        if (child := node.next_by_bucket.get(bucket)) is None:
+            child = node.next_by_bucket[bucket] = PrefixNode(end, node, bucket)
+            node.children[child] = None
+            open_nodes.append(child)
+        node = child
+    node.rows.append(row)
 
 
-def _without_single_users(nodes: list[PrefixNode]) -> list[PrefixNode]:
-    """The nodes that several rows or nodes continue from; the users of others move to the parent,
-    and a node with one child becomes one with it."""
-    kept = []
-    for node in reversed(nodes):
-        parent = node.parent
-        assert parent is not None
-        node.by_bucket.clear()
+def _close(open_nodes: list[PrefixNode], length: int, closed: list[PrefixNode]) -> None:
+    """Move the nodes longer than `length` to `closed`, children first.
+
+    A node with a single user is dissolved instead.
+    """
+    while open_nodes and open_nodes[-1].length > length:
+        node = open_nodes.pop()
+        assert node.parent is not None
+        del node.parent.next_by_bucket[node.bucket]
         if node.num_users > 1:
-            kept.append(node)
-            continue
-        dissolve(node, parent)
-    return kept[::-1]
+            closed.append(node)
+        else:
+            dissolve(node, node.parent)
 
 
 def dissolve(node: PrefixNode, parent: PrefixNode) -> None:

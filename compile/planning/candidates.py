@@ -313,7 +313,7 @@ class CandidateGrids:
         """The tokens of each row in pieces of the row before it, and of a row before or after."""
         if chunks not in self._shared:
             shared = self._table.shared_pieces(self._prompts, chunks)
-            self._shared[chunks] = shared, self._table.first_shared_pieces(shared)
+            self._shared[chunks] = shared, self._table.shared_with_neighbours(shared)
         return self._shared[chunks]
 
     def _count_emitted(self) -> np.ndarray:

@@ -236,7 +236,12 @@ class BatchModel:
         """Check that all processes have the same plan; return the bundle, if one was given."""
         given = self.options.plan
         is_bundle = given is not None and given.is_dir()
-        self.peers.agree(lambda: {"plan": text, "--plan": "bundle" if is_bundle else "file"})
+        facts = {
+            "plan": text,
+            "--plan": "bundle" if is_bundle else "file",
+            "--no-sharing": str(not self.options.shares),
+        }
+        self.peers.agree(lambda: facts)
         return given if is_bundle else None
 
     def _make_plan(

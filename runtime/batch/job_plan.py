@@ -37,7 +37,7 @@ from ...sharding.layout import Layout
 from ..console import plural
 from ..files.hardware_files import known_hardware
 from ..files.run_config import apply_overrides
-from ..planning.forecast import expected_rows, forecast_steps
+from ..planning.forecast import expected_rows, fits_grid, forecast_steps
 from ..planning.shared_chunks import with_chunks_that_share
 from ..pods.peers import Peers
 
@@ -102,8 +102,10 @@ def derived_plan(
     derive = partial(derive_grid, rows, config.max_position, fits=fits, prices=prices)
     grid = derive(defaults)
     if not {"chunk", "prefill"} & set(asked):
-        expected = expected_rows(rows, grid)
-        grid = with_chunks_that_share(grid, expected, table, defaults, prices, derive)
+        fitting = [i for i, row in enumerate(rows) if fits_grid(row, grid)]
+        expected = expected_rows([rows[i] for i in fitting], grid)
+        shared = table.of_rows(fitting)
+        grid = with_chunks_that_share(grid, expected, shared, defaults, prices, derive)
     if grid.max_length >= defaults.longest_span(config.max_position):
         reason = ""
     experts = default_experts(config)
@@ -172,7 +174,9 @@ def sharing_note(rows: Sequence[RowShape], table: PrefixTable, grid: BucketGrid)
     shared = int(table.shared_pieces(lengths, grid.chunks).sum()) if grid.chunks else 0
     if not shared:
         return None
-    return f"prompts that begin alike: {shared} of {plural(int(lengths.sum()), 'token')} are copied"
+    return (
+        f"prompts that begin alike: {shared} of {plural(int(lengths.sum()), 'token')} can be copied"
+    )
 
 
 def _padding(rows: Sequence[RowShape], grid: BucketGrid) -> str:

@@ -33,9 +33,9 @@ class PrefixIndex:
         self._unit = UNIT
         self._rows = array(_UINT32)
         self._blocks: list[tuple[np.ndarray, np.ndarray]] = []
-        """Hashes, and the number of hashes of each row, of a part of the rows."""
+        """For each block of rows: the hashes, and how many of them each row has."""
         self._hashes, self._counts = array(_UINT64), array(_UINT32)
-        """The hashes and their numbers of the rows that are in no block yet."""
+        """The same, for rows that are in no block yet."""
         self._num_hashes = 0
 
     def add(self, row: int, ids: Sequence[int]) -> None:
@@ -61,12 +61,13 @@ class PrefixIndex:
         self._close_block()
         hashes, counts = np.empty(self._num_hashes, np.uint64), []
         end = 0
-        for i, (block, block_counts) in enumerate(self._blocks):
+        self._blocks.reverse()
+        while self._blocks:
+            # each block is freed before the next one fills new memory
+            block, block_counts = self._blocks.pop()
             hashes[end : end + len(block)] = block
             end += len(block)
             counts.append(block_counts)
-            self._blocks[i] = block[:0], block_counts[:0]
-        self._blocks.clear()
         counts = np.concatenate([np.zeros(0, np.int64), *counts])
         order, units = _order_and_units(hashes, counts)
         return PrefixTable(

@@ -28,7 +28,7 @@ _NO_DIGEST = 0
 
 @dataclass(frozen=True)
 class Repeats:
-    """Rows of a run that are not computed, because they seem to repeat rows that are."""
+    """Rows that are not computed, because they seem to repeat rows that are computed."""
 
     rows: Sequence[ScannedRow] = ()
     """Sorted by the row that they repeat, then as in the input."""
@@ -91,7 +91,7 @@ class Answer:
         return _request(row) == _request(self.row) and list(ids) == self.output.prompt_token_ids
 
     def output_for(self, row: BatchRow) -> RequestOutput:
-        """The output as that of an equal row, with its id and without times, as it did not run."""
+        """The output for an equal row: with that row's id, and without times, as it did not run."""
         error = self.output.error
         if error is not None:
             message = _rename(error.message, self.row.custom_id, row.custom_id)

@@ -77,6 +77,7 @@ class RowRunner:
             (rows[row], prefix)
             for row, prefix in zip(submission.rows, submission.prefixes, strict=True)
         )
+        del submission  # it would keep every prefix to the end
         drain = Drain(self.stop, self.peers, self.settings.grace_seconds)
         directive = GO
         while True:
@@ -134,7 +135,7 @@ class RowRunner:
                 self.peers.record(row.row, error.code)
                 self._record(row, RequestOutput(row.custom_id, None, [], error=error))
                 # there is no output for its repeats, so each of them is tried
-                waiting.extendleft((other, None) for other in reversed(self.repeats.of(row.row)))
+                waiting.extend((other, None) for other in self.repeats.of(row.row))
 
     def _read(self, scanned: ScannedRow) -> BatchRow:
         """Read a row again; if it has changed since the scan, the job cannot continue."""

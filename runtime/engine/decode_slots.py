@@ -54,7 +54,7 @@ class Prompt:
     slots: list[int] = field(default_factory=list)
     """Its slots; empty until its first piece runs."""
     length: int = 0
-    """The tokens that have run, or that its base has."""
+    """Tokens from the start that are computed, or that come with the copy of its base."""
 
     @property
     def end(self) -> int:
@@ -152,7 +152,7 @@ class DecodeSlots:
         """Record that a slot holds a shared prefix, until it is released or continued."""
         self._prefixes.add(slot)
 
-    def resume(self, slot: int) -> None:
+    def unhold(self, slot: int) -> None:
         """Record that a slot no longer holds a shared prefix, as its next pieces run."""
         self._prefixes.remove(slot)
 

@@ -165,7 +165,7 @@ class Engine:
                     output = self._decode(action)
                 case ForkAction():
                     self._fork(action)
-                    self.metrics.count_fork(action.num_shared, self._clock() - start)
+                    self.metrics.count_fork(action.num_copied, self._clock() - start)
                     return action
         self._in_flight = _InFlight(action, graph, output, start)
         return action
@@ -236,7 +236,7 @@ class Engine:
             is_scored=action.is_scored,
             rows=len(rows),
             real_tokens=sum(row.count for row in rows),
-            prefix_tokens=sum(row.count for row in rows if row.is_shared),
+            prefix_tokens=sum(row.count for row in rows if row.is_of_prefix),
             computed_tokens=action.bucket.batch * action.bucket.tokens,
             seconds=results.seconds,
         )

@@ -12,6 +12,7 @@ returned exactly once.
 
 import math
 import time
+from array import array
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -67,10 +68,10 @@ class GenerationSession:
     _num_submitted: int = 0
     _ended_by_text: set[int] = field(default_factory=set)
     """Numbers of the open requests whose text may end them: stop strings, a rule for samples."""
-    _prefix_ids: MutableMapping[SharedPrefix, tuple[int, ...]] = field(
+    _prefix_ids: MutableMapping[SharedPrefix, "array[int]"] = field(
         default_factory=WeakKeyDictionary
     )
-    """The tokens of shared prefixes, as long as requests with them may come."""
+    """The tokens of shared prefixes, until no request can begin with them."""
     _received: list[tuple[CallResults, float]] = field(default_factory=list)
     """Calls that were received and not yet collected, each with its end time."""
 
@@ -153,7 +154,7 @@ class GenerationSession:
         The search for prefixes compares hashes, and different tokens may have equal hashes.
         """
         while prefix is not None:
-            own = tuple(token_ids[: prefix.length])
+            own = array("I", token_ids[: prefix.length])
             if self._prefix_ids.setdefault(prefix, own) == own:
                 return prefix
             prefix = prefix.parent

@@ -2,12 +2,11 @@
 
 A prefix is computed for the first request that begins with it. Other prompts wait until it is
 complete, then copy it. Requests come in depth-first order (see `shared_prefixes`), so a prefix is
-no longer needed after a request that does not begin with it, when all prompts before that have
-copied it.
+no longer needed once a request without it has come and all earlier prompts have copied it.
 
-A tree of prefixes starts only when as many slots are left as it needs at most. Within a tree, one
-prefix after the other copies its parent and holds a slot of its own; the last one continues in the
-parent's slot. So trees never wait for each other's slots.
+A tree starts only when as many slots as it needs are not reserved. Within a tree, one prefix after
+the other copies its parent and holds a slot of its own, or several at the same time if more slots
+are left. The last one continues in the parent's slot. So trees never wait for each other's slots.
 
 Pure state; does not know how prompts are queued.
 """
@@ -22,25 +21,32 @@ from .shared_prefixes import SharedPrefix
 
 
 @dataclass(eq=False)
+class _Branch:
+    """A slot that holds a prefix, and then the prefixes that continue in it."""
+
+    copied_from: "_Held | None"
+    """The prefix of which the first one is a copy; None for the first prefix of a tree."""
+    num_reserved: int
+    """The slots that are given back when the slot is released."""
+
+
+@dataclass(eq=False)
 class _Held:
     """A prefix that is computed or held."""
 
     prefix: SharedPrefix
-    top: SharedPrefix
-    """The first prefix of its tree."""
-    copied_from: "_Held | None"
-    """The prefix that waits until this one, or the one that continues in its slot, is released."""
+    branch: _Branch
     slot: int | None = None
     """Its slot, once it is complete."""
     blocked: list[Prompt] = field(default_factory=list)
     """Prompts of requests that wait until it is complete."""
-    next_prefixes: deque[Prompt] = field(default_factory=deque)
+    next_prefixes: list[Prompt] = field(default_factory=list)
     """Prefixes that continue from it and have not begun."""
     num_users: int = 0
     """The number of prompts that have not copied it yet."""
     may_get_users: bool = True
-    has_copy: bool = False
-    """Whether a prefix that copied it is held."""
+    num_copies: int = 0
+    """The number of prefixes that copied it and are held, or continue in a copy's slot."""
 
 
 class HeldPrefixes:
@@ -53,7 +59,7 @@ class HeldPrefixes:
 
     def __init__(self, slots: DecodeSlots, queue: Callable[[Prompt], None]):
         self.max_slots = 0
-        """The maximum number of slots that hold prefixes; requests must leave as many."""
+        """The largest number of slots that hold prefixes; requests leave this many free."""
         self.num_blocked = 0
         """The number of requests' prompts that wait for a prefix."""
         self._slots, self._queue = slots, queue
@@ -77,6 +83,8 @@ class HeldPrefixes:
         for prefix in [] if request.prefix is None else request.prefix.path:
             if prefix not in self._held:
                 if prefix in self._seen:
+                    continue  # a longer prefix continued in its slot, or it was released
+                if prefix.parent is not None and prefix.parent not in self._held:
                     break
                 self._add_prefix(Prompt(request, 1, prefix=prefix, base=prefix.parent))
             self._held[prefix].may_get_users = True
@@ -85,8 +93,7 @@ class HeldPrefixes:
         return path[-1] if path else None
 
     def leave(self) -> bool:
-        """Release the prefixes of the last request when they are not needed; return whether there
-        were any."""
+        """Record that no more requests with the last path come; return whether there was a path."""
         had_any = bool(self._path)
         self._leave([])
         return had_any
@@ -140,11 +147,10 @@ class HeldPrefixes:
                 self._settle(prefix)
 
     def _add_prefix(self, prompt: Prompt) -> None:
-        prefix, base = prompt.prefix, prompt.base
-        assert prefix is not None
+        prefix, base = _prefix_of(prompt), prompt.base
         self._seen.add(prefix)
         if base is None:
-            self._held[prefix] = _Held(prefix, prefix, None)
+            self._held[prefix] = _Held(prefix, _Branch(None, prefix.num_slots))
             self._tops.append(prompt)
             self._start_trees()
             return
@@ -152,18 +158,19 @@ class HeldPrefixes:
         prompt.length = base.length
         parent.num_users += 1
         parent.next_prefixes.append(prompt)
-        copied_from = parent.copied_from if prefix.is_last else parent
-        self._held[prefix] = _Held(prefix, parent.top, copied_from)
+        branch = parent.branch if prefix.is_last else _Branch(parent, 0)
+        self._held[prefix] = _Held(prefix, branch)
         self._settle(base)
 
     def _start_trees(self) -> None:
-        while self._tops:
-            top = self._tops[0].prefix
-            assert top is not None
-            if self._num_reserved + top.num_slots > self.max_slots:
-                return
-            self._num_reserved += top.num_slots
+        while self._tops and self._reserve(_prefix_of(self._tops[0])):
             self._queue(self._tops.popleft())
+
+    def _reserve(self, prefix: SharedPrefix) -> bool:
+        """Reserve the slots of a prefix and those after it, if they are left."""
+        has_room = self._num_reserved + prefix.num_slots <= self.max_slots
+        self._num_reserved += prefix.num_slots * has_room
+        return has_room
 
     def _settle(self, prefix: SharedPrefix) -> None:
         """Let prompts run for which a prefix is ready; release its slot if nothing needs it."""
@@ -174,34 +181,50 @@ class HeldPrefixes:
         self.num_blocked -= len(blocked)
         for prompt in blocked:
             self._queue(prompt)
-        if held.has_copy:
+        for prompt in [p for p in held.next_prefixes if not _prefix_of(p).is_last]:
+            self._copy_for(prompt, held)
+        if held.num_copies:
             return
         if held.next_prefixes:
-            self._continue(prefix, held)
+            self._continue(held)
         elif not held.num_users and not held.may_get_users:
-            del self._held[prefix]
-            self._slots.release(held.slot)
-            if held.copied_from is not None:
-                held.copied_from.has_copy = False
-                self._settle(held.copied_from.prefix)
-            else:
-                self._num_reserved -= held.top.num_slots
-                self._start_trees()
+            self._release(held)
 
-    def _continue(self, prefix: SharedPrefix, held: _Held) -> None:
-        """Let the next prefix begin: with a copy, or in the same slot if it is the last user."""
-        prompt = min(held.next_prefixes, key=_is_last)
-        assert held.slot is not None
-        if not _is_last(prompt):
-            held.has_copy = True
-            held.next_prefixes.remove(prompt)
-            self._queue(prompt)
-        elif held.num_users == 1:
-            del self._held[prefix]
-            self._slots.resume(held.slot)
+    def _copy_for(self, prompt: Prompt, held: _Held) -> None:
+        """Let a prefix copy a held one. Only the first copy at a time has its slots reserved."""
+        prefix = _prefix_of(prompt)
+        if held.num_copies:
+            if not self._reserve(prefix):
+                return
+            self._held[prefix].branch.num_reserved = prefix.num_slots
+        held.num_copies += 1
+        held.next_prefixes.remove(prompt)
+        self._queue(prompt)
+
+    def _continue(self, held: _Held) -> None:
+        """Let the last user of a prefix continue in its slot, when all others have copied it."""
+        (prompt,) = held.next_prefixes
+        if held.num_users == 1:
+            assert held.slot is not None
+            del self._held[held.prefix]
+            self._slots.unhold(held.slot)
             prompt.slots = [held.slot]
             self._queue(prompt)
 
+    def _release(self, held: _Held) -> None:
+        """Release the slot of a prefix, and let others use what it had reserved."""
+        assert held.slot is not None
+        del self._held[held.prefix]
+        self._slots.release(held.slot)
+        self._num_reserved -= held.branch.num_reserved
+        if (source := held.branch.copied_from) is not None:
+            source.num_copies -= 1
+        for other in [other for other in self._held.values() if other.slot is not None]:
+            if other.prefix in self._held:
+                self._settle(other.prefix)
+        self._start_trees()
 
-def _is_last(prompt: Prompt) -> bool:
-    return prompt.prefix is not None and prompt.prefix.is_last
+
+def _prefix_of(prompt: Prompt) -> SharedPrefix:
+    assert prompt.prefix is not None
+    return prompt.prefix

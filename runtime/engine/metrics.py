@@ -92,10 +92,10 @@ class EngineMetrics:
         use.computed_tokens += steps * slots
         use.seconds += seconds
 
-    def count_fork(self, num_shared: int, seconds: float = 0.0) -> None:
+    def count_fork(self, num_copied: int, seconds: float = 0.0) -> None:
         """Count one copy of a slot, and the tokens of a request that it takes from a prefix."""
         self.forks += 1
-        self.copied_tokens += num_shared
+        self.copied_tokens += num_copied
         self.fork_seconds += seconds
 
     def scaled(self, factor: float) -> "EngineMetrics":

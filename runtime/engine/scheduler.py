@@ -58,7 +58,7 @@ class PromptPiece:
     sequence: ScheduledSequence
     start: int
     count: int
-    is_shared: bool = False
+    is_of_prefix: bool = False
     """Whether the piece belongs to a shared prefix; `sequence` is then one that begins with it."""
 
     @property
@@ -84,8 +84,8 @@ class ForkAction:
     source: int
     slot: int
     sequence: ScheduledSequence | None = None
-    """The sequence that decodes in the slot from now on; None if the slot has a prefix."""
-    num_shared: int = 0
+    """The sequence that decodes in the slot from now on; None for a copy of a prefix."""
+    num_copied: int = 0
     """Tokens of a request's prompt that are copied from a shared prefix."""
 
 
@@ -220,8 +220,8 @@ class Scheduler:
                 self._remove(self._queue_of(prompt), prompt)
                 self._slots.release(prompt.slots[0])
         if (prefill := self._next_prefill) is not None:
-            # the request whose tokens a prefix takes may be dropped
-            rows = tuple(row for row in prefill.rows if not row.is_shared)
+            # a prefix reads its tokens from a request that may be dropped
+            rows = tuple(row for row in prefill.rows if not row.is_of_prefix)
             self._next_prefill = replace(prefill, rows=rows) if rows else None
         self._waiting.clear()
         self._num_waiting = 0
@@ -362,7 +362,7 @@ class Scheduler:
                 del self._started[queue]
             return
         lanes, capacity = self._waiting[queue], self._needed_capacity(prompt)
-        # near the head; prompts that waited for a prefix may have come before it just now
+        # not always the head: an earlier copy in this batch may have queued older prompts
         lanes[capacity].remove(prompt)
         if not lanes[capacity]:
             del lanes[capacity]
@@ -380,24 +380,24 @@ class Scheduler:
         self._slots.claim(prompt.slots)
         if prompt.base is not None:
             source = self._prefixes.copy(prompt)
-            num_shared = prompt.length if prompt.prefix is None else 0
-            self._copies.append(ForkAction(source, prompt.slots[0], num_shared=num_shared))
+            num_copied = prompt.length if prompt.prefix is None else 0
+            self._copies.append(ForkAction(source, prompt.slots[0], num_copied=num_copied))
 
     def _next_piece(self, queue: _QueueKey, prompt: Prompt) -> PromptPiece:
         """Return a prompt's next piece, and move the prompt to the queue of the piece after it."""
         request, start = prompt.request, prompt.length
         count = min(queue[0].tokens, prompt.end - start)
         prompt.length += count
-        is_shared = prompt.prefix is not None
+        is_of_prefix = prompt.prefix is not None
         if prompt.length < prompt.end:
             self._started.setdefault(self._queue_of(prompt), []).append(prompt)
-        elif is_shared:
+        elif is_of_prefix:
             self._prefixes.complete(prompt)
         else:
             self._complete(prompt)
         slot = prompt.slots[0] if prompt.slots else None
         sequence = ScheduledSequence(request, prompt.first_sample)
-        return PromptPiece(slot, sequence, start, count, is_shared)
+        return PromptPiece(slot, sequence, start, count, is_of_prefix)
 
     def _complete(self, prompt: Prompt) -> None:
         """Start to decode a complete prompt, and plan the forks for its other sequences."""

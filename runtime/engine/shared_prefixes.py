@@ -2,10 +2,10 @@
 
 A shared prefix is kept in a slot of its own while rows begin with it. Rows run in depth-first
 order of the tree of prefixes. A prefix that is the last user of its parent continues in the
-parent's slot. If this is always the prefix that needs most slots, a tree of n nodes needs at most
-log2(n) + 1 slots, like the registers of an expression (Ershov, "On programming of arithmetic
-operations", 1958; Sethi and Ullman, "The generation of optimal code for arithmetic expressions",
-1970).
+parent's slot. If the last user is always the prefix that needs most slots, a tree of n nodes needs
+at most log2(n) + 1 slots, like the registers of an expression (Ershov, "On programming of
+arithmetic operations", 1958; Sethi and Ullman, "The generation of optimal code for arithmetic
+expressions", 1970).
 
 If a tree needs more slots than there are, `kept_prefixes` chooses the prefixes to keep. Rows of a
 prefix that is not kept compute its tokens themselves.
@@ -26,7 +26,7 @@ from .kept_prefixes import keep_best
 from .submission_order import RowLengths, submission_order
 
 SLOTS_PER_PREFIX = 8
-"""Minimum number of slots for each slot that holds a prefix."""
+"""At most one in this many slots holds a prefix; one slot may hold a prefix in any case."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +34,7 @@ class SharedPrefix:
     """The beginning of several prompts, which is computed once."""
 
     length: int
-    """Tokens. Unit: tokens."""
+    """The number of tokens. Unit: tokens."""
     parent: "SharedPrefix | None"
     """The prefix from which this one continues."""
     is_last: bool
@@ -81,8 +81,8 @@ def plan_submission(
 ) -> Submission:
     """Choose the prefixes to keep, and the order of rows.
 
-    The rows of a tree of prefixes follow each other from the place of the first of them on, where
-    rows have the order of `submission_order`.
+    Rows keep the order of `submission_order`, except that the rows of a tree come right after the
+    first row of the tree.
 
     Args:
       lengths: The lengths of each row.
@@ -119,12 +119,12 @@ def plan_submission(
         elif row not in in_tree:
             rows.append(row)
             prefixes.append(None)
-    num_held = min(max_slots, sum(node.num_slots for node in root.children))
+    num_held = min(max_slots, len(nodes))
     return Submission(rows, prefixes, num_held)
 
 
 def _first_places(nodes: Sequence[PrefixNode], place: np.ndarray) -> dict[PrefixNode, int]:
-    """The first place in the order of all rows at or below each node."""
+    """For each node, the earliest place of a row at or below it."""
     first: dict[PrefixNode, int] = {}
     for node in reversed(nodes):
         own = [int(place[row]) for row in node.rows]

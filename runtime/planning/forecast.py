@@ -25,7 +25,7 @@ def forecast_steps(rows: Sequence[RowShape], grid: BucketGrid) -> dict[int, floa
     """The number of steps by span, for the spans that any row uses."""
     if not grid.decode_slots:
         return {}
-    expected = expected_rows([row for row in rows if _fits(row, grid)], grid)
+    expected = expected_rows([row for row in rows if fits_grid(row, grid)], grid)
     max_rows = max(MAX_SAMPLE_ROWS, MIN_ROWS_PER_SLOT * grid.decode_slots)
     step = -(-len(expected) // max_rows) or 1
     expected.sort(key=lambda row: row.limit(grid.max_length))
@@ -57,7 +57,8 @@ def _expected(row: RowShape, grid: BucketGrid) -> ExpectedRow:
     return ExpectedRow(row, limit)
 
 
-def _fits(row: RowShape, grid: BucketGrid) -> bool:
+def fits_grid(row: RowShape, grid: BucketGrid) -> bool:
+    """Whether a grid serves a row."""
     try:
         grid.fit(row.prompt_length, row.max_tokens)
     except NoBucketFits:

@@ -47,7 +47,7 @@ class SampleUncertainty:
 
 
 Bounds = Callable[[Sequence[ExpectedRow], PrefixTable], CandidateGrids]
-"""A function from rows, and what they share, to the family of grids that has bounds for them."""
+"""Makes the candidate grids and their bounds, from rows and what they share."""
 
 
 class Sample:

@@ -46,8 +46,10 @@ class SimulatedGrid:
     @property
     def padding(self) -> float:
         """The ratio of computed to real prompt tokens."""
-        uses = self.simulation.metrics.prefill.values()
-        return sum(use.computed_tokens for use in uses) / sum(use.real_tokens for use in uses)
+        metrics = self.simulation.metrics
+        uses = metrics.prefill.values()
+        real = metrics.saved_tokens + sum(use.real_tokens for use in uses)
+        return sum(use.computed_tokens for use in uses) / real
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Chooses chunks for a job whose prompts share beginnings, if that saves time.
 
-Only prompts in chunks can share what is computed of them. Some sizes of chunks are compared with
+Only prompts in chunks can share computed pieces. Some sizes of chunks are compared with
 the grid of whole prompts, by a simulation of the job or of a part of it. The part is a run of
 neighbours in the order of prompts, so that they share as much as all rows do.
 
@@ -20,6 +20,7 @@ from ...compile.grids.prefix_table import PrefixTable
 from ...compile.planning.candidates import ExpectedRow
 from ...compile.planning.graph_prices import GraphPrices
 from ...compile.planning.prefill_calls import rows_by_bucket
+from .forecast import fits_grid
 from .search import simulate_in_order
 
 CHUNKS = (
@@ -52,7 +53,7 @@ def with_chunks_that_share(
 
     Args:
       whole: The grid of whole prompts.
-      rows: The rows that can run.
+      rows: Rows that fit the grid of whole prompts.
       table: What the prompts of the rows share.
       defaults: The sizes to aim for.
       prices: The seconds of calls and graphs.
@@ -65,7 +66,9 @@ def with_chunks_that_share(
         grid
         for chunks in CHUNKS
         if chunks[-1] <= whole.max_length
-        for grid in _batches(derive(with_chunks(defaults, list(chunks))))
+        for grid in _batches(derive(with_chunks(defaults, list(chunks))), defaults.batch_multiple)
+        # the last piece of a long prompt is padded, maybe past the model's context
+        if all(fits_grid(need, grid) for need in {row.need for row in rows})
     ]
     candidates.sort(key=lambda grid: _min_seconds(grid, lengths, table, prices))
     part, part_table = _neighbours(rows, table)
@@ -78,12 +81,12 @@ def with_chunks_that_share(
     return min([whole, *candidates[:MAX_SIMULATED]], key=seconds)
 
 
-def _batches(grid: BucketGrid) -> Iterator[BucketGrid]:
-    """The grid, and the grid with one row in a call of the largest chunk: prefixes are often alone
-    in their calls."""
+def _batches(grid: BucketGrid, batch: int) -> Iterator[BucketGrid]:
+    """The grid, and the grid with small calls of the largest chunk: prefixes are often alone in
+    their calls."""
     yield grid
     single = tuple(
-        bucket._replace(batch=1) if bucket.chunk == grid.chunks[-1] else bucket
+        bucket._replace(batch=batch) if bucket.chunk == grid.chunks[-1] else bucket
         for bucket in grid.prefill
     )
     if single != grid.prefill:

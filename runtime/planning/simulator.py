@@ -131,8 +131,8 @@ class _Run:
                 for row in rows:
                     if row.slot is not None and row.is_last and row.sequence.request.generates:
                         self._live[row.slot] = _LiveSequence(row.sequence)
-            case ForkAction(slot=slot, sequence=sequence, num_shared=num_shared):
-                self._result.metrics.count_fork(num_shared)
+            case ForkAction(slot=slot, sequence=sequence, num_copied=num_copied):
+                self._result.metrics.count_fork(num_copied)
                 if sequence is not None:
                     self._live[slot] = _LiveSequence(sequence)
             case DecodeAction():
@@ -147,7 +147,7 @@ class _Run:
             is_scored=action.is_scored,
             rows=len(action.rows),
             real_tokens=sum(row.count for row in action.rows),
-            prefix_tokens=sum(row.count for row in action.rows if row.is_shared),
+            prefix_tokens=sum(row.count for row in action.rows if row.is_of_prefix),
             computed_tokens=call.num_tokens,
             seconds=self._seconds(call),
         )

@@ -41,15 +41,25 @@ def random_grid(rng: np.random.Generator) -> BucketGrid:
 class SymbolicRun:
     """A job whose slots hold the tokens and graphs that were written to them."""
 
-    def __init__(self, seed: int, *, in_order: bool = True, drain_at: int | None = None):
+    def __init__(
+        self,
+        seed: int,
+        *,
+        grid: BucketGrid | None = None,
+        prompts: list[list[int]] | None = None,
+        in_order: bool = True,
+        drain_at: int | None = None,
+    ):
         rng = np.random.default_rng(seed)
-        self.grid, self.prompts = random_grid(rng), related_prompts(seed)
+        self.grid, self.prompts = grid or random_grid(rng), prompts or related_prompts(seed)
         count = len(self.prompts)
         self.outputs = rng.integers(1, 30, count).tolist()
-        self.num_samples = rng.choice([1, 1, 3, self.grid.decode_slots], count).tolist()
+        self.num_samples = [1] * count
+        if prompts is None:
+            self.num_samples = rng.choice([1, 1, 3, self.grid.decode_slots], count).tolist()
         lengths = [(len(p), n) for p, n in zip(self.prompts, self.outputs, strict=True)]
-        table, _ = table_of(self.prompts)
-        submission = plan_submission(lengths, table, self.grid)
+        self.table, _ = table_of(self.prompts)
+        submission = self.submission = plan_submission(lengths, self.table, self.grid)
         rows = list(zip(submission.rows, submission.prefixes, strict=True))
         if not in_order:
             rows = [rows[i] for i in rng.permutation(count)]
@@ -61,7 +71,7 @@ class SymbolicRun:
         self.live: dict[int, list] = {}
         self.done: set[tuple[int, int]] = set()
         self.dropped: set[int] = set()
-        self.num_computed = 0
+        self.num_computed = self.num_calls = self.num_pieces = 0
         self._run(drain_at)
 
     def _run(self, drain_at: int | None) -> None:
@@ -93,17 +103,19 @@ class SymbolicRun:
 
     def _prefill(self, action: PrefillAction) -> None:
         assert len({piece.slot for piece in action.rows}) == len(action.rows)
+        self.num_calls += 1
+        self.num_pieces += len(action.rows)
         for piece in action.rows:
             number, end = piece.sequence.request.number, piece.start + piece.count
             assert piece.slot not in self.live
-            assert number not in self.dropped or not piece.is_shared
+            assert number not in self.dropped or not piece.is_of_prefix
             prompt = self.prompts[self.row_of[number]]
             tokens, graphs = self.content[piece.slot] if piece.start else ((), ())
             assert tokens == tuple(prompt[: piece.start])
             self.content[piece.slot] = tuple(prompt[:end]), (*graphs, action.bucket)
             assert end <= self.grid.slot_capacity(piece.slot)
             self.num_computed += piece.count
-            if piece.is_last and not piece.is_shared:
+            if piece.is_last and not piece.is_of_prefix:
                 assert list(self.content[piece.slot][1]) == self.grid.buckets_of(len(prompt))
                 self.live[piece.slot] = [piece.sequence, 0]
 
@@ -141,6 +153,42 @@ def test_rows_in_any_other_order_run_as_well(seed):
 @pytest.mark.parametrize("seed", range(40))
 def test_a_drain_drops_prefixes_and_keeps_rows_in_flight(seed):
     SymbolicRun(seed, drain_at=seed % 30 + 1).assert_all_rows_ended()
+
+
+def few_tokens(count: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 9, count).tolist()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_many_rows_of_one_prefix_compute_it_once(depth):
+    """Requests come a few at a time, long after a prefix has continued in its parent's slot."""
+    grid = BucketGrid(512, ((512, 4, 32),), 16, (512,))
+    beginnings = [few_tokens(64 * (i + 1), 0) for i in range(depth)]
+    counts = [2] * (depth - 1) + [400]
+    prompts = [
+        beginning + few_tokens(40, seed=1000 * i + j)
+        for i, (beginning, count) in enumerate(zip(beginnings, counts, strict=True))
+        for j in range(count)
+    ]
+    run = SymbolicRun(0, grid=grid, prompts=prompts)
+    run.assert_all_rows_ended()
+    shared = run.table.shared_pieces(np.array(list(map(len, prompts))), grid.chunks)
+    assert run.num_computed == sum(map(len, prompts)) - shared.sum()
+
+
+def test_prefixes_after_one_prefix_run_beside_each_other():
+    """Their pieces fill calls together, and their rows decode together."""
+    grid = BucketGrid(512, ((512, 8, 32),), 64, (512,))
+    beginning = few_tokens(128, 0)
+    prompts = [
+        beginning + few_tokens(128, seed=1 + document) + few_tokens(20, seed=1000 + question)
+        for document in range(40)
+        for question in range(3 * document, 3 * document + 3)
+    ]
+    run = SymbolicRun(0, grid=grid, prompts=prompts)
+    run.assert_all_rows_ended()
+    assert run.submission.num_held == 8
+    assert run.num_pieces > 3 * run.num_calls
 
 
 def test_sharing_computes_fewer_tokens():
