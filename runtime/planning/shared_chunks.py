@@ -1,13 +1,14 @@
 """Chooses chunks for a job whose prompts share beginnings, if that saves time.
 
-Only prompts in chunks can share computed pieces. Some sizes of chunks are compared with
-the grid of whole prompts, by a simulation of the job or of a part of it. The part is a run of
-neighbours in the order of prompts, so that they share as much as all rows do.
+Only prompts in chunks can share computed pieces. Some sizes of chunks are compared with the grid of
+whole prompts, by a simulation of the job or of a part of it. The part is a run of neighbours in the
+order of prompts, so that they share as much as all rows do.
 
 Does not know about files or options. All seconds are predictions. Guarantees: the same rows give
 the same grid in every process.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -62,10 +63,11 @@ def with_chunks_that_share(
     lengths = np.array([row.need.prompt_length for row in rows], np.int64)
     if table.shared.sum() < MIN_SHARE * lengths.sum() or not whole.decode_slots:
         return whole
+    divisor = math.lcm(defaults.length_multiple, defaults.span_multiple)
     candidates = [
         grid
         for chunks in CHUNKS
-        if chunks[-1] <= whole.max_length
+        if chunks[-1] <= whole.max_length and chunks[0] % divisor == 0
         for grid in _batches(derive(with_chunks(defaults, list(chunks))), defaults.batch_multiple)
         # the last piece of a long prompt is padded, maybe past the model's context
         if all(fits_grid(need, grid) for need in {row.need for row in rows})
