@@ -1,14 +1,13 @@
 """Chooses the shared prefixes to keep if the slots are too few for all, so that the fewest tokens
 are computed.
 
-Let the cost of a node, for a kept ancestor and a number k of slots, be the fewest tokens that are
-computed for the users of the node if these begin at the end of the ancestor, and the ancestor and
-everything after it has k slots. Either the node is kept: its tokens after the ancestor are computed
-once, and its own users have k slots if it is the last user of the ancestor, in whose slot it
-continues, and k - 1 slots if it is not. Or the node is dissolved: its users begin at the ancestor.
-The choices for different children are independent, but for the one that may be the last user. So a
-cheapest choice for a node consists of cheapest choices for its children (Bellman's principle of
-optimality, "Dynamic Programming", 1957).
+Let cost(node, start, k) be the fewest tokens that are computed for the users of a node if they can
+begin at the end of a kept ancestor `start`, and `start` and everything below it have k slots. The
+users of a dissolved node begin at `start`. A kept node computes the tokens after `start` once. Its
+users then have k - 1 slots, or k slots if it is the last user of `start`, in whose slot it
+continues. Children choose independently, except that only one can be the last user. So a cheapest
+choice for a node consists of cheapest choices for its children (Bellman's principle of optimality,
+"Dynamic Programming", 1957).
 
 Knows nothing of grids, rows' tokens or queues.
 """
@@ -24,7 +23,7 @@ def keep_best(root: PrefixNode, nodes: Sequence[PrefixNode], max_slots: int) -> 
 
     Args:
       root: The empty beginning, which no slot holds.
-      nodes: All nodes of some of the root's trees, each after its parent; the others are dissolved.
+      nodes: All nodes of some of the root's trees, each after its parent.
       max_slots: The number of slots; at least 1.
 
     Returns:
@@ -39,9 +38,10 @@ class _Search:
     def __init__(self, root: PrefixNode, nodes: Sequence[PrefixNode], max_slots: int):
         self._root, self._nodes, self._max_slots = root, nodes, max_slots
         self._cost: dict[tuple[PrefixNode, PrefixNode], list[tuple[float, float]]] = {}
-        """Costs of a node by its kept ancestor: for each k, without and with the last user."""
+        """By node and kept ancestor, for each k: the cost if no last user is at or below the node,
+        and the cost if one may be."""
         self._users: dict[PrefixNode, list[float]] = {}
-        """Costs of the users of a node that is kept, for each k."""
+        """By kept node, for each k: the cost of its users."""
 
     def kept(self) -> list[PrefixNode]:
         """Dissolve all nodes that are not kept; return the others."""
@@ -66,7 +66,7 @@ class _Search:
         return [node for node in self._nodes if node in kept]
 
     def _of_users(self, node: PrefixNode, start: PrefixNode, k: int) -> tuple[float, float]:
-        """The least cost of a node's users without a last user, and what a last user saves."""
+        """The least cost without a last user, and the change, at most 0, that one makes."""
         tokens = len(node.rows) * (node.length - start.length)
         costs = [self._cost[child, start][k] for child in node.children]
         cost = tokens + sum(without for without, _ in costs)
@@ -77,13 +77,13 @@ class _Search:
 
     def _of_node(self, node: PrefixNode, start: PrefixNode, k: int) -> tuple[float, float]:
         """Costs of a node whose users may begin at `start`, without and with the last user."""
-        dissolved, saved = self._of_users(node, start, k)
+        dissolved, change = self._of_users(node, start, k)
         if start is self._root:
             # no slot holds the empty beginning
             without = min(dissolved, self._kept_cost(node, start, k))
             return without, without
         without = min(dissolved, self._kept_cost(node, start, k - 1))
-        return without, min(dissolved + saved, self._kept_cost(node, start, k), without)
+        return without, min(dissolved + change, self._kept_cost(node, start, k), without)
 
     def _choose(self, top: PrefixNode, k: int, kept: set[PrefixNode]) -> None:
         """Add the nodes of a tree to `kept` that a least cost keeps."""
@@ -92,8 +92,8 @@ class _Search:
             node, start, k, may_be_last = stack.pop()
             is_root = start is self._root
             cost = self._cost[node, start][k][may_be_last]
-            dissolved, saved = self._of_users(node, start, k)
-            if cost == dissolved or (may_be_last and not is_root and cost == dissolved + saved):
+            dissolved, change = self._of_users(node, start, k)
+            if cost == dissolved or (may_be_last and not is_root and cost == dissolved + change):
                 has_last = may_be_last and not is_root and cost != dissolved
                 stack += self._with_last(node, start, k, has_last)
                 continue
@@ -101,8 +101,8 @@ class _Search:
             own = (
                 k if is_root or (may_be_last and cost == self._kept_cost(node, start, k)) else k - 1
             )
-            _, saved = self._of_users(node, node, own)
-            stack += self._with_last(node, node, own, saved < 0)
+            _, change = self._of_users(node, node, own)
+            stack += self._with_last(node, node, own, change < 0)
 
     def _with_last(
         self, node: PrefixNode, start: PrefixNode, k: int, has_last: bool
