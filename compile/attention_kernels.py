@@ -7,7 +7,7 @@ plan are the same wherever it is built; a named kernel that cannot serve a call 
 never replaced.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -25,7 +25,8 @@ from ..modelzoo.kv_cache import num_cache_entries
 from ..modelzoo.segments import segment_lengths
 from ..sharding.layout import PHASES
 from ..sharding.placement import Placement
-from .grids.bucket_grid import BucketGrid
+from .grids.bucket_grid import BucketGrid, PrefillBucket
+from .grids.prefix_grid import PrefixGrid
 from .plan_tables import check_keys
 
 AUTO = "auto"
@@ -114,6 +115,8 @@ class AttentionChoices:
     prefill: Mapping[int, Choice]
     decode: Choice | None
     """None for a grid without decode slots."""
+    prefix: Choice | None = None
+    """The kernel of the graph that computes prefixes; None without prefixes."""
 
     def report(self) -> dict[str, str]:
         """The kernel of each phase and the reason for it, as text."""
@@ -153,14 +156,20 @@ def choose_kernels(
       ValueError: A named kernel cannot serve a graph; the error says why.
     """
     in_order = placement.has_whole("prefill", axes.LENGTH)
-    prompts = {
-        bucket.tokens: _prompt_call(config, dtype, bucket.tokens, in_order)
-        if bucket.chunk is None
-        else _chunk_call(
-            config, dtype, bucket.chunk, grid.num_segments(bucket.length), grid, placement
-        )
-        for bucket in grid.prefill
-    }
+
+    def call_of(bucket: PrefillBucket) -> AttentionCall:
+        if (prefixes := grid.prefixes) is not None:
+            return _after_prefix(config, dtype, bucket.tokens, prefixes, placement)
+        if bucket.chunk is None:
+            return _prompt_call(config, dtype, bucket.tokens, in_order)
+        num_segments = grid.num_segments(bucket.length)
+        return _chunk_call(config, dtype, bucket.chunk, grid.decode_spans, num_segments, placement)
+
+    prompts = {bucket.tokens: call_of(bucket) for bucket in grid.prefill}
+    prefix = None
+    if (prefixes := grid.prefixes) is not None:
+        call = _chunk_call(config, dtype, prefixes.chunk, [prefixes.length], 1, placement)
+        prefix = choose(call, placement.platform, "prefill", plan.prefill)
     prefill = {
         tokens: choose(call, placement.platform, "prefill", plan.prefill)
         for tokens, call in prompts.items()
@@ -168,7 +177,7 @@ def choose_kernels(
     step = choose(
         _cache_call(config, dtype, num_queries=1), placement.platform, "decode", plan.decode
     )
-    return AttentionChoices(prefill, step if grid.decode_slots else None)
+    return AttentionChoices(prefill, step if grid.decode_slots else None, prefix)
 
 
 def choose(call: AttentionCall, platform: str, phase: str, asked: str = AUTO) -> Choice:
@@ -210,25 +219,39 @@ def _chunk_call(
     config: DecoderConfig,
     dtype: jnp.dtype,
     chunk: int,
+    spans: Sequence[int],
     num_segments: int,
-    grid: BucketGrid,
     placement: Placement,
 ) -> AttentionCall:
-    """Attention of chunks that end in the last of `num_segments` segments."""
+    """Attention of chunks that end in the last of `num_segments` segments of a cache."""
     if placement.layout is None and placement.mesh.size > 1:
         return _cache_call(config, dtype, chunk)
     prompt_stripes = placement.operations("chunk", config).prompt_stripes
     stripes = placement.cache_stripes
     segments = set()
     for window in set(config.windows):
-        num_entries = num_cache_entries(window, longest := grid.decode_spans[-1], stripes)
-        lengths = segment_lengths(grid.decode_spans, num_entries)[:num_segments]
+        num_entries = num_cache_entries(window, longest := spans[-1], stripes)
+        lengths = segment_lengths(spans, num_entries)[:num_segments]
         if num_entries == longest and stripes == 1:
             # a chunk does not see entries that it may write
             lengths[-1] -= chunk
         segments |= {length // stripes for length in lengths}
     call = _cache_call(config, dtype, chunk // prompt_stripes.count)
     return replace(call, segments=frozenset(segments) - {0})
+
+
+def _after_prefix(
+    config: DecoderConfig,
+    dtype: jnp.dtype,
+    num_tokens: int,
+    prefixes: PrefixGrid,
+    placement: Placement,
+) -> AttentionCall:
+    """Attention of whole prompts to their prefix and to themselves."""
+    stripes = placement.cache_stripes
+    entries = {num_cache_entries(window, prefixes.length, stripes) for window in config.windows}
+    call = _cache_call(config, dtype, num_tokens // stripes)
+    return replace(call, segments=frozenset(count // stripes for count in entries))
 
 
 def _cache_call(config: DecoderConfig, dtype: jnp.dtype, num_queries: int) -> AttentionCall:

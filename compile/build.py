@@ -28,7 +28,14 @@ from .compiler_options import NO_OPTIONS, CompilerOptions, naming_option, with_d
 from .expert_plan import LOSSLESS_EXPERTS, ExpertPlan
 from .graph_failures import naming_graph
 from .grids.bucket_grid import BucketGrid, PrefillBucket
-from .prefill_steps import fork_step, prefill_step, score_step
+from .grids.prefix_grid import PrefixGrid
+from .prefill_steps import (
+    clear_prefix_step,
+    fork_step,
+    prefill_step,
+    prefix_step,
+    score_step,
+)
 from .program_cache import compile_program
 from .programs.program_text import program_text, text_folder
 from .steps import DecodeState, decode_step
@@ -192,7 +199,8 @@ class _GraphPlanner:
             placement.cache_stripes,
         )
         state = jax.eval_shape(self._make_state)
-        self._state = state.map(self._abstract_segments)
+        prefixes = state.prefixes and state.prefixes.map(self._abstract_segments)
+        self._state = state.map(self._abstract_segments)._replace(prefixes=prefixes)
 
     def graphs(self) -> list[GraphSpec]:
         """All graphs: decode, then prefill by falling length, so that long compiles come first."""
@@ -201,6 +209,8 @@ class _GraphPlanner:
             graphs += self._prefill_graphs(bucket)
         if self._grid.decode_slots:
             graphs.append(self._fork_graph())
+        if self._grid.prefixes is not None:
+            graphs += self._prefix_graphs(self._grid.prefixes)
         return [*graphs, self._empty_state_graph()]
 
     def _empty_state_graph(self) -> GraphSpec:
@@ -227,10 +237,37 @@ class _GraphPlanner:
         body = partial(fork_step, cache_operations=self._operations["decode"])
         return GraphSpec(CompiledGraphs.FORK, body, arguments, _shardings(self._state), (0,))
 
+    def _prefix_graphs(self, prefixes: PrefixGrid) -> list[GraphSpec]:
+        operations = self._operations["decode"]
+        head = self._state._replace(cache=self._state.cache.head(0))
+        results = _shardings(head)
+        compute = partial(prefix_step, cache_operations=operations)
+        arguments = self._replicated(signatures.prefix_arguments(prefixes))
+        kernel = self._kernels.prefix
+        assert kernel is not None
+        clear = partial(clear_prefix_step, cache_operations=operations)
+        return [
+            GraphSpec(
+                CompiledGraphs.PREFIX,
+                self._bind(compute, "chunk", kernel),
+                (self._parameters, head, *arguments),
+                (results, self._placement.replicated),
+                (1,),
+            ),
+            GraphSpec(
+                CompiledGraphs.CLEAR_PREFIX,
+                clear,
+                (head, self._replicated(signatures.prefix_row())),
+                results,
+                (0,),
+            ),
+        ]
+
     def _prefill_graphs(self, bucket: PrefillBucket) -> list[GraphSpec]:
         head = self._head(bucket.length)
         results = (_shardings(head), self._placement.replicated)
-        phase = "prefill" if bucket.is_whole else "chunk"
+        has_prefix = self._grid.prefixes is not None
+        phase = "prefill" if bucket.is_whole and not has_prefix else "chunk"
         kernel = self._kernels.prefill[bucket.tokens]
         kinds: dict[bool, tuple[Callable[..., Any], Callable[..., Any]]] = {
             False: (prefill_step, signatures.prefill_arguments),
@@ -242,7 +279,11 @@ class _GraphPlanner:
                 self._bind(
                     partial(body, cache_operations=self._operations["decode"]), phase, kernel
                 ),
-                (self._parameters, head, *self._replicated(arguments(self._model, bucket))),
+                (
+                    self._parameters,
+                    head,
+                    *self._replicated(arguments(self._model, bucket, has_prefix=has_prefix)),
+                ),
                 results,
                 (1,),
             )

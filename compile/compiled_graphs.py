@@ -22,6 +22,8 @@ def graph_names(grid: BucketGrid) -> set[str]:
     """Names of all graphs of a grid."""
     names = {CompiledGraphs.decode_name(span) for span in grid.graph_spans}
     names |= {CompiledGraphs.EMPTY_STATE} | ({CompiledGraphs.FORK} if grid.decode_slots else set())
+    if grid.prefixes is not None:
+        names |= {CompiledGraphs.PREFIX, CompiledGraphs.CLEAR_PREFIX}
     kinds = grid.prefill_kinds
     return names | {CompiledGraphs.prefill_name(b, kind) for b in grid.prefill for kind in kinds}
 
@@ -31,9 +33,11 @@ class GraphNotPlanned(ValueError):
 
 
 class CompiledGraphs:
-    """The executables of one grid: prefill, decode, fork and the empty state."""
+    """The executables of one grid: prefill, decode, fork, prefixes and the empty state."""
 
     FORK = "fork"
+    PREFIX = "prefill prefix"
+    CLEAR_PREFIX = "clear prefix"
     EMPTY_STATE = "empty state"
 
     def __init__(self, grid: BucketGrid, executables: Mapping[str, jax.stages.Compiled]):
@@ -88,6 +92,22 @@ class CompiledGraphs:
         """Copy a slot to another slot; a source past all slots clears it. `state` is donated."""
         return self.executable(self.FORK)(state, source, slot, sampling)
 
+    def prefix(
+        self,
+        parameters: Parameters,
+        state: DecodeState,
+        rows: PromptPieces,
+        tokens_BT: jax.Array,
+    ) -> tuple[DecodeState, PrefillOutput]:
+        """Write the next piece of a prefix to its row. `state` is donated."""
+        graph = partial(self.executable(self.PREFIX), parameters)
+        return self._with_segments(state, 0, graph, rows, tokens_BT)
+
+    def clear_prefix(self, state: DecodeState, row: jax.Array) -> DecodeState:
+        """Make a prefix empty. `state` is donated."""
+        graph = self.executable(self.CLEAR_PREFIX)
+        return self._with_segments(state, 0, lambda *x: (graph(*x), None), row)[0]
+
     def decode(
         self, parameters: Parameters, state: DecodeState, is_live_B: jax.Array, span: int
     ) -> tuple[DecodeState, DecodeOutput]:
@@ -99,7 +119,13 @@ class CompiledGraphs:
         self, state: DecodeState, span: int, graph: Callable[..., Any], *arguments: Any
     ) -> tuple[DecodeState, Any]:
         """Call a graph that takes and returns the cache segments below a span."""
-        num_segments = self.grid.num_segments(span)
+        return self._with_segments(state, self.grid.num_segments(span), graph, *arguments)
+
+    @staticmethod
+    def _with_segments(
+        state: DecodeState, num_segments: int, graph: Callable[..., Any], *arguments: Any
+    ) -> tuple[DecodeState, Any]:
+        """Call a graph that takes and returns the first segments of the cache."""
         head = state._replace(cache=state.cache.head(num_segments))
         new, output = graph(head, *arguments)
         return new._replace(cache=state.cache.with_head(new.cache)), output

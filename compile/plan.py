@@ -6,7 +6,7 @@ Guarantees: schema 2 is written, and schema 1 is read as well;
 `Plan.from_table(tomllib.loads(plan.to_toml())) == plan`; unknown keys are refused.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
 
@@ -15,6 +15,7 @@ from .attention_kernels import AUTO_ATTENTION, AttentionPlan
 from .compiler_options import CompilerOptions, read_options
 from .expert_plan import ExpertPlan
 from .grids.bucket_grid import BucketGrid
+from .grids.prefix_grid import PrefixGrid
 from .plan_tables import check_keys, key_lines, table_lines
 from .target_names import TargetName
 
@@ -22,7 +23,7 @@ SCHEMA = 2
 _LAYOUT_KEYS = {"layout", "max_replicated", "mesh", "rules", *PHASES}
 _REQUIRED = {"schema", "target", "model", "buckets"}
 _OPTIONAL = {*_LAYOUT_KEYS, "experts", "attention", "max_length_reason"}
-_RESERVED = {"prefixes", "adapters"}
+_RESERVED = {"adapters"}
 DTYPES = ("float32", "bfloat16")
 _RESERVED_NUMBERS = {"weights", "group", "activations", "cache"}
 
@@ -129,6 +130,8 @@ class Plan:
         lines += table_lines("model", self.model.to_table())
         lines += table_lines("numbers", asdict(self.numbers))
         lines += table_lines("buckets", self.buckets.to_table())
+        if self.buckets.prefixes is not None:
+            lines += table_lines("prefixes", self.buckets.prefixes.to_table())
         if self.attention != AUTO_ATTENTION:
             lines += table_lines("attention", asdict(self.attention))
         if self.experts is not None:
@@ -155,26 +158,41 @@ class Plan:
           ValueError: A key or value is wrong, or a key is missing; the error names it.
         """
         table = _in_schema_2(table)
-        required, optional = _REQUIRED | {"numbers"}, _OPTIONAL | {"compiler"}
+        required, optional = _REQUIRED | {"numbers"}, _OPTIONAL | {"compiler", "prefixes"}
         check_keys("plan", table, required, optional, reserved=_RESERVED)
         model, buckets = table["model"], table["buckets"]
         check_keys("[model]", model, {"source", "fingerprint"}, {"scan_layers"})
-        required = {key.name for key in fields(BucketGrid) if key.default is MISSING}
-        optional = {key.name for key in fields(BucketGrid)} - required | {"chunk"}
-        check_keys("[buckets]", buckets, required, optional)
+        _check_fields("[buckets]", buckets, BucketGrid, {"chunk"}, {"prefixes"})
+        prefixes = None
+        if "prefixes" in table:
+            _check_fields("[prefixes]", table["prefixes"], PrefixGrid)
+            prefixes = PrefixGrid.from_table(table["prefixes"])
         experts = ExpertPlan.from_table(table["experts"]) if "experts" in table else None
         attention = AttentionPlan.from_table(table.get("attention", {}))
         return cls(
             table["target"],
             PlannedModel(**model),
             Numbers.from_table(table["numbers"]),
-            BucketGrid.from_table(buckets),
+            BucketGrid.from_table({**buckets, "prefixes": prefixes}),
             _layout(table),
             experts,
             attention,
             read_options(table.get("compiler", {})),
             table.get("max_length_reason", ""),
         )
+
+
+def _check_fields(
+    where: str,
+    table: Any,
+    kind: type,
+    also: Set[str] = frozenset(),
+    without: Set[str] = frozenset(),
+) -> None:
+    """Check the keys of a table against the fields of its dataclass."""
+    required = {key.name for key in fields(kind) if key.default is MISSING}
+    optional = {key.name for key in fields(kind)} - required - without | also
+    check_keys(where, table, required, optional)
 
 
 def _in_schema_2(table: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -187,7 +205,7 @@ def _in_schema_2(table: Mapping[str, Any]) -> Mapping[str, Any]:
         )
     if schema == SCHEMA:
         return table
-    if newer := sorted({"numbers", "compiler"} & set(table)):
+    if newer := sorted({"numbers", "compiler", "prefixes"} & set(table)):
         raise ValueError(
             f"plan of schema 1: expected none of {newer}, which schema {SCHEMA} has. Set schema = "
             f"{SCHEMA}, and move model.dtype to [numbers]."

@@ -7,6 +7,7 @@ decode, which define how slots are sharded. Knows nothing of requests' owners, t
 clocks.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,9 +18,10 @@ from ..modelzoo import axes
 from ..modelzoo.attention import EMPTY_POSITION
 from ..modelzoo.moe.use import ExpertReport
 from ..modelzoo.operations import Operations
+from ..modelzoo.prefixes import Prefixes
 from ..modelzoo.prompt_pieces import PromptPieces, put_blocks
 from ..modelzoo.sampling import SamplingState, TokenScores
-from ..modelzoo.segments import Segments, split_shared
+from ..modelzoo.segments import Segments
 from ..modelzoo.weight_products import Axes
 from .steps import DecodeState, score_positions
 
@@ -110,34 +112,89 @@ def fork_step(
 ) -> DecodeState:
     """Copy slot `source` to `slot`, with other sampling parameters. Donated: state.
 
-    A source past all slots clears the slot: it then has zeros and empty positions. Segments that
-    all slots share do not change.
+    A source past all slots clears the slot: it then has zeros and empty positions.
     """
 
     def take(segments: Segments, logical_axes: Axes) -> Segments:
         return cache_operations.take_rows(segments, source[None], logical_axes)
 
     def put(old: Segments, new: Segments, logical_axes: Axes) -> Segments:
-        axis = axes.row_axis(logical_axes)
-
-        def body(old: Segments, new: Segments, slots: _Slots) -> Segments:
-            return tuple(map(partial(_with_row, row=slots.slot_B[0], axis=axis), old, new))
-
-        return cache_operations.write_rows(body, old, new, _Slots(slot[None]), logical_axes)
+        return _put_row(old, new, slot, logical_axes, cache_operations)
 
     def copy(segments: Segments, logical_axes: Axes) -> Segments:
-        shared, own = split_shared(segments, axes.row_axis(logical_axes))
         if logical_axes != axes.CACHE_POSITIONS:
-            return shared + put(own, take(own, logical_axes), logical_axes)
+            return put(segments, take(segments, logical_axes), logical_axes)
         # entries that the source does not have come as zeros and hold no token
-        row = take(tuple(x - EMPTY_POSITION for x in own), logical_axes)
-        return shared + put(own, tuple(x + EMPTY_POSITION for x in row), logical_axes)
+        row = take(tuple(x - EMPTY_POSITION for x in segments), logical_axes)
+        return put(segments, tuple(x + EMPTY_POSITION for x in row), logical_axes)
 
     def put_sampling(old: jax.Array, new: jax.Array) -> jax.Array:
         return put((old,), (new,), _BY_SLOT)[0]
 
     sampling = jax.tree.map(put_sampling, state.sampling, sampling)
     return state.map(copy)._replace(sampling=sampling)
+
+
+def prefix_step(
+    decoder: "Decoder",
+    state: DecodeState,
+    rows: PromptPieces,
+    tokens_BT: jax.Array,
+    *,
+    cache_operations: Operations,
+) -> tuple[DecodeState, PrefillOutput]:
+    """Write the next pieces of some prefixes to their rows. Static: B, T. Donated: state.
+
+    Args:
+      decoder: The decoder, bound to its parameters.
+      state: The state with the cache of prefixes.
+      rows: Prefix, first position and number of tokens of each row; the slot is the prefix.
+      tokens_BT: Token ids, padded on the right.
+      cache_operations: The operations of decode, which define how prefixes are sharded.
+    """
+    assert state.prefixes is not None
+    cache, known_BS, length_B = state.prefixes
+    x_BTD, cache, experts = decoder.prefill(tokens_BT, rows, cache, cache_operations)
+
+    def put(body: Callable[..., jax.Array], old: jax.Array, new: jax.Array) -> jax.Array:
+        return cache_operations.write_rows(body, old, new, rows, _BY_SLOT)
+
+    end_B = rows.first_B + rows.count_B
+    prefixes = Prefixes(
+        cache, put(_put_tokens, known_BS, tokens_BT), put(_put_rows, length_B, end_B)
+    )
+    is_clean_B = jnp.isfinite(x_BTD).all(axis=(1, 2))
+    return state._replace(prefixes=prefixes), PrefillOutput(is_clean_B, experts)
+
+
+def clear_prefix_step(
+    state: DecodeState, row: jax.Array, *, cache_operations: Operations
+) -> DecodeState:
+    """Make a prefix empty, with zeros and empty positions. Donated: state."""
+    assert state.prefixes is not None
+
+    def clear(segments: Segments, logical_axes: Axes) -> Segments:
+        value = EMPTY_POSITION if logical_axes == axes.CACHE_POSITIONS else 0
+        axis = axes.row_axis(logical_axes)
+        shapes = [(*x.shape[:axis], 1, *x.shape[axis + 1 :]) for x in segments]
+        new = tuple(
+            jnp.full(shape, value, x.dtype) for shape, x in zip(shapes, segments, strict=True)
+        )
+        return _put_row(segments, new, row, logical_axes, cache_operations)
+
+    return state._replace(prefixes=state.prefixes.map(clear))
+
+
+def _put_row(
+    old: Segments, new: Segments, row: jax.Array, logical_axes: Axes, operations: Operations
+) -> Segments:
+    """Replace one row of the arrays of segments."""
+    axis = axes.row_axis(logical_axes)
+
+    def body(old: Segments, new: Segments, slots: _Slots) -> Segments:
+        return tuple(map(partial(_with_row, row=slots.slot_B[0], axis=axis), old, new))
+
+    return operations.write_rows(body, old, new, _Slots(row[None]), logical_axes)
 
 
 def _with_row(x: jax.Array, new: jax.Array, row: jax.Array, axis: int) -> jax.Array:
@@ -156,7 +213,9 @@ def _prefill(
     tokens_BT: jax.Array,
     cache_operations: Operations,
 ) -> tuple[jax.Array, DecodeState, PrefillOutput]:
-    x_BTD, cache, experts = decoder.prefill(tokens_BT, rows, state.cache, cache_operations)
+    x_BTD, cache, experts = decoder.prefill(
+        tokens_BT, rows, state.cache, cache_operations, state.prefixes
+    )
     length_B = rows.first_B + rows.count_B
     generates_B = length_B < requests.limit_B
 

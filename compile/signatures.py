@@ -4,15 +4,18 @@ They are lowered, and callers must pass arrays of the same shapes. Logical axes 
 the module that lowers turns them into shardings. Knows nothing of devices.
 """
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
 from ..modelzoo import kv_cache
+from ..modelzoo.prefixes import Prefixes
 from ..modelzoo.prompt_pieces import PromptPieces
 from ..modelzoo.sampling import SamplingState
 from .grids.bucket_grid import BucketGrid, PrefillBucket
+from .grids.prefix_grid import PrefixGrid
 from .prefill_steps import SlotRequests
 from .steps import DecodeState
 
@@ -46,17 +49,22 @@ def decode_state(
         # one buffer for each use: donated arguments must not share one
         return jnp.zeros(B, jnp.int32)
 
+    arrangement = model.arrangement
+    allocate = partial(kv_cache.allocate, config, dtype=dtype, num_heads=num_cache_heads)
+    allocate = partial(allocate, stripes=cache_stripes, arrangement=arrangement)
+    prefixes = None
+    if (planned := grid.prefixes) is not None:
+        prefixes = Prefixes(
+            allocate(planned.groups, [planned.length], chunk=planned.chunk),
+            jnp.zeros((planned.groups, planned.length), jnp.int32),
+            jnp.zeros(planned.groups, jnp.int32),
+        )
     return DecodeState(
-        cache=kv_cache.allocate(
-            config,
+        cache=allocate(
             B,
             grid.decode_spans,
-            dtype,
-            num_cache_heads,
-            cache_stripes,
-            grid.span_slots,
-            model.arrangement,
-            grid.chunks[0] if grid.chunks else None,
+            span_slots=grid.span_slots,
+            chunk=grid.chunks[0] if grid.chunks else None,
         ),
         logits_BV=jnp.zeros((B, V), jnp.float32),
         tokens_BS=jnp.zeros((B, grid.max_length), jnp.int32),
@@ -65,6 +73,7 @@ def decode_state(
         limit_B=zeros(),
         is_active_B=jnp.zeros(B, bool),
         sampling=greedy_sampling(B, V),
+        prefixes=prefixes,
     )
 
 
@@ -89,21 +98,34 @@ def greedy_sampling(B: int, V: int) -> SamplingState:
 
 
 def prefill_arguments(
-    model: "AbstractModel", bucket: PrefillBucket
+    model: "AbstractModel", bucket: PrefillBucket, *, has_prefix: bool = False
 ) -> tuple[PromptPieces, SlotRequests, jax.ShapeDtypeStruct]:
     """Arguments of a prefill graph: `rows, requests, tokens_BT`."""
     B = bucket.batch
     int_B = jax.ShapeDtypeStruct((B,), jnp.int32)
-    rows = PromptPieces._make((int_B, None if bucket.is_whole else int_B, int_B))
+    start_B, prefix_B = None if bucket.is_whole else int_B, int_B if has_prefix else None
+    rows = PromptPieces._make((int_B, start_B, int_B, prefix_B))
     sampling = jax.eval_shape(lambda: greedy_sampling(B, model.padded_vocab))
     tokens_BT = jax.ShapeDtypeStruct((B, bucket.tokens), jnp.int32)
     return rows, SlotRequests._make((int_B, int_B, sampling)), tokens_BT
 
 
-def score_arguments(model: "AbstractModel", bucket: PrefillBucket):
+def score_arguments(model: "AbstractModel", bucket: PrefillBucket, *, has_prefix: bool = False):
     """Arguments of a scoring graph: `rows, requests, tokens_BT, next_BT, num_logprobs_B`."""
-    rows, requests, tokens_BT = prefill_arguments(model, bucket)
+    rows, requests, tokens_BT = prefill_arguments(model, bucket, has_prefix=has_prefix)
     return rows, requests, tokens_BT, tokens_BT, rows.count_B
+
+
+def prefix_arguments(prefixes: PrefixGrid) -> tuple[PromptPieces, jax.ShapeDtypeStruct]:
+    """Arguments of the graph that computes prefixes: `rows, tokens_BT`."""
+    int_B = jax.ShapeDtypeStruct((prefixes.batch,), jnp.int32)
+    tokens_BT = jax.ShapeDtypeStruct((prefixes.batch, prefixes.chunk), jnp.int32)
+    return PromptPieces._make((int_B, int_B, int_B, None)), tokens_BT
+
+
+def prefix_row() -> jax.ShapeDtypeStruct:
+    """Argument `row` of the graph that clears a prefix."""
+    return jax.ShapeDtypeStruct((), jnp.int32)
 
 
 def fork_arguments(model: "AbstractModel"):

@@ -15,6 +15,7 @@ from ..modelzoo import axes
 from ..modelzoo.kv_cache import KVCache
 from ..modelzoo.moe.use import ExpertReport
 from ..modelzoo.operations import Operations
+from ..modelzoo.prefixes import Prefixes
 from ..modelzoo.sampling import History, SamplingState, TokenScores, sample, score_tokens
 from ..modelzoo.segments import Segments
 from ..modelzoo.weight_products import Axes
@@ -42,21 +43,24 @@ class DecodeState(NamedTuple):
     """Total length at which the row ends."""
     is_active_B: jax.Array
     sampling: SamplingState
+    prefixes: Prefixes | None = None
+    """The prefixes of groups of slots. Lengths, limits and token ids of slots are then counted from
+    the end of the prefix."""
 
     def map(self, visit: Callable[[Segments, Axes], Segments]) -> "DecodeState":
-        """Apply `visit` to the segments and the logical axes of every array.
+        """Apply `visit` to the segments and the logical axes of every array of slots.
 
-        An array outside the cache counts as one segment.
+        An array outside the cache counts as one segment. Prefixes stay as they are.
         """
 
         def by_slot(leaf: jax.Array) -> jax.Array:
             return visit((leaf,), axes.LOGITS[:1])[0]
 
-        layers = tuple(type(x)(*map(visit, x, x.AXES)) for x in self.cache.layers)
-        positions = self.cache.positions.map(lambda x: visit(x, axes.CACHE_POSITIONS))
-        return jax.tree.map(by_slot, self._replace(cache=(), logits_BV=()))._replace(
-            cache=KVCache(layers, positions),
+        others = self._replace(cache=(), logits_BV=(), prefixes=None)
+        return jax.tree.map(by_slot, others)._replace(
+            cache=self.cache.map(visit),
             logits_BV=visit((self.logits_BV,), axes.LOGITS)[0],
+            prefixes=self.prefixes,
         )
 
 
@@ -123,7 +127,7 @@ def decode_step(
       span: Number of cache positions that the graph reads.
       num_steps: Maximum number of steps.
     """
-    B = state.length_B.shape[0]
+    B, prefixes = state.length_B.shape[0], state.prefixes
     output = _empty_output(B, num_steps)._replace(experts=_no_report(decoder, state))
 
     def runs(state: DecodeState) -> jax.Array:
@@ -137,7 +141,7 @@ def decode_step(
         step, state, output = carry
         state = _constrain_slots(state, decoder.operations)
         runs_B = runs(state)
-        history = History(state.tokens_BS, state.prompt_length_B, state.length_B)
+        history = History(state.tokens_BS, state.prompt_length_B, state.length_B, prefixes)
         token_B = sample(state.logits_BV, state.sampling, history, runs_B)
         token_B = decoder.operations.constrain(token_B, axes.LOGITS[:1])
         # max passes NaN on; a row with only -inf has nothing to choose from
@@ -149,7 +153,9 @@ def decode_step(
         )
         output = _record(output, step, jnp.where(emits_B, token_B, NO_TOKEN), is_finite_B, scores)
 
-        logits_BV, cache, experts = decoder.decode(token_B, state.length_B, state.cache, emits_B)
+        logits_BV, cache, experts = decoder.decode(
+            token_B, state.length_B, state.cache, emits_B, prefixes
+        )
         output = output._replace(
             experts=jax.tree.map(jnp.add, output.experts, experts),
             is_clean_B=output.is_clean_B & (jnp.isfinite(logits_BV.max(axis=-1)) | ~emits_B),
@@ -166,8 +172,10 @@ def decode_step(
         )
         return step + 1, state, output
 
-    _, state, output = jax.lax.while_loop(more, one_token, (jnp.int32(0), state, output))
-    return state, output._replace(is_active_B=state.is_active_B)
+    # prefixes do not change, and are no part of the loop's carry
+    carry = (jnp.int32(0), state._replace(prefixes=None), output)
+    _, state, output = jax.lax.while_loop(more, one_token, carry)
+    return state._replace(prefixes=prefixes), output._replace(is_active_B=state.is_active_B)
 
 
 def _constrain_slots(state: DecodeState, operations: Operations) -> DecodeState:
@@ -203,7 +211,9 @@ def _no_report(decoder: "Decoder", state: DecodeState) -> ExpertReport | None:
         # the shapes of a report would need a trace of all layers
         return None
     _, _, report = jax.eval_shape(
-        lambda: decoder.decode(state.length_B, state.length_B, state.cache, state.is_active_B)
+        lambda: decoder.decode(
+            state.length_B, state.length_B, state.cache, state.is_active_B, state.prefixes
+        )
     )
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), report)
 

@@ -27,6 +27,7 @@ from .layer_attention import (
     PromptAttention,
     PromptRows,
     TokenAttention,
+    TokenRows,
     WriteCache,
 )
 from .layer_cache import LayerCache, NewEntries
@@ -37,7 +38,14 @@ from .moe.call import ExpertCall
 from .moe.config import LOSSLESS, Dispatch
 from .moe.use import ExpertReport
 from .operations import ON_ONE_DEVICE, Operations
-from .prompt_pieces import PromptPieces, positions_below, write_piece, write_positions
+from .prefixes import Prefixes
+from .prompt_pieces import (
+    PromptPieces,
+    positions_below,
+    rows_of_positions,
+    write_piece,
+    write_positions,
+)
 from .rope import position_code
 from .stripes import IN_ORDER, change_stripes
 
@@ -95,25 +103,31 @@ class Decoder(nnx.Module):
         return x_BTD, report
 
     def prefill(
-        self, tokens_BT: jax.Array, rows: PromptPieces, cache: KVCache, cache_operations: Operations
+        self,
+        tokens_BT: jax.Array,
+        rows: PromptPieces,
+        cache: KVCache,
+        cache_operations: Operations,
+        prefixes: Prefixes | None = None,
     ) -> tuple[jax.Array, KVCache, ExpertReport | None]:
         """Run right-padded pieces of prompts and write them to the cache.
 
-        Each row attends to the earlier tokens of its prompt in its slot, and to itself. A whole
-        prompt attends only to itself. Padding takes no expert.
+        Each row attends to its prefix, to the earlier tokens of its prompt in its slot, and to
+        itself. A whole prompt without a prefix attends only to itself. Padding takes no expert.
 
         Args:
           tokens_BT: Token ids in order.
-          rows: The slot, first position and token count of each row.
+          rows: The slot, first position, token count and prefix of each row.
           cache: The cache, which the caller donates.
           cache_operations: The operations by which the cache is laid out.
+          prefixes: The prefixes, if rows begin with one.
 
         Returns:
           Final hidden states `x_BTD`, in the stripes of `operations`; the updated cache; the report
           of sparse layers, or None without any.
         """
-        if rows.start_B is not None:
-            return self._prefill_chunk(tokens_BT, rows, cache, cache_operations)
+        if rows.start_B is not None or prefixes is not None:
+            return self._prefill_chunk(tokens_BT, rows, cache, cache_operations, prefixes)
         stripes, cache_stripes = self.operations.prompt_stripes, cache_operations.cache_stripes
 
         def write(
@@ -154,35 +168,53 @@ class Decoder(nnx.Module):
         return self._run_layers(tokens_BT, position_1T, attention, is_token_BT, cache)
 
     def _prefill_chunk(
-        self, tokens_BT: jax.Array, rows: PromptPieces, cache: KVCache, cache_operations: Operations
+        self,
+        tokens_BT: jax.Array,
+        rows: PromptPieces,
+        cache: KVCache,
+        cache_operations: Operations,
+        prefixes: Prefixes | None,
     ) -> tuple[jax.Array, KVCache, ExpertReport | None]:
         tokens_BT = self.operations.prompt_stripes.permute(tokens_BT, axis=1)
         offset_1T = jnp.asarray(self.operations.positions(tokens_BT.shape[1]))
-        position_BT = rows.first_B[:, None] + offset_1T
+        own_position_BT = rows.first_B[:, None] + offset_1T
         is_token_BT = offset_1T < rows.count_B[:, None]
-        chunk_position_BT = jnp.where(is_token_BT, position_BT, EMPTY_POSITION)
+        new_position_BT = jnp.where(is_token_BT, own_position_BT, EMPTY_POSITION)
         # the last entries of a stripe are not the last entries of the cache
         num_unseen = 0 if cache_operations.cache_stripes.count > 1 else tokens_BT.shape[1]
         cached = positions_below(cache.positions, rows, num_unseen, cache_operations)
+        position_BT, chunk_position_BT, prefix = own_position_BT, new_position_BT, None
+        if prefixes is not None:
+            assert rows.prefix_B is not None
+            first_B = prefixes.length_B[rows.prefix_B]
+            position_BT = own_position_BT + first_B[:, None]
+            chunk_position_BT = jnp.where(is_token_BT, position_BT, EMPTY_POSITION)
+            cached = cached.counted_from(first_B)
+            prefix = rows_of_positions(prefixes.positions(), rows.prefix_B, cache_operations)
         num_heads = self.operations.num_cache_heads(self.config.num_kv_heads)
         attention = ChunkAttention(
             self._with_scores(self.attend),
             self.operations,
             cache_operations,
             rows,
-            ChunkContext(position_BT, cached, chunk_position_BT),
+            ChunkContext(position_BT, cached, chunk_position_BT, prefix),
             num_heads=num_heads,
             head_dim=self.config.cache_dim,
             num_unseen=num_unseen,
         )
         x_BTD, layers, report = self._run_layers(
-            tokens_BT, position_BT, attention, is_token_BT, cache.layers
+            tokens_BT, position_BT, attention, is_token_BT, cache.layers, prefixes
         )
-        positions = write_positions(cache.positions, chunk_position_BT, rows, cache_operations)
+        positions = write_positions(cache.positions, new_position_BT, rows, cache_operations)
         return x_BTD, KVCache(layers, positions), report
 
     def decode(
-        self, token_B: jax.Array, position_B: jax.Array, cache: KVCache, is_token_B: jax.Array
+        self,
+        token_B: jax.Array,
+        position_B: jax.Array,
+        cache: KVCache,
+        is_token_B: jax.Array,
+        prefixes: Prefixes | None = None,
     ) -> tuple[jax.Array, KVCache, ExpertReport | None]:
         """Run one more token per row, and write it to the cache at its position.
 
@@ -190,27 +222,39 @@ class Decoder(nnx.Module):
 
         Args:
           token_B: Token ids.
-          position_B: The position of each token.
+          position_B: The position of each token, counted from the end of the row's prefix.
           cache: The cache, which the caller donates.
           is_token_B: Whether a row has a token.
+          prefixes: The prefixes, if rows begin with one.
 
         Returns:
           Float32 `logits_BV`, undefined for rows without a token; the updated cache; the report of
           sparse layers, or None without any.
         """
         operations = self.operations
-        position_B = jnp.where(is_token_B, position_B, EMPTY_POSITION)
-        position_B = operations.constrain(position_B, axes.LOGITS[:1])
+        own_position_B = jnp.where(is_token_B, position_B, EMPTY_POSITION)
+        own_position_B = operations.constrain(own_position_B, axes.LOGITS[:1])
 
         def mark(positions: Positions, position_B: jax.Array) -> Positions:
             return append_position(positions, position_B, operations.stripe)
 
-        positions = operations.by_row(mark, cache.positions, position_B)
-        attention = TokenAttention(
-            self._with_scores(self.attend), operations, position_B, positions
-        )
+        positions = operations.by_row(mark, cache.positions, own_position_B)
+        position_B, seen, prefix = own_position_B, positions, None
+        if prefixes is not None:
+            first_B = prefixes.by_slot(prefixes.length_B, len(position_B))
+            position_B = jnp.where(is_token_B, own_position_B + first_B, EMPTY_POSITION)
+            position_B = operations.constrain(position_B, axes.LOGITS[:1])
+            seen = operations.by_row(Positions.counted_from, positions, first_B)
+            prefix = prefixes.positions()
+        rows = TokenRows(position_B, own_position_B, seen, prefix, jnp.int32(0))
+        attention = TokenAttention(self._with_scores(self.attend), operations, rows)
         x_B1D, layers, report = self._run_layers(
-            token_B[:, None], position_B[:, None], attention, is_token_B[:, None], cache.layers
+            token_B[:, None],
+            position_B[:, None],
+            attention,
+            is_token_B[:, None],
+            cache.layers,
+            prefixes,
         )
         return self.logits(x_B1D[:, 0]), KVCache(layers, positions), report
 
@@ -239,6 +283,11 @@ class Decoder(nnx.Module):
         """
         return partial(attend, scores=self.config.attention_scores)
 
+    def _by_first_layer(self, caches: Sequence[LayerCache]) -> dict[int, tuple[LayerCache]]:
+        """The cache of each block, by the first layer of the block."""
+        first_layers = (layers.start for group in self.groups for layers in group)
+        return {layer: (cache,) for layer, cache in zip(first_layers, caches, strict=True)}
+
     def _run_layers(
         self,
         tokens_BT: jax.Array,
@@ -246,8 +295,10 @@ class Decoder(nnx.Module):
         attention: CallAttention,
         is_token_BT: jax.Array,
         cache: Cache | None,
+        prefixes: Prefixes | None = None,
     ) -> tuple[jax.Array, Cache, ExpertReport | None]:
         """Final hidden states, the cache of each block, and the report of sparse layers."""
+        prefix_caches = {} if prefixes is None else self._by_first_layer(prefixes.cache.layers)
         ropes = dict.fromkeys(map(self.config.rope_of, self.config.windows))
         codes = {rope: position_code(position_BT, rope, self.config.rope_dim) for rope in ropes}
 
@@ -264,7 +315,8 @@ class Decoder(nnx.Module):
                 window = self.config.windows[layers.start]
                 code = codes[self.config.rope_of(window)]
                 with jax.named_scope(f"layers.{layers_name(layers)}"):
-                    layer_attention = attention.layer(window, old, scan_index, x_BTD)
+                    caches = (old, *prefix_caches.get(layers.start, ()))
+                    layer_attention = attention.layer(window, caches, scan_index, x_BTD)
                     x_BTD, update = block(x_BTD, code, layer_attention, self.operations, experts)
                     new = attention.update_cache(window, old, update, scan_index, x_BTD)
                     new_cache += (new,)

@@ -10,10 +10,8 @@ and masks come only from positions. The keys of a segment may be stored in block
 reaches. These are the first slots, so short slots need no memory there. A write to a slot that a
 segment does not have is dropped, and such a slot sees nothing in the segment.
 
-**Shared segments.** The first segments may have a single row that all slots share: the common
-beginning of all prompts, stored once. A graph without other segments fills this row as its only
-slot. Graphs with other segments read it for all rows at once and do not write to it. Rolling
-buffers change with every token, so they are never shared.
+**Prefixes.** Rows may begin with a prefix that other slots share, in a cache of its own (see
+`prefixes`). Entries and their positions are then counted from the end of the prefix.
 
 **Rolling buffers.** A layer with a window shorter than the longest span has a *rolling* buffer with
 as many entries as its window: position p is in entry p mod size and replaces position p - size,
@@ -49,8 +47,9 @@ from .config import AS_PUBLISHED, Arrangement, DecoderConfig, Window, window_siz
 from .key_blocks import blocks_shape, num_blocks
 from .layer_cache import KeysValues, Latents, LayerCache, NewEntries
 from .layer_groups import block_layers
-from .segments import Segments, heads_last, segment_lengths, segment_starts, split_shared
+from .segments import Segments, heads_last, segment_lengths, segment_starts
 from .stripes import ONE_STRIPE, Stripe
+from .weight_products import Axes
 
 
 class Positions(NamedTuple):
@@ -78,6 +77,28 @@ class Positions(NamedTuple):
         whole_BS = visit(self.whole_BS) if self.whole_BS else ()
         return Positions(whole_BS, {size: visit(x) for size, x in self.rolling_BS.items()})
 
+    def counted_from(self, first_B: jax.Array) -> "Positions":
+        """The positions of rows whose entries are counted from position `first_B`."""
+
+        def move(segments: Segments) -> Segments:
+            return tuple(
+                jnp.where(x_BS > EMPTY_POSITION, x_BS + first_B[: len(x_BS), None], EMPTY_POSITION)
+                for x_BS in segments
+            )
+
+        return self.map(move)
+
+    def below(self, length_B: jax.Array) -> "Positions":
+        """The positions below the length of each row; the others are empty."""
+
+        def hide(segments: Segments) -> Segments:
+            return tuple(
+                jnp.where(x_BS < length_B[: len(x_BS), None], x_BS, EMPTY_POSITION)
+                for x_BS in segments
+            )
+
+        return self.map(hide)
+
     def is_rolling(self, window: Window) -> bool:
         """Whether layers with this window have rolling buffers."""
         return self._rolling_size(window) is not None
@@ -95,6 +116,11 @@ class KVCache(NamedTuple):
     layers: tuple[LayerCache, ...]
     """One cache for each block of the decoder, in order."""
     positions: Positions
+
+    def map(self, visit: Callable[[Segments, Axes], Segments]) -> "KVCache":
+        """Apply `visit` to the segments and the logical axes of every array."""
+        layers = tuple(type(x)(*map(visit, x, x.AXES)) for x in self.layers)
+        return KVCache(layers, self.positions.map(lambda x: visit(x, axes.CACHE_POSITIONS)))
 
     def head(self, num_segments: int) -> "KVCache":
         """The first segments, which are the input of a decode graph with their span."""
@@ -141,8 +167,8 @@ def allocate(
       dtype: The dtype of keys, values and latents.
       num_heads: The cached key/value heads, if they are not those of the configuration.
       stripes: The number of stripes that entries are distributed in.
-      span_slots: For each span, the number of slots that are at least as long, or 1 for a first
-        span that all slots share; by default all slots have the longest span.
+      span_slots: For each span, the number of slots that are at least as long; by default all slots
+        have the longest span.
       arrangement: The arrangement of weights and cache.
       chunk: The number of tokens of which all prompt chunks are multiples, if prompts come in
         chunks. Blocks of keys must divide it, as a chunk is written in whole blocks.
@@ -155,10 +181,7 @@ def allocate(
 
     def segment_sizes(count: int) -> list[tuple[int, int]]:
         """The rows and the entries of each segment, for a layer with `count` entries."""
-        rows = segment_slots
-        if count < longest:  # a rolling buffer
-            rows = [max(segment_slots[i:]) for i in range(len(segment_slots))]
-        return list(zip(rows, segment_lengths(spans, count), strict=False))
+        return list(zip(segment_slots, segment_lengths(spans, count), strict=False))
 
     def allocate_layers(layers: range) -> LayerCache:
         segments = segment_sizes(num_entries[config.windows[layers.start]])
@@ -211,11 +234,10 @@ def append_position(
 
     def mark(segments: Segments, entry_B: jax.Array) -> Segments:
         index_B = stripe.local_index(entry_B)
-        shared, own = split_shared(segments, row_axis=0)
-        starts = segment_starts([x_BS.shape[1] for x_BS in segments])[len(shared) :]
-        return shared + tuple(
+        starts = segment_starts([x_BS.shape[1] for x_BS in segments])
+        return tuple(
             _mark(segment, position_B, index_B - start)
-            for segment, start in zip(own, starts, strict=True)
+            for segment, start in zip(segments, starts, strict=True)
         )
 
     rolling_BS = {
@@ -249,11 +271,9 @@ def append(layers: LayerCache, new: NewEntries, entry_B: jax.Array, layer: jax.A
     def write(segments: Segments, new: jax.Array, axis: int) -> Segments:
         # `axis` counts the axis of layers, which new entries do not have
         new_BKH = jnp.squeeze(new, axis - 1)
-        shared, own = split_shared(segments, row_axis=1)
-        ranges = list(zip(lengths, starts, strict=True))[len(shared) :]
-        return shared + tuple(
+        return tuple(
             _write(segment, length, new_BKH, entry_B - start, axis, layer)
-            for segment, (length, start) in zip(own, ranges, strict=True)
+            for segment, length, start in zip(segments, lengths, starts, strict=True)
         )
 
     return type(layers)(*map(write, layers, new, layers.POSITION_AXES))

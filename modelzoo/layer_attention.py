@@ -17,12 +17,21 @@ from . import axes
 from .attention import Attend, Queries, Slots, Visibility, with_sinks
 from .config import Window
 from .kv_cache import Positions, append
-from .layer_cache import LayerCache, NewEntries, PromptKeysValues, PromptLatents
+from .layer_cache import (
+    KeysAndValues,
+    LayerCache,
+    NewEntries,
+    PromptKeysValues,
+    PromptLatents,
+)
 from .operations import Operations
 from .prompt_pieces import PromptPieces, layer_of_slots, write_piece
-from .segment_attention import attend_segments
+from .segment_attention import Entries, EntrySlots, attend_segments
+from .segments import Segments
 from .stripes import IN_ORDER
 
+Caches = tuple[Any, ...]
+"""The caches of a block: none, that of the slots, or that of the slots and that of prefixes."""
 WriteCache = Callable[[Any, NewEntries, jax.Array, Window], Any]
 """`write(cache, cache_update, scan_index, window)`: the cache after a layer wrote to it."""
 
@@ -47,13 +56,13 @@ class CallAttention(Protocol):
     """Attention of all layers of a call."""
 
     def layer(
-        self, window: Window, cache: Any, scan_index: jax.Array, x_BTD: jax.Array
+        self, window: Window, caches: Caches, scan_index: jax.Array, x_BTD: jax.Array
     ) -> LayerAttention:
         """Return the attention of one layer.
 
         Args:
           window: The window of the layer.
-          cache: The cache of the block that the layer belongs to; None without a cache.
+          caches: The caches of the block that the layer belongs to.
           scan_index: The index of the layer in the arrays of the block.
           x_BTD: The residual stream before the layer.
         """
@@ -96,11 +105,11 @@ class PromptAttention:
     write: WriteCache
 
     def layer(
-        self, window: Window, cache: LayerCache | None, scan_index: jax.Array, x_BTD: jax.Array
+        self, window: Window, caches: Caches, scan_index: jax.Array, x_BTD: jax.Array
     ) -> LayerAttention:
         """See `CallAttention`."""
         attend = self.operations.attend(partial(self._attend, window), writes_cache=False)
-        return LayerAttention(partial(attend, rows=self.rows, cache=None), reads_cache=False)
+        return LayerAttention(partial(attend, rows=self.rows, caches=()), reads_cache=False)
 
     def update_cache(
         self,
@@ -120,7 +129,7 @@ class PromptAttention:
         new: PromptKeysValues,
         latents: PromptLatents | None,
         rows: PromptRows,
-        cache: None,
+        caches: Caches,
     ) -> tuple[jax.Array, NewEntries]:
         is_in_order = self.operations.prompt_stripes == IN_ORDER
         q_BTKGH, sink_KG = queries
@@ -137,20 +146,26 @@ class ChunkContext(NamedTuple):
     """Positions of the cache entries from before the chunk."""
     chunk_position_BT: jax.Array
     """Positions of the tokens of the chunk, with `EMPTY_POSITION` for padding."""
-    slots: Slots | None = None
+    prefix: Positions | None
+    """Positions of the entries of prefixes; None without prefixes."""
+    slots: EntrySlots | None = None
     """The layer and slots to read, if attention gets whole arrays of the cache."""
 
     AXES = (
         (axes.ATTENTION_BATCH, ""),
         axes.CACHE_POSITIONS,
         (axes.ATTENTION_BATCH, axes.LENGTH),
+        axes.CACHE_POSITIONS,
         (),
     )
 
 
 @dataclass(frozen=True)
 class ChunkAttention:
-    """Attention of chunks: each layer attends to its slots and the chunk, then writes the chunk."""
+    """Attention of chunks: each layer attends to its slots and the chunk, then writes the chunk.
+
+    With prefixes, each layer attends to the prefix of the call, too.
+    """
 
     attend: Attend
     operations: Operations
@@ -167,21 +182,28 @@ class ChunkAttention:
     buffers."""
 
     def layer(
-        self, window: Window, cache: LayerCache, scan_index: jax.Array, x_BTD: jax.Array
+        self, window: Window, caches: Caches, scan_index: jax.Array, x_BTD: jax.Array
     ) -> LayerAttention:
         """See `CallAttention`."""
-        slot_B = self.rows.after(x_BTD, self.operations).slot_B
-        context = self.context
+        rows, context = self.rows.after(x_BTD, self.operations), self.context
+        slots = Slots(scan_index, rows.slot_B)
+        prefix_slots = None if rows.prefix_B is None else Slots(scan_index, rows.prefix_B)
         if self.operations.has_cache_of(self.cache_operations):
-            context = context._replace(slots=Slots(scan_index, slot_B))
+            context = context._replace(slots=EntrySlots(slots, prefix_slots))
         else:
             num_unseen = 0 if context.cached.is_rolling(window) else self.num_unseen
-            heads = self.num_heads, self.head_dim
-            cache = layer_of_slots(
-                cache, scan_index, slot_B, num_unseen, *heads, self.cache_operations
-            )
+            own, *prefixes = caches
+            own = own.empty() if rows.start_B is None else self._take(own, slots, num_unseen)
+            if prefix_slots is not None:
+                prefixes = [self._take(cache, prefix_slots, 0) for cache in prefixes]
+            caches = (own, *prefixes)
         attend = self.operations.attend(partial(self._attend, window), writes_cache=False)
-        return LayerAttention(partial(attend, rows=context, cache=cache), reads_cache=True)
+        return LayerAttention(partial(attend, rows=context, caches=caches), reads_cache=True)
+
+    def _take(self, cache: LayerCache, slots: Slots, num_unseen: int) -> LayerCache:
+        """The entries of one layer in some slots of a cache."""
+        heads = self.num_heads, self.head_dim
+        return layer_of_slots(cache, *slots, num_unseen, *heads, self.cache_operations)
 
     def update_cache(
         self,
@@ -204,16 +226,19 @@ class ChunkAttention:
         new: PromptKeysValues | None,
         latents: PromptLatents | None,
         rows: ChunkContext,
-        cache: LayerCache,
+        caches: Caches,
     ) -> tuple[jax.Array, NewEntries]:
         new_entries = new if latents is None else latents
         assert new_entries is not None
         cached_position_BS = rows.cached.for_window(window)
-        cached = cache.read(jnp.int32(0)) if rows.slots is None else cache.read_all()
-        # the last segment may be left out, if no token sees any of it
-        entries = (
+        cached, *prefixes = (
+            cache.read(jnp.int32(0)) if rows.slots is None else cache.read_all() for cache in caches
+        )
+        # segments of which no token sees anything are left out
+        entries = Entries(
             [*cached[: len(cached_position_BS)], new_entries.read()],
             (*cached_position_BS, rows.chunk_position_BT),
+            *_prefix_entries(prefixes, rows.prefix, window),
         )
         attend_entries = partial(attend_segments, self.attend, window, slots=rows.slots)
         attend_all = self.operations.over_cache(attend_entries, window)
@@ -225,10 +250,20 @@ class TokenRows(NamedTuple):
     """Positions of the tokens of a decode step and of the cache entries, and the layer."""
 
     position_B: jax.Array
+    own_position_B: jax.Array
+    """Positions counted from the end of the row's prefix."""
     positions: Positions
+    prefix: Positions | None
+    """Positions of the entries of prefixes; None without prefixes."""
     scan_index: jax.Array
 
-    AXES = ((axes.ATTENTION_BATCH,), axes.CACHE_POSITIONS, ())
+    AXES = (
+        (axes.ATTENTION_BATCH,),
+        (axes.ATTENTION_BATCH,),
+        axes.CACHE_POSITIONS,
+        axes.CACHE_POSITIONS,
+        (),
+    )
 
 
 @dataclass(frozen=True)
@@ -237,17 +272,16 @@ class TokenAttention:
 
     attend: Attend
     operations: Operations
-    position_B: jax.Array
-    positions: Positions
-    """Positions of the cache entries, including the new tokens."""
+    rows: TokenRows
+    """Positions, those of the new tokens included; the layer is set for each layer."""
 
     def layer(
-        self, window: Window, cache: LayerCache, scan_index: jax.Array, x_BTD: jax.Array
+        self, window: Window, caches: Caches, scan_index: jax.Array, x_BTD: jax.Array
     ) -> LayerAttention:
         """See `CallAttention`."""
-        rows = TokenRows(self.position_B, self.positions, scan_index)
+        rows = self.rows._replace(scan_index=scan_index)
         attend = self.operations.attend(partial(self._attend, window), writes_cache=True)
-        return LayerAttention(partial(attend, rows=rows, cache=cache), reads_cache=True)
+        return LayerAttention(partial(attend, rows=rows, caches=caches), reads_cache=True)
 
     def update_cache(
         self,
@@ -267,18 +301,33 @@ class TokenAttention:
         new: PromptKeysValues | None,
         latents: PromptLatents | None,
         rows: TokenRows,
-        cache: LayerCache,
+        caches: Caches,
     ) -> tuple[jax.Array, LayerCache]:
         new_entries = new if latents is None else latents
         assert new_entries is not None
-        position_B, positions, scan_index = rows
-        entry_B = self.operations.stripe.local_index(positions.entry(position_B, window))
-        cache = append(cache, new_entries, entry_B, scan_index)
-        entries = cache.read(scan_index), positions.for_window(window)
+        own, *prefixes = caches
+        entry_B = rows.positions.entry(rows.own_position_B, window)
+        own = append(own, new_entries, self.operations.stripe.local_index(entry_B), rows.scan_index)
+        prefix_entries = [cache.read(rows.scan_index) for cache in prefixes]
+        entries = Entries(
+            own.read(rows.scan_index),
+            rows.positions.for_window(window),
+            *_prefix_entries(prefix_entries, rows.prefix, window),
+        )
         attend_entries = partial(attend_segments, self.attend, window)
         attend_all = self.operations.over_cache(attend_entries, window)
-        attended = attend_all(queries.q_BTKGH, position_B[:, None], entries)
-        return _with_query_heads(queries, *attended), cache
+        attended = attend_all(queries.q_BTKGH, rows.position_B[:, None], entries)
+        return _with_query_heads(queries, *attended), own
+
+
+def _prefix_entries(
+    prefixes: list[list[KeysAndValues]], positions: Positions | None, window: Window
+) -> tuple[list[KeysAndValues], Segments]:
+    """Entries and positions of prefixes, by segment; none without prefixes."""
+    if positions is None:
+        return [], ()
+    (keys_values,) = prefixes
+    return keys_values, positions.for_window(window)
 
 
 def _with_query_heads(queries: Queries, out_BTKGH: jax.Array, lse_BTKG: jax.Array) -> jax.Array:

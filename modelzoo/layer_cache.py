@@ -56,6 +56,10 @@ class KeysValues(NamedTuple):
     AXES = (axes.CACHE_KEYS, axes.CACHE_VALUES)
     POSITION_AXES = (4, 3)
 
+    def empty(self) -> "KeysValues":
+        """The cache without segments."""
+        return KeysValues((), ())
+
     @property
     def lengths(self) -> list[int]:
         """The number of entries of each segment."""
@@ -78,6 +82,10 @@ class Latents(NamedTuple):
 
     AXES = (axes.CACHE_LATENTS,)
     POSITION_AXES = (2,)
+
+    def empty(self) -> "Latents":
+        """The cache without segments."""
+        return Latents(())
 
     @property
     def lengths(self) -> list[int]:

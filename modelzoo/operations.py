@@ -72,11 +72,11 @@ class Operations:
         """Return the attention of a layer under this layout.
 
         Args:
-          body: A function `body(queries, new, latents, rows, cache)` that treats rows and key/value
-            heads independently. `new` are keys and values by the heads of the projections, or None.
-            `rows` and `cache` are named tuples that declare the axes of their arrays as `AXES`;
-            `cache` may be None. `body` returns the attention output and the cache update.
-          writes_cache: Whether the cache update is the updated cache. Otherwise it is the new
+          body: A function `body(queries, new, latents, rows, caches)` that treats rows and
+            key/value heads independently. `new` are keys and values by the heads of the
+            projections, or None. `rows` and each of `caches` are named tuples that declare the axes
+            of their arrays as `AXES`. `body` returns the attention output and the cache update.
+          writes_cache: Whether the cache update is the updated first cache. Otherwise it is the new
             entries: `latents` if there are any, else `new`.
 
         Returns:

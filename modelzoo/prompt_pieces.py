@@ -9,7 +9,9 @@ own tokens.
 
 A chunk lies within the last segment of its graph. No token of a chunk sees the last entries of this
 segment, as many as the chunk has tokens. A whole prompt begins at position 0, sees only itself, and
-may extend over several segments. Segments that all slots share are read and not written.
+may extend over several segments. A whole prompt may also follow a prefix that its slot shares with
+others (`prefixes`); then it sees the prefix and itself, and its positions here are counted from the
+end of the prefix.
 
 Knows nothing of requests, queues or meshes. Guarantees: no entry at or after the first position of
 a row is visible, so decode may write to a slot while its prompt is prefilled in chunks; rows of a
@@ -25,7 +27,6 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from . import axes
-from .attention import EMPTY_POSITION
 from .key_blocks import join_blocks, num_blocks, split_blocks
 from .kv_cache import Positions, match_head_dim, match_heads
 from .layer_cache import LayerCache, NewEntries
@@ -36,7 +37,6 @@ from .segments import (
     entry_positions,
     heads_last,
     segment_starts,
-    split_shared,
 )
 from .stripes import Stripe
 from .weight_products import Axes
@@ -51,6 +51,9 @@ class PromptPieces(NamedTuple):
     """The position of the first token; None for whole prompts, which begin at 0."""
     count_B: jax.Array
     """The number of tokens; the rest of the row is padding."""
+    prefix_B: jax.Array | None = None
+    """The prefix of the row, which is the same in all rows of a call; None without prefixes. The
+    position of the first token is then counted from the end of the prefix."""
 
     @property
     def first_B(self) -> jax.Array:
@@ -60,11 +63,14 @@ class PromptPieces(NamedTuple):
     def in_stripe(self, stripe: Stripe) -> "PromptPieces":
         """The part of the rows in one stripe. First positions must be multiples of the stripes."""
         start_B = None if self.start_B is None else self.start_B // stripe.count
-        return PromptPieces(self.slot_B, start_B, stripe.num_tokens(self.count_B))
+        return self._replace(start_B=start_B, count_B=stripe.num_tokens(self.count_B))
 
     def after(self, x_BTD: jax.Array, operations: Operations) -> "PromptPieces":
         """The same rows, with slots that depend on `x_BTD` (see `Operations.after`)."""
-        return self._replace(slot_B=operations.after(self.slot_B, x_BTD))
+        rows = self._replace(slot_B=operations.after(self.slot_B, x_BTD))
+        if self.prefix_B is None:
+            return rows
+        return rows._replace(prefix_B=operations.after(self.prefix_B, x_BTD))
 
 
 def positions_below(
@@ -72,19 +78,18 @@ def positions_below(
 ) -> Positions:
     """The positions of the entries that rows see of the cache: those below their first positions.
 
-    The last `num_unseen` entries are left out in layers that cache every position.
+    The last `num_unseen` entries are left out in layers that cache every position. Whole prompts
+    see nothing of their slots, so no segment is left.
     """
-
-    def take(segments: Segments) -> Segments:
-        shared, own = split_shared(segments, row_axis=0)
-        taken = operations.take_rows(own, rows.slot_B, axes.CACHE_POSITIONS)
-        first_B1 = rows.first_B[:, None]
-        below = tuple(jnp.where(x_BS < first_B1, x_BS, EMPTY_POSITION) for x_BS in taken)
-        # every row begins after the shared segments
-        return shared + below
-
-    whole_BS, rolling_BS = positions.map(take)
+    if rows.start_B is None:
+        return positions.map(lambda segments: ())
+    whole_BS, rolling_BS = rows_of_positions(positions, rows.slot_B, operations).below(rows.first_B)
     return Positions(_without_last(whole_BS, num_unseen, axis=1), rolling_BS)
+
+
+def rows_of_positions(positions: Positions, row_B: jax.Array, operations: Operations) -> Positions:
+    """The positions of the entries of some rows of a cache."""
+    return positions.map(lambda x: operations.take_rows(x, row_B, axes.CACHE_POSITIONS))
 
 
 def layer_of_slots(
@@ -112,10 +117,7 @@ def layer_of_slots(
     """
 
     def take(segments: Segments, axis: int, logical_axes: Axes) -> Segments:
-        shared, own = split_shared(segments, axes.row_axis(logical_axes))
-        taken = operations.take_rows(own, slot_B, logical_axes, layer)
-        if shared:
-            taken = operations.take_rows(shared, slot_B[:1] * 0, logical_axes, layer) + taken
+        taken = operations.take_rows(segments, slot_B, logical_axes, layer)
         taken = tuple(map(partial(_without_blocks, axis=axis - 1), taken, layers.lengths))
         # slicing after the gather: a slice of all slots would be a copy
         taken = _without_last(taken, num_unseen, axis - 1)
@@ -171,8 +173,7 @@ def write_piece(
     def write_array(old: Segments, new: jax.Array, axis: int, names: Axes) -> Segments:
         if not old:  # a cache without entries
             return old
-        shared, own = split_shared(old, axes.row_axis(names))
-        ranges = _segment_ranges(lengths)[len(shared) :]
+        ranges = _segment_ranges(lengths)
         if axes.KV_HEADS in names:
             new = match_heads(new, old[0].shape[names.index(axes.KV_HEADS)])
         *_, head_axis = heads_last(old[0].ndim, axis)
@@ -186,7 +187,8 @@ def write_piece(
             rows = PromptPieces(slot_B, start_B, count_B).in_stripe(operations.stripe)
             return write(old, ranges, new[0], rows, axis, layer)
 
-        return shared + operations.write_rows(body, own, new[None], _Write(*rows, layer), names)
+        target = _Write(rows.slot_B, rows.start_B, rows.count_B, layer)
+        return operations.write_rows(body, old, new[None], target, names)
 
     return type(layers)(*map(write_array, layers, new, layers.POSITION_AXES, layers.AXES))
 
@@ -197,14 +199,13 @@ def write_positions(
     """Write the positions of a piece to its entries; padding has empty positions."""
 
     def write_segments(write: Callable[..., Segments], old: Segments) -> Segments:
-        shared, own = split_shared(old, row_axis=0)
         lengths = [x_BS.shape[1] // operations.cache_stripes.count for x_BS in old]
-        ranges = _segment_ranges(lengths)[len(shared) :]
+        ranges = _segment_ranges(lengths)
 
         def body(old: Segments, new: jax.Array, rows: PromptPieces) -> Segments:
             return write(old, ranges, new, rows.in_stripe(operations.stripe), axis=1)
 
-        return shared + operations.write_rows(body, own, position_BT, rows, axes.CACHE_POSITIONS)
+        return operations.write_rows(body, old, position_BT, rows, axes.CACHE_POSITIONS)
 
     whole_BS, rolling_BS = positions
     return Positions(

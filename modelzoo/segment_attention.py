@@ -3,6 +3,10 @@
 Masks are computed from the positions of entries. Does not know how entries were written.
 """
 
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
@@ -10,7 +14,27 @@ from .attention import Attend, Slots, Visibility, merge
 from .config import Window
 from .kv_cache import match_head_dim
 from .layer_cache import KeysAndValues
-from .segments import Segments, split_shared
+from .segments import Segments
+
+
+class Entries(NamedTuple):
+    """The entries of a layer that a call reads, by segment."""
+
+    keys_values: Sequence[KeysAndValues]
+    positions: Segments
+    """A segment may have only the first rows of the batch; the other rows see nothing in it."""
+    prefix_keys_values: Sequence[KeysAndValues] = ()
+    """The entries of prefixes. A segment with R rows has one row for each of R groups of
+    consecutive rows of the batch, which are equally large."""
+    prefix_positions: Segments = ()
+
+
+class EntrySlots(NamedTuple):
+    """The layer and slots to read where entries are whole arrays of a cache."""
+
+    own: Slots
+    """For all segments but the last one, which holds new tokens."""
+    prefix: Slots | None
 
 
 def attend_segments(
@@ -18,8 +42,8 @@ def attend_segments(
     window: Window,
     q_BTKGH: jax.Array,
     query_position_BT: jax.Array,
-    entries: tuple[list[KeysAndValues], Segments],
-    slots: Slots | None = None,
+    entries: Entries,
+    slots: EntrySlots | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Attend to every segment and merge the results.
 
@@ -29,38 +53,54 @@ def attend_segments(
       window: The window of the layer.
       q_BTKGH: Queries. Several of their key/value heads may read the same head of the entries.
       query_position_BT: Positions of the queries.
-      entries: Keys and values of each segment, and their positions. A segment may have only the
-        first rows; the other rows see nothing in it. The first segments may be shared by all rows.
-      slots: The layer and slots to read, if all segments but the last are whole arrays of a cache.
+      entries: Keys and values of each segment, and their positions.
+      slots: The layer and slots to read, if entries are whole arrays of a cache.
 
     Returns:
       `out` and `lse` by the heads of the entries, with the head size of queries.
     """
-    parts, num_segments = [], len(entries[0])
-    shared, _ = split_shared(entries[1], row_axis=0)
-    for index, ((k_BKHS, v_BKSH), position_BS) in enumerate(zip(*entries, strict=True)):
-        num_rows, num_heads, cache_dim = len(position_BS), v_BKSH.shape[-3], v_BKSH.shape[-1]
-        cache_slots = slots if index < num_segments - 1 else None
-        q, query_position = q_BTKGH[:num_rows], query_position_BT[:num_rows]
-        if index < len(shared):
-            # all tokens as one row: one product reads the keys for all rows
-            q, query_position = _as_one_row(q_BTKGH), _as_one_row(query_position_BT)
-            cache_slots = None if slots is None else slots._replace(slot_B=slots.slot_B[:1] * 0)
-        grouped = q.reshape(*query_position.shape, num_heads, -1, q.shape[-1])
-        grouped = match_head_dim(grouped, cache_dim, axis=-1)
-        visibility = Visibility(query_position, position_BS, window, slots=cache_slots)
-        out, lse = attend(grouped, k_BKHS, v_BKSH, visibility)
-        out = out[..., : q.shape[-1]]
-        if index < len(shared):
-            rows = query_position_BT.shape
-            out, lse = (x.reshape(*rows, *x.shape[2:]) for x in (out, lse))
-        parts.append(_with_missing_rows(out, lse, len(q_BTKGH) - len(out)))
+    attend_one = partial(_attend_segment, attend, window)
+    parts = []
+    for keys_values, position_BS in zip(
+        entries.prefix_keys_values, entries.prefix_positions, strict=True
+    ):
+        prefix_slots = None if slots is None else slots.prefix
+        # the tokens of a group as one row: one product reads the keys for all of them
+        num_groups = len(position_BS)
+        q, position = (
+            x.reshape(num_groups, -1, *x.shape[2:]) for x in (q_BTKGH, query_position_BT)
+        )
+        attended = attend_one(q, position, keys_values, position_BS, prefix_slots)
+        parts.append([x.reshape(*query_position_BT.shape, *x.shape[2:]) for x in attended])
+    last = len(entries.keys_values) - 1
+    for index, (keys_values, position_BS) in enumerate(
+        zip(entries.keys_values, entries.positions, strict=True)
+    ):
+        own_slots = None if slots is None or index == last else slots.own
+        num_rows = len(position_BS)
+        q, position = q_BTKGH[:num_rows], query_position_BT[:num_rows]
+        attended = attend_one(q, position, keys_values, position_BS, own_slots)
+        parts.append(_with_missing_rows(*attended, len(q_BTKGH) - num_rows))
     return merge(parts)
 
 
-def _as_one_row(x_BT: jax.Array) -> jax.Array:
-    """The tokens of all rows as the tokens of one row."""
-    return x_BT.reshape(1, -1, *x_BT.shape[2:])
+def _attend_segment(
+    attend: Attend,
+    window: Window,
+    q_BTKGH: jax.Array,
+    query_position_BT: jax.Array,
+    keys_values: KeysAndValues,
+    position_BS: jax.Array,
+    slots: Slots | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Attend to one segment, by the heads of its entries."""
+    k_BKHS, v_BKSH = keys_values
+    num_heads, cache_dim, H = v_BKSH.shape[-3], v_BKSH.shape[-1], q_BTKGH.shape[-1]
+    grouped = q_BTKGH.reshape(*query_position_BT.shape, num_heads, -1, H)
+    grouped = match_head_dim(grouped, cache_dim, axis=-1)
+    visibility = Visibility(query_position_BT, position_BS, window, slots=slots)
+    out, lse = attend(grouped, k_BKHS, v_BKSH, visibility)
+    return out[..., :H], lse
 
 
 def _with_missing_rows(

@@ -1,7 +1,7 @@
 """Segments of the cache along the sequence, and the cache entry of each token.
 
 Entries are numbered over all segments. With n entries, the token at position p is in entry p mod n.
-A segment that all slots share has one row. Knows nothing of layers or the contents of entries.
+Knows nothing of layers or the contents of entries.
 """
 
 from collections.abc import Sequence
@@ -24,17 +24,6 @@ def segment_lengths(spans: Sequence[int], num_entries: int) -> list[int]:
 def segment_starts(lengths: Sequence[int]) -> list[int]:
     """The first entry of each segment, for segments of these lengths."""
     return [end - length for end, length in zip(accumulate(lengths), lengths, strict=True)]
-
-
-def split_shared(segments: Segments, row_axis: int) -> tuple[Segments, Segments]:
-    """Split segments into those that all slots share and those with one row per slot.
-
-    A segment is shared if it has one row and a later segment has more rows. If all segments have
-    one row, they belong to the first slot.
-    """
-    num_rows = [x.shape[row_axis] for x in segments]
-    num_shared = num_rows.index(max(num_rows)) if num_rows else 0
-    return segments[:num_shared], segments[num_shared:]
 
 
 def heads_last(ndim: int, position_axis: int) -> tuple[int, ...]:

@@ -26,6 +26,9 @@ class Call:
     """Whether every token gets logits, and not only the last token of each row."""
     segments: CachePieces = ()
     """The pieces of the cache, where there is more than one."""
+    prefix: tuple[int, int] = (0, 0)
+    """Rows and length of the prefixes that tokens also see; one row of them in a call that is no
+    decode call."""
 
     @classmethod
     def of_step(cls, slots: int, span: int) -> "Call":

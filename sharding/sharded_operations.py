@@ -109,7 +109,7 @@ class ShardedOperations(Operations):
             new: PromptKeysValues | None,
             latents: PromptLatents | None,
             rows: Any,
-            cache: Any,
+            caches: tuple[Any, ...],
         ) -> tuple[jax.Array, Any]:
             G = queries.q_BTKGH.shape[3]
             copies = queries.q_BTKGH.shape[2] // self.num_cache_heads(self._num_kv_heads)
@@ -123,12 +123,11 @@ class ShardedOperations(Operations):
 
             queries_spec = Queries._make((q_spec, self._rules.spec((axes.QUERY_HEADS,))))
             new_spec = P() if new is None else PromptKeysValues._make(new_specs)
-            in_specs = queries_spec, new_spec, *map(specs, (latents, rows, cache))
-            out_specs = (
-                q_spec,
-                specs(cache if writes_cache else new if latents is None else latents),
-            )
-            return self._map(local, in_specs, out_specs)(queries, new, latents, rows, cache)
+            cache_specs = tuple(map(specs, caches))
+            in_specs = queries_spec, new_spec, specs(latents), specs(rows), cache_specs
+            new_entries = new if latents is None else latents
+            out_specs = q_spec, cache_specs[0] if writes_cache else specs(new_entries)
+            return self._map(local, in_specs, out_specs)(queries, new, latents, rows, caches)
 
         return attend
 

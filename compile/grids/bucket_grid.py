@@ -16,13 +16,14 @@ which depends on the request alone, or raises `NoBucketFits`; nothing is ever tr
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from itertools import groupby, pairwise, product
 from typing import Any, NamedTuple
 
 from ...sharding.call import Call
 from .grid_values import check_count, check_growing, check_list, chunk_sizes, is_count
+from .prefix_grid import PrefixGrid
 
 CHUNKS_PER_DECODE = 32
 MAX_SIZE = 2**31 - 1
@@ -107,6 +108,9 @@ class BucketGrid:
     decode_graphs: tuple[int, ...] | None = None
     """The entries of `decode_spans` that have a graph. The last one must have one. Without this
     key, every span has a graph. Unit: positions."""
+    prefixes: PrefixGrid | None = None
+    """The prefixes that rows begin with: the table `[prefixes]`. All other lengths are then counted
+    from the end of a row's prefix."""
 
     def __post_init__(self):
         """Normalise the fields and check them; ValueError names the wrong key."""
@@ -134,6 +138,7 @@ class BucketGrid:
         self._check_chunks(lengths)
         self._check_span_slots()
         self._check_decode_graphs()
+        self._check_prefixes()
         if self.decode_spans and self.decode_spans[-1] != self.max_length:
             raise ValueError(
                 f"buckets.decode_spans: expected the last span to be max_length "
@@ -167,7 +172,8 @@ class BucketGrid:
         """The table that `from_table` reads; a value of None means that the key is left out."""
         by_length = groupby(self.prefill, key=lambda bucket: bucket.length)
         entries = [[length, *(bucket.batch for bucket in group)] for length, group in by_length]
-        return asdict(self) | {"prefill": entries, "chunk": self.chunks or None}
+        table = asdict(replace(self, prefixes=None)) | {"prefill": entries}
+        return table | {"chunk": self.chunks or None}
 
     @cached_property
     def chunks(self) -> tuple[int, ...]:
@@ -279,10 +285,19 @@ class BucketGrid:
         }
         return tuple(ends.items())
 
+    def prefill_call(self, bucket: PrefillBucket, *, is_scored: bool = False) -> Call:
+        """The shape of a call of a prefill graph, with the prefix that its rows begin with."""
+        call = bucket.call(is_scored=is_scored)
+        if self.prefixes is None:
+            return call
+        return replace(call, phase="chunk", prefix=(1, self.prefixes.length))
+
     def decode_call(self, span: int) -> Call:
         """The shape of one step of a decode call."""
-        segments = self.segments(span)
-        return Call("decode", self.decode_slots, 1, span, segments=segments[1:] and segments)
+        segments, prefixes = self.segments(span), self.prefixes
+        prefix = (0, 0) if prefixes is None else (prefixes.groups, prefixes.length)
+        pieces = segments[1:] and segments
+        return Call("decode", self.decode_slots, 1, span, segments=pieces, prefix=prefix)
 
     def _normalise(self) -> None:
         """Turn lists into tuples, and set the defaults that depend on other fields."""
@@ -343,6 +358,26 @@ class BucketGrid:
             raise ValueError(
                 f"buckets.decode_graphs: expected some of decode_spans {list(self.decode_spans)}, "
                 f"the last one among them, got {list(graphs)}."
+            )
+
+    def _check_prefixes(self) -> None:
+        if self.prefixes is None:
+            return
+        for name, got, expected in (
+            ("chunk", self.chunks, ()),
+            ("span_slots", self.span_slots, None),
+            ("score", self.score, False),
+        ):
+            if got != expected:
+                raise ValueError(
+                    f"buckets.{name}: with [prefixes], expected none, got {got!r}: prompts are "
+                    f"prefilled whole after their prefix, into slots of one length, and not "
+                    f"scored. Leave out either."
+                )
+        if not self.decode_slots or self.decode_slots % self.prefixes.groups:
+            raise ValueError(
+                f"prefixes.groups: expected a divisor of buckets.decode_slots "
+                f"({self.decode_slots}), got {self.prefixes.groups}. Change either."
             )
 
     def _check_chunks(self, spans: Sequence[int]) -> None:

@@ -71,7 +71,8 @@ class NeededBytes:
     experts: float
     """The experts that the tokens choose if routing is uniform."""
     cache: float
-    """All cache entries below the span, live or not; in prefill, the entries that it writes."""
+    """All cache entries below the span, live or not, and those of prefixes; in prefill, the entries
+    that it writes."""
     logits: float
     """Logits, written once and read once."""
 
@@ -136,7 +137,7 @@ class Work:
         return NeededBytes(
             weights=self._weights_work(call, of_experts=False)[1] + head_bytes,
             experts=0.0 if experts is None else experts.bytes,
-            cache=self._span_bytes(call),
+            cache=self._span_bytes(call) + self._prefix_bytes(call),
             logits=self._logits_bytes(call),
         )
 
@@ -162,7 +163,9 @@ class Work:
 
     def grid_bytes(self, grid: BucketGrid) -> int:
         """Bytes of the cache of a grid on each device."""
-        return self.pieces_bytes(grid.segments(grid.max_length))
+        prefixes = grid.prefixes
+        of_prefixes = 0 if prefixes is None else self.cache_bytes(prefixes.groups, prefixes.length)
+        return self.pieces_bytes(grid.segments(grid.max_length)) + of_prefixes
 
     def _products(self, call: Call) -> Part:
         """Products with the weights that all tokens pass through."""
@@ -223,14 +226,28 @@ class Work:
 
     def _kept_bytes(self, call: Call) -> float:
         """Bytes of keys and values that are written, or read for each block of queries."""
-        span_bytes = self._span_bytes(call)
+        span_bytes, prefix_bytes = self._span_bytes(call), self._prefix_bytes(call)
         if call.phase == "decode":
-            return span_bytes
+            return span_bytes + prefix_bytes
         block, _ = block_sizes(call.tokens, call.span)
         blocks = math.ceil(call.tokens / block)
         seen = sum(_pairs(call, window) for window in self.config.windows)
         everything = call.num_tokens * call.span * self.config.num_layers
-        return span_bytes * (blocks * seen / everything + call.tokens / call.span)
+        return span_bytes * (blocks * seen / everything + call.tokens / call.span) + prefix_bytes
+
+    def _prefix_bytes(self, call: Call) -> float:
+        """Bytes of keys and values of the prefixes that a call reads."""
+        rows, length = call.prefix
+        if not length:
+            return 0.0
+        if call.phase == "decode":
+            return self.cache_bytes(rows, length)
+        return rows * self._row_bytes(length)
+
+    def _row_bytes(self, length: int) -> int:
+        """Bytes of the keys and values of one row on one device, if only heads are split."""
+        arguments = self.config, self._heads_only, 1, length, self.cache_dtype
+        return cache_bytes_per_device(*arguments, self.model.arrangement)
 
     def _span_bytes(self, call: Call) -> float:
         """Bytes of keys and values below the span, or of all tokens of a prompt."""
@@ -240,15 +257,7 @@ class Work:
         rules, shards = self.layout.phase(call.phase), self.layout.mesh.num_shards
         split = (axes.ATTENTION_BATCH, axes.LENGTH)
         pieces = shards(self._mesh_axes(split, rules))
-        alone = cache_bytes_per_device(
-            self.config,
-            self._heads_only,
-            1,
-            call.span,
-            self.cache_dtype,
-            self.model.arrangement,
-        )
-        return call.rows * alone / pieces
+        return call.rows * self._row_bytes(call.span) / pieces
 
     def _logits(self, call: Call) -> Part:
         """The product with the vocabulary, and the logits that it writes."""
@@ -319,8 +328,9 @@ def sent_by_axes(tables: Iterable[Sent]) -> dict[str, float]:
 
 def _pairs(call: Call, window: Window) -> int:
     """Number of query-key pairs that attention computes in one layer, in whole blocks."""
+    with_prefix = call.num_tokens * num_cache_entries(window, call.prefix[1])
     if call.phase == "decode":
-        return sum(
+        return with_prefix + sum(
             rows * (num_cache_entries(window, end) - num_cache_entries(window, start))
             for rows, start, end in call.pieces
         )
@@ -332,4 +342,4 @@ def _pairs(call: Call, window: Window) -> int:
         last = min(start + block_T, call.span) - 1
         num_blocks = last // block_S - seen_from // block_S + 1
         pairs += block_T * min(num_blocks * block_S, call.span)
-    return call.rows * pairs
+    return call.rows * pairs + with_prefix

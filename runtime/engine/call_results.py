@@ -14,7 +14,7 @@ from ...compile.steps import NO_TOKEN
 from ...modelzoo.sampling import TokenScores
 from ..request import TokenLogprob
 from .decode_slots import DecodeAction, ScheduledSequence
-from .scheduler import PrefillAction
+from .scheduler import PrefillAction, PrefixAction
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ Event = PromptScored | TokensEmitted | ChoicesDropped
 class CallResults:
     """Results of a call on the host, and the sequences that were in the slots during the call."""
 
-    action: PrefillAction | DecodeAction
+    action: PrefillAction | PrefixAction | DecodeAction
     output: Any
     sequences: Mapping[int, ScheduledSequence]
     seconds: float

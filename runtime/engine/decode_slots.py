@@ -7,6 +7,7 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 
 from ...compile.grids.bucket_grid import BucketGrid
+from ...compile.grids.prefix_grid import PlannedPrefix
 from .shared_prefixes import SharedPrefix
 
 
@@ -23,6 +24,8 @@ class ScheduledRequest:
     is_scored: bool
     prefix: SharedPrefix | None = None
     """The shared prefix with which the prompt begins."""
+    planned_prefix: PlannedPrefix | None = None
+    """The prefix of the plan with which the prompt begins. The lengths above do not count it."""
 
     @property
     def generates(self) -> bool:

@@ -11,7 +11,8 @@ others.
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ import numpy as np
 from ...compile.compiled_graphs import CompiledGraphs
 from ...compile.graph_failures import naming_graph
 from ...compile.grids.bucket_grid import PrefillBucket
+from ...compile.grids.prefix_grid import PlannedPrefix
 from ...compile.prefill_steps import PrefillOutput
 from ...compile.steps import DecodeOutput, DecodeState
 from ...modelzoo.moe.use import ExpertReport
@@ -37,8 +39,21 @@ from .call_results import (
 )
 from .decode_slots import DecodeAction, ScheduledRequest, ScheduledSequence
 from .metrics import EngineMetrics
-from .padding import greedy_sampling, pack_pieces, pack_requests, pack_sampling
-from .scheduler import Action, ForkAction, PrefillAction, PromptPiece, Scheduler
+from .padding import (
+    greedy_sampling,
+    pack_pieces,
+    pack_prefix,
+    pack_requests,
+    pack_sampling,
+)
+from .scheduler import (
+    Action,
+    ForkAction,
+    PrefillAction,
+    PrefixAction,
+    PromptPiece,
+    Scheduler,
+)
 
 
 @dataclass(frozen=True)
@@ -50,12 +65,18 @@ class AdmittedRequest:
     seed: int
     stop_ids: tuple[int, ...]
 
+    @property
+    def own_token_ids(self) -> Sequence[int]:
+        """The ids of the prompt, without its planned prefix."""
+        prefix, token_ids = self.scheduled.planned_prefix, self.request.prompt_token_ids
+        return token_ids if prefix is None else token_ids[prefix.length :]
+
 
 @dataclass(frozen=True)
 class _InFlight:
     """A call that was dispatched and not yet received."""
 
-    action: PrefillAction | DecodeAction
+    action: PrefillAction | PrefixAction | DecodeAction
     graph: str
     output: Any
     start: float
@@ -83,6 +104,8 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ):
         self.metrics = EngineMetrics()
+        self.prefix_ids: dict[PlannedPrefix, array[int]] = {}
+        """The token ids of planned prefixes, which whoever submits a request adds before."""
         self._graphs = graphs
         self.scheduler = Scheduler(graphs.grid)
         self._parameters = parameters
@@ -99,6 +122,8 @@ class Engine:
         """Log-probabilities of the pieces scored so far, of prompts that are not complete."""
         self._unclean: set[int] = set()
         """Slots whose cache may hold non-finite numbers."""
+        self._unclean_prefixes: set[int] = set()
+        """Groups whose prefix may hold non-finite numbers."""
 
     def submit(self, request: AdmittedRequest) -> None:
         """Queue a request.
@@ -137,11 +162,13 @@ class Engine:
             self._in_slot,
             self._scores,
             self._unclean,
+            self.prefix_ids,
+            self._unclean_prefixes,
         ):
             container.clear()
         # an interrupted call may have donated the state without returning a new one
-        for array in jax.tree.leaves(self._state):
-            array.delete()
+        for buffer in jax.tree.leaves(self._state):
+            buffer.delete()
         self._state = self._graphs.empty_state()
 
     def dispatch(self) -> Action | None:
@@ -163,6 +190,11 @@ class Engine:
                     output = self._prefill(action)
                 case DecodeAction():
                     output = self._decode(action)
+                case PrefixAction(prefix=None):
+                    self._clear_prefix(action.group)
+                    return action
+                case PrefixAction():
+                    output = self._prefill_prefix(action)
                 case ForkAction():
                     self._fork(action)
                     self.metrics.count_fork(action.num_copied, self._clock() - start)
@@ -190,6 +222,9 @@ class Engine:
             case PrefillAction(rows=rows):
                 for row, is_clean in zip(rows, output.is_clean_B, strict=False):
                     self._note_contents(row, is_clean=bool(is_clean))
+            case PrefixAction(group=group):
+                if not output.is_clean_B[0]:
+                    self._unclean_prefixes.add(group)
             case DecodeAction(slots=slots):
                 self._note_lengths(slots, results)
         return results
@@ -199,6 +234,9 @@ class Engine:
         match results.action:
             case PrefillAction() as action:
                 return self._events_of_prefill(action, results)
+            case PrefixAction(count=count):
+                self._count_prefix(count, results)
+                return []
             case DecodeAction() as action:
                 return self._events_of_decode(action, results)
 
@@ -208,8 +246,9 @@ class Engine:
             if row.start == 0 and row.slot is not None:
                 self._clear(row.slot)
         requests = [self._requests[row.sequence.request.number] for row in rows]
-        prompts = [request.request.prompt_token_ids for request in requests]
-        pieces, tokens_BT, next_BT = pack_pieces(rows, prompts, bucket, grid.decode_slots)
+        prompts = [request.own_token_ids for request in requests]
+        prefix = None if grid.prefixes is None else action.group
+        pieces, tokens_BT, next_BT = pack_pieces(rows, prompts, bucket, grid.decode_slots, prefix)
         slot_requests = pack_requests(
             [row.sequence.request for row in rows],
             [self._sampling_of(row.sequence) for row in rows],
@@ -239,8 +278,31 @@ class Engine:
             prefix_tokens=sum(row.count for row in rows if row.is_of_prefix),
             computed_tokens=action.bucket.batch * action.bucket.tokens,
             seconds=results.seconds,
+            shared_tokens=action.shared_tokens,
         )
         return events
+
+    def _prefill_prefix(self, action: PrefixAction) -> PrefillOutput:
+        prefixes = self._graphs.grid.prefixes
+        assert prefixes is not None and action.prefix is not None
+        if action.group in self._unclean_prefixes:
+            self._clear_prefix(action.group)
+        ids = self.prefix_ids[action.prefix][action.start : action.start + action.count]
+        arguments = self._host.put(pack_prefix(action.group, action.start, ids, prefixes))
+        self._state, output = self._graphs.prefix(self._parameters, self._state, *arguments)
+        return output
+
+    def _clear_prefix(self, group: int) -> None:
+        row = self._host.put(np.int32(group))
+        self._state = self._graphs.clear_prefix(self._state, row)
+        self._unclean_prefixes.discard(group)
+
+    def _count_prefix(self, num_tokens: int, results: CallResults) -> None:
+        prefixes = self._graphs.grid.prefixes
+        assert prefixes is not None
+        if (experts := results.output.experts) is not None:
+            self.metrics.experts["prefill"].add(experts.use)
+        self.metrics.count_prefix(prefixes, num_tokens, seconds=results.seconds)
 
     def _note_contents(self, row: PromptPiece, *, is_clean: bool) -> None:
         """Record the contents of a slot after a piece was written to it, if the row has a slot."""
@@ -304,7 +366,7 @@ class Engine:
 
         Log-probabilities of new tokens are included only if a request in a slot asks for them.
         """
-        if isinstance(call.action, PrefillAction):
+        if not isinstance(call.action, DecodeAction):
             return call.output
         in_slots = (self._in_slot[slot].request.number for slot in call.action.slots)
         if any(self._requests[number].request.params.logprobs is not None for number in in_slots):
@@ -362,6 +424,8 @@ def _graph_of(action: Action) -> str:
     match action:
         case PrefillAction(bucket=bucket, is_scored=is_scored):
             return CompiledGraphs.prefill_name(bucket, is_scored)
+        case PrefixAction(prefix=prefix):
+            return CompiledGraphs.PREFIX if prefix else CompiledGraphs.CLEAR_PREFIX
         case ForkAction():
             return CompiledGraphs.FORK
         case DecodeAction(span=span):

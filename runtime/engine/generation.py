@@ -20,6 +20,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from ...compile.grids.bucket_grid import BucketGrid, NoBucketFits, NoDecodeSlots
+from ...compile.grids.prefix_grid import PlannedPrefix
 from ...compile.monitor import compile_monitor
 from ...compile.signatures import MAX_STOP_IDS
 from ..errors import RowError, check_process
@@ -111,14 +112,18 @@ class GenerationSession:
         check_process()
         params = request.params
         stop_ids = self.check(request)
-        prompt_length = len(request.prompt_token_ids)
+        planned_prefix = self._planned_prefix(request)
+        num_shared = planned_prefix.length if planned_prefix else 0
+        prompt_length = len(request.prompt_token_ids) - num_shared
+        max_total_length = self.grid.max_total_length(prompt_length, params.max_tokens)
         scheduled = ScheduledRequest(
             number=self._num_submitted,
             prompt_length=prompt_length,
-            max_total_length=self.grid.max_total_length(prompt_length, params.max_tokens),
+            max_total_length=min(max_total_length, self.max_position - num_shared),
             num_sequences=params.n,
             is_scored=params.prompt_logprobs is not None,
             prefix=self._matching(prefix, request.prompt_token_ids),
+            planned_prefix=planned_prefix,
         )
         seed = row_seed(params, self.run_seed, request.request_id)
         admitted = AdmittedRequest(scheduled, _scored_as_needed(request), seed, stop_ids)
@@ -131,7 +136,7 @@ class GenerationSession:
         if admitted.request.params.logprobs is not None:
             for continuation in continuations:
                 continuation.output.logprobs = []
-        open_sequences = params.n if scheduled.max_total_length > prompt_length else 0
+        open_sequences = params.n if scheduled.generates else 0
         self.engine.submit(admitted)
         self._num_submitted += 1
         self._open[scheduled.number] = OpenRequest(
@@ -159,6 +164,28 @@ class GenerationSession:
                 return prefix
             prefix = prefix.parent
         return None
+
+    def _planned_prefix(self, request: Request) -> PlannedPrefix | None:
+        """The prefix of the plan with which a prompt begins.
+
+        Raises:
+          RowError: Another prompt begins with other tokens of the same hash.
+        """
+        if (prefixes := self.grid.prefixes) is None:
+            return None
+        token_ids = request.prompt_token_ids
+        if (prefix := prefixes.prefix_of(token_ids)) is None:
+            return None
+        own = array("I", token_ids[: prefix.length])
+        if self.engine.prefix_ids.setdefault(prefix, own) != own:
+            raise RowError(
+                "invalid_request",
+                f"request {request.request_id!r}: expected the first {prefix.length} tokens to be "
+                f"those of the other prompts with the hash {prefix.hash} in prefixes.shared, got "
+                f"others. Remove this prefix from the plan.",
+                "prompt",
+            )
+        return prefix
 
     def check(self, request: Request) -> tuple[int, ...]:
         """Check a request against the plan and the vocabulary.
@@ -295,6 +322,7 @@ class GenerationSession:
     def _check_length(self, request: Request) -> None:
         """Refuse a request that is too long for the model or for the plan."""
         params, length = request.params, len(request.prompt_token_ids)
+        prefix = self._planned_prefix(request)
         # a row without max_tokens takes the positions that are left, so only min_tokens must fit
         needed = params.min_tokens or None if params.max_tokens is None else params.max_tokens
         output = 1 if needed is None else needed
@@ -305,7 +333,7 @@ class GenerationSession:
                     f"{length + output} positions; the model has {self.max_position}. Lower "
                     f"max_tokens, or shorten the prompt."
                 )
-            self.grid.fit(length, needed)
+            self.grid.fit(length - (prefix.length if prefix else 0), needed)
         except NoDecodeSlots as error:
             message = f"request {request.request_id!r}: {error}"
             raise RowError("invalid_request", message, "max_tokens") from None

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...compile.grids.bucket_grid import PrefillBucket
+from ...compile.grids.prefix_grid import PrefixGrid
 from .expert_use import ExpertTotals
 
 
@@ -48,7 +49,7 @@ class EngineMetrics:
     fork_seconds: float = 0.0
     """Host seconds of forks; their device seconds are part of the next call's seconds."""
     copied_tokens: int = 0
-    """The prompt tokens of requests that were copied from shared prefixes."""
+    """The prompt tokens of requests that were copied from shared prefixes, or are read there."""
     prefix_tokens: int = 0
     """The prompt tokens that were computed for shared prefixes."""
     cut_tokens: int = 0
@@ -66,11 +67,14 @@ class EngineMetrics:
         prefix_tokens: int,
         computed_tokens: int,
         seconds: float,
+        shared_tokens: int = 0,
     ) -> None:
         """Count one call that prefilled prompts or chunks of prompts.
 
-        Of the real tokens, `prefix_tokens` belong to shared prefixes.
+        Of the real tokens, `prefix_tokens` belong to shared prefixes. The prompts have
+        `shared_tokens` more, which are read from planned prefixes.
         """
+        self.copied_tokens += shared_tokens
         kind = " scored" if is_scored else ""
         use = self.prefill[f"{bucket}{kind}"]
         use.calls += 1
@@ -79,6 +83,20 @@ class EngineMetrics:
         self.prefix_tokens += prefix_tokens
         use.computed_tokens += computed_tokens
         use.seconds += seconds
+
+    def count_prefix(self, prefixes: PrefixGrid, real_tokens: int, *, seconds: float) -> None:
+        """Count one call that computed a piece of a planned prefix, or that made it empty."""
+        if not real_tokens:
+            return
+        self.count_prefill(
+            PrefillBucket(prefixes.length, prefixes.batch, prefixes.chunk),
+            is_scored=False,
+            rows=1,
+            real_tokens=real_tokens,
+            prefix_tokens=real_tokens,
+            computed_tokens=prefixes.call.num_tokens,
+            seconds=seconds,
+        )
 
     def count_decode(
         self, span: int, *, steps: int, emitted: int, live_slots: int, slots: int, seconds: float
@@ -160,7 +178,7 @@ class EngineMetrics:
 
     @property
     def shared_prefixes(self) -> dict[str, int]:
-        """The prompt tokens of shared prefixes: computed, copied by rows, and not computed."""
+        """The prompt tokens of shared prefixes: computed, copied or read by rows, and saved."""
         return {
             "computed_tokens": self.prefix_tokens,
             "copied_tokens": self.copied_tokens,

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ...compile.grids.bucket_grid import BucketGrid, PrefillBucket
+from ...compile.grids.prefix_grid import PrefixGrid
 from ...compile.prefill_steps import SlotRequests
 from ...compile.signatures import MAX_BIASES, MAX_STOP_IDS
 from ...modelzoo.prompt_pieces import PromptPieces
@@ -24,14 +25,16 @@ def pack_pieces(
     prompts: Sequence[Sequence[int]],
     bucket: PrefillBucket,
     num_slots: int,
+    prefix: int | None = None,
 ) -> tuple[PromptPieces, np.ndarray, np.ndarray]:
     """Pack the pieces of one prefill call.
 
     Args:
       rows: The pieces, at most `bucket.batch`.
-      prompts: The token ids of each row's whole prompt.
+      prompts: The token ids of each row's whole prompt, without its planned prefix.
       bucket: The bucket, which gives the shapes.
       num_slots: The number of decode slots; this value in `slot_B` means no slot.
+      prefix: The planned prefix of all rows, by its group; None in a plan without prefixes.
 
     Returns:
       The slot, start and count of each row; `tokens_BT`, padded with zeros on the right; `next_BT`,
@@ -49,8 +52,32 @@ def pack_pieces(
         start_B[i], count_B[i] = row.start, row.count
         if row.slot is not None:
             slot_B[i] = row.slot
-    pieces = PromptPieces._make((slot_B, None if bucket.is_whole else start_B, count_B))
+    prefix_B = None if prefix is None else np.full_like(slot_B, prefix)
+    start_B = None if bucket.is_whole else start_B
+    pieces = PromptPieces._make((slot_B, start_B, count_B, prefix_B))
     return pieces, tokens_BT, next_BT
+
+
+def pack_prefix(
+    group: int, start: int, tokens: Sequence[int], prefixes: PrefixGrid
+) -> tuple[PromptPieces, np.ndarray]:
+    """Pack a piece of a planned prefix.
+
+    Args:
+      group: The group of the prefix.
+      start: The position of the first token.
+      tokens: The token ids of the piece.
+      prefixes: The prefixes of the plan, which give the shapes.
+
+    Returns:
+      The group, start and count of each row, and `tokens_BT`. Dummy rows have no group.
+    """
+    tokens_BT = np.zeros((prefixes.batch, prefixes.chunk), np.int32)
+    tokens_BT[0, : len(tokens)] = tokens
+    group_B = np.full(prefixes.batch, prefixes.groups, np.int32)
+    start_B, count_B = np.zeros_like(group_B), np.zeros_like(group_B)
+    group_B[0], start_B[0], count_B[0] = group, start, len(tokens)
+    return PromptPieces._make((group_B, start_B, count_B, None)), tokens_BT
 
 
 def pack_greedy(

@@ -6,7 +6,10 @@ its slot; a whole prompt is one piece. The next action is, in this order:
 
 1. Fork: copy the slot of a complete prompt to the other sequences of its request, and a shared
    prefix to the slot of a prompt that begins with it (see `held_prefixes`).
-2. Prefill one batch, if one may run:
+2. Compute a planned prefix for a group of slots without rows, if the rows that wait need one (see
+   `prefix_groups`). Prompts take slots only in groups with their prefix, and all prompts of a
+   prefill batch go to one group.
+3. Prefill one batch, if one may run:
    - Candidates are the buckets in which started prompts have their next piece, and the bucket of
      the oldest waiting prompt for which there are free slots. A prompt takes the shortest slots
      that are long enough, and no slot that an older prompt still needs.
@@ -23,7 +26,7 @@ its slot; a whole prompt is one piece. The next action is, in this order:
    - When no request waits, waiting gains nothing. The largest pieces run first, and among these the
      shortest span, because prompts continue from there into the other buckets. Then all slots
      decode together.
-3. Decode all live slots, over the shortest span that holds them.
+4. Decode all live slots, over the shortest span that holds them.
 
 Guarantees: the pieces of a prompt and their graphs depend only on its own length, whether they are
 computed for it or copied; every submitted sequence decodes exactly once or is dropped by `drain`; a
@@ -34,11 +37,13 @@ than there are slots long enough.
 import heapq
 import math
 from bisect import bisect_right
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import NamedTuple
 
 from ...compile.grids.bucket_grid import BucketGrid, PrefillBucket
+from ...compile.grids.prefix_grid import PlannedPrefix
 from .decode_slots import (
     DecodeAction,
     DecodeSlots,
@@ -47,6 +52,7 @@ from .decode_slots import (
     ScheduledSequence,
 )
 from .held_prefixes import HeldPrefixes
+from .prefix_groups import PrefixGroups
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,25 @@ class PrefillAction:
     bucket: PrefillBucket
     is_scored: bool
     rows: tuple[PromptPiece, ...]
+    group: int = 0
+    """The group of slots that all rows go to, in a plan with prefixes."""
+
+    @property
+    def shared_tokens(self) -> int:
+        """Tokens of the prompts that are part of a planned prefix."""
+        prefixes = (row.sequence.request.planned_prefix for row in self.rows)
+        return sum(prefix.length for prefix in prefixes if prefix is not None)
+
+
+@dataclass(frozen=True)
+class PrefixAction:
+    """Compute a piece of a planned prefix for a group of slots, or make its prefix empty."""
+
+    group: int
+    prefix: PlannedPrefix | None
+    """The prefix; None for the empty one."""
+    start: int = 0
+    count: int = 0
 
 
 @dataclass(frozen=True)
@@ -100,9 +125,16 @@ batch."""
 NO_SLOT = 0
 """The needed slot capacity of prompts that take no slot: prompts that are scored in one piece."""
 
-Action = PrefillAction | ForkAction | DecodeAction
-_QueueKey = tuple[PrefillBucket, bool]
-"""The bucket of a prompt's next piece, and whether the prompt is scored."""
+Action = PrefillAction | PrefixAction | ForkAction | DecodeAction
+
+
+class _Queue(NamedTuple):
+    """The prompts that may run in the same prefill calls."""
+
+    bucket: PrefillBucket
+    """The bucket of a prompt's next piece."""
+    is_scored: bool
+    prefix: PlannedPrefix | None
 
 
 class Scheduler:
@@ -111,9 +143,9 @@ class Scheduler:
     def __init__(self, grid: BucketGrid):
         self._grid = grid
         self._max_batches = grid.chunks_per_decode or math.inf
-        self._waiting: dict[_QueueKey, dict[int, deque[Prompt]]] = {}
+        self._waiting: dict[_Queue, dict[int, deque[Prompt]]] = {}
         """Waiting prompts by queue, and in a queue by the slot capacity that they need (a lane)."""
-        self._started: dict[_QueueKey, list[Prompt]] = {}
+        self._started: dict[_Queue, list[Prompt]] = {}
         """Prompts with slots and pieces left to run, by the queue of their next piece."""
         self._copies: deque[ForkAction] = deque()
         """Copies of prefixes that must run before the next prefill call."""
@@ -122,6 +154,11 @@ class Scheduler:
         self._forks: deque[ForkAction] = deque()
         self._slots = DecodeSlots(grid)
         self._prefixes = HeldPrefixes(self._slots, self._queue)
+        self._groups = PrefixGroups(grid, self._slots)
+        self._prefix_pieces: deque[PrefixAction] = deque()
+        """Pieces of planned prefixes that must run before the next prefill call."""
+        self._newest_prefix: PlannedPrefix | None = None
+        """The planned prefix of the last request."""
         self._num_waiting = 0
         self._batches_since_decode = 0
         self._target_waiting = 2 * (len(self._slots) + sum(bucket.batch for bucket in grid.prefill))
@@ -149,12 +186,14 @@ class Scheduler:
         bucket = self._grid.fit(
             request.prompt_length, request.max_total_length - request.prompt_length
         )
+        self._newest_prefix = request.planned_prefix
         if not request.generates:
             is_one_piece = request.prompt_length <= bucket.tokens
             self._wait(Prompt(request, num_slots=0 if is_one_piece else 1))
             return
         base = self._prefixes.enter(request)
         max_slots = self._slots.num_usable(request.max_total_length) - self._prefixes.max_slots
+        max_slots = min(max_slots, self._groups.size)
         for first in range(0, request.num_sequences, max_slots):
             num_slots = min(max_slots, request.num_sequences - first)
             prompt = Prompt(request, num_slots, first, base=base)
@@ -175,6 +214,8 @@ class Scheduler:
             assert fork.sequence is not None
             self._slots.put(fork.slot, fork.sequence)
             return fork
+        if self._prefix_pieces or self._assign_group():
+            return self._prefix_pieces.popleft()
         if (chosen := self._choose()) is not None:
             self._batches_since_decode += self._slots.has_live
             queue, batch = chosen
@@ -183,7 +224,8 @@ class Scheduler:
             for prompt in batch:
                 self._remove(queue, prompt)
             rows = tuple(self._next_piece(queue, prompt) for prompt in batch)
-            self._next_prefill = PrefillAction(*queue, rows)
+            group = 0 if rows[0].slot is None else self._groups.group_of(rows[0].slot)
+            self._next_prefill = PrefillAction(queue.bucket, queue.is_scored, rows, group)
             return self.next_action()
         self._batches_since_decode = 0
         if (decode := self._slots.decode()) is None and self._prefixes.leave():
@@ -249,37 +291,61 @@ class Scheduler:
             lane.append(prompt)
         self._num_waiting += 1
 
-    def _queue_of(self, prompt: Prompt) -> _QueueKey:
-        """The bucket of the prompt's next piece."""
+    def _queue_of(self, prompt: Prompt) -> _Queue:
         request = prompt.request
-        return self._grid.bucket_of(request.prompt_length, prompt.length), request.is_scored
+        bucket = self._grid.bucket_of(request.prompt_length, prompt.length)
+        return _Queue(bucket, request.is_scored, request.planned_prefix)
+
+    def _assign_group(self) -> bool:
+        """Give a group without rows a new prefix, and plan the pieces of the prefix."""
+        planned = self._grid.prefixes
+        if planned is None or not self._num_waiting:
+            return False
+        oldest: dict[PlannedPrefix | None, int] = {}
+        count: Counter[PlannedPrefix | None] = Counter()
+        for queue, lanes in self._waiting.items():
+            for lane in lanes.values():
+                number = oldest.setdefault(queue.prefix, _number(lane[0]))
+                oldest[queue.prefix] = min(number, _number(lane[0]))
+                count[queue.prefix] += sum(prompt.num_slots for prompt in lane)
+        in_order = {prefix: count[prefix] for prefix in sorted(oldest, key=oldest.__getitem__)}
+        if (assigned := self._groups.assign(in_order)) is None:
+            return False
+        group, prefix = assigned
+        pieces = [(0, 0)] if prefix is None else planned.pieces(prefix.length)
+        self._prefix_pieces.extend(PrefixAction(group, prefix, *piece) for piece in pieces)
+        return True
 
     def _needed_capacity(self, prompt: Prompt) -> int:
         """The smallest slot capacity of the grid that fits the prompt's sequences."""
         return self._grid.capacity_for(prompt.max_total_length) if prompt.num_slots else NO_SLOT
 
-    def _choose(self) -> tuple[_QueueKey, list[Prompt]] | None:
+    def _choose(self) -> tuple[_Queue, list[Prompt]] | None:
         """The queue and the prompts of the prefill batch to run now; None for no batch."""
         if not self.num_waiting:
             if not self._started or self._must_decode:
                 return None
-            queue = min(self._started, key=lambda queue: (-queue[0].tokens, queue[0].length))
-            return queue, self._started[queue][: queue[0].batch]
+            queue = min(
+                self._started, key=lambda queue: (-queue.bucket.tokens, queue.bucket.length)
+            )
+            return queue, self._started[queue][: queue.bucket.batch]
         batches = self._batches()
         urgent = {
             queue: batch
             for queue, batch in batches.items()
-            if len(batch) == queue[0].batch or self._has_many_idle(batch[0].max_total_length)
+            if len(batch) == queue.bucket.batch or self._has_many_idle(batch[0].max_total_length)
         }
         if not batches or (self._must_decode if urgent else self._must_wait(batches)):
             return None
         return min((urgent or batches).items(), key=_number_of_oldest)
 
-    def _batches(self) -> dict[_QueueKey, list[Prompt]]:
+    def _batches(self) -> dict[_Queue, list[Prompt]]:
         """The batches that may run next: started prompts, and the oldest waiting prompt's batch."""
-        free = self._slots.free
-        if (oldest := self._oldest_that_waits(free)) is None:
-            return {queue: prompts[: queue[0].batch] for queue, prompts in self._started.items()}
+        if (found := self._oldest_that_waits()) is None:
+            return {
+                queue: prompts[: queue.bucket.batch] for queue, prompts in self._started.items()
+            }
+        oldest, free = found
         queues = dict.fromkeys([*self._started, self._queue_of(oldest)])
         last = oldest.request.number + self._target_waiting
         return {queue: self._batch(queue, list(free), last) for queue in queues}
@@ -294,49 +360,56 @@ class Scheduler:
         has_few = usable < FEW_SLOTS * len(self._slots)
         return has_few and self._slots.num_idle(length) > MANY_IDLE * usable
 
-    def _must_wait(self, batches: dict[_QueueKey, list[Prompt]]) -> bool:
+    def _must_wait(self, batches: dict[_Queue, list[Prompt]]) -> bool:
         """Whether batches that are not full wait for more prompts or for more idle slots."""
         queue, batch = min(batches.items(), key=_number_of_oldest)
         oldest = batch[0]
         is_ready = not oldest.num_slots or oldest.prefix is not None
         if not self._slots.has_live or is_ready or self._cannot_fill(queue, batch):
             return self._must_decode
-        length = oldest.max_total_length
-        idle, usable = self._slots.num_idle(length), self._slots.num_usable(length)
+        if self._grid.prefixes is None:
+            length = oldest.max_total_length
+            idle, usable = self._slots.num_idle(length), self._slots.num_usable(length)
+        else:
+            idle, usable = len(self._groups.free(queue.prefix)), self._groups.size
         return self._batches_since_decode > 0 or idle < IDLE_SHARE * usable
 
-    def _cannot_fill(self, queue: _QueueKey, batch: list[Prompt]) -> bool:
+    def _cannot_fill(self, queue: _Queue, batch: list[Prompt]) -> bool:
         """Whether no other waiting prompt can fill the batch, and no more requests are submitted.
 
         Buckets of chunks can always be filled, as started prompts may reach them later.
         """
         lanes = self._waiting.get(queue, {}).values()
+        is_over = self.wants_more or queue.prefix != self._newest_prefix
         return (
-            queue[0].is_whole
-            and self.wants_more
-            and set(batch).issuperset(chain.from_iterable(lanes))
+            queue.bucket.is_whole and is_over and set(batch).issuperset(chain.from_iterable(lanes))
         )
 
-    def _oldest_that_waits(self, free: list[int]) -> Prompt | None:
-        """The oldest waiting prompt that can start.
+    def _oldest_that_waits(self) -> tuple[Prompt, list[int]] | None:
+        """The oldest waiting prompt that can start, and the free slots for it and its like.
 
-        Slots reserved for older prompts, which lack some slots, are removed from `free`.
+        Slots reserved for older prompts, which lack some slots, are not among the free ones.
         """
         heads = [lane[0] for lanes in self._waiting.values() for lane in lanes.values()]
-        heads.sort(key=_number)
-        return next((head for head in heads if self._slots_for(head, free) is not None), None)
+        free: dict[PlannedPrefix | None, list[int]] = {}
+        for head in sorted(heads, key=_number):
+            if (prefix := head.request.planned_prefix) not in free:
+                free[prefix] = self._groups.free(prefix)
+            if self._slots_for(head, free[prefix]) is not None:
+                return head, free[prefix]
+        return None
 
-    def _batch(self, queue: _QueueKey, free: list[int], last: int) -> list[Prompt]:
+    def _batch(self, queue: _Queue, free: list[int], last: int) -> list[Prompt]:
         """At most a batch of prompts of a queue: started prompts, then the oldest waiting prompts.
 
         Waiting prompts younger than the request number `last` are left out.
         """
-        batch = self._started.get(queue, [])[: queue[0].batch]
+        batch = self._started.get(queue, [])[: queue.bucket.batch]
         lanes = self._waiting.get(queue, {})
         if not free:
             lanes = {NO_SLOT: lanes.get(NO_SLOT, ())}
         for prompt in heapq.merge(*lanes.values(), key=_number):
-            if len(batch) == queue[0].batch or prompt.request.number > last:
+            if len(batch) == queue.bucket.batch or prompt.request.number > last:
                 break
             if (slots := self._slots_for(prompt, free)) is not None:
                 batch.append(prompt)
@@ -354,7 +427,7 @@ class Scheduler:
         del free[first:]
         return None
 
-    def _remove(self, queue: _QueueKey, prompt: Prompt) -> None:
+    def _remove(self, queue: _Queue, prompt: Prompt) -> None:
         """Remove a prompt from its queue; a prompt that waits claims its slots."""
         if prompt.slots:
             self._started[queue].remove(prompt)
@@ -373,7 +446,7 @@ class Scheduler:
 
     def _claim_slots(self, prompt: Prompt) -> None:
         """Claim the slots of a prompt, and plan the copy of the prefix with which it begins."""
-        free = self._slots.free
+        free = self._groups.free(prompt.request.planned_prefix)
         slots = self._slots_for(prompt, free)
         assert slots is not None
         prompt.slots = free[slots]
@@ -383,10 +456,10 @@ class Scheduler:
             num_copied = prompt.length if prompt.prefix is None else 0
             self._copies.append(ForkAction(source, prompt.slots[0], num_copied=num_copied))
 
-    def _next_piece(self, queue: _QueueKey, prompt: Prompt) -> PromptPiece:
+    def _next_piece(self, queue: _Queue, prompt: Prompt) -> PromptPiece:
         """Return a prompt's next piece, and move the prompt to the queue of the piece after it."""
         request, start = prompt.request, prompt.length
-        count = min(queue[0].tokens, prompt.end - start)
+        count = min(queue.bucket.tokens, prompt.end - start)
         prompt.length += count
         is_of_prefix = prompt.prefix is not None
         if prompt.length < prompt.end:
@@ -418,6 +491,6 @@ def _number(prompt: Prompt) -> int:
     return prompt.request.number
 
 
-def _number_of_oldest(entry: tuple[_QueueKey, list[Prompt]]) -> int:
+def _number_of_oldest(entry: tuple[_Queue, list[Prompt]]) -> int:
     _, batch = entry
     return batch[0].request.number

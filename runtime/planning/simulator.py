@@ -14,11 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ...compile.grids.bucket_grid import BucketGrid, PrefillBucket
+from ...compile.grids.prefix_grid import PlannedPrefix
 from ...compile.planning.cost import CostModel
 from ...sharding.call import Call
 from ..engine.decode_slots import DecodeAction, ScheduledRequest, ScheduledSequence
 from ..engine.metrics import EngineMetrics
-from ..engine.scheduler import ForkAction, PrefillAction, Scheduler
+from ..engine.scheduler import ForkAction, PrefillAction, PrefixAction, Scheduler
 from ..engine.shared_prefixes import SharedPrefix
 
 
@@ -36,13 +37,21 @@ class SimulatedRow:
     is_scored: bool = False
     prefix: SharedPrefix | None = None
     """The shared prefix with which its prompt begins."""
+    planned_prefix: PlannedPrefix | None = None
+    """The planned prefix with which its prompt begins; the lengths do not count it."""
 
     def request(self, number: int) -> ScheduledRequest:
         """The row as a request of the scheduler."""
         limit = self.limit if self.outputs else self.prompt_length
         num_sequences = max(1, len(self.outputs))
         return ScheduledRequest(
-            number, self.prompt_length, limit, num_sequences, self.is_scored, self.prefix
+            number,
+            self.prompt_length,
+            limit,
+            num_sequences,
+            self.is_scored,
+            self.prefix,
+            self.planned_prefix,
         )
 
 
@@ -131,6 +140,11 @@ class _Run:
                 for row in rows:
                     if row.slot is not None and row.is_last and row.sequence.request.generates:
                         self._live[row.slot] = _LiveSequence(row.sequence)
+            case PrefixAction(count=count) if count:
+                prefixes = self._grid.prefixes
+                assert prefixes is not None
+                seconds = self._seconds(prefixes.call)
+                self._result.metrics.count_prefix(prefixes, count, seconds=seconds)
             case ForkAction(slot=slot, sequence=sequence, num_copied=num_copied):
                 self._result.metrics.count_fork(num_copied)
                 if sequence is not None:
@@ -141,7 +155,8 @@ class _Run:
     def _count_prefill(self, action: PrefillAction) -> None:
         bucket = action.bucket
         if (call := self._calls.get(key := (bucket, action.is_scored))) is None:
-            call = self._calls[key] = bucket.call(is_scored=action.is_scored)
+            call = self._grid.prefill_call(bucket, is_scored=action.is_scored)
+            self._calls[key] = call
         self._result.metrics.count_prefill(
             bucket,
             is_scored=action.is_scored,
@@ -150,6 +165,7 @@ class _Run:
             prefix_tokens=sum(row.count for row in action.rows if row.is_of_prefix),
             computed_tokens=call.num_tokens,
             seconds=self._seconds(call),
+            shared_tokens=action.shared_tokens,
         )
 
     def _decode(self, action: DecodeAction) -> None:

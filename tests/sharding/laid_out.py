@@ -20,6 +20,7 @@ from noria.compile.abstract_model import AbstractModel
 from noria.compile.build import GraphSpec, compile_graph, plan_graphs
 from noria.compile.compiled_graphs import CompiledGraphs
 from noria.compile.grids.bucket_grid import BucketGrid, PrefillBucket
+from noria.compile.grids.prefix_grid import PrefixGrid
 from noria.compile.prefill_steps import PrefillOutput
 from noria.compile.steps import NO_TOKEN, DecodeOutput, DecodeState
 from noria.compile.targets import find_target
@@ -31,7 +32,12 @@ from noria.modelzoo.layer_groups import single_layer_names
 from noria.modelzoo.sampling import SamplingState, TokenScores
 from noria.runtime.devices.host_arrays import HostArrays
 from noria.runtime.engine.decode_slots import ScheduledRequest, ScheduledSequence
-from noria.runtime.engine.padding import pack_pieces, pack_requests, pack_sampling
+from noria.runtime.engine.padding import (
+    pack_pieces,
+    pack_prefix,
+    pack_requests,
+    pack_sampling,
+)
 from noria.runtime.engine.scheduler import PromptPiece
 from noria.runtime.files.layout_files import named_layout_tables, read_layout_table
 from noria.runtime.request import SamplingParams
@@ -317,8 +323,8 @@ class LaidOut:
     """Number of slots that reach the last span; None if all do."""
     scan_layers: bool = False
     in_chunks: bool = False
-    shares_first_span: bool = False
-    """Whether the first segment of the cache has one row for all slots. No plan has this option."""
+    prefixes: PrefixGrid | None = None
+    """The prefixes that groups of slots share."""
 
     @property
     def num_devices(self) -> int:
@@ -327,10 +333,8 @@ class LaidOut:
     @property
     def grid(self) -> BucketGrid:
         grid = grid_of(self.num_devices, self.in_chunks)
-        if self.shares_first_span:
-            slots = 1, *[grid.decode_slots] * (len(grid.decode_spans) - 1)
-            object.__setattr__(grid, "span_slots", slots)
-            return grid
+        if self.prefixes is not None:
+            return replace(grid, score=False, prefixes=self.prefixes)
         if self.long_slots is None:
             return grid
         groups = 1
@@ -390,6 +394,19 @@ class LaidOut:
             outputs.append(jax.device_get(output))
         return state, outputs
 
+    def prefill_prefixes(
+        self, prefixes: Mapping[int, tuple[int, ...]], state: DecodeState | None = None
+    ) -> DecodeState:
+        """Compute the prefix of each group; return the state."""
+        state = self.empty_state() if state is None else state
+        assert self.prefixes is not None
+        for group, prefix in prefixes.items():
+            for start, count in self.prefixes.pieces(len(prefix)):
+                ids = prefix[start : start + count]
+                arguments = self.put(pack_prefix(group, start, ids, self.prefixes))
+                state, _ = self.graphs.prefix(self.parameters, state, *arguments)
+        return state
+
     def score(self, rows: Mapping[int, Row], num_logprobs: int) -> dict[int, TokenScores]:
         """Return the scores of every token except the first of each prompt, by slot."""
         state = self.empty_state()
@@ -414,16 +431,25 @@ class LaidOut:
     def clear(self, state: DecodeState, slot: int) -> DecodeState:
         return self.fork(state, self.grid.decode_slots, slot, Row(()))
 
+    def group_of(self, slot: int) -> int:
+        """Return the group of a slot; without prefixes, all slots are in one group."""
+        num_groups = 1 if self.prefixes is None else self.prefixes.groups
+        return slot * num_groups // self.grid.decode_slots
+
     def _calls(
         self, rows: Mapping[int, Row], start: int = 0
     ) -> Iterator[tuple[PrefillBucket, list[PromptPiece]]]:
-        """Yield prefill calls with a piece of every prompt that continues in the same bucket."""
+        """Yield prefill calls with a piece of every prompt that continues in the same bucket, and
+        in the same group of slots."""
         grid, done = self.grid, dict.fromkeys(rows, start)
         while left := {n: len(row.prompt) for n, row in rows.items() if done[n] < len(row.prompt)}:
             buckets = {slot: grid.bucket_of(length, done[slot]) for slot, length in left.items()}
             bucket = next(iter(buckets.values()))
             pieces = []
-            for slot in (slot for slot in left if buckets[slot] == bucket):
+            group = self.group_of(next(iter(buckets)))
+            for slot in left:
+                if buckets[slot] != bucket or self.group_of(slot) != group:
+                    continue
                 start, limit = done[slot], rows[slot].limit or grid.max_length
                 request = ScheduledRequest(0, left[slot], limit, 1, is_scored=False)
                 count = min(bucket.tokens, left[slot] - start)
@@ -438,7 +464,8 @@ class LaidOut:
         of_pieces = [rows[piece.slot] for piece in pieces]
         prompts, sampling = [row.prompt for row in of_pieces], map(self._sampling, of_pieces)
         slots = self.grid.decode_slots
-        packed, tokens_BT, next_BT = pack_pieces(pieces, prompts, bucket, slots)
+        prefix = None if self.prefixes is None else self.group_of(pieces[0].slot)
+        packed, tokens_BT, next_BT = pack_pieces(pieces, prompts, bucket, slots, prefix)
         jobs = [piece.sequence.request for piece in pieces]
         requests = pack_requests(jobs, list(sampling), bucket.batch)
         return self.put((packed, requests, tokens_BT, next_BT))

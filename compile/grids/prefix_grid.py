@@ -1,0 +1,126 @@
+"""The prefixes that a plan keeps once for groups of decode slots: the table `[prefixes]`.
+
+Every prompt begins with the longest listed prefix that it has, or with an empty one. So the graphs
+that a row passes through depend on its own tokens and the plan alone. The buckets of the plan hold
+what follows the prefix: their lengths do not count its tokens.
+
+Knows nothing of models, devices or files.
+"""
+
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+from ...sharding.call import Call
+from .grid_values import check_count, check_list, is_count
+
+HASH_BYTES = 8
+_UINT32 = "I"
+
+
+class PlannedPrefix(NamedTuple):
+    """One prefix of a plan."""
+
+    length: int
+    """The number of tokens. Unit: tokens."""
+    hash: str
+    """The hash of the tokens, as `hash_tokens` computes it."""
+
+
+def hash_tokens(token_ids: Sequence[int]) -> str:
+    """The BLAKE2b hash of token ids as 32-bit integers, in 16 hexadecimal digits."""
+    return blake2b(array(_UINT32, token_ids).tobytes(), digest_size=HASH_BYTES).hexdigest()
+
+
+@dataclass(frozen=True)
+class PrefixGrid:
+    """Prefixes, and the shapes of the graphs that compute and read them."""
+
+    groups: int
+    """The number of groups of decode slots. Groups are equal, and all rows in the slots of a group
+    have the same prefix. Unit: groups."""
+    length: int
+    """The positions that graphs read of a prefix: a multiple of `chunk`. Unit: tokens."""
+    chunk: int
+    """The tokens of a prefix that one prefill call computes. Unit: tokens."""
+    shared: tuple[PlannedPrefix, ...]
+    """The prefixes: the length and the hash of each one. Unit: tokens."""
+    batch: int = 1
+    """The rows of a prefill call of a prefix; all but one are dummy rows, for layouts that split
+    rows over devices. Unit: rows."""
+
+    def __post_init__(self):
+        """Check the fields; ValueError names the wrong key."""
+        for name in ("groups", "length", "chunk", "batch"):
+            check_count(f"prefixes.{name}", getattr(self, name))
+        if self.length % self.chunk:
+            raise ValueError(
+                f"prefixes.length: expected a multiple of prefixes.chunk ({self.chunk}), got "
+                f"{self.length}. Change either."
+            )
+        entries = check_list("prefixes.shared", self.shared)
+        object.__setattr__(self, "shared", tuple(map(self._checked, entries)))
+        if not self.shared or len(set(self.shared)) < len(self.shared):
+            raise ValueError(
+                f"prefixes.shared: expected at least one prefix and each one once, got "
+                f"{len(self.shared)}. List each prefix once, or leave out the table."
+            )
+
+    @classmethod
+    def from_table(cls, table: Mapping[str, Any]) -> "PrefixGrid":
+        """Read the table of a plan, whose keys have been checked."""
+        return cls(**table)
+
+    def to_table(self) -> dict[str, Any]:
+        """The table that `from_table` reads."""
+        return {
+            "groups": self.groups,
+            "length": self.length,
+            "chunk": self.chunk,
+            "batch": self.batch,
+            "shared": [list(prefix) for prefix in self.shared],
+        }
+
+    def prefix_of(self, token_ids: Sequence[int]) -> PlannedPrefix | None:
+        """The longest listed prefix that a prompt begins with and is longer than."""
+        found, state, start = None, blake2b(digest_size=HASH_BYTES), 0
+        for length in self._lengths:
+            if length >= len(token_ids):
+                break
+            state.update(array(_UINT32, token_ids[start:length]).tobytes())
+            start = length
+            if (prefix := PlannedPrefix(length, state.copy().hexdigest())) in self._known:
+                found = prefix
+        return found
+
+    def pieces(self, length: int) -> Iterator[tuple[int, int]]:
+        """Start and number of tokens of each piece of a prefix."""
+        for start in range(0, length, self.chunk):
+            yield start, min(self.chunk, length - start)
+
+    @property
+    def call(self) -> Call:
+        """The shape of the call that computes the last piece of the longest prefix."""
+        return Call("chunk", self.batch, self.chunk, self.length)
+
+    @cached_property
+    def _known(self) -> frozenset[PlannedPrefix]:
+        return frozenset(self.shared)
+
+    @cached_property
+    def _lengths(self) -> list[int]:
+        return sorted({prefix.length for prefix in self.shared})
+
+    def _checked(self, entry: object) -> PlannedPrefix:
+        if isinstance(entry, tuple | list) and len(entry) == 2:
+            length, digest = entry
+            is_hash = isinstance(digest, str) and len(digest) == 2 * HASH_BYTES
+            if is_count(length) and length <= self.length and is_hash:
+                return PlannedPrefix(length, digest)
+        raise ValueError(
+            f"prefixes.shared: expected pairs of a length up to prefixes.length ({self.length}) "
+            f"and a hash of {2 * HASH_BYTES} hexadecimal digits, got {entry!r}."
+        )
