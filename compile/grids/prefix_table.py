@@ -7,7 +7,7 @@ Knows nothing of token ids, grids or graphs.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -21,6 +21,9 @@ class PrefixTable:
     shared: np.ndarray
     """The number of tokens at the start that each row shares with the row before it, as int32; 0
     for the first row. It may be too small, by less than one unit of the search."""
+    hashes: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint64))
+    """The hash of these tokens for each row, as `prefix_grid.hash_tokens` computes it, as uint64; 0
+    where nothing is shared. A table without hashes shows no prefixes that a plan can list."""
 
     @property
     def shares(self) -> bool:
@@ -38,9 +41,18 @@ class PrefixTable:
         if not len(kept):
             return NOTHING_SHARED
         # a row shares with the last kept row what all rows between them share
-        shared = np.minimum.reduceat(self.shared[: kept[-1] + 1], np.r_[0, kept[:-1] + 1])
+        last = kept[-1] + 1
+        by_place = (self.shared[:last].astype(np.int64) << 32) | np.arange(last)
+        place = np.minimum.reduceat(by_place, np.r_[0, kept[:-1] + 1]) & 0xFFFFFFFF
+        shared, hashes = self.shared[place], self.hashes[place] if len(self.hashes) else self.hashes
         shared[0] = 0
-        return PrefixTable(new[kept], shared)
+        return PrefixTable(new[kept], shared, hashes)
+
+    def hex_hashes(self) -> list[str]:
+        """The hashes as hexadecimal digits; empty strings without hashes."""
+        digits = self.hashes.tobytes().hex()
+        size = 2 * self.hashes.itemsize
+        return [digits[i : i + size] for i in range(0, len(digits), size)] or [""] * len(self.rows)
 
     def shared_pieces(self, prompt_lengths: np.ndarray, chunks: Sequence[int]) -> np.ndarray:
         """The largest number of tokens that each row can share with the row before it, in whole

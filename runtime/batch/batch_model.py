@@ -281,10 +281,11 @@ def _note_plan(
 ) -> None:
     """Show the plan, its padding, what rows share, rows that end early, and the kernels."""
     from .. import session
-    from .job_plan import limit_note, padding_note, sharing_note
+    from .job_plan import limit_note, padding_note, rows_after_prefixes, sharing_note
 
     progress.note(plan.to_toml().rstrip())
-    progress.note(padding_note(rows, plan.buckets, plan.layout, config.max_position))
+    own_rows = rows_after_prefixes(rows, table, plan.buckets)
+    progress.note(padding_note(own_rows, plan.buckets, plan.layout, config.max_position))
     if note := sharing_note(rows, table, plan.buckets):
         progress.note(note)
     if note := limit_note(plan, rows, config.max_position):

@@ -25,6 +25,7 @@ from ...compile.grids.default_grid import (
 )
 from ...compile.grids.grid_defaults import GridDefaults
 from ...compile.grids.prefill_ladder import prefill_padding
+from ...compile.grids.prefix_choice import own_lengths, prefixes_of_rows
 from ...compile.grids.prefix_table import PrefixTable
 from ...compile.grids.span_slots import with_ragged_slots
 from ...compile.plan import Numbers, Plan, PlannedModel
@@ -38,7 +39,7 @@ from ..console import plural
 from ..files.hardware_files import known_hardware
 from ..files.run_config import apply_overrides
 from ..planning.forecast import expected_rows, fits_grid, forecast_steps
-from ..planning.shared_chunks import with_chunks_that_share
+from ..planning.shared_grids import with_sharing
 from ..pods.peers import Peers
 
 GIGABYTE = 10**9
@@ -99,27 +100,42 @@ def derived_plan(
             f"a longer cache would take more than {share:g} of the memory beside the weights "
             f"({free_bytes / GIGABYTE:.1f} GB per device)"
         )
-    derive = partial(derive_grid, rows, config.max_position, fits=fits, prices=prices)
-    grid = derive(defaults)
+
+    def derive(rows: Sequence[RowShape], defaults: GridDefaults) -> BucketGrid:
+        return derive_grid(rows, config.max_position, defaults, fits, prices)
+
+    grid = derive(rows, defaults)
     if not {"chunk", "prefill"} & set(asked):
         fitting = [i for i, row in enumerate(rows) if fits_grid(row, grid)]
         expected = expected_rows([rows[i] for i in fitting], grid)
         shared = table.of_rows(fitting)
-        grid = with_chunks_that_share(grid, expected, shared, defaults, prices, derive)
+        grid = with_sharing(grid, expected, shared, defaults, prices, derive)
     if grid.max_length >= defaults.longest_span(config.max_position):
         reason = ""
     experts = default_experts(config)
     plan = Plan(target.name, model, numbers, grid, layout, experts, max_length_reason=reason)
     plan = given_plan(tomllib.loads(plan.to_toml()), overrides)
     grid = plan.buckets
+    rows = rows_after_prefixes(rows, table, grid)
     use = slot_use(rows, has_chunks=bool(grid.chunks))
     # rows are submitted in order of length; if they wait for slots, the slots hold rows of similar
     # length at any time and need equal capacity
-    if use.num_sequences <= grid.decode_slots:
+    if use.num_sequences <= grid.decode_slots and grid.prefixes is None:
         grid = with_ragged_slots(grid, use, plan.layout)
     if not {"decode_spans", "decode_graphs"} & set(asked):
         grid = prices.without_idle_spans(grid, forecast_steps(rows, grid))
     return replace(plan, buckets=grid)
+
+
+def rows_after_prefixes(
+    rows: Sequence[RowShape], table: PrefixTable, grid: BucketGrid
+) -> Sequence[RowShape]:
+    """The rows without the planned prefixes that they begin with."""
+    if grid.prefixes is None:
+        return rows
+    lengths = np.array([row.prompt_length for row in rows], np.int64)
+    own = own_lengths(lengths.tolist(), prefixes_of_rows(table, lengths, grid.prefixes))
+    return [replace(row, prompt_length=length) for row, length in zip(rows, own, strict=True)]
 
 
 def _fits(work: Work, max_bytes: float, slots: int, length: int) -> bool:
@@ -169,8 +185,15 @@ def padding_note(
 
 
 def sharing_note(rows: Sequence[RowShape], table: PrefixTable, grid: BucketGrid) -> str | None:
-    """A note on the prompt tokens that rows can copy from each other; None if there are none."""
+    """A note on the prompt tokens that rows share; None if there are none."""
     lengths = np.array([row.prompt_length for row in rows], np.int64)
+    if (prefixes := grid.prefixes) is not None:
+        found = [prefix for prefix in prefixes_of_rows(table, lengths, prefixes) if prefix]
+        num_saved = sum(p.length for p in found) - sum(p.length for p in set(found))
+        return (
+            f"prompts that begin alike: {num_saved} of {plural(int(lengths.sum()), 'token')} are "
+            f"read from {plural(len(set(found)), 'beginning')} that are kept once"
+        )
     shared = int(table.shared_pieces(lengths, grid.chunks).sum()) if grid.chunks else 0
     if not shared:
         return None

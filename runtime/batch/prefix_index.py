@@ -70,8 +70,12 @@ class PrefixIndex:
             counts.append(block_counts)
         counts = np.concatenate([np.zeros(0, np.int64), *counts])
         order, units = _order_and_units(hashes, counts)
+        last = np.maximum((np.cumsum(counts) - counts)[order] + units - 1, 0)
+        shared_hashes = np.where(units > 0, hashes[last], 0) if len(hashes) else hashes
         return PrefixTable(
-            np.array(self._rows, np.int32)[order], (units * self._unit).astype(np.int32)
+            np.array(self._rows, np.int32)[order],
+            (units * self._unit).astype(np.int32),
+            shared_hashes.astype(np.uint64),
         )
 
     def _close_block(self) -> None:

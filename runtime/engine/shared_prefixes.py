@@ -14,12 +14,15 @@ Knows nothing of token ids, devices or queues. Guarantees: the pieces of a row a
 the same; every row is in the order exactly once.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from ...compile.grids.bucket_grid import BucketGrid
+from ...compile.grids.prefix_choice import own_lengths, prefixes_of_rows
+from ...compile.grids.prefix_grid import PlannedPrefix, PrefixGrid
 from ...compile.grids.prefix_table import PrefixTable
 from ...compile.grids.prefix_tree import PrefixNode, count_slots, prefix_tree
 from .kept_prefixes import keep_best
@@ -70,6 +73,9 @@ class Submission:
     prefixes: list[SharedPrefix | None]
     num_held: int = 0
     """The number of slots that may hold prefixes at one time."""
+    planned: Sequence[PlannedPrefix | None] = ()
+    """In a plan with prefixes for groups of slots, the prefix of each row, in the order of `rows`.
+    """
 
 
 def plan_submission(
@@ -90,6 +96,8 @@ def plan_submission(
       grid: The grid; without one, nothing is shared.
       shares: Whether rows may share prefixes.
     """
+    if grid is not None and grid.prefixes is not None:
+        return _by_planned_prefix(lengths, table, grid, grid.prefixes)
     order = submission_order(lengths, grid)
     without_prefixes = Submission(order, [None] * len(order))
     if grid is None or not grid.chunks or not (shares and table.shares):
@@ -121,6 +129,22 @@ def plan_submission(
             prefixes.append(None)
     num_held = min(max_slots, len(nodes))
     return Submission(rows, prefixes, num_held)
+
+
+def _by_planned_prefix(
+    lengths: Sequence[RowLengths], table: PrefixTable, grid: BucketGrid, prefixes: PrefixGrid
+) -> Submission:
+    """Rows with the same planned prefix after each other, those of most rows first."""
+    prompt_lengths = np.array([prompt_length for prompt_length, _ in lengths], np.int64)
+    planned = prefixes_of_rows(table, prompt_lengths, prefixes)
+    own = own_lengths(prompt_lengths.tolist(), planned)
+    order = submission_order(
+        [(length, max_tokens) for length, (_, max_tokens) in zip(own, lengths, strict=True)], grid
+    )
+    num_rows = Counter(planned)
+    first = {prefix: -place for place, prefix in enumerate(map(planned.__getitem__, order[::-1]))}
+    order.sort(key=lambda row: (-num_rows[planned[row]], -first[planned[row]]))
+    return Submission(order, [None] * len(order), planned=[planned[row] for row in order])
 
 
 def _first_places(nodes: Sequence[PrefixNode], place: np.ndarray) -> dict[PrefixNode, int]:

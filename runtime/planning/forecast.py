@@ -22,7 +22,11 @@ would have idle slots than in the job."""
 
 
 def forecast_steps(rows: Sequence[RowShape], grid: BucketGrid) -> dict[int, float]:
-    """The number of steps by span, for the spans that any row uses."""
+    """The number of steps by span, for the spans that any row uses.
+
+    In a grid with prefixes, the lengths of rows do not count them, and slots are not in groups.
+    """
+    grid = replace(grid, prefixes=None)
     if not grid.decode_slots:
         return {}
     expected = expected_rows([row for row in rows if fits_grid(row, grid)], grid)

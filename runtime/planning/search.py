@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ...compile.grids.bucket_grid import BucketGrid
+from ...compile.grids.prefix_grid import PlannedPrefix
 from ...compile.grids.prefix_table import NOTHING_SHARED, PrefixTable
 from ...compile.planning.candidates import Budget, Candidate, ExpectedRow
 from ...compile.planning.cost import CostModel
@@ -169,14 +170,24 @@ def simulate_in_order(
     """
     needs = [(row.need.prompt_length, row.need.max_tokens) for row in rows]
     submission = plan_submission(needs, table, grid)
+    planned = submission.planned or [None] * len(rows)
     submitted = [
-        _simulated(rows[row], grid, prefix)
-        for row, prefix in zip(submission.rows, submission.prefixes, strict=True)
+        _simulated(rows[row], grid, prefix, planned_prefix)
+        for row, prefix, planned_prefix in zip(
+            submission.rows, submission.prefixes, planned, strict=True
+        )
     ]
     return simulate(grid, submitted, cost, submission.num_held)
 
 
-def _simulated(row: ExpectedRow, grid: BucketGrid, prefix: SharedPrefix | None) -> SimulatedRow:
+def _simulated(
+    row: ExpectedRow,
+    grid: BucketGrid,
+    prefix: SharedPrefix | None,
+    planned_prefix: PlannedPrefix | None,
+) -> SimulatedRow:
+    if planned_prefix is not None:
+        row = row.after(planned_prefix.length)
     return SimulatedRow(
         row.need.prompt_length,
         row.limit(grid.max_length),
@@ -184,4 +195,5 @@ def _simulated(row: ExpectedRow, grid: BucketGrid, prefix: SharedPrefix | None) 
         row.ends_on_host,
         row.need.is_scored,
         prefix,
+        planned_prefix,
     )

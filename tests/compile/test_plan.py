@@ -175,7 +175,6 @@ def test_a_plan_survives_its_file(experts):
         ("schema = 2", "schema = 1", r"plan of schema 1: expected none of \['numbers'\]"),
         ('dtype = "float32"', "", r"\[numbers\]: .* missing \['dtype'\]"),
         ("[buckets]", 'weights = "int8"\n[buckets]', r"\['weights'\] are reserved, and not impl"),
-        ("[buckets]", "[prefixes]\n[buckets]", r"plan: \['prefixes'\] are reserved, .* Remove"),
         ("[buckets]", "[adapters]\n[buckets]", r"plan: \['adapters'\] are reserved, .* Remove"),
         ('"cpu"', "8", "target: expected cpu, .* got 8"),
         ('"cpu"', '"gpus"', "target: expected cpu, .* got 'gpus'"),

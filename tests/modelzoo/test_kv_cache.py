@@ -9,7 +9,7 @@ from caches import CONFIG, SLOTS, H, K, keep, pieces, random_prompt, sides, used
 from noria.modelzoo import kv_cache
 from noria.modelzoo.attention import EMPTY_POSITION, attend_dense
 from noria.modelzoo.kv_cache import KVCache
-from noria.modelzoo.segment_attention import attend_segments
+from noria.modelzoo.segment_attention import Entries, attend_segments
 
 SPANS = (4, 8, 16)
 CUTS = [(16,), (4, 8, 16), (1, 15, 16)]
@@ -95,7 +95,7 @@ def test_append_past_the_segments_writes_nothing(spans, position):
 def attend(cache: KVCache, q_BTKGH, position_B, window) -> np.ndarray:
     @jax.jit
     def attend_step(cache, q_BTKGH, position_B):
-        entries = cache.layers[0].read(jnp.int32(0)), cache.positions.whole_BS
+        entries = Entries(cache.layers[0].read(jnp.int32(0)), cache.positions.whole_BS)
         return attend_segments(attend_dense, window, q_BTKGH, position_B[:, None], entries)[0]
 
     return np.asarray(attend_step(cache, q_BTKGH, position_B))
@@ -111,20 +111,6 @@ def test_segments_past_a_row_change_no_bit_of_its_attention(num_segments, window
     position_B = jnp.arange(SLOTS)
     short = attend(cache.head(num_segments), q_BTKGH, position_B, window)
     np.testing.assert_array_equal(short, attend(cache, q_BTKGH, position_B, window))
-
-
-@pytest.mark.parametrize("start", [None, 8])
-def test_a_segment_that_all_slots_share_is_given_back_unwritten(start):
-    """The result is the same array, so a program neither writes nor copies it."""
-    cache = kv_cache.allocate(CONFIG, SLOTS, SPANS, jnp.float32, span_slots=(1, SLOTS, SLOTS))
-    piece = keep(cache, random_prompt(SLOTS, 8), pieces(range(SLOTS), [8] * SLOTS, start))
-    position_B = jnp.arange(SLOTS)
-    token = kv_cache.append(cache.layers[0], random_prompt(SLOTS, 1)[0], position_B, jnp.int32(0))
-    positions = kv_cache.append_position(cache.positions, position_B)
-    for after in (piece, cache._replace(layers=(token,), positions=positions)):
-        assert after.positions.whole_BS[0] is cache.positions.whole_BS[0]
-        assert after.layers[0].k_LBKHS[0] is cache.layers[0].k_LBKHS[0]
-        assert after.layers[0].v_LBKSH[0] is cache.layers[0].v_LBKSH[0]
 
 
 def test_a_head_put_back_gives_the_cache_again():

@@ -28,8 +28,8 @@ LENGTHS = (13, 16)
 def shares(family: str, layout: str | None, scan_layers: bool) -> LaidOut:
     """Return a model whose slots are in groups, as many as a layout needs and at least two."""
     placed = None if layout is None else layout_of(layout)
-    shards = 1 if placed is None else placed.mesh.num_shards(
-        placed.phase("decode")["attention_batch"]
+    shards = (
+        1 if placed is None else placed.mesh.num_shards(placed.phase("decode")["attention_batch"])
     )
     rows = 1 if placed is None else placed.mesh.num_shards(placed.phase("prefill")["batch"])
     listed = tuple(PlannedPrefix(n, f"{n:016x}") for n in LENGTHS)

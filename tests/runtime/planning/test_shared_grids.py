@@ -1,7 +1,7 @@
 """Chunks are chosen where prompts share much, and never so that a row no longer fits."""
 
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -18,10 +18,10 @@ from noria.compile.planning.cost import CostModel
 from noria.compile.planning.graph_prices import GraphPrices
 from noria.compile.planning.hardware import Hardware
 from noria.compile.planning.work import Work
-from noria.runtime.planning import shared_chunks
+from noria.runtime.planning import shared_grids
 from noria.runtime.planning.forecast import fits_grid
 from noria.runtime.planning.search import simulate_in_order
-from noria.runtime.planning.shared_chunks import with_chunks_that_share
+from noria.runtime.planning.shared_grids import with_sharing
 
 CONTEXT = 1000
 HARDWARE = Hardware("mine", "made up", {"float32": 1e9}, 1e9, 1e8, 1e7, [])
@@ -43,9 +43,12 @@ def rows_and_table(lengths: list[int], shared: int) -> tuple[list[ExpectedRow], 
 def choose(rows, table, defaults: GridDefaults | None = None) -> tuple[BucketGrid, BucketGrid]:
     """Return the grid of whole prompts and the chosen grid."""
     defaults = defaults or GridDefaults()
-    derive = partial(derive_grid, [row.need for row in rows], CONTEXT)
-    whole = derive(defaults)
-    return whole, with_chunks_that_share(whole, rows, table, defaults, PRICES, derive)
+
+    def derive(rows: Sequence[RowShape], defaults: GridDefaults) -> BucketGrid:
+        return derive_grid(rows, CONTEXT, defaults)
+
+    whole = derive([row.need for row in rows], defaults)
+    return whole, with_sharing(whole, rows, table, defaults, PRICES, derive)
 
 
 def test_prompts_with_one_long_beginning_take_chunks_that_are_predicted_faster():
@@ -82,6 +85,6 @@ def test_calls_stay_multiples_of_the_pieces_of_a_layout():
 
 
 def test_a_part_of_a_large_job_shares_as_much_as_all_of_it(monkeypatch):
-    monkeypatch.setattr(shared_chunks, "MAX_ROWS", 24)
+    monkeypatch.setattr(shared_grids, "MAX_ROWS", 24)
     rows, table = rows_and_table([20, 30, 40, 50] * 30, shared=500)
     assert choose(rows, table)[1].chunks

@@ -1,0 +1,198 @@
+"""Chooses a grid for a job whose prompts share beginnings, if that saves time.
+
+There are two ways to share. Prompts in chunks copy computed pieces from each other, along a tree of
+any depth. Or each row begins with one planned prefix, which is kept once for a group of slots, and
+read once for all of them. Some grids of both kinds are compared with the grid of whole prompts, by
+a simulation of the job or of a part of it. The part is a run of neighbours in the order of prompts,
+so that they share as much as all rows do.
+
+Does not know about files or options. All seconds are predictions. Guarantees: the same rows give
+the same grid in every process.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from ...compile.grids.bucket_grid import BucketGrid
+from ...compile.grids.default_grid import RowShape, with_chunks
+from ...compile.grids.grid_defaults import GridDefaults, round_up
+from ...compile.grids.prefix_choice import choose_prefixes, prefixes_of_rows
+from ...compile.grids.prefix_grid import PrefixGrid
+from ...compile.grids.prefix_table import PrefixTable
+from ...compile.planning.candidates import ExpectedRow
+from ...compile.planning.graph_prices import GraphPrices
+from ...compile.planning.prefill_calls import rows_by_bucket
+from .forecast import fits_grid
+from .search import simulate_in_order
+
+CHUNKS = (
+    (32,),
+    (64,),
+    (128,),
+    (256,),
+    (16, 64),
+    (16, 128),
+    (16, 256),
+    (32, 128),
+    (32, 256),
+    (64, 256),
+)
+GROUPS = (1, 2, 3, 4, 6, 8)
+"""Numbers of groups of slots that are tried, times the pieces into which a layout splits slots."""
+MIN_FILLED = 1 / 2
+"""The smallest number of rows of a planned prefix, as a share of the slots of a group."""
+PREFIX_CHUNK, PREFIX_STEP = 256, 64
+"""Tokens of a call that computes a planned prefix: at most, and in steps of."""
+MIN_SHARE = 0.1
+"""The share of the prompts' tokens that must be shared for grids that share to be tried."""
+MAX_SHARE_OF_SECONDS = 0.6
+"""The share of the predicted seconds of whole prompts that grids that share may take at most. On
+CPUs, small calls take longer than predicted: 1.6 times as long for 32 tokens of the embedded model.
+"""
+MAX_SIMULATED = 4
+"""The largest number of grids of chunks that are simulated."""
+MAX_ROWS = 1_024
+
+
+def with_sharing(
+    whole: BucketGrid,
+    rows: Sequence[ExpectedRow],
+    table: PrefixTable,
+    defaults: GridDefaults,
+    prices: GraphPrices,
+    derive: Callable[[Sequence[RowShape], GridDefaults], BucketGrid],
+) -> BucketGrid:
+    """The grid of whole prompts, or a grid whose rows share beginnings that takes less time.
+
+    Args:
+      whole: The grid of whole prompts.
+      rows: Rows that fit the grid of whole prompts.
+      table: What the prompts of the rows share.
+      defaults: The sizes to aim for.
+      prices: The seconds of calls and graphs.
+      derive: Derives a grid from rows and defaults.
+    """
+    lengths = np.array([row.need.prompt_length for row in rows], np.int64)
+    if table.shared.sum() < MIN_SHARE * lengths.sum() or not whole.decode_slots:
+        return whole
+    candidates = _chunk_grids(whole, rows, defaults, derive)
+    candidates.sort(key=lambda grid: _min_seconds(grid, lengths, table, prices))
+    candidates = candidates[:MAX_SIMULATED] + list(
+        _prefix_grids(whole, rows, table, defaults, derive)
+    )
+    part, part_table = _neighbours(rows, table)
+    scale = len(rows) / len(part)
+
+    def seconds(grid: BucketGrid) -> float:
+        run = simulate_in_order(part, grid, prices.cost, part_table).seconds
+        return scale * run + _build_seconds(grid, prices)
+
+    if not candidates:
+        return whole
+    best_seconds, best = min(
+        ((seconds(grid), grid) for grid in candidates), key=lambda pair: pair[0]
+    )
+    return best if best_seconds < MAX_SHARE_OF_SECONDS * seconds(whole) else whole
+
+
+def _chunk_grids(
+    whole: BucketGrid,
+    rows: Sequence[ExpectedRow],
+    defaults: GridDefaults,
+    derive: Callable[[Sequence[RowShape], GridDefaults], BucketGrid],
+) -> list[BucketGrid]:
+    """Grids of chunks, in which prompts copy pieces from each other."""
+    divisor = math.lcm(defaults.length_multiple, defaults.span_multiple)
+    needs = [row.need for row in rows]
+    return [
+        grid
+        for chunks in CHUNKS
+        if chunks[-1] <= whole.max_length and chunks[0] % divisor == 0
+        for derived in [derive(needs, with_chunks(defaults, list(chunks)))]
+        for grid in _batches(derived, defaults.batch_multiple)
+        # the last piece of a long prompt is padded, maybe past the model's context
+        if all(fits_grid(need, grid) for need in set(needs))
+    ]
+
+
+def _prefix_grids(
+    whole: BucketGrid,
+    rows: Sequence[ExpectedRow],
+    table: PrefixTable,
+    defaults: GridDefaults,
+    derive: Callable[[Sequence[RowShape], GridDefaults], BucketGrid],
+) -> Iterator[BucketGrid]:
+    """Grids in which groups of slots share planned prefixes."""
+    lengths = np.array([row.need.prompt_length for row in rows], np.int64)
+    if whole.score or not len(table.hashes):
+        return
+    for number in GROUPS:
+        groups = number * defaults.slot_multiple
+        min_rows = max(2, math.ceil(MIN_FILLED * whole.decode_slots / groups))
+        shared = choose_prefixes(table, lengths, min_rows)
+        if not shared or (number > 1 and len(shared) < groups):
+            continue
+        longest = max(prefix.length for prefix in shared)
+        step = math.lcm(PREFIX_STEP, defaults.length_multiple, defaults.span_multiple)
+        num_calls = math.ceil(longest / max(PREFIX_CHUNK, step))
+        chunk = round_up(math.ceil(longest / num_calls), step)
+        prefixes = PrefixGrid(
+            groups, chunk * num_calls, chunk, tuple(shared), defaults.batch_multiple
+        )
+        planned = prefixes_of_rows(table, lengths, prefixes)
+        own = [
+            row.after(prefix.length if prefix else 0).need
+            for row, prefix in zip(rows, planned, strict=True)
+        ]
+        num_rows = sorted(Counter(planned).values())[len(shared) // 2]
+        size = whole.decode_slots // groups or 1
+        # groups in which the rows of a usual prefix take all slots the same number of times
+        size = math.ceil(num_rows / math.ceil(num_rows / size))
+        aims = replace(defaults, max_decode_slots=groups * size, slot_multiple=groups)
+        yield replace(derive(own, aims), decode_slots=groups * size, prefixes=prefixes)
+
+
+def _batches(grid: BucketGrid, batch: int) -> Iterator[BucketGrid]:
+    """The grid, and the grid with small calls of the largest chunk: prefixes are often alone in
+    their calls."""
+    yield grid
+    single = tuple(
+        bucket._replace(batch=batch) if bucket.chunk == grid.chunks[-1] else bucket
+        for bucket in grid.prefill
+    )
+    if single != grid.prefill:
+        yield replace(grid, prefill=single)
+
+
+def _min_seconds(
+    grid: BucketGrid, lengths: np.ndarray, table: PrefixTable, prices: GraphPrices
+) -> float:
+    """The seconds of prefill if all calls were full, and of the build."""
+    shared = table.shared_pieces(lengths, grid.chunks)
+    every, saved = rows_by_bucket(grid, lengths), rows_by_bucket(grid, shared)
+    seconds = sum(
+        (count - less) / bucket.batch * prices.cost.seconds(bucket.call())
+        for bucket, count, less in zip(grid.prefill, every, saved, strict=True)
+    )
+    return seconds + _build_seconds(grid, prices)
+
+
+def _build_seconds(grid: BucketGrid, prices: GraphPrices) -> float:
+    num_graphs = len(grid.prefill) + (grid.prefixes is not None)
+    prefill = num_graphs * prices.of_prefill_bucket(len(grid.prefill_kinds))
+    return prefill + sum(
+        prices.of_decode_graph(grid.decode_slots, span) for span in grid.graph_spans
+    )
+
+
+def _neighbours(
+    rows: Sequence[ExpectedRow], table: PrefixTable
+) -> tuple[list[ExpectedRow], PrefixTable]:
+    """A run of neighbours in the order of prompts, and what they share."""
+    first = max(0, len(table.rows) - MAX_ROWS) // 2
+    numbers = table.rows[first : first + MAX_ROWS].tolist()
+    return [rows[row] for row in numbers], table.of_rows(numbers)
