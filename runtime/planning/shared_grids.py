@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ...compile.grids.bucket_grid import BucketGrid
+from ...compile.grids.bucket_grid import BucketGrid, PrefillBucket
 from ...compile.grids.default_grid import RowShape, with_chunks
 from ...compile.grids.grid_defaults import GridDefaults, round_up
 from ...compile.grids.prefix_choice import choose_prefixes, prefixes_of_rows
@@ -45,6 +45,8 @@ GROUPS = (1, 2, 3, 4, 6, 8)
 """Numbers of groups of slots that are tried, times the pieces into which a layout splits slots."""
 MIN_FILLED = 1 / 2
 """The smallest number of rows of a planned prefix, as a share of the slots of a group."""
+MORE_SLOTS = 2
+"""Factor of the slots that are tried as well: with short rows of their own, slots are small."""
 PREFIX_CHUNK, PREFIX_STEP = 256, 64
 """Tokens of a call that computes a planned prefix: at most, and in steps of."""
 MIN_SHARE = 0.1
@@ -149,11 +151,23 @@ def _prefix_grids(
             for row, prefix in zip(rows, planned, strict=True)
         ]
         num_rows = sorted(Counter(planned).values())[len(shared) // 2]
-        size = whole.decode_slots // groups or 1
-        # groups in which the rows of a usual prefix take all slots the same number of times
-        size = math.ceil(num_rows / math.ceil(num_rows / size))
-        aims = replace(defaults, max_decode_slots=groups * size, slot_multiple=groups)
-        yield replace(derive(own, aims), decode_slots=groups * size, prefixes=prefixes)
+        for max_slots in (whole.decode_slots, MORE_SLOTS * whole.decode_slots):
+            size = max_slots // groups or 1
+            # groups in which the rows of a usual prefix take all slots the same number of times
+            size = math.ceil(num_rows / math.ceil(num_rows / size))
+            aims = replace(defaults, max_decode_slots=groups * size, slot_multiple=groups)
+            grid = derive(own, aims)
+            prefill = grid.prefill
+            if num_rows <= size:
+                prefill = tuple(_filled_by(bucket, size, defaults) for bucket in prefill)
+            yield replace(grid, prefill=prefill, decode_slots=groups * size, prefixes=prefixes)
+
+
+def _filled_by(bucket: PrefillBucket, num_rows: int, defaults: GridDefaults) -> PrefillBucket:
+    """The bucket with a batch that rows which come together fill: in the fewest calls."""
+    most = max(1, defaults.tokens_per_prefill // bucket.length)
+    batch = math.ceil(num_rows / math.ceil(num_rows / most))
+    return bucket._replace(batch=round_up(batch, defaults.batch_multiple))
 
 
 def _batches(grid: BucketGrid, batch: int) -> Iterator[BucketGrid]:
