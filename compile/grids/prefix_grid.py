@@ -12,12 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
+from re import fullmatch
 from typing import Any, NamedTuple
 
 from ...sharding.call import Call
 from .grid_values import check_count, check_list, is_count
 
 HASH_BYTES = 8
+_HASH = f"[0-9a-f]{{{2 * HASH_BYTES}}}"
 _UINT32 = "I"
 
 
@@ -117,10 +119,10 @@ class PrefixGrid:
     def _checked(self, entry: object) -> PlannedPrefix:
         if isinstance(entry, tuple | list) and len(entry) == 2:
             length, digest = entry
-            is_hash = isinstance(digest, str) and len(digest) == 2 * HASH_BYTES
+            is_hash = isinstance(digest, str) and fullmatch(_HASH, digest)
             if is_count(length) and length <= self.length and is_hash:
                 return PlannedPrefix(length, digest)
         raise ValueError(
             f"prefixes.shared: expected pairs of a length up to prefixes.length ({self.length}) "
-            f"and a hash of {2 * HASH_BYTES} hexadecimal digits, got {entry!r}."
+            f"and a hash of {2 * HASH_BYTES} hexadecimal digits in lower case, got {entry!r}."
         )

@@ -231,9 +231,11 @@ class Work:
             return span_bytes + prefix_bytes
         block, _ = block_sizes(call.tokens, call.span)
         blocks = math.ceil(call.tokens / block)
-        seen = sum(_pairs(call, window) for window in self.config.windows)
+        own = replace(call, prefix=(0, 0))
+        seen = sum(_pairs(own, window) for window in self.config.windows)
         everything = call.num_tokens * call.span * self.config.num_layers
-        return span_bytes * (blocks * seen / everything + call.tokens / call.span) + prefix_bytes
+        own_bytes = span_bytes * (blocks * seen / everything + call.tokens / call.span)
+        return own_bytes + blocks * prefix_bytes
 
     def _prefix_bytes(self, call: Call) -> float:
         """Bytes of keys and values of the prefixes that a call reads."""
