@@ -20,7 +20,7 @@ from .kv_cache import Positions, append
 from .layer_cache import LayerCache, NewEntries, PromptKeysValues, PromptLatents
 from .operations import Operations
 from .prompt_pieces import PromptPieces, layer_of_slots, write_piece
-from .segment_attention import attend_segments
+from .segment_attention import attend_joined, attend_segments
 from .stripes import IN_ORDER
 
 WriteCache = Callable[[Any, NewEntries, jax.Array, Window], Any]
@@ -165,6 +165,8 @@ class ChunkAttention:
     num_unseen: int
     """The number of last entries that no token of the chunk sees, in layers without rolling
     buffers."""
+    reads_slots: bool
+    """Whether `attend` reads the slots of a cache itself (see `SlotReader`)."""
 
     def layer(
         self, window: Window, cache: LayerCache, scan_index: jax.Array, x_BTD: jax.Array
@@ -215,7 +217,10 @@ class ChunkAttention:
             [*cached[: len(cached_position_BS)], new_entries.read()],
             (*cached_position_BS, rows.chunk_position_BT),
         )
-        attend_entries = partial(attend_segments, self.attend, window, slots=rows.slots)
+        if rows.slots is None or self.reads_slots:
+            attend_entries = partial(attend_segments, self.attend, window, slots=rows.slots)
+        else:
+            attend_entries = partial(attend_joined, self.attend, window, slots=rows.slots)
         attend_all = self.operations.over_cache(attend_entries, window)
         attended = attend_all(queries.q_BTKGH, rows.position_BT, entries)
         return _with_query_heads(queries, *attended), new_entries

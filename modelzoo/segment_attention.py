@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from .attention import Attend, Slots, Visibility, merge
 from .config import Window
-from .kv_cache import match_head_dim
+from .kv_cache import match_head_dim, match_heads
 from .layer_cache import KeysAndValues
 from .segments import Segments, split_shared
 
@@ -56,6 +56,39 @@ def attend_segments(
             out, lse = (x.reshape(*rows, *x.shape[2:]) for x in (out, lse))
         parts.append(_with_missing_rows(out, lse, len(q_BTKGH) - len(out)))
     return merge(parts)
+
+
+def attend_joined(
+    attend: Attend,
+    window: Window,
+    q_BTKGH: jax.Array,
+    query_position_BT: jax.Array,
+    entries: tuple[list[KeysAndValues], Segments],
+    slots: Slots,
+) -> tuple[jax.Array, jax.Array]:
+    """Attend as `attend_segments` does, to the segments of each row joined into one.
+
+    The rows of the slots are copied out of the cache. Where `attend` would copy them anyway, one
+    softmax over all entries is faster than one for each segment and a merge.
+    """
+    (*cached, new), (*cached_position_BS, new_position_BS) = entries
+    parts = []
+    for (k_BKHS, v_BKSH), position_BS in zip(cached, cached_position_BS, strict=True):
+        position_BS = jnp.broadcast_to(position_BS, (len(q_BTKGH), position_BS.shape[1]))
+        seen = Visibility(query_position_BT, position_BS, slots=slots)
+        parts.append((*seen.keys_values(k_BKHS, v_BKSH), position_BS))
+    if parts:
+        new = map(_like, new, parts[0], (2, 3))
+    parts.append((*new, new_position_BS))
+    k_BKHS, v_BKSH, position_BS = map(jnp.concatenate, zip(*parts, strict=True), (3, 2, 1))
+    joined = [(k_BKHS, v_BKSH)], (position_BS,)
+    return attend_segments(attend, window, q_BTKGH, query_position_BT, joined)
+
+
+def _like(new: jax.Array, cached: jax.Array, head_axis: int) -> jax.Array:
+    """New keys or values with the heads and the dtype of cached ones."""
+    new = match_heads(new, cached.shape[1]).astype(cached.dtype)
+    return match_head_dim(new, cached.shape[head_axis], head_axis)
 
 
 def _as_one_row(x_BT: jax.Array) -> jax.Array:
