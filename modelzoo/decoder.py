@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 
 from . import axes
-from .attention import EMPTY_POSITION, Attend, soft_cap
+from .attention import EMPTY_POSITION, Attend, SlotReader, soft_cap
 from .block import make_block
 from .blockwise import attend_blockwise
 from .config import AS_PUBLISHED, Arrangement, DecoderConfig, Window
@@ -205,6 +205,7 @@ class Decoder(nnx.Module):
             num_heads=num_heads,
             head_dim=self.config.cache_dim,
             num_unseen=num_unseen,
+            reads_slots=isinstance(self.attend, SlotReader),
         )
         x_BTD, layers, report = self._run_layers(
             tokens_BT, position_BT, attention, is_token_BT, cache.layers, prefixes

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from .attention import Attend, Slots, Visibility, merge
 from .config import Window
-from .kv_cache import match_head_dim
+from .kv_cache import match_head_dim, match_heads
 from .layer_cache import KeysAndValues
 from .segments import Segments
 
@@ -82,6 +82,30 @@ def attend_segments(
         attended = attend_one(q, position, keys_values, position_BS, own_slots)
         parts.append(_with_missing_rows(*attended, len(q_BTKGH) - num_rows))
     return merge(parts)
+
+
+def join_segments(entries: Entries, slots: Slots) -> Entries:
+    """Join the segments of each row into one; segments of prefixes stay as they are.
+
+    The rows of the slots are copied out of the cache. Where attention would copy them anyway, one
+    softmax over all entries is faster than one for each segment and a merge.
+    """
+    (*cached, new), (*cached_position_BS, new_position_BS) = entries.keys_values, entries.positions
+    parts = []
+    for (k_BKHS, v_BKSH), position_BS in zip(cached, cached_position_BS, strict=True):
+        taken = Visibility(position_BS, position_BS, slots=slots).keys_values(k_BKHS, v_BKSH)
+        parts.append((*taken, position_BS))
+    if parts:
+        new = map(_like, new, parts[0], (2, 3))
+    parts.append((*new, new_position_BS))
+    k_BKHS, v_BKSH, position_BS = map(jnp.concatenate, zip(*parts, strict=True), (3, 2, 1))
+    return entries._replace(keys_values=[(k_BKHS, v_BKSH)], positions=(position_BS,))
+
+
+def _like(new: jax.Array, cached: jax.Array, head_axis: int) -> jax.Array:
+    """New keys or values with the heads and the dtype of cached ones."""
+    new = match_heads(new, cached.shape[1]).astype(cached.dtype)
+    return match_head_dim(new, cached.shape[head_axis], head_axis)
 
 
 def _attend_segment(
