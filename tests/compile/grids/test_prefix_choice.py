@@ -1,6 +1,5 @@
 """The choice of planned prefixes, against all sets of beginnings of small jobs."""
 
-import os
 from collections import Counter
 from collections.abc import Iterable
 from itertools import combinations
@@ -20,9 +19,16 @@ MAX_BEGINNINGS = 9
 Tokens = tuple[int, ...]
 
 
+def num_common(a: list[int], b: list[int]) -> int:
+    """Return the number of equal tokens with which two prompts begin."""
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(map(len, (a, b)))
+    )
+
+
 def shared_beginnings(prompts: list[list[int]]) -> set[Tokens]:
     """Return the beginnings, in whole units, that any two prompts share and no two share more."""
-    whole = (os.path.commonprefix([a, b]) for a, b in combinations(prompts, 2))
+    whole = (a[: num_common(a, b)] for a, b in combinations(prompts, 2))
     return {tuple(x[: len(x) // UNIT * UNIT]) for x in whole} - {()}
 
 
@@ -100,7 +106,7 @@ def test_a_document_with_few_questions_is_left_to_the_beginning_before_it():
 def test_a_prompt_that_is_a_beginning_itself_counts_for_the_shorter_one():
     """It has no token left after the longer beginning."""
     long, short = [1] * 32, [1] * 16
-    prompts = [long, long + [2], long + [3], short + [4]]
+    prompts = [long, [*long, 2], [*long, 3], [*short, 4]]
     assert chosen_rows(prompts, 2) == {tuple(short): 4}
     assert chosen_rows(prompts[:1] + prompts[3:], 2) == {tuple(short): 2}
 
