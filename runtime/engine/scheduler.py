@@ -221,8 +221,10 @@ class Scheduler:
             queue, batch = chosen
             # slots are claimed before any prompt of the batch ends and returns its slot, which no
             # other row of the same call may take
+            # the slots of one group, in which all rows of the call begin
+            free = self._groups.free(queue.prefix)
             for prompt in batch:
-                self._remove(queue, prompt)
+                self._remove(queue, prompt, free)
             rows = tuple(self._next_piece(queue, prompt) for prompt in batch)
             group = 0 if rows[0].slot is None else self._groups.group_of(rows[0].slot)
             self._next_prefill = PrefillAction(queue.bucket, queue.is_scored, rows, group)
@@ -259,7 +261,7 @@ class Scheduler:
         }
         for prompt in started:
             if prompt.prefix is not None:
-                self._remove(self._queue_of(prompt), prompt)
+                self._remove(self._queue_of(prompt), prompt, [])
                 self._slots.release(prompt.slots[0])
         if (prefill := self._next_prefill) is not None:
             # a prefix reads its tokens from a request that may be dropped
@@ -427,8 +429,8 @@ class Scheduler:
         del free[first:]
         return None
 
-    def _remove(self, queue: _Queue, prompt: Prompt) -> None:
-        """Remove a prompt from its queue; a prompt that waits claims its slots."""
+    def _remove(self, queue: _Queue, prompt: Prompt, free: list[int]) -> None:
+        """Remove a prompt from its queue; a prompt that waits claims its slots, out of `free`."""
         if prompt.slots:
             self._started[queue].remove(prompt)
             if not self._started[queue]:
@@ -442,14 +444,14 @@ class Scheduler:
         if not lanes:
             del self._waiting[queue]
         self._num_waiting -= 1
-        self._claim_slots(prompt)
+        self._claim_slots(prompt, free)
 
-    def _claim_slots(self, prompt: Prompt) -> None:
+    def _claim_slots(self, prompt: Prompt, free: list[int]) -> None:
         """Claim the slots of a prompt, and plan the copy of the prefix with which it begins."""
-        free = self._groups.free(prompt.request.planned_prefix)
         slots = self._slots_for(prompt, free)
         assert slots is not None
         prompt.slots = free[slots]
+        del free[slots]
         self._slots.claim(prompt.slots)
         if prompt.base is not None:
             source = self._prefixes.copy(prompt)

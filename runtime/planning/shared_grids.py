@@ -160,7 +160,9 @@ def _prefix_grids(
             prefill = grid.prefill
             if num_rows <= size:
                 prefill = tuple(_filled_by(bucket, size, defaults) for bucket in prefill)
-            yield replace(grid, prefill=prefill, decode_slots=groups * size, prefixes=prefixes)
+            grid = replace(grid, prefill=prefill, decode_slots=groups * size, prefixes=prefixes)
+            if all(fits_grid(need, grid) for need in set(own)):
+                yield grid
 
 
 def _filled_by(bucket: PrefillBucket, num_rows: int, defaults: GridDefaults) -> PrefillBucket:

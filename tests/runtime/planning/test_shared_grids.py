@@ -1,4 +1,4 @@
-"""Chunks are chosen where prompts share much, and never so that a row no longer fits."""
+"""Grids that share are chosen where prompts share much, and never so that a row no longer fits."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,12 +12,14 @@ from noria.compile.abstract_model import AbstractModel
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.grids.default_grid import RowShape, derive_grid
 from noria.compile.grids.grid_defaults import GridDefaults
+from noria.compile.grids.prefix_choice import prefixes_of_rows
 from noria.compile.grids.prefix_table import NOTHING_SHARED, PrefixTable
 from noria.compile.planning.candidates import ExpectedRow
 from noria.compile.planning.cost import CostModel
 from noria.compile.planning.graph_prices import GraphPrices
 from noria.compile.planning.hardware import Hardware
 from noria.compile.planning.work import Work
+from noria.runtime.batch.prefix_index import UNIT
 from noria.runtime.planning import shared_grids
 from noria.runtime.planning.forecast import fits_grid
 from noria.runtime.planning.search import simulate_in_order
@@ -51,6 +53,13 @@ def choose(rows, table, defaults: GridDefaults | None = None) -> tuple[BucketGri
     return whole, with_sharing(whole, rows, table, defaults, PRICES, derive)
 
 
+@pytest.fixture
+def only_chunks(monkeypatch):
+    """Leave out grids with planned prefixes."""
+    monkeypatch.setattr(shared_grids, "GROUPS", ())
+
+
+@pytest.mark.usefixtures("only_chunks")
 def test_prompts_with_one_long_beginning_take_chunks_that_are_predicted_faster():
     rows, table = rows_and_table([20, 30, 40, 50] * 30, shared=500)
     whole, chosen = choose(rows, table)
@@ -69,6 +78,7 @@ def test_prompts_that_share_little_stay_whole(is_known):
     assert chosen == whole
 
 
+@pytest.mark.usefixtures("only_chunks")
 def test_no_row_that_fits_whole_is_lost_to_the_padding_of_chunks():
     rows, table = rows_and_table([496, 20, 30, 40] * 20, shared=500)
     whole, chosen = choose(rows, table)
@@ -77,6 +87,7 @@ def test_no_row_that_fits_whole_is_lost_to_the_padding_of_chunks():
         assert all(fits_grid(row.need, grid) for row in rows)
 
 
+@pytest.mark.usefixtures("only_chunks")
 def test_calls_stay_multiples_of_the_pieces_of_a_layout():
     rows, table = rows_and_table([20, 30, 40, 50] * 30, shared=500)
     _, chosen = choose(rows, table, GridDefaults(batch_multiple=4, length_multiple=32))
@@ -84,7 +95,42 @@ def test_calls_stay_multiples_of_the_pieces_of_a_layout():
     assert all(chunk % 32 == 0 for chunk in chosen.chunks)
 
 
+@pytest.mark.usefixtures("only_chunks")
 def test_a_part_of_a_large_job_shares_as_much_as_all_of_it(monkeypatch):
     monkeypatch.setattr(shared_grids, "MAX_ROWS", 24)
     rows, table = rows_and_table([20, 30, 40, 50] * 30, shared=500)
     assert choose(rows, table)[1].chunks
+
+
+@pytest.mark.parametrize("shared", [100, 500])
+def test_one_long_beginning_is_kept_once_for_all_slots(shared):
+    rows, table = rows_and_table([20, 30, 40, 50] * 30, shared)
+    whole, chosen = choose(rows, table)
+    prefixes = chosen.prefixes
+    assert prefixes is not None and prefixes.groups == 1
+    assert [prefix.length for prefix in prefixes.shared] == [shared // UNIT * UNIT]
+    faster, computed = (
+        simulate_in_order(rows, grid, PRICES.cost, table) for grid in (chosen, whole)
+    )
+    assert faster.seconds < shared_grids.MAX_SHARE_OF_SECONDS * computed.seconds
+    assert faster.metrics.saved_tokens == (len(rows) - 1) * prefixes.shared[0].length
+
+
+def test_each_row_fits_the_grid_after_its_prefix():
+    rows, table = rows_and_table([496, 20, 30, 40] * 20, shared=500)
+    _, chosen = choose(rows, table)
+    assert chosen.prefixes is not None
+    lengths = np.array([row.need.prompt_length for row in rows])
+    for row, prefix in zip(rows, prefixes_of_rows(table, lengths, chosen.prefixes), strict=True):
+        assert fits_grid(row.after(prefix.length if prefix else 0).need, chosen)
+
+
+def test_groups_stay_multiples_of_the_pieces_of_a_layout():
+    rows, table = rows_and_table([20, 30, 40, 50] * 30, shared=500)
+    aims = GridDefaults(batch_multiple=4, slot_multiple=8, length_multiple=32, span_multiple=8)
+    _, chosen = choose(rows, table, aims)
+    prefixes = chosen.prefixes
+    assert prefixes is not None
+    assert prefixes.groups % 8 == 0 == chosen.decode_slots % prefixes.groups
+    assert prefixes.batch == 4 and prefixes.chunk % 32 == 0 == prefixes.length % 8
+    assert all(bucket.batch % 4 == 0 == bucket.length % 32 for bucket in chosen.prefill)
