@@ -124,8 +124,10 @@ class LLM:
             self.plan = plan
             bundle = path if path is not None and path.is_dir() else None
             warm = WarmStart(bundle, cache, plan, device, files, say)
-            dtype, scan_layers = plan.numbers.dtype, plan.model.scan_layers
-            loaded = session.load_model(files, device, dtype, plan.layout, scan_layers, say)
+            numbers, scan_layers = plan.numbers, plan.model.scan_layers
+            loaded = session.load_model(
+                files, device, numbers.dtype, plan.layout, scan_layers, say, numbers.weight_rules
+            )
         self._tokenizer = loaded.tokenizer
         self._generator: GenerationSession | None = session.start(
             loaded, plan, seed=seed, warm=warm
