@@ -1,7 +1,9 @@
 """Weights as integer codes with scales, and the products of activations with them.
 
 A product converts the codes alone, and applies the scales to its result or to its activations. XLA
-for TPU converts codes within the product, but would write a dequantised weight to memory first.
+for TPU converts codes within the product, but would write a dequantised weight to memory first. XLA
+for CPU writes converted codes, too, and its products of small groups are slow. So there a weight in
+groups is dequantised before its product.
 
 `weight_formats` describes groups and scales. Knows nothing of layouts or files, and does not choose
 codes.
@@ -9,6 +11,7 @@ codes.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -137,7 +140,10 @@ def multiply_codes(
     leading = _LEADING[: x.ndim - len(x_labels)]
     x_labels, out_labels = leading + x_labels, leading + out_labels
     if weight.num_groups > 1:
-        return _multiply_groups(x_labels, labels, out_labels, x, weight)
+        by_group = partial(_multiply_groups, x_labels, labels, out_labels)
+        return jax.lax.platform_dependent(
+            x, weight, cpu=lambda x, weight: product(x, weight.dequantise()), default=by_group
+        )
     codes = weight.codes.astype(x.dtype)
     labels = "".join(weight.quantisation.replace_inputs(tuple(labels)))
     scales = weight.scales.squeeze(weight.quantisation.inputs[-1])

@@ -35,9 +35,16 @@ def weight_of(shape: tuple[int, ...], inputs: tuple[int, ...], form: WeightForma
     return QuantisedWeight(codes, scales, quantisation), dequantised(weight, quantisation)
 
 
+@pytest.mark.parametrize("platform", ["cpu", "default"])
 @pytest.mark.parametrize("form", FORMATS, ids=str)
 @pytest.mark.parametrize("case", PRODUCTS, ids=lambda case: case[0])
-def test_a_product_with_codes_is_that_with_their_values(case, form):
+def test_a_product_with_codes_is_that_with_their_values(case, form, platform, monkeypatch):
+    """The form for other platforms runs on the CPU, too."""
+
+    def chosen(*operands, **forms):
+        return forms[platform](*operands)
+
+    monkeypatch.setattr(jax.lax, "platform_dependent", chosen)
     equation, product, x_shape, shape, inputs = case
     x = jnp.asarray(RNG.normal(size=x_shape).astype(np.float32))
     weight, values = weight_of(shape, inputs, form)

@@ -1,6 +1,5 @@
 """The loader rounds weights as the plain quantiser does, whatever the sharding."""
 
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
