@@ -32,12 +32,13 @@ MOST_BYTES = 1.10
 
 
 @pytest.mark.tpu_compile
+@pytest.mark.parametrize("scan_layers", [False, True])
 @pytest.mark.parametrize("form", [WeightFormat("int8"), WeightFormat("int4", 128)], ids=str)
-def test_decode_moves_little_more_than_its_codes_and_scales(form):
+def test_decode_moves_little_more_than_its_codes_and_scales(form, scan_layers):
     layout = Layout.from_table(read_layout_table("weight-stationary-1d@tensor=8"))
     target = find_target("tpu:v5e:2x4")
     placement = target.placement(layout)
-    arrangement = placement.arrangement(LAYERS_OF_8B)
+    arrangement = placement.arrangement(LAYERS_OF_8B, scan_layers)
     model = AbstractModel(LAYERS_OF_8B, arrangement, WeightRules(form))
     graphs = plan_graphs(model, GRID, placement, jnp.dtype("bfloat16"))
     decode = [graph for graph in graphs if graph.kind == "decode"][-1]
