@@ -20,7 +20,7 @@ import pytest
 from noria.compile.attention_kernels import AttentionPlan
 from noria.compile.compiler_options import read_options
 from noria.compile.expert_plan import ExpertPlan
-from noria.compile.plan import Plan
+from noria.compile.plan import Numbers, Plan
 from noria.compile.planning.hardware import read_hardware
 from noria.runtime import cli
 from noria.sharding.layout import Layout
@@ -129,6 +129,8 @@ def _read_tables(table: Mapping[str, Any]) -> None:
         ExpertPlan.from_table(table["experts"])
     elif set(table) == {"attention"}:
         AttentionPlan.from_table(table["attention"])
+    elif set(table) == {"numbers"}:
+        Numbers.from_table(table["numbers"])
     elif set(table) == {"compiler"}:
         read_options(table["compiler"])
     else:

@@ -8,9 +8,11 @@ from itertools import product
 import pytest
 from laid_out import LAYOUTS, LaidOut, config_of, expected, greedy_rows, layout_of
 
-from noria.compile.abstract_model import model_sizes
+from noria.compile.abstract_model import AbstractModel, model_sizes
 from noria.compile.weight_rules import WeightRules
 from noria.modelzoo.weight_formats import WeightFormat
+from noria.sharding.call import Call
+from noria.sharding.communication import predict_collectives
 from noria.sharding.legality import check
 
 INT8 = WeightFormat("int8")
@@ -92,3 +94,18 @@ def test_a_group_on_two_devices_is_refused_by_name():
     findings = check(layout, sizes)
     assert any("layers.0.mlp.down" in finding and "3" in finding for finding in findings), findings
     assert all("numbers.group" in finding for finding in findings)
+
+
+def test_gathered_weights_are_predicted_to_be_sent_as_codes_and_scales():
+    config, layout = config_of("llama"), layout_of("weight-gathered-all")
+    call, itemsize = Call("prefill", 8, 24, 24), 4
+
+    def gathered_bytes(rules: WeightRules) -> int:
+        element_bytes = AbstractModel(config, weight_rules=rules).element_bytes("float32")
+        found = predict_collectives(config, layout, call, itemsize, element_bytes)
+        return sum(x.times * x.num_bytes for x in found if x.kind == "all-gather")
+
+    by_itemsize = predict_collectives(config, layout, call, itemsize)
+    whole = sum(x.times * x.num_bytes for x in by_itemsize if x.kind == "all-gather")
+    assert gathered_bytes(WeightRules()) == whole
+    assert gathered_bytes(rules_of(INT8)) < 0.6 * whole
