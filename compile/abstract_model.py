@@ -4,6 +4,7 @@ Executables take `{"layers.0.attention.qkv": array, ...}`. NNX is used to define
 model, and not in the hot path. Knows nothing of buckets or devices.
 """
 
+import math
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -15,21 +16,28 @@ from ..modelzoo.attention import Attend
 from ..modelzoo.blockwise import attend_blockwise
 from ..modelzoo.config import AS_PUBLISHED, Arrangement, DecoderConfig
 from ..modelzoo.decoder import Decoder
-from ..modelzoo.layer_groups import block_layers, layers_name
+from ..modelzoo.layer_groups import block_layers, layers_name, single_layer_names
 from ..modelzoo.moe.config import LOSSLESS, Dispatch
 from ..modelzoo.operations import ON_ONE_DEVICE, Operations
+from ..modelzoo.quantised_weight import QuantisedWeight
+from ..modelzoo.weight_formats import SCALES
 from ..modelzoo.weight_products import Axes
+from ..sharding.device_bytes import array_bytes
 from ..sharding.legality import ModelSizes
 from .grids.bucket_grid import BucketGrid
+from .weight_rules import ALL_FLOAT, WeightRules
 
 
 def model_sizes(
-    config: DecoderConfig, num_devices: int, grid: BucketGrid | None = None
+    config: DecoderConfig,
+    num_devices: int,
+    grid: BucketGrid | None = None,
+    weight_rules: WeightRules = ALL_FLOAT,
 ) -> ModelSizes:
     """Sizes that a layout of this model is checked against, with the shapes of a grid if given."""
-    weights = _published_weights(config)
+    weights, groups = _published_weights(config, weight_rules)
     if grid is None:
-        return ModelSizes(config, num_devices, weights, lengths={"decode": (1,)})
+        return ModelSizes(config, num_devices, weights, lengths={"decode": (1,)}, groups=groups)
     batches = {"prefill": [b.batch for b in grid.prefill], "decode": [grid.decode_slots]}
     lengths = {"prefill": [b.tokens for b in grid.prefill], "decode": [1]}
     spans = list(grid.decode_spans)
@@ -40,22 +48,57 @@ def model_sizes(
         spans.append(prefixes.length)
     is_chunked = bool(grid.chunks) or prefixes is not None
     return ModelSizes(
-        config, num_devices, weights, batches, lengths, spans, grid.slot_groups, is_chunked
+        config,
+        num_devices,
+        weights,
+        batches,
+        lengths,
+        spans,
+        grid.slot_groups,
+        is_chunked,
+        groups,
     )
 
 
 @cache
-def _published_weights(config: DecoderConfig) -> Mapping[str, tuple[tuple[int, ...], Axes]]:
-    """Shape and logical axes of every parameter; cached, because they need a trace of the model."""
-    model = AbstractModel(config)
+def _published_weights(
+    config: DecoderConfig, weight_rules: WeightRules
+) -> tuple[Mapping[str, tuple[tuple[int, ...], Axes]], Mapping[str, tuple[int, str]]]:
+    """Shape and logical axes of every parameter, and `ModelSizes.groups`.
+
+    Cached, because they need a trace of the model.
+    """
+    model = AbstractModel(config, weight_rules=weight_rules)
     shapes = model.abstract_parameters("float32")
-    return {name: (shapes[name].shape, a) for name, a in model.logical_axes().items()}
+    weights = {name: (shapes[name].shape, a) for name, a in model.logical_axes().items()}
+    groups = {}
+    for name, quantisation in model.quantisations.items():
+        if quantisation.format.group:
+            (num_groups, *_), (logical_axis, *_) = (
+                of_axes[quantisation.inputs[-1] :] for of_axes in weights[name + SCALES]
+            )
+            groups[name] = num_groups, logical_axis
+    return weights, groups
 
 
 class AbstractModel:
-    """The structure of a decoder: its abstract parameters, and the module bound to real ones."""
+    """The structure of a decoder: its abstract parameters, and the module bound to real ones.
 
-    def __init__(self, config: DecoderConfig, arrangement: Arrangement = AS_PUBLISHED):
+    The codes of a quantised weight have the name of the weight. Its scales are a parameter of their
+    own, `layers.0.mlp.down.scales`.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        arrangement: Arrangement = AS_PUBLISHED,
+        weight_rules: WeightRules = ALL_FLOAT,
+    ):
+        """Define a decoder.
+
+        Raises:
+          ValueError: A weight cannot have the format that `weight_rules` has for it.
+        """
         self.config = config
         self.arrangement = arrangement
         module = nnx.eval_shape(lambda: Decoder(config, rngs=_OneKey(0), arrangement=arrangement))
@@ -63,26 +106,57 @@ class AbstractModel:
         self._variables = {
             self._name(*path): (path, variable) for path, variable in nnx.to_flat_state(state)
         }
+        self.weight_rules = weight_rules
+        self.quantisations = weight_rules.quantisations(
+            {
+                name: (variable.get_value().shape, variable.get_metadata().get("inputs"))
+                for name, (_, variable) in self._variables.items()
+            }
+        )
+        """The quantisation of each quantised weight, by its dotted path."""
 
     def abstract_parameters(self, dtype: jax.typing.DTypeLike) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes of all parameters by dotted path, in the dtype in which weights are stored.
+        """Shapes of all parameters by dotted path, in the dtype in which they are stored.
 
-        Some parameters have a dtype of their own instead.
+        Weights that are not quantised, and scales, have `dtype`. Some parameters have a dtype of
+        their own instead.
         """
-        return {
-            name: jax.ShapeDtypeStruct(
-                variable.get_value().shape, variable.get_metadata().get("kept_dtype") or dtype
-            )
-            for name, (_, variable) in self._variables.items()
-        }
+        abstract = {}
+        for name, (_, variable) in self._variables.items():
+            shape, quantisation = variable.get_value().shape, self.quantisations.get(name)
+            kept_dtype = variable.get_metadata().get("kept_dtype")
+            if quantisation is None:
+                abstract[name] = jax.ShapeDtypeStruct(shape, kept_dtype or dtype)
+            else:
+                codes = quantisation.format.codes if self.arrangement.packs_codes else "int8"
+                abstract[name] = jax.ShapeDtypeStruct(shape, codes)
+                scale_shape = quantisation.scale_shape(shape)
+                abstract[name + SCALES] = jax.ShapeDtypeStruct(scale_shape, dtype)
+        return abstract
+
+    def element_bytes(self, dtype: jax.typing.DTypeLike) -> dict[str, float]:
+        """Average bytes of an element of each parameter, by dotted path of a single layer.
+
+        Those of a weight in codes include its scales.
+        """
+        abstract = self.abstract_parameters(dtype)
+        average = {}
+        for name in self._variables:
+            arrays = [abstract[x] for x in (name, name + SCALES) if x in abstract]
+            num_bytes = sum(array_bytes(x.shape, x.dtype) for x in arrays)
+            for single in single_layer_names(name):
+                average[single] = num_bytes / math.prod(abstract[name].shape)
+        return average
 
     def logical_axes(self) -> dict[str, tuple[str, ...]]:
         """Logical axes of each parameter by dotted path; a leading layer axis has the name ""."""
-        declared = {
-            name: (variable.get_value().ndim, variable.get_metadata()["logical_axes"])
-            for name, (_, variable) in self._variables.items()
-        }
-        return {name: ("",) * (ndim - len(axes)) + axes for name, (ndim, axes) in declared.items()}
+        by_name = {}
+        for name, (_, variable) in self._variables.items():
+            declared = variable.get_metadata()["logical_axes"]
+            by_name[name] = ("",) * (variable.get_value().ndim - len(declared)) + declared
+            if name in self.quantisations:
+                by_name[name + SCALES] = self.quantisations[name].of_scales(by_name[name], "")
+        return by_name
 
     def _name(self, *path: Any) -> str:
         """The dotted path of a parameter, with its layer's number instead of its group index."""
@@ -90,6 +164,12 @@ class AbstractModel:
         if first == "layers":
             rest[0] = layers_name(block_layers(self.config, self.arrangement)[rest[0]])
         return ".".join(map(str, (first, *rest)))
+
+    def _value(self, name: str, parameters: Mapping[str, jax.Array]) -> jax.Array | QuantisedWeight:
+        quantisation = self.quantisations.get(name)
+        if quantisation is None:
+            return parameters[name]
+        return QuantisedWeight(parameters[name], parameters[name + SCALES], quantisation)
 
     @property
     def padded_vocab(self) -> int:
@@ -112,7 +192,7 @@ class AbstractModel:
           attend: Attention kernel.
         """
         flat = [
-            (path, variable.replace(parameters[name]))
+            (path, variable.replace(self._value(name, parameters)))
             for name, (path, variable) in self._variables.items()
         ]
         decoder = nnx.merge(self._graphdef, nnx.from_flat_state(flat))

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Set
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
 
+from ..modelzoo.weight_formats import CODE_BITS, WeightFormat
 from ..sharding.layout import PHASES, Layout
 from .attention_kernels import AUTO_ATTENTION, AttentionPlan
 from .compiler_options import CompilerOptions, read_options
@@ -18,6 +19,7 @@ from .grids.bucket_grid import BucketGrid
 from .grids.prefix_grid import PrefixGrid
 from .plan_tables import check_keys, key_lines, table_lines
 from .target_names import TargetName
+from .weight_rules import FLOAT, WeightRules
 
 SCHEMA = 2
 _LAYOUT_KEYS = {"layout", "max_replicated", "mesh", "rules", *PHASES}
@@ -25,7 +27,7 @@ _REQUIRED = {"schema", "target", "model", "buckets"}
 _OPTIONAL = {*_LAYOUT_KEYS, "experts", "attention", "max_length_reason"}
 _RESERVED = {"adapters"}
 DTYPES = ("float32", "bfloat16")
-_RESERVED_NUMBERS = {"weights", "group", "activations", "cache"}
+_RESERVED_NUMBERS = {"activations", "cache"}
 
 
 @dataclass(frozen=True)
@@ -64,12 +66,45 @@ class Numbers:
     """The table `[numbers]` of a plan."""
 
     dtype: str
-    """The dtype of weights and activations: `float32` or `bfloat16`."""
+    """The dtype of activations and of weights that are not quantised: `float32` or `bfloat16`."""
+    weights: str = FLOAT
+    """The weights of products: `float` for `dtype`, or codes with scales, `int8` or `int4`. Weights
+    are rounded to codes while they load. Embeddings, the head, routers, norms and biases stay in
+    float; rules may quantise the former three."""
+    group: int = 0
+    """The input features of a weight that share a scale; 0 for one scale per output feature, or
+    output channel. A smaller group loses less; `int4` should have 32 to 128. Unit: features."""
+    rules: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Exceptions by parameter path: a pattern, such as `layers.0.*` or `*.mlp.down`, and a table
+    with its own `weights` and `group`, such as `{weights = "int8", group = 0}`. The last rule that
+    matches a parameter decides."""
 
     def __post_init__(self):
-        """Refuse an unknown dtype."""
+        """Refuse an unknown dtype or format."""
         if self.dtype not in DTYPES:
             raise ValueError(f"numbers.dtype: expected {' or '.join(DTYPES)}, got {self.dtype!r}.")
+        _check_format("numbers", self.weights, self.group)
+        if not isinstance(self.rules, Mapping):
+            raise ValueError(f"numbers.rules: expected a table, got {self.rules!r}.")
+        for pattern, rule in self.rules.items():
+            where = f"numbers.rules {pattern!r}"
+            check_keys(where, rule, {"weights"}, {"group"})
+            _check_format(where, rule["weights"], rule.get("group", 0))
+
+    @property
+    def weight_rules(self) -> WeightRules:
+        """The format of every weight."""
+        rules = (
+            (pattern, _format(rule["weights"], rule.get("group", 0)))
+            for pattern, rule in self.rules.items()
+        )
+        return WeightRules(_format(self.weights, self.group), tuple(rules))
+
+    def to_table(self) -> dict[str, Any]:
+        """The table `[numbers]`; keys that have their defaults are left out."""
+        table = asdict(self)
+        defaults = {"weights": FLOAT, "group": 0, "rules": {}}
+        return {key: value for key, value in table.items() if value != defaults.get(key)}
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> "Numbers":
@@ -78,8 +113,30 @@ class Numbers:
         Raises:
           ValueError: A key is wrong, missing or reserved; the error names it.
         """
-        check_keys("[numbers]", table, {"dtype"}, reserved=_RESERVED_NUMBERS)
+        optional = {"weights", "group", "rules"}
+        check_keys("[numbers]", table, {"dtype"}, optional, reserved=_RESERVED_NUMBERS)
         return cls(**table)
+
+
+def _check_format(where: str, weights: Any, group: Any) -> None:
+    """Refuse unknown codes, and groups that no weight can have."""
+    if weights not in (FLOAT, *CODE_BITS):
+        known = ", ".join((FLOAT, *CODE_BITS))
+        raise ValueError(f"{where}.weights: expected one of {known}, got {weights!r}.")
+    if type(group) is not int or group < 0 or group == 1:
+        raise ValueError(
+            f"{where}.group: expected 0 for one scale per output feature, or at least 2 input "
+            f"features, got {group!r}."
+        )
+    if weights == FLOAT and group:
+        raise ValueError(
+            f"{where}.group: expected 0, as float weights have no scales, got {group}. Remove it, "
+            f'or set weights = "int8" or "int4".'
+        )
+
+
+def _format(weights: str, group: int) -> WeightFormat | None:
+    return None if weights == FLOAT else WeightFormat(weights, group)
 
 
 @dataclass(frozen=True)
@@ -91,7 +148,7 @@ class Plan:
     model: PlannedModel
     """The model, and how its layers run."""
     numbers: Numbers
-    """The dtype of the run."""
+    """The dtype of the run, and the format of its weights."""
     buckets: BucketGrid
     """The shapes of all graphs."""
     layout: Layout | None = None
@@ -128,7 +185,7 @@ class Plan:
         head["max_length_reason"] = self.max_length_reason or None
         lines = key_lines(head)
         lines += table_lines("model", self.model.to_table())
-        lines += table_lines("numbers", asdict(self.numbers))
+        lines += table_lines("numbers", self.numbers.to_table())
         lines += table_lines("buckets", self.buckets.to_table())
         if self.buckets.prefixes is not None:
             lines += table_lines("prefixes", self.buckets.prefixes.to_table())

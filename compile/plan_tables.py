@@ -82,6 +82,8 @@ def toml(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, tuple | list):
         return f"[{', '.join(map(toml, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(key_lines(value))}}}"
     if isinstance(value, str):
         if _SURROGATE.search(value):
             raise ValueError(

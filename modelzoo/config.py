@@ -376,6 +376,8 @@ class Arrangement:
     key_blocks: tuple[int, ...] = ()
     """The sizes that a block of cached keys may have, in positions (`modelzoo.key_blocks`); if
     empty, the keys of a head are one block."""
+    packs_codes: bool = True
+    """Whether two int4 codes of a weight share a byte; otherwise they are stored as int8."""
 
     def __post_init__(self):
         for name in ("kv_copies", "padded_vocab", "head_multiple"):

@@ -28,8 +28,8 @@ class GroupedHeads(nnx.Module):
         D, H, copies = config.embed, config.head_dim, arrangement.kv_copies
         K, G = config.num_kv_heads * copies, config.heads_per_kv // copies
         heads = (axes.QUERY_HEADS, "", "")
-        self.qkv = weight(rngs, (D, K, G + 2, H), (axes.EMBED_IN, *heads), D)
-        self.output = weight(rngs, (K, G, H, D), (*heads, axes.EMBED_IN), K * G * H)
+        self.qkv = weight(rngs, (D, K, G + 2, H), (axes.EMBED_IN, *heads))
+        self.output = weight(rngs, (K, G, H, D), (*heads, axes.EMBED_IN), inputs=(0, 1, 2))
         if config.qkv_bias:
             self.qkv_bias = constant(0.0, (K, G + 2, H), heads)
         if config.output_bias:

@@ -4,6 +4,7 @@ Every weight declares its logical axes next to its shape; a layout refers to the
 nothing of attention, caches or meshes.
 """
 
+import math
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,17 +27,24 @@ def weight(
     rngs: nnx.Rngs,
     shape: tuple[int, ...],
     logical_axes: tuple[str, ...],
-    fan_in: int,
+    inputs: tuple[int, ...] = (0,),
     *,
     is_sliced_once: bool = False,
 ) -> nnx.Param:
-    """A random weight of variance 1 / fan_in, with its logical axes as metadata.
+    """A random weight of variance 1 / fan-in, with its logical axes as metadata.
+
+    `inputs` are the axes of its input features. They are adjacent, and only the first may have a
+    logical axis. The metadata have them counted from the end.
 
     With `is_sliced_once`, a block inside a scan over layers gets the array of all layers, and takes
     layer and expert in one slice. A slice of the layer first would copy the weights of all experts.
     """
+    fan_in = math.prod(shape[axis] for axis in inputs)
     value = jax.random.normal(rngs.params(), shape, jnp.float32) * fan_in**-0.5
-    return nnx.Param(value, logical_axes=logical_axes, is_sliced_once=is_sliced_once)
+    from_end = tuple(axis - len(shape) for axis in inputs)
+    return nnx.Param(
+        value, logical_axes=logical_axes, inputs=from_end, is_sliced_once=is_sliced_once
+    )
 
 
 def is_sliced_once(path: Any, parameter: nnx.Variable) -> bool:
@@ -132,7 +140,7 @@ class Embedding(nnx.Module):
     """Token table, used as embedding and, transposed, as output head."""
 
     def __init__(self, rngs: nnx.Rngs, num_rows: int, embed: int):
-        self.table = weight(rngs, (num_rows, embed), (axes.VOCAB, ""), embed)
+        self.table = weight(rngs, (num_rows, embed), (axes.VOCAB, ""), inputs=(1,))
 
     def __call__(self, tokens_BT: jax.Array, operations: Operations) -> jax.Array:
         return operations.lookup(self.table, tokens_BT, axes.RESIDUAL)
@@ -140,8 +148,9 @@ class Embedding(nnx.Module):
     def logits(self, x_BD: jax.Array, operations: Operations) -> jax.Array:
         """Float32 `logits_BV` of final hidden states; on one device, with any leading axes."""
         x_axes = (axes.RESIDUAL_BATCH, axes.EMBED)
-        _, product = einsum("...D,VD->...V", jnp.float32)
-        return operations.project("BD,VD->BV", product, x_BD, self.table, x_axes, axes.LOGITS)
+        _, product = einsum("...D,VD->...V")
+        names = x_axes, axes.LOGITS
+        return operations.project("BD,VD->BV", product, x_BD, self.table, *names, jnp.float32)
 
 
 class GatedMlp(nnx.Module):
@@ -152,8 +161,8 @@ class GatedMlp(nnx.Module):
 
     def __init__(self, rngs: nnx.Rngs, config: DecoderConfig, mlp: int | None = None):
         embed, mlp = config.embed, mlp or config.mlp
-        self.gate_up = weight(rngs, (2, embed, mlp), ("", axes.EMBED_IN, axes.MLP), embed)
-        self.down = weight(rngs, (mlp, embed), (axes.MLP, axes.EMBED_IN), mlp)
+        self.gate_up = weight(rngs, (2, embed, mlp), ("", axes.EMBED_IN, axes.MLP), inputs=(1,))
+        self.down = weight(rngs, (mlp, embed), (axes.MLP, axes.EMBED_IN))
         if config.mlp_bias:
             self.gate_up_bias = constant(0.0, (2, mlp), ("", axes.MLP))
             self.down_bias = constant(0.0, (embed,), ("",))

@@ -37,17 +37,17 @@ class LatentHeads(nnx.Module):
         query_in, query_axis = D, axes.EMBED_IN
         if latent.query_rank is not None:
             query_in, query_axis = latent.query_rank, ""
-            self.query_down = weight(rngs, (D, query_in), (axes.EMBED_IN, ""), D)
+            self.query_down = weight(rngs, (D, query_in), (axes.EMBED_IN, ""))
             self.query_norm = Norm(query_in, latent_config)
         query_axes = (query_axis, axes.QUERY_HEADS, "")
-        self.query = weight(rngs, (query_in, N, latent.head_dim), query_axes, query_in)
-        self.latent_down = weight(rngs, (D, latent.cache_dim), (axes.EMBED_IN, ""), D)
+        self.query = weight(rngs, (query_in, N, latent.head_dim), query_axes)
+        self.latent_down = weight(rngs, (D, latent.cache_dim), (axes.EMBED_IN, ""))
         self.latent_norm = Norm(rank, latent_config)
         head_axes = (axes.QUERY_HEADS, "", "")
-        self.key_up = weight(rngs, (N, latent.plain_dim, rank), head_axes, rank)
-        self.value_up = weight(rngs, (N, latent.value_dim, rank), head_axes, rank)
+        self.key_up = weight(rngs, (N, latent.plain_dim, rank), head_axes, inputs=(2,))
+        self.value_up = weight(rngs, (N, latent.value_dim, rank), head_axes, inputs=(2,))
         output_axes = (axes.QUERY_HEADS, "", axes.EMBED_IN)
-        self.output = weight(rngs, (N, latent.value_dim, D), output_axes, N * latent.value_dim)
+        self.output = weight(rngs, (N, latent.value_dim, D), output_axes, inputs=(0, 1))
         self.sizes = latent
 
     def __call__(

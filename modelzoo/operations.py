@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .axes import row_axis
+from .quantised_weight import take_rows
 from .segments import Segments
 from .stripes import IN_ORDER, ONE_STRIPE, Stripe, Stripes
 from .weight_products import Axes, Product, multiply
@@ -46,7 +47,7 @@ class Operations:
 
     def project(
         self, equation: str, product: Product, x: jax.Array, weight: "Weight", x_axes: Axes = (),
-        out_axes: Axes = (),
+        out_axes: Axes = (), dtype: jax.typing.DTypeLike | None = None,
     ) -> jax.Array:  # fmt: skip
         """Multiply activations with a weight. All products with weights go through this method.
 
@@ -57,14 +58,15 @@ class Operations:
           weight: The weight.
           x_axes: The logical axes of `x`; not needed if the device has all arrays whole.
           out_axes: The logical axes of the result; not needed if the device has all arrays whole.
+          dtype: The dtype of the result; by default that of `x`.
         """
-        return multiply(equation, product, x, weight, x_axes, out_axes)
+        return multiply(equation, product, x, weight, x_axes, out_axes, dtype)
 
     def lookup(self, table: "nnx.Param", ids_BT: jax.Array, out_axes: Axes) -> jax.Array:
         """Look up rows of a table by id."""
         del out_axes
         # the host has checked the ids: an id out of range would be clipped silently
-        return table[...].at[ids_BT].get(mode="clip")
+        return take_rows(table[...], ids_BT)
 
     def attend(
         self, body: Callable[..., tuple[jax.Array, Any]], *, writes_cache: bool

@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 class WeightProduct:
     """A product of activations and a weight."""
 
+    parameter: str
+    """The dotted path of the weight in its block, or in the model for the head; empty for a product
+    without a weight."""
     equation: str
     x: Axes
     weight: Axes
@@ -74,6 +77,8 @@ class LayerRecord(Operations):
     """Whether projections compute keys and values for each head, and attention reads them."""
 
     def __init__(self):
+        self.names: dict[int, str] = {}
+        """Dotted paths of the weights of the block, by `id`."""
         self.products: list[WeightProduct] = []
         self.mixture: WeightProduct | None = None
         """The mixture of experts, as one product without a weight."""
@@ -84,13 +89,13 @@ class LayerRecord(Operations):
 
     def project(
         self, equation: str, product: Product, x: jax.Array, weight: "Weight", x_axes: Axes = (),
-        out_axes: Axes = (),
+        out_axes: Axes = (), dtype: jax.typing.DTypeLike | None = None,
     ) -> jax.Array:  # fmt: skip
         logical_axes = axes_of(weight)
         products = self.expert_products if axes.EXPERTS in logical_axes else self.products
         product_record = self._product(equation, x, weight.shape, x_axes, logical_axes, out_axes)
-        products.append(product_record)
-        return super().project(equation, product, x, weight, x_axes, out_axes)
+        products.append(replace(product_record, parameter=self.names[id(weight)]))
+        return super().project(equation, product, x, weight, x_axes, out_axes, dtype)
 
     def constrain(self, x: jax.Array, logical_axes: Axes) -> jax.Array:
         self._num_sums += logical_axes == axes.RESIDUAL
@@ -125,7 +130,8 @@ class LayerRecord(Operations):
         self._seen.append(x)
         labels = equation.partition("->")[0].replace(",", "")
         sizes = dict(zip(labels, (*x.shape, *shape), strict=True))
-        return WeightProduct(equation, x_axes, weight_axes, out_axes, sizes, id(x), self._num_sums)
+        reads, adds_to = id(x), self._num_sums
+        return WeightProduct("", equation, x_axes, weight_axes, out_axes, sizes, reads, adds_to)
 
 
 @cache
@@ -137,6 +143,7 @@ def record_layer(
 
     def run() -> None:
         block = make_block(nnx.Rngs(0), config, Arrangement(kv_copies), range(layer, layer + 1))
+        record.names = _names(block)
         rope = config.rope_of(config.windows[layer])
         code = position_code(jnp.zeros((1, 1), jnp.int32), rope, config.rope_dim)
         experts = ExpertCall(jnp.ones((1, 1), bool))
@@ -154,7 +161,18 @@ def record_logits(config: DecoderConfig) -> WeightProduct:
 
     def run() -> None:
         head = Embedding(nnx.Rngs(0), config.vocab_size, config.embed)
+        owner = "embedding" if config.tie_embeddings else "head"
+        record.names = {id(head.table): f"{owner}.table"}
         head.logits(jnp.zeros((1, config.embed)), record)
 
     jax.eval_shape(run)
     return record.products[0]
+
+
+def _names(block: nnx.Module) -> dict[int, str]:
+    """The dotted paths of the parameters of a block, by `id`."""
+    return {
+        id(node): ".".join(map(str, path))
+        for path, node in nnx.iter_graph(block)
+        if isinstance(node, nnx.Variable)
+    }

@@ -11,17 +11,22 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
+from .quantised_weight import QuantisedWeight, multiply_codes
+
 if TYPE_CHECKING:
     # a start from a bundle loads executables before flax
     from flax import nnx
 
-    Weight = nnx.Param | jax.Array
-    """A parameter, or the part of it on one device."""
+    Weight = nnx.Param | jax.Array | QuantisedWeight
+    """A parameter, or the part of it on one device. A parameter may have a quantised value."""
 
 Axes = tuple[str, ...]
 """The logical axes of an array."""
 Product = Callable[[jax.Array, jax.Array], jax.Array]
-"""A product of activations and a weight, linear in both, valid for whole arrays and for parts."""
+"""A product of activations and a weight, linear in both, valid for whole arrays and for parts.
+
+The result is in float32. `multiply` rounds it once, after it has multiplied it with scales.
+"""
 Project = Callable[..., jax.Array]
 """The type of `Operations.project`."""
 
@@ -33,41 +38,41 @@ def multiply(
     weight: "Weight",
     x_axes: Axes = (),
     out_axes: Axes = (),
+    dtype: jax.typing.DTypeLike | None = None,
 ) -> jax.Array:
     """Multiply activations with a weight on one device; see `Operations.project`."""
-    del equation, x_axes, out_axes
-    return product(x, weight[...])
+    del x_axes, out_axes
+    value = weight[...]
+    if isinstance(value, QuantisedWeight):
+        out = multiply_codes(equation, product, x, value)
+    else:
+        out = product(x, value)
+    return out.astype(dtype or x.dtype)
 
 
 def axes_of(weight: "Weight") -> Axes:
     """The logical axes that a parameter declares."""
-    assert not isinstance(weight, jax.Array), "a part of a parameter declares no axes"
+    assert not isinstance(weight, jax.Array | QuantisedWeight), "a part declares no axes"
     return weight.get_metadata()["logical_axes"]
 
 
-def einsum(equation: str, dtype: jax.typing.DTypeLike | None = None) -> tuple[str, Product]:
-    """An equation and its product, with a result in `dtype`, or in the dtype of the activations."""
-    return equation, partial(einsum_product, equation, dtype=dtype)
+def einsum(equation: str) -> tuple[str, Product]:
+    """An equation and its product."""
+    return equation, partial(einsum_product, equation)
 
 
-def einsum_product(
-    equation: str,
-    x: jax.Array,
-    weight: jax.Array,
-    dtype: jax.typing.DTypeLike | None = None,
-) -> jax.Array:
-    """The einsum of activations and a weight, accumulated in float32 and rounded once.
+def einsum_product(equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
+    """The einsum of activations and a weight in float32.
 
     Args:
       equation: The einsum; the first axis of activations is rows.
       x: Activations.
       weight: The weight.
-      dtype: The dtype of the result; by default that of `x`.
     """
     # XLA for CPU converts the whole weight for a product with a bfloat16 result
     rows = _at_least_two_rows(x)
     out = jnp.einsum(equation, rows, weight, preferred_element_type=jnp.float32)
-    return out[: len(x)].astype(dtype or x.dtype)
+    return out[: len(x)]
 
 
 def _at_least_two_rows(x: jax.Array) -> jax.Array:
@@ -76,12 +81,10 @@ def _at_least_two_rows(x: jax.Array) -> jax.Array:
     return jnp.concatenate([x, x]) if is_one else x
 
 
-def gate_up_product(
-    x: jax.Array, gate_up_PDF: jax.Array, dtype: jax.typing.DTypeLike | None = None
-) -> jax.Array:
-    """Gate and up `[P, ..., F]` of `x` `[..., D]`, in `dtype` or in the dtype of `x`."""
+def gate_up_product(x: jax.Array, gate_up_PDF: jax.Array) -> jax.Array:
+    """Gate and up `[P, ..., F]` of `x` `[..., D]` in float32."""
     # a batch of two products: one call, and no backend needs another memory layout of the weights
     rows = _at_least_two_rows(x)
     x_P = jnp.broadcast_to(rows[None], (2, *rows.shape))
     out = jnp.einsum("P...D,PDF->P...F", x_P, gate_up_PDF, preferred_element_type=jnp.float32)
-    return out[:, : len(x)].astype(dtype or x.dtype)
+    return out[:, : len(x)]

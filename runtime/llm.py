@@ -63,6 +63,8 @@ class LLM:
         if the limit is longer.
       max_num_seqs: Number of decode slots.
       dtype: `float32`, `bfloat16`, or `auto` for the faster of the two.
+      numbers: The formats of weights, with the other keys of a plan's table `[numbers]`, such as
+        `{"weights": "int8"}` or `{"weights": "int4", "group": 64}`. By default weights are float.
       target: Device kind, with a number of devices for a layout (`cpu:8`). By default jax's default
         backend.
       layout: The layout of the model on several devices: its name, optionally with another mesh
@@ -90,6 +92,7 @@ class LLM:
         max_model_len: int | None = None,
         max_num_seqs: int = DEFAULT_SLOTS,
         dtype: str = "auto",
+        numbers: Mapping[str, Any] | None = None,
         target: str | None = None,
         layout: str | None = None,
         experts: ExpertPlan | None = None,
@@ -111,21 +114,28 @@ class LLM:
             if plan is None:
                 dtype = session.resolve_dtype(dtype, device)
                 planned = PlannedModel(model, files.fingerprint())
-                numbers = Numbers(dtype)
+                own = Numbers.from_table({"dtype": dtype, **(numbers or {})})
                 plan = _own_plan(
-                    files, device, planned, numbers, layout, experts, max_model_len, max_num_seqs
+                    files, device, planned, own, layout, experts, max_model_len, max_num_seqs
                 )
-            elif layout is not None or experts is not None:
+            elif layout is not None or experts is not None or numbers is not None:
                 raise ValueError(
-                    "layout, experts: expected none beside a plan, which has its own. Change them "
-                    "in the plan."
+                    "layout, experts, numbers: expected none beside a plan, which has its own. "
+                    "Change them in the plan."
                 )
             session.check_plan(plan, files, device, dtype)
             self.plan = plan
             bundle = path if path is not None and path.is_dir() else None
             warm = WarmStart(bundle, cache, plan, device, files, say)
-            dtype, scan_layers = plan.numbers.dtype, plan.model.scan_layers
-            loaded = session.load_model(files, device, dtype, plan.layout, scan_layers, say)
+            loaded = session.load_model(
+                files,
+                device,
+                plan.numbers.dtype,
+                plan.layout,
+                plan.model.scan_layers,
+                say,
+                plan.numbers.weight_rules,
+            )
         self._tokenizer = loaded.tokenizer
         self._generator: GenerationSession | None = session.start(
             loaded, plan, seed=seed, warm=warm
@@ -319,7 +329,7 @@ def _own_plan(
     """Make the plan of an `LLM` without a given plan."""
     config = files.spec.config
     model_layout = None if layout is None else Layout.from_table(read_layout_table(layout))
-    session.check_layout(model_layout, files, target)
+    session.check_layout(model_layout, files, target, weight_rules=numbers.weight_rules)
     grid = _ladder(files, max_model_len, max_num_seqs, GridDefaults.for_layout(model_layout))
     reason = ""
     if max_model_len is None and grid.max_length < config.max_position:

@@ -3,7 +3,6 @@
 `LLM`, the batch job and the benchmarks all use this path. Does not know about request files.
 """
 
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -21,7 +20,9 @@ from ..compile.grids.bucket_grid import BucketGrid
 from ..compile.plan import DTYPES, Plan
 from ..compile.target_names import TargetName
 from ..compile.targets import Target
+from ..compile.weight_rules import ALL_FLOAT, WeightRules
 from ..modelzoo.config import DecoderConfig
+from ..sharding.device_bytes import array_bytes
 from ..sharding.layout import Layout
 from ..sharding.legality import require
 from ..sharding.placement import Placement
@@ -151,7 +152,7 @@ def check_plan(plan: Plan, files: ModelFiles, target: Target, dtype: str = "auto
     check_model(plan, files)
     if dtype != "auto":
         _expect("numbers.dtype", dtype, plan.numbers.dtype, "Ask for auto to run as planned.")
-    check_layout(plan.layout, files, target, plan.buckets)
+    check_layout(plan.layout, files, target, plan.buckets, plan.numbers.weight_rules)
     attention_kernels(plan, files.spec.config, target)
 
 
@@ -214,25 +215,31 @@ def check_experts(experts: ExpertPlan | None, files: ModelFiles) -> None:
 
 
 def check_layout(
-    layout: Layout | None, files: ModelFiles, target: Target, grid: BucketGrid | None = None
+    layout: Layout | None,
+    files: ModelFiles,
+    target: Target,
+    grid: BucketGrid | None = None,
+    weight_rules: WeightRules = ALL_FLOAT,
 ) -> None:
-    """Check that a layout is legal for a model, a target and a grid.
+    """Check that a layout is legal for a model, a target, a grid and the formats of weights.
 
     Raises:
       ValueError: The layout is illegal, or is missing for several devices; the error lists all
-        findings.
+        findings. Or a weight cannot have its format.
     """
     num_devices = len(target.devices)
-    if layout is not None:
+    if layout is not None or weight_rules != ALL_FLOAT:
         from ..compile.abstract_model import model_sizes
 
-        require(layout, model_sizes(files.spec.config, num_devices, grid))
-    elif num_devices > 1:
+        sizes = model_sizes(files.spec.config, num_devices, grid, weight_rules)
+        if layout is not None:
+            require(layout, sizes)
+    if layout is None and num_devices > 1:
         raise ValueError(
             f"target {target.name}: expected a layout for its {num_devices} devices, got none. "
             f"Give a layout (--layout data-parallel@data={num_devices}, or a file)."
         )
-    elif grid is not None and grid.slot_groups not in (None, 1):
+    if layout is None and grid is not None and grid.slot_groups not in (None, 1):
         raise ValueError(
             f"plan buckets.slot_groups: without a layout, expected 1, as all slots are on one "
             f"device, got {grid.slot_groups}. Change it, or give the plan its layout back."
@@ -251,6 +258,7 @@ def load_model(
     layout: Layout | None = None,
     scan_layers: bool = False,
     say: Callable[[str], object] = lambda note: None,
+    weight_rules: WeightRules = ALL_FLOAT,
 ) -> LoadedModel:
     """Read the parameters, slice by slice, directly into their placement on the target.
 
@@ -261,6 +269,7 @@ def load_model(
       layout: The layout on several devices; None for one device.
       scan_layers: Whether graphs scan over layers, so that their weights are stacked.
       say: Called with a line about tokens without an embedding, if there are any.
+      weight_rules: The formats of weights; weights in codes are rounded while they load.
 
     Raises:
       CheckpointError: The model's files cannot be used.
@@ -277,13 +286,13 @@ def load_model(
         say(note)
     placement = target.placement(layout)
     arrangement = placement.arrangement(files.spec.config, scan_layers)
-    definition = AbstractModel(files.spec.config, arrangement)
+    definition = AbstractModel(files.spec.config, arrangement, weight_rules)
     abstract = definition.abstract_parameters(jnp.dtype(dtype))
     logical_axes = definition.logical_axes()
     shardings = placement.parameters(logical_axes)
     with _naming_weights(files, abstract.values(), dtype, target):
         spec = files.spec.arranged(arrangement)
-        parameters = load_params(spec, files.tensors, abstract, shardings)
+        parameters = load_params(spec, files.tensors, abstract, shardings, definition.quantisations)
         parameters = placement.put_in_layout(parameters, logical_axes)
     return LoadedModel(files, definition, parameters, tokenizer, ends, dtype, target, placement)
 
@@ -298,8 +307,8 @@ def _naming_weights(
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        num_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in abstract)
-        narrower = "dtype bfloat16, " if dtype == "float32" else ""
+        num_bytes = sum(array_bytes(leaf.shape, leaf.dtype) for leaf in abstract)
+        narrower = "dtype bfloat16, " if dtype == "float32" else "numbers.weights int8 or int4, "
         raise OutOfMemory(
             f"the weights of {files.name}, {num_bytes / 1e9:.2f} GB in {dtype}, do not fit on "
             f"{target.name}: {reason(error)}. Take {narrower}more devices with a layout that "

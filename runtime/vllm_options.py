@@ -89,9 +89,7 @@ MODEL: Mapping[str, AcceptedValues] = {
         (False,), "Give token ids as prompts, and read token_ids"
     ),
     "load_format": AcceptedValues(("auto", "safetensors"), "The format is seen from the files"),
-    "quantization": AcceptedValues(
-        (None,), "Weights are read as they are stored: name such a model"
-    ),
+    "quantization": AcceptedValues((None,), "Give numbers, such as {'weights': 'int8'}"),
     "kv_cache_dtype": AcceptedValues(
         ("auto",), "The cache has the dtype of the weights, float32 on CPUs: give dtype"
     ),

@@ -1,16 +1,19 @@
-"""Compare a model in bfloat16 with itself in float32: probabilities, and greedy tokens.
+"""Compare a model in bfloat16 or with weights in codes with itself in float32.
 
-Both run the same chat prompts on the same grid. The log-probabilities of prompts and of float32's
-answers are compared with teacher forcing: both dtypes read the same tokens. For the answers, whole
+Both run the same chat prompts on the same grid, and their probabilities and greedy tokens are
+compared. The log-probabilities of prompts and of float32's
+answers are compared with teacher forcing: both read the same tokens. For the answers, whole
 distributions are compared, too: their Kullback-Leibler divergence from float32's, and the changed
 choices. The first divergence is the first step whose greedy tokens differ. After it the two texts
 differ, so later steps are not compared.
 
     python scripts/compare_dtypes.py --rows 24 --output benchmarks/dtypes.json
+    python scripts/compare_dtypes.py --rows 16 --dtype float32 --weights int8
 """
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -28,7 +31,7 @@ from noria.runtime.checkpoint import open_model
 from noria.runtime.devices.machine import describe_machine
 
 PROMPTS = Path(__file__).resolve().parent.parent / "benchmarks" / "workloads" / "peers64.jsonl"
-DTYPES = REFERENCE, COMPARED = ("float32", "bfloat16")
+NUMBERS = REFERENCE, BFLOAT16 = Numbers("float32"), Numbers("bfloat16")
 LONGEST_PROMPT = 400
 
 
@@ -38,15 +41,17 @@ def main() -> None:
     lines = options.prompts.read_text(encoding="utf-8").splitlines()[: options.rows]
     conversations = [json.loads(line)["body"]["messages"] for line in lines]
     grid = grid_of(len(lines), LONGEST_PROMPT + options.max_tokens)
-    reference, compared = (load(options.model, dtype, grid) for dtype in DTYPES)
+    both = REFERENCE, Numbers(options.dtype, options.weights, options.group)
+    reference, compared = (load(options.model, numbers, grid) for numbers in both)
     figures = compare(reference, compared, conversations, options.max_tokens)
     rows = answered(reference, conversations, options.max_tokens)
-    read = (answer_logits(options.model, dtype, rows) for dtype in DTYPES)
+    read = (answer_logits(options.model, numbers, rows) for numbers in both)
     logits, residual = zip(*read, strict=True)
     figures |= {"residual": residual[1], "answers": distributions(*logits)}
     report = {
         "command": " ".join(["python", *sys.argv]),
         "model": options.model,
+        "compared": ", ".join(map(str, both[1].to_table().values())),
         "machine": describe_machine(),
         "seconds": round(time.perf_counter() - started, 1),
         **figures,
@@ -58,13 +63,13 @@ def main() -> None:
         options.output.with_suffix(".md").write_text(table, encoding="utf-8")
 
 
-def load(model: str, dtype: str, grid: BucketGrid) -> LLM:
-    """Load the model in one dtype."""
-    return LLM(model, plan=Plan("cpu", PlannedModel(model, ""), Numbers(dtype), grid))
+def load(model: str, numbers: Numbers, grid: BucketGrid) -> LLM:
+    """Load the model with these numbers."""
+    return LLM(model, plan=Plan("cpu", PlannedModel(model, ""), numbers, grid))
 
 
 def grid_of(rows: int, longest: int) -> BucketGrid:
-    """Return the grid of both dtypes: a slot for every row, two lengths."""
+    """Return the grid of both models: a slot for every row, two lengths."""
     half = longest // 2
     return BucketGrid(
         max_length=longest,
@@ -102,12 +107,13 @@ def answered(
 
 
 def answer_logits(
-    model: str, dtype: str, rows: Sequence[tuple[list[int], list[int]]]
+    model: str, numbers: Numbers, rows: Sequence[tuple[list[int], list[int]]]
 ) -> tuple[np.ndarray, str]:
     """Return the logits `[M, V]` that predict the answers' tokens, and the residual's dtype."""
     target = find_target("cpu")
     with open_model(model) as files:
-        loaded = session.load_model(files, target, dtype)
+        rules = numbers.weight_rules
+        loaded = session.load_model(files, target, numbers.dtype, weight_rules=rules)
     operations = loaded.placement.operations("prefill", loaded.definition.config)
     longest = max(len(prompt) + len(answer) for prompt, answer in rows)
     num_answered = len(rows[0][1])
@@ -131,7 +137,10 @@ def answer_logits(
 
 
 def distributions(reference_MV: np.ndarray, compared_MV: np.ndarray) -> dict[str, Any]:
-    """Compare two models' distributions of the same tokens, and count the changed choices."""
+    """Compare two models' distributions of the same tokens, and count the changed choices.
+
+    Errors are standard errors over the tokens.
+    """
     p_MV, q_MV = (
         np.asarray(jax.nn.log_softmax(logits_MV.astype(np.float32)), np.float64)
         for logits_MV in (reference_MV, compared_MV)
@@ -143,8 +152,10 @@ def distributions(reference_MV: np.ndarray, compared_MV: np.ndarray) -> dict[str
     return {
         "tokens": len(divergence_M),
         "mean_kl": float(divergence_M.mean()),
+        "mean_kl_error": float(divergence_M.std() / math.sqrt(len(divergence_M))),
         "max_kl": float(divergence_M.max()),
         "greedy_agreement": float(1 - changes_M.mean()),
+        "greedy_agreement_error": float(changes_M.std() / math.sqrt(len(changes_M))),
         "gaps_of_changed_choices": gaps.round(4).tolist(),
     }
 
@@ -209,7 +220,7 @@ def markdown(report: dict[str, Any]) -> str:
     names = ("mean", "median", "p99", "max", "mean_signed")
     equal, answers = greedy["rows_equal_after"], report["answers"]
     lines = [
-        f"# {report['model']}: {COMPARED} against {REFERENCE}",
+        f"# {report['model']}: {report['compared']} against {REFERENCE.dtype}",
         "",
         f"{report['rows']} chat prompts ({report['prompt_tokens']} tokens), "
         f"{report['output_tokens_a_row']} greedy tokens each; {machine['processor']}, "
@@ -224,9 +235,10 @@ def markdown(report: dict[str, Any]) -> str:
         f"| {forced['best_token_agreement']:.2%} |",
         "",
         f"Over the {answers['tokens']} tokens of float32's answers, with a residual stream of "
-        f"{report['residual']}: mean Kullback-Leibler divergence {answers['mean_kl']:.5f} (largest "
-        f"{answers['max_kl']:.4f}), the same choice in {answers['greedy_agreement']:.2%}. Where it "
-        f"changes, {REFERENCE}'s best two log-probabilities differ by at most "
+        f"{report['residual']}: mean Kullback-Leibler divergence {answers['mean_kl']:.5f} ± "
+        f"{answers['mean_kl_error']:.5f} (largest {answers['max_kl']:.4f}), the same choice in "
+        f"{answers['greedy_agreement']:.2%} ± {answers['greedy_agreement_error']:.2%}. Where it "
+        f"changes, {REFERENCE.dtype}'s best two log-probabilities differ by at most "
         f"{max(answers['gaps_of_changed_choices'], default=0):.3f}.",
         "",
         "Share of rows whose greedy tokens are still equal, by number of steps:",
@@ -239,7 +251,7 @@ def markdown(report: dict[str, Any]) -> str:
     ]
     if greedy["widest_gap_at_divergence"] is not None:
         lines[-1] += (
-            f" There {REFERENCE}'s best two log-probabilities differ by "
+            f" There {REFERENCE.dtype}'s best two log-probabilities differ by "
             f"{greedy['median_gap_at_divergence']:.3f} (median) and at most "
             f"{greedy['widest_gap_at_divergence']:.3f}."
         )
@@ -268,6 +280,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--prompts", type=Path, default=PROMPTS, help="OpenAI Batch chat lines")
     parser.add_argument("--rows", type=int, default=24, help="number of prompts (24)")
     parser.add_argument("--max-tokens", type=int, default=64, help="greedy tokens of a row (64)")
+    parser.add_argument("--dtype", default=BFLOAT16.dtype, help="dtype to compare (bfloat16)")
+    parser.add_argument("--weights", default="float", help="format of weights to compare (float)")
+    parser.add_argument("--group", type=int, default=0, help="input features that share a scale")
     parser.add_argument("--output", type=Path, help="JSON file; a table (.md) is written, too")
     return parser.parse_args()
 

@@ -111,7 +111,7 @@ def _sections() -> Iterator[str]:
     yield _table([schema, *_keys(Plan, only=("target", "max_length_reason"))])
     for name, owner in (("model", PlannedModel), ("numbers", Numbers)):
         yield f"### `[{name}]`\n"
-        yield _table(_keys(owner))
+        yield _table(_keys(owner, tables=True))
     yield "### `[buckets]`\n"
     yield _table(_bucket_keys())
     yield "### `[prefixes]`\n"
@@ -200,6 +200,8 @@ def _plural(item: object) -> str:
 
 
 def _default(owner: type, field: typing.Any) -> str:
+    if field.default_factory is not MISSING and owner is Numbers:
+        return "none"
     if field.default is MISSING:
         optional = owner is Layout and field.name in ("name", "rules", "prefill", "decode")
         return "none" if optional else "required"

@@ -23,12 +23,14 @@ from noria.compile.attention_kernels import AUTO_ATTENTION, AttentionPlan
 from noria.compile.build import compile_with_text, plan_graphs
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.grids.prefix_grid import PlannedPrefix, PrefixGrid
+from noria.compile.plan import Numbers
 from noria.compile.planning.evidence import Evidence, read_evidence
 from noria.compile.planning.hardware import Hardware, UnknownHardware, hardware_of
 from noria.compile.planning.work import ONE_DEVICE, Work
 from noria.compile.programs.report import read_report
 from noria.compile.target_names import TargetName
 from noria.compile.targets import find_target
+from noria.compile.weight_rules import ALL_FLOAT, WeightRules
 from noria.modelzoo.config import DecoderConfig
 from noria.runtime import session
 from noria.runtime.checkpoint import open_model
@@ -60,6 +62,8 @@ def main() -> None:
     add("--prefill", default="512x8", help="tokens x rows")
     add("--prefix", help="groups x tokens of planned prefixes, as in 1x1024")
     add("--graphs", nargs="+", default=["decode", "prefill"])
+    add("--weights", default="float", help="format of weights: float, int8 or int4 (float)")
+    add("--group", type=int, default=0, help="input features of a weight that share a scale (all)")
     add("--json", action="store_true", help="print the whole report as JSON")
     add("--keep", type=Path, help="folder for the texts of programs")
     options = parser.parse_args()
@@ -79,7 +83,9 @@ def of_text(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
 def of_model(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
     """Compile and read the decode graph of the longest span, and the prefill graph."""
     config, layout = read_config(options.model, options.layers), options.layout
-    reader = GraphReader(config, options.target, layout, options.dtype, options.scan_layers)
+    numbers = Numbers(options.dtype, options.weights, options.group)
+    rules = numbers.weight_rules
+    reader = GraphReader(config, options.target, layout, numbers.dtype, options.scan_layers, rules)
     length, rows = map(int, options.prefill.split("x"))
     prefixes = read_prefixes(options.prefix) if options.prefix else None
     prefill, spans = ((length, rows),), tuple(options.spans)
@@ -125,12 +131,14 @@ class GraphReader:
         layout: str | None,
         dtype: str = "bfloat16",
         scan_layers: bool = False,
+        weight_rules: WeightRules = ALL_FLOAT,
     ):
         session.prepare_jax(target)
         self._name, self._target, self._dtype = TargetName.parse(target), find_target(target), dtype
         placed = Layout.from_table(read_layout_table(layout), layout) if layout else None
         self._placement = self._target.placement(placed)
-        self._definition = AbstractModel(config, self._placement.arrangement(config, scan_layers))
+        arrangement = self._placement.arrangement(config, scan_layers)
+        self._definition = AbstractModel(config, arrangement, weight_rules)
         self._work = Work(self._definition, dtype, placed or ONE_DEVICE)
         self._hardware = known(target)
 

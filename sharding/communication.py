@@ -24,7 +24,8 @@ collectives of a compiled program.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 from ..modelzoo import axes
 from ..modelzoo.config import DecoderConfig
@@ -37,7 +38,11 @@ from .projection import MeshAxes, Projection, extra_axes
 
 
 def predict_collectives(
-    config: DecoderConfig, layout: Layout, call: Call, itemsize: int
+    config: DecoderConfig,
+    layout: Layout,
+    call: Call,
+    itemsize: int,
+    element_bytes: Mapping[str, float] = MappingProxyType({}),
 ) -> list[ExpectedCollective]:
     """Predict the collectives of all layers in one call.
 
@@ -45,7 +50,9 @@ def predict_collectives(
       config: The model.
       layout: The mesh and its rules.
       call: The shape of the call.
-      itemsize: Bytes of an element of weights and activations.
+      itemsize: Bytes of an element of activations, and of weights that are not in `element_bytes`.
+      element_bytes: Average bytes of an element of a weight, scales included, by dotted path. Codes
+        and scales of a weight count as one collective.
 
     Returns:
       One entry for all collectives of the same kind, mesh axes and bytes.
@@ -53,7 +60,7 @@ def predict_collectives(
     times: Counter[tuple[str, MeshAxes, int]] = Counter()
     kinds = config.layer_kinds
     for kind, count in Counter(kinds).items():
-        shapes = LayerShapes(config, layout, call, itemsize, kinds.index(kind))
+        shapes = LayerShapes(config, layout, call, itemsize, kinds.index(kind), element_bytes)
         for collective in [*_block_collectives(shapes), *predict_attention(shapes, kind[0])]:
             key = collective.kind, collective.mesh_axes, collective.num_bytes
             times[key] += count * collective.times
@@ -88,7 +95,8 @@ def _block_collectives(shapes: LayerShapes) -> Iterator[ExpectedCollective]:
         for collective in _gathers(shapes, x, rules.dimensions(product.x), projection.gather_x):
             shared["reads", product.reads, collective] = None
         weight_split = stored.dimensions(product.weight)
-        yield from _gathers(shapes, weight, weight_split, projection.gather_weight)
+        size = shapes.element_size(product)
+        yield from _gathers(shapes, weight, weight_split, projection.gather_weight, size)
         for collective in _reductions(shapes, out, projection):
             if product.out == axes.RESIDUAL:
                 # XLA first adds the products, then sums over devices
@@ -104,13 +112,14 @@ def _gathers(
     sizes: Sequence[int],
     before: Sequence[MeshAxes],
     gathered: Sequence[MeshAxes],
+    itemsize: float | None = None,
 ) -> Iterator[ExpectedCollective]:
     """Gather an array that is split as `before`, one dimension after the other."""
     split = list(before)
     for dimension, mesh_axes in enumerate(gathered):
         if mesh_axes:
             split[dimension] = split[dimension][: -len(mesh_axes)]
-            yield from shapes.send("all-gather", mesh_axes, shapes.local(sizes, split))
+            yield from shapes.send("all-gather", mesh_axes, shapes.local(sizes, split, itemsize))
 
 
 def _reductions(
@@ -145,7 +154,8 @@ def _expert_collectives(
     for product in shapes.record.expert_products:
         sizes = [product.sizes[label] for label in product.labels[1]]
         stored, used = (r.dimensions(product.weight) for r in (shapes.layout.rules, shapes.rules))
-        yield from _gathers(shapes, sizes, stored, tuple(map(extra_axes, stored, used)))
+        gathered, size = tuple(map(extra_axes, stored, used)), shapes.element_size(product)
+        yield from _gathers(shapes, sizes, stored, gathered, size)
 
 
 def _norm_collectives(shapes: LayerShapes) -> Iterator[ExpectedCollective]:

@@ -5,8 +5,11 @@ Knows nothing of devices or graphs, so it works for meshes of any size.
 
 import math
 from bisect import bisect_right
+from collections.abc import Mapping
 
+import jax
 import jax.numpy as jnp
+from jax.dtypes import itemsize_bits
 from jax.typing import DTypeLike
 
 from ..modelzoo import axes
@@ -17,26 +20,29 @@ from .axis_rules import kv_copies
 from .layout import Layout
 
 
+def array_bytes(shape: tuple[int, ...], dtype: DTypeLike) -> int:
+    """Bytes of an array in the memory of a device, where two elements of int4 share a byte."""
+    return -(-math.prod(shape) * itemsize_bits(jnp.dtype(dtype)) // 8)
+
+
 def parameter_bytes_per_device(
     layout: Layout,
-    shapes: dict[str, tuple[int, ...]],
-    logical_axes: dict[str, Axes],
-    dtype: DTypeLike,
+    abstract: Mapping[str, jax.ShapeDtypeStruct],
+    logical_axes: Mapping[str, Axes],
 ) -> int:
     """Bytes of all parameters on one device.
 
     Args:
       layout: The mesh and its rules.
-      shapes: Whole shape of each parameter, by name.
+      abstract: Whole shape and dtype of each parameter, by name.
       logical_axes: Logical axes of each parameter, by name.
-      dtype: Stored dtype.
     """
 
-    def num_elements(name: str) -> int:
+    def num_bytes(name: str) -> int:
         split = (layout.mesh.num_shards(layout.rules[axis]) for axis in logical_axes[name] if axis)
-        return math.prod(shapes[name]) // math.prod(split)
+        return array_bytes(abstract[name].shape, abstract[name].dtype) // math.prod(split)
 
-    return sum(map(num_elements, shapes)) * jnp.dtype(dtype).itemsize
+    return sum(map(num_bytes, abstract))
 
 
 def cache_bytes_per_device(

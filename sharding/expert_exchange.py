@@ -26,6 +26,7 @@ from ..modelzoo.moe.experts import ExpertWeights
 from ..modelzoo.moe.mix import ExpertShards, Mixture, MoeOutput
 from ..modelzoo.moe.routing import Router
 from ..modelzoo.moe.use import ExpertUse
+from ..modelzoo.quantised_weight import map_arrays
 from ..modelzoo.weight_products import Axes
 from .axis_rules import AxisRules
 from .projection import MeshAxes, Projection, extra_axes, gather
@@ -140,6 +141,8 @@ class ExpertExchange:
 
 
 def _each(from_axes: Callable[[Axes], Any], weights: ExpertWeights) -> Any:
-    """Apply a function of logical axes to every weight that the model has."""
-    pairs = zip(weights, weights.axes, strict=True)
-    return ExpertWeights._make(None if x is None else from_axes(a) for x, a in pairs)
+    """Apply a function of logical axes to every array of the weights that the model has."""
+    return ExpertWeights._make(
+        None if x is None else map_arrays(lambda _, names: from_axes(names), x, logical_axes, "")
+        for x, logical_axes in zip(weights, weights.axes, strict=True)
+    )

@@ -4,8 +4,8 @@ Knows nothing of attention or programs: `communication` decides which arrays the
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from ..modelzoo import axes
@@ -39,8 +39,14 @@ class LayerShapes:
     layout: Layout
     call: Call
     itemsize: int
-    """Bytes of an element of weights and activations."""
+    """Bytes of an element of activations, and of weights without other bytes."""
     layer: int = 0
+    element_bytes: Mapping[str, float] = field(default_factory=dict)
+    """Average bytes of an element of weights that have other bytes, by dotted path."""
+
+    def element_size(self, product: WeightProduct) -> float:
+        """Average bytes of an element of the weight of a product of this layer."""
+        return self.element_bytes.get(f"layers.{self.layer}.{product.parameter}", self.itemsize)
 
     @cached_property
     def record(self) -> LayerRecord:
@@ -76,11 +82,11 @@ class LayerShapes:
         return set(self.projection(product).mesh_axes)
 
     def local(
-        self, sizes: Sequence[int], split: Sequence[MeshAxes], itemsize: int | None = None
+        self, sizes: Sequence[int], split: Sequence[MeshAxes], itemsize: float | None = None
     ) -> int:
         """Bytes on one device of an array whose dimensions are split over these mesh axes."""
         shards = math.prod(map(self.layout.mesh.num_shards, split))
-        return math.prod(sizes) * (itemsize or self.itemsize) // shards
+        return int(math.prod(sizes) * (itemsize or self.itemsize) / shards)
 
     def send(
         self, kind: str, mesh_axes: MeshAxes, num_bytes: int, times: int = 1

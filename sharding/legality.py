@@ -56,6 +56,9 @@ class ModelSizes:
     """Number of groups with slots of several lengths; None if all slots have the same length."""
     is_chunked: bool = False
     """Whether prompts are prefilled in chunks."""
+    groups: Mapping[str, tuple[int, str]] = field(default_factory=dict)
+    """The number of groups of each weight that is quantised in groups, and the logical axis of its
+    first input."""
 
 
 def check(layout: Layout, sizes: ModelSizes) -> list[str]:
@@ -329,6 +332,11 @@ def _weight_findings(layout: Layout, sizes: ModelSizes) -> Iterable[str]:
     if config.moe is None or not all(config.moe.layers):
         yield from _division(layout, rules, axes.MLP, "mlp", config.mlp)
     yield from _division(layout, rules, axes.EMBED_IN, "embed", config.embed)
+    for name, (num_groups, axis) in sizes.groups.items():
+        if axis:
+            what = f"the number of groups of {name}, which must not be on two devices,"
+            remedy = "Take a smaller numbers.group, or change the rule."
+            yield from _division(layout, rules, axis, what, num_groups, remedy)
     kinds = {tuple(sorted(filter(None, a))) for _, a in sizes.weights.values()}
     for logical_axes in sorted(kinds):
         yield from _collision(f"a weight ({', '.join(logical_axes)})", logical_axes, rules)

@@ -39,6 +39,8 @@ def arrangement_of(
         scan_layers=scan_layers,
         head_multiple=axes.LANES if platform == "tpu" else 1,
         key_blocks=CPU_BLOCKS if platform == "cpu" else (),
+        # arrays on the CPU have a byte for each int4, and executables refuse them
+        packs_codes=platform != "cpu",
     )
     if layout is None:
         return whole

@@ -18,9 +18,11 @@ Inference", section 3.2, with collectives as in their appendix A.
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain, takewhile
+from typing import Any
 
 import jax
 
+from ..modelzoo.quantised_weight import QuantisedWeight, map_arrays
 from ..modelzoo.weight_products import Axes
 from .axis_rules import AxisRules
 
@@ -105,9 +107,9 @@ class Projection:
         """Mesh axes that divide the operations of the product among devices."""
         return (*chain(*self.partial_split, *self.scatter), *self.sum_over)
 
-    def prepare(self, x: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def prepare(self, x: jax.Array, weight: Any) -> tuple[jax.Array, Any]:
         """Gather and cut both operands as this device's product needs them; inside `shard_map`."""
-        return self.prepare_x(x), gather(weight, self.gather_weight)
+        return self.prepare_x(x), map_arrays(gather, weight, self.gather_weight, shared=())
 
     def prepare_x(self, x: jax.Array) -> jax.Array:
         """Gather and cut the activations alone."""
@@ -121,6 +123,13 @@ class Projection:
         if self.sum_over:
             out = jax.lax.psum(out, self.sum_over)
         return _cut(gather(out, self.gather_out), self.cut_out)
+
+
+def weight_specs_of(
+    stored: AxisRules, weight: jax.Array | QuantisedWeight, logical_axes: Axes
+) -> Any:
+    """Partition of a stored weight, or of both arrays of a quantised one."""
+    return map_arrays(lambda _, axes: stored.spec(axes), weight, logical_axes, shared="")
 
 
 def gather(x: jax.Array, by_dimension: tuple[MeshAxes, ...]) -> jax.Array:

@@ -27,13 +27,14 @@ from ..modelzoo.moe.experts import ExpertWeights
 from ..modelzoo.moe.mix import Mixture, MoeOutput
 from ..modelzoo.moe.routing import Router
 from ..modelzoo.operations import ON_ONE_DEVICE, Operations
+from ..modelzoo.quantised_weight import QuantisedWeight, take_rows
 from ..modelzoo.segments import Segments
 from ..modelzoo.stripes import ONE_STRIPE, Stripe, Stripes
 from ..modelzoo.weight_products import Axes, Product, axes_of
 from .axis_rules import AxisRules, kv_copies
 from .cache_attention import attend_sharded_cache, attend_sharded_chunk
 from .expert_exchange import ExpertExchange
-from .projection import Projection
+from .projection import Projection, weight_specs_of
 from .ring_attention import attend_on_ring
 
 if TYPE_CHECKING:
@@ -70,29 +71,37 @@ class ShardedOperations(Operations):
 
     def project(
         self, equation: str, product: Product, x: jax.Array, weight: "Weight", x_axes: Axes = (),
-        out_axes: Axes = (),
+        out_axes: Axes = (), dtype: jax.typing.DTypeLike | None = None,
     ) -> jax.Array:  # fmt: skip
+        multiply = partial(ON_ONE_DEVICE.project, equation, product, dtype=dtype)
+        return self._project(equation, multiply, x, weight, x_axes, out_axes)
+
+    def _project(
+        self, equation: str, multiply: Callable[[jax.Array, Any], jax.Array], x: jax.Array,
+        weight: "Weight", x_axes: Axes, out_axes: Axes,
+    ) -> jax.Array:  # fmt: skip
+        """Run `multiply`, the product on one device, between the collectives of an equation."""
         weight_axes, rules = axes_of(weight), (self._rules, self._stored)
         projection = Projection.from_rules(*rules, equation, x_axes, weight_axes, out_axes)
 
-        def local(x: jax.Array, weight: jax.Array) -> jax.Array:
-            x, weight = projection.prepare(x, weight)
-            return projection.reduce(ON_ONE_DEVICE.project(equation, product, x, weight))
+        def local(x: jax.Array, weight: Any) -> jax.Array:
+            return projection.reduce(multiply(*projection.prepare(x, weight)))
 
-        specs = self._rules.spec(x_axes), self._stored.spec(weight_axes)
+        weight_specs = weight_specs_of(self._stored, weight[...], weight_axes)
+        specs = self._rules.spec(x_axes), weight_specs
         return self._map(local, specs, self._rules.spec(out_axes))(x, weight[...])
 
     def lookup(self, table: "nnx.Param", ids_BT: jax.Array, out_axes: Axes) -> jax.Array:
         shards = self._rules[axes.VOCAB]
 
-        def rows(ids_BT: jax.Array, table_VD: jax.Array) -> jax.Array:
+        def rows(ids_BT: jax.Array, table_VD: jax.Array | QuantisedWeight) -> jax.Array:
             V = table_VD.shape[0]
             local_BT = ids_BT - jax.lax.axis_index(shards) * V if shards else ids_BT
             is_here_BT = (local_BT >= 0) & (local_BT < V)
-            rows_BTD = table_VD.at[local_BT].get(mode="clip")
-            return jnp.where(is_here_BT[..., None], rows_BTD, 0)
+            return jnp.where(is_here_BT[..., None], take_rows(table_VD, local_BT), 0)
 
-        return self.project("BT,VD->BTD", rows, ids_BT, table, (axes.BATCH, axes.LENGTH), out_axes)
+        ids_axes = (axes.BATCH, axes.LENGTH)
+        return self._project("BT,VD->BTD", rows, ids_BT, table, ids_axes, out_axes)
 
     def attend(
         self, body: Callable[..., tuple[jax.Array, Any]], *, writes_cache: bool

@@ -21,7 +21,7 @@ from noria.compile.attention_kernels import AttentionPlan
 from noria.compile.compiler_options import read_options
 from noria.compile.expert_plan import ExpertPlan
 from noria.compile.grids.prefix_grid import PrefixGrid
-from noria.compile.plan import Plan
+from noria.compile.plan import Numbers, Plan
 from noria.compile.planning.hardware import read_hardware
 from noria.runtime import cli
 from noria.sharding.layout import Layout
@@ -132,6 +132,8 @@ def _read_tables(table: Mapping[str, Any]) -> None:
         AttentionPlan.from_table(table["attention"])
     elif set(table) == {"prefixes"}:
         PrefixGrid.from_table(table["prefixes"])
+    elif set(table) == {"numbers"}:
+        Numbers.from_table(table["numbers"])
     elif set(table) == {"compiler"}:
         read_options(table["compiler"])
     else:

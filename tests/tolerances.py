@@ -30,3 +30,10 @@ BFLOAT16_BEST_TOKEN_AGREEMENT = 0.95
 # Bytes of a program extrapolated from one with fewer layers: with more layers, XLA shares
 # memory and fuses a little differently at both ends.
 EXTRAPOLATED_LAYERS_RELATIVE = 0.02
+
+# Mean Kullback-Leibler divergence of the next token with int8 weights, a scale for each output
+# feature, from float32, and the share of equal greedy choices: twice the divergence of 1,024
+# tokens of the embedded model, 0.0026 with a standard error of 0.0001, and its 97.3 % less four
+# standard errors of the 128 tokens of the test.
+INT8_WEIGHTS_MEAN_KL = 0.005
+INT8_WEIGHTS_GREEDY_AGREEMENT = 0.915

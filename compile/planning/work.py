@@ -10,7 +10,6 @@ Knows nothing of hardware, seconds or grids; compiles nothing.
 """
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -105,11 +104,11 @@ class Work:
             self.layout, rules=AxisRules(heads), prefill={}, decode={}, name="heads alone"
         )
         """The layout, reduced to its split of the heads of prompts."""
-        shapes = {name: x.shape for name, x in model.abstract_parameters(dtype).items()}
         self.parameter_bytes = parameter_bytes_per_device(
-            self.layout, shapes, model.logical_axes(), dtype
+            self.layout, model.abstract_parameters(dtype), model.logical_axes()
         )
         """Bytes of the parameters on each device."""
+        self._weight_bytes = model.element_bytes(dtype)
         self._known_exchanges: dict[tuple[str, int, int, int], Part] = {}
         self._known_weights: dict[tuple[str, bool], tuple[float, float]] = {}
 
@@ -133,7 +132,7 @@ class Work:
     def needed(self, call: Call) -> NeededBytes:
         """Minimum bytes that one call moves."""
         experts = self._experts(call)
-        _, head_bytes = self._product_work(self._shapes(call), record_logits(self.config))
+        _, head_bytes = self._head_work(call)
         return NeededBytes(
             weights=self._weights_work(call, of_experts=False)[1] + head_bytes,
             experts=0.0 if experts is None else experts.bytes,
@@ -191,24 +190,32 @@ class Work:
         if (phase, of_experts) not in self._known_weights:
             flops = num_bytes = 0.0
             kinds = self.config.layer_kinds
-            for kind, count in Counter(kinds).items():
+            for kind in dict.fromkeys(kinds):
                 shapes = self._shapes(call, kinds.index(kind))
+                layers = [layer for layer, other in enumerate(kinds) if other == kind]
                 record = shapes.record
                 for product in record.expert_products if of_experts else record.products:
-                    row_flops, weight_bytes = self._product_work(shapes, product)
-                    flops, num_bytes = flops + count * row_flops, num_bytes + count * weight_bytes
+                    row_flops, num_weights = self._product_work(shapes, product)
+                    flops += len(layers) * row_flops
+                    num_bytes += num_weights * sum(
+                        self._weight_bytes[f"layers.{layer}.{product.parameter}"]
+                        for layer in layers
+                    )
             self._known_weights[phase, of_experts] = flops, num_bytes
         return self._known_weights[phase, of_experts]
 
     def _product_work(self, shapes: LayerShapes, product: WeightProduct) -> tuple[float, float]:
-        """Operations and bytes of one product; its weight may have to be gathered first."""
+        """Operations of one row, and elements of the weight that are read.
+
+        The weight may have to be gathered first.
+        """
         num_shards, size = self.layout.mesh.num_shards, product.num_weights
         used, stored = (
             num_shards(chain(*rules.dimensions(product.weight)))
             for rules in (shapes.rules, self.layout.rules)
         )
         read = size / used + (size / stored if stored > used else 0)
-        return 2 * size / num_shards(shapes.mesh_axes(product)), read * self._itemsize
+        return 2 * size / num_shards(shapes.mesh_axes(product)), read
 
     def _shapes(self, call: Call, layer: int = 0) -> LayerShapes:
         return LayerShapes(self.config, self.layout, call, self._itemsize, layer)
@@ -263,9 +270,15 @@ class Work:
 
     def _logits(self, call: Call) -> Part:
         """The product with the vocabulary, and the logits that it writes."""
-        flops, num_bytes = self._product_work(self._shapes(call), record_logits(self.config))
+        flops, num_bytes = self._head_work(call)
         logits_bytes = self._logits_bytes(call)
         return Part("logits", call.num_logits * flops, num_bytes + logits_bytes)
+
+    def _head_work(self, call: Call) -> tuple[float, float]:
+        """Operations for one row of the product with the vocabulary, and bytes of its weight."""
+        product = record_logits(self.config)
+        flops, num_weights = self._product_work(self._shapes(call), product)
+        return flops, num_weights * self._weight_bytes[product.parameter]
 
     def _logits_bytes(self, call: Call) -> float:
         """Bytes of logits that are written once and read once."""
@@ -293,7 +306,7 @@ class Work:
     def _sent(self, call: Call) -> Sent:
         num_shards = self.layout.mesh.num_shards
         collectives = communication.predict_collectives(
-            self.config, self.layout, call, self._itemsize
+            self.config, self.layout, call, self._itemsize, self._weight_bytes
         )
         return sum_by_key(
             (

@@ -163,10 +163,13 @@ def _read(program: Program, user: Instruction, position: int, whole: int) -> int
 
 
 def _read_inside(program: Program, fused: Computation, value: Instruction, whole: int) -> int:
-    """Bytes that a fusion reads of one of its parameters, or of a view of it."""
+    """Bytes that a fusion reads of one of its parameters, or of a view of it.
+
+    An inner fusion that returns its operand is a view: so the compiler writes another tiling.
+    """
     return sum(
         _read_inside(program, fused, user, whole)
-        if user.opcode in _VIEWS and not user.is_root
+        if (user.opcode in _VIEWS or position in _passed_on(user)) and not user.is_root
         else _read(program, user, position, whole)
         for user, position in _uses(fused, value)
     )

@@ -8,15 +8,17 @@ maximum load. All products of a graph have the same shape, and a sum over expert
 experts, so the bits of a token depend neither on its row nor on other tokens.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from .. import axes
+from ..quantised_weight import QuantisedWeight, float_dtype, slice_weight
 from ..weight_products import Axes, Project, einsum, gate_up_product
 from .dispatch import ExpertRows
 
@@ -61,11 +63,17 @@ class ExpertWeights(NamedTuple):
         """The weights of only the layer to use."""
         if self.layer is None:
             return self
+        select = partial(jax.lax.dynamic_index_in_dim, index=self.layer, keepdims=False)
+        gate_up, down = (jax.tree.map(select, x[...]) for x in (self.gate_up_EPDF, self.down_EFD))
+        return self._replace(gate_up_EPDF=gate_up, down_EFD=down, layer=None)
+
+    def dequantise(self) -> "ExpertWeights":
+        """The same weights as arrays, if they are quantised."""
         gate_up, down = (
-            jax.lax.dynamic_index_in_dim(x[...], self.layer, keepdims=False)
+            x.dequantise() if isinstance(x, QuantisedWeight) else x
             for x in (self.gate_up_EPDF, self.down_EFD)
         )
-        return self._replace(gate_up_EPDF=gate_up, down_EFD=down, layer=None)
+        return self._replace(gate_up_EPDF=gate_up, down_EFD=down)
 
 
 @dataclass(frozen=True)
@@ -94,7 +102,7 @@ def run_tiles(
       `out_MD` in float32.
     """
     M, F, tile = len(x_MD), weights.down_EFD.shape[-2], tiling.tile
-    piece = _piece(weights.gate_up_EPDF, tiling.piece_bytes)
+    piece = _piece(weights, tiling.piece_bytes)
     num_pieces = F // piece
     # padded, as a slice that ends past the last row would be moved to an earlier start
     token_U, weight_U = (jnp.pad(x_U, (0, tile)) for x_U in (rows.token_U, rows.weight_U))
@@ -141,7 +149,8 @@ def run_ragged(
     x_UD: jax.Array, load_E: jax.Array, weights: ExpertWeights, unit: GatedUnit, project: Project
 ) -> jax.Array:
     """Float32 outputs `y_UD` of rows without gaps, by `jax.lax.ragged_dot`: the reference."""
-    weights = weights.select_layer()
+    # an equation does not say which expert's scales belong to a row
+    weights = weights.select_layer().dequantise()
 
     def product(x: jax.Array, weight: jax.Array) -> jax.Array:
         return jax.lax.ragged_dot(x, weight, load_E, preferred_element_type=jnp.float32)
@@ -152,11 +161,12 @@ def run_ragged(
     def bias(bias_E: jax.Array) -> jax.Array:
         return jnp.repeat(bias_E, load_E, axis=0, total_repeat_length=x_UD.shape[0])
 
-    gate, up = project("UD,EPDF->PUF", gate_up, x_UD, weights.gate_up_EPDF)
+    gate, up = project("UD,EPDF->PUF", gate_up, x_UD, weights.gate_up_EPDF, dtype=jnp.float32)
     if weights.gate_up_bias_EPF is not None:
         gate = gate + bias(weights.gate_up_bias_EPF[:, 0])
         up = up + bias(weights.gate_up_bias_EPF[:, 1])
-    y_UD = project("UF,EFD->UD", product, unit(gate, up).astype(x_UD.dtype), weights.down_EFD)
+    h_UF = unit(gate, up).astype(x_UD.dtype)
+    y_UD = project("UF,EFD->UD", product, h_UF, weights.down_EFD, dtype=jnp.float32)
     return y_UD if weights.down_bias_ED is None else y_UD + bias(weights.down_bias_ED)
 
 
@@ -164,24 +174,25 @@ def _hidden(
     x_WD: jax.Array, weights: ExpertWeights, unit: GatedUnit, project: Project
 ) -> jax.Array:
     """Run the rows of a tile through one expert, or through a piece of its hidden size."""
-    gate_up = partial(gate_up_product, dtype=jnp.float32)
-    h_PWF = project("WD,PDF->PWF", gate_up, x_WD, weights.gate_up_EPDF[0])
+    gate_up_PDF = weights.gate_up_EPDF[0]
+    h_PWF = project("WD,PDF->PWF", gate_up_product, x_WD, gate_up_PDF, dtype=jnp.float32)
     if weights.gate_up_bias_EPF is not None:
         h_PWF = h_PWF + weights.gate_up_bias_EPF[0][:, None]
     h_WF = unit(h_PWF[0], h_PWF[1]).astype(x_WD.dtype)
-    return project(*einsum("WF,FD->WD", jnp.float32), h_WF, weights.down_EFD[0])
+    return project(*einsum("WF,FD->WD"), h_WF, weights.down_EFD[0], dtype=jnp.float32)
 
 
 def _cut(weights: ExpertWeights, e: jax.Array, start: jax.Array, size: int) -> ExpertWeights:
     """The weights of a piece of the hidden size of expert `e`, without the bias of `down`."""
     layer = () if weights.layer is None else (weights.layer,)
 
-    def cut(x: "Weight", axis: int, outer: tuple[jax.Array, ...] = ()) -> jax.Array:
+    def cut(x: "Weight", axis: int, outer: tuple[jax.Array, ...] = ()) -> Any:
         # one slice: with separate slices of layer and expert, XLA copies all experts of the layer
         starts = [*outer, e, *[0] * (x.ndim - len(outer) - 1)]
         sizes = [1] * len(outer) + [1, *x.shape[len(outer) + 1 :]]
         starts[axis], sizes[axis] = start, size
-        return jax.lax.dynamic_slice(x[...], starts, sizes).reshape(sizes[len(outer) :])
+        part = slice_weight(x[...], starts, sizes)
+        return jax.tree.map(lambda array: array.reshape(array.shape[len(outer) :]), part)
 
     bias_EPF = weights.gate_up_bias_EPF
     return ExpertWeights(
@@ -191,14 +202,18 @@ def _cut(weights: ExpertWeights, e: jax.Array, start: jax.Array, size: int) -> E
     )
 
 
-def _piece(gate_up_EPDF: "Weight", piece_bytes: int | None) -> int:
+def _piece(weights: ExpertWeights, piece_bytes: int | None) -> int:
     """The size of a piece: the largest divisor of F whose gate and up weights fit `piece_bytes`.
 
-    It is a multiple of `axes.LANES` if F is.
+    It is a multiple of `axes.LANES` if F is, and of the groups of `down` if it is quantised in
+    groups. Codes count as what they are converted to.
     """
+    gate_up_EPDF, down_EFD = weights.gate_up_EPDF[...], weights.down_EFD[...]
     *_, P, D, F = gate_up_EPDF.shape
     if piece_bytes is None:
         return F
     unit = axes.LANES if F % axes.LANES == 0 else 1
-    max_size = piece_bytes // (P * D * gate_up_EPDF.dtype.itemsize)
+    if isinstance(down_EFD, QuantisedWeight):
+        unit = math.lcm(unit, down_EFD.quantisation.format.group or 1)
+    max_size = piece_bytes // (P * D * float_dtype(gate_up_EPDF).itemsize)
     return max(d for d in range(unit, F + 1, unit) if F % d == 0 and (d == unit or d <= max_size))

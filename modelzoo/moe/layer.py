@@ -31,21 +31,21 @@ class SparseMlp(nnx.Module):
 
     def __init__(self, rngs: nnx.Rngs, config: DecoderConfig, moe: MoeConfig):
         D, E, F = config.embed, moe.routing.num_experts, moe.mlp
-        self.router = weight(rngs, (D, E), ("", ""), D)
+        self.router = weight(rngs, (D, E), ("", ""))
         if moe.routing.has_bias:
             self.router_bias = constant(0.0, (E,), ("",))
         if moe.routing.has_choice_bias:
             # float32: scores may differ by less than a 16-bit dtype can resolve
             self.choice_bias = constant(0.0, (E,), ("",), dtype=jnp.float32)
-        self.gate_up = weight(rngs, (E, 2, D, F), GATE_UP_AXES, D, is_sliced_once=True)
-        self.down = weight(rngs, (E, F, D), DOWN_AXES, F, is_sliced_once=True)
+        self.gate_up = weight(rngs, (E, 2, D, F), GATE_UP_AXES, inputs=(2,), is_sliced_once=True)
+        self.down = weight(rngs, (E, F, D), DOWN_AXES, inputs=(1,), is_sliced_once=True)
         if moe.has_bias:
             self.gate_up_bias = constant(0.0, (E, 2, F), GATE_UP_BIAS_AXES)
             self.down_bias = constant(0.0, (E, D), DOWN_BIAS_AXES)
         if moe.shared_mlp:
             self.shared = GatedMlp(rngs, config, moe.shared_mlp)
         if moe.has_shared_gate:
-            self.shared_gate = weight(rngs, (D,), ("",), D)
+            self.shared_gate = weight(rngs, (D,), ("",))
         self.config, self.moe = config, moe
 
     def __call__(self, x_BTD: jax.Array, operations: Operations, call: ExpertCall) -> jax.Array:
@@ -64,8 +64,9 @@ class SparseMlp(nnx.Module):
         out_BTD = self.shared(x_BTD, operations)
         if not self.moe.has_shared_gate:
             return out_BTD
-        gate, out_axes = einsum("BTD,D->BT", jnp.float32), axes.RESIDUAL[:2]
-        gate_BT = operations.project(*gate, x_BTD, self.shared_gate, axes.RESIDUAL, out_axes)
+        names = axes.RESIDUAL, axes.RESIDUAL[:2]
+        gate = einsum("BTD,D->BT")
+        gate_BT = operations.project(*gate, x_BTD, self.shared_gate, *names, jnp.float32)
         return (out_BTD * jax.nn.sigmoid(gate_BT)[..., None]).astype(out_BTD.dtype)
 
 

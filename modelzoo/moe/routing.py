@@ -47,9 +47,10 @@ def route(
       routing: The options of routing.
       project: `Operations.project` of the layout.
     """
-    _, product = einsum("...D,DE->...E", jnp.float32)
-    out_axes = (*axes.RESIDUAL[:2], "")
-    logits_BTE = project("BTD,DE->BTE", product, x_BTD, router.weight_DE, axes.RESIDUAL, out_axes)
+    _, product = einsum("...D,DE->...E")
+    names = axes.RESIDUAL, (*axes.RESIDUAL[:2], "")
+    weight_DE = router.weight_DE
+    logits_BTE = project("BTD,DE->BTE", product, x_BTD, weight_DE, *names, jnp.float32)
     logits_ME = logits_BTE.reshape(-1, routing.num_experts)
     if router.bias_E is not None:
         logits_ME = logits_ME + router.bias_E.astype(jnp.float32)[None]

@@ -193,9 +193,14 @@ class BatchModel:
         weights.start()
         warm = WarmStart(bundle, cache, plan, target, self.files, progress.note, self.peers)
         _note_plan(plan, rows, table, config, target, progress)
-        dtype, scan_layers = plan.numbers.dtype, plan.model.scan_layers
         model = session.load_model(
-            self.files, target, dtype, plan.layout, scan_layers, progress.note
+            self.files,
+            target,
+            plan.numbers.dtype,
+            plan.layout,
+            plan.model.scan_layers,
+            progress.note,
+            plan.numbers.weight_rules,
         )
         digest = weights.result()
         phases.enter("build")

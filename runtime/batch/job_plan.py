@@ -73,7 +73,7 @@ def derived_plan(
         rows: The rows that can run.
         target: The devices.
         model: The model's name and fingerprint.
-        numbers: The dtype.
+        numbers: The dtype and the format of weights.
         config: The model's configuration.
         layout: The layout; None for one device.
         overrides: Settings `a.b=value`; some of them also change the sizes that are derived.
@@ -84,10 +84,11 @@ def derived_plan(
         ValueError: A key of the overrides is unknown or its value is invalid.
     """
     # overrides of some keys change the derived sizes; later all overrides are applied
-    asked = apply_overrides({}, overrides).get("buckets", {})
+    overridden = apply_overrides({"numbers": numbers.to_table()}, overrides)
+    asked, numbers = overridden.get("buckets", {}), Numbers.from_table(overridden["numbers"])
     defaults = with_overrides(GridDefaults.for_layout(layout), asked)
     placement = target.placement(layout)
-    definition = AbstractModel(config, placement.arrangement(config))
+    definition = AbstractModel(config, placement.arrangement(config), numbers.weight_rules)
     work = Work(definition, numbers.dtype, layout, placement.cache_dtype(numbers.dtype))
     prices = GraphPrices.of_target(target.name, work, known_hardware())
     fits, reason = None, ""

@@ -5,13 +5,18 @@ Does not know about file formats or families: a `ModelSpec` maps tensors to para
 is filled, that each tensor is used once or ignored by name, and that all shapes agree. In addition
 to the returned arrays, the host holds at most a piece of one tensor and two shards: the shard that
 is being read, and the previous one, which jax releases at its next transfer. A checkpoint of noria
-is read in whole parameters, so the host holds one parameter in addition.
+is read in whole parameters, so the host holds one parameter in addition. A shard of a quantised
+weight is read in float32 and rounded to codes. It is read twice if the input features that share a
+scale are split over devices.
 """
 
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -19,20 +24,23 @@ import numpy as np
 from ...modelzoo.config import Arrangement
 from ...modelzoo.families.mapping import ParameterSource
 from ...modelzoo.layer_groups import single_layer_names
+from ...modelzoo.weight_formats import SCALES, Quantisation
 from ..errors import CheckpointMismatch
-from .tensor_source import AxisPattern, Index, Interval, TensorSource, intervals, source_of
+from .quantiser import WeightQuantiser
+from .tensor_source import AxisPattern, Box, Index, Interval, TensorSource, intervals, source_of
 
 if TYPE_CHECKING:
     import jax
 
     from ...modelzoo.families.family import ModelSpec
 
+    _Placed = tuple[jax.ShapeDtypeStruct, jax.sharding.Sharding]
+
 MAX_LISTED = 20
 PIECE_BYTES = 4 * 2**20
 """The number of bytes of a tensor that are read at once."""
 ALIGNMENT = 64
-
-Box = tuple[Interval, ...]
+NOT_QUANTISED: Mapping[str, Quantisation] = MappingProxyType({})
 
 
 @runtime_checkable
@@ -49,6 +57,7 @@ def load_params(
     tensors: TensorSource,
     abstract: "Mapping[str, jax.ShapeDtypeStruct]",
     shardings: "Mapping[str, jax.sharding.Sharding] | jax.sharding.Sharding",
+    quantisations: Mapping[str, Quantisation] = NOT_QUANTISED,
 ) -> "dict[str, jax.Array]":
     """Load all parameters, by dotted path.
 
@@ -57,6 +66,7 @@ def load_params(
       tensors: The tensors of the checkpoint.
       abstract: Shape and dtype of each parameter, by dotted path.
       shardings: One sharding for all parameters, or one for each.
+      quantisations: The quantisation of each weight in codes; its scales are another parameter.
 
     Raises:
       CheckpointMismatch: Tensors and parameters do not match; the message lists all differences.
@@ -64,21 +74,62 @@ def load_params(
     """
     if isinstance(tensors, RearrangeableSource):
         tensors = tensors.arranged(spec.arrangement)
-    check_coverage(spec, tensors, _by_single_layers(abstract))
+    scales = {path + SCALES for path in quantisations}
+    weights = {path: leaf for path, leaf in abstract.items() if path not in scales}
+    check_coverage(spec, tensors, _by_single_layers(weights))
     if not isinstance(shardings, Mapping):
         shardings = dict.fromkeys(abstract, shardings)
     if missing := abstract.keys() - shardings.keys():
         raise ValueError(f"expected a sharding for every parameter, got none for {min(missing)!r}")
     sources = {source.parameter: source for source in spec.sources}
-    return {
-        path: _load_one(
-            [sources[name] for name in single_layer_names(path)],
-            tensors,
-            abstract[path],
-            shardings[path],
-        )
-        for path in abstract
-    }
+    params = {}
+    for path, leaf in weights.items():
+        reader = _Reader([sources[name] for name in single_layer_names(path)], tensors, leaf.shape)
+        if path not in quantisations:
+            read = partial(reader.read, dtype=np.dtype(leaf.dtype))
+            params[path] = _put_on_devices(leaf, shardings[path], read)
+            continue
+        placed = [(abstract[name], shardings[name]) for name in (path, path + SCALES)]
+        params[path], params[path + SCALES] = _load_quantised(reader, quantisations[path], *placed)
+    return params
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Reads boxes of a parameter, which has one layer or several layers."""
+
+    sources: Sequence[ParameterSource]
+    tensors: TensorSource
+    shape: tuple[int, ...]
+
+    def read(self, box: Box, dtype: np.dtype) -> np.ndarray:
+        index = tuple(interval.as_slice() for interval in box)
+        if len(self.sources) == 1:
+            return read_parameter(self.sources[0], self.tensors, index, self.shape, dtype)
+        return read_layers(self.sources, self.tensors, index, self.shape, dtype)
+
+
+def _load_quantised(
+    reader: _Reader, quantisation: Quantisation, codes: "_Placed", scales: "_Placed"
+) -> "tuple[jax.Array, jax.Array]":
+    """Load the codes and the scales of a weight."""
+    (leaf, sharding), (scale_leaf, scale_sharding) = codes, scales
+    read = partial(reader.read, dtype=np.dtype(np.float32))
+    quantiser = WeightQuantiser(quantisation, leaf.shape, scale_leaf.dtype)
+    # of all devices: the scales depend on the whole weight
+    indices = sharding.devices_indices_map(leaf.shape).values()
+    boxes = {intervals(index or (), leaf.shape) for index in indices}
+    if any(map(quantiser.shares_groups, boxes)):
+        quantiser.measure((box, read(box)) for box in boxes)
+
+    def read_scales(box: Box) -> np.ndarray:
+        return quantiser.scales[tuple(interval.as_slice() for interval in box)]
+
+    def read_codes(box: Box) -> np.ndarray:
+        return quantiser.codes(box, read(box), leaf.dtype)
+
+    in_codes = _put_on_devices(leaf, sharding, read_codes)
+    return in_codes, _put_on_devices(scale_leaf, scale_sharding, read_scales)
 
 
 def _by_single_layers(
@@ -194,23 +245,6 @@ def _fill(result: np.ndarray, source: ParameterSource, tensors: TensorSource, bo
         start = stop
 
 
-def _load_one(
-    sources: Sequence[ParameterSource],
-    tensors: TensorSource,
-    abstract: "jax.ShapeDtypeStruct",
-    sharding: "jax.sharding.Sharding",
-) -> "jax.Array":
-    shape, dtype = tuple(abstract.shape), np.dtype(abstract.dtype)
-
-    def read(box: Box) -> np.ndarray:
-        index = tuple(interval.as_slice() for interval in box)
-        if len(sources) == 1:
-            return read_parameter(sources[0], tensors, index, shape, dtype)
-        return read_layers(sources, tensors, index, shape, dtype)
-
-    return _put_on_devices(shape, dtype, sharding, read)
-
-
 def _rows_by_tensor(spec: "ModelSpec") -> dict[str, list[tuple[int, float]]]:
     """The rows of each tensor, or of each of its blocks, that parts use; (0, inf) means all."""
     used: dict[str, list[tuple[int, float]]] = {}
@@ -307,14 +341,14 @@ def _concatenated(shapes: list[tuple[int, ...]], axis: int) -> object:
 
 
 def _put_on_devices(
-    shape: tuple[int, ...],
-    dtype: np.dtype,
+    leaf: "jax.ShapeDtypeStruct",
     sharding: "jax.sharding.Sharding",
     read: Callable[[Box], np.ndarray],
 ) -> "jax.Array":
     """Make an array whose boxes are read one by one, each once for all devices that hold it."""
     import jax
 
+    shape = tuple(leaf.shape)
     devices: dict[Box, list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         devices.setdefault(intervals(index or (), shape), []).append(device)
@@ -325,7 +359,7 @@ def _put_on_devices(
         return jax.block_until_ready(shards)
 
     shards = [shard for box in devices for shard in put(box)]
-    return jax.make_array_from_single_device_arrays(shape, sharding, shards, dtype=dtype)
+    return jax.make_array_from_single_device_arrays(shape, sharding, shards, dtype=leaf.dtype)
 
 
 def _aligned_zeros(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:

@@ -160,6 +160,10 @@ class Interval:
         return slice(self.start - origin, self.stop - origin)
 
 
+Box = tuple[Interval, ...]
+"""A range along each axis."""
+
+
 def intervals(index: Sequence[slice], shape: Sequence[int]) -> tuple[Interval, ...]:
     """Resolve slices of step 1 for a shape; other steps raise IndexError."""
     if len(index) != len(shape):

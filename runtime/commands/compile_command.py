@@ -105,10 +105,11 @@ def _prepared(plan: "Plan", files: "ModelFiles") -> "tuple[Target, Placement, Ab
     session.prepare_jax(plan.target)
     target = find_target(plan.target)
     session.check_model(plan, files)
-    session.check_layout(plan.layout, files, target, plan.buckets)
+    weight_rules = plan.numbers.weight_rules
+    session.check_layout(plan.layout, files, target, plan.buckets, weight_rules)
     placement = target.placement(plan.layout)
     arrangement = placement.arrangement(files.spec.config, plan.model.scan_layers)
-    return target, placement, AbstractModel(files.spec.config, arrangement)
+    return target, placement, AbstractModel(files.spec.config, arrangement, weight_rules)
 
 
 def _check_present(target: str, option: str) -> None:

@@ -41,6 +41,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add_dtype(parser)
     add(
+        "--weights",
+        choices=("float", "int8", "int4"),
+        default="float",
+        help="format of weights, numbers.weights of the plan (default: %(default)s)",
+    )
+    add(
+        "--group",
+        type=int,
+        default=0,
+        metavar="N",
+        help="input features of a weight that share a scale (default: all of an output feature)",
+    )
+    add(
         "--from-output",
         type=Path,
         metavar="OUT",

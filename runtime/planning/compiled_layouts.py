@@ -22,6 +22,7 @@ from ...compile.abstract_model import AbstractModel
 from ...compile.build import compile_with_text, plan_graphs
 from ...compile.compiled_graphs import CompiledGraphs
 from ...compile.expert_plan import LOSSLESS_EXPERTS, default_experts
+from ...compile.plan import Numbers
 from ...compile.planning.compiled_call import CompiledCall, ProgramCounts, compiled_call
 from ...compile.planning.cost import CostModel
 from ...compile.targets import find_target
@@ -85,7 +86,7 @@ class LayoutCompiler:
 
     target: str
     config: DecoderConfig
-    dtype: str
+    numbers: Numbers
     on_note: Callable[[str], None] = lambda line: None
 
     def compile_and_rank(self, planned: Sequence[PlannedLayout], count: int) -> list[PlannedLayout]:
@@ -125,10 +126,11 @@ class LayoutCompiler:
     def _read(self, layout_plan: PlannedLayout, name: str, config: DecoderConfig) -> ProgramCounts:
         target = find_target(self.target)
         placement = target.placement(layout_plan.layout)
-        definition = AbstractModel(config, placement.arrangement(config))
+        arrangement = placement.arrangement(config)
+        definition = AbstractModel(config, arrangement, self.numbers.weight_rules)
         experts = default_experts(config) or LOSSLESS_EXPERTS
         grid = layout_plan.result.best.grid
-        graphs = plan_graphs(definition, grid, placement, jnp.dtype(self.dtype), experts)
+        graphs = plan_graphs(definition, grid, placement, jnp.dtype(self.numbers.dtype), experts)
         graph = next(graph for graph in graphs if graph.name == name)
         executable, text, seconds = compile_with_text(graph)
         layers = f"{config.num_layers} of {self.config.num_layers} layers"

@@ -14,6 +14,7 @@ from ...compile.planning.candidates import Budget, CandidateGrids, ExpectedRow
 from ...compile.planning.cost import Calibration, CostModel
 from ...compile.planning.hardware import Hardware
 from ...compile.planning.work import Work
+from ...compile.weight_rules import ALL_FLOAT, WeightRules
 from ...modelzoo.config import DecoderConfig
 from ...sharding.layout import Layout
 from ...sharding.legality import ModelSizes, check
@@ -60,6 +61,7 @@ class Ranking:
     """The dimensions of the interconnect."""
     calibration: Calibration | None = None
     platform: str = "cpu"
+    weight_rules: WeightRules = ALL_FLOAT
     _definitions: dict[object, AbstractModel] = field(default_factory=dict)
 
     def rank(self, layouts: Sequence[Layout | None]) -> list[RankedLayout]:
@@ -79,7 +81,7 @@ class Ranking:
 
     @property
     def _sizes(self) -> ModelSizes:
-        return model_sizes(self.config, self.num_devices)
+        return model_sizes(self.config, self.num_devices, weight_rules=self.weight_rules)
 
     def _rate(self, layout: Layout | None) -> RankedLayout:
         if findings := self.findings(layout):
@@ -124,7 +126,8 @@ class Ranking:
         """The model, traced once for all layouts with the same arrangement of the weights."""
         arrangement = arrangement_of(layout, self.platform, self.config)
         if arrangement not in self._definitions:
-            self._definitions[arrangement] = AbstractModel(self.config, arrangement)
+            definition = AbstractModel(self.config, arrangement, self.weight_rules)
+            self._definitions[arrangement] = definition
         return self._definitions[arrangement]
 
 

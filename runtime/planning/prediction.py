@@ -20,6 +20,7 @@ from ...compile.planning.compile_time import GraphSeconds
 from ...compile.planning.cost import Calibration, CostModel
 from ...compile.planning.hardware import Hardware, hardware_of
 from ...compile.target_names import TargetName
+from ...compile.weight_rules import ALL_FLOAT
 from ...modelzoo.config import Arrangement, DecoderConfig
 from ...modelzoo.layer_groups import block_layers
 from ...sharding.layout import Layout
@@ -69,7 +70,7 @@ def predict(options: argparse.Namespace, files: ModelFiles) -> Prediction:
       ConfigError: An option or the workload cannot be used.
     """
     started = time.perf_counter()
-    config, dtype = files.spec.config, _dtype(options)
+    config, numbers = files.spec.config, _numbers(options)
     workload = read_workload(
         options.workload,
         files,
@@ -84,7 +85,7 @@ def predict(options: argparse.Namespace, files: ModelFiles) -> Prediction:
             f"tokens, prompt and output together (the model's longest sequence), got none in "
             f"{plural(workload.num_refused, 'row')}. {workload.first_error}".rstrip()
         )
-    ranking = _ranking(options, files, workload, dtype)
+    ranking = _ranking(options, files, workload, numbers)
     ranked = _rank(options, ranking)
     num_searched = max(MIN_LAYOUTS_SEARCHED, options.compile_layouts)
     fitting = [ranked_layout for ranked_layout in ranked if ranked_layout.bound is not None]
@@ -96,14 +97,14 @@ def predict(options: argparse.Namespace, files: ModelFiles) -> Prediction:
         )
     searched = _planned_layouts(options, config, workload, chosen)
     if options.compile_layouts:
-        searched = _as_compiled(options, config, dtype, searched)
+        searched = _as_compiled(options, config, numbers, searched)
     best = searched[0]
     model = PlannedModel(files.name, _fingerprint(files), options.scan_layers)
     grid = best.result.best.grid
     plan = Plan(
         options.target,
         model,
-        Numbers(dtype),
+        numbers,
         grid,
         best.layout,
         default_experts(config),
@@ -124,10 +125,13 @@ def _limit(
 
 
 def _as_compiled(
-    options: argparse.Namespace, config: DecoderConfig, dtype: str, searched: list[PlannedLayout]
+    options: argparse.Namespace,
+    config: DecoderConfig,
+    numbers: Numbers,
+    searched: list[PlannedLayout],
 ) -> list[PlannedLayout]:
     """The layouts in the order of their compiled graphs; at least one of them must run."""
-    compiler = LayoutCompiler(options.target, config, dtype, partial(note, options))
+    compiler = LayoutCompiler(options.target, config, numbers, partial(note, options))
     ordered = compiler.compile_and_rank(searched, options.compile_layouts)
     if ordered[0].problem:
         raise NoPlanFits(
@@ -150,7 +154,7 @@ def _planned_layouts(
         try:
             result = _planner(options, config, workload, ranked_layout).plan()
             devices = TargetName.parse(options.target).num_devices
-            _require(ranked_layout.layout, config, devices, result.best.grid)
+            _require(ranked_layout.layout, config, devices, result.best.grid, _numbers(options))
             assert ranked_layout.cost is not None
             planned.append(PlannedLayout(ranked_layout.layout, ranked_layout.cost, result))
         except (NoPlanFits, IllegalLayout) as error:
@@ -164,7 +168,7 @@ def _planned_layouts(
 
 
 def _ranking(
-    options: argparse.Namespace, files: ModelFiles, workload: Workload, dtype: str
+    options: argparse.Namespace, files: ModelFiles, workload: Workload, numbers: Numbers
 ) -> Ranking:
     config, hardware = files.spec.config, _hardware(options)
     target = TargetName.parse(options.target)
@@ -172,12 +176,13 @@ def _ranking(
         config,
         workload.rows,
         hardware,
-        dtype,
+        numbers.dtype,
         _budget(options, config, hardware),
         target.num_devices,
         target.torus,
-        _calibration(options, files, dtype),
+        _calibration(options, files, numbers),
         target.platform,
+        numbers.weight_rules,
     )
 
 
@@ -187,7 +192,7 @@ def _rank(options: argparse.Namespace, ranking: Ranking) -> list[RankedLayout]:
     if not layouts:
         raise ConfigError("--layout: expected at least one layout, got none.")
     if len(layouts) == 1:
-        _require(layouts[0], ranking.config, ranking.num_devices, None)
+        _require(layouts[0], ranking.config, ranking.num_devices, None, _numbers(options))
     ranked = ranking.rank(layouts)
     if len(layouts) > 1:
         for ranked_layout in ranked:
@@ -255,21 +260,33 @@ def _layouts(options: argparse.Namespace, count: int) -> list[Layout | None]:
 
 
 def _require(
-    layout: Layout | None, config: DecoderConfig, num_devices: int, grid: BucketGrid | None
+    layout: Layout | None,
+    config: DecoderConfig,
+    num_devices: int,
+    grid: BucketGrid | None,
+    numbers: Numbers,
 ) -> None:
     if layout is not None:
-        require(layout, model_sizes(config, num_devices, grid))
+        require(layout, model_sizes(config, num_devices, grid, numbers.weight_rules))
 
 
-def _dtype(options: argparse.Namespace) -> str:
-    if options.dtype != "auto":
-        return options.dtype
-    return faster_dtype(TargetName.parse(options.target).platform)
+def _numbers(options: argparse.Namespace) -> Numbers:
+    dtype = options.dtype
+    if dtype == "auto":
+        dtype = faster_dtype(TargetName.parse(options.target).platform)
+    return Numbers(dtype, options.weights, options.group)
 
 
-def _calibration(options: argparse.Namespace, files: ModelFiles, dtype: str) -> Calibration | None:
+def _calibration(
+    options: argparse.Namespace, files: ModelFiles, numbers: Numbers
+) -> Calibration | None:
     if options.calibration is None:
         return None
+    if numbers.weight_rules != ALL_FLOAT:
+        raise ConfigError(
+            f"--calibration: expected float weights, which calibrations are measured with, got "
+            f"--weights {options.weights}. Plan without it."
+        )
     with options.calibration.open(encoding="utf-8") as file:
         try:
             calibration = Calibration.from_json(json.load(file))
@@ -278,7 +295,7 @@ def _calibration(options: argparse.Namespace, files: ModelFiles, dtype: str) -> 
     hardware = _hardware(options)
     expected = {
         "model": _fingerprint(files),
-        "dtype": dtype,
+        "dtype": numbers.dtype,
         "layout": options.layout or "",
         "hardware": {"name": hardware.name, **hardware.to_table()},
     }

@@ -100,6 +100,15 @@ def test_a_wrong_key_of_schema_1_is_refused_by_name(old, new, message):
         Plan.from_table(tomllib.loads(SCHEMA_1.replace(old, new)))
 
 
+def test_formats_of_weights_survive_their_file():
+    rules = {"head.table": {"weights": "int8"}, 'a "b"': {"weights": "int4", "group": 32}}
+    plan = replace(PLAN, numbers=Numbers("bfloat16", "int4", 64, rules))
+    text = plan.to_toml()
+    assert '[numbers]\ndtype = "bfloat16"\nweights = "int4"\ngroup = 64\n' in text
+    assert Plan.from_table(tomllib.loads(text)) == plan
+    assert "weights" not in PLAN.to_toml()
+
+
 def test_options_of_the_compiler_survive_their_file_in_an_order_of_their_own():
     table = tomllib.loads(PLAN.to_toml())
     given = {"fork": {}, "decode": {"xla_b": 1e-07, "xla_a": True}, "score": {"xla_c": "d e"}}
@@ -174,7 +183,16 @@ def test_a_plan_survives_its_file(experts):
         ("schema = 2\n", "", r"missing \['schema'\]"),
         ("schema = 2", "schema = 1", r"plan of schema 1: expected none of \['numbers'\]"),
         ('dtype = "float32"', "", r"\[numbers\]: .* missing \['dtype'\]"),
-        ("[buckets]", 'weights = "int8"\n[buckets]', r"\['weights'\] are reserved, and not impl"),
+        ("[buckets]", 'cache = "int8"\n[buckets]', r"\['cache'\] are reserved, and not impl"),
+        ("[buckets]", 'weights = "int2"\n[buckets]', "weights: expected one of float, int8, int4"),
+        ("[buckets]", "group = 64\n[buckets]", "numbers.group: expected 0, as float weights"),
+        ("[buckets]", 'weights = "int4"\ngroup = 1\n[buckets]', "group: .* at least 2 .* got 1"),
+        ("[buckets]", 'rules = "int8"\n[buckets]', "numbers.rules: expected a table, got 'int8'"),
+        (
+            "[buckets]",
+            '[numbers.rules]\n"*.down" = {group = 8}\n[buckets]',
+            r"numbers.rules '\*.down': expected .* missing \['weights'\]",
+        ),
         ("[buckets]", "[adapters]\n[buckets]", r"plan: \['adapters'\] are reserved, .* Remove"),
         ('"cpu"', "8", "target: expected cpu, .* got 8"),
         ('"cpu"', '"gpus"', "target: expected cpu, .* got 'gpus'"),

@@ -23,7 +23,7 @@ def figures():
     lines = (ROOT / "benchmarks" / "workloads" / "peers64.jsonl").read_text().splitlines()
     rows = [json.loads(line)["body"]["messages"] for line in lines]
     rows = sorted(rows, key=lambda row: len(row[0]["content"]))[: GRID.decode_slots]
-    models = [compare.load("smollm2", dtype, GRID) for dtype in compare.DTYPES]
+    models = [compare.load("smollm2", numbers, GRID) for numbers in compare.NUMBERS]
     yield compare.compare(*models, rows, NUM_TOKENS)
     for model in models:
         model.close()

@@ -38,7 +38,7 @@ def test_sampling_parameters_that_would_change_an_answer_are_refused(name, value
     [
         ("trust_remote_code", True, "No code that comes with a model is run"),
         ("tensor_parallel_size", 4, "layout='weight-stationary-1d'"),
-        ("quantization", "awq", "stored"),
+        ("quantization", "awq", "numbers"),
         ("revision", "main", "hf download --revision"),
         ("tokenizer", "other", "model's folder"),
     ],

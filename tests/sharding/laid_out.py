@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from quantised import dequantised, in_codes
 from tiny import random_parameters
 from tolerances import FLOAT32_MODEL_LOGPROB
 
@@ -24,12 +25,14 @@ from noria.compile.grids.prefix_grid import PrefixGrid
 from noria.compile.prefill_steps import PrefillOutput
 from noria.compile.steps import NO_TOKEN, DecodeOutput, DecodeState
 from noria.compile.targets import find_target
+from noria.compile.weight_rules import ALL_FLOAT, WeightRules
 from noria.modelzoo import axes
 from noria.modelzoo.attention import attend_dense
 from noria.modelzoo.config import Arrangement, DecoderConfig
 from noria.modelzoo.families.registry import from_hf_config
 from noria.modelzoo.layer_groups import single_layer_names
 from noria.modelzoo.sampling import SamplingState, TokenScores
+from noria.modelzoo.weight_formats import SCALES
 from noria.runtime.devices.host_arrays import HostArrays
 from noria.runtime.engine.decode_slots import ScheduledRequest, ScheduledSequence
 from noria.runtime.engine.padding import (
@@ -247,12 +250,21 @@ def greedy_rows() -> dict[int, Row]:
 
 @lru_cache(maxsize=8)
 def expected(
-    config: DecoderConfig, rows: tuple[Row, ...] | None = None, num_tokens: int = 12
+    config: DecoderConfig,
+    rows: tuple[Row, ...] | None = None,
+    num_tokens: int = 12,
+    weight_rules: WeightRules = ALL_FLOAT,
 ) -> Expected:
-    """Compute greedy rows on one device, with a whole forward pass for each token."""
+    """Compute greedy rows on one device, with a whole forward pass for each token.
+
+    Weights in codes are dequantised first.
+    """
     rows = tuple(greedy_rows().values()) if rows is None else rows
     definition, prompts = AbstractModel(config), [row.prompt for row in rows]
     parameters = random_parameters(definition)
+    quantisations = AbstractModel(config, weight_rules=weight_rules).quantisations
+    for name, quantisation in quantisations.items():
+        parameters[name] = jnp.asarray(dequantised(np.asarray(parameters[name]), quantisation))
 
     @jax.jit
     def last_logits(parameters, tokens_RT, length_R):
@@ -325,6 +337,8 @@ class LaidOut:
     in_chunks: bool = False
     prefixes: PrefixGrid | None = None
     """The prefixes that groups of slots share."""
+    weight_rules: WeightRules = ALL_FLOAT
+    """The formats of weights; weights in codes are rounded after they are arranged."""
 
     @property
     def num_devices(self) -> int:
@@ -354,7 +368,7 @@ class LaidOut:
         if arrangement.key_blocks:
             # segments here are shorter than the blocks of a build
             arrangement = replace(arrangement, key_blocks=KEY_BLOCKS)
-        return AbstractModel(self.config, arrangement)
+        return AbstractModel(self.config, arrangement, self.weight_rules)
 
     @cached_property
     def parameters(self) -> dict[str, jax.Array]:
@@ -362,11 +376,16 @@ class LaidOut:
         weights = {name: np.asarray(x) for name, x in published.items()}
         weights = arranged(weights, self.config, self.definition.arrangement)
         shardings = self.placement.parameters(self.definition.logical_axes())
-        names = {name: single_layer_names(name) for name in shardings}
+        quantisations = self.definition.quantisations
+        scales = {name + SCALES for name in quantisations}
+        names = {name: single_layer_names(name) for name in shardings if name not in scales}
         weights = {
             name: weights[name] if layers == [name] else np.stack([weights[x] for x in layers])
             for name, layers in names.items()
         }
+        weights |= in_codes({name: weights[name] for name in quantisations}, quantisations)
+        dtypes = self.definition.abstract_parameters(jnp.float32)
+        weights = {name: x.astype(dtypes[name].dtype) for name, x in weights.items()}
         return {name: jax.device_put(x, shardings[name]) for name, x in weights.items()}
 
     @cached_property

@@ -119,12 +119,12 @@ def test_the_bytes_are_those_of_the_shards(name):
     layout = layout_of(name)
     placement = find_target("cpu:8").placement(layout)
     definition = AbstractModel(SMALL, placement.arrangement(SMALL))
-    shapes = {n: x.shape for n, x in definition.abstract_parameters(jnp.float32).items()}
+    abstract = definition.abstract_parameters(jnp.float32)
     shardings = placement.parameters(definition.logical_axes())
-    shards = {name: shardings[name].shard_shape(shape) for name, shape in shapes.items()}
+    shards = {name: shardings[name].shard_shape(leaf.shape) for name, leaf in abstract.items()}
     expected = sum(jnp.zeros(shard).nbytes for shard in shards.values())
     logical_axes = definition.logical_axes()
-    assert parameter_bytes_per_device(layout, shapes, logical_axes, jnp.float32) == expected
+    assert parameter_bytes_per_device(layout, abstract, logical_axes) == expected
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,19 @@ def test_a_wrapped_operation_counts_once_though_three_instructions_name_it():
     assert moved(*lines, called=wrapped) == WHOLE
 
 
+def test_a_slice_of_what_an_inner_fusion_returns_as_it_is_reads_the_slice():
+    inner = computation("%inner", f"%x = {HBM} parameter(0)", f"ROOT %y = {HBM} copy(%x)")
+    outer = computation(
+        "%outer",
+        f"%x = {HBM} parameter(0)",
+        f"%j = {INDEX} parameter(1)",
+        f"%v = {HBM} fusion(%x), calls=%inner, output_to_operand_aliasing={{{{}}: (0, {{}})}}",
+        f"ROOT %y = {ROW} dynamic-slice(%v, %j, %j)",
+    )
+    fusion = f"ROOT %f = {ROW} fusion(%p, %i), calls=%outer"
+    assert moved(fusion, called=inner + outer) == 2 * OF_ROW
+
+
 @pytest.mark.parametrize(
     ("inside", "result", "expected"),
     [

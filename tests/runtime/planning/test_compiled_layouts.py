@@ -10,6 +10,7 @@ from tolerances import EXTRAPOLATED_LAYERS_RELATIVE
 
 from noria.compile.grids.default_grid import RowShape
 from noria.compile.grids.grid_defaults import GridDefaults
+from noria.compile.plan import Numbers
 from noria.compile.planning.candidates import Budget, ExpectedRow
 from noria.compile.planning.compiled_call import CompiledCall
 from noria.compile.planning.hardware import Hardware
@@ -21,7 +22,7 @@ from noria.runtime.planning.report import _searched
 from noria.runtime.planning.summary import _compiled_layout_lines
 
 HARDWARE = Hardware("mine", "made up", {"float32": 1e9}, 1e9, 1e8, 1e7, [])
-COMPILER = LayoutCompiler("cpu:2", SPARSE, "float32")
+COMPILER = LayoutCompiler("cpu:2", SPARSE, Numbers("float32"))
 ROWS = [ExpectedRow(RowShape(length, 8, 1), 8) for length in (8, 16, 24, 40)]
 
 

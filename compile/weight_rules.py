@@ -1,0 +1,103 @@
+"""The formats of a model's weights: one for all, and rules for parameters by path.
+
+The last rule whose pattern matches a parameter decides. Some parameters are not quantised unless a
+rule of the plan says so. Knows nothing of arrays.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from ..modelzoo.layer_groups import single_layer_names
+from ..modelzoo.weight_formats import Quantisation, WeightFormat
+
+FLOAT = "float"
+FLOAT_BY_DEFAULT = ("embedding.table", "head.table", "*.router", "*.shared_gate")
+"""Patterns of weights that stay in float unless a rule names them.
+
+The table of embeddings is read by rows, so it costs no bytes. Errors of the head change the choice
+of the next token directly. Routers and gates are small, and a small error may choose other experts.
+Norms and biases are no weights of products, and are never quantised.
+"""
+Rule = tuple[str, WeightFormat | None]
+"""A pattern of parameter paths, and the format of what it matches; None for float."""
+
+
+@dataclass(frozen=True)
+class WeightRules:
+    """The format of every weight of a model."""
+
+    default: WeightFormat | None = None
+    """The format of weights that no rule matches; None for float."""
+    rules: tuple[Rule, ...] = ()
+    """The rules of the plan."""
+
+    def quantisations(
+        self, weights: Mapping[str, tuple[tuple[int, ...], tuple[int, ...] | None]]
+    ) -> dict[str, Quantisation]:
+        """The quantisation of each quantised weight.
+
+        Args:
+          weights: The shape and the inputs of each parameter; the inputs are None for parameters
+            that are no weights of products, such as norms.
+
+        Raises:
+          ValueError: A rule matches nothing, or a weight cannot have its format.
+        """
+        names = [name for parameter in weights for name in single_layer_names(parameter)]
+        for pattern, _ in self.rules:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise ValueError(
+                    f"numbers.rules {pattern!r}: expected a pattern of parameter paths such as "
+                    f"'layers.*.mlp.down', got one that matches no parameter of the model. "
+                    f"Change or remove it."
+                )
+        found = {}
+        for parameter, (shape, inputs) in weights.items():
+            weight_format = self._of(parameter, is_weight=inputs is not None)
+            if weight_format is not None:
+                assert inputs is not None, "only weights are quantised"
+                found[parameter] = Quantisation(weight_format, inputs)
+                _check_groups(parameter, found[parameter], shape)
+        return found
+
+    def _of(self, parameter: str, *, is_weight: bool) -> WeightFormat | None:
+        """The format of a parameter, which may be that of several layers."""
+        formats = {self._of_layer(name, is_weight) for name in single_layer_names(parameter)}
+        if len(formats) > 1:
+            raise ValueError(
+                f"numbers.rules: with model.scan_layers, expected one format for {parameter}, got "
+                f"{' and '.join(sorted(str(x or FLOAT) for x in formats))}. Write rules that hold "
+                f"for all of these layers, or do not scan layers."
+            )
+        return formats.pop()
+
+    def _of_layer(self, name: str, is_weight: bool) -> WeightFormat | None:
+        matching = [rule for rule in self.rules if fnmatchcase(name, rule[0])]
+        if matching:
+            pattern, weight_format = matching[-1]
+            if weight_format is not None and not is_weight:
+                raise ValueError(
+                    f"numbers.rules {pattern!r}: expected to match weights of products, got "
+                    f"{name}, which is always float. Write a narrower pattern."
+                )
+            return weight_format
+        is_float = not is_weight or _matches(name, FLOAT_BY_DEFAULT)
+        return None if is_float else self.default
+
+
+ALL_FLOAT = WeightRules()
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _check_groups(parameter: str, quantisation: Quantisation, shape: tuple[int, ...]) -> None:
+    """Check that a weight has whole groups."""
+    group, num_inputs = quantisation.format.group, quantisation.num_inputs(shape)
+    if group and num_inputs % group:
+        raise ValueError(
+            f"numbers.group: expected a divisor of the {num_inputs} input features of {parameter}, "
+            f"got {group}. Take another group, or write a rule for this parameter."
+        )

@@ -1,0 +1,191 @@
+"""Weights as integer codes with scales, and the products of activations with them.
+
+A product converts the codes alone, and applies the scales to its result or to its activations. XLA
+for TPU converts codes within the product, but would write a dequantised weight to memory first. XLA
+for CPU writes converted codes, too, and its products of small groups are slow. So there a weight in
+groups is dequantised before its product.
+
+`weight_formats` describes groups and scales. Knows nothing of layouts or files, and does not choose
+codes.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from .weight_formats import Quantisation
+
+_Value = TypeVar("_Value")
+
+_GROUP, _MEMBER = "g", "k"
+"""The dimension letters of the groups of a weight, and of the input features of a group."""
+_LEADING = "abcd"
+"""Dimension letters of leading axes that an equation leaves out."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class QuantisedWeight:
+    """A weight in codes, or a part of one."""
+
+    codes: jax.Array
+    """Integers, with the axes of the weight."""
+    scales: jax.Array
+    """The factors of the codes, in the dtype of weights that are not quantised."""
+    quantisation: Quantisation = field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the weight."""
+        return self.codes.shape
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes of the weight."""
+        return self.codes.ndim
+
+    @property
+    def num_groups(self) -> int:
+        """The number of groups; 1 if all input features share a scale."""
+        return self.scales.shape[self.quantisation.inputs[-1]]
+
+    def __getitem__(self, index: Any) -> "QuantisedWeight":
+        """The weight itself at `...`, or a part at an index of axes before the inputs."""
+        return self if index is ... else jax.tree.map(lambda x: x[index], self)
+
+    def grouped_codes(self) -> jax.Array:
+        """The codes, with groups and their members as two axes in place of the inputs."""
+        shape = self.quantisation.replace_inputs(self.shape, self.num_groups, -1)
+        return self.codes.reshape(shape)
+
+    def dequantise(self) -> jax.Array:
+        """The weight as an array in the dtype of the scales."""
+        scales = jnp.expand_dims(self.scales, self.quantisation.inputs[-1])
+        return (self.grouped_codes().astype(scales.dtype) * scales).reshape(self.shape)
+
+
+def map_arrays(
+    function: Callable[[Any, tuple[_Value, ...]], Any],
+    weight: Any,
+    of_axes: tuple[_Value, ...],
+    shared: _Value,
+) -> Any:
+    """Apply a function to the array of a weight, or to both arrays of a quantised weight.
+
+    Args:
+      function: A function of an array and of one value for each of its axes.
+      weight: The weight.
+      of_axes: The values of the axes of the weight.
+      shared: See `Quantisation.of_scales`.
+    """
+    if not isinstance(weight, QuantisedWeight):
+        return function(weight, of_axes)
+    of_scales = weight.quantisation.of_scales(of_axes, shared)
+    codes, scales = function(weight.codes, of_axes), function(weight.scales, of_scales)
+    return replace(weight, codes=codes, scales=scales)
+
+
+def take_rows(table: jax.Array | QuantisedWeight, ids: jax.Array) -> jax.Array:
+    """Rows of a table whose last axis is its inputs; an id out of range is clipped."""
+    rows = jax.tree.map(lambda x: x.at[ids].get(mode="clip"), table)
+    return rows.dequantise() if isinstance(rows, QuantisedWeight) else rows
+
+
+def float_dtype(weight: jax.Array | QuantisedWeight) -> jnp.dtype:
+    """The dtype of a weight, or that of its scales."""
+    return weight.scales.dtype if isinstance(weight, QuantisedWeight) else weight.dtype
+
+
+def slice_weight(weight: jax.Array | QuantisedWeight, starts: list[Any], sizes: list[int]) -> Any:
+    """A slice of a weight by `dynamic_slice`, with whole groups of its only input axis."""
+    if not isinstance(weight, QuantisedWeight):
+        return jax.lax.dynamic_slice(weight, starts, sizes)
+    quantisation, ranges = weight.quantisation, tuple(zip(starts, sizes, strict=True))
+    (axis,), groups = quantisation.inputs, (0, 1)
+    if group := quantisation.format.group:
+        groups = starts[axis] // group, sizes[axis] // group
+    codes, scales = (
+        jax.lax.dynamic_slice(array, *zip(*of_axes, strict=True))
+        for array, of_axes in (
+            (weight.codes, ranges),
+            (weight.scales, quantisation.replace_inputs(ranges, groups)),
+        )
+    )
+    return replace(weight, codes=codes, scales=scales)
+
+
+def multiply_codes(
+    equation: str,
+    product: Callable[[jax.Array, jax.Array], jax.Array],
+    x: jax.Array,
+    weight: QuantisedWeight,
+) -> jax.Array:
+    """Multiply activations with a quantised weight.
+
+    Args:
+      equation: The einsum of activations and weight.
+      product: Its function of activations and codes, used if there are no groups.
+      x: Activations; they may have more leading axes than the equation.
+      weight: The weight.
+
+    Returns:
+      The product in float32.
+    """
+    operands, out_labels = equation.split("->")
+    x_labels, labels = operands.split(",")
+    leading = _LEADING[: x.ndim - len(x_labels)]
+    x_labels, out_labels = leading + x_labels, leading + out_labels
+    if weight.num_groups > 1:
+        by_group = partial(_multiply_groups, x_labels, labels, out_labels)
+        return jax.lax.platform_dependent(
+            x, weight, cpu=lambda x, weight: product(x, weight.dequantise()), default=by_group
+        )
+    codes = weight.codes.astype(x.dtype)
+    labels = "".join(weight.quantisation.replace_inputs(tuple(labels)))
+    scales = weight.scales.squeeze(weight.quantisation.inputs[-1])
+    if set(labels) <= set(out_labels):
+        return product(x, codes) * _align(scales, labels, out_labels)
+    # the product sums over an axis of the scales, so they multiply the activations
+    return product((x * _align(scales, labels, x_labels)).astype(x.dtype), codes)
+
+
+def _multiply_groups(
+    x_labels: str, labels: str, out_labels: str, x: jax.Array, weight: QuantisedWeight
+) -> jax.Array:
+    """Multiply activations with a weight in groups, as a batch of products: one for each group."""
+    quantisation, codes = weight.quantisation, weight.grouped_codes().astype(x.dtype)
+    inputs = "".join(labels[axis] for axis in quantisation.inputs)
+    members, scale_labels = (
+        "".join(quantisation.replace_inputs(tuple(labels), *new))
+        for new in ((_GROUP, _MEMBER), (_GROUP,))
+    )
+    if inputs in x_labels:
+        start = x_labels.index(inputs)
+        shape = x.shape[:start], x.shape[start + len(inputs) :]
+        x = x.reshape(*shape[0], *codes.shape[members.index(_GROUP) :][:2], *shape[1])
+        x_labels, out_labels = x_labels.replace(inputs, _GROUP + _MEMBER), _GROUP + out_labels
+        out = _einsum(f"{x_labels},{members}->{out_labels}", x, codes)
+        return (out * _align(weight.scales, scale_labels, out_labels)).sum(axis=0)
+    # the inputs are output features of this product, so the scales multiply the activations
+    x_labels, grouped_out = x_labels + _GROUP, out_labels.replace(inputs, _GROUP + _MEMBER)
+    x = (x[..., None] * _align(weight.scales, scale_labels, x_labels)).astype(x.dtype)
+    out = _einsum(f"{x_labels},{members}->{grouped_out}", x, codes)
+    start = out_labels.index(inputs)
+    sizes = [weight.shape[axis] for axis in quantisation.inputs]
+    return out.reshape(*out.shape[:start], *sizes, *out.shape[start + 2 :])
+
+
+def _einsum(equation: str, x: jax.Array, codes: jax.Array) -> jax.Array:
+    return jnp.einsum(equation, x, codes, preferred_element_type=jnp.float32)
+
+
+def _align(scales: jax.Array, labels: str, of_array: str) -> jax.Array:
+    """Float32 scales in the order of an array's axes, with axes of size one for all other axes."""
+    order = sorted(range(len(labels)), key=lambda axis: of_array.index(labels[axis]))
+    sizes = dict(zip(labels, scales.shape, strict=True))
+    shape = [sizes.get(label, 1) for label in of_array]
+    return scales.astype(jnp.float32).transpose(order).reshape(shape)

@@ -1,0 +1,119 @@
+"""Round the parts of weights to codes while they load.
+
+Symmetric rounding to nearest, without calibration: the scale of a group is its largest magnitude
+over the largest code, rounded to the dtype of scales. A code is the value over the rounded scale.
+
+Knows nothing of files or devices.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ...modelzoo.weight_formats import CODE_BITS, Quantisation
+from .tensor_source import Box, Interval
+
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike
+
+_PIECE = 2**20
+"""The number of values that are rounded at once."""
+
+
+class WeightQuantiser:
+    """Rounds one weight to codes, box by box, and holds its scales."""
+
+    def __init__(self, quantisation: Quantisation, shape: tuple[int, ...], dtype: "DTypeLike"):
+        """Create a quantiser of a weight of this shape, with scales of this dtype."""
+        self._quantisation, self._shape = quantisation, shape
+        self._is_measured = False
+        self.scales = np.ones(quantisation.scale_shape(shape), dtype)
+        """The scales, filled by `measure`, or for the boxes that `codes` has rounded."""
+
+    def shares_groups(self, box: Box) -> bool:
+        """Whether a box has only a part of the input features of a group."""
+        sizes = tuple(map(len, box))
+        is_part = self._quantisation.num_inputs(sizes) < self._quantisation.num_inputs(self._shape)
+        return is_part and not self._quantisation.format.group
+
+    def measure(self, boxes: Iterable[tuple[Box, np.ndarray]]) -> None:
+        """Compute the scales from boxes that together have the whole weight."""
+        largest = np.zeros(self.scales.shape, np.float32)
+        for box, weight in boxes:
+            index = self._scale_index(box)
+            largest[index] = np.maximum(largest[index], magnitudes(weight, self._quantisation))
+        self.scales = scales_of(largest, self._quantisation, self.scales.dtype)
+        self._is_measured = True
+
+    def codes(self, box: Box, weight: np.ndarray, dtype: "DTypeLike") -> np.ndarray:
+        """The codes of a box in an integer dtype; without `measure`, it must have whole groups."""
+        index, quantisation = self._scale_index(box), self._quantisation
+        if not self._is_measured:
+            largest = magnitudes(weight, quantisation)
+            self.scales[index] = scales_of(largest, quantisation, self.scales.dtype)
+        return codes_of(weight, self.scales[index], quantisation, dtype)
+
+    def _scale_index(self, box: Box) -> tuple[slice, ...]:
+        """The index of the scales of a box."""
+        quantisation, groups = self._quantisation, Interval(0, 1)
+        if group := quantisation.format.group:
+            first = quantisation.inputs[0]
+            # the features of an index of the first input axis; the other input axes are whole
+            features = quantisation.num_inputs(self._shape) // self._shape[first]
+            start, stop = (end * features for end in (box[first].start, box[first].stop))
+            assert not start % group and not stop % group, "a group is on one device"
+            groups = Interval(start // group, stop // group)
+        of_scales = quantisation.replace_inputs(box, groups)
+        return tuple(interval.as_slice() for interval in of_scales)
+
+
+def largest_code(quantisation: Quantisation) -> int:
+    """The largest code; the smallest one is its negative."""
+    return 2 ** (CODE_BITS[quantisation.format.codes] - 1) - 1
+
+
+def magnitudes(weight: np.ndarray, quantisation: Quantisation) -> np.ndarray:
+    """The largest magnitude of each group of a part of a weight, in the shape of its scales."""
+    shape = quantisation.scale_shape(weight.shape)
+    grouped = _grouped(weight, quantisation, shape)
+    return np.maximum(grouped.max(axis=2), -grouped.min(axis=2)).reshape(shape)
+
+
+def scales_of(magnitudes: np.ndarray, quantisation: Quantisation, dtype: "DTypeLike") -> np.ndarray:
+    """The scales of groups with these magnitudes; 1 for a group of zeros."""
+    scales = (magnitudes / largest_code(quantisation)).astype(dtype)
+    scales[scales == 0] = 1
+    return scales
+
+
+def codes_of(
+    weight: np.ndarray, scales: np.ndarray, quantisation: Quantisation, dtype: "DTypeLike"
+) -> np.ndarray:
+    """The codes of a part of a weight in an integer dtype, given its scales."""
+    largest = largest_code(quantisation)
+    grouped = _grouped(weight, quantisation, scales.shape)
+    members, features = grouped.shape[2:]
+    grouped = grouped.reshape(-1, members, features)
+    by_group = scales.reshape(-1, 1, features).astype(np.float32)
+    codes = np.empty(grouped.shape, dtype)
+    # pieces, as all of the weight would need another array of its size
+    groups_step = max(1, _PIECE // (members * features))
+    members_step = max(1, _PIECE // features)
+    for first in range(0, len(grouped), groups_step):
+        groups = slice(first, first + groups_step)
+        for start in range(0, members, members_step):
+            part = groups, slice(start, start + members_step)
+            rounded = grouped[part] / by_group[groups]
+            codes[part] = np.clip(np.rint(rounded, out=rounded), -largest, largest, out=rounded)
+    return codes.reshape(weight.shape)
+
+
+def _grouped(
+    weight: np.ndarray, quantisation: Quantisation, scale_shape: tuple[int, ...]
+) -> np.ndarray:
+    """A part of a weight as four axes: outer features, groups, members of a group, features."""
+    axis = len(scale_shape) + quantisation.inputs[-1]
+    outer, features = math.prod(scale_shape[:axis]), math.prod(scale_shape[axis + 1 :])
+    return weight.reshape(outer, scale_shape[axis], -1, features)

@@ -1,0 +1,84 @@
+"""Rules that choose the format of each weight, and what they refuse."""
+
+from dataclasses import replace
+
+import pytest
+from tiny import CONFIG
+
+from noria.compile.abstract_model import AbstractModel
+from noria.compile.planning.work import Work
+from noria.compile.weight_rules import WeightRules
+from noria.modelzoo.config import AS_PUBLISHED
+from noria.modelzoo.weight_formats import SCALES, WeightFormat
+from noria.sharding.call import Call
+
+INT8, INT4 = WeightFormat("int8"), WeightFormat("int4", 8)
+SCANNED = replace(AS_PUBLISHED, scan_layers=True)
+ALIKE = replace(CONFIG, windows=(None,) * 3)
+"""A model whose layers run in one loop."""
+
+
+def formats(rules: WeightRules, arrangement=AS_PUBLISHED) -> dict[str, WeightFormat]:
+    found = AbstractModel(ALIKE, arrangement, rules).quantisations
+    return {name: quantisation.format for name, quantisation in found.items()}
+
+
+def test_products_of_layers_are_quantised_and_the_head_norms_and_biases_are_not():
+    weights = ("attention.qkv", "attention.output", "mlp.gate_up", "mlp.down")
+    layers = range(CONFIG.num_layers)
+    expected = {f"layers.{i}.{weight}": INT8 for i in layers for weight in weights}
+    assert formats(WeightRules(INT8)) == expected
+    assert not formats(WeightRules())
+
+
+def test_the_last_rule_that_matches_decides():
+    rules = (("layers.1.*.qkv", None), ("*.mlp.*", INT4), ("layers.0.mlp.down", None))
+    found = formats(WeightRules(INT8, (*rules, ("embedding.table", INT8))))
+    assert found["layers.0.attention.qkv"] == INT8 and found["layers.0.mlp.gate_up"] == INT4
+    assert found["embedding.table"] == INT8
+    assert not {"layers.1.attention.qkv", "layers.0.mlp.down"} & set(found)
+
+
+@pytest.mark.parametrize(
+    ("rules", "arrangement", "message"),
+    [
+        ((("layers.*.mlp.dwon", None),), AS_PUBLISHED, "'layers.*.mlp.dwon': .* matches no param"),
+        ((("layers.0.*", INT8),), AS_PUBLISHED, "weights of products, got layers.0.attention_norm"),
+        ((("layers.0.mlp.down", None),), SCANNED, "layers.0:3.mlp.down, got float and int8"),
+        ((("*.down", WeightFormat("int4", 16)),), AS_PUBLISHED, "divisor of the 40 .*, got 16"),
+    ],
+)
+def test_a_rule_that_cannot_be_followed_is_refused_by_name(rules, arrangement, message):
+    with pytest.raises(ValueError, match=f"numbers.*{message}"):
+        formats(WeightRules(INT8, rules), arrangement)
+
+
+def test_scales_are_parameters_of_their_own():
+    model = AbstractModel(ALIKE, SCANNED, WeightRules(INT4))
+    abstract, axes = model.abstract_parameters("bfloat16"), model.logical_axes()
+    down = "layers.0:3.mlp.down"
+    assert (abstract[down].shape, abstract[down].dtype) == ((3, 40, 24), "int4")
+    assert (abstract[down + SCALES].shape, axes[down + SCALES]) == ((3, 5, 24), axes[down])
+    whole = AbstractModel(ALIKE, SCANNED, WeightRules(INT8))
+    assert whole.abstract_parameters("bfloat16")[down + SCALES].shape == (3, 1, 24)
+    assert whole.logical_axes()[down + SCALES] == ("", "", "embed_in")
+
+
+@pytest.mark.parametrize(
+    ("form", "bits"),
+    [(None, 16), (INT8, 8 + 16 / 24), (INT4, 4 + 16 / 8), (WeightFormat("int8", 8), 8 + 2)],
+    ids=str,
+)
+def test_the_bytes_that_decode_needs_are_those_of_codes_and_scales(form, bits):
+    """Without groups, the scales are counted in the average of each weight."""
+    narrow, wide = (
+        Work(AbstractModel(CONFIG, weight_rules=WeightRules(x)), "bfloat16") for x in (form, None)
+    )
+    call = Call.of_step(4, 32)
+    D, F, heads = CONFIG.embed, CONFIG.mlp, CONFIG.num_query_heads * CONFIG.head_dim
+    qkv = D * (heads + 2 * CONFIG.num_kv_heads * CONFIG.head_dim)
+    elements = CONFIG.num_layers * (qkv + heads * D + 3 * D * F)
+    saved = wide.needed(call).weights - narrow.needed(call).weights
+    assert saved == pytest.approx(elements * (16 - bits) / 8, rel=0.02)
+    parameters = wide.parameter_bytes - narrow.parameter_bytes
+    assert parameters == pytest.approx(saved)

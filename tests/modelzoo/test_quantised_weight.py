@@ -1,0 +1,85 @@
+"""Products of quantised weights equal products of the values of their codes and scales."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from quantised import dequantised, quantise
+from tolerances import FLOAT32_ELEMENTWISE
+
+from noria.modelzoo.quantised_weight import QuantisedWeight, slice_weight, take_rows
+from noria.modelzoo.weight_formats import Quantisation, WeightFormat
+from noria.modelzoo.weight_products import einsum, gate_up_product, multiply
+
+RNG = np.random.default_rng(0)
+FORMATS = [WeightFormat("int8"), WeightFormat("int8", 4), WeightFormat("int4", 8)]
+PRODUCTS = [
+    (*einsum("BTF,FD->BTD"), (3, 5, 16), (16, 24), (-2,)),
+    (*einsum("BTD,DKJH->BTKJH"), (3, 1, 16), (16, 2, 4, 8), (-4,)),
+    (*einsum("BTKGH,KGHD->BTD"), (3, 2, 2, 3, 8), (2, 3, 8, 12), (-4, -3, -2)),
+    ("BTD,PDF->PBTF", gate_up_product, (3, 5, 16), (2, 16, 24), (-2,)),
+    ("BD,VD->BV", einsum("...D,VD->...V")[1], (3, 5, 16), (31, 16), (-1,)),
+    (*einsum("BTI,NHI->BTNH"), (3, 5, 16), (4, 6, 16), (-1,)),
+    (*einsum("BTNH,NHI->BTNI"), (3, 5, 4, 6), (4, 6, 16), (-1,)),
+    (*einsum("BTD,D->BT"), (3, 5, 16), (16,), (-1,)),
+]
+"""Equation, product, shape of the activations and of the weight, and inputs."""
+
+
+def weight_of(shape: tuple[int, ...], inputs: tuple[int, ...], form: WeightFormat):
+    """Return a random quantised weight, and its values."""
+    quantisation = Quantisation(form, inputs)
+    weight = RNG.normal(size=shape).astype(np.float32)
+    codes, scales = map(jnp.asarray, quantise(weight, quantisation))
+    assert scales.shape == quantisation.scale_shape(shape)
+    return QuantisedWeight(codes, scales, quantisation), dequantised(weight, quantisation)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "default"])
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+@pytest.mark.parametrize("case", PRODUCTS, ids=lambda case: case[0])
+def test_a_product_with_codes_is_that_with_their_values(case, form, platform, monkeypatch):
+    """The form for other platforms runs on the CPU, too."""
+
+    def chosen(*operands, **forms):
+        return forms[platform](*operands)
+
+    monkeypatch.setattr(jax.lax, "platform_dependent", chosen)
+    equation, product, x_shape, shape, inputs = case
+    x = jnp.asarray(RNG.normal(size=x_shape).astype(np.float32))
+    weight, values = weight_of(shape, inputs, form)
+    got, wanted = multiply(equation, product, x, weight), product(x, jnp.asarray(values))
+    np.testing.assert_allclose(got, wanted, rtol=0, atol=FLOAT32_ELEMENTWISE * 4)
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+def test_the_values_of_codes_are_exact(form):
+    weight, values = weight_of((2, 3, 8, 12), (-4, -3, -2), form)
+    np.testing.assert_array_equal(weight.dequantise(), values)
+    table, values = weight_of((31, 16), (-1,), form)
+    np.testing.assert_array_equal(
+        take_rows(table, jnp.array([[4, 0], [30, 99]])), values[[[4, 0], [30, 30]]]
+    )
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+def test_a_slice_has_its_own_scales(form):
+    weight, values = weight_of((3, 16, 12), (-2,), form)
+    got = slice_weight(weight, [jnp.int32(1), jnp.int32(8), 0], [1, 8, 12])
+    np.testing.assert_array_equal(got.dequantise(), values[1:2, 8:])
+    np.testing.assert_array_equal(weight[2].dequantise(), values[2])
+
+
+def test_products_of_bfloat16_are_rounded_once():
+    """Scales multiply the float32 sums, so the result is the nearest bfloat16 of the exact one."""
+    weight, values = weight_of((16, 24), (-2,), WeightFormat("int8"))
+    x = jnp.asarray(RNG.normal(size=(3, 16)), jnp.bfloat16)
+    got = multiply(*einsum("BF,FD->BD"), x, weight)
+    exact = np.asarray(x, np.float64) @ values.astype(np.float64)
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(got, jnp.asarray(exact.astype(np.float32)).astype(jnp.bfloat16))
+
+
+def test_weights_are_pytrees_of_codes_and_scales():
+    weight, _ = weight_of((16, 24), (-2,), WeightFormat("int8"))
+    assert [leaf.shape for leaf in jax.tree.leaves(weight)] == [(16, 24), (1, 24)]

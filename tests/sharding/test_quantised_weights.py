@@ -1,0 +1,111 @@
+"""Models with weights in codes give the answer of their dequantised weights, under all layouts.
+
+The reference has float weights with the values of codes times scales, on one device.
+"""
+
+from itertools import product
+
+import pytest
+from laid_out import LAYOUTS, LaidOut, config_of, expected, greedy_rows, layout_of
+
+from noria.compile.abstract_model import AbstractModel, model_sizes
+from noria.compile.weight_rules import WeightRules
+from noria.modelzoo.weight_formats import WeightFormat
+from noria.sharding.call import Call
+from noria.sharding.communication import predict_collectives
+from noria.sharding.legality import check
+
+INT8 = WeightFormat("int8")
+EVERYTHING = ("*.table", "*.router", "*.shared_gate")
+"""Patterns of weights that are float by default."""
+ON_ONE_DEVICE = (
+    ("llama", INT8),
+    ("gemma3_text", WeightFormat("int4", group=8)),
+    ("qwen2_moe", WeightFormat("int4", group=8)),
+    ("deepseek_v3", INT8),
+    ("deepseek_v3", WeightFormat("int4", group=2)),
+    ("cohere", WeightFormat("int8", group=24)),
+    ("gpt_oss", INT8),
+    ("llama4_text", INT8),
+)
+OFTEN = {
+    ("weight-stationary-1d", "int8"),
+    ("weight-stationary-2d", "int4"),
+    ("weight-gathered", "int4"),
+    ("expert-tensor", "int4"),
+    ("ring", "int8"),
+}
+"""Layouts and codes of every run; the others are slow."""
+
+
+def rules_of(form: WeightFormat, patterns: tuple[str, ...] = ()) -> WeightRules:
+    return WeightRules(form, tuple((pattern, form) for pattern in patterns))
+
+
+def assert_answers(family: str, layout: str | None, rules: WeightRules, **options) -> None:
+    """Compare greedy ids, and log-probabilities after the prompt and after the last token."""
+    config = config_of(family, **options)
+    laid = LaidOut(config, layout and layout_of(layout), weight_rules=rules)
+    wanted = expected(config, weight_rules=rules)
+    wanted.assert_equals(laid.answer(greedy_rows()), greedy_rows())
+
+
+@pytest.mark.parametrize(("family", "form"), ON_ONE_DEVICE)
+def test_codes_give_the_answer_of_their_values(family, form):
+    assert_answers(family, None, rules_of(form))
+
+
+def test_every_weight_can_be_quantised():
+    assert_answers("qwen2_moe", None, rules_of(INT8, EVERYTHING))
+
+
+def test_scanned_layers_take_codes():
+    config = config_of("qwen3_moe", num_layers=3)
+    rules = rules_of(WeightFormat("int4", group=8))
+    laid = LaidOut(config, scan_layers=True, weight_rules=rules)
+    wanted = expected(config, weight_rules=rules)
+    wanted.assert_equals(laid.answer(greedy_rows()), greedy_rows())
+
+
+@pytest.mark.parametrize(
+    ("layout", "codes"),
+    [
+        pytest.param(*pair, marks=[] if pair in OFTEN else [pytest.mark.slow])
+        for pair in product(LAYOUTS, ("int8", "int4"))
+    ],
+)
+def test_the_answer_is_that_of_one_device(layout, codes):
+    """Codes of int4 are in groups as large as the part of a weight on one device allows."""
+    family, group = ("qwen3_moe", 4) if "expert" in layout else ("llama", 3)
+    form = WeightFormat(codes, group if codes == "int4" else 0)
+    rules, placed = rules_of(form, ("*.table",)), layout_of(layout)
+    sizes = model_sizes(config_of(family), placed.mesh.num_devices, weight_rules=rules)
+    assert not check(placed, sizes)
+    assert_answers(family, layout, rules)
+
+
+def test_latents_take_codes_under_a_layout():
+    assert_answers("deepseek_v3", "ring-tensor", rules_of(INT8))
+
+
+def test_a_group_on_two_devices_is_refused_by_name():
+    rules, layout = rules_of(WeightFormat("int4", group=24)), layout_of("weight-stationary-1d")
+    sizes = model_sizes(config_of("llama"), layout.mesh.num_devices, weight_rules=rules)
+    findings = check(layout, sizes)
+    assert any("layers.0.mlp.down" in finding and "3" in finding for finding in findings), findings
+    assert all("numbers.group" in finding for finding in findings)
+
+
+def test_gathered_weights_are_predicted_to_be_sent_as_codes_and_scales():
+    config, layout = config_of("llama"), layout_of("weight-gathered-all")
+    call, itemsize = Call("prefill", 8, 24, 24), 4
+
+    def gathered_bytes(rules: WeightRules) -> int:
+        element_bytes = AbstractModel(config, weight_rules=rules).element_bytes("float32")
+        found = predict_collectives(config, layout, call, itemsize, element_bytes)
+        return sum(x.times * x.num_bytes for x in found if x.kind == "all-gather")
+
+    by_itemsize = predict_collectives(config, layout, call, itemsize)
+    whole = sum(x.times * x.num_bytes for x in by_itemsize if x.kind == "all-gather")
+    assert gathered_bytes(WeightRules()) == whole
+    assert gathered_bytes(rules_of(INT8)) < 0.6 * whole
