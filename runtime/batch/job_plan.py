@@ -43,6 +43,8 @@ from ..planning.shared_grids import with_sharing
 from ..pods.peers import Peers
 
 GIGABYTE = 10**9
+_KEYS_WITHOUT_PREFIXES = {"decode_slots", "max_length", "score", "span_slots"}
+"""Settings that no derived prefixes go with: they would not divide, or mean something else."""
 OTHER_CHUNK = 256
 """The chunk length with which the note on padding compares whole prompts."""
 
@@ -110,7 +112,8 @@ def derived_plan(
         fitting = [i for i, row in enumerate(rows) if fits_grid(row, grid)]
         expected = expected_rows([rows[i] for i in fitting], grid)
         shared = table.of_rows(fitting)
-        grid = with_sharing(grid, expected, shared, defaults, prices, derive)
+        may_group = not _KEYS_WITHOUT_PREFIXES & set(asked)
+        grid = with_sharing(grid, expected, shared, defaults, prices, derive, may_group=may_group)
     if grid.max_length >= defaults.longest_span(config.max_position):
         reason = ""
     experts = default_experts(config)
@@ -166,9 +169,10 @@ def limit_note(plan: Plan, rows: Sequence[RowShape], max_position: int) -> str |
     if not count or limit >= max_position:
         return None
     reason = plan.max_length_reason or "as the plan or --set says"
+    after = "" if plan.buckets.prefixes is None else ", after its prefix"
     return (
         f"{plural(count, 'row')} without max_tokens: at most {limit} tokens each, prompt "
-        f"included, of the model's {max_position}: {reason}. Without --plan, --set "
+        f"included{after}, of the model's {max_position}: {reason}. Without --plan, --set "
         f"buckets.max_length=N changes it."
     )
 

@@ -105,7 +105,8 @@ class Engine:
     ):
         self.metrics = EngineMetrics()
         self.prefix_ids: dict[PlannedPrefix, array[int]] = {}
-        """The token ids of planned prefixes, which whoever submits a request adds before."""
+        """The token ids of planned prefixes. Those of a request are added before it is submitted.
+        """
         self._graphs = graphs
         self.scheduler = Scheduler(graphs.grid)
         self._parameters = parameters
@@ -285,7 +286,7 @@ class Engine:
     def _prefill_prefix(self, action: PrefixAction) -> PrefillOutput:
         prefixes = self._graphs.grid.prefixes
         assert prefixes is not None and action.prefix is not None
-        if action.group in self._unclean_prefixes:
+        if action.start == 0 and action.group in self._unclean_prefixes:
             self._clear_prefix(action.group)
         ids = self.prefix_ids[action.prefix][action.start : action.start + action.count]
         arguments = self._host.put(pack_prefix(action.group, action.start, ids, prefixes))

@@ -67,6 +67,8 @@ def with_sharing(
     defaults: GridDefaults,
     prices: GraphPrices,
     derive: Callable[[Sequence[RowShape], GridDefaults], BucketGrid],
+    *,
+    may_group: bool = True,
 ) -> BucketGrid:
     """The grid of whole prompts, or a grid whose rows share beginnings that takes less time.
 
@@ -77,27 +79,32 @@ def with_sharing(
       defaults: The sizes to aim for.
       prices: The seconds of calls and graphs.
       derive: Derives a grid from rows and defaults.
+      may_group: Whether groups of slots may share planned prefixes.
     """
     lengths = np.array([row.need.prompt_length for row in rows], np.int64)
     if table.shared.sum() < MIN_SHARE * lengths.sum() or not whole.decode_slots:
         return whole
-    candidates = _chunk_grids(whole, rows, defaults, derive)
-    candidates.sort(key=lambda grid: _min_seconds(grid, lengths, table, prices))
-    candidates = candidates[:MAX_SIMULATED] + list(
-        _prefix_grids(whole, rows, table, defaults, derive)
-    )
-    part, part_table = _neighbours(rows, table)
+    grids = _chunk_grids(whole, rows, defaults, derive)
+    grids.sort(key=lambda grid: _min_seconds(grid, lengths, table, prices))
+    grids = grids[:MAX_SIMULATED]
+    if may_group:
+        grids += _prefix_grids(whole, rows, table, defaults, derive)
+    numbers = _neighbours(table)
+    part, part_table = [rows[row] for row in numbers], table.of_rows(numbers)
     scale = len(rows) / len(part)
 
     def seconds(grid: BucketGrid) -> float:
-        run = simulate_in_order(part, grid, prices.cost, part_table).seconds
+        planned = None
+        if grid.prefixes is not None:
+            # the part alone may not show the end of a prefix
+            of_rows = prefixes_of_rows(table, lengths, grid.prefixes)
+            planned = [of_rows[row] for row in numbers]
+        run = simulate_in_order(part, grid, prices.cost, part_table, planned).seconds
         return scale * run + _build_seconds(grid, prices)
 
-    if not candidates:
+    if not grids:
         return whole
-    best_seconds, best = min(
-        ((seconds(grid), grid) for grid in candidates), key=lambda pair: pair[0]
-    )
+    best_seconds, best = min(((seconds(grid), grid) for grid in grids), key=lambda pair: pair[0])
     return best if best_seconds < MAX_SHARE_OF_SECONDS * seconds(whole) else whole
 
 
@@ -205,10 +212,7 @@ def _build_seconds(grid: BucketGrid, prices: GraphPrices) -> float:
     )
 
 
-def _neighbours(
-    rows: Sequence[ExpectedRow], table: PrefixTable
-) -> tuple[list[ExpectedRow], PrefixTable]:
-    """A run of neighbours in the order of prompts, and what they share."""
+def _neighbours(table: PrefixTable) -> list[int]:
+    """The row numbers of a run of neighbours in the order of prompts."""
     first = max(0, len(table.rows) - MAX_ROWS) // 2
-    numbers = table.rows[first : first + MAX_ROWS].tolist()
-    return [rows[row] for row in numbers], table.of_rows(numbers)
+    return table.rows[first : first + MAX_ROWS].tolist()

@@ -13,7 +13,7 @@ from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.grids.prefix_choice import choose_prefixes
 from noria.compile.grids.prefix_grid import PlannedPrefix, PrefixGrid, hash_tokens
 from noria.runtime.engine.decode_slots import DecodeAction, ScheduledRequest
-from noria.runtime.engine.prefix_groups import PrefixGroups
+from noria.runtime.engine.prefix_groups import PrefixGroups, WaitingRows
 from noria.runtime.engine.scheduler import (
     ForkAction,
     PrefillAction,
@@ -203,13 +203,58 @@ def test_a_group_keeps_its_prefix_while_a_slot_is_taken():
     scheduler = Scheduler(grid)
     groups = PrefixGroups(grid, scheduler._slots)
     a, b = PlannedPrefix(16, "a" * 16), PlannedPrefix(16, "b" * 16)
-    assert groups.assign({a: 1, b: 1}) == (0, a)
+    one = WaitingRows(1, 1)
+    assert groups.assign({a: one, b: one}) == (0, a)
     scheduler._slots.claim([0])
-    assert groups.assign({b: 1}) == (1, b)
+    assert groups.assign({b: one}) == (1, b)
     scheduler._slots.claim([2])
-    assert groups.assign({None: 1}) is None
+    assert groups.assign({None: one}) is None
     scheduler._slots.release(0)
-    assert groups.assign({None: 1}) == (0, None)
+    assert groups.assign({None: one}) == (0, None)
+
+
+PREFIXES = PlannedPrefix(16, "a" * 16), PlannedPrefix(16, "b" * 16)
+
+
+def two_groups(slots: int, batch: int) -> Scheduler:
+    """Return a scheduler with two groups of slots, for rows of 8 own tokens."""
+    prefixes = PrefixGrid(2, 16, 16, PREFIXES)
+    return Scheduler(BucketGrid(64, ((32, batch),), slots, (64,), prefixes=prefixes))
+
+
+def test_a_batch_that_waits_for_slots_does_not_stop_other_groups():
+    scheduler = two_groups(64, 4)
+    for number in range(38):
+        scheduler.submit(ScheduledRequest(number, 8, 60, 1, False, planned_prefix=PREFIXES[0]))
+    slots: list[int] = []
+    while not isinstance(action := scheduler.next_action(), DecodeAction):
+        slots += [row.slot for row in getattr(action, "rows", ())]
+    scheduler.release(slots[0])
+    for number in range(38, 78):
+        scheduler.submit(ScheduledRequest(number, 8, 60, 1, False, planned_prefix=PREFIXES[1]))
+    actions = [scheduler.next_action() for _ in range(9)]
+    rows = sum(len(action.rows) for action in actions if isinstance(action, PrefillAction))
+    assert rows == 32 and isinstance(actions[0], PrefixAction)
+
+
+def test_a_request_of_more_samples_than_a_group_has_free_gets_a_second_group():
+    scheduler = two_groups(12, 2)
+    for number in range(8):
+        scheduler.submit(ScheduledRequest(number, 8, 24, 4, False, planned_prefix=PREFIXES[0]))
+    groups = set()
+    while not isinstance(action := scheduler.next_action(), DecodeAction):
+        groups |= {action.group} if isinstance(action, PrefixAction) else set()
+    assert groups == {0, 1} and len(action.slots) == 8
+
+
+def test_prefixes_of_equally_many_rows_run_longest_rows_first():
+    prompts = [[n] * 32 + [end] for n in (1, 2, 3) for end in (1, 2)]
+    limits = [10, 10, 50, 50, 30, 30]
+    shared = tuple(PlannedPrefix(32, hash_tokens(prompts[i][:32])) for i in (0, 2, 4))
+    grid = BucketGrid(64, ((16, 1),), 4, (64,), prefixes=PrefixGrid(2, 64, 64, shared))
+    lengths = [(33, limit) for limit in limits]
+    order = plan_submission(lengths, table_of(prompts)[0], grid).rows
+    assert [limits[row] for row in order] == [50, 50, 30, 30, 10, 10]
 
 
 def prompts_of_groups() -> list[list[int]]:
@@ -324,3 +369,27 @@ def test_other_tokens_with_the_hash_of_a_prefix_are_refused(models, monkeypatch)
     monkeypatch.setattr(PrefixGrid, "prefix_of", lambda self, ids: prefix)
     with pytest.raises(RowError, match=f"those of the other prompts with the hash {prefix.hash}"):
         session.submit(Request("other", other, PARAMS["greedy"]))
+
+
+def test_rows_of_a_prefix_with_an_unclean_piece_are_errors_and_the_next_prefix_is_clean(models):
+    """The first piece of the prefix of 33 tokens is not finite."""
+    prompts = {str(i): prompt for i, prompt in enumerate(prompts_of_groups())}
+    wanted, _ = answers(models[0], prompts, PARAMS["greedy"])
+    others = {token for name in "01" for token in prompts[name]}
+    bad_id = next(token for token in prompts["4"][:16] if token not in others)
+    parameters = dict(models[0].parameters)
+    table = parameters["embedding.table"]
+    parameters["embedding.table"] = table.at[bad_id].set(np.nan)
+    session = models[0].generator(parameters)
+    groups = set()
+    for name in ("4", "0"):
+        session.submit(Request(name, prompts[name], PARAMS["greedy"]))
+        (output,) = session.run()
+        groups |= session.engine._unclean_prefixes
+        if name == "4":
+            assert output.error is not None and output.error.code == "nonfinite_logits"
+        else:
+            assert output.error is None
+            assert output.outputs[0].token_ids == wanted[name].outputs[0].token_ids
+    assert groups == {0}
+    assert session.engine.scheduler._groups._prefixes == [session.grid.prefixes.shared[0], None]

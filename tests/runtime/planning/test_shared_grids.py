@@ -134,3 +134,17 @@ def test_groups_stay_multiples_of_the_pieces_of_a_layout():
     assert prefixes.groups % 8 == 0 == chosen.decode_slots % prefixes.groups
     assert prefixes.batch == 4 and prefixes.chunk % 32 == 0 == prefixes.length % 8
     assert all(bucket.batch % 4 == 0 == bucket.length % 32 for bucket in chosen.prefill)
+
+
+def test_a_cut_through_the_rows_of_a_prefix_shows_the_prefix(monkeypatch):
+    """A part of the rows has only one row of the last document."""
+    monkeypatch.setattr(shared_grids, "MAX_ROWS", 15)
+    monkeypatch.setattr(shared_grids, "CHUNKS", ())
+    prompts = [
+        few_tokens(300, document) + few_tokens(20, 100 + 7 * document + row)
+        for document in range(8)
+        for row in range(7)
+    ]
+    table, _ = table_of(prompts)
+    rows = [ExpectedRow(RowShape(len(prompt), 4), 4) for prompt in prompts]
+    assert choose(rows, table)[1].prefixes is not None
