@@ -191,14 +191,9 @@ class BatchModel:
         weights = self.files.weights_digest(self.peers)
         weights.start()
         warm = WarmStart(bundle, cache, plan, target, self.files, progress.note, self.peers)
-<<<<<<< HEAD
-        _note_plan(plan, rows, table, config, target, progress)
-=======
         # the prefixes of a given plan are read in any case
         noted = table if plan.buckets.prefixes is None else shared
         _note_plan(plan, rows, noted, config, target, progress)
-        dtype, scan_layers = plan.numbers.dtype, plan.model.scan_layers
->>>>>>> main
         model = session.load_model(
             self.files,
             target,
