@@ -1,16 +1,23 @@
 """Chooses the prefixes that a plan keeps for groups of slots, from what the rows of a job share.
 
 Rows in the order of a prefix table form a tree: its nodes are the runs of neighbours that share a
-beginning. A prefix pays if enough rows begin with it, as a group of slots has one prefix at a time.
-Among all sets of such prefixes, the chosen one saves most tokens of prefill. A best set for a node
-is either the node's own beginning for all its rows, or best sets for the nodes below, with the
-node's own beginning for the rows that are left.
+beginning. Each row begins with the longest chosen prefix that it has. A prefix pays if enough rows
+begin with it, as a group of slots has one prefix at a time.
 
-Knows nothing of token ids, devices or seconds.
+Whether the beginning of a node pays depends on the next shorter prefix that is chosen, the
+*fallback* of its rows. The longer the fallback, the less they gain. So the most tokens that a node
+and the nodes below save are a function of the fallback's length: constant below a limit, where the
+node is chosen, and the sum of the functions below from there on. Such a function is kept as its
+steps.
+
+Knows nothing of token ids, devices or seconds. Guarantees: every chosen prefix is the longest one
+of at least the minimum number of rows; if the minimum is 2, no set of prefixes saves more tokens.
 """
 
+from bisect import insort
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,47 +25,120 @@ from .prefix_grid import PlannedPrefix, PrefixGrid
 from .prefix_table import PrefixTable
 
 
+class _Step(NamedTuple):
+    """The function of saved tokens from a fallback's length on: it jumps, and has more slope."""
+
+    length: int
+    num_rows: int
+    """The rows that begin with the fallback from this length on: the increase of the slope."""
+    jump: int
+
+
 @dataclass(slots=True)
 class _Node:
-    """A run of rows, as places in the order of the table, that share a beginning."""
+    """A run of rows, as places in the order of the table, that share a beginning.
+
+    The tokens saved among these rows are a function of the length of their fallback. It is known
+    from 0 up to the node's own length.
+    """
 
     length: int
     hash: str
     first: int
     end: int = 0
-    num_rows: int = 0
-    """The rows that are longer than the beginning."""
+    num_ends: int = 0
+    """The rows that are no longer than the beginning."""
     saved: int = 0
-    """The tokens that the best set of prefixes saves among these rows."""
+    """The tokens saved with a fallback of length 0."""
     num_left: int = 0
-    """The rows that begin with no prefix of the best set."""
-    takes_all: bool = False
-    """Whether the best set is the beginning of the node alone."""
-    takes_rest: bool = False
-    """Whether the beginning of the node is in the best set, for the rows that are left."""
+    """The rows that begin with the fallback if its length is 0."""
+    saved_at_end: int = 0
+    """The tokens saved with a fallback of the node's length."""
+    num_left_at_end: int = 0
+    steps: list[_Step] = field(default_factory=list)
+    """The steps of the function, by length."""
+    limit: int = 0
+    """The length of the shortest fallback with which the beginning is not chosen."""
+
+    def add_row(self, length: int) -> None:
+        """Add a row that is in no node below."""
+        if length > self.length:
+            self._add_rows(1)
+        else:
+            self.num_ends += 1
+
+    def add(self, below: "_Node") -> None:
+        """Add a complete node below."""
+        below._shorten(self.length)
+        self.saved += below.saved
+        self.num_left += below.num_left
+        self.saved_at_end += below.saved_at_end
+        self.num_left_at_end += below.num_left_at_end
+        fewer, self.steps = sorted((self.steps, below.steps), key=len)
+        for step in fewer:
+            insort(self.steps, step)
+
+    def complete(self, min_rows: int) -> None:
+        """Choose the beginning up to a limit, if that saves more and enough rows begin with it."""
+        if self.num_left_at_end >= min_rows:
+            self._choose(self.saved_at_end - self.length)
+        self._add_rows(self.num_ends)
+
+    def _add_rows(self, count: int) -> None:
+        """Add rows that begin with the fallback."""
+        self.num_left += count
+        self.num_left_at_end += count
+        self.saved_at_end += count * self.length
+
+    def _shorten(self, length: int) -> None:
+        """Reduce the function to lengths up to `length`."""
+        end = self.length
+        while self.steps and self.steps[-1].length > length:
+            step = self.steps.pop()
+            self.saved_at_end -= self.num_left_at_end * (end - step.length) + step.jump
+            self.num_left_at_end -= step.num_rows
+            end = step.length
+        self.saved_at_end -= self.num_left_at_end * (end - length)
+
+    def _choose(self, saved: int) -> None:
+        """Replace the function by a constant up to the length at which it is as large."""
+        length, value, slope, num_passed = 0, self.saved, self.num_left, 0
+        while value < saved:
+            reached = length - (value - saved) // slope if slope else self.length + 1
+            has_step = num_passed < len(self.steps)
+            if not has_step or reached < self.steps[num_passed].length:
+                value += slope * (reached - length)
+                length = reached
+                break
+            step = self.steps[num_passed]
+            value += slope * (step.length - length) + step.jump
+            slope, length = slope + step.num_rows, step.length
+            num_passed += 1
+        if length:
+            self.limit = length
+            self.steps[:num_passed] = [_Step(length, slope, value - saved)]
+            self.saved, self.num_left = saved, 0
 
 
 def choose_prefixes(
     table: PrefixTable, prompt_lengths: np.ndarray, min_rows: int
 ) -> list[PlannedPrefix]:
-    """The prefixes that save most prompt tokens, each the beginning of at least `min_rows` rows.
+    """The prefixes that save most prompt tokens, each with at least `min_rows` rows.
 
     Args:
       table: What the rows share.
       prompt_lengths: The length of each row's prompt.
       min_rows: The minimum number of rows of a prefix; at least 2.
     """
-    nodes = list(_nodes(table, prompt_lengths, min_rows))
     chosen: list[PlannedPrefix] = []
-    covered = len(table.rows)
-    for node in reversed(nodes):
-        # parents come before the nodes below them, which end where their parent does or earlier
-        if node.first >= covered:
-            continue
-        if node.takes_all or node.takes_rest:
+    above: list[_Node] = []
+    # parents come before the nodes below them, and the last nodes come first
+    for node in reversed(list(_nodes(table, prompt_lengths, min_rows))):
+        while above and above[-1].first > node.first:
+            above.pop()
+        if (above[-1].length if above else 0) < node.limit:
             chosen.append(PlannedPrefix(node.length, node.hash))
-        if node.takes_all:
-            covered = node.first
+            above.append(node)
     return sorted(chosen)
 
 
@@ -83,6 +163,8 @@ def _nodes(table: PrefixTable, prompt_lengths: np.ndarray, min_rows: int) -> Ite
     This is the usual traversal of the intervals of a table of common prefixes (Abouelhoda, Kurtz
     and Ohlebusch, "Replacing suffix trees with enhanced suffix arrays", 2004, section 4.1).
     """
+    if not len(table.rows):
+        return
     hashes = table.hex_hashes()
     lengths = prompt_lengths[table.rows].tolist()
     stack = [_Node(0, "", 0)]
@@ -92,7 +174,7 @@ def _nodes(table: PrefixTable, prompt_lengths: np.ndarray, min_rows: int) -> Ite
             node = stack.pop()
             _add(node, below, lengths[place - 1])
             node.end = place
-            _decide(node, min_rows)
+            node.complete(min_rows)
             yield node
             below = node
         if stack[-1].length < shared:
@@ -104,23 +186,9 @@ def _nodes(table: PrefixTable, prompt_lengths: np.ndarray, min_rows: int) -> Ite
 def _add(node: _Node, below: _Node | None, row_length: int) -> None:
     """Add a complete node below, or else the single row before the current place."""
     if below is not None:
-        node.num_rows += below.num_rows
-        node.saved += below.saved
-        node.num_left += below.num_left
-    elif row_length > node.length:
-        node.num_rows += 1
-        node.num_left += 1
-
-
-def _decide(node: _Node, min_rows: int) -> None:
-    """Choose the best set of a node whose rows and nodes below are complete."""
-    of_rest = node.length * (node.num_left - 1) if node.num_left >= min_rows else 0
-    of_all = node.length * (node.num_rows - 1) if node.num_rows >= min_rows else 0
-    node.takes_all = of_all > 0 and of_all >= node.saved + of_rest
-    node.takes_rest = not node.takes_all and of_rest > 0
-    node.saved = max(of_all, node.saved + of_rest)
-    if node.takes_all or node.takes_rest:
-        node.num_left = 0
+        node.add(below)
+    else:
+        node.add_row(row_length)
 
 
 def own_lengths(
