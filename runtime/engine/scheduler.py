@@ -221,8 +221,11 @@ class Scheduler:
             queue, batch = chosen
             # slots are claimed before any prompt of the batch ends and returns its slot, which no
             # other row of the same call may take
+            free = self._groups.free(queue.prefix)
             for prompt in batch:
                 self._remove(queue, prompt)
+                if not prompt.slots:
+                    self._claim_slots(prompt, free)
             rows = tuple(self._next_piece(queue, prompt) for prompt in batch)
             group = 0 if rows[0].slot is None else self._groups.group_of(rows[0].slot)
             self._next_prefill = PrefillAction(queue.bucket, queue.is_scored, rows, group)
@@ -428,7 +431,7 @@ class Scheduler:
         return None
 
     def _remove(self, queue: _Queue, prompt: Prompt) -> None:
-        """Remove a prompt from its queue; a prompt that waits claims its slots."""
+        """Remove a prompt from its queue."""
         if prompt.slots:
             self._started[queue].remove(prompt)
             if not self._started[queue]:
@@ -442,14 +445,13 @@ class Scheduler:
         if not lanes:
             del self._waiting[queue]
         self._num_waiting -= 1
-        self._claim_slots(prompt)
 
-    def _claim_slots(self, prompt: Prompt) -> None:
-        """Claim the slots of a prompt, and plan the copy of the prefix with which it begins."""
-        free = self._groups.free(prompt.request.planned_prefix)
+    def _claim_slots(self, prompt: Prompt, free: list[int]) -> None:
+        """Claim slots from `free`, and plan the copy of the prefix with which a prompt begins."""
         slots = self._slots_for(prompt, free)
         assert slots is not None
         prompt.slots = free[slots]
+        del free[slots]
         self._slots.claim(prompt.slots)
         if prompt.base is not None:
             source = self._prefixes.copy(prompt)
