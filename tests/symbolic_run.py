@@ -34,7 +34,8 @@ class SymbolicRun:
     """A job whose slots hold the tokens and graphs that were written to them.
 
     Every step is checked. In a grid with planned prefixes, each row must have exactly its own
-    prefix in the group of its slot, from its first piece to its end.
+    prefix in the group of its slot, from its first piece to its end. Rows are submitted in the
+    order of a job, at random, or as they are given if `in_order` is None.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class SymbolicRun:
         grid: BucketGrid | None = None,
         prompts: list[list[int]] | None = None,
         num_samples: list[int] | None = None,
-        in_order: bool = True,
+        in_order: bool | None = True,
         drain_at: int | None = None,
     ):
         rng = np.random.default_rng(seed)
@@ -58,7 +59,9 @@ class SymbolicRun:
         self.table, _ = table_of(self.prompts)
         submission = self.submission = plan_submission(lengths, self.table, self.grid)
         rows = list(zip(submission.rows, submission.prefixes, strict=True))
-        if not in_order:
+        if in_order is None:
+            rows.sort(key=lambda row: row[0])
+        elif not in_order:
             rows = [rows[i] for i in rng.permutation(count)]
         self.planned: list[PlannedPrefix | None] = [None] * count
         if self.grid.prefixes is not None:
@@ -70,7 +73,7 @@ class SymbolicRun:
         self.row_of: dict[int, int] = {}
         self.content: dict[int, tuple] = {}
         self.live: dict[int, list] = {}
-        self.done: set[tuple[int, int]] = set()
+        self.done: dict[tuple[int, int], None] = {}
         self.dropped: set[int] = set()
         self.num_computed = self.num_calls = self.num_pieces = self.num_steps = 0
         self.computed_prefixes: list[PlannedPrefix] = []
@@ -173,7 +176,7 @@ class SymbolicRun:
             del self.live[slot]
             key = sequence.request.number, sequence.sample
             assert key not in self.done
-            self.done.add(key)
+            self.done[key] = None
 
     def assert_all_rows_ended(self) -> None:
         kept = self.row_of.keys() - self.dropped

@@ -285,7 +285,7 @@ class Engine:
     def _prefill_prefix(self, action: PrefixAction) -> PrefillOutput:
         prefixes = self._graphs.grid.prefixes
         assert prefixes is not None and action.prefix is not None
-        if action.group in self._unclean_prefixes:
+        if action.start == 0 and action.group in self._unclean_prefixes:
             self._clear_prefix(action.group)
         ids = self.prefix_ids[action.prefix][action.start : action.start + action.count]
         arguments = self._host.put(pack_prefix(action.group, action.start, ids, prefixes))

@@ -38,6 +38,7 @@ import heapq
 import math
 from bisect import bisect_right
 from collections import Counter, deque
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import NamedTuple
@@ -306,10 +307,12 @@ class Scheduler:
             return False
         oldest: dict[PlannedPrefix | None, int] = {}
         count: Counter[PlannedPrefix | None] = Counter()
+        last = self._last_in_turn
         for queue, lanes in self._waiting.items():
             for lane in lanes.values():
-                number = oldest.setdefault(queue.prefix, _number(lane[0]))
-                oldest[queue.prefix] = min(number, _number(lane[0]))
+                if (number := _number(lane[0])) > last:
+                    continue
+                oldest[queue.prefix] = min(number, oldest.get(queue.prefix, number))
                 count[queue.prefix] += sum(prompt.num_slots for prompt in lane)
         in_order = {prefix: count[prefix] for prefix in sorted(oldest, key=oldest.__getitem__)}
         if (assigned := self._groups.assign(in_order)) is None:
@@ -341,6 +344,22 @@ class Scheduler:
         if not batches or (self._must_decode if urgent else self._must_wait(batches)):
             return None
         return min((urgent or batches).items(), key=_number_of_oldest)
+
+    @property
+    def _heads(self) -> Iterator[Prompt]:
+        """The oldest waiting prompt of each lane."""
+        return (lane[0] for lanes in self._waiting.values() for lane in lanes.values())
+
+    @property
+    def _last_in_turn(self) -> float:
+        """The number of the youngest request whose prompts may start.
+
+        With planned prefixes, requests that are much younger than the oldest one wait until it has
+        a group of slots. Without, a slot becomes free for each request anyway.
+        """
+        if self._grid.prefixes is None:
+            return math.inf
+        return min(map(_number, self._heads), default=0) + self._target_waiting
 
     def _batches(self) -> dict[_Queue, list[Prompt]]:
         """The batches that may run next: started prompts, and the oldest waiting prompt's batch."""
@@ -393,9 +412,11 @@ class Scheduler:
 
         Slots reserved for older prompts, which lack some slots, are not among the free ones.
         """
-        heads = [lane[0] for lanes in self._waiting.values() for lane in lanes.values()]
         free: dict[PlannedPrefix | None, list[int]] = {}
-        for head in sorted(heads, key=_number):
+        last = self._last_in_turn
+        for head in sorted(self._heads, key=_number):
+            if _number(head) > last:
+                return None
             if (prefix := head.request.planned_prefix) not in free:
                 free[prefix] = self._groups.free(prefix)
             if self._slots_for(head, free[prefix]) is not None:
