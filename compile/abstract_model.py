@@ -32,15 +32,22 @@ def model_sizes(
         return ModelSizes(config, num_devices, weights, lengths={"decode": (1,)})
     batches = {"prefill": [b.batch for b in grid.prefill], "decode": [grid.decode_slots]}
     lengths = {"prefill": [b.tokens for b in grid.prefill], "decode": [1]}
+    spans = list(grid.decode_spans)
+    if (prefixes := grid.prefixes) is not None:
+        batches["prefill"].append(prefixes.batch)
+        batches["decode"].append(prefixes.groups)
+        lengths["prefill"].append(prefixes.chunk)
+        spans.append(prefixes.length)
     return ModelSizes(
         config,
         num_devices,
         weights,
         batches,
         lengths,
-        grid.decode_spans,
+        spans,
         grid.slot_groups,
         bool(grid.chunks),
+        prefixes is not None,
     )
 
 

@@ -35,6 +35,7 @@ from ...compile.planning.work import Work
 from ...compile.targets import Target
 from ...modelzoo.config import DecoderConfig
 from ...sharding.layout import Layout
+from ...sharding.legality import chunk_findings
 from ..console import plural
 from ..files.hardware_files import known_hardware
 from ..files.run_config import apply_overrides
@@ -105,7 +106,8 @@ def derived_plan(
         return derive_grid(rows, config.max_position, defaults, fits, prices)
 
     grid = derive(rows, defaults)
-    if not {"chunk", "prefill"} & set(asked):
+    may_share = layout is None or not any(chunk_findings(layout))
+    if may_share and not {"chunk", "prefill"} & set(asked):
         fitting = [i for i, row in enumerate(rows) if fits_grid(row, grid)]
         expected = expected_rows([rows[i] for i in fitting], grid)
         shared = table.of_rows(fitting)
