@@ -65,6 +65,8 @@ def with_sharing(
     defaults: GridDefaults,
     prices: GraphPrices,
     derive: Callable[[Sequence[RowShape], GridDefaults], BucketGrid],
+    *,
+    may_have_prefixes: bool = True,
 ) -> BucketGrid:
     """The grid of whole prompts, or a grid whose rows share beginnings that takes less time.
 
@@ -75,15 +77,17 @@ def with_sharing(
       defaults: The sizes to aim for.
       prices: The seconds of calls and graphs.
       derive: Derives a grid from rows and defaults.
+      may_have_prefixes: Whether groups of slots may share planned prefixes.
     """
     lengths = np.array([row.need.prompt_length for row in rows], np.int64)
-    if table.shared.sum() < MIN_SHARE * lengths.sum() or not whole.decode_slots:
+    is_enough = table.shares and table.shared.sum() >= MIN_SHARE * lengths.sum()
+    if not is_enough or not whole.decode_slots:
         return whole
     candidates = _chunk_grids(whole, rows, defaults, derive)
     candidates.sort(key=lambda grid: _min_seconds(grid, lengths, table, prices))
-    candidates = candidates[:MAX_SIMULATED] + list(
-        _prefix_grids(whole, rows, table, defaults, derive)
-    )
+    candidates = candidates[:MAX_SIMULATED]
+    if may_have_prefixes:
+        candidates += _prefix_grids(whole, rows, table, defaults, derive)
     part, part_table = _neighbours(rows, table)
     scale = len(rows) / len(part)
 
