@@ -181,7 +181,7 @@ def test_calls_stay_multiples_of_the_pieces_of_a_layout(kind):
     assert all(chunk % 32 == 0 for chunk in chosen.chunks)
 
 
-@pytest.mark.parametrize("spelling", named_layout_tables())
+@pytest.mark.parametrize("spelling", [*named_layout_tables(), "sequence-parallel@tensor=12"])
 def test_a_grid_with_prefixes_divides_as_a_layout_splits_it(spelling, monkeypatch):
     monkeypatch.setattr(shared_grids, "CHUNKS", ())
     layout = Layout.from_table(read_layout_table(spelling))
