@@ -45,7 +45,13 @@ def bucket_of(name: str, grid: BucketGrid) -> PrefillBucket | None:
 
 def _advice(name: str, grid: BucketGrid) -> str:
     """The change to the plan that removes the graph or makes it smaller."""
-    bucket = bucket_of(name, grid)
+    bucket, prefixes = bucket_of(name, grid), grid.prefixes
+    if bucket is None and prefixes is not None:
+        return (
+            f"Change [prefixes], buckets.decode_slots ({grid.decode_slots}) or "
+            f"buckets.decode_spans ({list(grid.decode_spans)}), as with --set "
+            f"buckets.decode_slots={prefixes.groups}, or spread the model over more devices."
+        )
     if bucket is None:
         also = " and buckets.span_slots" if grid.span_slots else ""
         return (

@@ -155,7 +155,9 @@ def measure(
         on_graph(graphs[phase].name, seconds)
         result.compile_seconds += seconds
         is_decode = phase == "decode"
-        call = grid.decode_call(grid.max_length) if is_decode else grid.prefill[-1].call()
+        call = (
+            grid.decode_call(grid.max_length) if is_decode else grid.prefill_call(grid.prefill[-1])
+        )
         _read(result, compiled, text, call, work)
         if text is not None:
             evidence = read_evidence(text, target.platform, call, work, hardware, torus)

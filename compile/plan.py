@@ -114,6 +114,13 @@ class Plan:
             raise ValueError(
                 f"plan max_length_reason: expected a string, got {self.max_length_reason!r}."
             )
+        has_capacity = self.experts is not None and self.experts.prefill.kind == "capacity"
+        if has_capacity and self.buckets.prefixes is not None:
+            raise ValueError(
+                "plan [prefixes]: expected none with experts of a fixed capacity in prefill, where "
+                'the other rows of a call decide what a prefix loses. Set dispatch = "lossless" in '
+                "[experts.prefill], or leave [prefixes] out."
+            )
         has_slots, scores = self.buckets.decode_slots > 0, self.buckets.score
         is_built = {"prefill": has_slots, "score": scores, "fork": has_slots, "decode": has_slots}
         if unused := [kind for kind in self.compiler if not is_built[kind]]:

@@ -4,6 +4,7 @@ They are lowered, and callers must pass arrays of the same shapes. Logical axes 
 the module that lowers turns them into shardings. Knows nothing of devices.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -55,7 +56,10 @@ def decode_state(
     prefixes = None
     if (planned := grid.prefixes) is not None:
         prefixes = Prefixes(
-            allocate(planned.groups, [planned.length], chunk=planned.chunk),
+            # blocks of keys suit products of few queries, and a prefix has those of many rows
+            allocate(
+                planned.groups, [planned.length], arrangement=replace(arrangement, key_blocks=())
+            ),
             jnp.zeros((planned.groups, planned.length), jnp.int32),
             jnp.zeros(planned.groups, jnp.int32),
         )
@@ -103,7 +107,8 @@ def prefill_arguments(
     """Arguments of a prefill graph: `rows, requests, tokens_BT`."""
     B = bucket.batch
     int_B = jax.ShapeDtypeStruct((B,), jnp.int32)
-    start_B, prefix_B = None if bucket.is_whole else int_B, int_B if has_prefix else None
+    start_B = None if bucket.is_whole else int_B
+    prefix_B = jax.ShapeDtypeStruct((1,), jnp.int32) if has_prefix else None
     rows = PromptPieces._make((int_B, start_B, int_B, prefix_B))
     sampling = jax.eval_shape(lambda: greedy_sampling(B, model.padded_vocab))
     tokens_BT = jax.ShapeDtypeStruct((B, bucket.tokens), jnp.int32)

@@ -48,6 +48,26 @@ class Attend(Protocol):
     ) -> tuple[jax.Array, jax.Array]: ...
 
 
+@dataclass(frozen=True)
+class SlotReader:
+    """Decorator of an `Attend` that reads the slots of a cache segment itself.
+
+    Other implementations get the rows of their slots, with all segments joined.
+    """
+
+    attend: Attend
+
+    def __call__(
+        self,
+        q_BTKGH: jax.Array,
+        k_BKHS: jax.Array,
+        v_BKSH: jax.Array,
+        visibility: "Visibility",
+        scores: Scores = PLAIN_SCORES,
+    ) -> tuple[jax.Array, jax.Array]:
+        return self.attend(q_BTKGH, k_BKHS, v_BKSH, visibility, scores)
+
+
 AttendEntries = Callable[[jax.Array, jax.Array, Any], tuple[jax.Array, jax.Array]]
 """A function that attends from `q_BTKGH` at `position_BT` to entries that come with positions.
 

@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 
 from . import axes
-from .attention import EMPTY_POSITION, Attend, soft_cap
+from .attention import EMPTY_POSITION, Attend, SlotReader, soft_cap
 from .block import make_block
 from .blockwise import attend_blockwise
 from .config import AS_PUBLISHED, Arrangement, DecoderConfig, Window
@@ -185,12 +185,17 @@ class Decoder(nnx.Module):
         cached = positions_below(cache.positions, rows, num_unseen, cache_operations)
         position_BT, chunk_position_BT, prefix = own_position_BT, new_position_BT, None
         if prefixes is not None:
-            assert rows.prefix_B is not None
-            first_B = prefixes.length_B[rows.prefix_B]
-            position_BT = own_position_BT + first_B[:, None]
+            prefix_B = rows.prefix_B
+            assert prefix_B is not None
+            first_1 = prefixes.length_B[prefix_B]
+            position_BT = own_position_BT + first_1[:, None]
             chunk_position_BT = jnp.where(is_token_BT, position_BT, EMPTY_POSITION)
-            cached = cached.counted_from(first_B)
-            prefix = rows_of_positions(prefixes.positions(), rows.prefix_B, cache_operations)
+            cached = cached.counted_from(jnp.broadcast_to(first_1, rows.slot_B.shape))
+            if not self.operations.has_cache_of(cache_operations):
+                # each row has a copy, which is split over devices with the row
+                prefix_B = jnp.broadcast_to(prefix_B, rows.slot_B.shape)
+                rows = rows._replace(prefix_B=prefix_B)
+            prefix = rows_of_positions(prefixes.positions(), prefix_B, cache_operations)
         num_heads = self.operations.num_cache_heads(self.config.num_kv_heads)
         attention = ChunkAttention(
             self._with_scores(self.attend),
@@ -201,6 +206,7 @@ class Decoder(nnx.Module):
             num_heads=num_heads,
             head_dim=self.config.cache_dim,
             num_unseen=num_unseen,
+            reads_slots=isinstance(self.attend, SlotReader),
         )
         x_BTD, layers, report = self._run_layers(
             tokens_BT, position_BT, attention, is_token_BT, cache.layers, prefixes

@@ -26,7 +26,7 @@ from .layer_cache import (
 )
 from .operations import Operations
 from .prompt_pieces import PromptPieces, layer_of_slots, write_piece
-from .segment_attention import Entries, EntrySlots, attend_segments
+from .segment_attention import Entries, EntrySlots, attend_segments, join_segments
 from .segments import Segments
 from .stripes import IN_ORDER
 
@@ -180,6 +180,8 @@ class ChunkAttention:
     num_unseen: int
     """The number of last entries that no token of the chunk sees, in layers without rolling
     buffers."""
+    reads_slots: bool
+    """Whether `attend` reads the slots of a cache itself (see `SlotReader`)."""
 
     def layer(
         self, window: Window, caches: Caches, scan_index: jax.Array, x_BTD: jax.Array
@@ -240,6 +242,8 @@ class ChunkAttention:
             (*cached_position_BS, rows.chunk_position_BT),
             *_prefix_entries(prefixes, rows.prefix, window),
         )
+        if rows.slots is not None and not self.reads_slots:
+            entries = join_segments(entries, rows.slots.own)
         attend_entries = partial(attend_segments, self.attend, window, slots=rows.slots)
         attend_all = self.operations.over_cache(attend_entries, window)
         attended = attend_all(queries.q_BTKGH, rows.position_BT, entries)

@@ -52,8 +52,9 @@ class PromptPieces(NamedTuple):
     count_B: jax.Array
     """The number of tokens; the rest of the row is padding."""
     prefix_B: jax.Array | None = None
-    """The prefix of the row, which is the same in all rows of a call; None without prefixes. The
-    position of the first token is then counted from the end of the prefix."""
+    """The prefixes, each of as many consecutive rows as the others; None without prefixes. A caller
+    gives one prefix for all rows. The position of the first token is then counted from the end of
+    the prefix."""
 
     @property
     def first_B(self) -> jax.Array:

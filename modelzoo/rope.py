@@ -67,9 +67,10 @@ def rotation(position_BT: jax.Array | np.ndarray, rope: RopeConfig, head_dim: in
     """The rotation of tokens at these positions, for all layers and heads.
 
     XLA would fuse the trigonometry into every layer and head, and so repeat it. With positions as a
-    numpy array it is a constant of the graph. With several tokens per row it runs in a loop, which
-    XLA does not fuse into layers. With one token per row it runs in a loop of two iterations only
-    on the CPU, where repeating it takes 4 % of a decode step; elsewhere a loop costs more.
+    numpy array it is a constant of the graph. With several tokens in several rows it runs in a loop
+    over rows, which XLA does not fuse into layers. A single row, or a single token per row, is cut
+    in halves only on the CPU, where repeating the trigonometry takes 4 % of a decode step or of a
+    prefill call; elsewhere a loop costs more.
     """
     frequency_h, factor = frequencies(rope, head_dim)
     xp = np if isinstance(position_BT, np.ndarray) else jnp
@@ -82,13 +83,16 @@ def rotation(position_BT: jax.Array | np.ndarray, rope: RopeConfig, head_dim: in
 
     if xp is np:
         cos_BT1h, sin_BT1h = cos_and_sin(position_BT)
-    elif position_BT.shape[1] > 1:
+    elif min(position_BT.shape) > 1:
         cos_BT1h, sin_BT1h = jax.lax.map(cos_and_sin, position_BT)
     else:
-        in_halves = partial(jax.lax.map, cos_and_sin, batch_size=-(-len(position_BT) // 2))
-        cos_BT1h, sin_BT1h = jax.lax.platform_dependent(
-            position_BT, cpu=in_halves, default=cos_and_sin
+        # a loop with one iteration would be no loop in the compiled program
+        half = max(1, position_BT.size // 2)
+        in_halves = partial(jax.lax.map, cos_and_sin, batch_size=half)
+        cos_M1h, sin_M1h = jax.lax.platform_dependent(
+            position_BT.ravel(), cpu=in_halves, default=cos_and_sin
         )
+        cos_BT1h, sin_BT1h = (x.reshape(*position_BT.shape, 1, -1) for x in (cos_M1h, sin_M1h))
     return Rotation(cos_BT1h, sin_BT1h, rope.norm_epsilon)
 
 

@@ -4,7 +4,6 @@ Masks are computed from the positions of entries. Does not know how entries were
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 
 from .attention import Attend, Slots, Visibility, merge
 from .config import Window
-from .kv_cache import match_head_dim
+from .kv_cache import match_head_dim, match_heads
 from .layer_cache import KeysAndValues
 from .segments import Segments
 
@@ -59,48 +58,55 @@ def attend_segments(
     Returns:
       `out` and `lse` by the heads of the entries, with the head size of queries.
     """
-    attend_one = partial(_attend_segment, attend, window)
+    H, last = q_BTKGH.shape[-1], len(entries.keys_values) - 1
+    own = list(zip(entries.keys_values, entries.positions, strict=True))
+    prefix = list(zip(entries.prefix_keys_values, entries.prefix_positions, strict=True))
     parts = []
-    for keys_values, position_BS in zip(
-        entries.prefix_keys_values, entries.prefix_positions, strict=True
-    ):
-        prefix_slots = None if slots is None else slots.prefix
-        # the tokens of a group as one row: one product reads the keys for all of them
-        num_groups = len(position_BS)
-        q, position = (
-            x.reshape(num_groups, -1, *x.shape[2:]) for x in (q_BTKGH, query_position_BT)
+    for index, ((k_BKHS, v_BKSH), position_BS) in enumerate(own + prefix):
+        is_prefix, num_rows = index > last, len(position_BS)
+        # the tokens of a group as one row: one product reads the keys of a prefix for all of them
+        q, query_position = (
+            x.reshape(num_rows, -1, *x.shape[2:]) if is_prefix else x[:num_rows]
+            for x in (q_BTKGH, query_position_BT)
         )
-        attended = attend_one(q, position, keys_values, position_BS, prefix_slots)
-        parts.append([x.reshape(*query_position_BT.shape, *x.shape[2:]) for x in attended])
-    last = len(entries.keys_values) - 1
-    for index, (keys_values, position_BS) in enumerate(
-        zip(entries.keys_values, entries.positions, strict=True)
-    ):
-        own_slots = None if slots is None or index == last else slots.own
-        num_rows = len(position_BS)
-        q, position = q_BTKGH[:num_rows], query_position_BT[:num_rows]
-        attended = attend_one(q, position, keys_values, position_BS, own_slots)
-        parts.append(_with_missing_rows(*attended, len(q_BTKGH) - num_rows))
+        cache_slots = None
+        if slots is not None and index != last:
+            cache_slots = slots.prefix if is_prefix else slots.own
+        num_heads, cache_dim = v_BKSH.shape[-3], v_BKSH.shape[-1]
+        grouped = q.reshape(*query_position.shape, num_heads, -1, H)
+        grouped = match_head_dim(grouped, cache_dim, axis=-1)
+        visibility = Visibility(query_position, position_BS, window, slots=cache_slots)
+        out, lse = attend(grouped, k_BKHS, v_BKSH, visibility)
+        out = out[..., :H]
+        if is_prefix:
+            rows = query_position_BT.shape
+            out, lse = (x.reshape(*rows, *x.shape[2:]) for x in (out, lse))
+        parts.append(_with_missing_rows(out, lse, len(q_BTKGH) - len(out)))
     return merge(parts)
 
 
-def _attend_segment(
-    attend: Attend,
-    window: Window,
-    q_BTKGH: jax.Array,
-    query_position_BT: jax.Array,
-    keys_values: KeysAndValues,
-    position_BS: jax.Array,
-    slots: Slots | None,
-) -> tuple[jax.Array, jax.Array]:
-    """Attend to one segment, by the heads of its entries."""
-    k_BKHS, v_BKSH = keys_values
-    num_heads, cache_dim, H = v_BKSH.shape[-3], v_BKSH.shape[-1], q_BTKGH.shape[-1]
-    grouped = q_BTKGH.reshape(*query_position_BT.shape, num_heads, -1, H)
-    grouped = match_head_dim(grouped, cache_dim, axis=-1)
-    visibility = Visibility(query_position_BT, position_BS, window, slots=slots)
-    out, lse = attend(grouped, k_BKHS, v_BKSH, visibility)
-    return out[..., :H], lse
+def join_segments(entries: Entries, slots: Slots) -> Entries:
+    """Join the segments of each row into one; segments of prefixes stay as they are.
+
+    The rows of the slots are copied out of the cache. Where attention would copy them anyway, one
+    softmax over all entries is faster than one for each segment and a merge.
+    """
+    (*cached, new), (*cached_position_BS, new_position_BS) = entries.keys_values, entries.positions
+    parts = []
+    for (k_BKHS, v_BKSH), position_BS in zip(cached, cached_position_BS, strict=True):
+        taken = Visibility(position_BS, position_BS, slots=slots).keys_values(k_BKHS, v_BKSH)
+        parts.append((*taken, position_BS))
+    if parts:
+        new = map(_like, new, parts[0], (2, 3))
+    parts.append((*new, new_position_BS))
+    k_BKHS, v_BKSH, position_BS = map(jnp.concatenate, zip(*parts, strict=True), (3, 2, 1))
+    return entries._replace(keys_values=[(k_BKHS, v_BKSH)], positions=(position_BS,))
+
+
+def _like(new: jax.Array, cached: jax.Array, head_axis: int) -> jax.Array:
+    """New keys or values with the heads and the dtype of cached ones."""
+    new = match_heads(new, cached.shape[1]).astype(cached.dtype)
+    return match_head_dim(new, cached.shape[head_axis], head_axis)
 
 
 def _with_missing_rows(

@@ -21,6 +21,7 @@ from pathlib import Path
 from noria.compile import compiler_options
 from noria.compile.attention_kernels import AttentionPlan
 from noria.compile.expert_plan import ExpertPlan
+from noria.compile.grids.prefix_grid import PlannedPrefix, PrefixGrid
 from noria.compile.plan import SCHEMA, Numbers, Plan, PlannedModel
 from noria.compile.planning.hardware import Hardware
 from noria.modelzoo import axes
@@ -46,6 +47,11 @@ values.
 
 The column *default* says "required" for a key that a file must have, and "none" for a key that
 has no value where it is left out.
+"""
+PREFIXES = """\
+The beginnings of prompts that groups of slots share ([Prompts that begin alike](sharing.md)). A
+plan without this table has no such groups. With it, all lengths of `[buckets]` are counted from the
+end of a row's prefix.
 """
 LAYOUT_OF_PLAN = """\
 The layout stands in the plan itself. On one device a plan has none of these keys. `layout` is the
@@ -108,6 +114,9 @@ def _sections() -> Iterator[str]:
         yield _table(_keys(owner))
     yield "### `[buckets]`\n"
     yield _table(_bucket_keys())
+    yield "### `[prefixes]`\n"
+    yield PREFIXES
+    yield _table(_keys(PrefixGrid))
     yield "### Layout of a plan\n"
     yield LAYOUT_OF_PLAN
     yield "### `[attention]`\n"
@@ -157,7 +166,7 @@ def _keys(
 
 def _bucket_keys() -> list[Key]:
     """The keys of `[buckets]`: the fields, and `chunk`, which a file has apart."""
-    keys = _keys(BucketGrid)
+    keys = [key for key in _keys(BucketGrid, tables=True) if key.name != "prefixes"]
     chunk = BucketGrid.__dict__["chunks"].__doc__ or ""
     position = next(index for index, key in enumerate(keys) if key.name == "prefill") + 1
     keys.insert(position, Key("chunk", "integer, or list of integers", "none", chunk))
@@ -185,6 +194,8 @@ def _type(hint: object, tables: bool) -> str:
 
 
 def _plural(item: object) -> str:
+    if item is PlannedPrefix:
+        return "pairs of an integer and a string"
     return "integers" if item is int else "lists of integers"
 
 

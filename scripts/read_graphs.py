@@ -10,6 +10,7 @@ arguments and cycles, with their lines of source. It does not read weights.
 
 import argparse
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from noria.compile.abstract_model import AbstractModel
 from noria.compile.attention_kernels import AUTO_ATTENTION, AttentionPlan
 from noria.compile.build import compile_with_text, plan_graphs
 from noria.compile.grids.bucket_grid import BucketGrid
+from noria.compile.grids.prefix_grid import PlannedPrefix, PrefixGrid
 from noria.compile.planning.evidence import Evidence, read_evidence
 from noria.compile.planning.hardware import Hardware, UnknownHardware, hardware_of
 from noria.compile.planning.work import ONE_DEVICE, Work
@@ -56,6 +58,7 @@ def main() -> None:
     add("--slots", type=int, default=64)
     add("--spans", type=int, nargs="+", default=[1024])
     add("--prefill", default="512x8", help="tokens x rows")
+    add("--prefix", help="groups x tokens of planned prefixes, as in 1x1024")
     add("--graphs", nargs="+", default=["decode", "prefill"])
     add("--json", action="store_true", help="print the whole report as JSON")
     add("--keep", type=Path, help="folder for the texts of programs")
@@ -78,13 +81,21 @@ def of_model(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]
     config, layout = read_config(options.model, options.layers), options.layout
     reader = GraphReader(config, options.target, layout, options.dtype, options.scan_layers)
     length, rows = map(int, options.prefill.split("x"))
-    grid = BucketGrid(options.spans[-1], ((length, rows),), options.slots, tuple(options.spans))
+    prefixes = read_prefixes(options.prefix) if options.prefix else None
+    prefill, spans = ((length, rows),), tuple(options.spans)
+    grid = BucketGrid(spans[-1], prefill, options.slots, spans, prefixes=prefixes)
     for kind in options.graphs:
         found = reader.compile(grid, kind)
         if options.keep:
             options.keep.mkdir(parents=True, exist_ok=True)
             (options.keep / f"{kind}.txt").write_text(found.text, "utf-8")
         yield f"{kind}, compiled in {found.seconds:.1f} s", found.evidence.as_json()
+
+
+def read_prefixes(text: str) -> PrefixGrid:
+    """Return prefixes of this number of groups and tokens, in pieces of at most 256 tokens."""
+    groups, length = map(int, text.split("x"))
+    return PrefixGrid(groups, length, math.gcd(length, 256), (PlannedPrefix(length, "0" * 16),))
 
 
 def read_config(model: str, num_layers: int | None = None) -> DecoderConfig:
@@ -133,7 +144,8 @@ class GraphReader:
         # decode graphs are in ascending order of spans, prefill graphs in descending order
         graph = of_kind[-1 if kind == "decode" else 0]
         is_decode = kind == "decode"
-        call = grid.decode_call(grid.max_length) if is_decode else grid.prefill[-1].call()
+        prefill_call = grid.prefill_call(grid.prefill[-1])
+        call = grid.decode_call(grid.max_length) if is_decode else prefill_call
         executable, text, seconds = compile_with_text(graph)
         if text is None:
             raise RuntimeError(f"{graph.name}: XLA cannot write this program as text")

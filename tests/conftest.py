@@ -71,6 +71,19 @@ NOT_OPTIMIZED = (
 programs only with `--slow`. Tests of bits, bytes and operations run optimized programs; in these
 files they use the fixture `optimized`, or a fixture that compiles for several tests."""
 
+READ = (
+    "compile/programs/test_compiled_collectives.py",
+    "compile/programs/test_golden.py",
+    "compile/test_communication.py",
+    "compile/test_cpu_programs.py",
+    "compile/test_memory.py",
+    "compile/test_prefill_memory.py",
+    "compile/test_sequence_sharding.py",
+    "compile/test_sharded_decode.py",
+)
+"""Tests that only read their programs: text, memory and cost. LLVM, which comes after these are
+fixed, optimizes the code for the CPU only with `--slow`."""
+
 FAST = (
     "compile/planning/",
     "compile/grids/",
@@ -157,6 +170,16 @@ def optimized(optimizes: bool) -> Iterator[None]:
     set_optimized(optimizes)
 
 
+@pytest.fixture
+def not_optimized(optimizes: bool) -> Iterator[None]:
+    """Optimize the programs of one test only with `--slow`, in a file of optimized programs."""
+    from unoptimized import set_optimized
+
+    set_optimized(optimizes)
+    yield
+    set_optimized(True)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _leave_nothing_behind(request: pytest.FixtureRequest, optimizes: bool) -> Iterator[None]:
     """Drop the caches of a module, and its settings of jax, before the next module runs."""
@@ -164,6 +187,10 @@ def _leave_nothing_behind(request: pytest.FixtureRequest, optimizes: bool) -> It
         from unoptimized import set_optimized
 
         set_optimized(False)
+    elif _path(request).startswith(READ) and not optimizes:
+        from unoptimized import optimize_only_what_is_read
+
+        optimize_only_what_is_read()
     yield
     for value in vars(request.module).values():
         if isinstance(value, _lru_cache_wrapper) and not value.__module__.startswith("noria."):

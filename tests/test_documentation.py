@@ -20,6 +20,7 @@ import pytest
 from noria.compile.attention_kernels import AttentionPlan
 from noria.compile.compiler_options import read_options
 from noria.compile.expert_plan import ExpertPlan
+from noria.compile.grids.prefix_grid import PrefixGrid
 from noria.compile.plan import Plan
 from noria.compile.planning.hardware import read_hardware
 from noria.runtime import cli
@@ -129,6 +130,8 @@ def _read_tables(table: Mapping[str, Any]) -> None:
         ExpertPlan.from_table(table["experts"])
     elif set(table) == {"attention"}:
         AttentionPlan.from_table(table["attention"])
+    elif set(table) == {"prefixes"}:
+        PrefixGrid.from_table(table["prefixes"])
     elif set(table) == {"compiler"}:
         read_options(table["compiler"])
     else:

@@ -29,6 +29,8 @@ CONFIG = DecoderConfig(
     windows=(None, 7, None),
     max_position=128,
 )
+TWO_LAYERS = replace(CONFIG, windows=(7, None))
+"""A model with one layer of each kind of cache, which compiles sooner."""
 GRID = BucketGrid(
     max_length=64,
     prefill=((8, 3), (16, 2), (48, 1)),

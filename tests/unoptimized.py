@@ -18,6 +18,24 @@ def set_optimized(is_optimized: bool) -> None:
     compiler.get_compile_options = _optimized_options if is_optimized else _unoptimized_options
 
 
+def optimize_only_what_is_read() -> None:
+    """From now on leave out LLVM's optimizations for the CPU, and no other ones.
+
+    They come after XLA has fixed a program's text, memory and cost.
+    """
+    set_optimized(True)
+    compiler.get_compile_options = _options_of_read_programs
+
+
+def _options_of_read_programs(*args: Any, backend: Any, **options: Any) -> Any:
+    built = _optimized_options(*args, backend=backend, **options)
+    if backend.platform == "cpu":
+        debug = built.executable_build_options.debug_options
+        debug.xla_backend_optimization_level = 0
+        debug.xla_llvm_disable_expensive_passes = True
+    return built
+
+
 def _unoptimized_options(*args: Any, backend: Any, **options: Any) -> Any:
     """Also disable the emitters of fusions if XLA allows it: LLVM takes longest for their code."""
     if backend.platform == "cpu" and jax.__version_info__ < (0, 12):

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..attention import Visibility, soft_cap
+from ..attention import SlotReader, Visibility, soft_cap
 from ..axes import LANES
 from ..config import PLAIN_SCORES, Scores
 from .call import AttentionCall
@@ -46,6 +46,7 @@ def flash_refusal(call: AttentionCall) -> str | None:
     return None
 
 
+@SlotReader
 def attend_flash(
     q_BTKGH: jax.Array,
     k_BKHS: jax.Array,

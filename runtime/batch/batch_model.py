@@ -182,9 +182,8 @@ class BatchModel:
         config = self.files.spec.config
         can_run = [row for row in summary.rows if row.requirements is not None]
         rows = [row_shape(requirements) for requirements in summary.requirements]
-        table = NOTHING_SHARED
-        if self.options.shares:
-            table = summary.prefixes.of_rows([row.row for row in can_run])
+        shared = summary.prefixes.of_rows([row.row for row in can_run])
+        table = shared if self.options.shares else NOTHING_SHARED
         cache = compilation_cache.enable(progress.note)
         plan, target = self._resolve_plan(rows, table, stored_plan)
         text = plan.to_toml()
@@ -192,7 +191,9 @@ class BatchModel:
         weights = self.files.weights_digest(self.peers)
         weights.start()
         warm = WarmStart(bundle, cache, plan, target, self.files, progress.note, self.peers)
-        _note_plan(plan, rows, table, config, target, progress)
+        # the prefixes of a given plan are read in any case
+        noted = table if plan.buckets.prefixes is None else shared
+        _note_plan(plan, rows, noted, config, target, progress)
         dtype, scan_layers = plan.numbers.dtype, plan.model.scan_layers
         model = session.load_model(
             self.files, target, dtype, plan.layout, scan_layers, progress.note

@@ -4,7 +4,6 @@ Rows without `max_tokens` may continue to the model's context if the cache for i
 of the memory; if not, the plan gives the reason why they end earlier. Does not know about files.
 """
 
-import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -25,7 +24,6 @@ from ...compile.grids.default_grid import (
     with_overrides,
 )
 from ...compile.grids.grid_defaults import GridDefaults
-from ...compile.grids.grid_values import is_count
 from ...compile.grids.prefill_ladder import prefill_padding
 from ...compile.grids.prefix_choice import own_lengths, prefixes_of_rows
 from ...compile.grids.prefix_table import PrefixTable
@@ -46,10 +44,10 @@ from ..planning.shared_grids import with_sharing
 from ..pods.peers import Peers
 
 GIGABYTE = 10**9
-_OF_GRIDS_THAT_SHARE_NOTHING = {"chunk", "prefill", "decode_spans", "decode_graphs"}
-"""Keys of `[buckets]` that a user gives for a known grid, so no other kind of grid is tried."""
-_OF_GRIDS_WITHOUT_PREFIXES = {"score", "span_slots", "slot_groups"}
-"""Keys of `[buckets]` that a grid with planned prefixes does not have."""
+_KEYS_WITHOUT_SHARING = {"chunk", "prefill", "decode_spans", "decode_graphs"}
+"""Settings for a grid that the user knows, so no grid of another kind is tried."""
+_KEYS_WITHOUT_PREFIXES = {"decode_slots", "max_length", "score", "span_slots", "slot_groups"}
+"""Settings that no derived prefixes go with: they would not divide, or mean something else."""
 OTHER_CHUNK = 256
 """The chunk length with which the note on padding compares whole prompts."""
 
@@ -113,24 +111,12 @@ def derived_plan(
 
     grid = derive(rows, defaults)
     may_share = layout is None or not any(chunk_findings(layout))
-    if may_share and not _OF_GRIDS_THAT_SHARE_NOTHING & set(asked):
+    if may_share and not _KEYS_WITHOUT_SHARING & set(asked):
         fitting = [i for i, row in enumerate(rows) if fits_grid(row, grid)]
         expected = expected_rows([rows[i] for i in fitting], grid)
         shared = table.of_rows(fitting)
-        may_have_prefixes = not _OF_GRIDS_WITHOUT_PREFIXES & set(asked)
-        grid = with_sharing(
-            grid,
-            expected,
-            shared,
-            defaults,
-            prices,
-            derive,
-            may_have_prefixes=may_have_prefixes,
-        )
-    if grid.prefixes is not None and is_count(slots := asked.get("decode_slots")):
-        groups = math.gcd(grid.prefixes.groups, slots)
-        prefixes = replace(grid.prefixes, groups=groups)
-        grid = replace(grid, decode_slots=slots, prefixes=prefixes)
+        may_group = not _KEYS_WITHOUT_PREFIXES & set(asked)
+        grid = with_sharing(grid, expected, shared, defaults, prices, derive, may_group=may_group)
     if grid.max_length >= defaults.longest_span(config.max_position):
         reason = ""
     experts = default_experts(config)
@@ -186,10 +172,10 @@ def limit_note(plan: Plan, rows: Sequence[RowShape], max_position: int) -> str |
     if not count or limit >= max_position:
         return None
     reason = plan.max_length_reason or "as the plan or --set says"
-    prompt = "prompt" if plan.buckets.prefixes is None else "prompt after its planned prefix"
+    after = "" if plan.buckets.prefixes is None else ", after its prefix"
     return (
-        f"{plural(count, 'row')} without max_tokens: at most {limit} tokens each, {prompt} "
-        f"included, of the model's {max_position}: {reason}. Without --plan, --set "
+        f"{plural(count, 'row')} without max_tokens: at most {limit} tokens each, prompt "
+        f"included{after}, of the model's {max_position}: {reason}. Without --plan, --set "
         f"buckets.max_length=N changes it."
     )
 

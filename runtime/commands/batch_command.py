@@ -79,8 +79,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--no-sharing",
         dest="shares",
         action="store_false",
-        help="compute every prompt whole, even if prompts begin with the same tokens; under one "
-        "plan the answers are the same",
+        help="compute every prompt whole, even if prompts begin with the same tokens; the "
+        "prefixes of a given plan stay",
     )
     add(
         "--restart",

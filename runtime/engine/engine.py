@@ -105,7 +105,8 @@ class Engine:
     ):
         self.metrics = EngineMetrics()
         self.prefix_ids: dict[PlannedPrefix, array[int]] = {}
-        """The token ids of planned prefixes, which whoever submits a request adds before."""
+        """The token ids of planned prefixes. Those of a request are added before it is submitted.
+        """
         self._graphs = graphs
         self.scheduler = Scheduler(graphs.grid)
         self._parameters = parameters

@@ -85,9 +85,7 @@ class EngineMetrics:
         use.seconds += seconds
 
     def count_prefix(self, prefixes: PrefixGrid, real_tokens: int, *, seconds: float) -> None:
-        """Count one call that computed a piece of a planned prefix, or that made it empty."""
-        if not real_tokens:
-            return
+        """Count one call that computed a piece of a planned prefix."""
         self.count_prefill(
             PrefillBucket(prefixes.length, prefixes.batch, prefixes.chunk),
             is_scored=False,

@@ -52,7 +52,7 @@ def pack_pieces(
         start_B[i], count_B[i] = row.start, row.count
         if row.slot is not None:
             slot_B[i] = row.slot
-    prefix_B = None if prefix is None else np.full_like(slot_B, prefix)
+    prefix_B = None if prefix is None else np.array([prefix], np.int32)
     start_B = None if bucket.is_whole else start_B
     pieces = PromptPieces._make((slot_B, start_B, count_B, prefix_B))
     return pieces, tokens_BT, next_BT

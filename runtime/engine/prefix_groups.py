@@ -7,6 +7,7 @@ Guarantees: the prefix of a group changes only while none of its slots is taken.
 """
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.prefix_grid import PlannedPrefix
@@ -15,6 +16,15 @@ from .decode_slots import DecodeSlots
 ENOUGH_ROWS = 1 / 2
 """Number of waiting rows, as a share of the slots of a group, for which a second group gets the
 same prefix."""
+
+
+class WaitingRows(NamedTuple):
+    """The rows that wait for a group with their prefix."""
+
+    num_slots: int
+    """The number of slots that they need."""
+    num_slots_of_oldest: int
+    """The number of slots that the oldest of them needs."""
 
 
 class PrefixGroups:
@@ -40,7 +50,7 @@ class PrefixGroups:
         return slot // self.size
 
     def assign(
-        self, num_waiting: Mapping[PlannedPrefix | None, int]
+        self, waiting: Mapping[PlannedPrefix | None, WaitingRows]
     ) -> tuple[int, PlannedPrefix | None] | None:
         """Give a group without rows the prefix of rows that wait.
 
@@ -48,26 +58,25 @@ class PrefixGroups:
         that many rows wait for.
 
         Args:
-          num_waiting: The number of rows that wait for each prefix, by age of the oldest row.
+          waiting: The rows that wait for each prefix, by age of the oldest row.
 
         Returns:
           The group and its new prefix; None if no group changes.
         """
-        if set(num_waiting) == set(self._prefixes) and len(self._prefixes) == 1:
-            return None
         free = self._free_by_group()
         unused = [
             group
             for group, prefix in enumerate(self._prefixes)
-            if prefix not in num_waiting and len(free[group]) == self.size
+            if prefix not in waiting and len(free[group]) == self.size
         ]
         if not unused:
             return None
-        new = [prefix for prefix in num_waiting if prefix not in self._prefixes]
+        new = [prefix for prefix in waiting if prefix not in self._prefixes]
         new += [
             prefix
-            for prefix, count in num_waiting.items()
-            if count >= ENOUGH_ROWS * self.size and not self.free(prefix)
+            for prefix, rows in waiting.items()
+            if rows.num_slots >= ENOUGH_ROWS * self.size
+            and len(self.free(prefix)) < rows.num_slots_of_oldest
         ]
         if not new:
             return None

@@ -8,7 +8,8 @@ its slot; a whole prompt is one piece. The next action is, in this order:
    prefix to the slot of a prompt that begins with it (see `held_prefixes`).
 2. Compute a planned prefix for a group of slots without rows, if the rows that wait need one (see
    `prefix_groups`). Prompts take slots only in groups with their prefix, and all prompts of a
-   prefill batch go to one group.
+   prefill batch go to one group. Prompts that are much younger than the oldest waiting one do not
+   start, so that a group becomes free for it.
 3. Prefill one batch, if one may run:
    - Candidates are the buckets in which started prompts have their next piece, and the bucket of
      the oldest waiting prompt for which there are free slots. A prompt takes the shortest slots
@@ -53,7 +54,7 @@ from .decode_slots import (
     ScheduledSequence,
 )
 from .held_prefixes import HeldPrefixes
-from .prefix_groups import PrefixGroups
+from .prefix_groups import PrefixGroups, WaitingRows
 
 
 @dataclass(frozen=True)
@@ -220,13 +221,11 @@ class Scheduler:
         if (chosen := self._choose()) is not None:
             self._batches_since_decode += self._slots.has_live
             queue, batch = chosen
-            # slots are claimed before any prompt of the batch ends and returns its slot, which no
-            # other row of the same call may take
+            # slots of one group are claimed before any prompt of the batch ends and returns its
+            # slot, which no other row of the same call may take
             free = self._groups.free(queue.prefix)
             for prompt in batch:
-                self._remove(queue, prompt)
-                if not prompt.slots:
-                    self._claim_slots(prompt, free)
+                self._remove(queue, prompt, free)
             rows = tuple(self._next_piece(queue, prompt) for prompt in batch)
             group = 0 if rows[0].slot is None else self._groups.group_of(rows[0].slot)
             self._next_prefill = PrefillAction(queue.bucket, queue.is_scored, rows, group)
@@ -263,7 +262,7 @@ class Scheduler:
         }
         for prompt in started:
             if prompt.prefix is not None:
-                self._remove(self._queue_of(prompt), prompt)
+                self._remove(self._queue_of(prompt), prompt, [])
                 self._slots.release(prompt.slots[0])
         if (prefill := self._next_prefill) is not None:
             # a prefix reads its tokens from a request that may be dropped
@@ -305,17 +304,20 @@ class Scheduler:
         planned = self._grid.prefixes
         if planned is None or not self._num_waiting:
             return False
-        oldest: dict[PlannedPrefix | None, int] = {}
+        oldest: dict[PlannedPrefix | None, Prompt] = {}
         count: Counter[PlannedPrefix | None] = Counter()
         last = self._last_in_turn
         for queue, lanes in self._waiting.items():
             for lane in lanes.values():
-                if (number := _number(lane[0])) > last:
+                if _number(lane[0]) > last:
                     continue
-                oldest[queue.prefix] = min(number, oldest.get(queue.prefix, number))
+                oldest[queue.prefix] = min(oldest.get(queue.prefix, lane[0]), lane[0], key=_number)
                 count[queue.prefix] += sum(prompt.num_slots for prompt in lane)
-        in_order = {prefix: count[prefix] for prefix in sorted(oldest, key=oldest.__getitem__)}
-        if (assigned := self._groups.assign(in_order)) is None:
+        waiting = {
+            prefix: WaitingRows(count[prefix], prompt.num_slots)
+            for prefix, prompt in sorted(oldest.items(), key=lambda entry: _number(entry[1]))
+        }
+        if (assigned := self._groups.assign(waiting)) is None:
             return False
         group, prefix = assigned
         pieces = [(0, 0)] if prefix is None else planned.pieces(prefix.length)
@@ -341,9 +343,13 @@ class Scheduler:
             for queue, batch in batches.items()
             if len(batch) == queue.bucket.batch or self._has_many_idle(batch[0].max_total_length)
         }
-        if not batches or (self._must_decode if urgent else self._must_wait(batches)):
-            return None
-        return min((urgent or batches).items(), key=_number_of_oldest)
+        if urgent:
+            return None if self._must_decode else min(urgent.items(), key=_number_of_oldest)
+        by_age = sorted(batches.items(), key=_number_of_oldest)
+        if self._grid.prefixes is None:
+            # no other batch overtakes the one that waits for more prompts
+            del by_age[1:]
+        return next((entry for entry in by_age if not self._must_wait(*entry)), None)
 
     @property
     def _heads(self) -> Iterator[Prompt]:
@@ -362,15 +368,16 @@ class Scheduler:
         return min(map(_number, self._heads), default=0) + self._target_waiting
 
     def _batches(self) -> dict[_Queue, list[Prompt]]:
-        """The batches that may run next: started prompts, and the oldest waiting prompt's batch."""
-        if (found := self._oldest_that_waits()) is None:
-            return {
-                queue: prompts[: queue.bucket.batch] for queue, prompts in self._started.items()
-            }
-        oldest, free = found
-        queues = dict.fromkeys([*self._started, self._queue_of(oldest)])
-        last = oldest.request.number + self._target_waiting
-        return {queue: self._batch(queue, list(free), last) for queue in queues}
+        """The batches that may run next: started prompts, and the batch of the oldest waiting
+        prompt of each planned prefix."""
+        oldest = self._oldest_that_wait()
+        queues = dict.fromkeys([*self._started, *(self._queue_of(p) for p, _ in oldest.values())])
+        batches = {}
+        for queue in queues:
+            prompt, free = oldest.get(queue.prefix, (None, []))
+            last = -1 if prompt is None else prompt.request.number + self._target_waiting
+            batches[queue] = self._batch(queue, list(free), last)
+        return batches
 
     @property
     def _must_decode(self) -> bool:
@@ -382,9 +389,8 @@ class Scheduler:
         has_few = usable < FEW_SLOTS * len(self._slots)
         return has_few and self._slots.num_idle(length) > MANY_IDLE * usable
 
-    def _must_wait(self, batches: dict[_Queue, list[Prompt]]) -> bool:
-        """Whether batches that are not full wait for more prompts or for more idle slots."""
-        queue, batch = min(batches.items(), key=_number_of_oldest)
+    def _must_wait(self, queue: _Queue, batch: list[Prompt]) -> bool:
+        """Whether a batch that is not full waits for more prompts or for more idle slots."""
         oldest = batch[0]
         is_ready = not oldest.num_slots or oldest.prefix is not None
         if not self._slots.has_live or is_ready or self._cannot_fill(queue, batch):
@@ -407,21 +413,25 @@ class Scheduler:
             queue.bucket.is_whole and is_over and set(batch).issuperset(chain.from_iterable(lanes))
         )
 
-    def _oldest_that_waits(self) -> tuple[Prompt, list[int]] | None:
-        """The oldest waiting prompt that can start, and the free slots for it and its like.
+    def _oldest_that_wait(self) -> dict[PlannedPrefix | None, tuple[Prompt, list[int]]]:
+        """By planned prefix, the oldest waiting prompt that can start, and the free slots for it
+        and its like.
 
         Slots reserved for older prompts, which lack some slots, are not among the free ones.
         """
-        free: dict[PlannedPrefix | None, list[int]] = {}
         last = self._last_in_turn
+        free: dict[PlannedPrefix | None, list[int]] = {}
+        oldest: dict[PlannedPrefix | None, tuple[Prompt, list[int]]] = {}
         for head in sorted(self._heads, key=_number):
             if _number(head) > last:
-                return None
-            if (prefix := head.request.planned_prefix) not in free:
+                break
+            if (prefix := head.request.planned_prefix) in oldest:
+                continue
+            if prefix not in free:
                 free[prefix] = self._groups.free(prefix)
             if self._slots_for(head, free[prefix]) is not None:
-                return head, free[prefix]
-        return None
+                oldest[prefix] = head, free[prefix]
+        return oldest
 
     def _batch(self, queue: _Queue, free: list[int], last: int) -> list[Prompt]:
         """At most a batch of prompts of a queue: started prompts, then the oldest waiting prompts.
@@ -451,8 +461,8 @@ class Scheduler:
         del free[first:]
         return None
 
-    def _remove(self, queue: _Queue, prompt: Prompt) -> None:
-        """Remove a prompt from its queue."""
+    def _remove(self, queue: _Queue, prompt: Prompt, free: list[int]) -> None:
+        """Remove a prompt from its queue; a prompt that waits claims its slots, out of `free`."""
         if prompt.slots:
             self._started[queue].remove(prompt)
             if not self._started[queue]:
@@ -466,9 +476,10 @@ class Scheduler:
         if not lanes:
             del self._waiting[queue]
         self._num_waiting -= 1
+        self._claim_slots(prompt, free)
 
     def _claim_slots(self, prompt: Prompt, free: list[int]) -> None:
-        """Claim slots from `free`, and plan the copy of the prefix with which a prompt begins."""
+        """Claim the slots of a prompt, and plan the copy of the prefix with which it begins."""
         slots = self._slots_for(prompt, free)
         assert slots is not None
         prompt.slots = free[slots]

@@ -22,7 +22,7 @@ import numpy as np
 
 from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.prefix_choice import own_lengths, prefixes_of_rows
-from ...compile.grids.prefix_grid import PlannedPrefix, PrefixGrid
+from ...compile.grids.prefix_grid import PlannedPrefix
 from ...compile.grids.prefix_table import PrefixTable
 from ...compile.grids.prefix_tree import PrefixNode, count_slots, prefix_tree
 from .kept_prefixes import keep_best
@@ -84,6 +84,7 @@ def plan_submission(
     grid: BucketGrid | None = None,
     *,
     shares: bool = True,
+    planned: Sequence[PlannedPrefix | None] | None = None,
 ) -> Submission:
     """Choose the prefixes to keep, and the order of rows.
 
@@ -95,9 +96,13 @@ def plan_submission(
       table: What the rows share.
       grid: The grid; without one, nothing is shared.
       shares: Whether rows may share prefixes.
+      planned: The planned prefix of each row; by default those that the table shows.
     """
     if grid is not None and grid.prefixes is not None:
-        return _by_planned_prefix(lengths, table, grid, grid.prefixes)
+        if planned is None:
+            prompt_lengths = np.array([prompt_length for prompt_length, _ in lengths], np.int64)
+            planned = prefixes_of_rows(table, prompt_lengths, grid.prefixes)
+        return _by_planned_prefix(lengths, planned, grid)
     order = submission_order(lengths, grid)
     without_prefixes = Submission(order, [None] * len(order))
     if grid is None or not grid.chunks or not (shares and table.shares):
@@ -132,18 +137,17 @@ def plan_submission(
 
 
 def _by_planned_prefix(
-    lengths: Sequence[RowLengths], table: PrefixTable, grid: BucketGrid, prefixes: PrefixGrid
+    lengths: Sequence[RowLengths], planned: Sequence[PlannedPrefix | None], grid: BucketGrid
 ) -> Submission:
     """Rows with the same planned prefix after each other, those of most rows first."""
-    prompt_lengths = np.array([prompt_length for prompt_length, _ in lengths], np.int64)
-    planned = prefixes_of_rows(table, prompt_lengths, prefixes)
-    own = own_lengths(prompt_lengths.tolist(), planned)
+    own = own_lengths([prompt_length for prompt_length, _ in lengths], planned)
     order = submission_order(
         [(length, max_tokens) for length, (_, max_tokens) in zip(own, lengths, strict=True)], grid
     )
-    num_rows = Counter(planned)
-    first = {prefix: -place for place, prefix in enumerate(map(planned.__getitem__, order[::-1]))}
-    order.sort(key=lambda row: (-num_rows[planned[row]], -first[planned[row]]))
+    num_rows, first = Counter(planned), dict[PlannedPrefix | None, int]()
+    for place, row in enumerate(order):
+        first.setdefault(planned[row], place)
+    order.sort(key=lambda row: (-num_rows[planned[row]], first[planned[row]]))
     return Submission(order, [None] * len(order), planned=[planned[row] for row in order])
 
 

@@ -149,7 +149,7 @@ def _costliest(layout_plan: PlannedLayout) -> dict[str, tuple[str, Call]]:
     is_scored, kind = not grid.decode_slots, "" if grid.decode_slots else " scored"
     bucket = max(grid.prefill, key=lambda bucket: seconds(metrics.prefill, f"{bucket}{kind}"))
     name = CompiledGraphs.prefill_name(bucket, is_scored)
-    costliest = {"prefill": (name, bucket.call(is_scored=is_scored))}
+    costliest = {"prefill": (name, grid.prefill_call(bucket, is_scored=is_scored))}
     if grid.decode_slots:
         span = max(grid.graph_spans, key=lambda span: seconds(metrics.decode, span))
         costliest["decode"] = CompiledGraphs.decode_name(span), grid.decode_call(span)

@@ -293,10 +293,14 @@ def _calibration(options: argparse.Namespace, files: ModelFiles, dtype: str) -> 
 
 
 def _grids_of_run(workload: Workload) -> "dict[str, BucketGrid]":
-    """The grid of the finished job whose output is given; empty without one."""
+    """The grid of the finished job whose output is given; empty without one.
+
+    A grid with prefixes is left out, as a sample of the rows does not show all of them.
+    """
     if workload.manifest is None:
         return {}
-    return {PLAN_OF_RUN: Plan.from_table(tomllib.loads(workload.manifest["plan"])).buckets}
+    grid = Plan.from_table(tomllib.loads(workload.manifest["plan"])).buckets
+    return {PLAN_OF_RUN: grid} if grid.prefixes is None else {}
 
 
 def _memory(options: argparse.Namespace, hardware: Hardware) -> float:

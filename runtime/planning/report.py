@@ -87,7 +87,7 @@ def graphs(prediction: "Prediction") -> list[dict[str, Any]]:
         use = metrics.prefill.get(f"{bucket}{kind}", PrefillUse())
         figures = _graph(f"prefill {bucket}{kind}", use, use.calls, use.real_tokens)
         call, name = (
-            bucket.call(is_scored=is_scored),
+            grid.prefill_call(bucket, is_scored=is_scored),
             CompiledGraphs.prefill_name(bucket, is_scored),
         )
         entries.append(figures | _estimate(cost, call) | _evidence(prediction, name))

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ...compile.grids.bucket_grid import BucketGrid
+from ...compile.grids.bucket_grid import BucketGrid, PrefillBucket
 from ...compile.grids.default_grid import RowShape, with_chunks
 from ...compile.grids.grid_defaults import GridDefaults, round_up
 from ...compile.grids.prefix_choice import choose_prefixes, prefixes_of_rows
@@ -45,6 +45,8 @@ GROUPS = (1, 2, 3, 4, 6, 8)
 """Numbers of groups of slots that are tried, times the pieces into which a layout splits slots."""
 MIN_FILLED = 1 / 2
 """The smallest number of rows of a planned prefix, as a share of the slots of a group."""
+MORE_SLOTS = 2
+"""Factor of the slots that are tried as well: with short rows of their own, slots are small."""
 PREFIX_CHUNK, PREFIX_STEP = 256, 64
 """Tokens of a call that computes a planned prefix: at most, and in steps of."""
 MIN_SHARE = 0.1
@@ -66,7 +68,7 @@ def with_sharing(
     prices: GraphPrices,
     derive: Callable[[Sequence[RowShape], GridDefaults], BucketGrid],
     *,
-    may_have_prefixes: bool = True,
+    may_group: bool = True,
 ) -> BucketGrid:
     """The grid of whole prompts, or a grid whose rows share beginnings that takes less time.
 
@@ -77,29 +79,33 @@ def with_sharing(
       defaults: The sizes to aim for.
       prices: The seconds of calls and graphs.
       derive: Derives a grid from rows and defaults.
-      may_have_prefixes: Whether groups of slots may share planned prefixes.
+      may_group: Whether groups of slots may share planned prefixes.
     """
     lengths = np.array([row.need.prompt_length for row in rows], np.int64)
     is_enough = table.shares and table.shared.sum() >= MIN_SHARE * lengths.sum()
     if not is_enough or not whole.decode_slots:
         return whole
-    candidates = _chunk_grids(whole, rows, defaults, derive)
-    candidates.sort(key=lambda grid: _min_seconds(grid, lengths, table, prices))
-    candidates = candidates[:MAX_SIMULATED]
-    if may_have_prefixes:
-        candidates += _prefix_grids(whole, rows, table, defaults, derive)
-    part, part_table = _neighbours(rows, table)
+    grids = _chunk_grids(whole, rows, defaults, derive)
+    grids.sort(key=lambda grid: _min_seconds(grid, lengths, table, prices))
+    grids = grids[:MAX_SIMULATED]
+    if may_group:
+        grids += _prefix_grids(whole, rows, table, defaults, derive)
+    numbers = _neighbours(table)
+    part, part_table = [rows[row] for row in numbers], table.of_rows(numbers)
     scale = len(rows) / len(part)
 
     def seconds(grid: BucketGrid) -> float:
-        run = simulate_in_order(part, grid, prices.cost, part_table).seconds
+        planned = None
+        if grid.prefixes is not None:
+            # the part alone may not show the end of a prefix
+            of_rows = prefixes_of_rows(table, lengths, grid.prefixes)
+            planned = [of_rows[row] for row in numbers]
+        run = simulate_in_order(part, grid, prices.cost, part_table, planned).seconds
         return scale * run + _build_seconds(grid, prices)
 
-    if not candidates:
+    if not grids:
         return whole
-    best_seconds, best = min(
-        ((seconds(grid), grid) for grid in candidates), key=lambda pair: pair[0]
-    )
+    best_seconds, best = min(((seconds(grid), grid) for grid in grids), key=lambda pair: pair[0])
     return best if best_seconds < MAX_SHARE_OF_SECONDS * seconds(whole) else whole
 
 
@@ -153,11 +159,25 @@ def _prefix_grids(
             for row, prefix in zip(rows, planned, strict=True)
         ]
         num_rows = sorted(Counter(planned).values())[len(shared) // 2]
-        size = whole.decode_slots // groups or 1
-        # groups in which the rows of a usual prefix take all slots the same number of times
-        size = math.ceil(num_rows / math.ceil(num_rows / size))
-        aims = replace(defaults, max_decode_slots=groups * size, slot_multiple=groups)
-        yield replace(derive(own, aims), decode_slots=groups * size, prefixes=prefixes)
+        for max_slots in (whole.decode_slots, MORE_SLOTS * whole.decode_slots):
+            size = max_slots // groups or 1
+            # groups in which the rows of a usual prefix take all slots the same number of times
+            size = math.ceil(num_rows / math.ceil(num_rows / size))
+            aims = replace(defaults, max_decode_slots=groups * size, slot_multiple=groups)
+            grid = derive(own, aims)
+            prefill = grid.prefill
+            if num_rows <= size:
+                prefill = tuple(_filled_by(bucket, size, defaults) for bucket in prefill)
+            grid = replace(grid, prefill=prefill, decode_slots=groups * size, prefixes=prefixes)
+            if all(fits_grid(need, grid) for need in set(own)):
+                yield grid
+
+
+def _filled_by(bucket: PrefillBucket, num_rows: int, defaults: GridDefaults) -> PrefillBucket:
+    """The bucket with a batch that rows which come together fill: in the fewest calls."""
+    most = max(1, defaults.tokens_per_prefill // bucket.length)
+    batch = math.ceil(num_rows / math.ceil(num_rows / most))
+    return bucket._replace(batch=round_up(batch, defaults.batch_multiple))
 
 
 def _batches(grid: BucketGrid, batch: int) -> Iterator[BucketGrid]:
@@ -193,10 +213,7 @@ def _build_seconds(grid: BucketGrid, prices: GraphPrices) -> float:
     )
 
 
-def _neighbours(
-    rows: Sequence[ExpectedRow], table: PrefixTable
-) -> tuple[list[ExpectedRow], PrefixTable]:
-    """A run of neighbours in the order of prompts, and what they share."""
+def _neighbours(table: PrefixTable) -> list[int]:
+    """The row numbers of a run of neighbours in the order of prompts."""
     first = max(0, len(table.rows) - MAX_ROWS) // 2
-    numbers = table.rows[first : first + MAX_ROWS].tolist()
-    return [rows[row] for row in numbers], table.of_rows(numbers)
+    return table.rows[first : first + MAX_ROWS].tolist()

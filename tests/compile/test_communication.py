@@ -49,8 +49,8 @@ IN_A_LOOP = (
 )
 """Layouts tested in a loop over layers, which takes one program, not two. Other layouts combine the
 communication of these and of a ring."""
-ONE_BY_ONE = {("embed-parallel", "decode"), ("ring", "prefill")}
-"""Layouts and phases tested without a loop in every run; the other phases of these are in one."""
+ONE_BY_ONE = {("embed-parallel", "decode")}
+"""Layouts and phases tested without a loop in every run; prefill of this layout is in one."""
 CUT = {("embed-parallel", "decode")}
 """Cases where XLA for TPU turns a reduce-scatter into an all-reduce and a slice."""
 GATHERED = {
@@ -175,11 +175,15 @@ def test_a_sparse_layer_sends_what_is_said_and_nothing_else(name, kind, phase):
     assert of_one_layer(layout, phase, kind=kind) == said_of_one_layer(layout, phase, kind)
 
 
-def of_one_turn(layout: Layout, name: str, kind: str, target: str) -> Counter:
-    """Count what one iteration of a loop over three layers sends."""
-    config = config_of(layout.name, 3, kind)
-    found = collectives(layout, name, GRID, config, target, scan_layers=True)
-    return Counter((c.kind, c.mesh_axes, c.num_bytes) for c in found if 3 in c.loops)
+def of_one_turn(
+    layout: Layout, name: str, grid: BucketGrid = GRID, kind: str = "dense", target: str = TPU
+) -> Counter:
+    """Count what one iteration of a loop over three layers sends, in loops of its own, too."""
+    config, counts = config_of(layout.name, 3, kind), Counter()
+    for c in collectives(layout, name, grid, config, target, scan_layers=True):
+        if 3 in c.loops:
+            counts[c.kind, c.mesh_axes, c.num_bytes] += c.times // 3
+    return counts
 
 
 @pytest.mark.tpu_compile
@@ -189,7 +193,7 @@ def of_one_turn(layout: Layout, name: str, kind: str, target: str) -> Counter:
         *((name, "dense", phase) for name in IN_A_LOOP for phase in CALLS),
         *(("expert-tensor", "sparse", phase) for phase in CALLS),
         ("embed-parallel", "dense", "prefill"),
-        ("ring", "dense", "decode"),
+        *(("ring", "dense", phase) for phase in CALLS),
         *(
             pytest.param("expert-tensor", "latent", phase, marks=pytest.mark.slow)
             for phase in CALLS
@@ -202,7 +206,13 @@ def test_a_turn_of_a_loop_over_layers_sends_what_is_said_of_a_layer(name, kind, 
     wanted = said_of_one_layer(layout, phase, kind)
     wanted.update(GATHERED.get((name, phase), {}))
     is_cut = (name, phase) in CUT
-    assert of_one_turn(layout, phase, kind, TPU) == (cut(wanted) if is_cut else wanted)
+    assert of_one_turn(layout, phase, kind=kind) == (cut(wanted) if is_cut else wanted)
+
+
+IN_A_LOOP_OR_ALONE = [
+    pytest.param(of_one_turn, id="in a loop"),
+    pytest.param(of_one_layer, id="alone", marks=pytest.mark.slow),
+]
 
 
 def bytes_by_axes(collectives: Counter) -> Counter:
@@ -213,6 +223,7 @@ def bytes_by_axes(collectives: Counter) -> Counter:
     return sums
 
 
+@pytest.mark.parametrize("count", IN_A_LOOP_OR_ALONE)
 @pytest.mark.parametrize(
     ("name", "phase"),
     [
@@ -224,13 +235,14 @@ def bytes_by_axes(collectives: Counter) -> Counter:
         pytest.param("expert-parallel", "decode", marks=pytest.mark.slow),
     ],
 )
-def test_a_sparse_layer_sends_the_same_bytes_on_the_cpu(name, phase):
+def test_a_sparse_layer_sends_the_same_bytes_on_the_cpu(name, phase, count):
     layout = layout_of(name)
-    found = of_one_layer(layout, phase, kind="sparse", target=CPU)
+    found = count(layout, phase, kind="sparse", target=CPU)
     assert bytes_by_axes(found) == bytes_by_axes(said_of_one_layer(layout, phase, "sparse", CPU))
 
 
 @pytest.mark.tpu_compile
+@pytest.mark.parametrize("count", IN_A_LOOP_OR_ALONE)
 @pytest.mark.parametrize(
     ("spans", "kind"), [((SHORT,), "collective-permute"), ((SHORT, LONG), "all-gather")]
 )
@@ -239,7 +251,7 @@ def test_a_sparse_layer_sends_the_same_bytes_on_the_cpu(name, phase):
     [("ring", 1), pytest.param("ring-tensor", PROMPTS, marks=pytest.mark.slow)],
 )
 def test_a_chunk_sends_its_entries_or_its_queries_whichever_are_fewer_bytes(
-    name, rows, spans, kind
+    name, rows, spans, kind, count
 ):
     """The entries of a short span go along the ring, or else the queries, and nothing more.
 
@@ -253,4 +265,4 @@ def test_a_chunk_sends_its_entries_or_its_queries_whichever_are_fewer_bytes(
     formulas = predict_collectives(config_of(name, 1), layout, call, itemsize=2)
     assert kind in {e.kind for e in formulas if e.mesh_axes == ("sequence",)}
     wanted = Counter({(e.kind, e.mesh_axes, e.num_bytes): e.times for e in formulas})
-    assert of_one_layer(layout, f"prefill {CHUNK}x{rows} span {spans[-1]}", grid) == wanted
+    assert count(layout, f"prefill {CHUNK}x{rows} span {spans[-1]}", grid) == wanted

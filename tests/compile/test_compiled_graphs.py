@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import CHUNK_GRID, GRID, TinyModel
+from tiny import CHUNK_GRID, GRID, TWO_LAYERS, TinyModel
 
 from noria.compile.build import plan_graphs
 from noria.compile.compiled_graphs import GraphNotPlanned, graph_names
@@ -20,7 +20,7 @@ from noria.runtime.engine.padding import pack_greedy
 @pytest.fixture(scope="module")
 def model() -> TinyModel:
     """The tiny model with every span, and only the bucket that tests call."""
-    return TinyModel(grid=replace(GRID, prefill=GRID.prefill[:1], score=False))
+    return TinyModel(TWO_LAYERS, replace(GRID, prefill=GRID.prefill[:1], score=False))
 
 
 def test_a_bucket_outside_the_plan_is_refused_by_name(model):

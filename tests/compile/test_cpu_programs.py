@@ -1,4 +1,6 @@
-"""Programs for the CPU in bfloat16: no step converts whole arrays, and every product is fast."""
+"""Programs for the CPU: none converts whole arrays or repeats work, and every product is fast."""
+
+import re
 
 import jax.numpy as jnp
 import pytest
@@ -49,3 +51,15 @@ def test_the_cache_is_float32(graphs):
     assert {x.dtype for layer in state.cache.layers for kept in layer for x in kept} == {
         jnp.dtype("float32")
     }
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_chunk_computes_rotations_once_and_attends_once_in_each_layer(batch):
+    grid = BucketGrid(384, tuple((span, batch, 32) for span in (128, 256, 384)), 4, (128, 256, 384))
+    placement = find_target("cpu").placement(None)
+    graphs = plan_graphs(AbstractModel(CONFIG), grid, placement, jnp.dtype("float32"))
+    (graph,) = (one for one in graphs if one.name == f"prefill 32x{batch} span 384")
+    text = compile_graph(graph)[0].as_text()
+    assert text.count(" cosine(") == 1
+    attention = re.findall(r' dot\(.*op_name="[^"]*layers\.\d+/dot_general"', text)
+    assert len(attention) == 2 * len(CONFIG.windows), "scores and values"

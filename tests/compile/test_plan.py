@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from noria.compile.attention_kernels import AttentionPlan
 from noria.compile.expert_plan import ExpertPlan
 from noria.compile.grids.bucket_grid import BucketGrid
+from noria.compile.grids.prefix_grid import PlannedPrefix, PrefixGrid
 from noria.compile.plan import Numbers, Plan, PlannedModel
 from noria.compile.plan_tables import table_lines
 from noria.modelzoo.moe.config import LOSSLESS, Dispatch, Tiles
@@ -163,6 +164,14 @@ def test_text_that_no_file_holds_is_refused_by_its_key(name, surrogate):
 def test_a_plan_survives_its_file(experts):
     plan = replace(PLAN, experts=experts)
     assert Plan.from_table(tomllib.loads(plan.to_toml())) == plan
+
+
+def test_prefixes_are_refused_with_experts_of_a_fixed_capacity_in_prefill():
+    prefixes = PrefixGrid(2, 16, 16, (PlannedPrefix(16, "0" * 16),))
+    grid = BucketGrid(32, ((16, 1),), 4, (32,), prefixes=prefixes)
+    experts = ExpertPlan(prefill=Dispatch("capacity", 2.0))
+    with pytest.raises(ValueError, match=r"\[prefixes\]: expected none with experts of a fixed"):
+        replace(PLAN, buckets=grid, compiler={}, experts=experts)
 
 
 @pytest.mark.parametrize(

@@ -127,6 +127,20 @@ def random_tokens(seed: int) -> jax.Array:
     return jnp.asarray(rng.integers(0, HEADS.vocab_size, (SLOTS, LONGEST)), jnp.int32)
 
 
+def meeting(
+    cases: dict[str, tuple[Arrangement, list[int] | None]], slow: set[tuple[str, str]]
+) -> pytest.MarkDecorator:
+    """Parametrize over configs and cases: without `slow`, every two of the facts meet."""
+    params = [
+        pytest.param(
+            config, *case, id=f"{kind}-{name}", marks=[pytest.mark.slow] * ((kind, name) in slow)
+        )
+        for name, case in cases.items()
+        for kind, config in CONFIGS.items()
+    ]
+    return pytest.mark.parametrize(("config", "arrangement", "cuts"), params)
+
+
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("cuts", [WHOLE, IN_CHUNKS], ids=["whole", "chunks"])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
@@ -145,26 +159,22 @@ def test_nothing_is_seen_of_a_former_owner(config, cuts):
         np.testing.assert_array_equal(got_BV, expected_BV)
 
 
-@pytest.mark.parametrize(
-    ("arrangement", "cuts"),
-    [
-        (AS_PUBLISHED, IN_CHUNKS),
-        (AS_PUBLISHED, UNEVENLY),
-        (SCANNED, WHOLE),
-        (SCANNED, UNEVENLY),
-        (BLOCKS, WHOLE),
-        (BLOCKS, UNEVENLY),
-    ],
-    ids=[
-        "chunks",
-        "uneven chunks",
-        "scanned, whole",
-        "scanned, uneven chunks",
-        "blocks of keys, whole",
-        "blocks of keys, uneven chunks",
-    ],
+@meeting(
+    {
+        "chunks": (AS_PUBLISHED, IN_CHUNKS),
+        "uneven chunks": (AS_PUBLISHED, UNEVENLY),
+        "scanned, whole": (SCANNED, WHOLE),
+        "scanned, uneven chunks": (SCANNED, UNEVENLY),
+        "blocks of keys, whole": (BLOCKS, WHOLE),
+        "blocks of keys, uneven chunks": (BLOCKS, UNEVENLY),
+    },
+    slow={
+        ("heads", "scanned, whole"),
+        ("heads", "blocks of keys, uneven chunks"),
+        ("latents", "scanned, uneven chunks"),
+        ("latents", "blocks of keys, whole"),
+    },
 )
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_a_cache_is_the_same_however_prompts_come_in(config, arrangement, cuts):
     """The reference is whole prompts through unrolled layers, entry by entry."""
     config = in_turns(config, arrangement)
@@ -177,24 +187,21 @@ def test_a_cache_is_the_same_however_prompts_come_in(config, arrangement, cuts):
             np.testing.assert_allclose(array, wanted, rtol=0, atol=FLOAT32_MODEL_LOGPROB)
 
 
-@pytest.mark.parametrize(
-    ("arrangement", "cuts"),
-    [
-        (WIDE, WHOLE),
-        (WIDE, UNEVENLY),
-        (replace(WIDE, scan_layers=True), WHOLE),
-        (BLOCKS, WHOLE),
-        (BLOCKS, UNEVENLY),
-    ],
-    ids=[
-        "wide heads, whole",
-        "wide heads, uneven chunks",
-        "wide heads, scanned, whole",
-        "blocks of keys, whole",
-        "blocks of keys, uneven chunks",
-    ],
+@meeting(
+    {
+        "wide heads, whole": (WIDE, WHOLE),
+        "wide heads, uneven chunks": (WIDE, UNEVENLY),
+        "wide heads, scanned, whole": (replace(WIDE, scan_layers=True), WHOLE),
+        "blocks of keys, whole": (BLOCKS, WHOLE),
+        "blocks of keys, uneven chunks": (BLOCKS, UNEVENLY),
+    },
+    slow={
+        ("heads", "wide heads, whole"),
+        ("heads", "blocks of keys, uneven chunks"),
+        ("latents", "wide heads, uneven chunks"),
+        ("latents", "blocks of keys, whole"),
+    },
 )
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_a_cache_arranged_otherwise_gives_the_same_answers(config, arrangement, cuts):
     config, tokens_BT, found = in_turns(config, arrangement), random_tokens(2), []
     for one in (model(config), model(config, arrangement)):

@@ -433,8 +433,9 @@ class LaidOut:
 
     def group_of(self, slot: int) -> int:
         """Return the group of a slot; without prefixes, all slots are in one group."""
-        num_groups = 1 if self.prefixes is None else self.prefixes.groups
-        return slot * num_groups // self.grid.decode_slots
+        if self.prefixes is None:
+            return 0
+        return slot * self.prefixes.groups // self.grid.decode_slots
 
     def _calls(
         self, rows: Mapping[int, Row], start: int = 0

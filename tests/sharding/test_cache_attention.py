@@ -16,7 +16,7 @@ from noria.modelzoo.blockwise import attend_blockwise
 from noria.modelzoo.config import PLAIN_SCORES, Chunk, Scores, Window
 from noria.modelzoo.layer_cache import KeysAndValues, PromptLatents
 from noria.modelzoo.operations import ON_ONE_DEVICE, Operations
-from noria.modelzoo.segment_attention import attend_segments
+from noria.modelzoo.segment_attention import Entries, attend_segments
 from noria.modelzoo.segments import entry_positions
 from noria.modelzoo.stripes import Stripes
 from noria.sharding import cache_attention
@@ -92,7 +92,8 @@ def attend_layer(
         sink_KG = jnp.asarray(np.random.default_rng(1).normal(size=(K, G)), jnp.float32)
     attend_entries = partial(attend_segments, partial(attend, scores=case.scores), case.window)
     attend_all = operations.over_cache(attend_entries, case.window)
-    entries, position_BT = (list(made.entries), made.key_position_BS), jnp.asarray(made.position_BT)
+    entries = Entries(list(made.entries), made.key_position_BS)
+    position_BT = jnp.asarray(made.position_BT)
     attended = attend_all(made.q_BTKGH, position_BT, entries)
     return with_sinks(*attended, sink_KG).reshape(*made.q_BTKGH.shape[:-1], -1)
 

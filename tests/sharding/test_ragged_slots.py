@@ -87,6 +87,7 @@ def test_samples_of_a_prompt_are_forked_into_slots_of_any_length(layout, family,
     assert len(set(map(tuple, got.output.tokens_BQ.tolist()))) == len(rows)
 
 
+@pytest.mark.usefixtures("not_optimized")
 def test_chunks_in_ragged_slots_change_no_answer():
     """Every device has long and short slots, and rows use both."""
     layout = layout_of("data-tensor@data=4,tensor=2")

@@ -185,9 +185,9 @@ def test_attention_sees_its_rows_and_heads_whole_and_gives_them_back(name):
     row_B = np.arange(B, dtype=np.float32)
     k_BKHT, v_BKTH, cache_BKHS = integers(B, K, H, T), integers(B, K, T, H), integers(B, K, H, S)
 
-    def body(queries, new, latents, rows, cache):
+    def body(queries, new, latents, rows, caches):
         assert latents is None
-        (q_BTKGH, sink_KG), (row_B,), (cache_BKHS,) = queries, rows, cache
+        (q_BTKGH, sink_KG), (row_B,), ((cache_BKHS,),) = queries, rows, caches
         mark_BKTH = new.v_BKTH + 10 * new.k_BKHT.swapaxes(2, 3) + 100 * cache_BKHS[:, :, None, :, 0]
         out_BTKGH = (
             q_BTKGH + mark_BKTH.swapaxes(1, 2)[:, :, :, None] + sink_KG[None, None, ..., None]
@@ -196,7 +196,7 @@ def test_attention_sees_its_rows_and_heads_whole_and_gives_them_back(name):
         return out_BTKGH, Entries(cache_BKHS + new.k_BKHT[..., :1])
 
     new = PromptKeysValues(k_BKHT, v_BKTH)
-    out_BTKGH, (cache,) = body(queries, new, None, Rows(row_B), Entries(cache_BKHS))
+    out_BTKGH, (cache,) = body(queries, new, None, Rows(row_B), (Entries(cache_BKHS),))
     got_BTKGH, (got_cache,) = run(
         operations(rules, num_kv_heads=K).attend(body, writes_cache=True),
         Queries(
@@ -206,7 +206,7 @@ def test_attention_sees_its_rows_and_heads_whole_and_gives_them_back(name):
         jax.tree.map(lambda x: np.repeat(x, stored, axis=1), new),
         None,
         Rows(row_B),
-        Entries(np.repeat(cache_BKHS, kept, axis=1)),
+        (Entries(np.repeat(cache_BKHS, kept, axis=1)),),
     )
     assert (got_BTKGH.reshape(out_BTKGH.shape) == out_BTKGH).all()
     assert (got_cache == np.repeat(cache, kept, axis=1)).all()
@@ -228,14 +228,14 @@ def test_attention_without_new_keys_sees_its_rows_of_what_is_kept_whole(rules):
     B, T, N, H, S = 8, 2, 8, 4, 3
     q_BTKGH, cache_BSH, row_B = integers(B, T, N, 1, H), integers(B, S, H), np.arange(B)
 
-    def body(queries, new, latents, rows, cache):
+    def body(queries, new, latents, rows, caches):
         assert new is None and latents is None
-        (row_B,), (cache_BSH,) = rows, cache
+        (row_B,), ((cache_BSH,),) = rows, caches
         out_BTKGH = queries.q_BTKGH + 10 * cache_BSH.sum(1)[:, None, None, None]
         return out_BTKGH + 1000 * row_B[:, None, None, None, None], LatentEntries(cache_BSH + 1)
 
     rows = Rows(row_B.astype(np.float32))
-    arguments = (Queries(q_BTKGH), None, None, rows, LatentEntries(cache_BSH))
+    arguments = (Queries(q_BTKGH), None, None, rows, (LatentEntries(cache_BSH),))
     expected_BTKGH, (expected_BSH,) = body(*arguments)
     on_mesh = operations(rules_of(**rules), num_kv_heads=N)
     got_BTKGH, (got_BSH,) = run(on_mesh.attend(body, writes_cache=True), *arguments)

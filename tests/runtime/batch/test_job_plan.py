@@ -1,7 +1,6 @@
 """The plan of a job: the note on rows without `max_tokens`, and replies to every override."""
 
 import json
-import math
 import tomllib
 from dataclasses import replace
 
@@ -24,7 +23,6 @@ from noria.modelzoo.config import DecoderConfig
 from noria.runtime.batch import job_plan
 from noria.runtime.batch.job_plan import derived_plan, limit_note
 from noria.runtime.cli import main
-from noria.runtime.planning import shared_grids
 from noria.runtime.planning.forecast import forecast_steps
 from noria.runtime.planning.search import simulate_in_order
 from noria.runtime.pods.peers import ALONE
@@ -267,18 +265,12 @@ def test_questions_about_documents_share_planned_prefixes():
     assert Plan.from_table(tomllib.loads(plan.to_toml())) == plan
 
 
-@pytest.mark.parametrize("slots", [7, 9, 32])
-def test_slots_that_a_user_asks_for_have_as_many_groups_as_divide_them(slots, monkeypatch):
-    monkeypatch.setattr(shared_grids, "GROUPS", (4,))
-    buckets = sharing_plan(f"buckets.decode_slots={slots}").buckets
-    assert buckets.decode_slots == slots
-    assert buckets.prefixes.groups == math.gcd(slots, 4)
-
-
 @pytest.mark.parametrize(
     "asked",
     [
         "score=true",
+        "decode_slots=9",
+        "max_length=600",
         "span_slots=[64,32,8]",
         "decode_spans=[64,528]",
         "decode_graphs=[528]",
@@ -306,7 +298,8 @@ def test_a_layout_that_cannot_read_chunks_shares_nothing():
 
 
 def test_a_limit_of_rows_after_prefixes_is_said():
-    plan = sharing_plan("buckets.max_length=600", max_tokens=None)
-    assert plan.buckets.prefixes is not None
+    grid = sharing_plan().buckets
+    assert grid.prefixes is not None
+    plan = Plan("cpu", MODEL, Numbers("float32"), grid)
     note = limit_note(plan, [RowShape(520, None)], EMBEDDED.max_position)
-    assert "at most 600 tokens each, prompt after its planned prefix included" in note
+    assert f"at most {grid.max_length} tokens each, prompt included, after its prefix" in note

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from tiny import (
     CHUNK_GRID,
-    CONFIG,
     EOS_ID,
     GRID,
     RAGGED_CHUNK_GRID,
@@ -16,6 +15,7 @@ from tiny import (
     TinyModel,
     prompts,
 )
+from tiny import TWO_LAYERS as CONFIG
 from unoptimized import set_optimized
 
 from noria.compile.compiled_graphs import graph_names
@@ -51,7 +51,7 @@ COMBINED = {"tails"}
 )
 def model(request, optimizes: bool) -> TinyModel:
     set_optimized(optimizes or request.param in OPTIMIZED)
-    return TinyModel(grid=GRIDS[request.param])
+    return TinyModel(CONFIG, GRIDS[request.param])
 
 
 def run(model: TinyModel, requests: list[Request], **options):

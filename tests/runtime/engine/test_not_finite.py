@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tiny import CONFIG, EOS_ID, GRID, TinyModel, prompts
+from tiny import EOS_ID, GRID, TWO_LAYERS, TinyModel, prompts
 from unoptimized import set_optimized
 
 from noria.runtime.engine import generation
@@ -15,10 +15,10 @@ SHORT_CHUNKS = replace(
     GRID, prefill=((16, 3, 4), (48, 2, 4)), decode_spans=(16, 48, 64), span_slots=(4, 2, 1)
 )
 LONG_CHUNKS = replace(GRID, prefill=((16, 2, 16), (48, 2, 16)), decode_spans=(16, 48, 64))
-OF_BOTH_KINDS, IN_WINDOWS = (replace(CONFIG, windows=(7, last)) for last in (None, 7))
+IN_WINDOWS = replace(TWO_LAYERS, windows=(7, 7))
 MODELS = {
-    "whole": (OF_BOTH_KINDS, GRID),
-    "short chunks": (OF_BOTH_KINDS, SHORT_CHUNKS),
+    "whole": (TWO_LAYERS, GRID),
+    "short chunks": (TWO_LAYERS, SHORT_CHUNKS),
     "long chunks in windows": (IN_WINDOWS, LONG_CHUNKS),
 }
 OPTIMIZED = {"short chunks", "long chunks in windows"}
@@ -87,7 +87,7 @@ KINDS = {
 @pytest.mark.parametrize("params", KINDS.values(), ids=KINDS)
 def test_prompts_leave_nothing(model, healthy, params):
     """Prompts of every length, with NaN at the first token, in the middle or at the last token."""
-    token = max(set(range(3, CONFIG.vocab_size)) - met_by(healthy))
+    token = max(set(range(3, TWO_LAYERS.vocab_size)) - met_by(healthy))
     poisoned = []
     for length in (14, 30, 40, 13, 24, 46):
         for at in (0, length // 2, length - 1):

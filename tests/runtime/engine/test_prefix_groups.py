@@ -1,22 +1,19 @@
-"""Planned prefixes: groups of slots that share them, and real runs against whole prompts."""
+"""Groups of slots that share planned prefixes: symbolic runs of the scheduler."""
 
 from collections import Counter
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from related_prompts import related_prompts, table_of
 from symbolic_run import SymbolicRun
-from tiny import CONFIG, TinyModel
-from tolerances import FLOAT32_MODEL_LOGPROB
-from unoptimized import set_optimized
 
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.grids.prefix_choice import choose_prefixes
 from noria.compile.grids.prefix_grid import PlannedPrefix, PrefixGrid, hash_tokens
-from noria.runtime.errors import RowError
-from noria.runtime.planning.simulator import SimulatedRow, simulate
-from noria.runtime.request import Request, RequestOutput, SamplingParams
+from noria.runtime.engine.decode_slots import DecodeAction, ScheduledRequest
+from noria.runtime.engine.prefix_groups import PrefixGroups, WaitingRows
+from noria.runtime.engine.scheduler import PrefillAction, PrefixAction, Scheduler
+from noria.runtime.engine.shared_prefixes import plan_submission
 
 
 def planned(tokens: list[int]) -> PlannedPrefix:
@@ -108,223 +105,76 @@ def test_rows_without_a_prefix_may_follow_those_with_one():
     assert run.computed_prefixes == [planned(FIRST)]
 
 
-RNG = np.random.default_rng(2)
-SYSTEM, OTHER, LONG = (RNG.integers(3, CONFIG.vocab_size, n).tolist() for n in (9, 17, 15))
-DOCUMENT = SYSTEM + LONG
-NAN_TOKEN = 150
-EARLY, LATE = ([*DOCUMENT[:at], NAN_TOKEN, *DOCUMENT[at + 1 :]] for at in (3, 20))
-"""Two prefixes of two pieces, one with a token that is poisoned in the first piece."""
-GRID = BucketGrid(
-    max_length=64,
-    prefill=((16, 2), (40, 1)),
-    decode_slots=6,
-    decode_spans=(32, 64),
-    steps_per_call=4,
-    prefixes=PrefixGrid(2, 32, 16, tuple(map(planned, (SYSTEM, DOCUMENT, OTHER, EARLY, LATE)))),
-)
-WHOLE_GRID = BucketGrid(112, ((80, 2),), 6, (112,), steps_per_call=4)
-GREEDY = SamplingParams(temperature=0, max_tokens=12, logprobs=2)
-SAMPLING = {
-    "greedy": GREEDY,
-    "two samples": SamplingParams(temperature=1, seed=4, n=2, max_tokens=9, logprobs=2),
-    "penalties": replace(
-        GREEDY, repetition_penalty=2.0, presence_penalty=0.4, frequency_penalty=0.7
-    ),
-    "random": SamplingParams(temperature=1, max_tokens=13, logprobs=1),
-    "minimum": replace(GREEDY, min_tokens=6, stop_token_ids=list(range(3, 150, 5))),
-    "many samples": SamplingParams(temperature=1, seed=9, n=5, max_tokens=6, logprobs=2),
-}
+def test_rows_that_wait_for_a_full_group_get_a_second_one():
+    prefix = PlannedPrefix(16, "0" * 16)
+    grid = BucketGrid(64, ((32, 1),), 8, (64,), prefixes=PrefixGrid(2, 16, 16, (prefix,)))
+    scheduler = Scheduler(grid)
+    for number in range(8):
+        scheduler.submit(ScheduledRequest(number, 8, 24, 1, False, planned_prefix=prefix))
+    actions = [scheduler.next_action() for _ in range(10)]
+    assert [type(action) for action in actions] == (
+        [PrefixAction] + 4 * [PrefillAction] + [PrefixAction] + 4 * [PrefillAction]
+    )
+    groups = [action.group for action in actions if isinstance(action, PrefixAction)]
+    assert sorted(groups) == [0, 1]
 
 
-@pytest.fixture(scope="module")
-def model(optimizes: bool) -> TinyModel:
-    set_optimized(optimizes)
-    return TinyModel(grid=GRID)
+def test_a_group_keeps_its_prefix_while_a_slot_is_taken():
+    grid = BucketGrid(
+        64, ((32, 1),), 4, (64,), prefixes=PrefixGrid(2, 16, 16, (PlannedPrefix(16, "0" * 16),))
+    )
+    scheduler = Scheduler(grid)
+    groups = PrefixGroups(grid, scheduler._slots)
+    a, b = PlannedPrefix(16, "a" * 16), PlannedPrefix(16, "b" * 16)
+    one = WaitingRows(1, 1)
+    assert groups.assign({a: one, b: one}) == (0, a)
+    scheduler._slots.claim([0])
+    assert groups.assign({b: one}) == (1, b)
+    scheduler._slots.claim([2])
+    assert groups.assign({None: one}) is None
+    scheduler._slots.release(0)
+    assert groups.assign({None: one}) == (0, None)
 
 
-@pytest.fixture(scope="module")
-def whole_model(model) -> TinyModel:
-    """Return the same model with a plan without prefixes."""
-    return TinyModel(grid=WHOLE_GRID)
+PREFIXES = PlannedPrefix(16, "a" * 16), PlannedPrefix(16, "b" * 16)
 
 
-def requests(sampling: dict[str, SamplingParams] = SAMPLING) -> list[Request]:
-    """Return rows of each kind for each beginning; some have only the tokens of a prefix."""
-    rng = np.random.default_rng(6)
-    rows = []
-    for name, params in sampling.items():
-        for i, beginning in enumerate((DOCUMENT, SYSTEM, [], OTHER, DOCUMENT)):
-            own = rng.integers(3, NAN_TOKEN, rng.integers(1, 30)).tolist()
-            rows.append(Request(f"{name} {i}", beginning + own, params))
-        rows.append(Request(f"{name} equal", DOCUMENT, params))
-    return rows
+def two_groups(slots: int, batch: int) -> Scheduler:
+    """Return a scheduler with two groups of slots, for rows of 8 own tokens."""
+    prefixes = PrefixGrid(2, 16, 16, PREFIXES)
+    return Scheduler(BucketGrid(64, ((32, batch),), slots, (64,), prefixes=prefixes))
 
 
-def outputs_of(generator, rows: list[Request]) -> dict[str, RequestOutput]:
-    for row in rows:
-        generator.submit(row)
-    return {output.request_id: output for output in generator.run()}
+def test_a_batch_that_waits_for_slots_does_not_stop_other_groups():
+    scheduler = two_groups(64, 4)
+    for number in range(38):
+        scheduler.submit(ScheduledRequest(number, 8, 60, 1, False, planned_prefix=PREFIXES[0]))
+    slots: list[int] = []
+    while not isinstance(action := scheduler.next_action(), DecodeAction):
+        slots += [row.slot for row in getattr(action, "rows", ())]
+    scheduler.release(slots[0])
+    for number in range(38, 78):
+        scheduler.submit(ScheduledRequest(number, 8, 60, 1, False, planned_prefix=PREFIXES[1]))
+    actions = [scheduler.next_action() for _ in range(9)]
+    rows = sum(len(action.rows) for action in actions if isinstance(action, PrefillAction))
+    assert rows == 32 and isinstance(actions[0], PrefixAction)
 
 
-def assert_same_bits(got: dict[str, RequestOutput], expected: dict[str, RequestOutput]) -> None:
-    for name, output in got.items():
-        assert output.error is None
-        assert output.outputs == expected[name].outputs
+def test_a_request_of_more_samples_than_a_group_has_free_gets_a_second_group():
+    scheduler = two_groups(12, 2)
+    for number in range(8):
+        scheduler.submit(ScheduledRequest(number, 8, 24, 4, False, planned_prefix=PREFIXES[0]))
+    groups = set()
+    while not isinstance(action := scheduler.next_action(), DecodeAction):
+        groups |= {action.group} if isinstance(action, PrefixAction) else set()
+    assert groups == {0, 1} and len(action.slots) == 8
 
 
-@pytest.fixture(scope="module")
-def outputs(model) -> dict[str, RequestOutput]:
-    return outputs_of(model.generator(), requests())
-
-
-def test_rows_are_those_of_a_plan_without_prefixes(model, whole_model, outputs):
-    expected = outputs_of(whole_model.generator(), requests())
-    assert set(outputs) == set(expected)
-    for name, output in outputs.items():
-        assert output.error is None
-        for got, wanted in zip(output.outputs, expected[name].outputs, strict=True):
-            assert got.token_ids == wanted.token_ids, name
-            assert got.finish_reason == wanted.finish_reason
-            for a, b in zip(got.logprobs, wanted.logprobs, strict=True):
-                assert a.logprob == pytest.approx(b.logprob, abs=FLOAT32_MODEL_LOGPROB)
-
-
-def test_the_parameters_of_rows_change_their_tokens(outputs):
-    """Otherwise the comparison above would show nothing about them."""
-    tokens = {name: [o.token_ids for o in output.outputs] for name, output in outputs.items()}
-    assert tokens["greedy 0"] != tokens["penalties 0"]
-    assert any(len(tokens[f"minimum {i}"][0]) > 6 for i in range(5))
-    assert len(set(map(tuple, tokens["many samples 0"]))) > 1
-
-
-def test_rows_have_the_same_bits_in_any_order_and_company(model, outputs):
-    rows = requests()
-    order = np.random.default_rng(0).permutation(len(rows))
-    assert_same_bits(outputs_of(model.generator(), [rows[i] for i in order]), outputs)
-    assert_same_bits(outputs_of(model.generator(), rows[3:12]), outputs)
-    for part in (rows[:15], rows[15:]):
-        assert_same_bits(outputs_of(model.generator(), part), outputs)
-
-
-def test_an_abandoned_run_leaves_no_prefix(model, outputs):
-    generator, rows = model.generator(), requests()
-    for row in rows:
-        generator.submit(row)
-    for _ in range(9):
-        generator.step()
-    generator.abandon()
-    assert_same_bits(outputs_of(generator, rows[::-1]), outputs)
-
-
-def test_a_prefix_with_nan_fails_its_rows_and_no_others(model, outputs):
-    table = model.parameters["embedding.table"].at[NAN_TOKEN].set(np.nan)
-    parameters = model.parameters | {"embedding.table": table}
-    rows = [row for row in requests() if NAN_TOKEN not in met_by(outputs[row.request_id])]
-    assert len(rows) >= 30
-    for poisoned in (EARLY, LATE):
-        generator = model.generator(parameters=parameters)
-        bad = [Request(f"bad {i}", [*poisoned, 5 + i], GREEDY) for i in range(8)]
-        failed = outputs_of(generator, bad)
-        assert {output.error and output.error.code for output in failed.values()} == {
-            "nonfinite_logits"
-        }
-        # both groups had the prefix; the next ones are shorter
-        assert generator.engine._unclean_prefixes == {0, 1}
-        assert_same_bits(outputs_of(generator, rows[::-1]), outputs)
-
-
-def met_by(output: RequestOutput) -> set[int]:
-    chosen = (set(o.token_ids) for o in output.outputs)
-    return set(output.prompt_token_ids).union(*chosen)
-
-
-def test_the_simulator_has_the_tokens_and_calls_of_the_run(model, outputs):
-    rows = requests()
-    generator = model.generator()
-    got = outputs_of(generator, rows)
-    assert_same_bits(got, outputs)
-    simulated = []
-    for row in rows:
-        prefix = GRID.prefixes.prefix_of(row.prompt_token_ids)
-        length = len(row.prompt_token_ids) - (prefix.length if prefix else 0)
-        emitted = tuple(len(o.token_ids) for o in got[row.request_id].outputs)
-        limit = length + row.params.max_tokens
-        simulated.append(SimulatedRow(length, limit, emitted, planned_prefix=prefix))
-    expected = generator.engine.metrics
-    metrics = simulate(model.grid, simulated, None).metrics
-    for name in ("forks", "copied_tokens", "prefix_tokens", "padding", "shared_prefixes"):
-        assert getattr(metrics, name) == getattr(expected, name)
-    for phase in ("prefill", "decode"):
-        calls, wanted = (
-            {name: use.calls for name, use in getattr(m, phase).items()}
-            for m in (metrics, expected)
-        )
-        assert calls == wanted
-    assert expected.saved_tokens > 100
-    assert expected.prefill["16x1 span 32"].calls > 3
-
-
-def test_the_metrics_count_each_token_of_a_prompt(model):
-    generator = model.generator()
-    prompts = [[*DOCUMENT, *range(3, 8)], [*DOCUMENT, 9], [9, 8, 7]]
-    outputs_of(generator, [Request(str(i), p, GREEDY) for i, p in enumerate(prompts)])
-    metrics = generator.engine.metrics
-    assert metrics.shared_prefixes == {
-        "computed_tokens": 24,
-        "copied_tokens": 48,
-        "saved_tokens": 24,
-    }
-    real = sum(use.real_tokens for use in metrics.prefill.values())
-    assert real == sum(map(len, prompts)) - 24
-
-
-@pytest.mark.parametrize(
-    ("own", "max_tokens", "message"),
-    [
-        (40, 24, None),
-        (41, 1, "needs prefill length 41"),
-        (40, 25, "a prompt of length 40 and an output of 25 need 65 positions"),
-    ],
-)
-def test_a_row_that_is_too_long_after_its_prefix_is_refused(model, own, max_tokens, message):
-    generator = model.generator()
-    row = Request("row", DOCUMENT + [5] * own, replace(GREEDY, max_tokens=max_tokens))
-    if message is None:
-        generator.check(row)
-        return
-    with pytest.raises(RowError, match=message) as error:
-        generator.check(row)
-    assert error.value.code == "context_length_exceeded"
-
-
-def test_the_context_of_the_model_counts_the_prefix(model):
-    generator = model.generator()
-    generator.max_position = 40
-    generator.check(Request("row", [*DOCUMENT, 5], replace(GREEDY, max_tokens=15)))
-    too_long = Request("row", [*DOCUMENT, 5], replace(GREEDY, max_tokens=16))
-    with pytest.raises(RowError, match="need 41 positions; the model has 40"):
-        generator.check(too_long)
-    unlimited = replace(GREEDY, max_tokens=None, ignore_eos=True)
-    output = outputs_of(generator, [Request("row", [*DOCUMENT, 5], unlimited)])["row"]
-    assert len(output.outputs[0].token_ids) == 15
-
-
-def test_other_tokens_with_the_hash_of_a_prefix_are_refused(model, monkeypatch):
-    generator = model.generator()
-    generator.submit(Request("true", [*DOCUMENT, 5], GREEDY))
-    monkeypatch.setattr(PrefixGrid, "prefix_of", lambda *_: planned(DOCUMENT))
-    forged = Request("forged", [7] * 30, GREEDY)
-    for refuse in (generator.check, generator.submit):
-        with pytest.raises(
-            RowError, match=r"'forged': expected the first 24 tokens .* Remove"
-        ) as e:
-            refuse(forged)
-        assert e.value.code == "invalid_request"
-    (output,) = generator.run()
-    assert output.error is None
-
-
-def test_prompts_are_not_scored_after_a_prefix(model):
-    scored = replace(GREEDY, prompt_logprobs=1)
-    with pytest.raises(RowError, match="expected a plan with score graphs"):
-        model.generator().check(Request("row", [*DOCUMENT, 5], scored))
+def test_prefixes_of_equally_many_rows_run_longest_rows_first():
+    prompts = [[n] * 32 + [end] for n in (1, 2, 3) for end in (1, 2)]
+    limits = [10, 10, 50, 50, 30, 30]
+    shared = tuple(PlannedPrefix(32, hash_tokens(prompts[i][:32])) for i in (0, 2, 4))
+    grid = BucketGrid(64, ((16, 1),), 4, (64,), prefixes=PrefixGrid(2, 64, 64, shared))
+    lengths = [(33, limit) for limit in limits]
+    order = plan_submission(lengths, table_of(prompts)[0], grid).rows
+    assert [limits[row] for row in order] == [50, 50, 30, 30, 10, 10]

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from related_prompts import table_of
 from symbolic_run import SymbolicRun
-from tiny import CONFIG, RAGGED_CHUNK_GRID, TinyModel
+from tiny import RAGGED_CHUNK_GRID, TinyModel
+from tiny import TWO_LAYERS as CONFIG
 from unoptimized import set_optimized
 
 from noria.compile.grids.bucket_grid import BucketGrid
@@ -161,7 +162,7 @@ def model() -> TinyModel:
     """Return a model with windows; long slots are few, so they hold at most one prefix."""
     set_optimized(True)
     slots = {"decode_slots": 8, "span_slots": (8, 4, 2)}
-    return TinyModel(grid=replace(RAGGED_CHUNK_GRID, **slots, score=False))
+    return TinyModel(CONFIG, replace(RAGGED_CHUNK_GRID, **slots, score=False))
 
 
 def run(model: TinyModel, rows: list[Request], submission: Submission):

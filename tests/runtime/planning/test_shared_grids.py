@@ -21,6 +21,7 @@ from noria.compile.planning.graph_prices import GraphPrices
 from noria.compile.planning.hardware import Hardware
 from noria.compile.planning.work import Work
 from noria.modelzoo.config import DecoderConfig
+from noria.runtime.batch.prefix_index import UNIT
 from noria.runtime.files.layout_files import named_layout_tables, read_layout_table
 from noria.runtime.planning import shared_grids
 from noria.runtime.planning.forecast import fits_grid
@@ -223,3 +224,31 @@ def test_a_group_has_rows_enough_for_half_of_its_slots(monkeypatch):
     num_rows = Counter(prefixes_of_rows(table, lengths, prefixes))
     size = chosen.decode_slots / prefixes.groups
     assert all(num_rows[prefix] >= size / 2 for prefix in prefixes.shared)
+
+
+@pytest.mark.parametrize("shared", [100, 500])
+def test_one_long_beginning_is_kept_once_for_all_slots(shared):
+    rows, table = rows_and_table([20, 30, 40, 50] * 30, shared)
+    whole, chosen = choose(rows, table)
+    prefixes = chosen.prefixes
+    assert prefixes is not None and prefixes.groups == 1
+    assert [prefix.length for prefix in prefixes.shared] == [shared // UNIT * UNIT]
+    faster, computed = (
+        simulate_in_order(rows, grid, PRICES.cost, table) for grid in (chosen, whole)
+    )
+    assert faster.seconds < shared_grids.MAX_SHARE_OF_SECONDS * computed.seconds
+    assert faster.metrics.saved_tokens == (len(rows) - 1) * prefixes.shared[0].length
+
+
+def test_a_cut_through_the_rows_of_a_prefix_shows_the_prefix(monkeypatch):
+    """A part of the rows has only one row of the last document."""
+    monkeypatch.setattr(shared_grids, "MAX_ROWS", 15)
+    monkeypatch.setattr(shared_grids, "CHUNKS", ())
+    prompts = [
+        few_tokens(300, document) + few_tokens(20, 100 + 7 * document + row)
+        for document in range(8)
+        for row in range(7)
+    ]
+    table, _ = table_of(prompts)
+    rows = [ExpectedRow(RowShape(len(prompt), 4), 4) for prompt in prompts]
+    assert choose(rows, table)[1].prefixes is not None
