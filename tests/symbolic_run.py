@@ -110,7 +110,7 @@ class SymbolicRun:
         raise AssertionError("the job does not end")
 
     def _own(self, row: int) -> list[int]:
-        """Return the length of a prompt after its planned prefix."""
+        """Return the part of a prompt after its planned prefix."""
         planned = self.planned[row]
         return self.prompts[row][planned.length if planned else 0 :]
 
