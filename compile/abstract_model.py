@@ -46,7 +46,6 @@ def model_sizes(
         batches["decode"].append(prefixes.groups)
         lengths["prefill"].append(prefixes.chunk)
         spans.append(prefixes.length)
-    is_chunked = bool(grid.chunks) or prefixes is not None
     return ModelSizes(
         config,
         num_devices,
@@ -55,7 +54,8 @@ def model_sizes(
         lengths,
         spans,
         grid.slot_groups,
-        is_chunked,
+        bool(grid.chunks),
+        prefixes is not None,
         groups,
     )
 

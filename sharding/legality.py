@@ -56,6 +56,8 @@ class ModelSizes:
     """Number of groups with slots of several lengths; None if all slots have the same length."""
     is_chunked: bool = False
     """Whether prompts are prefilled in chunks."""
+    has_prefixes: bool = False
+    """Whether groups of slots share prefixes. These are prefilled in chunks."""
     groups: Mapping[str, tuple[int, str]] = field(default_factory=dict)
     """The number of groups of each weight that is quantised in groups, and the logical axis of its
     first input."""
@@ -75,8 +77,8 @@ def check(layout: Layout, sizes: ModelSizes) -> list[str]:
     in_both = set.intersection(*map(set, by_phase.values()))
     for phase, phase_findings in by_phase.items():
         findings += [f if f in in_both else f"{phase}: {f}" for f in phase_findings]
-    if sizes.is_chunked:
-        findings += _chunk_findings(layout)
+    if sizes.is_chunked or sizes.has_prefixes:
+        findings += chunk_findings(layout)
     return list(dict.fromkeys([*findings, *_weight_findings(layout, sizes)]))
 
 
@@ -196,15 +198,15 @@ def _group_findings(layout: Layout, rules: AxisRules, groups: int | None) -> Ite
         )
 
 
-def _chunk_findings(layout: Layout) -> Iterable[str]:
+def chunk_findings(layout: Layout) -> Iterable[str]:
     """Check that each device keeps the chunk's tokens that it reads."""
     length = layout.phase("prefill")[axes.LENGTH]
     cache_length = layout.phase("decode")[axes.CACHE_LENGTH]
     if length != cache_length:
         yield (
-            f"prefill: length = {_quoted(length)}: with buckets.chunk, expected the mesh axes of "
-            f"cache_length in decode, {_quoted(cache_length)}: each device reads the tokens of a "
-            f"chunk that it keeps. Change either rule, or leave buckets.chunk out."
+            f"prefill: length = {_quoted(length)}: with buckets.chunk or [prefixes], expected the "
+            f"mesh axes of cache_length in decode, {_quoted(cache_length)}: each device reads the "
+            f"tokens of a chunk that it keeps. Change either rule, or leave these keys out."
         )
 
 

@@ -18,6 +18,12 @@ def related_prompts(seed: int) -> list[list[int]]:
     return prompts
 
 
+def num_equal(a: list[int], b: list[int]) -> int:
+    """Return the number of tokens at the start that two prompts share."""
+    unequal = (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+    return next(unequal, min(len(a), len(b)))
+
+
 def table_of(prompts: list[list[int]], max_hashes: int = 10**6) -> tuple[PrefixTable, int]:
     index = PrefixIndex(max_hashes)
     for row, prompt in enumerate(prompts):

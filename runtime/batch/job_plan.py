@@ -35,6 +35,7 @@ from ...compile.planning.work import Work
 from ...compile.targets import Target
 from ...modelzoo.config import DecoderConfig
 from ...sharding.layout import Layout
+from ...sharding.legality import chunk_findings
 from ..console import plural
 from ..files.hardware_files import known_hardware
 from ..files.run_config import apply_overrides
@@ -43,7 +44,9 @@ from ..planning.shared_grids import with_sharing
 from ..pods.peers import Peers
 
 GIGABYTE = 10**9
-_KEYS_WITHOUT_PREFIXES = {"decode_slots", "max_length", "score", "span_slots"}
+_KEYS_WITHOUT_SHARING = {"chunk", "prefill", "decode_spans", "decode_graphs"}
+"""Settings for a grid that the user knows, so no grid of another kind is tried."""
+_KEYS_WITHOUT_PREFIXES = {"decode_slots", "max_length", "score", "span_slots", "slot_groups"}
 """Settings that no derived prefixes go with: they would not divide, or mean something else."""
 OTHER_CHUNK = 256
 """The chunk length with which the note on padding compares whole prompts."""
@@ -108,7 +111,8 @@ def derived_plan(
         return derive_grid(rows, config.max_position, defaults, fits, prices)
 
     grid = derive(rows, defaults)
-    if not {"chunk", "prefill"} & set(asked):
+    may_share = layout is None or not any(chunk_findings(layout))
+    if may_share and not _KEYS_WITHOUT_SHARING & set(asked):
         fitting = [i for i, row in enumerate(rows) if fits_grid(row, grid)]
         expected = expected_rows([rows[i] for i in fitting], grid)
         shared = table.of_rows(fitting)

@@ -8,7 +8,8 @@ its slot; a whole prompt is one piece. The next action is, in this order:
    prefix to the slot of a prompt that begins with it (see `held_prefixes`).
 2. Compute a planned prefix for a group of slots without rows, if the rows that wait need one (see
    `prefix_groups`). Prompts take slots only in groups with their prefix, and all prompts of a
-   prefill batch go to one group.
+   prefill batch go to one group. Prompts that are much younger than the oldest waiting one do not
+   start, so that a group becomes free for it.
 3. Prefill one batch, if one may run:
    - Candidates are the buckets in which started prompts have their next piece, and the bucket of
      the oldest waiting prompt for which there are free slots. A prompt takes the shortest slots
@@ -38,6 +39,7 @@ import heapq
 import math
 from bisect import bisect_right
 from collections import Counter, deque
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import NamedTuple
@@ -304,8 +306,11 @@ class Scheduler:
             return False
         oldest: dict[PlannedPrefix | None, Prompt] = {}
         count: Counter[PlannedPrefix | None] = Counter()
+        last = self._last_in_turn
         for queue, lanes in self._waiting.items():
             for lane in lanes.values():
+                if _number(lane[0]) > last:
+                    continue
                 oldest[queue.prefix] = min(oldest.get(queue.prefix, lane[0]), lane[0], key=_number)
                 count[queue.prefix] += sum(prompt.num_slots for prompt in lane)
         waiting = {
@@ -345,6 +350,22 @@ class Scheduler:
             # no other batch overtakes the one that waits for more prompts
             del by_age[1:]
         return next((entry for entry in by_age if not self._must_wait(*entry)), None)
+
+    @property
+    def _heads(self) -> Iterator[Prompt]:
+        """The oldest waiting prompt of each lane."""
+        return (lane[0] for lanes in self._waiting.values() for lane in lanes.values())
+
+    @property
+    def _last_in_turn(self) -> float:
+        """The number of the youngest request whose prompts may start.
+
+        With planned prefixes, requests that are much younger than the oldest one wait until it has
+        a group of slots. Without, a slot becomes free for each request anyway.
+        """
+        if self._grid.prefixes is None:
+            return math.inf
+        return min(map(_number, self._heads), default=0) + self._target_waiting
 
     def _batches(self) -> dict[_Queue, list[Prompt]]:
         """The batches that may run next: started prompts, and the batch of the oldest waiting
@@ -398,10 +419,12 @@ class Scheduler:
 
         Slots reserved for older prompts, which lack some slots, are not among the free ones.
         """
-        heads = [lane[0] for lanes in self._waiting.values() for lane in lanes.values()]
+        last = self._last_in_turn
         free: dict[PlannedPrefix | None, list[int]] = {}
         oldest: dict[PlannedPrefix | None, tuple[Prompt, list[int]]] = {}
-        for head in sorted(heads, key=_number):
+        for head in sorted(self._heads, key=_number):
+            if _number(head) > last:
+                break
             if (prefix := head.request.planned_prefix) in oldest:
                 continue
             if prefix not in free:

@@ -82,7 +82,8 @@ def with_sharing(
       may_group: Whether groups of slots may share planned prefixes.
     """
     lengths = np.array([row.need.prompt_length for row in rows], np.int64)
-    if table.shared.sum() < MIN_SHARE * lengths.sum() or not whole.decode_slots:
+    is_enough = table.shares and table.shared.sum() >= MIN_SHARE * lengths.sum()
+    if not is_enough or not whole.decode_slots:
         return whole
     grids = _chunk_grids(whole, rows, defaults, derive)
     grids.sort(key=lambda grid: _min_seconds(grid, lengths, table, prices))

@@ -1,5 +1,6 @@
 """Jobs that are killed, stopped and run again, with the real engine and real signals."""
 
+import json
 import os
 import random
 import re
@@ -9,6 +10,10 @@ import time
 import pytest
 from command import chat, completion, read_manifest, write_lines
 from model_on_disk import write_model
+
+from noria.compile.grids.bucket_grid import BucketGrid
+from noria.compile.grids.prefix_grid import PlannedPrefix, PrefixGrid, hash_tokens
+from noria.compile.plan import Numbers, Plan, PlannedModel
 
 IN_CHUNKS = ("--set", "buckets.chunk=16")
 """Prompts in chunks share their beginnings."""
@@ -84,6 +89,39 @@ def test_a_job_that_shares_nothing_gives_the_same_answers(noria, job, tmp_path):
     _, manifest = noria.batch(source, tmp_path / "out.jsonl", *IN_CHUNKS, "--no-sharing", expect=1)
     assert manifest["generator"]["shared_prefixes"]["saved_tokens"] == 0
     assert masked(tmp_path / "out.jsonl") == masked(whole)
+
+
+@pytest.fixture
+def prefix_plan(job, tmp_path):
+    """A plan in which the rows with a common beginning read it from a planned prefix."""
+    source, _ = job
+    beginning = json.loads(source.read_text("utf-8").splitlines()[1])["body"]["prompt"][:32]
+    prefixes = PrefixGrid(2, 48, 16, (PlannedPrefix(32, hash_tokens(beginning)),))
+    grid = BucketGrid(112, ((64, 4),), 8, (112,), prefixes=prefixes)
+    path = tmp_path / "plan.toml"
+    path.write_text(Plan("cpu", PlannedModel("m", ""), Numbers("float32"), grid).to_toml())
+    return path
+
+
+def test_a_killed_job_with_planned_prefixes_ends_as_if_undisturbed(
+    noria, job, prefix_plan, tmp_path
+):
+    source, _ = job
+    whole, output = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    options = ("--plan", prefix_plan)
+    _, manifest = noria.batch(source, whole, *options, expect=1)
+    shared = manifest["generator"]["shared_prefixes"]
+    assert 0 < shared["computed_tokens"] <= 2 * 32
+    assert shared["saved_tokens"] > 1000
+    assert "[prefixes]" in manifest["plan"]
+    arguments = ("batch", "-i", source, "-o", output, "--model", noria.model, *options)
+    process = noria.start(*arguments)
+    wait_for_records(process, output, 20)
+    process.kill()
+    process.communicate()
+    assert not output.exists()
+    noria.run(*arguments, expect=1)
+    assert masked(output) == masked(whole)
 
 
 def test_a_complete_job_run_again_does_nothing_quickly(noria, job):

@@ -2,11 +2,11 @@
 
 from collections import Counter
 from collections.abc import Iterable
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
-from related_prompts import related_prompts, table_of
+from related_prompts import num_equal, related_prompts, table_of
 
 from noria.compile.grids.prefix_choice import choose_prefixes, own_lengths, prefixes_of_rows
 from noria.compile.grids.prefix_grid import PlannedPrefix, PrefixGrid, hash_tokens
@@ -19,17 +19,10 @@ MAX_BEGINNINGS = 9
 Tokens = tuple[int, ...]
 
 
-def num_common(a: list[int], b: list[int]) -> int:
-    """Return the number of equal tokens with which two prompts begin."""
-    return next(
-        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(map(len, (a, b)))
-    )
-
-
-def shared_beginnings(prompts: list[list[int]]) -> set[Tokens]:
-    """Return the beginnings, in whole units, that any two prompts share and no two share more."""
-    whole = (a[: num_common(a, b)] for a, b in combinations(prompts, 2))
-    return {tuple(x[: len(x) // UNIT * UNIT]) for x in whole} - {()}
+def shared_beginnings(prompts: list[list[int]], unit: int = UNIT) -> set[Tokens]:
+    """Return all that two prompts share at the start, in whole units."""
+    pairs = [(a, num_equal(a, b) // unit * unit) for a, b in combinations(prompts, 2)]
+    return {tuple(a[:length]) for a, length in pairs if length}
 
 
 def rows_of(prompts: list[list[int]], listed: Iterable[Tokens]) -> Counter[Tokens]:
@@ -45,8 +38,8 @@ def num_saved(count: Counter[Tokens]) -> int:
     return sum(len(tokens) * (rows - 1) for tokens, rows in count.items())
 
 
-def best_of_all_sets(prompts: list[list[int]], min_rows: int) -> int:
-    beginnings, best = shared_beginnings(prompts), 0
+def best_of_all_sets(prompts: list[list[int]], min_rows: int, unit: int = UNIT) -> int:
+    beginnings, best = shared_beginnings(prompts, unit), 0
     for size in range(len(beginnings) + 1):
         for listed in combinations(beginnings, size):
             count = rows_of(prompts, listed)
@@ -59,10 +52,12 @@ def lengths_of(prompts: list[list[int]]) -> np.ndarray:
     return np.array(list(map(len, prompts)), np.int64)
 
 
-def chosen_rows(prompts: list[list[int]], min_rows: int) -> Counter[Tokens]:
+def chosen_rows(
+    prompts: list[list[int]], min_rows: int, table: PrefixTable | None = None
+) -> Counter[Tokens]:
     """Return the chosen beginnings, and the number of prompts that begin with each."""
-    table, _ = table_of(prompts)
-    tokens_of = {hash_tokens(tokens): tokens for tokens in shared_beginnings(prompts)}
+    table, unit = (table_of(prompts)[0], UNIT) if table is None else (table, 1)
+    tokens_of = {hash_tokens(tokens): tokens for tokens in shared_beginnings(prompts, unit)}
     chosen = choose_prefixes(table, lengths_of(prompts), min_rows)
     assert all(len(tokens_of[prefix.hash]) == prefix.length for prefix in chosen)
     count = rows_of(prompts, [tokens_of[prefix.hash] for prefix in chosen])
@@ -79,6 +74,35 @@ SMALL = [
 def test_no_other_set_of_beginnings_saves_more(seed):
     prompts = related_prompts(seed)
     assert num_saved(chosen_rows(prompts, 2)) == best_of_all_sets(prompts, 2)
+
+
+def in_single_tokens(prompts: list[list[int]]) -> PrefixTable:
+    """Return a table whose units are tokens."""
+    order = sorted(range(len(prompts)), key=prompts.__getitem__)
+    in_order = [prompts[row] for row in order]
+    shared = [0, *(num_equal(a, b) for a, b in pairwise(in_order))]
+    digests = [
+        hash_tokens(prompt[:n]) if n else "0" * 16
+        for prompt, n in zip(in_order, shared, strict=True)
+    ]
+    hashes = np.frombuffer(bytes.fromhex("".join(digests)), np.uint64)
+    return PrefixTable(np.array(order, np.int32), np.array(shared, np.int32), hashes)
+
+
+@pytest.mark.parametrize("seed", range(250))
+def test_no_other_set_saves_more_where_units_are_single_tokens(seed):
+    """Gains are then often equal, or differ by one token."""
+    rng = np.random.default_rng(seed)
+    base = rng.integers(0, 2, (2, 30)).tolist()
+    prompts: list[list[int]] = []
+    while len(prompts) < 20:
+        ends = rng.choice([3, 5, 7, 11, 17, 26])
+        more = [base[rng.integers(2)][:ends] + rng.integers(2, 9, rng.integers(3)).tolist()]
+        if len(shared_beginnings(prompts + more, 1)) > MAX_BEGINNINGS:
+            break
+        prompts += more
+    count = chosen_rows(prompts, 2, in_single_tokens(prompts))
+    assert num_saved(count) == best_of_all_sets(prompts, 2, 1)
 
 
 def test_more_than_two_rows_for_each_prefix_cost_little():

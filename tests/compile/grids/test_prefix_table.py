@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from related_prompts import related_prompts, table_of
+from related_prompts import num_equal, related_prompts, table_of
 
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.grids.prefix_table import PrefixTable
@@ -25,11 +25,6 @@ def grid_of(chunks: tuple[int, ...]) -> BucketGrid:
             "chunk": list(chunks),
         }
     )
-
-
-def num_equal(a: list[int], b: list[int]) -> int:
-    unequal = (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
-    return next(unequal, min(len(a), len(b)))
 
 
 def pieces_of(grid: BucketGrid, prompt: list[int]) -> list[tuple]:

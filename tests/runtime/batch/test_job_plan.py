@@ -5,10 +5,12 @@ import tomllib
 from dataclasses import replace
 
 import jax
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_on_disk import MAX_POSITION, write_model
+from related_prompts import table_of
 from tiny import CONFIG
 
 from noria.compile.grids.default_grid import RowShape
@@ -24,6 +26,7 @@ from noria.runtime.cli import main
 from noria.runtime.planning.forecast import forecast_steps
 from noria.runtime.planning.search import simulate_in_order
 from noria.runtime.pods.peers import ALONE
+from noria.sharding.layout import Layout
 
 MODEL = PlannedModel("tiny", "")
 LONG = replace(CONFIG, max_position=8192)
@@ -235,3 +238,68 @@ def test_rows_that_end_at_the_limit_are_counted(tmp_path, capsys):
     manifest = json.loads((tmp_path / "out.jsonl.manifest.json").read_text())
     assert manifest["rows"]["ok_at_max_length"] == 1
     assert "max_length = 12\n" in manifest["plan"]
+
+
+def prompts_about_documents(count: int, documents: int, length: int) -> list[list[int]]:
+    rng = np.random.default_rng(0)
+    beginnings = rng.integers(0, 9, (documents, length)).tolist()
+    return [beginnings[i % documents] + rng.integers(0, 9, 20).tolist() for i in range(count)]
+
+
+def sharing_plan(*overrides: str, documents: int = 4, layout=None, max_tokens=8) -> Plan:
+    """Return the derived plan of questions about documents."""
+    prompts = prompts_about_documents(150, documents, 500)
+    table, _ = table_of(prompts)
+    rows = [RowShape(len(prompt), max_tokens) for prompt in prompts]
+    target = find_target("cpu" if layout is None else f"cpu:{layout.mesh.num_devices}")
+    return derived_plan(
+        rows, target, MODEL, Numbers("float32"), EMBEDDED, layout, overrides, ALONE, table
+    )
+
+
+def test_questions_about_documents_share_planned_prefixes():
+    plan = sharing_plan()
+    assert len(plan.buckets.prefixes.shared) == 4
+    assert {prefix.length for prefix in plan.buckets.prefixes.shared} == {496}
+    assert plan.buckets.prefill[-1].length < 100
+    assert Plan.from_table(tomllib.loads(plan.to_toml())) == plan
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        "score=true",
+        "decode_slots=9",
+        "max_length=600",
+        "span_slots=[64,32,8]",
+        "decode_spans=[64,528]",
+        "decode_graphs=[528]",
+        "chunk=16",
+        "prefill=[[528,1]]",
+    ],
+)
+def test_keys_that_prefixes_exclude_give_a_grid_without(asked):
+    buckets = sharing_plan(f"buckets.{asked}").buckets
+    assert buckets.prefixes is None
+
+
+def test_a_limit_that_no_row_fits_is_no_failure_of_the_plan():
+    assert sharing_plan("buckets.max_length=300").buckets.max_length == 300
+
+
+def test_a_layout_that_cannot_read_chunks_shares_nothing():
+    """Otherwise a job would be refused for a plan that it did not ask for."""
+    rules = {"name": "mine", "mesh": {"sequence": 2}, "rules": {}}
+    alike = {"prefill": {"rules": {"length": "sequence"}}}
+    alike["decode"] = {"rules": {"cache_length": "sequence"}}
+    for table, shares in ((rules | alike, True), (rules | {"prefill": alike["prefill"]}, False)):
+        grid = sharing_plan(layout=Layout.from_table(table)).buckets
+        assert (grid.prefixes is not None or bool(grid.chunks)) == shares
+
+
+def test_a_limit_of_rows_after_prefixes_is_said():
+    grid = sharing_plan().buckets
+    assert grid.prefixes is not None
+    plan = Plan("cpu", MODEL, Numbers("float32"), grid)
+    note = limit_note(plan, [RowShape(520, None)], EMBEDDED.max_position)
+    assert f"at most {grid.max_length} tokens each, prompt included, after its prefix" in note

@@ -1,144 +1,23 @@
 """Shared prefixes: the slots that hold them, the choice of what to keep, and bits of real runs."""
 
 import pickle
-from collections import deque
 from dataclasses import replace
 from itertools import product
 
 import numpy as np
 import pytest
-from related_prompts import related_prompts, table_of
+from related_prompts import table_of
+from symbolic_run import SymbolicRun
 from tiny import RAGGED_CHUNK_GRID, TinyModel
 from tiny import TWO_LAYERS as CONFIG
 from unoptimized import set_optimized
 
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.grids.prefix_tree import PrefixNode, count_slots, dissolve
-from noria.runtime.engine.decode_slots import DecodeAction, ScheduledRequest
 from noria.runtime.engine.kept_prefixes import keep_best
-from noria.runtime.engine.scheduler import ForkAction, PrefillAction, Scheduler
 from noria.runtime.engine.shared_prefixes import Submission, plan_submission
 from noria.runtime.planning.simulator import SimulatedRow, simulate
 from noria.runtime.request import Request, SamplingParams
-
-
-def random_grid(rng: np.random.Generator) -> BucketGrid:
-    chunks = [(16,), (32,), (16, 64)][rng.integers(3)]
-    slots = int(rng.choice([2, 8, 16, 40]))
-    spans = [64, 128, 256]
-    batches = rng.choice([1, 2, 4], len(chunks)).tolist()
-    table = {
-        "max_length": 256,
-        "prefill": [[span, *batches] for span in spans],
-        "decode_slots": slots,
-        "decode_spans": spans,
-        "chunk": list(chunks),
-    }
-    if slots >= 8 and rng.random() < 0.3:
-        table["span_slots"] = [slots, slots // 2, slots // 4]
-    return BucketGrid.from_table(table)
-
-
-class SymbolicRun:
-    """A job whose slots hold the tokens and graphs that were written to them."""
-
-    def __init__(
-        self,
-        seed: int,
-        *,
-        grid: BucketGrid | None = None,
-        prompts: list[list[int]] | None = None,
-        in_order: bool = True,
-        drain_at: int | None = None,
-    ):
-        rng = np.random.default_rng(seed)
-        self.grid, self.prompts = grid or random_grid(rng), prompts or related_prompts(seed)
-        count = len(self.prompts)
-        self.outputs = rng.integers(1, 30, count).tolist()
-        self.num_samples = [1] * count
-        if prompts is None:
-            self.num_samples = rng.choice([1, 1, 3, self.grid.decode_slots], count).tolist()
-        lengths = [(len(p), n) for p, n in zip(self.prompts, self.outputs, strict=True)]
-        self.table, _ = table_of(self.prompts)
-        submission = self.submission = plan_submission(lengths, self.table, self.grid)
-        rows = list(zip(submission.rows, submission.prefixes, strict=True))
-        if not in_order:
-            rows = [rows[i] for i in rng.permutation(count)]
-        self.scheduler = Scheduler(self.grid)
-        self.scheduler.reserve(submission.num_held)
-        self.waiting = deque(enumerate(rows))
-        self.row_of: dict[int, int] = {}
-        self.content: dict[int, tuple] = {}
-        self.live: dict[int, list] = {}
-        self.done: set[tuple[int, int]] = set()
-        self.dropped: set[int] = set()
-        self.num_computed = self.num_calls = self.num_pieces = 0
-        self._run(drain_at)
-
-    def _run(self, drain_at: int | None) -> None:
-        for step in range(100_000):
-            while self.waiting and self.scheduler.wants_more:
-                number, (row, prefix) = self.waiting.popleft()
-                self.row_of[number] = row
-                length = len(self.prompts[row])
-                limit, samples = length + self.outputs[row], self.num_samples[row]
-                self.scheduler.submit(
-                    ScheduledRequest(number, length, limit, samples, False, prefix)
-                )
-            if step == drain_at:
-                self.dropped = {request.number for request in self.scheduler.drain()}
-                self.waiting.clear()
-            match self.scheduler.next_action():
-                case PrefillAction() as action:
-                    self._prefill(action)
-                case ForkAction(source=source, slot=slot, sequence=sequence):
-                    assert slot not in self.live
-                    self.content[slot] = self.content[source]
-                    if sequence is not None:
-                        self.live[slot] = [sequence, 0]
-                case DecodeAction(slots=slots):
-                    self._decode(slots)
-                case None:
-                    return
-        raise AssertionError("the job does not end")
-
-    def _prefill(self, action: PrefillAction) -> None:
-        assert len({piece.slot for piece in action.rows}) == len(action.rows)
-        self.num_calls += 1
-        self.num_pieces += len(action.rows)
-        for piece in action.rows:
-            number, end = piece.sequence.request.number, piece.start + piece.count
-            assert piece.slot not in self.live
-            assert number not in self.dropped or not piece.is_of_prefix
-            prompt = self.prompts[self.row_of[number]]
-            tokens, graphs = self.content[piece.slot] if piece.start else ((), ())
-            assert tokens == tuple(prompt[: piece.start])
-            self.content[piece.slot] = tuple(prompt[:end]), (*graphs, action.bucket)
-            assert end <= self.grid.slot_capacity(piece.slot)
-            self.num_computed += piece.count
-            if piece.is_last and not piece.is_of_prefix:
-                assert list(self.content[piece.slot][1]) == self.grid.buckets_of(len(prompt))
-                self.live[piece.slot] = [piece.sequence, 0]
-
-    def _decode(self, slots: tuple[int, ...]) -> None:
-        assert set(slots) == set(self.live)
-        for slot in slots:
-            sequence, emitted = self.live[slot]
-            wanted = self.outputs[self.row_of[sequence.request.number]]
-            if emitted + 8 < wanted:
-                self.scheduler.advance(slot, 8)
-                self.live[slot][1] += 8
-                continue
-            self.scheduler.release(slot)
-            del self.live[slot]
-            key = sequence.request.number, sequence.sample
-            assert key not in self.done
-            self.done.add(key)
-
-    def assert_all_rows_ended(self) -> None:
-        kept = self.row_of.keys() - self.dropped
-        expected = {(n, i) for n in kept for i in range(self.num_samples[self.row_of[n]])}
-        assert {key for key in self.done if key[0] in kept} == expected
 
 
 @pytest.mark.parametrize("seed", range(80))

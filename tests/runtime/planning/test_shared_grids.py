@@ -1,5 +1,6 @@
-"""Grids that share are chosen where prompts share much, and never so that a row no longer fits."""
+"""Prompts that share much share in one of two ways, and never so that a row no longer fits."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -8,7 +9,7 @@ import pytest
 from related_prompts import table_of
 from tiny import CONFIG
 
-from noria.compile.abstract_model import AbstractModel
+from noria.compile.abstract_model import AbstractModel, model_sizes
 from noria.compile.grids.bucket_grid import BucketGrid
 from noria.compile.grids.default_grid import RowShape, derive_grid
 from noria.compile.grids.grid_defaults import GridDefaults
@@ -19,13 +20,28 @@ from noria.compile.planning.cost import CostModel
 from noria.compile.planning.graph_prices import GraphPrices
 from noria.compile.planning.hardware import Hardware
 from noria.compile.planning.work import Work
+from noria.modelzoo.config import DecoderConfig
 from noria.runtime.batch.prefix_index import UNIT
+from noria.runtime.files.layout_files import named_layout_tables, read_layout_table
 from noria.runtime.planning import shared_grids
 from noria.runtime.planning.forecast import fits_grid
 from noria.runtime.planning.search import simulate_in_order
 from noria.runtime.planning.shared_grids import with_sharing
+from noria.sharding.layout import Layout
+from noria.sharding.legality import check
 
 CONTEXT = 1000
+DIVISIBLE = DecoderConfig(
+    vocab_size=1000,
+    embed=96,
+    mlp=192,
+    num_query_heads=48,
+    num_kv_heads=24,
+    head_dim=48,
+    windows=(None,),
+    max_position=CONTEXT,
+)
+"""A model that all named layouts can split."""
 HARDWARE = Hardware("mine", "made up", {"float32": 1e9}, 1e9, 1e8, 1e7, [])
 PRICES = GraphPrices(
     CostModel(Work(AbstractModel(replace(CONFIG, max_position=CONTEXT)), "float32"), HARDWARE)
@@ -53,22 +69,59 @@ def choose(rows, table, defaults: GridDefaults | None = None) -> tuple[BucketGri
     return whole, with_sharing(whole, rows, table, defaults, PRICES, derive)
 
 
-@pytest.fixture
-def only_chunks(monkeypatch):
-    """Leave out grids with planned prefixes."""
-    monkeypatch.setattr(shared_grids, "GROUPS", ())
+@pytest.fixture(params=["chunks", "prefixes"])
+def kind(request, monkeypatch) -> str:
+    """Leave one way to share."""
+    monkeypatch.setattr(shared_grids, "GROUPS" if request.param == "chunks" else "CHUNKS", ())
+    return request.param
 
 
-@pytest.mark.usefixtures("only_chunks")
-def test_prompts_with_one_long_beginning_take_chunks_that_are_predicted_faster():
+def shares(grid: BucketGrid, kind: str) -> bool:
+    """Return whether rows of a grid share in this way, and in no other one."""
+    ways = {"chunks": bool(grid.chunks), "prefixes": grid.prefixes is not None}
+    return ways.pop(kind) and not any(ways.values())
+
+
+def test_prompts_with_one_long_beginning_share_it_if_that_is_predicted_faster(kind):
     rows, table = rows_and_table([20, 30, 40, 50] * 30, shared=500)
     whole, chosen = choose(rows, table)
-    assert chosen.chunks
+    assert shares(chosen, kind)
     shared, computed = (
         simulate_in_order(rows, grid, PRICES.cost, table) for grid in (chosen, whole)
     )
     assert shared.seconds < 0.5 * computed.seconds
     assert shared.metrics.saved_tokens > 0.7 * 500 * len(rows)
+
+
+def test_the_faster_way_to_share_is_taken(monkeypatch):
+    """Questions about one document read it once; turns of a conversation have no common part."""
+
+    def seconds_of(grid: BucketGrid, rows, table) -> float:
+        return simulate_in_order(rows, grid, PRICES.cost, table).seconds
+
+    for make, kind in ((one_document, "prefixes"), (conversations, "chunks")):
+        rows, table = make()
+        _, chosen = choose(rows, table)
+        assert shares(chosen, kind)
+        with monkeypatch.context() as patch:
+            patch.setattr(shared_grids, "GROUPS" if kind == "prefixes" else "CHUNKS", ())
+            _, other = choose(rows, table)
+        assert seconds_of(chosen, rows, table) < seconds_of(other, rows, table)
+
+
+def one_document() -> tuple[list[ExpectedRow], PrefixTable]:
+    return rows_and_table([20, 30, 40, 50] * 30, shared=500)
+
+
+def conversations() -> tuple[list[ExpectedRow], PrefixTable]:
+    prompts: list[list[int]] = []
+    for conversation in range(4):
+        turns: list[int] = []
+        for turn in range(30):
+            turns = turns + few_tokens(32, 100 * conversation + turn)
+            prompts.append(turns)
+    table, _ = table_of(prompts)
+    return [ExpectedRow(RowShape(len(prompt), 4), 4) for prompt in prompts], table
 
 
 @pytest.mark.parametrize("is_known", [False, True])
@@ -78,28 +131,99 @@ def test_prompts_that_share_little_stay_whole(is_known):
     assert chosen == whole
 
 
-@pytest.mark.usefixtures("only_chunks")
-def test_no_row_that_fits_whole_is_lost_to_the_padding_of_chunks():
+def test_nothing_is_shared_without_a_table(kind):
+    rows, _ = one_document()
+    whole, chosen = choose(rows, NOTHING_SHARED)
+    assert chosen == whole
+
+
+def after_prefixes(
+    rows: list[ExpectedRow], table: PrefixTable, grid: BucketGrid
+) -> list[ExpectedRow]:
+    """Return the rows as a grid serves them: in a grid with prefixes, what follows these."""
+    if grid.prefixes is None:
+        return rows
+    lengths = np.array([row.need.prompt_length for row in rows])
+    planned = prefixes_of_rows(table, lengths, grid.prefixes)
+    assert any(planned)
+    return [row.after(p.length if p else 0) for row, p in zip(rows, planned, strict=True)]
+
+
+def test_no_row_that_fits_whole_is_lost(kind):
     rows, table = rows_and_table([496, 20, 30, 40] * 20, shared=500)
+    rows[4] = replace(rows[4], need=replace(rows[4].need, prompt_length=CONTEXT - 1, max_tokens=1))
+    rows[5] = replace(rows[5], need=replace(rows[5].need, max_tokens=CONTEXT - 520))
+    rows[6] = replace(rows[6], need=replace(rows[6].need, max_tokens=None))
     whole, chosen = choose(rows, table)
     assert rows[0].need.prompt_length == CONTEXT - 4
     for grid in (whole, chosen):
-        assert all(fits_grid(row.need, grid) for row in rows)
+        assert all(fits_grid(row.need, grid) for row in after_prefixes(rows, table, grid))
 
 
-@pytest.mark.usefixtures("only_chunks")
-def test_calls_stay_multiples_of_the_pieces_of_a_layout():
-    rows, table = rows_and_table([20, 30, 40, 50] * 30, shared=500)
+def test_rows_with_other_beginnings_fit_a_grid_with_prefixes(monkeypatch):
+    monkeypatch.setattr(shared_grids, "CHUNKS", ())
+    prompts = [few_tokens(500, i % 3) + few_tokens(20 + i, i) for i in range(90)]
+    prompts += [few_tokens(n, 1000 + n) for n in (1, 480, 996)]
+    table, _ = table_of(prompts)
+    rows = [ExpectedRow(RowShape(len(prompt), 4), 4) for prompt in prompts]
+    _, chosen = choose(rows, table)
+    assert shares(chosen, "prefixes")
+    assert len(chosen.prefixes.shared) == 3
+    assert list(map(chosen.prefixes.prefix_of, prompts[-3:])) == [None] * 3
+    assert all(fits_grid(row.need, chosen) for row in after_prefixes(rows, table, chosen))
+    assert chosen.prefill[-1].length >= 996
+
+
+def test_calls_stay_multiples_of_the_pieces_of_a_layout(kind):
+    rows, table = one_document()
     _, chosen = choose(rows, table, GridDefaults(batch_multiple=4, length_multiple=32))
+    assert shares(chosen, kind)
     assert all(bucket.batch % 4 == 0 for bucket in chosen.prefill)
     assert all(chunk % 32 == 0 for chunk in chosen.chunks)
 
 
-@pytest.mark.usefixtures("only_chunks")
-def test_a_part_of_a_large_job_shares_as_much_as_all_of_it(monkeypatch):
+@pytest.mark.parametrize("spelling", [*named_layout_tables(), "sequence-parallel@tensor=12"])
+def test_a_grid_with_prefixes_divides_as_a_layout_splits_it(spelling, monkeypatch):
+    monkeypatch.setattr(shared_grids, "CHUNKS", ())
+    layout = Layout.from_table(read_layout_table(spelling))
+    # enough rows that splitting slots and rows over devices does not fill them with dummies
+    rows, table = rows_and_table([20, 30, 40, 50] * 60, shared=500)
+    monkeypatch.setattr(shared_grids, "MAX_SHARE_OF_SECONDS", np.inf)
+    _, chosen = choose(rows, table, GridDefaults.for_layout(layout))
+    assert shares(chosen, "prefixes")
+    sizes = model_sizes(DIVISIBLE, layout.mesh.num_devices, chosen)
+    assert check(layout, sizes) == []
+
+
+def test_a_part_of_a_large_job_shares_as_much_as_all_of_it(monkeypatch, kind):
     monkeypatch.setattr(shared_grids, "MAX_ROWS", 24)
-    rows, table = rows_and_table([20, 30, 40, 50] * 30, shared=500)
-    assert choose(rows, table)[1].chunks
+    rows, table = one_document()
+    assert shares(choose(rows, table)[1], kind)
+
+
+def test_scored_rows_share_no_planned_prefix(monkeypatch):
+    monkeypatch.setattr(shared_grids, "CHUNKS", ())
+    rows, table = one_document()
+    rows[0] = replace(rows[0], need=replace(rows[0].need, is_scored=True))
+    whole, chosen = choose(rows, table)
+    assert whole.score
+    assert chosen == whole
+
+
+def test_a_group_has_rows_enough_for_half_of_its_slots(monkeypatch):
+    monkeypatch.setattr(shared_grids, "CHUNKS", ())
+    prompts = [few_tokens(500, i // 6) + few_tokens(20, 1000 + i) for i in range(120)]
+    prompts += [few_tokens(500, 77)] * 2
+    table, _ = table_of(prompts)
+    rows = [ExpectedRow(RowShape(len(prompt), 4), 4) for prompt in prompts]
+    _, chosen = choose(rows, table)
+    assert shares(chosen, "prefixes")
+    prefixes = chosen.prefixes
+    assert len(prefixes.shared) == 20
+    lengths = np.array(list(map(len, prompts)))
+    num_rows = Counter(prefixes_of_rows(table, lengths, prefixes))
+    size = chosen.decode_slots / prefixes.groups
+    assert all(num_rows[prefix] >= size / 2 for prefix in prefixes.shared)
 
 
 @pytest.mark.parametrize("shared", [100, 500])
@@ -114,26 +238,6 @@ def test_one_long_beginning_is_kept_once_for_all_slots(shared):
     )
     assert faster.seconds < shared_grids.MAX_SHARE_OF_SECONDS * computed.seconds
     assert faster.metrics.saved_tokens == (len(rows) - 1) * prefixes.shared[0].length
-
-
-def test_each_row_fits_the_grid_after_its_prefix():
-    rows, table = rows_and_table([496, 20, 30, 40] * 20, shared=500)
-    _, chosen = choose(rows, table)
-    assert chosen.prefixes is not None
-    lengths = np.array([row.need.prompt_length for row in rows])
-    for row, prefix in zip(rows, prefixes_of_rows(table, lengths, chosen.prefixes), strict=True):
-        assert fits_grid(row.after(prefix.length if prefix else 0).need, chosen)
-
-
-def test_groups_stay_multiples_of_the_pieces_of_a_layout():
-    rows, table = rows_and_table([20, 30, 40, 50] * 30, shared=500)
-    aims = GridDefaults(batch_multiple=4, slot_multiple=8, length_multiple=32, span_multiple=8)
-    _, chosen = choose(rows, table, aims)
-    prefixes = chosen.prefixes
-    assert prefixes is not None
-    assert prefixes.groups % 8 == 0 == chosen.decode_slots % prefixes.groups
-    assert prefixes.batch == 4 and prefixes.chunk % 32 == 0 == prefixes.length % 8
-    assert all(bucket.batch % 4 == 0 == bucket.length % 32 for bucket in chosen.prefill)
 
 
 def test_a_cut_through_the_rows_of_a_prefix_shows_the_prefix(monkeypatch):

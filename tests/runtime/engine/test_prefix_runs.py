@@ -1,0 +1,248 @@
+"""Real runs with planned prefixes, against runs of whole prompts."""
+
+from collections import deque
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tiny import TWO_LAYERS as CONFIG
+from tiny import TinyModel
+from tolerances import FLOAT32_MODEL_LOGPROB
+from unoptimized import set_optimized
+
+from noria.compile.grids.bucket_grid import BucketGrid
+from noria.compile.grids.prefix_grid import PlannedPrefix, PrefixGrid, hash_tokens
+from noria.runtime.errors import RowError
+from noria.runtime.planning.simulator import SimulatedRow, simulate
+from noria.runtime.request import Request, RequestOutput, SamplingParams
+
+
+def planned(tokens: list[int]) -> PlannedPrefix:
+    return PlannedPrefix(len(tokens), hash_tokens(tokens))
+
+
+RNG = np.random.default_rng(2)
+SYSTEM, OTHER, LONG = (RNG.integers(3, CONFIG.vocab_size, n).tolist() for n in (9, 17, 15))
+DOCUMENT = SYSTEM + LONG
+NAN_TOKEN = 150
+EARLY, LATE = ([*DOCUMENT[:at], NAN_TOKEN, *DOCUMENT[at + 1 :]] for at in (3, 20))
+"""Two prefixes of two pieces, one with a token that is poisoned in the first piece."""
+GRID = BucketGrid(
+    max_length=64,
+    prefill=((16, 2), (40, 1)),
+    decode_slots=6,
+    decode_spans=(32, 64),
+    steps_per_call=4,
+    prefixes=PrefixGrid(2, 32, 16, tuple(map(planned, (SYSTEM, DOCUMENT, OTHER, EARLY, LATE)))),
+)
+WHOLE_GRID = BucketGrid(112, ((80, 2),), 6, (112,), steps_per_call=4)
+GREEDY = SamplingParams(temperature=0, max_tokens=12, logprobs=2)
+SAMPLING = {
+    "greedy": GREEDY,
+    "two samples": SamplingParams(temperature=1, seed=4, n=2, max_tokens=9, logprobs=2),
+    "penalties": replace(
+        GREEDY, repetition_penalty=2.0, presence_penalty=0.4, frequency_penalty=0.7
+    ),
+    "random": SamplingParams(temperature=1, max_tokens=13, logprobs=1),
+    "minimum": replace(GREEDY, min_tokens=6, stop_token_ids=list(range(3, 150, 5))),
+    "many samples": SamplingParams(temperature=1, seed=9, n=5, max_tokens=6, logprobs=2),
+}
+
+
+@pytest.fixture(scope="module")
+def model(optimizes: bool) -> TinyModel:
+    set_optimized(optimizes)
+    return TinyModel(CONFIG, GRID)
+
+
+@pytest.fixture(scope="module")
+def whole_model(model) -> TinyModel:
+    """Return the same model with a plan without prefixes."""
+    return TinyModel(CONFIG, WHOLE_GRID)
+
+
+def requests(sampling: dict[str, SamplingParams] = SAMPLING) -> list[Request]:
+    """Return rows of each kind for each beginning; some have only the tokens of a prefix."""
+    rng = np.random.default_rng(6)
+    rows = []
+    for name, params in sampling.items():
+        for i, beginning in enumerate((DOCUMENT, SYSTEM, [], OTHER, DOCUMENT)):
+            own = rng.integers(3, NAN_TOKEN, rng.integers(1, 30)).tolist()
+            rows.append(Request(f"{name} {i}", beginning + own, params))
+        rows.append(Request(f"{name} equal", DOCUMENT, params))
+    return rows
+
+
+def outputs_of(generator, rows: list[Request]) -> dict[str, RequestOutput]:
+    for row in rows:
+        generator.submit(row)
+    return {output.request_id: output for output in generator.run()}
+
+
+def assert_same_bits(got: dict[str, RequestOutput], expected: dict[str, RequestOutput]) -> None:
+    for name, output in got.items():
+        assert output.error is None
+        assert output.outputs == expected[name].outputs
+
+
+@pytest.fixture(scope="module")
+def outputs(model) -> dict[str, RequestOutput]:
+    return outputs_of(model.generator(), requests())
+
+
+def test_rows_are_those_of_a_plan_without_prefixes(model, whole_model, outputs):
+    expected = outputs_of(whole_model.generator(), requests())
+    assert set(outputs) == set(expected)
+    for name, output in outputs.items():
+        assert output.error is None
+        for got, wanted in zip(output.outputs, expected[name].outputs, strict=True):
+            assert got.token_ids == wanted.token_ids, name
+            assert got.finish_reason == wanted.finish_reason
+            for a, b in zip(got.logprobs, wanted.logprobs, strict=True):
+                assert a.logprob == pytest.approx(b.logprob, abs=FLOAT32_MODEL_LOGPROB)
+
+
+def test_the_parameters_of_rows_change_their_tokens(outputs):
+    """Otherwise the comparison above would show nothing about them."""
+    tokens = {name: [o.token_ids for o in output.outputs] for name, output in outputs.items()}
+    assert tokens["greedy 0"] != tokens["penalties 0"]
+    assert any(len(tokens[f"minimum {i}"][0]) > 6 for i in range(5))
+    assert len(set(map(tuple, tokens["many samples 0"]))) > 1
+
+
+def test_rows_have_the_same_bits_in_any_order_and_company(model, outputs):
+    rows = requests()
+    order = np.random.default_rng(0).permutation(len(rows))
+    assert_same_bits(outputs_of(model.generator(), [rows[i] for i in order]), outputs)
+    assert_same_bits(outputs_of(model.generator(), rows[3:12]), outputs)
+    for part in (rows[:15], rows[15:]):
+        assert_same_bits(outputs_of(model.generator(), part), outputs)
+
+
+def test_an_abandoned_run_leaves_no_prefix(model, outputs):
+    generator, rows = model.generator(), requests()
+    for row in rows:
+        generator.submit(row)
+    for _ in range(9):
+        generator.step()
+    generator.abandon()
+    assert_same_bits(outputs_of(generator, rows[::-1]), outputs)
+
+
+def test_a_prefix_with_nan_fails_its_rows_and_no_others(model, outputs):
+    table = model.parameters["embedding.table"].at[NAN_TOKEN].set(np.nan)
+    parameters = model.parameters | {"embedding.table": table}
+    rows = [row for row in requests() if NAN_TOKEN not in met_by(outputs[row.request_id])]
+    assert len(rows) >= 30
+    for poisoned in (EARLY, LATE):
+        generator = model.generator(parameters=parameters)
+        bad = [Request(f"bad {i}", [*poisoned, 5 + i], GREEDY) for i in range(8)]
+        failed = outputs_of(generator, bad)
+        assert {output.error and output.error.code for output in failed.values()} == {
+            "nonfinite_logits"
+        }
+        # both groups had the prefix; the next ones are shorter
+        assert generator.engine._unclean_prefixes == {0, 1}
+        assert_same_bits(outputs_of(generator, rows[::-1]), outputs)
+
+
+def met_by(output: RequestOutput) -> set[int]:
+    chosen = (set(o.token_ids) for o in output.outputs)
+    return set(output.prompt_token_ids).union(*chosen)
+
+
+def test_the_simulator_has_the_tokens_and_calls_of_the_run(model, outputs):
+    rows = requests()
+    generator = model.generator()
+    waiting, got = deque(rows), {}
+    while waiting or generator.unfinished:
+        # as a job does, and the simulator
+        while waiting and generator.wants_more:
+            generator.submit(waiting.popleft())
+        got |= {output.request_id: output for output in generator.step()}
+    assert_same_bits(got, outputs)
+    simulated = []
+    for row in rows:
+        prefix = GRID.prefixes.prefix_of(row.prompt_token_ids)
+        length = len(row.prompt_token_ids) - (prefix.length if prefix else 0)
+        emitted = tuple(len(o.token_ids) for o in got[row.request_id].outputs)
+        limit = length + row.params.max_tokens
+        simulated.append(SimulatedRow(length, limit, emitted, planned_prefix=prefix))
+    expected = generator.engine.metrics
+    metrics = simulate(model.grid, simulated, None).metrics
+    for name in ("forks", "copied_tokens", "prefix_tokens", "padding", "shared_prefixes"):
+        assert getattr(metrics, name) == getattr(expected, name)
+    for phase in ("prefill", "decode"):
+        calls, wanted = (
+            {name: use.calls for name, use in getattr(m, phase).items()}
+            for m in (metrics, expected)
+        )
+        assert calls == wanted
+    assert expected.saved_tokens > 100
+    assert expected.prefill["16x1 span 32"].calls > 3
+
+
+def test_the_metrics_count_each_token_of_a_prompt(model):
+    generator = model.generator()
+    prompts = [[*DOCUMENT, *range(3, 8)], [*DOCUMENT, 9], [9, 8, 7]]
+    outputs_of(generator, [Request(str(i), p, GREEDY) for i, p in enumerate(prompts)])
+    metrics = generator.engine.metrics
+    assert metrics.shared_prefixes == {
+        "computed_tokens": 24,
+        "copied_tokens": 48,
+        "saved_tokens": 24,
+    }
+    real = sum(use.real_tokens for use in metrics.prefill.values())
+    assert real == sum(map(len, prompts)) - 24
+
+
+@pytest.mark.parametrize(
+    ("own", "max_tokens", "message"),
+    [
+        (40, 24, None),
+        (41, 1, "needs prefill length 41"),
+        (40, 25, "a prompt of length 40 and an output of 25 need 65 positions"),
+    ],
+)
+def test_a_row_that_is_too_long_after_its_prefix_is_refused(model, own, max_tokens, message):
+    generator = model.generator()
+    row = Request("row", DOCUMENT + [5] * own, replace(GREEDY, max_tokens=max_tokens))
+    if message is None:
+        generator.check(row)
+        return
+    with pytest.raises(RowError, match=message) as error:
+        generator.check(row)
+    assert error.value.code == "context_length_exceeded"
+
+
+def test_the_context_of_the_model_counts_the_prefix(model):
+    generator = model.generator()
+    generator.max_position = 40
+    generator.check(Request("row", [*DOCUMENT, 5], replace(GREEDY, max_tokens=15)))
+    too_long = Request("row", [*DOCUMENT, 5], replace(GREEDY, max_tokens=16))
+    with pytest.raises(RowError, match="need 41 positions; the model has 40"):
+        generator.check(too_long)
+    unlimited = replace(GREEDY, max_tokens=None, ignore_eos=True)
+    output = outputs_of(generator, [Request("row", [*DOCUMENT, 5], unlimited)])["row"]
+    assert len(output.outputs[0].token_ids) == 15
+
+
+def test_other_tokens_with_the_hash_of_a_prefix_are_refused(model, monkeypatch):
+    generator = model.generator()
+    generator.submit(Request("true", [*DOCUMENT, 5], GREEDY))
+    monkeypatch.setattr(PrefixGrid, "prefix_of", lambda *_: planned(DOCUMENT))
+    forged = Request("forged", [7] * 30, GREEDY)
+    for refuse in (generator.check, generator.submit):
+        with pytest.raises(
+            RowError, match=r"'forged': expected the first 24 tokens .* Remove"
+        ) as e:
+            refuse(forged)
+        assert e.value.code == "invalid_request"
+    (output,) = generator.run()
+    assert output.error is None
+
+
+def test_prompts_are_not_scored_after_a_prefix(model):
+    scored = replace(GREEDY, prompt_logprobs=1)
+    with pytest.raises(RowError, match="expected a plan with score graphs"):
+        model.generator().check(Request("row", [*DOCUMENT, 5], scored))
