@@ -2,7 +2,8 @@
 
 A part takes the longer of its products' time and its memory's time, plus the time of its
 communication (the roofline: Williams, Waterman, Patterson 2009, "Roofline: An Insightful Visual
-Performance Model", doi:10.1145/1498765.1498785). Parts run one after the other. A calibration
+Performance Model", doi:10.1145/1498765.1498785). Where products first copy their weights into
+another layout, the time of the copies is added. Parts run one after the other. A calibration
 scales the memory's time before it is compared with the products' time, multiplies each part by a
 factor, and adds seconds to every call. Without a calibration the figures are those of published
 peaks: real programs run below these peaks, and gain where parts overlap.
@@ -141,7 +142,7 @@ class CostModel:
 
     def roofline(self, flops: float, num_bytes: float, sent: Sent) -> float:
         """Seconds of this work as one part, by peaks alone."""
-        part = Part("all", flops, num_bytes, sent)
+        part = Part("all", flops, num_bytes, sent=sent)
         return self._local(part, KindFactors())[0] + self._network(part)
 
     def _estimate(self, call: Call) -> Estimate:
@@ -171,8 +172,11 @@ class CostModel:
     def _local(self, part: Part, kind_factors: KindFactors) -> tuple[float, str]:
         """Seconds of a part on its device before its own factor, and their limit."""
         compute = part.flops / self._peak
-        memory = kind_factors.memory * part.bytes / self.hardware.memory_rate
-        return (compute, "compute") if compute >= memory else (memory, "memory")
+        byte_seconds = kind_factors.memory / self.hardware.memory_rate
+        memory = byte_seconds * part.bytes
+        copies = byte_seconds * part.weight_bytes * (self.hardware.weight_passes - 1)
+        limit = "compute" if compute >= memory else "memory"
+        return max(compute, memory) + copies, limit
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,9 @@ class Hardware:
     wraps: list[int]
     """The sides of the smallest block of devices whose links wrap around: `[16]`, `[4, 4, 4]`, or
     `[]` for devices on a switch. Unit: devices."""
+    weight_passes: int = 1
+    """The number of times that a product reads or writes its weights. It is more than 1 where
+    libraries first copy a weight into another layout, as on CPUs. Unit: passes."""
     clock: float | None = None
     """The clock of the cores, if the compiler reports cycles. Unit: cycles a second."""
 
@@ -50,6 +53,11 @@ class Hardware:
             raise ValueError(
                 f"hardware {self.name}.wraps: expected the sides of a block of devices, all alike, "
                 f"as [16] or [4, 4, 4], or [] for a switch, got {self.wraps!r}."
+            )
+        if type(self.weight_passes) is not int or self.weight_passes < 1:
+            raise ValueError(
+                f"hardware {self.name}.weight_passes: expected an integer of at least 1, got "
+                f"{self.weight_passes!r}."
             )
         if not isinstance(self.source, str):
             raise ValueError(
@@ -95,7 +103,7 @@ class Hardware:
         return {
             key: value
             for key, value in asdict(self).items()
-            if key != "name" and (key, value) != ("clock", None)
+            if key != "name" and (key, value) not in (("clock", None), ("weight_passes", 1))
         }
 
 
@@ -103,7 +111,12 @@ def read_hardware(tables: Mapping[str, Any]) -> dict[str, Hardware]:
     """Read parsed TOML, one table for each device; ValueError names a wrong or missing key."""
     hardware = {}
     for name, table in tables.items():
-        check_keys(f"hardware [{name}]", table, {"source", "flops", "wraps", *_NUMBERS}, {"clock"})
+        check_keys(
+            f"hardware [{name}]",
+            table,
+            {"source", "flops", "wraps", *_NUMBERS},
+            {"clock", "weight_passes"},
+        )
         if not isinstance(table["flops"], Mapping):
             raise ValueError(
                 f"hardware {name}.flops: expected a table by dtype, got {table['flops']!r}."

@@ -57,6 +57,8 @@ class Part:
     flops: float = 0.0
     bytes: float = 0.0
     """Bytes read from and written to main memory."""
+    weight_bytes: float = 0.0
+    """The bytes of the weights of products among them."""
     sent: Sent = field(default_factory=dict)
 
 
@@ -169,7 +171,7 @@ class Work:
     def _products(self, call: Call) -> Part:
         """Products with the weights that all tokens pass through."""
         flops, num_bytes = self._weights_work(call, of_experts=False)
-        return Part("products", call.num_tokens * flops, num_bytes)
+        return Part("products", call.num_tokens * flops, num_bytes, num_bytes)
 
     def _experts(self, call: Call) -> Part | None:
         """Products with the experts that the tokens choose, in lossless tiles."""
@@ -182,7 +184,7 @@ class Work:
         used = 1 - (1 - Z / E) ** call.num_tokens
         rows = choices + used * E * (LOSSLESS.tile(choices, E) - 1) / 2
         flops, num_bytes = self._weights_work(call, of_experts=True)
-        return Part("experts", rows / E * flops, used * num_bytes)
+        return Part("experts", rows / E * flops, used * num_bytes, used * num_bytes)
 
     def _weights_work(self, call: Call, *, of_experts: bool) -> tuple[float, float]:
         """Operations for one row of activations, and bytes of all weights."""
@@ -272,7 +274,7 @@ class Work:
         """The product with the vocabulary, and the logits that it writes."""
         flops, num_bytes = self._head_work(call)
         logits_bytes = self._logits_bytes(call)
-        return Part("logits", call.num_logits * flops, num_bytes + logits_bytes)
+        return Part("logits", call.num_logits * flops, num_bytes + logits_bytes, num_bytes)
 
     def _head_work(self, call: Call) -> tuple[float, float]:
         """Operations for one row of the product with the vocabulary, and bytes of its weight."""

@@ -25,7 +25,6 @@ from ...compile.grids.prefix_grid import PrefixGrid
 from ...compile.grids.prefix_table import PrefixTable
 from ...compile.planning.candidates import ExpectedRow
 from ...compile.planning.graph_prices import GraphPrices
-from ...compile.planning.prefill_calls import rows_by_bucket
 from .forecast import fits_grid
 from .search import simulate_in_order
 
@@ -51,12 +50,9 @@ PREFIX_CHUNK, PREFIX_STEP = 256, 64
 """Tokens of a call that computes a planned prefix: at most, and in steps of."""
 MIN_SHARE = 0.1
 """The share of the prompts' tokens that must be shared for grids that share to be tried."""
-MAX_SHARE_OF_SECONDS = 0.6
-"""The share of the predicted seconds of whole prompts that grids that share may take at most. On
-CPUs, small calls take longer than predicted: 1.6 times as long for 32 tokens of the embedded model.
-"""
-MAX_SIMULATED = 4
-"""The largest number of grids of chunks that are simulated."""
+MAX_SHARE_OF_SECONDS = 0.85
+"""The share of the predicted seconds of whole prompts that grids that share may take at most.
+Without a calibration, predicted seconds of small and large calls differ in error by this much."""
 MAX_ROWS = 1_024
 
 
@@ -86,8 +82,6 @@ def with_sharing(
     if not is_enough or not whole.decode_slots:
         return whole
     grids = _chunk_grids(whole, rows, defaults, derive)
-    grids.sort(key=lambda grid: _min_seconds(grid, lengths, table, prices))
-    grids = grids[:MAX_SIMULATED]
     if may_group:
         grids += _prefix_grids(whole, rows, table, defaults, derive)
     numbers = _neighbours(table)
@@ -190,19 +184,6 @@ def _batches(grid: BucketGrid, batch: int) -> Iterator[BucketGrid]:
     )
     if single != grid.prefill:
         yield replace(grid, prefill=single)
-
-
-def _min_seconds(
-    grid: BucketGrid, lengths: np.ndarray, table: PrefixTable, prices: GraphPrices
-) -> float:
-    """The seconds of prefill if all calls were full, and of the build."""
-    shared = table.shared_pieces(lengths, grid.chunks)
-    every, saved = rows_by_bucket(grid, lengths), rows_by_bucket(grid, shared)
-    seconds = sum(
-        (count - less) / bucket.batch * prices.cost.seconds(bucket.call())
-        for bucket, count, less in zip(grid.prefill, every, saved, strict=True)
-    )
-    return seconds + _build_seconds(grid, prices)
 
 
 def _build_seconds(grid: BucketGrid, prices: GraphPrices) -> float:

@@ -32,6 +32,19 @@ def test_a_part_takes_its_products_or_its_memory_whichever_is_longer():
         assert estimate.limits[estimate.binds] == max(estimate.limits.values())
 
 
+def test_weights_that_are_copied_first_take_the_time_of_the_copies_too():
+    work = work_of(PLAIN)
+    once, copied = (CostModel(work, replace(HARDWARE, weight_passes=passes)) for passes in (1, 3))
+    for call in CALLS:
+        more = {part.name: 2 * part.weight_bytes / 1e8 for part in work.parts(call)}
+        assert more["attention"] == more["activations"] == 0
+        assert more["products"] == pytest.approx(
+            2 * work.needed(call).weights / 1e8 - more["logits"]
+        )
+        expected = {name: s + more[name] for name, s in once.estimate(call).parts.items()}
+        assert copied.estimate(call).parts == pytest.approx(expected)
+
+
 def test_one_row_waits_for_memory_and_many_for_products():
     model = CostModel(work_of(PLAIN), HARDWARE)
     assert model.estimate(Call.of_step(1, 64)).binds == "memory"
