@@ -18,14 +18,14 @@ class PrefixCount(NamedTuple):
 def count_prefixes(prompts: Sequence[Sequence[int]], chunk: int) -> PrefixCount:
     """Count the tokens of prompts that are cut at multiples of `chunk`.
 
-    Two pieces are the same if all ids up to their ends are the same. The rest of a prompt behind
-    its last whole piece belongs to this prompt alone.
+    Two pieces are the same if all ids up to their ends are the same. The piece with the last id of
+    a prompt belongs to this prompt alone, because it makes the logits of the first generated id.
     """
     # a prefix is its number: the number of the prefix before it, and its last piece, determine it
     numbers: dict[tuple[int, tuple[int, ...]], int] = {}
     rest = 0
     for ids in prompts:
-        end = len(ids) - len(ids) % chunk
+        end = max(0, len(ids) - 1) // chunk * chunk
         rest += len(ids) - end
         prefix = 0
         for start in range(0, end, chunk):

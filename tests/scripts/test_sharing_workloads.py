@@ -9,6 +9,9 @@ from operator import itemgetter
 
 import pytest
 from numerics_helpers import script
+from symbolic_run import SymbolicRun
+
+from noria.compile.grids.bucket_grid import BucketGrid
 
 workloads = script("scripts/make_sharing_workloads.py")
 count_prefixes = script("scripts/peers/prefix_count.py").count_prefixes
@@ -110,10 +113,10 @@ def test_the_script_writes_the_named_files(tmp_path, monkeypatch):
         ([], 0),
         ([[1, 2, 3, 4, 5]], 5),
         ([[1, 2, 3, 4, 5], [1, 2, 3, 4, 6]], 6),  # two pieces, and a rest each
-        ([[1, 2, 3, 4], [1, 2, 3, 4]], 4),
-        ([[1, 2, 3], [1, 2, 3]], 4),  # a rest is never shared
+        ([[1, 2, 3, 4], [1, 2, 3, 4]], 6),  # the last piece is never shared
+        ([[1, 2, 3], [1, 2, 3]], 4),
         ([[1, 2, 3, 4], [5, 6, 3, 4]], 8),  # the same ids behind others
-        ([[1, 2, 1, 2], [1, 2]], 4),
+        ([[1, 2, 1, 2], [1, 2]], 6),
     ],
 )
 def test_pieces_of_two_tokens_are_counted_once(prompts, distinct):
@@ -124,8 +127,24 @@ def test_pieces_of_two_tokens_are_counted_once(prompts, distinct):
 def test_the_count_is_that_of_a_set_of_prefixes(chunk):
     rng = random.Random(chunk)
     prompts = [[rng.randint(0, 1) for _ in range(rng.randint(0, 12))] for _ in range(200)]
-    prefixes = {tuple(ids[:end]) for ids in prompts for end in range(chunk, len(ids) + 1, chunk)}
-    rest = sum(len(ids) % chunk for ids in prompts)
+    prefixes = {tuple(ids[:end]) for ids in prompts for end in range(chunk, len(ids), chunk)}
+    rest = sum((len(ids) - 1) % chunk + 1 for ids in prompts if ids)
     counted = count_prefixes(prompts, chunk)
     assert counted.distinct == len(prefixes) * chunk + rest
     assert counted.total == sum(map(len, prompts))
+
+
+@pytest.mark.parametrize("name", workloads.WORKLOADS)
+def test_a_job_computes_the_distinct_pieces_of_a_workload(name):
+    """The scheduler's prefill calls have as many real tokens as the independent count."""
+    numbers: dict[str, int] = {}
+    prompts = [
+        [numbers.setdefault(word, len(numbers)) for word in json.dumps(row["body"]).split()]
+        for row in rows_of(name, 120)
+    ]
+    grid = BucketGrid(2048, ((2048, 4, 64),), 64, (2048,))
+    run = SymbolicRun(0, grid=grid, prompts=prompts, num_samples=[1] * len(prompts))
+    run.assert_all_rows_ended()
+    counted = count_prefixes(prompts, 64)
+    assert counted.distinct < 0.7 * counted.total
+    assert run.num_computed == counted.distinct
