@@ -81,8 +81,8 @@ def read_row(
                 "invalid_line", f"expected at most {MAX_LINE_BYTES} bytes in a line, got more."
             )
         record = parse_object(line.content)
-        custom_id = _custom_id(record, row)
-        url, body = _request(record)
+        custom_id = custom_id_of(record, row, is_simple=_is_simple(record))
+        url, body = request_of(record)
         request_hash = hash_request(url, body)
         content = _read_body(url, body, defaults or {})
     except RowError as error:
@@ -122,13 +122,18 @@ def _is_simple(record: Mapping[str, Any]) -> bool:
     return not any(key in record for key in ("method", "url", "body"))
 
 
-def _custom_id(record: Mapping[str, Any], row: int) -> str:
-    names = ("custom_id", "id") if _is_simple(record) else ("custom_id",)
+def custom_id_of(record: Mapping[str, Any], row: int, *, is_simple: bool) -> str:
+    """The id of a line; a simple line may have it in `id`, or none.
+
+    Raises:
+        RowError: The line has no id, or an invalid one.
+    """
+    names = ("custom_id", "id") if is_simple else ("custom_id",)
     present = [name for name in names if record.get(name) is not None]
     if len(present) == 2:
         raise RowError("missing_custom_id", "expected custom_id or id, got both.", "id")
     if not present:
-        if _is_simple(record):
+        if is_simple:
             return f"row-{row}"
         raise RowError("missing_custom_id", "expected a custom_id, got none.", "custom_id")
     value = record[present[0]]
@@ -146,8 +151,12 @@ def _custom_id(record: Mapping[str, Any], row: int) -> str:
     return value
 
 
-def _request(record: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """The endpoint and the body of a line of either form."""
+def request_of(record: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """The endpoint and the body of a line of either form.
+
+    Raises:
+        RowError: The line is no request.
+    """
     if _is_simple(record):
         body = {key: record[key] for key in record if key not in ("custom_id", "id")}
         if ("prompt" in body) == ("messages" in body):
