@@ -12,7 +12,7 @@ spacing of their keys.
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ..errors import RowError
@@ -63,6 +63,10 @@ class BadRow:
     request_hash: str
     error: RowError
 
+    def failed(self, error: RowError) -> "BadRow":
+        """The line with another error."""
+        return replace(self, error=error)
+
 
 def read_row(
     line: Line, row: int, *, defaults: Mapping[str, Any] | None = None
@@ -103,13 +107,18 @@ def read_row(
 
 def duplicate_of(row: BatchRow | BadRow, first_line_number: int) -> BadRow:
     """The error row for a line with the custom_id of an earlier line."""
-    error = RowError(
+    error = duplicate_error(row.line_number, row.custom_id, first_line_number)
+    return BadRow(row.row, row.line_number, row.offset, row.custom_id, row.request_hash, error)
+
+
+def duplicate_error(line_number: int, custom_id: str | None, first_line_number: int) -> RowError:
+    """The error for a line with the custom_id of an earlier line."""
+    return RowError(
         "duplicate_custom_id",
-        f"line {row.line_number}: expected a new custom_id, got {str(row.custom_id)[:100]!r}, the "
-        f"id of line {first_line_number}, which counts. Give every line its own.",
+        f"line {line_number}: expected a new custom_id, got {str(custom_id)[:100]!r}, the id of "
+        f"line {first_line_number}, which counts. Give every line its own.",
         "custom_id",
     )
-    return BadRow(row.row, row.line_number, row.offset, row.custom_id, row.request_hash, error)
 
 
 def hash_request(url: str, body: Mapping[str, Any]) -> str:

@@ -86,10 +86,15 @@ def read_pipeline(path: Path) -> Pipeline:
     Raises:
         ConfigError: The file cannot be read, or a key of it is unknown or invalid.
     """
-    table = read_toml(path)
+    return pipeline_from(path, read_toml(path))
+
+
+def pipeline_from(path: Path, table: Mapping[str, Any]) -> Pipeline:
+    """The pipeline in the table of a file; raises ConfigError."""
     given = table.get("stages")
-    is_list = isinstance(given, list) and all(isinstance(stage, dict) for stage in given)
-    if set(table) != {"stages"} or not is_list or not 1 <= len(given) <= MAX_STAGES:
+    given = given if isinstance(given, list) else []
+    are_tables = all(isinstance(stage, dict) for stage in given)
+    if set(table) != {"stages"} or not are_tables or not 1 <= len(given) <= MAX_STAGES:
         raise ConfigError(
             f"{path}: expected 1 to {MAX_STAGES} tables [[stages]] and nothing else, got the keys "
             f"{', '.join(table) or 'none'}."
@@ -146,7 +151,7 @@ def _read_stage(path: Path, number: int, table: Mapping[str, Any], earlier: set[
     return stage
 
 
-def _role(path: Path, stage: str, index: int, message: object) -> str:
+def _role(path: Path, stage: str, index: int, message: Any) -> str:
     is_table = isinstance(message, dict) and set(message) == {"role", "content"}
     if not is_table or not isinstance(message["content"], str):
         expected = "a table with role and a content of text"

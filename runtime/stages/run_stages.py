@@ -30,7 +30,13 @@ from ..batch.job_files import check_files, job_outputs, side_files
 from ..batch.journal import journal_path
 from ..batch.lines import BadRow
 from ..batch.lock import JobLock
-from ..batch.manifest import fingerprint, manifest_path, read_manifest
+from ..batch.manifest import (
+    digest_table,
+    digest_text,
+    fingerprint,
+    manifest_path,
+    read_manifest,
+)
 from ..batch.output import summarise
 from ..batch.part import WHOLE
 from ..batch.progress import Progress
@@ -40,7 +46,7 @@ from ..batch.scan import ScanSummary, check_input
 from ..batch.stop_signals import StopSignals
 from ..console import plural
 from ..errors import EXIT_OK, EXIT_ROWS_FAILED, JobError, UnusableFile
-from ..files.disk import Disk
+from ..files.disk import Disk, digest_file
 from .final_output import write_final
 from .pipeline_file import Pipeline
 from .stage_bounds import measure_stages
@@ -141,6 +147,9 @@ class _StagesRun:
     progress: Progress
     disk: Disk
 
+    def __post_init__(self):
+        self._input = digest_text(digest_table(digest_file(self.settings.input_path)))
+
     def run(self) -> int | None:
         """Run the stages that have not finished; return an exit code if the job was stopped."""
         for index, renderer in enumerate(self.renderers):
@@ -174,7 +183,12 @@ class _StagesRun:
             self.settings,
             input_path=files.input,
             output_path=files.output,
-            configuration={**self.settings.configuration, "stage": files.name},
+            # finished stages match the rows of the input by their order alone
+            configuration={
+                **self.settings.configuration,
+                "stage": files.name,
+                "input of the stages": self._input,
+            },
             error_file=None,
             restart=False,
             part=WHOLE,

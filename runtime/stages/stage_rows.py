@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..batch.lines import BadRow, custom_id_of, duplicate_of
+from ..batch.lines import BadRow, custom_id_of, duplicate_error
 from ..batch.results import error_of_line
 from ..errors import RowError
 from ..files.strict_json import MAX_LINE_BYTES, Line, parse_object, read_lines
@@ -92,7 +92,7 @@ def read_rows(file: BinaryIO) -> Iterator[InputRow | BadRow]:
         if row.custom_id is not None:
             first = first_lines.setdefault(row.custom_id, line.number)
             if first != line.number:
-                row = duplicate_of(row, first)
+                row = row.failed(duplicate_error(line.number, row.custom_id, first))
         yield row
 
 
